@@ -153,8 +153,8 @@ fn needle_scores_are_full_for_a_model_that_knows_the_answer() {
     assert_eq!(before["methods"][0]["found"], 0.0, "{before}");
 }
 
-/// The trained model of the repository, and what its card says of it: a number in twenty sentences is found by the model
-/// itself, and under a selector in its dense layers.
+/// The trained model of the repository, and what its card says of it: a number in twenty sentences is found by the
+/// model itself, and under a selector in its dense layers.
 #[test]
 fn the_model_in_the_box_finds_numbers_and_takes_selectors() {
     let tiny = TinyRun::new(KINDS[0]);

@@ -165,7 +165,6 @@ fn went_on_from(said: &str, last: Option<u64>, what: &str) {
 }
 
 #[test]
-#[expect(clippy::print_stdout, reason = "a test that fails shows what it printed")]
 fn random_faults_over_four_processes_lose_no_step_beyond_the_last_checkpoint() {
     let (mut random, tiny, wanted) = (seeded(), TinyRun::dma(), num_faults());
     let all = format!("{UNTIED} --set training.local_batch_size=2 --patience 4");
@@ -200,8 +199,8 @@ fn random_faults_over_four_processes_lose_no_step_beyond_the_last_checkpoint() {
                 break;
             }
             assert!(fault.is_some(), "{what}: {said}");
-            // The launcher itself was killed, its ranks were stopped before their first step, or the job says that it is
-            // to be started again.
+            // The launcher itself was killed, its ranks were stopped before their first step, or the job says that it
+            // is to be started again.
             let is_usual = matches!(output.status.code(), None | Some(75 | 130));
             assert!(is_usual, "{what}: {said}");
             fault.inspect(|fault| fault.damage(&tiny, &out, &mut random));

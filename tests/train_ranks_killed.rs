@@ -17,18 +17,10 @@ const PLACES: [&str; 5] = ["start", "step", "validation", "files", "name"];
 
 /// How the two ranks share the work: lines of the recipe's attention, and settings beside [`OVERRIDES`]. The first mode
 /// is killed in all places, the others in a step and beside a checkpoint.
-const MODES: [(&str, &[&str]); 4] = [
+const MODES: [(&str, &[&str]); 2] = [
     (DMA, &[]),
+    // Not context parallelism: it exchanges inside a backward pass, and ranks that are threads share autodiff's lock.
     (DMA, &["parallelism.zero_stage=2", "training.local_batch_size=2"]),
-    (
-        "kind = \"mla\"\nkv_lora_rank = 12\nqk_rope_head_dim = 8",
-        &["parallelism.context_parallel_degree=2", "model.num_key_value_heads=2"],
-    ),
-    (
-        "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\nselect_block_size = 4\n\
-         num_selected_blocks = 3\nwindow_size = 6",
-        &["parallelism.context_parallel_degree=2", "model.num_key_value_heads=2"],
-    ),
 ];
 const DMA: &str = "kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5";
 
@@ -176,16 +168,14 @@ fn a_rank_killed_in_any_place_is_named_and_the_run_goes_on() {
 }
 
 #[test]
-fn a_rank_killed_with_sharded_gradients_or_rows_in_parts_is_named_and_the_run_goes_on() {
-    for mode in 1..MODES.len() {
-        let tiny = TinyRun::new(MODES[mode].0);
-        let overrides = overrides(mode);
-        let pair = Pair::new(&tiny, "reference", &overrides);
-        for outcome in pair.run(Default::default(), Default::default(), &AtomicBool::default()) {
-            outcome.result.expect("it ends");
-        }
-        kill_in(&tiny, &["step", "files"], mode);
+fn a_rank_killed_with_sharded_gradients_is_named_and_the_run_goes_on() {
+    let tiny = TinyRun::dma();
+    let overrides = overrides(1);
+    let pair = Pair::new(&tiny, "reference", &overrides);
+    for outcome in pair.run(Default::default(), Default::default(), &AtomicBool::default()) {
+        outcome.result.expect("it ends");
     }
+    kill_in(&tiny, &["step", "files"], 1);
 }
 
 fn kill_in(tiny: &TinyRun, places: &[&str], mode: usize) {

@@ -211,8 +211,8 @@ pub fn sweep_selectors<B: DeviceBackend>(
     Ok(selections.iter().map(point).collect())
 }
 
-/// Masks of each selector in every dense layer for one prompt, `[selectors][layers]`; the model's own activations, densely
-/// computed. A selector that fails, as decode methods do, gives its error.
+/// Masks of each selector in every dense layer for one prompt, `[selectors][layers]`; the model's own activations,
+/// densely computed. A selector that fails, as decode methods do, gives its error.
 ///
 /// # Errors
 /// As [`measure_selectors`].

@@ -33,10 +33,10 @@ pub enum TrainError {
     },
     /// The same micro-batch has other gradients on some ranks, or a second time.
     #[error(
-        "{} of one micro-batch, which all ranks computed before step {}, {}: bad memory or arithmetic of a device, or a \
-         fault of Sieve's; the step was not taken\n  \
-         hint: --resume continues from the last checkpoint, without that device; ranks on GPUs of two models may differ \
-         by right: training.guard_replay = 0",
+        "{} of one micro-batch, which all ranks computed before step {}, {}: bad memory or arithmetic of a device, \
+         or a fault of Sieve's; the step was not taken\n  \
+         hint: --resume continues from the last checkpoint, without that device; ranks on GPUs of two models may \
+         differ by right: training.guard_replay = 0",
         gradients_of(ranks), step + 1, if ranks.len() == 1 { "are wrong" } else { "differ" }
     )]
     GradientsDiffer {

@@ -25,10 +25,10 @@ use crate::{
     Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram,
     ValidationReport, ValidationSize,
 };
-use burn::module::{AutodiffModule, Module, ModuleMapper, Param};
+use burn::module::{AutodiffModule, Module};
 use burn::tensor::Tensor;
 use clock::Clock;
-use guarding::{GuardLog, Verdict, norms_by_part};
+use guarding::{GuardLog, Scaled, Verdict, norms_by_part};
 use peak::PeakWatch;
 use saving::Saving;
 use sieve_comm::Work;
@@ -501,20 +501,6 @@ impl<B: TrainBackend> Trainer<B> {
         self.finish_leaves()
     }
 
-    /// Writes down the most memory of the watched steps, of every process.
-    fn report_peak(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        let peak = self.memory.peak();
-        let own = peak.map_or(0, |peak| peak.in_use_bytes);
-        let by_rank = match &self.group {
-            Some(group) => group.numbers(own)?,
-            None => vec![own],
-        };
-        if let (MemoryProbe::Device(_), Some(peak)) = (self.memory, peak) {
-            reporter.metrics.memory(self.step, peak, by_rank);
-        }
-        Ok(())
-    }
-
     /// Tells other processes what this one does.
     fn set_work(&self, work: Work) {
         if let Some(group) = &self.group {
@@ -802,15 +788,6 @@ impl<B: TrainBackend> Trainer<B> {
         reporter.metrics.validation(&report);
         reporter.tell(TrainEvent::Validation(&report));
         Ok(Some(report))
-    }
-}
-
-/// Multiplies all parameters, for [`Disturbance`].
-struct Scaled(f64);
-
-impl<B: TrainBackend> ModuleMapper<B> for Scaled {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        param.map(|tensor| Tensor::from_inner(tensor.inner() * self.0).require_grad())
     }
 }
 

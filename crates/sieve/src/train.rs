@@ -98,8 +98,8 @@ pub(crate) struct TrainArgs {
     /// With several processes: seconds without a heartbeat after which one counts as lost
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     patience: u64,
-    /// Folder for the last checkpoint of this process when its own place cannot be written; --resume=auto continues from
-    /// it where it is the latest
+    /// Folder for the last checkpoint of this process when its own place cannot be written; --resume=auto continues
+    /// from it where it is the latest
     #[arg(long, value_name = "DIR", conflicts_with = "sweep")]
     checkpoint_fallback: Option<PathBuf>,
     /// Seconds for which the last checkpoint is tried where it cannot be written
@@ -108,8 +108,8 @@ pub(crate) struct TrainArgs {
     /// Answer GET /metrics with the run's numbers in Prometheus' text form: a port of 127.0.0.1, 0 for a free one
     #[arg(long, value_name = "[HOST:]PORT", conflicts_with = "sweep")]
     metrics_port: Option<MetricsPort>,
-    /// Run this with sh when the run ends or nothing happens for long; SIEVE_EVENT is finished, stopped, lost, failed or
-    /// stalled, SIEVE_OUT the output folder, SIEVE_MESSAGE the error
+    /// Run this with sh when the run ends or nothing happens for long; SIEVE_EVENT is finished, stopped, lost, failed
+    /// or stalled, SIEVE_OUT the output folder, SIEVE_MESSAGE the error
     #[arg(long, value_name = "COMMAND", value_parser = NonEmptyStringValueParser::new())]
     on_event: Option<String>,
     #[command(flatten)]

@@ -244,8 +244,8 @@ impl LatentToken<'_> {
             head_dim,
             rank,
         });
-        // SAFETY: sizes as checked above; writes every element of o.
         let grid = [num_heads, head_dim.div_ceil(VALUE_ROWS), batch];
+        // SAFETY: sizes as checked above; writes every element of o.
         unsafe { MLA_VALUES.launch(grid, &[&attended, self.up, &o], &params) }?;
         Ok(o)
     }

@@ -188,9 +188,10 @@ fn measure(
 
 /// Ranks below the median's share, each with the rate and the median in words.
 fn slow(all: &[Rates]) -> Vec<(usize, String)> {
-    let kinds: [(&str, &dyn Fn(&Rates) -> f64, &str); 2] = [
-        ("GEMM", &|rates| rates.gemm / 1e12, "TFLOP/s"),
-        ("copy", &|rates| rates.copy / 1e9, "GB/s"),
+    type Rate = fn(&Rates) -> f64;
+    let kinds = [
+        ("GEMM", (|rates| rates.gemm / 1e12) as Rate, "TFLOP/s"),
+        ("copy", |rates| rates.copy / 1e9, "GB/s"),
     ];
     let mut found = Vec::new();
     for (what, rate, unit) in kinds {
@@ -223,8 +224,8 @@ fn warnings_of(all: &[Rates]) -> Vec<String> {
         if errors > 0 {
             let place = &rates.place;
             warnings.push(format!(
-                "warning: rank {rank} ({place}): {errors} memory errors that ECC could not correct since the driver was \
-                 loaded"
+                "warning: rank {rank} ({place}): {errors} memory errors that ECC could not correct since the driver \
+                 was loaded"
             ));
         }
     }

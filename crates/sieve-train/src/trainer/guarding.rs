@@ -4,6 +4,7 @@ use crate::guard::{GatedStep, StepNumbers};
 use crate::segment::Segment;
 use crate::trainer::stage::StageState;
 use crate::{GradientBuffer, Group, Precision, SkippedStep, TrainError, TrainEvent};
+use burn::module::{ModuleMapper, Param};
 use burn::tensor::Tensor;
 use sieve_data::{Batch, PAD_DOCUMENT};
 use sieve_hf::Checkpoint;
@@ -375,6 +376,15 @@ impl<B: TrainBackend> Trainer<B> {
             documents: documents.into_iter().take(MAX_NAMED_DOCUMENTS).collect(),
             grad_norms: unread.norms,
         })
+    }
+}
+
+/// Multiplies all parameters, for [`Disturbance`].
+pub(super) struct Scaled(pub(super) f64);
+
+impl<B: TrainBackend> ModuleMapper<B> for Scaled {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        param.map(|tensor| Tensor::from_inner(tensor.inner() * self.0).require_grad())
     }
 }
 

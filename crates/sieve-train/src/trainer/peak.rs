@@ -1,5 +1,7 @@
 //! The steps in which the most memory in use is looked for.
-use crate::MemoryProbe;
+use super::{Reporter, Trainer};
+use crate::{MemoryProbe, TrainError};
+use sieve_ops::TrainBackend;
 
 /// Steps of a stage that are watched: the first makes the moments at its end, the second has all there will ever be.
 const WATCHED_STEPS: u32 = 2;
@@ -42,6 +44,22 @@ impl PeakWatch {
 impl Drop for PeakWatch {
     fn drop(&mut self) {
         self.memory.unwatch();
+    }
+}
+
+impl<B: TrainBackend> Trainer<B> {
+    /// Writes down the most memory of the watched steps, of every process.
+    pub(super) fn report_peak(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        let peak = self.memory.peak();
+        let own = peak.map_or(0, |peak| peak.in_use_bytes);
+        let by_rank = match &self.group {
+            Some(group) => group.numbers(own)?,
+            None => vec![own],
+        };
+        if let (MemoryProbe::Device(_), Some(peak)) = (self.memory, peak) {
+            reporter.metrics.memory(self.step, peak, by_rank);
+        }
+        Ok(())
     }
 }
 

@@ -100,8 +100,8 @@ impl OnEvent {
         result
     }
 
-    /// Watches a run until the watch is dropped: where nothing happens for `least`, and for [`LONGEST_PAUSES`] times the
-    /// longest pause before, the command is told so, once until something happens again.
+    /// Watches a run until the watch is dropped: where nothing happens for `least`, and for [`LONGEST_PAUSES`] times
+    /// the longest pause before, the command runs, once until something happens again.
     pub(super) fn watch(&self, least: Duration) -> Result<StallWatch> {
         let (sender, happened) = channel();
         if self.command.is_none() {

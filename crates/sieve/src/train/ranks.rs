@@ -35,8 +35,8 @@ pub(super) fn long_patience(seconds: u64) -> Duration {
     Duration::from_secs(20 * seconds)
 }
 
-/// Trains as one rank of `world`. Rank 0 alone prints, but for errors that only another rank knows, and runs the command
-/// of `--on-event`; where rank 0 is lost, rank 1 does.
+/// Trains as one rank of `world`. Rank 0 alone prints, but for errors that only another rank knows, and runs the
+/// command of `--on-event`; where rank 0 is lost, rank 1 does.
 pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Exit> {
     let (rank, size) = (world.rank, world.size);
     if !args.sweep.is_empty() {

@@ -1,0 +1,168 @@
+//! Shares of gradients and of heads, and models of 8B.
+use super::*;
+
+#[test]
+fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch() {
+    let planned = |size: usize, more: &[&str]| {
+        let settings = ["training.local_batch_size=1", "activation_checkpoint.mode=full"];
+        let mut recipe = recipe(DMA_1P7B, &[&settings, more].concat());
+        // The second stage has a batch of its own.
+        recipe.stage.truncate(1);
+        let ranks = Ranks { size, hosts: 1 };
+        plan_of_ranks(&recipe, 50_304, &h200(), ranks).expect("plans")
+    };
+    assert_eq!(planned(1, &[]).zero_stages, []);
+    // Four micro-batches a process: whole gradients, and an eighth of them beside what is under way.
+    let whole = planned(8, &["training.global_batch_size=32"]);
+    let found = whole.zero_stages.iter().map(|way| {
+        let micro_batches = way.sum_bytes / whole.zero_stages[0].sum_bytes;
+        (way.zero_stage, way.gradient_dtype, micro_batches.round() as usize)
+    });
+    use sieve_core::recipe::GradientDtype::{Bf16, F32};
+    let expected = [(1, F32, 1), (1, Bf16, 1), (2, F32, 4), (2, Bf16, 4)];
+    assert!(found.eq(expected), "{:?}", whole.zero_stages);
+    let bytes = |way: usize| whole.zero_stages[way].total_bytes;
+    let parameters = whole.num_parameters;
+    // Two bytes a parameter, but for a moment of the head.
+    assert!(
+        (parameters..=2 * parameters).contains(&(bytes(0) - bytes(1))),
+        "{:?}",
+        whole.zero_stages
+    );
+    assert!(
+        (2 * parameters..=4 * parameters).contains(&(bytes(0) - bytes(2))),
+        "{:?}",
+        whole.zero_stages
+    );
+    assert!(bytes(3) < bytes(2));
+    // What the list says is what a recipe gets that says so.
+    let ways = [
+        ["parallelism.zero_stage=1", "training.gradient_dtype=bf16"],
+        ["parallelism.zero_stage=2", "training.gradient_dtype=f32"],
+        ["parallelism.zero_stage=2", "training.gradient_dtype=bf16"],
+    ];
+    for (at, way) in (1..).zip(ways) {
+        let plan = planned(8, &[&way[..], &["training.global_batch_size=32"]].concat());
+        assert_eq!(plan.memory.total_bytes, bytes(at), "{way:?}");
+        assert_eq!(plan.zero_stages, whole.zero_stages);
+        let together = plan.ranks.expect("several");
+        assert_eq!(together.sum_bytes, whole.zero_stages[at].sum_bytes);
+    }
+    let [one, two] = ["1", "2"].map(|stage| {
+        let stage = format!("parallelism.zero_stage={stage}");
+        planned(8, &[&stage, "training.global_batch_size=8"]).memory.total_bytes
+    });
+    assert_eq!(one, two, "one micro-batch");
+}
+
+#[test]
+fn settings_that_keep_fewer_gradients_are_named_where_they_fit() {
+    let settings = [
+        "training.local_batch_size=1",
+        "training.global_batch_size=64",
+        "activation_checkpoint.mode=full",
+        "model.num_hidden_layers=56",
+        "model.layer_types=[\"sparse\"]",
+    ];
+    let mut recipe = recipe(DMA_1P7B, &settings);
+    recipe.stage.truncate(1);
+    let named = |gib: f64| {
+        let ranks = Ranks { size: 8, hosts: 1 };
+        let plan = plan_of_ranks(&recipe, 50_304, &h200_of(gib), ranks).expect("plans");
+        let settings = plan.memory.would_fit.into_iter().map(|fitting| fitting.setting);
+        (
+            plan.memory.total_bytes as f64 / (1u64 << 30) as f64,
+            settings.collect::<Vec<_>>(),
+        )
+    };
+    let (needed, _) = named(1000.0);
+    assert_eq!(named(needed * 0.97).1, ["parallelism.zero_stage=2"]);
+    assert_eq!(named(needed * 0.5).1, [] as [&str; 0]);
+}
+
+#[test]
+fn kinds_that_exchange_heads_need_a_share_of_their_memory() {
+    for text in [
+        include_str!("../../../../../recipes/mla_1p7b.toml"),
+        include_str!("../../../../../recipes/nsa_1p7b.toml"),
+        include_str!("../../../../../recipes/infllm_v2_1p7b.toml"),
+        include_str!("../../../../../recipes/moba_1p7b.toml"),
+        include_str!("../../../../../recipes/msa_1p7b.toml"),
+    ] {
+        let planned = |degree: usize| {
+            let degree_of = format!("parallelism.context_parallel_degree={degree}");
+            let settings = [
+                "training.local_batch_size=1",
+                "training.global_batch_size=8",
+                "training.seq_len=65536",
+                "model.max_position_embeddings=65536",
+                &degree_of,
+            ];
+            let mut recipe = recipe(text, &settings);
+            recipe.stage.truncate(1);
+            let ranks = Ranks { size: 8, hosts: 1 };
+            // Room for everything that may be kept.
+            plan_of_ranks(&recipe, 50_304, &h200_of(4000.0), ranks).expect("plans")
+        };
+        let [whole, two, four] = [1, 2, 4].map(planned);
+        let activations = |plan: &Plan| plan.memory.activations_by_mode[0].1 as f64;
+        let shares = [&two, &four].map(|plan| activations(plan) / activations(&whole));
+        let kind = whole.attention;
+        assert!(
+            (0.5..0.6).contains(&shares[0]) && (0.25..0.37).contains(&shares[1]),
+            "{kind} {shares:?}"
+        );
+        // What a process exchanges beside its own share of the heads grows more slowly than its tokens.
+        let seconds = |plan: &Plan| plan.stages[0].row_parts.clone().expect("in parts").exchange_seconds;
+        assert!(seconds(&two) > 0.0 && seconds(&four) > 0.0, "{kind}");
+        let speed = |plan: &Plan| plan.stages[0].tokens_per_second.expect("a GPU");
+        let share = speed(&four) / speed(&whole);
+        assert!((0.7..1.02).contains(&share), "{kind}: {share}");
+    }
+}
+
+// docs/scale.md: the most that tensors took on one and two H200s, 8.2B parameters, rows of 2048, full recomputation.
+#[test]
+fn a_model_of_8b_needs_what_was_measured() {
+    let eight = [
+        "model.hidden_size=4096",
+        "model.intermediate_size=12288",
+        "model.num_hidden_layers=36",
+        "model.num_attention_heads=32",
+        "model.vocab_size=151936",
+        "model.tie_word_embeddings=false",
+        "attention.kind=mha",
+        "activation_checkpoint.mode=full",
+    ];
+    let measured: [(usize, usize, usize, &[&str], f64); 5] = [
+        (1, 1, 1, &[], 122.09),
+        (1, 1, 4, &["training.gradient_dtype=bf16"], 110.30),
+        (2, 4, 1, &[], 80.10),
+        (2, 4, 4, &[], 96.88),
+        (
+            2,
+            4,
+            4,
+            &["parallelism.zero_stage=2", "training.gradient_dtype=bf16"],
+            76.97,
+        ),
+    ];
+    for (size, rows, micro_batches, more, measured) in measured {
+        let sizes = [
+            format!("training.local_batch_size={rows}"),
+            format!("training.global_batch_size={}", rows * micro_batches * size),
+        ];
+        let sizes = sizes.iter().map(String::as_str).collect::<Vec<_>>();
+        let mut recipe = recipe(
+            include_str!("../../../../../recipes/mha_1p7b.toml"),
+            &[&eight, &sizes[..], more].concat(),
+        );
+        recipe.stage.truncate(1);
+        let plan = plan_of_ranks(&recipe, 151_936, &h200(), Ranks { size, hosts: 1 }).expect("plans");
+        let tensors = (plan.memory.total_bytes - plan.memory.program_bytes) as f64 / f64::from(1 << 30);
+        assert!(
+            (tensors / measured - 1.0).abs() < 0.01,
+            "{size} {micro_batches} {more:?}: {tensors}, {measured}"
+        );
+    }
+}
