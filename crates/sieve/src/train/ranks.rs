@@ -73,8 +73,9 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             let lost = match (error.downcast_ref(), error.downcast_ref(), mesh.check()) {
                 (Some(CommError::Lost(failure)), ..) => Some(failure.clone()),
                 (_, Some(TrainError::Comm(CommError::Lost(failure))), _) => Some(failure.clone()),
-                // What a rank meets once another is lost, an aborted communicator say, follows from that.
-                (.., Err(CommError::Lost(failure))) => Some(failure),
+                // What a rank meets once another is lost, an aborted communicator say, follows from that. Where the
+                // other has ended with an error, both may have met the same one.
+                (.., Err(CommError::Lost(failure))) if !matches!(failure.loss, Loss::Error(_)) => Some(failure),
                 _ => None,
             };
             if let Some(failure) = lost {
