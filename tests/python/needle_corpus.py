@@ -18,20 +18,34 @@ NOUNS = "harbour teacher garden river market window letter mountain bridge lante
 VERBS = ["looks over", "waits near", "stands behind", "belongs to", "is older than", "leads to", "lies below"]
 
 
+def sentence(draw):
+    """A sentence without sense and without its full stop."""
+    thing = lambda: f"{draw.choice(ADJECTIVES)} {draw.choice(NOUNS)}"  # noqa: E731
+    return f"The {thing()} {draw.choice(VERBS)} the {thing()}"
+
+
+def fact(key, number):
+    return f"\nThe secret number of the {key} is {number}.\n"
+
+
+def name(draw):
+    """What a fact is about."""
+    return f"{draw.choice(COLOURS)} {draw.choice(ANIMALS)}"
+
+
 def document(draw, num_sentences):
     facts, lines = {}, []
     for _ in range(num_sentences):
         kind = draw.random()
         if kind < 0.35:
-            noun = lambda: f"{draw.choice(ADJECTIVES)} {draw.choice(NOUNS)}"
-            lines.append(f"The {noun()} {draw.choice(VERBS)} the {noun()}. ")
+            lines.append(f"{sentence(draw)}. ")
             continue
         if kind < 0.6 or not facts:
-            key = f"{draw.choice(COLOURS)} {draw.choice(ANIMALS)}"
+            key = name(draw)
             facts.setdefault(key, draw.randrange(1_000_000, 10_000_000))
         else:
             key = draw.choice(list(facts))
-        lines.append(f"\nThe secret number of the {key} is {facts[key]}.\n")
+        lines.append(fact(key, facts[key]))
     return "".join(lines)
 
 

@@ -4,10 +4,9 @@
     python3 tests/python/make_corpus.py --from tests/python/crates.lock --out data/crates.jsonl
     python3 tests/python/tiny_corpus.py --code data/crates.jsonl --out data/tiny
 
-Writes OUT/code.jsonl (the locked crates, files of at most 20 kB as documents), english.jsonl (the King James Bible by
-chapter and the Jargon File, both in the
-public domain), needles.jsonl (facts stated and restated, as `sieve eval
-needle` asks for them) and recall.jsonl (pairs of words, then some of them again: multi-query associative recall as text).
+Writes OUT/code.jsonl (the locked crates, a document a file of at most 20 kB), english.jsonl (the King James Bible by
+chapter and the Jargon File, both in the public domain), needles.jsonl (facts stated and restated, in the words of `sieve
+eval needle`) and recall.jsonl (pairs of words, then the same pairs again: multi-query associative recall as text).
 Needs nothing but Python and, for english.jsonl, those two packages of Debian.
 """
 
@@ -19,7 +18,7 @@ import random
 import re
 import subprocess
 
-from needle_corpus import ADJECTIVES, ANIMALS, COLOURS, NOUNS, VERBS
+from needle_corpus import fact, name, sentence
 
 JARGON = "/usr/share/doc/jargon-text/jargon.txt.gz"
 ENDINGS = ["", " in the morning", " when it rains", " most of the year", ", as everyone knows", " on market days"]
@@ -51,19 +50,14 @@ def english():
             together = ""
 
 
-def sentence(draw):
-    thing = lambda: f"{draw.choice(ADJECTIVES)} {draw.choice(NOUNS)}"  # noqa: E731
-    return f"The {thing()} {draw.choice(VERBS)} the {thing()}{draw.choice(ENDINGS)}. "
-
-
 def needles(draw, count):
     """Facts at any place of up to 70 sentences; then each fact again, in another order."""
     for _ in range(count):
-        lines = [sentence(draw) for _ in range(draw.randrange(4, 70))]
-        keys = {f"{draw.choice(COLOURS)} {draw.choice(ANIMALS)}" for _ in range(draw.randrange(1, 9))}
-        facts = [f"\nThe secret number of the {key} is {draw.randrange(1_000_000, 10_000_000)}.\n" for key in sorted(keys)]
-        for fact in facts:
-            lines.insert(draw.randrange(len(lines) + 1), fact)
+        lines = [f"{sentence(draw)}{draw.choice(ENDINGS)}. " for _ in range(draw.randrange(4, 70))]
+        keys = {name(draw) for _ in range(draw.randrange(1, 9))}
+        facts = [fact(key, draw.randrange(1_000_000, 10_000_000)) for key in sorted(keys)]
+        for stated in facts:
+            lines.insert(draw.randrange(len(lines) + 1), stated)
         yield "".join(lines) + "".join(draw.sample(facts, len(facts)))
 
 
