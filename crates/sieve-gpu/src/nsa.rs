@@ -94,8 +94,8 @@ fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usi
         .map(move |first| (first, most.min(seq_len - first)))
 }
 
-/// The kernels with which a new token chooses blocks by pooled, compressed or an indexer's keys, beside those of its
-/// attention.
+/// The kernels by which a new token chooses blocks from pooled keys, compressed keys or an indexer's keys; the kernels
+/// of its attention are listed elsewhere.
 pub(crate) fn chosen_decode_kernels(head_dim: usize) -> [SourceKernel; 9] {
     [
         NSA_CHOOSE,

@@ -273,7 +273,7 @@ impl Checkpoint {
     /// whatever `read` made of it.
     ///
     /// # Errors
-    /// As [`open`](Self::open); those of `read`.
+    /// As [`open`](Self::open); the errors of `read`.
     pub(crate) fn open_while<T>(
         path: &Path,
         read: impl FnOnce(&Self) -> Result<T, CheckpointError>,

@@ -16,7 +16,7 @@ fn round_to_bf16(from: &[u8], to: &mut [u8]) {
     }
 }
 
-/// Numbers for a model in `dtype`: f32 ones of which it keeps bf16 are rounded, by all cores.
+/// A tensor for a model that computes in `dtype`: f32 is rounded to bf16 where the model keeps bf16, by all cores.
 pub(crate) fn rounded(data: TensorData, dtype: DType) -> TensorData {
     if data.dtype != DType::F32 || dtype != DType::BF16 {
         return data;

@@ -38,7 +38,8 @@ impl FlopsPerToken {
         self.linear + self.attention + self.index_scores
     }
 
-    /// Operations of the backward pass: twice those of the forward pass that have gradients, and the indexers'.
+    /// FLOPs of the backward pass: twice the FLOPs of what has gradients in the forward pass, and the gradient of the
+    /// indexers' loss.
     pub fn backward(&self) -> f64 {
         2.0 * (self.linear + self.attention) + self.index_gradient
     }
@@ -52,7 +53,7 @@ impl FlopsPerToken {
 impl ModelShape {
     /// Operations per token when a query sees `mean_active_keys` keys on average (measured, or from
     /// [`mean_active_keys`] and [`mean_active_keys_of_documents`]) of the `mean_keys` of its document up to its own,
-    /// all of which an indexer scores.
+    /// and an indexer scores all of the latter.
     pub fn flops_per_token(&self, mean_active_keys: f64, mean_keys: f64) -> FlopsPerToken {
         let d_model = self.d_model as f64;
         let num_layers = self.num_layers as f64;

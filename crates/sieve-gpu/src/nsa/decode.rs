@@ -56,8 +56,9 @@ pub struct NsaToken<'a> {
 
 impl NsaToken<'_> {
     /// Puts the token into the caches, with the compressed key that ends at it, and attends. `length`, i32 `[batch]`,
-    /// counts the tokens before; `step` is that of a cache of all of them, `window` the window branch's; each branch
-    /// has its scratch. Returns the branches' outputs, `[batch, 1, num_heads, head_dim]`.
+    /// counts the tokens before; `step` is the step of the selected branch, whose cache holds all tokens, `window` the
+    /// step of the window branch; each branch has its scratch. Returns the branches' outputs,
+    /// `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.

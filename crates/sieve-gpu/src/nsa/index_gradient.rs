@@ -66,7 +66,7 @@ impl Qkv {
         );
         if work.ranges().count() != call.lists.len() {
             let got = format!("{} of a row's ranges of queries", call.lists.len());
-            return Err(KernelError::unsupported(NAME, "lists:", got, "those of all ranges"));
+            return Err(KernelError::unsupported(NAME, "lists:", got, "the lists of all ranges"));
         }
         let gradient = index.empty_contiguous(index.shape(), DType::BF16);
         let [d_query, d_key, d_unread] =

@@ -147,8 +147,8 @@ impl NeededKernels {
         ]
     }
 
-    /// What a captured step of one token has beside those of [`mla_decode`](Self::mla_decode), for heads of `head_dim`
-    /// columns and `rope_dim` rotated ones.
+    /// The kernels that a captured step of one token launches beside [`mla_decode`](Self::mla_decode)'s, for heads of
+    /// `head_dim` columns and `rope_dim` rotated ones.
     pub fn mla_token(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
         [mla_join_token_kernel(head_dim, rope_dim, norm_dim > 0), MLA_VALUES]
     }
