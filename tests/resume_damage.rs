@@ -334,25 +334,34 @@ fn shards_that_were_changed_are_noticed_while_a_run_trains_on_them() {
 }
 
 #[cfg(unix)]
+/// The folder goes between two checkpoints, or while one is written into it: that write fails, and the next comes
+/// seconds later.
 #[test]
-fn a_run_whose_folder_is_removed_makes_it_again_and_can_be_resumed() {
-    use crate::tiny_run::{ended, signal, spawned, wait_until};
-    let tiny = TinyRun::dma();
+fn a_run_whose_folder_is_removed_recreates_it_and_can_be_resumed() {
+    use crate::tiny_run::{ended, signal, wait_until};
     let long = "--set training.steps=1000000 --set validation.interval=1000000 --set data.cache_dir=shared";
-    let child = spawned(&mut tiny.train("run", long));
-    wait_until("a checkpoint", || tiny.path("run/checkpoint/step-4").is_dir());
-    fs::rename(tiny.path("run"), tiny.path("removed")).expect("writable");
-    wait_until("another", || {
-        tiny.path("run/config.toml").is_file() && tiny.path("run/metrics.jsonl").is_file()
-    });
-    refused(
-        &mut tiny.train("run", &format!("{long} --resume=auto")),
-        "another process is training in run",
-    );
-    signal(&child, "TERM");
-    let said = text(&ended(child, 75));
-    says(&said, "warning: run was removed while the run writes to it");
-    succeed(&mut tiny.train("run", &format!("{long} --resume --stop-after 1")));
+    for moment in ["step-4", "step-8.tmp"] {
+        let tiny = TinyRun::dma();
+        // A pipe that nobody reads would stop the run once it is full: it prints a line a step.
+        let log = fs::File::create(tiny.path("log")).expect("writable");
+        let mut command = tiny.train("run", long);
+        let copy = log.try_clone().expect("open");
+        let child = command.stdout(copy).stderr(log).spawn().expect("the program starts");
+        wait_until(moment, || tiny.path("run/checkpoint").join(moment).is_dir());
+        fs::rename(tiny.path("run"), tiny.path("removed")).expect("writable");
+        wait_until("another", || {
+            tiny.path("run/config.toml").is_file() && tiny.path("run/metrics.jsonl").is_file()
+        });
+        refused(
+            &mut tiny.train("run", &format!("{long} --resume=auto")),
+            "another process is training in run",
+        );
+        signal(&child, "TERM");
+        ended(child, 75);
+        let said = fs::read_to_string(tiny.path("log")).expect("text");
+        says(&said, "warning: run was removed while the run writes to it");
+        succeed(&mut tiny.train("run", &format!("{long} --resume --stop-after 1")));
+    }
 }
 
 #[test]
