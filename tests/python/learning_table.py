@@ -10,16 +10,14 @@ needles. Needs nothing but Python.
 
 import argparse
 import json
-import os
 import pathlib
-import queue
 import random
 import statistics
 import subprocess
-import threading
 import time
 
 from needle_corpus import document
+from runs import on_devices
 
 SLOPE = ["attention.bias=linear", "attention.recency=slope"]
 PUBLISHED = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"]
@@ -199,48 +197,6 @@ def evaluation(kind, folder):
         found, all_of_them = (sum(cell[count] for cell in cells) for count in ("num_found", "num_needles"))
         counts.append(f"{found} of {all_of_them} at {length}")
     return "; needles " + ", ".join(counts)
-
-
-class Runs:
-    """Programs started on one device, with its kernel cache, none of them beyond the deadline."""
-
-    def __init__(self, device, arguments, out):
-        self.device, self.deadline = device, arguments.deadline
-        self.environment = dict(os.environ, XDG_CACHE_HOME=str(out / f"cache-{device.replace(':', '-')}"))
-
-    def run(self, command, output, log):
-        command = [*command, "--device", self.device]
-        left = max(self.deadline - time.monotonic(), 0)
-        try:
-            done = subprocess.run(command, stdout=output, stderr=log, env=self.environment, check=False, timeout=left)
-            return done.returncode
-        except subprocess.TimeoutExpired:
-            log.write("stopped at the deadline\n")
-            return None
-
-
-def on_devices(jobs, arguments, out, work):
-    """Calls `work(job, runs)` for the jobs in their order, one at a time on each device; returns those not begun when
-    the deadline came."""
-    waiting = queue.Queue()
-    for job in jobs:
-        waiting.put(job)
-
-    def serve(device):
-        runs = Runs(device, arguments, out)
-        while time.monotonic() < arguments.deadline:
-            try:
-                job = waiting.get_nowait()
-            except queue.Empty:
-                return
-            work(job, runs)
-
-    threads = [threading.Thread(target=serve, args=(device,)) for device in arguments.devices]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return list(waiting.queue)
 
 
 def train(job, runs, arguments, out):

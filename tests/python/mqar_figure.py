@@ -15,15 +15,13 @@ import json
 import pathlib
 import shutil
 import statistics
-import threading
 import time
 
-from learning_table import on_devices
+from runs import add_arguments, chart, finished, parsed, train
 
 LENGTHS, WIDTHS = [64, 256, 1024, 2048], [64, 128, 256]
 RATES = {64: 3e-3, 128: 2e-3, 256: 1e-3}
 VOCABULARY = 8192
-COLOURS = ["#1b6ca8", "#c0392b", "#e08a1e", "#7d3c98", "#2e8b57", "#7f8c8d", "#000000"]
 
 
 def dma(kept, local, bias, recency):
@@ -76,12 +74,6 @@ def settings(kind, length, width, seed, steps):
     ]
 
 
-def finished(out):
-    path = out / "mqar.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {(row["kind"], row["length"], row["width"], row["seed"]): row for row in rows}
-
-
 def run(job, runs, arguments, out):
     """The line of one run, or None: at the deadline, or where a command failed (its log says why)."""
     kind, length, width, seed = job
@@ -126,67 +118,31 @@ def table(rows):
 
 def drawn(rows):
     """One panel a width: accuracy over length, a line a kind, a dot a seed."""
-    panel, height, left, top, bottom = 300, 270, 52, 34, 46
-    cells, parts = by_cell(rows), []
-    for number, width in enumerate(WIDTHS):
-        at = number * panel
-        across = lambda length: at + left + 10 + LENGTHS.index(length) * (panel - left - 40) / (len(LENGTHS) - 1)
-        up = lambda accuracy: height - bottom - accuracy * (height - top - bottom)
-        parts.append(f'<text x="{at + panel / 2}" y="18" text-anchor="middle" font-weight="bold">width {width}</text>')
-        for tick in (0, 0.25, 0.5, 0.75, 1):
-            parts.append(f'<line x1="{at + left}" x2="{at + panel - 18}" y1="{up(tick)}" y2="{up(tick)}" stroke="#ddd"/>')
-            parts.append(f'<text x="{at + left - 6}" y="{up(tick) + 4}" text-anchor="end">{100 * tick:.0f} %</text>')
-        for length in LENGTHS:
-            parts.append(f'<text x="{across(length)}" y="{height - bottom + 16}" text-anchor="middle">{length}</text>')
-        label = f'<text x="{at + panel / 2 + 10}" y="{height - bottom + 32}" text-anchor="middle">tokens of a sample</text>'
-        parts.append(label)
-        for kind, colour in zip(KINDS, COLOURS):
-            points = [(length, cells[kind, length, width]) for length in LENGTHS if (kind, length, width) in cells]
-            line = " ".join(f"{across(length):.1f},{up(statistics.mean(found)):.1f}" for length, found in points)
-            parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-            aside = 3 * (list(KINDS).index(kind) - 3)
-            parts += [f'<circle cx="{across(length) + aside:.1f}" cy="{up(one):.1f}" r="2.5" fill="{colour}"/>'
-                      for length, found in points for one in found]
-    for number, (kind, colour) in enumerate(zip(KINDS, COLOURS)):
-        x = 20 + number * 125
-        parts.append(f'<line x1="{x}" x2="{x + 18}" y1="{height + 2}" y2="{height + 2}" stroke="{colour}" stroke-width="3"/>')
-        parts.append(f'<text x="{x + 23}" y="{height + 6}">{kind}</text>')
-    size = f'width="{panel * len(WIDTHS)}" height="{height + 20}" viewBox="0 0 {panel * len(WIDTHS)} {height + 20}"'
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">\n'
-            '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n")
+    cells = by_cell(rows)
+    return chart([
+        (f"width {width}: accuracy in %", {
+            kind: [(length, [100 * found for found in cells[kind, length, width]]) for length in LENGTHS
+                   if (kind, length, width) in cells] for kind in KINDS}, LENGTHS, "tokens of a sample", "{:.0f}")
+        for width in WIDTHS], list(KINDS))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sieve", help="the program; without it nothing is trained")
-    parser.add_argument("--out", required=True, type=pathlib.Path, help="folder of the runs and of mqar.jsonl")
+    add_arguments(parser, "mqar.jsonl")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, choices=LENGTHS)
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, choices=WIDTHS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--steps", nargs=4, type=int, default=[6000] * 4, help="of 8192 tokens, for each of the lengths")
-    parser.add_argument("--seconds", type=float, default=1e6, help="stop after this time; the next call resumes")
-    parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="one run at a time each: cuda:0 cuda:1 …, or cpu")
-    parser.add_argument("--draw", type=pathlib.Path, help="an SVG of what is finished")
-    arguments = parser.parse_args()
-    arguments.deadline = time.monotonic() + arguments.seconds
-    out = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    rows, lock = finished(out), threading.Lock()
+    arguments = parsed(parser)
+    path = arguments.out / "mqar.jsonl"
+    rows = finished(path, ("kind", "length", "width", "seed"))
     jobs = [(kind, length, width, seed) for length in arguments.lengths for seed in arguments.seeds
             for width in arguments.widths for kind in arguments.kinds]
 
-    def work(job, runs):
-        row = run(job, runs, arguments, out)
-        with lock:
-            print(row or f"{job}: not finished, see its log", flush=True)
-            if row:
-                rows[job] = row
-                with open(out / "mqar.jsonl", "a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-
     if arguments.sieve:
-        on_devices([job for job in jobs if job not in rows], arguments, out, work)
+        train(lambda rows: [job for job in jobs if job not in rows],
+              lambda job, runs: run(job, runs, arguments, arguments.out), arguments, path, rows)
     table(rows)
     missing = [job for job in jobs if job not in rows]
     if missing:

@@ -1,0 +1,159 @@
+"""What scripts that train many models share: runs on several devices up to a deadline, one JSON line a finished run, and
+panels of curves as SVG. A call that was cut off resumes: runs whose line is there are not repeated.
+"""
+
+import json
+import math
+import os
+import pathlib
+import queue
+import statistics
+import subprocess
+import threading
+import time
+
+COLOURS = ["#1b6ca8", "#c0392b", "#e08a1e", "#7d3c98", "#2e8b57", "#7f8c8d", "#000000", "#999900", "#b03a7a", "#f0b070",
+           "#555599", "#40a0a0"]
+PANEL, HEIGHT, LEFT, TOP, BOTTOM = 330, 300, 56, 34, 46
+
+
+class Runs:
+    """Programs started on one device, with its kernel cache, none of them beyond the deadline."""
+
+    def __init__(self, device, arguments, out):
+        self.device, self.deadline = device, arguments.deadline
+        self.environment = dict(os.environ, XDG_CACHE_HOME=str(out / f"cache-{device.replace(':', '-')}"))
+
+    def run(self, command, output, log):
+        command = [*command, "--device", self.device]
+        left = max(self.deadline - time.monotonic(), 0)
+        try:
+            done = subprocess.run(command, stdout=output, stderr=log, env=self.environment, check=False, timeout=left)
+            return done.returncode
+        except subprocess.TimeoutExpired:
+            log.write("stopped at the deadline\n")
+            return None
+
+
+def on_devices(jobs, arguments, out, work):
+    """Calls `work(job, runs)` for the jobs in their order, one at a time on each device; returns those not begun when
+    the deadline came."""
+    waiting = queue.Queue()
+    for job in jobs:
+        waiting.put(job)
+
+    def serve(device):
+        runs = Runs(device, arguments, out)
+        while time.monotonic() < arguments.deadline:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                return
+            work(job, runs)
+
+    threads = [threading.Thread(target=serve, args=(device,)) for device in arguments.devices]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return list(waiting.queue)
+
+
+def add_arguments(parser, lines):
+    """The arguments of every script here; `lines` is the name of its file of finished runs."""
+    parser.add_argument("--sieve", help="the program; without it nothing is trained")
+    parser.add_argument("--out", required=True, type=pathlib.Path, help=f"folder of the runs and of {lines}")
+    parser.add_argument("--seconds", type=float, default=1e6, help="stop after this time; the next call resumes")
+    parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="one run at a time each: cuda:0 cuda:1 …, or cpu")
+    parser.add_argument("--draw", type=pathlib.Path, help="an SVG of what is finished")
+
+
+def parsed(parser):
+    """The arguments, with the deadline and the folder, which exists."""
+    arguments = parser.parse_args()
+    arguments.deadline = time.monotonic() + arguments.seconds
+    arguments.out = arguments.out.resolve()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    return arguments
+
+
+def finished(path, key):
+    """The lines of a file of finished runs, by the values of the names in `key`, which are a job."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {tuple(row[name] for name in key): row for row in rows}
+
+
+def train(wanted, run, arguments, path, rows):
+    """Trains until `wanted(rows)`, the jobs that can begin now, best first, is empty or the deadline comes.
+    `run(job, runs)` returns the line of a finished run, or None: at the deadline, or where a command failed."""
+    running, failed, lock = set(), set(), threading.Lock()
+
+    def work(_, runs):
+        while time.monotonic() < arguments.deadline:
+            with lock:
+                jobs = [job for job in wanted(rows) if job not in running | failed]
+                if not jobs and not running:
+                    return
+                running.update(jobs[:1])
+            if not jobs:  # what another device runs decides what comes next
+                time.sleep(0.2)
+                continue
+            row = run(jobs[0], runs)
+            with lock:
+                running.remove(jobs[0])
+                print(row or f"{jobs[0]}: not finished, see its log", flush=True)
+                if row is None:
+                    failed.add(jobs[0])
+                    continue
+                rows[jobs[0]] = row
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+
+    on_devices(arguments.devices, arguments, arguments.out, work)
+
+
+def panel(at, title, series, names, columns=None, below="", number="{:.2f}"):
+    """One set of axes: `series[name]` is a list of (x, values), drawn as a line through the means and a dot a value.
+    `columns` are the values of x at equal distances; without them x is a logarithmic axis."""
+    found = {name: points for name, points in series.items() if points}
+    values = [value for points in found.values() for _, ys in points for value in ys]
+    low, high = (min(values), max(values)) if values else (0, 1)
+    up = lambda y: TOP + (high - y) / max(high - low, 1e-9) * (HEIGHT - TOP - BOTTOM)
+    xs = columns or [math.log(x) for points in found.values() for x, _ in points] or [0, 1]
+    share = lambda x: columns.index(x) / max(len(columns) - 1, 1) if columns else (
+        (math.log(x) - min(xs)) / max(max(xs) - min(xs), 1e-9))
+    across = lambda x: at + LEFT + 14 + share(x) * (PANEL - LEFT - 42)
+    parts = [f'<text x="{at + LEFT}" y="18" font-weight="bold">{title}</text>']
+    for tick in range(5):
+        y = low + (high - low) * tick / 4
+        parts.append(f'<line x1="{at + LEFT}" x2="{at + PANEL - 14}" y1="{up(y):.1f}" y2="{up(y):.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{at + LEFT - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{number.format(y)}</text>')
+    marked = columns or sorted({x for points in found.values() for x, _ in points})
+    # Names as columns need no label: the legend has their colours. Of near numbers one is written.
+    last = -math.inf
+    for x in marked if not isinstance(marked[0] if marked else "", str) else []:
+        if across(x) - last > 34:
+            last = across(x)
+            parts.append(f'<text x="{last:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
+    parts.append(f'<text x="{at + (PANEL + LEFT) / 2}" y="{HEIGHT - BOTTOM + 34}" text-anchor="middle">{below}</text>')
+    for name, points in found.items():
+        colour = COLOURS[names.index(name) % len(COLOURS)]
+        line = " ".join(f"{across(x):.1f},{up(statistics.mean(ys)):.1f}" for x, ys in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{colour}" fill-opacity="0.75"/>'
+                  for x, ys in points for y in ys]
+    return "\n".join(parts)
+
+
+def chart(panels, names):
+    """An SVG of panels side by side, each the arguments of `panel` behind its place, and a legend at the right."""
+    parts = [panel(number * PANEL, *one[:2], names, *one[2:]) for number, one in enumerate(panels)]
+    legend = len(panels) * PANEL + 10
+    for number, name in enumerate(names):
+        y, colour = TOP + 10 + 18 * number, COLOURS[number % len(COLOURS)]
+        parts.append(f'<line x1="{legend}" x2="{legend + 18}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="3"/>'
+                     f'<text x="{legend + 24}" y="{y + 4}">{name}</text>')
+    width, height = legend + 210, max(HEIGHT, TOP + 18 * len(names))
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+            'font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" fill="white"/>\n'
+            + "\n".join(parts) + "\n</svg>\n")

@@ -1,0 +1,183 @@
+"""Figure 4 of the DMA paper (arXiv:2508.02124, section 5.1): loss against parameters and FLOPs, a line a kind of attention.
+
+    python3 tests/python/scaling.py --sieve target/release/sieve --text data/crates.jsonl --out OUT \\
+      --devices cuda:0 cuda:0 cuda:0 cuda:0 cuda:1 cuda:1 cuda:1 cuda:1
+    python3 tests/python/scaling.py --out docs --draw docs/scaling.svg
+
+Run from the repository's root. A run trains one kind at one size (millions of parameters besides the embedding, the same
+for all kinds to 1 %: the feed-forward layers give up what a kind's attention takes) with 20 tokens a parameter, or fewer
+where --max-tokens ends it, rows of 2048, windows and DMA's slots 512. The learning rate is the size's, times what the
+kind wanted in docs/rates.jsonl. OUT/scaling.jsonl gets a line for each finished run; runs that have one are not
+repeated. A device named twice takes two runs at a time. The slope is nats by which the loss falls when parameters
+double, from a line through the sizes that were trained in full. Needs nothing but Python.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import shutil
+import statistics
+import subprocess
+
+from learning_table import INFLLM_V2, MOBA, MSA, PUBLISHED, SLOPE, dma, metrics, window
+from runs import add_arguments, chart, finished, parsed, train
+
+# Size in millions: layers, width, heads of 64, rate.
+SIZES = {2: (4, 192, 3, 4e-3), 5: (6, 256, 4, 3e-3), 10: (8, 320, 5, 2e-3), 20: (10, 384, 6, 2e-3)}
+NSA = ["attention.kind=nsa", "attention.compress_block_size=32", "attention.compress_stride=16", "attention.compress=mlp",
+       "attention.compress_hidden_size=32", "attention.select_block_size=64", "attention.num_selected_blocks=8",
+       "attention.window_size=256", "attention.shared_kv=true"]
+HALF = ["attention.num_selected_blocks=8"]
+# Kind: settings, and its best learning rate over dense attention's.
+KINDS = {
+    "dense": (["attention.kind=mha"], 1),
+    "window": (window(512), 1),
+    "window + slope": (dma(512, 512, *SLOPE), 1),
+    "DMA as published": (dma(512, 0, *PUBLISHED), 1),
+    "DMA": (dma(512, 64, *SLOPE), 1),
+    "MLA": (["attention.kind=mla", "attention.qk_rope_head_dim=32", "attention.qk_norm=true"], 0.25),
+    "NSA": (NSA, 0.5),
+    "InfLLM-V2": (INFLLM_V2 + HALF + ["attention.num_local_blocks=4"], 0.5),
+    "MoBA": (MOBA + HALF, 1),
+    "MSA": ([setting for setting in MSA if not setting.startswith("model.")] + HALF, 2),
+}
+KEY = ("kind", "size", "seed")
+
+
+def shape(kind, size, intermediate):
+    """Keys of the model."""
+    layers, width, heads, _ = SIZES[size]
+    keys = [f"model.num_hidden_layers={layers}", f"model.hidden_size={width}", f"model.num_attention_heads={heads}",
+            f"model.num_key_value_heads={heads}", "model.head_dim=64", f"model.intermediate_size={intermediate}",
+            'model.layer_types=["sparse"]', *KINDS[kind][0]]
+    return keys + ([f"attention.kv_lora_rank={width // 2}"] if kind == "MLA" else [])
+
+
+def plan(arguments, keys):
+    command = [arguments.sieve, "plan", "--recipe", "recipes/code_80m.toml", "--json"]
+    done = subprocess.run(command + [part for key in keys for part in ("--set", key)], capture_output=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr.decode()}")
+    return json.loads(done.stdout)
+
+
+def model(kind, size, arguments):
+    """Keys of the model whose parameters besides the embedding are as near to dense attention's as the width of the
+    feed-forward layers, a multiple of 8, allows."""
+    layers, width, _, _ = SIZES[size]
+    wanted = plan(arguments, shape("dense", size, 3 * width))["num_non_embedding"]
+    found = plan(arguments, shape(kind, size, 3 * width))["num_non_embedding"]
+    intermediate = 3 * width + round((wanted - found) / (3 * width * layers) / 8) * 8
+    if intermediate < width:
+        raise SystemExit(f"{kind} at {size}M leaves {intermediate} for the feed-forward layers")
+    return shape(kind, size, intermediate)
+
+
+def settings(kind, size, seed, arguments):
+    """All keys of a run."""
+    keys = model(kind, size, arguments) + arguments.set
+    tokens = min(20 * plan(arguments, keys)["num_non_embedding"], arguments.max_tokens)
+    rows = 8 if size < 10 else 16  # of 2048 tokens: small models want small steps
+    steps = max(tokens // (rows * 2048), 2)
+    rate = SIZES[size][3] * KINDS[kind][1]
+    return keys + [
+        "training.seq_len=2048", f"training.local_batch_size={rows}", f"training.steps={steps}", f"training.seed={seed}",
+        f"optimizer.lr={rate}", f"lr_scheduler.warmup_steps={max(min(steps // 20, 200), 1)}", f"checkpoint.interval={steps}",
+        f"validation.interval={steps}", "metrics.log_freq=50", "generation.max_new_tokens=1",
+    ]
+
+
+def text(arguments):
+    return [f'data.paths=["{arguments.text}"]', f'data.cache_dir="{arguments.out / "code"}"',
+            f"tokenizer.train={{ vocab_size = {arguments.vocabulary}, sample_bytes = 40_000_000 }}"]
+
+
+def run(job, runs, arguments):
+    """The line of one run, or None."""
+    kind, size, seed = job
+    folder = arguments.out / f"{kind.replace(' ', '-')}-{size}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)  # cut off before
+    keys = settings(kind, size, seed, arguments) + text(arguments)
+    with open(f"{folder}.log", "a", encoding="utf-8") as log:
+        command = [arguments.sieve, "train", "--recipe", "recipes/code_80m.toml", "--out", str(folder)]
+        if runs.run(command + [part for key in keys for part in ("--set", key)], log, log) != 0:
+            return None
+    lines = metrics(folder)
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    ahead = plan(arguments, keys)
+    check = [line for line in lines if line["kind"] == "validation"][-1]
+    return {"kind": kind, "size": size, "seed": seed, "loss": round(check["loss"], 4),
+            "bits_per_byte": round(check["bits_per_byte"], 4), "parameters": ahead["num_non_embedding"],
+            "tokens": ahead["num_tokens"], "flops": ahead["total_flops"]}
+
+
+def cells(rows):
+    """The runs of each kind and size."""
+    found = {}
+    for (kind, size, _), row in sorted(rows.items(), key=lambda pair: pair[0][1:]):
+        found.setdefault((kind, size), []).append(row)
+    return found
+
+
+def slope(points):
+    """Slope of a line through points of log2 parameters and loss, and its standard error, which two points do not have."""
+    xs, ys = [math.log2(x) for x, _ in points], [y for _, y in points]
+    spread = sum((x - statistics.mean(xs)) ** 2 for x in xs)
+    if spread == 0:
+        return ""
+    slope = sum((x - statistics.mean(xs)) * y for x, y in zip(xs, ys)) / spread
+    left = [y - statistics.mean(ys) - slope * (x - statistics.mean(xs)) for x, y in zip(xs, ys)]
+    error = f" ± {math.sqrt(sum(e * e for e in left) / (len(xs) - 2) / spread):.3f}" if len(xs) > 2 else ""
+    return f"{slope:.3f}{error}"
+
+
+def table(rows, arguments):
+    found = cells(rows)
+    print("| attention | " + " | ".join(f"{size}M" for size in SIZES) + " | nats a doubling |\n|---|" + "---|" * (len(SIZES) + 1))
+    for kind in arguments.kinds:
+        losses = [[row["loss"] for row in found.get((kind, size), [])] for size in SIZES]
+        full = [(row["parameters"], row["loss"]) for size in SIZES for row in found.get((kind, size), [])
+                if row["tokens"] > 19.9 * row["parameters"]]
+        print(f"| {kind} | " + " | ".join(", ".join(f"{loss:.3f}" for loss in one) for one in losses) + f" | {slope(full) if full else ''} |")
+
+
+def drawn(rows, arguments):
+    found = cells(rows)
+    lines = lambda name, unit: {
+        kind: [(statistics.mean(row[name] for row in found[kind, size]) / unit, [row["loss"] for row in found[kind, size]])
+               for size in SIZES if (kind, size) in found] for kind in arguments.kinds}
+    return chart([("validation loss, nats", lines("parameters", 1e6), None, "millions of parameters besides the embedding"),
+                  ("validation loss, nats", lines("flops", 1e15), None, "PFLOPs of training")], arguments.kinds)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, "scaling.jsonl")
+    parser.add_argument("--text", type=pathlib.Path, help="crates.jsonl")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--max-tokens", type=int, default=230_000_000, help="four epochs of the text in this vocabulary")
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every run")
+    arguments = parsed(parser)
+    if arguments.sieve and not arguments.text:
+        parser.error("--sieve needs --text")
+    path = arguments.out / "scaling.jsonl"
+    rows = finished(path, KEY)
+    if arguments.sieve:
+        arguments.text = arguments.text.resolve()
+        subprocess.run([arguments.sieve, "data", "prepare", "--recipe", "recipes/code_80m.toml"]
+                       + [part for key in text(arguments) + ["training.seq_len=2048"] for part in ("--set", key)], check=True)
+        # The long runs first, so that none of them is alone at the end.
+        jobs = [(kind, size, seed) for seed in arguments.seeds for size in sorted(arguments.sizes, reverse=True)
+                for kind in arguments.kinds]
+        train(lambda rows: [job for job in jobs if job not in rows], lambda job, runs: run(job, runs, arguments), arguments, path, rows)
+    table(rows, arguments)
+    if arguments.draw:
+        arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
