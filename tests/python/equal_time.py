@@ -1,0 +1,147 @@
+"""Each kind of attention trained for the same time: an 80M model on long rows, one run alone on a GPU.
+
+    python3 tests/python/equal_time.py --sieve target/release/sieve --text data/crates.jsonl --out OUT \\
+      --length 32768 --minutes 3 --devices cuda:0 cuda:1
+    python3 tests/python/equal_time.py --out docs --length 32768 --minutes 3 --draw docs/equal_time.svg
+
+Run from the repository's root. A first run of --probe-steps steps measures a kind's tokens/s, from which its steps and
+their learning-rate schedule follow; its rate is the kind's best of docs/rates.jsonl. Every step holds 32,768 tokens, or
+one row where that is longer. The time is that of training steps: starting, preparing data and validation are not
+counted, and the line says how long the steps took. OUT/equal_time.jsonl gets a line for each finished run; runs that
+have one are not repeated. Needs nothing but Python.
+"""
+
+import argparse
+import json
+import pathlib
+import shutil
+import statistics
+import subprocess
+
+from best_rates import KINDS as NAMES
+from learning_table import ROWS, base, metrics
+from runs import add_arguments, chart, finished, parsed, train
+
+# Kind: its best learning rate in docs/rates.jsonl.
+RATES = {"dense": 1.5e-3, "window": 1.5e-3, "window + slope": 1.5e-3, "DMA": 1.5e-3, "NSA": 7.5e-4, "InfLLM-V2": 7.5e-4,
+         "MoBA": 1.5e-3, "MSA": 3e-3, "MLA": 3.75e-4, "window + slope, 1 of 4 dense": 1.5e-3, "DMA, 1 of 4 dense": 1.5e-3}
+KEY = ("kind", "length", "minutes", "seed")
+
+
+def trained(folder, keys, runs, arguments):
+    """The metrics of one training run, or None where it failed or was cut off."""
+    shutil.rmtree(folder, ignore_errors=True)
+    recipe, settings = base("8192", arguments, arguments.out)
+    command = [arguments.sieve, "train", "--recipe", recipe, "--out", str(folder)]
+    command += [part for key in settings + keys + arguments.set for part in ("--set", key)]
+    with open(f"{folder}.log", "a", encoding="utf-8") as log:
+        return metrics(folder) if runs.run(command, log, log) == 0 else None
+
+
+def steps_of(lines):
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def run(job, runs, arguments):
+    """The line of one run, or None."""
+    kind, length, minutes, seed = job
+    name = f"{kind.replace(' ', '-').replace(',', '')}-{length}-{minutes:g}-{seed}"
+    folder, batch = arguments.out / name, max(32768 // length, 1)
+    keys = [f"training.seq_len={length}", f"training.local_batch_size={batch}", f"training.seed={seed}",
+            f"model.max_position_embeddings={max(length, 8192)}", f"optimizer.lr={RATES[kind]}",
+            *ROWS["8192"][NAMES[kind]]]
+    length_of = lambda count: [f"training.steps={count}", f"checkpoint.interval={count}", f"validation.interval={count}",
+                               f"lr_scheduler.warmup_steps={max(count // 8, 1)}"]
+    probe = trained(arguments.out / f"{name}-probe", keys + length_of(arguments.probe_steps) + ["metrics.log_freq=1"], runs, arguments)
+    if probe is None:
+        return None
+    late = steps_of(probe)[arguments.probe_steps // 2:]
+    speed = statistics.median(line["tokens_per_second"] for line in late)
+    count = max(int(minutes * 60 * speed / (length * batch)), 2)
+    lines = trained(folder, keys + length_of(count), runs, arguments)
+    if lines is None:
+        return None
+    steps = steps_of(lines)
+    report, words = None, ["--recipe-validation", "--by-position", "--far", "1024", "4096", "16384", "--stride", str(length // 2)]
+    if arguments.evaluate:
+        with open(f"{folder}.eval.json", "w", encoding="utf-8") as output, open(f"{folder}.log", "a", encoding="utf-8") as log:
+            if runs.run([arguments.sieve, "eval", "ppl", *words, "--checkpoint", str(folder), "--json"], output, log) == 0:
+                report = json.loads(pathlib.Path(f"{folder}.eval.json").read_text())
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    check = [line for line in lines if line["kind"] == "validation"][-1]
+    rates = [line["tokens_per_second"] for line in steps]
+    far = {str(one["more_than"]): round(one["far"]["loss"], 4) for one in report["by_word"]["again"]
+           if one["far"]["num_tokens"]} if report else {}
+    size = -(-len(steps) // 24)  # means of that many logged steps, by the seconds that training had taken
+    curve = [[round(statistics.mean(line["step"] for line in part) * length * batch / statistics.median(rates), 1),
+              round(statistics.mean(line["loss"] for line in part), 4)]
+             for part in (steps[at:at + size] for at in range(0, len(steps), size))]
+    return {"kind": kind, "length": length, "minutes": minutes, "seed": seed, "steps": count, "tokens": count * length * batch,
+            "tokens_per_second": round(statistics.median(rates)), "seconds": round(count * length * batch / statistics.median(rates), 1),
+            "loss": round(check["loss"], 4), "bits_per_byte": round(check["bits_per_byte"], 4), "far": far, "curve": curve}
+
+
+def chosen(rows, arguments):
+    """The runs of this length and time, by kind."""
+    found = {}
+    for (kind, length, minutes, _), row in sorted(rows.items(), key=lambda pair: pair[0][3]):
+        if (length, minutes) == (arguments.length, arguments.minutes):
+            found.setdefault(kind, []).append(row)
+    return {kind: found[kind] for kind in arguments.kinds if kind in found}
+
+
+def table(rows, arguments):
+    far = ["1024", "4096", "16384"]
+    print(f"rows of {arguments.length}, {arguments.minutes:g} minutes of training each\n")
+    print("| attention | loss, a number a seed | bits per byte | tokens/s | tokens | " + " | ".join(f"far > {x}" for x in far) + " |")
+    print("|---|" + "---|" * 7)
+    order = sorted(chosen(rows, arguments).items(), key=lambda pair: statistics.mean(row["loss"] for row in pair[1]))
+    for kind, runs in order:
+        mean = lambda values: f"{statistics.mean(values):.3f}" if values else ""
+        cells = [kind, ", ".join(f"{row['loss']:.3f}" for row in runs), mean([row["bits_per_byte"] for row in runs]),
+                 f"{statistics.median(row['tokens_per_second'] for row in runs):,.0f}",
+                 f"{statistics.median(row['tokens'] for row in runs) / 1e6:.1f}M",
+                 *(mean([row["far"][x] for row in runs if x in row["far"]]) for x in far)]
+        print("| " + " | ".join(cells) + " |")
+
+
+def drawn(rows, arguments):
+    """Training loss over minutes (the first seed), and the last validation losses."""
+    found = chosen(rows, arguments)
+    ends = sorted(found, key=lambda kind: statistics.mean(row["loss"] for row in found[kind]))
+    curves = {kind: [(seconds / 60, [loss]) for seconds, loss in runs[0]["curve"][2:]] for kind, runs in found.items()}
+    return chart([(f"training loss, rows of {arguments.length}", curves, None, "minutes, logarithmic"),
+                  (f"validation loss after {arguments.minutes:g} minutes",
+                   {kind: [(kind, [row["loss"] for row in found[kind]])] for kind in ends}, ends, "a dot a seed")], list(found))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, "equal_time.jsonl")
+    parser.add_argument("--text", type=pathlib.Path, help="crates.jsonl")
+    parser.add_argument("--kinds", nargs="+", default=list(RATES), choices=list(RATES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--length", type=int, default=32768, help="tokens of a row")
+    parser.add_argument("--minutes", type=float, default=3.0, help="of training steps, for each run")
+    parser.add_argument("--probe-steps", type=int, default=30)
+    parser.add_argument("--evaluate", action="store_true", help="also the loss on words last used far back")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every run")
+    arguments = parsed(parser)
+    if arguments.sieve and not arguments.text:
+        parser.error("--sieve needs --text")
+    path = arguments.out / "equal_time.jsonl"
+    rows = finished(path, KEY)
+    if arguments.sieve:
+        arguments.text, arguments.steps = arguments.text.resolve(), 1600
+        recipe, settings = base("8192", arguments, arguments.out)
+        subprocess.run([arguments.sieve, "data", "prepare", "--recipe", recipe]
+                       + [part for key in settings + arguments.set for part in ("--set", key)], check=True)
+        jobs = [(kind, arguments.length, arguments.minutes, seed) for seed in arguments.seeds for kind in arguments.kinds]
+        train(lambda rows: [job for job in jobs if job not in rows], lambda job, runs: run(job, runs, arguments), arguments, path, rows)
+    table(rows, arguments)
+    if arguments.draw:
+        arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
