@@ -10,7 +10,7 @@ use sieve_core::{KeepOLow, Keeping, Recipe};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::{NamedTensor, named_parameters};
 use sieve_nn::{LayerContext, Qwen3};
-use sieve_train::{AdamW, BlockSettings, DeviceBatch, GradientBuffer, accumulate_gradients_with};
+use sieve_train::{BlockSettings, DeviceBatch, GradientBuffer, Optimizer, accumulate_gradients_with};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -233,7 +233,7 @@ fn updates_by_one_gradient_move_every_weight_by_the_rate() {
     let (device, rate) = (Default::default(), 1e-2);
     let mut settings = recipe(KINDS[0], true).optimizer;
     settings.weight_decay = 0.0;
-    let mut optimizer = AdamW::<B>::new(settings);
+    let mut optimizer = Optimizer::<B>::new(settings);
     let start = model(KINDS[0], true);
     let rope = start.rope(SEQ_LEN, &device);
     let batch = DeviceBatch::<B>::new(&batch(0, 2), &device);

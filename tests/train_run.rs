@@ -202,3 +202,20 @@ fn eight_bit_blocks_train_and_a_resumed_run_may_leave_them() {
         "training.local_batch_size | 30 | a multiple of 16 | bf16",
     );
 }
+
+#[test]
+fn muon_keeps_one_moment_a_matrix_and_resumes_bit_for_bit() {
+    let tiny = TinyRun::dma();
+    let muon = "--set optimizer.name=Muon";
+    tiny.trained("whole", muon);
+    succeed(&mut tiny.train("resumed", &format!("{muon} --stop-after 10")));
+    succeed(&mut tiny.train("resumed", &format!("{muon} --resume")));
+    tiny.assert_same_end("resumed", "whole");
+    let moments = tiny.path(&format!("whole/checkpoint/step-{STEPS}/optimizer.safetensors"));
+    let names = sieve_hf::TensorFile::open(&moments).expect("a checkpoint").names();
+    let has = |name: &str| names.iter().any(|found| found == name);
+    for (parameter, moments) in [("layers.0.mlp.down_proj.weight", 1), ("embed_tokens.weight", 2)] {
+        assert!(has(&format!("{parameter}.exp_avg")), "{names:?}");
+        assert_eq!(has(&format!("{parameter}.exp_avg_sq")), moments == 2, "{parameter}");
+    }
+}

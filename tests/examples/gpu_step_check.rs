@@ -24,7 +24,7 @@ use sieve_kernels::{
 };
 use sieve_nn::Qwen3;
 use sieve_ops::{Cuda, TrainBackend, op_paths};
-use sieve_train::{AdamW, BlockSettings, DeviceBatch, GradientBuffer, accumulate_gradients_with};
+use sieve_train::{BlockSettings, DeviceBatch, GradientBuffer, Optimizer, accumulate_gradients_with};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -211,7 +211,7 @@ fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
 fn twins(size: Size, attention: &str, device: &burn_cuda::CudaDevice) -> (Qwen3<Gpu>, Qwen3<Cpu>) {
     let gpu = model::<Gpu>(size, attention, device);
     let settings = recipe(size, attention).optimizer;
-    let gpu = AdamW::new(settings).hold_masters(gpu);
+    let gpu = Optimizer::new(settings).hold_masters(gpu);
     let weights = named_parameters(&gpu);
     let cpu = model::<Cpu>(size, attention, &Default::default());
     let read = &mut |name: &str, _shape: &[usize]| -> Result<TensorData, String> {
@@ -330,7 +330,7 @@ fn print_trace(trace: &TraceResult, steps: f64) {
 fn time(modes: Modes, name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice) {
     let recipe = recipe(size, attention);
     let shape = recipe.model_shape(size.vocab).expect("it fits");
-    let mut optimizer = AdamW::<Gpu>::new(recipe.optimizer);
+    let mut optimizer = Optimizer::<Gpu>::new(recipe.optimizer);
     let mut model = Some(optimizer.hold_masters(Qwen3::<Gpu>::new(&shape, 5, device)));
     // As what it is compared with: every query sees its whole row.
     let batch = batch(size, 3, true);

@@ -1,11 +1,12 @@
 """Thirty training steps of Sieve repeated by PyTorch, from the same weights and batches.
 
 usage, from the repository's root:
-    train_parity.py [--sieve target/release/sieve] [--kind mha|dma|mla|nsa|infllm_v2|moba|msa] [--steps 30] [--keep DIR]
+    train_parity.py [--sieve target/release/sieve] [--kind mha|dma|mla|nsa|infllm_v2|moba|msa] [--steps 30] [--muon] [--keep DIR]
 
 Sieve trains a small model on this repository's Rust files, one document a row, and writes its weights before the first step.
 `sieve data batch` hands over the tokens and labels of each step; then PyTorch takes the same steps on the CPU: AdamW
-with decay on tensors of rank 2, gradient clipping, and the warm-up, stay, decay schedule, each written again here.
+with decay on tensors of rank 2, gradient clipping, and the warm-up, stay, decay schedule, each written again here. With
+--muon both train the matrices of the blocks with Muon (mha and dma alone).
 
 mha, dma   transformers' Qwen3 and Doge in float32, from what `sieve export` writes. For DMA the gates A and the weights
            W_dt are replaced by random ones first, so that the mask is no sliding window.
@@ -100,6 +101,7 @@ max_norm = 0.8
 seed = 1
 one_document_per_row = true
 [optimizer]
+name = "{optimizer}"
 lr = 1e-3
 beta1 = 0.9
 beta2 = 0.95
@@ -138,13 +140,14 @@ def learning_rate_factor(step: int, steps: int) -> float:
 class Sieve:
     """The program under test."""
 
-    def __init__(self, program: str, folder: pathlib.Path, kind: str, steps: int) -> None:
+    def __init__(self, program: str, folder: pathlib.Path, kind: str, steps: int, optimizer: str = "AdamW") -> None:
         self.program, self.folder = program, folder
         self.recipe = folder / f"{kind}.toml"
         self.recipe.write_text(
             RECIPE.format(
                 attention=ATTENTION[kind],
                 folder=folder,
+                optimizer=optimizer,
                 steps=steps,
                 # Doge always has residual scales, and trains them.
                 residual_scale="true" if kind == "dma" else "false",
@@ -240,21 +243,44 @@ def mean_loss(model, batch):
     return loss, loss
 
 
-def torch_steps(model, batches, steps: int) -> list[tuple[float, float]]:
+class Muon:
+    """Muon with decay 0.1 (arXiv:2502.16982): orthogonalised Nesterov momentum at AdamW's root mean square."""
+
+    def __init__(self, matrices):
+        self.momenta = [(matrix, torch.zeros_like(matrix)) for matrix in matrices]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        for matrix, momentum in self.momenta:
+            momentum.mul_(BETA1).add_(matrix.grad)
+            update = matrix.grad + BETA1 * momentum
+            tall = update.shape[0] > update.shape[1]
+            x = (update.T if tall else update) / update.norm()
+            for _ in range(5):
+                gram = x @ x.T
+                x = 3.4445 * x + (2.0315 * gram @ gram - 4.775 * gram) @ x
+            x = (x.T if tall else x) * 0.2 * max(matrix.shape) ** 0.5
+            matrix.mul_(1 - lr * 0.1).sub_(x, alpha=lr)
+
+
+def torch_steps(model, batches, steps: int, with_muon: bool = False) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step."""
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    named = [(with_muon and "layers." in name and p.ndim == 2 and min(p.shape) >= 32, p) for name, p in model.named_parameters()]
+    muon = Muon([p for is_matrix, p in named if is_matrix])
+    decayed = [p for is_matrix, p in named if p.ndim >= 2 and not is_matrix]
+    others = [p for _, p in named if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(BETA1, 0.95), eps=1e-8)
     results = []
     for step, batch in enumerate(batches):
         loss, total = mean_loss(model, batch)
-        optimizer.zero_grad()
+        model.zero_grad()
         total.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * learning_rate_factor(step, steps)
         optimizer.step()
+        muon.step(1e-3 * learning_rate_factor(step, steps))
         results.append((loss.item(), norm.item()))
     return results
 
@@ -331,10 +357,10 @@ def compare_plain(program: str, folder: pathlib.Path, kind: str, steps: int) -> 
     ]
 
 
-def compare(program: str, folder: pathlib.Path, kind: str, steps: int, defined_ties: bool) -> list[str]:
+def compare(program: str, folder: pathlib.Path, kind: str, steps: int, defined_ties: bool, muon: bool) -> list[str]:
     if kind in PLAIN:
         return compare_plain(program, folder, kind, steps)
-    sieve = Sieve(program, folder, kind, steps)
+    sieve = Sieve(program, folder, kind, steps, "Muon" if muon else "AdamW")
     run = folder / kind
     sieve.train(run)
     if kind == "dma":
@@ -350,7 +376,7 @@ def compare(program: str, folder: pathlib.Path, kind: str, steps: int, defined_t
     rows, length = batches[0]["tokens"].shape
     labels = [int((batch["labels"] != -100).sum()) for batch in batches]
     with ties(defined_ties):
-        theirs = torch_steps(model, batches, steps)
+        theirs = torch_steps(model, batches, steps, muon)
 
     print(f"\n{kind}: {type(model).__name__}, {rows} rows of {length} tokens, {min(labels)} to {max(labels)} labels a step")
     largest = largest_loss_difference(run, theirs)
@@ -367,16 +393,19 @@ def main() -> None:
     parser.add_argument("--sieve", default="target/release/sieve")
     parser.add_argument("--kind", choices=list(ATTENTION))
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--muon", action="store_true", help="mha and dma with optimizer.name = Muon")
     parser.add_argument("--torch-ties", action="store_true")
     parser.add_argument("--keep", type=pathlib.Path)
     arguments = parser.parse_args()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
-    kinds = [arguments.kind] if arguments.kind else list(ATTENTION)
+    kinds = [arguments.kind] if arguments.kind else [kind for kind in ATTENTION if not (arguments.muon and kind in PLAIN)]
+    if arguments.muon and any(kind in PLAIN for kind in kinds):
+        parser.error("--muon is for --kind mha and dma")
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or pathlib.Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         program, steps = arguments.sieve, arguments.steps
-        told = [words for kind in kinds for words in compare(program, folder, kind, steps, not arguments.torch_ties)]
+        told = [words for kind in kinds for words in compare(program, folder, kind, steps, not arguments.torch_ties, arguments.muon)]
     if told:
         sys.exit("\n".join(told))
 

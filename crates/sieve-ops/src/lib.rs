@@ -68,7 +68,7 @@ pub use nsa::{
     nsa_compressed_attention, nsa_gates, nsa_mean_pool, nsa_selected_attention, overlap_weight,
 };
 pub use optimizer::{
-    AdamWStep, AdamWTensors, Snapshot, SnapshotReader, adamw, join_master, split_master, sum_of_squares,
+    AdamWStep, AdamWTensors, Snapshot, SnapshotReader, adamw, join_master, orthogonalised, split_master, sum_of_squares,
 };
 pub use rope::{QkNorm, QkNormRopeCall, RopeCall, RopeTables, RotaryEmbedding, qk_norm_rope, rope};
 pub use row_parts::{Heads, Parcel, RowLinks, RowParts, ThreadLinks, TracedPart};

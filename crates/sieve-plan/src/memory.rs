@@ -22,7 +22,7 @@ use crate::row_parts::RowShare;
 pub(crate) use activations::fp8_products;
 use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
 use sieve_core::model::ModelShape;
-use sieve_core::recipe::Recipe;
+use sieve_core::recipe::{OptimizerName, Recipe};
 use sieve_core::{KeepOLow, Keeping};
 use sieve_cpu::linear_cross_entropy::chunk_rows;
 
@@ -47,7 +47,7 @@ pub struct MemoryPlan {
     pub parameter_bytes: u64,
     /// What f32 masters have beyond the parameters, where the layers compute in another type.
     pub master_bytes: u64,
-    /// The optimizer's two moments, f32.
+    /// The optimizer's moments, f32.
     pub moment_bytes: u64,
     /// The caches of decoded sequences; 0 in training.
     pub cache_bytes: u64,
@@ -165,7 +165,12 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
         (F32, _) => 0,
         _ => times(piece, F32 - value_bytes),
     };
-    let moment_bytes = times(piece, 2 * F32);
+    // Muon, of one process, has one moment for the matrices of the blocks.
+    let without_second = match recipe.optimizer.name {
+        OptimizerName::AdamW => 0,
+        OptimizerName::Muon => shape.parameters().attention + shape.parameters().mlp,
+    };
+    let moment_bytes = times(piece, 2 * F32) - times(without_second, F32);
     let program_bytes = match target {
         Target::Cpu { .. } => CPU_PROGRAM_BYTES,
         Target::Gpu(_) if ranks > 1 => GPU_PROGRAM_BYTES + NCCL_BYTES,

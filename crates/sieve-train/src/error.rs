@@ -1,4 +1,6 @@
 //! What can stop a run.
+use sieve_core::Recipe;
+use sieve_core::recipe::OptimizerName;
 use std::path::PathBuf;
 
 /// An error of the training loop.
@@ -200,6 +202,15 @@ pub enum TrainError {
         /// All processes.
         ranks: usize,
     },
+    /// Muon needs whole matrices, which several processes have cut.
+    #[error(
+        "optimizer.name = \"Muon\" trains in one process, and {ranks} take part\n  hint: --set optimizer.name=AdamW, or one \
+         process"
+    )]
+    MuonRanks {
+        /// All processes.
+        ranks: usize,
+    },
     /// No label in a whole step.
     #[error("step {step} holds no token with a label\n  hint: documents of one token teach nothing; check data.paths")]
     NoLabels {
@@ -241,6 +252,21 @@ fn gradients_of(ranks: &[usize]) -> String {
 }
 
 impl TrainError {
+    /// Whether so many processes can train a recipe together.
+    ///
+    /// # Errors
+    /// They share rows unevenly, or the optimizer wants one process.
+    pub fn check_ranks(recipe: &Recipe, ranks: usize) -> Result<(), Self> {
+        let degree = recipe.parallelism.context_parallel_degree;
+        if !ranks.is_multiple_of(degree) {
+            return Err(Self::RowParts { degree, ranks });
+        }
+        match recipe.optimizer.name {
+            OptimizerName::Muon if ranks > 1 => Err(Self::MuonRanks { ranks }),
+            _ => Ok(()),
+        }
+    }
+
     /// Adapter for `map_err`.
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.into();

@@ -36,7 +36,7 @@ pub use gradients::GradientBuffer;
 pub use group::{DeviceState, Group, Health};
 pub use hardware::{DeviceMemory, Hardware, MemoryProbe, PeakMemory, Precision};
 pub use metrics::last_validation;
-pub use optimizer::{AdamW, OptimizerSnapshot, ReplicaSums};
+pub use optimizer::{Optimizer, OptimizerSnapshot, ReplicaSums};
 pub use origin::Origin;
 pub use report::{SkippedStep, StepReport, TrainEvent, TrainSummary, ValidationReport};
 pub use run_folder::{RunFolder, Start};

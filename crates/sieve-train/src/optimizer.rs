@@ -1,4 +1,4 @@
-//! AdamW over all parameters of a model.
+//! AdamW over all parameters of a model, or Muon over the matrices of its blocks and AdamW over the others.
 mod snapshot;
 
 pub use snapshot::{OptimizerSnapshot, ReplicaSums};
@@ -12,7 +12,7 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::backend::{AutodiffBackend, BackendTypes};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
-use sieve_core::recipe::OptimizerSection;
+use sieve_core::recipe::{OptimizerName, OptimizerSection};
 use sieve_hf::PartSource;
 use sieve_nn::Qwen3;
 use sieve_ops::{AdamWStep, AdamWTensors, DeviceBackend, TrainBackend};
@@ -24,12 +24,14 @@ use std::ops::Range;
 /// (rank 2 and more) decay; norms, gates and scales do not.
 ///
 /// Of several ranks each updates its piece of every matrix and holds moments and rests of that piece alone (ZeRO-1,
-/// arXiv:1910.02054); what is too small to be cut, all of them update alike.
+/// arXiv:1910.02054); what is too small to be cut, all of them update alike. Muon needs whole matrices: one rank.
 #[derive(Debug)]
-pub struct AdamW<B: TrainBackend> {
+pub struct Optimizer<B: TrainBackend> {
     settings: OptimizerSection,
     share: Share,
     num_updates: u64,
+    /// Parameters that Muon updates, and how many rows each projection in them has.
+    matrices: HashMap<ParamId, Vec<usize>>,
     moments: HashMap<ParamId, Moments<B>>,
     /// What [`sieve_ops::split_master`] returned beside the leaf.
     masters: HashMap<ParamId, Inner<B>>,
@@ -39,13 +41,15 @@ pub struct AdamW<B: TrainBackend> {
 
 #[derive(Debug)]
 struct Moments<B: TrainBackend> {
+    /// Muon's momentum, where it updates the parameter.
     exp_avg: Inner<B>,
-    exp_avg_sq: Inner<B>,
+    /// AdamW's alone.
+    exp_avg_sq: Option<Inner<B>>,
 }
 
 type Inner<B> = <<B as AutodiffBackend>::InnerBackend as BackendTypes>::FloatTensorPrimitive;
 
-impl<B: TrainBackend> AdamW<B> {
+impl<B: TrainBackend> Optimizer<B> {
     /// Zero moments, made at each parameter's first update.
     pub fn new(settings: OptimizerSection) -> Self {
         Self::of_share(settings, Share::ALL)
@@ -57,6 +61,7 @@ impl<B: TrainBackend> AdamW<B> {
             settings,
             share,
             num_updates: 0,
+            matrices: HashMap::new(),
             moments: HashMap::new(),
             masters: HashMap::new(),
             pieces: HashMap::new(),
@@ -78,6 +83,7 @@ impl<B: TrainBackend> AdamW<B> {
         grad_scale: Tensor<B::InnerBackend, 1>,
         lr: f64,
     ) -> M {
+        self.find_matrices(&module);
         module.map(&mut self.begin(gradients, grad_scale, lr))
     }
 
@@ -90,12 +96,40 @@ impl<B: TrainBackend> AdamW<B> {
         lr: f64,
         updated: &mut dyn FnMut(Segment, Updated<B>) -> Result<(), TrainError>,
     ) -> Result<Qwen3<B>, TrainError> {
+        self.find_matrices(&model);
         let mut update = self.begin(gradients, grad_scale, lr);
         for segment in Segment::all(&model) {
             model = segment.map(model, &mut update);
             updated(segment, std::mem::take(&mut update.updated))?;
         }
         Ok(model)
+    }
+
+    /// Of a model for Muon, the matrices of its blocks, with the rows of each projection that a matrix holds: q, k and v
+    /// stand in one, gate and up in another. A side below 32 belongs to gates and scores of a few heads.
+    fn find_matrices<M: Module<B>>(&mut self, module: &M) {
+        if self.settings.name != OptimizerName::Muon || !self.matrices.is_empty() {
+            return;
+        }
+        let all = parameter_ids(module);
+        let columns: HashMap<&str, usize> = all
+            .iter()
+            .map(|(name, _, shape)| (name.as_str(), shape[shape.len() - 1]))
+            .collect();
+        let matrices = all.iter().filter(|(name, _, shape)| {
+            name.contains("layers.") && shape.len() == 2 && shape.iter().all(|&side| side >= 32)
+        });
+        let parts = |name: &str, rows: usize| {
+            if let Some((attention, "qkv_proj.weight")) = name.split_once("qkv.") {
+                let queries = columns[format!("{attention}o_proj.weight").as_str()];
+                return vec![queries, (rows - queries) / 2, (rows - queries) / 2];
+            }
+            match name.ends_with("gate_up_proj.weight") {
+                true => vec![rows / 2; 2],
+                false => vec![rows],
+            }
+        };
+        self.matrices = matrices.map(|(name, id, shape)| (*id, parts(name, shape[0]))).collect();
     }
 
     fn begin<'a>(
@@ -143,6 +177,7 @@ impl<B: TrainBackend> AdamW<B> {
             // A run saved before its first update has no moments yet; the next step makes them.
             return Ok(());
         }
+        self.find_matrices(module);
         for (name, id, shape) in parameter_ids(module) {
             let range = self.share.range(&shape);
             let mut part = |part: &str| -> Result<Inner<B>, E> {
@@ -158,7 +193,10 @@ impl<B: TrainBackend> AdamW<B> {
             };
             let moments = Moments {
                 exp_avg: part(EXP_AVG)?,
-                exp_avg_sq: part(EXP_AVG_SQ)?,
+                exp_avg_sq: match self.matrices.contains_key(&id) {
+                    true => None,
+                    false => Some(part(EXP_AVG_SQ)?),
+                },
             };
             self.moments.insert(id, moments);
         }
@@ -200,7 +238,7 @@ impl<B: TrainBackend> burn::module::ModuleVisitor<B> for Ids<B> {
 pub(crate) type Updated<B> = Vec<(ParamId, Gathered<B>)>;
 
 struct Update<'a, B: TrainBackend> {
-    optimizer: &'a mut AdamW<B>,
+    optimizer: &'a mut Optimizer<B>,
     gradients: &'a mut GradientBuffer<B>,
     grad_scale: Inner<B>,
     step: AdamWStep,
@@ -223,25 +261,48 @@ impl<B: TrainBackend> Update<'_, B> {
             let device = B::InnerBackend::float_device(&param);
             B::InnerBackend::float_zeros(param.shape(), &device, dtype.into())
         };
-        let Moments { exp_avg, exp_avg_sq } = optimizer.moments.remove(&id).unwrap_or_else(|| Moments {
-            exp_avg: zeros(),
-            exp_avg_sq: zeros(),
-        });
         let weight_decay = if decays { optimizer.settings.weight_decay } else { 0.0 };
-        let tensors = AdamWTensors {
-            param,
-            leaf,
-            exp_avg,
-            exp_avg_sq,
-        };
-        let step = AdamWStep {
+        let mut step = AdamWStep {
             weight_decay,
             ..self.step
         };
-        let next = B::InnerBackend::adamw(tensors, gradient, self.grad_scale.clone(), step);
-        let moments = Moments {
-            exp_avg: next.exp_avg,
-            exp_avg_sq: next.exp_avg_sq,
+        let (mut gradient, mut grad_scale) = (gradient, self.grad_scale.clone());
+        let mut moments = optimizer.moments.remove(&id).unwrap_or_else(|| Moments {
+            exp_avg: zeros(),
+            exp_avg_sq: None,
+        });
+        let mut momentum = None;
+        if let Some(parts) = optimizer.matrices.get(&id) {
+            let dtype = leaf.as_ref().map_or(param.dtype(), |leaf| leaf.dtype());
+            let old = std::mem::replace(&mut moments.exp_avg, zeros());
+            let next = muon::<B>(old, gradient, grad_scale, step.beta1, dtype, parts);
+            (gradient, grad_scale, momentum) = (next.update, next.gate, Some(next.momentum));
+            // p -= lr (wd p + update): AdamW with the update as its first moment and nothing as its second.
+            step = AdamWStep {
+                beta1: 0.0,
+                beta2: 1.0,
+                eps: 1.0,
+                bias_correction1: 1.0,
+                bias_correction2: 1.0,
+                ..step
+            };
+        }
+        let tensors = AdamWTensors {
+            exp_avg: moments.exp_avg,
+            exp_avg_sq: moments.exp_avg_sq.unwrap_or_else(zeros),
+            param,
+            leaf,
+        };
+        let next = B::InnerBackend::adamw(tensors, gradient, grad_scale, step);
+        let moments = match momentum {
+            Some(exp_avg) => Moments {
+                exp_avg,
+                exp_avg_sq: None,
+            },
+            None => Moments {
+                exp_avg: next.exp_avg,
+                exp_avg_sq: Some(next.exp_avg_sq),
+            },
         };
         optimizer.moments.insert(id, moments);
         match next.leaf {
@@ -251,6 +312,52 @@ impl<B: TrainBackend> Update<'_, B> {
             }
             None => next.param,
         }
+    }
+}
+
+/// What Muon makes of a gradient.
+struct Orthogonal<B: TrainBackend> {
+    momentum: Inner<B>,
+    /// Of about the same root mean square as AdamW's updates, so that one learning rate serves both.
+    update: Inner<B>,
+    /// `[1]`: 1, or 0 where the gradient's scale is zero or not finite; then nothing changes.
+    gate: Inner<B>,
+}
+
+/// Nesterov momentum `m = beta m + g`, and `g + beta m` with each of its `parts` (numbers of rows) orthogonalised in
+/// `dtype` and times `0.2 sqrt(max(out, in))` (arXiv:2502.16982, equations 2 and 4).
+fn muon<B: TrainBackend>(
+    momentum: Inner<B>,
+    gradient: Inner<B>,
+    scale: Inner<B>,
+    beta: f64,
+    dtype: DType,
+    parts: &[usize],
+) -> Orthogonal<B> {
+    let tensor = |x| Tensor::<B::InnerBackend, 2>::from_primitive(TensorPrimitive::Float(x));
+    let scale = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(scale));
+    let spoilt = scale
+        .clone()
+        .equal_elem(0.0)
+        .bool_or(scale.clone().is_finite().bool_not());
+    let old = tensor(momentum);
+    let (shape, compute) = (old.dims(), old.dtype());
+    assert_eq!(parts.iter().sum::<usize>(), shape[0], "parts of all rows");
+    let gradient = tensor(gradient).cast(compute) * scale.cast(compute).reshape([1, 1]);
+    let next = old.clone() * beta + gradient.clone();
+    let update = (gradient + next.clone() * beta).cast(dtype);
+    let mut end = 0;
+    let parts = parts.iter().map(|&rows| {
+        end += rows;
+        let size = 0.2 * (rows.max(shape[1]) as f64).sqrt();
+        sieve_ops::orthogonalised(update.clone().slice([end - rows..end])).cast(compute) * size
+    });
+    let update = Tensor::cat(parts.collect(), 0);
+    let momentum = next.mask_where(spoilt.clone().reshape([1, 1]).expand(shape), old);
+    Orthogonal {
+        momentum: momentum.into_primitive().tensor(),
+        update: update.into_primitive().tensor(),
+        gate: spoilt.bool_not().float().cast(compute).into_primitive().tensor(),
     }
 }
 
@@ -289,7 +396,7 @@ fn cut<B: TrainBackend>(whole: Inner<B>, range: Range<usize>) -> Inner<B> {
 }
 
 struct ToBf16<'a, B: TrainBackend> {
-    optimizer: &'a mut AdamW<B>,
+    optimizer: &'a mut Optimizer<B>,
 }
 
 impl<B: TrainBackend> ModuleMapper<B> for ToBf16<'_, B> {

@@ -21,7 +21,7 @@ use crate::metrics::{History, Metrics};
 use crate::segments::{BesidePass, BlockSettings, pass};
 use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
-    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Origin,
+    AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Optimizer, Origin,
     Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram,
     ValidationReport, ValidationSize,
 };
@@ -57,7 +57,7 @@ pub struct Trainer<B: TrainBackend> {
     precision: Precision,
     /// Taken while it is mapped to its next value.
     model: Option<Qwen3<B>>,
-    optimizer: AdamW<B>,
+    optimizer: Optimizer<B>,
     ropes: Ropes<B>,
     token_bytes: TokenBytes,
     unigram: Unigram,
@@ -149,11 +149,7 @@ impl<B: TrainBackend> Trainer<B> {
         } = hardware;
         let first = recipe.stage_of_step(origin.step() as usize);
         let share = group.as_ref().map_or(Share::ALL, Group::share);
-        let degree = recipe.parallelism.context_parallel_degree;
-        if !share.size.is_multiple_of(degree) {
-            let ranks = share.size;
-            return Err(TrainError::RowParts { degree, ranks });
-        }
+        TrainError::check_ranks(&recipe, share.size)?;
         let stage = StageState::new(&recipe, first, &data, share)?;
         let vocab_size = stage.shape.vocab_size;
         let training = &recipe.training;
@@ -163,7 +159,7 @@ impl<B: TrainBackend> Trainer<B> {
             unigram: Unigram::new(&data.token_counts(vocab_size)?),
             ropes: Ropes::new(&model, stage.recipe.training.seq_len, &device),
             model: Some(model),
-            optimizer: AdamW::of_share(recipe.optimizer.clone(), share),
+            optimizer: Optimizer::of_share(recipe.optimizer.clone(), share),
             loss_mean: LossMean::new(training, GuardState::default()),
             guard_log: GuardLog::new(precision),
             stage,
@@ -288,7 +284,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
         let weights = checkpoint.model()?;
         let mut weights = |name: &str, shape: &[usize]| Ok(weights.tensor(name, shape)?);
-        self.optimizer = AdamW::of_share(self.recipe.optimizer.clone(), self.share());
+        self.optimizer = Optimizer::of_share(self.recipe.optimizer.clone(), self.share());
         if checkpoint.has_optimizer() {
             let moments = checkpoint.optimizer()?;
             self.install(

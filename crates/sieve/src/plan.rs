@@ -64,15 +64,11 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         size: usize::from(args.nproc) * usize::from(args.nnodes),
         hosts: usize::from(args.nnodes),
     };
-    let degree = recipe.parallelism.context_parallel_degree;
-    if !ranks.size.is_multiple_of(degree) {
-        let ranks = ranks.size;
-        return Err(TrainError::RowParts { degree, ranks }.into());
-    }
+    TrainError::check_ranks(&recipe, ranks.size)?;
     for stage in recipe.stages() {
         let training = recipe.at_stage(&stage).training;
         let (global, local) = (training.global_batch_size, training.local_batch_size);
-        let ranks = ranks.size / degree;
+        let ranks = ranks.size / recipe.parallelism.context_parallel_degree;
         if training.accumulation_steps(ranks).is_none() {
             return Err(TrainError::BatchSizes { global, local, ranks }.into());
         }

@@ -391,7 +391,7 @@ keys! {
         /// Highest learning rate.
         #[key(between(0.0, MAX_F32, "1e-4 to 1e-2 is usual"))]
         pub lr: f64,
-        /// Decay of the first moment.
+        /// Decay of the first moment; of Muon's momentum too, where 0.95 is usual.
         #[key(share("[0, 1)", USUAL_BETAS))]
         pub beta1: f64 = 0.9,
         /// Decay of the second moment.
@@ -411,6 +411,9 @@ choices! {
     pub enum OptimizerName {
         /// Adam with decoupled weight decay (arXiv:1711.05101).
         AdamW = "AdamW",
+        /// Orthogonalised momentum for the matrices of the blocks, AdamW for everything else, at one learning rate
+        /// (arXiv:2502.16982). One process.
+        Muon = "Muon",
     }
 }
 

@@ -1,4 +1,4 @@
-use super::{adamw, sum_of_squares};
+use super::{adamw, orthogonalised, sum_of_squares};
 use crate::testing::{Input, Random, RandomInput, assert_close, host};
 use crate::{AdamWStep, AdamWTensors};
 use burn::tensor::{DType, Tensor, TensorPrimitive};
@@ -104,6 +104,67 @@ fn the_leaf_is_the_rounded_weight() {
     assert_eq!(leaf.dtype(), DType::BF16);
     let rounded = tensor::<2>(after.param).cast(DType::BF16);
     assert_eq!(leaf.into_data(), rounded.into_data());
+}
+
+/// `u` of shape `[rows, columns]` times `s` on its diagonal, times `v`: a matrix of these singular values.
+fn of_singular_values(values: &[f64], rows: usize, columns: usize) -> Vec<f64> {
+    // Householder reflections are orthogonal: I - 2 w wᵀ / |w|².
+    let reflection = |n: usize, seed: u64| {
+        let w = Random(seed).input(&[n]).values;
+        let square: f64 = w.iter().map(|x| x * x).sum();
+        move |r: usize, c: usize| f64::from(u8::from(r == c)) - 2.0 * w[r] * w[c] / square
+    };
+    let (u, v) = (reflection(rows, 8), reflection(columns, 9));
+    let mut x = vec![0.0; rows * columns];
+    for (i, x) in x.iter_mut().enumerate() {
+        let (r, c) = (i / columns, i % columns);
+        *x = values.iter().enumerate().map(|(k, s)| u(r, k) * s * v(k, c)).sum();
+    }
+    x
+}
+
+/// The polynomial acts on each singular value alone: the same on single numbers is what comes out, at any shape.
+#[test]
+fn orthogonalised_maps_the_singular_values() {
+    let quintic = |x: f64| 3.4445 * x - 4.775 * x.powi(3) + 2.0315 * x.powi(5);
+    for (rows, columns) in [(12, 12), (12, 40), (40, 12), (1, 9), (33, 64)] {
+        let count = rows.min(columns);
+        let values: Vec<f64> = (0..count).map(|k| 5.0 * 0.75_f64.powi(k as i32)).collect();
+        let norm = values.iter().map(|s| s * s).sum::<f64>().sqrt();
+        let mapped: Vec<f64> = values
+            .iter()
+            .map(|s| (0..5).fold(s / norm, |x, _| quintic(x)))
+            .collect();
+        assert!(
+            count > 1 || (mapped[0] - 1.0).abs() < 0.35,
+            "one value comes out near 1"
+        );
+        let expected = of_singular_values(&mapped, rows, columns);
+        let x = of_singular_values(&values, rows, columns);
+        for (dtype, tolerance) in [(DType::F32, 2e-5), (DType::F64, 1e-12)] {
+            let x = Tensor::<Flex, 2>::from_data(
+                burn::tensor::TensorData::new(x.clone(), [rows, columns]),
+                (&Default::default(), dtype),
+            );
+            let got = orthogonalised(x).into_primitive().tensor();
+            assert_close(
+                &format!("{rows} x {columns} {dtype:?}"),
+                &host(got),
+                &expected,
+                tolerance,
+            );
+        }
+    }
+}
+
+#[test]
+fn orthogonalised_zero_is_zero() {
+    let x = tensor::<2>(FlexTensor::zeros([6, 4].into(), DType::F32));
+    assert!(
+        host(orthogonalised(x).into_primitive().tensor())
+            .iter()
+            .all(|&x| x == 0.0)
+    );
 }
 
 fn address(x: &FlexTensor) -> *const f32 {

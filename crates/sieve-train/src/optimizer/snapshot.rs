@@ -1,5 +1,5 @@
 //! Weights and moments as they are at one moment, and what shows whether all ranks compute with the same weights.
-use super::{AdamW, EXP_AVG, EXP_AVG_SQ, Inner, NUM_UPDATES, cut, parameter_ids};
+use super::{EXP_AVG, EXP_AVG_SQ, Inner, NUM_UPDATES, Optimizer, cut, parameter_ids};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use sieve_hf::NamedTensor;
 use sieve_ops::{DeviceBackend, Snapshot, SnapshotReader, TrainBackend};
 
-impl<B: TrainBackend> AdamW<B> {
+impl<B: TrainBackend> Optimizer<B> {
     /// Takes hold of weights and moments as they stand, to be read on any thread. Of several ranks each takes its
     /// pieces, and rank 0 what is not cut; and what shows whether all ranks compute with the same weights: of leaves
     /// that are cut its own piece and, as it stands here, that of the rank `distance` further, and all other leaves.
@@ -46,7 +46,8 @@ impl<B: TrainBackend> AdamW<B> {
         let mut moments = Vec::new();
         for (name, id, shape) in &parameters {
             if let Some(of) = self.moments.get(id) {
-                for (part, values) in [(EXP_AVG, &of.exp_avg), (EXP_AVG_SQ, &of.exp_avg_sq)] {
+                let second = of.exp_avg_sq.as_ref().map(|values| (EXP_AVG_SQ, values));
+                for (part, values) in [(EXP_AVG, &of.exp_avg)].into_iter().chain(second) {
                     let name = format!("{name}.{part}");
                     moments.push((name, shape.clone(), taker.take(values.clone())));
                 }
@@ -162,7 +163,7 @@ impl OptimizerSnapshot {
 }
 
 struct Taker<'a, B: TrainBackend> {
-    optimizer: &'a AdamW<B>,
+    optimizer: &'a Optimizer<B>,
     device: &'a B::Device,
     /// Where values are read at once.
     reader: Option<SnapshotReader>,
@@ -192,7 +193,7 @@ impl<B: TrainBackend> Taker<'_, B> {
 
 impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let AdamW {
+        let Optimizer {
             share, masters, pieces, ..
         } = self.optimizer;
         let tensor = param.val();
