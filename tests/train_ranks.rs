@@ -294,8 +294,8 @@ fn gradients_kept_in_bf16_follow_those_in_f32() {
     tiny.refuses_each(
         "train --recipe tiny.toml --device cpu --out never",
         "
-        --set parallelism.zero_stage=3 => parallelism.zero_stage: is 3, outside 1 to 2 | weights are whole
-        --set parallelism.zero_stage=0 => parallelism.zero_stage: is 0, outside 1 to 2
+        --set parallelism.zero_stage=3 => parallelism.zero_stage: is 3, outside 0 to 2 | weights are whole
+        --set parallelism.zero_stage=-1 => parallelism.zero_stage | -1
         --set training.gradient_dtype=f16 => training.gradient_dtype | f32 | bf16
         ",
     );

@@ -204,13 +204,27 @@ fn eight_bit_blocks_train_and_a_resumed_run_may_leave_them() {
 }
 
 #[test]
-fn muon_keeps_one_moment_a_matrix_and_resumes_bit_for_bit() {
+fn muon_keeps_one_moment_a_matrix_and_resumes_bit_for_bit_in_one_process_or_two() {
     let tiny = TinyRun::dma();
-    let muon = "--set optimizer.name=Muon";
+    let muon = "--set optimizer.name=Muon --set parallelism.zero_stage=0 --set training.local_batch_size=4";
     tiny.trained("whole", muon);
     succeed(&mut tiny.train("resumed", &format!("{muon} --stop-after 10")));
     succeed(&mut tiny.train("resumed", &format!("{muon} --resume")));
     tiny.assert_same_end("resumed", "whole");
+    // Every process holds all, and rank 0's checkpoint is one process's.
+    succeed(&mut tiny.launch(2, "two", &format!("{muon} --stop-after 10")));
+    succeed(&mut tiny.train("two", &format!("{muon} --resume")));
+    succeed(&mut tiny.launch(2, "both", muon));
+    for run in ["two", "both"] {
+        let (found, expected) = (tiny.metrics(run, "step"), tiny.metrics("whole", "step"));
+        assert_eq!(found.len(), STEPS as usize, "{run}");
+        for (step, line) in found {
+            for key in ["loss", "grad_norm"] {
+                let apart = number(&line[key]) / number(&expected[&step][key]) - 1.0;
+                assert!(apart.abs() < 1e-4, "{run}, step {step}: {key} {apart}");
+            }
+        }
+    }
     let moments = tiny.path(&format!("whole/checkpoint/step-{STEPS}/optimizer.safetensors"));
     let names = sieve_hf::TensorFile::open(&moments).expect("a checkpoint").names();
     let has = |name: &str| names.iter().any(|found| found == name);

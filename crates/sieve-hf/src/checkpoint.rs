@@ -205,7 +205,8 @@ impl Checkpoint {
             }
         }
         for (stem, tensors) in [(MODEL, &files.model), (OPTIMIZER, &files.optimizer)] {
-            if stem == MODEL || !tensors.is_empty() {
+            // Of several ranks, which all train, each has a file, though it may hold nothing.
+            if stem == MODEL || rank > 0 || !tensors.is_empty() {
                 let name = TensorFiles::name(stem, rank, size);
                 let sum = write_tensor_file(&partial.join(&name), tensors, None)?;
                 checksums.insert(name, sum);

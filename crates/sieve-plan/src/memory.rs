@@ -159,13 +159,14 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
     let fullest = fullest.expect("there are five");
     let parameter_bytes = times(num_parameters, value_bytes);
     // A rank holds masters of its pieces, and with them a copy of those pieces of the parameters.
-    let piece = num_parameters.div_ceil(ranks as u64);
-    let master_bytes = match (value_bytes, ranks) {
+    let shards = if recipe.parallelism.zero_stage == 0 { 1 } else { ranks };
+    let piece = num_parameters.div_ceil(shards as u64);
+    let master_bytes = match (value_bytes, shards) {
         (_, 2..) => times(piece, F32),
         (F32, _) => 0,
         _ => times(piece, F32 - value_bytes),
     };
-    // Muon, of one process, has one moment for the matrices of the blocks.
+    // Muon, which shards nothing, has one moment for the matrices of the blocks.
     let without_second = match recipe.optimizer.name {
         OptimizerName::AdamW => 0,
         OptimizerName::Muon => shape.parameters().attention + shape.parameters().mlp,
@@ -225,7 +226,8 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
     // the backward pass.
     let blocks_total = shape.parameters().non_embedding();
     let block = times(blocks_total / shape.num_layers.max(1) as u64, F32);
-    let keeps_shards = ranks > 1 && (!adds_up || recipe.parallelism.zero_stage > 1);
+    let stage = recipe.parallelism.zero_stage;
+    let keeps_shards = ranks > 1 && stage > 0 && (!adds_up || stage > 1);
     // A tied embedding's gradient waits from the head's pass on.
     let waits = if shape.tie_word_embeddings { head_gradient } else { 0 };
     // Sums of earlier micro-batches are there beside those that are on their way.

@@ -244,7 +244,7 @@ fn num_sums(recipe: &Recipe, ranks: usize) -> usize {
     let rows_apart = (ranks / RowShare::of(recipe).degree).max(1);
     let training = &recipe.training;
     match recipe.parallelism.zero_stage {
-        1 => 1,
+        0 | 1 => 1,
         _ => training.global_batch_size / training.local_batch_size / rows_apart,
     }
 }

@@ -204,8 +204,8 @@ pub enum TrainError {
     },
     /// Muon needs whole matrices, which several processes have cut.
     #[error(
-        "optimizer.name = \"Muon\" trains in one process, and {ranks} take part\n  hint: --set optimizer.name=AdamW, or one \
-         process"
+        "optimizer.name = \"Muon\" needs whole matrices, and {ranks} processes cut them\n  hint: --set \
+         parallelism.zero_stage=0, which takes more memory, or optimizer.name=AdamW"
     )]
     MuonRanks {
         /// All processes.
@@ -255,14 +255,14 @@ impl TrainError {
     /// Whether so many processes can train a recipe together.
     ///
     /// # Errors
-    /// They share rows unevenly, or the optimizer wants one process.
+    /// They share rows unevenly, or they shard what the optimizer needs whole.
     pub fn check_ranks(recipe: &Recipe, ranks: usize) -> Result<(), Self> {
         let degree = recipe.parallelism.context_parallel_degree;
         if !ranks.is_multiple_of(degree) {
             return Err(Self::RowParts { degree, ranks });
         }
         match recipe.optimizer.name {
-            OptimizerName::Muon if ranks > 1 => Err(Self::MuonRanks { ranks }),
+            OptimizerName::Muon if ranks > 1 && recipe.parallelism.zero_stage > 0 => Err(Self::MuonRanks { ranks }),
             _ => Ok(()),
         }
     }

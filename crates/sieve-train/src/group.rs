@@ -44,7 +44,7 @@ pub struct Group<B: TrainBackend> {
     /// Whether the present micro-batch is its step's last.
     is_last: bool,
     /// ZeRO-2: the gradients of every micro-batch are reduce-scattered, not those of the last alone.
-    shards_gradients: bool,
+    zero_stage: usize,
     /// Gradients on their way, first begun first.
     sums: VecDeque<Sums<B>>,
     /// Leaves on their way.
@@ -67,24 +67,31 @@ struct Sums<B: TrainBackend> {
 pub(crate) struct Share {
     pub(crate) rank: usize,
     pub(crate) size: usize,
+    /// Whether parameters are cut: not with `parallelism.zero_stage = 0`.
+    pub(crate) cuts: bool,
 }
 
 impl Share {
     /// A run in one process.
-    pub(crate) const ALL: Self = Self { rank: 0, size: 1 };
+    pub(crate) const ALL: Self = Self {
+        rank: 0,
+        size: 1,
+        cuts: true,
+    };
 
     /// Which of how many shares of the rows, where `degree` ranks one after another share each row.
     pub(crate) fn of_rows(&self, degree: usize) -> Self {
         Self {
             rank: self.rank / degree,
             size: (self.size / degree).max(1),
+            ..*self
         }
     }
 
     /// How a parameter of this shape is cut; `None` for vectors and small matrices, which every rank updates whole.
     pub(crate) fn pieces(&self, shape: &[usize]) -> Option<Pieces> {
         let count = shape.iter().product();
-        (shape.len() > 1).then(|| Pieces::new(count, self.size))?
+        (self.cuts && shape.len() > 1).then(|| Pieces::new(count, self.size))?
     }
 
     /// This rank's piece of such a parameter.
@@ -117,7 +124,7 @@ impl<B: TrainBackend> Group<B> {
             row_links: None,
             row_error: RowError::default(),
             is_last: false,
-            shards_gradients: false,
+            zero_stage: 1,
             sums: VecDeque::new(),
             leaves: BTreeMap::new(),
             step_times: RefCell::default(),
@@ -140,6 +147,7 @@ impl<B: TrainBackend> Group<B> {
         Share {
             rank: world.rank,
             size: world.size,
+            cuts: self.zero_stage > 0,
         }
     }
 
@@ -183,13 +191,13 @@ impl<B: TrainBackend> Group<B> {
 
     /// The ZeRO stage of the steps that follow.
     pub(crate) fn set_zero_stage(&mut self, stage: usize) {
-        self.shards_gradients = stage > 1;
+        self.zero_stage = stage;
     }
 
     /// A micro-batch begins, a step's last or not.
     pub(crate) fn begin(&mut self, is_last: bool, gradients: &mut GradientBuffer<B>) {
         self.is_last = is_last;
-        gradients.begin(is_last || self.shards_gradients);
+        gradients.begin(is_last || self.zero_stage > 1);
     }
 
     /// Waits for the sums of all gradients.
@@ -389,7 +397,7 @@ impl<B: TrainBackend> BesidePass<B> for Group<B> {
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError> {
         self.go_on()?;
-        if !(self.is_last || self.shards_gradients) {
+        if !(self.is_last || self.zero_stage > 1) {
             return Ok(());
         }
         let share = self.share();

@@ -24,7 +24,7 @@ use std::ops::Range;
 /// (rank 2 and more) decay; norms, gates and scales do not.
 ///
 /// Of several ranks each updates its piece of every matrix and holds moments and rests of that piece alone (ZeRO-1,
-/// arXiv:1910.02054); what is too small to be cut, all of them update alike. Muon needs whole matrices: one rank.
+/// arXiv:1910.02054); what is too small to be cut, all of them update alike. Muon needs whole matrices, `zero_stage = 0`.
 #[derive(Debug)]
 pub struct Optimizer<B: TrainBackend> {
     settings: OptimizerSection,
