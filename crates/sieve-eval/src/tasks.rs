@@ -345,10 +345,7 @@ impl Encoder<'_> {
     }
 
     fn error(&self, n: usize, what: String) -> EvalError {
-        EvalError::Task {
-            task: self.task.name().to_owned(),
-            reason: format!("row {} {what}", n + 1),
-        }
+        EvalError::task(&self.task.name(), format!("row {} {what}", n + 1))
     }
 }
 
