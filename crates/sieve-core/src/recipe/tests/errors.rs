@@ -285,8 +285,8 @@ fn rules_of_chosen_blocks() {
         r#"
         kind = "infllm_v2"\nnum_selected_blocks = 0 => attention.num_selected_blocks: is 0, outside 1 to 64
         kind = "infllm_v2"\nnum_selected_blocks = 65 => attention.num_selected_blocks: is 65, outside 1 to 64
-        kind = "infllm_v2"\nnum_selected_blocks = 4\nnum_local_blocks = 4 => attention.num_local_blocks: is 4, and with \
-            the document's first block more than num_selected_blocks = 4\n
+        kind = "infllm_v2"\nnum_selected_blocks = 4\nnum_local_blocks = 4 => \
+            attention.num_local_blocks: is 4, and with the document's first block more than num_selected_blocks = 4\n
         kind = "infllm_v2"\ncompress_stride = 16\nselect_block_size = 24 => \
             attention.select_block_size: is 24, not a multiple of compress_stride = 16\n    hint: 32 is
         kind = "moba"\nselect_block_size = 100 => \
