@@ -37,7 +37,7 @@ mod template;
 pub use data::{DataFallback, DataFormat, DataSection, MqarNoise, MqarSection};
 pub use error::RecipeError;
 pub use manual::{json_schema, keys_page};
-pub use mistake::{Location, Mistake, Problem};
+pub use mistake::{Location, Mistake};
 pub use resume::KeyChange;
 pub use sections::{
     ActivationCheckpointMode, ActivationCheckpointSection, Attention, AttentionKind, CheckpointSection, DecayType,

@@ -276,7 +276,7 @@ impl Corpus {
     pub(crate) fn check_connected(&self) -> Result<(), DataError> {
         let remote = self.config.paths.iter().find(|path| hub::is_remote(path));
         match (remote, &self.hub) {
-            (Some(path), None) => Err(DataError::NotConnected { path: path.clone() }),
+            (Some(path), None) => Err(DataError::not_connected(path)),
             _ => Ok(()),
         }
     }

@@ -154,10 +154,8 @@ impl Loader {
     pub fn mixture(sources: Vec<(Arc<ShardReader>, f64)>, config: LoaderConfig) -> Result<Self, DataError> {
         check(&config)?;
         if config.order == Order::Sequential {
-            return Err(DataError::BadSetting {
-                name: "order",
-                reason: "a mixture has no end, so it cannot be read in sequence".to_owned(),
-            });
+            let reason = "a mixture has no end, so it cannot be read in sequence";
+            return Err(DataError::setting("order", reason));
         }
         let weights = sources.iter().map(|source| source.1).collect::<Vec<_>>();
         let schedule = Schedule::new(&weights)?;

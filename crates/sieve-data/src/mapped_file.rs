@@ -23,10 +23,7 @@ impl MappedFile {
         let file = File::open(path).map_err(DataError::io("open", path))?;
         let metadata = file.metadata().map_err(DataError::io("read", path))?;
         if !metadata.is_file() {
-            return Err(DataError::BadShard {
-                path: path.to_path_buf(),
-                what: "not a file".into(),
-            });
+            return Err(DataError::shard(path, "not a file"));
         }
         if metadata.len() == 0 {
             return Ok(Self { map: None });

@@ -26,12 +26,7 @@ impl Schedule {
     /// # Errors
     /// No weights, more than 65536, or one that is not a positive number.
     pub(crate) fn new(weights: &[f64]) -> Result<Self, DataError> {
-        let bad = |reason: String| {
-            Err(DataError::BadSetting {
-                name: "weights",
-                reason,
-            })
-        };
+        let bad = |reason: String| Err(DataError::setting("weights", reason));
         if weights.is_empty() || weights.len() > 1 << 16 {
             return bad(format!("{} sources cannot be mixed", weights.len()));
         }

@@ -61,14 +61,16 @@ impl Prefetch {
             }
         };
         let thread = std::thread::Builder::new().name("sieve-loader".into()).spawn(work);
-        let thread = thread.map_err(|error| DataError::PrefetchStopped {
-            reason: error.to_string(),
-        })?;
+        let thread = thread.map_err(|error| stopped(&error.to_string()))?;
         Ok(Self {
             receiver: Some(receiver),
             thread: Some(thread),
         })
     }
+}
+
+fn stopped(reason: &str) -> DataError {
+    DataError::Failed(format!("the loader's background thread ended early: {reason}"))
 }
 
 impl Iterator for Prefetch {
@@ -80,11 +82,7 @@ impl Iterator for Prefetch {
             Ok(batch) => Some(batch),
             Err(_) => {
                 let panicked = self.thread.take()?.join().is_err();
-                panicked.then(|| {
-                    Err(DataError::PrefetchStopped {
-                        reason: "it panicked".into(),
-                    })
-                })
+                panicked.then(|| Err(stopped("it panicked")))
             }
         }
     }

@@ -140,10 +140,8 @@ impl Prepared {
     /// Those of [`ShardReader::open`]; several corpora were prepared.
     pub fn train(&self) -> Result<ShardReader, DataError> {
         if !self.meta.sources.is_empty() {
-            return Err(DataError::BadMeta {
-                path: meta::path(&self.dir),
-                what: format!("{} sources to be mixed, not one", self.meta.sources.len()),
-            });
+            let what = format!("{} sources to be mixed, not one", self.meta.sources.len());
+            return Err(DataError::meta(&meta::path(&self.dir), what));
         }
         self.shard(TRAIN)
     }
@@ -223,19 +221,13 @@ fn prepare_at_pace(
 ) -> Result<Prepared, DataError> {
     if corpora.is_empty() || corpora.len() > 1000 {
         let reason = format!("{} corpora; 1 to 1000 can be prepared", corpora.len());
-        return Err(DataError::BadSetting {
-            name: "corpora",
-            reason,
-        });
+        return Err(DataError::setting("corpora", reason));
     }
     if let ValidationSource::Fraction(fraction) = config.validation
         && !(fraction > 0.0 && fraction < 1.0)
     {
         let reason = format!("{fraction} does not lie between 0 and 1");
-        return Err(DataError::BadSetting {
-            name: "validation_fraction",
-            reason,
-        });
+        return Err(DataError::setting("validation_fraction", reason));
     }
     let own = match config.validation {
         ValidationSource::Corpus(corpus) => Some(corpus),
@@ -247,10 +239,8 @@ fn prepare_at_pace(
         .chain(own)
         .any(|corpus| column(corpus) != column(&corpora[0]))
     {
-        return Err(DataError::BadSetting {
-            name: "prompt_column",
-            reason: "some of the corpora have prompts and some have none".to_owned(),
-        });
+        let reason = "some of the corpora have prompts and some have none";
+        return Err(DataError::setting("prompt_column", reason));
     }
     let eos_id = tokenizer.eos_id()?;
     let dir = &config.dir;

@@ -57,12 +57,18 @@ impl Tokenizer {
     /// A file that cannot be read, or that the `tokenizers` crate does not take.
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
         let bytes = std::fs::read(path).map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => DataError::NoTokenizer { path: path.to_owned() },
+            std::io::ErrorKind::NotFound => {
+                let hint = "huggingface-cli download OWNER/NAME tokenizer.json --local-dir DIR fetches a model's; or \
+                    name it as hf://OWNER/NAME, or train one: [tokenizer] train = { vocab_size = 8192 } \
+                    (docs/own-data.md)";
+                DataError::refused(format!("there is no tokenizer {}", path.display()), hint)
+            }
             _ => DataError::io("read", path)(error),
         })?;
-        Self::from_bytes(&bytes).map_err(|reason| DataError::BadTokenizer {
-            path: path.to_path_buf(),
-            reason,
+        Self::from_bytes(&bytes).map_err(|reason| {
+            let what = format!("not a usable tokenizer.json: {reason}");
+            let hint = "name the tokenizer.json of a Hugging Face model, or one of sieve tokenizer train";
+            DataError::file(path, what, hint)
         })
     }
 
@@ -112,11 +118,7 @@ impl Tokenizer {
     /// A tokenizer that cannot be written as JSON.
     pub fn to_json(&self) -> Result<String, DataError> {
         let json = self.marked.to_string(true);
-        json.map_err(|error| DataError::Tokenize {
-            action: "write",
-            what: "its tokenizer.json".to_owned(),
-            reason: error.to_string(),
-        })
+        json.map_err(|error| DataError::Failed(format!("the tokenizer cannot write its tokenizer.json: {error}")))
     }
 
     /// The token ids of a document's text: nothing is added, and the name of a special token in it is plain text.
@@ -143,11 +145,8 @@ impl Tokenizer {
     /// # Errors
     /// Ids that the tokenizer cannot express.
     pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
-        self.marked.decode(ids, true).map_err(|error| DataError::Tokenize {
-            action: "decode",
-            what: format!("{} ids", ids.len()),
-            reason: error.to_string(),
-        })
+        let failed = |error| DataError::Failed(format!("the tokenizer cannot decode {} ids: {error}", ids.len()));
+        self.marked.decode(ids, true).map_err(failed)
     }
 
     /// Decodes ids one by one, giving only whole characters.
@@ -195,9 +194,12 @@ impl Tokenizer {
             Some(name) => self.token_id(name),
             None => END_OF_DOCUMENT_NAMES.iter().find_map(|name| self.token_id(name)),
         };
-        found.ok_or_else(|| DataError::NoSuchToken {
-            token: name.unwrap_or(END_OF_TEXT).to_owned(),
-            special: self.special_tokens().into_iter().take(16).collect(),
+        found.ok_or_else(|| {
+            let token = name.unwrap_or(END_OF_TEXT);
+            let special = self.special_tokens().into_iter().take(16).collect::<Vec<_>>();
+            let hint =
+                format!("name its end-of-document token by tokenizer.eos_token; its special tokens are {special:?}");
+            DataError::refused(format!("the tokenizer has no token {token:?}"), hint)
         })
     }
 
@@ -227,13 +229,16 @@ fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {
         .map_err(|error| encode_error(text, &*error))
 }
 
+/// Training a tokenizer failed.
+fn not_trained(reason: String) -> DataError {
+    DataError::Failed(format!("the tokenizer could not be trained: {reason}"))
+}
+
 fn encode_error(text: &str, error: &dyn std::error::Error) -> DataError {
-    let what = format!("the text that begins {:?}", text.chars().take(40).collect::<String>());
-    DataError::Tokenize {
-        action: "encode",
-        what,
-        reason: error.to_string(),
-    }
+    let beginning = text.chars().take(40).collect::<String>();
+    DataError::Failed(format!(
+        "the tokenizer cannot encode the text that begins {beginning:?}: {error}"
+    ))
 }
 
 #[cfg(test)]

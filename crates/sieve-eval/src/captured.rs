@@ -172,10 +172,7 @@ fn dense_on_device<B: DeviceBackend>(operands: &LayerOperands<B>) -> Result<Spar
         [operands.num_heads, operands.num_kv_heads],
         head_dim,
     ));
-    let refused = |reason: String| EvalError::Kernel {
-        selector: "dense",
-        reason,
-    };
+    let refused = |reason: String| EvalError::kernel("dense", reason);
     let mask = upload_mask::<B>(&all, &operands.qkv.device()).map_err(|error| refused(error.to_string()))?;
     let scale = 1.0 / (head_dim as f64).sqrt();
     let dense = sparse_attention(operands.qkv.clone(), &mask, scale).map_err(refused)?;

@@ -202,10 +202,7 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
     let tokens = operands.num_tokens();
     let (mut cost, mut parts) = (Cost::default(), Vec::new());
     let mut copied = None;
-    let refused = |reason: String| EvalError::Kernel {
-        selector: selector.name(),
-        reason,
-    };
+    let refused = |reason: String| EvalError::kernel(selector.name(), reason);
     for shape in calls_of(operands, chunk) {
         let keys = operands.qkv.clone().narrow(1, 0, shape.num_keys);
         let selection = selector.block_selection(shape, operands.layer, operands.num_layers);
@@ -300,10 +297,10 @@ fn select_on_host<B: DeviceBackend>(
             Call::of_means(shape, means.view())?
         }
         Reads::Values => {
-            return Err(EvalError::Kernel {
-                selector: selector.name(),
-                reason: "its selection reads values, which stay on the device".to_owned(),
-            });
+            return Err(EvalError::kernel(
+                selector.name(),
+                "its selection reads values, which stay on the device".to_owned(),
+            ));
         }
         Reads::Tokens => {
             let (q, k) = copied.get_or_insert_with(|| {

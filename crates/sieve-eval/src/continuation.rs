@@ -198,9 +198,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         }
         match found.iter().all(|ending| ending.log_likelihood.is_finite()) {
             true => Ok(found),
-            false => Err(EvalError::NotFinite {
-                num_tokens: self.cache.num_tokens,
-            }),
+            false => Err(EvalError::NotFinite(self.cache.num_tokens)),
         }
     }
 }

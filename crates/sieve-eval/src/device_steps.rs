@@ -76,10 +76,7 @@ pub(crate) fn step<B: DeviceBackend>(
 }
 
 fn refused(selector: &Selector, reason: String) -> EvalError {
-    EvalError::Kernel {
-        selector: selector.name(),
-        reason,
-    }
+    EvalError::kernel(selector.name(), reason)
 }
 
 /// The call of a text's tokens so far.

@@ -78,9 +78,9 @@ pub fn prepared_documents<'a>(
     tokenizer: &'a Tokenizer,
 ) -> Result<impl Iterator<Item = Result<EvalDocument, EvalError>> + use<'a>, EvalError> {
     if prepared.meta.tokenizer_hash != format!("{:032x}", tokenizer.hash()) {
-        return Err(EvalError::OtherTokenizer {
-            dir: prepared.dir.clone(),
-        });
+        let dir = prepared.dir.display();
+        let what = format!("{dir}: the shards there were made with another tokenizer than the checkpoint's");
+        return Err(EvalError::refused(what, "name the text with --data instead"));
     }
     let (shard, sizes) = (prepared.validation()?, prepared.validation_sizes()?);
     Ok((0..shard.num_documents()).zip(sizes).map(move |(n, size)| {

@@ -1,4 +1,5 @@
 //! What can go wrong between a model and an answer.
+use std::borrow::Cow;
 
 /// Every error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -9,44 +10,15 @@ pub enum EvalError {
     /// Selectors.
     #[error(transparent)]
     Select(#[from] sieve_select::SelectError),
-    /// A selector for a model that is sparse itself.
+    /// This selector, for a model that is sparse itself.
     #[error(
-        "{selector} selects for dense attention, and no layer of this model is dense\n  \
+        "{0} selects for dense attention, and no layer of this model is dense\n  \
          hint: use a checkpoint with kind = \"mha\", or with dense layers among others"
     )]
-    NotDense {
-        /// The selector.
-        selector: String,
-    },
-    /// No document as long as the longest context.
-    #[error(
-        "none of {num_documents} documents has {wanted} tokens; the longest has {longest}\n  \
-         hint: give longer documents, or shorter contexts"
-    )]
-    NoLongDocument {
-        /// Documents read.
-        num_documents: u64,
-        /// Tokens of the longest one.
-        longest: usize,
-        /// Tokens that one must have.
-        wanted: usize,
-    },
+    NotDense(String),
     /// No token at all.
     #[error("there is no token to start from\n  hint: give at least one")]
     NoTokens,
-    /// A token that the model does not know.
-    #[error(
-        "token {token} at position {position} is outside the model's vocabulary of {vocab_size}\n  \
-         hint: use the tokenizer.json of the checkpoint"
-    )]
-    TokenOutOfVocabulary {
-        /// The token.
-        token: u32,
-        /// Where it stands, from 0.
-        position: usize,
-        /// Rows of the embedding.
-        vocab_size: usize,
-    },
     /// More tokens than positions.
     #[error(
         "{num_tokens} tokens do not fit into the model's context of {context} (max_position_embeddings)\n  \
@@ -55,17 +27,6 @@ pub enum EvalError {
     TooLong {
         /// Tokens given.
         num_tokens: usize,
-        /// The model's context, in tokens.
-        context: usize,
-    },
-    /// A prompt with its continuation has more tokens than positions.
-    #[error("a prompt of {prompt} tokens and {max_new_tokens} new ones do not fit into the model's context \
-        of {context} (max_position_embeddings)\n  hint: {}", hint(*prompt, *context))]
-    NoRoom {
-        /// Tokens of the prompt.
-        prompt: usize,
-        /// New tokens asked for.
-        max_new_tokens: usize,
         /// The model's context, in tokens.
         context: usize,
     },
@@ -79,33 +40,12 @@ pub enum EvalError {
         /// What would be right.
         hint: &'static str,
     },
-    /// The model's output is NaN or infinite.
+    /// The model's output after so many tokens is NaN or infinite.
     #[error(
-        "the model's output after {num_tokens} tokens is not finite\n  \
+        "the model's output after {0} tokens is not finite\n  \
          hint: the weights are damaged or training diverged; use an earlier checkpoint"
     )]
-    NotFinite {
-        /// Tokens that went in.
-        num_tokens: usize,
-    },
-    /// The shards were made with another tokenizer.
-    #[error("{}: the shards there were made with another tokenizer than the checkpoint's\n  \
-        hint: name the text with --data instead", dir.display())]
-    OtherTokenizer {
-        /// Folder of the shards.
-        dir: std::path::PathBuf,
-    },
-    /// Less text than a needle is to be hidden in.
-    #[error(
-        "the haystack has {got} tokens, and the longest length needs {needed}\n  \
-         hint: give more text with --data, or shorter --lengths"
-    )]
-    HaystackTooShort {
-        /// Tokens of the text.
-        got: usize,
-        /// Tokens of the longest haystack.
-        needed: usize,
-    },
+    NotFinite(usize),
     /// A needle, its question and its answer do not fit into the room kept for them.
     #[error(
         "a needle with its question and answer takes {needed} tokens of this tokenizer, and {buffer} are kept for \
@@ -116,19 +56,6 @@ pub enum EvalError {
         needed: usize,
         /// Tokens kept.
         buffer: usize,
-    },
-    /// A task that is not inside the program.
-    #[error(
-        "there is no task {name:?}, did you mean {nearest}?\n  \
-         hint: the tasks are {known}; one of your own is a TOML file, named by its path"
-    )]
-    UnknownTask {
-        /// As asked for.
-        name: String,
-        /// The most similar name.
-        nearest: &'static str,
-        /// All names.
-        known: String,
     },
     /// A task that cannot be read, or rows that it does not fit.
     #[error("task {task}: {reason}{}", match reason.contains("hint:") {
@@ -142,61 +69,13 @@ pub enum EvalError {
         /// What is wrong, and where.
         reason: String,
     },
-    /// A task about long texts that is not inside the program.
-    #[error("there is no task {name:?}, did you mean {nearest}?\n  hint: the tasks are {known}")]
-    UnknownLongTask {
-        /// As asked for.
-        name: String,
-        /// The most similar name.
-        nearest: &'static str,
-        /// All names.
-        known: String,
-    },
-    /// A length without room for the shortest text of a task.
-    #[error(
-        "the shortest text of {task} takes {needed} tokens of this tokenizer, and the length is {length}\n  \
-         hint: use --lengths {needed} or more for it, or leave the task out"
-    )]
-    LengthTooShort {
-        /// The task.
-        task: &'static str,
-        /// As asked for.
-        length: usize,
-        /// Tokens of the shortest text with its answer.
-        needed: usize,
-    },
-    /// A question task without its questions.
-    #[error(
-        "{task} asks the questions of a published file, which is not inside the program\n  \
-         hint: give the file with {option}, or leave the task out of --tasks"
-    )]
-    NoQaFile {
-        /// The task.
-        task: &'static str,
-        /// Names the file.
-        option: &'static str,
-    },
-    /// A file of questions that cannot be read.
-    #[error(
-        "{name}: {reason}\n  \
-         hint: give SQuAD 2.0 (dev-v2.0.json) or HotpotQA (hotpot_dev_distractor_v1.json) as published"
-    )]
-    QaFile {
-        /// The file.
-        name: String,
-        /// What is wrong.
-        reason: String,
-    },
-    /// A file of settings that cannot be read.
-    #[error(
-        "{file}: {problem}\n  \
-         hint: write selectors = [\"NAME:key=value\", …], or [[grid]] with selector = \"NAME\" and key = [value, …]"
-    )]
-    Grid {
-        /// The file.
-        file: String,
-        /// What is wrong.
-        problem: String,
+    /// Files, rows or sizes that do not go together.
+    #[error("{what}\n  hint: {hint}")]
+    Refused {
+        /// What is wrong, and where.
+        what: String,
+        /// How to fix it.
+        hint: Cow<'static, str>,
     },
     /// A kernel that refused a selector's mask.
     #[error("{selector}: attention under its mask: {reason}\n  hint: use --device cpu, and report this")]
@@ -206,24 +85,34 @@ pub enum EvalError {
         /// The kernel's words.
         reason: String,
     },
-    /// Nothing to predict.
-    #[error("no document holds a token to predict ({num_documents} documents)\n  hint: give longer documents")]
-    NothingToPredict {
-        /// Documents read.
-        num_documents: u64,
-    },
 }
 
-/// The known name that is most like this one.
-pub(crate) fn nearest(name: &str, known: impl Iterator<Item = &'static str>) -> &'static str {
-    let likeness = |known: &str| strsim::jaro_winkler(&name.to_lowercase(), known);
-    let nearest = known.max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
-    nearest.unwrap_or_default()
-}
+impl EvalError {
+    pub(crate) fn refused(what: String, hint: impl Into<Cow<'static, str>>) -> Self {
+        let hint = hint.into();
+        Self::Refused { what, hint }
+    }
 
-fn hint(prompt: usize, context: usize) -> String {
-    match context.checked_sub(prompt) {
-        None | Some(0) => format!("shorten the prompt below {context} tokens"),
-        Some(room) => format!("ask for at most {room} new tokens, or shorten the prompt"),
+    pub(crate) fn setting(name: &'static str, value: impl ToString, hint: &'static str) -> Self {
+        let value = value.to_string();
+        Self::BadSetting { name, value, hint }
+    }
+
+    pub(crate) fn task(name: &str, reason: String) -> Self {
+        let task = name.to_owned();
+        Self::Task { task, reason }
+    }
+
+    pub(crate) fn kernel(selector: &'static str, reason: String) -> Self {
+        Self::Kernel { selector, reason }
+    }
+
+    /// A task of this name is not inside the program, but the known ones are; `more` ends the hint.
+    pub(crate) fn unknown_task(name: &str, known: &[&str], more: &str) -> Self {
+        let likeness = |known: &str| strsim::jaro_winkler(&name.to_lowercase(), known);
+        let nearest = known.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+        let nearest = nearest.copied().unwrap_or_default();
+        let what = format!("there is no task {name:?}, did you mean {nearest}?");
+        Self::refused(what, format!("the tasks are {}{more}", known.join(", ")))
     }
 }

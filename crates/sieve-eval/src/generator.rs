@@ -44,11 +44,17 @@ impl<'a, B: DeviceBackend> Start<'a, B> {
         };
         let context = model.shape().max_seq_len;
         if prompt.len() + config.max_new_tokens > context {
-            return Err(EvalError::NoRoom {
-                prompt: prompt.len(),
-                max_new_tokens: config.max_new_tokens,
-                context,
-            });
+            let hint = match context.saturating_sub(prompt.len()) {
+                0 => format!("shorten the prompt below {context} tokens"),
+                room => format!("ask for at most {room} new tokens, or shorten the prompt"),
+            };
+            let what = format!(
+                "a prompt of {} tokens and {} new ones do not fit into the model's context of {context} \
+                 (max_position_embeddings)",
+                prompt.len(),
+                config.max_new_tokens
+            );
+            return Err(EvalError::refused(what, hint));
         }
         check_vocabulary(&prompt, model.shape().vocab_size)?;
         Ok(Self {
@@ -123,9 +129,7 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
             true => text.read_likeliest(prompt, config.num_tokens)?,
             false => self.sampler.sample(&text.read(prompt)?[..config.num_tokens]),
         };
-        let token = token.ok_or(EvalError::NotFinite {
-            num_tokens: text.cache().num_tokens,
-        })?;
+        let token = token.ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
         *prompt = vec![token];
         Ok(token)
     }

@@ -8,11 +8,12 @@ use sieve_core::ModelShape;
 pub(crate) fn check_vocabulary(tokens: &[u32], vocab_size: usize) -> Result<(), EvalError> {
     match tokens.iter().position(|&token| token as usize >= vocab_size) {
         None => Ok(()),
-        Some(position) => Err(EvalError::TokenOutOfVocabulary {
-            token: tokens[position],
-            position,
-            vocab_size,
-        }),
+        Some(position) => {
+            let token = tokens[position];
+            let what =
+                format!("token {token} at position {position} is outside the model's vocabulary of {vocab_size}");
+            Err(EvalError::refused(what, "use the tokenizer.json of the checkpoint"))
+        }
     }
 }
 
@@ -22,13 +23,17 @@ pub(crate) fn check_row(tokens: &[u32], num_inputs: usize, shape: &ModelShape) -
     if num_inputs == 0 {
         return Err(EvalError::NoTokens);
     }
-    if num_inputs > shape.max_seq_len {
-        return Err(EvalError::TooLong {
-            num_tokens: num_inputs,
-            context: shape.max_seq_len,
-        });
-    }
+    check_length(num_inputs, shape)?;
     check_vocabulary(tokens, shape.vocab_size)
+}
+
+/// Refuses more tokens than the model has positions for.
+pub(crate) fn check_length(num_tokens: usize, shape: &ModelShape) -> Result<(), EvalError> {
+    let context = shape.max_seq_len;
+    match num_tokens > context {
+        true => Err(EvalError::TooLong { num_tokens, context }),
+        false => Ok(()),
+    }
 }
 
 /// Number of inputs of a window (its last token is only predicted), from the first window. Refuses an empty list, and

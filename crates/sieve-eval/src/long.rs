@@ -17,7 +17,6 @@ pub use qa::QaData;
 pub use random::Split;
 
 use crate::EvalError;
-use crate::error::nearest;
 use crate::needle::made_up_sentences;
 use needles::Needles;
 use random::Random;
@@ -191,11 +190,7 @@ impl LongTask {
     /// An unknown name.
     pub fn new(name: &str) -> Result<Self, EvalError> {
         let Some(&name) = LONG_TASKS.iter().find(|known| **known == name) else {
-            return Err(EvalError::UnknownLongTask {
-                name: name.to_owned(),
-                nearest: nearest(name, LONG_TASKS.into_iter()),
-                known: LONG_TASKS.join(", "),
-            });
+            return Err(EvalError::unknown_task(name, &LONG_TASKS, ""));
         };
         let kind = match name {
             "vt" => Kind::VariableTracking,

@@ -178,10 +178,12 @@ pub fn needle<B: DeviceBackend>(
 ) -> Result<NeedleReport, EvalError> {
     config.check(model.shape().max_seq_len)?;
     if haystack.num_tokens() < config.haystack_tokens() {
-        return Err(EvalError::HaystackTooShort {
-            got: haystack.num_tokens(),
-            needed: config.haystack_tokens(),
-        });
+        let [got, needed] = [haystack.num_tokens(), config.haystack_tokens()];
+        let what = format!("the haystack has {got} tokens, and the longest length needs {needed}");
+        return Err(EvalError::refused(
+            what,
+            "give more text with --data, or shorter --lengths",
+        ));
     }
     let samples = samples(config, tokenizer)?;
     let mut reader = Reader {
@@ -289,9 +291,7 @@ impl<B: DeviceBackend> Reader<'_, B> {
         let (mut said, mut is_said) = (Vec::new(), false);
         while said.len() < sample.max_new_tokens() {
             let next = first_of_largest(&logits[..self.num_tokens]);
-            let token = next.ok_or(EvalError::NotFinite {
-                num_tokens: text.cache().num_tokens,
-            })?;
+            let token = next.ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
             said.push(token);
             is_said = self.tokenizer.decode(&said)?.contains(&sample.answer);
             if is_said || token == self.eos_id || said.len() == sample.max_new_tokens() {

@@ -83,7 +83,7 @@ fn pass<B: DeviceBackend>(
             nats,
             prefill_ms,
         }),
-        false => Err(EvalError::NotFinite { num_tokens }),
+        false => Err(EvalError::NotFinite(num_tokens)),
     }
 }
 

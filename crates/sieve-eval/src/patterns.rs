@@ -109,18 +109,16 @@ fn check_dam_memory(shape: &ModelShape, capture: usize) -> Result<(), EvalError>
     if bytes <= MAX_SUM_BYTES {
         return Ok(());
     }
-    Err(EvalError::BadSetting {
-        name: "capture",
-        value: format!("{capture}, whose sums take {} GiB for {heads} heads", bytes >> 30),
-        hint: "give dam a smaller capture",
-    })
+    Err(EvalError::setting(
+        "capture",
+        format!("{capture}, whose sums take {} GiB for {heads} heads", bytes >> 30),
+        "give dam a smaller capture",
+    ))
 }
 
 fn check(method: &'static str, shape: &ModelShape, window: &[u32]) -> Result<(), EvalError> {
     if shape.attention != Attention::Mha {
-        return Err(EvalError::NotDense {
-            selector: method.to_owned(),
-        });
+        return Err(EvalError::NotDense(method.to_owned()));
     }
     check_row(window, window.len().saturating_sub(1), shape)
 }

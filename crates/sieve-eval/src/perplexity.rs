@@ -168,7 +168,8 @@ pub fn perplexity<B: DeviceBackend>(
     let (nats, num_tokens) = (pass.sums.nats(), pass.sums.num_tokens());
     observe(num_tokens);
     if num_tokens == 0 {
-        return Err(EvalError::NothingToPredict { num_documents });
+        let what = format!("no document holds a token to predict ({num_documents} documents)");
+        return Err(EvalError::refused(what, "give longer documents"));
     }
     let per = |count: u64| nats / count.max(1) as f64;
     let lm_eval_rolling = rolling.map(Rolling::finish).transpose()?;
@@ -194,18 +195,18 @@ pub fn perplexity<B: DeviceBackend>(
 
 fn check(config: &PerplexityConfig, max_seq_len: usize) -> Result<(), EvalError> {
     if config.context == 0 || config.context > max_seq_len {
-        return Err(EvalError::BadSetting {
-            name: "context",
-            value: format!("{}, the model's positions end at {max_seq_len}", config.context),
-            hint: "use 1 up to the model's max_position_embeddings",
-        });
+        return Err(EvalError::setting(
+            "context",
+            format!("{}, the model's positions end at {max_seq_len}", config.context),
+            "use 1 up to the model's max_position_embeddings",
+        ));
     }
     if config.stride == 0 || config.stride > config.context {
-        return Err(EvalError::BadSetting {
-            name: "stride",
-            value: format!("{} with a context of {}", config.stride, config.context),
-            hint: "use 1 up to the context; smaller is slower and sees more",
-        });
+        return Err(EvalError::setting(
+            "stride",
+            format!("{} with a context of {}", config.stride, config.context),
+            "use 1 up to the context; smaller is slower and sees more",
+        ));
     }
     Ok(())
 }
@@ -319,9 +320,7 @@ impl<'a, B: DeviceBackend> Pass<'a, B> {
         self.speed.add(self.sums.num_tokens() - before, started.elapsed());
         match self.sums.nats().is_finite() {
             true => Ok(()),
-            false => Err(EvalError::NotFinite {
-                num_tokens: self.sums.num_tokens() as usize,
-            }),
+            false => Err(EvalError::NotFinite(self.sums.num_tokens() as usize)),
         }
     }
 }

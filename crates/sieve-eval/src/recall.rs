@@ -1,6 +1,6 @@
 //! Accuracy on multi-query associative recall (arXiv:2312.04927), by kind of sample and by distance.
 use crate::EvalError;
-use crate::input::{check_vocabulary, ids};
+use crate::input::{check_length, check_vocabulary, ids};
 use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
 use sieve_data::{Mqar, MqarConfig, MqarSplit};
@@ -122,18 +122,13 @@ pub fn recall<B: DeviceBackend>(
 
 fn check<B: DeviceBackend>(model: &Qwen3<B>, config: &MqarConfig) -> Result<(), EvalError> {
     let shape = model.shape();
-    if config.seq_len > shape.max_seq_len {
-        return Err(EvalError::TooLong {
-            num_tokens: config.seq_len,
-            context: shape.max_seq_len,
-        });
-    }
+    check_length(config.seq_len, shape)?;
     if config.vocab_size > shape.vocab_size {
-        return Err(EvalError::BadSetting {
-            name: "vocab-size",
-            value: format!("{}, the model knows {} tokens", config.vocab_size, shape.vocab_size),
-            hint: "ask with the vocabulary that the model was trained on",
-        });
+        return Err(EvalError::setting(
+            "vocab-size",
+            format!("{}, the model knows {} tokens", config.vocab_size, shape.vocab_size),
+            "ask with the vocabulary that the model was trained on",
+        ));
     }
     Ok(())
 }

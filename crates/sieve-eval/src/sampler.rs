@@ -45,25 +45,25 @@ impl Sampler {
     /// A temperature that is negative or NaN; a `top_p` outside `(0, 1]`.
     pub fn new(sampling: Sampling) -> Result<Self, EvalError> {
         if !(sampling.temperature >= 0.0 && sampling.temperature.is_finite()) {
-            return Err(EvalError::BadSetting {
-                name: "temperature",
-                value: sampling.temperature.to_string(),
-                hint: "use 0 for the most likely token, or a positive number such as 0.8",
-            });
+            return Err(EvalError::setting(
+                "temperature",
+                sampling.temperature.to_string(),
+                "use 0 for the most likely token, or a positive number such as 0.8",
+            ));
         }
         if !(sampling.top_p > 0.0 && sampling.top_p <= 1.0) {
-            return Err(EvalError::BadSetting {
-                name: "top-p",
-                value: sampling.top_p.to_string(),
-                hint: "use a number above 0 and up to 1, such as 0.95",
-            });
+            return Err(EvalError::setting(
+                "top-p",
+                sampling.top_p.to_string(),
+                "use a number above 0 and up to 1, such as 0.95",
+            ));
         }
         if sampling.top_k == Some(0) {
-            return Err(EvalError::BadSetting {
-                name: "top-k",
-                value: "0".to_owned(),
-                hint: "use 1 or more, or leave it out to draw from all tokens",
-            });
+            return Err(EvalError::setting(
+                "top-k",
+                "0".to_owned(),
+                "use 1 or more, or leave it out to draw from all tokens",
+            ));
         }
         let random = ChaCha8Rng::seed_from_u64(sampling.seed);
         Ok(Self { sampling, random })

@@ -152,9 +152,7 @@ impl Selection {
         let selectors = selectors.into();
         let is_dense = |part: &ModelShape| part.attention == Attention::Mha;
         if !shape.by_kind().iter().any(is_dense) {
-            return Err(EvalError::NotDense {
-                selector: selectors.name(),
-            });
+            return Err(EvalError::NotDense(selectors.name()));
         }
         let selectors = selectors.for_layers(shape.num_layers)?;
         let selectors = selectors.map(|selector| match shape.rope_scaling {
@@ -197,13 +195,7 @@ impl Selection {
     /// No token; a method that reads token by token; chunks so short that every call would be dense.
     pub fn in_chunks(self, chunk: usize) -> Result<Self, EvalError> {
         let name = self.selectors.name();
-        let bad = |value, hint| {
-            Err(EvalError::BadSetting {
-                name: "chunk",
-                value,
-                hint,
-            })
-        };
+        let bad = |value: String, hint| Err(EvalError::setting("chunk", value, hint));
         if chunk == 0 {
             return bad("0".to_owned(), "use at least 1 token");
         }
@@ -236,11 +228,11 @@ impl Selection {
     pub fn as_stream(self) -> Result<Self, EvalError> {
         match self.is_token_by_token() {
             true => Ok(Self { streams: true, ..self }),
-            false => Err(EvalError::BadSetting {
-                name: "stream",
-                value: format!("true with {}, which reads a prompt whole", self.selectors.name()),
-                hint: "leave --stream out, or use a decode method",
-            }),
+            false => Err(EvalError::setting(
+                "stream",
+                format!("true with {}, which reads a prompt whole", self.selectors.name()),
+                "leave --stream out, or use a decode method",
+            )),
         }
     }
 

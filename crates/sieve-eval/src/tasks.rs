@@ -266,16 +266,14 @@ fn shots(task: &Task, data: &TaskRows, fewshot: usize, row: &TableRow) -> Result
         text += &task.shot(example)?;
         left += 1;
     }
-    match left == fewshot {
-        true => Ok(text),
-        false => Err(EvalError::Task {
-            task: task.name().to_owned(),
-            reason: format!(
-                "{fewshot} examples are asked for, and {left} rows are there to take them from\n  \
-                 hint: use --fewshot {left} or less, or name more with --fewshot-data"
-            ),
-        }),
+    if left < fewshot {
+        let reason = format!(
+            "{fewshot} examples are asked for, and {left} rows are there to take them from\n  \
+             hint: use --fewshot {left} or less, or name more with --fewshot-data"
+        );
+        return Err(EvalError::task(task.name(), reason));
     }
+    Ok(text)
 }
 
 /// Texts on their way to tokens.
@@ -345,10 +343,7 @@ impl Encoder<'_> {
     }
 
     fn error(&self, n: usize, what: String) -> EvalError {
-        EvalError::Task {
-            task: self.task.name().to_owned(),
-            reason: format!("row {} {what}", n + 1),
-        }
+        EvalError::task(self.task.name(), format!("row {} {what}", n + 1))
     }
 }
 

@@ -81,9 +81,7 @@ impl<'a, B: DeviceBackend> TogetherGenerator<'a, B> {
             }
             let logits = &logits[..config.num_tokens];
             let token = self.samplers[at].sample(logits);
-            let token = token.ok_or(EvalError::NotFinite {
-                num_tokens: text.cache().num_tokens,
-            })?;
+            let token = token.ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
             self.last[at] = token;
             match ends.contains(&token) {
                 true => self.is_done[at] = true,

@@ -131,11 +131,11 @@ pub fn attention_weights<B: DeviceBackend>(
 fn check(shape: &ModelShape, tokens: &[u32], layers: &[usize]) -> Result<(), EvalError> {
     check_row(tokens, tokens.len(), shape)?;
     if let Some(layer) = layers.iter().find(|&&layer| layer >= shape.num_layers) {
-        return Err(EvalError::BadSetting {
-            name: "layers",
-            value: format!("{layer}, and the model has {} layers", shape.num_layers),
-            hint: "layers are counted from 0",
-        });
+        return Err(EvalError::setting(
+            "layers",
+            format!("{layer}, and the model has {} layers", shape.num_layers),
+            "layers are counted from 0",
+        ));
     }
     let scores = ScoreMatrix {
         batch: 1,

@@ -41,79 +41,58 @@ fn thousands(value: f64) -> String {
 struct Column {
     title: &'static str,
     about: &'static str,
-    of: fn(&Run) -> f64,
     /// The best value of a column is printed bold.
     best: Option<fn(f64, f64) -> f64>,
+    of: fn(&Run) -> f64,
 }
 
+impl Column {
+    const fn plain(title: &'static str, about: &'static str, of: fn(&Run) -> f64) -> Self {
+        let best = None;
+        Self { title, about, best, of }
+    }
+
+    const fn best(self, best: fn(f64, f64) -> f64) -> Self {
+        let best = Some(best);
+        Self { best, ..self }
+    }
+}
+
+const LATE: &str = "mean of the last tenth of the logged steps, nats per token";
+const VALIDATED: &str = "of the last validation, nats per token";
+const HOURS: &str = "of training, without validation and checkpoints";
+const SPEED: &str = "median of the logged steps, all devices together";
+const MFU: &str = "median: executed FLOPs as a share of the device's peak";
+
 const COLUMNS: [Column; 11] = [
-    Column {
-        title: "parameters",
-        about: "of the whole model",
-        of: parameters,
-        best: None,
-    },
-    Column {
-        title: "steps",
-        about: "done",
-        of: |run| last(&run.steps),
-        best: None,
-    },
-    Column {
-        title: "tokens",
-        about: "trained on",
-        of: |run| run.sums().last().map_or(f64::NAN, |sums| sums[0]),
-        best: None,
-    },
-    Column {
-        title: "hours",
-        about: "of training, without validation and checkpoints",
-        of: |run| run.sums().last().map_or(f64::NAN, |sums| sums[1] / 3600.0),
-        best: None,
-    },
-    Column {
-        title: "training loss",
-        about: "mean of the last tenth of the logged steps, nats per token",
-        of: late_loss,
-        best: Some(f64::min),
-    },
-    Column {
-        title: "validation loss",
-        about: "of the last validation, nats per token",
-        of: |run| run.validations.last().map_or(f64::NAN, |check| check.loss),
-        best: Some(f64::min),
-    },
-    Column {
-        title: "bits per byte",
-        about: "of the last validation",
-        of: |run| run.validations.last().map_or(f64::NAN, |check| check.bits_per_byte),
-        best: Some(f64::min),
-    },
-    Column {
-        title: "tokens/s",
-        about: "median of the logged steps, all devices together",
-        of: |run| median(run.column("tokens_per_second")),
-        best: Some(f64::max),
-    },
-    Column {
-        title: "MFU %",
-        about: "median: executed FLOPs as a share of the device's peak",
-        of: |run| median(run.column("mfu_percent")),
-        best: None,
-    },
-    Column {
-        title: "memory GiB",
-        about: "most in use at a logged step",
-        of: |run| most(run.column("memory_bytes")) / f64::from(1 << 30),
-        best: Some(f64::min),
-    },
-    Column {
-        title: "skipped",
-        about: "steps that the guard left out",
-        of: |run| run.num_skipped as f64,
-        best: None,
-    },
+    Column::plain("parameters", "of the whole model", parameters),
+    Column::plain("steps", "done", |run| last(&run.steps)),
+    Column::plain("tokens", "trained on", |run| sum(run, 0)),
+    Column::plain("hours", HOURS, |run| sum(run, 1) / 3600.0),
+    Column::plain("training loss", LATE, late_loss).best(f64::min),
+    Column::plain("validation loss", VALIDATED, validation_loss).best(f64::min),
+    Column::plain("bits per byte", "of the last validation", bits_per_byte).best(f64::min),
+    Column::plain("tokens/s", SPEED, |run| median(run.column("tokens_per_second"))).best(f64::max),
+    Column::plain("MFU %", MFU, |run| median(run.column("mfu_percent"))),
+    Column::plain("memory GiB", "most in use at a logged step", memory).best(f64::min),
+    Column::plain("skipped", "steps that the guard left out", |run| run.num_skipped as f64),
 ];
+
+fn sum(run: &Run, which: usize) -> f64 {
+    run.sums().last().map_or(f64::NAN, |sums| sums[which])
+}
+
+fn validation_loss(run: &Run) -> f64 {
+    run.validations.last().map_or(f64::NAN, |check| check.loss)
+}
+
+fn bits_per_byte(run: &Run) -> f64 {
+    run.validations.last().map_or(f64::NAN, |check| check.bits_per_byte)
+}
+
+fn memory(run: &Run) -> f64 {
+    most(run.column("memory_bytes")) / f64::from(1 << 30)
+}
 
 fn parameters(run: &Run) -> f64 {
     let shape = Recipe::load(&run.recipe, "config.toml", &[]).ok().and_then(|recipe| {

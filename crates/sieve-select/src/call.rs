@@ -26,10 +26,8 @@ fn check_shape(shape: &CallShape) -> Result<(), SelectError> {
     } else {
         return Ok(());
     };
-    Err(SelectError::Shape {
-        problem,
-        hint: "keys count the context and this call's own tokens; packed documents are separate calls",
-    })
+    let hint = "keys count the context and this call's own tokens; packed documents are separate calls";
+    Err(SelectError::refused(problem, hint))
 }
 
 /// The operands of one call: q and k after RoPE.
@@ -63,10 +61,12 @@ pub struct BlockMeans<'a> {
 }
 
 fn check_operand(what: &'static str, got: usize, expected: usize) -> Result<(), SelectError> {
-    match got == expected {
-        true => Ok(()),
-        false => Err(SelectError::Operand { what, got, expected }),
+    if got != expected {
+        let hint = "q is [num_queries, num_heads, head_dim], k and v are [num_keys, num_kv_heads, head_dim]";
+        let problem = format!("{what} has {got} elements, expected {expected}");
+        return Err(SelectError::refused(problem, hint));
     }
+    Ok(())
 }
 
 impl<'a> Call<'a> {

@@ -188,10 +188,9 @@ impl DecodeSession {
     fn prompt_call<'a>(&self, q: &'a [f32], k: &'a [f32], v: &'a [f32]) -> Result<Call<'a>, SelectError> {
         let shape = self.cache.shape;
         if self.cache.len > 0 {
-            return Err(SelectError::Shape {
-                problem: format!("a prompt for a session that has {} tokens", self.cache.len),
-                hint: "start a new session, or feed the tokens with step",
-            });
+            let problem = format!("a prompt for a session that has {} tokens", self.cache.len);
+            let hint = "start a new session, or feed the tokens with step";
+            return Err(SelectError::refused(problem, hint));
         }
         let tokens = q.len() / (shape.num_heads * shape.head_dim);
         Ok(Call::new(shape.call(tokens, tokens), q, k, v)?.in_layer(shape.layer, 0))

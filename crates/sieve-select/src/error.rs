@@ -1,5 +1,6 @@
 //! What can go wrong, and how to fix it.
 
+use std::borrow::Cow;
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
@@ -9,43 +10,11 @@ use thiserror::Error;
 /// Everything a selector can refuse.
 #[derive(Debug, Error)]
 pub enum SelectError {
-    /// A name no selector has.
-    #[error("there is no selector {name:?}, did you mean {nearest}?\n  hint: the selectors are {}", known.join(", "))]
-    UnknownName {
-        /// As written.
-        name: String,
-        /// The name most like it.
-        nearest: String,
-        /// All names.
-        known: Vec<&'static str>,
-    },
     /// Layers that a choice by layer does not name as it must.
     #[error("selectors by layer: {problem}\n  hint: write every layer once, in order, for example 0-3=dense/4-=bfla")]
     Layers {
         /// What is wrong, with the layers.
         problem: String,
-    },
-    /// A key the selector does not have.
-    #[error("{selector} has no key {key:?}, did you mean {nearest}?\n  hint: its keys are {}", known.join(", "))]
-    UnknownKey {
-        /// The selector.
-        selector: String,
-        /// As written.
-        key: String,
-        /// The key most like it.
-        nearest: String,
-        /// All its keys.
-        known: Vec<String>,
-    },
-    /// A key that other selectors have, and that would change nothing of this one.
-    #[error("{selector} takes no {key}: it would change nothing\n  hint: its keys are {}", known.join(", "))]
-    UnusedKey {
-        /// The selector.
-        selector: String,
-        /// As written.
-        key: String,
-        /// All its keys.
-        known: Vec<String>,
     },
     /// Text that is not `NAME:key=value,…`.
     #[error(
@@ -80,26 +49,13 @@ pub enum SelectError {
         /// What to do instead.
         hint: String,
     },
-    /// Operands whose sizes do not fit.
-    #[error(
-        "{what} has {got} elements, expected {expected}\n  \
-         hint: q is [num_queries, num_heads, head_dim], k and v are [num_keys, num_kv_heads, head_dim]"
-    )]
-    Operand {
-        /// Which operand.
-        what: &'static str,
-        /// Its length.
-        got: usize,
-        /// The length the sizes ask for.
-        expected: usize,
-    },
-    /// Sizes that cannot be.
+    /// A name that no selector has, a key that this one does not take, sizes that cannot be.
     #[error("{problem}\n  hint: {hint}")]
-    Shape {
+    Refused {
         /// What is wrong, with the values.
         problem: String,
         /// How to fix it.
-        hint: &'static str,
+        hint: Cow<'static, str>,
     },
     /// A mask whose arrays break the rules of its form.
     #[error(transparent)]
@@ -117,6 +73,11 @@ pub enum SelectError {
 }
 
 impl SelectError {
+    pub(crate) fn refused(problem: impl Into<String>, hint: impl Into<Cow<'static, str>>) -> Self {
+        let (problem, hint) = (problem.into(), hint.into());
+        Self::Refused { problem, hint }
+    }
+
     /// Something wrong with a file that a setting names.
     pub(crate) fn file(path: &Path, hint: &'static str, problem: impl ToString) -> Self {
         Self::File {

@@ -297,10 +297,8 @@ impl Selector {
     /// As [`select`](Self::select); chunks of no rows.
     pub fn prefill_in_chunks(&self, call: &Call<'_>, chunk_tokens: usize) -> Result<Vec<Prefill>, SelectError> {
         if chunk_tokens == 0 {
-            return Err(SelectError::Shape {
-                problem: "chunks of 0 tokens".to_owned(),
-                hint: "give a chunk at least one token",
-            });
+            let hint = "give a chunk at least one token";
+            return Err(SelectError::refused("chunks of 0 tokens", hint));
         }
         let rows = call.shape.num_queries;
         (0..rows)

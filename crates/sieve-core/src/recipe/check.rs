@@ -2,7 +2,7 @@
 
 use toml::{Table, Value};
 
-use super::mistake::{Mistake, Problem, quoted};
+use super::mistake::{Mistake, quoted};
 use super::{AttentionKind, TokenizerSection, schema};
 use crate::keys::{Choices, Key, Kind};
 
@@ -20,31 +20,24 @@ pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
             false
         }
         None => {
-            mistakes.push(Mistake::new(
-                name,
-                Problem::OutsideSection {
-                    home: schema::home_of(name),
-                },
-            ));
+            let hint = match schema::home_of(name) {
+                Some(home) => format!("move it below [{home}]"),
+                None => "move it below the section it belongs to".to_owned(),
+            };
+            mistakes.push(Mistake::new(name, "a key must be in a section", hint));
             false
         }
     });
     for section in schema::sections().filter(|section| section.required) {
         let reported = mistakes.iter().any(|mistake| mistake.key == section.name);
         if !table.contains_key(section.name) && !reported {
-            let required = section
-                .keys()
-                .iter()
-                .filter(|key| key.required)
-                .map(|key| key.name)
-                .collect();
-            mistakes.push(Mistake::new(
-                section.name,
-                Problem::MissingSection {
-                    section: section.name,
-                    required,
-                },
-            ));
+            let (name, keys) = (section.name, section.keys().iter());
+            let required = keys.filter(|key| key.required).map(|key| key.name);
+            let hint = match required.collect::<Vec<_>>().join(", ") {
+                none if none.is_empty() => none,
+                required => format!("[{name}] must give {required}"),
+            };
+            mistakes.push(Mistake::new(name, format!("section [{name}] is missing"), hint));
         }
     }
 }
@@ -58,15 +51,13 @@ pub(super) fn unknown_section(name: &str) -> Mistake {
         .map(|section| section.name)
         .chain([schema::STAGE])
         .collect::<Vec<_>>();
-    let nearest = schema::nearest(name, &known);
-    Mistake::new(
-        name,
-        Problem::UnknownSection {
-            name: name.to_owned(),
-            nearest,
-            known,
-        },
-    )
+    let what = format!("there is no section [{name}]{}", did_you_mean(name, &known));
+    Mistake::new(name, what, format!("the sections are {}", known.join(", ")))
+}
+
+fn did_you_mean(name: &str, known: &[&'static str]) -> String {
+    let nearest = schema::nearest(name, known);
+    nearest.map_or(String::new(), |name| format!(", did you mean {name}?"))
 }
 
 /// A key that `owner` (a section, or a table inside one) does not have.
@@ -76,39 +67,32 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
         return not_built(&path);
     }
     let known = keys.iter().map(|key| key.name).collect::<Vec<_>>();
-    // A key of another section is in the wrong place, not misspelt.
-    let home = schema::home_of(name);
-    let nearest = if home.is_none() {
-        schema::nearest(name, &known)
-    } else {
-        None
+    let (nearest, hint) = match schema::home_of(name) {
+        // A key of another section is in the wrong place, not misspelt.
+        Some(home) => (String::new(), format!("{name} belongs to [{home}]")),
+        None if known.is_empty() => (String::new(), format!("{owner} is a value, not a table")),
+        None => {
+            let hint = format!("the keys of [{owner}] are {}", known.join(", "));
+            (did_you_mean(name, &known), hint)
+        }
     };
-    Mistake::new(
-        path,
-        Problem::UnknownKey {
-            section: owner.to_owned(),
-            name: name.to_owned(),
-            nearest,
-            home,
-            known,
-        },
-    )
+    Mistake::new(path, format!("[{owner}] has no key {name}{nearest}"), hint)
 }
 
 fn not_built(key: &str) -> Mistake {
     let hint = "each GPU holds the whole model: sieve launch --nproc N shares rows and the optimizer, and \
         parallelism.context_parallel_degree long rows; leave this out";
-    Mistake::new(key, Problem::NotBuilt { hint: hint.to_owned() })
+    Mistake::new(key, "is not built yet", hint)
 }
 
 /// Returns whether the value is a table at all.
 fn check_section(section: &'static Key, value: &mut Value, mistakes: &mut Vec<Mistake>) -> bool {
     let Some(table) = value.as_table_mut() else {
-        let problem = Problem::WrongType {
-            wanted: format!("a section [{}]", section.name),
-            got: describe(value),
-        };
-        mistakes.push(Mistake::new(section.name, problem));
+        mistakes.push(wrong_type(
+            section.name,
+            &format!("a section [{}]", section.name),
+            value,
+        ));
         return false;
     };
     check_keys(section.name, section.keys(), table, mistakes);
@@ -124,11 +108,7 @@ fn check_section(section: &'static Key, value: &mut Value, mistakes: &mut Vec<Mi
 fn check_stages(value: &mut Value, mistakes: &mut Vec<Mistake>) -> bool {
     let name = schema::STAGE;
     if !is_list_of_tables(value) {
-        let problem = Problem::WrongType {
-            wanted: "one or more blocks [[stage]]".to_owned(),
-            got: describe(value),
-        };
-        mistakes.push(Mistake::new(name, problem));
+        mistakes.push(wrong_type(name, "one or more blocks [[stage]]", value));
         return false;
     }
     let stages = value.as_array_mut().into_iter().flatten();
@@ -150,12 +130,19 @@ fn check_keys(owner: &str, keys: &'static [Key], table: &mut Table, mistakes: &m
         }
     });
     for key in keys.iter().filter(|key| key.required && !table.contains_key(key.name)) {
-        mistakes.push(missing(&format!("{owner}.{}", key.name), key.kind));
+        mistakes.push(missing(owner, key, ""));
     }
 }
 
-fn missing(path: &str, kind: Kind) -> Mistake {
-    Mistake::new(path, Problem::MissingKey { wanted: wanted(kind) })
+/// A key that must be there; `of` is what needs it.
+fn missing(owner: &str, key: &Key, of: &str) -> Mistake {
+    let what = format!("is missing; it must be {}{of}", wanted(key.kind));
+    Mistake::new(format!("{owner}.{}", key.name), what, "")
+}
+
+/// A value of another type than the key has.
+fn wrong_type(path: &str, wanted: &str, value: &Value) -> Mistake {
+    Mistake::new(path, format!("wanted {wanted}, got {}", describe(value)), "")
 }
 
 fn check_value(path: &str, kind: Kind, value: &mut Value, mistakes: &mut Vec<Mistake>) {
@@ -187,25 +174,15 @@ fn check_value(path: &str, kind: Kind, value: &mut Value, mistakes: &mut Vec<Mis
         _ => false,
     };
     if !fits {
-        mistakes.push(Mistake::new(
-            path,
-            Problem::WrongType {
-                wanted: wanted(kind),
-                got: describe(value),
-            },
-        ));
+        mistakes.push(wrong_type(path, &wanted(kind), value));
     }
 }
 
 fn check_choice(path: &str, name: &str, choices: &Choices, mistakes: &mut Vec<Mistake>) {
     let known = choices.names;
     if !known.contains(&name) {
-        let problem = Problem::UnknownChoice {
-            got: shorten(name),
-            nearest: schema::nearest(name, known),
-            known,
-        };
-        mistakes.push(Mistake::new(path, problem));
+        let what = format!("there is no {:?}{}", shorten(name), did_you_mean(name, known));
+        mistakes.push(Mistake::new(path, what, format!("it can be {}", quoted(known))));
     }
 }
 
@@ -220,21 +197,19 @@ fn check_attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     table.retain(|name, _| {
         let belongs = name == "kind" || schema::key(own, name).is_some();
         if !belongs {
-            let problem = Problem::OtherKind {
-                kind: kind.clone(),
-                kinds: schema::attention_kinds_with(name),
-                keys: own.iter().map(|key| key.name).collect(),
+            let keys = match own {
+                [] => "none".to_owned(),
+                own => own.iter().map(|key| key.name).collect::<Vec<_>>().join(", "),
             };
-            mistakes.push(Mistake::new(format!("attention.{name}"), problem));
+            let kinds = quoted(&schema::attention_kinds_with(name));
+            let hint = format!("it belongs to kind = {kinds}; besides kind, {kind:?} takes {keys}");
+            let what = format!("does not go with kind = {kind:?}");
+            mistakes.push(Mistake::new(format!("attention.{name}"), what, hint));
         }
         belongs
     });
     for key in own.iter().filter(|key| key.required && !table.contains_key(key.name)) {
-        let wanted = format!("{} for kind = {kind:?}", wanted(key.kind));
-        mistakes.push(Mistake::new(
-            format!("attention.{}", key.name),
-            Problem::MissingKey { wanted },
-        ));
+        mistakes.push(missing("attention", key, &format!(" for kind = {kind:?}")));
     }
 }
 
@@ -247,7 +222,10 @@ fn check_tokenizer(table: &Table, mistakes: &mut Vec<Mistake>) {
         2 => "two",
         _ => "all",
     };
-    mistakes.push(Mistake::new("tokenizer", Problem::TokenizerSource { got }));
+    let what = format!("needs exactly one of path, train and numbers, got {got}");
+    let hint = "path = \"…/tokenizer.json\" to read one, train = { vocab_size = 4096 } to make one, or numbers = 8192 \
+        for a synthetic task";
+    mistakes.push(Mistake::new("tokenizer", what, hint));
 }
 
 fn is_list_of_tables(value: &Value) -> bool {

@@ -7,7 +7,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::check;
 use super::error::RecipeError;
-use super::mistake::{Location, Mistake, Problem};
+use super::mistake::{Location, Mistake};
 use super::sections::SHARED_LAYER;
 use super::{AttentionKind, TokenizerSection, resolve, schema};
 use crate::keys::{Key, Kind};
@@ -86,18 +86,16 @@ impl Document {
     }
 
     fn apply_one(&mut self, item: &str) -> Result<String, Box<Mistake>> {
-        let form = || Box::new(Mistake::new("override", Problem::OverrideForm));
+        let form = || Box::new(override_form());
         let (path, text) = item.split_once('=').ok_or_else(form)?;
         let (path, text) = (path.trim(), text.trim());
         let mut names = path.split('.');
         let section_name = names.next().filter(|name| !name.is_empty()).ok_or_else(form)?;
         let names = names.collect::<Vec<_>>();
         if let (true, Some(home)) = (names.is_empty(), schema::home_of(section_name)) {
-            let problem = Problem::Rule {
-                what: "is named without its section".to_owned(),
-                hint: format!("write {home}.{section_name}={text}"),
-            };
-            return Err(Box::new(Mistake::new(section_name, problem)));
+            let hint = format!("write {home}.{section_name}={text}");
+            let what = "is named without its section";
+            return Err(Box::new(Mistake::new(section_name, what, hint)));
         }
         if names.is_empty() || names.iter().any(|name| name.is_empty()) {
             return Err(form());
@@ -128,18 +126,16 @@ impl Document {
         let mut stages = stages.and_then(Value::as_array_mut);
         let count = stages.as_ref().map_or(0, |stages| stages.len());
         let [number, key] = names else {
-            return Err(Box::new(Mistake::new("override", Problem::OverrideForm)));
+            return Err(Box::new(override_form()));
         };
         let stage = number
             .parse::<usize>()
             .ok()
             .and_then(|number| stages.as_mut()?.get_mut(number.checked_sub(1)?));
         let Some(stage) = stage.and_then(Value::as_table_mut) else {
-            let problem = Problem::Rule {
-                what: format!("there is no stage {number}"),
-                hint: format!("the recipe has {count} blocks [[stage]], counted from 1"),
-            };
-            return Err(Box::new(Mistake::new(path, problem)));
+            let hint = format!("the recipe has {count} blocks [[stage]], counted from 1");
+            let what = format!("there is no stage {number}");
+            return Err(Box::new(Mistake::new(path, what, hint)));
         };
         let kind = resolve_key(&format!("stage.{number}"), schema::STAGE_KEYS, &[key])?;
         // One replaces the other.
@@ -265,6 +261,12 @@ impl Document {
             left_out.push(kv_heads.to_owned());
         }
     }
+}
+
+/// An override without a section, a key or a value.
+fn override_form() -> Mistake {
+    let what = "an override is written section.key=value";
+    Mistake::new("override", what, "for example --set optimizer.lr=1e-3")
 }
 
 /// The kind of attention that a table names.

@@ -1,12 +1,11 @@
 //! From text and overrides to a checked recipe, and back.
 
-use serde::de::DeserializeOwned;
 use toml::Table;
 
 use super::check;
 use super::document::Document;
 use super::error::RecipeError;
-use super::mistake::{Location, Mistake, Problem};
+use super::mistake::{Location, Mistake};
 use super::rules::{self, Parts};
 use super::{Recipe, resolve, schema};
 
@@ -47,18 +46,11 @@ impl Recipe {
         resolve::attention(&mut document.table, document.gives_window, &mut mistakes);
         resolve::defaults(&mut document.table);
 
-        let parts = OwnedParts::from_table(&document.table);
-        rules::check(&parts.borrow(), &mut mistakes);
+        rules::check(&Parts::from(&document.table), &mut mistakes);
         if mistakes.is_empty() {
             match Self::deserialize_table(document.table.clone()) {
                 Ok(recipe) => return Ok((recipe, document.left_out)),
-                Err(error) => mistakes.push(Mistake::new(
-                    "recipe",
-                    Problem::Rule {
-                        what: error.message().to_owned(),
-                        hint: String::new(),
-                    },
-                )),
+                Err(error) => mistakes.push(Mistake::new("recipe", error.message(), "")),
             }
         }
         for mistake in &mut mistakes {
@@ -105,68 +97,6 @@ impl Recipe {
     fn deserialize_table(table: Table) -> Result<Self, toml::de::Error> {
         table.try_into()
     }
-}
-
-/// The sections that could be converted, so that their rules run even when another section has a wrong type.
-struct OwnedParts {
-    model: Option<super::ModelSection>,
-    attention: Option<super::Attention>,
-    tokenizer: Option<super::TokenizerSection>,
-    data: Option<super::DataSection>,
-    training: Option<super::TrainingSection>,
-    optimizer: Option<super::OptimizerSection>,
-    lr_scheduler: Option<super::LrSchedulerSection>,
-    checkpoint: Option<super::CheckpointSection>,
-    metrics: Option<super::MetricsSection>,
-    validation: Option<super::ValidationSection>,
-    generation: Option<super::GenerationSection>,
-    activation_checkpoint: Option<super::ActivationCheckpointSection>,
-    parallelism: Option<super::ParallelismSection>,
-    stage: Option<Vec<super::StageSection>>,
-}
-
-impl OwnedParts {
-    fn from_table(table: &Table) -> Self {
-        Self {
-            model: section(table, "model"),
-            attention: section(table, "attention"),
-            tokenizer: section(table, "tokenizer"),
-            data: section(table, "data"),
-            training: section(table, "training"),
-            optimizer: section(table, "optimizer"),
-            lr_scheduler: section(table, "lr_scheduler"),
-            checkpoint: section(table, "checkpoint"),
-            metrics: section(table, "metrics"),
-            validation: section(table, "validation"),
-            generation: section(table, "generation"),
-            activation_checkpoint: section(table, "activation_checkpoint"),
-            parallelism: section(table, "parallelism"),
-            stage: section(table, "stage"),
-        }
-    }
-
-    fn borrow(&self) -> Parts<'_> {
-        Parts {
-            model: self.model.as_ref(),
-            attention: self.attention.as_ref(),
-            tokenizer: self.tokenizer.as_ref(),
-            data: self.data.as_ref(),
-            training: self.training.as_ref(),
-            optimizer: self.optimizer.as_ref(),
-            lr_scheduler: self.lr_scheduler.as_ref(),
-            checkpoint: self.checkpoint.as_ref(),
-            metrics: self.metrics.as_ref(),
-            validation: self.validation.as_ref(),
-            generation: self.generation.as_ref(),
-            activation_checkpoint: self.activation_checkpoint.as_ref(),
-            parallelism: self.parallelism.as_ref(),
-            stage: self.stage.as_deref(),
-        }
-    }
-}
-
-fn section<T: DeserializeOwned>(table: &Table, name: &str) -> Option<T> {
-    table.get(name)?.clone().try_into().ok()
 }
 
 /// In the order of the text; then the overrides; then what is written nowhere, in the order of the sections.

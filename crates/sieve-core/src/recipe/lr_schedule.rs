@@ -112,88 +112,46 @@ mod tests {
         }
     }
 
-    /// `expected` was computed by running torchtitan v0.2.0's own function in Python.
-    fn assert_factors(schedule: &LrSchedulerSection, total_steps: usize, expected: &[f64]) {
-        assert_eq!(expected.len(), total_steps);
-        for (step, expected) in expected.iter().enumerate() {
-            let factor = schedule.factor(step, total_steps);
-            assert!(
-                (factor - expected).abs() < 1e-12,
-                "step {step}: {factor} is not {expected}"
-            );
+    #[test]
+    fn factors_equal_those_of_torchtitan() {
+        let (linear, sqrt, cosine) = (DecayType::Linear, DecayType::Sqrt, DecayType::Cosine);
+        // The factors were computed by running torchtitan v0.2.0's own function in Python.
+        for (what, schedule, expected) in [
+            (
+                "linear with a floor",
+                schedule(3, 0.4, linear, 0.1),
+                "0.3333333333333333 0.6666666666666666 1 1 1 1 1 0.775 0.55 0.325",
+            ),
+            (
+                "square root",
+                schedule(2, 0.5, sqrt, 0.0),
+                "0.5 1 1 1 1 1 0.5 0.2928932188134524 0.1339745962155614",
+            ),
+            (
+                "cosine over all that warm-up leaves",
+                schedule(3, 1.0, cosine, 0.02),
+                "0.3333333333333333 0.6666666666666666 1 1 0.9064183272437243 0.6614183272437243 0.35858167275627584 \
+                 0.1135816727562758",
+            ),
+            (
+                "half a step rounds to even",
+                schedule(1, 0.5, linear, 0.0),
+                "1 1 1 1 0.5",
+            ),
+            ("no decay and no warm-up", schedule(0, 0.0, linear, 0.0), "1 1 1 1"),
+        ] {
+            let expected = expected
+                .split(' ')
+                .map(|factor| factor.parse::<f64>().expect("a number"));
+            let expected = expected.collect::<Vec<_>>();
+            for (step, wanted) in expected.iter().enumerate() {
+                let factor = schedule.factor(step, expected.len());
+                assert!(
+                    (factor - wanted).abs() < 1e-12,
+                    "{what}, step {step}: {factor} is not {wanted}"
+                );
+            }
         }
-    }
-
-    #[test]
-    fn equals_torchtitan_linear_with_a_floor() {
-        let schedule = schedule(3, 0.4, DecayType::Linear, 0.1);
-        assert_factors(
-            &schedule,
-            10,
-            &[
-                0.3333333333333333,
-                0.6666666666666666,
-                1.0,
-                1.0,
-                1.0,
-                1.0,
-                1.0,
-                0.775,
-                0.55,
-                0.325,
-            ],
-        );
-    }
-
-    #[test]
-    fn equals_torchtitan_sqrt() {
-        let schedule = schedule(2, 0.5, DecayType::Sqrt, 0.0);
-        assert_factors(
-            &schedule,
-            9,
-            &[
-                0.5,
-                1.0,
-                1.0,
-                1.0,
-                1.0,
-                1.0,
-                0.5,
-                0.2928932188134524,
-                0.1339745962155614,
-            ],
-        );
-    }
-
-    #[test]
-    fn equals_torchtitan_cosine_over_all_that_warm_up_leaves() {
-        let schedule = schedule(3, 1.0, DecayType::Cosine, 0.02);
-        assert_factors(
-            &schedule,
-            8,
-            &[
-                0.3333333333333333,
-                0.6666666666666666,
-                1.0,
-                1.0,
-                0.9064183272437243,
-                0.6614183272437243,
-                0.35858167275627584,
-                0.1135816727562758,
-            ],
-        );
-    }
-
-    #[test]
-    fn equals_torchtitan_decay_of_half_a_step_rounds_to_even() {
-        let schedule = schedule(1, 0.5, DecayType::Linear, 0.0);
-        assert_factors(&schedule, 5, &[1.0, 1.0, 1.0, 1.0, 0.5]);
-    }
-
-    #[test]
-    fn equals_torchtitan_no_decay_and_no_warm_up() {
-        let schedule = schedule(0, 0.0, DecayType::Linear, 0.0);
-        assert_factors(&schedule, 4, &[1.0, 1.0, 1.0, 1.0]);
     }
 
     #[test]

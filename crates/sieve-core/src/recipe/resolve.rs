@@ -3,7 +3,7 @@
 use serde::Serialize;
 use toml::{Table, Value};
 
-use super::mistake::{Mistake, Problem};
+use super::mistake::Mistake;
 use super::{AttentionKind, Recipe, schema};
 use crate::keys::{Key, Section, Source, value_of};
 use crate::model::MAX_CHOSEN_BLOCKS;
@@ -35,22 +35,16 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
             let size = |value: Option<Value>| value.and_then(|value| value.as_integer());
             let per_step = size(seq_len).and_then(|len| size(rows)?.checked_mul(len));
             if stage.contains_key("steps") {
-                let problem = Problem::Rule {
-                    what: "is given beside steps".to_owned(),
-                    hint: "give one of the two".to_owned(),
-                };
-                mistakes.push(Mistake::new(key, problem));
+                mistakes.push(Mistake::new(key, "is given beside steps", "give one of the two"));
                 stage.remove("tokens");
             } else if let (Some(per_step @ 1..), 1..) = (per_step, tokens) {
                 let steps = (tokens - 1) / per_step + 1;
                 stage.insert("steps".to_owned(), Value::Integer(steps));
                 stage.remove("tokens");
             } else {
-                let problem = Problem::Rule {
-                    what: format!("is {tokens}, which is not a whole number of steps"),
-                    hint: "give tokens, seq_len and the batch sizes at least 1".to_owned(),
-                };
-                mistakes.push(Mistake::new(key, problem));
+                let what = format!("is {tokens}, which is not a whole number of steps");
+                let hint = "give tokens, seq_len and the batch sizes at least 1";
+                mistakes.push(Mistake::new(key, what, hint));
                 stage.remove("tokens");
                 stage.insert("steps".to_owned(), Value::Integer(1));
             }
@@ -110,13 +104,11 @@ fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Ve
     derived(model, "head_dim", || {
         let (width, heads) = (width?, heads.filter(|&heads| heads > 0)?);
         if width % (2 * heads) != 0 {
-            let problem = Problem::Rule {
-                what: format!(
-                    "is missing, and hidden_size = {width} is not an even number times num_attention_heads = {heads}"
-                ),
-                hint: "give model.head_dim, or another hidden_size".to_owned(),
-            };
-            mistakes.push(Mistake::new("model.head_dim", problem));
+            let what = format!(
+                "is missing, and hidden_size = {width} is not an even number times num_attention_heads = {heads}"
+            );
+            let hint = "give model.head_dim, or another hidden_size";
+            mistakes.push(Mistake::new("model.head_dim", what, hint));
         }
         // A second mistake, about a made-up value, would help nobody.
         Some((width / heads / 2 * 2).max(2))
@@ -254,14 +246,12 @@ fn preset(attention: &mut Table, kind: AttentionKind, sizes: Sizes, mistakes: &m
     for name in preset_keys(kind) {
         let own = published.get(name);
         if let Some(given) = attention.get(name).filter(|given| Some(*given) != own) {
-            let problem = Problem::Rule {
-                what: match own {
-                    Some(own) => format!("is {given}, but preset = \"paper\" sets it to {own}"),
-                    None => format!("is {given}, but preset = \"paper\" has no slope"),
-                },
-                hint: format!("leave attention.{name} or attention.preset out"),
+            let what = match own {
+                Some(own) => format!("is {given}, but preset = \"paper\" sets it to {own}"),
+                None => format!("is {given}, but preset = \"paper\" has no slope"),
             };
-            mistakes.push(Mistake::new(format!("attention.{name}"), problem));
+            let hint = format!("leave attention.{name} or attention.preset out");
+            mistakes.push(Mistake::new(format!("attention.{name}"), what, hint));
         } else if let Some(own) = own {
             attention.insert(name.to_owned(), own.clone());
         }

@@ -6,10 +6,12 @@ mod stages;
 
 use std::path::{Component, Path};
 
+use toml::Table;
+
 use attention::{check_attention, check_layer_types};
 
 use super::data;
-use super::mistake::{Mistake, Problem};
+use super::mistake::Mistake;
 use super::{
     ActivationCheckpointSection, Attention, CheckpointSection, DataSection, GenerationSection, LrSchedulerSection,
     MetricsSection, ModelSection, OptimizerSection, ParallelismSection, Recipe, StageSection, TokenizerSection,
@@ -18,104 +20,109 @@ use super::{
 use crate::keys::{Bound, MAX_COUNT, Number, Section, short_number};
 use crate::model::RopeScaling;
 
-/// The sections to check; `None` for one that could not be read, whose rules are then left out.
-pub(super) struct Parts<'a> {
-    pub(super) model: Option<&'a ModelSection>,
-    pub(super) attention: Option<&'a Attention>,
-    pub(super) tokenizer: Option<&'a TokenizerSection>,
-    pub(super) data: Option<&'a DataSection>,
-    pub(super) training: Option<&'a TrainingSection>,
-    pub(super) optimizer: Option<&'a OptimizerSection>,
-    pub(super) lr_scheduler: Option<&'a LrSchedulerSection>,
-    pub(super) checkpoint: Option<&'a CheckpointSection>,
-    pub(super) metrics: Option<&'a MetricsSection>,
-    pub(super) validation: Option<&'a ValidationSection>,
-    pub(super) generation: Option<&'a GenerationSection>,
-    pub(super) activation_checkpoint: Option<&'a ActivationCheckpointSection>,
-    pub(super) parallelism: Option<&'a ParallelismSection>,
-    pub(super) stage: Option<&'a [StageSection]>,
+/// Makes from one list the sections of a recipe as parts, of a table and of a whole recipe.
+macro_rules! parts {
+    ($($name:ident: $section:ty),+ $(,)?) => {
+        /// The sections to check; `None` for one that could not be read, whose rules are then left out: rules run even
+        /// when another section has a wrong type.
+        pub(super) struct Parts {
+            $(pub(super) $name: Option<$section>,)+
+        }
+
+        impl From<&Table> for Parts {
+            fn from(table: &Table) -> Self {
+                Self {
+                    $($name: table.get(stringify!($name)).and_then(|section| section.clone().try_into().ok()),)+
+                }
+            }
+        }
+
+        impl From<&Recipe> for Parts {
+            fn from(recipe: &Recipe) -> Self {
+                Self {
+                    $($name: Some(recipe.$name.clone()),)+
+                }
+            }
+        }
+    };
 }
 
-impl<'a> From<&'a Recipe> for Parts<'a> {
-    fn from(recipe: &'a Recipe) -> Self {
-        Self {
-            model: Some(&recipe.model),
-            attention: Some(&recipe.attention),
-            tokenizer: Some(&recipe.tokenizer),
-            data: Some(&recipe.data),
-            training: Some(&recipe.training),
-            optimizer: Some(&recipe.optimizer),
-            lr_scheduler: Some(&recipe.lr_scheduler),
-            checkpoint: Some(&recipe.checkpoint),
-            metrics: Some(&recipe.metrics),
-            validation: Some(&recipe.validation),
-            generation: Some(&recipe.generation),
-            activation_checkpoint: Some(&recipe.activation_checkpoint),
-            parallelism: Some(&recipe.parallelism),
-            stage: Some(&recipe.stage),
-        }
-    }
+parts! {
+    model: ModelSection,
+    attention: Attention,
+    tokenizer: TokenizerSection,
+    data: DataSection,
+    training: TrainingSection,
+    optimizer: OptimizerSection,
+    lr_scheduler: LrSchedulerSection,
+    checkpoint: CheckpointSection,
+    metrics: MetricsSection,
+    validation: ValidationSection,
+    generation: GenerationSection,
+    activation_checkpoint: ActivationCheckpointSection,
+    parallelism: ParallelismSection,
+    stage: Vec<StageSection>,
 }
 
 /// Appends every broken rule to `mistakes`.
-pub(super) fn check(parts: &Parts<'_>, mistakes: &mut Vec<Mistake>) {
+pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
     let mut rules = Rules(mistakes);
-    if let Some(model) = parts.model {
+    if let Some(model) = &parts.model {
         check_model(model, &mut rules);
     }
-    if let Some(attention) = parts.attention {
-        check_attention(attention, parts.model, &mut rules);
-        if let Some(model) = parts.model {
+    if let Some(attention) = &parts.attention {
+        check_attention(attention, parts.model.as_ref(), &mut rules);
+        if let Some(model) = &parts.model {
             check_layer_types(model, attention, &mut rules);
         }
     }
-    if let Some(tokenizer) = parts.tokenizer {
-        check_tokenizer(tokenizer, parts.model, &mut rules);
+    if let Some(tokenizer) = &parts.tokenizer {
+        check_tokenizer(tokenizer, parts.model.as_ref(), &mut rules);
     }
-    if let Some(data) = parts.data {
+    if let Some(data) = &parts.data {
         data::check_data(data, parts, &mut rules);
     }
-    if let Some(training) = parts.training {
-        check_training(training, parts.model, &mut rules);
+    if let Some(training) = &parts.training {
+        check_training(training, parts.model.as_ref(), &mut rules);
     }
-    if let Some(optimizer) = parts.optimizer {
+    if let Some(optimizer) = &parts.optimizer {
         rules.bounds("optimizer", optimizer);
     }
-    if let Some(lr_scheduler) = parts.lr_scheduler {
-        check_lr_scheduler(lr_scheduler, parts.training, &mut rules);
+    if let Some(lr_scheduler) = &parts.lr_scheduler {
+        check_lr_scheduler(lr_scheduler, parts.training.as_ref(), &mut rules);
     }
-    if let Some(checkpoint) = parts.checkpoint {
+    if let Some(checkpoint) = &parts.checkpoint {
         rules.bounds("checkpoint", checkpoint);
         check_folder(&checkpoint.folder, &mut rules);
     }
-    if let Some(metrics) = parts.metrics {
+    if let Some(metrics) = &parts.metrics {
         rules.bounds("metrics", metrics);
     }
-    if let Some(validation) = parts.validation {
+    if let Some(validation) = &parts.validation {
         rules.bounds("validation", validation);
         if let Some(paths) = &validation.paths {
             check_paths("validation.paths", paths, &mut rules);
         }
     }
-    if let Some(section) = parts.activation_checkpoint {
+    if let Some(section) = &parts.activation_checkpoint {
         rules.bounds("activation_checkpoint", section);
     }
-    if let Some(section) = parts.parallelism {
+    if let Some(section) = &parts.parallelism {
         parallelism::check_parallelism(section, parts, &mut rules);
     }
     stages::check_warmup(parts, &mut rules);
     stages::check_dense_steps(parts, &mut rules);
-    if let Some(stages) = parts.stage.filter(|stages| !stages.is_empty()) {
+    if let Some(stages) = parts.stage.as_deref().filter(|stages| !stages.is_empty()) {
         stages::check_stages(stages, parts, &mut rules);
     }
-    if let Some(generation) = parts.generation {
+    if let Some(generation) = &parts.generation {
         rules.bounds("generation", generation);
         let wanted = generation.prompts.is_empty() || generation.max_new_tokens > 0;
         rules.require(
             wanted,
             "generation.max_new_tokens",
-            || "is 0, but there are prompts".to_owned(),
-            || "give it at least 1, or leave the prompts out".to_owned(),
+            "is 0, but there are prompts",
+            "give it at least 1, or leave the prompts out",
         );
     }
 }
@@ -126,15 +133,15 @@ fn check_rope_scaling(scaling: &RopeScaling, rules: &mut Rules<'_>) {
     rules.require(
         foreign.is_none(),
         "model.rope_scaling",
-        || format!("has {}, which its rope_type does not use", foreign.unwrap_or_default()),
-        || "leave it out".to_owned(),
+        format!("has {}, which its rope_type does not use", foreign.unwrap_or_default()),
+        "leave it out",
     );
     if let Some([few, many]) = scaling.turns() {
         rules.require(
             few < many,
             "model.rope_scaling",
-            || format!("mixes frequencies from {few} to {many} turns, which are reversed"),
-            || "low_freq_factor is below high_freq_factor, beta_slow below beta_fast".to_owned(),
+            format!("mixes frequencies from {few} to {many} turns, which are reversed"),
+            "low_freq_factor is below high_freq_factor, beta_slow below beta_fast",
         );
     }
 }
@@ -148,8 +155,8 @@ fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
     rules.require(
         kv_heads == 0 || heads.is_multiple_of(kv_heads),
         "model.num_key_value_heads",
-        || format!("is {kv_heads}, which does not divide num_attention_heads = {heads}"),
-        || {
+        format!("is {kv_heads}, which does not divide num_attention_heads = {heads}"),
+        {
             let divisors = (1..=heads.min(MAX_COUNT)).filter(|count| heads.is_multiple_of(*count));
             let divisors = divisors.map(|count| count.to_string()).collect::<Vec<_>>().join(", ");
             format!("{heads} heads can share {divisors} key-value heads")
@@ -158,19 +165,15 @@ fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
     rules.require(
         model.head_dim.is_multiple_of(2),
         "model.head_dim",
-        || {
-            format!(
-                "is {}, but rotary embedding turns pairs and needs an even number",
-                model.head_dim
-            )
-        },
-        || {
-            format!(
-                "use {} or {}",
-                model.head_dim.saturating_sub(1).max(2),
-                model.head_dim.saturating_add(1)
-            )
-        },
+        format!(
+            "is {}, but rotary embedding turns pairs and needs an even number",
+            model.head_dim
+        ),
+        format!(
+            "use {} or {}",
+            model.head_dim.saturating_sub(1).max(2),
+            model.head_dim.saturating_add(1)
+        ),
     );
 }
 
@@ -181,31 +184,23 @@ fn check_tokenizer(tokenizer: &TokenizerSection, model: Option<&ModelSection>, r
         Some(TokenizerSource::Path(path)) => rules.require(
             !path.trim().is_empty(),
             "tokenizer.path",
-            || "is empty".to_owned(),
-            || "name a Hugging Face tokenizer.json".to_owned(),
+            "is empty",
+            "name a Hugging Face tokenizer.json",
         ),
-        Some(TokenizerSource::Numbers(numbers)) => {
-            if let Some(rows) = model.and_then(|model| model.vocab_size) {
-                rules.require(
-                    rows >= numbers,
-                    "model.vocab_size",
-                    || format!("is {rows}, below tokenizer.numbers = {numbers}"),
-                    || "leave model.vocab_size out to take the tokenizer's".to_owned(),
-                );
-            }
-        }
+        Some(TokenizerSource::Numbers(numbers)) => check_rows(model, numbers, "tokenizer.numbers", rules),
         Some(TokenizerSource::Train(train)) => {
-            let vocab_size = train.vocab_size;
             rules.bounds("tokenizer.train", train);
-            if let Some(rows) = model.and_then(|model| model.vocab_size) {
-                rules.require(
-                    rows >= vocab_size,
-                    "model.vocab_size",
-                    || format!("is {rows}, below tokenizer.train.vocab_size = {vocab_size}"),
-                    || "leave model.vocab_size out to take the tokenizer's".to_owned(),
-                );
-            }
+            check_rows(model, train.vocab_size, "tokenizer.train.vocab_size", rules);
         }
+    }
+}
+
+/// The embedding has a row for each token of the tokenizer, which `key` gives.
+fn check_rows(model: Option<&ModelSection>, tokens: usize, key: &str, rules: &mut Rules<'_>) {
+    if let Some(rows) = model.and_then(|model| model.vocab_size) {
+        let what = format!("is {rows}, below {key} = {tokens}");
+        let hint = "leave model.vocab_size out to take the tokenizer's";
+        rules.require(rows >= tokens, "model.vocab_size", what, hint);
     }
 }
 
@@ -213,15 +208,15 @@ pub(super) fn check_paths(key: &str, paths: &[String], rules: &mut Rules<'_>) {
     rules.require(
         !paths.is_empty(),
         key,
-        || "is an empty list".to_owned(),
-        || "name at least one file or glob".to_owned(),
+        "is an empty list",
+        "name at least one file or glob",
     );
     for (index, path) in paths.iter().enumerate() {
         rules.require(
             !path.trim().is_empty(),
             key,
-            || format!("item {} is empty", index + 1),
-            || "name a file or a glob, or remove the item".to_owned(),
+            format!("item {} is empty", index + 1),
+            "name a file or a glob, or remove the item",
         );
     }
 }
@@ -236,10 +231,10 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
     rules.require(
         local == 0 || global.is_multiple_of(local),
         "training.global_batch_size",
-        || format!("is {global}, not a multiple of local_batch_size = {local}"),
-        || match global / local.max(1) {
+        format!("is {global}, not a multiple of local_batch_size = {local}"),
+        match global / local.max(1) {
             0 => format!("{local} is the smallest"),
-            rounds => format!("{} and {} are", rounds * local, (rounds + 1) * local),
+            rounds => format!("{} and {} are", rounds * local, (rounds + 1).saturating_mul(local)),
         },
     );
     if let Some(model) = model {
@@ -247,13 +242,11 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
         rules.require(
             training.seq_len <= longest,
             "training.seq_len",
-            || {
-                format!(
-                    "is {}, above model.max_position_embeddings = {longest}",
-                    training.seq_len
-                )
-            },
-            || format!("set model.max_position_embeddings to {} or more", training.seq_len),
+            format!(
+                "is {}, above model.max_position_embeddings = {longest}",
+                training.seq_len
+            ),
+            format!("set model.max_position_embeddings to {} or more", training.seq_len),
         );
     }
     if training.precision == TrainingPrecision::Fp8 {
@@ -263,14 +256,14 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
     rules.require(
         factor == 0.0 || (factor.is_finite() && factor > 1.0),
         "training.guard_spike_factor",
-        || format!("is {factor}, neither 0 nor a finite number above 1"),
-        || "0 puts no limit on the loss; steps that are not finite are never taken".to_owned(),
+        format!("is {factor}, neither 0 nor a finite number above 1"),
+        "0 puts no limit on the loss; steps that are not finite are never taken",
     );
     rules.require(
         i64::try_from(training.seed).is_ok(),
         "training.seed",
-        || format!("is {}, more than TOML can hold", training.seed),
-        || format!("the largest is {}", i64::MAX),
+        format!("is {}, more than TOML can hold", training.seed),
+        format!("the largest is {}", i64::MAX),
     );
 }
 
@@ -292,16 +285,16 @@ fn check_fp8(training: &TrainingSection, model: Option<&ModelSection>, rules: &m
         rules.require(
             ends <= most,
             "training.bf16_end_blocks",
-            || format!("is {ends} at each end of {blocks} blocks, which leaves none in fp8"),
-            || format!("set it to {most} or less, or training.precision = \"bf16\""),
+            format!("is {ends} at each end of {blocks} blocks, which leaves none in fp8"),
+            format!("set it to {most} or less, or training.precision = \"bf16\""),
         );
     }
     for (key, is, size) in sizes {
         rules.require(
             size.is_multiple_of(16),
             key,
-            || format!("{is} {size}, but eight-bit products need a multiple of 16"),
-            || "choose another size, or training.precision = \"bf16\"".to_owned(),
+            format!("{is} {size}, but eight-bit products need a multiple of 16"),
+            "choose another size, or training.precision = \"bf16\"",
         );
     }
 }
@@ -313,21 +306,19 @@ fn check_lr_scheduler(section: &LrSchedulerSection, training: Option<&TrainingSe
         rules.require(
             steps == 0 || warmup_steps <= steps,
             "lr_scheduler.warmup_steps",
-            || format!("is {warmup_steps}, more than training.steps = {steps}"),
-            || {
-                format!(
-                    "set lr_scheduler.warmup_steps to {} or less; to try the first steps alone: sieve train \
+            format!("is {warmup_steps}, more than training.steps = {steps}"),
+            format!(
+                "set lr_scheduler.warmup_steps to {} or less; to try the first steps alone: sieve train \
                      --stop-after {steps}",
-                    (steps / 5).max(1)
-                )
-            },
+                (steps / 5).max(1)
+            ),
         );
         let after_step = section.after_step;
         rules.require(
             steps == 0 || after_step < steps,
             "lr_scheduler.after_step",
-            || format!("is {after_step}, which leaves none of training.steps = {steps}"),
-            || "leave it out; sieve train --extend sets it".to_owned(),
+            format!("is {after_step}, which leaves none of training.steps = {steps}"),
+            "leave it out; sieve train --extend sets it",
         );
     }
 }
@@ -339,8 +330,8 @@ fn check_folder(folder: &str, rules: &mut Rules<'_>) {
     rules.require(
         plain && !folder.trim().is_empty(),
         "checkpoint.folder",
-        || format!("is {folder:?}, not a folder below the output folder"),
-        || "\"checkpoint\" is usual; --out chooses where the run lives".to_owned(),
+        format!("is {folder:?}, not a folder below the output folder"),
+        "\"checkpoint\" is usual; --out chooses where the run lives",
     );
 }
 
@@ -348,21 +339,9 @@ fn check_folder(folder: &str, rules: &mut Rules<'_>) {
 pub(super) struct Rules<'a>(&'a mut Vec<Mistake>);
 
 impl Rules<'_> {
-    pub(super) fn require(
-        &mut self,
-        holds: bool,
-        key: &str,
-        what: impl FnOnce() -> String,
-        hint: impl FnOnce() -> String,
-    ) {
+    pub(super) fn require(&mut self, holds: bool, key: &str, what: impl Into<String>, hint: impl Into<String>) {
         if !holds {
-            self.0.push(Mistake::new(
-                key,
-                Problem::Rule {
-                    what: what(),
-                    hint: hint(),
-                },
-            ));
+            self.0.push(Mistake::new(key, what, hint));
         }
     }
 
@@ -377,26 +356,26 @@ impl Rules<'_> {
                 (Bound::Within(least, most, hint), Number::Whole(value)) => self.require(
                     (least as u64..=most as u64).contains(&value),
                     &key,
-                    || format!("is {value}, outside {least} to {most}"),
-                    || hint.to_owned(),
+                    format!("is {value}, outside {least} to {most}"),
+                    hint,
                 ),
                 (Bound::AtLeastOne, Number::Whole(value)) => self.at_least_one(&key, value),
                 (Bound::Between(least, most, hint), Number::Real(value)) => self.require(
                     (least..=most).contains(&value),
                     &key,
-                    || {
+                    {
                         let [value, least, most] = [value, least, most].map(short_number);
                         format!("is {value}, outside {least} to {most}")
                     },
-                    || hint.to_owned(),
+                    hint,
                 ),
                 (Bound::Share(range, hint), Number::Real(value)) => self.require(
                     (0.0..=1.0).contains(&value)
                         && (value > 0.0 || range.starts_with('['))
                         && (value < 1.0 || range.ends_with(']')),
                     &key,
-                    || format!("is {value}, outside {range}"),
-                    || hint.to_owned(),
+                    format!("is {value}, outside {range}"),
+                    hint,
                 ),
                 _ => unreachable!("{key} has a bound of another type of number"),
             }
@@ -404,6 +383,6 @@ impl Rules<'_> {
     }
 
     pub(super) fn at_least_one(&mut self, key: &str, value: u64) {
-        self.require(value > 0, key, || "is 0".to_owned(), || "the smallest is 1".to_owned());
+        self.require(value > 0, key, "is 0", "the smallest is 1");
     }
 }

@@ -138,10 +138,9 @@ impl<'a> Documents<'a> {
         let of_file = config.format.of(&path);
         let mut prompts = match &config.prompt_column {
             Some(column) if of_file == Format::Text => {
-                return Err(DataError::TextHasNoColumns {
-                    path,
-                    column: column.clone(),
-                });
+                let what = format!("plain text has no column {column:?}");
+                let hint = "prompt_column is for JSONL and Parquet: leave it out, or name such files alone";
+                return Err(DataError::file(&path, what, hint));
             }
             Some(column) => Some(source::open(&of_file.with_column(column), &path, max_bytes)?),
             None => None,
@@ -245,16 +244,18 @@ impl Iterator for Documents<'_> {
             return None;
         }
         let next = match self.advance() {
-            Ok(None) if self.report().num_documents == 0 => Err(DataError::EmptyCorpus {
-                num_files: self.corpus.files().len(),
-                first: self
-                    .corpus
-                    .files()
-                    .first()
-                    .map(|file| file.path.clone())
-                    .unwrap_or_default(),
-                summary: self.report().summary(),
-            }),
+            Ok(None) if self.report().num_documents == 0 => {
+                let (files, summary) = (self.corpus.files(), self.report().summary());
+                let first = files.first().map(|file| file.path.display().to_string());
+                let more = match files.len() {
+                    0 | 1 => String::new(),
+                    more => format!(" and {} files more", more - 1),
+                };
+                let what = format!("no document in {}{more} ({summary})", first.unwrap_or_default());
+                let hint = "check the paths and the format, and what limits them: data.max_document_bytes for files \
+                    of folders and globs, data.max_bytes for all";
+                Err(DataError::refused(what, hint))
+            }
             next => next,
         };
         self.done = !matches!(next, Ok(Some(_)));

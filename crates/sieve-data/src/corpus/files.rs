@@ -28,7 +28,8 @@ pub(super) type PassedOver = BTreeMap<String, usize>;
 /// `hub` is asked for the paths that name a data set of the hub.
 pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<SourceFile>, PassedOver), DataError> {
     if config.paths.is_empty() {
-        return Err(DataError::NoPaths);
+        let hint = "name at least one file, folder or glob";
+        return Err(DataError::refused("no data paths are given", hint));
     }
     let (mut found, mut passed_over) = (Vec::new(), PassedOver::new());
     for pattern in &config.paths {
@@ -38,9 +39,7 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
                 expand_one(pattern, &config.extensions, &mut found, &mut passed_over)?;
             }
             (true, Some(hub)) => expand_remote(pattern, &config.extensions, hub, &mut found)?,
-            (true, None) => {
-                return Err(DataError::NotConnected { path: pattern.clone() });
-            }
+            (true, None) => return Err(DataError::not_connected(pattern)),
         }
         if found.len() == before {
             let searched = match Path::new(pattern).is_dir() || is_remote(pattern) {
@@ -91,10 +90,11 @@ fn check_one_kind(pattern: &str, format: &Format, found: &[Found]) -> Result<(),
         let name = first.path.file_name().unwrap_or_default().to_string_lossy();
         format!("{count} {} ({name})", format.name())
     });
-    Err(DataError::MixedFormats {
-        pattern: pattern.to_owned(),
-        kinds: kinds.collect::<Vec<_>>().join(", "),
-    })
+    let kinds = kinds.collect::<Vec<_>>().join(", ");
+    let what = format!("{pattern:?} names files of several formats: {kinds}");
+    let hint = "say which is meant (format: text, jsonl or parquet), or name the files of one format, for example by \
+        a glob";
+    Err(DataError::refused(what, hint))
 }
 
 fn expand_remote(pattern: &str, extensions: &[String], hub: &Hub, found: &mut Vec<Found>) -> Result<(), DataError> {
@@ -111,13 +111,12 @@ fn expand_remote(pattern: &str, extensions: &[String], hub: &Hub, found: &mut Ve
 /// Refuses what is not a file: a pipe or a device has no end, or can be read only once.
 pub(super) fn require_file(path: &Path) -> Result<Metadata, DataError> {
     let metadata = fs::metadata(path).map_err(DataError::io("read", path))?;
-    match metadata.is_file() {
-        true => Ok(metadata),
-        false => Err(DataError::NotAFile {
-            path: path.to_path_buf(),
-            found: kind_of(&metadata),
-        }),
+    if !metadata.is_file() {
+        let what = format!("{}, not a file", kind_of(&metadata));
+        let hint = "data is read more than once; write it to a file first and name that";
+        return Err(DataError::file(path, what, hint));
     }
+    Ok(metadata)
 }
 
 #[cfg(unix)]
@@ -193,10 +192,7 @@ fn expand_one(
         require_literal_leading_dot: true,
         ..Default::default()
     };
-    let matches = glob::glob_with(pattern, options).map_err(|error| DataError::BadGlob {
-        pattern: pattern.to_owned(),
-        reason: error.to_string(),
-    })?;
+    let matches = glob::glob_with(pattern, options).map_err(|error| DataError::glob(pattern, &error))?;
     let base = literal_base(path);
     for entry in matches {
         let path = entry.map_err(|error| {

@@ -101,7 +101,10 @@ pub fn is_hub_tokenizer(path: &str) -> bool {
 /// # Errors
 /// A path of another form; a hub that cannot be reached or has no such file.
 pub fn hub_tokenizer(path: &str, mut config: HubConfig) -> Result<PathBuf, DataError> {
-    let bad = || DataError::BadHubTokenizer { path: path.to_owned() };
+    let bad = || {
+        let hint = "write hf://OWNER/NAME, with @REVISION and /FOLDER behind it if need be";
+        DataError::refused(format!("{path:?} names no tokenizer of the hub"), hint)
+    };
     let model = path.strip_prefix("hf://").ok_or_else(bad)?;
     if model.starts_with("datasets/") {
         return Err(bad());
@@ -205,9 +208,9 @@ impl RemotePath {
     }
 
     fn parse(path: &str) -> Result<Self, DataError> {
-        let bad = |reason: &str| DataError::BadHubPath {
-            path: path.to_owned(),
-            reason: reason.to_owned(),
+        let bad = |reason: &str| {
+            let hint = "write hf://datasets/OWNER/NAME, with @REVISION and /FILES behind it if need be";
+            DataError::refused(format!("{path:?} is no data set: {reason}"), hint)
         };
         let rest = path
             .strip_prefix(PREFIX)
@@ -258,10 +261,7 @@ impl RemotePath {
         {
             return Ok(has_extension(Path::new(file)));
         }
-        let pattern = glob::Pattern::new(&self.files).map_err(|error| DataError::BadGlob {
-            pattern: self.files.clone(),
-            reason: error.to_string(),
-        })?;
+        let pattern = glob::Pattern::new(&self.files).map_err(|error| DataError::glob(&self.files, &error))?;
         let options = glob::MatchOptions {
             require_literal_separator: true,
             ..Default::default()
@@ -412,10 +412,8 @@ impl Hub {
     }
 
     fn bad_listing(&self, path: &Path, what: &str) -> DataError {
-        DataError::BadMeta {
-            path: path.to_path_buf(),
-            what: format!("no listing of a data set: {what}; remove it to ask the hub again"),
-        }
+        let what = format!("no listing of a data set: {what}; remove it to ask the hub again");
+        DataError::meta(path, what)
     }
 
     /// Where a fetched file lies.
@@ -454,11 +452,10 @@ impl Hub {
     }
 
     fn failed(&self, repo: &str, reason: String) -> DataError {
-        DataError::Hub {
-            repo: repo.to_owned(),
-            endpoint: self.config.endpoint.clone(),
-            reason,
-        }
+        let what = format!("data set {repo} at {}: {reason}", self.config.endpoint);
+        let hint = "check the name, the revision and the network; 401 and 404 mean that there is no such data set, or \
+            that it needs a token (HF_TOKEN); what was fetched before is kept, so ask again";
+        DataError::refused(what, hint)
     }
 }
 

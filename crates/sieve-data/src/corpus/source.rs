@@ -48,11 +48,10 @@ const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
 
 fn check_size(path: &Path, bytes: u64, max_bytes: u64) -> Result<(), DataError> {
     if bytes > max_bytes {
-        return Err(DataError::TooLarge {
-            path: path.to_path_buf(),
-            bytes,
-            max_bytes,
-        });
+        let what = format!("a document of {bytes} bytes is over the limit of {max_bytes}");
+        let hint = "raise data.max_document_bytes, split the document, or leave such documents out: \
+            data.skip_invalid; a text file that a path names by itself may be larger";
+        return Err(DataError::document(path, what, hint));
     }
     Ok(())
 }
@@ -60,10 +59,39 @@ fn check_size(path: &Path, bytes: u64, max_bytes: u64) -> Result<(), DataError> 
 /// Refuses text that says it is UTF-16, little or big endian.
 fn check_encoding(path: &Path, bytes: &[u8]) -> Result<(), DataError> {
     let marks: [&[u8]; 2] = [b"\xFF\xFE", b"\xFE\xFF"];
-    match marks.iter().any(|mark| bytes.starts_with(mark)) {
-        true => Err(DataError::Utf16 {
-            path: path.to_path_buf(),
-        }),
-        false => Ok(()),
+    if marks.iter().any(|mark| bytes.starts_with(mark)) {
+        let what = "UTF-16, by its first two bytes; text is read as UTF-8".to_owned();
+        let path_shown = path.display();
+        let hint =
+            format!("iconv -f UTF-16 -t UTF-8 {path_shown} > NEW.txt, or leave such documents out: skip_invalid");
+        return Err(DataError::document(path, what, hint));
     }
+    Ok(())
 }
+
+/// Bytes of a file from `offset` on as text.
+fn check_utf8<'a>(path: &Path, bytes: &'a [u8], offset: u64) -> Result<&'a str, DataError> {
+    std::str::from_utf8(bytes).map_err(|error| {
+        let what = format!("not UTF-8 at byte {}", offset + error.valid_up_to() as u64);
+        let hint = "convert the file, or leave such documents out: skip_invalid";
+        DataError::document(path, what, hint)
+    })
+}
+
+/// A document holds a NUL byte: at this offset (text), or on the line that begins there (JSONL).
+fn nul_byte(path: &Path, offset: u64) -> DataError {
+    let what = format!("NUL at byte {offset}, so this is probably not text");
+    let hint = "leave the file out, or all such documents: skip_invalid";
+    DataError::document(path, what, hint)
+}
+
+/// The text column holds something else than a string: "a number", "null".
+fn column_not_text(path: &Path, line: u64, column: &str, found: &str) -> DataError {
+    let what = format!("line {line}: column {column:?} is {found}, not a string");
+    DataError::document(path, what, SET_COLUMN_OR_SKIP)
+}
+
+/// Hints where the text column is missing or no text, of a file and of one document.
+const SET_COLUMN: &str = "set text_column to the column that holds the text (prompt_column: the prompt)";
+const SET_COLUMN_OR_SKIP: &str = "set text_column to the column that holds the text (prompt_column: the prompt), or \
+    leave such rows out: skip_invalid";

@@ -26,15 +26,16 @@ pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
         Some("jsonl" | "ndjson") => json_rows(path)?,
         Some("parquet") => parquet_rows(path)?,
         _ => {
-            return Err(DataError::NotATable {
-                path: path.to_path_buf(),
-            });
+            let hint = "name it .jsonl (one JSON object a line) or .parquet; .jsonl.gz and .jsonl.zst are read too";
+            return Err(DataError::file(path, "neither JSONL nor Parquet by its ending", hint));
         }
     };
     match rows.is_empty() {
-        true => Err(DataError::EmptyTable {
-            path: path.to_path_buf(),
-        }),
+        true => Err(DataError::file(
+            path,
+            "there is no row in it",
+            "name a file with a row a line",
+        )),
         false => Ok(rows),
     }
 }

@@ -25,20 +25,16 @@ impl ShardRows {
                 "{} documents; the loader numbers them with 32 bits",
                 shard.num_documents()
             );
-            return Err(DataError::BadShard {
-                path: with_ending(shard.prefix(), ".idx"),
-                what,
-            });
+            return Err(DataError::shard(&with_ending(shard.prefix(), ".idx"), what));
         }
         let first = Epoch::new(&shard, config, 0);
         let samples_per_epoch = first.num_samples();
         if samples_per_epoch == 0 {
-            return Err(DataError::TooFewTokens {
-                path: with_ending(shard.prefix(), ".bin"),
-                num_tokens: shard.num_tokens(),
-                num_documents: shard.num_documents(),
-                seq_len: config.seq_len,
-            });
+            let [tokens, documents] = [shard.num_tokens(), shard.num_documents()];
+            let seq_len = config.seq_len;
+            let what = format!("{tokens} tokens in {documents} documents give no sample of seq_len {seq_len}");
+            let path = with_ending(shard.prefix(), ".bin");
+            return Err(DataError::file(&path, what, "give more text or lower seq_len"));
         }
         Ok(Self {
             shard,

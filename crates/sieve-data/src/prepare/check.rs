@@ -60,7 +60,7 @@ impl ShardCheck {
     pub fn result(&self) -> Result<(), DataError> {
         match self.found.get().cloned() {
             None => Ok(()),
-            Some((path, what)) => Err(DataError::BadShard { path, what }),
+            Some((path, what)) => Err(DataError::shard(&path, what)),
         }
     }
 }

@@ -143,10 +143,7 @@ impl PreparedMeta {
     pub(super) fn read(dir: &Path) -> Result<Self, DataError> {
         let path = path(dir);
         let bytes = fs::read(&path).map_err(DataError::io("read", &path))?;
-        let bad = |what: String| DataError::BadMeta {
-            path: path.clone(),
-            what,
-        };
+        let bad = |what: String| DataError::meta(&path, what);
         // The version first: the rest of another version need not fit.
         let value: serde_json::Value = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
         match value.get("format_version").and_then(serde_json::Value::as_u64) {
@@ -184,10 +181,8 @@ impl PreparedMeta {
                 let path = with_ending(&dir.join(&name), ending);
                 let found = fs::metadata(&path).map_err(DataError::io("read", &path))?.len();
                 if found != wanted {
-                    return Err(DataError::BadShard {
-                        path,
-                        what: format!("{found} bytes, but meta.json says {wanted}"),
-                    });
+                    let what = format!("{found} bytes, but meta.json says {wanted}");
+                    return Err(DataError::shard(&path, what));
                 }
             }
         }
@@ -227,10 +222,7 @@ pub(super) fn document_sizes_json(sizes: &[DocumentSize]) -> Vec<u8> {
 /// A file that cannot be read, is of another version, or whose lists differ in length.
 pub fn read_document_sizes(path: &Path) -> Result<Vec<DocumentSize>, DataError> {
     let bytes = fs::read(path).map_err(DataError::io("read", path))?;
-    let bad = |what: String| DataError::BadMeta {
-        path: path.to_path_buf(),
-        what,
-    };
+    let bad = |what: String| DataError::meta(path, what);
     let sizes: DocumentSizes = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
     if sizes.format_version != FORMAT_VERSION {
         return Err(bad(format!(

@@ -130,14 +130,17 @@ impl Plan<'_> {
         for (number, split) in partial.splits.iter().enumerate() {
             if split.meta.num_documents == 0 {
                 let reports = &partial.place.done[num_before..];
-                return Err(DataError::EmptySplit {
-                    split: split.name.clone(),
-                    num_documents: match reports.get(number) {
-                        Some(report) => report.num_documents,
-                        None => reports.iter().map(|report| report.num_documents).sum(),
-                    },
-                    validation_fraction: fraction,
-                });
+                let num_documents = match reports.get(number) {
+                    Some(report) => report.num_documents,
+                    None => reports.iter().map(|report| report.num_documents).sum(),
+                };
+                let name = &split.name;
+                let what = format!(
+                    "the {name} split holds no document: {num_documents} documents, validation_fraction {fraction}"
+                );
+                let hint = "name text to validate on with [validation] paths, change validation_fraction, or give \
+                    more text";
+                return Err(DataError::refused(what, hint));
             }
         }
         progress(Progress::Writing);

@@ -48,26 +48,16 @@ impl Place {
     }
 
     fn config<'a>(&self) -> PrepareConfig<'a> {
-        PrepareConfig {
-            dir: self.out(),
-            validation: ValidationSource::Fraction(0.2),
-            on_change: OnChange::Refuse,
-        }
+        self.holding_out(0.2)
     }
 
     fn replacing<'a>(&self) -> PrepareConfig<'a> {
-        PrepareConfig {
-            on_change: OnChange::Replace,
-            ..self.config()
-        }
+        replacing(self.out(), 0.2)
     }
 
     /// This part of the documents is held out.
     fn holding_out<'a>(&self, fraction: f64) -> PrepareConfig<'a> {
-        PrepareConfig {
-            validation: ValidationSource::Fraction(fraction),
-            ..self.config()
-        }
+        holding_out(self.out(), fraction)
     }
 
     fn prepare(&self, config: &PrepareConfig) -> Result<Prepared, DataError> {
@@ -77,6 +67,29 @@ impl Place {
     fn files(&self) -> Vec<(String, Vec<u8>)> {
         files(&self.out())
     }
+}
+
+/// A part of the documents is held out; another preparation in the folder is refused.
+fn holding_out<'a>(dir: PathBuf, fraction: f64) -> PrepareConfig<'a> {
+    PrepareConfig {
+        dir,
+        validation: ValidationSource::Fraction(fraction),
+        on_change: OnChange::Refuse,
+    }
+}
+
+/// The same, and another preparation is replaced.
+fn replacing<'a>(dir: PathBuf, fraction: f64) -> PrepareConfig<'a> {
+    PrepareConfig {
+        on_change: OnChange::Replace,
+        ..holding_out(dir, fraction)
+    }
+}
+
+/// The documents of a shard as text.
+fn decoded(tokenizer: &Tokenizer, shard: &ShardReader) -> Vec<String> {
+    let decode = |ids: Vec<u32>| tokenizer.decode(&ids).unwrap();
+    documents(shard).into_iter().map(decode).collect()
 }
 
 /// Names and bytes of a folder's files.
@@ -309,11 +322,8 @@ fn bad_settings_and_empty_splits_are_refused() {
     ] {
         refusal(place.prepare(&place.holding_out(fraction)), words);
     }
-    let config = PrepareConfig {
-        dir: "/proc/nowhere".into(),
-        ..place.config()
-    };
-    refusal(place.prepare(&config), "/proc/nowhere");
+    let nowhere = holding_out("/proc/nowhere".into(), 0.2);
+    refusal(place.prepare(&nowhere), "/proc/nowhere");
     let left = place.files();
     assert!(left.iter().all(|(name, _)| name == LOCK), "{left:?}");
 }
@@ -362,11 +372,7 @@ fn prepare_for_ever() {
     let corpus = Corpus::open(CorpusConfig::text(vec![dir.join("text").to_str().unwrap().to_owned()])).unwrap();
     let tokenizer = Tokenizer::from_file(&dir.join("tokenizer.json")).unwrap();
     for fraction in [0.2, 0.3].into_iter().cycle() {
-        let config = PrepareConfig {
-            dir: dir.join("out"),
-            validation: ValidationSource::Fraction(fraction),
-            on_change: OnChange::Replace,
-        };
+        let config = replacing(dir.join("out"), fraction);
         prepare(std::slice::from_ref(&corpus), &tokenizer, &config, &|_| {}).unwrap();
         fs::write(dir.join(AT_WORK), "").unwrap();
     }

@@ -31,8 +31,7 @@ impl ShardReader {
         let idx_path = with_ending(prefix, ".idx");
         let idx = MappedFile::open(&idx_path)?;
         let bin = MappedFile::open(&with_ending(prefix, ".bin"))?;
-        let layout =
-            Layout::check(&idx, bin.len() as u64).map_err(|what| DataError::BadShard { path: idx_path, what })?;
+        let layout = Layout::check(&idx, bin.len() as u64).map_err(|what| DataError::shard(&idx_path, what))?;
         Ok(Self {
             prefix: prefix.to_path_buf(),
             bin,
@@ -50,10 +49,8 @@ impl ShardReader {
         let num_sequences = |document: &u64| self.layout.num_sequences_of(&self.idx, *document);
         if let Some(document) = (0..self.num_documents()).find(|document| num_sequences(document) != 2) {
             let found = num_sequences(&document);
-            return Err(DataError::BadShard {
-                path: with_ending(&self.prefix, ".idx"),
-                what: format!("document {document} has {found} sequences, not a prompt and a text"),
-            });
+            let what = format!("document {document} has {found} sequences, not a prompt and a text");
+            return Err(DataError::shard(&with_ending(&self.prefix, ".idx"), what));
         }
         Ok(Self {
             has_prompts: true,
@@ -176,13 +173,10 @@ impl ShardReader {
         if let Some(&token) = out[already..].iter().find(|&&token| token >= limit) {
             out.truncate(already);
             let path = with_ending(&self.prefix, ".bin");
-            let token = i64::from(token as i32);
-            return Err(DataError::TokenOutOfVocabulary {
-                path,
-                document,
-                token,
-                vocab_size,
-            });
+            let token = token as i32;
+            let what = format!("document {document} holds token {token}, outside a vocabulary of {vocab_size}");
+            let hint = "the shard was made with another tokenizer than the model's";
+            return Err(DataError::file(&path, what, hint));
         }
         Ok(())
     }

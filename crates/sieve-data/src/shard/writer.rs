@@ -140,18 +140,18 @@ impl ShardWriter {
     }
 
     fn push_sequence(&mut self, document: &[u32]) -> Result<(), DataError> {
-        let length = i32::try_from(document.len()).map_err(|_| DataError::BadSetting {
-            name: "document",
-            reason: format!(
-                "{} tokens are more than a Megatron-LM shard can hold in one sequence",
-                document.len()
-            ),
+        let bad = |reason: String| DataError::setting("document", reason);
+        let num_tokens = document.len();
+        let length = i32::try_from(num_tokens).map_err(|_| {
+            bad(format!(
+                "{num_tokens} tokens are more than a Megatron-LM shard can hold in one sequence"
+            ))
         })?;
         if let Some(&token) = document.iter().find(|&&token| token as usize >= self.vocab_size) {
-            return Err(DataError::BadSetting {
-                name: "document",
-                reason: format!("token {token} is outside the vocabulary of {}", self.vocab_size),
-            });
+            return Err(bad(format!(
+                "token {token} is outside the vocabulary of {}",
+                self.vocab_size
+            )));
         }
         self.bytes.clear();
         match self.dtype {
@@ -222,10 +222,7 @@ impl FinishedShard {
 fn check_vocab_size(vocab_size: usize) -> Result<(), DataError> {
     if vocab_size > i32::MAX as usize {
         let reason = format!("{vocab_size} is more than 31 bits can number");
-        return Err(DataError::BadSetting {
-            name: "vocab_size",
-            reason,
-        });
+        return Err(DataError::setting("vocab_size", reason));
     }
     Ok(())
 }

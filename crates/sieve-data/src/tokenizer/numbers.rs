@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{END_OF_TEXT, Tokenizer};
+use super::{END_OF_TEXT, Tokenizer, not_trained};
 use crate::error::DataError;
 
 impl Tokenizer {
@@ -13,10 +13,8 @@ impl Tokenizer {
     /// A `count` below 2.
     pub fn numbers(count: usize) -> Result<Self, DataError> {
         if count < 2 {
-            return Err(DataError::BadSetting {
-                name: "numbers",
-                reason: format!("{count} is too small: token 0 ends a text"),
-            });
+            let reason = format!("{count} is too small: token 0 ends a text");
+            return Err(DataError::setting("numbers", reason));
         }
         let words = (1..count).map(|number| (number.to_string(), Value::from(number)));
         let vocab = [(END_OF_TEXT.to_owned(), Value::from(0))]
@@ -32,7 +30,7 @@ impl Tokenizer {
             "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
             "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
         });
-        Self::from_bytes(tokenizer.to_string().as_bytes()).map_err(|reason| DataError::TokenizerTraining { reason })
+        Self::from_bytes(tokenizer.to_string().as_bytes()).map_err(not_trained)
     }
 }
 

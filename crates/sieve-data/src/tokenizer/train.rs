@@ -6,7 +6,7 @@ use tokenizers::{AddedToken, Tokenizer as HfTokenizer, Trainer};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::words::{byte_chars, in_byte_chars, words};
-use super::{END_OF_TEXT, PAD, Tokenizer};
+use super::{END_OF_TEXT, PAD, Tokenizer, not_trained};
 use crate::corpus::Corpus;
 use crate::error::DataError;
 
@@ -59,12 +59,8 @@ impl Tokenizer {
                 "{vocab_size} is too small: 256 bytes and 2 special tokens take {MIN_VOCAB_SIZE}\n  \
                  hint: use {MIN_VOCAB_SIZE} or more"
             );
-            return Err(DataError::BadSetting {
-                name: "vocab_size",
-                reason,
-            });
+            return Err(DataError::setting("vocab_size", reason));
         }
-        let failed = |reason: String| DataError::TokenizerTraining { reason };
         let special_tokens = [END_OF_TEXT, PAD].map(|token| AddedToken::from(token, true)).to_vec();
         let mut trainer = BpeTrainer::builder()
             .vocab_size(vocab_size)
@@ -80,7 +76,7 @@ impl Tokenizer {
                 Ok(words(text).map(|word| in_byte_chars(word, &byte_chars)).collect())
             })
             .and_then(|()| trainer.train(&mut model))
-            .map_err(|error| failed(error.to_string()))?;
+            .map_err(|error| not_trained(error.to_string()))?;
 
         // No space is put before a text, so that decoding gives back exactly what was encoded.
         let byte_level = ByteLevel::new(false, false, true);
@@ -88,9 +84,9 @@ impl Tokenizer {
         inner.with_pre_tokenizer(Some(byte_level));
         inner.with_decoder(Some(byte_level));
         inner.add_special_tokens(&special_tokens);
-        let tokenizer = Self::from_inner(inner).map_err(failed)?;
+        let tokenizer = Self::from_inner(inner).map_err(not_trained)?;
         if tokenizer.vocab_size() != vocab_size {
-            return Err(failed(format!(
+            return Err(not_trained(format!(
                 "the text gives only {found} of {vocab_size} tokens\n  \
                  hint: lower vocab_size to {found}, or train on more text",
                 found = tokenizer.vocab_size()

@@ -1,7 +1,7 @@
 //! Asks a model about long texts.
 use super::{LongSource, LongTexts, NUM_WRONG};
 use crate::continuation::Continuation;
-use crate::input::check_vocabulary;
+use crate::input::{check_length, check_vocabulary};
 use crate::needle::rank;
 use crate::{EvalError, LayerPath, Selection, TaskModel};
 use serde::Serialize;
@@ -93,12 +93,7 @@ pub fn ask_long<B: DeviceBackend>(
     observe: &mut dyn FnMut(usize),
 ) -> Result<Vec<SampleScore>, EvalError> {
     let shape = model.model.shape();
-    if texts.length > shape.max_seq_len {
-        return Err(EvalError::TooLong {
-            num_tokens: texts.length,
-            context: shape.max_seq_len,
-        });
-    }
+    check_length(texts.length, shape)?;
     let tokenizer = model.tokenizer;
     let (eos_id, most) = (tokenizer.eos_id()?, texts.task.max_new_tokens());
     let num_tokens = tokenizer.vocab_size().min(shape.vocab_size);
@@ -118,9 +113,7 @@ pub fn ask_long<B: DeviceBackend>(
         let mut said = Vec::new();
         let (mut answer, mut score) = (String::new(), 0.0);
         while said.len() < most && score < 1.0 {
-            let token = first_of_largest(&logits[..num_tokens]).ok_or(EvalError::NotFinite {
-                num_tokens: text.cache().num_tokens,
-            })?;
+            let token = first_of_largest(&logits[..num_tokens]).ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
             if token == eos_id {
                 break;
             }

@@ -31,10 +31,10 @@ pub fn long_texts(
     if let super::Kind::Qa(which) = task.kind
         && source.qa[which].is_none()
     {
-        return Err(EvalError::NoQaFile {
-            task: task.name(),
-            option: ["--qa-1", "--qa-2"][which],
-        });
+        let (name, option) = (task.name(), ["--qa-1", "--qa-2"][which]);
+        let what = format!("{name} asks the questions of a published file, which is not inside the program");
+        let hint = format!("give the file with {option}, or leave the task out of --tasks");
+        return Err(EvalError::refused(what, hint));
     }
     let maker = Maker {
         task,
@@ -128,10 +128,11 @@ impl Maker<'_> {
     }
 
     fn too_short(&self, needed: usize) -> EvalError {
-        EvalError::LengthTooShort {
-            task: self.task.name(),
-            length: self.length,
-            needed: needed + self.task.max_new_tokens(),
-        }
+        let needed = needed + self.task.max_new_tokens();
+        let (task, length) = (self.task.name(), self.length);
+        let what =
+            format!("the shortest text of {task} takes {needed} tokens of this tokenizer, and the length is {length}");
+        let hint = format!("use --lengths {needed} or more for it, or leave the task out");
+        EvalError::refused(what, hint)
     }
 }

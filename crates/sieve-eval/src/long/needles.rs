@@ -54,42 +54,25 @@ pub(super) struct Needles {
 impl Needles {
     /// Of RULER's name; the caller knows that it is one.
     pub(super) fn of(name: &str) -> Self {
-        let plain = Self {
-            hay: Hay::Essay,
-            keys: Thing::Words,
-            values: Thing::Numbers,
-            num_keys: 1,
-            num_values: 1,
-            num_queries: 1,
-        };
-        match name {
-            "niah_single_1" => Self {
-                hay: Hay::Noise,
-                ..plain
-            },
-            "niah_single_2" => plain,
-            "niah_single_3" => Self {
-                values: Thing::Uuids,
-                ..plain
-            },
-            "niah_multikey_1" => Self { num_keys: 4, ..plain },
-            "niah_multikey_2" => Self {
-                hay: Hay::Needles,
-                ..plain
-            },
-            "niah_multikey_3" => Self {
-                hay: Hay::Needles,
-                keys: Thing::Uuids,
-                values: Thing::Uuids,
-                ..plain
-            },
-            "niah_multivalue" => Self { num_values: 4, ..plain },
-            "niah_multiquery" => Self {
-                num_keys: 4,
-                num_queries: 4,
-                ..plain
-            },
+        use Thing::{Numbers, Uuids, Words};
+        let (hay, [keys, values], [num_keys, num_values, num_queries]) = match name {
+            "niah_single_1" => (Hay::Noise, [Words, Numbers], [1, 1, 1]),
+            "niah_single_2" => (Hay::Essay, [Words, Numbers], [1, 1, 1]),
+            "niah_single_3" => (Hay::Essay, [Words, Uuids], [1, 1, 1]),
+            "niah_multikey_1" => (Hay::Essay, [Words, Numbers], [4, 1, 1]),
+            "niah_multikey_2" => (Hay::Needles, [Words, Numbers], [1, 1, 1]),
+            "niah_multikey_3" => (Hay::Needles, [Uuids, Uuids], [1, 1, 1]),
+            "niah_multivalue" => (Hay::Essay, [Words, Numbers], [1, 4, 1]),
+            "niah_multiquery" => (Hay::Essay, [Words, Numbers], [4, 1, 4]),
             other => panic!("{other} is no needle task"),
+        };
+        Self {
+            hay,
+            keys,
+            values,
+            num_keys,
+            num_values,
+            num_queries,
         }
     }
 

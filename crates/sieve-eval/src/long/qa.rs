@@ -64,9 +64,9 @@ impl QaData {
     /// # Errors
     /// Text that is neither, or that holds no question.
     pub fn parse(name: &str, text: &str) -> Result<Self, EvalError> {
-        let refused = |reason: String| EvalError::QaFile {
-            name: name.to_owned(),
-            reason,
+        let refused = |reason: String| {
+            let hint = "give SQuAD 2.0 (dev-v2.0.json) or HotpotQA (hotpot_dev_distractor_v1.json) as published";
+            EvalError::refused(format!("{name}: {reason}"), hint)
         };
         let is_list = text.trim_start().starts_with('[');
         let data = match is_list {

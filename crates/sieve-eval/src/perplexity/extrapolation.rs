@@ -62,11 +62,11 @@ pub fn extrapolation<B: DeviceBackend>(
         }
     }
     if pieces.is_empty() {
-        return Err(EvalError::NoLongDocument {
-            num_documents,
-            longest: longest_document,
-            wanted: longest + 1,
-        });
+        let what = format!(
+            "none of {num_documents} documents has {} tokens; the longest has {longest_document}",
+            longest + 1
+        );
+        return Err(EvalError::refused(what, "give longer documents, or shorter contexts"));
     }
     let num_scored = first.div_ceil(2);
     let uses = vec![WordUse::NoWord; longest + 1];

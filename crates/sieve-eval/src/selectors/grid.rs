@@ -29,9 +29,10 @@ struct File {
 /// # Errors
 /// Text of another form; a name or key that no method has; a table of which every combination is forbidden.
 pub fn selector_grid(file: &str, text: &str) -> Result<(Vec<LayerSelectors>, Vec<SelectError>), EvalError> {
-    let wrong = |problem: String| EvalError::Grid {
-        file: file.to_owned(),
-        problem,
+    let wrong = |problem: String| {
+        let hint = "write selectors = [\"NAME:key=value\", …], or [[grid]] with selector = \"NAME\" and key = \
+            [value, …]";
+        EvalError::refused(format!("{file}: {problem}"), hint)
     };
     let form: File = toml::from_str(text).map_err(|error| wrong(error.message().to_owned()))?;
     let (mut found, mut forbidden) = (Vec::new(), Vec::new());

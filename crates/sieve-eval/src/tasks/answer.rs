@@ -93,9 +93,8 @@ struct Going<'a, 't, B: DeviceBackend> {
 impl<B: DeviceBackend> Going<'_, '_, B> {
     /// Says the likeliest token; `None` at the end.
     fn say(&mut self, num_tokens: usize, eos_id: u32, matching: &Matching) -> Result<Option<u32>, EvalError> {
-        let token = first_of_largest(&self.logits[..num_tokens]).ok_or(EvalError::NotFinite {
-            num_tokens: self.text.cache().num_tokens,
-        })?;
+        let token =
+            first_of_largest(&self.logits[..num_tokens]).ok_or(EvalError::NotFinite(self.text.cache().num_tokens))?;
         if token == eos_id || self.num_said == matching.max_new_tokens {
             return Ok(None);
         }

@@ -374,7 +374,7 @@ impl Layout {
             let ending = endings[&place];
             if !ending.log_likelihood.is_finite() {
                 let num_tokens = self.tokens.len();
-                return Err(EvalError::NotFinite { num_tokens });
+                return Err(EvalError::NotFinite(num_tokens));
             }
             keep(place, ending, num_scored);
         }

@@ -2,7 +2,6 @@
 use super::template::{Filter, Template, texts};
 use super::text_scores::TextScore;
 use crate::EvalError;
-use crate::error::nearest;
 use serde::{Deserialize, Serialize};
 use sieve_data::TableRow;
 
@@ -159,13 +158,10 @@ impl Task {
     /// # Errors
     /// No task of this name; the nearest is named.
     pub fn ready(name: &str) -> Result<Self, EvalError> {
-        let known = || READY_TASKS.iter().map(|(name, _)| *name);
         let Some((_, text)) = READY_TASKS.iter().find(|(known, _)| *known == name) else {
-            return Err(EvalError::UnknownTask {
-                name: name.to_owned(),
-                nearest: nearest(name, known()),
-                known: known().collect::<Vec<_>>().join(", "),
-            });
+            let known = READY_TASKS.map(|(name, _)| name);
+            let more = "; one of your own is a TOML file, named by its path";
+            return Err(EvalError::unknown_task(name, &known, more));
         };
         Self::parse(name, text)
     }
@@ -175,10 +171,7 @@ impl Task {
     /// # Errors
     /// No TOML, an unknown key, a template that cannot be read, keys that do not go together.
     pub fn parse(name: &str, text: &str) -> Result<Self, EvalError> {
-        Self::compile(name, text).map_err(|reason| EvalError::Task {
-            task: name.to_owned(),
-            reason,
-        })
+        Self::compile(name, text).map_err(|reason| EvalError::task(name, reason))
     }
 
     fn compile(name: &str, text: &str) -> Result<Self, String> {
@@ -285,10 +278,8 @@ impl Task {
     /// The questions of a table; rows count from 1 in errors.
     pub(super) fn questions(&self, rows: &[TableRow]) -> Result<Vec<Question>, EvalError> {
         let questions = rows.iter().enumerate().map(|(n, row)| {
-            self.question(row).map_err(|what| EvalError::Task {
-                task: self.name.clone(),
-                reason: format!("row {} {what}", n + 1),
-            })
+            self.question(row)
+                .map_err(|what| EvalError::task(&self.name, format!("row {} {what}", n + 1)))
         });
         questions.collect()
     }
@@ -340,10 +331,9 @@ impl Task {
 
     /// A row with its answer, as an example before a question.
     pub(super) fn shot(&self, row: &TableRow) -> Result<String, EvalError> {
-        let question = self.question(row).map_err(|what| EvalError::Task {
-            task: self.name.clone(),
-            reason: format!("an example {what}"),
-        })?;
+        let question = self
+            .question(row)
+            .map_err(|what| EvalError::task(&self.name, format!("an example {what}")))?;
         let right = question.label.unwrap_or(0);
         let of = |list: &[String]| list[right.min(list.len() - 1)].clone();
         Ok(format!(

@@ -2,12 +2,13 @@ use super::likelihood::{Pair, after_prompts, likelihoods};
 use super::*;
 use crate::test_model::tiny_model;
 use crate::{GenerateConfig, Generator, Sampling, logits};
+use burn_flex::{Flex, FlexDevice};
 use sieve_core::{Attention, DmaShape};
 use sieve_data::{BpeConfig, Corpus, CorpusConfig};
 use sieve_testing::refusal;
 
 /// A tokenizer of 31 tokens is too small for bytes: words of a list, white space between them.
-fn tokenizer(folder: &std::path::Path) -> Tokenizer {
+fn tokenizer() -> Tokenizer {
     let vocab: serde_json::Map<String, serde_json::Value> = (0..30u32)
         .map(|id| (format!("t{id}"), id.into()))
         .chain([("<|endoftext|>".to_owned(), 30u32.into())])
@@ -17,7 +18,8 @@ fn tokenizer(folder: &std::path::Path) -> Tokenizer {
         "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"},
     });
-    let path = folder.join("tokenizer.json");
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("tokenizer.json");
     std::fs::write(&path, json.to_string()).expect("writable");
     Tokenizer::from_file(&path).expect("a tokenizer")
 }
@@ -44,17 +46,20 @@ fn piqa(num_rows: usize) -> Vec<TableRow> {
 }
 
 fn ask(attention: Attention, task: &str, data: &TaskRows, run: TaskRun) -> Result<TaskReport, EvalError> {
-    let folder = tempfile::tempdir().expect("a folder");
-    let tokenizer = tokenizer(folder.path());
+    let tokenizer = tokenizer();
     let (model, device) = (tiny_model(attention, 64), Default::default());
-    let model = TaskModel {
-        model: &model,
-        tokenizer: &tokenizer,
-        device: &device,
-    };
+    let model = asked(&model, &tokenizer, &device);
     let task = Task::ready(task).expect("ready");
     let texts = TaskTexts::new(&task, data, run, &tokenizer, 64)?;
     run_task(&model, &texts, None, &mut |_, _| {})
+}
+
+fn asked<'a>(model: &'a Qwen3<Flex>, tokenizer: &'a Tokenizer, device: &'a FlexDevice) -> TaskModel<'a, Flex> {
+    TaskModel {
+        model,
+        tokenizer,
+        device,
+    }
 }
 
 const ZERO_SHOT: TaskRun = TaskRun {
@@ -65,8 +70,7 @@ const ZERO_SHOT: TaskRun = TaskRun {
 
 #[test]
 fn packed_rows_give_each_pair_what_it_has_alone() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let tokenizer = tokenizer(folder.path());
+    let tokenizer = tokenizer();
     let device = Default::default();
     for attention in [Attention::Mha, Attention::swa(3)] {
         let model = tiny_model(attention, 64);
@@ -87,11 +91,7 @@ fn packed_rows_give_each_pair_what_it_has_alone() {
                 pair.expect("known words").expect("something to score")
             })
             .collect();
-        let asked = TaskModel {
-            model: &model,
-            tokenizer: &tokenizer,
-            device: &device,
-        };
+        let asked = asked(&model, &tokenizer, &device);
         let questions: Vec<Vec<Pair>> = pairs.iter().map(|pair| vec![pair.clone()]).collect();
         let found = likelihoods(&asked, &questions, true, None, &mut |_| {}).expect("finite");
         for (pair, found) in pairs.iter().zip(&found) {
@@ -197,8 +197,7 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
         let rows = rows(&[row.to_string()]);
         TaskRows { rows, examples: None }
     };
-    let (folder, context) = (tempfile::tempdir().expect("a folder"), 64 + 32);
-    let tokenizer = tokenizer(folder.path());
+    let (tokenizer, context) = (tokenizer(), 64 + 32);
     let task = Task::ready("longbench_hotpotqa").expect("ready");
     let words: Vec<String> = (0..200).map(|n| format!("t{}", n % 30)).collect();
     let run = TaskRun {
@@ -233,14 +232,9 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
 /// Prompts shorter than half the room, longer than that, and longer than the room, of all data sets.
 #[test]
 fn every_longbench_task_takes_short_and_long_prompts() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let tokenizer = tokenizer(folder.path());
+    let tokenizer = tokenizer();
     let (model, device) = (tiny_model(Attention::Mha, 1024), Default::default());
-    let asked = TaskModel {
-        model: &model,
-        tokenizer: &tokenizer,
-        device: &device,
-    };
+    let asked = asked(&model, &tokenizer, &device);
     let run = TaskRun {
         truncate: true,
         ..ZERO_SHOT
@@ -316,8 +310,7 @@ fn kinds() -> [Attention; 3] {
 /// Prompts of one question that go in once, and prompts read through the cache, give each ending what it gets alone.
 #[test]
 fn endings_of_a_shared_prompt_get_what_they_get_alone() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let tokenizer = tokenizer(folder.path());
+    let tokenizer = tokenizer();
     let device = Default::default();
     let text = |from: usize, len: usize| {
         let words = (from..from + len).map(|k| format!("t{}", k * k % 30));
@@ -340,11 +333,7 @@ fn endings_of_a_shared_prompt_get_what_they_get_alone() {
         .collect();
     for attention in kinds() {
         let model = tiny_model(attention, 64);
-        let asked = TaskModel {
-            model: &model,
-            tokenizer: &tokenizer,
-            device: &device,
-        };
+        let asked = asked(&model, &tokenizer, &device);
         let ask = |questions: &[Vec<Pair>]| likelihoods(&asked, questions, true, None, &mut |_| {}).expect("finite");
         let flat = questions.iter().flatten();
         let alone: Vec<Vec<Pair>> = flat.map(|pair| vec![pair.clone()]).collect();
@@ -375,8 +364,7 @@ fn endings_of_a_shared_prompt_get_what_they_get_alone() {
 /// More prompts than go on together, of several lengths and ends, against one after another.
 #[test]
 fn answers_of_many_prompts_are_those_of_each_alone() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let tokenizer = tokenizer(folder.path());
+    let tokenizer = tokenizer();
     let device = Default::default();
     let text = "measure = \"generation\"\nprompt = \"{q}\"\nanswers = \"a\"\nmax_new_tokens = 9\nstop = [\"t1\", \
         \"t2\"]";
@@ -386,11 +374,7 @@ fn answers_of_many_prompts_are_those_of_each_alone() {
         .collect();
     for attention in kinds() {
         let model = tiny_model(attention, 64);
-        let asked = TaskModel {
-            model: &model,
-            tokenizer: &tokenizer,
-            device: &device,
-        };
+        let asked = asked(&model, &tokenizer, &device);
         let mut heard = Vec::new();
         let found = answers(&asked, &prompts, &task.matching, None, &mut |n| heard.push(n));
         let found = found.expect("answers");

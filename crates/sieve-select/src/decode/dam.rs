@@ -91,15 +91,14 @@ impl DamCapture {
     /// A call with context, or of another number of heads.
     pub fn add(&mut self, call: &Call<'_>) -> Result<(), SelectError> {
         if call.shape.context() > 0 || call.shape.num_heads != self.sums.len() {
-            return Err(SelectError::Shape {
-                problem: format!(
-                    "calibration takes whole sequences of {} heads, got {} heads and a context of {}",
-                    self.sums.len(),
-                    call.shape.num_heads,
-                    call.shape.context()
-                ),
-                hint: "run one layer's sequences from token 0 through one capture",
-            });
+            let problem = format!(
+                "calibration takes whole sequences of {} heads, got {} heads and a context of {}",
+                self.sums.len(),
+                call.shape.num_heads,
+                call.shape.context()
+            );
+            let hint = "run one layer's sequences from token 0 through one capture";
+            return Err(SelectError::refused(problem, hint));
         }
         let n = call.shape.num_queries.min(self.calibration.capture);
         self.add_rows(call, n);

@@ -59,7 +59,7 @@ impl Selector {
         let Some((key, _)) = items.iter().find(|item| !used.contains(&item.0)) else {
             return Ok(());
         };
-        let (selector, key) = (self.name().to_owned(), (*key).to_owned());
+        let (selector, key) = (self.name(), *key);
         let known: Vec<String> = self.all_items().into_iter().map(|item| item.0).collect();
         if known.is_empty() {
             return Err(SelectError::Value {
@@ -68,15 +68,17 @@ impl Selector {
                 hint: "leave the colon and what follows out".to_owned(),
             });
         }
-        Err(match common_items(&self.common).any(|item| item.0 == key) {
-            true => SelectError::UnusedKey { selector, key, known },
-            false => SelectError::UnknownKey {
-                selector,
-                nearest: nearest(&key, known.iter().map(String::as_str)),
-                key,
-                known,
-            },
-        })
+        let problem = match common_items(&self.common).any(|item| item.0 == key) {
+            true => format!("{selector} takes no {key}: it would change nothing"),
+            false => {
+                let nearest = nearest(key, known.iter().map(String::as_str));
+                format!("{selector} has no key {key:?}, did you mean {nearest}?")
+            }
+        };
+        Err(SelectError::refused(
+            problem,
+            format!("its keys are {}", known.join(", ")),
+        ))
     }
 
     /// The same selector with one setting changed.
@@ -174,11 +176,10 @@ fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectErro
     let Some(mut method) = Method::read(name, items)? else {
         let names = ENTRIES.iter().map(|entry| entry.name);
         let known: Vec<&'static str> = names.chain(["dense"]).collect();
-        return Err(SelectError::UnknownName {
-            name: name.to_owned(),
-            nearest: nearest(name, known.iter().copied()),
-            known,
-        });
+        let nearest = nearest(name, known.iter().copied());
+        let problem = format!("there is no selector {name:?}, did you mean {nearest}?");
+        let hint = format!("the selectors are {}", known.join(", "));
+        return Err(SelectError::refused(problem, hint));
     };
     match &mut method {
         Method::Xattention(config) => config.load()?,

@@ -173,10 +173,7 @@ fn flag(args: &PatternsArgs) -> Result<String> {
 /// Tokens of a prompt. Refuses what the model cannot do before any text is read.
 fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usize> {
     if shape.attention != Attention::Mha {
-        return Err(EvalError::NotDense {
-            selector: args.method.name().to_owned(),
-        }
-        .into());
+        return Err(EvalError::NotDense(args.method.name().to_owned()).into());
     }
     let context = shape.max_seq_len;
     let length = match (&args.method, args.length) {

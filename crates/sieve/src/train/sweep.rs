@@ -312,22 +312,15 @@ mod tests {
             row(another, Some(1.6)),
         ];
         let text = table(&rows).join("\n");
-        assert!(
-            text.contains("optimizer.lr=1e-3                     2.00000       1.41421\n"),
-            "{text}"
-        );
-        assert!(
-            text.contains("optimizer.lr=3e-3                     1.50000       0.14142  best\n"),
-            "{text}"
-        );
-        assert!(
-            text.contains("best: optimizer.lr=3e-3, by the mean of 2 seeds\n"),
-            "{text}"
-        );
-        assert!(
-            text.ends_with("0.50000 below the next, less than the seeds' spread of 1.41421: try more seeds"),
-            "{text}"
-        );
+        for words in [
+            "optimizer.lr=1e-3                     2.00000       1.41421\n",
+            "optimizer.lr=3e-3                     1.50000       0.14142  best\n",
+            "best: optimizer.lr=3e-3, by the mean of 2 seeds\n",
+        ] {
+            assert!(text.contains(words), "{text}");
+        }
+        let end = "0.50000 below the next, less than the seeds' spread of 1.41421: try more seeds";
+        assert!(text.ends_with(end), "{text}");
         assert_eq!(text.matches("  best").count(), 1, "{text}");
 
         let rows = [row("training.seed=0", Some(1.0)), row("training.seed=1", Some(1.5))];

@@ -29,47 +29,47 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &Attention, rul
     rules.require(
         !matches!(attention, Attention::Mla(_)) || types.iter().all(is_own),
         KEY,
-        || format!("holds \"mha\", but attention.kind = \"{kind}\" shares no model with dense layers"),
-        || "leave it out, or take kind swa, nsa, dma, infllm_v2, moba or msa".to_owned(),
+        format!("holds \"mha\", but attention.kind = \"{kind}\" shares no model with dense layers"),
+        "leave it out, or take kind swa, nsa, dma, infllm_v2, moba or msa",
     );
     for name in types {
         rules.require(
             is_own(name) || name == "mha",
             KEY,
-            || format!("holds \"{name}\", which is neither \"sparse\", attention.kind, \"shared\" nor \"mha\""),
-            || "[\"sparse\", \"sparse\", \"sparse\", \"mha\"] makes every fourth layer dense".to_owned(),
+            format!("holds \"{name}\", which is neither \"sparse\", attention.kind, \"shared\" nor \"mha\""),
+            "[\"sparse\", \"sparse\", \"sparse\", \"mha\"] makes every fourth layer dense",
         );
     }
     let has_shared = types.iter().any(|name| name == SHARED_LAYER);
     rules.require(
         !has_shared || matches!(attention.form(), AttentionForm::Blocks(_)),
         KEY,
-        || format!("holds \"shared\", but layers of attention.kind = \"{kind}\" choose no blocks to share"),
-        || "take kind infllm_v2, moba or msa, or name \"sparse\" in its place".to_owned(),
+        format!("holds \"shared\", but layers of attention.kind = \"{kind}\" choose no blocks to share"),
+        "take kind infllm_v2, moba or msa, or name \"sparse\" in its place",
     );
     let first = types.iter().find(|name| is_own(name));
     rules.require(
         first.is_none_or(chooses),
         KEY,
-        || "begins with \"shared\", and no layer before it chooses blocks".to_owned(),
-        || "[\"sparse\", \"shared\"] makes every second layer read the blocks of the one before".to_owned(),
+        "begins with \"shared\", and no layer before it chooses blocks",
+        "[\"sparse\", \"shared\"] makes every second layer read the blocks of the one before",
     );
     if types.is_empty() {
-        let hint = || "leave it out: every layer then has the kind of [attention]".to_owned();
-        return rules.require(false, KEY, || "is an empty list".to_owned(), hint);
+        let hint = "leave it out: every layer then has the kind of [attention]";
+        return rules.require(false, KEY, "is an empty list", hint);
     }
     rules.require(
         types.iter().any(is_own),
         KEY,
-        || "holds dense layers alone".to_owned(),
-        || "name \"sparse\" at least once, or set attention.kind to \"mha\"".to_owned(),
+        "holds dense layers alone",
+        "name \"sparse\" at least once, or set attention.kind to \"mha\"",
     );
     let (layers, length) = (model.num_hidden_layers, types.len());
     rules.require(
         layers.is_multiple_of(length),
         KEY,
-        || format!("has {length} entries, which do not divide num_hidden_layers = {layers}"),
-        || "the list is repeated over the layers".to_owned(),
+        format!("has {length} entries, which do not divide num_hidden_layers = {layers}"),
+        "the list is repeated over the layers",
     );
 }
 
@@ -78,15 +78,15 @@ fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
     rules.require(
         dma.local_window_size <= window,
         "attention.local_window_size",
-        || format!("is {}, more than keep_window_size = {window}", dma.local_window_size),
-        || format!("{window} keeps the last {window} keys and no other: a sliding window"),
+        format!("is {}, more than keep_window_size = {window}", dma.local_window_size),
+        format!("{window} keeps the last {window} keys and no other: a sliding window"),
     );
     let has_slopes = dma.recency == DmaRecency::Slope;
     rules.require(
         !has_slopes || dma.bias == DmaBias::Linear,
         "attention.bias",
-        || "is \"exp\", but recency = \"slope\" adds to the logit itself".to_owned(),
-        || "set attention.bias = \"linear\"".to_owned(),
+        "is \"exp\", but recency = \"slope\" adds to the logit itself",
+        "set attention.bias = \"linear\"",
     );
     for (key, period) in [
         ("attention.shortest_period", dma.shortest_period),
@@ -95,8 +95,8 @@ fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
         rules.require(
             has_slopes || period.is_none(),
             key,
-            || "needs recency = \"slope\"".to_owned(),
-            || "set attention.recency = \"slope\", or leave the period out".to_owned(),
+            "needs recency = \"slope\"",
+            "set attention.recency = \"slope\", or leave the period out",
         );
     }
     let [first, last] = dma.periods();
@@ -107,8 +107,8 @@ fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
             Some(_) => "attention.longest_period",
             None => "attention.shortest_period",
         },
-        || format!("makes periods of {first} tokens for the first KV head and {last} for the last, which are reversed"),
-        || format!("shortest_period is 64 by default, longest_period four times keep_window_size = {window}"),
+        format!("makes periods of {first} tokens for the first KV head and {last} for the last, which are reversed"),
+        format!("shortest_period is 64 by default, longest_period four times keep_window_size = {window}"),
     );
 }
 
@@ -116,8 +116,8 @@ fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>
     rules.require(
         mla.qk_rope_head_dim.is_multiple_of(2),
         "attention.qk_rope_head_dim",
-        || format!("is {}, but rotary embedding turns pairs", mla.qk_rope_head_dim),
-        || format!("use {}", mla.qk_rope_head_dim + 1),
+        format!("is {}, but rotary embedding turns pairs", mla.qk_rope_head_dim),
+        format!("use {}", mla.qk_rope_head_dim + 1),
     );
     let Some(model) = model else { return };
     for (key, given) in [
@@ -128,16 +128,16 @@ fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>
         rules.require(
             !given,
             key,
-            || "does not go with kind = \"mla\"".to_owned(),
-            || "leave it out; whether MLA norms queries and keys says attention.qk_norm".to_owned(),
+            "does not go with kind = \"mla\"",
+            "leave it out; whether MLA norms queries and keys says attention.qk_norm",
         );
     }
     let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
     rules.require(
         heads == kv_heads,
         "model.num_key_value_heads",
-        || format!("is {kv_heads}, but kind = \"mla\" has keys and values for each of its {heads} heads"),
-        || format!("set model.num_key_value_heads to {heads}; the cache holds the latent alone"),
+        format!("is {kv_heads}, but kind = \"mla\" has keys and values for each of its {heads} heads"),
+        format!("set model.num_key_value_heads to {heads}; the cache holds the latent alone"),
     );
 }
 
@@ -157,8 +157,8 @@ fn check_infllm_v2(infllm: &InfllmV2Shape, rules: &mut Rules<'_>) {
     rules.require(
         local < selected,
         "attention.num_local_blocks",
-        || format!("is {local}, and with the document's first block more than num_selected_blocks = {selected}"),
-        || "half of num_selected_blocks is usual; the first block is one of them, too".to_owned(),
+        format!("is {local}, and with the document's first block more than num_selected_blocks = {selected}"),
+        "half of num_selected_blocks is usual; the first block is one of them, too",
     );
 }
 
@@ -167,13 +167,11 @@ fn check_pieces(select_block_size: usize, rules: &mut Rules<'_>) {
     rules.require(
         select_block_size <= 64 || select_block_size.is_multiple_of(64),
         "attention.select_block_size",
-        || format!("is {select_block_size}, more than 64 and no multiple of it"),
-        || {
-            format!(
-                "{} is; larger blocks are read 64 tokens at a time",
-                select_block_size / 64 * 64
-            )
-        },
+        format!("is {select_block_size}, more than 64 and no multiple of it"),
+        format!(
+            "{} is; larger blocks are read 64 tokens at a time",
+            select_block_size / 64 * 64
+        ),
     );
 }
 
@@ -185,13 +183,11 @@ fn check_strides(stride: usize, compress_block_size: usize, select_block_size: u
         rules.require(
             stride == 0 || size.is_multiple_of(stride),
             key,
-            || format!("is {size}, not a multiple of compress_stride = {stride}"),
-            || {
-                format!(
-                    "{} is; block sizes are multiples of the stride so that compressed blocks map onto selected ones",
-                    size.div_ceil(stride.max(1)).saturating_mul(stride)
-                )
-            },
+            format!("is {size}, not a multiple of compress_stride = {stride}"),
+            format!(
+                "{} is; block sizes are multiples of the stride so that compressed blocks map onto selected ones",
+                size.div_ceil(stride.max(1)).saturating_mul(stride)
+            ),
         );
     }
 }
@@ -207,15 +203,15 @@ fn check_nsa(nsa: &NsaShape, rules: &mut Rules<'_>) {
         (NsaCompression::Mlp, None) => rules.require(
             false,
             "attention.compress_hidden_size",
-            || "is missing; compress = \"mlp\" needs it".to_owned(),
-            || "give the hidden width, like 192, or set compress = \"mean\"".to_owned(),
+            "is missing; compress = \"mlp\" needs it",
+            "give the hidden width, like 192, or set compress = \"mean\"",
         ),
         (NsaCompression::Mlp, Some(_)) => {}
         (NsaCompression::Mean, hidden) => rules.require(
             hidden.is_none(),
             "attention.compress_hidden_size",
-            || "does not go with compress = \"mean\"".to_owned(),
-            || "leave it out, or set compress = \"mlp\"".to_owned(),
+            "does not go with compress = \"mean\"",
+            "leave it out, or set compress = \"mlp\"",
         ),
     }
 }

@@ -5,7 +5,7 @@ use crate::recipe::{AttentionKind, ParallelismSection};
 
 const DEGREE: &str = "parallelism.context_parallel_degree";
 
-pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
+pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rules: &mut Rules<'_>) {
     rules.bounds("parallelism", section);
     let degree = section.context_parallel_degree;
     if degree < 2 {
@@ -13,22 +13,26 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts<'_>,
     }
     let rows = parts
         .training
+        .as_ref()
         .map(|training| ("training.seq_len".to_owned(), training.seq_len));
-    let stages = (1..).zip(parts.stage.unwrap_or_default());
+    let stages = (1..).zip(parts.stage.as_deref().unwrap_or_default());
     let stages = stages.map(|(number, stage)| (format!("stage.{number}.seq_len"), stage.seq_len));
     for (key, seq_len) in rows.into_iter().chain(stages) {
         rules.require(
             seq_len.is_multiple_of(degree),
             DEGREE,
-            || format!("is {degree}, and {key} = {seq_len} cannot be cut into as many equal parts"),
-            || "powers of two are usual for both".to_owned(),
+            format!("is {degree}, and {key} = {seq_len} cannot be cut into as many equal parts"),
+            "powers of two are usual for both",
         );
     }
     rules.require(
-        parts.training.is_none_or(|training| training.guard_replay == 0),
+        parts
+            .training
+            .as_ref()
+            .is_none_or(|training| training.guard_replay == 0),
         "training.guard_replay",
-        || format!("computes whole rows in each process, and {DEGREE} = {degree} cuts them into parts"),
-        || "leave out one of the two".to_owned(),
+        format!("computes whole rows in each process, and {DEGREE} = {degree} cuts them into parts"),
+        "leave out one of the two",
     );
     // Grouped attention and DMA also read the keys of earlier parts; the others exchange tokens for heads alone.
     let by_heads = [
@@ -39,27 +43,25 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts<'_>,
         AttentionKind::Msa,
     ];
     let kind = parts.attention.map(|attention| attention.kind());
-    if let Some((kind, model)) = kind.filter(|kind| by_heads.contains(kind)).zip(parts.model) {
+    if let Some((kind, model)) = kind.filter(|kind| by_heads.contains(kind)).zip(parts.model.as_ref()) {
         let heads = model.num_key_value_heads;
         rules.require(
             heads.is_multiple_of(degree),
             DEGREE,
-            || {
-                format!(
-                    "is {degree}, and attention of kind = {:?} shares out its KV heads: \
+            format!(
+                "is {degree}, and attention of kind = {:?} shares out its KV heads: \
                      model.num_key_value_heads = {heads} is no multiple of that",
-                    kind.name()
-                )
-            },
-            || "choose a divisor of the KV heads; mha, swa and dma take any degree".to_owned(),
+                kind.name()
+            ),
+            "choose a divisor of the KV heads; mha, swa and dma take any degree",
         );
     }
-    if let Some(model) = parts.model {
+    if let Some(model) = &parts.model {
         rules.require(
             model.qk_norm && !model.qkv_bias,
             DEGREE,
-            || format!("is {degree}, and a model with qk_norm = false or qkv_bias = true needs whole rows"),
-            || "leave it out, or train a model with norms of queries and keys".to_owned(),
+            format!("is {degree}, and a model with qk_norm = false or qkv_bias = true needs whole rows"),
+            "leave it out, or train a model with norms of queries and keys",
         );
     }
 }

@@ -5,42 +5,40 @@ use crate::model::AttentionForm;
 use crate::recipe::data::check_weights;
 use crate::recipe::{DataFormat, StageSection};
 
-pub(super) fn check_stages(stages: &[StageSection], parts: &Parts<'_>, rules: &mut Rules<'_>) {
+pub(super) fn check_stages(stages: &[StageSection], parts: &Parts, rules: &mut Rules<'_>) {
     for (number, stage) in (1..).zip(stages) {
         check_stage(number, stage, parts, rules);
     }
     let sum = stages.iter().fold(0usize, |sum, stage| sum.saturating_add(stage.steps));
-    if let Some(training) = parts.training {
+    if let Some(training) = &parts.training {
         rules.require(
             training.steps == sum,
             "training.steps",
-            || format!("is {}, but the stages take {sum} steps", training.steps),
-            || "leave training.steps out; a stage's own are changed as stage.1.steps".to_owned(),
+            format!("is {}, but the stages take {sum} steps", training.steps),
+            "leave training.steps out; a stage's own are changed as stage.1.steps",
         );
     }
 }
 
 /// Dense steps are of kinds whose queries choose blocks in the others.
-pub(super) fn check_dense_steps(parts: &Parts<'_>, rules: &mut Rules<'_>) {
-    let (Some(training), Some(attention)) = (parts.training, parts.attention) else {
+pub(super) fn check_dense_steps(parts: &Parts, rules: &mut Rules<'_>) {
+    let (Some(training), Some(attention)) = (&parts.training, parts.attention) else {
         return;
     };
     rules.require(
         training.dense_steps == 0.0 || matches!(attention.form(), AttentionForm::Blocks(_)),
         "training.dense_steps",
-        || {
-            format!(
-                "does not go with kind = {:?}, whose queries choose no blocks",
-                attention.kind().name()
-            )
-        },
-        || "leave it out, or set attention.kind to infllm_v2, moba or msa".to_owned(),
+        format!(
+            "does not go with kind = {:?}, whose queries choose no blocks",
+            attention.kind().name()
+        ),
+        "leave it out, or set attention.kind to infllm_v2, moba or msa",
     );
 }
 
 /// A run ends with queries that choose what they read.
-pub(super) fn check_warmup(parts: &Parts<'_>, rules: &mut Rules<'_>) {
-    let stages = parts.stage.unwrap_or_default();
+pub(super) fn check_warmup(parts: &Parts, rules: &mut Rules<'_>) {
+    let stages = parts.stage.as_deref().unwrap_or_default();
     let (key, warms_up) = match stages.last() {
         Some(last) => (format!("stage.{}.index_warmup", stages.len()), last.index_warmup),
         None => {
@@ -51,21 +49,21 @@ pub(super) fn check_warmup(parts: &Parts<'_>, rules: &mut Rules<'_>) {
     rules.require(
         warms_up != Some(true),
         &key,
-        || "is true to the end of the run, in which no query would choose its keys".to_owned(),
-        || "end with a [[stage]] that has index_warmup = false".to_owned(),
+        "is true to the end of the run, in which no query would choose its keys",
+        "end with a [[stage]] that has index_warmup = false",
     );
 }
 
-fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
+fn check_stage(number: usize, stage: &StageSection, parts: &Parts, rules: &mut Rules<'_>) {
     let key = |name: &str| format!("stage.{number}.{name}");
     rules.bounds(&format!("stage.{number}"), stage);
-    if let Some(model) = parts.model {
+    if let Some(model) = &parts.model {
         let longest = model.max_position_embeddings;
         rules.require(
             stage.seq_len <= longest,
             &key("seq_len"),
-            || format!("is {}, above model.max_position_embeddings = {longest}", stage.seq_len),
-            || format!("set model.max_position_embeddings to {}", stage.seq_len),
+            format!("is {}, above model.max_position_embeddings = {longest}", stage.seq_len),
+            format!("set model.max_position_embeddings to {}", stage.seq_len),
         );
     }
     if let (Some(window), Some(attention)) = (stage.window, parts.attention) {
@@ -73,45 +71,41 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &m
         rules.require(
             local <= window,
             &key("window"),
-            || format!("is {window}, less than attention.local_window_size = {local}"),
-            || format!("give the stage a window of at least {local}"),
+            format!("is {window}, less than attention.local_window_size = {local}"),
+            format!("give the stage a window of at least {local}"),
         );
         rules.require(
             attention.window().is_some(),
             &key("window"),
-            || {
-                format!(
-                    "does not go with kind = {:?}, which has no window",
-                    attention.kind().name()
-                )
-            },
-            || "leave it out".to_owned(),
+            format!(
+                "does not go with kind = {:?}, which has no window",
+                attention.kind().name()
+            ),
+            "leave it out",
         );
     }
     if let (Some(_), Some(attention)) = (stage.index_warmup, parts.attention) {
         rules.require(
             attention.index_warmup().is_some(),
             &key("index_warmup"),
-            || {
-                format!(
-                    "does not go with kind = {:?}, which has no indexer",
-                    attention.kind().name()
-                )
-            },
-            || "leave it out, or set attention.kind = \"msa\"".to_owned(),
+            format!(
+                "does not go with kind = {:?}, which has no indexer",
+                attention.kind().name()
+            ),
+            "leave it out, or set attention.kind = \"msa\"",
         );
     }
     if let Some(paths) = &stage.paths {
         check_paths(&key("paths"), paths, rules);
-        let is_text = parts.data.is_none_or(|data| data.format != DataFormat::Mqar);
+        let is_text = parts.data.as_ref().is_none_or(|data| data.format != DataFormat::Mqar);
         rules.require(
             is_text,
             &key("paths"),
-            || "is given, but format = \"mqar\" reads no files".to_owned(),
-            || "leave it out".to_owned(),
+            "is given, but format = \"mqar\" reads no files",
+            "leave it out",
         );
     }
-    if let (Some(weights), Some(data)) = (&stage.weights, parts.data) {
+    if let (Some(weights), Some(data)) = (&stage.weights, &parts.data) {
         let own = key("paths");
         let paths = match &stage.paths {
             Some(paths) => (own.as_str(), paths.len()),
@@ -121,15 +115,15 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &m
         rules.require(
             stage.paths.is_some() || data.weights.is_some(),
             &key("weights"),
-            || "is given, but the text of data.paths is read as one".to_owned(),
-            || "give data.weights too, or the stage paths of its own".to_owned(),
+            "is given, but the text of data.paths is read as one",
+            "give data.weights too, or the stage paths of its own",
         );
     }
     let (local, global) = (stage.local_batch_size, stage.global_batch_size);
     rules.require(
         local == 0 || global.is_multiple_of(local),
         &key("global_batch_size"),
-        || format!("is {global}, not a multiple of local_batch_size = {local}"),
-        || "give the stage its own local_batch_size".to_owned(),
+        format!("is {global}, not a multiple of local_batch_size = {local}"),
+        "give the stage its own local_batch_size",
     );
 }

@@ -14,49 +14,35 @@ fn mistakes(error: &RecipeError) -> &[Mistake] {
     }
 }
 
-#[test]
-fn unknown_key_names_section_key_neighbour_and_list() {
-    let text = message("hidden_size = 48", "hiden_size = 48");
-    says(
-        &text,
-        "line 3: model.hiden_size: [model] has no key hiden_size, did you mean hidden_size?",
-    );
-    says(
-        &text,
-        "the keys of [model] are hidden_size, intermediate_size, num_hidden_layers",
-    );
-    says(
-        &text,
-        "line 2: model.hidden_size: is missing; it must be a whole number of at least 0",
-    );
-    assert!(text.starts_with("r.toml is not a valid recipe: 2 mistakes\n"), "{text}");
+/// The keys of all mistakes, in their order.
+fn keys(error: &RecipeError) -> String {
+    let keys = mistakes(error).iter().map(|mistake| mistake.key.as_str());
+    keys.collect::<Vec<_>>().join(" ")
 }
 
 #[test]
-fn misplaced_keys_are_sent_home() {
-    let text = message("lr = 1e-3", "lr = 1e-3\nwarmup_steps = 3");
-    says(&text, "warmup_steps belongs to [lr_scheduler]");
-    let text = message("\n[model]", "seq_len = 3\n[model]");
-    says(
-        &text,
-        "line 1: seq_len: a key must be in a section\n    hint: move it below [training]",
-    );
-}
-
-#[test]
-fn unknown_sections_and_unbuilt_names_are_told_apart() {
-    let text = message("[optimizer]", "[optimiser]");
-    says(&text, "there is no section [optimiser], did you mean optimizer?");
-    says(
-        &text,
-        "section [optimizer] is missing\n    hint: [optimizer] must give lr",
-    );
-    let text = message("[optimizer]", "[[stages]]\nsteps = 3\n[optimizer]");
-    says(&text, "there is no section [stages], did you mean stage?");
-    let text = message("[optimizer]", "[activation_checkpoint]\nmode = \"ful\"\n[optimizer]");
-    says(&text, "there is no \"ful\", did you mean full?");
-    let text = message("kind = \"dma\"", "kind = \"dmaa\"");
-    says(&text, "there is no \"dmaa\", did you mean dma?");
+fn unknown_names_name_section_key_neighbour_and_list_and_misplaced_keys_are_sent_home() {
+    for [from, to, expected] in cases(
+        r#"
+        hidden_size = 48 => hiden_size = 48 => \
+            line 3: model.hiden_size: [model] has no key hiden_size, did you mean hidden_size? | \
+            the keys of [model] are hidden_size, intermediate_size, num_hidden_layers | \
+            line 2: model.hidden_size: is missing; it must be a whole number of at least 0 | \
+            r.toml is not a valid recipe: 2 mistakes\n
+        lr = 1e-3 => lr = 1e-3\nwarmup_steps = 3 => warmup_steps belongs to [lr_scheduler]
+        \n[model] => seq_len = 3\n[model] => \
+            line 1: seq_len: a key must be in a section\n    hint: move it below [training]
+        [optimizer] => [optimiser] => there is no section [optimiser], did you mean optimizer? | \
+            section [optimizer] is missing\n    hint: [optimizer] must give lr
+        [optimizer] => [[stages]]\nsteps = 3\n[optimizer] => there is no section [stages], did you mean stage?
+        [optimizer] => [activation_checkpoint]\nmode = "ful"\n[optimizer] => there is no "ful", did you mean full?
+        kind = "dma" => kind = "dmaa" => there is no "dmaa", did you mean dma?
+    "#,
+    ) {
+        let text = message(from, to);
+        says(&text, expected);
+        assert!(text.starts_with("r.toml is not a valid recipe: "), "{text}");
+    }
 }
 
 #[test]
@@ -209,19 +195,21 @@ fn some_block_is_left_for_eight_bit_floats() {
 
 #[test]
 fn edges_of_the_rules_are_allowed() {
-    for (from, to) in [
-        ("warmup_steps = 7", "warmup_steps = 40"),
-        ("decay_ratio = 0.2", "decay_ratio = 1.0"),
-        ("decay_ratio = 0.2", "decay_ratio = 0"),
-        ("seq_len = 64", "seq_len = 128"),
-        ("head_dim = 10", "head_dim = 2"),
-        ("lr = 1e-3", "lr = 0"),
-        ("keep_window_size = 16", "keep_window_size = 1000"),
-        ("vocab_size = 512", "vocab_size = 258"),
-        ("paths =", "validation_fraction = 1e-9\npaths ="),
-        ("head_dim = 10", "head_dim = 10\nvocab_size = 512"),
-        ("train = { vocab_size = 512 }", "path = \"~/tokenizer.json\""),
-    ] {
+    for [from, to] in cases(
+        r#"
+        warmup_steps = 7 => warmup_steps = 40
+        decay_ratio = 0.2 => decay_ratio = 1.0
+        decay_ratio = 0.2 => decay_ratio = 0
+        seq_len = 64 => seq_len = 128
+        head_dim = 10 => head_dim = 2
+        lr = 1e-3 => lr = 0
+        keep_window_size = 16 => keep_window_size = 1000
+        vocab_size = 512 => vocab_size = 258
+        paths = => validation_fraction = 1e-9\npaths =
+        head_dim = 10 => head_dim = 10\nvocab_size = 512
+        train = { vocab_size = 512 } => path = "~/tokenizer.json"
+    "#,
+    ) {
         assert!(load_replaced(from, to).is_ok(), "{to}");
     }
 }
@@ -236,24 +224,9 @@ fn every_mistake_is_reported_at_once_in_the_order_of_the_text() {
         .replace("lr = 1e-3", "lr = -1.0")
         .replace("decay_ratio = 0.2", "decay_ratio = 2.0");
     let error = Recipe::load(&text, "r.toml", &["training.seq_len=x".to_owned()]).expect_err("seven mistakes and more");
-    let keys = mistakes(&error)
-        .iter()
-        .map(|mistake| mistake.key.as_str())
-        .collect::<Vec<_>>();
-    assert_eq!(
-        keys,
-        [
-            "model.num_key_value_heads",
-            "model.head_dim",
-            "data.paths",
-            "data.path",
-            "training.steps",
-            "optimizer.lr",
-            "lr_scheduler.decay_ratio",
-            "training.seq_len",
-        ],
-        "{error}"
-    );
+    let wanted = "model.num_key_value_heads model.head_dim data.paths data.path training.steps optimizer.lr \
+        lr_scheduler.decay_ratio training.seq_len";
+    assert_eq!(keys(&error), wanted, "{error}");
 }
 
 #[test]
@@ -264,11 +237,7 @@ fn validate_reports_the_rules_for_a_recipe_changed_in_code() {
     recipe.training.seed = u64::MAX;
     recipe.optimizer.lr = f64::NAN;
     let error = recipe.validate().expect_err("three broken rules");
-    let keys = mistakes(&error)
-        .iter()
-        .map(|mistake| mistake.key.as_str())
-        .collect::<Vec<_>>();
-    assert_eq!(keys, ["model.head_dim", "training.seed", "optimizer.lr"]);
+    assert_eq!(keys(&error), "model.head_dim training.seed optimizer.lr");
     assert!(matches!(recipe.to_toml(), Err(RecipeError::NotRepresentable { .. })));
     assert!(matches!(
         recipe.diff(&minimal()),
@@ -299,9 +268,12 @@ fn text_that_is_not_toml_says_where() {
     }
 }
 
+/// The minimal recipe's `[attention]`.
+const DMA: &str = "kind = \"dma\"\nkeep_window_size = 16";
+
 /// The minimal recipe with another `[attention]`.
 fn attention_message(lines: &str) -> String {
-    message("kind = \"dma\"\nkeep_window_size = 16", lines)
+    message(DMA, lines)
 }
 
 const NSA: &str = "kind = \"nsa\"\ncompress_block_size = 8\ncompress_stride = 4\ncompress_hidden_size = 6\n\
@@ -309,116 +281,71 @@ const NSA: &str = "kind = \"nsa\"\ncompress_block_size = 8\ncompress_stride = 4\
 
 #[test]
 fn rules_of_chosen_blocks() {
-    let infllm = "kind = \"infllm_v2\"";
-    for (text, expected) in [
-        (
-            format!("{infllm}\nnum_selected_blocks = 0"),
-            "attention.num_selected_blocks: is 0, outside 1 to 64",
-        ),
-        (
-            format!("{infllm}\nnum_selected_blocks = 65"),
-            "attention.num_selected_blocks: is 65, outside 1 to 64",
-        ),
-        (
-            format!("{infllm}\nnum_selected_blocks = 4\nnum_local_blocks = 4"),
-            "attention.num_local_blocks: is 4, and with the document's first block more than num_selected_blocks = 4\n",
-        ),
-        (
-            format!("{infllm}\ncompress_stride = 16\nselect_block_size = 24"),
-            "attention.select_block_size: is 24, not a multiple of compress_stride = 16\n    hint: 32 is",
-        ),
-        (
-            "kind = \"moba\"\nselect_block_size = 100".to_owned(),
-            "attention.select_block_size: is 100, more than 64 and no multiple of it\n    hint: 64 is",
-        ),
-        (
-            "kind = \"msa\"\nselect_block_size = 100".to_owned(),
-            "attention.select_block_size: is 100, more than 64 and no multiple of it\n    hint: 64 is",
-        ),
-        (
-            "kind = \"msa\"\nnum_selected_blocks = 0".to_owned(),
-            "attention.num_selected_blocks: is 0, outside 1 to 64",
-        ),
-        (
-            "kind = \"msa\"\nindex_loss_weight = -1.0".to_owned(),
-            "attention.index_loss_weight: is -1",
-        ),
-        (
-            "kind = \"msa\"\nindex_warmup = true".to_owned(),
-            "attention.index_warmup: is true to the end of the run, in which no query would choose its keys\n    hint",
-        ),
-        (
-            "kind = \"moba\"\nnum_selected_blocks = 65".to_owned(),
-            "attention.num_selected_blocks: is 65, outside 1 to 64",
-        ),
-    ] {
-        let message = attention_message(&text);
-        assert!(message.contains(expected), "{message}");
+    for [text, expected] in cases(
+        r#"
+        kind = "infllm_v2"\nnum_selected_blocks = 0 => attention.num_selected_blocks: is 0, outside 1 to 64
+        kind = "infllm_v2"\nnum_selected_blocks = 65 => attention.num_selected_blocks: is 65, outside 1 to 64
+        kind = "infllm_v2"\nnum_selected_blocks = 4\nnum_local_blocks = 4 => \
+            attention.num_local_blocks: is 4, and with the document's first block more than num_selected_blocks = 4\n
+        kind = "infllm_v2"\ncompress_stride = 16\nselect_block_size = 24 => \
+            attention.select_block_size: is 24, not a multiple of compress_stride = 16\n    hint: 32 is
+        kind = "moba"\nselect_block_size = 100 => \
+            attention.select_block_size: is 100, more than 64 and no multiple of it\n    hint: 64 is
+        kind = "msa"\nselect_block_size = 100 => \
+            attention.select_block_size: is 100, more than 64 and no multiple of it\n    hint: 64 is
+        kind = "msa"\nnum_selected_blocks = 0 => attention.num_selected_blocks: is 0, outside 1 to 64
+        kind = "msa"\nindex_loss_weight = -1.0 => attention.index_loss_weight: is -1
+        kind = "msa"\nindex_warmup = true => attention.index_warmup: is true to the end of the run, in which no query \
+            would choose its keys\n    hint
+        kind = "moba"\nnum_selected_blocks = 65 => attention.num_selected_blocks: is 65, outside 1 to 64
+    "#,
+    ) {
+        says(&attention_message(text), expected);
     }
     for text in [
-        format!("{infllm}\nnum_selected_blocks = 2\nnum_local_blocks = 1"),
-        "kind = \"moba\"\nselect_block_size = 128\nnum_selected_blocks = 1".to_owned(),
+        "kind = \"infllm_v2\"\nnum_selected_blocks = 2\nnum_local_blocks = 1",
+        "kind = \"moba\"\nselect_block_size = 128\nnum_selected_blocks = 1",
     ] {
-        assert!(
-            load_replaced("kind = \"dma\"\nkeep_window_size = 16", &text).is_ok(),
-            "{text}"
-        );
+        assert!(load_replaced(DMA, text).is_ok(), "{text}");
     }
 }
 
 #[test]
 fn rules_of_the_general_form_of_dma() {
-    let slope = "kind = \"dma\"\nkeep_window_size = 16\nbias = \"linear\"\nrecency = \"slope\"";
-    let dma = "kind = \"dma\"\nkeep_window_size = 16";
+    let slope = format!("{DMA}\nbias = \"linear\"\nrecency = \"slope\"");
     for rest in [
         "",
         "\nshortest_period = 4\nlongest_period = 64.5",
         "\nshortest_period = 64\nlongest_period = 64",
         "\nlocal_window_size = 16",
     ] {
-        assert!(load_replaced(dma, &format!("{slope}{rest}")).is_ok(), "{rest}");
+        assert!(load_replaced(DMA, &format!("{slope}{rest}")).is_ok(), "{rest}");
     }
-    for (text, expected) in [
-        (
-            format!("{dma}\nlocal_window_size = 17"),
-            "attention.local_window_size: is 17, more than keep_window_size = 16\n    hint: 16 keeps the last 16",
-        ),
-        (
-            format!("{dma}\nrecency = \"slope\"\nbias = \"exp\""),
-            "attention.bias: is \"exp\", but recency = \"slope\" adds to the logit itself\n    \
-             hint: set attention.bias = \"linear\"",
-        ),
-        (
-            format!("{dma}\nlongest_period = 8"),
-            "attention.longest_period: needs recency = \"slope\"",
-        ),
-        (
-            format!("{slope}\nshortest_period = 0"),
-            "attention.shortest_period: is 0, outside 1 to 1e9",
-        ),
-        (
-            format!("{slope}\nshortest_period = 100\nlongest_period = 10"),
-            "attention.longest_period: makes periods of 100 tokens for the first KV head and 10 for the last",
-        ),
-        (
-            format!("{slope}\nshortest_period = 65"),
-            "attention.shortest_period: makes periods of 65 tokens for the first KV head and 64 for the last",
-        ),
-        (
-            format!("{slope}\nlongest_period = 63.5"),
-            "attention.longest_period: makes periods of 64 tokens for the first KV head and 63.5 for the last",
-        ),
-        (format!("{dma}\nrecency = \"slopes\""), "did you mean"),
-    ] {
-        let message = attention_message(&text);
-        assert!(message.contains(expected), "{text}: {message}");
+    for [text, expected] in cases(
+        r#"
+        DMA\nlocal_window_size = 17 => \
+            attention.local_window_size: is 17, more than keep_window_size = 16\n    hint: 16 keeps the last 16
+        DMA\nrecency = "slope"\nbias = "exp" => attention.bias: is "exp", but recency = "slope" adds to the logit \
+            itself\n    hint: set attention.bias = "linear"
+        DMA\nlongest_period = 8 => attention.longest_period: needs recency = "slope"
+        SLOPE\nshortest_period = 0 => attention.shortest_period: is 0, outside 1 to 1e9
+        SLOPE\nshortest_period = 100\nlongest_period = 10 => \
+            attention.longest_period: makes periods of 100 tokens for the first KV head and 10 for the last
+        SLOPE\nshortest_period = 65 => \
+            attention.shortest_period: makes periods of 65 tokens for the first KV head and 64 for the last
+        SLOPE\nlongest_period = 63.5 => \
+            attention.longest_period: makes periods of 64 tokens for the first KV head and 63.5 for the last
+        DMA\nrecency = "slopes" => did you mean
+    "#,
+    ) {
+        let text = text.replace("DMA", DMA).replace("SLOPE", &slope);
+        says(&attention_message(&text), expected);
     }
 }
 
 #[test]
 fn rules_of_mla_and_nsa() {
-    let dma = "kind = \"dma\"\nkeep_window_size = 16";
-    assert!(load_replaced(dma, NSA).is_ok());
+    assert!(load_replaced(DMA, NSA).is_ok());
     for [from, to, expected] in cases(
         r#"
         compress_block_size = 8 => compress_block_size = 10 => \

@@ -1,110 +1,82 @@
 //! Many valid recipes survive a round trip.
 
-#![allow(clippy::needless_update)]
-
-use std::sync::LazyLock;
-
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
+use sieve_testing::Random;
 
 use super::*;
 use crate::keys::MIN_F32;
 use crate::model::{DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MobaShape, MsaShape, NsaCompression, NsaShape};
 
-/// What keys that no strategy draws keep.
-static BASE: LazyLock<Recipe> = LazyLock::new(minimal);
+/// Values that a recipe may hold.
+struct Draw(Random);
 
-fn finite_share() -> impl Strategy<Value = f64> {
-    prop_oneof![Just(0.0), Just(1.0), 0.0..=1.0f64]
-}
+impl Draw {
+    fn between(&mut self, first: usize, end: usize) -> usize {
+        self.0.between(first, end)
+    }
 
-fn positive() -> impl Strategy<Value = f64> {
-    prop_oneof![1e-12..1.0f64, Just(MIN_F32), Just(1.0), Just(0.1)]
-}
+    fn coin(&mut self) -> bool {
+        self.0.chance(0.5)
+    }
 
-fn at_least_one() -> impl Strategy<Value = f64> {
-    prop_oneof![1.0..1e12f64, Just(1.0), Just(1e12)]
-}
+    fn maybe<T>(&mut self, draw: impl FnOnce(&mut Self) -> T) -> Option<T> {
+        self.coin().then(|| draw(self))
+    }
 
-fn text() -> impl Strategy<Value = String> {
-    // Quotes, escapes, control letters, dollar signs and letters beyond ASCII must survive TOML.
-    proptest::collection::vec(
-        prop_oneof![
-            any::<char>(),
-            Just('"'),
-            Just('\\'),
-            Just('\n'),
-            Just('$'),
-            Just('\''),
-            Just('ü'),
-            Just('\u{7f}')
-        ],
-        0..12,
-    )
-    .prop_map(|letters| letters.into_iter().collect::<String>())
-}
+    /// At least 0 and below 1.
+    fn below_one(&mut self) -> f64 {
+        1.0 - self.0.unit()
+    }
 
-fn path() -> impl Strategy<Value = String> {
-    text().prop_map(|text| format!("a{text}"))
-}
+    fn share(&mut self) -> f64 {
+        let any = self.0.unit();
+        self.0.one_of(&[0.0, 1.0, any])
+    }
 
-fn model() -> impl Strategy<Value = ModelSection> {
-    let sizes = (
-        1usize..4096,
-        1usize..9000,
-        1usize..80,
-        1usize..9,
-        1usize..9,
-        1usize..129,
-        any::<bool>(),
-    );
-    let rest = (
-        at_least_one(),
-        positive(),
-        positive(),
-        any::<bool>(),
-        proptest::option::of(70_000usize..1 << 24),
-    );
-    (sizes, rest).prop_map(
-        |(sizes, (rope_theta, rms_norm_eps, initializer_range, residual_scale, vocab_size))| {
-            let (hidden_size, intermediate_size, num_hidden_layers, num_key_value_heads, group, half, tied) = sizes;
-            ModelSection {
-                hidden_size,
-                intermediate_size,
-                num_hidden_layers,
-                num_attention_heads: num_key_value_heads * group,
-                num_key_value_heads,
-                head_dim: 2 * half,
-                vocab_size,
-                rope_theta,
-                rms_norm_eps,
-                tie_word_embeddings: tied,
-                max_position_embeddings: 5000,
-                initializer_range,
-                residual_scale,
-                qk_norm: true,
-                qkv_bias: false,
-                rope_scaling: None,
-                ..BASE.model.clone()
-            }
-        },
-    )
-}
+    fn positive(&mut self) -> f64 {
+        let any = self.0.unit().max(1e-12);
+        self.0.one_of(&[any, MIN_F32, 1.0, 0.1])
+    }
 
-fn attention() -> impl Strategy<Value = Attention> {
-    prop_oneof![
-        Just(Attention::Mha),
-        (1usize..1 << 27).prop_map(|sliding_window| Attention::Swa(SwaShape { sliding_window })),
-        (
-            1usize..99,
-            1usize..9,
-            1usize..9,
-            3usize..99,
-            1usize..1 << 20,
-            any::<bool>(),
-            proptest::option::of(1usize..500)
-        )
-            .prop_map(|(stride, blocks, select, k, window_size, shared_kv, hidden)| {
+    fn at_least_one(&mut self) -> f64 {
+        let any = 1.0 + self.0.unit() * (1e12 - 1.0);
+        self.0.one_of(&[any, 1.0, 1e12])
+    }
+
+    /// At least 1, up to the largest number of TOML.
+    fn bytes(&mut self) -> u64 {
+        (self.0.bits() >> 1).max(1)
+    }
+
+    /// Quotes, escapes, control letters, dollar signs and letters beyond ASCII must survive TOML.
+    fn text(&mut self) -> String {
+        let num_letters = self.between(0, 12);
+        let letter = |_| {
+            let any = char::from_u32(self.between(0, 0x11_0000) as u32).unwrap_or('\0');
+            self.0.one_of(&[any, '"', '\\', '\n', '$', '\'', 'ü', '\u{7f}'])
+        };
+        (0..num_letters).map(letter).collect()
+    }
+
+    fn path(&mut self) -> String {
+        format!("a{}", self.text())
+    }
+
+    fn paths(&mut self, end: usize) -> Vec<String> {
+        let num_paths = self.between(1, end);
+        (0..num_paths).map(|_| self.path()).collect()
+    }
+
+    fn attention(&mut self) -> Attention {
+        let window = self.between(1, 1 << 27);
+        let (stride, blocks, k) = (self.between(1, 99), self.between(1, 9), self.between(2, 65));
+        let select = self.between(1, 9);
+        match self.between(0, 7) {
+            0 => Attention::Mha,
+            1 => Attention::swa(window),
+            2 => {
+                let hidden = self.maybe(|draw| draw.between(1, 500));
                 Attention::Nsa(NsaShape {
                     compress_block_size: stride * blocks,
                     compress_stride: stride,
@@ -114,244 +86,146 @@ fn attention() -> impl Strategy<Value = Attention> {
                     },
                     compress_hidden_size: hidden,
                     select_block_size: stride * select,
-                    num_selected_blocks: k,
-                    window_size,
-                    shared_kv,
+                    num_selected_blocks: k + 1,
+                    window_size: window.min(1 << 20),
+                    shared_kv: self.coin(),
                 })
+            }
+            3 => Attention::Moba(MobaShape {
+                select_block_size: 64 * select,
+                num_selected_blocks: k,
             }),
-        (1usize..9, 1usize..5, 1usize..8, 2usize..65, 0..3).prop_map(|(stride, blocks, select, k, kind)| {
-            match kind {
-                0 => Attention::Moba(MobaShape {
-                    select_block_size: 64 * select,
-                    num_selected_blocks: k,
-                }),
-                1 => Attention::Msa(MsaShape {
-                    select_block_size: 64 * select,
-                    num_selected_blocks: k,
-                    index_loss_weight: stride as f64 / 3.0,
-                    index_warmup: false,
-                }),
-                _ => Attention::InfllmV2(InfllmV2Shape {
-                    compress_block_size: stride * blocks,
-                    compress_stride: stride,
-                    select_block_size: stride * select,
-                    num_selected_blocks: k,
-                    num_local_blocks: (k / 2).max(1),
-                }),
+            4 => Attention::Msa(MsaShape {
+                select_block_size: 64 * select,
+                num_selected_blocks: k,
+                index_loss_weight: stride as f64 / 3.0,
+                index_warmup: false,
+            }),
+            5 => Attention::InfllmV2(InfllmV2Shape {
+                compress_block_size: stride.min(8) * blocks,
+                compress_stride: stride.min(8),
+                select_block_size: stride.min(8) * select.min(7),
+                num_selected_blocks: k,
+                num_local_blocks: (k / 2).max(1),
+            }),
+            _ => {
+                let linear = self.coin();
+                Attention::Dma(DmaShape {
+                    bias: if linear { DmaBias::Linear } else { DmaBias::Exp },
+                    a_init: 2e3 * self.below_one() - 1e3,
+                    recency: if linear { DmaRecency::Slope } else { DmaRecency::None },
+                    shortest_period: linear.then_some(3.0),
+                    longest_period: linear.then_some(1e6),
+                    local_window_size: window / 3,
+                    ..DmaShape::published(window)
+                })
             }
-        }),
-        (1usize..1 << 27, any::<bool>(), -1e3..1e3f64).prop_map(|(keep_window_size, linear, a_init)| {
-            let bias = if linear { DmaBias::Linear } else { DmaBias::Exp };
-            let recency = if linear { DmaRecency::Slope } else { DmaRecency::None };
-            Attention::Dma(DmaShape {
-                bias,
-                a_init,
-                recency,
-                shortest_period: linear.then_some(3.0),
-                longest_period: linear.then_some(1e6),
-                local_window_size: keep_window_size / 3,
-                ..DmaShape::published(keep_window_size)
-            })
-        }),
-    ]
-}
+        }
+    }
 
-fn tokenizer() -> impl Strategy<Value = TokenizerSection> {
-    let none = TokenizerSection {
-        path: None,
-        numbers: None,
-        train: None,
-        eos_token: None,
-    };
-    let of_path = none.clone();
-    prop_oneof![
-        (path(), proptest::option::of(path())).prop_map(move |(path, eos_token)| {
-            TokenizerSection {
-                path: Some(path),
-                eos_token,
-                ..of_path.clone()
+    /// Keys that are not drawn keep what they are in the minimal recipe.
+    fn recipe(&mut self) -> Recipe {
+        let mut recipe = minimal();
+        recipe.attention = self.attention();
+        let model = &mut recipe.model;
+        model.hidden_size = self.between(1, 4096);
+        model.intermediate_size = self.between(1, 9000);
+        model.num_hidden_layers = self.between(1, 80);
+        model.num_key_value_heads = self.between(1, 9);
+        model.num_attention_heads = model.num_key_value_heads * self.between(1, 9);
+        model.head_dim = 2 * self.between(1, 129);
+        model.vocab_size = self.maybe(|draw| draw.between(70_000, 1 << 24));
+        model.rope_theta = self.at_least_one();
+        model.rms_norm_eps = self.positive();
+        model.tie_word_embeddings = self.coin();
+        model.max_position_embeddings = 5000;
+        model.initializer_range = self.positive();
+        model.residual_scale = self.coin();
+        let tokenizer = &mut recipe.tokenizer;
+        match self.coin() {
+            true => {
+                tokenizer.train = None;
+                tokenizer.path = Some(self.path());
+                tokenizer.eos_token = self.maybe(Self::path);
             }
-        }),
-        (258usize..70_000, 1..i64::MAX as u64).prop_map(move |(vocab_size, sample_bytes)| {
-            TokenizerSection {
-                train: Some(TokenizerTraining {
-                    vocab_size,
-                    sample_bytes,
-                }),
-                ..none.clone()
-            }
-        }),
-    ]
-}
-
-fn data() -> impl Strategy<Value = DataSection> {
-    (
-        proptest::collection::vec(path(), 1..4),
-        any::<bool>(),
-        path(),
-        (
-            proptest::option::of(1..i64::MAX as u64),
-            proptest::option::of(1..i64::MAX as u64),
-        ),
-        any::<(bool, bool)>(),
-        1e-9..1.0f64,
-        proptest::option::of(path()),
-    )
-        .prop_map(
-            |(
-                paths,
-                jsonl,
-                text_column,
-                (max_bytes, max_document_bytes),
-                (skip_invalid, deduplicate),
-                fraction,
-                cache_dir,
-            )| {
-                DataSection {
-                    weights: jsonl.then(|| (1..=paths.len()).map(|part| part as f64 / 3.0).collect()),
-                    paths,
-                    fallback: jsonl.then_some(DataFallback::Sieve),
-                    format: if jsonl { DataFormat::Jsonl } else { DataFormat::Parquet },
-                    prompt_column: deduplicate.then(|| format!("{text_column}?")),
-                    text_column,
-                    max_bytes,
-                    max_document_bytes,
-                    skip_invalid,
-                    deduplicate,
-                    validation_fraction: fraction,
-                    cache_dir,
-                    mqar: None,
-                    ..BASE.data.clone()
-                }
-            },
-        )
-}
-
-fn training() -> impl Strategy<Value = TrainingSection> {
-    (
-        1usize..1 << 40,
-        1usize..=5000,
-        1usize..100,
-        1usize..50,
-        at_least_one(),
-        0..=i64::MAX as u64,
-        any::<(bool, bool)>(),
-    )
-        .prop_map(
-            |(steps, seq_len, local, rounds, max_norm, seed, (deterministic, one_document_per_row))| TrainingSection {
-                steps,
-                seq_len,
-                local_batch_size: local,
-                global_batch_size: local * rounds,
-                max_norm,
-                seed,
-                deterministic,
-                one_document_per_row,
-                guard_spike_factor: max_norm + 2.0,
-                guard_patience: rounds,
-                guard_replay: rounds,
-                ..BASE.training.clone()
-            },
-        )
-}
-
-fn recipe() -> impl Strategy<Value = Recipe> {
-    let optimizer = (positive(), 0.0..1.0f64, 0.0..1.0f64, positive(), 0.0..10.0f64);
-    let lr_scheduler = (finite_share(), finite_share(), finite_share(), 0..3u8);
-    let rest = (
-        (1usize..1000, 0usize..10, any::<(bool, bool)>(), 1usize..100),
-        (
-            1usize..1000,
-            1usize..1000,
-            proptest::option::of(proptest::collection::vec(path(), 1..3)),
-        ),
-        (proptest::collection::vec(text(), 0..3), 1usize..1000),
-    );
-    (
-        model(),
-        attention(),
-        tokenizer(),
-        data(),
-        training(),
-        optimizer,
-        lr_scheduler,
-        rest,
-    )
-        .prop_map(
-            |(model, attention, tokenizer, data, training, optimizer, lr_scheduler, rest)| {
-                let (lr, beta1, beta2, eps, weight_decay) = optimizer;
-                let (warmup_share, decay_ratio, min_lr_factor, decay) = lr_scheduler;
-                let ((interval, keep_latest_k, (at_start, enable_tensorboard), log_freq), validation, generation) =
-                    rest;
-                // Half of them in two stages.
-                let steps = (training.seed % 2 == 1 && training.steps > 1).then(|| [1, training.steps - 1]);
-                let stage = steps.into_iter().flatten().map(|steps| StageSection {
-                    steps,
-                    seq_len: training.seq_len,
-                    rope_theta: weight_decay + 1.0,
-                    window: attention.window(),
-                    index_warmup: attention.index_warmup(),
-                    paths: validation.2.clone().filter(|_| data.format != DataFormat::Mqar),
-                    local_batch_size: training.local_batch_size,
-                    global_batch_size: training.global_batch_size,
-                    ..BASE.stages()[0].section.clone()
+            false => {
+                tokenizer.train = Some(TokenizerTraining {
+                    vocab_size: self.between(258, 70_000),
+                    sample_bytes: self.bytes(),
                 });
-                Recipe {
-                    stage: stage.collect(),
-                    lr_scheduler: LrSchedulerSection {
-                        warmup_steps: (training.steps as f64 * warmup_share * 0.99) as usize,
-                        decay_ratio,
-                        decay_type: [DecayType::Linear, DecayType::Sqrt, DecayType::Cosine][decay as usize],
-                        min_lr_factor,
-                        ..BASE.lr_scheduler.clone()
-                    },
-                    model,
-                    attention,
-                    tokenizer,
-                    data,
-                    training,
-                    optimizer: OptimizerSection {
-                        name: OptimizerName::AdamW,
-                        lr,
-                        beta1,
-                        beta2,
-                        eps,
-                        weight_decay,
-                        ..BASE.optimizer.clone()
-                    },
-                    checkpoint: CheckpointSection {
-                        interval,
-                        keep_latest_k,
-                        keep_every: 3 * keep_latest_k,
-                        at_start,
-                        folder: "a/b".to_owned(),
-                        ..BASE.checkpoint.clone()
-                    },
-                    metrics: MetricsSection {
-                        log_freq,
-                        enable_tensorboard,
-                        ..BASE.metrics.clone()
-                    },
-                    validation: ValidationSection {
-                        interval: validation.0,
-                        tokens: validation.1,
-                        paths: validation.2,
-                        ..BASE.validation.clone()
-                    },
-                    activation_checkpoint: ActivationCheckpointSection {
-                        mode: ActivationCheckpointMode::Selective,
-                        selective_ac_option: interval,
-                        ..BASE.activation_checkpoint.clone()
-                    },
-                    parallelism: BASE.parallelism,
-                    generation: GenerationSection {
-                        prompts: generation.0,
-                        max_new_tokens: generation.1,
-                        ..BASE.generation.clone()
-                    },
-                }
-            },
-        )
+            }
+        }
+        let data = &mut recipe.data;
+        let jsonl = self.coin();
+        data.paths = self.paths(4);
+        data.weights = jsonl.then(|| (1..=data.paths.len()).map(|part| part as f64 / 3.0).collect());
+        data.fallback = jsonl.then_some(DataFallback::Sieve);
+        data.format = if jsonl { DataFormat::Jsonl } else { DataFormat::Parquet };
+        data.text_column = self.path();
+        data.deduplicate = self.coin();
+        data.prompt_column = data.deduplicate.then(|| format!("{}?", data.text_column));
+        data.max_bytes = self.maybe(Self::bytes);
+        data.max_document_bytes = self.maybe(Self::bytes);
+        data.skip_invalid = self.coin();
+        data.validation_fraction = self.below_one().max(1e-9);
+        data.cache_dir = self.maybe(Self::path);
+        let training = &mut recipe.training;
+        training.steps = self.between(1, 1 << 40);
+        training.seq_len = self.between(1, 5001);
+        training.local_batch_size = self.between(1, 100);
+        training.guard_patience = self.between(1, 50);
+        training.guard_replay = training.guard_patience;
+        training.global_batch_size = training.local_batch_size * training.guard_patience;
+        training.max_norm = self.at_least_one();
+        training.guard_spike_factor = training.max_norm + 2.0;
+        training.seed = self.bytes();
+        training.deterministic = self.coin();
+        training.one_document_per_row = self.coin();
+        let optimizer = &mut recipe.optimizer;
+        optimizer.lr = self.positive();
+        optimizer.beta1 = self.below_one();
+        optimizer.beta2 = self.below_one();
+        optimizer.eps = self.positive();
+        optimizer.weight_decay = 10.0 * self.below_one();
+        let lr_scheduler = &mut recipe.lr_scheduler;
+        lr_scheduler.warmup_steps = (training.steps as f64 * self.share() * 0.99) as usize;
+        lr_scheduler.decay_ratio = self.share();
+        lr_scheduler.decay_type = self.0.one_of(&[DecayType::Linear, DecayType::Sqrt, DecayType::Cosine]);
+        lr_scheduler.min_lr_factor = self.share();
+        let checkpoint = &mut recipe.checkpoint;
+        checkpoint.interval = self.between(1, 1000);
+        checkpoint.keep_latest_k = self.between(0, 10);
+        checkpoint.keep_every = 3 * checkpoint.keep_latest_k;
+        checkpoint.at_start = self.coin();
+        checkpoint.folder = "a/b".to_owned();
+        recipe.metrics.log_freq = self.between(1, 100);
+        recipe.metrics.enable_tensorboard = self.coin();
+        let validation = &mut recipe.validation;
+        validation.interval = self.between(1, 1000);
+        validation.tokens = self.between(1, 1000);
+        validation.paths = self.maybe(|draw| draw.paths(3));
+        let activations = &mut recipe.activation_checkpoint;
+        activations.mode = ActivationCheckpointMode::Selective;
+        activations.selective_ac_option = checkpoint.interval;
+        let num_prompts = self.between(0, 3);
+        recipe.generation.prompts = (0..num_prompts).map(|_| self.text()).collect();
+        recipe.generation.max_new_tokens = self.between(1, 1000);
+        // Half of them in two stages.
+        let steps = (training.seed % 2 == 1 && training.steps > 1).then(|| [1, training.steps - 1]);
+        let stage = steps.into_iter().flatten().map(|steps| StageSection {
+            steps,
+            seq_len: training.seq_len,
+            rope_theta: optimizer.weight_decay + 1.0,
+            window: recipe.attention.window(),
+            index_warmup: recipe.attention.index_warmup(),
+            paths: validation.paths.clone(),
+            weights: None,
+            local_batch_size: training.local_batch_size,
+            global_batch_size: training.global_batch_size,
+        });
+        recipe.stage = stage.collect();
+        recipe
+    }
 }
 
 #[test]
@@ -361,7 +235,8 @@ fn valid_recipes_round_trip() {
         failure_persistence: None,
         ..Config::default()
     })
-    .run(&recipe(), |recipe| {
+    .run(&any::<u64>().no_shrink(), |seed| {
+        let recipe = Draw(Random(seed)).recipe();
         prop_assert_eq!(recipe.validate(), Ok(()));
         let text = recipe.to_toml().expect("a valid recipe can be written");
         let loaded = Recipe::load(&text, "round trip", &[]);

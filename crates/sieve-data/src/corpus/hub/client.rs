@@ -397,9 +397,10 @@ fn certificates(path: &Path) -> Result<Vec<ureq::tls::Certificate<'static>>, Dat
         Ok(_) => Ok(None),
         Err(error) => Err(error.to_string()),
     });
-    let bad = |reason: String| DataError::BadCertificates {
-        path: path.to_path_buf(),
-        reason,
+    let bad = |reason: String| {
+        let what = format!("not usable as root certificates: {reason}");
+        let hint = "SSL_CERT_FILE names a file in PEM form; unset it to trust the roots of the web";
+        DataError::file(path, what, hint)
     };
     let found = items.collect::<Result<Vec<_>, _>>().map_err(bad)?;
     let found = found.into_iter().flatten().collect::<Vec<_>>();

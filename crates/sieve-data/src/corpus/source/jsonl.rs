@@ -8,7 +8,10 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 
 use super::unpack::Unpacked;
-use super::{BYTE_ORDER_MARK, DocumentSource, check_encoding, check_size};
+use super::{
+    BYTE_ORDER_MARK, DocumentSource, SET_COLUMN_OR_SKIP, check_encoding, check_size, check_utf8, column_not_text,
+    nul_byte,
+};
 use crate::error::DataError;
 
 /// Longest line where documents have no limit.
@@ -62,11 +65,9 @@ impl JsonLines {
             if self.buffer.len() as u64 > self.max_line_bytes {
                 self.skips_rest = self.buffer.last() != Some(&b'\n');
                 self.buffer = Vec::new();
-                return Some(Err(DataError::LineTooLong {
-                    path: self.path.clone(),
-                    line: self.line,
-                    max_bytes: self.max_line_bytes,
-                }));
+                let what = format!("line {} is longer than {} bytes", self.line, self.max_line_bytes);
+                let hint = "raise max_document_bytes, split the document, or allow invalid documents to be skipped";
+                return Some(Err(DataError::document(&self.path, what, hint)));
             }
             if !self.buffer[self.mark()..].trim_ascii().is_empty() {
                 return Some(Ok(()));
@@ -104,20 +105,15 @@ impl JsonLines {
         if self.line == 1 {
             check_encoding(&self.path, &self.buffer)?;
         }
-        let line = std::str::from_utf8(&self.buffer).map_err(|error| DataError::NotUtf8 {
-            path: self.path.clone(),
-            byte_offset: self.line_offset + error.valid_up_to() as u64,
-        })?;
+        let line = check_utf8(&self.path, &self.buffer, self.line_offset)?;
         Ok(&line[self.mark()..])
     }
 
     pub(in crate::corpus) fn bad_json(&self, error: serde_json::Error) -> DataError {
-        DataError::BadJson {
-            path: self.path.clone(),
-            line: self.line,
-            // The parser counts lines too, from the start of this one.
-            reason: error.to_string().replace(" at line 1 column ", " at column "),
-        }
+        // The parser counts lines too, from the start of this one.
+        let reason = error.to_string().replace(" at line 1 column ", " at column ");
+        let what = format!("line {} is not a JSON object: {reason}", self.line);
+        DataError::document(&self.path, what, "mend the line, or leave such lines out: skip_invalid")
     }
 }
 
@@ -145,7 +141,8 @@ impl JsonlSource {
 
     fn parse(&self) -> Result<String, DataError> {
         let lines = &self.lines;
-        let (path, line) = (|| lines.path.clone(), lines.text()?);
+        let line = lines.text()?;
+        let (path, number, column) = (&lines.path, lines.line, &self.column);
         let mut parser = serde_json::Deserializer::from_str(line);
         let value = Column { name: &self.column }.deserialize(&mut parser);
         let value = value.map_err(|error| lines.bad_json(error))?;
@@ -153,32 +150,19 @@ impl JsonlSource {
         let text = match value {
             Some(Value::String(text)) => text,
             Some(other) => {
-                let (column, found) = (self.column.clone(), kind_of(&other));
-                return Err(DataError::ColumnNotText {
-                    path: path(),
-                    line: lines.line,
-                    column,
-                    found,
-                });
+                return Err(column_not_text(path, number, column, kind_of(&other)));
             }
             None => {
                 let found = serde_json::from_str::<serde_json::Map<String, Value>>(line);
                 let found = found.map_err(|error| lines.bad_json(error))?;
-                let found = found.keys().take(16).cloned().collect();
-                return Err(DataError::MissingColumn {
-                    path: path(),
-                    line: lines.line,
-                    column: self.column.clone(),
-                    found,
-                });
+                let found = found.keys().take(16).collect::<Vec<_>>();
+                let what = format!("line {number} has no column {column:?} (it has {found:?})");
+                return Err(DataError::document(path, what, SET_COLUMN_OR_SKIP));
             }
         };
         check_size(&lines.path, text.len() as u64, self.max_bytes)?;
         if text.contains('\0') {
-            return Err(DataError::NulByte {
-                path: path(),
-                byte_offset: lines.line_offset,
-            });
+            return Err(nul_byte(path, lines.line_offset));
         }
         Ok(text)
     }

@@ -9,7 +9,7 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::{DocumentSource, check_size};
+use super::{DocumentSource, SET_COLUMN, check_size, column_not_text};
 use crate::error::DataError;
 use crate::guard;
 
@@ -41,19 +41,15 @@ impl ParquetSource {
         let groups = reader.metadata().row_groups().iter();
         let num_rows = reader.metadata().file_metadata().num_rows();
         if groups.map(|group| i128::from(group.num_rows())).sum::<i128>() != i128::from(num_rows) {
-            return Err(DataError::BadParquet {
-                path: path.to_path_buf(),
-                reason: format!("its row groups do not hold the {num_rows} rows it names"),
-            });
+            let what = format!("its row groups do not hold the {num_rows} rows it names");
+            return Err(unreadable(path, &what));
         }
         let schema = reader.metadata().file_metadata().schema_descr_ptr();
         let names = schema.columns().iter().map(|column| column.path().string());
         let Some(column_idx) = names.clone().position(|name| name == column) else {
-            return Err(DataError::MissingParquetColumn {
-                path: path.to_path_buf(),
-                column: column.to_owned(),
-                found: names.take(16).collect(),
-            });
+            let found = names.take(16).collect::<Vec<_>>();
+            let what = format!("no column {column:?} (it has {found:?})");
+            return Err(DataError::file(path, what, SET_COLUMN));
         };
         let descriptor = schema.column(column_idx);
         let not_text = match (descriptor.physical_type(), descriptor.max_rep_level()) {
@@ -62,11 +58,8 @@ impl ParquetSource {
             (other, _) => Some(other.to_string()),
         };
         if let Some(found) = not_text {
-            return Err(DataError::ParquetColumnNotText {
-                path: path.to_path_buf(),
-                column: column.to_owned(),
-                found,
-            });
+            let what = format!("column {column:?} holds {found}, not text");
+            return Err(DataError::file(path, what, SET_COLUMN));
         }
         Ok(Self {
             reader,
@@ -104,7 +97,7 @@ impl ParquetSource {
                 self.current = None;
                 match self.rows_left {
                     0 => continue,
-                    left => return Err(self.bad(format!("a row group lacks {left} rows"))),
+                    left => return Err(unreadable(&self.path, &format!("a row group lacks {left} rows"))),
                 }
             }
             // A column that is never null has no levels.
@@ -118,10 +111,10 @@ impl ParquetSource {
             };
             let num_there = self.rows.iter().flatten().count();
             if self.rows.len() != num_rows || num_there != num_values {
-                return Err(self.bad(format!(
-                    "{num_rows} rows hold {num_values} values, but their levels say {num_there} in {}",
-                    self.rows.len()
-                )));
+                let len = self.rows.len();
+                let reason =
+                    format!("{num_rows} rows hold {num_values} values, but their levels say {num_there} in {len}");
+                return Err(unreadable(&self.path, &reason));
             }
             self.rows.reverse();
         }
@@ -132,39 +125,27 @@ impl ParquetSource {
         let open = || self.reader.get_row_group(idx)?.get_column_reader(self.column_idx);
         match guarded(&self.path, open)? {
             ColumnReader::ByteArrayColumnReader(column) => Ok(column),
-            _ => Err(self.bad("a row group has another schema than the file".to_owned())),
-        }
-    }
-
-    fn bad(&self, reason: String) -> DataError {
-        DataError::BadParquet {
-            path: self.path.clone(),
-            reason,
+            _ => Err(unreadable(&self.path, "a row group has another schema than the file")),
         }
     }
 
     fn text(&self, value: Option<ByteArray>) -> Result<String, DataError> {
         let Some(value) = value else {
-            return Err(DataError::ColumnNotText {
-                path: self.path.clone(),
-                line: self.row,
-                column: self.column.clone(),
-                found: "null",
-            });
+            return Err(column_not_text(&self.path, self.row, &self.column, "null"));
         };
         let bytes = value.data();
         check_size(&self.path, bytes.len() as u64, self.max_bytes)?;
-        let bad_text = |what: String| DataError::BadRow {
-            path: self.path.clone(),
-            row: self.row,
-            what,
+        let what = match std::str::from_utf8(bytes) {
+            _ if bytes.contains(&0) => "holds a NUL, so it is probably not text".to_owned(),
+            Ok(text) => return Ok(text.to_owned()),
+            Err(error) => format!("is not UTF-8 at its byte {}", error.valid_up_to()),
         };
-        if bytes.contains(&0) {
-            return Err(bad_text("holds a NUL, so it is probably not text".to_owned()));
-        }
-        let text = std::str::from_utf8(bytes);
-        text.map(str::to_owned)
-            .map_err(|error| bad_text(format!("is not UTF-8 at its byte {}", error.valid_up_to())))
+        let hint = "leave the row out, or all such rows: skip_invalid";
+        Err(DataError::document(
+            &self.path,
+            format!("row {} {what}", self.row),
+            hint,
+        ))
     }
 }
 
@@ -186,13 +167,14 @@ pub(in crate::corpus) fn guarded<T>(
     path: &Path,
     work: impl FnOnce() -> Result<T, ParquetError>,
 ) -> Result<T, DataError> {
-    let bad = |reason| DataError::BadParquet {
-        path: path.to_path_buf(),
-        reason,
-    };
     // What the reader was doing is not used again after an error.
     match guard::guarded(work) {
-        Some(result) => result.map_err(|error| bad(error.to_string())),
-        None => Err(bad("its pages contradict one another".to_owned())),
+        Some(result) => result.map_err(|error| unreadable(path, &error.to_string())),
+        None => Err(unreadable(path, "its pages contradict one another")),
     }
+}
+
+fn unreadable(path: &Path, reason: &str) -> DataError {
+    let what = format!("not a readable Parquet file: {reason}");
+    DataError::file(path, what, "fetch or write the file again")
 }

@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use super::unpack::Unpacked;
-use super::{BYTE_ORDER_MARK, DocumentSource, check_encoding, check_size};
+use super::{BYTE_ORDER_MARK, DocumentSource, check_encoding, check_size, check_utf8, nul_byte};
 use crate::error::DataError;
 
 pub(super) struct TextSource {
@@ -56,17 +56,9 @@ impl TextSource {
         check_size(path, bytes.len() as u64, self.max_bytes)?;
         check_encoding(path, &bytes)?;
         if let Some(position) = bytes.iter().position(|&byte| byte == 0) {
-            return Err(DataError::NulByte {
-                path: path.clone(),
-                byte_offset: position as u64,
-            });
+            return Err(nul_byte(path, position as u64));
         }
-        if let Err(error) = std::str::from_utf8(&bytes) {
-            return Err(DataError::NotUtf8 {
-                path: path.clone(),
-                byte_offset: error.valid_up_to() as u64,
-            });
-        }
+        check_utf8(path, &bytes, 0)?;
         if bytes.starts_with(BYTE_ORDER_MARK) {
             bytes.drain(..BYTE_ORDER_MARK.len());
         }

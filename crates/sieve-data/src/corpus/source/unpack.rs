@@ -88,12 +88,11 @@ impl Unpacked {
     pub(in crate::corpus) fn error(&self, path: &Path, error: io::Error) -> DataError {
         match self.packed {
             None => DataError::io("read", path)(error),
-            Some(packed) => DataError::BrokenArchive {
-                path: path.to_path_buf(),
-                packing: packed.name(),
-                byte_offset: self.offset,
-                reason: error.to_string(),
-            },
+            Some(packed) => {
+                let (offset, packing) = (self.offset, packed.name());
+                let what = format!("damaged after {offset} bytes of text: {packing}: {error}");
+                DataError::file(path, what, "nothing of it was used; fetch or pack the file again")
+            }
         }
     }
 }

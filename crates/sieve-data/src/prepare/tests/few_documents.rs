@@ -24,17 +24,12 @@ impl Few {
     }
 
     fn prepare(&self, corpora: &[Corpus], fraction: f64) -> Result<Prepared, DataError> {
-        let config = PrepareConfig {
-            dir: self.dir.path().join(format!("out-{fraction}-{}", corpora.len())),
-            validation: ValidationSource::Fraction(fraction),
-            on_change: OnChange::Replace,
-        };
-        prepare(corpora, &self.tokenizer, &config, &|_| {})
+        let dir = self.dir.path().join(format!("out-{fraction}-{}", corpora.len()));
+        prepare(corpora, &self.tokenizer, &replacing(dir, fraction), &|_| {})
     }
 
     fn texts(&self, shard: &ShardReader) -> Vec<String> {
-        let decode = |ids: Vec<u32>| self.tokenizer.decode(&ids).unwrap();
-        documents(shard).into_iter().map(decode).collect()
+        decoded(&self.tokenizer, shard)
     }
 }
 

@@ -38,12 +38,8 @@ impl Prompted {
     }
 
     fn prepare(&self, config: CorpusConfig, fraction: f64) -> Result<Prepared, DataError> {
-        let prepare_config = PrepareConfig {
-            dir: self.dir.path().join("out"),
-            validation: ValidationSource::Fraction(fraction),
-            on_change: OnChange::Replace,
-        };
-        prepare(&[Corpus::open(config)?], &self.tokenizer, &prepare_config, &|_| {})
+        let to = replacing(self.dir.path().join("out"), fraction);
+        prepare(&[Corpus::open(config)?], &self.tokenizer, &to, &|_| {})
     }
 }
 
@@ -123,11 +119,7 @@ fn prompts_that_are_not_there_are_refused() {
     let prepared = place.prepare(plain.clone(), 0.3).unwrap();
     refusal(prepared.train().unwrap().with_prompts(), "document 0 has 1 sequences");
     let corpora = [plain, place.config("a.jsonl")].map(|config| Corpus::open(config).unwrap());
-    let config = PrepareConfig {
-        dir: place.dir.path().join("both"),
-        validation: ValidationSource::Fraction(0.3),
-        on_change: OnChange::Refuse,
-    };
-    let both = prepare(&corpora, &place.tokenizer, &config, &|_| {});
+    let to = holding_out(place.dir.path().join("both"), 0.3);
+    let both = prepare(&corpora, &place.tokenizer, &to, &|_| {});
     refusal(both, "prompt_column: some of the corpora have prompts");
 }

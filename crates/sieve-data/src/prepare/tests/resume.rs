@@ -55,7 +55,7 @@ impl Mixture {
 
     /// The config that most tests prepare by.
     fn fifth(&self, out: &str) -> PrepareConfig<'static> {
-        self.config(out, ValidationSource::Fraction(0.2))
+        holding_out(self.dir.path().join(out), 0.2)
     }
 
     fn prepare(&self, config: &PrepareConfig, progress: &dyn Fn(Progress)) -> Result<Prepared, DataError> {
@@ -98,11 +98,6 @@ fn corpus(dir: &Path, name: &str) -> Corpus {
     Corpus::open(config).unwrap()
 }
 
-fn texts(mixture: &Mixture, shard: &ShardReader) -> Vec<String> {
-    let decode = |ids: Vec<u32>| mixture.tokenizer.decode(&ids).unwrap();
-    documents(shard).into_iter().map(decode).collect()
-}
-
 #[test]
 fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
     let mixture = Mixture::new();
@@ -110,10 +105,10 @@ fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
     let prepared = mixture.prepare(&config, &|_| {}).unwrap();
     let shards = prepared.train_shards().unwrap();
     assert_eq!((shards.len(), prepared.meta.sources.len()), (2, 2));
-    let mut all = texts(&mixture, &prepared.validation().unwrap());
+    let mut all = decoded(&mixture.tokenizer, &prepared.validation().unwrap());
     assert_eq!(prepared.validation_sizes().unwrap().len(), all.len());
     for (shard, name) in shards.iter().zip(["a", "b"]) {
-        let texts = texts(&mixture, shard);
+        let texts = decoded(&mixture.tokenizer, shard);
         assert!(texts.iter().all(|text| text.starts_with(name) || text == "in both"));
         all.extend(texts);
     }
@@ -133,10 +128,7 @@ fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
     assert!(mixture.prepare(&config, &|_| {}).unwrap().reused);
 
     // One corpus in the same folder replaces both shards.
-    let replace = PrepareConfig {
-        on_change: OnChange::Replace,
-        ..config.clone()
-    };
+    let replace = replacing(config.dir.clone(), 0.2);
     let one = [mixture.corpus("a")];
     let refused = prepare(&one, &mixture.tokenizer, &config, &|_| {});
     refusal(refused, "the corpus's settings changed");
@@ -243,11 +235,7 @@ fn prepare_slowly() {
     };
     let corpora = ["a", "b"].map(|name| corpus(&dir, name));
     let tokenizer = Tokenizer::from_file(&dir.join("tokenizer.json")).unwrap();
-    let config = PrepareConfig {
-        dir: dir.join("killed"),
-        validation: ValidationSource::Fraction(0.2),
-        on_change: OnChange::Refuse,
-    };
+    let config = holding_out(dir.join("killed"), 0.2);
     let slowly = |_| std::thread::sleep(Duration::from_millis(4));
     prepare_at_pace(&corpora, &tokenizer, &config, &slowly, PACE).unwrap();
 }
