@@ -266,36 +266,6 @@ pub(crate) fn refuses_once(command: &mut Command, words: &[&str]) {
 }
 
 #[test]
-fn what_cannot_be_shared_is_refused_once() {
-    let tiny = TinyRun::dma();
-    for (nproc, more, words) in [
-        (3, "", &["global_batch_size 8", "local_batch_size 4 x 3 ranks"][..]),
-        (8, "", &["4 x 8 ranks", "training.local_batch_size=1 shares"]),
-        (2, "--sweep optimizer.lr=1e-2,2e-2", &["--sweep", "one process"]),
-        (2, "--profile 3", &["--profile traces a GPU"]),
-        (2, "--set training.sed=1", &["training.sed"]),
-        (2, "--no-such-flag", &["--no-such-flag"]),
-        (0, "", &["--nproc"]),
-    ] {
-        refuses_once(&mut tiny.launch(nproc, "run", more), words);
-    }
-    refuses_once(
-        &mut tiny.sieve("launch --nproc 2 -- plan --recipe tiny.toml"),
-        &["starts train"],
-    );
-    // Without the two dashes too.
-    refuses_once(
-        &mut tiny.sieve("launch --nproc 2 plan --recipe tiny.toml"),
-        &["starts train, not plan"],
-    );
-    refuses_once(
-        &mut tiny.sieve("launch --nproc 2 train --recipe tiny.toml --no-such-flag"),
-        &["--no-such-flag"],
-    );
-    assert!(!tiny.path("run/config.toml").exists());
-}
-
-#[test]
 fn a_port_that_is_taken_is_named() {
     let tiny = TinyRun::dma();
     let port = held_port();
@@ -440,27 +410,6 @@ fn a_lost_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been() {
     wait_until("its first step", || logged() > before);
     signal(&child, "TERM");
     ended(child, 75);
-}
-
-#[test]
-fn resume_auto_begins_a_run_and_goes_on_with_it() {
-    let tiny = TinyRun::dma();
-    let auto = "--resume=auto --set training.steps=8";
-    for (nproc, more) in [(1, auto.to_owned()), (2, auto.replace("=8", "=12"))] {
-        let mut command = match nproc {
-            1 => tiny.train("run", &more),
-            _ => tiny.launch(nproc, "run", &more),
-        };
-        succeed(&mut command);
-    }
-    assert_eq!(tiny.metrics("run", "step").into_keys().last(), Some(12));
-    // Where there is a run, it goes on; where there is none, it begins as the other flag says.
-    let other = "--resume=auto --branch-from run --set training.steps=16";
-    succeed(&mut tiny.train("other", other));
-    assert_eq!(tiny.metrics("other", "step").into_keys().next(), Some(13));
-    succeed(&mut tiny.train("other", &other.replace("=16", "=18")));
-    let both = tiny.train("other", "--resume --branch-from run").output();
-    assert_eq!(both.expect("it starts").status.code(), Some(2));
 }
 
 #[test]
