@@ -1,6 +1,5 @@
 //! What a person reads where several processes cannot train together, or one of them is lost.
-use crate::resume_kill::{moment, seeded};
-use crate::tiny_run::{STEPS, TinyRun, ended, refused, signal, spawned, succeed, text, wait_until};
+use crate::tiny_run::{TinyRun, ended, refused, signal, spawned, succeed, text, wait_until};
 use crate::train_ranks::{UNTIED, started};
 use sieve_comm::HeldPort;
 use sieve_testing::says;
@@ -68,52 +67,6 @@ fn a_rank_that_is_killed_ends_the_job_with_one_plain_line() {
         let first = format!("error: rank {rank} (pid {}) was ended by signal 9", ranks[rank]);
         assert!(line.starts_with(&first) && hint.contains("--resume"), "{said}");
         assert!(!ranks.into_iter().any(is_there));
-    }
-}
-
-#[test]
-fn a_rank_killed_at_random_moments_costs_no_step_and_no_bit() {
-    let (mut random, tiny) = (seeded(), TinyRun::dma());
-    tiny.trained("reference", UNTIED);
-    let more = format!("--resume=auto {UNTIED}");
-    let begun = Instant::now();
-    succeed(&mut tiny.launch(2, "whole", &more));
-    let whole = begun.elapsed();
-    // As they start, in steps and validations, while a checkpoint is written and as it gets its name.
-    let mut kills = 0;
-    for round in 0.. {
-        let out = format!("killed-{round}");
-        loop {
-            let mut command = tiny.launch(2, &out, &more);
-            let (since, moment) = (Instant::now(), moment(&mut random, whole));
-            let mut child = spawned(&mut command);
-            let mut lost = None;
-            while kills < 6 && lost.is_none() && child.try_wait().expect("a child").is_none() {
-                std::thread::sleep(Duration::from_micros(500));
-                if since.elapsed() >= moment {
-                    lost = ranks_of(child.id()).get(kills % 2).copied();
-                }
-            }
-            if let Some(id) = lost {
-                // It may have ended meanwhile.
-                _ = Command::new("kill").args(["-s", "KILL", &id.to_string()]).output();
-            }
-            let output = child.wait_with_output().expect("it ends");
-            if output.status.success() {
-                break;
-            }
-            assert_eq!(output.status.code(), Some(75), "{}", text(&output));
-            assert!(lost.is_some(), "{}", text(&output));
-            kills += 1;
-        }
-        tiny.assert_same_end(&out, "reference");
-        let steps: Vec<u64> = tiny.metrics(&out, "step").into_keys().collect();
-        assert!(steps.into_iter().eq(1..=STEPS), "{out}");
-        let left = tiny.names(&format!("{out}/checkpoint"));
-        assert_eq!(left.len(), 3, "something half written was left");
-        if kills == 6 {
-            break;
-        }
     }
 }
 
