@@ -1,5 +1,5 @@
 //! What holds for every command: how much is printed, where to, and what the program says of itself.
-use crate::tiny_run::{TinyRun, heads_of, json, number, piped, refused, spawned, succeed, text};
+use crate::tiny_run::{TinyRun, json, number, piped, refused, spawned, text};
 use sieve_testing::{cases, says};
 use std::fs;
 use std::path::PathBuf;
@@ -9,51 +9,6 @@ fn stdout(command: &mut Command) -> String {
     let output = command.output().expect("the program starts");
     assert!(output.status.success(), "{}", text(&output));
     String::from_utf8(output.stdout).expect("UTF-8")
-}
-
-#[test]
-fn quiet_leaves_results_and_verbose_adds_numbers() {
-    let tiny = TinyRun::dma();
-    let short = "--set training.steps=8";
-    let printed = succeed(&mut tiny.train("quiet", &format!("-q {short}")));
-    says(&printed, "bits per byte");
-    assert!(!printed.contains("step:") && !printed.contains("next:"), "{printed}");
-    // The run's own log has all of it.
-    let log = tiny.read("quiet/log");
-    assert!(log.contains("step:") && log.contains("next:"), "{log}");
-    let printed = succeed(&mut tiny.train("verbose", &format!("-v {short} --log-file all.txt")));
-    says(&printed, "density:  | device: the CPU");
-    let kept = tiny.read("all.txt");
-    for line in printed.lines() {
-        assert!(kept.contains(line), "{line} is not in {kept}");
-    }
-    // Appended to, by errors too.
-    refused(&mut tiny.train("quiet", "--log-file all.txt"), "already holds a run");
-    let more = tiny.read("all.txt");
-    assert!(more.starts_with(&kept), "{more}");
-    says(&more, "error: quiet already holds a run");
-}
-
-#[test]
-fn the_program_says_what_it_is() {
-    let tiny = TinyRun::dma();
-    let info = stdout(&mut tiny.sieve("info"));
-    let words = "sieve  | commit  | CPU  | cuBLASLt | NCCL | kernels | attention by kind | dma ";
-    says(&info, words);
-    let json: serde_json::Value = serde_json::from_str(&stdout(&mut tiny.sieve("info --json"))).expect("JSON");
-    assert_eq!(json["paths"].as_array().expect("a list").len(), 8);
-    assert!(json["threads"].as_u64().expect("a number") > 0, "{json}");
-    let version = stdout(&mut tiny.sieve("--version"));
-    let commit = json["commit"].as_str().expect("a commit");
-    let wanted = format!("sieve {} ({commit})", env!("CARGO_PKG_VERSION"));
-    assert_eq!(version.trim(), wanted);
-    for shell in ["bash", "zsh", "fish"] {
-        let script = stdout(&mut tiny.sieve(&format!("completions {shell}")));
-        says(&script, "recipe-validation | tokenizer");
-    }
-    tiny.prints("man --out pages");
-    let page = tiny.read("pages/sieve-train.1");
-    assert!(page.contains("branch") && page.contains(".TH"), "{page}");
 }
 
 #[test]
@@ -201,62 +156,6 @@ fn generate_takes_files_samples_and_stops() {
         let mut command = tiny.sieve(of_run);
         refused(command.args(["--prompt", "x"]).env("RAYON_NUM_THREADS", threads), words);
     }
-}
-
-#[test]
-fn exports_are_opened_as_checkpoints_are() {
-    for attention in [
-        "kind = \"mha\"",
-        "kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5",
-        "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 8",
-    ] {
-        let tiny = TinyRun::new(attention);
-        tiny.trained("run", &format!("--set training.steps=8 {}", heads_of(attention)));
-        tiny.prints("export --checkpoint run --out exported");
-        let both = |command: &str| {
-            let of = |folder| stdout(&mut tiny.sieve(&format!("{command} --device cpu --checkpoint {folder}")));
-            (of("run"), of("exported"))
-        };
-        let (ours, theirs) = both("generate --prompt the --max-new-tokens 12");
-        assert_eq!(ours, theirs, "{attention}");
-        let (ours, theirs) = both("eval ppl --json --context 32 --data corpus/03.txt");
-        assert_eq!(json(&ours)["nats"], json(&theirs)["nats"], "{attention}");
-        tiny.refuses("export --checkpoint exported --out again", "exported");
-        tiny.write("exported/config.json", "{}");
-        tiny.refuses("generate --prompt the --checkpoint exported", "config.json");
-    }
-}
-
-#[test]
-fn an_import_writes_a_recipe_that_trains() {
-    let tiny = TinyRun::new("kind = \"mha\"");
-    tiny.trained("run", "--set training.steps=8");
-    tiny.prints("export --checkpoint run --out exported");
-    let printed = tiny.prints(
-        "import --from exported --out in --attention dma --set \
-        attention.keep_window_size=8 --data corpus",
-    );
-    let train = printed.lines().find(|line| line.contains(" train ")).expect("a line");
-    let (_, train) = train.split_once(" train ").expect("it trains");
-    let said = tiny.prints(&format!("train {train} --device cpu --stop-after 2"));
-    assert!(said.contains("stopped at step 2 of 1000"), "{said}");
-    let recipe = tiny.read("in/recipe.toml");
-    says(&recipe, "keep_window_size = 8 | # Highest learning rate.");
-    // Without text there is a recipe all the same, and what to do with it.
-    let printed = tiny.prints("import --from exported --out dense");
-    says(&printed, "put your text into dense/recipe.toml");
-    tiny.refuses(
-        "import --from nowhere --out x",
-        "there is no folder nowhere | --local-dir",
-    );
-    // A GGUF file is refused by its name, and in a folder that has nothing else to read.
-    fs::create_dir(tiny.path("quantised")).expect("new");
-    tiny.write("quantised/model.gguf", "GGUF");
-    for from in ["quantised", "quantised/model.gguf"] {
-        let words = "quantised/model.gguf is a GGUF file | gguf_file=NAME | save_pretrained";
-        tiny.refuses(&format!("import --from {from} --out x"), words);
-    }
-    assert!(!tiny.path("x").exists(), "nothing is written");
 }
 
 /// All Rust files of the crates, with their texts.

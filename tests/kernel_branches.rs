@@ -215,30 +215,6 @@ fn mla_s_file_has_a_gradient_of_each_input() {
     );
 }
 
-#[test]
-fn sizes_that_the_ops_have_not_are_refused() {
-    let tiny = TinyRun::dma();
-    for [words, reason] in cases(
-        r#"
-        nsa --shape seq_len=20,heads=2,head_dim=16 => --window
-        nsa --shape seq_len=20,heads=2,head_dim=16,head_dim_v=8 --window 4 => one width
-        nsa --shape seq_len=20,heads=2,head_dim=16 --window 4 --blocks 8,4,8 => four whole numbers
-        nsa --shape seq_len=20,heads=2,head_dim=16 --window 4 --blocks 8,3,8,2 => stride of 3
-        mla --shape seq_len=20,heads=2,head_dim=24,head_dim_v=16 --pool mlp => --blocks and --pool are for nsa
-        fp8 --shape seq_len=20,heads=2,head_dim=16 --window 4 => leave --window out
-        mla --shape seq_len=20,heads=2,head_dim=24,head_dim_v=16 --parts 2 => --parts is for dma and swa
-        swa --shape seq_len=20,heads=2,head_dim=16 --window 4 --parts 3 => --parts 3: rows of 20 tokens
-        swa --shape seq_len=20,heads=2,head_dim=16 --window 4 --magnitude 0 => 1e-6 to 1e6
-        mla --shape seq_len=20,heads=2,head_dim=16 => wider than values
-        mla --shape seq_len=20,heads=2,head_dim=24,head_dim_v=16 --window 4 => all keys
-        mla --shape seq_len=20,heads=2,kv_heads=1,head_dim=24,head_dim_v=16 => keys of its own
-    "#,
-    ) {
-        let words = format!("kernels run {words} --out file --device cpu");
-        tiny.refuses(&words, reason);
-    }
-}
-
 /// Methods whose masks have every kind of array, and the share of the pairs that they keep, from and to.
 const MASKS: &[(&str, &[&str], [f64; 2])] = &[
     (
@@ -315,24 +291,5 @@ fn a_masked_file_agrees_with_its_mask_in_python() {
         let [o, lse, density] = *numbers else { panic!("{line}") };
         assert!(o < 2e-5 && lse < 2e-5, "{selector}: {line}");
         assert!(density >= *least && density <= *most, "{selector}: {line}");
-    }
-}
-
-#[test]
-fn calls_without_a_mask_are_refused() {
-    let tiny = TinyRun::dma();
-    for [words, told] in cases(
-        r#"
-        block_sparse => block_sparse needs --selector
-        block_sparse --selector quest => quest acts while decoding
-        block_sparse --selector bfla --window 5 => leave --window out
-        attention --selector bfla => --selector is for block_sparse
-        block_sparse --selector nosuch => nosuch
-    "#,
-    ) {
-        let shape = "--shape seq_len=30,heads=2,kv_heads=1,head_dim=16 --out file --device cpu";
-        let words = format!("kernels run {words} {shape}");
-        tiny.refuses(&words, told);
-        assert!(!tiny.path("file").exists(), "{words}");
     }
 }

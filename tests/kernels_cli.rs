@@ -172,24 +172,6 @@ impl Written {
     }
 }
 
-#[test]
-fn options_of_dma_that_do_not_fit_are_told() {
-    let tiny = folder();
-    let sizes = "--shape seq_len=30,heads=4,kv_heads=2,head_dim=16 --out out --device cpu";
-    for [words, told] in cases(
-        r#"
-        dma --window 8 --local-window 9 => --local-window 9 is more than --window 8
-        dma --window 8 --periods 64 => --periods names 1, and there are 2 KV heads
-        dma --window 8 --periods 64,0 => 0 is not a positive number of tokens
-        dma_decode --window 8 --periods 64,9 => --periods are for dma and dma_select
-        swa --window 8 --local-window 2 => --local-window is for dma
-    "#,
-    ) {
-        tiny.refuses(&format!("kernels run {words} {sizes}"), told);
-    }
-    assert!(!tiny.path("out").exists());
-}
-
 /// A folder to work in; its corpus is not used.
 fn folder() -> TinyRun {
     TinyRun::dma()
@@ -284,22 +266,6 @@ fn a_seed_gives_one_file() {
 }
 
 #[test]
-fn the_check_runs_on_the_cpu() {
-    let tiny = folder();
-    let words = "kernels check --cases 15 --longest 60 --json check.json --device cpu";
-    let printed = tiny.prints(words);
-    assert!(printed.contains("every row passed on cpu"), "{printed}");
-    let json = tiny.json("check.json");
-    assert_eq!(json["failed_rows"], 0);
-    let rows = json["rows"].as_array().expect("rows");
-    let names: Vec<&str> = rows.iter().filter_map(|row| row["name"].as_str()).collect();
-    for name in ["dma_attention", "attention", "dma_select", "dma_decode", "rms_norm"] {
-        assert!(names.contains(&&*format!("op {name}")), "{names:?}");
-    }
-    assert!(rows.iter().all(|row| row["path"] == "cpu"), "{rows:?}");
-}
-
-#[test]
 fn scores_of_a_trained_model_can_be_used() {
     let tiny = folder();
     tiny.trained("run", "--set training.steps=8");
@@ -349,69 +315,4 @@ fn a_dense_model_gives_its_queries_keys_and_values() {
         spread("k")
     );
     assert!(spread("v") > 0.2, "{}", spread("v"));
-}
-
-#[test]
-fn attention_with_neither_scores_nor_dense_operands_is_refused() {
-    let tiny = TinyRun::new(
-        "kind = \"nsa\"\ncompress = \"mean\"\ncompress_block_size = 8\ncompress_stride = 4\n\
-        select_block_size = 8\nnum_selected_blocks = 3\nwindow_size = 16",
-    );
-    tiny.trained("run", "--set training.steps=4");
-    let capture = "kernels capture --checkpoint run --out z --device cpu";
-    tiny.refuses(capture, "DMA | hint");
-    assert!(!tiny.path("z").exists());
-}
-
-#[test]
-fn mistakes_get_one_plain_message_and_write_nothing() {
-    let tiny = folder();
-    let shape = "--shape seq_len=20,heads=2,head_dim=16 --out out --device cpu";
-    for [words, expected] in cases(
-        r#"
-        run sparse SHAPE => sparse | dma_select
-        run swa SHAPE => --window
-        run dma SHAPE => --window
-        run attention SHAPE --window 3 => swa
-        run dma SHAPE --window 0 => at least one key
-        run attention SHAPE --scores tied => --scores
-        run swa SHAPE --window 3 --documents 21 => --documents 21 | 1 to 20
-        run decode SHAPE --documents 2 => one document
-        run dma SHAPE --window 3 --scores captured:none => none
-        run attention --shape seq_len=20,head_dim=16 --out out => heads is missing
-        run attention --shape seq_len=20,heads=3,kv_heads=2,head_dim=16 --out out => kv_heads=2 does not divide heads=3
-        build --arch sm_75 => sm_75 | sm_80
-        build --arch sm_80 --recipe none => no recipe none
-        check --cases 0 --device cpu => --cases 0
-        bench --device cpu => GPU
-        capture --checkpoint none --out out --device cpu => none
-    "#,
-    ) {
-        let words = words.replace("SHAPE", shape);
-        tiny.refuses(&format!("kernels {words}"), expected);
-    }
-    assert!(!tiny.path("out").exists());
-}
-
-/// On a machine without a GPU each subcommand that needs one says so; with one it would run, and this says nothing.
-#[test]
-fn no_gpu_is_said_plainly() {
-    let tiny = folder();
-    let probe = tiny
-        .sieve(
-            "kernels run dma_select --shape seq_len=20,heads=1,head_dim=16 --window 3 --out probe \
-        --device cuda",
-        )
-        .output();
-    if probe.expect("the program starts").status.success() {
-        return;
-    }
-    for words in [
-        "run attention --shape seq_len=20,heads=2,head_dim=16 --out out --device cuda",
-        "check --cases 1 --device cuda",
-        "bench --device cuda",
-        "build",
-    ] {
-        tiny.refuses(&format!("kernels {words}"), "CUDA");
-    }
 }

@@ -1,6 +1,5 @@
 //! `sieve plan` on every shipped recipe, and its messages.
 use crate::tiny_run::{TinyRun, succeed};
-use sieve_testing::says;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -44,23 +43,6 @@ fn every_shipped_recipe_is_planned_within_a_second() {
         planned += 1;
     }
     assert!(planned >= 20, "{planned} recipes");
-}
-
-#[test]
-fn the_text_names_every_part() {
-    let run = TinyRun::dma();
-    let plan = "plan --recipe dma_1p7b --gpu h100";
-    let hybrid = run.prints(plan);
-    says(&hybrid, "attention dma (layers dma, dma, dma, mha) | KiB a token");
-    let sparse = format!("{plan} --set model.layer_types=[\"sparse\"]");
-    let text = run.prints(&sparse);
-    says(
-        &text,
-        "attention dma\n | stage 1 | stage 2 | keys a query | rest of f32 masters | activations by mode: none | \
-         KV cache | up to 2,048 tokens | dma selection | a guess:",
-    );
-    let text = run.prints("plan --recipe quickstart");
-    assert!(text.contains("plan for this CPU"), "{text}");
 }
 
 #[test]
@@ -114,23 +96,4 @@ fn the_page_of_recipe_keys_is_what_the_program_prints() {
         let key = line.split('`').nth(1).expect("a key");
         assert!(schema.to_string().contains(&format!("{key:?}:")), "{key}");
     }
-}
-
-#[test]
-fn unknown_gpus_and_tokenizers_are_told() {
-    let run = TinyRun::dma();
-    run.refuses(
-        "plan --recipe quickstart --gpu h2000",
-        "--gpu h2000 is not known: did you mean h200?",
-    );
-    run.refuses(
-        "plan --recipe quickstart --gpu v100",
-        "--gpu v100 is not known | older than Ampere | a100",
-    );
-    let text = run.prints("plan --recipe quickstart --gpu 3090");
-    assert!(text.contains("plan for 3090"), "{text}");
-    run.refuses(
-        "plan --recipe quickstart --set tokenizer.path=nowhere/tokenizer.json",
-        "model.vocab_size | nowhere/tokenizer.json",
-    );
 }

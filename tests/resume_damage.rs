@@ -2,7 +2,7 @@
 use crate::tiny_run::{INTERVAL, STEPS, TinyRun, refused, succeed, text};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
-use sieve_testing::{cases, says};
+use sieve_testing::says;
 use std::fs;
 use std::process::Command;
 
@@ -76,25 +76,6 @@ fn damaged_files_are_refused_by_name() {
     tiny.assert_same_metrics("run", "reference");
 }
 
-#[test]
-fn a_checkpoint_of_another_model_is_refused() {
-    let tiny = TinyRun::dma();
-    let latest = unfinished(&tiny, "run");
-    for [more, words] in cases(
-        r#"
-        --set attention.kind=mha => attention.kind was "dma", is now "mha"
-        --set model.hidden_size=48 => model.hidden_size was 32, is now 48
-        --set tokenizer.train.vocab_size=310 => tokenizer.train.vocab_size was 300, is now 310
-        --set training.seed=4 --set optimizer.lr=2.0 => training.seed | optimizer.lr
-    "#,
-    ) {
-        tiny.refuse(&mut tiny.train("run", &format!("--resume {more}")), words);
-        let from = format!("--resume-from run/checkpoint/step-{latest} {more}");
-        tiny.refuse(&mut tiny.train("run", &from), words);
-        tiny.refuse(&mut tiny.train("new", &from), words);
-    }
-}
-
 /// Bytes of all files below a folder.
 fn bytes_below(tiny: &TinyRun, name: &str) -> usize {
     tiny.snapshot(name).values().map(|(bytes, _)| bytes.len()).sum()
@@ -149,33 +130,6 @@ fn a_full_disk_loses_no_checkpoint() {
     tiny.assert_same_metrics("run", "reference");
 }
 
-#[test]
-fn a_limit_on_file_sizes_loses_no_checkpoint() {
-    let tiny = TinyRun::dma();
-    tiny.trained("reference", "");
-    let latest = unfinished(&tiny, "run");
-    let kept = tiny.checkpoint("run", latest);
-    // Half of the weights fit: the shell counts blocks of 512 bytes.
-    let weights = tiny.path(&format!("run/checkpoint/step-{latest}/model.safetensors"));
-    let blocks = fs::metadata(weights).expect("it was written").len() / 1024;
-    let script = format!("ulimit -f {blocks}; exec \"$SIEVE\" \"$@\"");
-    let program = tiny.sieve("").get_program().to_owned();
-    let mut command = Command::new("sh");
-    command
-        .args(["-c", &script, "sh", "train", "--recipe", "tiny.toml", "--device", "cpu"])
-        .args(["--out", "run", "--resume", "--checkpoint-patience", "0"])
-        .current_dir(tiny.path(""))
-        .env("SIEVE", program)
-        .env("RAYON_NUM_THREADS", "2");
-    let output = command.output().expect("the program starts");
-    assert_eq!(output.status.code(), Some(75), "{}", text(&output));
-    says(&text(&output), "model.safetensors | File too large | make room");
-    assert!(tiny.checkpoint("run", latest) == kept);
-    assert!(!tiny.path(&format!("run/checkpoint/step-{STEPS}")).exists());
-    succeed(&mut tiny.train("run", "--resume"));
-    tiny.assert_same_end("run", "reference");
-}
-
 /// A run of two steps whose folder of checkpoints leads nowhere until `room` is made.
 #[cfg(unix)]
 fn without_room(tiny: &TinyRun, out: &str) {
@@ -183,83 +137,6 @@ fn without_room(tiny: &TinyRun, out: &str) {
     let folder = tiny.path(out).join("checkpoint");
     fs::remove_dir_all(&folder).expect("writable");
     std::os::unix::fs::symlink(tiny.path("room"), folder).expect("writable");
-}
-
-#[cfg(unix)]
-#[test]
-fn the_last_checkpoint_has_a_second_place() {
-    let tiny = TinyRun::dma();
-    tiny.trained("reference", "");
-    without_room(&tiny, "run");
-    let train = |more: &str| {
-        let output = tiny.train("run", more).output().expect("the program starts");
-        (output.status.code(), text(&output))
-    };
-    let (code, said) = train("--resume --checkpoint-patience 0");
-    assert_eq!(code, Some(75), "{said}");
-    says(
-        &said,
-        "warning: no checkpoint at step 4 | run/checkpoint | training continues | failure 1 of 10",
-    );
-    says(
-        &said,
-        "no checkpoint of step 40 can be written | --resume=auto | --checkpoint-fallback",
-    );
-    // Tries are first five seconds apart, then twice as long each time.
-    let mut waiting = tiny
-        .train("run", "--resume")
-        .stdout(std::process::Stdio::null())
-        .spawn()
-        .expect("it starts");
-    let log = || fs::read_to_string(tiny.path("run/log")).unwrap_or_default();
-    crate::tiny_run::wait_until("a second try", || log().matches("the next try is in").count() == 2);
-    waiting.kill().expect("it waits");
-    waiting.wait().expect("it was killed");
-    says(&log(), "the next try is in 5 s | the next try is in 10 s");
-    let (code, said) = train("--resume --checkpoint-patience 0 --checkpoint-fallback second");
-    assert_eq!(code, Some(0), "{said}");
-    says(&said, "it goes to the folder of --checkpoint-fallback | second/step-40");
-    fs::create_dir(tiny.path("room")).expect("writable");
-    fs::rename(tiny.path("second/step-40"), tiny.path("room/step-40")).expect("writable");
-    tiny.assert_same_end("run", "reference");
-    let (_, said) = train("--resume");
-    says(&said, "nothing to do");
-}
-
-#[cfg(unix)]
-#[test]
-fn resume_auto_finds_the_checkpoint_in_its_second_place() {
-    let tiny = TinyRun::dma();
-    tiny.trained("reference", "");
-    // One that is older than the run, of an equal recipe, and one of another.
-    fs::create_dir(tiny.path("second")).expect("writable");
-    let moved = |from: &str, step: u64| {
-        let place = tiny.path(&format!("second/step-{step}"));
-        fs::rename(tiny.path(&format!("{from}/checkpoint/step-{step}")), place).expect("writable");
-    };
-    tiny.trained("older", "--stop-after 20");
-    moved("older", 20);
-    without_room(&tiny, "run");
-    tiny.trained("other", "--set training.seed=4 --stop-after 16");
-    moved("other", 16);
-    let fallback = "--checkpoint-fallback second";
-    let more = format!("--resume --checkpoint-patience 0 {fallback} --stop-after 10");
-    says(
-        &succeed(&mut tiny.train("run", &more)),
-        "second/step-10 | with --resume=auto",
-    );
-    fs::create_dir(tiny.path("room")).expect("writable");
-    let said = succeed(&mut tiny.train("run", &format!("--resume=auto {fallback}")));
-    says(
-        &said,
-        "warning: second/step-20 is not taken | before this run began | warning: second/step-16 is not taken | \
-         training.seed | note: the run continues from second/step-10; its own folder has none | continuing at step 10",
-    );
-    tiny.assert_same_end("run", "reference");
-    // Its own folder is the later one now.
-    let said = succeed(&mut tiny.train("run", &format!("--resume=auto {fallback}")));
-    says(&said, "nothing to do");
-    assert!(!said.contains("second"), "{said}");
 }
 
 #[cfg(unix)]
@@ -284,53 +161,6 @@ fn a_checkpoint_that_could_not_be_written_is_written_as_soon_as_there_is_room() 
     let output = child.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(75), "{}", log());
     succeed(&mut tiny.train("run", "--resume --stop-after 1 --set training.steps=1000000"));
-}
-
-#[test]
-fn nobody_is_needed_where_the_latest_checkpoint_is_damaged() {
-    let tiny = TinyRun::dma();
-    tiny.trained("reference", "");
-    let latest = unfinished(&tiny, "run");
-    let before = latest - INTERVAL;
-    let folder = tiny.path("run/checkpoint");
-    let damage = |step: u64| fs::write(folder.join(format!("step-{step}/model.safetensors")), "no weights");
-    damage(latest).expect("writable");
-    let printed = succeed(&mut tiny.train("run", "--resume=auto"));
-    let words = format!(
-        "warning: | step-{latest}/model.safetensors is damaged | kept as | step-{latest}.damaged-1 | \
-         continues from | step-{before}"
-    );
-    says(&printed, &words);
-    let aside = folder.join(format!("step-{latest}.damaged-1/model.safetensors"));
-    assert_eq!(fs::read(aside).expect("kept"), b"no weights");
-    tiny.assert_same_end("run", "reference");
-    tiny.assert_same_metrics("run", "reference");
-    // Where no checkpoint is whole, a person decides, and all stay.
-    let all = tiny.names("run/checkpoint");
-    let steps = all
-        .iter()
-        .filter_map(|name| name.strip_prefix("step-")?.parse::<u64>().ok());
-    steps.for_each(|step| damage(step).expect("writable"));
-    tiny.refuse(
-        &mut tiny.train("run", "--resume=auto --set training.steps=44"),
-        "step-40/model.safetensors is damaged",
-    );
-}
-
-#[test]
-fn shards_that_were_changed_are_noticed_while_a_run_trains_on_them() {
-    let tiny = TinyRun::dma();
-    tiny.trained("run", "--stop-after 2");
-    let path = tiny.path("run/data/train.bin");
-    let mut bytes = fs::read(&path).expect("shards");
-    let last = bytes.len() - 2;
-    bytes[last] ^= 1;
-    fs::write(&path, bytes).expect("writable");
-    let long = "--resume --set training.steps=100000 --set validation.interval=100000";
-    refused(
-        &mut tiny.train("run", long),
-        "train.bin | not those that were prepared | prepare the data again",
-    );
 }
 
 #[cfg(unix)]
@@ -362,14 +192,4 @@ fn a_run_whose_folder_is_removed_recreates_it_and_can_be_resumed() {
         says(&said, "warning: run was removed while the run writes to it");
         succeed(&mut tiny.train("run", &format!("{long} --resume --stop-after 1")));
     }
-}
-
-#[test]
-fn one_checkpoint_every_so_many_steps_stays() {
-    let tiny = TinyRun::dma();
-    tiny.trained("run", "--set checkpoint.keep_every=12 --set checkpoint.keep_latest_k=1");
-    assert_eq!(
-        tiny.names("run/checkpoint"),
-        ["step-12", "step-24", "step-36", "step-40"]
-    );
 }

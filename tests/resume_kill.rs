@@ -1,8 +1,7 @@
 //! A run that is killed or stopped goes on as if nothing had happened.
-use crate::tiny_run::{INTERVAL, STEPS, TinyRun, signal, spawned, succeed, text, wait_until};
+use crate::tiny_run::{TinyRun, signal, spawned, succeed, text, wait_until};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
-use sieve_testing::says;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -183,81 +182,4 @@ fn a_run_killed_before_its_first_checkpoint_starts_over() {
     assert!(printed.contains("starts over"), "{printed}");
     tiny.assert_same_end("run", "reference");
     tiny.assert_same_metrics("run", "reference");
-}
-
-#[test]
-fn a_finished_run_is_left_alone_or_made_longer() {
-    let tiny = TinyRun::dma();
-    // A constant rate, so that the length of the run does not change its steps.
-    let constant = "--set lr_scheduler.decay_ratio=0";
-    tiny.trained("reference", constant);
-    tiny.trained("run", &format!("{constant} --set training.steps=12"));
-    let before = tiny.snapshot("run");
-    let printed = succeed(&mut tiny.train("run", &format!("{constant} --set training.steps=12 --resume")));
-    assert!(printed.contains("nothing to do"), "{printed}");
-    assert!(before == tiny.snapshot("run"), "a file was written");
-
-    let printed = succeed(&mut tiny.train("run", &format!("{constant} --resume")));
-    says(&printed, "training.steps was 12, is now 40");
-    tiny.assert_same_end("run", "reference");
-    let steps = tiny.metrics("run", "step");
-    assert!(steps.into_keys().eq(1..=STEPS));
-}
-
-#[test]
-fn another_number_of_threads_is_told() {
-    let tiny = TinyRun::dma();
-    tiny.trained("run", "--set training.steps=8 --set lr_scheduler.decay_ratio=0");
-    let mut command = tiny.train("run", "--resume --set lr_scheduler.decay_ratio=0");
-    let printed = succeed(command.env("RAYON_NUM_THREADS", "1"));
-    says(&printed, "note: 1 threads compute, the run used 2");
-}
-
-#[test]
-fn a_run_goes_on_without_its_text_files() {
-    let tiny = TinyRun::dma();
-    let constant = "--set lr_scheduler.decay_ratio=0";
-    tiny.trained("reference", constant);
-    tiny.trained("run", &format!("{constant} --set training.steps=12"));
-    tiny.trained("other", &format!("{constant} --set training.steps=12"));
-    fs::remove_dir_all(tiny.path("other/data")).expect("writable");
-    let resume = format!("{constant} --resume");
-
-    // The shards are gone, and are made again from the same text.
-    fs::rename(tiny.path("corpus"), tiny.path("away")).expect("writable");
-    tiny.refuse_run("other", &resume, "corpus/*.txt | matches no file");
-    succeed(&mut tiny.train("run", &resume));
-    tiny.assert_same_end("run", "reference");
-
-    fs::rename(tiny.path("away"), tiny.path("corpus")).expect("writable");
-    tiny.write("corpus/61.txt", "one more sentence.\n");
-    tiny.refuse_run("other", &resume, "other/data | the text files have changed");
-    fs::remove_dir_all(tiny.path("other/data")).expect("writable");
-    fs::remove_file(tiny.path("corpus/61.txt")).expect("writable");
-    succeed(&mut tiny.train("other", &resume));
-    tiny.assert_same_end("other", "reference");
-}
-
-impl TinyRun {
-    /// Refused, with the checkpoints and the metrics of the run as they were; its data may have been made again.
-    fn refuse_run(&self, out: &str, more: &str, words: &str) {
-        let kept = ["checkpoint", "config.toml", "metrics.jsonl", "log", "tb"];
-        let before = kept.map(|name| self.snapshot(&format!("{out}/{name}")));
-        crate::tiny_run::refused(&mut self.train(out, more), words);
-        assert!(before == kept.map(|name| self.snapshot(&format!("{out}/{name}"))));
-    }
-}
-
-#[test]
-fn a_checkpoint_of_another_run_begins_a_new_folder() {
-    let tiny = TinyRun::dma();
-    tiny.trained("reference", "--set checkpoint.keep_latest_k=0");
-    let before = tiny.snapshot("reference");
-    let from = format!("--resume-from reference/checkpoint/step-{}", 3 * INTERVAL);
-    succeed(&mut tiny.train("fork", &from));
-    tiny.assert_same_end("fork", "reference");
-    assert!(tiny.metrics("fork", "step").into_keys().eq(3 * INTERVAL + 1..=STEPS));
-    assert!(before == tiny.snapshot("reference"));
-    // Into a folder that holds a run of its own it does not go.
-    tiny.refuse(&mut tiny.train("fork", &from), "fork | --out");
 }

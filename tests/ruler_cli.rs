@@ -64,43 +64,6 @@ fn ruler_is_asked_of_kinds_with_files_and_a_picture() {
 }
 
 #[test]
-fn ruler_under_selectors_is_another_question_unless_they_keep_everything() {
-    let tiny = trained(KINDS[0]);
-    let what = "--tasks passkey,kv_retrieval --lengths 800 --samples 4 --json";
-    let with = "--selector meanpool:tau=1,min_prefill_tokens=0 --selector \
-        streamingllm:n_init=2,n_local=10,min_prefill_tokens=0 \
-                --selector exact_top:k=2";
-    let report = json(&asked(&tiny, &format!("{what} {with}")));
-    let methods = report["methods"].as_array().expect("a list");
-    assert_eq!(methods.len(), 4);
-    let likelihoods = |method: &Value| -> Vec<f64> {
-        let tasks = method["tasks"].as_array().expect("a list").iter();
-        let values = tasks.map(|task| task["lengths"][0]["log_likelihood"].as_f64());
-        values.map(|value| value.expect("a number")).collect()
-    };
-    let own = likelihoods(&methods[0]);
-    for (a, b) in likelihoods(&methods[1]).iter().zip(&own) {
-        assert!((a - b).abs() < 1e-4, "{a} {b}");
-    }
-    assert_ne!(likelihoods(&methods[2]), own);
-    assert_ne!(likelihoods(&methods[3]), own);
-    let path = methods[3]["paths"][0]["path"].as_str();
-    assert_eq!(path, Some("exact_top on the CPU"));
-    assert_eq!(methods[0]["paths"], Value::Array(Vec::new()));
-
-    // A decode method that reads the prompt too says something else of the answer's first token already.
-    let streamed = json(&asked(
-        &tiny,
-        &format!("{what} --stream --selector exact_top:k=2 --selector exact_top:k=1000"),
-    ));
-    let streams = streamed["methods"].as_array().expect("a list");
-    assert_ne!(likelihoods(&streams[1]), likelihoods(&methods[3]));
-    for (a, b) in likelihoods(&streams[2]).iter().zip(&own) {
-        assert!((a - b).abs() < 1e-4, "{a} {b}");
-    }
-}
-
-#[test]
 fn generated_samples_train_a_model_and_repeat() {
     let tiny = trained(KINDS[0]);
     let tokenizer = fs::read_dir(tiny.path("run/checkpoint")).expect("checkpoints");
@@ -132,28 +95,4 @@ fn generated_samples_train_a_model_and_repeat() {
         "a.jsonl"
     );
     tiny.trained("again", &command);
-}
-
-#[test]
-fn ruler_mistakes_are_told_and_change_nothing() {
-    let tiny = trained(KINDS[0]);
-    tiny.write("qa.json", "{\"data\": []}");
-    tiny.refuses_each(
-        "eval ruler --checkpoint run --device cpu",
-        r#"
-        --tasks passky => no task "passky" | did you mean passkey?
-        --tasks qa_1 => qa_1 asks the questions | --qa-1
-        --tasks qa_1 --qa-1 qa.json => qa.json | no question
-        --tasks qa_1 --qa-1 nowhere.json => nowhere.json
-        --tasks passkey --lengths 2048 => 2048 | positions end at 1024
-        --tasks passkey --lengths 64 => the shortest text of passkey takes | the length is 64
-        --tasks passkey --data nowhere => nowhere
-        --tasks passkey --lengths 900 --plot no/where.svg => no/where.svg | no folder
-    "#,
-    );
-    tiny.refuses("data generate --tokenizer nowhere.json --out a.jsonl", "nowhere.json");
-    tiny.refuses(
-        "data generate --tokenizer nowhere.json --out a.jsonl --min-length 9 --max-length 8",
-        "--min-length 9",
-    );
 }

@@ -80,6 +80,16 @@ fn random_run() -> TinyRun {
 /// The same of another kind, by its `[model]` and `[attention]` lines.
 fn random_run_of(model: &str, attention: &str) -> TinyRun {
     let tiny = TinyRun::new("kind = \"mha\"");
+    write_run(&tiny, model, attention);
+    tiny
+}
+
+/// The dense one in a folder that is there.
+pub(crate) fn random_run_in(tiny: &TinyRun) {
+    write_run(tiny, "tie_word_embeddings = true", "kind = \"mha\"");
+}
+
+fn write_run(tiny: &TinyRun, model: &str, attention: &str) {
     let recipe = recipe(model, attention);
     write_checkpoint(&tiny.path("run"), &recipe, &random_model(&recipe, 11));
     fs::create_dir(tiny.path("rows")).expect("it is new");
@@ -88,7 +98,6 @@ fn random_run_of(model: &str, attention: &str) -> TinyRun {
         rows.write(&tiny.path(&format!("rows/{task}.jsonl")), task, NUM_ROWS);
         rows.write(&tiny.path(&format!("rows/{task}.train.jsonl")), task, 2);
     }
-    tiny
 }
 
 fn eval(tiny: &TinyRun, more: &str) -> String {
@@ -241,51 +250,6 @@ fn tasks_of_ones_own_generate_and_match() {
     let sample = tiny.read("s.jsonl");
     let sample = json(sample.lines().next().expect("a row"));
     assert_eq!(sample["answer"].as_str().map(str::trim), Some(first), "{sample}");
-}
-
-#[test]
-fn tasks_are_listed_and_shown() {
-    let tiny = TinyRun::dma();
-    let list = tiny.prints("eval tasks --list");
-    says(&list, "lambada_openai | hellaswag | arc_challenge | gsm8k");
-    let shown = tiny.prints("eval tasks --show piqa");
-    says(&shown, "{goal} | {sol2}");
-}
-
-#[test]
-fn tasks_mistakes_are_told_and_change_nothing() {
-    let tiny = random_run();
-    tiny.write("rows.csv", "goal,sol1");
-    tiny.write("broken.toml", "measure = \"choices\"\nprompt = \"{goal\"");
-    let long = json!({"text": "t1 ".repeat(70) + "t2"}).to_string();
-    tiny.write("long.jsonl", long);
-    let uneven = json!({"question": "t1", "choices": {"text": ["t1", "t2"], "label": ["A"]}, "answerKey": "A"});
-    tiny.write("uneven.jsonl", uneven.to_string());
-    tiny.refuses_each(
-        "eval tasks --checkpoint run --device cpu",
-        r#"
-        --data pica=rows/piqa.jsonl => no task "pica" | did you mean piqa?
-        --data piqa => no TASK=FILE
-        --data piqa=nowhere.jsonl => nowhere.jsonl | cannot read
-        --data piqa=rows.csv => rows.csv | neither JSONL nor Parquet
-        --data piqa=rows/sciq.jsonl => task piqa: row 1 has no column "goal" (it has support
-        --data arc_easy=uneven.jsonl => row 1 has 2 choices and 1 label
-        --data lambada_openai=long.jsonl => row 1 has a text of | context has room for 64 | --truncate
-        --data broken.toml=rows/piqa.jsonl => task broken.toml | single {
-        --data mine.toml=rows/piqa.jsonl => mine.toml | No such file
-        --data piqa=rows/piqa.jsonl piqa=rows/piqa.jsonl => named twice
-        --data piqa=rows/piqa.jsonl --fewshot 24 => 24 examples are asked for, and 23 rows
-        --data piqa=rows/piqa.jsonl --fewshot-data sciq=rows/sciq.jsonl => --data does not
-        --data piqa=rows/piqa.jsonl --limit 0 => --limit
-        --data piqa=rows/piqa.jsonl --samples no/where.jsonl => no/where.jsonl | no folder
-        --data piqa=rows/piqa.jsonl --selector quset => did you mean quest?
-        --data piqa=rows/piqa.jsonl --stream => --selector
-        --data piqa=rows/piqa.jsonl --stream --selector bfla => bfla, which reads a prompt whole | leave --stream out
-        --data triviaqa=rows/piqa.jsonl => no column "question"
-    "#,
-    );
-    tiny.refuses("eval tasks --show pica", "did you mean piqa?");
-    tiny.refuses("eval tasks --data piqa=rows/piqa.jsonl", "--checkpoint");
 }
 
 #[test]

@@ -1,7 +1,6 @@
 //! Runs of the built program on a tiny recipe over a tiny generated corpus: a second each.
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
-use sieve_testing::{cases, says};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write;
@@ -84,13 +83,6 @@ impl TinyRun {
     /// As [`refuse`](Self::refuse), by the words of the command.
     pub(crate) fn refuses(&self, args: &str, words: &str) -> String {
         self.refuse(&mut self.sieve(args), words)
-    }
-
-    /// The same for each row of a table: what follows `args`, and words of the message.
-    pub(crate) fn refuses_each(&self, args: &str, table: &str) {
-        for [more, words] in cases(table) {
-            self.refuses(&format!("{args} {more}"), words);
-        }
     }
 
     /// The program with the words of `args`, run from the folder.
@@ -238,8 +230,13 @@ impl TinyRun {
     /// Runs `command`, which must refuse: with each of `words` (` | ` between two) in its message, and with no file
     /// made or changed.
     pub(crate) fn refuse(&self, command: &mut Command, words: &str) -> String {
+        self.unchanged(|| refused(command, words))
+    }
+
+    /// Calls `refused`, which returns a message, and asserts that no file was made, changed or removed meanwhile.
+    pub(crate) fn unchanged(&self, refused: impl FnOnce() -> String) -> String {
         let before = self.snapshot("");
-        let message = refused(command, words);
+        let message = refused();
         let after = self.snapshot("");
         let changed: Vec<_> = after
             .iter()
@@ -270,24 +267,33 @@ pub(crate) fn written(command: &mut Command) -> String {
 
 /// Runs `command`, which must refuse with each of `words` in its message and without a panic. Returns the message.
 pub(crate) fn refused(command: &mut Command, words: &str) -> String {
+    refused_as(command, words, "")
+}
+
+/// The same with one of these exit codes, `|` between two; any where none is given.
+pub(crate) fn refused_as(command: &mut Command, words: &str, codes: &str) -> String {
     let output = command.output().expect("the program starts");
     let text = text(&output);
     assert!(!output.status.success(), "{command:?} went on: {text}");
-    assert!(output.status.code().is_some_and(|code| code != 101));
+    let code = output.status.code().expect("it ends by itself");
+    let is_wanted = codes.is_empty() || codes.split('|').any(|wanted| wanted == code.to_string());
+    assert!(code != 101 && is_wanted, "{command:?} ended with {code}: {text}");
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(message.contains("error"), "{command:?}: {text}");
     for broken in ["panicked", "a bug in Sieve", "unwrap"] {
         assert!(!text.contains(broken), "{command:?}: {text}");
     }
-    says(&message, words);
+    words_of(&message, words);
     message
 }
 
-/// What the recipe of a kind sets of heads: MLA has a key and a value for every query head.
-pub(crate) fn heads_of(attention: &str) -> &'static str {
-    match attention.contains("mla") {
-        true => "--set model.num_key_value_heads=2",
-        false => "",
+/// Asserts that the text has each word, ` | ` between two, and none behind a `!`.
+pub(crate) fn words_of(text: &str, words: &str) {
+    for word in words.split(" | ") {
+        match word.strip_prefix('!') {
+            Some(word) => assert!(!text.contains(word), "{word:?} is in: {text}"),
+            None => assert!(text.contains(word), "no {word:?} in: {text}"),
+        }
     }
 }
 

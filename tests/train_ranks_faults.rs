@@ -1,6 +1,5 @@
 //! What a person reads where several processes cannot train together, or one of them is lost.
-use crate::resume_kill::{moment, seeded};
-use crate::tiny_run::{STEPS, TinyRun, ended, refused, signal, spawned, succeed, text, wait_until};
+use crate::tiny_run::{TinyRun, ended, refused, signal, spawned, succeed, text, wait_until};
 use crate::train_ranks::{UNTIED, started};
 use sieve_comm::HeldPort;
 use sieve_testing::says;
@@ -68,52 +67,6 @@ fn a_rank_that_is_killed_ends_the_job_with_one_plain_line() {
         let first = format!("error: rank {rank} (pid {}) was ended by signal 9", ranks[rank]);
         assert!(line.starts_with(&first) && hint.contains("--resume"), "{said}");
         assert!(!ranks.into_iter().any(is_there));
-    }
-}
-
-#[test]
-fn a_rank_killed_at_random_moments_costs_no_step_and_no_bit() {
-    let (mut random, tiny) = (seeded(), TinyRun::dma());
-    tiny.trained("reference", UNTIED);
-    let more = format!("--resume=auto {UNTIED}");
-    let begun = Instant::now();
-    succeed(&mut tiny.launch(2, "whole", &more));
-    let whole = begun.elapsed();
-    // As they start, in steps and validations, while a checkpoint is written and as it gets its name.
-    let mut kills = 0;
-    for round in 0.. {
-        let out = format!("killed-{round}");
-        loop {
-            let mut command = tiny.launch(2, &out, &more);
-            let (since, moment) = (Instant::now(), moment(&mut random, whole));
-            let mut child = spawned(&mut command);
-            let mut lost = None;
-            while kills < 6 && lost.is_none() && child.try_wait().expect("a child").is_none() {
-                std::thread::sleep(Duration::from_micros(500));
-                if since.elapsed() >= moment {
-                    lost = ranks_of(child.id()).get(kills % 2).copied();
-                }
-            }
-            if let Some(id) = lost {
-                // It may have ended meanwhile.
-                _ = Command::new("kill").args(["-s", "KILL", &id.to_string()]).output();
-            }
-            let output = child.wait_with_output().expect("it ends");
-            if output.status.success() {
-                break;
-            }
-            assert_eq!(output.status.code(), Some(75), "{}", text(&output));
-            assert!(lost.is_some(), "{}", text(&output));
-            kills += 1;
-        }
-        tiny.assert_same_end(&out, "reference");
-        let steps: Vec<u64> = tiny.metrics(&out, "step").into_keys().collect();
-        assert!(steps.into_iter().eq(1..=STEPS), "{out}");
-        let left = tiny.names(&format!("{out}/checkpoint"));
-        assert_eq!(left.len(), 3, "something half written was left");
-        if kills == 6 {
-            break;
-        }
     }
 }
 
@@ -266,36 +219,6 @@ pub(crate) fn refuses_once(command: &mut Command, words: &[&str]) {
 }
 
 #[test]
-fn what_cannot_be_shared_is_refused_once() {
-    let tiny = TinyRun::dma();
-    for (nproc, more, words) in [
-        (3, "", &["global_batch_size 8", "local_batch_size 4 x 3 ranks"][..]),
-        (8, "", &["4 x 8 ranks", "training.local_batch_size=1 shares"]),
-        (2, "--sweep optimizer.lr=1e-2,2e-2", &["--sweep", "one process"]),
-        (2, "--profile 3", &["--profile traces a GPU"]),
-        (2, "--set training.sed=1", &["training.sed"]),
-        (2, "--no-such-flag", &["--no-such-flag"]),
-        (0, "", &["--nproc"]),
-    ] {
-        refuses_once(&mut tiny.launch(nproc, "run", more), words);
-    }
-    refuses_once(
-        &mut tiny.sieve("launch --nproc 2 -- plan --recipe tiny.toml"),
-        &["starts train"],
-    );
-    // Without the two dashes too.
-    refuses_once(
-        &mut tiny.sieve("launch --nproc 2 plan --recipe tiny.toml"),
-        &["starts train, not plan"],
-    );
-    refuses_once(
-        &mut tiny.sieve("launch --nproc 2 train --recipe tiny.toml --no-such-flag"),
-        &["--no-such-flag"],
-    );
-    assert!(!tiny.path("run/config.toml").exists());
-}
-
-#[test]
 fn a_port_that_is_taken_is_named() {
     let tiny = TinyRun::dma();
     let port = held_port();
@@ -440,27 +363,6 @@ fn a_lost_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been() {
     wait_until("its first step", || logged() > before);
     signal(&child, "TERM");
     ended(child, 75);
-}
-
-#[test]
-fn resume_auto_begins_a_run_and_goes_on_with_it() {
-    let tiny = TinyRun::dma();
-    let auto = "--resume=auto --set training.steps=8";
-    for (nproc, more) in [(1, auto.to_owned()), (2, auto.replace("=8", "=12"))] {
-        let mut command = match nproc {
-            1 => tiny.train("run", &more),
-            _ => tiny.launch(nproc, "run", &more),
-        };
-        succeed(&mut command);
-    }
-    assert_eq!(tiny.metrics("run", "step").into_keys().last(), Some(12));
-    // Where there is a run, it goes on; where there is none, it begins as the other flag says.
-    let other = "--resume=auto --branch-from run --set training.steps=16";
-    succeed(&mut tiny.train("other", other));
-    assert_eq!(tiny.metrics("other", "step").into_keys().next(), Some(13));
-    succeed(&mut tiny.train("other", &other.replace("=16", "=18")));
-    let both = tiny.train("other", "--resume --branch-from run").output();
-    assert_eq!(both.expect("it starts").status.code(), Some(2));
 }
 
 #[test]
