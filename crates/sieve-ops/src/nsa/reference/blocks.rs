@@ -1,8 +1,7 @@
 //! Blocks of keys and values, and their means.
-use super::host::{Host, ints};
-use crate::documents::DocumentBounds;
+use crate::documents::{DocumentBounds, HostBounds};
 use crate::nsa::NsaCall;
-use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
+use crate::tensors::{Float, ints, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData};
 use sieve_cpu::NsaBlocks;
@@ -15,7 +14,7 @@ fn gather_plan<B: Backend>(
     dtype: DType,
     device: &B::Device,
 ) -> (Tensor<B, 1, Int>, Tensor<B, 4>) {
-    let host = Host::new::<B>(documents);
+    let host = HostBounds::new::<B>(documents);
     let starts = host.slot_starts(blocks);
     let (l, num_slots) = (blocks.compress_block_size as i32, blocks.num_slots(host.seq_len));
     let (mut tokens, mut used) = (Vec::new(), Vec::new());
