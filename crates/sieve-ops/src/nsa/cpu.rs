@@ -1,5 +1,5 @@
-//! NSA on the CPU: the softmax branches run on the attention of `sieve-cpu`, which never holds a score for every pair of
-//! tokens; pooling, placing and gates are plain Burn operations.
+//! NSA on the CPU: the softmax branches run on the attention of `sieve-cpu`, which never holds an n x n tensor;
+//! pooling, placing and gates are plain Burn operations.
 use super::{NsaCall, NsaCompressed, NsaSelected, reference};
 use crate::attention::cpu::{backward, forward};
 use crate::attention::{AttentionCall, AttentionOutput};
