@@ -2,8 +2,7 @@
 use crate::kernels_cli::Written;
 use crate::python;
 use crate::tiny_run::TinyRun;
-use sieve_cpu::reference::ChosenBlocks;
-use sieve_cpu::{Documents, Mask, dma_select, extend_expire};
+use sieve_cpu::{ChosenBlocks, Documents, Mask, dma_select, extend_expire};
 use sieve_testing::cases;
 
 fn run(tiny: &TinyRun, words: &str) -> Written {
@@ -32,8 +31,8 @@ fn nsa_s_file_agrees_with_its_definition() {
             count,
             block_size,
         };
-        let selected = written.defined(Mask::Causal, Some(chosen)).o;
-        let window = written.defined(Mask::Window(40), None).o;
+        let selected = written.defined(Mask::Chosen(chosen)).o;
+        let window = written.defined(Mask::Window(40)).o;
         assert!(written.gap("selected_o", &selected) < 2e-5, "{words}");
         assert!(written.gap("window_o", &window) < 2e-5, "{words}");
         // Each head of a token has a gate a branch.
@@ -113,13 +112,10 @@ fn a_file_of_two_ranks_agrees_with_its_definition() {
         extend_expire(&mut expire, documents, kv_heads, n, local);
         let bias = |z: &f32| if is_dma { z.min(60.0).exp() } else { 0.0 };
         let delta: Vec<f32> = z.iter().map(bias).collect();
-        let all = written.defined(
-            Mask::Expire {
-                expire: &expire,
-                delta: &delta,
-            },
-            None,
-        );
+        let all = written.defined(Mask::Expire {
+            expire: &expire,
+            delta: &delta,
+        });
         for part in 0..num_parts {
             let (first, of) = (part * len, |name: &str| format!("part{part}.{name}"));
             for (name, whole) in [("o", &all.o), ("dq", &all.dq)] {

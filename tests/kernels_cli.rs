@@ -1,7 +1,7 @@
 //! `sieve kernels`: files that other programs can check, a check that runs anywhere, builds without a GPU, plain
 //! errors.
 use crate::tiny_run::TinyRun;
-use sieve_cpu::reference::{AttentionCall, ChosenBlocks, Heads, Results, Rounding};
+use sieve_cpu::reference::{AttentionCall, Heads, Results, Rounding};
 use sieve_cpu::{AttentionShape, Documents, Mask};
 use sieve_hf::TensorFile;
 use sieve_testing::cases;
@@ -65,7 +65,7 @@ impl Written {
     }
 
     /// Attention and its gradients by their definition, from the file's own inputs.
-    pub(crate) fn defined(&self, mask: Mask<'_>, chosen: Option<ChosenBlocks<'_>>) -> Results {
+    pub(crate) fn defined(&self, mask: Mask<'_>) -> Results {
         let [q, k, v, d_o] = ["q", "k", "v", "do"].map(|name| self.floats(name));
         let (&[batch, seq_len, num_heads, head_dim], num_kv_heads) = (
             <&[usize; 4]>::try_from(self.shape("q")).expect("q has four dimensions"),
@@ -95,7 +95,6 @@ impl Written {
             d_o: Heads::new(&d_o, num_heads, head_dim),
             documents: Documents::new(&start, &end),
             mask,
-            chosen,
         };
         call.run(Rounding::None)
     }
@@ -110,13 +109,10 @@ impl Written {
         } else {
             vec![0.0; expire.len()]
         };
-        let all = self.defined(
-            Mask::Expire {
-                expire: &expire,
-                delta: &delta,
-            },
-            None,
-        );
+        let all = self.defined(Mask::Expire {
+            expire: &expire,
+            delta: &delta,
+        });
         let mut gradients = vec![("dq", &all.dq), ("dk", &all.dk), ("dv", &all.dv)];
         if has_bias {
             gradients.push(("ddelta", &all.d_delta));

@@ -345,7 +345,6 @@ impl Call {
             d_o: Heads::new(&self.case.d_o, heads, widths[1]),
             documents: Documents::new(&self.case.doc_start, &self.case.doc_end),
             mask: Mask::Causal,
-            chosen: None,
         };
         let Terms { o, mut dq, mut dk, dv } = call.run(Rounding::None).terms;
         if let Some([q_weight, k_weight]) = &self.norms {

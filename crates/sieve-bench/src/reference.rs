@@ -38,7 +38,6 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
             expire: &case.expire,
             delta: if has_bias { &case.delta } else { &no_bias },
         },
-        chosen: None,
     };
     let results = call.run(rounding);
     Reference {

@@ -9,10 +9,9 @@ use sieve_core::{AdamWStep, InfllmV2Shape, MobaShape};
 use sieve_cpu::activation::{swiglu_backward, swiglu_forward};
 use sieve_cpu::nsa::choose_key_blocks;
 use sieve_cpu::{
-    AttentionShape, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, adamw, attention_backward,
+    AttentionShape, ChosenBlocks, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, adamw, attention_backward,
     attention_forward, dma_select, embedding_backward, linear_cross_entropy, linear_cross_entropy_with_gradients,
-    matmul, nsa_mean_pool_forward, nsa_selected_attention_backward, nsa_selected_attention_forward,
-    qk_norm_rope_backward, qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares,
+    matmul, qk_norm_rope_backward, qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares,
 };
 use sieve_testing::{Random, Time, measure};
 
@@ -183,13 +182,10 @@ fn chosen_blocks() {
             let blocks = choice.blocks;
             let heads = choice.num_choosers(num_heads, shape.num_kv_heads);
             let rows = shape.batch * blocks.num_slots(seq_len) * shape.num_kv_heads;
-            let mut pooled = vec![0.0; 2 * rows * 64];
+            let [q, keys] = [TOKENS * num_heads, rows]
+                .map(|heads| -> Vec<f64> { values(heads * 64, 6).into_iter().map(f64::from).collect() });
             let mut chosen = vec![0; TOKENS * heads * num_selected_blocks];
-            let choose = measure(|| {
-                nsa_mean_pool_forward(shape, blocks, &qkv, documents, &mut pooled);
-                let keys = &pooled[..rows * 64];
-                choose_key_blocks(shape, choice, &qkv, documents, keys, None, &mut chosen);
-            });
+            let choose = measure(|| choose_key_blocks(shape, choice, &q, documents, &keys, &mut chosen));
             // Keys and values of each head where each chooses.
             let read = AttentionShape {
                 num_kv_heads: heads,
@@ -199,12 +195,14 @@ fn chosen_blocks() {
                 values(TOKENS * read.token_len(), 6),
                 vec![0.0; TOKENS * read.token_len()],
             );
-            let forward = measure(|| {
-                nsa_selected_attention_forward(read, blocks, &qkv, documents, &chosen, &mut o, &mut lse);
+            let mask = Mask::Chosen(ChosenBlocks {
+                indices: &chosen,
+                count: num_selected_blocks,
+                block_size: size,
             });
-            let backward = measure(|| {
-                nsa_selected_attention_backward(read, blocks, &qkv, documents, &chosen, &o, &lse, &d_o, &mut d_qkv);
-            });
+            let forward = measure(|| attention_forward(read, &qkv, documents, mask, &mut o, &mut lse));
+            let backward =
+                measure(|| attention_backward(read, &qkv, documents, mask, &o, &lse, &d_o, &mut d_qkv, None));
             let times = [choose, forward, backward].map(|time| time.wall);
             println!(
                 "{name} | seq_len {seq_len} | {:.1} {:.1} {:.1} | dense {:.1} | {:.2} times",

@@ -61,6 +61,27 @@ pub enum Mask<'a> {
         /// Added to the logit of every query with the key, `[batch, num_kv_heads, seq_len]`.
         delta: &'a [f32],
     },
+    /// Those in the blocks that the query chose.
+    Chosen(ChosenBlocks<'a>),
+}
+
+/// Which blocks of keys each query sees: native sparse attention's choice.
+#[derive(Clone, Copy, Debug)]
+pub struct ChosenBlocks<'a> {
+    /// `[batch, seq_len, num_kv_heads, count]`, numbered within the query's document, none after the query's own; a
+    /// number below 0 is no block.
+    pub indices: &'a [i32],
+    /// Blocks of a query.
+    pub count: usize,
+    /// Keys of a block.
+    pub block_size: usize,
+}
+
+impl<'a> ChosenBlocks<'a> {
+    /// The blocks of one token of the batch and one of `num_kv_heads` heads.
+    pub(crate) fn of(&self, token: usize, num_kv_heads: usize, kv_head: usize) -> &'a [i32] {
+        &self.indices[(token * num_kv_heads + kv_head) * self.count..][..self.count]
+    }
 }
 
 impl AttentionShape {
@@ -90,6 +111,14 @@ impl AttentionShape {
             !matches!(mask, Mask::Window(0)),
             "attention: a window must hold at least the query's own key"
         );
+        if let Mask::Chosen(chosen) = mask {
+            assert!(chosen.block_size > 0, "attention: a block must hold at least one key");
+            assert_eq!(
+                chosen.indices.len(),
+                self.batch * self.seq_len * self.num_kv_heads * chosen.count,
+                "attention: the chosen blocks are not [batch, seq_len, num_kv_heads, count]"
+            );
+        }
         if let Mask::Expire { expire, delta } = mask {
             let keys = self.batch * self.num_kv_heads * self.seq_len;
             assert_eq!(

@@ -41,7 +41,7 @@ pub use adamw::adamw;
 pub use attention::decode::{DecodeShape, attention_decode};
 pub use attention::listed::{ListedAttention, ListedTile};
 pub use attention::{
-    AttentionShape, Documents, Mask, attention_backward, attention_forward, mla_attention_backward,
+    AttentionShape, ChosenBlocks, Documents, Mask, attention_backward, attention_forward, mla_attention_backward,
     mla_attention_forward,
 };
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
@@ -49,13 +49,8 @@ pub use embedding::{embedding_backward, embedding_forward};
 pub use expire::{dma_select, extend_expire, rank_key};
 pub use gemm::{Matrix, MatrixMut, Threads, matmul};
 pub use linear_cross_entropy::{CrossEntropy, linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses};
-pub use mla::decode::{MlaDecode, mla_decode};
-pub use mla::{MlaNorm, MlaPack, mla_pack_backward, mla_pack_forward};
-pub use nsa::{
-    NsaBlocks, nsa_blocks_backward, nsa_blocks_forward, nsa_compressed_attention_backward,
-    nsa_compressed_attention_forward, nsa_gates_backward, nsa_gates_forward, nsa_mean_pool_backward,
-    nsa_mean_pool_forward, nsa_selected_attention_backward, nsa_selected_attention_forward,
-};
+pub use mla::{MlaDecode, mla_decode};
+pub use nsa::NsaBlocks;
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_backward, qk_norm_rope_forward, rope};
 pub use reduce::sum_of_squares;
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};

@@ -1,27 +1,12 @@
-//! The pieces of native sparse attention (arXiv:2502.11089): compressed blocks, choice of blocks, attention over the
-//! chosen blocks, gates. The window branch is [`attention_forward`](crate::attention_forward).
+//! Which blocks of keys a query reads, as native sparse attention (arXiv:2502.11089) and its relatives choose them. The
+//! attention over them is [`attention_forward`](crate::attention_forward) under [`Mask::Chosen`](crate::Mask::Chosen).
 //!
 //! Everything restarts at each document: its blocks are counted from its first token. Compressed block c of a document
-//! covers its tokens `[c s, c s + l)` and is seen from its last token on, so it is kept under its last token's position
-//! and an ordinary mask does the rest.
+//! covers its tokens `[c s, c s + l)` and is seen from its last token on.
 
-mod blocks;
-mod compressed;
-mod gates;
-#[cfg(test)]
-mod reference;
 mod select;
-mod selected;
-mod selected_backward;
-#[cfg(test)]
-mod tests;
 
-pub use blocks::{nsa_blocks_backward, nsa_blocks_forward, nsa_mean_pool_backward, nsa_mean_pool_forward};
-pub use compressed::{nsa_compressed_attention_backward, nsa_compressed_attention_forward};
-pub use gates::{nsa_gates_backward, nsa_gates_forward};
 pub use select::{choose_blocks, choose_key_blocks, overlap_weight};
-pub use selected::nsa_selected_attention_forward;
-pub use selected_backward::nsa_selected_attention_backward;
 
 pub use sieve_core::NsaBlocks;
 

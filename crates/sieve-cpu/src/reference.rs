@@ -87,7 +87,7 @@ pub fn attend<T: Copy + Into<f64>>(
 
 /// `sum a_i b_i`.
 #[inline(always)]
-fn dot<T: Copy + Into<f64>>(a: &[T], b: &[T]) -> f64 {
+pub(crate) fn dot<T: Copy + Into<f64>>(a: &[T], b: &[T]) -> f64 {
     // Eight sums, for the compiler to add side by side.
     let mut sums = [0.0; 8];
     let ((a8, a_tail), (b8, b_tail)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
@@ -151,19 +151,6 @@ pub struct AttentionCall<'a> {
     pub documents: Documents<'a>,
     /// Which keys a query sees, and with what bias.
     pub mask: Mask<'a>,
-    /// Of those, the blocks that it chose; all where absent.
-    pub chosen: Option<ChosenBlocks<'a>>,
-}
-
-/// Which blocks of keys each query sees, beside what its mask shows: native sparse attention's choice.
-#[derive(Clone, Copy, Debug)]
-pub struct ChosenBlocks<'a> {
-    /// `[batch, seq_len, num_kv_heads, count]`, numbered within the query's document; a number below 0 is no block.
-    pub indices: &'a [i32],
-    /// Blocks of a query.
-    pub count: usize,
-    /// Keys of a block.
-    pub block_size: usize,
 }
 
 /// Output and gradients.
@@ -226,7 +213,6 @@ impl<'a> AttentionCall<'a> {
             d_o: Heads::new(d_o, shape.num_heads, width),
             documents,
             mask,
-            chosen: None,
         }
     }
 
@@ -289,18 +275,16 @@ impl<'a> AttentionCall<'a> {
         if j > i || j < first {
             return None;
         }
-        if let Some(chosen) = self.chosen {
-            let at = ((row * seq_len + i) * num_kv_heads + kv_head) * chosen.count;
-            let block = ((j - first) / chosen.block_size) as i32;
-            if !chosen.indices[at..at + chosen.count].contains(&block) {
-                return None;
-            }
-        }
         let at = (row * num_kv_heads + kv_head) * seq_len + j;
         match self.mask {
             Mask::Causal => Some(0.0),
             Mask::Window(window_size) => (j + window_size > i).then_some(0.0),
             Mask::Expire { expire, delta } => ((i as i32) < expire[at]).then(|| f64::from(delta[at])),
+            Mask::Chosen(chosen) => {
+                let block = ((j - first) / chosen.block_size) as i32;
+                let blocks = chosen.of(row * seq_len + i, num_kv_heads, kv_head);
+                blocks.contains(&block).then_some(0.0)
+            }
         }
     }
 }

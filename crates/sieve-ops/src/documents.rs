@@ -2,6 +2,7 @@
 use crate::tensors::Ints;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
+use sieve_core::NsaBlocks;
 
 /// First position and one-past-last position of each token's document inside its row, both `[batch, seq_len]` ints.
 ///
@@ -57,6 +58,38 @@ impl<B: Backend> Documents<B> {
     /// The bounds as backend primitives, `[start, end]`.
     pub fn bounds(&self) -> DocumentBounds<B> {
         [self.start.clone().into_primitive(), self.end.clone().into_primitive()]
+    }
+}
+
+/// Document bounds on the host.
+pub(crate) struct HostBounds {
+    pub(crate) start: Vec<i32>,
+    pub(crate) end: Vec<i32>,
+    batch: usize,
+    pub(crate) seq_len: usize,
+}
+
+impl HostBounds {
+    pub(crate) fn new<B: Backend>(documents: &DocumentBounds<B>) -> Self {
+        let [start, end] = documents.clone().map(Tensor::<B, 2, Int>::from_primitive);
+        let [batch, seq_len] = start.dims();
+        let read = |x: Tensor<B, 2, Int>| x.into_data().iter::<i32>().collect();
+        Self {
+            start: read(start),
+            end: read(end),
+            batch,
+            seq_len,
+        }
+    }
+
+    /// As the crate of plain slices takes them.
+    pub(crate) fn slices(&self) -> sieve_cpu::Documents<'_> {
+        sieve_cpu::Documents::new(&self.start, &self.end)
+    }
+
+    /// First token of the block in each slot, `[batch, num_slots]`, -1 where a slot is empty.
+    pub(crate) fn slot_starts(&self, blocks: NsaBlocks) -> Vec<i32> {
+        sieve_cpu::nsa::slot_starts(blocks, self.batch, self.seq_len, self.slices())
     }
 }
 

@@ -1,7 +1,7 @@
 //! Primitives as tensors of known rank, and the dtype that references compute in.
 use crate::SieveBackend;
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
+use burn::tensor::{DType, Int, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
 /// Float and integer primitives of a backend.
 pub(crate) use burn::tensor::ops::{FloatTensor as Float, IntTensor as Ints};
@@ -45,6 +45,15 @@ pub(crate) fn rows<B: Backend>(primitive: Float<B>) -> (Tensor<B, 2>, DType, Vec
 /// The inverse of [`rows`], in `dtype` and with `shape`.
 pub(crate) fn unrows<B: Backend>(flat: Tensor<B, 2>, dtype: DType, shape: Vec<usize>) -> Float<B> {
     B::float_reshape(primitive(flat.cast(dtype)), shape.into())
+}
+
+/// Host integers as a tensor.
+pub(crate) fn ints<B: Backend, const D: usize>(
+    values: Vec<i32>,
+    dims: [usize; D],
+    device: &B::Device,
+) -> Tensor<B, D, Int> {
+    Tensor::from_data(TensorData::new(values, dims), device)
 }
 
 /// `[q, k, v]` of a packed tensor.

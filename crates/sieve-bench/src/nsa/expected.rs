@@ -7,8 +7,8 @@ use crate::report::Outcome;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use sieve_cpu::nsa::slot_starts;
-use sieve_cpu::reference::{AttentionCall, ChosenBlocks, Results, Rounding};
-use sieve_cpu::{AttentionShape, Documents, Mask};
+use sieve_cpu::reference::{AttentionCall, Results, Rounding};
+use sieve_cpu::{AttentionShape, ChosenBlocks, Documents, Mask};
 use sieve_testing::round_bf16;
 
 /// One output.
@@ -164,14 +164,12 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
 /// Attention over the blocks that the inputs name.
 fn selected(inputs: &Inputs) -> Vec<Output> {
     let (shape, d) = (shape_of(inputs), inputs.case.shape.head_dim);
-    let call = AttentionCall {
-        chosen: Some(ChosenBlocks {
-            indices: &inputs.chosen,
-            count: inputs.blocks.num_selected_blocks,
-            block_size: inputs.blocks.select_block_size,
-        }),
-        ..AttentionCall::packed(shape, &inputs.qkv, documents(inputs), Mask::Causal, &inputs.case.d_o)
-    };
+    let mask = Mask::Chosen(ChosenBlocks {
+        indices: &inputs.chosen,
+        count: inputs.blocks.num_selected_blocks,
+        block_size: inputs.blocks.select_block_size,
+    });
+    let call = AttentionCall::packed(shape, &inputs.qkv, documents(inputs), mask, &inputs.case.d_o);
     let [exact, plain] = [Rounding::None, Rounding::Bf16].map(|rounding| call.run(rounding));
     let gradient = |x: &Results| packed(shape, [&x.dq, &x.dk, &x.dv], d);
     let terms = &exact.terms;

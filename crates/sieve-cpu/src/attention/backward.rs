@@ -137,10 +137,8 @@ fn segment_simd<S: Simd, const W: usize>(
 ) -> KeySums {
     let Inputs { shape, keys, .. } = inputs;
     let (d, d_v, group_size) = (shape.head_dim, shape.head_dim_v, shape.group_size());
-    // Keys only leave, so no later tile touches a key before the first tile's first.
     let first_tile_end = (tokens.start + keys.tile_tokens()).min(tokens.end);
-    keys.of_tile(row, kv_head, tokens.start, first_tile_end - 1, &mut scratch.list);
-    let first_key = scratch.list.first().map_or(tokens.start, |&j| j as usize);
+    let first_key = keys.first_of_segment(row, kv_head, [tokens.start, first_tile_end - 1]);
     let len = tokens.end - first_key;
     let mut sums = KeySums {
         first: first_key,
@@ -188,7 +186,7 @@ fn one_tile<S: Simd, const W: usize>(
     sums: &mut KeySums,
 ) {
     let Inputs { shape, qkv, keys, .. } = inputs;
-    let (d, d_v, group_size) = (shape.head_dim, shape.head_dim_v, shape.group_size());
+    let (d, d_v) = (shape.head_dim, shape.head_dim_v);
     let (columns, columns_v) = (d.div_ceil(W), d_v.div_ceil(W));
     load_rows(simd, inputs, tile, scratch);
     let Scratch {
@@ -211,14 +209,14 @@ fn one_tile<S: Simd, const W: usize>(
     dq.resize(positions.len() * columns, Aligned([[0.0; W]; LANES]));
 
     keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, list);
-    for list in list.chunks(BLOCK_KEYS) {
+    for list in keys.parts(tile.row, list) {
         block.gather(qkv_row, shape, keys, tile, list);
         dk.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
         dv.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
         d_delta.fill(0.0);
         for (panel, positions) in positions.iter().enumerate() {
-            let last = (tile.first + ((panel + 1) * LANES - 1) / group_size).min(tile.end - 1) as i32;
-            let Some(meeting) = block.meeting(positions[0], last) else {
+            let positions = &keys.readers(tile.row, tile.kv_head, list[0], positions);
+            let Some(meeting) = block.meeting(positions) else {
                 continue;
             };
             let range = meeting.keys;
@@ -247,8 +245,7 @@ fn one_tile<S: Simd, const W: usize>(
                 expire: &block.expire[range.clone()],
                 delta: keys.delta(tile.row, tile.kv_head).map(|_| &block.delta[range.clone()]),
                 base: &bases,
-                // Unused rows see nothing either.
-                masked: meeting.masked || positions[LANES - 1] < 0,
+                masked: meeting.masked,
                 statistics: &statistics[panel],
             };
             let d_delta = &mut d_delta[range.clone()];

@@ -36,8 +36,6 @@ pub(crate) struct Rows<const W: usize> {
 /// Positions of a panel's rows, -1 for unused rows, and the running state of their softmax.
 struct Panel {
     positions: [i32; LANES],
-    first: i32,
-    last: i32,
     softmax: Softmax,
 }
 
@@ -70,11 +68,8 @@ impl<const W: usize> Rows<W> {
             let used = (num_rows - start).min(LANES);
             let mut positions = [-1; LANES];
             (0..used).for_each(|lane| positions[lane] = position(start + lane));
-            let used = positions[..used].iter().copied();
             Panel {
                 positions,
-                first: used.clone().min().unwrap_or(0),
-                last: used.max().unwrap_or(0),
                 softmax: Softmax::new(),
             }
         }));
@@ -84,17 +79,20 @@ impl<const W: usize> Rows<W> {
             .resize(self.panels.len() * self.columns_v, Aligned([[0.0; W]; LANES]));
     }
 
-    /// Adds what the rows see of the block. `bases` are taken from the biases of the keys, where there are any.
+    /// Adds what the rows see of the block: `readers` gives the positions of a panel's rows, -1 for those that see none
+    /// of it. `bases` are taken from the biases of the keys, where there are any.
     #[inline(always)]
     pub(crate) fn add_block<S: Simd>(
         &mut self,
         simd: S,
         columns: usize,
+        readers: impl Fn(&[i32; LANES]) -> [i32; LANES],
         bases: Option<impl Fn(&[i32; LANES]) -> Aligned<[f32; LANES]>>,
     ) {
         let (block, scores, columns_v) = (&self.block, &mut self.scores, self.columns_v);
         for (index, panel) in self.panels.iter_mut().enumerate() {
-            let Some(meeting) = block.meeting(panel.first, panel.last) else {
+            let positions = readers(&panel.positions);
+            let Some(meeting) = block.meeting(&positions) else {
                 continue;
             };
             let range = meeting.keys.clone();
@@ -102,17 +100,14 @@ impl<const W: usize> Rows<W> {
                 let (k, q) = (&block.k[c][range.clone()], &self.q.transposed[index * columns + c]);
                 multiply(simd, k, q, &mut scores[range.clone()], c > 0);
             }
-            let base = bases
-                .as_ref()
-                .map_or(Aligned([0.0; LANES]), |bases| bases(&panel.positions));
+            let base = bases.as_ref().map_or(Aligned([0.0; LANES]), |bases| bases(&positions));
             let shown = Shown {
-                positions: &panel.positions,
+                positions: &positions,
                 key: &block.position[range.clone()],
                 expire: &block.expire[range.clone()],
                 delta: bases.as_ref().map(|_| &block.delta[range.clone()]),
                 base: &base,
-                // Unused rows see nothing either.
-                masked: meeting.masked || panel.positions[LANES - 1] < 0,
+                masked: meeting.masked,
             };
             let o = &mut self.o[index * columns_v..(index + 1) * columns_v];
             let mut rescale = Aligned([1.0; LANES]);
@@ -275,10 +270,11 @@ fn one_tile<S: Simd, const W: usize>(
     rows.load(queries, position, [d, shape.head_dim_v], shape.softmax_scale);
     keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, list);
     let has_bias = keys.delta(tile.row, tile.kv_head).is_some();
-    for list in list.chunks(BLOCK_KEYS) {
+    for list in keys.parts(tile.row, list) {
         rows.block.gather(qkv_row, shape, keys, tile, list);
+        let readers = |positions: &[i32; LANES]| keys.readers(tile.row, tile.kv_head, list[0], positions);
         let bases = |positions: &[i32; LANES]| keys.bases(tile.row, tile.kv_head, positions);
-        rows.add_block(simd, d.div_ceil(W), has_bias.then_some(bases));
+        rows.add_block(simd, d.div_ceil(W), readers, has_bias.then_some(bases));
     }
 }
 

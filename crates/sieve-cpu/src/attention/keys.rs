@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::panel::{Aligned, LANES};
+use super::tile::BLOCK_KEYS;
 use super::{Documents, Mask, Packed};
 
 /// Query rows (token and head of the group) one tile aims at; small enough that a tile's panels stay in the L2 cache.
@@ -31,7 +32,7 @@ impl<'a> Keys<'a> {
         let tile_tokens = (TILE_ROWS / shape.group_size()).max(1);
         let seq_len = shape.seq_len;
         let expire = match mask {
-            Mask::Causal => documents.end.to_vec(),
+            Mask::Causal | Mask::Chosen(_) => documents.end.to_vec(),
             Mask::Window(window_size) => {
                 let window_size = i32::try_from(window_size).unwrap_or(i32::MAX);
                 let positions = (0..shape.batch).flat_map(|_| 0..seq_len as i32);
@@ -95,7 +96,7 @@ impl<'a> Keys<'a> {
         let at = row * self.shape.num_kv_heads + kv_head;
         match self.mask {
             Mask::Expire { delta, .. } => Some(&delta[at * n..(at + 1) * n]),
-            Mask::Causal | Mask::Window(_) => None,
+            Mask::Causal | Mask::Window(_) | Mask::Chosen(_) => None,
         }
     }
 
@@ -112,22 +113,87 @@ impl<'a> Keys<'a> {
     }
 
     /// Writes the keys that some query in `[first, last]` sees, ascending.
+    ///
+    /// Panics on a chosen block that lies after its query.
     pub(super) fn of_tile(&self, row: usize, kv_head: usize, first: usize, last: usize, keys: &mut Vec<u32>) {
         keys.clear();
-        if let Mask::Expire { .. } = self.mask {
-            let expire = self.expire(row, kv_head);
-            let sees = |&&j: &&u32| j as usize <= last && expire[j as usize] > (j as i32).max(first as i32);
-            keys.extend(self.list(row, kv_head, first).iter().filter(sees));
-        } else {
-            keys.extend(self.first_key(row, first)..=last as u32);
+        match self.mask {
+            Mask::Expire { .. } => {
+                let expire = self.expire(row, kv_head);
+                let sees = |&&j: &&u32| j as usize <= last && expire[j as usize] > (j as i32).max(first as i32);
+                keys.extend(self.list(row, kv_head, first).iter().filter(sees));
+            }
+            Mask::Chosen(chosen) => {
+                let (n, heads) = (self.shape.seq_len, self.shape.num_kv_heads);
+                let blocks = (first..=last).flat_map(|query| {
+                    let blocks = chosen.of(row * n + query, heads, kv_head).iter();
+                    blocks.filter(|block| **block >= 0).map(move |&block| {
+                        let start = self.first_key(row, query) as usize + block as usize * chosen.block_size;
+                        assert!(start <= query, "attention: block {block} lies after its query");
+                        start
+                    })
+                });
+                let mut blocks: Vec<usize> = blocks.collect();
+                blocks.sort_unstable();
+                blocks.dedup();
+                for start in blocks {
+                    let document_end = self.documents.end[row * n + start] as usize;
+                    let end = (start + chosen.block_size).min(document_end).min(last + 1);
+                    keys.extend(start as u32..end as u32);
+                }
+            }
+            Mask::Causal | Mask::Window(_) => keys.extend(self.first_key(row, first)..=last as u32),
         }
+    }
+
+    /// The keys of a tile in parts of at most [`BLOCK_KEYS`], each inside one block where queries choose.
+    pub(super) fn parts<'l>(&self, row: usize, list: &'l [u32]) -> impl Iterator<Item = &'l [u32]> {
+        let blocks = list.chunk_by(move |&a, &b| self.block_of(row, a) == self.block_of(row, b));
+        blocks.flat_map(|block| block.chunks(BLOCK_KEYS))
+    }
+
+    /// First token of a key's document, and its block there, where queries choose.
+    fn block_of(&self, row: usize, key: u32) -> Option<(i32, i32)> {
+        let Mask::Chosen(chosen) = self.mask else {
+            return None;
+        };
+        let start = self.documents.start[row * self.shape.seq_len + key as usize];
+        Some((start, (key as i32 - start) / chosen.block_size as i32))
+    }
+
+    /// Positions of a panel's rows with -1 for those that did not choose the block of `key`.
+    #[inline(always)]
+    pub(super) fn readers(&self, row: usize, kv_head: usize, key: u32, positions: &[i32; LANES]) -> [i32; LANES] {
+        let (Mask::Chosen(chosen), Some((start, block))) = (self.mask, self.block_of(row, key)) else {
+            return *positions;
+        };
+        let reads = |position: usize| {
+            let token = row * self.shape.seq_len + position;
+            let blocks = chosen.of(token, self.shape.num_kv_heads, kv_head);
+            self.documents.start[token] == start && blocks.contains(&block)
+        };
+        positions.map(|position| match usize::try_from(position) {
+            Ok(at) if reads(at) => position,
+            _ => -1,
+        })
+    }
+
+    /// A key before which no query from `first` on sees one; `last` ends its tile.
+    pub(super) fn first_of_segment(&self, row: usize, kv_head: usize, [first, last]: [usize; 2]) -> usize {
+        if let Mask::Expire { .. } = self.mask {
+            // Keys only leave, so no later tile touches a key before the first tile's first.
+            let mut keys = Vec::new();
+            self.of_tile(row, kv_head, first, last, &mut keys);
+            return keys.first().map_or(first, |&j| j as usize);
+        }
+        self.first_key(row, first) as usize
     }
 
     /// About how many keys [`of_tile`](Self::of_tile) gives.
     pub(super) fn estimate(&self, row: usize, kv_head: usize, first: usize, last: usize) -> usize {
         match self.mask {
             Mask::Expire { .. } => self.list(row, kv_head, first).len(),
-            Mask::Causal | Mask::Window(_) => last + 1 - self.first_key(row, first) as usize,
+            Mask::Causal | Mask::Window(_) | Mask::Chosen(_) => last + 1 - self.first_key(row, first) as usize,
         }
     }
 
@@ -136,7 +202,7 @@ impl<'a> Keys<'a> {
         let start = self.documents.start[row * self.shape.seq_len + first] as usize;
         match self.mask {
             Mask::Window(window_size) => start.max((first + 1).saturating_sub(window_size)) as u32,
-            Mask::Causal | Mask::Expire { .. } => start as u32,
+            Mask::Causal | Mask::Expire { .. } | Mask::Chosen(_) => start as u32,
         }
     }
 

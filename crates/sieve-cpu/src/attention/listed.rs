@@ -121,7 +121,8 @@ fn attend_tile_simd<S: Simd, const W: usize>(
     for start in (0..tile.key_at.len()).step_by(BLOCK_KEYS) {
         let end = (start + BLOCK_KEYS).min(tile.key_at.len());
         all.block.gather_listed(&tile, start..end, d);
-        all.add_block(simd, d.div_ceil(W), None::<fn(&[i32; LANES]) -> Aligned<[f32; LANES]>>);
+        let no_bias = None::<fn(&[i32; LANES]) -> Aligned<[f32; LANES]>>;
+        all.add_block(simd, d.div_ceil(W), |positions| *positions, no_bias);
     }
     for (r, (out, lse)) in output.chunks_exact_mut(d).zip(lse).enumerate() {
         *lse = all.finish(r, out);

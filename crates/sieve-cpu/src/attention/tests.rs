@@ -1,10 +1,15 @@
 //! The fast path against the definition in f64, and what must not change when inputs do.
 
-use super::{AttentionShape, Documents, Mask, attention_backward, attention_forward};
+use std::collections::BTreeMap;
+
+use super::{
+    AttentionShape, ChosenBlocks, Documents, Mask, attention_backward, attention_forward, mla_attention_backward,
+    mla_attention_forward,
+};
 use crate::expire::dma_select;
 use crate::reference::{AttentionCall, Results as Definition, Rounding};
 use crate::simd::tests::on_every_arch;
-use sieve_testing::{Random, assert_close_relative, assert_lse_close, inner, threads, whole_rows};
+use sieve_testing::{Random, assert_close_relative, assert_lse_close, inner, threads, whole_rows, wide};
 
 #[derive(Clone)]
 struct Case {
@@ -14,6 +19,8 @@ struct Case {
     end: Vec<i32>,
     expire: Vec<i32>,
     delta: Vec<f32>,
+    /// By size and number of the blocks.
+    chosen: BTreeMap<[usize; 2], Vec<i32>>,
     d_o: Vec<f32>,
 }
 
@@ -29,7 +36,12 @@ enum Kind {
     Causal,
     Window(usize),
     Expire,
+    /// Blocks of a size, so many of them.
+    Chosen([usize; 2]),
 }
+
+/// Sizes and numbers of blocks; one is longer than the keys that are gathered at once, one holds a whole row.
+const CHOSEN: [[usize; 2]; 4] = [[4, 3], [16, 5], [112, 1], [4096, 2]];
 
 fn shape(batch: usize, seq_len: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize) -> AttentionShape {
     let softmax_scale = 1.0 / (head_dim as f32).sqrt();
@@ -65,7 +77,9 @@ impl Case {
             keep_window_size,
             &mut expire,
         );
+        let chosen = CHOSEN.map(|sizes| (sizes, some_blocks(shape, documents, sizes, seed)));
         Self {
+            chosen: chosen.into(),
             shape,
             qkv: random.vector(shape.batch * shape.seq_len * shape.token_len()),
             start,
@@ -88,6 +102,11 @@ impl Case {
                 expire: &self.expire,
                 delta: &self.delta,
             },
+            Kind::Chosen(sizes @ [block_size, count]) => Mask::Chosen(ChosenBlocks {
+                indices: &self.chosen[&sizes],
+                count,
+                block_size,
+            }),
         }
     }
 
@@ -134,9 +153,32 @@ impl Case {
         // Sums over many rows that cancel: 9.9e-6 measured with scalar code, 6e-6 with vectors.
         match kind {
             Kind::Expire => assert_close_relative(&name("d_delta"), &got.d_delta, &expected.d_delta, 2e-5),
-            Kind::Causal | Kind::Window(_) => assert!(got.d_delta.iter().all(|&x| x == 0.0)),
+            _ => assert!(got.d_delta.iter().all(|&x| x == 0.0)),
         }
     }
+}
+
+/// Some blocks of each query, its own often among them, ascending, then -1.
+fn some_blocks(
+    shape: AttentionShape,
+    documents: Documents<'_>,
+    [block_size, count]: [usize; 2],
+    seed: u64,
+) -> Vec<i32> {
+    let mut random = Random(seed + 1000);
+    let mut all = Vec::new();
+    for token in 0..shape.batch * shape.seq_len {
+        let own = (token % shape.seq_len - documents.start[token] as usize) / block_size;
+        for _ in 0..shape.num_kv_heads {
+            let mut blocks: Vec<i32> = (0..count).map(|_| random.below(own + 1) as i32).collect();
+            blocks[0] = own as i32 - i32::from(random.below(8) == 0);
+            blocks.sort_unstable();
+            blocks.dedup();
+            blocks.resize(count, -1);
+            all.extend(blocks);
+        }
+    }
+    all
 }
 
 /// dq, dk and dv as the gradient of the packed tensor.
@@ -184,6 +226,7 @@ fn equals_the_definition_with_whole_rows() {
             ] {
                 case.check(kind);
             }
+            CHOSEN.into_iter().for_each(|sizes| case.check(Kind::Chosen(sizes)));
         }
     });
 }
@@ -196,6 +239,7 @@ fn equals_the_definition_with_documents() {
             for kind in [Kind::Causal, Kind::Window(19), Kind::Expire] {
                 case.check(kind);
             }
+            CHOSEN.into_iter().for_each(|sizes| case.check(Kind::Chosen(sizes)));
         }
     });
 }
@@ -212,6 +256,65 @@ fn keeping_every_key_is_dense_with_a_bias() {
 }
 
 #[test]
+fn choosing_every_block_is_dense() {
+    on_every_arch(|| {
+        let shapes = [
+            shape(2, 130, 6, 2, 32),
+            shape(1, 700, 2, 2, 64),
+            shape(1, 301, 4, 1, 16),
+        ];
+        for (seed, shape) in shapes.into_iter().enumerate() {
+            for packed in [false, true] {
+                let mut case = Case::new(shape, packed, 5, 40 + seed as u64);
+                let sizes @ [_, count] = [64, shape.seq_len.div_ceil(64)];
+                let blocks = |(token, _)| {
+                    let own = (token % shape.seq_len - case.start[token] as usize) / 64;
+                    (0..count as i32).map(move |block| if block <= own as i32 { block } else { -1 })
+                };
+                let queries = (0..shape.batch * shape.seq_len)
+                    .flat_map(|token| (0..shape.num_kv_heads).map(move |head| (token, head)));
+                let all: Vec<i32> = queries.flat_map(blocks).collect();
+                case.chosen.insert(sizes, all);
+                let (dense, chosen) = (case.run(Kind::Causal), case.run(Kind::Chosen(sizes)));
+                assert_close_relative("o", &chosen.o, &wide(&dense.o), 3e-6);
+                assert_lse_close("lse", &chosen.lse, &wide(&dense.lse), 3e-6);
+                assert_close_relative("d_qkv", &chosen.d_qkv, &wide(&dense.d_qkv), 1e-5);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_block_that_nobody_chose_is_never_read() {
+    let mut case = Case::new(shape(1, 196, 2, 1, 16), false, 5, 3);
+    let sizes = [8, 3];
+    // Everybody keeps the first block, its own and the one before: then tokens 24 to 39 alone see block 3.
+    let kept = (0..196).flat_map(|token| {
+        let own = token / 8;
+        [0, if own > 1 { own - 1 } else { -1 }, if own > 0 { own } else { -1 }]
+    });
+    case.chosen.insert(sizes, kept.collect());
+    let before = case.run(Kind::Chosen(sizes));
+    let len = case.shape.token_len();
+    for token in 24..32 {
+        case.qkv[token * len + 2 * 16..(token + 1) * len].fill(f32::NAN);
+    }
+    let after = case.run(Kind::Chosen(sizes));
+    // Rows of the two panels that hold queries 24 to 39, 32 tokens each, multiply the block's values by 0.
+    let panel = 64 * 2 * 16;
+    assert!(before.o[panel..] == after.o[panel..]);
+    assert!(after.o[39 * 2 * 16].is_nan());
+}
+
+#[test]
+#[should_panic(expected = "block 1 lies after its query")]
+fn a_block_after_its_query_is_refused() {
+    let mut case = Case::new(shape(1, 9, 2, 1, 8), false, 3, 15);
+    case.chosen.insert([4, 1], vec![1; 9]);
+    case.run(Kind::Chosen([4, 1]));
+}
+
+#[test]
 fn beside_large_biases_scores_keep_their_digits() {
     let case = Case::new(shape(1, 90, 2, 1, 16), true, 12, 6);
     for largest in [2.2e4, 4.9e8, 1.0e26, 8192.0, -8192.0] {
@@ -225,7 +328,7 @@ fn beside_large_biases_scores_keep_their_digits() {
 
 #[test]
 fn later_tokens_leave_earlier_rows_bit_identical() {
-    for kind in [Kind::Causal, Kind::Window(40)] {
+    for kind in [Kind::Causal, Kind::Window(40), Kind::Chosen([4, 3])] {
         let case = Case::new(shape(1, 230, 6, 3, 32), false, 8, 7);
         let before = case.run(kind);
         for t in [0, 1, 62, 63, 64, 127, 200, 229] {
@@ -356,7 +459,7 @@ fn a_row_that_sees_nothing_is_empty() {
 #[test]
 fn threads_do_not_change_a_bit() {
     let case = Case::new(shape(2, 400, 4, 1, 64), true, 30, 12);
-    for kind in [Kind::Causal, Kind::Window(50), Kind::Expire] {
+    for kind in [Kind::Causal, Kind::Window(50), Kind::Expire, Kind::Chosen([16, 5])] {
         let run = |count: usize| threads(count).install(|| case.run(kind));
         let one = run(1);
         for count in [2, 5] {
@@ -372,14 +475,14 @@ fn threads_do_not_change_a_bit() {
 #[test]
 fn the_definition_s_gradients_are_its_differences() {
     let case = Case::new(shape(1, 9, 4, 2, 3), true, 3, 13);
-    for kind in [Kind::Causal, Kind::Window(4), Kind::Expire] {
+    for kind in [Kind::Causal, Kind::Window(4), Kind::Expire, Kind::Chosen([4, 3])] {
         let loss = |qkv: &[f32], delta: &[f32]| {
             let mask = match kind {
                 Kind::Expire => Mask::Expire {
                     expire: &case.expire,
                     delta,
                 },
-                Kind::Causal | Kind::Window(_) => case.mask(kind),
+                _ => case.mask(kind),
             };
             inner(&case.definition(qkv, mask).o, &case.d_o)
         };
@@ -418,7 +521,7 @@ fn the_definition_s_gradients_are_its_differences() {
 #[test]
 fn long_rows_equal_the_definition() {
     let case = Case::new(shape(1, 1690, 1, 1, 16), false, 37, 14);
-    for kind in [Kind::Causal, Kind::Window(300), Kind::Expire] {
+    for kind in [Kind::Causal, Kind::Window(300), Kind::Expire, Kind::Chosen([16, 5])] {
         case.check(kind);
     }
 }
@@ -429,4 +532,53 @@ fn a_short_operand_is_refused() {
     let mut case = Case::new(shape(1, 5, 2, 1, 8), false, 3, 15);
     case.qkv.pop();
     case.run(Kind::Causal);
+}
+
+#[test]
+fn narrow_values_are_wide_values_cut_off() {
+    on_every_arch(|| {
+        for (n, heads, d, d_v) in [(70, 3, 24, 16), (130, 2, 192, 128), (33, 2, 96, 64)] {
+            let mut random = Random(n as u64);
+            let shape = AttentionShape {
+                batch: 2,
+                seq_len: n,
+                num_heads: heads,
+                num_kv_heads: heads,
+                head_dim: d,
+                softmax_scale: 0.2,
+            };
+            let (start, end) = random.documents(2, n);
+            let documents = Documents::new(&start, &end);
+            // Values of the wide tensor are zero from d_v on.
+            let mut full = random.vector(2 * n * shape.token_len());
+            let mut narrow = Vec::new();
+            for token in full.chunks_exact_mut(3 * heads * d) {
+                narrow.extend_from_slice(&token[..2 * heads * d]);
+                for v in token[2 * heads * d..].chunks_exact_mut(d) {
+                    v[d_v..].fill(0.0);
+                    narrow.extend_from_slice(&v[..d_v]);
+                }
+            }
+            let cut = |x: &[f32]| -> Vec<f32> { x.chunks_exact(d).flat_map(|x| x[..d_v].to_vec()).collect() };
+            let mut d_o = random.vector(2 * n * heads * d);
+            d_o.chunks_exact_mut(d).for_each(|x| x[d_v..].fill(0.0));
+            let mask = Mask::Causal;
+            let [mut o, mut lse] = [2 * n * heads * d, 2 * heads * n].map(|len| vec![0.0; len]);
+            attention_forward(shape, &full, documents, mask, &mut o, &mut lse);
+            let mut d_full = vec![0.0; full.len()];
+            attention_backward(shape, &full, documents, mask, &o, &lse, &d_o, &mut d_full, None);
+            let [mut o_v, mut lse_v] = [2 * n * heads * d_v, 2 * heads * n].map(|len| vec![f32::NAN; len]);
+            mla_attention_forward(shape, d_v, &narrow, documents, &mut o_v, &mut lse_v);
+            assert_close_relative("o", &o_v, &wide(&cut(&o)), 1e-6);
+            assert_close_relative("lse", &lse_v, &wide(&lse), 1e-6);
+            let mut d_narrow = vec![f32::NAN; narrow.len()];
+            mla_attention_backward(shape, d_v, &narrow, documents, &o_v, &lse_v, &cut(&d_o), &mut d_narrow);
+            let mut expected = Vec::new();
+            for token in d_full.chunks_exact(3 * heads * d) {
+                expected.extend_from_slice(&token[..2 * heads * d]);
+                expected.extend(cut(&token[2 * heads * d..]));
+            }
+            assert_close_relative("d_qkv", &d_narrow, &wide(&expected), 3e-6);
+        }
+    });
 }

@@ -184,14 +184,19 @@ impl<const W: usize> KeyBlock<W> {
         self.len = list.len();
     }
 
-    /// Where the rows of tokens `[first, last]` meet this block, `None` when nowhere.
+    /// Where rows at these positions (-1: a row that sees nothing) meet this block, `None` when nowhere.
     #[inline(always)]
-    pub(crate) fn meeting(&self, first: i32, last: i32) -> Option<Meeting> {
+    pub(crate) fn meeting(&self, positions: &[i32; LANES]) -> Option<Meeting> {
+        // As unsigned numbers, -1 is the largest.
+        let first = positions.iter().fold(u32::MAX, |first, &at| first.min(at as u32)) as i32;
+        let [least, last] = positions
+            .iter()
+            .fold([i32::MAX, -1], |[least, last], &at| [least.min(at), last.max(at)]);
         let sees = |s: &usize| self.position[*s] <= last && self.expire[*s] > self.position[*s].max(first);
         let low = (0..self.len).find(sees)?;
         let high = (0..self.len).rfind(sees)?;
         let keys = low / KEY_STEP * KEY_STEP..(high + 1).next_multiple_of(KEY_STEP);
-        let masked = keys.clone().any(|s| self.position[s] > first || self.expire[s] <= last);
+        let masked = least < 0 || keys.clone().any(|s| self.position[s] > first || self.expire[s] <= last);
         Some(Meeting { keys, masked })
     }
 }

@@ -54,9 +54,9 @@ fn after_its_norm_a_layer_is_the_same_layer() {
 
 #[test]
 fn dma_starts_as_the_sliding_window_of_the_same_weights() {
-    let rows = Rows::new([2, 17], &shape(sieve_core::Attention::Mha));
     let x = input::<Flex, 3>([2, 17, 24], 3);
     let [mha, swa, dma, ..] = kinds(0.0).map(|kind| {
+        let rows = Rows::new([2, 17], &shape(kind));
         values(
             layer::<Flex>(kind)
                 .forward(x.clone(), x.zeros_like(), &rows.context())

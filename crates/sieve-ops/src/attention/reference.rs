@@ -1,6 +1,6 @@
 //! Attention with its full score matrix under the one mask form.
 use super::masks::hidden_by_documents;
-use super::scores::{Gradients, Grouped, backward, finite_lse, forward, logits};
+use super::scores::{Gradients, Grouped, backward, forward};
 use super::{AttentionCall, AttentionOutput, AttentionSpec};
 use crate::tensors::{Float, primitive, upcast};
 use burn::tensor::backend::Backend;
@@ -47,23 +47,6 @@ pub(crate) fn masked_attention_backward<B: Backend>(
     let Gradients { dq, dk, dv, d_delta } = backward(Grouped::new(qkv, spec), delta, hidden, spec, output, d_o);
     let dqkv = Tensor::cat(vec![dq, dk, dv], 2).cast(dtype);
     [primitive(dqkv), primitive(d_delta)]
-}
-
-/// Probabilities of [`masked_attention`] summed over the heads of a group, `[batch, num_kv_heads, seq_len, seq_len]`.
-pub(crate) fn group_probabilities<B: Backend>(
-    qkv: Float<B>,
-    hidden: Tensor<B, 5, Bool>,
-    spec: AttentionSpec,
-    lse: Float<B>,
-) -> Tensor<B, 4> {
-    let (qkv, _) = upcast::<B, 4>(qkv);
-    let grouped = Grouped::new(qkv, spec);
-    let [batch, kv_heads, group_size, seq_len, _] = grouped.q.dims();
-    let full = [batch, kv_heads, group_size, seq_len, seq_len];
-    let s = logits(&grouped, None, &hidden, spec);
-    let lse = finite_lse(lse, &s);
-    let p = (s - lse).exp().mask_fill(hidden.expand(full), 0.0);
-    p.sum_dim(2).reshape([batch, kv_heads, seq_len, seq_len])
 }
 
 /// Dense causal attention on q, k `[batch, seq_len, heads, head_dim]` and a narrower v.

@@ -9,9 +9,9 @@ const MASKED: f64 = -1e30;
 
 /// q as `[batch, num_kv_heads, group_size, seq_len, head_dim]`, k and v with a group of one.
 pub(crate) struct Grouped<B: Backend> {
-    pub(crate) q: Tensor<B, 5>,
-    pub(crate) k: Tensor<B, 5>,
-    pub(crate) v: Tensor<B, 5>,
+    q: Tensor<B, 5>,
+    k: Tensor<B, 5>,
+    v: Tensor<B, 5>,
 }
 
 impl<B: Backend> Grouped<B> {
@@ -44,7 +44,7 @@ fn ungroup<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 4> {
 }
 
 /// Scaled logits with masked pairs at [`MASKED`].
-pub(crate) fn logits<B: Backend>(
+fn logits<B: Backend>(
     grouped: &Grouped<B>,
     delta: Option<Float<B>>,
     hidden: &Tensor<B, 5, Bool>,
@@ -103,7 +103,7 @@ pub(crate) struct Gradients<B: Backend> {
 }
 
 /// The log-sum-exp in the shape and dtype of the logits, 0 where a row sees nothing.
-pub(crate) fn finite_lse<B: Backend>(lse: Float<B>, logits: &Tensor<B, 5>) -> Tensor<B, 5> {
+fn finite_lse<B: Backend>(lse: Float<B>, logits: &Tensor<B, 5>) -> Tensor<B, 5> {
     let [batch, kv_heads, group_size, seq_len, _] = logits.dims();
     let lse = tensor::<B, 3>(lse)
         .cast(logits.dtype())

@@ -2,8 +2,8 @@
 mod attention;
 mod blocks;
 mod gates;
-mod host;
 
+pub(crate) use attention::{compressed_attention, compressed_attention_backward};
 pub use attention::{
     nsa_compressed_attention, nsa_compressed_attention_backward, nsa_selected_attention,
     nsa_selected_attention_backward,

@@ -1,10 +1,12 @@
 //! NSA's ops against their references, against differences, and for every way a tensor can lie in memory.
 use super::*;
+use crate::documents::HostBounds;
 use crate::reference;
 use crate::testing::{
-    Ad, Call, Float, Input, Random, RandomInput, calls, check_finite_differences, check_parity, check_views, float,
-    ints,
+    Ad, Call, Float, Input, Random, RandomInput, View, assert_close, calls, check_finite_differences, check_parity,
+    check_views, evaluate, float, ints,
 };
+use burn::tensor::DType;
 use burn_flex::Flex;
 
 const BLOCKS: NsaBlocks = NsaBlocks {
@@ -53,6 +55,31 @@ fn blocks_op(call: &Call, inputs: &[Float]) -> Float {
     primitive(nsa_blocks(qkv, k, v, &call.call()))
 }
 
+/// Keys and values of every compressed block plus positions, token by token.
+fn defined_blocks(call: &Call, inputs: &[Input]) -> Vec<f64> {
+    let ([_, n], d, spec) = (call.dims, call.head_dim, call.spec);
+    let (l, s, kv_heads) = (BLOCKS.compress_block_size, BLOCKS.compress_stride, spec.num_kv_heads);
+    let host = HostBounds::new::<Ad>(&call.documents.bounds());
+    let rows = call.dims[0] * n.div_ceil(s) * kv_heads;
+    let mut all = vec![0.0; 2 * rows * l * d];
+    for token in 0..call.dims[0] * n {
+        let (start, end) = (host.start[token] as usize, host.end[token] as usize);
+        let inside = token % n - start;
+        if inside % s != 0 || token % n + l > end {
+            continue;
+        }
+        let slot = token / n * n.div_ceil(s) + start.div_ceil(s) + inside / s;
+        for (at, which) in (0..kv_heads * l * d).flat_map(|at| [(at, 0), (at, 1)]) {
+            let (kv_head, in_block) = (at / (l * d), at % (l * d));
+            let head = spec.num_heads + which * kv_heads + kv_head;
+            let x = ((token + in_block / d) * spec.packed_heads() + head) * d + in_block % d;
+            let to = ((which * rows + slot * kv_heads + kv_head) * l) * d + in_block;
+            all[to] = inputs[0].values[x] + inputs[1 + which].values[in_block];
+        }
+    }
+    all
+}
+
 fn positions(call: &Call, seed: u64) -> Input {
     Random(seed).input(&[BLOCKS.compress_block_size, call.head_dim])
 }
@@ -66,12 +93,36 @@ fn nsa_blocks_equal_the_reference() {
             reference::nsa_blocks::<Ad>(inputs[0].clone(), positions, &call.call())
         });
         check_views("nsa_blocks", &inputs, &|inputs| blocks_op(&call, inputs));
+        let defined = defined_blocks(&call, &inputs);
+        let of = |op: &dyn Fn(&[Float]) -> Float, inputs: &[Input]| {
+            evaluate(op, inputs, 1, DType::F64, View::Contiguous).output
+        };
+        assert_close(
+            "nsa_blocks",
+            &of(&|inputs| blocks_op(&call, inputs), &inputs),
+            &defined,
+            1e-12,
+        );
         let pool = |inputs: &[Float]| primitive::<Ad, 3>(nsa_mean_pool(float(&inputs[0]), &call.call()));
         check_parity("nsa_mean_pool", &inputs[..1], &pool, &|inputs| {
             let qkv = inputs[0].clone();
             reference::nsa_mean_pool::<Ad>(qkv, &call.call())
         });
         check_views("nsa_mean_pool", &inputs[..1], &pool);
+        let mut inputs = inputs;
+        inputs[1..].iter_mut().for_each(|position| position.values.fill(0.0));
+        let (l, d) = (BLOCKS.compress_block_size, call.head_dim);
+        let defined = defined_blocks(&call, &inputs);
+        let mean = |block: &[f64], c: usize| block[c..].iter().step_by(d).sum::<f64>() / l as f64;
+        let means = defined
+            .chunks_exact(l * d)
+            .flat_map(|block| (0..d).map(move |c| mean(block, c)));
+        assert_close(
+            "nsa_mean_pool",
+            &of(&pool, &inputs[..1]),
+            &means.collect::<Vec<_>>(),
+            1e-12,
+        );
     }
     let call = Call::new([2, 13], [4, 2], 3, &[6]);
     let inputs = [call.qkv(4), positions(&call, 5), positions(&call, 6)];

@@ -1,18 +1,16 @@
 //! The compressed and the selected branch.
-use super::host::{Host, ints};
-use crate::attention::masks::hidden_by_expiry;
-use crate::attention::reference::{group_probabilities, masked_attention, masked_attention_backward};
+use crate::attention::reference::{masked_attention, masked_attention_backward};
 use crate::attention::{AttentionCall, AttentionOutput};
+use crate::chosen::{ChoiceCall, reference::choose_key_blocks};
 use crate::dma::reference::{dma_attention, dma_attention_backward};
 use crate::dma::{DmaCall, DmaSelection};
-use crate::documents::DocumentBounds;
+use crate::documents::{DocumentBounds, HostBounds};
 use crate::nsa::{NsaCall, NsaCompressed, NsaSelected};
-use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
+use crate::tensors::{Float, Ints, ints, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, IndexingUpdateOp, Int, Tensor, TensorData};
-use sieve_core::ForcedBlocks;
+use sieve_core::BlockChoice;
 use sieve_cpu::NsaBlocks;
-use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 
 /// Compressed keys and values at their blocks' last tokens, and the mask that shows only those.
 struct Placed<B: Backend> {
@@ -29,7 +27,7 @@ fn place<B: Backend>(qkv: Tensor<B, 4>, compressed: Tensor<B, 3>, call: &NsaCall
     let [batch, n, _, d] = qkv.dims();
     let (device, dtype) = (qkv.device(), qkv.dtype());
     let kv_heads = spec.num_kv_heads;
-    let host = Host::new::<B>(documents);
+    let host = HostBounds::new::<B>(documents);
     let num_slots = blocks.num_slots(n);
     let (mut slots, mut used) = (vec![0; batch * n], vec![0.0; batch * n]);
     // A key whose expiry is its own position is never seen.
@@ -80,50 +78,31 @@ pub fn nsa_compressed_attention<B: Backend>(
     compressed: Float<B>,
     call: &NsaCall<B>,
 ) -> NsaCompressed<B> {
-    let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
+    compressed_attention(qkv, compressed, call, dma_attention)
+}
+
+/// As [`nsa_compressed_attention`], with `attend` over the placed keys.
+pub(crate) fn compressed_attention<B: Backend>(
+    qkv: Float<B>,
+    compressed: Float<B>,
+    call: &NsaCall<B>,
+    attend: impl FnOnce(&DmaCall<B>) -> AttentionOutput<B>,
+) -> NsaCompressed<B> {
+    let choice = ChoiceCall {
+        documents: call.documents.clone(),
+        spec: call.spec,
+        choice: BlockChoice::nsa(call.blocks),
+    };
+    let block_indices = choose_key_blocks::<B>(qkv.clone(), compressed.clone(), &choice);
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let (compressed, _) = upcast::<B, 3>(compressed);
     let placed = place::<B>(qkv, compressed, call);
-    let output = dma_attention::<B>(&attention(&placed, call));
-    let hidden = hidden_by_expiry::<B>(documents, placed.expire.into_primitive());
-    let p = group_probabilities::<B>(primitive(placed.qkv), hidden, spec, output.lse.clone());
-    let block_indices = select::<B>(p, documents, blocks);
+    let output = attend(&attention(&placed, call));
     let o = tensor::<B, 4>(output.o).cast(dtype);
     NsaCompressed {
         output: AttentionOutput::new(primitive(o), output.lse),
         block_indices,
     }
-}
-
-/// Chooses blocks from the probabilities `[batch, num_kv_heads, seq_len, seq_len]` of keys at their blocks' last
-/// tokens.
-fn select<B: Backend>(p: Tensor<B, 4>, documents: &DocumentBounds<B>, blocks: NsaBlocks) -> Ints<B> {
-    let [batch, kv_heads, n, _] = p.dims();
-    let device = p.device();
-    let host = Host::new::<B>(documents);
-    let p: Vec<f64> = p.into_data().iter::<f64>().collect();
-    let k = blocks.num_selected_blocks;
-    let (l, s) = (blocks.compress_block_size, blocks.compress_stride);
-    let mut chosen = vec![0i32; batch * n * kv_heads * k];
-    for (at, chosen) in chosen.chunks_exact_mut(k).enumerate() {
-        let (token, kv_head) = (at / kv_heads, at % kv_heads);
-        let (row, i) = (token / n, token % n);
-        let start = host.start[token] as usize;
-        let own = (i - start) / blocks.select_block_size;
-        let p = &p[((row * kv_heads + kv_head) * n + i) * n..][..n];
-        let importance: Vec<f32> = (0..=own)
-            .map(|block| {
-                let of_key = |c: usize| {
-                    let key = start + c * s + l - 1;
-                    overlap_weight(blocks, c, block) as f64 * p[key]
-                };
-                let seen = (0..).take_while(|c| start + c * s + l - 1 <= i);
-                seen.map(of_key).sum::<f64>() as f32
-            })
-            .collect();
-        choose_blocks(&importance, own, ForcedBlocks::NSA, chosen);
-    }
-    ints::<B, 4>(chosen, [batch, n, kv_heads, k], &device).into_primitive()
 }
 
 /// `[dqkv, dcompressed]` of [`nsa_compressed_attention`].
@@ -134,6 +113,17 @@ pub fn nsa_compressed_attention_backward<B: Backend>(
     output: AttentionOutput<B>,
     d_o: Float<B>,
 ) -> [Float<B>; 2] {
+    let gradient = |call: &DmaCall<B>| dma_attention_backward(call, output, d_o);
+    compressed_attention_backward(qkv, compressed, call, gradient)
+}
+
+/// As [`nsa_compressed_attention_backward`], with the `gradient` of the attention over the placed keys.
+pub(crate) fn compressed_attention_backward<B: Backend>(
+    qkv: Float<B>,
+    compressed: Float<B>,
+    call: &NsaCall<B>,
+    gradient: impl FnOnce(&DmaCall<B>) -> [Float<B>; 2],
+) -> [Float<B>; 2] {
     let (spec, blocks) = (call.spec, call.blocks);
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let (compressed, compressed_dtype) = upcast::<B, 3>(compressed);
@@ -142,7 +132,7 @@ pub fn nsa_compressed_attention_backward<B: Backend>(
     let kv_heads = spec.num_kv_heads;
     let num_slots = blocks.num_slots(n);
     let placed = place::<B>(qkv, compressed, call);
-    let [d_placed, _] = dma_attention_backward::<B>(&attention(&placed, call), output, d_o);
+    let [d_placed, _] = gradient(&attention(&placed, call));
     let [dq, dk, dv] = split_heads(tensor::<B, 4>(d_placed), kv_heads);
     let d_compressed = [dk.clone(), dv.clone()].map(|dx| {
         let zeros = Tensor::<B, 2>::zeros([batch * num_slots, kv_heads * d], (&dx.device(), compute));
@@ -168,7 +158,7 @@ fn hidden_by_blocks<B: Backend>(
     let [batch, n, kv_heads, k] = indices.dims();
     let device = indices.device();
     let indices: Vec<i64> = indices.into_data().iter::<i64>().collect();
-    let host = Host::new::<B>(documents);
+    let host = HostBounds::new::<B>(documents);
     let mut hidden = vec![true; batch * kv_heads * n * n];
     for (at, chosen) in indices.chunks_exact(k).enumerate() {
         let (token, kv_head) = (at / kv_heads, at % kv_heads);

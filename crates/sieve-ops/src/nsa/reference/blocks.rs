@@ -1,53 +1,44 @@
 //! Blocks of keys and values, and their means.
-use super::host::{Host, ints};
-use crate::documents::DocumentBounds;
+use crate::documents::HostBounds;
 use crate::nsa::NsaCall;
-use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
+use crate::tensors::{Float, ints, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData};
-use sieve_cpu::NsaBlocks;
 
-/// Tokens (of the batch) of each slot's block, `[batch * num_slots * l]`, and 1 or 0 where the slot is used or not,
-/// `[batch * num_slots, 1, 1, 1]`.
-fn gather_plan<B: Backend>(
-    documents: &DocumentBounds<B>,
-    blocks: NsaBlocks,
-    dtype: DType,
-    device: &B::Device,
-) -> (Tensor<B, 1, Int>, Tensor<B, 4>) {
-    let host = Host::new::<B>(documents);
-    let starts = host.slot_starts(blocks);
-    let (l, num_slots) = (blocks.compress_block_size as i32, blocks.num_slots(host.seq_len));
-    let (mut tokens, mut used) = (Vec::new(), Vec::new());
-    for (slot, &start) in starts.iter().enumerate() {
-        let row = (slot / num_slots * host.seq_len) as i32;
-        tokens.extend((0..l).map(|inside| if start < 0 { 0 } else { row + start + inside }));
-        used.push(f64::from(u8::from(start >= 0)));
+/// Rows of `[batch * seq_len * num_kv_heads, head_dim]` that each compressed key holds, `[rows * l]` with rows =
+/// `batch * num_slots * num_kv_heads`, and 1 or 0 where its slot is used or not, `[rows, 1]`.
+fn gather_plan<B: Backend>(call: &NsaCall<B>, dtype: DType, device: &B::Device) -> (Tensor<B, 1, Int>, Tensor<B, 2>) {
+    let (blocks, kv_heads) = (call.blocks, call.spec.num_kv_heads);
+    let host = HostBounds::new::<B>(&call.documents);
+    let (l, num_slots) = (blocks.compress_block_size, blocks.num_slots(host.seq_len));
+    let (mut keys, mut used) = (Vec::new(), Vec::new());
+    for (slot, start) in host.slot_starts(blocks).into_iter().enumerate() {
+        let start = usize::try_from(start).ok();
+        let first = start.map_or(0, |start| slot / num_slots * host.seq_len + start);
+        for kv_head in 0..kv_heads {
+            let token = |inside| if start.is_some() { first + inside } else { 0 };
+            keys.extend((0..l).map(|inside| (token(inside) * kv_heads + kv_head) as i32));
+            used.push(f64::from(u8::from(start.is_some())));
+        }
     }
-    let len = tokens.len();
-    let used = TensorData::new(used, [starts.len(), 1, 1, 1]).convert_dtype(dtype);
-    (ints(tokens, [len], device), Tensor::from_data(used, (device, dtype)))
+    let (len, rows) = (keys.len(), used.len());
+    let used = TensorData::new(used, [rows, 1]).convert_dtype(dtype);
+    (ints(keys, [len], device), Tensor::from_data(used, (device, dtype)))
 }
 
 /// See [`crate::nsa_blocks`].
 pub fn nsa_blocks<B: Backend>(qkv: Float<B>, positions: [Float<B>; 2], call: &NsaCall<B>) -> Float<B> {
-    let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let [batch, seq_len, _, d] = qkv.dims();
-    let (kv_heads, l) = (spec.num_kv_heads, blocks.compress_block_size);
-    let slots = batch * blocks.num_slots(seq_len);
-    let (tokens, used) = gather_plan::<B>(documents, blocks, qkv.dtype(), &qkv.device());
+    let (kv_heads, width) = (call.spec.num_kv_heads, call.blocks.compress_block_size * d);
+    let (keys, used) = gather_plan::<B>(call, qkv.dtype(), &qkv.device());
+    let rows = used.dims()[0];
     let [_, k, v] = split_heads(qkv, kv_heads);
     let parts = [k, v].into_iter().zip(positions).map(|(x, position)| {
         let (position, _) = upcast::<B, 2>(position);
-        let x = x
-            .reshape([batch * seq_len, kv_heads * d])
-            .select(0, tokens.clone())
-            .reshape([slots, l, kv_heads, d])
-            + position.reshape([1, l, 1, d]);
-        (x * used.clone())
-            .permute([0, 2, 1, 3])
-            .reshape([1, slots * kv_heads, l * d])
+        let x = x.reshape([batch * seq_len * kv_heads, d]).select(0, keys.clone());
+        let x = (x.reshape([rows, width]) + position.reshape([1, width])) * used.clone();
+        x.unsqueeze_dim::<3>(0)
     });
     primitive(Tensor::cat(parts.collect(), 0).cast(dtype))
 }
@@ -58,31 +49,21 @@ pub fn nsa_blocks_backward<B: Backend>(
     call: &NsaCall<B>,
     dy: Float<B>,
 ) -> [Float<B>; 3] {
-    let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
     let (dy, dtype) = upcast::<B, 3>(dy);
     let (device, compute) = (dy.device(), dy.dtype());
-    let (kv_heads, l) = (spec.num_kv_heads, blocks.compress_block_size);
-    let slots = batch * blocks.num_slots(seq_len);
-    let (tokens, used) = gather_plan::<B>(documents, blocks, compute, &device);
-    let zeros = |dims: [usize; 2]| Tensor::<B, 2>::zeros(dims, (&device, compute));
+    let (kv_heads, l) = (call.spec.num_kv_heads, call.blocks.compress_block_size);
+    let (keys, used) = gather_plan::<B>(call, compute, &device);
+    let rows = used.dims()[0];
+    let zeros = |heads: usize| Tensor::<B, 2>::zeros([batch * seq_len * heads, d], (&device, compute));
     let [(dk, dk_positions), (dv, dv_positions)] = [0, 1].map(|which| {
-        let dy = dy
-            .clone()
-            .narrow(0, which, 1)
-            .reshape([slots, kv_heads, l, d])
-            .permute([0, 2, 1, 3])
-            * used.clone();
-        let d_positions = dy.clone().sum_dim(2).sum_dim(0).reshape([l, d]);
-        let dx = zeros([batch * seq_len, kv_heads * d]).select_assign(
-            0,
-            tokens.clone(),
-            dy.reshape([slots * l, kv_heads * d]),
-            IndexingUpdateOp::Add,
-        );
+        let dy = dy.clone().narrow(0, which, 1).reshape([rows, l * d]) * used.clone();
+        let d_positions = dy.clone().sum_dim(0).reshape([l, d]);
+        let dy = dy.reshape([rows * l, d]);
+        let dx = zeros(kv_heads).select_assign(0, keys.clone(), dy, IndexingUpdateOp::Add);
         (dx.reshape([batch, seq_len, kv_heads, d]), d_positions)
     });
     let num_heads = heads - 2 * kv_heads;
-    let dq = zeros([batch * seq_len, num_heads * d]).reshape([batch, seq_len, num_heads, d]);
+    let dq = zeros(num_heads).reshape([batch, seq_len, num_heads, d]);
     [
         primitive(Tensor::cat(vec![dq, dk, dv], 2).cast(dtype)),
         primitive(dk_positions.cast(dtype)),
