@@ -195,7 +195,7 @@ impl Case {
                 .map(|block| importance[block]);
             let best = best.fold(f64::NEG_INFINITY, f64::max);
             assert!(
-                best <= worst + 1e-5 * (1.0 + worst.abs()),
+                best <= worst + 1e-9 * (1.0 + worst.abs()),
                 "{what}: {best} above {worst}"
             );
         }
