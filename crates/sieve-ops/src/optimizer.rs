@@ -1,5 +1,5 @@
-//! AdamW (arXiv:1711.05101) over f32 master weights, Muon's orthogonalisation, norms of gradients and snapshots, on every
-//! device; none has a gradient.
+//! AdamW (arXiv:1711.05101) over f32 master weights, Muon's orthogonalisation, norms of gradients and snapshots, on
+//! every device; none has a gradient.
 mod snapshot;
 #[cfg(test)]
 mod tests;
@@ -48,8 +48,8 @@ pub fn join_master<B: DeviceBackend, const D: usize>(leaf: Tensor<B, D>, rest: F
 /// Coefficients of `a x + b x³ + c x⁵`, which five times over takes every x of (0, 1] to between 0.68 and 1.13.
 const QUINTIC: [f64; 3] = [3.4445, -4.775, 2.0315];
 
-/// About `U Vᵀ` of `x = U S Vᵀ`, by five Newton-Schulz steps in the type of `x`: singular values from 0.01 of the norm on
-/// come out between 0.68 and 1.13 (arXiv:2502.16982, equation 2). Zero stays zero.
+/// About `U Vᵀ` of `x = U S Vᵀ`, by five Newton-Schulz steps in the type of `x`: singular values from 0.01 of the norm
+/// on come out between 0.68 and 1.13 (arXiv:2502.16982, equation 2). Zero stays zero.
 ///
 /// # Shapes
 /// - x: `[out, in]`

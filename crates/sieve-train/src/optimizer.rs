@@ -24,7 +24,8 @@ use std::ops::Range;
 /// (rank 2 and more) decay; norms, gates and scales do not.
 ///
 /// Of several ranks each updates its piece of every matrix and holds moments and rests of that piece alone (ZeRO-1,
-/// arXiv:1910.02054); what is too small to be cut, all of them update alike. Muon needs whole matrices, `zero_stage = 0`.
+/// arXiv:1910.02054); what is too small to be cut, all of them update alike. Muon needs whole matrices, so
+/// `zero_stage = 0`.
 #[derive(Debug)]
 pub struct Optimizer<B: TrainBackend> {
     settings: OptimizerSection,
@@ -105,8 +106,8 @@ impl<B: TrainBackend> Optimizer<B> {
         Ok(model)
     }
 
-    /// Of a model for Muon, the matrices of its blocks, with the rows of each projection that a matrix holds: q, k and v
-    /// stand in one, gate and up in another. A side below 32 belongs to gates and scores of a few heads.
+    /// Of a model for Muon, the matrices of its blocks, with the rows of each projection that a matrix holds: q, k and
+    /// v are packed in one, gate and up in another. A side below 32 belongs to gates and scores of a few heads.
     fn find_matrices<M: Module<B>>(&mut self, module: &M) {
         if self.settings.name != OptimizerName::Muon || !self.matrices.is_empty() {
             return;
@@ -350,7 +351,7 @@ fn muon<B: TrainBackend>(
     let parts = parts.iter().map(|&rows| {
         end += rows;
         let size = 0.2 * (rows.max(shape[1]) as f64).sqrt();
-        sieve_ops::orthogonalised(update.clone().slice([end - rows..end])).cast(compute) * size
+        sieve_ops::orthogonalised(update.clone().narrow(0, end - rows, rows)).cast(compute) * size
     });
     let update = Tensor::cat(parts.collect(), 0);
     let momentum = next.mask_where(spoilt.clone().reshape([1, 1]).expand(shape), old);
