@@ -543,9 +543,9 @@ keys! {
         /// Processes that share each row, a part of equal length each. The rest share out the rows.
         #[key(at_least_one, may_change)]
         pub context_parallel_degree: usize = 1,
-        /// What the processes shard (ZeRO, arXiv:1910.02054). 0: nothing, each holds and updates all. 1: the optimizer's
-        /// moments and masters; gradients are reduce-scattered once a step, in its last micro-batch. 2: gradients too:
-        /// they are reduce-scattered after every micro-batch, and each process keeps its shard alone.
+        /// What the processes shard (ZeRO, arXiv:1910.02054). 0: nothing, each holds and updates all. 1: the
+        /// optimizer's moments and masters; gradients are reduce-scattered once a step, in its last micro-batch. 2:
+        /// gradients too: they are reduce-scattered after every micro-batch, and each process keeps its shard alone.
         #[key(within(0, 2, "weights are whole in every process: there is no stage 3"), may_change)]
         pub zero_stage: usize = 1,
     }
