@@ -28,10 +28,11 @@ YAML = {
     "mmlu": "mmlu/default/mmlu_abstract_algebra.yaml",
     "triviaqa": "triviaqa/default.yaml",
     "gsm8k": "gsm8k/gsm8k.yaml",
+    "longbench2": "longbench2/academic_single.yaml",
 }
 GENERATED = 256
 SCORES = ["acc", "acc_norm", "perplexity", "exact_match"]
-NUM_ROWS = {"triviaqa": 40, "gsm8k": 20}
+NUM_ROWS = {"triviaqa": 40, "gsm8k": 20, "longbench2": 40}
 WORDS = """the a fox dog sees runs over under tree river stone quick lazy Ann Eve water boils when heat is high low north
 magnet pulls iron plant needs light and air because it grows slowly in winter naïve café Zürich 北京 42 7 3.5 (or) "so" it's""".split()
 
@@ -107,6 +108,11 @@ class Rows:
         question = self.sentence() + self.random.choice(["", "\n", " "])
         return {"question": question, "subject": "abstract_algebra", "choices": choices, "answer": self.random.randrange(4)}
 
+    def longbench2(self):
+        choices = [self.words(1, 5) for _ in range(4)]
+        context, question = "\n".join(self.sentence() for _ in range(3)), self.sentence() + self.random.choice(["", " "])
+        return {"context": context, "question": question, "choices": choices, "answer": self.random.randrange(4)}
+
     def triviaqa(self):
         aliases = [self.words(1, 3) for _ in range(3)]
         return {"question": self.words(4, 9), "question_id": "x", "answer": {"aliases": aliases, "value": aliases[0]}}
@@ -138,7 +144,7 @@ def config(task, folder, fewshot):
     files = {split: str(Path(folder, task + ".jsonl").resolve())}
     examples = Path(folder, task + ".train.jsonl").resolve()
     found.pop("training_split", None)
-    if examples.exists():
+    if examples.exists() and split != "train":
         files["train"] = str(examples)
         found["training_split"] = found["fewshot_split"] = "train"
     if found.get("validation_split") != split:

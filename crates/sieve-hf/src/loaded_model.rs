@@ -58,6 +58,17 @@ pub fn peek_model(path: &Path) -> Result<(Recipe, ModelShape), CheckpointError> 
     }
 }
 
+/// The `tokenizer.json` of the model that [`load_model`] would load.
+///
+/// # Errors
+/// No checkpoint there.
+pub fn peek_tokenizer(path: &Path) -> Result<PathBuf, CheckpointError> {
+    match is_of_transformers(path) {
+        true => Ok(path.join("tokenizer.json")),
+        false => Ok(Checkpoint::peek(path)?.tokenizer_path()),
+    }
+}
+
 /// Loads the model of a checkpoint: a folder `step-N`, a folder of them, or a run folder; of several the latest. A
 /// folder of `transformers` (Llama, Mistral, Qwen2, Qwen3, Doge, own exports) is read as an import of it would be.
 ///

@@ -11,7 +11,7 @@ macro_rules! tasks {
 }
 
 /// The tasks inside the program, by the names that lm-evaluation-harness gives them: name and TOML.
-pub const READY_TASKS: [(&str, &str); 28] = tasks! {
+pub const READY_TASKS: [(&str, &str); 29] = tasks! {
     "lambada_openai"
     "hellaswag"
     "piqa"
@@ -40,6 +40,7 @@ pub const READY_TASKS: [(&str, &str); 28] = tasks! {
     "longbench_passage_retrieval_en"
     "longbench_lcc"
     "longbench_repobench-p"
+    "longbench2"
 };
 
 /// What is measured.

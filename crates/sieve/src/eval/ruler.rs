@@ -11,7 +11,7 @@ use sieve_eval::{
     LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts, NUM_WRONG, QaData,
     SampleScore, Split, TaskModel, ask_long, attention_label, long_texts, prompt_part, texts_together,
 };
-use sieve_hf::{Checkpoint, LoadedModel};
+use sieve_hf::{LoadedModel, peek_model, peek_tokenizer};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
@@ -159,8 +159,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Test)?;
     let device = args.place.device(&checkpoint)?;
-    let peeked = Checkpoint::peek(&checkpoint)?;
-    let (_, shape) = peeked.recipe_and_shape()?;
+    let (_, shape) = peek_model(&checkpoint)?;
     if args.lengths.is_empty() {
         args.lengths.push(shape.max_seq_len);
     }
@@ -178,7 +177,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         num_caches: 1 + texts_together(longest).min(NUM_WRONG + 1),
         ..InferenceSize::rows_of(part, part)
     })?;
-    let tokenizer = Tokenizer::from_file(&peeked.tokenizer_path())?;
+    let tokenizer = Tokenizer::from_file(&peek_tokenizer(&checkpoint)?)?;
     let asked = Asked {
         texts: texts(&args, &tasks, &source, &tokenizer)?,
         source,

@@ -10,7 +10,7 @@ use sieve_eval::{
     LongBenchAverage, READY_TASKS, Selection, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts,
     run_task,
 };
-use sieve_hf::{Checkpoint, LoadedModel};
+use sieve_hf::{LoadedModel, peek_model, peek_tokenizer};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
@@ -113,9 +113,8 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     args.result.check(&checkpoint, args.command())?;
     let asked = asked(&args)?;
     let device = args.place.device(&checkpoint)?;
-    let peeked = Checkpoint::peek(&checkpoint)?;
-    let (_, shape) = peeked.recipe_and_shape()?;
-    let tokenizer = Tokenizer::from_file(&peeked.tokenizer_path())?;
+    let (_, shape) = peek_model(&checkpoint)?;
+    let tokenizer = Tokenizer::from_file(&peek_tokenizer(&checkpoint)?)?;
     let texts = asked.iter().map(|asked| {
         let run = TaskRun {
             fewshot: args.fewshot.unwrap_or(asked.task.fewshot()),
