@@ -171,7 +171,7 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
         OptimizerName::AdamW => 0,
         OptimizerName::Muon => shape.parameters().attention + shape.parameters().mlp,
     };
-    let moment_bytes = times(piece, 2 * F32) - times(without_second, F32);
+    let moment_bytes = times(piece + piece.saturating_sub(without_second), F32);
     let program_bytes = match target {
         Target::Cpu { .. } => CPU_PROGRAM_BYTES,
         Target::Gpu(_) if ranks > 1 => GPU_PROGRAM_BYTES + NCCL_BYTES,

@@ -251,7 +251,11 @@ fn num_sums(recipe: &Recipe, ranks: usize) -> usize {
 
 /// Every way to keep the gradients of one stage.
 fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ranks) -> Vec<ZeroPlan> {
-    let ways = [1, 2].into_iter().flat_map(|zero_stage| {
+    let stages = match recipe.optimizer.name.needs_whole_matrices() {
+        true => 0..=0,
+        false => 1..=2,
+    };
+    let ways = stages.flat_map(|zero_stage| {
         let dtypes = [GradientDtype::F32, GradientDtype::Bf16];
         dtypes.map(|gradient_dtype| (zero_stage, gradient_dtype))
     });

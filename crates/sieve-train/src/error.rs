@@ -1,6 +1,5 @@
 //! What can stop a run.
 use sieve_core::Recipe;
-use sieve_core::recipe::OptimizerName;
 use std::path::PathBuf;
 
 /// An error of the training loop.
@@ -261,10 +260,10 @@ impl TrainError {
         if !ranks.is_multiple_of(degree) {
             return Err(Self::RowParts { degree, ranks });
         }
-        match recipe.optimizer.name {
-            OptimizerName::Muon if ranks > 1 && recipe.parallelism.zero_stage > 0 => Err(Self::MuonRanks { ranks }),
-            _ => Ok(()),
+        if ranks > 1 && recipe.parallelism.zero_stage > 0 && recipe.optimizer.name.needs_whole_matrices() {
+            return Err(Self::MuonRanks { ranks });
         }
+        Ok(())
     }
 
     /// Adapter for `map_err`.

@@ -43,7 +43,7 @@ pub struct Group<B: TrainBackend> {
     row_error: RowError,
     /// Whether the present micro-batch is its step's last.
     is_last: bool,
-    /// ZeRO-2: the gradients of every micro-batch are reduce-scattered, not those of the last alone.
+    /// `parallelism.zero_stage`. With 2, gradients are reduce-scattered in every micro-batch, not in the last alone.
     zero_stage: usize,
     /// Gradients on their way, first begun first.
     sums: VecDeque<Sums<B>>,

@@ -417,6 +417,13 @@ choices! {
     }
 }
 
+impl OptimizerName {
+    /// Whether an update reads whole matrices, which ranks that shard the optimizer (ZeRO-1 and 2) do not have.
+    pub fn needs_whole_matrices(self) -> bool {
+        self == Self::Muon
+    }
+}
+
 /// What an error says of a share that is none.
 const A_SHARE: &str = "it is a share, not a number of steps";
 

@@ -55,7 +55,7 @@ pub(super) fn settings_that_fit(
 fn other_gradients(recipe: &Recipe, ranks: usize) -> impl Iterator<Item = (Recipe, String)> {
     let training = &recipe.training;
     let adds_up = training.global_batch_size > training.local_batch_size * ranks;
-    let is_whole = recipe.parallelism.zero_stage < 2 && adds_up;
+    let is_whole = recipe.parallelism.zero_stage < 2 && adds_up && !recipe.optimizer.name.needs_whole_matrices();
     let is_f32 = training.gradient_dtype == GradientDtype::F32;
     let ways = [(true, false), (false, true), (true, true)].into_iter();
     let ways = ways.filter(move |&(shards, rounds)| (is_whole || !shards) && (is_f32 || !rounds));

@@ -21,6 +21,18 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
     use sieve_core::recipe::GradientDtype::{Bf16, F32};
     let expected = [(1, F32, 1), (1, Bf16, 1), (2, F32, 4), (2, Bf16, 4)];
     assert!(found.eq(expected), "{:?}", whole.zero_stages);
+    // Muon reads whole matrices: no way that shards, and one moment for the matrices of the blocks.
+    let muon = planned(2, &["optimizer.name=Muon", "parallelism.zero_stage=0"]);
+    assert!(
+        muon.zero_stages.iter().all(|way| way.zero_stage == 0),
+        "{:?}",
+        muon.zero_stages
+    );
+    assert_eq!(muon.zero_stages.len(), 2);
+    let adamw = planned(2, &["parallelism.zero_stage=0"]);
+    let (one, two) = (muon.memory.moment_bytes, adamw.memory.moment_bytes);
+    assert!(one < two && 2 * one > two, "{one} of {two}");
+    assert_eq!(muon.zero_stages[0].total_bytes, muon.memory.total_bytes);
     let bytes = |way: usize| whole.zero_stages[way].total_bytes;
     let parameters = whole.num_parameters;
     // Two bytes a parameter, but for a moment of the head.
