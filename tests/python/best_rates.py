@@ -13,13 +13,11 @@ runs at a time. docs/rates.jsonl holds the runs of docs/results.md. Needs nothin
 
 import argparse
 import json
-import pathlib
 import shutil
 import statistics
-import subprocess
 
 from learning_table import ROWS, base, metrics
-from runs import add_arguments, chart, finished, parsed, train
+from runs import add_arguments, chart, finished, parsed, prepare, train
 
 KINDS = {
     "dense": "dense",
@@ -123,24 +121,18 @@ def drawn(rows, arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, "rates.jsonl")
-    parser.add_argument("--text", type=pathlib.Path, help="crates.jsonl")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--rates", nargs="+", type=float, default=[7.5e-4, 1.5e-3, 3e-3])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rate-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every run")
     arguments = parsed(parser)
-    if arguments.sieve and not arguments.text:
-        parser.error("--sieve needs --text")
     out = arguments.out
     path = out / "rates.jsonl"
     rows = finished(path, ("kind", "rate", "seed", "steps"))
     if arguments.sieve:
-        arguments.text = arguments.text.resolve()
         recipe, settings = base("8192", arguments, out)
-        subprocess.run([arguments.sieve, "data", "prepare", "--recipe", recipe]
-                       + [part for key in settings + arguments.set for part in ("--set", key)], check=True)
+        prepare(arguments, recipe, settings + arguments.set)
         train(lambda rows: wanted(rows, arguments), lambda job, runs: run(job, runs, arguments, out), arguments, path, rows)
     table(rows, arguments)
     if arguments.draw:

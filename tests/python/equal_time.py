@@ -16,11 +16,10 @@ import json
 import pathlib
 import shutil
 import statistics
-import subprocess
 
 from best_rates import KINDS as NAMES
 from learning_table import ROWS, base, metrics
-from runs import add_arguments, chart, finished, parsed, train
+from runs import add_arguments, chart, finished, parsed, prepare, train_missing
 
 # Kind: its best learning rate in docs/rates.jsonl.
 RATES = {"dense": 1.5e-3, "window": 1.5e-3, "window + slope": 1.5e-3, "DMA": 1.5e-3, "NSA": 7.5e-4, "InfLLM-V2": 7.5e-4,
@@ -118,26 +117,21 @@ def drawn(rows, arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, "equal_time.jsonl")
-    parser.add_argument("--text", type=pathlib.Path, help="crates.jsonl")
     parser.add_argument("--kinds", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--length", type=int, default=32768, help="tokens of a row")
     parser.add_argument("--minutes", type=float, default=3.0, help="of training steps, for each run")
     parser.add_argument("--probe-steps", type=int, default=30)
     parser.add_argument("--evaluate", action="store_true", help="also the loss on words last used far back")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every run")
     arguments = parsed(parser)
-    if arguments.sieve and not arguments.text:
-        parser.error("--sieve needs --text")
     path = arguments.out / "equal_time.jsonl"
     rows = finished(path, KEY)
     if arguments.sieve:
-        arguments.text, arguments.steps = arguments.text.resolve(), 1600
+        arguments.steps = 1600  # of `base`; a run sets its own
         recipe, settings = base("8192", arguments, arguments.out)
-        subprocess.run([arguments.sieve, "data", "prepare", "--recipe", recipe]
-                       + [part for key in settings + arguments.set for part in ("--set", key)], check=True)
+        prepare(arguments, recipe, settings + arguments.set)
         jobs = [(kind, arguments.length, arguments.minutes, seed) for seed in arguments.seeds for kind in arguments.kinds]
-        train(lambda rows: [job for job in jobs if job not in rows], lambda job, runs: run(job, runs, arguments), arguments, path, rows)
+        train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
     table(rows, arguments)
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")

@@ -13,11 +13,10 @@ import json
 import pathlib
 import random
 import statistics
-import subprocess
 import time
 
 from needle_corpus import document
-from runs import on_devices
+from runs import on_devices, prepare
 
 SLOPE = ["attention.bias=linear", "attention.recency=slope"]
 PUBLISHED = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"]
@@ -258,8 +257,7 @@ def main():
         restated_numbers(out / "facts.jsonl")
     for kind in sorted({kind if kind == "recall" else "8192" for kind in kinds}):  # tokenised once, before all runs
         recipe, settings = base(kind, arguments, out)
-        subprocess.run([arguments.sieve, "data", "prepare", "--recipe", recipe]
-                       + [part for setting in settings + arguments.set for part in ("--set", setting)], check=True)
+        prepare(arguments, recipe, settings + arguments.set)
 
     def work(job, runs):
         print(train(job, runs, arguments, out), flush=True)

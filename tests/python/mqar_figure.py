@@ -17,7 +17,7 @@ import shutil
 import statistics
 import time
 
-from runs import add_arguments, chart, finished, parsed, train
+from runs import add_arguments, chart, finished, parsed, train_missing
 
 LENGTHS, WIDTHS = [64, 256, 1024, 2048], [64, 128, 256]
 RATES = {64: 3e-3, 128: 2e-3, 256: 1e-3}
@@ -128,7 +128,7 @@ def drawn(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, "mqar.jsonl")
+    add_arguments(parser, "mqar.jsonl", reads_text=False)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, choices=LENGTHS)
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, choices=WIDTHS)
@@ -141,8 +141,7 @@ def main():
             for width in arguments.widths for kind in arguments.kinds]
 
     if arguments.sieve:
-        train(lambda rows: [job for job in jobs if job not in rows],
-              lambda job, runs: run(job, runs, arguments, arguments.out), arguments, path, rows)
+        train_missing(jobs, lambda job, runs: run(job, runs, arguments, arguments.out), arguments, path, rows)
     table(rows)
     missing = [job for job in jobs if job not in rows]
     if missing:

@@ -59,8 +59,11 @@ def on_devices(jobs, arguments, out, work):
     return list(waiting.queue)
 
 
-def add_arguments(parser, lines):
+def add_arguments(parser, lines, reads_text=True):
     """The arguments of every script here; `lines` is the name of its file of finished runs."""
+    if reads_text:
+        parser.add_argument("--text", type=pathlib.Path, help="crates.jsonl")
+        parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--sieve", help="the program; without it nothing is trained")
     parser.add_argument("--out", required=True, type=pathlib.Path, help=f"folder of the runs and of {lines}")
     parser.add_argument("--seconds", type=float, default=1e6, help="stop after this time; the next call resumes")
@@ -69,8 +72,12 @@ def add_arguments(parser, lines):
 
 
 def parsed(parser):
-    """The arguments, with the deadline and the folder, which exists."""
+    """The arguments, with the deadline and the folder, which exists, and with absolute paths."""
     arguments = parser.parse_args()
+    if arguments.sieve and "text" in arguments:
+        if not arguments.text:
+            parser.error("--sieve needs --text")
+        arguments.text = arguments.text.resolve()
     arguments.deadline = time.monotonic() + arguments.seconds
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -81,6 +88,17 @@ def finished(path, key):
     """The lines of a file of finished runs, by the values of the names in `key`, which are a job."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {tuple(row[name] for name in key): row for row in rows}
+
+
+def prepare(arguments, recipe, settings):
+    """Tokenises the text of a recipe with these settings, once before all runs."""
+    subprocess.run([arguments.sieve, "data", "prepare", "--recipe", recipe]
+                   + [part for setting in settings for part in ("--set", setting)], check=True)
+
+
+def train_missing(jobs, run, arguments, path, rows):
+    """Trains the jobs that have no line yet, in their order; see `train`."""
+    train(lambda rows: [job for job in jobs if job not in rows], run, arguments, path, rows)
 
 
 def train(wanted, run, arguments, path, rows):

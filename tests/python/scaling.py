@@ -15,13 +15,12 @@ double, from a line through the sizes that were trained in full. Needs nothing b
 import argparse
 import json
 import math
-import pathlib
 import shutil
 import statistics
 import subprocess
 
 from learning_table import INFLLM_V2, MOBA, MSA, PUBLISHED, SLOPE, dma, metrics, window
-from runs import add_arguments, chart, finished, parsed, train
+from runs import add_arguments, chart, finished, parsed, prepare, train_missing
 
 # Size in millions: layers, width, heads of 64, rate.
 SIZES = {2: (4, 192, 3, 4e-3), 5: (6, 256, 4, 3e-3), 10: (8, 320, 5, 2e-3), 20: (10, 384, 6, 2e-3)}
@@ -154,26 +153,20 @@ def drawn(rows, arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, "scaling.jsonl")
-    parser.add_argument("--text", type=pathlib.Path, help="crates.jsonl")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--max-tokens", type=int, default=230_000_000, help="four epochs of the text in this vocabulary")
     parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every run")
     arguments = parsed(parser)
-    if arguments.sieve and not arguments.text:
-        parser.error("--sieve needs --text")
     path = arguments.out / "scaling.jsonl"
     rows = finished(path, KEY)
     if arguments.sieve:
-        arguments.text = arguments.text.resolve()
-        subprocess.run([arguments.sieve, "data", "prepare", "--recipe", "recipes/code_80m.toml"]
-                       + [part for key in text(arguments) + ["training.seq_len=2048"] for part in ("--set", key)], check=True)
+        prepare(arguments, "recipes/code_80m.toml", text(arguments) + ["training.seq_len=2048"])
         # The long runs first, so that none of them is alone at the end.
         jobs = [(kind, size, seed) for seed in arguments.seeds for size in sorted(arguments.sizes, reverse=True)
                 for kind in arguments.kinds]
-        train(lambda rows: [job for job in jobs if job not in rows], lambda job, runs: run(job, runs, arguments), arguments, path, rows)
+        train_missing(jobs, lambda job, runs: run(job, runs, arguments), arguments, path, rows)
     table(rows, arguments)
     if arguments.draw:
         arguments.draw.write_text(drawn(rows, arguments), encoding="utf-8")
