@@ -352,13 +352,20 @@ fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Found {
     }
 }
 
-/// The queries whose choice differs, as a share of what may. Blocks that are `lost` to a query count as equal.
-fn judge_choice(chosen: &[i32], expected: &[i32], count: usize, lost: impl Fn(usize, i32) -> bool) -> Outcome {
+/// The queries whose choice differs, as a share of what may. A query does not count if all blocks that one choice has
+/// and the other has not are `tied` for it.
+fn judge_choice(chosen: &[i32], expected: &[i32], count: usize, tied: impl Fn(usize, &[usize]) -> bool) -> Outcome {
     let all = expected.len() / count;
     let pairs = chosen.chunks_exact(count).zip(expected.chunks_exact(count));
     let differs = |(at, (a, b)): &(usize, (&[i32], &[i32]))| {
-        let only = |a: &[i32], b: &[i32]| a.iter().any(|block| !b.contains(block) && !lost(*at, *block));
-        a != b && (only(a, b) || only(b, a))
+        let only =
+            |a: &[i32], b: &[i32]| -> Vec<i32> { a.iter().copied().filter(|block| !b.contains(block)).collect() };
+        let blocks = [only(a, b), only(b, a)].concat();
+        let blocks: Vec<usize> = blocks
+            .into_iter()
+            .filter_map(|block| usize::try_from(block).ok())
+            .collect();
+        a != b && !tied(*at, &blocks)
     };
     let differing = pairs.enumerate().filter(differs).count();
     // A row or two of a short call are no share yet.
@@ -372,35 +379,52 @@ fn judge_choice(chosen: &[i32], expected: &[i32], count: usize, lost: impl Fn(us
 /// Probabilities below this one are 0 on a GPU, whose exponentials flush what is no normal number.
 const LOST: f64 = 1e-36;
 
+/// Relative error of a logit's f32 sum over products of bf16 numbers: some roundings of the largest partial sum.
+const LOGIT_ERROR: f64 = 4.0 * f32::EPSILON as f64;
+
 impl Inputs {
-    /// The importance of a block to query and KV head number `at`, in f64.
-    fn importance(&self, at: usize, block: usize) -> f64 {
+    /// Whether blocks are equally important to query and KV head number `at` under `rule`, but for what f32 logits and
+    /// probabilities lose. Heads whose probability lies on one key each make many such blocks: in f32 all have 1.
+    fn are_tied(&self, at: usize, rule: ChoiceRule, of: &[usize]) -> bool {
         let (shape, blocks) = (self.case.shape, self.blocks);
         let (kv_heads, d, group) = (shape.num_kv_heads, shape.head_dim, shape.group_size());
         let (token, kv_head) = (at / kv_heads, at % kv_heads);
         let (row, i) = (token / shape.seq_len, token % shape.seq_len);
         let start = self.case.doc_start[token] as usize;
         let ends = |c: &usize| start + c * blocks.compress_stride + blocks.compress_block_size <= i + 1;
-        let seen: Vec<usize> = (0..).take_while(ends).collect();
+        let seen = (0..).take_while(ends).count();
         let first = row * blocks.num_slots(shape.seq_len) + blocks.first_slot(start);
-        let heads = kv_head * group..(kv_head + 1) * group;
         let packed = (shape.num_heads + 2 * kv_heads) * d;
-        heads
-            .map(|head| {
-                let q = &self.qkv[token * packed + head * d..][..d];
-                let logit = |c: &usize| {
-                    let k = &self.compressed[((first + c) * kv_heads + kv_head) * d..][..d];
-                    let pairs = q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k));
-                    f64::from(self.case.scale) * pairs.sum::<f64>()
-                };
-                let logits: Vec<f64> = seen.iter().map(logit).collect();
-                let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let p: Vec<f64> = logits.iter().map(|x| (x - largest).exp()).collect();
-                let weight = |&c: &usize| overlap_weight(blocks, c, block) as f64;
-                let sum: f64 = seen.iter().zip(&p).map(|(c, p)| weight(c) * p).sum();
-                sum / p.iter().sum::<f64>().max(f64::MIN_POSITIVE)
-            })
-            .sum()
+        let (mut p, mut most) = (vec![0.0; seen], 0.0f64);
+        for head in kv_head * group..(kv_head + 1) * group {
+            let q = &self.qkv[token * packed + head * d..][..d];
+            let logit = |c: usize| {
+                let k = &self.compressed[((first + c) * kv_heads + kv_head) * d..][..d];
+                let pairs = q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k));
+                f64::from(self.case.scale) * pairs.sum::<f64>()
+            };
+            let logits: Vec<f64> = (0..seen).map(logit).collect();
+            let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            most = logits.iter().fold(most, |most, x| most.max(x.abs()));
+            let sum: f64 = logits.iter().map(|x| (x - largest).exp()).sum();
+            let of_head = logits.iter().map(|x| (x - largest).exp() / sum);
+            p.iter_mut().zip(of_head).for_each(|(all, p)| *all += p);
+        }
+        let importance = |&block: &usize| {
+            let weighted = p
+                .iter()
+                .enumerate()
+                .map(|(c, p)| (overlap_weight(blocks, c, block) as f64, p));
+            match rule {
+                ChoiceRule::WeightedProbability => weighted.map(|(weight, p)| weight * p).sum(),
+                _ => weighted
+                    .filter(|(weight, _)| *weight > 0.0)
+                    .fold(0.0, |most, (_, &p)| p.max(most)),
+            }
+        };
+        let all: Vec<f64> = of.iter().map(importance).collect();
+        let [least, largest] = [f64::min, f64::max].map(|of| all.iter().copied().reduce(of).unwrap_or(0.0));
+        largest - least <= LOST + LOGIT_ERROR * (1.0 + most) * largest
     }
 }
 
@@ -538,13 +562,19 @@ fn judge(found: &Found, expected: &Expected, inputs: &Inputs, is_bf16: bool) -> 
         })
         .collect();
     let count = inputs.blocks.num_selected_blocks;
-    let lost = |at, block: i32| usize::try_from(block).is_ok_and(|block| inputs.importance(at, block) < LOST);
-    let choice = judge_choice(&found.chosen, &expected.chosen, count, lost);
-    outcomes.push(("choice", choice));
-    for ((name, found), (_, expected)) in found.chosen_by.iter().zip(inputs.chosen_by::<Flex>(&FlexDevice)) {
-        // A block that shares no pooled key of importance with a query is equally important as any such one.
-        let is_lost = |at, block: i32| *name == "choice by the largest" && lost(at, block);
-        outcomes.push((name, judge_choice(found, &expected, count, is_lost)));
+    let of_nsa = (
+        "choice",
+        &found.chosen,
+        expected.chosen.clone(),
+        ChoiceRule::WeightedProbability,
+    );
+    let others = found.chosen_by.iter().zip(inputs.chosen_by::<Flex>(&FlexDevice));
+    let others = others.zip(inputs.choices());
+    let others = others.map(|(((name, found), (_, expected)), (_, choice, _))| (*name, found, expected, choice.rule));
+    for (name, found, expected, rule) in std::iter::once(of_nsa).chain(others) {
+        let by_probability = matches!(rule, ChoiceRule::WeightedProbability | ChoiceRule::LargestProbability);
+        let tied = |at, of: &[usize]| by_probability && inputs.are_tied(at, rule, of);
+        outcomes.push((name, judge_choice(found, &expected, count, tied)));
     }
     outcomes
 }

@@ -71,11 +71,6 @@ fn require_kernels(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
             extra,
             ..
         } = layer;
-        // TODO: take both once a GPU has run them since weights with gaps between their rows are copied.
-        if matches!(extra, TokenExtra::Branches(_) | TokenExtra::Latent { .. }) {
-            let supported = "all but native sparse and latent attention";
-            return Err(KernelError::unsupported(NAME, "kind of layer", "another", supported));
-        }
         let group = spec.num_heads / spec.num_kv_heads;
         let head_dims = |keys: &KeyCache<Cuda>| [&keys.k, &keys.v].map(|x| x.buffer().dims()[3]);
         match cache {
