@@ -51,12 +51,13 @@ pub(crate) fn send(signal: &str, id: u32) {
 #[test]
 fn a_rank_that_is_killed_ends_the_job_with_one_plain_line() {
     let tiny = TinyRun::dma();
-    for rank in [0, 1] {
-        let out = format!("killed-{rank}");
+    // SIGBUS: a mapped file got shorter.
+    for (rank, name, signal) in [(0, "KILL", "9, which"), (1, "KILL", "9, which"), (1, "BUS", "7: a file")] {
+        let out = format!("killed-{rank}-{name}");
         let child = started(&mut tiny.launch(2, &out, LONG), 3);
         let ranks = ranks_of(child.id());
         let since = Instant::now();
-        send("KILL", ranks[rank]);
+        send(name, ranks[rank]);
         let output = ended(child, 75);
         assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -64,7 +65,7 @@ fn a_rank_that_is_killed_ends_the_job_with_one_plain_line() {
         let [line, hint] = lines[..] else {
             panic!("{said}");
         };
-        let first = format!("error: rank {rank} (pid {}) was ended by signal 9", ranks[rank]);
+        let first = format!("error: rank {rank} (pid {}) was ended by signal {signal}", ranks[rank]);
         assert!(line.starts_with(&first) && hint.contains("--resume"), "{said}");
         assert!(!ranks.into_iter().any(is_there));
     }

@@ -5,13 +5,14 @@
 #
 #   tests/gpu/own_command.sh SIEVE TEXT.jsonl OUT [--set section.key=value]…
 #
-# NPROC processes (2), DEVICE (cuda). `DEVICE=cpu` with a small shape by --set, and by SHRINK, a sed script for the recipe's
-# stages, tries the script. About 240 s on two H200s.
+# NPROC processes (2), DEVICE (cuda), RECIPE (dma_1p7b.toml), STEPS of the two stages ("3 2"). `DEVICE=cpu` with a small
+# shape by --set, and by SHRINK, a sed script for the recipe's stages, tries the script. About 190 s on two H200s.
 set -uo pipefail
 sieve="$1" text="$2" out="$3"
 shift 3
 sets=("$@")
-device="${DEVICE:-cuda}" nproc="${NPROC:-2}" gpu="${GPU:-h200}"
+device="${DEVICE:-cuda}" nproc="${NPROC:-2}" gpu="${GPU:-h200}" name="${RECIPE:-dma_1p7b.toml}"
+read -r first second <<< "${STEPS:-3 2}"
 here="$(cd "$(dirname "$0")/../.." && pwd)"
 began=$SECONDS
 mkdir -p "$out"
@@ -27,11 +28,11 @@ head -c "${TEXT_BYTES:-40000000}" "$text" | sed '$d' | awk -v out="$out/data" \
   'BEGIN { split("web web web textbooks code mathematics", f, " ") } { print > (out "/" f[NR % 6 + 1] "/part.jsonl") }'
 
 # The recipe with steps, and with what follows from there being few; its tokenizer is not in this repository.
-recipe="$out/dma_1p7b.toml"
+recipe="$out/$name"
 sed -E -e "/^paths/ s#\"data/#\"$out/data/#g" \
   -e 's|^path = .*|train = { vocab_size = 16384, sample_bytes = 4_000_000 }|' \
-  -e 's|^steps = 32000.*|steps = 3|; s|^steps = 8000.*|steps = 2|; s|^warmup_steps = .*|warmup_steps = 1|' \
-  -e 's|^log_freq = .*|log_freq = 1|' -e "${SHRINK:-}" "$here/recipes/dma_1p7b.toml" > "$recipe"
+  -e 's|^steps = 32000.*|steps = '$first'|; s|^steps = 8000.*|steps = '$second'|; s|^warmup_steps = .*|warmup_steps = 1|' \
+  -e 's|^log_freq = .*|log_freq = 1|' -e "${SHRINK:-}" "$here/recipes/$name" > "$recipe"
 "$sieve" plan --recipe "$recipe" --gpu "$gpu" "${sets[@]}" > "$out/plan-1.txt" 2>&1 || fail "plan"
 "$sieve" plan --recipe "$recipe" --gpu "$gpu" --nproc "$nproc" "${sets[@]}" > "$out/plan-$nproc.txt" 2>&1 || fail "plan --nproc $nproc"
 
@@ -113,7 +114,7 @@ PYTHON
 say "transformers: $(tail -1 "$out/transformers.txt")"
 
 say "steps"
-grep -E '^(health|slow|warning|step|stage|continuing|memory|validate)' "$run/log" | cut -c1-200 | tee -a "$report"
+grep -E '^(health|peak memory|slow|warning|step|stage|continuing|memory|validate)' "$run/log" | cut -c1-200 | tee -a "$report"
 say "plan"
 grep -hiE 'tokens/s|memory|fits|GiB' "$out/plan-1.txt" "$out/plan-$nproc.txt" | tee -a "$report"
 [ "$failed" = 0 ] && say "own command: all green" || say "own command: FAILED"

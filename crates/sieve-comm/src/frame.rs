@@ -2,18 +2,28 @@
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 
-/// Longer messages are no messages of ours.
+/// The longest message: what a receiver allocates before it has read a byte.
 const MAX_BYTES: u64 = 1 << 30;
 /// Bytes converted at a time on their way to or from `f32`.
 const PIECE: usize = 1 << 16;
 
-/// Sends a message.
+/// Sends a message, or nothing of one that the receiver would refuse.
 pub(crate) fn send(mut stream: &TcpStream, kind: u8, bytes: &[u8]) -> io::Result<()> {
+    require_length(bytes.len() as u64)?;
     let mut message = Vec::with_capacity(9 + bytes.len());
     message.push(kind);
     message.extend((bytes.len() as u64).to_le_bytes());
     message.extend(bytes);
     stream.write_all(&message)
+}
+
+fn require_length(len: u64) -> io::Result<()> {
+    match len > MAX_BYTES {
+        true => Err(io::Error::other(format!(
+            "a message of {len} bytes, more than {MAX_BYTES}: shorter rows or more processes a row make it shorter"
+        ))),
+        false => Ok(()),
+    }
 }
 
 /// Waits for a message: its kind, and its bytes.
@@ -66,4 +76,16 @@ pub(crate) fn receive_numbers(mut stream: &TcpStream, values: &mut [f32], take: 
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_that_the_receiver_would_refuse_is_not_sent() {
+        require_length(MAX_BYTES).expect("the longest");
+        let error = require_length(MAX_BYTES + 1).expect_err("too long").to_string();
+        assert!(error.starts_with("a message of 1073741825 bytes, more than 1073741824"), "{error}");
+    }
 }
