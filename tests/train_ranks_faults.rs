@@ -52,7 +52,11 @@ pub(crate) fn send(signal: &str, id: u32) {
 fn a_rank_that_is_killed_ends_the_job_with_one_plain_line() {
     let tiny = TinyRun::dma();
     // SIGBUS: a mapped file got shorter.
-    for (rank, name, signal) in [(0, "KILL", "9, which"), (1, "KILL", "9, which"), (1, "BUS", "7: a file")] {
+    for (rank, name, signal) in [
+        (0, "KILL", "9, which"),
+        (1, "KILL", "9, which"),
+        (1, "BUS", "7: a file"),
+    ] {
         let out = format!("killed-{rank}-{name}");
         let child = started(&mut tiny.launch(2, &out, LONG), 3);
         let ranks = ranks_of(child.id());

@@ -36,6 +36,8 @@ pub enum MatmulOutput<'a> {
     New(DType),
     /// A new contiguous tensor `product + this`, of this tensor's type: a residual stream's addition without a launch.
     Plus(&'a CudaTensor),
+    /// The same with a factor of the product and one of this tensor.
+    Scaled([f32; 2], &'a CudaTensor),
     /// Overwrites this tensor in place, for every clone of it, a [`HostCopy`](crate::HostCopy)'s too; bf16 or f32, rows
     /// one stride apart.
     Into(&'a CudaTensor),
@@ -111,7 +113,7 @@ fn queued(
             .chain(scales)
             .map(|tensor| binding_of(tensor))
             .collect(),
-        beta: target.beta,
+        factors: target.factors,
         stream: StreamId::current(),
     };
     let noted = tape_of(&x).map(|tape| (tape, Work::Product(call.clone())));
@@ -148,13 +150,14 @@ impl Cublaslt {
     }
 }
 
-/// C (read when beta is not zero) and D (written) of a product.
+/// C (read when its factor is not zero) and D (written) of a product.
 struct Target {
     c: CudaTensor,
     d: CudaTensor,
     c_stride: usize,
     d_stride: usize,
-    beta: f32,
+    /// Of the product and of C.
+    factors: [f32; 2],
 }
 
 impl Target {
@@ -175,30 +178,30 @@ impl Target {
                 d: tensor.clone(),
                 c_stride: stride,
                 d_stride: stride,
-                beta,
+                factors: [1.0, beta],
             })
         };
-        match output {
+        let (factors, addend) = match output {
             MatmulOutput::New(dtype) => {
                 require_output_type(dtype)?;
-                in_place(&x.empty_contiguous(shape, dtype), 0.0)
+                return in_place(&x.empty_contiguous(shape, dtype), 0.0);
             }
-            MatmulOutput::Into(tensor) => in_place(tensor, 0.0),
-            MatmulOutput::AddTo(tensor) => in_place(tensor, 1.0),
-            MatmulOutput::Plus(addend) => {
-                require_output_type(addend.dtype())?;
-                let (c, rows, c_stride) = as_rows(addend);
-                require_matrix("the addend", &c, rows, [m, n])?;
-                let d = x.empty_contiguous(shape, c.dtype());
-                Ok(Self {
-                    c,
-                    d,
-                    c_stride,
-                    d_stride: n,
-                    beta: 1.0,
-                })
-            }
-        }
+            MatmulOutput::Into(tensor) => return in_place(tensor, 0.0),
+            MatmulOutput::AddTo(tensor) => return in_place(tensor, 1.0),
+            MatmulOutput::Plus(addend) => ([1.0, 1.0], addend),
+            MatmulOutput::Scaled(factors, addend) => (factors, addend),
+        };
+        require_output_type(addend.dtype())?;
+        let (c, rows, c_stride) = as_rows(addend);
+        require_matrix("the addend", &c, rows, [m, n])?;
+        let d = x.empty_contiguous(shape, c.dtype());
+        Ok(Self {
+            c,
+            d,
+            c_stride,
+            d_stride: n,
+            factors,
+        })
     }
 }
 

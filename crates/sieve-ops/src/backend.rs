@@ -22,6 +22,7 @@ use crate::tensors::{Float, Ints};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn_flex::Flex;
 use sieve_core::{AdamWStep, BlockSelection, DmaBias, DmaWindow, HeavyKeys, KeepOLow, KeyMask, ProbeCorrection};
+use sieve_kernels::Product;
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -139,6 +140,14 @@ device_ops! {
         fn linear_input_gradient(weight: Float<Self>, dy: Float<Self>) -> Float<Self>;
         /// `dweight` of [`crate::linear`], added to `sum` where there is one, which may be changed in place.
         fn linear_weight_gradient(x: Float<Self>, dy: Float<Self>, sum: Option<Float<Self>>) -> Float<Self>;
+        /// A product of two matrices in the type of x, or with `([alpha, beta], c)` alpha times it and beta times c,
+        /// rounded once. It has no gradient.
+        fn gemm(
+            kind: Product,
+            x: Float<Self>,
+            w: Float<Self>,
+            sum: Option<([f64; 2], Float<Self>)>,
+        ) -> Float<Self>;
     }
 
     fp8 {

@@ -96,7 +96,7 @@ pub mod reference {
     };
     pub use crate::embedding::reference::{embedding, embedding_backward};
     pub use crate::fp8::reference::{fp8_linear, fp8_linear_backward, fp8_quantise};
-    pub use crate::linear::reference::{linear, linear_input_gradient, linear_weight_gradient};
+    pub use crate::linear::reference::{gemm, linear, linear_input_gradient, linear_weight_gradient};
     pub use crate::loss::reference::{linear_cross_entropy, linear_cross_entropy_with_gradients, scale, token_losses};
     pub use crate::mla::reference::{mla_attention, mla_attention_backward, mla_pack, mla_pack_backward};
     pub use crate::norm::reference::{rms_norm, rms_norm_backward};

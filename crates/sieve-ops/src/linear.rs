@@ -89,6 +89,20 @@ pub(crate) mod reference {
         let (dy, _) = flatten::<B>(dy);
         primitive(dy.transpose().matmul(x))
     }
+
+    /// A product of two matrices; with `([alpha, beta], c)` alpha times it and beta times c.
+    pub fn gemm<B: Backend>(kind: Product, x: Float<B>, w: Float<B>, sum: Option<([f64; 2], Float<B>)>) -> Float<B> {
+        let (x, w) = (tensor::<B, 2>(x), tensor::<B, 2>(w));
+        let y = match kind {
+            Product::Nt => x.matmul(w.transpose()),
+            Product::Nn => x.matmul(w),
+            Product::Tn => x.transpose().matmul(w),
+        };
+        primitive(match sum {
+            Some(([alpha, beta], c)) => y * alpha + tensor::<B, 2>(c) * beta,
+            None => y,
+        })
+    }
 }
 
 pub(crate) mod cpu {
@@ -151,6 +165,24 @@ pub(crate) mod cpu {
         added::<Flex>(sum, from_vec(gradient, [last_dim(&dy), last_dim(&x)]))
     }
 
+    pub(crate) fn gemm(kind: Product, x: FlexTensor, w: FlexTensor, sum: Option<([f64; 2], FlexTensor)>) -> FlexTensor {
+        if !is_f32(&x) {
+            return plain("gemm", || reference::gemm::<Flex>(kind, x, w, sum));
+        }
+        let (x, w) = (contiguous(x), contiguous(w));
+        let (a, b) = match kind {
+            Product::Nt => (rows(&x), rows(&w).t()),
+            Product::Nn => (rows(&x), rows(&w)),
+            Product::Tn => (rows(&x).t(), rows(&w)),
+        };
+        let sizes = [a.num_rows(), b.num_columns()];
+        let y = match sum {
+            Some((factors, c)) => scaled_product(factors, a, b, floats(&contiguous(c)).to_vec()),
+            None => product(a, b),
+        };
+        from_vec(y, sizes)
+    }
+
     /// Rows of a contiguous tensor whose leading dimensions are folded.
     fn num_rows(x: &FlexTensor) -> usize {
         x.shape().num_elements() / last_dim(x).max(1)
@@ -163,13 +195,18 @@ pub(crate) mod cpu {
 
     /// `a b`, row after row.
     fn product(a: Matrix<'_>, b: Matrix<'_>) -> Vec<f32> {
-        let (m, n) = (a.num_rows(), b.num_columns());
-        let mut c = vec![0.0; m * n];
+        let c = vec![0.0; a.num_rows() * b.num_columns()];
+        scaled_product([1.0, 0.0], a, b, c)
+    }
+
+    /// `alpha a b + beta c`, row after row.
+    fn scaled_product(factors: [f64; 2], a: Matrix<'_>, b: Matrix<'_>, mut c: Vec<f32>) -> Vec<f32> {
+        let ([alpha, beta], m, n) = (factors.map(|factor| factor as f32), a.num_rows(), b.num_columns());
         let threads = match m * n * b.num_rows() {
             few if few < MIN_SHARED_PRODUCT => Threads::One,
             _ => Threads::All,
         };
-        matmul(threads, 1.0, a, b, 0.0, MatrixMut::new(&mut c, m, n));
+        matmul(threads, alpha, a, b, beta, MatrixMut::new(&mut c, m, n));
         c
     }
 
@@ -224,6 +261,24 @@ pub(crate) mod cuda {
         let attempt = matmul(Product::Tn, &a, &b, output);
         kernel_or("linear_weight_gradient", attempt.map(ToBurn::burn), || {
             added::<Cuda>(sum, reference::linear_weight_gradient::<Cuda>(x, dy))
+        })
+    }
+
+    pub(crate) fn gemm(
+        kind: Product,
+        x: CudaPrimitive,
+        w: CudaPrimitive,
+        sum: Option<([f64; 2], CudaPrimitive)>,
+    ) -> CudaPrimitive {
+        let [a, b] = tensors([&x, &w]);
+        let c = sum
+            .clone()
+            .map(|(factors, c)| (factors.map(|factor| factor as f32), kernel_tensor(c)));
+        let output = c.as_ref().map_or(MatmulOutput::New(BF16), |(factors, c)| {
+            MatmulOutput::Scaled(*factors, c)
+        });
+        kernel_or("gemm", matmul(kind, &a, &b, output).map(ToBurn::burn), || {
+            reference::gemm::<Cuda>(kind, x, w, sum)
         })
     }
 

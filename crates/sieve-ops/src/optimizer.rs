@@ -11,7 +11,6 @@ use crate::backend::DeviceBackend;
 use crate::device::cuda::{Cuda, CudaPrimitive, cast, tensors, writable};
 use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain};
 use crate::device::paths::{kernel_on, kernel_or};
-use crate::linear::linear;
 use crate::tensors::{Float, primitive, rows, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
@@ -19,7 +18,7 @@ use burn::tensor::{DType, FloatDType, Shape, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexDevice, FlexTensor};
 use sieve_cuda::CudaDevice;
 use sieve_kernels::step::{AdamwTensors, FixedSum, Term};
-use sieve_kernels::{CudaTensor, HostCopy, KernelError, ToBurn, kernel_tensor};
+use sieve_kernels::{CudaTensor, HostCopy, KernelError, Product, ToBurn, kernel_tensor};
 
 /// One update of one parameter, in the order of PyTorch's AdamW: decay, moments, step.
 ///
@@ -61,21 +60,15 @@ pub fn orthogonalised<B: DeviceBackend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
     let [a, b, c] = QUINTIC;
     for _ in 0..5 {
         // The smaller of x xᵀ and xᵀ x; it is symmetric, so its product with itself is that with its transpose.
-        let gram = match rows <= columns {
-            true => linear(x.clone(), x.clone()),
-            false => tensor(B::linear_weight_gradient(
-                primitive(x.clone()),
-                primitive(x.clone()),
-                None,
-            )),
-        };
-        let gram = gram.cast(dtype);
-        let polynomial = gram.clone() * b + linear(gram.clone(), gram) * c;
-        let product = match rows <= columns {
-            true => tensor(B::linear_input_gradient(primitive(x.clone()), primitive(polynomial))),
-            false => linear(x.clone(), polynomial),
-        };
-        x = x * a + product;
+        let (of_x, is_wide) = (primitive(x), rows <= columns);
+        let kind = if is_wide { Product::Nt } else { Product::Tn };
+        let gram = B::gemm(kind, of_x.clone(), of_x.clone(), None);
+        let polynomial = B::gemm(Product::Nt, gram.clone(), gram.clone(), Some(([c, b], gram)));
+        let sum = Some(([1.0, a], of_x.clone()));
+        x = tensor(match is_wide {
+            true => B::gemm(Product::Nn, polynomial, of_x, sum),
+            false => B::gemm(Product::Nt, of_x, polynomial, sum),
+        });
     }
     x
 }

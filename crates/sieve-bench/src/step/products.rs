@@ -72,14 +72,21 @@ pub(super) fn linear_op<B: Place>(on: &mut On<'_, B>, rows: usize) -> Results {
     let (x, weight) = (on.input([rows, 96]), on.input([40, 96]));
     let (dy, before) = (on.input([rows, 40]), on.wide_input([40, 96]));
     let y = <B as DeviceBackend>::linear(x.clone(), weight.clone());
+    // Muon's factors.
+    let factors = [2.0315, -4.775];
+    let gemm_nt = B::gemm(Product::Nt, x.clone(), weight.clone(), Some((factors, dy.clone())));
+    let gemm_nn = B::gemm(Product::Nn, dy.clone(), weight.clone(), Some((factors, x.clone())));
+    let gemm_tn = B::gemm(Product::Tn, dy.clone(), x.clone(), None);
     let dx = B::linear_input_gradient(weight, dy.clone());
     let dweight = B::linear_weight_gradient(x.clone(), dy.clone(), None);
     let sum = match on.dtype == B::DTYPE {
         true => B::linear_weight_gradient(x, dy, Some(before)),
         false => B::float_add(B::float_cast(dweight.clone(), before.dtype().into()), before),
     };
-    let results = [("y", y), ("dx", dx), ("dweight", dweight), ("dweight added", sum)];
-    results.map(|(name, x)| (name, floats::<B, 2>(x))).into()
+    let gradients = [("dx", dx), ("dweight", dweight), ("dweight added", sum)];
+    let gemms = [("gemm nt", gemm_nt), ("gemm nn", gemm_nn), ("gemm tn", gemm_tn)];
+    let results = std::iter::once(("y", y)).chain(gradients).chain(gemms);
+    results.map(|(name, x)| (name, floats::<B, 2>(x))).collect()
 }
 
 /// Checks them all.

@@ -36,7 +36,8 @@ pub(crate) struct Call {
     pub(super) cuts: &'static [Cut],
     /// x, w, C and D; then, where x and w are fp8, their scales.
     pub(super) bindings: Vec<Binding>,
-    pub(super) beta: f32,
+    /// Of the product and of C.
+    pub(super) factors: [f32; 2],
     pub(super) stream: StreamId,
 }
 
@@ -99,7 +100,7 @@ impl Library {
         let operands = Operands {
             pointers: std::array::from_fn(|i| pointers[i]),
             scales: [4, 5].map(|i| pointers.get(i).copied().unwrap_or(0)),
-            beta: call.beta,
+            factors: call.factors,
             workspace,
             stream,
         };

@@ -35,7 +35,8 @@ pub(super) struct Operands {
     pub(super) pointers: [u64; 4],
     /// Addresses of the scales of x and w; for fp8 alone.
     pub(super) scales: [u64; 2],
-    pub(super) beta: f32,
+    /// Of the product and of C.
+    pub(super) factors: [f32; 2],
     pub(super) workspace: u64,
     pub(super) stream: CUstream,
 }
@@ -67,7 +68,7 @@ impl Plan {
     /// The addresses must hold matrices of the plan's layouts, the workspace [`WORKSPACE_BYTES`], on the current
     /// context.
     pub(super) unsafe fn launch(&self, library: cublasLtHandle_t, operands: &Operands) -> Result<(), Refusal> {
-        let (alpha, beta) = (1.0f32, operands.beta);
+        let [alpha, beta] = operands.factors;
         let [x, w, c, d] = operands.pointers.map(|address| address as *mut c_void);
         let [a_layout, b_layout, c_layout, d_layout] = self.layouts;
         if self.operands != OperandTypes::Bf16 {
