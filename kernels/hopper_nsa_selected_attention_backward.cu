@@ -63,19 +63,7 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
         for (int x = 0; x < 4; ++x)
           scores[4 * n + x] = exp2_fast(scores[4 * n + x] * scale_log2 - (x % 2 ? lse.y : lse.x));
       }
-      if (partial) {
-        const int thread = (int)opaque(threadIdx.x), key = thread % 128 / 32 * 16 + thread % 32 / 4,
-                  num_keys = run.num_keys(), first_key = run.first_key();
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const uint4 two = load_shared_128(places + (8 * n + thread % 4 * 2) * 8);
-#pragma unroll
-          for (int x = 0; x < 4; ++x) {
-            if (key + x / 2 * 8 >= min(num_keys, (int)(x % 2 ? two.z : two.x) + 1 - first_key))
-              scores[4 * n + x] = 0.0f;
-          }
-        }
-      }
+      if (partial) hide_keys(scores, run, places);
       u32 weights[4][4];
       pack_columns(weights, scores);
       wgmma_fence();
@@ -93,30 +81,7 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
                                                      bf16_high(pair) * (dp[4 * n + 2 * r + 1] - dot.y));
         }
       }
-      const u32 ds = shared + DS_AT + warpgroup * DS_BYTES;
-      barrier_sync(DS_FREE + warpgroup, 128);  // the warpgroup's last product with dS^T is done for all its warps
-      store_warp_rows(ds, gradient);
-      wgmma_fence();
-      weigh_rows<ROWS>(dk, gradient, q, true);  // dK += dS^T Q, which needs no other warp and covers the barrier
-      fence_async_proxy();                      // for dS^T
-      barrier_sync(DS_READY + warpgroup, 128);
-      // dQ, 64 columns after 64, for want of registers. Each half leaves through the tile of q.
-      float dq[32];
-      u32 packed[4][4];
-      wgmma_fence();
-      multiply_keys(dq, ds, run.keys());
-      wgmma_wait<0>();  // dV and dK too
-      barrier_sync(ROWS_READ + warpgroup, 128);  // no warp of the warpgroup reads these rows of q any more
-      pack_columns(packed, dq);
-#pragma unroll
-      for (int h = 1; h < HEAD_DIM / 64; ++h) {
-        wgmma_fence();
-        multiply_keys(dq, ds, run.keys() + h * KEYS * 128);
-        store_parts(parts + (h - 1) * 64, q + (h - 1) * ROWS * 128, places, packed);
-        wgmma_wait<0>();
-        pack_columns(packed, dq);
-      }
-      store_parts(parts + HEAD_DIM - 64, q + (HEAD_DIM / 64 - 1) * ROWS * 128, places, packed);
+      query_gradient(dk, gradient, parts, q, places, run, shared, warpgroup);
       release_slot(barrier_at(shared, EMPTY_ROWS + slot));
     }
     const int num_keys = run.num_keys(), key = (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;

@@ -292,6 +292,7 @@ struct RunInWork {
   }
   DEVICE u32 keys() const { return shared + slot * 2 * KEY_TILE_BYTES; }
   DEVICE u32 values() const { return keys() + KEY_TILE_BYTES; }
+  DEVICE u32 dq_keys() const { return INDEXED ? values() : keys(); }  // that gradients of scores weigh
   DEVICE int first_key() const { return load_shared_int(shared + RUNS_AT + slot * 16); }
   DEVICE int num_keys() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4); }
   DEVICE int num_rows() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 8); }  // 0 behind the last run
