@@ -24,6 +24,7 @@
 #include "common/reduce_add.cuh"
 #include "common/split_step.cuh"
 #include "common/tma.cuh"
+#include "common/turns.cuh"
 #include "common/wgmma.cuh"
 
 #ifndef HAS_BIAS
@@ -120,8 +121,8 @@ struct BackwardBlock {
   const TensorMap* do_map;    // of bf16 [batch, seq_len, num_heads * HEAD_DIM_V]
   int batch, head;            // head: the KV head's first query head
 #if ORDERED
-  i32* turns;     // as dq_sum: [heads, padded_len / BLOCK_Q, consumer warps], the tile of keys that adds next
-  int own_turn;   // number of the block's tile of keys
+  i32* turns;     // as dq_sum: [heads, dq_len / BLOCK_Q, consumer warps], the tile of keys that adds next
+  int own_turn;   // number of the block's tile of keys in the order of sums
   int other_end;  // query tiles before this one are seen by a key of the tile before it, too
 #endif
 };
@@ -419,20 +420,16 @@ struct DqTurns {
   int own, num_tiles;  // num_tiles: of a head
 
   DEVICE DqTurns(const BackwardBlock& block, int first_query, int warp)
-      : at(block.turns + first_query / BLOCK_Q * CONSUMER_WARPS + warp), sent(nullptr), own(block.own_turn),
-        num_tiles(block.padded_len / BLOCK_Q) {}
+      : at(block.turns + (first_query - block.dq_first) / BLOCK_Q * CONSUMER_WARPS + warp), sent(nullptr),
+        own(block.own_turn), num_tiles(block.dq_len / BLOCK_Q) {}
 
   // Asked for a while before it is needed.
-  DEVICE int read() const {
-    int value;
-    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    return value;
-  }
+  DEVICE int read() const { return read_turn(at); }
   // Tells the next tile of keys that what was sent last is there.
   DEVICE void pass_on() const {
     if (threadIdx.x % 32 != 0 || !sent) return;
     bulk_wait();
-    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(sent), "r"(own + 1) : "memory");
+    write_turn(sent, own + 1);
   }
   // Waits for the tile of keys before this one; `seen`: what was read last.
   DEVICE void take(int seen, bool is_first) {

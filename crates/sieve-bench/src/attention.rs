@@ -193,6 +193,8 @@ fn check_repeats(report: &mut Report, device: &dyn Device, extent: &Extent) -> R
         (3000, [4, 1], 64, Keys::Dense),
         (3000, [2, 2], 128, Keys::Window(700)),
         (2000, [4, 2], 64, Keys::Biased),
+        (3000, [4, 2], 128, Keys::chosen(700)),
+        (5000, [6, 1], 64, Keys::local(400, 300)),
     ] {
         let shape = AttentionShape::new(1, seq_len, heads, [width; 2]);
         let case = Case::draw(shape, keys, Cuts::Count(2), &Scores::Independent, extent.seed)?;
@@ -201,20 +203,27 @@ fn check_repeats(report: &mut Report, device: &dyn Device, extent: &Extent) -> R
         let outcome = || -> Outcome {
             let lists = call.lists(KeyLists::TILE_QUERIES)?;
             let result = call.forward(lists.as_ref())?;
-            let gradients = || call.gradients(lists.as_ref(), &result, SumOrder::Fixed);
-            let first = gradients()?;
-            for at in 1..REPEATS {
-                if gradients()? != first {
-                    return wrong(format!("the gradients of pass {at} differ from the first one's"));
-                }
-            }
-            Ok(0.0)
+            repeat(|| call.gradients(lists.as_ref(), &result, SumOrder::Fixed))
         };
         let label = format!("{seq_len} tokens, heads {heads:?}, width {width}, {keys}");
         let path = on_device::family(&case, device);
         report.add_wrapper("attention, fixed order, repeated", path, &label, outcome());
     }
     Ok(())
+}
+
+/// Whether all of [`REPEATS`] passes give the same bits.
+pub(crate) fn repeat<T: PartialEq, E>(gradients: impl Fn() -> Result<T, E>) -> Outcome
+where
+    Wrong: From<E>,
+{
+    let first = gradients()?;
+    for at in 1..REPEATS {
+        if gradients()? != first {
+            return wrong(format!("the gradients of pass {at} differ from the first one's"));
+        }
+    }
+    Ok(0.0)
 }
 
 /// The key that has a NaN, of so many.
