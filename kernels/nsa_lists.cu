@@ -4,8 +4,9 @@
 //            cell's list
 // Layout     block_indices, doc_start, counts as nsa_list_counts; entries int2 {query, its choice's number: (query -
 //            first_query) * num_selected + place} [batch, num_kv_heads, num_queries * num_selected], cell after cell;
-//            items int4 {first entry, entries, cell, 0} [batch, num_kv_heads, max_items] in the order of cells, of at
-//            most item_queries entries each; num_items i32 [batch * num_kv_heads + 1], the last 0: items that somebody
+//            items int4 {first entry, entries, cell, number in its cell} [batch, num_kv_heads, max_items] in the order
+//            of cells, of at most item_queries entries each; num_items i32 [batch * num_kv_heads + 1], the last 0: items
+//            that somebody
 //            took
 // Buffers    block_indices, doc_start, counts, entries, items, num_items
 // Defines    none
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3)
       bits[cell] = 0;
       if (blockIdx.x == 0) {
         for (u32 piece = 0; piece < pieces; ++piece)
-          items[item + piece] = {(int)(entry + piece * most), (int)min(all - piece * most, most), cell, 0};
+          items[item + piece] = {(int)(entry + piece * most), (int)min(all - piece * most, most), cell, (int)piece};
       }
     }
     first_entry += total_entries;

@@ -49,7 +49,7 @@ impl Qkv {
     ) -> Result<Option<CudaTensor>, KernelError> {
         let work = Work::new(self, documents, call.block_indices, blocks, softmax_scale)?;
         let shape = work.shape;
-        if !hopper::is_hopper_backward(&shape, self.q.tensor()) {
+        if !hopper::has_index_gradient(&shape, self.q.tensor()) {
             return Ok(None);
         }
         let AttentionShape {

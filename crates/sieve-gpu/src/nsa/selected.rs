@@ -238,7 +238,7 @@ impl Qkv {
 impl AttentionGradients<'_> {
     /// Gradients of [`nsa_selected_attention_forward`](crate::Qkv::nsa_selected_attention_forward): every element of
     /// `self.grads`; keys and values that nobody chose get 0. `lists` are the forward pass's; without them, and in a
-    /// fixed order, lists are made here.
+    /// fixed order of the portable kernel, lists are made here.
     ///
     /// # Errors
     /// As the forward pass.
@@ -259,21 +259,28 @@ impl AttentionGradients<'_> {
         let [dk_sum, dv_sum] = [0, batch].map(|first| sums.row_range(NAME, "sums", first, batch));
         let (dk_sum, dv_sum) = (dk_sum?, dv_sum?);
         let [dq, dk, dv] = self.grads.head_words(NAME)?;
-        let is_hopper = hopper::is_hopper_backward(shape, self.qkv.q.tensor());
+        let policy = self.qkv.policy();
+        let is_hopper = hopper::is_hopper(shape, self.qkv.q.tensor());
         let kernel = match is_hopper {
-            true => arriving(hopper::selected_backward_kernel(shape.head_dim), self.qkv.policy()),
+            true => arriving(hopper::selected_backward_kernel(shape.head_dim, policy.sums), policy),
             false => nsa_selected_attention_backward_kernel(shape.head_dim),
         };
         for (index, range) in work.ranges().enumerate() {
-            let lists = match (self.qkv.policy().sums, lists.get(index)) {
-                (SumOrder::Any, Some(lists)) => lists.clone(),
-                (SumOrder::Any, None) => work.lists(range, work.item_queries())?,
+            let lists = match (policy.sums, is_hopper, lists.get(index)) {
                 // One piece a list, so that within a launch nobody else adds to its keys.
-                (SumOrder::Fixed, _) => work.lists(range, range.1)?,
+                (SumOrder::Fixed, false, _) => work.lists(range, range.1)?,
+                (_, _, Some(lists)) => lists.clone(),
+                (_, _, None) => work.lists(range, work.item_queries())?,
+            };
+            // Which piece adds next, of each key and a quarter of its columns.
+            let turns = match (policy.sums, is_hopper) {
+                (SumOrder::Fixed, true) => Some(empty_zero(&d_o, &[batch, heads, seq_len, 4])?),
+                _ => None,
             };
             let parts = work.parts(&lists, shape.head_dim, DType::BF16);
             let [q, k, v] = [&work.qkv.q, &work.qkv.k, &work.qkv.v].map(Heads::tensor);
-            let (operands, results) = ([q, k, v, &d_o, &stats], [&parts, &dk_sum, &dv_sum]);
+            let (operands, mut results) = ([q, k, v, &d_o, &stats], vec![&parts, &dk_sum, &dv_sum]);
+            results.extend(&turns);
             let params = params!(NsaSelectedAttentionBackwardParams {
                 base: work.params(&lists)?,
                 padded_len: padded_len(seq_len),
