@@ -250,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int lists = done.super_block - own[r].x / SUPER_BLOCK;
-      while (own[r].y > 0 && read_turn(turns + own[r].x) != 4 * (lists * head_shares + done.head % head_shares)) {}
+      while (own[r].y > 0 && read_turn(turns + own[r].x) < 4 * (lists * head_shares + done.head % head_shares)) {}
     }
 #endif
     add_rows(dk_sum + done_row * seq_len * HEAD_DIM, sums.dk, own);

@@ -1,7 +1,7 @@
 //! Native sparse attention's ops against their definition in f64, beside a plain computation in bf16.
 mod expected;
 
-use crate::attention::repeat;
+use crate::attention::{ORDERS, repeat};
 use crate::bar::Results;
 use crate::case::{Case, Cuts, Keys, magnify};
 use crate::device::{self, Device};
@@ -639,12 +639,13 @@ fn repeated(inputs: &Inputs, device: &dyn Device) -> Outcome {
     let bounds = [doc_start, doc_end].map(|x| device.int(x, &[batch, seq_len]));
     let (documents, softmax_scale) = ([&bounds[0], &bounds[1]], 1.0 / (d as f32).sqrt());
     let tensor = bf16(&inputs.qkv, &packed_of(*shape));
-    let qkv = Qkv::packed(&tensor, num_heads, shape.num_kv_heads).in_order(SumOrder::Fixed);
+    let qkv = Qkv::packed(&tensor, num_heads, shape.num_kv_heads);
     let d_o = bf16(d_o, &shape.output());
     let compressed = bf16(&inputs.compressed, &[2, inputs.rows(), d]);
     let (coarse, chosen) = qkv.nsa_compressed_attention_forward(documents, &compressed, blocks, softmax_scale)?;
     let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, blocks, softmax_scale)?;
-    repeat(|| {
+    let gradients = |order| {
+        let qkv = qkv.in_order(order);
         let [of_coarse, of_compressed] =
             qkv.nsa_compressed_attention_backward(documents, &compressed, blocks, softmax_scale, &coarse, &d_o)?;
         let of_selected = tensor.empty_contiguous(tensor.shape(), sieve_kernels::DType::BF16);
@@ -658,7 +659,11 @@ fn repeated(inputs: &Inputs, device: &dyn Device) -> Outcome {
         call.nsa_selected_attention_backward(documents, &chosen, blocks, &lists)?;
         let floats = [of_coarse, of_compressed, of_selected].map(|x| device.floats(&x));
         floats.into_iter().collect::<Result<Vec<_>, KernelError>>()
-    })
+    };
+    repeat(|| gradients(SumOrder::Fixed))?;
+    let pairs = gradients(SumOrder::Any)?.into_iter().zip(gradients(SumOrder::Fixed)?);
+    let errors = pairs.map(|(any, fixed)| ORDERS.judge("a gradient in any order", &any, &fixed, &fixed));
+    errors.reduce(|a, b| Ok(a?.max(b?))).unwrap_or(Ok(0.0))
 }
 
 /// The ops of `B`.
