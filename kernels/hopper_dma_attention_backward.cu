@@ -1,7 +1,7 @@
 // hopper_dma_attention_backward: dma_attention_backward for sm_90a; the same mathematics, layout, buffers, params words
 // and results to rounding.
 // attention_backward_prepare and hopper_dma_attention_row_sums run before it (or hopper_attention_backward_prepare
-// alone), attention_backward_convert (dq) and dma_attention_backward_convert (dk, dv) after it, in either order of sums.
+// alone), attention_backward_convert (dq) and dma_attention_backward_convert (dk, dv) after it.
 // Math       as hopper_attention_backward over the pairs j <= i < expire_j: dq_sum_i += sum_j dS_ij k_j (without
 //            softmax_scale), dk_sum_j += sum_i dS_ij q_i (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j
 //            += sum_i dS_ij, i over the queries of the launch's super-blocks

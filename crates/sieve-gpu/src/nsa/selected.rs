@@ -123,9 +123,9 @@ impl Work {
         }))
     }
 
-    /// A pass over the lists of a range: `operands` are the tensors before the documents' bounds, `results` those behind
-    /// the lists. The portable kernels have a block of threads for each item that there may be, the Hopper family one
-    /// for each multiprocessor.
+    /// A pass over the lists of a range: `operands` are the tensors before the documents' bounds, `results` the tensors
+    /// behind the lists. The portable kernels have a block of threads for each item that there may be, the Hopper
+    /// family one for each multiprocessor.
     ///
     /// # Safety
     /// As [`SourceKernel::launch`]; each choice has its part, and the sums were cleared.
