@@ -27,6 +27,7 @@
 // Edges      rows of different length in one batch; length 0 (only the new token); an empty row with APPEND=0 gives o =
 //            0;
 //            length = capacity with APPEND=1 attends but does not store: the wrapper refuses it
+#include "common/attention_params.cuh"
 #include "common/programmatic_launch.cuh"
 #include "common/split_decode.cuh"
 
@@ -38,9 +39,8 @@
 #endif
 static_assert(!(CHOSEN && APPEND), "the token of a choice is in the cache");
 
-struct AttentionDecodeParams {
-  u64 num_heads, num_kv_heads, capacity, window_size, num_splits, softmax_scale;
-  u64 q_offset, q_batch_stride, k_offset, k_batch_stride, v_offset, v_batch_stride;
+struct AttentionDecodeParams : TokenParams {
+  u64 capacity, window_size, num_splits;
   u64 cache_heads, num_chosen, select_size, num_dropped;
 };
 

@@ -27,6 +27,7 @@
 //            and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order
 // Edges      rows of different length in one batch; length 0; w not a multiple of a tile; w = 1. The slot that is
 //            overwritten is loaded and masked: its v must be finite (it was attended before)
+#include "common/attention_params.cuh"
 #include "common/order_key.cuh"
 #include "common/programmatic_launch.cuh"
 #include "common/split_decode.cuh"
@@ -43,10 +44,8 @@ constexpr int EARLY = NUM_WARPS > 4 ? 2 : 4;  // vectors of scores a thread asks
 constexpr int K_CHUNKS = HEAD_DIM / 8, V_CHUNKS = HEAD_DIM_V / 8;
 static_assert(K_CHUNKS + V_CHUNKS <= NUM_THREADS, "a thread keeps one chunk of the new key or value");
 
-struct DmaDecodeParams {
-  u64 num_heads, num_kv_heads, keep_window_size, num_splits, softmax_scale;
-  u64 q_offset, q_batch_stride, k_offset, k_batch_stride, v_offset, v_batch_stride;
-  u64 local_window_size;
+struct DmaDecodeParams : TokenParams {
+  u64 keep_window_size, num_splits, local_window_size;
 };
 
 DEVICE float bias_of_score(float z) { return NO_BIAS ? 0.f : BIAS_LINEAR ? z : expf(fminf(z, MAX_EXPONENT)); }

@@ -100,9 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #if HAS_BIAS
     const float* delta, const float* base,
 #endif
-#if COMPUTE_DQ
     float* dq_sum,
-#endif
 #if ORDERED
     i32* dq_turns,
 #endif
@@ -150,9 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #if HAS_BIAS
   block.base = base + ((u64)batch * num_kv_heads + kv_head) * params.padded_len;
 #endif
-#if COMPUTE_DQ
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.padded_len * HEAD_DIM;
-#endif
 #if ORDERED
   block.turns = dq_turns + ((u64)batch * num_heads + head) * (params.padded_len / BLOCK_Q) * CONSUMER_WARPS;
   block.own_turn = place.tile;

@@ -7,15 +7,17 @@
 //            += sum_i dS_ij, i over the queries of the launch's super-blocks
 // Layout     as dma_attention_backward
 // Buffers    q_map, do_map by value, q, k, v, do, row_stats, (HAS_BIAS: delta, base,)
-//            list, list_len, (COMPUTE_DQ: dq_sum,) dk_sum, dv_sum, (HAS_BIAS: ddelta)
+//            list, list_len, dq_sum, (ORDERED: dq_turns, key_turns,) dk_sum, dv_sum, (HAS_BIAS: ddelta).
+//            dq_turns i32 [batch, num_heads, dq_len / 64, 8], zero before each launch; key_turns i32
+//            [batch, num_kv_heads, seq_len], zero before the first
 // Defines    as hopper_attention_backward, HAS_BIAS (1); SHARES (0; 1: head_shares blocks share a chunk of a list);
-//            SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ and SHARES must be
-//            0 and a launch covers one super-block (launches in ascending order fix the order of every sum; dq comes
-//            from dma_attention_backward_query)
+//            SUPER_BLOCK (1024); ORDERED 0|1: a fixed order of all sums; launches are in ascending order
 // Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads * head_shares, batch),
 //            super_blocks = those of this launch; blocks past a list's end leave at once; threads and dynamic shared
 //            bytes as hopper_attention_backward, and 1 KiB of static shared memory
-// Numerics   as dma_attention_backward; never-active keys are not touched
+// Numerics   as dma_attention_backward; never-active keys are not touched. ORDERED: to a tile of dq a list's chunks add
+//            one after the other, the last first, and to a key's rows its lists in ascending order, in each of them the
+//            shares. A block waits for blocks with smaller numbers alone, which have started before it
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
 #ifndef HAS_BIAS
 #define HAS_BIAS 1
@@ -28,27 +30,36 @@
 #ifndef SUPER_BLOCK
 #define SUPER_BLOCK 1024
 #endif
-#ifndef DETERMINISTIC
-#define DETERMINISTIC 0
-#endif
-static_assert(!DETERMINISTIC || !COMPUTE_DQ, "dq over keys in many blocks has no fixed order");
-static_assert(!DETERMINISTIC || !SHARES, "blocks that share keys add to the same rows");
 static_assert(SUPER_BLOCK % BLOCK_Q == 0, "a step stays inside one super-block");
-
-// Lists at a launch's end whose chunks are dealt out longest first. More would not stay in the L2 cache together.
-constexpr u32 LAST_LISTS = 8;
 
 // Up to 128 entries of a list, in shared memory; {0, 0} past their end.
 struct ListKeys {
   const int2* entries;
   int first_query, end_query;  // of the super-block
+#if ORDERED
+  const int* later_expires;  // of each warp, the last expire of the entries behind these that it has seen
+  const int2* list;          // the entries before these end here
+  int num_before;
+#endif
 
   DEVICE int2 entry(int at) const { return entries[at]; }
   DEVICE int row(int at) const { return entries[entries[at].y > 0 ? at : 0].x; }
   DEVICE void find_tiles(BackwardBlock& block) const {
     const KeyRange range = key_range(*this, 0, BLOCK_KV);
-    block.first_tile = max(first_query, range.lowest) / BLOCK_Q;
-    block.num_tiles = max(ceil_div(min(end_query, range.last_expire), BLOCK_Q) - block.first_tile, 0);
+    int lowest = range.lowest, last_expire = range.last_expire;
+#if ORDERED
+    // Chunks add from the list's end on: old keys, those that leave first, then entering ones, the earliest first. With
+    // a last tile not before any earlier chunk's, the chunks that see a tile are successive, and each of them knows
+    // where it is the first. A chunk of empty places begins with the next one.
+    for (int at = num_before - 1; lowest == 0x7fffffff && at >= 0; --at)
+      if (list[at].y > 0) lowest = list[at].x;
+    int later_expire = 0;
+    for (int warp = 0; warp < THREADS / 32; ++warp) later_expire = max(later_expire, later_expires[warp]);
+    last_expire = max(last_expire, later_expire);
+    block.other_end = ceil_div(min(end_query, later_expire), BLOCK_Q);
+#endif
+    block.first_tile = max(first_query, lowest) / BLOCK_Q;
+    block.num_tiles = max(ceil_div(min(end_query, last_expire), BLOCK_Q) - block.first_tile, 0);
   }
 };
 
@@ -56,6 +67,29 @@ struct ListKeys {
 struct ListPlace {
   int super_block, chunk, head, batch;
 };
+
+#if ORDERED
+// Lists whose chunks start alternately, so that a list's chunk starts about when the one before it is done with the
+// first tiles; more would not stay in the L2 cache together. Super-blocks one after the other: a key's rows wait for
+// the list before.
+constexpr u32 LISTS_TOGETHER = 8;
+
+DEVICE ListPlace list_place(const DmaAttentionBackwardParams& params, u32 block) {
+  const u32 num_chunks = (u32)ceil_div((int)params.list_capacity, BLOCK_KV), lists = gridDim.y * gridDim.z;
+  const u32 linear = block + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z),
+            in_super_block = linear % (lists * num_chunks), first = in_super_block / (LISTS_TOGETHER * num_chunks);
+  const u32 together = min(lists - first * LISTS_TOGETHER, LISTS_TOGETHER),
+            at = in_super_block % (LISTS_TOGETHER * num_chunks), list = first * LISTS_TOGETHER + at % together;
+  ListPlace place;
+  place.super_block = (int)(params.first_super_block + linear / (lists * num_chunks));
+  place.chunk = (int)(num_chunks - 1 - at / together);
+  place.head = (int)(list % gridDim.y);
+  place.batch = (int)(list / gridDim.y);
+  return place;
+}
+#else
+// Lists at a launch's end whose chunks are dealt out longest first. More would not stay in the L2 cache together.
+constexpr u32 LAST_LISTS = 8;
 
 // Blocks start in the order of their linear number, list after list. In the launch's last LAST_LISTS lists all first
 // chunks precede all second ones, longest first: the middle of a list is seen by most queries, where keys enter and
@@ -79,20 +113,11 @@ DEVICE ListPlace list_place(const DmaAttentionBackwardParams& params, u32 block)
   return place;
 }
 
+#endif
+
 // The first of a consumer thread's two entries, the other is 8 further.
 DEVICE int row_of_thread(u32 thread, int warpgroup) {
   return warpgroup * 64 + (int)thread % 128 / 32 * 16 + (int)thread % 32 / 4;
-}
-
-// Adds four f32 at a 16-byte aligned address.
-DEVICE void add_f32x4(float* to, float a, float b, float c, float d) {
-#if DETERMINISTIC
-  // A key stands in a super-block's list once, so within a launch nobody else touches its row.
-  const float4 old = *(const float4*)to;
-  *(float4*)to = make_float4(old.x + a, old.y + b, old.z + c, old.w + d);
-#else
-  reduce_add_f32x4(to, a, b, c, d);
-#endif
 }
 
 // Adds the thread's two rows; a quad writes 64 contiguous bytes: columns 2t, 2t + 1, 2t + 8, 2t + 9 of 16 side by side.
@@ -103,8 +128,8 @@ DEVICE void add_rows(float* to, const float (&sums)[SUM_REGISTERS], const int2 (
     float* row = to + (u64)(u32)entries[r].x * HEAD_DIM + threadIdx.x % 4 * 4;
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 16; ++n)
-      add_f32x4(row + n * 16, sums[8 * n + 2 * r], sums[8 * n + 2 * r + 1], sums[8 * n + 4 + 2 * r],
-                sums[8 * n + 5 + 2 * r]);
+      reduce_add_f32x4(row + n * 16, sums[8 * n + 2 * r], sums[8 * n + 2 * r + 1], sums[8 * n + 4 + 2 * r],
+                       sums[8 * n + 5 + 2 * r]);
   }
 }
 
@@ -115,8 +140,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     const float* delta, const float* base,
 #endif
     const int2* list, const i32* list_len,
-#if COMPUTE_DQ
     float* dq_sum,
+#if ORDERED
+    i32* dq_turns, i32* key_turns,
 #endif
     float* dk_sum, float* dv_sum,
 #if HAS_BIAS
@@ -143,6 +169,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   int2 entry = make_int2(0, 0);
   if (threadIdx.x < BLOCK_KV && at < (int)params.list_capacity) entry = list[list_index * params.list_capacity + at];
   const int length = list_len[list_index];
+#if ORDERED
+  // The last expire behind the chunk. Old keys stand in its order, so behind the entering ones the first is enough.
+  __shared__ int later_expires[THREADS / 32];
+  int later_expire = 0;
+  const int behind = first_entry + BLOCK_KV,
+            end_behind = min(max(behind + 1, SUPER_BLOCK + BLOCK_KV), (int)params.list_capacity);
+  for (int i = behind + (int)threadIdx.x; i < end_behind; i += THREADS) {
+    const int expire = list[list_index * params.list_capacity + i].y;
+    if (i < length) later_expire = max(later_expire, expire);
+  }
+  later_expire = __reduce_max_sync(~0u, later_expire);
+  if (threadIdx.x % 32 == 0) later_expires[threadIdx.x / 32] = later_expire;
+#endif
   const u32 shared = start_block(shared_memory);
   if (length <= first_entry) return;
   if (at >= length) entry = make_int2(0, 0);
@@ -153,6 +192,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   keys.entries = entries;
   keys.first_query = place.super_block * SUPER_BLOCK;
   keys.end_query = min(keys.first_query + SUPER_BLOCK, seq_len);
+#if ORDERED
+  keys.later_expires = later_expires;
+  keys.list = list + list_index * params.list_capacity;
+  keys.num_before = first_entry;
+#endif
 
   BackwardBlock block;
   block.q_map = &q_map;
@@ -167,8 +211,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
 #if HAS_BIAS
   block.base = base + list_row * params.padded_len;
 #endif
-#if COMPUTE_DQ
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.dq_len * HEAD_DIM;
+#if ORDERED
+  block.turns = dq_turns + ((u64)batch * num_heads + head) * (params.dq_len / BLOCK_Q) * CONSUMER_WARPS;
+  block.own_turn = ceil_div((int)params.list_capacity, BLOCK_KV) - 1 - place.chunk;
 #endif
   block.group_size = share.num_heads;
   block.padded_len = (int)params.padded_len;
@@ -197,6 +243,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     int2 own[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) own[r] = entries[first_row + 8 * r];
+#if ORDERED
+    // A key stands in all lists from its own super-block on until it leaves. The lanes of a quad, which share its row,
+    // count by themselves: with a __syncwarp here the compiler spills in the loop.
+    i32* turns = key_turns + done_row * seq_len;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int lists = done.super_block - own[r].x / SUPER_BLOCK;
+      while (own[r].y > 0 && read_turn(turns + own[r].x) < 4 * (lists * head_shares + done.head % head_shares)) {}
+    }
+#endif
     add_rows(dk_sum + done_row * seq_len * HEAD_DIM, sums.dk, own);
     add_rows(dv_sum + done_row * seq_len * HEAD_DIM, sums.dv, own);
 #if HAS_BIAS
@@ -204,12 +260,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     for (int r = 0; r < 2; ++r) {
       if (threadIdx.x % 4 != 0 || own[r].y <= 0) continue;
       float* to = ddelta + done_row * seq_len + own[r].x;
-#if DETERMINISTIC
-      *to += sums.ddelta[r];
-#else
       atomicAdd(to, sums.ddelta[r]);
-#endif
     }
+#endif
+#if ORDERED
+    fence_sums();  // the next one adds to what these adds left
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (own[r].y > 0) atomicAdd(turns + own[r].x, 1);
 #endif
   }
 }

@@ -73,44 +73,11 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
       if (first >= num_rows) continue;
       const u32 slot = (tiles - 1) % ROW_STAGES, q = stage_at(shared, slot) + half * 64 * 128,
                 places = places_at(shared, slot) + half * 64 * 8;
-      if (load_shared_int(places) < whole_from) {  // tokens ascend
-        const int thread = (int)opaque(threadIdx.x), key = thread % 128 / 32 * 16 + thread % 32 / 4,
-                  num_keys = run.num_keys(), first_key = run.first_key();
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const uint4 two = load_shared_128(places + (8 * n + thread % 4 * 2) * 8);
-#pragma unroll
-          for (int x = 0; x < 4; ++x) {
-            if (key + x / 2 * 8 >= min(num_keys, (int)(x % 2 ? two.z : two.x) + 1 - first_key)) ds[4 * n + x] = 0.0f;
-          }
-        }
-      }
+      if (load_shared_int(places) < whole_from) hide_keys(ds, run, places);  // tokens ascend
       // Accumulate: dK += dS^T Q, dQ = dS K.
       u32 gradient[4][4];
       pack_columns(gradient, ds);
-      const u32 ds_shared = shared + DS_AT + warpgroup * DS_BYTES;
-      barrier_sync(DS_FREE + warpgroup, 128);  // the warpgroup's last product with dS^T is done for all its warps
-      store_warp_rows(ds_shared, gradient);
-      wgmma_fence();
-      weigh_rows<ROWS>(dk, gradient, q, true);  // needs no other warp and covers the barrier
-      fence_async_proxy();                      // for dS^T
-      barrier_sync(DS_READY + warpgroup, 128);
-      float dq[32];
-      u32 packed[4][4];
-      wgmma_fence();
-      multiply_keys(dq, ds_shared, run.values());
-      wgmma_wait<0>();  // dK too
-      barrier_sync(ROWS_READ + warpgroup, 128);  // no warp of the warpgroup reads these rows of q any more
-      pack_columns(packed, dq);
-#pragma unroll
-      for (int h = 1; h < HEAD_DIM / 64; ++h) {
-        wgmma_fence();
-        multiply_keys(dq, ds_shared, run.values() + h * KEYS * 128);
-        store_parts(parts + (h - 1) * 64, q + (h - 1) * ROWS * 128, places, packed);
-        wgmma_wait<0>();
-        pack_columns(packed, dq);
-      }
-      store_parts(parts + HEAD_DIM - 64, q + (HEAD_DIM / 64 - 1) * ROWS * 128, places, packed);
+      query_gradient(dk, gradient, parts, q, places, run, shared, warpgroup);
       release_slot(barrier_at(shared, EMPTY_ROWS + slot));
     }
     const int num_keys = run.num_keys(), key = (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;

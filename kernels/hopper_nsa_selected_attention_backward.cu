@@ -1,18 +1,20 @@
 // hopper_nsa_selected_attention_backward: nsa_selected_attention_backward for sm_90a; the same mathematics, layout,
-// buffers and results to rounding, in any order.
+// buffers and results to rounding, in either order.
 // attention_backward_prepare runs before it, nsa_selected_combine (dq) and dma_attention_backward_convert (dk, dv)
 // after it.
 // Math       as attention_backward over the pairs of a choice and the block's keys j <= i: each choice's part of dq =
 //            sum_j dS_ij k_j (without softmax_scale), dk_sum_j += sum_i dS_ij q_i (without softmax_scale), dv_sum_j +=
 //            sum_i P_ij do_i
 // Layout     as nsa_selected_attention_backward; a seq_len of q takes less than 32 GiB
-// Buffers    q, k, v, do, row_stats, doc_start, doc_end, entries, items, num_items, dq_parts, dk_sum, dv_sum; the
-//            number behind num_items' last counts items taken
-// Defines    HEAD_DIM 64|128; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
+// Buffers    q, k, v, do, row_stats, doc_start, doc_end, entries, items, num_items, dq_parts, dk_sum, dv_sum,
+//            (ORDERED: key_turns i32 [batch, num_kv_heads, seq_len, 4], zero before each launch); the number behind
+//            num_items' last counts items taken
+// Defines    HEAD_DIM 64|128; ORDERED 0|1: a fixed order of dk and dv; ROW_STAGES, CONSUMER_REGISTERS,
+//            PRODUCER_REGISTERS
 // Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 +
 //            ROW_STAGES * 256) * HEAD_DIM * 2 + 16384 + ROW_STAGES * 2064 + 80 + 1024
-// Numerics   P and dS rounded to bf16, f32 sums; dk_sum, dv_sum: two f32 adds per key and item, in any order; parts
-//            rounded to bf16
+// Numerics   P and dS rounded to bf16, f32 sums; dk_sum, dv_sum: two f32 adds per key and item, in any order, or
+//            ORDERED piece after piece of a list, each piece's first half of rows first; parts rounded to bf16
 // Edges      select_size <= 64; any group; keys of a block that nobody chose are neither read nor written
 // Scores are kept transposed, S^T = K Q^T, as in hopper_backward.cuh; dQ = dS K reads dS^T from shared memory. A step's
 // products:
@@ -24,7 +26,7 @@
 // The consumer warpgroup's part. What a thread's number decides is worked out anew where it is used: kept, it would not
 // fit into registers.
 DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* parts, float* dk_sum, float* dv_sum,
-                    u32 shared, int warpgroup) {
+                    [[maybe_unused]] i32* key_turns, u32 shared, int warpgroup) {
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
   u32 tiles = 0;  // so far, over all runs
   for (u32 runs = 0;; ++runs) {
@@ -63,19 +65,7 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
         for (int x = 0; x < 4; ++x)
           scores[4 * n + x] = exp2_fast(scores[4 * n + x] * scale_log2 - (x % 2 ? lse.y : lse.x));
       }
-      if (partial) {
-        const int thread = (int)opaque(threadIdx.x), key = thread % 128 / 32 * 16 + thread % 32 / 4,
-                  num_keys = run.num_keys(), first_key = run.first_key();
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const uint4 two = load_shared_128(places + (8 * n + thread % 4 * 2) * 8);
-#pragma unroll
-          for (int x = 0; x < 4; ++x) {
-            if (key + x / 2 * 8 >= min(num_keys, (int)(x % 2 ? two.z : two.x) + 1 - first_key))
-              scores[4 * n + x] = 0.0f;
-          }
-        }
-      }
+      if (partial) hide_keys(scores, run, places);
       u32 weights[4][4];
       pack_columns(weights, scores);
       wgmma_fence();
@@ -93,38 +83,28 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
                                                      bf16_high(pair) * (dp[4 * n + 2 * r + 1] - dot.y));
         }
       }
-      const u32 ds = shared + DS_AT + warpgroup * DS_BYTES;
-      barrier_sync(DS_FREE + warpgroup, 128);  // the warpgroup's last product with dS^T is done for all its warps
-      store_warp_rows(ds, gradient);
-      wgmma_fence();
-      weigh_rows<ROWS>(dk, gradient, q, true);  // dK += dS^T Q, which needs no other warp and covers the barrier
-      fence_async_proxy();                      // for dS^T
-      barrier_sync(DS_READY + warpgroup, 128);
-      // dQ, 64 columns after 64, for want of registers. Each half leaves through the tile of q.
-      float dq[32];
-      u32 packed[4][4];
-      wgmma_fence();
-      multiply_keys(dq, ds, run.keys());
-      wgmma_wait<0>();  // dV and dK too
-      barrier_sync(ROWS_READ + warpgroup, 128);  // no warp of the warpgroup reads these rows of q any more
-      pack_columns(packed, dq);
-#pragma unroll
-      for (int h = 1; h < HEAD_DIM / 64; ++h) {
-        wgmma_fence();
-        multiply_keys(dq, ds, run.keys() + h * KEYS * 128);
-        store_parts(parts + (h - 1) * 64, q + (h - 1) * ROWS * 128, places, packed);
-        wgmma_wait<0>();
-        pack_columns(packed, dq);
-      }
-      store_parts(parts + HEAD_DIM - 64, q + (HEAD_DIM / 64 - 1) * ROWS * 128, places, packed);
+      query_gradient(dk, gradient, parts, q, places, run, shared, warpgroup);
       release_slot(barrier_at(shared, EMPTY_ROWS + slot));
     }
     const int num_keys = run.num_keys(), key = (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
     const u64 first_row = (u64)run.list() * params.seq_len + run.first_key();
+#if ORDERED
+    // Of the thread's two keys and its columns, so that it waits for no other thread's adds.
+    i32* turn = key_turns + (first_row + key) * 4 + threadIdx.x % 4;
+    const int own_turn = 2 * run.piece() + half;
+    const bool waits = half * 64 < num_rows && key < num_keys && (half == 1 || !run.is_first());
+#endif
     release_slot(run.done());
+#if ORDERED
+    while (waits && read_turn(turn) != own_turn) {}
+#endif
     if (half * 64 < num_rows) {
       add_rows(dk_sum, first_row, key, num_keys, dk);
       add_rows(dv_sum, first_row, key, num_keys, dv);
+#if ORDERED
+      fence_sums();  // the next one adds to what these adds left
+      if (key < num_keys) write_turn(turn, num_rows > 64 ? own_turn + 1 : own_turn + 2);
+#endif
     }
   }
 }
@@ -134,6 +114,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                            const float2* row_stats, const i32* doc_start, const i32* doc_end,
                                            const int2* entries, const int4* items, i32* num_items, bf16* dq_parts,
                                            float* dk_sum, float* dv_sum,
+#if ORDERED
+                                           i32* key_turns,
+#endif
                                            const __grid_constant__ NsaSelectedAttentionBackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
@@ -148,6 +131,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     produce(inputs, shared);
   } else {
     registers_grow<CONSUMER_REGISTERS>();
-    consume(params, dq_parts, dk_sum, dv_sum, shared, warpgroup - 1);
+#if !ORDERED
+    i32* key_turns = nullptr;
+#endif
+    consume(params, dq_parts, dk_sum, dv_sum, key_turns, shared, warpgroup - 1);
   }
 }

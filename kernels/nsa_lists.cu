@@ -4,9 +4,10 @@
 //            cell's list
 // Layout     block_indices, doc_start, counts as nsa_list_counts; entries int2 {query, its choice's number: (query -
 //            first_query) * num_selected + place} [batch, num_kv_heads, num_queries * num_selected], cell after cell;
-//            items int4 {first entry, entries, cell, 0} [batch, num_kv_heads, max_items] in the order of cells, of at
-//            most item_queries entries each; num_items i32 [batch * num_kv_heads + 1], the last 0: items that somebody
-//            took
+//            items int4 {first entry, entries, cell, number in its cell} [batch, num_kv_heads, max_items], of at most
+//            item_queries entries each: of 16 cells together, all first items, then all second ones, so that items of
+//            one cell, which add to the same keys, start apart; num_items i32 [batch * num_kv_heads + 1], the last 0:
+//            items that somebody took
 // Buffers    block_indices, doc_start, counts, entries, items, num_items
 // Defines    none
 // Method     a counting sort: 32 queries at a time set their bit in a word of each cell they chose; a query's place is
@@ -52,9 +53,17 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3)
     if (cell < num_cells) {
       cursor[cell] = entry + before;
       bits[cell] = 0;
-      if (blockIdx.x == 0) {
-        for (u32 piece = 0; piece < pieces; ++piece)
-          items[item + piece] = {(int)(entry + piece * most), (int)min(all - piece * most, most), cell, 0};
+    }
+    if (blockIdx.x == 0) {
+      const u32 first = __shfl_sync(~0u, item, lane & 16);
+      u32 neighbours[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) neighbours[i] = __shfl_sync(~0u, pieces, (lane & 16) + i);
+      for (u32 piece = 0; piece < pieces; ++piece) {
+        u32 at = first;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) at += min(neighbours[i], piece + (i < lane % 16));
+        items[at] = {(int)(entry + piece * most), (int)min(all - piece * most, most), cell, (int)piece};
       }
     }
     first_entry += total_entries;

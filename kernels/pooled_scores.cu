@@ -16,6 +16,7 @@
 //            keys that have ended are written
 // Edges      no pooled key has ended; size any multiple of stride; length >= capacity writes nothing out of bounds: the
 //            wrapper refuses it
+#include "common/attention_params.cuh"
 #include "common/bf16x8.cuh"
 #include "common/fixed_sum.cuh"
 #include "common/pooled_keys.cuh"
@@ -31,9 +32,8 @@ constexpr int PARTS = THREADS / HEAD_DIM;
 #endif
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "lanes hold pairs of columns, and a row is two or four parts");
 
-struct PooledScoresParams {
-  u64 num_heads, num_kv_heads, capacity, pooled_capacity, size, stride, softmax_scale;
-  u64 q_offset, q_batch_stride, k_offset, k_batch_stride, v_offset, v_batch_stride;
+struct PooledScoresParams : TokenParams {
+  u64 capacity, pooled_capacity, size, stride;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -10,6 +10,14 @@ struct AttentionParams {
   u64 q_batch_stride, k_batch_stride, v_batch_stride;
 };
 
+// What those of decoding kernels begin with, where q, k and v are one token a row; elements.
+struct TokenParams {
+  u64 num_heads, num_kv_heads;
+  u64 softmax_scale;  // f32 bits
+  u64 q_offset, k_offset, v_offset;
+  u64 q_batch_stride, k_batch_stride, v_batch_stride;
+};
+
 struct AttentionForwardParams : AttentionParams {
   u64 window;         // keys a query sees at most, itself included; seq_len or more: no window
   u64 softmax_scale;  // f32 bits

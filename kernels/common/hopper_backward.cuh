@@ -2,7 +2,7 @@
 // (arXiv:2407.08608, section 3 and its backward). Used by hopper_attention_backward.cu (dense, sliding window) and
 // hopper_dma_attention_backward.cu (gathered lists), which document it.
 // Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias: hopper_backward_wide.cuh has
-//            the consumer); HAS_BIAS; COMPUTE_DQ 0|1; DQ_BULK 0|1: dq leaves through shared memory by bulk adds, or
+//            the consumer); HAS_BIAS; DQ_BULK 0|1: dq leaves through shared memory by bulk adds, or
 //            from registers; ORDERED 0|1: dq is summed in the order of the tiles of keys (DQ_BULK); HEAD_BY_HEAD 0|1;
 //            Q_STAGES, DO_STAGES; CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // A producer warpgroup streams tiles of 64 queries and output gradients; two consumer warpgroups own 64 keys each.
@@ -24,13 +24,11 @@
 #include "common/reduce_add.cuh"
 #include "common/split_step.cuh"
 #include "common/tma.cuh"
+#include "common/turns.cuh"
 #include "common/wgmma.cuh"
 
 #ifndef HAS_BIAS
 #define HAS_BIAS 0
-#endif
-#ifndef COMPUTE_DQ
-#define COMPUTE_DQ 1
 #endif
 #ifndef DQ_BULK
 #define DQ_BULK 1
@@ -91,7 +89,7 @@ constexpr int Q_AT = V_AT + VALUE_TILE_BYTES;
 constexpr int DO_AT = Q_AT + Q_STAGES * QUERY_TILE_BYTES;
 constexpr int DS_AT = DO_AT + DO_STAGES * DO_TILE_BYTES;
 constexpr int DQ_AT = DS_AT + 2 * DS_BYTES;
-constexpr int STATS_AT = DQ_AT + (COMPUTE_DQ && DQ_BULK ? NUM_CONSUMERS * 4 * WARP_DQ_BYTES : 0);
+constexpr int STATS_AT = DQ_AT + (DQ_BULK ? NUM_CONSUMERS * 4 * WARP_DQ_BYTES : 0);
 constexpr int DO_STATS_AT = STATS_AT + Q_STAGES * Q_STATS_BYTES;
 // HAS_BIAS: each key's delta / softmax_scale, for the products' steps
 constexpr int KEY_SPLIT_AT = DO_STATS_AT + DO_STAGES * DO_STATS_BYTES;
@@ -101,7 +99,7 @@ constexpr int FULL_KV = 0, FULL_Q = 1, EMPTY_Q = FULL_Q + Q_STAGES, FULL_DO = EM
 constexpr int NUM_BARRIERS = EMPTY_DO + DO_STAGES;
 constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
-static_assert(!ORDERED || (COMPUTE_DQ && DQ_BULK), "adds in order leave through shared memory");
+static_assert(!ORDERED || DQ_BULK, "adds in order leave through shared memory");
 static_assert(Q_STAGES >= 2 && DO_STAGES >= 2, "the next step's scores are made before this step's sums");
 
 // What a block of keys streams. The pointers stand at the batch row and the KV head's first query head.
@@ -120,8 +118,8 @@ struct BackwardBlock {
   const TensorMap* do_map;    // of bf16 [batch, seq_len, num_heads * HEAD_DIM_V]
   int batch, head;            // head: the KV head's first query head
 #if ORDERED
-  i32* turns;     // as dq_sum: [heads, padded_len / BLOCK_Q, consumer warps], the tile of keys that adds next
-  int own_turn;   // number of the block's tile of keys
+  i32* turns;     // as dq_sum: [heads, dq_len / BLOCK_Q, consumer warps], the tile of keys that adds next
+  int own_turn;   // number of the block's tile of keys in the order of sums
   int other_end;  // query tiles before this one are seen by a key of the tile before it, too
 #endif
 };
@@ -380,7 +378,6 @@ DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) 
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-#if COMPUTE_DQ
 // The warp's 16 rows x 2 N columns of dQ on their way to the f32 sums, where they lie side by side as 16 x 8 fragments
 // of 512 bytes. DQ_BULK: through shared memory, in two steps. A fence right behind the stores waits for them, about a
 // tenth of a step; later it waits for nothing.
@@ -419,20 +416,16 @@ struct DqTurns {
   int own, num_tiles;  // num_tiles: of a head
 
   DEVICE DqTurns(const BackwardBlock& block, int first_query, int warp)
-      : at(block.turns + first_query / BLOCK_Q * CONSUMER_WARPS + warp), sent(nullptr), own(block.own_turn),
-        num_tiles(block.padded_len / BLOCK_Q) {}
+      : at(block.turns + (first_query - block.dq_first) / BLOCK_Q * CONSUMER_WARPS + warp), sent(nullptr),
+        own(block.own_turn), num_tiles(block.dq_len / BLOCK_Q) {}
 
   // Asked for a while before it is needed.
-  DEVICE int read() const {
-    int value;
-    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    return value;
-  }
+  DEVICE int read() const { return read_turn(at); }
   // Tells the next tile of keys that what was sent last is there.
   DEVICE void pass_on() const {
     if (threadIdx.x % 32 != 0 || !sent) return;
     bulk_wait();
-    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(sent), "r"(own + 1) : "memory");
+    write_turn(sent, own + 1);
   }
   // Waits for the tile of keys before this one; `seen`: what was read last.
   DEVICE void take(int seen, bool is_first) {
@@ -452,7 +445,6 @@ DEVICE void add_dq(const float (&dq)[N], float* to) {
   for (int n = 0; n < N / 4; ++n)
     reduce_add_f32x4(to + n * 128 + lane * 4, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
-#endif
 #endif
 
 // Sums of the warpgroup's 64 keys; a thread's rows are keys g and g + 8 of its warp's 16.
@@ -500,11 +492,10 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 
   const u32 k = shared + warpgroup * 64 * 128, v = k + V_AT;
   const KeySplit key_split(shared, warpgroup);
-  [[maybe_unused]] const u32 k_columns = shared + (HEAD_DIM == 128 ? warpgroup * BLOCK_KV * 128 : warpgroup * 64);
+  const u32 k_columns = shared + (HEAD_DIM == 128 ? warpgroup * BLOCK_KV * 128 : warpgroup * 64);
   // Where this lane's row of each 8x8 matrix of dS^T begins; 16 queries further: two chunks, a xor.
-  [[maybe_unused]] const u32 ds_row = shared + DS_AT +
-                                      (warpgroup * 64 + warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128 +
-                                      (((lane / 16) ^ (lane % 8)) << 4);
+  const u32 ds_row = shared + DS_AT + (warpgroup * 64 + warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128 +
+                     (((lane / 16) ^ (lane % 8)) << 4);
   [[maybe_unused]] const u32 staging = shared + DQ_AT + (warpgroup * 4 + warp) * WARP_DQ_BYTES;
 
   float scores[32], dp[32];
@@ -518,7 +509,6 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #else
   int first_query = block.first_tile * BLOCK_Q;
 #endif
-#if COMPUTE_DQ
   float* dq_to =
       block.dq_sum +
       ((u64)(first_query - block.dq_first + warp * 16) * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
@@ -549,7 +539,6 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     send_dq<DQ_COLUMNS / 2>(dq_to, staging);
     dq_to = next_tile(dq_to, first_query == block.first_tile * BLOCK_Q);
   };
-#endif
 #endif
 #endif
 
@@ -594,7 +583,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     accumulate_queries(sums.dv, weights, d_out);  // dV += P^T dO
 #if ORDERED
     if (step > 0) send_last_dq(seen);
-#elif COMPUTE_DQ && DQ_BULK
+#elif DQ_BULK
     if (step > 0) send_last_dq();
 #endif
 
@@ -614,10 +603,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     }
     u32 ds[4][4];
     pack_rows(ds, dp);
-#if COMPUTE_DQ
 #pragma unroll
     for (int i = 0; i < 4; ++i) store_matrix_x4((ds_row ^ (i << 5)) + step % 2 * DS_BYTES, ds[i]);
-#endif
     wgmma_fence();
     // dK += dS^T Q, which needs nothing of the other warpgroup and covers the barrier
     accumulate_queries(sums.dk, ds, q);
@@ -631,37 +618,29 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     fence_async_proxy();                   // for dS^T, and the next step's queries
     const u32 next_queries = shared + Q_AT + next_q.slot * QUERY_TILE_BYTES,
               next_stats = shared + STATS_AT + next_q.slot * Q_STATS_BYTES;
-#if COMPUTE_DQ
     float dq[DQ_COLUMNS / 2];
-#endif
 #if DQ_LAST
     wgmma_fence();
     multiply_queries<SCORE_SPLIT>(scores, k, next_queries, key_split, next_stats);
-#if COMPUTE_DQ
     barrier_sync(1, NUM_CONSUMERS * 128);  // all of dS^T is there; and the other half of the memory is free again
-#endif
     wgmma_wait<1>();  // dK
-#if COMPUTE_DQ
     wgmma_fence();
     multiply_keys(dq, shared + DS_AT + step % 2 * DS_BYTES, k_columns);
-#endif
     release(barrier_at(shared, EMPTY_Q + q_place.slot));
     wgmma_wait<0>();
 #else
-#if COMPUTE_DQ
     barrier_sync(1, NUM_CONSUMERS * 128);
     wgmma_wait<0>();  // dK
     wgmma_fence();
     multiply_keys(dq, shared + DS_AT + step % 2 * DS_BYTES, k_columns);
-#endif
     wgmma_fence();
     multiply_queries<SCORE_SPLIT>(scores, k, next_queries, key_split, next_stats);
     wgmma_wait<1>();  // all but the next step's scores
     release(barrier_at(shared, EMPTY_Q + q_place.slot));
 #endif
-#if COMPUTE_DQ && DQ_BULK
+#if DQ_BULK
     stage_dq(dq, staging);
-#elif COMPUTE_DQ
+#else
     add_dq(dq, dq_to);
 #endif
     wgmma_wait<0>();
@@ -677,7 +656,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     first_query += BLOCK_Q;
     const bool next_head = first_query == (block.first_tile + block.num_tiles) * BLOCK_Q;
     if (next_head) first_query = block.first_tile * BLOCK_Q;
-#if COMPUTE_DQ && !DQ_BULK
+#if !DQ_BULK
     dq_to = next_tile(dq_to, next_head);
 #endif
 #endif
@@ -686,7 +665,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #if ORDERED
   send_last_dq(turns.read());
   turns.pass_on();
-#elif COMPUTE_DQ && DQ_BULK
+#elif DQ_BULK
   send_last_dq();
   if (lane == 0) bulk_wait_read();  // shared memory must last until the adds have read it
 #endif

@@ -26,8 +26,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   const u32 k = shared + warpgroup * 64 * 128, v = k + V_AT;
   const KeySplit key_split(shared, warpgroup);
   // The warpgroup's columns of dQ: a whole block of K's three, the first or the last, and half of the second.
-  [[maybe_unused]] const u32 k_block = shared + warpgroup * 2 * BLOCK_KV * 128,
-                             k_half = shared + BLOCK_KV * 128 + warpgroup * 64;
+  const u32 k_block = shared + warpgroup * 2 * BLOCK_KV * 128,
+            k_half = shared + BLOCK_KV * 128 + warpgroup * 64;
   float scores[32];
 #if ORDERED
   int first_query = (block.first_tile + block.num_tiles - 1) * BLOCK_Q;
@@ -36,10 +36,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #else
   int first_query = block.first_tile * BLOCK_Q;
 #endif
-#if COMPUTE_DQ
   // fragments of 16 x 8: 128 numbers
   float* dq_to = block.dq_sum + (u64)(first_query - block.dq_first + warp * 16) * HEAD_DIM;
-#endif
 
   barrier_wait(barrier_at(shared, FULL_KV), 0);
   barrier_wait(barrier_at(shared, FULL_Q), 0);
@@ -101,7 +99,6 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
       }
     }
     release(barrier_at(shared, EMPTY_DO + slot));
-#if COMPUTE_DQ
     {
       // Where this lane's row of each 8x8 matrix of dS^T begins; 16 queries further: two chunks, a xor.
       const int thread = (int)opaque(threadIdx.x) - 128, in_warp = thread % 32;
@@ -111,7 +108,6 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #pragma unroll
       for (int i = 0; i < 4; ++i) store_matrix_x4(ds_row ^ (i << 5), weights[i]);
     }
-#endif
     wgmma_fence();
     // dK += dS^T Q, which needs nothing of the other warpgroup and covers the barrier.
     accumulate_queries(sums.dk, weights, q);
@@ -120,7 +116,6 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     // overlapping.
     const u32 next = step + 1 < num_steps ? step + 1 : step, next_queries = shared + Q_AT + next % 2 * QUERY_TILE_BYTES;
     barrier_wait(barrier_at(shared, FULL_Q + next % 2), next / 2 % 2);
-#if COMPUTE_DQ
     float dq_block[32], dq_half[16];
     const u32 ds = shared + DS_AT + slot * DS_BYTES,
               staging = shared + DQ_AT + ((int)opaque(threadIdx.x) - 128) / 32 * WARP_DQ_BYTES;
@@ -145,12 +140,6 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #if !ORDERED
     dq_to += BLOCK_Q * HEAD_DIM;
 #endif
-#else
-    wgmma_wait<0>();  // dK
-    release(barrier_at(shared, EMPTY_Q + slot));
-    wgmma_fence();
-    multiply_queries<SPLIT_NONE>(scores, k, next_queries, key_split, 0);
-#endif
 #if ORDERED
 #if HEAD_BY_HEAD
     const int heads_on = first_query == block.first_tile * BLOCK_Q,
@@ -168,9 +157,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     if (first_query == (block.first_tile + block.num_tiles) * BLOCK_Q) {
       // The next head's first tile.
       first_query = block.first_tile * BLOCK_Q;
-#if COMPUTE_DQ
       dq_to += (i64)(block.dq_len - block.num_tiles * BLOCK_Q) * HEAD_DIM;
-#endif
     }
 #endif
   }
@@ -178,7 +165,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #if ORDERED
   turns.pass_on();
 #endif
-#if COMPUTE_DQ && DQ_BULK
+#if DQ_BULK
   if (lane == 0) bulk_wait_read();  // shared memory must last until the adds have read it
 #endif
 }

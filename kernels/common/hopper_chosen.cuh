@@ -3,7 +3,8 @@
 // Defines    HEAD_DIM (64, 128); GRADIENT 0|1: row statistics beside the queries, and dS^T; INDEXED (0): 0 output
 //            gradients beside the queries of a GRADIENT; 1 a row is a query, a tile of queries comes head by head of
 //            the group and then as the indexer's, and the indexer's one key head stands in place of the values;
-//            ROW_STAGES tiles of rows; CONSUMER_REGISTERS, PRODUCER_REGISTERS
+//            ORDERED (0) of a GRADIENT: 1 where pieces of a list add to its keys in turns; ROW_STAGES tiles of rows;
+//            CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // A thread block stays for the whole launch and takes items from a common counter. Its producer warpgroup brings a
 // run's keys and values, one run ahead, and tiles of 128 rows of 256 bytes each, from anywhere; its two consumer
 // warpgroups work on the same keys, each on 64 rows of a tile, and wait for nothing of each other.
@@ -16,6 +17,9 @@
 
 #ifndef INDEXED
 #define INDEXED 0
+#endif
+#ifndef ORDERED
+#define ORDERED 0
 #endif
 constexpr int NUM_CONSUMERS = 2, THREADS = 128 + NUM_CONSUMERS * 128;
 constexpr int KEYS = 64, ROWS = NUM_CONSUMERS * 64, KEY_SLOTS = 2;
@@ -134,6 +138,16 @@ DEVICE u32 start_block(void* memory) {
 // ---------------------------------------------------------------------------------------------------------------------
 
 // {list, item} of the item with number `index` in all lists, by a whole warp; {-1, 0} past the last.
+#if ORDERED
+// Lists in turn, so that pieces of one list, which wait for each other, start far apart: {list, -1} past a list's last.
+DEVICE int2 find_item(const ChosenInputs& inputs, int index) {
+  const int list = index % inputs.num_lists, item = index / inputs.num_lists;
+  int most = 0;
+  for (int at = (int)threadIdx.x % 32; at < inputs.num_lists; at += 32) most = max(most, inputs.num_items[at]);
+  if (item >= __reduce_max_sync(~0u, most)) return make_int2(-1, 0);
+  return make_int2(list, item < inputs.num_items[list] ? item : -1);
+}
+#else
 DEVICE int2 find_item(const ChosenInputs& inputs, int index) {
   const int lane = (int)threadIdx.x % 32;
   for (int base = 0; base < inputs.num_lists; base += 32) {
@@ -153,6 +167,7 @@ DEVICE int2 find_item(const ChosenInputs& inputs, int index) {
   }
   return make_int2(-1, 0);
 }
+#endif
 
 constexpr int UNIT = 8;  // elements of a copy: places of rows are counted in these, so that 32 bits hold them
 
@@ -206,6 +221,7 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
     if (where.x < 0) break;
     // the next one; it is on its way while this one is worked on
     if (thread == 0) taken = atomicAdd(inputs.num_items + inputs.num_lists, 1);
+    if (ORDERED && where.y < 0) continue;
     const int4 item = inputs.items[where.x * inputs.max_items + where.y];
     for (int first = 0, next; first < item.y; first = next) {
       // Worked out anew for each run: kept, it would not fit into registers.
@@ -227,8 +243,15 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
                                             (u32)(is_value ? inputs.v_token_stride : inputs.k_token_stride) * 2,
                                             key < num_keys ? run.first_key + key : -1, warp % 2);
       if (thread == 0) {
+        int keys_and_turn = num_keys;
+#if ORDERED
+        // The run's turn, and whether nobody comes before it: the piece before has no row of its document.
+        const bool follows = first == 0 && item.w > 0 &&
+                             run.entries[-1].x >= inputs.doc_start[(u64)batch * inputs.seq_len + run.entries[0].x];
+        keys_and_turn |= item.w << 9 | (follows ? 0 : 1 << 8);
+#endif
         asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared + RUNS_AT + keys_place.slot * 16),
-                     "r"(run.first_key), "r"(num_keys), "r"(run.num_rows), "r"(list)
+                     "r"(run.first_key), "r"(keys_and_turn), "r"(run.num_rows), "r"(list)
                      : "memory");
       }
       barrier_arrive_copies(barrier_at(shared, FULL_KEYS + keys_place.slot));
@@ -292,8 +315,15 @@ struct RunInWork {
   }
   DEVICE u32 keys() const { return shared + slot * 2 * KEY_TILE_BYTES; }
   DEVICE u32 values() const { return keys() + KEY_TILE_BYTES; }
+  DEVICE u32 dq_keys() const { return INDEXED ? values() : keys(); }  // that gradients of scores weigh
   DEVICE int first_key() const { return load_shared_int(shared + RUNS_AT + slot * 16); }
+#if ORDERED
+  DEVICE int num_keys() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) & 0xff; }
+  DEVICE int piece() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) >> 9; }
+  DEVICE bool is_first() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) >> 8 & 1; }  // of its keys'
+#else
   DEVICE int num_keys() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4); }
+#endif
   DEVICE int num_rows() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 8); }  // 0 behind the last run
   DEVICE int list() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 12); }
   DEVICE u32 done() const { return barrier_at(shared, EMPTY_KEYS + slot); }

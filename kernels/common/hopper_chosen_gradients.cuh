@@ -1,9 +1,10 @@
-// hopper_chosen_gradients: what gradients of attention over chosen blocks share on Hopper: dq of a block's keys from
-// dS^T in shared memory, and sums of a run's keys that go out.
+// hopper_chosen_gradients: what gradients of attention over chosen blocks share on Hopper: causal masks of transposed
+// scores, dk and dq of a block's keys from dS^T, and sums of a run's keys that go out.
 // Defines    as hopper_chosen.cuh, with GRADIENT 1
 #pragma once
 #include "common/hopper_chosen.cuh"
 #include "common/reduce_add.cuh"
+#include "common/turns.cuh"
 
 // 64 columns of dq = dS K: dS^T in shared memory, rows are keys.
 DEVICE void multiply_keys(float (&dq)[32], u32 ds, u32 keys) {
@@ -12,6 +13,50 @@ DEVICE void multiply_keys(float (&dq)[32], u32 ds, u32 keys) {
   for (int step = 0; step < KEYS / 16; ++step)
     wgmma<1, 1>(dq, wgmma_step(a, step * 2048), wgmma_step(b, step * 2048), step > 0);
   wgmma_commit();
+}
+
+// Zeros where the key of a row of transposed scores is not one of the run's, or comes after the query of the column.
+DEVICE void hide_keys(float (&scores)[32], const RunInWork& run, u32 places) {
+  const int thread = (int)opaque(threadIdx.x), key = thread % 128 / 32 * 16 + thread % 32 / 4,
+            num_keys = run.num_keys(), first_key = run.first_key();
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const uint4 two = load_shared_128(places + (8 * n + thread % 4 * 2) * 8);
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      if (key + x / 2 * 8 >= min(num_keys, (int)(x % 2 ? two.z : two.x) + 1 - first_key)) scores[4 * n + x] = 0.0f;
+    }
+  }
+}
+
+// dK += dS^T Q, and the parts of dQ = dS K, which leave through the tile of q; the warpgroup's earlier products are
+// done afterwards, too.
+DEVICE void query_gradient(float (&dk)[HEAD_DIM / 2], const u32 (&gradient)[4][4], bf16* parts, u32 q, u32 places,
+                           const RunInWork& run, u32 shared, int warpgroup) {
+  const u32 ds = shared + DS_AT + warpgroup * DS_BYTES;
+  barrier_sync(DS_FREE + warpgroup, 128);  // the warpgroup's last product with dS^T is done for all its warps
+  store_warp_rows(ds, gradient);
+  wgmma_fence();
+  weigh_rows<ROWS>(dk, gradient, q, true);  // needs no other warp and covers the barrier
+  fence_async_proxy();                      // for dS^T
+  barrier_sync(DS_READY + warpgroup, 128);
+  // 64 columns after 64, for want of registers.
+  float dq[32];
+  u32 packed[4][4];
+  wgmma_fence();
+  multiply_keys(dq, ds, run.dq_keys());
+  wgmma_wait<0>();  // dK too
+  barrier_sync(ROWS_READ + warpgroup, 128);  // no warp of the warpgroup reads these rows of q any more
+  pack_columns(packed, dq);
+#pragma unroll
+  for (int h = 1; h < HEAD_DIM / 64; ++h) {
+    wgmma_fence();
+    multiply_keys(dq, ds, run.dq_keys() + h * KEYS * 128);
+    store_parts(parts + (h - 1) * 64, q + (h - 1) * ROWS * 128, places, packed);
+    wgmma_wait<0>();
+    pack_columns(packed, dq);
+  }
+  store_parts(parts + HEAD_DIM - 64, q + (HEAD_DIM / 64 - 1) * ROWS * 128, places, packed);
 }
 
 // Adds the thread's two keys; a quad writes 64 contiguous bytes: columns 2t, 2t + 1, 2t + 8, 2t + 9 of 16 side by side.

@@ -420,6 +420,7 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     let Extent { widths, groups, .. } = Extent::all(0, 0, 0);
     list.extend(latent_kernels(gpu));
     list.extend(sparse::sparse_kernels(gpu));
+    list.extend(nsa::nsa_check_kernels(gpu));
     list.extend_kernels(step::rare_kernels());
     for &(head_dim, head_dim_v) in widths {
         for &group in groups {

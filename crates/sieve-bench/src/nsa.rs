@@ -1,6 +1,7 @@
 //! Native sparse attention's ops against their definition in f64, beside a plain computation in bf16.
 mod expected;
 
+use crate::attention::{ORDERS, repeat};
 use crate::bar::Results;
 use crate::case::{Case, Cuts, Keys, magnify};
 use crate::device::{self, Device};
@@ -626,7 +627,73 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             Err(error) => report.add("nsa", "refused", &label, Err(Wrong::from(error))),
         }
     }
+    match extent.is_emulated {
+        // Blocks run one after the other there.
+        true => Ok(()),
+        false => check_repeats(report, device, extent),
+    }
+}
+
+/// Long backward passes in a fixed order, where pieces of lists wait for each other, again and again: equal bits.
+fn check_repeats(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
+    for (heads, width, cuts) in [
+        ([8, 2], 128, Cuts::Count(1)),
+        ([3, 3], 64, Cuts::Count(4)),
+        ([16, 1], 128, Cuts::Few),
+    ] {
+        let shape = AttentionShape::new(1, LONG / 2, heads, [width; 2]);
+        let case = Case::draw(shape, Keys::Dense, cuts, &Scores::RANDOM[0], extent.seed)?;
+        let blocks = NsaBlocks::of(BLOCKS[0]);
+        let inputs = Inputs::of(case.under(extent.policy), blocks, &mut Random(extent.seed));
+        let label = format!("{shape:?} {cuts:?}");
+        report.add_wrapper(
+            "nsa, fixed order, repeated",
+            inputs.family(device),
+            &label,
+            repeated(&inputs, device),
+        );
+    }
     Ok(())
+}
+
+fn repeated(inputs: &Inputs, device: &dyn Device) -> Outcome {
+    let Case {
+        shape,
+        d_o,
+        doc_start,
+        doc_end,
+        ..
+    } = &inputs.case;
+    let ([batch, seq_len, num_heads, d], blocks) = (shape.output(), inputs.blocks);
+    let bf16 = |values: &[f32], sizes: &[usize]| device.float(values, sizes, sieve_kernels::DType::BF16);
+    let bounds = [doc_start, doc_end].map(|x| device.int(x, &[batch, seq_len]));
+    let (documents, softmax_scale) = ([&bounds[0], &bounds[1]], 1.0 / (d as f32).sqrt());
+    let tensor = bf16(&inputs.qkv, &packed_of(*shape));
+    let qkv = Qkv::packed(&tensor, num_heads, shape.num_kv_heads);
+    let d_o = bf16(d_o, &shape.output());
+    let compressed = bf16(&inputs.compressed, &[2, inputs.rows(), d]);
+    let (coarse, chosen) = qkv.nsa_compressed_attention_forward(documents, &compressed, blocks, softmax_scale)?;
+    let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, blocks, softmax_scale)?;
+    let gradients = |order| {
+        let qkv = qkv.in_order(order);
+        let [of_coarse, of_compressed] =
+            qkv.nsa_compressed_attention_backward(documents, &compressed, blocks, softmax_scale, &coarse, &d_o)?;
+        let of_selected = tensor.empty_contiguous(tensor.shape(), sieve_kernels::DType::BF16);
+        let call = AttentionGradients {
+            qkv: &qkv,
+            result: &selected,
+            d_o: &d_o,
+            grads: &Qkv::packed(&of_selected, num_heads, shape.num_kv_heads),
+            softmax_scale,
+        };
+        call.nsa_selected_attention_backward(documents, &chosen, blocks, &lists)?;
+        let floats = [of_coarse, of_compressed, of_selected].map(|x| device.floats(&x));
+        floats.into_iter().collect::<Result<Vec<_>, KernelError>>()
+    };
+    repeat(|| gradients(SumOrder::Fixed))?;
+    let pairs = gradients(SumOrder::Any)?.into_iter().zip(gradients(SumOrder::Fixed)?);
+    let errors = pairs.map(|(any, fixed)| ORDERS.judge("a gradient in any order", &any, &fixed, &fixed));
+    errors.reduce(|a, b| Ok(a?.max(b?))).unwrap_or(Ok(0.0))
 }
 
 /// The ops of `B`.

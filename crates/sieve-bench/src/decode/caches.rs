@@ -334,13 +334,8 @@ impl Calls<'_> {
                 choice,
             };
             let length = self.device.int(&lengths, &[batch]);
-            let o = match choice.has_indexer() {
-                false => cache.chosen_decode(&token.on, &length, step, of_pooled, &scratch)?,
-                true => {
-                    let by = &by.on;
-                    cache.indexed_decode(&token.on, by, &length, step, of_pooled, &scratch)?
-                }
-            };
+            let index = choice.has_indexer().then_some(&by.on);
+            let o = cache.chosen_decode(&token.on, index, &length, step, of_pooled, &scratch)?;
             let (group, scored_group) = (self.shape.num_heads / choosers, scored_heads / choosers);
             let seen: Vec<Vec<Key>> = (0..batch * choosers)
                 .map(|chooser| {

@@ -162,20 +162,11 @@ fn launch(
         return Err(scratch.misfit(NAME, &heads));
     }
     tensors.extend([length, &o, &scratch.partials, &scratch.counters]);
-    let [q, k, v] = token.head_words(NAME)?;
     let params = params!(AttentionDecodeParams {
-        num_heads: shape.num_heads,
-        num_kv_heads: heads.num_kv_heads,
+        base: token.token_params(NAME, &heads, step.softmax_scale)?,
         capacity,
         window_size: window,
         num_splits: scratch.num_splits,
-        softmax_scale: step.softmax_scale,
-        q_offset: q[0],
-        q_batch_stride: q[2],
-        k_offset: k[0],
-        k_batch_stride: k[2],
-        v_offset: v[0],
-        v_batch_stride: v[2],
         cache_heads: shape.num_kv_heads,
         num_chosen,
         select_size,

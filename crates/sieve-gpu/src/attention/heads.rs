@@ -4,7 +4,7 @@ use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::layout::row_layout;
 use crate::runtime::operands::operands;
-use crate::runtime::params::{AttentionParams, params};
+use crate::runtime::params::{AttentionParams, TokenParams, params};
 use crate::runtime::policy::{KernelPolicy, SumOrder};
 
 /// Attention kernels copy 16 bytes at a time.
@@ -245,6 +245,30 @@ impl Qkv {
             q_token_stride: q[1],
             k_token_stride: k[1],
             v_token_stride: v[1],
+            q_batch_stride: q[2],
+            k_batch_stride: k[2],
+            v_batch_stride: v[2],
+        }))
+    }
+
+    /// The words that the params of decoding kernels begin with: these heads are one token a row, of `shape`.
+    ///
+    /// # Errors
+    /// As [`params`](Self::params).
+    pub(crate) fn token_params(
+        &self,
+        kernel: &'static str,
+        shape: &AttentionShape,
+        softmax_scale: f32,
+    ) -> Result<TokenParams, KernelError> {
+        let [q, k, v] = self.head_words(kernel)?;
+        Ok(params!(TokenParams {
+            num_heads: shape.num_heads,
+            num_kv_heads: shape.num_kv_heads,
+            softmax_scale,
+            q_offset: q[0],
+            k_offset: k[0],
+            v_offset: v[0],
             q_batch_stride: q[2],
             k_batch_stride: k[2],
             v_batch_stride: v[2],

@@ -5,12 +5,11 @@
 //!
 //! | device | widths | forward, row sums, backward | dq in a fixed order |
 //! |---|---|---|---|
-//! | compute capability 9.0, unless [`KernelFamilies::Portable`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | in the same pass; of lists `hopper_*.cu`, odd groups at 128: portable |
+//! | compute capability 9.0, unless [`KernelFamilies::Portable`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | in the same pass |
 //! | the same | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_*.cu` | in the same pass |
 //! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels |
 //!
 //! `sieve kernels check` compares both families with the reference, and so one with the other.
-use crate::attention::backward_tiling::GradientSet;
 use crate::attention::heads::{AttentionShape, Heads, Qkv};
 use crate::attention::tiling::{KeySource, QueryPass, define_head_dims, query_kernel_names};
 use crate::error::KernelError;
@@ -31,7 +30,7 @@ pub enum KernelFamily {
 /// Keys of a stage of the forward kernels, and of a block of the backward kernels.
 pub(crate) const BLOCK_KV: usize = 128;
 /// Queries of a step of the backward kernels.
-const BLOCK_Q: usize = 64;
+pub(crate) const BACKWARD_BLOCK_Q: usize = 64;
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
 
@@ -79,12 +78,6 @@ pub(crate) fn has_hopper_form(shape: &AttentionShape, source: KeySource) -> bool
     }
 }
 
-/// Whether the fixed-order dq kernel of lists has a form for these widths: gathered keys of one head a tile would spill
-/// at 128. Neighbours sum dq in order in their one pass.
-pub(crate) fn has_hopper_gradient(shape: &AttentionShape, source: KeySource) -> bool {
-    source.is_gathered() && (shape.head_dim == 64 || shape.head_dim == 128 && shape.group_size().is_multiple_of(2))
-}
-
 /// Tile sizes of the query-stationary Hopper kernels, named as their defines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct HopperTiling {
@@ -123,11 +116,7 @@ impl HopperTiling {
             },
             heads_per_tile: if shares { 2 } else { 1 },
             take_turns: if reads_gradient { 0 } else { 2 },
-            registers: match pass {
-                QueryPass::Gradient => [224, 56],
-                _ if three => [160, 32],
-                _ => [216, 72],
-            },
+            registers: if three { [160, 32] } else { [216, 72] },
         }
     }
 
@@ -217,16 +206,10 @@ impl HopperTiling {
     }
 }
 
-/// The key-stationary Hopper kernel for a shape and a set of gradients; all of dk and dv in one launch.
-pub(crate) fn hopper_backward_kernel(
-    shape: &AttentionShape,
-    source: KeySource,
-    set: GradientSet,
-    order: SumOrder,
-) -> SourceKernel {
+/// The key-stationary Hopper kernel for a shape; all gradients in one launch.
+pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, order: SumOrder) -> SourceKernel {
     let [d, d_v] = [shape.head_dim, shape.head_dim_v];
-    // Neighbours alone: which lists see a query tile in which order differs from tile to tile.
-    let is_ordered = order == SumOrder::Fixed && !source.is_gathered();
+    let is_ordered = order == SumOrder::Fixed;
     let (q_stages, do_stages, dq_bulk) = match d {
         64 => (3, 3, is_ordered as usize),
         128 => (3, 2, 1),
@@ -235,7 +218,7 @@ pub(crate) fn hopper_backward_kernel(
     let stages = q_stages + do_stages;
     // A warp's part of dQ, on its way to the sums: the columns that are added at once.
     let dq_columns = if d > 128 { 128 } else { d };
-    let dq_bytes = if set.dq { 256 * dq_columns * dq_bulk } else { 0 };
+    let dq_bytes = 256 * dq_columns * dq_bulk;
     // lse and D of 64 queries: as plain numbers, or 16 bytes each where they are steps of the products; with a bias 16
     // bytes for the base of each too, and for the bias of each key.
     let stats_bytes = match source {
@@ -246,11 +229,7 @@ pub(crate) fn hopper_backward_kernel(
     };
     let tiles = (256 + 128 * q_stages) * d + (256 + 128 * do_stages) * d_v;
     let shared = tiles + 32768 + dq_bytes + stats_bytes + (2 * stages + 1) * 8 + 1024;
-    let [consumer, producer] = match (d, set.dq) {
-        (192, _) => [240, 24],
-        (_, true) => [232, 40],
-        (_, false) => [224, 56],
-    };
+    let [consumer, producer] = if d == 192 { [240, 24] } else { [232, 40] };
     let name = match source.is_gathered() {
         true => "hopper_dma_attention_backward",
         false => "hopper_attention_backward",
@@ -261,13 +240,11 @@ pub(crate) fn hopper_backward_kernel(
         .define("DO_STAGES", do_stages)
         .define("CONSUMER_REGISTERS", consumer)
         .define("PRODUCER_REGISTERS", producer)
-        .define("COMPUTE_DQ", set.dq as u8)
         .threads(3 * WARPGROUP)
         .shared_bytes(shared);
-    let kernel = match source.is_gathered() {
-        true => kernel.define("DETERMINISTIC", (order == SumOrder::Fixed) as u8),
-        false if is_ordered => kernel.define("ORDERED", 1),
-        false => kernel,
+    let kernel = match order {
+        SumOrder::Any => kernel,
+        SumOrder::Fixed => kernel.define("ORDERED", 1),
     };
     match source {
         // The kernels of lists have a bias unless told.
@@ -291,8 +268,8 @@ pub(crate) fn backward_maps<'a>(
 ) -> Result<[TileMap<'a>; 2], KernelError> {
     let [q, _, _] = qkv.head_words(kernel)?;
     Ok([
-        head_map(&qkv.q, q, shape.num_heads * shape.head_dim, shape, BLOCK_Q),
-        output_map(d_o, shape, BLOCK_Q),
+        head_map(&qkv.q, q, shape.num_heads * shape.head_dim, shape, BACKWARD_BLOCK_Q),
+        output_map(d_o, shape, BACKWARD_BLOCK_Q),
     ])
 }
 
@@ -363,7 +340,6 @@ mod tests {
         assert!(!has_hopper_form(&narrow, KeySource::Dense));
         assert!(has_hopper_form(&latent(), KeySource::Dense));
         assert!(!has_hopper_form(&latent(), KeySource::Biased));
-        assert!(!has_hopper_gradient(&latent(), KeySource::Dense));
     }
 
     #[test]
@@ -371,12 +347,7 @@ mod tests {
         const LIMIT: usize = 227 * 1024;
         let tiling = HopperTiling::new(QueryPass::Output, &latent(), KeySource::Dense);
         assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");
-        let all = GradientSet {
-            dq: true,
-            dk: true,
-            dv: true,
-        };
-        let kernel = hopper_backward_kernel(&latent(), KeySource::Dense, all, SumOrder::Any);
+        let kernel = hopper_backward_kernel(&latent(), KeySource::Dense, SumOrder::Any);
         assert!(kernel.dynamic_shared_bytes() <= LIMIT);
         for width in [64, 128] {
             for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
@@ -390,12 +361,12 @@ mod tests {
                     assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");
                 }
                 for order in [SumOrder::Any, SumOrder::Fixed] {
-                    let kernel = hopper_backward_kernel(&shape(width, 2), source, all, order);
+                    let kernel = hopper_backward_kernel(&shape(width, 2), source, order);
                     assert!(kernel.dynamic_shared_bytes() <= LIMIT, "{width} {source:?} {order:?}");
                 }
             }
             let [biased, unbiased] = [KeySource::Gathered, KeySource::GatheredUnbiased]
-                .map(|source| hopper_backward_kernel(&shape(width, 2), source, all, SumOrder::Any));
+                .map(|source| hopper_backward_kernel(&shape(width, 2), source, SumOrder::Any));
             assert!(unbiased.dynamic_shared_bytes() < biased.dynamic_shared_bytes());
         }
     }

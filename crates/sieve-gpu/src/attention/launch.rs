@@ -2,7 +2,7 @@
 use crate::attention::backward_tiling::{BackwardTiling, GradientSet};
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::attention::hopper_tiling::{
-    BACKWARD_BLOCK_KV, HopperTiling, KernelFamily, arriving, backward_maps, has_hopper_gradient, hopper_backward_kernel,
+    BACKWARD_BLOCK_KV, HopperTiling, KernelFamily, arriving, backward_maps, hopper_backward_kernel,
 };
 use crate::attention::query_shares::{KeyTiles, QueryShares};
 use crate::attention::tiling::{KeySource, QueryPass, QueryTiling};
@@ -38,8 +38,7 @@ impl<'a> PassInputs<'a> {
     ) -> Result<(SourceKernel, [usize; 3], Vec<TileMap<'a>>), KernelError> {
         let (shape, source) = (self.shape, self.source);
         let like = self.qkv.q.tensor();
-        let has_form = pass != QueryPass::Gradient || has_hopper_gradient(shape, source);
-        if self.family() == KernelFamily::Hopper && has_form {
+        if self.family() == KernelFamily::Hopper && pass != QueryPass::Gradient {
             let tiling = HopperTiling::new(pass, shape, source);
             let d_o = self.d_o.filter(|_| pass.reads_gradient());
             let maps = tiling.maps(self.name, self.qkv, d_o, shape)?;
@@ -83,7 +82,7 @@ impl<'a> PassInputs<'a> {
         let policy = self.qkv.policy();
         if let (KernelFamily::Hopper, Some(d_o)) = (self.family(), self.d_o) {
             let maps = backward_maps(self.name, self.qkv, d_o, shape)?.to_vec();
-            let kernel = arriving(hopper_backward_kernel(shape, source, set, policy.sums), policy);
+            let kernel = arriving(hopper_backward_kernel(shape, source, policy.sums), policy);
             return Ok((shares.define(kernel), maps));
         }
         let limit = self.qkv.q.tensor().hardware().max_shared_bytes;

@@ -208,10 +208,10 @@ pub(crate) fn query_kernel_names(pass: QueryPass, source: KeySource) -> [&'stati
     match (source.is_gathered(), pass) {
         (true, Output | OutputAndOLow) => ["dma_attention_forward", "hopper_dma_attention_forward"],
         (true, RowSums) => ["dma_attention_row_sums", "hopper_dma_attention_row_sums"],
-        (true, Gradient) => ["dma_attention_backward_query", "hopper_dma_attention_backward_query"],
         (false, Output | OutputAndOLow) => ["attention_forward", "hopper_attention_forward"],
         (false, RowSums) => ["attention_row_sums", "hopper_attention_row_sums"],
-        // Neighbours need no second pass on Hopper.
+        // There is no second pass on Hopper.
+        (true, Gradient) => ["dma_attention_backward_query"; 2],
         (false, Gradient) => ["attention_backward_query"; 2],
     }
 }

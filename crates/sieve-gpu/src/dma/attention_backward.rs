@@ -5,7 +5,7 @@ use crate::attention::backward::{
 use crate::attention::backward_tiling::BackwardTiling;
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::heads::Heads;
-use crate::attention::hopper_tiling::KernelFamily;
+use crate::attention::hopper_tiling::{BACKWARD_BLOCK_Q, KernelFamily};
 use crate::attention::launch::PassInputs;
 use crate::attention::query_shares::QueryShares;
 use crate::attention::tiling::{KeySource, QueryPass};
@@ -25,9 +25,12 @@ const NAME: &str = "dma_attention_backward";
 /// stays small beside the sums of dk and dv.
 const SUPER_BLOCKS_PER_LAUNCH: usize = 16;
 
+/// Lists of a super-block that a fixed order wants, the shares of a KV head's query heads counted: with fewer, blocks
+/// of the next super-block run beside them and wait for their sums of dk and dv.
+const ORDERED_LISTS: usize = 8;
+
 impl KeyLists {
-    /// Queries of a row whose f32 sums of dq exist together where their order is free; the buffer is padded to
-    /// super-blocks.
+    /// Queries of a row whose f32 sums of dq exist together; the buffer is padded to super-blocks.
     pub fn dq_sum_queries(seq_len: usize) -> usize {
         seq_len.min(SUPER_BLOCKS_PER_LAUNCH * SUPER_BLOCK)
     }
@@ -80,8 +83,8 @@ pub(crate) fn listed_key_sums(
     require_lists(NAME, lists, &shape)?;
     let order = qkv.policy().sums;
     let family = KernelFamily::of(&shape, KeySource::Gathered, qkv.q.tensor());
-    let source = match (delta, family, order) {
-        (None, KernelFamily::Hopper, SumOrder::Any) => KeySource::GatheredUnbiased,
+    let source = match (delta, family) {
+        (None, KernelFamily::Hopper) => KeySource::GatheredUnbiased,
         _ => KeySource::Gathered,
     };
     let bias = match source.has_bias() {
@@ -104,16 +107,25 @@ pub(crate) fn listed_key_sums(
         source,
     };
     let blocks = lists.num_super_blocks();
-    let (per_launch, dq_sum) = match order {
-        SumOrder::Any => {
-            let per_launch = KeyLists::dq_sum_queries(shape.seq_len).div_ceil(SUPER_BLOCK);
+    let [batch, kv_heads, seq_len] = shape.per_key();
+    let (per_launch, dq_sum) = match (order, family) {
+        // One after the other, so that a key's contributions are added in the order of the blocks.
+        (SumOrder::Fixed, KernelFamily::Portable) => (1, None),
+        _ => {
+            let per_launch = KeyLists::dq_sum_queries(seq_len).div_ceil(SUPER_BLOCK);
             let sums = empty_zero(&d_o, &dq_sum_shape(&shape, per_launch * SUPER_BLOCK))?;
             (per_launch, Some(sums))
         }
-        // One after the other, so that a key's contributions are added in the order of the blocks.
-        SumOrder::Fixed => (1, None),
     };
-    let [batch, kv_heads, seq_len] = shape.per_key();
+    // Whose turn it is next: of each query tile and consumer warp, and of each key.
+    let turns = match (order, &dq_sum) {
+        (SumOrder::Fixed, Some(_)) => {
+            let tiles = per_launch * SUPER_BLOCK / BACKWARD_BLOCK_Q;
+            let of_queries = empty_zero(&d_o, &[batch, shape.num_heads, tiles, 8])?;
+            Some([of_queries, empty_zero(&d_o, &shape.per_key())?])
+        }
+        _ => None,
+    };
     let ddelta = match &bias {
         Some(_) => Some(empty_zero(&d_o, &shape.per_key())?),
         None => None,
@@ -144,19 +156,21 @@ pub(crate) fn listed_key_sums(
     let tiles = pass.key_tiles()?;
     for first in (0..blocks).step_by(per_launch) {
         let count = per_launch.min(blocks - first);
-        let shares = match (order, qkv.policy().blocks_per_tile) {
-            // Blocks that share keys add to the same sums.
-            (SumOrder::Fixed, _) => QueryShares::ONE,
-            (SumOrder::Any, Some(blocks)) => {
-                let group = shape.group_size();
-                QueryShares::of_count(blocks.min(group), group)
+        let group = shape.group_size();
+        let shares = match (&dq_sum, order, qkv.policy().blocks_per_tile) {
+            // Blocks that share keys add to the same sums, and have no turns.
+            (None, _, _) => QueryShares::ONE,
+            (_, _, Some(blocks)) => QueryShares::of_count(blocks.min(group), group),
+            (_, SumOrder::Any, None) => QueryShares::of_lists(&shape, count, list_capacity, tiles),
+            (_, SumOrder::Fixed, None) => {
+                QueryShares::of_count(ORDERED_LISTS.div_ceil(batch * kv_heads).min(group), group)
             }
-            (SumOrder::Any, None) => QueryShares::of_lists(&shape, count, list_capacity, tiles),
         };
-        if let Some(dq_sum) = dq_sum.as_ref().filter(|_| first > 0) {
-            fill_zero(dq_sum)?;
+        if first > 0 {
+            dq_sum.iter().try_for_each(fill_zero)?;
+            turns.iter().try_for_each(|[of_queries, _]| fill_zero(of_queries))?;
         }
-        for set in BackwardTiling::launches(&shape, order == SumOrder::Any) {
+        for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
             let params = params!(DmaAttentionBackwardParams {
                 base,
                 softmax_scale,
@@ -169,6 +183,7 @@ pub(crate) fn listed_key_sums(
             let mut tensors = inputs.clone();
             tensors.push(&lists.list_len);
             tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
+            tensors.extend(turns.iter().flatten());
             tensors.extend(set.dk.then_some(dk_sum));
             tensors.extend(set.dv.then_some(dv_sum));
             tensors.extend(ddelta.as_ref().filter(|_| set.dk));
@@ -183,7 +198,7 @@ pub(crate) fn listed_key_sums(
             convert_dq(dq_sum, call, count * SUPER_BLOCK, first * SUPER_BLOCK)?;
         }
     }
-    if order == SumOrder::Fixed {
+    if dq_sum.is_none() {
         let [dq, _, _] = call.grads.head_words(NAME)?;
         let params = params!(DmaAttentionBackwardQueryParams {
             base,

@@ -99,19 +99,10 @@ pub(crate) fn slots_decode(
         &scratch.partials,
         &scratch.counters,
     ];
-    let [q, k, v] = token.head_words(NAME)?;
     let params = params!(DmaDecodeParams {
-        num_heads: shape.num_heads,
-        num_kv_heads: shape.num_kv_heads,
+        base: token.token_params(NAME, &shape, softmax_scale)?,
         keep_window_size: window,
         num_splits: scratch.num_splits,
-        softmax_scale,
-        q_offset: q[0],
-        q_batch_stride: q[2],
-        k_offset: k[0],
-        k_batch_stride: k[2],
-        v_offset: v[0],
-        v_batch_stride: v[2],
         local_window_size: slots.local_window_size,
     });
     let kernel = dma_decode_kernel(scratch.tiling, bias);

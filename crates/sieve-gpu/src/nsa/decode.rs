@@ -199,21 +199,12 @@ impl Pooled<'_> {
         }
         let scored = if self.size > capacity { 1 } else { room };
         let scores = self.keys.empty_contiguous(&[batch, num_heads, scored], DType::F32);
-        let [q, k, v] = token.head_words(NAME)?;
         let params = params!(PooledScoresParams {
-            num_heads,
-            num_kv_heads,
+            base: token.token_params(NAME, &shape, step.softmax_scale)?,
             capacity,
             pooled_capacity: room,
             size: self.size,
             stride: self.stride,
-            softmax_scale: step.softmax_scale,
-            q_offset: q[0],
-            q_batch_stride: q[2],
-            k_offset: k[0],
-            k_batch_stride: k[2],
-            v_offset: v[0],
-            v_batch_stride: v[2],
         });
         let multiprocessors = self.keys.hardware().num_multiprocessors;
         let splits = (multiprocessors / (batch * num_kv_heads)).clamp(1, scored.div_ceil(MIN_POOLED));
@@ -268,47 +259,15 @@ impl KvCache {
     /// [`attention_decode`](Self::attention_decode), without a window; `scratch` is made for as many KV heads
     /// as there are choosers. Returns `[batch, 1, num_heads, head_dim]`.
     ///
+    /// For a choice by an indexer (arXiv:2606.13392) its queries and one key, `index`, choose in place of the token's:
+    /// the key joins `pooled.pooled`, `[batch, 1, room, head_dim]`. Values of `index` are not read.
+    ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
     pub fn chosen_decode(
         &self,
         token: &Qkv,
-        length: &CudaTensor,
-        step: DecodeStep,
-        pooled: PooledStep<'_>,
-        scratch: &DecodeScratch,
-    ) -> Result<CudaTensor, KernelError> {
-        self.choosing(token, token, length, step, pooled, scratch)
-    }
-
-    /// The same where an indexer's queries and one key, `index`, choose in place of the token's (arXiv:2606.13392): the
-    /// key joins `pooled.pooled`, `[batch, 1, room, head_dim]`. Values of `index` are not read.
-    ///
-    /// # Errors
-    /// As [`chosen_decode`](Self::chosen_decode).
-    pub fn indexed_decode(
-        &self,
-        token: &Qkv,
-        index: &Qkv,
-        length: &CudaTensor,
-        step: DecodeStep,
-        pooled: PooledStep<'_>,
-        scratch: &DecodeScratch,
-    ) -> Result<CudaTensor, KernelError> {
-        let joins = Pooled {
-            keys: &self.k,
-            size: NO_POOLED,
-            stride: NO_POOLED,
-            is_written: false,
-        };
-        joins.scores(token, self, length, step)?;
-        self.choosing(token, index, length, step, pooled, scratch)
-    }
-
-    fn choosing(
-        &self,
-        token: &Qkv,
-        by: &Qkv,
+        index: Option<&Qkv>,
         length: &CudaTensor,
         step: DecodeStep,
         pooled: PooledStep<'_>,
@@ -317,6 +276,15 @@ impl KvCache {
         let shape = one_token(NAME, token)?;
         let choice = pooled.choice;
         require_chosen_decode(choice, [shape.head_dim, shape.head_dim_v], shape.group_size())?;
+        if index.is_some() != choice.has_indexer() {
+            let got = format!("{} for {choice:?}", if index.is_some() { "an indexer" } else { "none" });
+            return Err(KernelError::unsupported(
+                NAME,
+                "indexer:",
+                got,
+                "one for a choice by its scores",
+            ));
+        }
         let blocks = choice.blocks;
         let keys = Pooled {
             keys: pooled.pooled,
@@ -331,10 +299,17 @@ impl KvCache {
             },
             false => step,
         };
-        let scores = match choice.has_indexer() {
-            false => keys.scores(by, self, length, scored)?,
+        let scores = match index {
+            None => keys.scores(token, self, length, scored)?,
             // The indexer's keys are their own cache, and stand in for its values.
-            true => {
+            Some(by) => {
+                let joins = Pooled {
+                    keys: &self.k,
+                    size: NO_POOLED,
+                    stride: NO_POOLED,
+                    is_written: false,
+                };
+                joins.scores(token, self, length, step)?;
                 let by = Qkv {
                     v: by.k.clone(),
                     ..by.clone()

@@ -8,7 +8,7 @@
 //! | importance by probabilities; blocks of four strides, compressed blocks of two, groups 1, 2, 4, 8, 16 | `hopper_nsa_importance.cu` |
 //! | importance by each token's score; blocks of 16, 32, 64 or a multiple of 128 tokens | `hopper_nsa_importance.cu` |
 //! | selected attention | `hopper_nsa_selected_attention_forward.cu` |
-//! | its gradients, in any order | `hopper_nsa_selected_attention_backward.cu` |
+//! | its gradients | `hopper_nsa_selected_attention_backward.cu` |
 //! | the gradient of an indexer's loss, in any order | `hopper_index_gradient.cu` |
 //! | everything else | the portable kernels |
 use super::choose::rule_number;
@@ -34,8 +34,8 @@ pub(super) fn is_hopper(shape: &AttentionShape, queries: &CudaTensor) -> bool {
     KernelFamily::of(shape, KeySource::Gathered, queries) == KernelFamily::Hopper
 }
 
-/// Whether its gradients do: each warpgroup adds its keys' gradients on its own, in no fixed order.
-pub(super) fn is_hopper_backward(shape: &AttentionShape, queries: &CudaTensor) -> bool {
+/// Whether the gradient of an indexer's loss does: all KV heads add to the indexer's keys, in no fixed order.
+pub(super) fn has_index_gradient(shape: &AttentionShape, queries: &CudaTensor) -> bool {
     queries.policy().sums == SumOrder::Any && is_hopper(shape, queries)
 }
 
@@ -70,11 +70,15 @@ pub(super) fn selected_forward_kernel(head_dim: usize) -> SourceKernel {
 }
 
 /// The kernel of its gradients. The gradient of the scores of 64 rows a warpgroup lies in shared memory, too.
-pub(super) fn selected_backward_kernel(head_dim: usize) -> SourceKernel {
+pub(super) fn selected_backward_kernel(head_dim: usize, order: SumOrder) -> SourceKernel {
     let (stages, tile_bytes) = (2, 2 * TILE_ROWS * head_dim * 2);
     let scores = TILE_ROWS * BLOCK_KEYS * 2;
-    selected("hopper_nsa_selected_attention_backward", head_dim, stages, [224, 56])
-        .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS)
+    let kernel = selected("hopper_nsa_selected_attention_backward", head_dim, stages, [224, 56])
+        .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS);
+    match order {
+        SumOrder::Any => kernel,
+        SumOrder::Fixed => kernel.define("ORDERED", 1),
+    }
 }
 
 /// The kernel of the gradient of an indexer's loss; tiles of one head's queries.
@@ -99,14 +103,15 @@ fn selected(name: &'static str, head_dim: usize, stages: usize, [consumer, produ
 }
 
 /// Every kernel of this family for a head width.
-pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 6] {
+pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 7] {
     [
         nsa_importance_kernel(head_dim, ChoiceRule::WeightedProbability),
         nsa_importance_kernel(head_dim, ChoiceRule::LargestProbability),
         nsa_importance_kernel(head_dim, ChoiceRule::LargestScore),
         index_gradient_kernel(head_dim),
         selected_forward_kernel(head_dim),
-        selected_backward_kernel(head_dim),
+        selected_backward_kernel(head_dim, SumOrder::Any),
+        selected_backward_kernel(head_dim, SumOrder::Fixed),
     ]
 }
 

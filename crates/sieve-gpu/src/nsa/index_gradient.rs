@@ -49,7 +49,7 @@ impl Qkv {
     ) -> Result<Option<CudaTensor>, KernelError> {
         let work = Work::new(self, documents, call.block_indices, blocks, softmax_scale)?;
         let shape = work.shape;
-        if !hopper::is_hopper_backward(&shape, self.q.tensor()) {
+        if !hopper::has_index_gradient(&shape, self.q.tensor()) {
             return Ok(None);
         }
         let AttentionShape {
@@ -91,20 +91,8 @@ impl Qkv {
         let kernel = arriving(hopper::index_gradient_kernel(head_dim), self.policy());
         for (range, lists) in work.ranges().zip(call.lists) {
             let parts = own.parts(lists, head_dim, DType::BF16);
-            let tensors = [
-                work.qkv.q.tensor(),
-                work.qkv.k.tensor(),
-                &index,
-                &lse,
-                &index_lse,
-                &work.documents[0],
-                &work.documents[1],
-                &lists.entries,
-                &lists.items,
-                &lists.num_items,
-                &parts,
-                &key_sum,
-            ];
+            let [q, k] = [&work.qkv.q, &work.qkv.k].map(Heads::tensor);
+            let (operands, results) = ([q, k, &index, &lse, &index_lse], [&parts, &key_sum]);
             let params = params!(IndexGradientParams {
                 base: NsaSelectedAttentionForwardParams {
                     v_offset: (groups * head_dim).into(),
@@ -114,9 +102,8 @@ impl Qkv {
                 },
                 index_q_offset: 0usize,
             });
-            // SAFETY: sizes, strides and types checked above; lists name queries of the range, each choice has its
-            // part; adds to the sums, which were cleared.
-            unsafe { kernel.launch(work.grid(lists, true), &tensors, &params) }?;
+            // SAFETY: sizes, strides and types checked above; the sums were cleared.
+            unsafe { work.launch((&kernel, true), lists, &operands, &results, &params) }?;
             own.combine(lists, [&parts; 2], [&gradient; 2], d_query, range, true)?;
         }
         convert_rows(&key_sum, &out.k, d_key, own.softmax_scale)?;

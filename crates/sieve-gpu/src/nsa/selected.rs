@@ -4,14 +4,14 @@ use super::lists::ChoiceLists;
 use super::{Bounds, query_ranges, require_bounds, require_sizes};
 use crate::attention::backward::{AttentionGradients, padded_len, require_gradients, row_stats};
 use crate::attention::forward::{AttentionResult, require_scale};
-use crate::attention::heads::{AttentionShape, Qkv};
+use crate::attention::heads::{AttentionShape, Heads, Qkv};
 use crate::attention::hopper_tiling::arriving;
 use crate::dma::attention_backward::convert_rows;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::dtype::DType;
 use crate::runtime::operands::operands;
-use crate::runtime::params::{NsaSelectedAttentionForwardParams, params};
+use crate::runtime::params::{NsaSelectedAttentionForwardParams, Params, params};
 use crate::runtime::policy::SumOrder;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::fill_zero::empty_zero;
@@ -123,14 +123,29 @@ impl Work {
         }))
     }
 
-    /// The portable kernels: a block of threads for each item that there may be. The Hopper family: one for each
-    /// multiprocessor.
-    pub(super) fn grid(&self, lists: &ChoiceLists, is_hopper: bool) -> [usize; 3] {
-        if is_hopper {
-            return [self.indices.hardware().num_multiprocessors, 1, 1];
-        }
+    /// A pass over the lists of a range: `operands` are the tensors before the documents' bounds, `results` the tensors
+    /// behind the lists. The portable kernels have a block of threads for each item that there may be, the Hopper
+    /// family one for each multiprocessor.
+    ///
+    /// # Safety
+    /// As [`SourceKernel::launch`]; each choice has its part, and the sums were cleared.
+    pub(super) unsafe fn launch(
+        &self,
+        (kernel, is_hopper): (&SourceKernel, bool),
+        lists: &ChoiceLists,
+        operands: &[&CudaTensor],
+        results: &[&CudaTensor],
+        params: &impl Params,
+    ) -> Result<(), KernelError> {
+        let [start, end] = &self.documents;
+        let of_lists = [start, end, &lists.entries, &lists.items, &lists.num_items];
         let [_, max_items] = lists.capacity();
-        [max_items, self.shape.num_kv_heads, self.shape.batch]
+        let grid = match is_hopper {
+            true => [self.indices.hardware().num_multiprocessors, 1, 1],
+            false => [max_items, self.shape.num_kv_heads, self.shape.batch],
+        };
+        // SAFETY: the caller's promise; lists name queries of the range.
+        unsafe { kernel.launch(grid, &[operands, &of_lists, results].concat(), params) }
     }
 
     /// Joins the parts of a range: `outputs` are the output and its log-sum-exp, or the gradient of the queries alone.
@@ -203,22 +218,10 @@ impl Qkv {
             let lists = work.lists(range, work.item_queries())?;
             let parts = work.parts(&lists, shape.head_dim, DType::BF16);
             let part_lse = work.parts(&lists, 1, DType::F32);
-            let tensors = [
-                q,
-                work.qkv.k.tensor(),
-                work.qkv.v.tensor(),
-                &work.documents[0],
-                &work.documents[1],
-                &lists.entries,
-                &lists.items,
-                &lists.num_items,
-                &parts,
-                &part_lse,
-            ];
-            let (params, grid) = (work.params(&lists)?, work.grid(&lists, is_hopper));
-            // SAFETY: sizes, strides and types checked above; lists name queries of the range, each choice has its
-            // part.
-            unsafe { kernel.launch(grid, &tensors, &params) }?;
+            let operands = [q, work.qkv.k.tensor(), work.qkv.v.tensor()];
+            let (results, params) = ([&parts, &part_lse], work.params(&lists)?);
+            // SAFETY: sizes, strides and types checked above.
+            unsafe { work.launch((&kernel, is_hopper), &lists, &operands, &results, &params) }?;
             work.combine(&lists, [&parts, &part_lse], [&o, &lse], layout, range, false)?;
             all_lists.push(lists);
         }
@@ -235,7 +238,7 @@ impl Qkv {
 impl AttentionGradients<'_> {
     /// Gradients of [`nsa_selected_attention_forward`](crate::Qkv::nsa_selected_attention_forward): every element of
     /// `self.grads`; keys and values that nobody chose get 0. `lists` are the forward pass's; without them, and in a
-    /// fixed order, lists are made here.
+    /// fixed order of the portable kernel, lists are made here.
     ///
     /// # Errors
     /// As the forward pass.
@@ -256,41 +259,34 @@ impl AttentionGradients<'_> {
         let [dk_sum, dv_sum] = [0, batch].map(|first| sums.row_range(NAME, "sums", first, batch));
         let (dk_sum, dv_sum) = (dk_sum?, dv_sum?);
         let [dq, dk, dv] = self.grads.head_words(NAME)?;
-        let is_hopper = hopper::is_hopper_backward(shape, self.qkv.q.tensor());
+        let policy = self.qkv.policy();
+        let is_hopper = hopper::is_hopper(shape, self.qkv.q.tensor());
         let kernel = match is_hopper {
-            true => arriving(hopper::selected_backward_kernel(shape.head_dim), self.qkv.policy()),
+            true => arriving(hopper::selected_backward_kernel(shape.head_dim, policy.sums), policy),
             false => nsa_selected_attention_backward_kernel(shape.head_dim),
         };
         for (index, range) in work.ranges().enumerate() {
-            let lists = match (self.qkv.policy().sums, lists.get(index)) {
-                (SumOrder::Any, Some(lists)) => lists.clone(),
-                (SumOrder::Any, None) => work.lists(range, work.item_queries())?,
+            let lists = match (policy.sums, is_hopper, lists.get(index)) {
                 // One piece a list, so that within a launch nobody else adds to its keys.
-                (SumOrder::Fixed, _) => work.lists(range, range.1)?,
+                (SumOrder::Fixed, false, _) => work.lists(range, range.1)?,
+                (_, _, Some(lists)) => lists.clone(),
+                (_, _, None) => work.lists(range, work.item_queries())?,
+            };
+            // Which piece adds next, of each key and a quarter of its columns.
+            let turns = match (policy.sums, is_hopper) {
+                (SumOrder::Fixed, true) => Some(empty_zero(&d_o, &[batch, heads, seq_len, 4])?),
+                _ => None,
             };
             let parts = work.parts(&lists, shape.head_dim, DType::BF16);
-            let tensors = [
-                work.qkv.q.tensor(),
-                work.qkv.k.tensor(),
-                work.qkv.v.tensor(),
-                &d_o,
-                &stats,
-                &work.documents[0],
-                &work.documents[1],
-                &lists.entries,
-                &lists.items,
-                &lists.num_items,
-                &parts,
-                &dk_sum,
-                &dv_sum,
-            ];
+            let [q, k, v] = [&work.qkv.q, &work.qkv.k, &work.qkv.v].map(Heads::tensor);
+            let (operands, mut results) = ([q, k, v, &d_o, &stats], vec![&parts, &dk_sum, &dv_sum]);
+            results.extend(&turns);
             let params = params!(NsaSelectedAttentionBackwardParams {
                 base: work.params(&lists)?,
                 padded_len: padded_len(seq_len),
             });
-            let grid = work.grid(&lists, is_hopper);
-            // SAFETY: as in the forward pass; adds to the sums, which were cleared.
-            unsafe { kernel.launch(grid, &tensors, &params) }?;
+            // SAFETY: as in the forward pass; the sums were cleared.
+            unsafe { work.launch((&kernel, is_hopper), &lists, &operands, &results, &params) }?;
             let grad = self.grads.q.tensor();
             work.combine(&lists, [&parts, &parts], [grad, grad], dq, range, true)?;
         }

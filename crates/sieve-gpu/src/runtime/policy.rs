@@ -31,8 +31,8 @@ pub enum SumOrder {
     /// Whatever order the hardware happens to take: fastest, last bits vary from run to run.
     #[default]
     Any,
-    /// Always the same order, so that two runs are bit-equal: no float atomics. dq is summed in turns by Hopper's
-    /// kernels of neighbouring keys, in a pass of its own by all others.
+    /// Always the same order, so that two runs are bit-equal. Hopper's kernels add in turns; the portable ones have no
+    /// float atomics, and sum dq in a pass of its own.
     Fixed,
 }
 

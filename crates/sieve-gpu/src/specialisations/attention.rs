@@ -9,8 +9,7 @@ use crate::attention::decode::attention_decode_kernel;
 use crate::attention::decode_scratch::DecodeTiling;
 use crate::attention::heads::AttentionShape;
 use crate::attention::hopper_tiling::{
-    HopperTiling, has_hopper_form, has_hopper_gradient, hopper_attention_backward_prepare_kernel,
-    hopper_backward_kernel,
+    HopperTiling, has_hopper_form, hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
 };
 use crate::attention::query_shares::sharing;
 use crate::attention::sparse_forward::{
@@ -237,7 +236,9 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
             let tiling = BackwardTiling::choose("attention_backward", shape, source, shared_bytes);
             for set in BackwardTiling::launches(shape, order == SumOrder::Any) {
                 match tiling.clone().map(|tiling| tiling.kernel(shape, source, set, order)) {
-                    Ok(kernel) => list.extend_kernels(forms(kernel, source, order)),
+                    // Blocks of lists in a fixed order share no keys.
+                    Ok(kernel) if source.is_gathered() && order == SumOrder::Fixed => list.extend_kernels([kernel]),
+                    Ok(kernel) => list.extend_kernels(forms(kernel)),
                     Err(error) => list.add(Err(error)),
                 }
             }
@@ -269,11 +270,9 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
     }
 }
 
-/// A backward kernel alone and where its blocks share keys, which listed ones do not in a fixed order.
-fn forms(kernel: SourceKernel, source: KeySource, order: SumOrder) -> impl Iterator<Item = SourceKernel> {
-    let shares = !(source.is_gathered() && order == SumOrder::Fixed);
-    let shared = shares.then(|| sharing(kernel.clone()));
-    std::iter::once(kernel).chain(shared)
+/// A backward kernel alone and where its blocks share keys.
+fn forms(kernel: SourceKernel) -> [SourceKernel; 2] {
+    [kernel.clone(), sharing(kernel)]
 }
 
 impl NeededKernels {
@@ -302,10 +301,9 @@ impl NeededKernels {
 /// Adds a part's kernels of the Hopper family, for shapes that have them.
 pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Part) {
     let shape = &needs.shape;
-    let source = match (needs.keys, part) {
-        // NSA's lists have no bias, but for gradients in a fixed order.
-        (NeededKeys::Blocks, part) if !matches!(part, Part::Gradients(SumOrder::Fixed)) => KeySource::GatheredUnbiased,
-        (keys, _) => key_source(keys),
+    let source = match needs.keys {
+        NeededKeys::Blocks => KeySource::GatheredUnbiased,
+        keys => key_source(keys),
     };
     let mut pass = |pass| list.extend_kernels([HopperTiling::new(pass, shape, source).kernel()]);
     match part {
@@ -334,20 +332,12 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
         Part::RowSums if source.has_bias() => pass(QueryPass::RowSums),
         Part::Choose if needs.keys == NeededKeys::Blocks => list.extend_kernels(nsa_hopper_kernels(shape.head_dim)),
         Part::Gradients(order) => {
-            if order == SumOrder::Fixed && has_hopper_gradient(shape, source) {
-                pass(QueryPass::Gradient);
+            list.extend_kernels([attention_backward_convert_kernel(shape.head_dim)]);
+            let kernel = hopper_backward_kernel(shape, source, order);
+            if order == SumOrder::Fixed && source == KeySource::Dense {
+                list.extend_kernels(forms(head_by_head(kernel.clone())));
             }
-            if !source.is_gathered() {
-                list.extend_kernels([attention_backward_convert_kernel(shape.head_dim)]);
-            }
-            let sets = BackwardTiling::launches(shape, order == SumOrder::Any || !source.is_gathered());
-            for set in sets {
-                let kernel = hopper_backward_kernel(shape, source, set, order);
-                if order == SumOrder::Fixed && source == KeySource::Dense {
-                    list.extend_kernels(forms(head_by_head(kernel.clone()), source, order));
-                }
-                list.extend_kernels(forms(kernel, source, order));
-            }
+            list.extend_kernels(forms(kernel));
         }
         // The portable kernels do these on every device.
         Part::Around | Part::RowSums | Part::Choose | Part::ConvertDq | Part::Decode => {}

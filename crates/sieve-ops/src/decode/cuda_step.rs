@@ -338,7 +338,7 @@ impl Layer<'_> {
                 };
                 let seen = blocks.num_selected_blocks * blocks.select_block_size;
                 let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
-                match &self.layer.extra {
+                let index = match &self.layer.extra {
                     TokenExtra::Indexer { proj, norm } => {
                         // The key stands where a packed tensor has values, too.
                         let [rows, _] = proj.dims();
@@ -346,11 +346,11 @@ impl Layer<'_> {
                         let proj = Tensor::cat(vec![proj.clone(), key], 0);
                         let index = project(normed, &self.noted(&proj), Finish::Stored)?;
                         let index = self.rotated(&index, Some(norm), &self.inputs.position, 1)?;
-                        let index = Qkv::packed(&index, num_kv_heads, 1);
-                        kv.indexed_decode(&token, &index, &length, step(len), pooled, &buffers)?
+                        Some(Qkv::packed(&index, num_kv_heads, 1))
                     }
-                    _ => kv.chosen_decode(&token, &length, step(len), pooled, &buffers)?,
-                }
+                    _ => None,
+                };
+                kv.chosen_decode(&token, index.as_ref(), &length, step(len), pooled, &buffers)?
             }
             (
                 TokenCache::Branches {

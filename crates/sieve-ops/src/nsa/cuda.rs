@@ -5,9 +5,7 @@ use crate::attention::cuda::{Backward, bounds, output, packed, result};
 use crate::device::cuda::{Cuda, cast, tensors};
 use crate::device::paths::{kernel_or, kernel_or_scores, scores};
 use burn::tensor::DType;
-use sieve_kernels::{
-    AttentionShape, ChoiceLists, CudaPrimitive as Float, KernelError, SumOrder, ToBurn, kernel_tensor,
-};
+use sieve_kernels::{AttentionShape, ChoiceLists, CudaPrimitive as Float, KernelError, ToBurn, kernel_tensor};
 
 pub(crate) fn nsa_blocks(qkv: Float, positions: [Float; 2], call: &NsaCall<Cuda>) -> Float {
     let [k, v] = positions.each_ref().map(|x| kernel_tensor(x.clone()));
@@ -47,10 +45,7 @@ pub(crate) fn nsa_selected_attention(qkv: Float, block_indices: Float, call: &Ns
     let scores = scores(&qkv, call.spec.num_heads);
     let attempt = attempt.map(|(result, lists)| NsaSelected {
         output: output(result),
-        lists: match call.spec.policy.sums {
-            SumOrder::Any => lists.into_iter().map(of_lists).collect(),
-            SumOrder::Fixed => Vec::new(),
-        },
+        lists: lists.into_iter().map(of_lists).collect(),
     });
     kernel_or_scores("nsa_selected_attention", attempt, scores, || {
         reference::nsa_selected_attention(qkv, block_indices, call)
