@@ -461,16 +461,10 @@ fn never_active_are_zero(case: &Case, got: &Outputs) -> Result<(), Wrong> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn_flex::{Flex, FlexDevice};
     use sieve_testing::refusal;
 
     #[test]
-    fn the_cpu_passes_and_a_wrong_result_does_not() {
-        let mut report = Report::default();
-        let extent = Extent::all(12, 70, 5);
-        check_ops::<Flex>(&mut report, &FlexDevice, &extent).expect("random cases");
-        assert_eq!(report.failed(), 0, "{:?}", report.rows());
-
+    fn a_wrong_result_does_not_pass() {
         let draw = |seed| Draw {
             shape: AttentionShape::new(1, 70, [2, 1], [16, 16]),
             keys: Keys::chosen(9),
@@ -502,20 +496,5 @@ mod tests {
             change(&mut outputs);
             refusal(judge(&prepared, &outputs, true), word);
         }
-    }
-
-    #[test]
-    fn plain_bf16_passes_its_own_bar() {
-        // Rounded scores alone move large ones further than a kernel may.
-        let extent = Extent {
-            magnitude: Some(1.0),
-            ..Extent::all(10, 90, 11)
-        };
-        for_each_case(&extent, |prepared| {
-            let ratio = judge(prepared, &prepared.plain.outputs, true);
-            assert!(ratio.is_ok(), "{}: {ratio:?}", prepared.label);
-            Ok(())
-        })
-        .expect("random cases");
     }
 }

@@ -457,9 +457,28 @@ pub fn check_json(report: &Report, settings: &CheckSettings, target: &Target) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rayon::prelude::*;
     use sieve_kernels::DType;
     use sieve_kernels::{AttentionShape, CudaTensor, Hardware, KernelError, Recorder, Step};
     use std::cell::RefCell;
+
+    #[test]
+    fn the_ops_of_the_cpu_pass() {
+        let all = Extent::all;
+        // The last number: rows at least.
+        let parts: [(OpsPart<Flex>, Extent, usize); 4] = [
+            ((ATTENTION.0, attention::check_ops::<Flex>), all(12, 70, 5), 5),
+            ((LATENT.0, latent::check_ops::<Flex>), all(20, 70, 5), 2),
+            ((NSA.0, nsa::check_ops::<Flex>), all(3, 90, 1), 20),
+            (("step", step::check_ops::<Flex>), all(1, 1, 7), 9),
+        ];
+        parts.into_par_iter().for_each(|((name, check), extent, least_rows)| {
+            let mut report = Report::default();
+            check(&mut report, &FlexDevice, &extent).expect("cases");
+            assert_eq!(report.failed(), 0, "{name}: {report}");
+            assert!(report.rows().len() >= least_rows, "{name}: {report}");
+        });
+    }
 
     /// A GPU that computes nothing but zeros, and notes the kernels that it is asked for.
     struct Noted {

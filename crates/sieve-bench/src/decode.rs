@@ -99,16 +99,3 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     branches::check(report, device, extent);
     Ok(())
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::emulator::tests::emulated_with;
-
-    #[test]
-    fn emulated_blocks_of_two_four_and_eight_warps_decode_alike() {
-        emulated_with(99 << 10, 7, |emulator, report| {
-            check_wrappers(report, emulator, &Extent::emulated(4, 130, 7))
-        });
-    }
-}

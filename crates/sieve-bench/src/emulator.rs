@@ -551,16 +551,19 @@ fn operands(text: &str) -> Vec<String> {
 pub(crate) mod tests {
     use super::*;
     use crate::error::Result;
+    use crate::extent::Extent;
     use crate::report::Report;
+    use crate::{decode, select, selection, sparse};
+    use rayon::prelude::*;
 
-    /// Runs `check` of kernels on the emulator: no row fails, and there are at least `least_rows`. Nothing is checked
-    /// where no C++ compiler is installed. The programs are those of the example `emulate`, kept under their texts.
-    pub(crate) fn emulated(least_rows: usize, check: impl FnOnce(&Emulator, &mut Report) -> Result<()>) {
-        emulated_with(Hardware::AMPERE.max_shared_bytes, least_rows, check);
-    }
+    /// Shared memory of a block on the usual emulated GPU.
+    pub(crate) const AMPERE: usize = Hardware::AMPERE.max_shared_bytes;
 
-    /// The same where a block may have `max_shared_bytes` of shared memory.
-    pub(crate) fn emulated_with(
+    /// Runs `check` of kernels on an emulated GPU whose blocks may have `max_shared_bytes` of shared memory: no row
+    /// fails, and there are at least `least_rows`. Nothing is checked where no C++ compiler is installed. The programs
+    /// are those of the example `emulate`, kept under their texts.
+    pub(crate) fn emulated(
+        name: &str,
         max_shared_bytes: usize,
         least_rows: usize,
         check: impl FnOnce(&Emulator, &mut Report) -> Result<()>,
@@ -573,8 +576,38 @@ pub(crate) mod tests {
         let emulator = emulator.expect("a folder for programs");
         let mut report = Report::default();
         check(&emulator, &mut report).expect("cases");
-        assert_eq!(report.failed(), 0, "{report}");
-        assert!(report.rows().len() >= least_rows, "{report}");
+        assert_eq!(report.failed(), 0, "{name}: {report}");
+        assert!(report.rows().len() >= least_rows, "{name}: {report}");
+    }
+
+    /// A check of launch wrappers: its name, the check, its calls, shared memory of a block, rows at least.
+    type Part = (
+        &'static str,
+        fn(&mut Report, &dyn Device, &Extent) -> Result<()>,
+        Extent,
+        usize,
+        usize,
+    );
+
+    #[test]
+    fn emulated_wrappers_agree_with_their_definitions() {
+        let of = Extent::emulated;
+        let parts: [Part; 4] = [
+            ("DMA's selection", selection::check_wrappers, of(20, 130, 5), AMPERE, 8),
+            (
+                "attention under masks",
+                sparse::check_wrappers,
+                of(40, 130, 3),
+                AMPERE,
+                8,
+            ),
+            ("selectors", select::check_wrappers, of(4, 130, 3), AMPERE, 14),
+            // 99 KiB: blocks of two, four and eight warps.
+            ("decoding", decode::check_wrappers, of(4, 130, 7), 99 << 10, 7),
+        ];
+        parts.into_par_iter().for_each(|(name, check, extent, shared, least)| {
+            emulated(name, shared, least, |emulator, report| check(report, emulator, &extent));
+        });
     }
 
     #[test]

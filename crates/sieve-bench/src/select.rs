@@ -415,16 +415,3 @@ fn pairs(mask: &KeyMask, list: usize, row: usize, tiles: &[i32], columns: &[i32]
     };
     mask.tiles.rows(row).map(seen).sum()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::emulator::tests::emulated;
-
-    #[test]
-    fn the_emulated_selection_is_the_cpus() {
-        emulated(14, |emulator, report| {
-            check_wrappers(report, emulator, &Extent::emulated(4, 130, 3))
-        });
-    }
-}

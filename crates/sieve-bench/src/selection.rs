@@ -212,15 +212,3 @@ fn compare(lists: &KeyLists, case: &Case, device: &dyn Device) -> Outcome {
     }
     Ok(0.0)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn emulated_selections_agree_with_the_definition() {
-        crate::emulator::tests::emulated(8, |emulator, report| {
-            check_wrappers(report, emulator, &Extent::emulated(20, 130, 5))
-        });
-    }
-}

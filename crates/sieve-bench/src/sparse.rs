@@ -301,16 +301,3 @@ fn orders(heads: usize, len: usize, random: &mut Random) -> Vec<i32> {
     }
     all
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::emulator::tests::emulated;
-
-    #[test]
-    fn the_emulated_kernel_agrees_with_the_definition() {
-        emulated(8, |emulator, report| {
-            check_wrappers(report, emulator, &Extent::emulated(40, 130, 3))
-        });
-    }
-}

@@ -180,12 +180,17 @@ pub(crate) fn bench(bench: &mut Bench<'_>) -> BenchResult<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::emulator::tests::{AMPERE, emulated};
 
     #[test]
-    fn the_cpu_passes() {
-        let mut report = Report::default();
-        check_ops::<Flex>(&mut report, &FlexDevice, &Extent::all(1, 1, 7)).expect("no case fails");
-        assert_eq!(report.failed(), 0, "{:?}", report.rows());
-        assert_eq!(report.rows().len(), ops::<Flex>().len());
+    fn emulated_launches_pass() {
+        let extent = Extent::emulated(1, 64, 3);
+        emulated("step", AMPERE, 4, |device, report| {
+            activation::check_launches(report, device, &extent);
+            matrix_vector::check_launches(report, device, &extent);
+            matrix_vector::check_likeliest(report, device, &extent);
+            fp8::check_rounding(report, device, &extent);
+            Ok(())
+        });
     }
 }

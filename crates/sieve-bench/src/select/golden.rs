@@ -1,6 +1,7 @@
 //! The device's selections against lists of an independent computation (`tests/golden/selectors`), on the queries and
 //! keys of trained models, which are bf16 and so the same operands.
 use crate::device::{Device, download_mask};
+use crate::emulator::tests::{AMPERE, emulated};
 use safetensors::SafeTensors;
 use sieve_kernels::DType;
 use sieve_kernels::{KernelError, Qkv};
@@ -244,7 +245,7 @@ fn attention_of_keys(q: &Tokens, k: &Tokens, kv_head: usize, end: usize) -> Vec<
 
 #[test]
 fn the_emulated_selections_are_the_stored_ones() {
-    crate::emulator::tests::emulated(1, |emulator, report| {
+    emulated("stored selections", AMPERE, 1, |emulator, report| {
         for &(method, calls) in METHODS {
             // Whole prompts of one model, and tokens: all of them would take some ten minutes.
             let wanted = |inputs: &str, place: &str| {

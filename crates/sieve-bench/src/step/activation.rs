@@ -84,18 +84,3 @@ fn largest_is_found(calls: &Calls<'_>, x: &CudaTensor, amax: &CudaTensor) -> Res
     };
     same("the largest magnitude", &[largest(amax)?], &[largest(x)?])
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::emulator::tests::emulated;
-
-    #[test]
-    fn emulated_launches_pass() {
-        let extent = Extent::emulated(1, 64, 3);
-        emulated(1, |device, report| {
-            check_launches(report, device, &extent);
-            Ok(())
-        });
-    }
-}

@@ -171,7 +171,6 @@ fn bar(dtype: DType, is_fast: bool) -> Bar {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::emulator::tests::emulated;
     use sieve_testing::Random;
 
     #[test]
@@ -190,14 +189,5 @@ mod tests {
         assert!(judged.as_ref().is_ok_and(|ratio| *ratio > 0.5), "{judged:?}");
         let lost = of(&|x, w| exact_sum(&x[1..], &w[1..]));
         assert!(bar.judge("f32", &lost, &kept, &exact).is_err());
-    }
-
-    #[test]
-    fn the_emulated_rounding_passes() {
-        let extent = Extent::emulated(1, 64, 3);
-        emulated(1, |device, report| {
-            check_rounding(report, device, &extent);
-            Ok(())
-        });
     }
 }

@@ -144,19 +144,3 @@ fn swiglu(row: &[f64]) -> Vec<f64> {
     let (gates, ups) = row.split_at(row.len() / 2);
     gates.iter().zip(ups).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::emulator::tests::emulated;
-
-    #[test]
-    fn emulated_launches_pass() {
-        let extent = Extent::emulated(1, 64, 3);
-        emulated(1, |device, report| {
-            check_launches(report, device, &extent);
-            check_likeliest(report, device, &extent);
-            Ok(())
-        });
-    }
-}
