@@ -244,8 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
 #pragma unroll
     for (int r = 0; r < 2; ++r) own[r] = entries[first_row + 8 * r];
 #if ORDERED
-    // A key stands in all lists from its own super-block on until it leaves. The lanes of a quad, which share its row,
-    // count by themselves: with a __syncwarp here the compiler spills in the loop.
+    // A key stands in all lists from its own super-block on until it leaves. Each lane of a quad, which shares its row,
+    // adds 1, so a block counts 4: with a __syncwarp here the compiler spills in the loop.
     i32* turns = key_turns + done_row * seq_len;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -62,6 +62,11 @@ fn a_rank_that_is_killed_ends_the_job_with_one_plain_line() {
         let ranks = ranks_of(child.id());
         let since = Instant::now();
         send(name, ranks[rank]);
+        if name == "BUS" {
+            // Rust's handler, which looks for stack overflows, returns from the first: a fault would come again.
+            std::thread::sleep(Duration::from_millis(100));
+            send(name, ranks[rank]);
+        }
         let output = ended(child, 75);
         assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
         let said = String::from_utf8_lossy(&output.stderr).into_owned();

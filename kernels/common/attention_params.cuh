@@ -10,7 +10,7 @@ struct AttentionParams {
   u64 q_batch_stride, k_batch_stride, v_batch_stride;
 };
 
-// What those of decoding kernels begin with, where q, k and v are one token a row; elements.
+// Parameters that decoding kernels begin with, where q, k and v are one token a row; elements.
 struct TokenParams {
   u64 num_heads, num_kv_heads;
   u64 softmax_scale;  // f32 bits

@@ -1,5 +1,5 @@
 // hopper_chosen_gradients: what gradients of attention over chosen blocks share on Hopper: causal masks of transposed
-// scores, dk and dq of a block's keys from dS^T, and sums of a run's keys that go out.
+// scores, dk and dq of a block's keys from dS^T, and adds of a run's dk and dv to global memory.
 // Defines    as hopper_chosen.cuh, with GRADIENT 1
 #pragma once
 #include "common/hopper_chosen.cuh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A person's own command, once, whole: recipes/dma_1p7b.toml on four folders of text, both stages with the switch between
+# A person's own command, once, whole: a recipe of two stages (dma_1p7b.toml) on four folders of text, both stages with the switch between
 # them, a SIGTERM in the first and a kill -9 in the second, continued on one GPU and again on all; then perplexity, MQAR,
 # a needle, the export and transformers' logits of it beside Sieve's. Prints tokens/s and memory beside `sieve plan`'s.
 #
@@ -33,6 +33,8 @@ sed -E -e "/^paths/ s#\"data/#\"$out/data/#g" \
   -e 's|^path = .*|train = { vocab_size = 16384, sample_bytes = 4_000_000 }|' \
   -e 's|^steps = 32000.*|steps = '$first'|; s|^steps = 8000.*|steps = '$second'|; s|^warmup_steps = .*|warmup_steps = 1|' \
   -e 's|^log_freq = .*|log_freq = 1|' -e "${SHRINK:-}" "$here/recipes/$name" > "$recipe"
+grep -q "^steps = $first$" "$recipe" && grep -q "^steps = $second$" "$recipe" && [ "$(grep -c '^\[\[stage' "$recipe")" = 2 ] ||
+  { fail "$name has not the two stages of 32000 and 8000 steps that this script shortens"; exit 2; }
 "$sieve" plan --recipe "$recipe" --gpu "$gpu" "${sets[@]}" > "$out/plan-1.txt" 2>&1 || fail "plan"
 "$sieve" plan --recipe "$recipe" --gpu "$gpu" --nproc "$nproc" "${sets[@]}" > "$out/plan-$nproc.txt" 2>&1 || fail "plan --nproc $nproc"
 

@@ -39,9 +39,12 @@ run() {
   while kill -0 "$job" 2> /dev/null && [ "$(cat "$out/$name/metrics.jsonl" 2> /dev/null | grep -c '"kind":"step"')" -lt "$steps" ]; do
     sleep 0.2
   done
-  kill -KILL -- "-$job" 2> /dev/null || { failed=1; echo "$name: FAILED, see $out/$name.txt: $(tail -1 "$out/$name.txt")"; }
+  local code=0
+  kill -0 "$job" 2> /dev/null || { code=1; echo "$name: FAILED, see $out/$name.txt: $(tail -1 "$out/$name.txt")"; }
+  # Each rank has a process group of its own, all have the session of `setsid`.
+  while pkill -KILL -s "$job"; do sleep 0.2; done
   wait "$job" 2> /dev/null
-  python3 - "$out/$name" "$steps" << 'PYTHON' || failed=1
+  python3 - "$out/$name" "$steps" << 'PYTHON' || code=1
 import json, re, sys
 name, count = sys.argv[1], int(sys.argv[2])
 lines = [json.loads(line) for line in open(name + "/metrics.jsonl", encoding="utf-8")]
@@ -53,6 +56,7 @@ plan = re.search(r"^memory +([0-9.]+ GiB)", open(name + ".plan", encoding="utf-8
 print(f"{name.split('/')[-1]:12} loss {of('loss', 5)}; norm {of('grad_norm', 4)}; tokens/s {of('tokens_per_second', 0)}; "
       f"tensors {gib('in_use_bytes')}, reserved {gib('reserved_bytes')}, plan with the program {plan and plan[1]}", flush=True)
 PYTHON
+  return "$code"
 }
 
 for part in "${parts[@]}"; do
@@ -60,26 +64,30 @@ for part in "${parts[@]}"; do
     zero) # four micro-batches a process
       for way in 1:f32 2:f32 2:bf16; do
         run "zero-${way/:/-}" mha 2 - parallelism.zero_stage="${way%:*}" training.gradient_dtype="${way#*:}" \
-          training.global_batch_size=32
+          training.global_batch_size=32 || failed=1
       done
       ;;
     memory)
       run 8b-zero-2 mha 2 - parallelism.zero_stage=2 training.global_batch_size=32 model.num_hidden_layers=36 \
         model.hidden_size=4096 model.num_attention_heads=32 model.num_key_value_heads=8 model.intermediate_size=12288 \
-        model.vocab_size=151936 model.tie_word_embeddings=false activation_checkpoint.mode=full
+        model.vocab_size=151936 model.tie_word_embeddings=false activation_checkpoint.mode=full ||
+        failed=1
       ;;
     rows) # whole rows, two kinds at a time, then in two parts
       shape=(model.num_hidden_layers=12 model.max_position_embeddings=65536 training.seq_len=65536
         training.local_batch_size=1 training.global_batch_size=2)
-      gpu=0
+      "$sieve" recipe new --size 1p7b --data "$text" --out "$out/text.toml" > "$out/text.txt" 2>&1
+      "$sieve" data prepare --recipe "$out/text.toml" --set "data.cache_dir=\"$out/cache\"" \
+        --set "tokenizer.train={ vocab_size = 2048, sample_bytes = 4_000_000 }" >> "$out/text.txt" 2>&1 || failed=1
+      jobs=()
       for kind in ${KINDS:-infllm_v2 moba msa}; do
-        run "$kind-1" "$kind" 1 "$gpu" "${shape[@]}" &
-        gpu=$((1 - gpu))
-        [ "$gpu" = 1 ] || wait
+        run "$kind-1" "$kind" 1 "${#jobs[@]}" "${shape[@]}" &
+        jobs+=($!)
+        [ "${#jobs[@]}" -lt 2 ] || { for job in "${jobs[@]}"; do wait "$job" || failed=1; done; jobs=(); }
       done
-      wait
+      for job in "${jobs[@]}"; do wait "$job" || failed=1; done
       for kind in ${KINDS:-infllm_v2 moba msa}; do
-        run "$kind-2" "$kind" 2 - "${shape[@]}" parallelism.context_parallel_degree=2
+        run "$kind-2" "$kind" 2 - "${shape[@]}" parallelism.context_parallel_degree=2 || failed=1
       done
       ;;
     *)

@@ -353,20 +353,22 @@ fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Found {
     }
 }
 
-/// The queries whose choice differs, as a share of what may. A query does not count if all blocks that one choice has
-/// and the other has not are `tied` for it.
+/// The queries whose choice differs, as a share of what may. A query does not count if each choice has as many blocks
+/// that the other has not, and all of these are `tied` for it.
 fn judge_choice(chosen: &[i32], expected: &[i32], count: usize, tied: impl Fn(usize, &[usize]) -> bool) -> Outcome {
     let all = expected.len() / count;
     let pairs = chosen.chunks_exact(count).zip(expected.chunks_exact(count));
     let differs = |(at, (a, b)): &(usize, (&[i32], &[i32]))| {
         let only =
             |a: &[i32], b: &[i32]| -> Vec<i32> { a.iter().copied().filter(|block| !b.contains(block)).collect() };
-        let blocks = [only(a, b), only(b, a)].concat();
-        let blocks: Vec<usize> = blocks
-            .into_iter()
-            .filter_map(|block| usize::try_from(block).ok())
-            .collect();
-        a != b && !tied(*at, &blocks)
+        let others = [only(a, b), only(b, a)];
+        let blocks = others.iter().flatten().map(|&block| usize::try_from(block));
+        let are_blocks = others[0].len() == others[1].len() && !others[0].is_empty();
+        a != b
+            && !(are_blocks
+                && blocks
+                    .collect::<Result<Vec<_>, _>>()
+                    .is_ok_and(|blocks| tied(*at, &blocks)))
     };
     let differing = pairs.enumerate().filter(differs).count();
     // A row or two of a short call are no share yet.

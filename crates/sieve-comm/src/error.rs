@@ -96,6 +96,9 @@ pub enum CommError {
         /// What this one does.
         ours: String,
     },
+    /// A message that the receiver would refuse; nothing of it was sent.
+    #[error("{0}")]
+    TooLong(String),
 }
 
 /// Which rank was lost, and how.

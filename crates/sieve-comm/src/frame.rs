@@ -19,9 +19,12 @@ pub(crate) fn send(mut stream: &TcpStream, kind: u8, bytes: &[u8]) -> io::Result
 
 fn require_length(len: u64) -> io::Result<()> {
     match len > MAX_BYTES {
-        true => Err(io::Error::other(format!(
-            "a message of {len} bytes, more than {MAX_BYTES}: shorter rows or more processes a row make it shorter"
-        ))),
+        true => Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!(
+                "a message of {len} bytes, more than {MAX_BYTES}: shorter rows or more processes a row make it shorter"
+            ),
+        )),
         false => Ok(()),
     }
 }

@@ -386,6 +386,10 @@ impl Mesh {
 
     /// Why a connection for values broke.
     fn lost(&self, peer: &Peer, error: &io::Error) -> CommError {
+        // Nothing was sent, and nobody is lost.
+        if error.kind() == io::ErrorKind::InvalidInput {
+            return CommError::TooLong(error.to_string());
+        }
         let unknown = || Failure {
             rank: peer.rank,
             place: peer.place.clone(),

@@ -140,8 +140,8 @@ device_ops! {
         fn linear_input_gradient(weight: Float<Self>, dy: Float<Self>) -> Float<Self>;
         /// `dweight` of [`crate::linear`], added to `sum` where there is one, which may be changed in place.
         fn linear_weight_gradient(x: Float<Self>, dy: Float<Self>, sum: Option<Float<Self>>) -> Float<Self>;
-        /// A product of two matrices in the type of x, or with `([alpha, beta], c)` alpha times it and beta times c,
-        /// rounded once. It has no gradient.
+        /// A product of two matrices of one type, or with `([alpha, beta], c)` the sum of alpha times it and beta times
+        /// c, which has that type too; the kernel rounds once. It has no gradient.
         fn gemm(
             kind: Product,
             x: Float<Self>,

@@ -7,7 +7,16 @@ fn another_choice_fails() {
     assert!(judge_choice(&[0, 1, 0, 2, 0, 3], &[0, 1, 0, 1, 0, 1], 2, none).is_ok());
     let (found, expected) = (vec![0; 40], vec![1; 40]);
     assert!(judge_choice(&found, &expected, 2, none).is_err());
-    assert!(judge_choice(&found, &expected, 2, |_, _: &[usize]| true).is_ok());
+    let all = |_, _: &[usize]| true;
+    assert!(
+        judge_choice(&found, &[[2, 1]; 20].concat(), 2, all).is_err(),
+        "a block twice"
+    );
+    assert!(judge_choice(&[[2, 0]; 20].concat(), &[[2, 1]; 20].concat(), 2, all).is_ok());
+    assert!(
+        judge_choice(&[[2, -1]; 20].concat(), &[[2, 1]; 20].concat(), 2, all).is_err(),
+        "a block left out"
+    );
 }
 
 /// One row of a document of 700 tokens: its late tokens see hundreds of keys, and few queries see them.

@@ -3,7 +3,9 @@ use crate::attention::backward_tiling::BackwardTiling;
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::forward::{AttentionResult, require_per_key, require_scale};
 use crate::attention::heads::{AttentionShape, Heads, Qkv};
-use crate::attention::hopper_tiling::{KernelFamily, hopper_attention_backward_prepare_kernel};
+use crate::attention::hopper_tiling::{
+    BACKWARD_CONSUMER_WARPS, KernelFamily, hopper_attention_backward_prepare_kernel,
+};
 use crate::attention::launch::PassInputs;
 use crate::attention::query_shares::QueryShares;
 use crate::attention::tiling::{KeySource, QueryPass};
@@ -87,7 +89,12 @@ impl AttentionGradients<'_> {
             (SumOrder::Any, _) => [Some(empty_zero(&d_o, &sum_shape)?), None],
             // The first tile of keys stores; whose turn it is next, of each query tile and consumer warp.
             (SumOrder::Fixed, KernelFamily::Hopper) => {
-                let turns = [shape.batch, shape.num_heads, sum_shape[2] / ROW_ALIGNMENT, 8];
+                let turns = [
+                    shape.batch,
+                    shape.num_heads,
+                    sum_shape[2] / ROW_ALIGNMENT,
+                    BACKWARD_CONSUMER_WARPS,
+                ];
                 [
                     Some(d_o.empty_contiguous(&sum_shape, DType::F32)),
                     Some(empty_zero(&d_o, &turns)?),

@@ -31,6 +31,8 @@ pub enum KernelFamily {
 pub(crate) const BLOCK_KV: usize = 128;
 /// Queries of a step of the backward kernels.
 pub(crate) const BACKWARD_BLOCK_Q: usize = 64;
+/// Warps of its two consumer warpgroups.
+pub(crate) const BACKWARD_CONSUMER_WARPS: usize = 8;
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
 

@@ -5,7 +5,7 @@ use crate::attention::backward::{
 use crate::attention::backward_tiling::BackwardTiling;
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::heads::Heads;
-use crate::attention::hopper_tiling::{BACKWARD_BLOCK_Q, KernelFamily};
+use crate::attention::hopper_tiling::{BACKWARD_BLOCK_Q, BACKWARD_CONSUMER_WARPS, KernelFamily};
 use crate::attention::launch::PassInputs;
 use crate::attention::query_shares::QueryShares;
 use crate::attention::tiling::{KeySource, QueryPass};
@@ -121,7 +121,7 @@ pub(crate) fn listed_key_sums(
     let turns = match (order, &dq_sum) {
         (SumOrder::Fixed, Some(_)) => {
             let tiles = per_launch * SUPER_BLOCK / BACKWARD_BLOCK_Q;
-            let of_queries = empty_zero(&d_o, &[batch, shape.num_heads, tiles, 8])?;
+            let of_queries = empty_zero(&d_o, &[batch, shape.num_heads, tiles, BACKWARD_CONSUMER_WARPS])?;
             Some([of_queries, empty_zero(&d_o, &shape.per_key())?])
         }
         _ => None,
