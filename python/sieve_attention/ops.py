@@ -11,6 +11,7 @@ from ._library import Op
 QKV = ("q", "k", "v")
 BRANCHES = ("compressed", "selected", "window")
 LISTS = ("list", "list_len", "tile_window")
+CHOICE = ("float scale", "int[] blocks", "str rule", "bool first", "int local")
 
 # Tensors, which of them may be None, settings with their types. A tensor with ! is written in place.
 TABLE = {
@@ -39,12 +40,17 @@ TABLE = {
         (*QKV, "block_indices", "doc_start?", "doc_end?", "o", "lse", "d_o"),
         ("float scale", "int[] blocks", "bool fixed_order"),
     ),
-    "nsa_gates": ((*BRANCHES, "logits", "bias"), ()),
-    "nsa_gates_backward": ((*BRANCHES, "logits", "bias", "d_o"), ()),
-    "choose_blocks": (
-        ("q", "pooled", "doc_start?", "doc_end?"),
-        ("float scale", "int[] blocks", "str rule", "bool first", "int local"),
+    "nsa_gates_backward": ((*BRANCHES, "logits", "gate_bias?", "d_o"), ()),
+    "nsa_forward": (
+        (*QKV, "compressed", "logits", "gate_bias?", "doc_start?", "doc_end?"),
+        ("float scale", "int[] blocks", "int window", "bool for_backward"),
     ),
+    "dma_forward": (
+        (*QKV, "rank", "bias", "doc_start?", "doc_end?"),
+        ("float scale", "int keep", "int local", "bool for_backward"),
+    ),
+    "choose_blocks": (("q", "k", "doc_start?", "doc_end?"), CHOICE),
+    "chosen_forward": ((*QKV, "doc_start?", "doc_end?"), CHOICE),
     "block_sparse": ((*QKV, "words"), ("float scale", "int[] block")),
     "attention_decode": ((*QKV, "k_cache!", "v_cache!", "length"), ("float scale", "int? window")),
     "dma_decode": (

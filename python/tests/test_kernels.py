@@ -180,8 +180,7 @@ def test_chosen_blocks(name, device):
     else:
         settings = {"block": blocks.selected, "num_selected": blocks.num_selected}
         ours = lambda q, k, v: sieve.moba(q, k, v, **settings)  # noqa: E731
-    (pooled,) = sieve.functional.ops.nsa_mean_pool(k, v, None, None, blocks.sizes())
-    arguments = (q, pooled, None, None, 0.125, blocks.sizes(), rule, first, local)
+    arguments = (q, k, None, None, 0.125, blocks.sizes(), rule, first, local)
     (indices,) = sieve.functional.ops.choose_blocks(*arguments)
     slots = indices.transpose(1, 2).long()
     got = torch.zeros(chosen.shape, dtype=torch.long, device=device)

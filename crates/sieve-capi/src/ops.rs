@@ -1,5 +1,5 @@
 //! From a request to the launches of sieve-gpu's wrappers, op by op.
-use crate::request::{Call, PlanError, Request};
+use crate::request::{Call, PlanError, Request, Rule};
 use sieve_core::{BlockChoice, CallShape, ForcedBlocks, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
 use sieve_gpu::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots,
@@ -38,9 +38,11 @@ impl Call {
             Self::NsaCompressedBackward { .. } => "nsa_compressed_backward",
             Self::NsaSelectedForward { .. } => "nsa_selected_forward",
             Self::NsaSelectedBackward { .. } => "nsa_selected_backward",
-            Self::NsaGates {} => "nsa_gates",
             Self::NsaGatesBackward {} => "nsa_gates_backward",
+            Self::NsaForward { .. } => "nsa_forward",
+            Self::DmaForward { .. } => "dma_forward",
             Self::ChooseBlocks { .. } => "choose_blocks",
+            Self::ChosenForward { .. } => "chosen_forward",
             Self::BlockSparse { .. } => "block_sparse",
             Self::AttentionDecode { .. } => "attention_decode",
             Self::DmaDecode { .. } => "dma_decode",
@@ -102,22 +104,9 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             Ok(vec![("dv", dv), ("dw_dt", dw_dt), ("da", da)])
         }
         &Call::DmaSelect { keep, local } => {
-            let (rank, [start, end]) = (t.get("rank")?, t.documents()?);
-            rank.require_dtype("dma_select", "rank", DType::F32)?;
-            let selection = dma_select(&rank, &start, &end, keep, local)?;
-            let mut outputs = vec![("expire", selection.expire.clone())];
-            let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
-            if keep < seq_len {
-                let lists = selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?;
-                let KeyLists {
-                    list,
-                    list_len,
-                    tile_window,
-                    ..
-                } = lists;
-                outputs.extend([("list", list), ("list_len", list_len), ("tile_window", tile_window)]);
-            }
-            Ok(outputs)
+            let (expire, lists) = t.selection(keep, local, &t.documents()?)?;
+            let lists = lists.into_iter().flat_map(of_lists);
+            Ok([("expire", expire)].into_iter().chain(lists).collect())
         }
         &Call::DmaAttentionForward { scale } => {
             let (bias, lists) = (t.get("bias")?, t.lists()?);
@@ -187,17 +176,55 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 Ok(None)
             })
         }
-        Call::NsaGates {} => {
-            let ([a, b, c], logits, bias) = t.gates()?;
-            Ok(vec![("o", nsa_gates([&a, &b, &c], &logits, &bias)?)])
-        }
         Call::NsaGatesBackward {} => {
-            let ([a, b, c], logits, bias) = t.gates()?;
+            let [a, b, c] = [t.get("compressed")?, t.get("selected")?, t.get("window")?];
+            let (logits, bias) = (t.get("logits")?, t.get("gate_bias")?);
             let gradients = nsa_gates_backward([&a, &b, &c], &logits, &bias, &t.get("d_o")?)?;
             let names = ["d_compressed", "d_selected", "d_window"];
             let mut outputs: Outputs = names.into_iter().zip(gradients.branches).collect();
             outputs.extend([("d_logits", gradients.logits), ("d_bias", gradients.bias)]);
             Ok(outputs)
+        }
+        &Call::NsaForward {
+            scale,
+            blocks,
+            window,
+            for_backward,
+        } => {
+            let (qkv, compressed, [start, end]) = (t.qkv()?, t.get("compressed")?, t.documents()?);
+            let (documents, blocks) = ([&start, &end], blocks.checked()?);
+            let queries = t.queries_of_blocks(&compressed, blocks, false)?;
+            let (coarse, indices) = queries.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
+            let (selected, _) = qkv.nsa_selected_attention_forward(documents, &indices, blocks, scale)?;
+            let near = qkv.attention_forward(&start, Some(window), scale, None)?;
+            let gates = [&t.get("logits")?, &t.get("gate_bias")?];
+            let o = nsa_gates([&coarse.o, &selected.o, &near.o], gates[0], gates[1])?;
+            let kept = [
+                ("compressed_o", coarse.o),
+                ("compressed_lse", coarse.lse),
+                ("block_indices", indices),
+                ("selected_o", selected.o),
+                ("selected_lse", selected.lse),
+                ("window_o", near.o),
+                ("window_lse", near.lse),
+            ];
+            Ok(with_kept(vec![("o", o)], kept, for_backward))
+        }
+        &Call::DmaForward {
+            scale,
+            keep,
+            local,
+            for_backward,
+        } => {
+            let (qkv, bias, documents) = (t.qkv()?, t.get("bias")?, t.documents()?);
+            let (_, lists) = t.selection(keep, local, &documents)?;
+            let forward = match &lists {
+                Some(lists) => qkv.dma_attention_forward(&bias, lists, scale, KeepOLow::ShortRows)?,
+                None => qkv.attention_forward(&documents[0], None, scale, Some((&bias, KeepOLow::ShortRows)))?,
+            };
+            let mut outputs = result(forward);
+            let kept: Outputs = outputs.drain(1..).chain(lists.into_iter().flat_map(of_lists)).collect();
+            Ok(with_kept(outputs, kept, for_backward))
         }
         &Call::ChooseBlocks {
             scale,
@@ -206,26 +233,26 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             first,
             local,
         } => {
-            let (pooled, [start, end], blocks) = (t.get("pooled")?, t.documents()?, blocks.checked()?);
             let forced = ForcedBlocks { first, local };
-            if local == 0 || forced.count() > blocks.num_selected_blocks {
-                let got = format!("{local} local ones of {} chosen", blocks.num_selected_blocks);
-                return Err(KernelError::unsupported(
-                    "choose_blocks",
-                    "blocks",
-                    got,
-                    "1 or more, and no more than chosen",
-                )
-                .into());
-            }
-            let queries = t.queries_of_blocks(&pooled, blocks, false)?;
-            let choice = BlockChoice {
-                blocks,
-                rule: rule.into(),
-                forced,
-            };
-            let chosen = queries.choose_key_blocks([&start, &end], &pooled, choice, scale)?;
+            let chosen = t.chosen(scale, blocks.checked()?, rule, forced, &t.documents()?)?;
             Ok(vec![("block_indices", chosen)])
+        }
+        &Call::ChosenForward {
+            scale,
+            blocks,
+            rule,
+            first,
+            local,
+        } => {
+            let (documents, blocks, forced) = (t.documents()?, blocks.checked()?, ForcedBlocks { first, local });
+            let chosen = t.chosen(scale, blocks, rule, forced, &documents)?;
+            let [start, end] = &documents;
+            let (forward, _) = t
+                .qkv()?
+                .nsa_selected_attention_forward([start, end], &chosen, blocks, scale)?;
+            let mut outputs = result(forward);
+            outputs.push(("block_indices", chosen));
+            Ok(outputs)
         }
         Call::BlockSparse { scale, block } => {
             let (qkv, words) = (t.qkv()?, t.get("words")?);
@@ -283,6 +310,25 @@ fn result(result: AttentionResult) -> Outputs {
     outputs.extend(result.o_low.map(|o_low| ("o_low", o_low)));
     outputs.extend(result.base.map(|base| ("base", base)));
     outputs
+}
+
+/// An op's outputs, and behind them what its backward pass reads, where one follows.
+fn with_kept(
+    mut outputs: Outputs,
+    kept: impl IntoIterator<Item = (&'static str, CudaTensor)>,
+    for_backward: bool,
+) -> Outputs {
+    outputs.extend(kept.into_iter().filter(|_| for_backward));
+    outputs
+}
+
+/// A selection's lists as outputs.
+fn of_lists(lists: KeyLists) -> [(&'static str, CudaTensor); 3] {
+    [
+        ("list", lists.list),
+        ("list_len", lists.list_len),
+        ("tile_window", lists.tile_window),
+    ]
 }
 
 /// The mask of all query heads' own lists of blocks; `words` on the device hold it.
@@ -398,10 +444,47 @@ impl Inputs {
         Ok(Qkv::separate(&q, &unread, &unread))
     }
 
-    /// The branches' outputs, the gates' logits and their bias.
-    fn gates(&self) -> Result<([CudaTensor; 3], CudaTensor, CudaTensor), PlanError> {
-        let branches = [self.get("compressed")?, self.get("selected")?, self.get("window")?];
-        Ok((branches, self.get("logits")?, self.get("bias")?))
+    /// The blocks that each query chooses by means of the keys.
+    fn chosen(
+        &self,
+        scale: f32,
+        blocks: NsaBlocks,
+        rule: Rule,
+        forced: ForcedBlocks,
+        [start, end]: &[CudaTensor; 2],
+    ) -> Result<CudaTensor, PlanError> {
+        if forced.local == 0 || forced.count() > blocks.num_selected_blocks {
+            let got = format!("{} local ones of {} chosen", forced.local, blocks.num_selected_blocks);
+            let supported = "1 or more, and no more than chosen";
+            return Err(KernelError::unsupported(self.op, "blocks", got, supported).into());
+        }
+        let k = self.get("k")?;
+        let pooled = Qkv::separate(&k, &k, &k).nsa_mean_pool([start, end], blocks)?;
+        let choice = BlockChoice {
+            blocks,
+            rule: rule.into(),
+            forced,
+        };
+        let queries = self.queries_of_blocks(&pooled, blocks, false)?;
+        Ok(queries.choose_key_blocks([start, end], &pooled, choice, scale)?)
+    }
+
+    /// When each key leaves by its rank, and the lists of attention where not every key is kept.
+    fn selection(
+        &self,
+        keep: usize,
+        local: usize,
+        [start, end]: &[CudaTensor; 2],
+    ) -> Result<(CudaTensor, Option<KeyLists>), PlanError> {
+        let rank = self.get("rank")?;
+        rank.require_dtype("dma_select", "rank", DType::F32)?;
+        let selection = dma_select(&rank, start, end, keep, local)?;
+        let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
+        let lists = match keep < seq_len {
+            true => Some(selection.dma_lists(start, end, KeyLists::TILE_QUERIES)?),
+            false => None,
+        };
+        Ok((selection.expire.clone(), lists))
     }
 
     fn documents(&self) -> Result<[CudaTensor; 2], PlanError> {

@@ -174,18 +174,57 @@ pub enum Call {
         #[serde(default)]
         fixed_order: bool,
     },
-    /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads * 3]`, bias
-    /// `[heads * 3]` → o
-    NsaGates {},
-    /// The forward's inputs, d_o → d_compressed, d_selected, d_window, d_logits, d_bias
+    /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads * 3]`, gate_bias
+    /// `[heads * 3]`, d_o → d_compressed, d_selected, d_window, d_logits, d_bias
     NsaGatesBackward {},
-    /// q, pooled (keys, then what is not read), doc_start, doc_end → block_indices
-    ChooseBlocks {
-        /// Factor on `q . k`, where scores become probabilities.
+    /// All of NSA: q, k, v, compressed, logits, gate_bias, doc_start, doc_end → o, and for a backward pass
+    /// compressed_o, compressed_lse, block_indices, selected_o, selected_lse, window_o, window_lse
+    NsaForward {
+        /// Factor on `q . k`.
         scale: f32,
         /// Block sizes.
         blocks: Blocks,
+        /// Keys that the window's branch sees.
+        window: usize,
+        /// Whether what a backward pass reads is an output too.
+        #[serde(default)]
+        for_backward: bool,
+    },
+    /// Selection and attention: q, k, v, rank, bias, doc_start, doc_end → o, and for a backward pass lse, o_low?, base,
+    /// and list, list_len, tile_window where `keep` is below the tokens of a row
+    DmaForward {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Keys that a query keeps.
+        keep: usize,
+        /// The last of them, which are kept whatever their rank.
+        #[serde(default)]
+        local: usize,
+        /// Whether what a backward pass reads is an output too.
+        #[serde(default)]
+        for_backward: bool,
+    },
+    /// q, k, doc_start, doc_end → block_indices
+    ChooseBlocks {
+        /// Factor on `q . k`, where scores become probabilities.
+        scale: f32,
+        /// Block sizes; the first two are those of the means of keys that scores are made of.
+        blocks: Blocks,
         /// What makes a block important.
+        rule: Rule,
+        /// Whether the document's first block is chosen in any case.
+        #[serde(default)]
+        first: bool,
+        /// Blocks up to the query's own one that are chosen in any case, at least 1.
+        local: usize,
+    },
+    /// Choice and attention: q, k, v, doc_start, doc_end → o, lse, block_indices
+    ChosenForward {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Block sizes, as of the choice.
+        blocks: Blocks,
+        /// What makes a block important; each KV head chooses.
         rule: Rule,
         /// Whether the document's first block is chosen in any case.
         #[serde(default)]
@@ -236,6 +275,8 @@ pub enum Rule {
     LargestProbability,
     /// MoBA's ([`ChoiceRule::MeanKey`]): each query head chooses.
     MeanKey,
+    /// MSA's ([`ChoiceRule::LargestScore`]): each head of an indexer chooses, by means of one token.
+    LargestScore,
 }
 
 impl From<Rule> for ChoiceRule {
@@ -243,6 +284,7 @@ impl From<Rule> for ChoiceRule {
         match rule {
             Rule::LargestProbability => Self::LargestProbability,
             Rule::MeanKey => Self::MeanKey,
+            Rule::LargestScore => Self::LargestScore,
         }
     }
 }
