@@ -71,7 +71,7 @@ class _Dma(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, w_dt, a, start, end, slopes, linear, scale, keep, local, deterministic):
         x, z, bias, weights = _ranked(v, w_dt, a, start, slopes, linear)
-        o, lse, *kept = ops.dma_forward(q, k, v, z, bias, start, end, scale, keep, local, True)
+        o, lse, *kept = ops.dma_forward(q, k, v, z, bias, start, end, scale, keep, local)
         lists = [kept.pop() for _ in range(3 if keep < k.shape[1] else 0)][::-1]
         kept = [None] * (2 - len(kept)) + kept
         ctx.save_for_backward(q, k, v, bias, o, lse, *kept, start, end, w_dt, weights, a, x, z, *lists)
@@ -159,7 +159,7 @@ class _Nsa(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, compressed_k, compressed_v, logits, bias, start, end, scale, blocks, window, deterministic):
         compressed = _compressed(compressed_k, compressed_v)
-        o, *kept = ops.nsa_forward(q, k, v, compressed, logits, bias, start, end, scale, blocks, window, True)
+        o, *kept = ops.nsa_forward(q, k, v, compressed, logits, bias, start, end, scale, blocks, window)
         ctx.save_for_backward(q, k, v, compressed, logits, bias, start, end, *kept)
         ctx.settings = scale, blocks, window, deterministic
         return o
@@ -225,7 +225,7 @@ def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, de
     start, end = documents or (None, None)
     scale = _scale(scale, q)
     if not _tracks(q, k, v) and (bias is None or not bias.requires_grad):
-        return ops.attention_forward(q, k, v, start, bias, scale, window)[0]
+        return ops.attention_forward(q, k, v, start, bias, scale, window, True)[0]
     return _Attention.apply(q, k, v, bias, start, end, scale, window, deterministic)
 
 
@@ -266,7 +266,7 @@ def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=Fa
     if selection.lists is None:
         return attention(q, k, v, scale=scale, bias=bias, documents=selection.documents, deterministic=deterministic)
     if not _tracks(q, k, v, bias):
-        return ops.dma_attention_forward(q, k, v, bias, *selection.lists, scale)[0]
+        return ops.dma_attention_forward(q, k, v, bias, *selection.lists, scale, True)[0]
     return _DmaAttention.apply(q, k, v, bias, *selection.lists, scale, deterministic)
 
 
@@ -299,7 +299,7 @@ def dma_attention(
         settings = list(slopes or ()), bias == "linear", scale, keep, local, deterministic
         return _Dma.apply(*given, start, end, *settings)
     _, rank, added, _ = _ranked(v, w_dt, a, start, list(slopes or ()), bias == "linear")
-    return ops.dma_forward(q, k, v, rank, added, start, end, scale, keep, local, False)[0]
+    return ops.dma_forward(q, k, v, rank, added, start, end, scale, keep, local, True)[0]
 
 
 def _ranked(v, w_dt, a, start, slopes, linear):
@@ -372,7 +372,7 @@ def nsa(
     if _tracks(*given) or (bias is not None and bias.requires_grad):
         return _Nsa.apply(*given, bias, start, end, scale, sizes, window, deterministic)
     compressed = _compressed(compressed_k, compressed_v)
-    return ops.nsa_forward(q, k, v, compressed, logits, bias, start, end, scale, sizes, window, False)[0]
+    return ops.nsa_forward(q, k, v, compressed, logits, bias, start, end, scale, sizes, window, True)[0]
 
 
 def _of_chosen(q, k, v, choice, settings, index_q=None, index_k=None):

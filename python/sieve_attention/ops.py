@@ -15,7 +15,7 @@ CHOICE = ("float scale", "int[] blocks", "str rule", "bool first", "int local")
 
 # Tensors, which of them may be None, settings with their types. A tensor with ! is written in place.
 TABLE = {
-    "attention_forward": ((*QKV, "doc_start?", "bias?"), ("float scale", "int? window")),
+    "attention_forward": ((*QKV, "doc_start?", "bias?"), ("float scale", "int? window", "bool only_o=False")),
     "attention_backward": (
         (*QKV, "doc_start?", "doc_end?", "bias?", "o", "lse", "o_low?", "base?", "d_o"),
         ("float scale", "int? window", "bool fixed_order"),
@@ -23,7 +23,7 @@ TABLE = {
     "dma_scores": (("v", "w_dt", "a", "doc_start?"), ("float[] slopes",)),
     "dma_scores_backward": (("v", "w_dt", "a", "x", "dz"), ()),
     "dma_select": (("rank", "doc_start?", "doc_end?"), ("int keep", "int local")),
-    "dma_attention_forward": ((*QKV, "bias", *LISTS), ("float scale",)),
+    "dma_attention_forward": ((*QKV, "bias", *LISTS), ("float scale", "bool only_o=False")),
     "dma_attention_backward": (
         (*QKV, "bias", *LISTS, "o", "lse", "o_low?", "base?", "d_o"),
         ("float scale", "bool fixed_order"),
@@ -43,11 +43,11 @@ TABLE = {
     "nsa_gates_backward": ((*BRANCHES, "logits", "gate_bias?", "d_o"), ()),
     "nsa_forward": (
         (*QKV, "compressed", "logits", "gate_bias?", "doc_start?", "doc_end?"),
-        ("float scale", "int[] blocks", "int window", "bool for_backward"),
+        ("float scale", "int[] blocks", "int window", "bool only_o=False"),
     ),
     "dma_forward": (
         (*QKV, "rank", "bias", "doc_start?", "doc_end?"),
-        ("float scale", "int keep", "int local", "bool for_backward"),
+        ("float scale", "int keep", "int local", "bool only_o=False"),
     ),
     "choose_blocks": (("q", "k", "doc_start?", "doc_end?"), CHOICE),
     "chosen_forward": ((*QKV, "doc_start?", "doc_end?"), CHOICE),
@@ -75,7 +75,7 @@ def _schema(name, tensors, settings):
 
 
 def _define(name, tensors, settings):
-    op = Op(name, [x.rstrip("?!") for x in tensors], [x.split()[-1] for x in settings])
+    op = Op(name, [x.rstrip("?!") for x in tensors], [x.split()[-1].split("=")[0] for x in settings])
     call = op.__call__
     if any("[]" in setting for setting in settings):
         # Lists cannot be part of a plan's key.

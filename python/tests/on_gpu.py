@@ -40,6 +40,7 @@ def calls(tokens, grad=False):
         "nsa": lambda: sieve.nsa(q, k, v, *sieve.nsa_mean_pool(k, v), gates),
         "infllm_v2": lambda: sieve.infllm_v2(q, k, v, blocks=sieve.NsaBlocks(), local=8),
         "moba": lambda: sieve.moba(q, k, v, block=64, num_selected=16),
+        "msa": lambda: sieve.msa(q, k, v, v, k[:, :, :1], block=64, num_selected=16),
     }, [q, k, v, w_dt, a]
 
 
@@ -112,7 +113,7 @@ def capture_of_new_shapes():
 
 def compiled():
     for mode in (None, "reduce-overhead"):
-        for name in ("dense", "window", "expiring", "dma", "nsa", "infllm_v2", "moba"):
+        for name in ("dense", "window", "expiring", "dma", "nsa", "infllm_v2", "moba", "msa"):
             made, inputs = calls(2048, grad=True)
             call = made[name]
             torch._dynamo.reset()
@@ -210,8 +211,8 @@ def opcheck():
         "nsa_compressed_backward": (q, compressed, None, None, c[0], c[1], c[0], scale, blocks, True),
         "nsa_selected_forward": (q, k, v, c[2], None, None, scale, blocks),
         "nsa_gates_backward": (c[0], s[0], s[0], *gates, s[0]),
-        "nsa_forward": (q, k, v, compressed, *gates, None, None, scale, blocks, 50, True),
-        "dma_forward": (q, k, v, rank, rank, None, None, scale, 64, 8, False),
+        "nsa_forward": (q, k, v, compressed, *gates, None, None, scale, blocks, 50),
+        "dma_forward": (q, k, v, rank, rank, None, None, scale, 64, 8, True),
         "choose_blocks": (q, k, None, None, scale, blocks, "largest_probability", True, 1),
         "chosen_forward": (q, k, v, None, None, scale, blocks, "largest_probability", True, 1),
         "nsa_selected_backward": (q, k, v, c[2], None, None, s[0], s[1], s[0], scale, blocks, True),

@@ -56,10 +56,10 @@ type Outputs = Vec<(&'static str, CudaTensor)>;
 
 fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
     match call {
-        &Call::AttentionForward { scale, window } => {
+        &Call::AttentionForward { scale, window, only_o } => {
             let (start, bias) = (t.get("doc_start")?, t.maybe("bias"));
-            let bias = bias.as_ref().map(|bias| (bias, KeepOLow::ShortRows));
-            Ok(result(t.qkv()?.attention_forward(&start, window, scale, bias)?))
+            let bias = bias.as_ref().map(|bias| (bias, o_low(only_o)));
+            Ok(result(t.qkv()?.attention_forward(&start, window, scale, bias)?, only_o))
         }
         &Call::AttentionBackward {
             scale,
@@ -108,12 +108,10 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let lists = lists.into_iter().flat_map(of_lists);
             Ok([("expire", expire)].into_iter().chain(lists).collect())
         }
-        &Call::DmaAttentionForward { scale } => {
+        &Call::DmaAttentionForward { scale, only_o } => {
             let (bias, lists) = (t.get("bias")?, t.lists()?);
-            let forward = t
-                .qkv()?
-                .dma_attention_forward(&bias, &lists, scale, KeepOLow::ShortRows)?;
-            Ok(result(forward))
+            let forward = t.qkv()?.dma_attention_forward(&bias, &lists, scale, o_low(only_o))?;
+            Ok(result(forward, only_o))
         }
         &Call::DmaAttentionBackward { scale, fixed_order } => {
             let (bias, lists) = (t.get("bias")?, t.lists()?);
@@ -162,7 +160,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let (forward, _) = t
                 .qkv()?
                 .nsa_selected_attention_forward([&start, &end], &indices, blocks, *scale)?;
-            Ok(result(forward))
+            Ok(result(forward, false))
         }
         Call::NsaSelectedBackward {
             scale,
@@ -189,7 +187,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             scale,
             blocks,
             window,
-            for_backward,
+            only_o,
         } => {
             let (qkv, compressed, [start, end]) = (t.qkv()?, t.get("compressed")?, t.documents()?);
             let (documents, blocks) = ([&start, &end], blocks.checked()?);
@@ -199,6 +197,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let near = qkv.attention_forward(&start, Some(window), scale, None)?;
             let gates = [&t.get("logits")?, &t.get("gate_bias")?];
             let o = nsa_gates([&coarse.o, &selected.o, &near.o], gates[0], gates[1])?;
+            let mut outputs = vec![("o", o)];
             let kept = [
                 ("compressed_o", coarse.o),
                 ("compressed_lse", coarse.lse),
@@ -208,23 +207,25 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 ("window_o", near.o),
                 ("window_lse", near.lse),
             ];
-            Ok(with_kept(vec![("o", o)], kept, for_backward))
+            outputs.extend(kept.into_iter().filter(|_| !only_o));
+            Ok(outputs)
         }
         &Call::DmaForward {
             scale,
             keep,
             local,
-            for_backward,
+            only_o,
         } => {
             let (qkv, bias, documents) = (t.qkv()?, t.get("bias")?, t.documents()?);
             let (_, lists) = t.selection(keep, local, &documents)?;
+            let o_low = o_low(only_o);
             let forward = match &lists {
-                Some(lists) => qkv.dma_attention_forward(&bias, lists, scale, KeepOLow::ShortRows)?,
-                None => qkv.attention_forward(&documents[0], None, scale, Some((&bias, KeepOLow::ShortRows)))?,
+                Some(lists) => qkv.dma_attention_forward(&bias, lists, scale, o_low)?,
+                None => qkv.attention_forward(&documents[0], None, scale, Some((&bias, o_low)))?,
             };
-            let mut outputs = result(forward);
-            let kept: Outputs = outputs.drain(1..).chain(lists.into_iter().flat_map(of_lists)).collect();
-            Ok(with_kept(outputs, kept, for_backward))
+            let mut outputs = result(forward, only_o);
+            outputs.extend(lists.into_iter().flat_map(of_lists).filter(|_| !only_o));
+            Ok(outputs)
         }
         &Call::ChooseBlocks {
             scale,
@@ -250,14 +251,14 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let (forward, _) = t
                 .qkv()?
                 .nsa_selected_attention_forward([start, end], &chosen, blocks, scale)?;
-            let mut outputs = result(forward);
+            let mut outputs = result(forward, false);
             outputs.push(("block_indices", chosen));
             Ok(outputs)
         }
         Call::BlockSparse { scale, block } => {
             let (qkv, words) = (t.qkv()?, t.get("words")?);
             let mask = block_mask(qkv.shape("block_sparse")?, *block, words)?;
-            Ok(result(qkv.sparse_attention_forward(&mask, *scale)?))
+            Ok(result(qkv.sparse_attention_forward(&mask, *scale)?, false))
         }
         &Call::AttentionDecode { scale, window } => {
             let (token, cache) = (t.qkv()?, t.cache()?);
@@ -304,22 +305,23 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
     }
 }
 
-/// What a forward pass returns, with what its backward pass reads.
-fn result(result: AttentionResult) -> Outputs {
+/// What a forward pass returns, with what its backward pass reads unless `o` alone is an output.
+fn result(result: AttentionResult, only_o: bool) -> Outputs {
+    if only_o {
+        return vec![("o", result.o)];
+    }
     let mut outputs = vec![("o", result.o), ("lse", result.lse)];
     outputs.extend(result.o_low.map(|o_low| ("o_low", o_low)));
     outputs.extend(result.base.map(|base| ("base", base)));
     outputs
 }
 
-/// An op's outputs, and behind them what its backward pass reads, where one follows.
-fn with_kept(
-    mut outputs: Outputs,
-    kept: impl IntoIterator<Item = (&'static str, CudaTensor)>,
-    for_backward: bool,
-) -> Outputs {
-    outputs.extend(kept.into_iter().filter(|_| for_backward));
-    outputs
+/// Where a forward pass keeps `o_low`: where a backward pass may follow.
+fn o_low(only_o: bool) -> KeepOLow {
+    match only_o {
+        true => KeepOLow::Never,
+        false => KeepOLow::ShortRows,
+    }
 }
 
 /// A selection's lists as outputs.

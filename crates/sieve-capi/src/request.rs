@@ -89,6 +89,9 @@ pub enum Call {
         /// Keys that a query sees at most.
         #[serde(default)]
         window: Option<usize>,
+        /// Whether `o` is the only output.
+        #[serde(default)]
+        only_o: bool,
     },
     /// The forward's inputs, doc_end, o, lse, o_low?, base?, d_o → dq, dk, dv, d_bias?
     AttentionBackward {
@@ -121,6 +124,9 @@ pub enum Call {
     DmaAttentionForward {
         /// Factor on `q . k`.
         scale: f32,
+        /// Whether `o` is the only output.
+        #[serde(default)]
+        only_o: bool,
     },
     /// The forward's inputs, o, lse, o_low?, base, d_o → dq, dk, dv, d_bias
     DmaAttentionBackward {
@@ -177,7 +183,7 @@ pub enum Call {
     /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads * 3]`, gate_bias
     /// `[heads * 3]`, d_o → d_compressed, d_selected, d_window, d_logits, d_bias
     NsaGatesBackward {},
-    /// All of NSA: q, k, v, compressed, logits, gate_bias, doc_start, doc_end → o, and for a backward pass
+    /// All of NSA: q, k, v, compressed, logits, gate_bias, doc_start, doc_end → o, and unless it is alone
     /// compressed_o, compressed_lse, block_indices, selected_o, selected_lse, window_o, window_lse
     NsaForward {
         /// Factor on `q . k`.
@@ -186,11 +192,11 @@ pub enum Call {
         blocks: Blocks,
         /// Keys that the window's branch sees.
         window: usize,
-        /// Whether what a backward pass reads is an output too.
+        /// Whether `o` is the only output.
         #[serde(default)]
-        for_backward: bool,
+        only_o: bool,
     },
-    /// Selection and attention: q, k, v, rank, bias, doc_start, doc_end → o, and for a backward pass lse, o_low?, base,
+    /// Selection and attention: q, k, v, rank, bias, doc_start, doc_end → o, and unless it is alone lse, o_low?, base,
     /// and list, list_len, tile_window where `keep` is below the tokens of a row
     DmaForward {
         /// Factor on `q . k`.
@@ -200,9 +206,9 @@ pub enum Call {
         /// The last of them, which are kept whatever their rank.
         #[serde(default)]
         local: usize,
-        /// Whether what a backward pass reads is an output too.
+        /// Whether `o` is the only output.
         #[serde(default)]
-        for_backward: bool,
+        only_o: bool,
     },
     /// q, k, doc_start, doc_end → block_indices
     ChooseBlocks {

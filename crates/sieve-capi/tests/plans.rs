@@ -71,7 +71,7 @@ fn requests() -> Vec<(Value, Vec<Value>)> {
             vec![qkv(1, n, d), start()],
         ),
         (
-            json!({"attention_forward": {"scale": 0.1, "window": 99}}),
+            json!({"attention_forward": {"scale": 0.1, "window": 99, "only_o": true}}),
             vec![qkv(1, n, 80), start()],
         ),
         (
@@ -162,23 +162,23 @@ fn requests() -> Vec<(Value, Vec<Value>)> {
             vec![qkv(1, n, d), bounds(n)],
         ),
         (
+            json!({"nsa_forward": {"scale": 0.1, "blocks": blocks, "window": 512, "only_o": true}}),
+            vec![qkv(1, n, d), vec![compressed("compressed")], gates.to_vec(), bounds(n)],
+        ),
+        (
             json!({"nsa_forward": {"scale": 0.1, "blocks": blocks, "window": 512}}),
             vec![qkv(1, n, d), vec![compressed("compressed")], gates.to_vec(), bounds(n)],
         ),
         (
-            json!({"nsa_forward": {"scale": 0.1, "blocks": blocks, "window": 512, "for_backward": true}}),
-            vec![qkv(1, n, d), vec![compressed("compressed")], gates.to_vec(), bounds(n)],
+            json!({"dma_forward": {"scale": 0.1, "keep": 500, "local": 60, "only_o": true}}),
+            vec![qkv(1, n, d), vec![per_key("rank"), per_key("bias")], bounds(n)],
         ),
         (
             json!({"dma_forward": {"scale": 0.1, "keep": 500, "local": 60}}),
             vec![qkv(1, n, d), vec![per_key("rank"), per_key("bias")], bounds(n)],
         ),
         (
-            json!({"dma_forward": {"scale": 0.1, "keep": 500, "local": 60, "for_backward": true}}),
-            vec![qkv(1, n, d), vec![per_key("rank"), per_key("bias")], bounds(n)],
-        ),
-        (
-            json!({"dma_forward": {"scale": 0.1, "keep": 5000, "for_backward": true}}),
+            json!({"dma_forward": {"scale": 0.1, "keep": 5000}}),
             vec![qkv(1, n, d), vec![per_key("rank"), per_key("bias")], bounds(n)],
         ),
         (

@@ -404,8 +404,14 @@ class BlocksAttention(DenseAttention):
     def chooser(self, x, q, k, rows, cache):
         """A function of a tile that gives the blocks its queries choose, [batch, choosers, tokens, blocks]."""
 
+    def kernel(self, sieve, x, rows, cache):
+        """The function of the package that chooses and reads, inputs behind q, k and v, and settings."""
+
     def forward(self, x, rows, cache):
         (q, k, v), o = self.keys(x, rows, cache), []
+        if (sieve := kernels(self, cache)) and not any(self.config.shared_layers):
+            function, inputs, settings = self.kernel(sieve, x, rows, cache)
+            return self.out(by_kernel(function, q, k, v, *inputs, scale=self.scale, **settings))
         if chosen := self.chooser(x, q, k, rows, cache):
             rows.chosen[self.source] = [chosen(*tile) for tile in tiles(rows, k.shape[2])]
         chosen = rows.chosen[self.source]
@@ -419,16 +425,12 @@ class BlocksAttention(DenseAttention):
 class PooledAttention(BlocksAttention):
     """InfLLM-V2 and MoBA: each query chooses blocks by means of keys and reads all their tokens."""
 
-    def forward(self, x, rows, cache):
-        config, sieve = self.config, kernels(self, cache)
-        if sieve is None or any(config.shared_layers):
-            return super().forward(x, rows, cache)
-        (q, k, v), select, num = self.keys(x, rows, cache), config.select_block_size, config.num_selected_blocks
+    def kernel(self, sieve, x, rows, cache):
+        config, select, num = self.config, self.config.select_block_size, self.config.num_selected_blocks
         if config.attention_kind == "moba":
-            return self.out(by_kernel(sieve.moba, q, k, v, block=select, num_selected=num, scale=self.scale))
+            return sieve.moba, (), {"block": select, "num_selected": num}
         sizes = sieve.NsaBlocks(config.compress_block_size, config.compress_stride, select, num)
-        local = config.num_local_blocks
-        return self.out(by_kernel(sieve.infllm_v2, q, k, v, blocks=sizes, local=local, scale=self.scale))
+        return sieve.infllm_v2, (), {"blocks": sizes, "local": config.num_local_blocks}
 
     def chooser(self, x, q, k, rows, cache):
         config, is_moba = self.config, self.config.attention_kind == "moba"
@@ -459,10 +461,20 @@ class IndexedAttention(BlocksAttention):
         self.index_q_proj, self.index_k_proj = linear(size, config.num_key_value_heads * d), linear(size, d)
         self.index_q_norm, self.index_k_norm = (RMSNorm(d, config.rms_norm_eps) for _ in range(2))
 
-    def chooser(self, x, q, k, rows, cache):
-        index_q = rows.rotate(self.index_q_norm(self.heads(self.index_q_proj(x)))).float()
+    def index_heads(self, x, rows, cache):
+        """The indexer's queries of these tokens, and its keys of all."""
+        index_q = rows.rotate(self.index_q_norm(self.heads(self.index_q_proj(x))))
         index_k = rows.rotate(self.index_k_norm(self.heads(self.index_k_proj(x))))
-        index_k = index_k if cache is None else cache.append("index_k", index_k, rows.first, rows.total)
+        return index_q, index_k if cache is None else cache.append("index_k", index_k, rows.first, rows.total)
+
+    def kernel(self, sieve, x, rows, cache):
+        inputs = (y.transpose(1, 2) for y in self.index_heads(x, rows, cache))
+        settings = {"block": self.config.select_block_size, "num_selected": self.config.num_selected_blocks}
+        return sieve.msa, inputs, settings
+
+    def chooser(self, x, q, k, rows, cache):
+        index_q, index_k = self.index_heads(x, rows, cache)
+        index_q = index_q.float()
 
         def chosen(start, stop, query, end):
             select, later = self.config.select_block_size, torch.arange(end, device=x.device) > query
