@@ -157,8 +157,9 @@ class _NsaSelected(torch.autograd.Function):
 
 class _Nsa(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, compressed_k, compressed_v, logits, bias, start, end, scale, blocks, window, deterministic):
-        compressed = _compressed(compressed_k, compressed_v)
+    def forward(ctx, q, k, v, *rest):
+        *compressed, logits, bias, start, end, scale, blocks, window, deterministic = rest
+        compressed = _compressed(*compressed)
         o, *kept = ops.nsa_forward(q, k, v, compressed, logits, bias, start, end, scale, blocks, window)
         ctx.save_for_backward(q, k, v, compressed, logits, bias, start, end, *kept)
         ctx.settings = scale, blocks, window, deterministic
@@ -362,9 +363,9 @@ def nsa(
 ):  # fmt: skip
     """Native sparse attention (arXiv:2502.11089): compressed, selected and window branches, weighted by their gates.
 
-    compressed_k, compressed_v as in `nsa_compressed`. gates: bf16 `[batch, tokens, heads, 3]`, logits of the branches in
-    that order: a branch counts `sigmoid(gates + gate_bias)`; gate_bias: f32 `[heads, 3]`, 0 without one. Widths 64 and
-    128, groups of 1 to 64 heads. scale, documents, deterministic as in `attention`.
+    compressed_k, compressed_v as in `nsa_compressed`. gates: bf16 `[batch, tokens, heads, 3]`, logits of the branches
+    in that order: a branch counts `sigmoid(gates + gate_bias)`; gate_bias: f32 `[heads, 3]`, 0 without one. Widths 64
+    and 128, groups of 1 to 64 heads. scale, documents, deterministic as in `attention`.
     """
     (start, end), scale, sizes = documents or (None, None), _scale(scale, q), blocks.sizes()
     logits, bias = gates.flatten(2), None if gate_bias is None else gate_bias.flatten()

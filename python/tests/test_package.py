@@ -128,7 +128,8 @@ def test_opcheck():
 
 def several(q, k, v, rank):
     """Functions that are one operator for several ops."""
-    chosen = sieve.moba(q, k, v, block=32, num_selected=2) + sieve.msa(q, k, v, v, k[:, :, :1], block=32, num_selected=2)
+    sizes = {"block": 32, "num_selected": 2}
+    chosen = sieve.moba(q, k, v, **sizes) + sieve.msa(q, k, v, v, k[:, :, :1], **sizes)
     ranked = sieve.dma_attention(q, k, v, rank[0, :, :1].expand(-1, 128) / 8, rank[0, :, 1].abs(), keep=16)
     pooled, gates = sieve.nsa_mean_pool(k, v, blocks=BLOCKS), q[..., :3]
     return chosen + ranked + sieve.nsa(q, k, v, *pooled, gates, blocks=BLOCKS, window=20)
