@@ -21,6 +21,7 @@ from .functional import (
     infllm_v2,
     mla_decode,
     moba,
+    msa,
     nsa,
     nsa_compressed,
     nsa_mean_pool,
@@ -31,7 +32,7 @@ from .functional import (
 
 __all__ = [
     "NsaBlocks", "Selection", "SieveError", "attention", "block_mask", "block_sparse", "decode", "dma_attention",
-    "dma_decode", "dma_scores", "documents", "expiring_attention", "infllm_v2", "mla_decode", "moba", "nsa",
+    "dma_decode", "dma_scores", "documents", "expiring_attention", "infllm_v2", "mla_decode", "moba", "msa", "nsa",
     "nsa_compressed", "nsa_mean_pool", "nsa_selected", "select", "supports",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -2,7 +2,9 @@
 
 import ctypes
 import json
+import math
 import os
+import struct
 from pathlib import Path
 
 import torch
@@ -88,6 +90,10 @@ def gpu_of(device):
     return {"capability": [9, 0], "multiprocessors": 132, "shared_bytes": 227 << 10}
 
 
+def _contiguous(shape):
+    return tuple(math.prod(size or 1 for size in shape[at + 1 :]) for at in range(len(shape)))
+
+
 class Plan:
     """The launches of an op for given shapes; `call` is its JSON: {op: settings}."""
 
@@ -100,10 +106,11 @@ class Plan:
         self.outputs = [
             (x["name"], tuple(x["shape"]), BITS.get(x["name"]) or DTYPES[x["dtype"]]) for x in described["outputs"]
         ]
-        self.empty = [(shape, dtype) for _, shape, dtype in self.outputs]
+        # Strides too: torch.empty takes half as long again as empty_strided.
+        self.empty = [(shape, _contiguous(shape), dtype) for _, shape, dtype in self.outputs]
         self.workspace_bytes = described["workspace_bytes"]
         self.count = len(tensors) + len(self.outputs) + 1
-        self.array = ctypes.c_uint64 * self.count
+        self.packed = struct.Struct(f"{self.count}Q").pack
 
     def load(self, index):
         path = nvrtc_path()
@@ -111,16 +118,14 @@ class Plan:
         _check(_library.sieve_plan_load(self.handle, index, *paths))
 
     def run(self, inputs, device, index):
-        empty = torch.empty
-        outputs = [empty(shape, dtype=dtype, device=device) for shape, dtype in self.empty]
+        empty = torch.empty_strided
+        outputs = [empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.empty]
         pointers = [x.data_ptr() for x in inputs]
         pointers += [x.data_ptr() for x in outputs]
-        if self.workspace_bytes:
-            workspace = empty(self.workspace_bytes, dtype=torch.uint8, device=device)
-            pointers.append(workspace.data_ptr())
-        else:
-            pointers.append(0)
-        if _run(self.handle, self.array(*pointers), self.count, _stream(index)):
+        size = self.workspace_bytes
+        workspace = empty((size,), (1,), dtype=torch.uint8, device=device) if size else None
+        pointers.append(workspace.data_ptr() if size else 0)
+        if _run(self.handle.value, self.packed(*pointers), self.count, _stream(index)):
             if any(x.data_ptr() % 16 for x in inputs):
                 return self.run([x.clone() if x.data_ptr() % 16 else x for x in inputs], device, index)
             raise SieveError(_library.sieve_error().decode())
@@ -161,7 +166,7 @@ class Op:
         return plan.run(inputs, device, index)
 
     def _prepared(self, tensors, settings):
-        """A plan on its GPU, tensors in place of documents that were not given, and which inputs need a copy."""
+        """A plan on its GPU, tensors in place of absent ones, and which inputs need a copy."""
         device = tensors[0].device
         for name, x in zip(self.tensors, tensors):
             if x is not None and x.device != device:
@@ -173,7 +178,7 @@ class Op:
         while len(self.plans) >= MOST_PLANS:
             del self.plans[next(iter(self.plans))]
         plan, copied = self.plan(tensors, settings, gpu_of(device) if Op.emulator is None else EMULATED)
-        given = self._documents(tensors, device)
+        given = self._absent(tensors, device)
         if Op.emulator is not None:
             return plan, given, copied, None
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -185,18 +190,21 @@ class Op:
     def _not_on_a_gpu(self, device):
         return SieveError(f"{self.name}: {self.tensors[0]} is on {device}; the kernels need tensors on a CUDA GPU")
 
-    def _documents(self, tensors, device):
-        """Bounds of one document a row, for an op that is given none."""
+    def _absent(self, tensors, device):
+        """What stands for tensors that were not given: bounds of one document a row, gates without a bias."""
+        found = []
+        for spec in self._filled(tensors):
+            shape, value, dtype = spec or (None,) * 3
+            found.append(spec and torch.full(shape, value, dtype=DTYPES[dtype], device=device))
+        return found
+
+    def _filled(self, tensors):
+        """Shape, value and type of each such tensor, else None."""
         batch, count = self._tokens(tensors)
-        whole = {"doc_start": 0, "doc_end": count}
-        return [
-            (
-                torch.full((batch, count), whole[name], dtype=torch.int32, device=device)
-                if name in whole and x is None
-                else None
-            )
-            for name, x in zip(self.tensors, tensors)
-        ]
+        known = {"doc_start": ((batch, count), 0, "i32"), "doc_end": ((batch, count), count, "i32")}
+        if "logits" in self.tensors:
+            known["gate_bias"] = (tuple(tensors[self.tensors.index("logits")].shape[-1:]), 0, "f32")
+        return [known.get(name) if x is None else None for name, x in zip(self.tensors, tensors)]
 
     def _tokens(self, tensors):
         """Rows and tokens of a row: of q, k or v, or of ranks [batch, KV heads, tokens]."""
@@ -206,11 +214,10 @@ class Op:
     def plan(self, tensors, settings, gpu):
         """The plan for tensors (or fakes), and the indices of inputs that it takes as contiguous copies."""
         described, copied = [], []
-        batch, count = self._tokens(tensors)
-        for name, x in zip(self.tensors, tensors):
+        for name, x, filled in zip(self.tensors, tensors, self._filled(tensors)):
             if x is None:
-                if name in ("doc_start", "doc_end"):
-                    described.append({"name": name, "shape": [batch, count], "dtype": "i32"})
+                if filled:
+                    described.append({"name": name, "shape": [int(size) for size in filled[0]], "dtype": filled[2]})
                 continue
             dtype = "bf16" if BITS.get(name) == x.dtype else NAMES.get(x.dtype, str(x.dtype)[6:])
             spec = {"name": name, "shape": [int(size) for size in x.shape], "dtype": dtype}

@@ -19,6 +19,9 @@ from torch.autograd.function import once_differentiable
 from . import ops
 from ._library import SieveError
 
+# The exponential of a larger rank counts as this one's (ARCHITECTURE.md: it would own the softmax).
+MOST_RANK = 60.0
+
 
 def documents(cu_seqlens, tokens):
     """First token and end of each token's document in one packed row.
@@ -62,6 +65,34 @@ class _DmaAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_o):
         return (*ops.dma_attention_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 5)
+
+
+class _Dma(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, w_dt, a, start, end, slopes, linear, scale, keep, local, deterministic):
+        x, z, bias, weights = _ranked(v, w_dt, a, start, slopes, linear)
+        o, lse, *kept = ops.dma_forward(q, k, v, z, bias, start, end, scale, keep, local)
+        lists = [kept.pop() for _ in range(3 if keep < k.shape[1] else 0)][::-1]
+        kept = [None] * (2 - len(kept)) + kept
+        ctx.save_for_backward(q, k, v, bias, o, lse, *kept, start, end, w_dt, weights, a, x, z, *lists)
+        ctx.settings = linear, scale, deterministic
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o):
+        q, k, v, bias, o, lse, o_low, base, start, end, w_dt, weights, a, x, z, *lists = ctx.saved_tensors
+        linear, *settings = ctx.settings
+        kept = o, lse, o_low, base, d_o
+        if lists:
+            dq, dk, dv, dz = ops.dma_attention_backward(q, k, v, bias, *lists, *kept, *settings)
+        else:
+            scale, deterministic = settings
+            dq, dk, dv, dz = ops.attention_backward(q, k, v, start, end, bias, *kept, scale, None, deterministic)
+        if not linear:
+            dz = torch.where(z <= MOST_RANK, dz * bias, 0.0)
+        dv_of_scores, d_w, d_a = ops.dma_scores_backward(v, weights, a.float(), x, dz)
+        return (dq, dk, dv + dv_of_scores, d_w.t().to(w_dt.dtype), d_a.to(a.dtype), *[None] * 8)
 
 
 class _DmaScores(torch.autograd.Function):
@@ -124,16 +155,55 @@ class _NsaSelected(torch.autograd.Function):
         return (*ops.nsa_selected_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 6)
 
 
-class _NsaGates(torch.autograd.Function):
+class _Nsa(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, compressed, selected, window, logits, bias):
-        ctx.save_for_backward(compressed, selected, window, logits, bias)
-        return ops.nsa_gates(compressed, selected, window, logits, bias)[0]
+    def forward(ctx, q, k, v, *rest):
+        *compressed, logits, bias, start, end, scale, blocks, window, deterministic = rest
+        compressed = _compressed(*compressed)
+        o, *kept = ops.nsa_forward(q, k, v, compressed, logits, bias, start, end, scale, blocks, window)
+        ctx.save_for_backward(q, k, v, compressed, logits, bias, start, end, *kept)
+        ctx.settings = scale, blocks, window, deterministic
+        return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o):
-        return tuple(ops.nsa_gates_backward(*ctx.saved_tensors, d_o.contiguous()))
+        q, k, v, compressed, logits, bias, start, end, *kept = ctx.saved_tensors
+        coarse, coarse_lse, indices, chosen, chosen_lse, near, near_lse = kept
+        scale, blocks, window, deterministic = ctx.settings
+        gradients = ops.nsa_gates_backward(coarse, chosen, near, logits, bias, d_o.contiguous())
+        d_coarse, d_chosen, d_near, d_logits, d_bias = gradients
+        of_chosen = ops.nsa_selected_backward(
+            q, k, v, indices, start, end, chosen, chosen_lse, d_chosen, scale, blocks, deterministic
+        )
+        of_near = ops.attention_backward(
+            q, k, v, start, end, None, near, near_lse, None, None, d_near, scale, window, deterministic
+        )
+        of_coarse, d_compressed = ops.nsa_compressed_backward(
+            q, compressed, start, end, coarse, coarse_lse, d_coarse, scale, blocks, deterministic
+        )
+        dq, dk, dv = (x + y for x, y in zip(of_near, of_chosen))
+        d_compressed = d_compressed.view(2, k.shape[0], -1, *k.shape[2:]).unbind(0)
+        d_bias = None if bias is None else d_bias
+        return (dq + of_coarse[:, :, : q.shape[2]], dk, dv, *d_compressed, d_logits, d_bias, *[None] * 6)
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, index_q, index_k, start, end, scale, choice, deterministic):
+        o, lse, indices, blocks = _read_chosen(q, k, v, index_q, index_k, start, end, scale, choice)
+        ctx.save_for_backward(q, k, v, indices, start, end, o, lse)
+        ctx.settings = scale, blocks, deterministic
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o):
+        q, k, v, indices, *rest = ctx.saved_tensors
+        dq, *d_kv = ops.nsa_selected_backward(q, *_by_chooser(k, v, indices), indices, *rest, d_o, *ctx.settings)
+        if indices.shape[2] != k.shape[2]:
+            d_kv = [x.unflatten(2, (k.shape[2], -1)).sum(3) for x in d_kv]
+        return (dq, *d_kv, *[None] * 7)
 
 
 def _tracks(*tensors):
@@ -156,7 +226,7 @@ def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, de
     start, end = documents or (None, None)
     scale = _scale(scale, q)
     if not _tracks(q, k, v) and (bias is None or not bias.requires_grad):
-        return ops.attention_forward(q, k, v, start, bias, scale, window)[0]
+        return ops.attention_forward(q, k, v, start, bias, scale, window, True)[0]
     return _Attention.apply(q, k, v, bias, start, end, scale, window, deterministic)
 
 
@@ -197,7 +267,7 @@ def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=Fa
     if selection.lists is None:
         return attention(q, k, v, scale=scale, bias=bias, documents=selection.documents, deterministic=deterministic)
     if not _tracks(q, k, v, bias):
-        return ops.dma_attention_forward(q, k, v, bias, *selection.lists, scale)[0]
+        return ops.dma_attention_forward(q, k, v, bias, *selection.lists, scale, True)[0]
     return _DmaAttention.apply(q, k, v, bias, *selection.lists, scale, deterministic)
 
 
@@ -224,10 +294,20 @@ def dma_attention(
     """
     if bias not in ("exp", "linear"):
         raise SieveError(f'dma_attention: bias is "{bias}", and must be "exp" or "linear"')
-    rank = dma_scores(v, w_dt, a, slopes=slopes, documents=documents)
-    added = rank.clamp(max=60.0).exp() if bias == "exp" else rank
-    selection = select(rank, keep=keep, local=local, documents=documents)
-    return expiring_attention(q, k, v, added, selection, scale=scale, deterministic=deterministic)
+    (start, end), scale = documents or (None, None), _scale(scale, q)
+    given = q, k, v, w_dt, a
+    if _tracks(*given):
+        settings = list(slopes or ()), bias == "linear", scale, keep, local, deterministic
+        return _Dma.apply(*given, start, end, *settings)
+    _, rank, added, _ = _ranked(v, w_dt, a, start, list(slopes or ()), bias == "linear")
+    return ops.dma_forward(q, k, v, rank, added, start, end, scale, keep, local, True)[0]
+
+
+def _ranked(v, w_dt, a, start, slopes, linear):
+    """x and z of the scores, the biases of logits, and the weights as the kernels read them."""
+    weights = w_dt.float().t().contiguous()
+    x, z = ops.dma_scores(v, weights, a.float(), start, slopes)
+    return x, z, z if linear else z.clamp(max=MOST_RANK).exp_(), weights
 
 
 @dataclass(frozen=True)
@@ -262,8 +342,13 @@ def nsa_compressed(
     query, counted from its document's first token, then -1. The choice has no gradient.
     """
     start, end = documents or (None, None)
-    compressed = torch.stack([compressed_k, compressed_v]).flatten(1, 3)
+    compressed = _compressed(compressed_k, compressed_v)
     return _NsaCompressed.apply(q, compressed, start, end, _scale(scale, q), blocks.sizes(), deterministic)
+
+
+def _compressed(k, v):
+    """Compressed keys, then values, as the kernels read them."""
+    return torch.cat((k, v)).view(2, -1, k.shape[-1])
 
 
 def nsa_selected(q, k, v, indices, *, blocks=NsaBlocks(), scale=None, documents=None, deterministic=False):
@@ -272,40 +357,59 @@ def nsa_selected(q, k, v, indices, *, blocks=NsaBlocks(), scale=None, documents=
     return _NsaSelected.apply(q, k, v, indices, start, end, _scale(scale, q), blocks.sizes(), deterministic)
 
 
-def nsa(q, k, v, compressed_k, compressed_v, gates, *, gate_bias=None, blocks=NsaBlocks(), window=512, **settings):
+def nsa(
+    q, k, v, compressed_k, compressed_v, gates, *, gate_bias=None, blocks=NsaBlocks(), window=512, scale=None,
+    documents=None, deterministic=False
+):  # fmt: skip
     """Native sparse attention (arXiv:2502.11089): compressed, selected and window branches, weighted by their gates.
 
-    compressed_k, compressed_v as in `nsa_compressed`. gates: bf16 `[batch, tokens, heads, 3]`, logits of the branches in
-    that order: a branch counts `sigmoid(gates + gate_bias)`; gate_bias: f32 `[heads, 3]`, 0 without one. Widths 64 and
-    128, groups of 1 to 64 heads. settings: scale, documents, deterministic, as in `attention`.
+    compressed_k, compressed_v as in `nsa_compressed`. gates: bf16 `[batch, tokens, heads, 3]`, logits of the branches
+    in that order: a branch counts `sigmoid(gates + gate_bias)`; gate_bias: f32 `[heads, 3]`, 0 without one. Widths 64
+    and 128, groups of 1 to 64 heads. scale, documents, deterministic as in `attention`.
     """
-    coarse, indices = nsa_compressed(q, compressed_k, compressed_v, blocks=blocks, **settings)
-    chosen = nsa_selected(q, k, v, indices, blocks=blocks, **settings)
-    near = attention(q, k, v, window=window, **settings)
-    if gate_bias is None:
-        gate_bias = torch.zeros(gates.shape[-2:], dtype=torch.float32, device=q.device)
-    return _NsaGates.apply(coarse, chosen, near, gates.flatten(2), gate_bias.flatten())
+    (start, end), scale, sizes = documents or (None, None), _scale(scale, q), blocks.sizes()
+    logits, bias = gates.flatten(2), None if gate_bias is None else gate_bias.flatten()
+    given = q, k, v, compressed_k, compressed_v, logits
+    if _tracks(*given) or (bias is not None and bias.requires_grad):
+        return _Nsa.apply(*given, bias, start, end, scale, sizes, window, deterministic)
+    compressed = _compressed(compressed_k, compressed_v)
+    return ops.nsa_forward(q, k, v, compressed, logits, bias, start, end, scale, sizes, window, True)[0]
 
 
-def _of_chosen(q, k, v, pooled_blocks, rule, first, local, scale, documents, deterministic):
-    """Attention over the blocks that each query chooses by means of keys; blocks over 64 tokens are read in pieces."""
-    start, end = documents or (None, None)
-    scale = _scale(scale, q)
-    with torch.no_grad():
-        (pooled,) = ops.nsa_mean_pool(k, v, start, end, pooled_blocks.sizes())
-        (chosen,) = ops.choose_blocks(q, pooled, start, end, scale, pooled_blocks.sizes(), rule, first, local)
-        size, pieces = pooled_blocks.selected, 1
-        if size > 64 and size % 64 == 0:
-            size, pieces = 64, size // 64
-            piece = torch.arange(pieces, dtype=torch.int32, device=q.device)
-            chosen = torch.where(chosen[..., None] < 0, -1, chosen[..., None] * pieces + piece).flatten(-2)
-            # Of a query's own block, the last one it chose, the pieces behind its own hold no key for it.
-            position = torch.arange(q.shape[1], device=q.device) - (0 if start is None else start)
-            chosen = torch.where(chosen > (position // size)[..., None, None], -1, chosen)
-    if chosen.shape[2] != k.shape[2]:  # each query head chose
-        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-    sizes = NsaBlocks(size, size, size, pooled_blocks.num_selected * pieces)
-    return nsa_selected(q, k, v, chosen, blocks=sizes, scale=scale, documents=documents, deterministic=deterministic)
+def _of_chosen(q, k, v, choice, settings, index_q=None, index_k=None):
+    """Attention over the blocks that each query chooses: by q and k, or by queries and keys for this alone."""
+    scale, documents, deterministic = settings
+    (start, end), scale = documents or (None, None), _scale(scale, q)
+    given = q, k, v, index_q, index_k, start, end, scale, choice
+    return _Chosen.apply(*given, deterministic) if _tracks(q, k, v) else _read_chosen(*given)[0]
+
+
+def _read_chosen(q, k, v, index_q, index_k, start, end, scale, choice):
+    """o, lse, the chosen blocks and their sizes; blocks over 64 tokens are read in pieces."""
+    (pooled, stride, size, count), rule, *_ = choice
+    pieces = size // 64 if size > 64 and size % 64 == 0 else 1
+    if index_q is None and rule == "largest_probability" and pieces == 1:
+        return *ops.chosen_forward(q, k, v, start, end, scale, *choice), choice[0]
+    by = (q, k) if index_q is None else (index_q, index_k)
+    (chosen,) = ops.choose_blocks(*by, start, end, scale, *choice)
+    if pieces > 1:
+        size = 64
+        piece = torch.arange(pieces, dtype=torch.int32, device=q.device)
+        chosen = torch.where(chosen[..., None] < 0, -1, chosen[..., None] * pieces + piece).flatten(-2)
+        # Of a query's own block, the last one it chose, the pieces behind its own hold no key for it.
+        position = torch.arange(q.shape[1], device=q.device) - (0 if start is None else start)
+        chosen = torch.where(chosen > (position // size)[..., None, None], -1, chosen)
+    blocks = [size, size, size, count * pieces]
+    o, lse = ops.nsa_selected_forward(q, *_by_chooser(k, v, chosen), chosen, start, end, scale, blocks)
+    return o, lse, chosen, blocks
+
+
+def _by_chooser(k, v, chosen):
+    """Keys and values of each head that chooses."""
+    if chosen.shape[2] == k.shape[2]:
+        return k, v
+    group = chosen.shape[2] // k.shape[2]
+    return [x.unsqueeze(3).expand(-1, -1, -1, group, -1).flatten(2, 3) for x in (k, v)]
 
 
 def infllm_v2(
@@ -317,7 +421,8 @@ def infllm_v2(
     the others by the largest probability of an overlapping mean of keys, summed over the group. Shapes, widths and
     settings as in `nsa`; no gradient through the choice.
     """
-    return _of_chosen(q, k, v, blocks, "largest_probability", True, local, scale, documents, deterministic)
+    choice = blocks.sizes(), "largest_probability", True, local
+    return _of_chosen(q, k, v, choice, (scale, documents, deterministic))
 
 
 def moba(q, k, v, *, block=512, num_selected=3, scale=None, documents=None, deterministic=False):
@@ -325,8 +430,18 @@ def moba(q, k, v, *, block=512, num_selected=3, scale=None, documents=None, dete
 
     num_selected counts the query's own block. Shapes, widths and settings as in `nsa`; no gradient through the choice.
     """
-    sizes = NsaBlocks(block, block, block, num_selected)
-    return _of_chosen(q, k, v, sizes, "mean_key", False, 1, scale, documents, deterministic)
+    choice = [block, block, block, num_selected], "mean_key", False, 1
+    return _of_chosen(q, k, v, choice, (scale, documents, deterministic))
+
+
+def msa(q, k, v, index_q, index_k, *, block=128, num_selected=16, scale=None, documents=None, deterministic=False):
+    """MSA (arXiv:2606.13392): each group of heads reads the blocks in which its index query finds the best key.
+
+    index_q: bf16 `[batch, tokens, KV heads, width]`, index_k: `[batch, tokens, 1, width]`; they choose and get no
+    gradient. num_selected counts the query's own block. Shapes, widths and settings as in `nsa`.
+    """
+    choice = [1, 1, block, num_selected], "largest_score", False, 1
+    return _of_chosen(q, k, v, choice, (scale, documents, deterministic), index_q.detach(), index_k.detach())
 
 
 def block_mask(mask, block=128):

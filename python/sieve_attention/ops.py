@@ -11,10 +11,11 @@ from ._library import Op
 QKV = ("q", "k", "v")
 BRANCHES = ("compressed", "selected", "window")
 LISTS = ("list", "list_len", "tile_window")
+CHOICE = ("float scale", "int[] blocks", "str rule", "bool first", "int local")
 
 # Tensors, which of them may be None, settings with their types. A tensor with ! is written in place.
 TABLE = {
-    "attention_forward": ((*QKV, "doc_start?", "bias?"), ("float scale", "int? window")),
+    "attention_forward": ((*QKV, "doc_start?", "bias?"), ("float scale", "int? window", "bool only_o=False")),
     "attention_backward": (
         (*QKV, "doc_start?", "doc_end?", "bias?", "o", "lse", "o_low?", "base?", "d_o"),
         ("float scale", "int? window", "bool fixed_order"),
@@ -22,7 +23,7 @@ TABLE = {
     "dma_scores": (("v", "w_dt", "a", "doc_start?"), ("float[] slopes",)),
     "dma_scores_backward": (("v", "w_dt", "a", "x", "dz"), ()),
     "dma_select": (("rank", "doc_start?", "doc_end?"), ("int keep", "int local")),
-    "dma_attention_forward": ((*QKV, "bias", *LISTS), ("float scale",)),
+    "dma_attention_forward": ((*QKV, "bias", *LISTS), ("float scale", "bool only_o=False")),
     "dma_attention_backward": (
         (*QKV, "bias", *LISTS, "o", "lse", "o_low?", "base?", "d_o"),
         ("float scale", "bool fixed_order"),
@@ -39,12 +40,17 @@ TABLE = {
         (*QKV, "block_indices", "doc_start?", "doc_end?", "o", "lse", "d_o"),
         ("float scale", "int[] blocks", "bool fixed_order"),
     ),
-    "nsa_gates": ((*BRANCHES, "logits", "bias"), ()),
-    "nsa_gates_backward": ((*BRANCHES, "logits", "bias", "d_o"), ()),
-    "choose_blocks": (
-        ("q", "pooled", "doc_start?", "doc_end?"),
-        ("float scale", "int[] blocks", "str rule", "bool first", "int local"),
+    "nsa_gates_backward": ((*BRANCHES, "logits", "gate_bias?", "d_o"), ()),
+    "nsa_forward": (
+        (*QKV, "compressed", "logits", "gate_bias?", "doc_start?", "doc_end?"),
+        ("float scale", "int[] blocks", "int window", "bool only_o=False"),
     ),
+    "dma_forward": (
+        (*QKV, "rank", "bias", "doc_start?", "doc_end?"),
+        ("float scale", "int keep", "int local", "bool only_o=False"),
+    ),
+    "choose_blocks": (("q", "k", "doc_start?", "doc_end?"), CHOICE),
+    "chosen_forward": ((*QKV, "doc_start?", "doc_end?"), CHOICE),
     "block_sparse": ((*QKV, "words"), ("float scale", "int[] block")),
     "attention_decode": ((*QKV, "k_cache!", "v_cache!", "length"), ("float scale", "int? window")),
     "dma_decode": (
@@ -69,7 +75,7 @@ def _schema(name, tensors, settings):
 
 
 def _define(name, tensors, settings):
-    op = Op(name, [x.rstrip("?!") for x in tensors], [x.split()[-1] for x in settings])
+    op = Op(name, [x.rstrip("?!") for x in tensors], [x.split()[-1].split("=")[0] for x in settings])
     call = op.__call__
     if any("[]" in setting for setting in settings):
         # Lists cannot be part of a plan's key.

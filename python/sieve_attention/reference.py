@@ -113,7 +113,10 @@ def nsa_branches(q, k, v, compressed_k, compressed_v, blocks, *, window, chosen=
 
 
 def chosen_blocks(q, k, blocks, rule, first, local, scale=None):
-    """Which blocks each query chooses, [batch, KV heads, or heads by "mean_key", tokens, blocks]; one document a row."""
+    """Which blocks each query chooses, [batch, choosers, tokens, blocks]; one document a row.
+
+    A KV head chooses by "largest_probability", a query head else. q and k by "largest_score" are an indexer's.
+    """
     batch, tokens, heads, width = q.shape
     kv_heads, count = k.shape[2], -(-tokens // blocks.selected)
     i = torch.arange(tokens, device=q.device)
@@ -125,6 +128,10 @@ def chosen_blocks(q, k, blocks, rule, first, local, scale=None):
     if rule == "mean_key":
         # A block that has not ended has no mean; it is the query's own, or later.
         importance = logits.masked_fill(~whole, 0.0)[..., :count]
+    elif rule == "largest_score":
+        scores = logits.masked_fill(~whole, float("-inf"))
+        scores = torch.nn.functional.pad(scores, (0, -tokens % blocks.selected), value=float("-inf"))
+        importance = scores.unflatten(-1, (count, -1)).amax(-1)
     else:
         logits = logits * (1.0 / math.sqrt(width) if scale is None else scale)
         p = torch.softmax(logits.masked_fill(~whole, float("-inf")), -1).nan_to_num(0.0)

@@ -40,6 +40,7 @@ def calls(tokens, grad=False):
         "nsa": lambda: sieve.nsa(q, k, v, *sieve.nsa_mean_pool(k, v), gates),
         "infllm_v2": lambda: sieve.infllm_v2(q, k, v, blocks=sieve.NsaBlocks(), local=8),
         "moba": lambda: sieve.moba(q, k, v, block=64, num_selected=16),
+        "msa": lambda: sieve.msa(q, k, v, v, k[:, :, :1], block=64, num_selected=16),
     }, [q, k, v, w_dt, a]
 
 
@@ -112,7 +113,7 @@ def capture_of_new_shapes():
 
 def compiled():
     for mode in (None, "reduce-overhead"):
-        for name in ("dense", "window", "expiring", "dma", "nsa", "infllm_v2", "moba"):
+        for name in ("dense", "window", "expiring", "dma", "nsa", "infllm_v2", "moba", "msa"):
             made, inputs = calls(2048, grad=True)
             call = made[name]
             torch._dynamo.reset()
@@ -209,9 +210,11 @@ def opcheck():
         "nsa_compressed_forward": (q, compressed, None, None, scale, blocks),
         "nsa_compressed_backward": (q, compressed, None, None, c[0], c[1], c[0], scale, blocks, True),
         "nsa_selected_forward": (q, k, v, c[2], None, None, scale, blocks),
-        "nsa_gates": (c[0], s[0], s[0], *gates),
         "nsa_gates_backward": (c[0], s[0], s[0], *gates, s[0]),
-        "choose_blocks": (q, compressed, None, None, scale, blocks, "largest_probability", True, 1),
+        "nsa_forward": (q, k, v, compressed, *gates, None, None, scale, blocks, 50),
+        "dma_forward": (q, k, v, rank, rank, None, None, scale, 64, 8, True),
+        "choose_blocks": (q, k, None, None, scale, blocks, "largest_probability", True, 1),
+        "chosen_forward": (q, k, v, None, None, scale, blocks, "largest_probability", True, 1),
         "nsa_selected_backward": (q, k, v, c[2], None, None, s[0], s[1], s[0], scale, blocks, True),
         "block_sparse": (q, k, v, sieve.block_mask(torch.ones(4, 5, 5, device=DEVICE), 64)[0], scale, [64, 64]),
         "attention_decode": (*one, *caches, length, scale, None),
@@ -241,15 +244,15 @@ def opcheck():
             raise AssertionError(f"{name}: {error}") from error
 
 
-def milliseconds(call, repeats=15):
-    """Median time on the GPU of calls behind each other, the L2 cache cleared between them."""
+def milliseconds(call, repeats=15, pause=1.0):
+    """Median time on the GPU of calls behind each other, the L2 cache cleared and `pause` ms without work between."""
     scratch = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
     times = []
     for _ in range(3):
         call()
     for _ in range(repeats):
         scratch.zero_()
-        torch.cuda._sleep(2_000_000)
+        torch.cuda._sleep(int(pause * 1_900_000))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
@@ -314,23 +317,49 @@ def speed():
     return found
 
 
-def cool():
-    """Forward and backward at 32K after a pause each, as `sieve kernels bench --scaling` times them."""
-    found = {}
+def bench_normal(count, seed=1):
+    """Normal numbers as CubeCL's generator makes them, which `sieve kernels bench` draws its operands with."""
+    cube, per_thread, word = 256, 128, (1 << 32) - 1
+    seeds = torch.randint(1 << 32, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
+    position = torch.arange(count // per_thread, device=DEVICE)
+    state = [(1_000_000_007 * position + x) & word for x in seeds]
+
+    def uniform():
+        for at, (a, b, c, keep) in enumerate(((13, 19, 12, -2), (2, 25, 4, -8), (3, 11, 17, -16))):
+            x = state[at]
+            state[at] = (((x & keep) << c) & word) ^ ((((x << a) & word) ^ x) >> b)
+        state[3] = (state[3] * 1_664_525 + 1_013_904_223) & word
+        return (((state[0] ^ state[1] ^ state[2] ^ state[3]) >> 9) + 1).float() / 8_388_609.0
+
+    made = torch.empty(count // per_thread // cube, per_thread, cube, device=DEVICE)
+    for at in range(0, per_thread, 2):
+        size, angle = (-2 * uniform().log()).sqrt(), 2 * torch.pi * uniform()
+        made[:, at], made[:, at + 1] = (size * angle.cos()).view(-1, cube), (size * angle.sin()).view(-1, cube)
+    return made.flatten().bfloat16()
+
+
+def as_bench():
+    """Dense attention at 32K on torch's and on the bench's numbers, with its pauses and without, by turns.
+
+    The clock of `sieve kernels bench` waits twice as long as the work takes before each repetition; `speed` does not.
+    """
+    tokens, found, inputs = 32768, {}, {}
+    drawn = {"torch": lambda count: torch.randn(count, device=DEVICE).bfloat16(), "bench": bench_normal}
+    for name, normal in drawn.items():
+        heads = normal(tokens * 32 * 128).view(1, tokens, 32, 128).split([16, 8, 8], 2)
+        given = [x.contiguous().requires_grad_() for x in heads]
+        inputs[name] = given, normal(tokens * 16 * 128).view(1, tokens, 16, 128)
     for turn in range(2):
-        for name, widths, heads, settings in (
-            ("dense", (128, 128), (16, 8), {}),
-            ("window", (128, 128), (16, 8), {"window": 1024}),
-            ("MLA", (192, 128), (16, 16), {}),
-        ):
-            q, k, v = (
-                torch.randn(1, 32768, n, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-                for n, width in ((heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]))
-            )
-            d_o = torch.randn(1, 32768, heads[0], widths[1], device=DEVICE, dtype=torch.bfloat16)
-            time.sleep(1.0)
-            step = lambda: torch.autograd.grad(sieve.attention(q, k, v, **settings), (q, k, v), d_o)  # noqa: E731
-            found[f"{name} {turn}"] = milliseconds(step, 5)
+        for pause in (0.0, 50.0):
+            for name, (given, d_o) in inputs.items():
+                o = sieve.attention(*given)
+                calls = {
+                    "forward": lambda: sieve.attention(*(x.detach() for x in given)),
+                    "backward": lambda: torch.autograd.grad(o, given, d_o, retain_graph=True),
+                    "both": lambda: torch.autograd.grad(sieve.attention(*given), given, d_o),
+                }
+                for kind, call in calls.items():
+                    found[f"{kind}, {name}'s numbers, {pause:.0f} ms between, {turn}"] = milliseconds(call, 15, pause)
     return found
 
 
@@ -437,7 +466,7 @@ def host():
 
 
 CHECKS = (
-    side_stream, second_gpu, cuda_graph, capture_of_new_shapes, deterministic, long_odd, opcheck, speed, cool, host,
+    side_stream, second_gpu, cuda_graph, capture_of_new_shapes, deterministic, long_odd, opcheck, speed, as_bench, host,
     no_growth, compiled, model,
 )  # fmt: skip
 

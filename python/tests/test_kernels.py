@@ -166,6 +166,8 @@ CHOOSERS = {
     "infllm_v2": (sieve.NsaBlocks(16, 8, 32, 4), "largest_probability", True, 2),
     "moba": (sieve.NsaBlocks(32, 32, 32, 3), "mean_key", False, 1),
     "moba in pieces": (sieve.NsaBlocks(128, 128, 128, 2), "mean_key", False, 1),
+    "msa": (sieve.NsaBlocks(1, 1, 32, 3), "largest_score", False, 1),
+    "msa in pieces": (sieve.NsaBlocks(1, 1, 128, 2), "largest_score", False, 1),
 }
 
 
@@ -174,15 +176,17 @@ def test_chosen_blocks(name, device):
     blocks, rule, first, local = CHOOSERS[name]
     tokens = 500 if blocks.selected > 64 else 200
     q, k, v = qkv(1, tokens, 4, 2, 64, device=device)
-    chosen = reference.chosen_blocks(q.float(), k.float(), blocks, rule, first, local)
+    by = q, k
     if name == "infllm_v2":
         ours = lambda q, k, v: sieve.infllm_v2(q, k, v, blocks=blocks, local=local)  # noqa: E731
     else:
         settings = {"block": blocks.selected, "num_selected": blocks.num_selected}
         ours = lambda q, k, v: sieve.moba(q, k, v, **settings)  # noqa: E731
-    (pooled,) = sieve.functional.ops.nsa_mean_pool(k, v, None, None, blocks.sizes())
-    arguments = (q, pooled, None, None, 0.125, blocks.sizes(), rule, first, local)
-    (indices,) = sieve.functional.ops.choose_blocks(*arguments)
+        if rule == "largest_score":
+            by = random(1, tokens, 2, 64, device=device, seed=4), random(1, tokens, 1, 64, device=device, seed=5)
+            ours = lambda q, k, v: sieve.msa(q, k, v, *by, **settings)  # noqa: E731
+    chosen = reference.chosen_blocks(*(x.float() for x in by), blocks, rule, first, local)
+    (indices,) = sieve.functional.ops.choose_blocks(*by, None, None, 0.125, blocks.sizes(), rule, first, local)
     slots = indices.transpose(1, 2).long()
     got = torch.zeros(chosen.shape, dtype=torch.long, device=device)
     got = got.scatter_add_(-1, slots.clamp(min=0), (slots >= 0).long()) > 0

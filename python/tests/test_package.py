@@ -13,6 +13,8 @@ from parity import random
 import sieve_attention as sieve
 from sieve_attention import _library, functional, ops, reference
 
+BLOCKS = sieve.NsaBlocks(16, 8, 32, 3)
+
 
 def tensors(dtype=torch.bfloat16, tokens=32, kv_tokens=None, kv_heads=2, width=64, device=DEVICE):
     q = torch.zeros(1, tokens, 4, width, dtype=dtype, device=device)
@@ -106,12 +108,17 @@ def test_opcheck():
     o, lse = ops.attention_forward(q, k, v, None, None, 0.1, None)
     rank = random(1, 2, 70, device=DEVICE, dtype=torch.float32, seed=2)
     _, *lists = ops.dma_select(rank, None, None, 16, 2)
+    (pooled,) = ops.nsa_mean_pool(k, v, None, None, BLOCKS.sizes())
+    gates = random(1, 70, 12, device=DEVICE, seed=3)
     for name, arguments in {
         "attention_forward": (q, k, v, None, None, 0.1, 20),
         "attention_backward": (q, k, v, None, None, None, o, lse, None, None, o, 0.1, None, True),
         "dma_select": (rank, None, None, 16, 2),
         "dma_attention_forward": (q, k, v, rank, *lists, 0.1),
-        "nsa_mean_pool": (k, v, None, None, [16, 8, 32, 3]),
+        "nsa_mean_pool": (k, v, None, None, BLOCKS.sizes()),
+        "dma_forward": (q, k, v, rank, rank, None, None, 0.1, 16, 2, True),
+        "nsa_forward": (q, k, v, pooled, gates, None, None, None, 0.1, BLOCKS.sizes(), 20),
+        "chosen_forward": (q, k, v, None, None, 0.1, BLOCKS.sizes(), "largest_probability", True, 1),
     }.items():
         # Entries of a list behind its last one are never written: two runs on a GPU differ there.
         tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -119,14 +126,24 @@ def test_opcheck():
         torch.library.opcheck(operator, arguments, test_utils=tests[: 3 if name == "dma_select" else 4])
 
 
-def test_compiled_without_a_break():
+def several(q, k, v, rank):
+    """Functions that are one operator for several ops."""
+    sizes = {"block": 32, "num_selected": 2}
+    chosen = sieve.moba(q, k, v, **sizes) + sieve.msa(q, k, v, v, k[:, :, :1], **sizes)
+    ranked = sieve.dma_attention(q, k, v, rank[0, :, :1].expand(-1, 128) / 8, rank[0, :, 1].abs(), keep=16)
+    pooled, gates = sieve.nsa_mean_pool(k, v, blocks=BLOCKS), q[..., :3]
+    return chosen + ranked + sieve.nsa(q, k, v, *pooled, gates, blocks=BLOCKS, window=20)
+
+
+def chosen_or_windowed(q, k, v, rank):
+    chosen = sieve.expiring_attention(q, k, v, rank.exp(), sieve.select(rank, keep=16))
+    return sieve.attention(q * 2, k, v, window=9) + chosen
+
+
+@pytest.mark.parametrize("model", [chosen_or_windowed, several])
+def test_compiled_without_a_break(model):
     inputs = [random(*x.shape, device=DEVICE, seed=n).requires_grad_() for n, x in enumerate(tensors(tokens=70))]
     rank = random(1, 2, 70, device=DEVICE, dtype=torch.float32, seed=2).requires_grad_()
-
-    def model(q, k, v, rank):
-        chosen = sieve.expiring_attention(q, k, v, rank.exp(), sieve.select(rank, keep=16))
-        return sieve.attention(q * 2, k, v, window=9) + chosen
-
     d_o = torch.ones_like(inputs[0])
     results = []
     for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):

@@ -146,6 +146,7 @@ KINDS = {
         "num_local_blocks": 1,
     },
     "moba": {"select_block_size": 16, "num_selected_blocks": 2},
+    "msa": {"select_block_size": 16, "num_selected_blocks": 2},
 }  # fmt: skip
 
 
@@ -158,7 +159,7 @@ def test_exports(kind):
         for name, weights in model.named_parameters():
             if name.endswith(".A"):
                 weights.data.fill_(1.0)
-    if kind in ("dma", "nsa", "infllm_v2", "moba"):
+    if kind in ("dma", "nsa", "infllm_v2", "moba", "msa"):
         # Which keys are chosen hangs on rounding; what is computed with them does not.
         with torch.no_grad():
             found = [model(tokens(), use_cache=False).logits.float() for model in (exact, plain, ours)]

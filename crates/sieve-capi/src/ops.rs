@@ -1,5 +1,5 @@
 //! From a request to the launches of sieve-gpu's wrappers, op by op.
-use crate::request::{Call, PlanError, Request};
+use crate::request::{Call, PlanError, Request, Rule};
 use sieve_core::{BlockChoice, CallShape, ForcedBlocks, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
 use sieve_gpu::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots,
@@ -38,9 +38,11 @@ impl Call {
             Self::NsaCompressedBackward { .. } => "nsa_compressed_backward",
             Self::NsaSelectedForward { .. } => "nsa_selected_forward",
             Self::NsaSelectedBackward { .. } => "nsa_selected_backward",
-            Self::NsaGates {} => "nsa_gates",
             Self::NsaGatesBackward {} => "nsa_gates_backward",
+            Self::NsaForward { .. } => "nsa_forward",
+            Self::DmaForward { .. } => "dma_forward",
             Self::ChooseBlocks { .. } => "choose_blocks",
+            Self::ChosenForward { .. } => "chosen_forward",
             Self::BlockSparse { .. } => "block_sparse",
             Self::AttentionDecode { .. } => "attention_decode",
             Self::DmaDecode { .. } => "dma_decode",
@@ -54,10 +56,10 @@ type Outputs = Vec<(&'static str, CudaTensor)>;
 
 fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
     match call {
-        &Call::AttentionForward { scale, window } => {
+        &Call::AttentionForward { scale, window, only_o } => {
             let (start, bias) = (t.get("doc_start")?, t.maybe("bias"));
-            let bias = bias.as_ref().map(|bias| (bias, KeepOLow::ShortRows));
-            Ok(result(t.qkv()?.attention_forward(&start, window, scale, bias)?))
+            let bias = bias.as_ref().map(|bias| (bias, o_low(only_o)));
+            Ok(result(t.qkv()?.attention_forward(&start, window, scale, bias)?, only_o))
         }
         &Call::AttentionBackward {
             scale,
@@ -102,29 +104,14 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             Ok(vec![("dv", dv), ("dw_dt", dw_dt), ("da", da)])
         }
         &Call::DmaSelect { keep, local } => {
-            let (rank, [start, end]) = (t.get("rank")?, t.documents()?);
-            rank.require_dtype("dma_select", "rank", DType::F32)?;
-            let selection = dma_select(&rank, &start, &end, keep, local)?;
-            let mut outputs = vec![("expire", selection.expire.clone())];
-            let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
-            if keep < seq_len {
-                let lists = selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?;
-                let KeyLists {
-                    list,
-                    list_len,
-                    tile_window,
-                    ..
-                } = lists;
-                outputs.extend([("list", list), ("list_len", list_len), ("tile_window", tile_window)]);
-            }
-            Ok(outputs)
+            let (expire, lists) = t.selection(keep, local, &t.documents()?)?;
+            let lists = lists.into_iter().flat_map(of_lists);
+            Ok([("expire", expire)].into_iter().chain(lists).collect())
         }
-        &Call::DmaAttentionForward { scale } => {
+        &Call::DmaAttentionForward { scale, only_o } => {
             let (bias, lists) = (t.get("bias")?, t.lists()?);
-            let forward = t
-                .qkv()?
-                .dma_attention_forward(&bias, &lists, scale, KeepOLow::ShortRows)?;
-            Ok(result(forward))
+            let forward = t.qkv()?.dma_attention_forward(&bias, &lists, scale, o_low(only_o))?;
+            Ok(result(forward, only_o))
         }
         &Call::DmaAttentionBackward { scale, fixed_order } => {
             let (bias, lists) = (t.get("bias")?, t.lists()?);
@@ -173,7 +160,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let (forward, _) = t
                 .qkv()?
                 .nsa_selected_attention_forward([&start, &end], &indices, blocks, *scale)?;
-            Ok(result(forward))
+            Ok(result(forward, false))
         }
         Call::NsaSelectedBackward {
             scale,
@@ -187,16 +174,57 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 Ok(None)
             })
         }
-        Call::NsaGates {} => {
-            let ([a, b, c], logits, bias) = t.gates()?;
-            Ok(vec![("o", nsa_gates([&a, &b, &c], &logits, &bias)?)])
-        }
         Call::NsaGatesBackward {} => {
-            let ([a, b, c], logits, bias) = t.gates()?;
+            let [a, b, c] = [t.get("compressed")?, t.get("selected")?, t.get("window")?];
+            let (logits, bias) = (t.get("logits")?, t.get("gate_bias")?);
             let gradients = nsa_gates_backward([&a, &b, &c], &logits, &bias, &t.get("d_o")?)?;
             let names = ["d_compressed", "d_selected", "d_window"];
             let mut outputs: Outputs = names.into_iter().zip(gradients.branches).collect();
             outputs.extend([("d_logits", gradients.logits), ("d_bias", gradients.bias)]);
+            Ok(outputs)
+        }
+        &Call::NsaForward {
+            scale,
+            blocks,
+            window,
+            only_o,
+        } => {
+            let (qkv, compressed, [start, end]) = (t.qkv()?, t.get("compressed")?, t.documents()?);
+            let (documents, blocks) = ([&start, &end], blocks.checked()?);
+            let queries = t.queries_of_blocks(&compressed, blocks, false)?;
+            let (coarse, indices) = queries.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
+            let (selected, _) = qkv.nsa_selected_attention_forward(documents, &indices, blocks, scale)?;
+            let near = qkv.attention_forward(&start, Some(window), scale, None)?;
+            let gates = [&t.get("logits")?, &t.get("gate_bias")?];
+            let o = nsa_gates([&coarse.o, &selected.o, &near.o], gates[0], gates[1])?;
+            let mut outputs = vec![("o", o)];
+            let kept = [
+                ("compressed_o", coarse.o),
+                ("compressed_lse", coarse.lse),
+                ("block_indices", indices),
+                ("selected_o", selected.o),
+                ("selected_lse", selected.lse),
+                ("window_o", near.o),
+                ("window_lse", near.lse),
+            ];
+            outputs.extend(kept.into_iter().filter(|_| !only_o));
+            Ok(outputs)
+        }
+        &Call::DmaForward {
+            scale,
+            keep,
+            local,
+            only_o,
+        } => {
+            let (qkv, bias, documents) = (t.qkv()?, t.get("bias")?, t.documents()?);
+            let (_, lists) = t.selection(keep, local, &documents)?;
+            let o_low = o_low(only_o);
+            let forward = match &lists {
+                Some(lists) => qkv.dma_attention_forward(&bias, lists, scale, o_low)?,
+                None => qkv.attention_forward(&documents[0], None, scale, Some((&bias, o_low)))?,
+            };
+            let mut outputs = result(forward, only_o);
+            outputs.extend(lists.into_iter().flat_map(of_lists).filter(|_| !only_o));
             Ok(outputs)
         }
         &Call::ChooseBlocks {
@@ -206,31 +234,31 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             first,
             local,
         } => {
-            let (pooled, [start, end], blocks) = (t.get("pooled")?, t.documents()?, blocks.checked()?);
             let forced = ForcedBlocks { first, local };
-            if local == 0 || forced.count() > blocks.num_selected_blocks {
-                let got = format!("{local} local ones of {} chosen", blocks.num_selected_blocks);
-                return Err(KernelError::unsupported(
-                    "choose_blocks",
-                    "blocks",
-                    got,
-                    "1 or more, and no more than chosen",
-                )
-                .into());
-            }
-            let queries = t.queries_of_blocks(&pooled, blocks, false)?;
-            let choice = BlockChoice {
-                blocks,
-                rule: rule.into(),
-                forced,
-            };
-            let chosen = queries.choose_key_blocks([&start, &end], &pooled, choice, scale)?;
+            let chosen = t.chosen(scale, blocks.checked()?, rule, forced, &t.documents()?)?;
             Ok(vec![("block_indices", chosen)])
+        }
+        &Call::ChosenForward {
+            scale,
+            blocks,
+            rule,
+            first,
+            local,
+        } => {
+            let (documents, blocks, forced) = (t.documents()?, blocks.checked()?, ForcedBlocks { first, local });
+            let chosen = t.chosen(scale, blocks, rule, forced, &documents)?;
+            let [start, end] = &documents;
+            let (forward, _) = t
+                .qkv()?
+                .nsa_selected_attention_forward([start, end], &chosen, blocks, scale)?;
+            let mut outputs = result(forward, false);
+            outputs.push(("block_indices", chosen));
+            Ok(outputs)
         }
         Call::BlockSparse { scale, block } => {
             let (qkv, words) = (t.qkv()?, t.get("words")?);
             let mask = block_mask(qkv.shape("block_sparse")?, *block, words)?;
-            Ok(result(qkv.sparse_attention_forward(&mask, *scale)?))
+            Ok(result(qkv.sparse_attention_forward(&mask, *scale)?, false))
         }
         &Call::AttentionDecode { scale, window } => {
             let (token, cache) = (t.qkv()?, t.cache()?);
@@ -277,12 +305,32 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
     }
 }
 
-/// What a forward pass returns, with what its backward pass reads.
-fn result(result: AttentionResult) -> Outputs {
+/// What a forward pass returns, with what its backward pass reads unless `o` alone is an output.
+fn result(result: AttentionResult, only_o: bool) -> Outputs {
+    if only_o {
+        return vec![("o", result.o)];
+    }
     let mut outputs = vec![("o", result.o), ("lse", result.lse)];
     outputs.extend(result.o_low.map(|o_low| ("o_low", o_low)));
     outputs.extend(result.base.map(|base| ("base", base)));
     outputs
+}
+
+/// Where a forward pass keeps `o_low`: where a backward pass may follow.
+fn o_low(only_o: bool) -> KeepOLow {
+    match only_o {
+        true => KeepOLow::Never,
+        false => KeepOLow::ShortRows,
+    }
+}
+
+/// A selection's lists as outputs.
+fn of_lists(lists: KeyLists) -> [(&'static str, CudaTensor); 3] {
+    [
+        ("list", lists.list),
+        ("list_len", lists.list_len),
+        ("tile_window", lists.tile_window),
+    ]
 }
 
 /// The mask of all query heads' own lists of blocks; `words` on the device hold it.
@@ -398,10 +446,47 @@ impl Inputs {
         Ok(Qkv::separate(&q, &unread, &unread))
     }
 
-    /// The branches' outputs, the gates' logits and their bias.
-    fn gates(&self) -> Result<([CudaTensor; 3], CudaTensor, CudaTensor), PlanError> {
-        let branches = [self.get("compressed")?, self.get("selected")?, self.get("window")?];
-        Ok((branches, self.get("logits")?, self.get("bias")?))
+    /// The blocks that each query chooses by means of the keys.
+    fn chosen(
+        &self,
+        scale: f32,
+        blocks: NsaBlocks,
+        rule: Rule,
+        forced: ForcedBlocks,
+        [start, end]: &[CudaTensor; 2],
+    ) -> Result<CudaTensor, PlanError> {
+        if forced.local == 0 || forced.count() > blocks.num_selected_blocks {
+            let got = format!("{} local ones of {} chosen", forced.local, blocks.num_selected_blocks);
+            let supported = "1 or more, and no more than chosen";
+            return Err(KernelError::unsupported(self.op, "blocks", got, supported).into());
+        }
+        let k = self.get("k")?;
+        let pooled = Qkv::separate(&k, &k, &k).nsa_mean_pool([start, end], blocks)?;
+        let choice = BlockChoice {
+            blocks,
+            rule: rule.into(),
+            forced,
+        };
+        let queries = self.queries_of_blocks(&pooled, blocks, false)?;
+        Ok(queries.choose_key_blocks([start, end], &pooled, choice, scale)?)
+    }
+
+    /// When each key leaves by its rank, and the lists of attention where not every key is kept.
+    fn selection(
+        &self,
+        keep: usize,
+        local: usize,
+        [start, end]: &[CudaTensor; 2],
+    ) -> Result<(CudaTensor, Option<KeyLists>), PlanError> {
+        let rank = self.get("rank")?;
+        rank.require_dtype("dma_select", "rank", DType::F32)?;
+        let selection = dma_select(&rank, start, end, keep, local)?;
+        let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
+        let lists = match keep < seq_len {
+            true => Some(selection.dma_lists(start, end, KeyLists::TILE_QUERIES)?),
+            false => None,
+        };
+        Ok((selection.expire.clone(), lists))
     }
 
     fn documents(&self) -> Result<[CudaTensor; 2], PlanError> {

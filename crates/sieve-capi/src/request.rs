@@ -89,6 +89,9 @@ pub enum Call {
         /// Keys that a query sees at most.
         #[serde(default)]
         window: Option<usize>,
+        /// Whether `o` is the only output.
+        #[serde(default)]
+        only_o: bool,
     },
     /// The forward's inputs, doc_end, o, lse, o_low?, base?, d_o → dq, dk, dv, d_bias?
     AttentionBackward {
@@ -121,6 +124,9 @@ pub enum Call {
     DmaAttentionForward {
         /// Factor on `q . k`.
         scale: f32,
+        /// Whether `o` is the only output.
+        #[serde(default)]
+        only_o: bool,
     },
     /// The forward's inputs, o, lse, o_low?, base, d_o → dq, dk, dv, d_bias
     DmaAttentionBackward {
@@ -174,18 +180,57 @@ pub enum Call {
         #[serde(default)]
         fixed_order: bool,
     },
-    /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads * 3]`, bias
-    /// `[heads * 3]` → o
-    NsaGates {},
-    /// The forward's inputs, d_o → d_compressed, d_selected, d_window, d_logits, d_bias
+    /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads * 3]`, gate_bias
+    /// `[heads * 3]`, d_o → d_compressed, d_selected, d_window, d_logits, d_bias
     NsaGatesBackward {},
-    /// q, pooled (keys, then what is not read), doc_start, doc_end → block_indices
-    ChooseBlocks {
-        /// Factor on `q . k`, where scores become probabilities.
+    /// All of NSA: q, k, v, compressed, logits, gate_bias, doc_start, doc_end → o, and unless it is alone
+    /// compressed_o, compressed_lse, block_indices, selected_o, selected_lse, window_o, window_lse
+    NsaForward {
+        /// Factor on `q . k`.
         scale: f32,
         /// Block sizes.
         blocks: Blocks,
+        /// Keys that the window's branch sees.
+        window: usize,
+        /// Whether `o` is the only output.
+        #[serde(default)]
+        only_o: bool,
+    },
+    /// Selection and attention: q, k, v, rank, bias, doc_start, doc_end → o, and unless it is alone lse, o_low?, base,
+    /// and list, list_len, tile_window where `keep` is below the tokens of a row
+    DmaForward {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Keys that a query keeps.
+        keep: usize,
+        /// The last of them, which are kept whatever their rank.
+        #[serde(default)]
+        local: usize,
+        /// Whether `o` is the only output.
+        #[serde(default)]
+        only_o: bool,
+    },
+    /// q, k, doc_start, doc_end → block_indices
+    ChooseBlocks {
+        /// Factor on `q . k`, where scores become probabilities.
+        scale: f32,
+        /// Block sizes; the first two are those of the means of keys that scores are made of.
+        blocks: Blocks,
         /// What makes a block important.
+        rule: Rule,
+        /// Whether the document's first block is chosen in any case.
+        #[serde(default)]
+        first: bool,
+        /// Blocks up to the query's own one that are chosen in any case, at least 1.
+        local: usize,
+    },
+    /// Choice and attention: q, k, v, doc_start, doc_end → o, lse, block_indices
+    ChosenForward {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Block sizes, as of the choice.
+        blocks: Blocks,
+        /// What makes a block important; each KV head chooses.
         rule: Rule,
         /// Whether the document's first block is chosen in any case.
         #[serde(default)]
@@ -236,6 +281,8 @@ pub enum Rule {
     LargestProbability,
     /// MoBA's ([`ChoiceRule::MeanKey`]): each query head chooses.
     MeanKey,
+    /// MSA's ([`ChoiceRule::LargestScore`]): each head of an indexer chooses, by means of one token.
+    LargestScore,
 }
 
 impl From<Rule> for ChoiceRule {
@@ -243,6 +290,7 @@ impl From<Rule> for ChoiceRule {
         match rule {
             Rule::LargestProbability => Self::LargestProbability,
             Rule::MeanKey => Self::MeanKey,
+            Rule::LargestScore => Self::LargestScore,
         }
     }
 }

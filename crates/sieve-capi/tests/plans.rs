@@ -63,7 +63,7 @@ fn requests() -> Vec<(Value, Vec<Value>)> {
     let v = || qkv(1, n, d)[2..].to_vec();
     let scores = || vec![tensor("w_dt", &[2 * d, 2], "f32"), tensor("a", &[2], "f32")];
     let branches = ["compressed", "selected", "window"].map(|name| tensor(name, &[1, n, 4, d], "bf16"));
-    let gates = [tensor("logits", &[1, n, 12], "bf16"), tensor("bias", &[12], "f32")];
+    let gates = [tensor("logits", &[1, n, 12], "bf16"), tensor("gate_bias", &[12], "f32")];
     let per_key = |name| tensor(name, &[1, 2, n], "f32");
     let calls = vec![
         (
@@ -71,7 +71,7 @@ fn requests() -> Vec<(Value, Vec<Value>)> {
             vec![qkv(1, n, d), start()],
         ),
         (
-            json!({"attention_forward": {"scale": 0.1, "window": 99}}),
+            json!({"attention_forward": {"scale": 0.1, "window": 99, "only_o": true}}),
             vec![qkv(1, n, 80), start()],
         ),
         (
@@ -130,7 +130,6 @@ fn requests() -> Vec<(Value, Vec<Value>)> {
             json!({"nsa_selected_backward": {"scale": 0.1, "blocks": blocks}}),
             vec![qkv(1, n, d), vec![indices()], bounds(n), kept(n, d)],
         ),
-        (json!({"nsa_gates": {}}), vec![branches.to_vec(), gates.to_vec()]),
         (
             json!({"nsa_gates_backward": {}}),
             vec![
@@ -143,15 +142,44 @@ fn requests() -> Vec<(Value, Vec<Value>)> {
             json!({"choose_blocks": {
                 "scale": 0.1, "blocks": blocks, "rule": "largest_probability", "first": true, "local": 1,
             }}),
-            vec![q(), vec![compressed("pooled")], bounds(n)],
+            vec![qkv(1, n, d)[..2].to_vec(), bounds(n)],
         ),
         (
             json!({"choose_blocks": {"scale": 0.1, "blocks": [64, 64, 64, 4], "rule": "mean_key", "local": 1}}),
+            vec![qkv(1, n, d)[..2].to_vec(), bounds(n)],
+        ),
+        (
+            json!({"choose_blocks": {"scale": 0.1, "blocks": [1, 1, 64, 4], "rule": "largest_score", "local": 1}}),
             vec![
-                q(),
-                vec![tensor("pooled", &[2, 2 * n.div_ceil(64), d], "bf16")],
+                vec![tensor("q", &[1, n, 2, d], "bf16"), tensor("k", &[1, n, 1, d], "bf16")],
                 bounds(n),
             ],
+        ),
+        (
+            json!({"chosen_forward": {
+                "scale": 0.1, "blocks": blocks, "rule": "largest_probability", "first": true, "local": 1,
+            }}),
+            vec![qkv(1, n, d), bounds(n)],
+        ),
+        (
+            json!({"nsa_forward": {"scale": 0.1, "blocks": blocks, "window": 512, "only_o": true}}),
+            vec![qkv(1, n, d), vec![compressed("compressed")], gates.to_vec(), bounds(n)],
+        ),
+        (
+            json!({"nsa_forward": {"scale": 0.1, "blocks": blocks, "window": 512}}),
+            vec![qkv(1, n, d), vec![compressed("compressed")], gates.to_vec(), bounds(n)],
+        ),
+        (
+            json!({"dma_forward": {"scale": 0.1, "keep": 500, "local": 60, "only_o": true}}),
+            vec![qkv(1, n, d), vec![per_key("rank"), per_key("bias")], bounds(n)],
+        ),
+        (
+            json!({"dma_forward": {"scale": 0.1, "keep": 500, "local": 60}}),
+            vec![qkv(1, n, d), vec![per_key("rank"), per_key("bias")], bounds(n)],
+        ),
+        (
+            json!({"dma_forward": {"scale": 0.1, "keep": 5000}}),
+            vec![qkv(1, n, d), vec![per_key("rank"), per_key("bias")], bounds(n)],
         ),
         (
             json!({"block_sparse": {"scale": 0.1, "block": [128, 128]}}),
@@ -314,7 +342,7 @@ proptest! {
 
     #[test]
     fn mutated_requests_do_not_panic(
-        which in 0..20usize,
+        which in 0..requests().len(),
         gpu in 0..3usize,
         cuts in proptest::collection::vec((any::<proptest::sample::Index>(), 0..7usize, any::<u32>()), 1..4),
     ) {

@@ -406,6 +406,8 @@ class BlocksAttention(DenseAttention):
 
     def forward(self, x, rows, cache):
         (q, k, v), o = self.keys(x, rows, cache), []
+        if (sieve := kernels(self, cache)) and not any(self.config.shared_layers):
+            return self.out(self.by_kernel(sieve, (q, k, v), x, rows, cache))
         if chosen := self.chooser(x, q, k, rows, cache):
             rows.chosen[self.source] = [chosen(*tile) for tile in tiles(rows, k.shape[2])]
         chosen = rows.chosen[self.source]
@@ -419,20 +421,15 @@ class BlocksAttention(DenseAttention):
 class PooledAttention(BlocksAttention):
     """InfLLM-V2 and MoBA: each query chooses blocks by means of keys and reads all their tokens."""
 
-    def forward(self, x, rows, cache):
-        config, sieve = self.config, kernels(self, cache)
-        if sieve is None or any(config.shared_layers):
-            return super().forward(x, rows, cache)
-        (q, k, v), select, num = self.keys(x, rows, cache), config.select_block_size, config.num_selected_blocks
+    def by_kernel(self, sieve, qkv, *_):
+        config, select, num = self.config, self.config.select_block_size, self.config.num_selected_blocks
         if config.attention_kind == "moba":
-            return self.out(by_kernel(sieve.moba, q, k, v, block=select, num_selected=num, scale=self.scale))
+            return by_kernel(sieve.moba, *qkv, block=select, num_selected=num, scale=self.scale)
         sizes = sieve.NsaBlocks(config.compress_block_size, config.compress_stride, select, num)
-        local = config.num_local_blocks
-        return self.out(by_kernel(sieve.infllm_v2, q, k, v, blocks=sizes, local=local, scale=self.scale))
+        return by_kernel(sieve.infllm_v2, *qkv, blocks=sizes, local=config.num_local_blocks, scale=self.scale)
 
     def chooser(self, x, q, k, rows, cache):
-        config, is_moba = self.config, self.config.attention_kind == "moba"
-        select = config.select_block_size
+        config, select, is_moba = self.config, self.config.select_block_size, self.config.attention_kind == "moba"
         size, stride = (select, select) if is_moba else (config.compress_block_size, config.compress_stride)
         means = nn.functional.pad(k.float(), (0, 0, 0, max(size - k.shape[2], 0))).unfold(2, size, stride).mean(-1)
         means = means.to(k.dtype).float().transpose(2, 3)[:, :, None]
@@ -459,15 +456,22 @@ class IndexedAttention(BlocksAttention):
         self.index_q_proj, self.index_k_proj = linear(size, config.num_key_value_heads * d), linear(size, d)
         self.index_q_norm, self.index_k_norm = (RMSNorm(d, config.rms_norm_eps) for _ in range(2))
 
-    def chooser(self, x, q, k, rows, cache):
-        index_q = rows.rotate(self.index_q_norm(self.heads(self.index_q_proj(x)))).float()
+    def index_heads(self, x, rows, cache):
+        index_q = rows.rotate(self.index_q_norm(self.heads(self.index_q_proj(x))))
         index_k = rows.rotate(self.index_k_norm(self.heads(self.index_k_proj(x))))
-        index_k = index_k if cache is None else cache.append("index_k", index_k, rows.first, rows.total)
+        return index_q, index_k if cache is None else cache.append("index_k", index_k, rows.first, rows.total)
+
+    def by_kernel(self, sieve, qkv, *inputs):
+        index, config = (y.transpose(1, 2) for y in self.index_heads(*inputs)), self.config
+        sizes = {"block": config.select_block_size, "num_selected": config.num_selected_blocks}
+        return by_kernel(sieve.msa, *qkv, *index, scale=self.scale, **sizes)
+
+    def chooser(self, x, q, k, rows, cache):
+        index_q, index_k = (y.float() for y in self.index_heads(x, rows, cache))
 
         def chosen(start, stop, query, end):
-            select, later = self.config.select_block_size, torch.arange(end, device=x.device) > query
-            scores = index_q[:, :, start:stop] @ index_k[:, :, :end].float().transpose(2, 3)
-            scores = scores.masked_fill(later[:, None], -math.inf)
+            select, later = self.config.select_block_size, (torch.arange(end, device=x.device) > query)[:, None]
+            scores = (index_q[:, :, start:stop] @ index_k[:, :, :end].transpose(2, 3)).masked_fill(later, -math.inf)
             scores = nn.functional.pad(scores, (0, -end % select), value=-math.inf)
             return choose(scores.unflatten(3, (-1, select)).amax(-1), query, self.config, 0, 1)
 
