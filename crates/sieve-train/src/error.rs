@@ -1,5 +1,6 @@
 //! What can stop a run.
 use sieve_core::Recipe;
+use sieve_core::recipe::TrainingSection;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
@@ -82,7 +83,7 @@ impl TrainError {
     /// Whether so many processes can train a recipe together.
     ///
     /// # Errors
-    /// They share rows or steps unevenly, or they shard what the optimizer needs whole.
+    /// They share rows unevenly, or they shard what the optimizer needs whole.
     pub fn check_ranks(recipe: &Recipe, ranks: usize) -> Result<(), Self> {
         let degree = recipe.parallelism.context_parallel_degree;
         if !ranks.is_multiple_of(degree) {
@@ -99,13 +100,17 @@ impl TrainError {
                 "--set parallelism.zero_stage=0, which takes more memory, or optimizer.name=AdamW",
             ));
         }
-        let ranks = ranks / degree;
-        let stages = recipe.stages();
-        let trainings = stages.iter().map(|stage| recipe.at_stage(stage).training);
-        let mut uneven = trainings.filter(|training| training.accumulation_steps(ranks).is_none());
-        let Some(training) = uneven.next() else {
-            return Ok(());
-        };
+        Ok(())
+    }
+
+    /// Micro-batches of a step of a stage, for each of the processes (or groups of them) that share its rows.
+    ///
+    /// # Errors
+    /// They share the rows unevenly.
+    pub fn micro_batches(training: &TrainingSection, ranks: usize) -> Result<usize, Self> {
+        if let Some(number) = training.accumulation_steps(ranks) {
+            return Ok(number);
+        }
         let (global, local) = (training.global_batch_size, training.local_batch_size);
         let share = if ranks > 1 {
             format!(" x {ranks} ranks")

@@ -65,6 +65,10 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         hosts: usize::from(args.nnodes),
     };
     TrainError::check_ranks(&recipe, ranks.size)?;
+    let groups = ranks.size / recipe.parallelism.context_parallel_degree;
+    for stage in recipe.stages() {
+        TrainError::micro_batches(&recipe.at_stage(&stage).training, groups)?;
+    }
     let plan = plan_of_ranks(&recipe, vocab_size, &target, ranks)?;
     // A folder by a variable that is not set here is no reason not to plan.
     let folder = crate::data::folder(&source, &recipe, None).ok();
