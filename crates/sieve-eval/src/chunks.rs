@@ -396,6 +396,21 @@ mod tests {
     use burn::tensor::TensorData;
     use burn_flex::{Flex, FlexDevice};
 
+    /// The selector of `text`, for prompts of any length.
+    fn always(text: &str) -> Selector {
+        Selector::parse(&format!("{text},min_prefill_tokens=0")).expect("valid")
+    }
+
+    fn ones(layer: usize, num_layers: usize, tokens: usize) -> LayerOperands<Flex> {
+        LayerOperands {
+            layer,
+            num_layers,
+            num_heads: 4,
+            num_kv_heads: 2,
+            qkv: Tensor::ones([1, tokens, 8, 8], &FlexDevice),
+        }
+    }
+
     #[test]
     fn a_selection_by_means_is_that_by_tokens() {
         let whole = CallShape::new([77; 2], [4, 2], 8);
@@ -410,8 +425,7 @@ mod tests {
         };
         let (q, k) = (heads(0..4), heads(4..6));
         for text in ["meanpool:block=8,tau=0.5", "block_sparse:block=8"] {
-            let selector = Selector::parse(&format!("{text},min_prefill_tokens=0"));
-            let selector = selector.expect("valid");
+            let selector = always(text);
             assert_eq!(selector.reads(0, 30), Reads::BlockMeans(8));
             // Blocks of queries count from the chunk's first row.
             for rows in [0..77, 30..77] {
@@ -443,20 +457,13 @@ mod tests {
             ),
             ("meanpool:block=8,tau=0.5", 4, 0..0),
         ] {
-            let selector = Selector::parse(&format!("{text},min_prefill_tokens=0"));
-            let selector = selector.expect("valid");
+            let selector = always(text);
             let mut kept = KeptMasks::new();
             // In two calls a layer; then a longer prompt, which leaves nothing of the one before.
             for [first, tokens] in [[40, 77], [50, 90]] {
                 let mut made: Vec<Arc<Made>> = Vec::new();
                 for layer in 0..4 {
-                    let operands = LayerOperands {
-                        layer,
-                        num_layers: 4,
-                        num_heads: 4,
-                        num_kv_heads: 2,
-                        qkv: Tensor::<Flex, 4>::ones([1, tokens, 8, 8], &FlexDevice),
-                    };
+                    let operands = ones(layer, 4, tokens);
                     let whole = calls_of(&operands, None).next().expect("a call");
                     let mut cost = Cost::default();
                     for rows in [0..first, first..tokens] {
@@ -479,18 +486,11 @@ mod tests {
 
     #[test]
     fn a_kept_mask_is_copied_to_the_device_once() {
-        let selector = Selector::parse("streamingllm:n_local=20,n_init=4,min_prefill_tokens=0");
-        let selector = selector.expect("valid");
+        let selector = always("streamingllm:n_local=20,n_init=4");
         let mut kept = KeptMasks::new();
         let mut copies = Vec::new();
         for layer in 0..2 {
-            let operands = LayerOperands {
-                layer,
-                num_layers: 2,
-                num_heads: 4,
-                num_kv_heads: 2,
-                qkv: Tensor::<Flex, 4>::ones([1, 70, 8, 8], &FlexDevice),
-            };
+            let operands = ones(layer, 2, 70);
             // The CPU's own attention reads slices, so this ends where the mask is at hand.
             prefill_on_device(&selector, &operands, None, false, &mut kept).expect_err("no kernel");
             let [(_, _, mask)] = &kept[..] else {
@@ -506,8 +506,7 @@ mod tests {
         let shape = CallShape::new([90, 130], [2, 1], 4);
         let (q, k) = (vec![0.5; 90 * 8], vec![0.5; 130 * 4]);
         for text in ["streamingllm:n_local=20", "a_shape:n_local=20", "tri_shape:n_local=20"] {
-            let selector = Selector::parse(&format!("{text},min_prefill_tokens=0"));
-            let selector = selector.expect("valid");
+            let selector = always(text);
             assert_eq!(selector.reads(0, 90), Reads::Nothing);
             let call = Call::without_values(shape, &q, &k).expect("sizes fit");
             let by_shape = Call::of_shape(shape).expect("sizes fit");

@@ -350,13 +350,11 @@ impl Checkpoint {
         let value: serde_json::Value = serde_json::from_str(&text).map_err(no_state)?;
         let mut state: CheckpointState = serde_json::from_value(value.clone()).map_err(no_state)?;
         if state.format_version != FORMAT_VERSION {
-            return Err(CheckpointError::Malformed {
-                path: file,
-                problem: format!(
-                    "layout version {} was written by Sieve {}, this one reads version {FORMAT_VERSION}",
-                    state.format_version, state.sieve_version
-                ),
-            });
+            let (found, writer) = (state.format_version, &state.sieve_version);
+            let problem = format!(
+                "layout version {found} was written by Sieve {writer}, this one reads version {FORMAT_VERSION}"
+            );
+            return Err(CheckpointError::malformed(&file, problem));
         }
         if state.num_shards == 0 || state.checksums.is_empty() {
             let problem = "it lists no files, so nothing can be verified";

@@ -1,6 +1,7 @@
 //! What can be wrong with files of weights.
+use std::fmt::Display;
 use std::io::ErrorKind;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// An error of reading or writing weights.
 #[derive(Debug, thiserror::Error)]
@@ -35,26 +36,6 @@ pub enum CheckpointError {
         /// The checkpoint before it, if any.
         previous: Option<PathBuf>,
     },
-    /// A state file cannot be understood.
-    #[error("{}: {problem}{}", path.display(), match problem.contains("hint:") {
-        true => "",
-        false => "\n  hint: fetch or copy the file again",
-    })]
-    Malformed {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        problem: String,
-    },
-    /// Tensors do not fit the model.
-    #[error("{} does not hold this model's weights: {problem}\n  \
-        hint: the checkpoint belongs to a recipe with another [model] or [attention]", path.display())]
-    OtherModel {
-        /// The file.
-        path: PathBuf,
-        /// The first difference.
-        problem: String,
-    },
     /// The recipe beside the weights cannot be used.
     #[error("{}: {source}", path.display())]
     BadRecipe {
@@ -63,39 +44,13 @@ pub enum CheckpointError {
         /// What is wrong with it.
         source: Box<sieve_core::RecipeError>,
     },
-    /// No class of `transformers` computes the model.
+    /// Files, folders or models that cannot be read, exported or imported.
     #[error("{what}\n  hint: {hint}")]
-    NotExportable {
-        /// The key of the recipe, and why it has no place there.
-        what: &'static str,
-        /// What can be exported.
+    Refused {
+        /// What is wrong, and where.
+        what: String,
+        /// How to fix it.
         hint: &'static str,
-    },
-    /// A folder of `transformers` that no recipe describes.
-    #[error("{} cannot be imported: {problem}\n  hint: {hint}", path.display())]
-    NotImportable {
-        /// The folder or file.
-        path: PathBuf,
-        /// Everything that is in the way.
-        problem: String,
-        /// What can be imported.
-        hint: &'static str,
-    },
-    /// The folder to import into holds a run or an import.
-    #[error("{} holds {found}\n  hint: name a new or empty folder with --out", path.display())]
-    ImportFolderInUse {
-        /// The folder.
-        path: PathBuf,
-        /// What is there.
-        found: &'static str,
-    },
-    /// The folder to export to holds something else.
-    #[error("{} holds {found}, which no export wrote\n  hint: name a new or empty folder", path.display())]
-    FolderInUse {
-        /// The folder.
-        path: PathBuf,
-        /// What is there.
-        found: String,
     },
     /// No checkpoint where one was expected.
     #[error("{} holds no checkpoint\n  \
@@ -107,6 +62,39 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
+    pub(crate) fn refused(what: impl Into<String>, hint: &'static str) -> Self {
+        Self::Refused {
+            what: what.into(),
+            hint,
+        }
+    }
+
+    /// A file or folder of `transformers` that no recipe describes.
+    pub(crate) fn not_importable(path: &Path, problem: impl Display, hint: &'static str) -> Self {
+        Self::refused(format!("{} cannot be imported: {problem}", path.display()), hint)
+    }
+
+    /// A file that cannot be understood.
+    pub(crate) fn malformed(path: &Path, problem: impl Display) -> Self {
+        Self::refused(format!("{}: {problem}", path.display()), "fetch or copy the file again")
+    }
+
+    /// Tensors of a file that do not fit the model.
+    pub(crate) fn other_model(path: &Path, problem: impl Display) -> Self {
+        Self::refused(
+            format!("{} does not hold this model's weights: {problem}", path.display()),
+            "the checkpoint belongs to a recipe with another [model] or [attention]",
+        )
+    }
+
+    /// Adapter for `map_err`.
+    pub(crate) fn bad_recipe(path: &Path) -> impl Fn(sieve_core::RecipeError) -> Self {
+        move |source| Self::BadRecipe {
+            path: path.to_owned(),
+            source: Box::new(source),
+        }
+    }
+
     /// Adapter for `map_err`.
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.into();

@@ -184,15 +184,15 @@ impl Architecture {
             (None, usual) => Ok(usual),
             (Some(ExportForm::Doge), Self::Doge) => Ok(Self::Doge),
             (Some(ExportForm::Sieve), Self::Doge | Self::DeepseekV3 | Self::Sieve) => Ok(Self::Sieve),
-            (Some(ExportForm::Doge), _) => Err(CheckpointError::NotExportable {
-                what: "this model as Doge: Doge is dynamic mask attention in every layer, ranked by content alone, \
-                        with bias = \"exp\", with norms of queries and keys and without biases",
-                hint: "leave the form out to get the class that computes this model",
-            }),
-            (Some(ExportForm::Sieve), _) => Err(CheckpointError::NotExportable {
-                what: "this model as modeling_sieve.py: transformers has a class for it",
-                hint: "leave the form out to get the stock class",
-            }),
+            (Some(ExportForm::Doge), _) => Err(CheckpointError::refused(
+                "this model as Doge: Doge is dynamic mask attention in every layer, ranked by content alone, with \
+                 bias = \"exp\", with norms of queries and keys and without biases",
+                "leave the form out to get the class that computes this model",
+            )),
+            (Some(ExportForm::Sieve), _) => Err(CheckpointError::refused(
+                "this model as modeling_sieve.py: transformers has a class for it",
+                "leave the form out to get the stock class",
+            )),
         }
     }
 

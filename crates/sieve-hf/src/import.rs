@@ -74,10 +74,10 @@ pub fn import<B: Backend>(
         ("state.json", "a checkpoint"),
     ] {
         if out.join(name).exists() {
-            return Err(CheckpointError::ImportFolderInUse {
-                path: out.to_owned(),
-                found,
-            });
+            return Err(CheckpointError::refused(
+                format!("{} holds {found}", out.display()),
+                "name a new or empty folder with --out",
+            ));
         }
     }
     let tokenizer_path = from.join("tokenizer.json");
@@ -104,7 +104,7 @@ pub fn import<B: Backend>(
         data
     });
     if let Some(problem) = misfit {
-        return Err(not_importable(
+        return Err(CheckpointError::not_importable(
             from,
             problem,
             "only the attention may change; leave [model] as it is",
@@ -112,17 +112,18 @@ pub fn import<B: Backend>(
     }
     if !read.tensors.is_empty() {
         let names = read.tensors.keys().cloned().collect::<BTreeSet<_>>();
-        return Err(not_importable(
+        return Err(CheckpointError::not_importable(
             from,
             format!("the new attention has no place for {}", list(&names)),
             "grouped-query attention becomes dma, swa, nsa (with shared_kv = true), infllm_v2, moba or msa",
         ));
     }
     let state = CheckpointState::untrained(shape.vocab_size);
+    let recipe_toml = recipe.to_toml();
     let files = CheckpointFiles {
         model: weights,
         optimizer: Vec::new(),
-        recipe_toml: recipe.to_toml().map_err(bad_recipe(from))?,
+        recipe_toml: recipe_toml.map_err(CheckpointError::bad_recipe(&from.join("config.json")))?,
         tokenizer_json,
     };
     fs::create_dir_all(out).map_err(CheckpointError::io("creating", out))?;
@@ -160,7 +161,7 @@ pub(crate) fn load<B: Backend>(
         let data = read.tensors.remove(name).map(|data| rounded(data, dtype));
         data.filter(|data| data.shape.to_vec() == dims).ok_or_else(|| {
             let problem = format!("{name} is missing or of another shape");
-            not_importable(from, problem, "config.json and the weights must be of one model")
+            CheckpointError::not_importable(from, problem, "config.json and the weights must be of one model")
         })
     })?;
     Ok(LoadedModel {
@@ -233,9 +234,11 @@ fn recipe_and_shape(
     let becomes_dma = settings.iter().any(|set| set == "attention.kind=dma") && !config.is_dma();
     let published = published.into_iter().filter(|_| becomes_dma).map(str::to_owned);
     let settings = published.chain(settings.iter().cloned()).collect::<Vec<_>>();
-    let recipe =
-        Recipe::load(&text, "the imported model", &settings).map_err(|error| bad_recipe(from)(by_set(error)))?;
-    let shape = recipe.model_shape(config.vocab_size).map_err(bad_recipe(from))?;
+    let path = from.join("config.json");
+    let recipe = Recipe::load(&text, "the imported model", &settings).map_err(by_set);
+    let recipe = recipe.map_err(CheckpointError::bad_recipe(&path))?;
+    let shape = recipe.model_shape(config.vocab_size);
+    let shape = shape.map_err(CheckpointError::bad_recipe(&path))?;
     Ok((recipe, shape))
 }
 
@@ -249,13 +252,6 @@ fn by_set(mut error: RecipeError) -> RecipeError {
         }
     }
     error
-}
-
-fn bad_recipe(from: &Path) -> impl Fn(RecipeError) -> CheckpointError {
-    |source| CheckpointError::BadRecipe {
-        path: from.join("config.json"),
-        source: Box::new(source),
-    }
 }
 
 /// What a folder holds, under the names of this project, in f32.
@@ -376,7 +372,7 @@ impl Problems {
         if text.is_empty() {
             return Ok(());
         }
-        Err(not_importable(
+        Err(CheckpointError::not_importable(
             from,
             text.join("\n  "),
             "config.json and the weights must be of one model",
@@ -399,17 +395,14 @@ fn weight_files(from: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
         if single.is_file() {
             return Ok(vec![single]);
         }
-        return Err(not_importable(
+        return Err(CheckpointError::not_importable(
             from,
             format!("it has neither {SINGLE} nor {INDEX}"),
             "name a folder with weights as safetensors",
         ));
     }
     let text = fs::read_to_string(&index).map_err(CheckpointError::io("reading", &index))?;
-    let malformed = |problem: String| CheckpointError::Malformed {
-        path: index.clone(),
-        problem,
-    };
+    let malformed = |problem: String| CheckpointError::malformed(&index, problem);
     let value: serde_json::Value = serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
     let map = value["weight_map"].as_object();
     let map = map.ok_or_else(|| malformed("it has no weight_map".to_owned()))?;
@@ -422,14 +415,6 @@ fn weight_files(from: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
         files.insert(from.join(file));
     }
     Ok(files.into_iter().collect())
-}
-
-fn not_importable(path: &Path, problem: String, hint: &'static str) -> CheckpointError {
-    CheckpointError::NotImportable {
-        path: path.to_owned(),
-        problem,
-        hint,
-    }
 }
 
 /// For tests: named tensors of a file.

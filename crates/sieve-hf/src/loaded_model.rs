@@ -108,23 +108,16 @@ impl Checkpoint {
     /// A recipe that cannot be read, or one whose embedding has another number of rows than the state says.
     pub fn recipe_and_shape(&self) -> Result<(Recipe, ModelShape), CheckpointError> {
         let path = self.path.join("config.toml");
-        let bad_recipe = |source: sieve_core::RecipeError| CheckpointError::BadRecipe {
-            path: path.clone(),
-            source: Box::new(source),
-        };
+        let bad_recipe = CheckpointError::bad_recipe(&path);
         let text = self.recipe_toml()?;
-        let recipe = Recipe::load(&text, &path.display().to_string(), &[]).map_err(bad_recipe)?;
+        let recipe = Recipe::load(&text, &path.display().to_string(), &[]).map_err(&bad_recipe)?;
         let recipe = recipe.at_stage(&recipe.stage_of_state(self.state.step as usize));
         let rows = self.state.vocab_size;
         let shape = recipe.model_shape(rows).map_err(bad_recipe)?;
         if shape.vocab_size != rows {
-            return Err(CheckpointError::OtherModel {
-                path,
-                problem: format!(
-                    "the recipe's embedding has {} rows, state.json says {rows}",
-                    shape.vocab_size
-                ),
-            });
+            let own = shape.vocab_size;
+            let problem = format!("the recipe's embedding has {own} rows, state.json says {rows}");
+            return Err(CheckpointError::other_model(&path, problem));
         }
         Ok((recipe, shape))
     }

@@ -66,7 +66,7 @@ pub(crate) fn stream_tensor_file<D: Deref<Target = [u8]>>(
     }
     let sizes = infos.iter().map(|(_, info)| info.data_offsets.1 - info.data_offsets.0);
     let sizes = sizes.collect::<Vec<_>>();
-    let header = Metadata::new(metadata, infos).map_err(|error| malformed(path, &error.to_string()))?;
+    let header = Metadata::new(metadata, infos).map_err(|error| CheckpointError::malformed(path, error))?;
     let mut header = serde_json::to_vec(&header).expect("plain data serialises");
     header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
 
@@ -83,7 +83,7 @@ pub(crate) fn stream_tensor_file<D: Deref<Target = [u8]>>(
             if values.len() != size {
                 let (name, len) = (&headers[n].name, values.len());
                 let problem = format!("tensor {name} has {len} bytes of values, its shape and type make {size}");
-                return Err(malformed(path, &problem));
+                return Err(CheckpointError::malformed(path, problem));
             }
             write(&values)?;
         }
@@ -133,7 +133,7 @@ impl TensorFile {
             map,
         };
         SafeTensors::deserialize(file.bytes())
-            .map_err(|error| malformed(path, &format!("not a safetensors file: {error}")))?;
+            .map_err(|error| CheckpointError::malformed(path, format!("not a safetensors file: {error}")))?;
         Ok(file)
     }
 
@@ -165,7 +165,7 @@ impl TensorFile {
     /// One tensor of the given shape.
     ///
     /// # Errors
-    /// [`CheckpointError::OtherModel`] when it is missing or has another shape; an unknown dtype.
+    /// It is missing or has another shape; an unknown dtype.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<TensorData, CheckpointError> {
         let stored = self.stored(name)?;
         if stored.shape != shape {
@@ -177,7 +177,7 @@ impl TensorFile {
     /// One tensor of whatever shape.
     ///
     /// # Errors
-    /// [`CheckpointError::OtherModel`] when it is missing; an unknown dtype.
+    /// It is missing; an unknown dtype.
     pub fn any_tensor(&self, name: &str) -> Result<TensorData, CheckpointError> {
         Ok(self.stored(name)?.data())
     }
@@ -194,8 +194,9 @@ impl TensorFile {
         let Ok(view) = tensors.tensor(name) else {
             return Ok(None);
         };
-        let dtype = from_safetensors(view.dtype())
-            .ok_or_else(|| malformed(&self.path, &format!("tensor {name} has dtype {:?}", view.dtype())))?;
+        let dtype = from_safetensors(view.dtype()).ok_or_else(|| {
+            CheckpointError::malformed(&self.path, format!("tensor {name} has dtype {:?}", view.dtype()))
+        })?;
         Ok(Some(Stored {
             dtype,
             shape: view.shape().to_vec(),
@@ -208,10 +209,7 @@ impl TensorFile {
     }
 
     pub(crate) fn other_model(&self, problem: String) -> CheckpointError {
-        CheckpointError::OtherModel {
-            path: self.path.clone(),
-            problem,
-        }
+        CheckpointError::other_model(&self.path, problem)
     }
 }
 
@@ -240,13 +238,6 @@ impl Stored<'_> {
     fn data(&self) -> TensorData {
         let bytes = burn::tensor::Bytes::from_bytes_vec(self.bytes.to_vec());
         TensorData::from_bytes(bytes, self.shape.clone(), self.dtype)
-    }
-}
-
-fn malformed(path: &Path, problem: &str) -> CheckpointError {
-    CheckpointError::Malformed {
-        path: path.to_owned(),
-        problem: problem.to_owned(),
     }
 }
 

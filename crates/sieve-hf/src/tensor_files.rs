@@ -71,7 +71,7 @@ impl TensorFiles {
     /// One tensor of the given shape.
     ///
     /// # Errors
-    /// [`CheckpointError::OtherModel`] when it is missing or has another shape; an unknown dtype.
+    /// It is missing or has another shape; an unknown dtype.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<TensorData, CheckpointError> {
         self.part(name, shape, None)
     }
@@ -213,7 +213,8 @@ mod tests {
         }
         for (name, shape) in [("a", [4, 4]), ("a", [2, 4]), ("b", [1, 1]), ("norm", [1, 2])] {
             let error = files.tensor(name, &shape).expect_err("another model");
-            assert!(matches!(error, CheckpointError::OtherModel { .. }), "{error}");
+            let error = error.to_string();
+            assert!(error.contains("does not hold this model's weights"), "{error}");
         }
         assert!(files.part("a", &[3, 4], Some(3..13)).is_err());
     }

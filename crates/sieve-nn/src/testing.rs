@@ -18,19 +18,11 @@ pub(crate) fn shape(attention: Attention) -> ModelShape {
         num_heads: 6,
         num_kv_heads: 3,
         head_dim: 8,
-        vocab_size: 50,
-        rope_theta: 1e4,
-        rms_norm_eps: 1e-6,
         tie_word_embeddings: true,
-        max_seq_len: 64,
         initializer_range: 0.2,
         residual_scale: false,
-        qk_norm: true,
-        qkv_bias: false,
-        rope_scaling: None,
         attention,
-        dense_layers: Vec::new(),
-        shared_layers: Vec::new(),
+        ..sieve_core::model::test_shapes::tiny_dma()
     }
 }
 

@@ -294,10 +294,6 @@ impl TrainingData {
     ) -> Result<Self, TrainError> {
         let expected = stages::base(&checkpoint.state.data_fingerprint);
         let tokenizer = read_tokenizer(&checkpoint.tokenizer_path(), recipe)?;
-        let other = |what: String| TrainError::OtherData {
-            path: dir.to_owned(),
-            what,
-        };
         // The files may have changed or gone since: what counts is what was made of them.
         if recipe.data.format != DataFormat::Mqar
             && let Ok(prepared) = Prepared::open(dir)
@@ -311,8 +307,8 @@ impl TrainingData {
         };
         match source.prepare(recipe, dir, OnChange::Refuse, observe) {
             Ok(data) if data.base_fingerprint() == expected => Ok(data),
-            Ok(_) => Err(other("the text files have changed since".to_owned())),
-            Err(TrainError::CacheInUse { what, .. }) => Err(other(format!("it {what}"))),
+            Ok(_) => Err(TrainError::other_data(dir, "the text files have changed since")),
+            Err(TrainError::CacheInUse { what, .. }) => Err(TrainError::other_data(dir, &format!("it {what}"))),
             Err(error) => Err(error),
         }
     }

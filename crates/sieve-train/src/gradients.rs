@@ -1,6 +1,6 @@
 //! Gradients of all parameters, added up over micro-batches.
 use crate::collectives::Primitive;
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ModuleVisitor, Param, ParamId, list_param_ids};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use sieve_core::recipe::GradientDtype;
@@ -127,16 +127,14 @@ impl<B: TrainBackend> GradientBuffer<B> {
         device: &B::Device,
         whole: bool,
     ) -> Tensor<B::InnerBackend, 1> {
-        let mut all = All {
-            buffer: self,
-            whole,
-            found: Vec::new(),
-        };
-        module.visit(&mut all);
-        if all.found.is_empty() {
+        let ids = list_param_ids(module).into_iter();
+        let gradients = ids.filter_map(|id| self.by_id.get(&id));
+        let gradients = gradients.filter(|gradient| whole || gradient.is_piece);
+        let found: Vec<_> = gradients.map(|gradient| gradient.values.clone()).collect();
+        if found.is_empty() {
             return Tensor::zeros([1], device);
         }
-        let norm = B::InnerBackend::global_norm(all.found);
+        let norm = B::InnerBackend::global_norm(found);
         Tensor::from_primitive(TensorPrimitive::Float(norm))
     }
 
@@ -222,20 +220,6 @@ impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
             let sum = Tensor::from_primitive(TensorPrimitive::Float(gradient.values));
             self.taken.insert(param.id, Tensor::from_inner(sum));
         }
-    }
-}
-
-struct All<'a, B: TrainBackend> {
-    buffer: &'a GradientBuffer<B>,
-    whole: bool,
-    found: Vec<Primitive<B>>,
-}
-
-impl<B: TrainBackend> ModuleVisitor<B> for All<'_, B> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let gradient = self.buffer.by_id.get(&param.id);
-        let gradient = gradient.filter(|gradient| self.whole || gradient.is_piece);
-        self.found.extend(gradient.map(|gradient| gradient.values.clone()));
     }
 }
 

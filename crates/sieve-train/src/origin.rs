@@ -96,11 +96,8 @@ impl Origin {
             _ => other_size(&saved, &now),
         };
         if let Some((what, hint)) = difference {
-            return Err(TrainError::OtherModel {
-                path: checkpoint.path,
-                what,
-                hint,
-            });
+            let what = format!("{} cannot begin this run: {what}", checkpoint.path.display());
+            return Err(TrainError::refused(what, hint));
         }
         let path = checkpoint.path.join("config.toml");
         let text = checkpoint.recipe_toml()?;

@@ -72,16 +72,7 @@ impl RunFolder {
         if self.is_claimed || self.lock.is_some() {
             return Ok(());
         }
-        fs::create_dir_all(&self.path).map_err(TrainError::io("creating", &self.path))?;
-        let lock = self.lock_path();
-        match try_lock(&lock).map_err(TrainError::io("locking", &lock))? {
-            Taken::Yes(file) => self.lock = Some(file),
-            Taken::ByAnother(_) => {
-                return Err(TrainError::FolderBusy {
-                    path: self.path.clone(),
-                });
-            }
-        }
+        self.take()?;
         // Another process may have begun a run between the first check and the lock.
         self.check(start)
     }
@@ -95,44 +86,54 @@ impl RunFolder {
         let Some(held) = &self.lock else {
             return Ok(false);
         };
-        let path = self.lock_path();
-        if is_same_file(held, &path) {
+        if is_same_file(held, &self.lock_path()) {
             return Ok(false);
         }
-        fs::create_dir_all(&self.path).map_err(TrainError::io("creating", &self.path))?;
-        match try_lock(&path).map_err(TrainError::io("locking", &path))? {
-            Taken::Yes(file) => self.lock = Some(file),
-            Taken::ByAnother(_) => {
-                return Err(TrainError::FolderBusy {
-                    path: self.path.clone(),
-                });
-            }
-        }
+        self.take()?;
         Ok(true)
     }
 
-    fn check(&self, start: &Start) -> Result<(), TrainError> {
-        let path = self.path.clone();
-        if path.exists() && !path.is_dir() {
-            return Err(TrainError::NotAFolder { path });
+    fn take(&mut self) -> Result<(), TrainError> {
+        fs::create_dir_all(&self.path).map_err(TrainError::io("creating", &self.path))?;
+        let lock = self.lock_path();
+        match try_lock(&lock).map_err(TrainError::io("locking", &lock))? {
+            Taken::Yes(file) => self.lock = Some(file),
+            Taken::ByAnother(_) => return Err(TrainError::FolderBusy(self.path.clone())),
         }
-        let found = self.first_of_a_run();
-        match (start, found) {
-            (Start::New | Start::BranchFrom(_), Some(found)) => Err(TrainError::FolderInUse { path, found }),
-            (Start::Resume | Start::ResumeAlone { .. }, None) if !path.exists() => Err(TrainError::NothingToResume {
-                path,
-                problem: "there is no such folder",
-            }),
-            (Start::Resume | Start::ResumeAlone { .. }, _) if !self.config_path().is_file() => {
-                Err(TrainError::NothingToResume {
-                    path,
-                    problem: "it has no config.toml",
-                })
-            }
-            (Start::ResumeFrom(checkpoint), Some(found)) if !self.holds(checkpoint) => {
-                Err(TrainError::FolderInUse { path, found })
-            }
-            _ => Ok(()),
+        Ok(())
+    }
+
+    fn check(&self, start: &Start) -> Result<(), TrainError> {
+        let (path, shown) = (&self.path, self.path.display());
+        let elsewhere = "name another folder with --out";
+        if path.exists() && !path.is_dir() {
+            let what = format!("{shown} is a file, and a run needs a folder");
+            return Err(TrainError::refused(what, elsewhere));
+        }
+        let begins = match start {
+            Start::New | Start::BranchFrom(_) => true,
+            Start::Resume | Start::ResumeAlone { .. } => false,
+            Start::ResumeFrom(checkpoint) => !self.holds(checkpoint),
+        };
+        if begins {
+            return match self.first_of_a_run() {
+                Some(found) => Err(TrainError::refused(
+                    format!("{shown} already holds a run ({found} is there)"),
+                    format!("continue it with --resume, or {elsewhere}"),
+                )),
+                None => Ok(()),
+            };
+        }
+        let problem = match path.exists() {
+            false => "there is no such folder",
+            true => "it has no config.toml",
+        };
+        match matches!(start, Start::ResumeFrom(_)) || self.config_path().is_file() {
+            true => Ok(()),
+            false => Err(TrainError::refused(
+                format!("{shown} holds no run to resume: {problem}"),
+                "check --out, or leave out --resume to start a run there",
+            )),
         }
     }
 
@@ -236,7 +237,10 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         for start in [Start::New, Start::Resume] {
             let error = RunFolder::open(file.path(), "checkpoint", &start).unwrap_err();
-            assert!(matches!(error, TrainError::NotAFolder { .. }), "{error}");
+            assert!(
+                error.to_string().contains("is a file, and a run needs a folder"),
+                "{error}"
+            );
         }
     }
 
@@ -247,7 +251,7 @@ mod tests {
         let mut first = open();
         first.claim(&Start::New).unwrap();
         let error = open().claim(&Start::New).unwrap_err();
-        assert!(matches!(error, TrainError::FolderBusy { .. }), "{error}");
+        assert!(matches!(error, TrainError::FolderBusy(_)), "{error}");
         drop(first);
         open().claim(&Start::New).unwrap();
     }
@@ -282,6 +286,6 @@ mod tests {
         fs::remove_dir_all(&path).unwrap();
         let mut second = open();
         second.claim(&Start::New).unwrap();
-        assert!(matches!(first.regain(), Err(TrainError::FolderBusy { .. })));
+        assert!(matches!(first.regain(), Err(TrainError::FolderBusy(_))));
     }
 }

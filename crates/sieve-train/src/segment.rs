@@ -1,6 +1,6 @@
 //! The parts of a model that have a graph of their own.
 use crate::GradientBuffer;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, list_param_ids};
 use burn::tensor::{Tensor, TensorPrimitive};
 use sieve_nn::Qwen3;
 use sieve_ops::TrainBackend;
@@ -27,13 +27,11 @@ impl Segment {
 
     /// Ids of its parameters, in module order.
     pub(crate) fn ids<B: TrainBackend>(self, model: &Qwen3<B>) -> Vec<ParamId> {
-        let mut ids = Ids(Vec::new());
         match self {
-            Self::Embedding => model.embed_tokens.visit(&mut ids),
-            Self::Block(layer) => model.layers[layer].visit(&mut ids),
-            Self::Head => model.head.visit(&mut ids),
+            Self::Embedding => list_param_ids(&model.embed_tokens),
+            Self::Block(layer) => list_param_ids(&model.layers[layer]),
+            Self::Head => list_param_ids(&model.head),
         }
-        ids.0
     }
 
     /// Norm of its gradients; of pieces alone, or also of `whole` ones.
@@ -72,14 +70,6 @@ impl Segment {
             }
         }
         model
-    }
-}
-
-struct Ids(Vec<ParamId>);
-
-impl<B: TrainBackend> ModuleVisitor<B> for Ids {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.0.push(param.id);
     }
 }
 

@@ -277,10 +277,13 @@ impl<B: TrainBackend> Trainer<B> {
         let state = &checkpoint.state;
         let now = self.stage.shape.vocab_size;
         if state.vocab_size != now {
-            return Err(TrainError::OtherTokenizer {
-                saved: state.vocab_size,
-                now,
-            });
+            return Err(TrainError::refused(
+                format!(
+                    "the tokenizer has {now} tokens, the run began with {}",
+                    state.vocab_size
+                ),
+                "give the tokenizer.json of the run's checkpoint as tokenizer.path",
+            ));
         }
         let weights = checkpoint.model()?;
         let mut weights = |name: &str, shape: &[usize]| Ok(weights.tensor(name, shape)?);
@@ -606,7 +609,10 @@ impl<B: TrainBackend> Trainer<B> {
     /// Gradients over all micro-batches, clipping, gate, update. `num_labels` counts those of all processes.
     fn train_step(&mut self, batches: &[Batch], num_labels: usize) -> Result<(), TrainError> {
         if num_labels == 0 {
-            return Err(TrainError::NoLabels { step: self.step + 1 });
+            return Err(TrainError::refused(
+                format!("step {} holds no token with a label", self.step + 1),
+                "documents of one token teach nothing; check data.paths",
+            ));
         }
         let loss_scale = self.disturbance.at(self.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;

@@ -65,13 +65,9 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         hosts: usize::from(args.nnodes),
     };
     TrainError::check_ranks(&recipe, ranks.size)?;
+    let groups = ranks.size / recipe.parallelism.context_parallel_degree;
     for stage in recipe.stages() {
-        let training = recipe.at_stage(&stage).training;
-        let (global, local) = (training.global_batch_size, training.local_batch_size);
-        let ranks = ranks.size / recipe.parallelism.context_parallel_degree;
-        if training.accumulation_steps(ranks).is_none() {
-            return Err(TrainError::BatchSizes { global, local, ranks }.into());
-        }
+        TrainError::micro_batches(&recipe.at_stage(&stage).training, groups)?;
     }
     let plan = plan_of_ranks(&recipe, vocab_size, &target, ranks)?;
     // A folder by a variable that is not set here is no reason not to plan.

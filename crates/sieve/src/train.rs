@@ -175,7 +175,7 @@ pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
 /// The exit code of a run; a run that could keep nothing can be continued from its last checkpoint.
 fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
     match result {
-        Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved { .. })) => {
+        Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved(_))) => {
             if tells {
                 terminal::print_error(&error);
             }

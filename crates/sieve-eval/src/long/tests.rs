@@ -34,6 +34,10 @@ fn source() -> LongSource {
     }
 }
 
+fn size(parts: usize, length: usize) -> Size {
+    Size { parts, length }
+}
+
 fn samples(name: &str, split: Split, size: Size, count: u64) -> Vec<LongSample> {
     let (task, source) = (LongTask::new(name).expect("a task"), source());
     let sample = |number| {
@@ -102,16 +106,8 @@ fn oracle(name: &str, prompt: &str) -> String {
             before[at + 1].to_owned()
         }
         _ => {
-            let start = if prompt.contains("What are all") {
-                "What are all"
-            } else {
-                "What is the"
-            };
-            let query = between(
-                &prompt[prompt.find(start).expect("a question")..],
-                " for ",
-                " mentioned",
-            );
+            let start = prompt.find("What are all").or_else(|| prompt.find("What is the"));
+            let query = between(&prompt[start.expect("a question")..], " for ", " mentioned");
             let keys = query.replace(", and ", ", ");
             let values = keys.split(", ").flat_map(|key| {
                 let mark = format!(" for {key} is: ");
@@ -154,10 +150,7 @@ fn every_task_is_solved_by_who_reads_its_text() {
 
 #[test]
 fn wrong_answers_are_ten_others_that_the_text_does_not_hold() {
-    let size = Size {
-        parts: 60,
-        length: 2048,
-    };
+    let size = size(60, 2048);
     for name in LONG_TASKS {
         for sample in samples(name, Split::Test, size, 8) {
             let different: HashSet<&String> = sample.wrong.iter().chain(&sample.references[..1]).collect();
@@ -176,10 +169,7 @@ fn wrong_answers_are_ten_others_that_the_text_does_not_hold() {
 
 #[test]
 fn samples_repeat_and_differ_by_number_and_split() {
-    let size = Size {
-        parts: 50,
-        length: 1024,
-    };
+    let size = size(50, 1024);
     for name in LONG_TASKS {
         let (a, b) = (samples(name, Split::Test, size, 5), samples(name, Split::Test, size, 5));
         assert_eq!(a, b, "{name}");
@@ -192,10 +182,7 @@ fn samples_repeat_and_differ_by_number_and_split() {
 
 #[test]
 fn needles_are_as_many_as_their_task_says_and_lie_everywhere() {
-    let size = Size {
-        parts: 100,
-        length: 2048,
-    };
+    let size = size(100, 2048);
     // Needles, keys, references, and whether numbers.
     for (name, needles, keys, references) in [
         ("niah_single_1", 1, 1, 1),
@@ -260,20 +247,13 @@ fn words_are_as_frequent_as_their_task_says() {
             words.retain(|word, _| !word.ends_with('.'));
             assert_eq!(words.len(), 90);
             for (word, count) in words {
-                let expected = if sample.references.contains(&word) {
-                    often
-                } else {
-                    seldom
-                };
-                assert_eq!(count, expected, "{word}");
+                let is_asked = sample.references.contains(&word);
+                assert_eq!(count, if is_asked { often } else { seldom }, "{word}");
             }
             assert_eq!(sample.references.len(), 10);
         }
     }
-    let size = Size {
-        parts: 1000,
-        length: 4000,
-    };
+    let size = size(1000, 4000);
     for sample in samples("fwe", Split::Test, size, 5) {
         let mut found: Vec<(String, usize)> = counts(between(&sample.prompt, "coded words. ", "\nQuestion"))
             .into_iter()
@@ -308,10 +288,7 @@ fn variables_form_one_chain_in_order() {
 
 #[test]
 fn the_other_tasks_hold_what_they_say() {
-    let size = Size {
-        parts: 75,
-        length: 4096,
-    };
+    let size = size(75, 4096);
     for sample in samples("kv_retrieval", Split::Test, size, 10) {
         assert_eq!(sample.prompt.matches("\": \"").count(), 75);
         assert_eq!(sample.references[0].len(), 36);

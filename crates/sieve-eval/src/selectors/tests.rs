@@ -21,10 +21,8 @@ fn measured(selectors: &[&str]) -> Vec<SelectorMeasure> {
 }
 
 fn measured_with(selections: &[Selection]) -> Vec<SelectorMeasure> {
-    measured_each(selections)
-        .into_iter()
-        .map(|measure| measure.expect("valid"))
-        .collect()
+    let measures = measured_each(selections).into_iter();
+    measures.map(|measure| measure.expect("valid")).collect()
 }
 
 fn measured_each(selections: &[Selection]) -> Vec<Result<SelectorMeasure, EvalError>> {
@@ -56,12 +54,8 @@ fn a_selector_that_fails_leaves_the_others_their_measures() {
     assert_eq!((a.density, a.loss), (alone.density, alone.loss));
     assert!((b.density - 1.0).abs() < 1e-12);
 
-    let masks = selector_masks(
-        &model(Attention::Mha),
-        &window(301),
-        &["h2o", "meanpool:block=16"].map(|text| LayerSelectors::parse(text).expect("valid")),
-        &Default::default(),
-    );
+    let selectors = ["h2o", "meanpool:block=16"].map(|text| LayerSelectors::parse(text).expect("valid"));
+    let masks = selector_masks(&model(Attention::Mha), &window(301), &selectors, &Default::default());
     let masks = masks.expect("a dense model");
     assert!(masks[0].is_err());
     assert_eq!(masks[1].as_ref().expect("valid").len(), 2);
@@ -124,21 +118,10 @@ fn predictions_and_layers_are_compared_with_the_dense_model() {
     let first = |row: &[f64]| (0..row.len()).fold(0, |best, n| if row[n] > row[best] { n } else { best });
     let (p, hidden, layers) = pass(&mut selection("dense"));
     for text in ["streamingllm:n_init=2,n_local=8", "exact_top:k=5", "meanpool:tau=1"] {
-        let text = format!(
-            "{text}{}",
-            if text.starts_with("exact") {
-                ""
-            } else {
-                ",min_prefill_tokens=0"
-            }
-        );
-        let found = measure_selectors(
-            &model,
-            std::slice::from_ref(&prompt),
-            &[selection(&text)],
-            &device,
-            &mut |_| {},
-        );
+        let prefill = !text.starts_with("exact");
+        let text = format!("{text}{}", if prefill { ",min_prefill_tokens=0" } else { "" });
+        let prompts = std::slice::from_ref(&prompt);
+        let found = measure_selectors(&model, prompts, &[selection(&text)], &device, &mut |_| {});
         let found = found.expect("valid").remove(0).expect("valid");
         let (q, sparse, sparse_layers) = pass(&mut selection(&text));
         let (mut kl, mut same) = (0.0, 0.0);

@@ -31,10 +31,7 @@ fn rows(lines: &[String]) -> Vec<TableRow> {
 
 /// PIQA's columns, texts of several lengths.
 fn piqa(num_rows: usize) -> Vec<TableRow> {
-    let text = |n: usize, len: usize| {
-        let words: Vec<String> = (0..len).map(|k| format!("t{}", (n * 7 + k * k * 3 + k) % 30)).collect();
-        words.join(" ")
-    };
+    let text = |n: usize, len: usize| text_of((0..len).map(|k| (n * 7 + k * k * 3 + k) % 30));
     let row = |n: usize| {
         let (goal, one, two) = (text(n, 1 + n % 9), text(n + 1, 1 + n % 4), text(n + 2, 2 + n % 3));
         format!(
@@ -67,6 +64,25 @@ const ZERO_SHOT: TaskRun = TaskRun {
     limit: None,
     truncate: false,
 };
+const CUT: TaskRun = TaskRun {
+    truncate: true,
+    ..ZERO_SHOT
+};
+
+fn only(rows: Vec<TableRow>) -> TaskRows {
+    TaskRows { rows, examples: None }
+}
+
+/// Tokens of the tokenizer's list, as text.
+fn text_of(tokens: impl Iterator<Item = usize>) -> String {
+    let words: Vec<String> = tokens.map(|token| format!("t{token}")).collect();
+    words.join(" ")
+}
+
+/// Words in no order.
+fn mixed(from: usize, len: usize) -> String {
+    text_of((from..from + len).map(|k| k * k % 30))
+}
 
 #[test]
 fn packed_rows_give_each_pair_what_it_has_alone() {
@@ -76,18 +92,8 @@ fn packed_rows_give_each_pair_what_it_has_alone() {
         let model = tiny_model(attention, 64);
         let pairs: Vec<Pair> = (0..40)
             .map(|n| {
-                let words = |from: usize, len: usize| {
-                    (from..from + len)
-                        .map(|k| format!("t{}", k * k % 30))
-                        .collect::<Vec<_>>()
-                        .join(" ")
-                };
-                let pair = Pair::encode(
-                    &tokenizer,
-                    30,
-                    &words(n, n % 7),
-                    &format!(" {}", words(n + 9, 1 + n % 5)),
-                );
+                let ending = format!(" {}", mixed(n + 9, 1 + n % 5));
+                let pair = Pair::encode(&tokenizer, 30, &mixed(n, n % 7), &ending);
                 pair.expect("known words").expect("something to score")
             })
             .collect();
@@ -115,10 +121,7 @@ fn packed_rows_give_each_pair_what_it_has_alone() {
 
 #[test]
 fn scores_are_those_of_the_rows() {
-    let data = TaskRows {
-        rows: piqa(60),
-        examples: None,
-    };
+    let data = only(piqa(60));
     let report = ask(Attention::Mha, "piqa", &data, ZERO_SHOT).expect("scores");
     let names: Vec<&str> = report.scores.iter().map(|score| score.name).collect();
     assert_eq!(names, ["acc", "acc_norm", "acc_bytes"]);
@@ -149,10 +152,7 @@ fn scores_are_those_of_the_rows() {
 fn examples_are_the_first_rows_and_never_the_row_asked() {
     let (task, rows) = (Task::ready("piqa").expect("ready"), piqa(3));
     let shot = |n: usize| task.shot(&rows[n]).expect("an example");
-    let data = TaskRows {
-        rows: rows.clone(),
-        examples: None,
-    };
+    let data = only(rows.clone());
     let before = |n: usize, fewshot| shots(&task, &data, fewshot, &rows[n]);
     assert_eq!(before(2, 2).expect("two"), shot(0) + &shot(1));
     assert_eq!(before(0, 2).expect("two"), shot(1) + &shot(2));
@@ -169,20 +169,15 @@ fn examples_are_the_first_rows_and_never_the_row_asked() {
 #[test]
 fn long_texts_are_refused_or_cut_at_their_beginning() {
     let long = |len: usize| {
-        let words: Vec<String> = (0..len).map(|n| format!("t{}", n % 29)).collect();
-        let rows = rows(&[format!(r#"{{"text": "{}"}}"#, words.join(" "))]);
-        TaskRows { rows, examples: None }
+        let text = text_of((0..len).map(|n| n % 29));
+        only(rows(&[format!(r#"{{"text": "{text}"}}"#)]))
     };
     let fits = ask(Attention::Mha, "lambada_openai", &long(65), ZERO_SHOT).expect("64 go in");
     assert_eq!(fits.num_truncated, 0);
     let error = ask(Attention::Mha, "lambada_openai", &long(90), ZERO_SHOT).expect_err("too long");
     let words = "row 1 has a text of 89 tokens, and the model's context has room for 64";
     assert!(error.to_string().contains(words), "{error}");
-    let cut = TaskRun {
-        truncate: true,
-        ..ZERO_SHOT
-    };
-    let report = ask(Attention::Mha, "lambada_openai", &long(90), cut).expect("cut");
+    let report = ask(Attention::Mha, "lambada_openai", &long(90), CUT).expect("cut");
     assert_eq!(report.num_truncated, 1);
     let nats = -report.rows[0].likelihoods[0].log_likelihood;
     assert!((report.scores[0].value - nats.exp()).abs() < 1e-9);
@@ -194,22 +189,16 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
     let row = |context: &str| {
         let row = serde_json::json!({"context": context, "input": "t3", "answers": ["t5 t6", "x"],
             "all_classes": null, "length": 3, "dataset": "hotpotqa"});
-        let rows = rows(&[row.to_string()]);
-        TaskRows { rows, examples: None }
+        only(rows(&[row.to_string()]))
     };
     let (tokenizer, context) = (tokenizer(), 64 + 32);
     let task = Task::ready("longbench_hotpotqa").expect("ready");
-    let words: Vec<String> = (0..200).map(|n| format!("t{}", n % 30)).collect();
-    let run = TaskRun {
-        truncate: true,
-        ..ZERO_SHOT
-    };
-    let texts = TaskTexts::new(&task, &row(&words.join(" ")), run, &tokenizer, context);
-    let texts = texts.expect("cut");
+    let row = row(&text_of((0..200).map(|n| n % 30)));
+    let texts = TaskTexts::new(&task, &row, CUT, &tokenizer, context).expect("cut");
     let Texts::Prompts(prompts) = &texts.texts else {
         panic!("prompts")
     };
-    let question = task.questions(&row(&words.join(" ")).rows).expect("columns");
+    let question = task.questions(&row.rows).expect("columns");
     let whole = tokenizer.encode(&question[0].prompts[0]).expect("words");
     let ends = [&whole[..32], &whole[whole.len() - 32..]].concat();
     assert_eq!((&prompts[0], texts.num_truncated), (&ends, 1));
@@ -217,12 +206,8 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
     assert_eq!(score(" t5 T6."), Some(1.0));
     assert_eq!(score("t5 t9"), Some(0.5));
     let line = Task::ready("longbench_samsum").expect("ready");
-    assert_eq!(
-        line.matching
-            .score("\n\nx y\nz", &["x y".to_owned()], &[])
-            .map(f64::round),
-        Some(1.0)
-    );
+    let found = line.matching.score("\n\nx y\nz", &["x y".to_owned()], &[]);
+    assert_eq!(found.map(f64::round), Some(1.0));
     let exact = Task::ready("triviaqa").expect("ready");
     assert_eq!(exact.matching.score("x", &["x".to_owned()], &[]), None);
     let mean = mean_of("x", vec![0.0, 1.0, 0.5]);
@@ -235,10 +220,6 @@ fn every_longbench_task_takes_short_and_long_prompts() {
     let tokenizer = tokenizer();
     let (model, device) = (tiny_model(Attention::Mha, 1024), Default::default());
     let asked = asked(&model, &tokenizer, &device);
-    let run = TaskRun {
-        truncate: true,
-        ..ZERO_SHOT
-    };
     let names = READY_TASKS.iter().map(|(name, _)| *name);
     let names: Vec<&str> = names.filter(|name| name.starts_with("longbench_")).collect();
     assert_eq!(names.len(), 16);
@@ -246,17 +227,13 @@ fn every_longbench_task_takes_short_and_long_prompts() {
         let task = Task::ready(name).expect("ready");
         let room = 1024 - task.matching.max_new_tokens;
         let row = |len: usize| {
-            let words: Vec<String> = (0..len).map(|n| format!("t{}", n % 30)).collect();
-            serde_json::json!({"context": words.join(" "), "input": "t3", "answers": ["t5 t6"],
+            serde_json::json!({"context": text_of((0..len).map(|n| n % 30)), "input": "t3", "answers": ["t5 t6"],
                 "all_classes": ["t5", "t6"], "length": len, "dataset": name})
             .to_string()
         };
         let lengths = [1, room * 2 / 3, room + 70];
-        let data = TaskRows {
-            rows: rows(&lengths.map(row)),
-            examples: None,
-        };
-        let texts = TaskTexts::new(&task, &data, run, &tokenizer, 1024).expect(name);
+        let data = only(rows(&lengths.map(row)));
+        let texts = TaskTexts::new(&task, &data, CUT, &tokenizer, 1024).expect(name);
         let Texts::Prompts(prompts) = &texts.texts else {
             panic!("{name}: prompts")
         };
@@ -312,10 +289,6 @@ fn kinds() -> [Attention; 3] {
 fn endings_of_a_shared_prompt_get_what_they_get_alone() {
     let tokenizer = tokenizer();
     let device = Default::default();
-    let text = |from: usize, len: usize| {
-        let words = (from..from + len).map(|k| format!("t{}", k * k % 30));
-        words.collect::<Vec<_>>().join(" ")
-    };
     let pair = |context: &str, ending: String| {
         let pair = Pair::encode(&tokenizer, 30, context, &format!(" {ending}"));
         pair.expect("known words").expect("something to score")
@@ -324,9 +297,9 @@ fn endings_of_a_shared_prompt_get_what_they_get_alone() {
     let questions: Vec<Vec<Pair>> = (0..30)
         .map(|n| {
             let one = |k: usize| match n % 3 {
-                0 => pair(&text(n, 1 + n % 11), text(n + k, 1)),
-                1 => pair(&text(n, 1 + n % 11), text(n + k / 2, 1 + k % 3)),
-                _ => pair(&format!("{} t{k} t7", text(n, 1 + n % 11)), text(n, 3)),
+                0 => pair(&mixed(n, 1 + n % 11), mixed(n + k, 1)),
+                1 => pair(&mixed(n, 1 + n % 11), mixed(n + k / 2, 1 + k % 3)),
+                _ => pair(&format!("{} t{k} t7", mixed(n, 1 + n % 11)), mixed(n, 3)),
             };
             (0..4).map(one).collect()
         })

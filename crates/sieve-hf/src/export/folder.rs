@@ -35,7 +35,7 @@ impl OutFolder {
             for entry in entries {
                 let entry = entry.map_err(CheckpointError::io("reading", path))?;
                 if entry.file_name() != PARTIAL {
-                    return Err(folder.in_use(entry.file_name().to_string_lossy().into_owned()));
+                    return Err(folder.in_use(&entry.file_name().to_string_lossy()));
                 }
             }
         }
@@ -57,7 +57,7 @@ impl OutFolder {
         let now: BTreeSet<String> = files.iter().cloned().collect();
         for name in now.difference(&self.earlier) {
             if self.path.join(name).exists() {
-                return Err(self.in_use(name.clone()));
+                return Err(self.in_use(name));
             }
         }
         // First a list of the old and the new, so that a kill below leaves a folder that is still known as an export.
@@ -85,11 +85,9 @@ impl OutFolder {
         fs::rename(self.partial(MARKER), &path).map_err(CheckpointError::io("renaming", path))
     }
 
-    fn in_use(&self, found: String) -> CheckpointError {
-        CheckpointError::FolderInUse {
-            path: self.path.clone(),
-            found,
-        }
+    fn in_use(&self, found: &str) -> CheckpointError {
+        let what = format!("{} holds {found}, which no export wrote", self.path.display());
+        CheckpointError::refused(what, "name a new or empty folder")
     }
 }
 

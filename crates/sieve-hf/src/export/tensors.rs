@@ -287,9 +287,9 @@ pub(super) fn check_complete(tensors: &[ExportTensor], weights: &TensorFiles) ->
         .collect();
     match weights.names().into_iter().find(|name| !used.contains(name.as_str())) {
         None => Ok(()),
-        Some(name) => Err(CheckpointError::OtherModel {
-            path: weights.path().to_owned(),
-            problem: format!("tensor {name} has no place in the model of the recipe"),
-        }),
+        Some(name) => {
+            let problem = format!("tensor {name} has no place in the model of the recipe");
+            Err(CheckpointError::other_model(weights.path(), problem))
+        }
     }
 }

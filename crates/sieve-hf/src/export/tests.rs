@@ -7,9 +7,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 
-const MHA: &str = "kind = \"mha\"";
-const SWA: &str = "kind = \"swa\"\nsliding_window = 5";
-const DMA: &str = "kind = \"dma\"\nkeep_window_size = 3";
+const TIED: &str = "tie_word_embeddings = true";
+pub(crate) const MHA: &str = "kind = \"mha\"";
+pub(crate) const SWA: &str = "kind = \"swa\"\nsliding_window = 5";
+pub(crate) const DMA: &str = "kind = \"dma\"\nkeep_window_size = 3";
 
 const TOKENIZER: &str = r#"{"added_tokens":[{"id":1,"content":"<|endoftext|>","special":true}],
     "model":{"type":"WordLevel","vocab":{"a":0,"<|endoftext|>":1},"unk_token":"a"}}"#;
@@ -81,6 +82,10 @@ fn values(file: &TensorFile, name: &str) -> Vec<f32> {
     data.to_vec().expect("converted to f32")
 }
 
+fn weights(folder: &Path) -> TensorFile {
+    TensorFile::open(&folder.join("model.safetensors")).expect("just written")
+}
+
 fn json(path: PathBuf) -> Value {
     serde_json::from_str(&fs::read_to_string(path).expect("written")).expect("JSON")
 }
@@ -107,10 +112,7 @@ fn packed_rows_are_split_and_nothing_is_lost() {
     let (_, shape) = checkpoint.recipe_and_shape().expect("just written");
     assert_eq!(report.num_parameters, shape.parameters().total());
 
-    let (ours, theirs) = (
-        TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written"),
-        TensorFile::open(&out.join("model.safetensors")).expect("just written"),
-    );
+    let (ours, theirs) = (weights(&checkpoint.path), weights(&out));
     let packed = values(&ours, "layers.1.self_attn.qkv.qkv_proj.weight");
     let parts = ["q", "k", "v"].map(|part| {
         let name = format!("model.layers.1.self_attn.{part}_proj.weight");
@@ -135,18 +137,17 @@ fn packed_rows_are_split_and_nothing_is_lost() {
 #[test]
 fn a_dynamic_mask_model_becomes_doge_with_scales_of_one_or_the_trained_ones() {
     let folder = tempfile::tempdir().expect("a folder");
-    let tied = "tie_word_embeddings = true";
     let scaled = "tie_word_embeddings = true\nresidual_scale = true";
-    for (name, line, expected) in [("ones", tied, vec![1.0; 12]), ("trained", scaled, trained_scale())] {
+    for (name, line, expected) in [("ones", TIED, vec![1.0; 12]), ("trained", scaled, trained_scale())] {
         let checkpoint = checkpoint(&folder.path().join(name), line, DMA);
         let out = folder.path().join(format!("{name}-hf"));
         let report = export(&checkpoint, &out, &options()).expect("exports");
         assert_eq!(report.architecture, "DogeForCausalLM");
-        let theirs = TensorFile::open(&out.join("model.safetensors")).expect("just written");
+        let theirs = weights(&out);
         assert!(!theirs.names().contains(&"lm_head.weight".to_owned()));
         let scale = values(&theirs, "model.layers.0.post_attention_residual");
         assert_eq!(scale, expected);
-        let ours = TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written");
+        let ours = weights(&checkpoint.path);
         assert_eq!(
             values(&ours, "layers.1.self_attn.a"),
             values(&theirs, "model.layers.1.self_attn.A")
@@ -174,8 +175,7 @@ fn a_scaling_names_all_that_transformers_asks_for() {
 #[test]
 fn a_window_is_in_every_layer() {
     let folder = tempfile::tempdir().expect("a folder");
-    let tied = "tie_word_embeddings = true";
-    let checkpoint = checkpoint(&folder.path().join("run"), tied, SWA);
+    let checkpoint = checkpoint(&folder.path().join("run"), TIED, SWA);
     let out = folder.path().join("hf");
     export(&checkpoint, &out, &options()).expect("exports");
     let config = json(out.join("config.json"));
@@ -190,27 +190,13 @@ fn a_window_is_in_every_layer() {
 #[test]
 fn latent_attention_is_deepseek_where_that_class_computes_it() {
     const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4";
+    let own = "SieveForCausalLM";
     let folder = tempfile::tempdir().expect("a folder");
     for (name, model, architecture, reason) in [
-        (
-            "normed",
-            "tie_word_embeddings = true",
-            "SieveForCausalLM",
-            Some("no norms of queries and keys"),
-        ),
-        ("paper", "tie_word_embeddings = true", "DeepseekV3ForCausalLM", None),
-        (
-            "scaled",
-            "residual_scale = true",
-            "SieveForCausalLM",
-            Some("no residual scales"),
-        ),
-        (
-            "epsilon",
-            "rms_norm_eps = 1e-5",
-            "SieveForCausalLM",
-            Some("an epsilon of 1e-6"),
-        ),
+        ("normed", TIED, own, Some("no norms of queries and keys")),
+        ("paper", TIED, "DeepseekV3ForCausalLM", None),
+        ("scaled", "residual_scale = true", own, Some("no residual scales")),
+        ("epsilon", "rms_norm_eps = 1e-5", own, Some("an epsilon of 1e-6")),
     ] {
         let mla = format!("{MLA}\nqk_norm = {}", name == "normed");
         let checkpoint = checkpoint(&folder.path().join(name), model, &mla);
@@ -222,7 +208,7 @@ fn latent_attention_is_deepseek_where_that_class_computes_it() {
         assert!(said.contains(reason.unwrap_or_default()), "{name}: {said}");
         let config = json(out.join("config.json"));
         let has_class = report.files.contains(&"modeling_sieve.py".to_owned());
-        assert_eq!(has_class, architecture == "SieveForCausalLM", "{name}");
+        assert_eq!(has_class, architecture == own, "{name}");
         assert_eq!(config["kv_lora_rank"], 8);
         assert_eq!(config["use_cache"], true);
     }
@@ -231,8 +217,7 @@ fn latent_attention_is_deepseek_where_that_class_computes_it() {
 #[test]
 fn the_same_checkpoint_gives_the_same_bytes_and_replaces_an_earlier_export_alone() {
     let folder = tempfile::tempdir().expect("a folder");
-    let tied = "tie_word_embeddings = true";
-    let checkpoint = checkpoint(&folder.path().join("run"), tied, DMA);
+    let checkpoint = checkpoint(&folder.path().join("run"), TIED, DMA);
     let (first, second) = (folder.path().join("a"), folder.path().join("b"));
     // The second folder first holds an export in several files; they go, a file that a user put beside them stays.
     let small = ExportOptions {
@@ -262,8 +247,7 @@ fn the_same_checkpoint_gives_the_same_bytes_and_replaces_an_earlier_export_alone
 #[test]
 fn bf16_halves_the_bytes_and_rounds_to_nearest() {
     let folder = tempfile::tempdir().expect("a folder");
-    let tied = "tie_word_embeddings = true";
-    let checkpoint = checkpoint(&folder.path().join("run"), tied, DMA);
+    let checkpoint = checkpoint(&folder.path().join("run"), TIED, DMA);
     let out = folder.path().join("hf");
     let bf16 = ExportOptions {
         dtype: ExportDtype::Bf16,
@@ -272,8 +256,8 @@ fn bf16_halves_the_bytes_and_rounds_to_nearest() {
     let report = export(&checkpoint, &out, &bf16).expect("exports");
     assert_eq!(report.num_bytes, 2 * report.num_parameters);
     assert_eq!(json(out.join("config.json"))["dtype"], "bfloat16");
-    let theirs = TensorFile::open(&out.join("model.safetensors")).expect("just written");
-    let ours = TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written");
+    let theirs = weights(&out);
+    let ours = weights(&checkpoint.path);
     let exact = values(&ours, "embed_tokens.weight");
     let rounded = values(&theirs, "model.embed_tokens.weight");
     let mut changed = 0;
@@ -309,7 +293,7 @@ fn published_dma_takes_either_class_and_other_models_their_own() {
         let model = match n {
             4 => "qk_norm = false",
             5 => "qk_norm = false\nlayer_types = [\"swa\", \"mha\"]",
-            _ => "tie_word_embeddings = true",
+            _ => TIED,
         };
         let checkpoint = checkpoint(&folder.path().join(format!("run-{n}")), model, attention);
         let out = folder.path().join(format!("hf-{n}"));
@@ -331,8 +315,7 @@ fn published_dma_takes_either_class_and_other_models_their_own() {
 #[test]
 fn refuses_what_it_cannot_express_and_folders_of_others() {
     let folder = tempfile::tempdir().expect("a folder");
-    let tied = "tie_word_embeddings = true";
-    let checkpoint = checkpoint(&folder.path().join("run"), tied, MHA);
+    let checkpoint = checkpoint(&folder.path().join("run"), TIED, MHA);
     let out = folder.path().join("refused");
     let doge = ExportOptions {
         form: Some(ExportForm::Doge),
@@ -354,24 +337,24 @@ fn refuses_what_it_cannot_express_and_folders_of_others() {
 #[test]
 fn loads_the_model_it_was_written_from() {
     let folder = tempfile::tempdir().expect("a folder");
-    let tied = "tie_word_embeddings = true";
     let run = folder.path().join("run");
-    let checkpoint = checkpoint(&run, tied, DMA);
-    let loaded = load_model::<Flex>(&run, &Default::default(), burn::tensor::DType::F32).expect("loads");
+    let checkpoint = checkpoint(&run, TIED, DMA);
+    let load = |folder: &Path| load_model::<Flex>(folder, &Default::default(), DType::F32);
+    let loaded = load(&run).expect("loads");
     assert_eq!(loaded.path, checkpoint.path);
-    let weights = TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written");
+    let weights = weights(&checkpoint.path);
     for tensor in named_parameters(&loaded.model) {
         assert_eq!(weights.any_tensor(&tensor.name).expect("same names"), tensor.data);
     }
     let empty = folder.path().join("empty");
-    let error = load_model::<Flex>(&empty, &Default::default(), burn::tensor::DType::F32).expect_err("nothing there");
+    let error = load(&empty).expect_err("nothing there");
     assert!(matches!(error, CheckpointError::NotFound { .. }), "{error}");
     let file = loaded.path.join("model.safetensors");
     let mut bytes = fs::read(&file).expect("there");
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     fs::write(&file, bytes).expect("writable");
-    let error = load_model::<Flex>(&run, &Default::default(), burn::tensor::DType::F32).expect_err("a flipped bit");
+    let error = load(&run).expect_err("a flipped bit");
     assert!(error.to_string().contains("model.safetensors"), "{error}");
 }
 

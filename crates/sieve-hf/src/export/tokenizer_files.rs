@@ -112,19 +112,13 @@ pub(crate) fn object(folder: &Option<PathBuf>, name: &str) -> Result<Map<String,
     };
     match text_of(&path)?.map(|text| parsed(&path, &text)).transpose()? {
         Some(Value::Object(found)) => Ok(found),
-        Some(_) => Err(CheckpointError::Malformed {
-            path,
-            problem: "it is no JSON object".to_owned(),
-        }),
+        Some(_) => Err(CheckpointError::malformed(&path, "it is not a JSON object")),
         None => Ok(Map::new()),
     }
 }
 
 fn parsed(path: &Path, text: &str) -> Result<Value, CheckpointError> {
-    serde_json::from_str(text).map_err(|error| CheckpointError::Malformed {
-        path: path.to_owned(),
-        problem: format!("it is no JSON ({error})"),
-    })
+    serde_json::from_str(text).map_err(|error| CheckpointError::malformed(path, format!("it is not JSON ({error})")))
 }
 
 /// The text of a file that may be absent.
@@ -202,10 +196,7 @@ fn content(tokenizer: &Value, id: u32, path: &Path) -> Result<Value, CheckpointE
     };
     match content.is_string() {
         true => Ok(content),
-        false => Err(CheckpointError::Malformed {
-            path: path.to_owned(),
-            problem: format!("it has no token {id}"),
-        }),
+        false => Err(CheckpointError::malformed(path, format!("it has no token {id}"))),
     }
 }
 

@@ -1,5 +1,4 @@
 //! `config.json` of `transformers` as a recipe.
-use super::not_importable;
 use crate::CheckpointError;
 use crate::export::config::SCALING;
 use crate::export::{Architecture, DEEPSEEK_LATENT_EPS, Windows};
@@ -45,7 +44,7 @@ struct Reader {
 
 impl Reader {
     fn refuse(&self, problem: impl Into<String>) -> CheckpointError {
-        not_importable(&self.path, problem.into(), HINT)
+        CheckpointError::not_importable(&self.path, problem.into(), HINT)
     }
 
     fn integer(&self, key: &str) -> Result<usize, CheckpointError> {
@@ -244,10 +243,7 @@ impl Reader {
 impl HfConfig {
     pub(super) fn read(path: &Path) -> Result<Self, CheckpointError> {
         let text = fs::read_to_string(path).map_err(CheckpointError::io("reading", path))?;
-        let value = serde_json::from_str(&text).map_err(|error| CheckpointError::Malformed {
-            path: path.to_owned(),
-            problem: error.to_string(),
-        })?;
+        let value = serde_json::from_str(&text).map_err(|error| CheckpointError::malformed(path, error))?;
         let reader = Reader {
             path: path.to_owned(),
             value,

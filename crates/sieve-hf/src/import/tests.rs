@@ -1,5 +1,5 @@
 use super::*;
-use crate::export::tests::changed_checkpoint;
+use crate::export::tests::{DMA, MHA, SWA, changed_checkpoint};
 use crate::named_parameters;
 use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, export, load_model};
 use burn_flex::Flex;
@@ -35,6 +35,19 @@ fn whole() -> ExportOptions {
     options(ExportDtype::F32, DEFAULT_SHARD_BYTES)
 }
 
+const TIED: &str = "tie_word_embeddings = true";
+
+/// The folder of a dense model, and the folder that holds it.
+fn dense(model: &str) -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let hf = exported(folder.path(), model, MHA, whole());
+    (folder, hf)
+}
+
+fn read_json(path: &Path) -> serde_json::Value {
+    serde_json::from_str(&fs::read_to_string(path).expect("written")).expect("JSON")
+}
+
 fn imported(
     from: &Path,
     out: &Path,
@@ -55,76 +68,46 @@ fn rewrite(hf: &Path, change: impl FnOnce(&mut Vec<NamedTensor>)) {
 
 #[test]
 fn export_import_export_gives_the_same_bytes() {
-    for (model, attention) in [
-        ("tie_word_embeddings = true", "kind = \"mha\""),
-        ("tie_word_embeddings = false", "kind = \"mha\""),
-        ("tie_word_embeddings = false", "kind = \"swa\"\nsliding_window = 5"),
-        ("tie_word_embeddings = true", "kind = \"dma\"\nkeep_window_size = 3"),
-        (
-            "tie_word_embeddings = true\nresidual_scale = true",
-            "kind = \"dma\"\nkeep_window_size = 3",
-        ),
-        (
-            "tie_word_embeddings = true\nlayer_types = [\"sparse\", \"mha\"]",
-            "kind = \"dma\"\nkeep_window_size = 3\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4",
-        ),
-        (
-            "tie_word_embeddings = false\nlayer_types = [\"swa\", \"mha\"]",
-            "kind = \"swa\"\nsliding_window = 5",
-        ),
-        (
-            "tie_word_embeddings = true\nresidual_scale = true",
-            "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress_hidden_size = 5\n\
-             select_block_size = 4\nnum_selected_blocks = 3\nwindow_size = 5\nshared_kv = false",
-        ),
-        (
-            "tie_word_embeddings = false",
-            "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = \"mean\"\n\
-             select_block_size = 4\nnum_selected_blocks = 3\nwindow_size = 5",
-        ),
-        (
-            "tie_word_embeddings = true",
-            "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4",
-        ),
-        (
-            "tie_word_embeddings = false",
-            "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\nqk_norm = false",
-        ),
-        ("tie_word_embeddings = true\nqk_norm = false", "kind = \"mha\""),
-        (
-            "tie_word_embeddings = false\nqk_norm = false\nrope_scaling = { rope_type = \"llama3\", factor = 8.0, \
-             low_freq_factor = 1.5, original_max_position_embeddings = 32 }",
-            "kind = \"mha\"",
-        ),
-        (
-            "tie_word_embeddings = false\nqk_norm = false",
-            "kind = \"swa\"\nsliding_window = 5",
-        ),
-        (
-            "tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true\nlayer_types = [\"mha\", \"swa\"]\n\
-             rope_scaling = { rope_type = \"yarn\", factor = 4.0, beta_fast = 16.0 }",
-            "kind = \"swa\"\nsliding_window = 5",
-        ),
-        (
-            "tie_word_embeddings = false\nqk_norm = false\nlayer_types = [\"swa\", \"mha\"]",
-            "kind = \"swa\"\nsliding_window = 5",
-        ),
-        (
-            "tie_word_embeddings = true\nresidual_scale = true\nqkv_bias = true",
-            "kind = \"mha\"",
-        ),
-        (
-            "tie_word_embeddings = true\nqk_norm = false\nrope_scaling = { rope_type = \"linear\", factor = 2.0 }",
-            "kind = \"dma\"\nkeep_window_size = 3",
-        ),
+    const NSA: &str = "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\nselect_block_size = 4\n\
+        num_selected_blocks = 3\nwindow_size = 5\n";
+    const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\n";
+    let slope = "bias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4";
+    let llama3 = "qk_norm = false\nrope_scaling = { rope_type = \"llama3\", factor = 8.0, low_freq_factor = 1.5, \
+        original_max_position_embeddings = 32 }";
+    let yarn = "qk_norm = false\nqkv_bias = true\nlayer_types = [\"mha\", \"swa\"]\n\
+        rope_scaling = { rope_type = \"yarn\", factor = 4.0, beta_fast = 16.0 }";
+    let linear = "qk_norm = false\nrope_scaling = { rope_type = \"linear\", factor = 2.0 }";
+    let scaled = "residual_scale = true";
+    // Whether embeddings are tied, the rest of [model], the kind, the rest of [attention].
+    for (tied, model, kind, more) in [
+        (true, "", MHA, ""),
+        (false, "", MHA, ""),
+        (false, "", SWA, ""),
+        (true, "", DMA, ""),
+        (true, scaled, DMA, ""),
+        (true, "layer_types = [\"sparse\", \"mha\"]", DMA, slope),
+        (false, "layer_types = [\"swa\", \"mha\"]", SWA, ""),
+        (true, scaled, NSA, "compress_hidden_size = 5\nshared_kv = false"),
+        (false, "", NSA, "compress = \"mean\""),
+        (true, "", MLA, ""),
+        (false, "", MLA, "qk_norm = false"),
+        (true, "qk_norm = false", MHA, ""),
+        (false, llama3, MHA, ""),
+        (false, "qk_norm = false", SWA, ""),
+        (true, yarn, SWA, ""),
+        (false, "qk_norm = false\nlayer_types = [\"swa\", \"mha\"]", SWA, ""),
+        (true, "residual_scale = true\nqkv_bias = true", MHA, ""),
+        (true, linear, DMA, ""),
     ] {
+        let model = format!("tie_word_embeddings = {tied}\n{model}");
+        let (model, attention) = (model.as_str(), format!("{kind}\n{more}"));
         for options in [
             whole(),
             options(ExportDtype::Bf16, DEFAULT_SHARD_BYTES),
             options(ExportDtype::F32, 1500),
         ] {
             let folder = tempfile::tempdir().expect("a folder");
-            let first = exported(folder.path(), model, attention, options);
+            let first = exported(folder.path(), model, &attention, options);
             let back = folder.path().join("back");
             let report = imported(&first, &back, None, &[]).expect("imports");
             assert_eq!(report.added, Vec::<String>::new());
@@ -148,9 +131,7 @@ fn export_import_export_gives_the_same_bytes() {
 
 #[test]
 fn a_dense_model_becomes_sparse_with_new_weights_at_their_start() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let tied = "tie_word_embeddings = true";
-    let hf = exported(folder.path(), tied, "kind = \"mha\"", whole());
+    let (folder, hf) = dense(TIED);
     let out = folder.path().join("dma");
     let kind = Some(AttentionKind::Dma);
     let report = imported(&hf, &out, kind, &["attention.keep_window_size=3"]).expect("imports");
@@ -194,15 +175,9 @@ fn a_dense_model_becomes_sparse_with_new_weights_at_their_start() {
 // Keys as version 4 of transformers and older wrote them: none of what has a default.
 #[test]
 fn old_configurations_mean_what_their_class_does_by_default() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let hf = exported(
-        folder.path(),
-        "tie_word_embeddings = true\nqk_norm = false",
-        "kind = \"mha\"",
-        whole(),
-    );
+    let (_folder, hf) = dense("tie_word_embeddings = true\nqk_norm = false");
     let path = hf.join("config.json");
-    let config: serde_json::Value = serde_json::from_str(&fs::read_to_string(&path).expect("written")).expect("JSON");
+    let config = read_json(&path);
     for (model_type, window, theta) in [("llama", None, None), ("mistral", Some(4096), Some(5e5))] {
         let mut changed = config.clone();
         let keys = changed.as_object_mut().expect("an object");
@@ -224,9 +199,7 @@ fn old_configurations_mean_what_their_class_does_by_default() {
 
 #[test]
 fn missing_unknown_and_ill_shaped_tensors_are_all_named() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let tied = "tie_word_embeddings = true";
-    let hf = exported(folder.path(), tied, "kind = \"mha\"", whole());
+    let (folder, hf) = dense(TIED);
     rewrite(&hf, |tensors| {
         tensors.retain(|tensor| !tensor.name.contains("layers.0.mlp"));
         for tensor in tensors.iter_mut() {
@@ -249,9 +222,7 @@ fn missing_unknown_and_ill_shaped_tensors_are_all_named() {
 
 #[test]
 fn what_says_nothing_new_is_passed_over() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let tied = "tie_word_embeddings = true";
-    let hf = exported(folder.path(), tied, "kind = \"mha\"", whole());
+    let (folder, hf) = dense(TIED);
     rewrite(&hf, |tensors| {
         for name in ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"] {
             tensors.push(NamedTensor {
@@ -266,12 +237,9 @@ fn what_says_nothing_new_is_passed_over() {
 
 #[test]
 fn chat_templates_and_special_tokens_come_back_out() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let hf = exported(folder.path(), "tie_word_embeddings = true", "kind = \"mha\"", whole());
+    let (folder, hf) = dense(TIED);
     let config_path = "tokenizer_config.json";
-    let read = |folder: &Path| -> serde_json::Value {
-        serde_json::from_str(&fs::read_to_string(folder.join(config_path)).expect("written")).expect("JSON")
-    };
+    let read = |folder: &Path| read_json(&folder.join(config_path));
     let mut config = read(&hf);
     config["chat_template"] = json!("{{ messages }}");
     config["bos_token"] = json!("a");
@@ -295,11 +263,8 @@ fn chat_templates_and_special_tokens_come_back_out() {
 
 #[test]
 fn tokens_that_generation_ends_and_begins_at_come_back_out() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let hf = exported(folder.path(), "tie_word_embeddings = true", "kind = \"mha\"", whole());
-    let read = |folder: &Path, name: &str| -> serde_json::Value {
-        serde_json::from_str(&fs::read_to_string(folder.join(name)).expect("written")).expect("JSON")
-    };
+    let (folder, hf) = dense(TIED);
+    let read = |folder: &Path, name: &str| read_json(&folder.join(name));
     let change = |name: &str, changes: serde_json::Value| {
         let mut all = read(&hf, name);
         for (key, value) in changes.as_object().expect("an object") {
@@ -354,71 +319,56 @@ fn tokens_that_generation_ends_and_begins_at_come_back_out() {
 
 #[test]
 fn configurations_without_a_recipe_are_refused() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let tied = "tie_word_embeddings = true";
-    let hf = exported(folder.path(), tied, "kind = \"mha\"", whole());
-    let path = hf.join("config.json");
-    let config: serde_json::Value = serde_json::from_str(&fs::read_to_string(&path).expect("written")).expect("JSON");
+    let (folder, hf) = dense(TIED);
     let out = folder.path().join("out");
-    for (key, value, word) in [
-        ("model_type", json!("mixtral"), "model_type is \"mixtral\""),
-        ("num_local_experts", json!(8), "num_local_experts is 8"),
-        ("alibi", json!(true), "alibi is true"),
-        ("hidden_act", json!("gelu"), "hidden_act"),
-        ("attention_bias", json!(true), "attention_bias"),
-        ("partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5"),
-        (
-            "rope_parameters",
-            json!({ "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25 }),
-            "partial_rotary_factor is 0.25",
-        ),
-        (
-            "rope_parameters",
-            json!({ "rope_type": "longrope", "rope_theta": 1e4 }),
-            "scaled",
-        ),
-        (
-            "rope_parameters",
-            json!({ "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7 }),
-            "scaled",
-        ),
-        (
-            "rope_scaling",
-            json!({ "type": "linear", "factor": 0.5 }),
-            "rope_scaling.factor: is 0.5",
-        ),
-        (
-            "layer_types",
-            json!(["full_attention", "sliding_attention"]),
-            "sliding_window is null",
-        ),
-        ("num_hidden_layers", json!("two"), "num_hidden_layers"),
-        ("num_key_value_heads", json!(3), "num_key_value_heads"),
-        ("hidden_size", json!(13), "of another shape"),
-    ] {
-        let mut changed = config.clone();
-        changed[key] = value;
-        fs::write(&path, changed.to_string()).expect("writable");
-        refusal(imported(&hf, &out, None, &[]), word);
-    }
+    let scaling = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect("JSON");
+    let quarter = scaling(r#"{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}"#);
+    let longrope = scaling(r#"{"rope_type": "longrope", "rope_theta": 1e4}"#);
+    let yarn = scaling(r#"{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7}"#);
+    let half = scaling(r#"{"type": "linear", "factor": 0.5}"#);
+    let some_windows = json!(["full_attention", "sliding_attention"]);
     let latent = tempfile::tempdir().expect("a folder");
     let mla = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\nqk_norm = false";
-    let latent_hf = exported(latent.path(), tied, mla, whole());
-    let latent_path = latent_hf.join("config.json");
-    let latent_config = fs::read_to_string(&latent_path).expect("written");
-    for (key, value, word) in [
-        ("q_lora_rank", json!(8), "q_lora_rank is 8"),
-        ("rope_interleave", json!(true), "rope_interleave"),
-        ("first_k_dense_replace", json!(1), "some layers have experts"),
-        ("qk_nope_head_dim", json!(4), "qk_nope_head_dim is not v_head_dim"),
-        ("rms_norm_eps", json!(1e-5), "rms_norm_eps is not the 1e-6"),
+    let latent_hf = exported(latent.path(), TIED, mla, whole());
+    for (from, key, value, word) in [
+        (&hf, "model_type", json!("mixtral"), "model_type is \"mixtral\""),
+        (&hf, "num_local_experts", json!(8), "num_local_experts is 8"),
+        (&hf, "alibi", json!(true), "alibi is true"),
+        (&hf, "hidden_act", json!("gelu"), "hidden_act"),
+        (&hf, "attention_bias", json!(true), "attention_bias"),
+        (&hf, "partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5"),
+        (&hf, "rope_parameters", quarter, "partial_rotary_factor is 0.25"),
+        (&hf, "rope_parameters", longrope, "scaled"),
+        (&hf, "rope_parameters", yarn, "scaled"),
+        (&hf, "rope_scaling", half, "rope_scaling.factor: is 0.5"),
+        (&hf, "layer_types", some_windows, "sliding_window is null"),
+        (&hf, "num_hidden_layers", json!("two"), "num_hidden_layers"),
+        (&hf, "num_key_value_heads", json!(3), "num_key_value_heads"),
+        (&hf, "hidden_size", json!(13), "of another shape"),
+        (&latent_hf, "q_lora_rank", json!(8), "q_lora_rank is 8"),
+        (&latent_hf, "rope_interleave", json!(true), "rope_interleave"),
+        (
+            &latent_hf,
+            "first_k_dense_replace",
+            json!(1),
+            "some layers have experts",
+        ),
+        (
+            &latent_hf,
+            "qk_nope_head_dim",
+            json!(4),
+            "qk_nope_head_dim is not v_head_dim",
+        ),
+        (&latent_hf, "rms_norm_eps", json!(1e-5), "rms_norm_eps is not the 1e-6"),
     ] {
-        let mut changed: serde_json::Value = serde_json::from_str(&latent_config).expect("JSON");
+        let path = from.join("config.json");
+        let whole = fs::read_to_string(&path).expect("written");
+        let mut changed = read_json(&path);
         changed[key] = value;
-        fs::write(&latent_path, changed.to_string()).expect("writable");
-        refusal(imported(&latent_hf, &out, None, &[]), word);
+        fs::write(&path, changed.to_string()).expect("writable");
+        refusal(imported(from, &out, None, &[]), word);
+        fs::write(&path, whole).expect("writable");
     }
-    fs::write(&path, config.to_string()).expect("writable");
     refusal(
         imported(&hf, &out, None, &["model.intermediate_size=24"]),
         "only the attention may change",
@@ -431,8 +381,7 @@ fn configurations_without_a_recipe_are_refused() {
 
 #[test]
 fn a_dense_model_takes_sparse_layers_between_its_dense_ones() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let hf = exported(folder.path(), "tie_word_embeddings = true", "kind = \"mha\"", whole());
+    let (folder, hf) = dense(TIED);
     let settings = [
         "attention.keep_window_size=16",
         "attention.bias=linear",

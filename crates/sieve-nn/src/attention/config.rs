@@ -35,34 +35,10 @@ pub struct AttentionConfig {
     pub seed: u64,
 }
 
-/// Sizes from which no layer can be built.
+/// Sizes from which no layer can be built, and how to fix them.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-pub enum AttentionConfigError {
-    /// A size is 0.
-    #[error("attention: {name} is 0\n  hint: give at least 1")]
-    Zero {
-        /// The field.
-        name: &'static str,
-    },
-    /// Query heads that do not form equal groups.
-    #[error(
-        "attention: num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}\n  \
-         hint: each KV head serves \
-         the same number of query heads"
-    )]
-    UnequalGroups {
-        /// Query heads.
-        num_heads: usize,
-        /// Key and value heads.
-        num_kv_heads: usize,
-    },
-    /// A head that RoPE cannot split into pairs.
-    #[error("attention: head_dim {head_dim} is odd\n  hint: RoPE rotates pairs of channels; give an even number")]
-    OddHeadDim {
-        /// Width of one head.
-        head_dim: usize,
-    },
-}
+#[error("attention: {0}")]
+pub struct AttentionConfigError(String);
 
 impl AttentionConfig {
     /// The four sizes, and the usual values for the rest.
@@ -92,21 +68,20 @@ impl AttentionConfig {
             ("num_kv_heads", self.num_kv_heads),
             ("head_dim", self.head_dim),
         ];
-        if let Some((name, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
-            return Err(AttentionConfigError::Zero { name });
-        }
-        if !self.num_heads.is_multiple_of(self.num_kv_heads) {
-            return Err(AttentionConfigError::UnequalGroups {
-                num_heads: self.num_heads,
-                num_kv_heads: self.num_kv_heads,
-            });
-        }
-        if !self.head_dim.is_multiple_of(2) {
-            return Err(AttentionConfigError::OddHeadDim {
-                head_dim: self.head_dim,
-            });
-        }
-        Ok(())
+        let (num_heads, num_kv_heads, head_dim) = (self.num_heads, self.num_kv_heads, self.head_dim);
+        let problem = if let Some((name, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
+            format!("{name} is 0\n  hint: give at least 1")
+        } else if !num_heads.is_multiple_of(num_kv_heads) {
+            format!(
+                "num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}\n  \
+                 hint: each KV head serves the same number of query heads"
+            )
+        } else if !head_dim.is_multiple_of(2) {
+            format!("head_dim {head_dim} is odd\n  hint: RoPE rotates pairs of channels; give an even number")
+        } else {
+            return Ok(());
+        };
+        Err(AttentionConfigError(problem))
     }
 
     /// Dense causal attention. Panics when [`validate`](Self::validate) fails.

@@ -12,6 +12,31 @@ fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) ->
     Attention::new(&shape(attention), &mut init, &Default::default())
 }
 
+/// The rows of `x` [1 or 2, tokens, width] that go in `parts`, each behind the ones before; `after` sees the cache and
+/// how many tokens it has had.
+fn cached(
+    layer: &Attention<Flex>,
+    x: &Tensor<Flex, 3>,
+    context: LayerContext<'_, Flex>,
+    parts: impl IntoIterator<Item = usize>,
+    mut after: impl FnMut(&LayerCache<Flex>, usize),
+) -> (Vec<Tensor<Flex, 3>>, KvCache<Flex>) {
+    let (mut cache, mut got, mut done) = (KvCache::new(1), Vec::new(), 0);
+    for new in parts {
+        let documents = Documents::whole_rows([x.dims()[0], new], &Default::default());
+        let context = LayerContext {
+            documents: &documents,
+            positions: documents.positions.clone().add_scalar(done as i64),
+            ..context.clone()
+        };
+        let tokens = x.clone().narrow(1, done, new);
+        got.push(layer.forward_cached(tokens, &context, &mut cache.layer(0)));
+        done += new;
+        after(&cache.layers[0], done);
+    }
+    (got, cache)
+}
+
 #[test]
 fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
     for attention in kinds(0.5) {
@@ -81,26 +106,15 @@ fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
         let rows = Rows::new([2, len], &shape(attention));
         let x = input::<Flex, 3>([2, len, 24], 4);
         let all = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
-        let mut cache = KvCache::<Flex>::new(1);
-        assert_eq!(cache.layers[0].num_keys(), 0);
-        let mut got = Vec::new();
-        let mut done = 0;
-        for new in std::iter::once(prompt).chain(vec![1; len - prompt]) {
-            let documents = Documents::whole_rows([2, new], &Default::default());
-            let context = LayerContext {
-                documents: &documents,
-                positions: documents.positions.clone().add_scalar(done as i64),
-                ..rows.context()
-            };
-            let tokens = x.clone().narrow(1, done, new);
-            got.push(layer.forward_cached(tokens, &context, &mut cache.layer(0)));
-            done += new;
-            let most = match attention {
-                sieve_core::Attention::Swa(_) | sieve_core::Attention::Dma(_) => KEEP_WINDOW_SIZE,
-                _ => len,
-            };
-            assert_eq!(cache.layers[0].num_keys(), done.min(most), "{attention:?}");
-        }
+        assert_eq!(KvCache::<Flex>::new(1).layers[0].num_keys(), 0);
+        let most = match attention {
+            sieve_core::Attention::Swa(_) | sieve_core::Attention::Dma(_) => KEEP_WINDOW_SIZE,
+            _ => len,
+        };
+        let parts = std::iter::once(prompt).chain(vec![1; len - prompt]);
+        let (got, _) = cached(&layer, &x, rows.context(), parts, |cache, done| {
+            assert_eq!(cache.num_keys(), done.min(most), "{attention:?}");
+        });
         let got = values(Tensor::cat(got, 1));
         assert_close(&format!("{attention:?}"), &got, &values(all), 1e-5);
     }
@@ -136,28 +150,15 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
             let x = input::<Flex, 3>([2, len, 24], 6);
             let all = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
             let what = format!("{attention:?} in parts of {parts:?}");
-            let (mut cache, mut got, mut done) = (KvCache::<Flex>::new(1), Vec::new(), 0);
-            for new in parts {
-                let documents = Documents::whole_rows([2, new], &Default::default());
-                let context = LayerContext {
-                    documents: &documents,
-                    positions: documents.positions.clone().add_scalar(done as i64),
-                    ..rows.context()
-                };
-                let tokens = x.clone().narrow(1, done, new);
-                got.push(layer.forward_cached(tokens, &context, &mut cache.layer(0)));
-                done += new;
+            let (got, _) = cached(&layer, &x, rows.context(), parts, |cache, done| {
                 let Attention::Dma(dma) = &layer else {
-                    continue;
+                    return;
                 };
                 let rows = Rows::new([2, done], &shape(attention));
                 let so_far = dma.qkv.forward(x.clone().narrow(1, 0, done), &rows.context());
-                holds_what_is_seen(
-                    &what,
-                    &cache.layers[0],
-                    dma.attend(so_far, rows.context().documents, dma.spec()),
-                );
-            }
+                let whole = dma.attend(so_far, rows.context().documents, dma.spec());
+                holds_what_is_seen(&what, cache, whole);
+            });
             assert_close(&what, &values(Tensor::cat(got, 1)), &values(all), 1e-5);
         }
     }
@@ -243,37 +244,19 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     let all = layer.forward(x.clone(), x.zeros_like(), &rows.context());
     let qkv = inner.qkv.forward(x.clone(), &rows.context());
     let whole = inner.attend(qkv, rows.context().documents, inner.spec());
-    let mut cache = KvCache::<Flex>::new(1);
-    let mut got = Vec::new();
-    let mut done = 0;
     // The prompt in two parts, then token by token.
-    for tokens in [len - new - 9000, 9000].into_iter().chain(vec![1; new]) {
-        let documents = Documents::whole_rows([1, tokens], &Default::default());
-        let context = LayerContext {
-            documents: &documents,
-            positions: documents.positions.clone().add_scalar(done as i64),
-            ..rows.context()
-        };
-        let x = x.clone().narrow(1, done, tokens);
-        let y = layer.forward_cached(x, &context, &mut cache.layer(0));
-        got.push(y.narrow(1, tokens - 1, 1));
-        done += tokens;
-    }
-    let got = values(Tensor::cat(got.split_off(1), 1));
+    let parts = [len - new - 9000, 9000].into_iter().chain(vec![1; new]);
+    let (got, cache) = cached(&layer, &x, rows.context(), parts, |_, _| ());
+    let last = |y: Tensor<Flex, 3>| y.clone().narrow(1, y.dims()[1] - 1, 1);
+    let got = values(Tensor::cat(got.into_iter().skip(1).map(last).collect(), 1));
     let last = all.x.narrow(1, len - new - 1, new + 1);
     assert_close("the last rows", &got, &values(last), 1e-5);
     holds_what_is_seen("131072 tokens", &cache.layers[0], whole);
     let LayerCache::Selected { cache, .. } = &cache.layers[0] else {
         panic!("no slots")
     };
-    for head in cache
-        .positions
-        .tokens()
-        .into_data()
-        .iter::<i64>()
-        .collect::<Vec<_>>()
-        .chunks(64)
-    {
+    let positions: Vec<i64> = cache.positions.tokens().into_data().iter().collect();
+    for head in positions.chunks(64) {
         let first = *head.iter().min().expect("64 keys") as usize;
         assert!(first < len - 64, "only the last keys are kept");
     }

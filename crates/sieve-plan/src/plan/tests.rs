@@ -14,6 +14,8 @@ fn recipe(text: &str, overrides: &[&str]) -> Recipe {
 
 const DMA_80M: &str = include_str!("../../../../recipes/dma_80m.toml");
 const DMA_1P7B: &str = include_str!("../../../../recipes/dma_1p7b.toml");
+const NSA_80M: &str = include_str!("../../../../recipes/nsa_80m.toml");
+const MLA_80M: &str = include_str!("../../../../recipes/mla_80m.toml");
 
 /// A CPU that nothing is known of.
 const CPU: Target = Target::Cpu {
@@ -22,7 +24,19 @@ const CPU: Target = Target::Cpu {
 };
 
 fn h200() -> Target {
-    Target::Gpu(gpu::find("h200").expect("known"))
+    target("h200")
+}
+
+fn target(name: &str) -> Target {
+    Target::Gpu(gpu::find(name).expect("known"))
+}
+
+fn planned(text: &str, overrides: &[&str], target: &Target) -> Plan {
+    plan(&recipe(text, overrides), 50_277, target).expect("plans")
+}
+
+fn planned_of_ranks(recipe: &Recipe, size: usize, hosts: usize, target: &Target) -> Plan {
+    plan_of_ranks(recipe, 50_304, target, Ranks { size, hosts }).expect("plans")
 }
 
 /// An H200 of which so much is free.
@@ -30,6 +44,10 @@ fn h200_of(gib: f64) -> Target {
     let mut gpu = gpu::find("h200").expect("known");
     gpu.memory_bytes = (gib * (1u64 << 30) as f64) as u64;
     Target::Gpu(gpu)
+}
+
+fn dma_80m() -> ModelShape {
+    recipe(DMA_80M, &[]).model_shape(50_277).expect("a shape")
 }
 
 #[test]
@@ -64,8 +82,7 @@ fn cache_of_each_kind() {
 
 #[test]
 fn memory_of_dma_80m_on_an_h200() {
-    let recipe = recipe(DMA_80M, &["model.layer_types=[\"sparse\"]"]);
-    let plan = plan(&recipe, 50_277, &h200()).expect("plans");
+    let plan = planned(DMA_80M, &["model.layer_types=[\"sparse\"]"], &h200());
     let parameters = plan.num_parameters;
     // 50,304 x 768 embedding; per layer 2 x 768 x (768 + 384) + 3 x 768 x 2304 + 2 x (768 + 128) norms
     // + 3 KV heads x (1 + 384) of the mask; 768 at the end.
@@ -105,8 +122,7 @@ fn memory_of_dma_80m_on_an_h200() {
 
 #[test]
 fn both_stages_of_dma_1p7b_are_planned() {
-    let recipe = recipe(DMA_1P7B, &[]);
-    let plan = plan(&recipe, 50_277, &h200()).expect("plans");
+    let plan = planned(DMA_1P7B, &[], &h200());
     assert_eq!(plan.num_tokens, 40_000 << 20);
     assert_eq!(plan.stages.len(), 2);
     let [first, second] = [&plan.stages[0], &plan.stages[1]];
@@ -135,8 +151,7 @@ fn both_stages_of_dma_1p7b_are_planned() {
 fn tokens_are_counted_per_parameter_besides_the_embedding() {
     // The paper's 80M: 13,500 steps of 131,072 tokens over 84,956,928 parameters, near its ratio of 21.6 by rounded
     // numbers.
-    let recipe = recipe(include_str!("../../../../recipes/mha_80m.toml"), &[]);
-    let plan = plan(&recipe, 50_277, &h200()).expect("plans");
+    let plan = planned(include_str!("../../../../recipes/mha_80m.toml"), &[], &h200());
     assert_eq!(plan.num_non_embedding, 84_956_928);
     assert_eq!(plan.tokens_per_parameter, 13_500.0 * 131_072.0 / 84_956_928.0);
 }
@@ -162,10 +177,7 @@ fn long_rows_keep_the_rest_of_o_where_there_is_room() {
 
 #[test]
 fn activation_checkpointing_is_in_the_total() {
-    let total = |mode: &str| {
-        let recipe = recipe(DMA_80M, &[mode]);
-        plan(&recipe, 50_277, &h200()).expect("plans").memory.total_bytes
-    };
+    let total = |mode: &str| planned(DMA_80M, &[mode], &h200()).memory.total_bytes;
     let none = total("activation_checkpoint.mode=none");
     let selective = total("activation_checkpoint.mode=selective");
     let full = total("activation_checkpoint.mode=full");
@@ -327,8 +339,7 @@ fn sizes_that_no_machine_has_do_not_overflow() {
 
 #[test]
 fn a_loaded_model_needs_its_weights_and_its_caches() {
-    let recipe = recipe(DMA_80M, &[]);
-    let shape = recipe.model_shape(50_277).expect("a shape");
+    let shape = dma_80m();
     let parameters = shape.parameters().total();
     let size = InferenceSize {
         rows: 1,
@@ -350,19 +361,17 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
     assert_eq!(memory.parameter_bytes, 2 * parameters);
     // Three streams, gate and up and the activation, two bytes each, are less than the attention's.
     assert!(memory.activation_bytes >= (1 << 20) * 2 * (3 * 768 + 3 * 2304));
-    let decoded = InferenceSize {
-        cached_tokens: 2048,
-        ..InferenceSize::rows_of(2048, 1 << 20)
-    };
-    let decoded = inference_memory(&shape, decoded, &h200());
+    let caches = InferenceSize::rows_of(2048, 1 << 20).num_caches;
+    let [decoded, eleven] = [caches, 11].map(|num_caches| {
+        let size = InferenceSize {
+            num_caches,
+            cached_tokens: 2048,
+            ..InferenceSize::rows_of(2048, 1 << 20)
+        };
+        inference_memory(&shape, size, &h200())
+    });
     let cache = cache_plan(&shape, 2048, 2).bytes_at_seq_len;
     assert_eq!(decoded.cache_bytes, cache);
-    let eleven = InferenceSize {
-        num_caches: 11,
-        cached_tokens: 2048,
-        ..InferenceSize::rows_of(2048, 1 << 20)
-    };
-    let eleven = inference_memory(&shape, eleven, &h200());
     assert_eq!(eleven.cache_bytes, 11 * cache);
     assert_eq!(decoded.total_bytes, memory.total_bytes + cache);
     assert_eq!(import_memory(&shape, &CPU).workspace_bytes, 8 * parameters);
@@ -370,7 +379,7 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
 
 #[test]
 fn logits_that_are_returned_together_are_held_together() {
-    let shape = recipe(DMA_80M, &[]).model_shape(50_277).expect("a shape");
+    let shape = dma_80m();
     let tokens = 8192;
     let size = InferenceSize {
         logit_tokens: tokens,
@@ -391,7 +400,7 @@ fn logits_that_are_returned_together_are_held_together() {
 
 #[test]
 fn rows_without_a_token_need_no_less_than_one_token() {
-    let shape = recipe(DMA_80M, &[]).model_shape(50_277).expect("a shape");
+    let shape = dma_80m();
     for target in [CPU, h200()] {
         let [none, one] =
             [0, 1].map(|seq_len| inference_memory(&shape, InferenceSize::rows_of(seq_len, seq_len), &target));
@@ -401,14 +410,13 @@ fn rows_without_a_token_need_no_less_than_one_token() {
 
 #[test]
 fn a_gpu_that_is_too_small_is_told_with_what_would_fit() {
-    let target = |name| Target::Gpu(gpu::find(name).expect("known"));
-    let none = plan(&recipe(DMA_1P7B, &[]), 50_277, &target("L4")).expect("plans");
+    let none = planned(DMA_1P7B, &[], &target("L4"));
     assert_eq!(none.memory.verdict, MemoryVerdict::DoesNotFit);
     // 16 bytes a parameter alone are more than nine tenths of 24 GB.
     assert_eq!(none.memory.would_fit, []);
 
     let wide = ["training.local_batch_size=64"];
-    let wide = plan(&recipe(DMA_80M, &wide), 50_277, &target("a30")).expect("plans");
+    let wide = planned(DMA_80M, &wide, &target("a30"));
     assert_eq!(wide.memory.verdict, MemoryVerdict::DoesNotFit);
     let settings: Vec<&str> = (wide.memory.would_fit.iter())
         .map(|fitting| fitting.setting.as_str())
@@ -421,12 +429,11 @@ fn a_gpu_that_is_too_small_is_told_with_what_would_fit() {
         assert!(fitting.total_bytes * 10 <= 24_000_000_000 * 9, "{fitting:?}");
         let set = [fitting.setting.as_str(), "training.global_batch_size=64"];
         let wide = ["training.local_batch_size=64", set[0], set[1]];
-        let again = plan(&recipe(DMA_80M, &wide), 50_277, &target("a30")).expect("plans");
+        let again = planned(DMA_80M, &wide, &target("a30"));
         assert_eq!(again.memory.total_bytes, fitting.total_bytes);
     }
     // Stages hold their own batch sizes.
-    let many_rows = recipe(DMA_1P7B, &["training.local_batch_size=16"]);
-    let stages = plan(&many_rows, 50_277, &target("a40")).expect("plans");
+    let stages = planned(DMA_1P7B, &["training.local_batch_size=16"], &target("a40"));
     let settings = &stages.memory.would_fit;
     assert!(!settings.is_empty());
     let named = |setting: &str| setting.contains("stage 1") || setting.contains("mode=");
@@ -456,27 +463,23 @@ fn ops_say_their_path_and_why() {
     };
     assert_eq!(path(&wide, &h200(), "attention").0, "cuda kernel");
     for (name, way) in [("a100", "cuda kernel"), ("rtx 4090", "plain")] {
-        let target = Target::Gpu(gpu::find(name).expect("known"));
+        let target = target(name);
         assert_eq!(path(&wide, &target, "attention").0, way, "{name}");
         assert_eq!(path(&qwen3_0_6b(), &target, "attention").0, "cuda kernel", "{name}");
     }
-    let ada = Target::Gpu(gpu::find("rtx 4090").expect("known"));
-    let (_, reason) = path(&wide, &ada, "attention");
+    let (_, reason) = path(&wide, &target("rtx 4090"), "attention");
     assert!(reason.contains("attention_backward: shared memory"), "{reason}");
     // Heads of a width that the kernels of nsa do not take.
     let (way, reason) = path(&tiny_nsa(), &h200(), "selection");
     assert_eq!(way, "plain");
     assert!(reason.contains("take heads of 64 and 128"), "{reason}");
-    let nsa = recipe(include_str!("../../../../recipes/nsa_80m.toml"), &[]);
-    let nsa = nsa.model_shape(50_277).expect("a shape");
+    let [nsa, mla] = [NSA_80M, MLA_80M].map(|text| recipe(text, &[]).model_shape(50_277).expect("a shape"));
     for op in ["compression", "selection", "selected and window attention"] {
         assert_eq!(path(&nsa, &h200(), op).0, "cuda kernel", "{op}");
     }
     let (way, reason) = path(&tiny_mla(), &h200(), "latent attention");
     assert_eq!(way, "plain");
     assert!(reason.contains("heads of 6 + 2"), "{reason}");
-    let mla = recipe(include_str!("../../../../recipes/mla_80m.toml"), &[]);
-    let mla = mla.model_shape(50_277).expect("a shape");
     let (way, reason) = path(&mla, &h200(), "latent attention");
     assert_eq!(way, "cuda kernel");
     assert!(reason.contains("heads of 128 + 64"), "{reason}");
@@ -488,26 +491,20 @@ fn latent_attention_has_kernels_where_its_widths_fit() {
         let shape = recipe(text, overrides).model_shape(50_277).expect("a shape");
         gpu_attention_gap(&shape)
     };
-    let mla = include_str!("../../../../recipes/mla_80m.toml");
-    assert_eq!(gap(mla, &[]), None);
+    assert_eq!(gap(MLA_80M, &[]), None);
     for (rope, words) in [(40, "128 + 40"), (144, "128 + 144")] {
-        let reason = gap(mla, &[&format!("attention.qk_rope_head_dim={rope}")]);
+        let reason = gap(MLA_80M, &[&format!("attention.qk_rope_head_dim={rope}")]);
         assert!(reason.expect("does not fit").contains(words), "{words}");
     }
-    assert_eq!(gap(mla, &["attention.qk_rope_head_dim=128"]), None);
+    assert_eq!(gap(MLA_80M, &["attention.qk_rope_head_dim=128"]), None);
 }
 
 #[test]
 fn no_speed_is_told_where_nothing_was_measured() {
-    let target = |name| Target::Gpu(gpu::find(name).expect("known"));
-    let planned =
-        |text: &str, overrides: &[&str], name| plan(&recipe(text, overrides), 50_277, &target(name)).expect("plans");
-    let nsa = include_str!("../../../../recipes/nsa_80m.toml");
-    let mla = include_str!("../../../../recipes/mla_80m.toml");
     // Heads of 40: no attention kernel takes them, whatever the kind.
     let narrow: &[&str] = &["model.head_dim=40"];
-    for (text, overrides) in [(nsa, narrow), (mla, narrow), (DMA_80M, narrow)] {
-        let plan = planned(text, overrides, "h100");
+    for text in [NSA_80M, MLA_80M, DMA_80M] {
+        let plan = planned(text, narrow, &target("h100"));
         let speeds: Vec<Option<f64>> = plan.stages.iter().map(|x| x.tokens_per_second).collect();
         assert_eq!(speeds, [None]);
         assert_eq!((plan.seconds, &plan.assumption), (None, &None));
@@ -517,32 +514,25 @@ fn no_speed_is_told_where_nothing_was_measured() {
     }
     // Kernels take rows of a million tokens, and no more than lists have room for.
     let row = |tokens: usize| {
-        planned(
-            nsa,
-            &[
-                &format!("training.seq_len={tokens}"),
-                &format!("model.max_position_embeddings={tokens}"),
-                "training.local_batch_size=1",
-            ],
-            "h200",
-        )
+        let [len, room] = ["training.seq_len", "model.max_position_embeddings"].map(|key| format!("{key}={tokens}"));
+        planned(NSA_80M, &[&len, &room, "training.local_batch_size=1"], &h200())
     };
     assert_eq!(row(1 << 20).refused, None);
     let refused = row(1 << 21).refused.expect("too long for the kernels");
     assert!(refused.contains("rows up to 1851392"), "{refused}");
     let short = ["training.seq_len=128", "training.local_batch_size=4"];
-    assert_eq!(planned(mla, &short, "h100").refused, None);
-    let told = planned(nsa, &[], "h100");
+    assert_eq!(planned(MLA_80M, &short, &target("h100")).refused, None);
+    let told = planned(NSA_80M, &[], &target("h100"));
     assert!(told.seconds.is_some() && told.refused.is_none());
     let cpu = Target::Cpu {
         flops_per_second: Some(1e11),
         memory_bytes: 0,
     };
-    let on_cpu = plan(&recipe(nsa, &[]), 50_277, &cpu).expect("plans");
+    let on_cpu = planned(NSA_80M, &[], &cpu);
     assert_eq!(on_cpu.refused, None);
     assert!(on_cpu.seconds.is_some());
 
-    let assumed = |name| planned(DMA_80M, &[], name).assumption.expect("kernels");
+    let assumed = |name| planned(DMA_80M, &[], &target(name)).assumption.expect("kernels");
     assert!(!assumed("h200").contains("assumed"));
     for name in ["rtx 3090", "h100", "a100"] {
         let text = assumed(name);
@@ -567,10 +557,7 @@ fn tokens_without_a_label_have_no_output_projection() {
 #[test]
 fn several_processes_share_masters_and_moments() {
     let whole = recipe(DMA_1P7B, &["training.local_batch_size=8"]);
-    let planned = |size: usize, hosts: usize| {
-        let ranks = Ranks { size, hosts };
-        plan_of_ranks(&whole, 50_304, &h200(), ranks).expect("plans")
-    };
+    let planned = |size: usize, hosts: usize| planned_of_ranks(&whole, size, hosts, &h200());
     let (alone, four, two_hosts) = (planned(1, 1), planned(4, 1), planned(8, 2));
     assert_eq!(alone, plan(&whole, 50_304, &h200()).expect("plans"));
     assert_eq!(four.memory.moment_bytes, alone.memory.moment_bytes / 4);
@@ -591,9 +578,7 @@ fn several_processes_share_masters_and_moments() {
     let gradients = |size| {
         let rows = format!("training.global_batch_size={size}");
         let small = ["training.local_batch_size=1", "activation_checkpoint.mode=full", &rows];
-        let recipe = recipe(DMA_80M, &small);
-        let ranks = Ranks { size, hosts: 1 };
-        let plan = plan_of_ranks(&recipe, 50_304, &h200(), ranks).expect("plans");
+        let plan = planned_of_ranks(&recipe(DMA_80M, &small), size, 1, &h200());
         (plan.memory.moment, plan.memory.gradient_bytes)
     };
     let [(moment, alone), (_, four)] = [1, 4].map(gradients);
@@ -616,8 +601,7 @@ fn rows_in_parts_need_what_was_measured() {
         settings.extend(more);
         let mut recipe = recipe(DMA_1P7B, &settings);
         recipe.stage.truncate(1);
-        let ranks = Ranks { size: 4, hosts: 1 };
-        plan_of_ranks(&recipe, 50_304, target, ranks).expect("plans")
+        planned_of_ranks(&recipe, 4, 1, target)
     };
     let planned = |degree: usize, more: &[&str]| planned_on(&h200(), degree, more);
     // Measured when blocks kept the least in any case.
@@ -665,9 +649,7 @@ fn rows_in_parts_need_what_was_measured() {
 #[test]
 fn a_gpu_without_eight_bit_floats_is_told() {
     let refused = |name: &str, precision: &str| {
-        let recipe = recipe(DMA_80M, &[&format!("training.precision={precision}")]);
-        let target = Target::Gpu(sieve_core::model::gpu::find(name).expect("listed"));
-        plan(&recipe, 50_277, &target).expect("plans").refused
+        planned(DMA_80M, &[&format!("training.precision={precision}")], &target(name)).refused
     };
     for name in ["h200", "4090"] {
         assert_eq!(refused(name, "fp8"), None);

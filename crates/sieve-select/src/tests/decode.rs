@@ -4,7 +4,7 @@ mod causality;
 mod dma_slots;
 mod infinitehip_refresh;
 
-use crate::decode::dam::{DamCapture, DamConfig, DamMaps};
+use crate::decode::dam::{DamCapture, DamConfig, DamMap, DamMaps};
 use crate::test_data::TestCall;
 use crate::{DecodeSession, LayerShape, Method, Selector, oracle_dense};
 use sieve_testing::{Random, assert_close_relative, refusal};
@@ -276,6 +276,12 @@ fn infllm_of_a_chunk_of_queries_shares_its_blocks() {
     assert!(o.iter().all(|x| x.is_finite()));
 }
 
+fn dam_maps(calibration: DamConfig, data: &TestCall) -> Vec<DamMap> {
+    let mut capture = DamCapture::new(calibration, data.shape.num_heads).expect("valid");
+    capture.add(&data.call()).expect("valid");
+    capture.maps()
+}
+
 #[test]
 fn dam_maps_meet_their_density_and_extend() {
     let data = TestCall::structured(&mut Random(100), 64, [2, 1], 8);
@@ -284,10 +290,8 @@ fn dam_maps_meet_their_density_and_extend() {
         density: 0.3,
         ..DamConfig::default()
     };
-    let mut capture = DamCapture::new(calibration, 2).expect("valid");
-    capture.add(&data.call()).expect("valid");
     let maps = DamMaps {
-        layers: vec![capture.maps()],
+        layers: vec![dam_maps(calibration, &data)],
     };
     for map in &maps.layers[0] {
         let on: usize = map.rows.iter().map(Vec::len).sum();
@@ -354,9 +358,7 @@ fn dam_of_a_text_that_calibrates_itself() {
         sink: 3,
         ..DamConfig::default()
     };
-    let mut capture = DamCapture::new(calibration, 2).expect("valid");
-    capture.add(&data.chunk(0, 32).call()).expect("valid");
-    let maps = capture.maps();
+    let maps = dam_maps(calibration, &data.chunk(0, 32));
     for (t, kept) in kept.iter().enumerate() {
         for (map, kept) in maps.iter().zip(kept) {
             let expected = if t < 32 {
@@ -496,12 +498,10 @@ fn dam_threshold_of_a_density_is_the_same_for_every_transform() {
             floor: 1e-12,
             ..DamConfig::default()
         };
-        let mut capture = DamCapture::new(calibration, 1).expect("valid");
-        capture.add(&data.call()).expect("valid");
-        capture.maps()
+        dam_maps(calibration, &data)
     };
     let (log, root) = (&maps(0.0)[0], &maps(0.5)[0]);
-    let pairs = |map: &crate::decode::dam::DamMap| -> usize { map.rows.iter().map(Vec::len).sum() };
+    let pairs = |map: &DamMap| -> usize { map.rows.iter().map(Vec::len).sum() };
     let both: usize = log
         .rows
         .iter()
@@ -509,10 +509,6 @@ fn dam_threshold_of_a_density_is_the_same_for_every_transform() {
         .map(|(a, b)| a.iter().filter(|j| b.contains(j)).count())
         .sum();
     // Scaling to [0, 1] in f32 may merge a few.
-    assert!(
-        both + 4 >= pairs(log) && pairs(log).abs_diff(pairs(root)) <= 4,
-        "{both} {} {}",
-        pairs(log),
-        pairs(root)
-    );
+    let (log, root) = (pairs(log), pairs(root));
+    assert!(both + 4 >= log && log.abs_diff(root) <= 4, "{both} {log} {root}");
 }

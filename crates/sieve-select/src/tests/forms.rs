@@ -52,10 +52,8 @@ pub(super) fn is_sparse_and_its_density_is_that_of_the_expanded_mask(texts: &[&s
         let mut pairs = 0;
         for head in 0..4 {
             for row in 0..400 {
-                pairs += crate::oracle::expanded_row(&chosen.mask, head, row)
-                    .iter()
-                    .filter(|x| **x)
-                    .count();
+                let row = crate::oracle::expanded_row(&chosen.mask, head, row);
+                pairs += row.iter().filter(|x| **x).count();
             }
         }
         let expected = pairs as f64 / (4 * data.shape.causal_pairs()) as f64;
@@ -137,12 +135,9 @@ fn order_of_tiles_changes_nothing_but_rounding() {
     let tiles = chosen.mask.tiles.num_key_tiles();
     let mut moved = chosen.clone();
     // The last tile is short and stays.
-    let place = |j: i32| {
-        if (j as usize) < tiles - 1 {
-            tiles as i32 - 2 - j
-        } else {
-            j
-        }
+    let place = |j: i32| match (j as usize) < tiles - 1 {
+        true => tiles as i32 - 2 - j,
+        false => j,
     };
     let order: Vec<i32> = (0..tiles as i32)
         .flat_map(|j| chosen.mask.tiles.keys(place(j) as usize))
@@ -201,25 +196,14 @@ fn short_calls_early_layers_and_decode_methods() {
     let selector = crate::Selector::parse("meanpool:block=16,tau=0,first_dense_layers=2").expect("valid");
     assert!(selector.select(&data.call()).expect("valid").stats.dense_call);
     let data = TestCall::random(&mut Random(29), 256, 256, [2, 1], 16);
-    assert!(
-        selector
-            .select(&data.call().in_layer(1, 4))
-            .expect("valid")
-            .stats
-            .dense_call
-    );
-    assert!(
-        !selector
-            .select(&data.call().in_layer(2, 4))
-            .expect("valid")
-            .stats
-            .dense_call
-    );
+    for (layer, dense) in [(1, true), (2, false)] {
+        let chosen = selector.select(&data.call().in_layer(layer, 4)).expect("valid");
+        assert_eq!(chosen.stats.dense_call, dense, "layer {layer}");
+    }
     let error = crate::Selector::parse("quest").expect("valid").select(&data.call());
     refusal(error, "quest: acts while decoding");
-    let error = crate::Selector::parse("pbs:segment=1024")
-        .expect("valid")
-        .check_context(512);
+    let selector = crate::Selector::parse("pbs:segment=1024").expect("valid");
+    let error = selector.check_context(512);
     refusal(error, "segment=1024 is longer than the context of 512");
 }
 

@@ -14,11 +14,13 @@ fn shown(chosen: &crate::Selected, head: usize, row: usize) -> Vec<usize> {
     (0..shown.len()).filter(|&j| shown[j]).collect()
 }
 
+/// Drops whatever it may, so that rescue alone decides.
+const BFLA: &str = "bfla:block=32,group=8,tile=8,keep_mass=0,local_tokens=0";
+
 #[test]
 fn bfla_stride_rescues_one_of_eta_and_random_the_given_share() {
     let data = TestCall::random(&mut Random(42), 1024, 1024, [1, 1], 8);
-    let base = "bfla:block=32,group=8,tile=8,keep_mass=0,local_tokens=0";
-    let dropped = 1.0 - density(&select(base, &data)).tile;
+    let dropped = 1.0 - density(&select(BFLA, &data)).tile;
     for (extra, expected) in [
         ("stride=4", 0.25),
         ("stride=8", 0.125),
@@ -26,7 +28,7 @@ fn bfla_stride_rescues_one_of_eta_and_random_the_given_share() {
         ("prob=0.1", 0.1),
         ("prob=0.3", 0.3),
     ] {
-        let rescued = density(&select(&format!("{base},{extra}"), &data)).tile - (1.0 - dropped);
+        let rescued = density(&select(&format!("{BFLA},{extra}"), &data)).tile - (1.0 - dropped);
         let share = rescued / dropped;
         assert!((share - expected).abs() < 0.02 * (1.0 + expected), "{extra}: {share}");
     }
@@ -36,10 +38,9 @@ fn bfla_stride_rescues_one_of_eta_and_random_the_given_share() {
 fn bfla_random_rescue_does_not_come_in_runs() {
     let neighbours = |hash: &str| {
         let data = TestCall::random(&mut Random(43), 1024, 1024, [1, 1], 8);
-        let base = "bfla:block=32,group=8,tile=8,keep_mass=0,local_tokens=0";
         let (plain, chosen) = (
-            select(base, &data),
-            select(&format!("{base},prob=0.3,hash={hash}"), &data),
+            select(BFLA, &data),
+            select(&format!("{BFLA},prob=0.3,hash={hash}"), &data),
         );
         let (mut both, mut one) = (0.0, 0.0);
         for i in 60..chosen.mask.tiles.num_query_tiles() {
@@ -128,10 +129,7 @@ fn minference_patterns_of_a_file_and_the_search() {
 #[test]
 fn bfla_rescue_on_blocks_takes_whole_blocks() {
     let data = TestCall::random(&mut Random(140), 512, 512, [1, 1], 8);
-    let chosen = select(
-        "bfla:block=32,group=8,tile=8,keep_mass=0,local_tokens=0,prob=0.3,rescue_grid=block",
-        &data,
-    );
+    let chosen = select(&format!("{BFLA},prob=0.3,rescue_grid=block"), &data);
     for i in 0..chosen.mask.tiles.num_query_tiles() {
         let row = chosen.mask.row(0, i);
         // All four tiles of a block before the diagonal one, or none; the sink tile is in the first block.
@@ -145,15 +143,10 @@ fn bfla_rescue_on_blocks_takes_whole_blocks() {
 #[test]
 fn bfla_sink_tiles_stay() {
     let data = TestCall::random(&mut Random(141), 256, 256, [1, 1], 8);
-    let chosen = select(
-        "bfla:block=32,group=8,tile=8,keep_mass=0,local_tokens=0,sink_tiles=3",
-        &data,
-    );
+    let chosen = select(&format!("{BFLA},sink_tiles=3"), &data);
     for i in 0..chosen.mask.tiles.num_query_tiles() {
-        assert!(
-            (0..3.min(i as i32 + 1)).all(|j| chosen.mask.row(0, i).contains(&j)),
-            "tile {i}"
-        );
+        let row = chosen.mask.row(0, i);
+        assert!((0..3.min(i as i32 + 1)).all(|j| row.contains(&j)), "tile {i}");
     }
 }
 

@@ -53,10 +53,7 @@ impl TrainingData {
                 None => self.prepare_stage(&alone, (&dir, on_change), variable, observe)?,
             };
             if saved.is_some_and(|saved| saved != prepared.meta.fingerprint) {
-                return Err(TrainError::OtherData {
-                    path: dir,
-                    what: "the text files have changed since".to_owned(),
-                });
+                return Err(TrainError::other_data(&dir, "the text files have changed since"));
             }
             let weights = alone.data.weights;
             self.stages.insert(stage.index, StageText { prepared, weights });

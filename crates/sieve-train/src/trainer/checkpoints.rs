@@ -36,7 +36,7 @@ impl<B: TrainBackend> Trainer<B> {
             false => Ok(()),
         };
         let problem = match begun {
-            Err(error @ TrainError::FolderBusy { .. }) => return Err(error),
+            Err(error @ TrainError::FolderBusy(_)) => return Err(error),
             begun => begun.err().map(|error| error.to_string()),
         };
         // The others write into the folder that rank 0 has made.
@@ -163,9 +163,15 @@ impl<B: TrainBackend> Trainer<B> {
         };
         if self.group.is_some() {
             let sums = shards.iter().map(|shard| shard.replica.clone());
-            if let Some(ranks) = ReplicaSums::differ(&sums.collect::<Vec<_>>(), self.distance(step)) {
+            if let Some([one, other]) = ReplicaSums::differ(&sums.collect::<Vec<_>>(), self.distance(step)) {
                 discard();
-                return Err(TrainError::ReplicasDiffer { ranks, step });
+                return Err(TrainError::refused(
+                    format!(
+                        "the weights of ranks {one} and {other} differ at step {step}: bad memory of one of their \
+                         devices, or a fault of Sieve's; no checkpoint of this step is written"
+                    ),
+                    "--resume continues from the checkpoint before",
+                ));
             }
         }
         let checksums = shards.into_iter().flat_map(|shard| shard.files).collect();
@@ -222,11 +228,15 @@ impl<B: TrainBackend> Trainer<B> {
                     pause.as_secs()
                 ),
                 (false, true) => {
-                    return Err(TrainError::Unsaved {
-                        step,
-                        problem,
-                        last_checkpoint: self.last_checkpoint_path(),
-                    });
+                    let last = match self.last_checkpoint_path() {
+                        Some(path) => format!("the last one is {}", path.display()),
+                        None => "there is no earlier one".to_owned(),
+                    };
+                    return Err(TrainError::Unsaved(format!(
+                        "no checkpoint of step {step} can be written: {problem}\n  hint: {last}; make room or repair \
+                         the file system, then the same command with --resume=auto continues; \
+                         --checkpoint-fallback DIR names a second place for the last one"
+                    )));
                 }
             };
             reporter.tell(TrainEvent::Warning(&format!(

@@ -296,14 +296,17 @@ impl<B: TrainBackend> Trainer<B> {
         };
         let StepNumbers { loss, grad_norm, .. } = numbers;
         let Some(path) = path else {
-            return Err(TrainError::Diverged {
-                step: self.step,
-                loss,
-                mean_loss,
-                grad_norm,
-                lr,
-                last_checkpoint: self.last_checkpoint_path(),
-            });
+            let last = match self.last_checkpoint_path() {
+                Some(path) => format!("the last checkpoint, {}, is untouched", path.display()),
+                None => "there is no checkpoint yet".to_owned(),
+            };
+            return Err(TrainError::Diverged(format!(
+                "step {}: the loss is {loss} (its mean was {mean_loss}), the gradient norm {grad_norm}: training \
+                 diverged; {last}\n  \
+                 hint: start a new run (--out) with a lower optimizer.lr (now {lr:e}) or more \
+                 lr_scheduler.warmup_steps",
+                self.step
+            )));
         };
         let checkpoint = Checkpoint::open(&path)?;
         let (from, index, next_sample) = (self.step, self.stage.stage.index, self.next_sample);

@@ -49,7 +49,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// sums, in all ranks, and compares loss and gradients bit for bit. A process alone computes it twice.
     ///
     /// # Errors
-    /// [`TrainError::GradientsDiffer`]; a rank is lost.
+    /// Gradients differ; a rank is lost.
     pub(super) fn replay(&mut self) -> Result<(), TrainError> {
         let every = self.recipe.training.guard_replay as u64;
         if every == 0 || !(self.step + 1).is_multiple_of(every) {
@@ -65,7 +65,23 @@ impl<B: TrainBackend> Trainer<B> {
         let second = self.replayed()?;
         match at_fault(&first, &second) {
             ranks if ranks.is_empty() => Ok(()),
-            ranks => Err(TrainError::GradientsDiffer { ranks, step: self.step }),
+            ranks => {
+                let names = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+                let (rank, differ) = match ranks.len() {
+                    1 => ("rank", "are wrong"),
+                    _ => ("ranks", "differ"),
+                };
+                Err(TrainError::refused(
+                    format!(
+                        "the gradients of {rank} {names} of one micro-batch, which all ranks computed before step \
+                         {}, {differ}: bad memory or arithmetic of a device, or a fault of Sieve's; the step was \
+                         not taken",
+                        self.step + 1
+                    ),
+                    "--resume continues from the last checkpoint, without that device; ranks on GPUs of two models \
+                     may differ by right: training.guard_replay = 0",
+                ))
+            }
         }
     }
 

@@ -53,13 +53,7 @@ impl StageState {
         let recipe = recipe.at_stage(&stage);
         let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
         let share = share.of_rows(recipe.parallelism.context_parallel_degree);
-        let training = &recipe.training;
-        let (global, local) = (training.global_batch_size, training.local_batch_size);
-        let micro_batches = training.accumulation_steps(share.size).ok_or(TrainError::BatchSizes {
-            global,
-            local,
-            ranks: share.size,
-        })?;
+        let micro_batches = TrainError::micro_batches(&recipe.training, share.size)?;
         let mut config = loader_config(&recipe, &shape, data);
         if let Order::Shuffled { seed } = &mut config.order {
             // Other rows in another order: a stage does not begin with what the one before began with.

@@ -62,7 +62,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
             }
             // A value that does not train is a result of the sweep.
             Err(error) => match error.downcast_ref::<TrainError>() {
-                Some(TrainError::Diverged { .. }) => Some(error.to_string()),
+                Some(TrainError::Diverged(_)) => Some(error.to_string()),
                 _ => return Err(error).context(run.overrides.join(" ")),
             },
         };

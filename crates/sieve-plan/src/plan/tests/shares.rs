@@ -8,8 +8,7 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
         let mut recipe = recipe(DMA_1P7B, &[&settings, more].concat());
         // The second stage has a batch of its own.
         recipe.stage.truncate(1);
-        let ranks = Ranks { size, hosts: 1 };
-        plan_of_ranks(&recipe, 50_304, &h200(), ranks).expect("plans")
+        planned_of_ranks(&recipe, size, 1, &h200())
     };
     assert_eq!(planned(1, &[]).zero_stages, []);
     // Four micro-batches a process: whole gradients, and an eighth of them beside what is under way.
@@ -23,11 +22,8 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
     assert!(found.eq(expected), "{:?}", whole.zero_stages);
     // Muon reads whole matrices: no way that shards, and one moment for the matrices of the blocks.
     let muon = planned(2, &["optimizer.name=Muon", "parallelism.zero_stage=0"]);
-    assert!(
-        muon.zero_stages.iter().all(|way| way.zero_stage == 0),
-        "{:?}",
-        muon.zero_stages
-    );
+    let ways = &muon.zero_stages;
+    assert!(ways.iter().all(|way| way.zero_stage == 0), "{ways:?}");
     assert_eq!(muon.zero_stages.len(), 2);
     let adamw = planned(2, &["parallelism.zero_stage=0"]);
     let (one, two) = (muon.memory.moment_bytes, adamw.memory.moment_bytes);
@@ -36,16 +32,10 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
     let bytes = |way: usize| whole.zero_stages[way].total_bytes;
     let parameters = whole.num_parameters;
     // Two bytes a parameter, but for a moment of the head.
-    assert!(
-        (parameters..=2 * parameters).contains(&(bytes(0) - bytes(1))),
-        "{:?}",
-        whole.zero_stages
-    );
-    assert!(
-        (2 * parameters..=4 * parameters).contains(&(bytes(0) - bytes(2))),
-        "{:?}",
-        whole.zero_stages
-    );
+    for (way, least) in [(1, parameters), (2, 2 * parameters)] {
+        let saved = bytes(0) - bytes(way);
+        assert!((least..=2 * least).contains(&saved), "{:?}", whole.zero_stages);
+    }
     assert!(bytes(3) < bytes(2));
     // What the list says is what a recipe gets that says so.
     let ways = [
@@ -79,8 +69,7 @@ fn settings_that_keep_fewer_gradients_are_named_where_they_fit() {
     let mut recipe = recipe(DMA_1P7B, &settings);
     recipe.stage.truncate(1);
     let named = |gib: f64| {
-        let ranks = Ranks { size: 8, hosts: 1 };
-        let plan = plan_of_ranks(&recipe, 50_304, &h200_of(gib), ranks).expect("plans");
+        let plan = planned_of_ranks(&recipe, 8, 1, &h200_of(gib));
         let settings = plan.memory.would_fit.into_iter().map(|fitting| fitting.setting);
         (
             plan.memory.total_bytes as f64 / (1u64 << 30) as f64,
