@@ -15,8 +15,9 @@ DEVICE = "cuda"
 
 
 def qkv(tokens, batch=1, heads=16, kv_heads=8, width=128, grad=False):
-    made = [random(batch, tokens, n, width, device=DEVICE, seed=n) for n in (heads, kv_heads, kv_heads)]
-    made[2] = made[2].flip(0).clone()
+    # v has a seed of its own: a kernel that took one of k and v for the other would pass with equal ones.
+    sizes = [(heads, heads), (kv_heads, kv_heads), (kv_heads, kv_heads + 100)]
+    made = [random(batch, tokens, n, width, device=DEVICE, seed=seed) for n, seed in sizes]
     return [x.requires_grad_(grad) for x in made]
 
 
