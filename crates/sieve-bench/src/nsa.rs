@@ -363,7 +363,8 @@ fn judge_choice(chosen: &[i32], expected: &[i32], count: usize, tied: impl Fn(us
             |a: &[i32], b: &[i32]| -> Vec<i32> { a.iter().copied().filter(|block| !b.contains(block)).collect() };
         let others = [only(a, b), only(b, a)];
         let blocks = others.iter().flatten().map(|&block| usize::try_from(block));
-        let are_blocks = others[0].len() == others[1].len() && !others[0].is_empty();
+        let ascends = a.windows(2).all(|two| two[1] < 0 || two[0] < two[1]);
+        let are_blocks = ascends && others[0].len() == others[1].len();
         a != b
             && !(are_blocks
                 && blocks
