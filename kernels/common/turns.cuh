@@ -1,5 +1,5 @@
-// turns: semaphores that order the adds to a sum where sums have a fixed order. They and the sums are read and written in
-// the L2 cache; a block waits only for blocks with smaller indices, which are assumed to start before it.
+// turns: semaphores that order the adds to a sum where sums have a fixed order. They and the sums are read and written
+// in the L2 cache; a block waits only for blocks with smaller indices, which are assumed to start before it.
 #pragma once
 #include "common/types.cuh"
 

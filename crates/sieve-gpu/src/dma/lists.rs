@@ -121,7 +121,8 @@ impl Selection {
 
     /// Completes an `expire` that did not come from [`dma_select`](crate::dma_select()) to a [`Selection`]: i32
     /// `[batch, num_kv_heads, seq_len]`, at most one key leaving at a position and at most `keep_window_size` alive.
-    /// Nothing checks these two: another `expire` gives wrong results, and a backward pass in a fixed order may not end.
+    /// Nothing checks these two: another `expire` gives wrong results, and a backward pass in a fixed order may not
+    /// end.
     ///
     /// # Errors
     /// Other types or shapes.
