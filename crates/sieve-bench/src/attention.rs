@@ -497,4 +497,19 @@ mod tests {
             refusal(judge(&prepared, &outputs, true), word);
         }
     }
+
+    #[test]
+    fn plain_bf16_passes_its_own_bar() {
+        // Rounded scores alone move large ones further than a kernel may.
+        let extent = Extent {
+            magnitude: Some(1.0),
+            ..Extent::all(10, 90, 11)
+        };
+        for_each_case(&extent, |prepared| {
+            let ratio = judge(prepared, &prepared.plain.outputs, true);
+            assert!(ratio.is_ok(), "{}: {ratio:?}", prepared.label);
+            Ok(())
+        })
+        .expect("random cases");
+    }
 }

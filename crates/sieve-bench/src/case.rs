@@ -355,3 +355,22 @@ fn documents(shape: AttentionShape, cuts: Cuts, random: &mut Random) -> Result<(
     }
     Ok((starts, ends))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    pub(crate) fn shape() -> AttentionShape {
+        AttentionShape::new(2, 37, [4, 2], [16, 16])
+    }
+
+    #[test]
+    fn a_window_expires_its_keys() {
+        let case = Case::draw(shape(), Keys::Window(5), Cuts::Count(1), &Scores::Tied, 9).expect("one document");
+        let tied = Case::draw(shape(), Keys::chosen(5), Cuts::Count(1), &Scores::Tied, 9).expect("one document");
+        assert_eq!(case.expire, tied.expire, "tied scores are a window");
+        assert!(!case.never_active().contains(&true));
+        let falling = Case::draw(shape(), Keys::chosen(5), Cuts::Count(1), &Scores::Falling, 9).expect("one document");
+        assert!(falling.never_active().contains(&true));
+    }
+}

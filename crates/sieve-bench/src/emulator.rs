@@ -560,8 +560,8 @@ pub(crate) mod tests {
     pub(crate) const AMPERE: usize = Hardware::AMPERE.max_shared_bytes;
 
     /// Runs `check` of kernels on an emulated GPU whose blocks may have `max_shared_bytes` of shared memory: no row
-    /// fails, and there are at least `least_rows`. Nothing is checked where no C++ compiler is installed. The programs
-    /// are those of the example `emulate`, kept under their texts.
+    /// fails, and there are at least `least_rows`. Nothing is checked where no C++ compiler is installed. Compiled
+    /// programs are cached by their source text, in the cache of the example `emulate`.
     pub(crate) fn emulated(
         name: &str,
         max_shared_bytes: usize,

@@ -536,3 +536,60 @@ pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, exten
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Why the bar of f32 paths knows how large logits are: plain f32 operations lose more in peaked calls than the
+    /// share that other calls may lose, and less than what is allowed.
+    #[test]
+    fn plain_f32_operations_lose_digits_of_large_logits() {
+        let extent = Extent::all(40, 300, 1);
+        let mut lost = [0.0f32; 2];
+        for mut call in draws(&extent).map(|call| call.expect("documents fit")) {
+            if call.label.contains("Peaked") {
+                call.k_rope.iter_mut().for_each(|x| *x *= 32.0);
+            }
+            let expected = Expected::of(&call);
+            let exact = &expected.exact;
+            let plain = call.on::<Flex>(&FlexDevice, DType::F32);
+            expected.judge(&plain, false).expect("within the bar");
+            let lost = &mut lost[usize::from(call.label.contains("Peaked"))];
+            for ((_, plain), (_, exact)) in plain.iter().zip(exact).skip(2) {
+                let largest = exact.iter().fold(1.0f32, |most, x| most.max(x.abs()));
+                let gaps = plain.iter().zip(exact).map(|(a, b)| (a - b).abs());
+                *lost = lost.max(gaps.fold(0.0, f32::max) / largest);
+            }
+        }
+        let [usual, peaked] = lost;
+        assert!(usual < 1e-5 && peaked > 1e-4, "{usual:.2e} {peaked:.2e}");
+    }
+
+    #[test]
+    fn a_wrong_result_does_not_pass() {
+        let shape = AttentionShape::new(1, 120, [3, 3], [48, 32]);
+        let case = Case::draw(shape, Keys::Dense, Cuts::Count(1), &Scores::Independent, 3).expect("one document");
+        let mut call = Call::of(case, Size::Usual, 3, String::new()).normed(Size::Usual, &mut Random(3));
+        let expected = Expected::of(&call);
+        let Expected { exact, plain, .. } = &expected;
+        for right in [exact, plain] {
+            assert!(expected.judge(right, true).is_ok());
+        }
+        for at in 0..exact.len() {
+            let mut wrong = exact.clone();
+            wrong[at].1[0] = f32::NAN;
+            let judged = expected.judge(&wrong, true);
+            assert!(judged.is_err(), "{}", wrong[at].0);
+            // The last tokens of one result; a late gradient is far smaller than the first ones.
+            let mut wrong = plain.clone();
+            let late = wrong[at].1.len() / 20;
+            wrong[at].1.iter_mut().rev().take(late).for_each(|x| *x *= 0.9);
+            let judged = expected.judge(&wrong, true);
+            assert!(judged.is_err(), "{}", wrong[at].0);
+        }
+        // The gradient of one head in place of their sum.
+        call.spec.softmax_scale *= 1.1;
+        assert!(expected.judge(&call.exact(), true).is_err());
+    }
+}

@@ -362,14 +362,10 @@ fn judge_choice(chosen: &[i32], expected: &[i32], count: usize, tied: impl Fn(us
         let only =
             |a: &[i32], b: &[i32]| -> Vec<i32> { a.iter().copied().filter(|block| !b.contains(block)).collect() };
         let others = [only(a, b), only(b, a)];
-        let blocks = others.iter().flatten().map(|&block| usize::try_from(block));
         let ascends = a.windows(2).all(|two| two[1] < 0 || two[0] < two[1]);
         let are_blocks = ascends && others[0].len() == others[1].len();
-        a != b
-            && !(are_blocks
-                && blocks
-                    .collect::<Result<Vec<_>, _>>()
-                    .is_ok_and(|blocks| tied(*at, &blocks)))
+        let blocks: Result<Vec<_>, _> = others.concat().into_iter().map(usize::try_from).collect();
+        a != b && !(are_blocks && blocks.is_ok_and(|blocks| tied(*at, &blocks)))
     };
     let differing = pairs.enumerate().filter(differs).count();
     // A row or two of a short call are no share yet.

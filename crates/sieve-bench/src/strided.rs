@@ -107,3 +107,19 @@ pub(crate) fn packed_d_o(case: &Case, layout: Layout) -> Strided {
     let values = padded(&case.d_o, shape.head_dim_v, shape.head_dim);
     Strided::new(&values, queries_of(shape), layout)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_layout_reads_the_same() {
+        let shape = [1, 3, 2, 4];
+        let values: Vec<f32> = (0..24).map(|x| x as f32).collect();
+        for layout in Layout::ALL {
+            let strided = Strided::new(&values, shape, layout);
+            assert_eq!(strided.gathered(), values, "{layout:?}");
+        }
+        assert!(Strided::new(&values, shape, Layout::Pitched).buffer[5].is_nan());
+    }
+}

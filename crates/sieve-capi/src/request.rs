@@ -214,7 +214,7 @@ pub enum Call {
     ChooseBlocks {
         /// Factor on `q . k`, where scores become probabilities.
         scale: f32,
-        /// Block sizes; the first two are those of the means of keys that scores are made of.
+        /// Block sizes; the first two are the size and the stride of the mean keys that queries are scored against.
         blocks: Blocks,
         /// What makes a block important.
         rule: Rule,
