@@ -4,8 +4,8 @@ use crate::input::{check_windows, ids};
 use crate::pass::own_pass;
 use burn::tensor::Tensor;
 use serde::Serialize;
-use sieve_core::ModelShape;
 use sieve_core::model::AttentionForm;
+use sieve_core::{DmaShape, ModelShape};
 use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
@@ -32,14 +32,22 @@ pub struct TrainedMeasure {
     pub layers: Vec<f64>,
 }
 
-/// A model's attention in a few words.
+/// A model's attention in a few words: its kind, what a query reads, and the layers that differ.
 pub fn attention_label(shape: &ModelShape) -> String {
     let kind = shape.attention.kind().name();
-    let label = match shape.attention.form() {
+    let mut label = match shape.attention.form() {
         AttentionForm::Grouped { window: None } => kind.to_owned(),
         AttentionForm::Grouped { window: Some(window) } => format!("{kind}, window {window}"),
         AttentionForm::Latent(mla) => format!("{kind}, rank {}", mla.kv_lora_rank),
-        AttentionForm::Ranked(dma) => format!("{kind}, keeps {}", dma.keep_window_size),
+        AttentionForm::Ranked(dma) if dma.local_window_size == 0 => format!("{kind}, keeps {}", dma.keep_window_size),
+        AttentionForm::Ranked(dma) => {
+            let DmaShape {
+                keep_window_size: kept,
+                local_window_size: local,
+                ..
+            } = dma;
+            format!("{kind}, keeps {kept}, the last {local} always")
+        }
         AttentionForm::Blocks(choice) => format!(
             "{kind}, {} x {} selected",
             choice.blocks.num_selected_blocks, choice.blocks.select_block_size
@@ -49,10 +57,16 @@ pub fn attention_label(shape: &ModelShape) -> String {
             nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
         ),
     };
-    match shape.num_dense_layers() {
-        0 => label,
-        dense => format!("{label}, {dense} of {} layers dense", shape.num_layers),
+    let layers = shape.num_layers;
+    for (count, words) in [
+        (shape.num_dense_layers(), "dense"),
+        (shape.num_shared_layers(), "with an earlier layer's choice"),
+    ] {
+        if count > 0 {
+            label += &format!(", {count} of {layers} layers {words}");
+        }
     }
+    label
 }
 
 /// Measures a model on prompts of one length, as [`measure_selectors`](crate::measure_selectors) does: `windows` are

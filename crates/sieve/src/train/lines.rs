@@ -1,7 +1,6 @@
 //! What `sieve train` says, as text.
 use crate::terminal::{self, gib};
 use sieve_core::Recipe;
-use sieve_core::recipe::{Attention, SwaShape};
 use sieve_kernels::LaunchCounts;
 use sieve_ops::TrainBackend;
 use sieve_train::{MemoryProbe, PeakMemory, SkippedStep, StepReport, TrainSummary, Trainer, ValidationReport};
@@ -13,51 +12,14 @@ pub(super) fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, h
     let shape = trainer.shape();
     let parameters = shape.parameters();
     let training = &recipe.training;
-    let kind = match recipe.attention {
-        Attention::Swa(SwaShape { sliding_window }) => {
-            format!("swa, {sliding_window} keys a query")
-        }
-        Attention::Mla(mla) => format!("mla, latent of {}", mla.kv_lora_rank),
-        Attention::Nsa(nsa) => format!(
-            "nsa, {} blocks of {} and {} keys a query",
-            nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
-        ),
-        Attention::InfllmV2(infllm) => format!(
-            "infllm_v2, {} blocks of {} keys a query, the last {} always",
-            infllm.num_selected_blocks, infllm.select_block_size, infllm.num_local_blocks
-        ),
-        Attention::Moba(moba) => format!(
-            "moba, {} blocks of {} keys a query head",
-            moba.num_selected_blocks, moba.select_block_size
-        ),
-        Attention::Msa(msa) => format!(
-            "msa, {} blocks of {} keys a query",
-            msa.num_selected_blocks, msa.select_block_size
-        ),
-        Attention::Dma(dma) => {
-            let keys = format!("dma, {} keys a query", dma.keep_window_size);
-            match dma.local_window_size {
-                0 => keys,
-                local => format!("{keys}, the last {local} always"),
-            }
-        }
-        _ => recipe.attention.kind().name().to_owned(),
-    };
-    let kind = match shape.num_dense_layers() {
-        0 => kind,
-        dense => format!("{kind}; {dense} layers dense"),
-    };
-    let kind = match shape.num_shared_layers() {
-        0 => kind,
-        shared => format!("{kind}; {shared} layers share an earlier choice"),
-    };
     format!(
-        "model: {} parameters ({} without embedding), {} layers x {}, attention {kind}\n\
+        "model: {} parameters ({} without embedding), {} layers x {}, attention {}\n\
          run: {} steps x {} rows x {} tokens on {hardware}",
         terminal::thousands(parameters.total()),
         terminal::thousands(parameters.non_embedding()),
         shape.num_layers,
         shape.d_model,
+        sieve_eval::attention_label(shape),
         training.steps,
         training.global_batch_size,
         training.seq_len,
