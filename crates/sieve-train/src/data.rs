@@ -356,7 +356,7 @@ fn trained_tokenizer(
     let path = dir.join("tokenizer.json");
     let mark_path = dir.join("tokenizer.origin");
     let lock_path = dir.join("tokenizer.lock");
-    // Two runs that share the folder: one trains, the other finds what it made.
+    // Two runs that share the folder: one prepares the data, the other finds it.
     let locked = try_lock(&lock_path).and_then(|taken| match taken {
         Taken::Yes(file) => Ok(file),
         Taken::ByAnother(file) => {

@@ -1,4 +1,4 @@
-//! One rank's part in a run of several processes: which rows it reads, and what it does together with the others.
+//! One rank of a run of several processes: which rows it reads, and its collectives.
 //!
 //! A step in ZeRO-1 (arXiv:1910.02054): the gradients of a segment are added up over all ranks as soon as the last
 //! micro-batch has added to them, beside the rest of the backward pass, and each rank gets the sums of its pieces. In
@@ -15,7 +15,7 @@ use crate::collectives::{Collectives, OnHost, Pending, Primitive};
 use crate::gradients::Gradient;
 use crate::optimizer::Updated;
 use crate::segment::Segment;
-use crate::segments::BesidePass;
+use crate::segments::PassHooks;
 use crate::{GradientBuffer, TrainError};
 use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::ops::FloatTensorOps;
@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use step_times::StepTimes;
 
-/// Sums that may be under way at a time: each holds the gradients of a segment until it ends.
+/// Pending sums at most: each holds the gradients of a segment until it ends.
 const MAX_SUMS: usize = 2;
 
 /// The ranks that train one model together. Each holds the whole model and takes every step.
@@ -39,15 +39,15 @@ pub struct Group<B: TrainBackend> {
     collectives: Box<dyn Collectives<B>>,
     /// The ranks that share each row, where not the mesh connects them.
     row_links: Option<Arc<dyn RowLinks>>,
-    /// Why the ranks of a row could not exchange their values inside a pass, which has no errors of its own.
+    /// The first failed exchange among the ranks of a row: ops inside a pass cannot return errors.
     row_error: RowError,
     /// Whether the present micro-batch is its step's last.
     is_last: bool,
     /// `parallelism.zero_stage`. With 2, gradients are reduce-scattered in every micro-batch, not in the last alone.
     zero_stage: usize,
-    /// Gradients on their way, first begun first.
+    /// Pending sums of gradients, oldest first.
     sums: VecDeque<Sums<B>>,
-    /// Leaves on their way.
+    /// Pending gathers of updated weights.
     leaves: BTreeMap<Segment, (Vec<ParamId>, Pending<B>)>,
     step_times: RefCell<StepTimes>,
 }
@@ -55,9 +55,9 @@ pub struct Group<B: TrainBackend> {
 /// The first error of [`Neighbours`].
 type RowError = Arc<Mutex<Option<CommError>>>;
 
-/// Gradients of a segment on their way.
+/// A pending sum of a segment's gradients.
 struct Sums<B: TrainBackend> {
-    /// Whose they are, and whether they come as pieces.
+    /// Parameter ids, and whether each gradient was reduce-scattered (`true`) or all-reduced.
     places: Vec<(ParamId, bool)>,
     pending: Pending<B>,
 }
@@ -165,7 +165,7 @@ impl<B: TrainBackend> Group<B> {
         (degree > 1).then(|| links.unwrap_or_else(over_hosts))
     }
 
-    /// Says what this rank does from now on, and so how soon it must go on with it.
+    /// Sets the kind of work this rank begins, and with it the time within which it must report progress.
     pub(crate) fn set_work(&self, work: Work) {
         self.mesh.set_work(work);
         self.step_times.borrow_mut().set_work(work, self.mesh.waited());
@@ -176,7 +176,7 @@ impl<B: TrainBackend> Group<B> {
         self.step_times.borrow_mut().slow_rank()
     }
 
-    /// Says that this rank has gone on with it.
+    /// Reports progress.
     pub(crate) fn tick(&self) {
         self.mesh.tick();
     }
@@ -281,7 +281,7 @@ impl<B: TrainBackend> Group<B> {
     /// all.
     ///
     /// # Errors
-    /// A rank is lost, or stands elsewhere.
+    /// A rank is lost, or is at another step.
     pub(crate) fn agree(&self, step: u64, mean_loss: f32, own: Agreement) -> Result<Agreement, TrainError> {
         let labels = own.num_labels as u64;
         let flags = [own.stops, own.all_written, own.is_far_behind, own.saves].map(u64::from);
@@ -366,25 +366,28 @@ impl<B: TrainBackend> Group<B> {
 }
 
 impl<B: TrainBackend> Group<B> {
-    /// This rank goes on inside a pass, unless the ranks of a row have lost each other there.
-    fn go_on(&self) -> Result<(), TrainError> {
+    /// Reports progress inside a pass.
+    ///
+    /// # Errors
+    /// An exchange among the ranks of a row failed.
+    fn tick_in_pass(&self) -> Result<(), TrainError> {
         self.mesh.tick();
         let error = self.row_error.lock().unwrap_or_else(PoisonError::into_inner).take();
         error.map_or(Ok(()), |error| Err(error.into()))
     }
 }
 
-impl<B: TrainBackend> BesidePass<B> for Group<B> {
+impl<B: TrainBackend> PassHooks<B> for Group<B> {
     fn before(
         &mut self,
         model: &mut Qwen3<B>,
         segment: Segment,
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError> {
-        self.go_on()?;
+        self.tick_in_pass()?;
         if segment == Segment::Head {
-            // The last sums of an earlier micro-batch went on beside the forward pass: in the loss, which needs most
-            // memory, their gradients are gone.
+            // The last sums of the previous micro-batch ran during this forward pass; they end before the loss, where
+            // memory peaks.
             self.finish_sums_but(0, gradients)?;
         }
         self.put_leaves(model, segment)
@@ -396,7 +399,7 @@ impl<B: TrainBackend> BesidePass<B> for Group<B> {
         segment: Segment,
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError> {
-        self.go_on()?;
+        self.tick_in_pass()?;
         if !(self.is_last || self.zero_stage > 1) {
             return Ok(());
         }
@@ -517,10 +520,10 @@ mod tests {
             let mesh = join(0);
             let group = Group::<Autodiff<Flex>>::on_host(mesh.clone());
             let links = group.row_links(2).expect("two parts");
-            group.go_on().expect("all is well");
+            group.tick_in_pass().expect("all is well");
             let values = links.exchange(vec![vec![1.0], vec![2.0]], &[1, 1]);
             assert_eq!(values, [[0.0], [0.0]]);
-            let error = group.go_on().expect_err("a message of another kind").to_string();
+            let error = group.tick_in_pass().expect_err("a message of another kind").to_string();
             assert!(
                 error.contains("rank 1") && error.contains("values for some ranks"),
                 "{error}"

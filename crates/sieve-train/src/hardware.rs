@@ -24,7 +24,7 @@ pub struct Hardware<B: Backend> {
     pub peak_flops: Option<f64>,
     /// `(in use, total)` memory in bytes, asked at every report.
     pub memory: MemoryProbe,
-    /// What blocks keep for their backward pass beside the least: more where the device has room for it, as
+    /// Optional activations that blocks save for their backward pass: more where the device has room, as
     /// `sieve_plan::MemoryPlan` says. [`Keeping::default`] is a fair choice without a plan.
     pub keeping: Keeping,
 }
@@ -71,7 +71,7 @@ impl MemoryProbe {
         }
     }
 
-    /// The most bytes that a run could come to hold beside everything else there is; zero where unknown.
+    /// The most bytes this process could hold given everything else in memory; zero where unknown.
     pub fn available(self) -> u64 {
         match self {
             Self::Process => process_available(),

@@ -1,4 +1,4 @@
-//! Memory of this process and this machine, where the system tells.
+//! Memory of this process and this machine, where the system reports it.
 use crate::PeakMemory;
 use std::path::Path;
 
@@ -19,8 +19,8 @@ pub(crate) fn process_peak() -> Option<PeakMemory> {
     })
 }
 
-/// The most memory that this process can come to hold, in bytes, what it holds now included: what the machine has left,
-/// what its memory cgroups leave it, and its limit of address space (`ulimit -v`). Zero where the system says nothing.
+/// The most memory this process can hold, in bytes, with what it holds now: the least of the machine's free memory,
+/// its memory cgroups' limits and the limit of address space (`ulimit -v`). Zero where the system reports none.
 pub(crate) fn process_available() -> u64 {
     let own = field("/proc/self/status", "RssAnon:");
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();

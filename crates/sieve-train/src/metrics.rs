@@ -21,8 +21,8 @@ pub(crate) struct Metrics {
     /// Lines that are not in the file yet.
     waiting: String,
     tries: Tries,
-    /// What a person should know of it.
-    news: Vec<String>,
+    /// Failed and recovered writes, not yet reported.
+    messages: Vec<String>,
     tensorboard: TensorBoard,
 }
 
@@ -93,7 +93,7 @@ impl Metrics {
             len: 0,
             waiting: String::new(),
             tries: Tries::default(),
-            news: Vec::new(),
+            messages: Vec::new(),
             tensorboard: TensorBoard::nowhere(),
         }
     }
@@ -134,7 +134,7 @@ impl Metrics {
         self.tensorboard.scalars(&scalars, report.step);
     }
 
-    /// What the run is, beside its curves in TensorBoard.
+    /// The recipe as text and hyperparameters in TensorBoard.
     pub(crate) fn recipe(&mut self, recipe: &Recipe, step: u64) -> Result<(), TrainError> {
         self.tensorboard.recipe(recipe, &recipe.to_toml()?, step);
         Ok(())
@@ -202,7 +202,7 @@ impl Metrics {
                 (self.file, self.len) = (Some(file), len);
                 self.waiting.clear();
                 if self.tries.succeed() {
-                    self.news
+                    self.messages
                         .push(format!("{} is written again, and lacks no line", path.display()));
                 }
             }
@@ -210,7 +210,7 @@ impl Metrics {
             Err(error) => {
                 let pause = self.tries.fail().as_secs();
                 if self.tries.num_failed() == 1 {
-                    self.news.push(format!(
+                    self.messages.push(format!(
                         "warning: writing {}: {error}; training continues, and its lines wait (next try in {pause} s)",
                         path.display()
                     ));
@@ -219,9 +219,9 @@ impl Metrics {
         }
     }
 
-    /// Takes what a person should know.
-    pub(crate) fn take_news(&mut self) -> Vec<String> {
-        std::mem::take(&mut self.news)
+    /// Takes the messages about writes that failed, and that succeed again.
+    pub(crate) fn take_messages(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.messages)
     }
 
     /// Opens the file again for the next line: it may have been removed.
@@ -237,7 +237,7 @@ impl Metrics {
         self.write_waiting();
         if let (Some(path), false) = (&self.path, self.waiting.is_empty()) {
             let count = self.waiting.lines().count();
-            self.news
+            self.messages
                 .push(format!("warning: {} lacks the last {count} lines", path.display()));
         }
     }
@@ -368,13 +368,13 @@ mod tests {
         metrics.file = Some(OpenOptions::new().append(true).open("/dev/full").unwrap());
         metrics.memory(2, PEAK, vec![7]);
         std::fs::write(&path, "{\"kind\":\"step\",\"step\":1}\n{\"kind\":\"mem").unwrap();
-        let news = metrics.take_news().join("\n");
+        let messages = metrics.take_messages().join("\n");
         assert!(
-            news.contains("metrics.jsonl") && news.contains("training continues"),
-            "{news}"
+            messages.contains("metrics.jsonl") && messages.contains("training continues"),
+            "{messages}"
         );
         metrics.memory(3, PEAK, vec![7]);
-        assert!(metrics.take_news().concat().contains("written again"));
+        assert!(metrics.take_messages().concat().contains("written again"));
         let steps = |text: &str| {
             let lines = text
                 .lines()
@@ -391,6 +391,6 @@ mod tests {
         metrics.path = Some(dir.path().join("none/metrics.jsonl"));
         metrics.memory(5, PEAK, vec![7]);
         metrics.finish();
-        assert!(metrics.take_news().concat().contains("lacks the last 1 lines"));
+        assert!(metrics.take_messages().concat().contains("lacks the last 1 lines"));
     }
 }

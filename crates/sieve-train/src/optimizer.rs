@@ -34,7 +34,7 @@ pub struct Optimizer<B: TrainBackend> {
     /// Parameters that Muon updates, and how many rows each projection in them has.
     matrices: HashMap<ParamId, Vec<usize>>,
     moments: HashMap<ParamId, Moments<B>>,
-    /// What [`sieve_ops::split_master`] returned beside the leaf.
+    /// The 16 bits of the f32 master that the bf16 weight lacks, from [`sieve_ops::split_master`].
     masters: HashMap<ParamId, Inner<B>>,
     /// This rank's piece of each leaf that is cut, flat: a copy, which updates change before all ranks gather the leaf.
     pieces: HashMap<ParamId, Inner<B>>,

@@ -1,4 +1,4 @@
-//! Where a run goes on from.
+//! The checkpoint a run resumes from.
 use crate::{RunFolder, Start, TrainError};
 use sieve_core::recipe::AttentionKind;
 use sieve_core::{ModelShape, Recipe};
@@ -236,7 +236,7 @@ fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, 
     }
 }
 
-/// What the learning rate does where a run goes on with another number of steps.
+/// The learning rate of a run that is resumed with another number of steps.
 fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> {
     let steps = now.training.steps;
     if steps_done == 0 || steps_done >= steps || saved.training.steps == steps {

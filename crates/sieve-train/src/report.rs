@@ -1,4 +1,4 @@
-//! What a run tells its caller.
+//! Events of a run, for its caller.
 use crate::{AttentionStatistics, PeakMemory};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};

@@ -18,7 +18,7 @@ use sieve_nn::{DecoderLayer, LastChoice, LayerContext, LayerOutput, Qwen3};
 use sieve_ops::{Documents, KernelPolicy, ProductPrecision, RotaryEmbedding, SumOrder, TrainBackend, seed_gradient};
 use std::ops::Range;
 
-/// What one micro-batch yields beside its gradients.
+/// Loss, masks and statistics of one micro-batch; its gradients go to the buffer.
 #[derive(Clone, Debug)]
 pub struct MicroBatchResult<B: TrainBackend> {
     /// Summed cross-entropy times `loss_scale`, `[1]`.
@@ -38,7 +38,7 @@ pub struct BlockSettings {
     pub checkpointing: ActivationCheckpointSection,
     /// Blocks that run their GEMMs in fp8.
     pub fp8: Range<usize>,
-    /// What the blocks leave their backward pass beside the least.
+    /// Optional activations that the blocks save for their backward pass.
     pub keeping: Keeping,
     /// Which kernels attention takes on a GPU, and how these sum.
     pub policy: KernelPolicy,
@@ -100,16 +100,16 @@ enum Block<B: TrainBackend> {
     Input(Tensor<B::InnerBackend, 3>, LastChoice<B>),
 }
 
-/// What several ranks do while a pass goes on.
-pub(crate) trait BesidePass<B: TrainBackend> {
-    /// Comes before the forward pass of a segment.
+/// Collectives that run during a pass.
+pub(crate) trait PassHooks<B: TrainBackend> {
+    /// Runs before the forward pass of a segment.
     fn before(
         &mut self,
         model: &mut Qwen3<B>,
         segment: Segment,
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError>;
-    /// Comes when this micro-batch adds nothing more to the gradients of a segment.
+    /// Runs once this micro-batch has added all its gradients of a segment.
     fn after(
         &mut self,
         model: &Qwen3<B>,
@@ -133,10 +133,10 @@ pub fn accumulate_gradients_with<B: TrainBackend>(
     // Tensors are shared, not copied.
     let mut model = model.clone();
     let result = pass(settings, &mut model, batch, rope, loss_scale, gradients, None);
-    result.expect("nothing is done beside the pass")
+    result.expect("only hooks return errors")
 }
 
-/// Forward and backward of one micro-batch, with what others do beside it.
+/// Forward and backward pass of one micro-batch, with collectives between its segments.
 pub(crate) fn pass<B: TrainBackend>(
     settings: &BlockSettings,
     model: &mut Qwen3<B>,
@@ -144,10 +144,10 @@ pub(crate) fn pass<B: TrainBackend>(
     rope: &RotaryEmbedding<B>,
     loss_scale: f64,
     gradients: &mut GradientBuffer<B>,
-    mut beside: Option<&mut dyn BesidePass<B>>,
+    mut hooks: Option<&mut dyn PassHooks<B>>,
 ) -> Result<MicroBatchResult<B>, TrainError> {
-    let mut before = |model: &mut Qwen3<B>, segment: Segment, gradients: &mut GradientBuffer<B>| match &mut beside {
-        Some(beside) => beside.before(model, segment, gradients),
+    let mut before = |model: &mut Qwen3<B>, segment: Segment, gradients: &mut GradientBuffer<B>| match &mut hooks {
+        Some(hooks) => hooks.before(model, segment, gradients),
         None => Ok(()),
     };
     let mut context = LayerContext {
@@ -191,8 +191,8 @@ pub(crate) fn pass<B: TrainBackend>(
     context.measures_indexers = false;
     before(model, Segment::Head, gradients)?;
     let model = &*model;
-    let mut after = |segment, gradients: &mut GradientBuffer<B>| match &mut beside {
-        Some(beside) => beside.after(model, segment, gradients),
+    let mut after = |segment, gradients: &mut GradientBuffer<B>| match &mut hooks {
+        Some(hooks) => hooks.after(model, segment, gradients),
         None => Ok(()),
     };
     let input = Tensor::<B, 3>::from_inner(stream).require_grad();
@@ -239,7 +239,7 @@ pub(crate) fn pass<B: TrainBackend>(
     })
 }
 
-/// A block's forward pass whose backward pass adds what it can to the gradients so far.
+/// A block's forward pass; its backward pass adds to the gradients so far inside its GEMMs where it can.
 fn with_graph<B: TrainBackend>(
     layer: &DecoderLayer<B>,
     x: Tensor<B, 3>,

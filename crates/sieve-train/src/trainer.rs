@@ -18,7 +18,7 @@ use crate::device_batch::num_labels_of_part;
 use crate::group::{Agreement, Share};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
-use crate::segments::{BesidePass, BlockSettings, pass};
+use crate::segments::{BlockSettings, PassHooks, pass};
 use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
     AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Optimizer, Origin,
@@ -43,10 +43,10 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use writer::CheckpointWriter;
 
-/// Why there is a model.
-const AWAY: &str = "the model is only away inside an update";
+/// `Trainer::model` is `None` only while an update maps it to its next value; it never escapes `train_step`.
+const AWAY: &str = "the model is put back before an update returns";
 
-/// A run: model, optimizer, data and where they stand.
+/// A run: model, optimizer, data, and the position in each.
 pub struct Trainer<B: TrainBackend> {
     /// All stages.
     recipe: Recipe,
@@ -55,7 +55,6 @@ pub struct Trainer<B: TrainBackend> {
     folder: RunFolder,
     device: B::Device,
     precision: Precision,
-    /// Taken while it is mapped to its next value.
     model: Option<Qwen3<B>>,
     optimizer: Optimizer<B>,
     ropes: Ropes<B>,
@@ -80,34 +79,34 @@ pub struct Trainer<B: TrainBackend> {
     writer: CheckpointWriter,
     /// Whether all processes have written their files of the checkpoint that is being written.
     all_written: bool,
-    /// To be told when the run begins.
+    /// Reported when the run begins.
     notices: Vec<String>,
     disturbance: Disturbance,
     /// The processes that train together; `None` where this one is alone.
     group: Option<Group<B>>,
     /// Step after which this process stops, with a checkpoint.
     stop_at: Option<u64>,
-    /// Where numbers went, after the run.
+    /// The metrics files, after the run.
     metrics: Option<Metrics>,
     /// Reads the shards while training continues, in the process that writes.
     shard_checks: Vec<ShardCheck>,
 }
 
-/// Where a run's news goes: to its files and to the caller.
+/// Sends each event to the metrics files and to the caller's callback.
 struct Reporter<'a> {
     metrics: Metrics,
     observe: &'a mut dyn FnMut(TrainEvent<'_>),
 }
 
 impl Reporter<'_> {
-    fn tell(&mut self, event: TrainEvent<'_>) {
+    fn emit(&mut self, event: TrainEvent<'_>) {
         (self.observe)(event);
     }
 
-    /// What became of writes that failed.
-    fn tell_news(&mut self) {
-        for news in self.metrics.take_news() {
-            self.tell(TrainEvent::Warning(&news));
+    /// Reports writes of the metrics files that failed or succeed again.
+    fn report_writes(&mut self) {
+        for message in self.metrics.take_messages() {
+            self.emit(TrainEvent::Warning(&message));
         }
     }
 }
@@ -207,7 +206,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(trainer)
     }
 
-    /// Stops after this many steps of this process as a signal would stop it: with a checkpoint to go on from.
+    /// Stops after this many steps of this process as a signal would: with a checkpoint to resume from.
     pub fn stop_after(&mut self, num_steps: u64) {
         self.stop_at = Some(self.step.saturating_add(num_steps));
     }
@@ -237,7 +236,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.share().rank == 0
     }
 
-    /// The model as it stands.
+    /// The model after the last step.
     pub fn model(&self) -> &Qwen3<B> {
         self.model.as_ref().expect(AWAY)
     }
@@ -365,13 +364,13 @@ impl<B: TrainBackend> Trainer<B> {
             self.warn_unsaved(&mut reporter);
         }
         let result = self.steps(stop, &mut reporter, &mut summary);
-        // A checkpoint on its way is made whole and told of, also when a step failed.
+        // A checkpoint being written is finished and reported, also when a step failed.
         let written = match result {
             Ok(()) => self.save_last(&mut reporter),
             Err(_) => self.finish_checkpoint(&mut reporter),
         };
         reporter.metrics.finish();
-        reporter.tell_news();
+        reporter.report_writes();
         self.set_work(Work::Any);
         result?;
         written?;
@@ -414,7 +413,7 @@ impl<B: TrainBackend> Trainer<B> {
                 clock.pause(|| self.enter_stage(next))?;
                 watch.restart();
                 peak_is_new = true;
-                reporter.tell(TrainEvent::Notice(&self.stage_line()));
+                reporter.emit(TrainEvent::Notice(&self.stage_line()));
                 batches = self.stage.batches(self.next_sample)?;
             }
             // A first step compiles kernels, which may last.
@@ -445,7 +444,7 @@ impl<B: TrainBackend> Trainer<B> {
             let reads = is_logged || is_due || is_first || ends_stage || agreed.is_far_behind;
             let verdict = self.check_steps(reads, reporter)?;
             if std::mem::take(&mut is_first) {
-                reporter.tell(TrainEvent::FirstStep);
+                reporter.emit(TrainEvent::FirstStep);
             }
             match verdict {
                 Verdict::GoOn => {}
@@ -459,7 +458,7 @@ impl<B: TrainBackend> Trainer<B> {
             }
             if is_logged && let Some(report) = self.step_report(&step_batches, &mut clock) {
                 reporter.metrics.step(&report);
-                reporter.tell(TrainEvent::Step(&report));
+                reporter.emit(TrainEvent::Step(&report));
                 summary.last_step = Some(report);
             }
             // The device has done what was logged.
@@ -470,7 +469,7 @@ impl<B: TrainBackend> Trainer<B> {
                 && self.writes()
                 && let Some(slow) = self.group.as_ref().and_then(Group::slow_rank)
             {
-                reporter.tell(TrainEvent::Notice(&slow));
+                reporter.emit(TrainEvent::Notice(&slow));
             }
             let interval = self.recipe.validation.interval as u64;
             if is_last || self.step.is_multiple_of(interval) {
@@ -483,7 +482,7 @@ impl<B: TrainBackend> Trainer<B> {
             }
             self.poll_checkpoint(reporter)?;
             self.warn_unsaved(reporter);
-            reporter.tell_news();
+            reporter.report_writes();
             if self.saving.gives_up() {
                 break;
             }
@@ -492,7 +491,8 @@ impl<B: TrainBackend> Trainer<B> {
             }
         }
         drop(batches);
-        // A signal may have ended the loop between two readings. Where the run goes back now, its checkpoint is there.
+        // A signal may have ended the loop between two reads of the losses. If the guard rewinds now, its checkpoint
+        // exists.
         self.check_steps(true, reporter)?;
         if peak_is_new {
             self.report_peak(reporter)?;
@@ -500,14 +500,14 @@ impl<B: TrainBackend> Trainer<B> {
         self.finish_leaves()
     }
 
-    /// Tells other processes what this one does.
+    /// Sets how long other ranks wait for this one's progress.
     fn set_work(&self, work: Work) {
         if let Some(group) = &self.group {
             group.set_work(work);
         }
     }
 
-    /// Tells other processes that this one goes on.
+    /// Reports progress to the other ranks.
     fn tick(&self) {
         if let Some(group) = &self.group {
             group.tick();
@@ -523,7 +523,7 @@ impl<B: TrainBackend> Trainer<B> {
         taken.collect()
     }
 
-    /// What is known of the next step before it is taken, by all processes.
+    /// Exchanges what all ranks must know before the next step.
     fn agree(&self, batches: &[Batch], stop: &AtomicBool) -> Result<Agreement, TrainError> {
         let own = Agreement {
             num_labels: batches.iter().map(|batch| self.num_labels(batch)).sum(),
@@ -545,7 +545,7 @@ impl<B: TrainBackend> Trainer<B> {
         num_labels_of_part(batch, [self.share().rank % degree, degree])
     }
 
-    /// What a person should know of the stage that begins.
+    /// Number, steps, row length and rotary base of the stage that begins.
     fn stage_line(&self) -> String {
         let stage = &self.stage.stage;
         let section = &stage.section;
@@ -582,7 +582,7 @@ impl<B: TrainBackend> Trainer<B> {
         let (metrics, history) = self.open_metrics()?;
         let mut reporter = Reporter { metrics, observe };
         for notice in std::mem::take(&mut self.notices) {
-            reporter.tell(match notice.starts_with("warning:") {
+            reporter.emit(match notice.starts_with("warning:") {
                 true => TrainEvent::Warning(&notice),
                 false => TrainEvent::Notice(&notice),
             });
@@ -591,7 +591,7 @@ impl<B: TrainBackend> Trainer<B> {
             self.tidy_checkpoints(&mut reporter)?;
         }
         if !self.recipe.stage.is_empty() {
-            reporter.tell(TrainEvent::Notice(&self.stage_line()));
+            reporter.emit(TrainEvent::Notice(&self.stage_line()));
         }
         Ok((reporter, history))
     }
@@ -632,9 +632,9 @@ impl<B: TrainBackend> Trainer<B> {
                 Some(links) => DeviceBatch::<B>::of_part(batch, links.clone(), &self.device),
                 None => DeviceBatch::new(batch, &self.device),
             };
-            let beside = self.group.as_mut().map(|group| {
+            let hooks = self.group.as_mut().map(|group| {
                 group.begin(place + 1 == batches.len(), &mut gradients);
-                group as &mut dyn BesidePass<B>
+                group as &mut dyn PassHooks<B>
             });
             let result = pass(
                 &settings,
@@ -643,7 +643,7 @@ impl<B: TrainBackend> Trainer<B> {
                 &self.ropes.training,
                 loss_scale,
                 &mut gradients,
-                beside,
+                hooks,
             )?;
             loss = loss + result.loss;
             (expire, clamped_scores, indexers) = (result.expire, result.clamped_scores, result.indexers);
@@ -788,7 +788,7 @@ impl<B: TrainBackend> Trainer<B> {
             return Ok(None);
         }
         reporter.metrics.validation(&report);
-        reporter.tell(TrainEvent::Validation(&report));
+        reporter.emit(TrainEvent::Validation(&report));
         Ok(Some(report))
     }
 }

@@ -1,4 +1,4 @@
-//! A test of every rank's device before the first step: what it computes, copies and exchanges in a second.
+//! Measures every rank's device before the first step: FLOP/s of a GEMM, bandwidth of copies and of all-reduces.
 use super::Group;
 use crate::collectives::Collectives;
 use crate::{Precision, TrainError};
@@ -36,7 +36,7 @@ pub struct Health {
     pub warnings: Vec<String>,
 }
 
-/// Rates of one rank, and what its driver says.
+/// Rates of one rank, and the driver's report of its clocks and memory errors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Rates {
     /// FLOP/s of a GEMM in the model's float type.

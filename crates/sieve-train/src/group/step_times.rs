@@ -40,7 +40,7 @@ impl StepTimes {
         self.num_steps += u32::from(rank == 0);
     }
 
-    /// The slowest rank since the last look, where it is slow and was not told of lately.
+    /// The slowest rank since the last call, if it is slow and was not reported lately.
     pub(super) fn slow_rank(&mut self) -> Option<String> {
         if self.num_steps < LEAST_STEPS {
             return None;

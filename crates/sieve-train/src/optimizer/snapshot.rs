@@ -9,9 +9,9 @@ use sieve_hf::NamedTensor;
 use sieve_ops::{DeviceBackend, Snapshot, SnapshotReader, TrainBackend};
 
 impl<B: TrainBackend> Optimizer<B> {
-    /// Takes hold of weights and moments as they stand, to be read on any thread. Of several ranks each takes its
-    /// pieces, and rank 0 what is not cut; and what shows whether all ranks compute with the same weights: of leaves
-    /// that are cut its own piece and, as it stands here, that of the rank `distance` further, and all other leaves.
+    /// Weights and moments at this moment, to be read on any thread. Each rank takes its shards, and rank 0 the tensors
+    /// that are not sharded. Also takes the weights that show whether all ranks compute with the same ones: this rank's
+    /// own shard, its copy of the shard of the rank `distance` further, and every tensor that is not sharded.
     ///
     /// On a GPU with room for a second copy nothing is read now: updates that follow write to copies. Without that room
     /// every tensor is read before this returns.
@@ -29,7 +29,7 @@ impl<B: TrainBackend> Optimizer<B> {
         });
         let parameters = parameters.collect::<Vec<_>>();
         let elements = parameters.iter().map(|(_, _, shape)| shape.iter().product::<usize>());
-        // Two moments and the joined master, in f32, and something to go on with.
+        // Two moments and the joined master, in f32, and a quarter more for training itself.
         let needed = 3 * 4 * elements.sum::<usize>() as u64;
         let waits = B::InnerBackend::snapshot_room(device) > needed + needed / 4;
         let mut taker = Taker::<B> {

@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 const LONGEST_LAST_PAUSE: Duration = Duration::from_secs(60);
 
 impl<B: TrainBackend> Trainer<B> {
-    /// Takes hold of the state as it stands and begins to write it, unless the folder has it already. The checkpoint
-    /// before is on disk then, or has failed. Of several processes each writes its pieces. Where this fails, all of
-    /// them go on: see [`warn_unsaved`](Self::warn_unsaved).
+    /// Takes a snapshot of the state and begins to write it, unless the folder has it already. Waits until the previous
+    /// checkpoint is on disk or has failed. Each rank writes its shards. If it fails, training continues on all ranks:
+    /// see [`warn_unsaved`](Self::warn_unsaved).
     ///
     /// # Errors
     /// A rank or a device is lost; another process has taken the output folder.
@@ -83,7 +83,7 @@ impl<B: TrainBackend> Trainer<B> {
             self.write_config()?;
             reporter.metrics.reopen();
             let path = self.folder.path().display();
-            reporter.tell(TrainEvent::Warning(&format!(
+            reporter.emit(TrainEvent::Warning(&format!(
                 "warning: {path} was removed while the run writes to it; it is recreated without its earlier contents"
             )));
         }
@@ -116,13 +116,13 @@ impl<B: TrainBackend> Trainer<B> {
                 true => "the run stops".to_owned(),
                 false => "training continues, and soon tries again".to_owned(),
             };
-            reporter.tell(TrainEvent::Warning(&format!(
+            reporter.emit(TrainEvent::Warning(&format!(
                 "warning: no checkpoint at step {step}: {problem}\n  {next} (failure {failed} of {most})"
             )));
         }
     }
 
-    /// Waits for the checkpoint being written, by all processes, tells of it, and removes those that are too old.
+    /// Waits until all ranks have written the pending checkpoint, reports it, and removes those that are too old.
     ///
     /// # Errors
     /// A rank or a device is lost; ranks compute with different weights.
@@ -178,7 +178,7 @@ impl<B: TrainBackend> Trainer<B> {
         let mut problem = None;
         if writes {
             match Checkpoint::publish(&folder, state, checksums) {
-                Ok(path) => reporter.tell(TrainEvent::Checkpoint(&path)),
+                Ok(path) => reporter.emit(TrainEvent::Checkpoint(&path)),
                 Err(error) => {
                     discard();
                     problem = Some(error.to_string());
@@ -194,13 +194,13 @@ impl<B: TrainBackend> Trainer<B> {
         self.last_checkpoint = Some(step);
         self.last_folder = folder;
         if writes && let Err(error) = prune(&self.folder.checkpoint_path(), &self.recipe) {
-            reporter.tell(TrainEvent::Warning(&format!("warning: old checkpoints stay: {error}")));
+            reporter.emit(TrainEvent::Warning(&format!("warning: old checkpoints stay: {error}")));
         }
         Ok(())
     }
 
-    /// Writes the state as it stands, whatever it takes: its weights are nowhere else. Tries again for minutes, and in
-    /// between in the folder that was named for this case.
+    /// Writes the last state, which is nowhere else: retries for minutes, in turns with the fallback folder if one was
+    /// named.
     ///
     /// # Errors
     /// It cannot be written; a rank or a device is lost.
@@ -239,7 +239,7 @@ impl<B: TrainBackend> Trainer<B> {
                     )));
                 }
             };
-            reporter.tell(TrainEvent::Warning(&format!(
+            reporter.emit(TrainEvent::Warning(&format!(
                 "warning: the last checkpoint, of step {step}, could not be written: {problem}\n  {next}"
             )));
             if !has_other {
@@ -306,7 +306,7 @@ impl<B: TrainBackend> Trainer<B> {
                 .find(|path| !path.exists());
             let aside = aside.expect("some number is free");
             fs::rename(&path, &aside).map_err(TrainError::io("renaming", &path))?;
-            reporter.tell(TrainEvent::Notice(&format!(
+            reporter.emit(TrainEvent::Notice(&format!(
                 "note: step-{step} is ahead of this continuation; it is kept as {}",
                 aside.display()
             )));

@@ -18,17 +18,17 @@ use std::time::{Duration, Instant};
 const MAX_UNREAD: usize = 64;
 /// How far the device may be behind: a longer wait for its numbers would look like one for a device that hangs.
 const MAX_BEHIND: Duration = Duration::from_secs(60);
-/// A step that takes longer may look like one that stands still.
+/// A slower step could be taken for one that hangs.
 const SLOW_STEP: Duration = Duration::from_secs(20);
-/// After a step that was not taken, this many are read one by one, so that their gradients can be told by layer.
+/// After a skipped step, the losses of this many steps are read one by one, so that gradient norms are known by layer.
 const WATCHED_STEPS: u64 = 100;
 /// Documents of a step that are named.
 const MAX_NAMED_DOCUMENTS: usize = 16;
 /// How many times as long a streak may be where steps are taken: a learning rate near the highest that trains makes the
-/// loss leap now and then, and the next steps bring it down.
+/// loss jump now and then, and the next steps lower it again.
 const PATIENCE_WITH_LOSS: usize = 10;
-/// How often a run goes back to one checkpoint before it gives up.
-const MAX_RETURNS: u32 = 2;
+/// How often a run rewinds to one checkpoint before it gives up.
+const MAX_REWINDS: u32 = 2;
 
 /// Where a run may go wrong.
 #[doc(hidden)]
@@ -268,7 +268,7 @@ impl<B: TrainBackend> Trainer<B> {
             if !numbers.is_taken {
                 let skipped = self.skipped_step(unread, numbers, mean_loss)?;
                 reporter.metrics.skipped(&skipped);
-                reporter.tell(TrainEvent::Skipped(&skipped));
+                reporter.emit(TrainEvent::Skipped(&skipped));
                 self.guard_log.streak.skipped.push(skipped);
             }
             if self.guard_log.streak.is_over(self.recipe.training.guard_patience) {
@@ -291,7 +291,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.warn_unsaved(reporter);
         let (to, times) = self.guard_log.returns;
         let path = match self.last_checkpoint {
-            Some(step) if !(step == to && times >= MAX_RETURNS) => self.last_checkpoint_path(),
+            Some(step) if !(step == to && times >= MAX_REWINDS) => self.last_checkpoint_path(),
             _ => None,
         };
         let StepNumbers { loss, grad_norm, .. } = numbers;
@@ -322,7 +322,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
         match self.open_metrics() {
             Ok((metrics, _)) => reporter.metrics = metrics,
-            Err(error) => reporter.tell(TrainEvent::Warning(&format!(
+            Err(error) => reporter.emit(TrainEvent::Warning(&format!(
                 "warning: metrics.jsonl keeps the lines of steps that were taken back: {error}"
             ))),
         }
@@ -347,7 +347,7 @@ impl<B: TrainBackend> Trainer<B> {
             skipped if skipped == num_steps => "were not taken".to_owned(),
             _ => format!("were not taken or {far}"),
         };
-        reporter.tell(TrainEvent::Notice(&format!(
+        reporter.emit(TrainEvent::Notice(&format!(
             "guard: {num_steps} steps in a row {what}; back from step {from} to {}, {rows}",
             path.display()
         )));
@@ -357,7 +357,7 @@ impl<B: TrainBackend> Trainer<B> {
     fn skipped_step(&self, unread: Unread<B>, numbers: StepNumbers, mean_loss: f32) -> Result<SkippedStep, TrainError> {
         let documents = match &self.group {
             None => unread.documents,
-            // Each process knows the documents of its own rows; the one that reports reads the rows of all.
+            // Each rank knows the documents of its own rows only; rank 0 reads the rows of all.
             Some(_) if self.writes() => {
                 let rows = unread.num_rows as usize;
                 self.stage.loader.batch(unread.first_sample, rows)?.documents

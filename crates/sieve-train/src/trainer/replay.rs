@@ -3,7 +3,7 @@
 use super::{AWAY, Moment, Trainer};
 use crate::collectives::Primitive;
 use crate::segment::Segment;
-use crate::segments::{BesidePass, BlockSettings, pass};
+use crate::segments::{BlockSettings, PassHooks, pass};
 use crate::{DeviceBatch, GradientBuffer, TrainError};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
@@ -26,7 +26,7 @@ impl Hashes {
     }
 }
 
-impl<B: TrainBackend> BesidePass<B> for Hashes {
+impl<B: TrainBackend> PassHooks<B> for Hashes {
     fn before(&mut self, _: &mut Qwen3<B>, _: Segment, _: &mut GradientBuffer<B>) -> Result<(), TrainError> {
         Ok(())
     }

@@ -92,7 +92,7 @@ pub(super) struct Saving {
     pub(super) fallback: Option<PathBuf>,
     /// Whether checkpoints go there.
     pub(super) uses_fallback: bool,
-    /// The step of a try that failed and why it did, until it is told.
+    /// Step and error of a failed try, until it is reported.
     pub(super) problem: Option<(u64, String)>,
 }
 

@@ -1,4 +1,4 @@
-//! Checkpoints written beside the training, on a thread of their own.
+//! Writes checkpoints on a thread of its own while training continues.
 use crate::TrainError;
 use crate::group::Share;
 use crate::optimizer::ReplicaSums;
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// At most one checkpoint on its way to the disk. Training goes on beside it.
+/// At most one checkpoint that is being written. Training continues meanwhile.
 #[derive(Debug, Default)]
 pub(super) struct CheckpointWriter {
     job: Option<Job>,
