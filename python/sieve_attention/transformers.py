@@ -11,21 +11,39 @@ from ._library import SieveError
 def register(name="sieve"):
     """Adds the attention and its mask to transformers: `from_pretrained(..., attn_implementation=name)`.
 
-    Dense causal models and sliding windows, padding on either side, packed rows by position_ids or cu_seq_lens_q. A
-    step behind a cache (more keys than queries) is computed by torch's SDPA.
+    Dense causal models and sliding windows, padding on either side, packed rows by position_ids or cu_seq_lens_q.
+    Queries behind a cache (more keys than queries) are computed by torch's SDPA under transformers' own mask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
 
     AttentionInterface.register(name, attention_forward)
     # Without a mask function transformers drops padding in silence.
-    AttentionMaskInterface.register(name, flash_attention_mask)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+def attention_mask(**call):
+    """None or `[batch, tokens]` for whole rows; bools `[batch, 1, queries, keys]` for queries behind a cache.
+
+    The first pass into a cache of fixed size has as many keys as the cache has places; its mask has the prompt's length.
+    """
+    from transformers.masking_utils import flash_attention_mask, sdpa_mask
+
+    # transformers 4 has the queries' positions in place of their number and offset.
+    queries = call["q_length"] if "q_length" in call else len(call["cache_position"])
+    padding = call.get("attention_mask")
+    if queries == call["kv_length"]:
+        return flash_attention_mask(**call)
+    offset = call.get("q_offset")
+    if isinstance(offset, int) and offset == 0:
+        whole = torch.ones(call["batch_size"], queries, dtype=torch.bool, device=call.get("device"))
+        return whole if padding is None else padding[:, :queries].bool()
+    return sdpa_mask(**{**call, "allow_is_causal_skip": False})
 
 
 def attention_forward(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, is_causal=None, **kwargs
 ):
-    """As transformers calls it: query `[batch, heads, tokens, width]`; attention_mask None or `[batch, tokens]`."""
+    """As transformers calls it: query `[batch, heads, tokens, width]`; attention_mask as the function of this name."""
     for setting in ("softcap", "s_aux", "sinks"):
         if kwargs.get(setting) is not None:
             raise SieveError(f"attention: {setting} has no kernel\n  hint: attn_implementation='sdpa'")
@@ -33,30 +51,23 @@ def attention_forward(
         raise SieveError(f"attention: dropout {dropout} has no kernel\n  hint: attention_dropout=0 in the config")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise SieveError("attention: a model that reads both ways has no kernel\n  hint: attn_implementation='sdpa'")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise SieveError(f"attention: the mask is {list(attention_mask.shape)}; it must be None or [batch, tokens]")
+    if attention_mask is not None and attention_mask.dim() not in (2, 4):
+        shape = list(attention_mask.shape)
+        raise SieveError(f"attention: the mask is {shape}; it must be None, [batch, tokens] or [batch, 1, queries, keys]")
     if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    if attention_mask is not None and attention_mask.dim() == 2:
+        key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
     if query.shape[2] != key.shape[2]:
-        return _behind_cache(query, key, value, attention_mask, scaling, sliding_window, kwargs.get("cache_position"))
+        if attention_mask is None:
+            raise SieveError("attention: queries behind a cache come without a mask\n  hint: call register() first")
+        o = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+        )
+        return o.transpose(1, 2), None
     bounds = row_documents(attention_mask, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"), query)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return functional.attention(q, k, v, window=sliding_window, scale=scaling, documents=bounds), None
-
-
-def _behind_cache(q, k, v, attention_mask, scale, window, positions):
-    """Queries at the end of their keys."""
-    keys = torch.arange(k.shape[2], device=q.device)
-    at = (keys[-q.shape[2] :] if positions is None else positions)[:, None]
-    mask = keys <= at
-    if window is not None:
-        mask = mask & (keys > at - window)
-    if attention_mask is not None:
-        real = attention_mask[:, None, None, :].bool()
-        # A padded query sees itself, so that no row is empty.
-        mask = mask & real | (keys == at)
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    return o.transpose(1, 2), None
 
 
 _known = {}
@@ -143,16 +154,10 @@ def patch_doge():
 
 
 def _doge_step(own, module, hidden_states, position_embeddings, attention_mask, past_key_values, kwargs):
-    """Transformers' forward with the mask that it expects, by SDPA."""
-    config, tokens = module.config, hidden_states.shape[1]
-    keys = torch.arange(past_key_values.get_seq_length(module.layer_idx) + tokens, device=hidden_states.device)
-    seen = (keys <= keys[-tokens:, None])[None, None]
-    if attention_mask is not None:
-        seen = seen & attention_mask[:, None, None, :].bool() | (keys == keys[-tokens:, None])
-    least = torch.finfo(hidden_states.dtype).min
-    mask = torch.zeros(seen.shape, dtype=hidden_states.dtype, device=seen.device).masked_fill(~seen, least)
+    """Transformers' forward by SDPA."""
+    config = module.config
     name, config._attn_implementation = config._attn_implementation, "sdpa"
     try:
-        return own(module, hidden_states, position_embeddings, mask, past_key_values, **kwargs)
+        return own(module, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
     finally:
         config._attn_implementation = name
