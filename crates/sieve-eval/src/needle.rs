@@ -159,7 +159,7 @@ impl NeedleConfig {
     }
 }
 
-/// Asks for every needle of the grid; `observe` hears the number of needles asked for so far.
+/// Asks for every needle of the grid; `observe` is called with the number of needles asked so far.
 ///
 /// A prefill selector acts on haystack, needle and question, and what follows reads everything; a decode selector acts
 /// on what follows.

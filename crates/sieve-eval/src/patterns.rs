@@ -31,7 +31,7 @@ impl PatternSearch {
 
 /// MInference's offline search (arXiv:2407.02490): every layer reads the prompt densely, and of the paper's candidates
 /// each head gets the one that keeps most of its attention. All tokens of `window` but the last are the prompt.
-/// `observe` hears the number of layers done.
+/// `observe` is called with the number of layers done.
 ///
 /// # Errors
 /// A model that is not dense, a prompt longer than its context, a token outside its vocabulary, no prompt.

@@ -112,7 +112,8 @@ impl RollingPerplexity {
     }
 }
 
-/// Predicts every document of `documents`; `observe` hears the number of tokens predicted so far, once a forward pass.
+/// Predicts every document of `documents`; `observe` is called after each forward pass with the number of tokens
+/// predicted so far.
 ///
 /// With a selector, which is then the attention of every layer, each window is a prompt of its own: where the selector
 /// is no causal map from text to logits the result is its "prefill perplexity", no likelihood.

@@ -2,7 +2,7 @@
 use sieve_ops::IGNORE_LABEL;
 use std::ops::Range;
 
-/// Rows of one forward pass, filled piece after piece; `P` says where a prediction stands.
+/// Rows of one forward pass, filled piece after piece; `P` is the position of a prediction.
 #[derive(Debug)]
 pub(crate) struct Rows<P> {
     row_len: usize,

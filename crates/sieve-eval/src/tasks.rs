@@ -209,7 +209,7 @@ impl<'a> TaskTexts<'a> {
     }
 }
 
-/// Asks a model the rows of a task; `observe` hears how many of how many texts are done.
+/// Asks a model the rows of a task; `observe` is called with the texts done and all texts.
 ///
 /// # Errors
 /// A token outside the vocabulary, a NaN or infinite output, a selector that refuses a call.

@@ -77,7 +77,8 @@ pub struct LifeSpans {
     pub percentiles: Option<[usize; 3]>,
 }
 
-/// The weights of `layers` (all when empty) on the tokens of one prompt; `observe` hears how many layers are done.
+/// The weights of `layers` (all when empty) on the tokens of one prompt; `observe` is called with the number of layers
+/// done.
 ///
 /// # Errors
 /// No token; a token outside the vocabulary; a prompt longer than the model's context, or so long that the weights of

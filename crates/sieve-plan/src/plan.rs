@@ -124,7 +124,7 @@ pub struct StagePlan {
     pub pays_from: Option<usize>,
 }
 
-/// A way to keep gradients, and what it needs in the stage that needs most memory.
+/// A data type and sharding of gradients, and the memory it needs in the stage with the highest peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ZeroPlan {
     /// `parallelism.zero_stage`.
@@ -146,7 +146,7 @@ pub struct RowPartsPlan {
     pub degree: usize,
     /// Tokens of a part.
     pub tokens: usize,
-    /// Seconds a step in which keys and heads travel between the parts; nothing goes on beside it.
+    /// Seconds a step in which keys and heads are exchanged between the ranks of a row; not overlapped with compute.
     pub exchange_seconds: f64,
     /// By kind of attention, the longest row, a power of two, that fits as a micro-batch of one.
     pub longest_rows: Vec<(&'static str, usize)>,

@@ -7,11 +7,11 @@ use serde::Serialize;
 
 /// Bytes a second of sums and gatherings between GPUs of one host, by NCCL's rule for a ring: measured on two H200s.
 const HOST_RATE: f64 = 240e9;
-/// The same of an exchange between four H200s in which nothing goes on beside it (tests/gpu/rivals/bus.py).
+/// The same of an exchange between four H200s that overlaps nothing (tests/gpu/rivals/bus.py).
 const EXCHANGE_RATE: f64 = 316e9;
 /// Bytes a second between hosts with one 400 Gb/s card each: an assumption.
 const NETWORK_RATE: f64 = 46e9;
-/// How much longer a step takes for each second in which sums and gatherings go on beside it. They take multiprocessors
+/// How much longer a step takes for each second of overlapped all-reduces and gathers. They take multiprocessors
 /// and bandwidth from the model's kernels: 0.7 to 1.0 on two and four H200s (docs/scale.md).
 const LENGTHENING: f64 = 0.8;
 

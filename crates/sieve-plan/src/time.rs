@@ -1,4 +1,4 @@
-//! How long a step will take on a GPU: GEMMs, attention, bytes, and the ends of kernels, one after the other.
+//! Time of a step on a GPU: the sum of GEMMs, attention, memory traffic and launch gaps.
 //!
 //! Rates are shares of the data sheet's, found on an H200 (docs/benchmarks.md): GEMMs hold 0.71 of the peak under a
 //! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test holds the
@@ -12,7 +12,7 @@ use std::ops::Range;
 
 /// Share of the peak that GEMMs with weights reach.
 const PRODUCTS: f64 = 0.71;
-/// Share of the peak that attention reaches over all causal pairs of rows of one document, beside the bytes below:
+/// Share of the peak that attention reaches over all causal pairs of rows of one document, without the bytes below:
 /// 8192, 16384 and 32768 keys on an H200 (docs/benchmarks.md). Rows of several documents have fewer pairs.
 const DENSE_PAIRS: f64 = 0.6;
 /// The same in longer rows than this, whose launches last for tens of milliseconds: the card's power limits them as it

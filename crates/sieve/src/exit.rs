@@ -10,7 +10,7 @@ pub(crate) enum Exit {
     Failed = 1,
     /// A command line that cannot be read; clap's own.
     Usage = 2,
-    /// A signal ended a run before its last step, with a checkpoint: `--resume` goes on.
+    /// A signal ended a run before its last step, with a checkpoint: `--resume` continues it.
     StoppedEarly = 75,
     /// A signal ended the process before it could keep anything, or a second one came; as shells report SIGINT.
     Interrupted = 130,

@@ -89,12 +89,12 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
     Ok(())
 }
 
-/// What to know of an export whose class leaves ties open.
+/// A note on an export whose class breaks ties in any order.
 const TIES: &str = "note: Doge keeps whichever of equal keys torch.topk returns, and equal tokens are equal keys in \
     the first layer: beyond keep_window_size tokens logits may differ by some tenths from Sieve's\n  \
     hint: --form sieve writes modeling_sieve.py, which keeps the later key as Sieve does";
 
-/// What to know of an export whose tokenizer `transformers` replaces.
+/// A note on an export whose tokenizer `transformers` replaces.
 const OTHER_TOKENIZER: &str = "note: AutoTokenizer of transformers 5 opens a Qwen2 folder with Qwen2's own splitting \
     of words, which this tokenizer.json does not have: texts would become other tokens\n  \
     hint: PreTrainedTokenizerFast.from_pretrained reads the tokenizer as it is";

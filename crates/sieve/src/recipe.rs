@@ -78,7 +78,7 @@ impl RecipeArgs {
             }
         };
         let (recipe, left_out) = Recipe::load_and_left_out(&found.text, &found.origin, &self.overrides)?;
-        // Of several processes the first tells.
+        // Of several processes the first prints.
         let world = World::from_env(&variable).ok().flatten();
         let tells = world.is_none_or(|world| world.rank == 0);
         if tells && !left_out.is_empty() {

@@ -136,7 +136,7 @@ struct Session {
     write_limits: WriteLimits,
     memory: MemoryArgs,
     events: OnEvent,
-    /// Time without news after which a run may stall.
+    /// Time without progress after which a run may stall.
     stall_limit: Duration,
     metrics_port: Option<MetricsPort>,
     /// The processes that train together; `None` where this one is alone.

@@ -79,7 +79,7 @@ pub struct LongReport {
     pub tasks: Vec<LongTaskReport>,
 }
 
-/// Asks for every sample; `observe` hears the number asked so far.
+/// Asks for every sample; `observe` is called with the number asked so far.
 ///
 /// A prefill selector acts on the prompt, and what follows reads everything; a decode selector acts on what follows.
 ///

@@ -56,7 +56,7 @@ pub(super) fn rolling_windows(len: usize, context: usize) -> impl Iterator<Item 
     })
 }
 
-/// Where a prediction stands.
+/// Position of a prediction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     /// Tokens of its document that it sees.

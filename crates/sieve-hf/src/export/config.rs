@@ -14,7 +14,7 @@ pub(super) fn to_text(value: &Value) -> String {
     text
 }
 
-/// `config.json`; `generation` is [`generation`]'s, whose ids of special tokens stand here too.
+/// `config.json`; `generation` is [`generation`]'s, whose ids of special tokens are repeated here.
 pub(super) fn model(
     shape: &ModelShape,
     architecture: Architecture,

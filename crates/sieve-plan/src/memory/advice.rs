@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::MemoryPlan;
 use sieve_core::recipe::{ActivationCheckpointMode, GradientDtype, Recipe};
 
-/// One change of a recipe, and what it needs then.
+/// One change of a recipe, and the memory it needs with it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct FittingSetting {
     /// As `--set` takes it; several are separated by a space.

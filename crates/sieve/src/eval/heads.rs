@@ -27,7 +27,7 @@ pub(super) struct Square {
 pub(super) enum Legend<'a> {
     /// From black to white: labels by their share of the way.
     Scale(&'a [(f64, &'a str)]),
-    /// Greys that stand for something each.
+    /// Greys of the legend.
     Boxes(&'a [(u8, &'a str)]),
 }
 

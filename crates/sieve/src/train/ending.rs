@@ -1,4 +1,4 @@
-//! What a run prints at its end: what it has come to, what its model writes, and what to type next.
+//! The last lines of a run: its losses, a sample of the model's text, and the next commands.
 use super::log::Log;
 use crate::{terminal, text_files};
 use anyhow::Result;

@@ -31,7 +31,7 @@ impl FromStr for MetricsPort {
     }
 }
 
-/// What is told, as it stands.
+/// The metrics served, with their current values.
 #[derive(Debug, Default)]
 struct Numbers {
     /// Name without its prefix, what it is, whether it only grows, its value.
@@ -92,7 +92,7 @@ impl Exporter {
         let serve = move || {
             loop {
                 match listener.accept() {
-                    // A stranger who breaks off is no news.
+                    // A client that disconnects is no error.
                     Ok((stream, _)) => drop(this.answer(&stream, LIMIT)),
                     // Too many open files, say.
                     Err(_) => std::thread::sleep(Duration::from_secs(1)),

@@ -174,7 +174,7 @@ pub(super) fn validation_line(report: &ValidationReport) -> String {
     )
 }
 
-/// Where a stopped run stands.
+/// Step and checkpoint of a stopped run.
 pub(super) fn stopped_line(recipe: &Recipe, summary: &TrainSummary, fallback: Option<&Path>) -> String {
     let checkpoint = summary.checkpoint.as_deref().unwrap_or(Path::new(""));
     // Nothing but --resume=auto looks there.

@@ -12,7 +12,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// A run stalls where nothing has happened for so many times the longest pause before.
 const LONGEST_PAUSES: u32 = 20;
 
-/// What the command is told as `SIEVE_EVENT`.
+/// Values of `SIEVE_EVENT` in the command's environment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     /// Exit code 0.
@@ -39,7 +39,7 @@ impl Event {
     }
 }
 
-/// The command, and whose run it is told of; clones tell of the same run.
+/// The command and the run it reports; clones report the same run.
 #[derive(Clone, Debug)]
 pub(super) struct OnEvent {
     command: Option<String>,
@@ -134,7 +134,7 @@ impl OnEvent {
     }
 }
 
-/// Says that a run goes on.
+/// Reports progress of a run.
 pub(super) struct StallWatch(Sender<()>);
 
 impl StallWatch {

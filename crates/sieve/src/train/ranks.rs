@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Where it is set, NCCL works on Burn's stream, and nothing goes on beside it: to compare, and to look for a fault.
+/// Where it is set, NCCL runs on Burn's stream and overlaps nothing: for comparisons, and to look for a fault.
 const INLINE: &str = "SIEVE_NCCL_INLINE";
 
 /// Seconds after which a file that rank 0 has written must be there for all.
@@ -30,7 +30,7 @@ const SHARED_SECONDS: u64 = 10;
 const NCCL_START: Duration = Duration::from_secs(300);
 const CONNECTING: Duration = Duration::from_secs(20);
 
-/// Time for which work of a run may stand still that is no step.
+/// Time without progress after which work other than a step counts as hung.
 pub(super) fn long_patience(seconds: u64) -> Duration {
     Duration::from_secs(20 * seconds)
 }
@@ -86,7 +86,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             mesh.fail(text.trim_start_matches("error: "));
             match rank {
                 0 => events.ended(Err(error)),
-                // Rank 0 tells it.
+                // Rank 0 reports it.
                 _ => Ok(Exit::Failed),
             }
         }
@@ -138,14 +138,14 @@ fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
     if !is_told {
         terminal::note(&format!("{text}{hint}"));
     }
-    // Rank 0 has told of its own error.
+    // Rank 0 has reported its own error.
     if !(event == Event::Failed && failure.rank == 0) {
         events.tell(event, &text);
     }
 }
 
 /// The device of a rank: where others share the host, the GPU of its local number. One rank of each host compiles the
-/// kernels of `recipe` that the cache lacks, and the others read what it made: else each would compile all of them for
+/// kernels of `recipe` that the cache lacks, and the others read them: else each would compile all of them for
 /// itself.
 pub(super) fn device(choice: DeviceChoice, mesh: &Mesh, recipe: &Recipe) -> Result<Device> {
     let world = mesh.world();
@@ -273,7 +273,7 @@ pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<()> {
     }
 }
 
-/// Does `work` in rank 0, then in all others: they find what it made.
+/// Does `work` in rank 0, then in all others, which find its files.
 pub(super) fn first_then_others<T>(mesh: Option<&Mesh>, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let Some(mesh) = mesh else {
         return work();
@@ -336,7 +336,7 @@ pub(super) fn on_cuda(
          hint: NCCL_DEBUG=INFO says how NCCL connects them"
     );
     let links = match degree > 1 && size.is_multiple_of(degree) {
-        // Attention needs the other parts at once: nothing could go on beside it.
+        // Attention needs the other ranks' keys at once: nothing could overlap with it.
         true => Some(RowOfGpus {
             nccl: join(&mesh, device, degree, false)?,
             part: rank % degree,
@@ -353,9 +353,9 @@ pub(super) fn on_cuda(
     })
 }
 
-/// Asks NCCL every second whether it has met an error, which ends all ranks at once, and tells the other ranks how far
-/// this one's GPU is with the first of the groups. Where a rank is lost, NCCL's work is aborted: this rank's host may
-/// wait for its GPU, which waits for the lost rank.
+/// Asks NCCL every second whether it has met an error, which ends all ranks at once, and reports to the other ranks how
+/// far this one's GPU is with the first of the groups. Where a rank is lost, NCCL's work is aborted: this rank's host
+/// may wait for its GPU, which waits for the lost rank.
 fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) -> Result<()> {
     let mesh = Arc::downgrade(mesh);
     let look = move || {

@@ -15,7 +15,7 @@ pub(super) struct Section<'a> {
 /// One panel.
 pub(super) struct Panel {
     pub(super) name: String,
-    /// What tells its points apart, from left to right.
+    /// The setting that differs among its points, from left to right.
     pub(super) says: String,
     /// From left to right; those outside the axes are drawn at their edge.
     pub(super) points: Vec<(f64, f64)>,

@@ -11,7 +11,7 @@ use sieve_select::LayerSelectors;
 /// One measured setting.
 #[derive(Clone, Debug, PartialEq)]
 struct Point {
-    /// The value that tells it from others of its curve.
+    /// The value that differs from other points of its curve.
     value: String,
     density: f64,
     prefill_ms: f64,
