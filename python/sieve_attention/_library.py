@@ -126,8 +126,6 @@ class Plan:
         workspace = empty((size,), (1,), dtype=torch.uint8, device=device) if size else None
         pointers.append(workspace.data_ptr() if size else 0)
         if _run(self.handle.value, self.packed(*pointers), self.count, _stream(index)):
-            if any(x.data_ptr() % 16 for x in inputs):
-                return self.run([x.clone() if x.data_ptr() % 16 else x for x in inputs], device, index)
             raise SieveError(_library.sieve_error().decode())
         return outputs
 
@@ -136,7 +134,8 @@ class Plan:
 
 
 class Op:
-    """An op of the library: the names of its tensors and of its settings, in the order of its torch schema.
+    """An op of the library: the names of its tensors and of its settings, in the order of its torch schema. A tensor
+    that may be None ends in ?, one that is written in place in !.
 
     `emulator`, where tests set it, takes the place of a GPU: a function of (plan, inputs) that returns the outputs.
     """
@@ -144,7 +143,9 @@ class Op:
     emulator = None
 
     def __init__(self, name, tensors, settings):
-        self.name, self.tensors, self.settings = name, tensors, settings
+        self.name, self.settings = name, settings
+        self.tensors = [x.rstrip("?!") for x in tensors]
+        self.written = {x.rstrip("!") for x in tensors if x.endswith("!")}
         self.plans = {}
 
     def __call__(self, *arguments):
@@ -163,7 +164,16 @@ class Op:
             inputs[at] = inputs[at].contiguous()
         if index is None:
             return Op.emulator(plan, inputs)
-        return plan.run(inputs, device, index)
+        try:
+            return plan.run(inputs, device, index)
+        except SieveError:
+            # Kernels read 16 bytes at a time.
+            unaligned = {name: x for name, x in zip(self.tensors, tensors) if x is not None and x.data_ptr() % 16}
+            if not unaligned:
+                raise
+            for name in self.written.intersection(unaligned):
+                raise self._not_in_place(name, "begin at a multiple of 16 bytes") from None
+        return self(*[x.clone() if name in unaligned else x for name, x in zip(self.tensors, tensors)], *settings)
 
     def _prepared(self, tensors, settings):
         """A plan on its GPU, tensors in place of absent ones, and which inputs need a copy."""
@@ -186,6 +196,9 @@ class Op:
         # What was filled here on this stream is read on others.
         torch.cuda.current_stream(device).synchronize()
         return plan, given, copied, index
+
+    def _not_in_place(self, name, wanted):
+        return SieveError(f"{self.name}: {name} is written in place: it must {wanted}")
 
     def _not_on_a_gpu(self, device):
         return SieveError(f"{self.name}: {self.tensors[0]} is on {device}; the kernels need tensors on a CUDA GPU")
@@ -225,6 +238,8 @@ class Op:
                 pass
             elif name in STRIDED and _is_walkable(x):
                 spec["strides"] = [int(stride) for stride in x.stride()]
+            elif name in self.written:
+                raise self._not_in_place(name, f"be contiguous; its strides are {list(x.stride())}")
             else:
                 copied.append(len(described))
             described.append(spec)

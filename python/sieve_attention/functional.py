@@ -40,7 +40,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, bias, start, end, scale, window, deterministic):
         o, lse, *kept = ops.attention_forward(q, k, v, start, bias, scale, window)
         # With a bias: o_low where the kernel keeps it, and base.
-        kept = [None] * (2 - len(kept)) + kept
+        kept = [*[None] * (2 - len(kept)), *kept]
         ctx.save_for_backward(q, k, v, start, end, bias, o, lse, *kept)
         ctx.settings = scale, window, deterministic
         return o
@@ -56,7 +56,7 @@ class _DmaAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, list, list_len, tile_window, scale, deterministic):
         o, lse, *kept = ops.dma_attention_forward(q, k, v, bias, list, list_len, tile_window, scale)
-        kept = [None] * (2 - len(kept)) + kept
+        kept = [*[None] * (2 - len(kept)), *kept]
         ctx.save_for_backward(q, k, v, bias, list, list_len, tile_window, o, lse, *kept)
         ctx.settings = scale, deterministic
         return o
@@ -72,8 +72,9 @@ class _Dma(torch.autograd.Function):
     def forward(ctx, q, k, v, w_dt, a, start, end, slopes, linear, scale, keep, local, deterministic):
         x, z, bias, weights = _ranked(v, w_dt, a, start, slopes, linear)
         o, lse, *kept = ops.dma_forward(q, k, v, z, bias, start, end, scale, keep, local)
-        lists = [kept.pop() for _ in range(3 if keep < k.shape[1] else 0)][::-1]
-        kept = [None] * (2 - len(kept)) + kept
+        # Where keys leave, lists of those that stay come last.
+        count = len(kept) - (3 if keep < k.shape[1] else 0)
+        kept, lists = [*[None] * (2 - count), *kept[:count]], kept[count:]
         ctx.save_for_backward(q, k, v, bias, o, lse, *kept, start, end, w_dt, weights, a, x, z, *lists)
         ctx.settings = linear, scale, deterministic
         return o
@@ -444,6 +445,15 @@ def msa(q, k, v, index_q, index_k, *, block=128, num_selected=16, scale=None, do
     return _of_chosen(q, k, v, choice, (scale, documents, deterministic), index_q.detach(), index_k.detach())
 
 
+@dataclass(frozen=True)
+class BlockMask:
+    """What `block_mask` returns: lists of key blocks for every head and query block, and the mask's sizes."""
+
+    words: torch.Tensor
+    block: int
+    shape: tuple
+
+
 def block_mask(mask, block=128):
     """Lists of key blocks from a mask `[heads, query blocks, key blocks]`, for `block_sparse`. Waits for the GPU.
 
@@ -453,7 +463,8 @@ def block_mask(mask, block=128):
     kept = mask.bool() & (torch.arange(mask.shape[2], device=mask.device) <= size[:, None])
     starts = kept.sum(-1).flatten().cumsum(0)
     tiles = kept.nonzero()[:, 2]
-    return torch.cat([starts.new_zeros(2), starts, tiles, tiles.new_zeros(1)]).to(torch.int32), block
+    words = torch.cat([starts.new_zeros(2), starts, tiles, tiles.new_zeros(1)]).to(torch.int32)
+    return BlockMask(words, block, tuple(mask.shape))
 
 
 def block_sparse(q, k, v, mask, *, scale=None):
@@ -463,8 +474,11 @@ def block_sparse(q, k, v, mask, *, scale=None):
     """
     if _tracks(q, k, v):
         raise SieveError("block_sparse: has no gradient\n  hint: call it under torch.no_grad()")
-    words, block = mask
-    return ops.block_sparse(q, k, v, words, _scale(scale, q), [block, block])[0]
+    blocks = -(-q.shape[1] // mask.block)
+    if mask.shape != (q.shape[2], blocks, blocks):
+        wanted = f"{q.shape[2]} query heads, {blocks} x {blocks} blocks of {mask.block}"
+        raise SieveError(f"block_sparse: the mask is {list(mask.shape)}; these tensors need {wanted}")
+    return ops.block_sparse(q, k, v, mask.words, _scale(scale, q), [mask.block] * 2)[0]
 
 
 def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None):

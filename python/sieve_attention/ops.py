@@ -75,7 +75,7 @@ def _schema(name, tensors, settings):
 
 
 def _define(name, tensors, settings):
-    op = Op(name, [x.rstrip("?!") for x in tensors], [x.split()[-1].split("=")[0] for x in settings])
+    op = Op(name, tensors, [x.split()[-1].split("=")[0] for x in settings])
     call = op.__call__
     if any("[]" in setting for setting in settings):
         # Lists cannot be part of a plan's key.

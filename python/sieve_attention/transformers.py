@@ -80,7 +80,7 @@ def row_documents(attention_mask, cu_seqlens, position_ids, query):
         return _once(attention_mask, _of_padding)
     if batch == 1 and cu_seqlens is not None:
         return _once(cu_seqlens, lambda x: functional.documents(x, tokens))
-    if batch == 1 and position_ids is not None and position_ids.shape == (1, tokens):
+    if position_ids is not None and position_ids.shape == (batch, tokens):
         return _once(position_ids, _of_positions)
     return None
 
@@ -90,9 +90,11 @@ def _once(x, make):
     if torch.compiler.is_compiling():
         return make(x)
     kept = _known.get(id(x))
-    if kept is None or kept[0]() is not x or kept[1] != x._version:
+    # Tensors of inference mode do not count their changes, and cannot be kept.
+    version = None if x.is_inference() else x._version
+    if kept is None or kept[0]() is not x or kept[1] is None or kept[1] != version:
         key = id(x)
-        kept = (weakref.ref(x, lambda _: _known.pop(key, None)), x._version, make(x))
+        kept = (weakref.ref(x, lambda _: _known.pop(key, None)), version, make(x))
         _known[key] = kept
     return kept[2]
 
@@ -100,8 +102,12 @@ def _once(x, make):
 def _of_padding(mask):
     real, index = mask.bool(), torch.arange(mask.shape[1], device=mask.device)
     first = real.int().argmax(1, keepdim=True)
+    last = first + real.sum(1, keepdim=True)
+    is_traced = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not is_traced and not torch.equal(real, (index >= first) & (index < last)):
+        raise SieveError("attention: padding between a row's tokens has no kernel\n  hint: attn_implementation='sdpa'")
     start = torch.where(real, first, index)
-    end = torch.where(real, first + real.sum(1, keepdim=True), index + 1)
+    end = torch.where(real, last, index + 1)
     return start.to(torch.int32), end.to(torch.int32)
 
 
@@ -110,7 +116,7 @@ def _of_positions(positions):
     index = torch.arange(tokens, device=positions.device)
     begins = torch.where(positions == 0, index, tokens)
     # The first token of the next document: the least beginning behind each token.
-    behind = torch.cat([begins[:, 1:], begins.new_full((1, 1), tokens)], 1).flip(1).cummin(1).values.flip(1)
+    behind = torch.cat([begins[:, 1:], begins.new_full((len(begins), 1), tokens)], 1).flip(1).cummin(1).values.flip(1)
     start = torch.where(positions == 0, index, 0).cummax(1).values
     return start.to(torch.int32), behind.to(torch.int32)
 

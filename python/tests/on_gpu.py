@@ -147,6 +147,24 @@ def no_growth():
         assert torch.cuda.mem_get_info()[0] >= free - (2 << 20), f"{name}: the GPU holds more"
 
 
+def unaligned():
+    """Tensors that do not begin at a multiple of 16 bytes are copied; one that is written in place is refused."""
+    flat = torch.randn(1 + 128 * 8 * 64, device=DEVICE).bfloat16()
+    packed = flat[1:].view(1, 128, 8, 64)
+    q, k, v = packed.split([4, 2, 2], 2)
+    aligned = sieve.attention(*[x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)])
+    assert torch.equal(sieve.attention(q, k, v), aligned)
+    caches = torch.zeros(2, 2 * 8 * 64 + 1, device=DEVICE).bfloat16()
+    k_cache, v_cache = (x[1:].view(1, 2, 8, 64) for x in caches)
+    length = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    try:
+        sieve.decode(q[:, :1], k[:, :1], v[:, :1], k_cache, v_cache, length)
+    except sieve.SieveError as error:
+        assert "written in place" in str(error), error
+    else:
+        raise AssertionError("an unaligned cache was taken")
+
+
 def deterministic():
     q, k, v = qkv(3000, grad=True)
     rank = rank_of(3000)
@@ -217,7 +235,7 @@ def opcheck():
         "choose_blocks": (q, k, None, None, scale, blocks, "largest_probability", True, 1),
         "chosen_forward": (q, k, v, None, None, scale, blocks, "largest_probability", True, 1),
         "nsa_selected_backward": (q, k, v, c[2], None, None, s[0], s[1], s[0], scale, blocks, True),
-        "block_sparse": (q, k, v, sieve.block_mask(torch.ones(4, 5, 5, device=DEVICE), 64)[0], scale, [64, 64]),
+        "block_sparse": (q, k, v, sieve.block_mask(torch.ones(4, 5, 5, device=DEVICE), 64).words, scale, [64, 64]),
         "attention_decode": (*one, *caches, length, scale, None),
         "dma_decode": (
             *one,
@@ -467,7 +485,7 @@ def host():
 
 
 CHECKS = (
-    side_stream, second_gpu, cuda_graph, capture_of_new_shapes, deterministic, long_odd, opcheck, speed, as_bench, host,
+    side_stream, second_gpu, cuda_graph, capture_of_new_shapes, unaligned, deterministic, long_odd, opcheck, speed, as_bench, host,
     no_growth, compiled, model,
 )  # fmt: skip
 

@@ -37,7 +37,14 @@ WRONG = {
     "block 32 x 32 is not supported": lambda: sieve.block_sparse(
         *tensors(), sieve.block_mask(torch.ones(4, 1, 1, device=DEVICE), 32)
     ),
-}
+    "the mask is [2, 1, 1]; these tensors need 4 query heads, 1 x 1 blocks of 64": lambda: sieve.block_sparse(
+        *tensors(), sieve.block_mask(torch.ones(2, 1, 1, device=DEVICE), 64)
+    ),
+    "k_cache is written in place: it must be contiguous": lambda: sieve.decode(
+        *tensors(tokens=1), torch.zeros(1, 8, 2, 64, device=DEVICE).bfloat16().transpose(1, 2),
+        torch.zeros(1, 2, 8, 64, device=DEVICE).bfloat16(), torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sentence", WRONG)

@@ -80,8 +80,25 @@ def test_padding_on_both_sides():
     compare(models(qwen3()), tokens(), attention_mask=mask, real=mask.bool())
 
 
+def test_padding_inside_a_row_is_refused():
+    mask = torch.ones(2, 40, dtype=torch.long, device=DEVICE)
+    mask[0, 7] = 0
+    with pytest.raises(ValueError, match="padding between a row's tokens"):
+        models(qwen3())[2](tokens(), attention_mask=mask)
+
+
+def test_inference_mode():
+    ours = models(qwen3())[2]
+    with torch.inference_mode():
+        found = ours(tokens(1)).logits
+    with torch.no_grad():
+        assert torch.equal(found, ours(tokens(1)).logits)
+
+
 def test_packed_rows():
     three = models(qwen3())
+    both = torch.cat([torch.arange(17), torch.arange(23)]), torch.cat([torch.arange(30), torch.arange(10)])
+    compare(three, tokens(), position_ids=torch.stack(both).to(DEVICE))
     positions = torch.cat([torch.arange(17), torch.arange(1), torch.arange(22)])[None].to(DEVICE)
     ids = tokens(1)
     packed = three[2](ids, position_ids=positions, use_cache=False).logits

@@ -88,15 +88,18 @@ pub unsafe extern "C" fn sieve_plan_load(
         // SAFETY: the caller's promise.
         let [nvrtc, cache] = [nvrtc_path, cache_folder].map(|path| unsafe { path_of(path) });
         let device = usize::try_from(device).map_err(|_| PlanError::Call(format!("device {device} is below 0")))?;
-        if let Some(other) = handle.loaded.get().map(Loaded::device).filter(|&other| other != device) {
-            let error = format!("the plan is on device {other}; make another plan for device {device}");
-            return Err(PlanError::Call(error));
-        }
         if handle.loaded.get().is_none() {
             let loaded = Loaded::new(&handle.plan, device, nvrtc, cache)?;
+            // Another thread may have been faster, with another device.
             let _ = handle.loaded.set(loaded);
         }
-        Ok(())
+        match handle.loaded.get().map(Loaded::device) {
+            Some(other) if other != device => {
+                let error = format!("the plan is on device {other}; make another plan for device {device}");
+                Err(PlanError::Call(error))
+            }
+            _ => Ok(()),
+        }
     })
 }
 
