@@ -15,7 +15,7 @@
 //            with KEY_SCALE 0
 // Defines    KEY_DIM, VALUE_DIM (multiples of 16, VALUE_DIM <= KEY_DIM), NUM_WARPS, KEY_SCALE (1: keys have factors),
 //            LENGTHS (0)
-// Tiling     grid (num_splits, ceil(num_heads / 16), batch * num_queries); NUM_WARPS * 32 threads. A tile is
+// Tiling     grid (batch * num_queries, ceil(num_heads / 16), num_splits); NUM_WARPS * 32 threads. A tile is
 //            NUM_WARPS * 16 keys, read once for 16 heads: for the scores a warp takes 16 of the keys, for the sum all
 //            of them and a part of the columns. Dynamic shared bytes = (16 + 2 TILE_KEYS) (2 KEY_DIM + 16) + 16 (2
 //            TILE_KEYS + 16) + NUM_WARPS * 128. One block a multiprocessor is right: num_splits =
@@ -62,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   const int num_heads = (int)params.num_heads, num_queries = (int)params.num_queries,
             num_splits = (int)params.num_splits;
   const int first_row = blockIdx.y * DECODE_ROWS, num_rows = min(num_heads - first_row, DECODE_ROWS),
-            split = blockIdx.x;
-  const i64 query = blockIdx.z, batch = query / num_queries;
+            split = blockIdx.z;
+  const i64 query = blockIdx.x, batch = query / num_queries;
 
   // Keys of this split, in whole tiles.
 #if LENGTHS

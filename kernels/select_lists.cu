@@ -14,7 +14,8 @@
 // Defines    none
 // Tiling     grid (ceil(rows / 4), lists, 1); 128 threads, a warp a row; no dynamic shared memory
 // Numerics   integers; every word written
-// Edges      tile divides block; with tile < block the offset of the first block is 0, and there are no segments
+// Edges      tile divides block; with tile < block the offset of the first block is 0, and there are no segments; the
+//            segments of a row's queries hold at most 64 tiles
 #include "common/select_blocks.cuh"
 
 struct SelectListsParams {
@@ -62,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(128)
   int count = 0;
   i64 sum = 0;
   // The tiles of the row's own segments that hold a key not after one of its queries.
-  u32 own_bits = 0;
+  u64 own_bits = 0;
   for (int tile = own; segment && tile < own_end; ++tile) {
     i64 here = 0;
     for (int slot = tile * tiles.block + lane; slot < min((tile + 1) * tiles.block, tiles.num_keys); slot += 32) {
@@ -75,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(128)
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) here += __shfl_xor_sync(~0u, here, step);
-    if (here > 0) own_bits |= 1u << (tile - own);
+    if (here > 0) own_bits |= 1ull << (tile - own);
     if (lane == 0) sum += here;
   }
   for (int word = lane; word < words; word += 32) {
@@ -88,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(128)
         keeps = kept[((u64)head * block_rows + block_row) * block_words + block / 32] >> block % 32 & 1;
       if (!keeps) continue;
       if (segment && j >= own) {
-        here |= (own_bits >> (j - own) & 1u) << j % 32;
+        here |= (u32)(own_bits >> (j - own) & 1) << j % 32;
         continue;
       }
       here |= 1u << j % 32;

@@ -5,7 +5,7 @@
 // Defines    none
 // Tiling     grid (1, 1, 1); 1024 threads, neighbouring rows each; no dynamic shared memory
 // Numerics   integers
-// Edges      any number of rows; the sum stays below 2^31
+// Edges      any number of rows; the sum stays below 2^31, as the mask has room for no more
 #include "common/block_scan.cuh"
 
 struct SelectOffsetsParams {

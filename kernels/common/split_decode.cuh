@@ -250,7 +250,7 @@ DEVICE bool decode_finish(float* shared_partials, float* partials, bf16* o, u32*
       all = decode_join(all, DecodeSum{part[0], part[1], part[2 + column]});
     }
     if (num_splits == 1) {
-      const u32 rounded = pack_bf16(all.sum > 0.f ? all.value / all.sum : 0.f, 0.f);
+      const u32 rounded = pack_bf16(all.sum != 0.f ? all.value / all.sum : 0.f, 0.f);  // a NaN stays NaN
       o[(i64)(first_row + row) * V_DIM + column].bits = (unsigned short)rounded;
     } else {
       float* out = partials + ((i64)(first_row + row) * num_splits + split) * ROW;
@@ -285,7 +285,7 @@ DEVICE bool decode_finish(float* shared_partials, float* partials, bf16* o, u32*
       for (int distance = 16; distance > 0; distance /= 2)
         all = decode_join(all, DecodeSum{__shfl_xor_sync(0xffffffffu, all.max, distance),
                                          __shfl_xor_sync(0xffffffffu, all.sum, distance), 0.f});
-      const float base = all.max == -INFINITY_F32 ? 0.f : all.max, inverse = all.sum > 0.f ? 1.f / all.sum : 0.f;
+      const float base = all.max == -INFINITY_F32 ? 0.f : all.max, inverse = all.sum != 0.f ? 1.f / all.sum : 0.f;
       for (int other = lane; other < num_splits; other += 32)
         weights[row * num_splits + other] = exp2_fast(weights[row * num_splits + other] - base) * inverse;
     }

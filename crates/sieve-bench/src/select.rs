@@ -34,6 +34,8 @@ const SELECTORS: &[&str] = &[
     "flexprefill:block=32,min_budget=32,max_budget=64,gamma=TAU,tau=1,gqa=union",
     "pbs:block=16,segment=64,tau=TAU",
     "pbs:block=32,segment=32,tau=TAU,gqa=union",
+    // More blocks in a segment than a word has bits.
+    "pbs:block=8,segment=512,tau=TAU",
     "ba_att:block=16,segment=64,sparsity=0.3,compensate_layers=all",
     "ba_att:block=32,segment=128,sort=k,gqa=union,compensate_layers=none",
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=12,k_exact=4,k_trim=9",
@@ -68,6 +70,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         let sizes = match name {
             name if name.contains("gamma=5,") => SIZES_OF_PROBES,
             name if name.starts_with("momo") => &SIZES_OF_PROBES[..1],
+            name if name.contains("segment=512") => &[[40, 1000]],
             _ => usual_sizes,
         };
         for (at, &sizes) in sizes.iter().enumerate() {

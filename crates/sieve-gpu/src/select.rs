@@ -170,6 +170,9 @@ impl<'a> LongChoice<'a> {
     }
 }
 
+/// Blocks in the segments that a row of blocks meets: bits of a word of select_lists.
+const MOST_OWN_BLOCKS: usize = 64;
+
 /// A selection with its checked operands.
 struct Call<'a> {
     selection: &'a BlockSelection,
@@ -209,6 +212,21 @@ impl<'a> Call<'a> {
         {
             let supported = "square blocks that divide a segment of at most 512 tokens";
             return unsupported("order", format!("{s:?}"), supported);
+        }
+        if let Some(order) = s.order {
+            // A row of blocks that straddles two segments meets the blocks of both.
+            let context = s.shape.num_keys - s.shape.num_queries;
+            let segments = if context.is_multiple_of(s.scores.block) { 1 } else { 2 };
+            let blocks = segments * order.segment / s.scores.block;
+            if blocks > MOST_OWN_BLOCKS {
+                return unsupported("number of blocks in a row's own segments", blocks.to_string(), "at most 64");
+            }
+        }
+        let places = s.layout().places;
+        let most = places.tile_idx.len().max(places.col_idx.len());
+        if i32::try_from(most).is_err() {
+            let supported = "fewer than 2^31 tiles or keys that could be kept; larger tiles have fewer";
+            return unsupported("mask", format!("of up to {most} entries"), supported);
         }
         if let BlockScores::Probes { gamma, chosen } = s.scores.by {
             let context = s.shape.num_keys - s.shape.num_queries;

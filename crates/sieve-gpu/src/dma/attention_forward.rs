@@ -105,6 +105,7 @@ pub(crate) fn require_lists(kernel: &'static str, lists: &KeyLists, shape: &Atte
     let [_, _, _, capacity, _] = lists.list.dims::<5>(kernel, "list")?;
     operands!(only kernel,
         list: I32[batch, heads, blocks, capacity, 2] contiguous = &lists.list,
+        list_len: I32[batch, heads, blocks] contiguous = &lists.list_len,
         tile_window: I32[batch, heads, tiles, 2] contiguous = &lists.tile_window,
     );
     Ok(())

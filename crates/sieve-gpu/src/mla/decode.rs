@@ -128,7 +128,7 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
         tensors.push(length);
     }
     tensors.extend([&o, &partials]);
-    let grid = [num_splits, row_blocks, rows];
+    let grid = [rows, row_blocks, num_splits];
     // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to `len`; reads at most `len` latents a
     // row and their factors, writes every element of o or of the parts.
     unsafe { kernel.launch(grid, &tensors, &params) }?;
