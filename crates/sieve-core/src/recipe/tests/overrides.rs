@@ -16,7 +16,7 @@ fn loaded(overrides: &[&str]) -> Recipe {
 fn values_are_toml_or_bare_strings() {
     assert_eq!(loaded(&["optimizer.lr=3e-4"]).optimizer.lr, 3e-4);
     assert_eq!(loaded(&["training.max_norm=2"]).training.max_norm, 2.0);
-    assert!(loaded(&["training.deterministic=true"]).training.deterministic);
+    assert!(!loaded(&["training.deterministic=false"]).training.deterministic);
     assert_eq!(loaded(&["data.paths=[\"a\", \"b\"]"]).data.paths, ["a", "b"]);
     assert_eq!(loaded(&["data.format=jsonl"]).data.format, DataFormat::Jsonl);
     assert_eq!(loaded(&["data.format=\"jsonl\""]).data.format, DataFormat::Jsonl);
