@@ -1,24 +1,14 @@
 //! Launches of `kernels/attention_backward*.cu`: gradients of dense causal and sliding-window attention.
-use crate::attention::backward_tiling::BackwardTiling;
-use crate::attention::bias_base::{Bias, SeenKeys};
-use crate::attention::forward::{AttentionResult, require_per_key, require_scale};
-use crate::attention::heads::{AttentionShape, Heads, Qkv};
-use crate::attention::hopper_tiling::{
-    BACKWARD_CONSUMER_WARPS, KernelFamily, hopper_attention_backward_prepare_kernel,
+use crate::KernelError;
+use crate::attention::{
+    AttentionResult, AttentionShape, BACKWARD_CONSUMER_WARPS, BackwardTiling, Bias, Heads, KernelFamily, KeySource,
+    PassInputs, Qkv, QueryPass, QueryShares, SeenKeys, hopper_attention_backward_prepare_kernel, require_per_key,
+    require_scale,
 };
-use crate::attention::launch::PassInputs;
-use crate::attention::query_shares::QueryShares;
-use crate::attention::tiling::{KeySource, QueryPass};
-use crate::error::KernelError;
-use crate::runtime::checks::{require_non_empty, require_tokens};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::policy::SumOrder;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::column_sums::column_sums;
-use crate::step::fill_zero::empty_zero;
+use crate::runtime::{
+    CudaTensor, DType, SourceKernel, SumOrder, operands, params, require, require_non_empty, require_tokens,
+};
+use crate::step::{column_sums, empty_zero};
 
 const NAME: &str = "attention_backward";
 
@@ -262,11 +252,8 @@ pub(crate) fn require_gradients(
         operands!(only kernel, o_low: BF16(shape.output()) contiguous);
     }
     let grads = call.grads.shape(kernel)?;
-    if grads == *shape {
-        return Ok(());
-    }
-    let (got, what) = (format!("{grads:?}"), "shape of the gradients");
-    Err(KernelError::unsupported(kernel, what, got, format!("{shape:?}")))
+    require!(grads == *shape, kernel, "shape of the gradients": format!("{grads:?}"), "{shape:?}");
+    Ok(())
 }
 
 /// `{lse in base 2, sum_c o_c do_c}` of each query row, padded.

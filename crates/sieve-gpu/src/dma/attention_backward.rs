@@ -1,23 +1,14 @@
 //! Launches of `kernels/dma_attention_backward*.cu`: gradients of attention over the keys that DMA kept.
-use crate::attention::backward::{
-    AttentionGradients, convert_dq, dq_sum_shape, padded_len, require_gradients, row_stats,
+use crate::KernelError;
+use crate::attention::{
+    AttentionGradients, BACKWARD_BLOCK_Q, BACKWARD_CONSUMER_WARPS, BackwardTiling, Bias, Heads, KernelFamily,
+    KeySource, PassInputs, QueryPass, QueryShares, SeenKeys, convert_dq, dq_sum_shape, padded_len, require_gradients,
+    row_stats,
 };
-use crate::attention::backward_tiling::BackwardTiling;
-use crate::attention::bias_base::{Bias, SeenKeys};
-use crate::attention::heads::Heads;
-use crate::attention::hopper_tiling::{BACKWARD_BLOCK_Q, BACKWARD_CONSUMER_WARPS, KernelFamily};
-use crate::attention::launch::PassInputs;
-use crate::attention::query_shares::QueryShares;
-use crate::attention::tiling::{KeySource, QueryPass};
-use crate::dma::attention_forward::{listed_bias, require_lists};
-use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::params::params;
-use crate::runtime::policy::SumOrder;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::fill_zero::{empty_zero, fill_zero};
+use crate::dma::{KeyLists, listed_bias, require_lists};
+use crate::runtime::{CudaTensor, SourceKernel, SumOrder, params};
+use crate::step::{empty_zero, fill_zero};
 
 const NAME: &str = "dma_attention_backward";
 
@@ -44,10 +35,7 @@ impl AttentionGradients<'_> {
     /// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.
     pub fn dma_attention_backward(self, delta: &CudaTensor, lists: &KeyLists) -> Result<CudaTensor, KernelError> {
         let gradient = listed_attention_backward(self, Some(delta), lists)?;
-        gradient.ok_or(KernelError::Empty {
-            kernel: NAME,
-            what: "the gradient of the bias",
-        })
+        gradient.ok_or_else(|| KernelError::empty(NAME, "the gradient of the bias"))
     }
 }
 

@@ -1,14 +1,9 @@
 //! Launches of `kernels/nsa_blocks*.cu` and `kernels/nsa_positions_backward.cu`.
 use super::{Bounds, require_bounds};
-use crate::attention::heads::{AttentionShape, Qkv};
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::column_sums::column_sums;
-use crate::step::vector_rows::require_words;
+use crate::KernelError;
+use crate::attention::{AttentionShape, Qkv};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
+use crate::step::{column_sums, require_words};
 use sieve_core::NsaBlocks;
 
 const NAME: &str = "nsa_blocks";

@@ -2,19 +2,16 @@
 use super::hopper;
 use super::lists::ChoiceLists;
 use super::{Bounds, query_ranges, require_bounds, require_sizes};
-use crate::attention::backward::{AttentionGradients, padded_len, require_gradients, row_stats};
-use crate::attention::forward::{AttentionResult, require_scale};
-use crate::attention::heads::{AttentionShape, Heads, Qkv};
-use crate::attention::hopper_tiling::arriving;
-use crate::dma::attention_backward::convert_rows;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::{NsaSelectedAttentionForwardParams, Params, params};
-use crate::runtime::policy::SumOrder;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::fill_zero::empty_zero;
+use crate::KernelError;
+use crate::attention::{
+    AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv, arriving, padded_len, require_gradients,
+    require_scale, row_stats,
+};
+use crate::dma::convert_rows;
+use crate::runtime::{
+    CudaTensor, DType, NsaSelectedAttentionForwardParams, Params, SourceKernel, SumOrder, operands, params,
+};
+use crate::step::empty_zero;
 use sieve_core::NsaBlocks;
 
 const NAME: &str = "nsa_selected_attention";

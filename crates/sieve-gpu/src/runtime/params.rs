@@ -1,7 +1,7 @@
 //! The params structs of the kernels. Each is declared once, in its `.cu` or in a header that forms of a kernel share;
 //! `build.rs` makes the Rust structs here from that text, so a launch names every word and cannot forget or misplace
 //! one.
-use crate::error::KernelError;
+use crate::KernelError;
 
 /// One 64-bit word of a params struct.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,7 +82,7 @@ pub(crate) fn words_for<P: Params>(entry: &'static str, params: &P) -> Result<Ve
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::source::KernelText;
+    use crate::runtime::KernelText;
 
     #[test]
     fn words_come_in_the_order_of_the_struct() {

@@ -1,14 +1,10 @@
 //! Keys that stay of a prompt by the attention they received (SnapKV, H2O), and tokens that then push the lightest out.
 use super::lines::ProbeSums;
 use super::{Call, LongChoice};
-use crate::attention::decode_scratch::{DecodeScratch, DecodeTiling};
-use crate::attention::heads::Qkv;
-use crate::dma::decode::{DmaSlots, dma_decode_kernel, slots_decode};
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::attention::{DecodeScratch, DecodeTiling, Qkv};
+use crate::dma::{DmaSlots, dma_decode_kernel, slots_decode};
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
 use sieve_core::{HeavyKeys, KeepBlocks};
 
 const NAME: &str = "keep_heavy_keys";
@@ -180,10 +176,8 @@ impl DmaSlots {
         let shape = token.shape(NAME)?;
         let [batch, num_kv_heads, room] = self.z.dims(NAME, "slots")?;
         let group = shape.group_size();
-        if batch != 1 || !shape.head_dim.is_multiple_of(32) {
-            let supported = "one sequence, heads of a multiple of 32 columns";
-            return Err(KernelError::unsupported(NAME, "shape", format!("{shape:?}"), supported));
-        }
+        let fits = batch == 1 && shape.head_dim.is_multiple_of(32);
+        require!(fits, NAME, "shape": format!("{shape:?}"), "one sequence, heads of a multiple of 32 columns");
         let token = token.walkable();
         let z = self.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);
         let o = slots_decode(&token, &z, self, length, softmax_scale, None, scratch)?;

@@ -1,11 +1,8 @@
 //! Columns and diagonals that the last queries look at, and FlexPrefill's choice between them and a map of blocks.
 use super::scores::{Cut, Pooled};
 use super::{Call, KeptBits, LongChoice, NAME, SCORE_BYTES};
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params};
 use sieve_core::BlockScores;
 use std::ops::Range;
 

@@ -1,11 +1,9 @@
 //! Orders of tokens inside segments.
 use super::lines::ProbeSums;
 use super::{Call, NAME};
-use crate::attention::heads::Heads;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::attention::Heads;
+use crate::runtime::{CudaTensor, SourceKernel, params};
 use sieve_core::{KeyMask, KeyScores};
 use std::ops::Range;
 

@@ -1,13 +1,9 @@
 //! Scores of blocks: products of means, and of cells.
 use super::order::Orders;
 use super::{Call, SELECT_CELL_SUMS, SELECT_POOL, SELECT_SCORES, select_cells_kernel};
-use crate::attention::heads::Heads;
-use crate::attention::hopper_tiling::KernelFamily;
-use crate::attention::tiling::KeySource;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
+use crate::KernelError;
+use crate::attention::{Heads, KernelFamily, KeySource};
+use crate::runtime::{CudaTensor, DType, params};
 use sieve_core::BlockScores;
 use std::ops::Range;
 

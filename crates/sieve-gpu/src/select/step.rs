@@ -1,10 +1,7 @@
 //! Choices of one query, while a model writes: the largest logits, and pages by bounds of their products.
 use super::{Call, Choice, KeptBits, LongChoice, NAME};
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, SourceKernel, operands, params};
 use sieve_core::KeepBlocks;
 
 /// Pages of a block of threads.

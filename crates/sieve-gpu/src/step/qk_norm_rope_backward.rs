@@ -1,10 +1,7 @@
 //! Launches of `kernels/qk_norm_rope_backward.cu` and `column_sums.cu`.
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::column_sums::column_sums;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params};
+use crate::step::column_sums;
 use crate::step::qk_norm_rope_forward::{BLOCK_TOKENS, Checked, PackedTokens, QkNormRope, Reuse};
 
 const NAME: &str = "qk_norm_rope_backward";
