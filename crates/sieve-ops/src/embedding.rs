@@ -1,10 +1,7 @@
 //! Token embedding: the op, its gradient, and both on every device.
-use crate::SieveBackend;
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain};
-use crate::device::paths::kernel_or;
+use crate::device::{CudaPrimitive, contiguous, floats, from_vec, ints, is_f32, kernel_or, last_dim, plain, tensors};
 use crate::tensors::{Float, Ints, primitive, tensor};
+use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Shape, Tensor, TensorMetadata};
 use burn_flex::FlexTensor;

@@ -1,11 +1,11 @@
 //! Output projection and cross-entropy in one op: the logits of all tokens are never held at once. The op, its
 //! gradients, and both on every device.
-use crate::SieveBackend;
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain, zeros_like};
-use crate::device::paths::{kernel_on, kernel_or};
+use crate::device::{
+    CudaPrimitive, contiguous, floats, from_vec, ints, is_f32, kernel_on, kernel_or, last_dim, plain, tensors,
+    zeros_like,
+};
 use crate::tensors::{Float, Ints, primitive, rows, tensor, unrows, upcast};
+use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
@@ -200,7 +200,7 @@ pub(crate) mod cpu {
 pub(crate) mod cuda {
     //! A block of tokens at a time.
     use super::*;
-    use crate::device::cuda::{cast, writable};
+    use crate::device::{cast, writable};
     use sieve_kernels::step::FixedSum;
 
     pub(crate) fn token_losses(h: CudaPrimitive, weight: CudaPrimitive, labels: CudaPrimitive) -> CudaPrimitive {

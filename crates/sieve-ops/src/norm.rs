@@ -1,10 +1,7 @@
 //! Root-mean-square normalisation (arXiv:1910.07467, eq. 4): the op, its gradient, and both on every device.
-use crate::SieveBackend;
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain, zeros_like};
-use crate::device::paths::kernel_or;
+use crate::device::{CudaPrimitive, contiguous, floats, from_vec, is_f32, kernel_or, plain, tensors, zeros_like};
 use crate::tensors::{Float, primitive, rows, tensor, unrows};
+use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorMetadata};

@@ -7,11 +7,11 @@ mod tests;
 pub use sieve_core::AdamWStep;
 pub use snapshot::{Snapshot, SnapshotReader};
 
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, cast, tensors, writable};
-use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain};
-use crate::device::paths::{kernel_on, kernel_or};
+use crate::device::{
+    CudaPrimitive, cast, contiguous, floats, from_vec, is_f32, kernel_on, kernel_or, plain, tensors, writable,
+};
 use crate::tensors::{Float, primitive, rows, tensor};
+use crate::{Cuda, DeviceBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType, Shape, Tensor, TensorMetadata};

@@ -6,14 +6,13 @@ mod tests;
 
 pub use tables::{RopeTables, RotaryEmbedding};
 
-use crate::SieveBackend;
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, cast, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain, zeros_like};
-use crate::device::paths::kernel_or;
+use crate::device::{
+    CudaPrimitive, cast, contiguous, floats, from_vec, ints, is_f32, kernel_or, plain, tensors, zeros_like,
+};
 use crate::norm::reference::{normalise, normalise_backward};
 use crate::swiglu::reuse;
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
+use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};

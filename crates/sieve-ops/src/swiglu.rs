@@ -1,10 +1,9 @@
 //! Gated linear unit with SiLU (arXiv:2002.05202): the op, its gradient, and both on every device.
-use crate::SieveBackend;
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, is_f32, last_dim, plain, zeros_like};
-use crate::device::paths::kernel_or;
+use crate::device::{
+    CudaPrimitive, contiguous, floats, from_vec, is_f32, kernel_or, last_dim, plain, tensors, zeros_like,
+};
 use crate::tensors::{Float, primitive, rows, tensor, unrows};
+use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};

@@ -1,8 +1,7 @@
 //! Dense and sliding-window attention on the CPU, and what every attention there shares.
 use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain_scores, zeros_like};
-use crate::device::paths::scores;
-use crate::documents::DocumentBounds;
+use crate::DocumentBounds;
+use crate::device::{contiguous, floats, from_vec, ints, is_f32, plain_scores, scores, zeros_like};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 use sieve_cpu::AttentionShape;

@@ -1,7 +1,7 @@
 //! Attention of one new query on the CPU.
 use super::{DmaCache, DmaToken, KeyCache, TokenStep, reference};
-use crate::attention::AttentionSpec;
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain, zeros_like};
+use crate::AttentionSpec;
+use crate::device::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain, zeros_like};
 use crate::dma::dma_bias;
 use crate::tensors::{primitive, split_heads, tensor};
 use burn::tensor::{DType, Tensor, TensorData, TensorMetadata};

@@ -1,11 +1,9 @@
 //! DMA's ops on the CPU.
 use super::rank::{Recency, ranks};
 use super::{DmaCall, DmaScoresCall, DmaSelection, reference};
-use crate::attention::AttentionOutput;
 use crate::attention::cpu::{attention_shape, backward, contiguous_bounds, documents, forward};
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like};
-use crate::device::paths::scores;
-use crate::documents::DocumentBounds;
+use crate::device::{contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, scores, zeros_like};
+use crate::{AttentionOutput, DocumentBounds};
 use burn::tensor::{TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaWindow, KeepOLow};

@@ -1,10 +1,9 @@
 //! MLA on the CPU: attention in f32 takes the kernels of `sieve-cpu`, any other dtype the reference; packing is plain
 //! Burn operations.
 use super::{MlaCall, MlaSpec, reference};
-use crate::attention::AttentionOutput;
+use crate::AttentionOutput;
 use crate::attention::cpu::{contiguous_bounds, documents, empty_output, output_of, shape_of};
-use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain_scores, zeros_like};
-use crate::device::paths::scores;
+use crate::device::{contiguous, floats, from_vec, is_f32, plain_scores, scores, zeros_like};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 use sieve_cpu::AttentionShape;

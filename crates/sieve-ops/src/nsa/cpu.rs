@@ -2,10 +2,9 @@
 //! pooling, placing and gates are plain Burn operations.
 use super::{NsaCall, NsaCompressed, NsaSelected, reference};
 use crate::attention::cpu::{backward, forward};
-use crate::attention::{AttentionCall, AttentionOutput};
-use crate::device::flex::{contiguous, ints, is_f32, plain_scores};
-use crate::device::paths::scores;
+use crate::device::{contiguous, ints, is_f32, plain_scores, scores};
 use crate::dma::cpu::{dma_attention, dma_attention_backward};
+use crate::{AttentionCall, AttentionOutput};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{KeepOLow, NsaBlocks};
 use sieve_cpu::{ChosenBlocks, Mask};
