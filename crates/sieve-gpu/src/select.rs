@@ -149,15 +149,12 @@ impl<'a> LongChoice<'a> {
             offset: 0usize,
             query_block: 1usize,
             first_head,
-            top: self.top,
+            { top, num_first, goal, strict }: self,
             has_tops: self.tops.is_some(),
             segment: 0usize,
-            num_first: self.num_first,
             drops_absent: false,
             share: 0u64,
-            goal: self.goal,
             absolute: true,
-            strict: self.strict,
         });
         let tops = self.tops.unwrap_or(self.nan_rows);
         let tensors = [self.scores, self.kept, self.nan_rows, tops];
@@ -238,17 +235,13 @@ impl<'a> Call<'a> {
             KeepBlocks::Share(share) => (0, share, 0.0),
         };
         let params = params!(SelectChooseParams {
-            num_queries: s.shape.num_queries,
-            num_keys: s.shape.num_keys,
-            block: s.scores.block,
-            offset: s.scores.offset,
-            query_block: s.scores.query_block,
-            first_head: choice.first_head,
+            { num_queries, num_keys }: s.shape,
+            { block, offset, query_block }: s.scores,
+            { first_head, drops_absent }: choice,
             top,
             has_tops: false,
             segment: self.segment(),
             num_first: 0usize,
-            drops_absent: choice.drops_absent,
             share: share.to_bits(),
             goal,
             absolute: false,
@@ -317,13 +310,9 @@ impl<'a> Call<'a> {
         let bits = new(&[lists, rows, num_words]);
         let (counts, pairs) = (new(&[lists, rows]), new(&[lists, rows]));
         let params = params!(SelectListsParams {
-            num_queries: s.shape.num_queries,
-            num_keys: s.shape.num_keys,
-            block: s.scores.block,
-            offset: s.scores.offset,
-            query_block: s.scores.query_block,
-            tile: s.keep.tile,
-            heads_per_list: s.keep.heads_per_list,
+            { num_queries, num_keys }: s.shape,
+            { block, offset, query_block }: s.scores,
+            { tile, heads_per_list }: s.keep,
             num_lists_per_order: lists / s.shape.num_kv_heads,
             local: s.keep.local_tokens,
             sinks: s.keep.first_tiles,
@@ -363,8 +352,7 @@ impl<'a> Call<'a> {
             let tensors = [single, &bits, &singles, &pairs, data];
             let launch = |fills: bool| {
                 let params = params!(SelectColumnsParams {
-                    num_queries: s.shape.num_queries,
-                    num_keys: s.shape.num_keys,
+                    { num_queries, num_keys }: s.shape,
                     block: s.keep.tile,
                     offset: s.scores.offset,
                     query_block: tiles.query_tile,

@@ -140,12 +140,8 @@ impl AttentionGradients<'_> {
         for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
             let params = params!(AttentionBackwardParams {
                 base,
-                dk_offset: dk[0],
-                dv_offset: dv[0],
-                dk_token_stride: dk[1],
-                dv_token_stride: dv[1],
-                dk_batch_stride: dk[2],
-                dv_batch_stride: dv[2],
+                [dk_offset, dk_token_stride, dk_batch_stride]: dk,
+                [dv_offset, dv_token_stride, dv_batch_stride]: dv,
                 window,
                 softmax_scale,
                 padded_len,
@@ -186,9 +182,7 @@ impl AttentionGradients<'_> {
         }
         let params = params!(AttentionBackwardQueryParams {
             base: by_query,
-            dq_offset: dq[0],
-            dq_token_stride: dq[1],
-            dq_batch_stride: dq[2],
+            [dq_offset, dq_token_stride, dq_batch_stride]: dq,
         });
         let mut tensors = inputs.to_vec();
         tensors.push(&doc_start);
@@ -269,9 +263,7 @@ pub(crate) fn row_stats(
     let rows = shape.batch * padded * shape.num_heads;
     let grid = [rows.div_ceil(256 / row_lanes), 1, 1];
     let params = params!(AttentionBackwardPrepareParams {
-        batch: shape.batch,
-        seq_len: shape.seq_len,
-        num_heads: shape.num_heads,
+        { batch, seq_len, num_heads }: shape,
         padded_len: padded,
     });
     let mut tensors = vec![&call.result.o];
@@ -316,9 +308,7 @@ fn convert_sums(
         num_heads: grad.num_heads(),
         sum_len: rows,
         first_query: first_row,
-        dq_offset: layout[0],
-        dq_token_stride: layout[1],
-        dq_batch_stride: layout[2],
+        [dq_offset, dq_token_stride, dq_batch_stride]: layout,
         scale,
         num_parts,
     });

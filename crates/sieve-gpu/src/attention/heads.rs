@@ -222,19 +222,10 @@ impl Qkv {
     pub(crate) fn params(&self, kernel: &'static str, shape: &AttentionShape) -> Result<AttentionParams, KernelError> {
         let [q, k, v] = self.head_words(kernel)?;
         Ok(params!(AttentionParams {
-            batch: shape.batch,
-            seq_len: shape.seq_len,
-            num_heads: shape.num_heads,
-            num_kv_heads: shape.num_kv_heads,
-            q_offset: q[0],
-            k_offset: k[0],
-            v_offset: v[0],
-            q_token_stride: q[1],
-            k_token_stride: k[1],
-            v_token_stride: v[1],
-            q_batch_stride: q[2],
-            k_batch_stride: k[2],
-            v_batch_stride: v[2],
+            { batch, seq_len, num_heads, num_kv_heads }: shape,
+            [q_offset, q_token_stride, q_batch_stride]: q,
+            [k_offset, k_token_stride, k_batch_stride]: k,
+            [v_offset, v_token_stride, v_batch_stride]: v,
         }))
     }
 
@@ -250,8 +241,7 @@ impl Qkv {
     ) -> Result<TokenParams, KernelError> {
         let [q, k, v] = self.head_words(kernel)?;
         Ok(params!(TokenParams {
-            num_heads: shape.num_heads,
-            num_kv_heads: shape.num_kv_heads,
+            { num_heads, num_kv_heads }: shape,
             softmax_scale,
             q_offset: q[0],
             k_offset: k[0],

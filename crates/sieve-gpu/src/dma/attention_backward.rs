@@ -193,9 +193,7 @@ pub(crate) fn listed_key_sums(
             softmax_scale,
             list_capacity,
             padded_len,
-            dq_offset: dq[0],
-            dq_token_stride: dq[1],
-            dq_batch_stride: dq[2],
+            [dq_offset, dq_token_stride, dq_batch_stride]: dq,
             tile_queries,
         });
         let mut tensors = inputs.clone();
@@ -222,9 +220,7 @@ pub(crate) fn convert_rows(sums: &CudaTensor, grad: &Heads, layout: [u64; 3], sc
         batch,
         seq_len,
         num_kv_heads: kv_heads,
-        grad_offset: layout[0],
-        grad_token_stride: layout[1],
-        grad_batch_stride: layout[2],
+        [grad_offset, grad_token_stride, grad_batch_stride]: layout,
         scale,
     });
     let kernel = dma_attention_backward_convert_kernel(row_dim);

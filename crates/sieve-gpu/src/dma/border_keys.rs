@@ -49,11 +49,7 @@ pub fn dma_border_keys_forward(
     let keys = packed.empty_contiguous(&sizes.keys(), DType::BF16);
     let ranks = packed.empty_contiguous(&sizes.ranks(), DType::F32);
     let params = params!(DmaBorderKeysForwardParams {
-        seq_len: sizes.seq_len,
-        num_heads: sizes.num_heads,
-        num_kv_heads: sizes.num_kv_heads,
-        head_dim: sizes.head_dim,
-        slots: sizes.slots,
+        { seq_len, num_heads, num_kv_heads, head_dim, slots }: sizes,
     });
     let tensors = [&packed, &rank, &kept, &keys, &ranks];
     let [kernel, _] = dma_border_keys_kernels();
@@ -78,11 +74,7 @@ pub fn dma_border_keys_backward(
     operands!(BACKWARD, d_keys: BF16(sizes.keys()), d_ranks: F32(sizes.ranks()));
     let kept = kept.contiguous();
     let params = params!(DmaBorderKeysBackwardParams {
-        seq_len: sizes.seq_len,
-        num_heads: sizes.num_heads,
-        num_kv_heads: sizes.num_kv_heads,
-        head_dim: sizes.head_dim,
-        slots: sizes.slots,
+        { seq_len, num_heads, num_kv_heads, head_dim, slots }: sizes,
     });
     let tensors = [d_packed, d_rank, &kept, &d_keys, &d_ranks];
     let [_, kernel] = dma_border_keys_kernels();

@@ -91,9 +91,7 @@ impl Qkv {
         let params = params!(DmaScoresParams {
             seq_len: shape.seq_len,
             head_dim,
-            v_offset: v[0],
-            v_token_stride: v[1],
-            v_batch_stride: v[2],
+            [v_offset, v_token_stride, v_batch_stride]: v,
             first_position,
             has_start: start.is_some(),
         });

@@ -62,15 +62,10 @@ impl ScoresBackward<'_> {
         let partials = w_dt.empty_contiguous(&[blocks, width], DType::F32);
         let slabs = channels.div_ceil(THREADS * channels_per_thread(kv_heads));
         let params = params!(DmaScoresBackwardParams {
-            batch: shape.batch,
-            seq_len: shape.seq_len,
+            { batch, seq_len }: shape,
             head_dim,
-            v_offset: v[0],
-            v_token_stride: v[1],
-            v_batch_stride: v[2],
-            dv_offset: dv[0],
-            dv_token_stride: dv[1],
-            dv_batch_stride: dv[2],
+            [v_offset, v_token_stride, v_batch_stride]: v,
+            [dv_offset, dv_token_stride, dv_batch_stride]: dv,
         });
         let tensors = [qkv.v.tensor(), &w_dt, &a, &x, &dz, dqkv.v.tensor(), &partials];
         // SAFETY: reads v, x and dz, reads and writes the value heads of every token, writes every partial sum.

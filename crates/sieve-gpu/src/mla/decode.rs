@@ -106,8 +106,7 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
         num_keys: len,
         key_stride: layout.token_stride,
         batch_stride: layout.batch_stride,
-        scale_stride: scale_strides[1],
-        scale_batch_stride: scale_strides[0],
+        [scale_batch_stride, scale_stride]: scale_strides,
         num_splits,
         softmax_scale,
     });

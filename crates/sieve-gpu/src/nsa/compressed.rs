@@ -58,9 +58,7 @@ impl Placed {
 
 fn place_params(shape: &AttentionShape, blocks: NsaBlocks, scale: f32) -> NsaPlaceParams {
     params!(NsaPlaceParams {
-        seq_len: shape.seq_len,
-        num_heads: shape.num_heads,
-        num_kv_heads: shape.num_kv_heads,
+        { seq_len, num_heads, num_kv_heads }: shape,
         width: shape.head_dim,
         size: blocks.compress_block_size,
         stride: blocks.compress_stride,

@@ -193,8 +193,7 @@ impl Pooled<'_> {
             base: token.token_params(NAME, &shape, step.softmax_scale)?,
             capacity,
             pooled_capacity: room,
-            size: self.size,
-            stride: self.stride,
+            { size, stride }: self,
         });
         let multiprocessors = self.keys.hardware().num_multiprocessors;
         let splits = (multiprocessors / (batch * num_kv_heads)).clamp(1, scored.div_ceil(MIN_POOLED));

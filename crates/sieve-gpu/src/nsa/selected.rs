@@ -100,23 +100,14 @@ impl Work {
         let [q, k, v] = self.qkv.head_words(NAME)?;
         let [choices, max_items] = lists.capacity();
         Ok(params!(NsaSelectedAttentionForwardParams {
-            seq_len: self.shape.seq_len,
-            num_heads: self.shape.num_heads,
-            num_kv_heads: self.shape.num_kv_heads,
-            q_offset: q[0],
-            k_offset: k[0],
-            v_offset: v[0],
-            q_token_stride: q[1],
-            k_token_stride: k[1],
-            v_token_stride: v[1],
-            q_batch_stride: q[2],
-            k_batch_stride: k[2],
-            v_batch_stride: v[2],
+            { seq_len, num_heads, num_kv_heads, batch }: self.shape,
+            [q_offset, q_token_stride, q_batch_stride]: q,
+            [k_offset, k_token_stride, k_batch_stride]: k,
+            [v_offset, v_token_stride, v_batch_stride]: v,
             softmax_scale: self.softmax_scale,
             select_size: self.blocks.select_block_size,
             choices,
             max_items,
-            batch: self.shape.batch,
         }))
     }
 
@@ -158,15 +149,11 @@ impl Work {
     ) -> Result<(), KernelError> {
         let shape = &self.shape;
         let params = params!(NsaSelectedCombineParams {
-            seq_len: shape.seq_len,
-            num_heads: shape.num_heads,
-            num_kv_heads: shape.num_kv_heads,
+            { seq_len, num_heads, num_kv_heads }: shape,
             num_selected: self.blocks.num_selected_blocks,
             first_query: first,
             num_queries: count,
-            offset: layout[0],
-            token_stride: layout[1],
-            batch_stride: layout[2],
+            [offset, token_stride, batch_stride]: layout,
             softmax_scale: self.softmax_scale,
             num_lists: shape.batch * shape.num_kv_heads,
         });

@@ -55,8 +55,7 @@ impl Qkv {
         let params = params!(SelectSmoothParams {
             num_keys: n,
             count,
-            width: heavy.width,
-            by_largest: heavy.by_largest,
+            { width, by_largest }: heavy,
         });
         let grid = [count.div_ceil(TOKENS_AT_ONCE), s.shape.num_kv_heads, 1];
         // SAFETY: both have these rows; every score is written.
@@ -80,10 +79,8 @@ impl Qkv {
             count,
             slots: kept,
             head_dim: d,
-            k_offset: k[0],
-            v_offset: v[0],
-            k_token_stride: k[1],
-            v_token_stride: v[1],
+            [k_offset, k_token_stride]: k,
+            [v_offset, v_token_stride]: v,
         });
         let tensors = [
             &marks,
@@ -142,14 +139,11 @@ impl Call<'_> {
         let lse = self.qkv.attention_forward(&doc_start, None, softmax_scale, None)?.lse;
         let params = params!(ReceivedAttentionParams {
             num_keys: n,
-            num_heads: s.shape.num_heads,
-            num_kv_heads: s.shape.num_kv_heads,
+            { num_heads, num_kv_heads }: s.shape,
             first_query: first,
             softmax_scale,
-            q_offset: self.q[0],
-            q_token_stride: self.q[1],
-            k_offset: self.k[0],
-            k_token_stride: self.k[1],
+            [q_offset, q_token_stride]: self.q,
+            [k_offset, k_token_stride]: self.k,
         });
         let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), &lse, all, nan_rows];
         let grid = [n.div_ceil(RECEIVING_KEYS), s.shape.num_kv_heads, 1];

@@ -48,14 +48,10 @@ impl QkNormRope<'_> {
         let partials = qkv.tensor.empty_contiguous(&[blocks, 2 * qkv.head_dim], DType::F32);
         let params = params!(QkNormRopeBackwardParams {
             tokens: qkv.tokens,
-            num_heads: args.num_heads,
-            num_kv_heads: args.num_kv_heads,
+            { num_heads, num_kv_heads, max_positions, table_stride, epsilon }: args,
             in_stride: qkv.token_stride,
             dy_stride: dy.token_stride,
             out_stride,
-            max_positions: args.max_positions,
-            table_stride: args.table_stride,
-            epsilon: args.epsilon,
         });
         let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
         let tensors = [

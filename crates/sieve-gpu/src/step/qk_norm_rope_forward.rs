@@ -54,13 +54,9 @@ impl QkNormRope<'_> {
         let out = qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16);
         let params = params!(QkNormRopeForwardParams {
             tokens: qkv.tokens,
-            num_heads: args.num_heads,
-            num_kv_heads: args.num_kv_heads,
+            { num_heads, num_kv_heads, max_positions, table_stride, epsilon }: args,
             in_stride: qkv.token_stride,
             out_stride: qkv.row_elements(),
-            max_positions: args.max_positions,
-            table_stride: args.table_stride,
-            epsilon: args.epsilon,
         });
         let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
         // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.

@@ -64,8 +64,7 @@ fn launch(
     let dx = x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
     let partials = x.tensor.empty_contiguous(&[blocks, x.width], DType::F32);
     let params = params!(RmsNormBackwardParams {
-        rows: x.rows,
-        width: x.width,
+        { rows, width }: x,
         x_stride: x.stride,
         dy_stride: dy.stride,
         d_residual_stride: d_residual.as_ref().map_or(0, |rows| rows.stride),

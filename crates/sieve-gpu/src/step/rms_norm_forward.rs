@@ -22,8 +22,7 @@ pub fn rms_norm_forward(x: &CudaTensor, weight: &CudaTensor, epsilon: f32) -> Re
     let warps = warps_per_row(NAME, x.width)?;
     let y = x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
     let params = params!(RmsNormForwardParams {
-        rows: x.rows,
-        width: x.width,
+        { rows, width }: x,
         x_stride: x.stride,
         epsilon,
     });

@@ -3,8 +3,8 @@
 use super::chosen::{chosen_blocks, keys_of_blocks};
 use super::{last, split};
 use crate::attention::native_sparse::Branches;
-use burn::tensor::backend::Backend;
 use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
 use sieve_core::BlockChoice;
 use sieve_ops::{
     AttentionSpec, DeviceBackend, Documents, KeyCache, NsaBlocks, TokenCache, attention_decode, cached_attention,
