@@ -1,8 +1,11 @@
 //! Matrix product with a weight stored as `[out, in]`, the layout of PyTorch and of safetensors checkpoints: the op,
 //! its gradients, and all on every device.
-use crate::device::{CudaPrimitive, contiguous, floats, from_vec, is_f32, kernel_or, last_dim, plain, tensors};
+use crate::SieveBackend;
+use crate::backend::DeviceBackend;
+use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
+use crate::device::flex::{contiguous, floats, from_vec, is_f32, last_dim, plain};
+use crate::device::paths::kernel_or;
 use crate::tensors::{Float, primitive, tensor};
-use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorMetadata};

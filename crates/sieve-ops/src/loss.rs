@@ -2,7 +2,7 @@
 //! gradients, and both on every device.
 use crate::device::{
     CudaPrimitive, contiguous, floats, from_vec, ints, is_f32, kernel_on, kernel_or, last_dim, plain, tensors,
-    zeros_like,
+    unless_f32, zeros_like,
 };
 use crate::tensors::{Float, Ints, primitive, rows, tensor, unrows, upcast};
 use crate::{Cuda, DeviceBackend, SieveBackend};
@@ -136,9 +136,7 @@ pub(crate) mod cpu {
     use super::*;
 
     pub(crate) fn token_losses(h: FlexTensor, weight: FlexTensor, labels: FlexTensor) -> FlexTensor {
-        if !is_f32(&h) {
-            return plain("token_losses", || reference::token_losses::<Flex>(h, weight, labels));
-        }
+        unless_f32!(&h, "token_losses": reference::token_losses::<Flex>(h, weight, labels));
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let mut losses = vec![0.0; labels.shape().num_elements()];
         let d_model = last_dim(&h);
@@ -148,11 +146,7 @@ pub(crate) mod cpu {
     }
 
     pub(crate) fn linear_cross_entropy(h: FlexTensor, weight: FlexTensor, labels: FlexTensor) -> FlexTensor {
-        if !is_f32(&h) {
-            return plain("linear_cross_entropy", || {
-                reference::linear_cross_entropy::<Flex>(h, weight, labels)
-            });
-        }
+        unless_f32!(&h, "linear_cross_entropy": reference::linear_cross_entropy::<Flex>(h, weight, labels));
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let d_model = last_dim(&h);
         let loss = sieve_cpu::linear_cross_entropy(floats(&h), floats(&weight), ints(&labels), d_model);
@@ -164,11 +158,8 @@ pub(crate) mod cpu {
         weight: FlexTensor,
         labels: FlexTensor,
     ) -> [FlexTensor; 3] {
-        if !is_f32(&h) {
-            return plain("linear_cross_entropy_with_gradients", || {
-                reference::linear_cross_entropy_with_gradients::<Flex>(h, weight, labels)
-            });
-        }
+        unless_f32!(&h, "linear_cross_entropy_with_gradients":
+            reference::linear_cross_entropy_with_gradients::<Flex>(h, weight, labels));
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let d_model = last_dim(&h);
         let (mut dh, mut dweight) = (zeros_like(&h), zeros_like(&weight));
