@@ -65,7 +65,7 @@ impl Loaded {
         let version = ahead_of_time::installed_nvrtc()?;
         let driver = driver_version()?;
         if version.major > driver.major {
-            return Err(KernelError::NvrtcTooNew { nvrtc: version, driver }.into());
+            return Err(KernelError::nvrtc_too_new(version, driver).into());
         }
         let arch = plan.hardware.arch();
         let cubins = cache.map(|root| Cubins::below(root, &arch, version));
@@ -238,7 +238,5 @@ fn driver_version() -> Result<CudaVersion, KernelError> {
 }
 
 fn init_error(error: sys::CUresult) -> KernelError {
-    KernelError::DriverInit {
-        reason: format!("{error:?}"),
-    }
+    KernelError::driver(format!("{error:?}"))
 }

@@ -1,5 +1,5 @@
 //! From a request to the launches of sieve-gpu's wrappers, op by op.
-use crate::request::{Call, PlanError, Request, Rule};
+use crate::request::{Call, Choice, PlanError, Request};
 use sieve_core::{BlockChoice, CallShape, ForcedBlocks, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
 use sieve_gpu::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots,
@@ -227,30 +227,15 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             outputs.extend(lists.into_iter().flat_map(of_lists).filter(|_| !only_o));
             Ok(outputs)
         }
-        &Call::ChooseBlocks {
-            scale,
-            blocks,
-            rule,
-            first,
-            local,
-        } => {
-            let forced = ForcedBlocks { first, local };
-            let chosen = t.chosen(scale, blocks.checked()?, rule, forced, &t.documents()?)?;
+        Call::ChooseBlocks(choice) => {
+            let chosen = t.chosen(choice, &t.documents()?)?;
             Ok(vec![("block_indices", chosen)])
         }
-        &Call::ChosenForward {
-            scale,
-            blocks,
-            rule,
-            first,
-            local,
-        } => {
-            let (documents, blocks, forced) = (t.documents()?, blocks.checked()?, ForcedBlocks { first, local });
-            let chosen = t.chosen(scale, blocks, rule, forced, &documents)?;
-            let [start, end] = &documents;
-            let (forward, _) = t
-                .qkv()?
-                .nsa_selected_attention_forward([start, end], &chosen, blocks, scale)?;
+        Call::ChosenForward(choice) => {
+            let documents = t.documents()?;
+            let (chosen, [start, end]) = (t.chosen(choice, &documents)?, &documents);
+            let (qkv, blocks) = (t.qkv()?, choice.blocks.checked()?);
+            let (forward, _) = qkv.nsa_selected_attention_forward([start, end], &chosen, blocks, choice.scale)?;
             let mut outputs = result(forward, false);
             outputs.push(("block_indices", chosen));
             Ok(outputs)
@@ -447,14 +432,9 @@ impl Inputs {
     }
 
     /// The blocks that each query chooses by means of the keys.
-    fn chosen(
-        &self,
-        scale: f32,
-        blocks: NsaBlocks,
-        rule: Rule,
-        forced: ForcedBlocks,
-        [start, end]: &[CudaTensor; 2],
-    ) -> Result<CudaTensor, PlanError> {
+    fn chosen(&self, choice: &Choice, [start, end]: &[CudaTensor; 2]) -> Result<CudaTensor, PlanError> {
+        let &Choice { first, local, .. } = choice;
+        let (blocks, forced) = (choice.blocks.checked()?, ForcedBlocks { first, local });
         if forced.local == 0 || forced.count() > blocks.num_selected_blocks {
             let got = format!("{} local ones of {} chosen", forced.local, blocks.num_selected_blocks);
             let supported = "1 or more, and no more than chosen";
@@ -462,13 +442,10 @@ impl Inputs {
         }
         let k = self.get("k")?;
         let pooled = Qkv::separate(&k, &k, &k).nsa_mean_pool([start, end], blocks)?;
-        let choice = BlockChoice {
-            blocks,
-            rule: rule.into(),
-            forced,
-        };
+        let rule = choice.rule.into();
+        let by = BlockChoice { blocks, rule, forced };
         let queries = self.queries_of_blocks(&pooled, blocks, false)?;
-        Ok(queries.choose_key_blocks([start, end], &pooled, choice, scale)?)
+        Ok(queries.choose_key_blocks([start, end], &pooled, by, choice.scale)?)
     }
 
     /// When each key leaves by its rank, and the lists of attention where not every key is kept.

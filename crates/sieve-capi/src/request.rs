@@ -211,33 +211,9 @@ pub enum Call {
         only_o: bool,
     },
     /// q, k, doc_start, doc_end → block_indices
-    ChooseBlocks {
-        /// Factor on `q . k`, where scores become probabilities.
-        scale: f32,
-        /// Block sizes; the first two are the size and the stride of the mean keys that queries are scored against.
-        blocks: Blocks,
-        /// What makes a block important.
-        rule: Rule,
-        /// Whether the document's first block is chosen in any case.
-        #[serde(default)]
-        first: bool,
-        /// Blocks up to the query's own one that are chosen in any case, at least 1.
-        local: usize,
-    },
-    /// Choice and attention: q, k, v, doc_start, doc_end → o, lse, block_indices
-    ChosenForward {
-        /// Factor on `q . k`.
-        scale: f32,
-        /// Block sizes, as of the choice.
-        blocks: Blocks,
-        /// What makes a block important; each KV head chooses.
-        rule: Rule,
-        /// Whether the document's first block is chosen in any case.
-        #[serde(default)]
-        first: bool,
-        /// Blocks up to the query's own one that are chosen in any case, at least 1.
-        local: usize,
-    },
+    ChooseBlocks(Choice),
+    /// Choice, of each KV head, and attention: q, k, v, doc_start, doc_end → o, lse, block_indices
+    ChosenForward(Choice),
     /// q, k, v of one row, words (0, then row_ptr `[heads * query tiles + 1]`, then tile_idx) → o, lse
     BlockSparse {
         /// Factor on `q . k`.
@@ -273,6 +249,23 @@ pub enum Call {
     },
 }
 
+/// How queries choose blocks.
+#[derive(Debug, Clone, Copy, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Choice {
+    /// Factor on `q . k`, where scores become probabilities.
+    pub scale: f32,
+    /// Block sizes; the first two are the size and the stride of the mean keys that queries are scored against.
+    pub blocks: Blocks,
+    /// What makes a block important.
+    pub rule: Rule,
+    /// Whether the document's first block is chosen in any case.
+    #[serde(default)]
+    pub first: bool,
+    /// Blocks up to the query's own one that are chosen in any case, at least 1.
+    pub local: usize,
+}
+
 /// What makes a block important to a query.
 #[derive(Debug, Clone, Copy, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -302,19 +295,13 @@ pub struct Blocks(pub usize, pub usize, pub usize, pub usize);
 impl Blocks {
     /// The sizes, where they fit each other.
     pub(crate) fn checked(self) -> Result<NsaBlocks, PlanError> {
-        let Self(compress_block_size, compress_stride, select_block_size, num_selected_blocks) = self;
-        let sizes = [
-            compress_block_size,
-            compress_stride,
-            select_block_size,
-            num_selected_blocks,
-        ];
-        let fits = |size: usize| compress_stride > 0 && size.is_multiple_of(compress_stride);
+        let Self(compressed, stride, selected, count) = self;
+        let sizes = [compressed, stride, selected, count];
+        let fits = |size: usize| stride > 0 && size.is_multiple_of(stride);
         let in_range = sizes.iter().all(|size| (1..=1 << 20).contains(size));
-        if !in_range || !fits(compress_block_size) || !fits(select_block_size) {
-            let sizes = format!("{sizes:?}");
+        if !in_range || !fits(compressed) || !fits(selected) {
             return Err(PlanError::Call(format!(
-                "nsa: blocks (compressed, stride, selected, number) of {sizes}: all must be positive, and the stride \
+                "nsa: blocks (compressed, stride, selected, number) of {sizes:?}: all must be positive, and the stride \
                  divide both sizes"
             )));
         }

@@ -16,203 +16,92 @@ fn tensor(name: &str, shape: &[usize], dtype: &str) -> Value {
     json!({ "name": name, "shape": shape, "dtype": dtype })
 }
 
-fn qkv(batch: usize, tokens: usize, width: usize) -> Vec<Value> {
-    let heads = [("q", 4), ("k", 2), ("v", 2)];
-    heads
-        .map(|(name, heads)| tensor(name, &[batch, tokens, heads, width], "bf16"))
-        .to_vec()
-}
+/// Each op as a call, behind it the names of its tensors in order; `@` says of which size a tensor is where a name has
+/// several.
+const REQUESTS: &str = r#"
+    {"attention_forward": {"scale": 0.1}} q k v doc_start
+    {"attention_forward": {"scale": 0.1, "window": 99, "only_o": true}} q@80 k@80 v@80 doc_start
+    {"attention_backward": {"scale": 0.1}} q k v doc_start doc_end o lse d_o
+    {"attention_backward": {"scale": 0.1, "fixed_order": true}} q@64 k@64 v@64 doc_start doc_end o@64 lse d_o@64
+    {"dma_scores": {"slopes": [0.5, 0.25]}} v w_dt a doc_start
+    {"dma_scores_backward": {}} v w_dt a x dz
+    {"dma_select": {"keep": 500, "local": 60}} rank doc_start doc_end
+    {"dma_select": {"keep": 5000}} rank doc_start doc_end
+    {"dma_attention_forward": {"scale": 0.1}} q k v bias list list_len tile_window
+    {"dma_attention_backward": {"scale": 0.1}} q k v bias list list_len tile_window o lse d_o
+    {"nsa_mean_pool": {"blocks": [32, 16, 64, 16]}} k v doc_start doc_end
+    {"nsa_mean_pool_backward": {"blocks": [32, 16, 64, 16]}} k doc_start doc_end d_compressed
+    {"nsa_compressed_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16]}} q compressed doc_start doc_end
+    {"nsa_compressed_backward": {"scale": 0.1, "blocks": [32, 16, 64, 16]}} q compressed doc_start doc_end o lse d_o
+    {"nsa_selected_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16]}} q k v block_indices doc_start doc_end
+    {"nsa_selected_backward": {"scale": 0.1, "blocks": [32, 16, 64, 16]}} q k v block_indices doc_start
+        doc_end o lse d_o
+    {"nsa_gates_backward": {}} compressed@branch selected window logits gate_bias d_o
+    {"choose_blocks": {"scale": 0.1, "blocks": [32, 16, 64, 16], "rule": "largest_probability", "first": true,
+        "local": 1}} q k doc_start doc_end
+    {"choose_blocks": {"scale": 0.1, "blocks": [64, 64, 64, 4], "rule": "mean_key", "local": 1}} q k doc_start doc_end
+    {"choose_blocks": {"scale": 0.1, "blocks": [1, 1, 64, 4], "rule": "largest_score", "local": 1}}
+        q@index k@index doc_start doc_end
+    {"chosen_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16], "rule": "largest_probability", "first": true,
+        "local": 1}} q k v doc_start doc_end
+    {"nsa_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16], "window": 512, "only_o": true}}
+        q k v compressed logits gate_bias doc_start doc_end
+    {"nsa_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16], "window": 512}}
+        q k v compressed logits gate_bias doc_start doc_end
+    {"dma_forward": {"scale": 0.1, "keep": 500, "local": 60, "only_o": true}} q k v rank bias doc_start doc_end
+    {"dma_forward": {"scale": 0.1, "keep": 500, "local": 60}} q k v rank bias doc_start doc_end
+    {"dma_forward": {"scale": 0.1, "keep": 5000}} q k v rank bias doc_start doc_end
+    {"block_sparse": {"scale": 0.1, "block": [128, 128]}} q k v words
+    {"attention_decode": {"scale": 0.1}} q@token k@token v@token k_cache v_cache length
+    {"dma_decode": {"scale": 0.1, "local": 8}} q@token k@token v@token z k_cache v_cache z_cache positions length
+    {"mla_decode": {"scale": 0.1, "rank": 512}} q@latent latents
+"#;
 
-fn bounds(tokens: usize) -> Vec<Value> {
-    ["doc_start", "doc_end"]
-        .map(|name| tensor(name, &[1, tokens], "i32"))
-        .to_vec()
-}
-
-fn kept(tokens: usize, width: usize) -> Vec<Value> {
-    let o = [1, tokens, 4, width];
-    vec![
-        tensor("o", &o, "bf16"),
-        tensor("lse", &[1, 4, tokens], "f32"),
-        tensor("d_o", &o, "bf16"),
-    ]
-}
-
-fn lists(tokens: usize, keep: usize) -> Vec<Value> {
-    let capacity = (keep + 1024).min(tokens).next_multiple_of(128);
-    let blocks = tokens.div_ceil(1024);
-    vec![
-        tensor("bias", &[1, 2, tokens], "f32"),
-        tensor("list", &[1, 2, blocks, capacity, 2], "i32"),
-        tensor("list_len", &[1, 2, blocks], "i32"),
-        tensor("tile_window", &[1, 2, tokens.div_ceil(64), 2], "i32"),
-    ]
+/// The tensor of a name in [`REQUESTS`]: of four query and two KV heads.
+fn named(name: &str) -> Value {
+    let (n, kept) = (2500, 1536);
+    let (name, size) = name.split_once('@').unwrap_or((name, "128"));
+    let (tokens, d) = (if size == "token" { 1 } else { n }, size.parse().unwrap_or(128));
+    let (shape, dtype): (&[usize], &str) = match (name, size) {
+        ("q", "index") => (&[1, n, 2, d], "bf16"),
+        ("k", "index") => (&[1, n, 1, d], "bf16"),
+        ("q", "latent") => (&[1, 1, 16, 576], "bf16"),
+        ("latents", _) => (&[1, 5000, 576], "bf16"),
+        ("q", _) => (&[1, tokens, 4, d], "bf16"),
+        ("k" | "v", _) => (&[1, tokens, 2, d], "bf16"),
+        ("compressed", "branch") | ("selected" | "window" | "o" | "d_o", _) => (&[1, n, 4, d], "bf16"),
+        ("compressed" | "d_compressed", _) => (&[2, 157 * 2, d], "bf16"),
+        ("doc_start" | "doc_end", _) => (&[1, n], "i32"),
+        ("lse", _) => (&[1, 4, n], "f32"),
+        ("bias" | "rank" | "x" | "dz", _) => (&[1, 2, n], "f32"),
+        ("list", _) => (&[1, 2, 3, kept, 2], "i32"),
+        ("list_len", _) => (&[1, 2, 3], "i32"),
+        ("tile_window", _) => (&[1, 2, 40, 2], "i32"),
+        ("w_dt", _) => (&[2 * d, 2], "f32"),
+        ("a", _) => (&[2], "f32"),
+        ("block_indices", _) => (&[1, n, 2, 16], "i32"),
+        ("logits", _) => (&[1, n, 12], "bf16"),
+        ("gate_bias", _) => (&[12], "f32"),
+        ("words", _) => (&[300], "i32"),
+        ("k_cache" | "v_cache", _) => (&[1, 2, 512, d], "bf16"),
+        ("z_cache", _) => (&[1, 2, 512], "f32"),
+        ("positions", _) => (&[1, 2, 512], "i32"),
+        ("z", _) => (&[1, 2], "f32"),
+        ("length", _) => (&[1], "i32"),
+        _ => panic!("no tensor {name}"),
+    };
+    tensor(name, shape, dtype)
 }
 
 /// Each op as a call with its tensors.
 fn requests() -> Vec<(Value, Vec<Value>)> {
-    let (n, d) = (2500, 128);
-    let blocks = json!([32, 16, 64, 16]);
-    let compressed = |name| tensor(name, &[2, 157 * 2, d], "bf16");
-    let cache = |name, width| tensor(name, &[1, 2, 512, width], "bf16");
-    let one = || qkv(1, 1, d);
-    let length = || tensor("length", &[1], "i32");
-    let indices = || tensor("block_indices", &[1, n, 2, 16], "i32");
-    let start = || bounds(n)[..1].to_vec();
-    let q = || qkv(1, n, d)[..1].to_vec();
-    let v = || qkv(1, n, d)[2..].to_vec();
-    let scores = || vec![tensor("w_dt", &[2 * d, 2], "f32"), tensor("a", &[2], "f32")];
-    let branches = ["compressed", "selected", "window"].map(|name| tensor(name, &[1, n, 4, d], "bf16"));
-    let gates = [tensor("logits", &[1, n, 12], "bf16"), tensor("gate_bias", &[12], "f32")];
-    let per_key = |name| tensor(name, &[1, 2, n], "f32");
-    let calls = vec![
-        (
-            json!({"attention_forward": {"scale": 0.1}}),
-            vec![qkv(1, n, d), start()],
-        ),
-        (
-            json!({"attention_forward": {"scale": 0.1, "window": 99, "only_o": true}}),
-            vec![qkv(1, n, 80), start()],
-        ),
-        (
-            json!({"attention_backward": {"scale": 0.1}}),
-            vec![qkv(1, n, d), bounds(n), kept(n, d)],
-        ),
-        (
-            json!({"attention_backward": {"scale": 0.1, "fixed_order": true}}),
-            vec![qkv(1, n, 64), bounds(n), kept(n, 64)],
-        ),
-        (
-            json!({"dma_scores": {"slopes": [0.5, 0.25]}}),
-            vec![v(), scores(), start()],
-        ),
-        (
-            json!({"dma_scores_backward": {}}),
-            vec![v(), scores(), vec![per_key("x"), per_key("dz")]],
-        ),
-        (
-            json!({"dma_select": {"keep": 500, "local": 60}}),
-            vec![vec![per_key("rank")], bounds(n)],
-        ),
-        (
-            json!({"dma_select": {"keep": 5000}}),
-            vec![vec![per_key("rank")], bounds(n)],
-        ),
-        (
-            json!({"dma_attention_forward": {"scale": 0.1}}),
-            vec![qkv(1, n, d), lists(n, 500)],
-        ),
-        (
-            json!({"dma_attention_backward": {"scale": 0.1}}),
-            vec![qkv(1, n, d), lists(n, 500), kept(n, d)],
-        ),
-        (
-            json!({"nsa_mean_pool": {"blocks": blocks}}),
-            vec![qkv(1, n, d)[1..].to_vec(), bounds(n)],
-        ),
-        (
-            json!({"nsa_mean_pool_backward": {"blocks": blocks}}),
-            vec![qkv(1, n, d)[1..2].to_vec(), bounds(n), vec![compressed("d_compressed")]],
-        ),
-        (
-            json!({"nsa_compressed_forward": {"scale": 0.1, "blocks": blocks}}),
-            vec![q(), vec![compressed("compressed")], bounds(n)],
-        ),
-        (
-            json!({"nsa_compressed_backward": {"scale": 0.1, "blocks": blocks}}),
-            vec![q(), vec![compressed("compressed")], bounds(n), kept(n, d)],
-        ),
-        (
-            json!({"nsa_selected_forward": {"scale": 0.1, "blocks": blocks}}),
-            vec![qkv(1, n, d), vec![indices()], bounds(n)],
-        ),
-        (
-            json!({"nsa_selected_backward": {"scale": 0.1, "blocks": blocks}}),
-            vec![qkv(1, n, d), vec![indices()], bounds(n), kept(n, d)],
-        ),
-        (
-            json!({"nsa_gates_backward": {}}),
-            vec![
-                branches.to_vec(),
-                gates.to_vec(),
-                vec![tensor("d_o", &[1, n, 4, d], "bf16")],
-            ],
-        ),
-        (
-            json!({"choose_blocks": {
-                "scale": 0.1, "blocks": blocks, "rule": "largest_probability", "first": true, "local": 1,
-            }}),
-            vec![qkv(1, n, d)[..2].to_vec(), bounds(n)],
-        ),
-        (
-            json!({"choose_blocks": {"scale": 0.1, "blocks": [64, 64, 64, 4], "rule": "mean_key", "local": 1}}),
-            vec![qkv(1, n, d)[..2].to_vec(), bounds(n)],
-        ),
-        (
-            json!({"choose_blocks": {"scale": 0.1, "blocks": [1, 1, 64, 4], "rule": "largest_score", "local": 1}}),
-            vec![
-                vec![tensor("q", &[1, n, 2, d], "bf16"), tensor("k", &[1, n, 1, d], "bf16")],
-                bounds(n),
-            ],
-        ),
-        (
-            json!({"chosen_forward": {
-                "scale": 0.1, "blocks": blocks, "rule": "largest_probability", "first": true, "local": 1,
-            }}),
-            vec![qkv(1, n, d), bounds(n)],
-        ),
-        (
-            json!({"nsa_forward": {"scale": 0.1, "blocks": blocks, "window": 512, "only_o": true}}),
-            vec![qkv(1, n, d), vec![compressed("compressed")], gates.to_vec(), bounds(n)],
-        ),
-        (
-            json!({"nsa_forward": {"scale": 0.1, "blocks": blocks, "window": 512}}),
-            vec![qkv(1, n, d), vec![compressed("compressed")], gates.to_vec(), bounds(n)],
-        ),
-        (
-            json!({"dma_forward": {"scale": 0.1, "keep": 500, "local": 60, "only_o": true}}),
-            vec![qkv(1, n, d), vec![per_key("rank"), per_key("bias")], bounds(n)],
-        ),
-        (
-            json!({"dma_forward": {"scale": 0.1, "keep": 500, "local": 60}}),
-            vec![qkv(1, n, d), vec![per_key("rank"), per_key("bias")], bounds(n)],
-        ),
-        (
-            json!({"dma_forward": {"scale": 0.1, "keep": 5000}}),
-            vec![qkv(1, n, d), vec![per_key("rank"), per_key("bias")], bounds(n)],
-        ),
-        (
-            json!({"block_sparse": {"scale": 0.1, "block": [128, 128]}}),
-            vec![qkv(1, n, d), vec![tensor("words", &[300], "i32")]],
-        ),
-        (
-            json!({"attention_decode": {"scale": 0.1}}),
-            vec![one(), vec![cache("k_cache", d), cache("v_cache", d), length()]],
-        ),
-        (
-            json!({"dma_decode": {"scale": 0.1, "local": 8}}),
-            vec![
-                one(),
-                vec![tensor("z", &[1, 2], "f32"), cache("k_cache", d), cache("v_cache", d)],
-                vec![
-                    tensor("z_cache", &[1, 2, 512], "f32"),
-                    tensor("positions", &[1, 2, 512], "i32"),
-                    length(),
-                ],
-            ],
-        ),
-        (
-            json!({"mla_decode": {"scale": 0.1, "rank": 512}}),
-            vec![vec![
-                tensor("q", &[1, 1, 16, 576], "bf16"),
-                tensor("latents", &[1, 5000, 576], "bf16"),
-            ]],
-        ),
-    ];
-    calls
-        .into_iter()
-        .map(|(call, tensors)| (call, tensors.concat()))
-        .collect()
+    let calls = REQUESTS.trim().split("\n    {").enumerate().map(|(index, text)| {
+        let (call, names) = text.rsplit_once('}').expect("a call, then names");
+        let call = format!("{}{call}}}", if index > 0 { "{" } else { "" });
+        let call = serde_json::from_str(&call).expect("JSON");
+        (call, names.split_whitespace().map(named).collect())
+    });
+    calls.collect()
 }
 
 fn request(

@@ -12,3 +12,27 @@ pub(crate) mod launch;
 pub(crate) mod query_shares;
 pub(crate) mod sparse_forward;
 pub(crate) mod tiling;
+
+pub(crate) use backward::{
+    AttentionGradients, attention_backward_convert_kernel, attention_backward_join_kernel,
+    attention_backward_prepare_kernel, convert_dq, dq_sum_shape, head_by_head, padded_len, require_gradients,
+    row_stats,
+};
+pub(crate) use backward_tiling::{BackwardTiling, GradientSet};
+pub(crate) use bias_base::{Bias, SeenKeys, bias_base_kernel};
+pub(crate) use decode::{DecodeStep, KvCache, attention_decode_kernel, one_token};
+pub(crate) use decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};
+pub(crate) use forward::{AttentionResult, launch_forward, require_per_key, require_scale};
+pub(crate) use heads::{AttentionShape, Heads, Qkv};
+pub(crate) use hopper_tiling::{
+    BACKWARD_BLOCK_KV, BACKWARD_BLOCK_Q, BACKWARD_CONSUMER_WARPS, BLOCK_KV, HopperTiling, KernelFamily, arriving,
+    backward_maps, has_hopper_form, head_map, hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
+};
+pub(crate) use launch::PassInputs;
+pub(crate) use query_shares::{KeyTiles, QueryShares, sharing};
+pub(crate) use sparse_forward::{
+    SparseKeyReads, hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel, sparse_attention_tiling,
+};
+pub(crate) use tiling::{
+    KeySource, QueryPass, QueryTiling, define_bias, define_head_dims, list_entries_in_flight, query_kernel_names,
+};

@@ -31,11 +31,9 @@ use selected::{
     nsa_selected_attention_backward_kernel, nsa_selected_attention_forward_kernel, nsa_selected_combine_kernel,
 };
 
-use crate::attention::heads::{AttentionShape, Qkv};
-use crate::error::KernelError;
-use crate::runtime::checks::require_tokens;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::attention::{AttentionShape, Qkv};
+use crate::runtime::{CudaTensor, SourceKernel, require, require_tokens};
 use sieve_core::{ChoiceRule, NsaBlocks};
 
 /// `[start, end]` of each token's document, i32 `[batch, seq_len]`.
@@ -64,7 +62,12 @@ fn require_sizes(
 ) -> Result<(), KernelError> {
     blocks.check();
     require_row(kernel, shape, qkv)?;
-    match blocks.cuda_gap(shape.head_dim, shape.group_size()) {
+    no_gap(kernel, blocks.cuda_gap(shape.head_dim, shape.group_size()))
+}
+
+/// Refuses a call that has no kernel: what it is, and what the kernels take.
+fn no_gap(kernel: &'static str, gap: Option<(String, &'static str)>) -> Result<(), KernelError> {
+    match gap {
         None => Ok(()),
         Some((got, supported)) => Err(KernelError::unsupported(kernel, "call:", got, supported)),
     }
@@ -75,15 +78,9 @@ fn require_row(kernel: &'static str, shape: &AttentionShape, qkv: &Qkv) -> Resul
     let token_strides = [&qkv.q, &qkv.k, &qkv.v].into_iter().filter_map(|heads| heads.words());
     let outputs = shape.num_heads * shape.head_dim;
     let row = token_strides.fold(outputs, |most, [_, token, _]| most.max(token)) * shape.seq_len;
-    let gap = match shape.head_dim == shape.head_dim_v {
-        true if row > MAX_ROW_ELEMENTS => Some((format!("a row of {row} numbers"), "up to 2^34, 32 GiB")),
-        true => None,
-        false => Some(("values of another width".to_owned(), "one width")),
-    };
-    match gap {
-        None => Ok(()),
-        Some((got, supported)) => Err(KernelError::unsupported(kernel, "call:", got, supported)),
-    }
+    require!(shape.head_dim == shape.head_dim_v, kernel, "call:": "values of another width", "one width");
+    require!(row <= MAX_ROW_ELEMENTS, kernel, "call:": format!("a row of {row} numbers"), "up to 2^34, 32 GiB");
+    Ok(())
 }
 
 /// Consecutive queries that share a launch and its scratch memory: at most `most` of a row.
@@ -145,8 +142,7 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::dtype::DType;
-    use crate::runtime::recording::{Hardware, Recorder};
+    use crate::{DType, Hardware, Recorder};
 
     #[test]
     fn a_row_beyond_31_bits_of_words_is_refused() {

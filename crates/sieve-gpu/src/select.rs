@@ -9,14 +9,10 @@ mod step;
 
 pub use heavy::KeptKeys;
 
-use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::KernelFamily;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::fill_zero::FILL_ZERO;
+use crate::KernelError;
+use crate::attention::{AttentionShape, KernelFamily, Qkv};
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
+use crate::step::FILL_ZERO;
 use order::{MOST_IN_SEGMENT, Orders};
 use probes::MOST_EXACT;
 use scores::CELL_SIDE;
@@ -153,15 +149,12 @@ impl<'a> LongChoice<'a> {
             offset: 0usize,
             query_block: 1usize,
             first_head,
-            top: self.top,
+            { top, num_first, goal, strict }: self,
             has_tops: self.tops.is_some(),
             segment: 0usize,
-            num_first: self.num_first,
             drops_absent: false,
             share: 0u64,
-            goal: self.goal,
             absolute: true,
-            strict: self.strict,
         });
         let tops = self.tops.unwrap_or(self.nan_rows);
         let tensors = [self.scores, self.kept, self.nan_rows, tops];
@@ -195,63 +188,45 @@ impl<'a> Call<'a> {
             && s.scores.query_block.is_multiple_of(s.scores.block / s.keep.tile)
             && s.shape.num_heads.is_multiple_of(s.keep.heads_per_list)
             && s.keep.by != KeepBlocks::Top(0);
-        let unsupported = |what, got, supported: &str| Err(KernelError::unsupported(NAME, what, got, supported));
-        if !fits {
-            return unsupported(
-                "selection",
-                format!("{shape:?} with {s:?}"),
-                "one row as long as the selection says, tiles that divide blocks",
-            );
-        }
-        if let Some(order) = s.order
-            && (!order.segment.is_multiple_of(s.scores.block)
-                || order.segment > MOST_IN_SEGMENT
-                || s.keep.tile != s.scores.block
-                || s.scores.query_block != s.scores.block
-                || s.scores.offset != 0)
-        {
-            let supported = "square blocks that divide a segment of at most 512 tokens";
-            return unsupported("order", format!("{s:?}"), supported);
-        }
+        require!(fits, NAME, "selection": format!("{shape:?} with {s:?}"),
+            "one row as long as the selection says, tiles that divide blocks");
+        let fits = s.order.is_none_or(|order| {
+            order.segment.is_multiple_of(s.scores.block)
+                && order.segment <= MOST_IN_SEGMENT
+                && s.keep.tile == s.scores.block
+                && s.scores.query_block == s.scores.block
+                && s.scores.offset == 0
+        });
+        require!(fits, NAME, "order": format!("{s:?}"), "square blocks that divide a segment of at most 512 tokens");
         if let Some(order) = s.order {
             // A row of blocks that straddles two segments meets the blocks of both.
             let context = s.shape.num_keys - s.shape.num_queries;
             let segments = if context.is_multiple_of(s.scores.block) { 1 } else { 2 };
             let blocks = segments * order.segment / s.scores.block;
-            if blocks > MOST_OWN_BLOCKS {
-                return unsupported("number of blocks in a row's own segments", blocks.to_string(), "at most 64");
-            }
+            require!(blocks <= MOST_OWN_BLOCKS, NAME, "number of blocks in a row's own segments": blocks, "at most 64");
         }
         let places = s.layout().places;
         let most = places.tile_idx.len().max(places.col_idx.len());
-        if i32::try_from(most).is_err() {
-            let supported = "fewer than 2^31 tiles or keys that could be kept; larger tiles have fewer";
-            return unsupported("mask", format!("of up to {most} entries"), supported);
-        }
+        require!(i32::try_from(most).is_ok(), NAME, "mask": format!("of up to {most} entries"),
+            "fewer than 2^31 tiles or keys that could be kept; larger tiles have fewer");
         if let BlockScores::Probes { gamma, chosen } = s.scores.by {
             let context = s.shape.num_keys - s.shape.num_queries;
             let fits = chosen[1] <= MOST_EXACT
                 && s.scores.query_block.is_multiple_of(gamma)
                 && context.is_multiple_of(gamma)
                 && s.scores.offset == 0;
-            if !fits {
-                let supported = "calls and tiles of whole distances, at most 32 blocks that are surely the best";
-                return unsupported("probes", format!("{s:?}"), supported);
-            }
+            require!(fits, NAME, "probes": format!("{s:?}"),
+                "calls and tiles of whole distances, at most 32 blocks that are surely the best");
         }
         if let Some(cell) = cell_of(s.scores.by) {
-            if !shape.head_dim.is_multiple_of(CELL_STEP) {
-                let supported = "multiples of 64, for products of cells";
-                return unsupported("head_dim", shape.head_dim.to_string(), supported);
-            }
+            let fits = shape.head_dim.is_multiple_of(CELL_STEP);
+            require!(fits, NAME, "head_dim": shape.head_dim, "multiples of {CELL_STEP}, for products of cells");
             let per_block = s.scores.block / cell.max(1);
             let fits = s.scores.block.is_multiple_of(cell) && per_block.is_power_of_two();
             let is_one_by_one = matches!(s.scores.by, BlockScores::Lines { .. } | BlockScores::Patterns { .. });
-            if !is_one_by_one && (!fits || per_block > CELL_SIDE) {
-                let got = format!("{cell} tokens of {}", s.scores.block);
-                let supported = "blocks of 1, 2, 4, ... 128 cells";
-                return unsupported("cell", got, supported);
-            }
+            let fits = is_one_by_one || fits && per_block <= CELL_SIDE;
+            let got = || format!("{cell} tokens of {}", s.scores.block);
+            require!(fits, NAME, "cell": got(), "blocks of 1, 2, 4, ... 128 cells");
         }
         let qkv = qkv.walkable();
         let [q, k, _] = qkv.head_words(NAME)?;
@@ -274,17 +249,13 @@ impl<'a> Call<'a> {
             KeepBlocks::Share(share) => (0, share, 0.0),
         };
         let params = params!(SelectChooseParams {
-            num_queries: s.shape.num_queries,
-            num_keys: s.shape.num_keys,
-            block: s.scores.block,
-            offset: s.scores.offset,
-            query_block: s.scores.query_block,
-            first_head: choice.first_head,
+            { num_queries, num_keys }: s.shape,
+            { block, offset, query_block }: s.scores,
+            { first_head, drops_absent }: choice,
             top,
             has_tops: false,
             segment: self.segment(),
             num_first: 0usize,
-            drops_absent: choice.drops_absent,
             share: share.to_bits(),
             goal,
             absolute: false,
@@ -353,13 +324,9 @@ impl<'a> Call<'a> {
         let bits = new(&[lists, rows, num_words]);
         let (counts, pairs) = (new(&[lists, rows]), new(&[lists, rows]));
         let params = params!(SelectListsParams {
-            num_queries: s.shape.num_queries,
-            num_keys: s.shape.num_keys,
-            block: s.scores.block,
-            offset: s.scores.offset,
-            query_block: s.scores.query_block,
-            tile: s.keep.tile,
-            heads_per_list: s.keep.heads_per_list,
+            { num_queries, num_keys }: s.shape,
+            { block, offset, query_block }: s.scores,
+            { tile, heads_per_list }: s.keep,
             num_lists_per_order: lists / s.shape.num_kv_heads,
             local: s.keep.local_tokens,
             sinks: s.keep.first_tiles,
@@ -399,8 +366,7 @@ impl<'a> Call<'a> {
             let tensors = [single, &bits, &singles, &pairs, data];
             let launch = |fills: bool| {
                 let params = params!(SelectColumnsParams {
-                    num_queries: s.shape.num_queries,
-                    num_keys: s.shape.num_keys,
+                    { num_queries, num_keys }: s.shape,
                     block: s.keep.tile,
                     offset: s.scores.offset,
                     query_block: tiles.query_tile,

@@ -8,8 +8,8 @@ mod shipped;
 
 pub use attention::{AttentionNeeds, NeededKeys};
 
-use crate::error::KernelError;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::SourceKernel;
 
 /// Specialisations, each once, and why others cannot be had on a device.
 #[derive(Debug, Clone, Default)]

@@ -39,9 +39,13 @@ pub use sum_of_squares::{FixedSum, Term};
 pub use swiglu_backward::{swiglu_backward, swiglu_backward_with_amax, swiglu_backward_with_output};
 pub use swiglu_forward::{as_rows, swiglu_forward, swiglu_forward_with_amax};
 
-use crate::dma::scores::dma_scores_kernel;
-use crate::dma::scores_backward::dma_scores_backward_kernel;
-use crate::runtime::source_kernel::SourceKernel;
+pub(crate) use column_sums::{COLUMN_SUMS, column_sums};
+pub(crate) use fill_zero::{FILL_ZERO, empty_zero};
+pub(crate) use fp8_quantise::{AMAX_PARTIALS, with_amax};
+pub(crate) use vector_rows::{VectorRows, WORD_ELEMENTS, require_alignment, require_words};
+
+use crate::dma::{dma_scores_backward_kernel, dma_scores_kernel};
+use crate::runtime::SourceKernel;
 use crate::specialisations::NeededKernels;
 use crate::step::matrix_vector::Form;
 use crate::step::rms_norm_backward::NormResidual;

@@ -65,11 +65,15 @@ impl KernelCache {
     /// Must run before the first CUDA tensor.
     ///
     /// # Errors
-    /// [`KernelError::AlreadyInitialised`] on a second call.
+    /// [`KernelError::Refused`] on a second call.
     pub fn init_runtime(&self) -> Result<(), KernelError> {
         static INITIALISED: AtomicBool = AtomicBool::new(false);
         if INITIALISED.swap(true, Ordering::SeqCst) || CubeClRuntimeConfig::storage().lock().is_some() {
-            return Err(KernelError::AlreadyInitialised);
+            return Err(KernelError::refused(
+                "the CUDA runtime",
+                "it is already configured in this process\n  \
+                 hint: call KernelCache::init_runtime once, before the first tensor is made",
+            ));
         }
         let mut config = CubeClRuntimeConfig::default();
         config.compilation.cache = Some(CacheConfig::File(self.folder.clone()));

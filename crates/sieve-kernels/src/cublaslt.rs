@@ -53,7 +53,7 @@ pub struct Cublaslt;
 /// rows may be pitched. Returns the output tensor: the new one, or the one that was written.
 ///
 /// # Errors
-/// [`KernelError::NoCublasLt`] when the library is missing; another type, sizes that do not fit, an output whose rows
+/// [`KernelError::Installation`] when the library is missing; another type, sizes that do not fit, an output whose rows
 /// are not one stride apart, a product that cuBLASLt has no algorithm for. A product that fails after it was queued is
 /// reported by a later call.
 pub fn matmul(
@@ -128,12 +128,16 @@ impl Cublaslt {
     /// Is the library there? Asked once.
     ///
     /// # Errors
-    /// [`KernelError::NoCublasLt`].
+    /// [`KernelError::Installation`].
     pub fn require() -> Result<(), KernelError> {
         static PRESENT: OnceLock<bool> = OnceLock::new();
         // SAFETY: only tries to open the library.
         let present = *PRESENT.get_or_init(|| unsafe { cudarc::cublaslt::sys::is_culib_present() });
-        if present { Ok(()) } else { Err(KernelError::NoCublasLt) }
+        if present {
+            Ok(())
+        } else {
+            Err(KernelError::no_cublaslt())
+        }
     }
 
     /// The library's version; `None` where it is not there.
@@ -209,12 +213,7 @@ fn require_output_type(dtype: DType) -> Result<(), KernelError> {
     if matches!(dtype, DType::BF16 | DType::F32) {
         return Ok(());
     }
-    Err(KernelError::Unsupported {
-        kernel: NAME,
-        what: "output type",
-        got: dtype.name().to_owned(),
-        supported: "bf16, f32".to_owned(),
-    })
+    Err(KernelError::unsupported(NAME, "output type", dtype.name(), "bf16, f32"))
 }
 
 fn require_matrix(
@@ -227,12 +226,7 @@ fn require_matrix(
     if [rows, columns] == expected {
         return Ok(());
     }
-    Err(KernelError::Shape {
-        kernel: NAME,
-        tensor: name,
-        got: tensor.shape().to_vec(),
-        expected: expected.to_vec(),
-    })
+    Err(KernelError::shape(NAME, name, tensor.shape(), &expected))
 }
 
 // What has been planned; process-wide, because Burn's backend methods have no place for state.
@@ -283,7 +277,7 @@ mod tests {
 
     #[test]
     fn a_missing_library_is_told_plainly() {
-        let text = KernelError::NoCublasLt.to_string();
+        let text = KernelError::no_cublaslt().to_string();
         assert!(text.contains("libcublasLt") && text.contains("hint"), "{text}");
     }
 

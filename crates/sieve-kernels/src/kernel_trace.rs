@@ -64,13 +64,12 @@ impl KernelTrace {
     /// Begins to record. Do it after the device is in use and idle.
     ///
     /// # Errors
-    /// [`KernelError::NoCupti`] where the library is missing or refuses (another profiler has it, or a container
+    /// [`KernelError::Installation`] where the library is missing or refuses (another profiler has it, or a container
     /// forbids it).
     pub fn start() -> Result<Self, KernelError> {
         // SAFETY: only tries to open the library.
         if !unsafe { sys::is_culib_present() } {
-            let reason = "libcupti.so cannot be loaded".to_owned();
-            return Err(KernelError::NoCupti { reason });
+            return Err(no_cupti("libcupti.so cannot be loaded"));
         }
         lock().clear();
         activity::register_callbacks(Some(buffer_requested), Some(buffer_completed)).map_err(refused)?;
@@ -83,7 +82,7 @@ impl KernelTrace {
     /// Stops and returns what ran. Wait for the GPU first: what is still running is not in it.
     ///
     /// # Errors
-    /// [`KernelError::NoCupti`] when CUPTI cannot hand out its records.
+    /// [`KernelError::Installation`] when CUPTI cannot hand out its records.
     pub fn finish(self) -> Result<TraceResult, KernelError> {
         activity::flush_all(FLUSH_FORCED).map_err(refused)?;
         for kind in KINDS {
@@ -158,9 +157,14 @@ impl TraceResult {
 
 fn refused(error: CuptiError) -> KernelError {
     let text = error.error_string().ok().map(CStr::to_string_lossy);
-    KernelError::NoCupti {
-        reason: text.map_or_else(|| format!("{error:?}"), |text| text.into_owned()),
-    }
+    no_cupti(&text.map_or_else(|| format!("{error:?}"), |text| text.into_owned()))
+}
+
+fn no_cupti(reason: &str) -> KernelError {
+    KernelError::Installation(format!(
+        "kernels cannot be traced: {reason}\n  hint: install the CUDA toolkit, or `pip install nvidia-cuda-cupti`, put \
+         the folder of libcupti.so on LD_LIBRARY_PATH, and run no other profiler"
+    ))
 }
 
 fn lock() -> std::sync::MutexGuard<'static, Vec<KernelRecord>> {

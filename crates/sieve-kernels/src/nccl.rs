@@ -102,7 +102,7 @@ impl NcclGroup {
     /// Is the library there? Asked once.
     ///
     /// # Errors
-    /// [`KernelError::NoNccl`].
+    /// [`KernelError::Installation`].
     pub fn require() -> Result<(), KernelError> {
         Nccl::get().map(drop)
     }

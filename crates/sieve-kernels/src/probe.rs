@@ -55,7 +55,7 @@ impl DeviceReport {
     /// (about 0.2 s on first use).
     ///
     /// # Errors
-    /// [`KernelError::DriverInit`] when the driver does not answer.
+    /// [`KernelError::Installation`] when the driver does not answer.
     pub fn memory_bytes(device: usize) -> Result<(u64, u64), KernelError> {
         let handle = driver::device::get(device as i32).map_err(init_error)?;
         // SAFETY: the handle comes from the driver. The context stays retained on purpose: the client takes it over.
@@ -71,7 +71,7 @@ impl CudaReport {
     /// The device of that number, when it is there and new enough.
     ///
     /// # Errors
-    /// [`KernelError::WrongDevice`] with the number of devices, [`KernelError::OldDevice`].
+    /// [`KernelError::WrongDevice`] with the number of devices; a GPU older than the kernels.
     pub fn device(&self, wanted: usize) -> Result<&DeviceReport, KernelError> {
         let count = self.devices.len();
         let device = self
@@ -79,13 +79,17 @@ impl CudaReport {
             .get(wanted)
             .ok_or(KernelError::WrongDevice { wanted, count })?;
         if device.major < 8 {
-            let (index, name) = (device.index, device.name.clone());
-            return Err(KernelError::OldDevice {
+            let DeviceReport {
                 index,
                 name,
-                major: device.major,
-                minor: device.minor,
-            });
+                major,
+                minor,
+                ..
+            } = device;
+            return Err(KernelError::Installation(format!(
+                "device {index} ({name}) has compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or \
+                 newer\n  hint: use another GPU, or --device cpu"
+            )));
         }
         Ok(device)
     }
@@ -144,31 +148,30 @@ fn driver_version() -> Result<CudaVersion, KernelError> {
 
 /// A driver loads PTX of its own CUDA version and older.
 fn check_versions(driver: CudaVersion, nvrtc: CudaVersion) -> Result<(), KernelError> {
-    if nvrtc > driver {
-        return Err(KernelError::NvrtcTooNew { nvrtc, driver });
+    match nvrtc > driver {
+        true => Err(KernelError::nvrtc_too_new(nvrtc, driver)),
+        false => Ok(()),
     }
-    Ok(())
 }
 
 /// The include folder that CubeCL will pass to NVRTC, checked for the headers.
 pub(crate) fn check_headers(cuda_path: Option<&Path>) -> Result<PathBuf, KernelError> {
-    let Some(path) = cuda_path else {
-        let searched = "$CUDA_PATH, /usr/local/cuda, /opt/cuda or /usr".to_owned();
-        return Err(KernelError::NoHeaders {
-            header: HEADER,
-            searched,
-        });
+    let missing = |header: &str, searched: &str| {
+        KernelError::Installation(format!(
+            "the header {header} was not found in {searched}\n  hint: set CUDA_PATH to the toolkit's folder (the one \
+             with include/{header}); without a toolkit: `pip install nvidia-cuda-runtime nvidia-cuda-crt \
+             nvidia-cuda-cccl` and CUDA_PATH=<site-packages>/nvidia/cu13"
+        ))
     };
+    let path = cuda_path.ok_or_else(|| missing(HEADER, "$CUDA_PATH, /usr/local/cuda, /opt/cuda or /usr"))?;
     let folder = path.join("include");
-    for header in [HEADER, RUNTIME_HEADER] {
-        if !folder.join(header).is_file() {
-            return Err(KernelError::NoHeaders {
-                header,
-                searched: folder.display().to_string(),
-            });
-        }
+    match [HEADER, RUNTIME_HEADER]
+        .into_iter()
+        .find(|header| !folder.join(header).is_file())
+    {
+        Some(header) => Err(missing(header, &folder.display().to_string())),
+        None => Ok(folder),
     }
-    Ok(folder)
 }
 
 fn describe(index: usize) -> Result<DeviceReport, KernelError> {
@@ -192,9 +195,7 @@ fn describe(index: usize) -> Result<DeviceReport, KernelError> {
 }
 
 fn init_error(error: cudarc::driver::DriverError) -> KernelError {
-    KernelError::DriverInit {
-        reason: error.to_string(),
-    }
+    KernelError::driver(error)
 }
 
 #[cfg(test)]

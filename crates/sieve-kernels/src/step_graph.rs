@@ -126,7 +126,7 @@ impl StepTape {
     /// Captures what was noted. `inputs` and `output` are the tensors that the step read and made.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`] where the step did something that no graph holds, or where launches do not go
+    /// [`KernelError::Refused`] where the step did something that no graph holds, or where launches do not go
     /// straight to Burn's stream; [`KernelError::Launch`] of the driver.
     pub fn graph(self, inputs: StepInputs, output: CudaTensor) -> Result<StepGraph, KernelError> {
         late_error()?;

@@ -7,10 +7,8 @@ pub(crate) mod scores;
 #[cfg(test)]
 mod tests;
 
-use crate::SieveBackend;
-use crate::backend::DeviceBackend;
-use crate::documents::{DocumentBounds, Documents};
 use crate::tensors::{Float, primitive, tensor};
+use crate::{DeviceBackend, DocumentBounds, Documents, SieveBackend};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_kernels::KernelPolicy;

@@ -4,21 +4,13 @@
 //! `FAMILY::cuda`, under the same name. A device without a kernel for a call runs the op's `reference` there, which is
 //! counted. Gradients are no part of it: the function that users call enters one node into the graph
 //! ([`SieveBackend::node`]), whose backward pass calls the device again.
-use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
-use crate::chosen::{ChoiceCall, IndexGradientCall};
-use crate::decode::{DmaCache, DmaToken, KeyCache, TokenStep};
-use crate::device::autodiff::BackwardPass;
-use crate::device::cuda::Cuda;
-use crate::dma::{DmaCall, DmaScoresCall, DmaSelection, Recency};
-use crate::documents::DocumentBounds;
-use crate::fp8::{Fp8Kept, ToRound};
-use crate::mla::{MlaCall, MlaPackCall};
-use crate::norm::RmsNormCall;
-use crate::nsa::{NsaCall, NsaCompressed, NsaSelected};
-use crate::optimizer::{AdamWTensors, Snapshot};
-use crate::rope::{QkNormRopeCall, RopeCall};
-use crate::row_parts::{Parcel, RowLinks};
 use crate::tensors::{Float, Ints};
+use crate::{
+    AdamWTensors, AttentionCall, AttentionOutput, AttentionSpec, BackwardPass, ChoiceCall, Cuda, DmaCache, DmaCall,
+    DmaScoresCall, DmaSelection, DmaToken, DocumentBounds, Fp8Kept, IndexGradientCall, KeyCache, MlaCall, MlaPackCall,
+    NsaCall, NsaCompressed, NsaSelected, Parcel, QkNormRopeCall, Recency, RmsNormCall, RopeCall, RowLinks, Snapshot,
+    ToRound, TokenStep,
+};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn_flex::Flex;
 use sieve_core::{AdamWStep, BlockSelection, DmaBias, DmaWindow, HeavyKeys, KeepOLow, KeyMask, ProbeCorrection};

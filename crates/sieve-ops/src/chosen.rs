@@ -12,12 +12,11 @@ mod tests;
 
 pub use indexed::{IndexedCall, index_statistics, indexed_attention, indexer_spec};
 
-use crate::SieveBackend;
-use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
-use crate::backend::DeviceBackend;
-use crate::documents::{DocumentBounds, Documents};
-use crate::nsa::{NsaCall, NsaSelected};
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor};
+use crate::{
+    AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DocumentBounds, Documents, NsaCall, NsaSelected,
+    SieveBackend,
+};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorMetadata};
 use sieve_core::{BlockChoice, NsaBlocks};

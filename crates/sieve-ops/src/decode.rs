@@ -14,9 +14,8 @@ pub use sieve_cpu::first_of_largest;
 pub use token_buffer::TokenBuffer;
 pub use token_step::{TokenBranches, TokenCache, TokenExtra, TokenLayer, TokenStep, repeat_token_step, token_step};
 
-use crate::attention::AttentionSpec;
-use crate::backend::DeviceBackend;
 use crate::tensors::{Float, primitive, tensor};
+use crate::{AttentionSpec, DeviceBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::DmaBias;

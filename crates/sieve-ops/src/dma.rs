@@ -16,11 +16,8 @@ pub use bias::dma_bias;
 pub(crate) use bias::dma_bias_backward as bias_gradient;
 pub use rank::{PositionOrigin, Recency, dma_rank};
 
-use crate::SieveBackend;
-use crate::attention::{AttentionCall, AttentionSpec};
-use crate::backend::DeviceBackend;
-use crate::documents::Documents;
 use crate::tensors::{Float, Ints, primitive, tensor};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use composed::{DmaInputs, backward, by_rank, forward};

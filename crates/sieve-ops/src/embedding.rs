@@ -1,10 +1,7 @@
 //! Token embedding: the op, its gradient, and both on every device.
-use crate::SieveBackend;
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain};
-use crate::device::paths::kernel_or;
+use crate::device::{CudaPrimitive, contiguous, floats, from_vec, ints, kernel_or, last_dim, tensors, unless_f32};
 use crate::tensors::{Float, Ints, primitive, tensor};
+use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Shape, Tensor, TensorMetadata};
 use burn_flex::FlexTensor;
@@ -56,9 +53,7 @@ pub(crate) mod cpu {
     use burn_flex::Flex;
 
     pub(crate) fn embedding(weight: FlexTensor, ids: FlexTensor) -> FlexTensor {
-        if !is_f32(&weight) {
-            return plain("embedding", || reference::embedding::<Flex>(weight, ids));
-        }
+        unless_f32!(&weight, "embedding": reference::embedding::<Flex>(weight, ids));
         let (weight, ids) = (contiguous(weight), contiguous(ids));
         let d_model = last_dim(&weight);
         let shape = ids.shape();
@@ -68,11 +63,7 @@ pub(crate) mod cpu {
     }
 
     pub(crate) fn embedding_backward(dy: FlexTensor, ids: FlexTensor, vocab_size: usize) -> FlexTensor {
-        if !is_f32(&dy) {
-            return plain("embedding_backward", || {
-                reference::embedding_backward::<Flex>(dy, ids, vocab_size)
-            });
-        }
+        unless_f32!(&dy, "embedding_backward": reference::embedding_backward::<Flex>(dy, ids, vocab_size));
         let (dy, ids) = (contiguous(dy), contiguous(ids));
         let d_model = last_dim(&dy);
         let mut dweight = vec![0.0; vocab_size * d_model];

@@ -1,11 +1,11 @@
 //! Output projection and cross-entropy in one op: the logits of all tokens are never held at once. The op, its
 //! gradients, and both on every device.
-use crate::SieveBackend;
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain, zeros_like};
-use crate::device::paths::{kernel_on, kernel_or};
+use crate::device::{
+    CudaPrimitive, contiguous, floats, from_vec, ints, is_f32, kernel_on, kernel_or, last_dim, plain, tensors,
+    unless_f32, zeros_like,
+};
 use crate::tensors::{Float, Ints, primitive, rows, tensor, unrows, upcast};
+use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
@@ -136,9 +136,7 @@ pub(crate) mod cpu {
     use super::*;
 
     pub(crate) fn token_losses(h: FlexTensor, weight: FlexTensor, labels: FlexTensor) -> FlexTensor {
-        if !is_f32(&h) {
-            return plain("token_losses", || reference::token_losses::<Flex>(h, weight, labels));
-        }
+        unless_f32!(&h, "token_losses": reference::token_losses::<Flex>(h, weight, labels));
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let mut losses = vec![0.0; labels.shape().num_elements()];
         let d_model = last_dim(&h);
@@ -148,11 +146,7 @@ pub(crate) mod cpu {
     }
 
     pub(crate) fn linear_cross_entropy(h: FlexTensor, weight: FlexTensor, labels: FlexTensor) -> FlexTensor {
-        if !is_f32(&h) {
-            return plain("linear_cross_entropy", || {
-                reference::linear_cross_entropy::<Flex>(h, weight, labels)
-            });
-        }
+        unless_f32!(&h, "linear_cross_entropy": reference::linear_cross_entropy::<Flex>(h, weight, labels));
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let d_model = last_dim(&h);
         let loss = sieve_cpu::linear_cross_entropy(floats(&h), floats(&weight), ints(&labels), d_model);
@@ -164,11 +158,8 @@ pub(crate) mod cpu {
         weight: FlexTensor,
         labels: FlexTensor,
     ) -> [FlexTensor; 3] {
-        if !is_f32(&h) {
-            return plain("linear_cross_entropy_with_gradients", || {
-                reference::linear_cross_entropy_with_gradients::<Flex>(h, weight, labels)
-            });
-        }
+        unless_f32!(&h, "linear_cross_entropy_with_gradients":
+            reference::linear_cross_entropy_with_gradients::<Flex>(h, weight, labels));
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let d_model = last_dim(&h);
         let (mut dh, mut dweight) = (zeros_like(&h), zeros_like(&weight));
@@ -200,7 +191,7 @@ pub(crate) mod cpu {
 pub(crate) mod cuda {
     //! A block of tokens at a time.
     use super::*;
-    use crate::device::cuda::{cast, writable};
+    use crate::device::{cast, writable};
     use sieve_kernels::step::FixedSum;
 
     pub(crate) fn token_losses(h: CudaPrimitive, weight: CudaPrimitive, labels: CudaPrimitive) -> CudaPrimitive {

@@ -6,12 +6,11 @@ pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-use crate::SieveBackend;
-use crate::attention::{AttentionCall, AttentionSpec};
-use crate::backend::DeviceBackend;
-use crate::documents::{DocumentBounds, Documents};
-use crate::rope::{QkNorm, RopeTables, RotaryEmbedding};
 use crate::tensors::{Float, Ints, primitive, tensor};
+use crate::{
+    AttentionCall, AttentionSpec, DeviceBackend, DocumentBounds, Documents, QkNorm, RopeTables, RotaryEmbedding,
+    SieveBackend,
+};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_kernels::KernelPolicy;

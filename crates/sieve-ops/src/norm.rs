@@ -1,10 +1,9 @@
 //! Root-mean-square normalisation (arXiv:1910.07467, eq. 4): the op, its gradient, and both on every device.
-use crate::SieveBackend;
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain, zeros_like};
-use crate::device::paths::kernel_or;
+use crate::device::{
+    CudaPrimitive, contiguous, floats, from_vec, is_f32, kernel_or, plain, tensors, unless_f32, zeros_like,
+};
 use crate::tensors::{Float, primitive, rows, tensor, unrows};
+use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorMetadata};
@@ -94,9 +93,7 @@ pub(crate) mod cpu {
     use super::*;
 
     pub(crate) fn rms_norm(call: RmsNormCall<Flex>) -> FlexTensor {
-        if !is_f32(&call.x) {
-            return plain("rms_norm", || reference::rms_norm(call));
-        }
+        unless_f32!(&call.x, "rms_norm": reference::rms_norm(call));
         let [x, weight] = [call.x, call.weight].map(contiguous);
         let mut y = zeros_like(&x);
         sieve_cpu::rms_norm_forward(floats(&x), floats(&weight), call.epsilon as f32, &mut y);

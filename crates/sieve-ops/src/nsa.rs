@@ -11,11 +11,8 @@ mod tests;
 pub use sieve_cpu::NsaBlocks;
 pub use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 
-use crate::SieveBackend;
-use crate::attention::{AttentionOutput, AttentionSpec};
-use crate::backend::DeviceBackend;
-use crate::documents::{DocumentBounds, Documents};
 use crate::tensors::{Ints, primitive, tensor};
+use crate::{AttentionOutput, AttentionSpec, DeviceBackend, DocumentBounds, Documents, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 

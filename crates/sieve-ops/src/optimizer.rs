@@ -7,11 +7,12 @@ mod tests;
 pub use sieve_core::AdamWStep;
 pub use snapshot::{Snapshot, SnapshotReader};
 
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, cast, tensors, writable};
-use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain};
-use crate::device::paths::{kernel_on, kernel_or};
+use crate::device::{
+    CudaPrimitive, cast, contiguous, floats, from_vec, is_f32, kernel_on, kernel_or, plain, tensors, unless_f32,
+    writable,
+};
 use crate::tensors::{Float, primitive, rows, tensor};
+use crate::{Cuda, DeviceBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType, Shape, Tensor, TensorMetadata};
@@ -212,9 +213,7 @@ pub(crate) mod cpu {
 
     pub(crate) fn sum_of_squares(x: FlexTensor) -> FlexTensor {
         let x = widened(x);
-        if !is_f32(&x) {
-            return plain("sum_of_squares", || reference::sum_of_squares::<Flex>(x));
-        }
+        unless_f32!(&x, "sum_of_squares": reference::sum_of_squares::<Flex>(x));
         let x = contiguous(x);
         from_vec(vec![sieve_cpu::sum_of_squares(floats(&x)) as f32], [1])
     }

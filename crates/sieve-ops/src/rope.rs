@@ -6,14 +6,13 @@ mod tests;
 
 pub use tables::{RopeTables, RotaryEmbedding};
 
-use crate::SieveBackend;
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, cast, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain, zeros_like};
-use crate::device::paths::kernel_or;
+use crate::device::{
+    CudaPrimitive, cast, contiguous, floats, from_vec, ints, kernel_or, tensors, unless_f32, zeros_like,
+};
 use crate::norm::reference::{normalise, normalise_backward};
 use crate::swiglu::reuse;
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
+use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
@@ -208,9 +207,7 @@ pub(crate) mod cpu {
     use super::*;
 
     pub(crate) fn qk_norm_rope(qkv: FlexTensor, call: QkNormRopeCall<Flex>) -> FlexTensor {
-        if !is_f32(&qkv) {
-            return plain("qk_norm_rope", || reference::qk_norm_rope(qkv, call));
-        }
+        unless_f32!(&qkv, "qk_norm_rope": reference::qk_norm_rope(qkv, call));
         let (qkv, operands) = (contiguous(qkv), Operands::new(call));
         let mut y = zeros_like(&qkv);
         let documents = operands.tokens.documents();
@@ -219,9 +216,7 @@ pub(crate) mod cpu {
     }
 
     pub(crate) fn rope(qkv: FlexTensor, call: RopeCall<Flex>) -> FlexTensor {
-        if !is_f32(&qkv) {
-            return plain("rope", || reference::rope(qkv, call));
-        }
+        unless_f32!(&qkv, "rope": reference::rope(qkv, call));
         let (qkv, tokens) = (contiguous(qkv), Tokens::new(call));
         let mut y = zeros_like(&qkv);
         sieve_cpu::rope(&tokens.op(&qkv), floats(&qkv), tokens.documents(), &mut y);
@@ -233,11 +228,7 @@ pub(crate) mod cpu {
         call: QkNormRopeCall<Flex>,
         dy: FlexTensor,
     ) -> [FlexTensor; 3] {
-        if !is_f32(&qkv) {
-            return plain("qk_norm_rope_backward", || {
-                reference::qk_norm_rope_backward(qkv, call, dy)
-            });
-        }
+        unless_f32!(&qkv, "qk_norm_rope_backward": reference::qk_norm_rope_backward(qkv, call, dy));
         let [qkv, dy] = [qkv, dy].map(contiguous);
         let operands = Operands::new(call);
         let mut dqkv = zeros_like(&qkv);

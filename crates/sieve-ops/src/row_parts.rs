@@ -23,7 +23,7 @@ pub use heads::Heads;
 pub use threads::ThreadLinks;
 pub use traced::TracedPart;
 
-use crate::documents::Documents;
+use crate::Documents;
 use crate::tensors::Float;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};

@@ -2,9 +2,8 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
-use crate::backend::DeviceBackend;
-use crate::decode::DmaCache;
 use crate::tensors::{primitive, tensor};
+use crate::{DeviceBackend, DmaCache};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{BlockSelection, HeavyKeys, KeyMask, MaskError, ProbeCorrection};

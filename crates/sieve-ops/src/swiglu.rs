@@ -1,10 +1,9 @@
 //! Gated linear unit with SiLU (arXiv:2002.05202): the op, its gradient, and both on every device.
-use crate::SieveBackend;
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, is_f32, last_dim, plain, zeros_like};
-use crate::device::paths::kernel_or;
+use crate::device::{
+    CudaPrimitive, contiguous, floats, from_vec, kernel_or, last_dim, tensors, unless_f32, zeros_like,
+};
 use crate::tensors::{Float, primitive, rows, tensor, unrows};
+use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
@@ -63,9 +62,7 @@ pub(crate) mod cpu {
     use super::*;
 
     pub(crate) fn swiglu(gate_up: FlexTensor) -> FlexTensor {
-        if !is_f32(&gate_up) {
-            return plain("swiglu", || reference::swiglu::<Flex>(gate_up));
-        }
+        unless_f32!(&gate_up, "swiglu": reference::swiglu::<Flex>(gate_up));
         let gate_up = contiguous(gate_up);
         let mut shape = gate_up.shape().to_vec();
         let d_ff = last_dim(&gate_up) / 2;
@@ -77,9 +74,7 @@ pub(crate) mod cpu {
     }
 
     pub(crate) fn swiglu_backward(gate_up: FlexTensor, dy: FlexTensor) -> FlexTensor {
-        if !is_f32(&gate_up) {
-            return plain("swiglu_backward", || reference::swiglu_backward::<Flex>(gate_up, dy));
-        }
+        unless_f32!(&gate_up, "swiglu_backward": reference::swiglu_backward::<Flex>(gate_up, dy));
         let (gate_up, dy) = (contiguous(gate_up), contiguous(dy));
         let mut d_gate_up = zeros_like(&gate_up);
         let d_ff = last_dim(&gate_up) / 2;

@@ -1,24 +1,14 @@
 //! Launches of `kernels/attention_backward*.cu`: gradients of dense causal and sliding-window attention.
-use crate::attention::backward_tiling::BackwardTiling;
-use crate::attention::bias_base::{Bias, SeenKeys};
-use crate::attention::forward::{AttentionResult, require_per_key, require_scale};
-use crate::attention::heads::{AttentionShape, Heads, Qkv};
-use crate::attention::hopper_tiling::{
-    BACKWARD_CONSUMER_WARPS, KernelFamily, hopper_attention_backward_prepare_kernel,
+use crate::KernelError;
+use crate::attention::{
+    AttentionResult, AttentionShape, BACKWARD_CONSUMER_WARPS, BackwardTiling, Bias, Heads, KernelFamily, KeySource,
+    PassInputs, Qkv, QueryPass, QueryShares, SeenKeys, hopper_attention_backward_prepare_kernel, require_per_key,
+    require_scale,
 };
-use crate::attention::launch::PassInputs;
-use crate::attention::query_shares::QueryShares;
-use crate::attention::tiling::{KeySource, QueryPass};
-use crate::error::KernelError;
-use crate::runtime::checks::{require_non_empty, require_tokens};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::policy::SumOrder;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::column_sums::column_sums;
-use crate::step::fill_zero::empty_zero;
+use crate::runtime::{
+    CudaTensor, DType, SourceKernel, SumOrder, operands, params, require, require_non_empty, require_tokens,
+};
+use crate::step::{column_sums, empty_zero};
 
 const NAME: &str = "attention_backward";
 
@@ -150,12 +140,8 @@ impl AttentionGradients<'_> {
         for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
             let params = params!(AttentionBackwardParams {
                 base,
-                dk_offset: dk[0],
-                dv_offset: dv[0],
-                dk_token_stride: dk[1],
-                dv_token_stride: dv[1],
-                dk_batch_stride: dk[2],
-                dv_batch_stride: dv[2],
+                [dk_offset, dk_token_stride, dk_batch_stride]: dk,
+                [dv_offset, dv_token_stride, dv_batch_stride]: dv,
                 window,
                 softmax_scale,
                 padded_len,
@@ -196,9 +182,7 @@ impl AttentionGradients<'_> {
         }
         let params = params!(AttentionBackwardQueryParams {
             base: by_query,
-            dq_offset: dq[0],
-            dq_token_stride: dq[1],
-            dq_batch_stride: dq[2],
+            [dq_offset, dq_token_stride, dq_batch_stride]: dq,
         });
         let mut tensors = inputs.to_vec();
         tensors.push(&doc_start);
@@ -262,11 +246,8 @@ pub(crate) fn require_gradients(
         operands!(only kernel, o_low: BF16(shape.output()) contiguous);
     }
     let grads = call.grads.shape(kernel)?;
-    if grads == *shape {
-        return Ok(());
-    }
-    let (got, what) = (format!("{grads:?}"), "shape of the gradients");
-    Err(KernelError::unsupported(kernel, what, got, format!("{shape:?}")))
+    require!(grads == *shape, kernel, "shape of the gradients": format!("{grads:?}"), "{shape:?}");
+    Ok(())
 }
 
 /// `{lse in base 2, sum_c o_c do_c}` of each query row, padded.
@@ -282,9 +263,7 @@ pub(crate) fn row_stats(
     let rows = shape.batch * padded * shape.num_heads;
     let grid = [rows.div_ceil(256 / row_lanes), 1, 1];
     let params = params!(AttentionBackwardPrepareParams {
-        batch: shape.batch,
-        seq_len: shape.seq_len,
-        num_heads: shape.num_heads,
+        { batch, seq_len, num_heads }: shape,
         padded_len: padded,
     });
     let mut tensors = vec![&call.result.o];
@@ -329,9 +308,7 @@ fn convert_sums(
         num_heads: grad.num_heads(),
         sum_len: rows,
         first_query: first_row,
-        dq_offset: layout[0],
-        dq_token_stride: layout[1],
-        dq_batch_stride: layout[2],
+        [dq_offset, dq_token_stride, dq_batch_stride]: layout,
         scale,
         num_parts,
     });

@@ -1,9 +1,7 @@
 //! Tile sizes of the attention backward kernels, and into which launches they fall apart.
-use crate::attention::heads::AttentionShape;
-use crate::attention::tiling::{KeySource, define_bias, define_head_dims};
-use crate::error::KernelError;
-use crate::runtime::policy::SumOrder;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::attention::{AttentionShape, KeySource, define_bias, define_head_dims};
+use crate::runtime::{SourceKernel, SumOrder};
 
 const BF16: usize = 2;
 
@@ -33,7 +31,7 @@ impl BackwardTiling {
     /// The tiling for a shape on a device with `max_shared_bytes` of shared memory a block.
     ///
     /// # Errors
-    /// [`KernelError::DeviceLimit`] when no tiling fits the device.
+    /// [`KernelError::Refused`] when no tiling fits the device.
     pub(crate) fn choose(
         kernel: &'static str,
         shape: &AttentionShape,
@@ -63,12 +61,8 @@ impl BackwardTiling {
             }
         }
         let got = small.shared_bytes(shape, source, all);
-        Err(KernelError::DeviceLimit {
-            kernel,
-            what: "shared memory in bytes",
-            got,
-            limit: max_shared_bytes,
-        })
+        let what = "shared memory in bytes";
+        Err(KernelError::over_limit(kernel, what, got, max_shared_bytes))
     }
 
     /// Keys of a block.

@@ -1,15 +1,9 @@
 //! Launch of `kernels/bias_base.cu`: the largest bias that each query sees, which attention subtracts from its biases.
-use crate::attention::backward::padded_len;
-use crate::attention::heads::AttentionShape;
-use crate::attention::tiling::KeySource;
-use crate::dma::lists::KeyLists;
+use crate::KernelError;
+use crate::attention::{AttentionShape, KeySource, padded_len};
+use crate::dma::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
 
 /// The keys that queries see.
 #[derive(Debug, Clone, Copy)]

@@ -1,14 +1,7 @@
 //! Launch of `kernels/attention_decode.cu`: one new token a row against its key-value cache.
-use crate::attention::decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};
-use crate::attention::forward::require_scale;
-use crate::attention::heads::{AttentionShape, Qkv};
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, Qkv, WARP_KEYS, require_scale};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 
 const NAME: &str = "attention_decode";
 
@@ -71,10 +64,8 @@ impl KvCache {
         let shape = one_token(NAME, token)?;
         let token = token.walkable();
         let capacity = self.capacity(NAME, &shape)?;
-        if step.max_length >= capacity {
-            let supported = format!("below the cache's capacity of {capacity}");
-            return Err(KernelError::unsupported(NAME, "length", step.max_length, supported));
-        }
+        let length_now = step.max_length;
+        require!(length_now < capacity, NAME, "length": length_now, "below the cache's capacity of {capacity}");
         launch(&shape, &token, self, length, step, scratch, Seen::Appended)
     }
 
@@ -189,8 +180,6 @@ pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, append: usize, chose
 /// The sizes of a call with one token a row.
 pub(crate) fn one_token(kernel: &'static str, token: &Qkv) -> Result<AttentionShape, KernelError> {
     let shape = token.shape(kernel)?;
-    if shape.seq_len == 1 {
-        return Ok(shape);
-    }
-    Err(KernelError::unsupported(kernel, "tokens a row", shape.seq_len, "1"))
+    require!(shape.seq_len == 1, kernel, "tokens a row": shape.seq_len, "1");
+    Ok(shape)
 }

@@ -1,10 +1,8 @@
 //! What the decode kernels share: how a row's keys are split over blocks, and the buffers that join the parts.
-use crate::attention::heads::AttentionShape;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::fill_zero::empty_zero;
+use crate::KernelError;
+use crate::attention::AttentionShape;
+use crate::runtime::{CudaTensor, DType, SourceKernel};
+use crate::step::empty_zero;
 
 /// Query rows of a block, which share its keys.
 const DECODE_ROWS: usize = 16;

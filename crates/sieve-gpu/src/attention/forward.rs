@@ -1,14 +1,7 @@
 //! Launch of `kernels/attention_forward.cu`: dense causal and sliding-window attention.
-use crate::attention::bias_base::{Bias, SeenKeys};
-use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::launch::PassInputs;
-use crate::attention::tiling::{KeySource, QueryPass};
-use crate::error::KernelError;
-use crate::runtime::checks::{require_non_empty, require_tokens};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operand;
-use crate::runtime::params::{Params, params};
+use crate::KernelError;
+use crate::attention::{AttentionShape, Bias, KeySource, PassInputs, Qkv, QueryPass, SeenKeys};
+use crate::runtime::{CudaTensor, DType, Params, operand, params, require, require_non_empty, require_tokens};
 use sieve_core::KeepOLow;
 
 const NAME: &str = "attention_forward";
@@ -126,11 +119,9 @@ pub(crate) fn require_per_key(
 
 /// The kernels fold the scale into the exponent, so it must be a positive number.
 pub(crate) fn require_scale(kernel: &'static str, softmax_scale: f32) -> Result<(), KernelError> {
-    if softmax_scale > 0.0 && softmax_scale.is_finite() {
-        return Ok(());
-    }
-    let (what, supported) = ("softmax_scale", "positive and finite");
-    Err(KernelError::unsupported(kernel, what, softmax_scale, supported))
+    let fits = softmax_scale > 0.0 && softmax_scale.is_finite();
+    require!(fits, kernel, "softmax_scale": softmax_scale, "positive and finite");
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,11 +1,9 @@
 //! Queries, keys and values as attention kernels read them: heads of packed or separate tensors, by strides.
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::layout::row_layout;
-use crate::runtime::operands::operands;
-use crate::runtime::params::{AttentionParams, TokenParams, params};
-use crate::runtime::policy::{KernelPolicy, SumOrder};
+use crate::KernelError;
+use crate::runtime::{
+    AttentionParams, CudaTensor, KernelPolicy, SumOrder, TokenParams, operands, params, require, require_non_empty,
+    row_layout,
+};
 
 /// Attention kernels copy 16 bytes at a time.
 const ALIGN_ELEMENTS: usize = 8;
@@ -184,30 +182,19 @@ impl Qkv {
             k: BF16[batch, seq_len, total(&self.k), head_dim] strided = &self.k.tensor,
             v: BF16[batch, seq_len, total(&self.v), head_dim_v] strided = &self.v.tensor,
         );
-        let unsupported = |what, got, supported: &str| Err(KernelError::unsupported(kernel, what, got, supported));
-        if num_kv_heads == 0
-            || self.v.num_heads != num_kv_heads
-            || !num_heads.is_multiple_of(num_kv_heads)
-            || num_heads == 0
-        {
-            let got = format!("{num_heads}/{num_kv_heads}/{} of {q_total}", self.v.num_heads);
-            let supported = "as many k as v heads, dividing the q heads";
-            return unsupported("number of q/k/v heads", got, supported);
-        }
-        if !AttentionShape::supports_head_dim(head_dim) {
-            let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
-            let supported = format!("multiples of {step} from {step} to {most}");
-            return unsupported("head_dim", head_dim.to_string(), &supported);
-        }
-        if !head_dim_v.is_multiple_of(AttentionShape::HEAD_DIM_STEP) || head_dim_v > head_dim {
-            let supported = "multiples of 16 up to the head_dim of q and k";
-            return unsupported("head_dim of v", head_dim_v.to_string(), supported);
-        }
+        let num_v_heads = self.v.num_heads;
+        let fits = num_kv_heads > 0 && num_v_heads == num_kv_heads && num_heads > 0;
+        require!(fits && num_heads.is_multiple_of(num_kv_heads), kernel,
+            "number of q/k/v heads": format!("{num_heads}/{num_kv_heads}/{num_v_heads} of {q_total}"),
+            "as many k as v heads, dividing the q heads");
+        let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
+        let fits = AttentionShape::supports_head_dim(head_dim);
+        require!(fits, kernel, "head_dim": head_dim, "multiples of {step} from {step} to {most}");
+        let fits = head_dim_v.is_multiple_of(step) && head_dim_v <= head_dim;
+        require!(fits, kernel, "head_dim of v": head_dim_v, "multiples of {step} up to the head_dim of q and k");
         require_non_empty(kernel, "batch", batch)?;
         require_non_empty(kernel, "seq_len", seq_len)?;
-        if seq_len > i32::MAX as usize / 2 {
-            return unsupported("seq_len", seq_len.to_string(), "below 2^30");
-        }
+        require!(seq_len <= i32::MAX as usize / 2, kernel, "seq_len": seq_len, "below 2^30");
         let heads = [num_heads, num_kv_heads];
         Ok(AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim_v]))
     }
@@ -231,23 +218,14 @@ impl Qkv {
     /// The words that the params of every attention kernel begin with; `shape` is the shape of these heads.
     ///
     /// # Errors
-    /// [`KernelError::Layout`] when [`walkable`](Self::walkable) was not called.
+    /// [`KernelError::Refused`] when [`walkable`](Self::walkable) was not called.
     pub(crate) fn params(&self, kernel: &'static str, shape: &AttentionShape) -> Result<AttentionParams, KernelError> {
         let [q, k, v] = self.head_words(kernel)?;
         Ok(params!(AttentionParams {
-            batch: shape.batch,
-            seq_len: shape.seq_len,
-            num_heads: shape.num_heads,
-            num_kv_heads: shape.num_kv_heads,
-            q_offset: q[0],
-            k_offset: k[0],
-            v_offset: v[0],
-            q_token_stride: q[1],
-            k_token_stride: k[1],
-            v_token_stride: v[1],
-            q_batch_stride: q[2],
-            k_batch_stride: k[2],
-            v_batch_stride: v[2],
+            { batch, seq_len, num_heads, num_kv_heads }: shape,
+            [q_offset, q_token_stride, q_batch_stride]: q,
+            [k_offset, k_token_stride, k_batch_stride]: k,
+            [v_offset, v_token_stride, v_batch_stride]: v,
         }))
     }
 
@@ -263,8 +241,7 @@ impl Qkv {
     ) -> Result<TokenParams, KernelError> {
         let [q, k, v] = self.head_words(kernel)?;
         Ok(params!(TokenParams {
-            num_heads: shape.num_heads,
-            num_kv_heads: shape.num_kv_heads,
+            { num_heads, num_kv_heads }: shape,
             softmax_scale,
             q_offset: q[0],
             k_offset: k[0],

@@ -10,12 +10,9 @@
 //! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels |
 //!
 //! `sieve kernels check` compares both families with the reference, and so one with the other.
-use crate::attention::heads::{AttentionShape, Heads, Qkv};
-use crate::attention::tiling::{KeySource, QueryPass, define_head_dims, query_kernel_names};
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::policy::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
-use crate::runtime::source_kernel::{SourceKernel, TileMap};
+use crate::KernelError;
+use crate::attention::{AttentionShape, Heads, KeySource, Qkv, QueryPass, define_head_dims, query_kernel_names};
+use crate::runtime::{Arrivals, CudaTensor, KernelFamilies, KernelPolicy, SourceKernel, SumOrder, TileMap};
 use sieve_core::KeepOLow;
 
 /// Which kernels an attention call takes.
@@ -186,7 +183,7 @@ impl HopperTiling {
     /// Maps of q, of k and v where they are not gathered, and of the output's gradient for the row sums.
     ///
     /// # Errors
-    /// [`KernelError::Layout`] when the heads cannot be walked.
+    /// [`KernelError::Refused`] when the heads cannot be walked.
     pub(crate) fn maps<'a>(
         &self,
         kernel: &'static str,
@@ -261,7 +258,7 @@ pub(crate) const BACKWARD_BLOCK_KV: usize = BLOCK_KV;
 /// Maps of q and of the output's gradient, contiguous, for the backward kernels.
 ///
 /// # Errors
-/// [`KernelError::Layout`] when the heads cannot be walked.
+/// [`KernelError::Refused`] when the heads cannot be walked.
 pub(crate) fn backward_maps<'a>(
     kernel: &'static str,
     qkv: &'a Qkv,

@@ -1,14 +1,10 @@
 //! Which kernel an attention pass launches, on which grid, with which maps: the one choice between the two families.
-use crate::attention::backward_tiling::{BackwardTiling, GradientSet};
-use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::{
-    BACKWARD_BLOCK_KV, HopperTiling, KernelFamily, arriving, backward_maps, hopper_backward_kernel,
+use crate::KernelError;
+use crate::attention::{
+    AttentionShape, BACKWARD_BLOCK_KV, BackwardTiling, GradientSet, HopperTiling, KernelFamily, KeySource, KeyTiles,
+    Qkv, QueryPass, QueryShares, QueryTiling, arriving, backward_maps, hopper_backward_kernel,
 };
-use crate::attention::query_shares::{KeyTiles, QueryShares};
-use crate::attention::tiling::{KeySource, QueryPass, QueryTiling};
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::source_kernel::{SourceKernel, TileMap};
+use crate::runtime::{CudaTensor, SourceKernel, TileMap};
 
 /// The tensors and sizes of an attention call. `d_o`, where a pass reads it, must be contiguous.
 #[derive(Debug, Clone, Copy)]
@@ -30,7 +26,7 @@ impl<'a> PassInputs<'a> {
     /// read: they must be among the launch's tensors.
     ///
     /// # Errors
-    /// [`KernelError::DeviceLimit`] when no tiling fits the device, [`KernelError::Layout`] when heads cannot be
+    /// [`KernelError::Refused`] when no tiling fits the device, or when heads cannot be
     /// walked.
     pub(crate) fn by_query(
         &self,

@@ -5,12 +5,9 @@
 //! and, where these do not suffice, the queries of a head. How many is worked out by playing the launch through: blocks
 //! start in the kernels' order (`block_order.cuh`) on whichever multiprocessor is free. notes/experiments.md has
 //! measured times of the choices (Head shapes).
-use crate::attention::backward::padded_len;
-use crate::attention::heads::AttentionShape;
-use crate::attention::hopper_tiling::BACKWARD_BLOCK_KV;
+use crate::attention::{AttentionShape, BACKWARD_BLOCK_KV, padded_len};
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::runtime::dtype::DType;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::runtime::{DType, SourceKernel};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 

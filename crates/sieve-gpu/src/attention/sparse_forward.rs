@@ -1,14 +1,10 @@
 //! Launch of `kernels/sparse_attention_forward.cu`: attention over the keys that a selector's mask names.
-use crate::attention::forward::{AttentionResult, require_scale};
-use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::{BLOCK_KV, KernelFamily, head_map};
-use crate::attention::tiling::{KeySource, QueryPass, QueryTiling, list_entries_in_flight};
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::attention::{
+    AttentionResult, AttentionShape, BLOCK_KV, KernelFamily, KeySource, Qkv, QueryPass, QueryTiling, head_map,
+    list_entries_in_flight, require_scale,
+};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use sieve_core::{KeyMask, MaskPlaces, Tiles};
 
 const NAME: &str = "sparse_attention_forward";
@@ -77,10 +73,7 @@ impl Qkv {
             [mask.shape.num_heads, mask.shape.num_kv_heads],
             [shape.head_dim; 2],
         );
-        if shape != expected {
-            let (got, supported) = (format!("{shape:?}"), format!("the mask's {expected:?}"));
-            return Err(KernelError::unsupported(NAME, "shape", got, supported));
-        }
+        require!(shape == expected, NAME, "shape": format!("{shape:?}"), "the mask's {expected:?}");
         let outputs = AttentionShape {
             seq_len: mask.shape.num_queries,
             ..shape
@@ -184,7 +177,7 @@ struct Rows<'a> {
 /// The tiling of the portable kernel: that of dense attention, whose queries of one head fill a tile.
 ///
 /// # Errors
-/// [`KernelError::DeviceLimit`] when no tiling fits the device.
+/// [`KernelError::Refused`] when no tiling fits the device.
 pub(crate) fn sparse_attention_tiling(
     shape: &AttentionShape,
     max_shared_bytes: usize,

@@ -1,8 +1,8 @@
 //! Tile sizes of the attention kernels, by head width and by what the device has; the one place that chooses them.
-use crate::attention::heads::AttentionShape;
+use crate::KernelError;
+use crate::attention::AttentionShape;
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::error::KernelError;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::runtime::SourceKernel;
 
 /// Bytes of a bf16 and of an f32.
 const BF16: usize = 2;
@@ -80,7 +80,7 @@ impl QueryTiling {
     /// The tiling for a shape on a device with `max_shared_bytes` of shared memory a block.
     ///
     /// # Errors
-    /// [`KernelError::DeviceLimit`] when no tiling fits the device.
+    /// [`KernelError::Refused`] when no tiling fits the device.
     pub(crate) fn choose(
         kernel: &'static str,
         pass: QueryPass,
@@ -115,13 +115,8 @@ impl QueryTiling {
             } else if tiling.block_kv > 32 {
                 tiling.block_kv = 32;
             } else {
-                let got = tiling.shared_bytes(shape, source);
-                return Err(KernelError::DeviceLimit {
-                    kernel,
-                    what: "shared memory in bytes",
-                    got,
-                    limit: max_shared_bytes,
-                });
+                let (what, got) = ("shared memory in bytes", tiling.shared_bytes(shape, source));
+                return Err(KernelError::over_limit(kernel, what, got, max_shared_bytes));
             }
         }
         if source.is_gathered() {

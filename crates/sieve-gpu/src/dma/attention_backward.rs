@@ -1,23 +1,14 @@
 //! Launches of `kernels/dma_attention_backward*.cu`: gradients of attention over the keys that DMA kept.
-use crate::attention::backward::{
-    AttentionGradients, convert_dq, dq_sum_shape, padded_len, require_gradients, row_stats,
+use crate::KernelError;
+use crate::attention::{
+    AttentionGradients, BACKWARD_BLOCK_Q, BACKWARD_CONSUMER_WARPS, BackwardTiling, Bias, Heads, KernelFamily,
+    KeySource, PassInputs, QueryPass, QueryShares, SeenKeys, convert_dq, dq_sum_shape, padded_len, require_gradients,
+    row_stats,
 };
-use crate::attention::backward_tiling::BackwardTiling;
-use crate::attention::bias_base::{Bias, SeenKeys};
-use crate::attention::heads::Heads;
-use crate::attention::hopper_tiling::{BACKWARD_BLOCK_Q, BACKWARD_CONSUMER_WARPS, KernelFamily};
-use crate::attention::launch::PassInputs;
-use crate::attention::query_shares::QueryShares;
-use crate::attention::tiling::{KeySource, QueryPass};
-use crate::dma::attention_forward::{listed_bias, require_lists};
-use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::params::params;
-use crate::runtime::policy::SumOrder;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::fill_zero::{empty_zero, fill_zero};
+use crate::dma::{KeyLists, listed_bias, require_lists};
+use crate::runtime::{CudaTensor, SourceKernel, SumOrder, params};
+use crate::step::{empty_zero, fill_zero};
 
 const NAME: &str = "dma_attention_backward";
 
@@ -44,10 +35,7 @@ impl AttentionGradients<'_> {
     /// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.
     pub fn dma_attention_backward(self, delta: &CudaTensor, lists: &KeyLists) -> Result<CudaTensor, KernelError> {
         let gradient = listed_attention_backward(self, Some(delta), lists)?;
-        gradient.ok_or(KernelError::Empty {
-            kernel: NAME,
-            what: "the gradient of the bias",
-        })
+        gradient.ok_or_else(|| KernelError::empty(NAME, "the gradient of the bias"))
     }
 }
 
@@ -205,9 +193,7 @@ pub(crate) fn listed_key_sums(
             softmax_scale,
             list_capacity,
             padded_len,
-            dq_offset: dq[0],
-            dq_token_stride: dq[1],
-            dq_batch_stride: dq[2],
+            [dq_offset, dq_token_stride, dq_batch_stride]: dq,
             tile_queries,
         });
         let mut tensors = inputs.clone();
@@ -234,9 +220,7 @@ pub(crate) fn convert_rows(sums: &CudaTensor, grad: &Heads, layout: [u64; 3], sc
         batch,
         seq_len,
         num_kv_heads: kv_heads,
-        grad_offset: layout[0],
-        grad_token_stride: layout[1],
-        grad_batch_stride: layout[2],
+        [grad_offset, grad_token_stride, grad_batch_stride]: layout,
         scale,
     });
     let kernel = dma_attention_backward_convert_kernel(row_dim);

@@ -1,17 +1,13 @@
 //! Launch of `kernels/dma_attention_forward.cu`: attention over the keys that DMA kept.
-use crate::attention::bias_base::{Bias, SeenKeys};
-use crate::attention::forward::{AttentionResult, launch_forward, require_per_key, require_scale};
-use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::KernelFamily;
-use crate::attention::launch::PassInputs;
-use crate::attention::tiling::KeySource;
-use crate::dma::lists::KeyLists;
+use crate::KernelError;
+use crate::attention::{
+    AttentionResult, AttentionShape, Bias, KernelFamily, KeySource, PassInputs, Qkv, SeenKeys, launch_forward,
+    require_per_key, require_scale,
+};
+use crate::dma::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::step::fill_zero::empty_zero;
+use crate::runtime::{CudaTensor, operands, params};
+use crate::step::empty_zero;
 use sieve_core::KeepOLow;
 
 const NAME: &str = "dma_attention_forward";

@@ -1,12 +1,7 @@
 //! Launches of `kernels/dma_last_kept.cu` and `kernels/dma_border_keys_*.cu`: the keys of one part of a row that later
 //! parts still see.
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 
 const LAST: &str = "dma_last_kept";
 const FORWARD: &str = "dma_border_keys_forward";
@@ -54,11 +49,7 @@ pub fn dma_border_keys_forward(
     let keys = packed.empty_contiguous(&sizes.keys(), DType::BF16);
     let ranks = packed.empty_contiguous(&sizes.ranks(), DType::F32);
     let params = params!(DmaBorderKeysForwardParams {
-        seq_len: sizes.seq_len,
-        num_heads: sizes.num_heads,
-        num_kv_heads: sizes.num_kv_heads,
-        head_dim: sizes.head_dim,
-        slots: sizes.slots,
+        { seq_len, num_heads, num_kv_heads, head_dim, slots }: sizes,
     });
     let tensors = [&packed, &rank, &kept, &keys, &ranks];
     let [kernel, _] = dma_border_keys_kernels();
@@ -83,11 +74,7 @@ pub fn dma_border_keys_backward(
     operands!(BACKWARD, d_keys: BF16(sizes.keys()), d_ranks: F32(sizes.ranks()));
     let kept = kept.contiguous();
     let params = params!(DmaBorderKeysBackwardParams {
-        seq_len: sizes.seq_len,
-        num_heads: sizes.num_heads,
-        num_kv_heads: sizes.num_kv_heads,
-        head_dim: sizes.head_dim,
-        slots: sizes.slots,
+        { seq_len, num_heads, num_kv_heads, head_dim, slots }: sizes,
     });
     let tensors = [d_packed, d_rank, &kept, &d_keys, &d_ranks];
     let [_, kernel] = dma_border_keys_kernels();
@@ -115,11 +102,9 @@ impl Sizes {
         );
         require_non_empty(kernel, "slots", slots)?;
         require_non_empty(kernel, "the number of values", packed.num_elements())?;
-        if !head_dim.is_multiple_of(VECTOR) || num_heads < 2 * num_kv_heads {
-            let got = format!("{num_heads} of {head_dim} columns, {num_kv_heads} KV heads");
-            let supported = format!("two for each KV head, of multiples of {VECTOR} columns");
-            return Err(KernelError::unsupported(kernel, "heads", got, supported));
-        }
+        let fits = head_dim.is_multiple_of(VECTOR) && num_heads >= 2 * num_kv_heads;
+        require!(fits, kernel, "heads": format!("{num_heads} of {head_dim} columns, {num_kv_heads} KV heads"),
+            "two for each KV head, of multiples of {VECTOR} columns");
         Ok(Self {
             batch,
             seq_len,

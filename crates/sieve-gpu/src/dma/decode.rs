@@ -1,16 +1,8 @@
 //! Launch of `kernels/dma_decode.cu`: one new token a row against a cache of the keys DMA keeps.
-use crate::attention::decode::{KvCache, one_token};
-use crate::attention::decode_scratch::{DecodeScratch, DecodeTiling};
-use crate::attention::forward::require_scale;
-use crate::attention::heads::{AttentionShape, Qkv};
-use crate::dma::scores::ScoreBias;
-use crate::dma::select::require_local_window;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, KvCache, Qkv, one_token, require_scale};
+use crate::dma::{ScoreBias, require_local_window};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
 
 const NAME: &str = "dma_decode";
 

@@ -1,13 +1,8 @@
 //! Launch of `kernels/dma_lists.cu` (and `kernels/dma_lists_prefix.cu`): the keys each super-block of queries gathers.
+use crate::KernelError;
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::dma::select::{PREFIX_BLOCK, Selection, require_sequence, survivors_shape};
-use crate::error::KernelError;
-use crate::runtime::checks::{require_non_empty, require_tokens};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::dma::{PREFIX_BLOCK, Selection, require_sequence, survivors_shape};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens};
 
 const NAME: &str = "dma_lists";
 
@@ -76,10 +71,8 @@ impl Selection {
         operands!(only NAME, expire: I32[batch, num_kv_heads, seq_len] contiguous);
         require_sequence(NAME, batch, seq_len)?;
         require_non_empty(NAME, "tile_queries", tile_queries)?;
-        if !SUPER_BLOCK.is_multiple_of(tile_queries) {
-            let supported = format!("divisors of {SUPER_BLOCK}");
-            return Err(KernelError::unsupported(NAME, "tile_queries", tile_queries, supported));
-        }
+        let divides = SUPER_BLOCK.is_multiple_of(tile_queries);
+        require!(divides, NAME, "tile_queries": tile_queries, "divisors of {SUPER_BLOCK}");
         let doc_start = require_tokens(NAME, "doc_start", doc_start, [batch, seq_len])?;
         let doc_end = require_tokens(NAME, "doc_end", doc_end, [batch, seq_len])?;
         let window = self.keep_window_size;

@@ -1,12 +1,7 @@
 //! Launch of `kernels/dma_scores.cu`: the scores by which dynamic mask attention (DMA) ranks keys.
-use crate::attention::heads::Qkv;
-use crate::error::KernelError;
-use crate::runtime::checks::{require_non_empty, require_tokens};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::attention::Qkv;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens};
 
 const NAME: &str = "dma_scores";
 
@@ -81,14 +76,8 @@ impl Qkv {
         let qkv = self.walkable();
         let [_, _, v] = qkv.head_words(NAME)?;
         let slopes = recency.map_or(&[][..], |recency| recency.slopes);
-        if recency.is_some() && slopes.len() != kv_heads {
-            return Err(KernelError::unsupported(
-                NAME,
-                "number of slopes",
-                slopes.len(),
-                kv_heads.to_string(),
-            ));
-        }
+        let fits = recency.is_none() || slopes.len() == kv_heads;
+        require!(fits, NAME, "number of slopes": slopes.len(), "{kv_heads}");
         let (start, first_position) = match recency.map(|recency| recency.origin) {
             Some(PositionOrigin::DocumentStart(start)) => {
                 let start = require_tokens(NAME, "start", start, [shape.batch, shape.seq_len])?;
@@ -102,9 +91,7 @@ impl Qkv {
         let params = params!(DmaScoresParams {
             seq_len: shape.seq_len,
             head_dim,
-            v_offset: v[0],
-            v_token_stride: v[1],
-            v_batch_stride: v[2],
+            [v_offset, v_token_stride, v_batch_stride]: v,
             first_position,
             has_start: start.is_some(),
         });
@@ -135,16 +122,9 @@ pub(crate) fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, slopes: &[
 /// Refuses more KV heads than the kernels have registers for.
 pub(crate) fn require_kv_heads(kernel: &'static str, kv_heads: usize) -> Result<(), KernelError> {
     require_non_empty(kernel, "the number of KV heads", kv_heads)?;
-    if kv_heads <= ScoreBias::MAX_KV_HEADS {
-        return Ok(());
-    }
-    let supported = format!("1 to {}", ScoreBias::MAX_KV_HEADS);
-    Err(KernelError::unsupported(
-        kernel,
-        "number of KV heads",
-        kv_heads,
-        supported,
-    ))
+    let most = ScoreBias::MAX_KV_HEADS;
+    require!(kv_heads <= most, kernel, "number of KV heads": kv_heads, "1 to {most}");
+    Ok(())
 }
 
 /// W_dt goes through shared memory in tiles of some chunks of 8 channels, 48 KiB at most.

@@ -1,13 +1,9 @@
 //! Launches of `kernels/dma_scores_backward.cu` and `column_sums.cu`.
-use crate::attention::heads::Qkv;
-use crate::dma::scores::require_kv_heads;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::column_sums::column_sums;
+use crate::KernelError;
+use crate::attention::Qkv;
+use crate::dma::require_kv_heads;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
+use crate::step::column_sums;
 
 const NAME: &str = "dma_scores_backward";
 
@@ -56,12 +52,8 @@ impl ScoresBackward<'_> {
         let qkv = self.qkv.walkable();
         let [_, _, v] = qkv.head_words(NAME)?;
         if dqkv.shape(NAME)? != shape {
-            return Err(KernelError::Shape {
-                kernel: NAME,
-                tensor: "dqkv",
-                got: dqkv.v.tensor().shape().to_vec(),
-                expected: qkv.v.tensor().shape().to_vec(),
-            });
+            let [got, expected] = [dqkv, &qkv].map(|qkv| qkv.v.tensor().shape());
+            return Err(KernelError::shape(NAME, "dqkv", got, expected));
         }
         let [_, _, dv] = dqkv.head_words(NAME)?;
         let tiles = shape.batch * shape.seq_len.div_ceil(TILE_TOKENS);
@@ -70,15 +62,10 @@ impl ScoresBackward<'_> {
         let partials = w_dt.empty_contiguous(&[blocks, width], DType::F32);
         let slabs = channels.div_ceil(THREADS * channels_per_thread(kv_heads));
         let params = params!(DmaScoresBackwardParams {
-            batch: shape.batch,
-            seq_len: shape.seq_len,
+            { batch, seq_len }: shape,
             head_dim,
-            v_offset: v[0],
-            v_token_stride: v[1],
-            v_batch_stride: v[2],
-            dv_offset: dv[0],
-            dv_token_stride: dv[1],
-            dv_batch_stride: dv[2],
+            [v_offset, v_token_stride, v_batch_stride]: v,
+            [dv_offset, dv_token_stride, dv_batch_stride]: dv,
         });
         let tensors = [qkv.v.tensor(), &w_dt, &a, &x, &dz, dqkv.v.tensor(), &partials];
         // SAFETY: reads v, x and dz, reads and writes the value heads of every token, writes every partial sum.

@@ -1,11 +1,6 @@
 //! Launch of `kernels/dma_select_prefix.cu` and `kernels/dma_select.cu`: which keys DMA keeps, and until when.
-use crate::error::KernelError;
-use crate::runtime::checks::{require_non_empty, require_tokens};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens};
 
 const NAME: &str = "dma_select";
 
@@ -127,25 +122,17 @@ pub(crate) fn require_local_window(
     local_window_size: usize,
     keep_window_size: usize,
 ) -> Result<(), KernelError> {
-    if local_window_size <= keep_window_size {
-        return Ok(());
-    }
-    let (what, supported) = (
-        "local_window_size",
-        format!("at most keep_window_size, {keep_window_size}"),
-    );
-    Err(KernelError::unsupported(kernel, what, local_window_size, supported))
+    let fits = local_window_size <= keep_window_size;
+    require!(fits, kernel, "local_window_size": local_window_size, "at most keep_window_size, {keep_window_size}");
+    Ok(())
 }
 
 /// Refuses an empty batch and sequences whose positions the selection cannot hold.
 pub(crate) fn require_sequence(kernel: &'static str, batch: usize, seq_len: usize) -> Result<(), KernelError> {
     require_non_empty(kernel, "batch", batch)?;
     require_non_empty(kernel, "seq_len", seq_len)?;
-    if seq_len < MAX_SEQ_LEN {
-        return Ok(());
-    }
-    let supported = format!("below {MAX_SEQ_LEN}");
-    Err(KernelError::unsupported(kernel, "seq_len", seq_len, supported))
+    require!(seq_len < MAX_SEQ_LEN, kernel, "seq_len": seq_len, "below {MAX_SEQ_LEN}");
+    Ok(())
 }
 
 #[cfg(test)]

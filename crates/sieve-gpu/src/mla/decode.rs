@@ -1,14 +1,8 @@
 //! Launch of `kernels/mla_decode.cu`: new tokens of latent attention against the cache of latents.
-use crate::attention::forward::require_scale;
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::layout::row_layout;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
+use crate::KernelError;
+use crate::attention::require_scale;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, row_layout};
+use crate::step::{WORD_ELEMENTS, require_alignment};
 
 const NAME: &str = "mla_decode";
 
@@ -112,8 +106,7 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
         num_keys: len,
         key_stride: layout.token_stride,
         batch_stride: layout.batch_stride,
-        scale_stride: scale_strides[1],
-        scale_batch_stride: scale_strides[0],
+        [scale_batch_stride, scale_stride]: scale_strides,
         num_splits,
         softmax_scale,
     });
@@ -186,13 +179,9 @@ impl LatentToken<'_> {
             latents: BF16[batch, room, width] contiguous,
             length: I32[batch] contiguous = self.length,
         );
-        if packed_width < 2 * first_key || !head_dim.is_multiple_of(8) || scales.is_some() != self.norm.is_some() {
-            let (got, supported) = (
-                format!("{self:?}"),
-                "a packed token of these heads, factors where keys are normed",
-            );
-            return Err(KernelError::unsupported(JOIN, "token", got, supported));
-        }
+        let fits = packed_width >= 2 * first_key && head_dim.is_multiple_of(8);
+        require!(fits && scales.is_some() == self.norm.is_some(), JOIN, "token": format!("{self:?}"),
+            "a packed token of these heads, factors where keys are normed");
         // Without norms the rotated key is the end of the first head's key.
         let unnormed = (
             self.packed,
@@ -312,20 +301,11 @@ fn shared_bytes(width: usize, num_warps: usize) -> usize {
 }
 
 fn require_sizes([new, len]: [usize; 2], [width, rank]: [usize; 2]) -> Result<(), KernelError> {
-    let unsupported = |what, got: usize, supported| Err(KernelError::unsupported(NAME, what, got, supported));
-    if new > len {
-        return unsupported("new tokens", new, format!("as many as the {len} latents at most"));
-    }
-    if len > i32::MAX as usize / 2 {
-        return unsupported("latents", len, "below 2^30".to_owned());
-    }
-    if !width.is_multiple_of(16) || !(16..=MAX_KEY_DIM).contains(&width) {
-        let supported = format!("multiples of 16 up to {MAX_KEY_DIM}");
-        return unsupported("width of a latent", width, supported);
-    }
-    if !rank.is_multiple_of(16) || rank == 0 || rank > width.min(512) {
-        return unsupported("rank", rank, "multiples of 16 up to the width and 512".to_owned());
-    }
+    let fits = |size: usize, most| size.is_multiple_of(16) && (16..=most).contains(&size);
+    require!(new <= len, NAME, "new tokens": new, "as many as the {len} latents at most");
+    require!(len <= i32::MAX as usize / 2, NAME, "latents": len, "below 2^30");
+    require!(fits(width, MAX_KEY_DIM), NAME, "width of a latent": width, "multiples of 16 up to {MAX_KEY_DIM}");
+    require!(fits(rank, width.min(512)), NAME, "rank": rank, "multiples of 16 up to the width and 512");
     Ok(())
 }
 

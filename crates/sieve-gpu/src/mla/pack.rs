@@ -1,15 +1,9 @@
 //! Launches of `kernels/mla_pack_*.cu`: queries, keys and values of latent attention as one tensor, and its heads.
-use crate::attention::heads::Qkv;
-use crate::error::KernelError;
-use crate::runtime::checks::{require_non_empty, require_tokens};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::column_sums::column_sums;
+use crate::KernelError;
+use crate::attention::Qkv;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens};
 use crate::step::qk_norm_rope_forward::RotaryTables;
-use crate::step::vector_rows::VectorRows;
+use crate::step::{VectorRows, column_sums};
 
 const FORWARD: &str = "mla_pack_forward";
 const BACKWARD: &str = "mla_pack_backward";
@@ -68,16 +62,12 @@ impl MlaPack<'_> {
 
     fn require_widths(&self, kernel: &'static str) -> Result<(), KernelError> {
         require_non_empty(kernel, "the number of heads", self.num_heads)?;
-        let unsupported = |what, got: usize, supported| Err(KernelError::unsupported(kernel, what, got, supported));
-        if self.head_dim == 0 || !self.head_dim.is_multiple_of(8) {
-            return unsupported("head_dim", self.head_dim, "multiples of 8");
-        }
-        if !self.rope_dim.is_multiple_of(16) || !(16..=256).contains(&self.rope_dim) {
-            return unsupported("rope_dim", self.rope_dim, "multiples of 16 from 16 to 256");
-        }
-        if self.norm.is_some() && self.head_dim > MAX_NORMED_DIM {
-            return unsupported("head_dim of a normed head", self.head_dim, "up to 256");
-        }
+        let (head_dim, rope_dim) = (self.head_dim, self.rope_dim);
+        require!(head_dim > 0 && head_dim.is_multiple_of(8), kernel, "head_dim": head_dim, "multiples of 8");
+        let fits = rope_dim.is_multiple_of(16) && (16..=256).contains(&rope_dim);
+        require!(fits, kernel, "rope_dim": rope_dim, "multiples of 16 from 16 to 256");
+        let fits = self.norm.is_none() || head_dim <= MAX_NORMED_DIM;
+        require!(fits, kernel, "head_dim of a normed head": head_dim, "up to {MAX_NORMED_DIM}");
         Ok(())
     }
 

@@ -1,14 +1,9 @@
 //! Launches of `kernels/nsa_blocks*.cu` and `kernels/nsa_positions_backward.cu`.
 use super::{Bounds, require_bounds};
-use crate::attention::heads::{AttentionShape, Qkv};
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::column_sums::column_sums;
-use crate::step::vector_rows::require_words;
+use crate::KernelError;
+use crate::attention::{AttentionShape, Qkv};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
+use crate::step::{column_sums, require_words};
 use sieve_core::NsaBlocks;
 
 const NAME: &str = "nsa_blocks";
@@ -66,17 +61,12 @@ fn forward(
     let y = k.empty_contiguous(&[2, rows, width], DType::BF16);
     let [_, k_words, v_words] = qkv.head_words(NAME)?;
     let params = params!(NsaBlocksParams {
-        seq_len: shape.seq_len,
-        num_kv_heads: shape.num_kv_heads,
+        { seq_len, num_kv_heads }: shape,
         width: d,
         size,
         stride: blocks.compress_stride,
-        k_offset: k_words[0],
-        v_offset: v_words[0],
-        k_token_stride: k_words[1],
-        v_token_stride: v_words[1],
-        k_batch_stride: k_words[2],
-        v_batch_stride: v_words[2],
+        [k_offset, k_token_stride, k_batch_stride]: k_words,
+        [v_offset, v_token_stride, v_batch_stride]: v_words,
     });
     let mut tensors = vec![k, qkv.v.tensor(), &start, &end];
     tensors.extend(&places);
@@ -106,9 +96,7 @@ pub fn nsa_blocks_backward(
     let partials = dqkv.empty_contiguous(&[POSITION_PARTS, 2 * columns], DType::F32);
     let num_slots = blocks.num_slots(shape.seq_len);
     let params = params!(NsaPositionsBackwardParams {
-        batch: shape.batch,
-        seq_len: shape.seq_len,
-        num_kv_heads: shape.num_kv_heads,
+        { batch, seq_len, num_kv_heads }: shape,
         columns,
         size,
         stride: blocks.compress_stride,
@@ -154,9 +142,7 @@ fn backward(
     let heads = shape.num_heads + 2 * shape.num_kv_heads;
     let dqkv = dy.empty_contiguous(&[shape.batch, shape.seq_len, heads, d], DType::BF16);
     let params = params!(NsaBlocksBackwardParams {
-        seq_len: shape.seq_len,
-        num_heads: shape.num_heads,
-        num_kv_heads: shape.num_kv_heads,
+        { seq_len, num_heads, num_kv_heads }: shape,
         width: d,
         size,
         stride: blocks.compress_stride,

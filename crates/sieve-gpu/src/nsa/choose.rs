@@ -1,12 +1,9 @@
 //! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: which blocks each query reads.
 use super::hopper;
 use super::{Bounds, query_ranges};
-use crate::attention::heads::Qkv;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::attention::Qkv;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params};
 use sieve_core::{BlockChoice, ChoiceRule};
 
 const NAME: &str = "nsa_choose";
@@ -53,9 +50,7 @@ pub(super) fn nsa_choose(
             seq_len,
             num_heads: shape.num_heads,
             num_kv_heads: heads,
-            q_offset: q[0],
-            q_token_stride: q[1],
-            q_batch_stride: q[2],
+            [q_offset, q_token_stride, q_batch_stride]: q,
             softmax_scale,
             compress_size: blocks.compress_block_size,
             stride: blocks.compress_stride,

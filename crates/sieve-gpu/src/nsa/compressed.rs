@@ -1,20 +1,12 @@
 //! The compressed branch: DMA's attention kernels over lists of compressed blocks, and `kernels/nsa_place.cu` and
 //! `kernels/nsa_compressed_lists.cu` around them.
 use super::choose::nsa_choose;
-use super::{Bounds, require_bounds, require_row, require_sizes};
-use crate::attention::backward::AttentionGradients;
-use crate::attention::forward::AttentionResult;
-use crate::attention::heads::{AttentionShape, Heads, Qkv};
-use crate::dma::attention_backward::listed_key_sums;
-use crate::dma::attention_forward::listed_attention_forward;
-use crate::dma::lists::KeyLists;
+use super::{Bounds, no_gap, require_bounds, require_row, require_sizes};
+use crate::KernelError;
+use crate::attention::{AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv};
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::{NsaPlaceParams, params};
-use crate::runtime::source_kernel::SourceKernel;
+use crate::dma::{KeyLists, listed_attention_forward, listed_key_sums};
+use crate::runtime::{CudaTensor, DType, NsaPlaceParams, SourceKernel, operands, params};
 use sieve_core::{BlockChoice, NsaBlocks};
 
 const NAME: &str = "nsa_compressed_attention";
@@ -66,9 +58,7 @@ impl Placed {
 
 fn place_params(shape: &AttentionShape, blocks: NsaBlocks, scale: f32) -> NsaPlaceParams {
     params!(NsaPlaceParams {
-        seq_len: shape.seq_len,
-        num_heads: shape.num_heads,
-        num_kv_heads: shape.num_kv_heads,
+        { seq_len, num_heads, num_kv_heads }: shape,
         width: shape.head_dim,
         size: blocks.compress_block_size,
         stride: blocks.compress_stride,
@@ -170,9 +160,7 @@ impl Qkv {
         let (shape, blocks) = (self.shape(NAME)?, choice.blocks);
         blocks.check();
         require_row(NAME, &shape, self)?;
-        if let Some((got, supported)) = choice.cuda_gap(shape.head_dim, shape.group_size()) {
-            return Err(KernelError::unsupported(NAME, "call:", got, supported));
-        }
+        no_gap(NAME, choice.cuda_gap(shape.head_dim, shape.group_size()))?;
         let rows = shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads;
         operands!(NAME, pooled: BF16[2, rows, shape.head_dim]);
         let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;

@@ -1,17 +1,11 @@
 //! Launches of `kernels/pooled_scores.cu`, `kernels/block_scores.cu` and `kernels/nsa_compress_token.cu`: one new token
 //! a row against the blocks that its queries choose, by pooled keys, an indexer's keys or NSA's compressed keys.
 use super::choose::{rule_number, take_important};
-use crate::attention::decode::{DecodeStep, KvCache, one_token};
-use crate::attention::decode_scratch::{DecodeScratch, WARP_KEYS};
-use crate::attention::forward::require_scale;
-use crate::attention::heads::Qkv;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::require_words;
+use super::no_gap;
+use crate::KernelError;
+use crate::attention::{DecodeScratch, DecodeStep, KvCache, Qkv, WARP_KEYS, one_token, require_scale};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
+use crate::step::require_words;
 use sieve_core::{BlockChoice, ChoiceRule, NsaBlocks};
 
 const NAME: &str = "pooled_scores";
@@ -110,11 +104,9 @@ impl NsaToken<'_> {
         require_words(COMPRESS, width)?;
         let (room, capacity) = (tail.capacity(COMPRESS, &shape)?, compressed.capacity(COMPRESS, &shape)?);
         let (size, ended) = (blocks.compress_block_size, blocks.num_compressed_blocks(max_length + 1));
-        if max_length < num_dropped || max_length - num_dropped >= room || ended > capacity {
-            let got = format!("{max_length} with {ended} compressed keys");
-            let supported = format!("from {num_dropped} on, below a tail of {room}, {capacity} compressed keys");
-            return Err(KernelError::unsupported(COMPRESS, "length", got, supported));
-        }
+        let fits = (num_dropped..num_dropped + room).contains(&max_length) && ended <= capacity;
+        require!(fits, COMPRESS, "length": format!("{max_length} with {ended} compressed keys"),
+            "from {num_dropped} on, below a tail of {room}, {capacity} compressed keys");
         let mut hidden = 0;
         let mut weights = Vec::new();
         if let Some(mlp) = self.mlp {
@@ -192,19 +184,16 @@ impl Pooled<'_> {
         let ended = (step.max_length + 1)
             .checked_sub(self.size)
             .map_or(0, |left| left / self.stride + 1);
-        if step.max_length >= capacity || ended > room {
-            let got = format!("{} with {ended} pooled keys", step.max_length);
-            let supported = format!("below the cache's capacity of {capacity}, {room} pooled keys");
-            return Err(KernelError::unsupported(NAME, "length", got, supported));
-        }
+        let fits = step.max_length < capacity && ended <= room;
+        require!(fits, NAME, "length": format!("{} with {ended} pooled keys", step.max_length),
+            "below the cache's capacity of {capacity}, {room} pooled keys");
         let scored = if self.size > capacity { 1 } else { room };
         let scores = self.keys.empty_contiguous(&[batch, num_heads, scored], DType::F32);
         let params = params!(PooledScoresParams {
             base: token.token_params(NAME, &shape, step.softmax_scale)?,
             capacity,
             pooled_capacity: room,
-            size: self.size,
-            stride: self.stride,
+            { size, stride }: self,
         });
         let multiprocessors = self.keys.hardware().num_multiprocessors;
         let splits = (multiprocessors / (batch * num_kv_heads)).clamp(1, scored.div_ceil(MIN_POOLED));
@@ -276,15 +265,8 @@ impl KvCache {
         let shape = one_token(NAME, token)?;
         let choice = pooled.choice;
         require_chosen_decode(choice, [shape.head_dim, shape.head_dim_v], shape.group_size())?;
-        if index.is_some() != choice.has_indexer() {
-            let got = format!("{} for {choice:?}", if index.is_some() { "an indexer" } else { "none" });
-            return Err(KernelError::unsupported(
-                NAME,
-                "indexer:",
-                got,
-                "one for a choice by its scores",
-            ));
-        }
+        let got = || format!("{} for {choice:?}", index.map_or("none", |_| "an indexer"));
+        require!(index.is_some() == choice.has_indexer(), NAME, "indexer:": got(), "one for a choice by its scores");
         let blocks = choice.blocks;
         let keys = Pooled {
             keys: pooled.pooled,
@@ -337,26 +319,14 @@ impl KvCache {
 /// a KV head.
 ///
 /// # Errors
-/// [`KernelError::Unsupported`].
+/// [`KernelError::Refused`].
 pub fn require_chosen_decode(choice: BlockChoice, head_dims: [usize; 2], group_size: usize) -> Result<(), KernelError> {
     choice.blocks.check();
     let [head_dim, head_dim_v] = head_dims;
-    if head_dim_v != head_dim {
-        return Err(KernelError::unsupported(
-            NAME,
-            "width of values",
-            head_dim_v,
-            "the width of keys",
-        ));
-    }
-    if !choice.blocks.select_block_size.is_multiple_of(WARP_KEYS) {
-        let (got, supported) = (choice.blocks.select_block_size, format!("multiples of {WARP_KEYS}"));
-        return Err(KernelError::unsupported(NAME, "select_block_size", got, supported));
-    }
-    match choice.cuda_gap(head_dim, group_size) {
-        None => Ok(()),
-        Some((got, supported)) => Err(KernelError::unsupported(NAME, "call:", got, supported)),
-    }
+    require!(head_dim_v == head_dim, NAME, "width of values": head_dim_v, "the width of keys");
+    let size = choice.blocks.select_block_size;
+    require!(size.is_multiple_of(WARP_KEYS), NAME, "select_block_size": size, "multiples of {WARP_KEYS}");
+    no_gap(NAME, choice.cuda_gap(head_dim, group_size))
 }
 
 /// The kernel that scores pooled keys for groups of so many query heads.

@@ -1,13 +1,7 @@
 //! Launches of `kernels/nsa_gates*.cu`.
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::{operand, operands};
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::column_sums::column_sums;
-use crate::step::vector_rows::require_words;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operand, operands, params, require, require_non_empty};
+use crate::step::{column_sums, require_words};
 
 const NAME: &str = "nsa_gates";
 
@@ -51,10 +45,7 @@ impl Inputs {
             bias: F32[heads * BRANCHES],
         );
         require_words(NAME, width)?;
-        if width > MAX_WIDTH {
-            let supported = format!("up to {MAX_WIDTH}");
-            return Err(KernelError::unsupported(NAME, "head_dim", width, supported));
-        }
+        require!(width <= MAX_WIDTH, NAME, "head_dim": width, "up to {MAX_WIDTH}");
         require_non_empty(NAME, "the number of rows", batch * seq_len * heads)?;
         Ok(Self {
             branches: branches.map(CudaTensor::contiguous),

@@ -12,12 +12,8 @@
 //! | the gradient of an indexer's loss, in any order | `hopper_index_gradient.cu` |
 //! | everything else | the portable kernels |
 use super::choose::rule_number;
-use crate::attention::heads::AttentionShape;
-use crate::attention::hopper_tiling::KernelFamily;
-use crate::attention::tiling::KeySource;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::policy::SumOrder;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::attention::{AttentionShape, KernelFamily, KeySource};
+use crate::runtime::{CudaTensor, SourceKernel, SumOrder};
 use sieve_core::{BlockChoice, ChoiceRule};
 
 /// Rows (queries x heads) of a tile, over all warpgroups.

@@ -2,15 +2,11 @@
 use super::hopper;
 use super::selected::Work;
 use super::{Bounds, lists::ChoiceLists};
-use crate::attention::heads::{AttentionShape, Heads, Qkv};
-use crate::attention::hopper_tiling::arriving;
-use crate::dma::attention_backward::convert_rows;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::{NsaSelectedAttentionForwardParams, params};
-use crate::step::fill_zero::empty_zero;
+use crate::KernelError;
+use crate::attention::{AttentionShape, Heads, Qkv, arriving};
+use crate::dma::convert_rows;
+use crate::runtime::{CudaTensor, DType, NsaSelectedAttentionForwardParams, operands, params, require};
+use crate::step::empty_zero;
 use sieve_core::NsaBlocks;
 
 const NAME: &str = "index_gradient";
@@ -64,10 +60,8 @@ impl Qkv {
             lse: F32[batch, shape.num_heads, seq_len] = call.lse,
             index_lse: F32[batch, groups, seq_len] = call.index_lse,
         );
-        if work.ranges().count() != call.lists.len() {
-            let got = format!("{} of a row's ranges of queries", call.lists.len());
-            return Err(KernelError::unsupported(NAME, "lists:", got, "the lists of all ranges"));
-        }
+        let got = || format!("{} of a row's ranges of queries", call.lists.len());
+        require!(work.ranges().count() == call.lists.len(), NAME, "lists:": got(), "the lists of all ranges");
         let gradient = index.empty_contiguous(index.shape(), DType::BF16);
         let [d_query, d_key, d_unread] =
             [(0, groups), (groups, 1), (groups + 1, 1)].map(|(first, count)| Heads::some(&gradient, first, count));

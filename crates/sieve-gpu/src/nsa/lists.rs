@@ -1,9 +1,6 @@
 //! Launches of `kernels/nsa_list_counts.cu` and `kernels/nsa_lists.cu`: the queries that chose each block.
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
 use sieve_core::NsaBlocks;
 
 /// Queries of a block of threads.
@@ -32,14 +29,9 @@ impl ChoiceLists {
         let [batch, seq_len, heads, k] = indices.dims("nsa_lists", "block_indices")?;
         let shared_bytes = indices.hardware().max_shared_bytes;
         let most = Self::most_tokens(blocks.select_block_size, shared_bytes);
-        if seq_len > most {
-            return Err(KernelError::unsupported(
-                "nsa_lists",
-                "rows of",
-                format!("{seq_len} tokens in selected blocks of {}", blocks.select_block_size),
-                format!("up to {most} tokens, by this GPU's shared memory; larger blocks take longer rows"),
-            ));
-        }
+        let got = || format!("{seq_len} tokens in selected blocks of {}", blocks.select_block_size);
+        require!(seq_len <= most, "nsa_lists", "rows of": got(),
+            "up to {most} tokens, by this GPU's shared memory; larger blocks take longer rows");
         let cells = seq_len.div_ceil(blocks.select_block_size);
         let parts = count.div_ceil(PART_QUERIES);
         let choices = count * k;
@@ -125,7 +117,7 @@ pub(super) fn nsa_lists_kernel(num_cells: usize, shared_bytes: usize) -> SourceK
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::recording::{Hardware, Recorder};
+    use crate::{Hardware, Recorder};
 
     /// Lists of the last queries of a row, as a launch would make them.
     fn lists(hardware: Hardware, seq_len: usize) -> Result<ChoiceLists, KernelError> {

@@ -2,19 +2,16 @@
 use super::hopper;
 use super::lists::ChoiceLists;
 use super::{Bounds, query_ranges, require_bounds, require_sizes};
-use crate::attention::backward::{AttentionGradients, padded_len, require_gradients, row_stats};
-use crate::attention::forward::{AttentionResult, require_scale};
-use crate::attention::heads::{AttentionShape, Heads, Qkv};
-use crate::attention::hopper_tiling::arriving;
-use crate::dma::attention_backward::convert_rows;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::{NsaSelectedAttentionForwardParams, Params, params};
-use crate::runtime::policy::SumOrder;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::fill_zero::empty_zero;
+use crate::KernelError;
+use crate::attention::{
+    AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv, arriving, padded_len, require_gradients,
+    require_scale, row_stats,
+};
+use crate::dma::convert_rows;
+use crate::runtime::{
+    CudaTensor, DType, NsaSelectedAttentionForwardParams, Params, SourceKernel, SumOrder, operands, params,
+};
+use crate::step::empty_zero;
 use sieve_core::NsaBlocks;
 
 const NAME: &str = "nsa_selected_attention";
@@ -103,23 +100,14 @@ impl Work {
         let [q, k, v] = self.qkv.head_words(NAME)?;
         let [choices, max_items] = lists.capacity();
         Ok(params!(NsaSelectedAttentionForwardParams {
-            seq_len: self.shape.seq_len,
-            num_heads: self.shape.num_heads,
-            num_kv_heads: self.shape.num_kv_heads,
-            q_offset: q[0],
-            k_offset: k[0],
-            v_offset: v[0],
-            q_token_stride: q[1],
-            k_token_stride: k[1],
-            v_token_stride: v[1],
-            q_batch_stride: q[2],
-            k_batch_stride: k[2],
-            v_batch_stride: v[2],
+            { seq_len, num_heads, num_kv_heads, batch }: self.shape,
+            [q_offset, q_token_stride, q_batch_stride]: q,
+            [k_offset, k_token_stride, k_batch_stride]: k,
+            [v_offset, v_token_stride, v_batch_stride]: v,
             softmax_scale: self.softmax_scale,
             select_size: self.blocks.select_block_size,
             choices,
             max_items,
-            batch: self.shape.batch,
         }))
     }
 
@@ -161,15 +149,11 @@ impl Work {
     ) -> Result<(), KernelError> {
         let shape = &self.shape;
         let params = params!(NsaSelectedCombineParams {
-            seq_len: shape.seq_len,
-            num_heads: shape.num_heads,
-            num_kv_heads: shape.num_kv_heads,
+            { seq_len, num_heads, num_kv_heads }: shape,
             num_selected: self.blocks.num_selected_blocks,
             first_query: first,
             num_queries: count,
-            offset: layout[0],
-            token_stride: layout[1],
-            batch_stride: layout[2],
+            [offset, token_stride, batch_stride]: layout,
             softmax_scale: self.softmax_scale,
             num_lists: shape.batch * shape.num_kv_heads,
         });

@@ -3,8 +3,8 @@ mod resources;
 
 pub use resources::KernelResources;
 
-use crate::error::{CudaVersion, KernelError};
-use crate::runtime::source_kernel::SourceKernel;
+use crate::runtime::SourceKernel;
+use crate::{CudaVersion, KernelError};
 use cudarc::nvrtc::{result as nvrtc, sys};
 use std::ffi::{CString, c_char};
 
@@ -20,18 +20,18 @@ pub struct CompiledKernel {
 /// Version of the NVRTC on this machine.
 ///
 /// # Errors
-/// [`KernelError::NoNvrtc`].
+/// [`KernelError::Installation`].
 pub fn installed_nvrtc() -> Result<CudaVersion, KernelError> {
     // SAFETY: only tries to open the library.
     if !unsafe { sys::is_culib_present() } {
-        return Err(KernelError::NoNvrtc);
+        return Err(KernelError::no_nvrtc());
     }
     let (mut major, mut minor) = (0, 0);
     // SAFETY: two valid pointers to integers.
     let status = unsafe { sys::nvrtcVersion(&mut major, &mut minor) };
-    status.result().map_err(|e| KernelError::DriverInit {
-        reason: format!("nvrtcVersion: {e}"),
-    })?;
+    status
+        .result()
+        .map_err(|e| KernelError::driver(format!("nvrtcVersion: {e}")))?;
     Ok(CudaVersion {
         major: major as u32,
         minor: minor as u32,
@@ -42,11 +42,11 @@ pub fn installed_nvrtc() -> Result<CudaVersion, KernelError> {
 /// threads at once.
 ///
 /// # Errors
-/// [`KernelError::NoNvrtc`], or [`KernelError::Compile`] with the compiler's log.
+/// [`KernelError::Installation`] without NVRTC, or [`KernelError::Compile`] with the compiler's log.
 pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledKernel, KernelError> {
     // SAFETY: only tries to open the library.
     if !unsafe { sys::is_culib_present() } {
-        return Err(KernelError::NoNvrtc);
+        return Err(KernelError::no_nvrtc());
     }
     let source = c_string(kernel, kernel.text()?.text.as_str())?;
     let failed = |e: nvrtc::NvrtcError| KernelError::Compile {

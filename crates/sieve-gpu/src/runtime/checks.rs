@@ -1,18 +1,28 @@
 //! The checks that several launch wrappers make, each with one plain message.
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operand;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, operand};
+
+/// Refuses a call of a kernel unless a condition holds: `require!(width <= 64, NAME, "width": width, "up to {MOST}")`
+/// names the value, and what the kernel takes instead. Returns from the caller.
+macro_rules! require {
+    ($holds:expr, $kernel:expr, $what:literal: $got:expr, $($supported:tt)+) => {
+        if !($holds) {
+            let supported = format_args!($($supported)+);
+            return Err($crate::KernelError::unsupported($kernel, $what, $got, supported));
+        }
+    };
+}
+pub(crate) use require;
 
 /// Refuses a size of zero.
 ///
 /// # Errors
-/// [`KernelError::Empty`].
+/// [`KernelError::Refused`].
 pub fn require_non_empty(kernel: &'static str, what: &'static str, size: usize) -> Result<(), KernelError> {
     if size > 0 {
         Ok(())
     } else {
-        Err(KernelError::Empty { kernel, what })
+        Err(KernelError::empty(kernel, what))
     }
 }
 

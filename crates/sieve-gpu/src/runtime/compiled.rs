@@ -1,8 +1,6 @@
 //! Kernels as the driver runs them: compiled by NVRTC, kept as files, loaded once on each GPU, launched on any stream.
-use crate::error::KernelError;
-use crate::runtime::ahead_of_time::compile_with_nvrtc;
-use crate::runtime::cubins::Cubins;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{Cubins, SourceKernel, compile_with_nvrtc};
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{
     self as cuda, CUfunction, CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
@@ -75,8 +73,8 @@ impl LoadedKernel {
     /// Loads a kernel on a GPU of architecture `arch`: from its file, else compiled now.
     ///
     /// # Errors
-    /// [`KernelError::NoNvrtc`], [`KernelError::Compile`] with the compiler's log, [`KernelError::Launch`] when the
-    /// driver refuses the machine code.
+    /// [`KernelError::Installation`] without NVRTC, [`KernelError::Compile`] with the compiler's log,
+    /// [`KernelError::Launch`] when the driver refuses the machine code.
     pub fn load(kernel: &SourceKernel, device: usize, arch: &str) -> Result<Arc<Self>, KernelError> {
         Self::load_from(kernel, device, arch, Cubins::in_use())
     }
@@ -231,9 +229,7 @@ impl MapLayout {
 /// # Errors
 /// The GPU has no context, or the driver does not change it.
 pub fn on_device<T>(device: usize, work: impl FnOnce() -> T) -> Result<T, KernelError> {
-    let failed = |error: CUresult| KernelError::DriverInit {
-        reason: format!("the context of device {device}: {error:?}"),
-    };
+    let failed = |error: CUresult| KernelError::driver(format!("the context of device {device}: {error:?}"));
     let before = driver::ctx::get_current().map_err(|e| failed(e.0))?;
     let context = context_of(device).map_err(failed)?;
     if before == Some(context) {

@@ -1,5 +1,5 @@
 //! Compiled kernels as files: `<key>.cubin`, each written whole or not at all, so any number of processes share them.
-use crate::error::KernelError;
+use crate::KernelError;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -1,10 +1,8 @@
 //! What launches take: tensors in the memory of a GPU, or of a recording, with their shape and strides.
-use crate::error::KernelError;
-use crate::runtime::dtype::DType;
-use crate::runtime::layout::{contiguous_strides, required_elements, strides_are_contiguous};
-use crate::runtime::policy::KernelPolicy;
-use crate::runtime::recording::Hardware;
-use crate::runtime::source_kernel::LaunchRequest;
+use crate::KernelError;
+use crate::runtime::{
+    DType, Hardware, KernelPolicy, LaunchRequest, contiguous_strides, required_elements, strides_are_contiguous,
+};
 use std::any::Any;
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -133,15 +131,11 @@ impl CudaTensor {
     /// Sizes as an array.
     ///
     /// # Errors
-    /// [`KernelError::Rank`] when there are not `D` dimensions.
+    /// [`KernelError::Refused`] when there are not `D` dimensions.
     pub fn dims<const D: usize>(&self, kernel: &'static str, tensor: &'static str) -> Result<[usize; D], KernelError> {
         let shape = self.shape();
-        shape.try_into().map_err(|_| KernelError::Rank {
-            kernel,
-            tensor,
-            got: shape.len(),
-            expected: D,
-        })
+        let words = || format!("{tensor} has {} dimensions, expected {D}", shape.len());
+        shape.try_into().map_err(|_| KernelError::refused(kernel, words()))
     }
 
     /// True when elements lie in memory in index order, without gaps. Dimensions of size 1 don't count.
@@ -160,16 +154,11 @@ impl CudaTensor {
     /// The same elements under another shape, without a copy.
     ///
     /// # Errors
-    /// [`KernelError::Layout`] when the tensor is not contiguous, [`KernelError::Shape`] when the sizes differ.
+    /// [`KernelError::Refused`] when the tensor is not contiguous, or when the sizes differ.
     pub fn reshaped(&self, kernel: &'static str, tensor: &'static str, shape: &[usize]) -> Result<Self, KernelError> {
         self.require_contiguous(kernel, tensor)?;
         if shape.iter().product::<usize>() != self.num_elements() {
-            return Err(KernelError::Shape {
-                kernel,
-                tensor,
-                got: self.shape().to_vec(),
-                expected: shape.to_vec(),
-            });
+            return Err(KernelError::shape(kernel, tensor, self.shape(), shape));
         }
         Ok(self.part(0, shape, &contiguous_strides(shape)))
     }
@@ -177,7 +166,7 @@ impl CudaTensor {
     /// The same buffer under another shape and other strides, in elements; no copy, no check of what lies there.
     ///
     /// # Errors
-    /// [`KernelError::Layout`] when the buffer is too small.
+    /// [`KernelError::Refused`] when the buffer is too small.
     pub fn view(
         &self,
         kernel: &'static str,
@@ -202,15 +191,12 @@ impl CudaTensor {
     ) -> Result<Self, KernelError> {
         let capacity = (self.memory.num_bytes() - self.offset_bytes) / self.dtype.size();
         if first + required_elements(shape, strides) > capacity {
-            let (shape, strides) = (shape.to_vec(), strides.to_vec());
-            let expected = "the buffer is too small for this view";
-            return Err(KernelError::Layout {
+            return Err(layout_error(
                 kernel,
                 tensor,
-                shape,
-                strides,
-                expected,
-            });
+                [shape, strides],
+                "the buffer is too small for this view",
+            ));
         }
         Ok(self.part(first * self.dtype().size(), shape, strides))
     }
@@ -218,7 +204,7 @@ impl CudaTensor {
     /// Rows `first .. first + count` of the outermost dimension of a contiguous tensor, without a copy.
     ///
     /// # Errors
-    /// [`KernelError::Layout`] when the tensor is not contiguous or has fewer rows.
+    /// [`KernelError::Refused`] when the tensor is not contiguous or has fewer rows.
     pub fn row_range(
         &self,
         kernel: &'static str,
@@ -254,24 +240,20 @@ impl CudaTensor {
     /// Checks the element type.
     ///
     /// # Errors
-    /// [`KernelError::DType`].
+    /// [`KernelError::Refused`].
     pub fn require_dtype(&self, kernel: &'static str, tensor: &'static str, dtype: DType) -> Result<(), KernelError> {
         if self.dtype() == dtype {
             return Ok(());
         }
-        let (got, expected) = (self.dtype().name().to_owned(), dtype.name().to_owned());
-        Err(KernelError::DType {
-            kernel,
-            tensor,
-            got,
-            expected,
-        })
+        let (got, expected) = (self.dtype().name(), dtype.name());
+        let words = format!("{tensor} is {got}, expected {expected}\n  hint: cast it before the call");
+        Err(KernelError::refused(kernel, words))
     }
 
     /// Checks the shape.
     ///
     /// # Errors
-    /// [`KernelError::Shape`].
+    /// [`KernelError::Refused`].
     pub fn require_shape(
         &self,
         kernel: &'static str,
@@ -281,18 +263,13 @@ impl CudaTensor {
         if self.shape() == expected {
             return Ok(());
         }
-        Err(KernelError::Shape {
-            kernel,
-            tensor,
-            got: self.shape().to_vec(),
-            expected: expected.to_vec(),
-        })
+        Err(KernelError::shape(kernel, tensor, self.shape(), expected))
     }
 
     /// Checks that the tensor is contiguous.
     ///
     /// # Errors
-    /// [`KernelError::Layout`].
+    /// [`KernelError::Refused`].
     pub fn require_contiguous(&self, kernel: &'static str, tensor: &'static str) -> Result<(), KernelError> {
         if self.is_contiguous() {
             return Ok(());
@@ -300,16 +277,9 @@ impl CudaTensor {
         Err(self.layout_error(kernel, tensor, "a contiguous tensor is needed"))
     }
 
-    /// A [`KernelError::Layout`] about this tensor; `expected` says in words what the kernel needs.
+    /// The error about strides that a kernel cannot follow; `expected` says in words which it needs.
     pub fn layout_error(&self, kernel: &'static str, tensor: &'static str, expected: &'static str) -> KernelError {
-        let (shape, strides) = (self.shape().to_vec(), self.strides().to_vec());
-        KernelError::Layout {
-            kernel,
-            tensor,
-            shape,
-            strides,
-            expected,
-        }
+        layout_error(kernel, tensor, [self.shape(), self.strides()], expected)
     }
 
     fn of_new(&self, memory: Arc<dyn Memory>, shape: &[usize], dtype: DType) -> Self {
@@ -321,4 +291,9 @@ impl CudaTensor {
         let offset = self.offset_bytes + first_byte;
         Self::new(self.memory.clone(), offset, [shape, strides], self.dtype).under(self.policy)
     }
+}
+
+fn layout_error(kernel: &str, tensor: &str, [shape, strides]: [&[usize]; 2], expected: &str) -> KernelError {
+    let words = format!("{tensor} of shape {shape:?} has strides {strides:?}; {expected}");
+    KernelError::refused(kernel, words + "\n  hint: call into_contiguous() on it first")
 }

@@ -1,12 +1,11 @@
 //! The operands of a launch, declared: element type, shape, and how they may lie in memory.
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType};
 
 /// Refuses a tensor of another element type or shape.
 ///
 /// # Errors
-/// [`KernelError::DType`], [`KernelError::Shape`].
+/// [`KernelError::Refused`].
 pub fn operand<'a>(
     kernel: &'static str,
     name: &'static str,
@@ -75,7 +74,7 @@ pub(crate) use operands;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::recording::{Hardware, Recorder};
+    use crate::{Hardware, Recorder};
 
     /// The shape that was copied to, or the error.
     fn declared(x: &CudaTensor, rows: usize) -> Result<Vec<usize>, KernelError> {

@@ -1,7 +1,7 @@
 //! The params structs of the kernels. Each is declared once, in its `.cu` or in a header that forms of a kernel share;
 //! `build.rs` makes the Rust structs here from that text, so a launch names every word and cannot forget or misplace
 //! one.
-use crate::error::KernelError;
+use crate::KernelError;
 
 /// One 64-bit word of a params struct.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,15 +47,34 @@ pub(crate) trait Params {
     fn append(&self, words: &mut Vec<u64>);
 }
 
-/// A params struct by the names of its words: `params!(ScaleParams { width, stride: rows.stride })`.
+/// A params struct by the names of its words: `params!(ScaleParams { width, stride: rows.stride })`. Words named as
+/// fields of one value come from it together, `{ rows, width }: x`, and words from the first numbers of an array
+/// likewise, `[offset, token_stride]: place`.
 macro_rules! params {
-    ($name:ident { $($field:ident $(: $value:expr)?),* $(,)? }) => {
-        $crate::runtime::params::$name {
-            $($field: $crate::runtime::params::params!(@word $field $(, $value)?)),*
-        }
+    ($name:ident { $($words:tt)* }) => {
+        $crate::runtime::params::params!(@words $name [] {} $($words)*)
     };
-    (@word $field:ident, $value:expr) => { ::core::convert::Into::into($value) };
-    (@word $field:ident) => { ::core::convert::Into::into($field) };
+    (@words $name:ident [$($arrays:tt)*] {$($done:tt)*}) => {{
+        $($arrays)*
+        $crate::runtime::params::$name { $($done)* }
+    }};
+    (@words $name:ident [$($arrays:tt)*] {$($done:tt)*} { $($word:ident),+ }: $of:expr $(, $($rest:tt)*)?) => {
+        $crate::runtime::params::params!(@words $name [$($arrays)*] {
+            $($done)* $($word: ::core::convert::Into::into($of.$word),)+
+        } $($($rest)*)?)
+    };
+    (@words $name:ident [$($arrays:tt)*] {$($done:tt)*} [ $($word:ident),+ ]: $of:expr $(, $($rest:tt)*)?) => {
+        $crate::runtime::params::params!(@words $name [$($arrays)* let [$($word,)+ ..] = $of;] {
+            $($done)* $($word: ::core::convert::Into::into($word),)+
+        } $($($rest)*)?)
+    };
+    (@words $name:ident $arrays:tt {$($done:tt)*} $word:ident $(: $value:expr)? $(, $($rest:tt)*)?) => {
+        $crate::runtime::params::params!(@words $name $arrays {
+            $($done)* $word: ::core::convert::Into::into($crate::runtime::params::params!(@value $word $($value)?)),
+        } $($($rest)*)?)
+    };
+    (@value $word:ident $value:expr) => { $value };
+    (@value $word:ident) => { $word };
 }
 pub(crate) use params;
 
@@ -82,7 +101,7 @@ pub(crate) fn words_for<P: Params>(entry: &'static str, params: &P) -> Result<Ve
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::source::KernelText;
+    use crate::runtime::KernelText;
 
     #[test]
     fn words_come_in_the_order_of_the_struct() {

@@ -5,11 +5,10 @@
 //! a [`Step`] of the [`Recording`], in order. So a tiling, a grid or a params struct is written once, here, and every
 //! program that runs kernels without CubeCL (the CPU emulator of `tests/gpu/emulator`) replays what these wrappers
 //! do.
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::{CudaTensor, Fill, Memory};
-use crate::runtime::dtype::DType;
-use crate::runtime::layout::{contiguous_strides, required_elements};
-use crate::runtime::source_kernel::{LaunchRequest, SourceKernel, TileMap};
+use crate::KernelError;
+use crate::runtime::{
+    CudaTensor, DType, Fill, LaunchRequest, Memory, SourceKernel, TileMap, contiguous_strides, required_elements,
+};
 use serde::Serialize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

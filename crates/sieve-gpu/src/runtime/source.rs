@@ -3,7 +3,7 @@
 //! NVRTC gets a single string and no include folder of ours, and CubeCL caches compiled kernels under a key that we
 //! choose. So the text is put together here, completely, and its hash is the key: a changed character in a kernel or in
 //! anything it includes can never run an old module.
-use crate::error::KernelError;
+use crate::KernelError;
 use std::collections::HashMap;
 use std::fmt::Write;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -29,12 +29,15 @@ impl KernelText {
     /// Text of a built-in file, before includes.
     ///
     /// # Errors
-    /// [`KernelError::UnknownSource`] when no such file was there at compile time.
+    /// [`KernelError::Refused`] when no such file was there at compile time.
     pub fn of_file(name: &str) -> Result<&'static str, KernelError> {
         KERNEL_FILES
             .binary_search_by(|(known, _)| (*known).cmp(name))
             .map(|at| KERNEL_FILES[at].1)
-            .map_err(|_| KernelError::UnknownSource { name: name.to_owned() })
+            .map_err(|_| {
+                let words = "no such file among the kernels built into this program\n  hint: kernels/";
+                KernelError::refused(name, format!("{words}{name} must exist when sieve-gpu is compiled"))
+            })
     }
 }
 
@@ -96,13 +99,9 @@ fn paste(file: &str, source: &str, seen: &mut Vec<String>, out: &mut String) -> 
             Some(d) if d.starts_with("include") => {
                 if let Some(name) = quoted(d) {
                     if depth > 0 {
-                        let reason =
+                        let words =
                             format!("include \"{name}\" stands inside #if; includes are pasted once, so put it above");
-                        return Err(KernelError::Include {
-                            file: file.to_owned(),
-                            line: number,
-                            reason,
-                        });
+                        return Err(KernelError::refused(&format!("{file}, line {number}"), words));
                     }
                     let (name, text) = resolve(file, name, number)?;
                     if !seen.contains(&name) {
@@ -138,12 +137,8 @@ fn resolve(file: &str, name: &str, line: usize) -> Result<(String, &'static str)
             return Ok((candidate, text));
         }
     }
-    let reason = format!("include \"{name}\" names no file below kernels/");
-    Err(KernelError::Include {
-        file: file.to_owned(),
-        line,
-        reason,
-    })
+    let words = format!("include \"{name}\" names no file below kernels/");
+    Err(KernelError::refused(&format!("{file}, line {line}"), words))
 }
 
 #[cfg(test)]

@@ -1,10 +1,6 @@
 //! A kernel given as CUDA C++ text, and its launches.
-use crate::error::KernelError;
-use crate::runtime::compiled::MapLayout;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::params::{Params, words_for};
-use crate::runtime::recording::Hardware;
-use crate::runtime::source::{KernelText, assemble_file, assemble_text};
+use crate::KernelError;
+use crate::runtime::{CudaTensor, Hardware, KernelText, MapLayout, Params, assemble_file, assemble_text, words_for};
 use serde::Serialize;
 use std::fmt::Display;
 use std::sync::Arc;
@@ -195,7 +191,7 @@ impl SourceKernel {
     /// is this call's; what the driver refuses later is the next call's error, and names its kernel.
     ///
     /// # Errors
-    /// [`KernelError::Compile`], [`KernelError::Launch`], [`KernelError::DeviceLimit`].
+    /// [`KernelError::Compile`], [`KernelError::Launch`], [`KernelError::Refused`].
     ///
     /// # Safety
     /// The kernel must stay inside the given tensors for these params, grid and block, and must end.
@@ -254,10 +250,7 @@ impl SourceKernel {
         words: &[u64],
     ) -> Result<(), KernelError> {
         let [first, ..] = tensors else {
-            return Err(KernelError::Empty {
-                kernel: self.name,
-                what: "the list of tensors",
-            });
+            return Err(KernelError::empty(self.name, "the list of tensors"));
         };
         self.check_limits(grid, words.len(), &first.hardware())?;
         let request = LaunchRequest {
@@ -283,19 +276,11 @@ impl SourceKernel {
         ];
         for (what, got, limit) in checks {
             if got > limit {
-                return Err(KernelError::DeviceLimit {
-                    kernel: self.name,
-                    what,
-                    got,
-                    limit,
-                });
+                return Err(KernelError::over_limit(self.name, what, got, limit));
             }
         }
         if grid.contains(&0) {
-            return Err(KernelError::Empty {
-                kernel: self.name,
-                what: "the grid",
-            });
+            return Err(KernelError::empty(self.name, "the grid"));
         }
         Ok(())
     }

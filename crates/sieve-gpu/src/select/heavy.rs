@@ -1,14 +1,10 @@
 //! Keys that stay of a prompt by the attention they received (SnapKV, H2O), and tokens that then push the lightest out.
 use super::lines::ProbeSums;
 use super::{Call, LongChoice};
-use crate::attention::decode_scratch::{DecodeScratch, DecodeTiling};
-use crate::attention::heads::Qkv;
-use crate::dma::decode::{DmaSlots, dma_decode_kernel, slots_decode};
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::attention::{DecodeScratch, DecodeTiling, Qkv};
+use crate::dma::{DmaSlots, dma_decode_kernel, slots_decode};
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
 use sieve_core::{HeavyKeys, KeepBlocks};
 
 const NAME: &str = "keep_heavy_keys";
@@ -59,8 +55,7 @@ impl Qkv {
         let params = params!(SelectSmoothParams {
             num_keys: n,
             count,
-            width: heavy.width,
-            by_largest: heavy.by_largest,
+            { width, by_largest }: heavy,
         });
         let grid = [count.div_ceil(TOKENS_AT_ONCE), s.shape.num_kv_heads, 1];
         // SAFETY: both have these rows; every score is written.
@@ -84,10 +79,8 @@ impl Qkv {
             count,
             slots: kept,
             head_dim: d,
-            k_offset: k[0],
-            v_offset: v[0],
-            k_token_stride: k[1],
-            v_token_stride: v[1],
+            [k_offset, k_token_stride]: k,
+            [v_offset, v_token_stride]: v,
         });
         let tensors = [
             &marks,
@@ -146,14 +139,11 @@ impl Call<'_> {
         let lse = self.qkv.attention_forward(&doc_start, None, softmax_scale, None)?.lse;
         let params = params!(ReceivedAttentionParams {
             num_keys: n,
-            num_heads: s.shape.num_heads,
-            num_kv_heads: s.shape.num_kv_heads,
+            { num_heads, num_kv_heads }: s.shape,
             first_query: first,
             softmax_scale,
-            q_offset: self.q[0],
-            q_token_stride: self.q[1],
-            k_offset: self.k[0],
-            k_token_stride: self.k[1],
+            [q_offset, q_token_stride]: self.q,
+            [k_offset, k_token_stride]: self.k,
         });
         let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), &lse, all, nan_rows];
         let grid = [n.div_ceil(RECEIVING_KEYS), s.shape.num_kv_heads, 1];
@@ -180,10 +170,8 @@ impl DmaSlots {
         let shape = token.shape(NAME)?;
         let [batch, num_kv_heads, room] = self.z.dims(NAME, "slots")?;
         let group = shape.group_size();
-        if batch != 1 || !shape.head_dim.is_multiple_of(32) {
-            let supported = "one sequence, heads of a multiple of 32 columns";
-            return Err(KernelError::unsupported(NAME, "shape", format!("{shape:?}"), supported));
-        }
+        let fits = batch == 1 && shape.head_dim.is_multiple_of(32);
+        require!(fits, NAME, "shape": format!("{shape:?}"), "one sequence, heads of a multiple of 32 columns");
         let token = token.walkable();
         let z = self.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);
         let o = slots_decode(&token, &z, self, length, softmax_scale, None, scratch)?;

@@ -1,11 +1,8 @@
 //! Columns and diagonals that the last queries look at, and FlexPrefill's choice between them and a map of blocks.
 use super::scores::{Cut, Pooled};
 use super::{Call, KeptBits, LongChoice, NAME, SCORE_BYTES};
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params};
 use sieve_core::BlockScores;
 use std::ops::Range;
 
@@ -50,9 +47,7 @@ impl ProbeSums<'_> {
             rows,
             num_keys,
             first_position,
-            group: self.group,
-            factor: self.factor,
-            adds: self.adds,
+            { group, factor, adds }: self,
         });
         let kinds = 1 + usize::from(self.diagonals.is_some());
         let grid = [num_keys.div_ceil(256), heads / self.group, kinds];
@@ -137,11 +132,8 @@ impl Call<'_> {
     ) -> Result<(), KernelError> {
         let s = self.selection;
         let params = params!(SelectSlashesParams {
-            num_queries: s.shape.num_queries,
-            num_keys: s.shape.num_keys,
-            block: s.scores.block,
-            offset: s.scores.offset,
-            query_block: s.scores.query_block,
+            { num_queries, num_keys }: s.shape,
+            { block, offset, query_block }: s.scores,
             by_token,
             has_map: map.is_some(),
         });
@@ -226,8 +218,7 @@ impl Call<'_> {
         let by_block = [new(), new()];
         let tops = nan_rows.empty_contiguous(&[3, s.shape.num_heads], DType::I32);
         let params = params!(SelectPatternsParams {
-            num_heads: s.shape.num_heads,
-            num_keys: s.shape.num_keys,
+            { num_heads, num_keys }: s.shape,
             block: s.scores.block,
             least,
             most,
@@ -272,11 +263,8 @@ impl Call<'_> {
         for heads in self.slabs(length * DType::F32.size()) {
             let scores = self.products(&means, heads.clone())?;
             let params = params!(SelectSoftmaxParams {
-                num_queries: s.shape.num_queries,
-                num_keys: s.shape.num_keys,
-                block: s.scores.block,
-                offset: s.scores.offset,
-                query_block: s.scores.query_block,
+                { num_queries, num_keys }: s.shape,
+                { block, offset, query_block }: s.scores,
                 first_head: heads.start,
             });
             let grid = [rows, heads.len(), 1];

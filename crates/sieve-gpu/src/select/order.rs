@@ -1,11 +1,9 @@
 //! Orders of tokens inside segments.
 use super::lines::ProbeSums;
 use super::{Call, NAME};
-use crate::attention::heads::Heads;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::attention::Heads;
+use crate::runtime::{CudaTensor, SourceKernel, params};
 use sieve_core::{KeyMask, KeyScores};
 use std::ops::Range;
 
@@ -119,8 +117,7 @@ impl Call<'_> {
     ) -> Result<CudaTensor, KernelError> {
         let score = self.new_f32(&[num_heads, num_tokens]);
         let params = params!(SelectNormsParams {
-            x_offset: at[0],
-            token_stride: at[1],
+            [x_offset, token_stride]: at,
             head_dim: self.shape.head_dim,
             first_token,
             num_tokens,
@@ -136,8 +133,7 @@ impl Call<'_> {
             num_tokens: sorted.count,
             first_position: sorted.first,
             segment,
-            whole_only: sorted.whole_only,
-            heads_per_set: sorted.heads_per_set,
+            { whole_only, heads_per_set }: sorted,
         });
         let segments = (sorted.first + sorted.count).div_ceil(segment) - sorted.first / segment;
         let tensors = [&sorted.score, sorted.nan_rows, order];

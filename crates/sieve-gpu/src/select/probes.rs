@@ -1,13 +1,9 @@
 //! Dense probe rows: the blocks they choose (MOMO), and the correction of a sparse output by their own.
 use super::scores::Cells;
 use super::{Call, Choice, KeptBits};
-use crate::attention::heads::Qkv;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::attention::Qkv;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use sieve_core::{BlockScores, CallShape, KeyMask, MaskPlaces, ProbeCorrection, Tiles};
 use std::ops::Range;
 
@@ -112,11 +108,8 @@ impl Qkv {
             && num_queries <= shape.seq_len
             && gamma > 1
             && num_queries > gamma;
-        if !fits {
-            let got = format!("{shape:?}, o of {:?}, {correction:?}", o.shape());
-            let supported = "the outputs of a call of more than gamma queries, gamma above 1";
-            return Err(KernelError::unsupported(NAME, "shape", got, supported));
-        }
+        require!(fits, NAME, "shape": format!("{shape:?}, o of {:?}, {correction:?}", o.shape()),
+            "the outputs of a call of more than gamma queries, gamma above 1");
         let context = shape.seq_len - num_queries;
         let offset = context % gamma;
         let num_probes = (num_queries + offset).div_ceil(gamma);

@@ -1,13 +1,9 @@
 //! Scores of blocks: products of means, and of cells.
 use super::order::Orders;
 use super::{Call, SELECT_CELL_SUMS, SELECT_POOL, SELECT_SCORES, select_cells_kernel};
-use crate::attention::heads::Heads;
-use crate::attention::hopper_tiling::KernelFamily;
-use crate::attention::tiling::KeySource;
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
+use crate::KernelError;
+use crate::attention::{Heads, KernelFamily, KeySource};
+use crate::runtime::{CudaTensor, DType, params};
 use sieve_core::BlockScores;
 use std::ops::Range;
 
@@ -98,13 +94,9 @@ impl Call<'_> {
             false => means.clone(),
         };
         let params = params!(SelectPoolParams {
-            x_offset: p.at[0],
-            token_stride: p.at[1],
+            [x_offset, token_stride]: p.at,
             head_dim: d,
-            first_token: p.first_token,
-            num_tokens: p.num_tokens,
-            block: p.block,
-            offset: p.offset,
+            { first_token, num_tokens, block, offset }: p,
             has_order: p.order.is_some(),
             has_variance,
         });
@@ -181,13 +173,8 @@ impl Call<'_> {
     ) -> Result<(), KernelError> {
         let s = self.selection;
         let params = params!(SelectScoresParams {
-            num_queries: cut.num_queries,
-            num_keys: s.shape.num_keys,
-            block: cut.block,
-            offset: cut.offset,
-            query_block: cut.query_block,
-            num_heads: s.shape.num_heads,
-            num_kv_heads: s.shape.num_kv_heads,
+            { num_queries, block, offset, query_block }: cut,
+            { num_keys, num_heads, num_kv_heads }: s.shape,
             head_dim: self.shape.head_dim,
             first_head: heads.start,
             scale,
@@ -209,23 +196,15 @@ impl Call<'_> {
         let columns = s.shape.num_keys.div_ceil(cells.cell * cells.per_block);
         let scores = self.new_f32(&[heads.len(), cells.rows, columns]);
         let params = params!(SelectCellsParams {
-            num_queries: s.shape.num_queries,
-            num_keys: s.shape.num_keys,
-            num_heads: s.shape.num_heads,
-            num_kv_heads: s.shape.num_kv_heads,
+            { num_queries, num_keys, num_heads, num_kv_heads }: s.shape,
             first_head: heads.start,
-            q_offset: self.q[0],
-            k_offset: self.k[0],
-            q_token_stride: self.q[1],
-            k_token_stride: self.k[1],
+            [q_offset, q_token_stride]: self.q,
+            [k_offset, k_token_stride]: self.k,
             first_query: cells.first,
-            cell: cells.cell,
+            { cell, per_block, reversed, scale }: cells,
             query_step: cells.step,
-            per_block: cells.per_block,
-            reversed: cells.reversed,
             out_rows: cells.rows,
             out_columns: columns,
-            scale: cells.scale,
         });
         let most = cells.rows * if cells.is_lse { 1 } else { cells.per_block };
         let query_cells = (s.shape.num_keys - cells.first).div_ceil(cells.step).min(most);
@@ -285,11 +264,8 @@ impl Call<'_> {
         }
         let masses = self.new_f32(&[heads.len(), rows, columns]);
         let params = params!(SelectCellSumsParams {
-            num_queries: s.shape.num_queries,
-            num_keys: s.shape.num_keys,
-            block: s.scores.block,
-            offset: s.scores.offset,
-            query_block: s.scores.query_block,
+            { num_queries, num_keys }: s.shape,
+            { block, offset, query_block }: s.scores,
             first_query: cells.first,
             cell,
             query_cells: cells.rows,

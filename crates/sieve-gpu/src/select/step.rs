@@ -1,10 +1,7 @@
 //! Choices of one query, while a model writes: the largest logits, and pages by bounds of their products.
 use super::{Call, Choice, KeptBits, LongChoice, NAME};
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, SourceKernel, operands, params};
 use sieve_core::KeepBlocks;
 
 /// Pages of a block of threads.
@@ -52,10 +49,8 @@ impl Call<'_> {
             first_new: known,
             head_dim: d,
             group: s.shape.num_heads / s.shape.num_kv_heads,
-            q_offset: self.q[0],
-            k_offset: self.k[0],
-            q_token_stride: self.q[1],
-            k_token_stride: self.k[1],
+            [q_offset, q_token_stride]: self.q,
+            [k_offset, k_token_stride]: self.k,
         });
         let grid = [pages.div_ceil(PAGES_AT_ONCE), s.shape.num_kv_heads, 1];
         let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), bounds, &scores];

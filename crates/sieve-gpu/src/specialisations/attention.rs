@@ -1,38 +1,24 @@
 //! The kernels of each part of attention, and all parts of one model's attention, for a build ahead of time.
 use super::NeededKernels;
-use crate::attention::backward::{
-    attention_backward_convert_kernel, attention_backward_join_kernel, attention_backward_prepare_kernel, head_by_head,
+use crate::attention::{
+    AttentionShape, BackwardTiling, DecodeTiling, HopperTiling, KeySource, QueryPass, QueryTiling, SparseKeyReads,
+    attention_backward_convert_kernel, attention_backward_join_kernel, attention_backward_prepare_kernel,
+    attention_decode_kernel, bias_base_kernel, has_hopper_form, head_by_head, hopper_attention_backward_prepare_kernel,
+    hopper_backward_kernel, hopper_sparse_attention_forward_kernel, sharing, sparse_attention_forward_kernel,
+    sparse_attention_tiling,
 };
-use crate::attention::backward_tiling::BackwardTiling;
-use crate::attention::bias_base::bias_base_kernel;
-use crate::attention::decode::attention_decode_kernel;
-use crate::attention::decode_scratch::DecodeTiling;
-use crate::attention::heads::AttentionShape;
-use crate::attention::hopper_tiling::{
-    HopperTiling, has_hopper_form, hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
+use crate::dma::{
+    DMA_LAST_KEPT, ScoreBias, dma_attention_backward_convert_kernel, dma_border_keys_kernels, dma_decode_kernel,
+    dma_lists_kernel, dma_lists_prefix_kernel, dma_scores_backward_kernel, dma_scores_kernel, dma_select_kernels,
 };
-use crate::attention::query_shares::sharing;
-use crate::attention::sparse_forward::{
-    SparseKeyReads, hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel, sparse_attention_tiling,
-};
-use crate::attention::tiling::{KeySource, QueryPass, QueryTiling};
-use crate::dma::attention_backward::dma_attention_backward_convert_kernel;
-use crate::dma::border_keys::{DMA_LAST_KEPT, dma_border_keys_kernels};
-use crate::dma::decode::dma_decode_kernel;
-use crate::dma::lists::{dma_lists_kernel, dma_lists_prefix_kernel};
-use crate::dma::scores::{ScoreBias, dma_scores_kernel};
-use crate::dma::scores_backward::dma_scores_backward_kernel;
-use crate::dma::select::dma_select_kernels;
-use crate::mla::decode::{
+use crate::mla::{
     MLA_VALUES, mla_decode_join_kernel, mla_decode_kernel, mla_decode_scaled_kernel, mla_join_token_kernel,
+    mla_pack_backward_kernel, mla_pack_forward_kernel,
 };
-use crate::mla::pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
 use crate::nsa::{chosen_decode_kernels, nsa_hopper_kernels, nsa_kernels};
-use crate::runtime::policy::SumOrder;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::runtime::{SourceKernel, SumOrder};
 use crate::select::{hopper_select_blocks_kernels, select_blocks_kernels};
-use crate::step::column_sums::COLUMN_SUMS;
-use crate::step::fill_zero::FILL_ZERO;
+use crate::step::{COLUMN_SUMS, FILL_ZERO};
 
 /// The attention of a model, as far as it decides which kernels run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,11 +1,9 @@
 //! The specialisations that ship: the parts of attention that are compiled ahead for the usual widths, as a table.
 use super::NeededKernels;
 use super::attention::{AttentionNeeds, NeededKeys, Part, hopper, portable};
-use crate::attention::heads::AttentionShape;
-use crate::attention::hopper_tiling::KernelFamily;
-use crate::dma::scores::ScoreBias;
-use crate::runtime::policy::SumOrder;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::attention::{AttentionShape, KernelFamily};
+use crate::dma::ScoreBias;
+use crate::runtime::{SourceKernel, SumOrder};
 use KernelFamily::{Hopper, Portable};
 use NeededKeys::{AllBiased, Blocks, Neighbours};
 use Part::{Around, Choose, ConvertDq, Decode, Forward, Gradients, Masked, RowSums};

@@ -1,12 +1,7 @@
 //! Launch of `kernels/adamw.cu`.
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::{AdamwParams, params};
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::require_alignment;
+use crate::KernelError;
+use crate::runtime::{AdamwParams, CudaTensor, DType, SourceKernel, operands, params, require_non_empty};
+use crate::step::require_alignment;
 use sieve_core::AdamWStep;
 
 const NAME: &str = "adamw";
@@ -62,12 +57,7 @@ impl AdamwTensors<'_> {
             tensor.require_contiguous(NAME, name)?;
             require_alignment(NAME, name, tensor)?;
             if tensor.num_elements() != size {
-                return Err(KernelError::Shape {
-                    kernel: NAME,
-                    tensor: name,
-                    got: tensor.shape().to_vec(),
-                    expected: self.param.shape().to_vec(),
-                });
+                return Err(KernelError::shape(NAME, name, tensor.shape(), self.param.shape()));
             }
         }
         operands!(only NAME, grad_scale: F32[1] strided = self.grad_scale);
@@ -117,7 +107,7 @@ pub(crate) fn adamw_kernel(master: Master) -> SourceKernel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::params::words_for;
+    use crate::runtime::words_for;
 
     #[test]
     fn words_hold_the_combined_factors() {

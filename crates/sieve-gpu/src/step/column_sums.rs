@@ -1,9 +1,6 @@
 //! Launch of `kernels/column_sums.cu`: the second half of every weight gradient that blocks sum up in parts.
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params};
 
 const NAME: &str = "column_sums";
 

@@ -1,12 +1,7 @@
 //! Launch of `kernels/cross_entropy.cu` on a block of logits.
-use crate::error::KernelError;
-use crate::runtime::checks::{require_float, require_non_empty};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_float, require_non_empty};
+use crate::step::{WORD_ELEMENTS, require_alignment};
 
 const NAME: &str = "cross_entropy";
 
@@ -78,16 +73,8 @@ pub fn cross_entropy(logits: &LogitRows, labels: &CudaTensor, losses: &CudaTenso
 
 fn require_rows(logits: &LogitRows, rows: usize) -> Result<(), KernelError> {
     let most = logits.tensor.shape()[0];
-    if rows <= most {
-        return Ok(());
-    }
-    let supported = format!("a row for each of {rows} labels");
-    Err(KernelError::unsupported(
-        NAME,
-        "logits",
-        format!("{most} rows"),
-        supported,
-    ))
+    require!(rows <= most, NAME, "logits": format!("{most} rows"), "a row for each of {rows} labels");
+    Ok(())
 }
 
 /// The specialisation for bf16 logits with their gradients, or for f32 logits.

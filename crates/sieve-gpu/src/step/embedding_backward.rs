@@ -1,12 +1,7 @@
 //! Launches of `kernels/embedding_order.cu`, `embedding_backward.cu` and `embedding_carry.cu`.
-use crate::error::KernelError;
-use crate::runtime::checks::{require_non_empty, require_tokens};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::fill_zero::empty_zero;
-use crate::step::vector_rows::VectorRows;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_non_empty, require_tokens};
+use crate::step::{VectorRows, empty_zero};
 
 const NAME: &str = "embedding_backward";
 const ORDER: &str = "embedding_order";

@@ -1,11 +1,7 @@
 //! Launch of `kernels/embedding_forward.cu`.
-use crate::error::KernelError;
-use crate::runtime::checks::require_tokens;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::{VectorRows, WORD_ELEMENTS};
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_tokens};
+use crate::step::{VectorRows, WORD_ELEMENTS};
 
 const NAME: &str = "embedding_forward";
 

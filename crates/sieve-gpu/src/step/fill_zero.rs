@@ -1,10 +1,6 @@
 //! Launch of `kernels/fill_zero.cu`.
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_non_empty};
 
 const NAME: &str = "fill_zero";
 

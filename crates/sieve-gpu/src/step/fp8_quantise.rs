@@ -1,13 +1,9 @@
 //! Launches of `kernels/fp8_amax.cu` and `kernels/fp8_quantise.cu`: a bf16 matrix in fp8 with one scale,
 //! as it is and transposed. Tensor cores multiply fp8 along rows alone, so a matrix that is an operand
 //! both along its rows and along its columns is needed both ways.
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require, require_non_empty};
+use crate::step::{WORD_ELEMENTS, require_alignment};
 
 const NAME: &str = "fp8_quantise";
 const AMAX: &str = "fp8_amax";
@@ -62,11 +58,8 @@ pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format, amax: Option<&CudaTensor>
     let width = x.shape().last().copied().unwrap_or(0);
     require_non_empty(NAME, "the number of elements", x.num_elements())?;
     let rows = x.num_elements() / width;
-    for (what, size) in [("number of rows", rows), ("width", width)] {
-        if !size.is_multiple_of(MULTIPLE) {
-            return Err(unsupported(what, size.to_string(), "multiples of 16"));
-        }
-    }
+    require!(rows.is_multiple_of(MULTIPLE), NAME, "number of rows": rows, "multiples of {MULTIPLE}");
+    require!(width.is_multiple_of(MULTIPLE), NAME, "width": width, "multiples of {MULTIPLE}");
     Fp8Format::require(x.hardware().compute_capability)?;
     let x = x.contiguous();
     require_alignment(NAME, "x", &x)?;
@@ -139,18 +132,12 @@ impl Fp8Format {
     /// Whether a GPU of this compute capability runs fp8 GEMMs.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`] below 8.9.
+    /// [`KernelError::Refused`] below 8.9.
     pub fn require((major, minor): (u32, u32)) -> Result<(), KernelError> {
-        if (major, minor) >= (8, 9) {
-            return Ok(());
-        }
-        let got = format!("{major}.{minor}");
-        Err(unsupported("compute capability", got, "8.9 and later"))
+        let fits = (major, minor) >= (8, 9);
+        require!(fits, NAME, "compute capability": format!("{major}.{minor}"), "8.9 and later");
+        Ok(())
     }
-}
-
-fn unsupported(what: &'static str, got: String, supported: &str) -> KernelError {
-    KernelError::unsupported(NAME, what, got, supported)
 }
 
 /// A kernel that writes bf16, finding the largest magnitude of it beside (`kernels/common/amax.cuh`).
@@ -171,7 +158,7 @@ pub(crate) fn fp8_quantise_kernel(format: Fp8Format) -> SourceKernel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runtime::recording::{Hardware, Recorder};
+    use crate::{Hardware, Recorder};
 
     #[test]
     fn sizes_and_devices_that_cannot_are_named() {

@@ -1,10 +1,6 @@
 //! Launch of `kernels/likeliest.cu`.
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require, require_non_empty};
 use crate::step::swiglu_forward::as_rows;
 
 const NAME: &str = "likeliest";
@@ -19,10 +15,8 @@ pub fn likeliest(logits: &CudaTensor, num_tokens: usize) -> Result<CudaTensor, K
     logits.require_dtype(NAME, "logits", DType::BF16)?;
     require_non_empty(NAME, "the number of rows", rows)?;
     require_non_empty(NAME, "num_tokens", num_tokens)?;
-    if num_tokens > vocab_size.min(i32::MAX as usize) {
-        let supported = format!("up to the {vocab_size} logits of a row, below 2^31");
-        return Err(KernelError::unsupported(NAME, "num_tokens", num_tokens, supported));
-    }
+    require!(num_tokens <= vocab_size.min(i32::MAX as usize), NAME, "num_tokens": num_tokens,
+        "up to the {vocab_size} logits of a row, below 2^31");
     let (logits, _, x_stride) = as_rows(logits);
     let ids = logits.empty_contiguous(&[rows, 1], DType::I32);
     let params = params!(LikeliestParams {

@@ -1,11 +1,8 @@
 //! Launch of `kernels/matrix_vector.cu`.
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
+use crate::step::VectorRows;
 use crate::step::swiglu_forward::as_rows;
-use crate::step::vector_rows::VectorRows;
 
 const NAME: &str = "matrix_vector";
 
@@ -58,18 +55,8 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Finish<'_>) -> 
     };
     let x = VectorRows::of(NAME, "x", x)?;
     let w = VectorRows::of(NAME, "w", w)?;
-    if x.width != k {
-        return Err(KernelError::unsupported(
-            NAME,
-            "width of x",
-            x.width,
-            format!("w's {k}"),
-        ));
-    }
-    if x.rows > MAX_VECTORS {
-        let supported = format!("up to {MAX_VECTORS}");
-        return Err(KernelError::unsupported(NAME, "number of rows", x.rows, supported));
-    }
+    require!(x.width == k, NAME, "width of x": x.width, "w's {k}");
+    require!(x.rows <= MAX_VECTORS, NAME, "number of rows": x.rows, "up to {MAX_VECTORS}");
     let norm = match input {
         Vectors::Normed(_, norm, _) => Some(x.weight(NAME, norm)?),
         _ => None,

@@ -1,10 +1,7 @@
 //! Launches of `kernels/qk_norm_rope_backward.cu` and `column_sums.cu`.
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::column_sums::column_sums;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params};
+use crate::step::column_sums;
 use crate::step::qk_norm_rope_forward::{BLOCK_TOKENS, Checked, PackedTokens, QkNormRope, Reuse};
 
 const NAME: &str = "qk_norm_rope_backward";
@@ -51,14 +48,10 @@ impl QkNormRope<'_> {
         let partials = qkv.tensor.empty_contiguous(&[blocks, 2 * qkv.head_dim], DType::F32);
         let params = params!(QkNormRopeBackwardParams {
             tokens: qkv.tokens,
-            num_heads: args.num_heads,
-            num_kv_heads: args.num_kv_heads,
+            { num_heads, num_kv_heads, max_positions, table_stride, epsilon }: args,
             in_stride: qkv.token_stride,
             dy_stride: dy.token_stride,
             out_stride,
-            max_positions: args.max_positions,
-            table_stride: args.table_stride,
-            epsilon: args.epsilon,
         });
         let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
         let tensors = [

@@ -1,13 +1,9 @@
 //! Launch of `kernels/qk_norm_rope_forward.cu`.
-use crate::error::KernelError;
-use crate::runtime::checks::{require_non_empty, require_tokens};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::layout::row_layout;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
+use crate::KernelError;
+use crate::runtime::{
+    CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens, row_layout,
+};
+use crate::step::{WORD_ELEMENTS, require_alignment};
 
 const NAME: &str = "qk_norm_rope_forward";
 
@@ -58,13 +54,9 @@ impl QkNormRope<'_> {
         let out = qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16);
         let params = params!(QkNormRopeForwardParams {
             tokens: qkv.tokens,
-            num_heads: args.num_heads,
-            num_kv_heads: args.num_kv_heads,
+            { num_heads, num_kv_heads, max_positions, table_stride, epsilon }: args,
             in_stride: qkv.token_stride,
             out_stride: qkv.row_elements(),
-            max_positions: args.max_positions,
-            table_stride: args.table_stride,
-            epsilon: args.epsilon,
         });
         let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
         // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
@@ -280,23 +272,16 @@ impl RotaryTables {
 }
 
 fn query_heads(kernel: &'static str, heads: usize, num_kv_heads: usize) -> Result<usize, KernelError> {
-    match heads.checked_sub(2 * num_kv_heads) {
-        Some(num_heads) if num_kv_heads > 0 => Ok(num_heads),
-        _ => Err(KernelError::unsupported(
-            kernel,
-            "number of KV heads",
-            num_kv_heads,
-            format!("1 to {} of {heads} packed heads", heads / 2),
-        )),
-    }
+    let most = heads / 2;
+    let fits = (1..=most).contains(&num_kv_heads);
+    require!(fits, kernel, "number of KV heads": num_kv_heads, "1 to {most} of {heads} packed heads");
+    Ok(heads - 2 * num_kv_heads)
 }
 
 fn require_head_dim(kernel: &'static str, head_dim: usize) -> Result<(), KernelError> {
-    if head_dim > 0 && head_dim.is_multiple_of(16) && head_dim <= 256 {
-        return Ok(());
-    }
-    let supported = "multiples of 16 up to 256";
-    Err(KernelError::unsupported(kernel, "head_dim", head_dim, supported))
+    let fits = head_dim > 0 && head_dim.is_multiple_of(16) && head_dim <= 256;
+    require!(fits, kernel, "head_dim": head_dim, "multiples of 16 up to 256");
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,11 +1,6 @@
 //! Launch of `kernels/residual_add.cu`.
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operand;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operand, params, require_non_empty};
 use crate::step::swiglu_forward::{THREADS, as_rows, vector_width};
 
 const NAME: &str = "residual_add";

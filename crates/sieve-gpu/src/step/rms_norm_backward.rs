@@ -1,11 +1,7 @@
 //! Launches of `kernels/rms_norm_backward.cu` and `column_sums.cu`.
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::column_sums::column_sums;
-use crate::step::vector_rows::VectorRows;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
+use crate::step::{VectorRows, column_sums};
 
 const NAME: &str = "rms_norm_backward";
 
@@ -68,8 +64,7 @@ fn launch(
     let dx = x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
     let partials = x.tensor.empty_contiguous(&[blocks, x.width], DType::F32);
     let params = params!(RmsNormBackwardParams {
-        rows: x.rows,
-        width: x.width,
+        { rows, width }: x,
         x_stride: x.stride,
         dy_stride: dy.stride,
         d_residual_stride: d_residual.as_ref().map_or(0, |rows| rows.stride),
@@ -118,11 +113,8 @@ pub(crate) fn rms_norm_backward_kernel(residual: NormResidual, warps_per_row: us
 /// Warps that share a row: a power of two.
 fn warps_per_row(width: usize) -> Result<usize, KernelError> {
     let warps = width.div_ceil(WARP_WIDTH).next_power_of_two();
-    if warps <= BLOCK_WARPS {
-        return Ok(warps);
-    }
-    let supported = format!("up to {}", BLOCK_WARPS * WARP_WIDTH);
-    Err(KernelError::unsupported(NAME, "width", width, supported))
+    require!(warps <= BLOCK_WARPS, NAME, "width": width, "up to {}", BLOCK_WARPS * WARP_WIDTH);
+    Ok(warps)
 }
 
 fn num_blocks(rows: usize, warps_per_row: usize) -> usize {

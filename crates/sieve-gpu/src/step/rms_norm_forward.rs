@@ -1,10 +1,7 @@
 //! Launch of `kernels/rms_norm_forward.cu`.
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::VectorRows;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
+use crate::step::VectorRows;
 
 const NAME: &str = "rms_norm_forward";
 
@@ -25,8 +22,7 @@ pub fn rms_norm_forward(x: &CudaTensor, weight: &CudaTensor, epsilon: f32) -> Re
     let warps = warps_per_row(NAME, x.width)?;
     let y = x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
     let params = params!(RmsNormForwardParams {
-        rows: x.rows,
-        width: x.width,
+        { rows, width }: x,
         x_stride: x.stride,
         epsilon,
     });
@@ -48,11 +44,8 @@ pub(crate) fn warps_per_row(kernel: &'static str, width: usize) -> Result<usize,
     if width <= WARP_WIDTH {
         return Ok(1);
     }
-    if width <= MAX_WIDTH {
-        return Ok(4);
-    }
-    let supported = format!("up to {MAX_WIDTH}");
-    Err(KernelError::unsupported(kernel, "width", width, supported))
+    require!(width <= MAX_WIDTH, kernel, "width": width, "up to {MAX_WIDTH}");
+    Ok(4)
 }
 
 fn grid(rows: usize, warps_per_row: usize) -> [usize; 3] {

@@ -1,10 +1,6 @@
 //! Launch of `kernels/scale.cu`.
-use crate::error::KernelError;
-use crate::runtime::checks::{require_float, require_non_empty};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::operands::operands;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, SourceKernel, operands, params, require_float, require_non_empty};
 use crate::step::swiglu_forward::{THREADS, as_rows, vector_width};
 
 const NAME: &str = "scale";

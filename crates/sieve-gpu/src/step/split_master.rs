@@ -2,13 +2,9 @@
 //!
 //! Together they are the master, exactly, in 4 bytes instead of the 6 of a master with a leaf beside it. The rest is
 //! held in a tensor of bf16, the type of its size: its values mean nothing.
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::require_alignment;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_non_empty};
+use crate::step::require_alignment;
 
 const NAME: &str = "split_master";
 

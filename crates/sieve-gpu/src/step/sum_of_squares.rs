@@ -1,12 +1,8 @@
 //! Launches of `kernels/sum_partials.cu` and `finish_sum.cu`: sums over one or many tensors in an order that depends on
 //! their sizes alone.
-use crate::error::KernelError;
-use crate::runtime::checks::{require_float, require_non_empty};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::require_alignment;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_float, require_non_empty};
+use crate::step::require_alignment;
 
 const NAME: &str = "sum_partials";
 const FINISH: &str = "finish_sum";
@@ -54,12 +50,12 @@ impl FixedSum {
         require_alignment(NAME, "the tensor", &x)?;
         let (count, room) = (num_partials(size), self.partials.num_elements());
         if self.used + count > room {
-            return Err(KernelError::DeviceLimit {
-                kernel: NAME,
-                what: "number of partial sums",
-                got: self.used + count,
-                limit: room,
-            });
+            return Err(KernelError::over_limit(
+                NAME,
+                "number of partial sums",
+                self.used + count,
+                room,
+            ));
         }
         let params = params!(SumPartialsParams {
             num_elements: size,
@@ -74,7 +70,7 @@ impl FixedSum {
     /// The sum, f32 `[1]`.
     ///
     /// # Errors
-    /// [`KernelError::Empty`] when nothing was added.
+    /// [`KernelError::Refused`] when nothing was added.
     pub fn total(self) -> Result<CudaTensor, KernelError> {
         self.finish(false)
     }

@@ -1,15 +1,9 @@
 //! Launch of `kernels/swiglu_backward.cu`.
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operand;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::fill_zero::empty_zero;
-use crate::step::fp8_quantise::{AMAX_PARTIALS, with_amax};
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, operand, params, require_non_empty};
 use crate::step::qk_norm_rope_forward::Reuse;
 use crate::step::swiglu_forward::{THREADS, as_rows, packed_width, vector_width};
+use crate::step::{AMAX_PARTIALS, empty_zero, with_amax};
 
 const NAME: &str = "swiglu_backward";
 

@@ -1,12 +1,7 @@
 //! Launch of `kernels/swiglu_forward.cu`.
-use crate::error::KernelError;
-use crate::runtime::checks::{require_non_empty, uniform_rows};
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::params::params;
-use crate::runtime::source_kernel::SourceKernel;
-use crate::step::fill_zero::empty_zero;
-use crate::step::fp8_quantise::{AMAX_PARTIALS, with_amax};
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require, require_non_empty, uniform_rows};
+use crate::step::{AMAX_PARTIALS, empty_zero, with_amax};
 
 const NAME: &str = "swiglu_forward";
 
@@ -70,10 +65,7 @@ pub(crate) fn swiglu_forward_kernel(vector: usize) -> SourceKernel {
 pub(crate) fn packed_width(kernel: &'static str, gate_up: &CudaTensor) -> Result<usize, KernelError> {
     let width = gate_up.shape().last().copied().unwrap_or(0);
     require_non_empty(kernel, "d_ff", width)?;
-    if !width.is_multiple_of(2) {
-        let got = width.to_string();
-        return Err(KernelError::unsupported(kernel, "width of gate_up", got, "2 * d_ff"));
-    }
+    require!(width.is_multiple_of(2), kernel, "width of gate_up": width, "2 * d_ff");
     Ok(width / 2)
 }
 

@@ -1,9 +1,6 @@
 //! Operands of the element-wise step kernels: rows of whole 16-byte words.
-use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::dtype::DType;
-use crate::runtime::operands::operands;
+use crate::KernelError;
+use crate::runtime::{CudaTensor, DType, operands, require, require_non_empty};
 use crate::step::swiglu_forward::as_rows;
 
 /// bf16 of a 16-byte word.
@@ -63,10 +60,8 @@ impl VectorRows {
 /// Refuses a width that is not made of whole 16-byte words of bf16.
 pub(crate) fn require_words(kernel: &'static str, width: usize) -> Result<(), KernelError> {
     require_non_empty(kernel, "the width", width)?;
-    if width.is_multiple_of(WORD_ELEMENTS) {
-        return Ok(());
-    }
-    Err(KernelError::unsupported(kernel, "width", width, "multiples of 8"))
+    require!(width.is_multiple_of(WORD_ELEMENTS), kernel, "width": width, "multiples of 8");
+    Ok(())
 }
 
 /// Refuses a view that begins between two 16-byte words.

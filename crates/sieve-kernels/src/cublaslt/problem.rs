@@ -149,12 +149,7 @@ pub(super) fn operand_rows(product: Product, x: [usize; 2], w: [usize; 2]) -> Re
         Product::Tn => ([x[1], w[1], x[0]], w[0], [x[0], w[1]]),
     };
     if inner != sizes[2] {
-        return Err(KernelError::Shape {
-            kernel: NAME,
-            tensor: "w",
-            got: w.to_vec(),
-            expected: expected.to_vec(),
-        });
+        return Err(KernelError::shape(NAME, "w", &w, &expected));
     }
     for (what, size) in [("m", sizes[0]), ("n", sizes[1]), ("k", sizes[2])] {
         sieve_gpu::require_non_empty(NAME, what, size)?;

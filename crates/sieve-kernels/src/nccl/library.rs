@@ -44,9 +44,7 @@ impl Nccl {
     pub(super) fn get() -> Result<&'static Self, KernelError> {
         static FOUND: OnceLock<Result<Nccl, String>> = OnceLock::new();
         let found = FOUND.get_or_init(|| Self::open(&NAMES));
-        found
-            .as_ref()
-            .map_err(|reason| KernelError::NoNccl { reason: reason.clone() })
+        found.as_ref().map_err(KernelError::no_nccl)
     }
 
     fn open(names: &[&str]) -> Result<Self, String> {
@@ -136,7 +134,7 @@ mod tests {
     #[test]
     fn a_missing_library_is_told_with_the_names_that_were_tried() {
         let reason = Nccl::open(&["libnccl.so.none", "libnccl-none.so"]).expect_err("none is there");
-        let text = KernelError::NoNccl { reason }.to_string();
+        let text = KernelError::no_nccl(reason).to_string();
         for part in ["libnccl.so.none", "libnccl-none.so", "nvidia-nccl-cu13", "hint"] {
             assert!(text.contains(part), "{text}");
         }

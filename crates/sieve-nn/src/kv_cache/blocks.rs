@@ -1,14 +1,13 @@
 //! NSA's cache: every token for the selected branch, the last ones for the window, one pair per compressed block, and
 //! the tokens that the next block is made of.
-use super::chosen::at_least_f32;
+use super::chosen::{chosen_blocks, keys_of_blocks};
 use super::{last, split};
 use crate::attention::native_sparse::Branches;
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData, activation::softmax};
-use sieve_core::ForcedBlocks;
+use sieve_core::BlockChoice;
 use sieve_ops::{
     AttentionSpec, DeviceBackend, Documents, KeyCache, NsaBlocks, TokenCache, attention_decode, cached_attention,
-    choose_blocks, overlap_weight,
 };
 
 /// Makes the compressed keys and values of packed tokens.
@@ -152,70 +151,16 @@ impl<B: DeviceBackend> BlockCache<B> {
         self.tail.append(k, v);
         let one = |x: Tensor<B, 4>| x.reshape([batch, spec.num_heads, d]);
         let [coarse_q, _, _] = split(new.compressed.clone(), spec);
-        let (coarse, importance) = self.coarse(one(coarse_q), spec, blocks, scratch);
-        let chosen = self.chosen(importance, blocks);
-        let selected = attention_decode(one(q), &chosen, None, spec.softmax_scale, scratch);
+        let coarse_q = one(coarse_q);
+        let coarse = match self.compressed.is_empty() {
+            true => coarse_q.zeros_like(),
+            false => attention_decode(coarse_q.clone(), &self.compressed, None, spec.softmax_scale, scratch),
+        };
+        let choice = BlockChoice::nsa(blocks);
+        let chosen = chosen_blocks(coarse_q, &self.compressed.k, self.num_tokens(), choice, spec);
+        let keys = keys_of_blocks(&self.selected, &chosen, choice, spec);
+        let selected = attention_decode(one(q), &keys, None, spec.softmax_scale, scratch);
         let [coarse, selected] = [coarse, selected].map(|o| o.reshape([batch, 1, spec.num_heads, d]));
         [coarse, selected, window]
-    }
-
-    /// The compressed branch of one query, `[batch, num_heads, head_dim]`, and the importance of the blocks up to its
-    /// own, per row and KV head.
-    fn coarse(
-        &self,
-        q: Tensor<B, 3>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
-        scratch: &mut B::DecodeScratch,
-    ) -> (Tensor<B, 3>, Vec<Vec<f32>>) {
-        let [batch, num_heads, d] = q.dims();
-        let kv_heads = spec.num_kv_heads;
-        let num_blocks = (self.num_tokens() - 1) / blocks.select_block_size + 1;
-        let keys = &self.compressed;
-        if keys.is_empty() {
-            return (q.zeros_like(), vec![vec![0.0; num_blocks]; batch * kv_heads]);
-        }
-        let o = attention_decode(q.clone(), keys, None, spec.softmax_scale, scratch);
-        // Where blocks are nearly as important as each other, rounded probabilities would choose others than a whole
-        // pass.
-        let (q, k) = (at_least_f32(q), at_least_f32(keys.k.tokens()));
-        let logits = q
-            .reshape([batch, kv_heads, num_heads / kv_heads, d])
-            .matmul(k.swap_dims(2, 3))
-            * spec.softmax_scale;
-        let p: Vec<f32> = softmax(logits, 3).sum_dim(2).into_data().iter::<f32>().collect();
-        let importance = p.chunks_exact(keys.len()).map(|p| {
-            let mut sums = vec![0.0; num_blocks];
-            for (c, p) in p.iter().enumerate() {
-                for (block, sum) in sums.iter_mut().enumerate() {
-                    *sum += overlap_weight(blocks, c, block) as f32 * p;
-                }
-            }
-            sums
-        });
-        (o, importance.collect())
-    }
-
-    /// Keys and values of the chosen blocks.
-    fn chosen(&self, importance: Vec<Vec<f32>>, blocks: NsaBlocks) -> KeyCache<B> {
-        let (len, k) = (self.num_tokens(), self.selected.k.buffer());
-        let [batch, kv_heads, _, d] = k.dims();
-        let size = blocks.select_block_size;
-        let own = (len - 1) / size;
-        let mut tokens = Vec::new();
-        for importance in importance {
-            let mut chosen = vec![-1; blocks.num_selected_blocks];
-            choose_blocks(&importance, own, ForcedBlocks::NSA, &mut chosen);
-            for block in chosen.into_iter().filter(|&block| block >= 0) {
-                let first = block as usize * size;
-                tokens.extend((first..(first + size).min(len)).map(|token| token as i32));
-            }
-        }
-        // Every head has its own block and as many others, so all have equally many tokens.
-        let count = tokens.len() / (batch * kv_heads);
-        let rows = TensorData::new(tokens, [batch, kv_heads, count, 1]);
-        let rows = Tensor::<B, 4, Int>::from_data(rows, &k.device()).expand([batch, kv_heads, count, d]);
-        let [k, v] = [k, self.selected.v.buffer()].map(|x| x.clone().gather(2, rows.clone()));
-        KeyCache::with_room(k, v, Some(count))
     }
 }

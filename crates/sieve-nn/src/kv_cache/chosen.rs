@@ -26,7 +26,7 @@ pub struct ChosenCache<B: Backend> {
 const TOKENS: usize = 2;
 
 /// The tensor in f32 where it has a 16-bit type.
-pub(super) fn at_least_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+fn at_least_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     match x.dtype() {
         DType::BF16 | DType::F16 => x.cast(DType::F32),
         _ => x,
@@ -163,74 +163,79 @@ impl<B: DeviceBackend> ChosenCache<B> {
         };
         let q = queries(packed.qkv, spec);
         let chosen = earlier.unwrap_or_else(|| {
-            let importance = match packed.index {
-                None => self.importance(q.clone(), spec),
-                Some(index) => {
-                    let spec = indexer_spec(spec);
-                    self.importance(queries(index, spec), spec)
-                }
+            let (q, spec) = match packed.index {
+                None => (q.clone(), spec),
+                Some(index) => (queries(index, indexer_spec(spec)), indexer_spec(spec)),
             };
-            let own = (self.num_tokens() - 1) / self.choice.blocks.select_block_size;
-            let choose = |importance: Vec<f32>| {
-                let mut chosen = vec![-1; self.choice.blocks.num_selected_blocks];
-                choose_blocks(&importance, own, self.choice.forced, &mut chosen);
-                chosen
-            };
-            importance.into_iter().map(choose).collect()
+            chosen_blocks(q, &self.pooled, self.num_tokens(), self.choice, spec)
         });
-        let keys = self.keys_of(&chosen, spec);
+        let keys = keys_of_blocks(&self.keys, &chosen, self.choice, spec);
         let o = attention_decode(q, &keys, None, spec.softmax_scale, scratch);
         (o.reshape([batch, 1, spec.num_heads, d]), chosen)
     }
+}
 
-    /// Scores of the blocks up to the last token's own, per row and chooser.
-    fn importance(&self, q: Tensor<B, 3>, spec: AttentionSpec) -> Vec<Vec<f32>> {
-        let choice = self.choice;
-        let [batch, num_heads, d] = q.dims();
-        let kv_heads = spec.num_kv_heads;
-        let choosers = choice.num_choosers(num_heads, kv_heads);
-        let num_blocks = (self.num_tokens() - 1) / choice.blocks.select_block_size + 1;
-        if self.pooled.is_empty() {
-            return vec![vec![0.0; num_blocks]; batch * choosers];
-        }
-        // Where blocks are nearly as important as each other, rounded scores would choose others than a whole pass.
-        let (q, k) = (at_least_f32(q), at_least_f32(self.pooled.tokens()));
-        let scores = q
-            .reshape([batch, kv_heads, num_heads / kv_heads, d])
-            .matmul(k.swap_dims(2, 3));
-        let scores = match choice.rule {
-            ChoiceRule::MeanKey | ChoiceRule::LargestScore => scores,
-            _ => softmax(scores * spec.softmax_scale, 3).sum_dim(2),
-        };
-        let scores: Vec<f32> = scores.into_data().iter::<f32>().collect();
-        let rows = scores.chunks_exact(self.pooled.len());
-        rows.map(|row| of_blocks(row, choice, num_blocks)).collect()
+/// The blocks that queries `[batch, num_heads, head_dim]` of the last of `num_tokens` tokens choose by the keys in
+/// `pooled`, of each row and chooser.
+pub(super) fn chosen_blocks<B: Backend>(
+    q: Tensor<B, 3>,
+    pooled: &TokenBuffer<B, 4>,
+    num_tokens: usize,
+    choice: BlockChoice,
+    spec: AttentionSpec,
+) -> Vec<Vec<i32>> {
+    let [batch, num_heads, d] = q.dims();
+    let kv_heads = spec.num_kv_heads;
+    let own = (num_tokens - 1) / choice.blocks.select_block_size;
+    let choose = |importance: Vec<f32>| {
+        let mut chosen = vec![-1; choice.blocks.num_selected_blocks];
+        choose_blocks(&importance, own, choice.forced, &mut chosen);
+        chosen
+    };
+    if pooled.is_empty() {
+        return vec![choose(vec![0.0; own + 1]); batch * choice.num_choosers(num_heads, kv_heads)];
     }
+    // Where blocks are nearly as important as each other, rounded scores would choose others than a whole pass.
+    let (q, k) = (at_least_f32(q), at_least_f32(pooled.tokens()));
+    let scores = q
+        .reshape([batch, kv_heads, num_heads / kv_heads, d])
+        .matmul(k.swap_dims(2, 3));
+    let scores = match choice.rule {
+        ChoiceRule::MeanKey | ChoiceRule::LargestScore => scores,
+        _ => softmax(scores * spec.softmax_scale, 3).sum_dim(2),
+    };
+    let scores: Vec<f32> = scores.into_data().iter::<f32>().collect();
+    let rows = scores.chunks_exact(pooled.len());
+    rows.map(|row| choose(of_blocks(row, choice, own + 1))).collect()
+}
 
-    /// Keys and values of the chosen blocks, of each chooser.
-    fn keys_of(&self, chosen: &[Vec<i32>], spec: AttentionSpec) -> KeyCache<B> {
-        let choice = self.choice;
-        let (len, k) = (self.num_tokens(), self.keys.k.buffer());
-        let [batch, kv_heads, _, d] = k.dims();
-        let size = choice.blocks.select_block_size;
-        let mut tokens = Vec::new();
-        for &block in chosen.iter().flatten().filter(|&&block| block >= 0) {
-            let first = block as usize * size;
-            tokens.extend((first..(first + size).min(len)).map(|token| token as i32));
-        }
-        // Every chooser has its own block and as many others, so all have equally many tokens.
-        let choosers = choice.choices_per_token([spec.num_heads, kv_heads]);
-        let count = tokens.len() / (batch * choosers);
-        let rows = TensorData::new(tokens, [batch, kv_heads, choosers / kv_heads * count, 1]);
-        let rows = Tensor::<B, 4, Int>::from_data(rows, &k.device());
-        let rows = rows.expand([batch, kv_heads, choosers / kv_heads * count, d]);
-        let [k, v] = [k, self.keys.v.buffer()].map(|x| {
-            x.clone()
-                .gather(TOKENS, rows.clone())
-                .reshape([batch, choosers, count, d])
-        });
-        KeyCache::with_room(k, v, Some(count))
+/// Keys and values of the chosen blocks, of each chooser.
+pub(super) fn keys_of_blocks<B: Backend>(
+    keys: &KeyCache<B>,
+    chosen: &[Vec<i32>],
+    choice: BlockChoice,
+    spec: AttentionSpec,
+) -> KeyCache<B> {
+    let (len, k) = (keys.len(), keys.k.buffer());
+    let [batch, kv_heads, _, d] = k.dims();
+    let size = choice.blocks.select_block_size;
+    let mut tokens = Vec::new();
+    for &block in chosen.iter().flatten().filter(|&&block| block >= 0) {
+        let first = block as usize * size;
+        tokens.extend((first..(first + size).min(len)).map(|token| token as i32));
     }
+    // Every chooser has its own block and as many others, so all have equally many tokens.
+    let choosers = choice.choices_per_token([spec.num_heads, kv_heads]);
+    let count = tokens.len() / (batch * choosers);
+    let rows = TensorData::new(tokens, [batch, kv_heads, choosers / kv_heads * count, 1]);
+    let rows = Tensor::<B, 4, Int>::from_data(rows, &k.device());
+    let rows = rows.expand([batch, kv_heads, choosers / kv_heads * count, d]);
+    let [k, v] = [k, keys.v.buffer()].map(|x| {
+        x.clone()
+            .gather(TOKENS, rows.clone())
+            .reshape([batch, choosers, count, d])
+    });
+    KeyCache::with_room(k, v, Some(count))
 }
 
 /// Scores of blocks from those of pooled keys, or from their probabilities over a group.
@@ -248,7 +253,7 @@ fn of_blocks(row: &[f32], choice: BlockChoice, num_blocks: usize) -> Vec<f32> {
             let tokens = &row[block * size..((block + 1) * size).min(row.len())];
             tokens.iter().copied().fold(f32::NEG_INFINITY, f32::max)
         }
-        ChoiceRule::WeightedProbability => overlapping(block).map(|(weight, p)| weight as f32 * p).sum(),
+        ChoiceRule::WeightedProbability => overlapping(block).fold(0.0, |sum, (weight, p)| sum + weight as f32 * p),
         ChoiceRule::LargestProbability => overlapping(block).fold(0.0, |most, (_, p)| p.max(most)),
     };
     (0..num_blocks).map(of_block).collect()

@@ -1,18 +1,13 @@
 //! Dense and sliding-window attention on the CPU, and what every attention there shares.
 use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain_scores, zeros_like};
-use crate::device::paths::scores;
-use crate::documents::DocumentBounds;
+use crate::DocumentBounds;
+use crate::device::{contiguous, floats, from_vec, ints, unless_f32, zeros_like};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 use sieve_cpu::AttentionShape;
 
 pub(crate) fn attention(qkv: FlexTensor, call: &AttentionCall<Flex>) -> AttentionOutput<Flex> {
-    if !is_f32(&qkv) {
-        return plain_scores("attention", scores(&qkv, call.spec.num_heads), || {
-            reference::attention::<Flex>(qkv, call)
-        });
-    }
+    unless_f32!(&qkv, call.spec.num_heads, "attention": reference::attention::<Flex>(qkv, call));
     forward(&contiguous(qkv), window(call.spec), call)
 }
 
@@ -22,11 +17,8 @@ pub(crate) fn attention_backward(
     output: AttentionOutput<Flex>,
     d_o: FlexTensor,
 ) -> FlexTensor {
-    if !is_f32(&qkv) {
-        return plain_scores("attention_backward", scores(&qkv, call.spec.num_heads), || {
-            reference::attention_backward::<Flex>(qkv, call, output, d_o)
-        });
-    }
+    unless_f32!(&qkv, call.spec.num_heads, "attention_backward":
+        reference::attention_backward::<Flex>(qkv, call, output, d_o));
     let operands = [output.o, output.lse, d_o];
     backward(&contiguous(qkv), window(call.spec), call, operands, None)
 }

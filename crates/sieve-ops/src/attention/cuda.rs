@@ -1,8 +1,7 @@
 //! Dense and sliding-window attention on CUDA, and the arguments that every attention kernel there takes.
 use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
-use crate::device::cuda::Cuda;
-use crate::device::paths::{kernel_or_scores, scores};
-use crate::documents::DocumentBounds;
+use crate::device::{kernel_or_scores, scores};
+use crate::{Cuda, DocumentBounds};
 use sieve_core::KeepOLow;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, CudaPrimitive as Float, CudaTensor, KernelError, Qkv, ToBurn, kernel_tensor,

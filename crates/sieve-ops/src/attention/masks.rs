@@ -1,6 +1,6 @@
 //! Which pairs of a query and a key a reference masks.
 use super::AttentionCall;
-use crate::documents::DocumentBounds;
+use crate::DocumentBounds;
 use crate::tensors::Ints;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};

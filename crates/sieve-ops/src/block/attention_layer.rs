@@ -10,12 +10,8 @@ pub use forward::{AttentionLayer, AttentionLayerCall, DmaLayer};
 
 use super::kept_by;
 use super::residual::Residual;
-use crate::SieveBackend;
-use crate::attention::{AttentionCall, AttentionSpec};
-use crate::documents::Documents;
-use crate::rope::{QkNorm, RotaryEmbedding};
-use crate::row_parts::RowParts;
 use crate::tensors::{primitive, tensor, value};
+use crate::{AttentionCall, AttentionSpec, Documents, QkNorm, RotaryEmbedding, RowParts, SieveBackend};
 use backward::{Kept, backward};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};

@@ -7,10 +7,8 @@
 use super::product::{Operands, Weight, begin_gradients, product, product_gradients};
 use super::residual::Residual;
 use super::{WeightSums, kept_by};
-use crate::fp8::{ProductPrecision, ToRound};
-use crate::norm::RmsNormCall;
 use crate::tensors::{Float, primitive, tensor, value};
-use crate::{DeviceBackend, SieveBackend};
+use crate::{DeviceBackend, ProductPrecision, RmsNormCall, SieveBackend, ToRound};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::Keeping;

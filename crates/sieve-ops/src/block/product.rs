@@ -1,9 +1,7 @@
 //! A product of a block in the numbers that the block multiplies in.
 use super::residual::{Residual, norm_gradient};
-use crate::DeviceBackend;
-use crate::fp8::{Fp8Kept, ProductPrecision, ToRound};
-use crate::norm::RmsNormCall;
 use crate::tensors::{Float, primitive};
+use crate::{DeviceBackend, Fp8Kept, ProductPrecision, RmsNormCall, ToRound};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::Keeping;

@@ -3,16 +3,14 @@ use super::attention_layer::{AttentionLayer, AttentionLayerCall};
 use super::feed_forward::FeedForward;
 use super::residual::Residual;
 use crate::attention::reference::attention;
-use crate::dma::rank::{PositionOrigin, Recency};
+use crate::dma::dma_bias;
 use crate::dma::reference::{dma_attention, dma_ranks, dma_select};
-use crate::dma::{DmaCall, DmaScoresCall, dma_bias};
 use crate::linear::reference::linear;
-use crate::norm::RmsNormCall;
 use crate::norm::reference::rms_norm;
-use crate::rope::QkNormRopeCall;
 use crate::rope::reference::qk_norm_rope;
 use crate::swiglu::reference::swiglu;
 use crate::tensors::{Float, primitive, tensor};
+use crate::{DmaCall, DmaScoresCall, PositionOrigin, QkNormRopeCall, Recency, RmsNormCall};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 

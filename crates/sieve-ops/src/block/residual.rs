@@ -1,7 +1,6 @@
 //! The residual stream around a layer, and the norm that begins one.
-use crate::DeviceBackend;
-use crate::norm::RmsNormCall;
 use crate::tensors::Float;
+use crate::{DeviceBackend, RmsNormCall};
 
 /// Whether a layer's output has the residual stream in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 //! The choice, and what an indexer learns from, on CUDA.
 use super::{ChoiceCall, IndexGradientCall, reference};
+use crate::Cuda;
 use crate::attention::cuda::{bounds, packed};
-use crate::device::cuda::Cuda;
-use crate::device::paths::{kernel_or, kernel_or_scores, scores};
+use crate::device::{kernel_or, kernel_or_scores, scores};
 use crate::nsa::cuda::lists_of;
 use sieve_kernels::{CudaPrimitive as Float, IndexGradient, ToBurn, kernel_tensor};
 

@@ -10,11 +10,8 @@
 //! So it runs on the attention kernels, forward and backward, and no probability lies in memory. Where a device has a
 //! kernel that forms `I - mean_h P^h` from the lists of chosen blocks, only the indexer's own attention runs beside it.
 use super::{IndexGradientCall, Read, Reads};
-use crate::SieveBackend;
-use crate::attention::AttentionSpec;
-use crate::backend::DeviceBackend;
-use crate::documents::Documents;
 use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor, value};
+use crate::{AttentionSpec, DeviceBackend, Documents, SieveBackend};
 use burn::tensor::activation::softmax;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor};
 use sieve_core::BlockChoice;

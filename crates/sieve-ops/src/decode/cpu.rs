@@ -1,7 +1,7 @@
 //! Attention of one new query on the CPU.
 use super::{DmaCache, DmaToken, KeyCache, TokenStep, reference};
-use crate::attention::AttentionSpec;
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain, zeros_like};
+use crate::AttentionSpec;
+use crate::device::{contiguous, floats, from_vec, ints, is_f32, last_dim, unless_f32, zeros_like};
 use crate::dma::dma_bias;
 use crate::tensors::{primitive, split_heads, tensor};
 use burn::tensor::{DType, Tensor, TensorData, TensorMetadata};
@@ -19,9 +19,7 @@ pub(crate) fn repeat_token_step((): &mut (), _: FlexTensor, _: usize) -> Option<
 }
 
 pub(crate) fn likeliest(logits: FlexTensor, num_tokens: usize) -> FlexTensor {
-    if !is_f32(&logits) {
-        return plain("likeliest", || reference::likeliest::<Flex>(logits, num_tokens));
-    }
+    unless_f32!(&logits, "likeliest": reference::likeliest::<Flex>(logits, num_tokens));
     let logits = contiguous(logits);
     let rows = floats(&logits).chunks(last_dim(&logits));
     let of_row = |row: &[f32]| first_of_largest(&row[..num_tokens]).map_or(-1, |token| token as i32);
@@ -61,11 +59,7 @@ pub(crate) fn mla_decode(
     rank: usize,
     softmax_scale: f64,
 ) -> FlexTensor {
-    if !is_f32(&q) {
-        return plain("mla_decode", || {
-            reference::mla_decode::<Flex>(q, latents, key_scale, rank, softmax_scale)
-        });
-    }
+    unless_f32!(&q, "mla_decode": reference::mla_decode::<Flex>(q, latents, key_scale, rank, softmax_scale));
     let [q, latents] = [q, latents].map(contiguous);
     let key_scale = key_scale.map(contiguous);
     let (q_shape, len) = (q.shape(), latents.shape()[1]);
@@ -161,11 +155,7 @@ fn attend(
     delta: Option<FlexTensor>,
     softmax_scale: f64,
 ) -> FlexTensor {
-    if !is_f32(&q) {
-        return plain("attention_decode", || {
-            reference::attention_decode::<Flex>(q, keys, seen, delta, softmax_scale)
-        });
-    }
+    unless_f32!(&q, "attention_decode": reference::attention_decode::<Flex>(q, keys, seen, delta, softmax_scale));
     let [k, v] = [&keys.k, &keys.v].map(|x| contiguous(primitive(x.buffer().clone())));
     let (q_shape, q) = (q.shape(), contiguous(q));
     let [batch, num_kv_heads, room, head_dim] = k.shape().dims();

@@ -1,9 +1,8 @@
 //! One new token a sequence against its cache on CUDA.
 use super::{DmaCache, DmaToken, KeyCache, reference};
-use crate::attention::AttentionSpec;
 use crate::attention::cuda::{packed, packed_heads};
-use crate::device::cuda::{Cuda, tensors};
-use crate::device::paths::kernel_or;
+use crate::device::{kernel_or, tensors};
+use crate::{AttentionSpec, Cuda};
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use sieve_core::{DmaBias, DmaWindow, HeavyKeys};
 use sieve_kernels::{

@@ -1,11 +1,10 @@
 //! A step of one token on CUDA: run once, then replayed as a graph.
 use super::cuda::{Recent, SCRATCH_KEYS, score_bias, slots_of, writable};
 use super::{KeyCache, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep};
-use crate::device::cuda::{Cuda, cast};
-use crate::device::paths::{kernel_or, kernel_or_refusal};
+use crate::device::{cast, kernel_or, kernel_or_refusal};
 use crate::linear::cuda::product_and_sum;
-use crate::rope::QkNorm;
 use crate::tensors::{Float, Ints, primitive};
+use crate::{Cuda, QkNorm};
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{BlockChoice, NsaBlocks};
 use sieve_kernels::step::{

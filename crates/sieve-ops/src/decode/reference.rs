@@ -1,9 +1,8 @@
 //! Attention of one new query in plain Burn operations.
 use super::{DmaCache, DmaToken, KeyCache};
-use crate::attention::AttentionSpec;
-use crate::backend::DeviceBackend;
 use crate::dma::dma_bias;
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
+use crate::{AttentionSpec, DeviceBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
 use sieve_core::DmaBias;

@@ -1,7 +1,8 @@
 use super::{DmaCache, DmaToken, KeyCache, attention_decode, dma_decode, reference};
 use crate::testing::{Random, RandomInput, assert_close, documents, host};
-use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaBias, DmaCall, DmaSelection};
-use crate::{attention, dma_bias, dma_select};
+use crate::{
+    AttentionCall, AttentionSpec, DeviceBackend, DmaBias, DmaCall, DmaSelection, attention, dma_bias, dma_select,
+};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaWindow, KeepOLow};

@@ -1,12 +1,7 @@
 //! One new token of every row through a whole model, as a device may do it in one piece.
 use super::{DmaCache, KeyCache, TokenBuffer};
-use crate::RotaryEmbedding;
-use crate::attention::AttentionSpec;
-use crate::backend::DeviceBackend;
-use crate::block::DmaLayer;
-use crate::nsa::NsaBlocks;
-use crate::rope::QkNorm;
 use crate::tensors::tensor;
+use crate::{AttentionSpec, DeviceBackend, DmaLayer, NsaBlocks, QkNorm, RotaryEmbedding};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::BlockChoice;

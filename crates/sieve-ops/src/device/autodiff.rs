@@ -1,6 +1,6 @@
 //! One node of Burn's autodiff graph for each op.
-use crate::backend::{DeviceBackend, SieveBackend};
 use crate::tensors::Float;
+use crate::{DeviceBackend, SieveBackend};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;

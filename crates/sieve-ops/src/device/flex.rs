@@ -27,6 +27,23 @@ pub(crate) fn plain_scores<T>(op: &'static str, scores: ScoreMatrix, run: impl F
     paths::reference((Place::Cpu, op), NOT_F32, Memory::Quadratic(scores), run)
 }
 
+/// Returns the counted reference from the caller where a tensor is not f32: `unless_f32!(&x, "swiglu": reference)`;
+/// `unless_f32!(&qkv, num_heads, "attention": ..)` where the reference holds a score for every head and pair of tokens.
+macro_rules! unless_f32 {
+    ($x:expr, $op:literal: $reference:expr) => {
+        if !$crate::device::is_f32($x) {
+            return $crate::device::plain($op, || $reference);
+        }
+    };
+    ($x:expr, $num_heads:expr, $op:literal: $reference:expr) => {
+        if !$crate::device::is_f32($x) {
+            let scores = $crate::device::scores($x, $num_heads);
+            return $crate::device::plain_scores($op, scores, || $reference);
+        }
+    };
+}
+pub(crate) use unless_f32;
+
 pub(crate) fn floats(x: &FlexTensor) -> &[f32] {
     x.storage::<f32>()
 }

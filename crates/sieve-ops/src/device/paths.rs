@@ -164,12 +164,7 @@ mod tests {
 
     #[test]
     fn a_refused_call_is_counted_with_its_reason() {
-        let refused = || {
-            Err(KernelError::Empty {
-                kernel: "test_op",
-                what: "seq_len",
-            })
-        };
+        let refused = || Err(KernelError::empty("test_op", "seq_len"));
         let call = |attempt, otherwise| kernel_or("test_op", attempt, || otherwise);
         assert_eq!(call(Ok(1), 2), 1);
         assert_eq!(call(refused(), 2), 2);
@@ -182,13 +177,7 @@ mod tests {
 
     #[test]
     fn a_refusal_handed_to_the_caller_is_counted_with_its_reason() {
-        let attempts = [
-            Ok(1),
-            Err(KernelError::Empty {
-                kernel: "test_handed",
-                what: "num_keys",
-            }),
-        ];
+        let attempts = [Ok(1), Err(KernelError::empty("test_handed", "num_keys"))];
         let [taken, refused] = attempts.map(|attempt| kernel_or_refusal("test_handed", attempt));
         assert_eq!(taken, Ok(1));
         let path = op_paths().remove(&(Place::Cuda, "test_handed"));

@@ -2,10 +2,8 @@
 use super::bias::{dma_bias, dma_bias_backward};
 use super::rank::{PositionOrigin, Recency};
 use super::{DmaCall, DmaScoresCall, DmaSelection};
-use crate::attention::{AttentionCall, AttentionOutput};
-use crate::backend::DeviceBackend;
-use crate::documents::DocumentBounds;
 use crate::tensors::{Float, primitive, tensor};
+use crate::{AttentionCall, AttentionOutput, DeviceBackend, DocumentBounds};
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaShape, KeepOLow};
 

@@ -1,11 +1,9 @@
 //! DMA's ops on the CPU.
 use super::rank::{Recency, ranks};
 use super::{DmaCall, DmaScoresCall, DmaSelection, reference};
-use crate::attention::AttentionOutput;
 use crate::attention::cpu::{attention_shape, backward, contiguous_bounds, documents, forward};
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like};
-use crate::device::paths::scores;
-use crate::documents::DocumentBounds;
+use crate::device::{contiguous, floats, from_vec, ints, unless_f32, zeros_like};
+use crate::{AttentionOutput, DocumentBounds};
 use burn::tensor::{TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaWindow, KeepOLow};
@@ -17,9 +15,7 @@ fn operands(call: &DmaScoresCall<Flex>) -> [FlexTensor; 3] {
 }
 
 pub(crate) fn dma_scores(call: &DmaScoresCall<Flex>) -> FlexTensor {
-    if !is_f32(&call.qkv) {
-        return plain("dma_scores", || reference::dma_scores(call));
-    }
+    unless_f32!(&call.qkv, "dma_scores": reference::dma_scores(call));
     let [qkv, w, a] = operands(call);
     let shape = attention_shape(&qkv, call.spec);
     let mut z = vec![0.0; shape.batch * shape.num_kv_heads * shape.seq_len];
@@ -32,9 +28,7 @@ pub(crate) fn dma_ranks(call: &DmaScoresCall<Flex>, recency: Option<Recency<Flex
 }
 
 pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Flex>, dz: FlexTensor, dqkv: FlexTensor) -> [FlexTensor; 3] {
-    if !is_f32(&call.qkv) {
-        return plain("dma_scores_backward", || reference::dma_scores_backward(call, dz, dqkv));
-    }
+    unless_f32!(&call.qkv, "dma_scores_backward": reference::dma_scores_backward(call, dz, dqkv));
     let [qkv, w, a] = operands(call);
     let [dz, mut dqkv] = [dz, dqkv].map(contiguous);
     let (mut dw, mut da) = (zeros_like(&w), zeros_like(&a));
@@ -53,9 +47,7 @@ pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Flex>, dz: FlexTensor, dq
 }
 
 pub(crate) fn dma_select(rank: FlexTensor, bounds: &DocumentBounds<Flex>, window: DmaWindow) -> DmaSelection<Flex> {
-    if !is_f32(&rank) {
-        return plain("dma_select", || reference::dma_select::<Flex>(rank, bounds, window));
-    }
+    unless_f32!(&rank, "dma_select": reference::dma_select::<Flex>(rank, bounds, window));
     let (rank, bounds) = (contiguous(rank), contiguous_bounds(bounds));
     let shape = rank.shape();
     let mut expire = vec![0i32; shape.num_elements()];
@@ -76,10 +68,7 @@ pub(crate) fn dma_select(rank: FlexTensor, bounds: &DocumentBounds<Flex>, window
 }
 
 pub(crate) fn dma_attention(call: &DmaCall<Flex>, _o_low: KeepOLow) -> AttentionOutput<Flex> {
-    if !is_f32(&call.qkv) {
-        let scores = scores(&call.qkv, call.attention.spec.num_heads);
-        return plain_scores("dma_attention", scores, || reference::dma_attention(call));
-    }
+    unless_f32!(&call.qkv, call.attention.spec.num_heads, "dma_attention": reference::dma_attention(call));
     let [qkv, delta, expire] = keys(call);
     forward(&qkv, mask(&delta, &expire), &call.attention)
 }
@@ -89,12 +78,8 @@ pub(crate) fn dma_attention_backward(
     output: AttentionOutput<Flex>,
     d_o: FlexTensor,
 ) -> [FlexTensor; 2] {
-    if !is_f32(&call.qkv) {
-        let scores = scores(&call.qkv, call.attention.spec.num_heads);
-        return plain_scores("dma_attention_backward", scores, || {
-            reference::dma_attention_backward(call, output, d_o)
-        });
-    }
+    unless_f32!(&call.qkv, call.attention.spec.num_heads, "dma_attention_backward":
+        reference::dma_attention_backward(call, output, d_o));
     let [qkv, delta, expire] = keys(call);
     let mut d_delta = zeros_like(&delta);
     let operands = [output.o, output.lse, d_o];

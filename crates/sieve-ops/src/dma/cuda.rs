@@ -2,10 +2,8 @@
 use super::rank::{PositionOrigin, Recency};
 use super::{DmaCall, DmaKeyLists, DmaKeys, DmaScoresCall, DmaSelection, reference};
 use crate::attention::cuda::{self as attention, Backward, bounds, output, packed};
-use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
-use crate::device::cuda::{Cuda, cast};
-use crate::device::paths::{kernel_or, kernel_or_scores, scores};
-use crate::documents::DocumentBounds;
+use crate::device::{cast, kernel_or, kernel_or_scores, scores};
+use crate::{AttentionCall, AttentionOutput, AttentionSpec, Cuda, DocumentBounds};
 use burn::tensor::DType;
 use sieve_core::{DmaWindow, KeepOLow};
 use sieve_kernels::{CudaPrimitive as Float, KernelError, KeyLists, ScoresBackward, ToBurn, kernel_tensor};

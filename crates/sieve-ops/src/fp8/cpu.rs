@@ -1,8 +1,8 @@
 //! Eight-bit floats on the CPU: rounded f32, always counted as the reference.
 use super::{Fp8Kept, ToRound, reference};
-use crate::device::paths::{self, Memory, Place};
+use crate::device::paths::{self, Memory};
 use crate::linear::added;
-use crate::swiglu;
+use crate::{Place, swiglu};
 use burn_flex::{Flex, FlexTensor};
 
 const NO_NUMBERS: &str = "the CPU has no fp8: f32 is rounded to it";

@@ -1,7 +1,7 @@
 //! Eight-bit floats on CUDA: rounded by our kernels, multiplied by cuBLASLt.
 use super::{Fp8Kept, ToRound, reference};
-use crate::device::cuda::{Cuda, tensors};
-use crate::device::paths::kernel_or;
+use crate::Cuda;
+use crate::device::{kernel_or, tensors};
 use crate::linear::added;
 use crate::swiglu::{self, reuse};
 use burn::tensor::TensorMetadata;

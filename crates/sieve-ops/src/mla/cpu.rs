@@ -1,10 +1,9 @@
 //! MLA on the CPU: attention in f32 takes the kernels of `sieve-cpu`, any other dtype the reference; packing is plain
 //! Burn operations.
 use super::{MlaCall, MlaSpec, reference};
-use crate::attention::AttentionOutput;
+use crate::AttentionOutput;
 use crate::attention::cpu::{contiguous_bounds, documents, empty_output, output_of, shape_of};
-use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain_scores, zeros_like};
-use crate::device::paths::scores;
+use crate::device::{contiguous, floats, from_vec, unless_f32, zeros_like};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 use sieve_cpu::AttentionShape;
@@ -19,12 +18,7 @@ fn attention_shape(packed: &FlexTensor, spec: MlaSpec) -> AttentionShape {
 
 pub(crate) fn mla_attention(packed: FlexTensor, call: &MlaCall<Flex>) -> AttentionOutput<Flex> {
     let spec = call.spec;
-    if !is_f32(&packed) {
-        let scores = scores(&packed, spec.num_heads);
-        return plain_scores("mla_attention", scores, || {
-            reference::mla_attention::<Flex>(packed, call)
-        });
-    }
+    unless_f32!(&packed, spec.num_heads, "mla_attention": reference::mla_attention::<Flex>(packed, call));
     let (packed, bounds) = (contiguous(packed), contiguous_bounds(&call.documents));
     let shape = attention_shape(&packed, spec);
     let [mut o, mut lse] = empty_output(shape, spec.head_dim);
@@ -46,12 +40,8 @@ pub(crate) fn mla_attention_backward(
     d_o: FlexTensor,
 ) -> FlexTensor {
     let spec = call.spec;
-    if !is_f32(&packed) {
-        let scores = scores(&packed, spec.num_heads);
-        return plain_scores("mla_attention_backward", scores, || {
-            reference::mla_attention_backward::<Flex>(packed, call, output, d_o)
-        });
-    }
+    unless_f32!(&packed, spec.num_heads, "mla_attention_backward":
+        reference::mla_attention_backward::<Flex>(packed, call, output, d_o));
     let (packed, bounds) = (contiguous(packed), contiguous_bounds(&call.documents));
     let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
     let mut d_packed = zeros_like(&packed);

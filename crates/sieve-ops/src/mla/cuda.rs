@@ -1,9 +1,8 @@
 //! MLA on CUDA: a kernel packs and rotates, the attention kernels walk the packed tensor.
 use super::{MlaCall, MlaPackCall, MlaSpec, reference};
-use crate::attention::AttentionOutput;
 use crate::attention::cuda::{bounds, output, result};
-use crate::device::cuda::{Cuda, cast, tensors};
-use crate::device::paths::{kernel_or, kernel_or_scores, scores};
+use crate::device::{cast, kernel_or, kernel_or_scores, scores, tensors};
+use crate::{AttentionOutput, Cuda};
 use burn::tensor::DType;
 use sieve_kernels::{
     AttentionGradients, CudaPrimitive as Float, CudaTensor, KernelError, MlaNorm, MlaPack, ToBurn, kernel_tensor,

@@ -1,6 +1,6 @@
 //! Multi-head latent attention's ops in plain Burn operations.
 use super::{MlaCall, MlaPackCall, MlaSpec};
-use crate::attention::AttentionOutput;
+use crate::AttentionOutput;
 use crate::attention::reference::{separate_attention, separate_attention_backward};
 use crate::norm::reference::{normalise, normalise_backward};
 use crate::rope::reference::Angles;

@@ -2,10 +2,9 @@
 //! pooling, placing and gates are plain Burn operations.
 use super::{NsaCall, NsaCompressed, NsaSelected, reference};
 use crate::attention::cpu::{backward, forward};
-use crate::attention::{AttentionCall, AttentionOutput};
-use crate::device::flex::{contiguous, ints, is_f32, plain_scores};
-use crate::device::paths::scores;
+use crate::device::{contiguous, ints, unless_f32};
 use crate::dma::cpu::{dma_attention, dma_attention_backward};
+use crate::{AttentionCall, AttentionOutput};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{KeepOLow, NsaBlocks};
 use sieve_cpu::{ChosenBlocks, Mask};
@@ -46,11 +45,8 @@ pub(crate) fn nsa_selected_attention(
     block_indices: FlexTensor,
     call: &NsaCall<Flex>,
 ) -> NsaSelected<Flex> {
-    if !is_f32(&qkv) {
-        return plain_scores("nsa_selected_attention", scores(&qkv, call.spec.num_heads), || {
-            reference::nsa_selected_attention(qkv, block_indices, call)
-        });
-    }
+    unless_f32!(&qkv, call.spec.num_heads, "nsa_selected_attention":
+        reference::nsa_selected_attention(qkv, block_indices, call));
     let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
     let attention = AttentionCall::new(call.documents.clone(), call.spec);
     NsaSelected::without_lists(forward(&qkv, mask(&block_indices, call.blocks), &attention))
@@ -63,13 +59,8 @@ pub(crate) fn nsa_selected_attention_backward(
     selected: NsaSelected<Flex>,
     d_o: FlexTensor,
 ) -> FlexTensor {
-    if !is_f32(&qkv) {
-        return plain_scores(
-            "nsa_selected_attention_backward",
-            scores(&qkv, call.spec.num_heads),
-            || reference::nsa_selected_attention_backward(qkv, block_indices, call, selected, d_o),
-        );
-    }
+    unless_f32!(&qkv, call.spec.num_heads, "nsa_selected_attention_backward":
+        reference::nsa_selected_attention_backward(qkv, block_indices, call, selected, d_o));
     let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
     let attention = AttentionCall::new(call.documents.clone(), call.spec);
     let operands = [selected.output.o, selected.output.lse, d_o];

@@ -1,9 +1,8 @@
 //! NSA on CUDA.
 use super::{NsaCall, NsaCompressed, NsaSelected, reference};
-use crate::attention::AttentionOutput;
 use crate::attention::cuda::{Backward, bounds, output, packed, result};
-use crate::device::cuda::{Cuda, cast, tensors};
-use crate::device::paths::{kernel_or, kernel_or_scores, scores};
+use crate::device::{cast, kernel_or, kernel_or_scores, scores, tensors};
+use crate::{AttentionOutput, Cuda};
 use burn::tensor::DType;
 use sieve_kernels::{AttentionShape, ChoiceLists, CudaPrimitive as Float, KernelError, ToBurn, kernel_tensor};
 

@@ -2,10 +2,9 @@
 use super::RowParts;
 use super::border::{Border, Reach};
 use super::heads::{Heads, to_heads, to_tokens};
-use crate::DeviceBackend;
-use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
-use crate::dma::{DmaCall, DmaScoresCall, DmaSelection, bias_gradient, dma_bias, dma_rank};
+use crate::dma::{bias_gradient, dma_bias, dma_rank};
 use crate::tensors::{Float, Ints, primitive, tensor};
+use crate::{AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaCall, DmaScoresCall, DmaSelection};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, TensorMetadata};
 use sieve_core::{DmaShape, KeepOLow};

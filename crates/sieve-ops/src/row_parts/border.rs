@@ -1,10 +1,8 @@
 //! The keys of earlier parts that a part's queries may see.
 use super::attend::int_primitive;
 use super::{Parcel, RowParts};
-use crate::DeviceBackend;
-use crate::attention::{AttentionCall, AttentionSpec};
-use crate::documents::DocumentBounds;
 use crate::tensors::{Float, Ints, primitive, tensor};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, DocumentBounds};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use sieve_core::DmaWindow;

@@ -1,10 +1,8 @@
 //! Context parallelism on the CPU: Burn's operations on few values, and an exchange between hosts' memories.
 use super::attend::{from_values, values_of};
 use super::{Parcel, RowLinks, reference};
-use crate::attention::AttentionSpec;
-use crate::backend::DeviceBackend;
-use crate::documents::DocumentBounds;
 use crate::tensors::{Float, primitive, tensor};
+use crate::{AttentionSpec, DeviceBackend, DocumentBounds};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};

@@ -1,12 +1,9 @@
 //! Context parallelism on CUDA: kernels choose and move the halo keys, NCCL carries them.
 use super::cpu::{over_hosts, slices_over_hosts};
 use super::{Parcel, RowLinks, reference};
-use crate::attention::AttentionSpec;
 use crate::attention::cuda::bounds;
-use crate::backend::DeviceBackend;
-use crate::device::cuda::{Cuda, tensors, writable};
-use crate::device::paths::kernel_or;
-use crate::documents::DocumentBounds;
+use crate::device::{kernel_or, tensors, writable};
+use crate::{AttentionSpec, Cuda, DeviceBackend, DocumentBounds};
 use sieve_core::DmaWindow;
 use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor};
 

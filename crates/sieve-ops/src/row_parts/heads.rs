@@ -3,9 +3,8 @@
 //! Both ways a copy puts what goes to one rank, or comes from it, in one piece; with one row a micro-batch the other
 //! side of the exchange is in order as it is.
 use super::{RowLinks, RowParts};
-use crate::documents::Documents;
 use crate::tensors::{primitive, tensor};
-use crate::{DeviceBackend, SieveBackend};
+use crate::{DeviceBackend, Documents, SieveBackend};
 use burn::tensor::{DType, Tensor, s};
 use std::ops::Range;
 

@@ -1,5 +1,5 @@
 //! The ops of rows in parts in plain Burn operations.
-use crate::attention::AttentionSpec;
+use crate::AttentionSpec;
 use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, IndexingUpdateOp, Int, Tensor};

@@ -1,9 +1,7 @@
 //! One rank's attention of its part with everything that it read and gave, for files that other programs check.
 use super::{RowParts, backward, forward};
-use crate::DeviceBackend;
-use crate::attention::{AttentionCall, AttentionSpec};
-use crate::documents::{DocumentBounds, Documents};
 use crate::tensors::{Float, Ints};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, DocumentBounds, Documents};
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaShape, KeepOLow};
 

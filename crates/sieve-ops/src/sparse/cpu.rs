@@ -1,5 +1,5 @@
 //! The CPU computes attention under a selector's mask, and the mask, from slices: sieve-select.
-use crate::decode::DmaCache;
+use crate::DmaCache;
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection};
 use std::ops::Range;

@@ -1,9 +1,8 @@
 //! Attention under a selector's mask on CUDA, and selections whose every step has a kernel.
 use crate::attention::cuda::packed_heads;
-use crate::decode::DmaCache;
 use crate::decode::cuda::{CudaDecodeScratch, heavy_step, kept_cache};
-use crate::device::cuda::Cuda;
-use crate::device::paths::kernel_or_refusal;
+use crate::device::kernel_or_refusal;
+use crate::{Cuda, DmaCache};
 use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
 use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection};

@@ -549,8 +549,8 @@ mod tests {
         let first = std::thread::scope(|scope| {
             scope.spawn(|| {
                 let mesh = join(1);
-                let reason = "libnccl.so.2: cannot open shared object file".to_owned();
-                let error = all_have_nccl(&mesh, Err(KernelError::NoNccl { reason }));
+                let refused = KernelError::no_nccl("libnccl.so.2: cannot open shared object file");
+                let error = all_have_nccl(&mesh, Err(refused));
                 // As `run` ends.
                 mesh.fail(&terminal::error_text(&error.expect_err("it has none")));
             });

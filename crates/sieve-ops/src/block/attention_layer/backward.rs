@@ -1,12 +1,9 @@
 //! The backward pass of an attention layer.
 use super::forward::{Attended, AttentionLayer, AttentionLayerCall, dma_inputs, merge_heads, of_parts, rotation};
-use crate::DeviceBackend;
 use crate::block::product::{Operands, Weight, begin_gradients, product_gradients};
 use crate::dma::composed;
-use crate::fp8::ToRound;
-use crate::norm::RmsNormCall;
-use crate::row_parts;
 use crate::tensors::{Float, primitive};
+use crate::{DeviceBackend, RmsNormCall, ToRound, row_parts};
 use burn::tensor::TensorMetadata;
 use burn::tensor::backend::Backend;
 

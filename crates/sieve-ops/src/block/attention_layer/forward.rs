@@ -1,16 +1,12 @@
 //! The forward pass of an attention layer.
-use crate::DeviceBackend;
-use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
-use crate::block::WeightSums;
 use crate::block::product::{Operands, product};
-use crate::block::residual::Residual;
-use crate::dma::DmaScoresCall;
 use crate::dma::composed::{self, DmaForward, DmaInputs};
-use crate::fp8::{ProductPrecision, ToRound};
-use crate::norm::RmsNormCall;
-use crate::rope::{QkNorm, QkNormRopeCall, RopeTables};
-use crate::row_parts::{self, DmaParts, Parted, RowParts};
+use crate::row_parts::{self, DmaParts, Parted};
 use crate::tensors::{Float, Ints, primitive};
+use crate::{
+    AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaScoresCall, ProductPrecision, QkNorm,
+    QkNormRopeCall, Residual, RmsNormCall, RopeTables, RowParts, ToRound, WeightSums,
+};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 use sieve_core::{DmaShape, Keeping};

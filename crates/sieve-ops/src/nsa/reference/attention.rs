@@ -1,12 +1,12 @@
 //! The compressed and the selected branch.
 use crate::attention::reference::{masked_attention, masked_attention_backward};
-use crate::attention::{AttentionCall, AttentionOutput};
 use crate::chosen::{ChoiceCall, reference::choose_key_blocks};
 use crate::dma::reference::{dma_attention, dma_attention_backward};
-use crate::dma::{DmaCall, DmaSelection};
-use crate::documents::{DocumentBounds, HostBounds};
-use crate::nsa::{NsaCall, NsaCompressed, NsaSelected};
+use crate::documents::HostBounds;
 use crate::tensors::{Float, Ints, ints, primitive, split_heads, tensor, upcast};
+use crate::{
+    AttentionCall, AttentionOutput, DmaCall, DmaSelection, DocumentBounds, NsaCall, NsaCompressed, NsaSelected,
+};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, IndexingUpdateOp, Int, Tensor, TensorData};
 use sieve_core::BlockChoice;

@@ -1,6 +1,6 @@
 //! Blocks of keys and values, and their means.
+use crate::NsaCall;
 use crate::documents::HostBounds;
-use crate::nsa::NsaCall;
 use crate::tensors::{Float, ints, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData};

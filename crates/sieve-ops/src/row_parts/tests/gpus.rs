@@ -5,13 +5,10 @@
 //! ```
 //!
 //! Each GPU is a process of its own, as in training: this program again, told by [`PART`] which part is its.
-use crate::DeviceBackend;
-use crate::attention::{AttentionCall, AttentionSpec};
-use crate::dma::DmaScoresCall;
 use crate::dma::composed::{self, DmaInputs};
-use crate::documents::Documents;
-use crate::row_parts::{DmaParts, RowLinks, RowParts, backward, forward};
+use crate::row_parts::{DmaParts, backward, forward};
 use crate::tensors::{Float, primitive, tensor};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaScoresCall, Documents, RowLinks, RowParts};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
 use sieve_cuda::Cuda;
