@@ -161,6 +161,7 @@ fn read_all(prefix: &Path) -> Result<Vec<Vec<u32>>, DataError> {
     let num_tokens = documents.iter().map(Vec::len).sum::<usize>();
     let words = "every token belongs to one document";
     assert_eq!(num_tokens as u64, shard.num_tokens(), "{words}");
+    let _ = shard.token_counts(100);
     Ok(documents)
 }
 

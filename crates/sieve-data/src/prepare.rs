@@ -8,7 +8,8 @@
 //! <dir>/validation.bin, validation.idx       documents held out
 //! <dir>/validation.docs.json                 bytes and words of each held-out document, for numbers per byte and word
 //! <dir>/meta.json                            what it was made from and what came out; written last
-//! <dir>/prepare.state.json, *.tmp            an unfinished preparation; the next one goes on from there
+//! <dir>/prepare.journal.tmp, *.tmp           an unfinished preparation; the next one continues with the source file
+//!                                            that this one was reading
 //! <dir>/prepare.lock                         held while a process prepares here; marks files of these names as Sieve's
 //! ```
 
@@ -196,9 +197,9 @@ fn train_names(num_corpora: usize) -> Vec<String> {
 /// Tokenises `corpora` into `config.dir`, or finds that it was done before from the same files, tokenizer and settings.
 /// Each corpus gets a shard of its own; what is held out of all of them goes into one.
 ///
-/// Files appear under their own names only when all of them are whole. An error or a kill loses the work of the last
-/// moments: asked again with nothing changed, the preparation goes on, and the files are the same as without the
-/// interruption. Several processes may call this for one folder: one works, the others wait for it.
+/// Files appear under their own names only when all of them are whole. After an error or a kill, a preparation with
+/// nothing changed keeps what finished source files gave (but for the last 128 MB of text) and begins the file that was
+/// being read again; the files are the same as without the interruption. Several processes may call this for one folder: one works, the others wait for it.
 ///
 /// # Errors
 /// The corpora's and the tokenizer's errors, an empty split, a folder that holds something else, a full disk. After an

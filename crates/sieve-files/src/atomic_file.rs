@@ -126,15 +126,6 @@ impl FinishedFile {
         self.names.remove_on_drop = false;
         Ok(())
     }
-
-    /// Removes the temporary file: it has served.
-    ///
-    /// # Errors
-    /// What the system refuses.
-    pub fn remove(mut self) -> Result<(), FileError> {
-        self.names.remove_on_drop = false;
-        fs::remove_file(&self.names.temporary).map_err(FileError::on("remove", &self.names.temporary))
-    }
 }
 
 /// `<path>.tmp`, in the same folder, so that the rename is atomic.

@@ -65,13 +65,12 @@ impl std::ops::AddAssign<&Self> for CorpusReport {
     }
 }
 
-/// How far a reading has come: enough to go on from there, together with the hashes of the texts seen.
+/// How far a reading has come. Between two files it is enough to continue from there, together with the hashes of the
+/// texts seen.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Cursor {
     /// The file being read; those before it are done.
     pub(crate) file_idx: usize,
-    /// Documents taken from it, valid or not.
-    num_taken: u64,
     pub(crate) report: CorpusReport,
 }
 
@@ -95,7 +94,7 @@ impl<'a> Documents<'a> {
         Self::resume(corpus, Cursor::default(), HashSet::new())
     }
 
-    /// Goes on from where `cursor` was taken; `seen` holds the hashes of the texts met before it.
+    /// Continues with the file where `cursor` was taken; `seen` holds the hashes of the texts met before it.
     pub(crate) fn resume(corpus: &'a Corpus, cursor: Cursor, seen: HashSet<u128>) -> Self {
         Self {
             corpus,
@@ -129,14 +128,29 @@ impl<'a> Documents<'a> {
         &self.cursor.report
     }
 
-    /// Opens the file that the cursor is in, at the place where the cursor is.
+    /// Whether the next document is the first of a file.
+    pub(crate) fn is_between_files(&self) -> bool {
+        self.source.is_none()
+    }
+
+    /// Whether the last document or an error was given.
+    pub(crate) fn is_done(&self) -> bool {
+        self.done
+    }
+
+    /// Whether there is nothing more to read.
+    fn is_at_end(&self) -> bool {
+        self.cursor.report.reached_max_bytes || self.cursor.file_idx == self.corpus.files().len()
+    }
+
+    /// Opens the file that the cursor is in.
     fn open(&mut self, file: &SourceFile) -> Result<(), DataError> {
         let config = self.corpus.config();
         let path = self.corpus.local_path(file)?;
         let max_bytes = self.corpus.max_document_bytes(file);
-        let mut source = source::open(&config.format, &path, max_bytes)?;
+        let source = source::open(&config.format, &path, max_bytes)?;
         let of_file = config.format.of(&path);
-        let mut prompts = match &config.prompt_column {
+        let prompts = match &config.prompt_column {
             Some(column) if of_file == Format::Text => {
                 let what = format!("plain text has no column {column:?}");
                 let hint = "prompt_column is for JSONL and Parquet: leave it out, or name such files alone";
@@ -145,36 +159,25 @@ impl<'a> Documents<'a> {
             Some(column) => Some(source::open(&of_file.with_column(column), &path, max_bytes)?),
             None => None,
         };
-        if self.cursor.num_taken == 0 {
-            self.cursor.report.num_files += 1;
-        }
-        for _ in 0..self.cursor.num_taken {
-            // What it is was judged when it was taken the first time.
-            let _ = source.next_document();
-            let _ = prompts.as_mut().map(|prompts| prompts.next_document());
-        }
+        self.cursor.report.num_files += 1;
         self.source = Some(source);
         self.prompts = prompts;
         self.path = path;
         Ok(())
     }
 
-    /// The next document that counts, or `None` at the end.
+    /// The next document that counts, or `None` at the end of a file and of all.
     fn advance(&mut self) -> Result<Option<Document>, DataError> {
         let corpus = self.corpus;
         let config = corpus.config();
         corpus.check_connected()?;
-        if self.cursor.report.reached_max_bytes {
+        if self.is_at_end() {
             return Ok(None);
         }
-        loop {
-            let Some(source) = &mut self.source else {
-                let Some(file) = corpus.files().get(self.cursor.file_idx) else {
-                    return Ok(None);
-                };
-                self.open(file)?;
-                continue;
-            };
+        if self.source.is_none() {
+            self.open(&corpus.files()[self.cursor.file_idx])?;
+        }
+        while let Some(source) = &mut self.source {
             // One file read twice holds as many lines or rows both times, whether they are valid or not.
             let document = source.next_document();
             let prompt = self.prompts.as_mut().and_then(|prompts| prompts.next_document());
@@ -183,14 +186,12 @@ impl<'a> Documents<'a> {
                 let prompt: Option<String> = prompt.transpose()?.map(|(prompt, _)| prompt);
                 Ok((text, prompt, line))
             });
-            self.cursor.num_taken += 1;
             let report = &mut self.cursor.report;
             let (text, prompt, line) = match document {
                 None => {
                     (self.source, self.prompts) = (None, None);
-                    self.cursor.num_taken = 0;
                     self.cursor.file_idx += 1;
-                    continue;
+                    break;
                 }
                 Some(Err(error)) if config.skip_invalid && error.is_invalid_document() => {
                     report.num_invalid += 1;
@@ -233,18 +234,16 @@ impl<'a> Documents<'a> {
                 }));
             }
         }
+        Ok(None)
     }
-}
 
-impl Iterator for Documents<'_> {
-    type Item = Result<Document, DataError>;
-
-    fn next(&mut self) -> Option<Self::Item> {
+    /// Like [`next`](Self::next), but also `None` at the end of each file.
+    pub(crate) fn next_in_file(&mut self) -> Option<Result<Document, DataError>> {
         if self.done {
             return None;
         }
         let next = match self.advance() {
-            Ok(None) if self.report().num_documents == 0 => {
+            Ok(None) if self.is_at_end() && self.report().num_documents == 0 => {
                 let (files, summary) = (self.corpus.files(), self.report().summary());
                 let first = files.first().map(|file| file.path.display().to_string());
                 let more = match files.len() {
@@ -258,7 +257,20 @@ impl Iterator for Documents<'_> {
             }
             next => next,
         };
-        self.done = !matches!(next, Ok(Some(_)));
+        self.done = next.is_err() || self.is_at_end() && matches!(next, Ok(None));
         next.transpose()
+    }
+}
+
+impl Iterator for Documents<'_> {
+    type Item = Result<Document, DataError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        loop {
+            let next = self.next_in_file();
+            if next.is_some() || self.done {
+                return next;
+            }
+        }
     }
 }

@@ -191,7 +191,7 @@ impl PreparedMeta {
 }
 
 /// How long a document's text is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DocumentSize {
     /// Bytes of UTF-8 text.
     pub num_bytes: u64,

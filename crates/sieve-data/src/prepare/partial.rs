@@ -1,38 +1,43 @@
-//! How far an unfinished preparation has come, so that the next one goes on instead of beginning again.
+//! What an unfinished preparation keeps, so that the next one reads no finished source file again.
 //!
-//! `prepare.state.json` says how much of each temporary file counts. It is replaced (never changed) after those files
-//! are fsynced, so whatever a kill leaves behind the counted part is cut off, and the result is the same as without the
-//! kill.
+//! `prepare.journal.tmp` gets a line between two source files: what the files since the line before gave. The shards are
+//! fsynced before their line is written, so the tokens of a whole line are on the disk; a line cut by a kill, and tokens
+//! behind the last whole line, are dropped, and the result is the same as without the kill.
 
 use std::collections::HashSet;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::meta::FORMAT_VERSION;
+use super::split::Target;
+use super::tokenise::Encoded;
 use super::{DocumentSize, SplitMeta};
 use crate::corpus::{CorpusReport, Cursor};
 use crate::error::DataError;
 use crate::shard::ShardWriter;
-use sieve_files::{AtomicFile, temporary_name, write_atomically};
+use sieve_files::{AtomicFile, temporary_name};
 
-pub(super) const STATE: &str = "prepare.state.json";
-const SIZES_LOG: &str = "validation.sizes";
-const SEEN_LOG: &str = "prepare.seen";
-const HELD_OUT_LOG: &str = "prepare.held_out";
-/// Logs that keep their temporary names until they are removed; a shard's file is renamed when it is whole.
-pub(super) const LOGS: [&str; 3] = [SIZES_LOG, SEEN_LOG, HELD_OUT_LOG];
+/// It keeps its temporary name until it is removed.
+pub(super) const JOURNAL: &str = "prepare.journal";
 
-/// The contents of `prepare.state.json`.
-#[derive(Debug, Serialize, Deserialize)]
-struct State {
+/// The first line: which preparation this is.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Header {
     format_version: u32,
     fingerprint: String,
-    place: Place,
-    splits: Vec<SplitMeta>,
-    num_seen: u64,
-    num_held_out: u64,
+}
+
+impl Header {
+    fn of(fingerprint: &str) -> Self {
+        Self {
+            format_version: FORMAT_VERSION,
+            fingerprint: fingerprint.to_owned(),
+        }
+    }
 }
 
 /// Where in the corpora the preparation is.
@@ -42,8 +47,25 @@ pub(super) struct Place {
     pub(super) done: Vec<CorpusReport>,
     pub(super) cursor: Cursor,
     /// What [`cuts`](super::split::cuts) found; kept because the files it read may be gone: fetched, used and removed.
-    #[serde(default)]
     pub(super) cuts: Option<Vec<Option<u64>>>,
+}
+
+/// Any further line: where the preparation is, and what is new since the line before.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Step {
+    place: Place,
+    /// What is in each shard.
+    splits: Vec<SplitMeta>,
+    /// Of each shard: tokens of its new sequences.
+    lengths: Vec<Vec<i32>>,
+    /// New documents of the validation split.
+    pub(super) sizes: Vec<DocumentSize>,
+    /// Whether the hashes of texts that earlier lines have no longer count: the next corpus is not compared with them.
+    pub(super) clears_seen: bool,
+    /// Hashes of texts met, where duplicates are dropped.
+    pub(super) seen: Vec<u128>,
+    /// Hashes of the validation corpus's documents.
+    pub(super) held_out: Vec<u128>,
 }
 
 /// One shard being written.
@@ -51,25 +73,26 @@ pub(super) struct Split {
     pub(super) name: String,
     pub(super) writer: ShardWriter,
     pub(super) meta: SplitMeta,
+    /// Sequences that the journal has.
+    num_kept: usize,
 }
 
 /// All that an unfinished preparation has written.
 pub(super) struct Partial {
-    dir: PathBuf,
-    fingerprint: String,
     /// The validation split last.
     pub(super) splits: Vec<Split>,
-    sizes: Log<16>,
-    pub(super) sizes_list: Vec<DocumentSize>,
-    seen: Log<16>,
-    held_out: Log<16>,
-    /// Hashes of the validation corpus's documents.
-    pub(super) held_out_set: HashSet<u128>,
     pub(super) place: Place,
+    /// Of the documents of the validation split that the journal has.
+    pub(super) sizes: Vec<DocumentSize>,
+    /// Hashes of the validation corpus's documents that the journal has.
+    pub(super) held_out: Vec<u128>,
+    /// What the journal has not yet.
+    pub(super) new: Step,
+    journal: AtomicFile,
 }
 
 impl Partial {
-    /// Begins anew.
+    /// Begins anew: a shard for each of `names`, of prompts and texts or of texts.
     pub(super) fn create(
         dir: &Path,
         names: &[String],
@@ -83,23 +106,23 @@ impl Partial {
                 name: name.clone(),
                 writer: if has_prompts { writer.with_prompts() } else { writer },
                 meta: SplitMeta::default(),
+                num_kept: 0,
             })
         };
+        let mut journal = AtomicFile::create(&dir.join(JOURNAL))?;
+        journal.write(&line(&Header::of(fingerprint)))?;
         Ok(Self {
-            dir: dir.to_path_buf(),
-            fingerprint: fingerprint.to_owned(),
             splits: names.iter().map(split).collect::<Result<_, DataError>>()?,
-            sizes: Log::create(&dir.join(SIZES_LOG))?,
-            sizes_list: Vec::new(),
-            seen: Log::create(&dir.join(SEEN_LOG))?,
-            held_out: Log::create(&dir.join(HELD_OUT_LOG))?,
-            held_out_set: HashSet::new(),
             place: Place::default(),
+            sizes: Vec::new(),
+            held_out: Vec::new(),
+            new: Step::default(),
+            journal,
         })
     }
 
-    /// Goes on with what the state in `dir` describes, and gives the hashes of the texts seen; `None` where there is no
-    /// state, or one of another preparation, or files that do not fit it.
+    /// Continues what the journal in `dir` describes, and gives the hashes of the texts seen; `None` where there is no
+    /// journal, or one of another preparation, or shards that do not fit it.
     pub(super) fn resume(
         dir: &Path,
         names: &[String],
@@ -107,129 +130,105 @@ impl Partial {
         fingerprint: &str,
         has_prompts: bool,
     ) -> Option<(Self, HashSet<u128>)> {
-        let bytes = fs::read(dir.join(STATE)).ok()?;
-        let state = serde_json::from_slice::<State>(&bytes).ok()?;
-        if state.format_version != FORMAT_VERSION
-            || state.fingerprint != fingerprint
-            || state.splits.len() != names.len()
-        {
+        let journal = dir.join(JOURNAL);
+        let bytes = fs::read(temporary_name(&journal)).ok()?;
+        let mut lines = bytes.split_inclusive(|&byte| byte == b'\n');
+        let first = lines.next()?;
+        if content::<Header>(first)? != Header::of(fingerprint) {
             return None;
         }
-        let num_sizes = state.splits.last()?.num_documents;
-        let (sizes, size_records) = Log::resume(&dir.join(SIZES_LOG), num_sizes).ok()?;
-        let (seen, seen_records) = Log::resume(&dir.join(SEEN_LOG), state.num_seen).ok()?;
-        let (held_out, held_out_records) = Log::resume(&dir.join(HELD_OUT_LOG), state.num_held_out).ok()?;
-        let split = |(name, meta): (&String, SplitMeta)| {
+        let (mut num_bytes, mut last) = (first.len(), Step::default());
+        let (mut sizes, mut held_out, mut seen) = (Vec::new(), Vec::new(), HashSet::new());
+        let mut lengths = vec![Vec::new(); names.len()];
+        for line in lines {
+            let Some(mut step) = content::<Step>(line) else { break };
+            num_bytes += line.len();
+            if step.clears_seen {
+                seen.clear();
+            }
+            seen.extend(step.seen.drain(..));
+            sizes.append(&mut step.sizes);
+            held_out.append(&mut step.held_out);
+            for (all, new) in lengths.iter_mut().zip(&step.lengths) {
+                all.extend_from_slice(new);
+            }
+            last = step;
+        }
+        let split = |((name, meta), lengths): ((&String, SplitMeta), Vec<i32>)| {
             let sequences = 1 + usize::from(has_prompts);
-            let writer = ShardWriter::resume(&dir.join(name), vocab_size, meta.num_documents, sequences).ok()?;
-            (writer.num_tokens() == meta.num_tokens).then(|| Split {
+            Some(Split {
                 name: name.clone(),
-                writer,
                 meta,
+                num_kept: lengths.len(),
+                writer: ShardWriter::resume(&dir.join(name), vocab_size, lengths, sequences).ok()?,
             })
         };
+        let splits = names.iter().zip(last.splits).zip(lengths).map(split);
+        let splits = splits.collect::<Option<Vec<_>>>()?;
         let partial = Self {
-            dir: dir.to_path_buf(),
-            fingerprint: state.fingerprint,
-            splits: names.iter().zip(state.splits).map(split).collect::<Option<_>>()?,
+            journal: AtomicFile::resume(&journal, num_bytes as u64).ok()?,
+            place: last.place,
+            new: Step::default(),
+            splits,
             sizes,
-            sizes_list: size_records.into_iter().map(size_of_record).collect(),
-            seen,
             held_out,
-            held_out_set: held_out_records.into_iter().map(u128::from_le_bytes).collect(),
-            place: state.place,
         };
-        let seen = seen_records.into_iter().map(u128::from_le_bytes).collect();
-        Some((partial, seen))
+        (partial.splits.len() == names.len()).then_some((partial, seen))
     }
 
-    /// Notes the size of a document that went into the validation split.
-    pub(super) fn push_size(&mut self, size: DocumentSize) -> Result<(), DataError> {
-        self.sizes_list.push(size);
-        let (bytes, words) = (size.num_bytes.to_le_bytes(), size.num_words.to_le_bytes());
-        self.sizes.push(std::array::from_fn(|at| match at {
-            0..8 => bytes[at],
-            _ => words[at - 8],
-        }))
-    }
-
-    /// Notes texts met, where duplicates are dropped.
-    pub(super) fn push_seen(&mut self, hashes: &[u128]) -> Result<(), DataError> {
-        hashes.iter().try_for_each(|hash| self.seen.push(hash.to_le_bytes()))
-    }
-
-    /// Notes a document of the validation corpus.
-    pub(super) fn push_held_out(&mut self, hash: u128) -> Result<(), DataError> {
-        match self.held_out_set.insert(hash) {
-            true => self.held_out.push(hash.to_le_bytes()),
-            false => Ok(()),
+    /// Writes a document to the shard that it is for, to shard `train` where it is to be trained on. `remembers` says
+    /// whether one that is held out is to be known again in other corpora.
+    pub(super) fn take(&mut self, document: Encoded, train: usize, remembers: bool) -> Result<(), DataError> {
+        let number = match document.target {
+            Target::Train => train,
+            Target::Validation => self.splits.len() - 1,
+        };
+        let split = &mut self.splits[number];
+        split.meta.num_documents += 1;
+        split.meta.num_tokens += document.num_tokens();
+        split.meta.num_bytes += document.size.num_bytes;
+        split.meta.num_words += document.size.num_words;
+        match &document.prompt {
+            None => split.writer.push(&document.ids)?,
+            Some(prompt) => split.writer.push_with_prompt(prompt, &document.ids)?,
         }
+        if document.target == Target::Validation {
+            self.new.sizes.push(document.size);
+            if remembers {
+                self.new.held_out.push(document.hash);
+            }
+        }
+        Ok(())
     }
 
     /// Makes everything so far durable; from now on it outlives an error or a kill.
     pub(super) fn keep(&mut self) -> Result<(), DataError> {
+        let mut step = std::mem::take(&mut self.new);
+        step.place = self.place.clone();
         for split in &mut self.splits {
             split.writer.keep()?;
+            let lengths = split.writer.lengths();
+            step.lengths.push(lengths[split.num_kept..].to_vec());
+            step.splits.push(split.meta.clone());
+            split.num_kept = lengths.len();
         }
-        self.sizes.file.keep()?;
-        self.seen.file.keep()?;
-        self.held_out.file.keep()?;
-        let state = State {
-            format_version: FORMAT_VERSION,
-            fingerprint: self.fingerprint.clone(),
-            place: self.place.clone(),
-            splits: self.splits.iter().map(|split| split.meta.clone()).collect(),
-            num_seen: self.seen.num_records,
-            num_held_out: self.held_out.num_records,
-        };
-        let json = serde_json::to_vec(&state).expect("plain numbers and strings serialise");
-        Ok(write_atomically(&self.dir.join(STATE), &json)?)
+        self.journal.write(&line(&step))?;
+        self.journal.keep()?;
+        self.sizes.append(&mut step.sizes);
+        self.held_out.append(&mut step.held_out);
+        Ok(())
     }
 }
 
-/// Removes what an unfinished preparation left, the state first.
-pub(super) fn discard(dir: &Path) -> Result<(), DataError> {
-    let logs = LOGS.map(|name| temporary_name(&dir.join(name)));
-    for path in [dir.join(STATE)].into_iter().chain(logs) {
-        if path.exists() {
-            fs::remove_file(&path).map_err(DataError::io("remove", &path))?;
-        }
-    }
-    Ok(())
+/// A line of the journal: a hash, so that a damaged line is no line, and JSON.
+fn line(content: &impl Serialize) -> Vec<u8> {
+    let json = serde_json::to_string(content).expect("plain numbers and strings serialise");
+    format!("{:016x} {json}\n", xxh3_64(json.as_bytes())).into_bytes()
 }
 
-fn size_of_record(record: [u8; 16]) -> DocumentSize {
-    let (bytes, words) = record.split_at(8);
-    let number = |half: &[u8]| u64::from_le_bytes(half.try_into().expect("half of sixteen"));
-    DocumentSize {
-        num_bytes: number(bytes),
-        num_words: number(words),
-    }
-}
-
-/// A temporary file of records of one size.
-struct Log<const SIZE: usize> {
-    file: AtomicFile,
-    num_records: u64,
-}
-
-impl<const SIZE: usize> Log<SIZE> {
-    fn create(path: &Path) -> Result<Self, DataError> {
-        Ok(Self {
-            file: AtomicFile::create(path)?,
-            num_records: 0,
-        })
-    }
-
-    fn resume(path: &Path, num_records: u64) -> Result<(Self, Vec<[u8; SIZE]>), DataError> {
-        let file = AtomicFile::resume(path, num_records * SIZE as u64)?;
-        let temporary = temporary_name(path);
-        let bytes = fs::read(&temporary).map_err(DataError::io("read", &temporary))?;
-        Ok((Self { file, num_records }, bytes.as_chunks().0.to_vec()))
-    }
-
-    fn push(&mut self, record: [u8; SIZE]) -> Result<(), DataError> {
-        self.num_records += 1;
-        Ok(self.file.write(&record)?)
-    }
+/// What a whole line holds.
+fn content<T: DeserializeOwned>(line: &[u8]) -> Option<T> {
+    let (hash, json) = line.strip_suffix(b"\n")?.split_at_checked(17)?;
+    let wanted = format!("{:016x} ", xxh3_64(json));
+    (hash == wanted.as_bytes()).then(|| serde_json::from_slice(json).ok())?
 }

@@ -7,9 +7,9 @@ use std::path::Path;
 
 use super::lock::Lock;
 use super::meta::{self, FORMAT_VERSION, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings};
-use super::partial::{self, Partial};
-use super::split::{Split, Target, cuts};
-use super::tokenise::{Encoded, Pace, Pass, Sink};
+use super::partial::{JOURNAL, Partial};
+use super::split::{Split, cuts};
+use super::tokenise::{Batch, Pace, encode};
 use super::{PrepareConfig, Progress, TRAIN, VALIDATION, VALIDATION_SIZES, ValidationSource, hex, train_names};
 use crate::corpus::{Corpus, CorpusReport, Cursor, Documents};
 use crate::error::DataError;
@@ -25,59 +25,6 @@ pub(super) struct Plan<'a> {
     pub(super) fingerprint: String,
     pub(super) lock: Lock,
     pub(super) pace: Pace,
-}
-
-/// Takes the documents of one corpus.
-struct Intake<'a> {
-    partial: &'a mut Partial,
-    lock: &'a Lock,
-    corpus: &'a Corpus,
-    /// Where documents to train on go.
-    train_split: usize,
-    /// Whether documents held out are to be known again in other corpora.
-    remember_held_out: bool,
-    /// Files whose fetched copies were removed.
-    num_discarded: usize,
-}
-
-impl Sink for Intake<'_> {
-    fn take(&mut self, documents: Vec<Encoded>, cursor: Cursor, newly_seen: &[u128]) -> Result<(), DataError> {
-        let validation_split = self.partial.splits.len() - 1;
-        for document in documents {
-            let split = match document.target {
-                Target::Train => self.train_split,
-                Target::Validation => validation_split,
-            };
-            let split = &mut self.partial.splits[split];
-            split.meta.num_documents += 1;
-            split.meta.num_tokens += document.num_tokens();
-            split.meta.num_bytes += document.size.num_bytes;
-            split.meta.num_words += document.size.num_words;
-            match &document.prompt {
-                None => split.writer.push(&document.ids)?,
-                Some(prompt) => split.writer.push_with_prompt(prompt, &document.ids)?,
-            }
-            if document.target == Target::Validation {
-                self.partial.push_size(document.size)?;
-                if self.remember_held_out {
-                    self.partial.push_held_out(document.hash)?;
-                }
-            }
-        }
-        self.partial.push_seen(newly_seen)?;
-        self.partial.place.cursor = cursor;
-        Ok(())
-    }
-
-    fn keep(&mut self) -> Result<(), DataError> {
-        // The mark first: by it the next preparation knows that these temporary files are Sieve's.
-        self.lock.mark()?;
-        self.partial.keep()?;
-        let num_read = self.partial.place.cursor.file_idx;
-        self.corpus.discard_fetched(self.num_discarded..num_read);
-        self.num_discarded = num_read;
-        Ok(())
-    }
 }
 
 impl Plan<'_> {
@@ -105,11 +52,13 @@ impl Plan<'_> {
         if let Some(corpus) = own_validation
             && partial.place.done.is_empty()
         {
+            self.read(corpus, None, &mut partial, seen, Split::AllHeldOut, progress)?;
             // Held-out texts are not counted as duplicates of training texts: they are the same files.
-            let all = Split::AllHeldOut;
-            self.read(corpus, None, &mut partial, HashSet::new(), all, progress)?;
+            seen = HashSet::new();
+            (partial.new.seen, partial.new.clears_seen) = (Vec::new(), true);
+            self.keep(&mut partial, corpus)?;
         }
-        let held_out = std::mem::take(&mut partial.held_out_set);
+        let held_out = partial.held_out.iter().copied().collect();
         let (fraction, cuts) = match (self.config.validation, partial.place.cuts.take()) {
             (ValidationSource::Corpus(_), _) => (0.0, Vec::new()),
             (ValidationSource::Fraction(fraction), Some(found)) => (fraction, found),
@@ -162,43 +111,80 @@ impl Plan<'_> {
         held_out: Split,
         progress: &dyn Fn(Progress),
     ) -> Result<HashSet<u128>, DataError> {
-        let pass = Pass {
-            tokenizer: self.tokenizer,
-            eos_id: self.eos_id,
-            split: match train_split {
-                Some(_) => TRAIN,
-                None => VALIDATION,
-            },
-            progress,
-            pace: self.pace,
+        let (name, own) = match train_split {
+            Some(number) => (TRAIN, number),
+            None => (VALIDATION, partial.splits.len() - 1),
         };
         let mut documents = Documents::resume(corpus, partial.place.cursor.clone(), seen);
-        let mut intake = Intake {
-            partial,
-            lock: &self.lock,
-            corpus,
-            train_split: train_split.unwrap_or(0),
-            remember_held_out: train_split.is_none(),
-            num_discarded: 0,
+        let mut bytes_done = documents.report().num_bytes;
+        let (mut num_documents, mut num_tokens, mut bytes_since_kept) = (0, 0, 0);
+        let bytes_total = corpus.max_text_bytes();
+        let report = |bytes_done, num_documents, num_tokens, num_files_done| {
+            progress(Progress::Tokenising {
+                split: name,
+                bytes_done,
+                bytes_total,
+                num_documents,
+                num_tokens,
+                num_files_done,
+                num_files: corpus.files().len(),
+            });
         };
-        pass.run(corpus, &mut documents, held_out, &mut intake)?;
+        // Before the first file is fetched, which may take a while.
+        report(bytes_done, 0, 0, documents.cursor().file_idx);
+        let mut batch = Batch::read(&mut documents, self.pace, 0);
+        loop {
+            let num_bytes = batch.num_bytes();
+            bytes_since_kept += num_bytes;
+            let taken = std::mem::take(&mut batch.documents);
+            let (encoded, next) = rayon::join(
+                || encode(self.tokenizer, self.eos_id, held_out, bytes_done, taken),
+                || Batch::read(&mut documents, self.pace, bytes_since_kept),
+            );
+            bytes_done += num_bytes as u64;
+            for document in encoded? {
+                num_documents += 1;
+                num_tokens += document.num_tokens();
+                partial.take(document, own, train_split.is_none())?;
+            }
+            partial.new.seen.append(&mut batch.newly_seen);
+            partial.place.cursor = batch.cursor;
+            // What was done is also worth keeping when the next file cannot be read: a network that fails, say.
+            if batch.ends_file && (bytes_since_kept >= self.pace.keep_bytes || batch.error.is_some()) {
+                self.keep(partial, corpus)?;
+                bytes_since_kept = 0;
+            }
+            if let Some(error) = batch.error {
+                return Err(error);
+            }
+            report(bytes_done, num_documents, num_tokens, partial.place.cursor.file_idx);
+            if batch.is_last {
+                break;
+            }
+            batch = next;
+        }
         let place = &mut partial.place;
         place.done.push(documents.report().clone());
         place.cursor = Cursor::default();
         Ok(documents.into_seen())
     }
 
+    /// Makes everything so far durable, up to a place between two files of `corpus`.
+    fn keep(&self, partial: &mut Partial, corpus: &Corpus) -> Result<(), DataError> {
+        // The mark first: by it the next preparation knows that these temporary files are Sieve's.
+        self.lock.mark()?;
+        partial.keep()?;
+        corpus.discard_fetched(0..partial.place.cursor.file_idx);
+        Ok(())
+    }
+
     /// Fsyncs everything under temporary names, then renames, `meta.json` last.
     fn publish(&self, partial: Partial) -> Result<PreparedMeta, DataError> {
         let dir = &self.config.dir;
-        let Partial {
-            splits,
-            sizes_list,
-            place,
-            ..
-        } = &partial;
+        let Partial { splits, place, .. } = &partial;
+        let sizes = [partial.sizes.as_slice(), &partial.new.sizes].concat();
         let mut sizes_file = AtomicFile::create(&dir.join(VALIDATION_SIZES))?;
-        sizes_file.write(&meta::document_sizes_json(sizes_list))?;
+        sizes_file.write(&meta::document_sizes_json(&sizes))?;
         let sizes_file = sizes_file.finish()?;
         let mut names = splits.iter().map(|split| split.name.clone()).collect::<Vec<_>>();
         let is_cut = place.cuts.iter().flatten().any(Option::is_some);
@@ -234,7 +220,7 @@ impl Plan<'_> {
         sync_folder(dir)?;
         meta_file.publish()?;
         sync_folder(dir)?;
-        partial::discard(dir)?;
+        remove_leftovers(dir)?;
         Ok(meta)
     }
 
@@ -360,7 +346,6 @@ pub(super) fn earlier_preparation(dir: &Path, has_mark: bool) -> Result<Option<P
 
 /// Clears away what an unfinished preparation left.
 pub(super) fn remove_leftovers(dir: &Path) -> Result<(), DataError> {
-    partial::discard(dir)?;
     for name in own_names(dir)? {
         if name.ends_with(".tmp") {
             let path = dir.join(name);
@@ -392,16 +377,10 @@ fn own_names(dir: &Path) -> Result<Vec<String>, DataError> {
         };
         let is_temporary = name.ends_with(".tmp");
         let stem = name.trim_end_matches(".tmp");
-        let shard = [".bin", ".idx", ".len"]
-            .iter()
-            .find_map(|ending| stem.strip_suffix(ending));
+        let shard = [".bin", ".idx"].iter().find_map(|ending| stem.strip_suffix(ending));
         let is_ours = match shard {
-            Some(shard) => is_shard_name(shard) && (is_temporary || !stem.ends_with(".len")),
-            None => {
-                stem == VALIDATION_SIZES
-                    || stem == "meta.json"
-                    || is_temporary && (stem == partial::STATE || partial::LOGS.contains(&stem))
-            }
+            Some(shard) => is_shard_name(shard),
+            None => stem == VALIDATION_SIZES || stem == "meta.json" || is_temporary && stem == JOURNAL,
         };
         if is_ours {
             names.push(name);

@@ -3,8 +3,8 @@
 use rayon::prelude::*;
 
 use super::split::{Split, Target};
-use super::{DocumentSize, Progress, content_hash};
-use crate::corpus::{Corpus, Cursor, Document, Documents};
+use super::{DocumentSize, content_hash};
+use crate::corpus::{Cursor, Document, Documents};
 use crate::error::DataError;
 use crate::tokenizer::Tokenizer;
 
@@ -32,7 +32,7 @@ impl Encoded {
 pub(super) struct Pace {
     /// Text held at once, twice over: one batch being read, one being tokenised. Ids take about as much again.
     pub(super) batch_bytes: usize,
-    /// Text between two times that the work is made durable.
+    /// Text after which the work is made durable, when the file that it ends in was read.
     pub(super) keep_bytes: usize,
 }
 
@@ -45,133 +45,92 @@ impl Default for Pace {
     }
 }
 
-/// Documents taken together, and how far the reading was after them.
-struct Batch {
-    documents: Vec<Document>,
-    cursor: Cursor,
-    newly_seen: Vec<u128>,
+/// Documents read together.
+pub(super) struct Batch {
+    pub(super) documents: Vec<Document>,
+    /// How far the reading is behind them.
+    pub(super) cursor: Cursor,
+    /// Whether that is between two files.
+    pub(super) ends_file: bool,
+    /// Hashes of texts met, where duplicates are dropped.
+    pub(super) newly_seen: Vec<u128>,
+    /// Whether nothing comes behind them.
+    pub(super) is_last: bool,
+    /// Why nothing comes, where that is an error.
+    pub(super) error: Option<DataError>,
 }
 
-/// One pass over a corpus.
-pub(super) struct Pass<'a> {
-    pub(super) tokenizer: &'a Tokenizer,
-    pub(super) eos_id: u32,
-    /// For the progress.
-    pub(super) split: &'static str,
-    pub(super) progress: &'a dyn Fn(Progress),
-    pub(super) pace: Pace,
-}
-
-/// What a pass does with its documents.
-pub(super) trait Sink {
-    /// Takes the documents of one batch, in the corpus's order.
-    fn take(&mut self, documents: Vec<Encoded>, cursor: Cursor, newly_seen: &[u128]) -> Result<(), DataError>;
-
-    /// Makes all that was taken durable.
-    fn keep(&mut self) -> Result<(), DataError>;
-}
-
-impl Pass<'_> {
-    /// Gives every document from `documents` on to `sink`, with the shard that `held_out` names.
-    pub(super) fn run(
-        &self,
-        corpus: &Corpus,
-        documents: &mut Documents,
-        held_out: Split,
-        sink: &mut dyn Sink,
-    ) -> Result<(), DataError> {
-        let (tokenizer, eos_id, split) = (self.tokenizer, self.eos_id, self.split);
-        let encode = |(target, document): (Target, Document)| {
-            // As a prompt of generation is read.
-            let prompt = document.prompt.as_deref().map(|prompt| tokenizer.encode_marked(prompt));
-            let prompt = prompt.transpose()?;
-            let hash = content_hash(&document);
-            let text = document.text;
-            let mut ids = tokenizer.encode(&text)?;
-            ids.push(eos_id);
-            let size = DocumentSize {
-                num_bytes: text.len() as u64,
-                num_words: text.split_whitespace().count() as u64,
-            };
-            Ok(Encoded {
-                target,
-                prompt,
-                ids,
-                size,
-                hash,
-            })
-        };
-        let mut bytes_done = documents.report().num_bytes;
-        let (mut num_documents, mut num_tokens, mut bytes_since_kept) = (0, 0, 0);
-        let bytes_total = corpus.max_text_bytes();
-        let wanted_bytes = self.pace.batch_bytes;
-        let report = |bytes_done, num_documents, num_tokens, num_files_done| {
-            (self.progress)(Progress::Tokenising {
-                split,
-                bytes_done,
-                bytes_total,
-                num_documents,
-                num_tokens,
-                num_files_done,
-                num_files: corpus.files().len(),
-            });
-        };
-        // Before the first file is fetched, which may take a while.
-        report(bytes_done, 0, 0, documents.cursor().file_idx);
-        let mut batch = next_batch(documents, wanted_bytes)?;
-        while !batch.documents.is_empty() {
-            let batch_bytes = batch
-                .documents
-                .iter()
-                .map(|document| document.text.len())
-                .sum::<usize>();
-            let starts = batch.documents.iter().scan(bytes_done, |end, document| {
-                let start = *end;
-                *end += document.text.len() as u64;
-                Some(start)
-            });
-            let starts = starts.collect::<Vec<_>>();
-            bytes_done += batch_bytes as u64;
-            bytes_since_kept += batch_bytes;
-            let taken = batch.documents;
-            let (encoded, next) = rayon::join(
-                || {
-                    let taken = taken.into_par_iter().zip(starts);
-                    let parts = taken.flat_map_iter(|(document, start)| held_out.parts(start, document));
-                    parts.map(encode).collect::<Result<Vec<_>, DataError>>()
-                },
-                || next_batch(documents, wanted_bytes),
-            );
-            let encoded = encoded?;
-            num_documents += encoded.len() as u64;
-            num_tokens += encoded.iter().map(Encoded::num_tokens).sum::<u64>();
-            let num_files_done = batch.cursor.file_idx;
-            sink.take(encoded, batch.cursor, &batch.newly_seen)?;
-            // What was done is also worth keeping when the next batch cannot be read: a network that fails, say.
-            if bytes_since_kept >= self.pace.keep_bytes || next.is_err() {
-                sink.keep()?;
-                bytes_since_kept = 0;
+impl Batch {
+    /// Reads the next documents. `bytes_since_kept` is the text before them that is not durable yet: when that is
+    /// enough, they end with their file.
+    pub(super) fn read(documents: &mut Documents, pace: Pace, bytes_since_kept: usize) -> Self {
+        let (mut taken, mut error) = (Vec::new(), None);
+        let mut num_bytes = 0;
+        while num_bytes < pace.batch_bytes {
+            match documents.next_in_file() {
+                Some(Ok(document)) => {
+                    num_bytes += document.text.len() + document.prompt.as_ref().map_or(0, String::len);
+                    taken.push(document);
+                }
+                Some(Err(found)) => {
+                    error = Some(found);
+                    break;
+                }
+                None if documents.is_done() || bytes_since_kept + num_bytes >= pace.keep_bytes => break,
+                None => {}
             }
-            report(bytes_done, num_documents, num_tokens, num_files_done);
-            batch = next?;
         }
-        Ok(())
+        Self {
+            documents: taken,
+            cursor: documents.cursor().clone(),
+            ends_file: documents.is_between_files(),
+            newly_seen: documents.take_newly_seen(),
+            is_last: documents.is_done(),
+            error,
+        }
+    }
+
+    /// Bytes of text.
+    pub(super) fn num_bytes(&self) -> usize {
+        self.documents.iter().map(|document| document.text.len()).sum()
     }
 }
 
-fn next_batch(documents: &mut Documents, wanted_bytes: usize) -> Result<Batch, DataError> {
-    let mut taken = Vec::new();
-    let mut num_bytes = 0;
-    while num_bytes < wanted_bytes {
-        let Some(document) = documents.next().transpose()? else {
-            break;
+/// Tokenises documents on all cores. `start` bytes of the corpus's text come before them.
+pub(super) fn encode(
+    tokenizer: &Tokenizer,
+    eos_id: u32,
+    held_out: Split,
+    start: u64,
+    documents: Vec<Document>,
+) -> Result<Vec<Encoded>, DataError> {
+    let encode = |(target, document): (Target, Document)| {
+        // As a prompt of generation is read.
+        let prompt = document.prompt.as_deref().map(|prompt| tokenizer.encode_marked(prompt));
+        let prompt = prompt.transpose()?;
+        let hash = content_hash(&document);
+        let text = document.text;
+        let mut ids = tokenizer.encode(&text)?;
+        ids.push(eos_id);
+        let size = DocumentSize {
+            num_bytes: text.len() as u64,
+            num_words: text.split_whitespace().count() as u64,
         };
-        num_bytes += document.text.len() + document.prompt.as_ref().map_or(0, String::len);
-        taken.push(document);
-    }
-    Ok(Batch {
-        documents: taken,
-        cursor: documents.cursor().clone(),
-        newly_seen: documents.take_newly_seen(),
-    })
+        Ok(Encoded {
+            target,
+            prompt,
+            ids,
+            size,
+            hash,
+        })
+    };
+    let starts = documents.iter().scan(start, |end, document| {
+        let start = *end;
+        *end += document.text.len() as u64;
+        Some(start)
+    });
+    let starts = starts.collect::<Vec<_>>();
+    let documents = documents.into_par_iter().zip(starts);
+    let parts = documents.flat_map_iter(|(document, start)| held_out.parts(start, document));
+    parts.map(encode).collect()
 }

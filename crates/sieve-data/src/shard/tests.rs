@@ -215,29 +215,3 @@ proptest! {
         prop_assert!(Layout::check(&idx, bin_bytes).is_err());
     }
 }
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
-    #[test]
-    fn mutated_files_never_panic(
-        changes in proptest::collection::vec((0usize..114, any::<u8>()), 0..4),
-        cut_idx in 0usize..3,
-        cut_bin in 0usize..3,
-    ) {
-        let (mut idx, mut bin) = (GOLDEN_IDX.to_vec(), GOLDEN_BIN.to_vec());
-        for (position, value) in changes {
-            *idx.iter_mut().chain(&mut bin).nth(position).unwrap() = value;
-        }
-        idx.truncate(102 - cut_idx);
-        bin.truncate(12 - cut_bin);
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("a.idx"), idx).unwrap();
-        fs::write(dir.path().join("a.bin"), bin).unwrap();
-        if let Ok(reader) = ShardReader::open(&dir.path().join("a")) {
-            for document in 0..reader.num_documents() {
-                let _ = reader.document(document);
-            }
-            let _ = reader.token_counts(100);
-        }
-    }
-}

@@ -1,6 +1,6 @@
 //! Writing a shard: token ids as they come, the index at the end.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -14,8 +14,6 @@ use sieve_files::{AtomicFile, FinishedFile, sync_folder, temporary_name};
 pub struct ShardWriter {
     prefix: PathBuf,
     bin: AtomicFile,
-    /// The lengths as they come, `<prefix>.len.tmp`: what the index is made of, for whoever goes on after a kill.
-    lengths_log: AtomicFile,
     dtype: TokenDtype,
     vocab_size: usize,
     /// Tokens of each sequence.
@@ -30,7 +28,6 @@ pub struct ShardWriter {
 pub(crate) struct FinishedShard {
     bin: FinishedFile,
     idx: FinishedFile,
-    lengths_log: FinishedFile,
     pub(crate) bin_bytes: u64,
     pub(crate) idx_bytes: u64,
     /// XXH3-128 of the `.bin` file.
@@ -47,7 +44,6 @@ impl ShardWriter {
         Ok(Self {
             prefix: prefix.to_path_buf(),
             bin: AtomicFile::create(&with_ending(prefix, ".bin"))?,
-            lengths_log: AtomicFile::create(&lengths_path(prefix))?,
             dtype: TokenDtype::for_vocab_size(vocab_size),
             vocab_size,
             lengths: Vec::new(),
@@ -66,29 +62,21 @@ impl ShardWriter {
         }
     }
 
-    /// Goes on after `num_documents` documents of so many sequences that [`keep`](Self::keep) made durable.
+    /// Continues behind sequences of these lengths, which [`keep`](Self::keep) made durable.
     pub(crate) fn resume(
         prefix: &Path,
         vocab_size: usize,
-        num_documents: u64,
+        lengths: Vec<i32>,
         sequences_per_document: usize,
     ) -> Result<Self, DataError> {
         check_vocab_size(vocab_size)?;
-        let num_lengths = num_documents * sequences_per_document as u64;
-        let lengths_log = AtomicFile::resume(&lengths_path(prefix), 4 * num_lengths)?;
-        let temporary = temporary_name(&lengths_path(prefix));
-        let bytes = fs::read(&temporary).map_err(DataError::io("read", &temporary))?;
-        let lengths = bytes.as_chunks().0.iter().map(|&four| i32::from_le_bytes(four));
-        let lengths = lengths.collect::<Vec<_>>();
         let dtype = TokenDtype::for_vocab_size(vocab_size);
         let num_tokens = lengths.iter().map(|&length| i64::from(length)).sum::<i64>();
         let bin_path = with_ending(prefix, ".bin");
-        let bin_bytes = num_tokens as u64 * dtype.num_bytes();
-        let bin = AtomicFile::resume(&bin_path, bin_bytes)?;
+        let bin = AtomicFile::resume(&bin_path, num_tokens as u64 * dtype.num_bytes())?;
         Ok(Self {
             prefix: prefix.to_path_buf(),
             bin,
-            lengths_log,
             dtype,
             vocab_size,
             lengths,
@@ -98,20 +86,14 @@ impl ShardWriter {
         })
     }
 
-    /// Makes the documents so far durable, and has them stay under their temporary names when the writer is dropped.
+    /// Makes the documents so far durable, and has them stay under their temporary name when the writer is dropped.
     pub(crate) fn keep(&mut self) -> Result<(), DataError> {
-        self.bin.keep()?;
-        Ok(self.lengths_log.keep()?)
+        Ok(self.bin.keep()?)
     }
 
-    /// Tokens so far.
-    pub(crate) fn num_tokens(&self) -> u64 {
-        self.lengths.iter().map(|&length| length as u64).sum()
-    }
-
-    /// Documents so far.
-    pub(crate) fn num_documents(&self) -> u64 {
-        (self.lengths.len() / self.sequences_per_document) as u64
+    /// Tokens of each sequence so far.
+    pub(crate) fn lengths(&self) -> &[i32] {
+        &self.lengths
     }
 
     /// Appends one document.
@@ -164,7 +146,6 @@ impl ShardWriter {
         }
         self.hash.update(&self.bytes);
         self.lengths.push(length);
-        self.lengths_log.write(&length.to_le_bytes())?;
         Ok(self.bin.write(&self.bytes)?)
     }
 
@@ -180,7 +161,8 @@ impl ShardWriter {
 
     /// Like [`finish`](Self::finish), without the names.
     pub(crate) fn finish_unnamed(self) -> Result<FinishedShard, DataError> {
-        let (num_sequences, num_documents) = (self.lengths.len() as u64, self.num_documents());
+        let num_sequences = self.lengths.len() as u64;
+        let num_documents = num_sequences / self.sequences_per_document as u64;
         let mut idx = AtomicFile::create(&with_ending(&self.prefix, ".idx"))?;
         idx.write(MAGIC)?;
         idx.write(&VERSION.to_le_bytes())?;
@@ -202,7 +184,6 @@ impl ShardWriter {
         Ok(FinishedShard {
             bin: self.bin.finish()?,
             idx: idx.finish()?,
-            lengths_log: self.lengths_log.finish()?,
             bin_bytes: pointer as u64,
             idx_bytes: super::HEADER_BYTES + 12 * num_sequences + 8 * (num_documents + 1),
             bin_hash: self.hash.digest128(),
@@ -214,8 +195,7 @@ impl FinishedShard {
     /// Gives both files their names. The folder is not fsynced.
     pub(crate) fn publish(self) -> Result<(), DataError> {
         self.bin.publish()?;
-        self.idx.publish()?;
-        Ok(self.lengths_log.remove()?)
+        Ok(self.idx.publish()?)
     }
 }
 
@@ -225,10 +205,6 @@ fn check_vocab_size(vocab_size: usize) -> Result<(), DataError> {
         return Err(DataError::setting("vocab_size", reason));
     }
     Ok(())
-}
-
-fn lengths_path(prefix: &Path) -> PathBuf {
-    with_ending(prefix, ".len")
 }
 
 fn hash_file(path: &Path) -> Result<Xxh3, DataError> {

@@ -339,7 +339,14 @@ fn a_preparation_leaves_no_fetched_file_and_is_found_again_without_network() {
         }
         prepare(&corpora, &tokenizer, &config, &|_| {})
     };
+    // A file that does not come takes nothing from those before it.
+    let second = "one/train-00001.parquet";
+    server.corpus("hf://datasets/me/texts/one", dir.path());
+    let gone = server.state.lock().unwrap().files.remove(second).unwrap();
+    refusal(run(), "fetching one/train-00001.parquet | 404");
+    server.set(|state| drop(state.files.insert(second.into(), gone)));
     let prepared = run().unwrap();
+    assert_eq!(server.requests("one/train-00000").len(), 1, "once");
     let counts = prepared.meta.sources.iter().map(|source| source.train.num_documents);
     assert_eq!(counts.collect::<Vec<_>>(), [3, 1]);
     assert_eq!(fs::read_dir(dir.path().join("hub/files")).unwrap().count(), 0);

@@ -5,6 +5,8 @@ use crate::corpus::{CorpusConfig, FileOrder};
 use crate::test_files::{gzip, quick_dir, zstd};
 use std::cell::Cell;
 
+const JOURNAL: &str = "prepare.journal.tmp";
+
 /// Small steps, so that a small corpus has many of them.
 const PACE: Pace = Pace {
     batch_bytes: 100,
@@ -90,7 +92,7 @@ impl Mixture {
 fn corpus(dir: &Path, name: &str) -> Corpus {
     let path = dir.join(name).to_str().unwrap().to_owned();
     let config = CorpusConfig {
-        deduplicate: name != "held.jsonl",
+        deduplicate: true,
         skip_invalid: true,
         order: FileOrder::Hashed { seed: 3 },
         ..CorpusConfig::jsonl(vec![path], "text")
@@ -142,7 +144,7 @@ fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
 }
 
 // The progress callback stops the work after each of its calls in turn, as a kill would; whatever the moment, the next
-// call goes on, reads no text twice that was made durable, and the files are those of an uninterrupted preparation.
+// call reads no finished source file again, and the files are those of an uninterrupted preparation.
 #[test]
 fn interrupted_anywhere_it_goes_on_and_ends_the_same() {
     let mixture = Mixture::new();
@@ -159,11 +161,11 @@ fn interrupted_anywhere_it_goes_on_and_ends_the_same() {
             let out = format!("cut{number}-{stop}");
             let config = mixture.config(&out, validation);
             assert!(mixture.is_stopped(&config, stop));
-            num_resumed += u32::from(config.dir.join("prepare.state.json").exists());
+            num_resumed += u32::from(config.dir.join(JOURNAL).exists());
             assert!(Prepared::open(&config.dir).is_err());
             let calls = mixture.prepare_counted(&config, u32::MAX);
-            // At most the batches since the last time the work was made durable are done again.
-            assert!(calls + stop <= num_calls + 5, "stop {stop}");
+            // At most the batches of one file of the six are read again.
+            assert!(calls + stop <= num_calls + num_calls / 6 + 4, "stop {stop}");
             assert_eq!(mixture.files(&out), mixture.files(&whole), "stop {stop}");
         }
         assert!(num_resumed > 3, "{num_resumed}");
@@ -174,24 +176,24 @@ fn interrupted_anywhere_it_goes_on_and_ends_the_same() {
 fn an_unfinished_preparation_that_does_not_fit_is_begun_again() {
     let mixture = Mixture::new();
     let stop_late = |config: &PrepareConfig| {
-        assert!(mixture.is_stopped(config, 20) && config.dir.join("prepare.state.json").exists());
+        assert!(mixture.is_stopped(config, 20) && config.dir.join(JOURNAL).exists());
     };
     mixture.prepare(&mixture.fifth("whole"), &|_| {}).unwrap();
     type Damage<'a> = (&'a str, &'a dyn Fn(&Path));
     let damage: [Damage; 5] = [
         ("cut", &|dir| fs::write(dir.join("train-000.bin.tmp"), "x").unwrap()),
-        ("gone", &|dir| fs::remove_file(dir.join("prepare.seen.tmp")).unwrap()),
-        ("state", &|dir| fs::write(dir.join("prepare.state.json"), "{}").unwrap()),
+        ("gone", &|dir| fs::remove_file(dir.join("validation.bin.tmp")).unwrap()),
+        ("journal", &|dir| fs::write(dir.join(JOURNAL), "{}").unwrap()),
         ("longer", &|dir| {
             let path = dir.join("train-000.bin.tmp");
             let bytes = [fs::read(&path).unwrap(), vec![7; 99]].concat();
             fs::write(path, bytes).unwrap();
         }),
         ("lengths", &|dir| {
-            let path = dir.join("train-000.len.tmp");
-            let mut bytes = fs::read(&path).unwrap();
-            bytes[0] ^= 1;
-            fs::write(path, bytes).unwrap();
+            let mut bytes = fs::read(dir.join(JOURNAL)).unwrap();
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 1;
+            fs::write(dir.join(JOURNAL), bytes).unwrap();
         }),
     ];
     for (name, damage) in damage {
@@ -224,53 +226,66 @@ fn a_damaged_file_in_the_middle_is_told_and_nothing_is_lost() {
     assert_eq!(mixture.files("out"), mixture.files("again"));
 }
 
-const KILL_DIR: &str = "SIEVE_TEST_RESUME_DIR";
+/// The folder of the child of the last test, and in which file that child starts and stops.
+const KILLED: [&str; 3] = ["SIEVE_TEST_RESUME_DIR", "SIEVE_TEST_START", "SIEVE_TEST_STOP"];
+/// A file that the child writes when it is in that file.
+const REACHED: &str = "reached";
 
-/// The child of the next test: prepares slowly until it is killed.
+/// The child of the next test: prepares six files until it has read a part of one of them, and waits there.
 #[test]
-#[ignore = "a part of killed_again_and_again_it_ends_the_same"]
-fn prepare_slowly() {
-    let Some(dir) = std::env::var_os(KILL_DIR).map(PathBuf::from) else {
+#[ignore = "a part of killed_in_the_first_a_middle_and_the_last_file_it_ends_the_same"]
+fn prepare_a_part() {
+    let [Some(dir), Some(start), Some(stop)] = KILLED.map(|name| std::env::var(name).ok()) else {
         return;
     };
-    let corpora = ["a", "b"].map(|name| corpus(&dir, name));
+    let (dir, start, stop) = (Path::new(&dir), start.parse::<usize>().unwrap(), stop.parse::<usize>());
     let tokenizer = Tokenizer::from_file(&dir.join("tokenizer.json")).unwrap();
+    let (num_calls, num_inside) = (Cell::new(0), Cell::new(0));
+    let progress = |progress| {
+        let Progress::Tokenising { num_files_done, .. } = progress else {
+            return;
+        };
+        assert!(num_calls.replace(num_calls.get() + 1) > 0 || num_files_done == start);
+        num_inside.set(num_inside.get() + u32::from(stop == Ok(num_files_done)));
+        if num_inside.get() == 4 {
+            fs::write(dir.join(REACHED), "").unwrap();
+            std::thread::sleep(Duration::from_secs(60));
+        }
+    };
     let config = holding_out(dir.join("killed"), 0.2);
-    let slowly = |_| std::thread::sleep(Duration::from_millis(4));
-    prepare_at_pace(&corpora, &tokenizer, &config, &slowly, PACE).unwrap();
+    prepare_at_pace(&[corpus(dir, "[ab]/*")], &tokenizer, &config, &progress, PACE).unwrap();
 }
 
 #[test]
-fn killed_again_and_again_it_ends_the_same() {
+fn killed_in_the_first_a_middle_and_the_last_file_it_ends_the_same() {
     let mixture = Mixture::new();
-    mixture.prepare(&mixture.fifth("whole"), &|_| {}).unwrap();
-    let mut num_killed = 0;
-    for attempt in 0u64.. {
+    let whole = mixture.fifth("whole");
+    prepare_at_pace(&[mixture.corpus("[ab]/*")], &mixture.tokenizer, &whole, &|_| {}, PACE).unwrap();
+    for (start, stop) in [("0", "0"), ("0", "3"), ("3", "5"), ("5", "none")] {
+        let folder = mixture.dir.path();
         let mut child = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--ignored", "--exact", "prepare::tests::resume::prepare_slowly"])
-            .env(KILL_DIR, mixture.dir.path())
+            .args(["--ignored", "--exact", "prepare::tests::resume::prepare_a_part"])
+            .envs(KILLED.into_iter().zip([folder.to_str().unwrap(), start, stop]))
             .stdout(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        // Longer each time, so that the work ends at last.
-        let deadline = std::time::Instant::now() + Duration::from_millis(8 + 5 * attempt);
         let ended = loop {
             if let Some(status) = child.try_wait().unwrap() {
                 break Some(status);
             }
-            if std::time::Instant::now() >= deadline {
+            if folder.join(REACHED).exists() {
                 break None;
             }
-            std::thread::sleep(Duration::from_micros(300));
+            std::thread::sleep(Duration::from_millis(1));
         };
-        if let Some(status) = ended {
-            assert!(status.success());
-            break;
+        match ended {
+            Some(status) => assert!(status.success() && stop == "none", "file {stop}: {status}"),
+            None => {
+                child.kill().unwrap();
+                child.wait().unwrap();
+                fs::remove_file(folder.join(REACHED)).unwrap();
+            }
         }
-        child.kill().unwrap();
-        child.wait().unwrap();
-        num_killed += 1;
     }
-    assert!(num_killed >= 3, "{num_killed}");
     assert_eq!(mixture.files("killed"), mixture.files("whole"));
 }
