@@ -2,7 +2,7 @@
 use crate::SieveBackend;
 use crate::backend::DeviceBackend;
 use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain};
+use crate::device::flex::{self, contiguous, floats, from_vec, ints, is_f32, last_dim, plain};
 use crate::device::paths::kernel_or;
 use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
@@ -56,14 +56,14 @@ pub(crate) mod cpu {
     use burn_flex::Flex;
 
     pub(crate) fn embedding(weight: FlexTensor, ids: FlexTensor) -> FlexTensor {
-        if !is_f32(&weight) {
+        if ![DType::F32, DType::BF16].contains(&weight.dtype()) {
             return plain("embedding", || reference::embedding::<Flex>(weight, ids));
         }
         let (weight, ids) = (contiguous(weight), contiguous(ids));
         let d_model = last_dim(&weight);
         let shape = ids.shape();
         let mut y = vec![0.0; shape.num_elements() * d_model];
-        sieve_cpu::embedding_forward(ints(&ids), floats(&weight), d_model, &mut y);
+        sieve_cpu::embedding_forward(ints(&ids), flex::weight(&weight), d_model, &mut y);
         from_vec(y, [shape[0], shape[1], d_model])
     }
 

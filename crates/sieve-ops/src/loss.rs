@@ -3,7 +3,7 @@
 use crate::SieveBackend;
 use crate::backend::DeviceBackend;
 use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain, zeros_like};
+use crate::device::flex::{self, contiguous, floats, from_vec, ints, is_f32, last_dim, plain, zeros_like};
 use crate::device::paths::{kernel_on, kernel_or};
 use crate::tensors::{Float, Ints, primitive, rows, tensor, unrows, upcast};
 use burn::tensor::backend::Backend;
@@ -142,7 +142,7 @@ pub(crate) mod cpu {
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let mut losses = vec![0.0; labels.shape().num_elements()];
         let d_model = last_dim(&h);
-        sieve_cpu::token_losses(floats(&h), floats(&weight), ints(&labels), d_model, &mut losses);
+        sieve_cpu::token_losses(floats(&h), flex::weight(&weight), ints(&labels), d_model, &mut losses);
         let count = losses.len();
         from_vec(losses, [count])
     }
@@ -155,7 +155,7 @@ pub(crate) mod cpu {
         }
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let d_model = last_dim(&h);
-        let loss = sieve_cpu::linear_cross_entropy(floats(&h), floats(&weight), ints(&labels), d_model);
+        let loss = sieve_cpu::linear_cross_entropy(floats(&h), flex::weight(&weight), ints(&labels), d_model);
         from_vec(vec![loss.loss_sum as f32], [1])
     }
 
