@@ -9,6 +9,7 @@ mod parity_transformers;
 
 mod tiny_run;
 
+mod bf16_weights;
 mod command_line;
 mod damaged_texts;
 mod data_commands;

@@ -1,6 +1,6 @@
-"""Training speed on the CPU: tokens per second by attention kind, growth in sequence length, and PyTorch beside it.
+"""Speed on the CPU: training by attention kind, growth in sequence length, decoding, and PyTorch beside it.
 
-usage: cpu_bench.py --sieve PATH --work FOLDER [--out FILE.json] [--only speed,growth,torch] [--threads 2]
+usage: cpu_bench.py --sieve PATH --work FOLDER [--out FILE.json] [--only speed,growth,torch,decode] [--threads 2]
 
 Each row trains the same recipe for few and for more steps and takes the difference, so that start, data and checkpoints
 cancel. Two rates: by the clock, and by processor time (tokens over processor seconds, times the number of threads), which
@@ -9,6 +9,11 @@ says what the clock would say were nothing else running. "share" is executed FLO
 `sieve train`, by Sieve's own product library, at the start of every run. Memory is the largest resident size of the process,
 "start" the seconds from the start of the program to the end of its first step. PyTorch runs as it is and under
 torch.compile, each in a process of its own.
+
+"decode" (not among the rows of a plain run): greedy tokens after a prompt of some 600, of one text and of eight, by random
+models of 124M and 252M parameters with weights in f32 and in bf16, beside transformers, which loads each model once. The
+programs take turns; medians of five, of the tokens behind the first. Beside them what a copy of the weights' bytes by two
+threads would allow.
 """
 
 import argparse
@@ -199,6 +204,115 @@ def torch_train(threads, sizes, kind, seq_len, batch, window, compiled, steps=8)
             "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6}
 
 
+DECODED = {
+    "124M": dict(hidden_size=768, intermediate_size=2304, num_hidden_layers=12, num_attention_heads=6,
+                 num_key_value_heads=3, head_dim=128),
+    "252M": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=16, num_attention_heads=16,
+                 num_key_value_heads=8, head_dim=64),
+}
+NEW_TOKENS, TEXTS, TURNS = 33, (1, 8), 5
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def random_model(name, folder):
+    """A Qwen3 with random weights, f32, as a folder of transformers with the tokenizer of checkpoints/tiny."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    out = folder / f"decode-{name}"
+    if not out.exists():
+        torch.manual_seed(0)
+        config = Qwen3Config(**DECODED[name], vocab_size=50304, max_position_embeddings=2048, tie_word_embeddings=True)
+        model = Qwen3ForCausalLM(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() == 2:
+                    weight.normal_(0, 0.02)
+        model.save_pretrained(out)
+        for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            (out / file).write_bytes((ROOT / "checkpoints/tiny" / file).read_bytes())
+    return out
+
+
+def torch_decoder(threads, folder, dtype, prompt, answers, questions):
+    """Answers each number of texts with the tokens per second of all of them."""
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import Qwen3ForCausalLM
+
+    torch.set_num_threads(threads)
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    ids = torch.tensor([Tokenizer.from_file(str(folder / "tokenizer.json")).encode(prompt).ids])
+
+    def seconds(texts, new):
+        begun = time.perf_counter()
+        with torch.no_grad():
+            rows = ids.repeat(texts, 1)
+            model.generate(rows, attention_mask=torch.ones_like(rows), do_sample=False, min_new_tokens=new,
+                           max_new_tokens=new, pad_token_id=0)
+        return time.perf_counter() - begun
+
+    seconds(1, 2)
+    answers.put(None)
+    for texts in iter(questions.get, None):
+        answers.put(texts * (NEW_TOKENS - 1) / (seconds(texts, NEW_TOKENS) - seconds(texts, 1)))
+
+
+def sieve_decoder(args, folder, dtype, prompt, texts):
+    command = [args.sieve, "generate", "--checkpoint", folder, "--prompt-file", prompt, "--temperature", "0", "--json",
+               "--max-new-tokens", str(NEW_TOKENS), "--samples", str(texts), "--device", "cpu", "--dtype", dtype]
+    environment = dict(os.environ, RAYON_NUM_THREADS=str(args.threads))
+    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+    return texts * statistics.median(json.loads(line)["tokens_per_second"] for line in said)
+
+
+def copy_rate(threads, count=1 << 27):
+    """Bytes a second that threads copy."""
+    import torch
+
+    torch.set_num_threads(threads)
+    a, b = torch.ones(count), torch.zeros(count)
+    times = []
+    for _ in range(7):
+        begun = time.perf_counter()
+        b.copy_(a)
+        times.append(time.perf_counter() - begun)
+    return 4 * count / statistics.median(times)
+
+
+def decode(args):
+    prompt = args.work / "prompt.txt"
+    prompt.write_text((ROOT / "README.md").read_text()[:1500])
+    rows, spawn = [], multiprocessing.get_context("spawn")
+    for name in DECODED:
+        folder = random_model(name, args.work)
+        rivals = {}
+        for dtype in ("float32", "bfloat16"):
+            answers, questions = spawn.Queue(), spawn.Queue()
+            texts = (args.threads, folder, dtype, prompt.read_text(), answers, questions)
+            rival = spawn.Process(target=torch_decoder, args=texts)
+            rival.start()
+            answers.get()
+            rivals[dtype] = (rival, answers, questions)
+        for texts in TEXTS:
+            rates = {}
+            for _ in range(TURNS):
+                for dtype in ("f32", "bf16"):
+                    rates.setdefault(f"sieve {dtype}", []).append(sieve_decoder(args, folder, dtype, prompt, texts))
+                for dtype, (_, answers, questions) in rivals.items():
+                    questions.put(texts)
+                    rates.setdefault(f"transformers {dtype}", []).append(answers.get())
+            medians = {who: round(statistics.median(all_of), 1) for who, all_of in rates.items()}
+            rows.append({"kind": "decode", "model": name, "texts": texts, "tokens_per_second": medians, "all": rates})
+            print(f"decode {name}, {texts} text(s), tokens/s: {medians}", flush=True)
+        for rival, _, questions in rivals.values():
+            questions.put(None)
+            rival.join()
+    rate = copy_rate(args.threads)
+    print(f"a copy by {args.threads} threads: {rate / 1e9:.1f} GB/s")
+    return [*rows, {"kind": "copy", "bytes_per_second": rate}]
+
+
 def in_own_process(function, *args):
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
@@ -254,8 +368,14 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     args.work = args.work.resolve()
-    make_text(args.work)
+    args.work.mkdir(parents=True, exist_ok=True)
     only, kinds, rows = args.only.split(","), args.kinds.split(","), []
+    if "decode" in only:
+        rows = decode(args)
+        if args.out:
+            args.out.write_text(json.dumps({"rows": rows}, indent=1))
+        return
+    make_text(args.work)
     clock, by_cpu = torch_product(args.threads)
     print(f"2048^3 f32 product, PyTorch: {clock:.0f} GFLOP/s by the clock (best), {by_cpu:.0f} by processor time\n"
           "kind       length x batch  tok/s clock, by cpu   share    memory    start")

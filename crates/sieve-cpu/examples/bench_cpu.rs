@@ -9,9 +9,10 @@ use sieve_core::{AdamWStep, InfllmV2Shape, MobaShape};
 use sieve_cpu::activation::{swiglu_backward, swiglu_forward};
 use sieve_cpu::nsa::choose_key_blocks;
 use sieve_cpu::{
-    AttentionShape, ChosenBlocks, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, adamw, attention_backward,
-    attention_forward, dma_select, embedding_backward, linear_cross_entropy, linear_cross_entropy_with_gradients,
-    matmul, qk_norm_rope_backward, qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares,
+    AttentionShape, ChosenBlocks, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, Weight, adamw,
+    attention_backward, attention_forward, dma_select, embedding_backward, linear_cross_entropy,
+    linear_cross_entropy_with_gradients, matmul, qk_norm_rope_backward, qk_norm_rope_forward, rms_norm_backward,
+    rms_norm_forward, sum_of_squares,
 };
 use sieve_testing::{Random, Time, measure};
 
@@ -222,7 +223,7 @@ fn cross_entropy(reference: Reference) {
         let labels: Vec<i32> = (0..n).map(|i| (i * 31 % vocab_size) as i32).collect();
         let (mut dh, mut dweight) = (vec![0.0; h.len()], vec![0.0; weight.len()]);
         let forward = measure(|| {
-            linear_cross_entropy(&h, &weight, &labels, d_model);
+            linear_cross_entropy(&h, Weight::F32(&weight), &labels, d_model);
         });
         let both = measure(|| {
             linear_cross_entropy_with_gradients(&h, &weight, &labels, d_model, &mut dh, &mut dweight);

@@ -1,6 +1,6 @@
 //! CPU kernels on plain slices: attention under one mask form, norms, loss, optimizer.
 //!
-//! Everything is f32 and row-major. Each function splits its work by sizes alone and adds in a fixed order, so a result
+//! Everything is row-major, and f32 but for weights, which may be bf16. Each function splits its work by sizes alone and adds in a fixed order, so a result
 //! is bit-identical from run to run and does not depend on the number of threads.
 //!
 //! ```
@@ -27,6 +27,7 @@ pub mod dma_scores;
 pub mod embedding;
 pub mod expire;
 pub mod gemm;
+pub mod linear;
 pub mod linear_cross_entropy;
 pub mod mla;
 pub mod nsa;
@@ -48,6 +49,7 @@ pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use embedding::{embedding_backward, embedding_forward};
 pub use expire::{dma_select, extend_expire, rank_key};
 pub use gemm::{Matrix, MatrixMut, Threads, matmul};
+pub use linear::{Weight, linear};
 pub use linear_cross_entropy::{CrossEntropy, linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses};
 pub use mla::{MlaDecode, mla_decode};
 pub use nsa::NsaBlocks;

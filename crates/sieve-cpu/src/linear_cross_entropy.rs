@@ -4,6 +4,7 @@ use pulp::Simd;
 use rayon::prelude::*;
 
 use crate::gemm::{Matrix, MatrixMut, Threads, matmul};
+use crate::linear::{Weight, linear};
 use crate::simd::{exp_and_sum, on_arch};
 
 /// Labels below 0 (Hugging Face's -100) are ignored: no loss, no gradient.
@@ -44,7 +45,7 @@ pub struct CrossEntropy {
 ///
 /// # Panics
 /// When lengths do not fit or a label is not below vocab_size.
-pub fn linear_cross_entropy(h: &[f32], weight: &[f32], labels: &[i32], d_model: usize) -> CrossEntropy {
+pub fn linear_cross_entropy(h: &[f32], weight: Weight<'_>, labels: &[i32], d_model: usize) -> CrossEntropy {
     run(h, weight, labels, d_model, None, None)
 }
 
@@ -55,7 +56,7 @@ pub fn linear_cross_entropy(h: &[f32], weight: &[f32], labels: &[i32], d_model: 
 ///
 /// # Panics
 /// When lengths do not fit or a label is not below vocab_size.
-pub fn token_losses(h: &[f32], weight: &[f32], labels: &[i32], d_model: usize, nll: &mut [f32]) -> CrossEntropy {
+pub fn token_losses(h: &[f32], weight: Weight<'_>, labels: &[i32], d_model: usize, nll: &mut [f32]) -> CrossEntropy {
     assert_eq!(nll.len(), labels.len(), "token_losses: nll is not [n]");
     run(h, weight, labels, d_model, None, Some(nll))
 }
@@ -86,15 +87,23 @@ pub fn linear_cross_entropy_with_gradients(
         weight.len(),
         "linear_cross_entropy_with_gradients: dweight is not as long as weight"
     );
-    run(h, weight, labels, d_model, Some((dh, dweight)), None)
+    let gradients = Gradients { weight, dh, dweight };
+    run(h, Weight::F32(weight), labels, d_model, Some(gradients), None)
+}
+
+/// Where gradients go, and the weight, which is f32 then.
+struct Gradients<'a> {
+    weight: &'a [f32],
+    dh: &'a mut [f32],
+    dweight: &'a mut [f32],
 }
 
 fn run(
     h: &[f32],
-    weight: &[f32],
+    weight: Weight<'_>,
     labels: &[i32],
     d_model: usize,
-    mut gradients: Option<(&mut [f32], &mut [f32])>,
+    mut gradients: Option<Gradients<'_>>,
     mut nll: Option<&mut [f32]>,
 ) -> CrossEntropy {
     assert!(
@@ -125,23 +134,15 @@ fn run(
         num_labels: 0,
     };
     if labels.is_empty()
-        && let Some((_, dweight)) = &mut gradients
+        && let Some(gradients) = &mut gradients
     {
-        dweight.fill(0.0);
+        gradients.dweight.fill(0.0);
     }
     for (chunk, labels) in labels.chunks(chunk_rows).enumerate() {
         let (first_row, rows) = (chunk * chunk_rows, labels.len());
-        let h = Matrix::new(&h[first_row * d_model..(first_row + rows) * d_model], rows, d_model);
-        let w = Matrix::new(weight, vocab_size, d_model);
+        let h = &h[first_row * d_model..(first_row + rows) * d_model];
         let logits = &mut logits[..rows * vocab_size];
-        matmul(
-            Threads::All,
-            1.0,
-            h,
-            w.t(),
-            0.0,
-            MatrixMut::new(logits, rows, vocab_size),
-        );
+        linear(h, weight, [rows, d_model, vocab_size], logits);
         let with_gradient = gradients.is_some();
         let losses: Vec<Option<f64>> = logits
             .par_chunks_mut(vocab_size)
@@ -156,7 +157,8 @@ fn run(
                 nll[first_row + row] = loss_of_row as f32;
             }
         }
-        if let Some((dh, dweight)) = &mut gradients {
+        if let Some(Gradients { weight, dh, dweight }) = &mut gradients {
+            let (h, w) = (Matrix::new(h, rows, d_model), Matrix::new(weight, vocab_size, d_model));
             let d_logits = Matrix::new(logits, rows, vocab_size);
             let dh = MatrixMut::new(
                 &mut dh[first_row * d_model..(first_row + rows) * d_model],
@@ -182,10 +184,10 @@ fn run(
 /// questions of long sequences pay for the questions alone.
 fn run_labelled(
     h: &[f32],
-    weight: &[f32],
+    weight: Weight<'_>,
     labels: &[i32],
     d_model: usize,
-    gradients: Option<(&mut [f32], &mut [f32])>,
+    gradients: Option<Gradients<'_>>,
     nll: Option<&mut [f32]>,
 ) -> CrossEntropy {
     let rows: Vec<usize> = (0..labels.len()).filter(|&row| labels[row] >= FIRST_LABEL).collect();
@@ -198,11 +200,19 @@ fn run_labelled(
     let mut nll_of_rows = vec![0.0; rows.len()];
     let total = match gradients {
         None => run(h, weight, &labels, d_model, None, Some(&mut nll_of_rows)),
-        Some((dh, dweight)) => {
+        Some(Gradients {
+            weight: wide,
+            dh,
+            dweight,
+        }) => {
             let mut dh_of_rows = vec![0.0; h.len()];
-            let both = (dh_of_rows.as_mut_slice(), dweight);
+            let gradients = Gradients {
+                weight: wide,
+                dh: &mut dh_of_rows,
+                dweight,
+            };
             let nll = Some(nll_of_rows.as_mut_slice());
-            let total = run(h, weight, &labels, d_model, Some(both), nll);
+            let total = run(h, weight, &labels, d_model, Some(gradients), nll);
             dh.fill(0.0);
             for (&row, x) in rows.iter().zip(dh_of_rows.chunks_exact(d_model)) {
                 dh[row * d_model..(row + 1) * d_model].copy_from_slice(x);
@@ -349,7 +359,7 @@ mod tests {
                 let (h, weight) = (wide(&case.h), wide(&case.weight));
                 let rows = case.reference(&h, &weight);
                 assert_sums(
-                    linear_cross_entropy(&case.h, &case.weight, &case.labels, d_model),
+                    linear_cross_entropy(&case.h, Weight::F32(&case.weight), &case.labels, d_model),
                     &rows,
                     &case.labels,
                 );
@@ -397,7 +407,7 @@ mod tests {
     fn per_row_losses() {
         let case = Case::new(23, 5, 31, 4);
         let mut nll = vec![f32::NAN; 23];
-        token_losses(&case.h, &case.weight, &case.labels, 5, &mut nll);
+        token_losses(&case.h, Weight::F32(&case.weight), &case.labels, 5, &mut nll);
         let rows = case.reference(&wide(&case.h), &wide(&case.weight));
         assert_close_relative("nll", &nll, &rows, 1e-6);
     }
@@ -439,6 +449,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "label 4 is not below 4")]
     fn a_label_outside_the_vocabulary_is_refused() {
-        linear_cross_entropy(&[0.0; 2], &[0.0; 8], &[4], 2);
+        linear_cross_entropy(&[0.0; 2], Weight::F32(&[0.0; 8]), &[4], 2);
     }
 }

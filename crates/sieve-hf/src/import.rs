@@ -10,11 +10,11 @@ use crate::export::tensors::{Source, tensors_of};
 use crate::export::{Architecture, tokenizer_files};
 use crate::tensor_files::rounded;
 use crate::{
-    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, LoadedModel, TensorFile, load_parameters,
+    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, Kept, LoadedModel, TensorFile, load_parameters,
     parameters::named_parameters_but,
 };
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, TensorData};
+use burn::tensor::{Bytes, DType, TensorData};
 use config::HfConfig;
 use sieve_core::recipe::{AttentionKind, Location};
 use sieve_core::{ModelShape, Recipe, RecipeError};
@@ -85,7 +85,7 @@ pub fn import<B: Backend>(
         fs::read_to_string(&tokenizer_path).map_err(CheckpointError::io("reading", &tokenizer_path))?;
     let kept = path.join("tokenizer.json");
     let settings = settings(from, &kept, attention, overrides)?;
-    let (recipe, shape, mut read) = read_model(from, &settings)?;
+    let (recipe, shape, mut read) = read_model(from, &settings, DType::F32.into())?;
     let ties = attention.is_none() && read.all_scores_tie();
     let model = Qwen3::<B>::new(&shape, recipe.training.seed, device);
     let (mut added, mut misfit) = (Vec::new(), None);
@@ -150,15 +150,12 @@ pub fn import<B: Backend>(
 }
 
 /// The model of a folder of `transformers`, as [`load_model`](crate::load_model) gives one of a checkpoint.
-pub(crate) fn load<B: Backend>(
-    from: &Path,
-    device: &B::Device,
-    dtype: DType,
-) -> Result<LoadedModel<B>, CheckpointError> {
+pub(crate) fn load<B: Backend>(from: &Path, device: &B::Device, kept: Kept) -> Result<LoadedModel<B>, CheckpointError> {
     let tokenizer_path = from.join("tokenizer.json");
-    let (recipe, shape, mut read) = read_model(from, &settings(from, &tokenizer_path, None, &[])?)?;
-    let model = load_parameters(Qwen3::new(&shape, 0, device), dtype, &mut |name, dims| {
-        let data = read.tensors.remove(name).map(|data| rounded(data, dtype));
+    let (recipe, shape, mut read) = read_model(from, &settings(from, &tokenizer_path, None, &[])?, kept)?;
+    let model = load_parameters(Qwen3::new(&shape, 0, device), kept, &mut |name, dims| {
+        let data = read.tensors.remove(name);
+        let data = data.map(|data| rounded(data, kept.dtype(name)));
         data.filter(|data| data.shape.to_vec() == dims).ok_or_else(|| {
             let problem = format!("{name} is missing or of another shape");
             CheckpointError::not_importable(from, problem, "config.json and the weights must be of one model")
@@ -175,13 +172,17 @@ pub(crate) fn load<B: Backend>(
 }
 
 /// The recipe, the sizes and the tensors of a folder.
-fn read_model(from: &Path, settings: &[String]) -> Result<(Recipe, ModelShape, ReadTensors), CheckpointError> {
+fn read_model(
+    from: &Path,
+    settings: &[String],
+    kept: Kept,
+) -> Result<(Recipe, ModelShape, ReadTensors), CheckpointError> {
     let config = HfConfig::read(&from.join("config.json"))?;
     // Doge always has residual scales; whether they say something is known when they are read.
     let is_doge = config.architecture == Architecture::Doge;
     let may_scale = is_doge || config.residual_scale;
     let (_, source_shape) = recipe_and_shape(from, &config, may_scale, &[])?;
-    let mut read = read_tensors(from, &tensors_of(&source_shape, config.architecture))?;
+    let mut read = read_tensors(from, &tensors_of(&source_shape, config.architecture), kept)?;
     let has_scales = config.residual_scale || (is_doge && !read.drop_unit_scales());
     let (recipe, shape) = recipe_and_shape(from, &config, has_scales, settings)?;
     Ok((recipe, shape, read))
@@ -254,7 +255,7 @@ fn by_set(mut error: RecipeError) -> RecipeError {
     error
 }
 
-/// What a folder holds, under the names of this project, in f32.
+/// What a folder holds, under the names of this project: weights of GEMMs as they will be kept, all else in f32.
 struct ReadTensors {
     tensors: HashMap<String, TensorData>,
     ignored: Vec<String>,
@@ -282,11 +283,16 @@ impl ReadTensors {
 
 /// A tensor of ours while its parts arrive.
 struct Packed {
-    values: Vec<f32>,
+    bytes: Vec<u8>,
+    dtype: DType,
     shape: Vec<usize>,
 }
 
-fn read_tensors(from: &Path, wanted: &[crate::export::tensors::ExportTensor]) -> Result<ReadTensors, CheckpointError> {
+fn read_tensors(
+    from: &Path,
+    wanted: &[crate::export::tensors::ExportTensor],
+    kept: Kept,
+) -> Result<ReadTensors, CheckpointError> {
     let by_name: HashMap<&str, _> = wanted.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
     let is_tied = !by_name.contains_key("lm_head.weight");
     let mut packed: HashMap<String, Packed> = HashMap::new();
@@ -322,14 +328,19 @@ fn read_tensors(from: &Path, wanted: &[crate::export::tensors::ExportTensor]) ->
             else {
                 continue;
             };
-            let row = tensor.shape[1..].iter().product::<usize>();
+            let dtype = match sieve_nn::may_be_bf16(ours) {
+                true => kept.dtype(ours),
+                false => DType::F32,
+            };
+            let row = tensor.shape[1..].iter().product::<usize>() * dtype.size();
             let whole = packed.entry(ours.clone()).or_insert_with(|| Packed {
-                values: vec![0.0; num_rows * row],
+                bytes: vec![0; num_rows * row],
+                dtype,
                 shape: std::iter::once(*num_rows)
                     .chain(tensor.shape[1..].iter().copied())
                     .collect(),
             });
-            stored.widen(&mut whole.values[rows.start * row..rows.end * row]);
+            stored.convert(dtype, &mut whole.bytes[rows.start * row..rows.end * row]);
         }
     }
     problems.missing = by_name
@@ -339,7 +350,8 @@ fn read_tensors(from: &Path, wanted: &[crate::export::tensors::ExportTensor]) ->
         .collect();
     problems.check(from)?;
     let tensors = packed.into_iter().map(|(name, packed)| {
-        let data = TensorData::new(packed.values, packed.shape);
+        let bytes = Bytes::from_bytes_vec(packed.bytes);
+        let data = TensorData::from_bytes(bytes, packed.shape, packed.dtype);
         (name, data)
     });
     Ok(ReadTensors {

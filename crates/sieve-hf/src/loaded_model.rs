@@ -1,7 +1,6 @@
 //! A model as a checkpoint holds it.
 use crate::export::tokenizer_files;
-use crate::{Checkpoint, CheckpointError, CheckpointState, load_parameters};
-use burn::tensor::DType;
+use crate::{Checkpoint, CheckpointError, CheckpointState, Kept, load_parameters};
 use burn::tensor::backend::Backend;
 use serde_json::Value;
 use sieve_core::{ModelShape, Recipe};
@@ -70,23 +69,25 @@ pub fn peek_tokenizer(path: &Path) -> Result<PathBuf, CheckpointError> {
 }
 
 /// Loads the model of a checkpoint: a folder `step-N`, a folder of them, or a run folder; of several the latest. A
-/// folder of `transformers` (Llama, Mistral, Qwen2, Qwen3, Doge, own exports) is read as an import of it would be.
+/// folder of `transformers` (Llama, Mistral, Qwen2, Qwen3, Doge, own exports) is read as an import of it would be. Of
+/// weights that are kept in bf16 no f32 copy is made.
 ///
 /// # Errors
 /// No checkpoint there, a damaged one, a recipe that cannot be read, weights that are not this recipe's model.
 pub fn load_model<B: Backend>(
     path: &Path,
     device: &B::Device,
-    dtype: DType,
+    kept: impl Into<Kept>,
 ) -> Result<LoadedModel<B>, CheckpointError> {
+    let kept = kept.into();
     if is_of_transformers(path) {
-        return crate::import::load(path, device, dtype);
+        return crate::import::load(path, device, kept);
     }
     let load = |checkpoint: &Checkpoint| {
         let (recipe, shape) = checkpoint.recipe_and_shape()?;
         let weights = checkpoint.model()?;
-        let model = load_parameters(Qwen3::new(&shape, 0, device), dtype, &mut |name, dims| {
-            weights.tensor_for(name, dims, dtype)
+        let model = load_parameters(Qwen3::new(&shape, 0, device), kept, &mut |name, dims| {
+            weights.tensor_for(name, dims, kept.dtype(name))
         })?;
         Ok((recipe, shape, model))
     };

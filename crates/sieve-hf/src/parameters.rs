@@ -13,6 +13,32 @@ pub struct NamedTensor {
     pub data: TensorData,
 }
 
+/// What the parameters of a loaded model are kept in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kept {
+    /// All in one type.
+    All(DType),
+    /// On a CPU: GEMMs' weights in bf16, the rest in f32, which the sums are in too.
+    Bf16Weights,
+}
+
+impl Kept {
+    /// The type of the parameter of this name.
+    pub fn dtype(self, name: &str) -> DType {
+        match self {
+            Self::All(dtype) => dtype,
+            Self::Bf16Weights if sieve_nn::may_be_bf16(name) => DType::BF16,
+            Self::Bf16Weights => DType::F32,
+        }
+    }
+}
+
+impl From<DType> for Kept {
+    fn from(dtype: DType) -> Self {
+        Self::All(dtype)
+    }
+}
+
 /// Finds a tensor by name and shape.
 pub type TensorSource<'a, E> = dyn FnMut(&str, &[usize]) -> Result<TensorData, E> + 'a;
 
@@ -50,19 +76,19 @@ fn visit<B: Backend, M: Module<B>>(module: &M, take: impl FnMut(String, &[usize]
     module.visit(&mut Reader { path, take });
 }
 
-/// Replaces every float parameter by what `source` gives for its name and shape, as `dtype`. What a module would have
-/// drawn for them is never drawn.
+/// Replaces every float parameter by what `source` gives for its name and shape, in the type of `kept`. What a module
+/// would have drawn for them is never drawn.
 ///
 /// # Errors
 /// The first error of `source`; the module is consumed either way.
 pub fn load_parameters<B: Backend, M: Module<B>, E>(
     module: M,
-    dtype: DType,
+    kept: impl Into<Kept>,
     source: &mut TensorSource<'_, E>,
 ) -> Result<M, E> {
     let mut writer = Writer {
         path: Vec::new(),
-        dtype,
+        kept: kept.into(),
         source,
         error: None,
     };
@@ -103,7 +129,7 @@ impl<B: Backend, F: FnMut(String, &[usize], &dyn Fn() -> TensorData)> ModuleVisi
 
 struct Writer<'a, 'b, E> {
     path: Vec<String>,
-    dtype: DType,
+    kept: Kept,
     source: &'a mut TensorSource<'b, E>,
     error: Option<E>,
 }
@@ -117,11 +143,12 @@ impl<B: Backend, E> ModuleMapper<B> for Writer<'_, '_, E> {
         match (self.source)(&name, &shape) {
             Ok(data) => {
                 let (id, device) = (param.id, param.lazy_device());
-                let loaded = match data.dtype == self.dtype {
-                    true => Tensor::<B, D>::from_data(data, (&device, self.dtype)),
+                let dtype = self.kept.dtype(&name);
+                let loaded = match data.dtype == dtype {
+                    true => Tensor::<B, D>::from_data(data, (&device, dtype)),
                     false => {
                         let data = data.convert_dtype(DType::F32);
-                        Tensor::<B, D>::from_data(data, (&device, DType::F32)).cast(self.dtype)
+                        Tensor::<B, D>::from_data(data, (&device, DType::F32)).cast(dtype)
                     }
                 };
                 param.transform_for_load(loaded, id)

@@ -1,6 +1,6 @@
 //! Safetensors files.
 use crate::{CheckpointError, NamedTensor};
-use burn::tensor::{DType, TensorData, bf16, f16};
+use burn::tensor::{Bytes, DType, TensorData, bf16, f16};
 use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
@@ -214,29 +214,36 @@ impl TensorFile {
 }
 
 /// Elements that a thread converts at a time.
-pub(crate) const PART_ELEMENTS: usize = 1 << 20;
+const PART_ELEMENTS: usize = 1 << 20;
+
+/// Numbers of one type as another, both little-endian.
+fn each<const N: usize, const M: usize>(from: &[u8], to: &mut [u8], value: impl Fn([u8; N]) -> [u8; M]) {
+    let (from, to) = (from.as_chunks::<N>().0, to.as_chunks_mut::<M>().0);
+    from.iter().zip(to).for_each(|(from, to)| *to = value(*from));
+}
 
 impl Stored<'_> {
-    /// All values as f32, by all cores; `to` has as many.
-    pub(crate) fn widen(&self, to: &mut [f32]) {
-        fn each<const N: usize>(bytes: &[u8], to: &mut [f32], value: impl Fn([u8; N]) -> f32 + Sync) {
-            let (from, _) = bytes.as_chunks::<N>();
-            let parts = from.par_chunks(PART_ELEMENTS).zip(to.par_chunks_mut(PART_ELEMENTS));
-            parts.for_each(|(from, to)| from.iter().zip(to).for_each(|(from, to)| *to = value(*from)));
-        }
-        match self.dtype {
-            DType::F32 => each(self.bytes, to, f32::from_le_bytes),
-            DType::BF16 => each(self.bytes, to, |bytes| bf16::from_le_bytes(bytes).to_f32()),
-            DType::F16 => each(self.bytes, to, |bytes| f16::from_le_bytes(bytes).to_f32()),
+    /// All values in another type, by all cores; `to` has the bytes of as many. f32 is rounded to nearest even.
+    pub(crate) fn convert(&self, dtype: DType, to: &mut [u8]) {
+        let [of, into] = [self.dtype, dtype].map(|dtype| PART_ELEMENTS * dtype.size());
+        let parts = self.bytes.par_chunks(of).zip(to.par_chunks_mut(into));
+        parts.for_each(|(from, to)| match (self.dtype, dtype) {
+            (from_dtype, dtype) if from_dtype == dtype => to.copy_from_slice(from),
+            (DType::F32, DType::BF16) => each(from, to, |bytes| {
+                bf16::from_f32(f32::from_le_bytes(bytes)).to_le_bytes()
+            }),
+            (DType::BF16, DType::F32) => each(from, to, |bytes| bf16::from_le_bytes(bytes).to_f32().to_le_bytes()),
+            (DType::F16, DType::F32) => each(from, to, |bytes| f16::from_le_bytes(bytes).to_f32().to_le_bytes()),
             _ => {
-                let values = self.data().convert::<f32>();
-                values.iter::<f32>().zip(to).for_each(|(from, to)| *to = from);
+                let bytes = Bytes::from_bytes_vec(from.to_vec());
+                let part = TensorData::from_bytes(bytes, [from.len() / self.dtype.size()], self.dtype);
+                to.copy_from_slice(&part.convert_dtype(DType::F32).convert_dtype(dtype).bytes);
             }
-        }
+        });
     }
 
     fn data(&self) -> TensorData {
-        let bytes = burn::tensor::Bytes::from_bytes_vec(self.bytes.to_vec());
+        let bytes = Bytes::from_bytes_vec(self.bytes.to_vec());
         TensorData::from_bytes(bytes, self.shape.clone(), self.dtype)
     }
 }

@@ -1,20 +1,10 @@
 //! The tensors of a checkpoint, in one file or in one for each rank that wrote it.
-use crate::tensor_file::{PART_ELEMENTS, Stored};
+use crate::tensor_file::Stored;
 use crate::{CheckpointError, TensorFile};
-use burn::tensor::{Bytes, DType, TensorData, bf16};
-use rayon::prelude::*;
+use burn::tensor::{Bytes, DType, TensorData};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
-
-/// Numbers of f32 as bf16, both little-endian.
-fn round_to_bf16(from: &[u8], to: &mut [u8]) {
-    let (from, _) = from.as_chunks::<4>();
-    let (to, _) = to.as_chunks_mut::<2>();
-    for (from, to) in from.iter().zip(to) {
-        *to = bf16::from_f32(f32::from_le_bytes(*from)).to_le_bytes();
-    }
-}
 
 /// A tensor for a model that computes in `dtype`: f32 is rounded to bf16 where the model keeps bf16, by all cores.
 pub(crate) fn rounded(data: TensorData, dtype: DType) -> TensorData {
@@ -22,10 +12,13 @@ pub(crate) fn rounded(data: TensorData, dtype: DType) -> TensorData {
         return data;
     }
     let mut bytes = vec![0; data.num_elements() * dtype.size()];
-    let [from, to] = [data.dtype, dtype].map(|dtype| PART_ELEMENTS * dtype.size());
-    let parts = data.as_bytes().par_chunks(from).zip(bytes.par_chunks_mut(to));
-    parts.for_each(|(from, to)| round_to_bf16(from, to));
-    TensorData::from_bytes(Bytes::from_bytes_vec(bytes), data.shape.to_vec(), dtype)
+    let stored = Stored {
+        dtype: data.dtype,
+        shape: data.shape.to_vec(),
+        bytes: data.as_bytes(),
+    };
+    stored.convert(dtype, &mut bytes);
+    TensorData::from_bytes(Bytes::from_bytes_vec(bytes), stored.shape, dtype)
 }
 
 /// Tensors that lie whole in the first file, or in flat pieces in all files, one after another.
@@ -92,12 +85,7 @@ impl TensorFiles {
         for piece in pieces {
             let of_piece;
             (of_piece, rest) = rest.split_at_mut(piece.bytes.len() / stored.size() * dtype.size());
-            let [from, to] = [stored, dtype].map(|dtype| PART_ELEMENTS * dtype.size());
-            let parts = piece.bytes.par_chunks(from).zip(of_piece.par_chunks_mut(to));
-            parts.for_each(|(from, to)| match rounds {
-                true => round_to_bf16(from, to),
-                false => to.copy_from_slice(from),
-            });
+            piece.convert(dtype, of_piece);
         }
         Ok(TensorData::from_bytes(
             Bytes::from_bytes_vec(bytes),

@@ -48,7 +48,7 @@ pub use attention::shared_prompts::SharedPrompts;
 pub use attention::{Attention, LayerContext, LayerOutput};
 pub use decoder_layer::DecoderLayer;
 pub use kv_cache::{BlockCache, ChosenCache, KvCache, LatentCache, LayerCache, LayerCaches, PackedCache};
-pub use linear::Linear;
+pub use linear::{Linear, may_be_bf16};
 pub use prefill_hook::{CachedLayerAttention, HostOperands, LayerAttention, LayerOperands};
 pub use qkv_projection::QkvProjection;
 pub use qwen3::{LmHead, Qwen3, TokenEmbedding};

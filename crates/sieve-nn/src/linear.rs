@@ -12,6 +12,13 @@ pub struct Linear<B: Backend> {
     pub weight: Param<Tensor<B, 2>>,
 }
 
+/// Whether the parameter of this name is a GEMM's weight that a CPU may keep in bf16: read by [`sieve_ops::linear`], the
+/// embedding and the loss alone. DMA's `dt_proj` and MLA's `kv_b_proj` take part in other ops too.
+pub fn may_be_bf16(name: &str) -> bool {
+    let is = |endings: &[&str]| endings.iter().any(|ending| name.ends_with(ending));
+    is(&["proj.weight", "lm_head.weight", "embed_tokens.weight"]) && !is(&["dt_proj.weight", "kv_b_proj.weight"])
+}
+
 impl<B: Backend> Linear<B> {
     /// Normal weights from `init`.
     pub fn new(d_in: usize, d_out: usize, init: &mut WeightInit, device: &B::Device) -> Self {

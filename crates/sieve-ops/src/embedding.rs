@@ -1,5 +1,7 @@
 //! Token embedding: the op, its gradient, and both on every device.
-use crate::device::{CudaPrimitive, contiguous, floats, from_vec, ints, kernel_or, last_dim, tensors, unless_f32};
+use crate::device::{
+    CudaPrimitive, contiguous, flex, floats, from_vec, ints, kernel_or, last_dim, plain, tensors, unless_f32,
+};
 use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
@@ -53,12 +55,14 @@ pub(crate) mod cpu {
     use burn_flex::Flex;
 
     pub(crate) fn embedding(weight: FlexTensor, ids: FlexTensor) -> FlexTensor {
-        unless_f32!(&weight, "embedding": reference::embedding::<Flex>(weight, ids));
+        if ![DType::F32, DType::BF16].contains(&weight.dtype()) {
+            return plain("embedding", || reference::embedding::<Flex>(weight, ids));
+        }
         let (weight, ids) = (contiguous(weight), contiguous(ids));
         let d_model = last_dim(&weight);
         let shape = ids.shape();
         let mut y = vec![0.0; shape.num_elements() * d_model];
-        sieve_cpu::embedding_forward(ints(&ids), floats(&weight), d_model, &mut y);
+        sieve_cpu::embedding_forward(ints(&ids), flex::weight(&weight), d_model, &mut y);
         from_vec(y, [shape[0], shape[1], d_model])
     }
 

@@ -3,7 +3,7 @@
 use crate::SieveBackend;
 use crate::backend::DeviceBackend;
 use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{contiguous, floats, from_vec, is_f32, last_dim, plain};
+use crate::device::flex::{self, contiguous, floats, from_vec, is_f32, last_dim, plain};
 use crate::device::paths::kernel_or;
 use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
@@ -109,35 +109,19 @@ pub(crate) mod cpu {
     use super::*;
     use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
 
-    /// Rows below which the product library takes other code, with another order of its sums.
-    const MIN_PRODUCT_ROWS: usize = 8;
-
     /// Multiplications from which a product takes all threads: 256 cubed is faster so, 128 cubed is not.
     const MIN_SHARED_PRODUCT: usize = 192 * 192 * 192;
 
-    /// A row's result must not depend on how many rows there are: when a prompt and a single decoded token round
-    /// differently, equal tokens get unequal scores, and DMA's ties fall otherwise than in the full pass. So few rows
-    /// are multiplied with rows of zeros behind them.
+    /// The weight in f32 or bf16.
     pub(crate) fn linear(x: FlexTensor, weight: FlexTensor) -> FlexTensor {
         if !is_f32(&x) {
             return plain("linear", || reference::linear::<Flex>(x, weight));
         }
         let (x, weight) = (contiguous(x), contiguous(weight));
-        let (count, d_in, d_out) = (num_rows(&x), last_dim(&x), num_rows(&weight));
-        if count >= MIN_PRODUCT_ROWS || d_in == 0 {
-            let y = product(rows(&x), rows(&weight).t());
-            return with_columns(&x, d_out, y);
-        }
-        let mut padded = floats(&x)[..count * d_in].to_vec();
-        padded.resize(MIN_PRODUCT_ROWS * d_in, 0.0);
-        // The library packs the left matrix and reads the right one in place, after it has swapped them for a product
-        // by rows: so this way round no weight is copied. The order of each sum is the same.
-        let columns = product(rows(&weight), Matrix::new(&padded, MIN_PRODUCT_ROWS, d_in).t());
-        let mut y = Vec::with_capacity(count * d_out);
-        for r in 0..count {
-            y.extend(columns.chunks_exact(MIN_PRODUCT_ROWS).map(|rows| rows[r]));
-        }
-        with_columns(&x, d_out, y)
+        let sizes = [num_rows(&x), last_dim(&x), weight.shape()[0]];
+        let mut y = vec![0.0; sizes[0] * sizes[2]];
+        sieve_cpu::linear(floats(&x), flex::weight(&weight), sizes, &mut y);
+        with_columns(&x, sizes[2], y)
     }
 
     pub(crate) fn linear_add(x: FlexTensor, weight: FlexTensor, residual: FlexTensor) -> FlexTensor {

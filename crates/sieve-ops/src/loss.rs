@@ -1,7 +1,7 @@
 //! Output projection and cross-entropy in one op: the logits of all tokens are never held at once. The op, its
 //! gradients, and both on every device.
 use crate::device::{
-    CudaPrimitive, contiguous, floats, from_vec, ints, is_f32, kernel_on, kernel_or, last_dim, plain, tensors,
+    CudaPrimitive, contiguous, flex, floats, from_vec, ints, is_f32, kernel_on, kernel_or, last_dim, plain, tensors,
     unless_f32, zeros_like,
 };
 use crate::tensors::{Float, Ints, primitive, rows, tensor, unrows, upcast};
@@ -140,7 +140,7 @@ pub(crate) mod cpu {
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let mut losses = vec![0.0; labels.shape().num_elements()];
         let d_model = last_dim(&h);
-        sieve_cpu::token_losses(floats(&h), floats(&weight), ints(&labels), d_model, &mut losses);
+        sieve_cpu::token_losses(floats(&h), flex::weight(&weight), ints(&labels), d_model, &mut losses);
         let count = losses.len();
         from_vec(losses, [count])
     }
@@ -149,7 +149,7 @@ pub(crate) mod cpu {
         unless_f32!(&h, "linear_cross_entropy": reference::linear_cross_entropy::<Flex>(h, weight, labels));
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let d_model = last_dim(&h);
-        let loss = sieve_cpu::linear_cross_entropy(floats(&h), floats(&weight), ints(&labels), d_model);
+        let loss = sieve_cpu::linear_cross_entropy(floats(&h), flex::weight(&weight), ints(&labels), d_model);
         from_vec(vec![loss.loss_sum as f32], [1])
     }
 

@@ -1,8 +1,10 @@
 //! `--device`: where a command computes.
+use crate::loaded::{DtypeArg, Place};
 use anyhow::{Context, Result};
 use burn::tensor::{Distribution, Tensor};
 use burn_flex::{Flex, FlexDevice};
 use sieve_core::ModelShape;
+use sieve_hf::Kept;
 use sieve_kernels::{CudaReport, DeviceReport, KernelCache, KernelError};
 use sieve_plan::gpu_attention_gap;
 use sieve_train::PeakMemory;
@@ -47,18 +49,43 @@ pub(crate) enum Device {
     Cuda(DeviceReport),
 }
 
+impl Place {
+    /// Names the device, where the output is verbose.
+    fn tell(&self) {
+        if !crate::terminal::is_verbose() {
+            return;
+        }
+        let kept = match self.kept {
+            Kept::Bf16Weights => ", weights in bf16, sums in f32",
+            Kept::All(_) => "",
+        };
+        crate::terminal::note(&match &self.device {
+            Device::Cpu => format!("device: the CPU, {} threads{kept}", num_threads()),
+            Device::Cuda(gpu) => format!("device: cuda:{}, {}", gpu.index, gpu.name),
+        });
+    }
+}
+
 impl DeviceChoice {
     /// Looks for the device; a CUDA device is probed, and the kernel cache opened, before any tensor is made.
     pub(crate) fn resolve(self) -> Result<Device> {
         self.resolve_and_prepare(|_, _| Ok(()))
     }
 
-    /// The device for a model: as [`resolve`](Self::resolve), then [`for_model`](Self::for_model).
-    pub(crate) fn resolve_for(self, shape: impl FnOnce() -> Result<ModelShape>) -> Result<Device> {
-        match self.resolve()? {
-            Device::Cuda(gpu) if self == Self::Auto => Ok(self.for_model(&Device::Cuda(gpu), &shape()?)),
-            device => Ok(device),
-        }
+    /// The place for a model whose weights are kept in `dtype`: as [`resolve`](Self::resolve), then
+    /// [`for_model`](Self::for_model).
+    pub(crate) fn resolve_for(
+        self,
+        dtype: Option<DtypeArg>,
+        shape: impl FnOnce() -> Result<ModelShape>,
+    ) -> Result<Place> {
+        let device = match self.look(|_, _| Ok(()))? {
+            Device::Cuda(gpu) if self == Self::Auto => self.for_model(&Device::Cuda(gpu), &shape()?),
+            device => device,
+        };
+        let place = Place::new(device, dtype)?;
+        place.tell();
+        Ok(place)
     }
 
     /// Where a model computes, given the device that was found: `auto` never takes a GPU on which attention would run
@@ -81,14 +108,9 @@ impl DeviceChoice {
         self,
         prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>,
     ) -> Result<Device> {
-        let found = self.look(prepare)?;
-        if crate::terminal::is_verbose() {
-            crate::terminal::note(&match &found {
-                Device::Cpu => format!("device: the CPU, {} threads", num_threads()),
-                Device::Cuda(gpu) => format!("device: cuda:{}, {}", gpu.index, gpu.name),
-            });
-        }
-        Ok(found)
+        let place = Place::new(self.look(prepare)?, None)?;
+        place.tell();
+        Ok(place.device)
     }
 
     fn look(self, prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>) -> Result<Device> {

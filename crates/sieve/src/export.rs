@@ -1,4 +1,5 @@
 //! `sieve export`.
+use crate::loaded::DtypeArg;
 use crate::terminal;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -31,12 +32,6 @@ enum FormArg {
     Doge,
     /// modeling_sieve.py, which keeps the later of equal keys, as in training
     Sieve,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum DtypeArg {
-    F32,
-    Bf16,
 }
 
 /// Runs the command.

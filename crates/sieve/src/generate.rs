@@ -2,10 +2,10 @@
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result};
-use burn::tensor::DType;
 use clap::Args;
 use sieve_data::{DecodeStream, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling, Selection, StopTexts, TogetherGenerator, prompt_part};
+use sieve_hf::Kept;
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
@@ -67,7 +67,7 @@ pub(crate) struct GenerateArgs {
 /// Runs the command.
 pub(crate) fn run(args: GenerateArgs) -> Result<()> {
     let prompt = prompt(&args)?;
-    let device = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
+    let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let prompt = prompt.len() / BYTES_A_TOKEN + 1;
         let new = args.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS);
         InferenceSize {
@@ -81,7 +81,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
             logit_tokens: 0,
         }
     })?;
-    on_device!(device, run_on((&args, &prompt)))
+    on_device!(place, run_on((&args, &prompt)))
 }
 
 /// The text to continue.
@@ -97,8 +97,8 @@ fn prompt(args: &GenerateArgs) -> Result<String> {
     }
 }
 
-fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::Device, dtype: DType) -> Result<()> {
-    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
+fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::Device, kept: Kept) -> Result<()> {
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let tokens = tokenizer.encode_marked(prompt)?;
     // An empty prompt takes one position for the token it starts from.
     let room = loaded.shape.max_seq_len.saturating_sub(tokens.len().max(1));

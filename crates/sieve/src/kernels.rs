@@ -2,19 +2,19 @@
 mod arguments;
 
 use crate::device::{Device, DeviceChoice};
-use crate::loaded::on_device;
+use crate::loaded::{Place, on_device};
 use crate::recipe::RecipeArgs;
 use crate::{loaded, terminal};
 use anyhow::{Context, Result, bail};
 pub(crate) use arguments::KernelsCommand;
 use arguments::{BenchArgs, BuildArgs, CaptureArgs, CheckArgs, RunArgs};
-use burn::tensor::DType;
 use indicatif::ProgressBar;
 use sieve_bench::{
     BenchEvent, BenchSettings, BuildEvent, BuildSettings, Captured, CheckSettings, CheckedPart, RunSettings, Scores,
     Target,
 };
 use sieve_core::Recipe;
+use sieve_hf::Kept;
 use sieve_kernels::{Arrivals, DeviceReport, KernelCache, NeededKernels};
 use sieve_ops::DeviceBackend;
 use std::path::Path;
@@ -190,7 +190,10 @@ fn write_json(path: &Path, value: &serde_json::Value) -> Result<()> {
 
 fn capture(args: &CaptureArgs) -> Result<()> {
     let (checkpoint, text, out) = (&args.checkpoint, args.text.as_deref(), &args.out);
-    on_device!(args.device.resolve()?, capture_to(checkpoint, text, out))
+    on_device!(
+        Place::new(args.device.resolve()?, None)?,
+        capture_to(checkpoint, text, out)
+    )
 }
 
 fn capture_to<B: DeviceBackend>(
@@ -198,9 +201,9 @@ fn capture_to<B: DeviceBackend>(
     text: Option<&Path>,
     out: &Path,
     device: &B::Device,
-    dtype: DType,
+    kept: Kept,
 ) -> Result<()> {
-    let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, dtype)?;
+    let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, kept)?;
     let text = match text {
         Some(path) => std::fs::read_to_string(path).with_context(|| format!("reading text from {}", path.display()))?,
         None => sieve_bench::kernel_sources()?,

@@ -1,13 +1,13 @@
 //! A checkpoint with its tokenizer, as the commands that use a trained model need them.
 use crate::device::{Device, DeviceChoice};
 use crate::out_of_memory::MemoryArgs;
-use anyhow::Result;
+use anyhow::{Result, bail};
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::Tokenizer;
-use sieve_hf::{LoadedModel, load_model, peek_model};
+use sieve_hf::{Kept, LoadedModel, load_model, peek_model};
 use sieve_plan::InferenceSize;
 use std::path::Path;
 
@@ -17,14 +17,50 @@ pub(crate) struct PlaceArgs {
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub(crate) device: DeviceChoice,
+    /// What a CPU keeps the weights of projections, feed-forward layers, embedding and output in: f32, or bf16, which
+    /// takes half the memory and reads it in half the time; sums are f32. A GPU computes in bf16
+    #[arg(long, value_enum)]
+    pub(crate) dtype: Option<DtypeArg>,
     #[command(flatten)]
     pub(crate) memory: MemoryArgs,
 }
 
+/// Number type of weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DtypeArg {
+    F32,
+    Bf16,
+}
+
+/// Where a model computes, and what its parameters are kept in there.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Place {
+    pub(crate) device: Device,
+    pub(crate) kept: Kept,
+}
+
+impl Place {
+    /// # Errors
+    /// A type where the device is a GPU, which has no choice.
+    pub(crate) fn new(device: Device, dtype: Option<DtypeArg>) -> Result<Self> {
+        let kept = match (&device, dtype) {
+            (Device::Cpu, None | Some(DtypeArg::F32)) => Kept::All(DType::F32),
+            (Device::Cpu, Some(DtypeArg::Bf16)) => Kept::Bf16Weights,
+            (Device::Cuda(_), None) => Kept::All(DType::BF16),
+            (Device::Cuda(gpu), Some(_)) => bail!(
+                "--dtype is what a CPU keeps weights in; this model computes on cuda:{}, where all is bf16\n  \
+                 hint: leave --dtype out, or add --device cpu",
+                gpu.index
+            ),
+        };
+        Ok(Self { device, kept })
+    }
+}
+
 impl PlaceArgs {
-    /// The device for the model of a checkpoint.
-    pub(crate) fn device(self, checkpoint: &Path) -> Result<Device> {
-        (self.device).resolve_for(|| Ok(peek_model(checkpoint)?.1))
+    /// The place for the model of a checkpoint.
+    pub(crate) fn place(self, checkpoint: &Path) -> Result<Place> {
+        (self.device).resolve_for(self.dtype, || Ok(peek_model(checkpoint)?.1))
     }
 
     /// The same; work of this size, by recipe and shape, fits there.
@@ -32,40 +68,67 @@ impl PlaceArgs {
         self,
         checkpoint: &Path,
         size: impl FnOnce(&Recipe, &ModelShape) -> InferenceSize,
-    ) -> Result<Device> {
-        let device = self.device(checkpoint)?;
-        self.memory.check_inference(checkpoint, &device, size)?;
-        Ok(device)
+    ) -> Result<Place> {
+        let place = self.place(checkpoint)?;
+        self.memory.check_inference(checkpoint, &place, size)?;
+        Ok(place)
     }
 }
 
-/// Calls a function of a backend: its arguments, then the device, and the type of the numbers there.
+/// Calls a function of a backend: its arguments, then the device, and what parameters are kept in there.
 macro_rules! on_device {
-    ($device:expr, $run:ident($($argument:expr),*)) => {
-        match $device {
-            $crate::device::Device::Cpu => $run::<burn_flex::Flex>(
-                $($argument,)*
-                &burn_flex::FlexDevice,
-                burn::tensor::DType::F32,
-            ),
-            $crate::device::Device::Cuda(gpu) => $run::<sieve_ops::Cuda>(
-                $($argument,)*
-                &burn_cuda::CudaDevice::new(gpu.index),
-                burn::tensor::DType::BF16,
-            ),
+    ($place:expr, $run:ident($($argument:expr),*)) => {{
+        let place = $place;
+        match place.device {
+            $crate::device::Device::Cpu => {
+                $run::<burn_flex::Flex>($($argument,)* &burn_flex::FlexDevice, place.kept)
+            }
+            $crate::device::Device::Cuda(gpu) => {
+                $run::<sieve_ops::Cuda>($($argument,)* &burn_cuda::CudaDevice::new(gpu.index), place.kept)
+            }
         }
-    };
+    }};
 }
 pub(crate) use on_device;
 
-/// The model of a checkpoint in `dtype`, and its tokenizer.
+/// The model of a checkpoint, and its tokenizer.
 pub(crate) fn load<B: Backend>(
     checkpoint: &Path,
     device: &B::Device,
-    dtype: DType,
+    kept: Kept,
 ) -> Result<(LoadedModel<B>, Tokenizer)> {
-    let loaded = load_model::<B>(checkpoint, device, dtype)?;
+    let loaded = load_model::<B>(checkpoint, device, kept)?;
     let eos_token = loaded.recipe.tokenizer.eos_token.as_deref();
     let tokenizer = Tokenizer::from_file(&loaded.tokenizer_path)?.with_eos_token(eos_token);
     Ok((loaded, tokenizer))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sieve_kernels::DeviceReport;
+
+    #[test]
+    fn only_a_cpu_has_a_choice_of_type() {
+        let gpu = Device::Cuda(DeviceReport {
+            index: 2,
+            name: "NVIDIA H200".to_owned(),
+            major: 9,
+            minor: 0,
+            num_multiprocessors: 132,
+            total_memory_bytes: 141_000_000_000,
+        });
+        let kept = |dtype| Place::new(Device::Cpu, dtype).expect("a CPU takes any").kept;
+        assert_eq!(kept(None), Kept::All(DType::F32));
+        assert_eq!(kept(Some(DtypeArg::F32)), Kept::All(DType::F32));
+        assert_eq!(kept(Some(DtypeArg::Bf16)), Kept::Bf16Weights);
+        assert_eq!(
+            Place::new(gpu.clone(), None).expect("bf16").kept,
+            Kept::All(DType::BF16)
+        );
+        for dtype in [DtypeArg::F32, DtypeArg::Bf16] {
+            let error = Place::new(gpu.clone(), Some(dtype)).expect_err("a GPU").to_string();
+            assert!(error.contains("cuda:2") && error.contains("--device cpu"), "{error}");
+        }
+    }
 }

@@ -2,9 +2,8 @@
 use crate::loaded::{PlaceArgs, on_device};
 use crate::terminal;
 use anyhow::{Context, Result, ensure};
-use burn::tensor::DType;
 use clap::{ArgGroup, Args};
-use sieve_hf::{NamedTensor, load_model, write_tensor_file};
+use sieve_hf::{Kept, NamedTensor, load_model, write_tensor_file};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
@@ -39,15 +38,15 @@ pub(crate) fn run(args: LogitsArgs) -> Result<()> {
         }
         None => args.tokens.clone(),
     };
-    let device = (args.place).for_checkpoint(&args.checkpoint, |_, _| InferenceSize {
+    let place = (args.place).for_checkpoint(&args.checkpoint, |_, _| InferenceSize {
         logit_tokens: tokens.len(),
         ..InferenceSize::rows_of(tokens.len(), tokens.len())
     })?;
-    on_device!(device, run_on(&args, &tokens))
+    on_device!(place, run_on(&args, &tokens))
 }
 
-fn run_on<B: DeviceBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Device, dtype: DType) -> Result<()> {
-    let loaded = load_model::<B>(&args.checkpoint, device, dtype)?;
+fn run_on<B: DeviceBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Device, kept: Kept) -> Result<()> {
+    let loaded = load_model::<B>(&args.checkpoint, device, kept)?;
     let data = sieve_eval::logits(&loaded.model, tokens, device)?;
     let shape = data.shape.to_vec();
     let name = "logits".to_owned();

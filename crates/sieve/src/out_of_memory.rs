@@ -1,11 +1,14 @@
 //! Too little memory: reported by the plan before a command begins; and in plain words where CubeCL panics all the
 //! same.
 use crate::device::Device;
+use crate::loaded::Place;
 use crate::terminal::{bytes, gib};
 use anyhow::{Result, bail};
+use burn::tensor::DType;
 use clap::Args;
 use sieve_core::model::gpu::Gpu;
 use sieve_core::{Keeping, ModelShape, Recipe};
+use sieve_hf::Kept;
 use sieve_plan::{
     InferenceSize, MemoryPlan, MemoryVerdict, Ranks, Target, import_memory, inference_memory, plan_of_ranks,
 };
@@ -70,7 +73,7 @@ impl MemoryArgs {
         })
     }
 
-    /// Refuses to load the model of `checkpoint` for work of a size that does not fit on `device`; warns where it may
+    /// Refuses to load the model of `checkpoint` for work of a size that does not fit in its place; warns where it may
     /// not.
     ///
     /// # Errors
@@ -78,7 +81,7 @@ impl MemoryArgs {
     pub(crate) fn check_inference(
         self,
         checkpoint: &Path,
-        device: &Device,
+        place: &Place,
         size: impl FnOnce(&Recipe, &ModelShape) -> InferenceSize,
     ) -> Result<()> {
         let Ok((recipe, shape)) = sieve_hf::peek_model(checkpoint) else {
@@ -95,7 +98,16 @@ impl MemoryArgs {
         for tokens in [seq_len, cached_tokens, logit_tokens] {
             *tokens = (*tokens).min(shape.max_seq_len);
         }
-        self.warn(&inference_memory(&shape, size, &target(device, None)))
+        let weight_bytes = match place.kept {
+            Kept::All(dtype) => dtype.size(),
+            Kept::Bf16Weights => DType::BF16.size(),
+        };
+        self.warn(&inference_memory(
+            &shape,
+            size,
+            &target(&place.device, None),
+            weight_bytes as u64,
+        ))
     }
 
     /// Refuses to bring a model of `shape` in where the machine's memory is too small for it; warns where it may be.

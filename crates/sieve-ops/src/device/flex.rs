@@ -1,10 +1,12 @@
 //! Burn's `Flex` tensors as the slices that the kernels of `sieve-cpu` take.
 //!
-//! f32 takes the kernels; any other dtype (f64 in gradient checks) takes the counted reference.
+//! f32 takes the kernels, with weights in f32 or bf16; any other dtype (f64 in gradient checks) takes the counted
+//! reference.
 use super::paths::{self, Memory, Place};
-use burn::tensor::{DType, Shape, TensorData, TensorMetadata};
+use burn::tensor::{DType, Shape, TensorData, TensorMetadata, bf16};
 use burn_flex::FlexTensor;
 use sieve_core::ScoreMatrix;
+use sieve_cpu::Weight;
 
 /// A contiguous tensor starting at the beginning of its storage.
 pub(crate) fn contiguous(x: FlexTensor) -> FlexTensor {
@@ -46,6 +48,14 @@ pub(crate) use unless_f32;
 
 pub(crate) fn floats(x: &FlexTensor) -> &[f32] {
     x.storage::<f32>()
+}
+
+/// A weight in f32 or bf16.
+pub(crate) fn weight(x: &FlexTensor) -> Weight<'_> {
+    match x.dtype() {
+        DType::BF16 => Weight::Bf16(x.storage::<bf16>()),
+        _ => Weight::F32(floats(x)),
+    }
 }
 
 pub(crate) fn ints(x: &FlexTensor) -> &[i32] {

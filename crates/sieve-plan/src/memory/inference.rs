@@ -34,11 +34,11 @@ impl InferenceSize {
     }
 }
 
-/// Memory of reading the checkpoint of `shape` and of forward passes of `size`.
+/// Memory of reading the checkpoint of `shape` and of forward passes of `size`, with weights of `weight_bytes` each.
 ///
 /// A checkpoint's weights are f32: a file of them is held beside the model while it is read, and a GPU holds them all
 /// before they are rounded.
-pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target) -> MemoryPlan {
+pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target, weight_bytes: u64) -> MemoryPlan {
     let value_bytes = target.value_bytes();
     let parameters = shape.parameters().total();
     let tokens = size.rows.saturating_mul(size.seq_len).max(1) as u64;
@@ -71,7 +71,10 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
         }
     };
     let loaded = Moment {
-        parameter_bytes: times(parameters, F32),
+        parameter_bytes: match target {
+            Target::Cpu { .. } => times(parameters, weight_bytes),
+            Target::Gpu(_) => times(parameters, F32),
+        },
         workspace_bytes: match target {
             Target::Cpu { .. } => times(parameters, F32),
             Target::Gpu(_) => 0,
@@ -79,7 +82,7 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
         ..Moment::named("reading the weights")
     };
     let forward = Moment {
-        parameter_bytes: times(parameters, value_bytes),
+        parameter_bytes: times(parameters, weight_bytes),
         cache_bytes,
         activation_bytes: block.max(loss),
         ..Moment::named("a forward pass")

@@ -349,14 +349,19 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
         logit_tokens: 0,
     };
     // The file beside the model while it is read; a few tokens need less.
-    let memory = inference_memory(&shape, size, &CPU);
+    let memory = inference_memory(&shape, size, &CPU, CPU.value_bytes());
     assert_eq!(memory.moment, "reading the weights");
     assert_eq!(memory.parameter_bytes + memory.workspace_bytes, 8 * parameters);
     // A GPU holds f32 weights before they are rounded; many tokens need more than that.
-    let memory = inference_memory(&shape, size, &h200());
+    let memory = inference_memory(&shape, size, &h200(), h200().value_bytes());
     assert_eq!(memory.moment, "reading the weights");
     assert_eq!(memory.parameter_bytes, 4 * parameters);
-    let memory = inference_memory(&shape, InferenceSize::rows_of(2048, 1 << 20), &h200());
+    let memory = inference_memory(
+        &shape,
+        InferenceSize::rows_of(2048, 1 << 20),
+        &h200(),
+        h200().value_bytes(),
+    );
     assert_eq!(memory.moment, "a forward pass");
     assert_eq!(memory.parameter_bytes, 2 * parameters);
     // Three streams, gate and up and the activation, two bytes each, are less than the attention's.
@@ -368,7 +373,7 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
             cached_tokens: 2048,
             ..InferenceSize::rows_of(2048, 1 << 20)
         };
-        inference_memory(&shape, size, &h200())
+        inference_memory(&shape, size, &h200(), h200().value_bytes())
     });
     let cache = cache_plan(&shape, 2048, 2).bytes_at_seq_len;
     assert_eq!(decoded.cache_bytes, cache);
@@ -386,14 +391,14 @@ fn logits_that_are_returned_together_are_held_together() {
         ..InferenceSize::rows_of(tokens, tokens)
     };
     let (streams, logits) = (2 * 8192 * 768, 8192 * 50_304);
-    let memory = inference_memory(&shape, size, &h200());
+    let memory = inference_memory(&shape, size, &h200(), h200().value_bytes());
     assert_eq!(memory.activation_bytes, 2 * (streams + logits));
     // A CPU's are f32.
     let wide = ModelShape {
         vocab_size: 1 << 20,
         ..shape
     };
-    let memory = inference_memory(&wide, size, &CPU);
+    let memory = inference_memory(&wide, size, &CPU, CPU.value_bytes());
     assert_eq!(memory.moment, "a forward pass");
     assert_eq!(memory.activation_bytes, 4 * (streams + (8192 << 20)));
 }
@@ -402,8 +407,14 @@ fn logits_that_are_returned_together_are_held_together() {
 fn rows_without_a_token_need_no_less_than_one_token() {
     let shape = dma_80m();
     for target in [CPU, h200()] {
-        let [none, one] =
-            [0, 1].map(|seq_len| inference_memory(&shape, InferenceSize::rows_of(seq_len, seq_len), &target));
+        let [none, one] = [0, 1].map(|seq_len| {
+            inference_memory(
+                &shape,
+                InferenceSize::rows_of(seq_len, seq_len),
+                &target,
+                target.value_bytes(),
+            )
+        });
         assert_eq!(none, one);
     }
 }

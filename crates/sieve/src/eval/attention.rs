@@ -4,10 +4,10 @@ use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
 use anyhow::Result;
-use burn::tensor::DType;
 use clap::Args;
 use serde_json::json;
 use sieve_eval::{DISTANCES, HeadWeights, LayerWeights, attention_weights};
+use sieve_hf::Kept;
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::fmt::Write;
@@ -53,19 +53,19 @@ pub(crate) fn run(args: AttentionArgs) -> Result<()> {
         output::check_replaceable(path)?;
     }
     args.result.check(&args.checkpoint, COMMAND)?;
-    let device = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
+    let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let length = length(&args, shape.max_seq_len);
         InferenceSize::rows_of(length, length)
     })?;
-    on_device!(device, run_on(&args))
+    on_device!(place, run_on(&args))
 }
 
 fn length(args: &AttentionArgs, context: usize) -> usize {
     args.length.map_or(LENGTH.min(context), |length| length as usize)
 }
 
-fn run_on<B: DeviceBackend>(args: &AttentionArgs, device: &B::Device, dtype: DType) -> Result<()> {
-    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
+fn run_on<B: DeviceBackend>(args: &AttentionArgs, device: &B::Device, kept: Kept) -> Result<()> {
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let length = length(args, loaded.shape.max_seq_len);
     let mut tokens = text::tokens(&args.data, &tokenizer, length, 1)?;
     tokens.truncate(length);

@@ -5,13 +5,12 @@ use super::output;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
 use anyhow::{Result, anyhow, bail};
-use burn::tensor::DType;
 use clap::{Args, ValueEnum};
 use sieve_core::Recipe;
 use sieve_core::recipe::MqarNoise as RecipeNoise;
 use sieve_data::{MqarConfig, MqarNoise};
 use sieve_eval::{RecallOfKind, RecallReport, recall};
-use sieve_hf::LoadedModel;
+use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
@@ -71,16 +70,16 @@ fn kind(text: &str) -> Result<(usize, usize), String> {
 /// Runs the command.
 pub(crate) fn run(args: MqarArgs) -> Result<()> {
     args.result.check(&args.checkpoint, COMMAND)?;
-    let device = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
+    let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let longest = args.kinds.iter().map(|(seq_len, _)| *seq_len).max();
         InferenceSize::rows_of(longest.unwrap_or(recipe.training.seq_len), BATCH_TOKENS)
     })?;
-    on_device!(device, run_on(&args))
+    on_device!(place, run_on(&args))
 }
 
-fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) -> Result<()> {
+fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, kept: Kept) -> Result<()> {
     output::check(args.plot.as_deref())?;
-    let (loaded, _tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
+    let (loaded, _tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let kinds = kinds(args, &loaded.recipe, loaded.model.shape().vocab_size)?;
     let trained = loaded.recipe.data.mqar.as_ref();
     if trained.is_none() {

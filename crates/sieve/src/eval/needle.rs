@@ -4,14 +4,13 @@ use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Result, bail};
-use burn::tensor::DType;
 use clap::Args;
 use sieve_data::Tokenizer;
 use sieve_eval::{
     Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, attention_label, linear_grid, needle,
     prompt_part, text_documents, texts_together,
 };
-use sieve_hf::LoadedModel;
+use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
@@ -63,7 +62,7 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
         bail!("--lengths must be positive\n  hint: a text also has to be longer than --buffer");
     }
     args.result.check(&args.checkpoint, COMMAND)?;
-    let device = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
+    let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let longest = args.lengths.iter().max().copied();
         let longest = longest.unwrap_or(shape.max_seq_len);
         let part = prompt_part(shape, longest);
@@ -73,12 +72,12 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
             ..InferenceSize::rows_of(part, part)
         }
     })?;
-    on_device!(device, run_on(&args))
+    on_device!(place, run_on(&args))
 }
 
-fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) -> Result<()> {
+fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -> Result<()> {
     output::check(args.plot.as_deref())?;
-    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let config = config(args, loaded.shape.max_seq_len)?;
     config.check(loaded.shape.max_seq_len)?;
     let selections = args.sparse.own_and_each(&loaded.shape)?;

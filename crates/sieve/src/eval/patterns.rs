@@ -1,16 +1,13 @@
 //! `sieve eval patterns`: what `minference` and `dam` read from a file, found on a dense checkpoint.
 use super::{output, text};
-use crate::device::DeviceChoice;
 use crate::loaded::{PlaceArgs, on_device};
-use crate::out_of_memory::MemoryArgs;
 use crate::{loaded, terminal};
 use anyhow::{Context, Result, bail};
-use burn::tensor::DType;
 use clap::Args;
 use serde_json::{Value, json};
 use sieve_core::{Attention, ModelShape};
 use sieve_eval::{EvalError, PatternSearch, calibrate_dam, search_minference};
-use sieve_hf::LoadedModel;
+use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::decode::dam::{DamConfig, DamMap, DamMaps};
@@ -49,11 +46,9 @@ pub(crate) struct PatternsArgs {
     windows: Option<usize>,
     #[command(flatten)]
     result: output::ResultArgs,
-    /// auto, cpu, cuda or cuda:N; the search itself runs on the CPU
-    #[arg(long, default_value = "auto")]
-    device: DeviceChoice,
+    // The search itself runs on the CPU.
     #[command(flatten)]
-    memory: MemoryArgs,
+    place: PlaceArgs,
 }
 
 /// What is searched for.
@@ -98,20 +93,16 @@ fn search(text: &str) -> std::result::Result<Search, String> {
 pub(crate) fn run(args: PatternsArgs) -> Result<()> {
     let flag = flag(&args)?;
     args.result.check(&args.checkpoint, COMMAND)?;
-    let place = PlaceArgs {
-        device: args.device,
-        memory: args.memory,
-    };
-    let device = place.for_checkpoint(&args.checkpoint, |recipe, _| {
+    let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let length = args.length.unwrap_or(recipe.training.seq_len);
         InferenceSize::rows_of(length, length)
     })?;
-    on_device!(device, run_on(&args, &flag))
+    on_device!(place, run_on(&args, &flag))
 }
 
-fn run_on<B: DeviceBackend>(args: &PatternsArgs, flag: &str, device: &B::Device, dtype: DType) -> Result<()> {
+fn run_on<B: DeviceBackend>(args: &PatternsArgs, flag: &str, device: &B::Device, kept: Kept) -> Result<()> {
     output::check_replaceable(&args.out)?;
-    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let length = length(args, &loaded.shape, loaded.recipe.training.seq_len)?;
     let windows = match args.method {
         Search::Minference => 1,

@@ -8,7 +8,6 @@ use crate::loaded::{PlaceArgs, on_device};
 use crate::text_files::FormatArg;
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result};
-use burn::tensor::DType;
 use clap::{ArgGroup, Args};
 use serde_json::json;
 use sieve_data::{Corpus, Prepared};
@@ -16,7 +15,7 @@ use sieve_eval::{
     EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport, Selection, first_tokens,
     perplexity, prepared_documents, text_documents,
 };
-use sieve_hf::LoadedModel;
+use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
@@ -87,15 +86,15 @@ pub(crate) struct PplArgs {
 pub(crate) fn run(args: PplArgs) -> Result<()> {
     output::check(args.plot.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;
-    let device = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
+    let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
         InferenceSize::rows_of(context, BATCH_TOKENS)
     })?;
-    on_device!(device, run_on(&args))
+    on_device!(place, run_on(&args))
 }
 
-fn run_on<B: DeviceBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> Result<()> {
-    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
+fn run_on<B: DeviceBackend>(args: &PplArgs, device: &B::Device, kept: Kept) -> Result<()> {
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let context = args.context.unwrap_or(loaded.recipe.training.seq_len);
     let usual_stride = match args.by_position || args.plot.is_some() {
         true => context,

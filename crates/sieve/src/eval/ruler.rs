@@ -4,14 +4,13 @@ use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, shipped, terminal};
 use anyhow::{Context, Result, bail};
-use burn::tensor::DType;
 use clap::{Args, ValueEnum};
 use sieve_data::Tokenizer;
 use sieve_eval::{
     LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts, NUM_WRONG, QaData,
     SampleScore, Split, TaskModel, ask_long, attention_label, long_texts, prompt_part, texts_together,
 };
-use sieve_hf::{LoadedModel, peek_model, peek_tokenizer};
+use sieve_hf::{Kept, LoadedModel, peek_model, peek_tokenizer};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
@@ -158,7 +157,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     args.result.check(&checkpoint, COMMAND)?;
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Test)?;
-    let device = args.place.device(&checkpoint)?;
+    let place = args.place.place(&checkpoint)?;
     let (_, shape) = peek_model(&checkpoint)?;
     if args.lengths.is_empty() {
         args.lengths.push(shape.max_seq_len);
@@ -172,7 +171,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     }
     let longest = args.lengths.iter().max().copied().unwrap_or(0);
     let part = prompt_part(&shape, longest);
-    (args.place.memory).check_inference(&checkpoint, &device, |_, _| InferenceSize {
+    (args.place.memory).check_inference(&checkpoint, &place, |_, _| InferenceSize {
         cached_tokens: longest,
         num_caches: 1 + texts_together(longest).min(NUM_WRONG + 1),
         ..InferenceSize::rows_of(part, part)
@@ -182,7 +181,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         texts: texts(&args, &tasks, &source, &tokenizer)?,
         source,
     };
-    on_device!(device, run_on(&args, &checkpoint, &asked))
+    on_device!(place, run_on(&args, &checkpoint, &asked))
 }
 
 /// What is asked.
@@ -216,9 +215,9 @@ fn run_on<B: DeviceBackend>(
     checkpoint: &Path,
     asked: &Asked,
     device: &B::Device,
-    dtype: DType,
+    kept: Kept,
 ) -> Result<()> {
-    let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, dtype)?;
+    let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, kept)?;
     let model = TaskModel {
         model: &loaded.model,
         tokenizer: &tokenizer,

@@ -12,12 +12,11 @@ use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
-use burn::tensor::DType;
 use clap::Args;
 use serde::Serialize;
 use sieve_core::ModelShape;
 use sieve_eval::{READY_GRIDS, Selection, measure_selectors, selector_grid, selector_masks, sweep_selectors};
-use sieve_hf::LoadedModel;
+use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::{ENTRIES, LayerSelectors, Phase, Selector};
@@ -84,24 +83,24 @@ pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
         bail!("--lengths and --windows must be positive\n  hint: prompts need at least 2 tokens");
     }
     args.result.check(&args.checkpoint, COMMAND)?;
-    let device = (args.place).for_checkpoint(&args.checkpoint, |_, _| {
+    let place = (args.place).for_checkpoint(&args.checkpoint, |_, _| {
         let longest = args.lengths.iter().max().copied().unwrap_or(0);
         InferenceSize::rows_of(longest, longest)
     })?;
-    on_device!(device, run_on(&args))
+    on_device!(place, run_on(&args))
 }
 
-fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DType) -> Result<()> {
+fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept) -> Result<()> {
     output::check(args.plot.as_deref())?;
     output::check(args.scores.as_deref())?;
-    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
+    let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let (selectors, left_out) = selectors(args, &loaded.shape)?;
     let selections: Vec<Selection> = selectors
         .iter()
         .map(|selector| selector::selection(selector, args.chunk, &loaded.shape))
         .collect::<Result<_>>()?;
     let longest = args.lengths.iter().max().copied().unwrap_or(0);
-    let compared = compare::load::<B>(&args.compare, &tokenizer, longest, device, dtype)?;
+    let compared = compare::load::<B>(&args.compare, &tokenizer, longest, device, kept)?;
     let tokens = text::tokens(&args.data, &tokenizer, longest, args.windows)?;
     let labels = labels::of(&selectors);
     let (mut rows, mut trained, mut failed) = (Vec::new(), Vec::new(), Failures::default());

@@ -3,14 +3,13 @@ use super::output;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
-use burn::tensor::DType;
 use clap::Args;
 use sieve_data::{Tokenizer, read_table};
 use sieve_eval::{
     LongBenchAverage, READY_TASKS, Selection, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts,
     run_task,
 };
-use sieve_hf::{LoadedModel, peek_model, peek_tokenizer};
+use sieve_hf::{Kept, LoadedModel, peek_model, peek_tokenizer};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
@@ -112,7 +111,7 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     output::check(args.samples.as_deref())?;
     args.result.check(&checkpoint, args.command())?;
     let asked = asked(&args)?;
-    let device = args.place.device(&checkpoint)?;
+    let place = args.place.place(&checkpoint)?;
     let (_, shape) = peek_model(&checkpoint)?;
     let tokenizer = Tokenizer::from_file(&peek_tokenizer(&checkpoint)?)?;
     let texts = asked.iter().map(|asked| {
@@ -127,12 +126,12 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     let is_sparse = args.sparse.selector.is_some();
     let sizes = texts.iter().map(|texts| texts.size(is_sparse));
     let size = sizes.reduce(TaskSize::max).unwrap_or_default();
-    (args.place.memory).check_inference(&checkpoint, &device, |_, _| InferenceSize {
+    (args.place.memory).check_inference(&checkpoint, &place, |_, _| InferenceSize {
         cached_tokens: size.cached,
         num_caches: size.num_caches,
         ..InferenceSize::rows_of(size.longest, size.pass)
     })?;
-    on_device!(device, run_on(&args, &checkpoint, &texts))
+    on_device!(place, run_on(&args, &checkpoint, &texts))
 }
 
 /// The tasks with their rows, all read before the model is.
@@ -183,9 +182,9 @@ fn run_on<B: DeviceBackend>(
     checkpoint: &Path,
     texts: &[TaskTexts<'_>],
     device: &B::Device,
-    dtype: DType,
+    kept: Kept,
 ) -> Result<()> {
-    let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, dtype)?;
+    let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, kept)?;
     let mut selection = args.sparse.selection(&loaded.shape)?;
     let model = TaskModel {
         model: &loaded.model,

@@ -1,11 +1,10 @@
 //! `--compare`: models with an attention of their own beside the selectors.
 use crate::loaded;
 use anyhow::{Context, Result, bail};
-use burn::tensor::DType;
 use serde::Serialize;
 use sieve_data::Tokenizer;
 use sieve_eval::{TrainedMeasure, measure_trained};
-use sieve_hf::LoadedModel;
+use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
 use std::path::PathBuf;
 
@@ -27,12 +26,12 @@ pub(super) fn load<B: DeviceBackend>(
     tokenizer: &Tokenizer,
     longest: usize,
     device: &B::Device,
-    dtype: DType,
+    kept: Kept,
 ) -> Result<Vec<LoadedModel<B>>> {
     let mut models = Vec::new();
     for folder in folders {
         let in_folder = || format!("--compare {}", folder.display());
-        let (loaded, other) = loaded::load::<B>(folder, device, dtype).with_context(in_folder)?;
+        let (loaded, other) = loaded::load::<B>(folder, device, kept).with_context(in_folder)?;
         if other.hash() != tokenizer.hash() {
             bail!(
                 "--compare {}: its tokenizer is not the one of --checkpoint, so losses per token cannot be compared\n  \

@@ -1,0 +1,291 @@
+//! `y = x Wᵀ` with a weight in f32 or bf16; products and sums are f32.
+//!
+//! Few rows are bound by the bandwidth of memory, so a kernel of their own reads each weight once, where it lies. Many
+//! rows go to the `gemm` crate. Both add in the same order, so that a row's result does not depend on how many rows
+//! there are: otherwise a prompt and a decoded token would give equal tokens unequal scores.
+
+#[cfg(target_arch = "x86_64")]
+mod few_rows;
+
+use half::bf16;
+#[cfg(target_arch = "x86_64")]
+use pulp::Arch;
+use pulp::{Simd, WithSimd};
+use rayon::prelude::*;
+
+use crate::gemm::{Matrix, MatrixMut, Threads, matmul};
+use crate::simd::arch;
+#[cfg(target_arch = "x86_64")]
+use few_rows::{FEW_ROWS, few_rows};
+
+/// A weight `[out, in]`, row-major.
+#[derive(Clone, Copy, Debug)]
+pub enum Weight<'a> {
+    /// In f32.
+    F32(&'a [f32]),
+    /// In bf16; each number is widened to f32 where it is multiplied.
+    Bf16(&'a [bf16]),
+}
+
+/// Rows, and outputs or rows, from which the `gemm` crate sums in one order.
+const MIN_GEMM_ROWS: usize = 8;
+const MIN_GEMM_SIDE: usize = 65;
+
+/// Rows up to which the `gemm` crate computes the columns of y, for which it packs no weight. 252M weights, 16 rows,
+/// two cores of a Zen 5: 54 ms, and 297 by rows.
+const MAX_COLUMN_ROWS: usize = 64;
+
+/// Outputs of a task.
+const TASK_OUTPUTS: usize = 128;
+
+/// Inner length after which the `gemm` crate adds its sums to the result, at most (`kc` in its `cache.rs`); the blocks
+/// of a longer inner length are of equal size.
+const MAX_DEPTH: usize = 512;
+
+/// Multiplications from which a GEMM takes all threads: 256 cubed is faster so, 128 cubed is not.
+const MIN_SHARED_PRODUCT: usize = 192 * 192 * 192;
+
+/// Weights of a bf16 panel that is widened for many rows: 4 MiB of f32.
+const PANEL_WEIGHTS: usize = 1 << 20;
+
+/// Outputs of a panel at least, as each packs x once more.
+const MIN_PANEL_OUTPUTS: usize = 128;
+
+impl Weight<'_> {
+    /// Elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::F32(weight) => weight.len(),
+            Self::Bf16(weight) => weight.len(),
+        }
+    }
+
+    /// Whether there is no element.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// `y = x Wᵀ`. The bits of a row of y depend on this row of x alone, and a bf16 weight gives those of the f32 weight of
+/// the same values.
+///
+/// # Shapes
+/// - x: `[rows, d_in]`, weight: `[d_out, d_in]`, y: `[rows, d_out]`, written whole
+///
+/// # Panics
+/// When the lengths do not fit.
+pub fn linear(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y: &mut [f32]) {
+    assert_eq!(x.len(), rows * d_in, "linear: x is not [{rows}, {d_in}]");
+    assert_eq!(weight.len(), d_out * d_in, "linear: weight is not [{d_out}, {d_in}]");
+    assert_eq!(y.len(), rows * d_out, "linear: y is not [{rows}, {d_out}]");
+    if y.is_empty() {
+        return;
+    }
+    if d_in == 0 {
+        y.fill(0.0);
+        return;
+    }
+    let sizes = [rows, d_in, d_out];
+    match arch() {
+        #[cfg(target_arch = "x86_64")]
+        Arch::V4(simd) if rows <= FEW_ROWS => few_rows(simd, x, weight, sizes, y),
+        #[cfg(target_arch = "x86_64")]
+        Arch::V3(simd) if rows <= FEW_ROWS => few_rows(simd, x, weight, sizes, y),
+        _ if rows <= MAX_COLUMN_ROWS => by_columns(x, weight, sizes, y),
+        _ => panels(weight, d_in, |first, panel| {
+            let outputs = panel.num_rows();
+            let y = MatrixMut::strided(&mut y[first..], rows, outputs, d_out);
+            product(Matrix::new(x, rows, d_in), panel.t(), y);
+        }),
+    }
+}
+
+/// `yᵀ = W xᵀ`, with rows of zeros behind few.
+fn by_columns(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y: &mut [f32]) {
+    let rows = rows.max(match d_out < MIN_GEMM_SIDE {
+        true => MIN_GEMM_SIDE,
+        false => MIN_GEMM_ROWS,
+    });
+    let mut padded = x.to_vec();
+    padded.resize(rows * d_in, 0.0);
+    let x = Matrix::new(&padded, rows, d_in).t();
+    // The library packs the left matrix and reads the right one in place, after it has swapped them for a product by
+    // rows: so this way round no weight is copied. The order of each sum is the same.
+    let mut columns = vec![0.0; d_out * rows];
+    panels(weight, d_in, |first, panel| {
+        let outputs = panel.num_rows();
+        let columns = &mut columns[first * rows..][..outputs * rows];
+        product(panel, x, MatrixMut::new(columns, outputs, rows));
+    });
+    for (row, y) in y.chunks_exact_mut(d_out).enumerate() {
+        for (y, column) in y.iter_mut().zip(columns.chunks_exact(rows)) {
+            *y = column[row];
+        }
+    }
+}
+
+/// `c = a b`.
+fn product(a: Matrix<'_>, b: Matrix<'_>, c: MatrixMut<'_>) {
+    let threads = match a.num_rows() * a.num_columns() * b.num_columns() {
+        few if few < MIN_SHARED_PRODUCT => Threads::One,
+        _ => Threads::All,
+    };
+    matmul(threads, 1.0, a, b, 0.0, c);
+}
+
+/// Calls `with` for panels of the weight's outputs in f32, with the first output of each: one panel where the weight is
+/// f32.
+fn panels(weight: Weight<'_>, d_in: usize, mut with: impl FnMut(usize, Matrix<'_>)) {
+    let weight = match weight {
+        Weight::F32(weight) => return with(0, Matrix::new(weight, weight.len() / d_in, d_in)),
+        Weight::Bf16(weight) => weight,
+    };
+    let d_out = weight.len() / d_in;
+    let most = (PANEL_WEIGHTS / d_in).max(MIN_PANEL_OUTPUTS);
+    // Of equal size, so that the last one is not short of `MIN_GEMM_SIDE`.
+    let outputs = d_out.div_ceil(d_out.div_ceil(most));
+    let mut panel = vec![0.0; outputs * d_in];
+    for (at, weight) in weight.chunks(outputs * d_in).enumerate() {
+        let panel = &mut panel[..weight.len()];
+        let parts = panel.par_chunks_mut(TASK_OUTPUTS * d_in);
+        let parts = parts.zip(weight.par_chunks(TASK_OUTPUTS * d_in));
+        parts.for_each(|(to, from)| arch().dispatch(Widen { from, to }));
+        with(at * outputs, Matrix::new(panel, weight.len() / d_in, d_in));
+    }
+}
+
+/// `to = from`, exactly.
+pub(crate) struct Widen<'a> {
+    pub(crate) from: &'a [bf16],
+    pub(crate) to: &'a mut [f32],
+}
+
+impl WithSimd for Widen<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        for (to, from) in self.to.iter_mut().zip(self.from) {
+            *to = f32::from_bits(u32::from(from.to_bits()) << 16);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simd::tests::on_every_arch;
+    use sieve_testing::{Random, assert_close_relative, threads};
+
+    /// x, the weight in bf16 and the same values in f32.
+    fn operands([rows, d_in, d_out]: [usize; 3], seed: u64) -> (Vec<f32>, Vec<bf16>, Vec<f32>) {
+        let mut random = Random(seed);
+        let x = random.vector(rows * d_in);
+        let rounded = random.vector(d_out * d_in).into_iter().map(bf16::from_f32);
+        let rounded = rounded.collect::<Vec<_>>();
+        let wide = rounded.iter().map(|weight| weight.to_f32()).collect();
+        (x, rounded, wide)
+    }
+
+    fn run(x: &[f32], weight: Weight<'_>, sizes: [usize; 3]) -> Vec<f32> {
+        let mut y = vec![f32::NAN; sizes[0] * sizes[2]];
+        linear(x, weight, sizes, &mut y);
+        y
+    }
+
+    #[test]
+    fn both_types_equal_the_definition() {
+        on_every_arch(|| {
+            for sizes in [
+                [1, 1, 1],
+                [1, 40, 13],
+                [2, 17, 5],
+                [8, 33, 16],
+                [7, 531, TASK_OUTPUTS + 1],
+                [9, 65, 31],
+                [1, 1100, 200],
+                [40, 12, 2 * TASK_OUTPUTS + 5],
+                [3, 0, 4],
+                [0, 3, 4],
+            ] {
+                let [rows, d_in, d_out] = sizes;
+                let (x, rounded, wide) = operands(sizes, 1);
+                let at = |r: usize, o: usize| -> f64 {
+                    let (x, weight) = (&x[r * d_in..][..d_in], &wide[o * d_in..][..d_in]);
+                    x.iter().zip(weight).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum()
+                };
+                let expected: Vec<f64> = (0..rows)
+                    .flat_map(|r| (0..d_out).map(move |o| (r, o)))
+                    .map(|(r, o)| at(r, o))
+                    .collect();
+                assert_close_relative(
+                    &format!("{sizes:?} f32"),
+                    &run(&x, Weight::F32(&wide), sizes),
+                    &expected,
+                    1e-5,
+                );
+                let y = run(&x, Weight::Bf16(&rounded), sizes);
+                assert_close_relative(&format!("{sizes:?} bf16"), &y, &expected, 1e-5);
+            }
+        });
+    }
+
+    // Sizes of several panels too.
+    #[test]
+    fn a_row_and_a_type_do_not_change_a_bit() {
+        for [d_in, d_out] in [
+            [64, 128],
+            [48, 40],
+            [192, 1024],
+            [3000, 200],
+            [768, 2304],
+            [2048, 1100],
+            [700, 40],
+            [96, 20],
+        ] {
+            let rows = 70;
+            let (x, rounded, wide) = operands([rows, d_in, d_out], 2);
+            let all = run(&x, Weight::F32(&wide), [rows, d_in, d_out]);
+            for (first, count) in [
+                (0, 70),
+                (3, 1),
+                (5, 2),
+                (1, 7),
+                (0, 8),
+                (2, 9),
+                (0, 16),
+                (9, 17),
+                (4, 33),
+                (0, 64),
+                (2, 65),
+            ] {
+                let sizes = [count, d_in, d_out];
+                let x = &x[first * d_in..][..count * d_in];
+                let expected = &all[first * d_out..][..count * d_out];
+                for weight in [Weight::F32(&wide), Weight::Bf16(&rounded)] {
+                    let is_bf16 = matches!(weight, Weight::Bf16(_));
+                    assert_eq!(
+                        run(x, weight, sizes),
+                        expected,
+                        "{sizes:?} from {first}, bf16: {is_bf16}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn threads_do_not_change_a_bit() {
+        for sizes in [[1, 300, 1000], [9, 700, 500], [50, 300, 700]] {
+            let (x, rounded, _) = operands(sizes, 3);
+            let with = |count| threads(count).install(|| run(&x, Weight::Bf16(&rounded), sizes));
+            assert_eq!(with(1), with(3), "{sizes:?}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "weight is not [3, 2]")]
+    fn a_weight_of_another_size_is_refused() {
+        linear(&[0.0; 2], Weight::F32(&[0.0; 5]), [1, 2, 3], &mut [0.0; 3]);
+    }
+}

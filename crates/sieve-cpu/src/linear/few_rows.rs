@@ -1,0 +1,313 @@
+//! The kernel of few rows: lanes are outputs, so a square of weights is transposed in registers, and weights in bf16
+//! become f32 there.
+
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use pulp::x86::{V3, V4};
+use pulp::{Simd, WithSimd};
+use rayon::prelude::*;
+use std::arch::x86_64::{__m256, __m256d, __m512, __m512d, _MM_HINT_T0, _mm_prefetch};
+
+use super::{MAX_DEPTH, TASK_OUTPUTS, Weight};
+
+/// Rows at most.
+pub(super) const FEW_ROWS: usize = 8;
+
+/// Weights from which all threads take part.
+const MIN_SHARED_WEIGHTS: usize = 1 << 17;
+
+/// Lanes of the widest vectors.
+const MAX_LANES: usize = 16;
+
+/// As many vectors as a vector has lanes; of [`MAX_LANES`] the first are used.
+type Square<S> = [<S as Simd>::f32s; MAX_LANES];
+
+/// Vectors that can be transposed.
+pub(super) trait Transpose: Simd {
+    /// Lane i of vector j becomes lane j of vector i.
+    fn transpose(self, square: Square<Self>) -> Square<Self>;
+}
+
+// Loops instead of closures: what they call is compiled for the instruction set only where it is inlined.
+impl Transpose for V4 {
+    #[inline(always)]
+    fn transpose(self, square: Square<Self>) -> Square<Self> {
+        let avx = self.avx512f;
+        let a: [__m512; 16] = pulp::cast(square);
+        let mut b = a;
+        for i in (0..16).step_by(2) {
+            b[i] = avx._mm512_unpacklo_ps(a[i], a[i + 1]);
+            b[i + 1] = avx._mm512_unpackhi_ps(a[i], a[i + 1]);
+        }
+        let b: [__m512d; 16] = pulp::cast(b);
+        // Vector `rows + j`: columns j, 4 + j, 8 + j and 12 + j of four rows, a column in each quarter.
+        let mut c = b;
+        for rows in (0..16).step_by(4) {
+            for j in 0..2 {
+                c[rows + 2 * j] = avx._mm512_unpacklo_pd(b[rows + j], b[rows + 2 + j]);
+                c[rows + 2 * j + 1] = avx._mm512_unpackhi_pd(b[rows + j], b[rows + 2 + j]);
+            }
+        }
+        let c: [__m512; 16] = pulp::cast(c);
+        let mut d = c;
+        for j in 0..4 {
+            // Quarters 0 and 2, and 1 and 3, of rows 0 to 7 and of rows 8 to 15.
+            let low_even = avx._mm512_shuffle_f32x4::<0x88>(c[j], c[4 + j]);
+            let low_odd = avx._mm512_shuffle_f32x4::<0xdd>(c[j], c[4 + j]);
+            let high_even = avx._mm512_shuffle_f32x4::<0x88>(c[8 + j], c[12 + j]);
+            let high_odd = avx._mm512_shuffle_f32x4::<0xdd>(c[8 + j], c[12 + j]);
+            d[j] = avx._mm512_shuffle_f32x4::<0x88>(low_even, high_even);
+            d[4 + j] = avx._mm512_shuffle_f32x4::<0x88>(low_odd, high_odd);
+            d[8 + j] = avx._mm512_shuffle_f32x4::<0xdd>(low_even, high_even);
+            d[12 + j] = avx._mm512_shuffle_f32x4::<0xdd>(low_odd, high_odd);
+        }
+        pulp::cast(d)
+    }
+}
+
+impl Transpose for V3 {
+    #[inline(always)]
+    fn transpose(self, square: Square<Self>) -> Square<Self> {
+        let avx = self.avx;
+        let a: [__m256; 16] = pulp::cast(square);
+        let mut b = a;
+        for i in (0..8).step_by(2) {
+            b[i] = avx._mm256_unpacklo_ps(a[i], a[i + 1]);
+            b[i + 1] = avx._mm256_unpackhi_ps(a[i], a[i + 1]);
+        }
+        let b: [__m256d; 16] = pulp::cast(b);
+        // Vector `rows + j`: columns j and 4 + j of four rows, a column in each half.
+        let mut c = b;
+        for rows in [0, 4] {
+            for j in 0..2 {
+                c[rows + 2 * j] = avx._mm256_unpacklo_pd(b[rows + j], b[rows + 2 + j]);
+                c[rows + 2 * j + 1] = avx._mm256_unpackhi_pd(b[rows + j], b[rows + 2 + j]);
+            }
+        }
+        let c: [__m256; 16] = pulp::cast(c);
+        let mut d = c;
+        for j in 0..4 {
+            d[j] = avx._mm256_permute2f128_ps::<0x20>(c[j], c[4 + j]);
+            d[4 + j] = avx._mm256_permute2f128_ps::<0x31>(c[j], c[4 + j]);
+        }
+        pulp::cast(d)
+    }
+}
+
+/// Elements of a weight, several of which may lie in a lane of 32 bits.
+trait Element: Copy {
+    /// Elements in 32 bits.
+    const IN_LANE: usize;
+
+    /// A vector of `F32_LANES * IN_LANE` elements; zeros behind a shorter slice.
+    fn load<S: Simd>(simd: S, from: &[Self]) -> S::f32s;
+
+    /// Element `at` of each lane, in f32.
+    fn part<S: Simd>(simd: S, lanes: S::f32s, at: usize) -> S::f32s;
+}
+
+impl Element for f32 {
+    const IN_LANE: usize = 1;
+
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, from: &[f32]) -> S::f32s {
+        match from.len() == S::F32_LANES {
+            true => S::as_simd_f32s(from).0[0],
+            false => simd.partial_load_f32s(from),
+        }
+    }
+
+    #[inline(always)]
+    fn part<S: Simd>(_simd: S, lanes: S::f32s, _at: usize) -> S::f32s {
+        lanes
+    }
+}
+
+impl Element for bf16 {
+    const IN_LANE: usize = 2;
+
+    #[inline(always)]
+    fn load<S: Simd>(_simd: S, from: &[bf16]) -> S::f32s {
+        let from: &[u16] = from.reinterpret_cast();
+        let mut padded = [0; 2 * MAX_LANES];
+        let whole = match from.len() == 2 * S::F32_LANES {
+            true => from,
+            false => {
+                padded[..from.len()].copy_from_slice(from);
+                &padded[..2 * S::F32_LANES]
+            }
+        };
+        pulp::cast(S::as_simd_u16s(whole).0[0])
+    }
+
+    #[inline(always)]
+    fn part<S: Simd>(simd: S, lanes: S::f32s, at: usize) -> S::f32s {
+        let bits = simd.transmute_u32s_f32s(lanes);
+        simd.transmute_f32s_u32s(match at {
+            0 => simd.wrapping_dyn_shl_u32s(bits, simd.splat_u32s(16)),
+            _ => simd.and_u32s(bits, simd.splat_u32s(0xffff_0000)),
+        })
+    }
+}
+
+/// As [`linear`](super::linear) for up to [`FEW_ROWS`] rows: each weight is read once, where it lies.
+pub(super) fn few_rows<S: Transpose>(
+    simd: S,
+    x: &[f32],
+    weight: Weight<'_>,
+    [rows, d_in, d_out]: [usize; 3],
+    y: &mut [f32],
+) {
+    let run = |(task, y): (usize, &mut [f32])| {
+        let first = task * TASK_OUTPUTS;
+        simd.vectorize(Task {
+            simd,
+            x,
+            weight,
+            d_in,
+            first,
+            y,
+        });
+    };
+    // The rows of a task's outputs one after another.
+    let share = |y: &mut [f32]| match weight.len() {
+        few if few < MIN_SHARED_WEIGHTS => y.chunks_mut(TASK_OUTPUTS * rows).enumerate().for_each(run),
+        _ => y.par_chunks_mut(TASK_OUTPUTS * rows).enumerate().for_each(run),
+    };
+    if rows == 1 {
+        return share(y);
+    }
+    let mut tasks = vec![0.0; y.len()];
+    share(&mut tasks);
+    for (task, outputs) in tasks.chunks(TASK_OUTPUTS * rows).enumerate() {
+        let outputs = outputs.chunks_exact(outputs.len() / rows);
+        for (y, outputs) in y.chunks_exact_mut(d_out).zip(outputs) {
+            y[task * TASK_OUTPUTS..][..outputs.len()].copy_from_slice(outputs);
+        }
+    }
+}
+
+/// Some outputs of all rows.
+struct Task<'a, S> {
+    simd: S,
+    x: &'a [f32],
+    weight: Weight<'a>,
+    d_in: usize,
+    /// The first output.
+    first: usize,
+    /// `[rows, outputs]`.
+    y: &'a mut [f32],
+}
+
+impl<T: Transpose> WithSimd for Task<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _same: S) {
+        match self.weight {
+            Weight::F32(weight) => self.of_rows(weight),
+            Weight::Bf16(weight) => self.of_rows(weight),
+        }
+    }
+}
+
+impl<S: Transpose> Task<'_, S> {
+    #[inline(always)]
+    fn of_rows<W: Element>(self, weight: &[W]) {
+        match self.x.len() / self.d_in {
+            1 => self.run::<W, 1>(weight),
+            2 => self.run::<W, 2>(weight),
+            3..=4 => self.run::<W, 4>(weight),
+            _ => self.run::<W, FEW_ROWS>(weight),
+        }
+    }
+
+    /// For at most `ROWS` rows.
+    #[inline(always)]
+    fn run<W: Element, const ROWS: usize>(self, weight: &[W]) {
+        let Self {
+            simd,
+            x,
+            d_in,
+            first,
+            y,
+            ..
+        } = self;
+        let (lanes, step) = (S::F32_LANES, S::F32_LANES * W::IN_LANE);
+        let (rows, last) = (x.len() / d_in, weight.len() / d_in - 1);
+        let outputs = y.len() / rows;
+        // Rows and outputs behind the last are the last once more, and are not stored.
+        let x: [&[f32]; ROWS] = std::array::from_fn(|row| &x[row.min(rows - 1) * d_in..][..d_in]);
+        let depth = d_in.div_ceil(d_in.div_ceil(MAX_DEPTH));
+        for tile in (0..outputs).step_by(lanes) {
+            let row = |lane: usize| (first + tile + lane).min(last) * d_in;
+            let weights: [&[W]; MAX_LANES] = std::array::from_fn(|lane| &weight[row(lane)..][..d_in]);
+            let mut next = row(lanes);
+            let mut sums = [simd.splat_f32s(0.0); ROWS];
+            for from in (0..d_in).step_by(depth) {
+                let end = d_in.min(from + depth);
+                let mut new = [simd.splat_f32s(0.0); ROWS];
+                let mut at = from;
+                while at < end {
+                    let mut square = [simd.splat_f32s(0.0); MAX_LANES];
+                    if at + step <= d_in {
+                        for lane in 0..S::F32_LANES {
+                            square[lane] = W::load(simd, &weights[lane][at..at + step]);
+                        }
+                    } else {
+                        for lane in 0..S::F32_LANES {
+                            square[lane] = W::load(simd, &weights[lane][at..]);
+                        }
+                    }
+                    for line in 0..S::F32_LANES {
+                        // The lines of the next tile, in the order of the memory: the processor's own prefetching does
+                        // not follow as many rows at once.
+                        prefetch(weight, next + line * step);
+                    }
+                    next += lanes * step;
+                    let square = simd.transpose(square);
+                    // Apart, so that the first loop has a length that the compiler knows.
+                    if at + step <= end {
+                        for k in 0..S::F32_LANES * W::IN_LANE {
+                            add_product::<S, W, ROWS>(simd, &square, k, &x, at + k, &mut new);
+                        }
+                    } else {
+                        for k in 0..end - at {
+                            add_product::<S, W, ROWS>(simd, &square, k, &x, at + k, &mut new);
+                        }
+                    }
+                    at += step;
+                }
+                for row in 0..ROWS {
+                    sums[row] = simd.add_f32s(sums[row], new[row]);
+                }
+            }
+            for (y, sums) in y.chunks_exact_mut(outputs).zip(sums) {
+                simd.partial_store_f32s(&mut y[tile..outputs.min(tile + lanes)], sums);
+            }
+        }
+    }
+}
+
+/// Adds weight k of the transposed square times element `at` of each row.
+#[inline(always)]
+fn add_product<S: Simd, W: Element, const ROWS: usize>(
+    simd: S,
+    square: &Square<S>,
+    k: usize,
+    x: &[&[f32]; ROWS],
+    at: usize,
+    sums: &mut [S::f32s; ROWS],
+) {
+    let weights = W::part(simd, square[k / W::IN_LANE], k % W::IN_LANE);
+    for row in 0..ROWS {
+        sums[row] = simd.mul_add_e_f32s(simd.splat_f32s(x[row][at]), weights, sums[row]);
+    }
+}
+
+/// Asks for the cache line of `slice[at]`; nothing happens where there is none.
+#[inline(always)]
+fn prefetch<T>(slice: &[T], at: usize) {
+    // SAFETY: a prefetch reads nothing that the program can see, and no address makes it fault.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(slice.as_ptr().wrapping_add(at).cast()) };
+}

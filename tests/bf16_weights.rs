@@ -1,0 +1,154 @@
+//! Models on a CPU that keep the weights of their GEMMs in bf16 (`--dtype bf16`) compute what f32 models with the
+//! rounded weights compute.
+use crate::random_model::{VOCAB_SIZE, kinds, max_difference, random_model, recipe, tokens, write_checkpoint};
+use burn::tensor::{DType, TensorData};
+use burn_flex::Flex;
+use sieve_eval::{GenerateConfig, Generator, Sampling, Selection, TogetherGenerator, logits};
+use sieve_hf::{
+    DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, Kept, export, load_model, load_parameters, named_parameters,
+};
+use sieve_nn::Qwen3;
+use sieve_select::LayerSelectors;
+use std::path::Path;
+
+const LEN: usize = 48;
+
+fn read(folder: &Path, kept: Kept) -> Qwen3<Flex> {
+    let loaded = load_model::<Flex>(folder, &Default::default(), kept);
+    loaded.expect("just written").model
+}
+
+/// The model in f32, with the values that it has.
+fn widened(model: &Qwen3<Flex>) -> Qwen3<Flex> {
+    let mut tensors = named_parameters(model).into_iter();
+    load_parameters(
+        Qwen3::new(model.shape(), 0, &Default::default()),
+        DType::F32,
+        &mut |name, _| {
+            let tensor = tensors
+                .next()
+                .filter(|tensor| tensor.name == name)
+                .ok_or("another order")?;
+            Ok::<_, &str>(tensor.data.convert_dtype(DType::F32))
+        },
+    )
+    .expect("the same parameters")
+}
+
+fn values(data: TensorData) -> Vec<f32> {
+    data.to_vec().expect("f32")
+}
+
+fn config(num: usize) -> GenerateConfig {
+    GenerateConfig {
+        max_new_tokens: num,
+        sampling: Sampling::GREEDY,
+        // None of the vocabulary: nothing ends early.
+        eos_id: VOCAB_SIZE as u32,
+        num_tokens: VOCAB_SIZE,
+    }
+}
+
+#[test]
+fn logits_and_tokens_are_those_of_the_rounded_weights_in_f32() {
+    for [kind, model_lines, attention] in kinds() {
+        let recipe = recipe(model_lines, attention);
+        let folder = tempfile::tempdir().expect("a folder");
+        let checkpoint = write_checkpoint(folder.path(), &recipe, &random_model(&recipe, 1));
+        let model = read(&checkpoint.path, Kept::Bf16Weights);
+        let parameters = named_parameters(&model);
+        let numbers = |dtype| -> usize {
+            let of_type = parameters.iter().filter(|tensor| tensor.data.dtype == dtype);
+            of_type.map(|tensor| tensor.data.num_elements()).sum()
+        };
+        assert!(
+            numbers(DType::BF16) > 4 * numbers(DType::F32),
+            "{kind}: what is f32 is small"
+        );
+        let wide = widened(&model);
+        let (tokens, device) = (tokens(LEN, 1), Default::default());
+        let [of_model, of_wide, unrounded] = [&model, &wide, &read(&checkpoint.path, Kept::All(DType::F32))]
+            .map(|model| values(logits(model, &tokens, &device).expect("tokens of the vocabulary")));
+        let largest = of_wide.iter().fold(0.0, |largest: f32, logit| largest.max(logit.abs()));
+        let difference = max_difference(&of_model, &of_wide);
+        assert!(difference <= 1e-5 * largest, "{kind}: {difference} of {largest}");
+        assert!(
+            max_difference(&of_model, &unrounded) > 1e-4 * largest,
+            "{kind}: nothing was rounded"
+        );
+        for prompt in [1, 20] {
+            let [alone, expected] = [&model, &wide].map(|model| -> Vec<u32> {
+                let generator = Generator::new(model, &tokens[..prompt], config(24), &device).expect("it fits");
+                generator.collect::<Result<_, _>>().expect("finite")
+            });
+            assert_eq!(alone, expected, "{kind}, prompt {prompt}");
+            let together = TogetherGenerator::new(&model, &tokens[..prompt], config(24), 3, &device).expect("it fits");
+            for (at, step) in together.enumerate() {
+                assert_eq!(
+                    step.expect("finite"),
+                    [Some(expected[at]); 3],
+                    "{kind}, prompt {prompt}, {at}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn selectors_and_decode_methods_choose_as_with_the_rounded_weights_in_f32() {
+    let [_, model_lines, attention] = kinds()[0];
+    let recipe = recipe(model_lines, attention);
+    let folder = tempfile::tempdir().expect("a folder");
+    let checkpoint = write_checkpoint(folder.path(), &recipe, &random_model(&recipe, 2));
+    let model = read(&checkpoint.path, Kept::Bf16Weights);
+    let (wide, tokens) = (widened(&model), tokens(30, 3));
+    for selector in [
+        "snapkv:window=2,capacity=8",
+        "quest:page=4,budget=8,dense_layers=0",
+        "h2o:heavy=4,recent=4",
+        "meanpool:block=8,min_prefill_tokens=0",
+    ] {
+        let [text, expected] = [&model, &wide].map(|model| -> Vec<u32> {
+            let selectors = LayerSelectors::parse(selector).expect("valid");
+            let selection = Selection::new(selectors, model.shape()).expect("it fits");
+            let generator = Generator::new(model, &tokens, config(16), &Default::default()).expect("it fits");
+            let generator = generator.with_selection(selection);
+            generator.collect::<Result<_, _>>().expect("finite")
+        });
+        assert_eq!(text, expected, "{selector}");
+    }
+}
+
+#[test]
+fn an_export_is_read_as_its_checkpoint_and_one_in_bf16_loses_nothing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for name in ["swa", "llama"] {
+        let kind = kinds().into_iter().find(|[kind, ..]| *kind == name);
+        let [_, model_lines, attention] = kind.expect("a kind");
+        let recipe = recipe(model_lines, attention);
+        let checkpoint = write_checkpoint(&folder.path().join(name), &recipe, &random_model(&recipe, 1));
+        let exported = |dtype, at: &str| {
+            let options = ExportOptions {
+                dtype,
+                max_shard_bytes: DEFAULT_SHARD_BYTES,
+                form: None,
+                eos_token_id: VOCAB_SIZE as u32 - 1,
+                pad_token_id: None,
+            };
+            let out = folder.path().join(format!("{name}-{at}"));
+            export(&checkpoint, &out, &options).expect("written");
+            out
+        };
+        let of_checkpoint = named_parameters(&read(&checkpoint.path, Kept::Bf16Weights));
+        let of_export = named_parameters(&read(&exported(ExportDtype::F32, "f32"), Kept::Bf16Weights));
+        for (a, b) in of_checkpoint.iter().zip(&of_export) {
+            assert_eq!((&a.name, &a.data), (&b.name, &b.data), "{name}");
+        }
+        let out = exported(ExportDtype::Bf16, "bf16");
+        let [rounded, whole] =
+            [Kept::Bf16Weights, Kept::All(DType::F32)].map(|kept| named_parameters(&read(&out, kept)));
+        for (a, b) in rounded.into_iter().zip(whole) {
+            assert_eq!((a.name, a.data.convert_dtype(DType::F32)), (b.name, b.data), "{name}");
+        }
+    }
+}
