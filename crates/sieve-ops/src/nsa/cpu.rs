@@ -2,7 +2,7 @@
 //! pooling, placing and gates are plain Burn operations.
 use super::{NsaCall, NsaCompressed, NsaSelected, reference};
 use crate::attention::cpu::{backward, forward};
-use crate::device::{contiguous, ints, unless_f32};
+use crate::device::{contiguous, ints, is_f32, unless_f32};
 use crate::dma::cpu::{dma_attention, dma_attention_backward};
 use crate::{AttentionCall, AttentionOutput};
 use burn_flex::{Flex, FlexTensor};
@@ -27,6 +27,10 @@ pub(crate) fn nsa_compressed_attention_backward(
     output: AttentionOutput<Flex>,
     d_o: FlexTensor,
 ) -> [FlexTensor; 2] {
+    if !is_f32(&qkv) {
+        // Keys are placed in f32, whatever the type of o and its gradient.
+        return reference::nsa_compressed_attention_backward(qkv, compressed, call, output, d_o);
+    }
     let gradient = |call: &_| dma_attention_backward(call, output, d_o);
     reference::compressed_attention_backward(qkv, compressed, call, gradient)
 }
