@@ -5,7 +5,7 @@ use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use burn::tensor::DType;
 use clap::Args;
-use sieve_data::{Tokenizer, read_table};
+use sieve_data::read_table;
 use sieve_eval::{
     LongBenchAverage, READY_TASKS, Selection, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts,
     run_task,
@@ -113,8 +113,8 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     args.result.check(&checkpoint, args.command())?;
     let asked = asked(&args)?;
     let device = args.place.device(&checkpoint)?;
-    let (_, shape) = peek_model(&checkpoint)?;
-    let tokenizer = Tokenizer::from_file(&peek_tokenizer(&checkpoint)?)?;
+    let (recipe, shape) = peek_model(&checkpoint)?;
+    let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe)?;
     let texts = asked.iter().map(|asked| {
         let run = TaskRun {
             fewshot: args.fewshot.unwrap_or(asked.task.fewshot()),
