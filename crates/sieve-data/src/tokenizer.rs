@@ -46,6 +46,9 @@ pub struct Tokenizer {
     fast: Option<WordEncoder>,
     vocab_size: usize,
     hash: u128,
+    /// What [`token_bytes`](Self::token_bytes) puts before a token.
+    plain_token: Option<u32>,
+    bos_id: Option<u32>,
     /// Name of the token that ends a document, where it was given.
     eos_token: Option<String>,
 }
@@ -93,14 +96,28 @@ impl Tokenizer {
         let canonical = inner.to_string(false).map_err(|error| error.to_string())?;
         let mut plain = inner.clone();
         plain.set_encode_special_tokens(true);
-        Ok(Self {
+        let mut tokenizer = Self {
             fast: WordEncoder::for_tokenizer(&plain, &canonical),
             plain,
             marked: inner,
             vocab_size,
             hash: xxh3_128(canonical.as_bytes()),
+            plain_token: None,
+            bos_id: None,
             eos_token: None,
-        })
+        };
+        tokenizer.plain_token = tokenizer.find_plain_token();
+        tokenizer.bos_id = tokenizer.find_bos();
+        Ok(tokenizer)
+    }
+
+    /// What the template puts before a text of one plain token.
+    fn find_bos(&self) -> Option<u32> {
+        let text = self.decode(&[self.plain_token?]).ok()?;
+        let ids = |with_template| self.plain.encode_fast(text.as_str(), with_template).ok();
+        let (plain, whole) = (ids(false)?, ids(true)?);
+        let (&first, rest) = whole.get_ids().split_first()?;
+        rest.starts_with(plain.get_ids()).then_some(first)
     }
 
     /// Writes `tokenizer.json`, whole or not at all, as `transformers` reads it
@@ -130,6 +147,14 @@ impl Tokenizer {
             Some(fast) => fast.encode(text).map_err(|error| encode_error(text, &*error)),
             None => encode(&self.plain, text),
         }
+    }
+
+    /// The ids of [`encode`](Self::encode) behind [`bos_id`](Self::bos_id), as lm-evaluation-harness reads a context.
+    ///
+    /// # Errors
+    /// A text that the tokenizer cannot express.
+    pub fn encode_with_bos(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        Ok(self.bos_id.into_iter().chain(self.encode(text)?).collect())
     }
 
     /// The token ids of a prompt: nothing is added, and the name of a special token in it is that token.
@@ -174,6 +199,40 @@ impl Tokenizer {
         matches!(self.marked.get_decoder(), Some(DecoderWrapper::ByteLevel(_)))
     }
 
+    /// Bytes of text that a token stands for, at the beginning of a text or behind another token; special tokens stand
+    /// for none. SentencePiece's `▁the` is the first word of a text without its space, and a later one with it.
+    ///
+    /// # Errors
+    /// An id that the tokenizer cannot express.
+    pub fn token_bytes(&self, id: u32, is_first: bool) -> Result<usize, DataError> {
+        let before = self.plain_token.filter(|_| !is_first);
+        let num_before = before.map_or(Ok(0), |before| self.decode(&[before]).map(|text| text.len()))?;
+        let text = self.decode(&before.into_iter().chain([id]).collect::<Vec<_>>())?;
+        let text = text.get(num_before..).unwrap_or_default();
+        let is_part = text.contains(char::REPLACEMENT_CHARACTER);
+        Ok(match self.id_token(id).filter(|_| is_part) {
+            // A part of a character, which alone decodes as U+FFFD.
+            Some(token) if is_byte_token(&token) => 1,
+            Some(token) if self.is_byte_level() => token.chars().count(),
+            _ => text.len(),
+        })
+    }
+
+    /// The token of an id that gives text: neither special nor unknown.
+    fn text_token(&self, id: u32) -> Option<String> {
+        let added = self.marked.get_added_vocabulary();
+        self.id_token(id).filter(|token| !added.is_special_token(token))
+    }
+
+    /// A token that decodes to letters or digits alone: what stands behind it is no beginning of a text.
+    fn find_plain_token(&self) -> Option<u32> {
+        let is_plain = |text: String| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric());
+        (0..self.vocab_size as u32).find(|&id| {
+            let has_text = self.text_token(id).is_some_and(|token| !is_byte_token(&token));
+            has_text && self.decode(&[id]).is_ok_and(is_plain)
+        })
+    }
+
     /// The same tokenizer with this name for the token that ends a document; `None` looks for a known one.
     #[must_use]
     pub fn with_eos_token(self, name: Option<&str>) -> Self {
@@ -203,6 +262,21 @@ impl Tokenizer {
         })
     }
 
+    /// The token that the template in `tokenizer.json` puts before each text (`<s>` of Llama and Mistral), where it puts
+    /// one.
+    pub fn bos_id(&self) -> Option<u32> {
+        self.bos_id
+    }
+
+    /// What stands before a text that has nothing before it: [`bos_id`](Self::bos_id), or else the end-of-document
+    /// token.
+    ///
+    /// # Errors
+    /// As [`eos_id`](Self::eos_id).
+    pub fn prefix_id(&self) -> Result<u32, DataError> {
+        self.bos_id.map_or_else(|| self.eos_id(), Ok)
+    }
+
     /// The id of `<|pad|>`, where there is one.
     pub fn pad_id(&self) -> Option<u32> {
         self.token_id(PAD)
@@ -219,6 +293,12 @@ impl Tokenizer {
         special.sort_by_key(|&(id, _)| id);
         special.into_iter().map(|(_, token)| token.content).collect()
     }
+}
+
+/// Whether a token of the vocabulary is one byte, as SentencePiece writes it: `<0x0A>`.
+fn is_byte_token(token: &str) -> bool {
+    let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+    digits.is_some_and(|digits| digits.len() == 2 && u8::from_str_radix(digits, 16).is_ok())
 }
 
 fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {

@@ -130,10 +130,9 @@ pub fn first_tokens<'a>(
 fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) -> Result<(), EvalError> {
     document.tokens.truncate(num_tokens);
     document.word_uses.truncate(num_tokens);
-    let mut num_bytes = 0;
-    for token in document.tokens.iter().skip(1) {
-        num_bytes += first_token_bytes(tokenizer, &[*token], usize::MAX)?;
-    }
+    let later = document.tokens.iter().skip(1);
+    let later = later.map(|&token| Ok(tokenizer.token_bytes(token, false)? as u64));
+    let num_bytes = later.sum::<Result<u64, DataError>>()?;
     document.num_bytes = num_bytes;
     let text = tokenizer.decode(&document.tokens)?;
     document.num_words = text.split_whitespace().count() as u64;
@@ -144,21 +143,14 @@ fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) ->
 
 /// Bytes of text that the first token stands for, at most `limit`.
 fn first_token_bytes(tokenizer: &Tokenizer, tokens: &[u32], limit: usize) -> Result<u64, EvalError> {
-    let Some(&first) = tokens.first() else {
-        return Ok(0);
-    };
-    let text = tokenizer.decode(&[first])?;
-    let num_bytes = match tokenizer.id_token(first) {
-        // In the byte-level alphabet one character is one byte, also where the bytes alone are no text.
-        Some(token) if tokenizer.is_byte_level() && !text.is_empty() => token.chars().count(),
-        _ => text.len(),
-    };
-    Ok(num_bytes.min(limit) as u64)
+    let first = tokens.first().map(|&first| tokenizer.token_bytes(first, true));
+    Ok(first.transpose()?.unwrap_or(0).min(limit) as u64)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test_model::llama_tokenizer;
     use sieve_data::{BpeConfig, Corpus, CorpusConfig};
 
     #[test]
@@ -176,17 +168,24 @@ mod tests {
             vocab_size: 262,
             sample_bytes: 1 << 20,
         };
-        let tokenizer = Tokenizer::train(&corpus, config).expect("enough text");
+        let bytes = Tokenizer::train(&corpus, config).expect("enough text");
+        let first = |word: &str| bytes.encode(word).expect("bytes")[0];
+        let firsts = ["€", "abc"].map(|word| bytes.id_token(first(word)).expect("known").chars().count());
+        check(&bytes, &corpus, texts, firsts);
+        // The blank that begins a text is none of its bytes, and those that follow are.
+        check(&llama_tokenizer(), &corpus, texts, [0, 1]);
+    }
+
+    /// `firsts` are the bytes of each text's first token.
+    fn check(tokenizer: &Tokenizer, corpus: &Corpus, texts: [&str; 2], firsts: [usize; 2]) {
         let eos_id = tokenizer.eos_id().expect("its own name");
-        let documents: Vec<EvalDocument> = text_documents(corpus.documents(), &tokenizer, eos_id)
+        let documents: Vec<EvalDocument> = text_documents(corpus.documents(), tokenizer, eos_id)
             .collect::<Result<_, _>>()
             .expect("readable");
         assert_eq!(documents.len(), 2);
-        for (document, text) in documents.iter().zip(texts) {
+        for ((document, text), first) in documents.iter().zip(texts).zip(firsts) {
             assert_eq!(document.tokens.last(), Some(&eos_id));
-            let first = tokenizer.id_token(document.tokens[0]).expect("known");
-            let rest = text.len() - first.chars().count();
-            assert_eq!(document.num_bytes, rest as u64);
+            assert_eq!(document.num_bytes, (text.len() - first) as u64);
         }
         assert_eq!(documents[0].num_words, 5);
         for (document, text) in documents.iter().zip(texts) {
@@ -199,7 +198,7 @@ mod tests {
         let whole = |document: &EvalDocument| document.tokens.len() as u64 - 1;
         let [first, second] = [whole(&documents[0]), whole(&documents[1])];
         for limit in [1, first - 4, first, first + 3, first + second, 1 << 40] {
-            let cut = first_tokens(documents.iter().cloned().map(Ok), &tokenizer, Some(limit));
+            let cut = first_tokens(documents.iter().cloned().map(Ok), tokenizer, Some(limit));
             let cut: Vec<EvalDocument> = cut.collect::<Result<_, _>>().expect("readable");
             let total = cut.iter().map(whole).sum::<u64>();
             assert_eq!(total, limit.min(first + second));
@@ -213,7 +212,7 @@ mod tests {
             }
         }
         // All but the end-of-document token: the same text, token by token.
-        let cut = first_tokens(documents.iter().cloned().map(Ok), &tokenizer, Some(first - 1));
+        let cut = first_tokens(documents.iter().cloned().map(Ok), tokenizer, Some(first - 1));
         let cut: Vec<EvalDocument> = cut.collect::<Result<_, _>>().expect("readable");
         assert_eq!((cut[0].num_bytes, cut[0].num_words), (documents[0].num_bytes, 5));
         assert_eq!(cut[0].text, documents[0].text);

@@ -2,6 +2,7 @@
 use burn_flex::Flex;
 use sieve_core::model::test_shapes::tiny_dma;
 use sieve_core::{Attention, ModelShape};
+use sieve_data::Tokenizer;
 use sieve_nn::Qwen3;
 
 /// Two layers of 16 with 31 words and random weights.
@@ -24,6 +25,12 @@ pub(crate) fn tiny_shape(attention: Attention, max_seq_len: usize) -> ModelShape
         attention,
         ..tiny_dma()
     }
+}
+
+/// A tokenizer of Llama's form: byte fallback, a space before each text, and a template that puts token 1 first.
+pub(crate) fn llama_tokenizer() -> Tokenizer {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/llama_tokenizer.json");
+    Tokenizer::from_file(path.as_ref()).expect("a tokenizer")
 }
 
 /// Words for it.

@@ -5,7 +5,7 @@ use sieve_data::{IGNORE_LABEL, Loader, Tokenizer};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{RotaryEmbedding, SieveBackend};
 
-/// Bytes of text that each token stands for; special tokens stand for none.
+/// Bytes of text that each token stands for behind another one; special tokens stand for none.
 #[derive(Clone, Debug)]
 pub struct TokenBytes(Vec<u32>);
 
@@ -15,16 +15,9 @@ impl TokenBytes {
     /// # Errors
     /// A token the tokenizer cannot decode.
     pub fn new(tokenizer: &Tokenizer, vocab_size: usize) -> Result<Self, TrainError> {
-        let byte_level = tokenizer.is_byte_level();
         let mut bytes = vec![0; vocab_size];
         for (id, bytes) in bytes.iter_mut().enumerate().take(tokenizer.vocab_size()) {
-            let text = tokenizer.decode(&[id as u32])?;
-            let token = tokenizer.id_token(id as u32);
-            *bytes = match token {
-                // In the byte-level alphabet one character is one byte, also where the bytes alone are no text.
-                Some(token) if byte_level && !text.is_empty() => token.chars().count() as u32,
-                _ => text.len() as u32,
-            };
+            *bytes = tokenizer.token_bytes(id as u32, false)? as u32;
         }
         Ok(Self(bytes))
     }

@@ -1,11 +1,10 @@
 //! `sieve export`.
-use crate::loaded::DtypeArg;
+use crate::loaded::{self, DtypeArg};
 use crate::terminal;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use sieve_core::Recipe;
 use sieve_core::recipe::TokenizerSource;
-use sieve_data::Tokenizer;
 use sieve_hf::{Checkpoint, DEFAULT_SHARD_BYTES, ExportDtype, ExportForm, ExportOptions, export};
 use std::path::{Path, PathBuf};
 
@@ -38,8 +37,7 @@ enum FormArg {
 pub(crate) fn run(args: ExportArgs) -> Result<()> {
     let checkpoint = Checkpoint::open_model(&args.checkpoint)?;
     let (recipe, _) = checkpoint.recipe_and_shape()?;
-    let tokenizer =
-        Tokenizer::from_file(&checkpoint.tokenizer_path())?.with_eos_token(recipe.tokenizer.eos_token.as_deref());
+    let tokenizer = loaded::tokenizer(&checkpoint.tokenizer_path(), &recipe)?;
     let options = ExportOptions {
         dtype: match args.dtype {
             DtypeArg::F32 => ExportDtype::F32,

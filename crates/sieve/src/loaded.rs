@@ -91,6 +91,11 @@ macro_rules! on_device {
 }
 pub(crate) use on_device;
 
+/// The tokenizer of a model at `path`, with the name that its recipe gives the end-of-document token.
+pub(crate) fn tokenizer(path: &Path, recipe: &Recipe) -> Result<Tokenizer> {
+    Ok(Tokenizer::from_file(path)?.with_eos_token(recipe.tokenizer.eos_token.as_deref()))
+}
+
 /// The model of a checkpoint, and its tokenizer.
 pub(crate) fn load<B: Backend>(
     checkpoint: &Path,
@@ -98,8 +103,7 @@ pub(crate) fn load<B: Backend>(
     kept: Kept,
 ) -> Result<(LoadedModel<B>, Tokenizer)> {
     let loaded = load_model::<B>(checkpoint, device, kept)?;
-    let eos_token = loaded.recipe.tokenizer.eos_token.as_deref();
-    let tokenizer = Tokenizer::from_file(&loaded.tokenizer_path)?.with_eos_token(eos_token);
+    let tokenizer = tokenizer(&loaded.tokenizer_path, &loaded.recipe)?;
     Ok((loaded, tokenizer))
 }
 

@@ -214,6 +214,22 @@ fn a_file_of_qwens_kind_works() {
     assert_eq!(digits.collect::<Vec<_>>(), ["1", "2", "3", "4"]);
 }
 
+#[test]
+fn the_first_token_of_a_template_is_found() {
+    let ids = |tokenizer: &Tokenizer| (tokenizer.bos_id(), tokenizer.prefix_id().ok());
+    let llama = byte_fallback();
+    assert_eq!(ids(&llama), (Some(1), Some(1)));
+    let text = llama.encode("the").unwrap();
+    assert_eq!(llama.encode_with_bos("the").unwrap(), [&[1], &text[..]].concat());
+    let mut json: serde_json::Value = serde_json::from_str(&json(&llama)).unwrap();
+    // A token behind the text is none before it.
+    json["post_processor"]["single"].as_array_mut().unwrap().reverse();
+    let behind = Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap();
+    assert_eq!(ids(&behind), (None, Some(2)));
+    assert_eq!(behind.encode_with_bos("the").unwrap(), text);
+    assert_eq!(ids(&small()), (None, Some(0)));
+}
+
 fn stream(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
     let mut stream = tokenizer.decode_stream();
     let mut pieces = ids.iter().map(|&id| stream.push(id).unwrap()).collect::<Vec<_>>();
@@ -231,9 +247,23 @@ fn streaming_holds_back_characters_until_they_are_whole() {
     assert_eq!(stream(&bytes_only, &ids[..3]), ["a", "", "", "\u{fffd}"]);
     // Bytes outside UTF-8 do not block the text after them.
     let bad = bytes_only.encode("世").unwrap()[1];
-    let pieces = stream(&bytes_only, &[&[bad; 40][..], &ids[..1]].concat());
-    assert_eq!(pieces.concat(), "\u{fffd}".repeat(40) + "a");
-    assert!(pieces[20..39].iter().any(|piece| !piece.is_empty()));
+    let pieces = stream(&bytes_only, &[&[bad; 400][..], &ids[..1]].concat());
+    assert_eq!(pieces.concat(), "\u{fffd}".repeat(400) + "a");
+    assert!(pieces[1..400].iter().all(|piece| piece == "\u{fffd}"));
+    // A run of byte tokens is whole when another token follows: one bad byte makes U+FFFD of all of them.
+    let bytes = byte_fallback();
+    let mut ids = bytes.encode("a世").unwrap();
+    assert_eq!(stream(&bytes, &ids), ["a", "", "", "", "世"]);
+    ids.extend(bytes.encode("é").unwrap());
+    assert_eq!(stream(&bytes, &ids), ["a", "", "", "", "世 ", "é", ""]);
+    ids.splice(4..4, [3 + 0xFF]);
+    let bad = "\u{fffd}".repeat(4);
+    assert_eq!(stream(&bytes, &ids), ["a", "", "", "", "", &format!("{bad} "), "é", ""]);
+}
+
+/// A file of Llama's kind: bytes where the vocabulary ends, a space before each text that decoding takes away.
+fn byte_fallback() -> Tokenizer {
+    Tokenizer::from_bytes(include_bytes!("../../../../tests/golden/llama_tokenizer.json")).unwrap()
 }
 
 #[test]
@@ -261,6 +291,27 @@ proptest! {
             prop_assert_eq!(&ids, &encode(&TOKENIZER.plain, &text).unwrap(), "the fast way differs");
             prop_assert_eq!(&TOKENIZER.decode(&ids).unwrap(), &text);
             prop_assert_eq!(stream(&TOKENIZER, &ids).concat(), text);
+        }
+    }
+
+    #[test]
+    fn pieces_are_the_whole_text_and_tokens_have_its_bytes(
+        text in any::<String>(),
+        likely in "[ athe世👩é\n.]{0,40}",
+        ids in prop::collection::vec(prop_oneof![0..300u32, 120..220u32, Just(2), Just(200)], 0..150),
+    ) {
+        use std::sync::LazyLock;
+        static TOKENIZERS: LazyLock<[Tokenizer; 2]> = LazyLock::new(|| [small(), byte_fallback()]);
+        for tokenizer in &*TOKENIZERS {
+            prop_assert_eq!(stream(tokenizer, &ids).concat(), tokenizer.decode(&ids).unwrap(), "{:?}", ids);
+            for text in [&text, &likely] {
+                // SentencePiece's blank is no other character of a text.
+                let text = text.replace('▁', "");
+                let ids = tokenizer.encode(&text).unwrap();
+                prop_assert_eq!(&stream(tokenizer, &ids).concat(), &text);
+                let bytes = ids.iter().enumerate().map(|(n, &id)| tokenizer.token_bytes(id, n == 0).unwrap());
+                prop_assert_eq!(bytes.sum::<usize>(), text.len(), "{:?}", text);
+            }
         }
     }
 }

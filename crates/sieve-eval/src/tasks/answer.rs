@@ -22,7 +22,7 @@ pub(super) fn answers<B: DeviceBackend>(
     observe: &mut dyn FnMut(usize),
 ) -> Result<Vec<String>, EvalError> {
     let tokenizer = model.tokenizer;
-    let eos_id = tokenizer.eos_id()?;
+    let prefix_id = tokenizer.prefix_id()?;
     let num_tokens = tokenizer.vocab_size().min(model.model.shape().vocab_size);
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0).max(1);
     let room = longest + matching.max_new_tokens;
@@ -32,7 +32,7 @@ pub(super) fn answers<B: DeviceBackend>(
     while done < prompts.len() {
         while going.len() < texts_together(room) && next < prompts.len() {
             let prompt = match &prompts[next][..] {
-                [] => &[eos_id][..],
+                [] => &[prefix_id][..],
                 prompt => prompt,
             };
             check_vocabulary(prompt, model.model.shape().vocab_size)?;
@@ -53,7 +53,7 @@ pub(super) fn answers<B: DeviceBackend>(
         let mut tokens = Vec::with_capacity(going.len());
         let mut still = Vec::with_capacity(going.len());
         for mut one in going {
-            match one.say(num_tokens, eos_id, matching)? {
+            match one.say(num_tokens, model.ends, matching)? {
                 Some(token) => {
                     tokens.push(token);
                     still.push(one);
@@ -92,10 +92,10 @@ struct Going<'a, 't, B: DeviceBackend> {
 
 impl<B: DeviceBackend> Going<'_, '_, B> {
     /// Says the likeliest token; `None` at the end.
-    fn say(&mut self, num_tokens: usize, eos_id: u32, matching: &Matching) -> Result<Option<u32>, EvalError> {
+    fn say(&mut self, num_tokens: usize, ends: &[u32], matching: &Matching) -> Result<Option<u32>, EvalError> {
         let token =
             first_of_largest(&self.logits[..num_tokens]).ok_or(EvalError::NotFinite(self.text.cache().num_tokens))?;
-        if token == eos_id || self.num_said == matching.max_new_tokens {
+        if ends.contains(&token) || self.num_said == matching.max_new_tokens {
             return Ok(None);
         }
         self.num_said += 1;

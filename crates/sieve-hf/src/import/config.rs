@@ -3,6 +3,7 @@ use crate::CheckpointError;
 use crate::export::config::SCALING;
 use crate::export::{Architecture, DEEPSEEK_LATENT_EPS, Windows};
 use serde_json::Value;
+use sieve_core::recipe::json_schema;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -188,26 +189,16 @@ impl Reader {
     }
 }
 
-/// The sizes of the kinds that `modeling_sieve.py` computes, named as a recipe names them.
-const SIEVE_SIZES: &[&str] = &[
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "compress_block_size",
-    "compress_stride",
-    "compress",
-    "compress_hidden_size",
-    "select_block_size",
-    "num_selected_blocks",
-    "window_size",
-    "shared_kv",
-    "keep_window_size",
-    "bias",
-    "a_init",
-    "recency",
-    "shortest_period",
-    "longest_period",
-    "local_window_size",
-];
+/// The keys that `[attention]` of a recipe has for a kind, `kind` among them.
+fn keys_of_kind(kind: &str) -> Option<Vec<String>> {
+    let schema: Value = serde_json::from_str(&json_schema()).expect("sieve-core writes it as JSON");
+    let kinds = schema["properties"]["attention"]["oneOf"].as_array()?;
+    let properties = kinds.iter().map(|of_kind| &of_kind["properties"]);
+    let own = properties
+        .filter(|own| own["kind"]["enum"][0] == kind)
+        .find_map(Value::as_object);
+    own.map(|own| own.keys().cloned().collect())
+}
 
 impl Reader {
     /// The attention of an own export: its keys are the recipe's.
@@ -215,12 +206,17 @@ impl Reader {
         let Some(kind) = self.value["attention_kind"].as_str() else {
             return Err(self.refuse("attention_kind is missing"));
         };
+        let Some(keys) = keys_of_kind(kind) else {
+            return Err(self.refuse(format!("attention_kind is {kind:?}")));
+        };
         let mut lines = format!("kind = {kind:?}");
-        for key in SIEVE_SIZES {
-            let value = &self.value[*key];
-            let key = match *key {
-                "window_size" if kind == "swa" => "sliding_window",
-                key => key,
+        for key in keys {
+            let value = match (kind, key.as_str()) {
+                ("swa", "sliding_window") => &self.value["window_size"],
+                // Exports without the key are of models without norms.
+                ("mla", "qk_norm") if self.value["mla_qk_norm"].is_null() => &Value::Bool(false),
+                ("mla", "qk_norm") => &self.value["mla_qk_norm"],
+                _ => &self.value[&key],
             };
             match value {
                 Value::Null => {}
@@ -230,11 +226,6 @@ impl Reader {
                 }
                 other => return Err(self.refuse(format!("{key} is {other}"))),
             }
-        }
-        if kind == "mla" {
-            // Exports without the key are of models without norms.
-            let qk_norm = self.value["mla_qk_norm"] == Value::Bool(true);
-            lines.push_str(&format!("\nqk_norm = {qk_norm}"));
         }
         Ok(lines)
     }

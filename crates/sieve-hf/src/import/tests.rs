@@ -5,6 +5,7 @@ use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, export
 use burn_flex::Flex;
 use serde_json::json;
 use sieve_testing::refusal;
+use std::collections::HashSet;
 
 /// A random checkpoint, exported: the folder of `transformers`.
 fn exported(folder: &Path, model: &str, attention: &str, options: ExportOptions) -> PathBuf {
@@ -71,6 +72,10 @@ fn export_import_export_gives_the_same_bytes() {
     const NSA: &str = "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\nselect_block_size = 4\n\
         num_selected_blocks = 3\nwindow_size = 5\n";
     const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\n";
+    const INFLLM_V2: &str = "kind = \"infllm_v2\"\ncompress_block_size = 4\ncompress_stride = 2\n\
+        select_block_size = 4\nnum_selected_blocks = 5\nnum_local_blocks = 1\n";
+    const MOBA: &str = "kind = \"moba\"\nselect_block_size = 4\nnum_selected_blocks = 3\n";
+    const MSA: &str = "kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 3\n";
     let slope = "bias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4";
     let llama3 = "qk_norm = false\nrope_scaling = { rope_type = \"llama3\", factor = 8.0, low_freq_factor = 1.5, \
         original_max_position_embeddings = 32 }";
@@ -78,6 +83,7 @@ fn export_import_export_gives_the_same_bytes() {
         rope_scaling = { rope_type = \"yarn\", factor = 4.0, beta_fast = 16.0 }";
     let linear = "qk_norm = false\nrope_scaling = { rope_type = \"linear\", factor = 2.0 }";
     let scaled = "residual_scale = true";
+    let mut kinds = HashSet::new();
     // Whether embeddings are tied, the rest of [model], the kind, the rest of [attention].
     for (tied, model, kind, more) in [
         (true, "", MHA, ""),
@@ -98,6 +104,9 @@ fn export_import_export_gives_the_same_bytes() {
         (false, "qk_norm = false\nlayer_types = [\"swa\", \"mha\"]", SWA, ""),
         (true, "residual_scale = true\nqkv_bias = true", MHA, ""),
         (true, linear, DMA, ""),
+        (false, "", INFLLM_V2, ""),
+        (true, "layer_types = [\"sparse\", \"shared\"]", MOBA, ""),
+        (false, scaled, MSA, ""),
     ] {
         let model = format!("tie_word_embeddings = {tied}\n{model}");
         let (model, attention) = (model.as_str(), format!("{kind}\n{more}"));
@@ -112,6 +121,10 @@ fn export_import_export_gives_the_same_bytes() {
             let report = imported(&first, &back, None, &[]).expect("imports");
             assert_eq!(report.added, Vec::<String>::new());
             assert_eq!(report.recipe.model.rope_theta, 54321.5);
+            let trained = Checkpoint::open(&folder.path().join("run")).expect("just written");
+            let trained = trained.recipe_and_shape().expect("just written").0.attention;
+            assert_eq!(report.recipe.attention, trained, "{attention}");
+            kinds.insert(trained.kind());
             let second = folder.path().join("again");
             let checkpoint = Checkpoint::open(&back).expect("just written");
             export(&checkpoint, &second, &options).expect("exports again");
@@ -127,6 +140,7 @@ fn export_import_export_gives_the_same_bytes() {
             }
         }
     }
+    assert_eq!(kinds, AttentionKind::ALL.into());
 }
 
 #[test]
@@ -249,8 +263,11 @@ fn chat_templates_and_special_tokens_come_back_out() {
     fs::write(hf.join("chat_template.jinja"), "{{ all }}").expect("writable");
     let back = folder.path().join("back");
     imported(&hf, &back, None, &[]).expect("imports");
+    // The checkpoint takes them along.
+    let moved = folder.path().join("moved");
+    fs::rename(&back, &moved).expect("the same file system");
     let out = folder.path().join("again");
-    export(&Checkpoint::open(&back).expect("just written"), &out, &whole()).expect("exports");
+    export(&Checkpoint::open(&moved).expect("just written"), &out, &whole()).expect("exports");
     let found = read(&out);
     assert_eq!(found["chat_template"], "{{ messages }}");
     assert_eq!(found["bos_token"], "a");

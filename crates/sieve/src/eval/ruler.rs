@@ -158,7 +158,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Test)?;
     let place = args.place.place(&checkpoint)?;
-    let (_, shape) = peek_model(&checkpoint)?;
+    let (recipe, shape) = peek_model(&checkpoint)?;
     if args.lengths.is_empty() {
         args.lengths.push(shape.max_seq_len);
     }
@@ -176,7 +176,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         num_caches: 1 + texts_together(longest).min(NUM_WRONG + 1),
         ..InferenceSize::rows_of(part, part)
     })?;
-    let tokenizer = Tokenizer::from_file(&peek_tokenizer(&checkpoint)?)?;
+    let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe)?;
     let asked = Asked {
         texts: texts(&args, &tasks, &source, &tokenizer)?,
         source,
@@ -221,6 +221,7 @@ fn run_on<B: DeviceBackend>(
     let model = TaskModel {
         model: &loaded.model,
         tokenizer: &tokenizer,
+        ends: &loaded.end_ids(tokenizer.eos_id()?)?,
         device,
     };
     let selections = args.sparse.own_and_each(&loaded.shape)?;

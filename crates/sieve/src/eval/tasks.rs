@@ -4,7 +4,7 @@ use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use sieve_data::{Tokenizer, read_table};
+use sieve_data::read_table;
 use sieve_eval::{
     LongBenchAverage, READY_TASKS, Selection, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts,
     run_task,
@@ -112,8 +112,8 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     args.result.check(&checkpoint, args.command())?;
     let asked = asked(&args)?;
     let place = args.place.place(&checkpoint)?;
-    let (_, shape) = peek_model(&checkpoint)?;
-    let tokenizer = Tokenizer::from_file(&peek_tokenizer(&checkpoint)?)?;
+    let (recipe, shape) = peek_model(&checkpoint)?;
+    let tokenizer = loaded::tokenizer(&peek_tokenizer(&checkpoint)?, &recipe)?;
     let texts = asked.iter().map(|asked| {
         let run = TaskRun {
             fewshot: args.fewshot.unwrap_or(asked.task.fewshot()),
@@ -189,6 +189,7 @@ fn run_on<B: DeviceBackend>(
     let model = TaskModel {
         model: &loaded.model,
         tokenizer: &tokenizer,
+        ends: &loaded.end_ids(tokenizer.eos_id()?)?,
         device,
     };
     let (mut reports, mut seconds) = (Vec::new(), Vec::new());
