@@ -163,6 +163,11 @@ impl RunFolder {
         self.path.join("config.toml")
     }
 
+    /// The checkpoint of elsewhere that the run began with: what it resumes from until it has one of its own.
+    pub(crate) fn origin_path(&self) -> PathBuf {
+        self.path.join("origin.json")
+    }
+
     /// Locked while a process trains here. Made when the run begins, and not written again.
     pub(crate) fn lock_path(&self) -> PathBuf {
         self.path.join("run.lock")

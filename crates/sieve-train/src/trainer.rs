@@ -18,6 +18,7 @@ use crate::device_batch::num_labels_of_part;
 use crate::group::{Agreement, Share};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
+use crate::origin::Begun;
 use crate::segments::{BlockSettings, PassHooks, pass};
 use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
@@ -72,6 +73,8 @@ pub struct Trainer<B: TrainBackend> {
     tokens_seen: u64,
     /// DMA's masks and scores of the last micro-batch, and the learning rate of the last step.
     last_step: Option<StepOutcome<B>>,
+    /// The checkpoint of elsewhere that this process begins with.
+    begun: Option<Begun>,
     /// Step of the last checkpoint of this run, and the folder that holds it.
     last_checkpoint: Option<u64>,
     last_folder: PathBuf,
@@ -170,6 +173,7 @@ impl<B: TrainBackend> Trainer<B> {
             next_sample: 0,
             tokens_seen: 0,
             last_step: None,
+            begun: None,
             last_checkpoint: None,
             last_folder: folder.checkpoint_path(),
             saving: Saving::default(),
@@ -195,6 +199,9 @@ impl<B: TrainBackend> Trainer<B> {
         }
         if let Some(checkpoint) = &origin.checkpoint {
             trainer.restore(checkpoint)?;
+            if trainer.last_checkpoint.is_none() {
+                trainer.begun = Some(Begun::with(checkpoint, origin.is_branch)?);
+            }
             if origin.is_branch {
                 // Another window or rotary base has another loss.
                 trainer.loss_mean.restart();
@@ -571,6 +578,9 @@ impl<B: TrainBackend> Trainer<B> {
     pub fn write_config(&self) -> Result<(), TrainError> {
         if !self.writes() {
             return Ok(());
+        }
+        if self.last_checkpoint.is_none() {
+            Origin::note(self.begun.as_ref(), &self.folder)?;
         }
         let text = self.recipe.to_toml()?;
         Ok(write_atomically(&self.folder.config_path(), text.as_bytes())?)
