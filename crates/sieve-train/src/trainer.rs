@@ -319,9 +319,9 @@ impl<B: TrainBackend> Trainer<B> {
         self.next_sample = next_sample;
         self.loss_mean = LossMean::new(&self.recipe.training, guard);
         // A checkpoint of another run begins this one, and is written here before the first step.
-        let parent = |path: &std::path::Path| path.parent().and_then(|p| p.canonicalize().ok());
-        let own = self.folder.checkpoint_path().canonicalize().ok();
-        if own.is_some() && parent(&checkpoint.path) == own {
+        let own = self.folder.checkpoint_path().join(format!("step-{}", state.step));
+        let [own, found] = [&own, &checkpoint.path].map(|path| path.canonicalize().ok());
+        if own.is_some() && found == own {
             self.last_checkpoint = Some(state.step);
         }
         Ok(())

@@ -293,26 +293,32 @@ impl<B: TrainBackend> Trainer<B> {
         Some(self.last_folder.join(format!("step-{step}")))
     }
 
-    /// Clears away what a killed process left half written, and sets checkpoints aside that lie ahead of this run's
-    /// step: they belong to another continuation of it, and the latest must be this one's.
+    /// Clears away what a killed process left half written, and sets checkpoints aside that belong to another
+    /// continuation of the run, because they are ahead of this one or have its step and are not its origin: the latest
+    /// must be this one's.
     pub(super) fn tidy_checkpoints(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let folder = self.folder.checkpoint_path();
         for (step, path) in list_checkpoints(&folder)? {
-            if step <= self.step {
+            if step < self.step || self.last_checkpoint == Some(step) {
                 continue;
             }
-            let aside = (1..)
-                .map(|number| folder.join(format!("step-{step}.aside-{number}")))
-                .find(|path| !path.exists());
-            let aside = aside.expect("some number is free");
-            fs::rename(&path, &aside).map_err(TrainError::io("renaming", &path))?;
+            let aside = set_aside(&path)?;
             reporter.emit(TrainEvent::Notice(&format!(
-                "note: step-{step} is ahead of this continuation; it is kept as {}",
+                "note: step-{step} belongs to another continuation; it is kept as {}",
                 aside.display()
             )));
         }
         remove_half_written(&folder)
     }
+}
+
+/// Gives a checkpoint a name that no run takes for one of its own.
+fn set_aside(path: &Path) -> Result<PathBuf, TrainError> {
+    let aside = (1..).map(|number| path.with_extension(format!("aside-{number}")));
+    let aside = aside.into_iter().find(|path| !path.exists());
+    let aside = aside.expect("some number is free");
+    fs::rename(path, &aside).map_err(TrainError::io("renaming", path))?;
+    Ok(aside)
 }
 
 /// Does what a finished run was killed before: removes checkpoints that are too old, and what is half written.
