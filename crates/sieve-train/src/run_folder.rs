@@ -3,6 +3,7 @@ use crate::TrainError;
 use sieve_files::{Taken, try_lock};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use xxhash_rust::xxh3::xxh3_64;
 
 /// How a run begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -13,7 +14,7 @@ pub enum Start {
     Resume,
     /// The same with nobody there: damaged checkpoints are set aside, and the one before them is taken.
     ResumeAlone {
-        /// Where a later checkpoint of the run may lie: see [`Trainer::set_fallback`](crate::Trainer::set_fallback).
+        /// Where a later checkpoint of this run alone may lie: see [`Trainer::set_fallback`](crate::Trainer::set_fallback).
         fallback: Option<PathBuf>,
     },
     /// From a checkpoint named by the user: one of the folder's own, or one of another run to begin a new folder with.
@@ -156,6 +157,12 @@ impl RunFolder {
     /// The folder itself.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// A name for the run in folder `path`, by its absolute path: several runs may share a folder for last checkpoints.
+    pub fn fallback_name(path: &Path) -> String {
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        format!("run-{:016x}", xxh3_64(path.as_os_str().as_encoded_bytes()))
     }
 
     /// The resolved recipe.

@@ -218,7 +218,8 @@ impl<B: TrainBackend> Trainer<B> {
         self.stop_at = Some(self.step.saturating_add(num_steps));
     }
 
-    /// Where the last checkpoint of this process goes when its own place fails; of several processes the same for all.
+    /// Where the last checkpoint of this process goes when its own place fails: a folder of
+    /// [this run alone](RunFolder::fallback_name), the same for all processes of a run.
     pub fn set_fallback(&mut self, folder: PathBuf) {
         self.saving.fallback = Some(folder);
     }

@@ -98,8 +98,8 @@ pub(crate) struct TrainArgs {
     /// With several processes: seconds without a heartbeat after which one counts as lost
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     patience: u64,
-    /// Folder for the last checkpoint of this process when its own place cannot be written; --resume=auto continues
-    /// from it where it is the latest
+    /// Folder for the last checkpoint of this process when its own place cannot be written, in a subfolder of the run's
+    /// own; --resume=auto continues from it where it is the latest
     #[arg(long, value_name = "DIR", conflicts_with = "sweep")]
     checkpoint_fallback: Option<PathBuf>,
     /// Seconds for which the last checkpoint is tried where it cannot be written
@@ -264,7 +264,8 @@ impl TrainArgs {
                 None => holds_run,
             };
             if goes_on {
-                let fallback = self.checkpoint_fallback.clone();
+                let fallback = self.checkpoint_fallback.as_ref();
+                let fallback = fallback.map(|dir| dir.join(RunFolder::fallback_name(out)));
                 return Ok(Start::ResumeAlone { fallback });
             }
         }
@@ -522,8 +523,13 @@ fn train<B: TrainBackend>(
     if let Some(num_steps) = session.stop_after {
         trainer.stop_after(num_steps);
     }
+    let mut own = RunFolder::fallback_name(out).into_bytes();
+    if let Some(mesh) = &session.mesh {
+        // Hosts may reach the folder by different links.
+        own = mesh.broadcast(&own)?;
+    }
     if let Some(dir) = &session.fallback {
-        trainer.set_fallback(dir.clone());
+        trainer.set_fallback(dir.join(String::from_utf8(own)?));
     }
     trainer.set_write_limits(session.write_limits);
     trainer.write_config()?;

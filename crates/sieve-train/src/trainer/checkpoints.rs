@@ -88,6 +88,10 @@ impl<B: TrainBackend> Trainer<B> {
             )));
         }
         fs::create_dir_all(folder).map_err(TrainError::io("creating", folder))?;
+        let taken = folder.join(format!("step-{}", self.step));
+        if self.saving.uses_fallback && taken.exists() {
+            set_aside(&taken)?;
+        }
         Ok(Checkpoint::begin(folder, self.step)?)
     }
 
