@@ -661,10 +661,8 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
         (None, None) => unreachable!("without a checkpoint the files were listed above"),
     }?;
     let resumed = origin.checkpoint.as_ref().filter(|_| !origin.is_branch);
-    let expected = resumed.map(|checkpoint| checkpoint.state.data_fingerprint.as_str());
-    let on_change = expected.map_or(on_change, |_| OnChange::Refuse);
     let place = (dir.as_path(), on_change);
-    data.prepare_stages(recipe, place, expected, &variable, &mut observe)?;
+    data.prepare_stages(recipe, place, resumed, &variable, &mut observe)?;
     drop(watch);
     let seconds = (data.tokenizer_time + data.prepare_time).as_secs_f64();
     let Some(prepared) = data.prepared() else {
@@ -681,7 +679,7 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
         terminal::thousands(meta.validation.num_documents),
         dir.display(),
     ));
-    let has_changed = expected.is_some() && data.text_has_changed(recipe, &variable);
+    let has_changed = resumed.is_some() && data.text_has_changed(recipe, &variable);
     let lines = account::lines("data: ", &data, has_changed);
     lines.iter().for_each(|line| log.line(line));
     let warning = account::too_little_held_out(meta);
