@@ -261,7 +261,7 @@ fn open_lines(path: &Path, len: Option<u64>) -> io::Result<(File, u64)> {
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// The last validation that the run in `folder` wrote.
+/// The last validation that the run in `folder` wrote; numbers that were not finite are NaN.
 pub fn last_validation(folder: &Path) -> Option<ValidationReport> {
     let text = std::fs::read_to_string(folder.join("metrics.jsonl")).ok()?;
     let mut lines = text.lines().rev();
@@ -289,7 +289,6 @@ fn drop_later_lines(path: &Path, step: u64) -> Result<History, TrainError> {
         }
         kept.push_str(line);
         if written.kind == "validation" {
-            // A loss that is not finite is written as null, and is no report to go on with.
             let report: Option<ValidationReport> = serde_json::from_str(line).ok();
             history.first = history.first.or_else(|| report.clone());
             history.last = report.or(history.last);
@@ -337,6 +336,26 @@ mod tests {
         assert_eq!(history.first.unwrap().step, 0);
         assert_eq!(history.last.unwrap().step, 2);
         assert_eq!(reopened(&text, 3).0, text);
+    }
+
+    #[test]
+    fn a_validation_that_is_not_finite_is_the_last_one_all_the_same() {
+        let spoilt = LINES[2].replace(
+            "1.0,\"perplexity\":2.7,\"bits_per_byte\":0.5",
+            "null,\"perplexity\":null,\"bits_per_byte\":null",
+        );
+        let text = [LINES[0], LINES[1], &spoilt, LINES[3]].join("\n") + "\n";
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("metrics.jsonl"), &text).unwrap();
+        for last in [last_validation(dir.path()), reopened(&text, 9).1.last] {
+            let last = last.unwrap();
+            assert_eq!(last.step, 2);
+            assert!(
+                [last.loss, last.perplexity, last.bits_per_byte]
+                    .iter()
+                    .all(|number| number.is_nan())
+            );
+        }
     }
 
     #[test]

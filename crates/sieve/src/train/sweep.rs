@@ -67,6 +67,11 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
             },
         };
         let report = error.is_none().then(|| last_validation(&run.out)).flatten();
+        let report = report.filter(|report| report.loss.is_finite() && report.perplexity.is_finite());
+        let error = error.or_else(|| {
+            let not_finite = "the last validation's loss or perplexity is not finite";
+            report.is_none().then(|| not_finite.to_owned())
+        });
         rows.push(Row {
             overrides: run.overrides.clone(),
             folder: run.out.clone(),
