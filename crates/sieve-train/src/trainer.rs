@@ -20,11 +20,11 @@ use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
 use crate::origin::Begun;
 use crate::segments::{BlockSettings, PassHooks, pass};
-use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
+use crate::validation::{check_labels, report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
     AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Optimizer, Origin,
     Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram,
-    ValidationReport, ValidationSize,
+    ValidationReport,
 };
 use burn::module::{AutodiffModule, Module};
 use burn::tensor::Tensor;
@@ -153,6 +153,7 @@ impl<B: TrainBackend> Trainer<B> {
         let share = group.as_ref().map_or(Share::ALL, Group::share);
         TrainError::check_ranks(&recipe, share.size)?;
         let stage = StageState::new(&recipe, first, &data, share)?;
+        check_labels(&stage.validation_loader, stage.validation_size())?;
         let vocab_size = stage.shape.vocab_size;
         let training = &recipe.training;
         let model = Qwen3::new(&stage.shape, training.seed, &device);
@@ -774,16 +775,12 @@ impl<B: TrainBackend> Trainer<B> {
         self.finish_leaves()?;
         self.disturbance.at(self.step, Moment::Validating);
         let model = self.model().valid();
-        let size = ValidationSize {
-            num_tokens: self.recipe.validation.tokens,
-            batch_size: self.stage.recipe.training.local_batch_size,
-        };
         let mut sums = share_sums(
             self.share(),
             &model,
             &self.stage.validation_loader,
             &self.ropes.validation,
-            size,
+            self.stage.validation_size(),
             (&self.token_bytes, &self.unigram),
             &self.device,
             &|| self.tick(),
