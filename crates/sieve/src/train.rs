@@ -532,6 +532,9 @@ fn train<B: TrainBackend>(
         trainer.set_fallback(dir.join(String::from_utf8(own)?));
     }
     trainer.set_write_limits(session.write_limits);
+    let exporter = Exporter::default();
+    let port = session.metrics_port.as_ref().filter(|_| session.tells());
+    let address = port.map(|port| exporter.listen(port)).transpose()?;
     trainer.write_config()?;
     log.open(&log_path)?;
     log.line(&describe(recipe, &trainer, &description));
@@ -550,9 +553,7 @@ fn train<B: TrainBackend>(
     let started = Instant::now();
     let first_step = trainer.step();
     let mut profile = profile(session, place, recipe, &trainer)?;
-    let exporter = Exporter::default();
-    if let Some(port) = session.metrics_port.as_ref().filter(|_| session.tells()) {
-        let address = exporter.listen(port)?;
+    if let Some(address) = address {
         log.line(&format!("metrics: http://{address}/metrics"));
     }
     let stalls = match session.tells() {
