@@ -1,7 +1,7 @@
 //! The checkpoint a run resumes from.
 use crate::{RunFolder, Start, TrainError};
 use serde::{Deserialize, Serialize};
-use sieve_core::recipe::AttentionKind;
+use sieve_core::recipe::{AttentionKind, OptimizerName};
 use sieve_core::{ModelShape, Recipe};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointError, CheckpointState, list_checkpoints};
@@ -139,6 +139,20 @@ impl Origin {
         let path = checkpoint.path.join("config.toml");
         let text = checkpoint.recipe_toml()?;
         let before = Recipe::load(&text, &path.display().to_string(), &[])?;
+        let names = [&before, recipe].map(|recipe| recipe.optimizer.name);
+        if checkpoint.has_optimizer()
+            && checkpoint.state.step > 0
+            && names == [OptimizerName::Muon, OptimizerName::AdamW]
+        {
+            return Err(TrainError::refused(
+                format!(
+                    "{} cannot begin this run: optimizer.name is Muon there, which keeps no second moments of matrices, \
+                     and AdamW here",
+                    checkpoint.path.display()
+                ),
+                "--set optimizer.name=Muon; or sieve export, then sieve import, which begins with the weights alone",
+            ));
+        }
         let mut notices = vec![format!(
             "note: a new run that begins with {}",
             checkpoint.path.display()
