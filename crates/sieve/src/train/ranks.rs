@@ -48,7 +48,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
     let late = events.clone();
     let give_up = move |failure: &Failure| {
         tell(rank, failure, &late);
-        end_now(Exit::StoppedEarly);
+        end_now(other_lost());
     };
     let patience = Patience {
         silence: Duration::from_secs(args.patience),
@@ -80,7 +80,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             };
             if let Some(failure) = lost {
                 tell(rank, &failure, events);
-                return Ok(Exit::StoppedEarly);
+                return Ok(other_lost());
             }
             let text = terminal::error_text(&error);
             mesh.fail(text.trim_start_matches("error: "));
@@ -91,6 +91,11 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             }
         }
     }
+}
+
+/// How a rank ends that has lost another: `sieve launch` tells that from a run which was asked to stop.
+fn other_lost() -> Exit {
+    variable(LAUNCHED).map_or(Exit::StoppedEarly, |_| Exit::OtherLost)
 }
 
 /// Ends this process though a GPU may still wait for a rank that is lost: a usual end could wait for that GPU.
@@ -380,7 +385,7 @@ fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) ->
                         events.tell(Event::Failed, &text);
                     }
                     mesh.fail(&text);
-                    end_now(Exit::StoppedEarly);
+                    end_now(other_lost());
                 }
             }
             drop(mesh);
