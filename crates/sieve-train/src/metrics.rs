@@ -1,4 +1,5 @@
 //! `metrics.jsonl` and TensorBoard, with torchtitan's tags.
+use crate::run_folder::is_same_file;
 use crate::tensorboard::{TensorBoard, fenced};
 use crate::trainer::Tries;
 use crate::{PeakMemory, RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
@@ -224,9 +225,20 @@ impl Metrics {
         std::mem::take(&mut self.messages)
     }
 
-    /// Opens the file again for the next line: it may have been removed.
+    /// Whether the file of later lines is no longer at its path: it was removed, moved or replaced.
+    pub(crate) fn is_elsewhere(&self) -> bool {
+        let held = self.file.as_ref().zip(self.path.as_ref());
+        held.is_some_and(|(file, path)| !is_same_file(file, path))
+    }
+
+    /// Opens what is at the path now, or makes it, for the lines that follow.
     pub(crate) fn reopen(&mut self) {
-        self.file = None;
+        let opened = self.path.as_ref().map(|path| open_lines(path, None));
+        (self.file, self.len) = match opened {
+            Some(Ok((file, len))) => (Some(file), len),
+            // The next line tries again, and cuts nothing off.
+            _ => (None, u64::MAX),
+        };
     }
 
     /// The last try for lines that wait.
@@ -402,7 +414,9 @@ mod tests {
         };
         assert_eq!(steps(&std::fs::read_to_string(&path).unwrap()), [1, 2, 3]);
         // A folder that went, and came again.
+        assert!(!metrics.is_elsewhere());
         std::fs::remove_file(&path).unwrap();
+        assert!(metrics.is_elsewhere());
         metrics.reopen();
         metrics.memory(4, PEAK, vec![7]);
         assert_eq!(steps(&std::fs::read_to_string(&path).unwrap()), [4]);

@@ -207,7 +207,7 @@ impl RunFolder {
 }
 
 /// Whether `path` names the file that `held` is.
-fn is_same_file(held: &File, path: &Path) -> bool {
+pub(crate) fn is_same_file(held: &File, path: &Path) -> bool {
     #[cfg(unix)]
     {
         use std::os::unix::fs::MetadataExt;

@@ -86,6 +86,14 @@ impl<B: TrainBackend> Trainer<B> {
             reporter.emit(TrainEvent::Warning(&format!(
                 "warning: {path} was removed while the run writes to it; it is recreated without its earlier contents"
             )));
+        } else if reporter.metrics.is_elsewhere() {
+            reporter.metrics.reopen();
+            let path = self.folder.metrics_path();
+            reporter.emit(TrainEvent::Warning(&format!(
+                "warning: {} was moved, removed or replaced while the run writes to it; the lines since the last \
+                 checkpoint are in the old file, later ones go to the new one",
+                path.display()
+            )));
         }
         fs::create_dir_all(folder).map_err(TrainError::io("creating", folder))?;
         let taken = folder.join(format!("step-{}", self.step));
