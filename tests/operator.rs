@@ -1,10 +1,10 @@
 //! What an operator looks at and is told: numbers for Prometheus, and a command run at the end.
-use crate::tiny_run::{TinyRun, ended, signal, spawned, succeed, wait_until};
+use crate::tiny_run::{TinyRun, ended, refused, signal, spawned, succeed, wait_until};
 use crate::train_ranks::started;
 use crate::train_ranks_faults::{LONG, ranks_of, send};
 use std::fs;
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 
 /// Appends what it is told to a file.
@@ -24,6 +24,14 @@ fn events(tiny: &TinyRun) -> Vec<String> {
 #[test]
 fn a_run_gives_its_numbers_and_tells_its_end() {
     let tiny = TinyRun::dma();
+    // A port that is taken is refused before there is a run.
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let taken = format!("--metrics-port {}", listener.local_addr().expect("its address"));
+    refused(
+        &mut tiny.train("none", &taken),
+        "--metrics-port | nothing can listen there",
+    );
+    assert_eq!(tiny.names("none"), ["data", "run.lock"]);
     let port = format!("{LONG} --set validation.interval=1000000 --metrics-port 0");
     // Rank 0 of several alone answers.
     for (out, command) in [("one", tiny.train("one", &port)), ("two", tiny.launch(2, "two", &port))] {

@@ -373,6 +373,14 @@ fn a_lost_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been() {
     wait_until("its first step", || logged() > before);
     signal(&child, "TERM");
     ended(child, 75);
+    // Nor where a rank alone is asked, and all stop with a checkpoint.
+    let mut command = tiny.sieve(&format!(
+        "launch --nproc 2 --max-restarts 1 -- train --recipe tiny.toml --device cpu --out asked {LONG}"
+    ));
+    let child = started(&mut command, 3);
+    send("TERM", ranks_of(child.id())[1]);
+    let said = String::from_utf8_lossy(&ended(child, 75).stderr).into_owned();
+    assert!(!said.contains("after a lost process"), "{said}");
 }
 
 #[test]

@@ -1,4 +1,5 @@
 //! `metrics.jsonl` and TensorBoard, with torchtitan's tags.
+use crate::run_folder::is_same_file;
 use crate::tensorboard::{TensorBoard, fenced};
 use crate::trainer::Tries;
 use crate::{PeakMemory, RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
@@ -224,9 +225,20 @@ impl Metrics {
         std::mem::take(&mut self.messages)
     }
 
-    /// Opens the file again for the next line: it may have been removed.
+    /// Whether the file of later lines is no longer at its path: it was removed, moved or replaced.
+    pub(crate) fn is_elsewhere(&self) -> bool {
+        let held = self.file.as_ref().zip(self.path.as_ref());
+        held.is_some_and(|(file, path)| !is_same_file(file, path))
+    }
+
+    /// Opens what is at the path now, or makes it, for the lines that follow.
     pub(crate) fn reopen(&mut self) {
-        self.file = None;
+        let opened = self.path.as_ref().map(|path| open_lines(path, None));
+        (self.file, self.len) = match opened {
+            Some(Ok((file, len))) => (Some(file), len),
+            // The next line tries again, and cuts nothing off.
+            _ => (None, u64::MAX),
+        };
     }
 
     /// The last try for lines that wait.
@@ -261,7 +273,7 @@ fn open_lines(path: &Path, len: Option<u64>) -> io::Result<(File, u64)> {
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// The last validation that the run in `folder` wrote.
+/// The last validation that the run in `folder` wrote; numbers that were not finite are NaN.
 pub fn last_validation(folder: &Path) -> Option<ValidationReport> {
     let text = std::fs::read_to_string(folder.join("metrics.jsonl")).ok()?;
     let mut lines = text.lines().rev();
@@ -289,7 +301,6 @@ fn drop_later_lines(path: &Path, step: u64) -> Result<History, TrainError> {
         }
         kept.push_str(line);
         if written.kind == "validation" {
-            // A loss that is not finite is written as null, and is no report to go on with.
             let report: Option<ValidationReport> = serde_json::from_str(line).ok();
             history.first = history.first.or_else(|| report.clone());
             history.last = report.or(history.last);
@@ -340,6 +351,26 @@ mod tests {
     }
 
     #[test]
+    fn a_validation_that_is_not_finite_is_the_last_one_all_the_same() {
+        let spoilt = LINES[2].replace(
+            "1.0,\"perplexity\":2.7,\"bits_per_byte\":0.5",
+            "null,\"perplexity\":null,\"bits_per_byte\":null",
+        );
+        let text = [LINES[0], LINES[1], &spoilt, LINES[3]].join("\n") + "\n";
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("metrics.jsonl"), &text).unwrap();
+        for last in [last_validation(dir.path()), reopened(&text, 9).1.last] {
+            let last = last.unwrap();
+            assert_eq!(last.step, 2);
+            assert!(
+                [last.loss, last.perplexity, last.bits_per_byte]
+                    .iter()
+                    .all(|number| number.is_nan())
+            );
+        }
+    }
+
+    #[test]
     fn a_half_line_is_dropped() {
         let text = LINES.join("\n") + "\n" + &LINES[3][..17];
         assert_eq!(reopened(&text, 9).0, LINES.join("\n") + "\n");
@@ -383,7 +414,9 @@ mod tests {
         };
         assert_eq!(steps(&std::fs::read_to_string(&path).unwrap()), [1, 2, 3]);
         // A folder that went, and came again.
+        assert!(!metrics.is_elsewhere());
         std::fs::remove_file(&path).unwrap();
+        assert!(metrics.is_elsewhere());
         metrics.reopen();
         metrics.memory(4, PEAK, vec![7]);
         assert_eq!(steps(&std::fs::read_to_string(&path).unwrap()), [4]);

@@ -107,7 +107,8 @@ impl<B: TrainBackend> Optimizer<B> {
     }
 
     /// Of a model for Muon, the matrices of its blocks, with the rows of each projection that a matrix holds: q, k and
-    /// v are packed in one, gate and up in another. A side below 32 belongs to gates and scores of a few heads.
+    /// v are packed in one, gate and up in another, k and v of an NSA branch, queries and key of an indexer. A side
+    /// below 32 belongs to gates and scores of a few heads; positions are vectors, one a row.
     fn find_matrices<M: Module<B>>(&mut self, module: &M) {
         if self.settings.name != OptimizerName::Muon || !self.matrices.is_empty() {
             return;
@@ -118,14 +119,27 @@ impl<B: TrainBackend> Optimizer<B> {
             .map(|(name, _, shape)| (name.as_str(), shape[shape.len() - 1]))
             .collect();
         let matrices = all.iter().filter(|(name, _, shape)| {
-            name.contains("layers.") && shape.len() == 2 && shape.iter().all(|&side| side >= 32)
+            let is_projection = name.contains("layers.") && !name.ends_with(".positions");
+            is_projection && shape.len() == 2 && shape.iter().all(|&side| side >= 32)
         });
         let parts = |name: &str, rows: usize| {
             if let Some((attention, "qkv_proj.weight")) = name.split_once("qkv.") {
                 let queries = columns[format!("{attention}o_proj.weight").as_str()];
                 return vec![queries, (rows - queries) / 2, (rows - queries) / 2];
             }
-            match name.ends_with("gate_up_proj.weight") {
+            if let Some(indexer) = name
+                .strip_suffix("proj.weight")
+                .filter(|name| name.ends_with("indexer."))
+            {
+                let key = columns[format!("{indexer}q_norm.weight").as_str()];
+                return vec![rows - key, key];
+            }
+            let of_two = [
+                "gate_up_proj.weight",
+                "compress_kv_proj.weight",
+                "select_kv_proj.weight",
+            ];
+            match of_two.iter().any(|end| name.ends_with(end)) {
                 true => vec![rows / 2; 2],
                 false => vec![rows],
             }
@@ -416,5 +430,60 @@ impl<B: TrainBackend> ModuleMapper<B> for ToBf16<'_, B> {
         }
         self.optimizer.masters.insert(id, rest);
         Param::from_mapped_value(id, Tensor::from_inner(leaf).require_grad(), mapper)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::backend::Autodiff;
+    use burn_flex::{Flex, FlexDevice};
+    use sieve_core::Recipe;
+
+    /// The packed matrices of a block that Muon updates, by name, with the rows of their projections.
+    fn packed(recipe: &str, more: &[&str]) -> Vec<(String, Vec<usize>)> {
+        let small = "optimizer.name=Muon model.num_hidden_layers=1 model.hidden_size=96 model.intermediate_size=40 \
+            model.num_attention_heads=4 model.num_key_value_heads=2 model.head_dim=32 model.vocab_size=64";
+        let overrides = small.split_whitespace().chain(more.iter().copied());
+        let overrides = overrides.map(str::to_owned).collect::<Vec<_>>();
+        let recipe = Recipe::load(recipe, "a recipe", &overrides).unwrap();
+        let shape = recipe.model_shape(64).unwrap();
+        let model = Qwen3::<Autodiff<Flex>>::new(&shape, 0, &FlexDevice);
+        let mut optimizer = Optimizer::new(recipe.optimizer);
+        optimizer.find_matrices(&model);
+        let all = parameter_ids(&model).into_iter();
+        let parts = all.filter_map(|(name, id, _)| Some((name, optimizer.matrices.get(&id)?.clone())));
+        let short = parts.map(|(name, parts)| (name.split("attention.").last().unwrap().to_owned(), parts));
+        short
+            .filter(|(name, parts)| parts.len() > 1 || name.contains("compress"))
+            .collect()
+    }
+
+    #[test]
+    fn muon_takes_each_packed_projection_as_a_matrix() {
+        let gate_up = ("layers.0.mlp.gate_up_proj.weight", vec![40, 40]);
+        let qkv = ("qkv.qkv_proj.weight", vec![128, 64, 64]);
+        let nsa = include_str!("../../../recipes/nsa_80m.toml");
+        let msa = include_str!("../../../recipes/msa_80m.toml");
+        for (recipe, more, own) in [
+            (
+                nsa,
+                &["attention.shared_kv=false", "attention.compress_hidden_size=48"][..],
+                // Positions, `[32, 32]`, are not among them.
+                vec![
+                    ("compress_kv_proj.weight", vec![64, 64]),
+                    ("select_kv_proj.weight", vec![64, 64]),
+                    ("k_compress.up_proj.weight", vec![48]),
+                    ("k_compress.down_proj.weight", vec![32]),
+                    ("v_compress.up_proj.weight", vec![48]),
+                    ("v_compress.down_proj.weight", vec![32]),
+                ],
+            ),
+            (msa, &[], vec![("indexer.proj.weight", vec![64, 32])]),
+        ] {
+            let expected = [vec![qkv.clone()], own, vec![gate_up.clone()]].concat();
+            let expected = expected.into_iter().map(|(name, parts)| (name.to_owned(), parts));
+            assert_eq!(packed(recipe, more), expected.collect::<Vec<_>>());
+        }
     }
 }

@@ -1,9 +1,12 @@
 //! The checkpoint a run resumes from.
 use crate::{RunFolder, Start, TrainError};
-use sieve_core::recipe::AttentionKind;
+use serde::{Deserialize, Serialize};
+use sieve_core::recipe::{AttentionKind, OptimizerName};
 use sieve_core::{ModelShape, Recipe};
-use sieve_hf::{Checkpoint, CheckpointError, list_checkpoints};
-use std::path::Path;
+use sieve_files::write_atomically;
+use sieve_hf::{Checkpoint, CheckpointError, CheckpointState, list_checkpoints};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 
 /// Keys that decide how the same weights are read. Windows and counts of blocks, which a branch often changes on
 /// purpose, are not among them.
@@ -36,10 +39,12 @@ impl Origin {
     /// but that [`Start::ResumeAlone`] renames damaged checkpoints: the folder is claimed for it. A later checkpoint of
     /// its fallback folder is taken where it is this run's.
     ///
-    /// A run that was killed before its first checkpoint is resumed from the seed.
+    /// A run that was killed before its first checkpoint begins again with the checkpoint that it began with, or with
+    /// the seed.
     ///
     /// # Errors
-    /// A damaged checkpoint, a recipe that asks for another run.
+    /// A damaged checkpoint, a recipe that asks for another run; a checkpoint that the run began with and that is gone
+    /// or another one now.
     pub fn find(folder: &RunFolder, start: &Start, recipe: &Recipe) -> Result<Self, TrainError> {
         let mut notices = Vec::new();
         let checkpoint = match start {
@@ -50,6 +55,10 @@ impl Origin {
             Start::ResumeAlone { fallback } => latest_of_two(folder, fallback.as_deref(), recipe, &mut notices)?,
             Start::ResumeFrom(path) => Some(Checkpoint::open(path)?),
         };
+        let begun = match &checkpoint {
+            Some(_) => None,
+            None => Begun::read(folder)?,
+        };
         let (saved, path) = match &checkpoint {
             Some(checkpoint) => (checkpoint.recipe_toml()?, checkpoint.path.join("config.toml")),
             None => {
@@ -59,12 +68,22 @@ impl Origin {
             }
         };
         let saved = Recipe::load(&saved, &path.display().to_string(), &[])?;
+        let is_branch = begun.as_ref().is_some_and(|begun| begun.is_branch);
+        let checkpoint = match begun {
+            Some(begun) => {
+                let note = "note: the run has no checkpoint yet; it begins again with";
+                notices.push(format!("{note} {}", begun.checkpoint.display()));
+                Some(begun.open(folder)?)
+            }
+            None => checkpoint,
+        };
         let steps_done = checkpoint.as_ref().map_or(0, |found| found.state.step);
         for change in saved.check_resume(recipe, steps_done as usize)? {
             notices.push(format!("note: {change}"));
         }
         notices.extend(rate_line(&saved, recipe, steps_done as usize));
         match &checkpoint {
+            Some(_) if is_branch => {}
             Some(Checkpoint { state, .. }) => {
                 let now = rayon::current_num_threads();
                 if state.num_threads != now {
@@ -80,8 +99,26 @@ impl Origin {
         Ok(Self {
             checkpoint,
             notices,
-            is_branch: false,
+            is_branch,
         })
+    }
+
+    /// Notes in the folder of a run which checkpoint it begins with, or that it begins with none.
+    ///
+    /// # Errors
+    /// Any failure of the file system.
+    pub(crate) fn note(begun: Option<&Begun>, folder: &RunFolder) -> Result<(), TrainError> {
+        let path = folder.origin_path();
+        match begun {
+            Some(begun) => {
+                let text = serde_json::to_string_pretty(begun).expect("plain data serialises");
+                Ok(write_atomically(&path, text.as_bytes())?)
+            }
+            None => match std::fs::remove_file(&path) {
+                Err(error) if error.kind() != ErrorKind::NotFound => Err(TrainError::io("removing", &path)(error)),
+                _ => Ok(()),
+            },
+        }
     }
 
     /// A run of `recipe` that begins with `checkpoint`, which may come from any recipe with the same parameters.
@@ -102,6 +139,20 @@ impl Origin {
         let path = checkpoint.path.join("config.toml");
         let text = checkpoint.recipe_toml()?;
         let before = Recipe::load(&text, &path.display().to_string(), &[])?;
+        let names = [&before, recipe].map(|recipe| recipe.optimizer.name);
+        if checkpoint.has_optimizer()
+            && checkpoint.state.step > 0
+            && names == [OptimizerName::Muon, OptimizerName::AdamW]
+        {
+            return Err(TrainError::refused(
+                format!(
+                    "{} cannot begin this run: optimizer.name is Muon there, which keeps no second moments of matrices, \
+                     and AdamW here",
+                    checkpoint.path.display()
+                ),
+                "--set optimizer.name=Muon; or sieve export, then sieve import, which begins with the weights alone",
+            ));
+        }
         let mut notices = vec![format!(
             "note: a new run that begins with {}",
             checkpoint.path.display()
@@ -136,6 +187,53 @@ impl Origin {
     /// Optimizer steps done.
     pub fn step(&self) -> u64 {
         self.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.step)
+    }
+}
+
+/// The checkpoint that a run began with, as `origin.json` of its folder has it.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Begun {
+    /// Its absolute path.
+    checkpoint: PathBuf,
+    /// As [`Origin::is_branch`].
+    is_branch: bool,
+    /// With the checksums of its files.
+    state: CheckpointState,
+}
+
+impl Begun {
+    /// Of a run that begins with `checkpoint`.
+    pub(crate) fn with(checkpoint: &Checkpoint, is_branch: bool) -> Result<Self, TrainError> {
+        let path = &checkpoint.path;
+        Ok(Self {
+            checkpoint: path.canonicalize().map_err(TrainError::io("reading", path))?,
+            is_branch,
+            state: checkpoint.state.clone(),
+        })
+    }
+
+    /// Of the run in `folder`; `None` where it began with the seed.
+    fn read(folder: &RunFolder) -> Result<Option<Self>, TrainError> {
+        let path = folder.origin_path();
+        match std::fs::read(&path).and_then(|text| Ok(serde_json::from_slice(&text)?)) {
+            Ok(begun) => Ok(Some(begun)),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(TrainError::io("reading", &path)(error)),
+        }
+    }
+
+    /// Opens it where it is still the same.
+    fn open(self, folder: &RunFolder) -> Result<Checkpoint, TrainError> {
+        let problem = match Checkpoint::open(&self.checkpoint) {
+            Ok(found) if found.state == self.state => return Ok(found),
+            Ok(_) => "another checkpoint is there now".to_owned(),
+            Err(error) => error.to_string().lines().next().unwrap_or_default().to_owned(),
+        };
+        let (run, path) = (folder.path().display(), self.checkpoint.display());
+        Err(TrainError::refused(
+            format!("{run} has no checkpoint yet, and {path}, which it began with, cannot be used: {problem}"),
+            "put that checkpoint back, or begin the run in another folder with --out",
+        ))
     }
 }
 

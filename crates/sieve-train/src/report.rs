@@ -1,6 +1,6 @@
 //! Events of a run, for its caller.
 use crate::{AttentionStatistics, PeakMemory};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::path::{Path, PathBuf};
 
 /// One logged step.
@@ -44,10 +44,13 @@ pub struct ValidationReport {
     /// Optimizer steps done before it.
     pub step: u64,
     /// Mean cross-entropy, nats per token.
+    #[serde(deserialize_with = "nan_of_null")]
     pub loss: f64,
     /// `exp(loss)`.
+    #[serde(deserialize_with = "nan_of_null")]
     pub perplexity: f64,
     /// Cross-entropy in bits over the bytes that the predicted tokens stand for.
+    #[serde(deserialize_with = "nan_of_null")]
     pub bits_per_byte: f64,
     /// The same for a unigram model counted on the training documents.
     pub unigram_bits_per_byte: f64,
@@ -55,6 +58,11 @@ pub struct ValidationReport {
     pub num_labels: u64,
     /// Bytes those tokens stand for.
     pub num_bytes: u64,
+}
+
+/// JSON has `null` for a number that is not finite.
+fn nan_of_null<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
 /// A step that was not taken: the weights and moments are as before it.

@@ -3,6 +3,7 @@ use crate::TrainError;
 use sieve_files::{Taken, try_lock};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use xxhash_rust::xxh3::xxh3_64;
 
 /// How a run begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -13,7 +14,7 @@ pub enum Start {
     Resume,
     /// The same with nobody there: damaged checkpoints are set aside, and the one before them is taken.
     ResumeAlone {
-        /// Where a later checkpoint of the run may lie: see [`Trainer::set_fallback`](crate::Trainer::set_fallback).
+        /// Where a later checkpoint of this run alone may lie: see [`Trainer::set_fallback`](crate::Trainer::set_fallback).
         fallback: Option<PathBuf>,
     },
     /// From a checkpoint named by the user: one of the folder's own, or one of another run to begin a new folder with.
@@ -158,9 +159,20 @@ impl RunFolder {
         &self.path
     }
 
+    /// A name for the run in folder `path`, by its absolute path: several runs may share a folder for last checkpoints.
+    pub fn fallback_name(path: &Path) -> String {
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        format!("run-{:016x}", xxh3_64(path.as_os_str().as_encoded_bytes()))
+    }
+
     /// The resolved recipe.
     pub fn config_path(&self) -> PathBuf {
         self.path.join("config.toml")
+    }
+
+    /// The checkpoint of elsewhere that the run began with: what it resumes from until it has one of its own.
+    pub(crate) fn origin_path(&self) -> PathBuf {
+        self.path.join("origin.json")
     }
 
     /// Locked while a process trains here. Made when the run begins, and not written again.
@@ -195,7 +207,7 @@ impl RunFolder {
 }
 
 /// Whether `path` names the file that `held` is.
-fn is_same_file(held: &File, path: &Path) -> bool {
+pub(crate) fn is_same_file(held: &File, path: &Path) -> bool {
     #[cfg(unix)]
     {
         use std::os::unix::fs::MetadataExt;

@@ -18,12 +18,13 @@ use crate::device_batch::num_labels_of_part;
 use crate::group::{Agreement, Share};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
+use crate::origin::Begun;
 use crate::segments::{BlockSettings, PassHooks, pass};
-use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
+use crate::validation::{check_labels, report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
     AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Optimizer, Origin,
     Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram,
-    ValidationReport, ValidationSize,
+    ValidationReport,
 };
 use burn::module::{AutodiffModule, Module};
 use burn::tensor::Tensor;
@@ -72,6 +73,8 @@ pub struct Trainer<B: TrainBackend> {
     tokens_seen: u64,
     /// DMA's masks and scores of the last micro-batch, and the learning rate of the last step.
     last_step: Option<StepOutcome<B>>,
+    /// The checkpoint of elsewhere that this process begins with.
+    begun: Option<Begun>,
     /// Step of the last checkpoint of this run, and the folder that holds it.
     last_checkpoint: Option<u64>,
     last_folder: PathBuf,
@@ -150,6 +153,7 @@ impl<B: TrainBackend> Trainer<B> {
         let share = group.as_ref().map_or(Share::ALL, Group::share);
         TrainError::check_ranks(&recipe, share.size)?;
         let stage = StageState::new(&recipe, first, &data, share)?;
+        check_labels(&stage.validation_loader, stage.validation_size())?;
         let vocab_size = stage.shape.vocab_size;
         let training = &recipe.training;
         let model = Qwen3::new(&stage.shape, training.seed, &device);
@@ -170,6 +174,7 @@ impl<B: TrainBackend> Trainer<B> {
             next_sample: 0,
             tokens_seen: 0,
             last_step: None,
+            begun: None,
             last_checkpoint: None,
             last_folder: folder.checkpoint_path(),
             saving: Saving::default(),
@@ -195,6 +200,9 @@ impl<B: TrainBackend> Trainer<B> {
         }
         if let Some(checkpoint) = &origin.checkpoint {
             trainer.restore(checkpoint)?;
+            if trainer.last_checkpoint.is_none() {
+                trainer.begun = Some(Begun::with(checkpoint, origin.is_branch)?);
+            }
             if origin.is_branch {
                 // Another window or rotary base has another loss.
                 trainer.loss_mean.restart();
@@ -211,7 +219,8 @@ impl<B: TrainBackend> Trainer<B> {
         self.stop_at = Some(self.step.saturating_add(num_steps));
     }
 
-    /// Where the last checkpoint of this process goes when its own place fails; of several processes the same for all.
+    /// Where the last checkpoint of this process goes when its own place fails: a folder of
+    /// [this run alone](RunFolder::fallback_name), the same for all processes of a run.
     pub fn set_fallback(&mut self, folder: PathBuf) {
         self.saving.fallback = Some(folder);
     }
@@ -312,9 +321,9 @@ impl<B: TrainBackend> Trainer<B> {
         self.next_sample = next_sample;
         self.loss_mean = LossMean::new(&self.recipe.training, guard);
         // A checkpoint of another run begins this one, and is written here before the first step.
-        let parent = |path: &std::path::Path| path.parent().and_then(|p| p.canonicalize().ok());
-        let own = self.folder.checkpoint_path().canonicalize().ok();
-        if own.is_some() && parent(&checkpoint.path) == own {
+        let own = self.folder.checkpoint_path().join(format!("step-{}", state.step));
+        let [own, found] = [&own, &checkpoint.path].map(|path| path.canonicalize().ok());
+        if own.is_some() && found == own {
             self.last_checkpoint = Some(state.step);
         }
         Ok(())
@@ -572,6 +581,9 @@ impl<B: TrainBackend> Trainer<B> {
         if !self.writes() {
             return Ok(());
         }
+        if self.last_checkpoint.is_none() {
+            Origin::note(self.begun.as_ref(), &self.folder)?;
+        }
         let text = self.recipe.to_toml()?;
         Ok(write_atomically(&self.folder.config_path(), text.as_bytes())?)
     }
@@ -763,16 +775,12 @@ impl<B: TrainBackend> Trainer<B> {
         self.finish_leaves()?;
         self.disturbance.at(self.step, Moment::Validating);
         let model = self.model().valid();
-        let size = ValidationSize {
-            num_tokens: self.recipe.validation.tokens,
-            batch_size: self.stage.recipe.training.local_batch_size,
-        };
         let mut sums = share_sums(
             self.share(),
             &model,
             &self.stage.validation_loader,
             &self.ropes.validation,
-            size,
+            self.stage.validation_size(),
             (&self.token_bytes, &self.unigram),
             &self.device,
             &|| self.tick(),

@@ -23,6 +23,24 @@ impl TokenBytes {
     }
 }
 
+/// Checks that a validation of `loader` reads a label, in the rows that it reads.
+///
+/// # Errors
+/// It reads none; a shard that cannot be read.
+pub(crate) fn check_labels(loader: &Loader, size: ValidationSize) -> Result<(), TrainError> {
+    let samples = loader.spread_samples(size.num_tokens as u64);
+    for samples in samples.chunks(size.batch_size.max(1)) {
+        if loader.batch_of(samples)?.num_labels() > 0 {
+            return Ok(());
+        }
+    }
+    let rows = samples.len();
+    Err(TrainError::refused(
+        format!("validation reads {rows} rows of held-out text, and none holds a token to predict"),
+        "raise validation.tokens, or training.seq_len where prompts (data.prompt_column) fill whole rows",
+    ))
+}
+
 /// Mean loss over about `num_tokens` tokens spread evenly over `loader`, or over all of it when that is less, in
 /// batches of `batch_size` rows. The batch size does not decide which rows are read.
 ///
@@ -152,13 +170,15 @@ pub(crate) fn report(batches: &[BatchSums]) -> ValidationReport {
         sum.num_labels += batch.num_labels;
         sum.num_bytes += batch.num_bytes;
     }
-    let loss = sum.nats / sum.num_labels.max(1) as f64;
+    // No labels have no mean.
+    let nats = if sum.num_labels == 0 { f64::NAN } else { sum.nats };
+    let loss = nats / sum.num_labels as f64;
     let bits = std::f64::consts::LN_2 * sum.num_bytes.max(1) as f64;
     ValidationReport {
         step: 0,
         loss,
         perplexity: loss.exp(),
-        bits_per_byte: sum.nats / bits,
+        bits_per_byte: nats / bits,
         unigram_bits_per_byte: sum.unigram_nats / bits,
         num_labels: sum.num_labels,
         num_bytes: sum.num_bytes,
@@ -168,6 +188,16 @@ pub(crate) fn report(batches: &[BatchSums]) -> ValidationReport {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_validation_without_labels_has_no_loss() {
+        let found = report(&[BatchSums::default()]);
+        assert!(
+            [found.loss, found.perplexity, found.bits_per_byte]
+                .iter()
+                .all(|number| number.is_nan())
+        );
+    }
 
     #[test]
     fn shares_are_put_together_in_the_order_of_the_batches() {

@@ -12,6 +12,8 @@ pub(crate) enum Exit {
     Usage = 2,
     /// A signal ended a run before its last step, with a checkpoint: `--resume` continues it.
     StoppedEarly = 75,
+    /// In a process of `sieve launch` alone, which makes 75 of it: another rank of the run was lost.
+    OtherLost = 76,
     /// A signal ended the process before it could keep anything, or a second one came; as shells report SIGINT.
     Interrupted = 130,
 }

@@ -21,6 +21,7 @@ const FAREWELL: Duration = Duration::from_secs(15);
 /// Where all others have ended because of one rank, it has so long to end itself.
 const LAST_FAREWELL: Duration = Duration::from_secs(3);
 const STOPPED_EARLY: i32 = Exit::StoppedEarly.code();
+const OTHER_LOST: i32 = Exit::OtherLost.code();
 const INTERRUPTED: i32 = Exit::Interrupted.code();
 const USAGE: i32 = Exit::Usage.code();
 /// Port of rank 0 where several hosts take part and none is named.
@@ -166,8 +167,10 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
     let mut command = args.command.clone();
     let mut restarts = 0;
     loop {
-        let exit = run_once(args, &place, &command, &asked)?;
-        let is_asked = asked.load(Ordering::Relaxed) > 0;
+        let codes = run_once(args, &place, &command, &asked)?;
+        let exit = job_exit(&codes);
+        // Where all ranks stopped alike, one of them was asked to.
+        let is_asked = asked.load(Ordering::Relaxed) > 0 || codes.iter().all(|code| *code == Some(STOPPED_EARLY));
         if exit != Exit::StoppedEarly || is_asked || restarts == args.max_restarts {
             return Ok(exit);
         }
@@ -181,8 +184,8 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
     }
 }
 
-/// Starts all processes, and waits for them. Returns how the job ended.
-fn run_once(args: &LaunchArgs, place: &Place, command: &[String], asked: &AtomicUsize) -> Result<Exit> {
+/// Starts all processes, and waits for them. Returns their exit codes, as [`job_exit`] takes them.
+fn run_once(args: &LaunchArgs, place: &Place, command: &[String], asked: &AtomicUsize) -> Result<Vec<Option<i32>>> {
     let held;
     let port = match place.port {
         Some(port) => port,
@@ -254,8 +257,8 @@ fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16
     Ok(child)
 }
 
-/// Until all have ended: hands signals on, and ends the others after one has failed. Returns how the job ended.
-fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Exit> {
+/// Until all have ended: hands signals on, and ends the others after one has failed. Returns their exit codes.
+fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Option<i32>>> {
     let mut handed_on = 0;
     let mut failed: Option<Instant> = None;
     let mut last_ended = Instant::now();
@@ -272,7 +275,7 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Exit> {
             };
             rank.status = Some(status);
             last_ended = Instant::now();
-            if matches!(status.code(), Some(0 | STOPPED_EARLY)) {
+            if matches!(status.code(), Some(0 | STOPPED_EARLY | OTHER_LOST)) {
                 continue;
             }
             failed.get_or_insert_with(Instant::now);
@@ -290,7 +293,7 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Exit> {
                 .for_each(ask_to_stop);
         }
         let left = ranks.iter().filter(|rank| rank.status.is_none()).count();
-        let early = |rank: &&Rank| rank.status.is_some_and(|s| s.code() == Some(STOPPED_EARLY));
+        let early = |rank: &&Rank| matches!(rank.status.and_then(|s| s.code()), Some(STOPPED_EARLY | OTHER_LOST));
         // The others have ended because this one hangs: they have said so.
         let hangs = left == 1
             && ranks.len() > 1
@@ -305,14 +308,14 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Exit> {
         std::thread::sleep(POLL);
     }
     let codes = ranks.iter().map(|rank| rank.status.and_then(|status| status.code()));
-    Ok(job_exit(&codes.collect::<Vec<_>>()))
+    Ok(codes.collect())
 }
 
 /// Combines the ranks' exit codes into the job's exit code; `None` is a rank that a signal killed.
 fn job_exit(codes: &[Option<i32>]) -> Exit {
     let all = |wanted: i32| codes.iter().all(|code| *code == Some(wanted));
     let any = |wanted: i32| codes.contains(&Some(wanted));
-    let usual = [0, USAGE, STOPPED_EARLY, INTERRUPTED];
+    let usual = [0, USAGE, STOPPED_EARLY, OTHER_LOST, INTERRUPTED];
     let is_lost = |code: &Option<i32>| code.is_none();
     if all(0) {
         Exit::Done
@@ -325,7 +328,7 @@ fn job_exit(codes: &[Option<i32>]) -> Exit {
     } else if any(INTERRUPTED) {
         // Asked twice: the others lost this one.
         Exit::Interrupted
-    } else if any(STOPPED_EARLY) || codes.iter().any(is_lost) {
+    } else if any(STOPPED_EARLY) || any(OTHER_LOST) || codes.iter().any(is_lost) {
         Exit::StoppedEarly
     } else {
         Exit::Failed
@@ -397,13 +400,17 @@ mod tests {
             (&[Some(0), Some(0)][..], 0),
             (&[Some(75), Some(75)], 75),
             // Killed, and the others noticed.
+            (&[Some(76), None], 75),
+            (&[Some(76), Some(76)], 75),
             (&[Some(75), None], 75),
             (&[None, None], 75),
             (&[Some(75), Some(1)], 1),
+            (&[Some(76), Some(1)], 1),
             (&[Some(101), Some(75)], 1),
             (&[Some(2), Some(2)], 2),
             (&[Some(130), Some(130)], 130),
             (&[Some(130), Some(75)], 130),
+            (&[Some(130), Some(76)], 130),
             (&[Some(130), None], 130),
         ] {
             assert_eq!(job_exit(codes).code(), expected, "{codes:?}");

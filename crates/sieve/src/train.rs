@@ -98,8 +98,8 @@ pub(crate) struct TrainArgs {
     /// With several processes: seconds without a heartbeat after which one counts as lost
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     patience: u64,
-    /// Folder for the last checkpoint of this process when its own place cannot be written; --resume=auto continues
-    /// from it where it is the latest
+    /// Folder for the last checkpoint of this process when its own place cannot be written, in a subfolder of the run's
+    /// own; --resume=auto continues from it where it is the latest
     #[arg(long, value_name = "DIR", conflicts_with = "sweep")]
     checkpoint_fallback: Option<PathBuf>,
     /// Seconds for which the last checkpoint is tried where it cannot be written
@@ -264,7 +264,8 @@ impl TrainArgs {
                 None => holds_run,
             };
             if goes_on {
-                let fallback = self.checkpoint_fallback.clone();
+                let fallback = self.checkpoint_fallback.as_ref();
+                let fallback = fallback.map(|dir| dir.join(RunFolder::fallback_name(out)));
                 return Ok(Start::ResumeAlone { fallback });
             }
         }
@@ -522,10 +523,18 @@ fn train<B: TrainBackend>(
     if let Some(num_steps) = session.stop_after {
         trainer.stop_after(num_steps);
     }
+    let mut own = RunFolder::fallback_name(out).into_bytes();
+    if let Some(mesh) = &session.mesh {
+        // Hosts may reach the folder by different links.
+        own = mesh.broadcast(&own)?;
+    }
     if let Some(dir) = &session.fallback {
-        trainer.set_fallback(dir.clone());
+        trainer.set_fallback(dir.join(String::from_utf8(own)?));
     }
     trainer.set_write_limits(session.write_limits);
+    let exporter = Exporter::default();
+    let port = session.metrics_port.as_ref().filter(|_| session.tells());
+    let address = port.map(|port| exporter.listen(port)).transpose()?;
     trainer.write_config()?;
     log.open(&log_path)?;
     log.line(&describe(recipe, &trainer, &description));
@@ -544,9 +553,7 @@ fn train<B: TrainBackend>(
     let started = Instant::now();
     let first_step = trainer.step();
     let mut profile = profile(session, place, recipe, &trainer)?;
-    let exporter = Exporter::default();
-    if let Some(port) = session.metrics_port.as_ref().filter(|_| session.tells()) {
-        let address = exporter.listen(port)?;
+    if let Some(address) = address {
         log.line(&format!("metrics: http://{address}/metrics"));
     }
     let stalls = match session.tells() {
@@ -655,10 +662,8 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
         (None, None) => unreachable!("without a checkpoint the files were listed above"),
     }?;
     let resumed = origin.checkpoint.as_ref().filter(|_| !origin.is_branch);
-    let expected = resumed.map(|checkpoint| checkpoint.state.data_fingerprint.as_str());
-    let on_change = expected.map_or(on_change, |_| OnChange::Refuse);
     let place = (dir.as_path(), on_change);
-    data.prepare_stages(recipe, place, expected, &variable, &mut observe)?;
+    data.prepare_stages(recipe, place, resumed, &variable, &mut observe)?;
     drop(watch);
     let seconds = (data.tokenizer_time + data.prepare_time).as_secs_f64();
     let Some(prepared) = data.prepared() else {
@@ -675,7 +680,7 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
         terminal::thousands(meta.validation.num_documents),
         dir.display(),
     ));
-    let has_changed = expected.is_some() && data.text_has_changed(recipe, &variable);
+    let has_changed = resumed.is_some() && data.text_has_changed(recipe, &variable);
     let lines = account::lines("data: ", &data, has_changed);
     lines.iter().for_each(|line| log.line(line));
     let warning = account::too_little_held_out(meta);

@@ -324,6 +324,18 @@ pub(super) fn defaults(table: &mut Table) {
             }
         }
     }
+    original_positions(table);
+}
+
+/// The positions that frequencies are scaled from: they stay when a run is resumed with a longer reach.
+fn original_positions(table: &mut Table) {
+    let positions = value_at(table, "model.max_position_embeddings").and_then(|value| value.as_integer());
+    let scaling = table.get_mut("model").and_then(|model| model.get_mut("rope_scaling"));
+    if let Some(scaling) = scaling.and_then(Value::as_table_mut)
+        && scaling.get("rope_type").and_then(Value::as_str) != Some("linear")
+    {
+        derived(scaling, "original_max_position_embeddings", || positions);
+    }
 }
 
 /// Keys of a stage, and the keys of `[attention]` that they stand for.

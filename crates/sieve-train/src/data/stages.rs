@@ -5,6 +5,7 @@ use crate::TrainError;
 use sieve_core::Recipe;
 use sieve_core::recipe::Stage;
 use sieve_data::{Corpus, OnChange, Prepared};
+use sieve_hf::Checkpoint;
 use std::path::Path;
 
 /// Between the fingerprints of the parts of a run's data.
@@ -28,22 +29,36 @@ pub(super) fn check_stages(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<St
 impl TrainingData {
     /// Makes, or finds again, the text of stages that name their own, in `dir/stage-N`, by this data's tokenizer.
     ///
-    /// `expected` is the fingerprint of a run that is resumed: what it has of a stage must not have changed.
+    /// A stage with the paths that it has in `resumed`, the checkpoint of a run that is resumed, reads what that run
+    /// does; one with other paths is prepared as in a new run.
     ///
     /// # Errors
-    /// Those of [`DataSource::prepare`](super::DataSource::prepare); other text than `expected`.
+    /// Those of [`DataSource::prepare`](super::DataSource::prepare); text that has changed under the same paths.
     pub fn prepare_stages(
         &mut self,
         recipe: &Recipe,
         (dir, on_change): (&Path, OnChange),
-        expected: Option<&str>,
+        resumed: Option<&Checkpoint>,
         variable: &dyn Fn(&str) -> Option<String>,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<(), TrainError> {
+        let before = match resumed {
+            Some(checkpoint) => {
+                let path = checkpoint.path.join("config.toml");
+                Recipe::load(&checkpoint.recipe_toml()?, &path.display().to_string(), &[])?.stages()
+            }
+            None => Vec::new(),
+        };
         for stage in with_paths(recipe) {
             let alone = recipe.at_stage(&stage);
             let dir = dir.join(format!("stage-{}", stage.index + 1));
-            let saved = expected.and_then(|parts| part(parts, stage.index));
+            let text = |stage: &Stage| (stage.section.paths.clone(), stage.section.weights.clone());
+            let is_same = before
+                .get(stage.index)
+                .is_some_and(|before| text(before) == text(&stage));
+            let saved = resumed.filter(|_| is_same);
+            let saved = saved.and_then(|resumed| part(&resumed.state.data_fingerprint, stage.index));
+            let on_change = saved.map_or(on_change, |_| OnChange::Refuse);
             let found = Prepared::open(&dir).ok().filter(|prepared| {
                 // The files may be gone since: what counts is what was made of them.
                 saved == Some(prepared.meta.fingerprint.as_str())

@@ -86,8 +86,20 @@ impl<B: TrainBackend> Trainer<B> {
             reporter.emit(TrainEvent::Warning(&format!(
                 "warning: {path} was removed while the run writes to it; it is recreated without its earlier contents"
             )));
+        } else if reporter.metrics.is_elsewhere() {
+            reporter.metrics.reopen();
+            let path = self.folder.metrics_path();
+            reporter.emit(TrainEvent::Warning(&format!(
+                "warning: {} was moved, removed or replaced while the run writes to it; the lines since the last \
+                 checkpoint are in the old file, later ones go to the new one",
+                path.display()
+            )));
         }
         fs::create_dir_all(folder).map_err(TrainError::io("creating", folder))?;
+        let taken = folder.join(format!("step-{}", self.step));
+        if self.saving.uses_fallback && taken.exists() {
+            set_aside(&taken)?;
+        }
         Ok(Checkpoint::begin(folder, self.step)?)
     }
 
@@ -293,26 +305,32 @@ impl<B: TrainBackend> Trainer<B> {
         Some(self.last_folder.join(format!("step-{step}")))
     }
 
-    /// Clears away what a killed process left half written, and sets checkpoints aside that lie ahead of this run's
-    /// step: they belong to another continuation of it, and the latest must be this one's.
+    /// Clears away what a killed process left half written, and sets checkpoints aside that belong to another
+    /// continuation of the run, because they are ahead of this one or have its step and are not its origin: the latest
+    /// must be this one's.
     pub(super) fn tidy_checkpoints(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let folder = self.folder.checkpoint_path();
         for (step, path) in list_checkpoints(&folder)? {
-            if step <= self.step {
+            if step < self.step || self.last_checkpoint == Some(step) {
                 continue;
             }
-            let aside = (1..)
-                .map(|number| folder.join(format!("step-{step}.aside-{number}")))
-                .find(|path| !path.exists());
-            let aside = aside.expect("some number is free");
-            fs::rename(&path, &aside).map_err(TrainError::io("renaming", &path))?;
+            let aside = set_aside(&path)?;
             reporter.emit(TrainEvent::Notice(&format!(
-                "note: step-{step} is ahead of this continuation; it is kept as {}",
+                "note: step-{step} belongs to another continuation; it is kept as {}",
                 aside.display()
             )));
         }
         remove_half_written(&folder)
     }
+}
+
+/// Gives a checkpoint a name that no run takes for one of its own.
+fn set_aside(path: &Path) -> Result<PathBuf, TrainError> {
+    let aside = (1..).map(|number| path.with_extension(format!("aside-{number}")));
+    let aside = aside.into_iter().find(|path| !path.exists());
+    let aside = aside.expect("some number is free");
+    fs::rename(path, &aside).map_err(TrainError::io("renaming", path))?;
+    Ok(aside)
 }
 
 /// Does what a finished run was killed before: removes checkpoints that are too old, and what is half written.

@@ -2,7 +2,7 @@
 use super::{AWAY, Trainer};
 use crate::group::Share;
 use crate::segment::Segment;
-use crate::{Precision, TrainError, TrainingData};
+use crate::{Precision, TrainError, TrainingData, ValidationSize};
 use burn::module::AutodiffModule;
 use burn::tensor::DType;
 use sieve_core::recipe::Stage;
@@ -72,6 +72,14 @@ impl StageState {
             shape,
             recipe,
         })
+    }
+
+    /// What a validation reads.
+    pub(super) fn validation_size(&self) -> ValidationSize {
+        ValidationSize {
+            num_tokens: self.recipe.validation.tokens,
+            batch_size: self.recipe.training.local_batch_size,
+        }
     }
 
     /// The stage's batches from row `first_sample` on. Of several processes each reads its micro-batch of every round,

@@ -14,7 +14,7 @@ use sieve_kernels::{CudaPrimitive, KernelError, NcclGroup, NcclPiece, NcclWatch,
 use sieve_ops::{Cuda, RowLinks};
 use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -48,7 +48,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
     let late = events.clone();
     let give_up = move |failure: &Failure| {
         tell(rank, failure, &late);
-        end_now(Exit::StoppedEarly);
+        end_now(other_lost());
     };
     let patience = Patience {
         silence: Duration::from_secs(args.patience),
@@ -80,7 +80,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             };
             if let Some(failure) = lost {
                 tell(rank, &failure, events);
-                return Ok(Exit::StoppedEarly);
+                return Ok(other_lost());
             }
             let text = terminal::error_text(&error);
             mesh.fail(text.trim_start_matches("error: "));
@@ -91,6 +91,11 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             }
         }
     }
+}
+
+/// How a rank ends that has lost another: `sieve launch` tells that from a run which was asked to stop.
+fn other_lost() -> Exit {
+    variable(LAUNCHED).map_or(Exit::StoppedEarly, |_| Exit::OtherLost)
 }
 
 /// Ends this process though a GPU may still wait for a rank that is lost: a usual end could wait for that GPU.
@@ -226,15 +231,16 @@ pub(super) fn open(mesh: &Mesh, out: &Path, start: &Start, recipe: &Recipe) -> R
         let origin = find_origin(&mut folder, start, recipe)?;
         let path = origin.checkpoint.as_ref().map(|found| &found.path);
         let path = path.map(|path| path.canonicalize()).transpose()?;
-        mesh.broadcast(path.unwrap_or_default().to_string_lossy().as_bytes())?;
+        let path = path.unwrap_or_default();
+        mesh.broadcast(format!("{}{}", u8::from(origin.is_branch), path.display()).as_bytes())?;
         return Ok((folder, origin));
     }
     let folder = RunFolder::of_group(out, name);
-    let path = String::from_utf8(mesh.broadcast(&[])?)?;
-    let origin = match start {
-        _ if path.is_empty() => Origin::seed(),
-        Start::BranchFrom(_) => Origin::find(&folder, &Start::BranchFrom(path.into()), recipe)?,
-        _ => Origin::find(&folder, &Start::ResumeFrom(PathBuf::from(path)), recipe)?,
+    let found = String::from_utf8(mesh.broadcast(&[])?)?;
+    let origin = match found.split_at(1) {
+        (_, "") => Origin::seed(),
+        ("1", path) => Origin::find(&folder, &Start::BranchFrom(path.into()), recipe)?,
+        (_, path) => Origin::find(&folder, &Start::ResumeFrom(path.into()), recipe)?,
     };
     Ok((folder, origin))
 }
@@ -379,7 +385,7 @@ fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) ->
                         events.tell(Event::Failed, &text);
                     }
                     mesh.fail(&text);
-                    end_now(Exit::StoppedEarly);
+                    end_now(other_lost());
                 }
             }
             drop(mesh);

@@ -67,6 +67,11 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
             },
         };
         let report = error.is_none().then(|| last_validation(&run.out)).flatten();
+        let report = report.filter(|report| report.loss.is_finite() && report.perplexity.is_finite());
+        let error = error.or_else(|| {
+            let not_finite = "the last validation's loss or perplexity is not finite";
+            report.is_none().then(|| not_finite.to_owned())
+        });
         rows.push(Row {
             overrides: run.overrides.clone(),
             folder: run.out.clone(),
@@ -102,7 +107,11 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
         if values.is_empty() || values.iter().any(String::is_empty) {
             bail!("--sweep {sweep} has an empty value\n  hint: write {key}=V1,V2 without spaces");
         }
-        shares_data &= !key.starts_with("data.") && !key.starts_with("tokenizer.");
+        // What the shards are made of; a stage's text lies beside them.
+        let of_text = ["data.", "tokenizer.", "validation.paths"];
+        let of_stage = [".paths", ".weights"];
+        let is_text = of_text.iter().any(|begin| key.starts_with(begin));
+        shares_data &= !is_text && !of_stage.iter().any(|end| key.ends_with(end));
         combinations = combinations
             .into_iter()
             .flat_map(|combination| {

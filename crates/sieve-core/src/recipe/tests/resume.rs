@@ -90,6 +90,30 @@ fn keys_that_change_no_step_taken_may_change() {
 }
 
 #[test]
+fn a_longer_reach_changes_no_frequency() {
+    for (rope_type, is_scaled_by_positions) in [("yarn", true), ("llama3", true), ("linear", false)] {
+        let scaling = format!("qk_norm = false\nrope_scaling = {{ rope_type = {rope_type:?}, factor = 4.0 }}\n");
+        let at = |positions: usize, more: &str| {
+            let positions = format!("max_position_embeddings = {positions}\n");
+            let model = positions + &scaling.replace(" }", &format!("{more} }}"));
+            load_replaced("max_position_embeddings = 128\n", &model).expect("a recipe")
+        };
+        let (before, longer) = (at(128, ""), at(256, ""));
+        match is_scaled_by_positions {
+            true => refusal(
+                before.check_resume(&longer, 8),
+                "model.rope_scaling.original_max_position_embeddings was 128, is now 256",
+            ),
+            false => assert!(before.check_resume(&longer, 8).is_ok()),
+        }
+        if is_scaled_by_positions {
+            let same = at(256, ", original_max_position_embeddings = 128");
+            assert!(before.check_resume(&same, 8).is_ok(), "{rope_type}");
+        }
+    }
+}
+
+#[test]
 fn a_warm_up_that_is_over_may_have_another_length() {
     let mut now = minimal();
     now.lr_scheduler.warmup_steps = 9;
