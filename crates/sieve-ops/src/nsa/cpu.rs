@@ -28,6 +28,10 @@ pub(crate) fn nsa_compressed_attention_backward(
     output: AttentionOutput<Flex>,
     d_o: FlexTensor,
 ) -> [FlexTensor; 2] {
+    if !is_f32(&qkv) {
+        // Keys are placed in f32, whatever the type of o and its gradient.
+        return reference::nsa_compressed_attention_backward(qkv, compressed, call, output, d_o);
+    }
     let gradient = |call: &_| dma_attention_backward(call, output, d_o);
     reference::compressed_attention_backward(qkv, compressed, call, gradient)
 }
