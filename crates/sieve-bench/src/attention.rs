@@ -1,24 +1,23 @@
-//! Attention and its gradients on random shapes: through the ops as models call them, and through the launch wrappers.
-use crate::bar::{Bar, RowBar, lost_digits};
+//! Attention and its gradients on random shapes and layouts, through the launch wrappers.
 use crate::case::{Case, Cuts, Keys};
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device::{self, OnDevice};
 use crate::outputs::Outputs;
-use crate::place::{self, Place};
 use crate::reference::{Reference, attention};
-use crate::report::{Outcome, PathWatch, Report, Wrong, wrong};
+use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::scores::Scores;
 use crate::shape::{queries_of, values_of};
-use crate::strided::{Layout, packed, packed_d_o};
+use crate::strided::Layout;
+use crate::tolerance::{RowTolerance, Tolerance, lost_digits};
 use rayon::prelude::*;
 use sieve_cpu::reference::Rounding;
 use sieve_kernels::{AttentionResult, AttentionShape, KernelError, KernelPolicy, KeyLists, SumOrder};
 use sieve_testing::Random;
 use std::ops::Range;
 
-/// Rounding of `ddelta` beside the sums that cancel in it: 2^-16 of their largest. The true value is 0 where a query
+/// Rounding of `ddelta`, as a share of the sums that cancel in it: 2^-16 of their largest. The true value is 0 where a query
 /// sees a single key, so no share of the result itself would do; bf16 would be 2^-8 of the same sums.
 const DDELTA_TERMS: f32 = 1.0 / 65536.0;
 
@@ -143,23 +142,6 @@ fn name(keys: Keys) -> String {
         _ => "attention",
     };
     format!("{kernel}{}", keys.suffix())
-}
-
-/// The ops of `B`, packed tensors in all layouts.
-pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) -> Result<()> {
-    for_each_case(extent, |prepared| {
-        let case = masked_by_nan(&prepared.case);
-        let qkv = packed(&case, prepared.layout);
-        let d_o = packed_d_o(&case, Layout::Contiguous);
-        place::poison::<B>(case.shape, device);
-        let watch = PathWatch::start(B::IS_CUDA);
-        let outputs = place::attention::<B>(&case, &qkv, &d_o, device);
-        let (name, family) = (format!("op {}", name(case.keys)), B::family(&case, device));
-        report.add_call(&name, &watch.path(), family, &prepared.label, || {
-            judge(prepared, &outputs, B::IS_CUDA)
-        });
-        Ok(())
-    })
 }
 
 /// The launch wrappers: values narrower than keys, gradients into NaN, both orders of sums, two runs in a fixed order.
@@ -316,25 +298,25 @@ fn wrappers(
     device: &dyn Device,
     lists: impl FnOnce(&OnDevice<'_>) -> Result<Option<KeyLists>, KernelError>,
 ) -> Result<Outcomes, KernelError> {
-    let call = OnDevice::new(case, device);
+    let call = OnDevice::laid_out(case, prepared.layout, device);
     device.poison(case.shape);
     let lists = lists(&call)?;
     let result = call.forward(lists.as_ref())?;
     let any = call.gradients(lists.as_ref(), &result, SumOrder::Any)?;
     let fixed = call.gradients(lists.as_ref(), &result, SumOrder::Fixed)?;
     let again = call.run(lists.as_ref(), SumOrder::Fixed)?;
-    let mut in_order = judge(prepared, &fixed, true);
+    let mut in_order = judge(prepared, &fixed);
     // NaN is unequal to itself, and would have failed above.
     if in_order.is_ok() && fixed != again {
         in_order = wrong("two runs differ");
     }
-    let any = judge(prepared, &any, true);
+    let any = judge(prepared, &any);
     let mut outcomes = vec![("", any), (", fixed order", in_order)];
     if result.o_low.is_some() {
         // As in rows too long to keep what rounding took from o.
         let rounded = AttentionResult { o_low: None, ..result };
         let summed = call.gradients(lists.as_ref(), &rounded, SumOrder::Any)?;
-        outcomes.push((", row sums", judge(prepared, &summed, true)));
+        outcomes.push((", row sums", judge(prepared, &summed)));
     }
     Ok(outcomes)
 }
@@ -358,7 +340,7 @@ pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &
 }
 
 /// Sums in any order against sums in the fixed order: one rounding of each.
-pub(crate) const ORDERS: Bar = Bar::new(0.0, Bar::FLOOR, 1.0 / 128.0);
+pub(crate) const ORDERS: Tolerance = Tolerance::new(0.0, Tolerance::FLOOR, 1.0 / 128.0);
 
 fn orders_agree(call: &OnDevice<'_>) -> Outcome {
     let lists = call.lists(KeyLists::TILE_QUERIES)?;
@@ -403,10 +385,10 @@ fn never_active(case: &Case) -> Vec<(usize, usize, [Range<usize>; 2])> {
 }
 
 /// Every output against the references; the largest error as a share of what is allowed.
-fn judge(prepared: &Prepared, got: &Outputs, is_bf16: bool) -> Outcome {
+fn judge(prepared: &Prepared, got: &Outputs) -> Outcome {
     let (exact, plain) = (&prepared.exact.outputs, &prepared.plain.outputs);
     let (terms, lost_digits) = (&prepared.exact.terms, lost_digits(&exact.lse));
-    let rows = RowBar::new(is_bf16, lost_digits);
+    let rows = RowTolerance::new(true, lost_digits);
     let mut worst = 0.0f32;
     for (name, got, plain, exact, terms) in [
         ("o", &got.o, &plain.o, &exact.o, &terms.o),
@@ -417,27 +399,20 @@ fn judge(prepared: &Prepared, got: &Outputs, is_bf16: bool) -> Outcome {
         worst = worst.max(rows.judge(name, got, plain, exact, terms)?);
     }
     let long = prepared.case.shape.seq_len >= 64;
-    let plain_factor = if is_bf16 { 2.0 } else { 0.0 };
-    let bar = |floor: f32, share: f32, norm: bool| Bar {
-        plain: plain_factor,
-        floor,
-        share,
+    let tolerance = |floor: f32, share: f32, norm: bool| Tolerance {
         norm: norm && long,
+        ..Tolerance::new(2.0, floor, share)
     };
     // rowsum(do * o) comes from the rounded o.
-    let gradient_share = match (is_bf16, long) {
-        (false, _) => 1e-4,
-        (true, true) => 1.0 / 256.0,
-        (true, false) => 1.0 / 128.0,
-    };
-    let lse = bar(1e-4, 1e-4, false);
+    let gradient_share = if long { 1.0 / 256.0 } else { 1.0 / 128.0 };
+    let lse = tolerance(1e-4, 1e-4, false);
     let terms = (DDELTA_TERMS + lost_digits as f32) * prepared.exact.ddelta_terms;
-    let ddelta = bar(Bar::FLOOR + terms, gradient_share, true);
-    for (name, bar, got, plain, exact) in [
+    let ddelta = tolerance(Tolerance::FLOOR + terms, gradient_share, true);
+    for (name, tolerance, got, plain, exact) in [
         ("lse", lse, &got.lse, &plain.lse, &exact.lse),
         ("ddelta", ddelta, &got.ddelta, &plain.ddelta, &exact.ddelta),
     ] {
-        worst = worst.max(bar.judge(name, got, plain, exact)?);
+        worst = worst.max(tolerance.judge(name, got, plain, exact)?);
     }
     if !got.expire.is_empty() && got.expire != exact.expire {
         return wrong("expire differs from the oracle");
@@ -477,7 +452,7 @@ mod tests {
         };
         let prepared = draw(3).prepare().expect("one document");
         let right = &prepared.exact.outputs;
-        assert_eq!(judge(&prepared, right, false), Ok(0.0));
+        assert_eq!(judge(&prepared, right), Ok(0.0));
         type Wrong = fn(&mut Outputs);
         let wrong: [(&str, Wrong); 6] = [
             ("o", |x| x.o[5] += 0.1),
@@ -494,19 +469,19 @@ mod tests {
         for (word, change) in wrong {
             let mut outputs = right.clone();
             change(&mut outputs);
-            refusal(judge(&prepared, &outputs, true), word);
+            refusal(judge(&prepared, &outputs), word);
         }
     }
 
     #[test]
-    fn plain_bf16_passes_its_own_bar() {
+    fn plain_bf16_passes_its_own_tolerance() {
         // Rounded scores alone move large ones further than a kernel may.
         let extent = Extent {
             magnitude: Some(1.0),
             ..Extent::all(10, 90, 11)
         };
         for_each_case(&extent, |prepared| {
-            let ratio = judge(prepared, &prepared.plain.outputs, true);
+            let ratio = judge(prepared, &prepared.plain.outputs);
             assert!(ratio.is_ok(), "{}: {ratio:?}", prepared.label);
             Ok(())
         })

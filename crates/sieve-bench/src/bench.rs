@@ -49,13 +49,13 @@ pub enum BenchRows {
     Step,
     /// Latent attention alone, which the standard rows end with.
     Latent,
-    /// Attention under random masks, beside dense attention.
+    /// Attention under random masks, and dense attention.
     Sparse,
-    /// Whole selectors, beside dense attention.
+    /// Whole selectors, and dense attention.
     Selectors,
     /// One new token, under each method that acts while a model writes.
     Decode,
-    /// Native sparse attention, beside dense attention.
+    /// Native sparse attention, and dense attention.
     Nsa,
     /// DMA alone, as published and in the recipes' form.
     Dma,
@@ -108,7 +108,7 @@ impl BenchSettings {
     }
 }
 
-/// What a benchmark tells while it runs.
+/// Events of a benchmark while it runs.
 #[derive(Clone, Debug)]
 pub enum BenchEvent {
     /// First, what the rows are compared with.
@@ -117,7 +117,7 @@ pub enum BenchEvent {
     Row(BenchRow),
 }
 
-/// What a benchmark leaves.
+/// Results of a benchmark.
 #[derive(Clone, Debug)]
 pub struct BenchResult {
     /// All rows, for programs.

@@ -22,7 +22,7 @@ pub struct BuildSettings {
     pub root: PathBuf,
 }
 
-/// What compiling tells while it runs.
+/// Events of compiling while it runs.
 #[derive(Clone, Debug)]
 pub enum BuildEvent {
     /// How many kernels are done, and out of how many.

@@ -6,29 +6,29 @@ use crate::emulator::Emulator;
 use crate::error::{BenchError, Result};
 use crate::extent::Extent;
 use crate::latent::{self, latent_kernels};
-use crate::place::Place;
 use crate::report::{Report, wrong};
-use crate::{biases, decode, nsa, select, selection, sparse, step};
-use burn::tensor::backend::BackendTypes;
+use crate::{biases, decode, models, nsa, select, selection, sparse, step};
+use burn::backend::Autodiff;
+use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
 use sieve_kernels::{
     Arrivals, AttentionNeeds, AttentionShape, DeviceReport, KernelFamilies, KernelPolicy, NeededKernels, NeededKeys,
     ScoreBias, SumOrder,
 };
-use sieve_ops::Cuda;
+use sieve_ops::{Cuda, TrainBackend};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::time::Instant;
 
-/// Random calls of attention in a short check.
-const SHORT_CHECK_CASES: usize = 15;
+/// Random calls of attention in a short check; a fifth as many selections and caches.
+const SHORT_CHECK_CASES: usize = 25;
 
 /// What to check.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckSettings {
-    /// Random calls of attention, once through the ops and once through the kernels' own wrappers.
+    /// Random calls of attention's launch wrappers; a fifth as many of other kernels.
     pub cases: usize,
     /// Longest usual sequence; some of DMA's are longer than 1024 in any case.
     pub longest: usize,
@@ -62,12 +62,14 @@ pub enum CheckPart {
 impl CheckPart {
     /// Every specialisation that the random calls can ask for: what to compile, on all cores, before the first of them.
     pub fn kernels(self, gpu: &DeviceReport) -> NeededKernels {
-        match self {
+        let mut list = match self {
             Self::All | Self::Attention => all_kernels(gpu),
             Self::Sparse => sparse::sparse_kernels(gpu),
             Self::Nsa => nsa::nsa_check_kernels(gpu),
             Self::Mla => latent::latent_kernels(gpu),
-        }
+        };
+        list.extend(models::needed_kernels(self, gpu));
+        list
     }
 }
 
@@ -103,16 +105,14 @@ impl Target {
     }
 }
 
-/// Compares every kernel and gradient on a device with references on the host; `tell` hears of each part that has
-/// ended.
+/// Compares every kernel, and then models, on a device with references on the host; `on_part` is called after each part.
 ///
 /// # Errors
 /// A GPU that cannot be asked; a wrong result is a row of the report.
-pub fn check(settings: &CheckSettings, target: &Target, tell: &mut dyn FnMut(CheckedPart)) -> Result<Report> {
-    let report = Report::default();
-    let mut progress = Progress { report, tell };
+pub fn check(settings: &CheckSettings, target: &Target, on_part: &mut dyn FnMut(CheckedPart)) -> Result<Report> {
+    let mut progress = Progress::new(on_part);
     match target {
-        Target::Cpu => ops::<Flex>(&mut progress, &FlexDevice, settings)?,
+        Target::Cpu => progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), settings)?,
         Target::Cuda(gpu) => on_cuda(&mut progress, gpu, settings)?,
     }
     Ok(progress.report)
@@ -146,18 +146,17 @@ pub(crate) fn portable_only(portable: bool) -> KernelPolicy {
 
 /// Compares the portable kernels, run by the CPU emulator, with references: the wrappers of attention, selection,
 /// decoding and the step, at one head width. Needs g++ and no GPU. Compiled programs stay in a folder. Returns the
-/// names of the kernels that ran, too; `tell` hears of each part that has ended.
+/// names of the kernels that ran, too; `on_part` is called after each part.
 ///
 /// # Errors
 /// A folder that cannot be written; a wrong result is a row of the report.
 pub fn check_emulated(
     settings: &CheckSettings,
     programs: &Path,
-    tell: &mut dyn FnMut(CheckedPart),
+    on_part: &mut dyn FnMut(CheckedPart),
 ) -> Result<(Report, Vec<&'static str>)> {
     let emulator = Emulator::new(programs).map_err(|e| BenchError::Refused(format!("{}: {e}", programs.display())))?;
-    let report = Report::default();
-    let mut progress = Progress { report, tell };
+    let mut progress = Progress::new(on_part);
     let extent = Extent {
         magnitude: settings.magnitude,
         ..Extent::emulated(settings.cases, settings.longest, settings.seed)
@@ -176,6 +175,9 @@ const SELECTIONS: Part = ("selectors", select::check_wrappers);
 const MASKS: Part = ("attention under masks", sparse::check_wrappers);
 const LATENT: Part = ("latent attention", latent::check_wrappers);
 const NSA: Part = ("native sparse attention", nsa::check_wrappers);
+const SELECTION: Part = ("DMA's selection", selection::check_wrappers);
+const DECODING: Part = ("decoding", decode::check_wrappers);
+const STEP: Part = ("step", step::check_wrappers);
 
 /// What every family of kernels has, after the first, which no emulator would end.
 const OF_A_FAMILY: &[Part] = &[
@@ -188,12 +190,7 @@ const OF_A_FAMILY: &[Part] = &[
 ];
 
 /// Kernels that no family but the portable one has.
-const ONLY_PORTABLE: &[Part] = &[
-    SELECTIONS,
-    ("DMA's selection", selection::check_wrappers),
-    ("decoding", decode::check_wrappers),
-    ("step", step::check_wrappers),
-];
+const ONLY_PORTABLE: &[Part] = &[SELECTIONS, SELECTION, DECODING, STEP];
 
 /// One new token: under selectors, and against caches.
 const TOKENS: &[Part] = &[
@@ -201,7 +198,7 @@ const TOKENS: &[Part] = &[
         select::check_tokens(report, device, extent);
         Ok(())
     }),
-    ("decoding", decode::check_wrappers),
+    DECODING,
 ];
 
 impl CheckPart {
@@ -241,18 +238,23 @@ impl fmt::Display for CheckedPart {
     }
 }
 
-/// Rows so far, and who is told of each part that has ended.
+/// Rows so far, and what is called after each part.
 struct Progress<'a> {
     report: Report,
-    tell: &'a mut dyn FnMut(CheckedPart),
+    on_part: &'a mut dyn FnMut(CheckedPart),
 }
 
-impl Progress<'_> {
+impl<'a> Progress<'a> {
+    fn new(on_part: &'a mut dyn FnMut(CheckedPart)) -> Self {
+        let report = Report::default();
+        Self { report, on_part }
+    }
+
     fn part(&mut self, name: String, check: impl FnOnce(&mut Report) -> Result<()>) -> Result<()> {
         let (started, before) = (Instant::now(), self.report.counts());
         check(&mut self.report)?;
         let after = self.report.counts();
-        (self.tell)(CheckedPart {
+        (self.on_part)(CheckedPart {
             name,
             cases: after[0] - before[0],
             failures: after[1] - before[1],
@@ -266,9 +268,17 @@ impl Progress<'_> {
             self.part(format!("{family}, {name}"), |report| check(report, device, extent))
         })
     }
+
+    /// Models on a backend that computes in a type.
+    fn models<B: TrainBackend>(&mut self, on: (&B::Device, DType), settings: &CheckSettings) -> Result<()> {
+        let extent = settings.extent();
+        self.part("models".to_owned(), |report| {
+            models::check::<B>(report, on, settings.part, &extent)
+        })
+    }
 }
 
-/// Both families of kernels, then the ops as models call them. A GPU that stops answering ends the check, with a row.
+/// Both families of kernels, then models. A GPU that stops answering ends the check, with a row.
 fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSettings) -> Result<()> {
     let extent = settings.extent();
     let has_own_family = (gpu.major, gpu.minor) == (9, 0) && !settings.portable;
@@ -282,8 +292,7 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
             })?;
             progress.wrappers("portable kernels", ONLY_PORTABLE, &portable, &extent)?;
             progress.part("products".to_owned(), |report| {
-                step::check_products(report, &portable, &extent);
-                step::check_fp8_products(report, &portable, &extent, (gpu.major, gpu.minor));
+                check_products(report, &portable, &extent, gpu);
                 Ok(())
             })?;
         }
@@ -296,11 +305,16 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
         })?;
     }
     if good {
-        stage(progress, "ops", |progress| {
-            ops::<Cuda>(progress, &portable.device, settings)
+        stage(progress, "models", |progress| {
+            progress.models::<Autodiff<Cuda>>((&portable.device, DType::BF16), settings)
         })?;
     }
     Ok(())
+}
+
+fn check_products(report: &mut Report, device: &Gpu, extent: &Extent, gpu: &DeviceReport) {
+    step::check_products(report, device, extent);
+    step::check_fp8_products(report, device, extent, (gpu.major, gpu.minor));
 }
 
 /// Runs a part of the check; false when it panicked, as Burn does when the GPU reports an error.
@@ -317,8 +331,8 @@ fn stage(progress: &mut Progress<'_>, name: &str, part: impl FnOnce(&mut Progres
     }
 }
 
-/// A short check of the wrappers that these rows time, on a GPU: times of wrong kernels are worth nothing. `tell` hears
-/// of it when it has ended.
+/// A short check of the wrappers that these rows time, on a GPU: times of wrong kernels are worth nothing. `on_part` is
+/// called after it.
 ///
 /// # Errors
 /// A GPU that cannot be asked; a wrong result is a row of the report.
@@ -326,75 +340,30 @@ pub fn short_check(
     gpu: &DeviceReport,
     portable: bool,
     rows: BenchRows,
-    tell: &mut dyn FnMut(CheckedPart),
+    on_part: &mut dyn FnMut(CheckedPart),
 ) -> Result<Report> {
     let device = &Gpu::new(gpu.index, portable_only(portable));
-    let report = Report::default();
-    let mut progress = Progress { report, tell };
+    let mut progress = Progress::new(on_part);
     let extent = Extent::all(SHORT_CHECK_CASES, 300, 2);
-    // Five selections and caches.
-    let others = Extent::all(25, 300, 2);
+    let parts: &[Part] = match rows {
+        BenchRows::Step => &[STEP],
+        BenchRows::Sparse | BenchRows::Selectors => &[SELECTIONS, MASKS],
+        BenchRows::Decode => TOKENS,
+        BenchRows::Nsa => &[NSA],
+        BenchRows::Latent => &[LATENT],
+        BenchRows::Scaling => &[NSA, LATENT, ATTENTION, SELECTION, DECODING],
+        BenchRows::Standard | BenchRows::Table2 | BenchRows::Dma => &[ATTENTION, SELECTION, DECODING],
+    };
     let check = |report: &mut Report| {
         if rows == BenchRows::Step {
-            step::check_wrappers(report, device, &extent)?;
-            step::check_products(report, device, &extent);
-            step::check_fp8_products(report, device, &extent, (gpu.major, gpu.minor));
-            return Ok(());
+            check_products(report, device, &extent, gpu);
         }
-        if matches!(rows, BenchRows::Sparse | BenchRows::Selectors) {
-            select::check_wrappers(report, device, &others)?;
-            return sparse::check_wrappers(report, device, &others);
-        }
-        if rows == BenchRows::Decode {
-            let mut parts = TOKENS.iter();
-            return parts.try_for_each(|(_, check)| check(report, device, &others));
-        }
-        if matches!(rows, BenchRows::Nsa | BenchRows::Scaling) {
-            nsa::check_wrappers(report, device, &others)?;
-        }
-        if matches!(rows, BenchRows::Latent | BenchRows::Scaling) {
-            latent::check_wrappers(report, device, &others)?;
-        }
-        if matches!(rows, BenchRows::Nsa | BenchRows::Latent) {
-            return Ok(());
-        }
-        attention::check_wrappers(report, device, &extent)?;
-        selection::check_wrappers(report, device, &others)?;
-        decode::check_wrappers(report, device, &others)
+        parts.iter().try_for_each(|(_, check)| check(report, device, &extent))
     };
     stage(&mut progress, "the check", |progress| {
         progress.part("check before the times".to_owned(), check)
     })?;
     Ok(progress.report)
-}
-
-/// A part's name and its check of the ops of a backend.
-type OpsPart<B> = (
-    &'static str,
-    fn(&mut Report, &<B as BackendTypes>::Device, &Extent) -> Result<()>,
-);
-
-/// The ops as models call them.
-fn ops<B: Place>(progress: &mut Progress<'_>, device: &B::Device, settings: &CheckSettings) -> Result<()> {
-    let extent = settings.extent();
-    let parts: [OpsPart<B>; 6] = [
-        (ATTENTION.0, attention::check_ops::<B>),
-        ("DMA's selection", selection::check_ops::<B>),
-        ("decoding", decode::check_ops::<B>),
-        (LATENT.0, latent::check_ops::<B>),
-        (NSA.0, nsa::check_ops::<B>),
-        ("step", step::check_ops::<B>),
-    ];
-    let asked = match settings.part {
-        CheckPart::All => &parts[..],
-        CheckPart::Sparse => &[],
-        CheckPart::Attention => &parts[..1],
-        CheckPart::Mla => &parts[3..4],
-        CheckPart::Nsa => &parts[4..5],
-    };
-    asked
-        .iter()
-        .try_for_each(|(name, check)| progress.part(format!("ops, {name}"), |report| check(report, device, &extent)))
 }
 
 /// Every specialisation that checks and benchmarks of one new token ask for.
@@ -425,20 +394,22 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     for &(head_dim, head_dim_v) in widths {
         for &group in groups {
             let shape = AttentionShape::new(1, 1, [group, 1], [head_dim, head_dim_v]);
-            for keys in [
-                NeededKeys::Neighbours,
-                NeededKeys::AllBiased,
-                NeededKeys::Chosen(ScoreBias::Exp),
-                NeededKeys::Chosen(ScoreBias::Linear),
-            ] {
-                for order in [SumOrder::Any, SumOrder::Fixed] {
-                    let needs = AttentionNeeds { shape, keys, order };
-                    list.extend(needs.kernels(&gpu.arch()));
-                }
-            }
+            let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
+            let keys = [NeededKeys::Neighbours, NeededKeys::AllBiased, exp, linear];
+            add_attention(&mut list, gpu, shape, &keys);
         }
     }
     list
+}
+
+/// Adds the specialisations of attention over these keys, in both orders of sums.
+pub(crate) fn add_attention(list: &mut NeededKernels, gpu: &DeviceReport, shape: AttentionShape, keys: &[NeededKeys]) {
+    for &keys in keys {
+        for order in [SumOrder::Any, SumOrder::Fixed] {
+            let needs = AttentionNeeds { shape, keys, order };
+            list.extend(needs.kernels(&gpu.arch()));
+        }
+    }
 }
 
 /// A report as JSON, for programs.
@@ -457,28 +428,8 @@ pub fn check_json(report: &Report, settings: &CheckSettings, target: &Target) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rayon::prelude::*;
-    use sieve_kernels::DType;
-    use sieve_kernels::{AttentionShape, CudaTensor, Hardware, KernelError, Recorder, Step};
+    use sieve_kernels::{AttentionShape, CudaTensor, DType, Hardware, KernelError, Recorder, Step};
     use std::cell::RefCell;
-
-    #[test]
-    fn the_ops_of_the_cpu_pass() {
-        let all = Extent::all;
-        // The last number: rows at least.
-        let parts: [(OpsPart<Flex>, Extent, usize); 4] = [
-            ((ATTENTION.0, attention::check_ops::<Flex>), all(12, 70, 5), 5),
-            ((LATENT.0, latent::check_ops::<Flex>), all(20, 70, 5), 2),
-            ((NSA.0, nsa::check_ops::<Flex>), all(3, 90, 1), 20),
-            (("step", step::check_ops::<Flex>), all(1, 1, 7), 9),
-        ];
-        parts.into_par_iter().for_each(|((name, check), extent, least_rows)| {
-            let mut report = Report::default();
-            check(&mut report, &FlexDevice, &extent).expect("cases");
-            assert_eq!(report.failed(), 0, "{name}: {report}");
-            assert!(report.rows().len() >= least_rows, "{name}: {report}");
-        });
-    }
 
     /// A GPU that computes nothing but zeros, and notes the kernels that it is asked for.
     struct Noted {
@@ -548,12 +499,9 @@ mod tests {
                 kernels: RefCell::new(compiled),
                 policy: KernelPolicy::default(),
             };
-            let mut told = Vec::new();
-            let mut tell = |part: CheckedPart| told.push(part.cases);
-            let mut progress = Progress {
-                report: Report::default(),
-                tell: &mut tell,
-            };
+            let mut counted = Vec::new();
+            let mut on_part = |part: CheckedPart| counted.push(part.cases);
+            let mut progress = Progress::new(&mut on_part);
             // Operands and references of these two take the host most of a minute.
             let is_quick = |(name, _): &&Part| !["step", "large biases"].contains(name);
             let parts: Vec<Part> = parts.iter().filter(is_quick).copied().collect();
@@ -562,8 +510,8 @@ mod tests {
             device.note();
             let kernels = &device.kernels.borrow().kernels[ahead..];
             assert!(kernels.is_empty(), "{kernels:#?}");
-            assert_eq!(told.len(), parts.len());
-            assert!(told.iter().all(|&cases| cases > 0), "{told:?}");
+            assert_eq!(counted.len(), parts.len());
+            assert!(counted.iter().all(|&cases| cases > 0), "{counted:?}");
         }
     }
 

@@ -2,16 +2,15 @@
 mod branches;
 mod caches;
 
-use crate::bar::{RowBar, lost_digits};
 use crate::case::{Case, Cuts, Keys};
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device::OnDevice;
-use crate::place::{self, Place};
 use crate::reference::attention;
-use crate::report::{Outcome, PathWatch, Report, Wrong};
+use crate::report::{Outcome, Report, Wrong};
 use crate::scores::Scores;
+use crate::tolerance::{RowTolerance, lost_digits};
 use sieve_cpu::reference::Rounding;
 use sieve_kernels::AttentionShape;
 use sieve_testing::Random;
@@ -51,33 +50,11 @@ fn name(keys: Keys) -> String {
     format!("{kernel}{}", keys.suffix())
 }
 
-pub(super) fn judge(case: &Case, o: &[f32], is_bf16: bool) -> Outcome {
+pub(super) fn judge(case: &Case, o: &[f32]) -> Outcome {
     let [exact, plain] = [Rounding::None, Rounding::Bf16].map(|rounding| attention(case, rounding));
     let lost_digits = lost_digits(&exact.outputs.lse);
     let (plain, exact, terms) = (&plain.outputs.o, &exact.outputs.o, &exact.terms.o);
-    RowBar::new(is_bf16, lost_digits).judge("o", o, plain, exact, terms)
-}
-
-/// The ops of `B`.
-pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) -> Result<()> {
-    for case in cases(extent) {
-        let (case, label) = case?;
-        let mut check = |name: String, run: fn(&Case, &B::Device) -> Vec<f32>| {
-            let watch = PathWatch::start(B::IS_CUDA);
-            let o = run(&case, device);
-            report.add_call(&name, &watch.path(), B::KERNEL, &label, || judge(&case, &o, B::IS_CUDA));
-        };
-        let name = format!("op {}", name(case.keys));
-        match case.keys {
-            Keys::Chosen(_) => check(name, place::dma_decode::<B>),
-            _ => {
-                let cached = name.replace("decode", "cached decode");
-                check(cached, place::cached_attention::<B>);
-                check(name, place::decode::<B>);
-            }
-        }
-    }
-    Ok(())
+    RowTolerance::new(true, lost_digits).judge("o", o, plain, exact, terms)
 }
 
 /// The launch wrappers, with the token's key written into the cache by the kernel.
@@ -90,7 +67,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             _ => call.decode(),
         };
         let (path, outcome) = match o {
-            Ok(o) => ("kernel", judge(&case, &o, true)),
+            Ok(o) => ("kernel", judge(&case, &o)),
             Err(error) => ("refused", Err(Wrong::from(error))),
         };
         report.add(&name(case.keys), path, &label, outcome);

@@ -1,6 +1,5 @@
 //! Where the wrappers' tensors live: a GPU, or the CPU emulator.
-use crate::place;
-use crate::shape::{keys_of, queries_of, values_of};
+use crate::shape::{keys_of, packed_of, queries_of, values_of};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_cuda::CudaDevice;
 use sieve_core::{KeyMask, MaskError};
@@ -124,7 +123,23 @@ impl Device for Gpu {
     }
 
     fn poison(&self, shape: AttentionShape) {
-        place::poison::<Cuda>(shape, &self.device);
+        // Memory of these sizes, filled and freed: the pool hands it to the call.
+        let held: Vec<Tensor<Cuda, 1>> = [
+            (&queries_of(shape)[..], DType::BF16),
+            (&shape.output(), DType::BF16),
+            (&packed_of(shape), DType::BF16),
+            (&keys_of(shape), DType::BF16),
+            (&shape.lse(), DType::F32),
+            (&shape.per_key(), DType::F32),
+        ]
+        .into_iter()
+        .flat_map(|sizes| [sizes; 2])
+        .map(|(sizes, dtype)| {
+            let size = [sizes.iter().product::<usize>()];
+            Tensor::full(size, f32::NAN, (&self.device, burn_dtype(dtype)))
+        })
+        .collect();
+        drop(held);
     }
 
     fn floats(&self, tensor: &CudaTensor) -> Result<Vec<f32>, KernelError> {

@@ -1,25 +1,25 @@
-//! Latent attention from the projections on: packing, attention, all gradients, through the ops and the launch
-//! wrappers.
+//! Latent attention from the projections on: packing, attention, all gradients, through the launch wrappers.
 mod decode;
 
-use crate::bar::{Bar, Results, RowBar, lost_digits};
 use crate::case::{Case, Cuts, Keys};
+use crate::check::add_attention;
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device;
-use crate::place::{self, Place, float};
-use crate::report::{Outcome, PathWatch, Report, wrong};
+use crate::report::{Outcome, Report, wrong};
 use crate::scores::Scores;
+use crate::tensors::{Computes, cast, floats};
+use crate::tolerance::{Results, RowTolerance, Tolerance, lost_digits};
 use burn::tensor::DType;
+use burn::tensor::Tensor;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_cpu::reference::{AttentionCall, Heads, Rounding, Terms};
 use sieve_cpu::{Documents, Mask};
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError, KernelPolicy, MlaNorm,
-    MlaPack, NeededKernels, NeededKeys, SumOrder,
+    AttentionGradients, AttentionShape, CudaTensor, DeviceReport, KernelError, KernelPolicy, MlaNorm, MlaPack,
+    NeededKernels, NeededKeys, SumOrder,
 };
 use sieve_ops::{DeviceBackend, MlaCall, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
@@ -27,7 +27,7 @@ use sieve_testing::{Random, round_bf16};
 /// Widths of the part without rotation and of the rotated one.
 const WIDTHS: &[[usize; 2]] = &[[128, 64], [128, 64], [64, 32], [96, 48], [32, 16], [16, 16]];
 
-/// Width of the latent beside which `k_rope` lies; NaN here, for nobody may read it.
+/// Width of the latent that lies before `k_rope` in memory; NaN here, since no kernel may read it.
 const RANK: usize = 24;
 
 /// Base of the rotation's frequencies.
@@ -184,7 +184,7 @@ impl Call {
     /// Queries, keys and values as attention takes them, the heads of each side by side.
     fn packed(&self) -> Vec<f32> {
         let (inputs, call) = self.inputs_on::<Flex>(&FlexDevice, DType::F32);
-        place::floats::<Flex, 3>(reference::mla_pack::<Flex>(inputs, call).0)
+        floats::<Flex, 3>(reference::mla_pack::<Flex>(inputs, call).0)
     }
 
     /// Forward and backward pass on a backend. The CPU has kernels in f32 alone: in f64 and in bf16 its ops are the
@@ -202,19 +202,20 @@ impl Call {
         let output = B::mla_attention(packed.clone(), &attention);
         let d_packed = B::mla_attention_backward(packed, &attention, output.clone(), d_o);
         let (gradients, weights) = B::mla_pack_backward(call, normed, d_packed);
-        let [dq, dkv, dk_rope] = gradients.map(place::floats::<B, 3>);
+        let [dq, dkv, dk_rope] = gradients.map(floats::<B, 3>);
         let mut results = vec![
-            ("o", place::floats::<B, 4>(output.o)),
-            ("lse", place::floats::<B, 3>(output.lse)),
+            ("o", floats::<B, 4>(output.o)),
+            ("lse", floats::<B, 3>(output.lse)),
             ("dq", dq),
             ("dkv", dkv),
             ("dk_rope", dk_rope),
         ];
         if let (Some(keys), Some(weights)) = (keys, weights) {
-            results.extend(NORM_RESULTS.into_iter().zip(norm_results(
-                keys.map(place::floats::<B, 3>),
-                weights.map(place::floats::<B, 1>),
-            )));
+            results.extend(
+                NORM_RESULTS
+                    .into_iter()
+                    .zip(norm_results(keys.map(floats::<B, 3>), weights.map(floats::<B, 1>))),
+            );
         }
         results
     }
@@ -222,7 +223,7 @@ impl Call {
     /// The launch wrappers, each operand with NaN between its rows.
     fn wrappers(&self, device: &dyn Device, order: SumOrder) -> Result<Results, KernelError> {
         let [batch, seq_len] = self.rows();
-        let beside = |values: &[f32], before: usize, width: usize, after: usize| {
+        let with_gaps = |values: &[f32], before: usize, width: usize, after: usize| {
             let pitch = before + width + after;
             let mut all = vec![f32::NAN; batch * seq_len * pitch];
             for (row, values) in all.chunks_exact_mut(pitch).zip(values.chunks_exact(width)) {
@@ -234,9 +235,9 @@ impl Call {
         };
         let [q, kv, k_rope] = self.widths();
         let inputs = [
-            beside(&self.case.q, 0, q, 24)?,
-            beside(&self.kv, 8, kv, 0)?,
-            beside(&self.k_rope, RANK, k_rope, 0)?,
+            with_gaps(&self.case.q, 0, q, 24)?,
+            with_gaps(&self.kv, 8, kv, 0)?,
+            with_gaps(&self.k_rope, RANK, k_rope, 0)?,
         ];
         let rope = RotaryEmbedding::<Flex>::new(self.spec.rope_dim, seq_len, ROPE_THETA.into(), &FlexDevice);
         let table = |table: Tensor<Flex, 2>| {
@@ -376,7 +377,7 @@ fn norm_gain(row: &[f32], weight: &[f32]) -> f64 {
     f64::from(largest) / (mean_square + f64::from(EPSILON)).sqrt()
 }
 
-/// What a call with norms gives besides.
+/// Further results of a call with norms.
 const NORM_RESULTS: [&str; 4] = ["rotated_keys", "key_scale", "dq_weight", "dk_weight"];
 
 /// In the order of [`NORM_RESULTS`].
@@ -399,17 +400,17 @@ impl Written {
     }
 
     /// Outputs and gradients of the ops of a backend.
-    pub(crate) fn run<B: Place>(&self, device: &B::Device) -> Results {
+    pub(crate) fn run<B: Computes>(&self, device: &B::Device) -> Results {
         self.0.on::<B>(device, B::DTYPE)
     }
 }
 
-/// What a call should give, and what tells how far from it a result may be.
+/// Exact results of a call, and what its tolerance is made of.
 struct Expected {
     exact: Results,
     plain: Results,
     terms: [(&'static str, Vec<f64>); 4],
-    /// See [`RowBar::of_a_row`].
+    /// See [`RowTolerance::of_a_row`].
     of_a_row: f64,
 }
 
@@ -429,10 +430,10 @@ impl Expected {
         let lost_digits = exact_lse.map_or(0.0, |(_, lse)| lost_digits(lse));
         // The plain operations compute in f32 and round what they store, as the kernels do: large logits, whose rounded
         // queries and keys cost a great deal, cost both the same.
-        let rows = RowBar {
+        let rows = RowTolerance {
             most_of_plain: f64::INFINITY,
             of_a_row: if is_bf16 { self.of_a_row } else { 0.0 },
-            ..RowBar::new(is_bf16, lost_digits)
+            ..RowTolerance::new(is_bf16, lost_digits)
         };
         let mut worst = 0.0f32;
         for (((name, own), (_, plain)), (_, exact)) in own.iter().zip(&self.plain).zip(&self.exact) {
@@ -443,25 +444,13 @@ impl Expected {
                         "lse" | "key_scale" => [1e-4; 2],
                         _ => [1.0 / 128.0, 1e-4 + lost_digits as f32],
                     };
-                    Bar::of(is_bf16, Bar::FLOOR, shares).judge(name, own, plain, exact)?
+                    Tolerance::of(is_bf16, Tolerance::FLOOR, shares).judge(name, own, plain, exact)?
                 }
             };
             worst = worst.max(ratio);
         }
         Ok(worst)
     }
-}
-
-/// A contiguous tensor of a type.
-pub(crate) fn cast<B: DeviceBackend, const D: usize>(
-    values: &[f32],
-    shape: [usize; D],
-    dtype: DType,
-    device: &B::Device,
-) -> FloatTensor<B> {
-    let x = TensorPrimitive::Float(float::<B, D>(values, shape, device));
-    let x = Tensor::<B, D>::from_primitive(x).cast(dtype);
-    x.into_primitive().tensor()
 }
 
 fn draws(extent: &Extent) -> impl Iterator<Item = Result<Call>> {
@@ -475,12 +464,8 @@ pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
     let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     let mut list = NeededKernels::default();
     for &[head_dim, rope_dim] in WIDTHS {
-        for order in [SumOrder::Any, SumOrder::Fixed] {
-            let shape = AttentionShape::new(1, 1, [1, 1], [head_dim + rope_dim, head_dim]);
-            let keys = NeededKeys::Neighbours;
-            let needs = AttentionNeeds { shape, keys, order };
-            list.extend(needs.kernels(&gpu.arch()));
-        }
+        let shape = AttentionShape::new(1, 1, [1, 1], [head_dim + rope_dim, head_dim]);
+        add_attention(&mut list, gpu, shape, &[NeededKeys::Neighbours]);
         for norm_dim in [0, head_dim + rope_dim] {
             list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim, norm_dim));
         }
@@ -522,26 +507,11 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     Ok(())
 }
 
-/// The ops as models call them.
-pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) -> Result<()> {
-    decode::check_ops::<B>(report, device, extent);
-    for call in draws(extent) {
-        let call = call?;
-        place::poison::<B>(call.case.shape, device);
-        let watch = PathWatch::start(B::IS_CUDA);
-        let own = call.on::<B>(device, B::DTYPE);
-        report.add_call("op mla", &watch.path(), B::KERNEL, &call.label, || {
-            Expected::of(&call).judge(&own, B::IS_CUDA)
-        });
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Why the bar of f32 paths knows how large logits are: plain f32 operations lose more in peaked calls than the
+    /// Why the tolerance of f32 paths knows how large logits are: plain f32 operations lose more in peaked calls than the
     /// share that other calls may lose, and less than what is allowed.
     #[test]
     fn plain_f32_operations_lose_digits_of_large_logits() {
@@ -554,7 +524,7 @@ mod tests {
             let expected = Expected::of(&call);
             let exact = &expected.exact;
             let plain = call.on::<Flex>(&FlexDevice, DType::F32);
-            expected.judge(&plain, false).expect("within the bar");
+            expected.judge(&plain, false).expect("within the tolerance");
             let lost = &mut lost[usize::from(call.label.contains("Peaked"))];
             for ((_, plain), (_, exact)) in plain.iter().zip(exact).skip(2) {
                 let largest = exact.iter().fold(1.0f32, |most, x| most.max(x.abs()));

@@ -1,7 +1,7 @@
 //! The proving ground of the kernels: cases, references, tolerances and clocks behind `sieve kernels`.
 //!
 //! A check draws cases from a seed, computes each on the host as a definition would ([`Report`] says how far the
-//! kernel's result is from it, beside the error of a plain bf16 computation), and names the path that every call
+//! kernel's result is from it, and how far a plain bf16 computation is), and names the path that every call
 //! took. A benchmark times the same calls on the GPU's own clock. Nothing here prints: callers get reports and
 //! events.
 
@@ -14,20 +14,21 @@ mod case;
 mod extent;
 mod outputs;
 mod strided;
+mod tensors;
 
-mod bar;
 mod reference;
 mod report;
+mod tolerance;
 
 mod device;
 mod emulator;
 mod on_device;
-mod place;
 
 mod attention;
 mod biases;
 mod decode;
 mod latent;
+mod models;
 mod nsa;
 mod select;
 mod selection;

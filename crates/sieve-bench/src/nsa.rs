@@ -1,29 +1,27 @@
-//! Native sparse attention's ops against their definition in f64, beside a plain computation in bf16.
+//! Native sparse attention's kernels against their definition in f64, and a plain computation in bf16.
 mod expected;
 
 use crate::attention::{ORDERS, repeat};
-use crate::bar::Results;
 use crate::case::{Case, Cuts, Keys, magnify};
+use crate::check::add_attention;
 use crate::device::{self, Device};
 use crate::error::Result;
 use crate::extent::Extent;
-use crate::latent::cast;
-use crate::place::{Place, floats, indices};
-use crate::report::{Outcome, PathWatch, Report, Wrong, wrong};
+use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::scores::Scores;
 use crate::shape::{keys_of, packed_of};
 use crate::strided::{Layout, packed};
+use crate::tensors::{cast, floats, indices};
+use crate::tolerance::Results;
 use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
 use expected::Expected;
 use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks};
 use sieve_cpu::nsa::overlap_weight;
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, IndexGradient, KernelError,
-    KeySource, NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
-    nsa_mean_pool_backward,
+    AttentionGradients, AttentionShape, CudaTensor, DeviceReport, IndexGradient, KernelError, KeySource, NeededKernels,
+    NeededKeys, Qkv, SumOrder, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
 };
 use sieve_ops::{AttentionSpec, ChoiceCall, DeviceBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
@@ -106,7 +104,7 @@ impl Inputs {
         Ok((inputs, label))
     }
 
-    /// Everything beside the queries, keys and values of a case.
+    /// A case and the operands that NSA has besides.
     fn of(case: Case, blocks: NsaBlocks, random: &mut Random) -> Self {
         let (shape, size) = (case.shape, blocks.compress_block_size);
         let head_dim = shape.head_dim;
@@ -149,12 +147,12 @@ impl Inputs {
         }
     }
 
-    fn call<B: DeviceBackend>(&self, device: &B::Device) -> NsaCall<B> {
+    fn call(&self) -> NsaCall<Flex> {
         let spec = AttentionSpec {
             softmax_scale: 1.0 / (self.case.shape.head_dim as f64).sqrt(),
             ..self.case.spec(None)
         };
-        NsaCall::new(&self.case.documents::<B>(device), spec, self.blocks)
+        NsaCall::new(&self.case.documents::<Flex>(&FlexDevice), spec, self.blocks)
     }
 
     /// The choices of InfLLM-V2, MoBA and MSA by the same pooled keys, by a mean of each block, or by each token's key.
@@ -189,19 +187,22 @@ impl Inputs {
         ]
     }
 
-    /// These choices on a backend.
-    fn chosen_by<B: Place>(&self, device: &B::Device) -> Vec<(&'static str, Vec<i32>)> {
-        let (shape, NsaCall { documents, spec, .. }) = (self.case.shape, self.call::<B>(device));
-        let qkv = typed::<B, 4>(&self.qkv, packed_of(shape), device);
+    /// These choices by the CPU.
+    fn chosen_by_cpu(&self) -> Vec<(&'static str, Vec<i32>)> {
+        let (shape, NsaCall { documents, spec, .. }) = (self.case.shape, self.call());
+        let qkv = cast::<Flex, 4>(&self.qkv, packed_of(shape), DType::F32, &FlexDevice);
         let of = |(name, choice, pooled): (&'static str, BlockChoice, &[f32])| {
             let rows = pooled.len() / 2 / shape.head_dim;
-            let pooled = typed::<B, 3>(pooled, [2, rows, shape.head_dim], device);
+            let pooled = cast::<Flex, 3>(pooled, [2, rows, shape.head_dim], DType::F32, &FlexDevice);
             let call = ChoiceCall {
                 documents: documents.clone(),
                 spec,
                 choice,
             };
-            (name, indices::<B, 4>(B::choose_key_blocks(qkv.clone(), pooled, &call)))
+            (
+                name,
+                indices::<Flex, 4>(Flex::choose_key_blocks(qkv.clone(), pooled, &call)),
+            )
         };
         self.choices().map(of).into()
     }
@@ -234,12 +235,12 @@ impl Inputs {
         batch * self.blocks.num_slots(seq_len) * kv_heads
     }
 
-    /// The packed tensor and the compressed blocks.
-    fn coarse<B: Place>(&self, device: &B::Device) -> [FloatTensor<B>; 2] {
+    /// The packed tensor and the compressed blocks on the CPU.
+    fn coarse(&self, dtype: DType) -> [FloatTensor<Flex>; 2] {
         let (packed, d) = (packed_of(self.case.shape), self.case.shape.head_dim);
         [
-            typed::<B, 4>(&self.qkv, packed, device),
-            typed::<B, 3>(&self.compressed, [2, self.rows(), d], device),
+            cast::<Flex, 4>(&self.qkv, packed, dtype, &FlexDevice),
+            cast::<Flex, 3>(&self.compressed, [2, self.rows(), d], dtype, &FlexDevice),
         ]
     }
 
@@ -256,7 +257,7 @@ impl Inputs {
     }
 }
 
-/// What the ops return, the blocks that the compressed branch chose, and those that other rules choose.
+/// What the kernels return, the blocks that the compressed branch chose, and those that other rules choose.
 struct Found {
     outputs: Results,
     chosen: Vec<i32>,
@@ -266,91 +267,51 @@ struct Found {
 /// Names of the gradients of the gates' branches.
 const GATED: [&str; 3] = ["gates dcompressed", "gates dselected", "gates dwindow"];
 
-/// A contiguous tensor of the type that the backend's attention takes.
-pub(crate) fn typed<B: Place, const D: usize>(values: &[f32], shape: [usize; D], device: &B::Device) -> FloatTensor<B> {
-    cast::<B, D>(values, shape, B::DTYPE, device)
-}
-
 /// The blocks that the CPU chooses.
 fn choice(inputs: &Inputs) -> Vec<i32> {
-    let [qkv, compressed] = inputs.coarse::<Flex>(&FlexDevice);
-    let coarse = Flex::nsa_compressed_attention(qkv, compressed, &inputs.call(&FlexDevice));
+    let [qkv, compressed] = inputs.coarse(DType::F32);
+    let coarse = Flex::nsa_compressed_attention(qkv, compressed, &inputs.call());
     indices::<Flex, 4>(coarse.block_indices)
 }
 
 /// The ops without a softmax, and their gradients: blocks, means and gates.
-fn linear_ops<B: DeviceBackend>(inputs: &Inputs, dtype: DType, device: &B::Device) -> Results {
+fn linear_ops(inputs: &Inputs, dtype: DType) -> Results {
     let Case { shape, d_o, .. } = &inputs.case;
-    let (dims, output, call) = (packed_of(*shape), shape.output(), inputs.call::<B>(device));
+    let (dims, output, call) = (packed_of(*shape), shape.output(), inputs.call());
     let [batch, seq_len, num_heads, d] = output;
     let size = inputs.blocks.compress_block_size;
-    let qkv = cast::<B, 4>(&inputs.qkv, dims, dtype, device);
-    let compressed = cast::<B, 3>(&inputs.compressed, [2, inputs.rows(), d], dtype, device);
-    let d_o = cast::<B, 4>(d_o, output, dtype, device);
+    let [qkv, compressed] = inputs.coarse(dtype);
+    let d_o = cast::<Flex, 4>(d_o, output, dtype, &FlexDevice);
     let positions = inputs.positions.each_ref();
-    let positions = positions.map(|x| cast::<B, 2>(x, [size, d], dtype, device));
-    let d_blocks = cast::<B, 3>(&inputs.d_blocks, [2, inputs.rows(), size * d], dtype, device);
+    let positions = positions.map(|x| cast::<Flex, 2>(x, [size, d], dtype, &FlexDevice));
+    let d_blocks = cast::<Flex, 3>(&inputs.d_blocks, [2, inputs.rows(), size * d], dtype, &FlexDevice);
     let mut outputs = Vec::new();
     let mut add = |name, values| outputs.push((name, values));
 
-    let blocks = B::nsa_blocks(qkv.clone(), positions, &call);
-    add("blocks", floats::<B, 3>(blocks));
-    let [dqkv, dk, dv] = B::nsa_blocks_backward(dims, &call, d_blocks);
-    add("blocks dqkv", floats::<B, 4>(dqkv));
-    add("k_positions", floats::<B, 2>(dk));
-    add("v_positions", floats::<B, 2>(dv));
-    add("mean pool", floats::<B, 3>(B::nsa_mean_pool(qkv, &call)));
-    let dqkv = B::nsa_mean_pool_backward(dims, &call, compressed);
-    add("mean pool dqkv", floats::<B, 4>(dqkv));
+    let blocks = Flex::nsa_blocks(qkv.clone(), positions, &call);
+    add("blocks", floats::<Flex, 3>(blocks));
+    let [dqkv, dk, dv] = Flex::nsa_blocks_backward(dims, &call, d_blocks);
+    add("blocks dqkv", floats::<Flex, 4>(dqkv));
+    add("k_positions", floats::<Flex, 2>(dk));
+    add("v_positions", floats::<Flex, 2>(dv));
+    add("mean pool", floats::<Flex, 3>(Flex::nsa_mean_pool(qkv, &call)));
+    let dqkv = Flex::nsa_mean_pool_backward(dims, &call, compressed);
+    add("mean pool dqkv", floats::<Flex, 4>(dqkv));
 
     let branches = inputs.branches.each_ref();
-    let branches = branches.map(|x| cast::<B, 4>(x, output, dtype, device));
+    let branches = branches.map(|x| cast::<Flex, 4>(x, output, dtype, &FlexDevice));
     let gates = num_heads * 3;
-    let logits = cast::<B, 3>(&inputs.logits, [batch, seq_len, gates], dtype, device);
-    let bias = cast::<B, 1>(&inputs.bias, [gates], dtype, device);
-    let o = B::nsa_gates(branches.clone(), logits.clone(), bias.clone());
-    add("gates o", floats::<B, 4>(o));
-    let [a, b, c, d_logits, d_bias] = B::nsa_gates_backward(branches, logits, bias, d_o);
+    let logits = cast::<Flex, 3>(&inputs.logits, [batch, seq_len, gates], dtype, &FlexDevice);
+    let bias = cast::<Flex, 1>(&inputs.bias, [gates], dtype, &FlexDevice);
+    let o = Flex::nsa_gates(branches.clone(), logits.clone(), bias.clone());
+    add("gates o", floats::<Flex, 4>(o));
+    let [a, b, c, d_logits, d_bias] = Flex::nsa_gates_backward(branches, logits, bias, d_o);
     for (name, branch) in GATED.into_iter().zip([a, b, c]) {
-        add(name, floats::<B, 4>(branch));
+        add(name, floats::<Flex, 4>(branch));
     }
-    add("gates dlogits", floats::<B, 3>(d_logits));
-    add("gates dbias", floats::<B, 1>(d_bias));
+    add("gates dlogits", floats::<Flex, 3>(d_logits));
+    add("gates dbias", floats::<Flex, 1>(d_bias));
     outputs
-}
-
-/// Every op and its gradients; the selected branch reads the blocks of `inputs`.
-fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Found {
-    let Case { shape, d_o, .. } = &inputs.case;
-    let (dims, output, call) = (packed_of(*shape), shape.output(), inputs.call::<B>(device));
-    let [batch, seq_len, ..] = output;
-    let [qkv, compressed] = inputs.coarse::<B>(device);
-    let d_o = typed::<B, 4>(d_o, output, device);
-    let mut outputs = linear_ops::<B>(inputs, B::DTYPE, device);
-    let mut add = |name, values| outputs.push((name, values));
-
-    let coarse = B::nsa_compressed_attention(qkv.clone(), compressed.clone(), &call);
-    let chosen = indices::<B, 4>(coarse.block_indices);
-    add("compressed o", floats::<B, 4>(coarse.output.o.clone()));
-    add("compressed lse", floats::<B, 3>(coarse.output.lse.clone()));
-    let [dqkv, d_compressed] = B::nsa_compressed_attention_backward(qkv, compressed, &call, coarse.output, d_o.clone());
-    add("compressed dqkv", floats::<B, 4>(dqkv));
-    add("dcompressed", floats::<B, 3>(d_compressed));
-
-    let count = inputs.blocks.num_selected_blocks;
-    let data = TensorData::new(inputs.chosen.clone(), [batch, seq_len, shape.num_kv_heads, count]);
-    let given = Tensor::<B, 4, Int>::from_data(data, device).into_primitive();
-    let qkv = typed::<B, 4>(&inputs.selected_qkv(), dims, device);
-    let selected = B::nsa_selected_attention(qkv.clone(), given.clone(), &call);
-    add("selected o", floats::<B, 4>(selected.output.o.clone()));
-    add("selected lse", floats::<B, 3>(selected.output.lse.clone()));
-    let dqkv = B::nsa_selected_attention_backward(qkv, given, &call, selected, d_o);
-    add("selected dqkv", floats::<B, 4>(dqkv));
-    Found {
-        outputs,
-        chosen,
-        chosen_by: inputs.chosen_by::<B>(device),
-    }
 }
 
 /// The queries whose choice differs, as a share of what may. A query does not count if each choice has as many blocks
@@ -428,7 +389,7 @@ impl Inputs {
     }
 }
 
-/// The same through the launch wrappers.
+/// Every kernel and its gradients; the selected branch reads the blocks of `inputs`.
 fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError> {
     let Case {
         shape,
@@ -551,14 +512,14 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
 }
 
 /// The largest errors of a run, by output.
-fn judge(found: &Found, expected: &Expected, inputs: &Inputs, is_bf16: bool) -> Vec<(&'static str, Outcome)> {
+fn judge(found: &Found, expected: &Expected, inputs: &Inputs) -> Vec<(&'static str, Outcome)> {
     let mut outcomes: Vec<_> = found
         .outputs
         .iter()
         .map(|(name, values)| {
             // Further runs have the expectation of the first.
             let of = name.split(',').next().unwrap_or_default();
-            (*name, expected.judge(of, values, is_bf16))
+            (*name, expected.judge(of, values))
         })
         .collect();
     let count = inputs.blocks.num_selected_blocks;
@@ -568,7 +529,7 @@ fn judge(found: &Found, expected: &Expected, inputs: &Inputs, is_bf16: bool) -> 
         expected.chosen.clone(),
         ChoiceRule::WeightedProbability,
     );
-    let others = found.chosen_by.iter().zip(inputs.chosen_by::<Flex>(&FlexDevice));
+    let others = found.chosen_by.iter().zip(inputs.chosen_by_cpu());
     let others = others.zip(inputs.choices());
     let others = others.map(|(((name, found), (_, expected)), (_, choice, _))| (*name, found, expected, choice.rule));
     for (name, found, expected, rule) in std::iter::once(of_nsa).chain(others) {
@@ -600,13 +561,8 @@ pub(crate) fn nsa_check_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::default();
     for head_dim in [64, 128] {
         for group in GROUPS {
-            for order in [SumOrder::Any, SumOrder::Fixed] {
-                let shape = AttentionShape::new(1, 1, [group, 1], [head_dim, head_dim]);
-                for keys in [NeededKeys::Blocks, NeededKeys::Neighbours] {
-                    let needs = AttentionNeeds { shape, keys, order };
-                    list.extend(needs.kernels(&gpu.arch()));
-                }
-            }
+            let shape = AttentionShape::new(1, 1, [group, 1], [head_dim, head_dim]);
+            add_attention(&mut list, gpu, shape, &[NeededKeys::Blocks, NeededKeys::Neighbours]);
         }
     }
     list
@@ -619,7 +575,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         match on_device(&inputs, device) {
             Ok(found) => {
                 let path = inputs.family(device);
-                for (name, outcome) in judge(&found, &expected, &inputs, true) {
+                for (name, outcome) in judge(&found, &expected, &inputs) {
                     report.add(&format!("nsa {name}"), path, &label, outcome);
                 }
             }
@@ -693,21 +649,6 @@ fn repeated(inputs: &Inputs, device: &dyn Device) -> Outcome {
     let pairs = gradients(SumOrder::Any)?.into_iter().zip(gradients(SumOrder::Fixed)?);
     let errors = pairs.map(|(any, fixed)| ORDERS.judge("a gradient in any order", &any, &fixed, &fixed));
     errors.reduce(|a, b| Ok(a?.max(b?))).unwrap_or(Ok(0.0))
-}
-
-/// The ops of `B`.
-pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) -> Result<()> {
-    for case in cases(extent) {
-        let (inputs, expected, label) = case?;
-        let watch = PathWatch::start(B::IS_CUDA);
-        let found = run::<B>(&inputs, device);
-        let path = watch.path();
-        for (name, outcome) in judge(&found, &expected, &inputs, B::IS_CUDA) {
-            let name = format!("op nsa {name}");
-            report.add_call(&name, &path, B::KERNEL, &label, || outcome);
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

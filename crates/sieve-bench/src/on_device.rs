@@ -1,49 +1,15 @@
-//! Calls of the launch wrappers themselves, on a GPU or on the emulator: separate q, k and v, gradients into buffers
-//! full of NaN, both orders of sums.
+//! Calls of the launch wrappers on a GPU or on the emulator: q, k and v apart or packed in any layout, gradients into
+//! buffers full of NaN, both orders of sums.
 use crate::bench::Inputs;
 use crate::case::{Case, Keys};
-use crate::device::{self, Device, Gpu, separate};
+use crate::device::{self, Device, separate};
 use crate::outputs::Outputs;
-use crate::place::{Place, by_token};
-use crate::strided::Strided;
-use burn::tensor::DType;
-use burn::tensor::ops::FloatTensor;
-use burn_cuda::CudaDevice;
+use crate::strided::{Layout, packed};
 use sieve_core::KeepOLow;
 use sieve_kernels::{
-    AttentionResult, AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KernelPolicy,
-    KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection, SumOrder, ToBurn,
+    AttentionResult, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KeyLists,
+    KeySource, KvCache, Qkv, ScoreBias, Selection, SumOrder,
 };
-use sieve_ops::Cuda;
-
-impl Place for Cuda {
-    const DTYPE: DType = DType::BF16;
-    const IS_CUDA: bool = true;
-    const KERNEL: &'static str = "kernel";
-
-    fn family(case: &Case, device: &CudaDevice) -> &'static str {
-        // The ops pad values to the width of keys.
-        let mut case = case.clone();
-        case.shape.head_dim_v = case.shape.head_dim;
-        family(
-            &case,
-            &Gpu {
-                device: device.clone(),
-                policy: case.policy,
-            },
-        )
-    }
-
-    fn strided(values: &Strided, device: &CudaDevice) -> FloatTensor<Self> {
-        let gpu = Gpu {
-            device: device.clone(),
-            policy: KernelPolicy::default(),
-        };
-        let buffer = gpu.float(&values.buffer, &[values.buffer.len()], sieve_kernels::DType::BF16);
-        let view = buffer.view("view", "x", &values.shape, &values.strides);
-        view.expect("the buffer was made for these strides").burn()
-    }
-}
 
 /// The family of attention kernels that a call of the wrappers takes, in words.
 pub(crate) fn family(case: &Case, device: &dyn Device) -> &'static str {
@@ -68,18 +34,32 @@ pub(crate) struct OnDevice<'a> {
 impl<'a> OnDevice<'a> {
     /// Uploads a case as separate contiguous tensors.
     pub(crate) fn new(case: &'a Case, device: &'a dyn Device) -> Self {
+        Self::laid_out(case, Layout::Contiguous, device)
+    }
+
+    /// Uploads a case: as separate tensors, or packed in any other layout where keys and values have one width.
+    pub(crate) fn laid_out(case: &'a Case, layout: Layout, device: &'a dyn Device) -> Self {
         let (shape, rows) = (case.shape, [case.shape.batch, case.shape.seq_len]);
         let per_key = |values: &[f32]| {
             let zeros = vec![0.0; case.expire.len()];
             let values = if values.is_empty() { &zeros } else { values };
-            device.float(values, &shape.per_key(), sieve_kernels::DType::F32)
+            device.float(values, &shape.per_key(), DType::F32)
         };
-        let qkv = separate(device, [&case.q, &case.k, &case.v], shape);
+        let qkv = match layout == Layout::Contiguous || shape.head_dim != shape.head_dim_v {
+            true => separate(device, [&case.q, &case.k, &case.v], shape),
+            false => {
+                let packed = packed(case, layout);
+                let buffer = device.float(&packed.buffer, &[packed.buffer.len()], DType::BF16);
+                let view = buffer.view("check", "qkv", &packed.shape, &packed.strides);
+                let view = view.expect("the buffer was made for these strides");
+                Qkv::packed(&view, shape.num_heads, shape.num_kv_heads)
+            }
+        };
         let inputs = Inputs {
             shape,
-            grads: nan_like(&qkv),
+            grads: nan_like(&qkv, shape),
             qkv,
-            d_o: device.float(&case.d_o, &shape.output(), sieve_kernels::DType::BF16),
+            d_o: device.float(&case.d_o, &shape.output(), DType::BF16),
             doc_start: device.int(&case.doc_start, &rows),
             doc_end: device.int(&case.doc_end, &rows),
             scale: case.scale,
@@ -141,24 +121,28 @@ impl<'a> OnDevice<'a> {
         order: SumOrder,
     ) -> Result<Outputs, KernelError> {
         let inputs = Inputs {
-            grads: nan_like(&self.inputs.qkv),
+            grads: nan_like(&self.inputs.qkv, self.case.shape),
             ..self.inputs.clone()
         };
         let ddelta = match lists {
             Some(lists) => Some(inputs.dma_backward(result, &self.delta, lists, order)?),
             None => inputs.backward(result, self.window(), self.bias(), order)?,
         };
-        let grads = inputs.grads;
         let read = |x: &CudaTensor| self.device.floats(x);
-        Ok(Outputs {
+        let mut outputs = Outputs {
             o: read(&result.o)?,
             lse: read(&result.lse)?,
-            dq: read(grads.q.tensor())?,
-            dk: read(grads.k.tensor())?,
-            dv: read(grads.v.tensor())?,
             ddelta: ddelta.as_ref().map_or(Ok(Vec::new()), read)?,
-            expire: Vec::new(),
-        })
+            ..Outputs::default()
+        };
+        match is_packed(&inputs.qkv, self.case.shape) {
+            true => outputs.set_packed_gradient(self.case.shape, &read(inputs.grads.q.tensor())?),
+            false => {
+                let Qkv { q, k, v } = &inputs.grads;
+                [outputs.dq, outputs.dk, outputs.dv] = [read(q.tensor())?, read(k.tensor())?, read(v.tensor())?];
+            }
+        }
+        Ok(outputs)
     }
 
     /// One token of every row, `[batch, 1, heads, width]`.
@@ -215,7 +199,7 @@ impl<'a> OnDevice<'a> {
         for at in 0..shape.seq_len {
             let z = self.case.z.iter().skip(at).step_by(shape.seq_len);
             let z: Vec<f32> = z.copied().collect();
-            let z = (self.device).float(&z, &[shape.batch, shape.num_kv_heads], sieve_kernels::DType::F32);
+            let z = (self.device).float(&z, &[shape.batch, shape.num_kv_heads], DType::F32);
             let (token, length) = (self.token(at), self.lengths(at));
             let (scale, bias) = (self.case.scale, ScoreBias::Exp);
             let o = slots.dma_decode(&token, &z, &length, scale, bias, &scratch)?;
@@ -225,11 +209,25 @@ impl<'a> OnDevice<'a> {
     }
 }
 
-/// Buffers of NaN for gradients.
-fn nan_like(qkv: &Qkv) -> Qkv {
-    let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(|x| {
-        let like = x.tensor();
-        like.nan_contiguous(like.shape(), like.dtype())
-    });
-    Qkv::separate(&q, &k, &v)
+/// Whether queries, keys and values are heads of one tensor.
+fn is_packed(qkv: &Qkv, shape: AttentionShape) -> bool {
+    qkv.q.tensor().shape()[2] > shape.num_heads
+}
+
+/// Buffers of NaN for gradients, packed as the inputs are.
+fn nan_like(qkv: &Qkv, shape: AttentionShape) -> Qkv {
+    let nan = |x: &CudaTensor| x.nan_contiguous(x.shape(), x.dtype());
+    match is_packed(qkv, shape) {
+        true => Qkv::packed(&nan(qkv.q.tensor()), shape.num_heads, shape.num_kv_heads),
+        false => Qkv::separate(&nan(qkv.q.tensor()), &nan(qkv.k.tensor()), &nan(qkv.v.tensor())),
+    }
+}
+
+/// Rows of `[batch, heads, width]` for each token, as `[batch, seq_len, heads, width]`.
+fn by_token(rows: &[Vec<f32>], shape: AttentionShape) -> Vec<f32> {
+    let width = shape.num_heads * shape.head_dim_v;
+    (0..shape.batch)
+        .flat_map(|b| rows.iter().flat_map(move |row| &row[b * width..][..width]))
+        .copied()
+        .collect()
 }

@@ -67,24 +67,23 @@ impl Report {
         }
     }
 
-    /// Adds the outcome of one call of an op that has a kernel, in the row `kernel`; a call that took another way is a
-    /// failure, or missing where the device is the reason.
+    /// Adds a result of ops that ran on `path`; where one of them took a reference, for this reason, it is a failure, or
+    /// missing where the device is the reason.
     pub(crate) fn add_call(
         &mut self,
         name: &str,
-        path: &Path,
-        kernel: &str,
+        path: &str,
+        reference: Option<&str>,
         case: &str,
         outcome: impl FnOnce() -> Outcome,
     ) {
-        match path {
-            Path::Kernel => self.add(name, kernel, case, outcome()),
-            Path::Reference(reason) if is_device_limit(reason) => self.add_missing(name, reason),
-            Path::Reference(reason) => {
+        match reference {
+            None => self.add(name, path, case, outcome()),
+            Some(reason) if is_device_limit(reason) => self.add_missing(name, reason),
+            Some(reason) => {
                 let failure = wrong(format!("took the reference: {reason}"));
                 self.add(name, "reference", case, failure);
             }
-            Path::None => self.add(name, "none", case, wrong("no kernel was called")),
         }
     }
 
@@ -167,48 +166,26 @@ impl fmt::Display for Report {
     }
 }
 
-/// Which way the ops went between two moments.
+/// Finds ops on a GPU that take a reference after a moment. The CPU computes what a GPU is compared with.
 pub(crate) struct PathWatch {
     before: BTreeMap<(Place, &'static str), OpPath>,
-    is_cuda: bool,
-}
-
-/// What a watch saw.
-pub(crate) enum Path {
-    /// Kernels only.
-    Kernel,
-    /// An op that has a kernel took the reference, and why.
-    Reference(String),
-    /// No op with a kernel was called.
-    None,
 }
 
 impl PathWatch {
-    /// Begins to watch; the CPU has no path but its kernels.
-    pub(crate) fn start(is_cuda: bool) -> Self {
+    /// Begins to watch.
+    pub(crate) fn start() -> Self {
         let before = op_paths();
-        Self { before, is_cuda }
+        Self { before }
     }
 
-    /// What happened since.
-    pub(crate) fn path(&self) -> Path {
-        let mut path = if self.is_cuda { Path::None } else { return Path::Kernel };
-        // The CPU computes what a GPU is compared with.
+    /// An op that has taken a reference since, and why.
+    pub(crate) fn reference(&self) -> Option<String> {
         let on_gpu = op_paths().into_iter().filter(|((place, _), _)| *place == Place::Cuda);
-        for (key, now) in on_gpu {
-            let (kernels, references) = self
-                .before
-                .get(&key)
-                .map_or((0, 0), |was| (was.kernel_calls, was.reference_calls));
-            if now.reference_calls > references {
-                let reason = now.reason.unwrap_or_default();
-                return Path::Reference(format!("{}: {reason}", key.1));
-            }
-            if now.kernel_calls > kernels {
-                path = Path::Kernel;
-            }
-        }
-        path
+        let calls_before = |key: &(Place, &'static str)| self.before.get(key).map_or(0, |was| was.reference_calls);
+        let mut taken = on_gpu.filter(|(key, now)| now.reference_calls > calls_before(key));
+        taken
+            .next()
+            .map(|((_, op), now)| format!("{op}: {}", now.reason.unwrap_or_default()))
     }
 }
 

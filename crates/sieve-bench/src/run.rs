@@ -11,16 +11,17 @@ use crate::error::{BenchError, Result, refused};
 use crate::latent::ROPE_THETA;
 use crate::on_device::OnDevice;
 use crate::outputs::Outputs;
-use crate::place::{self, Place};
-use crate::report::{Path as OpPath, PathWatch};
+use crate::reference;
+use crate::report::PathWatch;
 use crate::scores::Scores;
 use crate::shape::{CaseShape, keys_of, queries_of, values_of};
-use crate::strided::{Layout, packed, packed_d_o};
+use crate::tensors::Computes;
 pub use branches::NsaForm;
 use branches::Tensors;
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
+use sieve_cpu::reference::Rounding;
 use sieve_hf::{NamedTensor, write_tensor_file};
 use sieve_kernels::{KernelError, KernelPolicy, KeyLists, SumOrder};
 use sieve_ops::Cuda;
@@ -188,11 +189,11 @@ pub fn run<E: From<BenchError>>(
 
 /// What ops of a GPU compute by its kernels.
 fn by_kernels<T>(run: impl FnOnce() -> T) -> Result<T> {
-    let watch = PathWatch::start(true);
+    let watch = PathWatch::start();
     let found = run();
-    match watch.path() {
-        OpPath::Reference(reason) => refused(format!("no kernel takes this call: {reason}")),
-        _ => Ok(found),
+    match watch.reference() {
+        Some(reason) => refused(format!("no kernel takes this call: {reason}")),
+        None => Ok(found),
     }
 }
 
@@ -229,43 +230,60 @@ fn case(settings: &RunSettings) -> Result<Case> {
             return refused("this op needs --window: how many keys a query sees or keeps");
         }
     };
-    if !chosen && settings.scores.is_some() {
-        return refused("--scores are for dma, dma_select and dma_decode");
-    }
-    if !chosen && settings.local_window > 0 {
-        return refused("--local-window is for dma, dma_select and dma_decode");
-    }
-    let rope_dim = shape.head_dim - shape.head_dim_v;
-    if settings.op == Op::Mla && (rope_dim == 0 || !rope_dim.is_multiple_of(2)) {
-        return refused(
+    let (op, rope_dim) = (settings.op, shape.head_dim - shape.head_dim_v);
+    let one_document = matches!(op, Op::Decode | Op::DmaDecode | Op::BlockSparse | Op::Fp8);
+    let in_parts = settings.parts != 1;
+    for (is_wrong, reason) in [
+        (
+            !chosen && settings.scores.is_some(),
+            "--scores are for dma, dma_select and dma_decode",
+        ),
+        (
+            !chosen && settings.local_window > 0,
+            "--local-window is for dma, dma_select and dma_decode",
+        ),
+        (
+            op == Op::Mla && (rope_dim == 0 || !rope_dim.is_multiple_of(2)),
             "mla: keys are wider than values by their rotated part, an even number of columns\n  \
              hint: head_dim=192,head_dim_v=128",
-        );
-    }
-    if settings.op == Op::Mla && shape.num_heads != shape.num_kv_heads {
-        return refused("mla: every head has keys of its own\n  hint: leave kv_heads out");
-    }
-    if settings.op == Op::Nsa && rope_dim != 0 {
-        return refused("nsa: keys and values have one width\n  hint: leave head_dim_v out");
-    }
-    if settings.documents != 1 && matches!(settings.op, Op::Decode | Op::DmaDecode | Op::BlockSparse | Op::Fp8) {
-        return refused(format!(
-            "--documents {}: {} reads one document a row",
-            settings.documents,
-            settings.op.name()
-        ));
-    }
-    if settings.parts != 1 && !matches!(settings.op, Op::Dma | Op::Swa) {
-        return refused("--parts is for dma and swa, whose parts read keys of earlier parts");
-    }
-    if settings.parts != 1 && (settings.scores.is_some() || !settings.periods.is_empty()) {
-        return refused("--parts: dma's scores come from the values\n  hint: leave --scores and --periods out");
-    }
-    if settings.op != Op::Nsa && settings.nsa.is_some() {
-        return refused("--blocks and --pool are for nsa");
-    }
-    if settings.op != Op::BlockSparse && settings.selector.is_some() {
-        return refused("--selector is for block_sparse");
+        ),
+        (
+            op == Op::Mla && shape.num_heads != shape.num_kv_heads,
+            "mla: every head has keys of its own\n  hint: leave kv_heads out",
+        ),
+        (
+            op == Op::Nsa && rope_dim != 0,
+            "nsa: keys and values have one width\n  hint: leave head_dim_v out",
+        ),
+        (
+            settings.documents != 1 && one_document,
+            format!(
+                "--documents {}: {} reads one document a row",
+                settings.documents,
+                op.name()
+            )
+            .as_str(),
+        ),
+        (
+            in_parts && !matches!(op, Op::Dma | Op::Swa),
+            "--parts is for dma and swa, whose parts read keys of earlier parts",
+        ),
+        (
+            in_parts && (settings.scores.is_some() || !settings.periods.is_empty()),
+            "--parts: dma's scores come from the values\n  hint: leave --scores and --periods out",
+        ),
+        (
+            op != Op::Nsa && settings.nsa.is_some(),
+            "--blocks and --pool are for nsa",
+        ),
+        (
+            op != Op::BlockSparse && settings.selector.is_some(),
+            "--selector is for block_sparse",
+        ),
+    ] {
+        if is_wrong {
+            return refused(reason);
+        }
     }
     let scores = settings.scores.clone().unwrap_or(Scores::Independent);
     let cuts = Cuts::Count(settings.documents);
@@ -306,31 +324,24 @@ fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
 }
 
 /// The tensors of the ops that are more than one attention.
-fn of_ops<B: Place>(settings: &RunSettings, case: Case, device: &B::Device) -> Vec<NamedTensor> {
+fn of_ops<B: Computes>(settings: &RunSettings, case: Case, device: &B::Device) -> Vec<NamedTensor> {
     match settings.op {
         Op::Mla => branches::mla::<B>(case, settings.seed, device),
         _ => branches::nsa::<B>(&case, settings.nsa.unwrap_or_default(), settings.seed, device),
     }
 }
 
+/// By the definition in f64.
 fn on_cpu(op: Op, case: &Case) -> Outputs {
-    let device = FlexDevice;
+    let defined = || reference::attention(case, Rounding::None).outputs;
     match op {
-        Op::Attention | Op::Swa | Op::Dma => {
-            let qkv = packed(case, Layout::Contiguous);
-            let d_o = packed_d_o(case, Layout::Contiguous);
-            place::attention::<Flex>(case, &qkv, &d_o, &device)
-        }
+        Op::Attention | Op::Swa | Op::Dma => defined(),
         Op::DmaSelect => Outputs {
-            expire: place::select::<Flex>(case, &device),
+            expire: case.expire.clone(),
             ..Outputs::default()
         },
-        Op::Decode => Outputs {
-            o: place::decode::<Flex>(case, &device),
-            ..Outputs::default()
-        },
-        Op::DmaDecode => Outputs {
-            o: place::dma_decode::<Flex>(case, &device),
+        Op::Decode | Op::DmaDecode => Outputs {
+            o: defined().o,
             ..Outputs::default()
         },
         Op::Nsa | Op::Mla | Op::BlockSparse | Op::Fp8 => Outputs::default(),

@@ -3,12 +3,12 @@
 mod golden;
 mod heavy;
 
-use crate::bar::Bar;
 use crate::device::{Device, download_mask, family, family_name, separate, upload_mask};
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, wrong};
 use crate::shape::shape_of_call;
+use crate::tolerance::Tolerance;
 use sieve_core::{BlockSelection, KeyMask};
 use sieve_kernels::DType;
 use sieve_kernels::{KernelError, KeySource, LongChoice};
@@ -256,7 +256,7 @@ const CORRECTED: &[&str] = &[
 ];
 
 /// How far rounding to bf16, three times, may move an output: values are normal numbers.
-const NEAR: Bar = Bar::new(0.0, 0.05, 0.0);
+const NEAR: Tolerance = Tolerance::new(0.0, 0.05, 0.0);
 
 /// Attention under a mask and its correction against the CPU's; the largest difference, of what is allowed.
 fn corrected(device: &dyn Device, text: &str, [num_queries, num_keys]: [usize; 2], random: &mut Random) -> Outcome {
@@ -365,10 +365,10 @@ impl Case {
                     let words = format!("{place}: keys {columns:?}, the CPU keeps {expected:?}");
                     return wrong(words);
                 }
-                let told = [counts.tiles[at], counts.pairs[at]].map(|x| x as usize);
+                let counted = [counts.tiles[at], counts.pairs[at]].map(|x| x as usize);
                 let kept = [tiles.len(), pairs(exact, list, i, tiles, columns)];
-                if told != kept {
-                    let ([tiles, pairs], [kept, of]) = (told, kept);
+                if counted != kept {
+                    let ([tiles, pairs], [kept, of]) = (counted, kept);
                     return wrong(format!(
                         "{place}: {tiles} tiles, {pairs} pairs; {kept} and {of} are kept"
                     ));

@@ -4,7 +4,6 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device::OnDevice;
-use crate::place::{self, Place};
 use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::scores::Scores;
 use sieve_kernels::DType;
@@ -43,17 +42,6 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
         );
         Ok((Case::draw(shape, keys, cuts, scores, seed)?, label))
     })
-}
-
-/// `expire` of the op of `B`.
-pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) -> Result<()> {
-    for case in cases(extent) {
-        let (case, label) = case?;
-        let outcome = same_as_heap(&case, &place::select::<B>(&case, device));
-        let name = format!("op dma_select{}", case.keys.suffix());
-        report.add(&name, B::KERNEL, &label, outcome);
-    }
-    Ok(())
 }
 
 fn same_as_heap(case: &Case, expire: &[i32]) -> Outcome {

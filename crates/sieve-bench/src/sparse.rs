@@ -1,6 +1,5 @@
 //! Attention under selectors' masks, and under random ones that use every part of the mask's form, against its
 //! definition.
-use crate::bar::Bar;
 use crate::case::magnify;
 use crate::device::{self, Device, family_name, separate, upload_mask};
 use crate::error::Result;
@@ -8,6 +7,7 @@ use crate::extent::Extent;
 use crate::report::{Outcome, Report, wrong};
 use crate::select::{listed_keys, with_context};
 use crate::shape::shape_of_call;
+use crate::tolerance::Tolerance;
 use rayon::prelude::*;
 use sieve_cpu::reference::Rounding;
 use sieve_kernels::{DeviceReport, KernelFamily, KeySource, NeededKernels, SparseKeyReads};
@@ -162,7 +162,7 @@ impl Case {
         let scale = self.shape.softmax_scale();
         let result = qkv.sparse_attention_forward(&mask, scale)?;
         let (o, lse) = (device.floats(&result.o)?, device.floats(&result.lse)?);
-        let bar = |floor, norm| Bar {
+        let tolerance = |floor, norm| Tolerance {
             plain: 2.0,
             floor,
             share: 1e-4,
@@ -170,8 +170,8 @@ impl Case {
         };
         let [exact_o, plain_o] = &expected.o;
         let [exact_lse, plain_lse] = &expected.lse;
-        let o = bar(Bar::FLOOR, self.shape.num_queries >= 64).judge("o", &o, plain_o, exact_o)?;
-        let lse = bar(1e-4, false).judge("lse", &lse, plain_lse, exact_lse)?;
+        let o = tolerance(Tolerance::FLOOR, self.shape.num_queries >= 64).judge("o", &o, plain_o, exact_o)?;
+        let lse = tolerance(1e-4, false).judge("lse", &lse, plain_lse, exact_lse)?;
         Ok(o.max(lse))
     }
 
@@ -187,10 +187,10 @@ impl Case {
         };
         let mut lists =
             (0..mask.num_lists()).filter(|&list| mask.heads_of(list).start / self.shape.group_size() == kv_head);
-        let beside_dense =
+        let under_dense_rows =
             |rows: &Range<usize>| key < (self.shape.context() + rows.end).next_multiple_of(KEYS_OF_A_BOX);
         let may_read = match reads_tiles {
-            true => lists.any(list_names) || mask.dense_rows.iter().any(beside_dense),
+            true => lists.any(list_names) || mask.dense_rows.iter().any(under_dense_rows),
             false => !mask.query_order().is_empty() && lists.any(list_names),
         };
         !seen[at] && !may_read

@@ -1,7 +1,6 @@
 //! Tensors as they lie in memory: contiguous, padded, cut out, transposed, expanded.
 use crate::case::Case;
-use crate::place::padded;
-use crate::shape::{packed_of, queries_of};
+use crate::shape::packed_of;
 
 /// How a `[batch, seq_len, heads, width]` tensor lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,25 +86,16 @@ impl Strided {
     }
 }
 
-/// q, k and v of a case in one tensor; values padded to the width of keys.
+/// q, k and v of a case, of one width, in one tensor.
 pub(crate) fn packed(case: &Case, layout: Layout) -> Strided {
     let (shape, d) = (case.shape, case.shape.head_dim);
-    let v = padded(&case.v, shape.head_dim_v, d);
     let (heads, kv_heads) = (shape.num_heads * d, shape.num_kv_heads * d);
-    let mut values = Vec::new();
-    for token in 0..shape.batch * shape.seq_len {
-        values.extend(&case.q[token * heads..][..heads]);
-        values.extend(&case.k[token * kv_heads..][..kv_heads]);
-        values.extend(&v[token * kv_heads..][..kv_heads]);
-    }
+    let of_token = |token: usize| {
+        let part = |x: &'_ [f32], width: usize| x[token * width..][..width].to_vec();
+        [part(&case.q, heads), part(&case.k, kv_heads), part(&case.v, kv_heads)].concat()
+    };
+    let values: Vec<f32> = (0..shape.batch * shape.seq_len).flat_map(of_token).collect();
     Strided::new(&values, packed_of(shape), layout)
-}
-
-/// The gradient of the output, padded to the width of keys.
-pub(crate) fn packed_d_o(case: &Case, layout: Layout) -> Strided {
-    let shape = case.shape;
-    let values = padded(&case.d_o, shape.head_dim_v, shape.head_dim);
-    Strided::new(&values, queries_of(shape), layout)
 }
 
 #[cfg(test)]

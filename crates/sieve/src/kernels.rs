@@ -118,8 +118,7 @@ fn check(args: &CheckArgs) -> Result<()> {
     let started = Instant::now();
     let prepare = prepare(|gpu| settings.part.kernels(gpu));
     let target = Target::from(args.device.resolve_and_prepare(prepare)?);
-    let mut tell = |part: CheckedPart| terminal::line(&part.to_string());
-    let report = sieve_bench::check(&settings, &target, &mut tell)?;
+    let report = sieve_bench::check(&settings, &target, &mut print_part)?;
     terminal::line(&report.to_string());
     if let Some(path) = &args.json {
         write_json(path, &sieve_bench::check_json(&report, &settings, &target))?;
@@ -127,12 +126,16 @@ fn check(args: &CheckArgs) -> Result<()> {
     let (name, seconds) = (target.name(), started.elapsed().as_secs_f64());
     match report.failed() {
         0 => {
-            let cases = args.cases;
+            let cases: usize = report.rows().iter().map(|row| row.cases).sum();
             terminal::line(&format!("every row passed on {name}, {cases} cases, {seconds:.0} s"));
             Ok(())
         }
         failed => bail!("{failed} of {} rows failed on {name}", report.rows().len()),
     }
+}
+
+fn print_part(part: CheckedPart) {
+    terminal::line(&part.to_string());
 }
 
 fn bench(args: BenchArgs) -> Result<()> {
@@ -148,8 +151,7 @@ fn bench(args: BenchArgs) -> Result<()> {
              hint: `cargo run --release -p sieve-cpu --example bench_cpu` in the sources times the CPU's kernels"
         ),
     };
-    let mut tell = |part: CheckedPart| terminal::line(&part.to_string());
-    let report = sieve_bench::short_check(&gpu, args.portable, rows, &mut tell)?;
+    let report = sieve_bench::short_check(&gpu, args.portable, rows, &mut print_part)?;
     if report.failed() > 0 {
         terminal::line(&report.to_string());
         bail!("the check failed, so nothing is timed");

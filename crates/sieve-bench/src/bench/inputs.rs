@@ -98,7 +98,7 @@ impl Inputs {
         selected.map(|(_, lists)| lists)
     }
 
-    /// `expire`, what the selection keeps beside it, and the lists.
+    /// The selection, and its lists.
     pub(crate) fn selection_and_lists(
         &self,
         z: &CudaTensor,

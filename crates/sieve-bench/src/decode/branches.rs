@@ -1,6 +1,6 @@
 //! New tokens of native sparse attention after a prefill: the tail of the compressed branch, the block that ends at a
 //! token, and the three branches, against the same in f64 on the host.
-use super::caches::{Calls, Key, Token, chosen_keys};
+use super::caches::{Key, Token, TokenCheck, chosen_keys};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Report, Wrong, wrong};
@@ -17,13 +17,7 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let shape = AttentionShape::new(random.between(1, 3), 1, [kv_heads * group, kv_heads], [width; 2]);
         let seed = random.between(0, 1 << 30) as u64;
         let blocks = NsaBlocks::of(random.one_of(&[[32, 16, 64, 4], [16, 16, 32, 3], [8, 4, 16, 5]]));
-        let mut calls = Calls {
-            device,
-            shape,
-            magnitude: 1.0,
-            random: Random(seed),
-            worst: 0.0,
-        };
+        let mut calls = TokenCheck::new(device, shape, 1.0, seed);
         let has_mlp = at % 2 == 0;
         let outcome = decode(&mut calls, blocks, has_mlp).map(|()| calls.worst);
         let label = format!("{shape:?} {blocks:?} MLP {has_mlp} seed {seed}");
@@ -38,7 +32,7 @@ struct Mlp {
 }
 
 impl Mlp {
-    fn draw(calls: &mut Calls<'_>, [size, width, hidden]: [usize; 3]) -> Self {
+    fn draw(calls: &mut TokenCheck<'_>, [size, width, hidden]: [usize; 3]) -> Self {
         let shapes = [[size, width], [hidden, size * width], [width, hidden]];
         let weights = shapes.map(|[rows, columns]| {
             let values = calls.random.bf16_normals(rows * columns).into_iter();
@@ -86,7 +80,7 @@ fn halves(keys: &[Key]) -> [Vec<Vec<f32>>; 2] {
     ]
 }
 
-fn decode(calls: &mut Calls<'_>, blocks: NsaBlocks, has_mlp: bool) -> Result<(), Wrong> {
+fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Result<(), Wrong> {
     let (shape, device) = (calls.shape, calls.device);
     let (batch, num_kv_heads, width) = (shape.batch, shape.num_kv_heads, shape.head_dim);
     let (rows, size, steps) = (
@@ -103,7 +97,7 @@ fn decode(calls: &mut Calls<'_>, blocks: NsaBlocks, has_mlp: bool) -> Result<(),
     let window_dropped = (len + 1).saturating_sub(window);
     let capacity = len + steps + calls.random.between(1, 20);
     let mut keys = [(); 3].map(|()| -> Vec<Vec<Key>> {
-        let row = |calls: &mut Calls<'_>| (0..len).map(|_| calls.drawn_key(0.0, (0.0, 0))).collect();
+        let row = |calls: &mut TokenCheck<'_>| (0..len).map(|_| calls.drawn_key(0.0, (0.0, 0))).collect();
         (0..rows).map(|_| row(calls)).collect()
     });
     let placed = |keys: &[Vec<Key>], dropped: usize| -> Vec<Vec<(usize, Key)>> {

@@ -1,12 +1,12 @@
 //! Decoding against caches that some prefill left: rows of different length, several splits, NaN wherever a kernel
 //! has no business, DMA's slots in any order, groups of more query heads than a block has rows.
-use crate::bar::Bar;
 use crate::case::magnify;
 use crate::device::{Device, separate};
 use crate::extent::Extent;
 use crate::report::{Report, Wrong, wrong};
 use crate::scores::Scores;
 use crate::shape::{keys_of, queries_of, values_of};
+use crate::tolerance::Tolerance;
 use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, NsaBlocks};
 use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 use sieve_cpu::reference::{self, Rounding, attend};
@@ -42,13 +42,7 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let (batch, heads) = (random.between(1, 4), [kv_heads * group, kv_heads]);
         let shape = AttentionShape::new(batch, 1, heads, [head_dim, head_dim_v]);
         let seed = random.between(0, 1 << 30) as u64;
-        let mut calls = Calls {
-            device,
-            shape,
-            magnitude: extent.magnitude_of(at),
-            random: Random(seed),
-            worst: 0.0,
-        };
+        let mut calls = TokenCheck::new(device, shape, extent.magnitude_of(at), seed);
         let (name, outcome) = match at % 4 {
             0 | 2 => ("decode, caches", calls.dense()),
             1 => ("dma_decode, caches", calls.dma(false)),
@@ -63,13 +57,7 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let heads = [kv_heads * group, kv_heads];
         let shape = AttentionShape::new(random.between(1, 3), 1, heads, [[64, 128][at / 4 % 2]; 2]);
         let seed = random.between(0, 1 << 30) as u64;
-        let mut calls = Calls {
-            device,
-            shape,
-            magnitude: 1.0,
-            random: Random(seed),
-            worst: 0.0,
-        };
+        let mut calls = TokenCheck::new(device, shape, 1.0, seed);
         let choice = CHOICES[at % 4];
         let outcome = calls.chosen(choice).map(|()| calls.worst);
         report.add(
@@ -114,7 +102,7 @@ const fn blocks([size, stride, select]: [usize; 3], num_selected_blocks: usize) 
     }
 }
 
-pub(super) struct Calls<'a> {
+pub(super) struct TokenCheck<'a> {
     pub(super) device: &'a dyn Device,
     pub(super) shape: AttentionShape,
     /// Factor on queries and keys.
@@ -132,7 +120,17 @@ pub(super) struct Token {
     v: Vec<f32>,
 }
 
-impl Calls<'_> {
+impl<'a> TokenCheck<'a> {
+    pub(super) fn new(device: &'a dyn Device, shape: AttentionShape, magnitude: f32, seed: u64) -> Self {
+        Self {
+            device,
+            shape,
+            magnitude,
+            random: Random(seed),
+            worst: 0.0,
+        }
+    }
+
     pub(super) fn scale(&self) -> f32 {
         1.0 / (self.shape.head_dim as f32).sqrt()
     }
@@ -210,8 +208,8 @@ impl Calls<'_> {
         }
         // What rounding logits of that size in f32 costs a probability.
         let largest = self.magnitude.powi(2) * (head_dim as f32).sqrt();
-        let bar = Bar::new(2.0, Bar::FLOOR, 1.0 / 256.0 + 2.0 * f32::EPSILON * largest);
-        self.worst = self.worst.max(bar.judge("o", &got, &plain, &exact)?);
+        let tolerance = Tolerance::new(2.0, Tolerance::FLOOR, 1.0 / 256.0 + 2.0 * f32::EPSILON * largest);
+        self.worst = self.worst.max(tolerance.judge("o", &got, &plain, &exact)?);
         Ok(())
     }
 

@@ -1,13 +1,13 @@
 //! New tokens against a cache of latents: one or several, more heads than a block has rows, one split and many.
-use super::cast;
-use crate::bar::Bar;
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::place::{Place, floats};
-use crate::report::{Outcome, Path, PathWatch, Report, Wrong, wrong};
+use crate::report::{Outcome, Report, Wrong, wrong};
+use crate::tensors::{cast, floats};
+use crate::tolerance::Tolerance;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{CudaTensor, KernelError, LatentKeys, LatentToken, mla_decode};
+use sieve_ops::DeviceBackend;
 use sieve_testing::{Random, round_bf16};
 
 /// Ranks of latents, and widths of the rotated key.
@@ -78,20 +78,21 @@ impl Call {
         1.0 / (self.width() as f64).sqrt()
     }
 
-    fn on<B: Place>(&self, device: &B::Device, dtype: DType) -> Vec<f32> {
+    /// The reference, in f64 or with a plain computation's rounding to bf16.
+    fn reference(&self, dtype: DType) -> Vec<f32> {
         let (width, rank, scale) = (self.width(), self.widths[0], self.scale());
         let q = [self.batch, self.new, self.heads, width];
-        let q = cast::<B, 4>(&self.q, q, dtype, device);
+        let q = cast::<Flex, 4>(&self.q, q, dtype, &FlexDevice);
         let latents = [self.batch, self.len, width];
-        let latents = cast::<B, 3>(&self.latents, latents, dtype, device);
+        let latents = cast::<Flex, 3>(&self.latents, latents, dtype, &FlexDevice);
         let factors = [self.batch, self.len, self.heads];
         let factor_type = match dtype {
             DType::F64 => DType::F64,
             _ => DType::F32,
         };
         let key_scale = self.key_scale.as_ref();
-        let key_scale = key_scale.map(|values| cast::<B, 3>(values, factors, factor_type, device));
-        floats::<B, 4>(B::mla_decode(q, latents, key_scale, rank, scale))
+        let key_scale = key_scale.map(|values| cast::<Flex, 3>(values, factors, factor_type, &FlexDevice));
+        floats::<Flex, 4>(Flex::mla_decode(q, latents, key_scale, rank, scale))
     }
 
     fn wrapper(&self, device: &dyn Device) -> Result<Vec<f32>, KernelError> {
@@ -128,14 +129,13 @@ impl Call {
         device.floats(&o)
     }
 
-    fn judge(&self, got: &[f32], is_bf16: bool) -> Outcome {
-        let exact = self.on::<Flex>(&FlexDevice, DType::F64);
-        let plain = self.on::<Flex>(&FlexDevice, DType::BF16);
+    fn judge(&self, got: &[f32]) -> Outcome {
+        let exact = self.reference(DType::F64);
+        let plain = self.reference(DType::BF16);
         // What rounding logits of that size in f32 costs a probability.
         let lost_digits = 2.0 * f32::EPSILON * self.size * (self.width() as f32).sqrt();
-        let shares = [1.0 / 256.0, 1e-4].map(|share| share + lost_digits);
-        let bar = Bar::of(is_bf16, Bar::FLOOR, shares);
-        bar.judge("o", got, &plain, &exact)
+        let tolerance = Tolerance::new(2.0, Tolerance::FLOOR, 1.0 / 256.0 + lost_digits);
+        tolerance.judge("o", got, &plain, &exact)
     }
 }
 
@@ -147,7 +147,7 @@ fn draws(extent: &Extent) -> impl Iterator<Item = Call> {
 pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for call in draws(extent) {
         let outcome = call.wrapper(device).map_err(Wrong::from);
-        let outcome = outcome.and_then(|o| call.judge(&o, true));
+        let outcome = outcome.and_then(|o| call.judge(&o));
         report.add("mla_decode", "kernel", &call.label, outcome);
     }
     let mut random = Random(extent.seed);
@@ -287,19 +287,6 @@ impl TokenCall {
             }
         }
         let got = device.floats(&o).map_err(Wrong::from)?;
-        Bar::of(true, Bar::FLOOR, [1.0 / 256.0, 1e-4]).judge("o", &got, &plain, &exact)
-    }
-}
-
-pub(super) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) {
-    for call in draws(extent) {
-        let watch = PathWatch::start(B::IS_CUDA);
-        let o = call.on::<B>(device, B::DTYPE);
-        let (path, outcome) = match watch.path() {
-            Path::Kernel => (B::KERNEL, call.judge(&o, B::IS_CUDA)),
-            Path::Reference(reason) => ("reference", wrong(reason)),
-            Path::None => ("none", wrong("no kernel was called")),
-        };
-        report.add("op mla_decode", path, &call.label, outcome);
+        Tolerance::new(2.0, Tolerance::FLOOR, 1.0 / 256.0).judge("o", &got, &plain, &exact)
     }
 }

@@ -1,11 +1,10 @@
 //! What native sparse attention's ops should give: the softmax branches by the definition of attention in f64, the
 //! others by plain operations in f64; and what plain computations in bf16 make of the same.
 use super::{Inputs, linear_ops};
-use crate::bar::{Bar, RowBar, lost_digits, row_norms};
 use crate::reference::narrow;
 use crate::report::Outcome;
+use crate::tolerance::{RowTolerance, Tolerance, lost_digits, row_norms};
 use burn::tensor::DType;
-use burn_flex::{Flex, FlexDevice};
 use sieve_cpu::nsa::slot_starts;
 use sieve_cpu::reference::{AttentionCall, Results, Rounding};
 use sieve_cpu::{AttentionShape, ChosenBlocks, Documents, Mask};
@@ -18,7 +17,7 @@ struct Output {
     plain: Vec<f32>,
     /// How large the terms of each row are; none of a log-sum-exp, which is compared number by number.
     terms: Vec<f64>,
-    /// See [`RowBar::lost_digits`].
+    /// See [`RowTolerance::lost_digits`].
     lost_digits: f64,
 }
 
@@ -30,7 +29,7 @@ pub(super) struct Expected {
 
 impl Expected {
     pub(super) fn of(inputs: &Inputs, chosen: Vec<i32>) -> Self {
-        let [exact, plain] = [DType::F64, DType::BF16].map(|dtype| linear_ops::<Flex>(inputs, dtype, &FlexDevice));
+        let [exact, plain] = [DType::F64, DType::BF16].map(|dtype| linear_ops(inputs, dtype));
         let shape = inputs.case.shape;
         let pairs = exact.into_iter().zip(plain);
         let outputs = pairs.map(|((name, exact), (_, plain))| {
@@ -54,13 +53,13 @@ impl Expected {
     }
 
     /// The largest error of an output as a share of what is allowed.
-    pub(super) fn judge(&self, name: &str, got: &[f32], is_bf16: bool) -> Outcome {
+    pub(super) fn judge(&self, name: &str, got: &[f32]) -> Outcome {
         let found = self.outputs.iter().find(|output| output.name == name);
         let of = found.expect("the names of this file");
         if of.terms.is_empty() {
-            return Bar::of(is_bf16, 1e-4, [1e-4; 2]).judge(name, got, &of.plain, &of.exact);
+            return Tolerance::new(2.0, 1e-4, 1e-4).judge(name, got, &of.plain, &of.exact);
         }
-        RowBar::new(is_bf16, of.lost_digits).judge(name, got, &of.plain, &of.exact, &of.terms)
+        RowTolerance::new(true, of.lost_digits).judge(name, got, &of.plain, &of.exact, &of.terms)
     }
 
     /// A result as a plain computation in bf16 would have it.

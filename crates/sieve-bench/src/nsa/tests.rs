@@ -39,7 +39,7 @@ fn a_kernel_that_is_wrong_in_its_late_rows_fails() {
     let (_, expected) = one_long_document();
     let plain = expected.plain();
     for (name, values) in &plain {
-        let judged = expected.judge(name, values, true);
+        let judged = expected.judge(name, values);
         assert!(judged.is_ok(), "{name}: {judged:?}");
     }
     // Query heads, then the key and value heads, of a token.
@@ -63,7 +63,7 @@ fn a_kernel_that_is_wrong_in_its_late_rows_fails() {
                 row.iter_mut().for_each(|x| *x *= factor);
             }
         }
-        refusal(expected.judge(name, &values, true), "row");
+        refusal(expected.judge(name, &values), "row");
     }
     // Slots, then heads: the last blocks of both heads, of keys and of values.
     let (_, values) = plain.iter().find(|(of, _)| *of == "dcompressed").expect("an output");
@@ -75,7 +75,7 @@ fn a_kernel_that_is_wrong_in_its_late_rows_fails() {
             let row = &mut values[first + row * 64..][..64];
             row.iter_mut().for_each(|x| *x *= 0.95);
         }
-        refusal(expected.judge("dcompressed", &values, true), "row");
+        refusal(expected.judge("dcompressed", &values), "row");
     }
 }
 

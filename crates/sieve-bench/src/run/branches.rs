@@ -1,10 +1,9 @@
 //! `sieve kernels run nsa | mla`: the ops that take several tensors or attentions, through the ops that models use.
 use crate::case::Case;
 use crate::latent;
-use crate::nsa::typed;
 use crate::outputs::Outputs;
-use crate::place::{Place, floats, indices};
 use crate::shape::{keys_of, packed_of, queries_of, values_of};
+use crate::tensors::{Computes, floats, indices, typed};
 use burn::tensor::DType;
 use burn::tensor::TensorData;
 use burn::tensor::activation::relu;
@@ -57,7 +56,7 @@ impl NsaForm {
 }
 
 /// `W_2 relu(W_1 flatten(block + positions))` of keys or of values, and what it leaves for its gradients.
-struct Mlp<B: Place> {
+struct Mlp<B: Computes> {
     /// `[hidden, compress_block_size * head_dim]`, `[head_dim, hidden]`.
     weights: [FloatTensor<B>; 2],
     /// `[rows, compress_block_size * head_dim]`.
@@ -66,15 +65,15 @@ struct Mlp<B: Place> {
     hidden: Tensor<B, 2>,
 }
 
-fn tensor<B: Place, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
+fn tensor<B: Computes, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(x))
 }
 
-fn primitive<B: Place, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
+fn primitive<B: Computes, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
     x.into_primitive().tensor()
 }
 
-impl<B: Place> Mlp<B> {
+impl<B: Computes> Mlp<B> {
     fn forward(weights: [FloatTensor<B>; 2], blocks: FloatTensor<B>) -> (Self, Tensor<B, 2>) {
         let [up, down] = weights.clone();
         let hidden = relu(tensor::<B, 2>(<B as DeviceBackend>::linear(blocks.clone(), up)));
@@ -141,7 +140,7 @@ impl MlpWeights {
         ]
     }
 
-    fn on<B: Place>(&self, device: &B::Device) -> [[FloatTensor<B>; 3]; 2] {
+    fn on<B: Computes>(&self, device: &B::Device) -> [[FloatTensor<B>; 3]; 2] {
         let of = |which| {
             self.named(which)
                 .map(|(_, sizes, values)| typed::<B, 2>(values, sizes, device))
@@ -191,7 +190,7 @@ impl Tensors {
 
 /// Inputs, outputs and gradients of latent attention from the projections on. Keys are wider than values by their
 /// rotated part.
-pub(super) fn mla<B: Place>(case: Case, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
+pub(super) fn mla<B: Computes>(case: Case, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
     let mut tensors = Tensors::new(B::DTYPE);
     let AttentionShape { batch, seq_len, .. } = case.shape;
     let bounds = case.cu_seqlens();
@@ -216,7 +215,7 @@ pub(super) fn mla<B: Place>(case: Case, seed: u64, device: &B::Device) -> Vec<Na
 
 /// Inputs, gates, chosen blocks, outputs and all gradients of native sparse attention, with the weights that make keys
 /// of blocks where it has some.
-pub(super) fn nsa<B: Place>(case: &Case, form: NsaForm, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
+pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
     let NsaForm { blocks, pool } = form;
     let mut tensors = Tensors::new(B::DTYPE);
     let (output, num_kv_heads) = (case.shape.output(), case.shape.num_kv_heads);

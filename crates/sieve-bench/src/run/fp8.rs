@@ -3,8 +3,7 @@ use super::branches::Tensors;
 use crate::case::magnify;
 use crate::device::{Device, Gpu};
 use crate::error::{BenchError, Result};
-use crate::nsa::typed;
-use crate::place::{Place, floats};
+use crate::tensors::{Computes, floats, typed};
 use burn::tensor::DType;
 use sieve_hf::NamedTensor;
 use sieve_kernels::AttentionShape;
@@ -34,7 +33,7 @@ pub(super) fn on_cuda(device: &Gpu, values: &[f32], sizes: [usize; 2], format: F
 
 /// `y = x w^T` of x `[batch, seq_len, num_heads * head_dim]` and w `[num_kv_heads * head_dim, num_heads * head_dim]`,
 /// both rounded to e4m3; dx and dw of dy, which is rounded to e5m2.
-pub(super) fn tensors<B: Place>(
+pub(super) fn tensors<B: Computes>(
     shape: AttentionShape,
     (seed, magnitude): (u64, f32),
     device: &B::Device,

@@ -3,11 +3,10 @@
 use super::branches::Tensors;
 use crate::case::{Case, Keys};
 use crate::error::{Result, refused};
-use crate::nsa::typed;
 use crate::outputs::Outputs;
-use crate::place::{Place, floats, indices};
 use crate::shape::{keys_of, packed_of, queries_of, values_of};
 use crate::strided::{Layout, packed};
+use crate::tensors::{Computes, floats, indices, typed};
 use burn::tensor::DType;
 use burn::tensor::TensorMetadata;
 use sieve_core::DmaShape;
@@ -43,7 +42,7 @@ struct Part {
 }
 
 /// The whole rows, then of each rank its border, output and gradients. DMA's scores come from the values, as published.
-pub(super) fn tensors<B: Place>(case: &Case, num_parts: usize, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
+pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
     let shape = case.shape;
     let (kv_heads, d) = (shape.num_kv_heads, shape.head_dim);
     let mut random = Random(seed ^ 0x7061_7274);

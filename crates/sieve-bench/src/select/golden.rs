@@ -13,7 +13,7 @@ static CAPTURED: &[u8] = include_bytes!("../../../../tests/golden/selectors/capt
 /// Methods with stored lists; calls of each that a device takes, and calls that it leaves to the host. MOMO's are left
 /// with `topk=exact`, with `score=normalised`, and where a chunk begins between two probes; PBS's with
 /// `select=xattention`. BFLA's lists are of its rescue, which selects on the host.
-const METHODS: &[(&str, Calls)] = &[
+const METHODS: &[(&str, Counts)] = &[
     ("momo", [6, 30]),
     ("xattention", [9, 0]),
     ("pbs", [9, 9]),
@@ -23,13 +23,13 @@ const METHODS: &[(&str, Calls)] = &[
 ];
 
 /// How many stored calls a device takes, and how many it leaves to the host.
-type Calls = [usize; 2];
+type Counts = [usize; 2];
 
 /// What a comparison found.
 #[derive(Default)]
 struct Compared {
-    calls: Calls,
-    /// Calls that were run: those that are wanted, of those that the device takes.
+    calls: Counts,
+    /// Counts that were run: those that are wanted, of those that the device takes.
     run: usize,
     /// Rows that differ.
     wrong: Vec<String>,

@@ -1,12 +1,10 @@
 //! Activations between projections: SwiGLU.
-use super::On;
-use super::wrappers::{Calls, same};
-use crate::bar::Results;
+use super::wrappers::{LaunchCheck, same};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::place::floats;
 use crate::report::{Outcome, Report, Wrong};
+use crate::tensors::floats;
 use burn_flex::Flex;
 use sieve_kernels::CudaTensor;
 use sieve_kernels::DType;
@@ -14,12 +12,12 @@ use sieve_kernels::step::{
     Reuse, swiglu_backward, swiglu_backward_with_amax, swiglu_backward_with_output, swiglu_forward,
     swiglu_forward_with_amax,
 };
-use sieve_ops::{DeviceBackend, reference};
+use sieve_ops::reference;
 
 /// Checks the launches.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &[rows, d_ff] in extent.sizes(&[[1, 8], [3, 40], [2, 99], [777, 1032], [1024, 6144]]) {
-        let outcome = swiglu_launches(Calls::new(device, extent.seed), rows, d_ff);
+        let outcome = swiglu_launches(LaunchCheck::new(device, extent.seed), rows, d_ff);
         report.add("swiglu", "kernel", &format!("{rows} x {d_ff}"), outcome);
     }
 }
@@ -35,17 +33,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, d_ff: usize) {
     });
 }
 
-pub(super) fn swiglu_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
-    let (gate_up, dy) = (on.input([rows, 2 * 96]), on.input([rows, 96]));
-    let y = B::swiglu(gate_up.clone());
-    let dx = B::swiglu_backward(gate_up.clone(), dy.clone());
-    // Nobody else holds them now: they are written in place.
-    let [dx_again, y_again] = B::swiglu_backward_with_output(gate_up, dy);
-    let results = [("y", y), ("dx", dx), ("dx again", dx_again), ("y again", y_again)];
-    results.map(|(name, x)| (name, floats::<B, 2>(x))).into()
-}
-
-fn swiglu_launches(mut calls: Calls<'_>, rows: usize, d_ff: usize) -> Outcome {
+fn swiglu_launches(mut calls: LaunchCheck<'_>, rows: usize, d_ff: usize) -> Outcome {
     let (wide, narrow) = ([rows, 2 * d_ff], [rows, d_ff]);
     let gate_up = calls.pitched(wide, DType::BF16)?;
     let dy = calls.pitched(narrow, DType::BF16)?;
@@ -60,15 +48,15 @@ fn swiglu_launches(mut calls: Calls<'_>, rows: usize, d_ff: usize) -> Outcome {
     let alone = swiglu_backward(&copy, &dy.on, Reuse::InPlace)?;
     calls.equal("dx alone in place", &alone, &dx)?;
     let (y_too, amax) = swiglu_forward_with_amax(&gate_up.on)?;
-    calls.equal("y beside its largest", &y_too, &y)?;
+    calls.equal("y with its largest magnitude", &y_too, &y)?;
     largest_is_found(&calls, &y, &amax)?;
     let (dx_too, amax) = swiglu_backward_with_amax(&gate_up.on, &dy.on, Reuse::Copy)?;
-    calls.equal("dx beside its largest", &dx_too, &dx)?;
+    calls.equal("dx with its largest magnitude", &dx_too, &dx)?;
     largest_is_found(&calls, &dx, &amax)?;
     let (gate_up, dy) = (gate_up.on.contiguous(), dy.on.contiguous());
     let with_y = |reuse| swiglu_backward_with_output(&gate_up, &dy, reuse);
     let (dx_too, y_too) = with_y(Reuse::Copy)?;
-    calls.equal("dx beside y", &dx_too, &dx)?;
+    calls.equal("dx with y", &dx_too, &dx)?;
     calls.close("y again", &y_too, &exact)?;
     let (in_place, y_in_place) = with_y(Reuse::InPlace)?;
     calls.equal("dx in place", &in_place, &dx)?;
@@ -77,7 +65,7 @@ fn swiglu_launches(mut calls: Calls<'_>, rows: usize, d_ff: usize) -> Outcome {
 }
 
 /// The largest of the parts is the largest magnitude to the bit.
-fn largest_is_found(calls: &Calls<'_>, x: &CudaTensor, amax: &CudaTensor) -> Result<(), Wrong> {
+fn largest_is_found(calls: &LaunchCheck<'_>, x: &CudaTensor, amax: &CudaTensor) -> Result<(), Wrong> {
     let largest = |x: &CudaTensor| -> Result<f32, Wrong> {
         let values = calls.device.floats(x)?;
         Ok(values.iter().fold(0.0, |most, x| most.max(x.abs())))

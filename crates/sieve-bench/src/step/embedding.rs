@@ -1,16 +1,13 @@
 //! Rows of the embedding by token number, and their gradient.
-use super::wrappers::{Calls, GAP};
-use super::{On, SEED, VOCAB};
-use crate::bar::Results;
+use super::wrappers::{GAP, LaunchCheck};
+use super::{SEED, VOCAB};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::place::floats;
 use crate::report::{Outcome, Report};
 use rayon::prelude::*;
 use sieve_kernels::DType;
 use sieve_kernels::step::{embedding_backward, embedding_forward};
-use sieve_ops::DeviceBackend;
 use sieve_testing::Random;
 
 /// Checks the launches.
@@ -28,7 +25,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
         let weight = drawn(extent.seed, [vocab, width]);
         for ids in [Ids::Any, Ids::Same, Ids::Outside] {
             let case = format!("{tokens} tokens of {vocab} x {width}, {ids:?}");
-            let calls = Calls::new(device, extent.seed + 1);
+            let calls = LaunchCheck::new(device, extent.seed + 1);
             let outcome = embedding_launches(calls, &weight, [tokens, vocab, width], ids);
             report.add("embedding", "kernel", &case, outcome);
         }
@@ -73,16 +70,12 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     bench.row("embedding backward", &shape, work, || backward(&same));
 }
 
-pub(super) fn embedding_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
-    const WORDS: usize = 50;
-    let (weight, dy) = (on.input([WORDS, 64]), on.input([2, rows, 64]));
-    let ids = on.indices([2, rows], WORDS).into_primitive();
-    let y = <B as DeviceBackend>::embedding(weight, ids.clone());
-    let dweight = <B as DeviceBackend>::embedding_backward(dy, ids, WORDS);
-    vec![("y", floats::<B, 3>(y)), ("dweight", floats::<B, 2>(dweight))]
-}
-
-fn embedding_launches(mut calls: Calls<'_>, weight: &[f32], [tokens, vocab, width]: [usize; 3], kind: Ids) -> Outcome {
+fn embedding_launches(
+    mut calls: LaunchCheck<'_>,
+    weight: &[f32],
+    [tokens, vocab, width]: [usize; 3],
+    kind: Ids,
+) -> Outcome {
     let dy = calls.pitched([tokens, width], DType::BF16)?;
     let ids: Vec<i32> = (0..tokens)
         .map(|at| match kind {

@@ -1,10 +1,10 @@
 //! Eight-bit floats: the bytes that the kernels write are those of the definition, and cuBLASLt's products of them are
 //! the products of what the bytes stand for.
-use super::wrappers::{Calls, plus, same};
-use crate::bar::Bar;
+use super::wrappers::{LaunchCheck, plus, same};
 use crate::device::{Device, Gpu};
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
+use crate::tolerance::Tolerance;
 use sieve_kernels::DType;
 use sieve_kernels::step::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
 use sieve_kernels::{Cublaslt, CudaTensor, MatmulOutput, fp8_matmul};
@@ -18,7 +18,7 @@ pub(super) fn check_rounding(report: &mut Report, device: &dyn Device, extent: &
     for &[rows, width] in extent.sizes(&[[48, 144], [272, 16], [528, 1040], [2064, 4112]]) {
         for format in FORMATS {
             let case = format!("{rows} x {width} {format:?}");
-            let outcome = rounding(Calls::new(device, extent.seed), [rows, width], format);
+            let outcome = rounding(LaunchCheck::new(device, extent.seed), [rows, width], format);
             report.add("fp8_quantise", "kernel", &case, outcome);
         }
     }
@@ -34,13 +34,13 @@ pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent,
         for formats in [[0, 0], [1, 0], [0, 1]] {
             let formats = formats.map(|at: usize| FORMATS[at]);
             let case = format!("{m} x {n} x {k}, {formats:?}");
-            let outcome = product(Calls::new(device, extent.seed), [m, n, k], formats);
+            let outcome = product(LaunchCheck::new(device, extent.seed), [m, n, k], formats);
             report.add(PRODUCT, "cuBLASLt", &case, outcome);
         }
     }
 }
 
-fn numbers(calls: &Calls<'_>, matrix: &Fp8Matrix) -> Result<Vec<f32>, Wrong> {
+fn numbers(calls: &LaunchCheck<'_>, matrix: &Fp8Matrix) -> Result<Vec<f32>, Wrong> {
     let bytes = calls.device.floats(&matrix.values)?.into_iter();
     Ok(bytes.map(|byte| matrix.format.number_of(byte as u8)).collect())
 }
@@ -52,7 +52,7 @@ fn turned(values: &[f32], width: usize) -> Vec<f32> {
         .collect()
 }
 
-fn rounding(mut calls: Calls<'_>, [rows, width]: [usize; 2], format: Fp8Format) -> Outcome {
+fn rounding(mut calls: LaunchCheck<'_>, [rows, width]: [usize; 2], format: Fp8Format) -> Outcome {
     // Large and tiny rows, so that some numbers lie below the smallest normal one; gaps, so that it is copied first.
     let x = calls.with_gaps([rows, width], 16, DType::BF16)?;
     let checked = |x: &CudaTensor, values: &[f32]| -> Result<Fp8Pair, Wrong> {
@@ -70,10 +70,10 @@ fn rounding(mut calls: Calls<'_>, [rows, width]: [usize; 2], format: Fp8Format) 
     let mut parts = vec![0.0; 512];
     parts[rows % 512] = largest;
     let parts = calls.device.float(&parts, &[512], DType::F32);
-    let told = fp8_quantise(&x.on, format, Some(&parts))?;
+    let known = fp8_quantise(&x.on, format, Some(&parts))?;
     same(
         "rows of a known largest",
-        &numbers(&calls, &told.rows)?,
+        &numbers(&calls, &known.rows)?,
         &numbers(&calls, &pair.rows)?,
     )?;
     let spread: Vec<f32> = (x.values.iter().enumerate())
@@ -131,7 +131,7 @@ fn products((x, x_scale): &Operand, (w, w_scale): &Operand, k: usize, sum: impl 
     rows.flat_map(of_row).map(scaled).collect()
 }
 
-fn product(mut calls: Calls<'_>, [m, n, k]: [usize; 3], formats: [Fp8Format; 2]) -> Outcome {
+fn product(mut calls: LaunchCheck<'_>, [m, n, k]: [usize; 3], formats: [Fp8Format; 2]) -> Outcome {
     let mut on_both = |rows, format| -> Result<(Fp8Matrix, Operand), Wrong> {
         let x = calls.flat(&[rows, k], DType::BF16);
         let matrix = fp8_quantise(&x.on, format, None)?.rows;
@@ -152,20 +152,20 @@ fn product(mut calls: Calls<'_>, [m, n, k]: [usize; 3], formats: [Fp8Format; 2])
     ] {
         let y = fp8_matmul(&x, &w, output)?;
         let (exact, kept) = (plus(&exact, addend), plus(&kept, addend));
-        calls.within(bar(y.dtype(), is_fast), name, &y, [&kept, &exact])?;
+        calls.within(tolerance(y.dtype(), is_fast), name, &y, [&kept, &exact])?;
     }
     Ok(calls.worst)
 }
 
 /// Sums of a forward product are kept in about 14 bits for a few hundred terms, those of a gradient as
 /// [`kept_on_hopper`] says.
-fn bar(dtype: DType, is_fast: bool) -> Bar {
+fn tolerance(dtype: DType, is_fast: bool) -> Tolerance {
     let (plain, share) = match (dtype, is_fast) {
         (DType::BF16, true) => (0.0, 1.0 / 128.0),
         (DType::BF16, false) | (_, true) => (0.0, 1.0 / 256.0),
         _ => (1.0, 2e-4),
     };
-    Bar::new(plain, 0.0, share)
+    Tolerance::new(plain, 0.0, share)
 }
 
 #[cfg(test)]
@@ -184,10 +184,10 @@ mod tests {
         let (exact, kept) = (of(&exact_sum), of(&kept_on_hopper));
         // What an H200 gave for this product of gradients, and what it should be.
         assert_eq!((kept[2749], exact[2749]), (20.096191, 20.08929));
-        let bar = bar(DType::F32, false);
-        let judged = bar.judge("f32", &kept, &kept, &exact);
+        let tolerance = tolerance(DType::F32, false);
+        let judged = tolerance.judge("f32", &kept, &kept, &exact);
         assert!(judged.as_ref().is_ok_and(|ratio| *ratio > 0.5), "{judged:?}");
         let lost = of(&|x, w| exact_sum(&x[1..], &w[1..]));
-        assert!(bar.judge("f32", &lost, &kept, &exact).is_err());
+        assert!(tolerance.judge("f32", &lost, &kept, &exact).is_err());
     }
 }

@@ -1,15 +1,13 @@
 //! The loss's launch wrapper itself: vocabularies of any size, logits in f32, and in bf16 with gradients in their
 //! place, ignored labels and wrong ones.
-use super::plain_loss::plain_loss;
-use super::wrappers::{Calls, gapped, same};
-use super::{On, SEED};
-use crate::bar::{Bar, Results};
+use super::SEED;
+use super::wrappers::{LaunchCheck, gapped, same};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result as BenchResult;
 use crate::extent::Extent;
-use crate::place::{Place, floats};
 use crate::report::{Outcome, Report, wrong};
+use crate::tolerance::Tolerance;
 use sieve_kernels::DType;
 use sieve_kernels::step::{LogitRows, cross_entropy};
 use sieve_testing::{Random, round_bf16};
@@ -34,11 +32,11 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     for &[rows, vocab] in &SIZES[..extent.pick(EMULATED, SIZES.len())] {
         for dtype in [DType::BF16, DType::F32] {
             let case = format!("{rows} x {vocab} {}", dtype.name());
-            let outcome = losses(Calls::new(device, extent.seed), rows, vocab, dtype);
+            let outcome = losses(LaunchCheck::new(device, extent.seed), rows, vocab, dtype);
             report.add("cross_entropy", "kernel", &case, outcome);
         }
     }
-    let outcome = outside(Calls::new(device, extent.seed));
+    let outcome = outside(LaunchCheck::new(device, extent.seed));
     report.add("cross_entropy", "kernel", "a label outside", outcome);
 }
 
@@ -60,25 +58,6 @@ pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> BenchRe
         cross_entropy(&logits, &labels, &losses)
     });
     Ok(())
-}
-
-pub(super) fn linear_cross_entropy_op<B: Place>(on: &mut On<'_, B>, rows: usize) -> Results {
-    const WORDS: usize = 96;
-    let (h, weight) = (on.input([rows, 64]), on.input([WORDS, 64]));
-    let labels = on.indices([rows], WORDS).into_primitive();
-    let [losses, loss, dh, dweight] = if on.dtype == burn::tensor::DType::BF16 && !B::IS_CUDA {
-        plain_loss::<B>(h, weight, labels)
-    } else {
-        let losses = B::token_losses(h.clone(), weight.clone(), labels.clone());
-        let [loss, dh, dweight] = B::linear_cross_entropy_with_gradients(h, weight, labels);
-        [losses, loss, dh, dweight]
-    };
-    vec![
-        ("losses", floats::<B, 1>(losses)),
-        ("loss", floats::<B, 1>(loss)),
-        ("dh", floats::<B, 2>(dh)),
-        ("dweight", floats::<B, 2>(dweight)),
-    ]
 }
 
 /// What is expected of one row of logits.
@@ -111,7 +90,7 @@ impl Row {
     }
 }
 
-fn losses(mut calls: Calls<'_>, rows: usize, vocab: usize, dtype: DType) -> Outcome {
+fn losses(mut calls: LaunchCheck<'_>, rows: usize, vocab: usize, dtype: DType) -> Outcome {
     let device = calls.device;
     let width = vocab.next_multiple_of(8);
     let normals = calls.random.bf16_normals(rows * vocab);
@@ -143,7 +122,7 @@ fn losses(mut calls: Calls<'_>, rows: usize, vocab: usize, dtype: DType) -> Outc
     let after: Vec<f32> = after.collect();
     match dtype {
         DType::BF16 => {
-            let ratio = Bar::new(2.0, 1e-6, 1e-6).judge("dlogits", &after, &rounded, &gradients)?;
+            let ratio = Tolerance::new(2.0, 1e-6, 1e-6).judge("dlogits", &after, &rounded, &gradients)?;
             calls.worst = calls.worst.max(ratio);
         }
         _ => same("the logits", &after, &values)?,
@@ -152,7 +131,7 @@ fn losses(mut calls: Calls<'_>, rows: usize, vocab: usize, dtype: DType) -> Outc
 }
 
 /// A label past the vocabulary makes its row's loss NaN, and no other.
-fn outside(mut calls: Calls<'_>) -> Outcome {
+fn outside(mut calls: LaunchCheck<'_>) -> Outcome {
     let device = calls.device;
     let values = calls.random.bf16_normals(3 * 8);
     let logits = device.float(&values, &[3, 8], DType::F32);

@@ -1,10 +1,10 @@
 //! A decoding step's products of a weight matrix and a few rows.
-use super::wrappers::{Calls, same};
-use crate::bar::Bar;
+use super::wrappers::{LaunchCheck, same};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report};
+use crate::tolerance::Tolerance;
 use sieve_kernels::DType;
 use sieve_kernels::step::{Finish, MAX_VECTORS, Vectors, likeliest, matrix_vector};
 use sieve_testing::round_bf16;
@@ -12,7 +12,7 @@ use sieve_testing::round_bf16;
 const EPSILON: f32 = 1e-6;
 
 /// One rounding of the result, and of each element of the norm or activation before it, which may fall to either side.
-const TOLERANCE: Bar = Bar::new(0.0, 1e-6, 1.0 / 128.0);
+const TOLERANCE: Tolerance = Tolerance::new(0.0, 1e-6, 1.0 / 128.0);
 
 /// Checks the launches: rows of x, n, k.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
@@ -27,7 +27,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
         [1, 50_304, 1024],
     ]) {
         for form in ["plain", "normed", "swiglu"] {
-            let outcome = launches(Calls::new(device, extent.seed), form, [rows, n, k]);
+            let outcome = launches(LaunchCheck::new(device, extent.seed), form, [rows, n, k]);
             report.add(
                 "matrix_vector",
                 "kernel",
@@ -41,7 +41,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
 /// Checks the greedy choice of a token from logits. Sizes: rows, width of a row, how many of its logits are tokens.
 pub(super) fn check_likeliest(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &[rows, width, count] in extent.sizes(&[[3, 40, 40], [2, 2056, 1999], [5, 8, 1], [4, 50_304, 50_277]]) {
-        let mut calls = Calls::new(device, extent.seed);
+        let mut calls = LaunchCheck::new(device, extent.seed);
         let outcome = (|| {
             let x = calls.pitched([rows, width], DType::BF16)?;
             let expected: Vec<f32> = x
@@ -86,7 +86,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, width: usize, d_ff: usize, vocab_size
     }
 }
 
-fn launches(mut calls: Calls<'_>, form: &str, [rows, n, k]: [usize; 3]) -> Outcome {
+fn launches(mut calls: LaunchCheck<'_>, form: &str, [rows, n, k]: [usize; 3]) -> Outcome {
     let x = calls.pitched([rows, k], DType::BF16)?;
     let w = calls.pitched([if form == "swiglu" { 2 * n } else { n }, k], DType::BF16)?;
     let norm = calls.flat(&[k], DType::BF16);

@@ -1,18 +1,13 @@
 //! AdamW, split masters and sums over tensors.
-use super::On;
-use super::wrappers::{Calls, same};
-use crate::bar::Results;
+use super::wrappers::{LaunchCheck, same};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::place::{Place, float, floats};
 use crate::report::{Outcome, Report, Wrong, wrong};
-use burn::tensor::{FloatDType, Tensor, TensorPrimitive};
 use sieve_core::AdamWStep;
 use sieve_kernels::DType;
 use sieve_kernels::step::{AdamwTensors, FixedSum, Term, join_master, split_master};
 use sieve_kernels::{CudaTensor, KernelError};
-use sieve_ops::{AdamWTensors, DeviceBackend, reference};
 use sieve_testing::{Random, round_bf16};
 
 const UPDATE: AdamWStep = AdamWStep {
@@ -28,7 +23,7 @@ const UPDATE: AdamWStep = AdamWStep {
 /// Checks the launches.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &size in extent.sizes(&[1027, 1, 5, 65536, 65537, 1_234_567]) {
-        let (case, calls) = (size.to_string(), || Calls::new(device, extent.seed));
+        let (case, calls) = (size.to_string(), || LaunchCheck::new(device, extent.seed));
         let outcome = adamw_launches(calls(), size);
         report.add("adamw, split_master", "kernel", &case, outcome);
         report.add("sums", "kernel", &case, sums_launches(calls(), size));
@@ -68,58 +63,7 @@ fn step(
     tensors.adamw(update)
 }
 
-pub(super) fn adamw_op<B: Place>(on: &mut On<'_, B>, rows: usize) -> Results {
-    let shape = [rows, 96];
-    let param = on.input_in(shape, burn::tensor::DType::F32);
-    let exp_avg = on.input_in(shape, burn::tensor::DType::F32);
-    // Squares are positive.
-    let root = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(on.input_in(shape, burn::tensor::DType::F32)));
-    let tensors = AdamWTensors::<B> {
-        param,
-        leaf: None,
-        exp_avg,
-        exp_avg_sq: (root.clone() * root).into_primitive().tensor(),
-    };
-    let grad = on.input_in(shape, burn::tensor::DType::F32);
-    let scale = float::<B, 1>(&[0.5], [1], on.device);
-    let before = tensors.param.clone();
-    // The reference has f32 in any case: its master is rounded as the leaf is.
-    let (next, split) = if on.dtype == B::DTYPE {
-        let (leaf, rest) = B::split_master(before.clone());
-        let again = B::join_master(leaf.clone(), rest.clone());
-        let halves = AdamWTensors::<B> {
-            param: rest,
-            leaf: Some(leaf),
-            ..tensors.clone()
-        };
-        let halves = B::adamw(halves, grad.clone(), scale.clone(), UPDATE);
-        let leaf = halves.leaf.expect("it was given one");
-        let whole = B::join_master(leaf.clone(), halves.param);
-        let next = B::adamw(tensors, grad, scale, UPDATE);
-        (next, [again, whole, leaf])
-    } else {
-        let next = reference::adamw::<B>(tensors, grad, scale, UPDATE);
-        let leaf = B::float_cast(next.param.clone(), FloatDType::BF16);
-        let split = [before, next.param.clone(), leaf];
-        (next, split)
-    };
-    let [again, whole, leaf] = split.map(|part| floats::<B, 2>(part));
-    vec![
-        ("split and joined", again),
-        ("split param", whole),
-        ("leaf", leaf),
-        ("param", floats::<B, 2>(next.param)),
-        ("exp_avg", floats::<B, 2>(next.exp_avg)),
-        ("exp_avg_sq", floats::<B, 2>(next.exp_avg_sq)),
-    ]
-}
-
-pub(super) fn sum_of_squares_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
-    let x = on.wide_input([rows, 96]);
-    vec![("sum", floats::<B, 1>(B::sum_of_squares(x)))]
-}
-
-fn adamw_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
+fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     const UPDATE: AdamWStep = AdamWStep {
         lr: 3e-3,
         bias_correction1: 0.521_703_1,
@@ -186,7 +130,7 @@ fn adamw_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
     Ok(calls.worst)
 }
 
-fn sums_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
+fn sums_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     for dtype in [DType::F32, DType::BF16] {
         let x = calls.flat(&[size], dtype);
         let wide = || x.values.iter().map(|&x| f64::from(x));

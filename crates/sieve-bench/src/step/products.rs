@@ -1,20 +1,19 @@
 //! Products by cuBLASLt: all three kinds, rows with gaps, every kind of output, both searches for an algorithm, and
 //! their order among Burn's own operations. The emulator has no cuBLASLt.
-use super::wrappers::{Calls, Input, plus, same};
-use super::{On, VOCAB};
-use crate::bar::{Bar, Results};
+use super::VOCAB;
+use super::wrappers::{Input, LaunchCheck, plus, same};
 use crate::bench::{Bench, Work};
 use crate::device::Gpu;
 use crate::extent::Extent;
-use crate::place::{Place, floats};
 use crate::report::{Outcome, Report, Wrong, wrong};
+use crate::tolerance::Tolerance;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
+use burn::tensor::{Tensor, TensorPrimitive};
 use sieve_kernels::DType;
 use sieve_kernels::{
     Cublaslt, CudaTensor, KernelError, LaunchCounts, MatmulOutput, Product, ToBurn, kernel_tensor, matmul,
 };
-use sieve_ops::{Cuda, DeviceBackend};
+use sieve_ops::Cuda;
 
 const NAME: &str = "product, cuBLASLt";
 
@@ -68,27 +67,6 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
     }
 }
 
-pub(super) fn linear_op<B: Place>(on: &mut On<'_, B>, rows: usize) -> Results {
-    let (x, weight) = (on.input([rows, 96]), on.input([40, 96]));
-    let (dy, before) = (on.input([rows, 40]), on.wide_input([40, 96]));
-    let y = <B as DeviceBackend>::linear(x.clone(), weight.clone());
-    // Muon's factors.
-    let factors = [2.0315, -4.775];
-    let gemm_nt = B::gemm(Product::Nt, x.clone(), weight.clone(), Some((factors, dy.clone())));
-    let gemm_nn = B::gemm(Product::Nn, dy.clone(), weight.clone(), Some((factors, x.clone())));
-    let gemm_tn = B::gemm(Product::Tn, dy.clone(), x.clone(), None);
-    let dx = B::linear_input_gradient(weight, dy.clone());
-    let dweight = B::linear_weight_gradient(x.clone(), dy.clone(), None);
-    let sum = match on.dtype == B::DTYPE {
-        true => B::linear_weight_gradient(x, dy, Some(before)),
-        false => B::float_add(B::float_cast(dweight.clone(), before.dtype().into()), before),
-    };
-    let gradients = [("dx", dx), ("dweight", dweight), ("dweight added", sum)];
-    let gemms = [("gemm nt", gemm_nt), ("gemm nn", gemm_nn), ("gemm tn", gemm_tn)];
-    let results = std::iter::once(("y", y)).chain(gradients).chain(gemms);
-    results.map(|(name, x)| (name, floats::<B, 2>(x))).collect()
-}
-
 /// Checks them all.
 pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent) {
     if let Err(error) = Cublaslt::require() {
@@ -98,13 +76,13 @@ pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent)
     for product in [Product::Nt, Product::Nn, Product::Tn] {
         for &([m, n, k], gap) in SIZES {
             let case = format!("{product:?} {m} x {n} x {k}, gap {gap}");
-            let outcome = outputs(Calls::new(device, extent.seed), product, [m, n, k], gap);
+            let outcome = outputs(LaunchCheck::new(device, extent.seed), product, [m, n, k], gap);
             report.add(NAME, path(), &case, outcome);
         }
     }
-    let outcome = in_order(Calls::new(device, extent.seed), device);
+    let outcome = in_order(LaunchCheck::new(device, extent.seed), device);
     report.add(NAME, path(), "a chain with Burn's operations", outcome);
-    let outcome = refused(Calls::new(device, extent.seed));
+    let outcome = refused(LaunchCheck::new(device, extent.seed));
     report.add(NAME, path(), "sizes that do not fit", outcome);
 }
 
@@ -140,7 +118,7 @@ fn definition(product: Product, x: &[f32], w: &[f32], [m, n, k]: [usize; 3]) -> 
         .collect()
 }
 
-fn outputs(mut calls: Calls<'_>, product: Product, [m, n, k]: [usize; 3], gap: usize) -> Outcome {
+fn outputs(mut calls: LaunchCheck<'_>, product: Product, [m, n, k]: [usize; 3], gap: usize) -> Outcome {
     let (x_shape, w_shape) = match product {
         Product::Nt => ([m, k], [n, k]),
         Product::Nn => ([m, k], [k, n]),
@@ -171,16 +149,16 @@ fn outputs(mut calls: Calls<'_>, product: Product, [m, n, k]: [usize; 3], gap: u
     Ok(calls.worst)
 }
 
-fn within(calls: &mut Calls<'_>, name: &str, got: &CudaTensor, exact: &[f32]) -> Result<(), Wrong> {
+fn within(calls: &mut LaunchCheck<'_>, name: &str, got: &CudaTensor, exact: &[f32]) -> Result<(), Wrong> {
     let share = match got.dtype() {
         DType::BF16 => BF16_SHARE,
         _ => F32_SHARE,
     };
-    calls.within(Bar::new(0.0, 0.0, share), name, got, [exact, exact])
+    calls.within(Tolerance::new(0.0, 0.0, share), name, got, [exact, exact])
 }
 
 /// Products and Burn's operations, each reading what the one before wrote: the same with a wait after each and without.
-fn in_order(mut calls: Calls<'_>, device: &Gpu) -> Outcome {
+fn in_order(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
     const WIDTH: usize = 512;
     let start = calls.flat(&[WIDTH, WIDTH], DType::BF16);
     let w = calls.flat(&[WIDTH, WIDTH], DType::BF16);
@@ -206,7 +184,7 @@ fn in_order(mut calls: Calls<'_>, device: &Gpu) -> Outcome {
     Ok(0.0)
 }
 
-fn refused(mut calls: Calls<'_>) -> Outcome {
+fn refused(mut calls: LaunchCheck<'_>) -> Outcome {
     let [a, b] = [[16, 24], [8, 8]].map(|sizes| calls.flat(&sizes, DType::BF16));
     match rounded(Product::Nt, &a.on, &b.on) {
         Ok(_) => wrong("they were taken"),

@@ -1,6 +1,6 @@
 //! Launches that read what another thread allocated and lets go of at once: its memory must not be reused before the
 //! launch has run.
-use super::wrappers::{Calls, same};
+use super::wrappers::{LaunchCheck, same};
 use crate::device::Gpu;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
@@ -26,11 +26,11 @@ pub(crate) fn check_order(report: &mut Report, device: &Gpu, extent: &Extent) {
         Some(false) => "on a stream of their own",
         _ => "on Burn's own stream",
     };
-    let outcome = factors_stay(Calls::new(device, extent.seed), device);
+    let outcome = factors_stay(LaunchCheck::new(device, extent.seed), device);
     report.add(NAME, inline, "10,000 buffers of another thread", outcome);
 }
 
-fn factors_stay(mut calls: Calls<'_>, device: &Gpu) -> Outcome {
+fn factors_stay(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
     let total = calls.flat(&[ELEMENTS / 256, 256], DType::F32);
     let before = LaunchCounts::so_far().foreign_buffers;
     let (send, receive) = sync_channel::<CudaTensor>(4);

@@ -1,12 +1,10 @@
 //! Norm and rotary position of heads of queries and keys.
-use super::On;
-use super::wrappers::Calls;
-use crate::bar::Results;
+use super::wrappers::LaunchCheck;
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::place::{float, floats};
 use crate::report::{Outcome, Report};
+use crate::tensors::{cast, floats};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::DType;
@@ -27,7 +25,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     ];
     for &[tokens, heads, kv_heads, head_dim] in extent.sizes(heads) {
         let case = format!("{tokens} tokens, {heads}/{kv_heads} heads of {head_dim}");
-        let calls = Calls::new(device, extent.seed);
+        let calls = LaunchCheck::new(device, extent.seed);
         let outcome = qk_norm_rope_launches(calls, tokens, [heads, kv_heads], head_dim);
         report.add("qk_norm_rope", "kernel", &case, outcome);
     }
@@ -63,43 +61,6 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, [heads, kv_heads]: [us
     bench.row(name, &shape, work, || backward(Reuse::InPlace));
 }
 
-pub(super) fn qk_norm_rope_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
-    let (batch, heads, kv_heads, width) = (2, 4, 2, 64);
-    let shape = [batch, rows, heads + 2 * kv_heads, width];
-    let qkv = on.input(shape);
-    let (q_weight, k_weight) = (on.input([width]), on.input([width]));
-    let dy = on.input(shape);
-    let positions = on.indices([batch, rows], rows).into_primitive();
-    let angles: Vec<f32> = (0..rows * width / 2)
-        .map(|at| (at / (width / 2)) as f32 / (1 + at % (width / 2)) as f32)
-        .collect();
-    let table = |of: fn(f32) -> f32| {
-        let values: Vec<f32> = angles.iter().map(|&angle| of(angle)).collect();
-        float::<B, 2>(&values, [rows, width / 2], on.device)
-    };
-    let call = QkNormRopeCall::<B> {
-        q_weight,
-        k_weight,
-        positions,
-        rope: RopeTables {
-            cos: table(f32::cos),
-            sin: table(f32::sin),
-        },
-        num_kv_heads: kv_heads,
-        epsilon: EPSILON,
-    };
-    let rotated = B::rope(qkv.clone(), without_norms(call.clone()));
-    let y = B::qk_norm_rope(qkv.clone(), call.clone());
-    let [dx, dq, dk] = B::qk_norm_rope_backward(qkv, call, dy);
-    vec![
-        ("rotated", floats::<B, 4>(rotated)),
-        ("y", floats::<B, 4>(y)),
-        ("dx", floats::<B, 4>(dx)),
-        ("dq_weight", floats::<B, 1>(dq)),
-        ("dk_weight", floats::<B, 1>(dk)),
-    ]
-}
-
 /// The rotation of a call alone.
 fn without_norms<B: DeviceBackend>(call: QkNormRopeCall<B>) -> RopeCall<B> {
     RopeCall {
@@ -110,7 +71,7 @@ fn without_norms<B: DeviceBackend>(call: QkNormRopeCall<B>) -> RopeCall<B> {
 }
 
 fn qk_norm_rope_launches(
-    mut calls: Calls<'_>,
+    mut calls: LaunchCheck<'_>,
     tokens: usize,
     [heads, kv_heads]: [usize; 2],
     head_dim: usize,
@@ -147,8 +108,8 @@ fn qk_norm_rope_launches(
         k_weight: weights[1].host([head_dim]),
         positions: on_host.clone(),
         rope: RopeTables {
-            cos: float::<Flex, 2>(&cos, [POSITIONS, half], &FlexDevice),
-            sin: float::<Flex, 2>(&sin, [POSITIONS, half], &FlexDevice),
+            cos: cast::<Flex, 2>(&cos, [POSITIONS, half], burn::tensor::DType::F32, &FlexDevice),
+            sin: cast::<Flex, 2>(&sin, [POSITIONS, half], burn::tensor::DType::F32, &FlexDevice),
         },
         num_kv_heads: kv_heads,
         epsilon: EPSILON,

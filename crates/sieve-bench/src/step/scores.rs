@@ -1,18 +1,15 @@
 //! DMA's scores of keys and their gradient.
-use super::On;
-use super::wrappers::{Calls, Input};
-use crate::bar::Results;
+use super::wrappers::{Input, LaunchCheck};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result as BenchResult;
 use crate::extent::Extent;
-use crate::place::floats;
 use crate::report::{Outcome, Report};
-use burn::tensor::{Int, Tensor, TensorData};
+use crate::tensors::floats;
 use burn_flex::Flex;
 use sieve_kernels::DType;
 use sieve_kernels::{PositionOrigin as Origin, Qkv, Recency as KernelRecency, ScoresBackward};
-use sieve_ops::{AttentionSpec, DeviceBackend, DmaScoresCall, PositionOrigin, Recency, reference};
+use sieve_ops::{AttentionSpec, DmaScoresCall, reference};
 
 /// KV heads of the checked launches.
 pub(super) const KV_HEADS: &[usize] = &[1, 2, 3, 4, 8, 16, 32];
@@ -22,7 +19,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     for &kv_heads in extent.pick(&[3][..], KV_HEADS) {
         for (tokens, head_dim) in [(33, 64), (257, 128), (1001, 96)] {
             let case = format!("{tokens} tokens, {kv_heads} heads of {head_dim}");
-            let calls = Calls::new(device, extent.seed);
+            let calls = LaunchCheck::new(device, extent.seed);
             let outcome = dma_scores_launches(calls, tokens, kv_heads, head_dim);
             report.add("dma_scores", "kernel", &case, outcome);
         }
@@ -59,35 +56,7 @@ pub(super) fn bench(
     Ok(())
 }
 
-pub(super) fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
-    let (heads, kv_heads, width) = (4, 2, 64);
-    let spec = AttentionSpec::dense([heads, kv_heads], width);
-    let shape = [2, rows, heads + 2 * kv_heads, width];
-    let qkv = on.input(shape);
-    let w_dt = on.input([kv_heads * width, kv_heads]);
-    let a = on.input([kv_heads]);
-    let dz = on.wide_input([2, kv_heads, rows]);
-    let dqkv = on.input(shape);
-    // The second row's tokens are a second document from the third on.
-    let start: Vec<i32> = (0..2 * rows).map(|at| if at >= rows + 2 { 2 } else { 0 }).collect();
-    let start = Tensor::<B, 2, Int>::from_data(TensorData::new(start, [2, rows]), on.device);
-    let recency = Some(Recency {
-        slopes: vec![1.0 / 64.0, 1.0 / 3.0],
-        origin: PositionOrigin::DocumentStart(start.into_primitive()),
-    });
-    let call = DmaScoresCall::<B> { qkv, w_dt, a, spec };
-    let (rank, z) = (B::dma_ranks(&call, recency), B::dma_scores(&call));
-    let [dqkv, dw, da] = B::dma_scores_backward(&call, dz, dqkv);
-    vec![
-        ("z", floats::<B, 3>(z)),
-        ("rank", floats::<B, 3>(rank)),
-        ("dqkv", floats::<B, 4>(dqkv)),
-        ("dw_dt", floats::<B, 2>(dw)),
-        ("da", floats::<B, 1>(da)),
-    ]
-}
-
-fn dma_scores_launches(mut calls: Calls<'_>, tokens: usize, kv_heads: usize, head_dim: usize) -> Outcome {
+fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usize, head_dim: usize) -> Outcome {
     const BATCH: usize = 2;
     let shape = [BATCH, tokens, 4 * kv_heads, head_dim];
     let [qkv, dqkv] = [0, 1].map(|_| calls.flat(&shape, DType::BF16));

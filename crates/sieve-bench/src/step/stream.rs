@@ -1,17 +1,14 @@
 //! The residual stream: norms, and sums of two streams.
-use super::On;
-use super::wrappers::{Calls, added, added_of};
-use crate::bar::Results;
+use super::wrappers::{LaunchCheck, added, added_of};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::place::{float, floats};
 use crate::report::{Outcome, Report};
-use burn::tensor::{Tensor, TensorPrimitive};
+use crate::tensors::floats;
 use burn_flex::Flex;
 use sieve_kernels::DType;
 use sieve_kernels::step::{residual_add, rms_norm_backward, rms_norm_backward_with_output, rms_norm_forward};
-use sieve_ops::{DeviceBackend, RmsNormCall, reference};
+use sieve_ops::{RmsNormCall, reference};
 use sieve_testing::round_bf16;
 
 const EPSILON: f64 = 1e-6;
@@ -27,10 +24,10 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
         [301, 5120],
         [7, 8192],
     ]) {
-        let outcome = rms_norm_launches(Calls::new(device, extent.seed), [rows, width]);
+        let outcome = rms_norm_launches(LaunchCheck::new(device, extent.seed), [rows, width]);
         report.add("rms_norm", "kernel", &format!("{rows} x {width}"), outcome);
     }
-    let outcome = residual_add_launches(Calls::new(device, extent.seed));
+    let outcome = residual_add_launches(LaunchCheck::new(device, extent.seed));
     report.add("residual_add", "kernel", "77 x 2056", outcome);
 }
 
@@ -57,34 +54,9 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     bench.row("residual_add", &shape, moved(6), || residual_add(&x, &residual));
 }
 
-pub(super) fn rms_norm_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
-    // Half of the rows are so small that epsilon decides.
-    let sizes: Vec<f32> = (0..rows).map(|row| [1.0, 1.0 / 1024.0][row % 2]).collect();
-    let sizes = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(float::<B, 2>(&sizes, [rows, 1], on.device)));
-    let sizes = sizes.cast(on.dtype);
-    let x = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(on.input([rows, 160])));
-    let norm = RmsNormCall::<B> {
-        x: (x * sizes).into_primitive().tensor(),
-        weight: on.input([160]),
-        epsilon: EPSILON,
-    };
-    let [dy, beside] = [0, 1].map(|_| on.input([rows, 160]));
-    let y = B::rms_norm(norm.clone());
-    let [dx, dweight] = B::rms_norm_backward(norm.clone(), dy.clone(), None);
-    let [sum, dweight_again, y_again] = B::rms_norm_backward_with_output(norm, dy, beside);
-    vec![
-        ("y", floats::<B, 2>(y)),
-        ("dx", floats::<B, 2>(dx)),
-        ("dweight", floats::<B, 1>(dweight)),
-        ("dx + residual", floats::<B, 2>(sum)),
-        ("dweight again", floats::<B, 1>(dweight_again)),
-        ("y again", floats::<B, 2>(y_again)),
-    ]
-}
-
-fn rms_norm_launches(mut calls: Calls<'_>, shape: [usize; 2]) -> Outcome {
+fn rms_norm_launches(mut calls: LaunchCheck<'_>, shape: [usize; 2]) -> Outcome {
     let mut drawn = || calls.pitched(shape, DType::BF16);
-    let [x, dy, beside] = [drawn()?, drawn()?, drawn()?];
+    let [x, dy, residual] = [drawn()?, drawn()?, drawn()?];
     let width = shape[1];
     let weight = calls.flat(&[width], DType::BF16);
     let call = || RmsNormCall::<Flex> {
@@ -106,18 +78,18 @@ fn rms_norm_launches(mut calls: Calls<'_>, shape: [usize; 2]) -> Outcome {
     let (again, dweight_again) = backward(None)?;
     calls.equal("dx of two runs", &again, &dx)?;
     calls.equal("dweight of two runs", &dweight_again, &dweight)?;
-    let (both, dweight_too) = backward(Some(&beside.on))?;
-    calls.close("dx + its residual", &both, &added_of(&dx_exact, &beside.values))?;
-    calls.equal("dweight beside a residual", &dweight_too, &dweight)?;
-    let [x_on, weight, dy, beside] = [&x.on, &weight.on, &dy.on, &beside.on];
-    let (with_y, dweight_too, y_again) = rms_norm_backward_with_output(x_on, weight, epsilon, dy, beside)?;
-    calls.equal("dx beside y", &with_y, &both)?;
-    calls.equal("dweight beside y", &dweight_too, &dweight)?;
+    let (both, dweight_too) = backward(Some(&residual.on))?;
+    calls.close("dx + its residual", &both, &added_of(&dx_exact, &residual.values))?;
+    calls.equal("dweight with a residual", &dweight_too, &dweight)?;
+    let [x_on, weight, dy, residual] = [&x.on, &weight.on, &dy.on, &residual.on];
+    let (with_y, dweight_too, y_again) = rms_norm_backward_with_output(x_on, weight, epsilon, dy, residual)?;
+    calls.equal("dx with y", &with_y, &both)?;
+    calls.equal("dweight with y", &dweight_too, &dweight)?;
     calls.close("y again", &y_again, &y_exact)?;
     Ok(calls.worst)
 }
 
-fn residual_add_launches(mut calls: Calls<'_>) -> Outcome {
+fn residual_add_launches(mut calls: LaunchCheck<'_>) -> Outcome {
     const SHAPE: [usize; 2] = [77, 2056];
     let (a, b) = (calls.pitched(SHAPE, DType::BF16)?, calls.pitched(SHAPE, DType::BF16)?);
     let exact: Vec<f32> = added(&a.values, &b.values).map(round_bf16).collect();

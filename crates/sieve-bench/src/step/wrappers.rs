@@ -1,9 +1,9 @@
 //! Launch wrappers called with rows with gaps, sums added to what is there, results in place, and equal repeats. Values
 //! are compared with the plain-Burn references.
-use crate::bar::Bar;
 use crate::device::Device;
-use crate::place::float;
 use crate::report::{Wrong, wrong};
+use crate::tensors::cast;
+use crate::tolerance::Tolerance;
 use burn::tensor::ops::FloatTensor;
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::CudaTensor;
@@ -13,7 +13,7 @@ use sieve_testing::Random;
 /// Elements between the end of a row and the next.
 pub(super) const GAP: usize = 24;
 
-pub(super) struct Calls<'a> {
+pub(super) struct LaunchCheck<'a> {
     pub(super) device: &'a dyn Device,
     pub(super) random: Random,
     pub(super) worst: f32,
@@ -28,11 +28,11 @@ pub(super) struct Input {
 impl Input {
     /// The same on the host.
     pub(super) fn host<const D: usize>(&self, shape: [usize; D]) -> FloatTensor<Flex> {
-        float::<Flex, D>(&self.values, shape, &FlexDevice)
+        cast::<Flex, D>(&self.values, shape, burn::tensor::DType::F32, &FlexDevice)
     }
 }
 
-impl<'a> Calls<'a> {
+impl<'a> LaunchCheck<'a> {
     pub(super) fn new(device: &'a dyn Device, seed: u64) -> Self {
         let random = Random(seed);
         Self {
@@ -68,19 +68,19 @@ impl<'a> Calls<'a> {
             DType::BF16 => 1.0 / 256.0,
             _ => 2e-5,
         };
-        self.within(Bar::new(0.0, 1e-6, share), name, got, [exact, exact])
+        self.within(Tolerance::new(0.0, 1e-6, share), name, got, [exact, exact])
     }
 
-    /// Within a bar, by what a plain computation gives and what is exact.
+    /// Within a tolerance, by what a plain computation gives and what is exact.
     pub(super) fn within(
         &mut self,
-        bar: Bar,
+        tolerance: Tolerance,
         name: &str,
         got: &CudaTensor,
         [plain, exact]: [&[f32]; 2],
     ) -> Result<(), Wrong> {
         let got = self.device.floats(got)?;
-        self.worst = self.worst.max(bar.judge(name, &got, plain, exact)?);
+        self.worst = self.worst.max(tolerance.judge(name, &got, plain, exact)?);
         Ok(())
     }
 

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 pub(crate) enum KernelsCommand {
     /// Compile kernels ahead of time into the cache; needs no GPU
     Build(BuildArgs),
-    /// Compare every kernel and gradient on this device with references on the host
+    /// Compare every kernel, and small models of every kind, on this device with references on the host
     Check(CheckArgs),
     /// Time the kernels on this GPU, parity first
     Bench(BenchArgs),
@@ -43,7 +43,7 @@ pub(crate) struct BuildArgs {
 /// Arguments of `sieve kernels check`.
 #[derive(Args, Debug)]
 pub(crate) struct CheckArgs {
-    /// Random calls of attention, once through the ops and once through the kernels' own wrappers
+    /// Random calls of attention's kernels on a GPU, and a fifth as many of other kernels; the CPU checks models alone
     #[arg(long, default_value_t = 200)]
     pub(super) cases: usize,
     /// Longest usual sequence; some of DMA's are longer than 1024 in any case

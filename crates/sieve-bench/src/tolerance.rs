@@ -1,9 +1,9 @@
-//! When a result is good enough: its error beside the error of a plain bf16 computation.
+//! When a result is good enough: its error against that of a plain bf16 computation.
 use crate::report::{Outcome, wrong};
 
 /// How far a result may be from the f32 reference.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Bar {
+pub(crate) struct Tolerance {
     /// Times the largest error of the plain computation; 0 for f32 paths, which have no business with bf16's error.
     pub(crate) plain: f32,
     /// Always allowed.
@@ -15,7 +15,7 @@ pub(crate) struct Bar {
     pub(crate) norm: bool,
 }
 
-impl Bar {
+impl Tolerance {
     /// Without the norm.
     pub(crate) const fn new(plain: f32, floor: f32, share: f32) -> Self {
         Self {
@@ -96,7 +96,7 @@ impl Bar {
 /// [`Terms`](sieve_cpu::reference::Terms)): among few terms the plain computation may round to the exact result by
 /// luck. The norm of all errors may be twice that of the plain computation.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RowBar {
+pub(crate) struct RowTolerance {
     /// Whether the path computes in bf16; f32 paths have no business with bf16's error.
     pub(crate) is_bf16: bool,
     /// Share of its terms that a row loses because logits are large, see [`lost_digits`].
@@ -122,7 +122,7 @@ pub(crate) fn row_norms(values: &[f32], width: usize) -> Vec<f64> {
     values.chunks_exact(width).map(|row| squares(row).sqrt()).collect()
 }
 
-impl RowBar {
+impl RowTolerance {
     /// Beside a plain computation that rounds its scores.
     pub(crate) const fn new(is_bf16: bool, lost_digits: f64) -> Self {
         Self {
@@ -187,15 +187,6 @@ impl RowBar {
 /// Names and values of what a call computes.
 pub(crate) type Results = Vec<(&'static str, Vec<f32>)>;
 
-/// The largest ratio over all results, each by the bar of its name.
-pub(crate) fn judge_all([own, plain, exact]: [&Results; 3], bar: impl Fn(&str) -> Bar) -> Outcome {
-    let mut worst = 0.0f32;
-    for (((name, own), (_, plain)), (_, exact)) in own.iter().zip(plain).zip(exact) {
-        worst = worst.max(bar(name).judge(name, own, plain, exact)?);
-    }
-    Ok(worst)
-}
-
 /// Whether an error is over what is allowed; a NaN on either side is.
 fn exceeds(error: f64, allowed: f64) -> bool {
     error.is_nan() || allowed.is_nan() || error > allowed
@@ -235,7 +226,7 @@ mod tests {
     use super::*;
     use sieve_testing::refusal;
 
-    const BAR: Bar = Bar {
+    const TOLERANCE: Tolerance = Tolerance {
         plain: 2.0,
         floor: 1e-4,
         share: 0.0,
@@ -246,8 +237,8 @@ mod tests {
     fn twice_the_plain_error_passes_and_thrice_fails() {
         let exact = vec![1.0; 100];
         let off = |by: f32| vec![1.0 + by; 100];
-        assert!(BAR.judge("x", &off(0.019), &off(0.01), &exact).is_ok());
-        let error = BAR.judge("x", &off(0.03), &off(0.01), &exact);
+        assert!(TOLERANCE.judge("x", &off(0.019), &off(0.01), &exact).is_ok());
+        let error = TOLERANCE.judge("x", &off(0.03), &off(0.01), &exact);
         refusal(error, "allowed");
     }
 
@@ -256,7 +247,7 @@ mod tests {
         let exact = vec![0.0; 100];
         let mut plain = vec![0.0; 100];
         plain[7] = 0.01;
-        let error = BAR.judge("x", &[0.015; 100], &plain, &exact);
+        let error = TOLERANCE.judge("x", &[0.015; 100], &plain, &exact);
         refusal(error, "norm");
     }
 
@@ -268,29 +259,38 @@ mod tests {
         let mut late = exact.clone();
         late[396..].iter_mut().for_each(|x| *x *= 0.95);
         assert!(
-            Bar::new(0.0, Bar::FLOOR, 1.0 / 64.0)
+            Tolerance::new(0.0, Tolerance::FLOOR, 1.0 / 64.0)
                 .judge("x", &late, &exact, &exact)
                 .is_ok()
         );
-        let row = |lost_digits| RowBar::new(true, lost_digits).judge("x", &late, &exact, &exact, &terms);
+        let row = |lost_digits| RowTolerance::new(true, lost_digits).judge("x", &late, &exact, &exact, &terms);
         refusal(row(0.0), "row 99");
         assert!(row(0.1).is_ok());
         // What a plain computation loses counts up to a share of the terms.
         let plain = |by: f32| exact.iter().map(|x| x * by).collect::<Vec<f32>>();
-        let judge = |by: f32, bar: RowBar| bar.judge("x", &plain(1.0 + 2.0 * by), &plain(1.0 + by), &exact, &terms);
-        assert!(judge(0.001, RowBar::new(true, 0.0)).is_ok_and(|ratio| ratio > 0.8));
-        refusal(judge(0.1, RowBar::new(true, 0.0)), "row");
+        let judge = |by: f32, tolerance: RowTolerance| {
+            tolerance.judge("x", &plain(1.0 + 2.0 * by), &plain(1.0 + by), &exact, &terms)
+        };
+        assert!(judge(0.001, RowTolerance::new(true, 0.0)).is_ok_and(|ratio| ratio > 0.8));
+        refusal(judge(0.1, RowTolerance::new(true, 0.0)), "row");
         let mut nan = exact.clone();
         nan[7] = f32::NAN;
-        refusal(RowBar::new(true, 1.0).judge("x", &nan, &exact, &exact, &terms), "row 1");
+        refusal(
+            RowTolerance::new(true, 1.0).judge("x", &nan, &exact, &exact, &terms),
+            "row 1",
+        );
     }
 
     #[test]
     fn nan_and_missing_numbers_fail() {
         let exact = [1.0, f32::NEG_INFINITY];
-        assert!(BAR.judge("x", &[1.0, f32::NEG_INFINITY], &exact, &exact).is_ok());
-        assert!(BAR.judge("x", &[f32::NAN, f32::NEG_INFINITY], &exact, &exact).is_err());
-        assert!(BAR.judge("x", &[1.0, 3.0], &exact, &exact).is_err());
-        assert!(BAR.judge("x", &[1.0], &exact, &exact).is_err());
+        assert!(TOLERANCE.judge("x", &[1.0, f32::NEG_INFINITY], &exact, &exact).is_ok());
+        assert!(
+            TOLERANCE
+                .judge("x", &[f32::NAN, f32::NEG_INFINITY], &exact, &exact)
+                .is_err()
+        );
+        assert!(TOLERANCE.judge("x", &[1.0, 3.0], &exact, &exact).is_err());
+        assert!(TOLERANCE.judge("x", &[1.0], &exact, &exact).is_err());
     }
 }

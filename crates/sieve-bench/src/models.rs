@@ -1,0 +1,433 @@
+//! Small models of every kind of attention: a training step and decoding through the cache, on a backend against the
+//! CPU in f64.
+//!
+//! This proves how a model calls the ops on a device: documents, gradients that return to the right parameter, caches,
+//! optimizers. What each kernel computes is proven through its launch wrapper.
+use crate::build::needed_by;
+use crate::check::CheckPart;
+use crate::error::{BenchError, Result};
+use crate::extent::Extent;
+use crate::report::{Outcome, PathWatch, Report};
+use crate::tolerance::{RowTolerance, row_norms};
+use burn::backend::Autodiff;
+use burn::module::AutodiffModule;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn_flex::{Flex, FlexDevice};
+use sieve_core::recipe::OptimizerName;
+use sieve_core::{ModelShape, Recipe};
+use sieve_hf::{NamedTensor, load_parameters, named_parameters};
+use sieve_kernels::{DeviceReport, KernelPolicy, NeededKernels};
+use sieve_nn::{KvCache, LayerContext, Qwen3};
+use sieve_ops::{DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding, TrainBackend};
+use sieve_testing::{Random, round_bf16};
+use sieve_train::{BlockSettings, DeviceBatch, GradientBuffer, Optimizer, accumulate_gradients_with};
+use std::convert::Infallible;
+
+const ROWS: usize = 2;
+const SEQ_LEN: usize = 96;
+const VOCAB_SIZE: usize = 331;
+
+/// Tokens that go through the cache at once, before the others come one by one.
+const PREFILLED: usize = 37;
+
+/// Large, so that the update of a weight survives its rounding to bf16.
+const LEARNING_RATE: f64 = 0.5;
+
+/// As large as a gradient's numbers: where AdamW would keep little more than their signs, rounding decides those of the
+/// smallest.
+const EPSILON: f64 = 1e-3;
+
+/// Added to the tolerance of kinds that choose keys, as a share of the norm of all rows and of one row: where bf16 moves
+/// a key over the margin of a choice, a query reads another one.
+const OF_A_CHOICE: [f64; 2] = [0.1, 1.0];
+
+/// A model: its name, whose part of a check it belongs to, whether it chooses keys, and its recipe's `[attention]`.
+type Kind = (&'static str, CheckPart, bool, &'static str);
+
+const KINDS: [Kind; 9] = [
+    ("mha", CheckPart::Attention, false, "kind = 'mha'"),
+    ("swa", CheckPart::Attention, false, "kind = 'swa'; sliding_window = 16"),
+    (
+        "dma as published",
+        CheckPart::Attention,
+        true,
+        "kind = 'dma'; preset = 'paper'; keep_window_size = 24",
+    ),
+    (
+        "dma",
+        CheckPart::Attention,
+        true,
+        "kind = 'dma'; keep_window_size = 24; bias = 'linear'; recency = 'slope'; local_window_size = 3",
+    ),
+    (
+        "nsa",
+        CheckPart::Nsa,
+        true,
+        "kind = 'nsa'; compress_block_size = 16; compress_stride = 8; compress_hidden_size = 24; \
+         select_block_size = 16; num_selected_blocks = 4; window_size = 24",
+    ),
+    (
+        "mla",
+        CheckPart::Mla,
+        false,
+        "kind = 'mla'; kv_lora_rank = 96; qk_rope_head_dim = 32",
+    ),
+    (
+        "infllm_v2",
+        CheckPart::Nsa,
+        true,
+        "kind = 'infllm_v2'; compress_block_size = 16; compress_stride = 8; select_block_size = 16; \
+         num_selected_blocks = 4; num_local_blocks = 1",
+    ),
+    (
+        "moba",
+        CheckPart::Nsa,
+        true,
+        "kind = 'moba'; select_block_size = 16; num_selected_blocks = 4",
+    ),
+    (
+        "msa",
+        CheckPart::Nsa,
+        true,
+        "kind = 'msa'; select_block_size = 16; num_selected_blocks = 4",
+    ),
+];
+
+/// A result of a model: its name, the width of its rows, its numbers.
+type Found = (String, usize, Vec<f32>);
+
+/// One model's sizes, weights and tokens, the same on every backend.
+struct Setup {
+    recipe: Recipe,
+    shape: ModelShape,
+    /// Exact in bf16.
+    weights: Vec<NamedTensor>,
+    tokens: Vec<i32>,
+    labels: Vec<i32>,
+    /// First position and end of each token's document.
+    bounds: [Vec<u32>; 2],
+}
+
+/// A device, the type in which a model computes there, and which kernels it takes.
+struct On<'a, B: TrainBackend> {
+    device: &'a B::Device,
+    dtype: DType,
+    policy: KernelPolicy,
+}
+
+/// Checks the models of a part on a backend that computes in `dtype`: the CPU in f32, a GPU in bf16.
+///
+/// # Errors
+/// A recipe of this file that is none.
+pub(crate) fn check<B: TrainBackend>(
+    report: &mut Report,
+    (device, dtype): (&B::Device, DType),
+    part: CheckPart,
+    extent: &Extent,
+) -> Result<()> {
+    let (is_bf16, policy) = (dtype == DType::BF16, extent.policy);
+    for kind in of_part(part) {
+        let setup = Setup::draw(kind, extent.seed)?;
+        let watch = PathWatch::start();
+        let own = setup.run(&setup.model::<B>(DType::F32, device), &On { device, dtype, policy });
+        let reference = watch.reference();
+        let [exact, plain] = setup.references();
+        let name = format!("model {}", kind.0);
+        for ((own, exact), plain) in own.iter().zip(&exact).zip(&plain) {
+            let (path, case) = (
+                if is_bf16 { "kernel" } else { "cpu" },
+                format!("{}, seed {}", own.0, extent.seed),
+            );
+            report.add_call(&name, path, reference.as_deref(), &case, || {
+                judge(kind, is_bf16, [own, plain, exact])
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Every specialisation that the models of a part ask for.
+pub(crate) fn needed_kernels(part: CheckPart, gpu: &DeviceReport) -> NeededKernels {
+    let mut list = NeededKernels::default();
+    let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
+    for kind in of_part(part) {
+        // What cannot be listed is compiled at its first use.
+        let recipe = recipe(kind).and_then(|recipe| needed_by(Some(&recipe), &gpu.arch(), shared_bytes));
+        list.extend(recipe.unwrap_or_default());
+    }
+    list
+}
+
+fn of_part(part: CheckPart) -> impl Iterator<Item = &'static Kind> {
+    KINDS
+        .iter()
+        .filter(move |kind| part == CheckPart::All || part == kind.1)
+}
+
+/// A result against the exact one, by the norm of each row and of all.
+fn judge(kind: &Kind, is_bf16: bool, [own, plain, exact]: [&Found; 3]) -> Outcome {
+    let (name, width, exact) = exact;
+    let [of_all, of_a_row] = if kind.2 && is_bf16 { OF_A_CHOICE } else { [0.0; 2] };
+    let rows = RowTolerance {
+        most_of_plain: f64::INFINITY,
+        of_a_row,
+        ..RowTolerance::new(is_bf16, of_all)
+    };
+    rows.judge(name, &own.2, &plain.2, exact, &row_norms(exact, *width))
+}
+
+fn recipe(kind: &Kind) -> Result<Recipe> {
+    let kv_heads = if kind.0 == "mla" { 4 } else { 2 };
+    let text = format!(
+        "[model]\nhidden_size = 128\nintermediate_size = 192\nnum_hidden_layers = 2\nnum_attention_heads = 4\n\
+         num_key_value_heads = {kv_heads}\nhead_dim = 64\nmax_position_embeddings = {SEQ_LEN}\n\
+         initializer_range = 0.09\n[attention]\n{}\n[tokenizer]\npath = \"none\"\n[data]\npaths = [\"none\"]\n\
+         [training]\nsteps = 1\nseq_len = {SEQ_LEN}\nlocal_batch_size = {ROWS}\n[optimizer]\nlr = {LEARNING_RATE}\n",
+        kind.3.replace("; ", "\n")
+    );
+    Recipe::load(&text, kind.0, &[]).map_err(|error| BenchError::Refused(error.to_string()))
+}
+
+impl Setup {
+    fn draw(kind: &Kind, seed: u64) -> Result<Self> {
+        let recipe = recipe(kind)?;
+        let shape = recipe.model_shape(VOCAB_SIZE);
+        let shape = shape.map_err(|error| BenchError::Refused(error.to_string()))?;
+        let mut random = Random(seed);
+        let mut weights = named_parameters(&Qwen3::<Flex>::new(&shape, seed, &FlexDevice));
+        for NamedTensor { data, .. } in &mut weights {
+            // Vectors of their own, so that no norm can take another's place.
+            let spread = if data.shape.len() == 1 { 0.2 } else { 0.0 };
+            let values = data
+                .iter::<f32>()
+                .map(|x| round_bf16(x + spread * random.normal_with_tails()));
+            *data = TensorData::new(values.collect::<Vec<_>>(), data.shape.clone());
+        }
+        let mut ids = || -> Vec<i32> { (0..ROWS * SEQ_LEN).map(|_| random.below(VOCAB_SIZE) as i32).collect() };
+        let (tokens, mut labels) = (ids(), ids());
+        let mut bounds = [Vec::new(), Vec::new()];
+        // A row of one document, and one of three, of which one is a single token.
+        for documents in [&[0, SEQ_LEN][..], &[0, 33, 34, SEQ_LEN]] {
+            for document in documents.windows(2) {
+                for (all, bound) in bounds.iter_mut().zip(document) {
+                    all.resize(all.len() + document[1] - document[0], *bound as u32);
+                }
+                labels[bounds[0].len() - 1] = IGNORE_LABEL;
+            }
+        }
+        Ok(Self {
+            recipe,
+            shape,
+            weights,
+            tokens,
+            labels,
+            bounds,
+        })
+    }
+
+    /// The model with weights of a type.
+    fn model<B: TrainBackend>(&self, dtype: DType, device: &B::Device) -> Qwen3<B> {
+        let read = &mut |name: &str, _shape: &[usize]| -> Result<TensorData, Infallible> {
+            let found = self.weights.iter().find(|tensor| tensor.name == name);
+            Ok(found.expect("a model of the same shape").data.clone())
+        };
+        let Ok(model) = load_parameters(Qwen3::new(&self.shape, 0, device), dtype, read);
+        model
+    }
+
+    /// What the CPU computes in f64, and in bf16 as a plain computation rounds.
+    fn references(&self) -> [Vec<Found>; 2] {
+        [(DType::F64, DType::F64), (DType::F32, DType::BF16)].map(|(held, dtype)| {
+            let (device, policy) = (&FlexDevice, KernelPolicy::default());
+            self.run(
+                &self.model::<Autodiff<Flex>>(held, device),
+                &On { device, dtype, policy },
+            )
+        })
+    }
+
+    /// Loss, gradients and updates of a training step by each optimizer, logits of a pass and through the cache.
+    fn run<B: TrainBackend>(&self, model: &Qwen3<B>, on: &On<'_, B>) -> Vec<Found> {
+        let (mut found, computed) = self.step(model, on, OptimizerName::AdamW);
+        let (of_muon, _) = self.step(model, on, OptimizerName::Muon);
+        found.extend(of_muon.into_iter().filter(|(name, ..)| name.starts_with("Muon")));
+        found.extend(self.logits(&computed.valid(), on.dtype, on.device));
+        found
+    }
+
+    /// A training step: loss, gradients and updates, and the model that computed them. In bf16 the optimizer holds f32
+    /// masters.
+    fn step<B: TrainBackend>(&self, model: &Qwen3<B>, on: &On<'_, B>, name: OptimizerName) -> (Vec<Found>, Qwen3<B>) {
+        let &On { device, dtype, policy } = on;
+        let mut section = self.recipe.optimizer.clone();
+        (section.name, section.eps) = (name, EPSILON);
+        let mut optimizer = Optimizer::new(section);
+        let model = match dtype {
+            DType::BF16 => optimizer.hold_masters(model.clone()),
+            _ => model.clone(),
+        };
+        let num_labels = self.labels.iter().filter(|&&label| label >= 0).count();
+        let batch = DeviceBatch {
+            tokens: rows_of(&self.tokens, device),
+            labels: rows_of(&self.labels, device),
+            documents: Documents::new(&self.bounds[0], &self.bounds[1], [ROWS, SEQ_LEN], device),
+            parts: None,
+            num_labels,
+        };
+        let share = 1.0 / num_labels as f64;
+        let settings = BlockSettings {
+            policy,
+            token_share: share,
+            ..BlockSettings::default()
+        };
+        let (rope, mut gradients) = (rope(&model, dtype, device), GradientBuffer::default());
+        let result = accumulate_gradients_with(&settings, &model, &batch, &rope, share, &mut gradients);
+        let mut found = vec![("loss".to_owned(), 1, floats(result.loss.into_data()))];
+        for NamedTensor { name, data } in gradients.named(&model) {
+            let width = data.shape.to_vec().last().copied().unwrap_or(1);
+            found.push((format!("gradient of {name}"), width, floats(data)));
+        }
+        let before = named_parameters(&model);
+        let scale_type = if dtype == DType::F64 { dtype } else { DType::F32 };
+        let scale = Tensor::from_data(TensorData::from([0.5f32]), (device, scale_type));
+        let updated = optimizer.step(model.clone(), &mut gradients, scale, LEARNING_RATE);
+        for (before, after) in before.into_iter().zip(named_parameters(&updated)) {
+            let update = floats(after.data).into_iter().zip(floats(before.data));
+            let update: Vec<f32> = update.map(|(after, before)| after - before).collect();
+            found.push((format!("{name:?}'s update of {}", before.name), update.len(), update));
+        }
+        (found, model)
+    }
+
+    /// Logits of the first row, whose tokens are one document: by one pass, and through the cache. In f64 those of
+    /// the pass are both.
+    fn logits<B: DeviceBackend>(&self, model: &Qwen3<B>, dtype: DType, device: &B::Device) -> Vec<Found> {
+        let rope = rope(model, dtype, device);
+        let ids = rows_of(&self.tokens, device).narrow(0, 0, 1);
+        let documents = Documents::whole_rows([1, SEQ_LEN], device);
+        let logits = model.logits(ids.clone(), &LayerContext::new(&documents, &rope));
+        let logits = floats(logits.into_data());
+        let mut cached = logits[(PREFILLED - 1) * VOCAB_SIZE..].to_vec();
+        if dtype != DType::F64 {
+            let mut cache = KvCache::new(model.layers.len());
+            let parts = std::iter::once((0, PREFILLED)).chain((PREFILLED..SEQ_LEN).map(|at| (at, 1)));
+            let next = |(first, count)| model.next_logits(ids.clone().narrow(1, first, count), &mut cache, &rope);
+            cached = parts.map(next).flat_map(|logits| floats(logits.into_data())).collect();
+        }
+        vec![
+            ("logits".to_owned(), VOCAB_SIZE, logits),
+            ("logits through the cache".to_owned(), VOCAB_SIZE, cached),
+        ]
+    }
+}
+
+fn rows_of<B: Backend>(values: &[i32], device: &B::Device) -> Tensor<B, 2, Int> {
+    Tensor::from_data(TensorData::new(values.to_vec(), [ROWS, SEQ_LEN]), device)
+}
+
+/// The rotary tables, whose f32 numbers f64 takes too.
+fn rope<B: Backend>(model: &Qwen3<B>, dtype: DType, device: &B::Device) -> RotaryEmbedding<B> {
+    let RotaryEmbedding { cos, sin } = model.rope(SEQ_LEN, device);
+    let table_type = if dtype == DType::F64 { dtype } else { DType::F32 };
+    let [cos, sin] = [cos, sin].map(|table| table.cast(table_type));
+    RotaryEmbedding { cos, sin }
+}
+
+fn floats(data: TensorData) -> Vec<f32> {
+    data.iter::<f32>().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sieve_core::model::Attention;
+
+    type B = Autodiff<Flex>;
+
+    fn run(setup: &Setup, model: &Qwen3<B>) -> Vec<Found> {
+        let (device, dtype, policy) = (&FlexDevice, DType::F32, KernelPolicy::default());
+        setup.run(model, &On { device, dtype, policy })
+    }
+
+    #[test]
+    fn every_kind_passes_on_the_cpu() {
+        let mut report = Report::default();
+        let extent = Extent::all(1, 1, 7);
+        check::<B>(&mut report, (&FlexDevice, DType::F32), CheckPart::All, &extent).expect("recipes");
+        assert_eq!((report.failed(), report.rows().len()), (0, KINDS.len()), "{report}");
+    }
+
+    /// Results that a wrong device might give, held to the wide tolerance of bf16.
+    #[test]
+    fn a_wrong_model_does_not_pass() {
+        let kind = &KINDS[1];
+        let setup = Setup::draw(kind, 3).expect("a recipe");
+        let [exact, plain] = setup.references();
+        let failed = |found: &[Found]| -> Vec<String> {
+            let all = found.iter().zip(&plain).zip(&exact);
+            let failed = all.filter(|((own, plain), exact)| judge(kind, true, [own, plain, exact]).is_err());
+            failed.map(|((own, _), _)| own.0.clone()).collect()
+        };
+        let right = setup.model(DType::F32, &FlexDevice);
+        let found = run(&setup, &right);
+        assert_eq!(failed(&found), [""; 0]);
+        assert_eq!(failed(&plain), [""; 0], "plain bf16 passes its own tolerance");
+        let at = |name: &str| found.iter().position(|found| found.0.contains(name)).expect("a result");
+        let norms = ["layers.0.self_attn.qkv.q_norm", "layers.0.self_attn.qkv.k_norm"].map(at);
+        let mut swapped = found.clone();
+        swapped.swap(norms[0], norms[1]);
+        assert_eq!(failed(&swapped).len(), 2, "gradients in each other's place");
+        for at in 0..found.len() {
+            let mut scaled = found.clone();
+            scaled[at].2.iter_mut().for_each(|x| *x *= 1.25);
+            assert_eq!(failed(&scaled), [found[at].0.clone()], "a wrong scale");
+        }
+
+        let mut wider = setup.shape.clone();
+        wider.attention = Attention::swa(17);
+        let wider = Setup {
+            shape: wider,
+            ..Setup::draw(kind, 3).expect("a recipe")
+        };
+        let whole_rows = Setup {
+            bounds: [vec![0; ROWS * SEQ_LEN], vec![SEQ_LEN as u32; ROWS * SEQ_LEN]],
+            ..Setup::draw(kind, 3).expect("a recipe")
+        };
+        let mut one_wider = right.clone();
+        one_wider.layers[1] = wider.model(DType::F32, &FlexDevice).layers[1].clone();
+        let mut sharper = right.clone();
+        let Attention::Swa { .. } = setup.shape.attention else {
+            panic!("windows")
+        };
+        if let sieve_nn::Attention::Grouped(layer) = &mut sharper.layers[0].self_attn {
+            let norm = layer.qkv.q_norm.as_mut().expect("norms of queries");
+            norm.weight = norm.weight.clone().map(|weight| weight * 1.25);
+        }
+        for (what, setup, model, caught) in [
+            (
+                "a window that is one key wider",
+                &setup,
+                &one_wider,
+                ["gradient of layers.1", "logits through"],
+            ),
+            (
+                "rows that are one document",
+                &whole_rows,
+                &right,
+                ["gradient of embed_tokens", "gradient of layers.0"],
+            ),
+            (
+                "a softmax scale that is wrong",
+                &setup,
+                &sharper,
+                ["gradient of layers.0", "logits through"],
+            ),
+        ] {
+            let failed = failed(&run(setup, model));
+            for name in caught {
+                assert!(failed.iter().any(|failed| failed.contains(name)), "{what}: {failed:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! Host values as tensors of the two backends, and back.
+use burn::tensor::ops::{FloatTensor, IntTensor};
+use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
+use burn_flex::Flex;
+use sieve_ops::{Cuda, DeviceBackend};
+
+/// A backend and the type in which its kernels compute.
+pub(crate) trait Computes: DeviceBackend {
+    /// Type of q, k, v and o.
+    const DTYPE: DType;
+}
+
+impl Computes for Flex {
+    const DTYPE: DType = DType::F32;
+}
+
+impl Computes for Cuda {
+    const DTYPE: DType = DType::BF16;
+}
+
+/// A contiguous tensor of the type that a backend computes in.
+pub(crate) fn typed<B: Computes, const D: usize>(
+    values: &[f32],
+    shape: [usize; D],
+    device: &B::Device,
+) -> FloatTensor<B> {
+    cast::<B, D>(values, shape, B::DTYPE, device)
+}
+
+/// A contiguous tensor of a type.
+pub(crate) fn cast<B: DeviceBackend, const D: usize>(
+    values: &[f32],
+    shape: [usize; D],
+    dtype: DType,
+    device: &B::Device,
+) -> FloatTensor<B> {
+    let data = TensorData::new(values.to_vec(), shape);
+    let x = Tensor::<B, D>::from_data(data, device).cast(dtype);
+    x.into_primitive().tensor()
+}
+
+/// A tensor's values in f32.
+pub(crate) fn floats<B: DeviceBackend, const D: usize>(x: FloatTensor<B>) -> Vec<f32> {
+    let data = Tensor::<B, D>::from_primitive(TensorPrimitive::Float(x)).into_data();
+    let values = data.convert::<f32>().to_vec();
+    values.expect("data converted to f32 is read as f32")
+}
+
+/// A tensor's whole numbers.
+pub(crate) fn indices<B: DeviceBackend, const D: usize>(x: IntTensor<B>) -> Vec<i32> {
+    let data = Tensor::<B, D, Int>::from_primitive(x).into_data();
+    let values = data.convert::<i32>().to_vec();
+    values.expect("data converted to i32 is read as i32")
+}
