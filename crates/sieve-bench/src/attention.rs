@@ -17,8 +17,8 @@ use sieve_kernels::{AttentionResult, AttentionShape, KernelError, KernelPolicy, 
 use sieve_testing::Random;
 use std::ops::Range;
 
-/// Rounding of `ddelta`, as a share of the sums that cancel in it: 2^-16 of their largest. The true value is 0 where a query
-/// sees a single key, so no share of the result itself would do; bf16 would be 2^-8 of the same sums.
+/// Rounding of `ddelta`, as a share of the sums that cancel in it: 2^-16 of their largest. The true value is 0 where a
+/// query sees a single key, so no share of the result itself would do; bf16 would be 2^-8 of the same sums.
 const DDELTA_TERMS: f32 = 1.0 / 65536.0;
 
 /// A case with its two references.

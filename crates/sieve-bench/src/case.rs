@@ -2,10 +2,11 @@
 use crate::error::{Result, refused};
 use crate::scores::Scores;
 use crate::shape::{keys_of, queries_of, sizes, values_of};
+use burn::tensor::backend::Backend;
 use sieve_core::DmaWindow;
 use sieve_cpu::{Documents, dma_select, extend_expire};
 use sieve_kernels::{AttentionShape, KernelPolicy};
-use sieve_ops::{AttentionSpec, DeviceBackend};
+use sieve_ops::AttentionSpec;
 use sieve_testing::{Random, round_bf16};
 use std::collections::BinaryHeap;
 
@@ -211,7 +212,7 @@ impl Case {
     }
 
     /// The documents as ops take them.
-    pub(crate) fn documents<B: DeviceBackend>(&self, device: &B::Device) -> sieve_ops::Documents<B> {
+    pub(crate) fn documents<B: Backend>(&self, device: &B::Device) -> sieve_ops::Documents<B> {
         let bounds = |x: &[i32]| x.iter().map(|&x| x as u32).collect::<Vec<u32>>();
         let (start, end) = (bounds(&self.doc_start), bounds(&self.doc_end));
         let rows = [self.shape.batch, self.shape.seq_len];

@@ -105,7 +105,8 @@ impl Target {
     }
 }
 
-/// Compares every kernel, and then models, on a device with references on the host; `on_part` is called after each part.
+/// Compares every kernel, and then models, on a device with references on the host; `on_part` is called after each
+/// part.
 ///
 /// # Errors
 /// A GPU that cannot be asked; a wrong result is a row of the report.

@@ -511,8 +511,8 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
 mod tests {
     use super::*;
 
-    /// Why the tolerance of f32 paths knows how large logits are: plain f32 operations lose more in peaked calls than the
-    /// share that other calls may lose, and less than what is allowed.
+    /// Why the tolerance of f32 paths knows how large logits are: plain f32 operations lose more in peaked calls than
+    /// the share that other calls may lose, and less than what is allowed.
     #[test]
     fn plain_f32_operations_lose_digits_of_large_logits() {
         let extent = Extent::all(40, 300, 1);

@@ -38,8 +38,8 @@ const LEARNING_RATE: f64 = 0.5;
 /// smallest.
 const EPSILON: f64 = 1e-3;
 
-/// Added to the tolerance of kinds that choose keys, as a share of the norm of all rows and of one row: where bf16 moves
-/// a key over the margin of a choice, a query reads another one.
+/// Added to the tolerance of kinds that choose keys, as a share of the norm of all rows and of one row: where bf16
+/// moves a key over the margin of a choice, a query reads another one.
 const OF_A_CHOICE: [f64; 2] = [0.1, 1.0];
 
 /// A model: its name, whose part of a check it belongs to, whether it chooses keys, and its recipe's `[attention]`.

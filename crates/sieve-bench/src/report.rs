@@ -67,8 +67,8 @@ impl Report {
         }
     }
 
-    /// Adds a result of ops that ran on `path`; where one of them took a reference, for this reason, it is a failure, or
-    /// missing where the device is the reason.
+    /// Adds a result of ops that ran on `path`; where one of them took a reference, for this reason, it is a failure,
+    /// or missing where the device is the reason.
     pub(crate) fn add_call(
         &mut self,
         name: &str,

@@ -4,6 +4,7 @@ use crate::latent;
 use crate::outputs::Outputs;
 use crate::shape::{keys_of, packed_of, queries_of, values_of};
 use crate::tensors::{Computes, floats, indices, typed};
+use burn::backend::Autodiff;
 use burn::tensor::DType;
 use burn::tensor::TensorData;
 use burn::tensor::activation::relu;
@@ -55,47 +56,8 @@ impl NsaForm {
     }
 }
 
-/// `W_2 relu(W_1 flatten(block + positions))` of keys or of values, and what it leaves for its gradients.
-struct Mlp<B: Computes> {
-    /// `[hidden, compress_block_size * head_dim]`, `[head_dim, hidden]`.
-    weights: [FloatTensor<B>; 2],
-    /// `[rows, compress_block_size * head_dim]`.
-    blocks: FloatTensor<B>,
-    /// `[rows, hidden]`, after the ReLU.
-    hidden: Tensor<B, 2>,
-}
-
-fn tensor<B: Computes, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(x))
-}
-
 fn primitive<B: Computes, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
     x.into_primitive().tensor()
-}
-
-impl<B: Computes> Mlp<B> {
-    fn forward(weights: [FloatTensor<B>; 2], blocks: FloatTensor<B>) -> (Self, Tensor<B, 2>) {
-        let [up, down] = weights.clone();
-        let hidden = relu(tensor::<B, 2>(<B as DeviceBackend>::linear(blocks.clone(), up)));
-        let y = <B as DeviceBackend>::linear(primitive(hidden.clone()), down);
-        let mlp = Self {
-            weights,
-            blocks,
-            hidden,
-        };
-        (mlp, tensor(y))
-    }
-
-    /// Gradients of the blocks and of both weights.
-    fn backward(self, dy: Tensor<B, 2>) -> (Tensor<B, 2>, [FloatTensor<B>; 2]) {
-        let [up, down] = self.weights;
-        let dy = primitive(dy);
-        let d_hidden = tensor::<B, 2>(B::linear_input_gradient(down, dy.clone()));
-        let d_hidden = primitive(d_hidden.mask_fill(self.hidden.clone().equal_elem(0.0), 0.0));
-        let d_down = B::linear_weight_gradient(primitive(self.hidden), dy, None);
-        let d_up = B::linear_weight_gradient(self.blocks, d_hidden.clone(), None);
-        (tensor(B::linear_input_gradient(up, d_hidden)), [d_up, d_down])
-    }
 }
 
 /// The weights of a block's MLPs, exact in bf16: of keys, then of values.
@@ -140,13 +102,33 @@ impl MlpWeights {
         ]
     }
 
-    fn on<B: Computes>(&self, device: &B::Device) -> [[FloatTensor<B>; 3]; 2] {
-        let of = |which| {
-            self.named(which)
-                .map(|(_, sizes, values)| typed::<B, 2>(values, sizes, device))
-        };
-        [of(0), of(1)]
+    fn on<B: Computes>(&self, device: &B::Device) -> [[Tensor<Autodiff<B>, 2>; 3]; 2] {
+        let leaf = |(_, sizes, values): (String, [usize; 2], &[f32])| leaf(typed::<B, 2>(values, sizes, device));
+        [0, 1].map(|which| self.named(which).map(leaf))
     }
+}
+
+/// A tensor that takes a gradient.
+fn leaf<B: Computes, const D: usize>(x: FloatTensor<B>) -> Tensor<Autodiff<B>, D> {
+    Tensor::from_inner(Tensor::<B, D>::from_primitive(TensorPrimitive::Float(x))).require_grad()
+}
+
+/// One key and one value of each block: their mean, or `W_2 relu(W_1 flatten(block + positions))`.
+fn pooled<B: Computes>(
+    qkv: &Tensor<Autodiff<B>, 4>,
+    weights: Option<&[[Tensor<Autodiff<B>, 2>; 3]; 2]>,
+    call: &NsaCall<Autodiff<B>>,
+) -> Tensor<Autodiff<B>, 3> {
+    let Some([k, v]) = weights else {
+        return sieve_ops::nsa_mean_pool(qkv.clone(), call);
+    };
+    let blocks = sieve_ops::nsa_blocks(qkv.clone(), k[0].clone(), v[0].clone(), call);
+    let [_, rows, width] = blocks.dims();
+    let of = |(at, [_, up, down]): (usize, &[Tensor<Autodiff<B>, 2>; 3])| {
+        let blocks = blocks.clone().narrow(0, at, 1).reshape([rows, width]);
+        sieve_ops::linear(relu(sieve_ops::linear(blocks, up.clone())), down.clone())
+    };
+    Tensor::stack::<3>([k, v].into_iter().enumerate().map(of).collect(), 0)
 }
 
 /// The tensors of a file, in order.
@@ -249,25 +231,13 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
     let logits = typed::<B, 3>(&logits, [batch, seq_len, gates], device);
     let bias = typed::<B, 1>(&bias, [gates], device);
 
-    let mut mlps = Vec::new();
-    let compressed = match &weights {
-        None => B::nsa_mean_pool(qkv.clone(), &call),
-        Some(weights) => {
-            let [[k_positions, k_up, k_down], [v_positions, v_up, v_down]] = weights.on::<B>(device);
-            let inputs = tensor::<B, 3>(B::nsa_blocks(qkv.clone(), [k_positions, v_positions], &call));
-            let [_, rows, width] = inputs.dims();
-            let made = [[k_up, k_down], [v_up, v_down]]
-                .into_iter()
-                .enumerate()
-                .map(|(at, weights)| {
-                    let blocks = inputs.clone().narrow(0, at, 1).reshape([rows, width]);
-                    let (mlp, y) = Mlp::<B>::forward(weights, primitive(blocks));
-                    mlps.push(mlp);
-                    y
-                });
-            primitive(Tensor::stack::<3>(made.collect(), 0))
-        }
-    };
+    let (pooled_from, leaves) = (
+        leaf(qkv.clone()),
+        weights.as_ref().map(|weights| weights.on::<B>(device)),
+    );
+    let of_pool = NsaCall::new(&case.documents::<Autodiff<B>>(device), case.spec(None), blocks);
+    let compressed_graph = pooled::<B>(&pooled_from, leaves.as_ref(), &of_pool);
+    let compressed = primitive(compressed_graph.clone().inner());
     let coarse = B::nsa_compressed_attention(qkv.clone(), compressed.clone(), &call);
     let chosen = coarse.block_indices;
     let selected = B::nsa_selected_attention(qkv.clone(), chosen.clone(), &call);
@@ -300,29 +270,17 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
         B::nsa_compressed_attention_backward(qkv.clone(), compressed, &call, coarse.output, coarse_do);
     let values = floats::<B, 3>(d_compressed.clone());
     tensors.output("dcompressed", &values, &slots_shape);
-    let blocks_dqkv = match &weights {
-        None => B::nsa_mean_pool_backward(dims, &call, d_compressed),
-        Some(weights) => {
-            let dy = tensor::<B, 3>(d_compressed);
-            let [_, rows, _] = dy.dims();
-            let (mut d_blocks, mut of_weights) = (Vec::new(), Vec::new());
-            for (at, mlp) in mlps.into_iter().enumerate() {
-                let (dx, gradients) = mlp.backward(dy.clone().narrow(0, at, 1).reshape([rows, d]));
-                d_blocks.push(dx);
-                of_weights.push(gradients);
-            }
-            let d_blocks = primitive(Tensor::stack::<3>(d_blocks, 0));
-            let [dqkv, dk_positions, dv_positions] = B::nsa_blocks_backward(dims, &call, d_blocks);
-            let of_positions = [dk_positions, dv_positions];
-            for (at, (positions, [up, down])) in of_positions.into_iter().zip(of_weights).enumerate() {
-                for ((name, sizes, _), gradient) in weights.named(at).into_iter().zip([positions, up, down]) {
-                    let values = floats::<B, 2>(gradient);
-                    tensors.floats(&format!("d{name}"), &values, &sizes, DType::F32);
-                }
-            }
-            dqkv
+    let d_compressed = Tensor::from_inner(Tensor::from_primitive(TensorPrimitive::Float(d_compressed)));
+    let mut of_graph = sieve_ops::seed_gradient(compressed_graph, d_compressed).backward();
+    let blocks_dqkv = primitive(pooled_from.grad_remove(&mut of_graph).expect("keys are pooled"));
+    for (at, leaves) in leaves.iter().flatten().enumerate() {
+        let named = weights.iter().flat_map(|weights| weights.named(at));
+        for ((name, sizes, _), leaf) in named.zip(leaves) {
+            let gradient = leaf.grad_remove(&mut of_graph).expect("every weight is used");
+            let values = floats::<B, 2>(primitive(gradient));
+            tensors.floats(&format!("d{name}"), &values, &sizes, DType::F32);
         }
-    };
+    }
     let parts = [
         coarse_dqkv,
         blocks_dqkv,
