@@ -218,50 +218,6 @@ fn a_file_holds_inputs_outputs_and_gradients_that_agree() {
 }
 
 #[test]
-fn decoding_writes_the_rows_of_the_whole_pass() {
-    let tiny = folder();
-    let sizes = "batch=2,seq_len=30,heads=4,kv_heads=2,head_dim=16,head_dim_v=16";
-    for (whole, decode, window) in [
-        ("attention", "decode", ""),
-        ("swa", "decode", "--window 7"),
-        ("dma", "dma_decode", "--window 7"),
-    ] {
-        for (op, file) in [(whole, "whole"), (decode, "decode")] {
-            tiny.prints(&format!(
-                "kernels run {op} --shape {sizes} {window} --seed 8 --out {file} --device cpu"
-            ));
-        }
-        let (whole, decode) = (Written::read(&tiny.path("whole")), Written::read(&tiny.path("decode")));
-        assert_eq!(whole.values("q"), decode.values("q"));
-        let gap = whole
-            .values("o")
-            .iter()
-            .zip(decode.values("o"))
-            .fold(0.0f64, |m, (a, b)| m.max((a - b).abs()));
-        assert!(gap < 1e-5, "{op}: {gap}", op = decode.metadata["op"]);
-    }
-}
-
-#[test]
-fn a_seed_gives_one_file() {
-    let tiny = folder();
-    for (seed, file) in [(1, "a"), (1, "b"), (2, "c")] {
-        tiny.prints(&format!(
-            "kernels run dma_select --shape seq_len=500,heads=2,kv_heads=2,head_dim=16 --window 20 --seed {seed} \
-             --out {file} --device cpu"
-        ));
-    }
-    let read = |file: &str| {
-        let written = Written::read(&tiny.path(file));
-        (written.tensors, written.metadata)
-    };
-    assert!(read("a") == read("b"), "one seed, two files");
-    assert!(read("a") != read("c"), "two seeds, one file");
-    let names: Vec<String> = Written::read(&tiny.path("a")).tensors.into_keys().collect();
-    assert_eq!(names, ["cu_seqlens", "delta", "expire", "z"]);
-}
-
-#[test]
 fn scores_of_a_trained_model_can_be_used() {
     let tiny = folder();
     tiny.trained("run", "--set training.steps=8");

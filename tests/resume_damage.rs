@@ -1,10 +1,9 @@
 //! Damaged checkpoints are refused by name, and the one before is used when asked; a full disk loses nothing.
-use crate::tiny_run::{INTERVAL, STEPS, TinyRun, refused, succeed, text};
+use crate::tiny_run::{INTERVAL, STEPS, TinyRun, refused, succeed};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_testing::says;
 use std::fs;
-use std::process::Command;
 
 /// A run of all steps whose latest checkpoint is the second last: as if it had been killed before the end.
 fn unfinished(tiny: &TinyRun, out: &str) -> u64 {
@@ -74,93 +73,6 @@ fn damaged_files_are_refused_by_name() {
     assert_eq!(fs::read(aside.join("model.safetensors")).expect("kept"), b"no weights");
     tiny.assert_same_end("run", "reference");
     tiny.assert_same_metrics("run", "reference");
-}
-
-/// Bytes of all files below a folder.
-fn bytes_below(tiny: &TinyRun, name: &str) -> usize {
-    tiny.snapshot(name).values().map(|(bytes, _)| bytes.len()).sum()
-}
-
-#[test]
-fn a_full_disk_loses_no_checkpoint() {
-    let tiny = TinyRun::dma();
-    // Shards outside the small disk, no TensorBoard file on it, and two checkpoints at once do not fit.
-    let more = "--set data.cache_dir=shared --set metrics.enable_tensorboard=false --set checkpoint.keep_latest_k=1 \
-                --checkpoint-patience 0";
-    tiny.trained("reference", more);
-    let one = bytes_below(&tiny, &format!("reference/checkpoint/step-{STEPS}"));
-    let beside = bytes_below(&tiny, "reference") - one;
-    let kib = (one + one / 2 + 2 * beside) / 1024;
-    // A private mount: it ends with its processes, and nobody else sees it.
-    let script = r#"
-        mount -t tmpfs -o size="$1"k tmpfs disk || exit 90
-        "$SIEVE" train --recipe tiny.toml --device cpu --out disk/run $MORE; code=$?
-        ls disk/run/checkpoint > listing
-        mount -o remount,size=64m disk
-        "$SIEVE" train --recipe tiny.toml --device cpu --out disk/run $MORE --resume || exit 91
-        cp -r disk/run run
-        exit $code
-    "#;
-    let program = tiny.sieve("").get_program().to_owned();
-    fs::create_dir(tiny.path("disk")).expect("writable");
-    let output = Command::new("unshare")
-        .args(["--user", "--map-root-user", "--mount"])
-        .args(["sh", "-c", script, "sh", &kib.to_string()])
-        .current_dir(tiny.path(""))
-        .env("SIEVE", program)
-        .env("MORE", more)
-        .env("RAYON_NUM_THREADS", "2")
-        .output();
-    let output = match output {
-        Ok(output) if tiny.path("listing").exists() => output,
-        Ok(output) => return println!("not run: no private mount here: {}", text(&output)),
-        Err(error) => return println!("not run: unshare: {error}"),
-    };
-    let said = text(&output);
-    // All steps are done; nobody made room in time.
-    assert_eq!(output.status.code(), Some(75), "{said}");
-    says(
-        &said,
-        "warning: no checkpoint at step 8 | No space left | training continues | step-8.tmp | make room",
-    );
-    says(&said, "no checkpoint of step 40 can be written | checkpoint/step-4");
-    let listing = tiny.read("listing");
-    assert_eq!(listing, "step-4\n", "{said}");
-    tiny.assert_same_end("run", "reference");
-    tiny.assert_same_metrics("run", "reference");
-}
-
-/// A run of two steps whose folder of checkpoints leads nowhere until `room` is made.
-#[cfg(unix)]
-fn without_room(tiny: &TinyRun, out: &str) {
-    tiny.trained(out, "--stop-after 2");
-    let folder = tiny.path(out).join("checkpoint");
-    fs::remove_dir_all(&folder).expect("writable");
-    std::os::unix::fs::symlink(tiny.path("room"), folder).expect("writable");
-}
-
-#[cfg(unix)]
-#[test]
-fn a_checkpoint_that_could_not_be_written_is_written_as_soon_as_there_is_room() {
-    use crate::tiny_run::{signal, wait_until};
-    let tiny = TinyRun::dma();
-    without_room(&tiny, "run");
-    let mut command = tiny.train(
-        "run",
-        "--resume --set training.steps=1000000 --set validation.interval=1000000",
-    );
-    let log = || fs::read_to_string(tiny.path("run/log")).unwrap_or_default();
-    let child = command
-        .stdout(std::process::Stdio::null())
-        .spawn()
-        .expect("the program starts");
-    wait_until("a warning", || log().contains("warning: no checkpoint at step"));
-    fs::create_dir(tiny.path("room")).expect("writable");
-    wait_until("a checkpoint", || log().contains("checkpoint: run/checkpoint/step-"));
-    signal(&child, "TERM");
-    let output = child.wait_with_output().expect("it ends");
-    assert_eq!(output.status.code(), Some(75), "{}", log());
-    succeed(&mut tiny.train("run", "--resume --stop-after 1 --set training.steps=1000000"));
 }
 
 #[cfg(unix)]

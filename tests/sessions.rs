@@ -20,6 +20,7 @@
 //! `\n` in words is the end of a line. `SIEVE_TEST_SESSION=name` runs one session alone.
 use crate::tiny_run::{TinyRun, program, refused_as, words_of};
 use serde_json::Value;
+use sieve_comm::HeldPort;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -42,7 +43,8 @@ macro_rules! sessions {
     };
 }
 
-sessions! { command_line data eval kernels memory newcomer next ranks resume selectors stages train }
+sessions! { command_line data eval kernels memory newcomer next ranks resume selectors stages train
+wrong_inputs }
 
 /// A command or an assertion, and the lines below it.
 struct Step {
@@ -171,6 +173,8 @@ fn run(file: &str) {
 }
 
 fn run_session(session: &Session, kind: &str) {
+    // One that nobody else is given meanwhile.
+    let port = HeldPort::take().expect("a port");
     let tiny = TinyRun::new(kind);
     session.uses.iter().for_each(|name| prepare(&tiny, name));
     let mut values = BTreeMap::new();
@@ -178,7 +182,7 @@ fn run_session(session: &Session, kind: &str) {
         let _failing = Failing(&step.place);
         match step.line.strip_prefix('@') {
             Some(words) => assertion(&tiny, words),
-            None => command(&tiny, step, &mut values),
+            None => command(&tiny, step, &port, &mut values),
         }
     }
 }
@@ -247,7 +251,7 @@ pub(crate) fn assert_near(found: &Value, expected: &Value, keys: &[&str], most: 
     }
 }
 
-fn command(tiny: &TinyRun, step: &Step, values: &mut BTreeMap<String, Value>) {
+fn command(tiny: &TinyRun, step: &Step, port: &HeldPort, values: &mut BTreeMap<String, Value>) {
     let mut shell = Command::new("sh");
     let mut path = program().parent().expect("a folder").as_os_str().to_owned();
     path.push(":");
@@ -257,6 +261,7 @@ fn command(tiny: &TinyRun, step: &Step, values: &mut BTreeMap<String, Value>) {
         .current_dir(tiny.path(""))
         .env("PATH", path)
         .env("ROOT", concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+        .env("PORT", port.number().to_string())
         .env("RAYON_NUM_THREADS", "2")
         .stdin(Stdio::null());
     if let [only] = &step.expected[..]
