@@ -1,63 +1,24 @@
-//! What holds for every command: how much is printed, where to, and what the program says of itself.
+//! Pages that name messages and flags of the program.
 use crate::tiny_run::TinyRun;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-#[test]
-fn the_page_of_the_command_line_names_every_variable() {
-    let page = include_str!("../docs/command-line.md");
-    let mut found = Vec::new();
-    for (path, text) in sources().filter(|(path, _)| !path.ends_with("build.rs")) {
-        for call in ["variable(\"", "env::var(\"", "env::var_os(\""] {
-            let names = text.split(call).skip(1).filter_map(|rest| rest.split('"').next());
-            found.extend(names.map(|name| (name.to_owned(), path.clone())));
-        }
-    }
-    assert!(found.iter().any(|(name, _)| name == "HF_TOKEN"), "{found:?}");
-    let own = [
-        "SIEVE_TEST_",
-        "UPDATE_GOLDEN",
-        "CARGO",
-        "PYTHON",
-        "PATH",
-        "OUT_DIR",
-        "X",
-    ];
-    for (name, path) in found {
-        let is_of_builds = own.iter().any(|start| name.starts_with(start)) || path.to_string_lossy().contains("xtask");
-        assert!(
-            is_of_builds || page.contains(&format!("`{name}`")),
-            "{name}, read by {}, is not on docs/command-line.md",
-            path.display()
-        );
-    }
-    for code in ["| 0 |", "| 1 |", "| 2 |", "| 75 |", "| 130 |"] {
-        assert!(page.contains(code), "{code}");
-    }
-}
-
-/// All Rust files of the crates, with their texts.
-fn sources() -> impl Iterator<Item = (PathBuf, String)> {
-    let mut open = vec![PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../crates"))];
-    let files = std::iter::from_fn(move || {
-        let path = open.pop()?;
-        if path.is_dir() {
-            let entries = fs::read_dir(&path).expect("readable");
-            open.extend(entries.map(|it| it.expect("readable").path()));
-        }
-        Some(path)
-    });
-    let rust = files.filter(|path| path.extension().is_some_and(|ending| ending == "rs"));
-    rust.map(|path| {
-        let text = fs::read_to_string(&path).expect("readable");
-        (path, text)
-    })
+/// The texts of all Rust files below a folder.
+fn sources(folder: &Path) -> String {
+    let entries = fs::read_dir(folder).expect("readable");
+    let text = |path: PathBuf| match path.extension() {
+        _ if path.is_dir() => sources(&path),
+        Some(ending) if ending == "rs" => fs::read_to_string(&path).expect("readable"),
+        _ => String::new(),
+    };
+    entries.map(|it| text(it.expect("readable").path())).collect()
 }
 
 #[test]
 fn troubleshooting_names_messages_that_the_program_prints() {
     // Without what the compiler takes for the end of a line in a string.
-    let all = sources().map(|(_, text)| text).collect::<String>() + include_str!("../recipes/dma_80m.toml");
+    let crates = concat!(env!("CARGO_MANIFEST_DIR"), "/../crates");
+    let all = sources(crates.as_ref()) + include_str!("../recipes/dma_80m.toml");
     let lines = all.split("\\\n").map(str::trim_start);
     let sources = lines.collect::<String>().replace("\\\"", "\"");
     let page = include_str!("../docs/troubleshooting.md").replace("\\|", "|");

@@ -234,12 +234,35 @@ fn assertion(tiny: &TinyRun, words: &str) {
                 assert_eq!(line["tokens_seen"], expected[step]["tokens_seen"], "{words}: {step}");
             }
         }
+        ["moments", out, reference] => assert_same_moments(tiny, out, reference),
         _ => panic!("no assertion: {words}"),
     }
 }
 
+/// Asserts that the first moments after one step, a tenth of the clipped gradients, are those of a run of one process,
+/// up to a share of each tensor's norm.
+fn assert_same_moments(tiny: &TinyRun, out: &str, reference: &str) {
+    let [found, expected] = [out, reference].map(|out| {
+        let mut tensors = tiny.checkpoint_like(out, reference, 1);
+        tensors.retain(|name, _| name.ends_with(".exp_avg"));
+        tensors
+    });
+    assert!(expected.len() > 10 && found.keys().eq(expected.keys()), "{out}");
+    for (name, expected) in &expected {
+        let [found, expected] = [&found[name], expected].map(|bytes| {
+            let values = bytes.as_chunks().0.iter();
+            let values = values.map(|&bytes| f64::from(f32::from_le_bytes(bytes)));
+            values.collect::<Vec<_>>()
+        });
+        let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+        let apart = norm(&mut found.iter().zip(&expected).map(|(a, b)| a - b));
+        let norm = norm(&mut expected.iter().copied());
+        assert!(apart <= 1e-5 * norm + 1e-12, "{out} {name}: {apart} of {norm}");
+    }
+}
+
 /// Asserts that numbers of two reports are equal up to a relative difference.
-pub(crate) fn assert_near(found: &Value, expected: &Value, keys: &[&str], most: f64) {
+fn assert_near(found: &Value, expected: &Value, keys: &[&str], most: f64) {
     for key in keys {
         let [found, expected] = [found, expected].map(|line| line[key].as_f64());
         let (Some(found), Some(expected)) = (found, expected) else {

@@ -23,6 +23,8 @@ tensor() {
 put() { printf %b "$2" > "$1"; }
 # fails CODE COMMAND
 fails() { w=$1 c=0; shift; "$@" || c=$?; [ "$c" = "$w" ]; }
+# refused COMMAND: it fails with any code
+refused() { c=0; "$@" || c=$?; [ "$c" != 0 ]; }
 # each_line_in FILE OTHER: every line of one file is in the other
 each_line_in() { while IFS= read -r l; do grep -qF -- "$l" "$2" || { echo "$l is not in $2"; exit 1; }; done < "$1"; }
 # once COMMAND: its error, which must be one
@@ -37,6 +39,13 @@ mends() {
     .error || c=99
   rm .error; return "$c"
 }
+# flip FILE BYTE BIT: changes a bit
+flip() {
+  byte=$(od -An -tu1 -j "$2" -N 1 "$1")
+  printf "\\$(printf %o $((byte ^ (1 << $3))))" | dd of="$1" bs=1 seek="$2" conv=notrunc 2> /dev/null
+}
+# sums: all files that are not hidden, with what they hold
+sums() { find . -type f ! -path './.*' -exec sha256sum {} + | sort; }
 # kill_at OUT STEP COMMAND: kills it when the checkpoint of that step is there
 kill_at() { d=$1/checkpoint/step-$2; shift 2; "$@" > killed.log & p=$!; while [ ! -d "$d" ]; do kill -0 $p; sleep 0.01;
 done; kill -9 $p; wait $p || true; }
