@@ -218,50 +218,6 @@ fn a_file_holds_inputs_outputs_and_gradients_that_agree() {
 }
 
 #[test]
-fn decoding_writes_the_rows_of_the_whole_pass() {
-    let tiny = folder();
-    let sizes = "batch=2,seq_len=30,heads=4,kv_heads=2,head_dim=16,head_dim_v=16";
-    for (whole, decode, window) in [
-        ("attention", "decode", ""),
-        ("swa", "decode", "--window 7"),
-        ("dma", "dma_decode", "--window 7"),
-    ] {
-        for (op, file) in [(whole, "whole"), (decode, "decode")] {
-            tiny.prints(&format!(
-                "kernels run {op} --shape {sizes} {window} --seed 8 --out {file} --device cpu"
-            ));
-        }
-        let (whole, decode) = (Written::read(&tiny.path("whole")), Written::read(&tiny.path("decode")));
-        assert_eq!(whole.values("q"), decode.values("q"));
-        let gap = whole
-            .values("o")
-            .iter()
-            .zip(decode.values("o"))
-            .fold(0.0f64, |m, (a, b)| m.max((a - b).abs()));
-        assert!(gap < 1e-5, "{op}: {gap}", op = decode.metadata["op"]);
-    }
-}
-
-#[test]
-fn a_seed_gives_one_file() {
-    let tiny = folder();
-    for (seed, file) in [(1, "a"), (1, "b"), (2, "c")] {
-        tiny.prints(&format!(
-            "kernels run dma_select --shape seq_len=500,heads=2,kv_heads=2,head_dim=16 --window 20 --seed {seed} \
-             --out {file} --device cpu"
-        ));
-    }
-    let read = |file: &str| {
-        let written = Written::read(&tiny.path(file));
-        (written.tensors, written.metadata)
-    };
-    assert!(read("a") == read("b"), "one seed, two files");
-    assert!(read("a") != read("c"), "two seeds, one file");
-    let names: Vec<String> = Written::read(&tiny.path("a")).tensors.into_keys().collect();
-    assert_eq!(names, ["cu_seqlens", "delta", "expire", "z"]);
-}
-
-#[test]
 fn scores_of_a_trained_model_can_be_used() {
     let tiny = folder();
     tiny.trained("run", "--set training.steps=8");
@@ -281,34 +237,4 @@ fn scores_of_a_trained_model_can_be_used() {
     let long = "kernels run dma_select --shape seq_len=9999999,heads=1,head_dim=16 --window 40 --scores captured:z \
         --out out --device cpu";
     tiny.refuses(long, "too short for seq_len=9999999 | hint");
-}
-
-#[test]
-fn a_dense_model_gives_its_queries_keys_and_values() {
-    let tiny = TinyRun::new("kind = \"mha\"");
-    tiny.trained("run", "--set training.steps=4");
-    let capture = "kernels capture --checkpoint run --out z --device cpu";
-    let told = tiny.prints(capture);
-    assert!(told.contains("--selectors --operands z"), "{told}");
-    let written = Written::read_tensors(&tiny.path("z"));
-    // A training row of 32 tokens; two layers, as 32 heads are more than the model has.
-    let shape = |name: &str| written[name].0.clone();
-    let [q, k, v] = ["q", "k", "v"].map(shape);
-    assert_eq!((q[0], k[0], &k), (32, 32, &v));
-    assert_eq!((q[1] % 2, k[1], q[2]), (0, 2, k[2]));
-    // Queries and keys have been normed and turned: their lengths are those of the norms, token by token.
-    let lengths = |name: &str| -> Vec<f64> {
-        let (shape, values) = &written[name];
-        let rows = values.chunks_exact(shape[2]);
-        rows.map(|row| row.iter().map(|x| x * x).sum::<f64>().sqrt()).collect()
-    };
-    let root = (q[2] as f64).sqrt();
-    let spread = |name: &str| lengths(name).iter().map(|x| (x / root - 1.0).abs()).fold(0.0, f64::max);
-    assert!(
-        spread("q") < 0.1 && spread("k") < 0.1,
-        "{} {}",
-        spread("q"),
-        spread("k")
-    );
-    assert!(spread("v") > 0.2, "{}", spread("v"));
 }

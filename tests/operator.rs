@@ -1,11 +1,13 @@
 //! What an operator looks at and is told: numbers for Prometheus, and a command run at the end.
-use crate::tiny_run::{TinyRun, ended, refused, signal, spawned, succeed, wait_until};
+use crate::tiny_run::{TinyRun, ended, refused, signal, succeed, wait_until};
 use crate::train_ranks::started;
-use crate::train_ranks_faults::{LONG, ranks_of, send};
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::Command;
+
+/// More steps than anybody waits for.
+const LONG: &str = "--set training.steps=1000000 --set checkpoint.interval=1000000";
 
 /// Appends what it is told to a file.
 const KEEP: &str = "echo \"$SIEVE_EVENT $SIEVE_OUT $SIEVE_MESSAGE\" >> events";
@@ -71,26 +73,4 @@ fn a_run_gives_its_numbers_and_tells_its_end() {
     assert_eq!(wrong.expect("it starts").status.code(), Some(1));
     let told = events(&tiny);
     assert!(told[0].starts_with("failed wrong error: "), "{told:?}");
-}
-
-#[test]
-fn a_lost_rank_is_told_by_one_that_is_left() {
-    let tiny = TinyRun::dma();
-    for lost in [0, 1] {
-        let out = format!("lost-{lost}");
-        let child = started(&mut telling(tiny.launch(2, &out, LONG)), 3);
-        send("KILL", ranks_of(child.id())[lost]);
-        ended(child, 75);
-        let told = events(&tiny);
-        let [line] = &told[..] else {
-            panic!("{told:?}");
-        };
-        assert!(line.starts_with(&format!("lost {out} error: rank {lost} (")), "{line}");
-    }
-    // An error that all ranks meet is told by rank 0 alone.
-    let rows = tiny.launch(2, "rows", "--set training.global_batch_size=4");
-    ended(spawned(&mut telling(rows)), 1);
-    let told = events(&tiny);
-    let failed = told.iter().filter(|line| line.starts_with("failed rows error: "));
-    assert_eq!(failed.count(), 1, "{told:?}");
 }

@@ -1,10 +1,8 @@
 //! A run that is killed or stopped goes on as if nothing had happened.
-use crate::tiny_run::{TinyRun, signal, spawned, succeed, text, wait_until};
+use crate::tiny_run::{TinyRun, spawned, succeed, text};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use std::fs;
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
 /// How often the process is killed.
@@ -74,14 +72,6 @@ fn killed_at_random_moments_and_resumed_it_ends_with_the_same_weights() {
     println!("killed at steps {resumed_at:?}, in {round} runs");
 }
 
-/// Starts a command. Returns it with the lines that it prints.
-fn spoken(command: &mut Command) -> (Child, impl Iterator<Item = String> + use<>) {
-    let child = command.stdout(Stdio::piped()).spawn();
-    let mut child = child.expect("the program starts");
-    let lines = BufReader::new(child.stdout.take().expect("it is piped")).lines();
-    (child, lines.map(|line| line.expect("text")))
-}
-
 impl TinyRun {
     /// The last step that a killed run logged.
     fn metrics_of_killed(&self, out: &str) -> u64 {
@@ -90,96 +80,4 @@ impl TinyRun {
         let steps = lines.filter_map(|line: serde_json::Value| line["step"].as_u64());
         steps.max().unwrap_or(0)
     }
-}
-
-#[test]
-fn the_first_signal_keeps_the_state_and_the_run_goes_on_from_it() {
-    let tiny = TinyRun::dma();
-    tiny.trained("reference", "");
-    for name in ["INT", "TERM"] {
-        let (mut child, mut lines) = spoken(&mut tiny.train(name, ""));
-        // Between two checkpoints.
-        let third = lines.find(|line| line.starts_with("step:     3"));
-        third.expect("the run gets to step 3");
-        signal(&child, name);
-        let rest: Vec<String> = lines.collect();
-        let code = child.wait().expect("it ends").code();
-        let said = rest.join("\n");
-        if said.contains("trained 40 steps") {
-            assert_eq!(code, Some(0), "{said}");
-        } else {
-            // Not 0: what follows in a script would take half a run for a whole one.
-            assert_eq!(code, Some(75), "{said}");
-            assert!(said.contains("stopping after this step"), "{said}");
-            assert!(said.contains("--resume"), "{said}");
-            let printed = succeed(&mut tiny.train(name, "--resume"));
-            assert!(printed.contains("continuing at step"), "{printed}");
-        }
-        tiny.assert_same_end(name, "reference");
-        tiny.assert_same_metrics(name, "reference");
-        let log = tiny.read(&format!("{name}/log"));
-        assert!(log.contains("step:     1 ") && log.contains("step:    40 "));
-    }
-}
-
-#[test]
-fn the_second_signal_ends_the_process_at_once() {
-    let tiny = TinyRun::dma();
-    // A step of a quarter of a million tokens takes seconds.
-    let slow = "--set training.local_batch_size=8192 --set training.global_batch_size=8192";
-    let (mut child, mut lines) = spoken(&mut tiny.train("run", slow));
-    // Printed after the recipe is in the folder; the first step begins next.
-    lines
-        .find(|line| line.starts_with("validate step:"))
-        .expect("the run begins");
-    signal(&child, "INT");
-    lines
-        .find(|line| line.contains("stopping after this step"))
-        .expect("it is told");
-    let told = Instant::now();
-    signal(&child, "TERM");
-    assert_eq!(child.wait().expect("it ends").code(), Some(130));
-    println!("ended {:?} after the second signal", told.elapsed());
-    assert!(!tiny.path("run/checkpoint").exists());
-}
-
-#[test]
-fn a_signal_before_the_first_step_ends_the_process() {
-    let tiny = TinyRun::dma();
-    // As if another process prepared the same folder.
-    fs::create_dir_all(tiny.path("run/data")).expect("writable");
-    let lock = fs::File::create(tiny.path("run/data/tokenizer.lock")).expect("writable");
-    lock.lock().expect("nobody else has it");
-    let (mut child, mut lines) = spoken(&mut tiny.train("run", ""));
-    lines
-        .find(|line| line.contains("waiting"))
-        .expect("it waits for the folder");
-    signal(&child, "INT");
-    assert_eq!(child.wait().expect("it ends").code(), Some(130));
-    assert!(!tiny.path("run/config.toml").exists());
-    drop(lock);
-    tiny.trained("run", "--set training.steps=4 --set checkpoint.interval=2");
-}
-
-#[test]
-fn a_run_killed_before_its_first_checkpoint_starts_over() {
-    let tiny = TinyRun::dma();
-    tiny.trained("reference", "");
-    let mut child = tiny
-        .train("run", "--set checkpoint.interval=1000")
-        .stdout(Stdio::null())
-        .spawn()
-        .expect("the program starts");
-    wait_until("three steps", || tiny.metrics_of_killed("run") >= 3);
-    child.kill().expect("SIGKILL is sent");
-    child.wait().expect("it ends");
-    if tiny.path("run/checkpoint").exists() {
-        return; // It was faster than the signal.
-    }
-    // Without --resume the folder stays as it is.
-    tiny.refuse(&mut tiny.train("run", ""), "run | --resume");
-    let printed = succeed(&mut tiny.train("run", "--resume"));
-    assert!(printed.contains("starts over"), "{printed}");
-    tiny.assert_same_end("run", "reference");
-    tiny.assert_same_metrics("run", "reference");
 }

@@ -20,6 +20,7 @@
 //! `\n` in words is the end of a line. `SIEVE_TEST_SESSION=name` runs one session alone.
 use crate::tiny_run::{TinyRun, program, refused_as, words_of};
 use serde_json::Value;
+use sieve_comm::HeldPort;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -42,7 +43,8 @@ macro_rules! sessions {
     };
 }
 
-sessions! { command_line data eval kernels memory newcomer next ranks resume selectors stages train }
+sessions! { command_line data eval kernels memory newcomer next ranks resume selectors stages train
+wrong_inputs }
 
 /// A command or an assertion, and the lines below it.
 struct Step {
@@ -171,6 +173,8 @@ fn run(file: &str) {
 }
 
 fn run_session(session: &Session, kind: &str) {
+    // One that nobody else is given meanwhile.
+    let port = HeldPort::take().expect("a port");
     let tiny = TinyRun::new(kind);
     session.uses.iter().for_each(|name| prepare(&tiny, name));
     let mut values = BTreeMap::new();
@@ -178,7 +182,7 @@ fn run_session(session: &Session, kind: &str) {
         let _failing = Failing(&step.place);
         match step.line.strip_prefix('@') {
             Some(words) => assertion(&tiny, words),
-            None => command(&tiny, step, &mut values),
+            None => command(&tiny, step, &port, &mut values),
         }
     }
 }
@@ -230,12 +234,35 @@ fn assertion(tiny: &TinyRun, words: &str) {
                 assert_eq!(line["tokens_seen"], expected[step]["tokens_seen"], "{words}: {step}");
             }
         }
+        ["moments", out, reference] => assert_same_moments(tiny, out, reference),
         _ => panic!("no assertion: {words}"),
     }
 }
 
+/// Asserts that the first moments after one step, a tenth of the clipped gradients, are those of a run of one process,
+/// up to a share of each tensor's norm.
+fn assert_same_moments(tiny: &TinyRun, out: &str, reference: &str) {
+    let [found, expected] = [out, reference].map(|out| {
+        let mut tensors = tiny.checkpoint_like(out, reference, 1);
+        tensors.retain(|name, _| name.ends_with(".exp_avg"));
+        tensors
+    });
+    assert!(expected.len() > 10 && found.keys().eq(expected.keys()), "{out}");
+    for (name, expected) in &expected {
+        let [found, expected] = [&found[name], expected].map(|bytes| {
+            let values = bytes.as_chunks().0.iter();
+            let values = values.map(|&bytes| f64::from(f32::from_le_bytes(bytes)));
+            values.collect::<Vec<_>>()
+        });
+        let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+        let apart = norm(&mut found.iter().zip(&expected).map(|(a, b)| a - b));
+        let norm = norm(&mut expected.iter().copied());
+        assert!(apart <= 1e-5 * norm + 1e-12, "{out} {name}: {apart} of {norm}");
+    }
+}
+
 /// Asserts that numbers of two reports are equal up to a relative difference.
-pub(crate) fn assert_near(found: &Value, expected: &Value, keys: &[&str], most: f64) {
+fn assert_near(found: &Value, expected: &Value, keys: &[&str], most: f64) {
     for key in keys {
         let [found, expected] = [found, expected].map(|line| line[key].as_f64());
         let (Some(found), Some(expected)) = (found, expected) else {
@@ -247,7 +274,7 @@ pub(crate) fn assert_near(found: &Value, expected: &Value, keys: &[&str], most: 
     }
 }
 
-fn command(tiny: &TinyRun, step: &Step, values: &mut BTreeMap<String, Value>) {
+fn command(tiny: &TinyRun, step: &Step, port: &HeldPort, values: &mut BTreeMap<String, Value>) {
     let mut shell = Command::new("sh");
     let mut path = program().parent().expect("a folder").as_os_str().to_owned();
     path.push(":");
@@ -257,6 +284,7 @@ fn command(tiny: &TinyRun, step: &Step, values: &mut BTreeMap<String, Value>) {
         .current_dir(tiny.path(""))
         .env("PATH", path)
         .env("ROOT", concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+        .env("PORT", port.number().to_string())
         .env("RAYON_NUM_THREADS", "2")
         .stdin(Stdio::null());
     if let [only] = &step.expected[..]

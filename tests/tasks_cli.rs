@@ -1,11 +1,10 @@
 //! `sieve eval tasks` through the program: the numbers of lm-evaluation-harness, selectors, generation, and mistakes.
 use crate::python;
 use crate::random_model::{VOCAB_SIZE, kinds, random_model, recipe, write_checkpoint};
-use crate::tiny_run::{TinyRun, json, succeed};
+use crate::tiny_run::{TinyRun, json};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use serde_json::{Value, json};
-use sieve_testing::says;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -175,155 +174,6 @@ fn assert_same(tiny: &TinyRun, expected: &Value) {
     }
     assert_eq!(samples.next(), None);
     assert!(num_cut > 0, "no text was longer than the context");
-}
-
-/// A prefill method reads each prompt in one sparse call, and a prompt once for all its choices; what follows reads
-/// everything.
-#[test]
-fn tasks_under_a_selector_are_one_call_a_prompt() {
-    let tiny = random_run();
-    let scored = |selector: &str| {
-        let text = eval(
-            &tiny,
-            &format!("--data piqa=rows/piqa.jsonl --samples s.jsonl --json {selector}"),
-        );
-        let samples = tiny.read("s.jsonl");
-        (json(&text), samples)
-    };
-    let (own, own_samples) = scored("");
-    // Three layers, 24 rows.
-    for (everything, calls) in [
-        ("meanpool:block=4,tau=1,min_prefill_tokens=0", 3 * 24),
-        ("exact_top:k=1000", 0),
-    ] {
-        let (all, samples) = scored(&format!("--selector {everything}"));
-        assert_eq!(all["tasks"], own["tasks"], "{everything}");
-        if calls > 0 {
-            assert_eq!(all["selection"]["calls"], calls);
-        }
-        let likelihoods = |text: &str| -> Vec<f64> {
-            let rows = text.lines().map(json);
-            let of_row = |row: Value| row["likelihoods"].as_array().expect("a list").clone();
-            let values = rows.flat_map(of_row);
-            values
-                .map(|x| x["log_likelihood"].as_f64().expect("a number"))
-                .collect()
-        };
-        for (x, y) in likelihoods(&samples).iter().zip(likelihoods(&own_samples)) {
-            assert!((x - y).abs() < 1e-4, "{everything}: {x} {y}");
-        }
-    }
-    let (few, samples) = scored("--selector streamingllm:n_init=1,n_local=3,min_prefill_tokens=0");
-    assert_ne!(samples, own_samples);
-    assert!(few["selection"]["pairs"].as_f64() < few["selection"]["dense_pairs"].as_f64());
-    assert_ne!(scored("--selector exact_top:k=2").1, own_samples);
-}
-
-#[test]
-fn tasks_of_ones_own_generate_and_match() {
-    let tiny = random_run();
-    let generated = |prompt: &str| {
-        let of_run = "generate --checkpoint run --device cpu --temperature 0 --max-new-tokens 5";
-        let text = succeed(tiny.sieve(of_run).args(["--prompt", prompt]));
-        let line = text.lines().find_map(|line| line.strip_prefix(prompt));
-        line.expect("the prompt comes first").trim().to_owned()
-    };
-    let answer = generated("t5 t9 t11");
-    assert!(answer.contains(' '), "{answer}");
-    tiny.write(
-        "mine.toml",
-        "measure = \"generation\"\nprompt = \"{q}\"\nanswers = \"a\"\nmax_new_tokens = 5\nignore_case = true\n",
-    );
-    let rows = [
-        json!({"q": "t5 t9 t11", "a": ["x", answer.to_uppercase()]}),
-        json!({"q": "t5 t9 t11", "a": ["x"]}),
-    ];
-    tiny.write("mine.jsonl", rows.map(|row| row.to_string()).join("\n"));
-    let text = eval(&tiny, "--data mine.toml=mine.jsonl");
-    says(&text, "mine.toml | exact_match | 0.5000");
-    // A stop string ends the answer before itself.
-    let first = answer.split(' ').next().expect("a word");
-    let stop = format!("stop = [{:?}]\n", &answer[first.len()..first.len() + 3]);
-    let task = tiny.read("mine.toml") + &stop;
-    tiny.write("mine.toml", task);
-    eval(&tiny, "--data mine.toml=mine.jsonl --samples s.jsonl");
-    let sample = tiny.read("s.jsonl");
-    let sample = json(sample.lines().next().expect("a row"));
-    assert_eq!(sample["answer"].as_str().map(str::trim), Some(first), "{sample}");
-}
-
-#[test]
-fn longbench_files_are_read_from_their_folder() {
-    let tiny = random_run();
-    fs::create_dir(tiny.path("longbench")).expect("it is new");
-    let mut random = Rows(ChaCha8Rng::seed_from_u64(5));
-    for (name, answer) in [("hotpotqa", "t1 t2"), ("passage_count_e", "7")] {
-        let row = |random: &mut Rows| {
-            json!({"input": random.words(2, 9), "context": random.words(50, 90), "answers": [answer, "t3"],
-                "length": 70, "dataset": name, "language": "en", "all_classes": null, "_id": "x"})
-            .to_string()
-        };
-        let rows: Vec<String> = (0..5).map(|_| row(&mut random)).collect();
-        tiny.write(&format!("longbench/{name}.jsonl"), rows.join("\n"));
-    }
-    let run = |more: &str| format!("eval longbench --checkpoint run --device cpu --folder longbench {more}");
-    let report = json(&tiny.prints(&run("--json --samples s.jsonl")));
-    let tasks = report["tasks"].as_array().expect("a list");
-    let names: Vec<_> = tasks
-        .iter()
-        .map(|task| [&task["task"], &task["scores"][0]["name"]])
-        .collect();
-    let expected = [
-        ["longbench_hotpotqa", "qa_f1_score"],
-        ["longbench_passage_count", "count_score"],
-    ];
-    assert_eq!(
-        names,
-        expected
-            .map(|pair| pair.map(Value::from))
-            .each_ref()
-            .map(|[a, b]| [a, b])
-    );
-    assert!(
-        tasks
-            .iter()
-            .all(|task| task["num_rows"] == 5 && task["num_truncated"] == 5),
-        "{report}"
-    );
-    let samples = tiny.read("s.jsonl");
-    for (task, lines) in tasks.iter().zip(samples.lines().collect::<Vec<_>>().chunks(5)) {
-        let values = lines.iter().map(|line| json(line)["score"].as_f64().expect("a score"));
-        let mean = values.sum::<f64>() / 5.0;
-        assert!((task["scores"][0]["value"].as_f64().expect("a score") - mean).abs() < 1e-9);
-    }
-    let values: Vec<f64> = tasks
-        .iter()
-        .filter_map(|task| task["scores"][0]["value"].as_f64())
-        .collect();
-    let average = &report["longbench"];
-    assert_eq!(average["num_data_sets"], 2);
-    for mean in ["mean", "overall"] {
-        let mean = average[mean].as_f64().expect("a number");
-        assert!((mean - values.iter().sum::<f64>() / 2.0).abs() < 1e-9, "{average}");
-    }
-    says(
-        &tiny.prints(&run("")),
-        "average 0. | over 2 of 16 data sets | over their 2 categories",
-    );
-    let list = tiny.prints("eval tasks --list");
-    assert!(list.lines().all(|line| line.contains("  ")), "{list}");
-    says(&list, "longbench_passage_retrieval_en  LongBench");
-    let one = json(&tiny.prints(&run("--only hotpotqa --json")));
-    assert_eq!(one["tasks"].as_array().map(Vec::len), Some(1));
-    tiny.refuses(
-        &run("--only hotpotqq"),
-        "hotpotqq is not a data set of LongBench | musique",
-    );
-    tiny.refuses(&run("--only musique"), "there is no longbench/musique.jsonl");
-    tiny.refuses(
-        "eval longbench --checkpoint run --device cpu --folder corpus",
-        "corpus holds no file of LongBench",
-    );
 }
 
 /// A model of transformers whose end token has a name of its own, and that ends a text at another token too.

@@ -3,7 +3,6 @@ use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
@@ -56,11 +55,6 @@ impl TinyRun {
     /// The text of a file below the folder.
     pub(crate) fn read(&self, name: &str) -> String {
         fs::read_to_string(self.path(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
-    }
-
-    /// The JSON of a file below the folder.
-    pub(crate) fn json(&self, name: &str) -> serde_json::Value {
-        serde_json::from_str(&self.read(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
     }
 
     /// Writes a file below the folder.
@@ -280,7 +274,7 @@ pub(crate) fn refused_as(command: &mut Command, words: &str, codes: &str) -> Str
     assert!(code != 101 && is_wanted, "{command:?} ended with {code}: {text}");
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(message.contains("error"), "{command:?}: {text}");
-    for broken in ["panicked", "a bug in Sieve", "unwrap"] {
+    for broken in ["panicked", "a bug in Sieve", "unwrap", "RUST_BACKTRACE"] {
         assert!(!text.contains(broken), "{command:?}: {text}");
     }
     words_of(&message, words);
@@ -303,12 +297,6 @@ pub(crate) fn json(printed: &str) -> serde_json::Value {
     serde_json::from_str(object.unwrap_or_default()).unwrap_or_else(|e| panic!("{e}: {printed}"))
 }
 
-/// A number of a report.
-pub(crate) fn number(value: &serde_json::Value) -> f64 {
-    let number = value.as_f64();
-    number.unwrap_or_else(|| panic!("{value} is no number"))
-}
-
 /// Both outputs of a process.
 pub(crate) fn text(output: &Output) -> String {
     String::from_utf8_lossy(&[&output.stdout[..], &output.stderr[..]].concat()).into_owned()
@@ -325,15 +313,6 @@ pub(crate) fn ended(child: Child, code: i32) -> Output {
     let output = child.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(code), "{}", text(&output));
     output
-}
-
-/// Runs `command` with `input` on its standard input.
-pub(crate) fn piped(command: &mut Command, input: &str) -> Output {
-    let mut child = spawned(command.stdin(Stdio::piped()));
-    let mut pipe = child.stdin.take().expect("it is piped");
-    pipe.write_all(input.as_bytes()).expect("read to its end");
-    drop(pipe);
-    child.wait_with_output().expect("it ends")
 }
 
 /// Sends a signal by name.

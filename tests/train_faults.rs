@@ -3,13 +3,37 @@
 use crate::resume_kill::{moment, seeded};
 use crate::tiny_run::{STEPS, TinyRun, spawned, succeed, text, wait_until};
 use crate::train_ranks::UNTIED;
-use crate::train_ranks_faults::{is_there, ranks_of};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::Rng;
 use std::fs;
 use std::io::Write;
+use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
+
+/// The process of each rank that a launcher has started.
+fn ranks_of(launcher: u32) -> Vec<u32> {
+    let children = fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children")).expect("Linux");
+    // One that has just ended has no environment any more.
+    let mut found = children
+        .split_whitespace()
+        .filter_map(|id| {
+            let environment = fs::read(format!("/proc/{id}/environ")).ok()?;
+            let environment = String::from_utf8_lossy(&environment).into_owned();
+            let mut variables = environment.split('\0');
+            let rank = variables.find_map(|variable| variable.strip_prefix("RANK="))?;
+            Some((rank.parse().ok()?, id.parse().ok()?))
+        })
+        .collect::<Vec<(usize, u32)>>();
+    found.sort_unstable();
+    found.into_iter().map(|(_, id)| id).collect()
+}
+
+fn is_there(id: u32) -> bool {
+    // One that has ended and was not asked for is there with no command line.
+    let line = fs::read(Path::new("/proc").join(id.to_string()).join("cmdline"));
+    line.is_ok_and(|line| !line.is_empty())
+}
 
 /// What happens to a run, or to its files while nobody writes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,5 +1,5 @@
 //! Several processes train what one would: the same rows, steps and weights.
-use crate::tiny_run::{TinyRun, ended, signal, spawned, succeed, wait_until};
+use crate::tiny_run::{TinyRun, spawned, wait_until};
 use crate::train_guard::{Outcome, Transport, at, disturbed, disturbed_rank, wrong_loss};
 use sieve_comm::{HeldPort, Mesh, Patience, World};
 use sieve_train::{Disturbance, Moment, OnHost};
@@ -33,27 +33,6 @@ pub(crate) fn started(command: &mut Command, step: u64) -> Child {
     // Read on, or the process would wait for room in the pipe.
     std::thread::spawn(move || lines.for_each(drop));
     child
-}
-
-#[test]
-fn a_signal_to_the_launcher_stops_all_with_one_checkpoint_and_exit_code_75() {
-    let tiny = TinyRun::dma();
-    let more = format!("{UNTIED} --set training.steps=100000 --set checkpoint.interval=100000");
-    let child = started(&mut tiny.launch(2, "run", &more), 3);
-    signal(&child, "TERM");
-    let output = ended(child, 75);
-    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
-    let log = tiny.read("run/log");
-    assert_eq!(log.matches("stopped at step ").count(), 1, "{log}");
-    let found = sieve_hf::list_checkpoints(&tiny.path("run/checkpoint")).expect("a folder");
-    let [(step, _)] = found[..] else {
-        panic!("{found:?}");
-    };
-    // One process goes on from it.
-    let steps = step + 5;
-    let more = format!("{UNTIED} --resume --set training.steps={steps}");
-    succeed(&mut tiny.train("run", &more));
-    assert!(tiny.path(&format!("run/checkpoint/step-{steps}")).is_dir());
 }
 
 /// The tiny recipe, trained into `out` by two ranks that are threads or processes of these tests.

@@ -199,7 +199,8 @@ fn train_names(num_corpora: usize) -> Vec<String> {
 ///
 /// Files appear under their own names only when all of them are whole. After an error or a kill, a preparation with
 /// nothing changed keeps what finished source files gave (but for the last 128 MB of text) and begins the file that was
-/// being read again; the files are the same as without the interruption. Several processes may call this for one folder: one works, the others wait for it.
+/// being read again; the files are the same as without the interruption. Several processes may call this for one
+/// folder: one works, the others wait for it.
 ///
 /// # Errors
 /// The corpora's and the tokenizer's errors, an empty split, a folder that holds something else, a full disk. After an

@@ -1,8 +1,8 @@
 //! `cargo xtask dist`: one archive that needs no Rust, and the proof that it does not.
-use crate::workspace::{self, root, target_folder};
+use crate::workspace::{self, entries, root, target_folder};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -120,11 +120,6 @@ fn copy_all(from: &Path, to: &Path) -> Result<()> {
         }
     }
     Ok(())
-}
-
-fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
-    Ok(entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?)
 }
 
 /// Bytes of a file, or of all files at and below a folder.

@@ -1,5 +1,5 @@
 //! `cargo xtask wheel`: the Python package as one wheel for every Python 3 and every Linux with glibc 2.28.
-use crate::workspace::{self, root, target_folder};
+use crate::workspace::{self, entries, root, target_folder};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -35,16 +35,12 @@ pub(crate) fn run() -> Result<()> {
     // zig is found as a module of this Python.
     let python = format!("CARGO_ZIGBUILD_PYTHON_PATH={}", bin(&venv, "python"));
     let zigbuild = bin(&venv, "cargo-zigbuild");
-    let build = [
-        "zigbuild",
-        "--release",
-        "-p",
-        "sieve-capi",
-        "--lib",
-        "--target",
-        &target,
-    ];
-    workspace::run("env", &[&[python.as_str(), zigbuild.as_str()], &build[..]].concat())?;
+    let build = "zigbuild --release -p sieve-capi --lib --target".split(' ');
+    let build = [python.as_str(), &zigbuild]
+        .into_iter()
+        .chain(build)
+        .chain([target.as_str()]);
+    workspace::run("env", &build.collect::<Vec<_>>())?;
 
     let package = target_folder("wheel/package")?;
     copy_package(&root().join("python"), &package)?;
@@ -59,23 +55,13 @@ pub(crate) fn run() -> Result<()> {
     );
 
     let wheels = target_folder("wheel/made")?;
-    for old in paths(&wheels)? {
+    for old in entries(&wheels)? {
         fs::remove_file(old)?;
     }
     let [package, made] = [&package, &wheels].map(|path| path.display().to_string());
     let python = bin(&venv, "python");
-    let make = [
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        &made,
-        &package,
-    ];
-    workspace::run(&python, &make)?;
+    let make = "-m pip wheel -q --no-deps --no-build-isolation -w".split(' ');
+    workspace::run(&python, &make.chain([made.as_str(), &package]).collect::<Vec<_>>())?;
     let plain = the_only(&wheels)?;
     let tags = ["--python-tag", "py3", "--abi-tag", "none", "--platform-tag", TAG];
     let plain = plain.display().to_string();
@@ -132,7 +118,7 @@ fn copy_package(from: &Path, to: &Path) -> Result<()> {
     let module = to.join("sieve_attention");
     let _ = fs::remove_dir_all(to);
     fs::create_dir_all(&module)?;
-    for path in paths(&from.join("sieve_attention"))? {
+    for path in entries(&from.join("sieve_attention"))? {
         if path.extension().is_some_and(|ending| ending == "py") {
             fs::copy(&path, module.join(path.file_name().unwrap_or_default()))?;
         }
@@ -145,13 +131,8 @@ fn copy_package(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-fn paths(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
-    Ok(entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?)
-}
-
 fn the_only(folder: &Path) -> Result<PathBuf> {
-    let mut all = paths(folder)?;
+    let mut all = entries(folder)?;
     ensure!(
         all.len() == 1,
         "{} holds {} files, expected one",

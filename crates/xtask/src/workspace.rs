@@ -82,6 +82,12 @@ pub(crate) fn target_folder(name: &str) -> Result<PathBuf> {
     Ok(folder)
 }
 
+/// What is in a folder.
+pub(crate) fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
+    Ok(entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?)
+}
+
 /// Reads a text file, its path absolute or relative to the root, naming it in the error.
 pub(crate) fn read(path: impl AsRef<Path>) -> Result<String> {
     let path = path.as_ref();

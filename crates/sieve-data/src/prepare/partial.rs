@@ -1,8 +1,8 @@
 //! What an unfinished preparation keeps, so that the next one reads no finished source file again.
 //!
-//! `prepare.journal.tmp` gets a line between two source files: what the files since the line before gave. The shards are
-//! fsynced before their line is written, so the tokens of a whole line are on the disk; a line cut by a kill, and tokens
-//! behind the last whole line, are dropped, and the result is the same as without the kill.
+//! `prepare.journal.tmp` gets a line between two source files: what the files since the line before gave. The shards
+//! are fsynced before their line is written, so the tokens of a whole line are on the disk. A line cut by a kill, and
+//! tokens behind the last whole line, are dropped, and the result is the same as without the kill.
 
 use std::collections::HashSet;
 use std::fs;
