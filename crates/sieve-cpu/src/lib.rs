@@ -1,7 +1,8 @@
 //! CPU kernels on plain slices: attention under one mask form, norms, loss, optimizer.
 //!
-//! Everything is row-major, and f32 but for weights, which may be bf16. Each function splits its work by sizes alone and adds in a fixed order, so a result
-//! is bit-identical from run to run and does not depend on the number of threads.
+//! Everything is row-major, and f32 but for weights, which may be bf16. Each function splits its work by sizes alone
+//! and adds in a fixed order, so a result is bit-identical from run to run and does not depend on the number of
+//! threads.
 //!
 //! ```
 //! use sieve_cpu::{AttentionShape, Documents, Mask, attention_forward};
