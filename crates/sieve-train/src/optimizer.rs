@@ -453,7 +453,7 @@ mod tests {
         optimizer.find_matrices(&model);
         let all = parameter_ids(&model).into_iter();
         let parts = all.filter_map(|(name, id, _)| Some((name, optimizer.matrices.get(&id)?.clone())));
-        let short = parts.map(|(name, parts)| (name.split("attention.").last().unwrap().to_owned(), parts));
+        let short = parts.map(|(name, parts)| (name.split("self_attn.").last().unwrap().to_owned(), parts));
         short
             .filter(|(name, parts)| parts.len() > 1 || name.contains("compress"))
             .collect()

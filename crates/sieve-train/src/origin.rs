@@ -146,8 +146,8 @@ impl Origin {
         {
             return Err(TrainError::refused(
                 format!(
-                    "{} cannot begin this run: optimizer.name is Muon there, which keeps no second moments of matrices, \
-                     and AdamW here",
+                    "{} cannot begin this run: optimizer.name is Muon there, which keeps no second moments of \
+                     matrices, and AdamW here",
                     checkpoint.path.display()
                 ),
                 "--set optimizer.name=Muon; or sieve export, then sieve import, which begins with the weights alone",

@@ -14,7 +14,8 @@ pub enum Start {
     Resume,
     /// The same with nobody there: damaged checkpoints are set aside, and the one before them is taken.
     ResumeAlone {
-        /// Where a later checkpoint of this run alone may lie: see [`Trainer::set_fallback`](crate::Trainer::set_fallback).
+        /// The folder of this run alone where a later checkpoint may lie: see
+        /// [`Trainer::set_fallback`](crate::Trainer::set_fallback).
         fallback: Option<PathBuf>,
     },
     /// From a checkpoint named by the user: one of the folder's own, or one of another run to begin a new folder with.

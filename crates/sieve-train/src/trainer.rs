@@ -35,7 +35,6 @@ use saving::Saving;
 use sieve_comm::Work;
 use sieve_core::{Keeping, ModelShape, Recipe};
 use sieve_data::{Batch, Prefetch, Prepared, ShardCheck};
-use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, GuardState};
 use sieve_nn::Qwen3;
 use sieve_ops::TrainBackend;
@@ -570,22 +569,6 @@ impl<B: TrainBackend> Trainer<B> {
             section.seq_len,
             section.rope_theta,
         )
-    }
-
-    /// Writes the recipe into the folder: the first file of a run, without which nothing else there can be resumed.
-    /// [`run`](Self::run) does it too; a caller who keeps files of its own there does it before them.
-    ///
-    /// # Errors
-    /// Any failure of the file system.
-    pub fn write_config(&self) -> Result<(), TrainError> {
-        if !self.writes() {
-            return Ok(());
-        }
-        if self.last_checkpoint.is_none() {
-            Origin::note(self.begun.as_ref(), &self.folder)?;
-        }
-        let text = self.recipe.to_toml()?;
-        Ok(write_atomically(&self.folder.config_path(), text.as_bytes())?)
     }
 
     /// The first writes of a run: everything that could be refused has been by now.

@@ -34,9 +34,9 @@ pub(crate) fn check_labels(loader: &Loader, size: ValidationSize) -> Result<(), 
             return Ok(());
         }
     }
-    let rows = samples.len();
+    let num_tokens = size.num_tokens;
     Err(TrainError::refused(
-        format!("validation reads {rows} rows of held-out text, and none holds a token to predict"),
+        format!("validation.tokens is {num_tokens}, and these rows of held-out text hold no token to predict"),
         "raise validation.tokens, or training.seq_len where prompts (data.prompt_column) fill whole rows",
     ))
 }

@@ -1,10 +1,11 @@
-//! Checkpoints of a run: when they may be written, which stay.
+//! Checkpoints of a run, and its first files: when they may be written, which stay.
 use super::writer::{Shard, Written};
 use super::{Moment, Reporter, Trainer};
 use crate::group::Group;
 use crate::optimizer::ReplicaSums;
-use crate::{RunFolder, TrainError, TrainEvent};
+use crate::{Origin, RunFolder, TrainError, TrainEvent};
 use sieve_core::Recipe;
+use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
 use sieve_ops::TrainBackend;
 use std::fs;
@@ -74,6 +75,22 @@ impl<B: TrainBackend> Trainer<B> {
             checksums: Default::default(),
         };
         self.writer.start(&folder, state, share, files)
+    }
+
+    /// Writes the recipe into the folder: the first file of a run, without which nothing else there can be resumed.
+    /// [`run`](Self::run) does it too; a caller who keeps files of its own there does it before them.
+    ///
+    /// # Errors
+    /// Any failure of the file system.
+    pub fn write_config(&self) -> Result<(), TrainError> {
+        if !self.writes() {
+            return Ok(());
+        }
+        if self.last_checkpoint.is_none() {
+            Origin::note(self.begun.as_ref(), &self.folder)?;
+        }
+        let text = self.recipe.to_toml()?;
+        Ok(write_atomically(&self.folder.config_path(), text.as_bytes())?)
     }
 
     /// Makes the folder that a checkpoint is written into. Where somebody has removed the run's folder, it is made
