@@ -12,11 +12,9 @@ pub(crate) use haystack::made_up_sentences;
 
 use crate::continuation::Continuation;
 use crate::input::check_vocabulary;
-use crate::{EvalError, LayerPath, Selection};
+use crate::{EvalError, LayerPath, Selection, TaskModel};
 use sample::{Sample, samples, texts};
 use serde::Serialize;
-use sieve_data::Tokenizer;
-use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 use sieve_ops::first_of_largest;
 
@@ -168,15 +166,14 @@ impl NeedleConfig {
 /// What [`NeedleConfig::check`] refuses; a haystack that is too short; needles longer than their room; a model whose
 /// output is not finite; operands that the selector refuses.
 pub fn needle<B: DeviceBackend>(
-    model: &Qwen3<B>,
-    tokenizer: &Tokenizer,
+    model: &TaskModel<'_, B>,
     haystack: &Haystack,
     config: &NeedleConfig,
     selection: Option<&Selection>,
-    device: &B::Device,
     observe: &mut dyn FnMut(usize),
 ) -> Result<NeedleReport, EvalError> {
-    config.check(model.shape().max_seq_len)?;
+    let (shape, tokenizer) = (model.model.shape(), model.tokenizer);
+    config.check(shape.max_seq_len)?;
     if haystack.num_tokens() < config.haystack_tokens() {
         let [got, needed] = [haystack.num_tokens(), config.haystack_tokens()];
         let what = format!("the haystack has {got} tokens, and the longest length needs {needed}");
@@ -188,11 +185,8 @@ pub fn needle<B: DeviceBackend>(
     let samples = samples(config, tokenizer)?;
     let mut reader = Reader {
         model,
-        tokenizer,
-        eos_id: tokenizer.eos_id()?,
-        num_tokens: tokenizer.vocab_size().min(model.shape().vocab_size),
+        num_tokens: tokenizer.vocab_size().min(shape.vocab_size),
         selection: selection.map(Selection::uncounted),
-        device,
         pairs: [0.0; 2],
     };
     let mut cells = Vec::new();
@@ -246,14 +240,11 @@ pub fn needle<B: DeviceBackend>(
 
 /// What asking needs besides the needle.
 struct Reader<'a, B: DeviceBackend> {
-    model: &'a Qwen3<B>,
-    tokenizer: &'a Tokenizer,
-    eos_id: u32,
+    model: &'a TaskModel<'a, B>,
     /// Logits beyond are padding.
     num_tokens: usize,
     /// The selector, with the statistics of its calls.
     selection: Option<Selection>,
-    device: &'a B::Device,
     /// Computed pairs of the prompts, and the pairs that dense attention computes.
     pairs: [f64; 2],
 }
@@ -264,9 +255,10 @@ impl<B: DeviceBackend> Reader<'_, B> {
         let len = sample.length - buffer;
         let (mut prompt, _place) = haystack.with_needle(len, sample.depth, &sample.statement);
         prompt.extend_from_slice(&sample.question);
-        check_vocabulary(&prompt, self.model.shape().vocab_size)?;
+        let TaskModel { model, device, .. } = *self.model;
+        check_vocabulary(&prompt, model.shape().vocab_size)?;
         let room = prompt.len() + sample.max_new_tokens();
-        let mut text = Continuation::new(self.model, room, self.device)
+        let mut text = Continuation::new(model, room, device)
             .with_selection(self.selection.as_ref().map(Selection::uncounted));
         let logits = text.read(&prompt)?;
         if let Some(selection) = text.selection() {
@@ -293,8 +285,8 @@ impl<B: DeviceBackend> Reader<'_, B> {
             let next = first_of_largest(&logits[..self.num_tokens]);
             let token = next.ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
             said.push(token);
-            is_said = self.tokenizer.decode(&said)?.contains(&sample.answer);
-            if is_said || token == self.eos_id || said.len() == sample.max_new_tokens() {
+            is_said = self.model.tokenizer.decode(&said)?.contains(&sample.answer);
+            if is_said || self.model.ends.contains(&token) || said.len() == sample.max_new_tokens() {
                 break;
             }
             logits = text.read(&[token])?;

@@ -25,6 +25,8 @@ pub struct TaskModel<'a, B: DeviceBackend> {
     pub model: &'a Qwen3<B>,
     /// Its tokenizer.
     pub tokenizer: &'a Tokenizer,
+    /// The tokens that end a text, the end-of-document token first.
+    pub ends: &'a [u32],
     /// Where it computes.
     pub device: &'a B::Device,
 }

@@ -95,7 +95,7 @@ pub fn ask_long<B: DeviceBackend>(
     let shape = model.model.shape();
     check_length(texts.length, shape)?;
     let tokenizer = model.tokenizer;
-    let (eos_id, most) = (tokenizer.eos_id()?, texts.task.max_new_tokens());
+    let most = texts.task.max_new_tokens();
     let num_tokens = tokenizer.vocab_size().min(shape.vocab_size);
     let mut scores = Vec::with_capacity(texts.samples.len());
     for (sample, prompt) in &texts.samples {
@@ -114,7 +114,7 @@ pub fn ask_long<B: DeviceBackend>(
         let (mut answer, mut score) = (String::new(), 0.0);
         while said.len() < most && score < 1.0 {
             let token = first_of_largest(&logits[..num_tokens]).ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
-            if token == eos_id {
+            if model.ends.contains(&token) {
                 break;
             }
             said.push(token);

@@ -1,7 +1,9 @@
 use super::*;
 use crate::test_model::tiny_shape;
-use burn_flex::Flex;
+use burn_flex::{Flex, FlexDevice};
 use sieve_core::{Attention, DmaShape, MlaShape, ModelShape, NsaShape};
+use sieve_data::Tokenizer;
+use sieve_nn::Qwen3;
 use sieve_select::Selector;
 use sieve_testing::refusal;
 
@@ -18,6 +20,15 @@ fn model(attention: Attention) -> Qwen3<Flex> {
         ..tiny_shape(attention, 256)
     };
     Qwen3::new(&shape, 4, &Default::default())
+}
+
+fn task_model<'a>(model: &'a Qwen3<Flex>, tokenizer: &'a Tokenizer) -> TaskModel<'a, Flex> {
+    TaskModel {
+        model,
+        tokenizer,
+        ends: &[0],
+        device: &FlexDevice,
+    }
 }
 
 fn kinds() -> [Attention; 8] {
@@ -79,15 +90,8 @@ fn asked(attention: Attention, config: &NeedleConfig, selector: Option<&str>) ->
         .map(|text| Selection::new(Selector::parse(text).expect("a selector"), model.shape()))
         .transpose()?;
     let mut heard = Vec::new();
-    let report = needle(
-        &model,
-        &tokenizer,
-        &haystack,
-        config,
-        selection.as_ref(),
-        &Default::default(),
-        &mut |n| heard.push(n),
-    )?;
+    let model = task_model(&model, &tokenizer);
+    let report = needle(&model, &haystack, config, selection.as_ref(), &mut |n| heard.push(n))?;
     assert_eq!(heard, (1..=report.num_needles).collect::<Vec<_>>());
     Ok(report)
 }
@@ -191,14 +195,6 @@ fn what_cannot_be_asked_is_told() {
     told(&with(&|c| c.buffer = 20), "use --buffer");
     let (model, tokenizer) = (model(Attention::Mha), tokenizer());
     let short = Haystack::made_up(119, &tokenizer).expect("English");
-    let error = needle(
-        &model,
-        &tokenizer,
-        &short,
-        &config(),
-        None,
-        &Default::default(),
-        &mut |_| {},
-    );
+    let error = needle(&task_model(&model, &tokenizer), &short, &config(), None, &mut |_| {});
     refusal(error, "119 tokens | needs 120");
 }

@@ -53,7 +53,7 @@ pub(super) fn answers<B: DeviceBackend>(
         let mut tokens = Vec::with_capacity(going.len());
         let mut still = Vec::with_capacity(going.len());
         for mut one in going {
-            match one.say(num_tokens, eos_id, matching)? {
+            match one.say(num_tokens, model.ends, matching)? {
                 Some(token) => {
                     tokens.push(token);
                     still.push(one);
@@ -92,10 +92,10 @@ struct Going<'a, 't, B: DeviceBackend> {
 
 impl<B: DeviceBackend> Going<'_, '_, B> {
     /// Says the likeliest token; `None` at the end.
-    fn say(&mut self, num_tokens: usize, eos_id: u32, matching: &Matching) -> Result<Option<u32>, EvalError> {
+    fn say(&mut self, num_tokens: usize, ends: &[u32], matching: &Matching) -> Result<Option<u32>, EvalError> {
         let token =
             first_of_largest(&self.logits[..num_tokens]).ok_or(EvalError::NotFinite(self.text.cache().num_tokens))?;
-        if token == eos_id || self.num_said == matching.max_new_tokens {
+        if ends.contains(&token) || self.num_said == matching.max_new_tokens {
             return Ok(None);
         }
         self.num_said += 1;

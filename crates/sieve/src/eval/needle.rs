@@ -8,7 +8,7 @@ use burn::tensor::DType;
 use clap::Args;
 use sieve_data::Tokenizer;
 use sieve_eval::{
-    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, attention_label, linear_grid, needle,
+    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, TaskModel, attention_label, linear_grid, needle,
     prompt_part, text_documents, texts_together,
 };
 use sieve_hf::LoadedModel;
@@ -83,14 +83,19 @@ fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType)
     config.check(loaded.shape.max_seq_len)?;
     let selections = args.sparse.own_and_each(&loaded.shape)?;
     let haystack = haystack(args, &config, &tokenizer)?;
+    let model = TaskModel {
+        model: &loaded.model,
+        tokenizer: &tokenizer,
+        ends: &loaded.end_ids(tokenizer.eos_id()?)?,
+        device,
+    };
     let per_method = config.lengths.len() * config.depths.len() * config.num_needles;
     let total = (per_method * selections.len()) as u64;
     let template = "{bar:30} {human_pos}/{human_len} needles, {eta} left";
     let reports = terminal::with_bar(total, template, |bar| {
         let ask = |(n, selection): (usize, &Option<Selection>)| {
             let mut observe = |asked: usize| bar.set_position((n * per_method + asked) as u64);
-            let (model, selection) = (&loaded.model, selection.as_ref());
-            needle(model, &tokenizer, &haystack, &config, selection, device, &mut observe)
+            needle(&model, &haystack, &config, selection.as_ref(), &mut observe)
         };
         selections.iter().enumerate().map(ask).collect::<Result<Vec<_>, _>>()
     })?;

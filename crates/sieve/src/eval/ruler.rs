@@ -222,6 +222,7 @@ fn run_on<B: DeviceBackend>(
     let model = TaskModel {
         model: &loaded.model,
         tokenizer: &tokenizer,
+        ends: &loaded.end_ids(tokenizer.eos_id()?)?,
         device,
     };
     let selections = args.sparse.own_and_each(&loaded.shape)?;

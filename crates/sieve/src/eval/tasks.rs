@@ -190,6 +190,7 @@ fn run_on<B: DeviceBackend>(
     let model = TaskModel {
         model: &loaded.model,
         tokenizer: &tokenizer,
+        ends: &loaded.end_ids(tokenizer.eos_id()?)?,
         device,
     };
     let (mut reports, mut seconds) = (Vec::new(), Vec::new());
