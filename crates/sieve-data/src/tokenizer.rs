@@ -48,6 +48,7 @@ pub struct Tokenizer {
     hash: u128,
     /// What [`token_bytes`](Self::token_bytes) puts before a token.
     plain_token: Option<u32>,
+    bos_id: Option<u32>,
     /// Name of the token that ends a document, where it was given.
     eos_token: Option<String>,
 }
@@ -95,19 +96,28 @@ impl Tokenizer {
         let canonical = inner.to_string(false).map_err(|error| error.to_string())?;
         let mut plain = inner.clone();
         plain.set_encode_special_tokens(true);
-        let tokenizer = Self {
+        let mut tokenizer = Self {
             fast: WordEncoder::for_tokenizer(&plain, &canonical),
             plain,
             marked: inner,
             vocab_size,
             hash: xxh3_128(canonical.as_bytes()),
             plain_token: None,
+            bos_id: None,
             eos_token: None,
         };
-        Ok(Self {
-            plain_token: tokenizer.find_plain_token(),
-            ..tokenizer
-        })
+        tokenizer.plain_token = tokenizer.find_plain_token();
+        tokenizer.bos_id = tokenizer.find_bos();
+        Ok(tokenizer)
+    }
+
+    /// What the template puts before a text of one plain token.
+    fn find_bos(&self) -> Option<u32> {
+        let text = self.decode(&[self.plain_token?]).ok()?;
+        let ids = |with_template| self.plain.encode_fast(text.as_str(), with_template).ok();
+        let (plain, whole) = (ids(false)?, ids(true)?);
+        let (&first, rest) = whole.get_ids().split_first()?;
+        rest.starts_with(plain.get_ids()).then_some(first)
     }
 
     /// Writes `tokenizer.json`, whole or not at all, as `transformers` reads it
@@ -137,6 +147,14 @@ impl Tokenizer {
             Some(fast) => fast.encode(text).map_err(|error| encode_error(text, &*error)),
             None => encode(&self.plain, text),
         }
+    }
+
+    /// The ids of [`encode`](Self::encode) behind [`bos_id`](Self::bos_id), as lm-evaluation-harness reads a context.
+    ///
+    /// # Errors
+    /// A text that the tokenizer cannot express.
+    pub fn encode_with_bos(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        Ok(self.bos_id.into_iter().chain(self.encode(text)?).collect())
     }
 
     /// The token ids of a prompt: nothing is added, and the name of a special token in it is that token.
@@ -242,6 +260,21 @@ impl Tokenizer {
                 format!("name its end-of-document token by tokenizer.eos_token; its special tokens are {special:?}");
             DataError::refused(format!("the tokenizer has no token {token:?}"), hint)
         })
+    }
+
+    /// The token that the template in `tokenizer.json` puts before each text (`<s>` of Llama and Mistral), where it puts
+    /// one.
+    pub fn bos_id(&self) -> Option<u32> {
+        self.bos_id
+    }
+
+    /// What stands before a text that has nothing before it: [`bos_id`](Self::bos_id), or else the end-of-document
+    /// token.
+    ///
+    /// # Errors
+    /// As [`eos_id`](Self::eos_id).
+    pub fn prefix_id(&self) -> Result<u32, DataError> {
+        self.bos_id.map_or_else(|| self.eos_id(), Ok)
     }
 
     /// The id of `<|pad|>`, where there is one.

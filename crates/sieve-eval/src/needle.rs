@@ -253,13 +253,19 @@ impl<B: DeviceBackend> Reader<'_, B> {
     /// The rank of the answer's likelihood, and whether the greedy continuation holds it.
     fn ask(&mut self, sample: &Sample, haystack: &Haystack, buffer: usize) -> Result<(f64, bool), EvalError> {
         let len = sample.length - buffer;
-        let (mut prompt, _place) = haystack.with_needle(len, sample.depth, &sample.statement);
+        let TaskModel {
+            model,
+            tokenizer,
+            device,
+            ..
+        } = *self.model;
+        let (text, _place) = haystack.with_needle(len, sample.depth, &sample.statement);
+        let mut prompt: Vec<u32> = tokenizer.bos_id().into_iter().chain(text).collect();
         prompt.extend_from_slice(&sample.question);
-        let TaskModel { model, device, .. } = *self.model;
         check_vocabulary(&prompt, model.shape().vocab_size)?;
         let room = prompt.len() + sample.max_new_tokens();
-        let mut text = Continuation::new(model, room, device)
-            .with_selection(self.selection.as_ref().map(Selection::uncounted));
+        let mut text =
+            Continuation::new(model, room, device).with_selection(self.selection.as_ref().map(Selection::uncounted));
         let logits = text.read(&prompt)?;
         if let Some(selection) = text.selection() {
             let totals = selection.totals();

@@ -36,6 +36,8 @@ pub struct PerplexityConfig {
     pub far: Vec<usize>,
     /// The token before each text where [`RollingPerplexity`] is measured too, which a selector leaves out.
     pub rolling_prefix: Option<u32>,
+    /// The BOS token that the harness's texts begin with, where the tokenizer's template has one: it is predicted too.
+    pub rolling_bos: Option<u32>,
 }
 
 /// What came out.
@@ -136,7 +138,7 @@ pub fn perplexity<B: DeviceBackend>(
         .rolling_prefix
         .filter(|_| selection.is_none())
         .map(|prefix| Rolling {
-            prefix,
+            prefix: [prefix].into_iter().chain(config.rolling_bos).collect(),
             pass: Pass::new(model, context, device, None, &[]),
             rows: Rows::new(context, (config.batch_tokens / context).max(1)),
             num_words: 0,
@@ -246,7 +248,7 @@ impl Speed {
 
 /// The same texts by lm-evaluation-harness's definition.
 struct Rolling<'a, B: DeviceBackend> {
-    prefix: u32,
+    prefix: Vec<u32>,
     pass: Pass<'a, B>,
     rows: Rows<Place>,
     num_words: u64,
@@ -258,7 +260,7 @@ impl<B: DeviceBackend> Rolling<'_, B> {
         let text = document.text;
         self.num_words += text.num_words;
         self.num_bytes += text.num_bytes;
-        let tokens = [&[self.prefix][..], &document.tokens[..text.num_tokens]].concat();
+        let tokens = [&self.prefix, &document.tokens[..text.num_tokens]].concat();
         let uses = vec![WordUse::NoWord; tokens.len()];
         for window in rolling_windows(tokens.len(), context) {
             if !push(&mut self.rows, &tokens, &uses, &window) {

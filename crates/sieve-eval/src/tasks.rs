@@ -289,10 +289,10 @@ struct Encoder<'a> {
 
 impl Encoder<'_> {
     fn pairs(&mut self, n: usize, pairs: &[(String, String)]) -> Result<Vec<Pair>, EvalError> {
-        let eos_id = self.tokenizer.eos_id()?;
+        let prefix_id = self.tokenizer.prefix_id()?;
         let mut encoded = Vec::with_capacity(pairs.len());
         for (context, continuation) in pairs {
-            let pair = Pair::encode(self.tokenizer, eos_id, context, continuation)?;
+            let pair = Pair::encode(self.tokenizer, prefix_id, context, continuation)?;
             let Some(mut pair) = pair else {
                 return Err(self.error(n, "has an ending without a token of its own".to_owned()));
             };
@@ -304,7 +304,7 @@ impl Encoder<'_> {
     }
 
     fn prompt(&mut self, n: usize, prompt: &str) -> Result<Vec<u32>, EvalError> {
-        let mut tokens = self.tokenizer.encode(prompt)?;
+        let mut tokens = self.tokenizer.encode_with_bos(prompt)?;
         let room = self.context.saturating_sub(self.task.matching.max_new_tokens);
         if room == 0 {
             return Err(self.error(

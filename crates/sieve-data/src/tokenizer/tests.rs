@@ -214,6 +214,22 @@ fn a_file_of_qwens_kind_works() {
     assert_eq!(digits.collect::<Vec<_>>(), ["1", "2", "3", "4"]);
 }
 
+#[test]
+fn the_first_token_of_a_template_is_found() {
+    let ids = |tokenizer: &Tokenizer| (tokenizer.bos_id(), tokenizer.prefix_id().ok());
+    let llama = byte_fallback();
+    assert_eq!(ids(&llama), (Some(1), Some(1)));
+    let text = llama.encode("the").unwrap();
+    assert_eq!(llama.encode_with_bos("the").unwrap(), [&[1], &text[..]].concat());
+    let mut json: serde_json::Value = serde_json::from_str(&json(&llama)).unwrap();
+    // A token behind the text is none before it.
+    json["post_processor"]["single"].as_array_mut().unwrap().reverse();
+    let behind = Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap();
+    assert_eq!(ids(&behind), (None, Some(2)));
+    assert_eq!(behind.encode_with_bos("the").unwrap(), text);
+    assert_eq!(ids(&small()), (None, Some(0)));
+}
+
 fn stream(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
     let mut stream = tokenizer.decode_stream();
     let mut pieces = ids.iter().map(|&id| stream.push(id).unwrap()).collect::<Vec<_>>();

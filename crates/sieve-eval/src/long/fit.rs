@@ -83,7 +83,11 @@ impl Maker<'_> {
             length: self.length,
         };
         let sample = self.task.sample(self.source, &mut random, size);
-        let tokens = self.tokenizer.encode(&sample.prompt)?;
+        let tokens = match self.split {
+            Split::Test => self.tokenizer.encode_with_bos(&sample.prompt)?,
+            // Training puts no token before a text.
+            Split::Train => self.tokenizer.encode(&sample.prompt)?,
+        };
         Ok((sample, tokens))
     }
 

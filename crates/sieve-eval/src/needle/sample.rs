@@ -83,7 +83,7 @@ impl Sample {
         longest + SPARE_TOKENS
     }
 
-    /// Tokens that it takes besides the haystack.
+    /// Tokens that it takes besides the haystack and a BOS token.
     fn num_tokens(&self) -> usize {
         self.statement.len() + self.question.len() + self.max_new_tokens()
     }
@@ -100,7 +100,8 @@ pub(super) fn samples(config: &NeedleConfig, tokenizer: &Tokenizer) -> Result<Ve
             }
         }
     }
-    let needed = samples.iter().map(Sample::num_tokens).max().unwrap_or(0);
+    let longest = samples.iter().map(Sample::num_tokens).max().unwrap_or(0);
+    let needed = longest + usize::from(tokenizer.bos_id().is_some());
     if needed > config.buffer {
         return Err(EvalError::NeedleTooLong {
             needed,

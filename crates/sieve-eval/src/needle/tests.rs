@@ -1,5 +1,5 @@
 use super::*;
-use crate::test_model::tiny_shape;
+use crate::test_model::{llama_tokenizer, tiny_shape};
 use burn_flex::{Flex, FlexDevice};
 use sieve_core::{Attention, DmaShape, MlaShape, ModelShape, NsaShape};
 use sieve_data::Tokenizer;
@@ -13,10 +13,12 @@ pub(crate) fn tokenizer() -> Tokenizer {
     Tokenizer::train_on(texts.into_iter(), 280).expect("enough text")
 }
 
+const VOCAB_SIZE: usize = 296;
+
 fn model(attention: Attention) -> Qwen3<Flex> {
     let shape = ModelShape {
         num_kv_heads: if matches!(attention, Attention::Mla(_)) { 4 } else { 2 },
-        vocab_size: 288,
+        vocab_size: VOCAB_SIZE,
         ..tiny_shape(attention, 256)
     };
     Qwen3::new(&shape, 4, &Default::default())
@@ -84,13 +86,22 @@ fn config() -> NeedleConfig {
 }
 
 fn asked(attention: Attention, config: &NeedleConfig, selector: Option<&str>) -> Result<NeedleReport, EvalError> {
-    let (model, tokenizer) = (model(attention), tokenizer());
-    let haystack = Haystack::made_up(config.haystack_tokens(), &tokenizer)?;
+    asked_in(&tokenizer(), attention, config, selector)
+}
+
+fn asked_in(
+    tokenizer: &Tokenizer,
+    attention: Attention,
+    config: &NeedleConfig,
+    selector: Option<&str>,
+) -> Result<NeedleReport, EvalError> {
+    let model = model(attention);
+    let haystack = Haystack::made_up(config.haystack_tokens(), tokenizer)?;
     let selection = selector
         .map(|text| Selection::new(Selector::parse(text).expect("a selector"), model.shape()))
         .transpose()?;
     let mut heard = Vec::new();
-    let model = task_model(&model, &tokenizer);
+    let model = task_model(&model, tokenizer);
     let report = needle(&model, &haystack, config, selection.as_ref(), &mut |n| heard.push(n))?;
     assert_eq!(heard, (1..=report.num_needles).collect::<Vec<_>>());
     Ok(report)
@@ -98,25 +109,28 @@ fn asked(attention: Attention, config: &NeedleConfig, selector: Option<&str>) ->
 
 #[test]
 fn ranks_are_those_of_whole_passes_for_every_kind() {
-    let (tokenizer, config) = (tokenizer(), config());
-    let haystack = Haystack::made_up(config.haystack_tokens(), &tokenizer).expect("English");
-    for attention in kinds() {
-        let report = asked(attention, &config, None).expect("it fits");
+    let (own, llama, config) = (tokenizer(), llama_tokenizer(), config());
+    let kinds = kinds().map(|kind| (kind, &own)).into_iter();
+    // A template's BOS token comes first.
+    for (attention, tokenizer) in kinds.chain([(Attention::Mha, &llama)]) {
+        let haystack = Haystack::made_up(config.haystack_tokens(), tokenizer).expect("English");
+        let report = asked_in(tokenizer, attention, &config, None).expect("it fits");
         assert_eq!((report.cells.len(), report.num_needles), (6, 12));
         let model = model(attention);
         let mut cells = report.cells.iter();
-        for of_cell in samples(&config, &tokenizer).expect("they fit").chunks(2) {
+        for of_cell in samples(&config, tokenizer).expect("they fit").chunks(2) {
             let cell = cells.next().expect("one for each");
             let mut ranks = 0.0;
             for sample in of_cell {
                 let len = cell.length - config.buffer;
                 let (mut text, _) = haystack.with_needle(len, cell.depth, &sample.statement);
+                text.splice(0..0, tokenizer.bos_id());
                 text.extend_from_slice(&sample.question);
                 let likelihood = |candidate: &Vec<u32>| -> f64 {
                     let all = [&text[..], candidate].concat();
                     let logits = crate::logits(&model, &all, &Default::default()).expect("it is short");
                     let logits: Vec<f32> = logits.to_vec().expect("f32");
-                    let rows = logits.chunks(288).skip(text.len() - 1).zip(candidate);
+                    let rows = logits.chunks(VOCAB_SIZE).skip(text.len() - 1).zip(candidate);
                     rows.map(|(row, &token)| {
                         let sum: f64 = row.iter().map(|&x| f64::from(x).exp()).sum();
                         f64::from(row[token as usize]) - sum.ln()

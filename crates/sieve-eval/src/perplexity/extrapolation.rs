@@ -46,6 +46,7 @@ pub fn extrapolation<B: DeviceBackend>(
         batch_tokens,
         far: Vec::new(),
         rolling_prefix: None,
+        rolling_bos: None,
     };
     check(&config, model.shape().max_seq_len)?;
     let mut pieces: Vec<Vec<u32>> = Vec::new();

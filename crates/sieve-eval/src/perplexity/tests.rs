@@ -63,7 +63,8 @@ fn expected_rolling(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[u
     let mut nats = 0.0;
     for document in documents(lengths) {
         let text = &document.tokens[..document.text.num_tokens];
-        let tokens = [&[config.rolling_prefix.expect("given")][..], text].concat();
+        let text: Vec<u32> = config.rolling_bos.into_iter().chain(text.iter().copied()).collect();
+        let tokens = [&[config.rolling_prefix.expect("given")], &text[..]].concat();
         for target in 1..tokens.len() {
             let end = (target.div_ceil(config.context) * config.context).min(text.len());
             let input = &tokens[end.saturating_sub(config.context)..target];
@@ -101,6 +102,7 @@ const ONE_BY_ONE: PerplexityConfig = PerplexityConfig {
     batch_tokens: 9,
     far: Vec::new(),
     rolling_prefix: Some(4),
+    rolling_bos: None,
 };
 
 #[test]
@@ -113,9 +115,10 @@ fn packed_windows_equal_windows_alone_for_every_kind() {
     let lengths = [5, 2, 30, 1, 9, 10, 3, 17];
     for attention in [Attention::Mha, swa, dma] {
         let model = model(attention);
-        for batch_tokens in [9, 40] {
+        for (batch_tokens, rolling_bos) in [(9, None), (40, Some(5))] {
             let config = PerplexityConfig {
                 batch_tokens,
+                rolling_bos,
                 ..ONE_BY_ONE
             };
             let report = run(&model, &config, &lengths);
@@ -123,7 +126,8 @@ fn packed_windows_equal_windows_alone_for_every_kind() {
             assert_eq!(report.num_tokens, 77 - 8);
             // The rolling likelihood predicts the texts, and not the end token, which is the last one here.
             let rolling = report.lm_eval_rolling.expect("a prefix is given");
-            assert_eq!((rolling.num_tokens, rolling.num_words), (77 - 8, 77));
+            let num_bos = rolling_bos.map_or(0, |_| 8);
+            assert_eq!((rolling.num_tokens, rolling.num_words), (77 - 8 + num_bos, 77));
             let alone = expected_rolling(&model, &config, &lengths);
             let error = (rolling.log_likelihood + alone).abs();
             assert!(error < 1e-4 * alone, "{rolling:?} is not {alone}");
@@ -245,6 +249,7 @@ fn longer_contexts_predict_the_same_tokens() {
         batch_tokens: 8,
         far: Vec::new(),
         rolling_prefix: None,
+        rolling_bos: None,
     };
     let of = |tokens: &[u32]| {
         let part = EvalDocument {

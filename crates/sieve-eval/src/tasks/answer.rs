@@ -22,7 +22,7 @@ pub(super) fn answers<B: DeviceBackend>(
     observe: &mut dyn FnMut(usize),
 ) -> Result<Vec<String>, EvalError> {
     let tokenizer = model.tokenizer;
-    let eos_id = tokenizer.eos_id()?;
+    let prefix_id = tokenizer.prefix_id()?;
     let num_tokens = tokenizer.vocab_size().min(model.model.shape().vocab_size);
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0).max(1);
     let room = longest + matching.max_new_tokens;
@@ -32,7 +32,7 @@ pub(super) fn answers<B: DeviceBackend>(
     while done < prompts.len() {
         while going.len() < texts_together(room) && next < prompts.len() {
             let prompt = match &prompts[next][..] {
-                [] => &[eos_id][..],
+                [] => &[prefix_id][..],
                 prompt => prompt,
             };
             check_vocabulary(prompt, model.model.shape().vocab_size)?;

@@ -45,26 +45,25 @@ pub(super) struct Pair {
 
 impl Pair {
     /// Splits where lm-evaluation-harness does: white space at the context's end goes to the continuation, both are
-    /// tokenised
-    /// together, and the continuation is what lies behind as many tokens as the context has alone. An empty context is
-    /// the
-    /// end-of-document token. `None` where nothing is left to score.
+    /// tokenised together, behind the tokenizer's BOS token where its template has one, and the continuation is what
+    /// lies behind as many tokens as the context has alone. An empty context is `prefix_id`. `None` where nothing is
+    /// left to score.
     pub(super) fn encode(
         tokenizer: &Tokenizer,
-        eos_id: u32,
+        prefix_id: u32,
         context: &str,
         continuation: &str,
     ) -> Result<Option<Self>, EvalError> {
         if context.is_empty() {
             let mut tokens = tokenizer.encode(continuation)?;
-            if tokens.first() != Some(&eos_id) {
-                tokens.insert(0, eos_id);
+            if tokens.first() != Some(&prefix_id) {
+                tokens.insert(0, prefix_id);
             }
             let num_scored = tokens.len() - 1;
             return Ok((num_scored > 0).then_some(Self { tokens, num_scored }));
         }
-        let tokens = tokenizer.encode(&format!("{context}{continuation}"))?;
-        let before = tokenizer.encode(context.trim_end())?.len();
+        let tokens = tokenizer.encode_with_bos(&format!("{context}{continuation}"))?;
+        let before = tokenizer.encode_with_bos(context.trim_end())?.len();
         let num_scored = tokens.len().saturating_sub(before);
         // A first token has nothing before it that could predict it.
         Ok((num_scored > 0 && before > 0).then_some(Self { tokens, num_scored }))

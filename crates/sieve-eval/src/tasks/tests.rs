@@ -1,6 +1,6 @@
 use super::likelihood::{Pair, after_prompts, likelihoods};
 use super::*;
-use crate::test_model::tiny_model;
+use crate::test_model::{llama_tokenizer, tiny_model};
 use crate::{GenerateConfig, Generator, Sampling, logits};
 use burn_flex::{Flex, FlexDevice};
 use sieve_core::{Attention, DmaShape};
@@ -275,6 +275,18 @@ fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
     let (tokens, num_scored) = first.parts();
     assert_eq!((tokens[0], &tokens[1..], num_scored), (eos_id, &whole[..], whole.len()));
     assert_eq!(encode("the cat", ""), None);
+    // A template that puts <s> first: before a context, also one of white space, and once before an ending alone.
+    let llama = llama_tokenizer();
+    let encode = |context: &str, ending: &str| Pair::encode(&llama, 1, context, ending).expect("text");
+    let ids = |text: &str| [&[1], &llama.encode(text).expect("text")[..]].concat();
+    let (whole, before) = (ids("the cat sat"), ids("the cat").len());
+    let pair = encode("the cat ", "sat").expect("an ending");
+    assert_eq!(pair.parts(), (&whole[..], whole.len() - before));
+    for context in ["", " "] {
+        let whole = ids(&format!("{context}sat"));
+        let pair = encode(context, "sat").expect("an ending");
+        assert_eq!(pair.parts(), (&whole[..], whole.len() - 1));
+    }
 }
 
 fn kinds() -> [Attention; 3] {
@@ -348,7 +360,10 @@ fn answers_of_many_prompts_are_those_of_each_alone() {
         .collect();
     // Every end of a text counts, as chat models have several.
     let ends = [vec![30], vec![30, 3, 8, 11, 20, 27]];
-    for (attention, ends) in kinds().into_iter().flat_map(|kind| ends.each_ref().map(|ends| (kind, ends))) {
+    for (attention, ends) in kinds()
+        .into_iter()
+        .flat_map(|kind| ends.each_ref().map(|ends| (kind, ends)))
+    {
         let model = tiny_model(attention, 64);
         let asked = TaskModel {
             ends,
@@ -366,7 +381,9 @@ fn answers_of_many_prompts_are_those_of_each_alone() {
                 eos_id: 30,
                 num_tokens: 31,
             };
-            let generator = Generator::new(&model, prompt, config, &device).expect("room").ending_at(ends);
+            let generator = Generator::new(&model, prompt, config, &device)
+                .expect("room")
+                .ending_at(ends);
             let tokens: Vec<u32> = generator.collect::<Result<_, _>>().expect("finite");
             let mut stream = tokenizer.decode_stream();
             let pushed = tokens.iter().map(|&token| stream.push(token).expect("known"));

@@ -106,7 +106,8 @@ fn run_on<B: DeviceBackend>(args: &PplArgs, device: &B::Device, dtype: DType) ->
         stride: args.stride.unwrap_or(usual_stride),
         batch_tokens: BATCH_TOKENS,
         far: args.far.iter().map(|&border| border as usize).collect(),
-        rolling_prefix: Some(tokenizer.eos_id()?),
+        rolling_prefix: Some(tokenizer.prefix_id()?),
+        rolling_bos: tokenizer.bos_id(),
     };
     let mut selection = args.sparse.selection(&loaded.shape)?;
     let chosen = selection.as_mut();
@@ -136,7 +137,7 @@ fn run_on<B: DeviceBackend>(args: &PplArgs, device: &B::Device, dtype: DType) ->
         let title = format!("Loss by tokens seen: {}", output::model_name(&loaded));
         output::write(path, &loss_by_position(&title, &report))?;
     }
-    print(args, &loaded, &report, selection.as_ref(), &extrapolation)
+    print(args, &loaded, &config, &report, selection.as_ref(), &extrapolation)
 }
 
 impl PplArgs {
@@ -219,6 +220,7 @@ fn prepared_data<B: DeviceBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> 
 fn print<B: DeviceBackend>(
     args: &PplArgs,
     loaded: &LoadedModel<B>,
+    config: &PerplexityConfig,
     report: &PerplexityReport,
     selection: Option<&Selection>,
     extrapolation: &[Extrapolation],
@@ -271,9 +273,13 @@ fn print<B: DeviceBackend>(
         ));
     }
     if let Some(rolling) = &report.lm_eval_rolling {
+        let before = match config.rolling_bos {
+            Some(_) => "two BOS tokens, the second one predicted,",
+            None => "an end-of-document token",
+        };
         terminal::line(&format!(
-            "\nby lm-evaluation-harness's rolling likelihood (an end-of-document token before each text, none \
-             predicted behind it; windows of {})\n\
+            "\nby lm-evaluation-harness's rolling likelihood ({before} before each text, none predicted behind it; \
+             windows of {})\n\
              {}\n\
              byte perplexity   {:>14.4}\n\
              bits per byte     {:>14.4}",
