@@ -261,7 +261,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     let tensors = tensors::tensors_of(&shape, architecture);
     tensors::check_complete(&tensors, &weights)?;
 
-    let beside = tokenizer_files::folder(&checkpoint.recipe_and_shape()?.0);
+    let beside = tokenizer_files::folder(&checkpoint.path, &checkpoint.recipe_and_shape()?.0);
     let generation = config::generation(options, tokenizer_files::object(&beside, tokenizer_files::GENERATION)?);
     let json_files = [
         ("config.json", config::model(&shape, architecture, options, &generation)),

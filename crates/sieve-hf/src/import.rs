@@ -83,7 +83,8 @@ pub fn import<B: Backend>(
     let tokenizer_path = from.join("tokenizer.json");
     let tokenizer_json =
         fs::read_to_string(&tokenizer_path).map_err(CheckpointError::io("reading", &tokenizer_path))?;
-    let kept = path.join("tokenizer.json");
+    // Training from here finds it from every working directory.
+    let kept = std::path::absolute(path.join("tokenizer.json")).map_err(CheckpointError::io("finding", &path))?;
     let settings = settings(from, &kept, attention, overrides)?;
     let (recipe, shape, mut read) = read_model(from, &settings)?;
     let ties = attention.is_none() && read.all_scores_tie();

@@ -32,7 +32,7 @@ impl<B: Backend> LoadedModel<B> {
     /// # Errors
     /// A file that is there and cannot be read.
     pub fn end_ids(&self, eos_id: u32) -> Result<Vec<u32>, CheckpointError> {
-        let folder = tokenizer_files::folder(&self.recipe);
+        let folder = tokenizer_files::folder(&self.path, &self.recipe);
         let source = folder.map(|folder| tokenizer_files::generation(&folder)).transpose()?;
         let source = source.unwrap_or_default();
         let theirs = tokenizer_files::ends(&source, eos_id).and_then(Value::as_array);

@@ -88,9 +88,11 @@ pub(super) fn splits_as_qwen2(files: &[(&'static str, String)]) -> bool {
         && words["pattern"]["Regex"] == QWEN2_WORDS
 }
 
-/// The folder of the tokenizer file that the recipe names.
-pub(crate) fn folder(recipe: &Recipe) -> Option<PathBuf> {
+/// The folder of what an import keeps beside its tokenizer: the checkpoint's own, which may have been moved, or else
+/// that of the tokenizer file which the recipe names.
+pub(crate) fn folder(checkpoint: &Path, recipe: &Recipe) -> Option<PathBuf> {
     match recipe.tokenizer.source() {
+        _ if checkpoint.join(GENERATION).is_file() => Some(checkpoint.to_owned()),
         TokenizerSource::Path(path) => Some(Path::new(path).parent().unwrap_or(Path::new("")).to_owned()),
         _ => None,
     }

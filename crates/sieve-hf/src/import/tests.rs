@@ -263,8 +263,11 @@ fn chat_templates_and_special_tokens_come_back_out() {
     fs::write(hf.join("chat_template.jinja"), "{{ all }}").expect("writable");
     let back = folder.path().join("back");
     imported(&hf, &back, None, &[]).expect("imports");
+    // The checkpoint takes them along.
+    let moved = folder.path().join("moved");
+    fs::rename(&back, &moved).expect("the same file system");
     let out = folder.path().join("again");
-    export(&Checkpoint::open(&back).expect("just written"), &out, &whole()).expect("exports");
+    export(&Checkpoint::open(&moved).expect("just written"), &out, &whole()).expect("exports");
     let found = read(&out);
     assert_eq!(found["chat_template"], "{{ messages }}");
     assert_eq!(found["bos_token"], "a");
