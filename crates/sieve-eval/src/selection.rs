@@ -147,7 +147,7 @@ impl Selection {
     ///
     /// # Errors
     /// A model without a dense layer; layers that it has not, or that no selector names; settings that none of
-    /// its contexts can meet; a method that lacks its file.
+    /// its contexts can meet; a method that lacks its file, or that moves keys by other angles than the model's.
     pub fn new(selectors: impl Into<LayerSelectors>, shape: &ModelShape) -> Result<Self, EvalError> {
         let selectors = selectors.into();
         let is_dense = |part: &ModelShape| part.attention == Attention::Mha;
@@ -155,12 +155,17 @@ impl Selection {
             return Err(EvalError::NotDense(selectors.name()));
         }
         let selectors = selectors.for_layers(shape.num_layers)?;
-        let selectors = selectors.map(|selector| match shape.rope_scaling {
-            None => selector.for_rope_theta(shape.rope_theta),
-            // These methods rotate by plain angles alone.
-            Some(_) => selector,
-        });
+        let selectors = selectors.map(|selector| selector.for_rope_theta(shape.rope_theta));
         for selector in selectors.iter() {
+            if shape.rope_scaling.is_some() && selector.moves_keys() {
+                let name = selector.name();
+                let what = format!(
+                    "{name} rotates keys to other positions by the plain angles of rope_theta, and this model's are \
+                     scaled (model.rope_scaling)"
+                );
+                let hint = "use a method that leaves keys at their positions: streamingllm without reindex, h2o, quest";
+                return Err(EvalError::refused(what, hint));
+            }
             selector.check_context(shape.max_seq_len)?;
         }
         let steps = selectors.clone().map(|selector| match selector.phase() {

@@ -43,7 +43,7 @@ impl Rules {
             Some(theta) => Ok(theta),
             None => self.fail(
                 "moves keys to other positions, and the base of their rotation is not known".to_owned(),
-                "give rope_theta, as the model's config.json has it",
+                "give rope_theta, as the config.json of a model without rope_scaling has it",
             ),
         }
     }

@@ -148,6 +148,15 @@ impl Selector {
         self
     }
 
+    /// Whether it rotates keys to other positions, by the base that [`for_rope_theta`](Self::for_rope_theta) gives.
+    pub fn moves_keys(&self) -> bool {
+        match &self.method {
+            Method::Infllm(_) => true,
+            Method::Streamingllm(config) => config.reindex,
+            _ => false,
+        }
+    }
+
     /// Refuses settings that cannot work within a context of `max_tokens`.
     ///
     /// # Errors

@@ -2,7 +2,8 @@
 use super::*;
 use crate::test_model::{tiny_model, words as window};
 use burn_flex::Flex;
-use sieve_core::Attention;
+use sieve_core::model::{RopeScaling, RopeType};
+use sieve_core::{Attention, ModelShape};
 use sieve_nn::LayerOperands;
 use sieve_testing::refusal;
 
@@ -261,4 +262,34 @@ fn a_model_with_an_own_sparse_attention_is_refused() {
     let model = model(Attention::swa(4));
     let selector = LayerSelectors::parse("meanpool").expect("valid");
     refusal(Selection::new(selector, model.shape()), "meanpool");
+}
+
+#[test]
+fn keys_are_not_moved_by_the_plain_angles_of_scaled_frequencies() {
+    let shape = ModelShape {
+        rope_scaling: Some(RopeScaling {
+            rope_type: RopeType::Linear,
+            factor: 2.0,
+            original_max_position_embeddings: None,
+            low_freq_factor: None,
+            high_freq_factor: None,
+            beta_fast: None,
+            beta_slow: None,
+            attention_factor: None,
+        }),
+        ..model(Attention::Mha).shape().clone()
+    };
+    let new = |text: &str| Selection::new(LayerSelectors::parse(text).expect("valid"), &shape);
+    for text in [
+        "infllm",
+        "infllm:rope_theta=10000",
+        "streamingllm:reindex=true",
+        "0=dense/1-=streamingllm:reindex=true,rope_theta=10000",
+    ] {
+        refusal(
+            new(text),
+            "rotates keys to other positions | scaled (model.rope_scaling)",
+        );
+    }
+    new("streamingllm").expect("keys stay where they are");
 }
