@@ -130,10 +130,15 @@ pub(super) fn frequent_words(random: &mut Random, size: Size) -> LongSample {
         words.push(random.letters(b'a', 6));
     }
     let zeta_2 = std::f64::consts::PI.powi(2) / 6.0;
-    let count = |rank: usize| (size.parts as f64 / (rank * rank) as f64 / zeta_2) as usize;
+    let count = |parts: usize, rank: usize| (parts as f64 / (rank * rank) as f64 / zeta_2) as usize;
+    // Rounded down, the fourth word may be as frequent as the fifth; then no answer is the only one.
+    let mut parts = size.parts.max(FEWEST_CODED);
+    while count(parts, 4) == count(parts, 5) {
+        parts -= 1;
+    }
     let ranked = words.iter().enumerate();
     let mut coded: Vec<&str> = ranked
-        .flat_map(|(n, word)| std::iter::repeat_n(word.as_str(), count(n + 1)))
+        .flat_map(|(n, word)| std::iter::repeat_n(word.as_str(), count(parts, n + 1)))
         .collect();
     random.shuffle(&mut coded);
     let prompt = format!(

@@ -266,6 +266,15 @@ fn words_are_as_frequent_as_their_task_says() {
         let asked: Vec<&String> = found[1..4].iter().map(|(word, _)| word).collect();
         assert_eq!(sample.references.iter().collect::<Vec<_>>(), asked);
     }
+    // The three words that are asked for are the only answer at every size, however few words there are.
+    for parts in lists::FEWEST_CODED..120 {
+        for sample in samples("fwe", Split::Test, Size { parts, ..size }, 2) {
+            let counts = counts(between(&sample.prompt, "coded words. ", "\nQuestion"));
+            let asked = sample.references.iter().map(|word| counts[word]).min().expect("three");
+            let others = counts.iter().filter(|(word, _)| !sample.references.contains(word) && *word != "...");
+            assert!(others.map(|(_, count)| *count).max() < Some(asked), "{parts}: {counts:?}");
+        }
+    }
 }
 
 #[test]
