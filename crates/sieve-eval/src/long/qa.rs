@@ -16,7 +16,7 @@ pub struct QaData {
 struct Question {
     query: String,
     answers: Vec<String>,
-    /// Documents that answer, by number.
+    /// Documents that answer, by number; HotpotQA's are among others.
     gold: Vec<usize>,
     /// Documents of the same article, taken before others.
     near: Vec<usize>,
@@ -152,7 +152,9 @@ impl QaData {
         let context = documents.collect::<Vec<_>>().join("\n\n");
         let order = "Answer the question based on the given documents. Only give me the answer and do not output any \
             other words.";
-        let place = chosen.iter().position(|one| *one == question.gold[0]);
+        // HotpotQA's ten documents of a question are those that answer and others, unmarked.
+        let gold = <[usize; 1]>::try_from(&question.gold[..]).ok();
+        let place = gold.and_then(|[gold]| chosen.iter().position(|&one| one == gold));
         LongSample {
             prompt: format!(
                 "{order}\n\nThe following are given documents.\n\n{context}\n\n{order}\n\nQuestion: {} Answer:",
@@ -160,7 +162,7 @@ impl QaData {
             ),
             references: question.answers.clone(),
             matching: Match::Any,
-            depth: super::depth(place.unwrap_or(0), chosen.len()),
+            depth: place.and_then(|place| super::depth(place, chosen.len())),
             wrong: self.wrong(random, question),
         }
     }

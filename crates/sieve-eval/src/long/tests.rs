@@ -1,5 +1,6 @@
 use super::*;
 use crate::needle::tests::tokenizer;
+use crate::test_model::llama_tokenizer;
 use sieve_testing::{refusal, says};
 use std::collections::{BTreeMap, HashSet};
 
@@ -271,8 +272,13 @@ fn words_are_as_frequent_as_their_task_says() {
         for sample in samples("fwe", Split::Test, Size { parts, ..size }, 2) {
             let counts = counts(between(&sample.prompt, "coded words. ", "\nQuestion"));
             let asked = sample.references.iter().map(|word| counts[word]).min().expect("three");
-            let others = counts.iter().filter(|(word, _)| !sample.references.contains(word) && *word != "...");
-            assert!(others.map(|(_, count)| *count).max() < Some(asked), "{parts}: {counts:?}");
+            let others = counts
+                .iter()
+                .filter(|(word, _)| !sample.references.contains(word) && *word != "...");
+            assert!(
+                others.map(|(_, count)| *count).max() < Some(asked),
+                "{parts}: {counts:?}"
+            );
         }
     }
 }
@@ -327,6 +333,8 @@ fn the_other_tasks_hold_what_they_say() {
         for sample in samples(name, Split::Test, Size { parts: 9, ..size }, 10) {
             assert_eq!(sample.prompt.matches("Document ").count(), 9, "{name}");
             assert_eq!(sample.matching, Match::Any);
+            // Which of HotpotQA's documents answers is not known.
+            assert_eq!(sample.depth.is_some(), name == "qa_1");
         }
     }
 }
@@ -347,6 +355,20 @@ fn texts_fill_their_length() {
                 let filled = tokens.len() as f64 / room as f64;
                 assert!(filled > 0.93 || name.starts_with("qa"), "{name} {length}: {filled}");
             }
+        }
+    }
+}
+
+#[test]
+fn a_bos_token_is_part_of_the_length_where_the_template_puts_one() {
+    let (llama, task) = (llama_tokenizer(), LongTask::new("passkey").expect("a task"));
+    // Training puts none.
+    for (split, bos) in [(Split::Test, Some(1)), (Split::Train, None)] {
+        let texts = long_texts(task, &source(), &llama, (split, 1), 1500, 0..3).expect("room");
+        for (sample, tokens) in &texts.samples {
+            let text = llama.encode(&sample.prompt).expect("bytes");
+            assert!(tokens.iter().eq(bos.iter().chain(&text)), "{split:?}");
+            assert!(tokens.len() <= 1500 - task.max_new_tokens(), "{split:?}");
         }
     }
 }
