@@ -5,8 +5,7 @@
 use crate::cache_files::{cubecl_folder, repair};
 use cubecl_runtime::config::cache::CacheConfig;
 use cubecl_runtime::config::{CubeClRuntimeConfig, RuntimeConfig};
-use sieve_gpu::Cubins;
-use sieve_gpu::KernelError;
+use sieve_gpu::{Cubins, KernelError};
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};

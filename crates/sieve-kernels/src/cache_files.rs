@@ -3,9 +3,8 @@ use cubecl_common::cache::{Cache, CacheOption};
 use cubecl_common::compilation_cache::CompilationCache;
 use sieve_gpu::KernelError;
 use std::ffi::c_char;
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 /// What CubeCL stores under a kernel's key; field names and order are its format.
 #[derive(serde::Serialize, serde::Deserialize, Clone, Debug, PartialEq, Eq)]

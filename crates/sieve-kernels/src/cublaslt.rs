@@ -19,11 +19,8 @@ pub(crate) use library::Call;
 use library::Refusal;
 pub use problem::Product;
 use problem::{Operands, Problem, operand_rows, result_shape};
-use sieve_gpu::CudaTensor;
-use sieve_gpu::DType;
-use sieve_gpu::KernelError;
-use sieve_gpu::step::Fp8Matrix;
-use sieve_gpu::step::as_rows;
+use sieve_gpu::step::{Fp8Matrix, as_rows};
+use sieve_gpu::{CudaTensor, DType, KernelError};
 use std::collections::HashSet;
 use std::sync::{LazyLock, Mutex, OnceLock};
 

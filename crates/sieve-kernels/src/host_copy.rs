@@ -9,8 +9,7 @@ use cubecl::device_handle::DeviceHandle;
 use cubecl::stream_id::StreamId;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{CUdevice, CUstream};
-use sieve_gpu::CudaTensor;
-use sieve_gpu::KernelError;
+use sieve_gpu::{CudaTensor, KernelError};
 use std::ffi::c_void;
 
 const NAME: &str = "host_copy";

@@ -1,12 +1,8 @@
 //! Projection to the vocabulary and cross-entropy, a block of tokens at a time: products by cuBLASLt around
 //! `kernels/cross_entropy.cu`. The logits of all tokens never exist together.
 use crate::cublaslt::{MatmulOutput, Product, matmul};
-use sieve_gpu::CudaTensor;
-use sieve_gpu::DType;
-use sieve_gpu::KernelError;
-use sieve_gpu::step::FixedSum;
-use sieve_gpu::step::{LogitRows, cross_entropy, padded_width};
-use sieve_gpu::{operand, require_non_empty};
+use sieve_gpu::step::{FixedSum, LogitRows, cross_entropy, padded_width};
+use sieve_gpu::{CudaTensor, DType, KernelError, operand, require_non_empty};
 
 const NAME: &str = "linear_cross_entropy";
 

@@ -131,9 +131,7 @@ pub(crate) fn reuse(is_free: bool) -> Reuse {
 mod tests {
     use super::swiglu;
     use crate::reference;
-    use crate::testing::{
-        Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float, primitive,
-    };
+    use crate::testing::{Ad, Float, Random, RandomInput, check_op, check_parity, float, primitive};
 
     fn op(inputs: &[Float]) -> Float {
         primitive(swiglu(float::<3>(&inputs[0])))
@@ -144,23 +142,15 @@ mod tests {
     }
 
     #[test]
-    fn equals_the_reference_for_any_sizes() {
-        for [batch, seq_len, d_ff] in [[2, 63, 20], [1, 1, 1], [3, 2, 33]] {
-            let inputs = [Random(1).input(&[batch, seq_len, 2 * d_ff])];
-            let what = format!("swiglu {batch} {seq_len} {d_ff}");
-            check_parity(&what, &inputs, &op, &reference_op);
-            check_views(&what, &inputs, &op);
-        }
+    fn equals_the_reference_and_differences_for_any_sizes() {
+        let inputs = |[batch, seq_len, d_ff]: [usize; 3]| [Random(1).input(&[batch, seq_len, 2 * d_ff])];
+        let all = [[2, 63, 20], [1, 1, 1], [3, 2, 33]].map(inputs);
+        check_op("swiglu", all, &inputs([2, 3, 3]), &op, &reference_op);
     }
 
     #[test]
     fn large_gates_saturate() {
         let inputs = [Random(2).input(&[2, 3, 8]).affine(60.0, 0.0)];
         check_parity("swiglu", &inputs, &op, &reference_op);
-    }
-
-    #[test]
-    fn gradients_are_those_of_the_function() {
-        check_finite_differences("swiglu", &[Random(3).input(&[2, 3, 6])], &op);
     }
 }

@@ -268,6 +268,25 @@ pub(crate) fn check_finite_differences(what: &str, inputs: &[Input], op: Op) {
     }
 }
 
+/// All of these for one op: parity and views with each of the inputs, and differences with the small ones.
+#[track_caller]
+pub(crate) fn check_op<I: AsRef<[Input]>>(
+    what: &str,
+    all: impl IntoIterator<Item = I>,
+    small: &[Input],
+    op: Op,
+    reference: Op,
+) {
+    for inputs in all {
+        let inputs = inputs.as_ref();
+        let dims: Vec<_> = inputs.iter().map(|input| &input.dims).collect();
+        let what = format!("{what} {dims:?}");
+        check_parity(&what, inputs, op, reference);
+        check_views(&what, inputs, op);
+    }
+    check_finite_differences(what, small, op);
+}
+
 /// Documents of the given lengths in every row; the last one is filled up to `seq_len`.
 pub(crate) fn documents<B: burn::tensor::backend::Backend>(
     lengths: &[usize],
@@ -283,6 +302,61 @@ pub(crate) fn documents<B: burn::tensor::backend::Backend>(
     }
     let device = Default::default();
     Documents::new(&start.repeat(batch), &end.repeat(batch), [batch, seq_len], &device)
+}
+
+/// An op over documents.
+pub(crate) type RowOp<'a> = &'a dyn Fn(&[Float], &Documents<Ad>) -> Float;
+
+/// Output rows of a batch of one with documents of these lengths, in f32.
+pub(crate) fn rows_of(inputs: &[Input], lengths: &[usize], op: RowOp) -> Vec<Vec<f64>> {
+    let seq_len = inputs[0].dims[1];
+    let leaves: Vec<Float> = inputs
+        .iter()
+        .map(|input| Ad::from_inner(input.tensor(DType::F32)))
+        .collect();
+    let o = host(op(&leaves, &documents(lengths, [1, seq_len])).primitive);
+    o.chunks(o.len() / seq_len).map(<[f64]>::to_vec).collect()
+}
+
+/// The rows before and after the tokens of a range of the packed first input are others.
+fn rows_with_others(
+    inputs: &[Input],
+    changed: &std::ops::Range<usize>,
+    lengths: &[usize],
+    op: RowOp,
+) -> [Vec<Vec<f64>>; 2] {
+    let mut other = inputs.to_vec();
+    let token = other[0].values.len() / other[0].dims[1];
+    let values = &mut other[0].values[changed.start * token..changed.end * token];
+    values.iter_mut().for_each(|x| *x = -2.0 * *x + 1.0);
+    [rows_of(inputs, lengths, op), rows_of(&other, lengths, op)]
+}
+
+/// Rows of 150 tokens differ by no more than `tolerance` where later tokens change.
+#[track_caller]
+pub(crate) fn check_later_tokens_change_nothing<const N: usize>(inputs: [Input; N], tolerance: f64, op: RowOp) {
+    for from in [1, 15, 16, 64, 100, 149] {
+        let [before, after] = rows_with_others(&inputs, &(from..150), &[], op);
+        let what = format!("changed from {from}");
+        assert_close(&what, &after[..from].concat(), &before[..from].concat(), tolerance);
+        assert!(before[from] != after[from], "{what}");
+    }
+}
+
+/// Rows of 120 tokens in four documents differ by no more than `tolerance` where other documents change, and do differ
+/// where their own does.
+#[track_caller]
+pub(crate) fn check_other_documents_change_nothing<const N: usize>(inputs: [Input; N], tolerance: f64, op: RowOp) {
+    for document in [0..50, 50..51, 51..84, 84..120] {
+        let [before, after] = rows_with_others(&inputs, &document, &[50, 1, 33], op);
+        for (row, (before, after)) in before.iter().zip(&after).enumerate() {
+            let what = format!("{document:?} changed, row {row}");
+            match document.contains(&row) {
+                true => assert!(before != after, "{what}"),
+                false => assert_close(&what, after, before, tolerance),
+            }
+        }
+    }
 }
 
 /// Host integers as a tensor.
@@ -312,6 +386,23 @@ impl Call {
         let [batch, n] = self.dims;
         Random(seed).input(&[batch, n, self.spec.packed_heads(), self.head_dim])
     }
+}
+
+/// As [`check_op`] for an op of [`calls`], with differences of a small one.
+#[track_caller]
+pub(crate) fn check_calls<const N: usize>(
+    what: &str,
+    inputs: impl Fn(&Call) -> [Input; N],
+    op: impl Fn(&Call, &[Float]) -> Float,
+    reference: impl Fn(&Call, &[Float]) -> Float,
+) {
+    for call in calls() {
+        let (inputs, op) = (inputs(&call), |inputs: &[Float]| op(&call, inputs));
+        check_parity(what, &inputs, &op, &|inputs| reference(&call, inputs));
+        check_views(what, &inputs, &op);
+    }
+    let small = Call::new([2, 13], [4, 2], 3, &[6]);
+    check_finite_differences(what, &inputs(&small), &|inputs| op(&small, inputs));
 }
 
 /// Calls of several sizes, with documents and without.

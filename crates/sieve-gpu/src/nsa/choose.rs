@@ -1,6 +1,5 @@
 //! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: which blocks each query reads.
-use super::hopper;
-use super::{Bounds, query_ranges};
+use super::{Bounds, hopper, query_ranges};
 use crate::KernelError;
 use crate::attention::Qkv;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params};

@@ -1,7 +1,6 @@
 //! Launches of `kernels/nsa_selected_*.cu`: attention over the chosen blocks, block by block.
-use super::hopper;
 use super::lists::ChoiceLists;
-use super::{Bounds, query_ranges, require_bounds, require_sizes};
+use super::{Bounds, hopper, query_ranges, require_bounds, require_sizes};
 use crate::KernelError;
 use crate::attention::{
     AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv, arriving, padded_len, require_gradients,

@@ -5,8 +5,7 @@ use super::multi_head::MultiHeadAttention;
 use super::native_sparse::NativeSparseAttention;
 use crate::WeightInit;
 use burn::tensor::backend::Backend;
-use sieve_core::{Attention, DmaBias, DmaShape, ModelShape};
-use sieve_core::{MlaShape, NsaShape};
+use sieve_core::{Attention, DmaBias, DmaShape, MlaShape, ModelShape, NsaShape};
 use sieve_ops::RotaryEmbedding;
 use thiserror::Error;
 

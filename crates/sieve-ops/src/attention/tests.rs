@@ -1,7 +1,7 @@
 use super::attention;
 use crate::testing::{
-    Ad, Float, Input, Random, RandomInput, assert_close, check_finite_differences, check_parity, check_views,
-    documents, float, host, primitive,
+    Ad, Float, Input, Random, RandomInput, assert_close, check_finite_differences, check_later_tokens_change_nothing,
+    check_other_documents_change_nothing, check_parity, check_views, documents, float, host, primitive, rows_of,
 };
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, reference};
 use burn::tensor::DType;
@@ -33,9 +33,11 @@ fn check(spec: AttentionSpec, dims: [usize; 3], lengths: &[usize]) {
     let inputs = [packed(spec, dims, 1)];
     let documents = documents::<Ad>(lengths, [dims[0], dims[1]]);
     let what = format!("attention {spec:?} {dims:?} {lengths:?}");
-    check_parity(&what, &inputs, &|inputs| run(&inputs[0], &documents, spec), &|inputs| {
+    let op = |inputs: &[Float]| run(&inputs[0], &documents, spec);
+    check_parity(&what, &inputs, &op, &|inputs| {
         reference_run(&inputs[0], &documents, spec)
     });
+    check_views(&what, &inputs, &op);
 }
 
 #[test]
@@ -85,17 +87,6 @@ fn gradients_are_those_of_the_function() {
 }
 
 #[test]
-fn views_give_the_same_bits() {
-    for window_size in [None, Some(7)] {
-        let spec = spec(2, 16, window_size);
-        let documents = documents::<Ad>(&[20, 1], [2, 37]);
-        let inputs = [packed(spec, [2, 37, 16], 4)];
-        let op = |inputs: &[Float]| run(&inputs[0], &documents, spec);
-        check_views("attention", &inputs, &op);
-    }
-}
-
-#[test]
 fn document_bounds_may_be_views() {
     let spec = spec(1, 16, None);
     let stored = documents::<Ad>(&[20, 1], [2, 37]);
@@ -117,53 +108,22 @@ fn document_bounds_may_be_views() {
 
 /// Output rows of a batch of one, `[seq_len][heads * head_dim]`.
 fn rows(qkv: &Input, lengths: &[usize], spec: AttentionSpec) -> Vec<Vec<f64>> {
-    let seq_len = qkv.dims[1];
-    let documents = documents::<Ad>(lengths, [1, seq_len]);
-    let qkv = Ad::from_inner(qkv.tensor(DType::F32));
-    let o = host(run(&qkv, &documents, spec).primitive);
-    o.chunks(o.len() / seq_len).map(<[f64]>::to_vec).collect()
+    rows_of(&[qkv.clone()], lengths, &|inputs, documents| {
+        run(&inputs[0], documents, spec)
+    })
 }
 
 #[test]
-fn later_tokens_change_no_bit_of_earlier_rows() {
-    let seq_len = 150;
+fn later_tokens_and_other_documents_change_no_bit_of_a_row() {
     for window_size in [None, Some(1), Some(40)] {
         let spec = spec(2, 16, window_size);
-        let qkv = packed(spec, [1, seq_len, 16], 6);
-        let before = rows(&qkv, &[], spec);
-        let token = qkv.values.len() / seq_len;
-        for changed_from in [1, 15, 16, 64, 100, 149] {
-            let mut other = qkv.clone();
-            let later = other.values[changed_from * token..].iter_mut();
-            later.for_each(|x| *x = -2.0 * *x + 1.0);
-            let after = rows(&other, &[], spec);
-            assert!(
-                before[..changed_from] == after[..changed_from],
-                "{window_size:?}, changed from {changed_from}"
-            );
-            assert!(before[changed_from] != after[changed_from]);
-        }
+        let op = |inputs: &[Float], documents: &Documents<Ad>| run(&inputs[0], documents, spec);
+        check_later_tokens_change_nothing([packed(spec, [1, 150, 16], 6)], 0.0, &op);
     }
-}
-
-#[test]
-fn other_documents_change_no_bit() {
-    let (seq_len, lengths) = (120, [50, 1, 33]);
     for window_size in [None, Some(20)] {
         let spec = spec(2, 16, window_size);
-        let qkv = packed(spec, [1, seq_len, 16], 7);
-        let before = rows(&qkv, &lengths, spec);
-        let token = qkv.values.len() / seq_len;
-        for document in [0..50, 50..51, 51..84, 84..120] {
-            let mut other = qkv.clone();
-            let its = document.start * token..document.end * token;
-            other.values[its].iter_mut().for_each(|x| *x = -20.0 * *x + 1e3);
-            let after = rows(&other, &lengths, spec);
-            for (row, (before, after)) in before.iter().zip(&after).enumerate() {
-                let same = before == after;
-                assert_eq!(same, !document.contains(&row), "{document:?}, row {row}");
-            }
-        }
+        let op = |inputs: &[Float], documents: &Documents<Ad>| run(&inputs[0], documents, spec);
+        check_other_documents_change_nothing([packed(spec, [1, 120, 16], 7)], 0.0, &op);
     }
 }
 

@@ -1,8 +1,6 @@
 use super::embedding;
 use crate::reference;
-use crate::testing::{
-    Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float, ints, primitive,
-};
+use crate::testing::{Ad, Float, Random, RandomInput, check_op, float, ints, primitive};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor};
 
@@ -16,21 +14,14 @@ fn ids(batch: usize, seq_len: usize) -> Tensor<Ad, 2, Int> {
 }
 
 #[test]
-fn equals_the_reference() {
-    for (batch, seq_len, d_model) in [(2, 63, 24), (1, 1, 5)] {
+fn equals_the_reference_and_differences() {
+    for (batch, seq_len, d_model) in [(2, 63, 24), (1, 1, 5), (2, 7, 3)] {
         let ids = ids(batch, seq_len);
         let inputs = [Random(1).input(&[VOCAB_SIZE, d_model])];
         let op = |inputs: &[Float]| primitive(embedding(float(&inputs[0]), ids.clone()));
         let reference = |inputs: &[Float]| reference::embedding::<Ad>(inputs[0].clone(), ids.clone().into_primitive());
-        check_parity("embedding", &inputs, &op, &reference);
-        check_views("embedding", &inputs, &op);
+        check_op("embedding", [&inputs], &inputs, &op, &reference);
     }
-}
-
-#[test]
-fn gradients_are_those_of_the_function() {
-    let op = |inputs: &[Float]| primitive(embedding(float(&inputs[0]), ids(2, 7)));
-    check_finite_differences("embedding", &[Random(2).input(&[VOCAB_SIZE, 3])], &op);
 }
 
 #[test]

@@ -30,32 +30,29 @@ fn run(inputs: &[Float], labels: &Tensor<Ad, 1, Int>) -> Float {
     primitive(linear_cross_entropy(h, weight, labels.clone()))
 }
 
+fn reference_run(inputs: &[Float], labels: &Tensor<Ad, 1, Int>) -> Float {
+    let (h, weight) = (inputs[0].clone(), inputs[1].clone());
+    reference::linear_cross_entropy::<Ad>(h, weight, labels.clone().into_primitive())
+}
+
 #[test]
-fn equals_the_reference_for_any_sizes() {
-    for dims in [[63, 24, 40], [1, 5, 3], [300, 16, 700], [7, 3, 1]] {
+fn equals_the_reference_and_differences_for_any_sizes() {
+    for dims in [[63, 24, 40], [1, 5, 3], [300, 16, 700], [7, 3, 1], [21, 16, 30]] {
         let labels = labels(dims[0], dims[2]);
-        let op = |inputs: &[Float]| run(inputs, &labels);
-        let reference = |inputs: &[Float]| {
-            let (h, weight) = (inputs[0].clone(), inputs[1].clone());
-            reference::linear_cross_entropy::<Ad>(h, weight, labels.clone().into_primitive())
-        };
-        let what = format!("linear_cross_entropy {dims:?}");
-        check_parity(&what, &inputs(dims), &op, &reference);
+        let (op, reference) = (
+            |inputs: &[Float]| run(inputs, &labels),
+            |inputs: &[Float]| reference_run(inputs, &labels),
+        );
+        check_parity(
+            &format!("linear_cross_entropy {dims:?}"),
+            &inputs(dims),
+            &op,
+            &reference,
+        );
+        check_views("linear_cross_entropy", &inputs(dims), &op);
     }
-}
-
-#[test]
-fn gradients_are_those_of_the_function() {
-    let dims = [8, 5, 6];
     let op = |inputs: &[Float]| run(inputs, &labels(8, 6));
-    check_finite_differences("linear_cross_entropy", &inputs(dims), &op);
-}
-
-#[test]
-fn views_give_the_same_bits() {
-    let labels = labels(21, 30);
-    let op = |inputs: &[Float]| run(inputs, &labels);
-    check_views("linear_cross_entropy", &inputs([21, 16, 30]), &op);
+    check_finite_differences("linear_cross_entropy", &inputs([8, 5, 6]), &op);
 }
 
 #[test]
@@ -96,9 +93,5 @@ fn large_logits_stay_finite() {
     inputs[0] = inputs[0].clone().affine(300.0, 0.0);
     let labels = labels(9, 30);
     let op = |inputs: &[Float]| run(inputs, &labels);
-    let reference = |inputs: &[Float]| {
-        let (h, weight) = (inputs[0].clone(), inputs[1].clone());
-        reference::linear_cross_entropy::<Ad>(h, weight, labels.clone().into_primitive())
-    };
-    check_parity("large logits", &inputs, &op, &reference);
+    check_parity("large logits", &inputs, &op, &|inputs| reference_run(inputs, &labels));
 }

@@ -1,8 +1,6 @@
 use super::{RmsNormCall, rms_norm};
 use crate::reference;
-use crate::testing::{
-    Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float, primitive,
-};
+use crate::testing::{Ad, Float, Random, RandomInput, check_op, check_parity, float, primitive};
 
 const EPSILON: f64 = 1e-6;
 
@@ -19,24 +17,13 @@ fn reference_op(inputs: &[Float]) -> Float {
 }
 
 #[test]
-fn equals_the_reference_for_any_sizes() {
-    let mut random = Random(1);
-    for [batch, seq_len, d_model] in [[2, 63, 40], [1, 1, 3], [1, 5, 129], [3, 2, 1]] {
-        let inputs = [
-            random.input(&[batch, seq_len, d_model]),
-            random.input(&[d_model]).affine(0.5, 1.0),
-        ];
-        let what = format!("rms_norm {batch} {seq_len} {d_model}");
-        check_parity(&what, &inputs, &op, &reference_op);
-        check_views(&what, &inputs, &op);
-    }
-}
-
-#[test]
-fn gradients_are_those_of_the_function() {
-    let mut random = Random(2);
-    let inputs = [random.input(&[2, 3, 7]), random.input(&[7])];
-    check_finite_differences("rms_norm", &inputs, &op);
+fn equals_the_reference_and_differences_for_any_sizes() {
+    let inputs = |[batch, seq_len, d_model]: [usize; 3]| {
+        let x = Random(1).input(&[batch, seq_len, d_model]);
+        [x, Random(2).input(&[d_model]).affine(0.5, 1.0)]
+    };
+    let all = [[2, 63, 40], [1, 1, 3], [1, 5, 129], [3, 2, 1]].map(inputs);
+    check_op("rms_norm", all, &inputs([2, 3, 7]), &op, &reference_op);
 }
 
 #[test]

@@ -3,8 +3,8 @@ use super::*;
 use crate::documents::HostBounds;
 use crate::reference;
 use crate::testing::{
-    Ad, Call, Float, Input, Random, RandomInput, View, assert_close, calls, check_finite_differences, check_parity,
-    check_views, evaluate, float, ints,
+    Ad, Call, Float, Input, Random, RandomInput, View, assert_close, calls, check_calls, check_finite_differences,
+    check_parity, evaluate, float, ints,
 };
 use burn::tensor::DType;
 use burn_flex::Flex;
@@ -86,13 +86,20 @@ fn positions(call: &Call, seed: u64) -> Input {
 
 #[test]
 fn nsa_blocks_equal_the_reference() {
+    let inputs = |call: &Call| [call.qkv(1), positions(call, 2), positions(call, 3)];
+    check_calls("nsa_blocks", inputs, blocks_op, |call, inputs| {
+        let positions = [inputs[1].clone(), inputs[2].clone()];
+        reference::nsa_blocks::<Ad>(inputs[0].clone(), positions, &call.call())
+    });
+    let pool = |call: &Call, inputs: &[Float]| primitive::<Ad, 3>(nsa_mean_pool(float(&inputs[0]), &call.call()));
+    check_calls(
+        "nsa_mean_pool",
+        |call| [call.qkv(1)],
+        pool,
+        |call, inputs| reference::nsa_mean_pool::<Ad>(inputs[0].clone(), &call.call()),
+    );
     for call in calls() {
-        let inputs = [call.qkv(1), positions(&call, 2), positions(&call, 3)];
-        check_parity("nsa_blocks", &inputs, &|inputs| blocks_op(&call, inputs), &|inputs| {
-            let positions = [inputs[1].clone(), inputs[2].clone()];
-            reference::nsa_blocks::<Ad>(inputs[0].clone(), positions, &call.call())
-        });
-        check_views("nsa_blocks", &inputs, &|inputs| blocks_op(&call, inputs));
+        let mut inputs = inputs(&call);
         let defined = defined_blocks(&call, &inputs);
         let of = |op: &dyn Fn(&[Float]) -> Float, inputs: &[Input]| {
             evaluate(op, inputs, 1, DType::F64, View::Contiguous).output
@@ -103,13 +110,6 @@ fn nsa_blocks_equal_the_reference() {
             &defined,
             1e-12,
         );
-        let pool = |inputs: &[Float]| primitive::<Ad, 3>(nsa_mean_pool(float(&inputs[0]), &call.call()));
-        check_parity("nsa_mean_pool", &inputs[..1], &pool, &|inputs| {
-            let qkv = inputs[0].clone();
-            reference::nsa_mean_pool::<Ad>(qkv, &call.call())
-        });
-        check_views("nsa_mean_pool", &inputs[..1], &pool);
-        let mut inputs = inputs;
         inputs[1..].iter_mut().for_each(|position| position.values.fill(0.0));
         let (l, d) = (BLOCKS.compress_block_size, call.head_dim);
         let defined = defined_blocks(&call, &inputs);
@@ -119,14 +119,11 @@ fn nsa_blocks_equal_the_reference() {
             .flat_map(|block| (0..d).map(move |c| mean(block, c)));
         assert_close(
             "nsa_mean_pool",
-            &of(&pool, &inputs[..1]),
+            &of(&|inputs| pool(&call, inputs), &inputs[..1]),
             &means.collect::<Vec<_>>(),
             1e-12,
         );
     }
-    let call = Call::new([2, 13], [4, 2], 3, &[6]);
-    let inputs = [call.qkv(4), positions(&call, 5), positions(&call, 6)];
-    check_finite_differences("nsa_blocks", &inputs, &|inputs| blocks_op(&call, inputs));
 }
 
 #[test]
@@ -135,24 +132,17 @@ fn nsa_compressed_attention_equals_the_reference() {
         let (qkv, compressed) = (float(&inputs[0]), float(&inputs[1]));
         primitive::<Ad, 4>(nsa_compressed_attention(qkv, compressed, &call.call()).o)
     };
-    for call in calls() {
-        let inputs = [call.qkv(1), call.compressed(2)];
-        check_parity(
-            "nsa_compressed_attention",
-            &inputs,
-            &|inputs| op(&call, inputs),
-            &|inputs| {
-                let (qkv, compressed) = (inputs[0].clone(), inputs[1].clone());
-                let call = call.call();
-                let result = reference::nsa_compressed_attention::<Ad>(qkv, compressed, &call);
-                result.output.o
-            },
-        );
-        check_views("nsa_compressed_attention", &inputs, &|inputs| op(&call, inputs));
-    }
-    let call = Call::new([2, 13], [4, 2], 3, &[6]);
-    let inputs = [call.qkv(4), call.compressed(5)];
-    check_finite_differences("nsa_compressed_attention", &inputs, &|inputs| op(&call, inputs));
+    check_calls(
+        "nsa_compressed_attention",
+        |call| [call.qkv(1), call.compressed(2)],
+        op,
+        |call, inputs| {
+            let (qkv, compressed) = (inputs[0].clone(), inputs[1].clone());
+            reference::nsa_compressed_attention::<Ad>(qkv, compressed, &call.call())
+                .output
+                .o
+        },
+    );
 }
 
 #[test]
@@ -178,30 +168,21 @@ fn nsa_choice_of_blocks_equals_the_reference() {
 
 #[test]
 fn nsa_selected_attention_equals_the_reference() {
-    let op = |call: &Call, chosen: &Tensor<Ad, 4, Int>, inputs: &[Float]| {
+    let op = |call: &Call, inputs: &[Float]| {
         let qkv = float(&inputs[0]);
-        primitive::<Ad, 4>(nsa_selected_attention(qkv, chosen.clone(), &call.call()))
+        primitive::<Ad, 4>(nsa_selected_attention(qkv, call.chosen(2), &call.call()))
     };
-    for call in calls() {
-        let (inputs, chosen) = ([call.qkv(1)], call.chosen(2));
-        check_parity(
-            "nsa_selected_attention",
-            &inputs,
-            &|inputs| op(&call, &chosen, inputs),
-            &|inputs| {
-                let (qkv, indices) = (inputs[0].clone(), chosen.clone().into_primitive());
-                reference::nsa_selected_attention::<Ad>(qkv, indices, &call.call())
-                    .output
-                    .o
-            },
-        );
-        check_views("nsa_selected_attention", &inputs, &|inputs| op(&call, &chosen, inputs));
-    }
-    let call = Call::new([2, 13], [4, 2], 3, &[6]);
-    let chosen = call.chosen(5);
-    check_finite_differences("nsa_selected_attention", &[call.qkv(4)], &|inputs| {
-        op(&call, &chosen, inputs)
-    });
+    check_calls(
+        "nsa_selected_attention",
+        |call| [call.qkv(1)],
+        op,
+        |call, inputs| {
+            let (qkv, indices) = (inputs[0].clone(), call.chosen(2).into_primitive());
+            reference::nsa_selected_attention::<Ad>(qkv, indices, &call.call())
+                .output
+                .o
+        },
+    );
 }
 
 #[test]

@@ -1,9 +1,6 @@
 use super::{FeedForward, Residual, feed_forward, forward};
 use crate::block::product::Operands;
-use crate::testing::{
-    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views, evaluate, float,
-    primitive,
-};
+use crate::testing::{Ad, Float, Input, Random, RandomInput, check_op, evaluate, float, primitive};
 use crate::{ProductPrecision, linear, linear_add, reference, rms_norm, swiglu};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor, TensorMetadata};
@@ -53,28 +50,12 @@ fn reference_op(residual: Residual) -> impl Fn(&[Float]) -> Float {
 const BOTH: [Residual; 2] = [Residual::Stream, Residual::None];
 
 #[test]
-fn equals_the_reference_for_any_sizes() {
+fn equals_the_reference_and_differences_for_any_sizes() {
     for residual in BOTH {
-        for sizes in [[2, 63, 24, 20], [1, 1, 5, 3], [3, 2, 33, 8], [1, 17, 8, 1]] {
-            let inputs = inputs(sizes, 1);
-            let what = format!("feed_forward {sizes:?} {residual:?}");
-            check_parity(&what, &inputs, &op(residual), &reference_op(residual));
-        }
-    }
-}
-
-#[test]
-fn gradients_are_those_of_the_function() {
-    for residual in BOTH {
-        let inputs = inputs([2, 3, 7, 4], 2);
-        check_finite_differences("feed_forward", &inputs, &op(residual));
-    }
-}
-
-#[test]
-fn views_give_the_same_bits() {
-    for residual in BOTH {
-        check_views("feed_forward", &inputs([2, 19, 12, 10], 3), &op(residual));
+        let sizes = [[2, 63, 24, 20], [1, 1, 5, 3], [3, 2, 33, 8], [1, 17, 8, 1]];
+        let (all, small) = (sizes.map(|sizes| inputs(sizes, 1)), inputs([2, 3, 7, 4], 2));
+        let what = format!("feed_forward {residual:?}");
+        check_op(&what, all, &small, &op(residual), &reference_op(residual));
     }
 }
 

@@ -1,10 +1,12 @@
 use super::{dma, inputs, run, spec};
-use crate::testing::{Ad, Input, Random, RandomInput, assert_close, documents, float, host, primitive};
+use crate::testing::{
+    Ad, Input, Random, RandomInput, assert_close, check_later_tokens_change_nothing,
+    check_other_documents_change_nothing, documents, float, host, primitive,
+};
 use crate::{
     AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaBias, DmaCall, DmaScoresCall, DmaSelection,
     Documents, attention, dma_select, reference,
 };
-use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::Flex;
 use proptest::prelude::*;
@@ -269,60 +271,15 @@ fn with_room_for_all_keys_it_is_dense_attention_with_a_bias() {
     }
 }
 
-/// Output rows, a batch of one.
-fn rows(inputs: &[Input], lengths: &[usize], spec: AttentionSpec) -> Vec<Vec<f64>> {
-    let seq_len = inputs[0].dims[1];
-    let documents = documents::<Ad>(lengths, [1, seq_len]);
-    let leaves: Vec<_> = inputs
-        .iter()
-        .map(|input| Ad::from_inner(input.tensor(DType::F32)))
-        .collect();
-    let o = host(run(&leaves, &documents, spec, dma(9, DmaBias::Exp)).primitive);
-    o.chunks(o.len() / seq_len).map(<[f64]>::to_vec).collect()
-}
-
-/// Equal up to the order of the sums.
-fn assert_rows(before: &[Vec<f64>], after: &[Vec<f64>], what: &str) {
+#[test]
+fn later_tokens_and_other_documents_change_rows_by_the_grouping_of_sums_at_most() {
+    let spec = spec(2, 16);
+    let op = |inputs: &[crate::testing::Float], documents: &Documents<Ad>| {
+        run(inputs, documents, spec, dma(9, DmaBias::Exp))
+    };
     let tolerance = 8.0 * f64::from(f32::EPSILON) * 4.0;
-    assert_close(what, &after.concat(), &before.concat(), tolerance);
-}
-
-#[test]
-fn later_tokens_change_earlier_rows_by_their_grouping_at_most() {
-    let seq_len = 150;
-    let spec = spec(2, 16);
-    let inputs = inputs(spec, [1, seq_len, 16], 5);
-    let before = rows(&inputs, &[], spec);
-    let token = inputs[0].values.len() / seq_len;
-    for changed_from in [1, 15, 16, 64, 100, 149] {
-        let mut other = inputs.clone();
-        let later = other[0].values[changed_from * token..].iter_mut();
-        later.for_each(|x| *x = -2.0 * *x + 1.0);
-        let after = rows(&other, &[], spec);
-        let what = format!("changed from {changed_from}");
-        assert_rows(&before[..changed_from], &after[..changed_from], &what);
-        assert!(before[changed_from] != after[changed_from]);
-    }
-}
-
-#[test]
-fn other_documents_change_nothing() {
-    let (seq_len, lengths) = (120, [50, 1, 33]);
-    let spec = spec(2, 16);
-    let inputs = inputs(spec, [1, seq_len, 16], 6);
-    let before = rows(&inputs, &lengths, spec);
-    let token = inputs[0].values.len() / seq_len;
-    for document in [0..50, 50..51, 51..84, 84..120] {
-        let mut other = inputs.clone();
-        let its = document.start * token..document.end * token;
-        let changed = other[0].values[its].iter_mut();
-        changed.for_each(|x| *x = -2.0 * *x + 1.0);
-        let after = rows(&other, &lengths, spec);
-        for range in [0..document.start, document.end..seq_len] {
-            let what = format!("{document:?} changed, rows {range:?}");
-            assert_rows(&before[range.clone()], &after[range], &what);
-        }
-    }
+    check_later_tokens_change_nothing(inputs(spec, [1, 150, 16], 5), tolerance, &op);
+    check_other_documents_change_nothing(inputs(spec, [1, 120, 16], 6), tolerance, &op);
 }
 
 #[test]
