@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(256)
     attention_backward_convert(const float* dq_sum, bf16* dq,
                                const __grid_constant__ AttentionBackwardConvertParams params) {
   constexpr u32 COLUMN_TILES = HEAD_DIM / 8, PARTS = (COLUMN_TILES + 3) / 4;
-  // 32 bits number the tiles of everything that fits a GPU; 64-bit divisions would cost more than the loads.
+  // 32-bit tile numbers: enough for any tensor that fits a GPU, and 64-bit divisions would cost more than the loads.
   // (batch, head, row tile, part)
   const u32 at = blockIdx.x * 8 + threadIdx.x / 32, row_tile = at / PARTS, tiles = (u32)params.sum_len / 16,
             num_heads = (u32)params.num_heads;

@@ -71,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   const bf16* token_k = k_new + params.k_offset + batch * params.k_batch_stride + (i64)kv_head * HEAD_DIM;
   const bf16* token_v = v_new + params.v_offset + batch * params.v_batch_stride + (i64)kv_head * HEAD_DIM_V;
 
-  // Ask for everything before waiting for anything: latencies are all the time that a short cache takes. Scores and
-  // positions of places not in use are read and not looked at.
+  // Issue all loads before waiting for any: with a short cache latency is the whole cost. Scores and positions of
+  // unused slots are loaded and ignored.
   uint4 early_z[EARLY], early_position[EARLY];
   const bool by_four = window % 4 == 0;
 #pragma unroll

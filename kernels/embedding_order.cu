@@ -19,8 +19,8 @@ struct EmbeddingOrderParams { u64 tokens, vocab_size, num_bits; };
 
 DEVICE int slot(int digit, int warp) { return digit * PITCH + warp; }
 
-// The lanes whose digit is this one's, of those with `valid`; 0 for a lane without. By a vote a bit: match_any takes a
-// turn for every digit that occurs.
+// Mask of the `valid` lanes with the same digit as this one; 0 for a lane that is not valid. One ballot a bit, since
+// match_any takes one iteration for every distinct digit.
 DEVICE u32 same_digit(int digit, bool valid) {
   u32 same = __ballot_sync(0xffffffffu, valid);
 #pragma unroll

@@ -48,9 +48,9 @@ struct ListKeys {
     const KeyRange range = key_range(*this, 0, BLOCK_KV);
     int lowest = range.lowest, last_expire = range.last_expire;
 #if ORDERED
-    // Chunks add from the list's end on: old keys, those that leave first, then entering ones, the earliest first. With
-    // a last tile not before any earlier chunk's, the chunks that see a tile are successive, and each of them knows
-    // where it is the first. A chunk of empty places begins with the next one.
+    // Chunks add to dq from the list's end on: old keys, soonest to expire first, then entering keys, earliest first.
+    // From then on no chunk's last query tile precedes that of an earlier chunk, so that the chunks that see a tile are
+    // consecutive and each knows whether it is the first. A chunk of padding begins where the next chunk does.
     for (int at = num_before - 1; lowest == 0x7fffffff && at >= 0; --at)
       if (list[at].y > 0) lowest = list[at].x;
     int later_expire = 0;
@@ -69,9 +69,9 @@ struct ListPlace {
 };
 
 #if ORDERED
-// Lists whose chunks start alternately, so that a list's chunk starts about when the one before it is done with the
-// first tiles; more would not stay in the L2 cache together. Super-blocks one after the other: a key's rows wait for
-// the list before.
+// Number of lists whose chunks start alternately, so that a list's chunk starts about when the chunk before it has
+// finished the first tiles; more lists would not fit into the L2 cache together. Super-blocks follow one another, since
+// a key's gradient rows wait for the list before.
 constexpr u32 LISTS_TOGETHER = 8;
 
 DEVICE ListPlace list_place(const DmaAttentionBackwardParams& params, u32 block) {
@@ -244,8 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
 #pragma unroll
     for (int r = 0; r < 2; ++r) own[r] = entries[first_row + 8 * r];
 #if ORDERED
-    // A key stands in all lists from its own super-block on until it leaves. Each lane of a quad, which shares its row,
-    // adds 1, so a block counts 4: with a __syncwarp here the compiler spills in the loop.
+    // A key is in every list from its own super-block until it expires. Each of the four lanes that share its row adds
+    // 1, so a block counts 4: a __syncwarp here would make the compiler spill in the loop.
     i32* turns = key_turns + done_row * seq_len;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

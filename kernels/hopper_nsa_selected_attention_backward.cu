@@ -23,8 +23,8 @@
 #include "common/attention_params.cuh"
 #include "common/hopper_chosen_gradients.cuh"
 
-// The consumer warpgroup's part. What a thread's number decides is worked out anew where it is used: kept, it would not
-// fit into registers.
+// The consumer warpgroup's part. Values derived from the thread index are recomputed where they are used: held in
+// registers they would spill.
 DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* parts, float* dk_sum, float* dv_sum,
                     [[maybe_unused]] i32* key_turns, u32 shared, int warpgroup) {
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;

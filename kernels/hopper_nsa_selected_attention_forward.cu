@@ -86,8 +86,8 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
       float output[HEAD_DIM / 2];
       wgmma_fence();
       weigh_rows<KEYS>(output, weights, run.values(), false);
-      // The next tile's scores are made while this one's output is stored.
-      // Behind the last tile its own once more: a branch around products would keep them from overlapping.
+      // The next tile's scores are computed while this one's output is stored. After the last tile its own again: a
+      // branch around the GEMMs would keep them from overlapping.
       multiply(next);
       float total[2], inverse[2];
 #pragma unroll

@@ -36,8 +36,8 @@ struct Choice {
   int first;
 };
 
-// Takes exactly `needed` of all that are `least` or more, `reached` of them: of those that just reach it the earliest
-// stay out.
+// Takes exactly `needed` of the `reached` blocks whose importance is at least `least`: of those equal to `least` the
+// earliest are left out.
 DEVICE void take_reaching(const Choice& choice, u32 least, int reached) {
   const int lane = (int)threadIdx.x % 32;
   const u32 below = (1u << lane) - 1;

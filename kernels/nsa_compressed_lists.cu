@@ -52,8 +52,8 @@ extern "C" __global__ void __launch_bounds__(256)
   const int num_tiles = ceil_div(seq_len, TILE_QUERIES), first_tile = first_query / TILE_QUERIES;
   for (int tile = first_tile + thread; tile < min(first_tile + SUPER_BLOCK / TILE_QUERIES, num_tiles); tile += 256) {
     const int last_query = min((tile + 1) * TILE_QUERIES, end_query) - 1;
-    // A document without a block yet hides none of the slots before it: those are of documents that ended, and not
-    // needed either.
+    // Where the document has no compressed block yet, the range covers slots of earlier documents, which this tile does
+    // not see.
     const int begin = min(max(high - last_slot(blocks, last_query), 0), count);
     const int end = min(max(high - blocks.first_slot(blocks.doc_start[tile * TILE_QUERIES]) + 1, 0), count);
     tile_window[row * num_tiles + tile] = make_int2(begin, max(begin, end));

@@ -75,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3)
     if (choices.row() == 0) num_items[(u64)gridDim.y * gridDim.z] = 0;
   }
 
-  // Place: lane = query. The cell of a thread's first slot stays in a register; with more slots than warps others are
-  // worked out anew.
+  // Place: lane = query. The cell of a thread's first slot stays in a register; with more slots than warps the others
+  // are recomputed.
   for (int base = 0; base < choices.num_queries; base += 32) {
     const int query = base + lane, token = choices.first_query + query, own = thread / 32;
     const int end = query < choices.num_queries ? choices.num_selected : 0,

@@ -58,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
     for (int it = 0; it < num_tiles; ++it) {
       copy_async_wait<0>();
-      // this tile's queries and the next one's description are here for every thread, nobody reads the last tile any
-      // more
+      // This tile's queries and the next tile's description have arrived for every thread, and no thread reads the last
+      // tile any more.
       __syncthreads();
       if (it + 1 < num_tiles)
         copy_chosen_rows<HEAD_DIM, ROWS>(q_shared + (it + 1) % 2 * Q_BYTES, q, (u32)params.q_token_stride,
