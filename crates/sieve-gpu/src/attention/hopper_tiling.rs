@@ -221,8 +221,8 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
     // A warp's part of dQ, on its way to the sums: the columns that are added at once.
     let dq_columns = if d > 128 { 128 } else { d };
     let dq_bytes = 256 * dq_columns * dq_bulk;
-    // lse and D of 64 queries: as plain numbers, or 16 bytes each where they are steps of the products; with a bias 16
-    // bytes for the base of each too, and for the bias of each key.
+    // lse and D of 64 queries: one f32 each, or 16 bytes each as split K steps of the GEMMs; with a bias also 16 bytes
+    // for each query's base and each key's bias.
     let stats_bytes = match source {
         KeySource::Biased | KeySource::Gathered => q_stages * 1024 + do_stages * 1280 + 2048,
         KeySource::GatheredUnbiased => stages * 1024,

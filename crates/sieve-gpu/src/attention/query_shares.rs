@@ -1,10 +1,10 @@
 //! How many blocks of threads of a backward pass share a tile of keys.
 //!
-//! A block holds 128 keys and walks the queries of all query heads of their KV head. Few KV heads or short rows make
-//! fewer or longer blocks than the multiprocessors need; then several blocks share a tile, deal out the query heads
-//! and, where these do not suffice, the queries of a head. How many is worked out by playing the launch through: blocks
-//! start in the kernels' order (`block_order.cuh`) on whichever multiprocessor is free. notes/experiments.md has
-//! measured times of the choices (Head shapes).
+//! A block holds 128 keys and walks the queries of all query heads of their KV head. With few KV heads or short rows
+//! there are too few blocks, or too long ones, to keep all multiprocessors busy; then several blocks share a key tile
+//! and divide its query heads and, where these do not suffice, the queries of a head. How many is found by simulating
+//! the launch: blocks start in the kernels' order (`block_order.cuh`) on whichever multiprocessor is free.
+//! notes/experiments.md has measured times of the choices (Head shapes).
 use crate::attention::backward::padded_len;
 use crate::attention::heads::AttentionShape;
 use crate::attention::hopper_tiling::BACKWARD_BLOCK_KV;
@@ -40,8 +40,8 @@ const BLOCK_STEPS: usize = 4;
 /// The same of a block of listed keys, which adds to dk and dv in memory.
 const LISTED_BLOCK_STEPS: usize = 8;
 
-/// Cost of writing and reading a block's parts of dk and dv once, and of the launches that add the parts up, both in
-/// 1/1024 of a step of the whole GPU.
+/// Cost of writing and reading a block's partial dk and dv once, and of the launches that sum them, both in 1/1024 of a
+/// step of the whole GPU.
 const PART_COST: usize = 46;
 const JOIN_COST: usize = 4096;
 
@@ -91,8 +91,8 @@ impl QueryShares {
         })
     }
 
-    /// The same for lists of `capacity` keys, one for each of `super_blocks` of a launch and KV head; only heads are
-    /// dealt out. Adding to dk and dv once more is part of each block's time.
+    /// The same for key lists of at most `capacity` keys, one for each KV head and each of the launch's `super_blocks`;
+    /// only query heads are divided. The extra adds to dk and dv count as part of each block's time.
     pub(crate) fn of_lists(shape: &AttentionShape, super_blocks: usize, capacity: usize, tiles: KeyTiles) -> Self {
         let (group, chunks) = (shape.group_size(), capacity.div_ceil(tiles.block_kv));
         let lists = super_blocks * shape.num_kv_heads * shape.batch;
@@ -119,8 +119,8 @@ impl QueryShares {
 }
 
 impl AttentionShape {
-    /// Bytes of the parts of dk and dv that blocks which share tiles of keys leave in a backward pass over `window`
-    /// neighbouring keys a query, on a Hopper GPU.
+    /// Bytes of the partial dk and dv of blocks that share key tiles, in a backward pass with `window` neighbouring
+    /// keys a query on a Hopper GPU.
     pub fn key_part_bytes(&self, window: usize, num_multiprocessors: usize) -> usize {
         let tiles = KeyTiles {
             block_kv: BACKWARD_BLOCK_KV,

@@ -23,7 +23,7 @@ const TILE_PITCH: usize = 64 + 32 + 1;
 const CHOOSE_QUERIES: usize = 8;
 
 /// The blocks of each query, i32 `[batch, seq_len, choosers, num_selected_blocks]`, from pooled keys (the first half of
-/// `compressed`) and the log-sum-exp over them, which rules of scores do not read.
+/// `compressed`) and the log-sum-exp over them, which rules that compare scores, not probabilities, ignore.
 pub(super) fn nsa_choose(
     qkv: &Qkv,
     compressed: &CudaTensor,

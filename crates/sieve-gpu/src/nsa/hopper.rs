@@ -1,7 +1,7 @@
 //! The Hopper family (`sm_90a`) of the kernels around chosen blocks: when it is taken, and its specialisations.
 //!
-//! Buffers and params are those of the portable kernels, so that a launch differs in kernel and grid: blocks of threads
-//! stay for the whole launch and take items of all lists.
+//! Buffers and params are those of the portable kernels, so that a launch differs in kernel and grid: thread blocks are
+//! persistent and take items of all lists.
 //!
 //! | call on compute capability 9.0, widths 64 and 128 | kernel |
 //! |---|---|

@@ -45,7 +45,7 @@ impl Cubins {
         fs::read(self.path(key)).ok().filter(|cubin| !cubin.is_empty())
     }
 
-    /// Writes a kernel, in place of one that is there.
+    /// Writes a compiled kernel, replacing an existing file.
     ///
     /// # Errors
     /// [`KernelError::Cache`] when the folder cannot be made or written.

@@ -17,8 +17,8 @@ const BLOCK_ELEMENTS: usize = 1024;
 /// One parameter's tensors in an update, all contiguous and of one size.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamwTensors<'a> {
-    /// Changed in place: the f32 master weights, or, as bf16, what `leaf` lacks of them
-    /// (see [`split_master`](crate::step::split_master())).
+    /// Updated in place: the f32 master weights, or, as bf16, the 16 low bits of them that `leaf` lacks (see
+    /// [`split_master`](crate::step::split_master())).
     pub param: &'a CudaTensor,
     /// f32 first moment, changed in place.
     pub exp_avg: &'a CudaTensor,

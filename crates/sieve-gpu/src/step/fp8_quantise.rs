@@ -1,6 +1,6 @@
-//! Launches of `kernels/fp8_amax.cu` and `kernels/fp8_quantise.cu`: a bf16 matrix in fp8 with one scale,
-//! as it is and transposed. Tensor cores multiply fp8 along rows alone, so a matrix that is an operand
-//! both along its rows and along its columns is needed both ways.
+//! Launches of `kernels/fp8_amax.cu` and `kernels/fp8_quantise.cu`: a bf16 matrix in fp8 with one scale, as it is and
+//! transposed. In fp8 GEMMs both operands must be contiguous along the summed dimension, so a matrix that is summed
+//! along rows in one GEMM and along columns in another is needed both ways.
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
@@ -53,7 +53,7 @@ pub struct Fp8Pair {
 }
 
 /// Rounds a bf16 tensor `[.., width]` to eight bits. The scale brings the largest magnitude to the format's largest.
-/// `amax` are parts of that magnitude, f32 and contiguous, where the kernel that wrote x has found them.
+/// `amax` holds partial maxima of |x|, f32 and contiguous, if the kernel that wrote x computed them.
 ///
 /// # Errors
 /// Another type, a width or a number of rows that is not a multiple of 16, a GPU below compute capability 8.9.
