@@ -115,8 +115,8 @@ pub(crate) fn burn_memory(tensor: &CudaTensor) -> &BurnMemory {
     memory.expect("a recorded tensor has no memory on a GPU")
 }
 
-/// The memory from a tensor's beginning on, as CubeCL's server takes it. Unlike handles it does not hinder the next op
-/// from writing in place.
+/// The memory from a tensor's first element on, as CubeCL's server takes it. Unlike a handle it does not keep the next
+/// op from writing in place.
 pub(crate) fn binding_of(tensor: &CudaTensor) -> Binding {
     handle_of(tensor).binding()
 }

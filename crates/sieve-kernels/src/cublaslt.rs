@@ -1,10 +1,9 @@
-//! Matrix products by NVIDIA's cuBLASLt, queued on Burn's own stream, in order with Burn's operations.
+//! GEMMs by NVIDIA's cuBLASLt, queued on Burn's own stream, in order with Burn's operations.
 //!
-//! A product is a closure for CubeCL's device thread: it runs there between the launches before and after it, fetches
-//! the buffers' addresses and hands the product to cuBLASLt on *the same stream*, so nothing waits for anything and a
-//! buffer that is freed afterwards may be reused at once. How that stream is found, and what happens where it cannot
-//! be, is in `runtime/lane.rs`. Algorithms are asked for once per shape and kept, the workspace is held, the library
-//! is loaded at the first product.
+//! A GEMM is a closure for CubeCL's device thread: it runs there between the launches before and after it, resolves the
+//! buffers' addresses and calls cuBLASLt on *the same stream*, so no synchronisation is needed and a buffer that is
+//! freed afterwards may be reused at once. `lane.rs` says how that stream is found, and what happens where it is not.
+//! Algorithms are chosen once per shape and cached, the workspace is kept, the library is loaded at the first GEMM.
 mod library;
 mod plan;
 mod problem;
@@ -54,7 +53,7 @@ pub struct Cublaslt;
 ///
 /// # Errors
 /// [`KernelError::NoCublasLt`] when the library is missing; another type, sizes that do not fit, an output whose rows
-/// are not one stride apart, a product that cuBLASLt has no algorithm for. A product that fails after it was queued is
+/// are not one stride apart, a GEMM that cuBLASLt has no algorithm for. A GEMM that fails after it was queued is
 /// reported by a later call.
 pub fn matmul(
     product: Product,
@@ -67,8 +66,8 @@ pub fn matmul(
     queued((product, Operands::Bf16), [x, w], &[], output)
 }
 
-/// `x [m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the two is
-/// of gradients. Sizes are multiples of 16.
+/// `x [m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the two
+/// holds gradients. Sizes are multiples of 16.
 ///
 /// # Errors
 /// As [`matmul`].

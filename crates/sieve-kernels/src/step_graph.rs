@@ -1,12 +1,12 @@
 //! A decoding step as one CUDA graph.
 //!
 //! A step of one token is hundreds of launches of a few microseconds each, and queueing one from Rust takes longer than
-//! running it. So a step runs once on tensors of a [`StepTape`], which notes every launch and every GEMM with its
+//! running it. So a step runs once on tensors of a [`StepTape`], which records every launch and every GEMM with its
 //! buffers; [`StepTape::graph`] captures them, and [`StepGraph::replay`] queues all of them with one call. What changes
 //! from token to token is read on the device: the token ids and their position.
 //!
-//! A graph is right as long as the buffers are: it keeps their memory, and whoever owns the caches drops the graph
-//! before anything else writes to them.
+//! A graph is valid as long as its buffers are: it keeps their memory, and the owner of the caches drops it before
+//! anything else writes to them.
 use crate::burn_memory::{BurnMemory, binding_of, burn_memory};
 use crate::cublaslt::Call;
 use crate::lane::{self, Server, late_error, lock, on_lane, on_lane_with, report_late};
@@ -123,10 +123,10 @@ impl StepTape {
         lock(&self.notes).refused.get_or_insert(what);
     }
 
-    /// Captures what was noted. `inputs` and `output` are the tensors that the step read and made.
+    /// Captures the recorded launches. `inputs` and `output` are the tensors that the step read and wrote.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`] where the step did something that no graph holds, or where launches do not go
+    /// [`KernelError::Unsupported`] where the step did something that a graph cannot hold, or where launches do not go
     /// straight to Burn's stream; [`KernelError::Launch`] of the driver.
     pub fn graph(self, inputs: StepInputs, output: CudaTensor) -> Result<StepGraph, KernelError> {
         late_error()?;

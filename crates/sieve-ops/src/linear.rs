@@ -115,9 +115,9 @@ pub(crate) mod cpu {
     /// Multiplications from which a product takes all threads: 256 cubed is faster so, 128 cubed is not.
     const MIN_SHARED_PRODUCT: usize = 192 * 192 * 192;
 
-    /// A row's result must not depend on how many rows there are: when a prompt and a single decoded token round
-    /// differently, equal tokens get unequal scores, and DMA's ties fall otherwise than in the full pass. So few rows
-    /// are multiplied with rows of zeros behind them.
+    /// A row's result must not depend on how many rows there are: if a prompt and a single decoded token rounded
+    /// differently, equal tokens would get unequal scores, and DMA would break ties differently than in the full pass.
+    /// So few rows are padded with zero rows.
     pub(crate) fn linear(x: FlexTensor, weight: FlexTensor) -> FlexTensor {
         if !is_f32(&x) {
             return plain("linear", || reference::linear::<Flex>(x, weight));
@@ -130,8 +130,8 @@ pub(crate) mod cpu {
         }
         let mut padded = floats(&x)[..count * d_in].to_vec();
         padded.resize(MIN_PRODUCT_ROWS * d_in, 0.0);
-        // The library packs the left matrix and reads the right one in place, after it has swapped them for a product
-        // by rows: so this way round no weight is copied. The order of each sum is the same.
+        // The gemm crate packs the left matrix and reads the right one in place, but swaps the two for a row-major
+        // result; computing the transpose avoids a copy of the weight. The order of each sum is the same.
         let columns = product(rows(&weight), Matrix::new(&padded, MIN_PRODUCT_ROWS, d_in).t());
         let mut y = Vec::with_capacity(count * d_out);
         for r in 0..count {
@@ -285,8 +285,8 @@ pub(crate) mod cuda {
     /// The residual is added inside the product where that is free.
     pub(crate) fn product_and_sum([x, weight, residual]: [CudaTensor; 3]) -> Result<CudaTensor, KernelError> {
         let [out, inner] = weight.dims("linear_add", "weight")?;
-        // Measured on an H200 at 16384 x 2048 x 6144: a product that also reads a residual takes 0.1 ms longer, which
-        // is twice what the addition costs; where the product is square it costs nothing.
+        // Measured on an H200 at 16384 x 2048 x 6144: a GEMM that also adds a residual takes 0.1 ms longer, twice the
+        // cost of a separate addition; a square one takes no longer.
         if inner > out {
             let y = matmul(Product::Nt, &x, &weight, MatmulOutput::New(BF16))?;
             return residual_add(&residual, &y);

@@ -88,7 +88,8 @@ pub fn nsa_compressed_attention<B: SieveBackend>(
     }
 }
 
-/// Causal attention of each query over the tokens of its blocks; work goes with the number of blocks chosen.
+/// Causal attention of each query over the tokens of its blocks; the cost is proportional to the number of chosen
+/// blocks.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`

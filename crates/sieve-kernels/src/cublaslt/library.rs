@@ -27,8 +27,8 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// One product on its way to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles
-/// they do not hinder the next op from writing in place.
+/// One GEMM, sent to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles they do
+/// not keep the next op from writing in place.
 #[derive(Clone)]
 pub(crate) struct Call {
     pub(super) problem: Problem,

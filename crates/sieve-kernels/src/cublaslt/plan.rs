@@ -42,7 +42,8 @@ pub(super) struct Operands {
 }
 
 impl Plan {
-    /// Asks for algorithms, and takes the one with the first of `cuts` that is offered, else the first.
+    /// Queries cuBLASLt's algorithms, and takes the one with the first of `cuts` that is offered, else cuBLASLt's
+    /// first.
     ///
     /// `alignments` are the alignments of x, w, C and D in bytes.
     pub(super) fn find(

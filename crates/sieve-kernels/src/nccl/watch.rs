@@ -33,7 +33,7 @@ impl Marks {
         lock(&self.queued).push_back(Mark { reached, ended });
     }
 
-    /// Keeps the communicator as long as the guard lasts.
+    /// Locks the communicator for the life of the guard.
     ///
     /// # Errors
     /// It was aborted.
@@ -63,8 +63,8 @@ impl NcclWatch {
         }
     }
 
-    /// How many collectives have ended on this GPU, and how many it has reached: in the last of these it waits for the
-    /// others. Always called by the same thread.
+    /// How many collectives have ended on this GPU, and how many have started: if one more has started, it is waiting
+    /// for other ranks. Always called by the same thread.
     ///
     /// # Errors
     /// NCCL has met an error, a link that broke, say: collectives will never end.
@@ -102,8 +102,8 @@ impl NcclWatch {
         Ok([self.num_ended, self.num_ended + num_reached])
     }
 
-    /// Ends the group's collectives, also those that wait for a rank which is lost: the GPU is free for what was queued
-    /// behind them, whose inputs are worthless from here on. Not where NCCL is queuing work, in which it may wait.
+    /// Aborts the group's collectives, also those that wait for a lost rank, so that the GPU runs what was queued after
+    /// them, on invalid inputs. Does nothing while NCCL is queuing work, which may block.
     pub fn abort(self) {
         let mut is_aborted = match self.marks.is_aborted.try_lock() {
             Ok(is_aborted) => is_aborted,

@@ -164,8 +164,8 @@ fn buffers(cache: &KeyCache<Cuda>) -> KvCache {
     }
 }
 
-/// The cache's buffers as kernels write to them in place. Burn copies a buffer that a launch still holds before it
-/// writes, perhaps with gaps between the rows; tokens of such a copy move once more.
+/// The cache's buffers as kernels write to them in place. Burn copies a buffer that a launch still holds before writing
+/// to it, possibly with padded rows; such a copy is made contiguous here.
 pub(super) fn writable(cache: &mut KeyCache<Cuda>) -> KvCache {
     let found = buffers(cache);
     if found.k.is_contiguous() && found.v.is_contiguous() {

@@ -554,8 +554,8 @@ fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
     kernel_tensor(primitive(tensor.clone()))
 }
 
-/// The rows times a weight `[out, in]`, finished: few rows by one kernel, more by a GEMM and the kernels before and
-/// after it.
+/// The rows times a weight `[out, in]` with the epilogue `finish`: few rows by one fused kernel, more by a GEMM and
+/// separate kernels before and after it.
 fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Finish<'_>) -> Result<CudaTensor, KernelError> {
     let (Vectors::Plain(x) | Vectors::Normed(x, ..)) = rows;
     if x.num_elements() / x.shape().last().copied().unwrap_or(1).max(1) <= MAX_VECTORS {

@@ -4,8 +4,8 @@ use burn::tensor::{BasicOps, DType, Float, Tensor};
 use std::fmt;
 use std::ops::Range;
 
-/// Room for new tokens that a full buffer gets: one token for `ROOM_SHARE` that it has, which a plan does not count,
-/// and `LEAST_ROOM` at least.
+/// Minimum room for new tokens that a full buffer gets; otherwise one token for every `ROOM_SHARE` that it holds.
+/// Memory plans do not count this room.
 const LEAST_ROOM: usize = 256;
 const ROOM_SHARE: usize = 16;
 

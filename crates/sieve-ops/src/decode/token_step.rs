@@ -93,8 +93,9 @@ pub struct TokenBranches<B: Backend> {
     pub compress_kv: Option<Tensor<B, 2>>,
     /// Keys and values of the selected branch, likewise.
     pub select_kv: Option<Tensor<B, 2>>,
-    /// Of keys and of values: positions `[size, head_dim]`, `[hidden, size * head_dim]`, `[head_dim, hidden]`; absent
-    /// where blocks are means. With them the branch's queries and keys are not rotated.
+    /// The compression MLPs of keys and of values: position embeddings `[size, head_dim]` and weights
+    /// `[hidden, size * head_dim]`, `[head_dim, hidden]`; `None` where blocks are means. With an MLP the branch's
+    /// queries and keys are not rotated.
     pub mlp: Option<[[Tensor<B, 2>; 3]; 2]>,
     /// `[num_heads * 3, d_model]`.
     pub gate: Tensor<B, 2>,
@@ -137,15 +138,15 @@ pub enum TokenCache<'a, B: Backend> {
     Latents(&'a mut TokenBuffer<B, 3>, Option<&'a mut TokenBuffer<B, 3>>),
 }
 
-/// Logits of the next token of every row, `[batch, vocab_size]`; writes the token's keys behind the others, where the
-/// caller counts them. What was computed is kept in `graph` for [`repeat_token_step`]. `None` where the device has no
-/// such path for the model: nothing has changed.
+/// Logits of the next token of every row, `[batch, vocab_size]`; appends the token's keys to the caches, whose lengths
+/// the caller updates. The step is captured in `graph` for [`repeat_token_step`]. `None`, with nothing changed, where
+/// the device has no such path for the model.
 pub fn token_step<B: DeviceBackend>(step: TokenStep<'_, B>, graph: &mut B::StepGraph) -> Option<Tensor<B, 2>> {
     B::token_step(step, graph).map(tensor)
 }
 
-/// The step in `graph` for other tokens, ids `[batch, 1]`, at the next position: as [`token_step`]. `None` where there
-/// is none, or where a buffer of it is full. Between two steps nobody else writes to the caches.
+/// The step in `graph` for other tokens, ids `[batch, 1]`, at the next position: as [`token_step`]. `None` where
+/// `graph` is empty or one of its buffers is full. Nothing else may write to the caches between two steps.
 pub fn repeat_token_step<B: DeviceBackend>(
     graph: &mut B::StepGraph,
     ids: &Tensor<B, 2, Int>,

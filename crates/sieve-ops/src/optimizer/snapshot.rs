@@ -6,8 +6,8 @@ use sieve_kernels::{HostCopy, HostReader, KernelError};
 
 /// The values of a tensor when [`DeviceBackend::snapshot`](crate::DeviceBackend::snapshot) was called.
 ///
-/// On a GPU it holds the tensor, and ops that would write in place write to a copy; the device must have run what was
-/// queued before the values are read.
+/// On a GPU it holds the tensor, so that ops that would write in place write to a copy; synchronise the device before
+/// reading the values.
 #[derive(Debug)]
 pub struct Snapshot(Source);
 
