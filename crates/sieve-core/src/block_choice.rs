@@ -129,7 +129,7 @@ impl BlockChoice {
     }
 
     /// (Query, key) pairs of one query head in a document of `seq_len` tokens. A pooled key has a score and no value,
-    /// so it counts half. An indexer's pairs, of other heads, are not among them.
+    /// so it counts half. An indexer's pairs are not counted here.
     pub fn pairs(&self, seq_len: usize) -> f64 {
         let scored = match self.has_indexer() {
             true => 0.0,

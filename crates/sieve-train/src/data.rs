@@ -97,8 +97,8 @@ struct TextSource {
 }
 
 impl DataSource {
-    /// Lists the files on this machine and reads the tokenizer, where the recipe names one. Writes nothing, and asks no
-    /// hub.
+    /// Lists the files on this machine and reads the tokenizer, where the recipe names one. Writes nothing, and does
+    /// not contact the hub.
     ///
     /// # Errors
     /// A path that matches no file, an unreadable tokenizer, a vocabulary that does not fit the model.
@@ -135,7 +135,7 @@ impl DataSource {
         corpora.flat_map(|text| std::iter::once(&text.whole).chain(&text.validation))
     }
 
-    /// Makes, or finds again, everything a run reads, in `dir`. Data sets of the Hugging Face hub are asked for here:
+    /// Creates, or reopens, everything a run reads, in `dir`. Data sets of the Hugging Face hub are resolved here:
     /// their list of files is kept in `dir`, and a file is fetched when it is read.
     ///
     /// # Errors
@@ -280,8 +280,8 @@ impl TrainingData {
         source.prepare(recipe, dir, on_change, observe)
     }
 
-    /// What the run of `checkpoint` reads: its tokenizer, and the shards in `dir`, which are made again from the
-    /// recipe's files only where they are gone. What is in `dir` stays as it is.
+    /// What the run of `checkpoint` reads: its tokenizer, and the shards in `dir`, which are prepared again from the
+    /// recipe's files only if they are missing. Existing files in `dir` are not changed.
     ///
     /// # Errors
     /// Other shards in `dir`; files that have changed since the run began.

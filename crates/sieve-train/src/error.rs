@@ -80,10 +80,10 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    /// Whether so many processes can train a recipe together.
+    /// Whether this number of processes can train a recipe.
     ///
     /// # Errors
-    /// They share rows unevenly, or they shard what the optimizer needs whole.
+    /// Rows that do not divide evenly, or shards of matrices that the optimizer needs whole.
     pub fn check_ranks(recipe: &Recipe, ranks: usize) -> Result<(), Self> {
         let degree = recipe.parallelism.context_parallel_degree;
         if !ranks.is_multiple_of(degree) {

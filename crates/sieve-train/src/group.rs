@@ -1,11 +1,10 @@
-//! One rank's part in a run of several processes: which rows it reads, and what it does together with the others.
+//! One rank's part in a run of several processes: which rows it reads, and its collectives with the others.
 //!
-//! A step in ZeRO-1 (arXiv:1910.02054): the gradients of a segment are added up over all ranks as soon as the last
-//! micro-batch has added to them, beside the rest of the backward pass, and each rank gets the sums of its pieces. In
-//! ZeRO-2 the same happens in every micro-batch, and each rank adds up its pieces alone; vectors, which are not cut,
-//! wait for the last micro-batch. Norms are those of all pieces. Each rank updates its pieces; the leaves are gathered
-//! beside the updates that follow and beside the next forward pass, which waits for each segment's leaves before it
-//! reads them.
+//! A step in ZeRO-1 (arXiv:1910.02054): the gradients of a segment are reduce-scattered as soon as the last micro-batch
+//! has added to them, overlapping the remaining backward pass. In ZeRO-2 this happens in every micro-batch, and each
+//! rank accumulates its pieces only; vectors, which are not cut, wait for the last micro-batch. Gradient norms are over
+//! all pieces. Each rank updates its pieces; the weights are gathered while later segments are updated and while the
+//! next forward pass runs, which waits for each segment's weights before it reads them.
 mod health;
 mod step_times;
 
@@ -277,11 +276,11 @@ impl<B: TrainBackend> Group<B> {
         Ok(())
     }
 
-    /// What all ranks together know of the step after `step`; `mean_loss` is the guard's, which must be the same for
-    /// all.
+    /// Exchanges what each rank knows before the step after `step`; `mean_loss` is the guard's and must be equal on all
+    /// ranks.
     ///
     /// # Errors
-    /// A rank is lost, or stands elsewhere.
+    /// A rank is lost, or is at another step.
     pub(crate) fn agree(&self, step: u64, mean_loss: f32, own: Agreement) -> Result<Agreement, TrainError> {
         let labels = own.num_labels as u64;
         let flags = [own.stops, own.all_written, own.is_far_behind, own.saves].map(u64::from);
@@ -319,10 +318,10 @@ impl<B: TrainBackend> Group<B> {
         Ok(sum)
     }
 
-    /// Checks that all ranks say the same of themselves, for example which data they read.
+    /// Checks that a value, for example the fingerprint of the data, is equal on all ranks.
     ///
     /// # Errors
-    /// A rank is lost, or says something else.
+    /// A rank is lost, or has another value.
     pub(crate) fn check_equal(&self, text: &str) -> Result<(), TrainError> {
         for (rank, other) in self.gather(text.as_bytes())?.iter().enumerate() {
             let other = String::from_utf8_lossy(other);
@@ -383,8 +382,8 @@ impl<B: TrainBackend> BesidePass<B> for Group<B> {
     ) -> Result<(), TrainError> {
         self.go_on()?;
         if segment == Segment::Head {
-            // The last sums of an earlier micro-batch went on beside the forward pass: in the loss, which needs most
-            // memory, their gradients are gone.
+            // The last reduce-scatters of an earlier micro-batch overlapped the forward pass; before the loss, which
+            // needs most memory, their gradients are freed.
             self.finish_sums_but(0, gradients)?;
         }
         self.put_leaves(model, segment)

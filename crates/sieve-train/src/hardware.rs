@@ -24,7 +24,7 @@ pub struct Hardware<B: Backend> {
     pub peak_flops: Option<f64>,
     /// `(in use, total)` memory in bytes, asked at every report.
     pub memory: MemoryProbe,
-    /// What blocks keep for their backward pass beside the least: more where the device has room for it, as
+    /// What blocks keep for their backward pass beyond the minimum: more where the device has room for it, as
     /// `sieve_plan::MemoryPlan` says. [`Keeping::default`] is a fair choice without a plan.
     pub keeping: Keeping,
 }

@@ -1,6 +1,6 @@
 //! The training loop: segments, optimizer, validation, checkpoints, metrics.
 //!
-//! The crate prints nothing; what happens is told to the caller as [`TrainEvent`]s.
+//! The crate prints nothing; it reports to the caller through [`TrainEvent`]s.
 
 mod error;
 

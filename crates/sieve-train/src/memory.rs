@@ -19,8 +19,9 @@ pub(crate) fn process_peak() -> Option<PeakMemory> {
     })
 }
 
-/// The most memory that this process can come to hold, in bytes, what it holds now included: what the machine has left,
-/// what its memory cgroups leave it, and its limit of address space (`ulimit -v`). Zero where the system says nothing.
+/// The most memory that this process can use in bytes, including what it uses now: the least of the machine's free
+/// memory, the room in its memory cgroups and its limit of address space (`ulimit -v`). Zero where the system reports
+/// nothing.
 pub(crate) fn process_available() -> u64 {
     let own = field("/proc/self/status", "RssAnon:");
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -32,8 +33,8 @@ pub(crate) fn process_available() -> u64 {
     left.map_or(0, |left| left + own)
 }
 
-/// What the memory cgroups of a process, and those around them, still leave it. `groups` is its `/proc/self/cgroup`,
-/// and the hierarchies are mounted below `root`; `None` where no group has a limit.
+/// Room left in the memory cgroups of a process and in their parents. `groups` is its `/proc/self/cgroup`, and the
+/// hierarchies are mounted below `root`; `None` where no group has a limit.
 fn cgroup_room(groups: &str, root: &Path) -> Option<u64> {
     let rooms = groups.lines().filter_map(|line| {
         let (_, rest) = line.split_once(':')?;

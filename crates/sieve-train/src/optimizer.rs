@@ -20,11 +20,11 @@ use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Moments of every parameter, and what its f32 master has beyond the model's bf16 where the model holds that. Matrices
-/// (rank 2 and more) decay; norms, gates and scales do not.
+/// Moments of every parameter, and the low bits of its f32 master where the model holds bf16 weights. Matrices (rank 2
+/// and more) decay; norms, gates and scales do not.
 ///
-/// Of several ranks each updates its piece of every matrix and holds moments and rests of that piece alone (ZeRO-1,
-/// arXiv:1910.02054); what is too small to be cut, all of them update alike. Muon needs whole matrices, so
+/// With several ranks each updates its piece of every matrix and holds moments and low bits of that piece alone
+/// (ZeRO-1, arXiv:1910.02054); tensors too small to be cut are updated by all ranks. Muon needs whole matrices, so
 /// `zero_stage = 0`.
 #[derive(Debug)]
 pub struct Optimizer<B: TrainBackend> {
@@ -106,8 +106,9 @@ impl<B: TrainBackend> Optimizer<B> {
         Ok(model)
     }
 
-    /// Of a model for Muon, the matrices of its blocks, with the rows of each projection that a matrix holds: q, k and
-    /// v are packed in one, gate and up in another. A side below 32 belongs to gates and scores of a few heads.
+    /// The matrices that Muon updates: those of the model's blocks, with the rows of each projection packed in a matrix
+    /// (q, k and v in one, gate and up in another). Matrices with a side below 32 (gates and scores of a few heads) are
+    /// left to AdamW.
     fn find_matrices<M: Module<B>>(&mut self, module: &M) {
         if self.settings.name != OptimizerName::Muon || !self.matrices.is_empty() {
             return;

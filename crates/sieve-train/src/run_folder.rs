@@ -64,7 +64,7 @@ impl RunFolder {
         }
     }
 
-    /// Makes the folder where it is missing, and takes it for this process.
+    /// Creates the folder if it is missing, and locks it for this process.
     ///
     /// # Errors
     /// A folder that cannot be made or written to, or that another process trains in.
@@ -77,8 +77,7 @@ impl RunFolder {
         self.check(start)
     }
 
-    /// Makes and takes the folder again where somebody has removed it, so that no other run begins there. Returns
-    /// whether that was so.
+    /// Creates and locks the folder again if it was removed, so that no other run begins there. Returns whether it was.
     ///
     /// # Errors
     /// A folder that cannot be made, or that another process has taken meanwhile.

@@ -4,9 +4,9 @@
 //! from the last and seeds each with the gradient of its output. A block's graph is freed as soon as its gradient is
 //! known.
 //!
-//! Activation checkpointing lives here, because a graph cannot be made inside a backward pass: a block that is
-//! recomputed keeps its input alone, and its graph is made when the walk comes to it. The same ops on the same numbers,
-//! so gradients are equal to the last bit.
+//! Activation checkpointing lives here, because a graph cannot be built inside a backward pass: a recomputed block
+//! keeps its input alone, and its graph is built when the backward pass reaches it. The same ops run on the same
+//! numbers, so gradients are equal to the last bit.
 use crate::segment::Segment;
 use crate::{DeviceBatch, GradientBuffer, TrainError};
 use burn::module::AutodiffModule;
@@ -136,7 +136,8 @@ pub fn accumulate_gradients_with<B: TrainBackend>(
     result.expect("nothing is done beside the pass")
 }
 
-/// Forward and backward of one micro-batch, with what others do beside it.
+/// Forward and backward of one micro-batch; `beside` is called around each segment, for collectives that overlap the
+/// pass.
 pub(crate) fn pass<B: TrainBackend>(
     settings: &BlockSettings,
     model: &mut Qwen3<B>,

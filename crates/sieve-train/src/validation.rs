@@ -112,8 +112,7 @@ pub(crate) fn sums_of_shares(shares: &[Vec<u8>]) -> Vec<BatchSums> {
     all
 }
 
-/// The sums of every batch that is `share`'s: of N ranks, rank r has the batches r, r + N, …. `tick` is called after
-/// each.
+/// The sums of this rank's batches: of N ranks, rank r has the batches r, r + N, …. `tick` is called after each.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn share_sums<B: SieveBackend>(
     share: Share,

@@ -1,7 +1,7 @@
 //! Attention weights of a layer, by its own ops.
 //!
 //! An attention's output is linear in its values. So with one-hot values, `head_dim` keys at a time, column c of the
-//! output is the weight of key c: one way for every kind, and the weights are those of the kernels that trained the
+//! output is the weight of key c: this works for every kind, and gives the weights of the kernels that trained the
 //! model.
 use super::native_sparse::NativeSparseAttention;
 use super::{Attention, LayerContext};

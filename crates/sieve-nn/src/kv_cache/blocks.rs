@@ -1,5 +1,5 @@
-//! NSA's cache: every token for the selected branch, the last ones for the window, one pair per compressed block, and
-//! the tokens that the next block is made of.
+//! NSA's cache: all tokens for the selected branch, the last ones for the window, a key and value per compressed block,
+//! and the tokens of the next, incomplete block.
 use super::chosen::at_least_f32;
 use super::{last, split};
 use crate::attention::native_sparse::Branches;
@@ -123,8 +123,8 @@ fn first_blocks<B: Backend>(
 }
 
 impl<B: DeviceBackend> BlockCache<B> {
-    /// Takes one token in and returns its three branches, `[batch, 1, num_heads, head_dim]` each; `compress` makes the
-    /// compressed pair of one block of tokens.
+    /// Appends one token and returns the outputs of its three branches, `[batch, 1, num_heads, head_dim]` each;
+    /// `compress` computes the compressed key and value of a block.
     ///
     /// Panics on more than one token.
     pub(crate) fn attend(
@@ -176,8 +176,8 @@ impl<B: DeviceBackend> BlockCache<B> {
             return (q.zeros_like(), vec![vec![0.0; num_blocks]; batch * kv_heads]);
         }
         let o = attention_decode(q.clone(), keys, None, spec.softmax_scale, scratch);
-        // Where blocks are nearly as important as each other, rounded probabilities would choose others than a whole
-        // pass.
+        // Where blocks are almost equally important, rounded probabilities would choose other blocks than a whole pass
+        // does.
         let (q, k) = (at_least_f32(q), at_least_f32(keys.k.tokens()));
         let logits = q
             .reshape([batch, kv_heads, num_heads / kv_heads, d])

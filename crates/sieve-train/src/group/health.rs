@@ -131,8 +131,8 @@ fn probes<'a, B: TrainBackend>(
 }
 
 impl<B: TrainBackend> Group<B> {
-    /// Measures every rank's device, all at once, and compares them. `state` asks this rank's driver, right behind a
-    /// load.
+    /// Measures every rank's device, all at once, and compares them. `state` queries this rank's driver, directly after
+    /// the load.
     ///
     /// # Errors
     /// A rank is lost, or a device fails.

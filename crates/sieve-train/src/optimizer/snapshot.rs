@@ -9,9 +9,10 @@ use sieve_hf::NamedTensor;
 use sieve_ops::{DeviceBackend, Snapshot, SnapshotReader, TrainBackend};
 
 impl<B: TrainBackend> Optimizer<B> {
-    /// Takes hold of weights and moments as they stand, to be read on any thread. Of several ranks each takes its
-    /// pieces, and rank 0 what is not cut; and what shows whether all ranks compute with the same weights: of leaves
-    /// that are cut its own piece and, as it stands here, that of the rank `distance` further, and all other leaves.
+    /// Takes a snapshot of weights and moments, to be read on any thread. With several ranks each takes its own pieces,
+    /// and rank 0 the tensors that are not cut. For the check that all ranks compute with the same weights it also
+    /// takes this rank's copy of its own piece and of the piece of the rank `distance` further, and all weights that
+    /// are not cut.
     ///
     /// On a GPU with room for a second copy nothing is read now: updates that follow write to copies. Without that room
     /// every tensor is read before this returns.

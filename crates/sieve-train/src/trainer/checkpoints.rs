@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 const LONGEST_LAST_PAUSE: Duration = Duration::from_secs(60);
 
 impl<B: TrainBackend> Trainer<B> {
-    /// Takes hold of the state as it stands and begins to write it, unless the folder has it already. The checkpoint
-    /// before is on disk then, or has failed. Of several processes each writes its pieces. Where this fails, all of
-    /// them go on: see [`warn_unsaved`](Self::warn_unsaved).
+    /// Takes a snapshot of the state and starts writing it, unless the folder has it already; first waits until the
+    /// previous checkpoint is on disk or has failed. With several processes each writes its pieces. If this fails, all
+    /// of them continue: see [`warn_unsaved`](Self::warn_unsaved).
     ///
     /// # Errors
     /// A rank or a device is lost; another process has taken the output folder.
@@ -76,8 +76,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.writer.start(&folder, state, share, files)
     }
 
-    /// Makes the folder that a checkpoint is written into. Where somebody has removed the run's folder, it is made
-    /// again.
+    /// Creates the folder that a checkpoint is written into, and the run's folder again if it was removed.
     fn begin_folder(&mut self, folder: &Path, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         if self.folder.regain()? {
             self.write_config()?;
@@ -122,7 +121,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// Waits for the checkpoint being written, by all processes, tells of it, and removes those that are too old.
+    /// Waits until all processes have written the checkpoint, reports it, and removes outdated ones.
     ///
     /// # Errors
     /// A rank or a device is lost; ranks compute with different weights.
@@ -199,8 +198,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// Writes the state as it stands, whatever it takes: its weights are nowhere else. Tries again for minutes, and in
-    /// between in the folder that was named for this case.
+    /// Writes the current state, which exists nowhere else: retries for minutes, alternating with the fallback folder.
     ///
     /// # Errors
     /// It cannot be written; a rank or a device is lost.
@@ -271,7 +269,7 @@ impl<B: TrainBackend> Trainer<B> {
         1 + (step / interval % others) as usize
     }
 
-    /// As [`finish_checkpoint`](Self::finish_checkpoint), where it needs no waiting; of several processes once all are
+    /// As [`finish_checkpoint`](Self::finish_checkpoint), if it needs no waiting; with several processes, once all are
     /// done.
     ///
     /// # Errors
@@ -293,8 +291,8 @@ impl<B: TrainBackend> Trainer<B> {
         Some(self.last_folder.join(format!("step-{step}")))
     }
 
-    /// Clears away what a killed process left half written, and sets checkpoints aside that lie ahead of this run's
-    /// step: they belong to another continuation of it, and the latest must be this one's.
+    /// Removes what a killed process left half written, and renames checkpoints that are ahead of this run's step: they
+    /// belong to another continuation of it, and the latest must be this one's.
     pub(super) fn tidy_checkpoints(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let folder = self.folder.checkpoint_path();
         for (step, path) in list_checkpoints(&folder)? {
@@ -315,7 +313,7 @@ impl<B: TrainBackend> Trainer<B> {
     }
 }
 
-/// Does what a finished run was killed before: removes checkpoints that are too old, and what is half written.
+/// Finishes the cleanup of a finished run that was killed: removes outdated checkpoints and half-written files.
 ///
 /// # Errors
 /// Any failure of the file system.

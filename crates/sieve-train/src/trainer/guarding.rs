@@ -24,8 +24,8 @@ const SLOW_STEP: Duration = Duration::from_secs(20);
 const WATCHED_STEPS: u64 = 100;
 /// Documents of a step that are named.
 const MAX_NAMED_DOCUMENTS: usize = 16;
-/// How many times as long a streak may be where steps are taken: a learning rate near the highest that trains makes the
-/// loss leap now and then, and the next steps bring it down.
+/// How much longer a streak of high losses may be than one of skipped steps: near the highest stable learning rate the
+/// loss jumps now and then and recovers within a few steps.
 const PATIENCE_WITH_LOSS: usize = 10;
 /// How often a run goes back to one checkpoint before it gives up.
 const MAX_RETURNS: u32 = 2;
@@ -52,8 +52,8 @@ pub enum Moment<'a> {
     Naming,
 }
 
-/// What a test makes wrong: called at each moment, in a step with the number of the step's first row in its stage, else
-/// with the number of steps done. Returns the factor where something is multiplied; 1 changes nothing.
+/// Fault injection for tests: called at each moment, in a step with the number of the step's first row in its stage,
+/// else with the number of steps done. Returns a factor for loss or gradients; 1 changes nothing.
 #[doc(hidden)]
 #[derive(Clone)]
 pub struct Disturbance(Arc<dyn Fn(u64, Moment<'_>) -> f64 + Send + Sync>);

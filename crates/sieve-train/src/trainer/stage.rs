@@ -74,8 +74,8 @@ impl StageState {
         })
     }
 
-    /// The stage's batches from row `first_sample` on. Of several processes each reads its micro-batch of every round,
-    /// so that all of them read the rows that one process would, in the same order.
+    /// The stage's batches from row `first_sample` on. With several processes each reads its micro-batch of every
+    /// round, so that all of them read the rows that one process would, in the same order.
     pub(super) fn batches(&self, first_sample: u64) -> Result<Prefetch, TrainError> {
         let local = self.recipe.training.local_batch_size;
         let place = [self.share.rank, self.share.size];
@@ -119,8 +119,8 @@ impl<B: TrainBackend> Trainer<B> {
         (next.index != self.stage.stage.index).then_some(next)
     }
 
-    /// Goes on with `stage`: the same weights and moments in a model of its window and rotary base. Its rows begin
-    /// anew.
+    /// Switches to `stage`: the same weights and moments in a model with its window and rotary base. Its rows start
+    /// from the beginning.
     pub(super) fn enter_stage(&mut self, stage: Stage) -> Result<(), TrainError> {
         self.finish_leaves()?;
         self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
