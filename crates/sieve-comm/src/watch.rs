@@ -75,8 +75,8 @@ struct Pace {
 }
 
 impl Pace {
-    /// As a sign of life carries it: the collectives; where the rank must go on by itself also ticks, and milliseconds
-    /// of the limit.
+    /// The content of a heartbeat: counts of collectives, and, where the rank must make progress by itself, its ticks
+    /// and the timeout in milliseconds.
     fn to_bytes(self) -> Vec<u8> {
         let CollectiveCounts { num_ended, num_reached } = self.collectives;
         let mut words = vec![num_ended, num_reached];
@@ -154,8 +154,8 @@ impl Watch {
         Ok(this)
     }
 
-    /// The rank that was lost, once one was; waits a moment for the news, because a broken connection for values may be
-    /// noticed before its reason is.
+    /// The lost rank, if any; waits a moment for the report, because a broken connection for values may be noticed
+    /// before its reason.
     pub(crate) fn failure(&self, wait: Duration) -> Option<Failure> {
         let state = self.lock();
         let waited = self
@@ -229,8 +229,8 @@ impl Watch {
         while !state.has_left && state.failure.is_none() {
             let pace = state.pace.to_bytes();
             drop(state);
-            // A rank that waits for this one would have named it earlier. Where all stand still none waits: each for
-            // its GPU, say, and all GPUs for one that hangs.
+            // A rank that waits for this one would have reported it earlier. If no rank makes progress and none waits
+            // for another, each waits for its GPU, and the GPUs for one that hangs.
             if let Some((limit, since)) = own.see(&pace) {
                 let all_still = match limit <= patience.silence {
                     true => patience.still,
@@ -321,8 +321,8 @@ impl Watch {
         }
         state.is_lost = true;
         drop(state);
-        // Before this rank knows and leaves: nobody listens to one that said farewell.
-        // Rank 0 tells the others, and one that stands still does not know it.
+        // Report before this rank leaves, since messages after a goodbye are ignored. Rank 0 informs the others, also
+        // of a hung rank, which cannot report itself.
         if self.rank == 0 || matches!(failure.loss, Loss::Still(_) | Loss::AllStill { .. }) {
             self.tell(&failure);
         }

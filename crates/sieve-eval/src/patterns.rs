@@ -31,7 +31,7 @@ impl PatternSearch {
 
 /// MInference's offline search (arXiv:2407.02490): every layer reads the prompt densely, and of the paper's candidates
 /// each head gets the one that keeps most of its attention. All tokens of `window` but the last are the prompt.
-/// `observe` hears the number of layers done.
+/// `observe` is called with the number of layers done.
 ///
 /// # Errors
 /// A model that is not dense, a prompt longer than its context, a token outside its vocabulary, no prompt.
@@ -62,9 +62,9 @@ pub fn search_minference<B: DeviceBackend>(
     Ok(found)
 }
 
-/// DAM's calibration (arXiv:2506.11104): the mean attention of the prompts, of each head, made a map. All tokens of a
-/// window but the last are its prompt, of which the first `calibration.capture` count. `observe` hears the number of
-/// prompts read.
+/// DAM's calibration (arXiv:2506.11104): a map for each head from its mean attention over the prompts. All tokens of a
+/// window but the last are its prompt, of which the first `calibration.capture` count. `observe` is called with the
+/// number of prompts read.
 ///
 /// # Errors
 /// As [`search_minference`]; settings of the calibration outside their ranges; maps that take too much memory.

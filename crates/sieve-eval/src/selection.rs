@@ -146,8 +146,8 @@ impl Selection {
     /// Checks that the selectors fit the model. They act in its dense layers; others keep their own attention.
     ///
     /// # Errors
-    /// A model without a dense layer; layers that it has not, or that no selector names; settings that none of
-    /// its contexts can meet; a method that lacks its file.
+    /// A model without a dense layer; layers that do not exist, or that no selector names; settings that no length up
+    /// to its context satisfies; a method whose file is missing.
     pub fn new(selectors: impl Into<LayerSelectors>, shape: &ModelShape) -> Result<Self, EvalError> {
         let selectors = selectors.into();
         let is_dense = |part: &ModelShape| part.attention == Attention::Mha;
@@ -220,8 +220,7 @@ impl Selection {
         })
     }
 
-    /// The same with prompts read by decode methods too, token by token from the first one on: as if the model had
-    /// written the prompt itself.
+    /// The same with decode methods reading prompts too, token by token, as if the model had generated the prompt.
     ///
     /// # Errors
     /// No layer has a method that reads token by token.
@@ -392,10 +391,10 @@ impl Selection {
         }
     }
 
-    /// Attention of the next tokens of one text: its prompt (densely, but for methods that act on prompts too, and
-    /// [streams](Self::as_stream), which are computed on the host), then one token at a time; the last of `operands` is
-    /// the text's `num_tokens`-th. Only where a layer acts in decode. `cache` gets the layer's keys where its tokens
-    /// are read on the device.
+    /// Attention of the next tokens of one text: first its prompt (dense, except for methods that also act on prompts,
+    /// and for [streams](Self::as_stream), which run on the host), then one token at a time; the last token of
+    /// `operands` is the text's `num_tokens`-th. Only for layers with a decode method. `cache` receives the layer's
+    /// keys where its tokens are processed on the device.
     ///
     /// # Errors
     /// Operands that the selector, or a kernel, refuses.

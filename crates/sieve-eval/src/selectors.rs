@@ -87,10 +87,10 @@ pub struct LayerMeasure {
 }
 
 /// Measures every selector on prompts of one length. Each of `windows` is a prompt and the one token after it, which
-/// the prompt's last position predicts. A selector that fails gives its error, the others their measures.
+/// the prompt's last position predicts. A selector that fails returns its error, the others are measured.
 ///
-/// `observe` is called with the name of each selector before it runs on a prompt; on the first that is twice, and the
-/// first time counts nowhere.
+/// `observe` is called with the name of each selector before it runs on a prompt; on the first prompt it runs twice,
+/// the first time as a warm-up that is not counted.
 ///
 /// # Errors
 /// A token outside the vocabulary, no window, a model that fails without a selector.
@@ -212,7 +212,7 @@ pub fn sweep_selectors<B: DeviceBackend>(
 }
 
 /// Masks of each selector in every dense layer for one prompt, `[selectors][layers]`; the model's own activations,
-/// densely computed. A selector that fails, as decode methods do, gives its error.
+/// densely computed. A selector that fails, as decode methods do, returns its error.
 ///
 /// # Errors
 /// As [`measure_selectors`].

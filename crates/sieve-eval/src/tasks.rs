@@ -45,8 +45,8 @@ pub struct TaskRun {
     pub fewshot: usize,
     /// The first rows alone.
     pub limit: Option<usize>,
-    /// Leave out the beginning, or the middle where the task says so, of what is longer than the model's context, in
-    /// place of an error.
+    /// Truncate prompts longer than the model's context at the beginning, or in the middle where the task says so,
+    /// instead of failing.
     pub truncate: bool,
 }
 
@@ -146,7 +146,7 @@ impl TaskSize {
 }
 
 impl<'a> TaskTexts<'a> {
-    /// Makes the texts for a model of a tokenizer and a context.
+    /// Builds the prompts for a model's tokenizer and context.
     ///
     /// # Errors
     /// Rows that the task does not fit, too few examples, a text longer than the context.
@@ -209,7 +209,7 @@ impl<'a> TaskTexts<'a> {
     }
 }
 
-/// Asks a model the rows of a task; `observe` hears how many of how many texts are done.
+/// Evaluates a model on the rows of a task; `observe` is called with how many of how many texts are done.
 ///
 /// # Errors
 /// A token outside the vocabulary, a NaN or infinite output, a selector that refuses a call.

@@ -21,8 +21,8 @@ pub struct LayerWeights {
     pub attention: String,
     /// Query heads.
     pub heads: Vec<HeadWeights>,
-    /// Mean over pairs of KV heads and over queries: keys that both see over keys that one of them sees. `None` with
-    /// one KV head.
+    /// Mean over pairs of KV heads and over queries: keys that both see over keys that at least one of them sees.
+    /// `None` with one KV head.
     pub overlap: Option<f64>,
     /// How long DMA keeps a key; `None` of other kinds.
     pub life: Option<LifeSpans>,
@@ -77,7 +77,8 @@ pub struct LifeSpans {
     pub percentiles: Option<[usize; 3]>,
 }
 
-/// The weights of `layers` (all when empty) on the tokens of one prompt; `observe` hears how many layers are done.
+/// The weights of `layers` (all when empty) on the tokens of one prompt; `observe` is called with the number of layers
+/// done.
 ///
 /// # Errors
 /// No token; a token outside the vocabulary; a prompt longer than the model's context, or so long that the weights of

@@ -2,7 +2,8 @@
 //! many.
 //!
 //! The reverse of [`export`](crate::export), by the same list of tensors: importing what was exported gives the same
-//! weights to the last bit. A model may come in with another attention; what that adds starts as in a new model.
+//! weights to the last bit. A model may be imported with another attention kind, whose additional parameters are
+//! initialised as in a new model.
 
 mod config;
 
@@ -224,8 +225,8 @@ fn recipe_and_shape(
     settings: &[String],
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
     let text = config.recipe_toml(residual_scale);
-    // A model that becomes DMA does so as published: while A is 0 that adds the same to all logits, so only the keys
-    // that it no longer keeps make a difference. A slope would change the rest as well.
+    // Imports as DMA take the published form: while A is 0 it adds the same bias to all logits, so that only dropped
+    // keys change the output. A slope would change all weights.
     let published = [
         "attention.bias=exp",
         "attention.recency=none",

@@ -3,8 +3,8 @@
 //! Parameters and operations are counted exactly. Memory is counted from the tensors a training step holds at its
 //! fullest, without the allocator's slack. Time is an estimate.
 //!
-//! What a kernel takes and what it allocates is asked of the kernel: sieve-kernels and sieve-cpu hold those rules
-//! beside the launches that keep them.
+//! Which shapes a kernel takes and what it allocates comes from sieve-kernels and sieve-cpu, where functions next to
+//! the launches hold these rules.
 
 mod plan;
 

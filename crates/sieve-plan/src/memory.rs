@@ -1,9 +1,9 @@
 //! Memory of training, by part.
 //!
-//! Counted from the tensors a training step holds, at the moments that can be its fullest: in the loss, where all
-//! blocks wait for their backward pass; in the backward pass of the last block; in that of the first, where all
-//! gradients are there; and in the embedding's, whose gradient may be as large as several blocks'. A checkpoint on its
-//! way to the disk is held beside them: by a CPU's run in the memory that is planned, by a GPU's in the machine's.
+//! Counted from the tensors a training step holds at the moments that can be its peak: in the loss, where all blocks
+//! wait for their backward pass; in the backward pass of the last block; in that of the first, when all gradients
+//! exist; and in the embedding's, whose gradient may be as large as several blocks'. A checkpoint being written is
+//! counted too: on a CPU in the planned memory, on a GPU in the host's.
 
 mod activations;
 mod advice;
@@ -26,8 +26,7 @@ use sieve_core::recipe::{OptimizerName, Recipe};
 use sieve_core::{KeepOLow, Keeping};
 use sieve_cpu::linear_cross_entropy::chunk_rows;
 
-/// What a process holds before it has a model: about 110 MiB on a CPU; on a GPU the context, and the workspace of the
-/// products.
+/// Memory of a process before it has a model: about 110 MiB on a CPU; on a GPU the context and cuBLASLt's workspace.
 const CPU_PROGRAM_BYTES: u64 = 110 << 20;
 const GPU_PROGRAM_BYTES: u64 = 700 << 20;
 
@@ -36,8 +35,8 @@ const NCCL_BYTES: u64 = 388 << 20;
 /// Segments whose gradients are there while they are added up over all ranks.
 const SUMS_UNDER_WAY: u64 = 3;
 
-/// Bytes a parameter that a checkpoint holds in the machine's memory while it is written: copies of weights and
-/// moments. Files are written tensor by tensor.
+/// Bytes a parameter that a checkpoint takes in host memory while it is written: copies of weights and moments. Files
+/// are written tensor by tensor.
 const CHECKPOINT_BYTES: u64 = 3 * F32;
 
 /// Bytes of what a training step holds at its fullest, by part. The allocator's slack is not in it.
@@ -53,8 +52,8 @@ pub struct MemoryPlan {
     pub cache_bytes: u64,
     /// Gradients that exist at the fullest moment.
     pub gradient_bytes: u64,
-    /// What the forward pass of one micro-batch keeps for the backward pass and is there at the fullest moment, with
-    /// the recipe's activation checkpointing.
+    /// Activations that the forward pass of one micro-batch keeps and that exist at the peak, with the recipe's
+    /// activation checkpointing.
     pub activation_bytes: u64,
     /// Temporaries of that moment.
     pub workspace_bytes: u64,
@@ -222,8 +221,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
     let shards = all_gradients / ranks as u64;
     let head_gradient = F32 * (shape.vocab_size * shape.d_model) as u64;
     let adds_up = training.global_batch_size * rows.degree > training.local_batch_size * ranks;
-    // In the last micro-batch of several ranks, and in each one of ZeRO-2, sums over all of them are under way behind
-    // the backward pass.
+    // With several ranks, all-reduces trail the backward pass in the last micro-batch, and with ZeRO-2 in every one.
     let blocks_total = shape.parameters().non_embedding();
     let block = times(blocks_total / shape.num_layers.max(1) as u64, F32);
     let stage = recipe.parallelism.zero_stage;
@@ -244,8 +242,8 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
         }
         false => [all_gradients; 2],
     };
-    // From the second micro-batch on every weight has a gradient, or a shard of one. In the loss the head's new
-    // gradient is held beside them until it is added.
+    // From the second micro-batch on every weight has a gradient, or a shard of one. During the loss the head's new
+    // gradient is held in addition until it is added.
     let (before, new) = match (adds_up, keeps_shards) {
         (true, false) => (all_gradients, head_gradient),
         (true, true) => (shards + head_gradient, 0),

@@ -1,8 +1,8 @@
-//! How long a step will take on a GPU: GEMMs, attention, bytes, and the ends of kernels, one after the other.
+//! Estimated time of a step on a GPU: the sum of GEMMs, attention, memory traffic and kernel tails.
 //!
 //! Rates are shares of the data sheet's, found on an H200 (docs/benchmarks.md): GEMMs hold 0.71 of the peak under a
-//! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test holds the
-//! estimate against twenty-one measured runs. Other GPUs are assumed to reach the same shares.
+//! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test compares
+//! the estimate with twenty-one measured runs. Other GPUs are assumed to reach the same shares.
 
 use crate::gpu_training_gap;
 use crate::memory::fp8_products;
@@ -12,8 +12,9 @@ use std::ops::Range;
 
 /// Share of the peak that GEMMs with weights reach.
 const PRODUCTS: f64 = 0.71;
-/// Share of the peak that attention reaches over all causal pairs of rows of one document, beside the bytes below:
-/// 8192, 16384 and 32768 keys on an H200 (docs/benchmarks.md). Rows of several documents have fewer pairs.
+/// Share of the peak that attention reaches over all causal pairs of rows of one document, not counting the memory
+/// traffic below: 8192, 16384 and 32768 keys on an H200 (docs/benchmarks.md). Rows of several documents have fewer
+/// pairs.
 const DENSE_PAIRS: f64 = 0.6;
 /// The same in longer rows than this, whose launches last for tens of milliseconds: the card's power limits them as it
 /// limits GEMMs. 131,072 keys, in a step on four H200s (docs/scale.md).
@@ -119,7 +120,7 @@ pub(super) fn tokens_per_second(
     Some(1.0 / (products + pairs + memory + update + ends))
 }
 
-/// The shortest rows, of powers of two, whose training is guessed faster than the same model's with dense attention;
+/// The shortest rows, among powers of two, for which training is estimated to be faster than with dense attention;
 /// `None` for other kinds than NSA, and where there are none.
 pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Option<usize> {
     let Attention::Nsa(_) = shape.attention else {

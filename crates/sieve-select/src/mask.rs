@@ -73,7 +73,7 @@ impl Selected {
     }
 
     /// Checks the mask's own rules, and those of a selector against its call: every query sees itself and no key tile
-    /// lies behind it, probes are rows of the call.
+    /// after its own, probes are rows of the call.
     ///
     /// # Errors
     /// The first broken rule and where it is broken.

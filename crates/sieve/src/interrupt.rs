@@ -56,7 +56,7 @@ impl Interrupt {
 
 /// Lets a run started with `nohup` outlive its terminal, whose SIGHUP would stop it like any other signal taken over.
 ///
-/// To be called before any thread is started: threads inherit that the signal waits.
+/// Call it before any thread is started: threads inherit the blocked signal.
 pub(crate) fn respect_nohup() {
     #[cfg(unix)]
     {

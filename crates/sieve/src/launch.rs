@@ -259,8 +259,8 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Exit> {
     let mut handed_on = 0;
     let mut failed: Option<Instant> = None;
     let mut last_ended = Instant::now();
-    // At most one fault is printed: after the first failure the other processes end because of it. It may be one of
-    // those that this loop notices first.
+    // At most one fault is printed: after the first failure the other processes end because of it, and this loop may
+    // notice one of those first.
     let mut is_told = false;
     while ranks.iter().any(|rank| rank.status.is_none()) {
         for (number, rank) in ranks.iter_mut().enumerate() {

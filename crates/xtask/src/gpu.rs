@@ -23,8 +23,8 @@ const TOOLS: &[Tool] = &[
     tool("memcheck", "--report-api-errors no", ""),
     tool("synccheck", "", ""),
     tool("initcheck", "", ""),
-    // It credits an arrival at a barrier to the lane that made it, so the lanes of the Hopper backward's row statistics
-    // arrive one by one.
+    // racecheck credits an arrival at a barrier to the arriving lane only, so for the Hopper backward's row statistics
+    // every lane arrives.
     tool("racecheck", "", "--every-lane-arrives"),
 ];
 
@@ -51,8 +51,8 @@ pub(crate) fn run() -> Result<()> {
     run_program(&program, &[])
 }
 
-/// Runs all of it, or only the tools named, with a `sieve` that is there: on a machine without cargo or the sources.
-/// Words that begin with `--` go to `kernels check`, for example `--nsa`.
+/// Runs all of it, or only the tools named, with an existing `sieve`, on a machine without cargo or the sources. Words
+/// that begin with `--` go to `kernels check`, for example `--nsa`.
 pub(crate) fn run_program(program: &Path, words: &[&str]) -> Result<()> {
     let (options, only): (Vec<&str>, Vec<&str>) = words.iter().partition(|x| x.starts_with("--"));
     let known = |name: &&str| *name == PLAIN || TOOLS.iter().any(|tool| tool.name == *name);

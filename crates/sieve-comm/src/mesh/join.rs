@@ -116,8 +116,8 @@ impl Arrival {
     }
 }
 
-/// Rank 0: waits for all others. Each first message is read on a thread of its own, so that a connection which says
-/// nothing, or a byte now and then, holds up nobody.
+/// Rank 0: waits for all others. Each first message is read on a thread of its own, so that a silent or slow connection
+/// does not block the others.
 pub(super) fn accept_all(
     world: &World,
     listener: TcpListener,
@@ -170,7 +170,7 @@ pub(super) fn accept_all(
     Ok(peers)
 }
 
-/// Takes a connection to those of its rank, or turns it away.
+/// Adds a connection to its rank's, or rejects it.
 ///
 /// # Errors
 /// A process of this run that cannot be one of its ranks.
@@ -270,8 +270,8 @@ fn missing(world: &World, patience: Patience, found: &[Arrival]) -> CommError {
     }
 }
 
-/// Any other rank: finds rank 0, and waits until all are there. Where a connection ends without an answer, something
-/// else had listened there, or rank 0 starts again: this rank looks on.
+/// Any other rank: finds rank 0, and waits until all are there. A connection that ends without an answer was to another
+/// program, or rank 0 is restarting: this rank keeps trying.
 pub(super) fn connect(world: &World, version: &str, patience: Patience) -> Result<Peer, CommError> {
     let deadline = Instant::now() + patience.join;
     loop {

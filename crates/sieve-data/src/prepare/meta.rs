@@ -124,7 +124,7 @@ impl SplitMeta {
 
 impl PreparedMeta {
     /// Whether it was made from these corpora: the same settings and files, none of them changed since. Data sets of
-    /// the hub that are not connected to count as the same.
+    /// the hub that were not resolved count as unchanged.
     pub fn is_made_of(&self, train: &[Corpus], validation: Option<&Corpus>) -> bool {
         let is_same =
             |hash: &String, corpus: &Corpus| corpus.check_connected().is_err() || *hash == hex(corpus.fingerprint());

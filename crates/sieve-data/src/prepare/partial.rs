@@ -1,8 +1,7 @@
-//! How far an unfinished preparation has come, so that the next one goes on instead of beginning again.
+//! Progress of an unfinished preparation, so that the next one resumes instead of starting over.
 //!
 //! `prepare.state.json` says how much of each temporary file counts. It is replaced (never changed) after those files
-//! are fsynced, so whatever a kill leaves behind the counted part is cut off, and the result is the same as without the
-//! kill.
+//! are fsynced, so anything after the counted part is truncated, and the result is the same as without the kill.
 
 use std::collections::HashSet;
 use std::fs;
@@ -98,8 +97,8 @@ impl Partial {
         })
     }
 
-    /// Goes on with what the state in `dir` describes, and gives the hashes of the texts seen; `None` where there is no
-    /// state, or one of another preparation, or files that do not fit it.
+    /// Resumes the preparation that the state in `dir` describes, and returns the hashes of the texts seen; `None`
+    /// where there is no state, or one of another preparation, or files that do not fit it.
     pub(super) fn resume(
         dir: &Path,
         names: &[String],

@@ -38,7 +38,7 @@ pub(crate) struct FinishedShard {
 }
 
 impl ShardWriter {
-    /// Begins a shard for token ids below `vocab_size`, which also chooses the dtype.
+    /// Creates a shard for token ids below `vocab_size`, which determines the dtype.
     ///
     /// # Errors
     /// A file that cannot be created, a vocabulary of 2^31 or more.

@@ -5,13 +5,13 @@ use crate::error::DataError;
 
 /// Turns ids into text as they come. A character whose bytes lie in several tokens is held back until it is whole.
 ///
-/// Special tokens give no text. All pieces together are what [`Tokenizer::decode`] gives for all ids (where the ids are
-/// no UTF-8 at all, a run of more than 16 bad tokens may be marked in other places).
+/// Special tokens give no text. All pieces together equal [`Tokenizer::decode`] of all ids (except that in a run of
+/// more than 16 tokens of invalid UTF-8 replacement characters may be placed differently).
 #[derive(Debug)]
 pub struct DecodeStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The ids of the last piece, which set the context (some tokenizers treat a first token differently), then those
-    /// not shown yet.
+    /// The ids of the last piece, as context (some tokenizers treat a first token differently), then those not yet
+    /// returned.
     ids: Vec<u32>,
     num_context: usize,
 }
@@ -28,7 +28,7 @@ impl<'a> DecodeStream<'a> {
         }
     }
 
-    /// Takes one more id and gives the text that is now whole, possibly none.
+    /// Adds one id and returns the text that is now complete, possibly empty.
     ///
     /// # Errors
     /// An id that the tokenizer cannot express.
@@ -45,7 +45,7 @@ impl<'a> DecodeStream<'a> {
         Ok(text)
     }
 
-    /// Ends the stream and gives what was held back; bytes that are not UTF-8 become U+FFFD.
+    /// Ends the stream and returns what was held back; bytes that are not UTF-8 become U+FFFD.
     ///
     /// # Errors
     /// Ids that the tokenizer cannot express.

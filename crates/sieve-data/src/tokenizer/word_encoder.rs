@@ -1,6 +1,5 @@
 //! The fast way to encode with a byte-level BPE that splits as GPT-2 does: words are found without a regular
-//! expression, and each thread remembers the ids of the words it met. The ids of a new word come from the `tokenizers`
-//! crate.
+//! expression, and each thread caches the ids of words. The ids of a new word come from the `tokenizers` crate.
 
 use std::sync::Mutex;
 
@@ -63,7 +62,7 @@ impl WordEncoder {
     }
 }
 
-/// Remembers the ids of words. Each word has one slot, and the last word of a slot stays: no bookkeeping, bounded
+/// A cache of the ids of words. Each word maps to one slot, which a later word overwrites: no bookkeeping, bounded
 /// memory.
 #[derive(Debug)]
 struct WordCache {

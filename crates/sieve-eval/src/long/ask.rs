@@ -79,9 +79,10 @@ pub struct LongReport {
     pub tasks: Vec<LongTaskReport>,
 }
 
-/// Asks for every sample; `observe` hears the number asked so far.
+/// Evaluates every sample; `observe` is called with the number done so far.
 ///
-/// A prefill selector acts on the prompt, and what follows reads everything; a decode selector acts on what follows.
+/// A prefill selector acts on the prompt only, and later tokens read every key; a decode selector acts on the tokens
+/// after the prompt.
 ///
 /// # Errors
 /// Prompts longer than the model's context, tokens outside its vocabulary, a NaN or infinite output, operands that

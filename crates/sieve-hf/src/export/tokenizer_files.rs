@@ -1,5 +1,5 @@
-//! The tokenizer, and the files that name its special tokens for `transformers`; what another model's files say of
-//! chats, special tokens and generation is carried through.
+//! The tokenizer, and the files that name its special tokens for `transformers`; chat templates, special tokens and
+//! generation settings of an imported model are carried through.
 use super::ExportOptions;
 use super::config::to_text;
 use crate::{Checkpoint, CheckpointError};
@@ -72,8 +72,8 @@ pub(super) fn read(
 const QWEN2_WORDS: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Whether the `tokenizer.json` among `files` normalises and splits texts as Qwen2's own does: transformers 5 puts the
-/// latter in its place, whatever `tokenizer_config.json` says.
+/// Whether the `tokenizer.json` among `files` normalises and splits texts as Qwen2's own does: transformers 5 uses the
+/// latter regardless of `tokenizer_config.json`.
 pub(super) fn splits_as_qwen2(files: &[(&'static str, String)]) -> bool {
     let text = files
         .iter()

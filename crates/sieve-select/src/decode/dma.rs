@@ -1,10 +1,10 @@
-//! DMA's own decoding (arXiv:2508.02124): `keep_window_size` slots a KV head, of which a new key takes the one with the
-//! smallest (score, position).
+//! DMA's own decoding (arXiv:2508.02124): `keep_window_size` slots a KV head, of which a new key overwrites the one
+//! with the smallest (score, position).
 //!
-//! A key's score is that of its value, `z = A softplus(concat_kv(v) W_dt)`; of equal scores the earlier key goes, and a
-//! key may be the one to go on its own arrival. The logit of a kept key gets `exp(z)` (or z) on top. `scores` names a
+//! A key's score is that of its value, `z = A softplus(concat_kv(v) W_dt)`; of equal scores the earlier key is evicted,
+//! and a new key may itself be the smallest. `exp(z)` (or z) is added to the logit of a kept key. `scores` names a
 //! checkpoint of a DMA model, for `A` and `W_dt`; a dense checkpoint has none, and without them `A` is 0 as at the
-//! start of DMA's training: all scores tie, and what is left is a sliding window.
+//! start of DMA's training: all scores tie, which gives a sliding window.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

@@ -1,5 +1,5 @@
-//! BA-Att (arXiv:2605.19726): blocks of tokens sorted by norm, scored by the products of their means with a
-//! second-order term.
+//! BA-Att (arXiv:2605.19726): blocks of tokens sorted by norm, scored by the product of their means and a second-order
+//! term.
 
 use std::ops::Range;
 

@@ -7,8 +7,8 @@ use sieve_train::TrainingData;
 /// that the mean of a thousand is uncertain by a tenth of a nat.
 const FEW_TOKENS: u64 = 1000;
 
-/// How documents were held out where that is not the usual way, and what was left out, of a run's own text and of its
-/// stages'. `start` begins each line; `has_changed` is said of a run that goes on.
+/// Lines about held-out documents (if not by hash) and skipped ones, for a run's own text and its stages'. `start`
+/// begins each line; `has_changed` is reported for a resumed run.
 pub(crate) fn lines(start: &str, data: &TrainingData, has_changed: bool) -> Vec<String> {
     let words = "the text files have changed or are gone; the run continues with the shards made before";
     let mut lines = Vec::from_iter(has_changed.then(|| format!("{start}{words}")));

@@ -100,8 +100,8 @@ impl OnEvent {
         result
     }
 
-    /// Watches a run until the watch is dropped: where nothing happens for `least`, and for [`LONGEST_PAUSES`] times
-    /// the longest pause before, the command runs, once until something happens again.
+    /// Watches a run until the watch is dropped: if no event arrives for `least` and for [`LONGEST_PAUSES`] times the
+    /// longest earlier pause, the command runs, once until the next event.
     pub(super) fn watch(&self, least: Duration) -> Result<StallWatch> {
         let (sender, happened) = channel();
         if self.command.is_none() {

@@ -73,8 +73,8 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             let lost = match (error.downcast_ref(), error.downcast_ref(), mesh.check()) {
                 (Some(CommError::Lost(failure)), ..) => Some(failure.clone()),
                 (_, Some(TrainError::Comm(CommError::Lost(failure))), _) => Some(failure.clone()),
-                // What a rank meets once another is lost, an aborted communicator say, follows from that. Where the
-                // other has ended with an error, both may have met the same one.
+                // Errors of a rank after another was lost, such as an aborted communicator, are consequences. If the
+                // other ended with an error, both may have the same one.
                 (.., Err(CommError::Lost(failure))) if !matches!(failure.loss, Loss::Error(_)) => Some(failure),
                 _ => None,
             };
@@ -144,9 +144,8 @@ fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
     }
 }
 
-/// The device of a rank: where others share the host, the GPU of its local number. One rank of each host compiles the
-/// kernels of `recipe` that the cache lacks, and the others read what it made: else each would compile all of them for
-/// itself.
+/// The device of a rank: with several ranks on the host, the GPU of its local rank. One rank of each host compiles the
+/// kernels of `recipe` that the cache lacks, and the others load them.
 pub(super) fn device(choice: DeviceChoice, mesh: &Mesh, recipe: &Recipe) -> Result<Device> {
     let world = mesh.world();
     let choice = own_choice(choice, world)?;
@@ -353,9 +352,9 @@ pub(super) fn on_cuda(
     })
 }
 
-/// Asks NCCL every second whether it has met an error, which ends all ranks at once, and tells the other ranks how far
-/// this one's GPU is with the first of the groups. Where a rank is lost, NCCL's work is aborted: this rank's host may
-/// wait for its GPU, which waits for the lost rank.
+/// Polls NCCL every second for an error, which ends all ranks at once, and reports this GPU's progress in the first
+/// group to the other ranks. When a rank is lost, NCCL's collectives are aborted, since this rank's host may wait for
+/// its GPU, which waits for the lost rank.
 fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) -> Result<()> {
     let mesh = Arc::downgrade(mesh);
     let look = move || {

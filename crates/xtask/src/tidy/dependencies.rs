@@ -1,4 +1,4 @@
-//! What comes from outside: licences, sources, second versions, and dependencies that no file names. The first three
+//! External dependencies: licences, sources, duplicate versions, and dependencies that no file uses. The first three
 //! are what `cargo deny` checks without a network, from what `cargo metadata` prints, so that no further tool is
 //! installed.
 use crate::workspace;
