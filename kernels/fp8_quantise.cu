@@ -68,7 +68,7 @@ fp8_quantise(const bf16* x, const u32* amax, unsigned char* rows, unsigned char*
   const float bound = __uint_as_float(largest), factor = LARGEST / bound;
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) scale[0] = bound / LARGEST;
 
-  // Round; rows leave as they are, and turned they wait for their columns' other rows.
+  // Round; rows are stored at once, and transposed in shared memory until the tile's other rows are there.
   if (is_inside) {
     u32 low[SIDE], high[SIDE];
 #pragma unroll

@@ -164,13 +164,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   if (place.super_block >= num_super_blocks) return;
   const u64 list_row = (u64)batch * num_kv_heads + kv_head;
   const u64 list_index = list_row * num_super_blocks + place.super_block;
-  // Entries and their number are asked for at once; places past a list's end hold anything.
+  // Entries and the list's length are loaded at once; places past a list's end hold arbitrary values.
   const int first_entry = place.chunk * BLOCK_KV, at = first_entry + (int)threadIdx.x;
   int2 entry = make_int2(0, 0);
   if (threadIdx.x < BLOCK_KV && at < (int)params.list_capacity) entry = list[list_index * params.list_capacity + at];
   const int length = list_len[list_index];
 #if ORDERED
-  // The last expire behind the chunk. Old keys stand in its order, so behind the entering ones the first is enough.
+  // The largest expire after the chunk. Old keys are sorted by it, so after the entering ones the first is enough.
   __shared__ int later_expires[THREADS / 32];
   int later_expire = 0;
   const int behind = first_entry + BLOCK_KV,
@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     KeyGradients sums;
     consume(block, keys, shared, warpgroup - 1, sums);
 
-    // Accumulate. Places are worked out anew: kept, they would not fit into registers.
+    // Accumulate. Places are recomputed: held in registers they would spill.
     const ListPlace done = list_place(params, opaque(blockIdx.x));
     const u64 done_row = (u64)done.batch * num_kv_heads + done.head / head_shares;
     const int first_row = row_of_thread(opaque(threadIdx.x), warpgroup - 1);

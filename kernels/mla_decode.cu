@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
 #if KEY_SCALE
-  // The factors of a tile, as the scores lie in registers: asked for one tile ahead.
+  // The key scales of a tile, in the layout of the scores' registers, loaded one tile ahead.
   const float* factors_of_row = key_scale + batch * params.scale_batch_stride + first_row;
   float factors[2][4];
   auto load_factors = [&](int tile) {

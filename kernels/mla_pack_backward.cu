@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, MIN_BLOCKS)
 #pragma unroll
           for (int k = 0; k < 8; k++) k_sums.content[k] = fmaf(g[k], n[k], k_sums.content[k]);
           weigh(g, content_weight, 1.f);
-          // A product of two vectors is that of both rotated.
+          // Rotating both vectors does not change their dot product.
           const float mean =
               lanes_sum<LATENT_GROUP>(content_products(g, n) + rope_products(g_rope, weighed_key)) * (1.f / KEY_DIM);
 #pragma unroll

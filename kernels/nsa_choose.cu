@@ -25,7 +25,7 @@ struct NsaChooseParams {
   u64 num_first, num_local;  // forced blocks
 };
 
-// Numbers in the order of importances, all above 0: that stands for none.
+// Order keys of importances, all above 0, which means none.
 DEVICE u32 order_of(float x) { return order_of_score(x); }
 
 // What a query takes, and where to.

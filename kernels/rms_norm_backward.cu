@@ -1,5 +1,5 @@
 // rms_norm_backward: gradients of rms_norm_forward; the weight's as one partial sum a block, which column_sums adds up.
-// Its output once more where a product's weight gradient wants it.
+// It can recompute the norm's output, for the weight gradient of the GEMM that follows.
 // Math       r = 1 / sqrt(mean(s^2) + epsilon), n = s r, g = dy weight: ds = r (g - n mean(g n)) [+ d_residual];
 //            dweight = sum over rows of dy n; y = n weight
 // Layout     x (the normalised input s), dy, d_residual bf16 [rows, width], rows x_stride, dy_stride and

@@ -7,7 +7,7 @@
 // Adds four f32 at a 16-byte aligned address.
 DEVICE void add_f32x4(float* to, float a, float b, float c, float d) {
 #if DETERMINISTIC
-  // A key stands in a super-block's list once, so within a launch nobody else touches its row.
+  // A key is in a super-block's list once, so within a launch no other thread touches its row.
   float4 old = *(const float4*)to;
   *(float4*)to = make_float4(old.x + a, old.y + b, old.z + c, old.w + d);
 #else

@@ -368,7 +368,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     if (step > 0 && early) add_dq(block, memory, shared, slot ^ 1, dq_head, dq_tile);
 #endif
 
-    // Everything this thread's number decides is worked out anew each step: kept, it would not fit into registers.
+    // Values derived from the thread index are recomputed each step: held in registers they would spill.
     const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4,
               pair = warp / 2, half = warp % 2;
     // Lane parts of the fragment addresses: A, and B transposed, by rows; B by columns.
@@ -574,7 +574,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     sum += __shfl_xor_sync(~0u, sum, 2);
   }
   const int lane = (int)threadIdx.x % 32, pair = (int)threadIdx.x / 64, half = (int)threadIdx.x / 32 % 2;
-  // Behind the barrier nobody reads the statistics any more: they are where the pair adds up ddelta.
+  // After the barrier the statistics are no longer read, and the warp pair sums ddelta in their place.
   float* swapped = (float*)(memory + STATS_AT) + pair * 32 + lane / 4;
   if (half == 1 && lane % 4 == 0) {
 #pragma unroll

@@ -100,7 +100,7 @@ static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with 
 static_assert(!ORDERED || DQ_BULK, "adds in order leave through shared memory");
 static_assert(Q_STAGES >= 2 && DO_STAGES >= 2, "the next step's scores are made before this step's sums");
 
-// What a block of keys streams. The pointers stand at the batch row and the KV head's first query head.
+// The tensors that a block of keys streams. Pointers are to the batch row and the KV head's first query head.
 struct BackwardBlock {
   const bf16* k;         // at the batch row and KV head
   const bf16* v;
@@ -213,7 +213,7 @@ DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
 }
 
 #if SPLIT_STATS
-// Statistics of query `own` of each tile, asked for before the tile's slot is free: the part of warps 1 and 2.
+// Statistics of query `own` of each tile, loaded before the tile's slot is free, by warps 1 and 2.
 DEVICE void produce_stats(const BackwardBlock& block, u32 own, u32 shared) {
   const u32 end_query = (block.first_tile + block.num_tiles) * BLOCK_Q;
   [[maybe_unused]] const u32 end_row = block.group_size * block.padded_len;  // not read head by head
@@ -326,7 +326,7 @@ struct KeySplit : SplitWeights {
 // d = a b^T: 64 keys of the warpgroup (rows of a tile of 128) against a tile of 64 queries; and the split steps of keys
 // and queries, as the first or the last K step.
 enum SplitPlace { SPLIT_NONE, SPLIT_FIRST, SPLIT_LAST };
-// delta - base comes first: what two large numbers leave is exact as long as nothing else is there.
+// delta - base is the first K step: with zero accumulators the difference of two large numbers is exact.
 constexpr SplitPlace SCORE_SPLIT = HAS_BIAS ? SPLIT_FIRST : SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE;
 template <SplitPlace SPLIT, int COLUMNS = HEAD_DIM>
 DEVICE void multiply_queries(float (&d)[32], u32 keys, u32 queries, const KeySplit& key_split, u32 stats) {
@@ -389,7 +389,7 @@ DEVICE void stage_dq(const float (&dq)[N], u32 staging) {
   for (int n = 0; n < N / 4; ++n)
     store_shared_float4(staging + n * 512 + lane * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
-// `is_first`: nobody has written there (ORDERED).
+// `is_first`: no block has written there yet (ORDERED).
 template <int N>
 DEVICE void send_dq(float* to, u32 staging, [[maybe_unused]] bool is_first = false) {
   fence_async_proxy();  // the copy engine reads what every lane stored
@@ -419,7 +419,7 @@ struct DqTurns {
 
   // Asked for a while before it is needed.
   DEVICE int read() const { return read_turn(at); }
-  // Tells the next tile of keys that what was sent last is there.
+  // Signals the next key tile that the last adds have arrived.
   DEVICE void pass_on() const {
     if (threadIdx.x % 32 != 0 || !sent) return;
     bulk_wait();
@@ -513,7 +513,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #if ORDERED
   DqTurns turns(block, first_query, warpgroup * 4 + warp);
   auto send_last_dq = [&](int seen) {
-    // From the last step to this one; worked out anew, as there is no register to keep it.
+    // The change from the last step to this one; recomputed for want of a register.
 #if HEAD_BY_HEAD
     const int heads_on = first_query == last_tile_query,
               last_query = heads_on ? block.first_tile * BLOCK_Q : first_query + BLOCK_Q;

@@ -65,7 +65,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
       for (int x = 0; x < 4; ++x) scores[4 * n + x] = exp2_fast(scores[4 * n + x] * block.scale_log2 - lse[x % 2]);
     }
     if (first_query < range.highest || first_query + BLOCK_Q > range.first_expire) {
-      // Bounds are asked for anew: kept, they would cost registers in every step.
+      // Bounds are reloaded: kept, they would cost registers in every step.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int2 entry =

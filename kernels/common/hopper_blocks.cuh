@@ -86,7 +86,7 @@ struct BlockWork {
 
   DEVICE BlockWork(const SparseMask& mask) : schedule(mask) {}
 
-  // The producer warpgroup's part of one tile: its first warp brings keys and values, all bring queries.
+  // The producer warpgroup's part of one tile: its first warp loads keys and values, all warps load queries.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
                       ProducerPlaces& places) const {
     const SparseMask& mask = schedule.mask;

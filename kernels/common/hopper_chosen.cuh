@@ -245,7 +245,7 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
       if (thread == 0) {
         int keys_and_turn = num_keys;
 #if ORDERED
-        // The run's turn, and whether nobody comes before it: the piece before has no row of its document.
+        // The run's turn, and whether it is the first: the preceding piece has no row of its document.
         const bool follows = first == 0 && item.w > 0 &&
                              run.entries[-1].x >= inputs.doc_start[(u64)batch * inputs.seq_len + run.entries[0].x];
         keys_and_turn |= item.w << 9 | (follows ? 0 : 1 << 8);

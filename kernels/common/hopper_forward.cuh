@@ -171,7 +171,7 @@ struct RowsInWork {
     if (is_last) release(barrier_at(shared, EMPTY_Q));
   }
 
-  // The weights of the first stage, or of its first half; then its values are there.
+  // Computes the weights of the first stage, or of its first half, then waits for its values.
   template <int STEPS>
   DEVICE void first_stage(u32 (&weights)[STEPS][4], bool is_last) {
     float score[8 * STEPS], factor[2];

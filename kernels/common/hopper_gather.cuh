@@ -17,7 +17,7 @@ struct KeyWindow {
   const int2* entries;
   int head_count, num_stages;
 
-  // A tile that sees no key takes one stage of zeros: a row of K or V that nobody sees may hold NaN.
+  // A tile that sees no key takes one stage of zeros, since an unseen row of K or V may hold NaN.
   DEVICE u32 row_bytes() const { return head_count > 0 ? 16 : 0; }
   DEVICE int2 entry(int stage, int at) const {
     if (stage == 0 ? at >= head_count : stage >= num_stages) return make_int2(entries[0].x, 0);

@@ -135,7 +135,7 @@ DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + b
 // ---------------------------------------------------------------------------------------------------------------------
 
 #if !SPARSE
-// The tile's queries (and output gradients), asked for by thread 0; `maps` of q, k, v, do.
+// Loads the tile's queries (and output gradients), by thread 0; `maps` of q, k, v, do.
 DEVICE void copy_queries(u32 shared, const TensorMap* const* maps, const TileHead& tile) {
   if (threadIdx.x % 128 != 0) return;
   const u32 full = barrier_at(shared, FULL_Q);
@@ -163,7 +163,7 @@ DEVICE void store_base(u32 tile, float base, float inverse_scale) {
 }
 #endif
 
-// Tells the consumers that there is no further tile: one without stages, whose queries nobody copies.
+// Signals the consumers that there is no further tile, by one without stages, whose queries are not loaded.
 DEVICE void describe_end(u32 done, u32 shared) {
   const u32 full = barrier_at(shared, FULL_Q);
   barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
@@ -175,7 +175,7 @@ DEVICE void describe_end(u32 done, u32 shared) {
   barrier_arrive(full);
 }
 
-// Where a producer stands in the rings; `stage` counts stages over all tiles.
+// A producer's place in the rings; `stage` counts stages over all tiles.
 struct ProducerPlaces {
   RingPlace<K_STAGES> k;
   RingPlace<V_STAGES> v;

@@ -38,7 +38,7 @@ constexpr int KV_STREAM_BYTES = NUM_STAGES * KV_STAGE_BYTES + BIAS_BYTES + ENTRY
 using KTile = SwizzledTile<HEAD_DIM>;
 using VTile = SwizzledTile<HEAD_DIM_V>;
 
-// What a tile of queries streams. The pointers stand at the batch row and the KV head.
+// The tensors that a tile of queries streams. Pointers are to the batch row and the KV head.
 struct KvStream {
   const bf16* k;
   const bf16* v;
@@ -124,7 +124,7 @@ struct KvStream {
     slot = NUM_STAGES - 1;
   }
 
-  // Waits for tile `it` and asks for the tile that will take the slot freed by the barrier.
+  // Waits for tile `it` and starts loading the tile that takes the slot freed by the barrier.
   DEVICE void advance(int it) {
     copy_async_wait<NUM_STAGES - 2>();
     __syncthreads();  // tile `it` is here for every thread, and nobody reads tile it - 1 any more

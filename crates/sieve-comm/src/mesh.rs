@@ -53,9 +53,9 @@ impl Default for Patience {
 /// What a rank does while others may wait for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// A step like those before: it goes on within [`Patience::silence`].
+    /// An ordinary step: progress within [`Patience::silence`].
     Step,
-    /// A first step, a validation, a checkpoint: it goes on within [`Patience::long`].
+    /// A first step, a validation, a checkpoint: progress within [`Patience::long`].
     Long,
     /// Something without a limit, as reading and preparing data.
     Any,
@@ -312,7 +312,7 @@ impl Mesh {
         self.watch.set_collective_counts(counts);
     }
 
-    /// Whether this rank does work that must go on: between its first step and its last.
+    /// Whether this rank has a progress timeout: between its first step and its last.
     pub fn is_at_work(&self) -> bool {
         self.watch.has_limit()
     }
@@ -343,12 +343,12 @@ impl Mesh {
         failure.map_or(Ok(()), |failure| Err(CommError::Lost(failure)))
     }
 
-    /// Tells the others why this rank cannot go on.
+    /// Sends the others the error that ends this rank.
     pub fn fail(&self, text: &str) {
         self.watch.fail(text);
     }
 
-    /// Says farewell: the others do not wait for this rank any more.
+    /// Sends a goodbye message, after which the others do not wait for this rank.
     pub fn leave(&self) {
         self.watch.leave();
     }
@@ -386,7 +386,7 @@ impl Mesh {
 
     /// Why a connection for values broke.
     fn lost(&self, peer: &Peer, error: &io::Error) -> CommError {
-        // Nothing was sent, and nobody is lost.
+        // Nothing was sent, and no rank is lost.
         if error.kind() == io::ErrorKind::InvalidInput {
             return CommError::TooLong(error.to_string());
         }

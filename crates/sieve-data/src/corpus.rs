@@ -272,7 +272,7 @@ impl Corpus {
         Ok(())
     }
 
-    /// An error where files are missing because the hub was not asked.
+    /// An error if files are missing because the hub was not contacted.
     pub(crate) fn check_connected(&self) -> Result<(), DataError> {
         let remote = self.config.paths.iter().find(|path| hub::is_remote(path));
         match (remote, &self.hub) {

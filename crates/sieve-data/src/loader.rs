@@ -38,7 +38,7 @@ pub enum Order {
 /// How documents fill rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packing {
-    /// End to end; a row may hold many documents, and a document may go on in the next row.
+    /// Concatenated; a row may hold many documents, and a document may continue in the next row.
     Concatenated,
     /// A row holds one document, or `seq_len` tokens of it, and then padding; a document's end, which has no label, is
     /// left out. For comparison with programs without packing.

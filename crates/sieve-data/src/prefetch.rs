@@ -16,7 +16,7 @@ pub struct PrefetchPlan {
     pub batch: usize,
     /// Samples from the first of one batch to the first of the next.
     pub stride: u64,
-    /// Batches in all; `None` goes on for ever.
+    /// Number of batches; `None`: endless.
     pub num_batches: Option<u64>,
     /// Batches made ahead, at least 1.
     pub depth: usize,

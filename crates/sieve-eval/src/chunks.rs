@@ -78,7 +78,7 @@ impl Cost {
         self.calls += 1;
     }
 
-    /// A call whose mask was made on the device. Reads what it kept back, and waits for it.
+    /// A call whose mask was computed on the device. Reads its statistics back, and waits for them.
     fn add_selection<B: DeviceBackend>(
         &mut self,
         shape: CallShape,
@@ -140,7 +140,7 @@ impl Made {
     }
 }
 
-/// Masks that depend on a call's sizes alone, for the next layers of a prompt of so many tokens.
+/// Masks that depend on a call's sizes alone, reused for the next layers of a prompt of that length.
 pub(crate) type KeptMasks = Vec<(Selector, usize, Arc<Made>)>;
 
 /// Runs a prefill selector on a document, in calls of `chunk` tokens or in one. A layer's rows depend only on earlier
@@ -228,7 +228,7 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
                 B::sync(&keys.device()).map_err(|error| refused(error.to_string()))?;
                 cost.select_seconds += started.elapsed().as_secs_f64();
             }
-            // It waits for the selection, so it goes before the attention, which nobody waits for.
+            // It waits for the selection, so it runs before the attention, for which no one waits.
             cost.add_selection(shape, &selection, &made);
             let output = attend(&made, false);
             parts.push(output.map_err(refused)?);

@@ -1,4 +1,4 @@
-//! Texts that a model reads piece by piece, with what it keeps of them.
+//! Texts that a model reads in chunks through a KV cache.
 use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection};
 use burn::tensor::{DType, Tensor};

@@ -47,7 +47,7 @@ pub struct PerplexityReport {
     pub num_tokens: u64,
     /// Words of the documents.
     pub num_words: u64,
-    /// Bytes of text that the predicted tokens stand for.
+    /// Bytes of text of the predicted tokens.
     pub num_bytes: u64,
     /// Cross-entropy of all predictions, nats.
     pub nats: f64,

@@ -1,4 +1,4 @@
-//! A selector in place of a dense model's attention: what it computes, and what it cost.
+//! A selector in place of a dense model's attention: its computation and its statistics.
 use crate::EvalError;
 use crate::chunks::{Cost, KeptMasks, calls_of, prefill, prefill_on_device};
 use crate::device_steps;
@@ -15,7 +15,7 @@ use std::time::Instant;
 #[derive(Clone, Debug)]
 pub struct Selection {
     selectors: LayerSelectors,
-    /// What the layers do with tokens after a prompt: those of prefill methods read everything.
+    /// How layers treat tokens after a prompt: with prefill methods these read every key.
     steps: LayerSelectors,
     /// Tokens of a call; a prompt is one call where absent.
     chunk: Option<usize>,

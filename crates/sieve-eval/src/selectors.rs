@@ -60,7 +60,7 @@ pub struct SelectorMeasure {
     pub cosine: f64,
     /// Whether rows depend on earlier tokens alone, so that the loss is a likelihood.
     pub causal: bool,
-    /// Lists that ran dense because a score was no number.
+    /// Lists that ran dense because a score was NaN.
     pub nan_lists: u64,
     /// Calls of a prompt whose masks were made on the device, of all layers.
     pub device_selections: f64,

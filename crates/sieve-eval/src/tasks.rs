@@ -18,7 +18,7 @@ use sieve_ops::DeviceBackend;
 use spec::{Measure, Question};
 pub use spec::{READY_TASKS, Task};
 
-/// Who is asked.
+/// The model that is evaluated.
 #[derive(Debug)]
 pub struct TaskModel<'a, B: DeviceBackend> {
     /// The model.
@@ -29,7 +29,7 @@ pub struct TaskModel<'a, B: DeviceBackend> {
     pub device: &'a B::Device,
 }
 
-/// What a task is asked with.
+/// The rows of a task.
 #[derive(Clone, Debug)]
 pub struct TaskRows {
     /// The rows asked.
@@ -38,7 +38,7 @@ pub struct TaskRows {
     pub examples: Option<Vec<TableRow>>,
 }
 
-/// How a task is asked.
+/// Settings of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TaskRun {
     /// Solved examples before each question.

@@ -71,7 +71,7 @@ impl<'a, B: DeviceBackend> TogetherGenerator<'a, B> {
             }
             false => text.read_rows(&self.last),
         };
-        // After the prompt all texts go on from one row.
+        // After the prompt all texts continue from one row.
         let rows = logits.chunks(vocab_size).cycle();
         let mut tokens = vec![None; num_texts];
         for (at, logits) in (0..num_texts).zip(rows) {

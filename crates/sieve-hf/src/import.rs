@@ -243,7 +243,7 @@ fn recipe_and_shape(
     Ok((recipe, shape))
 }
 
-/// The text of an imported model's recipe is made here: its lines tell nothing.
+/// The text of an imported model's recipe is generated, so that line numbers would not help.
 fn by_set(mut error: RecipeError) -> RecipeError {
     if let RecipeError::Invalid { mistakes, .. } = &mut error {
         for mistake in mistakes {
@@ -262,7 +262,7 @@ struct ReadTensors {
 }
 
 impl ReadTensors {
-    /// Whether there are scores, and none that tells two keys apart.
+    /// Whether there are scores, all of them equal.
     fn all_scores_tie(&self) -> bool {
         let is_a = |name: &str| name.ends_with("self_attn.a");
         let mut a = self.tensors.iter().filter(|(name, _)| is_a(name)).peekable();

@@ -1,4 +1,4 @@
-//! Burn's CUDA tensors as those of the launch wrappers, and back.
+//! Conversion between Burn's CUDA tensors and those of the launch wrappers.
 use crate::launch;
 use crate::memory_watch::note_allocation;
 use crate::probe::compute_capability;
@@ -109,7 +109,7 @@ pub fn client_of(tensor: &CudaTensor) -> &ComputeClient<CudaRuntime> {
 /// The buffer of a tensor on a GPU.
 ///
 /// # Panics
-/// For a tensor of a [`Recorder`](crate::Recorder): its caller keeps it away from Burn.
+/// For a tensor of a [`Recorder`](crate::Recorder), which must not reach Burn.
 pub(crate) fn burn_memory(tensor: &CudaTensor) -> &BurnMemory {
     let memory = tensor.memory().or_else(|| below_tape(tensor));
     memory.expect("a recorded tensor has no memory on a GPU")

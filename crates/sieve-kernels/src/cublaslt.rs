@@ -44,7 +44,7 @@ pub enum MatmulOutput<'a> {
     AddTo(&'a CudaTensor),
 }
 
-/// The library of matrix products, loaded when it is first asked for.
+/// cuBLASLt, loaded at its first use.
 #[derive(Debug)]
 pub struct Cublaslt;
 
@@ -102,7 +102,7 @@ fn queued(
         d_stride: target.d_stride,
         is_f32: target.d.dtype() == DType::F32,
     };
-    // On other architectures nobody has measured.
+    // Other architectures were not measured.
     let is_hopper = x.hardware().compute_capability == (9, 0);
     let call = Call {
         problem,
@@ -138,7 +138,7 @@ impl Cublaslt {
     /// The library's version; `None` where it is not there.
     pub fn version() -> Option<String> {
         Cublaslt::require().ok()?;
-        // SAFETY: the library is there, and the call takes nothing.
+        // SAFETY: the library is loaded, and the call has no arguments.
         let version = unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() };
         Some(format!(
             "{}.{}.{}",

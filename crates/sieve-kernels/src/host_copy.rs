@@ -126,7 +126,7 @@ impl HostReader {
 
 impl Drop for HostReader {
     fn drop(&mut self) {
-        // SAFETY: made in `open`, given back once; nobody could act on an error here.
+        // SAFETY: created in `open`, released once; an error here could not be handled.
         unsafe {
             let _ = driver::free_host(self.staging);
             let _ = driver::stream::destroy(self.stream);

@@ -175,7 +175,7 @@ impl NcclGroup {
         })
     }
 
-    /// What another thread asks now and then: whether NCCL has met an error, and how far the GPU is.
+    /// Polled by another thread: whether NCCL has had an error, and how many collectives the GPU has completed.
     pub fn watch(&self) -> NcclWatch {
         NcclWatch::new(self.link, self.marks.clone())
     }

@@ -228,7 +228,7 @@ impl StepInputs {
 }
 
 impl StepGraph {
-    /// Queues the step for other tokens: ids i32 `[batch, 1]`, all at `position`. Returns a copy of what it makes.
+    /// Queues the step for other tokens: ids i32 `[batch, 1]`, all at `position`. Returns a copy of its output.
     ///
     /// # Errors
     /// [`KernelError::Launch`] of work queued earlier; another number of rows.
@@ -243,7 +243,7 @@ impl StepGraph {
         let exec = self.exec.clone();
         submit(ids, self.stream, bindings, move |lane, pointers| {
             set_inputs(lane, &pointers[..4], rows, position)?;
-            // SAFETY: a graph of this context whose buffers are kept, and two buffers of so many bytes.
+            // SAFETY: a graph of this context whose buffers are kept, and two buffers of `num_bytes` bytes.
             unsafe {
                 let launched = driver_graph::launch(exec.0, lane);
                 launched.map_err(|error| format!("cuGraphLaunch: {error:?}"))?;

@@ -41,7 +41,7 @@ pub trait SieveBackend: Backend {
     fn value(x: Float<Self>) -> Float<Self::Inner>;
     /// A value as a tensor without gradient.
     fn constant(value: Float<Self::Inner>) -> Float<Self>;
-    /// Whether a gradient will be asked of this tensor.
+    /// Whether this tensor needs a gradient.
     fn is_tracked(x: &Float<Self>) -> bool;
     /// An op's output as a tensor: in a graph, a function of `parents`, whose gradients `backward` computes from the
     /// output's. A device drops `backward`.

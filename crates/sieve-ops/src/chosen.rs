@@ -160,7 +160,7 @@ impl<D: DeviceBackend> Reads<D> {
         }
     }
 
-    /// The gradient of the packed tensor. Keys and values of each head are made again here, so that one copy is kept.
+    /// The gradient of the packed tensor. Keys and values of each head are recomputed here, so that one copy is kept.
     fn backward(&self, x: Float<D>, spec: AttentionSpec, read: Read<D>, d_o: Float<D>) -> Float<D> {
         match (read, self.call(spec)) {
             (Read::Chosen(selected), Some((chosen, heads, call))) => {

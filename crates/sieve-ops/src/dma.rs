@@ -26,7 +26,7 @@ use burn::tensor::{Int, Tensor};
 use composed::{DmaInputs, backward, by_rank, forward};
 use sieve_core::{DmaBias, DmaShape, DmaWindow, KeepOLow};
 
-/// What a DMA layer hands on.
+/// Output of a DMA layer.
 #[derive(Clone, Debug)]
 pub struct DmaAttention<B: Backend> {
     /// `[batch, seq_len, num_heads, head_dim]`.

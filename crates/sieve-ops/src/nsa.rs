@@ -55,7 +55,7 @@ pub fn nsa_mean_pool<B: SieveBackend>(qkv: Tensor<B, 4>, call: &NsaCall<B>) -> T
     }))
 }
 
-/// What the compressed branch hands on.
+/// Output of the compressed branch.
 #[derive(Clone, Debug)]
 pub struct CompressedAttention<B: Backend> {
     /// `[batch, seq_len, num_heads, head_dim]`; 0 where a query sees no block yet.

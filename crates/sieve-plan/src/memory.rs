@@ -32,7 +32,7 @@ const GPU_PROGRAM_BYTES: u64 = 700 << 20;
 
 /// What NCCL holds beside it: 388 MiB on two H200s.
 const NCCL_BYTES: u64 = 388 << 20;
-/// Segments whose gradients are there while they are added up over all ranks.
+/// Segments whose gradients exist at once while they are reduced over all ranks.
 const SUMS_UNDER_WAY: u64 = 3;
 
 /// Bytes a parameter that a checkpoint takes in host memory while it is written: copies of weights and moments. Files
@@ -228,7 +228,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
     let keeps_shards = ranks > 1 && stage > 0 && (!adds_up || stage > 1);
     // A tied embedding's gradient waits from the head's pass on.
     let waits = if shape.tie_word_embeddings { head_gradient } else { 0 };
-    // Sums of earlier micro-batches are there beside those that are on their way.
+    // Sums of earlier micro-batches are held in addition to those being reduced.
     let on_their_way = |bytes: u64| if adds_up { bytes + bytes / ranks as u64 } else { bytes };
     let [at_the_end, in_embedding] = match keeps_shards {
         true => {
@@ -257,7 +257,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
     let exchanged = exchanged.map(|part| rows.temporary_bytes(&part, target.value_bytes()));
     let temporaries =
         block_temporaries(shape, target, &rows.recipe_of_part(recipe).training, &rows) + exchanged.max().unwrap_or(0);
-    // A recomputed block is there as a whole while its backward pass runs.
+    // All activations of a recomputed block exist while its backward pass runs.
     let kept = |layer_idx: usize| {
         let block = block_kept(&shape.of_layer(layer_idx), target, seq_len, keeping);
         let others = |other: usize| other != layer_idx;

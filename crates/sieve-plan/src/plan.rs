@@ -124,7 +124,7 @@ pub struct StagePlan {
     pub pays_from: Option<usize>,
 }
 
-/// A way to keep gradients, and what it needs in the stage that needs most memory.
+/// A way to keep gradients, and its memory in the stage that needs most.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ZeroPlan {
     /// `parallelism.zero_stage`.
@@ -139,14 +139,14 @@ pub struct ZeroPlan {
     pub verdict: MemoryVerdict,
 }
 
-/// Rows of which each process has a part.
+/// Rows cut into parts, one for each process (context parallelism).
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RowPartsPlan {
     /// Parts of a row.
     pub degree: usize,
     /// Tokens of a part.
     pub tokens: usize,
-    /// Seconds a step in which keys and heads travel between the parts; nothing goes on beside it.
+    /// Seconds a step in which keys and heads are exchanged between the parts; nothing overlaps it.
     pub exchange_seconds: f64,
     /// By kind of attention, the longest row, a power of two, that fits as a micro-batch of one.
     pub longest_rows: Vec<(&'static str, usize)>,
@@ -417,7 +417,7 @@ fn stage_plan(
 /// Rows that are looked at.
 const LONGEST_ROW: usize = 1 << 23;
 
-/// By kind of attention, the longest rows of which a micro-batch of one fits: dense, and the recipe's own.
+/// The longest rows that fit with one row a micro-batch, for dense attention and for the recipe's own.
 fn longest_rows(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Vec<(&'static str, usize)> {
     let dense = ModelShape {
         attention: Attention::Mha,

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 /// Bytes a second of sums and gatherings between GPUs of one host, by NCCL's rule for a ring: measured on two H200s.
 const HOST_RATE: f64 = 240e9;
-/// The same of an exchange between four H200s in which nothing goes on beside it (tests/gpu/rivals/bus.py).
+/// The same for an exchange between four H200s that nothing overlaps (tests/gpu/rivals/bus.py).
 const EXCHANGE_RATE: f64 = 316e9;
 /// Bytes a second between hosts with one 400 Gb/s card each: an assumption.
 const NETWORK_RATE: f64 = 46e9;

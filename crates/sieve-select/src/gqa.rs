@@ -39,7 +39,7 @@ pub(crate) fn mask(
     mask_as_selected(call, tiles, policy, select, |i| (0..tiles.admissible(i)).collect())
 }
 
-/// As [`mask`], without diagonal tiles and with a fallback of its own: for selections that bring their own.
+/// As [`mask`], without adding diagonal tiles and with a given fallback, for methods that have their own.
 pub(crate) fn mask_as_selected(
     call: &Call<'_>,
     tiles: Tiles,

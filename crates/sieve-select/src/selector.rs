@@ -196,7 +196,7 @@ impl Selector {
         num_queries < self.common.min_prefill_tokens.max(1) || self.is_dense_layer(layer)
     }
 
-    /// Whether a layer's attention is dense, whatever is asked of it.
+    /// Whether a layer's attention is dense for every call.
     pub fn is_dense_layer(&self, layer: usize) -> bool {
         matches!(self.method, Method::Dense) || layer < self.common.first_dense_layers
     }

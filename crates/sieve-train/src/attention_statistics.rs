@@ -125,7 +125,7 @@ impl Lifetimes {
         }
     }
 
-    /// With those of one layer's row, head after head.
+    /// Adds the keys of one row of a layer, head by head.
     fn and_row(mut self, expire: &[i32]) -> Self {
         let seq_len = self.keys.len() - 1;
         let mut sees_itself = vec![false; seq_len];

@@ -16,7 +16,7 @@ pub type Primitive<B> =
 /// its tensors, which must not be used before.
 pub type Pending<B> = Box<dyn FnOnce() -> Result<Vec<Primitive<B>>, TrainError>>;
 
-/// What a rank brings to a gathering.
+/// A rank's input to a gather.
 #[derive(Debug)]
 pub struct Gathered<B: TrainBackend> {
     /// This rank's piece, flat.

@@ -92,7 +92,7 @@ struct TextSource {
     /// All paths as one corpus: what a tokenizer is trained on.
     whole: Corpus,
     validation: Option<Corpus>,
-    /// Its folder is named when it is asked.
+    /// Its folder is given when it is used.
     hub: HubConfig,
 }
 
@@ -345,7 +345,7 @@ fn in_cache(error: DataError) -> TrainError {
     }
 }
 
-/// The tokenizer of `dir`, trained unless one for the same corpus and settings is there.
+/// The tokenizer of `dir`, trained unless `dir` has one for the same corpus and settings.
 fn trained_tokenizer(
     corpus: &Corpus,
     (config, recipe): (BpeConfig, &Recipe),
@@ -356,7 +356,7 @@ fn trained_tokenizer(
     let path = dir.join("tokenizer.json");
     let mark_path = dir.join("tokenizer.origin");
     let lock_path = dir.join("tokenizer.lock");
-    // Two runs that share the folder: one trains, the other finds what it made.
+    // Of two runs that share the folder one trains the tokenizer, and the other loads it.
     let locked = try_lock(&lock_path).and_then(|taken| match taken {
         Taken::Yes(file) => Ok(file),
         Taken::ByAnother(file) => {
@@ -381,7 +381,7 @@ fn trained_tokenizer(
         sample_bytes: config.sample_bytes,
     });
     let tokenizer = Tokenizer::train(corpus, config)?;
-    // The mark goes first and comes last, so that it never stands beside another tokenizer than its own.
+    // The mark is removed first and written last, so that it never belongs to another tokenizer.
     match std::fs::remove_file(&mark_path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             return Err(TrainError::io("removing", &mark_path)(error));

@@ -29,7 +29,7 @@ pub enum TrainError {
     #[error("another process is training in {}\n  \
         hint: wait for it or stop it, or name another folder with --out", .0.display())]
     FolderBusy(PathBuf),
-    /// Text is asked of a synthetic task.
+    /// Text was requested of a synthetic task.
     #[error(
         "the recipe's data are a synthetic task (data.format = \"mqar\"), which has no text\n  \
          hint: give data.mqar, or name text with data.paths and another data.format"
@@ -53,7 +53,7 @@ pub enum TrainError {
     /// The loss or the gradient norm stays not finite, or the loss far above its mean: step, numbers, last checkpoint.
     #[error("{0}")]
     Diverged(String),
-    /// The last checkpoint could not be written, however often it was tried: why, and which one is there.
+    /// The last checkpoint could not be written after all retries: the reason, and the latest one on disk.
     #[error("{0}")]
     Unsaved(String),
     /// Folders, recipes, checkpoints or ranks that do not go together.

@@ -164,7 +164,7 @@ impl<B: TrainBackend> Group<B> {
         (degree > 1).then(|| links.unwrap_or_else(over_hosts))
     }
 
-    /// Says what this rank does from now on, and so how soon it must go on with it.
+    /// Sets what this rank does from now on, and so its progress timeout.
     pub(crate) fn set_work(&self, work: Work) {
         self.mesh.set_work(work);
         self.step_times.borrow_mut().set_work(work, self.mesh.waited());
@@ -243,7 +243,7 @@ impl<B: TrainBackend> Group<B> {
         Ok(Tensor::from_primitive(TensorPrimitive::Float(sum)))
     }
 
-    /// Begins to gather the leaves of a segment, of which each rank has updated its pieces.
+    /// Starts gathering the weights of a segment, of which each rank has updated its pieces.
     pub(crate) fn gather_leaves(&mut self, segment: Segment, updated: Updated<B>) -> Result<(), TrainError> {
         let (ids, pieces): (Vec<_>, Vec<_>) = updated.into_iter().unzip();
         if !ids.is_empty() {
@@ -365,7 +365,7 @@ impl<B: TrainBackend> Group<B> {
 }
 
 impl<B: TrainBackend> Group<B> {
-    /// This rank goes on inside a pass, unless the ranks of a row have lost each other there.
+    /// Reports progress of this rank inside a pass, unless the ranks of a row have lost each other there.
     fn go_on(&self) -> Result<(), TrainError> {
         self.mesh.tick();
         let error = self.row_error.lock().unwrap_or_else(PoisonError::into_inner).take();

@@ -1,4 +1,4 @@
-//! Memory of this process and this machine, where the system tells.
+//! Memory of this process and this machine, where the system reports it.
 use crate::PeakMemory;
 use std::path::Path;
 

@@ -289,7 +289,7 @@ fn drop_later_lines(path: &Path, step: u64) -> Result<History, TrainError> {
         }
         kept.push_str(line);
         if written.kind == "validation" {
-            // A loss that is not finite is written as null, and is no report to go on with.
+            // A loss that is not finite is written as null, and such a line is not one to continue from.
             let report: Option<ValidationReport> = serde_json::from_str(line).ok();
             history.first = history.first.or_else(|| report.clone());
             history.last = report.or(history.last);

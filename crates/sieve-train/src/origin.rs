@@ -1,4 +1,4 @@
-//! Where a run goes on from.
+//! The checkpoint that a run continues from.
 use crate::{RunFolder, Start, TrainError};
 use sieve_core::recipe::AttentionKind;
 use sieve_core::{ModelShape, Recipe};
@@ -139,7 +139,7 @@ impl Origin {
     }
 }
 
-/// The latest whole checkpoint of a run, of its own folder or of `fallback`; `None` where there is none at all.
+/// The latest whole checkpoint of a run, in its own folder or in `fallback`; `None` if it has none.
 fn latest_of_two(
     folder: &RunFolder,
     fallback: Option<&Path>,
@@ -236,7 +236,7 @@ fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, 
     }
 }
 
-/// What the learning rate does where a run goes on with another number of steps.
+/// A note on the learning rate of a run that continues with another number of steps.
 fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> {
     let steps = now.training.steps;
     if steps_done == 0 || steps_done >= steps || saved.training.steps == steps {

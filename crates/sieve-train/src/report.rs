@@ -1,4 +1,4 @@
-//! What a run tells its caller.
+//! Events that a run reports to its caller.
 use crate::{AttentionStatistics, PeakMemory};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -47,13 +47,13 @@ pub struct ValidationReport {
     pub loss: f64,
     /// `exp(loss)`.
     pub perplexity: f64,
-    /// Cross-entropy in bits over the bytes that the predicted tokens stand for.
+    /// Cross-entropy in bits per byte of the predicted tokens' text.
     pub bits_per_byte: f64,
     /// The same for a unigram model counted on the training documents.
     pub unigram_bits_per_byte: f64,
     /// Predicted tokens.
     pub num_labels: u64,
-    /// Bytes those tokens stand for.
+    /// Bytes of text of those tokens.
     pub num_bytes: u64,
 }
 

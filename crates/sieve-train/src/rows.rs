@@ -71,7 +71,7 @@ impl TrainingData {
         }
     }
 
-    /// What tells the run's own data from other data.
+    /// Fingerprint of the run's own data.
     pub(crate) fn base_fingerprint(&self) -> String {
         match &self.rows {
             RowSource::Shards { prepared, .. } => prepared.meta.fingerprint.clone(),

@@ -11,7 +11,7 @@ pub enum Start {
     New,
     /// From the latest checkpoint of the folder.
     Resume,
-    /// The same with nobody there: damaged checkpoints are set aside, and the one before them is taken.
+    /// The same without a user: damaged checkpoints are renamed, and the last whole one is used.
     ResumeAlone {
         /// Where a later checkpoint of the run may lie: see [`Trainer::set_fallback`](crate::Trainer::set_fallback).
         fallback: Option<PathBuf>,
@@ -29,7 +29,7 @@ pub struct RunFolder {
     checkpoint_folder: String,
     /// Another process of the same group has claimed it.
     is_claimed: bool,
-    /// Held until the run ends; the system gives it back when the process is killed.
+    /// Held until the run ends; the system releases it when the process is killed.
     lock: Option<File>,
 }
 

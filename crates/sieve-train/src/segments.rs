@@ -27,7 +27,7 @@ pub struct MicroBatchResult<B: TrainBackend> {
     pub expire: Vec<Tensor<B, 3, Int>>,
     /// DMA's scores by layer, of the same shape, where its bias clamps large ones; empty elsewhere.
     pub clamped_scores: Vec<Tensor<B::InnerBackend, 3>>,
-    /// How well MSA's indexers fit, by layer, where the settings ask for it; see [`sieve_ops::index_statistics`].
+    /// Fit of MSA's indexers by layer, if the settings measure it; see [`sieve_ops::index_statistics`].
     pub indexers: Vec<Tensor<B::InnerBackend, 1>>,
 }
 
@@ -100,7 +100,7 @@ enum Block<B: TrainBackend> {
     Input(Tensor<B::InnerBackend, 3>, LastChoice<B>),
 }
 
-/// What several ranks do while a pass goes on.
+/// Callbacks of several ranks around each segment of a pass.
 pub(crate) trait BesidePass<B: TrainBackend> {
     /// Comes before the forward pass of a segment.
     fn before(
@@ -240,7 +240,7 @@ pub(crate) fn pass<B: TrainBackend>(
     })
 }
 
-/// A block's forward pass whose backward pass adds what it can to the gradients so far.
+/// A block's forward pass whose backward pass adds to the accumulated gradients in place where it can.
 fn with_graph<B: TrainBackend>(
     layer: &DecoderLayer<B>,
     x: Tensor<B, 3>,

@@ -80,7 +80,7 @@ pub struct Trainer<B: TrainBackend> {
     writer: CheckpointWriter,
     /// Whether all processes have written their files of the checkpoint that is being written.
     all_written: bool,
-    /// To be told when the run begins.
+    /// Notes to report when the run begins.
     notices: Vec<String>,
     disturbance: Disturbance,
     /// The processes that train together; `None` where this one is alone.
@@ -93,7 +93,7 @@ pub struct Trainer<B: TrainBackend> {
     shard_checks: Vec<ShardCheck>,
 }
 
-/// Where a run's news goes: to its files and to the caller.
+/// Sends each event to the run's files and to the caller.
 struct Reporter<'a> {
     metrics: Metrics,
     observe: &'a mut dyn FnMut(TrainEvent<'_>),
@@ -207,7 +207,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(trainer)
     }
 
-    /// Stops after this many steps of this process as a signal would stop it: with a checkpoint to go on from.
+    /// Stops after this many steps of this process like a signal does: with a checkpoint to continue from.
     pub fn stop_after(&mut self, num_steps: u64) {
         self.stop_at = Some(self.step.saturating_add(num_steps));
     }
@@ -365,7 +365,7 @@ impl<B: TrainBackend> Trainer<B> {
             self.warn_unsaved(&mut reporter);
         }
         let result = self.steps(stop, &mut reporter, &mut summary);
-        // A checkpoint on its way is made whole and told of, also when a step failed.
+        // A checkpoint being written is finished and reported, also when a step failed.
         let written = match result {
             Ok(()) => self.save_last(&mut reporter),
             Err(_) => self.finish_checkpoint(&mut reporter),
@@ -492,7 +492,8 @@ impl<B: TrainBackend> Trainer<B> {
             }
         }
         drop(batches);
-        // A signal may have ended the loop between two readings. Where the run goes back now, its checkpoint is there.
+        // A signal may have ended the loop between two readings of losses. If the run now rolls back, its checkpoint
+        // exists.
         self.check_steps(true, reporter)?;
         if peak_is_new {
             self.report_peak(reporter)?;
@@ -507,7 +508,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// Tells other processes that this one goes on.
+    /// Reports progress to the other processes.
     fn tick(&self) {
         if let Some(group) = &self.group {
             group.tick();
@@ -596,7 +597,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok((reporter, history))
     }
 
-    /// Where numbers go, and what is there of an earlier process.
+    /// Opens the metrics files, keeping what an earlier process of the run wrote.
     fn open_metrics(&self) -> Result<(Metrics, History), TrainError> {
         if !self.writes() {
             return Ok((Metrics::nowhere(), History::default()));

@@ -5,7 +5,7 @@ use sieve_data::{IGNORE_LABEL, Loader, Tokenizer};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{RotaryEmbedding, SieveBackend};
 
-/// Bytes of text that each token stands for; special tokens stand for none.
+/// Bytes of text of each token; special tokens have none.
 #[derive(Clone, Debug)]
 pub struct TokenBytes(Vec<u32>);
 
@@ -96,7 +96,7 @@ pub(crate) fn sums_to_bytes(sums: &[BatchSums]) -> Vec<u8> {
     sums.iter().flat_map(|sums| sums.to_bytes()).collect()
 }
 
-/// The sums of all batches, in their order, from those of each rank's share.
+/// The sums of all batches in order, merged from the ranks' shares.
 pub(crate) fn sums_of_shares(shares: &[Vec<u8>]) -> Vec<BatchSums> {
     let mut shares = shares
         .iter()

@@ -11,7 +11,7 @@ pub(crate) fn mark() {
     BEGAN.get_or_init(Instant::now);
 }
 
-/// Time since [`mark`], the first time that this is asked: what begins later begins after other work.
+/// Time since [`mark`] at the first call; later calls come after other work.
 pub(crate) fn elapsed_once() -> Option<Duration> {
     static TOLD: AtomicBool = AtomicBool::new(false);
     let is_first = !TOLD.swap(true, Ordering::Relaxed);

@@ -31,9 +31,9 @@ static OUTPUT: OnceLock<Output> = OnceLock::new();
 /// The first thing that could not be printed, and why.
 static LOST: OnceLock<String> = OnceLock::new();
 
-/// Notes that output is lost. The work goes on: a run must not lose its steps because its lines cannot be written.
+/// Records that output was lost. The work continues: a run must not lose its steps because its lines cannot be written.
 fn lose(place: &str, error: &std::io::Error) {
-    // A reader that went away has read what it wanted.
+    // A closed pipe has read what it wanted.
     if error.kind() != std::io::ErrorKind::BrokenPipe {
         LOST.get_or_init(|| format!("{place} could not be written: {error}"));
     }

@@ -19,7 +19,7 @@ const fn tool(name: &'static str, options: &'static str, check: &'static str) ->
 }
 
 const TOOLS: &[Tool] = &[
-    // Calls of the driver that fail are errors of `sieve`, or questions that CubeCL asks to learn what there is.
+    // Failing driver calls are errors of `sieve`, or probes by which CubeCL detects features.
     tool("memcheck", "--report-api-errors no", ""),
     tool("synccheck", "", ""),
     tool("initcheck", "", ""),
@@ -28,7 +28,7 @@ const TOOLS: &[Tool] = &[
     tool("racecheck", "", "--every-lane-arrives"),
 ];
 
-/// What may be asked for alone beside the tools: every kernel against its reference, without a tool.
+/// What can be run alone besides the tools: every kernel against its reference, without a tool.
 const PLAIN: &str = "kernels";
 
 /// Where the sanitizer is looked for, beside PATH.

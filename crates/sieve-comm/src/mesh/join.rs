@@ -22,7 +22,7 @@ const MAX_HELLO_BYTES: u64 = 4 << 10;
 pub(super) const RETRY: Duration = Duration::from_millis(20);
 /// A connection whose first message is not there after so long is a stranger's.
 const HELLO_WAIT: Duration = Duration::from_secs(5);
-/// Connections beyond those of the ranks that may be silent at a time; more wait until one of them is given up.
+/// How many silent connections besides the ranks' are kept at a time; further ones wait until one is dropped.
 const MAX_STRANGERS: usize = 256;
 
 /// What a rank says first, on each of its two connections.
@@ -146,7 +146,7 @@ pub(super) fn accept_all(
         let read = move || {
             let ready = stream.set_nonblocking(false).and_then(|()| stream.set_nodelay(true));
             if let (Ok(()), Some(hello)) = (ready, Hello::read(&stream)) {
-                // Who comes after the last has nobody to talk to.
+                // The receiver is gone once the last rank has joined.
                 let _ = sender.send((stream, hello));
             }
             drop(reader);
@@ -225,7 +225,7 @@ fn admit(
     Err(CommError::Refused(problem))
 }
 
-/// Waits until the name of rank 0's host is known: that of a host that has just been started may come late.
+/// Waits until the name of rank 0's host resolves: a host that has just started may register late.
 pub(super) fn find_host(world: &World, patience: Patience) -> Result<(), CommError> {
     let deadline = Instant::now() + patience.silence.min(patience.join);
     loop {
@@ -341,7 +341,7 @@ fn is_ended(stream: &TcpStream) -> bool {
     !blocks || !peeked.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
 }
 
-/// Whether a connection brings something, or its end, within [`RETRY`].
+/// Whether a connection delivers data or closes within [`RETRY`].
 fn is_answered(stream: &TcpStream) -> bool {
     let peeked = stream
         .set_read_timeout(Some(RETRY))
@@ -358,7 +358,7 @@ fn no_first_rank(world: &World, patience: Patience, error: &io::Error) -> CommEr
     }
 }
 
-/// One of the first messages, all of which must be there at `deadline`.
+/// One of the first messages, all of which must have arrived by `deadline`.
 fn receive_until(stream: &TcpStream, deadline: Instant) -> io::Result<(u8, Vec<u8>)> {
     let found = receive_at_most(MAX_HELLO_BYTES, &mut Until { stream, deadline })?;
     stream.set_read_timeout(None)?;

@@ -65,7 +65,7 @@ impl std::ops::AddAssign<&Self> for CorpusReport {
     }
 }
 
-/// How far a reading has come: enough to go on from there, together with the hashes of the texts seen.
+/// Position of a reader: together with the hashes of the texts seen it suffices to resume there.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Cursor {
     /// The file being read; those before it are done.
@@ -85,7 +85,7 @@ pub struct Documents<'a> {
     path: PathBuf,
     cursor: Cursor,
     seen: HashSet<u128>,
-    /// Hashes that came into `seen` and were not asked for yet.
+    /// Hashes that were added to `seen` and not yet fetched by the caller.
     newly_seen: Vec<u128>,
     done: bool,
 }

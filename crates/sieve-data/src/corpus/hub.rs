@@ -124,7 +124,7 @@ pub fn hub_tokenizer(path: &str, mut config: HubConfig) -> Result<PathBuf, DataE
     remote.is_model = true;
     config.dir = config.dir.join("sieve");
     let hub = Hub::new(config)?;
-    // Whatever folder was asked for, a model has one listing.
+    // A model has one listing for all its folders.
     let listing = hub.listing(&format!("hf://{}@{}", remote.repo, remote.revision), &remote)?;
     let place = listing.siblings.iter().position(|sibling| sibling.name == name);
     let place =
@@ -420,7 +420,7 @@ impl Hub {
         self.config.dir.join("files").join(file.local_name())
     }
 
-    /// Fetches a file unless it is there, and gives its path.
+    /// Fetches a file unless it exists, and returns its path.
     pub(super) fn fetch(&self, file: &RemoteFile) -> Result<PathBuf, DataError> {
         let path = self.local_path(file);
         // It got its name when it was whole and checked.

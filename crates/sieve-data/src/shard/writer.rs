@@ -1,4 +1,4 @@
-//! Writing a shard: token ids as they come, the index at the end.
+//! Writes a shard: token ids as they arrive, the index at the end.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -14,7 +14,8 @@ use sieve_files::{AtomicFile, FinishedFile, sync_folder, temporary_name};
 pub struct ShardWriter {
     prefix: PathBuf,
     bin: AtomicFile,
-    /// The lengths as they come, `<prefix>.len.tmp`: what the index is made of, for whoever goes on after a kill.
+    /// The lengths as they arrive, `<prefix>.len.tmp`, from which the index is built, also by a process that resumes
+    /// after a kill.
     lengths_log: AtomicFile,
     dtype: TokenDtype,
     vocab_size: usize,
@@ -66,7 +67,7 @@ impl ShardWriter {
         }
     }
 
-    /// Goes on after `num_documents` documents of so many sequences that [`keep`](Self::keep) made durable.
+    /// Resumes after the first `num_documents` documents that [`keep`](Self::keep) made durable.
     pub(crate) fn resume(
         prefix: &Path,
         vocab_size: usize,
@@ -168,7 +169,7 @@ impl ShardWriter {
         Ok(self.bin.write(&self.bytes)?)
     }
 
-    /// Writes the index, fsyncs both files and gives them their names.
+    /// Writes the index, fsyncs both files and renames them to their final names.
     ///
     /// # Errors
     /// A full disk, or a file that cannot be renamed.

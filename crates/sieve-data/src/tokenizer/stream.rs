@@ -3,7 +3,7 @@
 use super::Tokenizer;
 use crate::error::DataError;
 
-/// Turns ids into text as they come. A character whose bytes lie in several tokens is held back until it is whole.
+/// Turns ids into text as they arrive. A character whose bytes lie in several tokens is held back until it is whole.
 ///
 /// Special tokens give no text. All pieces together equal [`Tokenizer::decode`] of all ids (except that in a run of
 /// more than 16 tokens of invalid UTF-8 replacement characters may be placed differently).

@@ -14,7 +14,7 @@ use super::words::{byte_chars, in_byte_chars, words};
 pub(super) struct WordEncoder {
     model: ModelWrapper,
     byte_chars: [char; 256],
-    /// One for each thread that encodes at the time; a text borrows one and gives it back.
+    /// One for each thread that is encoding; a text borrows one and returns it.
     caches: Mutex<Vec<WordCache>>,
 }
 

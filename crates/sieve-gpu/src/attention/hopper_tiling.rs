@@ -36,7 +36,7 @@ pub(crate) const BACKWARD_CONSUMER_WARPS: usize = 8;
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
 
-/// A Hopper backward kernel with the arrivals that a policy asks for.
+/// A Hopper backward kernel with the policy's arrivals on barriers.
 pub(crate) fn arriving(kernel: SourceKernel, policy: KernelPolicy) -> SourceKernel {
     match policy.arrivals {
         Arrivals::Warp => kernel,

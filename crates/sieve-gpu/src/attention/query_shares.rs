@@ -14,7 +14,7 @@ use crate::runtime::source_kernel::SourceKernel;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// Blocks that share a tile of keys: so many shares of the KV head's query heads, and so many of each head's queries.
+/// Blocks that share a key tile: the number of shares of the KV head's query heads, and of each head's queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct QueryShares {
     /// At most the query heads of a KV head, which it need not divide.
@@ -190,7 +190,7 @@ fn neighbour_blocks(
     })
 }
 
-/// When the last of these blocks ends, of which `at_once` run at a time.
+/// When the last of these blocks ends if `at_once` run at a time.
 fn makespan(at_once: usize, blocks: impl Iterator<Item = usize>) -> usize {
     let mut free = BinaryHeap::from(vec![Reverse(0); at_once.max(1)]);
     let mut last = 0;

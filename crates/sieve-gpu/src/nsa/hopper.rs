@@ -26,7 +26,7 @@ const TILE_ROWS: usize = 128;
 const BLOCK_KEYS: usize = 64;
 /// Keys and values that lie in shared memory at a time: those in work and the next.
 const KEY_SLOTS: usize = 2;
-/// Bytes of shared memory for what a block of threads tells its warps, and to align it.
+/// Bytes of shared memory for a thread block's barriers and work items, and for alignment.
 const DESCRIPTIONS: usize = 80 + 1024;
 
 /// Whether attention over chosen blocks takes the Hopper family on the tensor's device.

@@ -267,7 +267,7 @@ impl AttentionGradients<'_> {
         };
         for (index, range) in work.ranges().enumerate() {
             let lists = match (policy.sums, is_hopper, lists.get(index)) {
-                // One piece a list, so that within a launch nobody else adds to its keys.
+                // One piece a list, so that within a launch no other block adds to its keys.
                 (SumOrder::Fixed, false, _) => work.lists(range, range.1)?,
                 (_, _, Some(lists)) => lists.clone(),
                 (_, _, None) => work.lists(range, work.item_queries())?,

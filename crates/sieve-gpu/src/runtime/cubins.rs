@@ -36,7 +36,7 @@ impl Cubins {
         IN_USE.get()
     }
 
-    /// Whether a kernel is there.
+    /// Whether a kernel is cached.
     pub fn has(&self, key: u128) -> bool {
         self.path(key).is_file()
     }

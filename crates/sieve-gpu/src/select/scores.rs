@@ -17,7 +17,7 @@ pub(super) const CELL_SIDE: usize = 128;
 /// Side of a tile of select_scores.
 const SCORE_SIDE: usize = 64;
 
-/// Means of blocks, and where asked for variances; of queries and of keys.
+/// Means, and optionally variances, of blocks of queries and of keys.
 pub(super) struct Means {
     means: [CudaTensor; 2],
     variances: Option<[CudaTensor; 2]>,

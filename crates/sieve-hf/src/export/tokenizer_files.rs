@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 const CONFIG: &str = "tokenizer_config.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 pub(crate) const GENERATION: &str = "generation_config.json";
-/// Files beside a `tokenizer.json` that an import keeps as they are and an export reads.
+/// Files next to a `tokenizer.json` that an import copies unchanged and an export reads.
 pub(crate) const BESIDE: [&str; 2] = [CONFIG, CHAT_TEMPLATE];
 /// Keys of `tokenizer_config.json` that are carried through as they are.
 const CARRIED: [&str; 6] = [

@@ -115,7 +115,7 @@ impl Library {
     }
 }
 
-/// What a pointer is a multiple of: a power of two, at most 256 (the most that algorithms ask for).
+/// Alignment of a pointer in bytes: a power of two, at most 256 (the most that algorithms require).
 fn alignment(pointer: u64) -> u32 {
     1 << pointer.trailing_zeros().min(8)
 }

@@ -1,4 +1,4 @@
-//! How far the GPU is with collectives, and what NCCL knows of broken links: asked from a thread of its own.
+//! Progress of the GPU's collectives and NCCL's errors, polled from a thread of its own.
 use super::{Link, lock};
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUevent;
@@ -14,7 +14,7 @@ const IN_PROGRESS: i32 = 7;
 pub(super) struct Marks {
     /// Collectives that were queued and have not ended yet, first queued first. Those on Burn's stream have none.
     queued: Mutex<VecDeque<Mark>>,
-    /// Whether the communicator is gone. Held while NCCL queues work: an abort in the middle would free what it uses.
+    /// Whether the communicator was aborted. Locked while NCCL queues work, since an abort would free what it uses.
     is_aborted: Mutex<bool>,
 }
 
@@ -25,7 +25,8 @@ struct Mark {
     ended: CUevent,
 }
 
-// SAFETY: the driver's handles of events may be used by any thread; each is destroyed once, by who takes it out.
+// SAFETY: the driver's handles of events may be used by any thread; each is destroyed once, by the thread that removes
+// it.
 unsafe impl Send for Mark {}
 
 impl Marks {
@@ -94,7 +95,7 @@ impl NcclWatch {
             marks.pop_front();
             self.num_ended += 1;
             for event in [reached, ended] {
-                // SAFETY: nobody else has them any more. One that stays costs a few bytes.
+                // SAFETY: no other owner is left. A leaked event costs a few bytes.
                 let _ = unsafe { driver::event::destroy(event) };
             }
         }

@@ -86,7 +86,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         let keys = compressed.narrow(0, 0, 1);
         by_key(&branches.window.clone(), |one_hot| {
             let [_, seq_len, _] = one_hot.dims();
-            // A block's value is the mean of its tokens' values; a slot past the last block is read by nobody.
+            // A block's value is the mean of its tokens' values; a slot past the last block is never read.
             let starts = (0..rows / kv_heads).map(|slot| slot * blocks.compress_stride);
             let means: Vec<Tensor<B, 3>> = starts
                 .map(|start| {

@@ -15,7 +15,7 @@ pub(super) enum Operands<B: Backend> {
     Fp8(Fp8Kept<B>),
     /// x as it was.
     X(Float<B>),
-    /// Nothing: the block makes x once more.
+    /// Nothing: the block recomputes x.
     None,
 }
 

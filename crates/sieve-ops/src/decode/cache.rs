@@ -4,7 +4,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 use sieve_core::DmaWindow;
 
-/// Keys lie in `[batch, num_kv_heads, room, head_dim]`, so that those of a head are one stretch of memory.
+/// Keys lie in `[batch, num_kv_heads, room, head_dim]`, so that the keys of a head are contiguous.
 const KEY_AXIS: usize = 2;
 
 /// Keys and values that a layer keeps of earlier tokens, or some of them.

@@ -281,7 +281,7 @@ fn dma_step(
     without_token_dimension(o)
 }
 
-/// What stays of a prompt, as slots; all are in use where the selection names no number of them.
+/// The kept keys of a prompt, as slots; all are in use if the selection sets no number of slots.
 pub(crate) fn kept_cache(qkv: &Qkv, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, KernelError> {
     let kept = qkv.keep_heavy_keys(heavy)?;
     let [_, _, len] = kept.positions.dims(NAME, "positions")?;

@@ -1,4 +1,4 @@
-//! Values of tensors as they are at one moment, read on another thread while ops go on.
+//! Snapshots of tensors, read on another thread while ops continue.
 use crate::tensors::Float;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
@@ -47,7 +47,7 @@ impl SnapshotReader {
     /// The values.
     ///
     /// # Errors
-    /// The GPU's driver reports one.
+    /// An error of the GPU's driver.
     pub fn read(&mut self, snapshot: Snapshot) -> Result<TensorData, KernelError> {
         let copy = match snapshot.0 {
             Source::Host(data) => return Ok(data),

@@ -276,7 +276,7 @@ pub(crate) struct Dam {
 /// Where the maps of the layer come from.
 #[derive(Clone, Debug)]
 enum Source {
-    /// They are there, one per query head.
+    /// Calibrated maps, one per query head.
     Maps(Vec<DamMap>),
     /// The text is still calibrating itself.
     Text(DamCapture),

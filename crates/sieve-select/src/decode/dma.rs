@@ -125,7 +125,7 @@ const MAX_EXPONENT: f32 = 60.0;
 pub(crate) struct Dma {
     config: DmaConfig,
     weights: DmaLayerWeights,
-    /// [`rank_key`] of the kept keys per KV head, the next to go on top.
+    /// [`rank_key`] of the kept keys per KV head, the next to be evicted on top.
     slots: Vec<BinaryHeap<Reverse<u64>>>,
     /// Scores of all keys, `[keys, num_kv_heads]`.
     z: Vec<f32>,
@@ -179,7 +179,7 @@ impl Dma {
         }
     }
 
-    /// Scores of a token, `[num_kv_heads]`, to the bit those of training.
+    /// Scores of a token, `[num_kv_heads]`, bit-equal to training's.
     fn scores(&self, cache: &Cache, v: &[f32]) -> Vec<f32> {
         let (heads, head_dim) = (cache.shape.num_kv_heads, cache.shape.head_dim);
         let mut z = vec![0.0; heads];

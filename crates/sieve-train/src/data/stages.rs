@@ -16,7 +16,7 @@ fn with_paths(recipe: &Recipe) -> impl Iterator<Item = Stage> {
     stages.filter(|stage| stage.section.paths.is_some())
 }
 
-/// Lists the text of every stage, so that a path without files is told before anything is written.
+/// Lists the text of every stage, so that a path without files is reported before anything is written.
 pub(super) fn check_stages(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> Result<(), TrainError> {
     for stage in with_paths(recipe) {
         let (config, _) = corpus_configs(&recipe.at_stage(&stage), variable)?;
@@ -94,7 +94,7 @@ impl TrainingData {
         parts.any(|(prepared, recipe)| !is_made_of(prepared, &recipe).unwrap_or(false))
     }
 
-    /// What tells this data from other data: the run's own, then each stage's.
+    /// Fingerprint of the data: the run's own, then each stage's.
     pub fn fingerprint(&self) -> String {
         let stages = self.stages.iter();
         let stages = stages.map(|(index, text)| format!("{PART}{index}:{}", text.prepared.meta.fingerprint));

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 /// A rank is slow whose rate is below this share of the median's.
 const LEAST_SHARE: f64 = 0.8;
-/// Each rate is the best of so many tries: other work of a host slows some of them.
+/// Each rate is the best of this many tries, since other work on a host slows some of them.
 const TRIES: usize = 5;
 /// How often all ranks measure again where one seems slow, and keep the better rates.
 const MORE_ROUNDS: usize = 3;

@@ -1,4 +1,4 @@
-//! Which rank is slow: the time of each rank's host for a step, without what it waited for others.
+//! Finds slow ranks by the time of each rank's host for a step, without its waits for other ranks.
 use sieve_comm::Work;
 use std::time::{Duration, Instant};
 
@@ -40,7 +40,7 @@ impl StepTimes {
         self.num_steps += u32::from(rank == 0);
     }
 
-    /// The slowest rank since the last look, where it is slow and was not told of lately.
+    /// The slowest rank since the last check, if it is slow and was not reported recently.
     pub(super) fn slow_rank(&mut self) -> Option<String> {
         if self.num_steps < LEAST_STEPS {
             return None;

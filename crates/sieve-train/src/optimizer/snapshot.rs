@@ -1,4 +1,4 @@
-//! Weights and moments as they are at one moment, and what shows whether all ranks compute with the same weights.
+//! Snapshots of weights and moments, and checksums that show whether all ranks compute with the same weights.
 use super::{EXP_AVG, EXP_AVG_SQ, Inner, NUM_UPDATES, Optimizer, cut, parameter_ids};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
@@ -30,7 +30,7 @@ impl<B: TrainBackend> Optimizer<B> {
         });
         let parameters = parameters.collect::<Vec<_>>();
         let elements = parameters.iter().map(|(_, _, shape)| shape.iter().product::<usize>());
-        // Two moments and the joined master, in f32, and something to go on with.
+        // Two moments and the joined master, in f32, and some spare memory.
         let needed = 3 * 4 * elements.sum::<usize>() as u64;
         let waits = B::InnerBackend::snapshot_room(device) > needed + needed / 4;
         let mut taker = Taker::<B> {

@@ -20,7 +20,7 @@ const MAX_UNREAD: usize = 64;
 const MAX_BEHIND: Duration = Duration::from_secs(60);
 /// A step that takes longer may look like one that stands still.
 const SLOW_STEP: Duration = Duration::from_secs(20);
-/// After a step that was not taken, this many are read one by one, so that their gradients can be told by layer.
+/// After a skipped step, this many steps are read one by one, so that their gradients can be reported by layer.
 const WATCHED_STEPS: u64 = 100;
 /// Documents of a step that are named.
 const MAX_NAMED_DOCUMENTS: usize = 16;

@@ -92,12 +92,12 @@ pub(super) struct Saving {
     pub(super) fallback: Option<PathBuf>,
     /// Whether checkpoints go there.
     pub(super) uses_fallback: bool,
-    /// The step of a try that failed and why it did, until it is told.
+    /// The step and the error of a failed attempt, until it is reported.
     pub(super) problem: Option<(u64, String)>,
 }
 
 impl Saving {
-    /// Whether so many checkpoints failed that a run ends.
+    /// Whether enough checkpoints failed to end the run.
     pub(super) fn gives_up(&self) -> bool {
         self.tries.num_failed() >= self.tries.limits().max_failures
     }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// At most one checkpoint on its way to the disk. Training goes on beside it.
+/// Writes at most one checkpoint at a time, while training continues.
 #[derive(Debug, Default)]
 pub(super) struct CheckpointWriter {
     job: Option<Job>,

@@ -1,4 +1,4 @@
-//! What a run prints at its end: what it has come to, what its model writes, and what to type next.
+//! What a run prints at its end: results, samples, and what to type next.
 use super::log::Log;
 use crate::{terminal, text_files};
 use anyhow::Result;

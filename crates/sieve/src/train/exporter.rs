@@ -1,4 +1,4 @@
-//! `--metrics-port`: the numbers of a run in Prometheus' text form, for whoever asks for `/metrics`.
+//! `--metrics-port`: serves the numbers of a run in Prometheus' text format at `/metrics`.
 use anyhow::{Context, Result};
 use sieve_train::TrainEvent;
 use std::fmt::Write as _;
@@ -31,7 +31,7 @@ impl FromStr for MetricsPort {
     }
 }
 
-/// What is told, as it stands.
+/// The current values.
 #[derive(Debug, Default)]
 struct Numbers {
     /// Name without its prefix, what it is, whether it only grows, its value.
@@ -72,7 +72,7 @@ impl Numbers {
     }
 }
 
-/// Takes a run's numbers; a thread gives them to who asks.
+/// Receives a run's numbers; a thread serves them.
 #[derive(Clone, Default)]
 pub(super) struct Exporter(Arc<Mutex<Numbers>>);
 
@@ -92,7 +92,7 @@ impl Exporter {
         let serve = move || {
             loop {
                 match listener.accept() {
-                    // A stranger who breaks off is no news.
+                    // A connection that breaks off is ignored.
                     Ok((stream, _)) => drop(this.answer(&stream, LIMIT)),
                     // Too many open files, say.
                     Err(_) => std::thread::sleep(Duration::from_secs(1)),

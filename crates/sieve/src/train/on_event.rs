@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 /// Longest time that a command may take; nothing waits for it longer.
 const LIMIT: Duration = Duration::from_secs(60);
-/// A run stalls where nothing has happened for so many times the longest pause before.
+/// A run counts as stalled after this many times its longest pause without an event.
 const LONGEST_PAUSES: u32 = 20;
 
-/// What the command is told as `SIEVE_EVENT`.
+/// The values of `SIEVE_EVENT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     /// Exit code 0.
@@ -39,7 +39,7 @@ impl Event {
     }
 }
 
-/// The command, and whose run it is told of; clones tell of the same run.
+/// The command and the run that it reports on; clones report on the same run.
 #[derive(Clone, Debug)]
 pub(super) struct OnEvent {
     command: Option<String>,
@@ -134,7 +134,7 @@ impl OnEvent {
     }
 }
 
-/// Says that a run goes on.
+/// Records that the run made progress.
 pub(super) struct StallWatch(Sender<()>);
 
 impl StallWatch {

@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Where it is set, NCCL works on Burn's stream, and nothing goes on beside it: to compare, and to look for a fault.
+/// If set, NCCL uses Burn's stream and nothing overlaps it: for comparison and debugging.
 const INLINE: &str = "SIEVE_NCCL_INLINE";
 
 /// Seconds after which a file that rank 0 has written must be there for all.
@@ -86,7 +86,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             mesh.fail(text.trim_start_matches("error: "));
             match rank {
                 0 => events.ended(Err(error)),
-                // Rank 0 tells it.
+                // Rank 0 reports it.
                 _ => Ok(Exit::Failed),
             }
         }
@@ -138,7 +138,7 @@ fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
     if !is_told {
         terminal::note(&format!("{text}{hint}"));
     }
-    // Rank 0 has told of its own error.
+    // Rank 0 has reported its own error.
     if !(event == Event::Failed && failure.rank == 0) {
         events.tell(event, &text);
     }
@@ -217,7 +217,7 @@ pub(super) fn find_origin(folder: &mut RunFolder, start: &Start, recipe: &Recipe
     Ok(Origin::find(folder, start, recipe)?)
 }
 
-/// The folder and where the run continues from: rank 0 looks, the others open what it found.
+/// The folder and the checkpoint to continue from: rank 0 looks, the others open what it found.
 pub(super) fn open(mesh: &Mesh, out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
     let name = &recipe.checkpoint.folder;
     if mesh.world().rank == 0 {
@@ -272,7 +272,7 @@ pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<()> {
     }
 }
 
-/// Does `work` in rank 0, then in all others: they find what it made.
+/// Runs `work` in rank 0, then in all others, which find its results.
 pub(super) fn first_then_others<T>(mesh: Option<&Mesh>, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let Some(mesh) = mesh else {
         return work();
@@ -335,7 +335,7 @@ pub(super) fn on_cuda(
          hint: NCCL_DEBUG=INFO says how NCCL connects them"
     );
     let links = match degree > 1 && size.is_multiple_of(degree) {
-        // Attention needs the other parts at once: nothing could go on beside it.
+        // Attention needs the other parts at once, so nothing could overlap the exchange.
         true => Some(RowOfGpus {
             nccl: join(&mesh, device, degree, false)?,
             part: rank % degree,

@@ -50,7 +50,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
         ));
         terminal::lines(&run.text);
         let start = match args.start(&run.out, None)? {
-            // Runs that were not begun yet begin; the others go on.
+            // Runs that have not started yet start; the others continue.
             Start::Resume | Start::ResumeAlone { .. } if !RunFolder::holds_run(&run.out) => Start::New,
             start => start,
         };

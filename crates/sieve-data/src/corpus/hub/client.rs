@@ -272,7 +272,7 @@ impl Client {
         }
     }
 
-    /// Checks a file that is all there, and gives it its name.
+    /// Checks a completely fetched file, and renames it to its final name.
     fn publish(&self, file: &Download<'_>) -> Result<(), Failure> {
         let temporary = temporary_name(&file.path);
         if let Some(checksum) = file.checksum {
@@ -362,7 +362,7 @@ impl Client {
         self.has_answered.store(true, Ordering::Relaxed);
         let status = response.status();
         match status.as_u16() {
-            // 416: what is there is no beginning of the file, as the caller sees.
+            // 416: the partial file is no prefix of the file; the caller handles that.
             200 | 206 | 416 => Ok(response),
             408 | 429 | 500.. => {
                 let asked = response.headers().get(header::RETRY_AFTER);
