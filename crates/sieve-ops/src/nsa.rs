@@ -181,8 +181,8 @@ pub struct NsaCompressed<B: Backend> {
 pub struct NsaSelected<B: Backend> {
     /// Attention over the chosen blocks.
     pub output: AttentionOutput<B>,
-    /// The queries that chose each block, where the device keeps its lists for the backward pass: entries, pieces and
-    /// numbers of pieces, of each range of queries.
+    /// The lists of queries that chose each block, where the device keeps them for the backward pass. For each range of
+    /// queries: list entries, pieces of lists and the number of pieces.
     pub lists: Vec<[Ints<B>; 3]>,
 }
 

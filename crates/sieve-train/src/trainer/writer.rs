@@ -85,7 +85,7 @@ impl CheckpointWriter {
     /// Waits until the files are written, and calls `tick` whenever they have grown.
     ///
     /// # Errors
-    /// Why the device did not give its tensors.
+    /// The device could not return its tensors, or a file could not be written.
     pub(super) fn finish(&mut self, tick: &dyn Fn()) -> Result<Option<Written>, TrainError> {
         let Some(job) = self.job.take() else {
             return Ok(None);

@@ -140,7 +140,7 @@ pub(super) fn forward<B: DeviceBackend>(
     }
 }
 
-/// What DMA computes from.
+/// Inputs of DMA's scores, selection and attention.
 pub(super) fn dma_inputs<B: Backend>(qkv: Float<B>, dma: DmaLayer<B>, call: &AttentionCall<B>) -> DmaInputs<B> {
     DmaInputs {
         scores: DmaScoresCall {
