@@ -412,7 +412,7 @@ fn weight_files(from: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
         let plain = file
             .as_str()
             .filter(|file| Path::new(file).file_name() == Some(file.as_ref()));
-        let file = plain.ok_or_else(|| malformed(format!("{tensor} lies in no file beside it: {file}")))?;
+        let file = plain.ok_or_else(|| malformed(format!("{tensor} is in no file of its folder: {file}")))?;
         files.insert(from.join(file));
     }
     Ok(files.into_iter().collect())

@@ -35,7 +35,7 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
             let size = |value: Option<Value>| value.and_then(|value| value.as_integer());
             let per_step = size(seq_len).and_then(|len| size(rows)?.checked_mul(len));
             if stage.contains_key("steps") {
-                mistakes.push(Mistake::new(key, "is given beside steps", "give one of the two"));
+                mistakes.push(Mistake::new(key, "is given together with steps", "give one of the two"));
                 stage.remove("tokens");
             } else if let (Some(per_step @ 1..), 1..) = (per_step, tokens) {
                 let steps = (tokens - 1) / per_step + 1;

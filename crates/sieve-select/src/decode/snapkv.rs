@@ -39,7 +39,7 @@ impl SnapkvConfig {
         if self.capacity <= self.window {
             return rules.fail(
                 format!(
-                    "capacity={} leaves nothing beside window={}",
+                    "capacity={} leaves no room besides window={}",
                     self.capacity, self.window
                 ),
                 "capacity counts the window too; make it larger",
