@@ -1,5 +1,5 @@
-// attention_backward_convert: the f32 sums of dq, in tensor core order, to strided bf16 rows; also those of dk and dv,
-// where blocks that share a tile of keys left parts (SUM_PARTS).
+// attention_backward_convert: the f32 sums of dq, in tensor core order, to strided bf16 rows; also dk and dv where
+// blocks share key tiles, from their partial sums (SUM_PARTS).
 // Math       dq = scale * dq_sum; SUM_PARTS: dk = scale * sum over p of dk_sum[p], in the order of p
 // Layout     dq_sum f32 [batch, num_heads, (SUM_PARTS: num_parts,) sum_len / 16, HEAD_DIM / 8, 32, 4]: lane 4g + t of a
 //            16 x 8 tile holds row g, columns 2t, 2t + 1, then row g + 8;

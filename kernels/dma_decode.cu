@@ -1,8 +1,8 @@
-// dma_decode: one new token per row against a DMA cache of w slots per KV head; the slot of the key that leaves is
+// dma_decode: one new token per row against a DMA cache of w slots per KV head; the slot of the evicted key is
 // overwritten.
 // Math       heap step of the selection, then attention. Slots hold the w = keep_window_size largest (z_j, j) so far.
 //            The new key (z_new, length) takes a free slot; else the slot of the smallest (z_j, j) if that is smaller
-//            (so it wins ties, being the more recent); else nobody sees it. With r = local_window_size > 0 only slots
+//            (so it wins ties, being the more recent); else no query sees it. With r = local_window_size > 0 only slots
 //            of j <= length - r are candidates, the new key is none, and it always takes a slot. o_h = sum_j
 //            softmax_j(softmax_scale q_h . k_j + delta_j) v_j over the keys then kept, delta_j = exp(min(z_j, 60))
 //            (BIAS_LINEAR: z_j; NO_BIAS: 0)

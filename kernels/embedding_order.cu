@@ -1,5 +1,4 @@
-// embedding_order: tokens sorted by id, those of one id in their own order: the fixed order in which the embedding's
-// gradient is summed.
+// embedding_order: tokens sorted by id (a stable sort): the fixed order in which the embedding's gradient is summed.
 // Math       order = all {ids[t], t}, ascending; an id outside the table counts as vocab_size
 // Layout     ids i32 [tokens]; order, scratch int2 [tokens]
 // Buffers    ids, order, scratch

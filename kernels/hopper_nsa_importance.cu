@@ -11,8 +11,8 @@
 //            query's heads side by side) against 128 slots a step, counted from a document's first; two blocks a
 //            multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
-// Edges      group 1, 2, 4, 8 or 16; slots that nobody sees may hold NaN; RULE 3: group 1, slots of a token, blocks of
-//            16, 32, 64 or a multiple of 128 tokens
+// Edges      group 1, 2, 4, 8 or 16; slots that no query sees may hold NaN; RULE 3: group 1, slots of a token, blocks
+//            of 16, 32, 64 or a multiple of 128 tokens
 // A thread's columns of eight are two neighbours. A block is the columns of two lanes and one of the lane before, so
 // that sums over a query's heads and a block's slots are shuffles, and nothing goes through shared memory.
 #include "common/attention_params.cuh"

@@ -15,7 +15,7 @@
 //            ROW_STAGES * 256) * HEAD_DIM * 2 + 16384 + ROW_STAGES * 2064 + 80 + 1024
 // Numerics   P and dS rounded to bf16, f32 sums; dk_sum, dv_sum: two f32 adds per key and item, in any order, or
 //            ORDERED piece after piece of a list, each piece's first half of rows first; parts rounded to bf16
-// Edges      select_size <= 64; any group; keys of a block that nobody chose are neither read nor written
+// Edges      select_size <= 64; any group; keys of a block that no query chose are neither read nor written
 // Scores are kept transposed, S^T = K Q^T, as in hopper_backward.cuh; dQ = dS K reads dS^T from shared memory. A step's
 // products:
 // S, dP | exp S | dV | dS | dK, dQ.

@@ -8,8 +8,8 @@
 // Defines    HEAD_DIM 64|128; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 +
 //            ROW_STAGES * 128) * HEAD_DIM * 2 + ROW_STAGES * 1040 + 80 + 1024
-// Numerics   P rounded to bf16, f32 sums, parts rounded to bf16; parts of choices that are none stay unwritten
-// Edges      select_size <= 64; any group; a block that nobody chose is never read
+// Numerics   P rounded to bf16, f32 sums, parts rounded to bf16; parts of unused choices (-1) stay unwritten
+// Edges      select_size <= 64; any group; a block that no query chose is never read
 #define GRADIENT 0
 #include "common/attention_params.cuh"
 #include "common/hopper_chosen.cuh"

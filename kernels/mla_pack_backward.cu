@@ -1,5 +1,5 @@
-// mla_pack_backward: gradients of mla_pack_forward; those of the norms' weights as one partial sum a block, which
-// column_sums adds up.
+// mla_pack_backward: gradients of mla_pack_forward; the norms' weights' as one partial sum a block, which column_sums
+// adds up.
 // Math       dq = [dq_C ; R^T dq_R], dkv = [dk_C ; dv] of each head, dk_rope = R^T (sum of dk_R over heads), R as in
 //            the forward. With norms g = [dy_C ; R^T dy_R] of each query and key, n = x r, r = 1 / sqrt(mean(x^2) +
 //            epsilon): dx = r (g w - n mean(g w n)); dweight = sum of g n over tokens and heads. The keys share k_R:

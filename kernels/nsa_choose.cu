@@ -8,8 +8,8 @@
 // Buffers    importance, doc_start, block_indices
 // Defines    none
 // Method     of each lane's importances the largest; the needed-th largest of those 32 is a bound that the chosen
-//            reach. Where no more than 32 importances reach it each becomes a lane's, which counts those ahead of it.
-//            Otherwise the least importance taken is found bit by bit
+//            reach. If at most 32 importances reach it, each goes to a lane, which counts the larger ones. Otherwise
+//            the least importance taken is found bit by bit
 // Tiling     grid (ceil(num_queries / 8), num_kv_heads, batch); 256 threads, a warp a query
 // Numerics   exact; every element of these queries written
 // Edges      any num_selected >= 1, num_local >= 1; forced blocks beyond num_selected stay out, first ones before last

@@ -27,8 +27,8 @@ DEVICE void store_split(u32 shared, u32 a, u32 b, u32 c) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(0u) : "memory");
 }
 
-// Stores the number of a column. `one`: BF16_ONE, or 0 where the rows' numbers stay out. Products read it after
-// fence_async_proxy.
+// Stores the split number of one column as an operand. `one`: BF16_ONE, or 0 if no number per row is added. Call
+// fence_async_proxy before wgmma reads it.
 DEVICE void store_split_column(u32 shared, float x, u32 one) {
   const SplitParts parts(0.5f * x);
   store_split(shared, parts.first | parts.second << 16, parts.third | one << 16, one | one << 16);

@@ -79,7 +79,7 @@ impl TrainingData {
         }
     }
 
-    /// How often each token is in the data to train on; of a synthetic task, in the first rows.
+    /// How often each token occurs in the training data; for a synthetic task, in its first rows.
     ///
     /// # Errors
     /// An unreadable shard, a token outside the vocabulary.
