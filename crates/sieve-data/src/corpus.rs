@@ -314,8 +314,8 @@ impl Corpus {
         &self.files
     }
 
-    /// How many files of the folders are no text by the ending of their names and are not read, by that ending without
-    /// its dot. Hidden files, and data sets of the hub, are not counted.
+    /// How many files of the folders are skipped because of their name's ending, by that ending without its dot. Hidden
+    /// files, and data sets of the hub, are not counted.
     pub fn passed_over(&self) -> &BTreeMap<String, usize> {
         &self.passed_over
     }

@@ -81,8 +81,8 @@ pub struct LayerMeasure {
     pub recall: Option<f64>,
     /// Relative error of the output, on the dense model's operands.
     pub output_error: f64,
-    /// Mean cosine of the attention's output to the dense model's, all layers before it under the selector too; absent
-    /// where the model did not run under it.
+    /// Mean cosine of the attention's output to the dense model's, with the selector in all earlier layers too; absent
+    /// if the model did not run with it.
     pub cosine: Option<f64>,
 }
 

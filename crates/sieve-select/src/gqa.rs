@@ -9,15 +9,15 @@ use sieve_core::{KeptRows, KeyMask, Tiles};
 use crate::call::Call;
 use crate::mask::Selected;
 
-/// What the query heads that share a KV head keep.
+/// How the query heads that share a KV head choose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GqaPolicy {
-    /// Each its own list.
+    /// Each query head has its own list.
     PerQuery,
-    /// What any of them keeps.
+    /// One list: the union of the heads' lists.
     Union,
-    /// One list, of scores averaged over the group.
+    /// One list, by scores averaged over the group.
     Mean,
 }
 

@@ -71,7 +71,7 @@ impl MemoryProbe {
         }
     }
 
-    /// The most bytes that a run could come to hold beside everything else there is; zero where unknown.
+    /// The most bytes that a run can use, given everything else in memory; zero where unknown.
     pub fn available(self) -> u64 {
         match self {
             Self::Process => process_available(),

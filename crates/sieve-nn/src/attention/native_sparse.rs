@@ -64,7 +64,7 @@ impl<B: SieveBackend> Branches<B> {
 }
 
 impl<B: Backend> Branches<B> {
-    /// Some rows, or some tokens.
+    /// The branches of some rows, or of some tokens.
     fn part(&self, dim: usize, [first, count]: [usize; 2]) -> Self {
         let part = |x: &Tensor<B, 4>| x.clone().narrow(dim, first, count);
         Self {

@@ -68,7 +68,7 @@ impl<B: Backend> BlockCache<B> {
         }
     }
 
-    /// Counts the token that such a step has written, and the compressed pair that ends at it.
+    /// Counts the token that a captured step has written, and the compressed key and value that end at it.
     pub(super) fn count_token(&mut self) {
         let caches = [&mut self.selected, &mut self.window, &mut self.tail];
         caches.into_iter().for_each(KeyCache::count_token);

@@ -20,11 +20,11 @@ pub struct TokenStep<'a, B: Backend> {
     pub position: usize,
     /// `[vocab_size, d_model]`.
     pub embedding: Tensor<B, 2>,
-    /// In order.
+    /// The model's layers, from the first to the last.
     pub layers: Vec<TokenLayer<B>>,
     /// The layers' caches, each of all rows.
     pub caches: Vec<TokenCache<'a, B>>,
-    /// Before the output projection, `[d_model]`.
+    /// Weight of the norm before the output projection, `[d_model]`.
     pub norm: Tensor<B, 1>,
     /// `[vocab_size, d_model]`.
     pub output: Tensor<B, 2>,
@@ -45,7 +45,7 @@ pub struct TokenLayer<B: Backend> {
     pub qkv_bias: Option<Tensor<B, 1>>,
     /// Absent in models like Llama.
     pub qk_norm: Option<QkNorm<B>>,
-    /// What DMA ranks keys by; the cache holds slots then.
+    /// DMA's inputs of the rank; the cache then holds slots.
     pub dma: Option<DmaLayer<B>>,
     /// Weights that other kinds have beside these.
     pub extra: TokenExtra<B>,

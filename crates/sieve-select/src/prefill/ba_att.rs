@@ -173,7 +173,7 @@ impl BaAttConfig {
         heads.map(order).collect()
     }
 
-    /// Tokens by rising norm; of a causal mask, in each of the ranges alone.
+    /// Tokens sorted by rising norm; for a causal mask only within each of the ranges.
     fn order<'x>(
         &self,
         len: usize,
