@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   const float base = bias_of_score(largest);
   auto bias_of = [base](float z) { return (bias_of_score(z) - base) * LOG2_E; };
 
-  // Attend, tile by tile; the key that leaves is masked.
+  // Attend, tile by tile; the evicted key is masked.
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
   Decode decode;
   decode.init();

@@ -104,7 +104,7 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
       wgmma_wait<1>();
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 2; ++i) output[i] *= inverse[i % 4 / 2];
-      // The output leaves through the tile of q.
+      // The output is stored through the tile of q.
       barrier_sync(ROWS_READ + warpgroup, 128);  // no warp of the warpgroup reads these rows of q any more
       u32 packed[4][4];
       pack_columns(packed, output);

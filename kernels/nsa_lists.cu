@@ -7,7 +7,7 @@
 //            items int4 {first entry, entries, cell, number in its cell} [batch, num_kv_heads, max_items], of at most
 //            item_queries entries each: of 16 cells together, all first items, then all second ones, so that items of
 //            one cell, which add to the same keys, start apart; num_items i32 [batch * num_kv_heads + 1], the last 0:
-//            items that somebody took
+//            items already taken
 // Buffers    block_indices, doc_start, counts, entries, items, num_items
 // Defines    none
 // Method     a counting sort: 32 queries at a time set their bit in a word of each cell they chose; a query's place is

@@ -24,13 +24,13 @@ const REASON_WAIT: Duration = Duration::from_secs(3);
 /// How long a rank waits for others.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
-    /// Until all ranks are there.
+    /// Until all ranks have joined.
     pub join: Duration,
-    /// For a sign of life, and for a step that stands still.
+    /// Without a heartbeat, and without progress in a step that others wait for.
     pub silence: Duration,
-    /// For a step in which all ranks stand still and none waits for another.
+    /// Without progress of any rank in a step while none waits for another.
     pub still: Duration,
-    /// For other work of a run that stands still.
+    /// Without progress in other work of a run.
     pub long: Duration,
     /// After another rank is lost, until this process must end.
     pub farewell: Duration,

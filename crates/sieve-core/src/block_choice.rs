@@ -21,7 +21,7 @@ pub enum ChoiceRule {
 }
 
 impl ChoiceRule {
-    /// Whether blocks compare by products of a query and keys themselves, and each scored head chooses.
+    /// Whether blocks are compared by `q . k` itself, not by probabilities, and each scored head chooses.
     pub fn takes_scores(self) -> bool {
         matches!(self, Self::MeanKey | Self::LargestScore)
     }

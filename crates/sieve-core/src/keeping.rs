@@ -5,7 +5,7 @@ use serde::Serialize;
 /// What blocks keep for their backward pass beside the least. Nothing of it is kept where nothing is differentiated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Keeping {
-    /// In which rows `o_low`, what rounding o to bf16 loses, is kept.
+    /// For which rows `o_low`, the low bits that the bf16 o lacks, is kept.
     #[serde(rename = "rest")]
     pub o_low: KeepOLow,
     /// Whether a block keeps what its backward pass would recompute: normed streams, rotated heads and gated

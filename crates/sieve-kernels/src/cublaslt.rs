@@ -48,8 +48,8 @@ pub enum MatmulOutput<'a> {
 #[derive(Debug)]
 pub struct Cublaslt;
 
-/// A product of two bf16 tensors with f32 accumulation, rounded once at the store. Leading dimensions count as rows;
-/// rows may be pitched. Returns the output tensor: the new one, or the one that was written.
+/// GEMM of two bf16 tensors with f32 accumulation, rounded once at the store. Leading dimensions count as rows; rows
+/// may be pitched. Returns the output tensor: the new one, or the one that was written.
 ///
 /// # Errors
 /// [`KernelError::NoCublasLt`] when the library is missing; another type, sizes that do not fit, an output whose rows

@@ -106,7 +106,7 @@ struct Reads<D: DeviceBackend> {
     blocks: NsaBlocks,
 }
 
-/// What an attention leaves its backward pass.
+/// What attention keeps for its backward pass.
 #[derive(Clone)]
 enum Read<D: DeviceBackend> {
     All(AttentionOutput<D>),

@@ -21,7 +21,7 @@ pub enum ProductPrecision {
     Fp8,
 }
 
-/// What a product leaves for its gradients: both operands, rounded.
+/// What a GEMM keeps for its gradients: both operands, rounded.
 #[derive(Clone, Debug)]
 pub struct Fp8Kept<B: Backend> {
     /// With scales: bytes, `[in, tokens]`; without: the values of the bytes, shaped as x.

@@ -90,7 +90,7 @@ pub(crate) mod reference {
         primitive(dy.transpose().matmul(x))
     }
 
-    /// A product of two matrices; with `([alpha, beta], c)` alpha times it and beta times c.
+    /// `a b`; with `([alpha, beta], c)` `alpha a b + beta c`.
     pub fn gemm<B: Backend>(kind: Product, x: Float<B>, w: Float<B>, sum: Option<([f64; 2], Float<B>)>) -> Float<B> {
         let (x, w) = (tensor::<B, 2>(x), tensor::<B, 2>(w));
         let y = match kind {

@@ -39,7 +39,7 @@ pub fn split_master<B: DeviceBackend, const D: usize>(master: Tensor<B, D>) -> (
     (tensor(leaf), rest)
 }
 
-/// The master of a leaf and its rest, exactly.
+/// The f32 master of bf16 weights and its low bits, exactly.
 pub fn join_master<B: DeviceBackend, const D: usize>(leaf: Tensor<B, D>, rest: Float<B>) -> Tensor<B, D> {
     tensor(B::join_master(primitive(leaf), rest))
 }
@@ -81,7 +81,7 @@ pub fn sum_of_squares<B: DeviceBackend, const D: usize>(x: Tensor<B, D>) -> Tens
 /// One parameter's state in an AdamW update, all of one shape and f32 (f64 in tests), except `leaf` and its low bits.
 #[derive(Clone, Debug)]
 pub struct AdamWTensors<B: Backend> {
-    /// The master weights; beside a leaf, what [`DeviceBackend::split_master`] returned beside it.
+    /// The master weights; with a `leaf`, the low bits that [`DeviceBackend::split_master`] returned.
     pub param: Float<B>,
     /// The weights that the model computes with, in bf16, where they are another tensor than `param`.
     pub leaf: Option<Float<B>>,
@@ -175,7 +175,7 @@ pub(crate) mod cpu {
             ..
         } = tensors;
         let [mut param, mut exp_avg, mut exp_avg_sq] = [param, exp_avg, exp_avg_sq].map(contiguous);
-        // In place where nobody else holds the tensor; `storage_mut` copies where somebody does.
+        // In place if the tensor has no other owner; otherwise `storage_mut` copies.
         sieve_cpu::adamw(
             param.storage_mut::<f32>(),
             floats(&grad),

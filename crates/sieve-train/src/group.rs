@@ -253,7 +253,7 @@ impl<B: TrainBackend> Group<B> {
         Ok(())
     }
 
-    /// Waits for the leaves of all segments. Nothing but a forward pass may read a leaf before.
+    /// Waits until the weights of all segments are gathered. Before, only a forward pass may read them.
     pub(crate) fn finish_leaves(&mut self, model: &mut Option<Qwen3<B>>) -> Result<(), TrainError> {
         let under_way = self.leaves.keys().copied().collect::<Vec<_>>();
         let Some(model) = model else {
@@ -263,7 +263,7 @@ impl<B: TrainBackend> Group<B> {
         segments.try_for_each(|segment| self.put_leaves(model, segment))
     }
 
-    /// Waits for the leaves of a segment, where they are on their way.
+    /// Waits for the weights of a segment, if they are being gathered.
     fn put_leaves(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
         let Some((ids, pending)) = self.leaves.remove(&segment) else {
             return Ok(());
@@ -463,7 +463,7 @@ impl RowLinks for Neighbours {
     }
 }
 
-/// Puts leaves in their places.
+/// Writes gathered weights into the model.
 struct Leaves<B: TrainBackend>(HashMap<ParamId, Primitive<B>>);
 
 impl<B: TrainBackend> ModuleMapper<B> for Leaves<B> {

@@ -34,9 +34,10 @@ pub struct Optimizer<B: TrainBackend> {
     /// Parameters that Muon updates, and how many rows each projection in them has.
     matrices: HashMap<ParamId, Vec<usize>>,
     moments: HashMap<ParamId, Moments<B>>,
-    /// What [`sieve_ops::split_master`] returned beside the leaf.
+    /// Low bits of the master from [`sieve_ops::split_master`].
     masters: HashMap<ParamId, Inner<B>>,
-    /// This rank's piece of each leaf that is cut, flat: a copy, which updates change before all ranks gather the leaf.
+    /// This rank's flat piece of each weight that is cut: a copy, which updates change before all ranks gather the
+    /// weight.
     pieces: HashMap<ParamId, Inner<B>>,
 }
 
@@ -88,7 +89,7 @@ impl<B: TrainBackend> Optimizer<B> {
         module.map(&mut self.begin(gradients, grad_scale, lr))
     }
 
-    /// As [`step`](Self::step), segment by segment; `updated` gets the pieces of each, to gather its leaves from.
+    /// As [`step`](Self::step), segment by segment; `updated` gets the pieces of each, to gather its weights.
     pub(crate) fn step_by_segment(
         &mut self,
         mut model: Qwen3<B>,
@@ -248,7 +249,7 @@ struct Update<'a, B: TrainBackend> {
 }
 
 impl<B: TrainBackend> Update<'_, B> {
-    /// The next leaf, whole or of this rank's piece.
+    /// The next bf16 weight, whole or this rank's piece.
     fn leaf(&mut self, id: ParamId, leaf: Inner<B>, gradient: Inner<B>, decays: bool) -> Inner<B> {
         let optimizer = &mut *self.optimizer;
         let (param, leaf) = match optimizer.masters.remove(&id) {

@@ -242,7 +242,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.model.as_ref().expect(AWAY)
     }
 
-    /// Waits for the leaves that all ranks gather after a step.
+    /// Waits for the weights that all ranks gather after a step.
     fn finish_leaves(&mut self) -> Result<(), TrainError> {
         match &mut self.group {
             Some(group) => group.finish_leaves(&mut self.model),

@@ -14,13 +14,13 @@ pub(super) const HELLO: u8 = 10;
 const WELCOME: u8 = 11;
 pub(super) const REFUSED: u8 = 12;
 
-/// First line of the first message; a program that sends another one is a stranger.
+/// First line of the first message; a program that sends another one is not a rank.
 const MAGIC: &str = "sieve-comm 2";
-/// A longer first message is a stranger's.
+/// A longer first message is not a rank's.
 const MAX_HELLO_BYTES: u64 = 4 << 10;
 /// Between two tries to reach rank 0.
 pub(super) const RETRY: Duration = Duration::from_millis(20);
-/// A connection whose first message is not there after so long is a stranger's.
+/// A connection without a first message after this time is dropped as foreign.
 const HELLO_WAIT: Duration = Duration::from_secs(5);
 /// How many silent connections besides the ranks' are kept at a time; further ones wait until one is dropped.
 const MAX_STRANGERS: usize = 256;
@@ -52,7 +52,7 @@ impl Hello {
         )
     }
 
-    /// `None` of a stranger.
+    /// `None` if it is not a rank's.
     fn read(stream: &TcpStream) -> Option<Self> {
         let (kind, bytes) = receive_until(stream, Instant::now() + HELLO_WAIT).ok()?;
         let text = String::from_utf8(bytes).ok()?;

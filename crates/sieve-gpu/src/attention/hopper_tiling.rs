@@ -65,7 +65,7 @@ impl KernelFamily {
         }
     }
 
-    /// Whether a forward pass with a bias on each key of a row also returns what rounding took from o.
+    /// Whether a forward pass with a bias on each key of a row also returns `o_low`.
     pub fn keeps_o_low(self, o_low: KeepOLow, seq_len: usize) -> bool {
         self == KernelFamily::Hopper && o_low.in_row(seq_len)
     }

@@ -11,7 +11,7 @@ use sieve_core::{BlockChoice, ChoiceRule};
 
 const NAME: &str = "nsa_choose";
 
-/// Bytes of the importances that a launch leaves for the next one.
+/// Bytes of the importances that one launch writes for the next.
 const IMPORTANCE_BYTES: usize = 256 << 20;
 
 /// Rows of a tile of the portable nsa_importance, a query's heads side by side, and the columns of its table of

@@ -20,7 +20,7 @@ use sieve_core::NsaBlocks;
 const NAME: &str = "nsa_selected_attention";
 
 impl ChoiceLists {
-    /// Bytes of the parts that a launch leaves for nsa_selected_combine.
+    /// Bytes of the partial results that a launch writes for nsa_selected_combine.
     pub const PART_BYTES: usize = 1 << 30;
 }
 

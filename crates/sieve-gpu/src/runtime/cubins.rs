@@ -11,7 +11,7 @@ pub struct Cubins {
     folder: PathBuf,
 }
 
-/// Where this process finds and leaves its kernels; without one it compiles them anew.
+/// The folder of this process's compiled kernels; without one it compiles them each time.
 static IN_USE: OnceLock<Cubins> = OnceLock::new();
 
 impl Cubins {

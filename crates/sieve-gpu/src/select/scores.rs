@@ -1,4 +1,4 @@
-//! Scores of blocks: products of means, and of cells.
+//! Scores of blocks: dot products of means, and of cells.
 use super::order::Orders;
 use super::{Call, SELECT_CELL_SUMS, SELECT_POOL, SELECT_SCORES, select_cells_kernel};
 use crate::attention::heads::Heads;
@@ -35,7 +35,7 @@ pub(super) struct Pooled<'a> {
     pub(super) order: Option<&'a CudaTensor>,
 }
 
-/// How blocks of queries and keys are cut for products of means.
+/// How queries and keys are cut into blocks for scores by means.
 #[derive(Clone, Copy)]
 pub(super) struct Cut {
     pub(super) num_queries: usize,

@@ -96,11 +96,11 @@ fn params(step: &AdamWStep, size: usize) -> AdamwParams {
 /// Where the master weights are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Master {
-    /// In f32, without a leaf.
+    /// In f32, without bf16 weights.
     Alone,
-    /// In f32, beside a bf16 leaf.
+    /// In f32, with separate bf16 weights.
     BesideLeaf,
-    /// In a bf16 leaf and the 16 bits that it lacks.
+    /// Split into bf16 weights and the masters' low 16 bits.
     Split,
 }
 

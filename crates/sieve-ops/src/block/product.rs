@@ -1,4 +1,4 @@
-//! A product of a block in the numbers that the block multiplies in.
+//! A GEMM of a block in the block's precision, bf16 or fp8.
 use super::residual::{Residual, norm_gradient};
 use crate::DeviceBackend;
 use crate::fp8::{Fp8Kept, ProductPrecision, ToRound};
@@ -8,7 +8,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::Keeping;
 
-/// What a product leaves for its gradients.
+/// What a GEMM keeps for its gradients.
 #[derive(Clone, Debug)]
 pub(super) enum Operands<B: Backend> {
     /// For an fp8 GEMM: both, rounded.

@@ -78,7 +78,7 @@ pub struct OptimizerSnapshot {
     replica: Replica<Snapshot>,
 }
 
-/// What one of several ranks computes with, of some leaves.
+/// Weights that one of several ranks computes with.
 #[derive(Debug)]
 struct Replica<T> {
     own: Vec<T>,
@@ -103,7 +103,7 @@ pub struct ReplicaSums {
     own: u64,
     /// Of the pieces of a rank further on.
     other: u64,
-    /// Of leaves that are not cut.
+    /// Of weights that are not cut.
     whole: u64,
 }
 
@@ -203,7 +203,7 @@ impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
         let leaf = tensor.inner().into_primitive().tensor();
         if share.size > 1 {
             let further = (share.rank + self.distance) % share.size;
-            // A copy: the leaf is written again while the snapshot is read.
+            // A copy, since the weight is overwritten while the snapshot is read.
             let copy = |part| B::InnerBackend::float_mul_scalar(part, 1f32.into());
             let now = |range| copy(cut::<B>(leaf.clone(), range));
             match cuts {

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 const MAX_UNREAD: usize = 64;
 /// How far the device may be behind: a longer wait for its numbers would look like one for a device that hangs.
 const MAX_BEHIND: Duration = Duration::from_secs(60);
-/// A step that takes longer may look like one that stands still.
+/// A step that takes longer may be taken for a hung one.
 const SLOW_STEP: Duration = Duration::from_secs(20);
 /// After a skipped step, this many steps are read one by one, so that their gradients can be reported by layer.
 const WATCHED_STEPS: u64 = 100;

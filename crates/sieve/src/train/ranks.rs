@@ -30,7 +30,7 @@ const SHARED_SECONDS: u64 = 10;
 const NCCL_START: Duration = Duration::from_secs(300);
 const CONNECTING: Duration = Duration::from_secs(20);
 
-/// Time for which work of a run may stand still that is no step.
+/// Progress timeout of work other than steps.
 pub(super) fn long_patience(seconds: u64) -> Duration {
     Duration::from_secs(20 * seconds)
 }

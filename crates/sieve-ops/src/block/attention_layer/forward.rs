@@ -64,7 +64,7 @@ pub struct AttentionLayerCall<B: Backend> {
     pub residual: Residual,
 }
 
-/// What an attention call leaves for its backward pass.
+/// What an attention call keeps for its backward pass.
 #[derive(Clone, Debug)]
 pub(super) enum Attended<B: Backend> {
     Recent(AttentionOutput<B>),
