@@ -76,7 +76,7 @@ impl BlockChoice {
         }
     }
 
-    /// Whether queries and keys that exist for the choice alone make it.
+    /// Whether an indexer's queries and keys choose, instead of the attention's.
     pub fn has_indexer(&self) -> bool {
         self.rule == ChoiceRule::LargestScore
     }
@@ -142,7 +142,7 @@ impl BlockChoice {
     pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
         let by_head = self.rule == ChoiceRule::MeanKey;
         let group_size = if by_head { 1 } else { group_size };
-        // Attention reads the pieces; scores are added up over whole blocks, of which a mean key has one.
+        // Attention reads the pieces; a block is scored as a whole, by one mean key.
         let pieces = self.attended();
         let attended = NsaBlocks {
             compress_stride: pieces.select_block_size,

@@ -15,7 +15,7 @@ use sieve_gpu::{CudaTensor, DType, Fill, Hardware, KernelError, LaunchRequest, M
 use std::fmt;
 use std::sync::Arc;
 
-/// What is assumed where the driver does not say.
+/// Number of multiprocessors assumed if the driver does not report it.
 const DEFAULT_MULTIPROCESSORS: usize = 132;
 
 /// The tensor primitive of `burn_cuda::Cuda<f32, i32>`.

@@ -20,7 +20,7 @@ pub struct TokenBuffer<B: Backend, const D: usize, K: BasicOps<B> = Float> {
 }
 
 impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
-    /// These tokens along `axis`, in a buffer with room for at least `room` more.
+    /// These tokens along `axis`, in a buffer of `room` tokens; `None`: with some spare room.
     pub fn new(tokens: Tensor<B, D, K>, axis: usize, room: Option<usize>) -> Self {
         let mut shape = tokens.dims();
         shape[axis] = room.unwrap_or(shape[axis] + spare(shape[axis]));
