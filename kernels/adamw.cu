@@ -5,8 +5,7 @@
 // Layout     param, exp_avg, exp_avg_sq, grad f32 [num_elements]; leaf bf16 [num_elements]; all contiguous, 16-byte
 //            aligned; grad_scale f32 [1]
 // Buffers    param, exp_avg, exp_avg_sq, grad, grad_scale, leaf (HAS_LEAF); the first three are read and written.
-//            SPLIT_MASTER: param is the 16 bits that the leaf lacks of the master (common/split_master.cuh), and the
-//            leaf is read too
+//            SPLIT_MASTER: param is the low 16 bits of the master (common/split_master.cuh), and the leaf is read too
 // Defines    HAS_LEAF (1), SPLIT_MASTER (0)
 // Tiling     grid (ceil(num_elements / 1024)); 256 threads, four elements each
 // Numerics   f32; 30 bytes an element, 28 with SPLIT_MASTER, memory-bound. The gate: where grad_scale is 0 or not

@@ -57,8 +57,8 @@ DEVICE void store_sums(const float (&sums)[2][2 * HALF_PAIRS][4], float* to, int
 typedef bf16 gradient;
 #endif
 
-// Writes the warp's columns of the pair's 32 rows of one gradient, through the pair's (no longer needed) rows of the K
-// or V tile.
+// Writes this warp's half of the columns of the warp pair's 32 gradient rows, staged in the pair's rows of the K or V
+// tile, which are no longer needed.
 template <int ROW, int HALF_PAIRS>
 DEVICE void store_rows(u32 shared, const float (&sums)[2][2 * HALF_PAIRS][4], float scale, bf16* to, u64 stride,
                        int first_key, int seq_len) {

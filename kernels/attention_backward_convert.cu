@@ -1,5 +1,5 @@
-// attention_backward_convert: the f32 sums of dq, in tensor core order, to strided bf16 rows; also those of dk and dv,
-// where blocks that share a tile of keys left parts (SUM_PARTS).
+// attention_backward_convert: the f32 sums of dq, in tensor core order, to strided bf16 rows; also dk and dv where
+// blocks share key tiles, from their partial sums (SUM_PARTS).
 // Math       dq = scale * dq_sum; SUM_PARTS: dk = scale * sum over p of dk_sum[p], in the order of p
 // Layout     dq_sum f32 [batch, num_heads, (SUM_PARTS: num_parts,) sum_len / 16, HEAD_DIM / 8, 32, 4]: lane 4g + t of a
 //            16 x 8 tile holds row g, columns 2t, 2t + 1, then row g + 8;
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(256)
     attention_backward_convert(const float* dq_sum, bf16* dq,
                                const __grid_constant__ AttentionBackwardConvertParams params) {
   constexpr u32 COLUMN_TILES = HEAD_DIM / 8, PARTS = (COLUMN_TILES + 3) / 4;
-  // 32 bits number the tiles of everything that fits a GPU; 64-bit divisions would cost more than the loads.
+  // 32-bit tile numbers: enough for any tensor that fits a GPU, and 64-bit divisions would cost more than the loads.
   // (batch, head, row tile, part)
   const u32 at = blockIdx.x * 8 + threadIdx.x / 32, row_tile = at / PARTS, tiles = (u32)params.sum_len / 16,
             num_heads = (u32)params.num_heads;

@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
     load(tile + NUM_STAGES);
   }
 #if APPEND
-  // The new token: attended from where it lies, stored into the cache, whose row `length` nobody reads in this launch.
+  // The new token: read from its own tensor and stored into the cache, whose row `length` this launch does not read.
   const bf16* token_k = k_new + params.k_offset + batch * params.k_batch_stride + (i64)kv_head * HEAD_DIM;
   const bf16* token_v = v_new + params.v_offset + batch * params.v_batch_stride + (i64)kv_head * HEAD_DIM_V;
   if (split == 0 && warp == 0) {

@@ -26,9 +26,9 @@ struct BiasBaseParams {
   u64 reach;  // GATHER: entries a list has room for; else keys a query sees at most, itself included
 };
 
-// The largest bias of ranges of queries: level l, place p stands for the queries p .. p + 2^l - 1. A key counts for two
-// ranges, which cover its own.
-// Biases are kept in the order of their bits (order_key.cuh), where 0 lies below all.
+// Sparse table of maxima: entry p of level l is the largest bias that the queries p .. p + 2^l - 1 see. A key updates
+// two entries that together cover the queries that see it. Biases are stored as order keys (order_key.cuh): unsigned
+// integers in the order of the floats, 0 below all of them.
 struct Ranges {
   u32 largest[LEVELS][BLOCK_QUERIES];
 
@@ -66,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1)
 #endif
   __syncthreads();  // ranges are clear, starts are there
 
-  // Load: keys by the thousand, some thousands on their way at once. Most are seen from the block's first query to its
-  // last, and meet in a register.
+  // Load: 1024 keys at a time, several loads in flight. Most keys are seen by every query of the block; their maximum
+  // is kept in a register.
   u32 seen_by_all = 0;
   auto add = [&](int first, int end, float bias) {
     if (first >= end) return;

@@ -8,8 +8,7 @@
 // Tiling     grid (rows); 512 threads; the first CACHED_CHUNKS chunks of a thread stay in registers between the two
 //            passes, the others are read again, from the L2
 // Numerics   f32 inside, sums in a fixed order; memory-bound
-// Edges      vocab_size not a multiple of 8: what lies behind it is not read into arithmetic. A label >= vocab_size
-//            makes the loss NaN
+// Edges      vocab_size not a multiple of 8: the padding columns are ignored. A label >= vocab_size makes the loss NaN
 #include "common/bf16x8.cuh"
 #include "common/fixed_sum.cuh"
 

@@ -1,12 +1,13 @@
-// dma_border_keys_backward: adds the gradients of chosen keys, values and ranks to those of the tensors they are from.
+// dma_border_keys_backward: adds the gradients of chosen keys, values and ranks to the gradients of the tensors they
+// were gathered from.
 // Math       dk[b,j,g] += d_keys[b,s,g], dv[b,j,g] += d_keys[b,s,G+g], d_rank[b,g,j] += d_ranks[b,g,s] with j =
 //            kept[b,g,s] and G = num_kv_heads, where j is not negative
 // Layout     as dma_border_keys_forward, with gradients in the place of values
 // Buffers    d_packed, d_rank (both read and written), kept, d_keys, d_ranks
 // Defines    IS_BF16 (1), VECTOR (8)
 // Tiling     grid (slots, batch); 256 threads; 8 neighbouring columns each
-// Numerics   f32 sums, one rounding; a key stands in one slot of its head at the most, so no two threads add to one
-//            element; memory-bound
+// Numerics   f32 sums, one rounding; a key is in at most one slot of its head, so no two threads add to one element;
+//            memory-bound
 // Edges      head_dim is a multiple of 8; kept is below seq_len
 #include "common/row_vector.cuh"
 

@@ -1,8 +1,8 @@
-// dma_decode: one new token per row against a DMA cache of w slots per KV head; the slot of the key that leaves is
+// dma_decode: one new token per row against a DMA cache of w slots per KV head; the slot of the evicted key is
 // overwritten.
 // Math       heap step of the selection, then attention. Slots hold the w = keep_window_size largest (z_j, j) so far.
 //            The new key (z_new, length) takes a free slot; else the slot of the smallest (z_j, j) if that is smaller
-//            (so it wins ties, being the more recent); else nobody sees it. With r = local_window_size > 0 only slots
+//            (so it wins ties, being the more recent); else no query sees it. With r = local_window_size > 0 only slots
 //            of j <= length - r are candidates, the new key is none, and it always takes a slot. o_h = sum_j
 //            softmax_j(softmax_scale q_h . k_j + delta_j) v_j over the keys then kept, delta_j = exp(min(z_j, 60))
 //            (BIAS_LINEAR: z_j; NO_BIAS: 0)
@@ -71,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   const bf16* token_k = k_new + params.k_offset + batch * params.k_batch_stride + (i64)kv_head * HEAD_DIM;
   const bf16* token_v = v_new + params.v_offset + batch * params.v_batch_stride + (i64)kv_head * HEAD_DIM_V;
 
-  // Ask for everything before waiting for anything: latencies are all the time that a short cache takes. Scores and
-  // positions of places not in use are read and not looked at.
+  // Issue all loads before waiting for any: with a short cache latency is the whole cost. Scores and positions of
+  // unused slots are loaded and ignored.
   uint4 early_z[EARLY], early_position[EARLY];
   const bool by_four = window % 4 == 0;
 #pragma unroll
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   const float base = bias_of_score(largest);
   auto bias_of = [base](float z) { return (bias_of_score(z) - base) * LOG2_E; };
 
-  // Attend, tile by tile; the key that leaves is masked.
+  // Attend, tile by tile; the evicted key is masked.
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
   Decode decode;
   decode.init();

@@ -1,5 +1,5 @@
 // dma_lists_prefix: the keys alive at each boundary of PREFIX_BLOCK positions, from `expire` alone. dma_lists wants
-// them; after dma_select they are there already (the survivors of dma_select_prefix), so this runs only for an `expire`
+// them; after dma_select they exist already (the survivors of dma_select_prefix), so this runs only for an `expire`
 // from elsewhere.
 // Math       alive(S) = { j : doc_start[S] <= j < S <= expire[j] }, at most w of them; written where S -
 //            doc_start[S] > w

@@ -1,5 +1,4 @@
-// dma_scores_backward: gradients of dma_scores; those of W_dt and A as one partial sum a block, which column_sums adds
-// up.
+// dma_scores_backward: gradients of dma_scores; W_dt's and A's as one partial sum a block, which column_sums adds up.
 // Math       dx[h,t] = dz[h,t] A[h] sigmoid(x[h,t]); dv[t,c] += sum_h dx[h,t] W_dt[c,h]; dW_dt[c,h] = sum_t v[t,c]
 //            dx[h,t];
 //            dA[h] = sum_t dz[h,t] softplus(x[h,t]), softplus(x) = x for x > 20

@@ -71,9 +71,9 @@ struct Shared {
 
 // Key sources are structs with a templated call: NVRTC takes a generic lambda of a kernel for host code and refuses it.
 
-// The keys before the arrivals: survivors of the last boundary, then everything from `first` on, of which shared memory
-// holds the orders of the first ones; only a window of more than PREFIX_BLOCK keys leaves some to be read again and
-// again.
+// The keys before the arriving ones: survivors of the last boundary, then all keys from `first` on. Shared memory holds
+// the order keys of the first of them; the others, which only a window of more than PREFIX_BLOCK keys has, are reloaded
+// in each pass.
 struct KeysBefore {
   const u64* survivors;
   i32 num_survivors;

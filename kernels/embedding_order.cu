@@ -1,5 +1,4 @@
-// embedding_order: tokens sorted by id, those of one id in their own order: the fixed order in which the embedding's
-// gradient is summed.
+// embedding_order: tokens sorted by id (a stable sort): the fixed order in which the embedding's gradient is summed.
 // Math       order = all {ids[t], t}, ascending; an id outside the table counts as vocab_size
 // Layout     ids i32 [tokens]; order, scratch int2 [tokens]
 // Buffers    ids, order, scratch
@@ -19,8 +18,8 @@ struct EmbeddingOrderParams { u64 tokens, vocab_size, num_bits; };
 
 DEVICE int slot(int digit, int warp) { return digit * PITCH + warp; }
 
-// The lanes whose digit is this one's, of those with `valid`; 0 for a lane without. By a vote a bit: match_any takes a
-// turn for every digit that occurs.
+// Mask of the `valid` lanes with the same digit as this one; 0 for a lane that is not valid. One ballot a bit, since
+// match_any takes one iteration for every distinct digit.
 DEVICE u32 same_digit(int digit, bool valid) {
   u32 same = __ballot_sync(0xffffffffu, valid);
 #pragma unroll

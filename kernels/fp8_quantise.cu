@@ -1,7 +1,7 @@
 // fp8_quantise: a bf16 matrix in fp8, as it is and transposed, with one scale for all of it.
 // Math       s = max(amax, 2^-100) / largest, rows[r,c] = columns[c,r] = round(x[r,c] * (largest / max(amax, 2^-100)));
-//            the product of two such matrices times both s is the product of what they stand for. largest: 448 of
-//            e4m3, 57344 of e5m2
+//            the product of two such matrices times both s is the product of the original ones. largest: 448 of e4m3,
+//            57344 of e5m2
 // Layout     x bf16 [num_rows, width] contiguous; amax [num_partials], bits of f32s, as fp8_amax writes them; rows
 //            [num_rows, width] and columns [width, num_rows] bytes, contiguous; scale f32 [1]
 // Buffers    x, amax, rows, columns, scale
@@ -68,7 +68,7 @@ fp8_quantise(const bf16* x, const u32* amax, unsigned char* rows, unsigned char*
   const float bound = __uint_as_float(largest), factor = LARGEST / bound;
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) scale[0] = bound / LARGEST;
 
-  // Round; rows leave as they are, and turned they wait for their columns' other rows.
+  // Round; rows are stored at once, and transposed in shared memory until the tile's other rows are there.
   if (is_inside) {
     u32 low[SIDE], high[SIDE];
 #pragma unroll

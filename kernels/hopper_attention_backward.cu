@@ -51,7 +51,7 @@ struct DenseKeys {
     block.first_tile = first_key / BLOCK_Q;
     block.num_tiles = ceil_div(key_range(*this, 0, BLOCK_KV).last_expire, BLOCK_Q) - block.first_tile;
 #if ORDERED
-    // Keys expire in their order, so of a query tile's keys the first are those of one tile, and none is left out.
+    // Keys expire in order, so a query tile's first keys belong to one key tile, and no key tile is skipped.
     block.other_end = first_key == 0 ? 0 : ceil_div(key_range(*this, -BLOCK_KV, BLOCK_KV).last_expire, BLOCK_Q);
 #endif
 #if SHARES

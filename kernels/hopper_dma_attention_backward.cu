@@ -48,9 +48,9 @@ struct ListKeys {
     const KeyRange range = key_range(*this, 0, BLOCK_KV);
     int lowest = range.lowest, last_expire = range.last_expire;
 #if ORDERED
-    // Chunks add from the list's end on: old keys, those that leave first, then entering ones, the earliest first. With
-    // a last tile not before any earlier chunk's, the chunks that see a tile are successive, and each of them knows
-    // where it is the first. A chunk of empty places begins with the next one.
+    // Chunks add to dq from the list's end on: old keys, soonest to expire first, then entering keys, earliest first.
+    // From then on no chunk's last query tile precedes that of an earlier chunk, so that the chunks that see a tile are
+    // consecutive and each knows whether it is the first. A chunk of padding begins where the next chunk does.
     for (int at = num_before - 1; lowest == 0x7fffffff && at >= 0; --at)
       if (list[at].y > 0) lowest = list[at].x;
     int later_expire = 0;
@@ -69,9 +69,9 @@ struct ListPlace {
 };
 
 #if ORDERED
-// Lists whose chunks start alternately, so that a list's chunk starts about when the one before it is done with the
-// first tiles; more would not stay in the L2 cache together. Super-blocks one after the other: a key's rows wait for
-// the list before.
+// Number of lists whose chunks start alternately, so that a list's chunk starts about when the chunk before it has
+// finished the first tiles; more lists would not fit into the L2 cache together. Super-blocks follow one another, since
+// a key's gradient rows wait for the list before.
 constexpr u32 LISTS_TOGETHER = 8;
 
 DEVICE ListPlace list_place(const DmaAttentionBackwardParams& params, u32 block) {
@@ -88,7 +88,7 @@ DEVICE ListPlace list_place(const DmaAttentionBackwardParams& params, u32 block)
   return place;
 }
 #else
-// Lists at a launch's end whose chunks are dealt out longest first. More would not stay in the L2 cache together.
+// Number of lists at a launch's end whose chunks start longest first. More would not fit into the L2 cache together.
 constexpr u32 LAST_LISTS = 8;
 
 // Blocks start in the order of their linear number, list after list. In the launch's last LAST_LISTS lists all first
@@ -164,13 +164,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   if (place.super_block >= num_super_blocks) return;
   const u64 list_row = (u64)batch * num_kv_heads + kv_head;
   const u64 list_index = list_row * num_super_blocks + place.super_block;
-  // Entries and their number are asked for at once; places past a list's end hold anything.
+  // Entries and the list's length are loaded at once; places past a list's end hold arbitrary values.
   const int first_entry = place.chunk * BLOCK_KV, at = first_entry + (int)threadIdx.x;
   int2 entry = make_int2(0, 0);
   if (threadIdx.x < BLOCK_KV && at < (int)params.list_capacity) entry = list[list_index * params.list_capacity + at];
   const int length = list_len[list_index];
 #if ORDERED
-  // The last expire behind the chunk. Old keys stand in its order, so behind the entering ones the first is enough.
+  // The largest expire after the chunk. Old keys are sorted by it, so after the entering ones the first is enough.
   __shared__ int later_expires[THREADS / 32];
   int later_expire = 0;
   const int behind = first_entry + BLOCK_KV,
@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     KeyGradients sums;
     consume(block, keys, shared, warpgroup - 1, sums);
 
-    // Accumulate. Places are worked out anew: kept, they would not fit into registers.
+    // Accumulate. Places are recomputed: held in registers they would spill.
     const ListPlace done = list_place(params, opaque(blockIdx.x));
     const u64 done_row = (u64)done.batch * num_kv_heads + done.head / head_shares;
     const int first_row = row_of_thread(opaque(threadIdx.x), warpgroup - 1);
@@ -244,8 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
 #pragma unroll
     for (int r = 0; r < 2; ++r) own[r] = entries[first_row + 8 * r];
 #if ORDERED
-    // A key stands in all lists from its own super-block on until it leaves. Each lane of a quad, which shares its row,
-    // adds 1, so a block counts 4: with a __syncwarp here the compiler spills in the loop.
+    // A key is in every list from its own super-block until it expires. Each of the four lanes that share its row adds
+    // 1, so a block counts 4: a __syncwarp here would make the compiler spill in the loop.
     i32* turns = key_turns + done_row * seq_len;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -10,15 +10,15 @@
 //            num_kv_heads, seq_len], natural logarithms; entries, items, num_items as nsa_lists; dq_parts bf16 [batch,
 //            num_kv_heads, choices, HEAD_DIM]; dk_sum f32 [batch, seq_len, HEAD_DIM] with columns in
 //            dma_attention_backward's order, zero before the first launch
-// Buffers    q, k, index, lse, index_lse, doc_start, doc_end, entries, items, num_items, dq_parts, dk_sum; the number
-//            behind num_items' last counts items taken
+// Buffers    q, k, index, lse, index_lse, doc_start, doc_end, entries, items, num_items, dq_parts, dk_sum; the element
+//            after num_items' last one counts the items taken
 // Defines    HEAD_DIM 64|128; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; 128 queries of one head a tile, 64 a
 //            consumer warpgroup; dynamic shared bytes = (256 + ROW_STAGES * 128) * HEAD_DIM * 2 + 16384 + ROW_STAGES *
 //            2064 + 80 + 1024
 // Numerics   bf16 products, f32 sums; dS rounded to bf16 once; dk_sum: an f32 add per key and item, in any order; parts
 //            rounded to bf16
-// Edges      select_size <= 64; any group; keys of a block that nobody chose are neither read nor written
+// Edges      select_size <= 64; any group; keys of a block that no query chose are neither read nor written
 // The mean over the heads is formed in registers before any further product, so that a group of G heads costs G + 1
 // products with keys and two with dS, and one part a choice.
 #define GRADIENT 1

@@ -11,8 +11,8 @@
 //            query's heads side by side) against 128 slots a step, counted from a document's first; two blocks a
 //            multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
-// Edges      group 1, 2, 4, 8 or 16; slots that nobody sees may hold NaN; RULE 3: group 1, slots of a token, blocks of
-//            16, 32, 64 or a multiple of 128 tokens
+// Edges      group 1, 2, 4, 8 or 16; slots that no query sees may hold NaN; RULE 3: group 1, slots of a token, blocks
+//            of 16, 32, 64 or a multiple of 128 tokens
 // A thread's columns of eight are two neighbours. A block is the columns of two lanes and one of the lane before, so
 // that sums over a query's heads and a block's slots are shuffles, and nothing goes through shared memory.
 #include "common/attention_params.cuh"
@@ -58,8 +58,8 @@ DEVICE void write_step(float (&p)[4 * TILES], float (&carry)[2], const Importanc
       const int first = 8 * m + 2 * h, second = first + 4;
       const float low = p[first] + share * p[first + 1], high = p[second] + share * p[second + 1];
       float sum = (odd ? high : low) + __shfl_xor_sync(~0u, odd ? low : high, 1);
-      // The slot before the block: lane 1 asks 3 and lane 2 asks 1 for the first tile's, lane 3 asks 1 for the
-      // second's, lane 0 asks 3 for the tile's before.
+      // Shuffle in the slot before the block: lane 1 reads lane 3 and lane 2 reads lane 1 (first tile), lane 3 reads
+      // lane 1 (second tile), lane 0 reads lane 3 (the tile before).
       const int asked = (lane & ~3) | (t < 2 ? 3 : 1);
       const float inner = __shfl_sync(~0u, p[first + 1], asked),
                   outer = __shfl_sync(~0u, t == 1 ? p[second + 1] : before, asked);
@@ -85,7 +85,7 @@ DEVICE int lane_before() {
 }
 
 // As write_step for RULE 1: probabilities are added up over heads first, then the largest of a block's slots is taken.
-// `carry`: of each lane the last slot that it had in the step before.
+// `carry`: each lane's last slot of the step before.
 template <int MERGED>
 DEVICE void write_largest(float (&p)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block) {
   constexpr int STEPS = MERGED >= 8 ? 3 : MERGED == 4 ? 2 : MERGED == 2 ? 1 : 0;
@@ -112,7 +112,7 @@ DEVICE void write_largest(float (&p)[4 * TILES], float (&carry)[2], const Import
 #pragma unroll
     for (int i = 0; i < Sums::TILES; ++i) {
       const float* v = values + 4 * i;
-      // Of two tiles even lanes keep the first and odd lanes the second; who asks whom for the slot before the block is
+      // Of two tiles even lanes keep the first and odd lanes the second; the shuffle for the slot before the block is
       // as in write_step.
       const float low = fmaxf(v[0], v[1]), high = fmaxf(v[2], v[3]);
       const float largest = fmaxf(odd ? high : low, __shfl_xor_sync(~0u, odd ? low : high, 1));
@@ -125,8 +125,8 @@ DEVICE void write_largest(float (&p)[4 * TILES], float (&carry)[2], const Import
   }
 }
 
-// RULE 3: the largest of a step's scores in each of its BLOCKS blocks. With one, a block is the step or goes on beyond
-// it: `carry` is the largest so far, `inside` whether the block began in an earlier step.
+// RULE 3: the largest of a step's scores in each of its BLOCKS blocks. With BLOCKS 1 a block is as long as the step or
+// longer: `carry` is the largest so far, `inside` whether the block began in an earlier step.
 template <int BLOCKS>
 DEVICE void write_scores(const float (&s)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block,
                          bool inside) {

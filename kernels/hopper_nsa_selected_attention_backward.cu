@@ -15,7 +15,7 @@
 //            ROW_STAGES * 256) * HEAD_DIM * 2 + 16384 + ROW_STAGES * 2064 + 80 + 1024
 // Numerics   P and dS rounded to bf16, f32 sums; dk_sum, dv_sum: two f32 adds per key and item, in any order, or
 //            ORDERED piece after piece of a list, each piece's first half of rows first; parts rounded to bf16
-// Edges      select_size <= 64; any group; keys of a block that nobody chose are neither read nor written
+// Edges      select_size <= 64; any group; keys of a block that no query chose are neither read nor written
 // Scores are kept transposed, S^T = K Q^T, as in hopper_backward.cuh; dQ = dS K reads dS^T from shared memory. A step's
 // products:
 // S, dP | exp S | dV | dS | dK, dQ.
@@ -23,8 +23,8 @@
 #include "common/attention_params.cuh"
 #include "common/hopper_chosen_gradients.cuh"
 
-// The consumer warpgroup's part. What a thread's number decides is worked out anew where it is used: kept, it would not
-// fit into registers.
+// The consumer warpgroup's part. Values derived from the thread index are recomputed where they are used: held in
+// registers they would spill.
 DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* parts, float* dk_sum, float* dv_sum,
                     [[maybe_unused]] i32* key_turns, u32 shared, int warpgroup) {
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;

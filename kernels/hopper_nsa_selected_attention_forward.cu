@@ -8,8 +8,8 @@
 // Defines    HEAD_DIM 64|128; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 +
 //            ROW_STAGES * 128) * HEAD_DIM * 2 + ROW_STAGES * 1040 + 80 + 1024
-// Numerics   P rounded to bf16, f32 sums, parts rounded to bf16; parts of choices that are none stay unwritten
-// Edges      select_size <= 64; any group; a block that nobody chose is never read
+// Numerics   P rounded to bf16, f32 sums, parts rounded to bf16; parts of unused choices (-1) stay unwritten
+// Edges      select_size <= 64; any group; a block that no query chose is never read
 #define GRADIENT 0
 #include "common/attention_params.cuh"
 #include "common/hopper_chosen.cuh"
@@ -86,8 +86,8 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
       float output[HEAD_DIM / 2];
       wgmma_fence();
       weigh_rows<KEYS>(output, weights, run.values(), false);
-      // The next tile's scores are made while this one's output is stored.
-      // Behind the last tile its own once more: a branch around products would keep them from overlapping.
+      // The next tile's scores are computed while this one's output is stored. After the last tile its own again: a
+      // branch around the GEMMs would keep them from overlapping.
       multiply(next);
       float total[2], inverse[2];
 #pragma unroll
@@ -104,7 +104,7 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
       wgmma_wait<1>();
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 2; ++i) output[i] *= inverse[i % 4 / 2];
-      // The output leaves through the tile of q.
+      // The output is stored through the tile of q.
       barrier_sync(ROWS_READ + warpgroup, 128);  // no warp of the warpgroup reads these rows of q any more
       u32 packed[4][4];
       pack_columns(packed, output);

@@ -5,11 +5,10 @@
 //            a query that sees nothing gets o = 0, lse = -inf
 // Layout     as sparse_attention_forward
 // Buffers    (GATHER 0: k_map, v_map by value,) q, k, v, mask, o, lse
-// Defines    as hopper_attention_forward; HEAD_DIM 64 or 128, NUM_CONSUMERS 2, HEADS_PER_TILE 1; GATHER 1: keys
-//            one by one, for any mask;
-//            0: tiles of keys by the copy engine, for masks without single keys and order of keys whose key tiles are
-//            multiples of KEY_BOX (64, 128), PAIRS 1: whose query tiles have 64 rows, with KEY_BOX 64;
-//            maps of bf16 [1, seq_len, num_kv_heads * HEAD_DIM], box 1 x KEY_BOX x 64, 128-byte swizzle
+// Defines    as hopper_attention_forward; HEAD_DIM 64 or 128, NUM_CONSUMERS 2, HEADS_PER_TILE 1; GATHER 1: keys one by
+//            one, for any mask; 0: tiles of keys by TMA, for masks without single keys and order of keys whose key
+//            tiles are multiples of KEY_BOX (64, 128), PAIRS 1: whose query tiles have 64 rows, with KEY_BOX 64; maps
+//            of bf16 [1, seq_len, num_kv_heads * HEAD_DIM], box 1 x KEY_BOX x 64, 128-byte swizzle
 // Tiling     a tile is 128 rows of one query tile, or with PAIRS two neighbouring ones.
 //            Persistent: grid (multiprocessors, 1, 1);
 //            384 threads; dynamic shared bytes = 256 * HEAD_DIM + (K_STAGES + V_STAGES) * 256 * HEAD_DIM + (GATHER

@@ -1,4 +1,4 @@
-// matrix_vector: a weight matrix times the few rows of a decoding step, with what stands before and after it.
+// matrix_vector: a weight matrix times the few rows of a decoding step, with a norm before and an epilogue after it.
 // Math       y[r,i] = sum_j w[i,j] h[r,j] (+ residual[r,i]); h = x, or x's RMSNorm (arXiv:1910.07467, eq. 4), rounded
 //            to bf16; OUTPUT 1: y[r,i] = silu(g) u (arXiv:2002.05202), where g and u are rows i and n + i of w times
 //            h[r], rounded to bf16

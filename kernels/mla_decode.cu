@@ -1,5 +1,5 @@
-// mla_decode: new tokens of latent attention against the cache of latents; W_UK is in the queries already, W_UV comes
-// behind the sum.
+// mla_decode: new tokens of latent attention against the cache of latents; W_UK is already multiplied into the queries,
+// W_UV is applied to the output later (mla_values).
 // Math       o_h = sum_j softmax_j(softmax_scale f_jh q_h . c_j) c_j[0 .. VALUE_DIM) over the first num_keys -
 //            num_queries + i + 1 latents, for query i of a row (arXiv:2405.04434, section 2.1.2); a latent c_j =
 //            [latent ; rotated key] is key and value of every head at once. f_jh = key_scale where keys are normed, 1
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
 #if KEY_SCALE
-  // The factors of a tile, as the scores lie in registers: asked for one tile ahead.
+  // The key scales of a tile, in the layout of the scores' registers, loaded one tile ahead.
   const float* factors_of_row = key_scale + batch * params.scale_batch_stride + first_row;
   float factors[2][4];
   auto load_factors = [&](int tile) {

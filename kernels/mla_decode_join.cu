@@ -7,7 +7,7 @@
 // Tiling     grid (rows, ceil(VALUE_DIM / 128)); 256 threads: four groups take every fourth part, each thread two
 //            columns
 // Numerics   f32, one rounding at the store; fixed order: two runs are bit-equal
-// Edges      num_splits is at most 4096; parts that saw nothing have maximum -inf and weigh nothing
+// Edges      num_splits is at most 4096; parts that saw no key have maximum -inf and weight 0
 #include "common/mma.cuh"
 #include "common/programmatic_launch.cuh"
 

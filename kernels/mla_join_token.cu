@@ -1,7 +1,7 @@
 // mla_join_token: one new token per row of latent attention joins its cache, and W_UK is folded into its queries.
 // Math       q_h = [W_UK,h^T (q_h[0 .. HEAD_DIM) * w) ; q_h[HEAD_DIM ..)] (arXiv:2405.04434, section 2.1.2), w the
 //            weight of the keys' norm (NORM 1) or 1 (NORM 0), the product with w rounded to bf16; row `length` of the
-//            cache is [latent ; rotated key], and with NORM 1 that of the factors is key_scale
+//            cache is [latent ; rotated key], and with NORM 1 row `length` of the scales is key_scale
 // Layout     packed bf16 [batch, q_stride], a token's queries [num_heads, HEAD_DIM + ROPE_DIM] first; norm bf16
 //            [HEAD_DIM + ..]; up bf16 [num_heads, 2, HEAD_DIM, rank], W_UK first; latent bf16 [batch, rank]; rotated
 //            bf16 [batch, ROPE_DIM], rows rotated_stride apart from an element offset; key_scale f32 [batch,

@@ -1,5 +1,5 @@
-// mla_pack_backward: gradients of mla_pack_forward; those of the norms' weights as one partial sum a block, which
-// column_sums adds up.
+// mla_pack_backward: gradients of mla_pack_forward; the norms' weights' as one partial sum a block, which column_sums
+// adds up.
 // Math       dq = [dq_C ; R^T dq_R], dkv = [dk_C ; dv] of each head, dk_rope = R^T (sum of dk_R over heads), R as in
 //            the forward. With norms g = [dy_C ; R^T dy_R] of each query and key, n = x r, r = 1 / sqrt(mean(x^2) +
 //            epsilon): dx = r (g w - n mean(g w n)); dweight = sum of g n over tokens and heads. The keys share k_R:
@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, MIN_BLOCKS)
 #pragma unroll
           for (int k = 0; k < 8; k++) k_sums.content[k] = fmaf(g[k], n[k], k_sums.content[k]);
           weigh(g, content_weight, 1.f);
-          // A product of two vectors is that of both rotated.
+          // Rotating both vectors does not change their dot product.
           const float mean =
               lanes_sum<LATENT_GROUP>(content_products(g, n) + rope_products(g_rope, weighed_key)) * (1.f / KEY_DIM);
 #pragma unroll

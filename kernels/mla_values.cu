@@ -1,4 +1,4 @@
-// mla_values: W_UV behind the attention of one new token per row over latents.
+// mla_values: applies W_UV to the output of latent attention of one new token per row.
 // Math       o_h = W_UV,h c_h (arXiv:2405.04434, section 2.1.2)
 // Layout     c bf16 [batch, num_heads, rank]; up bf16 [num_heads, 2, head_dim, rank], W_UV second; o bf16
 //            [batch, num_heads, head_dim]; contiguous

@@ -8,8 +8,8 @@
 // Buffers    importance, doc_start, block_indices
 // Defines    none
 // Method     of each lane's importances the largest; the needed-th largest of those 32 is a bound that the chosen
-//            reach. Where no more than 32 importances reach it each becomes a lane's, which counts those ahead of it.
-//            Otherwise the least importance taken is found bit by bit
+//            reach. If at most 32 importances reach it, each goes to a lane, which counts the larger ones. Otherwise
+//            the least importance taken is found bit by bit
 // Tiling     grid (ceil(num_queries / 8), num_kv_heads, batch); 256 threads, a warp a query
 // Numerics   exact; every element of these queries written
 // Edges      any num_selected >= 1, num_local >= 1; forced blocks beyond num_selected stay out, first ones before last
@@ -25,7 +25,7 @@ struct NsaChooseParams {
   u64 num_first, num_local;  // forced blocks
 };
 
-// Numbers in the order of importances, all above 0: that stands for none.
+// Order keys of importances, all above 0, which means none.
 DEVICE u32 order_of(float x) { return order_of_score(x); }
 
 // What a query takes, and where to.
@@ -36,8 +36,8 @@ struct Choice {
   int first;
 };
 
-// Takes exactly `needed` of all that are `least` or more, `reached` of them: of those that just reach it the earliest
-// stay out.
+// Takes exactly `needed` of the `reached` blocks whose importance is at least `least`: of those equal to `least` the
+// earliest are left out.
 DEVICE void take_reaching(const Choice& choice, u32 least, int reached) {
   const int lane = (int)threadIdx.x % 32;
   const u32 below = (1u << lane) - 1;

@@ -1,7 +1,7 @@
 // nsa_compressed_lists: the compressed blocks that each super-block of 1024 queries sees, in the form of DMA's lists
-// (dma_lists.cu): a block stands at its last token (nsa_place) and leaves with its document.
+// (dma_lists.cu): a block is placed at its last token (nsa_place) and expires with its document.
 // Math       entries {last token, document end} of the slots that a query of the super-block may see, latest first; an
-//            empty slot between two documents gives {first query, 0}, which nobody sees. Queries [i0, i1] of a tile
+//            empty slot between two documents gives {first query, 0}, which no query sees. Queries [i0, i1] of a tile
 //            need the entries [a, e): a = those with last token > i1, e = up to the first slot of i0's document
 // Layout     doc_start, doc_end i32 [batch, seq_len]; list int2 [batch, num_kv_heads, num_super_blocks, capacity],
 //            capacity a multiple of 128 and at least num_slots; list_len i32 [batch, num_kv_heads, num_super_blocks];
@@ -52,8 +52,8 @@ extern "C" __global__ void __launch_bounds__(256)
   const int num_tiles = ceil_div(seq_len, TILE_QUERIES), first_tile = first_query / TILE_QUERIES;
   for (int tile = first_tile + thread; tile < min(first_tile + SUPER_BLOCK / TILE_QUERIES, num_tiles); tile += 256) {
     const int last_query = min((tile + 1) * TILE_QUERIES, end_query) - 1;
-    // A document without a block yet hides none of the slots before it: those are of documents that ended, and not
-    // needed either.
+    // Where the document has no compressed block yet, the range covers slots of earlier documents, which this tile does
+    // not see.
     const int begin = min(max(high - last_slot(blocks, last_query), 0), count);
     const int end = min(max(high - blocks.first_slot(blocks.doc_start[tile * TILE_QUERIES]) + 1, 0), count);
     tile_window[row * num_tiles + tile] = make_int2(begin, max(begin, end));

@@ -1,7 +1,6 @@
 // nsa_importance: how important each block of keys is to a query, by pooled keys: their probabilities, over the heads
 // of the group (arXiv:2502.11089, eq. 9, 10; arXiv:2509.24663), or their products with one head (arXiv:2502.13189), of
-// which a block has one or the largest of its tokens' (arXiv:2606.13392).
-// No matrix of scores lies in memory.
+// which a block has one or the largest of its tokens' (arXiv:2606.13392). No score matrix is stored.
 // Math       p[i, c] = sum over heads h of exp(softmax_scale q_ih . k_c - lse_ih), over the blocks c that i sees;
 //            w(c, b) the strides that compressed block c and block b share;
 //            RULE 0: importance[i, b] = sum over slots c of the document of w(c, b) p[i, c];
@@ -19,7 +18,7 @@
 //            + CARRY + 1) * 4
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
 // Edges      group <= 64, of RULE 2 and 3 1, of RULE 2 with blocks of one stride; but of RULE 3 (select + compress) /
-//            stride <= CARRY + 2, select / stride <= 64; slots that nobody sees may hold NaN
+//            stride <= CARRY + 2, select / stride <= 64; slots that no query sees may hold NaN
 #define NUM_WARPS 4
 #include "common/attention_params.cuh"
 #include "common/copy_rows.cuh"

@@ -7,7 +7,7 @@
 //            items int4 {first entry, entries, cell, number in its cell} [batch, num_kv_heads, max_items], of at most
 //            item_queries entries each: of 16 cells together, all first items, then all second ones, so that items of
 //            one cell, which add to the same keys, start apart; num_items i32 [batch * num_kv_heads + 1], the last 0:
-//            items that somebody took
+//            items already taken
 // Buffers    block_indices, doc_start, counts, entries, items, num_items
 // Defines    none
 // Method     a counting sort: 32 queries at a time set their bit in a word of each cell they chose; a query's place is
@@ -75,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3)
     if (choices.row() == 0) num_items[(u64)gridDim.y * gridDim.z] = 0;
   }
 
-  // Place: lane = query. The cell of a thread's first slot stays in a register; with more slots than warps others are
-  // worked out anew.
+  // Place: lane = query. The cell of a thread's first slot stays in a register; with more slots than warps the others
+  // are recomputed.
   for (int base = 0; base < choices.num_queries; base += 32) {
     const int query = base + lane, token = choices.first_query + query, own = thread / 32;
     const int end = query < choices.num_queries ? choices.num_selected : 0,

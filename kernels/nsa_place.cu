@@ -14,8 +14,8 @@
 // Tiling     TAKE 0: grid (num_slots + ceil(seq_len / 1024), batch), a block takes a slot or the first token of a
 //            super-block; TAKE 1: grid (seq_len, batch), a block takes a token and the slot of its number; 128 threads,
 //            16 columns each; no shared memory
-// Numerics   copies and zeros; one rounding of the sums; other rows of k, v and the sums are not written: nobody reads
-//            them
+// Numerics   copies and zeros; one rounding of the sums; other rows of k, v and the sums are not written: no kernel
+//            reads them
 // Edges      width a multiple of 16
 #include "common/bf16x8.cuh"
 #include "common/nsa_blocks.cuh"

@@ -1,4 +1,4 @@
-// nsa_positions_backward: gradients of the learned vectors that nsa_blocks adds, in parts that column_sums adds up.
+// nsa_positions_backward: gradients of the position embeddings that nsa_blocks adds, as partial sums for column_sums.
 // Math       partials[p, w, t, c] = sum over the used rows of part p of dy[w, row, t, c]; empty slots do not count
 // Layout     dy bf16 [2, batch * num_slots * num_kv_heads, columns], columns = size * width; doc_start, doc_end i32
 //            [batch, seq_len]; partials f32 [parts, 2, columns]; contiguous

@@ -16,7 +16,7 @@
 //            64 * BLOCK_Q
 // Numerics   as attention_backward; dk_sum, dv_sum: one f32 add per key and item: in a fixed order where each list is
 //            one item; parts rounded to bf16
-// Edges      select_size <= 64; any group; keys of a block that nobody chose are neither read nor written
+// Edges      select_size <= 64; any group; keys of a block that no query chose are neither read nor written
 #define CHOSEN_ROWS 1
 #define DETERMINISTIC 0
 #include "common/attention_params.cuh"

@@ -11,8 +11,8 @@
 // Defines    HEAD_DIM 64|128
 // Tiling     grid (max_items, num_kv_heads, batch), blocks past num_items leave at once; 128 threads, 32 rows a warp;
 //            dynamic shared bytes = (2 * 64 + 2 * 128) * HEAD_DIM * 2
-// Numerics   P rounded to bf16, f32 sums, parts rounded to bf16; parts of choices that are none stay unwritten
-// Edges      select_size <= 64; any group; a block that nobody chose is never read
+// Numerics   P rounded to bf16, f32 sums, parts rounded to bf16; parts of unused choices (-1) stay unwritten
+// Edges      select_size <= 64; any group; a block that no query chose is never read
 #define NUM_WARPS 4
 #include "common/attention_params.cuh"
 #include "common/nsa_copy_rows.cuh"
@@ -58,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
     for (int it = 0; it < num_tiles; ++it) {
       copy_async_wait<0>();
-      // this tile's queries and the next one's description are here for every thread, nobody reads the last tile any
-      // more
+      // This tile's queries and the next tile's description have arrived for every thread, and no thread reads the last
+      // tile any more.
       __syncthreads();
       if (it + 1 < num_tiles)
         copy_chosen_rows<HEAD_DIM, ROWS>(q_shared + (it + 1) % 2 * Q_BYTES, q, (u32)params.q_token_stride,

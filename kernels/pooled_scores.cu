@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const bf16* head_q = q + params.q_offset + batch * params.q_batch_stride + (i64)kv_head * group_size * HEAD_DIM;
   for (int i = threadIdx.x; i < group_size * HEAD_DIM; i += THREADS) queries[i] = bf16_to_f32(head_q[i]);
 
-  // Store the token, and the mean that ends at it; nobody else reads these rows in this launch.
+  // Store the token, and the mean that ends at it; no other block reads these rows in this launch.
   if (blockIdx.x == 0) {
     if (threadIdx.x < HEAD_DIM) {
       row_k[(i64)before * HEAD_DIM + threadIdx.x] = token_k[threadIdx.x];

@@ -1,5 +1,5 @@
-// qk_norm_rope_backward: gradients of qk_norm_rope_forward; those of the weights as one partial sum a block, which
-// column_sums adds up.
+// qk_norm_rope_backward: gradients of qk_norm_rope_forward; the weights' as one partial sum a block, which column_sums
+// adds up.
 // Math       g = the inverse rotation of dy; n = x r, r = 1 / sqrt(mean(x^2) + epsilon): dx = r (g w - n mean(g w n));
 //            dweight = sum of g n over tokens and heads; the values' gradient is copied (COPY_V)
 // Layout     qkv (the forward's input), dy, dqkv bf16 [tokens, num_heads + 2 num_kv_heads, HEAD_DIM], heads contiguous,

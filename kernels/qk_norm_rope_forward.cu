@@ -63,8 +63,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
 #endif
 #pragma unroll 1
   for (int base = (int)blockIdx.y * BATCH * HEADS_PER_WARP; base < num_normed; base += stride) {
-    // Load the heads; the angles' address comes from memory too, and waiting for it must not keep the heads from being
-    // asked for.
+    // Load the heads before the angles, whose address is itself loaded from memory and would delay them.
     HeadWords words[BATCH] = {};
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {

@@ -1,5 +1,5 @@
 // rms_norm_backward: gradients of rms_norm_forward; the weight's as one partial sum a block, which column_sums adds up.
-// Its output once more where a product's weight gradient wants it.
+// It can recompute the norm's output, for the weight gradient of the GEMM that follows.
 // Math       r = 1 / sqrt(mean(s^2) + epsilon), n = s r, g = dy weight: ds = r (g - n mean(g n)) [+ d_residual];
 //            dweight = sum over rows of dy n; y = n weight
 // Layout     x (the normalised input s), dy, d_residual bf16 [rows, width], rows x_stride, dy_stride and
@@ -7,8 +7,8 @@
 //            [gridDim.x, width]; width and strides multiples of 8
 // Buffers    x, weight, dy, d_residual (HAS_RESIDUAL), dx, partials, y (HAS_OUTPUT); dx may be dy or d_residual, y may
 //            be dy if dx is not
-// Defines    HAS_OUTPUT (0), HAS_RESIDUAL (0): d_residual is the gradient that reaches s beside this norm,
-//            WARPS_PER_ROW (1, 2, 4, 8, 16: width up to 512 times that)
+// Defines    HAS_OUTPUT (0), HAS_RESIDUAL (0): d_residual is the gradient that reaches s past this norm, WARPS_PER_ROW
+//            (1, 2, 4, 8, 16: width up to 512 times that)
 // Tiling     grid (any number of blocks, fixed by the wrapper); 512 threads; block b takes rows b ROWS .. and on in
 //            strides of the grid; a row is two chunks a lane, so that registers leave room for many rows on their way
 // Numerics   f32 sums in a fixed order, which the grid is part of; writes every element of dx, partials and y;

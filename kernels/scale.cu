@@ -1,4 +1,4 @@
-// scale: a tensor times one number that lies on the device, in place.
+// scale: a tensor times a scalar in device memory, in place.
 // Math       x *= factor[0]
 // Layout     x [rows, width], rows stride apart; bf16 or f32; factor f32 [1]
 // Buffers    factor, x

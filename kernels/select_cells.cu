@@ -1,4 +1,4 @@
-// select_cells: products of cells of queries with cells of keys, by which selectors score blocks: antidiagonals of
+// select_cells: scores of cells of queries with cells of keys, by which selectors score blocks: antidiagonals of
 // XAttention (arXiv:2503.16428), flattened groups of BFLA.
 // Math       x[h, a, b] = scale * sum_u q[first_query + a * query_step + u'] . k[b * cell + u] over the `cell` places u
 //            of a cell, u' = u or, reversed, cell - 1 - u;

@@ -1,5 +1,5 @@
-// select_order: tokens of each segment by falling score, equal ones as they come (PBS-Attn, arXiv:2510.21270; BA-Att,
-// arXiv:2605.19726).
+// select_order: tokens of each segment by falling score, equal scores in token order (PBS-Attn, arXiv:2510.21270;
+// BA-Att, arXiv:2605.19726).
 // Math       segment g holds the positions g * segment .. (g + 1) * segment; order[s] of its slots: its tokens in order
 //            of score
 // Layout     score f32 [sets, num_tokens] of the tokens from position first_position on; order i32 [sets, num_tokens],
@@ -8,8 +8,8 @@
 // Defines    none
 // Tiling     grid (segments that the tokens meet, sets, 1); 512 threads; no dynamic shared memory
 // Numerics   exact order of f32; NaN last
-// Edges      at most 512 tokens a segment. whole_only: a segment without its last token keeps its order.
-//            heads_per_set > 0: so does a set where one of as many heads has nan > 0
+// Edges      at most 512 tokens a segment. whole_only: an incomplete segment keeps its order. heads_per_set > 0: a set
+//            keeps its order if nan > 0 for one of its heads
 #include "common/block_sort.cuh"
 #include "common/order_key.cuh"
 

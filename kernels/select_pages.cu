@@ -1,4 +1,4 @@
-// select_pages: upper bounds of the products of the last query with pages of keys (Quest, arXiv:2406.10774).
+// select_pages: upper bounds of `q . k` of the last query with each page of keys (Quest, arXiv:2406.10774).
 // Math       least, most[h, p, c] = least and largest k[t, h, c] of page p's tokens; score[h', p] = sum over the query
 //            heads of the group and c of max(q_c least_c, q_c most_c), the same for each head h' of the group; minus
 //            infinity for the last page

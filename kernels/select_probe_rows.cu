@@ -3,7 +3,7 @@
 // Math       scale[h, r] = {max_j x[h, r, j], 1 / sum_j exp(x[h, r, j] - max)} over j <= first_position + r; {0, 0}
 //            where all logits are minus infinity
 // Layout     logit f32 [heads, rows, num_keys]; scale f32 [heads, rows, 2]; nan i32 [num_heads], added to at first_head
-//            + h: rows with a logit that is no number or whose largest one is infinite
+//            + h: rows with a NaN logit or an infinite largest one
 // Buffers    logit, scale, nan
 // Defines    none
 // Tiling     grid (rows, heads, 1); 256 threads; no dynamic shared memory

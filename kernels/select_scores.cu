@@ -1,4 +1,4 @@
-// select_scores: products of the means of blocks, in f32.
+// select_scores: dot products of block means, in f32.
 // Math       score[h, i, j] = (adds: itself +) scale * q_mean[h, i] . k_mean[h / group, j] for blocks of keys j that
 //            begin no later than the last query of block i
 // Layout     q_mean f32 [num_heads, rows, head_dim], k_mean f32 [num_kv_heads, columns, head_dim], score f32

@@ -1,4 +1,4 @@
-// select_softmax: rows of scores become shares of their mass; of heads that ask for it.
+// select_softmax: turns rows of scores into softmax probabilities, for the heads that need it.
 // Math       x[h, i, j] = softmax_j(x[h, i, j]) over the blocks that row i admits, 0 beyond
 // Layout     x f32 [heads, rows, columns] of the heads from first_head on, in place; wanted i32 [num_heads]: below 0,
 //            the head's rows are left as they are

@@ -1,4 +1,5 @@
-// split_master: f32 masters into the bf16 leaves that a model computes with and the 16 bits the leaves lack, or back.
+// split_master: splits f32 masters into the bf16 weights that a model computes with (leaf) and their low 16 bits
+// (rest), or joins them.
 // Math       see common/split_master.cuh; exact both ways
 // Layout     master f32, leaf bf16, rest 16 bits, all [num_elements], contiguous and 16-byte aligned
 // Buffers    JOIN 0: master, leaf, rest; JOIN 1: leaf, rest, master; the last is written, with JOIN 0 the last two

@@ -1,14 +1,14 @@
-// swiglu_backward: gradient of swiglu_forward; with HAS_OUTPUT also the forward's output again, for the weight gradient
-// of the matmul that reads it.
+// swiglu_backward: gradient of swiglu_forward; with HAS_OUTPUT it also recomputes the forward's output, for the weight
+// gradient of the GEMM that reads it.
 // Math       s = sigmoid(g); dg = dy * u * s * (1 + g * (1 - s)); du = dy * g * s  (derivative of arXiv:2002.05202, eq.
 //            5); y as the forward
 // Layout     gate_up [rows, 2*d_ff], rows row_stride elements apart; dy [rows, d_ff], rows dy_stride apart; dgate_up
 //            [rows, 2*d_ff] contiguous, gate columns first; y [rows, d_ff] contiguous; all bf16
 // Buffers    gate_up, dy, dgate_up, amax (AMAX_PARTIALS), y (HAS_OUTPUT); dgate_up may be gate_up and y may be dy where
 //            those are contiguous: a thread reads its columns before it writes them
-// Defines    HAS_OUTPUT (0), AMAX_PARTIALS (0; else into how many parts dgate_up's largest magnitude goes,
-//            common/amax.cuh), IS_BF16 (1), VECTOR (elements a thread loads at once: 8, or 1 when d_ff or a stride is
-//            no multiple of 8) (set by sieve-gpu/src/step/swiglu_backward.rs)
+// Defines    HAS_OUTPUT (0), AMAX_PARTIALS (0; else the number of partial maxima of |dgate_up|, common/amax.cuh),
+//            IS_BF16 (1), VECTOR (elements a thread loads at once: 8, or 1 when d_ff or a stride is no multiple of 8)
+//            (set by sieve-gpu/src/step/swiglu_backward.rs)
 // Tiling     grid (rows, ceil(d_ff / (256*VECTOR))); 256 threads; a thread owns VECTOR neighbouring columns of one row;
 //            no shared memory
 // Numerics   f32 inside, one rounding at each store; writes every element of dgate_up and y, accumulates into nothing;

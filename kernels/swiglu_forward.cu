@@ -4,8 +4,8 @@
 // Layout     gate_up [rows, 2*d_ff], a row's gate columns first, rows row_stride elements apart (Burn pads rows); y
 //            [rows, d_ff] contiguous; all bf16
 // Buffers    gate_up, y, amax (AMAX_PARTIALS)
-// Defines    AMAX_PARTIALS (0; else into how many parts y's largest magnitude goes, common/amax.cuh), IS_BF16 (1),
-//            VECTOR (elements a thread loads at once: 8, or 1 when d_ff or row_stride is no multiple of 8) (set by
+// Defines    AMAX_PARTIALS (0; else the number of partial maxima of |y|, common/amax.cuh), IS_BF16 (1), VECTOR
+//            (elements a thread loads at once: 8, or 1 when d_ff or row_stride is no multiple of 8) (set by
 //            sieve-gpu/src/step/swiglu_forward.rs)
 // Tiling     grid (rows, ceil(d_ff / (256*VECTOR))); 256 threads; a thread owns VECTOR neighbouring columns of one row;
 //            no shared memory

@@ -1,4 +1,4 @@
-//! Puts the recipes, and some of this project's own text to train on, into the program: the tables `RECIPES` and
+//! Embeds the recipes, and some of this project's own text as training data, into the program: the tables `RECIPES` and
 //! `OWN_TEXT` of (name, text).
 use std::path::{Path, PathBuf};
 use std::process::Command;

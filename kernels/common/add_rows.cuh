@@ -7,7 +7,7 @@
 // Adds four f32 at a 16-byte aligned address.
 DEVICE void add_f32x4(float* to, float a, float b, float c, float d) {
 #if DETERMINISTIC
-  // A key stands in a super-block's list once, so within a launch nobody else touches its row.
+  // A key is in a super-block's list once, so within a launch no other thread touches its row.
   float4 old = *(const float4*)to;
   *(float4*)to = make_float4(old.x + a, old.y + b, old.z + c, old.w + d);
 #else
@@ -15,8 +15,8 @@ DEVICE void add_f32x4(float* to, float a, float b, float c, float d) {
 #endif
 }
 
-// Adds the warp's half of the columns for the 32 keys that two warps share; fillers (expire 0) are left out. A quad
-// writes 64 contiguous bytes: the columns of a group of 16 stay in the order of the fragment.
+// Adds the warp's half of the columns for the 32 keys that two warps share; padding entries (expire 0) are skipped. A
+// quad writes 64 contiguous bytes: the columns of a group of 16 stay in the order of the fragment.
 template <int ROW, int HALF_PAIRS>
 DEVICE void add_rows(float* to, const float (&sums)[2][2 * HALF_PAIRS][4], const int2* entries) {
   const int lane = (int)threadIdx.x % 32, half = (int)threadIdx.x / 32 % 2, g = lane / 4, t = lane % 4;

@@ -1,7 +1,7 @@
-// amax: the largest magnitude of what a kernel stores in bf16, in parts, for fp8_quantise.
-// Defines    AMAX_PARTIALS: how many parts, 0 for a kernel that finds none
-// The parts are bits of f32s, cleared before the launch: integers compare as magnitudes do, and a NaN is larger than
-// everything. The largest of rounded numbers is the rounded largest number, so one is rounded for all.
+// amax: partial maxima of |x| over what a kernel stores in bf16, for the scale of fp8_quantise.
+// Defines    AMAX_PARTIALS: number of partial maxima, 0 for a kernel that computes none
+// Partial maxima are the bits of f32s, zeroed before the launch: magnitudes compare like unsigned integers, and a NaN
+// is larger than every number. Rounding to bf16 is monotonic, so only the maximum is rounded.
 #pragma once
 #include "common/types.cuh"
 

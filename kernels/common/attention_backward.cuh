@@ -3,17 +3,14 @@
 // Used by attention_backward.cu (dense, sliding window) and dma_attention_backward.cu (gathered lists), which document
 // the interface.
 // Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (even; two warps own 32 keys), BLOCK_Q queries a step (32 or 64);
-//            HAS_BIAS; GATHER;
-//            CHOSEN_ROWS: the rows of a list (nsa_rows.cuh) take the place of all queries of all heads, and each has a
-//            place for its part of dQ;
-//            COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV: which gradients this launch makes (large heads take two launches, for
-//            want of registers)
+//            HAS_BIAS; GATHER; CHOSEN_ROWS: the query rows come from a list (nsa_rows.cuh) instead of all queries of
+//            all heads, and each writes a partial dQ of its own; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV: which gradients
+//            this launch computes (large heads need two launches to fit into registers)
 // Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are A fragments of dV += P^T dO and dK +=
-// dS^T Q. What limits this kernel is shared memory bandwidth, so a warp works on 32 keys: a fragment of Q or dO then
-// serves two products. Of a pair of warps each scores half the queries of a step and keeps half the columns of dK and
-// dV; they swap the halves of P^T and dS^T through shared memory, after having multiplied with their own. dQ = dS K
-// sums over all keys: it is made from the dS^T in shared memory one step later, so that the block needs one barrier a
-// step.
+// dS^T Q. Shared memory bandwidth limits this kernel, so a warp works on 32 keys: each fragment of Q or dO then serves
+// two MMAs. Of a pair of warps each scores half the queries of a step and keeps half the columns of dK and dV; they
+// swap their halves of P^T and dS^T through shared memory after multiplying with their own. dQ = dS K sums over all
+// keys: it is computed from the dS^T in shared memory one step later, so that the block needs one barrier a step.
 #pragma once
 #include "common/copy_rows.cuh"
 #include "common/nsa_copy_rows.cuh"
@@ -282,8 +279,8 @@ DEVICE void accumulate_columns(float (&sums)[2][2 * HALF_PAIRS][4], const u32 (&
   }
 }
 
-// Gradients of the pair's 32 keys, the warp's half of the columns, summed over heads and queries; dk still lacks the
-// softmax scale.
+// Gradients of the warp pair's 32 keys (this warp's half of the columns), summed over heads and queries; dk is not yet
+// multiplied by the softmax scale.
 struct KeyGradients {
 #if COMPUTE_DK
   float dk[2][2 * HALF_K_PAIRS][4];
@@ -296,8 +293,8 @@ struct KeyGradients {
 #endif
 };
 
-// Expects K and V on their way to shared memory, the entries {position, expire} (and the biases, divided by
-// softmax_scale) there behind a barrier.
+// Precondition: copies of K and V to shared memory are in flight; the entries {position, expire} and the biases /
+// softmax_scale are there, with a barrier after their stores.
 DEVICE void attention_backward_block(const BackwardBlock& description, unsigned char* memory, KeyGradients& sums) {
   if (threadIdx.x == 0) *(BackwardBlock*)(memory + BLOCK_AT) = description;
   __syncthreads();  // every thread reads the description
@@ -365,13 +362,13 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
       load_queries(block, memory, shared, slot ^ 1, head, block.first_tile + tile);
     copy_async_commit();
 #if COMPUTE_DQ
-    // Of the warps that share a scheduler one does this first and one last, so that the products of one meet the
-    // exponentials of the other: 11 % of the whole kernel at head_dim 128 on an H200.
+    // Of two warps on one scheduler one does this first and the other last, so that one's MMAs overlap the other's
+    // exponentials: 11 % of the kernel's time at head_dim 128 on an H200.
     const bool early = threadIdx.x < THREADS / 2;
     if (step > 0 && early) add_dq(block, memory, shared, slot ^ 1, dq_head, dq_tile);
 #endif
 
-    // Everything this thread's number decides is worked out anew each step: kept, it would not fit into registers.
+    // Values derived from the thread index are recomputed each step: held in registers they would spill.
     const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4,
               pair = warp / 2, half = warp % 2;
     // Lane parts of the fragment addresses: A, and B transposed, by rows; B by columns.
@@ -381,8 +378,8 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     const u32 v_columns = VTile::offset(half * BLOCK_Q / 2 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const u32 v_at = shared + K_BYTES + pair * 32 * VTile::ROW_BYTES + VTile::offset(lane % 16, lane / 16);
 #endif
-    // The pair's rows of P^T or dS^T in shared memory, and in them this lane's first word of its warp's half, and first
-    // row of the other half.
+    // Offsets in shared memory: the warp pair's rows of P^T or dS^T, this lane's first word in its own warp's half, and
+    // its first row in the other warp's half.
     const u32 swap_rows = pair * 32 * DsTile::ROW_BYTES, own_word = DsTile::offset(g, half * HALF_QUERY_TILES) + t * 4;
     const u32 other_rows = DsTile::offset(lane % 16, (half ^ 1) * HALF_QUERY_TILES + lane / 16);
     const int num_k_pairs = half ? HEAD_DIM / 16 - HALF_K_PAIRS : HALF_K_PAIRS,
@@ -577,7 +574,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     sum += __shfl_xor_sync(~0u, sum, 2);
   }
   const int lane = (int)threadIdx.x % 32, pair = (int)threadIdx.x / 64, half = (int)threadIdx.x / 32 % 2;
-  // Behind the barrier nobody reads the statistics any more: they are where the pair adds up ddelta.
+  // After the barrier the statistics are no longer read, and the warp pair sums ddelta in their place.
   float* swapped = (float*)(memory + STATS_AT) + pair * 32 + lane / 4;
   if (half == 1 && lane % 4 == 0) {
 #pragma unroll

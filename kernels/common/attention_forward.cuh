@@ -22,9 +22,9 @@ static_assert(HEAD_DIM_V <= HEAD_DIM, "the output tile is staged where the queri
 // The online softmax keeps its reference maximum until a row outgrows it by this many powers of two; exp2 then stays
 // below 2^8.
 constexpr float RESCALE_AT = 8.0f;
-// "Nothing seen yet": finite, so that no infinity is subtracted from another. With a bias also above all scores of keys
-// that do not count: a row's largest logit is at least the q . k of its largest bias, and the exponent of a score of
-// -2^60 is a rounding error of that size.
+// "Nothing seen yet": finite, so that no infinity is subtracted from another. With a bias it must also exceed the
+// scores of masked keys (about -2^60), whose exponents would else be rounding errors of that magnitude; it stays below
+// a row's largest logit, which is at least the q . k of the key with the largest bias.
 constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : -3.0e38f;
 
 struct ForwardOutput {
@@ -84,8 +84,8 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
 #else
     float score[ROW_TILES][KEY_TILES][4] = {};
 #endif
-    // Fragment addresses: A and transposed B rows go by lane % 16, B rows by the 8-lane groups (0, 0, 1, 1).
-    // offsets by lane are worked out anew: kept, they would not fit into registers
+    // Fragment addresses: A and transposed B rows go by lane % 16, B rows by the 8-lane groups (0, 0, 1, 1). Per-lane
+    // offsets are recomputed from an opaque thread index: held in registers they would spill.
     const int thread = (int)opaque(threadIdx.x), lane = thread % 32;
     const u32 k_at = stream.k_slot(stream.slot) + KTile::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #if !Q_IN_REGISTERS
@@ -154,8 +154,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
       }
     }
 
-    // Weigh and accumulate, 16 keys a step: P = 2^(S - maximum), O += P V. The exponentials of a step overlap the
-    // products of the last.
+    // P = 2^(S - maximum), O += P V, 16 keys a step. A step's exponentials overlap the MMAs of the step before.
     const u32 v_at = stream.v_slot(stream.slot) + VTile::offset(lane % 16, lane / 16);
 #pragma unroll
     for (int step = 0; step < BLOCK_KV / 16; ++step) {

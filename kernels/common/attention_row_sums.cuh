@@ -20,8 +20,8 @@ struct RowSums {
   int padded_len;
 };
 
-// score += rows columns^T: A from registers (`kept`) or from `row_at`, B from `column_at`; one fragment per 16 elements
-// of a row.
+// score += A B^T over the head dimension, 16 elements a step: A from registers (`kept`) or shared memory at `row_at`, B
+// from `column_at`.
 template <class Tile, int STEPS>
 DEVICE void multiply_rows(float (&score)[ROW_TILES][BLOCK_KV / 8][4],
                           const u32 (&kept)[Q_IN_REGISTERS ? STEPS : 1][ROW_TILES][4], u32 row_at, u32 column_at) {

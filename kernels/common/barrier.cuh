@@ -14,7 +14,7 @@ DEVICE void barrier_ready() {
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives and asks for `bytes` more of bulk copies before the phase completes.
+// Arrives and expects `bytes` more of bulk copies before the phase completes.
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

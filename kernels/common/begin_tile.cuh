@@ -46,8 +46,7 @@
 #endif
 
 #if GATHER
-  // The window's begin falls and its end falls from tile to tile: the last query decides the one, the first query the
-  // other.
+  // The last query of the tile determines where its window of keys begins, the first query where it ends.
   const int tile_queries = (int)params.tile_queries, num_windows = ceil_div(seq_len, tile_queries),
             num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
   const i32* windows = tile_window + kv_row * num_windows * 2;

@@ -1,10 +1,10 @@
-// bf16_rest: what a bf16 lacks of the f32 that it was rounded from: the difference of their bits, 16 of them with a
-// sign.
+// bf16_rest: the low part of an f32 that its bf16 rounding lacks, as a signed 16-bit difference of their bit patterns
+// (`o_low`).
 #pragma once
 #include "common/types.cuh"
 
-// Of two f32 and the pair of bf16 nearest to them. Rounded down, a tie would need one bit more: it is short of the f32
-// by its last bit.
+// Low parts of two f32 and the pair of bf16 nearest to them. A tie rounded down would need a 17th bit; it is stored one
+// unit short of the f32.
 DEVICE u32 bf16_rest(u32 pair, float first, float second) {
   const int low = min((int)(__float_as_uint(first) - (pair << 16)), 0x7fff),
             high = min((int)(__float_as_uint(second) - (pair & 0xffff0000u)), 0x7fff);

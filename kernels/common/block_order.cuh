@@ -1,5 +1,5 @@
 // block_order: which tile and head a block of a (tiles, heads, batch) grid works on, so that long tiles start first and
-// caches still help.
+// K and V still hit the L2 cache.
 #pragma once
 #include "common/types.cuh"
 
@@ -7,8 +7,8 @@ struct BlockPlace {
   int tile, head, batch;  // tile in the order of starting, head in units of gridDim.y
 };
 
-// Blocks start in the order of their linear number. Taken as they come, all tiles of one head precede the next head's,
-// and the longest tiles of the last head end long after everything else. So heads are dealt out in sections, whose
+// Blocks start in the order of their linear index. In plain grid order all tiles of one head precede the next head's,
+// and the longest tiles of the last head end long after everything else. So heads are grouped into sections, whose
 // streamed tensors (`head_bytes` for each of the `num_shared_heads` KV heads of a batch row) fit in `cache_bytes`
 // together; inside a section every head's first tile precedes every second one.
 DEVICE BlockPlace block_place(int num_shared_heads, u64 head_bytes, u64 cache_bytes) {

@@ -1,6 +1,6 @@
-// block_rank: one 64-bit key per thread, all different, to the thread of its rank. Buckets that divide the keys' range
-// evenly, then ranks within a bucket by comparison: a few barriers where keys are spread, which a sort would need for
-// each doubling.
+// block_rank: sorts one 64-bit key per thread (all different): thread r receives the key of rank r. Keys go to
+// equal-width buckets, then ranks within a bucket by comparison: a few barriers in all where keys are spread, instead
+// of one for each doubling as in a merge sort.
 #pragma once
 #include "common/block_scan.cuh"
 #include "common/block_sort.cuh"
@@ -28,9 +28,9 @@ DEVICE void block_range(bool takes_part, u32 value, u32* memory, u32& least, u32
   most = __reduce_max_sync(0xffffffffu, memory[32 + lane]);
 }
 
-// Returns the key of rank threadIdx.x to the first `size` threads, anything to the others; the first `size` threads
-// bring a key each. Keys are (score, position), positions below 2^31. Every thread of a block of 1024 calls; a barrier
-// must lie between earlier uses of the memory and the call, and another before it is written again.
+// Returns the key of rank threadIdx.x to the first `size` threads, an unspecified value to the others; the first `size`
+// threads pass a key each. Keys are (score, position), positions below 2^31. Every thread of a block of 1024 calls; a
+// barrier must lie between earlier uses of the memory and the call, and another before it is written again.
 DEVICE u64 block_rank(u64 key, int size, RankMemory memory) {
   const int thread = threadIdx.x;
   const bool takes_part = thread < size;

@@ -14,8 +14,8 @@ DEVICE u32 warp_inclusive_sum(u32 value) {
 }
 
 /// Exclusive prefix sum over the block in thread order; `total` receives the block's sum.
-/// `warp_sums` is shared memory of 32 words; every thread of the block must call, and a barrier must lie between two
-//calls / that share it (the caller's next barrier will do).
+/// `warp_sums` is shared memory of 32 words; every thread of the block must call, with a barrier between two calls that
+/// share it (the caller's next barrier will do).
 template <int NUM_THREADS>
 DEVICE u32 block_exclusive_sum(u32 value, u32* warp_sums, u32& total) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

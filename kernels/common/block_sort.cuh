@@ -19,10 +19,10 @@ DEVICE u64 warp_bitonic_sort(u64 key) {
   return key;
 }
 
-// Returns the key of rank threadIdx.x to the first `size` threads, anything to the others, whose keys do not count.
-// `size` is a power of two from 32 to the block's, the same for all threads; `front` and `back` are shared memory of
-// one u64 per thread each. Every thread of the block calls; a barrier must lie between earlier uses of `front`, `back`
-// and the call, and another before they are written again.
+// Returns the key of rank threadIdx.x to the first `size` threads, an unspecified value to the others, whose keys are
+// ignored. `size` is a power of two from 32 to the block's, the same for all threads; `front` and `back` are shared
+// memory of one u64 per thread each. Every thread of the block calls; a barrier must lie between earlier uses of
+// `front`, `back` and the call, and another before they are written again.
 DEVICE u64 block_sort(u64 key, u64* front, u64* back, int size) {
   const int thread = threadIdx.x;
   const bool takes_part = thread < size;  // uniform in a warp

@@ -3,7 +3,7 @@
 #pragma once
 #include "common/types.cuh"
 
-// Calls visit(word, index) once for each index of [begin, end); the order and the thread are any. `words` is at least
+// Calls visit(word, index) once for each index of [begin, end), in any order and from any thread. `words` is at least
 // 4-byte aligned.
 template <int NUM_THREADS, int UNROLL, class Visit>
 DEVICE void for_each_word(const u32* __restrict__ words, i32 begin, i32 end, Visit visit) {

@@ -15,8 +15,8 @@ struct CopyPlan {
   static constexpr int PASSES = ceil_div(TOTAL, THREADS), PASS_ROWS = THREADS / CHUNKS;
 };
 
-// Asks for ROWS rows of ROW elements; row r comes from base + (first + r) * stride, rows at or past `limit` arrive as
-// zeros.
+// Starts copies of ROWS rows of ROW elements; row r comes from base + (first + r) * stride, rows at or past `limit`
+// arrive as zeros.
 template <int ROW, int ROWS>
 DEVICE void copy_rows(u32 shared, const bf16* base, u32 stride, int first, int limit) {
   using Plan = CopyPlan<ROW, ROWS>;
@@ -39,7 +39,7 @@ DEVICE void copy_rows(u32 shared, const bf16* base, u32 stride, int first, int l
   }
 }
 
-// As copy_rows, with the row numbers taken from list entries in shared memory; an entry that expires at 0 is filler and
+// As copy_rows, with the row numbers taken from list entries in shared memory; an entry with expire 0 is padding and
 // gives zeros.
 template <int ROW, int ROWS>
 DEVICE void gather_rows(u32 shared, const bf16* base, u32 stride, const int2* entries) {

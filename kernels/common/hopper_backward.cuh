@@ -8,15 +8,14 @@
 // A producer warpgroup streams tiles of 64 queries and output gradients; two consumer warpgroups own 64 keys each.
 // Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are the A operands of dV += P^T dO and dK
 // += dS^T Q, whose sums stay in registers. dS^T also goes through shared memory, for dQ = dS K, of which each warpgroup
-// makes half the columns, over all 128 keys. D of a query, and its lse or, with a bias, its base enter as steps of the
-// products (split_step.cuh). Order of a step's products, so that tensor cores work while exponentials and sums are
-// made, and warpgroups wait for each other:
-// dP | exp S | dV | send the last step's dQ | dS | dK | barrier | dQ and S of the next step | stage dQ.
-// Steps go through the query tiles of one head after the other. ORDERED: from the last query tile down, through all
-// heads in each. Blocks start with the first tiles of keys; in this order each block follows the block of the tile
-// before it by a step and a half, and then never waits. Head by head it would wait at each head's end, as later keys
-// are seen by fewer queries. In a window all keys are seen by as many: there HEAD_BY_HEAD, as the L2 cache then holds
-// the one head's queries that all blocks are at.
+// computes half the columns, over all 128 keys. D of a query, and its lse or, with a bias, its base enter the GEMMs as
+// extra K steps (split_step.cuh). Order of a step's GEMMs, so that tensor cores are busy during exponentials, sums and
+// the warpgroups' barrier: dP | exp S | dV | send the last step's dQ | dS | dK | barrier | dQ and S of the next step |
+// stage dQ. Steps visit the query tiles of one head after the other. ORDERED: from the last query tile down, all heads
+// at each tile. Blocks start with the first key tiles; in this order each block follows the block of the preceding key
+// tile by a step and a half and never waits for its turn. Head by head it would wait at each head's end, since later
+// keys are seen by fewer queries. In a window all keys are seen by equally many queries: there HEAD_BY_HEAD is faster,
+// since the L2 cache then holds the queries of the head that all blocks work on.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/mma.cuh"
@@ -39,14 +38,13 @@
 #ifndef HEAD_BY_HEAD
 #define HEAD_BY_HEAD !ORDERED
 #endif
-// Whether lse (without a bias) and D enter as steps of the products. With a bias, delta - base always does. Those steps
-// are paid in power: long dense rows of 128 columns are faster without (2 x 8192 2.54 against 2.55 ms, 32768 19.1
-// against 19.7), everything else with (gathered 32768 1.83 against 1.97, 64 columns 1.46 against 1.60).
+// Whether lse (without a bias) and D enter the GEMMs as extra K steps; with a bias, delta - base always does. These
+// steps cost power: long dense rows at head_dim 128 are faster without (2 x 8192 2.54 against 2.55 ms, 32768 19.1
+// against 19.7), everything else is faster with them (gathered 32768 1.83 against 1.97, 64 columns 1.46 against 1.60).
 #ifndef SPLIT_STATS
 #define SPLIT_STATS (HAS_BIAS || HEAD_DIM == 64)
 #endif
-// Whether a step's last product is dQ, or the next step's scores. Both in turn would do without a bias; with one the
-// first spills.
+// Whether a step's last GEMM is dQ, or the next step's scores. Without a bias either works; with one, dQ last spills.
 #define DQ_LAST !HAS_BIAS
 
 constexpr int BLOCK_KV = 128, BLOCK_Q = 64, NUM_CONSUMERS = 2;
@@ -66,13 +64,13 @@ static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168
 constexpr int KEY_TILE_BYTES = BLOCK_KV * HEAD_DIM * 2, VALUE_TILE_BYTES = BLOCK_KV * HEAD_DIM_V * 2;
 constexpr int QUERY_TILE_BYTES = BLOCK_Q * HEAD_DIM * 2, DO_TILE_BYTES = BLOCK_Q * HEAD_DIM_V * 2;
 constexpr int DS_BYTES = BLOCK_KV * BLOCK_Q * 2;      // x 2: a warpgroup may be one step ahead of the other's dQ
-// SPLIT_STATS, per query of a tile: -lse (with a bias -base, and lse as a plain number beside the output gradients)
-// beside the queries, -D beside the output gradients. Else {lse, D} beside the output gradients.
+// SPLIT_STATS, per query of a tile: -lse (with a bias -base, and lse unsplit beside the output gradients) beside the
+// queries, -D beside the output gradients. Else {lse, D} beside the output gradients.
 constexpr bool SPLIT_LSE = SPLIT_STATS && !HAS_BIAS;
 constexpr int Q_STATS_BYTES = SPLIT_STATS ? BLOCK_Q * SPLIT_BYTES : 0;
 constexpr int DO_STATS_BYTES = SPLIT_STATS ? BLOCK_Q * SPLIT_BYTES + (HAS_BIAS ? BLOCK_Q * 4 : 0) : BLOCK_Q * 8;
-// The warps that bring the stats arrive once each, for all their lanes. racecheck credits an arrival to its lane alone:
-// with EVERY_LANE_ARRIVES each lane speaks for itself, and what the tool then reports is a race.
+// One lane arrives for each warp that loads the stats. racecheck credits an arrival to that lane alone and reports
+// false races; with EVERY_LANE_ARRIVES each lane arrives, so that what it reports is a race.
 #ifndef EVERY_LANE_ARRIVES
 #define EVERY_LANE_ARRIVES 0
 #endif
@@ -102,7 +100,7 @@ static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with 
 static_assert(!ORDERED || DQ_BULK, "adds in order leave through shared memory");
 static_assert(Q_STAGES >= 2 && DO_STAGES >= 2, "the next step's scores are made before this step's sums");
 
-// What a block of keys streams. The pointers stand at the batch row and the KV head's first query head.
+// The tensors that a block of keys streams. Pointers are to the batch row and the KV head's first query head.
 struct BackwardBlock {
   const bf16* k;         // at the batch row and KV head
   const bf16* v;
@@ -129,9 +127,9 @@ struct KeyRange {
   int lowest, highest, first_expire, last_expire;
 };
 
-// Over the entries first .. first + count; `keys.entry(at)` is {position, expire}, `keys.row(at)` a row to load in its
-// place that holds numbers, `keys.find_tiles(block)` sets first_tile and num_tiles; entries that are none have expire 0
-// and count for the smallest expire only.
+// Over the entries first .. first + count; `keys.entry(at)` is {position, expire}, `keys.row(at)` the row to load (an
+// initialised one also for padding), `keys.find_tiles(block)` sets first_tile and num_tiles; padding entries have
+// expire 0 and affect the smallest expire only.
 template <class Keys>
 DEVICE KeyRange key_range(const Keys& keys, int first, int count) {
   KeyRange range = {0x7fffffff, -1, 0x7fffffff, 0};
@@ -215,7 +213,7 @@ DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
 }
 
 #if SPLIT_STATS
-// Statistics of query `own` of each tile, asked for before the tile's slot is free: the part of warps 1 and 2.
+// Statistics of query `own` of each tile, loaded before the tile's slot is free, by warps 1 and 2.
 DEVICE void produce_stats(const BackwardBlock& block, u32 own, u32 shared) {
   const u32 end_query = (block.first_tile + block.num_tiles) * BLOCK_Q;
   [[maybe_unused]] const u32 end_row = block.group_size * block.padded_len;  // not read head by head
@@ -306,8 +304,8 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
 // ---- Consumer
 // ---------------------------------------------------------------------------------------------------------------------
 
-// The keys' operand of split steps: with a bias in shared memory, where it costs no registers (two products hold on to
-// it at once); ones alone are one register.
+// The keys' operand of split steps: with a bias in shared memory, where it costs no registers (two GEMMs in flight read
+// it); a constant operand of ones takes one register.
 #if HAS_BIAS
 struct KeySplit {
   u32 rows;
@@ -325,10 +323,10 @@ struct KeySplit : SplitWeights {
 };
 #endif
 
-// d = a b^T: 64 keys of the warpgroup (rows of a tile of 128) against a tile of 64 queries; and the numbers of keys and
-// queries, added first or last.
+// d = a b^T: 64 keys of the warpgroup (rows of a tile of 128) against a tile of 64 queries; and the split steps of keys
+// and queries, as the first or the last K step.
 enum SplitPlace { SPLIT_NONE, SPLIT_FIRST, SPLIT_LAST };
-// delta - base comes first: what two large numbers leave is exact as long as nothing else is there.
+// delta - base is the first K step: with zero accumulators the difference of two large numbers is exact.
 constexpr SplitPlace SCORE_SPLIT = HAS_BIAS ? SPLIT_FIRST : SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE;
 template <SplitPlace SPLIT, int COLUMNS = HEAD_DIM>
 DEVICE void multiply_queries(float (&d)[32], u32 keys, u32 queries, const KeySplit& key_split, u32 stats) {
@@ -378,9 +376,9 @@ DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) 
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-// The warp's 16 rows x 2 N columns of dQ on their way to the f32 sums, where they lie side by side as 16 x 8 fragments
-// of 512 bytes. DQ_BULK: through shared memory, in two steps. A fence right behind the stores waits for them, about a
-// tenth of a step; later it waits for nothing.
+// Adds the warp's 16 rows x 2 N columns of dQ to the f32 sums, which are stored as consecutive 16 x 8 fragments of 512
+// bytes. DQ_BULK: through shared memory, in two steps, because a fence right after the stores stalls for about a tenth
+// of a step; a later one does not.
 #if DQ_BULK
 template <int N>
 DEVICE void stage_dq(const float (&dq)[N], u32 staging) {
@@ -391,7 +389,7 @@ DEVICE void stage_dq(const float (&dq)[N], u32 staging) {
   for (int n = 0; n < N / 4; ++n)
     store_shared_float4(staging + n * 512 + lane * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
-// `is_first`: nobody has written there (ORDERED).
+// `is_first`: no block has written there yet (ORDERED).
 template <int N>
 DEVICE void send_dq(float* to, u32 staging, [[maybe_unused]] bool is_first = false) {
   fence_async_proxy();  // the copy engine reads what every lane stored
@@ -408,8 +406,8 @@ DEVICE void send_dq(float* to, u32 staging, [[maybe_unused]] bool is_first = fal
 #if ORDERED
 constexpr int CONSUMER_WARPS = NUM_CONSUMERS * 4;
 
-// The turns of a consumer warp's part of dq, tile after tile. Adds and stores are done in the L2 cache, where turns are
-// read and written, too: who reads there that a tile of keys is done adds to what it left.
+// Orders a consumer warp's adds to dq by key tile. Adds, stores and the turn counters all act in the L2 cache: a block
+// that reads there that a key tile is done adds to the sum that tile left.
 struct DqTurns {
   i32* at;            // of the tile that is sent next
   i32* sent;          // of the one sent last, if any
@@ -421,7 +419,7 @@ struct DqTurns {
 
   // Asked for a while before it is needed.
   DEVICE int read() const { return read_turn(at); }
-  // Tells the next tile of keys that what was sent last is there.
+  // Signals the next key tile that the last adds have arrived.
   DEVICE void pass_on() const {
     if (threadIdx.x % 32 != 0 || !sent) return;
     bulk_wait();
@@ -515,7 +513,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #if ORDERED
   DqTurns turns(block, first_query, warpgroup * 4 + warp);
   auto send_last_dq = [&](int seen) {
-    // From the last step to this one; worked out anew, as there is no register to keep it.
+    // The change from the last step to this one; recomputed for want of a register.
 #if HEAD_BY_HEAD
     const int heads_on = first_query == last_tile_query,
               last_query = heads_on ? block.first_tile * BLOCK_Q : first_query + BLOCK_Q;
@@ -610,8 +608,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     accumulate_queries(sums.dk, ds, q);
     wgmma_wait<1>();                     // dV
     release(barrier_at(shared, EMPTY_DO + do_place.slot));
-    // The next step's queries. On the last step this step's once more: a branch around products would keep them from
-    // overlapping.
+    // The next step's queries; on the last step this step's again, because a branch around the GEMMs would keep them
+    // from overlapping.
     RingPlace<Q_STAGES> next_q = q_place;
     if (step + 1 < num_steps) next_q.advance();
     barrier_wait(barrier_at(shared, FULL_Q + next_q.slot), next_q.phase);

@@ -1,8 +1,6 @@
-// hopper_backward_wide: the consumer of hopper_backward.cuh for keys of 192 and values of 128. 160 registers of a
-// thread hold dK and dV, so no more than two of the products S, dP and dQ are under way at once. Order of a step's
-// products:
-// S | exp S | dP, dV | dS, dK | barrier | dQ (32 columns, 64 columns) and S of the next step beside the second | add
-// dQ.
+// hopper_backward_wide: the consumer of hopper_backward.cuh for keys of 192 and values of 128. dK and dV take 160
+// registers of a thread, so at most two of the GEMMs S, dP and dQ are in flight. Order of a step's GEMMs: S | exp S |
+// dP, dV | dS, dK | barrier | dQ (32 columns, 64 columns) and S of the next step beside the second | add dQ.
 #pragma once
 #include "common/hopper_backward.cuh"
 
@@ -67,7 +65,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
       for (int x = 0; x < 4; ++x) scores[4 * n + x] = exp2_fast(scores[4 * n + x] * block.scale_log2 - lse[x % 2]);
     }
     if (first_query < range.highest || first_query + BLOCK_Q > range.first_expire) {
-      // Bounds are asked for anew: kept, they would cost registers in every step.
+      // Bounds are reloaded: kept, they would cost registers in every step.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int2 entry =
@@ -112,8 +110,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     // dK += dS^T Q, which needs nothing of the other warpgroup and covers the barrier.
     accumulate_queries(sums.dk, weights, q);
     accumulate_queries(sums.dk_rest, weights, q + HEAD_DIM_V / 64 * BLOCK_Q * 128);
-    // The next step's queries. On the last step this step's once more: a branch around products would keep them from
-    // overlapping.
+    // The next step's queries; on the last step this step's again, because a branch around the GEMMs would keep them
+    // from overlapping.
     const u32 next = step + 1 < num_steps ? step + 1 : step, next_queries = shared + Q_AT + next % 2 * QUERY_TILE_BYTES;
     barrier_wait(barrier_at(shared, FULL_Q + next % 2), next / 2 % 2);
     float dq_block[32], dq_half[16];

@@ -1,9 +1,8 @@
-// hopper_blocks: tiles of queries and the tiles of keys that a selector's mask lists, which the copy engine brings in
-// boxes: whole stages (128 keys) or halves.
-// Each consumer has 64 rows. Query tiles of 64 rows go in pairs (PAIRS): the halves of both lists stream past in order,
-// and a consumer lets go by what its own list lacks. Else both see every stage, as with dense attention: the loop asks
-// nothing of a stage before its products, since what differs by warpgroup there keeps addresses out of the uniform
-// registers.
+// hopper_blocks: tiles of queries and the tiles of keys that a selector's mask lists, loaded by TMA in boxes of a whole
+// stage (128 keys) or half of one. Each consumer has 64 rows. Query tiles of 64 rows are processed in pairs (PAIRS):
+// the producer streams the halves that either list names, in order, and a consumer skips those that its own list lacks.
+// Else both consumers take every stage, as in dense attention: the loop does not test a stage before its GEMMs, since a
+// value that differs by warpgroup there keeps addresses out of the uniform registers.
 // Defines    as hopper_tiles.cuh, with SPARSE 1, GATHER and HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS
 //            2; PAIRS 0|1; KEY_BOX 64, or 128 without PAIRS
 #pragma once
@@ -87,7 +86,7 @@ struct BlockWork {
 
   DEVICE BlockWork(const SparseMask& mask) : schedule(mask) {}
 
-  // The producer warpgroup's part of one tile: its first warp brings keys and values, all bring queries.
+  // The producer warpgroup's part of one tile: its first warp loads keys and values, all warps load queries.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
                       ProducerPlaces& places) const {
     const SparseMask& mask = schedule.mask;

@@ -2,12 +2,12 @@
 // outermost: shared memory, barriers and the producer, common to attention over chosen blocks and its backward.
 // Defines    HEAD_DIM (64, 128); GRADIENT 0|1: row statistics beside the queries, and dS^T; INDEXED (0): 0 output
 //            gradients beside the queries of a GRADIENT; 1 a row is a query, a tile of queries comes head by head of
-//            the group and then as the indexer's, and the indexer's one key head stands in place of the values;
-//            ORDERED (0) of a GRADIENT: 1 where pieces of a list add to its keys in turns; ROW_STAGES tiles of rows;
+//            the group and then as the indexer's, and the indexer's one key head stands in place of the values; ORDERED
+//            (0) with GRADIENT, 1 where pieces of a list add to its keys' gradients in turns; ROW_STAGES tiles of rows;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS
-// A thread block stays for the whole launch and takes items from a common counter. Its producer warpgroup brings a
-// run's keys and values, one run ahead, and tiles of 128 rows of 256 bytes each, from anywhere; its two consumer
-// warpgroups work on the same keys, each on 64 rows of a tile, and wait for nothing of each other.
+// Thread blocks are persistent and take work items from a shared counter. The producer warpgroup loads a run's keys and
+// values, one run ahead, and gathers tiles of 128 rows of 256 bytes; the two consumer warpgroups work on the same keys,
+// each on 64 rows of a tile, without waiting for each other.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/mma.cuh"
@@ -43,8 +43,8 @@ constexpr int FULL_KEYS = 0, EMPTY_KEYS = FULL_KEYS + KEY_SLOTS, FULL_ROWS = EMP
               EMPTY_ROWS = FULL_ROWS + ROW_STAGES;
 constexpr int SHARED_BYTES = BARRIERS_AT + (EMPTY_ROWS + ROW_STAGES) * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
-// A consumer warp has done reading when one lane says so for all. racecheck credits an arrival to its lane alone: with
-// EVERY_LANE_ARRIVES each lane speaks for itself, and what the tool then reports is a race.
+// One lane arrives for its consumer warp when the warp has read a stage. racecheck credits an arrival to that lane
+// alone and reports false races; with EVERY_LANE_ARRIVES each lane arrives, so that what it reports is a race.
 #ifndef EVERY_LANE_ARRIVES
 #define EVERY_LANE_ARRIVES 0
 #endif
@@ -245,7 +245,7 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
       if (thread == 0) {
         int keys_and_turn = num_keys;
 #if ORDERED
-        // The run's turn, and whether nobody comes before it: the piece before has no row of its document.
+        // The run's turn, and whether it is the first: the preceding piece has no row of its document.
         const bool follows = first == 0 && item.w > 0 &&
                              run.entries[-1].x >= inputs.doc_start[(u64)batch * inputs.seq_len + run.entries[0].x];
         keys_and_turn |= item.w << 9 | (follows ? 0 : 1 << 8);
@@ -375,8 +375,9 @@ DEVICE void store_warp_rows(u32 tile, const u32 (&packed)[4][4]) {
   for (int i = 0; i < 4; ++i) store_matrix_x4(row ^ (i << 5), packed[i]);
 }
 
-// Stores 64 columns of the warp's 16 rows as parts, from `columns` on; `tile`: 64 rows of 128 bytes of shared memory
-// that nobody else reads or writes any more. Whole lines, marked as read late, so that rows of q stay in the cache.
+// Stores 64 columns of the warp's 16 rows as partial results, from `columns` on; `tile`: 64 rows of 128 bytes of shared
+// memory that no other warp uses any more. Stores whole cache lines with an evict-first hint, so that rows of q stay in
+// the cache.
 DEVICE void store_parts(bf16* columns, u32 tile, u32 places, const u32 (&packed)[4][4]) {
   store_warp_rows(tile, packed);
   __syncwarp();  // a lane reads what others stored

@@ -29,8 +29,8 @@ DEVICE void hide_keys(float (&scores)[32], const RunInWork& run, u32 places) {
   }
 }
 
-// dK += dS^T Q, and the parts of dQ = dS K, which leave through the tile of q; the warpgroup's earlier products are
-// done afterwards, too.
+// dK += dS^T Q, and partial dQ = dS K, stored through the tile of q in shared memory. On return the warpgroup's earlier
+// GEMMs are complete, too.
 DEVICE void query_gradient(float (&dk)[HEAD_DIM / 2], const u32 (&gradient)[4][4], bf16* parts, u32 q, u32 places,
                            const RunInWork& run, u32 shared, int warpgroup) {
   const u32 ds = shared + DS_AT + warpgroup * DS_BYTES;

@@ -11,12 +11,12 @@
 #endif
 constexpr int DIM_BLOCKS = HEAD_DIM / 64, DIM_BLOCKS_V = HEAD_DIM_V / 64;  // 64-column blocks of a tile
 
-// Copies 32 rows of BLOCKS 64-column blocks of a tile of TILE_ROWS as a warp, number `warp` of the tile's: eight lanes
-// bring 128 bytes of a row, an instruction four rows. `key`: this lane's row;
-// `row_bytes` 16, or 0 for zeros in place of the rows. SOME_ABSENT: a `key` below 0 stands for a row of zeros.
+// Warp `warp` copies its 32 rows of a tile of TILE_ROWS, BLOCKS blocks of 64 columns: eight lanes load 128 bytes of a
+// row, so an instruction loads four rows. `key`: this lane's row; `row_bytes` 16, or 0 for zeros in place of the rows.
+// SOME_ABSENT: a `key` below 0 gives a row of zeros.
 template <int BLOCKS = DIM_BLOCKS, bool SOME_ABSENT = false, int TILE_ROWS = 128>
 DEVICE void copy_key_rows(u32 tile, const bf16* rows, u32 stride_bytes, int key, int warp, u32 row_bytes = 16) {
-  // worked out anew: kept, places would not fit into registers
+  // recomputed: held in registers, places would spill
   const int lane = (int)opaque(threadIdx.x) % 32, row = lane / 8, chunk = lane % 8;
   const char* from = (const char*)rows + chunk * 16;
   // rows 4 further: chunk bit 2 flips

@@ -33,7 +33,7 @@ struct DenseWork {
     tile.end_query = min(tile.first_query + TILE_QUERIES, seq_len);
     const i32* starts = doc_start + (u64)place.batch * seq_len;
 #if HAS_BIAS
-    // Loads that the description waits for are asked for here, and below.
+    // Loads that the tile's description needs are issued here and below.
     const int own_start = starts[min(tile.first_query + thread, seq_len - 1)];
 #endif
     const int first_low = max(starts[tile.first_query], tile.first_query - window + 1);
@@ -50,7 +50,7 @@ struct DenseWork {
 
     for (int it = -1; it < tile.num_stages; ++it) {
       if (it + 1 < tile.num_stages) {
-        // Keys run one stage ahead of values. Past the end the last key stands in, which is masked there.
+        // Keys run one stage ahead of values. Past the end the last key is loaded instead, and masked.
         const int first_key = (tile.last_stage - it - 1) * BLOCK_KV;
         const u32 full = barrier_at(shared, FULL_K + places.k.slot), to = shared + K_AT + places.k.slot * STAGE_BYTES;
         if (HAS_BIAS || thread == 0) barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);

@@ -1,9 +1,8 @@
 // hopper_forward: attention of a tile of query rows on Hopper (sm_90a), the softmax kept online (arXiv:2407.08608):
-// while the softmax of stage k + 1 runs, the tensor cores do the other warpgroup's products and this one's O of stage
-// k.
-// Used by hopper_attention_forward.cu (dense, sliding window) and hopper_dma_attention_forward.cu (gathered lists),
+// while the softmax of stage k + 1 runs, the tensor cores run the other warpgroup's GEMMs and this one's P V of stage
+// k. Used by hopper_attention_forward.cu (dense, sliding window) and hopper_dma_attention_forward.cu (gathered lists),
 // which document the interface.
-// Defines    as hopper_tiles.cuh; RESIDUAL 0|1: what rounding took from o is stored too
+// Defines    as hopper_tiles.cuh; RESIDUAL 0|1: `o_low` (o_f32 - bf16(o)) is stored too
 #pragma once
 #if GATHER
 #define HALF_STAGES 1
@@ -18,12 +17,12 @@
 constexpr int O_REGISTERS = HEAD_DIM_V / 2;
 
 // The reference maximum of the online softmax moves only when a row outgrows it by this many powers of two. With
-// RESIDUAL at once: the weight of a key that holds most of the softmax is then 1, which bf16 represents, and o as a sum
-// of bf16 weights is worth more than bf16.
+// RESIDUAL it moves at once: the largest weight of a row is then exactly 1, so that o, a sum over bf16 weights, is more
+// accurate than bf16 and `o_low` carries information.
 constexpr float RESCALE_AT = RESIDUAL ? 0.0f : 8.0f;
-// "Nothing seen yet": finite, so that no infinity is subtracted from another. With a bias also above all scores of keys
-// that do not count: a row's largest logit is at least the q . k of its largest bias, and the exponent of a score of
-// -2^60 is a rounding error of that size.
+// "Nothing seen yet": finite, so that no infinity is subtracted from another. With a bias it must also exceed the
+// scores of masked keys (about -2^60), whose exponents would else be rounding errors of that magnitude; it stays below
+// a row's largest logit, which is at least the q . k of the key with the largest bias.
 constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : -3.0e38f;
 // From this logit on (in powers of two) rounding it shows beside the 16 bits that o and o_low keep together.
 constexpr float LARGE_LOGIT = 16.0f;
@@ -65,8 +64,8 @@ DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor
     outgrown |= grows;
   }
 #if RESIDUAL
-  // A product rounded at the size of the maximum would make the largest weight differ from 1, in the sum alone: o would
-  // lose what o_low keeps.
+  // Rounding S - maximum at the magnitude of a large maximum would make the largest weight differ from 1 in the row sum
+  // only, and o would lose the accuracy that o_low keeps.
   const bool is_large =
       __any_sync(~0u, fmaxf(fabsf(state.maximum[0]), fabsf(state.maximum[1])) * logit_scale > LARGE_LOGIT);
   if (is_large) {
@@ -172,7 +171,7 @@ struct RowsInWork {
     if (is_last) release(barrier_at(shared, EMPTY_Q));
   }
 
-  // The weights of the first stage, or of its first half; then its values are there.
+  // Computes the weights of the first stage, or of its first half, then waits for its values.
   template <int STEPS>
   DEVICE void first_stage(u32 (&weights)[STEPS][4], bool is_last) {
     float score[8 * STEPS], factor[2];
@@ -215,8 +214,8 @@ struct RowsInWork {
     release_keys(is_last);
     if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
     const bool outgrown = softmax_stage(score, state, factor, logit_scale);
-    // The exponentials belong before the wait for O += P V, which covers them; the compiler moves them behind it where
-    // nothing holds them: this does, together with the loop inside barrier_wait.
+    // The exponentials must stay before the wait for O += P V, which hides them; this call and the loop inside
+    // barrier_wait keep the compiler from moving them after it.
     keep_here(score);
     RingPlace<V_STAGES> next_v = places.v;
     next_v.advance();
@@ -259,8 +258,8 @@ struct RowsInWork {
     barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
   }
 
-  // Skips a stage without a visible key for this consumer's rows. Pending weights are multiplied with V first: the slot
-  // of their values is needed.
+  // Skips a stage in which this consumer's rows see no key. The pending P V is finished first, since its V slot is
+  // about to be reused.
   DEVICE void let_go_by(const u32 (&weights)[BLOCK_KV / 16][4], bool is_pending, int it, bool is_last) {
     take_turn(it);
     pass_turn(it);

@@ -11,13 +11,13 @@
 constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
 constexpr int BLOCK_TILES = ceil_div(SUPER_BLOCK, TILE_QUERIES);
 
-// A tile's keys: entries of a list, `head_count` of them in the first stage and then whole stages. Past the list's end
-// the first entry is copied, with expire 0, so that no query sees it.
+// A tile's keys: a range of list entries, `head_count` of them in the first stage, then whole stages. Past the list's
+// end copies of the first entry with expire 0 fill the stage, so that no query sees them.
 struct KeyWindow {
   const int2* entries;
   int head_count, num_stages;
 
-  // A tile that sees no key takes one stage of zeros: a row of K or V that nobody sees may hold NaN.
+  // A tile that sees no key takes one stage of zeros, since an unseen row of K or V may hold NaN.
   DEVICE u32 row_bytes() const { return head_count > 0 ? 16 : 0; }
   DEVICE int2 entry(int stage, int at) const {
     if (stage == 0 ? at >= head_count : stage >= num_stages) return make_int2(entries[0].x, 0);
@@ -56,8 +56,7 @@ struct GatherWork {
     tile.first_query = super_block * SUPER_BLOCK + place.tile % BLOCK_TILES * TILE_QUERIES;
     tile.end_query = min(min(tile.first_query + TILE_QUERIES, (super_block + 1) * SUPER_BLOCK), tensors.seq_len);
 
-    // The window's begin falls and its end falls from tile to tile: the last query decides the one, the first query the
-    // other.
+    // The last query of the tile determines where its window of keys begins, the first query where it ends.
     const u64 list_row = (u64)place.batch * tensors.num_kv_heads + kv_head;
     const int num_windows = ceil_div(tensors.seq_len, tile_queries),
               num_super_blocks = ceil_div(tensors.seq_len, SUPER_BLOCK);

@@ -1,13 +1,13 @@
-// hopper_row_sums: for each query of a tile, sum_j P_ij (do_i . v_j) over the keys it sees, on Hopper (sm_90a).
-// Used by hopper_attention_row_sums.cu and hopper_dma_attention_row_sums.cu, which document the interface. Two products
-// a stage, S = Q K^T and dP = dO V^T, whose exponentials and sums run beside the other warpgroup's products.
+// hopper_row_sums: for each query of a tile, sum_j P_ij (do_i . v_j) over the keys it sees, on Hopper (sm_90a). Used by
+// hopper_attention_row_sums.cu and hopper_dma_attention_row_sums.cu, which document the interface. Two GEMMs a stage, S
+// = Q K^T and dP = dO V^T; exponentials and sums overlap the other warpgroup's GEMMs.
 // Defines    as hopper_tiles.cuh
 #pragma once
 #define ROW_SUMS 1
 #include "common/hopper_tiles.cuh"
 
-// The warp's 16 rows of a tile of BLOCK_Q as A operands: kept in registers, they leave shared memory's bandwidth to
-// keys and values. There is room for one of q and do.
+// The warp's 16 rows of a tile of BLOCK_Q as A operands in registers, which leaves shared memory's bandwidth to keys
+// and values. Registers hold one of q and do, not both.
 DEVICE void keep_rows(u32 (&kept)[HEAD_DIM / 16][4], u32 rows) {
   const int thread = (int)threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane % 16;
 #pragma unroll

@@ -8,10 +8,10 @@ struct WorkPlace {
   int tile, head, batch;
 };
 
-// Heads are dealt out in sections whose keys and values fit into a cache together; inside a section every head's first
-// tile (the longest) precedes every second one. Blocks take a section's tiles back and forth (0 1 2 3, then 3 2 1 0,
-// ...), so that who has the longest tile of one round has the shortest of the next. A section begins with a round of
-// its own, at the block where the last one ran out of tiles.
+// Heads are grouped into sections whose keys and values fit into the L2 cache; inside a section every head's first tile
+// (the longest) precedes every second one. Blocks take a section's tiles in snake order (0 1 2 3, then 3 2 1 0, ...),
+// so that the block with the longest tile of one round has the shortest of the next. A section begins a new round, at
+// the block where the section before ran out of tiles.
 struct WorkSchedule {
   u32 heads_per_unit, units, kv_heads, section_units, section_items, section_rounds, num_rounds;
 

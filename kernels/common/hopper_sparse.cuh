@@ -61,7 +61,7 @@ struct SparseWork {
       const int at = stage * BLOCK_KV + thread - (stage > 0 ? missing : 0);
       return stage == 0 && thread >= BLOCK_KV - missing ? make_int2(0, 0) : keys.entry(at);
     };
-    // Rows that nobody sees arrive as zeros: theirs may hold NaN.
+    // Rows that no query sees arrive as zeros, since in memory they may hold NaN.
     const auto row_of = [](int2 entry) { return entry.y > 0 ? entry.x : -1; };
     int here = -1;                             // this thread's row of stage it
     int2 next = entry(0), after = entry(1);  // its entries of the next two

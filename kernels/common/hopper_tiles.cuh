@@ -3,11 +3,11 @@
 // backward's row sums (hopper_row_sums.cuh).
 // Defines    HEAD_DIM, HEAD_DIM_V (64, 128; also 192 and 128, where nothing is gathered); NUM_CONSUMERS warpgroups of
 //            64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a group share a
-//            tile; HAS_BIAS; GATHER: keys and values by cp.async, else tiles by the copy engine (TMA), as queries
-//            always but for SPARSE; TAKE_TURNS: consumers issue their GEMMs in turns, 1: the next one's follow at once,
-//            2: after this one's first product; CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: a selector's mask, with
-//            GATHER key by key, without in boxes of KEY_BOX keys by the copy engine; ROW_SUMS: output gradients beside
-//            the queries; HALF_STAGES: a tile's first stage may be one of 64 keys
+//            tile; HAS_BIAS; GATHER: keys and values by cp.async, else by TMA; queries always by TMA but for SPARSE;
+//            TAKE_TURNS: consumers issue their GEMMs in turns, 1: the next one's follow at once, 2: after this one's
+//            first product; CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: a selector's mask, with GATHER key by key,
+//            without in boxes of KEY_BOX keys by TMA; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a
+//            tile's first stage may be one of 64 keys
 // A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when
 // its copies are there; each consumer warp releases the slot after the products that read it.
 #pragma once
@@ -62,9 +62,9 @@ constexpr int STAGE_BYTES = BLOCK_KV * HEAD_DIM * 2, V_STAGE_BYTES = BLOCK_KV * 
 constexpr int DO_AT = Q_BYTES;
 constexpr int K_AT = DO_AT + (ROW_SUMS ? Q_BYTES : 0);
 constexpr int V_AT = K_AT + K_STAGES * STAGE_BYTES;
-// Per key of a stage: {position, expire} (GATHER) and the bias (HAS_BIAS). They are needed longer than K's rows: until
+// Per key of a stage: {position, expire} (GATHER) and the bias (HAS_BIAS). They are needed longer than K's rows, until
 // the softmax, which precedes the release of the next stage's K. So K_STAGES + 1 slots need no barriers of their own;
-// four keep the index a mask.
+// four make the index a mask.
 constexpr int NUM_KEY_SLOTS = 4;
 // SPARSE without GATHER: what each consumer sees of the stage, and whether it is the tile's last (hopper_blocks.cuh).
 constexpr int ENTRY_BYTES = GATHER ? BLOCK_KV * 8 : SPARSE ? 32 : 0;
@@ -135,7 +135,7 @@ DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + b
 // ---------------------------------------------------------------------------------------------------------------------
 
 #if !SPARSE
-// The tile's queries (and output gradients), asked for by thread 0; `maps` of q, k, v, do.
+// Loads the tile's queries (and output gradients), by thread 0; `maps` of q, k, v, do.
 DEVICE void copy_queries(u32 shared, const TensorMap* const* maps, const TileHead& tile) {
   if (threadIdx.x % 128 != 0) return;
   const u32 full = barrier_at(shared, FULL_Q);
@@ -163,7 +163,7 @@ DEVICE void store_base(u32 tile, float base, float inverse_scale) {
 }
 #endif
 
-// Tells the consumers that there is no further tile: one without stages, whose queries nobody copies.
+// Signals the consumers that there is no further tile, by one without stages, whose queries are not loaded.
 DEVICE void describe_end(u32 done, u32 shared) {
   const u32 full = barrier_at(shared, FULL_Q);
   barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
@@ -175,7 +175,7 @@ DEVICE void describe_end(u32 done, u32 shared) {
   barrier_arrive(full);
 }
 
-// Where a producer stands in the rings; `stage` counts stages over all tiles.
+// A producer's place in the rings; `stage` counts stages over all tiles.
 struct ProducerPlaces {
   RingPlace<K_STAGES> k;
   RingPlace<V_STAGES> v;
@@ -186,8 +186,8 @@ struct ProducerPlaces {
 // ---------------------------------------------------------------------------------------------------------------------
 
 // d = a b^T: the warpgroup's 64 rows of a tile of BLOCK_Q, against the 2 N keys of a stage, or of its first half. BIAS:
-// and (delta - base) / softmax_scale, as the first step. Base is the largest bias that a query sees. Of two biases of
-// 2^29 their difference counts, and q . k beside it, which an f32 of that size would swallow.
+// plus (delta - base) / softmax_scale as the first K step, base the largest bias that the query sees. Only differences
+// of biases matter, and an f32 near a bias of 2^29 would have no digits left for q . k.
 template <int BIAS, int N>
 DEVICE void multiply_stage(float (&d)[N], u32 rows, u32 stage, [[maybe_unused]] u32 bases, [[maybe_unused]] u32 keys) {
   const u64 a = wgmma_along(rows), b = wgmma_along(stage);
@@ -265,8 +265,8 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
 #if SPARSE && !GATHER
 constexpr int BOXES = BLOCK_KV / KEY_BOX;  // that a stage comes in
 constexpr int LAST_AT = 16;                // in a stage's key slot, with PAIRS: 1 in the tile's last stage
-// The first key of each half of a stage, for this thread's warpgroup; one behind all keys where its rows see nothing of
-// a half.
+// The first key of each half of a stage, for this thread's warpgroup; a position after all keys where its rows see no
+// key of a half.
 DEVICE int2 first_keys(u32 keys) {
   int2 first;
   if (BOXES == 1) {
@@ -390,9 +390,8 @@ DEVICE u32 start_block(void* memory) {
   return shared;
 }
 
-// A block's whole work, once `start_block` and a __syncthreads are behind it. `work` knows the tiles and how to produce
-// one; `consumer` works on one.
-// Tiles of this block are numbered `done`.
+// The main loop of a block, after `start_block` and a __syncthreads. `work` iterates over the tiles and loads them;
+// `consumer` computes one. Tiles of this block are numbered `done`.
 template <class Work, class Consumer>
 DEVICE void run_block(const InputTensors& tensors, const Work& work, const Consumer& consumer,
                       const TensorMap* const* maps, u32 shared) {

@@ -1,10 +1,10 @@
-// kv_stream: brings the keys and values that a tile of queries sees into shared memory, tile by tile, contiguous or
+// kv_stream: loads the keys and values that a tile of queries sees into shared memory, tile by tile, contiguous or
 // gathered by a list.
 // Defines    HEAD_DIM, HEAD_DIM_V, BLOCK_KV keys a tile, NUM_WARPS, NUM_STAGES (2 or more tiles in flight or in use),
 //            HAS_BIAS, GATHER, SPARSE
 // A ring of NUM_STAGES slots holds K and V (swizzled rows) and, with HAS_BIAS, the keys' delta. With GATHER a second
-// ring holds the list entries {key, expire}; they must be here before the rows they name can be asked for, so they run
-// NUM_STAGES - 1 tiles further ahead. With SPARSE they come from a selector's mask in place of a list.
+// ring holds the list entries {key, expire}; they must have arrived before the rows they name can be loaded, so they
+// run NUM_STAGES - 1 tiles further ahead. With SPARSE they come from a selector's mask in place of a list.
 #pragma once
 #include "common/copy_rows.cuh"
 
@@ -38,7 +38,7 @@ constexpr int KV_STREAM_BYTES = NUM_STAGES * KV_STAGE_BYTES + BIAS_BYTES + ENTRY
 using KTile = SwizzledTile<HEAD_DIM>;
 using VTile = SwizzledTile<HEAD_DIM_V>;
 
-// What a tile of queries streams. The pointers stand at the batch row and the KV head.
+// The tensors that a tile of queries streams. Pointers are to the batch row and the KV head.
 struct KvStream {
   const bf16* k;
   const bf16* v;
@@ -124,7 +124,7 @@ struct KvStream {
     slot = NUM_STAGES - 1;
   }
 
-  // Waits for tile `it` and asks for the tile that will take the slot freed by the barrier.
+  // Waits for tile `it` and starts loading the tile that takes the slot freed by the barrier.
   DEVICE void advance(int it) {
     copy_async_wait<NUM_STAGES - 2>();
     __syncthreads();  // tile `it` is here for every thread, and nobody reads tile it - 1 any more

@@ -23,7 +23,7 @@ struct LatentColumns {
   HeadColumns rope;
 };
 
-// Sum of the products of a lane's columns.
+// Dot product over a lane's columns.
 DEVICE float rope_products(const HeadColumns& a, const HeadColumns& b) {
   float sum = 0.f;
 #pragma unroll

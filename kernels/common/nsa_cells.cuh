@@ -1,6 +1,6 @@
-// nsa_cells: the choices of native sparse attention, by the cell of select_size positions in which a chosen block
-// begins. In a row of several documents blocks of different documents may share a cell, one of each; a later document's
-// queries come later.
+// nsa_cells: the blocks that queries chose, indexed by the cell of select_size positions of the row in which a block
+// begins. In a row of several documents blocks of different documents may begin in one cell, at most one of each; the
+// queries of a later document come later.
 #pragma once
 #include "common/types.cuh"
 

@@ -16,8 +16,8 @@ struct ChosenRun {
   int first_key, end_key;  // keys of the block
 };
 
-// The run that begins at entry `first` of `count`; `next` receives the entry behind it. `cell`: the cell of select_size
-// positions where the block begins.
+// The run that begins at entry `first` of `count`; `next` receives the index of the entry after it. `cell`: the cell of
+// select_size positions where the block begins.
 DEVICE ChosenRun chosen_run(const int2* entries, int first, int count, int cell, int select_size, int group,
                             const i32* doc_start, const i32* doc_end, int& next) {
   const int token = entries[first].x, start = doc_start[token], end = doc_end[token];

@@ -1,6 +1,6 @@
-// query_share: which of the queries that see a tile of keys a block of threads takes. Several blocks may share a tile,
-// where few KV heads or short rows would leave multiprocessors without work: first the query heads of the KV head are
-// dealt out, then the queries of a head.
+// query_share: which of the queries that see a key tile a thread block takes. Several blocks may share a key tile where
+// few KV heads or short rows would leave multiprocessors idle: the KV head's query heads are divided among them first,
+// then the queries of a head.
 // Defines    SHARES (0): 1 where blocks share tiles
 #pragma once
 #include "common/types.cuh"

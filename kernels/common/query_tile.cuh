@@ -60,8 +60,8 @@ DEVICE float row_base(const QueryTile& tile, int query) {
   return query < tile.end_query ? in_scores(tile.base[query], tile.bias_unit) : 0.0f;
 }
 
-// Scores begin with (delta - base) / softmax_scale: of two biases of 2^29 their difference counts, and q . k beside it,
-// which an f32 of that size would swallow. `bias`: the deltas of this thread's columns of a tile, two every eight.
+// Accumulators start at (delta - base) / softmax_scale: only differences of biases matter, and an f32 near a bias of
+// 2^29 would have no digits left for q . k. `bias`: the deltas of this thread's columns of a tile, two every eight.
 template <int ROWS>
 DEVICE void start_scores(float (&score)[ROWS][BLOCK_KV / 8][4], const float (&base)[ROWS][2], const float* bias,
                          float bias_unit) {

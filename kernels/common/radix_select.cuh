@@ -13,8 +13,8 @@ constexpr int SELECT_THREADS = 1024;
 constexpr int SELECT_BINS = 2048;
 constexpr int SELECT_PASSES = 5;
 
-// Shared memory of a selection. `radix_begin` sets it up; afterwards `threshold[x]` is an order key that exactly k keys
-// of the stream reach (0 where selector x is off).
+// Shared memory of a selection. `radix_begin` sets it up; afterwards exactly k keys of the stream are at least
+// `threshold[x]` (0 where selector x is off).
 template <int NUM_SELECTORS>
 struct RadixSelect {
   alignas(16) u32 histogram[NUM_SELECTORS][SELECT_BINS];
@@ -34,8 +34,8 @@ DEVICE u64 radix_fixed_bits(int pass) {
                      : ~0ull;
 }
 
-// Asks for the k-th largest (k = 0: selector off; the last selector is always on). Every thread of the block calls; no
-// barrier is needed before, unless the state was in use, nor after.
+// Begins a selection of the k-th largest (k = 0: selector off; the last selector is always on). Every thread of the
+// block calls; no barrier is needed before, unless the state was in use, nor after.
 template <int NUM_SELECTORS>
 DEVICE void radix_begin(RadixSelect<NUM_SELECTORS>& state, u32 k_of_subset, u32 k_of_all) {
   u32* bins = &state.histogram[0][0];

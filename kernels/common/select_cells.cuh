@@ -126,8 +126,8 @@ DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Pa
 #endif
   __syncthreads();  // nobody reads the ring any more
 
-  // Scores go to shared memory, where whole blocks of them are read. LSE: in powers of two, and cells of keys after a
-  // query's own count nothing.
+  // Scores go to shared memory, where whole blocks of them are read. LSE: in base 2, and key cells after the query's
+  // own are masked.
   float* score = (float*)shared_memory;
   const float scale = f32_word(params.scale) * (LSE ? LOG2_E : 1.0f);
   // LSE: first_query and query_step are multiples of the cell.

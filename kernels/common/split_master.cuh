@@ -1,7 +1,7 @@
-// split_master: an f32 as a bf16 and the 16 bits that the bf16 lacks.
-// The leaf is the master rounded to nearest, ties away from zero; the rest is the low half of the master's bits. Taken
-// as a signed number it is what rounding left out, so that leaf 2^16 + rest gives the master's bits back, always. Ties
-// away from zero and not to even: the leaf and the rest then say together whether it was rounded up.
+// split_master: an f32 as a bf16 and the 16 bits that the bf16 lacks. The bf16 weight is the master rounded to nearest,
+// ties away from zero; the rest is the low half of the master's bits, read as a signed number, so that bits(bf16) *
+// 2^16 + rest always gives the master's bits. Ties go away from zero, not to even: only then do the two parts determine
+// whether the master was rounded up.
 #pragma once
 #include "common/types.cuh"
 

@@ -1,9 +1,8 @@
-// split_step: a number for each row and one for each column of a wgmma product enter as one more step of it, each as
-// the three bf16 whose sum it is, against ones. They then cost nothing behind the product. Operands lie in shared
-// memory, 16 bytes a row or column, side by side (wgmma_unswizzled):
-// eight columns, where a step sums K = 16. The step reads these eight twice, so each operand is stored halved.
-// A step that comes first adds its numbers to nothing but each other: where two large ones cancel, what is left is
-// exact.
+// split_step: adds a number per row and a number per column to a wgmma GEMM by one extra K step: each f32 is split into
+// three bf16 that are multiplied by ones, so that nothing is left to add after the GEMM. Operands lie in shared memory,
+// 16 bytes a row or column, side by side (wgmma_unswizzled): eight columns, where a step sums K = 16. The step reads
+// these eight twice, so each operand is stored halved. As the first K step it adds its numbers to zero accumulators, so
+// that where two large ones cancel, the difference is exact.
 #pragma once
 #include "common/async_copy.cuh"
 #include "common/wgmma.cuh"
@@ -11,8 +10,8 @@
 constexpr int SPLIT_BYTES = 16;  // of a row or column
 constexpr u32 BF16_ONE = 0x3f80u;
 
-// The parts of an f32, each a bf16 in the lower half of a word. They are cut off, not rounded, so that the third holds
-// all that is left.
+// The three bf16 parts of an f32, each in the lower half of a word. The first two are truncated, not rounded, so that
+// the third holds the remaining bits exactly.
 struct SplitParts {
   u32 first, second, third;
   DEVICE SplitParts(float x) {
@@ -28,8 +27,8 @@ DEVICE void store_split(u32 shared, u32 a, u32 b, u32 c) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(0u) : "memory");
 }
 
-// Stores the number of a column. `one`: BF16_ONE, or 0 where the rows' numbers stay out. Products read it after
-// fence_async_proxy.
+// Stores the split number of one column as an operand. `one`: BF16_ONE, or 0 if no number per row is added. Call
+// fence_async_proxy before wgmma reads it.
 DEVICE void store_split_column(u32 shared, float x, u32 one) {
   const SplitParts parts(0.5f * x);
   store_split(shared, parts.first | parts.second << 16, parts.third | one << 16, one | one << 16);

@@ -22,8 +22,8 @@ DEVICE void bulk_load(u32 shared, const void* from, u32 bytes, u32 barrier) {
                : "memory");
 }
 
-// Adds `bytes` (a multiple of 16) of f32 in shared memory to as many in global memory, each atomically. The L2 cache
-// keeps what they are added to longer than other lines: the next adds come soon.
+// Adds `bytes` (a multiple of 16) of f32 in shared memory to as many in global memory, each atomically. An L2
+// evict-last hint keeps the destination in the cache for the next adds.
 DEVICE void bulk_add_f32(float* to, u32 shared, u32 bytes) {
   constexpr u64 EVICT_LAST = 0x14f0000000000000;  // as createpolicy.fractional makes it
   asm volatile(

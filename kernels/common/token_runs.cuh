@@ -11,7 +11,7 @@ struct TokenRuns {
   int tokens, num_chunks;
 
   DEVICE int end(int chunk) const { return min((chunk + 1) * RUN_CHUNK, tokens); }
-  // Does the run of `id` go on behind this chunk?
+  // Does the run of `id` continue after this chunk?
   DEVICE bool goes_on(int chunk, int id) const {
     return chunk + 1 < num_chunks && order[(chunk + 1) * RUN_CHUNK].x == id;
   }

@@ -11,5 +11,5 @@ DEVICE int read_turn(const i32* turn) {
 DEVICE void write_turn(i32* turn, int value) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(value) : "memory");
 }
-// What this thread added before is there before it writes a turn.
+// This thread's earlier adds become visible before it writes a turn.
 DEVICE void fence_sums() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }

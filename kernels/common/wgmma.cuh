@@ -17,8 +17,8 @@ DEVICE u64 wgmma_along(u32 shared) { return (u64)0x40000040u << 32 | (shared >> 
 DEVICE u64 wgmma_across(u32 shared, u32 block_bytes) {
   return (u64)0x40000040u << 32 | (shared >> 4 | block_bytes >> 4 << 16);
 }
-// Descriptor of a tile of 8 columns without a swizzle, rows of 16 bytes side by side. Summed columns 8 to 15 are the
-// same once more: A must be zero there.
+// Descriptor of a tile of 8 columns without a swizzle, rows of 16 bytes side by side. It covers 8 of the K = 16
+// columns; columns 8 to 15 read the same data again, so A must be zero there.
 DEVICE u64 wgmma_unswizzled(u32 shared) { return (u64)8 << 32 | shared >> 4; }
 // A descriptor `bytes` further; addresses of shared memory never carry into the other fields.
 DEVICE u64 wgmma_step(u64 descriptor, u32 bytes) { return descriptor >> 32 << 32 | ((u32)descriptor + (bytes >> 4)); }
@@ -33,8 +33,7 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int PENDING>
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
-// What shared memory was written through ordinary stores and cp.async becomes visible to products and bulk copies of
-// this thread.
+// Makes shared memory written by ordinary stores and cp.async visible to this thread's wgmma and bulk copies.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Registers of each thread of the calling warpgroup from here on.

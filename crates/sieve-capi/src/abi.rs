@@ -36,7 +36,7 @@ pub extern "C" fn sieve_error() -> *const c_char {
     LAST_ERROR.with_borrow(|text| text.as_ptr())
 }
 
-/// Makes the plan of a request.
+/// Creates the plan of a request.
 ///
 /// # Safety
 /// `request_json` ends with NUL; `plan` can be written.
@@ -71,7 +71,7 @@ pub unsafe extern "C" fn sieve_plan_describe(plan: *const PlanHandle) -> *const 
     }
 }
 
-/// Puts the plan's kernels on a GPU.
+/// Loads the plan's kernels on a GPU.
 ///
 /// # Safety
 /// `plan` comes from [`sieve_plan`]; the paths end with NUL, or are NULL.

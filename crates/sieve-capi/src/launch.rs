@@ -45,8 +45,8 @@ enum Work {
 }
 
 impl Loaded {
-    /// Puts a plan's kernels on a GPU: from files below `cache`, or compiled now by the NVRTC at `nvrtc` (else the one
-    /// that the dynamic linker finds) and written there. Waits until all is loaded.
+    /// Loads a plan's kernels on a GPU: from files below `cache`, or compiled now by the NVRTC at `nvrtc` (else the one
+    /// that the dynamic linker finds) and cached there. Returns when all are loaded.
     ///
     /// # Errors
     /// No NVRTC, one of a newer CUDA than the driver's, a text that does not compile, machine code that the driver
@@ -121,15 +121,15 @@ impl Loaded {
         self.device
     }
 
-    /// Queues the plan on a stream of its GPU. `pointers`: inputs, outputs, scratch memory. Allocates nothing there,
-    /// compiles nothing, waits for nothing.
+    /// Queues the plan on a stream of its GPU. `pointers`: inputs, outputs, scratch memory. It allocates no memory,
+    /// compiles nothing and does not synchronise.
     ///
     /// # Errors
     /// Another number of pointers, an address that is not a multiple of 16, what the driver refuses.
     ///
     /// # Safety
     /// Each pointer is the address of a buffer on the GPU with the bytes of [`Plan::buffers`], which stays until the
-    /// launches have run; the integers in inputs are what the op's docs say. The stream is one of this GPU's.
+    /// launches have run; integer inputs have the values that the op's docs require. The stream is one of this GPU's.
     pub unsafe fn run(&self, pointers: &[u64], stream: CUstream) -> Result<(), PlanError> {
         if pointers.len() != self.num_pointers {
             let (got, expected) = (pointers.len(), self.num_pointers);
@@ -178,8 +178,8 @@ impl Work {
                     words,
                     starts_early: false,
                 };
-                // SAFETY: the wrappers recorded a launch that stays inside its buffers; the rest is the caller's
-                // promise.
+                // SAFETY: the wrappers recorded a launch that stays inside its buffers; the caller guarantees the
+                // pointers.
                 let queued = unsafe { kernel.launch(stream, &launch) };
                 queued.map_err(|reason| KernelError::Launch { kernel: name, reason }.into())
             }

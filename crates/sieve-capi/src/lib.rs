@@ -1,9 +1,9 @@
-//! Sieve's CUDA kernels behind a C interface (`include/sieve.h`), for PyTorch and whatever else has pointers and a
-//! stream.
+//! Sieve's CUDA kernels behind a C interface (`include/sieve.h`), for PyTorch and any program with device pointers and
+//! a stream.
 //!
 //! A request in JSON becomes a [`Plan`]: every launch of an op for given shapes, as the wrappers of sieve-gpu record
-//! them, with one piece of scratch memory behind all of them. That needs no GPU. [`Loaded`] is a plan with its kernels
-//! on a GPU; running it queues launches and nothing else, so a CUDA graph can capture it.
+//! them, sharing one scratch buffer. That needs no GPU. [`Loaded`] is a plan with its kernels on a GPU; running it
+//! queues launches and nothing else, so a CUDA graph can capture it.
 
 pub mod abi;
 mod launch;

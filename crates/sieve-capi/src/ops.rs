@@ -416,7 +416,7 @@ impl Inputs {
         Ok(self.get("q")?.under(policy))
     }
 
-    /// The queries of NSA's compressed branch, with keys and values that stand for sizes: no launch reads them.
+    /// The queries of NSA's compressed branch, with placeholder keys and values: no launch reads them.
     fn queries_of_blocks(
         &self,
         compressed: &CudaTensor,

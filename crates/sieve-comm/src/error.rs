@@ -83,15 +83,15 @@ pub enum CommError {
     /// A process that is no part of this group.
     #[error("{0}")]
     Refused(String),
-    /// A rank is lost; the work cannot go on.
+    /// A rank is lost; the work cannot continue.
     #[error("{0}")]
     Lost(Failure),
-    /// Ranks ask for different things at the same time: a fault of the program.
+    /// Ranks call different collectives at the same time: a bug.
     #[error("rank {rank} asks for \"{theirs}\" where this rank asks for \"{ours}\": the ranks do different work")]
     OutOfStep {
         /// The other rank.
         rank: usize,
-        /// What it asks for.
+        /// The collective it calls.
         theirs: String,
         /// What this one does.
         ours: String,
@@ -128,7 +128,7 @@ pub enum Loss {
         /// Which rank's device is behind, in words; empty where that is not known.
         behind: String,
     },
-    /// It told an error.
+    /// It reported an error.
     Error(String),
 }
 

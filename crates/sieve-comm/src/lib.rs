@@ -1,8 +1,9 @@
-//! Several processes that train one model: who is who, sums over all of them, and what happens when one is lost.
+//! Several processes that train one model: ranks, collectives over TCP, heartbeats, and what happens when a rank is
+//! lost.
 //!
-//! Rank 0 is the middle of a star of TCP connections, two to each other rank. One carries values, and only when all
-//! ranks ask for it. The other carries a sign of life every two seconds, errors and farewells, and is read by a thread
-//! of its own: a lost rank is noticed also while this one waits for it.
+//! Rank 0 is the middle of a star of TCP connections, two to each other rank. One carries the values of collectives.
+//! The other carries a heartbeat every two seconds, errors and goodbye messages, and is read by a thread of its own, so
+//! that a lost rank is noticed even while this one waits for it.
 
 mod error;
 mod frame;

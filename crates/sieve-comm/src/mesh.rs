@@ -24,21 +24,21 @@ const REASON_WAIT: Duration = Duration::from_secs(3);
 /// How long a rank waits for others.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
-    /// Until all ranks are there.
+    /// Until all ranks have joined.
     pub join: Duration,
-    /// For a sign of life, and for a step that stands still.
+    /// Without a heartbeat, and without progress in a step that others wait for.
     pub silence: Duration,
-    /// For a step in which all ranks stand still and none waits for another.
+    /// Without progress of any rank in a step while none waits for another.
     pub still: Duration,
-    /// For other work of a run that stands still.
+    /// Without progress in other work of a run.
     pub long: Duration,
     /// After another rank is lost, until this process must end.
     pub farewell: Duration,
 }
 
 impl Default for Patience {
-    /// Five minutes to come, 30 seconds without a sign, 100 seconds for a step of all, ten minutes for long work, 10
-    /// seconds to end.
+    /// Five minutes to join, 30 seconds without a heartbeat, 100 seconds without progress of any rank in a step, ten
+    /// minutes in long work, 10 seconds to end.
     fn default() -> Self {
         Self {
             join: Duration::from_secs(300),
@@ -53,9 +53,9 @@ impl Default for Patience {
 /// What a rank does while others may wait for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// A step like those before: it goes on within [`Patience::silence`].
+    /// An ordinary step: progress within [`Patience::silence`].
     Step,
-    /// A first step, a validation, a checkpoint: it goes on within [`Patience::long`].
+    /// A first step, a validation, a checkpoint: progress within [`Patience::long`].
     Long,
     /// Something without a limit, as reading and preparing data.
     Any,
@@ -96,8 +96,8 @@ impl Mesh {
     /// Connects this rank with the others of `world`, and returns when all are there. `version` must be the same for
     /// all.
     ///
-    /// From then on, where another rank is lost, every call fails; a process that has not left some seconds later is
-    /// ended by `give_up`: it may wait for a device that waits for the lost rank.
+    /// From then on every call fails once another rank is lost; a process that has not left some seconds later is ended
+    /// by `give_up`, since it may wait for a device that waits for the lost rank.
     ///
     /// # Errors
     /// The port is taken, a rank does not come, one is twice there or of another version.
@@ -136,10 +136,10 @@ impl Mesh {
     }
 
     /// The sums of `values` over all ranks, added in the order of the ranks, with equal bits on all ranks. A rank gets
-    /// those in the ranges that `parts` gives for it, one after another; every rank must know the same ranges.
+    /// the sums in its ranges of `parts`, concatenated; `parts` must be equal on all ranks.
     ///
     /// # Errors
-    /// A rank is lost, or brings another number of values.
+    /// A rank is lost, or passes another number of values.
     pub fn sum_parts(
         &self,
         mut values: Vec<f32>,
@@ -169,7 +169,7 @@ impl Mesh {
     /// As [`sum_parts`](Self::sum_parts), where every rank gets every sum, in place.
     ///
     /// # Errors
-    /// A rank is lost, or brings another number of values.
+    /// A rank is lost, or passes another number of values.
     pub fn sum(&self, values: &mut [f32]) -> Result<(), CommError> {
         let all = 0..values.len();
         let sums = self.sum_parts(values.to_vec(), &|_| vec![all.clone()])?;
@@ -177,10 +177,10 @@ impl Mesh {
         Ok(())
     }
 
-    /// The values of every rank, one after another; `counts` gives how many each rank brings.
+    /// The values of every rank, one after another; `counts` gives how many each rank passes.
     ///
     /// # Errors
-    /// A rank is lost, or brings another number of values.
+    /// A rank is lost, or passes another number of values.
     pub fn gather_values(&self, own: &[f32], counts: &dyn Fn(usize) -> usize) -> Result<Vec<f32>, CommError> {
         let _turn = self.turn()?;
         let mut all = vec![0.0; (0..self.world.size).map(counts).sum()];
@@ -226,7 +226,7 @@ impl Mesh {
         Ok(all)
     }
 
-    /// The bytes of rank 0; what the others give is not read.
+    /// The bytes of rank 0; those passed by other ranks are ignored.
     ///
     /// # Errors
     /// A rank is lost.
@@ -241,8 +241,7 @@ impl Mesh {
         Ok(bytes.to_vec())
     }
 
-    /// Gives each rank its bytes, and returns what each has given to this one, by rank. Few ranks may have something
-    /// for each other: the rest give nothing.
+    /// Sends each rank its bytes, and returns the bytes received from each, by rank. Empty messages are allowed.
     ///
     /// # Errors
     /// A rank is lost.
@@ -290,9 +289,10 @@ impl Mesh {
         self.gather(&[]).map(drop)
     }
 
-    /// Says what this rank does from now on. Where it does not go on with it for the time that [`Work`] names while
-    /// another rank waits for it, it is lost, though its heartbeats arrive. Where none waits, as all wait for their
-    /// devices, a step ends after [`Patience::still`], other work after [`Patience::long`] and [`Patience::silence`].
+    /// Sets what this rank does from now on, and so its progress timeout. A rank that others wait for and that makes no
+    /// progress for the time of its [`Work`] counts as hung, even if its heartbeats arrive. Where no rank waits for
+    /// another, since all wait for their devices, the limit is [`Patience::still`] in a step, and [`Patience::long`]
+    /// plus [`Patience::silence`] in other work.
     pub fn set_work(&self, work: Work) {
         self.watch.set_limit(match work {
             Work::Step => Some(self.patience.silence),
@@ -306,13 +306,13 @@ impl Mesh {
         self.watch.tick();
     }
 
-    /// Says how far this rank's device is with what all ranks do together; the heartbeat tells the others. Where all
-    /// stand still, the rank that is behind is named.
+    /// Reports how many collectives this rank's device has completed; the heartbeat carries it to the others. If no
+    /// rank makes progress, the rank that is behind is named.
     pub fn set_collective_counts(&self, counts: CollectiveCounts) {
         self.watch.set_collective_counts(counts);
     }
 
-    /// Whether this rank does work that must go on: between its first step and its last.
+    /// Whether this rank has a progress timeout: between its first step and its last.
     pub fn is_at_work(&self) -> bool {
         self.watch.has_limit()
     }
@@ -322,8 +322,8 @@ impl Mesh {
         self.watch.waited()
     }
 
-    /// This thread's turn to exchange with the others. A rank that knows of a loss begins nothing: what the others sent
-    /// before they gave it up may still be there to read.
+    /// This thread's turn to exchange with the others. A rank that knows of a loss starts no exchange: data that the
+    /// others sent before may still be readable.
     fn turn(&self) -> Result<Turn<'_>, CommError> {
         self.check()?;
         let turn = Turn {
@@ -343,12 +343,12 @@ impl Mesh {
         failure.map_or(Ok(()), |failure| Err(CommError::Lost(failure)))
     }
 
-    /// Tells the others why this rank cannot go on.
+    /// Sends the others the error that ends this rank.
     pub fn fail(&self, text: &str) {
         self.watch.fail(text);
     }
 
-    /// Says farewell: the others do not wait for this rank any more.
+    /// Sends a goodbye message, after which the others do not wait for this rank.
     pub fn leave(&self) {
         self.watch.leave();
     }
@@ -386,7 +386,7 @@ impl Mesh {
 
     /// Why a connection for values broke.
     fn lost(&self, peer: &Peer, error: &io::Error) -> CommError {
-        // Nothing was sent, and nobody is lost.
+        // Nothing was sent, and no rank is lost.
         if error.kind() == io::ErrorKind::InvalidInput {
             return CommError::TooLong(error.to_string());
         }

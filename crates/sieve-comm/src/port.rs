@@ -3,12 +3,11 @@ use socket2::{Domain, Socket, Type};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 
-/// A port of 127.0.0.1 that rank 0 can listen on by its number, and that the system gives to nobody who asks for a free
-/// one.
+/// A port of 127.0.0.1 that rank 0 can listen on by its number, and that the system does not assign to other processes.
 ///
 /// Between choosing a free port and listening on it another process could be given the same one. A socket that is bound
-/// to the port and never listens prevents that; nobody can connect to it, nor to a copy that a process just started by
-/// another thread has of it.
+/// to the port and never listens prevents that; it accepts no connections, also not through a copy inherited by a
+/// process that another thread starts.
 #[derive(Debug)]
 pub struct HeldPort {
     number: u16,

@@ -51,7 +51,7 @@ struct State {
     /// Of the other ranks, in the order of `peers`.
     collectives: Vec<CollectiveCounts>,
     failure: Option<Failure>,
-    /// A listener has found one, which is `failure` as soon as the others are told.
+    /// A listener has found a failure, which becomes `failure` as soon as the others are informed.
     is_lost: bool,
     /// This rank needs the others no more.
     has_left: bool,
@@ -67,7 +67,7 @@ struct State {
 struct Pace {
     /// Grows with everything that it has done.
     ticks: u64,
-    /// Within which time it must go on by itself.
+    /// Its progress timeout, where it waits for no other rank.
     limit: Option<Duration>,
     /// Since when it has waited for the others.
     waits_since: Option<Instant>,
@@ -75,8 +75,8 @@ struct Pace {
 }
 
 impl Pace {
-    /// As a sign of life carries it: the collectives; where the rank must go on by itself also ticks, and milliseconds
-    /// of the limit.
+    /// The content of a heartbeat: counts of collectives, and, where the rank must make progress by itself, its ticks
+    /// and the timeout in milliseconds.
     fn to_bytes(self) -> Vec<u8> {
         let CollectiveCounts { num_ended, num_reached } = self.collectives;
         let mut words = vec![num_ended, num_reached];
@@ -101,7 +101,8 @@ impl Place {
         }
     }
 
-    /// Where the rank must go on by itself: within which time, and since when it has not. Its device may go on too.
+    /// Where the rank waits for no other: its progress timeout, and the time of its last progress, its device's
+    /// included.
     fn see(&mut self, pace: &[u8]) -> Option<(Duration, Instant)> {
         let (words, _) = pace.as_chunks();
         let words = words.iter().copied().map(u64::from_le_bytes).collect::<Vec<_>>();
@@ -125,7 +126,7 @@ impl Place {
 pub(crate) type GiveUp = Box<dyn FnOnce(&Failure) + Send>;
 
 impl Watch {
-    /// Starts the threads that tell and listen. They end when this rank leaves.
+    /// Starts the threads that send and receive heartbeats. They end when this rank leaves.
     pub(crate) fn start(
         rank: usize,
         peers: Arc<Vec<Peer>>,
@@ -154,8 +155,8 @@ impl Watch {
         Ok(this)
     }
 
-    /// The rank that was lost, once one was; waits a moment for the news, because a broken connection for values may be
-    /// noticed before its reason is.
+    /// The lost rank, if any; waits a moment for the report, because a broken connection for values may be noticed
+    /// before its reason.
     pub(crate) fn failure(&self, wait: Duration) -> Option<Failure> {
         let state = self.lock();
         let waited = self
@@ -165,7 +166,7 @@ impl Watch {
         state.failure.clone()
     }
 
-    /// Tells all ranks that this one cannot go on.
+    /// Sends all ranks the error that ends this one.
     pub(crate) fn fail(&self, text: &str) {
         let failure = Failure {
             rank: self.rank,
@@ -191,7 +192,7 @@ impl Watch {
         self.lock().pace.ticks += 1;
     }
 
-    /// From now on this rank goes on within such a time, or does something that may last.
+    /// Sets the progress timeout; `None` disables it.
     pub(crate) fn set_limit(&self, limit: Option<Duration>) {
         let pace = &mut self.lock().pace;
         pace.ticks += 1;
@@ -211,7 +212,7 @@ impl Watch {
         state.pace.ticks += 1;
     }
 
-    /// Whether this rank must go on within some time.
+    /// Whether this rank has a progress timeout.
     pub(crate) fn has_limit(&self) -> bool {
         self.lock().pace.limit.is_some()
     }
@@ -223,14 +224,14 @@ impl Watch {
 
     fn beat(&self, every: Duration, patience: Patience) {
         let mut own = Place::new();
-        // Rank 0 alone hears all others: it speaks first where all stand still.
+        // Rank 0 alone receives all heartbeats, so it reports first if no rank makes progress.
         let head_start = if self.rank == 0 { Duration::ZERO } else { BEATS * every };
         let mut state = self.lock();
         while !state.has_left && state.failure.is_none() {
             let pace = state.pace.to_bytes();
             drop(state);
-            // A rank that waits for this one would have named it earlier. Where all stand still none waits: each for
-            // its GPU, say, and all GPUs for one that hangs.
+            // A rank that waits for this one would have reported it earlier. If no rank makes progress and none waits
+            // for another, each waits for its GPU, and the GPUs for one that hangs.
             if let Some((limit, since)) = own.see(&pace) {
                 let all_still = match limit <= patience.silence {
                     true => patience.still,
@@ -238,7 +239,7 @@ impl Watch {
                 };
                 if since.elapsed() > all_still + head_start {
                     return self.lose(Failure {
-                        // Equal in all that notice it: one of them tells it.
+                        // Equal on all ranks that notice it; one of them reports it.
                         rank: 0,
                         place: String::new(),
                         loss: Loss::AllStill {
@@ -321,8 +322,8 @@ impl Watch {
         }
         state.is_lost = true;
         drop(state);
-        // Before this rank knows and leaves: nobody listens to one that said farewell.
-        // Rank 0 tells the others, and one that stands still does not know it.
+        // Report before this rank leaves, since messages after a goodbye are ignored. Rank 0 informs the others, also
+        // of a hung rank, which cannot report itself.
         if self.rank == 0 || matches!(failure.loss, Loss::Still(_) | Loss::AllStill { .. }) {
             self.tell(&failure);
         }
@@ -349,7 +350,7 @@ impl Watch {
         }
     }
 
-    /// Waits for a failure; the process has `farewell` to end by itself then.
+    /// Waits for a failure; the process then has the time `farewell` to end by itself.
     fn end(&self, farewell: Duration, give_up: GiveUp) {
         let is_well = |state: &mut State| !state.has_left && state.failure.is_none();
         let waited = self.changed.wait_while(self.lock(), is_well);
@@ -366,7 +367,7 @@ impl Watch {
         }
     }
 
-    /// Whether a rank said farewell.
+    /// Whether a rank has sent a goodbye message.
     pub(crate) fn is_gone(&self, rank: usize) -> bool {
         self.lock().gone.contains(&rank)
     }
@@ -392,7 +393,7 @@ fn read_failure(bytes: &[u8], from: &Peer) -> Failure {
     let rank = rank.parse().unwrap_or(from.rank);
     Failure {
         rank,
-        // Its own place is not what a rank tells.
+        // A rank does not send its own place.
         place: if rank == from.rank { from.place.clone() } else { place },
         loss: match kind.as_str() {
             "silent" => Loss::Silent(text.parse().unwrap_or(0)),

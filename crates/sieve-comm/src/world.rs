@@ -129,8 +129,8 @@ impl World {
             missing: "SLURM_STEP_NODELIST",
         })?;
         let step = read("SLURM_STEP_ID").unwrap_or_default();
-        // "4(x2),3" is 4 processes on each of two hosts and 3 on a third. The first count serves for all hosts:
-        // CPU threads are shared out by it. SLURM_LOCALID alone chooses the GPU.
+        // "4(x2),3" is 4 processes on each of two hosts and 3 on a third. The first count is used for all hosts, to
+        // divide CPU threads. The GPU is chosen by SLURM_LOCALID alone.
         let local_rank = number(read, "SLURM_LOCALID", "SLURM_PROCID")?;
         let tasks = read("SLURM_STEP_TASKS_PER_NODE").unwrap_or_default();
         let digits = tasks.split(|c: char| !c.is_ascii_digit()).next();

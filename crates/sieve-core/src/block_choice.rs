@@ -21,7 +21,7 @@ pub enum ChoiceRule {
 }
 
 impl ChoiceRule {
-    /// Whether blocks compare by products of a query and keys themselves, and each scored head chooses.
+    /// Whether blocks are compared by `q . k` itself, not by probabilities, and each scored head chooses.
     pub fn takes_scores(self) -> bool {
         matches!(self, Self::MeanKey | Self::LargestScore)
     }
@@ -76,7 +76,7 @@ impl BlockChoice {
         }
     }
 
-    /// Whether queries and keys that exist for the choice alone make it.
+    /// Whether an indexer's queries and keys choose, instead of the attention's.
     pub fn has_indexer(&self) -> bool {
         self.rule == ChoiceRule::LargestScore
     }
@@ -129,7 +129,7 @@ impl BlockChoice {
     }
 
     /// (Query, key) pairs of one query head in a document of `seq_len` tokens. A pooled key has a score and no value,
-    /// so it counts half. An indexer's pairs, of other heads, are not among them.
+    /// so it counts half. An indexer's pairs are not counted here.
     pub fn pairs(&self, seq_len: usize) -> f64 {
         let scored = match self.has_indexer() {
             true => 0.0,
@@ -142,7 +142,7 @@ impl BlockChoice {
     pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
         let by_head = self.rule == ChoiceRule::MeanKey;
         let group_size = if by_head { 1 } else { group_size };
-        // Attention reads the pieces; scores are added up over whole blocks, of which a mean key has one.
+        // Attention reads the pieces; a block is scored as a whole, by one mean key.
         let pieces = self.attended();
         let attended = NsaBlocks {
             compress_stride: pieces.select_block_size,

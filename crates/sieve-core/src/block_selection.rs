@@ -32,8 +32,8 @@ pub enum BlockScores {
         /// Diagonals that stay, and how many of the first are among them.
         diagonals: [usize; 2],
     },
-    /// Blocks of columns and of diagonals that the last block of queries looks at, or a map by products of means where
-    /// these say the same; `keep` does not act.
+    /// FlexPrefill: block columns and diagonals that the last block of queries attends to, or, where block means
+    /// predict them well, a map by products of means; `keep` is ignored.
     Patterns {
         /// Share of the mass that columns, diagonals or the map must hold.
         gamma: f64,
@@ -51,8 +51,8 @@ pub enum BlockScores {
     },
     /// Logits of a call of one query, with blocks of one key.
     Logits,
-    /// Upper bounds of the products of a call of one query with the keys of each block; bounds of blocks before this
-    /// one are known from earlier calls.
+    /// Quest: upper bounds of `q . k` of one query with the keys of each block; the bounds of earlier blocks are kept
+    /// from earlier calls.
     Bounds(usize),
 }
 
@@ -65,8 +65,8 @@ pub enum KeyScores {
     Length,
 }
 
-/// How tokens move before they are cut into blocks. A row then keeps the blocks of its own segments, and others
-/// compete.
+/// How tokens are permuted before they are cut into blocks. A row always keeps the blocks of its own segment; the
+/// others compete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotOrder {
     /// Tokens of a segment, inside which they move; blocks divide it.
@@ -100,8 +100,8 @@ pub struct HeavyKeys {
     pub width: usize,
     /// Whether by the largest of them; else by their mean.
     pub by_largest: bool,
-    /// Where a later token pushes a key out: keys that are held in all, and the last ones, which stay. A key then goes
-    /// on receiving attention.
+    /// H2O: number of keys held in all, and of recent keys that are never evicted, where later tokens evict keys. A
+    /// kept key goes on accumulating attention.
     pub slots: Option<DmaWindow>,
 }
 

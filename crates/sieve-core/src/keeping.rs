@@ -1,16 +1,16 @@
-//! What the blocks of a model keep for their backward pass beside the least, to be faster: the memory plan decides it,
-//! the trainer is given it, and the ops are called with it.
+//! What the blocks of a model keep for their backward pass beyond the minimum, to be faster: the memory plan decides
+//! it, and the trainer passes it to the ops.
 use serde::Serialize;
 
 /// What blocks keep for their backward pass beside the least. Nothing of it is kept where nothing is differentiated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Keeping {
-    /// In which rows `o_low`, what rounding o to bf16 loses, is kept.
+    /// For which rows `o_low`, the low bits that the bf16 o lacks, is kept.
     #[serde(rename = "rest")]
     pub o_low: KeepOLow,
     /// Whether a block keeps what its backward pass would recompute: normed streams, rotated heads and gated
-    /// activations. It takes half as much memory again as all else that a block keeps, saves 1 to 2 % of a step on a
-    /// GPU, and changes no number.
+    /// activations. It takes half as much memory as everything else that a block keeps, saves 1 to 2 % of a step on a
+    /// GPU, and does not change results.
     pub made_again: bool,
 }
 
@@ -22,8 +22,8 @@ impl Keeping {
     };
 }
 
-/// In which rows a forward pass with a bias also stores the lower 16 bits of o, as much memory as o itself, so that the
-/// backward pass needs no row sums: a quarter of its time. The Hopper kernels alone do.
+/// In which rows a forward pass with a bias also stores the lower 16 bits of o, which takes as much memory as o itself
+/// and spares the backward pass the row sums, a quarter of its time. Only the Hopper kernels do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeepOLow {

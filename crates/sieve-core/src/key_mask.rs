@@ -12,8 +12,8 @@ use thiserror::Error;
 pub struct KeyMask<W = Vec<i32>> {
     /// The call's sizes.
     pub shape: CallShape,
-    /// How query slots and key slots are cut. Slots are rows and keys in order, unless an order says which one each
-    /// slot holds. `num_queries` counts the slots: fewer than the call's rows where `query_order` names some of them.
+    /// How query slots and key slots are cut into tiles. Slot i is row or key i, unless an order array says which one
+    /// it holds. `num_queries` counts the slots: fewer than the call's rows where `query_order` names some of them.
     pub tiles: Tiles,
     /// Query heads that share a list: 1, or a KV head's whole group.
     pub heads_per_list: usize,
@@ -31,8 +31,8 @@ pub struct KeyMask<W = Vec<i32>> {
     pub counts: Option<MaskCounts<W>>,
 }
 
-/// Where the arrays of a mask are among its words, an empty range for an absent one. On a device there may be room
-/// behind an array's last entry.
+/// Where the arrays of a mask are among its words, an empty range for an absent one. On a device an array may have
+/// spare room after its last entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MaskPlaces {
     /// Query tiles of each list by falling number of keys; without it later tiles have more keys.
@@ -105,10 +105,10 @@ pub struct MaskError {
 }
 
 impl<W> KeyMask<W> {
-    /// The same mask with its words elsewhere.
+    /// The same mask with its words moved by `put`, for example to a device.
     ///
     /// # Errors
-    /// That of `put`.
+    /// The error of `put`.
     pub fn try_map<V, E>(self, mut put: impl FnMut(W) -> Result<V, E>) -> Result<KeyMask<V>, E> {
         let counts = self.counts.map(|counts| {
             Ok(MaskCounts {
@@ -179,8 +179,8 @@ impl<W> KeyMask<W> {
 }
 
 impl KeyMask {
-    /// The mask of what each row of each list keeps, list by list. Entries are sorted, those named twice count once,
-    /// and single slots inside kept tiles go.
+    /// The mask of the tiles and slots that each row of each list keeps, list by list. Entries are sorted, duplicates
+    /// and single slots inside kept tiles are removed.
     pub fn new(
         shape: CallShape,
         tiles: Tiles,
@@ -460,8 +460,8 @@ impl KeyMask {
     }
 }
 
-/// Query tiles of each list by falling number of keys; of equal ones the later first, as all of them where there are no
-/// lists.
+/// Query tiles of each list by falling number of keys, of equal ones the later first; without lists from the last tile
+/// down.
 fn tile_order(tiles: Tiles, row_ptr: &[i32], col_ptr: &[i32]) -> Vec<i32> {
     let num_tiles = tiles.num_query_tiles();
     let count = |ptr: &[i32], row: usize| ptr.get(row + 1).map_or(0, |end| end - ptr[row]) as usize;

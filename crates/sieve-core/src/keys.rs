@@ -266,9 +266,9 @@ impl<T: KeyValue> KeyValue for Option<T> {
 
 /// A section of a recipe: its type, and the list of its keys.
 ///
-/// A field is written as in a struct. `= value` behind it is its default, `#[key(…)]` before it names methods of
+/// A field is written as in a struct. `= value` after it is its default, `#[key(…)]` before it names methods of
 /// [`Key`]: its bound, another source of its value, whether it may change on resume. `text` instead of `pub` is a key
-/// that a recipe's text may hold and the type does not. `: Default` behind the name asks for that trait.
+/// that a recipe's text may hold but the type does not. `: Default` after the name implements that trait.
 macro_rules! keys {
     (
         $(#[$meta:meta])*

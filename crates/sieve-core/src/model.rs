@@ -59,8 +59,8 @@ pub struct ModelShape {
     pub attention: Attention,
     /// A pattern that is repeated over the layers: true where a layer is dense (MHA) instead. Empty: none is.
     pub dense_layers: Vec<bool>,
-    /// A pattern of the same kind: true where a layer reads the blocks that the last layer before it chose. Empty: none
-    /// does.
+    /// A pattern of the same form: true where a layer reads the blocks that the last choosing layer before it chose.
+    /// Empty: none does.
     pub shared_layers: Vec<bool>,
 }
 

@@ -68,8 +68,8 @@ impl NsaBlocks {
             - self.compress_stride as f64 * blocks * (blocks - 1.0) / 2.0
     }
 
-    /// (Query, key) pairs of one query head that reads `num_selected_blocks` blocks up to its own, whole but for its
-    /// own.
+    /// (Query, key) pairs of one query head that reads its own block up to the query and `num_selected_blocks - 1`
+    /// whole earlier ones.
     pub fn selected_pairs(&self, seq_len: usize) -> f64 {
         // The first k blocks see everything before them; a later query sees its own block so far and k - 1 whole ones.
         let block = self.select_block_size;

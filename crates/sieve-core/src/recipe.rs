@@ -1,6 +1,6 @@
 //! The recipe: one TOML text that describes one complete run.
 //!
-//! [`Recipe::load`] is the door: text in, a checked recipe out, or every mistake in the text at once.
+//! [`Recipe::load`] is the entry point: it returns a checked recipe, or every mistake in the text at once.
 
 mod sections;
 

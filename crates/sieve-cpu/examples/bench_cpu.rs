@@ -1,7 +1,7 @@
-//! Speed of the CPU kernels on this machine, beside its 2048 x 2048 x 2048 product:
+//! Speed of the CPU kernels on this machine, compared with a GEMM of 2048 x 2048 x 2048:
 //! `cargo run --release -p sieve-cpu --example bench_cpu`; `-- chosen` for InfLLM-V2 and MoBA alone.
 //!
-//! Attention rows count the products of the visible pairs only (4 d flops a pair forward, 10 d backward), so tiles that
+//! Attention rows count the FLOPs of the visible pairs only (4 d flops a pair forward, 10 d backward), so tiles that
 //! compute masked pairs, gathering and softmax all show as a lower rate.
 #![allow(clippy::print_stdout, reason = "a program for people")]
 

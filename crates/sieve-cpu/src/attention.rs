@@ -221,8 +221,8 @@ impl Documents<'_> {
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, heads in the order q, k, v
-/// - o: `[batch, seq_len, num_heads, head_dim]`, lse: `[batch, num_heads, seq_len]` (natural logarithm; with biases
-///   less the largest bias that the row sees); written whole
+/// - o: `[batch, seq_len, num_heads, head_dim]`, lse: `[batch, num_heads, seq_len]` (natural logarithm; with biases the
+///   largest bias that the row sees is subtracted); written whole
 ///
 /// # Panics
 /// When lengths do not fit or the documents are not consecutive ranges.
@@ -278,7 +278,7 @@ fn packed_forward(
     }
 }
 
-/// Gradients of [`attention_forward`], from its outputs; probabilities are computed again from `lse`.
+/// Gradients of [`attention_forward`], from its outputs; probabilities are recomputed from `lse`.
 ///
 /// # Shapes
 /// - qkv, d_qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`

@@ -1,7 +1,7 @@
 //! DMA's score of each key, from the values of all KV heads: `z[g] = a[g] * softplus(concat(v) . w[g])`.
 //!
-//! A token's score depends on its own values alone, to the bit: decoding one token at a time gives the scores of the
-//! whole pass, and near ties fall the same way.
+//! A token's score depends on its own values alone, to the bit: decoding one token at a time gives the same scores as
+//! the whole pass, so near ties are broken the same way.
 
 use pulp::Simd;
 use rayon::prelude::*;
@@ -38,7 +38,7 @@ pub fn dma_scores_forward(shape: AttentionShape, qkv: &[f32], w: &[f32], a: &[f3
     }
 }
 
-/// Gradients of [`dma_scores_forward`]; the softplus arguments are computed again.
+/// Gradients of [`dma_scores_forward`]; the softplus arguments are recomputed.
 ///
 /// # Shapes
 /// - qkv, w, a as there; dz: `[batch, num_kv_heads, seq_len]`

@@ -2,7 +2,7 @@
 //!
 //! Query i keeps the `keep_window_size` keys j <= i of its document with the largest (z_j, j). z_j depends on the key
 //! alone, so keys leave and never return, and `active(i, j) <=> j <= i < expire[j]` is the whole mask. `expire[j] == j`
-//! marks a key that its own arrival removed.
+//! marks a key that no query sees, since it was never among the best.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -19,12 +19,12 @@ pub fn rank_key(z: f32, position: usize) -> u64 {
     (u64::from(ordered) << 32) | position as u64
 }
 
-/// When each key stops being seen, by one heap pass per document: what the CPU trains with.
+/// When each key stops being seen, by one heap pass per document. This is the selection that training on the CPU uses.
 ///
 /// # Shapes
 /// - z: `[batch, num_kv_heads, seq_len]`; expire: the same, positions within the row, written whole
 ///
-/// Of a window of 0 every key is removed by its own arrival.
+/// With a window of 0 every key expires at its own position.
 ///
 /// # Panics
 /// When lengths do not fit, or the documents are not consecutive ranges.

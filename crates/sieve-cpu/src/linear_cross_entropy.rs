@@ -61,8 +61,8 @@ pub fn token_losses(h: &[f32], weight: Weight<'_>, labels: &[i32], d_model: usiz
     run(h, weight, labels, d_model, None, Some(nll))
 }
 
-/// Loss and gradients in one pass, which saves one of the four products. The gradients are those of
-/// `loss_sum`; for a mean, scale them by `1 / num_labels` afterwards.
+/// Loss and gradients in one pass, which saves one of four GEMMs. The gradients are those of `loss_sum`; for a mean,
+/// scale them by `1 / num_labels` afterwards.
 ///
 /// # Shapes
 /// - h, dh: `[n, d_model]`, weight, dweight: `[vocab_size, d_model]`, labels: `[n]`; dh and dweight are written whole
@@ -180,8 +180,8 @@ fn run(
     total
 }
 
-/// The rows that have a label, copied together, and their results back to where they belong: tasks that ask few
-/// questions of long sequences pay for the questions alone.
+/// Gathers the rows that have a label and scatters their results back, so that sequences with few labels cost only
+/// those rows.
 fn run_labelled(
     h: &[f32],
     weight: Weight<'_>,

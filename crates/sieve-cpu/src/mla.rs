@@ -25,8 +25,8 @@ pub struct MlaDecode {
     pub softmax_scale: f32,
 }
 
-/// `o = softmax(scale key_scale q . k) c` for each new token and head over the latents up to its own;
-/// the projections from and to the latent are in q and behind o.
+/// `o = softmax(scale key_scale q . k) c` for each new token and head over the latents up to its own; the caller
+/// multiplies the projections of keys into q and applies those of values to o.
 ///
 /// # Shapes
 /// - q: `[batch, num_queries, num_heads, rank + rope_dim]`

@@ -150,7 +150,7 @@ pub fn rope(op: &QkNormRope<'_>, qkv: &[f32], documents: Documents<'_>, out: &mu
     });
 }
 
-/// Gradients of [`qk_norm_rope_forward`]; `qkv` is its input, and the norms are computed again.
+/// Gradients of [`qk_norm_rope_forward`]; `qkv` is its input, and the norms are recomputed.
 ///
 /// # Shapes
 /// - qkv, d_out, d_qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`

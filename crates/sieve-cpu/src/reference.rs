@@ -1,5 +1,5 @@
 //! Attention and its gradients by their definition, query by query in f64: what every fast path is tested against. With
-//! [`Rounding::Bf16`] it is a plain computation in bf16, whose error is what a kernel may have.
+//! [`Rounding::Bf16`] it is a plain computation in bf16, whose error sets the tolerance of kernels.
 
 use crate::attention::{AttentionShape, Documents, Mask};
 use crate::simd::on_arch;
@@ -55,8 +55,8 @@ pub struct Attended {
     pub p: Vec<f64>,
 }
 
-/// Attention of one query: `o = sum p_j v_j`, 0 without keys. Biases count from the largest among the keys, as in
-/// kernels: beside a large one `q . k` would lose its digits.
+/// Attention of one query: `o = sum p_j v_j`, 0 without keys. The largest bias among the keys is subtracted first, as
+/// in kernels: next to a large bias `q . k` would lose its digits.
 #[inline(always)]
 pub fn attend<T: Copy + Into<f64>>(
     q: &[T],
@@ -169,15 +169,15 @@ pub struct Results {
     /// Gradient of the bias, `sum_i dS_ij`, `[batch, num_kv_heads, seq_len]`.
     pub d_delta: Vec<f64>,
     /// `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of each key: the rounding error of `d_delta`, which is the same sum
-    /// without the bars, is proportional to this, even where `d_delta` is 0.
+    /// without absolute values, is proportional to this, even where `d_delta` is 0.
     pub d_delta_terms: Vec<f64>,
     /// How large the terms of each row's sum are.
     pub terms: Terms,
 }
 
-/// Root of the sum of the squares of what each row of a result adds up (a row is one head of one token): independent
-/// rounding errors of the terms make an error of the row proportional to it, also where the terms cancel. A gradient of
-/// a score counts by `|dP_ij| + |sum_j P_ij dP_ij|` and the usual size of a product of do and v.
+/// Root of the sum of the squares of the terms that each row of a result sums (a row is one head of one token):
+/// independent rounding errors of the terms give the row an error proportional to it, even where the terms cancel. The
+/// gradient of a score contributes `|dP_ij| + |sum_j P_ij dP_ij|` and the typical magnitude of `do . v`.
 #[derive(Clone, Debug, Default)]
 pub struct Terms {
     /// `[batch, seq_len, num_heads]`.

@@ -27,7 +27,7 @@ pub fn rms_norm_forward(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
         .for_each(|(y, x)| forward_rows(x, weight, eps, y));
 }
 
-/// Gradients of [`rms_norm_forward`]; the row statistics are computed again.
+/// Gradients of [`rms_norm_forward`]; the row statistics are recomputed.
 ///
 /// # Shapes
 /// - x, dy, dx: `[rows, d]`; weight, dweight: `[d]`; dx and dweight are written whole

@@ -77,8 +77,8 @@ const ROUND: f32 = 12_582_912.0;
 /// ln 2 in two parts: the first has so few bits that its product with a small integer is exact.
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
-/// (e^r - 1) / r on |r| <= ln(2) / 2, highest power first: least squares of the relative error of e^r, reweighted
-/// until it was even; 1.7e-8 with these roundings, an eighth of an ulp.
+/// (e^r - 1) / r on |r| <= ln(2) / 2, highest power first: a least-squares fit of e^r, reweighted until the relative
+/// error was level; 1.7e-8 with these roundings, an eighth of an ulp.
 const EXP_POLY: [f32; 6] = [
     1.384_365_1e-3,
     8.374_156e-3,

@@ -1,12 +1,11 @@
 //! Burn's CUDA backend, compiled once.
 //!
 //! CubeCL's CUDA ops are generic: rustc compiles an op, with all its kernels, in the crate that calls it. At opt-level
-//! "s" or 1 it takes a generic function from a crate further down that has it. The tables here make this crate have the
-//! large ones, so that an edit in `sieve-ops` compiles `sieve-ops` alone. An op that is missing here works all the same
-//! and costs compile time above.
+//! "s" or 1 it reuses an instance of a generic function from a dependency. The tables here instantiate the large ops in
+//! this crate, so that an edit in `sieve-ops` compiles `sieve-ops` alone. An op that is missing here still works, but
+//! costs compile time in the crates above.
 //!
-//! `sieve-kernels` is optimised more than that and would compile what it calls once more, so it calls
-//! [`contiguous_copy`].
+//! `sieve-kernels` is compiled at a higher opt-level and would instantiate ops again, so it calls [`contiguous_copy`].
 
 use burn::tensor::ops::{BoolTensorOps, FloatTensor, FloatTensorOps, IntTensorOps, QTensorOps};
 use burn::tensor::quantization::{QuantScheme, QuantizationParametersPrimitive};

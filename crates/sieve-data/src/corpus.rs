@@ -104,8 +104,8 @@ pub enum FileOrder {
     /// By path.
     #[default]
     Sorted,
-    /// By a seeded hash of the path below its folder or glob, so that `max_bytes` takes a fair sample of all files and
-    /// the choice does not depend on where the folder lies.
+    /// By a seeded hash of the path relative to its folder or glob, so that `max_bytes` takes a fair sample of all
+    /// files, independent of the folder's location.
     Hashed {
         /// Another seed, another sample.
         seed: u64,
@@ -243,8 +243,8 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Asks the hub for the data sets that the paths name, if any do: the network is used the first time only, as
-    /// `config.dir` keeps the answer.
+    /// Resolves data sets of the hub that the paths name. The network is used the first time only, since the listing is
+    /// kept in `config.dir`.
     ///
     /// # Errors
     /// A data set that cannot be reached, or without a wanted file; those of [`open`](Self::open).
@@ -272,7 +272,7 @@ impl Corpus {
         Ok(())
     }
 
-    /// An error where files are missing because the hub was not asked.
+    /// An error if files are missing because the hub was not contacted.
     pub(crate) fn check_connected(&self) -> Result<(), DataError> {
         let remote = self.config.paths.iter().find(|path| hub::is_remote(path));
         match (remote, &self.hub) {
@@ -314,14 +314,14 @@ impl Corpus {
         &self.files
     }
 
-    /// How many files of the folders are no text by the ending of their names and are not read, by that ending without
-    /// its dot. Hidden files, and data sets of the hub, are not counted.
+    /// How many files of the folders are skipped because of their name's ending, by that ending without its dot. Hidden
+    /// files, and data sets of the hub, are not counted.
     pub fn passed_over(&self) -> &BTreeMap<String, usize> {
         &self.passed_over
     }
 
-    /// About how many bytes of text there are, mostly more than less: the files' sizes, four times those of packed
-    /// ones, or `max_bytes` if that is less.
+    /// Estimated bytes of text, rather too many than too few: the files' sizes, four times the size of compressed ones,
+    /// at most `max_bytes`.
     pub fn max_text_bytes(&self) -> u64 {
         let total = self.files.iter().map(|file| {
             let is_parquet = matches!(self.config.format.of(&file.path), Format::Parquet { .. });

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 /// What can go wrong between a text file and a batch. Every message says what, where, and how to fix it. A variant is
-/// what a caller can react to; the words stand where the error is found.
+/// what a caller can react to; the message is written where the error occurs.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     /// The operating system refused: missing file, no permission, full disk.

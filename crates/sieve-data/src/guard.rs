@@ -7,8 +7,8 @@ thread_local! {
     static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread is inside a call whose panic becomes an error. A panic hook that reports bugs to users asks this
-/// and stays silent.
+/// Whether this thread is inside a call whose panic becomes an error. A panic hook that reports bugs to users checks
+/// this and stays silent.
 pub fn expects_panic() -> bool {
     IS_GUARDED.get()
 }

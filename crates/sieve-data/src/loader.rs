@@ -1,9 +1,9 @@
 //! Batches as a pure function of the number of their first sample.
 //!
-//! An epoch is a permutation of the documents, laid end to end and cut into rows of `seq_len` tokens, which are
-//! permuted in turn: neighbouring rows of one long document would make a batch of one kind. Sample `i` of all belongs
-//! to epoch `i / samples_per_epoch`; nothing else is remembered, so a run is resumed by a number, and any split of the
-//! samples over ranks and micro-batches reads the same ones.
+//! An epoch is a permutation of the documents, concatenated and cut into rows of `seq_len` tokens, which are permuted
+//! too: otherwise neighbouring rows of one long document would share a batch. Sample `i` belongs to epoch
+//! `i / samples_per_epoch`; there is no other state, so a run resumes from a number, and any split of the samples over
+//! ranks and micro-batches reads the same ones.
 
 mod epoch;
 mod shard_rows;
@@ -16,8 +16,7 @@ use crate::mqar::MqarMixture;
 use crate::shard::ShardReader;
 use shard_rows::ShardRows;
 
-/// The label of a position that nothing is predicted at: before a token of a prompt, at the end of a document, and in
-/// padding.
+/// The label of a position without a prediction: before a token of a prompt, at the end of a document, and in padding.
 pub const IGNORE_LABEL: i32 = -100;
 
 /// The document id of padding.
@@ -26,8 +25,8 @@ pub const PAD_DOCUMENT: u32 = u32::MAX;
 /// In which order documents come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// Another permutation in each epoch, fixed by the seed. The last tokens of an epoch that fill no row are left out:
-    /// others in each epoch. To train with.
+    /// Another permutation in each epoch, fixed by the seed. The last tokens of an epoch that do not fill a row are
+    /// left out, different ones in each epoch. For training.
     Shuffled {
         /// Another seed, another order.
         seed: u64,
@@ -39,10 +38,10 @@ pub enum Order {
 /// How documents fill rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packing {
-    /// End to end; a row may hold many documents, and a document may go on in the next row.
+    /// Concatenated; a row may hold many documents, and a document may continue in the next row.
     Concatenated,
     /// A row holds one document, or `seq_len` tokens of it, and then padding; a document's end, which has no label, is
-    /// left out. To compare with programs that know no packing.
+    /// left out. For comparison with programs without packing.
     OneDocumentPerRow,
 }
 
@@ -145,12 +144,12 @@ impl Loader {
     }
 
     /// Mixes shards: of the first n rows, source s has its share `n w_s / (w_0 + w_1 + …)` with an error below one row,
-    /// for every n. Rows of equal length, so the shares are shares of tokens. Each source goes through its own epochs;
-    /// a small one with a large weight is repeated more often.
+    /// for every n. Rows have equal length, so these are shares of tokens. Each source goes through its own epochs; a
+    /// small one with a large weight is repeated more often.
     ///
     /// # Errors
     /// Those of [`new`](Self::new) for each shard, a weight that is not positive, an order that is not shuffled (an
-    /// unshuffled reading has an end, a mixture has none).
+    /// unshuffled pass ends, a mixture does not).
     pub fn mixture(sources: Vec<(Arc<ShardReader>, f64)>, config: LoaderConfig) -> Result<Self, DataError> {
         check(&config)?;
         if config.order == Order::Sequential {
@@ -234,8 +233,8 @@ impl Loader {
         Ok(batch)
     }
 
-    /// The samples of an epoch that hold about this many tokens: whole rows, one at least, spread evenly over the
-    /// epoch, as the first documents alone may be of one kind; all of them where the epoch has no more.
+    /// The samples of an epoch that hold about this many tokens: whole rows, at least one, spread evenly over the
+    /// epoch, since the first documents may all be of one kind; the whole epoch if it is shorter.
     pub fn spread_samples(&self, num_tokens: u64) -> Vec<u64> {
         let all = self.samples_per_epoch();
         let count = num_tokens.div_ceil(self.config.seq_len as u64).max(1).min(all);

@@ -1,4 +1,4 @@
-//! Which source each sample of a mixture comes from: exact shares over any prefix, and no state but the sample's
+//! Which source each sample of a mixture comes from: exact shares over any prefix, and no state except the sample's
 //! number.
 
 use crate::error::DataError;

@@ -1,5 +1,5 @@
-//! Damaged input of every kind: thousands of files with a few bytes changed, cut, doubled or lost. None may bring the
-//! program down, and none may be taken for what it is not.
+//! Damaged input of every kind: thousands of files with a few bytes changed, cut, doubled or lost. None may crash the
+//! program, and none may be accepted as valid when it is not.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,8 +14,8 @@ use crate::{Corpus, CorpusConfig, DataError, ShardReader, ShardWriter, Tokenizer
 
 const NUM_INPUTS: u64 = 10_000;
 
-/// Gives `check` every mutation of `bytes`, written to a file called `name`, and returns how many of them it says were
-/// taken.
+/// Calls `check` with every mutation of `bytes`, written to a file called `name`, and returns how many of them it
+/// accepted.
 fn each_mutated(name: &str, bytes: &[u8], check: impl Fn(&Path, &[u8]) -> bool + Sync) -> usize {
     let dir = quick_dir();
     let taken = (0..NUM_INPUTS).into_par_iter().map(|number| {

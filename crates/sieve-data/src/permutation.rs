@@ -3,7 +3,7 @@
 /// A bijection on `0..len`, fixed by `(len, seed, epoch)`; any element is computed alone, in constant expected time.
 ///
 /// A balanced Feistel network permutes `0..4^k`, the smallest power of four that holds `len`; values outside `0..len`
-/// are sent through again until one falls inside (cycle walking; Black and Rogaway, 2002), fewer than four times on
+/// are permuted again until one falls inside (cycle walking; Black and Rogaway, 2002), fewer than four times on
 /// average.
 #[derive(Debug, Clone)]
 pub struct Permutation {
@@ -41,7 +41,7 @@ impl Permutation {
         self.len == 0
     }
 
-    /// Where `index` goes.
+    /// The image of `index`.
     ///
     /// # Panics
     /// When `index >= len`.
@@ -124,7 +124,7 @@ mod tests {
         }
     }
 
-    // 3 elements have 6 orders, each of which should be met.
+    // 3 elements have 6 orders, each of which should occur.
     #[test]
     fn every_order_of_three_is_met() {
         let mut orders = std::collections::HashMap::new();

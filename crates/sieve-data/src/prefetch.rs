@@ -16,15 +16,15 @@ pub struct PrefetchPlan {
     pub batch: usize,
     /// Samples from the first of one batch to the first of the next.
     pub stride: u64,
-    /// Batches in all; `None` goes on for ever.
+    /// Number of batches; `None`: endless.
     pub num_batches: Option<u64>,
     /// Batches made ahead, at least 1.
     pub depth: usize,
 }
 
 impl PrefetchPlan {
-    /// The micro-batches of rank `rank` of `size`, without end. All ranks together read the rows from `first_sample` on
-    /// that one process would: of every round of micro-batches, one for each rank, in the order of the ranks.
+    /// The micro-batches of rank `rank` of `size`, without end. All ranks together read the same rows from
+    /// `first_sample` on as one process would: each round of micro-batches is divided among the ranks in order.
     pub fn of_rank(first_sample: u64, batch: usize, [rank, size]: [usize; 2], depth: usize) -> Self {
         Self {
             first_sample: first_sample + (rank * batch) as u64,
@@ -48,7 +48,7 @@ impl Prefetch {
     /// Starts the thread.
     ///
     /// # Errors
-    /// The system gives no thread.
+    /// No thread can be started.
     pub fn new(loader: Arc<Loader>, plan: PrefetchPlan) -> Result<Self, DataError> {
         let (sender, receiver) = sync_channel(plan.depth.max(1));
         let work = move || {

@@ -41,10 +41,9 @@ use tokenise::Pace;
 /// Where the documents for validation come from.
 #[derive(Debug, Clone, Copy)]
 pub enum ValidationSource<'a> {
-    /// This fraction of the corpus, in (0, 1): each document is held out or not by a hash of its text alone, so that
-    /// more text does not move documents from one side to the other, and equal documents stay together. Of a corpus
-    /// where that would leave one side empty, the last bytes of the text are held out, and a document is cut
-    /// ([`PreparedMeta::is_cut`]).
+    /// This fraction of the corpus, in (0, 1): a hash of its text alone decides whether a document is held out, so that
+    /// adding text moves no document between the splits, and equal documents stay together. Where that would leave one
+    /// split empty, the last bytes of the corpus are held out, and a document is cut ([`PreparedMeta::is_cut`]).
     Fraction(f64),
     /// Another corpus. Its documents are left out of the training split.
     Corpus(&'a Corpus),
@@ -122,8 +121,8 @@ impl Prepared {
         })
     }
 
-    /// Begins to read the shards beside other work, and to compare them with what was prepared. Their sizes alone were
-    /// compared when they were opened.
+    /// Starts reading the shards in the background to compare their checksums with the preparation's; opening compared
+    /// only their sizes.
     ///
     /// # Errors
     /// The system gives no thread.
@@ -194,8 +193,8 @@ fn train_names(num_corpora: usize) -> Vec<String> {
     }
 }
 
-/// Tokenises `corpora` into `config.dir`, or finds that it was done before from the same files, tokenizer and settings.
-/// Each corpus gets a shard of its own; what is held out of all of them goes into one.
+/// Tokenises `corpora` into `config.dir`, unless that was done before from the same files, tokenizer and settings. Each
+/// corpus gets a shard of its own; the held-out text of all of them goes into one.
 ///
 /// Files appear under their own names only when all of them are whole. After an error or a kill, a preparation with
 /// nothing changed keeps what finished source files gave (but for the last 128 MB of text) and begins the file that was

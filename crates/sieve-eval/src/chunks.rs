@@ -78,7 +78,7 @@ impl Cost {
         self.calls += 1;
     }
 
-    /// A call whose mask was made on the device. Reads what it kept back, and waits for it.
+    /// A call whose mask was computed on the device. Reads its statistics back, and waits for them.
     fn add_selection<B: DeviceBackend>(
         &mut self,
         shape: CallShape,
@@ -140,11 +140,11 @@ impl Made {
     }
 }
 
-/// Masks that depend on a call's sizes alone, for the next layers of a prompt of so many tokens.
+/// Masks that depend on a call's sizes alone, reused for the next layers of a prompt of that length.
 pub(crate) type KeptMasks = Vec<(Selector, usize, Arc<Made>)>;
 
-/// Runs a prefill selector on a document, in calls of `chunk` tokens or in one. A layer's rows depend on earlier rows
-/// of the layer below alone, so that cutting layer by layer is what a model does that reads its prompt piece by piece.
+/// Runs a prefill selector on a document, in calls of `chunk` tokens or in one. A layer's rows depend only on earlier
+/// rows of the layer below, so chunking each layer gives what a model computes that reads its prompt chunk by chunk.
 pub(crate) fn prefill(
     selector: &Selector,
     operands: HostOperands<'_>,
@@ -189,9 +189,9 @@ pub(crate) fn calls_of<B: DeviceBackend>(
     })
 }
 
-/// The same with the attention on the device: o is `[1, num_tokens, num_heads, head_dim]`. Where the selection is not
-/// on the device too, what it reads goes to the host, and the masks come back. With a clock the host waits for
-/// each selection on the device, which must have nothing else to do; a model has none.
+/// The same with the attention on the device: o is `[1, num_tokens, num_heads, head_dim]`. A selection on the host
+/// copies its operands from the device and its masks back. With a clock the host waits for each selection, on an
+/// otherwise idle device; passes of a model have no clock.
 pub(crate) fn prefill_on_device<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
@@ -228,7 +228,7 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
                 B::sync(&keys.device()).map_err(|error| refused(error.to_string()))?;
                 cost.select_seconds += started.elapsed().as_secs_f64();
             }
-            // It waits for the selection, so it goes before the attention, which nobody waits for.
+            // It waits for the selection, so it runs before the attention, for which no one waits.
             cost.add_selection(shape, &selection, &made);
             let output = attend(&made, false);
             parts.push(output.map_err(refused)?);
@@ -263,8 +263,8 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
 /// Queries and keys of a layer on the host.
 type HostQueriesAndKeys = (Vec<f32>, Vec<f32>);
 
-/// A mask made on the host, from what it reads of the device; queries and keys are copied once. One that reads nothing
-/// is made for the first layer alone.
+/// A mask computed on the host from operands copied from the device; queries and keys are copied once. A mask that
+/// needs no operands is computed for the first layer only.
 fn select_on_host<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,

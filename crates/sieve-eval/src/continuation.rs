@@ -17,15 +17,14 @@ pub fn texts_together(num_tokens: usize) -> usize {
     (TOGETHER_TOKENS / num_tokens.max(1)).clamp(1, TOGETHER)
 }
 
-/// Tokens of a prompt that go through a model of windows or DMA together: its layers hold the activations of so many,
-/// however long the prompt is.
+/// Chunk size of prompts for models with windows or DMA: their layers hold the activations of this many tokens, however
+/// long the prompt is.
 const PROMPT_PART: usize = 8192;
 /// And as many times what a layer keeps, at least: that goes through again with each part.
 const PARTS_OF_KEPT: usize = 4;
 
-/// Tokens of a prompt of `num_tokens` that go through the model together. All do unless every layer keeps a bounded
-/// number of keys: dense, latent and native sparse layers keep something of every token anyway, and read a whole prompt
-/// fastest in one pass.
+/// Chunk size for a prompt of `num_tokens`. It is the whole prompt unless every layer keeps a bounded number of keys:
+/// dense, latent and native sparse layers cache something of every token anyway, and read a prompt fastest in one pass.
 pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
     let kept = shape.by_kind().into_iter().map(|part| match part.attention.form() {
         AttentionForm::Grouped { window } => window,
@@ -80,7 +79,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         &self.cache
     }
 
-    /// Reads the prompt, or one more token; logits of the token that comes next.
+    /// Reads the prompt, or one more token; returns the logits of the next token.
     ///
     /// # Errors
     /// Operands that the selector refuses.
@@ -142,7 +141,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     }
 
     /// Reads one more token of each of several texts with the same room, in one pass where no selector acts on it;
-    /// logits of the token that comes next in each.
+    /// returns the logits of each text's next token.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -161,7 +160,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok(logits.chunks(row).map(<[f32]>::to_vec).collect())
     }
 
-    /// What is known of each ending after this text, of whose next token these are the logits. Endings are not empty.
+    /// The likelihood of each (non-empty) ending after this text, given the logits of its next token.
     ///
     /// # Errors
     /// A token outside the vocabulary, an output that is not finite, operands that the selector refuses.

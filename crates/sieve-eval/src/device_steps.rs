@@ -8,9 +8,9 @@ use sieve_ops::{
 };
 use sieve_select::{CallShape, SelectError, Selected, Selector, Step};
 
-/// Keeps of a prompt what the tokens after it read: all keys, packed, where each token finds its own; those that were
-/// chosen, or all where a layer reads everything, and later all others; slots, where a new key evicts the one with the
-/// least accumulated attention.
+/// Keys of a prompt that later tokens read: all keys, packed, if each token chooses its own; the keys chosen at the
+/// prompt's end (or all, if the layer reads everything) and all later ones; or a fixed-size cache, where a new key
+/// evicts the one with the least accumulated attention.
 ///
 /// # Errors
 /// Operands that a kernel refuses.
@@ -46,8 +46,8 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
     Ok(())
 }
 
-/// One token, the `num_tokens`-th of its text: stores it, finds what its query reads, attends. Returns o, the pairs
-/// that it took, and whether its keys were chosen on the device.
+/// One token, the `num_tokens`-th of its text: stores its key and value, chooses the keys that its query reads,
+/// attends. Returns o, the number of pairs, and whether the keys were chosen on the device.
 ///
 /// # Errors
 /// Operands that a kernel refuses.

@@ -126,7 +126,7 @@ pub fn first_tokens<'a>(
     })
 }
 
-/// Leaves the first `num_tokens` of a document, and counts the bytes and words of the text that they stand for.
+/// Keeps the first `num_tokens` of a document, and counts the bytes and words of their text.
 fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) -> Result<(), EvalError> {
     document.tokens.truncate(num_tokens);
     document.word_uses.truncate(num_tokens);
@@ -141,7 +141,7 @@ fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) ->
     Ok(())
 }
 
-/// Bytes of text that the first token stands for, at most `limit`.
+/// Bytes of text of the first token, at most `limit`.
 fn first_token_bytes(tokenizer: &Tokenizer, tokens: &[u32], limit: usize) -> Result<u64, EvalError> {
     let first = tokens.first().map(|&first| tokenizer.token_bytes(first, true));
     Ok(first.transpose()?.unwrap_or(0).min(limit) as u64)

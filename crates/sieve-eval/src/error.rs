@@ -40,7 +40,7 @@ pub enum EvalError {
         /// What would be right.
         hint: &'static str,
     },
-    /// The model's output after so many tokens is NaN or infinite.
+    /// The model's output after this many tokens is NaN or infinite.
     #[error(
         "the model's output after {0} tokens is not finite\n  \
          hint: the weights are damaged or training diverged; use an earlier checkpoint"

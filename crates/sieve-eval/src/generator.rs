@@ -13,7 +13,7 @@ pub struct GenerateConfig {
     /// How tokens are drawn.
     pub sampling: Sampling,
     /// The token that ends a document: generation stops at it, and begins with it when the prompt is empty (the model
-    /// was never trained to go on from it, so such text starts anywhere).
+    /// was never trained to predict what follows it, so such text starts anywhere).
     pub eos_id: u32,
     /// Tokens of the tokenizer. Embedding rows from this one on are padding: their tokens are never sampled.
     pub num_tokens: usize,

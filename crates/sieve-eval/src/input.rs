@@ -17,8 +17,7 @@ pub(crate) fn check_vocabulary(tokens: &[u32], vocab_size: usize) -> Result<(), 
     }
 }
 
-/// Refuses a row that the model cannot read: `num_inputs` of `tokens` go in, one at least, no more than its context
-/// holds.
+/// Refuses a row that the model cannot read: `num_inputs` of `tokens` are inputs, at least one and at most its context.
 pub(crate) fn check_row(tokens: &[u32], num_inputs: usize, shape: &ModelShape) -> Result<(), EvalError> {
     if num_inputs == 0 {
         return Err(EvalError::NoTokens);

@@ -1,4 +1,4 @@
-//! What a trained model says: logits, perplexity over documents, and text token by token.
+//! Evaluation of trained models: logits, perplexity, tasks, needles, selectors, and generation token by token.
 //!
 //! The crate prints nothing and reads no environment; the caller decides where text and progress go.
 

@@ -1,8 +1,8 @@
-//! Questions about long texts that are made up on the spot: RULER's thirteen tasks (arXiv:2404.06654), and passkey,
-//! key-value retrieval, copying, selective copying and induction by the same machinery.
+//! Synthetic long-context tasks: RULER's thirteen (arXiv:2404.06654), and passkey, key-value retrieval, copying,
+//! selective copying and induction by the same code.
 //!
-//! Beside the score of the generated text there is the rank of the answer's likelihood among ten others that the text
-//! does not hold, which tells small models apart that say nothing right.
+//! In addition to the score of the generated text the rank of the answer's likelihood among ten wrong answers is
+//! reported, which distinguishes small models that generate nothing right.
 mod ask;
 mod fit;
 mod lists;

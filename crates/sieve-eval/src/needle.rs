@@ -1,8 +1,7 @@
 //! A needle in a haystack: a sentence with a number hidden in a long text, asked for at its end.
 //!
-//! Small models cannot be asked to say much, so there are two scores: whether the greedy continuation holds the number,
-//! and the rank of the number's likelihood among others that the text does not hold. Under chance that rank is the
-//! middle one.
+//! Two scores, since small models rarely generate the number: whether the greedy continuation holds it, and the rank of
+//! its likelihood among numbers that the text does not hold (by chance the middle rank).
 
 mod haystack;
 mod sample;
@@ -159,8 +158,8 @@ impl NeedleConfig {
 
 /// Asks for every needle of the grid; `observe` is called with the number of needles asked so far.
 ///
-/// A prefill selector acts on haystack, needle and question, and what follows reads everything; a decode selector acts
-/// on what follows.
+/// A prefill selector acts on haystack, needle and question, and later tokens read every key; a decode selector acts on
+/// the tokens after the question.
 ///
 /// # Errors
 /// What [`NeedleConfig::check`] refuses; a haystack that is too short; needles longer than their room; a model whose

@@ -87,7 +87,7 @@ fn pass<B: DeviceBackend>(
     }
 }
 
-/// What a model says of a prompt's tokens under a selector, beside what it says itself: sums over positions.
+/// Predictions for a prompt's tokens under a selector compared with the dense model's: sums over positions.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Agreement {
     /// Kullback-Leibler divergence of its predictions from the dense model's: `sum p ln(p / q)`, p the dense, nats.

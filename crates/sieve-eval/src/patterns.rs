@@ -62,9 +62,9 @@ pub fn search_minference<B: DeviceBackend>(
     Ok(found)
 }
 
-/// DAM's calibration (arXiv:2506.11104): the mean attention of the prompts, of each head, made a map. All tokens of a
-/// window but the last are its prompt, of which the first `calibration.capture` count. `observe` hears the number of
-/// prompts read.
+/// DAM's calibration (arXiv:2506.11104): a map for each head from its mean attention over the prompts. All tokens of a
+/// window but the last are its prompt, of which the first `calibration.capture` count. `observe` is called with the
+/// number of prompts read.
 ///
 /// # Errors
 /// As [`search_minference`]; settings of the calibration outside their ranges; maps that take too much memory.

@@ -27,8 +27,8 @@ use windows::{Place, push, rolling_windows, windows};
 pub struct PerplexityConfig {
     /// Tokens the model sees at most.
     pub context: usize,
-    /// Tokens a window lies behind the one before it: from the second window on, each prediction sees at least
-    /// `context - stride` tokens.
+    /// Distance in tokens between the beginnings of neighbouring windows: from the second window on, each prediction
+    /// sees at least `context - stride` tokens.
     pub stride: usize,
     /// Tokens of one forward pass.
     pub batch_tokens: usize,
@@ -49,7 +49,7 @@ pub struct PerplexityReport {
     pub num_tokens: u64,
     /// Words of the documents.
     pub num_words: u64,
-    /// Bytes of text that the predicted tokens stand for.
+    /// Bytes of text of the predicted tokens.
     pub num_bytes: u64,
     /// Cross-entropy of all predictions, nats.
     pub nats: f64,
@@ -78,9 +78,9 @@ pub struct PerplexityReport {
     pub by_word: WordLoss,
 }
 
-/// Perplexity as lm-evaluation-harness defines it (`loglikelihood_rolling`): a prefix token stands before each text,
-/// all tokens of the text are predicted and no end of it, in windows of the context without overlap, of which the last
-/// one begins earlier. Its names and its counts of words and bytes.
+/// Perplexity as lm-evaluation-harness defines it (`loglikelihood_rolling`): each text is preceded by a prefix token,
+/// all its tokens but no end-of-document token are predicted, in windows of the context without overlap, except that
+/// the last window begins earlier. Names and counts of words and bytes are the harness's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct RollingPerplexity {
     /// Tokens predicted.
@@ -117,8 +117,8 @@ impl RollingPerplexity {
 /// Predicts every document of `documents`; `observe` is called after each forward pass with the number of tokens
 /// predicted so far.
 ///
-/// With a selector, which is then the attention of every layer, each window is a prompt of its own: where the selector
-/// is no causal map from text to logits the result is its "prefill perplexity", no likelihood.
+/// With a selector, which is then the attention of every layer, each window is a prompt of its own: where the map from
+/// text to logits is not causal the result is its "prefill perplexity", not a likelihood.
 ///
 /// # Errors
 /// A context or stride out of range, a token outside the vocabulary, a document that cannot be read, nothing to

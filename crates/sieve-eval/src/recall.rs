@@ -71,8 +71,8 @@ pub struct RecallReport {
     pub accuracy: f64,
 }
 
-/// Asks `num_samples` samples of each kind, from the test split; `observe` hears the number of samples answered so far,
-/// once a forward pass of at most `batch_tokens` tokens.
+/// Evaluates `num_samples` samples of each kind, from the test split; `observe` is called with the number of samples
+/// done so far, once a forward pass of at most `batch_tokens` tokens.
 ///
 /// # Errors
 /// A kind that cannot be drawn, samples longer than the model's context, a vocabulary larger than the model's.

@@ -41,9 +41,8 @@ impl<P: Copy> Rows<P> {
         }
     }
 
-    /// Takes a piece of a text: `input` goes in, and from `first_scored` on the token after each one is predicted, each
-    /// with
-    /// its place. False when there is no room left.
+    /// Adds a piece of a text to the row: `input` is read, and from `first_scored` on the token after each input is
+    /// predicted. Returns false when there is no room left.
     pub(crate) fn push(
         &mut self,
         tokens: &[u32],

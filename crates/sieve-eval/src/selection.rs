@@ -1,4 +1,4 @@
-//! A selector in place of a dense model's attention: what it computes, and what it cost.
+//! A selector in place of a dense model's attention: its computation and its statistics.
 use crate::EvalError;
 use crate::chunks::{Cost, KeptMasks, calls_of, prefill, prefill_on_device};
 use crate::device_steps;
@@ -15,7 +15,7 @@ use std::time::Instant;
 #[derive(Clone, Debug)]
 pub struct Selection {
     selectors: LayerSelectors,
-    /// What the layers do with tokens after a prompt: those of prefill methods read everything.
+    /// How layers treat tokens after a prompt: with prefill methods these read every key.
     steps: LayerSelectors,
     /// Tokens of a call; a prompt is one call where absent.
     chunk: Option<usize>,
@@ -225,8 +225,7 @@ impl Selection {
         })
     }
 
-    /// The same with prompts read by decode methods too, token by token from the first one on: as if the model had
-    /// written the prompt itself.
+    /// The same with decode methods reading prompts too, token by token, as if the model had generated the prompt.
     ///
     /// # Errors
     /// No layer has a method that reads token by token.
@@ -397,10 +396,10 @@ impl Selection {
         }
     }
 
-    /// Attention of the next tokens of one text: its prompt (densely, but for methods that act on prompts too, and
-    /// [streams](Self::as_stream), which are computed on the host), then one token at a time; the last of `operands` is
-    /// the text's `num_tokens`-th. Only where a layer acts in decode. `cache` gets the layer's keys where its tokens
-    /// are read on the device.
+    /// Attention of the next tokens of one text: first its prompt (dense, except for methods that also act on prompts,
+    /// and for [streams](Self::as_stream), which run on the host), then one token at a time; the last token of
+    /// `operands` is the text's `num_tokens`-th. Only for layers with a decode method. `cache` receives the layer's
+    /// keys where its tokens are processed on the device.
     ///
     /// # Errors
     /// Operands that the selector, or a kernel, refuses.

@@ -60,7 +60,7 @@ pub struct SelectorMeasure {
     pub cosine: f64,
     /// Whether rows depend on earlier tokens alone, so that the loss is a likelihood.
     pub causal: bool,
-    /// Lists that ran dense because a score was no number.
+    /// Lists that ran dense because a score was NaN.
     pub nan_lists: u64,
     /// Calls of a prompt whose masks were made on the device, of all layers.
     pub device_selections: f64,
@@ -81,16 +81,16 @@ pub struct LayerMeasure {
     pub recall: Option<f64>,
     /// Relative error of the output, on the dense model's operands.
     pub output_error: f64,
-    /// Mean cosine of the attention's output to the dense model's, all layers before it under the selector too; absent
-    /// where the model did not run under it.
+    /// Mean cosine of the attention's output to the dense model's, with the selector in all earlier layers too; absent
+    /// if the model did not run with it.
     pub cosine: Option<f64>,
 }
 
 /// Measures every selector on prompts of one length. Each of `windows` is a prompt and the one token after it, which
-/// the prompt's last position predicts. A selector that fails gives its error, the others their measures.
+/// the prompt's last position predicts. A selector that fails returns its error, the others are measured.
 ///
-/// `observe` is called with the name of each selector before it runs on a prompt; on the first that is twice, and the
-/// first time counts nowhere.
+/// `observe` is called with the name of each selector before it runs on a prompt; on the first prompt it runs twice,
+/// the first time as a warm-up that is not counted.
 ///
 /// # Errors
 /// A token outside the vocabulary, no window, a model that fails without a selector.
@@ -212,7 +212,7 @@ pub fn sweep_selectors<B: DeviceBackend>(
 }
 
 /// Masks of each selector in every dense layer for one prompt, `[selectors][layers]`; the model's own activations,
-/// densely computed. A selector that fails, as decode methods do, gives its error.
+/// densely computed. A selector that fails, as decode methods do, returns its error.
 ///
 /// # Errors
 /// As [`measure_selectors`].

@@ -18,7 +18,7 @@ use sieve_ops::DeviceBackend;
 use spec::{Measure, Question};
 pub use spec::{READY_TASKS, Task};
 
-/// Who is asked.
+/// The model that is evaluated.
 #[derive(Debug)]
 pub struct TaskModel<'a, B: DeviceBackend> {
     /// The model.
@@ -31,7 +31,7 @@ pub struct TaskModel<'a, B: DeviceBackend> {
     pub device: &'a B::Device,
 }
 
-/// What a task is asked with.
+/// The rows of a task.
 #[derive(Clone, Debug)]
 pub struct TaskRows {
     /// The rows asked.
@@ -40,15 +40,15 @@ pub struct TaskRows {
     pub examples: Option<Vec<TableRow>>,
 }
 
-/// How a task is asked.
+/// Settings of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TaskRun {
     /// Solved examples before each question.
     pub fewshot: usize,
     /// The first rows alone.
     pub limit: Option<usize>,
-    /// Leave out the beginning, or the middle where the task says so, of what is longer than the model's context, in
-    /// place of an error.
+    /// Truncate prompts longer than the model's context at the beginning, or in the middle where the task says so,
+    /// instead of failing.
     pub truncate: bool,
 }
 
@@ -148,7 +148,7 @@ impl TaskSize {
 }
 
 impl<'a> TaskTexts<'a> {
-    /// Makes the texts for a model of a tokenizer and a context.
+    /// Builds the prompts for a model's tokenizer and context.
     ///
     /// # Errors
     /// Rows that the task does not fit, too few examples, a text longer than the context.

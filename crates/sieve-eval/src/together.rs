@@ -4,8 +4,7 @@ use crate::{EvalError, GenerateConfig, Sampler};
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 
-/// Continues a prompt several times, each text with draws of its own: one pass of the model gives a token of every
-/// text.
+/// Samples several continuations of a prompt as a batch: each forward pass gives one token of every text.
 #[derive(Debug)]
 pub struct TogetherGenerator<'a, B: DeviceBackend> {
     start: Start<'a, B>,

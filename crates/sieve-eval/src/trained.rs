@@ -183,8 +183,8 @@ fn of_expire(expire: &[i64], num_tokens: usize) -> Counted {
     Counted::of(pairs, pairs, num_tokens)
 }
 
-/// Tokens of the chosen blocks. NSA: compressed blocks that have ended and the window beside them. Others: half a key
-/// for each pooled one, which has a score and no value; an indexer's scores, of other heads, are not counted.
+/// Tokens of the chosen blocks. For NSA also the visible compressed blocks and the window. For other kinds also half a
+/// key for each pooled key, which has a score but no value; an indexer's scores are not counted.
 fn of_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Counted {
     let (sizes, window_size, of_pooled) = match form {
         AttentionForm::Branches(nsa) => (nsa.blocks(), nsa.window_size, 1.0),

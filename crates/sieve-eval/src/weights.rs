@@ -21,8 +21,8 @@ pub struct LayerWeights {
     pub attention: String,
     /// Query heads.
     pub heads: Vec<HeadWeights>,
-    /// Mean over pairs of KV heads and over queries: keys that both see over keys that one of them sees. `None` with
-    /// one KV head.
+    /// Mean over pairs of KV heads and over queries: keys that both see over keys that at least one of them sees.
+    /// `None` with one KV head.
     pub overlap: Option<f64>,
     /// How long DMA keeps a key; `None` of other kinds.
     pub life: Option<LifeSpans>,

@@ -1,5 +1,5 @@
-//! Words of a document and how far back each was last used: who predicts a word whose last use lies far back can look
-//! back.
+//! Words of a document and how far back each was last used: a model that predicts a word last used far back has
+//! long-range recall.
 use sieve_data::Tokenizer;
 use std::collections::HashMap;
 use std::ops::Range;

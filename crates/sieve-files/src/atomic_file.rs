@@ -33,7 +33,7 @@ impl Drop for Names {
 }
 
 impl AtomicFile {
-    /// Begins the file under its temporary name.
+    /// Creates the file under its temporary name.
     ///
     /// # Errors
     /// What the system refuses.
@@ -51,7 +51,7 @@ impl AtomicFile {
         })
     }
 
-    /// Goes on with the first `num_bytes` of a temporary file that [`keep`](Self::keep) left, and drops what is behind.
+    /// Reopens a temporary file that [`keep`](Self::keep) left, truncated to its first `num_bytes`.
     ///
     /// # Errors
     /// What the system refuses; a file shorter than `num_bytes`.
@@ -80,7 +80,7 @@ impl AtomicFile {
         })
     }
 
-    /// Makes what was written durable, and leaves it under its temporary name when dropped.
+    /// Syncs what was written, and keeps the temporary file when this is dropped.
     ///
     /// # Errors
     /// What the system refuses.

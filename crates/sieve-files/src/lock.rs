@@ -11,7 +11,7 @@ pub enum Taken {
     ByAnother(File),
 }
 
-/// Opens `path`, making it where it is missing, and takes its lock if nobody has it.
+/// Opens `path`, creating it if missing, and takes its lock if no other process has it.
 ///
 /// # Errors
 /// What the system refuses.
@@ -25,7 +25,7 @@ pub fn try_lock(path: &Path) -> io::Result<Taken> {
     match file.try_lock() {
         Ok(()) => Ok(Taken::Yes(file)),
         Err(TryLockError::WouldBlock) => Ok(Taken::ByAnother(file)),
-        // Two processes at once are then the user's to avoid.
+        // Without file locks the user must not start two processes at once.
         Err(TryLockError::Error(error)) if has_no_locks(&error) => Ok(Taken::Yes(file)),
         Err(TryLockError::Error(error)) => Err(error),
     }

@@ -18,7 +18,7 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     sync_folder(folder_of(path))
 }
 
-/// Replaces the file at a path that a person named by what `write` puts, synced, under the temporary name it is given.
+/// Replaces the file at a user's path: `write` writes and syncs the new file under the temporary name it is given.
 ///
 /// # Errors
 /// Those of `write`, and what the system refuses.
@@ -35,7 +35,7 @@ pub fn replace<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> 
     })
 }
 
-/// Whether [`replace`] can make its temporary file: makes it and removes it again.
+/// Checks that [`replace`] can create its temporary file, by creating and removing it.
 ///
 /// # Errors
 /// What the system refuses.
@@ -61,7 +61,7 @@ pub fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     write_pieces_synced(path, |write| write(bytes))
 }
 
-/// As [`write_synced`], piece by piece: `pieces` hands each to the function it is given.
+/// As [`write_synced`], piece by piece: `pieces` calls the given function with each piece.
 ///
 /// # Errors
 /// Those of `pieces`, and what the system refuses.
@@ -88,7 +88,7 @@ pub fn sync_folder(folder: &Path) -> Result<(), FileError> {
         .map_err(FileError::on("sync", folder))
 }
 
-/// Renames the folder `partial` to `path` and makes the rename durable. A folder already there stays, as `<path>.old`,
+/// Renames the folder `partial` to `path` and makes the rename durable. An existing folder is kept as `<path>.old`
 /// until the new one is in place.
 ///
 /// # Errors

@@ -1,9 +1,10 @@
 //! Launches of `kernels/nsa_*.cu`: native sparse attention (arXiv:2502.11089) without a score for every pair of tokens.
 //! The window branch is [`attention_forward`](crate::Qkv::attention_forward).
 //!
-//! Compressed keys and values stand at their blocks' last tokens, so that DMA's kernels attend to them by lists.
-//! Attention over the chosen blocks goes block by block: the queries that chose one are listed, each of their choices
-//! gets a part of its own, and a query's parts are joined in the order of its blocks.
+//! Compressed keys and values are placed at the positions of their blocks' last tokens, so that DMA's kernels attend to
+//! them through key lists. Attention over the chosen blocks is computed block by block: each block has a list of the
+//! queries that chose it, each (query, block) pair gets a partial result, and a query's partial results are joined in
+//! the order of its blocks.
 mod blocks;
 mod choose;
 mod compressed;
@@ -91,8 +92,8 @@ fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usi
         .map(move |first| (first, most.min(seq_len - first)))
 }
 
-/// The kernels by which a new token chooses blocks from pooled keys, compressed keys or an indexer's keys; the kernels
-/// of its attention are listed elsewhere.
+/// The decoding kernels that choose blocks for a new token, by pooled keys, compressed keys or an indexer's keys; the
+/// kernels of its attention are listed elsewhere.
 pub(crate) fn chosen_decode_kernels(head_dim: usize) -> [SourceKernel; 9] {
     [
         NSA_CHOOSE,

@@ -68,8 +68,8 @@ impl Qkv {
     }
 }
 
-/// What a selection writes before there are lists: kept blocks, a bit each, `[num_heads, rows, ceil(columns / 32)]`,
-/// and rows of each head with a NaN score, `[num_heads]`.
+/// Output of a selection, before lists are built from it: one bit for each kept block,
+/// `[num_heads, rows, ceil(columns / 32)]`, and the number of rows of each head with a NaN score, `[num_heads]`.
 type KeptBits<'a> = [&'a CudaTensor; 2];
 
 /// Rows of scores that select_choose reads, and how.
@@ -94,8 +94,8 @@ pub struct LongChoice<'a> {
     pub kept: &'a CudaTensor,
     /// i32 `[all heads]`: 1 is added for a row with NaN, which keeps nothing.
     pub nan_rows: &'a CudaTensor,
-    /// As `top` for each head, i32 `[all heads]`; a head with less than 0 keeps nothing. A head with 0 has no entries
-    /// that stay in any case.
+    /// `top` of each head, i32 `[all heads]`: below 0 the head keeps nothing, at 0 it also drops the entries that are
+    /// otherwise always kept.
     pub tops: Option<&'a CudaTensor>,
     /// The first head, and how many.
     pub heads: [usize; 2],
@@ -107,12 +107,12 @@ pub struct LongChoice<'a> {
     pub num_first: usize,
     /// The mass that is wanted; infinity keeps all.
     pub goal: f32,
-    /// More than `goal`, not as much.
+    /// Whether the mass must exceed `goal`, not only reach it.
     pub strict: bool,
 }
 
 impl<'a> LongChoice<'a> {
-    /// As many as hold no mass at all, of `length` entries of each of `heads`: for callers to say what they want.
+    /// A choice by mass with a goal of 0 among `length` entries of each of `heads`; callers then set its fields.
     pub fn new([scores, kept, nan_rows]: [&'a CudaTensor; 3], heads: [usize; 2], length: usize) -> Self {
         Self {
             scores,
@@ -134,7 +134,7 @@ impl<'a> LongChoice<'a> {
     /// A launch that is refused.
     ///
     /// # Panics
-    /// When the first entries are to stay in a choice by mass: they have no mass that could count.
+    /// When a choice by mass should always keep the first entries, whose mass is not known.
     pub fn choose(&self) -> Result<(), KernelError> {
         let by_number = self.top > 0 || self.tops.is_some();
         assert!(

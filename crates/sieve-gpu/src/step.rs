@@ -51,8 +51,8 @@ use crate::step::matrix_vector::Form;
 use crate::step::rms_norm_backward::NormResidual;
 
 impl NeededKernels {
-    /// Those of every model's step but for attention, as far as an architecture can run them. Most do not depend on a
-    /// model's sizes; heads of 64 and 128 columns are the usual ones.
+    /// The kernels of every model's step except attention, as far as an architecture can run them. Most do not depend
+    /// on a model's sizes; heads of 64 and 128 columns are the usual ones.
     pub fn step(arch: &str) -> Vec<SourceKernel> {
         let mut kernels = vec![
             column_sums::COLUMN_SUMS,
@@ -108,8 +108,8 @@ impl NeededKernels {
         kernels
     }
 
-    /// Forms of the step's kernels that no model of the usual widths launches: rows that are no whole words, heads of
-    /// these widths, DMA's scores of `kv_heads` KV heads.
+    /// Forms of the step's kernels that no model of the usual widths launches: rows that are not whole 16-byte words,
+    /// heads of these widths, DMA's scores of `kv_heads` KV heads.
     pub fn step_rarely(head_dims: &[usize], kv_heads: &[usize]) -> Vec<SourceKernel> {
         let mut kernels = swiglu_kernels(1).to_vec();
         kernels.extend(head_dims.iter().copied().flat_map(qk_norm_rope_kernels));

@@ -172,7 +172,7 @@ impl Checkpoint {
         written
     }
 
-    /// Makes the empty folder that a checkpoint is written into.
+    /// Creates the empty folder that a checkpoint is written into.
     ///
     /// # Errors
     /// Any failure of the file system.
@@ -216,7 +216,8 @@ impl Checkpoint {
         Ok(checksums)
     }
 
-    /// Gives a checkpoint its name, once all its files are written; an existing one of the same step is replaced.
+    /// Renames a checkpoint to its final name, once all its files are written; an existing one of the same step is
+    /// replaced.
     ///
     /// # Errors
     /// Any failure of the file system; then the folder under the final name is as it was before.
@@ -252,7 +253,8 @@ impl Checkpoint {
 
     /// Opens `path` (a `step-N` folder, a folder of them, or a run folder) and verifies every checksum.
     ///
-    /// Of several the latest is opened; a damaged one is an error that names the one before it, never skipped silently.
+    /// If there are several, the latest is opened; a damaged one is an error that names the one before it, never
+    /// skipped silently.
     ///
     /// # Errors
     /// Nothing there, a damaged or truncated file, a layout of another version.
@@ -261,7 +263,7 @@ impl Checkpoint {
         Self::open_verified(&folder, previous, |_| true)
     }
 
-    /// As [`open`](Self::open), without the optimizer's files, which nothing but training reads.
+    /// As [`open`](Self::open), without the optimizer's files, which only training reads.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -270,8 +272,8 @@ impl Checkpoint {
         Self::open_verified(&folder, previous, |name| !name.starts_with(OPTIMIZER))
     }
 
-    /// As [`open_model`](Self::open_model), and calls `read` while the files are verified. A damaged file is the error,
-    /// whatever `read` made of it.
+    /// As [`open_model`](Self::open_model), and calls `read` while the files are verified. A damaged file is the error
+    /// returned, even if `read` succeeded or failed otherwise.
     ///
     /// # Errors
     /// As [`open`](Self::open); the errors of `read`.

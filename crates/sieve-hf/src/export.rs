@@ -4,8 +4,7 @@
 //! `MistralForCausalLM` (every layer has the window) or `Qwen2ForCausalLM` (with biases), dynamic mask models
 //! `DogeForCausalLM`, latent ones without head norms `DeepseekV3ForCausalLM`; no remote code is needed. What no stock
 //! class computes (NSA; DMA or windows with dense layers between them, without norms or with biases) is computed by
-//! `modeling_sieve.py`, written beside the weights (`trust_remote_code=True`), and DMA's published form too where that
-//! is asked for.
+//! `modeling_sieve.py`, written next to the weights (`trust_remote_code=True`), as is DMA's published form on request.
 //! The same checkpoint always gives the same bytes.
 
 pub(crate) mod config;

@@ -2,7 +2,8 @@
 //! many.
 //!
 //! The reverse of [`export`](crate::export), by the same list of tensors: importing what was exported gives the same
-//! weights to the last bit. A model may come in with another attention; what that adds starts as in a new model.
+//! weights to the last bit. A model may be imported with another attention kind, whose additional parameters are
+//! initialised as in a new model.
 
 mod config;
 
@@ -226,8 +227,8 @@ fn recipe_and_shape(
     settings: &[String],
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
     let text = config.recipe_toml(residual_scale);
-    // A model that becomes DMA does so as published: while A is 0 that adds the same to all logits, so only the keys
-    // that it no longer keeps make a difference. A slope would change the rest as well.
+    // Imports as DMA take the published form: while A is 0 it adds the same bias to all logits, so that only dropped
+    // keys change the output. A slope would change all weights.
     let published = [
         "attention.bias=exp",
         "attention.recency=none",
@@ -424,7 +425,7 @@ fn weight_files(from: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
         let plain = file
             .as_str()
             .filter(|file| Path::new(file).file_name() == Some(file.as_ref()));
-        let file = plain.ok_or_else(|| malformed(format!("{tensor} lies in no file beside it: {file}")))?;
+        let file = plain.ok_or_else(|| malformed(format!("{tensor} is in no file of its folder: {file}")))?;
         files.insert(from.join(file));
     }
     Ok(files.into_iter().collect())

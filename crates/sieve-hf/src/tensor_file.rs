@@ -37,8 +37,8 @@ pub(crate) struct TensorHeader {
     pub(crate) shape: Vec<usize>,
 }
 
-/// As [`write_tensor_file`], from values that `read` gives tensor by tensor, named by their place in `headers`: no more
-/// than one is held at a time.
+/// As [`write_tensor_file`], from values that `read` returns for each index of `headers`: at most one tensor is held at
+/// a time.
 ///
 /// # Errors
 /// Those of `read`; values of another length than their header says; any failure of the file system.

@@ -69,8 +69,8 @@ impl TensorFiles {
         self.part(name, shape, None)
     }
 
-    /// One tensor of the given shape for a model in `dtype`: f32 numbers of which a model keeps bf16 are rounded on
-    /// their way from the file, to nearest even, by all cores; any other as the file holds it.
+    /// One tensor of the given shape for a model in `dtype`: for a bf16 model f32 values are rounded to nearest even
+    /// while reading, on all cores; others are returned as stored.
     ///
     /// # Errors
     /// As [`tensor`](Self::tensor).

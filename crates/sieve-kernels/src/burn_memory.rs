@@ -1,4 +1,4 @@
-//! Burn's CUDA tensors as those of the launch wrappers, and back.
+//! Conversion between Burn's CUDA tensors and those of the launch wrappers.
 use crate::launch;
 use crate::memory_watch::note_allocation;
 use crate::probe::compute_capability;
@@ -15,7 +15,7 @@ use sieve_gpu::{CudaTensor, DType, Fill, Hardware, KernelError, LaunchRequest, M
 use std::fmt;
 use std::sync::Arc;
 
-/// What is assumed where the driver does not say.
+/// Number of multiprocessors assumed if the driver does not report it.
 const DEFAULT_MULTIPROCESSORS: usize = 132;
 
 /// The tensor primitive of `burn_cuda::Cuda<f32, i32>`.
@@ -109,14 +109,14 @@ pub fn client_of(tensor: &CudaTensor) -> &ComputeClient<CudaRuntime> {
 /// The buffer of a tensor on a GPU.
 ///
 /// # Panics
-/// For a tensor of a [`Recorder`](crate::Recorder): its caller keeps it away from Burn.
+/// For a tensor of a [`Recorder`](crate::Recorder), which must not reach Burn.
 pub(crate) fn burn_memory(tensor: &CudaTensor) -> &BurnMemory {
     let memory = tensor.memory().or_else(|| below_tape(tensor));
     memory.expect("a recorded tensor has no memory on a GPU")
 }
 
-/// The memory from a tensor's beginning on, as CubeCL's server takes it. Unlike handles it does not hinder the next op
-/// from writing in place.
+/// The memory from a tensor's first element on, as CubeCL's server takes it. Unlike a handle it does not keep the next
+/// op from writing in place.
 pub(crate) fn binding_of(tensor: &CudaTensor) -> Binding {
     handle_of(tensor).binding()
 }

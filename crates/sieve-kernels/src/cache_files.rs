@@ -28,8 +28,8 @@ pub(crate) fn cubecl_folder(folder: &Path) -> PathBuf {
     folder.join("cuda")
 }
 
-/// Rewrites the files without what a killed process left half-written. CubeCL appends; behind half an entry it could
-/// never read the following ones, and every start would compile them again.
+/// Rewrites the files without an entry that a killed process left half-written. CubeCL appends: it could not read the
+/// entries after half an entry, and every start would compile them again.
 pub(crate) fn repair(folder: &Path) -> Result<(), KernelError> {
     let error = |e: io::Error| KernelError::Cache {
         path: folder.to_owned(),

@@ -1,10 +1,9 @@
-//! Matrix products by NVIDIA's cuBLASLt, queued on Burn's own stream, in order with Burn's operations.
+//! GEMMs by NVIDIA's cuBLASLt, queued on Burn's own stream, in order with Burn's operations.
 //!
-//! A product is a closure for CubeCL's device thread: it runs there between the launches before and after it, fetches
-//! the buffers' addresses and hands the product to cuBLASLt on *the same stream*, so nothing waits for anything and a
-//! buffer that is freed afterwards may be reused at once. How that stream is found, and what happens where it cannot
-//! be, is in `runtime/lane.rs`. Algorithms are asked for once per shape and kept, the workspace is held, the library
-//! is loaded at the first product.
+//! A GEMM is a closure for CubeCL's device thread: it runs there between the launches before and after it, resolves the
+//! buffers' addresses and calls cuBLASLt on *the same stream*, so no synchronisation is needed and a buffer that is
+//! freed afterwards may be reused at once. `lane.rs` says how that stream is found, and what happens where it is not.
+//! Algorithms are chosen once per shape and cached, the workspace is kept, the library is loaded at the first GEMM.
 mod library;
 mod plan;
 mod problem;
@@ -42,12 +41,12 @@ pub enum MatmulOutput<'a> {
     AddTo(&'a CudaTensor),
 }
 
-/// The library of matrix products, loaded when it is first asked for.
+/// cuBLASLt, loaded at its first use.
 #[derive(Debug)]
 pub struct Cublaslt;
 
-/// A product of two bf16 tensors with f32 accumulation, rounded once at the store. Leading dimensions count as rows;
-/// rows may be pitched. Returns the output tensor: the new one, or the one that was written.
+/// GEMM of two bf16 tensors with f32 accumulation, rounded once at the store. Leading dimensions count as rows; rows
+/// may be pitched. Returns the output tensor: the new one, or the one that was written.
 ///
 /// # Errors
 /// [`KernelError::Installation`] when the library is missing; another type, sizes that do not fit, an output whose rows
@@ -64,8 +63,8 @@ pub fn matmul(
     queued((product, Operands::Bf16), [x, w], &[], output)
 }
 
-/// `x [m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the two is
-/// of gradients. Sizes are multiples of 16.
+/// `x [m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the two
+/// holds gradients. Sizes are multiples of 16.
 ///
 /// # Errors
 /// As [`matmul`].
@@ -100,7 +99,7 @@ fn queued(
         d_stride: target.d_stride,
         is_f32: target.d.dtype() == DType::F32,
     };
-    // On other architectures nobody has measured.
+    // Other architectures were not measured.
     let is_hopper = x.hardware().compute_capability == (9, 0);
     let call = Call {
         problem,
@@ -140,7 +139,7 @@ impl Cublaslt {
     /// The library's version; `None` where it is not there.
     pub fn version() -> Option<String> {
         Cublaslt::require().ok()?;
-        // SAFETY: the library is there, and the call takes nothing.
+        // SAFETY: the library is loaded, and the call has no arguments.
         let version = unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() };
         Some(format!(
             "{}.{}.{}",

@@ -1,7 +1,7 @@
 //! Reading tensors on the host from another thread, while training continues.
 //!
-//! CubeCL reads on the stream it computes on, into memory it has just asked the system for: 1.6 GB/s, and nothing runs
-//! meanwhile. Here a thread of any kind copies through one page-locked buffer on a stream of its own.
+//! CubeCL reads on the stream it computes on, into freshly allocated host memory: 1.6 GB/s, and no kernel runs
+//! meanwhile. Here any thread copies through one page-locked buffer on a stream of its own.
 use crate::burn_memory::{binding_of, burn_memory};
 use crate::lane::{Server, address_of, late_error};
 use cubecl::device::Device;
@@ -19,11 +19,10 @@ const STAGING_BYTES: usize = 64 << 20;
 
 /// A tensor whose values will be read by [`HostReader::read`], on any thread.
 ///
-/// It holds the tensor, so ops that would write in place where nobody else holds a tensor (Burn's own, the optimizer's)
-/// write to a copy: what is read is what the tensor held when this was made, once everything queued before has run
-/// (`sync` the device before reading). Outputs that are overwritten *for every clone* heed no holder:
-/// `MatmulOutput::Into` and `AddTo`, `NcclPiece::whole`. Of such a tensor no copy is taken
-/// before its last write.
+/// It holds the tensor, so ops that write in place only if they own a tensor (Burn's own, the optimizer's) write to a
+/// copy: `read` returns the values that the tensor had when this was made, once everything queued before has run
+/// (`sync` the device before reading). Outputs that are overwritten *for every clone* ignore that: `MatmulOutput::Into`
+/// and `AddTo`, `NcclPiece::whole`. Make a copy of such a tensor only after its last write.
 #[derive(Debug)]
 pub struct HostCopy {
     tensor: CudaTensor,
@@ -31,7 +30,7 @@ pub struct HostCopy {
 }
 
 impl HostCopy {
-    /// Takes hold of a tensor; one with gaps is packed first.
+    /// Holds a tensor; one that is not contiguous is copied first.
     ///
     /// # Errors
     /// The device thread is gone, or an operation queued before has failed.
@@ -81,7 +80,7 @@ impl HostReader {
     /// Opens a stream on the primary context of a GPU.
     ///
     /// # Errors
-    /// The driver refuses, say for want of lockable memory.
+    /// The driver refuses, for example because page-locked memory is exhausted.
     pub fn open(device_index: usize) -> Result<Self, KernelError> {
         let device = driver::device::get(device_index as i32).map_err(|e| refused("cuDeviceGet", e))?;
         // SAFETY: the primary context is retained once here and released when this is dropped; the buffer and the
@@ -109,7 +108,7 @@ impl HostReader {
         let mut bytes = Vec::with_capacity(num_bytes);
         while bytes.len() < num_bytes {
             let len = STAGING_BYTES.min(num_bytes - bytes.len());
-            // SAFETY: the buffer has STAGING_BYTES, which nobody else uses; the tensor holds num_bytes from its address
+            // SAFETY: the buffer has STAGING_BYTES and is used here only; the tensor holds num_bytes from its address
             // on, and lives as long as `copy`.
             let chunk = unsafe {
                 let chunk = std::slice::from_raw_parts_mut(self.staging.cast::<u8>(), len);
@@ -126,7 +125,7 @@ impl HostReader {
 
 impl Drop for HostReader {
     fn drop(&mut self) {
-        // SAFETY: made in `open`, given back once; nobody could act on an error here.
+        // SAFETY: created in `open`, released once; an error here could not be handled.
         unsafe {
             let _ = driver::free_host(self.staging);
             let _ = driver::stream::destroy(self.stream);

@@ -5,7 +5,7 @@
 //! time each way, and is the fallback, reported once. Instead we read the addresses of CubeCL's streams off the
 //! server's `Debug` text, once, and *prove* which is ours: one is put into capture, the server is given a small copy to
 //! a scratch buffer, and if the captured graph holds it, that is where the server queues our work. A captured copy does
-//! not run. A later CubeCL whose text says nothing simply takes the fallback.
+//! not run. With a later CubeCL whose text lacks the addresses the fallback is taken.
 use crate::burn_memory::{binding_of, burn_memory};
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::Device;
@@ -70,8 +70,8 @@ pub(crate) struct Address {
     foreign: Option<Box<dyn Any>>,
 }
 
-/// True when our work of this process goes straight to Burn's streams, false when some goes through a stream of its own
-/// between two events; `None` before any.
+/// True when our launches go straight to Burn's streams, false when some use a stream of their own between two events;
+/// `None` before the first launch.
 pub(crate) fn is_inline() -> Option<bool> {
     let open = lock(&OPEN);
     (!open.is_empty()).then(|| open.values().all(|inline| *inline))
@@ -82,7 +82,7 @@ pub(crate) fn report_late(error: KernelError) {
     lock(&LATE_ERROR).get_or_insert(error);
 }
 
-/// The error of work that was queued earlier, once.
+/// The error of work that was queued earlier; returned once.
 ///
 /// # Errors
 /// That error; it names its kernel.

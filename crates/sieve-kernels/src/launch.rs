@@ -1,7 +1,7 @@
 //! Launches on Burn's stream, in the order of Burn's ops.
 //!
 //! A launch is a closure for CubeCL's device thread: it runs there between the ops before and after it, resolves the
-//! addresses of all its buffers and calls the driver on Burn's own stream, so nothing waits for anything and a buffer
+//! addresses of all its buffers and calls the driver on Burn's own stream, so no synchronisation is needed and a buffer
 //! that is freed afterwards may be reused at once.
 use crate::burn_memory::{binding_of, burn_memory, kernel_tensor};
 use crate::lane::{self, Server, late_error, on_lane_with, report_late};
@@ -26,8 +26,8 @@ pub struct LaunchCounts {
     pub launches: usize,
     /// Buffers that came from another stream, each kept until an event behind its launch had passed.
     pub foreign_buffers: usize,
-    /// False when work went through a stream of its own between two events, because Burn's was not found: correct and
-    /// some 20 µs a launch slower; `None` before any.
+    /// False when launches use a stream of their own between two events, because Burn's was not found: correct, and
+    /// some 20 µs a launch slower; `None` before the first launch.
     pub is_inline: Option<bool>,
 }
 
@@ -53,8 +53,8 @@ impl LaunchCounts {
     }
 }
 
-/// One launch on its way to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles
-/// they do not hinder the next op from writing in place.
+/// One launch, sent to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles they
+/// do not keep the next op from writing in place.
 #[derive(Clone)]
 pub(crate) struct QueuedLaunch {
     name: &'static str,
@@ -75,8 +75,8 @@ pub(crate) fn count(launches: usize) {
     LAUNCHES.fetch_add(launches, Ordering::Relaxed);
 }
 
-/// Queues a launch on the stream of the caller, and returns what would queue it again in a captured step. The first of
-/// each kernel waits until it is queued.
+/// Queues a launch on the caller's stream, and returns it so that a captured step can repeat it. The first of each
+/// kernel waits until it is queued.
 ///
 /// # Errors
 /// Those of loading the kernel; [`KernelError::Launch`] of an earlier launch, or of the first of this kernel.

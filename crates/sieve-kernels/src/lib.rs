@@ -1,10 +1,10 @@
-//! Sieve's CUDA kernels in a program of Burn's: launches on Burn's own stream, in order with Burn's operations, beside
-//! cuBLASLt's products and NCCL's collectives; probes, the cache of compiled kernels, copies to the host and traces.
+//! Sieve's CUDA kernels in a Burn program: launches on Burn's own stream, in order with Burn's operations, cuBLASLt's
+//! GEMMs and NCCL's collectives; probes, the cache of compiled kernels, copies to the host and traces.
 //!
 //! Start with [`CudaReport::probe`], which says in one sentence what is missing, then [`KernelCache::open`] and
 //! [`KernelCache::init_runtime`], all before the first CUDA tensor of the process. One thread per process touches
-//! device tensors. [`kernel_tensor`] and [`ToBurn`] lead from Burn's tensors to those of the launch wrappers of
-//! sieve-gpu, which stand here too, and back.
+//! device tensors. [`kernel_tensor`] and [`ToBurn`] convert between Burn's tensors and those of sieve-gpu's launch
+//! wrappers, which are re-exported here.
 mod burn_memory;
 mod cache;
 mod cache_files;

@@ -1,4 +1,4 @@
-//! Projection to the vocabulary and cross-entropy, a block of tokens at a time: products by cuBLASLt around
+//! Projection to the vocabulary and cross-entropy, a block of tokens at a time: GEMMs by cuBLASLt around
 //! `kernels/cross_entropy.cu`. The logits of all tokens never exist together.
 use crate::cublaslt::{MatmulOutput, Product, matmul};
 use sieve_gpu::step::{FixedSum, LogitRows, cross_entropy, padded_width};
@@ -46,7 +46,7 @@ pub fn token_losses(h: &CudaTensor, weight: &CudaTensor, labels: &CudaTensor) ->
     Ok(losses)
 }
 
-/// Summed cross-entropy with its gradients. The logits are bf16, as the products' other operands; sums are f32.
+/// Summed cross-entropy with its gradients. The logits are bf16, like the GEMMs' other operands; sums are f32.
 ///
 /// # Errors
 /// As [`token_losses`].

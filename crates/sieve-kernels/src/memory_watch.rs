@@ -1,7 +1,7 @@
 //! The most GPU memory that tensors took at once.
 //!
-//! The allocator can be asked what is in use now, not what was. While a watch is on, every buffer that a kernel wrapper
-//! makes asks it; each question waits for the device thread, so a program watches a step or two and then stops.
+//! The allocator reports what is in use now, not its peak. While a watch is on, every allocation of a launch wrapper
+//! queries it; each query waits for the device thread, so a program watches a step or two and then stops.
 use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::ComputeClient;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,11 +1,11 @@
-//! Sums and gatherings over the GPUs of several processes, by NCCL.
+//! Reductions and gathers over the GPUs of several processes, by NCCL.
 //!
 //! NCCL works on a stream of its own: it begins once Burn's stream has run what was queued before, and Burn's stream
-//! waits for it where the caller asks for the results, so that both work side by side between the two. Events of these
-//! two streams alone order them; a checkpoint's copies on a third stream hold nothing up. The host waits for nothing.
-//! One call takes all tensors of a segment: NCCL groups them. A rank that dies is no error to NCCL: its work never
-//! ends, and who watches the processes must end this one. What NCCL does notice, a link that breaks, it tells to who
-//! asks ([`NcclWatch`]).
+//! waits for it where the caller asks for the results, so that both run concurrently in between. Only events of these
+//! two streams order them, so a checkpoint's copies on a third stream delay nothing, and the host never waits. One call
+//! takes all tensors of a segment as an NCCL group. NCCL does not report a rank that died: its collectives never end,
+//! and the watcher of the processes must end this one. Errors that NCCL does detect, such as a broken link, are read by
+//! [`NcclWatch`].
 mod library;
 mod watch;
 
@@ -52,8 +52,8 @@ struct Link {
     context: CUcontext,
 }
 
-// SAFETY: after `join` the device thread alone queues work with the handles; `NcclWatch` asks for errors, which NCCL
-// allows any thread, and makes the context, which is any thread's, its own.
+// SAFETY: after `join` the device thread alone queues work with the handles; `NcclWatch` queries errors, which NCCL
+// allows from any thread, and makes the context current on its own thread, which any thread may.
 unsafe impl Send for Link {}
 // SAFETY: as above.
 unsafe impl Sync for Link {}
@@ -63,8 +63,8 @@ unsafe impl Sync for Link {}
 pub struct NcclPiece {
     /// This rank's piece, contiguous.
     pub piece: CudaTensor,
-    /// The contiguous tensor that all pieces make; overwritten, for every clone of it, a
-    /// [`HostCopy`](crate::HostCopy)'s too.
+    /// The contiguous tensor that the pieces are gathered into; overwritten in place for every clone of it, also one
+    /// that a [`HostCopy`](crate::HostCopy) holds.
     pub whole: CudaTensor,
     /// Which elements of the flattened whole are whose, by rank.
     pub ranges: Vec<Range<usize>>,
@@ -74,8 +74,7 @@ pub struct NcclPiece {
 pub struct NcclWork {
     results: Vec<CudaTensor>,
     queue: Option<DeviceHandle<Server>>,
-    /// They keep the memory until Burn's stream waits for the work, and do not hinder the next op from writing in
-    /// place.
+    /// They keep the memory until Burn's stream waits for the work, without keeping the next op from writing in place.
     bindings: Vec<Binding>,
     /// What is read and others may hold too: an op of theirs that would write in place writes to a copy meanwhile.
     read: Vec<CudaTensor>,
@@ -116,7 +115,7 @@ impl NcclGroup {
         ))
     }
 
-    /// What all ranks of a new group must be given, made by one of them.
+    /// The id of a new group, created by one rank and sent to all others.
     ///
     /// # Errors
     /// No library, or one that finds no network.
@@ -132,7 +131,7 @@ impl NcclGroup {
     }
 
     /// Joins the group of `id` as `rank` of `size`, with a GPU on which tensors were made before. Waits for all ranks.
-    /// Where `overlaps` is not set, NCCL works on Burn's stream: nothing goes on beside it.
+    /// Without `overlaps` NCCL uses Burn's stream, so that nothing overlaps its collectives.
     ///
     /// # Errors
     /// No library; an id of another length; GPUs that cannot reach each other, or one GPU for two ranks.
@@ -174,13 +173,13 @@ impl NcclGroup {
         })
     }
 
-    /// What another thread asks now and then: whether NCCL has met an error, and how far the GPU is.
+    /// Polled by another thread: whether NCCL has had an error, and how many collectives the GPU has completed.
     pub fn watch(&self) -> NcclWatch {
         NcclWatch::new(self.link, self.marks.clone())
     }
 
-    /// Begins to add up f32 tensors over all ranks, which give the same shapes in the same order. Of a tensor with
-    /// ranges a rank gets the sums of its own, flat; of any other all of them.
+    /// Starts summing f32 tensors over all ranks, which pass the same shapes in the same order. A tensor with ranges is
+    /// reduce-scattered: a rank gets the flat sums of its own range; any other is all-reduced.
     ///
     /// # Errors
     /// Tensors that are not f32; an error of an earlier call.
@@ -211,7 +210,7 @@ impl NcclGroup {
         self.begin(jobs, results, read)
     }
 
-    /// Begins to put the pieces of all ranks together. The work has no results of its own.
+    /// Starts gathering the pieces of all ranks into `whole`. The returned work has no results of its own.
     ///
     /// # Errors
     /// Tensors with gaps, or of other types than f32 and bf16; an error of an earlier call.
@@ -240,8 +239,8 @@ impl NcclGroup {
         self.begin(jobs, Vec::new(), read)
     }
 
-    /// Gives tensors of `shape` to other ranks, and returns those that the ranks of `from` give to this one; `like` is
-    /// of their type and on this GPU. This rank is none of either.
+    /// Sends tensors of `shape` to other ranks, and returns those received from the ranks of `from`; `like` has their
+    /// type and is on this GPU. Neither list contains this rank.
     ///
     /// # Errors
     /// Tensors of other types or shapes; an error of an earlier call.
@@ -279,8 +278,7 @@ impl NcclGroup {
         Ok(found)
     }
 
-    /// Gives each rank a slice of the outermost dimension of `tensor`, and returns those that all ranks give to
-    /// this one, by rank.
+    /// Sends each rank a slice of the outermost dimension of `tensor`, and returns the slices received, by rank.
     ///
     /// # Errors
     /// A tensor without a slice for each rank; an error of an earlier call.
@@ -409,8 +407,8 @@ struct Address {
 type Addressed = (Address, usize, Work, Option<Vec<Range<usize>>>);
 
 impl Link {
-    /// Queues the work of all tensors as one group, behind what `lane` has queued. Returns what is recorded behind it,
-    /// where it is not on that stream.
+    /// Queues the work of all tensors as one group, after what `lane` has queued. Returns the event recorded after it,
+    /// unless it is on that stream.
     ///
     /// # Safety
     /// The addresses hold as many values as the ranges and counts say, until the work is waited for.

@@ -1,4 +1,4 @@
-//! What the driver's management library (NVML) says of a GPU: asked once at the start of a run, and not needed.
+//! State of a GPU from the driver's management library (NVML): optional, read once at the start of a run.
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::cuDeviceGetPCIBusId;
 use libloading::Library;

@@ -68,7 +68,7 @@ impl DeviceReport {
 }
 
 impl CudaReport {
-    /// The device of that number, when it is there and new enough.
+    /// The device with that index, if it exists and is new enough.
     ///
     /// # Errors
     /// [`KernelError::WrongDevice`] with the number of devices; a GPU older than the kernels.
@@ -122,7 +122,7 @@ impl CudaReport {
     }
 }
 
-/// Major and minor compute capability of a device in use; asked of the driver once.
+/// Major and minor compute capability of a device in use; queried once.
 pub(crate) fn compute_capability(device: usize) -> Option<(u32, u32)> {
     static KNOWN: LazyLock<Mutex<HashMap<usize, (u32, u32)>>> = LazyLock::new(Mutex::default);
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);

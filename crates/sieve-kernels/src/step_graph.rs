@@ -1,12 +1,12 @@
 //! A decoding step as one CUDA graph.
 //!
 //! A step of one token is hundreds of launches of a few microseconds each, and queueing one from Rust takes longer than
-//! running it. So a step runs once on tensors of a [`StepTape`], which notes every launch and every GEMM with its
+//! running it. So a step runs once on tensors of a [`StepTape`], which records every launch and every GEMM with its
 //! buffers; [`StepTape::graph`] captures them, and [`StepGraph::replay`] queues all of them with one call. What changes
 //! from token to token is read on the device: the token ids and their position.
 //!
-//! A graph is right as long as the buffers are: it keeps their memory, and whoever owns the caches drops the graph
-//! before anything else writes to them.
+//! A graph is valid as long as its buffers are: it keeps their memory, and the owner of the caches drops it before
+//! anything else writes to them.
 use crate::burn_memory::{BurnMemory, binding_of, burn_memory};
 use crate::cublaslt::Call;
 use crate::lane::{self, Server, late_error, lock, on_lane, on_lane_with, report_late};
@@ -123,7 +123,7 @@ impl StepTape {
         lock(&self.notes).refused.get_or_insert(what);
     }
 
-    /// Captures what was noted. `inputs` and `output` are the tensors that the step read and made.
+    /// Captures the recorded launches. `inputs` and `output` are the tensors that the step read and wrote.
     ///
     /// # Errors
     /// [`KernelError::Refused`] where the step did something that no graph holds, or where launches do not go
@@ -228,7 +228,7 @@ impl StepInputs {
 }
 
 impl StepGraph {
-    /// Queues the step for other tokens: ids i32 `[batch, 1]`, all at `position`. Returns a copy of what it makes.
+    /// Queues the step for other tokens: ids i32 `[batch, 1]`, all at `position`. Returns a copy of its output.
     ///
     /// # Errors
     /// [`KernelError::Launch`] of work queued earlier; another number of rows.
@@ -243,7 +243,7 @@ impl StepGraph {
         let exec = self.exec.clone();
         submit(ids, self.stream, bindings, move |lane, pointers| {
             set_inputs(lane, &pointers[..4], rows, position)?;
-            // SAFETY: a graph of this context whose buffers are kept, and two buffers of so many bytes.
+            // SAFETY: a graph of this context whose buffers are kept, and two buffers of `num_bytes` bytes.
             unsafe {
                 let launched = driver_graph::launch(exec.0, lane);
                 launched.map_err(|error| format!("cuGraphLaunch: {error:?}"))?;

@@ -43,18 +43,18 @@ pub struct LayerContext<'a, B: Backend> {
     pub parts: Option<&'a RowParts>,
     /// Where one prompt stands before several endings: what the attention sees in place of `documents`.
     pub shared: Option<&'a SharedPrompts<B>>,
-    /// In which numbers the projections multiply where a layer is one op: the feed-forward layers, and attention but
-    /// for latent and native sparse.
+    /// Data type of the projections' GEMMs (bf16 or fp8) where a layer is one op: the feed-forward layers, and
+    /// attention but for latent and native sparse.
     pub precision: ProductPrecision,
     /// What those layers leave their backward pass beside the least.
     pub keeping: Keeping,
     /// Which kernels attention takes on a GPU, and how these sum.
     pub policy: KernelPolicy,
-    /// Gradients of earlier micro-batches by weight. A layer takes out those of such projections: its backward pass
-    /// returns them with its own added.
+    /// Gradients of earlier micro-batches by weight. A layer takes those of its projections, and its backward pass
+    /// returns them with its own gradients added.
     pub sums: Option<&'a RefCell<HashMap<ParamId, Tensor<B, 2>>>>,
-    /// What one token weighs in the losses of layers, which their backward pass adds to the gradients: one over the
-    /// tokens of an optimizer step. 0: none are added.
+    /// Weight of one token in layers' own losses (an indexer's), which their backward pass adds to the gradients: one
+    /// over the tokens of an optimizer step. 0: no such loss.
     pub token_share: f64,
     /// Whether layers with an indexer say how well it fits.
     pub measures_indexers: bool,

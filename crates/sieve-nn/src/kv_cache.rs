@@ -178,8 +178,8 @@ impl<B: Backend> LayerCache<B> {
     }
 }
 
-/// Of the keys of a packed row, each KV head's that DMA's mask still shows to the next query; rank, expire and
-/// positions are `[batch, num_kv_heads, seq_len]`.
+/// The keys of a packed row that DMA's mask still shows to the next query, for each KV head; rank, expire and positions
+/// are `[batch, num_kv_heads, seq_len]`.
 fn still_seen<B: Backend>(
     qkv: Tensor<B, 4>,
     rank: Tensor<B, 3>,
@@ -323,8 +323,8 @@ fn last<B: Backend>(x: Tensor<B, 4>, count: usize) -> Tensor<B, 4> {
 }
 
 impl<B: DeviceBackend> CachedRows<'_, B> {
-    /// Dense or sliding-window attention of new tokens; `[batch, new, num_heads, head_dim]`. Several tokens behind
-    /// others attend as one row of the keys that they may see and themselves.
+    /// Dense or sliding-window attention of new tokens; `[batch, new, num_heads, head_dim]`. Several new tokens after
+    /// cached ones attend as one row: the keys that they may see, then the tokens.
     pub(crate) fn attend_recent(
         self,
         qkv: Tensor<B, 4>,
@@ -351,9 +351,9 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
         o.narrow(1, earlier, new)
     }
 
-    /// DMA of new tokens; `[batch, new, num_heads, head_dim]`. Several tokens behind others attend as one row of the
-    /// keys in the slots and themselves: a key's rank does not depend on the query, and one that has left never
-    /// returns, so that row's mask is the whole text's.
+    /// DMA of new tokens; `[batch, new, num_heads, head_dim]`. Several new tokens after cached ones attend as one row:
+    /// the keys in the slots, then the tokens. A key's rank does not depend on the query and an evicted key never
+    /// returns, so that row's mask equals the whole text's.
     pub(crate) fn attend_selected(
         self,
         qkv: Tensor<B, 4>,

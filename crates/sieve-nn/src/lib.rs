@@ -1,6 +1,6 @@
 //! Qwen3-style language models as Burn modules: each layer usable alone, generic over the backend.
 //!
-//! Weights of products are stored `[out, in]`, as in PyTorch; q, k and v share one packed projection, gate and up
+//! Weights of linear layers are stored `[out, in]`, as in PyTorch; q, k and v share one packed projection, gate and up
 //! another.
 //!
 //! A layer alone, without a model:

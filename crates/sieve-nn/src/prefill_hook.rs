@@ -52,8 +52,8 @@ pub struct LayerOperands<B: Backend> {
 /// Attention of one document in one layer: `[1, num_tokens, num_heads, head_dim]`, or an error that ends the pass.
 pub type LayerAttention<'a, B, E> = dyn FnMut(&LayerOperands<B>) -> Result<Tensor<B, 4>, E> + 'a;
 
-/// The same of one text's next tokens, with the layer's cache, which it reads and fills itself, and what decoding ops
-/// share.
+/// The same for one text's next tokens: it reads and fills the layer's cache itself, and gets the scratch that decoding
+/// ops share.
 pub type CachedLayerAttention<'a, B, E> =
     dyn FnMut(&LayerOperands<B>, &mut LayerCache<B>, &mut Scratch<B>) -> Result<Tensor<B, 4>, E> + 'a;
 
@@ -157,8 +157,8 @@ impl<B: SieveBackend> Qwen3<B> {
         Ok(self.head.token_losses(hidden, labels, &self.embed_tokens))
     }
 
-    /// As [`next_logits`](Self::next_logits) of one text, with `attend` in dense layers, which reads and fills their
-    /// caches.
+    /// As [`next_logits`](Self::next_logits) of one text, with `attend` as the attention of dense layers; it reads and
+    /// fills their caches.
     ///
     /// # Errors
     /// The first error of `attend`.

@@ -111,7 +111,7 @@ impl<B: SieveBackend> QkvProjection<B> {
         self.at_positions(qkv, context.positions.clone(), context)
     }
 
-    /// Norms of a packed tensor, without rotation: every token stands at position 0.
+    /// Norms of a packed tensor, without rotation: every token has position 0.
     pub fn norm(&self, qkv: Tensor<B, 4>, context: &LayerContext<'_, B>) -> Tensor<B, 4> {
         self.at_positions(qkv, context.positions.zeros_like(), context)
     }

@@ -111,9 +111,8 @@ impl<B: Backend> Qwen3<B> {
 }
 
 impl<B: SieveBackend> Qwen3<B> {
-    /// The residual stream after the last block, `[batch, seq_len, d_model]`: embeds `ids`, and `step` takes the stream
-    /// through each layer in turn, given the layer's number. All passes but training's go this way; training cuts the
-    /// graph between layers.
+    /// The residual stream after the last block, `[batch, seq_len, d_model]`: embeds `ids`, then calls `step` with each
+    /// layer's number and the stream. All passes but training use this loop; training cuts the graph between layers.
     ///
     /// # Errors
     /// The first error of `step`.
@@ -149,9 +148,9 @@ impl<B: SieveBackend> Qwen3<B> {
             .token_losses(self.hidden(ids, context), labels, &self.embed_tokens)
     }
 
-    /// Logits of the last token, `[batch, vocab_size]`, through the cache, which takes any number of
-    /// tokens at a time: a text in parts gives what one pass gives. Several tokens behind others cost dense and NSA
-    /// layers more than one pass over all of them.
+    /// Logits of the last token, `[batch, vocab_size]`, through the cache, which takes any number of tokens at a time:
+    /// a text in chunks gives the logits of one pass. For dense and NSA layers chunks after the first cost more than
+    /// one pass over all tokens.
     pub fn next_logits(&self, ids: Tensor<B, 2, Int>, cache: &mut KvCache<B>, rope: &RotaryEmbedding<B>) -> Tensor<B, 2>
     where
         B: DeviceBackend,

@@ -17,7 +17,7 @@ impl<B: DeviceBackend> Qwen3<B> {
         rope: &RotaryEmbedding<B>,
     ) -> Option<Tensor<B, 2>> {
         cache.single_tokens += 1;
-        // A text of which one token is asked never pays for keeping its step.
+        // Generating a single token does not capture a graph.
         if cache.single_tokens == 1 {
             return None;
         }
@@ -94,7 +94,7 @@ impl<B: DeviceBackend> DecoderLayer<B> {
         Some(TokenLayer { dma, ..layer })
     }
 
-    /// A block of which these weights are the first and the last projection of the attention.
+    /// A block whose attention has these weights as its first and last projections.
     fn token_layer(
         &self,
         [qkv, o]: [Tensor<B, 2>; 2],

@@ -1,5 +1,5 @@
 //! Initial weights drawn on the host, the same on every backend and for any number of threads. A parameter is drawn
-//! when its value is first asked for: a model whose weights come from a file draws none.
+//! when its value is first read: a model whose weights are loaded from a file draws none.
 use burn::module::{Param, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, Tensor, TensorData};

@@ -59,10 +59,11 @@ impl AttentionSpec {
         self.num_heads + 2 * self.num_kv_heads
     }
 
-    /// The same attention of a packed tensor with `packed_heads`: some KV heads with their queries.
+    /// The same attention for a packed tensor that holds only some KV heads with their queries, `packed_heads` heads in
+    /// all.
     ///
     /// # Panics
-    /// They are no whole number of groups.
+    /// When `packed_heads` is not a whole number of groups.
     pub fn of_packed_heads(self, packed_heads: usize) -> Self {
         let group = self.group_size();
         assert_eq!(
@@ -106,7 +107,8 @@ pub struct AttentionOutput<B: Backend> {
     /// `[batch, seq_len, num_heads, head_dim]`, dtype of the packed input.
     pub o: Float<B>,
     /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing.
-    /// With a bias per key it is less by the largest bias that the row sees, beside which it would lose its digits.
+    /// With a bias per key the largest bias that the row sees is subtracted, since a large one would cost it its
+    /// precision.
     pub lse: Float<B>,
     /// The lower bits of o in f32, where the backend's backward pass makes use of them.
     pub o_low: Option<Float<B>>,

@@ -1,8 +1,8 @@
 //! The backends that Sieve's ops run on, and the one table of what a device computes.
 //!
 //! A row of the table is a method of [`DeviceBackend`]; the CPU computes it in `FAMILY::cpu` and CUDA in
-//! `FAMILY::cuda`, under the same name. A device without a kernel for a call runs the op's `reference` there, which is
-//! counted. Gradients are no part of it: the function that users call enters one node into the graph
+//! `FAMILY::cuda`, under the same name. A device without a kernel for a call runs the op's `reference`, which is
+//! counted. Autodiff is not part of the table: the function that users call adds one node to the graph
 //! ([`SieveBackend::node`]), whose backward pass calls the device again.
 use crate::tensors::{Float, Ints};
 use crate::{
@@ -33,7 +33,7 @@ pub trait SieveBackend: Backend {
     fn value(x: Float<Self>) -> Float<Self::Inner>;
     /// A value as a tensor without gradient.
     fn constant(value: Float<Self::Inner>) -> Float<Self>;
-    /// Whether a gradient will be asked of this tensor.
+    /// Whether this tensor needs a gradient.
     fn is_tracked(x: &Float<Self>) -> bool;
     /// An op's output as a tensor: in a graph, a function of `parents`, whose gradients `backward` computes from the
     /// output's. A device drops `backward`.
@@ -85,11 +85,11 @@ macro_rules! device_ops {
      })+) => {
         $(#[doc = $about])+
         pub trait $trait: SieveBackend<Inner = Self> {
-            /// Tensors that the layers of a decoding step share, and one step leaves to the next. Whoever owns the
+            /// Tensors that the layers of a decoding step share and that are reused by the next step. The owner of the
             /// caches owns them too.
             type DecodeScratch: Clone + Debug + Default + Send;
-            /// A decoding step that is kept for the next token of the same caches, where the device can do that.
-            /// Whoever owns the caches owns it too, and drops it before another pass writes to them; a clone is empty.
+            /// A captured decoding step for the next token of the same caches, where the device supports it. The owner
+            /// of the caches owns it too and drops it before any other pass writes to them; a clone is empty.
             type StepGraph: Clone + Debug + Default + Send;
 
             $($($(#[doc = $doc])+ fn $op($($arg: $type),+) -> $result;)+)+
@@ -116,8 +116,8 @@ macro_rules! device_ops {
 }
 
 device_ops! {
-    /// A backend that computes itself, every op and every op's gradient: the CPU's and CUDA's. Nothing has a default
-    /// body.
+    /// A backend without autodiff that computes every op and every op's gradient: the CPU's and CUDA's. No method has a
+    /// default body.
     ///
     /// Burn's own backend trait has a `linear`, an `embedding` and an `attention` too: write
     /// `<B as DeviceBackend>::linear`.
@@ -132,8 +132,8 @@ device_ops! {
         fn linear_input_gradient(weight: Float<Self>, dy: Float<Self>) -> Float<Self>;
         /// `dweight` of [`crate::linear`], added to `sum` where there is one, which may be changed in place.
         fn linear_weight_gradient(x: Float<Self>, dy: Float<Self>, sum: Option<Float<Self>>) -> Float<Self>;
-        /// A product of two matrices of one type, or with `([alpha, beta], c)` the sum of alpha times it and beta times
-        /// c, which has that type too; the kernel rounds once. It has no gradient.
+        /// `a b` of two matrices of one type, or with `([alpha, beta], c)` `alpha a b + beta c` of that type; the
+        /// kernel rounds once. It has no gradient.
         fn gemm(
             kind: Product,
             x: Float<Self>,
@@ -149,8 +149,8 @@ device_ops! {
             weight: Float<Self>,
             residual: Option<Float<Self>>,
         ) -> (Float<Self>, Fp8Kept<Self>);
-        /// `[dx, dweight]` of dy rounded to e5m2 and the rounded operands; the rounding counts as the identity. dweight
-        /// is added to `sum` where there is one, which may be changed in place.
+        /// `[dx, dweight]` from dy rounded to e5m2 and the rounded operands of the forward pass (straight-through:
+        /// rounding has gradient 1). dweight is added to `sum` if given, possibly in place.
         fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: ToRound<Self>, sum: Option<Float<Self>>) -> [Float<Self>; 2];
         /// [`crate::swiglu`], to be rounded.
         fn fp8_swiglu(gate_up: Float<Self>) -> ToRound<Self>;
@@ -168,8 +168,8 @@ device_ops! {
     norm {
         /// See [`crate::rms_norm`].
         fn rms_norm(call: RmsNormCall<Self>) -> Float<Self>;
-        /// `[dx, dweight]` of [`crate::rms_norm`]; `d_residual`, the gradient that reaches x beside the norm, is added
-        /// to dx.
+        /// `[dx, dweight]` of [`crate::rms_norm`]; `d_residual`, the gradient that reaches x past the norm, is added to
+        /// dx.
         fn rms_norm_backward(
             call: RmsNormCall<Self>,
             dy: Float<Self>,
@@ -222,8 +222,8 @@ device_ops! {
         fn dma_scores_backward(call: &DmaScoresCall<Self>, dz: Float<Self>, dqkv: Float<Self>) -> [Float<Self>; 3];
         /// See [`crate::dma_select`].
         fn dma_select(rank: Float<Self>, documents: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self>;
-        /// Attention over the kept keys with an additive bias per key. A kernel that can returns `o_low` in the rows
-        /// that `o_low` says.
+        /// Attention over the kept keys with an additive bias per key. A kernel that supports it also returns the
+        /// output's low bits for the rows that `o_low` names.
         fn dma_attention(call: &DmaCall<Self>, o_low: KeepOLow) -> AttentionOutput<Self>;
         /// `[dqkv, ddelta]` of [`dma_attention`](Self::dma_attention).
         fn dma_attention_backward(
@@ -286,9 +286,9 @@ device_ops! {
         /// The blocks that each query chooses by its pooled keys, `pooled` as
         /// [`nsa_mean_pool`](Self::nsa_mean_pool) makes them: `[batch, seq_len, choosers, num_selected_blocks]`.
         fn choose_key_blocks(qkv: Float<Self>, pooled: Float<Self>, call: &ChoiceCall<Self>) -> Ints<Self>;
-        /// The gradient of an indexer's packed tensor over chosen blocks (see [`crate::indexed_attention`]) from the
-        /// attention's and the indexer's, by a kernel of its own; `None` where attention with the indexer's keys as
-        /// values is what the device has for it.
+        /// The gradient of an indexer's packed tensor over chosen blocks (see [`crate::indexed_attention`]), by one
+        /// fused kernel; `None` where the device has none, and the gradient is computed as attention with the indexer's
+        /// keys as values.
         fn index_gradient(
             packed: [Float<Self>; 2],
             chosen: Ints<Self>,
@@ -409,16 +409,16 @@ device_ops! {
     }
 
     optimizer {
-        /// One AdamW update; `grad_scale` is `[1]` on the device. Where it is zero or no finite number nothing changes:
-        /// the gate of a step whose gradients are spoilt.
+        /// One AdamW update; `grad_scale` is `[1]` on the device. Where it is zero or not finite nothing changes: this
+        /// is how a step with NaN or infinite gradients is skipped.
         fn adamw(
             tensors: AdamWTensors<Self>,
             grad: Float<Self>,
             grad_scale: Float<Self>,
             step: AdamWStep,
         ) -> AdamWTensors<Self>;
-        /// `(leaf, rest)` of f32 master weights: the bf16 leaf that a model computes with, and what
-        /// [`adamw`](Self::adamw) needs beside it to know the master.
+        /// `(leaf, rest)` of f32 master weights: the bf16 weights that a model computes with, and the low bits that
+        /// [`adamw`](Self::adamw) needs to reconstruct the masters.
         fn split_master(master: Float<Self>) -> (Float<Self>, Float<Self>);
         /// The inverse of [`split_master`](Self::split_master), exact.
         fn join_master(leaf: Float<Self>, rest: Float<Self>) -> Float<Self>;
@@ -441,9 +441,8 @@ device_ops! {
             window: DmaWindow,
             slots: usize,
         ) -> Ints<Self>;
-        /// K and V of such keys, `[batch, slots, 2 * num_kv_heads, head_dim]`, out of the last heads of
-        /// `[batch, seq_len, heads, head_dim]`, and their ranks, `[batch, num_kv_heads, slots]`; zeros where there is
-        /// none.
+        /// K and V of the kept keys, `[batch, slots, 2 * num_kv_heads, head_dim]`, gathered from the last heads of
+        /// `[batch, seq_len, heads, head_dim]`, and their ranks, `[batch, num_kv_heads, slots]`; zeros in empty slots.
         fn dma_border_keys(
             packed: Float<Self>,
             rank: Float<Self>,
@@ -457,11 +456,11 @@ device_ops! {
             gradients: [Float<Self>; 2],
             spec: AttentionSpec,
         ) -> [Float<Self>; 2];
-        /// Gives tensors to the ranks of other parts, and returns what they give, part by part. All ranks of a row call
-        /// it in the same order.
+        /// Sends tensors to the ranks of other parts and returns the received ones, part by part. All ranks of a row
+        /// call it in the same order.
         fn exchange(links: &dyn RowLinks, parcel: Parcel<Self>) -> Vec<Float<Self>>;
-        /// Gives each part's rank one of the slices `[1, batch, len, heads, width]` of `x`, and returns those that all
-        /// give to this one, part by part. All ranks of a row call it in the same order.
+        /// Sends each part's rank one slice `[1, batch, len, heads, width]` of `x`, and returns the slices received
+        /// from all ranks, part by part. All ranks of a row call it in the same order.
         fn all_to_all(links: &dyn RowLinks, x: Float<Self>) -> Float<Self>;
     }
 }

@@ -105,7 +105,7 @@ struct Reads<D: DeviceBackend> {
     blocks: NsaBlocks,
 }
 
-/// What an attention leaves its backward pass.
+/// What attention keeps for its backward pass.
 #[derive(Clone)]
 enum Read<D: DeviceBackend> {
     All(AttentionOutput<D>),
@@ -159,7 +159,7 @@ impl<D: DeviceBackend> Reads<D> {
         }
     }
 
-    /// The gradient of the packed tensor. Keys and values of each head are made again here, so that one copy is kept.
+    /// The gradient of the packed tensor. Keys and values of each head are recomputed here, so that one copy is kept.
     fn backward(&self, x: Float<D>, spec: AttentionSpec, read: Read<D>, d_o: Float<D>) -> Float<D> {
         match (read, self.call(spec)) {
             (Read::Chosen(selected), Some((chosen, heads, call))) => {

@@ -38,7 +38,7 @@ pub fn attention_decode<B: DeviceBackend>(
 }
 
 /// Adds the keys and values of one token a sequence to the cache, then attends with its queries over all of them, or
-/// the last `spec.window_size`. Keys that the window no longer shows stay while there is room for the new one.
+/// the last `spec.window_size`. Keys outside the window are dropped only when the buffer is full.
 ///
 /// # Shapes
 /// - qkv: `[batch, 1, num_heads + 2 * num_kv_heads, head_dim]`
@@ -54,9 +54,10 @@ pub fn cached_attention<B: DeviceBackend>(
 }
 
 /// Latent attention of the last `new` tokens over the cached latents, each over those up to its own. A latent is the
-/// key of every head and, in its first `rank` numbers, the value of every head: `W_UK` is in the queries already,
-/// `W_UV` comes behind the sum (arXiv:2405.04434, section 2.1.2). Where keys are normed, `key_scale` multiplies
-/// `q·k` key by key and head by head; the weight of the norm is in the queries and in the rotated keys then.
+/// key of every head and, in its first `rank` numbers, the value of every head: `W_UK` is already multiplied into the
+/// queries, `W_UV` is applied to the output (arXiv:2405.04434, section 2.1.2). Where keys are normed, `key_scale`
+/// multiplies `q·k` for each key and head, and the norm's weight is already multiplied into the queries and the rotated
+/// keys.
 ///
 /// # Shapes
 /// - q: `[batch, new, num_heads, rank + rope_dim]`

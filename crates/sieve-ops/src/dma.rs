@@ -23,7 +23,7 @@ use burn::tensor::{Int, Tensor};
 use composed::{DmaInputs, backward, by_rank, forward};
 use sieve_core::{DmaBias, DmaShape, DmaWindow, KeepOLow};
 
-/// What a DMA layer hands on.
+/// Output of a DMA layer.
 #[derive(Clone, Debug)]
 pub struct DmaAttention<B: Backend> {
     /// `[batch, seq_len, num_heads, head_dim]`.
@@ -76,7 +76,7 @@ pub fn dynamic_mask_attention<B: SieveBackend>(
     }
 }
 
-/// The same from ranks that are there already, as behind the keys of a cache; without gradient.
+/// The same from given ranks, as for new tokens after a cache; without gradient.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -137,7 +137,7 @@ pub fn dma_select<B: SieveBackend>(
     Tensor::from_primitive(selection.expire)
 }
 
-/// What ranks the keys of a packed tensor, without gradient: their scores plus what recency adds, f32
+/// Ranks of the keys of a packed tensor, without gradient: their scores plus the recency term, f32
 /// `[batch, num_kv_heads, seq_len]`. Shapes as in [`dynamic_mask_attention`].
 pub fn dma_ranks<B: DeviceBackend>(
     qkv: Tensor<B, 4>,

@@ -101,8 +101,8 @@ pub(crate) mod cuda {
         })
     }
 
-    /// One-hot products, chunk after chunk. In f32, as many tokens share a row, and a bf16 sum of them would lose the
-    /// small ones; slower than a scatter, which adds in whatever order its atomics meet.
+    /// One-hot GEMMs, chunk by chunk, with f32 sums: many tokens share a row, and a bf16 sum would lose small
+    /// gradients. Slower than a scatter, whose atomics add in an unspecified order.
     fn by_products(dy: Tensor<Cuda, 3>, ids: Tensor<Cuda, 2, Int>, vocab_size: usize) -> Tensor<Cuda, 2> {
         let [batch, seq_len, d_model] = dy.dims();
         let device = dy.device();

@@ -21,12 +21,12 @@ pub enum ProductPrecision {
     Fp8,
 }
 
-/// What a product leaves for its gradients: both operands, rounded.
+/// What a GEMM keeps for its gradients: both operands, rounded.
 #[derive(Clone, Debug)]
 pub struct Fp8Kept<B: Backend> {
-    /// With scales bytes, `[in, tokens]`; without, what the bytes stand for, as x was.
+    /// With scales: bytes, `[in, tokens]`; without: the values of the bytes, shaped as x.
     pub(crate) x: Float<B>,
-    /// With scales bytes, `[in, out]`; without, what the bytes stand for, `[out, in]`.
+    /// With scales: bytes, `[in, out]`; without: the values of the bytes, `[out, in]`.
     pub(crate) weight: Float<B>,
     /// Those of x and of the weight, `[1]`; `None` where the reference ran.
     pub(crate) scales: Option<[Float<B>; 2]>,
@@ -37,7 +37,7 @@ pub struct Fp8Kept<B: Backend> {
 pub struct ToRound<B: Backend>(pub(crate) Float<B>, pub(crate) Option<Float<B>>);
 
 impl<B: Backend> ToRound<B> {
-    /// A tensor whose magnitudes nobody has looked at.
+    /// A tensor without known magnitudes.
     pub fn new(x: Float<B>) -> Self {
         Self(x, None)
     }

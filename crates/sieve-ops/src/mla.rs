@@ -19,8 +19,8 @@ use sieve_kernels::KernelPolicy;
 /// `[k_C ; RoPE(k_R)]` with one k_R for all heads, as many values. With `norm` each head's query and key go through
 /// RMSNorm before the rotation; its weights are `[head_dim + rope_dim]`.
 ///
-/// Returns what is packed and, with `norm`, what decoding needs of the keys, without gradient: k_R times its weight,
-/// rotated, and the 1 / rms of each head's key, f32.
+/// Returns the packed tensor and, with `norm`, two tensors that decoding needs, without gradient: k_R times its norm
+/// weight, rotated, and 1 / rms of each head's key, f32.
 ///
 /// # Shapes
 /// - q: `[batch, seq_len, num_heads * (head_dim + rope_dim)]`

@@ -52,7 +52,7 @@ pub fn nsa_mean_pool<B: SieveBackend>(qkv: Tensor<B, 4>, call: &NsaCall<B>) -> T
     }))
 }
 
-/// What the compressed branch hands on.
+/// Output of the compressed branch.
 #[derive(Clone, Debug)]
 pub struct CompressedAttention<B: Backend> {
     /// `[batch, seq_len, num_heads, head_dim]`; 0 where a query sees no block yet.
@@ -85,7 +85,8 @@ pub fn nsa_compressed_attention<B: SieveBackend>(
     }
 }
 
-/// Causal attention of each query over the tokens of its blocks; work goes with the number of blocks chosen.
+/// Causal attention of each query over the tokens of its blocks; the cost is proportional to the number of chosen
+/// blocks.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -177,8 +178,8 @@ pub struct NsaCompressed<B: Backend> {
 pub struct NsaSelected<B: Backend> {
     /// Attention over the chosen blocks.
     pub output: AttentionOutput<B>,
-    /// The queries that chose each block, where the device keeps its lists for the backward pass: entries, pieces and
-    /// numbers of pieces, of each range of queries.
+    /// The lists of queries that chose each block, where the device keeps them for the backward pass. For each range of
+    /// queries: list entries, pieces of lists and the number of pieces.
     pub lists: Vec<[Ints<B>; 3]>,
 }
 

@@ -33,14 +33,14 @@ pub fn adamw<B: DeviceBackend, const D: usize>(
     B::adamw(tensors, primitive(grad), primitive(grad_scale), step)
 }
 
-/// `(leaf, rest)`: a bf16 leaf of an f32 `master`, and what [`adamw`] needs beside it, as a primitive that nothing else
-/// reads.
+/// `(leaf, rest)`: the bf16 weights of an f32 `master`, and the low bits that [`adamw`] needs in addition, as an opaque
+/// primitive.
 pub fn split_master<B: DeviceBackend, const D: usize>(master: Tensor<B, D>) -> (Tensor<B, D>, Float<B>) {
     let (leaf, rest) = B::split_master(primitive(master));
     (tensor(leaf), rest)
 }
 
-/// The master of a leaf and its rest, exactly.
+/// The f32 master of bf16 weights and its low bits, exactly.
 pub fn join_master<B: DeviceBackend, const D: usize>(leaf: Tensor<B, D>, rest: Float<B>) -> Tensor<B, D> {
     tensor(B::join_master(primitive(leaf), rest))
 }
@@ -79,11 +79,10 @@ pub fn sum_of_squares<B: DeviceBackend, const D: usize>(x: Tensor<B, D>) -> Tens
     tensor(B::sum_of_squares(primitive(x)))
 }
 
-/// One parameter's state in an AdamW update, all of one shape and, but for `leaf` and what belongs to it, f32 (f64 in
-/// tests).
+/// One parameter's state in an AdamW update, all of one shape and f32 (f64 in tests), except `leaf` and its low bits.
 #[derive(Clone, Debug)]
 pub struct AdamWTensors<B: Backend> {
-    /// The master weights; beside a leaf, what [`DeviceBackend::split_master`] returned beside it.
+    /// The master weights; with a `leaf`, the low bits that [`DeviceBackend::split_master`] returned.
     pub param: Float<B>,
     /// The weights that the model computes with, in bf16, where they are another tensor than `param`.
     pub leaf: Option<Float<B>>,
@@ -98,7 +97,7 @@ pub(crate) mod reference {
     use super::*;
 
     /// `p -= lr wd p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; p -= lr / c1 * m / (sqrt(v / c2) + eps)`, unless
-    /// `grad_scale` is zero or no finite number; the leaf is p rounded to its type.
+    /// `grad_scale` is zero or not finite; the leaf is p rounded to its type.
     pub fn adamw<B: Backend>(
         tensors: AdamWTensors<B>,
         grad: Float<B>,
@@ -177,7 +176,7 @@ pub(crate) mod cpu {
             ..
         } = tensors;
         let [mut param, mut exp_avg, mut exp_avg_sq] = [param, exp_avg, exp_avg_sq].map(contiguous);
-        // In place where nobody else holds the tensor; `storage_mut` copies where somebody does.
+        // In place if the tensor has no other owner; otherwise `storage_mut` copies.
         sieve_cpu::adamw(
             param.storage_mut::<f32>(),
             floats(&grad),
@@ -302,8 +301,8 @@ pub(crate) mod cuda {
         sieve_kernels::DeviceReport::memory_bytes(device.index).map_or(0, |(free, _)| free)
     }
 
-    /// One update, in place where nobody else holds a tensor. The tensors come back after a refusal too: a clone of
-    /// them kept for that case would make every update copy.
+    /// One update, in place where no other handle holds a tensor. The tensors are returned after a refusal too: keeping
+    /// clones for that case would make every update copy.
     fn launch(
         tensors: AdamWTensors<Cuda>,
         grad: &CudaPrimitive,

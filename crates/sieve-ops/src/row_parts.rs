@@ -2,11 +2,11 @@
 //!
 //! Everything but attention looks at one token at a time and needs no other part. Attention does one of two things.
 //! Dense attention exchanges tokens for heads, so that each rank has whole rows of a few heads (Ulysses,
-//! arXiv:2309.14509); so do all kinds that choose blocks, and latent attention, whose latents every rank gets. A window
-//! and DMA run on a longer row: the keys of earlier parts that this part's queries may
-//! see, its border, and then the part. Of a window that is the last keys before the part. Of DMA it is as many keys a
-//! head as it keeps, however long the row is: a key that has left never returns, so of all earlier keys only those that
-//! are kept where the part begins can be seen.
+//! arXiv:2309.14509); so do all kinds that choose blocks, and latent attention, whose latents every rank gets. Window
+//! attention and DMA run on a longer row: the halo, keys of earlier parts that this part's queries may see, followed by
+//! the part. A window's halo is the last keys before the part. DMA's is as many keys a head as it keeps, however long
+//! the row is: a key that has left never returns, so of all earlier keys only those that are kept where the part begins
+//! can be seen.
 mod attend;
 mod border;
 pub(crate) mod cpu;
@@ -38,10 +38,10 @@ pub trait RowLinks: Send + Sync + fmt::Debug {
     fn part(&self) -> usize;
     /// Parts of a row.
     fn num_parts(&self) -> usize;
-    /// Gives each part's rank its values, and returns what each has given to this one: as many as `counts` says, part
-    /// by part. All ranks call it in the same order.
+    /// Sends each part's rank its values, and returns the values received, `counts` of them part by part. All ranks
+    /// call it in the same order.
     ///
-    /// A lost rank cannot be told from here: zeros come in place of its values, and whatever all ranks do next fails.
+    /// A lost rank is not reported here: zeros replace its values, and the next collective fails.
     fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>>;
     /// Where these ranks' GPUs reach each other: their group, by part. Tensors then pass no host.
     fn nccl(&self) -> Option<&NcclGroup> {
@@ -88,8 +88,8 @@ impl RowParts {
         [0, 1].map(|bound| self.bounds[bound][token] as usize)
     }
 
-    /// By row, as many of the last `share` tokens of each of these parts as belong to the document that is open where
-    /// this rank's part begins.
+    /// For each row and each part of `from`: how many of the part's last `share` tokens belong to the document that
+    /// continues into this rank's part.
     fn keys_of_open_documents(&self, from: Range<usize>, share: usize) -> Vec<usize> {
         let len = self.len();
         let keys = |row: usize| {
@@ -100,8 +100,8 @@ impl RowParts {
         (0..self.batch).map(keys).collect()
     }
 
-    /// The document bounds of this rank's part, followed by those of the part behind `border` further tokens a row, the
-    /// last of which belong to the document that is open where the part begins, and the first `pads` to none.
+    /// Document bounds of each row after `border` halo tokens were prepended to this rank's part: the first `pads` of
+    /// these belong to no document, the others to the document that continues into the part.
     fn bounds_behind(&self, border: usize, pads: &[usize]) -> [Vec<i32>; 2] {
         let (len, first) = (self.len(), self.links.part() * self.len());
         let mut bounds = [Vec::new(), Vec::new()];

@@ -56,7 +56,7 @@ pub fn sparse_attention<B: DeviceBackend>(
     })
 }
 
-/// Chooses the blocks that a selector keeps from queries and keys, on the device, with what it counted; nothing is
+/// Chooses the blocks that a selector keeps from queries and keys, on the device, with its statistics; nothing is
 /// copied to the host.
 ///
 /// # Shapes
@@ -106,7 +106,7 @@ pub fn correct_by_probes<B: DeviceBackend>(
 }
 
 /// Chooses the keys of a prompt that the tokens after it read: each KV head's own, by the attention that they received,
-/// which is their rank. Nothing is copied to the host.
+/// which becomes their rank. Nothing is copied to the host.
 ///
 /// # Shapes
 /// - qkv: as [`sparse_attention`]
@@ -117,8 +117,8 @@ pub fn keep_heavy_keys<B: DeviceBackend>(qkv: &Tensor<B, 4>, heavy: &HeavyKeys) 
     B::keep_heavy_keys(primitive(qkv.clone()), heavy)
 }
 
-/// Adds the key and value of the token at a position to the keys that stayed, where the one that received the least
-/// attention leaves once all slots are taken, and attends with its query. Ranks grow by the attention that it gives.
+/// Appends the key and value of the token at a position to the kept keys, evicting the one with the least accumulated
+/// attention once all slots are taken, and attends with its query, whose attention weights are added to the ranks.
 ///
 /// # Shapes
 /// - qkv: `[1, 1, num_heads + 2 * num_kv_heads, head_dim]`

@@ -10,12 +10,12 @@ const BYTES_A_PARAMETER: u64 = 3 * 4;
 pub struct DiskPlan {
     /// Bytes of one checkpoint, without its small files.
     pub checkpoint_bytes: u64,
-    /// How many are there at most: those that stay, and the one that is being written.
+    /// Most checkpoints at a time: those that are kept, and the one being written.
     pub num_checkpoints: u64,
 }
 
 impl DiskPlan {
-    /// Of a model with so many parameters.
+    /// The disk space of a run of `recipe` whose model has `num_parameters` parameters.
     pub fn new(recipe: &Recipe, num_parameters: u64) -> Self {
         let (checkpoint, steps) = (&recipe.checkpoint, recipe.training.steps as u64);
         let all = steps.div_ceil(checkpoint.interval.max(1) as u64);

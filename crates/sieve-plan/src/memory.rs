@@ -1,9 +1,9 @@
 //! Memory of training, by part.
 //!
-//! Counted from the tensors a training step holds, at the moments that can be its fullest: in the loss, where all
-//! blocks wait for their backward pass; in the backward pass of the last block; in that of the first, where all
-//! gradients are there; and in the embedding's, whose gradient may be as large as several blocks'. A checkpoint on its
-//! way to the disk is held beside them: by a CPU's run in the memory that is planned, by a GPU's in the machine's.
+//! Counted from the tensors a training step holds at the moments that can be its peak: in the loss, where all blocks
+//! wait for their backward pass; in the backward pass of the last block; in that of the first, when all gradients
+//! exist; and in the embedding's, whose gradient may be as large as several blocks'. A checkpoint being written is
+//! counted too: on a CPU in the planned memory, on a GPU in the host's.
 
 mod activations;
 mod advice;
@@ -26,18 +26,17 @@ use sieve_core::recipe::{OptimizerName, Recipe};
 use sieve_core::{KeepOLow, Keeping};
 use sieve_cpu::linear_cross_entropy::chunk_rows;
 
-/// What a process holds before it has a model: about 110 MiB on a CPU; on a GPU the context, and the workspace of the
-/// products.
+/// Memory of a process before it has a model: about 110 MiB on a CPU; on a GPU the context and cuBLASLt's workspace.
 const CPU_PROGRAM_BYTES: u64 = 110 << 20;
 const GPU_PROGRAM_BYTES: u64 = 700 << 20;
 
 /// What NCCL holds beside it: 388 MiB on two H200s.
 const NCCL_BYTES: u64 = 388 << 20;
-/// Segments whose gradients are there while they are added up over all ranks.
+/// Segments whose gradients exist at once while they are reduced over all ranks.
 const SUMS_UNDER_WAY: u64 = 3;
 
-/// Bytes a parameter that a checkpoint holds in the machine's memory while it is written: copies of weights and
-/// moments. Files are written tensor by tensor.
+/// Bytes a parameter that a checkpoint takes in host memory while it is written: copies of weights and moments. Files
+/// are written tensor by tensor.
 const CHECKPOINT_BYTES: u64 = 3 * F32;
 
 /// Bytes of what a training step holds at its fullest, by part. The allocator's slack is not in it.
@@ -53,8 +52,8 @@ pub struct MemoryPlan {
     pub cache_bytes: u64,
     /// Gradients that exist at the fullest moment.
     pub gradient_bytes: u64,
-    /// What the forward pass of one micro-batch keeps for the backward pass and is there at the fullest moment, with
-    /// the recipe's activation checkpointing.
+    /// Activations that the forward pass of one micro-batch keeps and that exist at the peak, with the recipe's
+    /// activation checkpointing.
     pub activation_bytes: u64,
     /// Temporaries of that moment.
     pub workspace_bytes: u64,
@@ -222,15 +221,14 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
     let shards = all_gradients / ranks as u64;
     let head_gradient = F32 * (shape.vocab_size * shape.d_model) as u64;
     let adds_up = training.global_batch_size * rows.degree > training.local_batch_size * ranks;
-    // In the last micro-batch of several ranks, and in each one of ZeRO-2, sums over all of them are under way behind
-    // the backward pass.
+    // With several ranks, all-reduces trail the backward pass in the last micro-batch, and with ZeRO-2 in every one.
     let blocks_total = shape.parameters().non_embedding();
     let block = times(blocks_total / shape.num_layers.max(1) as u64, F32);
     let stage = recipe.parallelism.zero_stage;
     let keeps_shards = ranks > 1 && stage > 0 && (!adds_up || stage > 1);
     // A tied embedding's gradient waits from the head's pass on.
     let waits = if shape.tie_word_embeddings { head_gradient } else { 0 };
-    // Sums of earlier micro-batches are there beside those that are on their way.
+    // Sums of earlier micro-batches are held in addition to those being reduced.
     let on_their_way = |bytes: u64| if adds_up { bytes + bytes / ranks as u64 } else { bytes };
     let [at_the_end, in_embedding] = match keeps_shards {
         true => {
@@ -244,8 +242,8 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
         }
         false => [all_gradients; 2],
     };
-    // From the second micro-batch on every weight has a gradient, or a shard of one. In the loss the head's new
-    // gradient is held beside them until it is added.
+    // From the second micro-batch on every weight has a gradient, or a shard of one. During the loss the head's new
+    // gradient is held in addition until it is added.
     let (before, new) = match (adds_up, keeps_shards) {
         (true, false) => (all_gradients, head_gradient),
         (true, true) => (shards + head_gradient, 0),
@@ -259,7 +257,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
     let exchanged = exchanged.map(|part| rows.temporary_bytes(&part, target.value_bytes()));
     let temporaries =
         block_temporaries(shape, target, &rows.recipe_of_part(recipe).training, &rows) + exchanged.max().unwrap_or(0);
-    // A recomputed block is there as a whole while its backward pass runs.
+    // All activations of a recomputed block exist while its backward pass runs.
     let kept = |layer_idx: usize| {
         let block = block_kept(&shape.of_layer(layer_idx), target, seq_len, keeping);
         let others = |other: usize| other != layer_idx;

@@ -139,8 +139,8 @@ pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape, arch: &str) -> R
     Ok(())
 }
 
-/// Why rows of `seq_len` tokens are too long for the kernels on a GPU of `arch`: of the lists of queries that chose a
-/// block there is one for each block of a row, in shared memory.
+/// Why rows of `seq_len` tokens are too long for the kernels on a GPU of `arch`: the kernel keeps a list counter for
+/// each block of a row in shared memory.
 fn row_gap(shape: &ModelShape, seq_len: usize, arch: &str) -> Option<String> {
     let blocks = match shape.attention.form() {
         AttentionForm::Branches(nsa) => nsa.blocks(),

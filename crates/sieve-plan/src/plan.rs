@@ -139,7 +139,7 @@ pub struct ZeroPlan {
     pub verdict: MemoryVerdict,
 }
 
-/// Rows of which each process has a part.
+/// Rows cut into parts, one for each process (context parallelism).
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RowPartsPlan {
     /// Parts of a row.
@@ -417,7 +417,7 @@ fn stage_plan(
 /// Rows that are looked at.
 const LONGEST_ROW: usize = 1 << 23;
 
-/// By kind of attention, the longest rows of which a micro-batch of one fits: dense, and the recipe's own.
+/// The longest rows that fit with one row a micro-batch, for dense attention and for the recipe's own.
 fn longest_rows(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Vec<(&'static str, usize)> {
     let dense = ModelShape {
         attention: Attention::Mha,

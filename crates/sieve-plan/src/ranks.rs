@@ -1,4 +1,4 @@
-//! What several processes that train one model, one a GPU, add to a plan.
+//! Additions to a plan for several processes that train one model, one a GPU.
 //!
 //! Times are bytes over a rate. Between GPUs of one host the rate is what NCCL was measured to reach between H200s;
 //! between hosts it is assumed.
@@ -51,8 +51,8 @@ impl Ranks {
         }
     }
 
-    /// What they do together for a model of `num_parameters`, computed in values of `value_bytes`, whose gradients are
-    /// added up over all processes `num_sums` times a step.
+    /// Communication for a model of `num_parameters` with weights of `value_bytes`, whose gradients are reduced over
+    /// all processes `num_sums` times a step.
     pub(crate) fn together(self, num_parameters: u64, value_bytes: u64, num_sums: usize) -> RanksPlan {
         let rate = self.rate();
         // A ring sends all pieces but one's own through each link.
@@ -80,7 +80,7 @@ impl RanksPlan {
     }
 
     /// Tokens a second of all ranks together, where one alone takes `step_seconds` for its `step_tokens`,
-    /// `update_seconds` of them for the update, of which each rank does its part.
+    /// `update_seconds` of them in the update, which is divided among the ranks.
     pub(crate) fn tokens_per_second(&self, step_tokens: f64, step_seconds: f64, update_seconds: f64) -> f64 {
         let size = self.ranks.size as f64;
         let shared = update_seconds * (1.0 - 1.0 / size);

@@ -143,8 +143,8 @@ impl RowShare {
         value_bytes as f64 * layers.sum::<f64>()
     }
 
-    /// Bytes that copies around the exchange read and write in one micro-batch: what goes to one process in one piece,
-    /// and the border before a process's own tokens.
+    /// Bytes that copies around the exchange read and write in one micro-batch: slices for each process made
+    /// contiguous, and the halo before a process's own tokens.
     pub(crate) fn copied_bytes(&self, shape: &ModelShape, value_bytes: u64, recomputed: f64) -> f64 {
         let layers = (0..shape.num_layers).map(|layer_idx| {
             let layer = shape.of_layer(layer_idx);
@@ -200,8 +200,8 @@ impl RowShare {
     }
 }
 
-/// Values a token that one layer exchanges before its attention: of heads that are shared out, and of what every
-/// process gets.
+/// Values a token that one layer exchanges before its attention: heads divided among the processes, and tensors that
+/// every process receives.
 fn exchanged_values(layer: &ModelShape) -> [u64; 2] {
     let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
     let (heads, head_dim) = (layer.num_heads as u64, layer.head_dim as u64);

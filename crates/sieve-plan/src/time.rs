@@ -1,8 +1,8 @@
 //! Time of a step on a GPU: the sum of GEMMs, attention, memory traffic and launch gaps.
 //!
 //! Rates are shares of the data sheet's, found on an H200 (docs/benchmarks.md): GEMMs hold 0.71 of the peak under a
-//! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test holds the
-//! estimate against twenty-one measured runs. Other GPUs are assumed to reach the same shares.
+//! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test compares
+//! the estimate with twenty-one measured runs. Other GPUs are assumed to reach the same shares.
 
 use crate::gpu_training_gap;
 use crate::memory::fp8_products;
@@ -119,7 +119,7 @@ pub(super) fn tokens_per_second(
     Some(1.0 / (products + pairs + memory + update + ends))
 }
 
-/// The shortest rows, of powers of two, whose training is guessed faster than the same model's with dense attention;
+/// The shortest rows, among powers of two, for which training is estimated to be faster than with dense attention;
 /// `None` for other kinds than NSA, and where there are none.
 pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Option<usize> {
     let Attention::Nsa(_) = shape.attention else {

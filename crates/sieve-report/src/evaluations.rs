@@ -1,5 +1,4 @@
-//! What evaluations left in a run's `eval` folder: pictures, and JSON results
-//! (`sieve eval … --save`).
+//! Reads a run's `eval` folder: pictures, and JSON results (`sieve eval … --save`).
 use crate::ReportError;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;

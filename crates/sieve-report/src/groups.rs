@@ -29,8 +29,8 @@ pub(crate) fn differences(runs: &[Run]) -> Vec<Difference<'_>> {
         .collect()
 }
 
-/// For each run the number of its group: runs of one group differ in their seed alone. Groups are counted in the order
-/// of their first runs.
+/// The group index of each run: runs of one group differ in their seed alone. Groups are counted in the order of their
+/// first runs.
 pub(crate) fn groups(runs: &[Run]) -> Vec<usize> {
     let identity = |run: &'_ Run| -> Vec<(String, String)> {
         let kept = run.config.iter().filter(|(key, _)| !belongs_to_a_seed(key));

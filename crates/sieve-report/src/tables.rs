@@ -156,8 +156,8 @@ fn members(groups: &[usize]) -> Vec<Vec<usize>> {
         .collect()
 }
 
-/// Size, progress, loss, speed and memory of each run; seeds of one recipe have a row of means. What is best is a
-/// recipe, by its mean, never one of its seeds.
+/// Size, progress, loss, speed and memory of each run; seeds of one recipe have a row of means. The best row is a
+/// recipe by its mean, never a single seed.
 pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
     let mut html = String::from("<table class=\"wide\"><thead><tr><th>run</th>");
     for column in &COLUMNS {

@@ -1,9 +1,8 @@
-//! How long selection and sparse prefill attention take against dense attention, and how selection grows with the
-//! prompt.
+//! Times selection and sparse prefill attention against dense attention, and how selection scales with the prompt.
 //!
-//! `cargo run --release -p sieve-select --example bench_select -- [tokens] [query heads] [kv heads] [head_dim]
-//! [selector…]`; 32768 tokens, 2 heads on 1 KV head of 128 by default. Queries and keys have a sink, wanted columns,
-//! topics that return and nearness; nothing here says how a trained model's would do.
+//! `cargo run --release -p sieve-select --example bench_select -- [tokens] [heads] [kv heads] [head_dim] [selector…]`;
+//! 32768 tokens, 2 heads on 1 KV head of 128 by default. Queries and keys have a sink, wanted columns, topics that
+//! return and nearness; a trained model's operands may behave differently.
 
 #![allow(clippy::print_stdout, reason = "an example")]
 

@@ -70,7 +70,7 @@ fn check_operand(what: &'static str, got: usize, expected: usize) -> Result<(), 
 }
 
 impl<'a> Call<'a> {
-    /// As [`Call::new`] without values: enough to select, for methods that do not read them
+    /// As [`Call::new`] without values, for methods that do not read them
     /// ([`Selector::reads`](crate::Selector::reads)).
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl<'a> Call<'a> {
     /// A call without operands, for methods that select by positions alone.
     ///
     /// # Errors
-    /// Sizes that cannot be.
+    /// Impossible sizes.
     pub fn of_shape(shape: CallShape) -> Result<Self, SelectError> {
         check_shape(&shape)?;
         Ok(Self {
@@ -99,10 +99,10 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// A call of which only the means of blocks are known, for methods that select by them.
+    /// A call with only the means of its blocks, for methods that select by them.
     ///
     /// # Errors
-    /// Sizes that cannot be; means of another number of blocks.
+    /// Impossible sizes; means of another number of blocks.
     pub fn of_means(shape: CallShape, means: BlockMeans<'a>) -> Result<Self, SelectError> {
         let call = Self::of_shape(shape)?;
         let width = |tokens: usize, heads| tokens.div_ceil(means.block) * heads * shape.head_dim;
@@ -119,7 +119,7 @@ impl<'a> Call<'a> {
     /// A call of layer 0 of a model whose depth is not known.
     ///
     /// # Errors
-    /// Sizes that cannot be; operands of another size.
+    /// Impossible sizes; operands of another size.
     pub fn new(shape: CallShape, q: &'a [f32], k: &'a [f32], v: &'a [f32]) -> Result<Self, SelectError> {
         let call = Self::of_shape(shape)?;
         let expected_q = shape.num_queries * shape.num_heads * shape.head_dim;

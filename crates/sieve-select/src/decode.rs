@@ -1,8 +1,8 @@
 //! Selectors for decoding: which cached keys a new token reads.
 //!
 //! A [`DecodeSession`] is one layer of one request. `stream` feeds it from token 0, row by row; `prompt` computes the
-//! prompt densely and lets the method act at its end. Keys and values stay stored, also those a method has evicted: the
-//! sets are the methods', the memory is not.
+//! prompt densely and lets the method act at its end. Keys and values stay stored even after a method has evicted them:
+//! sessions reproduce a method's sets of keys, not its memory use.
 
 pub mod dam;
 pub mod dma;
@@ -161,7 +161,7 @@ impl DecodeSession {
         Ok(output)
     }
 
-    /// Takes in a prompt whose attention was computed elsewhere, and lets the method act at its end. Only on an empty
+    /// Adds a prompt whose attention was computed elsewhere, and lets the method act at its end. Only on an empty
     /// session.
     ///
     /// # Errors

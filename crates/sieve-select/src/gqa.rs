@@ -9,15 +9,15 @@ use sieve_core::{KeptRows, KeyMask, Tiles};
 use crate::call::Call;
 use crate::mask::Selected;
 
-/// What the query heads that share a KV head keep.
+/// How the query heads that share a KV head choose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GqaPolicy {
-    /// Each its own list.
+    /// Each query head has its own list.
     PerQuery,
-    /// What any of them keeps.
+    /// One list: the union of the heads' lists.
     Union,
-    /// One list, of scores averaged over the group.
+    /// One list, by scores averaged over the group.
     Mean,
 }
 
@@ -39,7 +39,7 @@ pub(crate) fn mask(
     mask_as_selected(call, tiles, policy, select, |i| (0..tiles.admissible(i)).collect())
 }
 
-/// As [`mask`], without diagonal tiles and with a fallback of its own: for selections that bring their own.
+/// As [`mask`], without adding diagonal tiles and with a given fallback, for methods that have their own.
 pub(crate) fn mask_as_selected(
     call: &Call<'_>,
     tiles: Tiles,

@@ -1,7 +1,7 @@
 //! Training-free sparse attention: which pairs of queries and keys are worth computing.
 //!
-//! Every method of the literature here gives one form of mask ([`KeyMask`]), which one block-sparse attention
-//! computes and one set of measures judges. Operands are plain f32 slices of one layer and one request.
+//! Every method gives one form of mask ([`KeyMask`]), which one block-sparse attention computes and one set of measures
+//! evaluates. Operands are plain f32 slices of one layer and one request.
 //!
 //! ```
 //! use sieve_select::{Call, CallShape, Selector, density};

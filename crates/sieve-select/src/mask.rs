@@ -5,15 +5,15 @@ use sieve_core::{CallShape, KeyMask, MaskError};
 use crate::call::Call;
 use crate::error::SelectError;
 
-/// What to do with dense outputs of some rows.
+/// What to do with the dense outputs of probe rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CorrectionMode {
     /// Add their difference to the sparse output to all rows up to the next probe (MOMO, eq. 3).
     Correct,
-    /// Replace these rows only.
+    /// Replace the sparse output of the probe rows only.
     Recompute,
-    /// Nothing.
+    /// Ignore the dense outputs.
     SparseOnly,
 }
 
@@ -50,7 +50,7 @@ pub struct Selected {
     pub mask: KeyMask,
     /// Dense outputs that correct the sparse ones.
     pub correction: Option<Correction>,
-    /// How it was made.
+    /// Statistics of the selection.
     pub stats: SelectStats,
 }
 
@@ -73,7 +73,7 @@ impl Selected {
     }
 
     /// Checks the mask's own rules, and those of a selector against its call: every query sees itself and no key tile
-    /// lies behind it, probes are rows of the call.
+    /// after its own, probes are rows of the call.
     ///
     /// # Errors
     /// The first broken rule and where it is broken.

@@ -153,8 +153,8 @@ impl Orders {
         self.queries.get(head).map_or(slot, |order| order[slot] as usize)
     }
 
-    /// The lists over these slots as a mask. Orders that change nothing stay out of it; in a causal one so do tiles
-    /// that hold only keys after the last row of a query tile.
+    /// The lists over these slots as a mask. Identity orders are omitted, and in a causal mask also tiles that hold
+    /// only keys after the last row of a query tile.
     pub(crate) fn mask(&self, mut selected: Selected, causal: bool) -> Selected {
         let lists = &selected.mask;
         let of_list = |list: usize| &self.keys[lists.heads_of(list).start * self.keys.len() / lists.shape.num_heads];

@@ -31,8 +31,8 @@ pub(crate) trait PrefillMethod {
     /// What the call keeps.
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected;
 
-    /// The choice in steps that a device can take, from the call's sizes and layer alone: queries and keys need not
-    /// leave it. `None` where the method, or one of its settings, selects on the host.
+    /// The choice as steps of a device, from the call's sizes and layer alone, so that queries and keys stay on the
+    /// device. `None` where the method, or one of its settings, selects on the host.
     fn steps(&self, _: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         None
     }

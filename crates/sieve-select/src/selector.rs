@@ -205,12 +205,12 @@ impl Selector {
         num_queries < self.common.min_prefill_tokens.max(1) || self.is_dense_layer(layer)
     }
 
-    /// Whether a layer's attention is dense, whatever is asked of it.
+    /// Whether a layer's attention is dense for every call.
     pub fn is_dense_layer(&self, layer: usize) -> bool {
         matches!(self.method, Method::Dense) || layer < self.common.first_dense_layers
     }
 
-    /// What a prefill call computes under this selector.
+    /// The pairs that a prefill call computes under this selector.
     ///
     /// # Errors
     /// A decode method; settings that do not fit the call.
@@ -299,8 +299,8 @@ impl Selector {
     /// The same in chunks of `chunk_tokens` rows, each over all keys before its end, as a server with bounded memory
     /// runs a prompt. The outputs of the chunks are those of the rows in order.
     ///
-    /// Chunks choose as the whole call does only where a method promises it, and only while they are no shorter than
-    /// `min_prefill_tokens`.
+    /// Chunks give the whole call's choice only where a method guarantees it, and only if they are at least
+    /// `min_prefill_tokens` long.
     ///
     /// # Errors
     /// As [`select`](Self::select); chunks of no rows.

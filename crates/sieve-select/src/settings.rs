@@ -1,8 +1,7 @@
 //! Settings of a method: each key with its default.
 
-/// A struct of settings, read key by key; `= value` behind a field is its default. A method of prefill has texts behind
-/// its fields that go through the tests of all methods: `small` enough for a few hundred tokens, and with `everything`
-/// kept.
+/// A struct of settings, read key by key; `= value` after a field is its default. A prefill method ends with two texts
+/// that the tests of all methods use: `small` settings for a few hundred tokens, and settings that keep `everything`.
 macro_rules! settings {
     ($(#[$about:meta])* pub struct $name:ident {
         $($(#[$about_field:meta])* $seen:vis $field:ident: $type:ty = $default:expr,)+

@@ -16,13 +16,13 @@ pub struct AttentionStatistics {
     pub density: f64,
     /// Active keys a query, on average.
     pub mean_active_keys: f64,
-    /// Share of keys, of all KV heads of DMA's layers, that no query ever sees: those that leave with their own
-    /// arrival.
+    /// Share of keys, over all KV heads of DMA's layers, that no query ever sees: keys that expire at their own
+    /// position.
     pub never_active: f64,
     /// Share of queries that see their own key in no KV head of their layer, over DMA's layers.
     pub not_self_visible: f64,
-    /// Share of the keys of DMA's layers whose score is above the 60 that a bias of `exp(min(z, 60))` stops at, where
-    /// their score has no gradient; absent for other biases.
+    /// Share of the keys of DMA's layers with a score above 60, where the bias `exp(min(z, 60))` is clamped and the
+    /// score has no gradient; absent for other biases.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clamped: Option<f64>,
     /// How old the keys are that DMA's layers keep.
@@ -72,8 +72,8 @@ pub struct KeyAges {
     pub median_key_age: u64,
     /// 95 % of the pairs are no older, in tokens.
     pub late_key_age: u64,
-    /// Share of the pairs that a sliding window of `keep_window_size` does not show. As many pairs of that window are
-    /// missing, so the rest is DMA's overlap with it.
+    /// Share of the active pairs outside a sliding window of `keep_window_size`. DMA and that window have equally many
+    /// pairs, so one minus this share is their overlap.
     pub beyond_window: f64,
 }
 
@@ -125,7 +125,7 @@ impl Lifetimes {
         }
     }
 
-    /// With those of one layer's row, head after head.
+    /// Adds the keys of one row of a layer, head by head.
     fn and_row(mut self, expire: &[i32]) -> Self {
         let seq_len = self.keys.len() - 1;
         let mut sees_itself = vec![false; seq_len];

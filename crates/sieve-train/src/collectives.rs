@@ -12,8 +12,8 @@ use std::sync::Arc;
 pub type Primitive<B> =
     <<B as AutodiffBackend>::InnerBackend as burn::tensor::backend::BackendTypes>::FloatTensorPrimitive;
 
-/// Work of all ranks that has begun. Calling it makes what follows on this rank's device wait for the work, and gives
-/// its tensors. Nothing else may be done with them before.
+/// A collective that has begun. Calling it makes later work on this rank's device wait for the collective, and returns
+/// its tensors, which must not be used before.
 pub type Pending<B> = Box<dyn FnOnce() -> Result<Vec<Primitive<B>>, TrainError>>;
 
 /// A rank's operand of a gather.
@@ -27,25 +27,24 @@ pub struct Gathered<B: TrainBackend> {
     pub pieces: Pieces,
 }
 
-/// Sums and gatherings over all ranks, which give tensors of the same shapes in the same order. Work goes on beside
-/// what the device does meanwhile; what was begun first ends first.
+/// Reductions and gathers over all ranks, which pass tensors of the same shapes in the same order. Collectives overlap
+/// the device's other work and end in the order in which they began.
 pub trait Collectives<B: TrainBackend> {
-    /// Begins to add up f32 tensors over all ranks. Of a tensor that is cut a rank gets the sum of its piece, flat; of
-    /// any other all of the sum.
+    /// Starts summing f32 tensors over all ranks. A tensor that is cut is reduce-scattered: a rank gets the flat sum of
+    /// its piece; any other is all-reduced.
     ///
     /// # Errors
     /// A rank is lost; another element type.
     fn sum(&self, tensors: Vec<(Primitive<B>, Option<Pieces>)>) -> Result<Pending<B>, TrainError>;
-    /// Begins to put the pieces of all ranks together. Gives the whole tensors, or none of them where their own memory
-    /// was written.
+    /// Starts gathering the pieces of all ranks. Returns the whole tensors, or none where they were written in place.
     ///
     /// # Errors
     /// A rank is lost.
     fn gather(&self, tensors: Vec<Gathered<B>>) -> Result<Pending<B>, TrainError>;
 }
 
-/// Over TCP, on the host: sums are added in the order of the ranks. The values travel when work begins and are seen
-/// when it ends, as those of a device are.
+/// Over TCP, on the host: sums are added in the order of the ranks. Values are sent when a collective begins and become
+/// visible when it ends, as on a device.
 #[derive(Clone, Debug)]
 pub struct OnHost(pub Arc<Mesh>);
 

@@ -92,13 +92,13 @@ struct TextSource {
     /// All paths as one corpus: what a tokenizer is trained on.
     whole: Corpus,
     validation: Option<Corpus>,
-    /// Its folder is named when it is asked.
+    /// Its folder is given when it is used.
     hub: HubConfig,
 }
 
 impl DataSource {
-    /// Lists the files on this machine and reads the tokenizer, where the recipe names one. Writes nothing, and asks no
-    /// hub.
+    /// Lists the files on this machine and reads the tokenizer, where the recipe names one. Writes nothing, and does
+    /// not contact the hub.
     ///
     /// # Errors
     /// A path that matches no file, an unreadable tokenizer, a vocabulary that does not fit the model.
@@ -135,7 +135,7 @@ impl DataSource {
         corpora.flat_map(|text| std::iter::once(&text.whole).chain(&text.validation))
     }
 
-    /// Makes, or finds again, everything a run reads, in `dir`. Data sets of the Hugging Face hub are asked for here:
+    /// Creates, or reopens, everything a run reads, in `dir`. Data sets of the Hugging Face hub are resolved here:
     /// their list of files is kept in `dir`, and a file is fetched when it is read.
     ///
     /// # Errors
@@ -280,8 +280,8 @@ impl TrainingData {
         source.prepare(recipe, dir, on_change, observe)
     }
 
-    /// What the run of `checkpoint` reads: its tokenizer, and the shards in `dir`, which are made again from the
-    /// recipe's files only where they are gone. What is in `dir` stays as it is.
+    /// What the run of `checkpoint` reads: its tokenizer, and the shards in `dir`, which are prepared again from the
+    /// recipe's files only if they are missing. Existing files in `dir` are not changed.
     ///
     /// # Errors
     /// Other shards in `dir`; files that have changed since the run began.
@@ -345,7 +345,7 @@ fn in_cache(error: DataError) -> TrainError {
     }
 }
 
-/// The tokenizer of `dir`, trained unless one for the same corpus and settings is there.
+/// The tokenizer of `dir`, trained unless `dir` has one for the same corpus and settings.
 fn trained_tokenizer(
     corpus: &Corpus,
     (config, recipe): (BpeConfig, &Recipe),
@@ -381,7 +381,7 @@ fn trained_tokenizer(
         sample_bytes: config.sample_bytes,
     });
     let tokenizer = Tokenizer::train(corpus, config)?;
-    // The mark goes first and comes last, so that it never stands beside another tokenizer than its own.
+    // The mark is removed first and written last, so that it never belongs to another tokenizer.
     match std::fs::remove_file(&mark_path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             return Err(TrainError::io("removing", &mark_path)(error));

@@ -29,7 +29,7 @@ pub enum TrainError {
     #[error("another process is training in {}\n  \
         hint: wait for it or stop it, or name another folder with --out", .0.display())]
     FolderBusy(PathBuf),
-    /// Text is asked of a synthetic task.
+    /// Text was requested of a synthetic task.
     #[error(
         "the recipe's data are a synthetic task (data.format = \"mqar\"), which has no text\n  \
          hint: give data.mqar, or name text with data.paths and another data.format"
@@ -53,7 +53,7 @@ pub enum TrainError {
     /// The loss or the gradient norm stays not finite, or the loss far above its mean: step, numbers, last checkpoint.
     #[error("{0}")]
     Diverged(String),
-    /// The last checkpoint could not be written, however often it was tried: why, and which one is there.
+    /// The last checkpoint could not be written after all retries: the reason, and the latest one on disk.
     #[error("{0}")]
     Unsaved(String),
     /// Folders, recipes, checkpoints or ranks that do not go together.
@@ -80,10 +80,10 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    /// Whether so many processes can train a recipe together.
+    /// Whether this number of processes can train a recipe.
     ///
     /// # Errors
-    /// They share rows unevenly, or they shard what the optimizer needs whole.
+    /// Rows that do not divide evenly, or shards of matrices that the optimizer needs whole.
     pub fn check_ranks(recipe: &Recipe, ranks: usize) -> Result<(), Self> {
         let degree = recipe.parallelism.context_parallel_degree;
         if !ranks.is_multiple_of(degree) {

@@ -65,7 +65,7 @@ impl<B: TrainBackend> GradientBuffer<B> {
     /// Holds a gradient.
     ///
     /// # Panics
-    /// There is one already: it came after the sum of all had begun.
+    /// When there is one already: it arrived after the all-reduce had begun.
     pub(crate) fn put(&mut self, id: ParamId, gradient: Gradient<B>) {
         let held = self.by_id.insert(id, gradient);
         assert!(held.is_none(), "a gradient came after its sum had begun");
@@ -90,8 +90,8 @@ impl<B: TrainBackend> GradientBuffer<B> {
         }
     }
 
-    /// Takes out the gradients so far of a module's matrices; none where they are kept in another type than f32, in
-    /// which alone a GEMM adds to them.
+    /// Takes the accumulated gradients of a module's matrices; none unless they are f32, since only then a GEMM adds to
+    /// them in place.
     pub(crate) fn take_sums<M: Module<B>>(&mut self, module: &M) -> Sums<B> {
         let is_f32 = self.dtype == GradientDtype::F32;
         let mut taker = Taker {

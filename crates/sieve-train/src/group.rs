@@ -1,11 +1,10 @@
 //! One rank of a run of several processes: which rows it reads, and its collectives.
 //!
-//! A step in ZeRO-1 (arXiv:1910.02054): the gradients of a segment are added up over all ranks as soon as the last
-//! micro-batch has added to them, beside the rest of the backward pass, and each rank gets the sums of its pieces. In
-//! ZeRO-2 the same happens in every micro-batch, and each rank adds up its pieces alone; vectors, which are not cut,
-//! wait for the last micro-batch. Norms are those of all pieces. Each rank updates its pieces; the leaves are gathered
-//! beside the updates that follow and beside the next forward pass, which waits for each segment's leaves before it
-//! reads them.
+//! A step in ZeRO-1 (arXiv:1910.02054): the gradients of a segment are reduce-scattered as soon as the last micro-batch
+//! has added to them, overlapping the remaining backward pass. In ZeRO-2 this happens in every micro-batch, and each
+//! rank accumulates its pieces only; vectors, which are not cut, wait for the last micro-batch. Gradient norms are over
+//! all pieces. Each rank updates its pieces; the weights are gathered while later segments are updated and while the
+//! next forward pass runs, which waits for each segment's weights before it reads them.
 mod health;
 mod step_times;
 
@@ -244,7 +243,7 @@ impl<B: TrainBackend> Group<B> {
         Ok(Tensor::from_primitive(TensorPrimitive::Float(sum)))
     }
 
-    /// Begins to gather the leaves of a segment, of which each rank has updated its pieces.
+    /// Starts gathering the weights of a segment, of which each rank has updated its pieces.
     pub(crate) fn gather_leaves(&mut self, segment: Segment, updated: Updated<B>) -> Result<(), TrainError> {
         let (ids, pieces): (Vec<_>, Vec<_>) = updated.into_iter().unzip();
         if !ids.is_empty() {
@@ -254,7 +253,7 @@ impl<B: TrainBackend> Group<B> {
         Ok(())
     }
 
-    /// Waits for the leaves of all segments. Nothing but a forward pass may read a leaf before.
+    /// Waits until the weights of all segments are gathered. Before, only a forward pass may read them.
     pub(crate) fn finish_leaves(&mut self, model: &mut Option<Qwen3<B>>) -> Result<(), TrainError> {
         let under_way = self.leaves.keys().copied().collect::<Vec<_>>();
         let Some(model) = model else {
@@ -264,7 +263,7 @@ impl<B: TrainBackend> Group<B> {
         segments.try_for_each(|segment| self.put_leaves(model, segment))
     }
 
-    /// Waits for the leaves of a segment, where they are on their way.
+    /// Waits for the weights of a segment, if they are being gathered.
     fn put_leaves(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
         let Some((ids, pending)) = self.leaves.remove(&segment) else {
             return Ok(());
@@ -277,8 +276,8 @@ impl<B: TrainBackend> Group<B> {
         Ok(())
     }
 
-    /// What all ranks together know of the step after `step`; `mean_loss` is the guard's, which must be the same for
-    /// all.
+    /// Exchanges what each rank knows before the step after `step`; `mean_loss` is the guard's and must be equal on all
+    /// ranks.
     ///
     /// # Errors
     /// A rank is lost, or is at another step.
@@ -319,10 +318,10 @@ impl<B: TrainBackend> Group<B> {
         Ok(sum)
     }
 
-    /// Checks that all ranks say the same of themselves, for example which data they read.
+    /// Checks that a value, for example the fingerprint of the data, is equal on all ranks.
     ///
     /// # Errors
-    /// A rank is lost, or says something else.
+    /// A rank is lost, or has another value.
     pub(crate) fn check_equal(&self, text: &str) -> Result<(), TrainError> {
         for (rank, other) in self.gather(text.as_bytes())?.iter().enumerate() {
             let other = String::from_utf8_lossy(other);
@@ -467,7 +466,7 @@ impl RowLinks for Neighbours {
     }
 }
 
-/// Puts leaves in their places.
+/// Writes gathered weights into the model.
 struct Leaves<B: TrainBackend>(HashMap<ParamId, Primitive<B>>);
 
 impl<B: TrainBackend> ModuleMapper<B> for Leaves<B> {

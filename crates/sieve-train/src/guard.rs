@@ -1,8 +1,8 @@
-//! Steps that would spoil the weights, and losses that show spoilt weights.
+//! Skips steps with NaN or infinite gradients, and detects losses that show damaged weights.
 //!
-//! A step is not taken where its loss or its gradient norm is not finite, and only there. [`gate`] decides that on the
-//! device, before the update: no value is read back for it. The host reads the losses later, and [`LossMean`] tells
-//! which of them lie far above the mean of those before.
+//! A step is skipped only if its loss or its gradient norm is not finite. [`gate`] decides that on the device, before
+//! the update, without reading a value back. The host reads the losses later, and [`LossMean`] finds those far above
+//! the running mean.
 use burn::tensor::{Bool, Tensor};
 use sieve_core::recipe::TrainingSection;
 use sieve_hf::GuardState;

@@ -22,14 +22,14 @@ pub struct Hardware<B: Backend> {
     pub precision: Precision,
     /// FLOP/s in that type, where known.
     pub peak_flops: Option<f64>,
-    /// `(in use, total)` memory in bytes, asked at every report.
+    /// Returns `(in use, total)` memory in bytes; called at every report.
     pub memory: MemoryProbe,
     /// Optional activations that blocks save for their backward pass: more where the device has room, as
     /// `sieve_plan::MemoryPlan` says. [`Keeping::default`] is a fair choice without a plan.
     pub keeping: Keeping,
 }
 
-/// How to ask for memory.
+/// How to query the memory in use.
 #[derive(Clone, Copy, Debug)]
 pub enum MemoryProbe {
     /// Resident memory of this process and memory of the machine.
@@ -38,7 +38,7 @@ pub enum MemoryProbe {
     Device(DeviceMemory),
 }
 
-/// What a device can be asked.
+/// Queries of a device.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceMemory {
     /// Its number.

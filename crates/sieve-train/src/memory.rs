@@ -32,8 +32,8 @@ pub(crate) fn process_available() -> u64 {
     left.map_or(0, |left| left + own)
 }
 
-/// What the memory cgroups of a process, and those around them, still leave it. `groups` is its `/proc/self/cgroup`,
-/// and the hierarchies are mounted below `root`; `None` where no group has a limit.
+/// Room left in the memory cgroups of a process and in their parents. `groups` is its `/proc/self/cgroup`, and the
+/// hierarchies are mounted below `root`; `None` where no group has a limit.
 fn cgroup_room(groups: &str, root: &Path) -> Option<u64> {
     let rooms = groups.lines().filter_map(|line| {
         let (_, rest) = line.split_once(':')?;

@@ -20,11 +20,11 @@ use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Moments of every parameter, and what its f32 master has beyond the model's bf16 where the model holds that. Matrices
-/// (rank 2 and more) decay; norms, gates and scales do not.
+/// Moments of every parameter, and the low bits of its f32 master where the model holds bf16 weights. Matrices (rank 2
+/// and more) decay; norms, gates and scales do not.
 ///
-/// Of several ranks each updates its piece of every matrix and holds moments and rests of that piece alone (ZeRO-1,
-/// arXiv:1910.02054); what is too small to be cut, all of them update alike. Muon needs whole matrices, so
+/// With several ranks each updates its piece of every matrix and holds moments and low bits of that piece alone
+/// (ZeRO-1, arXiv:1910.02054); tensors too small to be cut are updated by all ranks. Muon needs whole matrices, so
 /// `zero_stage = 0`.
 #[derive(Debug)]
 pub struct Optimizer<B: TrainBackend> {
@@ -36,7 +36,8 @@ pub struct Optimizer<B: TrainBackend> {
     moments: HashMap<ParamId, Moments<B>>,
     /// The 16 bits of the f32 master that the bf16 weight lacks, from [`sieve_ops::split_master`].
     masters: HashMap<ParamId, Inner<B>>,
-    /// This rank's piece of each leaf that is cut, flat: a copy, which updates change before all ranks gather the leaf.
+    /// This rank's flat piece of each weight that is cut: a copy, which updates change before all ranks gather the
+    /// weight.
     pieces: HashMap<ParamId, Inner<B>>,
 }
 
@@ -88,7 +89,7 @@ impl<B: TrainBackend> Optimizer<B> {
         module.map(&mut self.begin(gradients, grad_scale, lr))
     }
 
-    /// As [`step`](Self::step), segment by segment; `updated` gets the pieces of each, to gather its leaves from.
+    /// As [`step`](Self::step), segment by segment; `updated` gets the pieces of each, to gather its weights.
     pub(crate) fn step_by_segment(
         &mut self,
         mut model: Qwen3<B>,
@@ -261,7 +262,7 @@ struct Update<'a, B: TrainBackend> {
 }
 
 impl<B: TrainBackend> Update<'_, B> {
-    /// The next leaf, whole or of this rank's piece.
+    /// The next bf16 weight, whole or this rank's piece.
     fn leaf(&mut self, id: ParamId, leaf: Inner<B>, gradient: Inner<B>, decays: bool) -> Inner<B> {
         let optimizer = &mut *self.optimizer;
         let (param, leaf) = match optimizer.masters.remove(&id) {

@@ -8,8 +8,8 @@ use sieve_hf::{Checkpoint, CheckpointError, CheckpointState, list_checkpoints};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// Keys that decide how the same weights are read. Windows and counts of blocks, which a branch often changes on
-/// purpose, are not among them.
+/// Keys that change what a model computes with the same weights. Windows and block counts, which a branch often changes
+/// on purpose, are not included.
 const READS_WEIGHTS: [&str; 10] = [
     "attention.bias",
     "attention.compress_stride",
@@ -36,8 +36,8 @@ pub struct Origin {
 
 impl Origin {
     /// Finds and verifies the checkpoint that `start` names, and checks that `recipe` may continue it. Writes nothing,
-    /// but that [`Start::ResumeAlone`] renames damaged checkpoints: the folder is claimed for it. A later checkpoint of
-    /// its fallback folder is taken where it is this run's.
+    /// except that [`Start::ResumeAlone`] locks the folder and renames damaged checkpoints. A later checkpoint in the
+    /// fallback folder is used if it belongs to this run.
     ///
     /// A run that was killed before its first checkpoint begins again with the checkpoint that it began with, or with
     /// the seed.
@@ -274,8 +274,8 @@ fn latest_of_two(
     own
 }
 
-/// Opens a checkpoint outside of the run's folder where it is the run's: the recipe continues it, and it is not older
-/// than the run. Another run may have used the same folder.
+/// Opens a checkpoint outside of the run's folder if it belongs to the run: the recipe continues it, and it is not
+/// older than the run. Another run may have used the same folder.
 fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Checkpoint, String> {
     let begin = |text: String, count: usize| {
         let lines = text.lines().take(count).map(str::trim);
@@ -356,8 +356,8 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
     ))
 }
 
-/// Kinds with the parameters of dense attention that read any of its models: all keys, or the blocks that queries
-/// choose by its keys.
+/// Kinds with the parameters of dense attention, which can load any dense model: dense attention itself, and blocks
+/// chosen by pooled keys.
 fn is_dense_or_chosen(kind: AttentionKind) -> bool {
     [AttentionKind::Mha, AttentionKind::InfllmV2, AttentionKind::Moba].contains(&kind)
 }

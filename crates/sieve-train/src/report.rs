@@ -56,7 +56,7 @@ pub struct ValidationReport {
     pub unigram_bits_per_byte: f64,
     /// Predicted tokens.
     pub num_labels: u64,
-    /// Bytes those tokens stand for.
+    /// Bytes of text of those tokens.
     pub num_bytes: u64,
 }
 

@@ -19,7 +19,7 @@ fn text_loader(prepared: &Prepared, weights: Option<&[f64]>, config: LoaderConfi
 const SAMPLED_ROWS: u64 = 1000;
 
 impl TrainingData {
-    /// What makes the rows that `stage` trains on.
+    /// The loader of the rows that `stage` trains on.
     ///
     /// # Errors
     /// An unreadable shard, or one with too few tokens for a row.
@@ -31,7 +31,7 @@ impl TrainingData {
         }
     }
 
-    /// What makes rows to train on, where no stage has text of its own.
+    /// The loader of training rows, where no stage has text of its own.
     ///
     /// # Errors
     /// An unreadable shard, or one with too few tokens for a row.
@@ -49,7 +49,7 @@ impl TrainingData {
         }
     }
 
-    /// What makes rows to validate on.
+    /// The loader of validation rows.
     ///
     /// # Errors
     /// An unreadable shard, or one with too few tokens for a row.
@@ -79,7 +79,7 @@ impl TrainingData {
         }
     }
 
-    /// How often each token is in the data to train on; of a synthetic task, in the first rows.
+    /// How often each token occurs in the training data; for a synthetic task, in its first rows.
     ///
     /// # Errors
     /// An unreadable shard, a token outside the vocabulary.

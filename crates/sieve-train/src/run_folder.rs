@@ -12,7 +12,7 @@ pub enum Start {
     New,
     /// From the latest checkpoint of the folder.
     Resume,
-    /// The same with nobody there: damaged checkpoints are set aside, and the one before them is taken.
+    /// The same without a user: damaged checkpoints are renamed, and the last whole one is used.
     ResumeAlone {
         /// The folder of this run alone where a later checkpoint may lie: see
         /// [`Trainer::set_fallback`](crate::Trainer::set_fallback).
@@ -31,7 +31,7 @@ pub struct RunFolder {
     checkpoint_folder: String,
     /// Another process of the same group has claimed it.
     is_claimed: bool,
-    /// Held until the run ends; the system gives it back when the process is killed.
+    /// Held until the run ends; the system releases it when the process is killed.
     lock: Option<File>,
 }
 
@@ -66,7 +66,7 @@ impl RunFolder {
         }
     }
 
-    /// Makes the folder where it is missing, and takes it for this process.
+    /// Creates the folder if it is missing, and locks it for this process.
     ///
     /// # Errors
     /// A folder that cannot be made or written to, or that another process trains in.
@@ -79,8 +79,7 @@ impl RunFolder {
         self.check(start)
     }
 
-    /// Makes and takes the folder again where somebody has removed it, so that no other run begins there. Returns
-    /// whether that was so.
+    /// Creates and locks the folder again if it was removed, so that no other run begins there. Returns whether it was.
     ///
     /// # Errors
     /// A folder that cannot be made, or that another process has taken meanwhile.

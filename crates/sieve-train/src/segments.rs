@@ -4,9 +4,9 @@
 //! from the last and seeds each with the gradient of its output. A block's graph is freed as soon as its gradient is
 //! known.
 //!
-//! Activation checkpointing lives here, because a graph cannot be made inside a backward pass: a block that is
-//! recomputed keeps its input alone, and its graph is made when the walk comes to it. The same ops on the same numbers,
-//! so gradients are equal to the last bit.
+//! Activation checkpointing lives here, because a graph cannot be built inside a backward pass: a recomputed block
+//! keeps its input alone, and its graph is built when the backward pass reaches it. The same ops run on the same
+//! numbers, so gradients are equal to the last bit.
 use crate::segment::Segment;
 use crate::{DeviceBatch, GradientBuffer, TrainError};
 use burn::module::AutodiffModule;
@@ -27,7 +27,7 @@ pub struct MicroBatchResult<B: TrainBackend> {
     pub expire: Vec<Tensor<B, 3, Int>>,
     /// DMA's scores by layer, of the same shape, where its bias clamps large ones; empty elsewhere.
     pub clamped_scores: Vec<Tensor<B::InnerBackend, 3>>,
-    /// How well MSA's indexers fit, by layer, where the settings ask for it; see [`sieve_ops::index_statistics`].
+    /// Fit of MSA's indexers by layer, if the settings measure it; see [`sieve_ops::index_statistics`].
     pub indexers: Vec<Tensor<B::InnerBackend, 1>>,
 }
 

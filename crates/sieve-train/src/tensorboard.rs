@@ -17,8 +17,8 @@ const HYPERPARAMETERS: [&str; 5] = ["model", "attention", "training", "optimizer
 
 /// The file; `None` when the recipe wants none, or after it failed.
 ///
-/// TensorBoard's writer panics when its file cannot be written. A picture is not worth a run, so the file is given up
-/// then.
+/// TensorBoard's writer panics when its file cannot be written. A run must not end for that, so the file is then
+/// abandoned.
 pub(crate) struct TensorBoard(Option<FileWriter>);
 
 impl TensorBoard {

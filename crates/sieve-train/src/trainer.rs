@@ -249,7 +249,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.model.as_ref().expect(AWAY)
     }
 
-    /// Waits for the leaves that all ranks gather after a step.
+    /// Waits for the weights that all ranks gather after a step.
     fn finish_leaves(&mut self) -> Result<(), TrainError> {
         match &mut self.group {
             Some(group) => group.finish_leaves(&mut self.model),
@@ -591,7 +591,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok((reporter, history))
     }
 
-    /// Where numbers go, and what is there of an earlier process.
+    /// Opens the metrics files, keeping what an earlier process of the run wrote.
     fn open_metrics(&self) -> Result<(Metrics, History), TrainError> {
         if !self.writes() {
             return Ok((Metrics::nowhere(), History::default()));

@@ -107,7 +107,7 @@ pub(crate) fn sums_to_bytes(sums: &[BatchSums]) -> Vec<u8> {
     sums.iter().flat_map(|sums| sums.to_bytes()).collect()
 }
 
-/// The sums of all batches, in their order, from those of each rank's share.
+/// The sums of all batches in order, merged from the ranks' shares.
 pub(crate) fn sums_of_shares(shares: &[Vec<u8>]) -> Vec<BatchSums> {
     let mut shares = shares
         .iter()
@@ -123,8 +123,7 @@ pub(crate) fn sums_of_shares(shares: &[Vec<u8>]) -> Vec<BatchSums> {
     all
 }
 
-/// The sums of every batch that is `share`'s: of N ranks, rank r has the batches r, r + N, …. `tick` is called after
-/// each.
+/// The sums of this rank's batches: of N ranks, rank r has the batches r, r + N, …. `tick` is called after each.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn share_sums<B: SieveBackend>(
     share: Share,

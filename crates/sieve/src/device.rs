@@ -88,8 +88,8 @@ impl DeviceChoice {
         Ok(place)
     }
 
-    /// Where a model computes, given the device that was found: `auto` never takes a GPU on which attention would run
-    /// as its reference, and says so.
+    /// The device a model runs on, given the device that was found: `auto` never takes a GPU on which attention would
+    /// run as its reference, and prints a line instead.
     pub(crate) fn for_model(self, found: &Device, shape: &ModelShape) -> Device {
         match (self, found, gpu_attention_gap(shape)) {
             (Self::Auto, Device::Cuda(gpu), Some(reason)) => {

@@ -290,7 +290,7 @@ impl<'t> Growing<'t> {
     }
 }
 
-/// Gathers samples that grow together.
+/// Collects samples that are decoded as one batch.
 fn write_together<B: DeviceBackend>(
     args: &GenerateArgs,
     tokenizer: &Tokenizer,

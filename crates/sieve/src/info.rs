@@ -1,4 +1,4 @@
-//! `sieve info`: what this program is, and what this machine gives it.
+//! `sieve info`: the program's version and the machine's devices and libraries.
 use crate::device::{cache_root, num_threads};
 use crate::{shipped, terminal};
 use anyhow::Result;

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What signals ask for.
+/// Requests made by signals.
 pub(crate) struct Interrupt {
     stop: Arc<AtomicBool>,
     /// Whether there is a state that a checkpoint could keep.
@@ -14,7 +14,7 @@ pub(crate) struct Interrupt {
 }
 
 impl Interrupt {
-    /// Takes SIGINT and SIGTERM over. Of several processes that train together one `tells` what follows.
+    /// Installs handlers for SIGINT and SIGTERM. Of several processes that train together one `tells` what follows.
     pub(crate) fn install(tells: bool) -> Result<Self> {
         let this = Self {
             stop: Arc::new(AtomicBool::new(false)),
@@ -56,7 +56,7 @@ impl Interrupt {
 
 /// Lets a run started with `nohup` outlive its terminal, whose SIGHUP would stop it like any other signal taken over.
 ///
-/// To be called before any thread is started: threads inherit that the signal waits.
+/// Call it before any thread is started: threads inherit the blocked signal.
 pub(crate) fn respect_nohup() {
     #[cfg(unix)]
     {

@@ -45,7 +45,7 @@ fn build(args: BuildArgs) -> Result<()> {
     Ok(sieve_bench::build(&settings, &mut build_printer())?)
 }
 
-/// Prints what compiling tells, with a bar while it lasts.
+/// Prints the messages of the compilation, with a bar while it runs.
 fn build_printer() -> impl FnMut(BuildEvent) {
     let mut bar: Option<ProgressBar> = None;
     move |event| match event {

@@ -72,7 +72,7 @@ struct Place {
     token: Option<String>,
 }
 
-/// 128 bits that nobody can guess.
+/// 128 random bits.
 fn random_token() -> String {
     // The standard library seeds its hash tables from the system's random numbers.
     let word = || RandomState::new().hash_one(std::process::id());
@@ -223,7 +223,7 @@ fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16
         .env("TORCHELASTIC_RUN_ID", &place.run_id)
         .env_remove("TORCHELASTIC_USE_AGENT_STORE")
         .env(LAUNCHED, "1")
-        // Its end tells that this process has died.
+        // Its closing shows that this process has died.
         .stdin(Stdio::piped());
     if let Some(token) = &place.token {
         command.env("SIEVE_TOKEN", token);
@@ -262,8 +262,8 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
     let mut handed_on = 0;
     let mut failed: Option<Instant> = None;
     let mut last_ended = Instant::now();
-    // At most one fault is printed: after the first failure the other processes end because of it. It may be one of
-    // those that this loop notices first.
+    // At most one fault is printed: after the first failure the other processes end because of it, and this loop may
+    // notice one of those first.
     let mut is_told = false;
     while ranks.iter().any(|rank| rank.status.is_none()) {
         for (number, rank) in ranks.iter_mut().enumerate() {
@@ -301,7 +301,7 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
             && ranks.iter().filter(early).count() + 1 == ranks.len()
             && last_ended.elapsed() > LAST_FAREWELL;
         if hangs || failed.is_some_and(|since| since.elapsed() > FAREWELL) {
-            // Why was said by whoever failed.
+            // The rank that failed has printed the reason.
             is_told = true;
             end(ranks);
         }

@@ -35,7 +35,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use terminal::Loudness;
 
-/// Keeps what tensors free: the system's allocator gives large buffers back at once, and a step on the CPU then spends
+/// An allocator that keeps freed buffers: the system's returns large ones at once, and a step on the CPU then spends
 /// half its time on page faults.
 #[global_allocator]
 static ALLOCATOR: MiMalloc = MiMalloc;

@@ -1,5 +1,5 @@
-//! Too little memory: reported by the plan before a command begins; and in plain words where CubeCL panics all the
-//! same.
+//! Out of memory: refused by the plan before a command begins, and reported in plain words where CubeCL panics
+//! nevertheless.
 use crate::device::Device;
 use crate::loaded::Place;
 use crate::terminal::{bytes, gib};
@@ -47,8 +47,8 @@ pub(crate) fn advise(advice: String) {
 }
 
 impl MemoryArgs {
-    /// Refuses a run of `recipe` that does not fit on `device`. On the CPU `sharers` of all `ranks` take equal parts of
-    /// what is free.
+    /// Refuses a run of `recipe` that does not fit on `device`. On the CPU the `sharers` among all `ranks` divide the
+    /// free memory equally.
     ///
     /// # Errors
     /// Need, what is free, the largest parts, and settings with which the run would fit; a recipe that does not fit its
@@ -110,7 +110,7 @@ impl MemoryArgs {
         ))
     }
 
-    /// Refuses to bring a model of `shape` in where the machine's memory is too small for it; warns where it may be.
+    /// Refuses to import a model of `shape` if host memory is too small for it; warns if it may be.
     ///
     /// # Errors
     /// As [`check_training`](Self::check_training).

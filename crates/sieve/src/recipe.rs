@@ -91,8 +91,8 @@ impl RecipeArgs {
         Ok(recipe)
     }
 
-    /// The same for a command that reads the recipe's text, with a line that says which text that is where the recipe
-    /// leaves it open. Paths given by `--set` are meant: the recipe's `data.fallback` does not stand in for them.
+    /// The same for a command that reads the recipe's text, with a line that says which text is read where
+    /// `data.fallback` decides. Paths given by `--set` are used as they are: `data.fallback` does not replace them.
     pub(crate) fn load_with_text(&self) -> Result<(Recipe, Option<String>)> {
         let mut recipe = self.load()?;
         let is_path = |set: &String| set.trim_start().starts_with("data.paths");

@@ -19,7 +19,7 @@ pub(crate) const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a
 const ABOUT_STREAM: &str = "Decode methods read the prompt too, token by token from its first one on (on the \
     CPU); it is dense otherwise. `eval ppl` does so anyway";
 
-/// A sparse method in place of a model's attention, where one is asked for.
+/// The sparse method of `--selector`, if any.
 #[derive(Args, Debug)]
 pub(crate) struct SelectorArgs {
     #[arg(long, value_name = "NAME:…", value_parser = parse, help = ABOUT)]

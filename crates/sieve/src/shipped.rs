@@ -88,7 +88,7 @@ mod tests {
         let recipes = RECIPES.iter().map(|(_, text)| text.len()).sum::<usize>();
         assert!(recipes < 130_000, "{recipes}");
         for (name, text) in OWN_TEXT {
-            // What the quickstart leaves out as too large would be carried for nothing.
+            // Files that the quickstart skips as too large are not embedded.
             assert!(text.len() <= 65_536, "{name}: {}", text.len());
         }
     }

@@ -1,5 +1,4 @@
-//! What comes before a command: how long the program takes until it is at work, and whether it may have the threads
-//! that it is told to take.
+//! Before a command: the startup time, and whether `RAYON_NUM_THREADS` is valid.
 use anyhow::{Result, bail};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +11,7 @@ pub(crate) fn mark() {
     BEGAN.get_or_init(Instant::now);
 }
 
-/// Time since [`mark`], the first time that this is asked: what begins later begins after other work.
+/// Time since [`mark`] at the first call; later calls come after other work.
 pub(crate) fn elapsed_once() -> Option<Duration> {
     static TOLD: AtomicBool = AtomicBool::new(false);
     let is_first = !TOLD.swap(true, Ordering::Relaxed);
@@ -23,7 +22,7 @@ pub(crate) fn elapsed_once() -> Option<Duration> {
 const MOST_THREADS_A_CORE: usize = 8;
 const MOST_THREADS: usize = 64;
 
-/// Refuses a number of threads (`RAYON_NUM_THREADS`) that the thread pool would pass over in silence, or choke on.
+/// Refuses a number of threads (`RAYON_NUM_THREADS`) that the thread pool would silently ignore or fail on.
 ///
 /// # Errors
 /// The value, and what may be given.

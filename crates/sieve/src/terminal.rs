@@ -31,9 +31,9 @@ static OUTPUT: OnceLock<Output> = OnceLock::new();
 /// The first thing that could not be printed, and why.
 static LOST: OnceLock<String> = OnceLock::new();
 
-/// Notes that output is lost. The work goes on: a run must not lose its steps because its lines cannot be written.
+/// Records that output was lost. The work continues: a run must not lose its steps because its lines cannot be written.
 fn lose(place: &str, error: &std::io::Error) {
-    // A reader that went away has read what it wanted.
+    // A closed pipe has read what it wanted.
     if error.kind() != std::io::ErrorKind::BrokenPipe {
         LOST.get_or_init(|| format!("{place} could not be written: {error}"));
     }
@@ -115,8 +115,8 @@ fn keep(text: &str) {
     }
 }
 
-/// Prints one line of a result. A reader that went away (a closed pipe) is no error; output that is lost
-/// otherwise is one at the program's end ([`after_lost_output`]).
+/// Prints one line of a result. A closed pipe is no error; other lost output is one at the program's end
+/// ([`after_lost_output`]).
 pub(crate) fn line(line: &str) {
     text(&format!("{line}\n"));
 }
@@ -300,7 +300,7 @@ pub(crate) fn duration(seconds: f64) -> String {
 }
 
 /// Replaces the panic report by one line that says what to do with it, on whichever thread it happens. Only
-/// TensorBoard's writer may panic (on a full disk), and readers of damaged data: their owners catch that. A GPU whose
+/// TensorBoard's writer may panic (on a full disk), and readers of damaged data: their callers catch that. A GPU whose
 /// memory is full, and a reference that would hold too many scores, end the program here, as no call could return them.
 pub(crate) fn install_panic_message() {
     std::panic::set_hook(Box::new(|panic| {
@@ -314,7 +314,7 @@ pub(crate) fn install_panic_message() {
             crate::out_of_memory::message(text)
         });
         if let Some(message) = message {
-            // On the thread that speaks to the GPU: the one that waits for it would wait for ever, or report a second
+            // Exit from CubeCL's device thread: the thread that waits for it would wait for ever, or report a second
             // error.
             errors(&format!("error: {message}\n"));
             Exit::Failed.now();

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Files of the repository that go in as they are.
+/// Files of the repository that are copied unchanged.
 const FILES: [&str; 4] = ["README.md", "LICENSE-APACHE", "LICENSE-MIT", "CHANGELOG.md"];
 
 /// Builds the archive, unpacks it into an empty folder, and runs it there with nothing in PATH.
@@ -42,7 +42,7 @@ pub(crate) fn run() -> Result<()> {
     check(&archive, &name, &dist.join("empty"))
 }
 
-/// Takes names of functions out, which nobody needs to run the program; left as it is where there is no `strip`.
+/// Strips symbols, which running the program does not need; does nothing where `strip` is missing.
 fn strip(program: &Path) -> Result<()> {
     match Command::new("strip").arg(program).status() {
         Ok(status) if !status.success() => bail!("strip failed ({status})"),

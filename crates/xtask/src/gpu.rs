@@ -19,16 +19,16 @@ const fn tool(name: &'static str, options: &'static str, check: &'static str) ->
 }
 
 const TOOLS: &[Tool] = &[
-    // Calls of the driver that fail are errors of `sieve`, or questions that CubeCL asks to learn what there is.
+    // Failing driver calls are errors of `sieve`, or probes by which CubeCL detects features.
     tool("memcheck", "--report-api-errors no", ""),
     tool("synccheck", "", ""),
     tool("initcheck", "", ""),
-    // It credits an arrival at a barrier to the lane that made it, so the lanes of the Hopper backward's row statistics
-    // arrive one by one.
+    // racecheck credits an arrival at a barrier to the arriving lane only, so for the Hopper backward's row statistics
+    // every lane arrives.
     tool("racecheck", "", "--every-lane-arrives"),
 ];
 
-/// What may be asked for alone beside the tools: every kernel against its reference, without a tool.
+/// What can be run alone besides the tools: every kernel against its reference, without a tool.
 const PLAIN: &str = "kernels";
 
 /// Where the sanitizer is looked for, beside PATH.
@@ -51,8 +51,8 @@ pub(crate) fn run() -> Result<()> {
     run_program(&program, &[])
 }
 
-/// Runs all of it, or only the tools named, with a `sieve` that is there: on a machine without cargo or the sources.
-/// Words that begin with `--` go to `kernels check`, for example `--nsa`.
+/// Runs all of it, or only the tools named, with an existing `sieve`, on a machine without cargo or the sources. Words
+/// that begin with `--` go to `kernels check`, for example `--nsa`.
 pub(crate) fn run_program(program: &Path, words: &[&str]) -> Result<()> {
     let (options, only): (Vec<&str>, Vec<&str>) = words.iter().partition(|x| x.starts_with("--"));
     let known = |name: &&str| *name == PLAIN || TOOLS.iter().any(|tool| tool.name == *name);

@@ -14,15 +14,15 @@ pub(super) const HELLO: u8 = 10;
 const WELCOME: u8 = 11;
 pub(super) const REFUSED: u8 = 12;
 
-/// First line of the first message; a program that sends another one is a stranger.
+/// First line of the first message; a program that sends another one is not a rank.
 const MAGIC: &str = "sieve-comm 2";
-/// A longer first message is a stranger's.
+/// A longer first message is not a rank's.
 const MAX_HELLO_BYTES: u64 = 4 << 10;
 /// Between two tries to reach rank 0.
 pub(super) const RETRY: Duration = Duration::from_millis(20);
-/// A connection whose first message is not there after so long is a stranger's.
+/// A connection without a first message after this time is dropped as foreign.
 const HELLO_WAIT: Duration = Duration::from_secs(5);
-/// Connections beyond those of the ranks that may be silent at a time; more wait until one of them is given up.
+/// How many silent connections besides the ranks' are kept at a time; further ones wait until one is dropped.
 const MAX_STRANGERS: usize = 256;
 
 /// What a rank says first, on each of its two connections.
@@ -52,7 +52,7 @@ impl Hello {
         )
     }
 
-    /// `None` of a stranger.
+    /// `None` if it is not a rank's.
     fn read(stream: &TcpStream) -> Option<Self> {
         let (kind, bytes) = receive_until(stream, Instant::now() + HELLO_WAIT).ok()?;
         let text = String::from_utf8(bytes).ok()?;
@@ -116,8 +116,8 @@ impl Arrival {
     }
 }
 
-/// Rank 0: waits for all others. Each first message is read on a thread of its own, so that a connection which says
-/// nothing, or a byte now and then, holds up nobody.
+/// Rank 0: waits for all others. Each first message is read on a thread of its own, so that a silent or slow connection
+/// does not block the others.
 pub(super) fn accept_all(
     world: &World,
     listener: TcpListener,
@@ -146,7 +146,7 @@ pub(super) fn accept_all(
         let read = move || {
             let ready = stream.set_nonblocking(false).and_then(|()| stream.set_nodelay(true));
             if let (Ok(()), Some(hello)) = (ready, Hello::read(&stream)) {
-                // Who comes after the last has nobody to talk to.
+                // The receiver is gone once the last rank has joined.
                 let _ = sender.send((stream, hello));
             }
             drop(reader);
@@ -170,7 +170,7 @@ pub(super) fn accept_all(
     Ok(peers)
 }
 
-/// Takes a connection to those of its rank, or turns it away.
+/// Adds a connection to its rank's, or rejects it.
 ///
 /// # Errors
 /// A process of this run that cannot be one of its ranks.
@@ -225,7 +225,7 @@ fn admit(
     Err(CommError::Refused(problem))
 }
 
-/// Waits until the name of rank 0's host is known: that of a host that has just been started may come late.
+/// Waits until the name of rank 0's host resolves: a host that has just started may register late.
 pub(super) fn find_host(world: &World, patience: Patience) -> Result<(), CommError> {
     let deadline = Instant::now() + patience.silence.min(patience.join);
     loop {
@@ -270,8 +270,8 @@ fn missing(world: &World, patience: Patience, found: &[Arrival]) -> CommError {
     }
 }
 
-/// Any other rank: finds rank 0, and waits until all are there. Where a connection ends without an answer, something
-/// else had listened there, or rank 0 starts again: this rank looks on.
+/// Any other rank: finds rank 0, and waits until all are there. A connection that ends without an answer was to another
+/// program, or rank 0 is restarting: this rank keeps trying.
 pub(super) fn connect(world: &World, version: &str, patience: Patience) -> Result<Peer, CommError> {
     let deadline = Instant::now() + patience.join;
     loop {
@@ -341,7 +341,7 @@ fn is_ended(stream: &TcpStream) -> bool {
     !blocks || !peeked.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
 }
 
-/// Whether a connection brings something, or its end, within [`RETRY`].
+/// Whether a connection delivers data or closes within [`RETRY`].
 fn is_answered(stream: &TcpStream) -> bool {
     let peeked = stream
         .set_read_timeout(Some(RETRY))
@@ -358,7 +358,7 @@ fn no_first_rank(world: &World, patience: Patience, error: &io::Error) -> CommEr
     }
 }
 
-/// One of the first messages, all of which must be there at `deadline`.
+/// One of the first messages, all of which must have arrived by `deadline`.
 fn receive_until(stream: &TcpStream, deadline: Instant) -> io::Result<(u8, Vec<u8>)> {
     let found = receive_at_most(MAX_HELLO_BYTES, &mut Until { stream, deadline })?;
     stream.set_read_timeout(None)?;

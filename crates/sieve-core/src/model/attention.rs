@@ -532,8 +532,8 @@ impl MsaShape {
     }
 }
 
-/// What the layers of a kind hold and read, whatever its name: parameters, operations, caches, memory and kernels
-/// follow from it.
+/// The form of an attention kind: which keys its layers hold and read. Parameters, operations, caches, memory and
+/// kernels follow from it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum AttentionForm {
     /// Keys and values of groups of heads: all earlier ones, or the last `window`, the query's own included.

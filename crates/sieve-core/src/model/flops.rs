@@ -1,18 +1,18 @@
 //! Floating-point operations per token.
 //!
-//! A multiply-add counts as two. Counted are matrix products; norms, softmax, activations, DMA's selection
-//! (comparisons) and the optimizer are left out, as is usual for MFU (arXiv:2204.02311, appendix B).
+//! A multiply-add counts as two. GEMMs are counted; norms, softmax, activations, DMA's selection (comparisons) and the
+//! optimizer are left out, as is usual for MFU (arXiv:2204.02311, appendix B).
 //!
 //! - forward, linear: `2 * (weights of q, k, v, o, gate, up, down, output, and of the attention kind)`; the embedding
-//!   is a look-up, the output projection a product whether tied or not; NSA's compression runs once every
+//!   is a look-up, the output projection a GEMM whether tied or not; NSA's compression runs once every
 //!   `compress_stride` tokens
 //! - forward, attention, per layer: `2 * num_heads * (width of a query + width of a value) * keys`, for `Q K^T` and
 //!   `P V`, where `keys` is the mean number of keys a query sees, over NSA's three branches together
 //! - MSA's indexer: `2 * num_kv_heads * head_dim` for each key up to the query, without a backward pass; in the
 //!   backward pass `4 * num_kv_heads * head_dim` for each key that is seen
 //! - tokens without a label have no output projection; the counts here are for labelled ones
-//! - backward: twice the forward (two products for each one). The scores that a backward kernel computes again are not
-//!   counted: MFU counts what the mathematics needs, not what an implementation repeats.
+//! - backward: twice the forward (two GEMMs for each one). Scores that a backward kernel recomputes are not counted:
+//!   MFU counts what the mathematics needs, not what an implementation repeats.
 //!
 //! torchtitan counts `seq_len` keys for causal attention, twice what a causal mask leaves; ours is the mean over
 //! positions, `(seq_len + 1) / 2`, so our MFU is the lower one.

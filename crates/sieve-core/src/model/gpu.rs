@@ -57,8 +57,7 @@ pub fn names() -> Vec<String> {
     names.map(|name| name.to_ascii_lowercase()).collect()
 }
 
-/// What to answer to a name that [`find`] does not know: why no GPU of that name runs the kernels, or the name most
-/// like it.
+/// The hint for a name that [`find`] does not know: why no such GPU runs the kernels, or the most similar name.
 pub fn why_not(name: &str) -> String {
     let upper = name.to_ascii_uppercase();
     if BEFORE_AMPERE.iter().any(|old| upper.contains(old)) {
@@ -80,8 +79,8 @@ pub fn peak_bf16_flops(device_name: &str) -> Option<f64> {
     find(device_name).map(|gpu| gpu.bf16_flops)
 }
 
-/// Words of a device's name, peak FLOP/s, memory in GB, bandwidth in GB/s, architecture; the first row whose words are
-/// all there counts.
+/// Words of a device's name, peak FLOP/s, memory in GB, bandwidth in GB/s, architecture; the first row whose words all
+/// occur in the name is taken.
 type Row = (&'static [&'static str], f64, u64, u64, &'static str);
 const GPUS: &[Row] = &[
     (&["B200"], 2250e12, 180, 8000, "sm_100a"),

@@ -47,8 +47,8 @@ impl ModelShape {
         self.with(Attention::Mha, self.num_layers, false)
     }
 
-    /// The layers sorted by their attention: for each kind a model of its layers alone. The model's own kind is first;
-    /// its layers that share a choice follow.
+    /// The layers grouped by attention: for each kind the shape of a model with these layers alone. The model's own
+    /// kind is first, followed by its layers that share a choice of blocks.
     pub fn by_kind(&self) -> Vec<Self> {
         let (num_dense, num_shared) = (self.num_dense_layers(), self.num_shared_layers());
         let mut kinds = vec![self.with(self.attention, self.num_layers - num_dense - num_shared, false)];

@@ -94,8 +94,8 @@ impl RopeScaling {
         }
     }
 
-    /// The same with what its type always has and may be left out here; `max_positions` stands for
-    /// `original_max_position_embeddings`. `transformers` refuses a `"llama3"` without it.
+    /// The same with the fields that its type always has filled in; `max_positions` becomes
+    /// `original_max_position_embeddings`, without which `transformers` refuses a `"llama3"`.
     #[must_use]
     pub fn filled(self, max_positions: usize) -> Self {
         match (self.rope_type, self.turns()) {

@@ -185,7 +185,7 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts, rules: &mut Rules<'_
             !column.is_empty() && *column != data.text_column,
             "data.prompt_column",
             format!(
-                "is {column:?}, which names no column beside data.text_column = {:?}",
+                "is {column:?}, but must name another column than data.text_column = {:?}",
                 data.text_column
             ),
             "name the field or column that holds the prompt, or leave it out",
@@ -281,7 +281,7 @@ fn check_mqar(mqar: &MqarSection, parts: &Parts, rules: &mut Rules<'_>) {
         rules.require(
             mqar.vocab_sizes.is_none() || (of_kind.is_multiple_of(2) && of_kind > seq_len && of_kind <= vocab_size),
             "data.mqar.vocab_sizes",
-            format!("holds {of_kind} beside samples of {seq_len} tokens"),
+            format!("holds {of_kind} for samples of {seq_len} tokens"),
             format!("use even numbers above the sample's length, up to vocab_size = {vocab_size}"),
         );
         rules.require(

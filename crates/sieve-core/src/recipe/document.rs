@@ -193,8 +193,8 @@ impl Document {
         }
     }
 
-    /// Leaves out what does not go with `kind`, which an override chose: keys of other kinds wherever they are given,
-    /// and of the text what the text's kind alone can have.
+    /// Removes what does not apply to `kind`, which an override chose: keys of other kinds wherever they are given, and
+    /// settings of the text that only its own kind can have.
     fn leave_out_other_kinds(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
         let left_out = &mut self.left_out;
         let of_text = |key: &str| !set.contains(key);

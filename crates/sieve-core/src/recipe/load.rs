@@ -13,9 +13,9 @@ impl Recipe {
     /// Reads a recipe, applies `overrides` (`section.key=value`, later ones win) and checks every rule.
     ///
     /// `origin` names the text in messages, usually its path. An override's value is read as TOML, else taken as a bare
-    /// string. Overriding `attention.kind` leaves out what goes with other kinds alone, in the text and among the
-    /// overrides; overriding one of `tokenizer.path` and `tokenizer.train` drops the other; overriding
-    /// `attention.preset` drops what it sets; another number of `data.paths` drops `data.weights`.
+    /// string. Overriding `attention.kind` removes keys that only other kinds have, from the text and the overrides;
+    /// overriding one of `tokenizer.path` and `tokenizer.train` drops the other; overriding `attention.preset` drops
+    /// what it sets; another number of `data.paths` drops `data.weights`.
     ///
     /// # Errors
     /// [`RecipeError::Syntax`] when the text is not TOML, else [`RecipeError::Invalid`] with every mistake of the text

@@ -22,9 +22,9 @@ impl LrSchedulerSection {
     /// `decay_ratio` has no default (1.0 is torchtitan's absent one: decay from the end of the warm-up), and a step
     /// past the end stays at the decay's floor instead of following the formula below it.
     ///
-    /// The steps before `after_step` have a schedule of their own. The one of the steps after it fits in those: a fifth
-    /// of them warm up at most, `decay_ratio` of them decay (all behind a warm-up that was cut short), and the last has
-    /// the rate that the first schedule ended at, or a lower one.
+    /// The steps before `after_step` have a schedule of their own. The schedule after it fits into the remaining steps:
+    /// a fifth of them warm up at most, `decay_ratio` of them decay (all behind a warm-up that was cut short), and the
+    /// last has the rate that the first schedule ended at, or a lower one.
     pub fn factor(&self, step: usize, total_steps: usize) -> f64 {
         let after = self.after_step.min(total_steps);
         if after == 0 || step < after {
@@ -37,8 +37,8 @@ impl LrSchedulerSection {
         let num_steps = total_steps - after;
         let most = (num_steps as f64 * MOST_WARMUP_AGAIN) as usize;
         let warmup_steps = self.warmup_steps.min(most);
-        // So few steps that the warm-up is cut short decay behind it: at the highest rate they would lose what the
-        // first decay won.
+        // With so few steps that the warm-up is cut short, all steps after it decay: at the highest rate they would
+        // lose what the first decay gained.
         let decay_steps = match (self.decay_ratio > 0.0, most < self.warmup_steps) {
             (false, _) => 0,
             (true, true) => num_steps - warmup_steps,
@@ -52,8 +52,8 @@ impl LrSchedulerSection {
         )
     }
 
-    /// [`factor`](Self::factor) of a schedule that begins at step 0. Its decay takes the first number of steps, and
-    /// ends where a decay of the second number, which is not smaller, ends.
+    /// [`factor`](Self::factor) of a schedule that begins at step 0. Its decay lasts the first number of steps and ends
+    /// at the rate where a decay over the second number, which is at least as large, ends.
     fn factor_of_one(
         &self,
         step: usize,

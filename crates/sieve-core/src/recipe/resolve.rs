@@ -35,7 +35,7 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
             let size = |value: Option<Value>| value.and_then(|value| value.as_integer());
             let per_step = size(seq_len).and_then(|len| size(rows)?.checked_mul(len));
             if stage.contains_key("steps") {
-                mistakes.push(Mistake::new(key, "is given beside steps", "give one of the two"));
+                mistakes.push(Mistake::new(key, "is given together with steps", "give one of the two"));
                 stage.remove("tokens");
             } else if let (Some(per_step @ 1..), 1..) = (per_step, tokens) {
                 let steps = (tokens - 1) / per_step + 1;
@@ -63,7 +63,8 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
 /// Writes out the sizes of `[model]` that follow from others, and what `[attention]` leaves to its kind's defaults or
 /// to its preset. Works on checked values.
 ///
-/// `gives_window`: whether the text is of kind DMA and gives its window, and so leaves nothing else of its form open.
+/// `gives_window`: whether the text has kind DMA and sets its window, in which case recency and local window default to
+/// the published form.
 pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Vec<Mistake>) {
     let kind = value_at(table, "attention.kind");
     let kind = kind.as_ref().and_then(Value::as_str).and_then(schema::attention_kind);

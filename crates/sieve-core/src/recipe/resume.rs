@@ -26,13 +26,13 @@ impl KeyChange {
     /// step reads.
     ///
     /// - `training.steps` and the shape of the decay: a run is made longer, or its decay is tried again from a
-    ///   checkpoint of the stable phase. A decay that has begun goes on with the new numbers.
+    ///   checkpoint of the stable phase. A decay that has begun continues with the new numbers.
     /// - `model.max_position_embeddings`: how far the rotary tables reach; a longer stage may need more.
     /// - `training.local_batch_size`: the same rows in other micro-batches (sums in another order); `global_batch_size`
     ///   may not change.
     /// - `validation.paths` may not change: its documents are kept out of the training split.
-    /// - `data.fallback`: where it decides what is read, `data.paths` says so, and may not change.
-    /// - the rest decides what is written, measured and printed, not what is learned.
+    /// - `data.fallback`: it matters only where `data.paths` matches no file; `data.paths` itself may not change.
+    /// - all other keys decide what is written, measured and printed, not what is learned.
     pub fn is_allowed(&self) -> bool {
         let values = [&self.saved, &self.now].map(Option::as_deref);
         if self.key == "data.format" && values.contains(&Some("\"auto\"")) {
@@ -73,8 +73,8 @@ impl Recipe {
             .collect())
     }
 
-    /// Checks that a run which took `steps_done` steps by `self` may be resumed with `now`. Returns the changes it may
-    /// make. Stages may change, come or go where none of those steps was computed by other values.
+    /// Checks that a run which took `steps_done` steps with `self` may be resumed with `now`. Returns the allowed
+    /// changes. Stages may be changed, added or removed as long as no step already taken would have had other values.
     ///
     /// # Errors
     /// [`RecipeError::ResumeChanged`] with every key that differs and [may not](KeyChange::is_allowed).

@@ -141,7 +141,7 @@ impl Recipe {
 
     /// The recipe of one stage alone: its values in `[model]`, `[attention]` and `[training]`, no `[[stage]]`.
     ///
-    /// `training.steps` stays the whole run's, which is what the learning rate goes by.
+    /// `training.steps` stays the whole run's, since the learning-rate schedule spans all stages.
     pub fn at_stage(&self, stage: &Stage) -> Self {
         let section = &stage.section;
         let mut recipe = self.clone();

@@ -139,7 +139,7 @@ const BYTES_PER_TOKEN: f64 = 3.0;
 const BYTES_PER_MERGE: u64 = 64;
 /// Tokens of a trained tokenizer that are no merges.
 const BYTE_TOKENS: u64 = 258;
-/// Text that is read up to four times teaches about as much as new text, and 16 times the last that is worth its cost
+/// Text that is read up to four times teaches about as much as new text; beyond 16 times it is not worth its cost
 /// (arXiv:2305.16264).
 pub const EPOCHS_AS_NEW: f64 = 4.0;
 const MOST_EPOCHS: f64 = 16.0;
@@ -233,7 +233,7 @@ impl StartingSize {
     }
 
     /// The same for a text of `num_bytes`: fewer steps, as [`steps_for_text`] says, and a tokenizer that the text can
-    /// train. `None` where the size is not for so little text; the smallest is for any.
+    /// train. `None` where the text is too small for the size; the smallest size takes any text.
     pub fn for_text(self, num_bytes: u64) -> Option<Self> {
         let steps = match steps_for_text(num_bytes, self.tokens_per_step(), self.steps) {
             None if self.name == Self::ALL[0].name => LEAST_STEPS,

@@ -1,5 +1,5 @@
-//! The backward pass: probabilities are computed again from the log-sum-exp, all five products run on the forward's
-//! panels, and every sum has an order fixed by sizes and mask alone.
+//! The backward pass: probabilities are recomputed from the log-sum-exp, all five GEMMs run on the forward's panels,
+//! and every sum has an order fixed by sizes and mask alone.
 
 use std::ops::Range;
 

@@ -79,8 +79,8 @@ impl<const W: usize> Rows<W> {
             .resize(self.panels.len() * self.columns_v, Aligned([[0.0; W]; LANES]));
     }
 
-    /// Adds what the rows see of the block: `readers` gives the positions of a panel's rows, -1 for those that see none
-    /// of it. `bases` are taken from the biases of the keys, where there are any.
+    /// Accumulates attention of the panel's rows over one block of keys: `readers` holds the rows' positions, -1 for
+    /// rows that see no key of the block. `bases` are subtracted from the keys' biases, if any.
     #[inline(always)]
     pub(crate) fn add_block<S: Simd>(
         &mut self,
@@ -154,8 +154,8 @@ impl Softmax {
         }
     }
 
-    /// Log-sum-exp of a row's logits, biases less the row's base (-inf when it saw nothing), and the sum its output is
-    /// divided by.
+    /// Log-sum-exp of a row's logits, with its base subtracted from the biases (-inf when it saw nothing), and the
+    /// softmax denominator.
     pub(crate) fn finish(&self, lane: usize) -> (f32, f32) {
         let sum = self.sum[lane];
         let lse = if sum == 0.0 {

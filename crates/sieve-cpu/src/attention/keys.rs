@@ -12,8 +12,8 @@ const TILE_ROWS: usize = 192;
 /// Tiles that share one stored list of candidate keys.
 const TILES_PER_LIST: usize = 8;
 
-/// A mask made ready: per key the first position that no longer sees it, and lists of candidates where they are
-/// gathered.
+/// A mask prepared for the tiles: per key the first position that no longer sees it, and lists of candidate keys where
+/// keys are gathered.
 pub(crate) struct Keys<'a> {
     shape: Packed,
     documents: Documents<'a>,
@@ -100,9 +100,9 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The largest bias that the query of each lane sees, which is taken from all biases of its row: the softmax is the
-    /// same, and its logits are then of the size of `q . k`, of which a large bias would leave no digit. 0 in lanes
-    /// without a query.
+    /// The largest bias that the query of each lane sees; it is subtracted from all biases of the row. This does not
+    /// change the softmax, and logits stay of the magnitude of `q . k`, whose digits a large bias would swallow. 0 in
+    /// lanes without a query.
     pub(super) fn bases(&self, row: usize, kv_head: usize, positions: &[i32; LANES]) -> Aligned<[f32; LANES]> {
         let at = (row * self.shape.num_kv_heads + kv_head) * self.shape.seq_len;
         let base = |position: i32| match usize::try_from(position) {
@@ -229,8 +229,8 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The largest bias that each query sees, 0 where it sees nothing: keys paint their queries in falling order of their
-/// biases.
+/// The largest bias that each query sees, 0 where it sees nothing: keys in falling order of their biases each fill the
+/// queries that have none yet.
 fn largest_biases(expire: &[i32], delta: &[f32]) -> Vec<f32> {
     let mut order: Vec<usize> = (0..delta.len()).collect();
     order.sort_by(|&a, &b| delta[b].total_cmp(&delta[a]));

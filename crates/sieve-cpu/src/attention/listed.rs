@@ -1,5 +1,5 @@
-//! Attention of one tile of query rows over any list of keys, in any order: the piece that block-sparse attention is
-//! made of. Queries and keys carry their positions, so both may be permuted.
+//! Attention of one tile of query rows over any list of keys, in any order: the building block of block-sparse
+//! attention. Queries and keys carry their positions, so both may be permuted.
 
 use pulp::Simd;
 

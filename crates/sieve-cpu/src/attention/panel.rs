@@ -1,4 +1,4 @@
-//! Products of small panels, the arithmetic of the attention tiles.
+//! Small GEMMs of panels, the arithmetic of the attention tiles.
 //!
 //! A panel is a slice of rows `[f32; W]`, W a multiple of 16: one row is a whole number of vectors, rows need no bounds
 //! checks, and no operand is ever transposed except the queries, once per tile. The right operand is read as vectors,

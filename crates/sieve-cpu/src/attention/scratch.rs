@@ -1,4 +1,4 @@
-//! Working memory that tasks hand on to each other.
+//! Scratch buffers that tasks reuse one after another.
 
 use std::sync::{Mutex, PoisonError};
 

@@ -1,5 +1,5 @@
-//! How the backward pass is split into tasks: gradient rows handed to their heads, tokens cut into segments, and the
-//! segments' sums over keys added in order.
+//! How the backward pass is split into tasks: gradient rows are divided by head, tokens are cut into segments, and the
+//! segments' dk and dv are summed in order.
 
 use std::ops::Range;
 
@@ -9,8 +9,8 @@ use super::Packed;
 use super::keys::Keys;
 use crate::simd::on_arch;
 
-/// Tasks aimed at. Where batch rows times KV heads give fewer, tiles are split into segments, each with its own sums of
-/// dk and dv, added in order at the end. A constant: the split must not depend on the number of threads.
+/// Number of tasks to aim for. Where batch rows times KV heads are fewer, tiles are split into segments, each with its
+/// own sums of dk and dv, added in order at the end. A constant: the split must not depend on the number of threads.
 pub(crate) const TARGET_TASKS: usize = 16;
 
 /// The places for the gradients of one (row, KV head): rows of the packed tensor, token by token.

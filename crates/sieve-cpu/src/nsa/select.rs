@@ -30,8 +30,8 @@ fn overlapped(blocks: NsaBlocks, c: usize) -> Range<usize> {
     c / per_select..(c + per_compress - 1) / per_select + 1
 }
 
-/// The blocks of a query whose own block is `own`, given the importance of the blocks `0..=own`: the forced ones, the
-/// last first, then those of the largest importance, of equal ones the later. Ascending, then -1.
+/// The blocks of a query whose own block is `own`, given the importance of the blocks `0..=own`: the forced blocks
+/// (latest first), then those of the largest importance (of equal ones the later). Ascending, then -1.
 ///
 /// # Panics
 /// When `importance` does not hold `own + 1` values.
@@ -120,8 +120,8 @@ pub fn choose_key_blocks(
         });
 }
 
-/// Importance of the blocks `0..=own` for one chooser of a query; `scores` gives the products of a query head with the
-/// pooled keys that the query has seen the end of.
+/// Importance of the blocks `0..=own` for one chooser of a query; `scores` gives `q . k` of a query head and each
+/// pooled key that ends at or before the query.
 fn importance(
     shape: AttentionShape,
     choice: BlockChoice,

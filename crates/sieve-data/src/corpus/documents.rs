@@ -84,7 +84,7 @@ pub struct Documents<'a> {
     path: PathBuf,
     cursor: Cursor,
     seen: HashSet<u128>,
-    /// Hashes that came into `seen` and were not asked for yet.
+    /// Hashes that were added to `seen` and not yet fetched by the caller.
     newly_seen: Vec<u128>,
     done: bool,
 }

@@ -3,8 +3,7 @@
 //! A path is `hf://datasets/OWNER/NAME[@REVISION][/FILES]`, as `huggingface_hub` writes it; FILES is a folder, a file
 //! or a glob, and without it all files with a wanted ending are taken. The listing is made once and kept: from then on
 //! the data set is pinned to that commit, and a preparation needs the network only for files that it has not read yet.
-//! A file is fetched when it is read, a broken transfer goes on where it stopped, and a file that was read to its end
-//! is removed.
+//! A file is fetched when it is read, a broken transfer is resumed, and a file that was read to its end is removed.
 //!
 //! A server is not trusted: the place of a fetched file on this disk comes from a hash of its name, and its bytes must
 //! have the listed checksum.
@@ -44,8 +43,8 @@ pub struct HubConfig {
 pub struct HubLimits {
     /// Longest wait for a connection, and for the next byte of an answer.
     pub silence: Duration,
-    /// Longest time without a new byte until a hub is given up that has answered before. A server that asks for a pause
-    /// (`Retry-After`) gets it within this time.
+    /// How long a hub that has answered before may send no new byte until the transfer fails. A pause that the server
+    /// requests (`Retry-After`) is respected within this time.
     pub outage: Duration,
     /// The same of a hub that has never answered: its address may be wrong.
     pub first_outage: Duration,
@@ -125,7 +124,7 @@ pub fn hub_tokenizer(path: &str, mut config: HubConfig) -> Result<PathBuf, DataE
     remote.is_model = true;
     config.dir = config.dir.join("sieve");
     let hub = Hub::new(config)?;
-    // Whatever folder was asked for, a model has one listing.
+    // A model has one listing for all its folders.
     let listing = hub.listing(&format!("hf://{}@{}", remote.repo, remote.revision), &remote)?;
     let place = listing.siblings.iter().position(|sibling| sibling.name == name);
     let place =
@@ -421,7 +420,7 @@ impl Hub {
         self.config.dir.join("files").join(file.local_name())
     }
 
-    /// Fetches a file unless it is there, and gives its path.
+    /// Fetches a file unless it exists, and returns its path.
     pub(super) fn fetch(&self, file: &RemoteFile) -> Result<PathBuf, DataError> {
         let path = self.local_path(file);
         // It got its name when it was whole and checked.

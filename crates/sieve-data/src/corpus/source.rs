@@ -19,8 +19,8 @@ pub(super) use unpack::{Packed, broken_archive};
 
 /// The documents of one file, in order.
 ///
-/// An error for which [`DataError::is_invalid_document`] holds concerns that document alone: the next call gives the
-/// next one. After any other error the source is not asked again.
+/// An error for which [`DataError::is_invalid_document`] holds concerns that document alone: the next call returns the
+/// next document. After any other error the source is not used again.
 pub(super) trait DocumentSource: Send {
     /// The next document's text and line, or `None` at the end.
     fn next_document(&mut self) -> Option<Result<(String, u64), DataError>>;

@@ -14,7 +14,7 @@ use crate::error::DataError;
 
 /// Bytes read between two pauses.
 const PIECE_BYTES: usize = 8 << 20;
-/// Pauses are so many times as long as the reading before them: training reads the same disk.
+/// Pauses are this many times as long as the reads before them, since training reads the same disk.
 const PAUSES: u32 = 3;
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
@@ -71,7 +71,7 @@ impl Drop for ShardCheck {
     }
 }
 
-/// XXH3-128 of a file in hexadecimal, read with pauses; `None` where it was asked to stop.
+/// XXH3-128 of a file in hexadecimal, read with pauses; `None` if it was stopped.
 fn hash_slowly(path: &Path, stops: &AtomicBool) -> std::io::Result<Option<String>> {
     let mut file = File::open(path)?;
     let (mut sum, mut piece) = (Xxh3::new(), vec![0; PIECE_BYTES]);

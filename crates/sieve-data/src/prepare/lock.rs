@@ -9,7 +9,7 @@ use sieve_files::{Taken, try_lock};
 use super::Progress;
 use crate::error::DataError;
 
-/// The folder's lock. The system gives it back when the file is closed, also when the process is killed.
+/// The folder's lock. The system releases it when the file is closed, also when the process is killed.
 pub(super) struct Lock {
     file: File,
     path: PathBuf,

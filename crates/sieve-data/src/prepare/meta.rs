@@ -103,7 +103,7 @@ pub struct SplitMeta {
 }
 
 impl SplitMeta {
-    /// Several shards as one; the hash is that of their hashes.
+    /// Several shards as one; the hash is the hash of their hashes.
     pub(super) fn total(parts: &[Self]) -> Self {
         let sum = |number: fn(&Self) -> u64| parts.iter().map(number).sum();
         let hashes = parts.iter().map(|part| part.tokens_hash.as_str());
@@ -124,7 +124,7 @@ impl SplitMeta {
 
 impl PreparedMeta {
     /// Whether it was made from these corpora: the same settings and files, none of them changed since. Data sets of
-    /// the hub that are not connected to count as the same.
+    /// the hub that were not resolved count as unchanged.
     pub fn is_made_of(&self, train: &[Corpus], validation: Option<&Corpus>) -> bool {
         let is_same =
             |hash: &String, corpus: &Corpus| corpus.check_connected().is_err() || *hash == hex(corpus.fingerprint());
@@ -174,7 +174,7 @@ impl PreparedMeta {
         trains.chain([(VALIDATION.to_owned(), &self.validation)]).collect()
     }
 
-    /// Checks that the shards are there with the sizes that were written.
+    /// Checks that the shards exist with the sizes that were written.
     pub(super) fn check_files(&self, dir: &Path) -> Result<(), DataError> {
         for (name, split) in self.shards() {
             for (ending, wanted) in [(".bin", split.bin_bytes), (".idx", split.idx_bytes)] {

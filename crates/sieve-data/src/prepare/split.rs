@@ -1,9 +1,8 @@
 //! Which text is held out for validation.
 //!
-//! A fraction is held out by a hash of each document's text. Where that leaves a corpus without a document to train on
-//! or without one to validate on, it has too few documents: then the end of its text is held out, and the document in
-//! which that end begins is cut there, between two characters. Of several corpora each is held out of, as the loss on
-//! one of them says nothing of the others.
+//! A fraction is held out by a hash of each document's text. Where that leaves a split without documents, the corpus
+//! has too few: then the end of its text is held out, and the document that contains the boundary is cut there, between
+//! two characters. With several corpora text is held out of each, since the loss on one says nothing about the others.
 
 use std::collections::HashSet;
 
@@ -62,8 +61,8 @@ impl Split<'_> {
     }
 }
 
-/// For each corpus the byte of its text from which on it is held out, or `None` where whole documents are. Reads no
-/// more than it takes to see that there are enough documents.
+/// For each corpus the byte of its text from which on it is held out, or `None` where whole documents are. Stops
+/// reading as soon as there are enough documents.
 pub(super) fn cuts(corpora: &[Corpus], fraction: f64) -> Result<Vec<Option<u64>>, DataError> {
     let mut seen = HashSet::new();
     let mut cuts = Vec::new();

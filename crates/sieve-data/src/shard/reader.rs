@@ -10,7 +10,7 @@ use super::{TokenDtype, with_ending};
 use crate::error::DataError;
 use crate::mapped_file::MappedFile;
 
-/// A memory-mapped pair of `.bin` and `.idx`, checked whole when opened, so that reading cannot leave the files.
+/// A memory-mapped pair of `.bin` and `.idx`, fully validated when opened, so that reading cannot go out of bounds.
 ///
 /// The files must not be changed in place while a reader lives (replacing them by renaming is fine).
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl ShardReader {
         })
     }
 
-    /// The same shard read as one whose documents begin with a prompt, their first sequence of two.
+    /// The same shard with documents of two sequences, of which the first is the prompt.
     ///
     /// # Errors
     /// A document of another number of sequences; the message names it.

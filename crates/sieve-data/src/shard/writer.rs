@@ -1,4 +1,4 @@
-//! Writing a shard: token ids as they come, the index at the end.
+//! Writes a shard: token ids as they arrive, the index at the end.
 
 use std::fs::File;
 use std::io::Read;
@@ -35,7 +35,7 @@ pub(crate) struct FinishedShard {
 }
 
 impl ShardWriter {
-    /// Begins a shard for token ids below `vocab_size`, which also chooses the dtype.
+    /// Creates a shard for token ids below `vocab_size`, which determines the dtype.
     ///
     /// # Errors
     /// A file that cannot be created, a vocabulary of 2^31 or more.
@@ -149,7 +149,7 @@ impl ShardWriter {
         Ok(self.bin.write(&self.bytes)?)
     }
 
-    /// Writes the index, fsyncs both files and gives them their names.
+    /// Writes the index, fsyncs both files and renames them to their final names.
     ///
     /// # Errors
     /// A full disk, or a file that cannot be renamed.

@@ -6,8 +6,8 @@ use super::{END_OF_TEXT, Tokenizer, not_trained};
 use crate::error::DataError;
 
 impl Tokenizer {
-    /// Tokens `0..count`: token n is the word "n", and words are parted by white space, but token 0, which synthetic
-    /// tasks fill with, is `<|endoftext|>`. A text with another word is refused.
+    /// Tokens `0..count`: token n is the word "n", separated by white space, except that token 0, the padding of
+    /// synthetic tasks, is `<|endoftext|>`. A text with another word is refused.
     ///
     /// # Errors
     /// A `count` below 2.

@@ -66,7 +66,7 @@ impl<'a> DecodeStream<'a> {
         Ok(piece)
     }
 
-    /// Ends the stream and gives what was held back; bytes that are not UTF-8 become U+FFFD.
+    /// Ends the stream and returns what was held back; bytes that are not UTF-8 become U+FFFD.
     ///
     /// # Errors
     /// Ids that the tokenizer cannot express.

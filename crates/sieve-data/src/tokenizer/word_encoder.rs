@@ -1,6 +1,5 @@
 //! The fast way to encode with a byte-level BPE that splits as GPT-2 does: words are found without a regular
-//! expression, and each thread remembers the ids of the words it met. The ids of a new word come from the `tokenizers`
-//! crate.
+//! expression, and each thread caches the ids of words. The ids of a new word come from the `tokenizers` crate.
 
 use std::sync::Mutex;
 
@@ -15,7 +14,7 @@ use super::words::{byte_chars, in_byte_chars, words};
 pub(super) struct WordEncoder {
     model: ModelWrapper,
     byte_chars: [char; 256],
-    /// One for each thread that encodes at the time; a text borrows one and gives it back.
+    /// One for each thread that is encoding; a text borrows one and returns it.
     caches: Mutex<Vec<WordCache>>,
 }
 
@@ -63,7 +62,7 @@ impl WordEncoder {
     }
 }
 
-/// Remembers the ids of words. Each word has one slot, and the last word of a slot stays: no bookkeeping, bounded
+/// A cache of the ids of words. Each word maps to one slot, which a later word overwrites: no bookkeeping, bounded
 /// memory.
 #[derive(Debug)]
 struct WordCache {

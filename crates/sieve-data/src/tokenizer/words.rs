@@ -1,7 +1,7 @@
 //! GPT-2's splitting of text into words, without a regular expression engine.
 //!
 //! The pattern is `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+` (Radford et al., 2019),
-//! the first alternative that matches counting. Every character belongs to one of its classes, so words lie end to end.
+//! where the first matching alternative counts. Every character belongs to one of its classes, so words lie end to end.
 
 use std::sync::LazyLock;
 
@@ -18,8 +18,8 @@ enum Class {
 
 const NUM_CHARS: usize = 0x11_0000;
 
-/// The class of every character, asked from the engine that the `tokenizers` crate splits with, so that both know the
-/// same version of Unicode.
+/// The class of every character, taken from the regex engine of the `tokenizers` crate, so that both use the same
+/// version of Unicode.
 static CLASSES: LazyLock<Vec<Class>> = LazyLock::new(|| {
     let every_char = (0..NUM_CHARS as u32).filter_map(char::from_u32).collect::<String>();
     let mut classes = vec![Class::Other; NUM_CHARS];

@@ -81,7 +81,8 @@ pub struct LongReport {
 
 /// Asks for every sample; `observe` is called with the number asked so far.
 ///
-/// A prefill selector acts on the prompt, and what follows reads everything; a decode selector acts on what follows.
+/// A prefill selector acts on the prompt only, and later tokens read every key; a decode selector acts on the tokens
+/// after the prompt.
 ///
 /// # Errors
 /// Prompts longer than the model's context, tokens outside its vocabulary, a NaN or infinite output, operands that

@@ -15,8 +15,8 @@ pub struct LongTexts {
     pub samples: Vec<(LongSample, Vec<u32>)>,
 }
 
-/// Makes `count` samples, numbered from `first`, that take `length` tokens or a little less: the text is as long as
-/// leaves room for the tokens that are generated. The same arguments make the same samples.
+/// Generates `count` samples, numbered from `first`, of `length` tokens or a little less, including the tokens to be
+/// generated. The same arguments give the same samples.
 ///
 /// # Errors
 /// A length without room for the shortest text, a question task without its file.

@@ -121,7 +121,7 @@ fn numbered<T: AsRef<str>>(words: &[T]) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Coded words, of which the one of rank k stands `N k^-2 / zeta(2)` times; ranks 2, 3 and 4 are asked for, and rank 1
+/// Coded words, where the word of rank k occurs `N k^-2 / zeta(2)` times; ranks 2, 3 and 4 are the answer, and rank 1
 /// is dots.
 pub(super) fn frequent_words(random: &mut Random, size: Size) -> LongSample {
     let num_words = (size.length / 50).max(4);

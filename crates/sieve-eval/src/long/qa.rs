@@ -127,8 +127,7 @@ impl QaData {
         }
     }
 
-    /// A question with its documents and others up to `parts`; the documents that answer are there even where they are
-    /// more.
+    /// A question with its own documents and others, `parts` in all; documents with the answer are always included.
     pub(super) fn sample(&self, random: &mut Random, parts: usize) -> LongSample {
         let asked = random.below(self.questions.len());
         let question = &self.questions[asked];

@@ -126,8 +126,8 @@ impl Haystack {
         self.tokens.len()
     }
 
-    /// Its first `len` tokens with `needle` inside, and the needle's place: at `depth` % of them, moved back to the
-    /// sentence that ends before it, or to the beginning; at 100 % after them all.
+    /// The haystack's first `len` tokens with `needle` inserted, and its position: at `depth` % of them, moved back to
+    /// the end of a sentence or to the beginning; at 100 % after all of them.
     pub(super) fn with_needle(&self, len: usize, depth: f64, needle: &[u32]) -> (Vec<u32>, usize) {
         let wanted = (len as f64 * depth / 100.0).round() as usize;
         let place = match wanted >= len {

@@ -22,11 +22,11 @@ pub struct Extrapolation {
     pub ratio: f64,
 }
 
-/// Predicts the same tokens behind contexts of several lengths, the first of them the one to compare with.
+/// Predicts the same tokens after contexts of several lengths; the first length is the baseline.
 ///
-/// A document is cut into pieces one token longer than the longest context; what remains is left out, and so are
-/// shorter documents. In each piece the last tokens are predicted, half as many as the first context has, from as many
-/// of the tokens before as a context holds.
+/// A document is cut into pieces one token longer than the longest context; remainders and shorter documents are left
+/// out. In each piece the last tokens are predicted, half as many as the first context has, from as many of the tokens
+/// before as a context holds.
 ///
 /// # Errors
 /// Those of [`perplexity`](super::perplexity); no document longer than the longest context.

@@ -27,7 +27,7 @@ struct File {
 /// The settings of a grid's text, in the order of the file, and those that a method's own rules forbid.
 ///
 /// # Errors
-/// Text of another form; a name or key that no method has; a table of which every combination is forbidden.
+/// A text of another form; an unknown method or key; a table whose combinations are all forbidden.
 pub fn selector_grid(file: &str, text: &str) -> Result<(Vec<LayerSelectors>, Vec<SelectError>), EvalError> {
     let wrong = |problem: String| {
         let hint = "write selectors = [\"NAME:key=value\", …], or [[grid]] with selector = \"NAME\" and key = \

@@ -13,7 +13,7 @@ use sieve_ops::first_of_largest;
 const NO_NUMBER: &str = "[invalid]";
 
 /// Greedy text after each prompt: up to the first stop string, the end of the document or `max_new_tokens`. Prompts are
-/// read one by one; many texts are decoded side by side.
+/// read one by one; many texts are decoded in one batch.
 pub(super) fn answers<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     prompts: &[Vec<u32>],

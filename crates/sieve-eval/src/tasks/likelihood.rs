@@ -1,5 +1,5 @@
-//! How likely a model finds texts after their contexts: many pairs in each forward pass, laid into rows as documents,
-//! where what the pairs of a question begin with goes in once; long prompts through the KV cache.
+//! Log-likelihoods of continuations after contexts: many (context, continuation) pairs in each forward pass, packed
+//! into rows as documents, with the common prefix of a question's pairs read once; long prompts through the KV cache.
 use super::{TaskModel, TaskSize};
 use crate::continuation::{Continuation, Ending};
 use crate::input::{check_vocabulary, ids};
@@ -17,8 +17,8 @@ use std::ops::Range;
 
 /// Tokens of one forward pass as its attention sees them; more only takes memory.
 const BATCH_TOKENS: usize = 8192;
-/// Tokens that a question's pairs share from which the pairs go through the KV cache one token at a time: the attention
-/// of a pass sees a shared prompt once for each pair, which takes more than all else where prompts are long.
+/// Length of the shared prefix, in tokens, from which a question's pairs go through the KV cache token by token: in a
+/// packed pass attention reads the prefix once for each pair, which dominates for long prompts.
 const LONG_PROMPT: usize = 4096;
 /// Shorter rows would hold few pairs each.
 const MIN_ROW_TOKENS: usize = 512;
@@ -100,8 +100,8 @@ impl Pair {
     }
 }
 
-/// The likelihood of every pair, in their order. Pairs of one question go through the model together. `observe` hears
-/// how many are done.
+/// The likelihood of every pair, in their order. Pairs of one question go through the model together. `observe` is
+/// called with the number done.
 pub(super) fn likelihoods<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     questions: &[Vec<Pair>],
@@ -220,9 +220,8 @@ impl<'a> Question<'a> {
     }
 }
 
-/// Each prompt once through the cache, then the tokens behind it: under a prefill selector the prompt is one sparse
-/// call and the tokens behind it read everything, under a decode method the prompt is dense and the tokens behind it
-/// are not.
+/// Each prompt once through the cache, then the tokens after it: under a prefill selector the prompt is one sparse call
+/// and later tokens read every key; under a decode method the prompt is dense and later tokens are sparse.
 pub(super) fn after_prompts<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     pairs: &[Pair],

@@ -12,8 +12,7 @@ enum Part {
     Place { column: String, filters: Vec<Filter> },
 }
 
-/// What a text is changed by, in a place as `{column|filter}`. Each does what the templates of lm-evaluation-harness
-/// do.
+/// Filters of a template's columns, as in `{column|filter}`; each does what lm-evaluation-harness's templates do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Filter {
     Strip,

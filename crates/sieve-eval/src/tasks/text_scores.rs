@@ -162,8 +162,8 @@ fn longest_common<'a>(x: &[&'a str], y: &[&str]) -> Vec<&'a str> {
 
 fn classification(text: &str, answer: &str, classes: &[String]) -> f64 {
     let mut named: Vec<&String> = classes.iter().filter(|class| text.contains(*class)).collect();
-    // A class inside the right one's name does not count against it. The scorer takes entries out of the list that it
-    // walks over, and so passes over the entry behind each.
+    // A class whose name is part of the right one's does not count against it. LongBench's scorer removes entries from
+    // the list that it iterates over, and so skips the entry after each.
     let mut at = 0;
     while at < named.len() {
         if answer.contains(named[at].as_str()) && named[at] != answer {

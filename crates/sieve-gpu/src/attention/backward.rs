@@ -163,7 +163,7 @@ impl AttentionGradients<'_> {
             let blocks = shape.seq_len.div_ceil(tiles.block_kv);
             let grid = [blocks, shape.num_kv_heads * shares.count(), shape.batch];
             // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, or of their
-            // parts, adds to dq_sum; the maps are of q and d_o, which are among the tensors.
+            // partial sums, adds to dq_sum; the maps are of q and d_o, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
         }
         let dbias = match (&parts, dbias) {
@@ -290,8 +290,8 @@ pub(crate) fn convert_dq(
     convert_sums(dq_sum, 1, [rows, first_query], grad, call.softmax_scale)
 }
 
-/// Writes `rows` bf16 rows of a gradient, from `first_row` on, from f32 sums in the order of tensor cores, of which
-/// there are `num_parts` for each head.
+/// Converts `rows` rows of a gradient, from `first_row` on, to bf16; the f32 sums are in the column order of tensor
+/// core accumulators, `num_parts` partial sums for each head.
 fn convert_sums(
     sums: &CudaTensor,
     num_parts: usize,

@@ -69,7 +69,7 @@ impl KvCache {
         launch(&shape, &token, self, length, step, scratch, Seen::Appended)
     }
 
-    /// Attends one query a row over its cache alone: `length` keys of it, the last `window` of those. Nothing is
+    /// Attends one query a row over its cache alone: its first `length` keys, of these the last `window`. Nothing is
     /// written to the cache. `token`'s keys and values are not read.
     ///
     /// # Errors
@@ -86,11 +86,11 @@ impl KvCache {
         launch(&shape, &token, self, length, step, scratch, Seen::Cached)
     }
 
-    /// As [`attention_decode_cached`](Self::attention_decode_cached) over the blocks `chosen`, i32 `[batch, choosers,
-    /// num_chosen]` of `block_size` keys, ascending up to the one of key `length`, then -1; up to that key. Each of so
-    /// many heads chooses for as many queries. `scratch` is made for as many KV heads as choosers.
+    /// As [`attention_decode_cached`](Self::attention_decode_cached) over the keys up to `length` of the blocks in
+    /// `chosen`, i32 `[batch, choosers, num_chosen]`: ascending indices of blocks of `block_size` keys, then -1. The
+    /// query heads are divided evenly among the choosers. `scratch` must be made with one KV head for each chooser.
     ///
-    /// A block has a multiple of [`WARP_KEYS`].
+    /// `block_size` is a multiple of [`WARP_KEYS`].
     ///
     /// # Errors
     /// As there.

@@ -21,8 +21,8 @@ pub(crate) struct DecodeTiling {
 }
 
 impl DecodeTiling {
-    /// For head widths of keys and values, on a device with `max_shared_bytes` of shared memory a block. A block of
-    /// eight warps leaves fewer parts to join than two of four, where a block may have the memory of both.
+    /// For head widths of keys and values, on a device with `max_shared_bytes` of shared memory a block. One block of
+    /// eight warps leaves fewer partial results to join than two of four, where shared memory allows it.
     pub(crate) fn new(head_dims: [usize; 2], max_shared_bytes: usize) -> Self {
         let mut tiling = Self {
             head_dims,
@@ -82,8 +82,7 @@ pub struct DecodeScratch {
 }
 
 impl DecodeScratch {
-    /// Buffers for caches of at most `max_keys` keys. `like` is any tensor on the device; `shape.seq_len` does not
-    /// count.
+    /// Buffers for caches of at most `max_keys` keys. `like` is any tensor on the device; `shape.seq_len` is ignored.
     ///
     /// # Errors
     /// An empty batch.

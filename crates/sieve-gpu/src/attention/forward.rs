@@ -12,11 +12,11 @@ pub struct AttentionResult {
     /// Output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
     pub o: CudaTensor,
     /// Natural logarithm of each query's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a query sees no
-    /// key. With a bias, [`base`](Self::base) is subtracted from it, so that it keeps its last digits beside large
-    /// biases.
+    /// key. With a bias, [`base`](Self::base) is subtracted from it, so that it keeps its precision when biases are
+    /// large.
     pub lse: CudaTensor,
-    /// The 16 bits of each f32 of the output that o lacks, shaped as o and of its dtype (not numbers by
-    /// themselves), where the kernel keeps them: they spare the backward pass the row sums.
+    /// Where the kernel stores it: the low 16 bits of the f32 output that the bf16 `o` lacks, in o's shape and dtype
+    /// (as bf16 values they mean nothing). With it the backward pass needs no row sums.
     pub o_low: Option<CudaTensor>,
     /// With a bias: the largest that each query sees, f32 `[batch, num_kv_heads, seq_len rounded up to 64]`.
     pub base: Option<CudaTensor>,
@@ -25,7 +25,7 @@ pub struct AttentionResult {
 impl Qkv {
     /// Causal attention inside documents: query i sees the keys `max(doc_start[i], i - window + 1) <= j <= i`; `None`
     /// is no window. `bias` is f32 `[batch, num_kv_heads, seq_len]`, added to every logit of its key (DMA with every
-    /// key kept), with the rows in which `o_low` is kept. `doc_start` is i32 `[batch, seq_len]`.
+    /// key kept); it comes with the policy for which rows `o_low` is kept. `doc_start` is i32 `[batch, seq_len]`.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit, a window of 0, a scale that is not positive.
@@ -78,8 +78,8 @@ impl Qkv {
     }
 }
 
-/// Launches a forward pass over `inputs`; the output's tensors are made here and stand behind them. The lower
-/// 16 bits of the output are kept in the rows of `o_low`; kernels without a bias do not store them.
+/// Allocates the outputs, appends them to `inputs` and launches a forward pass. `o_low` says for which rows the
+/// output's low 16 bits are stored; kernels without a bias store none.
 ///
 /// # Safety
 /// Sizes, strides and types of the inputs are what the pass's kernel reads with `params`; q, k and v are among them.

@@ -33,7 +33,7 @@ pub(crate) const BACKWARD_CONSUMER_WARPS: usize = 8;
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
 
-/// A Hopper backward kernel with the arrivals that a policy asks for.
+/// A Hopper backward kernel with the policy's arrivals on barriers.
 pub(crate) fn arriving(kernel: SourceKernel, policy: KernelPolicy) -> SourceKernel {
     match policy.arrivals {
         Arrivals::Warp => kernel,
@@ -62,7 +62,7 @@ impl KernelFamily {
         }
     }
 
-    /// Whether a forward pass with a bias on each key of a row also returns what rounding took from o.
+    /// Whether a forward pass with a bias on each key of a row also returns `o_low`.
     pub fn keeps_o_low(self, o_low: KeepOLow, seq_len: usize) -> bool {
         self == KernelFamily::Hopper && o_low.in_row(seq_len)
     }
@@ -218,8 +218,8 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
     // A warp's part of dQ, on its way to the sums: the columns that are added at once.
     let dq_columns = if d > 128 { 128 } else { d };
     let dq_bytes = 256 * dq_columns * dq_bulk;
-    // lse and D of 64 queries: as plain numbers, or 16 bytes each where they are steps of the products; with a bias 16
-    // bytes for the base of each too, and for the bias of each key.
+    // lse and D of 64 queries: one f32 each, or 16 bytes each as split K steps of the GEMMs; with a bias also 16 bytes
+    // for each query's base and each key's bias.
     let stats_bytes = match source {
         KeySource::Biased | KeySource::Gathered => q_stages * 1024 + do_stages * 1280 + 2048,
         KeySource::GatheredUnbiased => stages * 1024,

@@ -64,8 +64,8 @@ impl<'a> PassInputs<'a> {
         Ok(KeyTiles { block_kv, at_once })
     }
 
-    /// Kernel and maps of a pass that keeps keys in place and makes these gradients, with so many blocks a tile. The
-    /// maps are of q and d_o, which must be among the launch's tensors.
+    /// Kernel and maps of a pass that keeps keys in place and computes these gradients, with `shares` thread blocks a
+    /// key tile. The maps are of q and d_o, which must be among the launch's tensors.
     ///
     /// # Errors
     /// Those of [`by_query`](Self::by_query).

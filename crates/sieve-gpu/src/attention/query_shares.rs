@@ -11,7 +11,7 @@ use crate::runtime::{DType, SourceKernel};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// Blocks that share a tile of keys: so many shares of the KV head's query heads, and so many of each head's queries.
+/// Blocks that share a key tile: the number of shares of the KV head's query heads, and of each head's queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct QueryShares {
     /// At most the query heads of a KV head, which it need not divide.
@@ -37,8 +37,8 @@ const BLOCK_STEPS: usize = 4;
 /// The same of a block of listed keys, which adds to dk and dv in memory.
 const LISTED_BLOCK_STEPS: usize = 8;
 
-/// Cost of writing and reading a block's parts of dk and dv once, and of the launches that add the parts up, both in
-/// 1/1024 of a step of the whole GPU.
+/// Cost of writing and reading a block's partial dk and dv once, and of the launches that sum them, both in 1/1024 of a
+/// step of the whole GPU.
 const PART_COST: usize = 46;
 const JOIN_COST: usize = 4096;
 
@@ -88,8 +88,8 @@ impl QueryShares {
         })
     }
 
-    /// The same for lists of `capacity` keys, one for each of `super_blocks` of a launch and KV head; only heads are
-    /// dealt out. Adding to dk and dv once more is part of each block's time.
+    /// The same for key lists of at most `capacity` keys, one for each KV head and each of the launch's `super_blocks`;
+    /// only query heads are divided. The extra adds to dk and dv count as part of each block's time.
     pub(crate) fn of_lists(shape: &AttentionShape, super_blocks: usize, capacity: usize, tiles: KeyTiles) -> Self {
         let (group, chunks) = (shape.group_size(), capacity.div_ceil(tiles.block_kv));
         let lists = super_blocks * shape.num_kv_heads * shape.batch;
@@ -116,8 +116,8 @@ impl QueryShares {
 }
 
 impl AttentionShape {
-    /// Bytes of the parts of dk and dv that blocks which share tiles of keys leave in a backward pass over `window`
-    /// neighbouring keys a query, on a Hopper GPU.
+    /// Bytes of the partial dk and dv of blocks that share key tiles, in a backward pass with `window` neighbouring
+    /// keys a query on a Hopper GPU.
     pub fn key_part_bytes(&self, window: usize, num_multiprocessors: usize) -> usize {
         let tiles = KeyTiles {
             block_kv: BACKWARD_BLOCK_KV,
@@ -187,7 +187,7 @@ fn neighbour_blocks(
     })
 }
 
-/// When the last of these blocks ends, of which `at_once` run at a time.
+/// When the last of these blocks ends if `at_once` run at a time.
 fn makespan(at_once: usize, blocks: impl Iterator<Item = usize>) -> usize {
     let mut free = BinaryHeap::from(vec![Reverse(0); at_once.max(1)]);
     let mut last = 0;

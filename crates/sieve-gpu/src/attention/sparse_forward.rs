@@ -17,16 +17,16 @@ const HOPPER_ROWS: usize = 128;
 pub enum SparseKeyReads {
     /// One by one: any mask.
     Keys,
-    /// Whole tiles by the copy engine: key tiles that are multiples of 64 keys, in order, without single
-    /// keys. It also reads keys of a listed tile that no query sees.
+    /// Whole tiles by TMA: key tiles of a multiple of 64 keys, in order, and no single keys. It also reads keys of a
+    /// listed tile that no query sees.
     Tiles,
 }
 
 /// The fewest keys of one TMA copy.
 const SMALL_BOX: usize = 64;
 
-/// Whether two query tiles share a tile of the Hopper kernel, and how many keys the copy engine brings at a time: a
-/// stage where tiles allow it.
+/// Whether two query tiles share a tile of the Hopper kernel, and how many keys one TMA box holds: a whole stage where
+/// the key tile allows it.
 fn pairs_and_box([query_tile, key_tile]: [usize; 2]) -> (bool, usize) {
     let pairs = query_tile == HOPPER_ROWS / 2;
     let brings_stages = !pairs && key_tile.is_multiple_of(BLOCK_KV);
@@ -134,9 +134,9 @@ impl Qkv {
                     (kernel, [num_tiles * parts, num_heads, 1], Vec::new())
                 }
             };
-            // SAFETY: sizes, strides and types checked above; whoever made the mask vouches for every index; the mask's
-            // query tiles cover every row, whose o and lse are written; the maps are of k and v, which are among the
-            // tensors.
+            // SAFETY: sizes, strides and types checked above; every index was checked when the mask was made; the
+            // mask's query tiles cover every row, whose o and lse are written; the maps are of k and v, which are among
+            // the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
         };
         launch(&Rows {
@@ -195,8 +195,7 @@ pub(crate) fn sparse_attention_forward_kernel(shape: &AttentionShape, tiling: &Q
         .shared_bytes(tiling.shared_bytes(shape, KeySource::Dense) + entries)
 }
 
-/// The Hopper specialisation for a shape and for query and key tiles of some size, which matter where keys come by
-/// tiles.
+/// The Hopper specialisation for a shape; the sizes of query and key tiles matter only where keys are loaded by tiles.
 pub(crate) fn hopper_sparse_attention_forward_kernel(
     shape: &AttentionShape,
     reads: SparseKeyReads,

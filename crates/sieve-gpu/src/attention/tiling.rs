@@ -219,8 +219,8 @@ pub(crate) fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKern
     }
 }
 
-/// Query heads of a group whose rows share a gathered tile of `block_rows` rows. Widths in wide use have a form for
-/// every group; others one for two heads.
+/// How many query heads of a group share a gathered tile of `block_rows` rows. Common widths have a form for every
+/// group size, others one for two heads.
 pub(crate) fn heads_sharing_a_tile(shape: &AttentionShape, block_rows: usize) -> usize {
     let most = if matches!(shape.head_dim, 64 | 128) { 8 } else { 2 };
     let fits = |heads: &usize| *heads <= most && shape.group_size().is_multiple_of(*heads) && block_rows / heads >= 16;

@@ -16,8 +16,8 @@ const NAME: &str = "dma_attention_backward";
 /// stays small beside the sums of dk and dv.
 const SUPER_BLOCKS_PER_LAUNCH: usize = 16;
 
-/// Lists of a super-block that a fixed order wants, the shares of a KV head's query heads counted: with fewer, blocks
-/// of the next super-block run beside them and wait for their sums of dk and dv.
+/// Lists of a super-block (times the shares of a KV head's query heads) that keep the GPU busy in a fixed order: with
+/// fewer, blocks of the next super-block run at the same time and wait for these lists' adds to dk and dv.
 const ORDERED_LISTS: usize = 8;
 
 impl KeyLists {

@@ -58,8 +58,8 @@ pub fn dma_border_keys_forward(
     Ok([keys, ranks])
 }
 
-/// Adds the gradients of [`dma_border_keys_forward`]'s results to `d_packed` and `d_rank` in place, which must be
-/// contiguous and nobody else's.
+/// Adds the gradients of [`dma_border_keys_forward`]'s results to `d_packed` and `d_rank` in place; both must be
+/// contiguous and have no other owner.
 ///
 /// # Errors
 /// As there; gaps in `d_packed` or `d_rank`.

@@ -31,8 +31,8 @@ impl DmaSlots {
         }
     }
 
-    /// Offers one new token's key a row to the slots, then attends with its query over the keys then kept: exactly the
-    /// row of the full forward pass. `token` holds `[batch, 1, heads, head_dim]` tensors, `z` (f32
+    /// Inserts one new key a row into the slots if it ranks high enough, then attends with its query over the kept
+    /// keys: exactly the row of the full forward pass. `token` holds `[batch, 1, heads, head_dim]` tensors, `z` (f32
     /// `[batch, num_kv_heads]`) its scores, `length` (i32 `[batch]`) the tokens of the row before it. Returns
     /// `[batch, 1, num_heads, head_dim_v]`.
     ///

@@ -33,8 +33,8 @@ pub struct ScoresBackward<'a> {
 }
 
 impl ScoresBackward<'_> {
-    /// Gradients of [`dma_scores`](crate::Qkv::dma_scores): adds the values' to the value heads of `dqkv`, in place and
-    /// for every clone of it, and returns those of W_dt and A, f32, shaped as they are.
+    /// Gradients of [`dma_scores`](crate::Qkv::dma_scores): adds the gradient of the values to the value heads of
+    /// `dqkv`, in place for every clone of it, and returns the gradients of W_dt and A, f32, in their shapes.
     ///
     /// # Errors
     /// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes or without room for 16-byte accesses.

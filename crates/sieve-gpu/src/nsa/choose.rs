@@ -7,7 +7,7 @@ use sieve_core::{BlockChoice, ChoiceRule};
 
 const NAME: &str = "nsa_choose";
 
-/// Bytes of the importances that a launch leaves for the next one.
+/// Bytes of the importances that one launch writes for the next.
 const IMPORTANCE_BYTES: usize = 256 << 20;
 
 /// Rows of a tile of the portable nsa_importance, a query's heads side by side, and the columns of its table of
@@ -19,7 +19,7 @@ const TILE_PITCH: usize = 64 + 32 + 1;
 const CHOOSE_QUERIES: usize = 8;
 
 /// The blocks of each query, i32 `[batch, seq_len, choosers, num_selected_blocks]`, from pooled keys (the first half of
-/// `compressed`) and the log-sum-exp over them, which rules of scores do not read.
+/// `compressed`) and the log-sum-exp over them, which rules that compare scores, not probabilities, ignore.
 pub(super) fn nsa_choose(
     qkv: &Qkv,
     compressed: &CudaTensor,

@@ -42,8 +42,8 @@ impl Placed {
             nsa_place_kernel(false, sums.is_some()),
             place_params(shape, blocks, 1.0),
         );
-        // SAFETY: `require` checked the sizes; writes the rows of k, v and the sums that the lists name, nobody reads
-        // others.
+        // SAFETY: `require` checked the sizes; writes the rows of k, v and the sums that the lists name; no other rows
+        // are read.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
         Ok(Self {
             qkv: Qkv {
@@ -88,7 +88,7 @@ fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBloc
     let tensors = [start, end, &list, &list_len, &tile_window];
     let grid = [super_blocks, heads, batch];
     // SAFETY: reads the bounds, writes the new tensors within their shapes; entries past a list's padding stay
-    // undefined, and no reader looks there.
+    // undefined and are never read.
     unsafe { NSA_COMPRESSED_LISTS.launch(grid, &tensors, &params) }?;
     Ok(KeyLists {
         list,

@@ -20,8 +20,8 @@ const NO_POOLED: usize = i32::MAX as usize / 2;
 /// The pooled keys of a cache, and how blocks are chosen by them.
 #[derive(Debug, Clone, Copy)]
 pub struct PooledStep<'a> {
-    /// bf16 `[batch, num_kv_heads, room, head_dim]`: means of keys, or with one KV head an indexer's keys; written in
-    /// place as they end.
+    /// bf16 `[batch, num_kv_heads, room, head_dim]`: means of keys, or, with one KV head, an indexer's keys; each is
+    /// written in place when its block is complete.
     pub pooled: &'a CudaTensor,
     /// Minus the number of keys before the token, i32 `[batch, 1]`: where its text begins, counted from it.
     pub start: &'a CudaTensor,
@@ -36,20 +36,20 @@ pub struct NsaToken<'a> {
     pub branches: [&'a Qkv; 3],
     /// Of each branch; the first holds compressed keys and values.
     pub caches: [&'a KvCache; 3],
-    /// The last tokens of the compressed branch, at least those that a block has, and how many of the text's first
-    /// tokens it no longer holds.
+    /// Cache of the last tokens for the compressed branch (at least a compressed block of them), and how many of the
+    /// text's first tokens it has dropped.
     pub tail: (&'a KvCache, usize),
-    /// Of keys and of values: positions bf16 `[size, head_dim]`, first and second weight of the block's MLP, bf16
-    /// `[hidden, size * head_dim]` and `[head_dim, hidden]`. `None` for means.
+    /// The compression MLPs of keys and of values: position embeddings bf16 `[size, head_dim]`, first and second weight
+    /// bf16 `[hidden, size * head_dim]` and `[head_dim, hidden]`. `None` for means.
     pub mlp: Option<[[&'a CudaTensor; 3]; 2]>,
-    /// As in [`PooledStep`].
+    /// As [`PooledStep::start`].
     pub start: &'a CudaTensor,
     /// Compressed and selected blocks.
     pub blocks: NsaBlocks,
 }
 
 impl NsaToken<'_> {
-    /// Puts the token into the caches, with the compressed key that ends at it, and attends. `length`, i32 `[batch]`,
+    /// Appends the token to the caches, with the compressed key that ends at it, and attends. `length`, i32 `[batch]`,
     /// counts the tokens before; `step` is the step of the selected branch, whose cache holds all tokens, `window` the
     /// step of the window branch; each branch has its scratch. Returns the branches' outputs,
     /// `[batch, 1, num_heads, head_dim]`.
@@ -93,8 +93,8 @@ impl NsaToken<'_> {
         Ok([by_blocks, by_choice, by_window])
     }
 
-    /// Takes the token into the tail, and into the cache the compressed pair that ends at it. Returns how many there
-    /// are, i32 `[batch]`.
+    /// Appends the token to the tail and the compressed key and value that end at it to their cache. Returns the number
+    /// of compressed blocks, i32 `[batch]`.
     fn compress(&self, length: &CudaTensor, max_length: usize) -> Result<CudaTensor, KernelError> {
         let (token, compressed) = (self.branches[0], self.caches[0]);
         let (tail, num_dropped) = self.tail;
@@ -161,7 +161,7 @@ struct Pooled<'a> {
 }
 
 impl Pooled<'_> {
-    /// The key and value of `token` join a cache; then its queries against all pooled keys, f32
+    /// Appends the key and value of `token` to a cache; then scores its queries against all pooled keys, f32
     /// `[batch, num_heads, room]`.
     fn scores(
         &self,
@@ -211,8 +211,8 @@ impl Pooled<'_> {
     }
 }
 
-/// The blocks that `choosers` groups of the scored heads choose, i32 `[batch, choosers, num_selected_blocks]`, of a
-/// cache with room for `capacity` keys.
+/// The blocks that each of `choosers` groups of heads chooses by its scores, i32
+/// `[batch, choosers, num_selected_blocks]`, in a cache of `capacity` keys.
 fn choose(
     scores: &CudaTensor,
     choosers: usize,
@@ -245,11 +245,11 @@ fn choose(
 impl KvCache {
     /// Appends one new token a row, with the pooled key that ends at it, and attends over the tokens of the blocks that
     /// its queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `length` and `step` as in
-    /// [`attention_decode`](Self::attention_decode), without a window; `scratch` is made for as many KV heads
-    /// as there are choosers. Returns `[batch, 1, num_heads, head_dim]`.
+    /// [`attention_decode`](Self::attention_decode), without a window; `scratch` must be made with one KV head for each
+    /// chooser. Returns `[batch, 1, num_heads, head_dim]`.
     ///
-    /// For a choice by an indexer (arXiv:2606.13392) its queries and one key, `index`, choose in place of the token's:
-    /// the key joins `pooled.pooled`, `[batch, 1, room, head_dim]`. Values of `index` are not read.
+    /// For a choice by an indexer (arXiv:2606.13392) the queries and the key of `index` choose instead of the token's;
+    /// the key is appended to `pooled.pooled`, `[batch, 1, room, head_dim]`. Values of `index` are not read.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.

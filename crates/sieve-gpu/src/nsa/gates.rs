@@ -138,8 +138,8 @@ pub fn nsa_gates_backward(
     })
 }
 
-/// Sums of the columns of f32 `[rows, width]`, in two steps: a thread sums a column, and few columns would be few
-/// threads.
+/// Column sums of f32 `[rows, width]`, in two launches: a thread sums a column, so a single launch over few columns
+/// would have few threads.
 fn sum_rows(values: &CudaTensor, width: usize) -> Result<CudaTensor, KernelError> {
     let rows = values.num_elements() / width;
     // Rows side by side, as many as divide them.

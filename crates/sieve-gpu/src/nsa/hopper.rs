@@ -1,7 +1,7 @@
 //! The Hopper family (`sm_90a`) of the kernels around chosen blocks: when it is taken, and its specialisations.
 //!
-//! Buffers and params are those of the portable kernels, so that a launch differs in kernel and grid: blocks of threads
-//! stay for the whole launch and take items of all lists.
+//! Buffers and params are those of the portable kernels, so that a launch differs in kernel and grid: thread blocks are
+//! persistent and take items of all lists.
 //!
 //! | call on compute capability 9.0, widths 64 and 128 | kernel |
 //! |---|---|
@@ -22,7 +22,7 @@ const TILE_ROWS: usize = 128;
 const BLOCK_KEYS: usize = 64;
 /// Keys and values that lie in shared memory at a time: those in work and the next.
 const KEY_SLOTS: usize = 2;
-/// Bytes of shared memory for what a block of threads tells its warps, and to align it.
+/// Bytes of shared memory for a thread block's barriers and work items, and for alignment.
 const DESCRIPTIONS: usize = 80 + 1024;
 
 /// Whether attention over chosen blocks takes the Hopper family on the tensor's device.

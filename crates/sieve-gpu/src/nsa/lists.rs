@@ -72,8 +72,8 @@ impl ChoiceLists {
         Ok(lists)
     }
 
-    /// Tokens of the longest row whose blocks of `select_block_size` tokens have a list each in the shared memory of a
-    /// block of threads, of `shared_bytes`.
+    /// The longest row, in tokens, for which one list counter for each block of `select_block_size` tokens fits into
+    /// `shared_bytes` of shared memory.
     pub fn most_tokens(select_block_size: usize, shared_bytes: usize) -> usize {
         most_cells(shared_bytes) * select_block_size
     }

@@ -16,12 +16,12 @@ use sieve_core::NsaBlocks;
 const NAME: &str = "nsa_selected_attention";
 
 impl ChoiceLists {
-    /// Bytes of the parts that a launch leaves for nsa_selected_combine.
+    /// Bytes of the partial results that a launch writes for nsa_selected_combine.
     pub const PART_BYTES: usize = 1 << 30;
 }
 
-/// Rows (queries x heads of a group) of a piece of a list, about: enough to pay for a block's keys, few enough to
-/// spread the longest lists.
+/// About how many rows (queries x heads of a group) a piece of a list has: enough to amortise loading a block's keys,
+/// few enough to spread the longest lists over thread blocks.
 const ITEM_ROWS: usize = 2048;
 
 /// Keys of a block, and rows of a tile of the forward pass.
@@ -111,11 +111,11 @@ impl Work {
     }
 
     /// A pass over the lists of a range: `operands` are the tensors before the documents' bounds, `results` the tensors
-    /// behind the lists. The portable kernels have a block of threads for each item that there may be, the Hopper
-    /// family one for each multiprocessor.
+    /// after the lists. The portable kernels have a block of threads for each item that there may be, the Hopper family
+    /// one for each multiprocessor.
     ///
     /// # Safety
-    /// As [`SourceKernel::launch`]; each choice has its part, and the sums were cleared.
+    /// As [`SourceKernel::launch`]; each choice has a partial result of its own, and the sums were zeroed.
     pub(super) unsafe fn launch(
         &self,
         (kernel, is_hopper): (&SourceKernel, bool),
@@ -135,8 +135,8 @@ impl Work {
         unsafe { kernel.launch(grid, &[operands, &of_lists, results].concat(), params) }
     }
 
-    /// Joins the parts of a range: `outputs` are the output and its log-sum-exp, or the gradient of the queries alone.
-    /// The lists are as new afterwards: none of their pieces is taken.
+    /// Joins the partial results of a range: `outputs` are the output and its log-sum-exp, or the gradient of the
+    /// queries alone. It also resets the lists' counters, so that another pass can take their pieces.
     pub(super) fn combine(
         &self,
         lists: &ChoiceLists,
@@ -172,8 +172,8 @@ impl Work {
 impl Qkv {
     /// Causal attention of each query over the tokens of its blocks (`block_indices` i32
     /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`: counted from the document's first token, none after the
-    /// query's own, none twice, -1 for none, at the end). A block that nobody chose is not read. Also the lists of each
-    /// range of queries, for the backward pass.
+    /// query's own, none twice, -1 for none, at the end). A block that no query chose is not read. Also returns the
+    /// lists of each range of queries, for the backward pass.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit or have no kernel.
@@ -220,8 +220,8 @@ impl Qkv {
 
 impl AttentionGradients<'_> {
     /// Gradients of [`nsa_selected_attention_forward`](crate::Qkv::nsa_selected_attention_forward): every element of
-    /// `self.grads`; keys and values that nobody chose get 0. `lists` are the forward pass's; without them, and in a
-    /// fixed order of the portable kernel, lists are made here.
+    /// `self.grads`; keys and values that no query chose get 0. `lists` are the forward pass's; without them, and for
+    /// the portable kernel in a fixed order, lists are built here.
     ///
     /// # Errors
     /// As the forward pass.
@@ -250,7 +250,7 @@ impl AttentionGradients<'_> {
         };
         for (index, range) in work.ranges().enumerate() {
             let lists = match (policy.sums, is_hopper, lists.get(index)) {
-                // One piece a list, so that within a launch nobody else adds to its keys.
+                // One piece a list, so that within a launch no other block adds to its keys.
                 (SumOrder::Fixed, false, _) => work.lists(range, range.1)?,
                 (_, _, Some(lists)) => lists.clone(),
                 (_, _, None) => work.lists(range, work.item_queries())?,

@@ -26,8 +26,8 @@ unsafe impl Send for LoadedKernel {}
 // SAFETY: as above.
 unsafe impl Sync for LoadedKernel {}
 
-/// A tensor map before it has an address: a bf16 tensor `[batch, rows, width]` that the copy engine (TMA) reads in
-/// tiles, swizzled in lines of 128 bytes; what lies outside arrives as zeros.
+/// A tensor map before it has an address: a bf16 tensor `[batch, rows, width]` that TMA reads in tiles with the
+/// 128-byte swizzle; elements outside the tensor arrive as zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct MapLayout {
     /// `[batch, rows, width]`.
@@ -70,7 +70,7 @@ impl LoadedKernel {
         loaded.get(&(device, key)).cloned()
     }
 
-    /// Loads a kernel on a GPU of architecture `arch`: from its file, else compiled now.
+    /// Loads a kernel on a GPU of architecture `arch`: from its cached file, else compiled now.
     ///
     /// # Errors
     /// [`KernelError::Installation`] without NVRTC, [`KernelError::Compile`] with the compiler's log,
@@ -130,8 +130,8 @@ impl LoadedKernel {
     /// What the driver refuses, with the call's name.
     ///
     /// # Safety
-    /// The kernel must stay inside the buffers at these addresses for these words and grid, and must end; the buffers
-    /// must stay until it has run.
+    /// With these words and grid the kernel must access only the buffers at these addresses, and must terminate; the
+    /// buffers must live until it has run.
     pub unsafe fn launch(&self, stream: CUstream, call: &DeviceLaunch<'_>) -> Result<(), String> {
         let (of_maps, pointers) = call.pointers.split_at(call.maps.len());
         let maps = call.maps.iter().zip(of_maps);
@@ -170,7 +170,7 @@ impl LoadedKernel {
         launched.map_err(|e| format!("cuLaunchKernelEx: {:?}", e.0))
     }
 
-    /// Lets blocks have more than 48 KiB of shared memory, once; a launch does so itself.
+    /// Raises the kernel's limit of dynamic shared memory above 48 KiB, once; a launch calls this itself.
     ///
     /// # Errors
     /// What the driver refuses, with the call's name.
@@ -224,7 +224,7 @@ impl MapLayout {
     }
 }
 
-/// Does `work` with a GPU's primary context as the calling thread's, and puts back the context that was there before.
+/// Runs `work` with a GPU's primary context current on the calling thread, then restores the previous context.
 ///
 /// # Errors
 /// The GPU has no context, or the driver does not change it.

@@ -11,7 +11,7 @@ pub struct Cubins {
     folder: PathBuf,
 }
 
-/// Where this process finds and leaves its kernels; without one it compiles them anew.
+/// The folder of this process's compiled kernels; without one it compiles them each time.
 static IN_USE: OnceLock<Cubins> = OnceLock::new();
 
 impl Cubins {
@@ -36,7 +36,7 @@ impl Cubins {
         IN_USE.get()
     }
 
-    /// Whether a kernel is there.
+    /// Whether a kernel is cached.
     pub fn has(&self, key: u128) -> bool {
         self.path(key).is_file()
     }
@@ -45,7 +45,7 @@ impl Cubins {
         fs::read(self.path(key)).ok().filter(|cubin| !cubin.is_empty())
     }
 
-    /// Writes a kernel, in place of one that is there.
+    /// Writes a compiled kernel, replacing an existing file.
     ///
     /// # Errors
     /// [`KernelError::Cache`] when the folder cannot be made or written.

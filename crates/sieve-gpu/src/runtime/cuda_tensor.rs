@@ -8,7 +8,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 /// One allocation, and the GPU that it is on: a buffer of Burn's allocator or of a [`Recorder`](crate::Recorder).
-/// Sieve's launch wrappers know a GPU by this alone.
+/// Sieve's launch wrappers use a GPU through this trait alone.
 pub trait Memory: Any + Debug + Send + Sync {
     /// What launches must know of the GPU.
     fn hardware(&self) -> Hardware;

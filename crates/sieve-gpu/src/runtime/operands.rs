@@ -18,7 +18,7 @@ pub fn operand<'a>(
     Ok(tensor)
 }
 
-/// Checks operands and binds each by its name, under which errors know it: `NAME: DTYPE [SHAPE] LAYOUT = TENSOR`. An
+/// Checks operands and binds each to its name, which error messages use: `NAME: DTYPE [SHAPE] LAYOUT = TENSOR`. An
 /// operand without a tensor is the variable of that name. The layout is
 ///
 /// - nothing: any strides; what is bound is contiguous, a copy where the tensor has gaps;

@@ -1,7 +1,7 @@
 //! Which kernels calls take, and how these sum.
 
 /// What a caller may choose about the kernels of a call. Tensors carry it into the launches
-/// ([`CudaTensor::under`](crate::CudaTensor::under)); attention follows its queries'.
+/// ([`CudaTensor::under`](crate::CudaTensor::under)); attention uses the queries' policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct KernelPolicy {
     /// Order of the backward kernels' sums.
@@ -10,8 +10,8 @@ pub struct KernelPolicy {
     pub families: KernelFamilies,
     /// Who arrives at a barrier of the Hopper backward kernels.
     pub arrivals: Arrivals,
-    /// Blocks of threads that share a tile of keys in backward passes, about; as many as end first where `None`. For
-    /// checks and measurements.
+    /// About how many thread blocks share a key tile in backward passes; `None`: as many as finish first in a
+    /// simulation. For checks and measurements.
     pub blocks_per_tile: Option<usize>,
 }
 
@@ -31,8 +31,8 @@ pub enum SumOrder {
     /// Whatever order the hardware happens to take: fastest, last bits vary from run to run.
     #[default]
     Any,
-    /// Always the same order, so that two runs are bit-equal. Hopper's kernels add in turns; the portable ones have no
-    /// float atomics, and sum dq in a pass of its own.
+    /// Always the same order, so that two runs are bit-equal. Hopper's kernels add in turns; the portable ones use no
+    /// float atomics and compute dq in a separate pass.
     Fixed,
 }
 

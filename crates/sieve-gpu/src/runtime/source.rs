@@ -41,8 +41,8 @@ impl KernelText {
     }
 }
 
-/// Puts the text for `file` together: `#define`s, then the file, then nothing. Remembers the result, since a training
-/// step asks for the same few texts thousands of times.
+/// Assembles the text for `file`: `#define`s, then the file with its includes. Results are cached, since a training
+/// step needs the same few texts thousands of times.
 ///
 /// # Errors
 /// An unknown file, or an include that cannot be resolved.

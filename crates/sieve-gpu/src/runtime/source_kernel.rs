@@ -9,8 +9,8 @@ use xxhash_rust::xxh3::Xxh3;
 /// The words of one params struct are few; more would mean a kernel that takes a table by value.
 const MAX_PARAM_WORDS: usize = 60;
 
-/// A bf16 tensor `[batch, rows, width]` that the copy engine (TMA) reads in tiles of `tile` rows and columns, swizzled
-/// in lines of 128 bytes; what lies outside arrives as zeros.
+/// A bf16 tensor `[batch, rows, width]` that TMA reads in tiles of `tile` rows and columns with the 128-byte swizzle;
+/// elements outside the tensor arrive as zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct TileMap<'a> {
     /// The tensor.
@@ -117,8 +117,8 @@ impl SourceKernel {
         self
     }
 
-    /// Allows a captured step to start the kernel while the one before it ends (programmatic dependent launch): it
-    /// calls `wait_for_previous` before it reads what others write, and before it writes.
+    /// Allows a captured CUDA graph to start the kernel before its predecessor has ended (programmatic dependent
+    /// launch): the kernel calls `wait_for_previous` before it reads what other kernels write, and before it writes.
     pub const fn starts_early(mut self) -> Self {
         self.starts_early = true;
         self
@@ -171,7 +171,7 @@ impl SourceKernel {
         }
     }
 
-    /// What names the compiled kernel, in its file too: the complete text and the entry point.
+    /// Cache key of the compiled kernel, also its file name: a hash of the complete text and the entry point.
     ///
     /// # Errors
     /// As [`text`](Self::text).

@@ -130,8 +130,8 @@ impl Call<'_> {
 }
 
 impl Call<'_> {
-    /// The same from many queries, those from `first` on, without their logits in memory: a dense pass gives what each
-    /// query's weights are divided by.
+    /// Received attention from all queries from `first` on, without storing their logits: a dense pass first computes
+    /// each query's softmax denominator.
     fn received_of_all(&self, first: usize, all: &CudaTensor, nan_rows: &CudaTensor) -> Result<(), KernelError> {
         let s = self.selection;
         let (n, softmax_scale) = (s.shape.num_keys, s.scores.softmax_scale);
@@ -153,9 +153,9 @@ impl Call<'_> {
 }
 
 impl DmaSlots {
-    /// Offers one new token to the slots, where it takes the place of the lightest key that is not among the last ones,
-    /// and attends over all of them. Then each slot's `z` grows by the attention that it received. `tokens` came
-    /// before. Returns `[1, 1, num_heads, head_dim]`.
+    /// Adds one new token to a fixed-size cache, where it evicts the key with the least accumulated attention `z`
+    /// outside the recent ones, and attends over all slots. Then each slot's `z` grows by the attention that it
+    /// received. `tokens` is the number of tokens before. Returns `[1, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit; more than one sequence; heads whose width is not a multiple of 32.

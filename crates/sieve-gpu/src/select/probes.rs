@@ -83,8 +83,8 @@ impl Call<'_> {
 }
 
 impl Qkv {
-    /// Corrects attention under a mask by dense probe rows, in place: every `gamma`-th position is one, and the call's
-    /// first row. `dense_rows` are dense already and stay.
+    /// Corrects attention under a mask by dense probe rows, in place: every `gamma`-th position and the call's first
+    /// row are probes. `dense_rows` are already dense and unchanged.
     ///
     /// # Shapes
     /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`

@@ -1,4 +1,4 @@
-//! Scores of blocks: products of means, and of cells.
+//! Scores of blocks: dot products of means, and of cells.
 use super::order::Orders;
 use super::{Call, SELECT_CELL_SUMS, SELECT_POOL, SELECT_SCORES, select_cells_kernel};
 use crate::KernelError;
@@ -13,7 +13,7 @@ pub(super) const CELL_SIDE: usize = 128;
 /// Side of a tile of select_scores.
 const SCORE_SIDE: usize = 64;
 
-/// Means of blocks, and where asked for variances; of queries and of keys.
+/// Means, and optionally variances, of blocks of queries and of keys.
 pub(super) struct Means {
     means: [CudaTensor; 2],
     variances: Option<[CudaTensor; 2]>,
@@ -31,7 +31,7 @@ pub(super) struct Pooled<'a> {
     pub(super) order: Option<&'a CudaTensor>,
 }
 
-/// How blocks of queries and keys are cut for products of means.
+/// How queries and keys are cut into blocks for scores by means.
 #[derive(Clone, Copy)]
 pub(super) struct Cut {
     pub(super) num_queries: usize,

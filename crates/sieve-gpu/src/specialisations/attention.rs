@@ -59,9 +59,9 @@ impl NeededKernels {
 }
 
 impl AttentionNeeds {
-    /// What launches ask for when a model with this attention trains and decodes on a device of `arch`: forward,
-    /// backward, decoding; where the architecture has a family of its own, both that and the portable kernels. Nothing
-    /// for an architecture that the kernels are not made for.
+    /// All specialisations that a model with this attention launches in training and decoding on a device of `arch`:
+    /// forward, backward, decoding; where the architecture has a family of its own, both that and the portable kernels.
+    /// Nothing for an architecture that the kernels are not made for.
     pub fn kernels(&self, arch: &str) -> NeededKernels {
         let mut list = NeededKernels::default();
         let Some(shared_bytes) = NeededKernels::shared_bytes_of(arch) else {
@@ -108,8 +108,8 @@ impl NeededKernels {
         dma_scores_kernel(slopes.len(), head_dim, slopes)
     }
 
-    /// What latent attention packs with: heads of `head_dim` columns, and `rope_dim` rotated ones beside them, with
-    /// norms of `norm_dim` columns or, where that is 0, without.
+    /// The packing kernels of latent attention: heads of `head_dim` columns, and `rope_dim` rotated ones beside them,
+    /// with norms of `norm_dim` columns or, where that is 0, without.
     pub fn mla_pack(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
         [
             mla_pack_forward_kernel(head_dim, rope_dim, norm_dim),
@@ -117,8 +117,8 @@ impl NeededKernels {
         ]
     }
 
-    /// What decodes on latents of `rank` columns and `rope_dim` rotated ones, with norms of keys or where `norm_dim` is
-    /// 0 without.
+    /// The decoding kernels for latents of `rank` columns and `rope_dim` rotated ones, with norms of keys unless
+    /// `norm_dim` is 0.
     pub fn mla_decode(rank: usize, rope_dim: usize, norm_dim: usize, shared_bytes: usize) -> [SourceKernel; 3] {
         let decode = match norm_dim {
             0 => mla_decode_kernel,

@@ -12,8 +12,8 @@ const BLOCK_ELEMENTS: usize = 1024;
 /// One parameter's tensors in an update, all contiguous and of one size.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamwTensors<'a> {
-    /// Changed in place: the f32 master weights, or, as bf16, what `leaf` lacks of them
-    /// (see [`split_master`](crate::step::split_master())).
+    /// Updated in place: the f32 master weights, or, as bf16, the 16 low bits of them that `leaf` lacks (see
+    /// [`split_master`](crate::step::split_master())).
     pub param: &'a CudaTensor,
     /// f32 first moment, changed in place.
     pub exp_avg: &'a CudaTensor,
@@ -86,11 +86,11 @@ fn params(step: &AdamWStep, size: usize) -> AdamwParams {
 /// Where the master weights are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Master {
-    /// In f32, without a leaf.
+    /// In f32, without bf16 weights.
     Alone,
-    /// In f32, beside a bf16 leaf.
+    /// In f32, with separate bf16 weights.
     BesideLeaf,
-    /// In a bf16 leaf and the 16 bits that it lacks.
+    /// Split into bf16 weights and the masters' low 16 bits.
     Split,
 }
 

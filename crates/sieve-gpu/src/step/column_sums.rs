@@ -7,7 +7,7 @@ const NAME: &str = "column_sums";
 /// Columns of a block.
 const COLUMNS: usize = 32;
 
-/// Sums the rows of `partials` f32 `[num_partials, width]` to one or two gradients of these shapes, f32, which divide
+/// Sums the rows of `partials` f32 `[num_partials, width]` into one or two f32 gradients of these shapes, which take
 /// its columns in order.
 pub(crate) fn column_sums<const N: usize>(
     partials: &CudaTensor,

@@ -49,7 +49,7 @@ pub struct Fp8Pair {
 }
 
 /// Rounds a bf16 tensor `[.., width]` to eight bits. The scale brings the largest magnitude to the format's largest.
-/// `amax` are parts of that magnitude, f32 and contiguous, where the kernel that wrote x has found them.
+/// `amax` holds partial maxima of |x|, f32 and contiguous, if the kernel that wrote x computed them.
 ///
 /// # Errors
 /// Another type, a width or a number of rows that is not a multiple of 16, a GPU below compute capability 8.9.

@@ -35,8 +35,9 @@ pub enum Finish<'a> {
     SwiGlu,
 }
 
-/// `h wᵀ`, finished: `w` bf16 `[n, k]`, for SwiGLU `[2 * n, k]`; returns bf16 `[.., n]`. The norm is rounded to bf16 as
-/// by its own kernel, and so are gates and ups. Sums are f32; a residual is added before the one rounding.
+/// `h wᵀ` with its epilogue `finish`: `w` bf16 `[n, k]`, for SwiGLU `[2 * n, k]`; returns bf16 `[.., n]`. The norm is
+/// rounded to bf16 as by its own kernel, and so are gates and ups. Sums are f32; a residual is added before the one
+/// rounding.
 ///
 /// # Errors
 /// Other types or shapes, more than [`MAX_VECTORS`] rows, a `k` that is not a multiple of 8 or whose rows do not fit a
@@ -86,7 +87,7 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Finish<'_>) -> 
     let added = residual.as_ref().map_or(&x.tensor, |(residual, ..)| residual);
     let tensors = [&x.tensor, &w.tensor, norm.as_ref().unwrap_or(&x.tensor), added, &y];
     // SAFETY: reads rows of `k` columns of x, w and the norm, and of `n` of the residual, and writes every element of
-    // y; sizes checked above. A form without a norm or a residual does not read x in its place.
+    // y; sizes checked above. Where there is no norm or residual, x is passed instead and not read.
     unsafe { kernel.launch([blocks, 1, 1], &tensors, &params) }?;
     Ok(y)
 }

@@ -101,7 +101,7 @@ pub fn rope(
         epsilon: 0f32,
     });
     // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked; this form does
-    // not read the weights, where qkv stands in their place.
+    // not read the weights, for which qkv is passed.
     unsafe {
         rope_kernel(qkv.head_dim).launch(
             grid(qkv.tokens, num_heads + num_kv_heads),

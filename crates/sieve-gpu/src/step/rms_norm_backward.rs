@@ -18,7 +18,7 @@ const WARP_WIDTH: usize = 512;
 /// Gradients of [`rms_norm_forward`](crate::step::rms_norm_forward()): `(dx, dweight)`, dx bf16 `[.., width]`, dweight
 /// f32 `[width]`. `x` is what was normalised.
 ///
-/// `d_residual` is the gradient that reaches x beside this norm, as the residual stream's does; it is added to dx.
+/// `d_residual` is the gradient that reaches x past this norm, along the residual stream; it is added to dx.
 ///
 /// # Errors
 /// Other types or shapes, no rows.

@@ -31,7 +31,7 @@ pub fn split_master(master: &CudaTensor) -> Result<(CudaTensor, CudaTensor), Ker
     Ok((leaf, rest))
 }
 
-/// The f32 master of a leaf and its rest.
+/// The f32 master of a bf16 leaf and its low bits.
 ///
 /// # Errors
 /// Other types, shapes that differ, gaps, no elements.
@@ -51,12 +51,12 @@ pub fn join_master(leaf: &CudaTensor, rest: &CudaTensor) -> Result<CudaTensor, K
     Ok(master)
 }
 
-/// Which way a launch goes.
+/// Direction of the conversion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
-    /// Master to leaf and rest.
+    /// f32 master to bf16 leaf and low bits.
     Split,
-    /// Leaf and rest to master.
+    /// bf16 leaf and low bits to f32 master.
     Join,
 }
 

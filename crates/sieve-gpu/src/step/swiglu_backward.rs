@@ -78,7 +78,7 @@ fn launch(
     });
     // SAFETY: reads rows of 2*d_ff and d_ff columns, writes every element of dgate_up and y; sizes were read off the
     // tensors. dgate_up may lie where gate_up does and y where dy does: a thread writes only columns that it alone has
-    // read. Where there is an amax, it has the parts that the kernel was compiled for.
+    // read. `amax`, if any, has the number of partial maxima that the kernel was compiled for.
     unsafe { kernel.launch(grid, &buffers, &params) }?;
     Ok(dgate_up)
 }

@@ -48,7 +48,7 @@ fn launch(gate_up: &CudaTensor, amax: Option<&CudaTensor>) -> Result<CudaTensor,
     let buffers: Vec<_> = [&gate_up, &y].into_iter().chain(amax).collect();
     let params = params!(SwigluForwardParams { d_ff, row_stride });
     // SAFETY: reads rows of 2*d_ff columns, writes every element of y; sizes and strides were read off the tensors.
-    // Where there is an amax, it has the parts that the kernel was compiled for.
+    // `amax`, if any, has the number of partial maxima that the kernel was compiled for.
     unsafe { kernel.launch(grid, &buffers, &params) }?;
     Ok(y)
 }

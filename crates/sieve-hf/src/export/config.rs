@@ -21,8 +21,8 @@ pub(super) fn model(
     options: &ExportOptions,
     generation: &Value,
 ) -> String {
-    // What has no class in transformers says it in a key of its own: a tokenizer is opened with the plainest of
-    // configurations, which knows no scaling.
+    // Kinds without a class in transformers store the scaling in a key of their own: opening the tokenizer uses
+    // transformers' base configuration, which does not know it.
     let scaling = shape.rope_scaling.filter(|_| architecture != Architecture::Sieve);
     let mut config = json!({
         "architectures": [architecture.class().name],
@@ -184,8 +184,8 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
     keys
 }
 
-/// `generation_config.json`: what the source of an imported model had, as far as the end of a document is still one of
-/// the tokens that it ends at.
+/// `generation_config.json`: that of an imported model's source, if the end-of-document token is still one of its end
+/// tokens.
 pub(super) fn generation(options: &ExportOptions, source: Map<String, Value>) -> Value {
     let eos = json!(options.eos_token_id);
     let theirs = tokenizer_files::ends(&source, options.eos_token_id);

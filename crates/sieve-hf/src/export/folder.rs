@@ -17,7 +17,7 @@ const PARTIAL: &str = ".sieve_export.partial";
 #[derive(Debug)]
 pub(super) struct OutFolder {
     path: PathBuf,
-    /// Files of the export that is there now.
+    /// Files of the existing export.
     earlier: BTreeSet<String>,
 }
 

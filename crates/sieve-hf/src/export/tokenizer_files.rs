@@ -1,5 +1,5 @@
-//! The tokenizer, and the files that name its special tokens for `transformers`; what another model's files say of
-//! chats, special tokens and generation is carried through.
+//! The tokenizer, and the files that name its special tokens for `transformers`; chat templates, special tokens and
+//! generation settings of an imported model are carried through.
 use super::ExportOptions;
 use super::config::to_text;
 use crate::{Checkpoint, CheckpointError};
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 const CONFIG: &str = "tokenizer_config.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 pub(crate) const GENERATION: &str = "generation_config.json";
-/// Files beside a `tokenizer.json` that an import keeps as they are and an export reads.
+/// Files next to a `tokenizer.json` that an import copies unchanged and an export reads.
 pub(crate) const BESIDE: [&str; 2] = [CONFIG, CHAT_TEMPLATE];
 /// Keys of `tokenizer_config.json` that are carried through as they are.
 const CARRIED: [&str; 6] = [
@@ -72,8 +72,8 @@ pub(super) fn read(
 const QWEN2_WORDS: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Whether the `tokenizer.json` among `files` normalises and splits texts as Qwen2's own does: transformers 5 puts the
-/// latter in its place, whatever `tokenizer_config.json` says.
+/// Whether the `tokenizer.json` among `files` normalises and splits texts as Qwen2's own does: transformers 5 uses the
+/// latter regardless of `tokenizer_config.json`.
 pub(super) fn splits_as_qwen2(files: &[(&'static str, String)]) -> bool {
     let text = files
         .iter()

@@ -330,8 +330,8 @@ impl HfConfig {
         self.attention.starts_with("kind = \"dma\"")
     }
 
-    /// A recipe of the model. `transformers` says nothing of training: what stands here is a careful fine-tuning to
-    /// edit.
+    /// A recipe of the model. `transformers` configurations say nothing about training: these are the settings of a
+    /// careful fine-tuning, to be edited.
     pub(super) fn recipe_toml(&self, residual_scale: bool) -> String {
         let seq_len = self.max_positions.min(2048);
         format!(

@@ -27,8 +27,8 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// One product on its way to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles
-/// they do not hinder the next op from writing in place.
+/// One GEMM, sent to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles they do
+/// not keep the next op from writing in place.
 #[derive(Clone)]
 pub(crate) struct Call {
     pub(super) problem: Problem,
@@ -115,7 +115,7 @@ impl Library {
     }
 }
 
-/// What a pointer is a multiple of: a power of two, at most 256 (the most that algorithms ask for).
+/// Alignment of a pointer in bytes: a power of two, at most 256 (the most that algorithms require).
 fn alignment(pointer: u64) -> u32 {
     1 << pointer.trailing_zeros().min(8)
 }

@@ -13,7 +13,7 @@ use sieve_gpu::step::Fp8Format;
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 
-/// How many algorithms the heuristic is asked for.
+/// How many algorithms are requested from the heuristic.
 const ASKED: usize = 16;
 
 /// Memory that algorithms may use: what NVIDIA recommends for Hopper, doubled.
@@ -42,7 +42,8 @@ pub(super) struct Operands {
 }
 
 impl Plan {
-    /// Asks for algorithms, and takes the one with the first of `cuts` that is offered, else the first.
+    /// Queries cuBLASLt's algorithms, and takes the one with the first of `cuts` that is offered, else cuBLASLt's
+    /// first.
     ///
     /// `alignments` are the alignments of x, w, C and D in bytes.
     pub(super) fn find(
@@ -215,7 +216,7 @@ fn configured<T: Copy + Default>(
     attribute: cublasLtMatmulAlgoConfigAttributes_t,
 ) -> Option<T> {
     let (mut value, mut written) = (T::default(), 0);
-    // SAFETY: the library writes as many bytes as it is told that there are.
+    // SAFETY: the library writes at most the number of bytes passed.
     let status = unsafe {
         cublasLtMatmulAlgoConfigGetAttribute(
             algorithm,

@@ -27,7 +27,7 @@ pub(super) enum Operands {
 }
 
 impl Operands {
-    /// Whether a tensor core may keep its sums in fewer bits than f32 for a few hundred terms, which is faster: as is
+    /// Whether tensor cores may accumulate in less than f32 (cuBLASLt's fast accumulation of fp8), which is faster:
     /// usual in forward passes, never for gradients.
     pub(super) fn sum_fast(self) -> bool {
         let e4m3 = Fp8Format::E4m3;
@@ -102,12 +102,11 @@ impl Problem {
         [a, b, c, d]
     }
 
-    /// The cuts to take where cuBLASLt offers them, the best first; else its own first choice is taken.
+    /// The cuts (tile and cluster) to take where cuBLASLt offers them, the best first; else its own first choice.
     ///
-    /// Measured on an H200 that stands at its power limit, each cut for a quarter of a second, in a step's products of
-    /// a model of 1.7B and one of 80M (notes/experiments.md). Few steps along k leave much of a tile's time to its
-    /// store: these cuts multiply the next tile meanwhile, where the first choice waits. Everywhere else the first
-    /// choice held the highest rate.
+    /// Measured on an H200 at its power limit, each cut for a quarter of a second, on the GEMMs of a step of a 1.7B and
+    /// an 80M model (notes/experiments.md). With a small k much of a tile's time is its store: these cuts overlap it
+    /// with the next tile, where the first choice waits. Everywhere else the first choice was fastest.
     pub(super) fn preferred_cuts(&self) -> &'static [Cut] {
         let [m, n, k] = self.sizes;
         let is_forward = matches!(self.operands, Operands::Bf16) || self.operands.sum_fast();

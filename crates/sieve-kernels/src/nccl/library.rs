@@ -1,4 +1,4 @@
-//! NCCL's functions, found when they are first asked for.
+//! NCCL's functions, loaded at first use.
 //!
 //! cudarc would look for `libnccl.so` alone; the packages that run programs hold `libnccl.so.2` alone.
 use super::{NAME, failed};

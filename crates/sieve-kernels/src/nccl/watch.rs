@@ -1,4 +1,4 @@
-//! How far the GPU is with collectives, and what NCCL knows of broken links: asked from a thread of its own.
+//! Progress of the GPU's collectives and NCCL's errors, polled from a thread of its own.
 use super::{Link, lock};
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUevent;
@@ -14,7 +14,7 @@ const IN_PROGRESS: i32 = 7;
 pub(super) struct Marks {
     /// Collectives that were queued and have not ended yet, first queued first. Those on Burn's stream have none.
     queued: Mutex<VecDeque<Mark>>,
-    /// Whether the communicator is gone. Held while NCCL queues work: an abort in the middle would free what it uses.
+    /// Whether the communicator was aborted. Locked while NCCL queues work, since an abort would free what it uses.
     is_aborted: Mutex<bool>,
 }
 
@@ -25,7 +25,8 @@ struct Mark {
     ended: CUevent,
 }
 
-// SAFETY: the driver's handles of events may be used by any thread; each is destroyed once, by who takes it out.
+// SAFETY: the driver's handles of events may be used by any thread; each is destroyed once, by the thread that removes
+// it.
 unsafe impl Send for Mark {}
 
 impl Marks {
@@ -33,7 +34,7 @@ impl Marks {
         lock(&self.queued).push_back(Mark { reached, ended });
     }
 
-    /// Keeps the communicator as long as the guard lasts.
+    /// Locks the communicator for the life of the guard.
     ///
     /// # Errors
     /// It was aborted.
@@ -63,8 +64,8 @@ impl NcclWatch {
         }
     }
 
-    /// How many collectives have ended on this GPU, and how many it has reached: in the last of these it waits for the
-    /// others. Always called by the same thread.
+    /// How many collectives have ended on this GPU, and how many have started: if one more has started, it is waiting
+    /// for other ranks. Always called by the same thread.
     ///
     /// # Errors
     /// NCCL has met an error, a link that broke, say: collectives will never end.
@@ -94,7 +95,7 @@ impl NcclWatch {
             marks.pop_front();
             self.num_ended += 1;
             for event in [reached, ended] {
-                // SAFETY: nobody else has them any more. One that stays costs a few bytes.
+                // SAFETY: no other owner is left. A leaked event costs a few bytes.
                 let _ = unsafe { driver::event::destroy(event) };
             }
         }
@@ -102,8 +103,8 @@ impl NcclWatch {
         Ok([self.num_ended, self.num_ended + num_reached])
     }
 
-    /// Ends the group's collectives, also those that wait for a rank which is lost: the GPU is free for what was queued
-    /// behind them, whose inputs are worthless from here on. Not where NCCL is queuing work, in which it may wait.
+    /// Aborts the group's collectives, also those that wait for a lost rank, so that the GPU runs what was queued after
+    /// them, on invalid inputs. Does nothing while NCCL is queuing work, which may block.
     pub fn abort(self) {
         let mut is_aborted = match self.marks.is_aborted.try_lock() {
             Ok(is_aborted) => is_aborted,

@@ -1,6 +1,6 @@
-//! Attention over blocks that each query chooses: by pooled keys, without a parameter of its own, InfLLM-V2
-//! (arXiv:2509.24663) and MoBA (arXiv:2502.13189); by an indexer MSA (arXiv:2606.13392). A layer may read the blocks
-//! that an earlier one chose.
+//! Attention over blocks that each query chooses: InfLLM-V2 (arXiv:2509.24663) and MoBA (arXiv:2502.13189) by pooled
+//! keys, without parameters of their own; MSA (arXiv:2606.13392) by an indexer. A layer may read the blocks that an
+//! earlier one chose.
 use super::indexer::Indexer;
 use super::{LayerContext, LayerOutput};
 use crate::kv_cache::ChosenCache;
@@ -24,8 +24,8 @@ pub(crate) enum LayerChoice<B: Backend> {
     Token(Vec<Vec<i32>>),
 }
 
-/// What the last layer that chose blocks chose in a pass: by the first of the rows that share a cache, 0 without
-/// caches. Clones are of one pass and see the same.
+/// The blocks that the last choosing layer of a pass chose, keyed by the first of the rows that share a cache (0
+/// without caches). Clones belong to one pass and share the value.
 #[derive(Debug)]
 pub struct LastChoice<B: Backend>(Rc<RefCell<HashMap<usize, LayerChoice<B>>>>);
 
@@ -82,8 +82,8 @@ impl<B: Backend> LastChoice<B> {
     }
 }
 
-/// Each query sees the tokens of the blocks that it chooses, under one exact softmax. Its parameters are those of
-/// dense attention, so either goes on with the other's weights, and an indexer's.
+/// Each query sees the tokens of the blocks that it chooses, under one exact softmax. Its parameters are those of dense
+/// attention (and an indexer's), so that dense and sparse models can exchange weights.
 #[derive(Module, Debug)]
 pub struct ChosenBlocksAttention<B: Backend> {
     /// Packed projection with q/k-norm and RoPE.
@@ -173,8 +173,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     }
 
     /// The blocks whose tokens each query reads, `[batch, seq_len, choosers, attended blocks]`, as
-    /// [`sieve_ops::choose_key_blocks`] gives them. For measures; [`forward`](Self::forward) chooses the same. The
-    /// context is the pass's, in which earlier layers may have chosen for this one.
+    /// [`sieve_ops::choose_key_blocks`] gives them. For measures; [`forward`](Self::forward) chooses the same. Pass the
+    /// context of the whole pass, in which an earlier layer may have chosen for this one.
     pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4, Int> {
         match self.shares {
             true => context.last_choice.rows(0),
@@ -222,8 +222,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         (parts.to_tokens(o, spec.num_heads), statistics)
     }
 
-    /// Chooses, or takes what the last layer chose for the rows from `first_row` on, and attends, with all heads or
-    /// some; the indexer's statistics where the context asks for them.
+    /// Chooses blocks, or reuses the last layer's choice for the rows from `first_row` on, and attends with all heads
+    /// or some. Also returns the indexer's statistics where the context asks for them.
     fn attend(
         &self,
         packed: Packed<B>,

@@ -33,8 +33,8 @@ impl<B: Backend> Indexer<B> {
 }
 
 impl<B: SieveBackend> Indexer<B> {
-    /// `[batch, seq_len, num_heads + 2, head_dim]` from `[batch, seq_len, d_model]`: queries, the key, and the key
-    /// before its norm where a packed tensor has values. x takes no gradient.
+    /// `[batch, seq_len, num_heads + 2, head_dim]` from `[batch, seq_len, d_model]`: queries, the key, and in place of
+    /// a packed tensor's values the key before its norm. No gradient flows to x.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4> {
         let [batch, seq_len, _d_model] = x.dims();
         let packed = self.proj.forward(x.detach());

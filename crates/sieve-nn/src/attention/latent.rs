@@ -12,7 +12,7 @@ use sieve_ops::{
 };
 
 /// Dense attention whose keys and values come from a latent of `kv_lora_rank` numbers per token, beside one rotated key
-/// for all heads. Nothing else is cached but, where keys are normed, one number a head and token.
+/// for all heads. Only these are cached, and, where keys are normed, one scale a head and token.
 #[derive(Module, Debug)]
 pub struct LatentAttention<B: Backend> {
     /// `[num_heads * (head_dim + qk_rope_head_dim), d_model]`, per head the part without rotation first.
@@ -96,7 +96,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         self.o_proj.forward(o.flatten(2, 3))
     }
 
-    /// As [`forward`](Self::forward) of a part of each row: this rank gets the latents of the whole rows, makes keys
+    /// As [`forward`](Self::forward) of a part of each row: this rank receives the latents of whole rows, computes keys
     /// and values of its own heads from them, and attends with these heads.
     fn forward_of_part(
         &self,
@@ -162,8 +162,8 @@ impl<B: SieveBackend> LatentAttention<B> {
             let o = sieve_ops::mla_attention(packed, context.documents, self.spec());
             return self.o_proj.forward(o.flatten(2, 3));
         }
-        // Of the packed tensor the queries are read, and the rotated key where keys are not normed. The factors of
-        // normed keys come from the keys.
+        // Only the queries of the packed tensor are used, and the rotated key where keys are not normed; the scales of
+        // normed keys are computed from the keys.
         let kv = match &self.k_norm {
             Some(_) => self.kv_b_proj.forward(latent.clone()),
             None => Tensor::zeros(

@@ -20,12 +20,12 @@ const GATE_BIAS: [f64; NUM_NSA_BRANCHES] = [-2.0, -2.0, 2.0];
 /// Each query sees every compressed block before it, the tokens of a few blocks that the compressed branch finds
 /// important, and a window; a gate per token, head and branch weighs them.
 ///
-/// The mean of a block is taken over rotated keys and met by rotated queries. The MLP takes keys before rotation, met
-/// by queries before rotation: its positions are learned.
+/// With mean compression keys and queries are rotated. With the MLP both are unrotated, since it has learned position
+/// embeddings.
 #[derive(Module, Debug)]
 pub struct NativeSparseAttention<B: Backend> {
-    /// Packed projection with q/k-norm and RoPE; the keys and values of the window branch, of all where they are
-    /// shared.
+    /// Packed projection with q/k-norm and RoPE: queries, and keys and values of the window branch (of all branches
+    /// where they are shared).
     pub qkv: QkvProjection<B>,
     /// Keys and values of the compressed branch, `[2 * num_kv_heads * head_dim, d_model]`; absent where shared.
     pub compress_kv_proj: Option<Linear<B>>,
@@ -64,7 +64,7 @@ impl<B: SieveBackend> Branches<B> {
 }
 
 impl<B: Backend> Branches<B> {
-    /// Some rows, or some tokens.
+    /// The branches of some rows, or of some tokens.
     fn part(&self, dim: usize, [first, count]: [usize; 2]) -> Self {
         let part = |x: &Tensor<B, 4>| x.clone().narrow(dim, first, count);
         Self {
@@ -147,7 +147,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 
     /// As [`forward`](Self::forward) of a part of each row: this rank attends over whole rows with its share of the KV
-    /// heads and their queries. Blocks are compressed and chosen head by head, so nothing else crosses.
+    /// heads and their queries. Blocks are compressed and chosen head by head, so nothing else is exchanged.
     fn forward_of_part(
         &self,
         x: Tensor<B, 3>,

@@ -1,5 +1,5 @@
-//! Rows that hold a prompt once for several endings: all that a layer does token by token is done once for the prompt,
-//! and the attention alone sees the prompt again before each ending.
+//! Rows that hold a prompt once for several endings: token-wise work of a layer is done once for the prompt, and only
+//! attention sees the prompt repeated before each ending.
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_ops::Documents;
@@ -16,10 +16,9 @@ pub struct SharedPrompts<B: Backend> {
 }
 
 impl<B: Backend> SharedPrompts<B> {
-    /// `tokens` says which token stands in each place of the attention's rows, `place` where each token stands for the
-    /// first time.
+    /// `tokens` maps each position of the attention's rows to a token, `place` each token to its first position there.
     ///
-    /// Panics when `tokens` are not as many as the places of `documents`.
+    /// Panics when `tokens` and `documents` have different lengths.
     pub fn new(documents: Documents<B>, tokens: &[u32], place: &[usize], device: &B::Device) -> Self {
         assert_eq!(documents.start.shape().num_elements(), tokens.len());
         let ints = |values: Vec<i32>| {

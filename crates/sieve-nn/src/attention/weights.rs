@@ -1,7 +1,7 @@
 //! Attention weights of a layer, by its own ops.
 //!
 //! An attention's output is linear in its values. So with one-hot values, `head_dim` keys at a time, column c of the
-//! output is the weight of key c: one way for every kind, and the weights are those of the kernels that trained the
+//! output is the weight of key c: this works for every kind, and gives the weights of the kernels that trained the
 //! model.
 use super::native_sparse::NativeSparseAttention;
 use super::{Attention, LayerContext};
@@ -86,7 +86,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         let keys = compressed.narrow(0, 0, 1);
         by_key(&branches.window.clone(), |one_hot| {
             let [_, seq_len, _] = one_hot.dims();
-            // A block's value is the mean of its tokens' values; a slot past the last block is read by nobody.
+            // A block's value is the mean of its tokens' values; a slot past the last block is never read.
             let starts = (0..rows / kv_heads).map(|slot| slot * blocks.compress_stride);
             let means: Vec<Tensor<B, 3>> = starts
                 .map(|start| {

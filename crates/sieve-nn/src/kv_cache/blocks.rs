@@ -67,7 +67,7 @@ impl<B: Backend> BlockCache<B> {
         }
     }
 
-    /// Counts the token that such a step has written, and the compressed pair that ends at it.
+    /// Counts the token that a captured step has written, and the compressed key and value that end at it.
     pub(super) fn count_token(&mut self) {
         let caches = [&mut self.selected, &mut self.window, &mut self.tail];
         caches.into_iter().for_each(KeyCache::count_token);
@@ -122,8 +122,8 @@ fn first_blocks<B: Backend>(
 }
 
 impl<B: DeviceBackend> BlockCache<B> {
-    /// Takes one token in and returns its three branches, `[batch, 1, num_heads, head_dim]` each; `compress` makes the
-    /// compressed pair of one block of tokens.
+    /// Appends one token and returns the outputs of its three branches, `[batch, 1, num_heads, head_dim]` each;
+    /// `compress` computes the compressed key and value of a block.
     ///
     /// Panics on more than one token.
     pub(crate) fn attend(

@@ -1,5 +1,5 @@
-//! The cache of layers whose queries choose blocks: keys and values of every token, and the keys that these are chosen
-//! by, pooled ones or an indexer's.
+//! The cache of layers whose queries choose blocks: keys and values of every token, and the keys that choose blocks,
+//! pooled ones or an indexer's.
 use super::split;
 use crate::attention::chosen_blocks::Packed;
 use burn::tensor::backend::Backend;
@@ -146,7 +146,7 @@ impl<B: Backend> ChosenCache<B> {
 }
 
 impl<B: DeviceBackend> ChosenCache<B> {
-    /// Takes one token in and returns its attention, `[batch, 1, num_heads, head_dim]`, and the blocks that it read, of
+    /// Appends one token and returns its attention, `[batch, 1, num_heads, head_dim]`, and the blocks that it read, of
     /// each row and chooser: `earlier`, where another layer chose them.
     pub(crate) fn attend(
         &mut self,

@@ -1,8 +1,8 @@
 //! An attention layer with the norm before it and the residual stream around it, as one node of the graph.
 //!
-//! One node instead of four keeps less for the backward pass: the stream, the packed product before q/k-norm and
-//! rotation, and the attention's output. The rotated packed tensor is recomputed by one memory-bound kernel; the norm's
-//! backward kernel writes its output once more and adds the gradient of the residual stream.
+//! One node instead of four keeps less for the backward pass: the residual stream, the packed QKV projection before
+//! q/k-norm and rotation, and the attention's output. The rotated packed tensor is recomputed by one memory-bound
+//! kernel; the norm's backward kernel recomputes the norm's output and adds the gradient of the residual stream.
 mod backward;
 mod forward;
 

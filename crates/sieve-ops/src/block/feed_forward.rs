@@ -1,9 +1,8 @@
 //! The feed-forward layer with the norm before it and the residual stream around it, as one node of the graph.
 //!
-//! One node instead of four keeps less for the backward pass: the stream and the packed gate and up. The normed stream
-//! and the gated activation are read by weight gradients alone; the kernels of the norm's and SwiGLU's backward pass,
-//! which read what they are made of anyway, write them once more. The gradient of the residual stream is added there
-//! too.
+//! One node instead of four keeps less for the backward pass: the residual stream and the packed gate and up. The
+//! normed stream and the gated activation are read by weight gradients alone, so the backward kernels of the norm and
+//! of SwiGLU, which read their inputs anyway, recompute them. The gradient of the residual stream is added there too.
 use super::product::{Operands, Weight, begin_gradients, product, product_gradients};
 use super::residual::Residual;
 use super::{WeightSums, kept_by};
@@ -117,7 +116,7 @@ struct Kept<B: Backend> {
 }
 
 /// Gradients of x, norm, gate_up and down.
-// Each tensor is handed on as soon as it is read for the last time: this is where a step needs most memory.
+// Each tensor is moved into its last use, so that it is freed there: a step's memory peaks here.
 fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> [Float<B>; 4] {
     let Kept {
         x,

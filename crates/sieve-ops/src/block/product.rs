@@ -1,4 +1,4 @@
-//! A product of a block in the numbers that the block multiplies in.
+//! A GEMM of a block in the block's precision, bf16 or fp8.
 use super::residual::{Residual, norm_gradient};
 use crate::tensors::{Float, primitive};
 use crate::{DeviceBackend, Fp8Kept, ProductPrecision, RmsNormCall, ToRound};
@@ -6,14 +6,14 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::Keeping;
 
-/// What a product leaves for its gradients.
+/// What a GEMM keeps for its gradients.
 #[derive(Clone, Debug)]
 pub(super) enum Operands<B: Backend> {
     /// For an fp8 GEMM: both, rounded.
     Fp8(Fp8Kept<B>),
     /// x as it was.
     X(Float<B>),
-    /// Nothing: the block makes x once more.
+    /// Nothing: the block recomputes x.
     None,
 }
 

@@ -4,7 +4,7 @@ use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 
-/// A zero `[1]` whose backward pass hands `dy` to `y`, whatever gradient reaches it.
+/// A zero `[1]` whose backward pass gives `y` the gradient `dy`, whatever gradient reaches it.
 ///
 /// Calling `backward()` on the result walks one segment of the model from its output gradient, which lets a trainer
 /// treat each segment as a graph of its own.

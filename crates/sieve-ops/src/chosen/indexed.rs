@@ -7,8 +7,9 @@
 //! - `dq_i = s sum_j dS_ij k_j`: the output of the indexer's own attention, less the mean output of the group's heads;
 //! - `dk_j = s sum_i dS_ij q_i`: the gradients of these values where the output's gradient is q.
 //!
-//! So it runs on the attention kernels, forward and backward, and no probability lies in memory. Where a device has a
-//! kernel that forms `I - mean_h P^h` from the lists of chosen blocks, only the indexer's own attention runs beside it.
+//! So the gradient is computed by the attention kernels, forward and backward, without storing probabilities. A device
+//! may instead have a fused kernel that computes `I - mean_h P^h` from the lists of chosen blocks; then only the
+//! indexer's own attention runs in addition.
 use super::{IndexGradientCall, Read, Reads};
 use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor, value};
 use crate::{AttentionSpec, DeviceBackend, Documents, SieveBackend};
@@ -52,7 +53,7 @@ pub fn indexer_spec(spec: AttentionSpec) -> AttentionSpec {
 
 /// Causal attention over what the call reads. Its backward pass gives `index` the gradient of
 /// `loss_weight * sum over queries and KV heads of KL(mean probabilities of the group || the indexer's)`, over the
-/// tokens that are read; that loss gives `qkv` none, and the output's gradient gives `index` none.
+/// tokens that are read; that loss has no gradient in `qkv`, and the output has none in `index`.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -132,7 +133,7 @@ fn index_gradient<D: DeviceBackend>(
 const MEASURED_QUERIES: usize = 16;
 
 /// How well the indexer fits its attention: means over some queries of the first row and all KV heads, f32 `[3]`.
-/// `chosen` are the blocks that it chooses, whether they are read or all tokens are.
+/// `chosen` are the blocks that it chooses, also in warm-up, where attention reads all tokens.
 ///
 /// - `KL(mean probabilities of the group || the indexer's)` over the tokens that are read, in nats;
 /// - the share of dense attention's mass that lies in the chosen blocks, over the share that the best blocks hold, as

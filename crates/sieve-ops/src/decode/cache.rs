@@ -4,7 +4,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor};
 use sieve_core::DmaWindow;
 
-/// Keys lie in `[batch, num_kv_heads, room, head_dim]`, so that those of a head are one stretch of memory.
+/// Keys lie in `[batch, num_kv_heads, room, head_dim]`, so that the keys of a head are contiguous.
 const KEY_AXIS: usize = 2;
 
 /// Keys and values that a layer keeps of earlier tokens, or some of them.
@@ -82,8 +82,8 @@ impl<B: Backend> KeyCache<B> {
         self.v.count(1);
     }
 
-    /// Puts one token, `[batch, num_kv_heads, 1, head_dim]`, into the places that `is_there`, `[batch, num_kv_heads,
-    /// room]`, marks.
+    /// Writes one token, `[batch, num_kv_heads, 1, head_dim]`, into the slots where `is_there`,
+    /// `[batch, num_kv_heads, room]`, is true.
     pub(super) fn replace(&mut self, is_there: Tensor<B, 3, burn::tensor::Bool>, k: Tensor<B, 4>, v: Tensor<B, 4>) {
         for (all, one) in [(&mut self.k, k), (&mut self.v, v)] {
             let shape = all.buffer().dims();

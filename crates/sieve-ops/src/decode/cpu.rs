@@ -96,8 +96,8 @@ pub(crate) fn dma_decode(
     attend(token.q, &cache.keys, cache.len(), Some(delta), softmax_scale)
 }
 
-/// Puts the token into the slot of the smallest (rank, position) of each head outside the local window, in place.
-/// Without a local window a token of the smallest rank takes none.
+/// Overwrites, in each head, the slot of the smallest (rank, position) outside the local window with the token. Without
+/// a local window a token of the smallest rank is not stored.
 fn replace_lightest(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
     let DmaWindow {
         keep_window_size: slots,

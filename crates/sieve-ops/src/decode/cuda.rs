@@ -163,8 +163,8 @@ fn buffers(cache: &KeyCache<Cuda>) -> KvCache {
     }
 }
 
-/// The cache's buffers as kernels write to them in place. Burn copies a buffer that a launch still holds before it
-/// writes, perhaps with gaps between the rows; tokens of such a copy move once more.
+/// The cache's buffers as kernels write to them in place. Burn copies a buffer that a launch still holds before writing
+/// to it, possibly with padded rows; such a copy is made contiguous here.
 pub(super) fn writable(cache: &mut KeyCache<Cuda>) -> KvCache {
     let found = buffers(cache);
     if found.k.is_contiguous() && found.v.is_contiguous() {
@@ -280,7 +280,7 @@ fn dma_step(
     without_token_dimension(o)
 }
 
-/// What stays of a prompt, as slots; all are in use where the selection names no number of them.
+/// The kept keys of a prompt, as slots; all are in use if the selection sets no number of slots.
 pub(crate) fn kept_cache(qkv: &Qkv, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, KernelError> {
     let kept = qkv.keep_heavy_keys(heavy)?;
     let [_, _, len] = kept.positions.dims(NAME, "positions")?;

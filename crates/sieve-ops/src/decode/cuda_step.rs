@@ -18,7 +18,7 @@ use sieve_kernels::{
 
 const NAME: &str = "token_step";
 
-/// The step of a cache's last token, for so many more: then a buffer is full, or more keys need more blocks.
+/// The captured step, and for how many more tokens it is valid: until a buffer is full, or more keys need more blocks.
 #[derive(Debug, Default)]
 pub struct CudaStepGraph(Option<(StepGraph, usize)>);
 
@@ -164,7 +164,7 @@ fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda
     }
 }
 
-/// Runs the step on tensors of a tape. Returns what it read and the logits.
+/// Runs the step on tensors of a tape. Returns its inputs and the logits.
 fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, CudaTensor), KernelError> {
     let ids = kernel_tensor(step.ids.clone().into_primitive());
     let inputs = StepInputs::new(tape, &ids, step.position)?;
@@ -418,7 +418,7 @@ impl Layer<'_> {
         self.with_kv(token, &kv, &self.inputs.position)
     }
 
-    /// NSA's compressed branch. Learned positions take the place of the rotation: its heads stand at position 0.
+    /// NSA's compressed branch. Learned position embeddings replace the rotation, so its heads have position 0.
     fn coarse(
         &self,
         token: &Qkv,
@@ -484,7 +484,7 @@ impl Layer<'_> {
         let [latent, k_rope] = [(0, rank), (rank, *rope_dim)]
             .map(|(first, columns)| down.view_at(NAME, "latent", first, &[batch, 1, columns], &[width, width, 1]));
         let latent = rms_norm_forward(&latent?, &self.noted(norm), self.epsilon)?;
-        // Where keys are not normed, nobody reads what the latent becomes.
+        // Where keys are not normed, the projected latent is not read.
         let kv = project(Vectors::Plain(&latent), &up, Finish::Stored)?;
         let weights = self.layer.qk_norm.as_ref();
         let weights = weights.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));
@@ -553,8 +553,8 @@ fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
     kernel_tensor(primitive(tensor.clone()))
 }
 
-/// The rows times a weight `[out, in]`, finished: few rows by one kernel, more by a GEMM and the kernels before and
-/// after it.
+/// The rows times a weight `[out, in]` with the epilogue `finish`: few rows by one fused kernel, more by a GEMM and
+/// separate kernels before and after it.
 fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Finish<'_>) -> Result<CudaTensor, KernelError> {
     let (Vectors::Plain(x) | Vectors::Normed(x, ..)) = rows;
     if x.num_elements() / x.shape().last().copied().unwrap_or(1).max(1) <= MAX_VECTORS {

@@ -118,8 +118,8 @@ impl<B: Backend> DmaCache<B> {
         self.positions.write(|positions| positions.mask_where(replaced, here));
     }
 
-    /// True at the slot that the key at `position` takes, `[batch, num_kv_heads, len]`; false everywhere when it takes
-    /// none.
+    /// True at the slot that the key at `position` overwrites, `[batch, num_kv_heads, len]`; false everywhere if it is
+    /// not stored.
     fn replaced_slot(&self, rank: Tensor<B, 3>, position: usize) -> Tensor<B, 3, Bool> {
         let local = self.window.local_window_size;
         let (ranks, positions) = (self.rank.buffer(), self.positions.buffer());

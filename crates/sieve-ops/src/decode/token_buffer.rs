@@ -4,8 +4,8 @@ use burn::tensor::{BasicOps, DType, Float, Tensor};
 use std::fmt;
 use std::ops::Range;
 
-/// Room for new tokens that a full buffer gets: one token for `ROOM_SHARE` that it has, which a plan does not count,
-/// and `LEAST_ROOM` at least.
+/// Minimum room for new tokens that a full buffer gets; otherwise one token for every `ROOM_SHARE` that it holds.
+/// Memory plans do not count this room.
 const LEAST_ROOM: usize = 256;
 const ROOM_SHARE: usize = 16;
 
@@ -20,7 +20,7 @@ pub struct TokenBuffer<B: Backend, const D: usize, K: BasicOps<B> = Float> {
 }
 
 impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
-    /// These tokens, which lie along `axis`, in a buffer with room for as many as `room` says, or for some more.
+    /// These tokens along `axis`, in a buffer of `room` tokens; `None`: with some spare room.
     pub fn new(tokens: Tensor<B, D, K>, axis: usize, room: Option<usize>) -> Self {
         let mut shape = tokens.dims();
         shape[axis] = room.unwrap_or(shape[axis] + spare(shape[axis]));

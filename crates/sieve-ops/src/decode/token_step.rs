@@ -15,11 +15,11 @@ pub struct TokenStep<'a, B: Backend> {
     pub position: usize,
     /// `[vocab_size, d_model]`.
     pub embedding: Tensor<B, 2>,
-    /// In order.
+    /// The model's layers, from the first to the last.
     pub layers: Vec<TokenLayer<B>>,
     /// The layers' caches, each of all rows.
     pub caches: Vec<TokenCache<'a, B>>,
-    /// Before the output projection, `[d_model]`.
+    /// Weight of the norm before the output projection, `[d_model]`.
     pub norm: Tensor<B, 1>,
     /// `[vocab_size, d_model]`.
     pub output: Tensor<B, 2>,
@@ -40,7 +40,7 @@ pub struct TokenLayer<B: Backend> {
     pub qkv_bias: Option<Tensor<B, 1>>,
     /// Absent in models like Llama.
     pub qk_norm: Option<QkNorm<B>>,
-    /// What DMA ranks keys by; the cache holds slots then.
+    /// DMA's inputs of the rank; the cache then holds slots.
     pub dma: Option<DmaLayer<B>>,
     /// Weights that other kinds have beside these.
     pub extra: TokenExtra<B>,
@@ -88,8 +88,9 @@ pub struct TokenBranches<B: Backend> {
     pub compress_kv: Option<Tensor<B, 2>>,
     /// Keys and values of the selected branch, likewise.
     pub select_kv: Option<Tensor<B, 2>>,
-    /// Of keys and of values: positions `[size, head_dim]`, `[hidden, size * head_dim]`, `[head_dim, hidden]`; absent
-    /// where blocks are means. With them the branch's queries and keys are not rotated.
+    /// The compression MLPs of keys and of values: position embeddings `[size, head_dim]` and weights
+    /// `[hidden, size * head_dim]`, `[head_dim, hidden]`; `None` where blocks are means. With an MLP the branch's
+    /// queries and keys are not rotated.
     pub mlp: Option<[[Tensor<B, 2>; 3]; 2]>,
     /// `[num_heads * 3, d_model]`.
     pub gate: Tensor<B, 2>,
@@ -132,15 +133,15 @@ pub enum TokenCache<'a, B: Backend> {
     Latents(&'a mut TokenBuffer<B, 3>, Option<&'a mut TokenBuffer<B, 3>>),
 }
 
-/// Logits of the next token of every row, `[batch, vocab_size]`; writes the token's keys behind the others, where the
-/// caller counts them. What was computed is kept in `graph` for [`repeat_token_step`]. `None` where the device has no
-/// such path for the model: nothing has changed.
+/// Logits of the next token of every row, `[batch, vocab_size]`; appends the token's keys to the caches, whose lengths
+/// the caller updates. The step is captured in `graph` for [`repeat_token_step`]. `None`, with nothing changed, where
+/// the device has no such path for the model.
 pub fn token_step<B: DeviceBackend>(step: TokenStep<'_, B>, graph: &mut B::StepGraph) -> Option<Tensor<B, 2>> {
     B::token_step(step, graph).map(tensor)
 }
 
-/// The step in `graph` for other tokens, ids `[batch, 1]`, at the next position: as [`token_step`]. `None` where there
-/// is none, or where a buffer of it is full. Between two steps nobody else writes to the caches.
+/// The step in `graph` for other tokens, ids `[batch, 1]`, at the next position: as [`token_step`]. `None` where
+/// `graph` is empty or one of its buffers is full. Nothing else may write to the caches between two steps.
 pub fn repeat_token_step<B: DeviceBackend>(
     graph: &mut B::StepGraph,
     ids: &Tensor<B, 2, Int>,

@@ -40,8 +40,7 @@ type Paths = BTreeMap<(Place, &'static str), OpPath>;
 // Process-wide, because Burn's backend methods have no place for state: counters, never a mode or data.
 static PATHS: Mutex<Paths> = Mutex::new(BTreeMap::new());
 
-/// The ops called so far, by place and name. A program prints the reasons, so that nobody takes a reference without
-/// knowing.
+/// The ops called so far, by place and name. A program prints the reasons, so that no reference is taken silently.
 pub fn op_paths() -> BTreeMap<(Place, &'static str), OpPath> {
     PATHS.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
@@ -82,8 +81,8 @@ pub(crate) fn kernel_or<T>(op: &'static str, attempt: Result<T, KernelError>, ru
     kernel_or_within(op, attempt, Memory::Linear, run)
 }
 
-/// The CUDA kernel's result, or why it cannot take the call, for an op that another crate computes then. The refusal is
-/// counted as a reference is.
+/// The CUDA kernel's result, or why it cannot take the call, for an op that another crate then computes. The refusal is
+/// counted like a reference.
 ///
 /// Panics when a launch failed, as [`kernel_or`].
 pub(crate) fn kernel_or_refusal<T>(op: &'static str, attempt: Result<T, KernelError>) -> Result<T, String> {

@@ -80,7 +80,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     let delta = dma_bias(rank.clone(), inputs.dma.bias);
     let call = inputs.attention(primitive(delta.clone()), forward.selection);
     let [dqkv, d_delta] = B::dma_attention_backward(&call, forward.output, d_o);
-    // A slope is fixed, so the gradient of the rank is that of the score.
+    // A slope is fixed, so the gradient of the rank is the gradient of the score.
     let dz = dma_bias_backward(rank, delta, tensor(d_delta), inputs.dma.bias);
     B::dma_scores_backward(&inputs.scores, primitive(dz), dqkv)
 }

@@ -8,8 +8,8 @@ use burn::tensor::{TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaWindow, KeepOLow};
 
-/// The packed tensor, w_dt by KV head, and a. The kernel reads W_dt so; a layer stores it so, and hands over a
-/// transposed view.
+/// The packed tensor, w_dt with a row for each KV head, and a. Layers store W_dt in this layout, which the kernel
+/// reads, and pass a transposed view.
 fn operands(call: &DmaScoresCall<Flex>) -> [FlexTensor; 3] {
     [call.qkv.clone(), call.w_dt.transpose(0, 1), call.a.clone()].map(contiguous)
 }

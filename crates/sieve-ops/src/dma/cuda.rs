@@ -19,7 +19,7 @@ pub(crate) fn dma_ranks(call: &DmaScoresCall<Cuda>, recency: Option<Recency<Cuda
 }
 
 pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Cuda>, dz: Float, dqkv: Float) -> [Float; 3] {
-    // The kernel adds to dqkv in place, so it must be nobody else's.
+    // The kernel adds to dqkv in place, so it must have no other owner.
     let dqkv = if dqkv.can_mut() { dqkv } else { dqkv.copy() };
     let attempt = launch_scores_backward(call, &dz, &dqkv);
     let attempt = attempt.map(|[dw_dt, da]| [dqkv.clone(), dw_dt, da]);

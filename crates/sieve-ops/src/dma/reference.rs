@@ -64,7 +64,7 @@ pub fn dma_scores_backward<B: Backend>(call: &DmaScoresCall<B>, dz: Float<B>, dq
 
 /// `expire` by definition: for each query the last keys and the best of the older ones, on the host, O(n² log n).
 ///
-/// Reads the ranks back; an oracle, not a path for training.
+/// Copies the ranks to the host; a definition for tests, not a path for training.
 pub fn dma_select<B: Backend>(rank: Float<B>, documents: &DocumentBounds<B>, window: DmaWindow) -> DmaSelection<B> {
     let z = tensor::<B, 3>(rank);
     let [batch, kv_heads, seq_len] = z.dims();

@@ -1,4 +1,4 @@
-//! Values of tensors as they are at one moment, read on another thread while ops go on.
+//! Snapshots of tensors, read on another thread while ops continue.
 use crate::tensors::Float;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
@@ -6,8 +6,8 @@ use sieve_kernels::{HostCopy, HostReader, KernelError};
 
 /// The values of a tensor when [`DeviceBackend::snapshot`](crate::DeviceBackend::snapshot) was called.
 ///
-/// On a GPU it holds the tensor, and ops that would write in place write to a copy; the device must have run what was
-/// queued before the values are read.
+/// On a GPU it holds the tensor, so that ops that would write in place write to a copy; synchronise the device before
+/// reading the values.
 #[derive(Debug)]
 pub struct Snapshot(Source);
 
@@ -47,7 +47,7 @@ impl SnapshotReader {
     /// The values.
     ///
     /// # Errors
-    /// The GPU's driver reports one.
+    /// An error of the GPU's driver.
     pub fn read(&mut self, snapshot: Snapshot) -> Result<TensorData, KernelError> {
         let copy = match snapshot.0 {
             Source::Host(data) => return Ok(data),

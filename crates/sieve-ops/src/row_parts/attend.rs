@@ -15,7 +15,7 @@ pub(crate) type DmaParts<B> = (Float<B>, Float<B>, DmaShape, Ints<B>);
 /// Where a part's tokens stand: the rows, and attention inside the part.
 pub(crate) type PartPlace<'a, B> = (&'a RowParts, &'a AttentionCall<B>);
 
-/// What attention of a part leaves for its backward pass.
+/// What attention of a part keeps for its backward pass.
 #[derive(Clone, Debug)]
 pub(crate) struct Parted<B: Backend> {
     /// `[batch, len, num_heads, head_dim]`.

@@ -62,8 +62,8 @@ pub(super) struct Border<B: Backend> {
 }
 
 impl<B: DeviceBackend> Border<B> {
-    /// Gives later parts the keys that they may see, and gets those that this part may see. `qkv` is this part's packed
-    /// tensor, `own` attention inside it, `rank` `[batch, num_kv_heads, len]` what DMA ranks its keys by.
+    /// Sends later parts the keys that they may see, and receives those that this part may see. `qkv` is this part's
+    /// packed tensor, `own` attention inside it, `rank` `[batch, num_kv_heads, len]` what DMA ranks its keys by.
     pub(super) fn gather(
         parts: &RowParts,
         qkv: &Float<B>,
@@ -268,8 +268,8 @@ impl<B: DeviceBackend> Border<B> {
         }
     }
 
-    /// Gives each earlier part its gradients, which lie one after the other along `dim`, and adds up those that later
-    /// parts give to this one.
+    /// Sends each earlier part its gradients, which are concatenated along `dim`, and sums those received from later
+    /// parts.
     fn take_back<const D: usize>(
         &self,
         parts: &RowParts,

@@ -1,7 +1,8 @@
-//! Tokens for heads: from a part of all heads to whole rows of some heads, and back (Ulysses, arXiv:2309.14509).
+//! All-to-all between tokens and heads: from a part of the row with all heads to whole rows of some heads, and back
+//! (Ulysses, arXiv:2309.14509).
 //!
-//! Both ways a copy puts what goes to one rank, or comes from it, in one piece; with one row a micro-batch the other
-//! side of the exchange is in order as it is.
+//! In both directions a copy makes each rank's slice contiguous; with one row a micro-batch the other side of the
+//! exchange needs no copy.
 use super::{RowLinks, RowParts};
 use crate::tensors::{primitive, tensor};
 use crate::{DeviceBackend, Documents, SieveBackend};

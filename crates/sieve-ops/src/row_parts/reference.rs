@@ -52,7 +52,7 @@ pub(super) fn dma_border_keys_backward<B: Backend>(
     [primitive(d_packed), primitive(d_rank)]
 }
 
-/// Where kept keys stand in a packed tensor, and in their ranks; the first token in the place of none.
+/// Indices of kept keys in a packed tensor and in their ranks; the first token for empty slots.
 struct Places<B: Backend> {
     keys: Tensor<B, 4, Int>,
     no_keys: Tensor<B, 4, Bool>,

@@ -8,8 +8,8 @@ use sieve_core::{DmaShape, KeepOLow};
 /// What attention of a part read and gave. A longer row is the border's slots, then the part's tokens.
 #[derive(Clone, Debug)]
 pub struct TracedPart<B: Backend> {
-    /// Keys, then values, of earlier parts that the part's queries may see, `[batch, slots, 2 * num_kv_heads,
-    /// head_dim]`; slots in front may be empty. `None` without a border.
+    /// Keys, then values, of earlier parts that the part's queries may see,
+    /// `[batch, slots, 2 * num_kv_heads, head_dim]`; the first slots may be empty. `None` without a halo.
     pub border: Option<Float<B>>,
     /// What DMA ranks them by, `[batch, num_kv_heads, slots]`.
     pub border_ranks: Option<Float<B>>,
@@ -27,7 +27,8 @@ pub struct TracedPart<B: Backend> {
 
 impl<B: DeviceBackend> TracedPart<B> {
     /// Attention of this rank's `qkv` `[batch, len, num_heads + 2 * num_kv_heads, head_dim]`, and its gradient for
-    /// `d_o`. All ranks of `parts` call it at once. Without DMA's w_dt, a and form, the spec's window.
+    /// `d_o`. All ranks of `parts` call it at once. Without DMA's w_dt, a and form: window attention with the spec's
+    /// window.
     pub fn new(
         parts: &RowParts,
         [qkv, d_o]: [Float<B>; 2],

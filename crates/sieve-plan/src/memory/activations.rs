@@ -56,21 +56,21 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
         AttentionForm::Latent(mla) => {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             let queries = q + heads * rope;
-            // Normed stream; latent and rotated key, then normed; packed q, k and v; output. What was packed is kept
-            // where the backward pass computes its norms again.
+            // Normed stream; latent and rotated key, then normed; packed q, k and v; output. The packed tensor is kept
+            // where the backward pass recomputes its norms.
             let before_norms = if mla.qk_norm { queries + 2 * q } else { 0 };
             let attention = (rank + rope) + rank + before_norms + (2 * queries + q) + q;
             (common + normed + attention, lse)
         }
         AttentionForm::Branches(nsa) => {
             let branches = NUM_NSA_BRANCHES as u64;
-            // Packed tensors before and after norm and rotation: one pair for all branches or one for each. What is
-            // normed alone, for the blocks, is not kept.
+            // Packed tensors before and after norm and rotation: one pair for all branches or one for each. The tensor
+            // that is only normed, for compressed blocks, is not kept.
             let pairs = nsa.num_kv_copies() as u64;
             let stride = nsa.compress_stride as u64;
             let blocks = match nsa.compress_hidden_size {
-                // Keys and values side by side, and once more as each MLP's input; its hidden layer before and after
-                // the ReLU.
+                // Keys and values concatenated, and again as each MLP's input; its hidden layer before and after the
+                // ReLU.
                 Some(hidden) => {
                     let inputs = 4 * kv * nsa.compress_block_size as u64;
                     let hidden = 4 * kv_heads * hidden as u64;
@@ -90,8 +90,8 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
             };
             (common + normed + attention, branches * lse + lists)
         }
-        // Packed before and after norm and rotation, and the output; the choice, and on a GPU its lists. Of an indexer
-        // its product, and packed twice.
+        // Packed before and after norm and rotation, and the output; the choice, and on a GPU its lists. For an indexer
+        // its projection, and two packed tensors.
         AttentionForm::Blocks(choice) => {
             let choices = num_choices(shape, choice);
             let indexer = match shape.has_indexer() {
@@ -132,8 +132,7 @@ fn of_inputs(shape: &ModelShape) -> u64 {
     (norms * shape.d_model + shape.d_ff) as u64
 }
 
-/// Weights of a block's fp8 GEMMs, and the widths of what goes into these products and of
-/// what comes out.
+/// Weights of a block's fp8 GEMMs, and the widths of their inputs and outputs.
 pub(crate) fn fp8_products(shape: &ModelShape) -> (u64, [u64; 2]) {
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
@@ -147,8 +146,8 @@ pub(crate) fn fp8_products(shape: &ModelShape) -> (u64, [u64; 2]) {
     }
 }
 
-/// Bytes that a block in fp8 keeps beyond another: its operands, rounded, which a CPU holds as f32, in
-/// place of the products' inputs.
+/// Bytes that a block in fp8 keeps beyond another: its rounded operands (held as f32 on a CPU) instead of the GEMMs'
+/// inputs.
 pub(super) fn fp8_kept(shape: &ModelShape, target: &Target, tokens: u64, keeping: Keeping) -> i64 {
     let (weights, [inner, _]) = fp8_products(shape);
     let bytes = match target {
@@ -203,7 +202,7 @@ pub fn activation_bytes_per_token(
     blocks.sum()
 }
 
-/// Most bytes that one block's backward pass holds beside what the forward pass kept, gradients of its weights
+/// Most bytes that one block's backward pass holds in addition to what the forward pass kept, gradients of its weights
 /// included.
 pub(super) fn block_temporaries(
     shape: &ModelShape,
@@ -222,9 +221,9 @@ pub(super) fn block_temporaries(
         _ => q + 2 * kv,
     };
 
-    // Feed-forward: gradient of the output, of the activation, of gate and up, and the activation once more; a GPU
-    // writes the last two where gate and up and the gradient of the activation lay. A CPU's product also lays the
-    // transposed gradient of gate and up out anew; in fp8 that gradient is there in bytes too, twice.
+    // Feed-forward: gradient of the output, of the activation, of gate and up, and the recomputed activation; a GPU
+    // writes the last two in place of gate and up and of the activation's gradient. On a CPU the GEMM also copies the
+    // transposed gradient of gate and up; in fp8 that gradient also exists in bytes, twice.
     let is_fp8 = !training.fp8_blocks(shape.num_layers).is_empty();
     let beside = match target {
         Target::Cpu { .. } => 5 * d_ff,
@@ -235,7 +234,7 @@ pub(super) fn block_temporaries(
     let norm = times(tokens, 4 * d_model * bytes) + 3 * matrix;
 
     // Attention: the feed-forward's gradients and the stream's; of the output; rotated heads, their gradient, f32 sums
-    // of dq. Gate and up, and the stream between the halves, are gone by then.
+    // of dq. Gate and up, and the stream between the halves, are freed by then.
     let kinds = shape.by_kind();
     let dense = (training.dense_steps > 0.0).then(|| shape.dense());
     let sums = kinds.iter().chain(&dense).map(|part| {
@@ -284,8 +283,8 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
             let choices = choice.attended().num_selected_blocks as u64;
             let a_query = choices * target.value_bytes() * q + 2 * F32 * num_choices(shape, choice);
             let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
-            // The indexer's loss: queries and keys with the indexer's keys as values, what attention makes of them in
-            // f32, and the gradients; of the indexer the same of a head for each KV head.
+            // The indexer's loss: queries and keys with the indexer's keys as values, the attention's output in f32,
+            // and the gradients; the same for the indexer, with one head for each KV head.
             let indexer = match shape.has_indexer() {
                 true => times(tokens, (2 * target.value_bytes() + F32) * (q + 2 * kv + 3 * kv)),
                 false => 0,

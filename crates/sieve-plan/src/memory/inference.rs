@@ -44,8 +44,8 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
     let tokens = size.rows.saturating_mul(size.seq_len).max(1) as u64;
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let packed = (shape.q_width() + 2 * shape.kv_width()) as u64;
-    // Feed-forward: the stream, normed and added to; gate and up, and the activation. Attention: what a block keeps of
-    // it, the stream three times, and the packed heads once more, rotated.
+    // Feed-forward: the stream, its norm and the sum; gate and up, and the activation. Attention: the tensors that a
+    // block keeps of it, three copies of the stream, and the rotated packed heads.
     let feed_forward = (3 * d_model + 3 * d_ff) * value_bytes;
     let kinds = shape.by_kind();
     let kept = kinds
@@ -100,8 +100,7 @@ fn returned_logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64
     times(tokens, shape.vocab_size as u64 * target.value_bytes())
 }
 
-/// Memory of bringing a model of another program in: the weights as they were read, a new model, and a copy of its
-/// weights.
+/// Memory of importing a model: the weights as read, a new model, and a copy of its weights.
 pub fn import_memory(shape: &ModelShape, target: &Target) -> MemoryPlan {
     let parameter_bytes = times(shape.parameters().total(), F32);
     let moment = Moment {

@@ -1,5 +1,5 @@
-//! DAM (arXiv:2506.11104), as its overview describes it: a map per head from a calibration run, extended beyond it by
-//! the columns and diagonals it has. Results are of this reading.
+//! DAM (arXiv:2506.11104), as its overview describes it: a map per head from a calibration run, extended beyond the
+//! calibrated length by its columns and diagonals. The paper leaves details open; results are for this interpretation.
 //!
 //! Maps of a calibration on other texts come from a file. Without one a text calibrates itself: its first `capture`
 //! tokens are read densely, and the map they give is extended over the rest.
@@ -276,7 +276,7 @@ pub(crate) struct Dam {
 /// Where the maps of the layer come from.
 #[derive(Clone, Debug)]
 enum Source {
-    /// They are there, one per query head.
+    /// Calibrated maps, one per query head.
     Maps(Vec<DamMap>),
     /// The text is still calibrating itself.
     Text(DamCapture),

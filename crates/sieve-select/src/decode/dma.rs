@@ -1,10 +1,10 @@
-//! DMA's own decoding (arXiv:2508.02124): `keep_window_size` slots a KV head, of which a new key takes the one with the
-//! smallest (score, position).
+//! DMA's own decoding (arXiv:2508.02124): `keep_window_size` slots a KV head, of which a new key overwrites the one
+//! with the smallest (score, position).
 //!
-//! A key's score is that of its value, `z = A softplus(concat_kv(v) W_dt)`; of equal scores the earlier key goes, and a
-//! key may be the one to go on its own arrival. The logit of a kept key gets `exp(z)` (or z) on top. `scores` names a
+//! A key's score is that of its value, `z = A softplus(concat_kv(v) W_dt)`; of equal scores the earlier key is evicted,
+//! and a new key may itself be the smallest. `exp(z)` (or z) is added to the logit of a kept key. `scores` names a
 //! checkpoint of a DMA model, for `A` and `W_dt`; a dense checkpoint has none, and without them `A` is 0 as at the
-//! start of DMA's training: all scores tie, and what is left is a sliding window.
+//! start of DMA's training: all scores tie, which gives a sliding window.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -125,7 +125,7 @@ const MAX_EXPONENT: f32 = 60.0;
 pub(crate) struct Dma {
     config: DmaConfig,
     weights: DmaLayerWeights,
-    /// [`rank_key`] of the kept keys per KV head, the next to go on top.
+    /// [`rank_key`] of the kept keys per KV head, the next to be evicted on top.
     slots: Vec<BinaryHeap<Reverse<u64>>>,
     /// Scores of all keys, `[keys, num_kv_heads]`.
     z: Vec<f32>,
@@ -179,7 +179,7 @@ impl Dma {
         }
     }
 
-    /// Scores of a token, `[num_kv_heads]`, to the bit those of training.
+    /// Scores of a token, `[num_kv_heads]`, bit-equal to training's.
     fn scores(&self, cache: &Cache, v: &[f32]) -> Vec<f32> {
         let (heads, head_dim) = (cache.shape.num_kv_heads, cache.shape.head_dim);
         let mut z = vec![0.0; heads];

@@ -28,8 +28,8 @@ impl H2oConfig {
         )
     }
 
-    /// What stays of a prompt of `shape.num_keys` tokens, in steps of a device; a later token takes the slot of the key
-    /// with the least attention.
+    /// The keys kept of a prompt of `shape.num_keys` tokens, as device steps; a later token evicts the key with the
+    /// least accumulated attention.
     pub(super) fn heavy_keys(&self, shape: CallShape) -> HeavyKeys {
         let n = shape.num_keys;
         let (heavy, recent) = (amount(self.heavy, n), amount(self.recent, n));

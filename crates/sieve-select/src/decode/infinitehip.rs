@@ -1,9 +1,8 @@
-//! InfiniteHiP (arXiv:2502.08910) while decoding: the three stages of the prefill method for one query, each done again
+//! InfiniteHiP (arXiv:2502.08910) while decoding: the three stages of the prefill method for one query, each recomputed
 //! only every `refresh` steps.
 //!
-//! A stage that is not done again keeps its last result, and those after it choose among it. Reading: keys that leave
-//! the window before the first stage sees them stay in it until then, so that no key is out of reach for want of a
-//! refresh.
+//! A stage that is not recomputed keeps its last result, and later stages choose from it. Our interpretation: keys stay
+//! in the window until the first stage has seen them, so that every key is reachable between refreshes.
 
 use super::{Cache, LayerShape, ascending};
 use crate::prefill::infinitehip::{Chunk, InfinitehipConfig};

@@ -1,5 +1,5 @@
-//! InfLLM (arXiv:2402.04617): a local window, the first tokens, and the blocks of the past whose representative keys
-//! the query likes best, read at a fixed distance.
+//! InfLLM (arXiv:2402.04617): a local window, the first tokens, and the past blocks whose representative keys have the
+//! largest products with the query, read at a fixed distance.
 
 use super::rope::rotate;
 use super::{Cache, LayerShape, ascending};

@@ -39,7 +39,7 @@ impl SnapkvConfig {
         if self.capacity <= self.window {
             return rules.fail(
                 format!(
-                    "capacity={} leaves nothing beside window={}",
+                    "capacity={} leaves no room besides window={}",
                     self.capacity, self.window
                 ),
                 "capacity counts the window too; make it larger",
@@ -112,8 +112,8 @@ impl Snapkv {
         self.kept.clone()
     }
 
-    /// `stream` form (our reading; the method acts at the end of a prompt, which a stream has not): it acts whenever
-    /// the kept keys exceed the capacity by a window.
+    /// The `stream` form (our interpretation, since the method acts at the end of a prompt and a stream has none): it
+    /// acts whenever the kept keys exceed the capacity by a window.
     pub(crate) fn after(&mut self, cache: &Cache, q: &[f32]) {
         if self.acted {
             return;

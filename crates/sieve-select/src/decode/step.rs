@@ -22,7 +22,7 @@ impl Selector {
         self.is_dense_layer(layer) || matches!(&self.method, Method::Quest(quest) if is_dense(quest))
     }
 
-    /// How a device finds what the last of `shape.num_keys` tokens reads; `None` where that is
+    /// How a device chooses the keys that the last of `shape.num_keys` tokens reads; `None` where that is
     /// [everything](Self::reads_all), where the method decodes on the host, or by [`heavy_keys`](Self::heavy_keys).
     /// `known` pages have bounds from earlier tokens.
     pub fn step(&self, shape: CallShape, layer: usize, known: usize) -> Option<Step> {
@@ -44,8 +44,8 @@ impl Selector {
         }
     }
 
-    /// What stays of a prompt of `shape.num_keys` tokens on a device, where the method chooses that once and later
-    /// tokens read it, each with the keys that came since; `None` where [`step`](Self::step) has the answer.
+    /// The keys kept of a prompt of `shape.num_keys` tokens on a device, for methods that choose once; later tokens
+    /// read these and all newer keys. `None` where [`step`](Self::step) chooses.
     pub fn heavy_keys(&self, shape: CallShape, layer: usize) -> Option<HeavyKeys> {
         if self.is_dense_layer(layer) {
             return None;

@@ -1,5 +1,5 @@
-//! BA-Att (arXiv:2605.19726): blocks of tokens sorted by norm, scored by the products of their means with a
-//! second-order term.
+//! BA-Att (arXiv:2605.19726): blocks of tokens sorted by norm, scored by the product of their means and a second-order
+//! term.
 
 use std::ops::Range;
 
@@ -173,7 +173,7 @@ impl BaAttConfig {
         heads.map(order).collect()
     }
 
-    /// Tokens by rising norm; of a causal mask, in each of the ranges alone.
+    /// Tokens sorted by rising norm; for a causal mask only within each of the ranges.
     fn order<'x>(
         &self,
         len: usize,

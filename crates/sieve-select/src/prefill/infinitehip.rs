@@ -1,6 +1,6 @@
 //! InfiniteHiP (arXiv:2502.08910): chunks of keys ranked by one representative, found by halving, in three stages.
 //!
-//! In decode a stage is done again every `refresh` steps only; see [`crate::decode::infinitehip`].
+//! In decode a stage is recomputed only every `refresh` steps; see [`crate::decode::infinitehip`].
 
 use sieve_cpu::max_of_row;
 
@@ -192,7 +192,7 @@ fn cut(ranges: impl Iterator<Item = Chunk>, chunk: usize) -> Vec<Chunk> {
 }
 
 /// Score of the key each chunk is narrowed to: the half whose first key has the larger score, again and again; the
-/// first half on a tie. All chunks are halved at once, so that a step is one product.
+/// first half on a tie. All chunks are halved at once, so that a step is one GEMM.
 fn representatives(chunks: &[Chunk], scores_of: impl Fn(&[usize]) -> Vec<f32>) -> Vec<f32> {
     let firsts: Vec<usize> = chunks.iter().map(|chunk| chunk.0).collect();
     let mut best = scores_of(&firsts);

@@ -67,7 +67,7 @@ impl PrefillMethod for MeanpoolConfig {
 pub(crate) fn pooled_scores(call: &Call<'_>, tiles: Tiles, heads: &[usize]) -> Vec<f32> {
     let d = call.shape.head_dim;
     let kv_head = call.kv_head(heads[0]);
-    // Of one head among others, where the means are there already.
+    // The means of one head, if they were already computed for all.
     let of_head = |means: &[f32], heads: usize, head: usize| -> Vec<f32> {
         let blocks = means.chunks_exact(heads * d);
         let of_block = |block: &[f32]| block[head * d..(head + 1) * d].to_vec();

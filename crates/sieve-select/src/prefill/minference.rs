@@ -198,7 +198,7 @@ impl PatternFile {
     /// Reads a file as MInference writes it: per layer an object from head to `[type, v, s, …]`.
     ///
     /// # Errors
-    /// A file that cannot be read, or a pattern that is none.
+    /// A file that cannot be read, or an invalid pattern.
     pub fn read(path: &Path) -> Result<Self, SelectError> {
         let hint = "the file is a JSON list with one object per layer: \
                     {\"0\": [\"vertical_and_slash\", 1000, 6096], …}";

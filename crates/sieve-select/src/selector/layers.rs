@@ -35,7 +35,7 @@ impl From<Selector> for LayerSelectors {
 
 impl LayerSelectors {
     /// Reads `NAME:key=value,…` for all layers, or `LAYERS=NAME:…/LAYERS=NAME:…` with layers `4`, `0-3` and `4-`, both
-    /// ends among them.
+    /// ends included.
     ///
     /// # Errors
     /// As [`Selector::parse`]; layers that are named twice, or left out.
@@ -195,7 +195,7 @@ fn shown(first: usize, last: Option<usize>) -> String {
 }
 
 /// The pieces `LAYERS=TEXT` between slashes; nothing where the text does not begin with layers. A slash in a file's
-/// name parts nothing unless layers and an equals sign follow it.
+/// name is no separator unless layers and an equals sign follow it.
 fn pieces(text: &str) -> Vec<(&str, &str)> {
     let begins = |text: &str| -> Option<usize> {
         let end = text.find('=')?;

@@ -31,9 +31,9 @@ pub struct Entry {
     pub paper: &'static str,
 }
 
-/// Hands a macro one row for each method: its phase, name, `module::Variant`, settings, what it chooses, where it comes
-/// from. Brackets name what else a method holds, and the function that reads it. From this table come the modules of
-/// [`prefill`](crate::prefill) too, and the tests of all methods of prefill.
+/// Calls a macro with one row for each method: phase, name, `module::Variant`, settings, what it chooses, its source.
+/// Brackets name data that a method reads from a file, and the function that reads it. The modules of
+/// [`prefill`](crate::prefill) and the tests of all prefill methods are generated from this table too.
 macro_rules! all_methods {
     ($then:ident) => { $then! { prefill {
     Prefill bfla in bfla::Bfla(BflaConfig, "tiles, by flattened groups of coarse blocks", "BFLA");

@@ -9,7 +9,7 @@ use crate::selector::{Method, Reads, Selector};
 
 impl Selector {
     /// The selection of a call in a layer as steps of a device; `None` where the method, or one of its settings,
-    /// selects on the host. A call that is dense whatever its operands are has none.
+    /// selects on the host. `None` too for a call that is dense for any operands.
     pub fn block_selection(&self, shape: CallShape, layer: usize, num_layers: usize) -> Option<BlockSelection> {
         if self.is_dense(layer, shape.num_queries) {
             return None;

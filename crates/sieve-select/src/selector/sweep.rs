@@ -15,9 +15,9 @@ impl Selector {
         self.method.of_prefill()?.knob()
     }
 
-    /// The same selector with its knob at each of the values of a curve, other settings as they are. A setting that
-    /// only makes sense up to the knob's value (momo's `k_exact`, of k blocks) moves down with it; a value that
-    /// another setting forbids is left out. Without a knob: nothing.
+    /// The same selector with its main setting at each value of a curve and the others unchanged. A setting bounded by
+    /// it (momo's `k_exact`, at most k) is lowered with it; a value that another setting forbids is left out. Empty for
+    /// a method without such a setting.
     pub fn sweep(&self) -> Vec<Self> {
         let Some((key, values)) = self.knob_values() else {
             return Vec::new();

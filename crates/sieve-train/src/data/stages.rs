@@ -27,7 +27,7 @@ pub(super) fn check_stages(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<St
 }
 
 impl TrainingData {
-    /// Makes, or finds again, the text of stages that name their own, in `dir/stage-N`, by this data's tokenizer.
+    /// Prepares, or reopens, the text of stages that name their own, in `dir/stage-N`, with this data's tokenizer.
     ///
     /// A stage with the paths that it has in `resumed`, the checkpoint of a run that is resumed, reads what that run
     /// does; one with other paths is prepared as in a new run.
@@ -90,8 +90,8 @@ impl TrainingData {
         text.prepare(alone, &self.tokenizer, (dir, on_change), observe)
     }
 
-    /// Whether the recipe's files are no longer those that the shards were made from: changed, gone, or more of them.
-    /// No hub is asked for its data sets.
+    /// Whether the recipe's files differ from those that the shards were made from: a file was changed, removed or
+    /// added. Data sets of the hub are not checked.
     pub fn text_has_changed(&self, recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> bool {
         let is_made_of = |prepared: &Prepared, recipe: &Recipe| {
             let (whole, validation) = corpus_configs(recipe, variable)?;

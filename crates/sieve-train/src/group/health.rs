@@ -11,7 +11,7 @@ use std::time::Instant;
 
 /// A rank is slow whose rate is below this share of the median's.
 const LEAST_SHARE: f64 = 0.8;
-/// Each rate is the best of so many tries: other work of a host slows some of them.
+/// Each rate is the best of this many tries, since other work on a host slows some of them.
 const TRIES: usize = 5;
 /// How often all ranks measure again where one seems slow, and keep the better rates.
 const MORE_ROUNDS: usize = 3;
@@ -131,8 +131,8 @@ fn probes<'a, B: TrainBackend>(
 }
 
 impl<B: TrainBackend> Group<B> {
-    /// Measures every rank's device, all at once, and compares them. `state` asks this rank's driver, right behind a
-    /// load.
+    /// Measures every rank's device, all at once, and compares them. `state` queries this rank's driver, directly after
+    /// the load.
     ///
     /// # Errors
     /// A rank is lost, or a device fails.

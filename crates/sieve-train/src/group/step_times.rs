@@ -1,4 +1,4 @@
-//! Which rank is slow: the time of each rank's host for a step, without what it waited for others.
+//! Finds slow ranks by the time of each rank's host for a step, without its waits for other ranks.
 use sieve_comm::Work;
 use std::time::{Duration, Instant};
 
@@ -61,7 +61,7 @@ impl StepTimes {
         self.told = Some(Instant::now());
         let [slowest, median] = [slowest, median].map(|time| time.as_secs_f64());
         Some(format!(
-            "slow: rank {rank} takes {slowest:.3} s a step beside its waits for others, the median rank {median:.3} s"
+            "slow: rank {rank} takes {slowest:.3} s a step without its waits for others, the median rank {median:.3} s"
         ))
     }
 }

@@ -1,4 +1,4 @@
-//! Weights and moments as they are at one moment, and what shows whether all ranks compute with the same weights.
+//! Snapshots of weights and moments, and checksums that show whether all ranks compute with the same weights.
 use super::{EXP_AVG, EXP_AVG_SQ, Inner, NUM_UPDATES, Optimizer, cut, parameter_ids};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
@@ -77,7 +77,7 @@ pub struct OptimizerSnapshot {
     replica: Replica<Snapshot>,
 }
 
-/// What one of several ranks computes with, of some leaves.
+/// Weights that one of several ranks computes with.
 #[derive(Debug)]
 struct Replica<T> {
     own: Vec<T>,
@@ -102,7 +102,7 @@ pub struct ReplicaSums {
     own: u64,
     /// Of the pieces of a rank further on.
     other: u64,
-    /// Of leaves that are not cut.
+    /// Of weights that are not cut.
     whole: u64,
 }
 
@@ -202,7 +202,7 @@ impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
         let leaf = tensor.inner().into_primitive().tensor();
         if share.size > 1 {
             let further = (share.rank + self.distance) % share.size;
-            // A copy: the leaf is written again while the snapshot is read.
+            // A copy, since the weight is overwritten while the snapshot is read.
             let copy = |part| B::InnerBackend::float_mul_scalar(part, 1f32.into());
             let now = |range| copy(cut::<B>(leaf.clone(), range));
             match cuts {

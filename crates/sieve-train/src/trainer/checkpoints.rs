@@ -300,7 +300,7 @@ impl<B: TrainBackend> Trainer<B> {
         1 + (step / interval % others) as usize
     }
 
-    /// As [`finish_checkpoint`](Self::finish_checkpoint), where it needs no waiting; of several processes once all are
+    /// As [`finish_checkpoint`](Self::finish_checkpoint), if it needs no waiting; with several processes, once all are
     /// done.
     ///
     /// # Errors

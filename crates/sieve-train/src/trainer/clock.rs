@@ -1,8 +1,8 @@
 //! Time of steps.
 use std::time::{Duration, Instant};
 
-/// Time and tokens of steps alone, without validation and checkpoints: wall time between two reports, at which the
-/// device has done all it was given.
+/// Time and tokens of steps alone, without validation and checkpoints: wall time between two reports, at each of which
+/// the device is synchronised.
 pub(super) struct Clock {
     since: Instant,
     paused: Duration,

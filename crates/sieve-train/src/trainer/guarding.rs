@@ -52,8 +52,8 @@ pub enum Moment<'a> {
     Naming,
 }
 
-/// What a test makes wrong: called at each moment, in a step with the number of the step's first row in its stage, else
-/// with the number of steps done. Returns the factor where something is multiplied; 1 changes nothing.
+/// Fault injection for tests: called at each moment, in a step with the number of the step's first row in its stage,
+/// else with the number of steps done. Returns a factor for loss or gradients; 1 changes nothing.
 #[doc(hidden)]
 #[derive(Clone)]
 pub struct Disturbance(Arc<dyn Fn(u64, Moment<'_>) -> f64 + Send + Sync>);

@@ -12,8 +12,8 @@ use sieve_nn::Qwen3;
 use sieve_ops::{KernelPolicy, SumOrder, TrainBackend};
 use xxhash_rust::xxh3::Xxh3;
 
-/// Takes the gradients of each segment as soon as they are known, and keeps a hash of all of them: no more of them are
-/// in memory than in a step.
+/// Consumes the gradients of each segment as soon as they are known and keeps one hash of all, so that no more memory
+/// is needed than in a step.
 #[derive(Default)]
 struct Hashes(Xxh3);
 
@@ -117,8 +117,8 @@ impl<B: TrainBackend> Trainer<B> {
     }
 }
 
-/// The ranks whose results cannot be trusted, of two results of each: where a rank's own two differ, such ranks; else
-/// those that differ from what more than half of the ranks have; else all of them, where any two differ.
+/// The suspect ranks, given two results of each: ranks whose own two results differ; else those that differ from the
+/// majority; else, without a majority, all ranks.
 fn at_fault(first: &[u64], second: &[u64]) -> Vec<usize> {
     let ranks = |is_wrong: &dyn Fn(usize) -> bool| (0..first.len()).filter(|rank| is_wrong(*rank)).collect::<Vec<_>>();
     let unsteady = ranks(&|rank| first[rank] != second[rank]);

@@ -97,7 +97,7 @@ pub(super) struct Saving {
 }
 
 impl Saving {
-    /// Whether so many checkpoints failed that a run ends.
+    /// Whether enough checkpoints failed to end the run.
     pub(super) fn gives_up(&self) -> bool {
         self.tries.num_failed() >= self.tries.limits().max_failures
     }

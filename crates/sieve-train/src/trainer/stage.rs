@@ -127,8 +127,8 @@ impl<B: TrainBackend> Trainer<B> {
         (next.index != self.stage.stage.index).then_some(next)
     }
 
-    /// Goes on with `stage`: the same weights and moments in a model of its window and rotary base. Its rows begin
-    /// anew.
+    /// Switches to `stage`: the same weights and moments in a model with its window and rotary base. Its rows start
+    /// from the beginning.
     pub(super) fn enter_stage(&mut self, stage: Stage) -> Result<(), TrainError> {
         self.finish_leaves()?;
         self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;

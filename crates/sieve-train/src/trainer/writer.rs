@@ -39,11 +39,11 @@ pub(super) struct Written {
 }
 
 impl CheckpointWriter {
-    /// Begins to read `files` and to write them into the folder that [`Checkpoint::begin`] made. The checkpoint before
-    /// must be finished.
+    /// Starts reading `files` and writing them into the folder that [`Checkpoint::begin`] created. The previous
+    /// checkpoint must be finished.
     ///
     /// # Errors
-    /// The system gives no thread.
+    /// No thread can be started.
     pub(super) fn start(
         &mut self,
         folder: &Path,
@@ -82,10 +82,10 @@ impl CheckpointWriter {
         self.job.as_ref().is_none_or(|job| job.thread.is_finished())
     }
 
-    /// Waits for the files being written, and calls `tick` as often as more of them is there.
+    /// Waits until the files are written, and calls `tick` whenever they have grown.
     ///
     /// # Errors
-    /// Why the device did not give its tensors.
+    /// The device could not return its tensors, or a file could not be written.
     pub(super) fn finish(&mut self, tick: &dyn Fn()) -> Result<Option<Written>, TrainError> {
         let Some(job) = self.job.take() else {
             return Ok(None);

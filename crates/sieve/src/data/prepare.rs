@@ -90,7 +90,7 @@ fn print_split(name: &str, split: &SplitMeta) {
     ));
 }
 
-/// Tells how far the work is: a bar on a terminal, else a line now and then where lines are asked for.
+/// Progress: a bar on a terminal, else a line now and then if lines are enabled.
 pub(crate) struct Watch<'a> {
     /// What lines about the tokenizer and about the data begin with.
     starts: [&'static str; 2],

@@ -63,7 +63,7 @@ const COLOURS: [RGBColor; 8] = [
 ];
 
 /// Corners of the marks, in pixels around a point: a square, a triangle, a diamond, a wide bar, and the triangle
-/// downwards. With eight colours no two of forty curves have both in common.
+/// downwards. With eight colours no two of forty curves share both.
 const MARKS: [&[(i32, i32)]; 5] = [
     &[(-3, -3), (3, -3), (3, 3), (-3, 3)],
     &[(-4, 3), (0, -4), (4, 3)],

@@ -68,8 +68,8 @@ impl ResultArgs {
         Ok(Some(run.join(FOLDER).join(format!("{name}.json"))))
     }
 
-    /// Keeps and prints the fields of a report as JSON, behind the checkpoint and its step, as was asked for. False
-    /// where lines are printed in its place.
+    /// Saves and prints the fields of a report as JSON, after the checkpoint and its step, as the flags say. Returns
+    /// false where plain lines are to be printed instead.
     pub(super) fn report<B: DeviceBackend>(
         &self,
         loaded: &LoadedModel<B>,

@@ -52,8 +52,8 @@ pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     )
 }
 
-/// The sources of the shards in `dir`, with their tokens and none read: the paths where they are weighted, else all as
-/// one; `None` where the shards are not there.
+/// The sources of the shards in `dir`, with their tokens and none read yet: one for each path if they are weighted,
+/// else one for all; `None` if the shards do not exist.
 fn texts(recipe: &Recipe, dir: &Path) -> Option<Vec<(String, u64, f64)>> {
     let meta = Prepared::open(dir).ok()?.meta;
     let sources = meta.sources.iter().zip(&recipe.data.paths);

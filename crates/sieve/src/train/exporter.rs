@@ -1,4 +1,4 @@
-//! `--metrics-port`: the numbers of a run in Prometheus' text form, for whoever asks for `/metrics`.
+//! `--metrics-port`: serves the numbers of a run in Prometheus' text format at `/metrics`.
 use anyhow::{Context, Result};
 use sieve_train::TrainEvent;
 use std::fmt::Write as _;
@@ -72,7 +72,7 @@ impl Numbers {
     }
 }
 
-/// Takes a run's numbers; a thread gives them to who asks.
+/// Receives a run's numbers; a thread serves them.
 #[derive(Clone, Default)]
 pub(super) struct Exporter(Arc<Mutex<Numbers>>);
 

@@ -103,8 +103,8 @@ pub(super) fn startup_line(elapsed: Duration) -> String {
     )
 }
 
-/// What a run took: memory at its fullest, and launches of our own kernels, in verbose output or where they took the
-/// slow way.
+/// Resources of a run: peak memory, and launches of our own kernels, in verbose output or where they took the slow
+/// path.
 pub(super) fn cost_lines(peak: Option<PeakMemory>, memory: MemoryProbe) -> Vec<String> {
     let memory = peak.map(|peak| {
         let in_use = gib(peak.in_use_bytes);

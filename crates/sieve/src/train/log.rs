@@ -43,7 +43,7 @@ impl Log {
         self.short(text, text);
     }
 
-    /// Prints what `--quiet` leaves, too, and keeps it.
+    /// Prints a line even under `--quiet`, and logs it.
     pub(super) fn always(&self, text: &str) {
         if self.tells {
             terminal::line(text);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// Longest time that a command may take; nothing waits for it longer.
 const LIMIT: Duration = Duration::from_secs(60);
-/// A run stalls where nothing has happened for so many times the longest pause before.
+/// A run counts as stalled after this many times its longest pause without an event.
 const LONGEST_PAUSES: u32 = 20;
 
 /// Values of `SIEVE_EVENT` in the command's environment.
@@ -100,8 +100,8 @@ impl OnEvent {
         result
     }
 
-    /// Watches a run until the watch is dropped: where nothing happens for `least`, and for [`LONGEST_PAUSES`] times
-    /// the longest pause before, the command runs, once until something happens again.
+    /// Watches a run until the watch is dropped: if no event arrives for `least` and for [`LONGEST_PAUSES`] times the
+    /// longest earlier pause, the command runs, once until the next event.
     pub(super) fn watch(&self, least: Duration) -> Result<StallWatch> {
         let (sender, happened) = channel();
         if self.command.is_none() {

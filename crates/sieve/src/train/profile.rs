@@ -159,8 +159,8 @@ impl StepProfile {
             PRODUCTS => tflops(work.tokens * work.linear),
             ATTENTION => tflops(work.tokens * work.attention),
             OPTIMIZER => {
-                // Leaf and rest of the master, 2 bytes each, and two f32 moments are read and written, the f32 gradient
-                // read; the norm reads it once more.
+                // The bf16 weights and the masters' low bits, 2 bytes each, and two f32 moments are read and written,
+                // the f32 gradient is read; the norm reads it once more.
                 let bytes = work.parameters * (2.0 * (2.0 + 2.0 + 2.0 * 4.0) + 4.0 + 4.0);
                 format!(": {:.0} GB/s", bytes / seconds * 1e-9)
             }

@@ -73,8 +73,8 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             let lost = match (error.downcast_ref(), error.downcast_ref(), mesh.check()) {
                 (Some(CommError::Lost(failure)), ..) => Some(failure.clone()),
                 (_, Some(TrainError::Comm(CommError::Lost(failure))), _) => Some(failure.clone()),
-                // What a rank meets once another is lost, an aborted communicator say, follows from that. Where the
-                // other has ended with an error, both may have met the same one.
+                // Errors of a rank after another was lost, such as an aborted communicator, are consequences. If the
+                // other ended with an error, both may have the same one.
                 (.., Err(CommError::Lost(failure))) if !matches!(failure.loss, Loss::Error(_)) => Some(failure),
                 _ => None,
             };
@@ -223,7 +223,7 @@ pub(super) fn find_origin(folder: &mut RunFolder, start: &Start, recipe: &Recipe
     Ok(Origin::find(folder, start, recipe)?)
 }
 
-/// The folder and where the run continues from: rank 0 looks, the others open what it found.
+/// The folder and the checkpoint to continue from: rank 0 looks, the others open what it found.
 pub(super) fn open(mesh: &Mesh, out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
     let name = &recipe.checkpoint.folder;
     if mesh.world().rank == 0 {

@@ -46,8 +46,8 @@ impl Nvcc {
         })
     }
 
-    /// Compiles one specialisation for one architecture and returns nvcc's messages, from an earlier run when nothing
-    /// changed since.
+    /// Compiles one specialisation for one architecture and returns nvcc's messages, cached from an earlier run if
+    /// nothing changed.
     pub(crate) fn compile(&self, specialisation: &Specialisation, arch: &str) -> Result<String> {
         let source = super::folder().join(&specialisation.file);
         let key = self.key(&source, specialisation, arch)?;

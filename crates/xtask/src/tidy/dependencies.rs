@@ -1,4 +1,4 @@
-//! What comes from outside: licences, sources, second versions, and dependencies that no file names. The first three
+//! External dependencies: licences, sources, duplicate versions, and dependencies that no file uses. The first three
 //! are what `cargo deny` checks without a network, from what `cargo metadata` prints, so that no further tool is
 //! installed.
 use crate::workspace;
@@ -95,7 +95,7 @@ fn sources(folder: &std::path::Path) -> Result<String> {
     Ok(all)
 }
 
-/// Crates that we name must be there once, or stand in the list; what stands in the list must be there twice.
+/// Crates that we name must occur in one version or be in the list; those in the list must occur in two.
 fn check_versions(versions: &BTreeMap<&str, Vec<&str>>, named: &BTreeSet<&str>, problems: &mut Vec<String>) {
     let is_listed = |name: &str| SECOND_VERSIONS.iter().any(|(listed, _)| *listed == name);
     for (name, versions) in versions {

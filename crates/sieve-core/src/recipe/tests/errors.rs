@@ -430,7 +430,7 @@ fn mixtures_and_synthetic_data_are_checked() {
         [64, 32] => [64, 31] => holds 31, which is odd
         [4, 8] => [4, 9] => samples of 32 tokens have room for 1 to 8
         seq_lens => vocab_sizes = [512], seq_lens => data.mqar.vocab_sizes: has 1 entries, seq_lens 2
-        seq_lens => vocab_sizes = [512, 32], seq_lens => data.mqar.vocab_sizes: holds 32 beside samples of 32 tokens
+        seq_lens => vocab_sizes = [512, 32], seq_lens => data.mqar.vocab_sizes: holds 32 for samples of 32 tokens
         seq_lens => vocab_sizes = [514, 64], seq_lens => up to vocab_size = 512
         [4, 8] => [4] => num_pairs 1
         [10, 5] => [10, 0] => data.mqar.num_samples: is 0

@@ -75,7 +75,7 @@ fn mistakes_in_stages_name_the_stage_and_the_line() {
         r#"
         seq_len = 128 => seq_len = 129 => line 29: stage.2.seq_len: is 129, above model.max_position_embeddings = 128
         tokens = 1281 => tokens = 0 => stage.2.tokens: is 0, which is not a whole number of steps
-        tokens = 1281 => tokens = 1281\nsteps = 4 => stage.2.tokens: is given beside steps
+        tokens = 1281 => tokens = 1281\nsteps = 4 => stage.2.tokens: is given together with steps
         steps = 30 => seq_len = 3 => stage.1.steps: is missing
         rope_theta = 5e4 => rope_teta = 5e4 => [stage.2] has no key rope_teta, did you mean rope_theta?
         local_batch_size = 1\n =>  => stage.2.global_batch_size: is 2, not a multiple of local_batch_size = 5

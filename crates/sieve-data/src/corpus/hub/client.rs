@@ -1,5 +1,5 @@
-//! Requests to the hub. Whatever a server decides has a limit: how long it is silent, how long it is down, how much it
-//! sends, where it redirects to.
+//! Requests to the hub. Everything a server controls is limited: how long it is silent or down, how much it sends,
+//! where it redirects to.
 
 use std::fs;
 use std::io::{self, Read};
@@ -170,7 +170,7 @@ impl Client {
     /// The text at `url_path`, of `max_bytes` at most.
     ///
     /// # Errors
-    /// Why it does not come; `failed` makes the error of a reason.
+    /// The reason of the failure, turned into an error by `failed`.
     pub(super) fn text(
         &self,
         url_path: &str,
@@ -189,10 +189,10 @@ impl Client {
         })
     }
 
-    /// Fetches a file; goes on with what an earlier call has left of it.
+    /// Fetches a file; resumes a partial file that an earlier call left.
     ///
     /// # Errors
-    /// Why it does not come; `failed` makes the error of a reason.
+    /// The reason of the failure, turned into an error by `failed`.
     pub(super) fn download(&self, file: &Download<'_>, failed: &dyn Fn(String) -> DataError) -> Result<(), DataError> {
         let what = format!("fetching {}", file.name);
         let num_bytes = file.num_bytes.unwrap_or(0);
@@ -272,7 +272,7 @@ impl Client {
         }
     }
 
-    /// Checks a file that is all there, and gives it its name.
+    /// Checks a completely fetched file, and renames it to its final name.
     fn publish(&self, file: &Download<'_>) -> Result<(), Failure> {
         let temporary = temporary_name(&file.path);
         if let Some(checksum) = file.checksum {
@@ -293,8 +293,8 @@ impl Client {
         Ok(())
     }
 
-    /// Tries until it succeeds or there is no hope: the server's last word, no new byte for [`HubLimits::outage`], or a
-    /// rate below [`LEAST_RATE`].
+    /// Retries until it succeeds or must give up: a permanent error of the server, no new byte for
+    /// [`HubLimits::outage`], or a rate below [`LEAST_RATE`].
     fn insist<T>(
         &self,
         what: &str,
@@ -362,7 +362,7 @@ impl Client {
         self.has_answered.store(true, Ordering::Relaxed);
         let status = response.status();
         match status.as_u16() {
-            // 416: what is there is no beginning of the file, as the caller sees.
+            // 416: the partial file is no prefix of the file; the caller handles that.
             200 | 206 | 416 => Ok(response),
             408 | 429 | 500.. => {
                 let asked = response.headers().get(header::RETRY_AFTER);

@@ -1,4 +1,4 @@
-//! What a compiled kernel uses, as `ptxas -v` tells it; nvcc and NVRTC print the same lines.
+//! Resources of a compiled kernel, parsed from `ptxas -v`, whose lines nvcc and NVRTC both print.
 
 /// Registers, local memory and static shared memory of one entry point.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

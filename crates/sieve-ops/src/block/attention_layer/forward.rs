@@ -60,7 +60,7 @@ pub struct AttentionLayerCall<B: Backend> {
     pub residual: Residual,
 }
 
-/// What an attention call leaves for its backward pass.
+/// What an attention call keeps for its backward pass.
 #[derive(Clone, Debug)]
 pub(super) enum Attended<B: Backend> {
     Recent(AttentionOutput<B>),
@@ -136,7 +136,7 @@ pub(super) fn forward<B: DeviceBackend>(
     }
 }
 
-/// What DMA computes from.
+/// Inputs of DMA's scores, selection and attention.
 pub(super) fn dma_inputs<B: Backend>(qkv: Float<B>, dma: DmaLayer<B>, call: &AttentionCall<B>) -> DmaInputs<B> {
     DmaInputs {
         scores: DmaScoresCall {

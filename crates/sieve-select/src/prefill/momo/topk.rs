@@ -38,8 +38,8 @@ impl Gate {
     }
 }
 
-/// About the k best: the `k_exact` best so far in a buffer (eq. 5); what it refuses or pushes out is offered to a gate
-/// with the other slots, all k of them where `k_exact` is 0.
+/// About the k best: the `k_exact` best so far in a buffer (eq. 5); blocks that the buffer rejects or evicts pass
+/// through a gate to the other slots (to all k where `k_exact` is 0).
 pub(crate) fn hybrid(scores: &[f32], k: usize, k_exact: usize) -> Vec<usize> {
     let k_exact = k_exact.min(k);
     let (mut gate, mut best, mut kept) = (Gate::new(k - k_exact), Vec::new(), Vec::new());
