@@ -195,7 +195,10 @@ fn answers_end_at_the_ends_that_the_model_names() {
     let answer = || {
         let of_export = "eval tasks --checkpoint exported --device cpu --data mine.toml=mine.jsonl --samples s.jsonl";
         tiny.prints(of_export);
-        let answer = json(&tiny.read("s.jsonl"))["answer"].as_str().expect("a text").to_owned();
+        let answer = json(&tiny.read("s.jsonl"))["answer"]
+            .as_str()
+            .expect("a text")
+            .to_owned();
         answer.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
     };
     let whole = answer();

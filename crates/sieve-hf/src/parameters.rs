@@ -76,8 +76,8 @@ fn visit<B: Backend, M: Module<B>>(module: &M, take: impl FnMut(String, &[usize]
     module.visit(&mut Reader { path, take });
 }
 
-/// Replaces every float parameter by what `source` gives for its name and shape, in the type of `kept`. What a module
-/// would have drawn for them is never drawn.
+/// Replaces every float parameter by what `source` gives for its name and shape, in the type of `kept`. Initial values
+/// are not drawn for them.
 ///
 /// # Errors
 /// The first error of `source`; the module is consumed either way.

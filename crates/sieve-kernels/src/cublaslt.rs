@@ -50,7 +50,7 @@ pub struct Cublaslt;
 ///
 /// # Errors
 /// [`KernelError::Installation`] when the library is missing; another type, sizes that do not fit, an output whose rows
-/// are not one stride apart, a product that cuBLASLt has no algorithm for. A product that fails after it was queued is
+/// are not one stride apart, a GEMM that cuBLASLt has no algorithm for. A GEMM that fails after it was queued is
 /// reported by a later call.
 pub fn matmul(
     product: Product,

@@ -126,7 +126,7 @@ impl StepTape {
     /// Captures the recorded launches. `inputs` and `output` are the tensors that the step read and wrote.
     ///
     /// # Errors
-    /// [`KernelError::Refused`] where the step did something that no graph holds, or where launches do not go
+    /// [`KernelError::Refused`] where the step did something that a graph cannot hold, or where launches do not go
     /// straight to Burn's stream; [`KernelError::Launch`] of the driver.
     pub fn graph(self, inputs: StepInputs, output: CudaTensor) -> Result<StepGraph, KernelError> {
         late_error()?;

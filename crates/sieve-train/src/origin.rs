@@ -237,7 +237,7 @@ impl Begun {
     }
 }
 
-/// The latest whole checkpoint of a run, of its own folder or of `fallback`; `None` where there is none at all.
+/// The latest whole checkpoint of a run, in its own folder or in `fallback`; `None` if it has none.
 fn latest_of_two(
     folder: &RunFolder,
     fallback: Option<&Path>,

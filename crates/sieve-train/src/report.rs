@@ -49,7 +49,7 @@ pub struct ValidationReport {
     /// `exp(loss)`.
     #[serde(deserialize_with = "nan_of_null")]
     pub perplexity: f64,
-    /// Cross-entropy in bits over the bytes that the predicted tokens stand for.
+    /// Cross-entropy in bits per byte of the predicted tokens' text.
     #[serde(deserialize_with = "nan_of_null")]
     pub bits_per_byte: f64,
     /// The same for a unigram model counted on the training documents.

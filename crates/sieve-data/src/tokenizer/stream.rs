@@ -3,9 +3,9 @@
 use super::{Tokenizer, is_byte_token};
 use crate::error::DataError;
 
-/// Turns ids into text as they come. A character whose bytes lie in several tokens is held back until it is whole, and
-/// a run of tokens of one byte each (`<0x0A>`, of Llama's and Gemma's tokenizers) until it ends: one bad byte in such a
-/// run makes U+FFFD of every byte in it.
+/// Turns ids into text as they arrive. A character whose bytes lie in several tokens is held back until it is whole,
+/// and a run of tokens of one byte each (`<0x0A>`, of Llama's and Gemma's tokenizers) until it ends: one bad byte in
+/// such a run makes U+FFFD of every byte in it.
 ///
 /// Special tokens give no text. All pieces together are what [`Tokenizer::decode`] gives for all ids.
 #[derive(Debug)]

@@ -91,7 +91,7 @@ struct Going<'a, 't, B: DeviceBackend> {
 }
 
 impl<B: DeviceBackend> Going<'_, '_, B> {
-    /// Says the likeliest token; `None` at the end.
+    /// Appends the likeliest token; `None` at the end of the text.
     fn say(&mut self, num_tokens: usize, ends: &[u32], matching: &Matching) -> Result<Option<u32>, EvalError> {
         let token =
             first_of_largest(&self.logits[..num_tokens]).ok_or(EvalError::NotFinite(self.text.cache().num_tokens))?;

@@ -46,8 +46,8 @@ pub(super) struct Pair {
 impl Pair {
     /// Splits where lm-evaluation-harness does: white space at the context's end goes to the continuation, both are
     /// tokenised together, behind the tokenizer's BOS token where its template has one, and the continuation is what
-    /// lies behind as many tokens as the context has alone. An empty context is `prefix_id`. `None` where nothing is
-    /// left to score.
+    /// follows the number of tokens that the context has alone. An empty context is `prefix_id`. `None` where nothing
+    /// is left to score.
     pub(super) fn encode(
         tokenizer: &Tokenizer,
         prefix_id: u32,

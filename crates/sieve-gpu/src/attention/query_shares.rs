@@ -1,10 +1,10 @@
 //! How many blocks of threads of a backward pass share a tile of keys.
 //!
-//! A block holds 128 keys and walks the queries of all query heads of their KV head. Few KV heads or short rows make
-//! fewer or longer blocks than the multiprocessors need; then several blocks share a tile, deal out the query heads
-//! and, where these do not suffice, the queries of a head. How many is worked out by playing the launch through: blocks
-//! start in the kernels' order (`block_order.cuh`) on whichever multiprocessor is free. notes/experiments.md has
-//! measured times of the choices (Head shapes).
+//! A block holds 128 keys and walks the queries of all query heads of their KV head. With few KV heads or short rows
+//! there are too few blocks, or too long ones, to keep all multiprocessors busy; then several blocks share a key tile
+//! and divide its query heads and, where these do not suffice, the queries of a head. How many is found by simulating
+//! the launch: blocks start in the kernels' order (`block_order.cuh`) on whichever multiprocessor is free.
+//! notes/experiments.md has measured times of the choices (Head shapes).
 use crate::attention::{AttentionShape, BACKWARD_BLOCK_KV, padded_len};
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::runtime::{DType, SourceKernel};

@@ -1,10 +1,9 @@
 //! Launches as data: what the wrappers would queue on a GPU, written down instead.
 //!
-//! A [`Recorder`] stands for a GPU that this machine need not have. Its tensors have a size, strides and the number
-//! of a buffer, but no memory; the wrappers of this crate take them as they take any tensor, and each launch becomes
-//! a [`Step`] of the [`Recording`], in order. So a tiling, a grid or a params struct is written once, here, and every
-//! program that runs kernels without CubeCL (the CPU emulator of `tests/gpu/emulator`) replays what these wrappers
-//! do.
+//! A [`Recorder`] represents a GPU that this machine need not have. Its tensors have a size, strides and a buffer's
+//! index, but no memory; the wrappers of this crate accept them like any tensor, and each launch becomes a [`Step`] of
+//! the [`Recording`], in order. So a tiling, a grid or a params struct is written once, here, and every program that
+//! runs kernels without CubeCL (the CPU emulator of `tests/gpu/emulator`) replays what these wrappers do.
 use crate::KernelError;
 use crate::runtime::{
     CudaTensor, DType, Fill, LaunchRequest, Memory, SourceKernel, TileMap, contiguous_strides, required_elements,

@@ -1,6 +1,6 @@
-//! Launches of `kernels/fp8_amax.cu` and `kernels/fp8_quantise.cu`: a bf16 matrix in fp8 with one scale,
-//! as it is and transposed. Tensor cores multiply fp8 along rows alone, so a matrix that is an operand
-//! both along its rows and along its columns is needed both ways.
+//! Launches of `kernels/fp8_amax.cu` and `kernels/fp8_quantise.cu`: a bf16 matrix in fp8 with one scale, as it is and
+//! transposed. In fp8 GEMMs both operands must be contiguous along the summed dimension, so a matrix that is summed
+//! along rows in one GEMM and along columns in another is needed both ways.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require, require_non_empty};
 use crate::step::{WORD_ELEMENTS, require_alignment};

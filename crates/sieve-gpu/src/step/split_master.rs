@@ -1,7 +1,7 @@
 //! Launches of `kernels/split_master.cu`: an f32 master as the model's bf16 leaf and the 16 bits that the leaf lacks.
 //!
-//! Together they are the master, exactly, in 4 bytes instead of the 6 of a master with a leaf beside it. The rest is
-//! held in a tensor of bf16, the type of its size: its values mean nothing.
+//! Together they are the master, exactly, in 4 bytes instead of the 6 of a master with a leaf beside it. The low bits
+//! are stored in a bf16 tensor, whose values have no meaning as numbers.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_non_empty};
 use crate::step::require_alignment;

@@ -1,5 +1,5 @@
-//! NSA's cache: every token for the selected branch, the last ones for the window, one pair per compressed block, and
-//! the tokens that the next block is made of.
+//! NSA's cache: all tokens for the selected branch, the last ones for the window, a key and value per compressed block,
+//! and the tokens of the next, incomplete block.
 use super::chosen::{chosen_blocks, keys_of_blocks};
 use super::{last, split};
 use crate::attention::native_sparse::Branches;

@@ -36,8 +36,8 @@ impl InferenceSize {
 
 /// Memory of reading the checkpoint of `shape` and of forward passes of `size`, with weights of `weight_bytes` each.
 ///
-/// A checkpoint's weights are f32: a file of them is held beside the model while it is read, and a GPU holds them all
-/// before they are rounded.
+/// A checkpoint's weights are f32: one file of them is held in addition to the model while it is read, and a GPU holds
+/// all of them before they are rounded.
 pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target, weight_bytes: u64) -> MemoryPlan {
     let value_bytes = target.value_bytes();
     let parameters = shape.parameters().total();

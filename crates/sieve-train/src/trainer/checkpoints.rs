@@ -93,8 +93,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(write_atomically(&self.folder.config_path(), text.as_bytes())?)
     }
 
-    /// Makes the folder that a checkpoint is written into. Where somebody has removed the run's folder, it is made
-    /// again.
+    /// Creates the folder that a checkpoint is written into, and the run's folder again if it was removed.
     fn begin_folder(&mut self, folder: &Path, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         if self.folder.regain()? {
             self.write_config()?;
@@ -350,7 +349,7 @@ fn set_aside(path: &Path) -> Result<PathBuf, TrainError> {
     Ok(aside)
 }
 
-/// Does what a finished run was killed before: removes checkpoints that are too old, and what is half written.
+/// Finishes the cleanup of a finished run that was killed: removes outdated checkpoints and half-written files.
 ///
 /// # Errors
 /// Any failure of the file system.

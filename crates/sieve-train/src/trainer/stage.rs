@@ -82,8 +82,8 @@ impl StageState {
         }
     }
 
-    /// The stage's batches from row `first_sample` on. Of several processes each reads its micro-batch of every round,
-    /// so that all of them read the rows that one process would, in the same order.
+    /// The stage's batches from row `first_sample` on. With several processes each reads its micro-batch of every
+    /// round, so that all of them read the rows that one process would, in the same order.
     pub(super) fn batches(&self, first_sample: u64) -> Result<Prefetch, TrainError> {
         let local = self.recipe.training.local_batch_size;
         let place = [self.share.rank, self.share.size];
