@@ -108,7 +108,7 @@ fn document_bounds_may_be_views() {
 
 /// Output rows of a batch of one, `[seq_len][heads * head_dim]`.
 fn rows(qkv: &Input, lengths: &[usize], spec: AttentionSpec) -> Vec<Vec<f64>> {
-    rows_of(&[qkv.clone()], lengths, &|inputs, documents| {
+    rows_of(std::slice::from_ref(qkv), lengths, &|inputs, documents| {
         run(&inputs[0], documents, spec)
     })
 }
