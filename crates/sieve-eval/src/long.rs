@@ -80,7 +80,7 @@ pub struct LongSample {
     pub references: Vec<String>,
     /// How it is scored.
     pub matching: Match,
-    /// Percent of the text in front of the passage that is asked for; `None` where the question needs the whole text, or
+    /// Percent of the text in front of the passage that is asked for; `None` where the question needs the whole text or
     /// the passage is not known.
     pub depth: Option<f64>,
     /// Ten wrong answers, to rank beside the first reference.
