@@ -262,7 +262,7 @@ impl Tokenizer {
         })
     }
 
-    /// The token that the template in `tokenizer.json` puts before each text (`<s>` of Llama and Mistral), if it puts one.
+    /// The token that the template in `tokenizer.json` puts before each text (Llama's and Mistral's `<s>`), if any.
     pub fn bos_id(&self) -> Option<u32> {
         self.bos_id
     }
