@@ -121,7 +121,8 @@ impl<B: SieveBackend> Qwen3<B> {
         ids: Tensor<B, 2, Int>,
         mut step: impl FnMut(usize, &DecoderLayer<B>, Tensor<B, 3>) -> Result<Tensor<B, 3>, E>,
     ) -> Result<Tensor<B, 3>, E> {
-        let x = self.embed_tokens.forward(ids);
+        // On a CPU GEMM weights may be bf16 where the stream is f32.
+        let x = self.embed_tokens.forward(ids).cast(self.head.norm.weight.val().dtype());
         let mut layers = self.layers.iter().enumerate();
         layers.try_fold(x, |x, (index, layer)| step(index, layer, x))
     }

@@ -55,7 +55,8 @@ pub(crate) mod cpu {
     use burn_flex::Flex;
 
     pub(crate) fn embedding(weight: FlexTensor, ids: FlexTensor) -> FlexTensor {
-        if ![DType::F32, DType::BF16].contains(&weight.dtype()) {
+        let dtype = weight.dtype();
+        if ![DType::F32, DType::BF16].contains(&dtype) {
             return plain("embedding", || reference::embedding::<Flex>(weight, ids));
         }
         let (weight, ids) = (contiguous(weight), contiguous(ids));
@@ -63,7 +64,12 @@ pub(crate) mod cpu {
         let shape = ids.shape();
         let mut y = vec![0.0; shape.num_elements() * d_model];
         sieve_cpu::embedding_forward(ints(&ids), flex::weight(&weight), d_model, &mut y);
-        from_vec(y, [shape[0], shape[1], d_model])
+        let y = from_vec(y, [shape[0], shape[1], d_model]);
+        match dtype {
+            DType::F32 => y,
+            // Exact: these are rows of the weight.
+            _ => primitive(tensor::<Flex, 3>(y).cast(dtype)),
+        }
     }
 
     pub(crate) fn embedding_backward(dy: FlexTensor, ids: FlexTensor, vocab_size: usize) -> FlexTensor {
