@@ -108,17 +108,17 @@ impl KernelError {
 
     /// NVRTC is not on this machine.
     pub fn no_nvrtc() -> Self {
-        Self::no_library("run-time compiler libnvrtc", "cuda-nvrtc")
+        Self::no_library("the run-time compiler libnvrtc was not found", "cuda-nvrtc")
     }
 
     /// cuBLASLt is not on this machine.
     pub fn no_cublaslt() -> Self {
-        Self::no_library("library libcublasLt", "cublas")
+        Self::no_library("the library libcublasLt was not found", "cublas")
     }
 
-    fn no_library(what: &str, package: &str) -> Self {
+    fn no_library(missing: &str, package: &str) -> Self {
         Self::Installation(format!(
-            "the {what} was not found\n  hint: install the CUDA toolkit, or `pip install nvidia-{package}`, and put \
+            "{missing}\n  hint: install the CUDA toolkit, or `pip install nvidia-{package}`, and put \
              its folder on LD_LIBRARY_PATH"
         ))
     }
