@@ -117,10 +117,10 @@ def test_generation(config, padded, cache):
     if padded:
         mask[0, :5] = 0
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+    settings |= {"output_logits": True, "return_dict_in_generate": True}
     found = []
     for name in ("sieve", "sdpa"):
         ours.set_attn_implementation(name)
-        settings |= {"output_logits": True, "return_dict_in_generate": True}
         found.append(ours.generate(ids, attention_mask=mask, **settings))
     for row in range(len(ids)):
         for step, (got, expected) in enumerate(zip(*(output.logits for output in found))):

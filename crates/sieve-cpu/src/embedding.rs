@@ -3,17 +3,16 @@
 use pulp::Simd;
 use rayon::prelude::*;
 
-use crate::linear::{Weight, Widen};
-use crate::simd::{arch, on_arch};
+use crate::simd::on_arch;
 
-/// `y[n] = weight[ids[n]]`, widened from bf16.
+/// `y[n] = weight[ids[n]]`.
 ///
 /// # Shapes
 /// - ids: `[n]`, weight: `[vocab_size, d_model]`, y: `[n, d_model]` (written whole)
 ///
 /// # Panics
 /// On an id outside the vocabulary or slices of other lengths.
-pub fn embedding_forward(ids: &[i32], weight: Weight<'_>, d_model: usize, y: &mut [f32]) {
+pub fn embedding_forward<T: Copy + Send + Sync>(ids: &[i32], weight: &[T], d_model: usize, y: &mut [T]) {
     assert_eq!(y.len(), ids.len() * d_model, "embedding_forward: y is not [n, d_model]");
     assert_eq!(
         weight.len() % d_model,
@@ -30,13 +29,7 @@ pub fn embedding_forward(ids: &[i32], weight: Weight<'_>, d_model: usize, y: &mu
                 "embedding_forward: id {id} is not below {vocab_size}"
             );
             let start = id as usize * d_model;
-            match weight {
-                Weight::F32(weight) => row.copy_from_slice(&weight[start..start + d_model]),
-                Weight::Bf16(weight) => arch().dispatch(Widen {
-                    from: &weight[start..start + d_model],
-                    to: row,
-                }),
-            }
+            row.copy_from_slice(&weight[start..start + d_model]);
         });
 }
 
@@ -118,7 +111,7 @@ mod tests {
                 let ids: Vec<i32> = (0..n).map(|_| random.below(vocab_size) as i32).collect();
                 let (weight, dy) = (random.vector(vocab_size * d_model), random.vector(n * d_model));
                 let mut y = vec![f32::NAN; n * d_model];
-                embedding_forward(&ids, Weight::F32(&weight), d_model, &mut y);
+                embedding_forward(&ids, &weight, d_model, &mut y);
                 let mut dweight = vec![f32::NAN; vocab_size * d_model];
                 embedding_backward(&dy, &ids, d_model, &mut dweight);
                 let mut expected = vec![0.0; dweight.len()];
@@ -155,6 +148,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "id 3 is not below 3")]
     fn a_lookup_outside_the_vocabulary_is_refused() {
-        embedding_forward(&[3], Weight::F32(&[0.0; 3]), 1, &mut [0.0]);
+        embedding_forward(&[3], &[0.0; 3], 1, &mut [0.0]);
     }
 }

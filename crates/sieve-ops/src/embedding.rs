@@ -1,6 +1,6 @@
 //! Token embedding: the op, its gradient, and both on every device.
 use crate::device::{
-    CudaPrimitive, contiguous, flex, floats, from_vec, ints, kernel_or, last_dim, plain, tensors, unless_f32,
+    CudaPrimitive, contiguous, floats, from_vec, ints, kernel_or, last_dim, plain, tensors, unless_f32,
 };
 use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::{Cuda, DeviceBackend, SieveBackend};
@@ -52,6 +52,7 @@ pub(crate) mod reference {
 
 pub(crate) mod cpu {
     use super::*;
+    use burn::tensor::{Element, TensorData, bf16};
     use burn_flex::Flex;
 
     pub(crate) fn embedding(weight: FlexTensor, ids: FlexTensor) -> FlexTensor {
@@ -61,15 +62,17 @@ pub(crate) mod cpu {
         }
         let (weight, ids) = (contiguous(weight), contiguous(ids));
         let d_model = last_dim(&weight);
-        let shape = ids.shape();
-        let mut y = vec![0.0; shape.num_elements() * d_model];
-        sieve_cpu::embedding_forward(ints(&ids), flex::weight(&weight), d_model, &mut y);
-        let y = from_vec(y, [shape[0], shape[1], d_model]);
         match dtype {
-            DType::F32 => y,
-            // Exact: these are rows of the weight.
-            _ => primitive(tensor::<Flex, 3>(y).cast(dtype)),
+            DType::F32 => rows(floats(&weight), &ids, d_model),
+            _ => rows(weight.storage::<bf16>(), &ids, d_model),
         }
+    }
+
+    fn rows<T: Element + Default>(weight: &[T], ids: &FlexTensor, d_model: usize) -> FlexTensor {
+        let shape = ids.shape();
+        let mut y = vec![T::default(); shape.num_elements() * d_model];
+        sieve_cpu::embedding_forward(ints(ids), weight, d_model, &mut y);
+        FlexTensor::from_data(TensorData::new(y, [shape[0], shape[1], d_model]))
     }
 
     pub(crate) fn embedding_backward(dy: FlexTensor, ids: FlexTensor, vocab_size: usize) -> FlexTensor {
