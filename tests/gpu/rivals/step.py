@@ -1,6 +1,7 @@
-"""Times training steps of transformers' Qwen3 under torch.compile, the rival of `gpu_step_check CACHE rival=CASE`.
+"""Times training steps of transformers' Qwen3, Llama and Qwen2 under torch.compile, the rivals of `gpu_step_check CACHE rival=CASE` and of
+`sieve train` with a model of the same sizes.
 
-    python3 tests/gpu/rivals/step.py [--cases 1.7B-2K,1.7B-8K,1.7B-32K,80M-2K]
+    python3 tests/gpu/rivals/step.py [--cases 1.7B-2K,1.7B-8K,1.7B-32K,80M-2K,SmolLM2-2K,SmolLM2-8K,Qwen2.5-2K,Qwen2.5-8K]
     python3 tests/gpu/rivals/step.py --float8        (torchao's float8 for the layers' projections, one scale a tensor)
     python3 tests/gpu/rivals/step.py --tiny          (no GPU: runs every line once on the CPU, uncompiled)
 
@@ -14,17 +15,21 @@ import time
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-VOCAB = 50280
-# layers, width, query heads, KV heads, feed-forward width, tokens of a row, rows
+# Kind of model, its vocabulary, layers, width, query heads, KV heads, width of a head and of the feed-forward layer; tokens of a row, rows.
+QWEN3, SMOLLM2, QWEN25 = ("qwen3", 50280), ("llama", 49152, 30, 576, 9, 3, 64, 1536), ("qwen2", 151936, 24, 896, 14, 2, 64, 4864)
 CASES = {
-    "1.7B-2K": (28, 2048, 16, 8, 6144, 2048, 8),
-    "1.7B-8K": (28, 2048, 16, 8, 6144, 8192, 2),
-    "1.7B-32K": (28, 2048, 16, 8, 6144, 32768, 1),
-    "80M-2K": (12, 768, 6, 6, 2048, 2048, 32),
+    "1.7B-2K": (*QWEN3, 28, 2048, 16, 8, 128, 6144, 2048, 8),
+    "1.7B-8K": (*QWEN3, 28, 2048, 16, 8, 128, 6144, 8192, 2),
+    "1.7B-32K": (*QWEN3, 28, 2048, 16, 8, 128, 6144, 32768, 1),
+    "80M-2K": (*QWEN3, 12, 768, 6, 6, 128, 2048, 2048, 32),
+    "SmolLM2-2K": (*SMOLLM2, 2048, 16),
+    "SmolLM2-8K": (*SMOLLM2, 8192, 4),
+    "Qwen2.5-2K": (*QWEN25, 2048, 8),
+    "Qwen2.5-8K": (*QWEN25, 8192, 2),
 }
-TINY = (2, 64, 2, 1, 96, 32, 2)
+TINY = ("qwen2", 500, 2, 64, 2, 1, 32, 96, 32, 2)
 
 
 def head_loss(hidden, weight, labels):
@@ -33,11 +38,12 @@ def head_loss(hidden, weight, labels):
 
 
 def run(name, sizes, device, steps, warm, float8=False):
-    layers, width, heads, kv_heads, ff, seq_len, rows = sizes
-    config = Qwen3Config(vocab_size=VOCAB, hidden_size=width, intermediate_size=ff, num_hidden_layers=layers, num_attention_heads=heads,
-                         num_key_value_heads=kv_heads, head_dim=128, max_position_embeddings=seq_len, tie_word_embeddings=True, use_cache=False, attn_implementation="sdpa")
+    family, vocabulary, layers, width, heads, kv_heads, head_dim, ff, seq_len, rows = sizes
+    config = AutoConfig.for_model(family, vocab_size=vocabulary, hidden_size=width, intermediate_size=ff, num_hidden_layers=layers,
+                                  num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, use_cache=False,
+                                  max_position_embeddings=seq_len, tie_word_embeddings=True)
     with torch.device(device):
-        model = Qwen3ForCausalLM(config).train()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     loss_of = head_loss
     if float8:
         from torchao.float8 import convert_to_float8_training
@@ -49,7 +55,7 @@ def run(name, sizes, device, steps, warm, float8=False):
         loss_of = torch.compile(head_loss, dynamic=False)
         torch.cuda.reset_peak_memory_stats()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
-    tokens = torch.randint(0, VOCAB, (rows, seq_len + 1), device=device)
+    tokens = torch.randint(0, vocabulary, (rows, seq_len + 1), device=device)
     backends = [SDPBackend.CUDNN_ATTENTION] if device == "cuda" else [SDPBackend.MATH]
     times = []
     for _ in range(warm + steps):
