@@ -152,7 +152,7 @@ def panel(at, title, series, names, columns=None, below="", number="{:.2f}"):
     for x in marked if not isinstance(marked[0] if marked else "", str) else []:
         if across(x) - last > 34:
             last = across(x)
-            parts.append(f'<text x="{last:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
+            parts.append(f'<text x="{last:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:.3g}</text>')
     parts.append(f'<text x="{at + (PANEL + LEFT) / 2}" y="{HEIGHT - BOTTOM + 34}" text-anchor="middle">{below}</text>')
     for name, points in found.items():
         colour = COLOURS[names.index(name) % len(COLOURS)]

@@ -35,8 +35,8 @@ BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTI
 class Timer:
     """Rows `(what, batch, seq_len, head_dim, rival, phase) -> ms`."""
 
-    def __init__(self):
-        self.rows, self.flush = {}, torch.zeros(128 << 20, device="cuda", dtype=torch.int32)
+    def __init__(self, heads=()):
+        self.heads, self.rows, self.flush = heads, {}, torch.zeros(128 << 20, device="cuda", dtype=torch.int32)
 
     def time(self, key, run, repetitions):
         for _ in range(3):
@@ -258,6 +258,8 @@ def heads(timer):
         flash_attn_func = None
         print(f"FlashAttention-4 is not timed: {error}", flush=True)
     for heads, kv_heads, width, n in HEAD_SHAPES:
+        if timer.heads and f"{heads}/{kv_heads}" not in timer.heads:
+            continue
         new = lambda heads: torch.randn(1, n, heads, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
         q, k, v = new(heads), new(kv_heads), new(kv_heads)
         gradient, repetitions, what = torch.randn_like(q), 5 if n > 16_000 else 9, f"dense h{heads}/{kv_heads}"
@@ -272,6 +274,8 @@ def heads(timer):
             result = lambda: flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
             first = lambda: r[0] if isinstance(r := result(), (tuple, list)) else r
             both(timer, (what, 1, n, width, rival), first, (q, k, v), gradient, repetitions)
+        found = {key[4:]: ms for key, ms in timer.rows.items() if key[:4] == (what, 1, n, width)}
+        print(what, n, width, *(f"{rival} {phase} {ms:.4f}" for (rival, phase), ms in found.items()), flush=True)
 
 
 def mla(timer):
@@ -335,6 +339,7 @@ def main():
     parser.add_argument("--ours", help="JSON of `sieve kernels bench`")
     parser.add_argument("--json", default="/dev/null", help="where the rival's rows go")
     parser.add_argument("--only", default="dense,windows,decoding")
+    parser.add_argument("--heads", help="of the rows of --only heads those with these query and KV heads alone: 16/8,64/4")
     args = parser.parse_args()
     groups = {"dense": dense, "windows": windows, "decoding": decoding, "table2": table2, "sparse": sparse}
     groups |= {"nsa_check": nsa_check, "nsa": nsa, "mla": mla, "heads": heads}
@@ -342,7 +347,7 @@ def main():
     for name in wanted:
         if name not in groups:
             parser.error(f"--only {name}: not known; one of {', '.join(groups)}")
-    timer = Timer()
+    timer = Timer(args.heads.split(",") if args.heads else ())
     for name in wanted:
         groups[name](timer)
     names = ("what", "batch", "seq_len", "head_dim", "rival", "phase")
