@@ -44,7 +44,7 @@ pub(super) fn importance_tile(choice: BlockChoice, group: usize) -> Option<usize
             [blocks.compress_block_size, size] == [2 * stride, 4 * stride] && fits_group
         }
         ChoiceRule::LargestScore => [16, 32, 64].contains(&size) || size.is_multiple_of(TILE_ROWS),
-        ChoiceRule::MeanKey => false,
+        ChoiceRule::MeanKey | ChoiceRule::SumOfHeads => false,
     };
     fits.then(|| TILE_ROWS / group)
 }
