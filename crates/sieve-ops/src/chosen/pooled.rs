@@ -106,7 +106,9 @@ impl<B: Backend> Slots<B> {
         let all = [num_slots, self.size];
         let place = Tensor::<B, 1, Int>::arange(0..self.size as i64, &first.device());
         let tokens = first.reshape([num_slots, 1]).expand(all) + place.unsqueeze_dim::<2>(0).expand(all);
-        tokens.reshape([num_slots * self.size])
+        // An empty slot may begin near the end of the row.
+        let last = self.start.dims()[1] as i64 - 1;
+        tokens.reshape([num_slots * self.size]).clamp_max(last)
     }
 }
 
