@@ -1,11 +1,12 @@
 // dma_attention_backward_convert: dk or dv, summed in f32 in the column order of dma_attention_backward, to strided
 // bf16 rows.
 // Math       grad = scale * sum (softmax_scale for dk, 1 for dv)
-// Layout     sums f32 [batch, num_kv_heads, seq_len, ROW_DIM], groups of 16 columns in the order {2t, 2t+1, 2t+8,
+// Layout     sums f32 [batch, num_kv_heads, seq_len, ROW_DIM] (JOINED: [batch, num_sums, seq_len, ROW_DIM], added up in
+//            their order, for num_kv_heads 1), groups of 16 columns in the order {2t, 2t+1, 2t+8,
 //            2t+9}, t = 0 .. 3;
 //            grad bf16 [batch, seq_len, num_kv_heads, ROW_DIM], any strides that are multiples of 8
 // Buffers    sums, grad
-// Defines    ROW_DIM (HEAD_DIM for dk, HEAD_DIM_V for dv)
+// Defines    ROW_DIM (HEAD_DIM for dk, HEAD_DIM_V for dv); JOINED (0) 0|1
 // Tiling     grid (ceil(batch * num_kv_heads * seq_len * (ROW_DIM / 16) / 256)); 256 threads; a warp turns 2 KiB of
 //            sums into 32 groups of 16 columns
 // Numerics   one rounding; memory-bound; writes every element of grad
@@ -13,10 +14,15 @@
 #include "common/mma.cuh"
 #include "common/quad.cuh"
 
+#ifndef JOINED
+#define JOINED 0
+#endif
+
 struct DmaAttentionBackwardConvertParams {
   u64 batch, seq_len, num_kv_heads;
   u64 grad_offset, grad_token_stride, grad_batch_stride;
-  u64 scale;  // f32 bits
+  u64 scale;     // f32 bits
+  u64 num_sums;  // read if JOINED
 };
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -33,7 +39,18 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (first + i * 8 + lane / 4 >= end) continue;
+#if JOINED
+    // (batch, key, group); the batch's other sums lie behind its first.
+    const u32 batch = (u32)((first + i * 8 + lane / 4) / GROUPS) / seq_len;
+    const u64 apart = (u64)seq_len * GROUPS * 4, before = batch * (params.num_sums - 1) * apart;
+    float4 sum = from[before + i * 32];
+    for (u64 n = 1; n < params.num_sums; ++n) {
+      const float4 next = from[before + n * apart + i * 32];
+      sum = make_float4(sum.x + next.x, sum.y + next.y, sum.z + next.z, sum.w + next.w);
+    }
+#else
     const float4 sum = from[i * 32];
+#endif
     low[i] = pack_bf16(sum.x * scale, sum.y * scale);
     high[i] = pack_bf16(sum.z * scale, sum.w * scale);
   }

@@ -1,5 +1,5 @@
 // hopper_index_gradient: the gradient of an indexer's loss (MSA, arXiv:2606.13392) over the blocks that queries chose,
-// on sm_90a, in any order of sums: keys outermost, from the lists of nsa_lists.
+// on sm_90a: keys outermost, from the lists of nsa_lists.
 // nsa_selected_combine (dq) and dma_attention_backward_convert (dk) run after it.
 // Math       P[h, i, j] = exp(softmax_scale q_ih . k_j - lse_ih) of the attention's heads, I[r, i, j] =
 //            exp(softmax_scale q^I_ir . k^I_j - index_lse_ir) of the indexer's head of KV head r, keys j <= i of the
@@ -9,15 +9,17 @@
 //            and an element offset, all multiples of 8; lse f32 [batch, num_heads, seq_len], index_lse f32 [batch,
 //            num_kv_heads, seq_len], natural logarithms; entries, items, num_items as nsa_lists; dq_parts bf16 [batch,
 //            num_kv_heads, choices, HEAD_DIM]; dk_sum f32 [batch, seq_len, HEAD_DIM] with columns in
-//            dma_attention_backward's order, zero before the first launch
-// Buffers    q, k, index, lse, index_lse, doc_start, doc_end, entries, items, num_items, dq_parts, dk_sum; the element
-//            after num_items' last one counts the items taken
-// Defines    HEAD_DIM 64|128; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
+//            dma_attention_backward's order, zero before the first launch; ORDERED [batch, num_kv_heads, seq_len,
+//            HEAD_DIM]
+// Buffers    q, k, index, lse, index_lse, doc_start, doc_end, entries, items, num_items, dq_parts, dk_sum, (ORDERED:
+//            key_turns i32 [batch, num_kv_heads, seq_len, 4], zero before each launch); the element after num_items'
+//            last one counts the items taken
+// Defines    HEAD_DIM 64|128; ORDERED 0|1: a fixed order of dk; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; 128 queries of one head a tile, 64 a
 //            consumer warpgroup; dynamic shared bytes = (256 + ROW_STAGES * 128) * HEAD_DIM * 2 + 16384 + ROW_STAGES *
 //            2064 + 80 + 1024
-// Numerics   bf16 products, f32 sums; dS rounded to bf16 once; dk_sum: an f32 add per key and item, in any order; parts
-//            rounded to bf16
+// Numerics   bf16 products, f32 sums; dS rounded to bf16 once; dk_sum: two f32 adds per key and item, in any order, or
+//            ORDERED piece after piece of a list, each piece's first half of rows first; parts rounded to bf16
 // Edges      select_size <= 64; any group; keys of a block that no query chose are neither read nor written
 // The mean over the heads is formed in registers before any further product, so that a group of G heads costs G + 1
 // products with keys and two with dS, and one part a choice.
@@ -27,7 +29,8 @@
 #include "common/hopper_chosen_gradients.cuh"
 
 // The consumer warpgroup's part; scores are kept transposed, S^T = K Q^T.
-DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_sum, u32 shared, int warpgroup) {
+DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_sum, [[maybe_unused]] i32* key_turns,
+                    u32 shared, int warpgroup) {
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
   const int group = (int)(params.num_heads / params.num_kv_heads);
   const float share = 1.0f / (float)group;
@@ -81,10 +84,28 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
       release_slot(barrier_at(shared, EMPTY_ROWS + slot));
     }
     const int num_keys = run.num_keys(), key = (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
+#if ORDERED
+    // Each KV head has sums of its own, which are added up in the order of the heads afterwards.
+    const u64 first_row = (u64)run.list() * params.seq_len + run.first_key();
+    // Of the thread's two keys and its columns, so that it waits for no other thread's adds.
+    i32* turn = key_turns + (first_row + key) * 4 + threadIdx.x % 4;
+    const int own_turn = 2 * run.piece() + half;
+    const bool waits = half * 64 < num_rows && key < num_keys && (half == 1 || !run.is_first());
+#else
     // All KV heads add to the indexer's one key head.
     const u64 first_row = (u64)run.list() / params.num_kv_heads * params.seq_len + run.first_key();
+#endif
     release_slot(run.done());
-    if (half * 64 < num_rows) add_rows(dk_sum, first_row, key, num_keys, dk);
+#if ORDERED
+    while (waits && read_turn(turn) != own_turn) {}
+#endif
+    if (half * 64 < num_rows) {
+      add_rows(dk_sum, first_row, key, num_keys, dk);
+#if ORDERED
+      fence_sums();  // the next one adds to what these adds left
+      if (key < num_keys) write_turn(turn, num_rows > 64 ? own_turn + 1 : own_turn + 2);
+#endif
+    }
   }
 }
 
@@ -92,6 +113,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_index_gradient(const bf16* q, const bf16* k, const bf16* index, const float* lse, const float* index_lse,
                           const i32* doc_start, const i32* doc_end, const int2* entries, const int4* items,
                           i32* num_items, bf16* dq_parts, float* dk_sum,
+#if ORDERED
+                          i32* key_turns,
+#endif
                           const __grid_constant__ IndexGradientParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
@@ -108,6 +132,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     produce(inputs, shared);
   } else {
     registers_grow<CONSUMER_REGISTERS>();
-    consume(params, dq_parts, dk_sum, shared, warpgroup - 1);
+#if !ORDERED
+    i32* key_turns = nullptr;
+#endif
+    consume(params, dq_parts, dk_sum, key_turns, shared, warpgroup - 1);
   }
 }

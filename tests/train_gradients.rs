@@ -22,7 +22,7 @@ const SEQ_LEN: usize = 37;
 /// What a token weighs in the loss of MSA's indexers.
 const TOKEN_SHARE: f64 = 0.01;
 
-const KINDS: [&str; 11] = [
+const KINDS: [&str; 12] = [
     "kind = \"mha\"",
     "kind = \"swa\"\nsliding_window = 7",
     QWEN2,
@@ -34,6 +34,7 @@ const KINDS: [&str; 11] = [
      num_selected_blocks = 3\nnum_local_blocks = 1",
     "kind = \"moba\"\nselect_block_size = 4\nnum_selected_blocks = 2",
     "kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 2",
+    "kind = \"msa\"\nindexer = \"qsa\"\nselect_block_size = 4\nnum_selected_blocks = 3",
     SHARED_MSA,
     SHARED_MOBA,
 ];

@@ -22,11 +22,11 @@ class RmsNorm(nn.Module):
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
-def rotate(x, theta):
-    """x [batch, tokens, heads, width]: column i and column i + width / 2 turn by token * theta^(-2 i / width)."""
+def rotate(x, theta, step=1):
+    """x [batch, tokens, heads, width]: columns i and i + width / 2 turn by step * token * theta^(-2 i / width)."""
     tokens, half = x.shape[1], x.shape[-1] // 2
     frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = torch.arange(tokens, dtype=torch.float64)[:, None] * frequency
+    angle = step * torch.arange(tokens, dtype=torch.float64)[:, None] * frequency
     cos, sin = (f(angle)[None, :, None, :].to(x.dtype) for f in (torch.cos, torch.sin))
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -155,6 +155,32 @@ class ChosenBlocks(nn.Module):
         self.divergence = (torch.xlogy(p, p) - p * index).sum() / self.kv_heads
         return o
 
+    def by_pooled_indexer(self, x, q, k, v):
+        """As by_indexer with QSA's scores: one key for each complete block, one choice for all heads."""
+        packed = self.indexer["proj"](x.detach()).unflatten(-1, (self.kv_heads + 1, self.d))
+        n, select = x.shape[1], self.of["select_block_size"]
+        complete = n // select
+        means = [packed[:, b * select : (b + 1) * select, -1:].mean(1) for b in range(complete)]
+        means = torch.stack(means, 1) if means else packed[:, :0, -1:]
+        keys = rotate(self.indexer["k_norm"](means), self.theta, select)
+        index_q = rotate(self.indexer["q_norm"](packed[:, :, :-1]), self.theta)
+        scores = torch.einsum("bihd,bcd->bhic", index_q, keys[:, :, 0]).relu().sum(1) / math.sqrt(self.d)
+        importance = functional.pad(scores.detach(), (0, -(-n // select) - complete))
+        mask, self.narrowest = reads(importance[:, None], lambda own: [own], self.of, n)
+        o, p = attend(q, k, v, mask.expand(-1, self.heads, -1, -1))
+        if complete == 0:
+            self.divergence = scores.sum()
+            return o
+        p = p.detach().sum(1)[..., : complete * select].unflatten(-1, (complete, select)).amax(-1)
+        ended = torch.arange(1, complete + 1)[None, :] * select - 1 <= torch.arange(n)[:, None]
+        read = ended & mask[:, 0, :, : complete * select : select]
+        p = p.masked_fill(~read, 0.0)
+        p = p / p.sum(-1, keepdim=True).clamp_min(1e-300)
+        # A finite number: a query may read no complete block.
+        index = scores.masked_fill(~read, -1e30).log_softmax(-1).masked_fill(~read, 0.0)
+        self.divergence = (torch.xlogy(p, p) - p * index).sum()
+        return o
+
     def choice(self, q, k):
         n, group, select = q.shape[1], self.heads // self.kv_heads, self.of["select_block_size"]
         blocks = -(-n // select)
@@ -185,7 +211,8 @@ class ChosenBlocks(nn.Module):
         q, k, v = packed.split([self.heads, self.kv_heads, self.kv_heads], 2)
         q, k = (rotate(y, self.theta) for y in (self.qkv.q_norm(q), self.qkv.k_norm(k)))
         if self.of["kind"] == "msa":
-            o = self.by_indexer(x, q, k, v)
+            by = self.by_pooled_indexer if self.of.get("indexer") == "qsa" else self.by_indexer
+            o = by(x, q, k, v)
         else:
             o, _ = attend(q, k, v, self.choice(q.detach(), k.detach()))
         return self.o_proj(o.reshape(batch, n, self.heads * self.d))

@@ -45,7 +45,7 @@ const OF_A_CHOICE: [f64; 2] = [0.1, 1.0];
 /// A model: its name, whose part of a check it belongs to, whether it chooses keys, and its recipe's `[attention]`.
 type Kind = (&'static str, CheckPart, bool, &'static str);
 
-const KINDS: [Kind; 9] = [
+const KINDS: [Kind; 10] = [
     ("mha", CheckPart::Attention, false, "kind = 'mha'"),
     ("swa", CheckPart::Attention, false, "kind = 'swa'; sliding_window = 16"),
     (
@@ -91,6 +91,12 @@ const KINDS: [Kind; 9] = [
         CheckPart::Nsa,
         true,
         "kind = 'msa'; select_block_size = 16; num_selected_blocks = 4",
+    ),
+    (
+        "msa with QSA's scores",
+        CheckPart::Nsa,
+        true,
+        "kind = 'msa'; indexer = 'qsa'; select_block_size = 16; num_selected_blocks = 4",
     ),
 ];
 

@@ -214,18 +214,16 @@ impl Inputs {
     /// the tensor itself: both with NaN for keys that nobody chose, and for the head that nobody reads.
     fn indexer(&self) -> [Vec<f32>; 2] {
         let (shape, d) = (self.case.shape, self.case.shape.head_dim);
-        let (mut own, mut attended, groups) = (self.index.clone(), Vec::new(), shape.num_kv_heads);
+        let (mut own, groups) = (self.index.clone(), shape.num_kv_heads);
         for (at, token) in own.chunks_exact_mut((groups + 2) * d).enumerate() {
             let offset = at % shape.seq_len - self.case.doc_start[at] as usize;
-            let (queries, rest) = token.split_at_mut(groups * d);
-            let (key, unread) = rest.split_at_mut(d);
+            let (key, unread) = token[groups * d..].split_at_mut(d);
             unread.fill(f32::NAN);
             if offset / self.blocks.select_block_size % 3 == 1 {
                 key.fill(f32::NAN);
             }
-            attended.extend_from_slice(queries);
-            (0..2 * groups).for_each(|_| attended.extend_from_slice(key));
         }
+        let attended = attended_by(&own, groups, d);
         [own, attended]
     }
 
@@ -389,6 +387,17 @@ impl Inputs {
     }
 }
 
+/// An indexer's packed tensor with its key as the key and the value of each of its query heads.
+fn attended_by(index: &[f32], groups: usize, d: usize) -> Vec<f32> {
+    let mut attended = Vec::new();
+    for token in index.chunks_exact((groups + 2) * d) {
+        let (queries, rest) = token.split_at(groups * d);
+        attended.extend_from_slice(queries);
+        (0..2 * groups).for_each(|_| attended.extend_from_slice(&rest[..d]));
+    }
+    attended
+}
+
 /// Every kernel and its gradients; the selected branch reads the blocks of `inputs`.
 fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError> {
     let Case {
@@ -478,7 +487,11 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     let own = Qkv::packed(&attended, num_kv_heads, num_kv_heads);
     let (indexer, _) = own.nsa_selected_attention_forward(documents, &given, blocks, scale)?;
     // Twice: a pass leaves the lists as it found them.
-    for name in ["index gradient", "index gradient, again"] {
+    for (name, order) in [
+        ("index gradient", SumOrder::Any),
+        ("index gradient, again", SumOrder::Any),
+        ("index gradient, fixed order", SumOrder::Fixed),
+    ] {
         let gradient = IndexGradient {
             index: &index,
             lse: &selected.lse,
@@ -488,7 +501,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
             weight: Inputs::INDEX_WEIGHT,
         };
         device.poison(*shape);
-        if let Some(gradient) = qkv.index_gradient(documents, gradient, blocks, scale)? {
+        if let Some(gradient) = qkv.in_order(order).index_gradient(documents, gradient, blocks, scale)? {
             add(name, &gradient)?;
         }
     }
@@ -629,6 +642,11 @@ fn repeated(inputs: &Inputs, device: &dyn Device) -> Outcome {
     let compressed = bf16(&inputs.compressed, &[2, inputs.rows(), d]);
     let (coarse, chosen) = qkv.nsa_compressed_attention_forward(documents, &compressed, blocks, softmax_scale)?;
     let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, blocks, softmax_scale)?;
+    let groups = shape.num_kv_heads;
+    let index = bf16(&inputs.index, &[batch, seq_len, groups + 2, d]);
+    let attended = bf16(&attended_by(&inputs.index, groups, d), &[batch, seq_len, 3 * groups, d]);
+    let own = Qkv::packed(&attended, groups, groups);
+    let (indexer, _) = own.nsa_selected_attention_forward(documents, &chosen, blocks, softmax_scale)?;
     let gradients = |order| {
         let qkv = qkv.in_order(order);
         let [of_coarse, of_compressed] =
@@ -642,8 +660,18 @@ fn repeated(inputs: &Inputs, device: &dyn Device) -> Outcome {
             softmax_scale,
         };
         call.nsa_selected_attention_backward(documents, &chosen, blocks, &lists)?;
-        let floats = [of_coarse, of_compressed, of_selected].map(|x| device.floats(&x));
-        floats.into_iter().collect::<Result<Vec<_>, KernelError>>()
+        let of_index = IndexGradient {
+            index: &index,
+            lse: &selected.lse,
+            index_lse: &indexer.lse,
+            block_indices: &chosen,
+            lists: &lists,
+            weight: Inputs::INDEX_WEIGHT,
+        };
+        let of_index = qkv.index_gradient(documents, of_index, blocks, softmax_scale)?;
+        let all = [of_coarse, of_compressed, of_selected].into_iter().chain(of_index);
+        let floats = all.map(|x| device.floats(&x));
+        floats.collect::<Result<Vec<_>, KernelError>>()
     };
     repeat(|| gradients(SumOrder::Fixed))?;
     let pairs = gradients(SumOrder::Any)?.into_iter().zip(gradients(SumOrder::Fixed)?);

@@ -18,6 +18,10 @@ pub enum ChoiceRule {
     /// MSA (arXiv:2606.13392): the largest `q . k` of the block's tokens up to the query, without a scale, of queries
     /// and one key head that exist for this alone; each of these heads chooses for a KV head.
     LargestScore,
+    /// QSA (Qwen3.8-Flash-Next): `max(0, q . k)` of the block's pooled key, summed over heads that exist for this
+    /// alone; all KV heads read the same choice. The pooled key is the normed and rotated mean of the block's raw keys.
+    /// An incomplete block has no score.
+    SumOfHeads,
 }
 
 impl ChoiceRule {
@@ -63,6 +67,9 @@ pub struct BlockChoice {
     pub forced: ForcedBlocks,
 }
 
+/// Scores that are computed at once, in f32, where no kernel computes them in registers.
+pub const SCORES_AT_ONCE: usize = 1 << 24;
+
 /// Tokens of the largest block that the attention kernels read at a time.
 const ATTENDED_BLOCK: usize = 64;
 
@@ -78,7 +85,7 @@ impl BlockChoice {
 
     /// Whether an indexer's queries and keys choose, instead of the attention's.
     pub fn has_indexer(&self) -> bool {
-        self.rule == ChoiceRule::LargestScore
+        matches!(self.rule, ChoiceRule::LargestScore | ChoiceRule::SumOfHeads)
     }
 
     /// Query and key heads that choose in a layer of these heads: its own, or an indexer's.
@@ -97,10 +104,14 @@ impl BlockChoice {
         }
     }
 
-    /// Choices of each token in a layer of these heads.
+    /// Choices of each token in a layer of these heads, as attention reads them: where all KV heads read one choice, it
+    /// is repeated for each.
     pub fn choices_per_token(&self, heads: [usize; 2]) -> usize {
         let [num_heads, num_kv_heads] = self.scored_heads(heads);
-        self.num_choosers(num_heads, num_kv_heads)
+        match self.rule {
+            ChoiceRule::SumOfHeads => heads[1],
+            _ => self.num_choosers(num_heads, num_kv_heads),
+        }
     }
 
     /// Pieces that a chosen block is read in: one up to 64 tokens, else as many as it has 64 tokens.
@@ -115,7 +126,7 @@ impl BlockChoice {
     pub fn attended(&self) -> NsaBlocks {
         let pieces = self.pieces();
         let size = self.blocks.select_block_size / pieces;
-        // An indexer pools no keys: its one-token blocks are the choice's alone.
+        // An indexer pools no keys of the attention: its pooled keys, or blocks of one token, are the choice's alone.
         let [compress_block_size, compress_stride] = match self.has_indexer() {
             true => [size; 2],
             false => [self.blocks.compress_block_size, self.blocks.compress_stride],

@@ -24,7 +24,7 @@ pub mod paths;
 pub mod model;
 
 mod adamw_step;
-mod block_choice;
+pub mod block_choice;
 mod block_selection;
 mod call_shape;
 mod keeping;
@@ -42,8 +42,8 @@ pub use call_shape::{CallShape, Tiles};
 pub use keeping::{KeepOLow, Keeping};
 pub use key_mask::{KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use model::{
-    Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, InfllmV2Shape, MlaShape, MobaShape,
-    ModelShape, MsaShape, NsaCompression, NsaShape,
+    Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, IndexScores, InfllmV2Shape, MlaShape,
+    MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape,
 };
 pub use nsa_blocks::NsaBlocks;
 pub use recipe::{Recipe, RecipeError};

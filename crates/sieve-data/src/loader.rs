@@ -89,6 +89,14 @@ impl Batch {
         self.labels.iter().filter(|&&label| label != IGNORE_LABEL).count()
     }
 
+    /// Makes each token of padding a document of its own, whose query reads nothing but itself.
+    pub fn part_padding(&mut self) {
+        for at in (0..self.documents.len()).filter(|&at| self.documents[at] == PAD_DOCUMENT) {
+            let column = (at % self.seq_len) as u32;
+            (self.doc_start[at], self.doc_end[at], self.positions[at]) = (column, column + 1, 0);
+        }
+    }
+
     pub(crate) fn empty(first_sample: u64, batch: usize, seq_len: usize) -> Self {
         let len = batch * seq_len;
         Self {

@@ -16,6 +16,7 @@ mod lists;
 mod selected;
 
 pub use blocks::{nsa_blocks_backward, nsa_mean_pool_backward};
+pub use choose::choose_by_scores;
 pub use decode::{NsaToken, PooledStep, require_chosen_decode};
 pub use gates::{nsa_gates, nsa_gates_backward};
 pub(crate) use hopper::nsa_hopper_kernels;

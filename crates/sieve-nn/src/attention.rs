@@ -54,7 +54,7 @@ pub struct LayerContext<'a, B: Backend> {
     /// returns them with its own gradients added.
     pub sums: Option<&'a RefCell<HashMap<ParamId, Tensor<B, 2>>>>,
     /// Weight of one token in layers' own losses (an indexer's), which their backward pass adds to the gradients: one
-    /// over the tokens of an optimizer step. 0: no such loss.
+    /// over the tokens of an optimizer step besides padding. 0: no such loss.
     pub token_share: f64,
     /// Whether layers with an indexer say how well it fits.
     pub measures_indexers: bool,

@@ -3,7 +3,8 @@ use crate::LayerContext;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{
-    Attention, DmaShape, InfllmV2Shape, MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape,
+    Attention, DmaShape, IndexScores, InfllmV2Shape, MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression,
+    NsaShape,
 };
 use sieve_ops::{Documents, RotaryEmbedding};
 use sieve_testing::Random;
@@ -43,8 +44,8 @@ pub(crate) fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
 }
 
 /// The kinds, DMA with gates at `a_init`: MHA, SWA, DMA, MLA, NSA in three forms, MLA without norms of queries and
-/// keys, InfLLM-V2, MoBA and MSA.
-pub(crate) fn kinds(a_init: f64) -> [Attention; 11] {
+/// keys, InfLLM-V2, MoBA and MSA, the last with QSA's scores too.
+pub(crate) fn kinds(a_init: f64) -> [Attention; 12] {
     let mla = MlaShape {
         kv_lora_rank: 10,
         qk_rope_head_dim: 4,
@@ -74,6 +75,12 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 11] {
             num_selected_blocks: 3,
         }),
         Attention::Msa(MsaShape {
+            select_block_size: 4,
+            num_selected_blocks: 3,
+            ..MsaShape::published()
+        }),
+        Attention::Msa(MsaShape {
+            indexer: IndexScores::Qsa,
             select_block_size: 4,
             num_selected_blocks: 3,
             ..MsaShape::published()

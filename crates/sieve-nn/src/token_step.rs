@@ -2,6 +2,7 @@
 use crate::{Attention, DecoderLayer, KvCache, LayerCache, Qwen3};
 use burn::module::Param;
 use burn::tensor::{Int, Tensor};
+use sieve_core::ChoiceRule;
 use sieve_ops::{
     AttentionSpec, DeviceBackend, QkNorm, RotaryEmbedding, TokenExtra, TokenLayer, TokenStep, repeat_token_step,
     token_step,
@@ -70,7 +71,7 @@ impl<B: DeviceBackend> DecoderLayer<B> {
                 dma = Some(layer.dma_layer());
                 (&layer.qkv, &layer.o_proj, layer.spec())
             }
-            Attention::Chosen(layer) if layer.shares() => return None,
+            Attention::Chosen(layer) if layer.shares() || layer.choice().rule == ChoiceRule::SumOfHeads => return None,
             Attention::Chosen(layer) => {
                 if let Some(indexer) = &layer.indexer {
                     let (proj, norm) = (indexer.proj.weight.val(), indexer.qk_norm());

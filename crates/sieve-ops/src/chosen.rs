@@ -6,11 +6,15 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 mod indexed;
+mod pooled;
+#[cfg(test)]
+mod pooled_tests;
 pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
 pub use indexed::{IndexedCall, index_statistics, indexed_attention, indexer_spec};
+pub use pooled::block_positions;
 
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor};
 use crate::{
@@ -72,6 +76,31 @@ pub fn choose_key_blocks<B: SieveBackend>(
     };
     let chosen = Tensor::from_primitive(B::Inner::choose_key_blocks(x, pooled, &call));
     in_pieces(chosen, documents, choice)
+}
+
+/// The blocks whose tokens each query reads, by an indexer's queries and keys of blocks
+/// ([`ChoiceRule::SumOfHeads`](sieve_core::ChoiceRule::SumOfHeads)), for the attention of `spec`; without gradient.
+///
+/// # Shapes
+/// - index: `[batch, seq_len, num_kv_heads + 2, head_dim]`; its queries alone are read
+/// - block_keys: `[batch, num_slots, head_dim]`, slots of [`NsaBlocks::num_slots`]
+/// - returns: `[batch, seq_len, num_kv_heads, num_selected_blocks]`, equal for all KV heads
+pub fn choose_scored_blocks<B: SieveBackend>(
+    index: Tensor<B, 4>,
+    block_keys: Tensor<B, 3>,
+    documents: &Documents<B>,
+    spec: AttentionSpec,
+    choice: BlockChoice,
+) -> Tensor<B, 4, Int> {
+    let call = ChoiceCall {
+        documents: documents.bounds(),
+        spec: indexer_spec(spec),
+        choice,
+    };
+    let [batch, num_slots, d] = block_keys.dims();
+    let keys = B::value(primitive(block_keys.reshape([1, batch * num_slots, d])));
+    let chosen = B::Inner::choose_key_blocks(B::value(primitive(index)), keys, &call);
+    Tensor::from_primitive(chosen).repeat_dim(2, spec.num_kv_heads)
 }
 
 /// Causal attention of each query over the tokens of its blocks, as [`choose_key_blocks`] gives them.

@@ -41,8 +41,8 @@ pub use block::{
     attention_layer, feed_forward, seed_gradient,
 };
 pub use chosen::{
-    ChoiceCall, IndexGradientCall, IndexedCall, choose_key_blocks, chosen_attention, index_statistics,
-    indexed_attention, indexer_spec,
+    ChoiceCall, IndexGradientCall, IndexedCall, block_positions, choose_key_blocks, choose_scored_blocks,
+    chosen_attention, index_statistics, indexed_attention, indexer_spec,
 };
 pub use decode::{
     DmaCache, DmaToken, KeyCache, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep,

@@ -62,11 +62,19 @@ fn of_kind(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
         // Nothing is chosen by keys of its own.
         AttentionForm::Blocks(_) if shape.is_shared_layer(0) => (kv, None, kv * seq_len as u64),
         AttentionForm::Blocks(choice) => {
-            let pooled = choice.blocks.num_compressed_blocks(seq_len) as u64;
-            // An indexer has one key head.
+            // An indexer has one key head, and its cache the key of each token.
+            let stride = if choice.has_indexer() {
+                1
+            } else {
+                choice.blocks.compress_stride as u64
+            };
+            let pooled = match choice.has_indexer() {
+                true => seq_len as u64,
+                false => choice.blocks.num_compressed_blocks(seq_len) as u64,
+            };
             let [_, heads] = choice.scored_heads([shape.num_heads, shape.num_kv_heads]);
             let key = (heads * shape.head_dim) as u64 * value_bytes;
-            let per_token = kv + key / choice.blocks.compress_stride as u64;
+            let per_token = kv + key / stride;
             (per_token, None, kv * seq_len as u64 + pooled * key)
         }
         AttentionForm::Ranked(dma) => {

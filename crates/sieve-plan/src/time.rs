@@ -31,6 +31,9 @@ const CHOSEN_PAIRS: [f64; 2] = [0.22, 0.14];
 /// An indexer's scores of every key; and its loss over the pairs of attention, whose scores it computes again.
 const INDEX_SCORES: f64 = 0.42;
 const INDEX_LOSS: f64 = 0.145;
+/// Bytes that the loss of QSA's scores reads and writes for each score of a head: written, scaled, their exponentials,
+/// and the sum over heads. Not measured.
+const QSA_SCORE_BYTES: f64 = 24.0;
 /// Share of the bandwidth.
 const MEMORY: f64 = 0.84;
 /// How many times as fast fp8 GEMMs are.
@@ -98,6 +101,11 @@ pub(super) fn tokens_per_second(
                 _ => (flops.attention / 2.0 + 1.5 * flops.index_gradient) / INDEX_LOSS,
             };
             pairs += (flops.index_scores / INDEX_SCORES + loss) / gpu.bf16_flops;
+            if part.has_pooled_indexer() {
+                // The loss reads the scores of every head and earlier key, in f32.
+                let keys = (size.seq_len / 2 * part.num_heads * part.num_layers) as f64;
+                bytes += QSA_SCORE_BYTES * keys;
+            }
         }
         bytes += block_bytes_per_token(&part, is_dma);
     }

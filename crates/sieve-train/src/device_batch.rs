@@ -1,7 +1,7 @@
 //! A loader's batch as tensors.
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_data::{Batch, IGNORE_LABEL};
+use sieve_data::{Batch, IGNORE_LABEL, PAD_DOCUMENT};
 use sieve_ops::{Documents, RowLinks, RowParts};
 use std::sync::Arc;
 
@@ -60,6 +60,12 @@ impl<B: Backend> DeviceBatch<B> {
 pub(crate) fn num_labels_of_part(batch: &Batch, part: [usize; 2]) -> usize {
     let labels = of_part(&batch.labels, batch.seq_len, part);
     labels.filter(|&&label| label != IGNORE_LABEL).count()
+}
+
+/// Tokens besides padding in a part of each row, as [`num_labels_of_part`].
+pub(crate) fn num_tokens_of_part(batch: &Batch, part: [usize; 2]) -> usize {
+    let documents = of_part(&batch.documents, batch.seq_len, part);
+    documents.filter(|&&document| document != PAD_DOCUMENT).count()
 }
 
 /// The values of part `part` of each row, which has `parts` parts.

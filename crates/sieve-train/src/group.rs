@@ -104,6 +104,8 @@ impl Share {
 pub(crate) struct Agreement {
     /// Labels of all ranks' rows.
     pub(crate) num_labels: usize,
+    /// Tokens of all ranks' rows besides padding.
+    pub(crate) num_tokens: usize,
     /// Whether some rank was asked to stop.
     pub(crate) stops: bool,
     /// Whether some rank's device may be far behind.
@@ -282,14 +284,15 @@ impl<B: TrainBackend> Group<B> {
     /// # Errors
     /// A rank is lost, or is at another step.
     pub(crate) fn agree(&self, step: u64, mean_loss: f32, own: Agreement) -> Result<Agreement, TrainError> {
-        let labels = own.num_labels as u64;
+        let [labels, tokens] = [own.num_labels, own.num_tokens].map(|count| count as u64);
         let flags = [own.stops, own.all_written, own.is_far_behind, own.saves].map(u64::from);
         let flags = flags[0] | flags[1] << 1 | flags[2] << 2 | flags[3] << 3;
         let own_time = self.step_times.borrow().own.as_nanos() as u64;
-        let words = [step, u64::from(mean_loss.to_bits()), labels, flags, own_time];
+        let words = [step, u64::from(mean_loss.to_bits()), labels, flags, own_time, tokens];
         let all = self.gather(&words.map(u64::to_le_bytes).concat())?;
         let mut sum = Agreement {
             num_labels: 0,
+            num_tokens: 0,
             stops: false,
             is_far_behind: false,
             all_written: true,
@@ -309,6 +312,7 @@ impl<B: TrainBackend> Group<B> {
                 return Err(apart(rank, mean(theirs), mean(ours)));
             }
             sum.num_labels += word(2) as usize;
+            sum.num_tokens += word(5) as usize;
             sum.stops |= word(3) & 1 != 0;
             sum.all_written &= word(3) & 2 != 0;
             sum.is_far_behind |= word(3) & 4 != 0;

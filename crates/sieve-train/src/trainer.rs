@@ -14,7 +14,7 @@ pub(crate) use saving::Tries;
 pub use saving::WriteLimits;
 pub use stage::{loader_config, step_batch};
 
-use crate::device_batch::num_labels_of_part;
+use crate::device_batch::{num_labels_of_part, num_tokens_of_part};
 use crate::group::{Agreement, Share};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
@@ -437,7 +437,7 @@ impl<B: TrainBackend> Trainer<B> {
                 break;
             }
             self.replay()?;
-            self.train_step(&step_batches, agreed.num_labels)?;
+            self.train_step(&step_batches, [agreed.num_labels, agreed.num_tokens])?;
             self.set_work(Work::Long);
             clock.step(self.stage.recipe.training.tokens_per_step() as u64);
             watch.step();
@@ -524,17 +524,24 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// The micro-batches of one step.
     fn take_batches(&self, batches: &mut Prefetch) -> Result<Vec<Batch>, TrainError> {
+        let has_indexer = self.stage.recipe.attention.index_warmup().is_some();
         let taken = (0..self.stage.micro_batches).map(|_| {
-            let batch = batches.next().expect("the plan has no end");
-            Ok(batch?)
+            let mut batch = batches.next().expect("the plan has no end")?;
+            // A query that reads itself alone has no divergence: an indexer learns nothing from padding.
+            if has_indexer {
+                batch.part_padding();
+            }
+            Ok(batch)
         });
         taken.collect()
     }
 
     /// Exchanges what all ranks must know before the next step.
     fn agree(&self, batches: &[Batch], stop: &AtomicBool) -> Result<Agreement, TrainError> {
+        let [num_labels, num_tokens] = self.counts(batches);
         let own = Agreement {
-            num_labels: batches.iter().map(|batch| self.num_labels(batch)).sum(),
+            num_labels,
+            num_tokens,
             // A process alone has looked before it read the rows.
             stops: self.group.is_some() && self.is_asked_to_stop(stop),
             is_far_behind: self.guard_log.is_far_behind(),
@@ -547,10 +554,11 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// Labels of this process's part of a batch.
-    fn num_labels(&self, batch: &Batch) -> usize {
+    /// Labels, and tokens besides padding, of this process's part of batches.
+    fn counts(&self, batches: &[Batch]) -> [usize; 2] {
         let degree = self.recipe.parallelism.context_parallel_degree;
-        num_labels_of_part(batch, [self.share().rank % degree, degree])
+        let part = [self.share().rank % degree, degree];
+        [num_labels_of_part, num_tokens_of_part].map(|count| batches.iter().map(|batch| count(batch, part)).sum())
     }
 
     /// Number, steps, row length and rotary base of the stage that begins.
@@ -601,8 +609,8 @@ impl<B: TrainBackend> Trainer<B> {
         Ok((metrics, history))
     }
 
-    /// Gradients over all micro-batches, clipping, gate, update. `num_labels` counts those of all processes.
-    fn train_step(&mut self, batches: &[Batch], num_labels: usize) -> Result<(), TrainError> {
+    /// Gradients over all micro-batches, clipping, gate, update. Both counts are those of all processes.
+    fn train_step(&mut self, batches: &[Batch], [num_labels, num_tokens]: [usize; 2]) -> Result<(), TrainError> {
         if num_labels == 0 {
             return Err(TrainError::refused(
                 format!("step {} holds no token with a label", self.step + 1),
@@ -614,7 +622,7 @@ impl<B: TrainBackend> Trainer<B> {
         let links = self.group.as_ref().and_then(|group| group.row_links(degree));
         let settings = BlockSettings {
             keeping: self.keeping,
-            token_share: 1.0 / self.stage.recipe.training.tokens_per_step() as f64,
+            token_share: 1.0 / num_tokens as f64,
             measures_indexers: self.is_logged(self.step + 1),
             reads_all: self.recipe.training.reads_all(self.step as usize),
             ..BlockSettings::from(&self.recipe)

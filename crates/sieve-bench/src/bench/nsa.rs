@@ -192,29 +192,28 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
         let (attention, lists) = attend(&read)?;
         // Scores of the heads and of the indexer, then two products with the difference of their probabilities.
         let flops = flops / 2.0 + 1.5 * forward_flops(of_heads([choosers; 2]), tokens);
-        bench.row(&format!("{name}loss"), shape, Work::Flops(flops), || {
-            let (of_indexer, own_lists) = attend(&indexer)?;
-            let gradient = IndexGradient {
-                index: inputs.qkv.q.tensor(),
-                lse: &attention.lse,
-                index_lse: &of_indexer.lse,
-                block_indices: &chosen,
-                lists: &lists,
-                weight: 1.0,
-            };
-            if read
-                .qkv
-                .index_gradient(documents, gradient, blocks, read.scale)?
-                .is_some()
-            {
-                return Ok(());
-            }
-            let call = indexer.call(&indexer.qkv, &of_indexer);
-            call.nsa_selected_attention_backward(documents, &chosen, blocks, &own_lists)?;
-            let (of_heads, lists) = attend(&read)?;
-            let call = read.call(&read.qkv, &of_heads);
-            call.nsa_selected_attention_backward(documents, &chosen, blocks, &lists)
-        });
+        for (order, suffix) in ORDERS {
+            bench.row(&format!("{name}loss{suffix}"), shape, Work::Flops(flops), || {
+                let (of_indexer, own_lists) = attend(&indexer)?;
+                let gradient = IndexGradient {
+                    index: inputs.qkv.q.tensor(),
+                    lse: &attention.lse,
+                    index_lse: &of_indexer.lse,
+                    block_indices: &chosen,
+                    lists: &lists,
+                    weight: 1.0,
+                };
+                let [qkv, own] = [&read, &indexer].map(|inputs| inputs.qkv.in_order(order));
+                if qkv.index_gradient(documents, gradient, blocks, read.scale)?.is_some() {
+                    return Ok(());
+                }
+                let call = indexer.call(&own, &of_indexer);
+                call.nsa_selected_attention_backward(documents, &chosen, blocks, &own_lists)?;
+                let (of_heads, lists) = attend(&read)?;
+                let call = read.call(&qkv, &of_heads);
+                call.nsa_selected_attention_backward(documents, &chosen, blocks, &lists)
+            });
+        }
     }
     passes(
         bench,

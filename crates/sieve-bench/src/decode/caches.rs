@@ -495,6 +495,7 @@ pub(super) fn chosen_keys(keys: &[Key], means: Vec<Vec<f32>>, q: &[f32], choice:
         for (at, score) in scores.iter_mut().enumerate() {
             *score += match choice.rule {
                 ChoiceRule::MeanKey | ChoiceRule::LargestScore => row[at],
+                ChoiceRule::SumOfHeads => row[at].max(0.0),
                 _ => weights[at] / total,
             };
         }
@@ -503,7 +504,7 @@ pub(super) fn chosen_keys(keys: &[Key], means: Vec<Vec<f32>>, q: &[f32], choice:
         let overlapping = (0..scores.len()).map(|c| (overlap_weight(blocks, c, block), scores[c]));
         let overlapping = overlapping.filter(|(weight, _)| *weight > 0);
         let score = match choice.rule {
-            ChoiceRule::MeanKey => scores.get(block).copied().unwrap_or(0.0),
+            ChoiceRule::MeanKey | ChoiceRule::SumOfHeads => scores.get(block).copied().unwrap_or(0.0),
             ChoiceRule::WeightedProbability => overlapping.map(|(weight, p)| weight as f64 * p).sum(),
             ChoiceRule::LargestProbability => overlapping.fold(0.0, |most, (_, p)| p.max(most)),
             ChoiceRule::LargestScore => overlapping.fold(f64::NEG_INFINITY, |most, (_, score)| score.max(most)),

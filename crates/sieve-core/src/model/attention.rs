@@ -468,6 +468,17 @@ impl MobaShape {
     }
 }
 
+choices! {
+    /// How MSA's indexer scores a block.
+    #[derive(Hash)]
+    pub enum IndexScores {
+        /// By the largest score of its tokens, for each KV head apart, as published.
+        Msa = "msa",
+        /// As QSA (Qwen3.8-Flash-Next): by the mean of its keys, for all KV heads together. Blocks of up to 64 tokens.
+        Qsa = "qsa",
+    }
+}
+
 keys! {
     /// Sizes of MiniMax sparse attention (arXiv:2606.13392): an indexer of one query head a KV head and one key head
     /// chooses blocks, and one exact attention reads their tokens.
@@ -478,6 +489,12 @@ keys! {
     /// tokens and KV heads, of `KL(P || softmax_j(q_i^r . k_j / sqrt(head_dim)))` over the tokens that are read, P the
     /// mean probabilities of the KV head's query heads. x and P take no gradient from it.
     ///
+    /// With `indexer = "qsa"` a complete block b has one key, `kb_b = RoPE(RMSNorm(mean of x_j W_k))` at the position
+    /// of its first token, and the score `sum_r max(0, q_i^r . kb_b) / sqrt(head_dim)`: one choice for all KV heads.
+    /// The query's own block is read in any case. P is then the largest probability in a block, of probabilities summed
+    /// over all heads, normalised over the complete blocks that are read, and the loss the mean over tokens of `KL(P ||
+    /// softmax_b(score))` over these.
+    ///
     /// Parameters of a layer, besides those of grouped-query attention: W_q and W_k
     /// `[(num_kv_heads + 1) * head_dim, d_model]` and two norms `[head_dim]`.
     #[derive(Copy)]
@@ -485,7 +502,9 @@ keys! {
         /// Sets `select_block_size` and `num_selected_blocks` to the values of arXiv:2606.13392: 16 blocks of 128. As
         /// an override it replaces the recipe's values, and `model.layer_types`.
         text preset: Option<AttentionPreset>,
-        /// Tokens of a block: up to 64, or a multiple of it.
+        /// How the indexer scores a block: by each token's key (`"msa"`), or by one pooled key (`"qsa"`).
+        pub indexer: IndexScores = IndexScores::Msa,
+        /// Tokens of a block: up to 64, or a multiple of it; with `indexer = "qsa"` up to 64.
         #[key(filled("16; 64 for rows of 2048 tokens or more"), optional, size(MAX_SEQ_LEN))]
         pub select_block_size: usize,
         /// Blocks a query selects per KV head, its own included.
@@ -510,6 +529,7 @@ impl MsaShape {
     /// The sizes of arXiv:2606.13392.
     pub fn published() -> Self {
         Self {
+            indexer: IndexScores::Msa,
             select_block_size: 128,
             num_selected_blocks: 16,
             index_loss_weight: 1.0,
@@ -519,14 +539,13 @@ impl MsaShape {
 
     /// How its indexer chooses.
     pub fn choice(&self) -> BlockChoice {
+        let (rule, pooled) = match self.indexer {
+            IndexScores::Msa => (ChoiceRule::LargestScore, 1),
+            IndexScores::Qsa => (ChoiceRule::SumOfHeads, self.select_block_size),
+        };
         BlockChoice {
-            blocks: NsaBlocks {
-                compress_block_size: 1,
-                compress_stride: 1,
-                select_block_size: self.select_block_size,
-                num_selected_blocks: self.num_selected_blocks,
-            },
-            rule: ChoiceRule::LargestScore,
+            blocks: NsaBlocks::of([pooled, pooled, self.select_block_size, self.num_selected_blocks]),
+            rule,
             forced: ForcedBlocks { first: false, local: 1 },
         }
     }

@@ -9,7 +9,8 @@
 //! - forward, attention, per layer: `2 * num_heads * (width of a query + width of a value) * keys`, for `Q K^T` and
 //!   `P V`, where `keys` is the mean number of keys a query sees, over NSA's three branches together
 //! - MSA's indexer: `2 * num_kv_heads * head_dim` for each key up to the query, without a backward pass; in the
-//!   backward pass `4 * num_kv_heads * head_dim` for each key that is seen
+//!   backward pass `4 * num_kv_heads * head_dim` for each key that is seen; with QSA's scores for each block in place
+//!   of each key
 //! - tokens without a label have no output projection; the counts here are for labelled ones
 //! - backward: twice the forward (two GEMMs for each one). Scores that a backward kernel recomputes are not counted:
 //!   MFU counts what the mathematics needs, not what an implementation repeats.
@@ -64,8 +65,11 @@ impl ModelShape {
             let (weights, pair) = part.attention_widths();
             linear += part.num_layers as f64 * weights;
             pairs += part.num_layers as f64 * pair;
-            if part.has_indexer() {
-                indexers += part.num_layers as f64 * part.kv_width() as f64;
+            if let AttentionForm::Blocks(choice) = part.attention.form()
+                && part.has_indexer()
+            {
+                // Of QSA's scores there is one for each block.
+                indexers += (part.num_layers * part.kv_width()) as f64 / choice.blocks.compress_stride as f64;
             }
         }
         FlopsPerToken {

@@ -1,5 +1,7 @@
 //! Models whose layers differ: some are dense in place of the model's kind of attention.
 
+use crate::ChoiceRule;
+
 use super::{Attention, AttentionForm, ModelShape, mean_active_keys};
 
 impl ModelShape {
@@ -23,6 +25,14 @@ impl ModelShape {
     pub fn has_indexer(&self) -> bool {
         match self.attention.form() {
             AttentionForm::Blocks(choice) => choice.has_indexer() && !self.is_shared_layer(0),
+            _ => false,
+        }
+    }
+
+    /// Whether it scores blocks by one key each, as QSA does.
+    pub fn has_pooled_indexer(&self) -> bool {
+        match self.attention.form() {
+            AttentionForm::Blocks(choice) => choice.rule == ChoiceRule::SumOfHeads && self.has_indexer(),
             _ => false,
         }
     }

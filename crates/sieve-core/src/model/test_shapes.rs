@@ -1,6 +1,9 @@
 //! Shapes that tests share, of this crate and of those above it.
 
-use super::{Attention, DmaShape, InfllmV2Shape, MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape};
+use super::{
+    Attention, DmaShape, IndexScores, InfllmV2Shape, MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression,
+    NsaShape,
+};
 use crate::BlockChoice;
 
 /// Qwen3-0.6B, as its published config.json says.
@@ -104,6 +107,17 @@ pub fn moba(select_block_size: usize, num_selected_blocks: usize) -> BlockChoice
     MobaShape {
         select_block_size,
         num_selected_blocks,
+    }
+    .choice()
+}
+
+/// QSA's choice.
+pub fn qsa(select_block_size: usize, num_selected_blocks: usize) -> BlockChoice {
+    MsaShape {
+        indexer: IndexScores::Qsa,
+        select_block_size,
+        num_selected_blocks,
+        ..MsaShape::published()
     }
     .choice()
 }

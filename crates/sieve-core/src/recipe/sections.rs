@@ -280,8 +280,8 @@ keys! {
         /// Seed of weights, data order and sampling.
         pub seed: u64 = 0,
         /// Sums in a fixed order: two runs on as many GPUs of one kind are equal bit for bit. On Hopper GPUs it costs
-        /// up to 3 % of a step, with MSA a quarter, whose indexer's loss has no kernel for it; on other GPUs more, as
-        /// their kernels then sum in several launches.
+        /// up to 3 % of a step (MSA was not measured); on other GPUs more, as their kernels then sum in several
+        /// launches.
         #[key(may_change)]
         pub deterministic: bool = true,
         /// Data type of the blocks' GEMMs in training. Weights, moments and checkpoints are the same in both.

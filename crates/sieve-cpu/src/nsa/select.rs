@@ -142,6 +142,16 @@ fn importance(
             .collect();
     }
     let group = shape.group_size();
+    if rule == ChoiceRule::SumOfHeads {
+        // One key a complete block; the own block is chosen whatever its score.
+        let mut sums = vec![0.0; own + 1];
+        for head in chooser * group..(chooser + 1) * group {
+            sums.iter_mut()
+                .zip(scores(head))
+                .for_each(|(sum, score)| *sum += score.max(0.0));
+        }
+        return sums.into_iter().map(|sum| sum as f32).collect();
+    }
     let mut p = Vec::new();
     for head in chooser * group..(chooser + 1) * group {
         let scores = scores(head);

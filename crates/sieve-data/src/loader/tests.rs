@@ -87,6 +87,12 @@ fn one_document_per_row_is_as_written_by_hand() {
     assert_eq!(batch.positions, [0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 0, 1]);
     let pad = PAD_DOCUMENT;
     assert_eq!(batch.documents, [0, 0, 0, 0, 0, pad, pad, pad, 2, 2, pad, pad]);
+    let mut parted = batch.clone();
+    parted.part_padding();
+    assert_eq!(parted.doc_start, [0, 0, 0, 0, 0, 1, 2, 3, 0, 0, 2, 3]);
+    assert_eq!(parted.doc_end, [4, 4, 4, 4, 1, 2, 3, 4, 2, 2, 3, 4]);
+    assert_eq!(parted.positions, [0, 1, 2, 3, 0, 0, 0, 0, 0, 1, 0, 0]);
+    assert_eq!((&parted.tokens, &parted.labels), (&batch.tokens, &batch.labels));
 }
 
 #[test]

@@ -205,16 +205,17 @@ pub(crate) fn listed_key_sums(
     Ok(ddelta)
 }
 
-/// The kernel that turns sums of dk or dv into bf16 rows.
-pub(crate) fn dma_attention_backward_convert_kernel(row_dim: usize) -> SourceKernel {
-    SourceKernel::new("dma_attention_backward_convert")
-        .define("ROW_DIM", row_dim)
-        .threads(256)
+/// The kernel that turns sums of dk or dv into bf16 rows, or the sums of several heads into one head's.
+pub(crate) fn dma_attention_backward_convert_kernel(row_dim: usize, joined: bool) -> SourceKernel {
+    let kernel = SourceKernel::new("dma_attention_backward_convert").define("ROW_DIM", row_dim);
+    if joined { kernel.define("JOINED", 1) } else { kernel }.threads(256)
 }
 
-/// Writes one gradient's bf16 rows from its f32 sums.
+/// Writes one gradient's bf16 rows from its f32 sums, which have as many heads, or one head's from the sums of several,
+/// added up in their order.
 pub(crate) fn convert_rows(sums: &CudaTensor, grad: &Heads, layout: [u64; 3], scale: f32) -> Result<(), KernelError> {
-    let [batch, kv_heads, seq_len, row_dim] = sums.dims(NAME, "sums")?;
+    let [batch, num_sums, seq_len, row_dim] = sums.dims(NAME, "sums")?;
+    let kv_heads = grad.num_heads();
     let threads = batch * kv_heads * seq_len * (row_dim / 16);
     let params = params!(DmaAttentionBackwardConvertParams {
         batch,
@@ -222,8 +223,9 @@ pub(crate) fn convert_rows(sums: &CudaTensor, grad: &Heads, layout: [u64; 3], sc
         num_kv_heads: kv_heads,
         [grad_offset, grad_token_stride, grad_batch_stride]: layout,
         scale,
+        num_sums,
     });
-    let kernel = dma_attention_backward_convert_kernel(row_dim);
+    let kernel = dma_attention_backward_convert_kernel(row_dim, kv_heads != num_sums);
     // SAFETY: reads all sums, writes every element of these heads; require_gradients checked their shape.
     unsafe { kernel.launch([threads.div_ceil(256), 1, 1], &[sums, grad.tensor()], &params) }
 }

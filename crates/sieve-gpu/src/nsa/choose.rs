@@ -2,7 +2,7 @@
 use super::{Bounds, hopper, query_ranges};
 use crate::KernelError;
 use crate::attention::Qkv;
-use crate::runtime::{CudaTensor, DType, SourceKernel, params};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use sieve_core::{BlockChoice, ChoiceRule};
 
 const NAME: &str = "nsa_choose";
@@ -73,6 +73,30 @@ pub(super) fn nsa_choose(
     Ok(indices)
 }
 
+/// Blocks that each query of one row chooses by scores `importance`, f32 `[1, 1, count, num_blocks]`, of the queries
+/// from `first` on; written into `indices`, i32 `[1, seq_len, 1, num_selected_blocks]`. `start` is i32 `[1, seq_len]`.
+///
+/// # Errors
+/// Another type, or sizes that do not fit.
+pub fn choose_by_scores(
+    importance: &CudaTensor,
+    start: &CudaTensor,
+    indices: &CudaTensor,
+    choice: BlockChoice,
+    first: usize,
+) -> Result<(), KernelError> {
+    let [_, seq_len, _, num_selected] = indices.dims(NAME, "block_indices")?;
+    let [_, _, count, num_blocks] = importance.dims(NAME, "importance")?;
+    operands!(NAME,
+        importance: F32[1, 1, count, num_blocks] = importance,
+        start: I32[1, seq_len] = start,
+    );
+    let fits = first + count <= seq_len && num_blocks >= seq_len.div_ceil(choice.blocks.select_block_size);
+    let got = || format!("{count} queries from {first} on and {num_blocks} blocks");
+    require!(fits && num_selected == choice.blocks.num_selected_blocks, NAME, "importance:": got(), "those of the row");
+    take_important(&importance, &start, indices, choice, first, count)
+}
+
 /// Writes the choice of `count` queries from `first` on into `indices`, i32 `[batch, seq_len, choosers, num_selected]`,
 /// from the importances of their blocks, f32 `[batch, choosers, at least count, num_blocks]`.
 pub(super) fn take_important(
@@ -117,6 +141,7 @@ pub(super) fn rule_number(rule: ChoiceRule) -> u8 {
         ChoiceRule::LargestProbability => 1,
         ChoiceRule::MeanKey => 2,
         ChoiceRule::LargestScore => 3,
+        ChoiceRule::SumOfHeads => unreachable!("scored by GEMMs"),
     }
 }
 

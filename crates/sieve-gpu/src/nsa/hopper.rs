@@ -9,10 +9,11 @@
 //! | importance by each token's score; blocks of 16, 32, 64 or a multiple of 128 tokens | `hopper_nsa_importance.cu` |
 //! | selected attention | `hopper_nsa_selected_attention_forward.cu` |
 //! | its gradients | `hopper_nsa_selected_attention_backward.cu` |
-//! | the gradient of an indexer's loss, in any order | `hopper_index_gradient.cu` |
+//! | the gradient of an indexer's loss | `hopper_index_gradient.cu` |
 //! | everything else | the portable kernels |
 use super::choose::rule_number;
 use crate::attention::{AttentionShape, KernelFamily, KeySource};
+use crate::dma::dma_attention_backward_convert_kernel;
 use crate::runtime::{CudaTensor, SourceKernel, SumOrder};
 use sieve_core::{BlockChoice, ChoiceRule};
 
@@ -30,11 +31,6 @@ pub(super) fn is_hopper(shape: &AttentionShape, queries: &CudaTensor) -> bool {
     KernelFamily::of(shape, KeySource::Gathered, queries) == KernelFamily::Hopper
 }
 
-/// Whether the gradient of an indexer's loss does: all KV heads add to the indexer's keys, in no fixed order.
-pub(super) fn has_index_gradient(shape: &AttentionShape, queries: &CudaTensor) -> bool {
-    queries.policy().sums == SumOrder::Any && is_hopper(shape, queries)
-}
-
 /// Queries of a tile of [`nsa_importance_kernel`], where it has a form for this choice and group.
 pub(super) fn importance_tile(choice: BlockChoice, group: usize) -> Option<usize> {
     let (blocks, stride) = (choice.blocks, choice.blocks.compress_stride);
@@ -44,7 +40,7 @@ pub(super) fn importance_tile(choice: BlockChoice, group: usize) -> Option<usize
             [blocks.compress_block_size, size] == [2 * stride, 4 * stride] && fits_group
         }
         ChoiceRule::LargestScore => [16, 32, 64].contains(&size) || size.is_multiple_of(TILE_ROWS),
-        ChoiceRule::MeanKey => false,
+        ChoiceRule::MeanKey | ChoiceRule::SumOfHeads => false,
     };
     fits.then(|| TILE_ROWS / group)
 }
@@ -71,6 +67,10 @@ pub(super) fn selected_backward_kernel(head_dim: usize, order: SumOrder) -> Sour
     let scores = TILE_ROWS * BLOCK_KEYS * 2;
     let kernel = selected("hopper_nsa_selected_attention_backward", head_dim, stages, [224, 56])
         .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS);
+    in_order(kernel, order)
+}
+
+fn in_order(kernel: SourceKernel, order: SumOrder) -> SourceKernel {
     match order {
         SumOrder::Any => kernel,
         SumOrder::Fixed => kernel.define("ORDERED", 1),
@@ -78,11 +78,12 @@ pub(super) fn selected_backward_kernel(head_dim: usize, order: SumOrder) -> Sour
 }
 
 /// The kernel of the gradient of an indexer's loss; tiles of one head's queries.
-pub(super) fn index_gradient_kernel(head_dim: usize) -> SourceKernel {
+pub(super) fn index_gradient_kernel(head_dim: usize, order: SumOrder) -> SourceKernel {
     let (stages, tile_bytes) = (4, TILE_ROWS * head_dim * 2);
     let scores = TILE_ROWS * BLOCK_KEYS * 2;
-    selected("hopper_index_gradient", head_dim, stages, [216, 72])
-        .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS)
+    let kernel = selected("hopper_index_gradient", head_dim, stages, [216, 72])
+        .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS);
+    in_order(kernel, order)
 }
 
 fn keys_bytes(head_dim: usize) -> usize {
@@ -99,12 +100,15 @@ fn selected(name: &'static str, head_dim: usize, stages: usize, [consumer, produ
 }
 
 /// Every kernel of this family for a head width.
-pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 7] {
+pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 9] {
     [
         nsa_importance_kernel(head_dim, ChoiceRule::WeightedProbability),
         nsa_importance_kernel(head_dim, ChoiceRule::LargestProbability),
         nsa_importance_kernel(head_dim, ChoiceRule::LargestScore),
-        index_gradient_kernel(head_dim),
+        index_gradient_kernel(head_dim, SumOrder::Any),
+        index_gradient_kernel(head_dim, SumOrder::Fixed),
+        // That order's sums of each KV head.
+        dma_attention_backward_convert_kernel(head_dim, true),
         selected_forward_kernel(head_dim),
         selected_backward_kernel(head_dim, SumOrder::Any),
         selected_backward_kernel(head_dim, SumOrder::Fixed),

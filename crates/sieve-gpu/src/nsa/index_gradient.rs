@@ -5,7 +5,7 @@ use super::{Bounds, lists::ChoiceLists};
 use crate::KernelError;
 use crate::attention::{AttentionShape, Heads, Qkv, arriving};
 use crate::dma::convert_rows;
-use crate::runtime::{CudaTensor, DType, NsaSelectedAttentionForwardParams, operands, params, require};
+use crate::runtime::{CudaTensor, DType, NsaSelectedAttentionForwardParams, SumOrder, operands, params, require};
 use crate::step::empty_zero;
 use sieve_core::NsaBlocks;
 
@@ -32,7 +32,7 @@ pub struct IndexGradient<'a> {
 impl Qkv {
     /// The gradient of `weight * sum over queries and KV heads of KL(mean probabilities of the group || the
     /// indexer's)` over the chosen tokens in the indexer's packed tensor (bf16, shaped as it), with zeros for the head
-    /// that is not read. `None` where no kernel has this call: off Hopper, and in a fixed order of sums.
+    /// that is not read. `None` where no kernel has this call: off Hopper.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit or have no kernel, lists of other queries.
@@ -45,7 +45,7 @@ impl Qkv {
     ) -> Result<Option<CudaTensor>, KernelError> {
         let work = Work::new(self, documents, call.block_indices, blocks, softmax_scale)?;
         let shape = work.shape;
-        if !hopper::has_index_gradient(&shape, self.q.tensor()) {
+        if !hopper::is_hopper(&shape, self.q.tensor()) {
             return Ok(None);
         }
         let AttentionShape {
@@ -80,13 +80,22 @@ impl Qkv {
             softmax_scale: softmax_scale * call.weight,
             ..work.clone()
         };
-        let key_sum = empty_zero(&index, &[batch, 1, seq_len, head_dim])?;
+        // In a fixed order each KV head has sums of its own.
+        let sums = self.policy().sums;
+        let is_fixed = sums == SumOrder::Fixed;
+        let key_sum = empty_zero(&index, &[batch, if is_fixed { groups } else { 1 }, seq_len, head_dim])?;
         let token = (groups + 2) * head_dim;
-        let kernel = arriving(hopper::index_gradient_kernel(head_dim), self.policy());
+        let kernel = arriving(hopper::index_gradient_kernel(head_dim, sums), self.policy());
         for (range, lists) in work.ranges().zip(call.lists) {
             let parts = own.parts(lists, head_dim, DType::BF16);
             let [q, k] = [&work.qkv.q, &work.qkv.k].map(Heads::tensor);
-            let (operands, results) = ([q, k, &index, &lse, &index_lse], [&parts, &key_sum]);
+            // Which piece adds next, of each key and a quarter of its columns.
+            let turns = match is_fixed {
+                true => Some(empty_zero(&index, &[batch, groups, seq_len, 4])?),
+                false => None,
+            };
+            let (operands, mut results) = ([q, k, &index, &lse, &index_lse], vec![&parts, &key_sum]);
+            results.extend(&turns);
             let params = params!(IndexGradientParams {
                 base: NsaSelectedAttentionForwardParams {
                     v_offset: (groups * head_dim).into(),

@@ -214,7 +214,9 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
         Part::Around => {
             list.extend_kernels([FILL_ZERO, attention_backward_prepare_kernel(head_dim_v)]);
             if source == KeySource::Gathered {
-                list.extend_kernels([head_dim, head_dim_v].map(dma_attention_backward_convert_kernel));
+                list.extend_kernels(
+                    [head_dim, head_dim_v].map(|dim| dma_attention_backward_convert_kernel(dim, false)),
+                );
             }
         }
         Part::RowSums => list.add(query("attention_backward", QueryPass::RowSums)),

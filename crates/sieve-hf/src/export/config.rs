@@ -129,6 +129,7 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
                 Attention::InfllmV2(sizes) => json!(sizes),
                 Attention::Moba(sizes) => json!(sizes),
                 Attention::Msa(sizes) => json!({
+                    "indexer": sizes.indexer,
                     "select_block_size": sizes.select_block_size,
                     "num_selected_blocks": sizes.num_selected_blocks,
                 }),

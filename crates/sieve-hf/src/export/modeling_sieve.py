@@ -60,6 +60,8 @@ DEFAULTS = {
     # NSA; window_size is that of a sliding window too, num_local_blocks InfLLM-V2's.
     "compress_block_size": 32, "compress_stride": 16, "compress": "mlp", "compress_hidden_size": None,
     "select_block_size": 64, "num_selected_blocks": 16, "window_size": 512, "shared_kv": True, "num_local_blocks": 1,
+    # MSA: how its indexer scores a block, "msa" or "qsa".
+    "indexer": "msa",
     # DMA; periods: tokens over which a rank grows by one, a number for each KV head.
     "keep_window_size": 2048, "local_window_size": 0, "bias": "exp", "periods": None,
 }  # fmt: skip
@@ -401,12 +403,14 @@ def overlapping(p, config, end):
 class BlocksAttention(DenseAttention):
     """Queries read the blocks that they chose in layer `source`: this one where it has a chooser, else one before."""
 
+    has_kernel = True
+
     def chooser(self, x, q, k, rows, cache):
         """A function of a tile that gives the blocks its queries choose, [batch, choosers, tokens, blocks]."""
 
     def forward(self, x, rows, cache):
         (q, k, v), o = self.keys(x, rows, cache), []
-        if (sieve := kernels(self, cache)) and not any(self.config.shared_layers):
+        if self.has_kernel and (sieve := kernels(self, cache)) and not any(self.config.shared_layers):
             return self.out(self.by_kernel(sieve, (q, k, v), x, rows, cache))
         if chosen := self.chooser(x, q, k, rows, cache):
             rows.chosen[self.source] = [chosen(*tile) for tile in tiles(rows, k.shape[2])]
@@ -448,17 +452,23 @@ class PooledAttention(BlocksAttention):
 
 
 class IndexedAttention(BlocksAttention):
-    """MSA: an indexer's queries, one for each KV head, choose blocks by the best of their tokens' keys, one head."""
+    """MSA: an indexer's queries, one for each KV head, choose blocks by the best of their tokens' keys, one head.
+
+    With config.indexer = "qsa" all choose together, by one pooled key of each complete block.
+    """
 
     def __init__(self, config):
         super().__init__(config)
         size, d = config.hidden_size, config.head_dim
         self.index_q_proj, self.index_k_proj = linear(size, config.num_key_value_heads * d), linear(size, d)
         self.index_q_norm, self.index_k_norm = (RMSNorm(d, config.rms_norm_eps) for _ in range(2))
+        self.has_kernel = config.indexer == "msa"
 
     def index_heads(self, x, rows, cache):
         index_q = rows.rotate(self.index_q_norm(self.heads(self.index_q_proj(x))))
-        index_k = rows.rotate(self.index_k_norm(self.heads(self.index_k_proj(x))))
+        index_k = self.heads(self.index_k_proj(x))
+        if self.config.indexer == "msa":
+            index_k = rows.rotate(self.index_k_norm(index_k))
         return index_q, index_k if cache is None else cache.append("index_k", index_k, rows.first, rows.total)
 
     def by_kernel(self, sieve, qkv, *inputs):
@@ -466,7 +476,24 @@ class IndexedAttention(BlocksAttention):
         sizes = {"block": config.select_block_size, "num_selected": config.num_selected_blocks}
         return by_kernel(sieve.msa, *qkv, *index, scale=self.scale, **sizes)
 
+    def pooled_chooser(self, index_q, index_k, kv_heads):
+        select, config = self.config.select_block_size, self.config
+        count = index_k.shape[2] // select
+        means = index_k[:, :, : count * select].float().unflatten(2, (count, select)).mean(3).to(index_k.dtype)
+        blocks = Rows(0, 0, count, count, config, index_k.device)
+        blocks.positions = blocks.positions * select
+        keys = blocks.rotate(self.index_k_norm(means)).float().transpose(2, 3)
+
+        def chosen(start, stop, query, end):
+            scores = (index_q[:, :, start:stop].float() @ keys[..., : end // select]).relu().sum(1, keepdim=True)
+            scores = nn.functional.pad(scores, (0, -(-end // select) - scores.shape[-1]))
+            return choose(scores, query, config, 0, 1).expand(-1, kv_heads, -1, -1)
+
+        return chosen
+
     def chooser(self, x, q, k, rows, cache):
+        if self.config.indexer == "qsa":
+            return self.pooled_chooser(*self.index_heads(x, rows, cache), k.shape[1])
         index_q, index_k = (y.float() for y in self.index_heads(x, rows, cache))
 
         def chosen(start, stop, query, end):

@@ -107,6 +107,7 @@ fn export_import_export_gives_the_same_bytes() {
         (false, "", INFLLM_V2, ""),
         (true, "layer_types = [\"sparse\", \"shared\"]", MOBA, ""),
         (false, scaled, MSA, ""),
+        (true, "", MSA, "indexer = \"qsa\""),
     ] {
         let model = format!("tie_word_embeddings = {tied}\n{model}");
         let (model, attention) = (model.as_str(), format!("{kind}\n{more}"));

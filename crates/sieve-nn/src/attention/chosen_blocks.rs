@@ -1,6 +1,6 @@
 //! Attention over blocks that each query chooses: InfLLM-V2 (arXiv:2509.24663) and MoBA (arXiv:2502.13189) by pooled
-//! keys, without parameters of their own; MSA (arXiv:2606.13392) by an indexer. A layer may read the blocks that an
-//! earlier one chose.
+//! keys, without parameters of their own; MSA (arXiv:2606.13392) by an indexer, whose scores may be QSA's. A layer may
+//! read the blocks that an earlier one chose.
 use super::indexer::Indexer;
 use super::{LayerContext, LayerOutput};
 use crate::kv_cache::ChosenCache;
@@ -9,8 +9,10 @@ use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::model::Attention;
-use sieve_core::{BlockChoice, ModelShape};
-use sieve_ops::{AttentionSpec, DeviceBackend, Documents, Heads, IndexedCall, RowParts, SieveBackend, indexer_spec};
+use sieve_core::{BlockChoice, ChoiceRule, ModelShape};
+use sieve_ops::{
+    AttentionSpec, DeviceBackend, Documents, Heads, IndexedCall, RotaryEmbedding, RowParts, SieveBackend, indexer_spec,
+};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -106,6 +108,7 @@ pub struct ChosenBlocksAttention<B: Backend> {
 }
 
 /// The packed tensors that a layer makes of its input: the attention's, and the indexer's where there is one.
+#[derive(Clone)]
 pub(crate) struct Packed<B: Backend> {
     pub(crate) qkv: Tensor<B, 4>,
     pub(crate) index: Option<Tensor<B, 4>>,
@@ -178,8 +181,25 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4, Int> {
         match self.shares {
             true => context.last_choice.rows(0),
-            false => self.choose(&self.packed(x, context), context.documents, self.spec()),
+            false => {
+                let (packed, documents) = (self.packed(x, context), context.documents);
+                let keys = self.block_keys(&packed, documents, context.rope);
+                self.choose(&packed, keys.as_ref(), documents, self.spec())
+            }
         }
+    }
+
+    /// The keys by which QSA's indexer scores blocks.
+    pub(crate) fn block_keys(
+        &self,
+        packed: &Packed<B>,
+        documents: &Documents<B>,
+        rope: &RotaryEmbedding<B>,
+    ) -> Option<Tensor<B, 3>> {
+        let (indexer, index) = self.indexer.as_ref().zip(packed.index.clone())?;
+        let sizes = (indexer_spec(self.spec()), self.choice.blocks);
+        let pools = self.choice.rule == ChoiceRule::SumOfHeads;
+        pools.then(|| indexer.block_keys(index, documents, sizes, rope))
     }
 
     pub(crate) fn packed(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Packed<B> {
@@ -192,9 +212,13 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     pub(crate) fn choose(
         &self,
         packed: &Packed<B>,
+        block_keys: Option<&Tensor<B, 3>>,
         documents: &Documents<B>,
         spec: AttentionSpec,
     ) -> Tensor<B, 4, Int> {
+        if let (Some(index), Some(keys)) = (&packed.index, block_keys) {
+            return sieve_ops::choose_scored_blocks(index.clone(), keys.clone(), documents, spec, self.choice);
+        }
         let (scored, spec) = match &packed.index {
             Some(index) => (index, indexer_spec(spec)),
             None => (&packed.qkv, spec),
@@ -234,17 +258,22 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         let spec = context.under_policy(self.spec());
         let all_kv_heads = spec.num_kv_heads;
         let spec = spec.of_packed_heads(packed.qkv.dims()[2]);
+        let block_keys = self.block_keys(&packed, documents, context.rope);
         let chosen = match (self.is_warmup || context.reads_all, self.shares) {
             (true, _) => None,
             (false, true) => Some(context.last_choice.rows(first_row)),
             (false, false) => {
-                let chosen = self.choose(&packed, documents, spec);
+                let chosen = self.choose(&packed, block_keys.as_ref(), documents, spec);
                 context.last_choice.set(first_row, LayerChoice::Rows(chosen.clone()));
                 Some(chosen)
             }
         };
-        let Packed { qkv, index } = packed;
-        let Some(index) = index else {
+        let Packed {
+            qkv,
+            index: Some(index),
+        } = packed.clone()
+        else {
+            let qkv = packed.qkv;
             let o = match chosen {
                 Some(chosen) => sieve_ops::chosen_attention(qkv, chosen, documents, spec, self.choice),
                 None => sieve_ops::attention(qkv, documents, spec),
@@ -256,10 +285,13 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
             spec,
             choice: self.choice,
             chosen,
-            loss_weight: self.loss_weight * context.token_share / all_kv_heads as f64,
+            // The mean over tokens, and over KV heads where each has an indexer's head of its own.
+            loss_weight: self.loss_weight * context.token_share
+                / if block_keys.is_some() { 1 } else { all_kv_heads } as f64,
+            block_keys,
         };
         let statistics = context.measures_indexers.then(|| {
-            let chooses = || sieve_ops::choose_key_blocks(index.clone(), documents, indexer_spec(spec), self.choice);
+            let chooses = || self.choose(&packed, call.block_keys.as_ref(), documents, spec);
             let chosen = call.chosen.clone().unwrap_or_else(chooses);
             sieve_ops::index_statistics(qkv.clone(), index.clone(), chosen, &call)
         });
@@ -292,7 +324,13 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
             let [batch, new, _, _] = packed.qkv.dims();
             if new == 1 {
                 let earlier = self.shares.then(|| context.last_choice.token(first));
-                let (o, chosen) = cache.attend(packed, spec, earlier, cached.scratch);
+                let pools = self.indexer.as_ref().filter(|_| choice.rule == ChoiceRule::SumOfHeads);
+                let block_keys = pools.and_then(|indexer| {
+                    let (means, positions) = cache.block_means()?;
+                    let keys = indexer.keys_of(means, positions, context.rope);
+                    Some(keys.unsqueeze_dim::<4>(1))
+                });
+                let (o, chosen) = cache.attend(packed, spec, (earlier, block_keys), cached.scratch);
                 context.last_choice.set(first, LayerChoice::Token(chosen));
                 return o;
             }

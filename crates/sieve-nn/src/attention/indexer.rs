@@ -1,11 +1,12 @@
-//! The indexer of MSA (arXiv:2606.13392): queries and one key head that choose blocks for an attention.
+//! The indexer of MSA (arXiv:2606.13392) and of QSA (Qwen3.8-Flash-Next): queries and one key head that choose blocks
+//! for an attention.
 use super::LayerContext;
 use crate::{Linear, RmsNorm, WeightInit};
 use burn::module::Module;
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_core::ModelShape;
-use sieve_ops::{QkNorm, SieveBackend};
+use burn::tensor::{Int, Tensor};
+use sieve_core::{ModelShape, NsaBlocks};
+use sieve_ops::{AttentionSpec, Documents, NsaCall, QkNorm, RotaryEmbedding, SieveBackend};
 
 /// One query head for each KV head, and one key head, normed and rotated as those of the attention.
 #[derive(Module, Debug)]
@@ -42,6 +43,42 @@ impl<B: SieveBackend> Indexer<B> {
         let key = packed.clone().narrow(2, self.num_heads, 1);
         let packed = Tensor::cat(vec![packed, key], 2);
         sieve_ops::qk_norm_rope(packed, self.qk_norm(), context.positions.clone(), context.rope, 1)
+    }
+
+    /// QSA's keys of complete blocks, `[batch, num_slots, head_dim]`, from what [`forward`](Self::forward) returns;
+    /// `spec` is [`sieve_ops::indexer_spec`]'s.
+    pub(crate) fn block_keys(
+        &self,
+        index: Tensor<B, 4>,
+        documents: &Documents<B>,
+        (spec, blocks): (AttentionSpec, NsaBlocks),
+        rope: &RotaryEmbedding<B>,
+    ) -> Tensor<B, 3> {
+        let [batch, seq_len, _, d] = index.dims();
+        let num_slots = blocks.num_slots(seq_len);
+        // The keys before their norm are the packed tensor's values.
+        let means = sieve_ops::nsa_mean_pool(index, &NsaCall::new(documents, spec, blocks)).narrow(0, 1, 1);
+        let positions = sieve_ops::block_positions(documents, blocks);
+        self.keys_of(means.reshape([batch, num_slots, 1, d]), positions, rope)
+    }
+
+    /// The same from means of blocks' keys before their norm, `[batch, blocks, 1, head_dim]`, and the positions of
+    /// their first tokens.
+    pub(crate) fn keys_of(
+        &self,
+        means: Tensor<B, 4>,
+        positions: Tensor<B, 2, Int>,
+        rope: &RotaryEmbedding<B>,
+    ) -> Tensor<B, 3> {
+        let [batch, blocks, _, d] = means.dims();
+        let norm = QkNorm {
+            q_weight: self.k_norm.weight.val(),
+            ..self.qk_norm()
+        };
+        // Packed as queries, keys and values are; the first is read.
+        let packed = Tensor::cat(vec![means; 3], 2);
+        let keys = sieve_ops::qk_norm_rope(packed, norm, positions, rope, 1);
+        keys.narrow(2, 0, 1).reshape([batch, blocks, d])
     }
 
     pub(crate) fn qk_norm(&self) -> QkNorm<B> {

@@ -53,7 +53,8 @@ impl<B: SieveBackend> Attention<B> {
             Self::Nsa(layer) => layer.weights(x, context),
             Self::Chosen(layer) => {
                 let (packed, spec, choice) = (layer.packed(x, context), layer.spec(), layer.choice());
-                let chosen = layer.choose(&packed, documents, spec);
+                let keys = layer.block_keys(&packed, documents, context.rope);
+                let chosen = layer.choose(&packed, keys.as_ref(), documents, spec);
                 let qkv = packed.qkv;
                 by_key(&qkv.clone(), |one_hot| {
                     let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);

@@ -157,7 +157,8 @@ impl<B: DeviceBackend> BlockCache<B> {
             false => attention_decode(coarse_q.clone(), &self.compressed, None, spec.softmax_scale, scratch),
         };
         let choice = BlockChoice::nsa(blocks);
-        let chosen = chosen_blocks(coarse_q, &self.compressed.k, self.num_tokens(), choice, spec);
+        let pooled = (!self.compressed.is_empty()).then(|| self.compressed.k.tokens());
+        let chosen = chosen_blocks(coarse_q, pooled, self.num_tokens(), choice, spec);
         let keys = keys_of_blocks(&self.selected, &chosen, choice, spec);
         let selected = attention_decode(one(q), &keys, None, spec.softmax_scale, scratch);
         let [coarse, selected] = [coarse, selected].map(|o| o.reshape([batch, 1, spec.num_heads, d]));

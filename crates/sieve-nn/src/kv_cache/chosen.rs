@@ -15,7 +15,8 @@ use sieve_ops::{
 pub struct ChosenCache<B: Backend> {
     /// Of all tokens.
     keys: KeyCache<B>,
-    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, `[batch, 1, room, head_dim]`.
+    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, `[batch, 1, room, head_dim]`:
+    /// QSA's before their norm.
     pooled: TokenBuffer<B, 4>,
     choice: BlockChoice,
     /// Whether blocks are chosen here; else another layer's are read, and `pooled` stays empty.
@@ -110,14 +111,33 @@ impl<B: Backend> ChosenCache<B> {
         let new = match &packed.index {
             _ if !self.pools => None,
             Some(index) => {
-                let [_, k, _] = split(index.clone(), indexer_spec(spec));
-                Some(k.swap_dims(1, 2))
+                let [_, k, before_norm] = split(index.clone(), indexer_spec(spec));
+                let is_qsa = self.choice.rule == ChoiceRule::SumOfHeads;
+                Some(if is_qsa { before_norm } else { k }.swap_dims(1, 2))
             }
             None => self.new_means(),
         };
         if let Some(new) = new {
             self.pooled.append(new);
         }
+    }
+
+    /// Of an indexer's keys that are kept before their norm: means of the complete blocks, `[batch, blocks, 1,
+    /// head_dim]`, and the positions of their first tokens; `None` without a complete block.
+    pub(crate) fn block_means(&self) -> Option<(Tensor<B, 4>, Tensor<B, 2, Int>)> {
+        let size = self.choice.blocks.select_block_size;
+        let blocks = self.pooled.len() / size;
+        if blocks == 0 {
+            return None;
+        }
+        let keys = self.pooled.tokens().narrow(TOKENS, 0, blocks * size);
+        let ([batch, _, _, d], dtype) = (keys.dims(), keys.dtype());
+        let means = at_least_f32(keys)
+            .reshape([batch, blocks, size, d])
+            .mean_dim(2)
+            .cast(dtype);
+        let first = Tensor::<B, 1, Int>::arange(0..blocks as i64, &means.device()) * size as i64;
+        Some((means, first.unsqueeze_dim::<2>(0).repeat_dim(0, batch)))
     }
 
     /// Means of keys that have ended since the last.
@@ -147,12 +167,13 @@ impl<B: Backend> ChosenCache<B> {
 
 impl<B: DeviceBackend> ChosenCache<B> {
     /// Appends one token and returns its attention, `[batch, 1, num_heads, head_dim]`, and the blocks that it read, of
-    /// each row and chooser: `earlier`, where another layer chose them.
+    /// each row and chooser: `earlier`, where another layer chose them; else by the pooled keys, in place of which
+    /// `block_keys` are QSA's of the complete blocks before the token, `[batch, 1, blocks, head_dim]`.
     pub(crate) fn attend(
         &mut self,
         packed: Packed<B>,
         spec: AttentionSpec,
-        earlier: Option<Vec<Vec<i32>>>,
+        (earlier, block_keys): (Option<Vec<Vec<i32>>>, Option<Tensor<B, 4>>),
         scratch: &mut B::DecodeScratch,
     ) -> (Tensor<B, 4>, Vec<Vec<i32>>) {
         let [batch, _, _, d] = packed.qkv.dims();
@@ -167,7 +188,11 @@ impl<B: DeviceBackend> ChosenCache<B> {
                 None => (q.clone(), spec),
                 Some(index) => (queries(index, indexer_spec(spec)), indexer_spec(spec)),
             };
-            chosen_blocks(q, &self.pooled, self.num_tokens(), self.choice, spec)
+            let pooled = match self.choice.rule {
+                ChoiceRule::SumOfHeads => block_keys,
+                _ => (!self.pooled.is_empty()).then(|| self.pooled.tokens()),
+            };
+            chosen_blocks(q, pooled, self.num_tokens(), self.choice, spec)
         });
         let keys = keys_of_blocks(&self.keys, &chosen, self.choice, spec);
         let o = attention_decode(q, &keys, None, spec.softmax_scale, scratch);
@@ -175,11 +200,12 @@ impl<B: DeviceBackend> ChosenCache<B> {
     }
 }
 
-/// The blocks that queries `[batch, num_heads, head_dim]` of the last of `num_tokens` tokens choose by the keys in
-/// `pooled`, of each row and chooser.
+/// The blocks that queries `[batch, num_heads, head_dim]` of the last of `num_tokens` tokens choose by pooled keys, of
+/// each row and chooser; where all heads choose together, of each row and query head, which an indexer has one of for
+/// each KV head.
 pub(super) fn chosen_blocks<B: Backend>(
     q: Tensor<B, 3>,
-    pooled: &TokenBuffer<B, 4>,
+    pooled: Option<Tensor<B, 4>>,
     num_tokens: usize,
     choice: BlockChoice,
     spec: AttentionSpec,
@@ -192,21 +218,31 @@ pub(super) fn chosen_blocks<B: Backend>(
         choose_blocks(&importance, own, choice.forced, &mut chosen);
         chosen
     };
-    if pooled.is_empty() {
-        return vec![choose(vec![0.0; own + 1]); batch * choice.num_choosers(num_heads, kv_heads)];
-    }
+    // How often each choice is read.
+    let copies = if choice.rule == ChoiceRule::SumOfHeads {
+        num_heads
+    } else {
+        1
+    };
+    let Some(pooled) = pooled else {
+        return vec![choose(vec![0.0; own + 1]); batch * choice.num_choosers(num_heads, kv_heads) * copies];
+    };
+    let num_pooled = pooled.dims()[TOKENS];
     // Where blocks are nearly as important as each other, rounded scores would choose others than a whole pass.
-    let (q, k) = (at_least_f32(q), at_least_f32(pooled.tokens()));
+    let (q, k) = (at_least_f32(q), at_least_f32(pooled));
     let scores = q
         .reshape([batch, kv_heads, num_heads / kv_heads, d])
         .matmul(k.swap_dims(2, 3));
     let scores = match choice.rule {
         ChoiceRule::MeanKey | ChoiceRule::LargestScore => scores,
+        ChoiceRule::SumOfHeads => scores.clamp_min(0.0).sum_dim(2),
         _ => softmax(scores * spec.softmax_scale, 3).sum_dim(2),
     };
     let scores: Vec<f32> = scores.into_data().iter::<f32>().collect();
-    let rows = scores.chunks_exact(pooled.len());
-    rows.map(|row| choose(of_blocks(row, choice, own + 1))).collect()
+    let rows = scores
+        .chunks_exact(num_pooled)
+        .map(|row| choose(of_blocks(row, choice, own + 1)));
+    rows.flat_map(|chosen| vec![chosen; copies]).collect()
 }
 
 /// Keys and values of the chosen blocks, of each chooser.
@@ -248,7 +284,7 @@ fn of_blocks(row: &[f32], choice: BlockChoice, num_blocks: usize) -> Vec<f32> {
         (first..end).map(move |c| (overlap_weight(blocks, c, block), row[c]))
     };
     let of_block = |block: usize| match choice.rule {
-        ChoiceRule::MeanKey => row.get(block).copied().unwrap_or(0.0),
+        ChoiceRule::MeanKey | ChoiceRule::SumOfHeads => row.get(block).copied().unwrap_or(0.0),
         ChoiceRule::LargestScore => {
             let tokens = &row[block * size..((block + 1) * size).min(row.len())];
             tokens.iter().copied().fold(f32::NEG_INFINITY, f32::max)

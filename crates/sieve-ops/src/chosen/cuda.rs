@@ -1,12 +1,19 @@
 //! The choice, and what an indexer learns from, on CUDA.
+use super::pooled::{Slots, block_scores};
 use super::{ChoiceCall, IndexGradientCall, reference};
 use crate::Cuda;
 use crate::attention::cuda::{bounds, packed};
 use crate::device::{kernel_or, kernel_or_scores, scores};
 use crate::nsa::cuda::lists_of;
-use sieve_kernels::{CudaPrimitive as Float, IndexGradient, ToBurn, kernel_tensor};
+use crate::tensors::{primitive, tensor};
+use burn::tensor::{Int, Tensor};
+use sieve_core::ChoiceRule;
+use sieve_kernels::{CudaPrimitive as Float, IndexGradient, ToBurn, choose_by_scores, kernel_tensor};
 
 pub(crate) fn choose_key_blocks(qkv: Float, pooled: Float, call: &ChoiceCall<Cuda>) -> Float {
+    if call.choice.rule == ChoiceRule::SumOfHeads {
+        return choose_scored(qkv, pooled, call);
+    }
     let [start, end] = bounds(&call.documents);
     let attempt = packed(&qkv, call.spec).choose_key_blocks(
         [&start, &end],
@@ -18,6 +25,31 @@ pub(crate) fn choose_key_blocks(qkv: Float, pooled: Float, call: &ChoiceCall<Cud
     kernel_or_scores("choose_key_blocks", attempt.map(ToBurn::burn), scores, || {
         reference::choose_key_blocks::<Cuda>(qkv, pooled, call)
     })
+}
+
+/// By scores from GEMMs, which the kernel of the choice takes.
+fn choose_scored(index: Float, block_keys: Float, call: &ChoiceCall<Cuda>) -> Float {
+    let (index, choice) = (tensor::<Cuda, 4>(index), call.choice);
+    let [batch, n, _, d] = index.dims();
+    let keys = tensor::<Cuda, 3>(block_keys).reshape([batch, choice.blocks.num_slots(n), d]);
+    let slots = Slots::<Cuda>::new(&call.documents, choice.blocks);
+    let start = Tensor::<Cuda, 2, Int>::from_primitive(call.documents[0].clone());
+    let of_row = |row: usize| {
+        let size = [1, n, 1, choice.blocks.num_selected_blocks];
+        let indices = Tensor::<Cuda, 4, Int>::zeros(size, &index.device());
+        let (start, chosen) = (
+            start.clone().narrow(0, row, 1),
+            kernel_tensor(indices.clone().into_primitive()),
+        );
+        let start = kernel_tensor(start.into_primitive());
+        block_scores(&index, &keys, &slots, row, |first, scores| {
+            let scores = kernel_tensor(primitive(scores.unsqueeze_dims::<4>(&[0, 0])));
+            let written = choose_by_scores(&scores, &start, &chosen, choice, first);
+            written.unwrap_or_else(|error| panic!("nsa_choose: {error}"));
+        });
+        indices
+    };
+    Tensor::cat((0..batch).map(of_row).collect(), 0).into_primitive()
 }
 
 pub(crate) fn index_gradient(

@@ -10,7 +10,7 @@
 //! So the gradient is computed by the attention kernels, forward and backward, without storing probabilities. A device
 //! may instead have a fused kernel that computes `I - mean_h P^h` from the lists of chosen blocks; then only the
 //! indexer's own attention runs in addition.
-use super::{IndexGradientCall, Read, Reads};
+use super::{IndexGradientCall, Read, Reads, pooled};
 use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor, value};
 use crate::{AttentionSpec, DeviceBackend, Documents, SieveBackend};
 use burn::tensor::activation::softmax;
@@ -30,12 +30,15 @@ pub struct IndexedCall<'a, B: SieveBackend> {
     /// The blocks whose tokens are read, as [`choose_key_blocks`](crate::choose_key_blocks) gives them from the
     /// indexer's tensor; `None`: all tokens up to the query.
     pub chosen: Option<Tensor<B, 4, Int>>,
-    /// What the divergence of one query and KV head weighs in the loss.
+    /// Where the indexer scores blocks by one key each
+    /// ([`ChoiceRule::SumOfHeads`](sieve_core::ChoiceRule::SumOfHeads)): their keys, `[batch, num_slots, head_dim]`.
+    pub block_keys: Option<Tensor<B, 3>>,
+    /// What the divergence of one query and KV head weighs in the loss; with `block_keys` of one query.
     pub loss_weight: f64,
 }
 
 impl<B: SieveBackend> IndexedCall<'_, B> {
-    fn reads(&self) -> Reads<B::Inner> {
+    pub(super) fn reads(&self) -> Reads<B::Inner> {
         let chosen = self.chosen.clone().map(Tensor::into_primitive);
         Reads::new(self.documents.bounds(), chosen, self.choice)
     }
@@ -53,7 +56,8 @@ pub fn indexer_spec(spec: AttentionSpec) -> AttentionSpec {
 
 /// Causal attention over what the call reads. Its backward pass gives `index` the gradient of
 /// `loss_weight * sum over queries and KV heads of KL(mean probabilities of the group || the indexer's)`, over the
-/// tokens that are read; that loss has no gradient in `qkv`, and the output has none in `index`.
+/// tokens that are read; that loss has no gradient in `qkv`, and the output has none in `index`. With `block_keys` the
+/// loss is [`pooled`]'s, and they take its gradient too.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -64,6 +68,9 @@ pub fn indexed_attention<B: SieveBackend>(
     index: Tensor<B, 4>,
     call: &IndexedCall<'_, B>,
 ) -> Tensor<B, 4> {
+    if let Some(keys) = &call.block_keys {
+        return pooled::attention(qkv, index, keys.clone(), call);
+    }
     let (reads, spec, weight) = (call.reads(), call.spec, call.loss_weight);
     let (qkv, index) = (primitive(qkv), primitive(index));
     let (x, scored) = (B::value(qkv.clone()), B::value(index.clone()));
@@ -140,6 +147,8 @@ const MEASURED_QUERIES: usize = 16;
 ///   many and the query's own among them;
 /// - the entropy of the indexer's probabilities, in nats.
 ///
+/// With `block_keys` divergence and entropy are those of [`pooled`], over blocks.
+///
 /// Shapes are those of [`indexed_attention`].
 pub fn index_statistics<B: SieveBackend>(
     qkv: Tensor<B, 4>,
@@ -154,6 +163,7 @@ pub fn index_statistics<B: SieveBackend>(
     let of_row = |x: Tensor<B, 4>| value::<B, 4>(x).narrow(0, 0, 1).cast(DType::F32).squeeze_dim::<3>(0);
     let queries: Vec<i32> = (0..count).map(|at| ((2 * at + 1) * n / (2 * count)) as i32).collect();
     let queries = Tensor::<B::Inner, 1, Int>::from_ints(queries.as_slice(), &device);
+    let packed_index = index.clone();
     let [qkv, index] = [of_row(qkv), of_row(index)];
     let heads = |x: &Tensor<B::Inner, 3>, first: usize, count: usize| x.clone().narrow(1, first, count).swap_dims(0, 1);
     let of_queries = |x: Tensor<B::Inner, 3>| x.select(1, queries.clone());
@@ -206,7 +216,7 @@ pub fn index_statistics<B: SieveBackend>(
         let of_blocks = Tensor::<B::Inner, 3>::zeros([groups, count, num_blocks], &device);
         let block = every(in_document.div_scalar(size));
         let of_blocks = of_blocks.scatter(2, block, dense.clone(), IndexingUpdateOp::Add);
-        let own = (queries - starts).div_scalar(size).reshape([1, count, 1]);
+        let own = (queries.clone() - starts).div_scalar(size).reshape([1, count, 1]);
         let own = own.expand([groups, count, 1]);
         let of_own = of_blocks.clone().gather(2, own.clone());
         let others = of_blocks.scatter(2, own, of_own.clone().neg(), IndexingUpdateOp::Add);
@@ -219,6 +229,14 @@ pub fn index_statistics<B: SieveBackend>(
     };
     let unread = if call.chosen.is_some() { not_chosen } else { hidden };
     let p = mean_over(&unread);
+    if let Some(keys) = &call.block_keys {
+        let p = p.sum_dim(0).squeeze_dim::<2>(0);
+        let [teacher, student] = pooled::measured(p, &packed_index, keys, &queries, call);
+        let log_teacher = teacher.clone().clamp_min(f32::MIN_POSITIVE).log();
+        let (mean, p_index) = (1.0 / count as f64, student.clone().exp());
+        let divergence = (teacher * (log_teacher - student.clone())).sum() * mean;
+        return Tensor::cat(vec![divergence, recall, (p_index * student).sum() * -mean], 0);
+    }
     let log_index = {
         let scores = scores.mask_fill(unread.clone(), f32::NEG_INFINITY);
         let largest = scores.clone().max_dim(2);

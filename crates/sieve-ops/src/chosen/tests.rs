@@ -84,7 +84,7 @@ fn attention_over_all_blocks_is_dense() {
     }
 }
 
-fn of_leaf(input: &Input) -> AdFloat {
+pub(super) fn of_leaf(input: &Input) -> AdFloat {
     Ad::from_inner(input.tensor(DType::F32))
 }
 
@@ -162,13 +162,18 @@ impl Call {
             spec: self.spec,
             choice,
             chosen,
+            block_keys: None,
             loss_weight,
         }
     }
 }
 
+pub(super) fn choices_of(chosen: &Tensor<Ad, 4, Int>) -> Vec<i64> {
+    chosen.clone().into_data().iter::<i64>().collect()
+}
+
 /// Whether each query reads each key, by `[row, KV head, query, key]`.
-fn tokens_read(call: &Call, indexed: &IndexedCall<'_, Ad>) -> Vec<bool> {
+pub(super) fn tokens_read(call: &Call, indexed: &IndexedCall<'_, Ad>) -> Vec<bool> {
     let ([batch, n], groups) = (call.dims, call.spec.num_kv_heads);
     let starts: Vec<i64> = call.documents.start.clone().into_data().iter::<i64>().collect();
     let chosen = indexed.chosen.clone();

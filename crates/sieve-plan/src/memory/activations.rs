@@ -2,6 +2,7 @@
 
 use crate::row_parts::RowShare;
 use crate::{Target, gpu_attention_gap};
+use sieve_core::block_choice::SCORES_AT_ONCE;
 use sieve_core::model::{Attention, AttentionForm, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
 use sieve_core::{BlockChoice, KeepOLow, Keeping};
@@ -286,6 +287,8 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
             // The indexer's loss: queries and keys with the indexer's keys as values, the attention's output in f32,
             // and the gradients; the same for the indexer, with one head for each KV head.
             let indexer = match shape.has_indexer() {
+                // Scores of all heads, of some queries at a time.
+                true if shape.has_pooled_indexer() => times(6 * SCORES_AT_ONCE as u64, F32),
                 true => times(tokens, (2 * target.value_bytes() + F32) * (q + 2 * kv + 3 * kv)),
                 false => 0,
             };

@@ -1,7 +1,10 @@
 //! Rules of `[attention]`.
 
 use super::Rules;
-use crate::model::{AttentionForm, DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, NsaCompression, NsaShape};
+use crate::model::{
+    AttentionForm, DmaBias, DmaRecency, DmaShape, IndexScores, InfllmV2Shape, MlaShape, MsaShape, NsaCompression,
+    NsaShape,
+};
 use crate::recipe::sections::SHARED_LAYER;
 use crate::recipe::{Attention, ModelSection};
 
@@ -13,7 +16,7 @@ pub(super) fn check_attention(attention: &Attention, model: Option<&ModelSection
         Attention::Dma(dma) => check_dma(dma, rules),
         Attention::InfllmV2(infllm) => check_infllm_v2(infllm, rules),
         Attention::Moba(moba) => check_pieces(moba.select_block_size, rules),
-        Attention::Msa(msa) => check_pieces(msa.select_block_size, rules),
+        Attention::Msa(msa) => check_msa(msa, rules),
         _ => {}
     }
 }
@@ -163,6 +166,21 @@ fn check_infllm_v2(infllm: &InfllmV2Shape, rules: &mut Rules<'_>) {
 }
 
 /// Attention reads up to 64 tokens of a block at a time.
+fn check_msa(msa: &MsaShape, rules: &mut Rules<'_>) {
+    if msa.indexer == IndexScores::Msa {
+        return check_pieces(msa.select_block_size, rules);
+    }
+    rules.require(
+        msa.select_block_size <= 64,
+        "attention.select_block_size",
+        format!(
+            "is {}, and indexer = \"qsa\" scores blocks of up to 64 tokens",
+            msa.select_block_size
+        ),
+        "64 is the largest, or set attention.indexer = \"msa\"",
+    );
+}
+
 fn check_pieces(select_block_size: usize, rules: &mut Rules<'_>) {
     rules.require(
         select_block_size <= 64 || select_block_size.is_multiple_of(64),

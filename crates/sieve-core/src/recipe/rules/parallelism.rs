@@ -1,7 +1,8 @@
 //! Rules of `[parallelism]`.
 
 use super::{Parts, Rules};
-use crate::recipe::{AttentionKind, ParallelismSection};
+use crate::model::IndexScores;
+use crate::recipe::{Attention, AttentionKind, ParallelismSection};
 
 const DEGREE: &str = "parallelism.context_parallel_degree";
 
@@ -56,6 +57,13 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
             "choose a divisor of the KV heads; mha, swa and dma take any degree",
         );
     }
+    let has_qsa = matches!(parts.attention, Some(Attention::Msa(msa)) if msa.indexer == IndexScores::Qsa);
+    rules.require(
+        !has_qsa,
+        "attention.indexer",
+        format!("is \"qsa\", which chooses for all heads together, and {DEGREE} = {degree} shares out the heads"),
+        "leave out one of the two, or set attention.indexer = \"msa\"",
+    );
     if let Some(model) = &parts.model {
         rules.require(
             model.qk_norm && !model.qkv_bias,

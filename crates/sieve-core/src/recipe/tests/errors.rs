@@ -293,6 +293,13 @@ fn rules_of_chosen_blocks() {
             attention.select_block_size: is 100, more than 64 and no multiple of it\n    hint: 64 is
         kind = "msa"\nselect_block_size = 100 => \
             attention.select_block_size: is 100, more than 64 and no multiple of it\n    hint: 64 is
+        kind = "msa"\nindexer = "qsa"\nselect_block_size = 128 => \
+            attention.select_block_size: is 128, and indexer = "qsa" scores blocks of up to 64 tokens\n    hint: 64 is
+        kind = "msa"\nindexer = "dsa" => attention.indexer
+        kind = "moba"\nindexer = "qsa" => attention.indexer
+        kind = "msa"\nindexer = "qsa"\npreset = "paper" => \
+            attention.indexer: is "qsa", but preset = "paper" sets it to "msa"
+        kind = "msa"\nindexer = "qsa"\nindex_warmup = true => attention.index_warmup: is true to the end of the run
         kind = "msa"\nnum_selected_blocks = 0 => attention.num_selected_blocks: is 0, outside 1 to 64
         kind = "msa"\nindex_loss_weight = -1.0 => attention.index_loss_weight: is -1
         kind = "msa"\nindex_warmup = true => attention.index_warmup: is true to the end of the run, in which no query \

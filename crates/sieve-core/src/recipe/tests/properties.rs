@@ -6,7 +6,9 @@ use sieve_testing::Random;
 
 use super::*;
 use crate::keys::MIN_F32;
-use crate::model::{DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MobaShape, MsaShape, NsaCompression, NsaShape};
+use crate::model::{
+    DmaBias, DmaRecency, DmaShape, IndexScores, InfllmV2Shape, MobaShape, MsaShape, NsaCompression, NsaShape,
+};
 
 /// Values that a recipe may hold.
 struct Draw(Random);
@@ -96,6 +98,11 @@ impl Draw {
                 num_selected_blocks: k,
             }),
             4 => Attention::Msa(MsaShape {
+                indexer: if select == 1 {
+                    IndexScores::Qsa
+                } else {
+                    IndexScores::Msa
+                },
                 select_block_size: 64 * select,
                 num_selected_blocks: k,
                 index_loss_weight: stride as f64 / 3.0,
