@@ -337,114 +337,6 @@ def speed():
     return found
 
 
-def bench_normal(count, seed=1):
-    """Normal numbers as CubeCL's generator makes them, which `sieve kernels bench` draws its operands with."""
-    cube, per_thread, word = 256, 128, (1 << 32) - 1
-    seeds = torch.randint(1 << 32, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
-    position = torch.arange(count // per_thread, device=DEVICE)
-    state = [(1_000_000_007 * position + x) & word for x in seeds]
-
-    def uniform():
-        for at, (a, b, c, keep) in enumerate(((13, 19, 12, -2), (2, 25, 4, -8), (3, 11, 17, -16))):
-            x = state[at]
-            state[at] = (((x & keep) << c) & word) ^ ((((x << a) & word) ^ x) >> b)
-        state[3] = (state[3] * 1_664_525 + 1_013_904_223) & word
-        return (((state[0] ^ state[1] ^ state[2] ^ state[3]) >> 9) + 1).float() / 8_388_609.0
-
-    made = torch.empty(count // per_thread // cube, per_thread, cube, device=DEVICE)
-    for at in range(0, per_thread, 2):
-        size, angle = (-2 * uniform().log()).sqrt(), 2 * torch.pi * uniform()
-        made[:, at], made[:, at + 1] = (size * angle.cos()).view(-1, cube), (size * angle.sin()).view(-1, cube)
-    return made.flatten().bfloat16()
-
-
-def as_bench():
-    """Dense attention at 32K on torch's and on the bench's numbers, with its pauses and without, by turns.
-
-    The clock of `sieve kernels bench` waits twice as long as the work takes before each repetition; `speed` does not.
-    """
-    tokens, found, inputs = 32768, {}, {}
-    drawn = {"torch": lambda count: torch.randn(count, device=DEVICE).bfloat16(), "bench": bench_normal}
-    for name, normal in drawn.items():
-        heads = normal(tokens * 32 * 128).view(1, tokens, 32, 128).split([16, 8, 8], 2)
-        given = [x.contiguous().requires_grad_() for x in heads]
-        inputs[name] = given, normal(tokens * 16 * 128).view(1, tokens, 16, 128)
-    for turn in range(2):
-        for pause in (0.0, 50.0):
-            for name, (given, d_o) in inputs.items():
-                o = sieve.attention(*given)
-                calls = {
-                    "forward": lambda: sieve.attention(*(x.detach() for x in given)),
-                    "backward": lambda: torch.autograd.grad(o, given, d_o, retain_graph=True),
-                    "both": lambda: torch.autograd.grad(sieve.attention(*given), given, d_o),
-                }
-                for kind, call in calls.items():
-                    found[f"{kind}, {name}'s numbers, {pause:.0f} ms between, {turn}"] = milliseconds(call, 15, pause)
-    return found
-
-
-def model():
-    """An exported DMA model of 80M with random weights at 32K: prefill and decoding, beside a dense one by SDPA."""
-    import importlib.util
-    import os
-
-    import sieve_attention.transformers
-
-    sieve_attention.transformers.register()
-    spec = importlib.util.spec_from_file_location("modeling_sieve", os.environ["SIEVE_EXPORT"])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sizes = {
-        "vocab_size": 50304, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True,
-    }  # fmt: skip
-    found = {}
-    ids = torch.randint(0, 50304, (1, 32768), device=DEVICE)
-    cases = (("dma", "sieve", 32768), ("dma", "sdpa", 8192), ("mha", "sieve", 32768), ("mha", "sdpa", 32768))
-    for kind, name, count in cases:
-        torch.manual_seed(1)
-        config = module.SieveConfig(**sizes, attention_kind=kind, keep_window_size=1024, local_window_size=128)
-        made = module.SieveForCausalLM._from_config(config, attn_implementation=name).to(DEVICE, torch.bfloat16)
-        for weights in made.parameters():
-            if weights.dim() > 1:
-                torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
-        with torch.no_grad():
-            made.eval()
-            prefill = lambda: made(ids[:, :count], use_cache=True, logits_to_keep=1)  # noqa: E731
-            found[f"{kind} {name} {count}: prefill, ms"] = milliseconds(prefill, 3)
-            # cuDNN plans each length once: the first round is not timed.
-            for _ in range(2):
-                cache = prefill().past_key_values
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for n in range(20):
-                    made(ids[:, n : n + 1], past_key_values=cache, use_cache=True)
-                torch.cuda.synchronize()
-            found[f"{kind} {name} {count}: decoding, ms a token"] = (time.perf_counter() - start) * 50
-    losses = {}
-    for name in ("sieve", "sdpa"):
-        torch.manual_seed(2)
-        config = module.SieveConfig(**sizes, attention_kind="dma", keep_window_size=256, local_window_size=32)
-        made = module.SieveForCausalLM._from_config(config, attn_implementation=name).to(DEVICE, torch.bfloat16)
-        for weights in made.parameters():
-            if weights.dim() > 1:
-                torch.nn.init.normal_(weights, std=0.02)
-        optimizer = torch.optim.AdamW(made.parameters(), lr=3e-4)
-        made.train()
-        losses[name] = []
-        for _ in range(10):  # later ones jump by themselves, SDPA's too
-            loss = made(ids[:, :1024], labels=ids[:, :1024]).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[name].append(loss.item())
-    worst = max(abs(x - y) for x, y in zip(*losses.values()))
-    found["ten steps: first loss"] = losses["sieve"][0]
-    found["last loss"], found["largest difference of a loss to sdpa's"] = losses["sieve"][-1], worst
-    assert worst < 0.1 and losses["sieve"][-1] < losses["sieve"][0] - 1, losses
-    return found
-
-
 def generate():
     """An export of an 80M DMA model behind 32,768 tokens: ms to read them, then tokens a second by generate().
 
@@ -633,7 +525,7 @@ def host():
 
 CHECKS = (
     side_stream, second_gpu, cuda_graph, capture_of_new_shapes, unaligned, deterministic, long_odd, opcheck, speed,
-    as_bench, host, no_growth, compiled, model, generate,
+    host, no_growth, compiled, generate,
 )  # fmt: skip
 
 if __name__ == "__main__":
