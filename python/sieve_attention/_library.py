@@ -9,10 +9,14 @@ from pathlib import Path
 
 import torch
 
-ABI = 1
+ABI = 2
 
-# Plans that are kept; decoding with a growing cache makes one a length.
+# Plans that are kept.
 MOST_PLANS = 4096
+
+# Ops whose caches may have any number of keys: a plan serves all numbers up to a multiple of this one.
+GROWING = ("cached_decode",)
+PLANNED_KEYS = 256
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -109,7 +113,9 @@ class Plan:
         # Strides too: torch.empty takes half as long again as empty_strided.
         self.empty = [(shape, _contiguous(shape), dtype) for _, shape, dtype in self.outputs]
         self.workspace_bytes = described["workspace_bytes"]
-        self.count = len(tensors) + len(self.outputs) + 1
+        # The input whose number of keys each run gives.
+        self.capacity_of = described["capacity_of"]
+        self.count = len(tensors) + len(self.outputs) + 1 + (self.capacity_of is not None)
         self.packed = struct.Struct(f"{self.count}Q").pack
 
     def load(self, index):
@@ -125,6 +131,8 @@ class Plan:
         size = self.workspace_bytes
         workspace = empty((size,), (1,), dtype=torch.uint8, device=device) if size else None
         pointers.append(workspace.data_ptr() if size else 0)
+        if self.capacity_of is not None:
+            pointers.append(inputs[self.capacity_of].shape[2])
         if _run(self.handle.value, self.packed(*pointers), self.count, _stream(index)):
             raise SieveError(_library.sieve_error().decode())
         return outputs
@@ -147,13 +155,14 @@ class Op:
         self.tensors = [x.rstrip("?!") for x in tensors]
         self.written = {x.rstrip("!") for x in tensors if x.endswith("!")}
         self.plans = {}
+        self.key = self._growing_key if name in GROWING else self._key
 
     def __call__(self, *arguments):
         """Runs the op on real tensors."""
         count = len(self.tensors)
         tensors, settings = arguments[:count], arguments[count:]
         device = tensors[0].device
-        key = (device, settings, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
+        key = self.key(device, settings, tensors)
         try:
             prepared = self.plans[key]
         except KeyError:
@@ -174,6 +183,21 @@ class Op:
             for name in self.written.intersection(unaligned):
                 raise self._not_in_place(name, "begin at a multiple of 16 bytes") from None
         return self(*[x.clone() if name in unaligned else x for name, x in zip(self.tensors, tensors)], *settings)
+
+    @staticmethod
+    def _key(device, settings, tensors):
+        """What a plan depends on."""
+        return (device, settings, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
+
+    def _growing_key(self, device, settings, tensors):
+        """The same, equal for caches of nearly as many keys."""
+        others = [None if name.endswith("_cache") else x for name, x in zip(self.tensors, tensors)]
+        found = self._key(device, settings, others)
+        for name, x in zip(self.tensors, tensors):
+            if name.endswith("_cache"):
+                keys = -(-x.shape[2] // PLANNED_KEYS) if x.dim() == 4 else -1
+                found += ((*x.shape[:2], keys, *x.shape[3:]), x.is_contiguous(), x.dtype)
+        return found
 
     def _prepared(self, tensors, settings):
         """A plan on its GPU, tensors in place of absent ones, and which inputs need a copy."""

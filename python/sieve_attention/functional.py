@@ -280,8 +280,7 @@ def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
     added, so that recent keys rank higher. arXiv:2508.02124, eq. 3.
     """
     start = None if documents is None else documents[0]
-    w_dt = w_dt.float().t().contiguous()
-    return _DmaScores.apply(v, w_dt, a.float(), start, list(slopes or ()))
+    return _DmaScores.apply(v, _transposed(w_dt), a.float(), start, list(slopes or ()))
 
 
 def dma_attention(
@@ -306,9 +305,16 @@ def dma_attention(
 
 def _ranked(v, w_dt, a, start, slopes, linear):
     """x and z of the scores, the biases of logits, and the weights as the kernels read them."""
-    weights = w_dt.float().t().contiguous()
+    weights = _transposed(w_dt)
     x, z = ops.dma_scores(v, weights, a.float(), start, slopes)
     return x, z, z if linear else z.clamp(max=MOST_RANK).exp_(), weights
+
+
+def _transposed(w):
+    """A linear layer's weight in f32 as the kernels read it, by one copy."""
+    if w.dtype == torch.float32:
+        return w.t().contiguous()
+    return w.t().to(torch.float32, memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -327,7 +333,10 @@ class NsaBlocks:
 def nsa_mean_pool(k, v, *, blocks=NsaBlocks(), documents=None):
     """Means of keys and of values over each compressed block: two of `[batch, tokens / stride, KV heads, width]`."""
     start, end = documents or (None, None)
-    pooled = _NsaMeanPool.apply(k, v, start, end, blocks.sizes())
+    if _tracks(k, v):
+        pooled = _NsaMeanPool.apply(k, v, start, end, blocks.sizes())
+    else:
+        pooled = ops.nsa_mean_pool(k, v, start, end, blocks.sizes())[0]
     shape = (2, k.shape[0], -(-k.shape[1] // blocks.stride), *k.shape[2:])
     return pooled.view(shape).unbind(0)
 
@@ -348,7 +357,13 @@ def nsa_compressed(
 
 
 def _compressed(k, v):
-    """Compressed keys, then values, as the kernels read them."""
+    """Compressed keys, then values, as kernels read them: a copy unless they lie so, as `nsa_mean_pool` makes them."""
+    if not torch.compiler.is_compiling() and type(k) is type(v) is torch.Tensor and not _tracks(k, v):
+        is_one = k.is_contiguous() and v.is_contiguous() and k.shape == v.shape and k.dtype == v.dtype
+        if is_one and v.data_ptr() - k.data_ptr() == k.numel() * k.element_size() and k.numel():
+            if k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr():
+                width = k.shape[-1]
+                return k.as_strided((2, k.numel() // width, width), (k.numel(), width, 1))
     return torch.cat((k, v)).view(2, -1, k.shape[-1])
 
 
@@ -382,15 +397,15 @@ def _of_chosen(q, k, v, choice, settings, index_q=None, index_k=None):
     scale, documents, deterministic = settings
     (start, end), scale = documents or (None, None), _scale(scale, q)
     given = q, k, v, index_q, index_k, start, end, scale, choice
-    return _Chosen.apply(*given, deterministic) if _tracks(q, k, v) else _read_chosen(*given)[0]
+    return _Chosen.apply(*given, deterministic) if _tracks(q, k, v) else _read_chosen(*given, True)[0]
 
 
-def _read_chosen(q, k, v, index_q, index_k, start, end, scale, choice):
-    """o, lse, the chosen blocks and their sizes; blocks over 64 tokens are read in pieces."""
+def _read_chosen(q, k, v, index_q, index_k, start, end, scale, choice, only_o=False):
+    """o, lse, the chosen blocks and their sizes, or o alone; blocks over 64 tokens are read in pieces."""
     (pooled, stride, size, count), rule, *_ = choice
     pieces = size // 64 if size > 64 and size % 64 == 0 else 1
-    if index_q is None and rule == "largest_probability" and pieces == 1:
-        return *ops.chosen_forward(q, k, v, start, end, scale, *choice), choice[0]
+    if rule != "mean_key" and pieces == 1:
+        return *ops.chosen_forward(q, k, v, index_q, index_k, start, end, scale, *choice, only_o), choice[0]
     by = (q, k) if index_q is None else (index_q, index_k)
     (chosen,) = ops.choose_blocks(*by, start, end, scale, *choice)
     if pieces > 1:
@@ -481,12 +496,20 @@ def block_sparse(q, k, v, mask, *, scale=None):
     return ops.block_sparse(q, k, v, mask.words, _scale(scale, q), [mask.block] * 2)[0]
 
 
-def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None):
+def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen=None, block=None):
     """One new token a row against its cache, which gets the token's key and value.
 
     q, k, v: `[batch, 1, heads, width]`; k_cache, v_cache: bf16 `[batch, KV heads, capacity, width]`, written in place;
     length: int32 `[batch]`, keys of each row in the cache before this token, below the capacity.
+
+    Without k and v the cache holds the token's key already and is not written: `length` counts the keys that the query
+    sees. Or the query sees, of the keys up to its own, those of the blocks of `block` keys in `chosen`, int32
+    `[batch, choosers, blocks]`: in ascending order, its own block last, then -1; choosers divide the heads, and KV
+    heads the choosers; `length` counts the tokens before. A capacity that grows from call to call, as in a cache
+    of transformers, costs nothing.
     """
+    if k is None:
+        return ops.cached_decode(q, k_cache, v_cache, length, chosen, _scale(scale, q), window, block)[0]
     return ops.attention_decode(q, k, v, k_cache, v_cache, length, _scale(scale, q), window)[0]
 
 
@@ -501,13 +524,14 @@ def dma_decode(q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, loca
     return ops.dma_decode(q, k, v, z, *caches, length, _scale(scale, q), local, bias == "linear")[0]
 
 
-def mla_decode(q, latents, rank, *, scale, key_scale=None):
+def mla_decode(q, latents, rank, *, scale, key_scale=None, length=None):
     """The last tokens of each row over its latents (MLA with the up-projections folded into q and out of the result).
 
     q: bf16 `[batch, new, heads, width]`; latents: bf16 `[batch, tokens, width]`, whose first `rank` columns are values
-    too; key_scale: f32 `[batch, tokens, heads]`, a factor on `q . k`. Returns `[batch, new, heads, rank]`.
+    too; key_scale: f32 `[batch, tokens, heads]`, a factor on `q . k`. length: int32 `[batch]`, tokens of each row
+    before the new ones, where the latents have room behind them. Returns `[batch, new, heads, rank]`.
     """
-    return ops.mla_decode(q, latents, key_scale, scale, rank)[0]
+    return ops.mla_decode(q, latents, key_scale, length, scale, rank)[0]
 
 
 def supports(function, *args, **kwargs):

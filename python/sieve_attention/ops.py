@@ -11,7 +11,7 @@ from ._library import Op
 QKV = ("q", "k", "v")
 BRANCHES = ("compressed", "selected", "window")
 LISTS = ("list", "list_len", "tile_window")
-CHOICE = ("float scale", "int[] blocks", "str rule", "bool first", "int local")
+CHOICE = ("float scale", "int[] blocks", "str rule", "bool first", "int local", "bool only_o=False")
 
 # Tensors, which of them may be None, settings with their types. A tensor with ! is written in place.
 TABLE = {
@@ -50,14 +50,15 @@ TABLE = {
         ("float scale", "int keep", "int local", "bool only_o=False"),
     ),
     "choose_blocks": (("q", "k", "doc_start?", "doc_end?"), CHOICE),
-    "chosen_forward": ((*QKV, "doc_start?", "doc_end?"), CHOICE),
+    "chosen_forward": ((*QKV, "index_q?", "index_k?", "doc_start?", "doc_end?"), CHOICE),
     "block_sparse": ((*QKV, "words"), ("float scale", "int[] block")),
     "attention_decode": ((*QKV, "k_cache!", "v_cache!", "length"), ("float scale", "int? window")),
+    "cached_decode": (("q", "k_cache", "v_cache", "length", "chosen?"), ("float scale", "int? window", "int? block")),
     "dma_decode": (
         (*QKV, "z", "k_cache!", "v_cache!", "z_cache!", "positions!", "length"),
         ("float scale", "int local", "bool linear"),
     ),
-    "mla_decode": (("q", "latents", "key_scale?"), ("float scale", "int rank")),
+    "mla_decode": (("q", "latents", "key_scale?", "length?"), ("float scale", "int rank")),
 }
 
 _modes = torch._C._len_torch_dispatch_stack

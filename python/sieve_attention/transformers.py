@@ -11,8 +11,9 @@ from ._library import SieveError
 def register(name="sieve"):
     """Adds the attention and its mask to transformers: `from_pretrained(..., attn_implementation=name)`.
 
-    Dense causal models and sliding windows, padding on either side, packed rows by position_ids or cu_seq_lens_q.
-    Queries behind a cache (more keys than queries) are computed by torch's SDPA under transformers' own mask.
+    Dense causal models and sliding windows, padding on either side, packed rows by position_ids or cu_seq_lens_q. One
+    token a row behind a cache without padding is read by the decode kernels; other queries behind a cache are computed
+    by torch's SDPA under transformers' own mask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -22,11 +23,12 @@ def register(name="sieve"):
 
 
 def attention_mask(**call):
-    """None or `[batch, tokens]` for whole rows; bools `[batch, 1, queries, keys]` for queries behind a cache.
+    """None or `[batch, tokens]` for whole rows. Behind a cache, one query a row without padding: how many keys it sees,
+    int32 `[batch]`; other queries: bools `[batch, 1, queries, keys]`.
 
     The first pass into a cache of fixed size has as many keys as the cache has places; its mask has the prompt's length.
     """
-    from transformers.masking_utils import flash_attention_mask, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, flash_attention_mask, sdpa_mask
 
     # transformers 4 has the queries' positions in place of their number and offset.
     queries = call["q_length"] if "q_length" in call else len(call["cache_position"])
@@ -37,6 +39,18 @@ def attention_mask(**call):
     if isinstance(offset, int) and offset == 0:
         whole = torch.ones(call["batch_size"], queries, dtype=torch.bool, device=call.get("device"))
         return whole if padding is None else padding[:, :queries].bool()
+    # Where skips are allowed, nothing was added to the causal mask but a window or chunks.
+    is_causal = call.get("allow_is_causal_skip", False) or call["mask_function"] is causal_mask_function
+    config = call.get("config")
+    is_causal = is_causal and getattr(config, "model_type", None) != "doge"  # its steps are transformers' own
+    chunk = getattr(config, "attention_chunk_size", None)
+    is_traced = torch.compiler.is_compiling()
+    if queries == 1 and "cache_position" in call:
+        offset = call["cache_position"][0]
+    if queries == 1 and is_causal and offset is not None and (chunk is None or call.get("local_size") != chunk):
+        if padding is None or (not is_traced and bool(padding.all())):
+            seen = (offset + 1 - call.get("kv_offset", 0)) * torch.ones(call["batch_size"], device=call.get("device"))
+            return seen.clamp(max=call["kv_length"]).to(torch.int32)
     return sdpa_mask(**{**call, "allow_is_causal_skip": False})
 
 
@@ -51,11 +65,20 @@ def attention_forward(
         raise SieveError(f"attention: dropout {dropout} has no kernel\n  hint: attention_dropout=0 in the config")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise SieveError("attention: a model that reads both ways has no kernel\n  hint: attn_implementation='sdpa'")
-    if attention_mask is not None and attention_mask.dim() not in (2, 4):
+    if attention_mask is not None and attention_mask.dim() not in (1, 2, 4):
         shape = list(attention_mask.shape)
-        raise SieveError(f"attention: the mask is {shape}; it must be None, [batch, tokens] or [batch, 1, queries, keys]")
+        expected = "None, [batch], [batch, tokens] or [batch, 1, queries, keys]"
+        raise SieveError(f"attention: the mask is {shape}; it must be {expected}")
     if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    if attention_mask is not None and attention_mask.dim() == 1:
+        if not functional._tracks(query, key, value):
+            q, settings = query.transpose(1, 2), {"window": sliding_window, "scale": scaling}
+            return functional.decode(q, None, None, key, value, attention_mask, **settings), None
+        # The decode kernels have no gradient.
+        index, seen = torch.arange(key.shape[2], device=key.device), attention_mask[:, None]
+        begin = 0 if sliding_window is None else seen - sliding_window
+        attention_mask = ((index < seen) & (index >= begin))[:, None, None]
     if attention_mask is not None and attention_mask.dim() == 2:
         key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
     if query.shape[2] != key.shape[2]:
@@ -65,7 +88,7 @@ def attention_forward(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
         )
         return o.transpose(1, 2), None
-    bounds = row_documents(attention_mask, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"), query)
+    bounds = row_documents(module, attention_mask, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"), query)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return functional.attention(q, k, v, window=sliding_window, scale=scaling, documents=bounds), None
 
@@ -73,30 +96,36 @@ def attention_forward(
 _known = {}
 
 
-def row_documents(attention_mask, cu_seqlens, position_ids, query):
+def row_documents(module, attention_mask, cu_seqlens, position_ids, query):
     """Bounds of each token's document, or None for one a row: padding is documents of one token."""
     batch, tokens = query.shape[0], query.shape[2]
     if attention_mask is not None:
-        return _once(attention_mask, _of_padding)
+        return _once(module, attention_mask, _of_padding)
     if batch == 1 and cu_seqlens is not None:
-        return _once(cu_seqlens, lambda x: functional.documents(x, tokens))
+        return _once(module, cu_seqlens, lambda x: functional.documents(x, tokens))
     if position_ids is not None and position_ids.shape == (batch, tokens):
-        return _once(position_ids, _of_positions)
+        return _once(module, position_ids, _of_positions)
     return None
 
 
-def _once(x, make):
-    """`make(x)`, made for the first layer and used by all."""
+def _once(module, x, make):
+    """`make(x)`, made for the first layer of a forward pass and used by the later ones."""
     if torch.compiler.is_compiling():
         return make(x)
-    kept = _known.get(id(x))
-    # Tensors of inference mode do not count their changes, and cannot be kept.
-    version = None if x.is_inference() else x._version
-    if kept is None or kept[0]() is not x or kept[1] is None or kept[1] != version:
-        key = id(x)
-        kept = (weakref.ref(x, lambda _: _known.pop(key, None)), version, make(x))
-        _known[key] = kept
-    return kept[2]
+    key, layer = id(x), getattr(module, "layer_idx", None)
+    of, version, config, last, made = _known.get(key) or (None,) * 5
+    is_known = of is not None and of() is x
+    if x.is_inference():
+        # Such a tensor does not count its changes. Within one pass of a model, in which layers come in ascending
+        # order, it has none.
+        in_one_pass = layer is not None and last is not None and layer > last
+        is_known = is_known and in_one_pass and config is getattr(module, "config", None)
+    else:
+        is_known = is_known and version == x._version
+    if not is_known:
+        of, made = weakref.ref(x, lambda _: _known.pop(key, None)), make(x)
+    _known[key] = of, None if x.is_inference() else x._version, getattr(module, "config", None), layer, made
+    return made
 
 
 def _of_padding(mask):
@@ -150,7 +179,7 @@ def patch_doge():
         if past_key_values is not None:
             past_key_values.update(k, v.transpose(1, 2), self.layer_idx)
         bias = torch.exp(self.A * torch.nn.functional.softplus(self.dt_proj(v.flatten(2)))).transpose(1, 2).float()
-        bounds = row_documents(attention_mask, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"), q)
+        bounds = row_documents(self, attention_mask, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"), q)
         selection = functional.select(bias, keep=self.keep_window_size, documents=bounds)
         o = functional.expiring_attention(q.transpose(1, 2), k.transpose(1, 2), v, bias, selection, scale=self.scaling)
         return self.o_proj(o.flatten(2)), None

@@ -29,6 +29,8 @@ def emulate(plan, inputs):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         (folder / "request.json").write_text(json.dumps(plan.request))
+        if plan.capacity_of is not None:
+            (folder / "capacity").write_text(str(inputs[plan.capacity_of].shape[2]))
         for index, x in enumerate(inputs):
             # The bytes from the first element to the last: a strided tensor's buffer.
             size = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride()))

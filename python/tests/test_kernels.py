@@ -237,6 +237,42 @@ def test_decode(device):
             assert_close(f"token {t}", o, exact[:, t : t + 1], plain[:, t : t + 1], floor=4e-3)
 
 
+def test_decode_in_a_cache_that_grows(device):
+    """Caches of transformers, one key longer each call: one plan for all."""
+    tokens, op = 270, functional.ops.IMPLEMENTATIONS["cached_decode"]
+    q, k, v = qkv(2, tokens, 4, 2, 64, device=device)
+    before = len(op.plans)
+    for window in (None, 100):
+        exact = reference.attention(*(x.float() for x in (q, k, v)), window=window)
+        plain = reference.attention(q, k, v, window=window)
+        for t in (0, 5, 128, 253, 255, 256):
+            caches = [x[:, : t + 1].transpose(1, 2).contiguous() for x in (k, v)]
+            length = torch.full((2,), t + 1, dtype=torch.int32, device=device)
+            o = sieve.decode(q[:, t : t + 1], None, None, *caches, length, window=window)
+            assert_close(f"token {t}", o, exact[:, t : t + 1], plain[:, t : t + 1], floor=4e-3)
+    assert len(op.plans) - before == 4, "a plan for up to 256 keys and one for more, with and without a window"
+
+
+def test_decode_over_chosen_blocks(device):
+    """Of 5 blocks two for each of two choosers, own block last; rows of different lengths."""
+    q, k, v = qkv(2, 80, 4, 2, 64, device=device)
+    length = torch.tensor([69, 7], dtype=torch.int32, device=device)
+    chosen = torch.tensor([[[1, 4], [3, 4]], [[0, -1], [0, -1]]], dtype=torch.int32, device=device)
+    caches = [x.transpose(1, 2).contiguous() for x in (k, v)]
+    token = torch.stack([q[0, 69], q[1, 7]])[:, None]
+    o = sieve.decode(token, None, None, *caches, length, chosen=chosen, block=16)
+    key = torch.arange(80, device=device)
+    seen = (chosen[..., None] == key // 16).any(2) & (key <= length[:, None, None])
+    results = [
+        reference.masked_attention(*(x.to(dtype) for x in (token, k, v)), seen[:, :, None])
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert_close("chosen", o, *results, floor=4e-3)
+    for block, sentence in ((24, "multiples of 16"), (None, "without the size of its blocks")):
+        with pytest.raises(sieve.SieveError, match=sentence):
+            sieve.decode(token, None, None, *caches, length, chosen=chosen, block=block)
+
+
 def test_dma_decode(device):
     batch, keep, tokens = 1, 8, 30
     q, k, v = qkv(batch, tokens, 4, 2, 64, device=device)
@@ -264,3 +300,7 @@ def test_mla_decode(device):
         return reference.masked_attention(q, keys, keys[..., :64], mask, scale=0.1)
 
     assert_close("latents", o, plain(q.float(), latents.float()), plain(q, latents))
+    # The same in a cache with room behind its 50 latents.
+    room = torch.cat([latents, latents.new_full((2, 14, 96), float("nan"))], 1)
+    length = torch.full((2,), 47, dtype=torch.int32, device=device)
+    assert torch.equal(sieve.mla_decode(q, room, 64, scale=0.1, length=length), o)

@@ -117,6 +117,7 @@ def test_opcheck():
     _, *lists = ops.dma_select(rank, None, None, 16, 2)
     (pooled,) = ops.nsa_mean_pool(k, v, None, None, BLOCKS.sizes())
     gates = random(1, 70, 12, device=DEVICE, seed=3)
+    length = torch.full((1,), 70, dtype=torch.int32, device=DEVICE)
     for name, arguments in {
         "attention_forward": (q, k, v, None, None, 0.1, 20),
         "attention_backward": (q, k, v, None, None, None, o, lse, None, None, o, 0.1, None, True),
@@ -125,7 +126,8 @@ def test_opcheck():
         "nsa_mean_pool": (k, v, None, None, BLOCKS.sizes()),
         "dma_forward": (q, k, v, rank, rank, None, None, 0.1, 16, 2, True),
         "nsa_forward": (q, k, v, pooled, gates, None, None, None, 0.1, BLOCKS.sizes(), 20),
-        "chosen_forward": (q, k, v, None, None, 0.1, BLOCKS.sizes(), "largest_probability", True, 1),
+        "chosen_forward": (q, k, v, *[None] * 4, 0.1, BLOCKS.sizes(), "largest_probability", True, 1),
+        "cached_decode": (q[:, :1], *(x.transpose(1, 2).contiguous() for x in (k, v)), length, None, 0.1, None, None),
     }.items():
         # Entries of a list behind its last one are never written: two runs on a GPU differ there.
         tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

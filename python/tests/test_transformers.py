@@ -1,7 +1,9 @@
 """attn_implementation="sieve" beside transformers' own eager attention, on small models with random weights."""
 
+import collections
 import copy
 import importlib.util
+import types
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from conftest import DEVICE
 transformers = pytest.importorskip("transformers")
 
 import sieve_attention.transformers as integration  # noqa: E402
+from sieve_attention import functional  # noqa: E402
 
 EXPORTED = Path(__file__).parents[2] / "crates/sieve-hf/src/export/modeling_sieve.py"
 SIZES = {
@@ -130,6 +133,73 @@ def test_generation(config, padded, cache):
                 break
 
 
+@pytest.mark.parametrize("config", [qwen3, window_config])
+def test_generation_decodes_by_kernels(config, monkeypatch):
+    """The default cache of generate(), one key longer each token, and few plans; padding goes to SDPA."""
+    ours, op = models(config())[2], functional.ops.IMPLEMENTATIONS["cached_decode"]
+    monkeypatch.setattr(op, "plans", {})
+    ran = count_runs(monkeypatch)
+    with torch.no_grad():
+        ours.generate(tokens(count=12), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert ran["cached_decode"] == 7 * 2 and len(op.plans) == 1, (ran, op.plans.keys())
+    mask = torch.ones(2, 12, dtype=torch.long, device=DEVICE)
+    mask[0, :5] = 0
+    ours.generate(tokens(count=12), attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert ran["cached_decode"] == 7 * 2, ran
+
+
+def count_runs(monkeypatch):
+    """How often each op runs from here on."""
+    ran = collections.Counter()
+    for name, op in functional.ops.IMPLEMENTATIONS.items():
+        own = op.key
+        monkeypatch.setattr(op, "key", lambda *given, own=own, name=name: (ran.update([name]), own(*given))[1])
+    return ran
+
+
+def test_a_step_with_a_gradient_goes_to_sdpa(monkeypatch):
+    ours = models(window_config())[2]
+    first = ours(tokens()[:, :39], use_cache=True)
+    ran = count_runs(monkeypatch)
+    step = ours(tokens()[:, 39:], past_key_values=first.past_key_values, use_cache=True).logits
+    step.float().square().mean().backward()
+    assert ours.model.layers[0].self_attn.k_proj.weight.grad.isfinite().all() and not ran["cached_decode"]
+    whole = ours(tokens(), use_cache=False).logits[:, 39]
+    assert (step[:, 0] - whole).norm() < 0.05 * whole.norm()
+
+
+def test_bounds_are_made_once_in_a_pass(monkeypatch):
+    """In inference mode too, where a tensor does not count its changes: a change between passes is seen."""
+    made = []
+    own = integration._of_padding
+    monkeypatch.setattr(integration, "_of_padding", lambda mask: (made.append(mask), own(mask))[1])
+    model = models(qwen3())[2]
+    for inference in (False, True):
+        made.clear()
+        with torch.inference_mode(inference), torch.no_grad():
+            mask = torch.ones(2, 40, dtype=torch.long, device=DEVICE)
+            mask[:, :7] = 0
+            assert mask.is_inference() == inference
+            first = model(tokens(), attention_mask=mask, use_cache=False).logits
+            assert len(made) == 1, f"inference {inference}: once for both layers"
+            mask[:, :7] = 1
+            mask[:, 30:] = 0
+            second = model(tokens(), attention_mask=mask, use_cache=False).logits
+            assert len(made) == 2, f"inference {inference}: the change is seen"
+            again = model(tokens(), attention_mask=mask.clone(), use_cache=False).logits
+            assert torch.equal(second, again) and not torch.equal(first, second)
+
+
+def test_bounds_of_another_model_are_its_own():
+    """An inference tensor that changes between the passes of two models."""
+    one, other = (types.SimpleNamespace(layer_idx=layer, config=object()) for layer in (0, 1))
+    with torch.inference_mode():
+        x, made = torch.zeros(3), []
+        for module in (one, one, other, one, types.SimpleNamespace(layer_idx=5, config=one.config)):
+            integration._once(module, x, made.append)
+    assert len(made) == 4, "the last module alone follows one of its own model"
+
+
 def test_what_has_no_kernel_is_refused():
     _, _, ours = models(qwen3(attention_dropout=0.1))
     with pytest.raises(ValueError, match="dropout 0.1 has no kernel"):
@@ -199,3 +269,50 @@ def test_exports(kind):
         first = ours(tokens()[:, :39], use_cache=True)
         step = ours(tokens()[:, 39:], past_key_values=first.past_key_values, use_cache=True).logits
     assert (step[:, 0] - whole[:, 39]).norm() < 0.1 * whole[:, 39].norm()
+
+
+DECODING = {
+    "mha": {"cached_decode": 2}, "swa": {"cached_decode": 2}, "dma": {"dma_decode": 2}, "mla": {"mla_decode": 2},
+    "nsa": {"cached_decode": 4}, "infllm_v2": {"cached_decode": 2}, "moba": {"cached_decode": 2},
+    "msa": {"cached_decode": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_exports_decode_by_kernels(kind, padded, monkeypatch):
+    """Steps, several tokens at once and steps again, beside the same by SDPA; rows of two lengths."""
+    module = exported()
+    torch.manual_seed(7)
+    config = module.SieveConfig(**SIZES, attention_kind=kind, **KINDS[kind])
+    model = module.SieveForCausalLM._from_config(config, attn_implementation="sieve").to(DEVICE, torch.bfloat16).eval()
+    for name, weights in model.named_parameters():
+        if weights.dim() > 1:
+            torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
+        elif name.endswith(".A"):
+            weights.data.fill_(1.0)
+    for op in functional.ops.IMPLEMENTATIONS.values():
+        monkeypatch.setattr(op, "plans", {})
+    ids, mask = tokens(), torch.ones(2, 40, dtype=torch.long, device=DEVICE)
+    if padded:
+        mask[0, :3] = 0
+    parts, found = [9, *[1] * 11, 5, *[1] * 15], []
+    for name in ("sieve", "sdpa"):
+        model.config._attn_implementation = name
+        ran, cache, at, logits = count_runs(monkeypatch), transformers.DynamicCache(), 0, []
+        with torch.no_grad():
+            for count in parts:
+                given = {"attention_mask": mask[:, : at + count], "past_key_values": cache, "use_cache": True}
+                logits.append(model(ids[:, at : at + count], **given).logits)
+                at += count
+        found.append(torch.cat(logits, 1))
+        steps = {op: ran[op] for op in ("cached_decode", "dma_decode", "mla_decode") if ran[op]}
+        assert steps == ({op: times * 26 for op, times in DECODING[kind].items()} if name == "sieve" else {}), steps
+    for op in DECODING[kind]:
+        plans = len(functional.ops.IMPLEMENTATIONS[op].plans)
+        assert plans <= 2, f"{op}: {plans} plans"
+    real = mask.bool()
+    for row in range(2):
+        got, expected = (x[row][real[row]].float() for x in found)
+        worst = ((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
+        assert worst < 0.1, f"row {row}: {worst}"

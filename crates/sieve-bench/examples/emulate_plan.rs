@@ -1,6 +1,7 @@
 //! A plan of the C interface on the CPU emulator, for the tests of the Python package: `emulate_plan FOLDER`.
 //!
-//! Reads FOLDER/request.json and the inputs' bytes from FOLDER/0, FOLDER/1, ..; writes every input and output behind
+//! Reads FOLDER/request.json, the inputs' bytes from FOLDER/0, FOLDER/1, .., and from FOLDER/capacity, where it is there,
+//! how many keys the caches hold; writes every input and output behind
 //! them, as it is afterwards, under the same numbers.
 #![allow(clippy::print_stderr, reason = "this is a program")]
 use sieve_bench::replay_emulated;
@@ -25,7 +26,10 @@ fn main() -> ExitCode {
 }
 
 fn replay(folder: &Path) -> Result<(), Box<dyn Error>> {
-    let plan = Plan::new(&fs::read_to_string(folder.join("request.json"))?)?;
+    let mut plan = Plan::new(&fs::read_to_string(folder.join("request.json"))?)?;
+    if let Ok(keys) = fs::read_to_string(folder.join("capacity")) {
+        plan = plan.at_capacity(keys.parse()?)?;
+    }
     let file = |buffer: usize| folder.join(buffer.to_string());
     let held = (0..plan.num_inputs).map(|input| fs::read(file(input)));
     let held = held.collect::<Result<Vec<_>, _>>()?;

@@ -13,7 +13,7 @@ extern "C" {
 
 typedef struct sieve_plan sieve_plan_t;
 
-/* Version of this interface: what this header describes is 1. */
+/* Version of this interface: what this header describes is 2. */
 uint32_t sieve_abi(void);
 
 /* Why the last call of this thread failed, UTF-8; valid until the thread's next call. */
@@ -23,7 +23,9 @@ const char *sieve_error(void);
 int sieve_plan(const char *request_json, sieve_plan_t **plan);
 
 /* JSON: inputs and outputs {name, shape, strides, dtype} in the order of sieve_plan_run's pointers, workspace_bytes,
- * launches {kernel, grid, threads, shared_bytes}. Valid as long as the plan. */
+ * launches {kernel, grid, threads, shared_bytes}, and capacity_of: null, or the index of an input [batch, KV heads,
+ * keys, width] that may have another number of keys in each run, up to the number given rounded up to a multiple of
+ * 256. Valid as long as the plan. */
 const char *sieve_plan_describe(const sieve_plan_t *plan);
 
 /* Puts the plan's kernels on a GPU, once: reads them from `cache_folder`, or compiles them with NVRTC and writes them
@@ -32,7 +34,8 @@ const char *sieve_plan_describe(const sieve_plan_t *plan);
 int sieve_plan_load(sieve_plan_t *plan, int device, const char *nvrtc_path, const char *cache_folder);
 
 /* Queues the plan's launches on a CUstream. `pointers`: inputs, then outputs, then workspace_bytes of scratch memory,
- * all device addresses that are multiples of 16. Allocates nothing, compiles nothing, waits for nothing. */
+ * all device addresses that are multiples of 16; behind them, where capacity_of is not null, the number of keys of
+ * that input and of the one after it. Allocates nothing, compiles nothing, waits for nothing. */
 int sieve_plan_run(const sieve_plan_t *plan, const uint64_t *pointers, size_t num_pointers, void *stream);
 
 /* Frees a plan; NULL is fine. Kernels stay loaded. */

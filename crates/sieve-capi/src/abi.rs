@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 /// Version of the interface.
-const ABI: u32 = 1;
+const ABI: u32 = 2;
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();

@@ -1,4 +1,5 @@
 //! Plans on a GPU.
+use crate::capacity::Capacity;
 use crate::plan::Plan;
 use crate::request::PlanError;
 use cudarc::driver::result as driver;
@@ -8,6 +9,7 @@ use sieve_gpu::{
     BufferView, Cubins, CudaVersion, DeviceLaunch, KernelError, LoadedKernel, MapLayout, SourceKernel, Step,
     ahead_of_time, on_device,
 };
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -20,6 +22,8 @@ const POINTER_ALIGNMENT: u64 = 16;
 pub struct Loaded {
     device: usize,
     num_pointers: usize,
+    /// The most keys of the caches, where a run gives their number behind the pointers.
+    capacity: Option<Capacity>,
     work: Vec<Work>,
 }
 
@@ -112,6 +116,7 @@ impl Loaded {
         Ok(Self {
             device,
             num_pointers: plan.buffers.len(),
+            capacity: plan.capacity.clone(),
             work,
         })
     }
@@ -121,20 +126,27 @@ impl Loaded {
         self.device
     }
 
-    /// Queues the plan on a stream of its GPU. `pointers`: inputs, outputs, scratch memory. It allocates no memory,
-    /// compiles nothing and does not synchronise.
+    /// Queues the plan on a stream of its GPU. `pointers`: inputs, outputs, scratch memory, and behind them, where the
+    /// plan has a [`Capacity`], the number of keys of its caches. It allocates no GPU memory, compiles nothing and does
+    /// not synchronise.
     ///
     /// # Errors
-    /// Another number of pointers, an address that is not a multiple of 16, what the driver refuses.
+    /// Another number of pointers, an address that is not a multiple of 16, more keys than planned, what the driver
+    /// refuses.
     ///
     /// # Safety
     /// Each pointer is the address of a buffer on the GPU with the bytes of [`Plan::buffers`], which stays until the
     /// launches have run; integer inputs have the values that the op's docs require. The stream is one of this GPU's.
     pub unsafe fn run(&self, pointers: &[u64], stream: CUstream) -> Result<(), PlanError> {
-        if pointers.len() != self.num_pointers {
-            let (got, expected) = (pointers.len(), self.num_pointers);
+        let expected = self.num_pointers + usize::from(self.capacity.is_some());
+        if pointers.len() != expected {
+            let got = pointers.len();
             return Err(PlanError::Call(format!("{got} pointers for a plan of {expected}")));
         }
+        let (pointers, keys) = pointers.split_at(self.num_pointers);
+        let capacity = self.capacity.as_ref().zip(keys.first());
+        let capacity = capacity.map(|(planned, &keys)| Ok::<_, PlanError>((planned, planned.checked(keys)?)));
+        let capacity = capacity.transpose()?;
         if let Some(at) = pointers
             .iter()
             .position(|pointer| !pointer.is_multiple_of(POINTER_ALIGNMENT))
@@ -145,9 +157,10 @@ impl Loaded {
             )));
         }
         on_device(self.device, || {
-            for work in &self.work {
+            for (step, work) in self.work.iter().enumerate() {
+                let of_step = capacity.map(|(planned, keys)| (planned, step, keys));
                 // SAFETY: the caller's promise.
-                unsafe { work.queue(pointers, stream) }?;
+                unsafe { work.queue(pointers, of_step, stream) }?;
             }
             Ok(())
         })?
@@ -155,7 +168,12 @@ impl Loaded {
 }
 
 impl Work {
-    unsafe fn queue(&self, pointers: &[u64], stream: CUstream) -> Result<(), PlanError> {
+    unsafe fn queue(
+        &self,
+        pointers: &[u64],
+        capacity: Option<(&Capacity, usize, usize)>,
+        stream: CUstream,
+    ) -> Result<(), PlanError> {
         match self {
             Self::Launch {
                 kernel,
@@ -169,13 +187,17 @@ impl Work {
             } => {
                 let resolved = places.iter().map(|at| pointers[at.buffer] + at.offset_bytes as u64);
                 let addresses: Vec<u64> = resolved.collect();
+                let mut words = Cow::Borrowed(words.as_slice());
+                if let Some((planned, step, keys)) = capacity {
+                    planned.set(step, words.to_mut(), keys);
+                }
                 let launch = DeviceLaunch {
                     grid: *grid,
                     threads: *threads,
                     shared_bytes: *shared_bytes,
                     maps,
                     pointers: &addresses,
-                    words,
+                    words: &words,
                     starts_early: false,
                 };
                 // SAFETY: the wrappers recorded a launch that stays inside its buffers; the caller guarantees the

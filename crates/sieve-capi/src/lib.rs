@@ -6,11 +6,13 @@
 //! queues launches and nothing else, so a CUDA graph can capture it.
 
 pub mod abi;
+mod capacity;
 mod launch;
 mod ops;
 mod plan;
 mod request;
 
+pub use capacity::Capacity;
 pub use launch::Loaded;
 pub use plan::Plan;
 pub use request::{Call, Gpu, PlanError, Request, TensorSpec};

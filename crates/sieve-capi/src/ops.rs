@@ -1,10 +1,10 @@
 //! From a request to the launches of sieve-gpu's wrappers, op by op.
-use crate::request::{Call, Choice, PlanError, Request};
+use crate::request::{Blocks, Call, Choice, PlanError, Request};
 use sieve_core::{BlockChoice, CallShape, ForcedBlocks, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
 use sieve_gpu::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots,
     KernelError, KernelPolicy, KeyLists, KvCache, LatentKeys, PositionOrigin, Qkv, Recency, Recorder, ScoreBias,
-    ScoresBackward, SumOrder, dma_select, mla_decode, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
+    ScoresBackward, SumOrder, WARP_KEYS, dma_select, mla_decode, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
 };
 use std::cell::Cell;
 
@@ -45,6 +45,7 @@ impl Call {
             Self::ChosenForward { .. } => "chosen_forward",
             Self::BlockSparse { .. } => "block_sparse",
             Self::AttentionDecode { .. } => "attention_decode",
+            Self::CachedDecode { .. } => "cached_decode",
             Self::DmaDecode { .. } => "dma_decode",
             Self::MlaDecode { .. } => "mla_decode",
         }
@@ -132,7 +133,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         }
         Call::NsaCompressedForward { scale, blocks } => {
             let (compressed, [start, end], blocks) = (t.get("compressed")?, t.documents()?, blocks.checked()?);
-            let queries = t.queries_of_blocks(&compressed, blocks, false)?;
+            let queries = t.queries_of_blocks(&t.get("q")?, &compressed, blocks)?;
             let forward = queries.nsa_compressed_attention_forward([&start, &end], &compressed, blocks, *scale);
             let (forward, indices) = forward?;
             Ok(vec![("o", forward.o), ("lse", forward.lse), ("block_indices", indices)])
@@ -143,7 +144,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             fixed_order,
         } => {
             let (compressed, [start, end], blocks) = (t.get("compressed")?, t.documents()?, blocks.checked()?);
-            let queries = t.queries_of_blocks(&compressed, blocks, *fixed_order)?;
+            let queries = t.queries_of_blocks(&t.q_in(*fixed_order)?, &compressed, blocks)?;
             let [dqkv, d_compressed] = queries.nsa_compressed_attention_backward(
                 [&start, &end],
                 &compressed,
@@ -191,7 +192,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         } => {
             let (qkv, compressed, [start, end]) = (t.qkv()?, t.get("compressed")?, t.documents()?);
             let (documents, blocks) = ([&start, &end], blocks.checked()?);
-            let queries = t.queries_of_blocks(&compressed, blocks, false)?;
+            let queries = t.queries_of_blocks(&t.get("q")?, &compressed, blocks)?;
             let (coarse, indices) = queries.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
             let (selected, _) = qkv.nsa_selected_attention_forward(documents, &indices, blocks, scale)?;
             let near = qkv.attention_forward(&start, Some(window), scale, None)?;
@@ -228,16 +229,26 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             Ok(outputs)
         }
         Call::ChooseBlocks(choice) => {
-            let chosen = t.chosen(choice, &t.documents()?)?;
+            let chosen = t.chosen(choice, ["q", "k"], &t.documents()?)?;
             Ok(vec![("block_indices", chosen)])
         }
         Call::ChosenForward(choice) => {
             let documents = t.documents()?;
-            let (chosen, [start, end]) = (t.chosen(choice, &documents)?, &documents);
-            let (qkv, blocks) = (t.qkv()?, choice.blocks.checked()?);
+            let by = match t.maybe("index_q") {
+                Some(_) => ["index_q", "index_k"],
+                None => ["q", "k"],
+            };
+            let (chosen, [start, end]) = (t.chosen(choice, by, &documents)?, &documents);
+            let Blocks(_, _, size, count) = choice.blocks;
+            let blocks = match by {
+                // An indexer's means are of single tokens; attention reads blocks alone.
+                ["index_q", _] => Blocks(size, size, size, count),
+                _ => choice.blocks,
+            };
+            let (qkv, blocks) = (t.qkv()?, blocks.checked()?);
             let (forward, _) = qkv.nsa_selected_attention_forward([start, end], &chosen, blocks, choice.scale)?;
-            let mut outputs = result(forward, false);
-            outputs.push(("block_indices", chosen));
+            let mut outputs = result(forward, choice.only_o);
+            outputs.extend((!choice.only_o).then_some(("block_indices", chosen)));
             Ok(outputs)
         }
         Call::BlockSparse { scale, block } => {
@@ -262,6 +273,52 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 cache.attention_decode(&token, &t.get("length")?, step, &scratch)?,
             )])
         }
+        &Call::CachedDecode { scale, window, block } => {
+            let (q, cache, length) = (t.get("q")?, t.cache()?, t.get("length")?);
+            let [batch, tokens, _, head_dim] = q.dims("cached_decode", "q")?;
+            let [_, kv_heads, capacity, head_dim_v] = cache.v.dims("cached_decode", "v_cache")?;
+            // No launch reads them.
+            let unread = [head_dim, head_dim_v].map(|d| q.empty_contiguous(&[batch, tokens, kv_heads, d], DType::BF16));
+            let token = Qkv::separate(&q, &unread[0], &unread[1]);
+            let shape = token.shape("cached_decode")?;
+            let step = DecodeStep {
+                window,
+                softmax_scale: scale,
+                max_length: capacity,
+                num_dropped: 0,
+            };
+            let most = window.unwrap_or(capacity).min(capacity);
+            let o = match (t.maybe("chosen"), block) {
+                (None, None) => {
+                    let scratch = DecodeScratch::new(&cache.k, shape, most)?;
+                    cache.attention_decode_cached(&token, &length, step, &scratch)?
+                }
+                (Some(chosen), Some(block)) => {
+                    if block == 0 || !block.is_multiple_of(WARP_KEYS) {
+                        let supported = format!("multiples of {WARP_KEYS}");
+                        return Err(KernelError::unsupported("cached_decode", "block", block, supported).into());
+                    }
+                    let [_, num_kv_heads, num_chosen] = chosen.dims("cached_decode", "chosen")?;
+                    let fits = |heads: usize, of: usize| of > 0 && heads > 0 && heads.is_multiple_of(of);
+                    if !fits(num_kv_heads, kv_heads) || !fits(shape.num_heads, num_kv_heads) {
+                        let got = format!("{num_kv_heads} for {}/{kv_heads} heads", shape.num_heads);
+                        let supported = "a divisor of the heads and a multiple of the KV heads";
+                        return Err(KernelError::unsupported("cached_decode", "choosers", got, supported).into());
+                    }
+                    let choosers = AttentionShape { num_kv_heads, ..shape };
+                    let scratch = DecodeScratch::new(&cache.k, choosers, num_chosen.saturating_mul(block).min(most))?;
+                    cache.attention_decode_chosen(&token, &length, step, &scratch, &chosen, block)?
+                }
+                _ => {
+                    return Err(wrong(
+                        "cached_decode",
+                        "chosen",
+                        "comes without the size of its blocks, or that alone",
+                    ));
+                }
+            };
+            Ok(vec![("o", o)])
+        }
         &Call::DmaDecode { scale, local, linear } => {
             let (token, kv) = (t.qkv()?, t.cache()?);
             let shape = token.shape("dma_decode")?;
@@ -279,11 +336,12 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         }
         &Call::MlaDecode { scale, rank } => {
             let (q, latents, key_scale) = (t.get("q")?, t.get("latents")?, t.maybe("key_scale"));
+            let length = t.maybe("length");
             let keys = LatentKeys {
                 latents: &latents,
                 rank,
                 key_scale: key_scale.as_ref(),
-                length: None,
+                length: length.as_ref(),
             };
             Ok(vec![("o", mla_decode(&q, keys, scale)?)])
         }
@@ -417,22 +475,16 @@ impl Inputs {
     }
 
     /// The queries of NSA's compressed branch, with placeholder keys and values: no launch reads them.
-    fn queries_of_blocks(
-        &self,
-        compressed: &CudaTensor,
-        blocks: NsaBlocks,
-        fixed_order: bool,
-    ) -> Result<Qkv, PlanError> {
-        let q = self.q_in(fixed_order)?;
+    fn queries_of_blocks(&self, q: &CudaTensor, compressed: &CudaTensor, blocks: NsaBlocks) -> Result<Qkv, PlanError> {
         let [batch, seq_len, _, head_dim] = q.dims(self.op, "q")?;
         let [_, rows, _] = compressed.dims(self.op, "compressed")?;
         let kv_heads = rows / (batch * blocks.num_slots(seq_len)).max(1);
         let unread = q.empty_contiguous(&[batch, seq_len, kv_heads, head_dim], DType::BF16);
-        Ok(Qkv::separate(&q, &unread, &unread))
+        Ok(Qkv::separate(q, &unread, &unread))
     }
 
-    /// The blocks that each query chooses by means of the keys.
-    fn chosen(&self, choice: &Choice, [start, end]: &[CudaTensor; 2]) -> Result<CudaTensor, PlanError> {
+    /// The blocks that each query chooses by means of the keys, `by` the tensors of these names.
+    fn chosen(&self, choice: &Choice, by: [&str; 2], [start, end]: &[CudaTensor; 2]) -> Result<CudaTensor, PlanError> {
         let &Choice { first, local, .. } = choice;
         let (blocks, forced) = (choice.blocks.checked()?, ForcedBlocks { first, local });
         if forced.local == 0 || forced.count() > blocks.num_selected_blocks {
@@ -440,11 +492,11 @@ impl Inputs {
             let supported = "1 or more, and no more than chosen";
             return Err(KernelError::unsupported(self.op, "blocks", got, supported).into());
         }
-        let k = self.get("k")?;
+        let (q, k) = (self.get(by[0])?, self.get(by[1])?);
         let pooled = Qkv::separate(&k, &k, &k).nsa_mean_pool([start, end], blocks)?;
         let rule = choice.rule.into();
         let by = BlockChoice { blocks, rule, forced };
-        let queries = self.queries_of_blocks(&pooled, blocks, false)?;
+        let queries = self.queries_of_blocks(&q, &pooled, blocks)?;
         Ok(queries.choose_key_blocks([start, end], &pooled, by, choice.scale)?)
     }
 

@@ -1,4 +1,5 @@
 //! An op's launches with every address a place: a pointer of the caller's, or scratch memory.
+use crate::capacity::Capacity;
 use crate::ops::{Named, record};
 use crate::request::{PlanError, Request};
 use serde_json::{Value, json};
@@ -21,6 +22,8 @@ pub struct Plan {
     pub num_inputs: usize,
     /// Fills, copies and launches, in their order.
     pub steps: Vec<Step>,
+    /// Where each run says how many keys its caches hold.
+    pub capacity: Option<Capacity>,
     /// As JSON.
     pub(crate) description: CString,
 }
@@ -32,11 +35,17 @@ impl Plan {
     /// A request that is no JSON, lacks a tensor or has one too many; what a launch wrapper refuses; strides that would
     /// need a copy.
     pub fn new(request_json: &str) -> Result<Self, PlanError> {
-        let request: Request = serde_json::from_str(request_json)?;
+        let mut request: Request = serde_json::from_str(request_json)?;
         let hardware = request.gpu.hardware()?;
+        let mut capacity = Capacity::planned(&mut request);
         let gpu = Recorder::new(hardware);
         let [inputs, outputs] = record(&request, &gpu)?;
         let mut steps = gpu.take_steps();
+        if let Some(capacity) = &mut capacity {
+            let other = Recorder::new(hardware);
+            record(&capacity.with_one_key_less(request.clone()), &other)?;
+            capacity.find_words(&steps, &other.take_steps());
+        }
         let sizes = gpu.buffers();
         let places = Places::new(request.call.name(), &inputs, &outputs, &sizes, &steps)?;
         for step in &mut steps {
@@ -46,6 +55,7 @@ impl Plan {
             "inputs": described(&inputs),
             "outputs": described(&outputs),
             "workspace_bytes": places.workspace_bytes,
+            "capacity_of": capacity.as_ref().map(|capacity| capacity.input),
             "launches": steps.iter().map(launch_of).collect::<Vec<_>>(),
         });
         let description = CString::new(described.to_string()).expect("JSON escapes NUL");
@@ -56,6 +66,7 @@ impl Plan {
             buffers,
             num_inputs: inputs.len(),
             steps,
+            capacity,
             description,
         })
     }

@@ -212,7 +212,8 @@ pub enum Call {
     },
     /// q, k, doc_start, doc_end → block_indices
     ChooseBlocks(Choice),
-    /// Choice, of each KV head, and attention: q, k, v, doc_start, doc_end → o, lse, block_indices
+    /// Choice, of each KV head, and attention: q, k, v, index_q?, index_k?, doc_start, doc_end → o, and unless it is
+    /// alone lse, block_indices. Blocks are chosen by index_q and index_k, else by q and k
     ChosenForward(Choice),
     /// q, k, v of one row, words (0, then row_ptr `[heads * query tiles + 1]`, then tile_idx) → o, lse
     BlockSparse {
@@ -229,6 +230,19 @@ pub enum Call {
         #[serde(default)]
         window: Option<usize>,
     },
+    /// q of one token a row whose key is in the cache, k_cache, v_cache, length, chosen? → o. `length` counts the keys
+    /// that the query sees; with `chosen`, i32 `[batch, choosers, blocks]`, the tokens before it. Keys of a cache: see
+    /// [`Plan::capacity`](crate::Plan::capacity)
+    CachedDecode {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Keys that a query sees at most.
+        #[serde(default)]
+        window: Option<usize>,
+        /// Keys of a chosen block: of the blocks in `chosen`, in ascending order and then -1, a query sees all tokens.
+        #[serde(default)]
+        block: Option<usize>,
+    },
     /// q, k, v of one token a row, z, k_cache, v_cache, z_cache, positions (all written in place), length → o
     DmaDecode {
         /// Factor on `q . k`.
@@ -240,7 +254,7 @@ pub enum Call {
         #[serde(default)]
         linear: bool,
     },
-    /// q, latents, key_scale? → o
+    /// q, latents, key_scale?, length? → o. `length`: tokens of each row before the new ones, where latents have room
     MlaDecode {
         /// Factor on `q . k`.
         scale: f32,
@@ -264,6 +278,9 @@ pub struct Choice {
     pub first: bool,
     /// Blocks up to the query's own one that are chosen in any case, at least 1.
     pub local: usize,
+    /// Whether `o` is the only output.
+    #[serde(default)]
+    pub only_o: bool,
 }
 
 /// What makes a block important to a query.

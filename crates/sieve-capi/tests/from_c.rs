@@ -17,7 +17,7 @@ static const char *request =
 int main(void) {
     sieve_plan_t *plan = NULL;
     uint64_t pointers[7] = {0};
-    CHECK(sieve_abi() == 1);
+    CHECK(sieve_abi() == 2);
     CHECK(sieve_plan("{}", &plan) == -1 && plan == NULL && strstr(sieve_error(), "missing field"));
     CHECK(sieve_plan(NULL, &plan) == -1 && strstr(sieve_error(), "NULL"));
     CHECK(sieve_plan(request, &plan) == 0 && plan);

@@ -44,6 +44,8 @@ const REQUESTS: &str = r#"
         q@index k@index doc_start doc_end
     {"chosen_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16], "rule": "largest_probability", "first": true,
         "local": 1}} q k v doc_start doc_end
+    {"chosen_forward": {"scale": 0.1, "blocks": [1, 1, 64, 4], "rule": "largest_score", "local": 1, "only_o": true}}
+        q k v index_q index_k doc_start doc_end
     {"nsa_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16], "window": 512, "only_o": true}}
         q k v compressed logits gate_bias doc_start doc_end
     {"nsa_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16], "window": 512}}
@@ -53,8 +55,11 @@ const REQUESTS: &str = r#"
     {"dma_forward": {"scale": 0.1, "keep": 5000}} q k v rank bias doc_start doc_end
     {"block_sparse": {"scale": 0.1, "block": [128, 128]}} q k v words
     {"attention_decode": {"scale": 0.1}} q@token k@token v@token k_cache v_cache length
+    {"cached_decode": {"scale": 0.1, "window": 99}} q@token k_cache v_cache length
+    {"cached_decode": {"scale": 0.1, "block": 64}} q@token k_cache v_cache length chosen
     {"dma_decode": {"scale": 0.1, "local": 8}} q@token k@token v@token z k_cache v_cache z_cache positions length
     {"mla_decode": {"scale": 0.1, "rank": 512}} q@latent latents
+    {"mla_decode": {"scale": 0.1, "rank": 512}} q@latent latents length
 "#;
 
 /// The tensor of a name in [`REQUESTS`]: of four query and two KV heads.
@@ -65,6 +70,9 @@ fn named(name: &str) -> Value {
     let (shape, dtype): (&[usize], &str) = match (name, size) {
         ("q", "index") => (&[1, n, 2, d], "bf16"),
         ("k", "index") => (&[1, n, 1, d], "bf16"),
+        ("index_q", _) => (&[1, n, 2, d], "bf16"),
+        ("index_k", _) => (&[1, n, 1, d], "bf16"),
+        ("chosen", _) => (&[1, 2, 4], "i32"),
         ("q", "latent") => (&[1, 1, 16, 576], "bf16"),
         ("latents", _) => (&[1, 5000, 576], "bf16"),
         ("q", _) => (&[1, tokens, 4, d], "bf16"),
@@ -175,6 +183,55 @@ fn buffers_that_live_together_do_not_share_memory() {
                 );
             }
         }
+    }
+}
+
+#[test]
+fn a_plan_serves_caches_of_fewer_keys() {
+    let words = |call: &Value, tensors: &[Value], gpu, planned: usize, keys: usize| {
+        let mut request = request(call, tensors, gpu);
+        for tensor in request["tensors"].as_array_mut().expect("a list") {
+            if tensor["name"].as_str().is_some_and(|name| name.ends_with("_cache")) {
+                tensor["shape"][2] = json!(planned);
+            }
+        }
+        let plan = Plan::new(&request.to_string()).expect("a plan");
+        let plan = plan.at_capacity(keys).expect("a number of keys up to the planned one");
+        let launches = plan.steps.iter().filter_map(|step| match step {
+            sieve_gpu::Step::Launch(launch) => Some((launch.grid, launch.words.clone())),
+            _ => None,
+        });
+        (plan.buffers, launches.collect::<Vec<_>>())
+    };
+    let mut seen = 0;
+    for gpu in GPUS {
+        for (call, tensors) in requests()
+            .iter()
+            .filter(|(call, _)| call.get("cached_decode").is_some())
+        {
+            let whole = words(call, tensors, gpu, 256, 256);
+            assert_eq!(words(call, tensors, gpu, 512, 256), whole, "{}: {call}", gpu.0);
+            assert_eq!(
+                words(call, tensors, gpu, 200, 200),
+                words(call, tensors, gpu, 500, 200),
+                "{}: {call}",
+                gpu.0
+            );
+            assert_ne!(words(call, tensors, gpu, 200, 200), whole, "{}: {call}", gpu.0);
+            seen += 1;
+        }
+    }
+    assert_eq!(seen, 6, "two requests on three GPUs");
+    let (call, tensors) = requests().swap_remove(0);
+    let plan = Plan::new(&request(&call, &tensors, GPUS[0]).to_string()).expect("a plan");
+    assert!(plan.capacity.is_none() && plan.at_capacity(3).is_ok());
+    let cached = requests()
+        .into_iter()
+        .find(|(call, _)| call.get("cached_decode").is_some());
+    let (call, tensors) = cached.expect("a request");
+    for (keys, fits) in [(0, false), (1, true), (512, true), (513, false)] {
+        let plan = Plan::new(&request(&call, &tensors, GPUS[0]).to_string()).expect("a plan");
+        assert_eq!(plan.at_capacity(keys).is_ok(), fits, "{keys} keys");
     }
 }
 

@@ -90,7 +90,7 @@ fn check_in_empty_environment(wheel: &Path, bin: impl Fn(&Path, &str) -> String)
     workspace::run(&python, &install)?;
     let library = "import ctypes, pathlib, sysconfig\n\
         path = pathlib.Path(sysconfig.get_paths()['purelib']) / 'sieve_attention/libsieve_capi.so'\n\
-        assert ctypes.CDLL(str(path)).sieve_abi() == 1\n\
+        assert ctypes.CDLL(str(path)).sieve_abi() == 2\n\
         try:\n    import sieve_attention\n\
         except ImportError as error:\n    assert 'pip install torch' in str(error), error\n\
         else:\n    raise SystemExit('there is a torch in an empty environment')";

@@ -94,7 +94,7 @@ impl KvCache {
     ///
     /// # Errors
     /// As there.
-    pub(crate) fn attention_decode_chosen(
+    pub fn attention_decode_chosen(
         &self,
         token: &Qkv,
         length: &CudaTensor,

@@ -8,7 +8,7 @@ use crate::step::empty_zero;
 const DECODE_ROWS: usize = 16;
 
 /// Keys of a warp's tile: no split is shorter than a tile for each of its warps.
-pub(crate) const WARP_KEYS: usize = 16;
+pub const WARP_KEYS: usize = 16;
 
 /// Warps for a multiprocessor that fill it: more wait for each other.
 const WARPS_PER_MULTIPROCESSOR: usize = 8;

@@ -6,7 +6,7 @@ use cudarc::driver::sys::{
     self as cuda, CUfunction, CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
     CUlaunchConfig, CUresult, CUstream, CUtensorMap,
 };
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,7 +28,7 @@ unsafe impl Sync for LoadedKernel {}
 
 /// A tensor map before it has an address: a bf16 tensor `[batch, rows, width]` that TMA reads in tiles with the
 /// 128-byte swizzle; elements outside the tensor arrive as zeros.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MapLayout {
     /// `[batch, rows, width]`.
     pub shape: [usize; 3],
@@ -187,9 +187,29 @@ impl LoadedKernel {
     }
 }
 
+/// Encoded maps that a thread keeps.
+const MOST_MAPS: usize = 1024;
+
 impl MapLayout {
-    /// The map of the tensor that begins at `address`.
+    /// The map of the tensor that begins at `address`, encoded once: it depends on the address and the layout alone.
     fn encoded(&self, address: u64) -> Result<CUtensorMap, String> {
+        thread_local! {
+            static ENCODED: RefCell<HashMap<(u64, MapLayout), CUtensorMap>> = RefCell::default();
+        }
+        ENCODED.with_borrow_mut(|encoded| match encoded.get(&(address, *self)) {
+            Some(map) => Ok(*map),
+            None => {
+                if encoded.len() >= MOST_MAPS {
+                    encoded.clear();
+                }
+                let map = self.encode(address)?;
+                encoded.insert((address, *self), map);
+                Ok(map)
+            }
+        })
+    }
+
+    fn encode(&self, address: u64) -> Result<CUtensorMap, String> {
         let [batch, rows, width] = self.shape.map(|size| size as u64);
         let [batch_stride, row_stride] = self.strides.map(|elements| 2 * elements as u64);
         let [tile_rows, tile_columns] = self.tile.map(|size| size as u32);

@@ -7,7 +7,8 @@ Padding, wherever attention_mask has it, is moved behind the tokens of its row, 
 the outputs are moved back. So positions, blocks and windows count the tokens of a row alone. Queries are read in tiles
 of BLOCK, and no tensor has tokens x tokens elements.
 
-With attn_implementation="sieve", from the package sieve_attention, rows without a cache are read by Sieve's kernels.
+With attn_implementation="sieve", from the package sieve_attention, rows without a cache are read by Sieve's kernels,
+and so is one token a row behind a cache.
 
 A cache is a DynamicCache whose layers are SieveCacheLayer: keys and values of dense layers and of kinds that choose
 blocks, with NSA's compressed ones; the latents of MLA; and the keep_window_size keys a head that DMA can still see.
@@ -77,6 +78,8 @@ class SieveCacheLayer(DynamicLayer):
 
     def reset(self):
         self.tensors = {}
+        # DMA's kernel writes a key in the place of the one that leaves; otherwise keys are in the order of the text.
+        self.in_order = True
         # Columns of input that went through, and how many of each row were tokens: a number, or [batch] after padding.
         self.columns, self.length = 0, 0
 
@@ -205,6 +208,14 @@ def kernels(module, cache):
     return importlib.import_module("sieve_attention")
 
 
+def steps(module, q, rows, cache):
+    """Its decoding, where the call is one token a row behind a cache and needs no gradient; else None."""
+    is_step = cache is not None and cache.columns > 0 and rows.count == 1
+    if module.config._attn_implementation != "sieve" or not is_step or (torch.is_grad_enabled() and q.requires_grad):
+        return None
+    return importlib.import_module("sieve_attention.exported")
+
+
 def by_kernel(attention, q, k, v, *inputs, **settings):
     """A function of that package on q, k and v [batch, heads, tokens, width]."""
     return attention(*(x.transpose(1, 2) for x in (q, k, v)), *inputs, **settings).transpose(1, 2)
@@ -242,6 +253,8 @@ def dense(module, q, k, v, rows, scale, window=None, cache=None):
     """Causal attention over the keys of a row up to the query's own, or the last `window` of them."""
     if sieve := kernels(module, cache):
         return by_kernel(sieve.attention, q, k, v, scale=scale, window=window)
+    if sieve := steps(module, q, rows, cache):
+        return sieve.attention(q, k, v, rows, scale=scale, window=window)
     keys, own_alone = k.shape[2], not torch.is_tensor(rows.first) and rows.first == 0
     if own_alone and (window is None or window >= keys):
         return attend(module, q, k, v, scale, is_causal=True)
@@ -292,7 +305,7 @@ class LatentAttention(nn.Module):
             memory = cache.append("latent", memory, rows.first, rows.total)
             inverse = inverse if inverse is None else cache.append("inverse", inverse, rows.first, rows.total)
         if is_later and rows.count < d:
-            o = self.folded(q, memory, inverse, rows, scale)
+            o = self.folded(q, memory, inverse, rows, scale, cache)
         else:
             kv = self.heads(self.kv_b_proj(memory[:, 0, :, :rank])) if is_later else kv
             k = kv[..., :d] * self.k_norm.weight[:d] if norm else kv[..., :d]
@@ -303,12 +316,15 @@ class LatentAttention(nn.Module):
             o = dense(self, q, k, nn.functional.pad(kv[..., d:], (0, width)), rows, scale, cache=cache)[..., :d]
         return self.o_proj(o.transpose(1, 2).flatten(2))
 
-    def folded(self, q, memory, inverse, rows, scale):
+    def folded(self, q, memory, inverse, rows, scale, cache):
         """Attention on the latents themselves: the way up is multiplied into the queries and into what they read."""
         d, rank, norm = self.config.head_dim, self.config.kv_lora_rank, self.config.mla_qk_norm
         up, down = self.kv_b_proj.weight.view(q.shape[1], 2 * d, rank).split(d, 1)
         q_nope = q[..., :d] * self.k_norm.weight[:d] if norm else q[..., :d]
         latent, shape = memory[:, 0, :, :rank], (*q.shape[:3], memory.shape[2])
+        if sieve := steps(self, q, rows, cache):
+            q = torch.cat([q_nope @ up, q[..., d:]], -1)
+            return sieve.latent_attention(q, memory, inverse, rank, rows, scale) @ down.transpose(1, 2)
         # One matrix product for all heads.
         logits = ((q_nope @ up).flatten(1, 2) @ latent.transpose(1, 2)).view(shape).float()
         logits = logits + (q[..., d:].flatten(1, 2) @ memory[:, 0, :, rank:].transpose(1, 2)).view(shape).float()
@@ -380,8 +396,11 @@ def choose(importance, query, config, first, local):
     return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True) & (block <= own)
 
 
-def read_blocks(module, q, k, v, chosen, query, rows, start, end):
+def read_blocks(module, q, k, v, chosen, query, rows, start, end, cache=None):
     """Attention of the queries that begin at `start` over chosen blocks, [batch, KV heads, tokens, blocks]."""
+    if sieve := steps(module, q, rows, cache):
+        sizes = {"block": module.config.select_block_size, "num_blocks": module.config.num_selected_blocks}
+        return sieve.attention(q, k, v, rows, chosen=chosen, scale=module.scale, **sizes)
     # Zeros and -inf, as SDPA would make them of true and false. Later blocks than its own no query has chosen.
     select = module.config.select_block_size
     mask = torch.zeros_like(chosen, dtype=v.dtype).masked_fill_(~chosen, float("-inf"))
@@ -415,6 +434,8 @@ class BlocksAttention(DenseAttention):
         if chosen := self.chooser(x, q, k, rows, cache):
             rows.chosen[self.source] = [chosen(*tile) for tile in tiles(rows, k.shape[2])]
         chosen = rows.chosen[self.source]
+        if steps(self, q, rows, cache):
+            return self.out(read_blocks(self, q, k, v, chosen[0], None, rows, 0, None, cache))
         if chosen[0].shape[1] != k.shape[1]:  # of each query head
             k, v = (y.repeat_interleave(chosen[0].shape[1] // k.shape[1], 1) for y in (k, v))
         for (start, stop, query, end), blocks in zip(tiles(rows, k.shape[2]), chosen):
@@ -584,7 +605,8 @@ class NativeSparseAttention(DenseAttention):
             place, most = torch.arange(1, near.shape[-1] + 1, device=device), min(size, select) // stride
             shared = torch.minimum(place, place.flip(0)).clamp(max=most)
             chosen = choose((near * shared).sum(-1), query, config, 1, 2)
-            selected.append(read_blocks(self, q_rotated[:, :, start:stop], k, v, chosen, query, rows, start, end))
+            here = q_rotated[:, :, start:stop]
+            selected.append(read_blocks(self, here, k, v, chosen, query, rows, start, end, cache))
         return self.gated(x, torch.cat(coarse, 2), torch.cat(selected, 2), self.near(x, q_rotated, rows, cache))
 
     def near(self, x, q, rows, cache):
@@ -648,13 +670,22 @@ class DynamicMaskAttention(DenseAttention):
         q, k = self.rotated(x, rows)
         v = self.v_proj(x)
         keys = {"k": k, "v": self.heads(v), "rank": self.rank(v, rows)}
+        # A token of padding would take a key's place.
+        if (sieve := steps(self, q, rows, cache)) and not torch.is_tensor(rows.new):
+            cache.in_order = False
+            return self.out(sieve.dma_attention(q, keys, cache.tensors, rows, self.config, self.scale))
+        keys["position"] = rows.positions.to(torch.int32)[:, None].expand(keys["rank"].shape)
         # Kept keys in their order, then the new ones, are ranked as the whole row would be: who left never returns.
         first = rows.first.clamp(max=keep) if torch.is_tensor(rows.first) else min(rows.first, keep)
         num_kept = 0
         if cache is not None and cache.columns > 0:
-            num_kept = cache.tensors["k"].shape[2]
+            kept = cache.tensors
+            if not cache.in_order:
+                order = kept["position"].argsort(dim=2)[:, :, : None if torch.is_tensor(first) else first]
+                kept, cache.in_order = {name: y.gather(2, along(order, y)) for name, y in kept.items()}, True
+            num_kept = kept["k"].shape[2]
             for name, new in keys.items():
-                old = cache.tensors[name]
+                old = kept[name]
                 room = new.new_zeros(*new.shape[:2], num_kept + rows.count, *new.shape[3:])
                 room[:, :, :num_kept] = old
                 keys[name] = put(room, new, first)

@@ -1,0 +1,109 @@
+//! Plans for caches of any number of keys up to the planned one: a growing cache needs no plan a token.
+use crate::plan::Plan;
+use crate::request::{Call, PlanError, Request};
+use sieve_gpu::Step;
+
+/// Keys that planned capacities are multiples of: more than any split of a decode kernel rounds to.
+const PLANNED_KEYS: usize = 256;
+
+/// The keys of a plan's caches, and the words of its launches that count them.
+#[derive(Debug, Clone)]
+pub struct Capacity {
+    /// The input, `[batch, KV heads, keys, width]`, whose number of keys each run gives; values follow it.
+    pub input: usize,
+    /// The most keys.
+    pub keys: usize,
+    /// Steps and their words: each is the number of keys and a constant.
+    words: Vec<[usize; 2]>,
+}
+
+impl Capacity {
+    /// Rounds the caches of a request up, where its op takes any number of keys.
+    pub(crate) fn planned(request: &mut Request) -> Option<Self> {
+        let Call::CachedDecode { .. } = request.call else {
+            return None;
+        };
+        let input = request.tensors.iter().position(|tensor| tensor.name == "k_cache")?;
+        let keys = *request.tensors[input].shape.get(2)?;
+        let keys = keys.max(1).checked_next_multiple_of(PLANNED_KEYS)?;
+        let mut capacity = Self {
+            input,
+            keys,
+            words: Vec::new(),
+        };
+        capacity.resize(request, keys);
+        Some(capacity)
+    }
+
+    /// The request for one key less: its launches differ in the words that count keys alone.
+    pub(crate) fn with_one_key_less(&mut self, mut request: Request) -> Request {
+        self.resize(&mut request, self.keys - 1);
+        request
+    }
+
+    fn resize(&mut self, request: &mut Request, keys: usize) {
+        for tensor in request
+            .tensors
+            .iter_mut()
+            .filter(|tensor| tensor.name.ends_with("_cache"))
+        {
+            if let Some(size) = tensor.shape.get_mut(2) {
+                *size = keys;
+            }
+        }
+    }
+
+    /// Finds the words that count keys: by one less in `less`, launches for one key less.
+    pub(crate) fn find_words(&mut self, steps: &[Step], less: &[Step]) {
+        assert_eq!(steps.len(), less.len(), "launches depend on the number of keys");
+        for (index, pair) in steps.iter().zip(less).enumerate() {
+            let (Step::Launch(launch), Step::Launch(less)) = pair else {
+                continue;
+            };
+            assert_eq!(
+                (launch.grid, launch.words.len()),
+                (less.grid, less.words.len()),
+                "a grid of keys"
+            );
+            for (word, (&more, &less)) in launch.words.iter().zip(&less.words).enumerate() {
+                assert!(more == less || more == less + 1, "word {word} is no number of keys");
+                self.words.extend((more != less).then_some([index, word]));
+            }
+        }
+    }
+
+    /// Sets the words of a step's launch for caches of so many keys.
+    pub(crate) fn set(&self, step: usize, words: &mut [u64], keys: usize) {
+        for &[_, word] in self.words.iter().filter(|[of, _]| *of == step) {
+            words[word] -= (self.keys - keys) as u64;
+        }
+    }
+
+    /// Checks a run's number of keys.
+    pub(crate) fn checked(&self, keys: u64) -> Result<usize, PlanError> {
+        let keys = usize::try_from(keys).ok().filter(|keys| (1..=self.keys).contains(keys));
+        keys.ok_or_else(|| PlanError::Call(format!("the caches must hold 1 to {} keys, as planned", self.keys)))
+    }
+}
+
+impl Plan {
+    /// The plan for caches of exactly `keys` keys.
+    ///
+    /// # Errors
+    /// More than planned, or 0.
+    pub fn at_capacity(mut self, keys: usize) -> Result<Self, PlanError> {
+        let Some(capacity) = self.capacity.take() else {
+            return Ok(self);
+        };
+        let keys = capacity.checked(keys as u64)?;
+        for (index, step) in self.steps.iter_mut().enumerate() {
+            if let Step::Launch(launch) = step {
+                capacity.set(index, &mut launch.words, keys);
+            }
+        }
+        for cache in capacity.input..capacity.input + 2 {
+            self.buffers[cache] = self.buffers[cache] / capacity.keys * keys;
+        }
+        Ok(self)
+    }
+}
