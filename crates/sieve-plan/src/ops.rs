@@ -174,6 +174,9 @@ fn cuda_attention(op: &str, shape: &ModelShape, arch: &str) -> (&'static str, St
         "dma selection" => "exact top w as one integer a key; no n x n mask",
         "compression" => "blocks or their means in one pass, the MLP by cuBLASLt",
         "selection" => "compressed keys by list, importance and choice on the chip; no n x n scores",
+        "choice of blocks" if shape.has_pooled_indexer() => {
+            "scores by cuBLASLt of some queries at a time, chosen on the chip; no n x n scores"
+        }
         "choice of blocks" => "pooled keys scored and chosen on the chip; no n x n scores",
         "selected and window attention" | "attention over chosen blocks" => {
             "block by block over the queries that chose it"

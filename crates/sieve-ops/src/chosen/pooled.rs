@@ -124,11 +124,13 @@ pub fn block_positions<B: Backend>(documents: &Documents<B>, blocks: NsaBlocks) 
 
 /// `q . k` in f32 (f64 where they are), `[queries, heads, keys]`, of q `[queries, heads, d]` and k `[keys, d]`.
 fn scores_of<D: DeviceBackend>(q: Tensor<D, 3>, k: Tensor<D, 2>) -> Tensor<D, 3> {
-    let ([queries, heads, d], [keys, _]) = (q.dims(), k.dims());
+    let ([queries, heads, d], [keys, _], dtype) = (q.dims(), k.dims(), compute_dtype(q.dtype()));
     let q = q.reshape([queries * heads, d]);
     // Weight gradients are the GEMM of bf16 matrices whose result is f32.
     let scores = D::linear_weight_gradient(primitive(k.transpose()), primitive(q.transpose()), None);
-    tensor::<D, 2>(scores).reshape([queries, heads, keys])
+    let scores = tensor::<D, 2>(scores).reshape([queries, heads, keys]);
+    // Without a kernel it is of the operands' type.
+    scores.cast(dtype)
 }
 
 /// Ranges `first..end` of a row's queries, for which `per_query` scores are computed at once.
