@@ -133,7 +133,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         }
         Call::NsaCompressedForward { scale, blocks } => {
             let (compressed, [start, end], blocks) = (t.get("compressed")?, t.documents()?, blocks.checked()?);
-            let queries = t.queries_of_blocks(&t.get("q")?, &compressed, blocks)?;
+            let queries = t.queries_of_blocks(&t.q_in(false)?, &compressed, blocks)?;
             let forward = queries.nsa_compressed_attention_forward([&start, &end], &compressed, blocks, *scale);
             let (forward, indices) = forward?;
             Ok(vec![("o", forward.o), ("lse", forward.lse), ("block_indices", indices)])
@@ -192,7 +192,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         } => {
             let (qkv, compressed, [start, end]) = (t.qkv()?, t.get("compressed")?, t.documents()?);
             let (documents, blocks) = ([&start, &end], blocks.checked()?);
-            let queries = t.queries_of_blocks(&t.get("q")?, &compressed, blocks)?;
+            let queries = t.queries_of_blocks(&t.q_in(false)?, &compressed, blocks)?;
             let (coarse, indices) = queries.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
             let (selected, _) = qkv.nsa_selected_attention_forward(documents, &indices, blocks, scale)?;
             let near = qkv.attention_forward(&start, Some(window), scale, None)?;
@@ -466,12 +466,17 @@ impl Inputs {
 
     /// The queries, whose calls sum in this order.
     fn q_in(&self, fixed_order: bool) -> Result<CudaTensor, PlanError> {
+        self.get_in(fixed_order, "q")
+    }
+
+    /// A tensor whose calls sum in this order.
+    fn get_in(&self, fixed_order: bool, name: &str) -> Result<CudaTensor, PlanError> {
         let sums = if fixed_order { SumOrder::Fixed } else { SumOrder::Any };
         let policy = KernelPolicy {
             sums,
             ..KernelPolicy::DEFAULT
         };
-        Ok(self.get("q")?.under(policy))
+        Ok(self.get(name)?.under(policy))
     }
 
     /// The queries of NSA's compressed branch, with placeholder keys and values: no launch reads them.
@@ -492,7 +497,7 @@ impl Inputs {
             let supported = "1 or more, and no more than chosen";
             return Err(KernelError::unsupported(self.op, "blocks", got, supported).into());
         }
-        let (q, k) = (self.get(by[0])?, self.get(by[1])?);
+        let (q, k) = (self.get_in(false, by[0])?, self.get(by[1])?);
         let pooled = Qkv::separate(&k, &k, &k).nsa_mean_pool([start, end], blocks)?;
         let rule = choice.rule.into();
         let by = BlockChoice { blocks, rule, forced };
