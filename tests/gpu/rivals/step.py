@@ -1,4 +1,4 @@
-"""Times training steps of transformers' Qwen3 under torch.compile, the rival of `gpu_step_check CACHE rival=CASE`.
+"""Times training steps of transformers' Qwen3 under torch.compile, the rival of whole runs of `sieve train` (docs/benchmarks.md).
 
     python3 tests/gpu/rivals/step.py [--cases 1.7B-2K,1.7B-8K,1.7B-32K,80M-2K]
     python3 tests/gpu/rivals/step.py --float8        (torchao's float8 for the layers' projections, one scale a tensor)
