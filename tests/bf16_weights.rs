@@ -1,12 +1,12 @@
 //! Models on a CPU that keep the weights of their GEMMs in bf16 (`--dtype bf16`) compute what f32 models with the
 //! rounded weights compute.
-use crate::random_model::{VOCAB_SIZE, kinds, max_difference, random_model, recipe, tokens, write_checkpoint};
+use crate::random_model::{
+    export_options, greedy, kinds, max_difference, random_model, recipe, tokens, write_checkpoint,
+};
 use burn::tensor::{DType, TensorData};
 use burn_flex::Flex;
-use sieve_eval::{GenerateConfig, Generator, Sampling, Selection, TogetherGenerator, logits};
-use sieve_hf::{
-    DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, Kept, export, load_model, load_parameters, named_parameters,
-};
+use sieve_eval::{Generator, Selection, TogetherGenerator, logits};
+use sieve_hf::{ExportDtype, Kept, export, load_model, load_parameters, named_parameters};
 use sieve_nn::Qwen3;
 use sieve_select::LayerSelectors;
 use std::path::Path;
@@ -39,16 +39,6 @@ fn values(data: TensorData) -> Vec<f32> {
     data.to_vec().expect("f32")
 }
 
-fn config(num: usize) -> GenerateConfig {
-    GenerateConfig {
-        max_new_tokens: num,
-        sampling: Sampling::GREEDY,
-        // None of the vocabulary: nothing ends early.
-        eos_id: VOCAB_SIZE as u32,
-        num_tokens: VOCAB_SIZE,
-    }
-}
-
 #[test]
 fn logits_and_tokens_are_those_of_the_rounded_weights_in_f32() {
     for [kind, model_lines, attention] in kinds() {
@@ -78,11 +68,11 @@ fn logits_and_tokens_are_those_of_the_rounded_weights_in_f32() {
         );
         for prompt in [1, 20] {
             let [alone, expected] = [&model, &wide].map(|model| -> Vec<u32> {
-                let generator = Generator::new(model, &tokens[..prompt], config(24), &device).expect("it fits");
+                let generator = Generator::new(model, &tokens[..prompt], greedy(24), &device).expect("it fits");
                 generator.collect::<Result<_, _>>().expect("finite")
             });
             assert_eq!(alone, expected, "{kind}, prompt {prompt}");
-            let together = TogetherGenerator::new(&model, &tokens[..prompt], config(24), 3, &device).expect("it fits");
+            let together = TogetherGenerator::new(&model, &tokens[..prompt], greedy(24), 3, &device).expect("it fits");
             for (at, step) in together.enumerate() {
                 assert_eq!(
                     step.expect("finite"),
@@ -111,7 +101,7 @@ fn selectors_and_decode_methods_choose_as_with_the_rounded_weights_in_f32() {
         let [text, expected] = [&model, &wide].map(|model| -> Vec<u32> {
             let selectors = LayerSelectors::parse(selector).expect("valid");
             let selection = Selection::new(selectors, model.shape()).expect("it fits");
-            let generator = Generator::new(model, &tokens, config(16), &Default::default()).expect("it fits");
+            let generator = Generator::new(model, &tokens, greedy(16), &Default::default()).expect("it fits");
             let generator = generator.with_selection(selection);
             generator.collect::<Result<_, _>>().expect("finite")
         });
@@ -128,15 +118,8 @@ fn an_export_is_read_as_its_checkpoint_and_one_in_bf16_loses_nothing() {
         let recipe = recipe(model_lines, attention);
         let checkpoint = write_checkpoint(&folder.path().join(name), &recipe, &random_model(&recipe, 1));
         let exported = |dtype, at: &str| {
-            let options = ExportOptions {
-                dtype,
-                max_shard_bytes: DEFAULT_SHARD_BYTES,
-                form: None,
-                eos_token_id: VOCAB_SIZE as u32 - 1,
-                pad_token_id: None,
-            };
             let out = folder.path().join(format!("{name}-{at}"));
-            export(&checkpoint, &out, &options).expect("written");
+            export(&checkpoint, &out, &export_options(dtype)).expect("written");
             out
         };
         let of_checkpoint = named_parameters(&read(&checkpoint.path, Kept::Bf16Weights));

@@ -1,17 +1,11 @@
 //! No row sees what comes after it, nor another document.
-use crate::random_model::{VOCAB_SIZE, kinds, max_difference, random_model, recipe, tokens};
-use burn::tensor::{Int, Tensor, TensorData};
+use crate::random_model::{VOCAB_SIZE, ids, kinds, max_difference, random_model, recipe, tokens};
 use burn_flex::Flex;
 use sieve_core::Attention;
 use sieve_nn::{KvCache, LayerContext, Qwen3};
 use sieve_ops::Documents;
 
 const LEN: usize = 48;
-
-fn ids(tokens: &[u32]) -> Tensor<Flex, 2, Int> {
-    let ids: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
-    Tensor::from_data(TensorData::new(ids, [1, tokens.len()]), &Default::default())
-}
 
 /// Logits of a row that holds documents with the given ends.
 fn logits(model: &Qwen3<Flex>, tokens: &[u32], ends: &[usize]) -> Vec<f32> {

@@ -1,6 +1,5 @@
 //! Decoding token by token through the cache computes the rows of the full forward pass.
-use crate::random_model::{VOCAB_SIZE, kinds, max_difference, random_model, recipe, tokens};
-use burn::tensor::{Int, Tensor, TensorData};
+use crate::random_model::{VOCAB_SIZE, greedy, ids, kinds, max_difference, random_model, recipe, tokens};
 use burn_flex::Flex;
 use sieve_core::Attention;
 use sieve_core::model::AttentionForm;
@@ -9,11 +8,6 @@ use sieve_nn::{KvCache, Qwen3};
 
 /// Tokens in all; the windows are 7 and 5.
 const LEN: usize = 48;
-
-fn ids(tokens: &[u32]) -> Tensor<Flex, 2, Int> {
-    let ids: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
-    Tensor::from_data(TensorData::new(ids, [1, tokens.len()]), &Default::default())
-}
 
 /// Rows of the full forward pass.
 fn full_rows(model: &Qwen3<Flex>, tokens: &[u32]) -> Vec<Vec<f32>> {
@@ -108,14 +102,7 @@ fn greedy_generation_takes_the_tokens_of_the_full_forward_pass() {
         let model = random_model(&recipe(model_lines, attention), 3);
         for prompt in [1, 20] {
             let mut text = tokens(prompt, 4);
-            let config = GenerateConfig {
-                max_new_tokens: 24,
-                sampling: Sampling::GREEDY,
-                // No token of the vocabulary: nothing ends the text early.
-                eos_id: VOCAB_SIZE as u32,
-                num_tokens: VOCAB_SIZE,
-            };
-            let generated: Vec<u32> = Generator::new(&model, &text, config, &Default::default())
+            let generated: Vec<u32> = Generator::new(&model, &text, greedy(24), &Default::default())
                 .expect("it fits")
                 .collect::<Result<_, _>>()
                 .expect("finite");
@@ -134,7 +121,6 @@ fn texts_that_grow_together_are_those_that_grow_alone() {
         let model = random_model(&recipe(model_lines, attention), 3);
         let (prompt, device) = (tokens(11, 4), Default::default());
         let config = |seed, eos_id| GenerateConfig {
-            max_new_tokens: 24,
             sampling: Sampling {
                 temperature: 0.9,
                 top_p: 0.95,
@@ -142,7 +128,7 @@ fn texts_that_grow_together_are_those_that_grow_alone() {
                 seed,
             },
             eos_id,
-            num_tokens: VOCAB_SIZE,
+            ..greedy(24)
         };
         let alone = |seed, eos_id| -> Vec<u32> {
             Generator::new(&model, &prompt, config(seed, eos_id), &device)
@@ -180,10 +166,8 @@ fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
     let model = random_model(&recipe(model_lines, attention), 3);
     let device = Default::default();
     let config = |max_new_tokens, eos_id| GenerateConfig {
-        max_new_tokens,
-        sampling: Sampling::GREEDY,
         eos_id,
-        num_tokens: VOCAB_SIZE,
+        ..greedy(max_new_tokens)
     };
     let all = |generator: Generator<'_, Flex>| -> Vec<u32> { generator.collect::<Result<_, _>>().expect("finite") };
     let start = tokens(4, 9);

@@ -4,14 +4,14 @@
 //! ones.
 #![allow(clippy::print_stderr, reason = "the largest difference is worth a line")]
 use crate::python;
-use crate::random_model::{VOCAB_SIZE, distinct_tokens, kinds, max_difference, random_model, recipe, write_checkpoint};
+use crate::random_model::{
+    VOCAB_SIZE, distinct_tokens, export_options, greedy, kinds, max_difference, random_model, recipe, write_checkpoint,
+};
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::DmaWindow;
-use sieve_eval::{GenerateConfig, Generator, Sampling, logits};
-use sieve_hf::{
-    DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, TensorFile, export, load_model, write_tensor_file,
-};
+use sieve_eval::{Generator, logits};
+use sieve_hf::{ExportDtype, NamedTensor, TensorFile, export, load_model, write_tensor_file};
 use sieve_nn::Qwen3;
 use sieve_ops::{Documents, dma_select};
 use sieve_testing::Random;
@@ -47,28 +47,11 @@ fn our_logits(checkpoint: &Path, tokens: &[u32]) -> Vec<f32> {
 
 /// Greedy tokens after each prompt, with a cache, one prompt after the other.
 fn our_continuations(model: &Qwen3<Flex>, tokens: &[u32]) -> Vec<Vec<u32>> {
-    let config = GenerateConfig {
-        max_new_tokens: NEW,
-        sampling: Sampling::GREEDY,
-        // None of the vocabulary: nothing ends early.
-        eos_id: VOCAB_SIZE as u32,
-        num_tokens: VOCAB_SIZE,
-    };
     let continued = |len: usize| {
-        let generator = Generator::new(model, &tokens[..len], config, &Default::default()).expect("it fits");
+        let generator = Generator::new(model, &tokens[..len], greedy(NEW), &Default::default()).expect("it fits");
         generator.map(|token| token.expect("finite logits")).collect()
     };
     PROMPTS.map(continued).to_vec()
-}
-
-fn options(max_shard_bytes: u64) -> ExportOptions {
-    ExportOptions {
-        dtype: ExportDtype::F32,
-        max_shard_bytes,
-        form: None,
-        eos_token_id: VOCAB_SIZE as u32 - 1,
-        pad_token_id: None,
-    }
 }
 
 #[test]
@@ -89,8 +72,11 @@ fn transformers_computes_the_same_logits() {
         let checkpoint = write_checkpoint(&run, &recipe, &model);
         let out = folder.path().join(format!("{kind}-hf"));
         // One of them in several files.
-        let shard_bytes = if kind == "swa" { 100_000 } else { DEFAULT_SHARD_BYTES };
-        let report = export(&checkpoint, &out, &options(shard_bytes)).expect("exports");
+        let mut options = export_options(ExportDtype::F32);
+        if kind == "swa" {
+            options.max_shard_bytes = 100_000;
+        }
+        let report = export(&checkpoint, &out, &options).expect("exports");
         arguments.push(out.display().to_string());
         let continued = our_continuations(&model, &tokens);
         ours.push((kind, out, report, our_logits(&run, &tokens), continued));

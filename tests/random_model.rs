@@ -1,10 +1,14 @@
 //! Small models with random weights of every kind of parameter, gates and norms too, and their checkpoints.
-use burn::tensor::{DType, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::Flex;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::{ModelShape, Recipe};
-use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, load_parameters, named_parameters};
+use sieve_eval::{GenerateConfig, Sampling};
+use sieve_hf::{
+    Checkpoint, CheckpointFiles, CheckpointState, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, load_parameters,
+    named_parameters,
+};
 use sieve_nn::Qwen3;
 use sieve_testing::cases;
 use std::path::Path;
@@ -192,6 +196,33 @@ pub(crate) fn distinct_tokens(len: usize, seed: u64) -> Vec<u32> {
     }
     all.truncate(len);
     all
+}
+
+/// One row of tokens.
+pub(crate) fn ids(tokens: &[u32]) -> Tensor<Flex, 2, Int> {
+    let ids: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
+    Tensor::from_data(TensorData::new(ids, [1, tokens.len()]), &Default::default())
+}
+
+/// Greedy tokens that nothing ends early: the end is no token of the vocabulary.
+pub(crate) fn greedy(max_new_tokens: usize) -> GenerateConfig {
+    GenerateConfig {
+        max_new_tokens,
+        sampling: Sampling::GREEDY,
+        eos_id: VOCAB_SIZE as u32,
+        num_tokens: VOCAB_SIZE,
+    }
+}
+
+/// An export in one file, whose end token is that of [`tokenizer_json`].
+pub(crate) fn export_options(dtype: ExportDtype) -> ExportOptions {
+    ExportOptions {
+        dtype,
+        max_shard_bytes: DEFAULT_SHARD_BYTES,
+        form: None,
+        eos_token_id: VOCAB_SIZE as u32 - 1,
+        pad_token_id: None,
+    }
 }
 
 /// Largest difference of two lists.

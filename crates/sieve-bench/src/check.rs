@@ -113,7 +113,7 @@ impl Target {
 pub fn check(settings: &CheckSettings, target: &Target, on_part: &mut dyn FnMut(CheckedPart)) -> Result<Report> {
     let mut progress = Progress::new(on_part);
     match target {
-        Target::Cpu => progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), settings)?,
+        Target::Cpu => progress.models::<Autodiff<Flex>>((&FlexDevice, DType::F32), false, settings)?,
         Target::Cuda(gpu) => on_cuda(&mut progress, gpu, settings)?,
     }
     Ok(progress.report)
@@ -270,11 +270,16 @@ impl<'a> Progress<'a> {
         })
     }
 
-    /// Models on a backend that computes in a type.
-    fn models<B: TrainBackend>(&mut self, on: (&B::Device, DType), settings: &CheckSettings) -> Result<()> {
+    /// Models on a backend that computes in a type, and in fp8 where it can.
+    fn models<B: TrainBackend>(
+        &mut self,
+        on: (&B::Device, DType),
+        with_fp8: bool,
+        settings: &CheckSettings,
+    ) -> Result<()> {
         let extent = settings.extent();
         self.part("models".to_owned(), |report| {
-            models::check::<B>(report, on, settings.part, &extent)
+            models::check::<B>(report, on, (settings.part, with_fp8), &extent)
         })
     }
 }
@@ -307,7 +312,7 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
     }
     if good {
         stage(progress, "models", |progress| {
-            progress.models::<Autodiff<Cuda>>((&portable.device, DType::BF16), settings)
+            progress.models::<Autodiff<Cuda>>((&portable.device, DType::BF16), models::has_fp8(gpu), settings)
         })?;
     }
     Ok(())

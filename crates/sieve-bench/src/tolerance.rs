@@ -26,14 +26,6 @@ impl Tolerance {
         }
     }
 
-    /// That of results of a type: in bf16 twice the error of the plain computation and a share, in f32 its own share.
-    pub(crate) const fn of(is_bf16: bool, floor: f32, [bf16_share, f32_share]: [f32; 2]) -> Self {
-        match is_bf16 {
-            true => Self::new(2.0, floor, bf16_share),
-            false => Self::new(0.0, floor, f32_share),
-        }
-    }
-
     /// The largest ratio of error to what is allowed; an error when that is over 1.
     ///
     /// A NaN is an infinite error; equal infinities are equal.

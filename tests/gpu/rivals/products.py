@@ -2,8 +2,8 @@
 
     python3 tests/gpu/rivals/products.py [--tokens 16384]
 
-Nothing but products runs, so this is what cuBLAS takes for them on this GPU at the clocks it holds under such a load. Compare with the
-line `products` of `gpu_step_check rival=1.7B-2K-mha` from the same minutes.
+Nothing but GEMMs runs, so this is what cuBLAS takes for them on this GPU at the clocks it holds under such a load. Compare with the
+GEMMs in the table of `sieve train --profile N` from the same minutes.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Times training steps of transformers' Qwen3, Llama and Qwen2 under torch.compile, the rivals of `gpu_step_check CACHE rival=CASE` and of
-`sieve train` with a model of the same sizes.
+"""Times training steps of transformers' Qwen3, Llama and Qwen2 under torch.compile, the rivals of whole runs of `sieve train` with models of the
+same sizes (docs/benchmarks.md).
 
     python3 tests/gpu/rivals/step.py [--cases 1.7B-2K,1.7B-8K,1.7B-32K,80M-2K,SmolLM2-2K,SmolLM2-8K,Qwen2.5-2K,Qwen2.5-8K]
     python3 tests/gpu/rivals/step.py --float8        (torchao's float8 for the layers' projections, one scale a tensor)

@@ -58,7 +58,12 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let shape = AttentionShape::new(random.between(1, 3), 1, heads, [[64, 128][at / 4 % 2]; 2]);
         let seed = random.between(0, 1 << 30) as u64;
         let mut calls = TokenCheck::new(device, shape, 1.0, seed);
-        let choice = CHOICES[at % 4];
+        let (blocks, rule, first, local) = CHOICES[at % 4];
+        let choice = BlockChoice {
+            blocks: NsaBlocks::of(blocks),
+            rule,
+            forced: ForcedBlocks { first, local },
+        };
         let outcome = calls.chosen(choice).map(|()| calls.worst);
         report.add(
             "chosen_decode",
@@ -69,38 +74,13 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     }
 }
 
-/// One choice of each rule.
-const CHOICES: [BlockChoice; 4] = [
-    BlockChoice {
-        blocks: blocks([32, 16, 64], 4),
-        rule: ChoiceRule::WeightedProbability,
-        forced: ForcedBlocks::NSA,
-    },
-    BlockChoice {
-        blocks: blocks([32, 16, 32], 5),
-        rule: ChoiceRule::LargestProbability,
-        forced: ForcedBlocks { first: true, local: 2 },
-    },
-    BlockChoice {
-        blocks: blocks([16, 16, 16], 3),
-        rule: ChoiceRule::MeanKey,
-        forced: ForcedBlocks { first: false, local: 1 },
-    },
-    BlockChoice {
-        blocks: blocks([1, 1, 48], 3),
-        rule: ChoiceRule::LargestScore,
-        forced: ForcedBlocks { first: true, local: 1 },
-    },
+/// One choice of each rule: sizes of its blocks, whether the first block is forced, how many local ones are.
+const CHOICES: [([usize; 4], ChoiceRule, bool, usize); 4] = [
+    ([32, 16, 64, 4], ChoiceRule::WeightedProbability, true, 2),
+    ([32, 16, 32, 5], ChoiceRule::LargestProbability, true, 2),
+    ([16, 16, 16, 3], ChoiceRule::MeanKey, false, 1),
+    ([1, 1, 48, 3], ChoiceRule::LargestScore, true, 1),
 ];
-
-const fn blocks([size, stride, select]: [usize; 3], num_selected_blocks: usize) -> NsaBlocks {
-    NsaBlocks {
-        compress_block_size: size,
-        compress_stride: stride,
-        select_block_size: select,
-        num_selected_blocks,
-    }
-}
 
 pub(super) struct TokenCheck<'a> {
     pub(super) device: &'a dyn Device,
