@@ -164,8 +164,7 @@ fn scores_of_row<B: DeviceBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B:
             );
         };
         let qkv = dma.qkv.forward(layer.input_layernorm.forward(x), context);
-        let w_dt = dma.dt_proj.weight.val().transpose();
-        let z = dma_ranks(qkv, w_dt, dma.a.val(), dma.qkv.spec(None), None).into_data();
+        let z = dma_ranks(qkv, &dma.dma_layer(), dma.qkv.spec(None), None).into_data();
         let z: Vec<f32> = z.convert::<f32>().to_vec().map_err(BenchError::gpu)?;
         rows.extend(z.chunks_exact(tokens.len()).map(<[f32]>::to_vec));
         Ok(())

@@ -1,6 +1,6 @@
 //! From a request to the launches of sieve-gpu's wrappers, op by op.
 use crate::request::{Blocks, Call, Choice, PlanError, Request};
-use sieve_core::{BlockChoice, CallShape, ForcedBlocks, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
+use sieve_core::{BlockChoice, CallShape, DmaWindow, ForcedBlocks, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
 use sieve_gpu::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots,
     KernelError, KernelPolicy, KeyLists, KvCache, LatentKeys, PositionOrigin, Qkv, Recency, Recorder, ScoreBias,
@@ -514,7 +514,11 @@ impl Inputs {
     ) -> Result<(CudaTensor, Option<KeyLists>), PlanError> {
         let rank = self.get("rank")?;
         rank.require_dtype("dma_select", "rank", DType::F32)?;
-        let selection = dma_select(&rank, start, end, keep, local)?;
+        let window = DmaWindow {
+            keep_window_size: keep,
+            local_window_size: local,
+        };
+        let selection = dma_select(&rank, start, end, window)?;
         let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
         let lists = match keep < seq_len {
             true => Some(selection.dma_lists(start, end, KeyLists::TILE_QUERIES)?),

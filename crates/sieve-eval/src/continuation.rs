@@ -3,7 +3,6 @@ use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection};
 use burn::tensor::{DType, Tensor};
 use sieve_core::ModelShape;
-use sieve_core::model::AttentionForm;
 use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3};
 use sieve_ops::{DeviceBackend, RotaryEmbedding};
 
@@ -26,11 +25,8 @@ const PARTS_OF_KEPT: usize = 4;
 /// Chunk size for a prompt of `num_tokens`. It is the whole prompt unless every layer keeps a bounded number of keys:
 /// dense, latent and native sparse layers cache something of every token anyway, and read a prompt fastest in one pass.
 pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
-    let kept = shape.by_kind().into_iter().map(|part| match part.attention.form() {
-        AttentionForm::Grouped { window } => window,
-        AttentionForm::Ranked(dma) => Some(dma.keep_window_size),
-        AttentionForm::Latent(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_) => None,
-    });
+    let parts = shape.by_kind().into_iter();
+    let kept = parts.map(|part| part.attention.form().num_kept());
     let most = kept.reduce(|a, b| a.zip(b).map(|(a, b)| a.max(b))).flatten();
     most.map_or(num_tokens, |most| num_tokens.min(PROMPT_PART.max(PARTS_OF_KEPT * most)))
 }

@@ -4,8 +4,8 @@ use crate::input::{check_windows, ids};
 use crate::pass::own_pass;
 use burn::tensor::Tensor;
 use serde::Serialize;
+use sieve_core::ModelShape;
 use sieve_core::model::AttentionForm;
-use sieve_core::{DmaShape, ModelShape};
 use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
@@ -34,29 +34,10 @@ pub struct TrainedMeasure {
 
 /// A model's attention in a few words: its kind, what a query reads, and the layers that differ.
 pub fn attention_label(shape: &ModelShape) -> String {
-    let kind = shape.attention.kind().name();
-    let mut label = match shape.attention.form() {
-        AttentionForm::Grouped { window: None } => kind.to_owned(),
-        AttentionForm::Grouped { window: Some(window) } => format!("{kind}, window {window}"),
-        AttentionForm::Latent(mla) => format!("{kind}, rank {}", mla.kv_lora_rank),
-        AttentionForm::Ranked(dma) if dma.local_window_size == 0 => format!("{kind}, keeps {}", dma.keep_window_size),
-        AttentionForm::Ranked(dma) => {
-            let DmaShape {
-                keep_window_size: kept,
-                local_window_size: local,
-                ..
-            } = dma;
-            format!("{kind}, keeps {kept}, the last {local} always")
-        }
-        AttentionForm::Blocks(choice) => format!(
-            "{kind}, {} x {} selected",
-            choice.blocks.num_selected_blocks, choice.blocks.select_block_size
-        ),
-        AttentionForm::Branches(nsa) => format!(
-            "{kind}, {} x {} selected, window {}",
-            nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
-        ),
-    };
+    let mut label = shape.attention.kind().name().to_owned();
+    if let Some(sizes) = shape.attention.form().label() {
+        label += &format!(", {sizes}");
+    }
     let layers = shape.num_layers;
     for (count, words) in [
         (shape.num_dense_layers(), "dense"),
@@ -163,11 +144,7 @@ fn blocks_of<B: DeviceBackend>(
     context: &LayerContext<'_, B>,
 ) -> Option<Vec<i64>> {
     let normed = || layer.input_layernorm.forward(x.clone());
-    let chosen = match &layer.self_attn {
-        sieve_nn::Attention::Nsa(nsa) => nsa.block_indices(normed(), context),
-        sieve_nn::Attention::Chosen(chosen) => chosen.block_indices(normed(), context),
-        _ => return None,
-    };
+    let chosen = layer.self_attn.block_indices(normed, context)?;
     Some(chosen.into_data().iter::<i64>().collect())
 }
 

@@ -25,7 +25,7 @@ use sieve_core::model::AttentionForm;
 use sieve_core::{Keeping, ModelShape};
 use sieve_ops::{
     AttentionLayer, AttentionSpec, DeviceBackend, Documents, KernelPolicy, LayerTokens, ProductPrecision,
-    RotaryEmbedding, RowParts, SieveBackend, WeightSums,
+    RotaryEmbedding, RowParts, SieveBackend, TokenAttention, WeightSums,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -209,6 +209,50 @@ impl<B: SieveBackend> Attention<B> {
             Self::Grouped(layer) => layer.qkv.is_in_layer_op().then(|| layer.layer_op(norm, context)),
             Self::Dma(layer) => layer.qkv.is_in_layer_op().then(|| layer.layer_op(norm, context)),
             Self::Mla(_) | Self::Nsa(_) | Self::Chosen(_) => None,
+        }
+    }
+
+    /// The layer as a step of one token takes it; `None` of a kind that no step takes.
+    pub(crate) fn for_token_step(&self) -> Option<TokenAttention<B>> {
+        match self {
+            Self::Grouped(layer) => Some(layer.qkv.for_token_step(&layer.o_proj, layer.spec())),
+            Self::Mla(layer) => Some(layer.for_token_step()),
+            Self::Nsa(layer) => Some(layer.for_token_step()),
+            Self::Dma(layer) => Some(layer.for_token_step()),
+            Self::Chosen(layer) => layer.for_token_step(),
+        }
+    }
+
+    /// The weight of each key for each query, `[num_heads, seq_len, seq_len]` with the keys last, of one document.
+    ///
+    /// Rows sum to 1; those of NSA to the sum of the query's gates, and a compressed block's weight is spread evenly
+    /// over its tokens.
+    ///
+    /// # Shapes
+    /// - x: `[1, seq_len, d_model]`, after the layer's norm
+    ///
+    /// # Panics
+    /// With more than one row in `x`.
+    pub fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        match self {
+            Self::Grouped(layer) => weights::dense(&layer.qkv, layer.spec(), x, context),
+            Self::Mla(layer) => layer.weights(x, context),
+            Self::Nsa(layer) => layer.weights(x, context),
+            Self::Dma(layer) => layer.weights(x, context),
+            Self::Chosen(layer) => layer.weights(x, context),
+        }
+    }
+
+    /// The blocks that each query reads, as the layer's `block_indices` gives them; `None` of a kind without blocks.
+    pub fn block_indices(
+        &self,
+        x: impl FnOnce() -> Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+    ) -> Option<Tensor<B, 4, Int>> {
+        match self {
+            Self::Nsa(layer) => Some(layer.block_indices(x(), context)),
+            Self::Chosen(layer) => Some(layer.block_indices(x(), context)),
+            Self::Grouped(_) | Self::Mla(_) | Self::Dma(_) => None,
         }
     }
 

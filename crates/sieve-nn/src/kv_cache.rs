@@ -10,10 +10,10 @@ pub(crate) use latents::NewLatents;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{DmaShape, DmaWindow};
+use sieve_core::DmaWindow;
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, DmaAttention, DmaCache, DmaToken, Documents, KeyCache, PositionOrigin, Recency,
-    TokenBuffer, TokenCache, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks,
+    AttentionSpec, DeviceBackend, DmaAttention, DmaCache, DmaLayer, DmaToken, Documents, KeyCache, PositionOrigin,
+    Recency, TokenBuffer, TokenCache, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks,
 };
 
 /// One cache per layer, and the number of tokens that went through. Its buffers are its own: a clone copies them.
@@ -354,14 +354,8 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
     /// DMA of new tokens; `[batch, new, num_heads, head_dim]`. Several new tokens after cached ones attend as one row:
     /// the keys in the slots, then the tokens. A key's rank does not depend on the query and an evicted key never
     /// returns, so that row's mask equals the whole text's.
-    pub(crate) fn attend_selected(
-        self,
-        qkv: Tensor<B, 4>,
-        w_dt: Tensor<B, 2>,
-        a: Tensor<B, 1>,
-        spec: AttentionSpec,
-        dma: DmaShape,
-    ) -> Tensor<B, 4> {
+    pub(crate) fn attend_selected(self, qkv: Tensor<B, 4>, layer: DmaLayer<B>, spec: AttentionSpec) -> Tensor<B, 4> {
+        let dma = layer.spec;
         let LayerCache::Selected { cache, next_position } = self.cache else {
             panic!("a DMA layer decodes after a prompt");
         };
@@ -376,7 +370,7 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
                 device: device.clone(),
             },
         });
-        let rank = dma_ranks(qkv.clone(), w_dt, a, spec, recency);
+        let rank = dma_ranks(qkv.clone(), &layer, spec, recency);
         if new == 1 {
             let [q, k, v] = split(qkv, spec).map(|x| x.squeeze_dim::<3>(1).into_primitive().tensor());
             let token = DmaToken {

@@ -5,7 +5,7 @@ use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
-use sieve_ops::{AttentionLayer, AttentionSpec, QkNorm, SieveBackend};
+use sieve_ops::{AttentionLayer, AttentionSpec, QkNorm, SieveBackend, TokenAttention, TokenExtra};
 
 /// `x` to `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, q and k normalised per head, where the model has
 /// such norms, and rotated.
@@ -91,6 +91,19 @@ impl<B: SieveBackend> QkvProjection<B> {
             precision: context.precision,
             keeping: context.keeping,
             sums: context.take_sums([&self.qkv_proj, o_proj]),
+        }
+    }
+
+    /// The layer that ends with `o_proj`, as a step of one token takes it.
+    pub(crate) fn for_token_step(&self, o_proj: &Linear<B>, spec: AttentionSpec) -> TokenAttention<B> {
+        TokenAttention {
+            qkv: self.qkv_proj.weight.val(),
+            qkv_bias: self.qkv_bias.as_ref().map(Param::val),
+            qk_norm: self.qk_norm(),
+            dma: None,
+            extra: TokenExtra::None,
+            o: o_proj.weight.val(),
+            spec,
         }
     }
 

@@ -1,12 +1,7 @@
 //! One new token of every row, through the whole model in one piece where the device can.
-use crate::{Attention, DecoderLayer, KvCache, LayerCache, Qwen3};
-use burn::module::Param;
+use crate::{DecoderLayer, KvCache, LayerCache, Qwen3};
 use burn::tensor::{Int, Tensor};
-use sieve_core::ChoiceRule;
-use sieve_ops::{
-    AttentionSpec, DeviceBackend, QkNorm, RotaryEmbedding, TokenExtra, TokenLayer, TokenStep, repeat_token_step,
-    token_step,
-};
+use sieve_ops::{DeviceBackend, RotaryEmbedding, TokenLayer, TokenStep, repeat_token_step, token_step};
 
 impl<B: DeviceBackend> Qwen3<B> {
     /// Logits of the next token of every row, `[batch, vocab_size]`, and the cache with the tokens `ids`, `[batch, 1]`;
@@ -64,57 +59,11 @@ impl<B: DeviceBackend> DecoderLayer<B> {
         if self.input_residual.is_some() || self.post_attention_residual.is_some() {
             return None;
         }
-        let (mut dma, mut extra) = (None, TokenExtra::None);
-        let (qkv, o_proj, spec) = match &self.self_attn {
-            Attention::Grouped(layer) => (&layer.qkv, &layer.o_proj, layer.spec()),
-            Attention::Dma(layer) => {
-                dma = Some(layer.dma_layer());
-                (&layer.qkv, &layer.o_proj, layer.spec())
-            }
-            Attention::Chosen(layer) if layer.shares() || layer.choice().rule == ChoiceRule::SumOfHeads => return None,
-            Attention::Chosen(layer) => {
-                if let Some(indexer) = &layer.indexer {
-                    let (proj, norm) = (indexer.proj.weight.val(), indexer.qk_norm());
-                    extra = TokenExtra::Indexer { proj, norm };
-                }
-                (&layer.qkv, &layer.o_proj, layer.spec())
-            }
-            Attention::Nsa(layer) => {
-                extra = TokenExtra::Branches(layer.for_token_step());
-                (&layer.qkv, &layer.o_proj, layer.spec())
-            }
-            Attention::Mla(layer) => {
-                let (extra, spec) = layer.for_token_step();
-                let (q, o) = (layer.q_proj.weight.val(), layer.o_proj.weight.val());
-                return Some(self.token_layer([q, o], None, layer.qk_norm(), spec, extra));
-            }
-        };
-        let weights = [qkv.qkv_proj.weight.val(), o_proj.weight.val()];
-        let bias = qkv.qkv_bias.as_ref().map(Param::val);
-        let layer = self.token_layer(weights, bias, qkv.qk_norm(), spec, extra);
-        Some(TokenLayer { dma, ..layer })
-    }
-
-    /// A block whose attention has these weights as its first and last projections.
-    fn token_layer(
-        &self,
-        [qkv, o]: [Tensor<B, 2>; 2],
-        qkv_bias: Option<Tensor<B, 1>>,
-        qk_norm: Option<QkNorm<B>>,
-        spec: AttentionSpec,
-        extra: TokenExtra<B>,
-    ) -> TokenLayer<B> {
-        TokenLayer {
+        Some(TokenLayer {
             norms: [&self.input_layernorm, &self.post_attention_layernorm].map(|norm| norm.weight.val()),
-            qkv,
-            qkv_bias,
-            qk_norm,
-            dma: None,
-            extra,
-            o,
+            attention: self.self_attn.for_token_step()?,
             gate_up: self.mlp.gate_up_proj.weight.val(),
             down: self.mlp.down_proj.weight.val(),
-            spec,
-        }
+        })
     }
 }

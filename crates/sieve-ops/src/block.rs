@@ -6,7 +6,7 @@ pub(crate) mod reference;
 mod residual;
 mod seed_gradient;
 
-pub use attention_layer::{AttentionLayer, AttentionLayerCall, DmaLayer, LayerTokens, MaskAndRanks, attention_layer};
+pub use attention_layer::{AttentionLayer, AttentionLayerCall, LayerTokens, MaskAndRanks, attention_layer};
 pub use feed_forward::{FeedForward, feed_forward};
 pub use residual::Residual;
 pub use seed_gradient::seed_gradient;

@@ -12,7 +12,9 @@ mod token_step;
 pub use cache::{DmaCache, KeyCache};
 pub use sieve_cpu::first_of_largest;
 pub use token_buffer::TokenBuffer;
-pub use token_step::{TokenBranches, TokenCache, TokenExtra, TokenLayer, TokenStep, repeat_token_step, token_step};
+pub use token_step::{
+    TokenAttention, TokenBranches, TokenCache, TokenExtra, TokenLayer, TokenStep, repeat_token_step, token_step,
+};
 
 use crate::tensors::{Float, primitive, tensor};
 use crate::{AttentionSpec, DeviceBackend};

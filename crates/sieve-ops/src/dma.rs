@@ -14,13 +14,14 @@ mod tests;
 
 pub use bias::dma_bias;
 pub(crate) use bias::dma_bias_backward as bias_gradient;
+pub use composed::DmaLayer;
 pub use rank::{PositionOrigin, Recency, dma_rank};
 
 use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use composed::{DmaInputs, backward, by_rank, forward};
+use composed::{backward, by_rank, forward};
 use sieve_core::{DmaBias, DmaShape, DmaWindow, KeepOLow};
 
 /// Output of a DMA layer.
@@ -39,27 +40,16 @@ pub struct DmaAttention<B: Backend> {
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, after q/k-norm and RoPE
-/// - w_dt: `[num_kv_heads * head_dim, num_kv_heads]`
-/// - a: `[num_kv_heads]`
 pub fn dynamic_mask_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
-    w_dt: Tensor<B, 2>,
-    a: Tensor<B, 1>,
+    layer: DmaLayer<B>,
     documents: &Documents<B>,
     spec: AttentionSpec,
-    dma: DmaShape,
 ) -> DmaAttention<B> {
-    let [qkv, w_dt, a] = [primitive(qkv), primitive(w_dt), primitive(a)];
-    let inputs = DmaInputs {
-        scores: DmaScoresCall {
-            qkv: B::value(qkv.clone()),
-            w_dt: B::value(w_dt.clone()),
-            a: B::value(a.clone()),
-            spec,
-        },
-        documents: documents.bounds(),
-        dma,
-    };
+    let qkv = primitive(qkv);
+    let [w_dt, a] = layer.weights();
+    let call = AttentionCall::new(documents.bounds(), spec);
+    let inputs = layer.values().inputs(B::value(qkv.clone()), &call);
     let o_low = match B::HAS_GRAPH {
         true => KeepOLow::default(),
         false => KeepOLow::Never,
@@ -141,18 +131,11 @@ pub fn dma_select<B: SieveBackend>(
 /// `[batch, num_kv_heads, seq_len]`. Shapes as in [`dynamic_mask_attention`].
 pub fn dma_ranks<B: DeviceBackend>(
     qkv: Tensor<B, 4>,
-    w_dt: Tensor<B, 2>,
-    a: Tensor<B, 1>,
+    layer: &DmaLayer<B>,
     spec: AttentionSpec,
     recency: Option<Recency<B>>,
 ) -> Tensor<B, 3> {
-    let call = DmaScoresCall {
-        qkv: primitive(qkv),
-        w_dt: primitive(w_dt),
-        a: primitive(a),
-        spec,
-    };
-    tensor(B::dma_ranks(&call, recency))
+    tensor(B::dma_ranks(&layer.scores(primitive(qkv), spec), recency))
 }
 
 /// Largest score that still enters the exponential: `exp(z)` overflows f32 at 88.7.

@@ -37,24 +37,25 @@ mod testing;
 pub use attention::{AttentionCall, AttentionOutput, AttentionSpec, attention};
 pub use backend::{DeviceBackend, SieveBackend, TrainBackend};
 pub use block::{
-    AttentionLayer, AttentionLayerCall, DmaLayer, FeedForward, LayerTokens, MaskAndRanks, Residual, WeightSums,
-    attention_layer, feed_forward, seed_gradient,
+    AttentionLayer, AttentionLayerCall, FeedForward, LayerTokens, MaskAndRanks, Residual, WeightSums, attention_layer,
+    feed_forward, seed_gradient,
 };
 pub use chosen::{
     ChoiceCall, IndexGradientCall, IndexedCall, block_positions, choose_key_blocks, choose_scored_blocks,
     chosen_attention, index_statistics, indexed_attention, indexer_spec,
 };
 pub use decode::{
-    DmaCache, DmaToken, KeyCache, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep,
-    attention_decode, cached_attention, dma_decode, first_of_largest, likeliest, mla_decode, repeat_token_step,
-    token_step,
+    DmaCache, DmaToken, KeyCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer,
+    TokenStep, attention_decode, cached_attention, dma_decode, first_of_largest, likeliest, mla_decode,
+    repeat_token_step, token_step,
 };
 pub use device::autodiff::BackwardPass;
 pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths};
 pub use dma::{
-    DMA_SCORE_CLAMP, DmaAttention, DmaCall, DmaKeyLists, DmaKeys, DmaScoresCall, DmaSelection, PositionOrigin, Recency,
-    dma_attention, dma_attention_by_rank, dma_bias, dma_rank, dma_ranks, dma_select, dynamic_mask_attention,
+    DMA_SCORE_CLAMP, DmaAttention, DmaCall, DmaKeyLists, DmaKeys, DmaLayer, DmaScoresCall, DmaSelection,
+    PositionOrigin, Recency, dma_attention, dma_attention_by_rank, dma_bias, dma_rank, dma_ranks, dma_select,
+    dynamic_mask_attention,
 };
 pub use documents::{DocumentBounds, Documents};
 pub use embedding::embedding;

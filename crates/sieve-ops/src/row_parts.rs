@@ -18,7 +18,7 @@ mod tests;
 mod threads;
 mod traced;
 
-pub(crate) use attend::{DmaParts, Parted, backward, forward};
+pub(crate) use attend::{Parted, backward, forward};
 pub use heads::Heads;
 pub use threads::ThreadLinks;
 pub use traced::TracedPart;

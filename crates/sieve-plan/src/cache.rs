@@ -20,7 +20,7 @@ pub struct CachePlan {
 /// The cache at `seq_len` tokens, with values of `value_bytes`.
 ///
 /// Dense attention holds K and V of every token, a window those of the last w, MLA the latent, the rotated key and,
-/// where keys are normed, a factor (f32) for each head, DMA `keep_window_size` slots a KV head with their score (f32)
+/// where keys are normed, a factor (f32) for each head, DMA the kept keys of each KV head with their score (f32)
 /// and position (i32), NSA K and V of every token, the compressed ones, and the un-rotated keys of the block that is
 /// not full yet, kinds of chosen blocks K and V of every token and the pooled keys.
 pub fn cache_plan(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
@@ -40,8 +40,9 @@ fn of_kind(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
     let layers = shape.num_layers as u64;
     let kv = 2 * shape.kv_width() as u64 * value_bytes;
     let held = |window: usize| window.min(seq_len) as u64;
-    let (per_token, stops_at_tokens, at_seq_len) = match shape.attention.form() {
-        AttentionForm::Grouped { window } => (kv, window, kv * held(window.unwrap_or(seq_len))),
+    let (form, kept) = (shape.attention.form(), shape.attention.form().num_kept());
+    let (per_token, stops_at_tokens, at_seq_len) = match form {
+        AttentionForm::Grouped { .. } => (kv, kept, kv * held(kept.unwrap_or(seq_len))),
         AttentionForm::Latent(mla) => {
             let latent = (mla.kv_lora_rank + mla.qk_rope_head_dim) as u64 * value_bytes;
             let factors = if mla.qk_norm { 4 * shape.num_heads as u64 } else { 0 };
@@ -77,10 +78,9 @@ fn of_kind(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
             let per_token = kv + key / stride;
             (per_token, None, kv * seq_len as u64 + pooled * key)
         }
-        AttentionForm::Ranked(dma) => {
+        AttentionForm::Ranked(_) => {
             let slot = kv + 8 * shape.num_kv_heads as u64;
-            let kept = dma.keep_window_size;
-            (slot, Some(kept), slot * held(kept))
+            (slot, kept, slot * held(kept.unwrap_or(seq_len)))
         }
     };
     CachePlan {

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::Target;
-use sieve_core::model::{Attention, AttentionForm, ModelShape};
+use sieve_core::model::{AttentionForm, ModelShape};
 use sieve_core::recipe::Recipe;
 use sieve_core::{ReferenceTooLarge, ScoreMatrix};
 use sieve_kernels::{AttentionNeeds, AttentionShape, ChoiceLists, NeededKernels, NeededKeys, ScoreBias, SumOrder};
@@ -165,8 +165,8 @@ fn cuda_attention(op: &str, shape: &ModelShape, arch: &str) -> (&'static str, St
     if op == "dma scores" && kv_heads > most {
         return plain(format!("{kv_heads} KV heads, the kernel takes up to {most}"));
     }
-    let width = match shape.attention {
-        Attention::Mla(mla) => format!("{width} + {}", mla.qk_rope_head_dim),
+    let width = match shape.attention.form() {
+        AttentionForm::Latent(mla) => format!("{width} + {}", mla.qk_rope_head_dim),
         _ => width.to_string(),
     };
     let reason = match op {

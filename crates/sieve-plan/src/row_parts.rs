@@ -1,6 +1,6 @@
 //! Context parallelism: what a process has of a row, and what crosses to the others in each layer.
 
-use sieve_core::model::{Attention, AttentionForm, ModelShape, NUM_NSA_BRANCHES, NsaCompression};
+use sieve_core::model::{AttentionForm, ModelShape, NUM_NSA_BRANCHES, NsaCompression};
 use sieve_core::recipe::Recipe;
 
 /// How the rows of a recipe are shared out.
@@ -41,9 +41,11 @@ impl RowShare {
             return None;
         }
         let len = self.seq_len / self.degree;
-        let reach = match layer.attention {
-            Attention::Dma(dma) => dma.keep_window_size,
-            Attention::Swa(swa) => swa.sliding_window.saturating_sub(1),
+        let form = layer.attention.form();
+        let reach = match (form, form.num_kept()) {
+            (AttentionForm::Ranked(_), Some(kept)) => kept,
+            // A window counts the query's own key.
+            (_, Some(window)) => window.saturating_sub(1),
             _ if layer.num_kv_heads.is_multiple_of(self.degree) => return Some(Way::Heads),
             _ => self.seq_len,
         };
@@ -126,13 +128,14 @@ impl RowShare {
                     let others = self.tokens() as f64 * (1.0 - 1.0 / self.degree as f64);
                     // What is shared goes to every process, and its gradients come from every one.
                     let all = others * (split + q + self.degree as f64 * shared);
-                    // Grouped attention exchanges q, k and v again in its backward pass.
-                    let again = if is_grouped(&layer) { others * split } else { 0.0 };
+                    // A layer that is one op exchanges q, k and v again in its backward pass.
+                    let is_one_op = layer.attention.form().is_one_op();
+                    let again = if is_one_op { others * split } else { 0.0 };
                     [all, all + again]
                 }
                 Some(Way::Border { slots, share }) => {
-                    let parts = match layer.attention {
-                        Attention::Dma(_) => self.degree - 1,
+                    let parts = match layer.attention.form() {
+                        AttentionForm::Ranked(_) => self.degree - 1,
                         _ => slots.div_ceil(share.max(1)),
                     };
                     [(self.batch * share * parts) as f64 * 2.0 * kv; 2]
@@ -156,7 +159,8 @@ impl RowShare {
                 Some(Way::Heads) => {
                     let [split, shared] = exchanged_values(&layer).map(|values| values as f64);
                     let all = own * (split + q + self.degree as f64 * shared);
-                    [all, if is_grouped(&layer) { all + own * split } else { all }]
+                    let is_one_op = layer.attention.form().is_one_op();
+                    [all, if is_one_op { all + own * split } else { all }]
                 }
                 // The longer rows; the same again, the gradient of o behind zeros, and that of the own tokens.
                 Some(Way::Border { slots, .. }) => {
@@ -207,7 +211,6 @@ fn exchanged_values(layer: &ModelShape) -> [u64; 2] {
     let (heads, head_dim) = (layer.num_heads as u64, layer.head_dim as u64);
     let packed = q + 2 * kv;
     match layer.attention.form() {
-        AttentionForm::Grouped { .. } | AttentionForm::Ranked(_) => [packed, 0],
         AttentionForm::Latent(mla) => {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             [q + heads * rope, rank + rope]
@@ -223,14 +226,6 @@ fn exchanged_values(layer: &ModelShape) -> [u64; 2] {
             [tensors * packed + NUM_NSA_BRANCHES as u64 * heads, 0]
         }
         AttentionForm::Blocks(choice) if choice.has_indexer() => [packed + kv, 2 * head_dim],
-        AttentionForm::Blocks(_) => [packed, 0],
+        AttentionForm::Grouped { .. } | AttentionForm::Ranked(_) | AttentionForm::Blocks(_) => [packed, 0],
     }
-}
-
-/// Whether the layer is one op, whose backward pass exchanges again what the forward pass did.
-fn is_grouped(layer: &ModelShape) -> bool {
-    matches!(
-        layer.attention.form(),
-        AttentionForm::Grouped { .. } | AttentionForm::Ranked(_)
-    )
 }

@@ -130,7 +130,7 @@ pub(super) fn tokens_per_second(
 /// The shortest rows, among powers of two, for which training is estimated to be faster than with dense attention;
 /// `None` for other kinds than NSA, and where there are none.
 pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Option<usize> {
-    let Attention::Nsa(_) = shape.attention else {
+    let AttentionForm::Branches(_) = shape.attention.form() else {
         return None;
     };
     let dense = ModelShape {
@@ -156,11 +156,12 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
 
 /// Share of the peak that a kind's pairs reach, and whether it is DMA; `None` where it was not measured.
 fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
+    let leaves_out = shape.attention.form().num_kept().is_some_and(|kept| kept < seq_len);
     match shape.attention.form() {
-        AttentionForm::Grouped { window: Some(window) } if window < seq_len => Some((WINDOW_PAIRS, false)),
+        AttentionForm::Grouped { .. } if leaves_out => Some((WINDOW_PAIRS, false)),
         AttentionForm::Grouped { .. } => Some((dense_pairs_rate(seq_len), false)),
-        AttentionForm::Ranked(dma) if dma.keep_window_size >= seq_len => Some((dense_pairs_rate(seq_len), true)),
-        AttentionForm::Ranked(_) => Some((GATHERED_PAIRS, true)),
+        AttentionForm::Ranked(_) if leaves_out => Some((GATHERED_PAIRS, true)),
+        AttentionForm::Ranked(_) => Some((dense_pairs_rate(seq_len), true)),
         AttentionForm::Latent(_) => Some((LATENT_PAIRS, false)),
         AttentionForm::Branches(_) => Some((BLOCK_PAIRS, false)),
         AttentionForm::Blocks(_) if shape.attention.index_warmup() == Some(true) => {
@@ -194,7 +195,7 @@ fn block_bytes_per_token(shape: &ModelShape, is_dma: bool) -> f64 {
     }
     // NSA: keys and values before and after rotation, three gradients of them added up, blocks, three branches and
     // their gates.
-    if let Attention::Nsa(_) = shape.attention {
+    if let AttentionForm::Branches(_) = shape.attention.form() {
         values += 14.0 * (q + 2.0 * kv) + 22.0 * q + 12.0 * kv;
     }
     2.0 * shape.num_layers as f64 * values

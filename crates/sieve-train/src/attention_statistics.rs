@@ -72,14 +72,14 @@ pub struct KeyAges {
     pub median_key_age: u64,
     /// 95 % of the pairs are no older, in tokens.
     pub late_key_age: u64,
-    /// Share of the active pairs outside a sliding window of `keep_window_size`. DMA and that window have equally many
+    /// Share of the active pairs outside a sliding window of as many keys. DMA and that window have equally many
     /// pairs, so one minus this share is their overlap.
     pub beyond_window: f64,
 }
 
 impl KeyAges {
     /// From the number of keys by lifetime: `keys[t]` are active for t queries, at the ages 0 to t - 1.
-    fn of(keys: &[u64], keep_window_size: usize) -> Self {
+    fn of(keys: &[u64], kept: usize) -> Self {
         // Pairs of age a: the keys that live longer.
         let mut pairs = vec![0; keys.len()];
         let mut living = 0;
@@ -96,7 +96,7 @@ impl KeyAges {
             });
             age.unwrap_or(0) as u64
         };
-        let beyond: u64 = pairs.iter().skip(keep_window_size).sum();
+        let beyond: u64 = pairs.iter().skip(kept).sum();
         Self {
             median_key_age: age_of(0.5),
             late_key_age: age_of(0.95),
@@ -224,10 +224,7 @@ impl AttentionStatistics {
             .fold(none, Lifetimes::and_row)
             .reduce(none, Lifetimes::and);
         let heads = (rows / batch.batch * kv_heads) as f64;
-        let ages = match attention {
-            Attention::Dma(dma) => Some(KeyAges::of(&keys, dma.keep_window_size)),
-            _ => None,
-        };
+        let ages = attention.form().num_kept().map(|kept| KeyAges::of(&keys, kept));
         Self {
             density: active as f64 / (causal as f64 * heads),
             mean_active_keys: active as f64 / (tokens * heads),

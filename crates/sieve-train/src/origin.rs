@@ -1,8 +1,9 @@
 //! The checkpoint a run resumes from.
 use crate::{RunFolder, Start, TrainError};
 use serde::{Deserialize, Serialize};
+use sieve_core::model::AttentionForm;
 use sieve_core::recipe::{AttentionKind, OptimizerName};
-use sieve_core::{ModelShape, Recipe};
+use sieve_core::{Attention, ModelShape, Recipe};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointError, CheckpointState, list_checkpoints};
 use std::io::ErrorKind;
@@ -125,12 +126,11 @@ impl Origin {
     fn branch(checkpoint: Checkpoint, recipe: &Recipe) -> Result<Self, TrainError> {
         let (there, saved) = checkpoint.recipe_and_shape()?;
         let now = recipe.model_shape(checkpoint.state.vocab_size)?;
-        let kinds = [&there, recipe].map(|recipe| recipe.attention.kind());
-        let difference = match kinds {
-            [saved, now] if saved != now && !(is_dense_or_chosen(saved) && is_dense_or_chosen(now)) => {
-                Some(other_kind(saved, now))
-            }
-            _ => other_size(&saved, &now),
+        let attentions = [&there, recipe].map(|recipe| recipe.attention);
+        let [kind, own] = attentions.map(Attention::kind);
+        let difference = match kind == own || attentions.into_iter().all(is_dense_or_chosen) {
+            true => other_size(&saved, &now),
+            false => Some(other_kind(kind, own)),
         };
         if let Some((what, hint)) = difference {
             let what = format!("{} cannot begin this run: {what}", checkpoint.path.display());
@@ -358,15 +358,19 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
 
 /// Kinds with the parameters of dense attention, which can load any dense model: dense attention itself, and blocks
 /// chosen by pooled keys.
-fn is_dense_or_chosen(kind: AttentionKind) -> bool {
-    [AttentionKind::Mha, AttentionKind::InfllmV2, AttentionKind::Moba].contains(&kind)
+fn is_dense_or_chosen(attention: Attention) -> bool {
+    match attention.form() {
+        AttentionForm::Grouped { window } => window.is_none(),
+        AttentionForm::Blocks(choice) => !choice.has_indexer(),
+        _ => false,
+    }
 }
 
 /// Two kinds of attention have other parameters, or read the same ones in another way.
 fn other_kind(saved: AttentionKind, now: AttentionKind) -> (String, String) {
     let what = format!("attention.kind is {} there, {} here", saved.name(), now.name());
     let hint = match (saved, now) {
-        (AttentionKind::Mha, AttentionKind::Dma | AttentionKind::Msa | AttentionKind::Nsa | AttentionKind::Swa) => {
+        (AttentionKind::Mha, now) if now != AttentionKind::Mla => {
             format!(
                 "sieve export it, then sieve import --from EXPORT --attention {} makes a checkpoint to branch from",
                 now.name()

@@ -116,8 +116,7 @@ impl Inputs {
 
     /// The selection alone.
     pub(crate) fn select(&self, z: &CudaTensor, window: DmaWindow) -> Result<Selection, KernelError> {
-        let (kept, local) = (window.keep_window_size, window.local_window_size);
-        dma_select(z, &self.doc_start, &self.doc_end, kept, local)
+        dma_select(z, &self.doc_start, &self.doc_end, window)
     }
 
     /// Dense or windowed attention.

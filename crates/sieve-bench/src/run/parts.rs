@@ -7,11 +7,10 @@ use crate::outputs::Outputs;
 use crate::shape::{keys_of, packed_of, queries_of, values_of};
 use crate::strided::{Layout, packed};
 use crate::tensors::{Computes, floats, indices, typed};
-use burn::tensor::DType;
-use burn::tensor::TensorMetadata;
+use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
 use sieve_core::DmaShape;
 use sieve_hf::NamedTensor;
-use sieve_ops::{RowParts, ThreadLinks, TracedPart};
+use sieve_ops::{DmaLayer, RowParts, ThreadLinks, TracedPart};
 use sieve_testing::{Random, round_bf16};
 use std::sync::Arc;
 
@@ -82,9 +81,14 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
         };
         let [_, _, heads, _] = packed_of(shape);
         let inputs = [own(&qkv, heads), own(&case.d_o, shape.num_heads)];
-        let dma = dma.map(|of| {
-            let weights = typed::<B, 2>(&w_dt, [kv_heads * d, kv_heads], device);
-            (weights, typed::<B, 1>(&a, [kv_heads], device), of)
+        let dma = dma.map(|spec| DmaLayer {
+            w_dt: Tensor::from_primitive(TensorPrimitive::Float(typed::<B, 2>(
+                &w_dt,
+                [kv_heads * d, kv_heads],
+                device,
+            ))),
+            a: Tensor::from_primitive(TensorPrimitive::Float(typed::<B, 1>(&a, [kv_heads], device))),
+            spec,
         });
         let window = match case.keys {
             Keys::Window(window) => Some(window),

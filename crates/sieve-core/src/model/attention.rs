@@ -570,6 +570,44 @@ pub enum AttentionForm {
     Blocks(BlockChoice),
 }
 
+impl AttentionForm {
+    /// Keys of a head that a query reads and a cache holds, at most; `None` where both grow with the text.
+    pub fn num_kept(&self) -> Option<usize> {
+        match *self {
+            Self::Grouped { window } => window,
+            Self::Ranked(dma) => Some(dma.keep_window_size),
+            Self::Latent(_) | Self::Branches(_) | Self::Blocks(_) => None,
+        }
+    }
+
+    /// Whether training computes a layer with the norm before it, its projections and the residual stream as one op.
+    pub fn is_one_op(&self) -> bool {
+        match self {
+            Self::Grouped { .. } | Self::Ranked(_) => true,
+            Self::Latent(_) | Self::Branches(_) | Self::Blocks(_) => false,
+        }
+    }
+
+    /// Its sizes in a few words; `None` of dense attention.
+    pub fn label(&self) -> Option<String> {
+        let selected = |count, size| format!("{count} x {size} selected");
+        Some(match *self {
+            Self::Grouped { window } => format!("window {}", window?),
+            Self::Latent(mla) => format!("rank {}", mla.kv_lora_rank),
+            Self::Branches(nsa) => {
+                let blocks = selected(nsa.num_selected_blocks, nsa.select_block_size);
+                format!("{blocks}, window {}", nsa.window_size)
+            }
+            Self::Ranked(dma) if dma.local_window_size == 0 => format!("keeps {}", dma.keep_window_size),
+            Self::Ranked(dma) => {
+                let (kept, local) = (dma.keep_window_size, dma.local_window_size);
+                format!("keeps {kept}, the last {local} always")
+            }
+            Self::Blocks(choice) => selected(choice.blocks.num_selected_blocks, choice.blocks.select_block_size),
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -139,10 +139,10 @@ impl ModelShape {
 
 /// Mean number of keys a query sees in one document of `seq_len` tokens; 0 for an empty one.
 ///
-/// Query i (from 0) sees `min(i + 1, w)` keys, exactly, in a sliding window of w and in DMA with `keep_window_size` w
-/// alike; `w >= seq_len` where there is no window. The mean is `(w / n)(n - (w - 1) / 2)` with `w = min(w, n)`. NSA's
-/// three branches add up ([`NsaShape::pairs`](super::NsaShape::pairs)); where blocks are chosen, a pooled key counts
-/// half ([`BlockChoice::pairs`](crate::BlockChoice::pairs)). The scores of MSA's indexer, a product of other heads with
+/// Query i (from 0) sees `min(i + 1, w)` keys, exactly, in a sliding window of w and in DMA that keeps w alike;
+/// `w >= seq_len` where there is no window. The mean is `(w / n)(n - (w - 1) / 2)` with `w = min(w, n)`. NSA's three
+/// branches add up; where blocks are chosen, a pooled key counts half
+/// ([`BlockChoice::pairs`](crate::BlockChoice::pairs)). The scores of MSA's indexer, a product of other heads with
 /// every key, are counted apart ([`FlopsPerToken`]).
 pub fn mean_active_keys(attention: Attention, seq_len: usize) -> f64 {
     mean_active_keys_of_documents(attention, [seq_len])
@@ -157,11 +157,9 @@ pub fn mean_active_keys_of_documents(attention: Attention, lengths: impl IntoIte
     let mut lengths = lengths.into_iter();
     let window = match attention.form() {
         _ if attention.index_warmup() == Some(true) => usize::MAX,
-        AttentionForm::Grouped { window } => window.unwrap_or(usize::MAX),
-        AttentionForm::Latent(_) => usize::MAX,
-        AttentionForm::Ranked(dma) => dma.keep_window_size,
         AttentionForm::Branches(nsa) => return of_pairs(&|length| nsa.pairs(length).iter().sum(), &mut lengths),
         AttentionForm::Blocks(choice) => return of_pairs(&|length| choice.pairs(length), &mut lengths),
+        form => form.num_kept().unwrap_or(usize::MAX),
     };
     let (mut pairs, mut tokens) = (0.0, 0.0);
     for length in lengths {

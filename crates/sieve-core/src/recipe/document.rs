@@ -41,12 +41,11 @@ impl Document {
         let mut locations = BTreeMap::new();
         record_lines(spans.get_ref(), "", &LineStarts::new(text), &mut locations);
         let kind = kind_of(&table);
-        let gives_window = kind == Some(AttentionKind::Dma) && table["attention"].get("keep_window_size").is_some();
         Ok(Self {
+            gives_window: resolve::gives_window(&table, kind),
             table,
             mistakes: Vec::new(),
             left_out: Vec::new(),
-            gives_window,
             kind,
             locations,
         })

@@ -210,6 +210,11 @@ fn nsa_sizes(attention: &mut Table, sizes: Sizes) {
     }
 }
 
+/// Whether a text of this kind is one of DMA that sets its window.
+pub(super) fn gives_window(text: &Table, kind: Option<AttentionKind>) -> bool {
+    kind == Some(AttentionKind::Dma) && text["attention"].get("keep_window_size").is_some()
+}
+
 fn dma_form(attention: &mut Table, sizes: Sizes, gives_window: bool) {
     derived(attention, "keep_window_size", || sizes.part_of_row(4));
     let is = |attention: &Table, key: &str, name: &str| attention.get(key).and_then(Value::as_str) == Some(name);
@@ -224,7 +229,7 @@ fn dma_form(attention: &mut Table, sizes: Sizes, gives_window: bool) {
         false => DmaBias::Exp,
     };
     choice(attention, "bias", bias);
-    let window = attention.get("keep_window_size").and_then(Value::as_integer);
+    let window = number(attention, "keep_window_size");
     derived(attention, "local_window_size", || {
         if gives_window { Some(0) } else { Some(window? / 8) }
     });

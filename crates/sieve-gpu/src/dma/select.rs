@@ -1,6 +1,7 @@
 //! Launch of `kernels/dma_select_prefix.cu` and `kernels/dma_select.cu`: which keys DMA keeps, and until when.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens};
+use sieve_core::DmaWindow;
 
 const NAME: &str = "dma_select";
 
@@ -38,9 +39,12 @@ pub fn dma_select(
     z: &CudaTensor,
     doc_start: &CudaTensor,
     doc_end: &CudaTensor,
-    keep_window_size: usize,
-    local_window_size: usize,
+    window: DmaWindow,
 ) -> Result<Selection, KernelError> {
+    let DmaWindow {
+        keep_window_size,
+        local_window_size,
+    } = window;
     let [batch, num_kv_heads, seq_len] = z.dims(NAME, "z")?;
     operands!(NAME, z: F32[batch, num_kv_heads, seq_len]);
     require_non_empty(NAME, "the number of KV heads", num_kv_heads)?;
@@ -51,8 +55,8 @@ pub fn dma_select(
     let doc_end = require_tokens(NAME, "doc_end", doc_end, [batch, seq_len])?;
     let expire = z.empty_contiguous(&[batch, num_kv_heads, seq_len], DType::I32);
     // More than seq_len keys are never kept; a larger window would only ask for more memory.
-    let window = keep_window_size.min(seq_len);
-    let num_ranked = (keep_window_size - local_window_size).min(seq_len);
+    let kept = keep_window_size.min(seq_len);
+    let num_ranked = window.num_ranked().min(seq_len);
     let survivors_of = |window: usize| {
         let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
         z.empty_contiguous(&shape, DType::I64)
@@ -83,18 +87,18 @@ pub fn dma_select(
         return Ok(Selection {
             expire,
             survivors,
-            keep_window_size: window,
+            keep_window_size: kept,
         });
     }
     if seq_len > SHORT_SEQUENCE {
         // `survivors` holds the best-ranked keys alone; `dma_lists` also needs those of the local window, so all are
         // found again, from `expire`.
-        return Selection::of_expire(&expire, &doc_start, window);
+        return Selection::of_expire(&expire, &doc_start, kept);
     }
     Ok(Selection {
         expire,
-        survivors: survivors_of(window),
-        keep_window_size: window,
+        survivors: survivors_of(kept),
+        keep_window_size: kept,
     })
 }
 

@@ -2,7 +2,7 @@
 use super::{Architecture, ExportOptions, Windows, tokenizer_files};
 use serde_json::{Map, Value, json};
 use sieve_core::ModelShape;
-use sieve_core::model::{Attention, AttentionForm, RopeScaling};
+use sieve_core::model::{AttentionForm, RopeScaling};
 
 /// Of what `modeling_sieve.py` computes, the key that names the scaling its frequencies come from.
 pub(crate) const SCALING: &str = "rotary_scaling";
@@ -124,18 +124,11 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
         }
         AttentionForm::Branches(nsa) => of_sieve(shape, "nsa", json!(nsa)),
         AttentionForm::Blocks(_) => {
-            let kind = shape.attention.kind().name();
-            let sizes = match shape.attention {
-                Attention::InfllmV2(sizes) => json!(sizes),
-                Attention::Moba(sizes) => json!(sizes),
-                Attention::Msa(sizes) => json!({
-                    "indexer": sizes.indexer,
-                    "select_block_size": sizes.select_block_size,
-                    "num_selected_blocks": sizes.num_selected_blocks,
-                }),
-                _ => unreachable!("no kind of chosen blocks"),
-            };
-            of_sieve(shape, kind, sizes)
+            let mut sizes = json!(shape.attention);
+            let keys = sizes.as_object_mut().expect("a section of the recipe");
+            // The kind has a name of its own in the export; training alone reads the others.
+            keys.retain(|key, _| !["kind", "index_loss_weight", "index_warmup"].contains(&key.as_str()));
+            of_sieve(shape, shape.attention.kind().name(), sizes)
         }
         AttentionForm::Ranked(dma) if architecture == Architecture::Sieve => {
             let mut keys = of_sieve(shape, "dma", json!(dma));

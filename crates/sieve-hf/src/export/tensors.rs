@@ -3,8 +3,8 @@ use super::Architecture;
 use crate::tensor_file::TensorHeader;
 use crate::{CheckpointError, TensorFiles};
 use burn::tensor::{DType, TensorData};
-use sieve_core::model::NUM_NSA_BRANCHES;
-use sieve_core::{Attention, MlaShape, ModelShape, NsaShape};
+use sieve_core::model::{AttentionForm, NUM_NSA_BRANCHES};
+use sieve_core::{MlaShape, ModelShape, NsaShape};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -137,8 +137,8 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
 
     let norm = "input_layernorm.weight";
     tensors.push(whole(norm, norm, &[d_model]));
-    match shape.attention {
-        Attention::Mla(mla) => push_latent(tensors, shape, mla, &whole),
+    match shape.attention.form() {
+        AttentionForm::Latent(mla) => push_latent(tensors, shape, mla, &whole),
         _ => {
             tensors.extend(split(
                 "self_attn.qkv.qkv_proj.weight",
@@ -164,14 +164,14 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
             }
         }
     }
-    match shape.attention {
-        Attention::Dma(_) => {
+    match shape.attention.form() {
+        AttentionForm::Ranked(_) => {
             let num_kv_heads = shape.num_kv_heads;
             tensors.push(whole("self_attn.A", "self_attn.a", &[num_kv_heads]));
             let dt_proj = "self_attn.dt_proj.weight";
             tensors.push(whole(dt_proj, dt_proj, &[num_kv_heads, kv_width]));
         }
-        Attention::Msa(_) if shape.has_indexer() => {
+        AttentionForm::Blocks(_) if shape.has_indexer() => {
             tensors.extend(split(
                 "self_attn.indexer.proj.weight",
                 &[
@@ -187,7 +187,7 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
                 ));
             }
         }
-        Attention::Nsa(nsa) => {
+        AttentionForm::Branches(nsa) => {
             for branch in ["compress", "select"] {
                 if !nsa.shared_kv {
                     let part = |part: &str| format!("self_attn.{branch}_{part}_proj.weight");

@@ -2,6 +2,7 @@
 //! keys, without parameters of their own; MSA (arXiv:2606.13392) by an indexer, whose scores may be QSA's. A layer may
 //! read the blocks that an earlier one chose.
 use super::indexer::Indexer;
+use super::weights::{by_key, with_values};
 use super::{LayerContext, LayerOutput};
 use crate::kv_cache::ChosenCache;
 use crate::{LayerCache, LayerCaches, Linear, QkvProjection, WeightInit};
@@ -11,7 +12,8 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::model::Attention;
 use sieve_core::{BlockChoice, ChoiceRule, ModelShape};
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, Documents, Heads, IndexedCall, RotaryEmbedding, RowParts, SieveBackend, indexer_spec,
+    AttentionSpec, DeviceBackend, Documents, Heads, IndexedCall, RotaryEmbedding, RowParts, SieveBackend, TokenAttention,
+    TokenExtra, indexer_spec,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -146,11 +148,6 @@ impl<B: Backend> ChosenBlocksAttention<B> {
         self.choice
     }
 
-    /// Whether it reads the blocks that an earlier layer chose.
-    pub(crate) fn shares(&self) -> bool {
-        self.shares
-    }
-
     pub(crate) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(None)
     }
@@ -200,6 +197,32 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         let sizes = (indexer_spec(self.spec()), self.choice.blocks);
         let pools = self.choice.rule == ChoiceRule::SumOfHeads;
         pools.then(|| indexer.block_keys(index, documents, sizes, rope))
+    }
+
+    /// The layer as a step of one token takes it; `None` where it shares a choice, or chooses by QSA's scores.
+    pub(super) fn for_token_step(&self) -> Option<TokenAttention<B>> {
+        if self.shares || self.choice.rule == ChoiceRule::SumOfHeads {
+            return None;
+        }
+        let extra = self.indexer.as_ref().map(|indexer| {
+            let (proj, norm) = (indexer.proj.weight.val(), indexer.qk_norm());
+            TokenExtra::Indexer { proj, norm }
+        });
+        Some(TokenAttention {
+            extra: extra.unwrap_or(TokenExtra::None),
+            ..self.qkv.for_token_step(&self.o_proj, self.spec())
+        })
+    }
+
+    /// See [`Attention::weights`](super::Attention::weights).
+    pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        let (packed, spec, documents) = (self.packed(x, context), self.spec(), context.documents);
+        let keys = self.block_keys(&packed, documents, context.rope);
+        let chosen = self.choose(&packed, keys.as_ref(), documents, spec);
+        by_key(&packed.qkv, |one_hot| {
+            let qkv = with_values(&packed.qkv, one_hot, spec.num_kv_heads);
+            sieve_ops::chosen_attention(qkv, chosen.clone(), documents, spec, self.choice)
+        })
     }
 
     pub(crate) fn packed(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Packed<B> {

@@ -1,11 +1,7 @@
-//! Attention layers outside a model: sizes in, a layer out.
-use super::dynamic_mask::DynamicMaskAttention;
-use super::latent::LatentAttention;
-use super::multi_head::MultiHeadAttention;
-use super::native_sparse::NativeSparseAttention;
+//! Attention layers outside a model: sizes in, a layer out. Each kind's file has the function that builds its layer.
 use crate::WeightInit;
 use burn::tensor::backend::Backend;
-use sieve_core::{Attention, DmaBias, DmaShape, MlaShape, ModelShape, NsaShape};
+use sieve_core::{Attention, DmaBias, ModelShape};
 use sieve_ops::RotaryEmbedding;
 use thiserror::Error;
 
@@ -83,65 +79,17 @@ impl AttentionConfig {
         Err(AttentionConfigError(problem))
     }
 
-    /// Dense causal attention. Panics when [`validate`](Self::validate) fails.
-    pub fn multi_head<B: Backend>(&self, device: &B::Device) -> MultiHeadAttention<B> {
-        let shape = self.shape(Attention::Mha);
-        MultiHeadAttention::new(&shape, None, &mut self.weights(), device)
-    }
-
-    /// Attention over the last `window_size` tokens. Panics when [`validate`](Self::validate) fails or the window is 0.
-    pub fn sliding_window<B: Backend>(&self, window_size: usize, device: &B::Device) -> MultiHeadAttention<B> {
-        assert!(window_size > 0, "a window holds at least the token itself");
-        let shape = self.shape(Attention::swa(window_size));
-        MultiHeadAttention::new(&shape, Some(window_size), &mut self.weights(), device)
-    }
-
-    /// Attention over the `keep_window_size` best keys. Panics when [`validate`](Self::validate) fails or it is 0.
-    pub fn dynamic_mask<B: Backend>(&self, keep_window_size: usize, device: &B::Device) -> DynamicMaskAttention<B> {
-        assert!(keep_window_size > 0, "a query keeps at least one key");
-        let dma = DmaShape {
-            bias: self.dma_bias,
-            a_init: self.dma_a_init,
-            ..DmaShape::published(keep_window_size)
-        };
-        let shape = self.shape(Attention::Dma(dma));
-        DynamicMaskAttention::new(&shape, dma, &mut self.weights(), device)
-    }
-
-    /// Native sparse attention. Panics when [`validate`](Self::validate) fails or a block size does.
-    pub fn native_sparse<B: Backend>(&self, nsa: NsaShape, device: &B::Device) -> NativeSparseAttention<B> {
-        let shape = self.shape(Attention::Nsa(nsa));
-        NativeSparseAttention::new(&shape, nsa, &mut self.weights(), device)
-    }
-
-    /// Latent attention; it reads the tables of [`latent_rope`](Self::latent_rope). Panics when
-    /// [`validate`](Self::validate) fails.
-    pub fn latent<B: Backend>(&self, mla: MlaShape, device: &B::Device) -> LatentAttention<B> {
-        let shape = self.shape(Attention::Mla(mla));
-        LatentAttention::new(&shape, mla, &mut self.weights(), device)
-    }
-
-    /// Rotary tables of latent attention for positions `0..max_positions`.
-    pub fn latent_rope<B: Backend>(
-        &self,
-        mla: MlaShape,
-        max_positions: usize,
-        device: &B::Device,
-    ) -> RotaryEmbedding<B> {
-        RotaryEmbedding::new(mla.qk_rope_head_dim, max_positions, self.rope_theta, device)
-    }
-
     /// Rotary tables for positions `0..max_positions`.
     pub fn rope<B: Backend>(&self, max_positions: usize, device: &B::Device) -> RotaryEmbedding<B> {
         RotaryEmbedding::new(self.head_dim, max_positions, self.rope_theta, device)
     }
 
-    fn weights(&self) -> WeightInit {
+    pub(super) fn weights(&self) -> WeightInit {
         WeightInit::new(self.seed, self.initializer_range)
     }
 
     /// A model's shape that holds the layer's sizes; what only a model has is empty and read by no layer.
-    fn shape(&self, attention: Attention) -> ModelShape {
+    pub(super) fn shape(&self, attention: Attention) -> ModelShape {
         if let Err(error) = self.validate() {
             panic!("{error}");
         }

@@ -1,11 +1,12 @@
 //! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention), exact to the token.
+use super::weights::{by_key, with_values};
 use super::{LayerContext, LayerOutput};
-use crate::{LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
+use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_core::{DmaBias, DmaShape, ModelShape};
-use sieve_ops::{AttentionLayer, AttentionSpec, DeviceBackend, DmaLayer, Documents, SieveBackend};
+use sieve_core::{Attention, DmaBias, DmaShape, ModelShape};
+use sieve_ops::{AttentionLayer, AttentionSpec, DeviceBackend, DmaLayer, Documents, SieveBackend, TokenAttention};
 
 /// Every KV head scores each key once from its values; a query sees the `keep_window_size` best keys so far.
 #[derive(Module, Debug)]
@@ -20,6 +21,20 @@ pub struct DynamicMaskAttention<B: Backend> {
     pub a: Param<Tensor<B, 1>>,
     #[module(skip)]
     dma: DmaShape,
+}
+
+impl AttentionConfig {
+    /// Attention over the `keep_window_size` best keys. Panics when [`validate`](Self::validate) fails or it is 0.
+    pub fn dynamic_mask<B: Backend>(&self, keep_window_size: usize, device: &B::Device) -> DynamicMaskAttention<B> {
+        assert!(keep_window_size > 0, "a query keeps at least one key");
+        let dma = DmaShape {
+            bias: self.dma_bias,
+            a_init: self.dma_a_init,
+            ..DmaShape::published(keep_window_size)
+        };
+        let shape = self.shape(Attention::Dma(dma));
+        DynamicMaskAttention::new(&shape, dma, &mut self.weights(), device)
+    }
 }
 
 impl<B: Backend> DynamicMaskAttention<B> {
@@ -44,11 +59,6 @@ impl<B: Backend> DynamicMaskAttention<B> {
     pub(crate) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(None)
     }
-
-    /// What a key's rank adds to its logits.
-    pub(super) fn bias(&self) -> DmaBias {
-        self.dma.bias
-    }
 }
 
 impl<B: SieveBackend> DynamicMaskAttention<B> {
@@ -60,7 +70,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
             let result = self.attend(qkv, documents, context.under_policy(self.spec()));
             if context.shared.is_none() {
                 expire = Some(result.expire);
-                scores = Some(result.rank).filter(|_| self.bias() == DmaBias::Exp);
+                scores = Some(result.rank).filter(|_| self.dma.bias == DmaBias::Exp);
             }
             result.o
         });
@@ -84,8 +94,16 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         (layer, self.spec())
     }
 
+    /// The layer as a step of one token takes it.
+    pub(super) fn for_token_step(&self) -> TokenAttention<B> {
+        TokenAttention {
+            dma: Some(self.dma_layer()),
+            ..self.qkv.for_token_step(&self.o_proj, self.spec())
+        }
+    }
+
     /// What ranks its keys.
-    pub(crate) fn dma_layer(&self) -> DmaLayer<B> {
+    pub fn dma_layer(&self) -> DmaLayer<B> {
         DmaLayer {
             w_dt: self.dt_proj.weight.val().transpose(),
             a: self.a.val(),
@@ -99,14 +117,19 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         documents: &Documents<B>,
         spec: AttentionSpec,
     ) -> sieve_ops::DmaAttention<B> {
-        sieve_ops::dynamic_mask_attention(
-            qkv,
-            self.dt_proj.weight.val().transpose(),
-            self.a.val(),
-            documents,
-            spec,
-            self.dma,
-        )
+        sieve_ops::dynamic_mask_attention(qkv, self.dma_layer(), documents, spec)
+    }
+
+    /// See [`Attention::weights`](super::Attention::weights).
+    pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        let (qkv, spec, documents) = (self.qkv.forward(x, context), self.spec(), context.documents);
+        // Scores come from the values, so the mask is made before they are replaced.
+        let chosen = self.attend(qkv.clone(), documents, spec);
+        by_key(&qkv, |one_hot| {
+            let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
+            let (rank, expire) = (chosen.rank.clone(), chosen.expire.clone());
+            sieve_ops::dma_attention(qkv, rank, expire, documents, spec, self.dma.bias)
+        })
     }
 
     /// The output alone, with a cache of `keep_window_size` slots a head; see [`LayerCache`](crate::LayerCache).
@@ -126,8 +149,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
                 cached.keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma.window());
                 return result.o;
             }
-            let w_dt = self.dt_proj.weight.val().transpose();
-            cached.attend_selected(qkv, w_dt, self.a.val(), self.spec(), self.dma)
+            cached.attend_selected(qkv, self.dma_layer(), self.spec())
         });
         self.o_proj.forward(o.flatten(2, 3))
     }

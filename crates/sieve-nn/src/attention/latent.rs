@@ -1,14 +1,15 @@
 //! Multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression.
 use super::LayerContext;
+use super::weights::by_key;
 use crate::kv_cache::{LatentCache, NewLatents};
-use crate::{LayerCaches, Linear, RmsNorm, WeightInit};
+use crate::{AttentionConfig, LayerCaches, Linear, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use sieve_core::ModelShape;
-use sieve_core::model::MlaShape;
+use sieve_core::{Attention, MlaShape, ModelShape};
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, Heads, KernelPolicy, MlaSpec, QkNorm, RowParts, SieveBackend, TokenExtra, mla_decode,
+    AttentionSpec, DeviceBackend, Heads, KernelPolicy, MlaSpec, QkNorm, RotaryEmbedding, RowParts, SieveBackend,
+    TokenAttention, TokenExtra, mla_decode,
 };
 
 /// Dense attention whose keys and values come from a latent of `kv_lora_rank` numbers per token, beside one rotated key
@@ -33,6 +34,25 @@ pub struct LatentAttention<B: Backend> {
     head_dim: usize,
     kv_lora_rank: usize,
     rope_dim: usize,
+}
+
+impl AttentionConfig {
+    /// Latent attention; it reads the tables of [`latent_rope`](Self::latent_rope). Panics when
+    /// [`validate`](Self::validate) fails.
+    pub fn latent<B: Backend>(&self, mla: MlaShape, device: &B::Device) -> LatentAttention<B> {
+        let shape = self.shape(Attention::Mla(mla));
+        LatentAttention::new(&shape, mla, &mut self.weights(), device)
+    }
+
+    /// Rotary tables of latent attention for positions `0..max_positions`.
+    pub fn latent_rope<B: Backend>(
+        &self,
+        mla: MlaShape,
+        max_positions: usize,
+        device: &B::Device,
+    ) -> RotaryEmbedding<B> {
+        RotaryEmbedding::new(mla.qk_rope_head_dim, max_positions, self.rope_theta, device)
+    }
 }
 
 impl<B: Backend> LatentAttention<B> {
@@ -190,19 +210,40 @@ impl<B: SieveBackend> LatentAttention<B> {
         (self.kv_a_norm.forward(latent), k_rope)
     }
 
-    /// What a step of one token takes beside queries, output and norms, and its heads.
-    pub(crate) fn for_token_step(&self) -> (TokenExtra<B>, AttentionSpec) {
-        let extra = TokenExtra::Latent {
-            down: self.kv_a_proj.weight.val(),
-            norm: self.kv_a_norm.weight.val(),
-            up: self.kv_b_proj.weight.val(),
-            rope_dim: self.rope_dim,
-        };
-        (extra, AttentionSpec::dense([self.num_heads; 2], self.spec().key_dim()))
+    /// The layer as a step of one token takes it.
+    pub(super) fn for_token_step(&self) -> TokenAttention<B> {
+        TokenAttention {
+            qkv: self.q_proj.weight.val(),
+            qkv_bias: None,
+            qk_norm: self.qk_norm(),
+            dma: None,
+            extra: TokenExtra::Latent {
+                down: self.kv_a_proj.weight.val(),
+                norm: self.kv_a_norm.weight.val(),
+                up: self.kv_b_proj.weight.val(),
+                rope_dim: self.rope_dim,
+            },
+            o: self.o_proj.weight.val(),
+            spec: AttentionSpec::dense([self.num_heads; 2], self.spec().key_dim()),
+        }
+    }
+
+    /// See [`Attention::weights`](super::Attention::weights).
+    pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        let (packed, spec) = (self.packed_of(x, context), self.spec());
+        let [_, seq_len, width] = packed.dims();
+        let values = spec.num_heads * spec.head_dim;
+        let kept = packed.narrow(2, 0, width - values);
+        let like = Tensor::<B, 4>::zeros([1, seq_len, 1, spec.head_dim], (&kept.device(), kept.dtype()));
+        by_key(&like, |one_hot| {
+            let v = one_hot.unsqueeze_dim::<4>(2).repeat_dim(2, spec.num_heads);
+            let v = v.reshape([1, seq_len, values]);
+            sieve_ops::mla_attention(Tensor::cat(vec![kept.clone(), v], 2), context.documents, spec)
+        })
     }
 
     /// The norms of queries and keys, where there are some.
-    pub(crate) fn qk_norm(&self) -> Option<QkNorm<B>> {
+    fn qk_norm(&self) -> Option<QkNorm<B>> {
         let norms = self.q_norm.as_ref().zip(self.k_norm.as_ref());
         norms.map(|(q_norm, k_norm)| QkNorm {
             q_weight: q_norm.weight.val(),

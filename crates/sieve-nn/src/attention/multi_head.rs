@@ -1,10 +1,10 @@
 //! Causal attention with grouped queries, over all earlier keys or a sliding window.
 use super::LayerContext;
-use crate::{LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
+use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_core::ModelShape;
+use sieve_core::{Attention, ModelShape};
 use sieve_ops::{AttentionLayer, AttentionSpec, DeviceBackend, SieveBackend};
 
 /// Every query sees the earlier keys of its document, all or the last `window_size` (arXiv:2305.13245 for the groups).
@@ -15,6 +15,21 @@ pub struct MultiHeadAttention<B: Backend> {
     /// `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
     window_size: Option<usize>,
+}
+
+impl AttentionConfig {
+    /// Dense causal attention. Panics when [`validate`](Self::validate) fails.
+    pub fn multi_head<B: Backend>(&self, device: &B::Device) -> MultiHeadAttention<B> {
+        let shape = self.shape(Attention::Mha);
+        MultiHeadAttention::new(&shape, None, &mut self.weights(), device)
+    }
+
+    /// Attention over the last `window_size` tokens. Panics when [`validate`](Self::validate) fails or the window is 0.
+    pub fn sliding_window<B: Backend>(&self, window_size: usize, device: &B::Device) -> MultiHeadAttention<B> {
+        assert!(window_size > 0, "a window holds at least the token itself");
+        let shape = self.shape(Attention::swa(window_size));
+        MultiHeadAttention::new(&shape, Some(window_size), &mut self.weights(), device)
+    }
 }
 
 impl<B: Backend> MultiHeadAttention<B> {

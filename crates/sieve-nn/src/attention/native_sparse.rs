@@ -1,17 +1,17 @@
 //! Native sparse attention (arXiv:2502.11089): compressed, selected and window branches, gated.
 use super::LayerContext;
 use super::block_mlp::BlockMlp;
-use super::weights::with_values;
+use super::weights::{by_key, with_values};
 use crate::kv_cache::BlockCache;
-use crate::{LayerCache, LayerCaches, Linear, QkvProjection, WeightInit};
+use crate::{AttentionConfig, LayerCache, LayerCaches, Linear, QkvProjection, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use sieve_core::ModelShape;
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
+use sieve_core::{Attention, ModelShape};
 use sieve_ops::{
     AttentionSpec, DeviceBackend, Documents, Heads, KernelPolicy, NsaBlocks, NsaCall, RowParts, SieveBackend,
-    TokenBranches,
+    TokenAttention, TokenBranches, TokenExtra,
 };
 
 /// Bias of the gates at the start, by branch: training begins as a window.
@@ -54,7 +54,7 @@ pub(crate) struct Branches<B: Backend> {
 
 impl<B: SieveBackend> Branches<B> {
     /// The same with `values` `[1, seq_len, head_dim]` for every KV head of the selected and the window branch.
-    pub(super) fn with_values(&self, values: Tensor<B, 3>, num_kv_heads: usize) -> Self {
+    fn with_values(&self, values: Tensor<B, 3>, num_kv_heads: usize) -> Self {
         Self {
             compressed: self.compressed.clone(),
             selected: with_values(&self.selected, values.clone(), num_kv_heads),
@@ -72,6 +72,14 @@ impl<B: Backend> Branches<B> {
             selected: part(&self.selected),
             window: part(&self.window),
         }
+    }
+}
+
+impl AttentionConfig {
+    /// Native sparse attention. Panics when [`validate`](Self::validate) fails or a block size does.
+    pub fn native_sparse<B: Backend>(&self, nsa: NsaShape, device: &B::Device) -> NativeSparseAttention<B> {
+        let shape = self.shape(Attention::Nsa(nsa));
+        NativeSparseAttention::new(&shape, nsa, &mut self.weights(), device)
     }
 }
 
@@ -109,11 +117,11 @@ impl<B: Backend> NativeSparseAttention<B> {
         }
     }
 
-    pub(crate) fn spec(&self) -> AttentionSpec {
+    fn spec(&self) -> AttentionSpec {
         self.qkv.spec(Some(self.nsa.window_size))
     }
 
-    pub(super) fn blocks(&self) -> NsaBlocks {
+    fn blocks(&self) -> NsaBlocks {
         self.nsa.blocks()
     }
 }
@@ -231,21 +239,56 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.gate(x, parts.map(|parts| Tensor::cat(parts, 0)))
     }
 
-    /// The weights of its branches as a step of one token takes them.
-    pub(crate) fn for_token_step(&self) -> TokenBranches<B> {
+    /// The layer as a step of one token takes it.
+    pub(super) fn for_token_step(&self) -> TokenAttention<B> {
         let weights = |mlp: &BlockMlp<B>| {
             let (up, down) = (mlp.up_proj.weight.val(), mlp.down_proj.weight.val());
             [mlp.positions.val(), up, down]
         };
         let mlp = self.k_compress.as_ref().zip(self.v_compress.as_ref());
         let weight = |proj: &Option<Linear<B>>| proj.as_ref().map(|proj| proj.weight.val());
-        TokenBranches {
+        let branches = TokenBranches {
             compress_kv: weight(&self.compress_kv_proj),
             select_kv: weight(&self.select_kv_proj),
             mlp: mlp.map(|(k, v)| [weights(k), weights(v)]),
             gate: self.gate_proj.weight.val(),
             gate_bias: self.gate_bias.val(),
+        };
+        TokenAttention {
+            extra: TokenExtra::Branches(branches),
+            ..self.qkv.for_token_step(&self.o_proj, self.spec())
         }
+    }
+
+    /// See [`Attention::weights`](super::Attention::weights).
+    pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
+        let branches = self.branches(x.clone(), context);
+        let compressed = self.compress(branches.compressed.clone(), context.documents);
+        let (kv_heads, blocks) = (self.spec().num_kv_heads, self.blocks());
+        let [_, rows, head_dim] = compressed.dims();
+        let keys = compressed.narrow(0, 0, 1);
+        by_key(&branches.window, |one_hot| {
+            let [_, seq_len, _] = one_hot.dims();
+            // A block's value is the mean of its tokens' values; a slot past the last block is never read.
+            let starts = (0..rows / kv_heads).map(|slot| slot * blocks.compress_stride);
+            let means: Vec<Tensor<B, 3>> = starts
+                .map(|start| {
+                    let size = blocks.compress_block_size.min(seq_len.saturating_sub(start));
+                    match size {
+                        0 => Tensor::zeros([1, 1, head_dim], (&one_hot.device(), one_hot.dtype())),
+                        _ => one_hot.clone().narrow(1, start, size).sum_dim(1) / blocks.compress_block_size as f64,
+                    }
+                })
+                .collect();
+            let means = Tensor::cat(means, 1).unsqueeze_dim::<4>(2).repeat_dim(2, kv_heads);
+            let values = means.reshape([1, rows, head_dim]);
+            let compressed = Tensor::cat(vec![keys.clone(), values], 0);
+            let branches = branches.with_values(one_hot, kv_heads);
+            self.gated(
+                x.clone(),
+                self.attend(branches, compressed, context.documents, context.policy),
+            )
+        })
     }
 
     fn attend_compressing(
@@ -259,7 +302,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 
     /// The outputs of the three branches.
-    pub(super) fn attend(
+    fn attend(
         &self,
         branches: Branches<B>,
         compressed: Tensor<B, 3>,
@@ -280,11 +323,11 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 
     /// The gated sum, `[batch, seq_len, num_heads, head_dim]`.
-    pub(super) fn gated(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; NUM_NSA_BRANCHES]) -> Tensor<B, 4> {
+    fn gated(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; NUM_NSA_BRANCHES]) -> Tensor<B, 4> {
         sieve_ops::nsa_gates(branches, self.gate_proj.forward(x), self.gate_bias.val())
     }
 
-    pub(super) fn branches(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Branches<B> {
+    fn branches(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Branches<B> {
         let raw = self.qkv.project(x.clone());
         let with = |kv_proj: &Option<Linear<B>>| match kv_proj {
             Some(kv_proj) => self.with_kv(raw.clone(), kv_proj.forward(x.clone())),
@@ -322,7 +365,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 
     /// Compressed keys and values, `[2, batch * num_slots * num_kv_heads, head_dim]`.
-    pub(super) fn compress(&self, qkv: Tensor<B, 4>, documents: &Documents<B>) -> Tensor<B, 3> {
+    fn compress(&self, qkv: Tensor<B, 4>, documents: &Documents<B>) -> Tensor<B, 3> {
         let call = self.call(&qkv, documents, KernelPolicy::default());
         let (Some(k), Some(v)) = (&self.k_compress, &self.v_compress) else {
             return sieve_ops::nsa_mean_pool(qkv, &call);

@@ -3,111 +3,33 @@
 //! An attention's output is linear in its values. So with one-hot values, `head_dim` keys at a time, column c of the
 //! output is the weight of key c: this works for every kind, and gives the weights of the kernels that trained the
 //! model.
-use super::native_sparse::NativeSparseAttention;
 use super::{Attention, LayerContext};
+use crate::QkvProjection;
 use burn::tensor::{Tensor, TensorData};
-use sieve_ops::SieveBackend;
+use sieve_ops::{AttentionSpec, SieveBackend};
 
 impl<B: SieveBackend> Attention<B> {
-    /// The weight of each key for each query, `[num_heads, seq_len, seq_len]` with the keys last, of one document.
-    ///
-    /// Rows sum to 1; those of NSA to the sum of the query's gates, and a compressed block's weight is spread evenly
-    /// over its tokens.
-    ///
-    /// # Shapes
-    /// - x: `[1, seq_len, d_model]`, after the layer's norm
-    ///
-    /// # Panics
-    /// With more than one row in `x`.
-    pub fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let documents = context.documents;
-        match self {
-            Self::Grouped(layer) => {
-                let (qkv, spec) = (layer.qkv.forward(x, context), layer.spec());
-                by_key(&qkv.clone(), |one_hot| {
-                    sieve_ops::attention(with_values(&qkv, one_hot, spec.num_kv_heads), documents, spec)
-                })
-            }
-            Self::Dma(layer) => {
-                let (qkv, spec) = (layer.qkv.forward(x, context), layer.spec());
-                // Scores come from the values, so the mask is made before they are replaced.
-                let chosen = layer.attend(qkv.clone(), documents, spec);
-                by_key(&qkv.clone(), |one_hot| {
-                    let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
-                    let (rank, expire) = (chosen.rank.clone(), chosen.expire.clone());
-                    sieve_ops::dma_attention(qkv, rank, expire, documents, spec, layer.bias())
-                })
-            }
-            Self::Mla(layer) => {
-                let (packed, spec) = (layer.packed_of(x, context), layer.spec());
-                let [_, seq_len, width] = packed.dims();
-                let values = spec.num_heads * spec.head_dim;
-                let kept = packed.narrow(2, 0, width - values);
-                let like = Tensor::<B, 4>::zeros([1, seq_len, 1, spec.head_dim], (&kept.device(), kept.dtype()));
-                by_key(&like, |one_hot| {
-                    let v = one_hot.unsqueeze_dim::<4>(2).repeat_dim(2, spec.num_heads);
-                    let v = v.reshape([1, seq_len, values]);
-                    sieve_ops::mla_attention(Tensor::cat(vec![kept.clone(), v], 2), documents, spec)
-                })
-            }
-            Self::Nsa(layer) => layer.weights(x, context),
-            Self::Chosen(layer) => {
-                let (packed, spec, choice) = (layer.packed(x, context), layer.spec(), layer.choice());
-                let keys = layer.block_keys(&packed, documents, context.rope);
-                let chosen = layer.choose(&packed, keys.as_ref(), documents, spec);
-                let qkv = packed.qkv;
-                by_key(&qkv.clone(), |one_hot| {
-                    let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
-                    sieve_ops::chosen_attention(qkv, chosen.clone(), documents, spec, choice)
-                })
-            }
-        }
-    }
-
     /// The weights that dense attention would have with the same queries and keys, as [`weights`](Self::weights);
     /// `None` but of kinds that choose blocks for one softmax.
     pub fn dense_weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Option<Tensor<B, 3>> {
         let Self::Chosen(layer) = self else {
             return None;
         };
-        let (qkv, spec) = (layer.qkv.forward(x, context), layer.spec());
-        Some(by_key(&qkv.clone(), |one_hot| {
-            let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
-            sieve_ops::attention(qkv, context.documents, spec)
-        }))
+        Some(dense(&layer.qkv, layer.spec(), x, context))
     }
 }
 
-impl<B: SieveBackend> NativeSparseAttention<B> {
-    fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let branches = self.branches(x.clone(), context);
-        let compressed = self.compress(branches.compressed.clone(), context.documents);
-        let (kv_heads, blocks) = (self.spec().num_kv_heads, self.blocks());
-        let [_, rows, head_dim] = compressed.dims();
-        let keys = compressed.narrow(0, 0, 1);
-        by_key(&branches.window.clone(), |one_hot| {
-            let [_, seq_len, _] = one_hot.dims();
-            // A block's value is the mean of its tokens' values; a slot past the last block is never read.
-            let starts = (0..rows / kv_heads).map(|slot| slot * blocks.compress_stride);
-            let means: Vec<Tensor<B, 3>> = starts
-                .map(|start| {
-                    let size = blocks.compress_block_size.min(seq_len.saturating_sub(start));
-                    match size {
-                        0 => Tensor::zeros([1, 1, head_dim], (&one_hot.device(), one_hot.dtype())),
-                        _ => one_hot.clone().narrow(1, start, size).sum_dim(1) / blocks.compress_block_size as f64,
-                    }
-                })
-                .collect();
-            let means = Tensor::cat(means, 1).unsqueeze_dim::<4>(2).repeat_dim(2, kv_heads);
-            let values = means.reshape([1, rows, head_dim]);
-            let compressed = Tensor::cat(vec![keys.clone(), values], 0);
-            let branches = branches.with_values(one_hot, kv_heads);
-            self.gated(
-                x.clone(),
-                self.attend(branches, compressed, context.documents, context.policy),
-            )
-        })
-    }
+/// The weights of attention with these queries and keys over all earlier ones, or a window.
+pub(super) fn dense<B: SieveBackend>(
+    qkv: &QkvProjection<B>,
+    spec: AttentionSpec,
+    x: Tensor<B, 3>,
+    context: &LayerContext<'_, B>,
+) -> Tensor<B, 3> {
+    let qkv = qkv.forward(x, context);
+    by_key(&qkv, |one_hot| {
+        sieve_ops::attention(with_values(&qkv, one_hot, spec.num_kv_heads), context.documents, spec)
+    })
 }
 
 /// The packed tensor with `values` `[1, seq_len, head_dim]` as those of every KV head.
@@ -123,7 +45,10 @@ pub(super) fn with_values<B: SieveBackend>(
 
 /// Calls `attend` with the one-hot rows `[1, seq_len, head_dim]` of `head_dim` keys at a time and joins its outputs,
 /// `[1, seq_len, num_heads, head_dim]`, to `[num_heads, seq_len, seq_len]`. `like` is `[1, seq_len, _, head_dim]`.
-fn by_key<B: SieveBackend>(like: &Tensor<B, 4>, attend: impl Fn(Tensor<B, 3>) -> Tensor<B, 4>) -> Tensor<B, 3> {
+pub(super) fn by_key<B: SieveBackend>(
+    like: &Tensor<B, 4>,
+    attend: impl Fn(Tensor<B, 3>) -> Tensor<B, 4>,
+) -> Tensor<B, 3> {
     let [batch, seq_len, _, head_dim] = like.dims();
     assert_eq!(batch, 1, "weights are of one document");
     let columns = (0..seq_len).step_by(head_dim).map(|first| {

@@ -6,12 +6,12 @@
 mod backward;
 mod forward;
 
-pub use forward::{AttentionLayer, AttentionLayerCall, DmaLayer};
+pub use forward::{AttentionLayer, AttentionLayerCall};
 
 use super::kept_by;
 use super::residual::Residual;
 use crate::tensors::{primitive, tensor, value};
-use crate::{AttentionCall, AttentionSpec, Documents, QkNorm, RotaryEmbedding, RowParts, SieveBackend};
+use crate::{AttentionCall, AttentionSpec, DmaLayer, Documents, QkNorm, RotaryEmbedding, RowParts, SieveBackend};
 use backward::{Kept, backward};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -54,7 +54,7 @@ pub fn attention_layer<B: SieveBackend>(
         primitive(layer.qk_norm.k_weight.clone()),
         primitive(layer.o.clone()),
     ];
-    let of_dma = layer.dma.clone().map(|dma| [primitive(dma.w_dt), primitive(dma.a)]);
+    let of_dma = layer.dma.as_ref().map(DmaLayer::weights);
     let layer = layer.values();
     let call = AttentionLayerCall {
         positions: tokens.positions.into_primitive(),
@@ -105,11 +105,7 @@ impl<B: SieveBackend> AttentionLayer<B> {
                 epsilon: self.qk_norm.epsilon,
             },
             o: value::<B, 2>(self.o),
-            dma: self.dma.map(|dma| DmaLayer {
-                w_dt: value::<B, 2>(dma.w_dt),
-                a: value::<B, 1>(dma.a),
-                spec: dma.spec,
-            }),
+            dma: self.dma.map(DmaLayer::values),
             precision: self.precision,
             keeping: kept_by::<B>(self.keeping),
             sums: self.sums.map(|sum| sum.map(value::<B, 2>)),

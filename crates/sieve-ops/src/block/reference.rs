@@ -10,7 +10,7 @@ use crate::norm::reference::rms_norm;
 use crate::rope::reference::qk_norm_rope;
 use crate::swiglu::reference::swiglu;
 use crate::tensors::{Float, primitive, tensor};
-use crate::{DmaCall, DmaScoresCall, PositionOrigin, QkNormRopeCall, Recency, RmsNormCall};
+use crate::{DmaCall, PositionOrigin, QkNormRopeCall, Recency, RmsNormCall};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 
@@ -41,12 +41,7 @@ pub fn attention_layer<B: Backend>(x: Float<B>, layer: AttentionLayer<B>, call: 
     let output = match layer.dma {
         None => attention::<B>(qkv, &place),
         Some(dma) => {
-            let scores = DmaScoresCall::<B> {
-                qkv: qkv.clone(),
-                w_dt: primitive(dma.w_dt),
-                a: primitive(dma.a),
-                spec,
-            };
+            let scores = dma.scores(qkv.clone(), spec);
             let dma = dma.spec;
             let recency = dma.slopes(spec.num_kv_heads).map(|slopes| Recency {
                 slopes,

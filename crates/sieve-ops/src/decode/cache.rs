@@ -134,6 +134,11 @@ impl<B: Backend> DmaCache<B> {
         self.rank.is_empty()
     }
 
+    /// Whether a new key takes another one's slot.
+    pub(crate) fn is_full(&self) -> bool {
+        self.len() >= self.window.keep_window_size
+    }
+
     /// The same keys by rising position.
     pub fn in_order(&self) -> Self {
         let order = self.positions.tokens().argsort(2);
@@ -154,7 +159,7 @@ impl<B: Backend> DmaCache<B> {
 
     /// Counts a token that a kernel offered to the slots.
     pub fn count_token(&mut self) {
-        if self.len() < self.window.keep_window_size {
+        if !self.is_full() {
             self.keys.count_token();
             self.rank.count(1);
             self.positions.count(1);

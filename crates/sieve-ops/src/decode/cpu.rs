@@ -6,7 +6,7 @@ use crate::dma::dma_bias;
 use crate::tensors::{primitive, split_heads, tensor};
 use burn::tensor::{DType, Tensor, TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{DmaBias, DmaWindow};
+use sieve_core::DmaBias;
 use sieve_cpu::first_of_largest;
 
 /// The CPU takes a model's layers one by one: a call costs nothing there beside its work.
@@ -86,9 +86,8 @@ pub(crate) fn dma_decode(
     bias: DmaBias,
     scratch: &mut (),
 ) -> FlexTensor {
-    let is_full = cache.len() == cache.window.keep_window_size;
     let is_i32 = cache.positions.buffer().dtype() == DType::I32;
-    if !(is_full && is_i32 && is_f32(&token.k) && is_f32(&token.rank)) {
+    if !(cache.is_full() && is_i32 && is_f32(&token.k) && is_f32(&token.rank)) {
         return reference::dma_decode(cache, token, softmax_scale, bias, scratch);
     }
     replace_lightest(cache, &token);
@@ -99,10 +98,7 @@ pub(crate) fn dma_decode(
 /// Overwrites, in each head, the slot of the smallest (rank, position) outside the local window with the token. Without
 /// a local window a token of the smallest rank is not stored.
 fn replace_lightest(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
-    let DmaWindow {
-        keep_window_size: slots,
-        local_window_size: local,
-    } = cache.window;
+    let (slots, local) = (cache.len(), cache.window.local_window_size);
     let [k, v, rank] = [&token.k, &token.v, &token.rank].map(|x| contiguous(x.clone()));
     let (held, positions) = (cache.rank.buffer().clone(), cache.positions.buffer().clone());
     let (held, positions) = (contiguous(primitive(held)), contiguous(positions.into_primitive()));

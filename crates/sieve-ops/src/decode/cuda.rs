@@ -4,7 +4,7 @@ use crate::attention::cuda::{packed, packed_heads};
 use crate::device::{kernel_or, tensors};
 use crate::{AttentionSpec, Cuda};
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
-use sieve_core::{DmaBias, DmaWindow, HeavyKeys};
+use sieve_core::{DmaBias, HeavyKeys};
 use sieve_kernels::{
     AttentionShape, CudaPrimitive as Float, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache,
     LatentKeys, Qkv, ScoreBias, ToBurn, device_of, kernel_tensor,
@@ -284,10 +284,7 @@ fn dma_step(
 pub(crate) fn kept_cache(qkv: &Qkv, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, KernelError> {
     let kept = qkv.keep_heavy_keys(heavy)?;
     let [_, _, len] = kept.positions.dims(NAME, "positions")?;
-    let window = heavy.slots.unwrap_or(DmaWindow {
-        keep_window_size: len,
-        local_window_size: 0,
-    });
+    let window = heavy.slots.unwrap_or(len.into());
     let keys = [kept.k, kept.v].map(|x| float(x.burn()));
     let positions = Tensor::from_primitive(kept.positions.burn());
     Ok(DmaCache::new(keys, float(kept.received.burn()), positions, window))

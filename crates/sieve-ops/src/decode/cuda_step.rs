@@ -1,6 +1,6 @@
 //! A step of one token on CUDA: run once, then replayed as a graph.
 use super::cuda::{Recent, SCRATCH_KEYS, score_bias, slots_of, writable};
-use super::{KeyCache, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep};
+use super::{KeyCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep};
 use crate::device::{cast, kernel_or, kernel_or_refusal};
 use crate::linear::cuda::product_and_sum;
 use crate::tensors::{Float, Ints, primitive};
@@ -61,15 +61,10 @@ fn require_kernels(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
     bf16(&of(&step.embedding))?;
     bf16(&of(&step.output))?;
     step.layers.iter().zip(&step.caches).try_for_each(|(layer, cache)| {
-        let TokenLayer {
-            qkv,
-            o,
-            gate_up,
-            down,
-            spec,
-            extra,
-            ..
-        } = layer;
+        let (gate_up, down) = (&layer.gate_up, &layer.down);
+        let TokenAttention {
+            qkv, o, spec, extra, ..
+        } = &layer.attention;
         let group = spec.num_heads / spec.num_kv_heads;
         let head_dims = |keys: &KeyCache<Cuda>| [&keys.k, &keys.v].map(|x| x.buffer().dims()[3]);
         match cache {
@@ -127,7 +122,7 @@ fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda
     match cache {
         TokenCache::Slots(_) => usize::MAX,
         TokenCache::Recent(cache) => {
-            let window = layer.spec.window_size;
+            let window = layer.attention.spec.window_size;
             let room = recent_room(cache, window);
             scratch_room(cache.len() + 1, window).min(room)
         }
@@ -142,7 +137,7 @@ fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda
             tail,
             blocks,
         } => {
-            let size = layer.spec.window_size;
+            let size = layer.attention.spec.window_size;
             compressed.reserve(1, compressed.len());
             let seen = selected.len() + 1;
             let rooms = [
@@ -181,6 +176,7 @@ fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, C
             position: step.position,
             tape,
             layer,
+            attention: &layer.attention,
         };
         x = layer.run(x, cache, &mut scratch)?;
     }
@@ -202,6 +198,7 @@ struct Layer<'s> {
     position: usize,
     tape: &'s StepTape,
     layer: &'s TokenLayer<Cuda>,
+    attention: &'s TokenAttention<Cuda>,
 }
 
 impl Layer<'_> {
@@ -214,13 +211,13 @@ impl Layer<'_> {
         let norms = [0, 1].map(|n| self.noted(&self.layer.norms[n]));
         let epsilon = self.epsilon;
         let normed = Vectors::Normed(&x, &norms[0], epsilon);
-        let bias = self.layer.qkv_bias.as_ref();
+        let bias = self.attention.qkv_bias.as_ref();
         let bias = bias.map(|bias| of(&bias.clone().unsqueeze::<3>().repeat_dim(0, self.batch())).contiguous());
         let bias = bias.map(|bias| self.tape.noted(&bias));
         let finish = bias.as_ref().map_or(Finish::Stored, Finish::Added);
-        let qkv = project(normed, &self.noted(&self.layer.qkv), finish)?;
+        let qkv = project(normed, &self.noted(&self.attention.qkv), finish)?;
         let attended = self.attend(normed, &qkv, cache, scratch)?;
-        let [o, down, gate_up] = [&self.layer.o, &self.layer.down, &self.layer.gate_up].map(|w| self.noted(w));
+        let [o, down, gate_up] = [&self.attention.o, &self.layer.down, &self.layer.gate_up].map(|w| self.noted(w));
         let x = project(Vectors::Plain(&attended), &o, Finish::Added(&x))?;
         let h = project(Vectors::Normed(&x, &norms[1], epsilon), &gate_up, Finish::SwiGlu)?;
         project(Vectors::Plain(&h), &down, Finish::Added(&x))
@@ -284,12 +281,13 @@ impl Layer<'_> {
         cache: &mut TokenCache<'_, Cuda>,
         scratch: &mut Scratch,
     ) -> Result<CudaTensor, KernelError> {
-        let (spec, batch, length) = (self.layer.spec, self.batch(), self.length()?);
+        let (spec, batch, length) = (self.attention.spec, self.batch(), self.length()?);
         let (num_heads, num_kv_heads, scale) = (spec.num_heads, spec.num_kv_heads, spec.softmax_scale as f32);
         if let TokenCache::Latents(latents, scales) = cache {
             return self.attend_latents(normed, qkv, latents, scales.as_deref_mut());
         }
-        let qkv_rotated = self.rotated(qkv, self.layer.qk_norm.as_ref(), &self.inputs.position, num_kv_heads)?;
+        let qk_norm = self.attention.qk_norm.as_ref();
+        let qkv_rotated = self.rotated(qkv, qk_norm, &self.inputs.position, num_kv_heads)?;
         let token = Qkv::packed(&qkv_rotated, num_heads, num_kv_heads);
         let shape = token.shape(NAME)?;
         let step = |max_length| DecodeStep {
@@ -298,7 +296,7 @@ impl Layer<'_> {
             max_length,
             num_dropped: 0,
         };
-        let o = match (cache, &self.layer.dma) {
+        let o = match (cache, &self.attention.dma) {
             (TokenCache::Recent(keys), _) => {
                 let (step, kv, seen) = self.recent(keys);
                 kv.attention_decode(&token, &length, step, &scratch_of(scratch, &kv.k, shape, seen)?)?
@@ -337,7 +335,7 @@ impl Layer<'_> {
                 };
                 let seen = blocks.num_selected_blocks * blocks.select_block_size;
                 let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
-                let index = match &self.layer.extra {
+                let index = match &self.attention.extra {
                     TokenExtra::Indexer { proj, norm } => {
                         // The key stands where a packed tensor has values, too.
                         let [rows, _] = proj.dims();
@@ -361,7 +359,7 @@ impl Layer<'_> {
                 },
                 _,
             ) => {
-                let TokenExtra::Branches(weights) = &self.layer.extra else {
+                let TokenExtra::Branches(weights) = &self.attention.extra else {
                     unreachable!("NSA's caches are its layers'")
                 };
                 let (fine, coarse) = (
@@ -399,10 +397,10 @@ impl Layer<'_> {
 
     /// The step of a cache of a window or of all keys, its buffers, and keys that it sees at most.
     fn recent(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep, KvCache, usize) {
-        let (len, window) = (keys.len(), self.layer.spec.window_size);
+        let (len, window) = (keys.len(), self.attention.spec.window_size);
         let step = DecodeStep {
             window,
-            softmax_scale: self.layer.spec.softmax_scale as f32,
+            softmax_scale: self.attention.spec.softmax_scale as f32,
             max_length: len,
             num_dropped: self.position - len,
         };
@@ -426,7 +424,7 @@ impl Layer<'_> {
         normed: Vectors<'_>,
         weights: &TokenBranches<Cuda>,
     ) -> Result<Qkv, KernelError> {
-        let spec = self.layer.spec;
+        let spec = self.attention.spec;
         let kv = weights
             .compress_kv
             .as_ref()
@@ -438,7 +436,7 @@ impl Layer<'_> {
                 let zeros = TensorData::new(vec![0i32; self.batch()], [self.batch(), 1]);
                 let zeros = Tensor::<Cuda, 2, Int>::from_data(zeros, device_of(qkv));
                 let zeros = self.tape.noted(&kernel_tensor(zeros.into_primitive()));
-                let unrotated = self.rotated(qkv, self.layer.qk_norm.as_ref(), &zeros, spec.num_kv_heads)?;
+                let unrotated = self.rotated(qkv, self.attention.qk_norm.as_ref(), &zeros, spec.num_kv_heads)?;
                 (Qkv::packed(&unrotated, spec.num_heads, spec.num_kv_heads), zeros)
             }
         };
@@ -450,8 +448,8 @@ impl Layer<'_> {
 
     /// The queries of a token with other keys and values, `[batch, 1, 2 * num_kv_heads * head_dim]`.
     fn with_kv(&self, token: &Qkv, kv: &CudaTensor, positions: &CudaTensor) -> Result<Qkv, KernelError> {
-        let num_kv_heads = self.layer.spec.num_kv_heads;
-        let kv = self.rotated(kv, self.layer.qk_norm.as_ref(), positions, num_kv_heads)?;
+        let num_kv_heads = self.attention.spec.num_kv_heads;
+        let kv = self.rotated(kv, self.attention.qk_norm.as_ref(), positions, num_kv_heads)?;
         let kv = Qkv::packed(&kv, 0, num_kv_heads);
         Ok(Qkv {
             q: token.q.clone(),
@@ -472,11 +470,11 @@ impl Layer<'_> {
             norm,
             up,
             rope_dim,
-        } = &self.layer.extra
+        } = &self.attention.extra
         else {
             unreachable!("a cache of latents is a latent layer's")
         };
-        let (spec, batch) = (self.layer.spec, self.batch());
+        let (spec, batch) = (self.attention.spec, self.batch());
         let [_, rank] = up.dims();
         let head_dim = q.num_elements() / (batch * spec.num_heads) - rope_dim;
         let (up, down) = (self.whole(up), project(normed, &self.noted(down), Finish::Stored)?);
@@ -486,7 +484,7 @@ impl Layer<'_> {
         let latent = rms_norm_forward(&latent?, &self.noted(norm), self.epsilon)?;
         // Where keys are not normed, the projected latent is not read.
         let kv = project(Vectors::Plain(&latent), &up, Finish::Stored)?;
-        let weights = self.layer.qk_norm.as_ref();
+        let weights = self.attention.qk_norm.as_ref();
         let weights = weights.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));
         let pack = MlaPack {
             num_heads: spec.num_heads,
@@ -497,7 +495,7 @@ impl Layer<'_> {
             sin: self.tables[1],
             norm: weights
                 .as_ref()
-                .zip(self.layer.qk_norm.as_ref())
+                .zip(self.attention.qk_norm.as_ref())
                 .map(|([q_weight, k_weight], norm)| MlaNorm {
                     q_weight,
                     k_weight,

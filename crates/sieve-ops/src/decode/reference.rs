@@ -102,7 +102,7 @@ impl<B: Backend> DmaCache<B> {
         let rank = tensor::<B, 2>(token.rank).unsqueeze_dim::<3>(2);
         let [batch, kv_heads, _] = rank.dims();
         let here = |len| Tensor::<B, 3, Int>::full([batch, kv_heads, len], token.position as i64, &rank.device());
-        if self.len() < self.window.keep_window_size {
+        if !self.is_full() {
             self.positions.append(here(1));
             self.keys.k.append(k);
             self.keys.v.append(v);

@@ -34,6 +34,17 @@ pub struct TokenStep<'a, B: Backend> {
 pub struct TokenLayer<B: Backend> {
     /// Before the attention and before the feed-forward layer, `[d_model]`.
     pub norms: [Tensor<B, 1>; 2],
+    /// The attention.
+    pub attention: TokenAttention<B>,
+    /// `[2 * d_ff, d_model]`.
+    pub gate_up: Tensor<B, 2>,
+    /// `[d_model, d_ff]`.
+    pub down: Tensor<B, 2>,
+}
+
+/// An attention layer.
+#[derive(Debug)]
+pub struct TokenAttention<B: Backend> {
     /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`; of latent attention the queries alone.
     pub qkv: Tensor<B, 2>,
     /// Added to the product, `[(num_heads + 2 * num_kv_heads) * head_dim]`; absent but in models like Qwen2.
@@ -46,10 +57,6 @@ pub struct TokenLayer<B: Backend> {
     pub extra: TokenExtra<B>,
     /// `[d_model, num_heads * head_dim]`.
     pub o: Tensor<B, 2>,
-    /// `[2 * d_ff, d_model]`.
-    pub gate_up: Tensor<B, 2>,
-    /// `[d_model, d_ff]`.
-    pub down: Tensor<B, 2>,
     /// Heads, scale and window.
     pub spec: AttentionSpec,
 }

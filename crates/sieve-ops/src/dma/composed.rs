@@ -2,17 +2,31 @@
 use super::bias::{dma_bias, dma_bias_backward};
 use super::rank::{PositionOrigin, Recency};
 use super::{DmaCall, DmaScoresCall, DmaSelection};
-use crate::tensors::{Float, primitive, tensor};
-use crate::{AttentionCall, AttentionOutput, DeviceBackend, DocumentBounds};
+use crate::tensors::{Float, primitive, tensor, value};
+use crate::{AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, SieveBackend};
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaShape, KeepOLow};
+
+/// What dynamic mask attention has beside the projections.
+#[derive(Clone, Debug)]
+pub struct DmaLayer<B: Backend> {
+    /// `[num_kv_heads * head_dim, num_kv_heads]`.
+    pub w_dt: Tensor<B, 2>,
+    /// `[num_kv_heads]`.
+    pub a: Tensor<B, 1>,
+    /// Kept keys and form of the bias.
+    pub spec: DmaShape,
+}
 
 /// What DMA computes from.
 #[derive(Clone, Debug)]
 pub(crate) struct DmaInputs<B: Backend> {
     /// The packed tensor, and what scores its keys.
     pub(crate) scores: DmaScoresCall<B>,
-    pub(crate) documents: DocumentBounds<B>,
+    /// Documents, heads and scale.
+    pub(crate) attention: AttentionCall<B>,
+    /// Kept keys, slopes and form of the bias.
     pub(crate) dma: DmaShape,
 }
 
@@ -27,13 +41,46 @@ pub(crate) struct DmaForward<B: Backend> {
     pub(crate) rank: Float<B>,
 }
 
+impl<B: SieveBackend> DmaLayer<B> {
+    /// The layer below the graph.
+    pub(crate) fn values(self) -> DmaLayer<B::Inner> {
+        DmaLayer {
+            w_dt: value::<B, 2>(self.w_dt),
+            a: value::<B, 1>(self.a),
+            spec: self.spec,
+        }
+    }
+}
+
+impl<B: Backend> DmaLayer<B> {
+    /// The parameters, w_dt and a.
+    pub(crate) fn weights(&self) -> [Float<B>; 2] {
+        [primitive(self.w_dt.clone()), primitive(self.a.clone())]
+    }
+
+    /// Inputs of the scores of a packed tensor's keys.
+    pub(crate) fn scores(&self, qkv: Float<B>, spec: AttentionSpec) -> DmaScoresCall<B> {
+        let [w_dt, a] = self.weights();
+        DmaScoresCall { qkv, w_dt, a, spec }
+    }
+
+    /// Inputs of scores, selection and attention.
+    pub(crate) fn inputs(self, qkv: Float<B>, call: &AttentionCall<B>) -> DmaInputs<B> {
+        DmaInputs {
+            scores: self.scores(qkv, call.spec),
+            attention: call.clone(),
+            dma: self.spec,
+        }
+    }
+}
+
 impl<B: Backend> DmaInputs<B> {
     fn attention(&self, delta: Float<B>, selection: DmaSelection<B>) -> DmaCall<B> {
         DmaCall {
             qkv: self.scores.qkv.clone(),
             delta,
             selection,
-            attention: AttentionCall::new(self.documents.clone(), self.scores.spec),
+            attention: self.attention.clone(),
         }
     }
 }
@@ -42,11 +89,10 @@ pub(crate) fn forward<B: DeviceBackend>(inputs: &DmaInputs<B>, o_low: KeepOLow) 
     let dma = inputs.dma;
     let recency = dma.slopes(inputs.scores.spec.num_kv_heads).map(|slopes| Recency {
         slopes,
-        origin: PositionOrigin::DocumentStart(inputs.documents[0].clone()),
+        origin: PositionOrigin::DocumentStart(inputs.attention.documents[0].clone()),
     });
     let rank = B::dma_ranks(&inputs.scores, recency);
-    let attention = AttentionCall::new(inputs.documents.clone(), inputs.scores.spec);
-    by_rank(inputs.scores.qkv.clone(), rank, attention, dma, o_low)
+    by_rank(inputs.scores.qkv.clone(), rank, inputs.attention.clone(), dma, o_low)
 }
 
 /// Selection of the keys of a packed tensor by these ranks, and attention over what it keeps.

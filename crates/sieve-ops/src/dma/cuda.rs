@@ -98,10 +98,9 @@ fn launch_select(
 ) -> Result<DmaSelection<Cuda>, KernelError> {
     let rank = kernel_tensor(rank.clone());
     let [start, end] = bounds(documents);
-    let (kept, local) = (window.keep_window_size, window.local_window_size);
-    let selection = sieve_kernels::dma_select(&rank, &start, &end, kept, local)?;
+    let selection = sieve_kernels::dma_select(&rank, &start, &end, window)?;
     let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
-    let keys = if kept >= seq_len {
+    let keys = if selection.keep_window_size >= seq_len {
         DmaKeys::All
     } else {
         let lists = selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?;

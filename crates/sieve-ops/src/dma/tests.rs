@@ -3,7 +3,7 @@ mod mask;
 
 use super::{dma_bias, dma_rank, dynamic_mask_attention};
 use crate::testing::{Ad, Float, Input, Random, RandomInput, float, primitive};
-use crate::{AttentionCall, AttentionSpec, DmaBias, DmaCall, DmaScoresCall, Documents, reference};
+use crate::{AttentionCall, AttentionSpec, DmaBias, DmaCall, DmaLayer, Documents, reference};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
 use burn_flex::Flex;
 use sieve_core::{DmaRecency, DmaShape};
@@ -45,22 +45,19 @@ fn inputs(spec: AttentionSpec, [batch, seq_len, head_dim]: [usize; 3], seed: u64
     ]
 }
 
+fn layer(inputs: &[Float], spec: DmaShape) -> DmaLayer<Ad> {
+    let (w_dt, a) = (float(&inputs[1]), float(&inputs[2]));
+    DmaLayer { w_dt, a, spec }
+}
+
 fn run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: DmaShape) -> Float {
-    let (qkv, w_dt, a) = (float(&inputs[0]), float(&inputs[1]), float(&inputs[2]));
-    primitive(dynamic_mask_attention(qkv, w_dt, a, documents, spec, dma).o)
+    primitive(dynamic_mask_attention(float(&inputs[0]), layer(inputs, dma), documents, spec).o)
 }
 
 /// Scores, brute-force selection and attention with the whole score matrix, in plain Burn ops.
 fn reference_run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: DmaShape) -> Float {
-    let [qkv, w_dt, a] = [0, 1, 2].map(|n| inputs[n].clone());
-    let bounds = documents.bounds();
-    let call = DmaScoresCall::<Ad> {
-        qkv: qkv.clone(),
-        w_dt,
-        a,
-        spec,
-    };
-    let z = reference::dma_scores(&call);
+    let (qkv, bounds) = (inputs[0].clone(), documents.bounds());
+    let z = reference::dma_scores(&layer(inputs, dma).scores(qkv.clone(), spec));
     let positions = || documents.positions.clone();
     let rank = dma_rank(float::<3>(&z), positions, dma.slopes(spec.num_kv_heads));
     let selection = reference::dma_select::<Ad>(primitive(rank.clone()), &bounds, dma.window());

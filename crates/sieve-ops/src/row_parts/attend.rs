@@ -4,13 +4,13 @@ use super::border::{Border, Reach};
 use super::heads::{Heads, to_heads, to_tokens};
 use crate::dma::{bias_gradient, dma_bias, dma_rank};
 use crate::tensors::{Float, Ints, primitive, tensor};
-use crate::{AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaCall, DmaScoresCall, DmaSelection};
+use crate::{AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaCall, DmaLayer, DmaSelection};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, TensorMetadata};
-use sieve_core::{DmaShape, KeepOLow};
+use sieve_core::KeepOLow;
 
-/// What DMA has beside the packed tensor: w_dt, a, its form, and the tokens' positions in their documents.
-pub(crate) type DmaParts<B> = (Float<B>, Float<B>, DmaShape, Ints<B>);
+/// What DMA has beside the packed tensor: its layer, and the tokens' positions in their documents.
+pub(crate) type DmaParts<B> = (DmaLayer<B>, Ints<B>);
 
 /// Where a part's tokens stand: the rows, and attention inside the part.
 pub(crate) type PartPlace<'a, B> = (&'a RowParts, &'a AttentionCall<B>);
@@ -77,14 +77,14 @@ pub(crate) fn forward<B: DeviceBackend>(
         };
     }
     let reach = match (&dma, spec.window_size) {
-        (Some((_, _, dma, _)), _) => Reach::Kept(dma.window()),
+        (Some((dma, _)), _) => Reach::Kept(dma.spec.window()),
         (None, window) => Reach::Recent(window.map_or(parts.seq_len, |window| window - 1)),
     };
-    let rank = dma.map(|(w_dt, a, dma, positions)| {
-        let z = tensor::<B, 3>(B::dma_scores(&scores_call(&qkv, w_dt, a, spec)));
+    let rank = dma.map(|(dma, positions)| {
+        let z = tensor::<B, 3>(B::dma_scores(&dma.scores(qkv.clone(), spec)));
         let positions = || Tensor::<B, 2, Int>::from_primitive(positions);
-        let rank = dma_rank(z, positions, dma.slopes(spec.num_kv_heads));
-        (primitive(rank), dma)
+        let rank = dma_rank(z, positions, dma.spec.slopes(spec.num_kv_heads));
+        (primitive(rank), dma.spec)
     });
     let own_rank = rank.as_ref().map(|(rank, _)| rank);
     let border = Border::<B>::gather(parts, &qkv, own_call, reach, own_rank);
@@ -152,13 +152,13 @@ pub(crate) fn backward<B: DeviceBackend>(
         d_o = Tensor::cat(vec![none, d_o], 1);
     }
     let d_o = primitive(d_o);
-    let (Some((selection, rank)), Some((w_dt, a, dma, _))) = (selection, dma) else {
+    let (Some((selection, rank)), Some((dma, _))) = (selection, dma) else {
         let d_longer = B::attention_backward(longer, &attention, output, d_o);
         let (d_qkv, _) = border.give_back(parts, d_longer, None);
         return (d_qkv, None);
     };
     let rank = tensor::<B, 3>(rank);
-    let delta = dma_bias(rank.clone(), dma.bias);
+    let delta = dma_bias(rank.clone(), dma.spec.bias);
     let call = DmaCall {
         qkv: longer,
         delta: primitive(delta.clone()),
@@ -169,15 +169,10 @@ pub(crate) fn backward<B: DeviceBackend>(
     let (d_qkv, d_delta) = border.give_back(parts, d_longer, Some(d_delta));
     let d_delta = tensor::<B, 3>(d_delta.expect("given above"));
     let own = |x: Tensor<B, 3>| x.narrow(2, slots, len);
-    let dz = bias_gradient(own(rank), own(delta), d_delta, dma.bias);
-    let scores = scores_call(&qkv, w_dt, a, spec);
+    let dz = bias_gradient(own(rank), own(delta), d_delta, dma.spec.bias);
+    let scores = dma.scores(qkv, spec);
     let [d_qkv, d_w_dt, d_a] = B::dma_scores_backward(&scores, primitive(dz), d_qkv);
     (d_qkv, Some([d_w_dt, d_a]))
-}
-
-fn scores_call<B: Backend>(qkv: &Float<B>, w_dt: Float<B>, a: Float<B>, spec: AttentionSpec) -> DmaScoresCall<B> {
-    let qkv = qkv.clone();
-    DmaScoresCall { qkv, w_dt, a, spec }
 }
 
 fn kinds(spec: AttentionSpec) -> [Heads; 3] {

@@ -72,7 +72,6 @@ fn last_kept(
 ) -> Result<CudaTensor, KernelError> {
     let rank = kernel_tensor(rank.clone());
     let [start, end] = bounds(documents);
-    let (kept, local) = (window.keep_window_size, window.local_window_size);
-    let selection = sieve_kernels::dma_select(&rank, &start, &end, kept, local)?;
+    let selection = sieve_kernels::dma_select(&rank, &start, &end, window)?;
     sieve_kernels::dma_last_kept(&selection.expire, slots)
 }

@@ -1,12 +1,13 @@
 mod gpus;
 
+use super::attend::DmaParts;
 use super::border::Border;
 use super::heads::{to_heads, to_tokens};
-use super::{DmaParts, Heads, Parted, RowLinks, RowParts, ThreadLinks, backward, forward};
-use crate::dma::composed::{self, DmaInputs};
+use super::{Heads, Parted, RowLinks, RowParts, ThreadLinks, backward, forward};
+use crate::dma::composed;
 use crate::tensors::{primitive, tensor};
 use crate::testing::{Random, RandomInput};
-use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaScoresCall, Documents};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaLayer, Documents};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
@@ -126,11 +127,7 @@ fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found 
             active: Vec::new(),
         };
     };
-    let inputs = DmaInputs {
-        scores: DmaScoresCall { qkv, w_dt, a, spec },
-        documents,
-        dma,
-    };
+    let inputs = layer(w_dt, a, dma).inputs(qkv, &AttentionCall::new(documents, spec));
     let forward = composed::forward::<Flex>(&inputs, KeepOLow::Never);
     let o = values::<4>(forward.output.o.clone());
     let expire = expire_of(forward.selection.expire.clone());
@@ -156,6 +153,11 @@ fn expire_of(expire: FlexTensor) -> Vec<i64> {
     expire.into_data().iter::<i64>().collect()
 }
 
+fn layer(w_dt: FlexTensor, a: FlexTensor, spec: DmaShape) -> DmaLayer<Flex> {
+    let (w_dt, a) = (tensor(w_dt), tensor(a));
+    DmaLayer { w_dt, a, spec }
+}
+
 /// One rank's results, of its part.
 fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
     let (len, first) = (parts.len(), parts.links.part() * parts.len());
@@ -164,7 +166,7 @@ fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
     let documents = Documents::<Flex>::of_part(&parts, &Default::default());
     let dma = || -> Option<DmaParts<Flex>> {
         let positions = documents.positions.clone().into_primitive();
-        Some((w_dt.clone(), a.clone(), case.dma?, positions))
+        Some((layer(w_dt.clone(), a.clone(), case.dma?), positions))
     };
     let own_call = AttentionCall::new(documents.bounds(), case.spec);
     let place = (&parts, &own_call);
@@ -326,7 +328,7 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
                     let first = parts.links.part() * parts.len();
                     let qkv = tensor::<Flex, 4>(qkv).narrow(1, first, parts.len());
                     let own_call = AttentionCall::new(documents.bounds(), case.spec);
-                    let dma = (w_dt, a, dma, documents.positions.into_primitive());
+                    let dma = (layer(w_dt, a, dma), documents.positions.into_primitive());
                     let place = (&parts, &own_call);
                     let parted = forward::<Flex>(primitive(qkv), Some(dma), place, KeepOLow::Never);
                     parted.border().expect("a border").0.slots

@@ -1,9 +1,9 @@
 //! One rank's attention of its part with everything that it read and gave, for files that other programs check.
 use super::{RowParts, backward, forward};
 use crate::tensors::{Float, Ints};
-use crate::{AttentionCall, AttentionSpec, DeviceBackend, DocumentBounds, Documents};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaLayer, DocumentBounds, Documents};
 use burn::tensor::backend::Backend;
-use sieve_core::{DmaShape, KeepOLow};
+use sieve_core::KeepOLow;
 
 /// What attention of a part read and gave. A longer row is the border's slots, then the part's tokens.
 #[derive(Clone, Debug)]
@@ -27,19 +27,19 @@ pub struct TracedPart<B: Backend> {
 
 impl<B: DeviceBackend> TracedPart<B> {
     /// Attention of this rank's `qkv` `[batch, len, num_heads + 2 * num_kv_heads, head_dim]`, and its gradient for
-    /// `d_o`. All ranks of `parts` call it at once. Without DMA's w_dt, a and form: window attention with the spec's
+    /// `d_o`. All ranks of `parts` call it at once. Without a layer of DMA's: window attention with the spec's
     /// window.
     pub fn new(
         parts: &RowParts,
         [qkv, d_o]: [Float<B>; 2],
-        dma: Option<(Float<B>, Float<B>, DmaShape)>,
+        dma: Option<DmaLayer<B>>,
         spec: AttentionSpec,
         device: &B::Device,
     ) -> Self {
         let of_part = Documents::<B>::of_part(parts, device);
         let own = AttentionCall::new(of_part.bounds(), spec);
         let place = (parts, &own);
-        let dma = dma.map(|(w_dt, a, shape)| (w_dt, a, shape, of_part.positions.clone().into_primitive()));
+        let dma = dma.map(|dma| (dma, of_part.positions.clone().into_primitive()));
         let parted = forward::<B>(qkv.clone(), dma.clone(), place, KeepOLow::default());
         let (border, expire) = parted.border().unzip();
         let documents = border.map_or_else(|| own.clone(), |border| border.call(&own)).documents;

@@ -3,7 +3,7 @@
 use crate::row_parts::RowShare;
 use crate::{Target, gpu_attention_gap};
 use sieve_core::block_choice::SCORES_AT_ONCE;
-use sieve_core::model::{Attention, AttentionForm, DmaShape, ModelShape, NUM_NSA_BRANCHES};
+use sieve_core::model::{AttentionForm, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
 use sieve_core::{BlockChoice, KeepOLow, Keeping};
 use sieve_kernels::oracle::SUPER_BLOCK;
@@ -41,14 +41,14 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
         // q, k and v, before q/k-norm and rotation where these are in the same op, and the output.
         AttentionForm::Grouped { .. } => (common + normed + packed + q, lse),
         // z and expire beside them, key lists, and the lower 16 bits of the output.
-        AttentionForm::Ranked(DmaShape { keep_window_size, .. }) => {
+        form @ AttentionForm::Ranked(_) => {
             let o_low = if keeps_o_low(shape, target, seq_len, keeping.o_low) {
                 q
             } else {
                 0
             };
-            let lists = match target {
-                Target::Gpu(_) if keep_window_size < seq_len => key_list_bytes(shape, seq_len, keep_window_size),
+            let lists = match (target, form.num_kept()) {
+                (Target::Gpu(_), Some(kept)) if kept < seq_len => key_list_bytes(shape, seq_len, kept),
                 _ => 0,
             };
             let per_key = 2 * F32 * kv_heads + lists;
@@ -120,11 +120,7 @@ fn num_choices(shape: &ModelShape, choice: BlockChoice) -> u64 {
 
 /// Whether a block's attention is one op with its norm and products.
 fn joins_attention(shape: &ModelShape) -> bool {
-    let is_one_op = match shape.attention.form() {
-        AttentionForm::Grouped { .. } | AttentionForm::Ranked(_) => true,
-        AttentionForm::Latent(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_) => false,
-    };
-    is_one_op && shape.qk_norm && !shape.qkv_bias
+    shape.attention.form().is_one_op() && shape.qk_norm && !shape.qkv_bias
 }
 
 /// Numbers a token that a block's GEMMs read and its backward pass can recompute.
@@ -217,8 +213,8 @@ pub(super) fn block_temporaries(
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let matrix = F32 * d_model * d_ff;
     // MLA: packed q, k and v and their gradient; gradients of what was packed come once the first of them is gone.
-    let packed = match shape.attention {
-        Attention::Mla(mla) => 3 * q + 2 * (shape.num_heads * mla.qk_rope_head_dim) as u64,
+    let packed = match shape.attention.form() {
+        AttentionForm::Latent(mla) => 3 * q + 2 * (shape.num_heads * mla.qk_rope_head_dim) as u64,
         _ => q + 2 * kv,
     };
 
@@ -267,12 +263,11 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
         let call = AttentionShape::new(num_rows, seq_len, heads, widths);
         call.key_part_bytes(window, Hardware::HOPPER.num_multiprocessors) as u64
     };
-    let has_gap = gpu_attention_gap(shape).is_some();
-    match shape.attention {
-        Attention::InfllmV2(_) | Attention::Moba(_) | Attention::Msa(_) if !has_gap => {
-            let AttentionForm::Blocks(choice) = shape.attention.form() else {
-                unreachable!("kinds of chosen blocks")
-            };
+    let plain_scores = plain_score_bytes(shape, tokens, seq_len);
+    let form = shape.attention.form();
+    match form {
+        _ if plain_scores > 0 => plain_scores,
+        AttentionForm::Blocks(choice) => {
             // Keys and values that each chooser reads, and f32 sums of their gradients; a part of dq for each block
             // that a query chose, and lists of these choices.
             let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
@@ -294,7 +289,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
             };
             row_stats + times(tokens, 2 * F32 * kv) + repeated + indexer + parts
         }
-        Attention::Nsa(nsa) if !has_gap => {
+        AttentionForm::Branches(nsa) => {
             let sums = times(tokens, 2 * F32 * kv);
             // The compressed branch: keys, values and their two gradients with a row a token, sums of dq, key lists.
             let rows = batch * KeyLists::dq_sum_queries(seq_len) as u64;
@@ -307,33 +302,23 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
             let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
             row_stats + sums + by_list.max(parts)
         }
-        Attention::Mla(_) | Attention::Nsa(_) | Attention::InfllmV2(_) | Attention::Moba(_) | Attention::Msa(_)
-            if has_gap =>
-        {
-            plain_score_bytes(shape, tokens, seq_len)
-        }
-        Attention::Mla(mla) => {
+        AttentionForm::Latent(mla) => {
             let queries = q + heads * mla.qk_rope_head_dim as u64;
             row_stats + times(tokens, F32 * queries) + key_parts(mla.qk_rope_head_dim, seq_len)
         }
-        Attention::Dma(DmaShape { keep_window_size, .. }) if keep_window_size < seq_len => {
+        AttentionForm::Ranked(_) if form.num_kept() < Some(seq_len) => {
             let rows = batch * KeyLists::dq_sum_queries(seq_len) as u64;
             row_stats + times(rows, F32 * q) + times(tokens, 2 * F32 * kv)
         }
-        Attention::Swa(swa) => row_stats + times(tokens, F32 * q) + key_parts(0, swa.sliding_window),
+        AttentionForm::Grouped { window: Some(window) } => row_stats + times(tokens, F32 * q) + key_parts(0, window),
         _ => row_stats + times(tokens, F32 * q) + key_parts(0, seq_len),
     }
 }
 
 /// Scores of all pairs that a GPU holds at once for sizes without kernels there; 0 for the others.
 pub(super) fn plain_score_bytes(shape: &ModelShape, tokens: u64, seq_len: usize) -> u64 {
-    match shape.attention.form() {
-        AttentionForm::Latent(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_)
-            if gpu_attention_gap(shape).is_some() =>
-        {
-            let row = PLAIN_SCORES * F32 * (shape.num_heads * seq_len) as u64;
-            times(tokens, row)
-        }
-        _ => 0,
+    match shape.attention.form().is_one_op() || gpu_attention_gap(shape).is_none() {
+        true => 0,
+        false => times(tokens, PLAIN_SCORES * F32 * (shape.num_heads * seq_len) as u64),
     }
 }

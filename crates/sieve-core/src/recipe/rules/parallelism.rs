@@ -2,7 +2,7 @@
 
 use super::{Parts, Rules};
 use crate::model::IndexScores;
-use crate::recipe::{Attention, AttentionKind, ParallelismSection};
+use crate::recipe::{Attention, ParallelismSection};
 
 const DEGREE: &str = "parallelism.context_parallel_degree";
 
@@ -36,15 +36,8 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
         "leave out one of the two",
     );
     // Grouped attention and DMA also read the keys of earlier parts; the others exchange tokens for heads alone.
-    let by_heads = [
-        AttentionKind::Mla,
-        AttentionKind::Nsa,
-        AttentionKind::InfllmV2,
-        AttentionKind::Moba,
-        AttentionKind::Msa,
-    ];
-    let kind = parts.attention.map(|attention| attention.kind());
-    if let Some((kind, model)) = kind.filter(|kind| by_heads.contains(kind)).zip(parts.model.as_ref()) {
+    let by_heads = parts.attention.filter(|attention| !attention.form().is_one_op());
+    if let Some((attention, model)) = by_heads.zip(parts.model.as_ref()) {
         let heads = model.num_key_value_heads;
         rules.require(
             heads.is_multiple_of(degree),
@@ -52,7 +45,7 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
             format!(
                 "is {degree}, and attention of kind = {:?} shares out its KV heads: \
                      model.num_key_value_heads = {heads} is no multiple of that",
-                kind.name()
+                attention.kind().name()
             ),
             "choose a divisor of the KV heads; mha, swa and dma take any degree",
         );

@@ -1,5 +1,5 @@
 //! The backward pass of an attention layer.
-use super::forward::{Attended, AttentionLayer, AttentionLayerCall, dma_inputs, merge_heads, of_parts, rotation};
+use super::forward::{Attended, AttentionLayer, AttentionLayerCall, merge_heads, rotation};
 use crate::block::product::{Operands, Weight, begin_gradients, product_gradients};
 use crate::dma::composed;
 use crate::tensors::{Float, primitive};
@@ -46,13 +46,13 @@ pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float
     let again = rotated.unwrap_or_else(|| B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call)));
     let (d_rotated, d_dma) = match (attended, layer.dma) {
         (Attended::Selected(forward), Some(dma)) => {
-            let inputs = dma_inputs(again, dma, &call.attention);
+            let inputs = dma.inputs(again, &call.attention);
             let [dqkv, dw_dt, da] = composed::backward::<B>(&inputs, forward, d_o);
             (dqkv, Some([dw_dt, da]))
         }
         (Attended::Recent(output), _) => (B::attention_backward(again, &call.attention, output, d_o), None),
         (Attended::Parted(parted), dma) => {
-            let dma = dma.map(|dma| of_parts(dma, &call));
+            let dma = dma.map(|dma| (dma, call.positions.clone()));
             let parts = call.parts.as_ref().expect("made for parts of rows");
             row_parts::backward(parted, again, dma, (parts, &call.attention), d_o)
         }

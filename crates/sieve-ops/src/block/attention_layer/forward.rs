@@ -1,15 +1,15 @@
 //! The forward pass of an attention layer.
 use crate::block::product::{Operands, product};
-use crate::dma::composed::{self, DmaForward, DmaInputs};
-use crate::row_parts::{self, DmaParts, Parted};
+use crate::dma::composed::{self, DmaForward};
+use crate::row_parts::{self, Parted};
 use crate::tensors::{Float, Ints, primitive};
 use crate::{
-    AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaScoresCall, ProductPrecision, QkNorm,
-    QkNormRopeCall, Residual, RmsNormCall, RopeTables, RowParts, ToRound, WeightSums,
+    AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaLayer, ProductPrecision, QkNorm, QkNormRopeCall,
+    Residual, RmsNormCall, RopeTables, RowParts, ToRound, WeightSums,
 };
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
-use sieve_core::{DmaShape, Keeping};
+use sieve_core::Keeping;
 
 /// What [`attention_layer`](super::attention_layer) computes with.
 #[derive(Clone, Debug)]
@@ -32,17 +32,6 @@ pub struct AttentionLayer<B: Backend> {
     pub keeping: Keeping,
     /// Of `qkv` and `o`.
     pub sums: WeightSums<B>,
-}
-
-/// What dynamic mask attention has beside the projections.
-#[derive(Clone, Debug)]
-pub struct DmaLayer<B: Backend> {
-    /// `[num_kv_heads * head_dim, num_kv_heads]`.
-    pub w_dt: Tensor<B, 2>,
-    /// `[num_kv_heads]`.
-    pub a: Tensor<B, 1>,
-    /// Kept keys and form of the bias.
-    pub spec: DmaShape,
 }
 
 /// Where the tokens of a call stand, and how they attend.
@@ -117,11 +106,11 @@ pub(super) fn forward<B: DeviceBackend>(
     let kept_rotated = layer.keeping.made_again.then(|| rotated.clone());
     let attended = match (&call.parts, layer.dma) {
         (Some(parts), dma) => {
-            let dma = dma.map(|dma| of_parts(dma, call));
+            let dma = dma.map(|dma| (dma, call.positions.clone()));
             Attended::Parted(row_parts::forward(rotated, dma, (parts, &call.attention), o_low))
         }
         (None, None) => Attended::Recent(<B as DeviceBackend>::attention(rotated, &call.attention)),
-        (None, Some(dma)) => Attended::Selected(composed::forward(&dma_inputs(rotated, dma, &call.attention), o_low)),
+        (None, Some(dma)) => Attended::Selected(composed::forward(&dma.inputs(rotated, &call.attention), o_low)),
     };
     let heads = ToRound::new(merge_heads::<B>(attended.o()));
     let o = primitive(layer.o);
@@ -134,26 +123,6 @@ pub(super) fn forward<B: DeviceBackend>(
         operands: [first, second],
         y,
     }
-}
-
-/// Inputs of DMA's scores, selection and attention.
-pub(super) fn dma_inputs<B: Backend>(qkv: Float<B>, dma: DmaLayer<B>, call: &AttentionCall<B>) -> DmaInputs<B> {
-    DmaInputs {
-        scores: DmaScoresCall {
-            qkv,
-            w_dt: primitive(dma.w_dt),
-            a: primitive(dma.a),
-            spec: call.spec,
-        },
-        documents: call.documents.clone(),
-        dma: dma.spec,
-    }
-}
-
-/// What DMA of parts of rows computes with.
-pub(super) fn of_parts<B: Backend>(dma: DmaLayer<B>, call: &AttentionLayerCall<B>) -> DmaParts<B> {
-    let positions = call.positions.clone();
-    (primitive(dma.w_dt), primitive(dma.a), dma.spec, positions)
 }
 
 pub(super) fn rotation<B: Backend>(norm: QkNorm<B>, call: &AttentionLayerCall<B>) -> QkNormRopeCall<B> {

@@ -121,12 +121,9 @@ impl Case {
         let rope = self.rope(&inputs[0]);
         let qkv = qk_norm_rope(qkv, self.qk_norm(inputs), positions, &rope, NUM_KV_HEADS);
         let (spec, documents) = (self.spec, &self.documents);
-        let o = match self.dma {
+        let o = match self.layer(inputs, Keeping::NOTHING).dma {
             None => attention(qkv, documents, spec),
-            Some(dma) => {
-                let (w_dt, a) = (float(&inputs[6]), float(&inputs[7]));
-                dynamic_mask_attention(qkv, w_dt, a, documents, spec, dma).o
-            }
+            Some(dma) => dynamic_mask_attention(qkv, dma, documents, spec).o,
         };
         let o = o.flatten::<3>(2, 3);
         primitive(match self.residual {

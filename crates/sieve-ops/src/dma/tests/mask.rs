@@ -1,4 +1,4 @@
-use super::{dma, inputs, run, spec};
+use super::{dma, inputs, layer, run, spec};
 use crate::testing::{
     Ad, Input, Random, RandomInput, assert_close, check_later_tokens_change_nothing,
     check_other_documents_change_nothing, documents, float, host, primitive,
@@ -238,14 +238,8 @@ fn with_room_for_all_keys_it_is_dense_attention_with_a_bias() {
         .collect();
     for bias in [DmaBias::Exp, DmaBias::Linear] {
         let dense = through(&inputs, DType::F64, |inputs| {
-            let (qkv, w_dt, a) = (inputs[0].clone(), inputs[1].clone(), inputs[2].clone());
-            let call = DmaScoresCall::<Ad> {
-                qkv: qkv.clone(),
-                w_dt,
-                a,
-                spec,
-            };
-            let z = reference::dma_scores(&call);
+            let qkv = inputs[0].clone();
+            let z = reference::dma_scores(&layer(inputs, dma(seq_len, bias)).scores(qkv.clone(), spec));
             let delta = primitive(crate::dma_bias(float::<3>(&z), bias));
             let selection =
                 DmaSelection::of_expire(crate::testing::ints(expire.clone(), [2, 3, seq_len]).into_primitive());

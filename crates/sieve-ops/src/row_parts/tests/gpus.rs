@@ -5,10 +5,11 @@
 //! ```
 //!
 //! Each GPU is a process of its own, as in training: this program again, told by [`PART`] which part is its.
-use crate::dma::composed::{self, DmaInputs};
-use crate::row_parts::{DmaParts, backward, forward};
+use crate::dma::composed;
+use crate::row_parts::attend::DmaParts;
+use crate::row_parts::{backward, forward};
 use crate::tensors::{Float, primitive, tensor};
-use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaScoresCall, Documents, RowLinks, RowParts};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaLayer, Documents, RowLinks, RowParts};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
 use sieve_cuda::Cuda;
@@ -179,16 +180,7 @@ fn whole(gpu: &Gpu, case: &Case) -> Found {
         };
     };
     let [w_dt, a] = gpu.weights(case);
-    let inputs = DmaInputs {
-        scores: DmaScoresCall {
-            qkv,
-            w_dt,
-            a,
-            spec: SPEC,
-        },
-        documents,
-        dma,
-    };
+    let inputs = layer(w_dt, a, dma).inputs(qkv, &AttentionCall::new(documents, SPEC));
     let forward = composed::forward::<Cuda>(&inputs, KeepOLow::default());
     let (o, expire) = (some(forward.output.o.clone()), ints(forward.selection.expire.clone()));
     let [d_qkv, _, _] = composed::backward::<Cuda>(&inputs, forward, d_o);
@@ -223,6 +215,11 @@ impl RowLinks for Gpus {
     }
 }
 
+fn layer(w_dt: Float<Cuda>, a: Float<Cuda>, spec: DmaShape) -> DmaLayer<Cuda> {
+    let (w_dt, a) = (tensor(w_dt), tensor(a));
+    DmaLayer { w_dt, a, spec }
+}
+
 fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usize>) -> Found {
     let first = links.part * LEN;
     let parts = RowParts::new(links.clone(), bounds(&case.documents), [1, ROW]);
@@ -230,7 +227,7 @@ fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usiz
     let [w_dt, a] = gpu.weights(case);
     let dma = || -> Option<DmaParts<Cuda>> {
         let positions = documents.positions.clone().into_primitive();
-        Some((w_dt.clone(), a.clone(), case.dma?, positions))
+        Some((layer(w_dt.clone(), a.clone(), case.dma?), positions))
     };
     let own_call = AttentionCall::new(documents.bounds(), SPEC);
     let place = (&parts, &own_call);
