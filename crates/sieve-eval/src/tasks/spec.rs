@@ -463,20 +463,4 @@ mod tests {
         let error = questions("piqa", r#"{"goal": "g", "sol1": "a", "sol2": "b", "label": 2}"#);
         refusal(error, "not a number below 2");
     }
-
-    #[test]
-    fn a_task_file_with_a_mistake_is_told() {
-        for [text, words] in cases(
-            r#"
-            measure = "choices" => needs prompt, choices and label
-            measure = "best" => unknown variant
-            measure = "continuation"\nprompt = "{a}"\ntarget = "{b" => single {
-            measure = "continuation"\nprompt = "{a}"\ntarget = "b"\ngoal = 1 => unknown field
-            measure = "continuation"\nprompt = "{a}"\ntarget = "b"\nlabel = "1" => no label
-            measure = "generation"\nprompt = "{a}" => needs prompt and answers
-        "#,
-        ) {
-            refusal(Task::parse("mine", text), words);
-        }
-    }
 }
