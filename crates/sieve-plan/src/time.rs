@@ -215,8 +215,8 @@ mod tests {
     const OTHER_80M: &str = "model.intermediate_size=2048 model.num_key_value_heads=6 model.vocab_size=50280";
     const LATENT_80M: &str = "model.hidden_size=768 model.intermediate_size=2304 model.num_hidden_layers=12 \
         model.num_attention_heads=6 model.num_key_value_heads=6 model.head_dim=128 tokenizer.train.vocab_size=2048";
-    /// Tokens of a row, rows, measured tokens/s; then settings: the model above, `dense` layers in four, other sections'
-    /// keys by their names, and those of the attention without its section.
+    /// Tokens of a row, rows, measured tokens/s; then settings: the model above, `dense` for one dense layer in four,
+    /// keys of the attention without their section, and others in full.
     const MEASURED: &str = "2048 8 57105 LARGE kind=mha
         2048 8 56083 LARGE keep_window_size=2048
         8192 2 50892 LARGE kind=mha
@@ -235,8 +235,8 @@ mod tests {
         2048 16 605782 dense keep_window_size=512
         8192 4 522406 dense keep_window_size=1024
         2048 16 585048 LATENT_80M kind=mla kv_lora_rank=192 qk_rope_head_dim=64
-        8192 2 44600 LARGE model.intermediate_size=5760 kind=nsa compress_block_size=32 compress_stride=16 compress=mlp \
-            compress_hidden_size=256 select_block_size=64 num_selected_blocks=16 window_size=512
+        8192 2 44600 LARGE model.intermediate_size=5760 kind=nsa compress_block_size=32 compress_stride=16 \
+            compress=mlp compress_hidden_size=256 select_block_size=64 num_selected_blocks=16 window_size=512
         2048 8 53150 LARGE model.num_key_value_heads=16 kind=mla kv_lora_rank=512 qk_rope_head_dim=64
         2048 8 76420 LARGE kind=mha training.precision=fp8";
 

@@ -137,17 +137,6 @@ fn gaps_in_the_ids_count() {
 }
 
 #[test]
-fn unusable_files_are_named() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("broken.json");
-    refusal(Tokenizer::from_file(&path), "there is no tokenizer | broken.json");
-    for content in ["", "{}", "[1]", "{\"model\": {\"type\": \"BPE\"}}", "\u{0}"] {
-        fs::write(&path, content).unwrap();
-        refusal(Tokenizer::from_file(&path), "broken.json: not a usable tokenizer.json");
-    }
-}
-
-#[test]
 fn training_on_a_corpus_takes_a_bounded_repeatable_sample() {
     let dir = tempfile::tempdir().unwrap();
     for (number, text) in texts().iter().enumerate() {
