@@ -2,37 +2,6 @@
 use std::path::Path;
 use std::process::Command;
 
-const PROGRAM: &str = r#"
-#include "sieve.h"
-#include <stdio.h>
-#include <string.h>
-#define CHECK(x) if (!(x)) { printf("line %d: %s\n", __LINE__, #x); return 1; }
-static const char *request =
-    "{\"call\":{\"attention_forward\":{\"scale\":0.125}},"
-    "\"gpu\":{\"capability\":[9,0],\"multiprocessors\":132,\"shared_bytes\":232448},\"tensors\":["
-    "{\"name\":\"q\",\"shape\":[1,70,4,64],\"dtype\":\"bf16\"},"
-    "{\"name\":\"k\",\"shape\":[1,70,2,64],\"dtype\":\"bf16\"},"
-    "{\"name\":\"v\",\"shape\":[1,70,2,64],\"dtype\":\"bf16\"},"
-    "{\"name\":\"doc_start\",\"shape\":[1,70],\"dtype\":\"i32\"}]}";
-int main(void) {
-    sieve_plan_t *plan = NULL;
-    uint64_t pointers[7] = {0};
-    CHECK(sieve_abi() == 2);
-    CHECK(sieve_plan("{}", &plan) == -1 && plan == NULL && strstr(sieve_error(), "missing field"));
-    CHECK(sieve_plan(NULL, &plan) == -1 && strstr(sieve_error(), "NULL"));
-    CHECK(sieve_plan(request, &plan) == 0 && plan);
-    CHECK(strstr(sieve_plan_describe(plan), "\"workspace_bytes\":0"));
-    CHECK(strstr(sieve_plan_describe(plan), "hopper_attention_forward"));
-    CHECK(sieve_plan_run(plan, pointers, 7, NULL) == -1 && strstr(sieve_error(), "not loaded"));
-    CHECK(sieve_plan_load(plan, -1, NULL, NULL) == -1 && strstr(sieve_error(), "below 0"));
-    CHECK(sieve_plan_load(NULL, 0, NULL, NULL) == -1);
-    sieve_plan_free(plan);
-    sieve_plan_free(NULL);
-    printf("%s\n", "done");
-    return 0;
-}
-"#;
-
 #[test]
 fn a_c_program_plans() {
     let built = std::env::current_exe().expect("a path");
@@ -44,21 +13,17 @@ fn a_c_program_plans() {
         panic!("libsieve_capi.so is not above {}", built.display());
     };
     let folder = library.parent().expect("a folder");
-    let work = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let (source, program) = (work.join("from_c.c"), work.join("from_c"));
-    std::fs::write(&source, PROGRAM).expect("the folder can be written");
-    let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("include");
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("from_c");
+    let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut compile = Command::new("cc");
     compile
         .args(["-std=c99", "-Wall", "-Werror", "-I"])
-        .arg(include)
-        .arg(&source)
-        .arg(&library);
-    let compiled = compile
+        .arg(own.join("include"));
+    compile
+        .args([&own.join("tests/from_c.c"), &library])
         .arg("-o")
-        .arg(&program)
-        .output()
-        .expect("cc, which Rust links with");
+        .arg(&program);
+    let compiled = compile.output().expect("cc, which Rust links with");
     assert!(
         compiled.status.success(),
         "{}",

@@ -16,98 +16,32 @@ fn tensor(name: &str, shape: &[usize], dtype: &str) -> Value {
     json!({ "name": name, "shape": shape, "dtype": dtype })
 }
 
-/// Each op as a call, behind it the names of its tensors in order; `@` says of which size a tensor is where a name has
-/// several.
-const REQUESTS: &str = r#"
-    {"attention_forward": {"scale": 0.1}} q k v doc_start
-    {"attention_forward": {"scale": 0.1, "window": 99, "only_o": true}} q@80 k@80 v@80 doc_start
-    {"attention_backward": {"scale": 0.1}} q k v doc_start doc_end o lse d_o
-    {"attention_backward": {"scale": 0.1, "fixed_order": true}} q@64 k@64 v@64 doc_start doc_end o@64 lse d_o@64
-    {"dma_scores": {"slopes": [0.5, 0.25]}} v w_dt a doc_start
-    {"dma_scores_backward": {}} v w_dt a x dz
-    {"dma_select": {"keep": 500, "local": 60}} rank doc_start doc_end
-    {"dma_select": {"keep": 5000}} rank doc_start doc_end
-    {"dma_attention_forward": {"scale": 0.1}} q k v bias list list_len tile_window
-    {"dma_attention_backward": {"scale": 0.1}} q k v bias list list_len tile_window o lse d_o
-    {"nsa_mean_pool": {"blocks": [32, 16, 64, 16]}} k v doc_start doc_end
-    {"nsa_mean_pool_backward": {"blocks": [32, 16, 64, 16]}} k doc_start doc_end d_compressed
-    {"nsa_compressed_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16]}} q compressed doc_start doc_end
-    {"nsa_compressed_backward": {"scale": 0.1, "blocks": [32, 16, 64, 16]}} q compressed doc_start doc_end o lse d_o
-    {"nsa_selected_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16]}} q k v block_indices doc_start doc_end
-    {"nsa_selected_backward": {"scale": 0.1, "blocks": [32, 16, 64, 16]}} q k v block_indices doc_start
-        doc_end o lse d_o
-    {"nsa_gates_backward": {}} compressed@branch selected window logits gate_bias d_o
-    {"choose_blocks": {"scale": 0.1, "blocks": [32, 16, 64, 16], "rule": "largest_probability", "first": true,
-        "local": 1}} q k doc_start doc_end
-    {"choose_blocks": {"scale": 0.1, "blocks": [64, 64, 64, 4], "rule": "mean_key", "local": 1}} q k doc_start doc_end
-    {"choose_blocks": {"scale": 0.1, "blocks": [1, 1, 64, 4], "rule": "largest_score", "local": 1}}
-        q@index k@index doc_start doc_end
-    {"chosen_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16], "rule": "largest_probability", "first": true,
-        "local": 1}} q k v doc_start doc_end
-    {"chosen_forward": {"scale": 0.1, "blocks": [1, 1, 64, 4], "rule": "largest_score", "local": 1, "only_o": true}}
-        q k v index_q index_k doc_start doc_end
-    {"nsa_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16], "window": 512, "only_o": true}}
-        q k v compressed logits gate_bias doc_start doc_end
-    {"nsa_forward": {"scale": 0.1, "blocks": [32, 16, 64, 16], "window": 512}}
-        q k v compressed logits gate_bias doc_start doc_end
-    {"dma_forward": {"scale": 0.1, "keep": 500, "local": 60, "only_o": true}} q k v rank bias doc_start doc_end
-    {"dma_forward": {"scale": 0.1, "keep": 500, "local": 60}} q k v rank bias doc_start doc_end
-    {"dma_forward": {"scale": 0.1, "keep": 5000}} q k v rank bias doc_start doc_end
-    {"block_sparse": {"scale": 0.1, "block": [128, 128]}} q k v words
-    {"attention_decode": {"scale": 0.1}} q@token k@token v@token k_cache v_cache length
-    {"cached_decode": {"scale": 0.1, "window": 99}} q@token k_cache v_cache length
-    {"cached_decode": {"scale": 0.1, "block": 64}} q@token k_cache v_cache length chosen
-    {"dma_decode": {"scale": 0.1, "local": 8}} q@token k@token v@token z k_cache v_cache z_cache positions length
-    {"mla_decode": {"scale": 0.1, "rank": 512}} q@latent latents
-    {"mla_decode": {"scale": 0.1, "rank": 512}} q@latent latents length
-"#;
+/// Tensors, and each op as a call with the names of its tensors.
+const REQUESTS: &str = include_str!("requests.txt");
 
-/// The tensor of a name in [`REQUESTS`]: of four query and two KV heads.
-fn named(name: &str) -> Value {
-    let (n, kept) = (2500, 1536);
-    let (name, size) = name.split_once('@').unwrap_or((name, "128"));
-    let (tokens, d) = (if size == "token" { 1 } else { n }, size.parse().unwrap_or(128));
-    let (shape, dtype): (&[usize], &str) = match (name, size) {
-        ("q", "index") => (&[1, n, 2, d], "bf16"),
-        ("k", "index") => (&[1, n, 1, d], "bf16"),
-        ("index_q", _) => (&[1, n, 2, d], "bf16"),
-        ("index_k", _) => (&[1, n, 1, d], "bf16"),
-        ("chosen", _) => (&[1, 2, 4], "i32"),
-        ("q", "latent") => (&[1, 1, 16, 576], "bf16"),
-        ("latents", _) => (&[1, 5000, 576], "bf16"),
-        ("q", _) => (&[1, tokens, 4, d], "bf16"),
-        ("k" | "v", _) => (&[1, tokens, 2, d], "bf16"),
-        ("compressed", "branch") | ("selected" | "window" | "o" | "d_o", _) => (&[1, n, 4, d], "bf16"),
-        ("compressed" | "d_compressed", _) => (&[2, 157 * 2, d], "bf16"),
-        ("doc_start" | "doc_end", _) => (&[1, n], "i32"),
-        ("lse", _) => (&[1, 4, n], "f32"),
-        ("bias" | "rank" | "x" | "dz", _) => (&[1, 2, n], "f32"),
-        ("list", _) => (&[1, 2, 3, kept, 2], "i32"),
-        ("list_len", _) => (&[1, 2, 3], "i32"),
-        ("tile_window", _) => (&[1, 2, 40, 2], "i32"),
-        ("w_dt", _) => (&[2 * d, 2], "f32"),
-        ("a", _) => (&[2], "f32"),
-        ("block_indices", _) => (&[1, n, 2, 16], "i32"),
-        ("logits", _) => (&[1, n, 12], "bf16"),
-        ("gate_bias", _) => (&[12], "f32"),
-        ("words", _) => (&[300], "i32"),
-        ("k_cache" | "v_cache", _) => (&[1, 2, 512, d], "bf16"),
-        ("z_cache", _) => (&[1, 2, 512], "f32"),
-        ("positions", _) => (&[1, 2, 512], "i32"),
-        ("z", _) => (&[1, 2], "f32"),
-        ("length", _) => (&[1], "i32"),
-        _ => panic!("no tensor {name}"),
+/// The tensor of a name in a call, by the rows of all tensors.
+fn named(name: &str, rows: &[Vec<&str>]) -> Value {
+    let (plain, width) = name.split_once('@').unwrap_or((name, "128"));
+    let find = |name: &str| rows.iter().find(|row| row.first() == Some(&name));
+    let row = find(name)
+        .or_else(|| find(plain))
+        .unwrap_or_else(|| panic!("no tensor {name}"));
+    let size = |word: &&str| match *word {
+        "n" => 2500,
+        "d" => width.parse().unwrap_or(128),
+        number => number.parse().expect("a size"),
     };
-    tensor(name, shape, dtype)
+    tensor(plain, &row[2..].iter().map(size).collect::<Vec<_>>(), row[1])
 }
 
 /// Each op as a call with its tensors.
 fn requests() -> Vec<(Value, Vec<Value>)> {
-    let calls = REQUESTS.trim().split("\n    {").enumerate().map(|(index, text)| {
+    let (tensors, calls) = REQUESTS.split_once("\n== calls\n{").expect("tensors, then calls");
+    let rows: Vec<Vec<&str>> = tensors.lines().map(|line| line.split_whitespace().collect()).collect();
+    let calls = calls.split("\n{").map(|text| {
         let (call, names) = text.rsplit_once('}').expect("a call, then names");
-        let call = format!("{}{call}}}", if index > 0 { "{" } else { "" });
-        let call = serde_json::from_str(&call).expect("JSON");
-        (call, names.split_whitespace().map(named).collect())
+        let call = serde_json::from_str(&format!("{{{call}}}")).expect("JSON");
+        (call, names.split_whitespace().map(|name| named(name, &rows)).collect())
     });
     calls.collect()
 }

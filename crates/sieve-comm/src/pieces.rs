@@ -22,11 +22,6 @@ impl Pieces {
         self.start(rank)..self.start(rank + 1)
     }
 
-    /// Whether all pieces have one size.
-    pub fn are_equal(&self) -> bool {
-        self.len.is_multiple_of(UNIT * self.size)
-    }
-
     fn start(&self, rank: usize) -> usize {
         match rank == self.size {
             // What is no whole unit is the last rank's.
@@ -61,7 +56,6 @@ mod tests {
                 }
                 assert_eq!(end, len);
                 assert!(least >= UNIT && most < least + 2 * UNIT, "{len} among {size}");
-                assert_eq!(pieces.are_equal(), least == most, "{len} among {size}");
             }
         }
     }

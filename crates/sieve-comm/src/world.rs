@@ -241,24 +241,6 @@ mod tests {
     }
 
     #[test]
-    fn a_group_set_in_part_is_refused_by_the_missing_name() {
-        for missing in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
-            let mut variables = TORCHRUN.to_vec();
-            variables.retain(|(name, _)| *name != missing);
-            let error = world(&variables).unwrap_err().to_string();
-            assert!(error.contains(&format!("{missing} is not")), "{error}");
-        }
-        let mut variables = TORCHRUN.to_vec();
-        variables[0].1 = "8";
-        assert!(world(&variables).unwrap_err().to_string().contains("RANK=8"));
-        variables[0].1 = "one";
-        assert!(world(&variables).unwrap_err().to_string().contains("RANK=one"));
-        let mut variables = TORCHRUN.to_vec();
-        variables[2].1 = "4";
-        assert!(world(&variables).unwrap_err().to_string().contains("LOCAL_RANK=4"));
-    }
-
-    #[test]
     fn a_slurm_step_names_its_first_host() {
         let found = world(&[
             ("SLURM_STEP_ID", "0"),

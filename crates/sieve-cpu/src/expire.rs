@@ -164,41 +164,44 @@ mod tests {
         }
     }
 
+    /// Random sizes and documents; half of them with a local window, which is a part of the window or all of it.
     fn check(seed: u64) {
         let mut random = Random(seed);
         let (batch, num_kv_heads, seq_len) = (1 + random.below(3), 1 + random.below(3), 1 + random.below(70));
-        let keep_window_size = 1 + random.below(seq_len + 3);
+        let window = 1 + random.below(seq_len + 3);
+        let local = random.below(2) * random.below(window + 1);
         let z: Vec<f32> = (0..batch * num_kv_heads * seq_len)
             .map(|_| score(&mut random))
             .collect();
         let (start, end) = random.documents(batch, seq_len);
         let documents = Documents::new(&start, &end);
-        let mut heap = vec![-7; z.len()];
-        dma_select(&z, documents, batch, num_kv_heads, seq_len, keep_window_size, &mut heap);
-
-        for row in 0..batch {
-            let start = &start[row * seq_len..(row + 1) * seq_len];
-            let end = &end[row * seq_len..][..seq_len];
-            for head in 0..num_kv_heads {
-                let first = (row * num_kv_heads + head) * seq_len;
-                let (z, expire) = (&z[first..first + seq_len], &heap[first..first + seq_len]);
-                for (j, (&expire, &end)) in expire.iter().zip(end).enumerate() {
-                    assert!(j as i32 <= expire && expire <= end, "seed {seed}, key {j}");
-                }
-                for i in 0..seq_len {
-                    assert_eq!(
-                        kept_by_expire(expire, start, i),
-                        kept_by_definition(z, start, i, keep_window_size),
-                        "seed {seed}, head {head}, query {i}"
-                    );
-                }
+        let mut all = vec![-7; z.len()];
+        dma_select(&z, documents, batch, num_kv_heads, seq_len, window - local, &mut all);
+        if local > 0 {
+            extend_expire(&mut all, documents, num_kv_heads, seq_len, local);
+        }
+        for (at, (z, expire)) in z.chunks(seq_len).zip(all.chunks(seq_len)).enumerate() {
+            let row = at / num_kv_heads * seq_len..(at / num_kv_heads + 1) * seq_len;
+            let (start, end) = (&start[row.clone()], &end[row]);
+            for (j, (&expire, &end)) in expire.iter().zip(end).enumerate() {
+                assert!(j as i32 <= expire && expire <= end, "seed {seed}, key {j}");
+            }
+            for i in 0..seq_len {
+                // The last keys, and the best of those before.
+                let recent = (i + 1).saturating_sub(local).max(start[i] as usize);
+                let mut kept = match recent.checked_sub(1) {
+                    Some(last) if last as i32 >= start[i] => kept_by_definition(z, start, last, window - local),
+                    _ => Vec::new(),
+                };
+                kept.extend(recent..=i);
+                let found = kept_by_expire(expire, start, i);
+                assert_eq!(found, kept, "seed {seed}, local {local}, list {at}, query {i}");
             }
         }
     }
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
-
         #[test]
         fn equals_the_top_w_of_every_row(seed in any::<u64>()) {
             check(seed);
@@ -215,24 +218,17 @@ mod tests {
     }
 
     #[test]
-    fn equal_scores_are_a_sliding_window() {
-        let z: Vec<f32> = (0..40).map(|j| if j % 3 == 0 { -0.0 } else { 0.0 }).collect();
-        let expected: Vec<i32> = (0..40).map(|j| (j + 7).min(40)).collect();
-        assert_eq!(select(&z, 7), expected);
-    }
-
-    #[test]
-    fn falling_scores_keep_the_first_keys() {
-        let z: Vec<f32> = (0..20).map(|j| -(j as f32)).collect();
-        // Later keys are removed by their own arrival.
-        let expected: Vec<i32> = (0..20).map(|j| if j < 4 { 20 } else { j }).collect();
-        assert_eq!(select(&z, 4), expected);
-    }
-
-    #[test]
-    fn infinities_have_their_place() {
-        let z = [f32::NEG_INFINITY, 1.0, f32::INFINITY, -1.0e38, f32::MAX];
-        assert_eq!(select(&z, 2), [2, 4, 5, 3, 5]);
+    fn ties_falling_scores_and_infinities_by_hand() {
+        // Equal scores are a sliding window.
+        let equal: Vec<f32> = (0..40).map(|j| if j % 3 == 0 { -0.0 } else { 0.0 }).collect();
+        let window: Vec<i32> = (0..40).map(|j| (j + 7).min(40)).collect();
+        assert_eq!(select(&equal, 7), window);
+        // Of falling scores later keys are removed by their own arrival.
+        let falling: Vec<f32> = (0..20).map(|j| -(j as f32)).collect();
+        let first: Vec<i32> = (0..20).map(|j| if j < 4 { 20 } else { j }).collect();
+        assert_eq!(select(&falling, 4), first);
+        let extremes = [f32::NEG_INFINITY, 1.0, f32::INFINITY, -1.0e38, f32::MAX];
+        assert_eq!(select(&extremes, 2), [2, 4, 5, 3, 5]);
     }
 
     #[test]
@@ -254,31 +250,5 @@ mod tests {
     fn documents_that_overlap_are_refused() {
         let documents = Documents::new(&[0, 0, 1], &[2, 2, 3]);
         dma_select(&[0.0; 3], documents, 1, 1, 3, 1, &mut [0; 3]);
-    }
-
-    #[test]
-    fn a_local_window_keeps_the_last_keys_and_the_best_of_those_before() {
-        for seed in 0..300 {
-            let mut random = Random(seed);
-            let (seq_len, window) = (1 + random.below(60), 1 + random.below(20));
-            let local = random.below(window + 1);
-            let z: Vec<f32> = (0..2 * seq_len).map(|_| score(&mut random)).collect();
-            let (start, end) = random.documents(1, seq_len);
-            let documents = Documents::new(&start, &end);
-            let mut expire = vec![-7; z.len()];
-            dma_select(&z, documents, 1, 2, seq_len, window - local, &mut expire);
-            extend_expire(&mut expire, documents, 2, seq_len, local);
-            for (z, expire) in z.chunks(seq_len).zip(expire.chunks(seq_len)) {
-                for i in 0..seq_len {
-                    let recent = (i + 1).saturating_sub(local).max(start[i] as usize);
-                    let mut kept = match recent.checked_sub(1) {
-                        Some(last) if last as i32 >= start[i] => kept_by_definition(z, &start, last, window - local),
-                        _ => Vec::new(),
-                    };
-                    kept.extend(recent..=i);
-                    assert_eq!(kept_by_expire(expire, &start, i), kept, "seed {seed}, {i}");
-                }
-            }
-        }
     }
 }

@@ -231,17 +231,17 @@ mod tests {
         }
     }
 
+    /// `a b` of whole matrices, with a `c` that holds NaN before.
+    fn product(threads: Threads, a: &[f32], b: &[f32], [m, k, k_of_b, n]: [usize; 4]) -> Vec<f32> {
+        let mut c = vec![f32::NAN; m * n];
+        let (a, b) = (Matrix::new(a, m, k), Matrix::new(b, k_of_b, n));
+        matmul(threads, 1.0, a, b, 0.0, MatrixMut::new(&mut c, m, n));
+        c
+    }
+
     #[test]
     fn beta_zero_does_not_read_c() {
-        let mut c = [f32::NAN; 4];
-        matmul(
-            Threads::One,
-            1.0,
-            Matrix::new(&[1.0, 2.0], 2, 1),
-            Matrix::new(&[3.0, 4.0], 1, 2),
-            0.0,
-            MatrixMut::new(&mut c, 2, 2),
-        );
+        let c = product(Threads::One, &[1.0, 2.0], &[3.0, 4.0], [2, 1, 1, 2]);
         assert_eq!(c, [3.0, 4.0, 6.0, 8.0]);
     }
 
@@ -250,18 +250,7 @@ mod tests {
         let mut random = Random(2);
         let (m, n, k) = (333, 257, 1100);
         let (a, b) = (random.vector(m * k), random.vector(k * n));
-        let run = |threads: Threads| {
-            let mut c = vec![f32::NAN; m * n];
-            matmul(
-                threads,
-                1.0,
-                Matrix::new(&a, m, k),
-                Matrix::new(&b, k, n),
-                0.0,
-                MatrixMut::new(&mut c, m, n),
-            );
-            c
-        };
+        let run = |threads: Threads| product(threads, &a, &b, [m, k, k, n]);
         let one = run(Threads::One);
         for count in [1, 2, 3, 7] {
             assert_eq!(threads(count).install(|| run(Threads::All)), one);
@@ -269,34 +258,15 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "leaves the slice")]
-    fn a_matrix_outside_its_slice_is_refused() {
-        let _ = Matrix::strided(&[0.0; 10], 3, 3, 4, 1);
-    }
-
-    #[test]
-    #[should_panic(expected = "leaves the slice")]
-    fn an_overflowing_extent_is_refused() {
-        let _ = Matrix::strided(&[0.0; 10], usize::MAX, 2, usize::MAX, 1);
-    }
-
-    #[test]
-    #[should_panic(expected = "rows overlap")]
-    fn overlapping_rows_are_refused() {
-        let _ = MatrixMut::strided(&mut [0.0; 10], 3, 3, 2);
-    }
-
-    #[test]
-    #[should_panic(expected = "inner size")]
-    fn shapes_that_do_not_fit_are_refused() {
-        let mut c = [0.0; 4];
-        matmul(
-            Threads::One,
-            1.0,
-            Matrix::new(&[0.0; 4], 2, 2),
-            Matrix::new(&[0.0; 6], 3, 2),
-            0.0,
-            MatrixMut::new(&mut c, 2, 2),
-        );
+    fn sizes_that_do_not_fit_are_refused() {
+        let zeros = [0.0; 10];
+        sieve_testing::panics("leaves the slice", || Matrix::strided(&zeros, 3, 3, 4, 1));
+        // An extent that overflows.
+        sieve_testing::panics("leaves the slice", || {
+            Matrix::strided(&zeros, usize::MAX, 2, usize::MAX, 1)
+        });
+        sieve_testing::panics("rows overlap", || MatrixMut::strided(&mut [0.0; 10], 3, 3, 2).rows);
+        let product = || product(Threads::One, &zeros[..4], &zeros[..6], [2, 2, 3, 2]);
+        sieve_testing::panics("inner size", product);
     }
 }

@@ -229,14 +229,10 @@ mod tests {
                     .flat_map(|r| (0..d_out).map(move |o| (r, o)))
                     .map(|(r, o)| at(r, o))
                     .collect();
-                assert_close_relative(
-                    &format!("{sizes:?} f32"),
-                    &run(&x, Weight::F32(&wide), sizes),
-                    &expected,
-                    TOLERANCE,
-                );
-                let y = run(&x, Weight::Bf16(&rounded), sizes);
-                assert_close_relative(&format!("{sizes:?} bf16"), &y, &expected, TOLERANCE);
+                for (what, weight) in [("f32", Weight::F32(&wide)), ("bf16", Weight::Bf16(&rounded))] {
+                    let y = run(&x, weight, sizes);
+                    assert_close_relative(&format!("{sizes:?} {what}"), &y, &expected, TOLERANCE);
+                }
             }
         });
     }
@@ -276,11 +272,8 @@ mod tests {
                 let expected = &all[first * d_out..][..count * d_out];
                 for weight in [Weight::F32(&wide), Weight::Bf16(&rounded)] {
                     let is_bf16 = matches!(weight, Weight::Bf16(_));
-                    assert_eq!(
-                        run(x, weight, sizes),
-                        expected,
-                        "{sizes:?} from {first}, bf16: {is_bf16}"
-                    );
+                    let y = run(x, weight, sizes);
+                    assert_eq!(y, expected, "{sizes:?} from {first}, bf16: {is_bf16}");
                 }
             }
         }

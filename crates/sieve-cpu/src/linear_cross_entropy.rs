@@ -289,15 +289,14 @@ mod tests {
     impl Case {
         fn new(n: usize, d_model: usize, vocab_size: usize, seed: u64) -> Self {
             let mut random = Random(seed);
-            let labels = (0..n)
-                .map(|i| {
-                    if i % 5 == 3 {
-                        -100
-                    } else {
-                        random.below(vocab_size) as i32
-                    }
-                })
-                .collect();
+            let mut label = |i: usize| {
+                if i % 5 == 3 {
+                    -100
+                } else {
+                    random.below(vocab_size) as i32
+                }
+            };
+            let labels = (0..n).map(&mut label).collect();
             Self {
                 h: random.vector(n * d_model),
                 weight: random.vector(vocab_size * d_model),
@@ -358,20 +357,15 @@ mod tests {
                 let case = Case::new(n, d_model, vocab_size, n as u64);
                 let (h, weight) = (wide(&case.h), wide(&case.weight));
                 let rows = case.reference(&h, &weight);
-                assert_sums(
-                    linear_cross_entropy(&case.h, Weight::F32(&case.weight), &case.labels, d_model),
-                    &rows,
-                    &case.labels,
-                );
+                let alone = linear_cross_entropy(&case.h, Weight::F32(&case.weight), &case.labels, d_model);
                 let (loss, dh, dweight) = case.with_grad();
-                assert_sums(loss, &rows, &case.labels);
-                assert_close_relative("dh", &dh, &finite_differences(&h, |h| case.total(h, &weight)), 2e-5);
-                assert_close_relative(
-                    "dweight",
-                    &dweight,
-                    &finite_differences(&weight, |w| case.total(&h, w)),
-                    2e-5,
-                );
+                for sums in [alone, loss] {
+                    assert_sums(sums, &rows, &case.labels);
+                }
+                let of_h = finite_differences(&h, |h| case.total(h, &weight));
+                assert_close_relative("dh", &dh, &of_h, 2e-5);
+                let of_weight = finite_differences(&weight, |weight| case.total(&h, weight));
+                assert_close_relative("dweight", &dweight, &of_weight, 2e-5);
             }
         });
     }
@@ -427,13 +421,7 @@ mod tests {
         let mut case = Case::new(3, 2, 4, 6);
         case.labels.fill(-100);
         let (loss, dh, dweight) = case.with_grad();
-        assert_eq!(
-            loss,
-            CrossEntropy {
-                loss_sum: 0.0,
-                num_labels: 0
-            }
-        );
+        assert_eq!((loss.loss_sum, loss.num_labels), (0.0, 0));
         assert!(dh.iter().chain(&dweight).all(|&x| x == 0.0));
         let (_, _, dweight) = Case::new(0, 2, 4, 7).with_grad();
         assert!(dweight.iter().all(|&x| x == 0.0));

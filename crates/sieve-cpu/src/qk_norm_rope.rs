@@ -511,32 +511,16 @@ mod tests {
             ] {
                 let case = Case::new(sizes, offset, packed);
                 let (qkv, q_weight, k_weight) = (wide(&case.qkv), wide(&case.q_weight), wide(&case.k_weight));
-                assert_close_relative(
-                    "out",
-                    &case.forward(),
-                    &case.reference(&qkv, &q_weight, &k_weight),
-                    2e-6,
-                );
+                let expected = case.reference(&qkv, &q_weight, &k_weight);
+                assert_close_relative("out", &case.forward(), &expected, 2e-6);
                 let [d_qkv, dq, dk] = case.backward();
                 let loss = |qkv: &[f64], q: &[f64], k: &[f64]| inner(&case.reference(qkv, q, k), &case.d_out);
-                assert_close_relative(
-                    "d_qkv",
-                    &d_qkv,
-                    &finite_differences(&qkv, |x| loss(x, &q_weight, &k_weight)),
-                    3e-5,
-                );
-                assert_close_relative(
-                    "dq_weight",
-                    &dq,
-                    &finite_differences(&q_weight, |x| loss(&qkv, x, &k_weight)),
-                    3e-5,
-                );
-                assert_close_relative(
-                    "dk_weight",
-                    &dk,
-                    &finite_differences(&k_weight, |x| loss(&qkv, &q_weight, x)),
-                    3e-5,
-                );
+                let check = |what: &str, got: &[f32], x: &[f64], loss: &dyn Fn(&[f64]) -> f64| {
+                    assert_close_relative(what, got, &finite_differences(x, loss), 3e-5);
+                };
+                check("d_qkv", &d_qkv, &qkv, &|x| loss(x, &q_weight, &k_weight));
+                check("dq_weight", &dq, &q_weight, &|x| loss(&qkv, x, &k_weight));
+                check("dk_weight", &dk, &k_weight, &|x| loss(&qkv, &q_weight, x));
             }
         });
     }

@@ -242,6 +242,7 @@ mod tests {
     use crate::test_model::{tiny_model, tiny_shape, words};
     use sieve_core::{Attention, DmaShape};
     use sieve_select::{LayerSelectors, Selector};
+    use sieve_testing::wide;
 
     #[test]
     fn a_long_prompt_of_a_dma_model_goes_through_in_parts_and_leaves_what_one_pass_leaves() {
@@ -280,10 +281,6 @@ mod tests {
             }
             assert_eq!(text.cache().num_tokens, cache.num_tokens);
         }
-    }
-
-    fn wide(values: &[f32]) -> Vec<f64> {
-        values.iter().map(|&x| f64::from(x)).collect()
     }
 
     #[test]

@@ -153,14 +153,17 @@ pub(crate) fn seeded(parts: [u64; 4]) -> ChaCha8Rng {
 mod tests {
     use super::*;
 
-    fn sampler(temperature: f64, top_p: f64, seed: u64) -> Sampler {
+    fn new(temperature: f64, top_p: f64, top_k: Option<usize>, seed: u64) -> Result<Sampler, EvalError> {
         Sampler::new(Sampling {
             temperature,
             top_p,
-            top_k: None,
+            top_k,
             seed,
         })
-        .expect("valid settings")
+    }
+
+    fn sampler(temperature: f64, top_p: f64, seed: u64) -> Sampler {
+        new(temperature, top_p, None, seed).expect("valid settings")
     }
 
     /// Sorting no more than the nucleus keeps the tokens that sorting everything keeps, in the same order.
@@ -225,15 +228,7 @@ mod tests {
     #[test]
     fn top_k_keeps_the_likeliest_before_top_p_looks() {
         let logits = [0.3f32.ln(), 0.5f32.ln(), 0.2f32.ln()];
-        let draw = |top_k, top_p| {
-            let sampling = Sampling {
-                temperature: 1.0,
-                top_p,
-                top_k: Some(top_k),
-                seed: 5,
-            };
-            Sampler::new(sampling).map(|sampler| frequencies(sampler, &logits))
-        };
+        let draw = |top_k, top_p| new(1.0, top_p, Some(top_k), 5).map(|sampler| frequencies(sampler, &logits));
         assert_eq!(draw(1, 1.0).expect("valid"), [0.0, 1.0, 0.0]);
         let two = draw(2, 1.0).expect("valid");
         assert!(two[2] == 0.0 && (two[1] - 0.625).abs() < 0.015, "{two:?}");
@@ -255,13 +250,7 @@ mod tests {
     #[test]
     fn refuses_what_is_no_probability() {
         for (temperature, top_p) in [(-1.0, 1.0), (f64::NAN, 1.0), (1.0, 0.0), (1.0, 1.5)] {
-            let sampling = Sampling {
-                temperature,
-                top_p,
-                top_k: None,
-                seed: 0,
-            };
-            assert!(Sampler::new(sampling).is_err(), "{sampling:?}");
+            assert!(new(temperature, top_p, None, 0).is_err(), "{temperature} {top_p}");
         }
         assert_eq!(sampler(1.0, 1.0, 0).sample(&[0.0, f32::NAN]), None);
     }

@@ -78,32 +78,11 @@ mod tests {
 
     #[test]
     fn a_word_knows_its_last_use_however_it_is_cut() {
-        let tokens = [
-            "let",
-            "Ġcou",
-            "nter",
-            "=",
-            "7",
-            ";",
-            "<|endoftext|>",
-            "counter",
-            "+",
-            "let",
-        ];
+        let tokens = "let Ġcou nter = 7 ; <|endoftext|> counter + let".split(' ');
+        let (n, w) = (New, NoWord);
         let again = |distance| Again { distance };
-        let expected = [
-            New,
-            New,
-            New,
-            NoWord,
-            NoWord,
-            NoWord,
-            NoWord,
-            again(6),
-            NoWord,
-            again(9),
-        ];
-        assert_eq!(uses(tokens.map(str::to_owned).into_iter()), expected);
+        let expected = [n, n, n, w, w, w, w, again(6), w, again(9)];
+        assert_eq!(uses(tokens.map(str::to_owned)), expected);
     }
 
     #[test]

@@ -43,42 +43,13 @@ mod tests {
     #[test]
     fn one_more_than_stay_and_those_that_stay_for_ever() {
         let recipe = include_str!("../../../recipes/quickstart.toml");
-        for (sets, count) in [
-            (
-                [
-                    "training.steps=1000",
-                    "checkpoint.keep_latest_k=3",
-                    "checkpoint.keep_every=0",
-                ],
-                4,
-            ),
-            (
-                [
-                    "training.steps=1000",
-                    "checkpoint.keep_latest_k=3",
-                    "checkpoint.keep_every=250",
-                ],
-                8,
-            ),
-            (
-                [
-                    "training.steps=1000",
-                    "checkpoint.keep_latest_k=0",
-                    "checkpoint.keep_every=0",
-                ],
-                20,
-            ),
-            (
-                [
-                    "training.steps=101",
-                    "checkpoint.keep_latest_k=9",
-                    "checkpoint.keep_every=0",
-                ],
-                3,
-            ),
-        ] {
-            let mut sets = sets.map(str::to_owned).to_vec();
-            sets.push("checkpoint.interval=50".to_owned());
+        for (steps, latest, every, count) in [(1000, 3, 0, 4), (1000, 3, 250, 8), (1000, 0, 0, 20), (101, 9, 0, 3)] {
+            let sets = [
+                format!("training.steps={steps}"),
+                format!("checkpoint.keep_latest_k={latest}"),
+                format!("checkpoint.keep_every={every}"),
+                "checkpoint.interval=50".to_owned(),
+            ];
             let recipe = Recipe::load(recipe, "quickstart", &sets).expect("a recipe");
             let disk = DiskPlan::new(&recipe, 10);
             assert_eq!((disk.num_checkpoints, disk.checkpoint_bytes), (count, 120), "{sets:?}");

@@ -18,4 +18,4 @@ pub use differences::{finite_differences, inner, wide};
 pub use mutated::mutated;
 pub use random::{Random, round_bf16};
 pub use rows::{threads, whole_rows};
-pub use words::{cases, parts, refusal, says};
+pub use words::{cases, panics, parts, refusal, says};

@@ -19,6 +19,17 @@ pub fn refusal<T, E: std::fmt::Display>(result: Result<T, E>, words: &str) -> St
     message
 }
 
+/// Fails unless `work` panics, with a message that [`says`] these words.
+#[track_caller]
+pub fn panics<T>(words: &str, work: impl FnOnce() -> T) {
+    let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) else {
+        panic!("no panic with {words:?}");
+    };
+    let text = |panic: Box<dyn std::any::Any + Send>| panic.downcast_ref::<&str>().copied().unwrap_or("").to_owned();
+    let message = panic.downcast::<String>().map_or_else(text, |text| *text);
+    says(&message, words);
+}
+
 /// The rows of a table: a line each, with ` => ` between two columns; `\n` is the end of a line, and a row goes on
 /// behind `\`. Blank lines and those that begin with `#` are no rows.
 #[track_caller]
@@ -61,6 +72,14 @@ mod tests {
         assert_eq!(refused("a | b"), "a b");
         std::panic::catch_unwind(|| refused("c")).expect_err("another message");
         std::panic::catch_unwind(|| refusal(Ok::<_, String>(()), "a")).expect_err("no error");
+    }
+
+    #[test]
+    fn a_panic_has_a_message_with_these_words() {
+        panics("a | b", || panic!("a b"));
+        panics("1 of 2", || panic!("{} of 2", 1));
+        panics("no \"c\"", || panics("c", || panic!("a b")));
+        panics("no panic", || panics("a", || ()));
     }
 
     #[test]

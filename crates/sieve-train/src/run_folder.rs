@@ -245,18 +245,6 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_no_folder() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        for start in [Start::New, Start::Resume] {
-            let error = RunFolder::open(file.path(), "checkpoint", &start).unwrap_err();
-            assert!(
-                error.to_string().contains("is a file, and a run needs a folder"),
-                "{error}"
-            );
-        }
-    }
-
-    #[test]
     fn only_one_process_has_the_folder() {
         let dir = tempfile::tempdir().unwrap();
         let open = || RunFolder::open(dir.path(), "checkpoint", &Start::New).unwrap();

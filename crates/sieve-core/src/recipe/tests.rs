@@ -13,39 +13,15 @@ use crate::model::DmaShape;
 use sieve_testing::says;
 
 /// A small valid recipe that leaves every optional key out.
-pub(super) const MINIMAL: &str = r#"
-[model]
-hidden_size = 48
-intermediate_size = 80
-num_hidden_layers = 3
-num_attention_heads = 6
-num_key_value_heads = 2
-head_dim = 10
-tie_word_embeddings = true
-max_position_embeddings = 128
+pub(super) const MINIMAL: &str = include_str!("tests/minimal.toml");
 
-[attention]
-kind = "dma"
-keep_window_size = 16
-
-[tokenizer]
-train = { vocab_size = 512 }
-
-[data]
-paths = ["text/*.md"]
-
-[training]
-steps = 40
-seq_len = 64
-local_batch_size = 5
-
-[optimizer]
-lr = 1e-3
-
-[lr_scheduler]
-warmup_steps = 7
-decay_ratio = 0.2
-"#;
+/// A table of `mistakes.txt`.
+pub(super) fn rows<const COLUMNS: usize>(name: &str) -> Vec<[&'static str; COLUMNS]> {
+    let (_, text) = include_str!("tests/mistakes.txt")
+        .split_once(&format!("\n== {name}\n"))
+        .unwrap_or_else(|| panic!("no table {name}"));
+    sieve_testing::cases(text.split("\n== ").next().unwrap_or(text))
+}
 
 pub(super) fn minimal() -> Recipe {
     Recipe::load(MINIMAL, "minimal.toml", &[]).expect("the minimal recipe is valid")
@@ -61,39 +37,6 @@ pub(super) fn load_with(text: &str, overrides: &[&str]) -> Result<Recipe, Recipe
 pub(super) fn load_replaced(from: &str, to: &str) -> Result<Recipe, RecipeError> {
     assert!(MINIMAL.contains(from), "{from}");
     Recipe::load(&MINIMAL.replacen(from, to, 1), "r.toml", &[])
-}
-
-#[test]
-fn minimal_recipe_takes_the_documented_defaults() {
-    let recipe = minimal();
-    assert_eq!(recipe.model.vocab_size, None);
-    assert_eq!(recipe.model.rope_theta, 10_000.0);
-    assert_eq!(recipe.model.rms_norm_eps, 1e-6);
-    assert_eq!(recipe.model.initializer_range, 0.02);
-    assert!(!recipe.model.residual_scale);
-    assert_eq!(recipe.attention, Attention::Dma(DmaShape::published(16)));
-    assert_eq!(
-        recipe.tokenizer.source(),
-        TokenizerSource::Train(&TokenizerTraining {
-            vocab_size: 512,
-            sample_bytes: 16 << 20
-        })
-    );
-    assert_eq!(recipe.data.format, DataFormat::Auto);
-    assert_eq!(recipe.training.global_batch_size, 5);
-    assert_eq!(recipe.training.max_norm, 1.0);
-    assert_eq!(recipe.optimizer.name, OptimizerName::AdamW);
-    assert_eq!(
-        (
-            recipe.optimizer.beta1,
-            recipe.optimizer.beta2,
-            recipe.optimizer.eps,
-            recipe.optimizer.weight_decay
-        ),
-        (0.9, 0.95, 1e-8, 0.1)
-    );
-    assert_eq!(recipe.checkpoint, CheckpointSection::default());
-    assert_eq!(recipe.generation.prompts, Vec::<String>::new());
 }
 
 #[test]
@@ -136,14 +79,12 @@ fn sizes_and_schedule_that_follow_from_others_may_be_left_out() {
     );
 }
 
+// All that may be left out, as the documentation has it.
 #[test]
 fn resolved_text_states_every_default_and_loads_back_equal() {
     let recipe = minimal();
     let text = recipe.to_toml().expect("a loaded recipe can be written");
-    says(
-        &text,
-        "rope_theta = 10000.0 | global_batch_size = 5 | bias = \"exp\" | mode = \"none\" | beta2 = 0.95",
-    );
+    assert_eq!(text, include_str!("tests/resolved.toml"));
     assert_eq!(Recipe::load(&text, "resolved", &[]), Ok(recipe));
 }
 

@@ -191,6 +191,13 @@ mod tests {
         }
     }
 
+    /// Output of one query a row.
+    fn decode(shape: &DecodeShape<'_>, [q, k, v]: [&[f32]; 3], delta: Option<&[f32]>) -> Vec<f32> {
+        let mut o = vec![f32::NAN; shape.kv_len.len() * HEADS * shape.head_dim];
+        attention_decode(shape, q, k, v, delta, &mut o);
+        o
+    }
+
     #[test]
     fn equals_the_last_row_of_the_definition() {
         on_every_arch(|| {
@@ -223,9 +230,8 @@ mod tests {
                 ];
                 for (delta, mask) in masks {
                     let full = AttentionCall::packed(shape, &qkv, documents, mask, &d_o).run(Rounding::None);
-                    let mut o = vec![f32::NAN; HEADS * d];
                     let delta = delta.map(Vec::as_slice);
-                    attention_decode(&decode_shape(d, &[LEN], LEN), &q, &k, &v, delta, &mut o);
+                    let o = decode(&decode_shape(d, &[LEN], LEN), [&q, &k, &v], delta);
                     assert_close_relative("o", &o, &full.o[(LEN - 1) * HEADS * d..], 2e-6);
                 }
             }
@@ -243,8 +249,8 @@ mod tests {
             random.vector(3 * capacity * KV_HEADS * d),
         );
         let mut delta = random.vector(3 * KV_HEADS * capacity);
-        let mut o = vec![f32::NAN; 3 * HEADS * d];
-        attention_decode(&decode_shape(d, &kv_len, capacity), &q, &k, &v, Some(&delta), &mut o);
+        let shape = decode_shape(d, &kv_len, capacity);
+        let o = decode(&shape, [&q, &k, &v], Some(&delta));
         assert!(o[HEADS * d..2 * HEADS * d].iter().all(|&x| x == 0.0));
         for row in 0..3 {
             for slot in kv_len[row]..capacity {
@@ -256,16 +262,7 @@ mod tests {
                 }
             }
         }
-        let mut again = vec![f32::NAN; o.len()];
-        attention_decode(
-            &decode_shape(d, &kv_len, capacity),
-            &q,
-            &k,
-            &v,
-            Some(&delta),
-            &mut again,
-        );
-        assert_eq!(o, again);
+        assert_eq!(o, decode(&shape, [&q, &k, &v], Some(&delta)));
     }
 
     #[test]
@@ -275,16 +272,9 @@ mod tests {
         let qkv = random.vector(LEN * (HEADS + 2 * KV_HEADS) * d);
         let (q, k, v) = split(&qkv, d);
         let reverse = |x: &[f32]| x.chunks(KV_HEADS * d).rev().flatten().copied().collect::<Vec<f32>>();
-        let (mut o, mut reversed) = (vec![f32::NAN; HEADS * d], vec![f32::NAN; HEADS * d]);
-        attention_decode(&decode_shape(d, &[LEN], LEN), &q, &k, &v, None, &mut o);
-        attention_decode(
-            &decode_shape(d, &[LEN], LEN),
-            &q,
-            &reverse(&k),
-            &reverse(&v),
-            None,
-            &mut reversed,
-        );
+        let shape = decode_shape(d, &[LEN], LEN);
+        let o = decode(&shape, [&q, &k, &v], None);
+        let reversed = decode(&shape, [&q, &reverse(&k), &reverse(&v)], None);
         let expected: Vec<f64> = o.iter().map(|&x| f64::from(x)).collect();
         assert_close_relative("o", &reversed, &expected, 1e-6);
     }
@@ -292,14 +282,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "exceeds the capacity")]
     fn more_slots_than_the_cache_has_are_refused() {
-        let mut o = [0.0; HEADS];
-        attention_decode(
-            &decode_shape(1, &[3], 2),
-            &[0.0; HEADS],
-            &[0.0; 9],
-            &[0.0; 9],
-            None,
-            &mut o,
-        );
+        decode(&decode_shape(1, &[3], 2), [&[0.0; HEADS], &[0.0; 9], &[0.0; 9]], None);
     }
 }

@@ -24,6 +24,7 @@ struct Case {
     d_o: Vec<f32>,
 }
 
+#[derive(Debug, PartialEq)]
 struct Results {
     o: Vec<f32>,
     lse: Vec<f32>,
@@ -213,35 +214,21 @@ fn shapes() -> Vec<AttentionShape> {
 }
 
 #[test]
-fn equals_the_definition_with_whole_rows() {
-    on_every_arch(|| {
-        for (seed, shape) in shapes().into_iter().enumerate() {
-            let case = Case::new(shape, false, 9, seed as u64);
-            for kind in [
-                Kind::Causal,
-                Kind::Window(1),
-                Kind::Window(17),
-                Kind::Window(100_000),
-                Kind::Expire,
-            ] {
-                case.check(kind);
+fn equals_the_definition_with_whole_rows_and_with_documents() {
+    let whole = [1, 17, 100_000].map(Kind::Window);
+    for (packed, kept, first_seed, windows) in [(false, 9, 0, &whole[..]), (true, 7, 100, &[Kind::Window(19)][..])] {
+        on_every_arch(|| {
+            for (seed, shape) in (first_seed..).zip(shapes()) {
+                let case = Case::new(shape, packed, kept, seed);
+                let kinds = [Kind::Causal, Kind::Expire].into_iter().chain(CHOSEN.map(Kind::Chosen));
+                kinds.chain(windows.iter().copied()).for_each(|kind| case.check(kind));
             }
-            CHOSEN.into_iter().for_each(|sizes| case.check(Kind::Chosen(sizes)));
-        }
-    });
-}
-
-#[test]
-fn equals_the_definition_with_documents() {
-    on_every_arch(|| {
-        for (seed, shape) in shapes().into_iter().enumerate() {
-            let case = Case::new(shape, true, 7, 100 + seed as u64);
-            for kind in [Kind::Causal, Kind::Window(19), Kind::Expire] {
-                case.check(kind);
-            }
-            CHOSEN.into_iter().for_each(|sizes| case.check(Kind::Chosen(sizes)));
-        }
-    });
+        });
+    }
+    let long = Case::new(shape(1, 1690, 1, 1, 16), false, 37, 14);
+    for kind in [Kind::Causal, Kind::Window(300), Kind::Expire, Kind::Chosen([16, 5])] {
+        long.check(kind);
+    }
 }
 
 #[test]
@@ -400,23 +387,22 @@ fn keys_that_nobody_sees_may_be_nan() {
                         continue;
                     }
                     count += 1;
+                    assert_eq!(before.d_delta[at], 0.0);
                     poisoned.delta[at] = f32::NAN;
                     for head in [
                         shape.num_heads + kv_head,
                         shape.num_heads + shape.num_kv_heads + kv_head,
                     ] {
                         let first = (row * shape.seq_len + j) * shape.token_len() + head * shape.head_dim;
-                        poisoned.qkv[first..first + shape.head_dim].fill(f32::NAN);
+                        let values = first..first + shape.head_dim;
+                        assert!(before.d_qkv[values.clone()].iter().all(|&x| x == 0.0));
+                        poisoned.qkv[values].fill(f32::NAN);
                     }
                 }
             }
         }
         assert!(count > 100, "the case has few keys that nobody sees: {count}");
-        let after = poisoned.run(Kind::Expire);
-        assert_eq!(before.o, after.o);
-        assert_eq!(before.lse, after.lse);
-        assert_eq!(before.d_qkv, after.d_qkv);
-        assert_eq!(before.d_delta, after.d_delta);
+        assert!(poisoned.run(Kind::Expire) == before);
     });
 }
 
@@ -427,32 +413,21 @@ fn a_row_that_sees_nothing_is_empty() {
         let mut case = Case::new(shape, false, 70, 11);
         // Queries 20 to 29 see nothing: every key up to 29 is gone by 20.
         for (j, expire) in case.expire.iter_mut().enumerate() {
-            *expire = if j < 20 {
-                20
-            } else if j < 30 {
-                j as i32
-            } else {
-                70
+            *expire = match j {
+                0..20 => 20,
+                20..30 => j as i32,
+                _ => 70,
             };
         }
         case.check(Kind::Expire);
         let got = case.run(Kind::Expire);
         let o_len = shape.num_heads * shape.head_dim;
         assert!(got.o[20 * o_len..30 * o_len].iter().all(|&x| x == 0.0));
-        for head in 0..shape.num_heads {
-            assert!(
-                got.lse[head * 70 + 20..head * 70 + 30]
-                    .iter()
-                    .all(|&x| x == f32::NEG_INFINITY)
-            );
+        for lse in got.lse.chunks(70) {
+            assert!(lse[20..30].iter().all(|&x| x == f32::NEG_INFINITY));
         }
-        for token in 20..30 {
-            assert!(
-                got.d_qkv[token * shape.token_len()..(token + 1) * shape.token_len()]
-                    .iter()
-                    .all(|&x| x == 0.0)
-            );
-        }
+        let d_qkv = &got.d_qkv[20 * shape.token_len()..30 * shape.token_len()];
+        assert!(d_qkv.iter().all(|&x| x == 0.0));
     });
 }
 
@@ -462,13 +437,7 @@ fn threads_do_not_change_a_bit() {
     for kind in [Kind::Causal, Kind::Window(50), Kind::Expire, Kind::Chosen([16, 5])] {
         let run = |count: usize| threads(count).install(|| case.run(kind));
         let one = run(1);
-        for count in [2, 5] {
-            let many = run(count);
-            assert_eq!(one.o, many.o);
-            assert_eq!(one.lse, many.lse);
-            assert_eq!(one.d_qkv, many.d_qkv);
-            assert_eq!(one.d_delta, many.d_delta);
-        }
+        assert!(run(2) == one && run(5) == one, "{kind:?}");
     }
 }
 
@@ -515,14 +484,6 @@ fn the_definition_s_gradients_are_its_differences() {
             assert_close_relative("d_delta", &narrow(&got.d_delta), &expected, 1e-5);
             assert!(got.d_delta.iter().any(|&x| x.abs() > 0.01));
         }
-    }
-}
-
-#[test]
-fn long_rows_equal_the_definition() {
-    let case = Case::new(shape(1, 1690, 1, 1, 16), false, 37, 14);
-    for kind in [Kind::Causal, Kind::Window(300), Kind::Expire, Kind::Chosen([16, 5])] {
-        case.check(kind);
     }
 }
 

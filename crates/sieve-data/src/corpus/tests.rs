@@ -71,23 +71,6 @@ fn hashed_order_does_not_depend_on_the_folder() {
     assert_eq!(sorted, (0..40).map(|number| number.to_string()).collect::<Vec<_>>());
 }
 
-#[test]
-fn bad_paths_are_named() {
-    let dir = tempfile::tempdir().unwrap();
-    write(dir.path(), "x.bin", "x");
-    let root = dir.path().to_str().unwrap().to_owned();
-    refusal(Corpus::open(CorpusConfig::text(vec![])), "no data paths");
-    let [missing, glob] = ["missing.txt", "*.zzz"].map(|name| format!("{root}/{name}"));
-    for (path, words) in [
-        (&*missing, &*missing),
-        (&glob, "*.zzz"),
-        ("a***b", "not a valid glob"),
-        (&root, r#"ending in one of ["txt", "md", "rs"]"#),
-    ] {
-        refusal(Corpus::open(text(path)), words);
-    }
-}
-
 // A pipe is read until its writers close it: what opened one waited for ever.
 #[cfg(unix)]
 #[test]
@@ -260,6 +243,7 @@ fn a_corpus_of_nothing_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a.txt", "");
     refusal(texts(text(&path)), "a.txt (1 blank");
+    refusal(Corpus::open(CorpusConfig::text(vec![])), "no data paths");
 }
 
 #[test]

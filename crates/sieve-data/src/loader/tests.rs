@@ -40,6 +40,17 @@ fn config(seq_len: usize, order: Order, packing: Packing) -> LoaderConfig {
     }
 }
 
+/// `stride` samples lie between the beginnings of two batches.
+fn plan([first_sample, stride]: [u64; 2], batch: usize, num_batches: Option<u64>, depth: usize) -> PrefetchPlan {
+    PrefetchPlan {
+        first_sample,
+        batch,
+        stride,
+        num_batches,
+        depth,
+    }
+}
+
 fn join(mut left: Batch, right: Batch) -> Batch {
     let end = left.first_sample + left.batch as u64;
     assert_eq!((end, left.seq_len), (right.first_sample, right.seq_len));
@@ -96,17 +107,6 @@ fn one_document_per_row_is_as_written_by_hand() {
 }
 
 #[test]
-fn rows_of_one_token_are_rows() {
-    let (_dir, shard) = shard(&[2, 3]);
-    let loader = Loader::new(shard, config(1, Order::Sequential, Packing::Concatenated)).unwrap();
-    // The end of the last document has no label, and nothing to share a row with.
-    assert_eq!(loader.samples_per_epoch(), 4);
-    let batch = loader.batch(0, 5).unwrap();
-    assert_eq!(batch.tokens, [2, 0, 102, 103, 2]);
-    assert_eq!(batch.labels, [0, -100, 103, 0, 0]);
-}
-
-#[test]
 fn settings_are_checked() {
     let (_dir, small) = shard(&[3, 4]);
     let shuffled = Order::Shuffled { seed: 1 };
@@ -133,24 +133,14 @@ fn prefetching_gives_the_same_batches_and_ends() {
     let (_dir, shard) = shard(&[30, 7, 12, 90, 4]);
     let loader = Loader::new(shard, config(8, Order::Shuffled { seed: 4 }, Packing::Concatenated)).unwrap();
     let loader = Arc::new(loader);
-    let plan = PrefetchPlan {
-        first_sample: 5,
-        batch: 2,
-        stride: 6,
-        num_batches: Some(10),
-        depth: 3,
-    };
-    let batches = Prefetch::new(Arc::clone(&loader), plan).unwrap().map(Result::unwrap);
+    let batches = Prefetch::new(Arc::clone(&loader), plan([5, 6], 2, Some(10), 3)).unwrap();
+    let batches = batches.map(Result::unwrap);
     let wanted = (0..10).map(|number| loader.batch(5 + 6 * number, 2).unwrap());
     let wanted = wanted.collect::<Vec<_>>();
     assert_eq!(batches.collect::<Vec<_>>(), wanted);
 
     // Dropped while the thread waits for room, it ends: the loader has one owner again.
-    let endless = PrefetchPlan {
-        num_batches: None,
-        ..plan
-    };
-    let mut endless = Prefetch::new(Arc::clone(&loader), endless).unwrap();
+    let mut endless = Prefetch::new(Arc::clone(&loader), plan([5, 6], 2, None, 3)).unwrap();
     assert_eq!(endless.next().unwrap().unwrap(), wanted[0]);
     drop(endless);
     assert_eq!(Arc::strong_count(&loader), 1);
@@ -164,14 +154,7 @@ fn prefetching_gives_an_error_once() {
         ..config(7, Order::Sequential, Packing::Concatenated)
     };
     let loader = Arc::new(Loader::new(shard, small).unwrap());
-    let plan = PrefetchPlan {
-        first_sample: 0,
-        batch: 1,
-        stride: 1,
-        num_batches: None,
-        depth: 2,
-    };
-    let mut batches = Prefetch::new(loader, plan).unwrap();
+    let mut batches = Prefetch::new(loader, plan([0, 1], 1, None, 2)).unwrap();
     assert!(batches.next().unwrap().is_err());
     assert!(batches.next().is_none());
     assert!(batches.next().is_none());
@@ -484,14 +467,8 @@ fn an_mqar_loader_gives_the_mixture_and_prefetches() {
     let (mixture, settings) = mqar();
     let loader = Arc::new(mqar_loader());
     assert_eq!(loader.batch(3, 4).unwrap(), mixture.batch(3, 4, PAD));
-    let plan = PrefetchPlan {
-        first_sample: 0,
-        batch: 2,
-        stride: 2,
-        num_batches: Some(3),
-        depth: 2,
-    };
-    let made = Prefetch::new(Arc::clone(&loader), plan).unwrap().map(Result::unwrap);
+    let made = Prefetch::new(Arc::clone(&loader), plan([0, 2], 2, Some(3), 2)).unwrap();
+    let made = made.map(Result::unwrap);
     assert_eq!(made.reduce(join).unwrap(), loader.batch(0, 6).unwrap());
     let short = config(64, SHUFFLED, Packing::Concatenated);
     refusal(Loader::mqar(mixture.clone(), short), "seq_len: 64");

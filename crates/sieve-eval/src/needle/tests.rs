@@ -189,26 +189,12 @@ fn grids_reach_from_end_to_end() {
     assert_eq!(linear_grid(3.0, 10.0, 35).last(), Some(&10.0));
 }
 
+// What else cannot be asked is a session of the program.
 #[test]
-fn what_cannot_be_asked_is_told() {
-    let told = |config: &NeedleConfig, words: &str| {
-        refusal(asked(Attention::Mha, config, None), words);
+fn no_lengths_are_refused() {
+    let none = NeedleConfig {
+        lengths: Vec::new(),
+        ..config()
     };
-    let with = |change: &dyn Fn(&mut NeedleConfig)| {
-        let mut config = config();
-        change(&mut config);
-        config
-    };
-    told(&with(&|c| c.lengths.push(257)), "positions end at 256");
-    told(&with(&|c| c.lengths.push(130)), "no haystack is left");
-    told(&with(&|c| c.depths.push(100.5)), "from 0 to 100");
-    told(&with(&|c| c.depths.push(f64::NAN)), "from 0 to 100");
-    told(&with(&|c| c.depths.push(-1.0)), "from 0 to 100");
-    told(&with(&|c| c.lengths.clear()), "at least one");
-    told(&with(&|c| c.num_needles = 0), "at least one");
-    told(&with(&|c| c.buffer = 20), "use --buffer");
-    let (model, tokenizer) = (model(Attention::Mha), tokenizer());
-    let short = Haystack::made_up(119, &tokenizer).expect("English");
-    let error = needle(&task_model(&model, &tokenizer), &short, &config(), None, &mut |_| {});
-    refusal(error, "119 tokens | needs 120");
+    refusal(asked(Attention::Mha, &none, None), "at least one");
 }

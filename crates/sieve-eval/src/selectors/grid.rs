@@ -105,7 +105,6 @@ fn written(value: &Value) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sieve_testing::{cases, refusal};
 
     #[test]
     fn values_are_crossed_and_what_a_method_forbids_is_left_out() {
@@ -125,27 +124,6 @@ mod tests {
         assert_eq!(labels, wanted);
         assert_eq!(forbidden.len(), 1);
         assert!(forbidden[0].to_string().contains("k_exact=8 is more than k=4"));
-    }
-
-    #[test]
-    fn files_that_are_wrong_are_named() {
-        for [text, wanted] in cases(
-            r#"
-            => a.toml: it names no selector
-            selector = ["bfla"] => unknown field
-            [[grid]]\nk = 3 => has no selector
-            [[grid]]\nmethod = "bfla" => has method | name is selector
-            [[grid]]\nselector = "bfla"\nblock = [] => block of bfla has no value
-            [[grid]]\nselector = "bfla"\nblock = [[64]] => block of bfla is not a number
-            [[grid]]\nselector = "bfal" => did you mean bfla?
-            [[grid]]\nselector = "bfla"\nblok = 64 => did you mean block?
-            [[grid]]\nselector = "bfla"\ntile = [100, 96] => does not divide block=256
-            selectors = ["0-3=dense", "1-=bfla"] => nothing is said of layer 0
-            grid = 3 => a.toml: invalid type
-        "#,
-        ) {
-            refusal(selector_grid("a.toml", text), &format!("{wanted} | hint:"));
-        }
     }
 
     #[test]

@@ -246,25 +246,6 @@ fn chunks_of_whole_blocks_measure_as_the_whole_prompt_does() {
 }
 
 #[test]
-fn chunks_that_change_nothing_or_everything_are_refused() {
-    for (text, chunk, words) in [
-        ("meanpool", 0, "at least 1 token"),
-        ("meanpool", 100, "every call would be dense"),
-        ("h2o", 512, "token by token"),
-        ("streamingllm:reindex=true", 512, "token by token"),
-    ] {
-        refusal(selection(text).in_chunks(chunk), words);
-    }
-}
-
-#[test]
-fn a_model_with_an_own_sparse_attention_is_refused() {
-    let model = model(Attention::swa(4));
-    let selector = LayerSelectors::parse("meanpool").expect("valid");
-    refusal(Selection::new(selector, model.shape()), "meanpool");
-}
-
-#[test]
 fn keys_are_not_moved_by_the_plain_angles_of_scaled_frequencies() {
     let shape = ModelShape {
         rope_scaling: Some(RopeScaling {

@@ -394,7 +394,7 @@ fn position(label: &str, labels: Option<&[String]>, num_choices: usize) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sieve_testing::{cases, refusal};
+    use sieve_testing::refusal;
 
     fn rows(rows: &str) -> Vec<TableRow> {
         let rows = rows.lines().map(serde_json::from_str);
@@ -442,41 +442,5 @@ mod tests {
         let lambada = questions("lambada_openai", r#"{"text": "It was a cat"}"#).expect("one");
         let task = Task::ready("lambada_openai").expect("ready");
         assert_eq!(task.pairs(&lambada[0], "x\n\n"), [pair("x\n\nIt was a", " cat")]);
-    }
-
-    #[test]
-    fn rows_of_another_data_set_are_told_by_their_number() {
-        let good = r#"{"question": "W?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}"#;
-        for [from, to, words] in cases(
-            r#"
-            question => goal => row 2 has no column "question" (it has goal, choices, answerKey)
-            ["A", "B"] => ["A"] => row 2 has 2 choices and 1 label
-            "answerKey": "A" => "answerKey": "E" => row 2 has the label "E", which is none of A, B
-            ["a", "b"] => ["a"] => row 2 has 1 choice, and two are the least
-            ["a", "b"] => 3 => row 2 has no list in its column "choices.text"
-        "#,
-        ) {
-            let row = good.replace(from, to);
-            let error = refusal(questions("arc_easy", &format!("{good}\n{row}")), words);
-            assert!(error.starts_with("task arc_easy: "), "{error}");
-        }
-        let error = questions("piqa", r#"{"goal": "g", "sol1": "a", "sol2": "b", "label": 2}"#);
-        refusal(error, "not a number below 2");
-    }
-
-    #[test]
-    fn a_task_file_with_a_mistake_is_told() {
-        for [text, words] in cases(
-            r#"
-            measure = "choices" => needs prompt, choices and label
-            measure = "best" => unknown variant
-            measure = "continuation"\nprompt = "{a}"\ntarget = "{b" => single {
-            measure = "continuation"\nprompt = "{a}"\ntarget = "b"\ngoal = 1 => unknown field
-            measure = "continuation"\nprompt = "{a}"\ntarget = "b"\nlabel = "1" => no label
-            measure = "generation"\nprompt = "{a}" => needs prompt and answers
-        "#,
-        ) {
-            refusal(Task::parse("mine", text), words);
-        }
     }
 }

@@ -62,6 +62,38 @@ pub(crate) fn changed_checkpoint(
     Checkpoint::open(&path).expect("just written")
 }
 
+/// A random checkpoint and its export.
+struct Exported {
+    checkpoint: Checkpoint,
+    out: PathBuf,
+    report: ExportReport,
+    _folder: tempfile::TempDir,
+}
+
+fn exported(model: &str, attention: &str, options: &ExportOptions) -> Exported {
+    let folder = tempfile::tempdir().expect("a folder");
+    let checkpoint = checkpoint(&folder.path().join("run"), model, attention);
+    let out = folder.path().join("hf");
+    let report = export(&checkpoint, &out, options).expect("exports");
+    Exported {
+        checkpoint,
+        out,
+        report,
+        _folder: folder,
+    }
+}
+
+impl Exported {
+    fn config(&self) -> Value {
+        json(self.out.join("config.json"))
+    }
+
+    /// The weights of the checkpoint, and those of the export.
+    fn weights(&self) -> [TensorFile; 2] {
+        [&self.checkpoint.path, &self.out].map(|folder| weights(folder))
+    }
+}
+
 /// Residual scales unlike those a model starts with.
 fn trained_scale() -> Vec<f32> {
     (0..12).map(|n| n as f32).collect()
@@ -103,16 +135,11 @@ fn folder_bytes(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 
 #[test]
 fn packed_rows_are_split_and_nothing_is_lost() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let untied = "tie_word_embeddings = false";
-    let checkpoint = checkpoint(&folder.path().join("run"), untied, MHA);
-    let out = folder.path().join("hf");
-    let report = export(&checkpoint, &out, &options()).expect("exports");
-    assert_eq!(report.architecture, "Qwen3ForCausalLM");
-    let (_, shape) = checkpoint.recipe_and_shape().expect("just written");
-    assert_eq!(report.num_parameters, shape.parameters().total());
-
-    let (ours, theirs) = (weights(&checkpoint.path), weights(&out));
+    let model = exported("tie_word_embeddings = false", MHA, &options());
+    assert_eq!(model.report.architecture, "Qwen3ForCausalLM");
+    let (_, shape) = model.checkpoint.recipe_and_shape().expect("just written");
+    assert_eq!(model.report.num_parameters, shape.parameters().total());
+    let [ours, theirs] = model.weights();
     let packed = values(&ours, "layers.1.self_attn.qkv.qkv_proj.weight");
     let parts = ["q", "k", "v"].map(|part| {
         let name = format!("model.layers.1.self_attn.{part}_proj.weight");
@@ -126,45 +153,35 @@ fn packed_rows_are_split_and_nothing_is_lost() {
     assert_eq!(packed, [gate, up].concat());
     assert_eq!(values(&ours, "head.lm_head.weight"), values(&theirs, "lm_head.weight"));
 
-    let config = json(out.join("config.json"));
+    let config = model.config();
     assert_eq!(config["model_type"], "qwen3");
     assert_eq!(config["use_sliding_window"], false);
     assert_eq!(config["eos_token_id"], 1);
-    let special = json(out.join("special_tokens_map.json"));
+    let special = json(model.out.join("special_tokens_map.json"));
     assert_eq!(special["eos_token"], "<|endoftext|>");
 }
 
 #[test]
 fn a_dynamic_mask_model_becomes_doge_with_scales_of_one_or_the_trained_ones() {
-    let folder = tempfile::tempdir().expect("a folder");
     let scaled = "tie_word_embeddings = true\nresidual_scale = true";
-    for (name, line, expected) in [("ones", TIED, vec![1.0; 12]), ("trained", scaled, trained_scale())] {
-        let checkpoint = checkpoint(&folder.path().join(name), line, DMA);
-        let out = folder.path().join(format!("{name}-hf"));
-        let report = export(&checkpoint, &out, &options()).expect("exports");
-        assert_eq!(report.architecture, "DogeForCausalLM");
-        let theirs = weights(&out);
+    for (line, expected) in [(TIED, vec![1.0; 12]), (scaled, trained_scale())] {
+        let model = exported(line, DMA, &options());
+        assert_eq!(model.report.architecture, "DogeForCausalLM");
+        let [ours, theirs] = model.weights();
         assert!(!theirs.names().contains(&"lm_head.weight".to_owned()));
         let scale = values(&theirs, "model.layers.0.post_attention_residual");
         assert_eq!(scale, expected);
-        let ours = weights(&checkpoint.path);
-        assert_eq!(
-            values(&ours, "layers.1.self_attn.a"),
-            values(&theirs, "model.layers.1.self_attn.A")
-        );
-        assert_eq!(json(out.join("config.json"))["keep_window_size"], 3);
+        let a = values(&ours, "layers.1.self_attn.a");
+        assert_eq!(a, values(&theirs, "model.layers.1.self_attn.A"));
+        assert_eq!(model.config()["keep_window_size"], 3);
     }
 }
 
 #[test]
 fn a_scaling_names_all_that_transformers_asks_for() {
-    let folder = tempfile::tempdir().expect("a folder");
     let model = "qk_norm = false\nrope_scaling = { rope_type = \"llama3\", factor = 8.0 }";
     for (attention, key) in [(MHA, "rope_parameters"), (DMA, "rotary_scaling")] {
-        let checkpoint = checkpoint(&folder.path().join(key), model, attention);
-        let out = folder.path().join(format!("{key}-hf"));
-        export(&checkpoint, &out, &options()).expect("exports");
-        let config = json(out.join("config.json"));
+        let config = exported(model, attention, &options()).config();
         let all = serde_json::json!({ "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
             "original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0 });
         assert_eq!(config[key], all);
@@ -174,24 +191,17 @@ fn a_scaling_names_all_that_transformers_asks_for() {
 
 #[test]
 fn a_window_is_in_every_layer() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let checkpoint = checkpoint(&folder.path().join("run"), TIED, SWA);
-    let out = folder.path().join("hf");
-    export(&checkpoint, &out, &options()).expect("exports");
-    let config = json(out.join("config.json"));
+    let config = exported(TIED, SWA, &options()).config();
     assert_eq!(config["sliding_window"], 5);
     assert_eq!(config["max_window_layers"], 0);
-    assert_eq!(
-        config["layer_types"],
-        serde_json::json!(["sliding_attention", "sliding_attention"])
-    );
+    let every = serde_json::json!(["sliding_attention", "sliding_attention"]);
+    assert_eq!(config["layer_types"], every);
 }
 
 #[test]
 fn latent_attention_is_deepseek_where_that_class_computes_it() {
     const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4";
     let own = "SieveForCausalLM";
-    let folder = tempfile::tempdir().expect("a folder");
     for (name, model, architecture, reason) in [
         ("normed", TIED, own, Some("no norms of queries and keys")),
         ("paper", TIED, "DeepseekV3ForCausalLM", None),
@@ -199,14 +209,12 @@ fn latent_attention_is_deepseek_where_that_class_computes_it() {
         ("epsilon", "rms_norm_eps = 1e-5", own, Some("an epsilon of 1e-6")),
     ] {
         let mla = format!("{MLA}\nqk_norm = {}", name == "normed");
-        let checkpoint = checkpoint(&folder.path().join(name), model, &mla);
-        let out = folder.path().join(format!("{name}-hf"));
-        let report = export(&checkpoint, &out, &options()).expect("exports");
+        let model = exported(model, &mla, &options());
+        let (config, report) = (model.config(), model.report);
         assert_eq!(report.architecture, architecture, "{name}");
         let said = report.not_stock.unwrap_or_default();
         assert_eq!(report.not_stock.is_some(), reason.is_some(), "{name}: {said}");
         assert!(said.contains(reason.unwrap_or_default()), "{name}: {said}");
-        let config = json(out.join("config.json"));
         let has_class = report.files.contains(&"modeling_sieve.py".to_owned());
         assert_eq!(has_class, architecture == own, "{name}");
         assert_eq!(config["kv_lora_rank"], 8);
@@ -246,18 +254,14 @@ fn the_same_checkpoint_gives_the_same_bytes_and_replaces_an_earlier_export_alone
 
 #[test]
 fn bf16_halves_the_bytes_and_rounds_to_nearest() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let checkpoint = checkpoint(&folder.path().join("run"), TIED, DMA);
-    let out = folder.path().join("hf");
     let bf16 = ExportOptions {
         dtype: ExportDtype::Bf16,
         ..options()
     };
-    let report = export(&checkpoint, &out, &bf16).expect("exports");
-    assert_eq!(report.num_bytes, 2 * report.num_parameters);
-    assert_eq!(json(out.join("config.json"))["dtype"], "bfloat16");
-    let theirs = weights(&out);
-    let ours = weights(&checkpoint.path);
+    let model = exported(TIED, DMA, &bf16);
+    assert_eq!(model.report.num_bytes, 2 * model.report.num_parameters);
+    assert_eq!(model.config()["dtype"], "bfloat16");
+    let [ours, theirs] = model.weights();
     let exact = values(&ours, "embed_tokens.weight");
     let rounded = values(&theirs, "model.embed_tokens.weight");
     let mut changed = 0;
@@ -372,15 +376,9 @@ fn a_qwen2_export_tells_whether_its_tokenizer_splits_as_qwen2s() {
     );
     assert!(words(published));
     assert!(!words(&published.replace(r"\p{N}|", r"\p{N}{1,3}|")));
-    let folder = tempfile::tempdir().expect("there is room");
     let qwen2 = "qk_norm = false\nqkv_bias = true";
     for (model, replaced) in [(qwen2, true), ("qk_norm = false", false), ("", false)] {
-        let checkpoint = checkpoint(&folder.path().join(format!("run{}", model.len())), model, MHA);
-        let report = export(
-            &checkpoint,
-            &folder.path().join(format!("out{}", model.len())),
-            &options(),
-        );
-        assert_eq!(report.expect("it is whole").replaces_tokenizer, replaced, "{model}");
+        let report = exported(model, MHA, &options()).report;
+        assert_eq!(report.replaces_tokenizer, replaced, "{model}");
     }
 }

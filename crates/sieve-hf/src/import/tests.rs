@@ -4,7 +4,7 @@ use crate::named_parameters;
 use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, export, load_model};
 use burn_flex::Flex;
 use serde_json::json;
-use sieve_testing::refusal;
+use sieve_testing::{cases, refusal};
 use std::collections::HashSet;
 
 /// A random checkpoint, exported: the folder of `transformers`.
@@ -339,50 +339,38 @@ fn tokens_that_generation_ends_and_begins_at_come_back_out() {
 fn configurations_without_a_recipe_are_refused() {
     let (folder, hf) = dense(TIED);
     let out = folder.path().join("out");
-    let scaling = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect("JSON");
-    let quarter = scaling(r#"{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}"#);
-    let longrope = scaling(r#"{"rope_type": "longrope", "rope_theta": 1e4}"#);
-    let yarn = scaling(r#"{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7}"#);
-    let half = scaling(r#"{"type": "linear", "factor": 0.5}"#);
-    let some_windows = json!(["full_attention", "sliding_attention"]);
     let latent = tempfile::tempdir().expect("a folder");
     let mla = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\nqk_norm = false";
     let latent_hf = exported(latent.path(), TIED, mla, whole());
-    for (from, key, value, word) in [
-        (&hf, "model_type", json!("mixtral"), "model_type is \"mixtral\""),
-        (&hf, "num_local_experts", json!(8), "num_local_experts is 8"),
-        (&hf, "alibi", json!(true), "alibi is true"),
-        (&hf, "hidden_act", json!("gelu"), "hidden_act"),
-        (&hf, "attention_bias", json!(true), "attention_bias"),
-        (&hf, "partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5"),
-        (&hf, "rope_parameters", quarter, "partial_rotary_factor is 0.25"),
-        (&hf, "rope_parameters", longrope, "scaled"),
-        (&hf, "rope_parameters", yarn, "scaled"),
-        (&hf, "rope_scaling", half, "rope_scaling.factor: is 0.5"),
-        (&hf, "layer_types", some_windows, "sliding_window is null"),
-        (&hf, "num_hidden_layers", json!("two"), "num_hidden_layers"),
-        (&hf, "num_key_value_heads", json!(3), "num_key_value_heads"),
-        (&hf, "hidden_size", json!(13), "of another shape"),
-        (&latent_hf, "q_lora_rank", json!(8), "q_lora_rank is 8"),
-        (&latent_hf, "rope_interleave", json!(true), "rope_interleave"),
-        (
-            &latent_hf,
-            "first_k_dense_replace",
-            json!(1),
-            "some layers have experts",
-        ),
-        (
-            &latent_hf,
-            "qk_nope_head_dim",
-            json!(4),
-            "qk_nope_head_dim is not v_head_dim",
-        ),
-        (&latent_hf, "rms_norm_eps", json!(1e-5), "rms_norm_eps is not the 1e-6"),
-    ] {
+    for [kind, key, value, word] in cases(
+        r#"
+        dense => model_type => "mixtral" => model_type is "mixtral"
+        dense => num_local_experts => 8 => num_local_experts is 8
+        dense => alibi => true => alibi is true
+        dense => hidden_act => "gelu" => hidden_act
+        dense => attention_bias => true => attention_bias
+        dense => partial_rotary_factor => 0.5 => partial_rotary_factor is 0.5
+        dense => rope_parameters => {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25} => \
+            partial_rotary_factor is 0.25
+        dense => rope_parameters => {"rope_type": "longrope", "rope_theta": 1e4} => scaled
+        dense => rope_parameters => {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7} => scaled
+        dense => rope_scaling => {"type": "linear", "factor": 0.5} => rope_scaling.factor: is 0.5
+        dense => layer_types => ["full_attention", "sliding_attention"] => sliding_window is null
+        dense => num_hidden_layers => "two" => num_hidden_layers
+        dense => num_key_value_heads => 3 => num_key_value_heads
+        dense => hidden_size => 13 => of another shape
+        mla => q_lora_rank => 8 => q_lora_rank is 8
+        mla => rope_interleave => true => rope_interleave
+        mla => first_k_dense_replace => 1 => some layers have experts
+        mla => qk_nope_head_dim => 4 => qk_nope_head_dim is not v_head_dim
+        mla => rms_norm_eps => 1e-5 => rms_norm_eps is not the 1e-6
+    "#,
+    ) {
+        let from = if kind == "mla" { &latent_hf } else { &hf };
         let path = from.join("config.json");
         let whole = fs::read_to_string(&path).expect("written");
         let mut changed = read_json(&path);
-        changed[key] = value;
+        changed[key] = serde_json::from_str(value).expect("JSON");
         fs::write(&path, changed.to_string()).expect("writable");
         refusal(imported(from, &out, None, &[]), word);
         fs::write(&path, whole).expect("writable");

@@ -96,31 +96,6 @@ fn dma_starts_as_the_sliding_window_of_the_same_weights() {
 }
 
 #[test]
-fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
-    let cases = kinds(0.5)
-        .into_iter()
-        .flat_map(|kind| [1, 3, 4, 9, 14].map(|prompt| (kind, prompt)));
-    for (attention, prompt) in cases {
-        let len = 23;
-        let layer = layer::<Flex>(attention);
-        let rows = Rows::new([2, len], &shape(attention));
-        let x = input::<Flex, 3>([2, len, 24], 4);
-        let all = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
-        assert_eq!(KvCache::<Flex>::new(1).layers[0].num_keys(), 0);
-        let most = match attention {
-            sieve_core::Attention::Swa(_) | sieve_core::Attention::Dma(_) => KEEP_WINDOW_SIZE,
-            _ => len,
-        };
-        let parts = std::iter::once(prompt).chain(vec![1; len - prompt]);
-        let (got, _) = cached(&layer, &x, rows.context(), parts, |cache, done| {
-            assert_eq!(cache.num_keys(), done.min(most), "{attention:?}");
-        });
-        let got = values(Tensor::cat(got, 1));
-        assert_close(&format!("{attention:?}"), &got, &values(all), 1e-5);
-    }
-}
-
-#[test]
 fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
     let ranked = |keep_window_size, local_window_size, bias| {
         sieve_core::Attention::Dma(DmaShape {
@@ -136,21 +111,33 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
         ranked(6, 0, DmaBias::Exp),
         ranked(40, 7, DmaBias::Linear),
     ];
+    let several = [
+        vec![3, 7, 1, 12],
+        vec![1, 2, 2, 18],
+        vec![10, 13],
+        vec![2; 11],
+        vec![22, 1],
+    ];
+    // A prompt, then token by token.
+    let steps = [1, 3, 4, 9, 14].map(|prompt| [vec![prompt], vec![1; 23 - prompt]].concat());
+    assert_eq!(KvCache::<Flex>::new(1).layers[0].num_keys(), 0);
     for attention in kinds(0.5).into_iter().chain(more) {
-        for parts in [
-            vec![3, 7, 1, 12],
-            vec![1, 2, 2, 18],
-            vec![10, 13],
-            vec![2; 11],
-            vec![22, 1],
-        ] {
+        let layer = layer::<Flex>(attention);
+        let most = match attention {
+            sieve_core::Attention::Swa(_) => KEEP_WINDOW_SIZE,
+            sieve_core::Attention::Dma(dma) => dma.keep_window_size,
+            _ => usize::MAX,
+        };
+        for parts in several.iter().chain(&steps) {
             let len = parts.iter().sum();
-            let layer = layer::<Flex>(attention);
             let rows = Rows::new([2, len], &shape(attention));
             let x = input::<Flex, 3>([2, len, 24], 6);
             let all = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
             let what = format!("{attention:?} in parts of {parts:?}");
-            let (got, _) = cached(&layer, &x, rows.context(), parts, |cache, done| {
+            let (got, _) = cached(&layer, &x, rows.context(), parts.iter().copied(), |cache, done| {
+                if parts[1..].iter().all(|&part| part == 1) {
+                    assert_eq!(cache.num_keys(), done.min(most), "{what}");
+                }
                 let Attention::Dma(dma) = &layer else {
                     return;
                 };

@@ -8,17 +8,10 @@ fn draw(init: &mut WeightInit, shape: [usize; 2]) -> Vec<f32> {
     values.into_data().to_vec().expect("f32")
 }
 
-fn pool(threads: usize) -> rayon::ThreadPool {
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build()
-        .expect("a small pool")
-}
-
 #[test]
 fn weights_do_not_depend_on_the_number_of_threads() {
     let shape = [3, CHUNK + 77];
-    let weights = |threads| pool(threads).install(|| draw(&mut WeightInit::new(5, 0.02), shape));
+    let weights = |threads| sieve_testing::threads(threads).install(|| draw(&mut WeightInit::new(5, 0.02), shape));
     let one = weights(1);
     for threads in [2, 5] {
         assert!(weights(threads) == one);

@@ -41,25 +41,17 @@ fn check(spec: AttentionSpec, dims: [usize; 3], lengths: &[usize]) {
 }
 
 #[test]
-fn dense_attention_equals_the_reference() {
-    for (group_size, head_dim) in [(1, 16), (2, 20), (4, 7)] {
-        let spec = spec(group_size, head_dim, None);
-        check(spec, [2, 63, head_dim], &[]);
-        check(spec, [2, 63, head_dim], &[5, 1, 1, 30]);
+fn attention_equals_the_reference_dense_and_in_windows() {
+    let windows = [1, 7, 63, 100].map(|window_size| (2, 16, Some(window_size)));
+    for (group_size, head_dim, window_size) in [(1, 16, None), (2, 20, None), (4, 7, None)].into_iter().chain(windows) {
+        let spec = spec(group_size, head_dim, window_size);
+        for lengths in [&[][..], &[5, 1, 1, 30], &[9, 1, 1, 40]] {
+            check(spec, [2, 63, head_dim], lengths);
+        }
         check(spec, [1, 1, head_dim], &[]);
     }
     // More than one tile of queries and of keys.
     check(spec(2, 32, None), [1, 193, 32], &[100]);
-}
-
-#[test]
-fn window_attention_equals_the_reference() {
-    for window_size in [1, 7, 63, 100] {
-        let spec = spec(2, 16, Some(window_size));
-        check(spec, [2, 63, 16], &[]);
-        check(spec, [2, 63, 16], &[9, 1, 1, 40]);
-        check(spec, [1, 1, 16], &[]);
-    }
     check(spec(4, 32, Some(40)), [1, 193, 32], &[100]);
 }
 

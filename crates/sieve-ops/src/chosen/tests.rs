@@ -91,14 +91,8 @@ pub(super) fn of_leaf(input: &Input) -> AdFloat {
 #[test]
 fn attention_over_some_blocks_equals_the_reference() {
     let op = |call: &Call, choice: BlockChoice, chosen: &Tensor<Ad, 4, Int>, inputs: &[AdFloat]| {
-        let qkv = float::<4>(&inputs[0]);
-        of_ad(chosen_attention(
-            qkv,
-            chosen.clone(),
-            &call.documents,
-            call.spec,
-            choice,
-        ))
+        let (qkv, chosen) = (float::<4>(&inputs[0]), chosen.clone());
+        of_ad(chosen_attention(qkv, chosen, &call.documents, call.spec, choice))
     };
     for call in calls() {
         for choice in [infllm(3), moba(4, 2)] {
@@ -278,11 +272,8 @@ fn the_indexer_learns_from_its_loss_alone_and_the_attention_from_the_output_alon
     let indexed = call.indexed(msa(4, 3), Some(&inputs[1]), 1.0);
     let loss = |index: &Input| {
         let leaves = [&inputs[0], index].map(|input| Ad::from_inner(input.tensor(DType::F64)));
-        defined(&call, &indexed, &leaves)
-            .1
-            .into_data()
-            .iter::<f64>()
-            .sum::<f64>()
+        let (_, divergence) = defined(&call, &indexed, &leaves);
+        divergence.into_data().iter::<f64>().sum::<f64>()
     };
     let gradient = &one.gradients[1];
     for at in (0..gradient.len()).step_by(7) {
@@ -292,11 +283,8 @@ fn the_indexer_learns_from_its_loss_alone_and_the_attention_from_the_output_alon
             loss(&index)
         };
         let difference = (moved(1e-5) - moved(-1e-5)) / 2e-5;
-        assert!(
-            (difference - gradient[at]).abs() < 1e-7,
-            "{at}: {difference} is not {}",
-            gradient[at]
-        );
+        let found = gradient[at];
+        assert!((difference - found).abs() < 1e-7, "{at}: {difference} is not {found}");
     }
 }
 
@@ -310,17 +298,10 @@ fn all_blocks_of_an_indexer_are_dense_attention_and_its_warm_up() {
             evaluate(&op, &inputs, 3, DType::F32, View::Contiguous)
         };
         let (all, warm_up) = (run(msa(4, 64), Some(&inputs[1])), run(msa(4, 2), None));
-        let dense = evaluate(
-            &|inputs| of_ad(attention(float::<4>(&inputs[0]), &call.documents, call.spec)),
-            &inputs[..1],
-            3,
-            DType::F32,
-            View::Contiguous,
-        );
-        assert_eq!(
-            (&warm_up.output, &warm_up.gradients[0]),
-            (&dense.output, &dense.gradients[0])
-        );
+        let op = |inputs: &[AdFloat]| of_ad(attention(float::<4>(&inputs[0]), &call.documents, call.spec));
+        let dense = evaluate(&op, &inputs[..1], 3, DType::F32, View::Contiguous);
+        assert_eq!(warm_up.output, dense.output);
+        assert_eq!(warm_up.gradients[0], dense.gradients[0]);
         assert_close("all blocks", &all.output, &warm_up.output, 1e-5);
         for (all, warm_up) in all.gradients.iter().zip(&warm_up.gradients) {
             assert_close("all blocks' gradients", all, warm_up, 2e-5);
@@ -338,10 +319,8 @@ fn statistics_are_those_of_every_score() {
         for choice in [None, Some(msa(2, 2)), Some(msa(3, 1)), Some(msa(2, 64))] {
             let indexed = call.indexed(choice.unwrap_or(msa(2, 2)), choice.map(|_| &inputs[1]), 1.0);
             // In a warm-up the choice is not read.
-            let chosen = call
-                .indexed(indexed.choice, Some(&inputs[1]), 1.0)
-                .chosen
-                .expect("it chooses");
+            let chosen = call.indexed(indexed.choice, Some(&inputs[1]), 1.0).chosen;
+            let chosen = chosen.expect("it chooses");
             let measured = index_statistics(float::<4>(&leaves[0]), float::<4>(&leaves[1]), chosen, &indexed);
             let measured: Vec<f64> = measured.into_data().iter::<f64>().collect();
             let (_, divergence) = defined(&call, &indexed, &leaves);

@@ -1,8 +1,6 @@
 use super::linear;
 use crate::reference;
-use crate::testing::{
-    Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float, primitive,
-};
+use crate::testing::{Float, Random, RandomInput, check_op, check_parity, float, primitive};
 
 fn op(inputs: &[Float]) -> Float {
     primitive(linear(float::<3>(&inputs[0]), float(&inputs[1])))
@@ -13,33 +11,20 @@ fn reference_op(inputs: &[Float]) -> Float {
 }
 
 #[test]
-fn equals_the_reference_for_any_sizes() {
-    let mut random = Random(1);
-    for [batch, seq_len, d_in, d_out] in [
+fn equals_the_reference_and_differences_for_any_sizes() {
+    let inputs = |[batch, seq_len, d_in, d_out]: [usize; 4]| {
+        let x = Random(1).input(&[batch, seq_len, d_in]);
+        [x, Random(2).input(&[d_out, d_in])]
+    };
+    let sizes = [
         [2, 63, 48, 40],
         [1, 1, 5, 3],
         [3, 1, 33, 65],
         [1, 129, 17, 1],
         [2, 5, 1, 7],
-    ] {
-        let inputs = [random.input(&[batch, seq_len, d_in]), random.input(&[d_out, d_in])];
-        let what = format!("linear {batch} {seq_len} {d_in} {d_out}");
-        check_parity(&what, &inputs, &op, &reference_op);
-    }
-}
-
-#[test]
-fn gradients_are_those_of_the_function() {
-    let mut random = Random(2);
-    let inputs = [random.input(&[2, 3, 5]), random.input(&[4, 5])];
-    check_finite_differences("linear", &inputs, &op);
-}
-
-#[test]
-fn views_give_the_same_bits() {
-    let mut random = Random(3);
-    let inputs = [random.input(&[2, 19, 24]), random.input(&[36, 24])];
-    check_views("linear", &inputs, &op);
+        [2, 19, 24, 36],
+    ];
+    check_op("linear", sizes.map(inputs), &inputs([2, 3, 5, 4]), &op, &reference_op);
 }
 
 #[test]
@@ -63,15 +48,10 @@ fn a_row_does_not_depend_on_the_number_of_rows() {
         let x = Tensor::<Flex, 2>::from_data(TensorData::new(random.vector(rows * d_in), [rows, d_in]), &device);
         let all: Vec<f32> = linear(x.clone(), weight.clone()).into_data().to_vec().unwrap();
         for count in [1, 2, 5, 7, 8, 9, 16, 33, 65] {
-            let some: Vec<f32> = linear(x.clone().narrow(0, 3, count), weight.clone())
-                .into_data()
-                .to_vec()
-                .unwrap();
-            assert_eq!(
-                some,
-                all[3 * d_out..(3 + count) * d_out],
-                "{d_in} to {d_out}, {count} rows"
-            );
+            let some = linear(x.clone().narrow(0, 3, count), weight.clone()).into_data();
+            let some: Vec<f32> = some.to_vec().unwrap();
+            let expected = &all[3 * d_out..(3 + count) * d_out];
+            assert_eq!(some, expected, "{d_in} to {d_out}, {count} rows");
         }
     }
 }

@@ -37,22 +37,23 @@ fn reference_run(inputs: &[Float], labels: &Tensor<Ad, 1, Int>) -> Float {
 
 #[test]
 fn equals_the_reference_and_differences_for_any_sizes() {
-    for dims in [[63, 24, 40], [1, 5, 3], [300, 16, 700], [7, 3, 1], [21, 16, 30]] {
-        let labels = labels(dims[0], dims[2]);
-        let (op, reference) = (
-            |inputs: &[Float]| run(inputs, &labels),
-            |inputs: &[Float]| reference_run(inputs, &labels),
-        );
-        check_parity(
-            &format!("linear_cross_entropy {dims:?}"),
-            &inputs(dims),
-            &op,
-            &reference,
-        );
-        check_views("linear_cross_entropy", &inputs(dims), &op);
+    for dims in [
+        [63, 24, 40],
+        [1, 5, 3],
+        [300, 16, 700],
+        [7, 3, 1],
+        [21, 16, 30],
+        [8, 5, 6],
+    ] {
+        let (inputs, labels) = (inputs(dims), labels(dims[0], dims[2]));
+        let op = |inputs: &[Float]| run(inputs, &labels);
+        let what = format!("linear_cross_entropy {dims:?}");
+        check_parity(&what, &inputs, &op, &|inputs| reference_run(inputs, &labels));
+        check_views(&what, &inputs, &op);
+        if dims == [8, 5, 6] {
+            check_finite_differences(&what, &inputs, &op);
+        }
     }
-    let op = |inputs: &[Float]| run(inputs, &labels(8, 6));
-    check_finite_differences("linear_cross_entropy", &inputs([8, 5, 6]), &op);
 }
 
 #[test]

@@ -5,9 +5,9 @@ use super::border::Border;
 use super::heads::{to_heads, to_tokens};
 use super::{Heads, Parted, RowLinks, RowParts, ThreadLinks, backward, forward};
 use crate::dma::composed;
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::testing::{Random, RandomInput};
-use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaLayer, Documents};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaLayer, DocumentBounds, Documents};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
@@ -66,7 +66,8 @@ const ROWS: [[&[usize]; BATCH]; 3] = [
     [&[13, 1, 1, 9], &[6, 6, 6, 6]],
 ];
 
-fn bounds(rows: [&[usize]; BATCH]) -> [Vec<u32>; 2] {
+/// Start and end of the document of each token, by the lengths of each row's documents.
+fn bounds<'a>(rows: impl IntoIterator<Item = &'a [usize]>, row_len: usize) -> [Vec<u32>; 2] {
     let mut bounds = [Vec::new(), Vec::new()];
     for lengths in rows {
         let mut start = 0;
@@ -75,7 +76,7 @@ fn bounds(rows: [&[usize]; BATCH]) -> [Vec<u32>; 2] {
             bounds[1].extend(vec![(start + length) as u32; length]);
             start += length;
         }
-        assert_eq!(start, ROW);
+        assert_eq!(start, row_len);
     }
     bounds
 }
@@ -95,6 +96,7 @@ fn inputs(case: Case, a: f64) -> [FlexTensor; 4] {
 }
 
 /// Results of whole rows or of all parts together.
+#[derive(Default)]
 struct Found {
     o: Vec<f32>,
     d_qkv: Vec<f32>,
@@ -102,6 +104,8 @@ struct Found {
     d_a: Vec<f32>,
     /// By row, KV head and query: the keys that are active.
     active: Vec<Vec<usize>>,
+    /// Of a part with a border: the keys that it got.
+    slots: Option<usize>,
 }
 
 fn values<const D: usize>(x: FlexTensor) -> Vec<f32> {
@@ -109,43 +113,47 @@ fn values<const D: usize>(x: FlexTensor) -> Vec<f32> {
     data.iter::<f32>().collect()
 }
 
+/// o, the gradient of qkv, and of DMA the expiry and the gradients of w_dt and a.
+type Attended<B> = (Float<B>, Float<B>, Option<(Ints<B>, [Float<B>; 2])>);
+
+/// Attention over whole rows by the backend's own ops; the inputs in the order of [`inputs`].
+fn attend<B: DeviceBackend>(
+    [qkv, d_o, w_dt, a]: [Float<B>; 4],
+    documents: DocumentBounds<B>,
+    spec: AttentionSpec,
+    dma: Option<DmaShape>,
+    o_low: KeepOLow,
+) -> Attended<B> {
+    let Some(dma) = dma else {
+        let call = AttentionCall::new(documents, spec);
+        let output = <B as DeviceBackend>::attention(qkv.clone(), &call);
+        let o = output.o.clone();
+        return (o, B::attention_backward(qkv, &call, output, d_o), None);
+    };
+    let inputs = layer::<B>(w_dt, a, dma).inputs(qkv, &AttentionCall::new(documents, spec));
+    let forward = composed::forward::<B>(&inputs, o_low);
+    let (o, expire) = (forward.output.o.clone(), forward.selection.expire.clone());
+    let [d_qkv, d_w_dt, d_a] = composed::backward::<B>(&inputs, forward, d_o);
+    (o, d_qkv, Some((expire, [d_w_dt, d_a])))
+}
+
 fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found {
-    let [qkv, d_o, w_dt, a] = inputs.clone();
     let device = Default::default();
     let documents = Documents::<Flex>::new(&bounds[0], &bounds[1], [BATCH, ROW], &device).bounds();
-    let spec = case.spec;
-    let Some(dma) = case.dma else {
-        let call = AttentionCall::new(documents, spec);
-        let output = <Flex as DeviceBackend>::attention(qkv.clone(), &call);
-        let o = values::<4>(output.o.clone());
-        let d_qkv = Flex::attention_backward(qkv, &call, output, d_o);
-        return Found {
-            o,
-            d_qkv: values::<4>(d_qkv),
-            d_w_dt: Vec::new(),
-            d_a: Vec::new(),
-            active: Vec::new(),
-        };
-    };
-    let inputs = layer(w_dt, a, dma).inputs(qkv, &AttentionCall::new(documents, spec));
-    let forward = composed::forward::<Flex>(&inputs, KeepOLow::Never);
-    let o = values::<4>(forward.output.o.clone());
-    let expire = expire_of(forward.selection.expire.clone());
-    let mut active = Vec::new();
-    for head in expire.chunks(ROW) {
-        active.extend((0..ROW).map(|query| {
-            let keys = (0..=query).filter(|&key| (query as i64) < head[key]);
-            keys.collect::<Vec<_>>()
-        }));
-    }
-    let [d_qkv, d_w_dt, d_a] = composed::backward::<Flex>(&inputs, forward, d_o);
-    Found {
-        o,
+    let (o, d_qkv, dma) = attend::<Flex>(inputs.clone(), documents, case.spec, case.dma, KeepOLow::Never);
+    let mut found = Found {
+        o: values::<4>(o),
         d_qkv: values::<4>(d_qkv),
-        d_w_dt: values::<2>(d_w_dt),
-        d_a: values::<1>(d_a),
-        active,
+        ..Found::default()
+    };
+    if let Some((expire, [d_w_dt, d_a])) = dma {
+        (found.d_w_dt, found.d_a) = (values::<2>(d_w_dt), values::<1>(d_a));
+        for head in expire_of(expire).chunks(ROW) {
+            let seen = |query: usize| (0..=query).filter(|&key| (query as i64) < head[key]).collect();
+            found.active.extend((0..ROW).map(seen));
+        }
     }
+    found
 }
 
 fn expire_of(expire: FlexTensor) -> Vec<i64> {
@@ -153,7 +161,7 @@ fn expire_of(expire: FlexTensor) -> Vec<i64> {
     expire.into_data().iter::<i64>().collect()
 }
 
-fn layer(w_dt: FlexTensor, a: FlexTensor, spec: DmaShape) -> DmaLayer<Flex> {
+fn layer<B: DeviceBackend>(w_dt: Float<B>, a: Float<B>, spec: DmaShape) -> DmaLayer<B> {
     let (w_dt, a) = (tensor(w_dt), tensor(a));
     DmaLayer { w_dt, a, spec }
 }
@@ -172,6 +180,7 @@ fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
     let place = (&parts, &own_call);
     let parted = forward::<Flex>(own(qkv.clone()), dma(), place, KeepOLow::Never);
     let active = active(&parted, first, len, qkv.clone());
+    let slots = parted.border().map(|(border, _)| border.slots);
     let o = values::<4>(parted.o.clone());
     let (d_qkv, d_dma) = backward::<Flex>(parted, own(qkv), dma(), place, own(d_o));
     let (d_w_dt, d_a) = d_dma.map_or((Vec::new(), Vec::new()), |[d_w_dt, d_a]| {
@@ -183,6 +192,7 @@ fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
         d_w_dt,
         d_a,
         active,
+        slots,
     }
 }
 
@@ -262,7 +272,7 @@ fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
 
 fn check(case: Case, num_parts: usize, lengths: [&[usize]; BATCH], a: f64) {
     let what = format!("{case:?} in {num_parts} parts, documents {lengths:?}, a {a}");
-    let (bounds, inputs) = (bounds(lengths), inputs(case, a));
+    let (bounds, inputs) = (bounds(lengths, ROW), inputs(case, a));
     let expected = whole(case, &bounds, &inputs);
     let found = all_parts(case, num_parts, &bounds, &inputs);
     let joined = |of: fn(&Found) -> &[f32]| rows(&found.iter().map(of).collect::<Vec<_>>());
@@ -313,30 +323,11 @@ fn keys_of_equal_rank_leave_in_the_same_order() {
 
 #[test]
 fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
-    let dma = recency(5, 2);
-    let case = case(2, None, Some(dma));
-    let bounds = bounds(ROWS[0]);
-    let inputs = inputs(case, 0.5);
+    let case = case(2, None, Some(recency(5, 2)));
+    let (bounds, inputs) = (bounds(ROWS[0], ROW), inputs(case, 0.5));
     for num_parts in [2, 4, 8] {
-        let slots = std::thread::scope(|scope| {
-            let ranks = ThreadLinks::all(num_parts).into_iter().map(|links| {
-                let (bounds, inputs) = (bounds.clone(), &inputs);
-                scope.spawn(move || {
-                    let parts = RowParts::new(Arc::new(links), bounds, [BATCH, ROW]);
-                    let documents = Documents::<Flex>::of_part(&parts, &Default::default());
-                    let [qkv, _, w_dt, a] = inputs.clone();
-                    let first = parts.links.part() * parts.len();
-                    let qkv = tensor::<Flex, 4>(qkv).narrow(1, first, parts.len());
-                    let own_call = AttentionCall::new(documents.bounds(), case.spec);
-                    let dma = (layer(w_dt, a, dma), documents.positions.into_primitive());
-                    let place = (&parts, &own_call);
-                    let parted = forward::<Flex>(primitive(qkv), Some(dma), place, KeepOLow::Never);
-                    parted.border().expect("a border").0.slots
-                })
-            });
-            let ranks = ranks.collect::<Vec<_>>().into_iter();
-            ranks.map(|rank| rank.join().expect("it ends well")).collect::<Vec<_>>()
-        });
+        let slots = all_parts(case, num_parts, &bounds, &inputs).into_iter();
+        let slots = slots.map(|part| part.slots.expect("a border"));
         // As many as there are before the part, or as many as are kept.
         let expected = (0..num_parts).map(|part| 5.min(part * ROW / num_parts));
         assert!(expected.eq(slots), "{num_parts} parts");

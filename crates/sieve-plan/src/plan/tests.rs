@@ -7,8 +7,10 @@ use sieve_core::KeepOLow;
 use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 use sieve_core::model::{Attention, gpu};
 
+/// Each of the texts holds one override or several.
 fn recipe(text: &str, overrides: &[&str]) -> Recipe {
-    let overrides = overrides.iter().map(|item| (*item).to_owned()).collect::<Vec<_>>();
+    let overrides = overrides.iter().flat_map(|items| items.split_whitespace());
+    let overrides = overrides.map(str::to_owned).collect::<Vec<_>>();
     Recipe::load(text, "a recipe", &overrides).unwrap_or_else(|error| panic!("{error}"))
 }
 
@@ -159,14 +161,11 @@ fn tokens_are_counted_per_parameter_besides_the_embedding() {
 #[test]
 fn long_rows_keep_the_rest_of_o_where_there_is_room() {
     let memory = |seq_len: usize, mode: &str| {
-        let settings = [
-            "model.layer_types=[\"sparse\"]".to_owned(),
-            "training.local_batch_size=1".to_owned(),
-            format!("training.seq_len={seq_len}"),
-            format!("model.max_position_embeddings={seq_len}"),
-            format!("activation_checkpoint.mode={mode}"),
-        ];
-        let recipe = recipe(DMA_1P7B, &settings.each_ref().map(String::as_str));
+        let settings = format!(
+            "model.layer_types=[\"sparse\"] training.local_batch_size=1 training.seq_len={seq_len} \
+             model.max_position_embeddings={seq_len} activation_checkpoint.mode={mode}"
+        );
+        let recipe = recipe(DMA_1P7B, &[&settings]);
         let shape = recipe.model_shape(50_304).expect("a shape");
         memory_plan(&recipe, &shape, &h200(), 1)
     };
@@ -302,8 +301,7 @@ fn measured_peaks_on_a_cpu_are_met_within_a_sixth() {
     for ([size, heads, attention, mode], gib) in runs {
         let mode = format!("activation_checkpoint.mode={mode}");
         let short = "training.steps=2 lr_scheduler.warmup_steps=1";
-        let words = [short, size, heads, attention, &mode].map(str::split_whitespace);
-        let settings: Vec<&str> = words.into_iter().flatten().collect();
+        let settings = [short, size, heads, attention, &mode];
         let plan = plan(&recipe(QUICKSTART, &settings), 2048, &CPU).expect("plans");
         let ratio = gib * (1u64 << 30) as f64 / plan.memory.total_bytes as f64;
         assert!((0.85..1.17).contains(&ratio), "{settings:?}: {ratio}");
@@ -312,18 +310,11 @@ fn measured_peaks_on_a_cpu_are_met_within_a_sixth() {
 
 #[test]
 fn sizes_that_no_machine_has_do_not_overflow() {
-    let largest = [
-        "model.max_position_embeddings=134217728",
-        "training.seq_len=134217728",
-        "training.local_batch_size=16777216",
-        "training.global_batch_size=16777216",
-        "training.steps=1",
-        "lr_scheduler.warmup_steps=0",
-    ];
+    let largest = "model.max_position_embeddings=134217728 training.seq_len=134217728 \
+        training.local_batch_size=16777216 training.global_batch_size=16777216 training.steps=1 \
+        lr_scheduler.warmup_steps=0";
     for kind in ["attention.kind=mha", "attention.keep_window_size=1024"] {
-        let mut settings = largest.to_vec();
-        settings.push(kind);
-        let recipe = recipe(DMA_80M, &settings);
+        let recipe = recipe(DMA_80M, &[largest, kind]);
         let cpu = Target::Cpu {
             flops_per_second: None,
             memory_bytes: 1 << 40,
@@ -601,16 +592,11 @@ fn several_processes_share_masters_and_moments() {
 #[test]
 fn rows_in_parts_need_what_was_measured() {
     let planned_on = |target: &Target, degree: usize, more: &[&str]| {
-        let degree = format!("parallelism.context_parallel_degree={degree}");
-        let mut settings = vec![
-            "training.local_batch_size=1",
-            "training.global_batch_size=1",
-            "training.seq_len=131072",
-            "model.max_position_embeddings=131072",
-            &degree,
-        ];
-        settings.extend(more);
-        let mut recipe = recipe(DMA_1P7B, &settings);
+        let settings = format!(
+            "training.local_batch_size=1 training.global_batch_size=1 training.seq_len=131072 \
+             model.max_position_embeddings=131072 parallelism.context_parallel_degree={degree}"
+        );
+        let mut recipe = recipe(DMA_1P7B, &[&[settings.as_str()][..], more].concat());
         recipe.stage.truncate(1);
         planned_of_ranks(&recipe, 4, 1, target)
     };

@@ -235,7 +235,6 @@ fn range(text: &str) -> Result<(usize, Option<usize>), SelectError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sieve_testing::refusal;
 
     fn parsed(text: &str) -> LayerSelectors {
         LayerSelectors::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"))
@@ -264,40 +263,5 @@ mod tests {
             assert_eq!(parsed(&format!("0-={text}")), selectors);
         }
         assert_eq!(parsed("0-1=dense").name(), "dense");
-    }
-
-    #[test]
-    fn a_slash_in_a_files_name_parts_nothing() {
-        for text in ["dam:map=no/where/4.json", "0-=dam:map=no/where/4.json"] {
-            refusal(LayerSelectors::parse(text), "no/where/4.json");
-        }
-    }
-
-    #[test]
-    fn layers_that_are_wrong_are_named() {
-        for (text, wanted) in [
-            ("0-3=dense/3-=bfla", "3- names layer 3 a second time"),
-            ("0-=dense/4-=bfla", "4- names layer 4 a second time"),
-            ("0-3=dense/2=bfla/5-=bfla", "2 names layer 2 a second time"),
-            ("0-3=dense/6-=bfla", "nothing is said of layers 4-5"),
-            ("1-=bfla", "nothing is said of layer 0"),
-            ("3-1=bfla", "\"3-1\" names no layers"),
-            ("-3=bfla", "\"-3\" names no layers"),
-            ("0-3=dense/4-=bfal", "did you mean bfla?"),
-            ("0-3=dense/4-=", "there is no selector \"\""),
-            ("0-3=dens/4-=bfla", "there is no selector \"dens\""),
-            ("0-3=dense:tau=1/4-=bfla", "dense: tau is given, and it has no settings"),
-        ] {
-            let error = LayerSelectors::parse(text).expect_err(text).to_string();
-            assert!(error.contains(wanted), "{text}: {error}");
-            assert!(error.contains("hint:"), "{text}: {error}");
-        }
-        for (text, wanted) in [
-            ("0-3=dense/4-=bfla", "layer 4 is beyond the model's last, 3"),
-            ("0-1=dense/2-4=bfla", "layer 4 is beyond the model's last, 3"),
-            ("0-1=dense/2=bfla", "nothing is said of layer 3"),
-        ] {
-            refusal(parsed(text).for_layers(4), wanted);
-        }
     }
 }

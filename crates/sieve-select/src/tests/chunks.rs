@@ -42,22 +42,16 @@ fn rows(chosen: &Selected) -> Vec<Vec<Vec<i32>>> {
 /// What the table of methods says of chunks: the same lists and outputs where it promises them, for the ranges with any
 /// cut.
 pub(super) fn chunks_agree_as_far_as_promised(method: &&str) {
-    let promised = [
-        "bfla",
-        "momo",
-        "xattention",
-        "meanpool",
-        "block_sparse",
-        "a_shape",
-        "streamingllm",
-        "infinitehip",
-        "oracle_topk",
-    ];
+    let promised = "bfla momo xattention meanpool block_sparse a_shape streamingllm infinitehip oracle_topk";
     let cases: Vec<_> = SAME
         .iter()
         .filter(|(text, _)| text.split(':').next() == Some(*method))
         .collect();
-    assert_eq!(!cases.is_empty(), promised.contains(method), "{method}");
+    assert_eq!(
+        !cases.is_empty(),
+        promised.split(' ').any(|name| name == *method),
+        "{method}"
+    );
     let data = TestCall::structured(&mut Random(71), 275, [4, 2], 16);
     let call = data.call();
     for &&(text, step) in &cases {

@@ -3,7 +3,7 @@
 use super::{attend, prefill, select, selector};
 use crate::test_data::TestCall;
 use crate::{KeyMask, Reads, Tiles, density, oracle_attention};
-use sieve_testing::{Random, assert_close_relative};
+use sieve_testing::{Random, assert_close_relative, cases};
 
 fn agrees_with_the_oracle(text: &str, data: &TestCall) {
     let (call, chosen) = (data.call(), select(text, data));
@@ -105,38 +105,26 @@ fn density_grows_with_every_threshold() {
     let mut data = TestCall::structured(&mut Random(35), 512, [2, 1], 16);
     // Flat enough that no threshold is met by one block.
     data.q.iter_mut().for_each(|x| *x *= 0.1);
-    for (form, values) in [
-        (
-            "bfla:block=32,group=8,tile=8,local_tokens=8,keep_mass=",
-            ["0.2", "0.6", "0.95"],
-        ),
-        (
-            "bfla:block=32,group=8,tile=8,keep_mass=0.3,local_tokens=",
-            ["0", "32", "128"],
-        ),
-        (
-            "bfla:block=32,group=8,tile=8,local_tokens=8,keep_mass=0.3,prob=",
-            ["0", "0.1", "0.5"],
-        ),
-        (
-            "bfla:block=32,group=8,tile=8,local_tokens=8,keep_mass=0.3,stride=",
-            ["16", "8", "4"],
-        ),
-        ("xattention:block=16,stride=4,tau=", ["0.2", "0.5", "0.9"]),
-        ("pbs:block=16,segment=32,tau=", ["0.2", "0.5", "0.9"]),
-        ("meanpool:block=16,tau=", ["0.2", "0.5", "0.9"]),
-        (
-            "momo:gamma=4,beta=8,chi=16,first_dense_layers=0,k_exact=0,k=",
-            ["2", "8", "32"],
-        ),
-        ("flexprefill:block=16,min_budget=16,gamma=", ["0.3", "0.6", "0.95"]),
-        ("vertical_slash:vertical=30,slash=", ["50", "200", "400"]),
-        ("oracle_topk:block=16,k=", ["2", "6", "12"]),
-    ] {
-        let densities: Vec<f64> = values
-            .iter()
-            .map(|v| density(&select(&format!("{form}{v}"), &data)).token)
-            .collect();
+    for [form, values] in cases(
+        r#"
+        bfla:block=32,group=8,tile=8,local_tokens=8,keep_mass= => 0.2 0.6 0.95
+        bfla:block=32,group=8,tile=8,keep_mass=0.3,local_tokens= => 0 32 128
+        bfla:block=32,group=8,tile=8,local_tokens=8,keep_mass=0.3,prob= => 0 0.1 0.5
+        bfla:block=32,group=8,tile=8,local_tokens=8,keep_mass=0.3,stride= => 16 8 4
+        xattention:block=16,stride=4,tau= => 0.2 0.5 0.9
+        pbs:block=16,segment=32,tau= => 0.2 0.5 0.9
+        meanpool:block=16,tau= => 0.2 0.5 0.9
+        momo:gamma=4,beta=8,chi=16,first_dense_layers=0,k_exact=0,k= => 2 8 32
+        flexprefill:block=16,min_budget=16,gamma= => 0.3 0.6 0.95
+        vertical_slash:vertical=30,slash= => 50 200 400
+        oracle_topk:block=16,k= => 2 6 12
+    "#,
+    ) {
+        let densities = values
+            .split(' ')
+            .map(|v| density(&select(&format!("{form}{v}"), &data)).token);
+        let densities: Vec<f64> = densities.collect();
+        assert_eq!(densities.len(), 3, "{form}");
         assert!(
             densities[0] < densities[1] && densities[1] < densities[2],
             "{form}: {densities:?}"

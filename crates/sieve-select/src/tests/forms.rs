@@ -159,11 +159,7 @@ pub(super) fn threads_do_not_change_a_bit(texts: &[&str]) {
     let data = TestCall::structured(&mut Random(26), 300, [4, 2], 16);
     for text in texts {
         let run = |threads: usize| {
-            let pool = rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .build()
-                .expect("a small pool");
-            let mut done = pool.install(|| prefill(text, &data.call()));
+            let mut done = sieve_testing::threads(threads).install(|| prefill(text, &data.call()));
             done.selected.stats = crate::SelectStats::default();
             (done.output, done.selected)
         };

@@ -87,25 +87,29 @@ fn same_rows<'m>(
     }
 }
 
-macro_rules! tiles_of {
-    ($($test:ident $method:literal $count:literal;)+) => {$(
+macro_rules! golden {
+    ($($test:ident: $check:expr;)+) => {$(
         #[test]
         fn $test() {
-            masks($method, $count, same_tiles);
+            $check;
         }
     )+};
 }
 
-tiles_of! {
-    golden_bfla "bfla" 27;
-    golden_momo "momo" 108;
-    golden_xattention "xattention" 27;
-    golden_flexprefill "flexprefill" 81;
-    golden_meanpool "meanpool" 49;
-    golden_block_sparse "block_sparse" 14;
-    golden_oracle_topk "oracle_topk" 14;
-    golden_ba_att "ba_att" 38;
-    golden_infinitehip "infinitehip" 7;
+golden! {
+    golden_bfla: masks("bfla", 27, same_tiles);
+    golden_momo: masks("momo", 108, same_tiles);
+    golden_xattention: masks("xattention", 27, same_tiles);
+    golden_flexprefill: masks("flexprefill", 81, same_tiles);
+    golden_meanpool: masks("meanpool", 49, same_tiles);
+    golden_block_sparse: masks("block_sparse", 14, same_tiles);
+    golden_oracle_topk: masks("oracle_topk", 14, same_tiles);
+    golden_ba_att: masks("ba_att", 38, same_tiles);
+    golden_infinitehip: masks("infinitehip", 7, same_tiles);
+    golden_quest: tokens("quest", 27);
+    golden_exact_top: tokens("exact_top", 8);
+    golden_h2o: tokens("h2o", 8);
+    golden_snapkv: tokens("snapkv", 8);
 }
 
 #[test]
@@ -167,26 +171,6 @@ fn tokens(method: &str, count: usize) {
             );
         }
     }
-}
-
-#[test]
-fn golden_quest() {
-    tokens("quest", 27);
-}
-
-#[test]
-fn golden_exact_top() {
-    tokens("exact_top", 8);
-}
-
-#[test]
-fn golden_h2o() {
-    tokens("h2o", 8);
-}
-
-#[test]
-fn golden_snapkv() {
-    tokens("snapkv", 8);
 }
 
 /// Maps of three sequences of 40 tokens: rows, then columns and distances.

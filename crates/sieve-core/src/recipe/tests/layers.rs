@@ -1,6 +1,6 @@
-use super::MINIMAL;
+use super::{MINIMAL, rows};
 use crate::recipe::Recipe;
-use sieve_testing::{cases, refusal};
+use sieve_testing::refusal;
 
 #[test]
 fn a_pattern_of_layers_fits_the_model() {
@@ -29,23 +29,7 @@ fn a_pattern_of_layers_fits_the_model() {
     assert_eq!(recipe.shared_layers(), [false, true, false]);
     assert_eq!(recipe.dense_layers(), [false, false, true]);
     assert!(load(any, msa).expect("no layer shares").shared_layers().is_empty());
-    for [types, kind, wanted] in cases(
-        r#"
-        ["shared", "sparse", "mha"] => msa => \
-            model.layer_types: begins with "shared", and no layer before it chooses blocks
-        ["mha", "shared", "sparse"] => msa => model.layer_types: begins with "shared", and no layer before it
-        ["shared"] => msa => model.layer_types: begins with "shared"
-        ["sparse", "shared", "mha"] => dma => \
-            model.layer_types: holds "shared", but layers of attention.kind = "dma" choose no blocks
-        ["sparse", "shared"] => nsa => model.layer_types: holds "shared", but layers of attention.kind = "nsa"
-        ["sparse", "mha", "sparse"] => mla => model.layer_types: holds "mha", but attention.kind = "mla"
-        ["dma", "swa"] => dma => model.layer_types: holds "swa", which is neither
-        ["mha"] => dma => model.layer_types: holds dense layers alone
-        ["dma", "mha"] => dma => model.layer_types: has 2 entries, which do not divide num_hidden_layers
-        [] => dma => recipe: 1 mistake | model.layer_types: is an empty list
-        [1] => dma => wanted a list of strings
-    "#,
-    ) {
+    for [types, kind, wanted] in rows("layer types") {
         let attention = match kind {
             "dma" => dma.to_owned(),
             "mla" => "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 8".to_owned(),

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::model::{DmaBias, DmaRecency, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaCompression, NsaShape};
-use sieve_testing::{cases, refusal};
+use sieve_testing::refusal;
 
 fn load(overrides: &[&str]) -> Result<Recipe, RecipeError> {
     load_with(MINIMAL, overrides)
@@ -70,35 +70,11 @@ fn one_key_chooses_a_kind_and_what_is_left_out_is_named() {
         1,
     );
     let staged = format!("{patterned}[[stage]]\nsteps = 40\nwindow = 8\n").replacen("steps = 40\n", "", 1);
-    let own = "attention.keep_window_size";
-    for (kind, more, gone) in [
-        (
-            "mha",
-            &["attention.bias=exp"][..],
-            &["attention.bias", own, "stage.1.window"][..],
-        ),
-        ("swa", &["stage.1.window=9"], &[own]),
-        (
-            "swa",
-            &["attention.window_size=7"],
-            &[own, "attention.window_size", "stage.1.window"],
-        ),
-        ("nsa", &[], &[own, "stage.1.window"]),
-        ("dma", &["attention.compress=mlp"], &["attention.compress"]),
-        (
-            "mla",
-            &[],
-            &[own, "stage.1.window", "model.layer_types", "model.num_key_value_heads"],
-        ),
-        (
-            "mla",
-            &["model.num_key_value_heads=6"],
-            &[own, "stage.1.window", "model.layer_types"],
-        ),
-    ] {
-        let kind = format!("attention.kind={kind}");
-        let (recipe, names) = left_out(&staged, &[&[kind.as_str()], more].concat());
-        assert_eq!(names, gone, "{kind} {more:?}");
+    for [kind, more, gone] in rows("another kind by one key") {
+        let sets = format!("attention.kind={kind} {more}");
+        let sets = sets.split_whitespace().collect::<Vec<_>>();
+        let (recipe, names) = left_out(&staged, &sets);
+        assert_eq!(names.join(" "), gone, "{sets:?}");
         let is_latent = recipe.attention.kind() == AttentionKind::Mla;
         assert_eq!(recipe.model.num_key_value_heads, if is_latent { 6 } else { 2 });
         let dense = match recipe.attention.kind() {
@@ -147,75 +123,27 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
         }
         recipe.attention
     };
-    let dma = |keep_window_size, local_window_size| {
-        Attention::Dma(DmaShape {
-            bias: DmaBias::Linear,
-            recency: DmaRecency::Slope,
-            local_window_size,
-            ..DmaShape::published(keep_window_size)
-        })
+    // The sizes written out.
+    let written = |kind: &str, seq_len: usize, keys: &str| {
+        let text = with_attention(&format!("kind = {kind:?}\n{}", keys.replace(", ", "\n")));
+        let lengths = ["training.seq_len", "model.max_position_embeddings"].map(|key| format!("{key}={seq_len}"));
+        let heads = if kind == "mla" { 6 } else { 2 };
+        let heads = format!("model.num_key_value_heads={heads}");
+        let loaded = load_with(&text, &[&lengths[0], &lengths[1], &heads]);
+        loaded
+            .unwrap_or_else(|error| panic!("{kind} {seq_len}: {error}"))
+            .attention
     };
-    let nsa = |stride, select_block_size, num_selected_blocks, window_size| {
-        Attention::Nsa(NsaShape {
-            compress_block_size: 2 * stride,
-            compress_stride: stride,
-            compress: NsaCompression::Mean,
-            select_block_size,
-            num_selected_blocks,
-            window_size,
-            shared_kv: true,
-            ..NsaShape::published(None)
-        })
-    };
-    let chosen = |stride, select_block_size, num_selected_blocks| {
-        let infllm = InfllmV2Shape {
-            compress_block_size: 2 * stride,
-            compress_stride: stride,
-            select_block_size,
-            num_selected_blocks,
-            num_local_blocks: num_selected_blocks / 2,
-        };
-        let moba = MobaShape {
-            select_block_size,
-            num_selected_blocks: num_selected_blocks.min(16),
-        };
-        let msa = MsaShape {
-            select_block_size,
-            num_selected_blocks: moba.num_selected_blocks,
-            ..MsaShape::published()
-        };
-        [Attention::InfllmV2(infllm), Attention::Moba(moba), Attention::Msa(msa)]
-    };
-    for (seq_len, sizes) in [
-        (1, chosen(8, 16, 4)),
-        (256, chosen(8, 16, 4)),
-        (2048, chosen(16, 64, 8)),
-        (8192, chosen(16, 64, 32)),
-        (131_072, chosen(16, 64, 64)),
-    ] {
-        assert_eq!(["infllm_v2", "moba", "msa"].map(|kind| of(kind, seq_len, &[])), sizes);
-    }
-    for (seq_len, swa, dma, nsa) in [
-        (1, 1, dma(1, 0), nsa(8, 16, 4, 1)),
-        (256, 64, dma(64, 8), nsa(8, 16, 4, 32)),
-        (1024, 256, dma(256, 32), nsa(8, 16, 16, 128)),
-        (2048, 512, dma(512, 64), nsa(16, 64, 8, 256)),
-        // The published sizes.
-        (8192, 2048, dma(2048, 256), nsa(16, 64, 16, 512)),
-        (131_072, 32_768, dma(32_768, 4096), nsa(16, 64, 16, 512)),
-    ] {
-        assert_eq!(of("mha", seq_len, &[]), Attention::Mha);
-        assert_eq!(of("swa", seq_len, &[]), Attention::swa(swa));
-        assert_eq!(of("dma", seq_len, &[]), dma);
-        assert_eq!(of("nsa", seq_len, &[]), nsa);
-        // A latent of a quarter of the width; half a head of ten, rounded up to whole pairs.
-        let Attention::Mla(mla) = of("mla", seq_len, &[]) else {
-            panic!("not MLA")
-        };
-        assert_eq!((mla.kv_lora_rank, mla.qk_rope_head_dim), (12, 6));
+    for [kind, lengths, keys] in rows("sizes of kinds") {
+        for seq_len in lengths.split(' ').map(|length| length.parse().expect("a length")) {
+            let found = of(kind, seq_len, &[]);
+            assert_eq!(found, written(kind, seq_len, keys), "{kind} {seq_len}");
+        }
     }
     // What is given decides about the rest.
-    assert_eq!(of("dma", 256, &["attention.keep_window_size=24"]), dma(24, 3));
+    let third = "keep_window_size = 24, bias = \"linear\", recency = \"slope\", local_window_size = 3";
+    let given = of("dma", 256, &["attention.keep_window_size=24"]);
+    assert_eq!(given, written("dma", 256, third));
     let Attention::Dma(exp) = of("dma", 256, &["attention.bias=exp"]) else {
         panic!("not DMA")
     };
@@ -234,16 +162,17 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
 #[test]
 fn each_kind_that_a_paper_gives_sizes_has_them_as_a_preset() {
     let paper = "attention.preset=paper";
-    let nsa = loaded(&["attention.kind=nsa", paper]).attention;
-    assert_eq!(nsa, Attention::Nsa(NsaShape::published(Some(20))));
-    let mla = loaded(&["attention.kind=mla", paper]).attention;
-    assert_eq!(mla, Attention::Mla(MlaShape::published(10)));
-    let dma = loaded(&["attention.kind=dma", paper]).attention;
-    assert_eq!(dma, Attention::Dma(DmaShape::published(16)));
-    let infllm = loaded(&["attention.kind=infllm_v2", paper]).attention;
-    assert_eq!(infllm, Attention::InfllmV2(InfllmV2Shape::published()));
-    let moba = loaded(&["attention.kind=moba", paper]).attention;
-    assert_eq!(moba, Attention::Moba(MobaShape::published()));
+    let nsa = Attention::Nsa(NsaShape::published(Some(20)));
+    for (kind, published) in [
+        ("nsa", nsa),
+        ("mla", Attention::Mla(MlaShape::published(10))),
+        ("dma", Attention::Dma(DmaShape::published(16))),
+        ("infllm_v2", Attention::InfllmV2(InfllmV2Shape::published())),
+        ("moba", Attention::Moba(MobaShape::published())),
+    ] {
+        let found = loaded(&[&format!("attention.kind={kind}"), paper]);
+        assert_eq!(found.attention, published, "{kind}");
+    }
     let msa = loaded(&["attention.kind=msa", paper, "attention.index_loss_weight=0.5"]).attention;
     let published = MsaShape {
         index_loss_weight: 0.5,
@@ -299,26 +228,7 @@ fn another_tokenizer_source_replaces_the_texts() {
 
 #[test]
 fn bad_overrides_are_refused_by_name() {
-    for [item, expected] in cases(
-        r#"
-        training.steps => --set training.steps: override: an override is written section.key=value
-        steps=3 => steps: is named without its section\n    hint: write training.steps=3
-        stepz=3 => an override is written section.key=value
-        =3 => an override is written section.key=value
-        training.=3 => an override is written section.key=value
-        .steps=3 => an override is written section.key=value
-        trainning.steps=3 => there is no section [trainning], did you mean training?
-        training.step=3 => --set training.step=3: training.step: [training] has no key step, did you mean steps?
-        training.steps.x=3 => [training.steps] has no key x\n    hint: training.steps is a value, not a table
-        training.steps=x => --set training.steps=x: training.steps: wanted a whole number of at least 0, got the \
-            string "x"
-        training.steps= => training.steps: wanted a whole number of at least 0, got the string ""
-        optimizer.lr=-1 => --set optimizer.lr=-1: optimizer.lr: is -1, outside 0 to 3.4e38
-        attention.kind=mlaa => there is no "mlaa", did you mean mla?
-        parallelism.tensor_parallel_degree=2 => parallelism.tensor_parallel_degree: is not built yet
-        data.weights=[1, 2] => has 2 entries, data.paths has 1
-    "#,
-    ) {
+    for [item, expected] in rows("overrides") {
         refusal(load(&[item]), expected);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::model::{Attention, DmaShape};
-use sieve_testing::{cases, refusal};
+use sieve_testing::refusal;
 
 /// The minimal recipe with two stages instead of `steps = 40`.
 const STAGED: &str = "local_batch_size = 5\n\
@@ -71,23 +71,7 @@ fn steps_and_states_find_their_stage() {
 
 #[test]
 fn mistakes_in_stages_name_the_stage_and_the_line() {
-    for [from, to, expected] in cases(
-        r#"
-        seq_len = 128 => seq_len = 129 => line 29: stage.2.seq_len: is 129, above model.max_position_embeddings = 128
-        tokens = 1281 => tokens = 0 => stage.2.tokens: is 0, which is not a whole number of steps
-        tokens = 1281 => tokens = 1281\nsteps = 4 => stage.2.tokens: is given together with steps
-        steps = 30 => seq_len = 3 => stage.1.steps: is missing
-        rope_theta = 5e4 => rope_teta = 5e4 => [stage.2] has no key rope_teta, did you mean rope_theta?
-        local_batch_size = 1\n =>  => stage.2.global_batch_size: is 2, not a multiple of local_batch_size = 5
-        window = 32 => index_warmup = false => stage.2.index_warmup: does not go with kind = "dma", which has no indexer
-        [[stage]] => steps = 7\n[[stage]] => training.steps: is 7, but the stages take 36 steps
-        window = 32 => window = 0 => stage.2.window: is 0, outside
-        window = 32 => paths = [] => stage.2.paths: is an empty list
-        window = 32 => paths = ["a"]\nweights = [1, 2] => stage.2.weights: has 2 entries, stage.2.paths has 1
-        window = 32 => paths = ["a"]\nweights = [0] => stage.2.weights: item 1 is 0, not a positive number
-        window = 32 => weights = [1] => stage.2.weights: is given, but the text of data.paths is read as one
-    "#,
-    ) {
+    for [from, to, expected] in rows("stages") {
         assert!(STAGED.contains(from), "{from}");
         refusal(load(&STAGED.replacen(from, to, 1), &[]), expected);
     }

@@ -5,11 +5,11 @@
 //! ```
 //!
 //! Each GPU is a process of its own, as in training: this program again, told by [`PART`] which part is its.
-use crate::dma::composed;
+use super::{attend, bounds, layer};
 use crate::row_parts::attend::DmaParts;
 use crate::row_parts::{backward, forward};
 use crate::tensors::{Float, primitive, tensor};
-use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaLayer, Documents, RowLinks, RowParts};
+use crate::{AttentionCall, AttentionSpec, Documents, RowLinks, RowParts};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
 use sieve_cuda::Cuda;
@@ -131,17 +131,6 @@ fn value(seed: u64, at: usize) -> f32 {
     ((bits >> 40) as i32 % 128) as f32 / 128.0 * if bits & 1 == 0 { 1.0 } else { -1.0 }
 }
 
-fn bounds(documents: &[usize]) -> [Vec<u32>; 2] {
-    let (mut start, mut bounds) = (0, [Vec::new(), Vec::new()]);
-    for &length in documents {
-        bounds[0].extend(vec![start as u32; length]);
-        bounds[1].extend(vec![(start + length) as u32; length]);
-        start += length;
-    }
-    assert_eq!(start, ROW);
-    bounds
-}
-
 /// Results of a case.
 struct Found {
     o: Vec<f32>,
@@ -165,29 +154,15 @@ fn ints(x: crate::tensors::Ints<Cuda>) -> Vec<i32> {
 }
 
 fn whole(gpu: &Gpu, case: &Case) -> Found {
-    let [start, end] = bounds(&case.documents);
+    let [start, end] = bounds([&case.documents[..]], ROW);
     let documents = Documents::<Cuda>::new(&start, &end, [1, ROW], &gpu.device).bounds();
-    let (qkv, d_o) = (gpu.qkv.clone(), gpu.d_o.clone());
-    let Some(dma) = case.dma else {
-        let call = AttentionCall::new(documents, SPEC);
-        let output = <Cuda as DeviceBackend>::attention(qkv.clone(), &call);
-        let o = some(output.o.clone());
-        let d_qkv = Cuda::attention_backward(qkv, &call, output, d_o);
-        return Found {
-            o,
-            d_qkv: some(d_qkv),
-            expire: Vec::new(),
-        };
-    };
     let [w_dt, a] = gpu.weights(case);
-    let inputs = layer(w_dt, a, dma).inputs(qkv, &AttentionCall::new(documents, SPEC));
-    let forward = composed::forward::<Cuda>(&inputs, KeepOLow::default());
-    let (o, expire) = (some(forward.output.o.clone()), ints(forward.selection.expire.clone()));
-    let [d_qkv, _, _] = composed::backward::<Cuda>(&inputs, forward, d_o);
+    let inputs = [gpu.qkv.clone(), gpu.d_o.clone(), w_dt, a];
+    let (o, d_qkv, dma) = attend::<Cuda>(inputs, documents, SPEC, case.dma, KeepOLow::default());
     Found {
-        o,
+        o: some(o),
         d_qkv: some(d_qkv),
-        expire,
+        expire: dma.map_or(Vec::new(), |(expire, _)| ints(expire)),
     }
 }
 
@@ -215,14 +190,9 @@ impl RowLinks for Gpus {
     }
 }
 
-fn layer(w_dt: Float<Cuda>, a: Float<Cuda>, spec: DmaShape) -> DmaLayer<Cuda> {
-    let (w_dt, a) = (tensor(w_dt), tensor(a));
-    DmaLayer { w_dt, a, spec }
-}
-
 fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usize>) -> Found {
     let first = links.part * LEN;
-    let parts = RowParts::new(links.clone(), bounds(&case.documents), [1, ROW]);
+    let parts = RowParts::new(links.clone(), bounds([&case.documents[..]], ROW), [1, ROW]);
     let documents = Documents::<Cuda>::of_part(&parts, &gpu.device);
     let [w_dt, a] = gpu.weights(case);
     let dma = || -> Option<DmaParts<Cuda>> {

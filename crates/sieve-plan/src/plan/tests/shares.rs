@@ -59,14 +59,9 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
 
 #[test]
 fn settings_that_keep_fewer_gradients_are_named_where_they_fit() {
-    let settings = [
-        "training.local_batch_size=1",
-        "training.global_batch_size=64",
-        "activation_checkpoint.mode=full",
-        "model.num_hidden_layers=56",
-        "model.layer_types=[\"sparse\"]",
-    ];
-    let mut recipe = recipe(DMA_1P7B, &settings);
+    let settings = "training.local_batch_size=1 training.global_batch_size=64 activation_checkpoint.mode=full \
+        model.num_hidden_layers=56 model.layer_types=[\"sparse\"]";
+    let mut recipe = recipe(DMA_1P7B, &[settings]);
     recipe.stage.truncate(1);
     let named = |gib: f64| {
         let plan = planned_of_ranks(&recipe, 8, 1, &h200_of(gib));
@@ -91,15 +86,11 @@ fn kinds_that_exchange_heads_need_a_share_of_their_memory() {
         include_str!("../../../../../recipes/msa_1p7b.toml"),
     ] {
         let planned = |degree: usize| {
-            let degree_of = format!("parallelism.context_parallel_degree={degree}");
-            let settings = [
-                "training.local_batch_size=1",
-                "training.global_batch_size=8",
-                "training.seq_len=65536",
-                "model.max_position_embeddings=65536",
-                &degree_of,
-            ];
-            let mut recipe = recipe(text, &settings);
+            let settings = format!(
+                "training.local_batch_size=1 training.global_batch_size=8 training.seq_len=65536 \
+                 model.max_position_embeddings=65536 parallelism.context_parallel_degree={degree}"
+            );
+            let mut recipe = recipe(text, &[&settings]);
             recipe.stage.truncate(1);
             let ranks = Ranks { size: 8, hosts: 1 };
             // Room for everything that may be kept.
@@ -125,39 +116,22 @@ fn kinds_that_exchange_heads_need_a_share_of_their_memory() {
 // docs/scale.md: the most that tensors took on one and two H200s, 8.2B parameters, rows of 2048, full recomputation.
 #[test]
 fn a_model_of_8b_needs_what_was_measured() {
-    let eight = [
-        "model.hidden_size=4096",
-        "model.intermediate_size=12288",
-        "model.num_hidden_layers=36",
-        "model.num_attention_heads=32",
-        "model.vocab_size=151936",
-        "model.tie_word_embeddings=false",
-        "attention.kind=mha",
-        "activation_checkpoint.mode=full",
-    ];
-    let measured: [(usize, usize, usize, &[&str], f64); 5] = [
-        (1, 1, 1, &[], 122.09),
-        (1, 1, 4, &["training.gradient_dtype=bf16"], 110.30),
-        (2, 4, 1, &[], 80.10),
-        (2, 4, 4, &[], 96.88),
-        (
-            2,
-            4,
-            4,
-            &["parallelism.zero_stage=2", "training.gradient_dtype=bf16"],
-            76.97,
-        ),
+    let eight = "model.hidden_size=4096 model.intermediate_size=12288 model.num_hidden_layers=36 \
+        model.num_attention_heads=32 model.vocab_size=151936 model.tie_word_embeddings=false attention.kind=mha \
+        activation_checkpoint.mode=full";
+    let sharded = "parallelism.zero_stage=2 training.gradient_dtype=bf16";
+    let measured: [(usize, usize, usize, &str, f64); 5] = [
+        (1, 1, 1, "", 122.09),
+        (1, 1, 4, "training.gradient_dtype=bf16", 110.30),
+        (2, 4, 1, "", 80.10),
+        (2, 4, 4, "", 96.88),
+        (2, 4, 4, sharded, 76.97),
     ];
     for (size, rows, micro_batches, more, measured) in measured {
-        let sizes = [
-            format!("training.local_batch_size={rows}"),
-            format!("training.global_batch_size={}", rows * micro_batches * size),
-        ];
-        let sizes = sizes.iter().map(String::as_str).collect::<Vec<_>>();
-        let mut recipe = recipe(
-            include_str!("../../../../../recipes/mha_1p7b.toml"),
-            &[&eight, &sizes[..], more].concat(),
-        );
+        let global = rows * micro_batches * size;
+        let sizes = format!("training.local_batch_size={rows} training.global_batch_size={global}");
+        let text = include_str!("../../../../../recipes/mha_1p7b.toml");
+        let mut recipe = recipe(text, &[eight, &sizes, more]);
         recipe.stage.truncate(1);
         let plan = plan_of_ranks(&recipe, 151_936, &h200(), Ranks { size, hosts: 1 }).expect("plans");
         let tensors = (plan.memory.total_bytes - plan.memory.program_bytes) as f64 / f64::from(1 << 30);

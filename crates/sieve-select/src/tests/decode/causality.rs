@@ -46,17 +46,8 @@ fn what_is_called_causal_is_causal_at_default_settings() {
             causal.push(name);
         }
     }
-    let expected = [
-        "streamingllm",
-        "h2o",
-        "snapkv",
-        "quest",
-        "infllm",
-        "dam",
-        "exact_top",
-        "dma",
-    ];
-    assert_eq!(causal, expected);
+    let expected = "streamingllm h2o snapkv quest infllm dam exact_top dma";
+    assert_eq!(causal.join(" "), expected);
 }
 
 #[test]
