@@ -406,8 +406,9 @@ DEVICE void send_dq(float* to, u32 staging, [[maybe_unused]] bool is_first = fal
 #if ORDERED
 constexpr int CONSUMER_WARPS = NUM_CONSUMERS * 4;
 
-// Orders a consumer warp's adds to dq by key tile. Adds, stores and the turn counters all act in the L2 cache: a block
-// that reads there that a key tile is done adds to the sum that tile left.
+// Orders a consumer warp's adds to dq by key tile: a block that reads that a key tile is done adds to the sum which that
+// tile left. The bulk adds of a warp are done, and visible to all by its fence, before it writes the turn; those of the
+// block that has read it wait for the read and for a proxy fence.
 struct DqTurns {
   i32* at;            // of the tile that is sent next
   i32* sent;          // of the one sent last, if any
@@ -423,6 +424,7 @@ struct DqTurns {
   DEVICE void pass_on() const {
     if (threadIdx.x % 32 != 0 || !sent) return;
     bulk_wait();
+    fence_sums();
     write_turn(sent, own + 1);
   }
   // Waits for the tile of keys before this one; `seen`: what was read last.
