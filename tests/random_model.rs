@@ -30,8 +30,6 @@ pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
         moba => tie_word_embeddings = true\nresidual_scale = true => kind = "moba"\nselect_block_size = 4\n\
             num_selected_blocks = 3
         msa => tie_word_embeddings = false => kind = "msa"\nselect_block_size = 4\nnum_selected_blocks = 3
-        msa_qsa => tie_word_embeddings = false => kind = "msa"\nindexer = "qsa"\nselect_block_size = 4\n\
-            num_selected_blocks = 3
         msa_hybrid => tie_word_embeddings = true\nqk_norm = false\nlayer_types = ["mha", "sparse", "sparse"] \
             => kind = "msa"\nselect_block_size = 6\nnum_selected_blocks = 2
         infllm_v2_shared => tie_word_embeddings = true\nlayer_types = ["sparse", "mha", "shared"] \

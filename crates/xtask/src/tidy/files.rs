@@ -6,7 +6,7 @@ use anyhow::Result;
 const MAX_LINES: usize = 800;
 
 /// What may be longer, in lines: an export's code, which transformers takes as one file.
-const LONGER: &[(&str, usize)] = &[("crates/sieve-hf/src/export/modeling_sieve.py", 861)];
+const LONGER: &[(&str, usize)] = &[("crates/sieve-hf/src/export/modeling_sieve.py", 890)];
 
 /// Most columns of a line of Rust or CUDA, comments included.
 const MAX_COLUMNS: usize = 120;
