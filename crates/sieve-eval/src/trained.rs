@@ -69,6 +69,20 @@ pub fn attention_label(shape: &ModelShape) -> String {
     label
 }
 
+/// As [`attention_label`], of one layer.
+pub(crate) fn layer_label(shape: &ModelShape, layer: usize) -> String {
+    let own = ModelShape {
+        shared_layers: Vec::new(),
+        ..shape.of_layer(layer)
+    };
+    let others = if shape.is_shared_layer(layer) {
+        ", with an earlier layer's choice"
+    } else {
+        ""
+    };
+    attention_label(&own) + others
+}
+
 /// Measures a model on prompts of one length, as [`measure_selectors`](crate::measure_selectors) does: `windows` are
 /// token sequences, each one longer than the prompt by the token that its last position predicts.
 ///
@@ -165,7 +179,7 @@ fn blocks_of<B: DeviceBackend>(
     let normed = || layer.input_layernorm.forward(x.clone());
     let chosen = match &layer.self_attn {
         sieve_nn::Attention::Nsa(nsa) => nsa.block_indices(normed(), context),
-        sieve_nn::Attention::Chosen(chosen) => chosen.block_indices(normed(), context),
+        sieve_nn::Attention::Chosen(chosen) => chosen.block_indices(normed(), context)?,
         _ => return None,
     };
     Some(chosen.into_data().iter::<i64>().collect())

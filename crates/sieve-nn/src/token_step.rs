@@ -70,7 +70,7 @@ impl<B: DeviceBackend> DecoderLayer<B> {
                 dma = Some(layer.dma_layer());
                 (&layer.qkv, &layer.o_proj, layer.spec())
             }
-            Attention::Chosen(layer) if layer.shares() => return None,
+            Attention::Chosen(layer) if layer.shares() || layer.is_warmup() => return None,
             Attention::Chosen(layer) => {
                 if let Some(indexer) = &layer.indexer {
                     let (proj, norm) = (indexer.proj.weight.val(), indexer.qk_norm());
@@ -114,6 +114,22 @@ impl<B: DeviceBackend> DecoderLayer<B> {
             gate_up: self.mlp.gate_up_proj.weight.val(),
             down: self.mlp.down_proj.weight.val(),
             spec,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{kinds, msa_in_warmup, shape};
+    use burn_flex::Flex;
+
+    #[test]
+    fn a_step_takes_every_kind_but_an_indexers_warm_up() {
+        for kind in kinds(0.5).into_iter().chain([msa_in_warmup()]) {
+            let model = Qwen3::<Flex>::new(&shape(kind), 1, &Default::default());
+            let is_taken = kind.index_warmup() != Some(true);
+            assert_eq!(model.layers[0].for_token_step().is_some(), is_taken, "{kind:?}");
         }
     }
 }

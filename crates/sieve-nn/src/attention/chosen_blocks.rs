@@ -148,6 +148,11 @@ impl<B: Backend> ChosenBlocksAttention<B> {
         self.shares
     }
 
+    /// Whether queries read all keys in every pass, while an indexer learns.
+    pub(crate) fn is_warmup(&self) -> bool {
+        self.is_warmup
+    }
+
     pub(crate) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(None)
     }
@@ -175,11 +180,17 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     /// The blocks whose tokens each query reads, `[batch, seq_len, choosers, attended blocks]`, as
     /// [`sieve_ops::choose_key_blocks`] gives them. For measures; [`forward`](Self::forward) chooses the same. Pass the
     /// context of the whole pass, in which an earlier layer may have chosen for this one.
-    pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4, Int> {
-        match self.shares {
-            true => context.last_choice.rows(0),
-            false => self.choose(&self.packed(x, context), context.documents, self.spec()),
+    /// `None` where queries read all keys.
+    pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Option<Tensor<B, 4, Int>> {
+        match (self.reads_all(context), self.shares) {
+            (true, _) => None,
+            (false, true) => Some(context.last_choice.rows(0)),
+            (false, false) => Some(self.choose(&self.packed(x, context), context.documents, self.spec())),
         }
+    }
+
+    fn reads_all(&self, context: &LayerContext<'_, B>) -> bool {
+        self.is_warmup || context.reads_all
     }
 
     pub(crate) fn packed(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Packed<B> {
@@ -234,7 +245,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         let spec = context.under_policy(self.spec());
         let all_kv_heads = spec.num_kv_heads;
         let spec = spec.of_packed_heads(packed.qkv.dims()[2]);
-        let chosen = match (self.is_warmup || context.reads_all, self.shares) {
+        let chosen = match (self.reads_all(context), self.shares) {
             (true, _) => None,
             (false, true) => Some(context.last_choice.rows(first_row)),
             (false, false) => {
@@ -290,6 +301,9 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
                 return self.attend(packed, context.documents, context, first).0;
             };
             let [batch, new, _, _] = packed.qkv.dims();
+            if new == 1 && self.reads_all(context) {
+                return cache.attend_to_all(packed, spec, cached.scratch);
+            }
             if new == 1 {
                 let earlier = self.shares.then(|| context.last_choice.token(first));
                 let (o, chosen) = cache.attend(packed, spec, earlier, cached.scratch);

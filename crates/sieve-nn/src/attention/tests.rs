@@ -1,5 +1,5 @@
 use super::{Attention, LayerContext};
-use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, shape, values};
+use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, msa_in_warmup, shape, values};
 use crate::{AttentionConfig, DecoderLayer, KvCache, LayerCache, WeightInit};
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
@@ -99,6 +99,7 @@ fn dma_starts_as_the_sliding_window_of_the_same_weights() {
 fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
     let cases = kinds(0.5)
         .into_iter()
+        .chain([msa_in_warmup()])
         .flat_map(|kind| [1, 3, 4, 9, 14].map(|prompt| (kind, prompt)));
     for (attention, prompt) in cases {
         let len = 23;
@@ -132,6 +133,7 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
         })
     };
     let more = [
+        msa_in_warmup(),
         ranked(9, 4, DmaBias::Linear),
         ranked(6, 0, DmaBias::Exp),
         ranked(40, 7, DmaBias::Linear),

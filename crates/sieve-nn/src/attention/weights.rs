@@ -14,6 +14,8 @@ impl<B: SieveBackend> Attention<B> {
     /// Rows sum to 1; those of NSA to the sum of the query's gates, and a compressed block's weight is spread evenly
     /// over its tokens.
     ///
+    /// Pass the context of the whole pass: an earlier layer may have chosen the blocks that this one reads.
+    ///
     /// # Shapes
     /// - x: `[1, seq_len, d_model]`, after the layer's norm
     ///
@@ -52,12 +54,14 @@ impl<B: SieveBackend> Attention<B> {
             }
             Self::Nsa(layer) => layer.weights(x, context),
             Self::Chosen(layer) => {
-                let (packed, spec, choice) = (layer.packed(x, context), layer.spec(), layer.choice());
-                let chosen = layer.choose(&packed, documents, spec);
-                let qkv = packed.qkv;
+                let chosen = layer.block_indices(x.clone(), context);
+                let (qkv, spec, choice) = (layer.qkv.forward(x, context), layer.spec(), layer.choice());
                 by_key(&qkv.clone(), |one_hot| {
                     let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
-                    sieve_ops::chosen_attention(qkv, chosen.clone(), documents, spec, choice)
+                    match &chosen {
+                        Some(chosen) => sieve_ops::chosen_attention(qkv, chosen.clone(), documents, spec, choice),
+                        None => sieve_ops::attention(qkv, documents, spec),
+                    }
                 })
             }
         }
@@ -140,7 +144,7 @@ fn by_key<B: SieveBackend>(like: &Tensor<B, 4>, attend: impl Fn(Tensor<B, 3>) ->
 
 #[cfg(test)]
 mod tests {
-    use crate::testing::{Rows, assert_close, input, kinds, nsa, shape, values};
+    use crate::testing::{Rows, assert_close, input, kinds, msa_in_warmup, nsa, shape, values};
     use crate::{Attention, WeightInit};
     use burn::tensor::Tensor;
     use burn_flex::Flex;
@@ -159,7 +163,7 @@ mod tests {
         let with_one_value_a_key =
             |attention: &sieve_core::Attention| !matches!(attention, sieve_core::Attention::Nsa(_));
         let kinds = kinds(0.5).into_iter().filter(with_one_value_a_key);
-        for attention in kinds.chain([nsa(NsaCompression::Mean, true)]) {
+        for attention in kinds.chain([nsa(NsaCompression::Mean, true), msa_in_warmup()]) {
             let shape = shape(attention);
             let rows = Rows::new([1, 29], &shape);
             let context = rows.context();
