@@ -202,14 +202,17 @@ pub(super) fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
         .map(|(key, value)| format!("{}={value}", key.trim_start_matches("base.")))
         .collect();
     let base = Selector::parse(&format!("{}:{}", config.base, keys.join(",")))?;
-    if base.phase() == Phase::Decode || matches!(base.method, Method::Delta(..) | Method::Momo(_)) {
+    let reason = match &base.method {
+        Method::Delta(..) | Method::Momo(_) => Some("it corrects itself"),
+        _ if base.is_token_by_token() => Some("it reads a text token by token"),
+        Method::BaAtt(config) if !config.causal => Some("with causal=false it reads later tokens, and probes do not"),
+        _ => None,
+    };
+    if let Some(reason) = reason {
         return Err(SelectError::Value {
             selector: "delta",
-            problem: format!(
-                "base={} cannot be corrected: it acts in decode, or corrects itself",
-                config.base
-            ),
-            hint: "use a prefill method other than momo and delta".to_owned(),
+            problem: format!("base={} cannot be corrected: {reason}", config.base),
+            hint: "use a causal prefill method other than momo and delta".to_owned(),
         });
     }
     Ok(Method::Delta(config, Box::new(base)))
@@ -371,7 +374,16 @@ mod tests {
             ("xattention:stride=0", "stride=0 makes no sense"),
             ("bfla:tile=100", "tile=100 does not divide block=256"),
             ("flexprefill:gqa=mean", "gqa=mean is not defined"),
-            ("delta:base=h2o", "cannot be corrected"),
+            ("delta:base=h2o", "cannot be corrected: it reads a text token by token"),
+            (
+                "delta:base=streamingllm,base.reindex=true",
+                "cannot be corrected: it reads a text token by token",
+            ),
+            ("delta:base=momo", "cannot be corrected: it corrects itself"),
+            (
+                "delta:base=ba_att,base.causal=false",
+                "cannot be corrected: with causal=false it reads later tokens",
+            ),
             ("delta:base=strem", "did you mean streamingllm?"),
             ("minference:pattern=/nowhere.json", "/nowhere.json"),
             ("oracle_topk:tau=-1", "outside [0, 1]"),
