@@ -124,8 +124,8 @@ impl<B: SieveBackend> Qwen3<B> {
         self.hidden_of_documents(ids, context, &|_| true, attend)
     }
 
-    /// As [`hidden_attending`](Self::hidden_attending) of the documents that `is_read`, as ranges over the rows laid end
-    /// to end; the attention of others is 0.
+    /// As [`hidden_attending`](Self::hidden_attending) of the documents that `is_read`, as ranges over the rows laid
+    /// end to end; the attention of others is 0.
     fn hidden_of_documents<E>(
         &self,
         ids: Tensor<B, 2, Int>,

@@ -6,8 +6,8 @@
 //! checkpoint of a DMA model, for `A` and `W_dt`; a dense checkpoint has none, and without them `A` is 0 as at the
 //! start of DMA's training: all scores tie, which gives a sliding window.
 //!
-//! This is the published form: a model's `attention.recency` and `local_window_size` are not in the file, so keys rank by
-//! z alone.
+//! This is the published form: a model's `attention.recency` and `local_window_size` are not in the file, so keys rank
+//! by z alone.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

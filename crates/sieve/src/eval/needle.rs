@@ -170,7 +170,8 @@ fn config(args: &NeedleArgs, context: usize) -> Result<NeedleConfig> {
     let num_cells = lengths.len() * depths.len();
     if args.needles.saturating_mul(num_cells) > MOST_NEEDLES {
         bail!(
-            "--needles is {}, for each of {num_cells} lengths and depths\n  hint: ask for {MOST_NEEDLES} in all at most",
+            "--needles is {}, for each of {num_cells} lengths and depths\n  \
+             hint: ask for {MOST_NEEDLES} in all at most",
             args.needles
         );
     }
