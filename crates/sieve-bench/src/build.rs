@@ -222,8 +222,9 @@ fn architectures(named: &[String]) -> Result<Vec<(String, usize)>> {
         .map(|arch| match NeededKernels::shared_bytes_of(&arch) {
             Some(bytes) => Ok((arch, bytes)),
             None => refused(format!(
-                "--arch {arch}: the kernels are made for sm_80, sm_86, sm_89 and sm_90a\n  \
-                 hint: sm_80 is an A100, sm_86 an RTX 30, sm_89 an RTX 40 or L40S, sm_90a an H100 or H200"
+                "--arch {arch}: the kernels are made for sm_80, sm_86, sm_89, sm_90a, sm_100a and sm_120a\n  \
+                 hint: sm_80 is an A100, sm_86 an RTX 30, sm_89 an RTX 40 or L40S, sm_90a an H100 or H200, sm_100a a \
+                 B200, sm_120a an RTX 50"
             )),
         })
         .collect()

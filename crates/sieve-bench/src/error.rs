@@ -18,7 +18,7 @@ pub enum BenchError {
     #[error("there is no GPU here to build for; name one with --arch")]
     NothingToBuildFor(#[source] KernelError),
     /// No compiler was named, and none is installed.
-    #[error("no compiler: install the CUDA toolkit's run-time compiler, or name an nvcc with --nvcc")]
+    #[error("no compiler\n  hint: install the run-time compiler of a CUDA toolkit (NVRTC)")]
     NoCompiler(#[source] KernelError),
     /// A file of tensors.
     #[error(transparent)]

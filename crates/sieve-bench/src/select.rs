@@ -124,16 +124,10 @@ fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome
         let nan_rows = device.int(&[0], &[1]);
         let kept = scores.empty_contiguous(&[1, length.div_ceil(32)], DType::I32);
         let choice = LongChoice {
-            scores: &scores,
-            kept: &kept,
-            nan_rows: &nan_rows,
-            tops: None,
-            heads: [0, 1],
-            length,
             top,
             num_first,
             goal,
-            strict: false,
+            ..LongChoice::new([&scores, &kept, &nan_rows], [0, 1], length)
         };
         choice.choose()?;
         device.ints(&kept)

@@ -184,6 +184,16 @@ impl Tokenizer {
         self.vocab_size
     }
 
+    /// One more than the largest id that is not an added token's. A model may lack rows for added tokens beyond it, as
+    /// long as no text holds one.
+    pub fn num_base_tokens(&self) -> usize {
+        self.marked
+            .get_vocab(false)
+            .values()
+            .max()
+            .map_or(0, |&id| id as usize + 1)
+    }
+
     /// The id of a token, special or not.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.marked.token_to_id(token)

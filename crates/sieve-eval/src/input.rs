@@ -12,7 +12,9 @@ pub(crate) fn check_vocabulary(tokens: &[u32], vocab_size: usize) -> Result<(), 
             let token = tokens[position];
             let what =
                 format!("token {token} at position {position} is outside the model's vocabulary of {vocab_size}");
-            Err(EvalError::refused(what, "use the tokenizer.json of the checkpoint"))
+            let hint = "leave the token out, if it was added to the tokenizer without a row of the embedding; else use \
+                        the tokenizer.json of the checkpoint";
+            Err(EvalError::refused(what, hint))
         }
     }
 }

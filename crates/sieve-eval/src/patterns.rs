@@ -3,7 +3,7 @@ use crate::EvalError;
 use crate::chunks::call;
 use crate::input::check_row;
 use crate::pass::attending_pass;
-use sieve_core::{Attention, ModelShape};
+use sieve_core::ModelShape;
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 use sieve_select::decode::dam::{DamCapture, DamConfig, DamMaps};
@@ -13,9 +13,10 @@ use sieve_select::{Method, Selector, dense_attention, density};
 /// The pattern of every head, as MInference's search chose it on one prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PatternSearch {
-    /// `[layers][query heads]`: the pattern, and the share of the head's dense attention mass that it keeps.
+    /// `[layers][query heads]`: the pattern, and the share of the head's dense attention mass that it keeps. Layers
+    /// whose attention is not dense have no heads.
     pub heads: Vec<Vec<(Pattern, f64)>>,
-    /// Pairs that the patterns compute on the prompt over causal pairs, all layers and heads.
+    /// Pairs that the patterns compute on the prompt over causal pairs, all layers searched and their heads.
     pub density: f64,
 }
 
@@ -29,12 +30,12 @@ impl PatternSearch {
     }
 }
 
-/// MInference's offline search (arXiv:2407.02490): every layer reads the prompt densely, and of the paper's candidates
-/// each head gets the one that keeps most of its attention. All tokens of `window` but the last are the prompt.
+/// MInference's offline search (arXiv:2407.02490): dense layers read the prompt, and of the paper's candidates each of
+/// their heads gets the one that keeps most of its attention. All tokens of `window` but the last are the prompt.
 /// `observe` is called with the number of layers done.
 ///
 /// # Errors
-/// A model that is not dense, a prompt longer than its context, a token outside its vocabulary, no prompt.
+/// A model without a dense layer, a prompt longer than its context, a token outside its vocabulary, no prompt.
 pub fn search_minference<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
@@ -44,19 +45,22 @@ pub fn search_minference<B: DeviceBackend>(
     check("minference", model.shape(), window)?;
     let mut selector = Selector::parse("minference")?;
     (selector.common.min_prefill_tokens, selector.common.first_dense_layers) = (0, 0);
+    let num_searched = model.shape().num_layers_of_dense_attention();
     let mut found = PatternSearch {
-        heads: Vec::new(),
+        heads: vec![Vec::new(); model.shape().num_layers],
         density: 0.0,
     };
+    let mut done = 0;
     attending_pass(model, window, device, &mut |operands| {
         let call = call(operands)?;
-        found.heads.push(search_patterns(&call)?);
+        found.heads[operands.layer] = search_patterns(&call)?;
         selector.method = Method::Minference(MinferenceConfig {
             patterns: found.file(),
             ..MinferenceConfig::default()
         });
-        found.density += density(&selector.select(&call)?).token / operands.num_layers as f64;
-        observe(found.heads.len() as u64);
+        found.density += density(&selector.select(&call)?).token / num_searched as f64;
+        done += 1;
+        observe(done);
         Ok(dense_attention(&call)?.o)
     })?;
     Ok(found)
@@ -84,18 +88,26 @@ pub fn calibrate_dam<B: DeviceBackend>(
     }
     check_dam_memory(shape, calibration.capture)?;
     let mut captures = (0..shape.num_layers)
-        .map(|_| DamCapture::new(calibration.clone(), shape.num_heads))
+        .map(|layer| {
+            let is_searched = shape.has_dense_attention(layer);
+            let capture = is_searched.then(|| DamCapture::new(calibration.clone(), shape.num_heads));
+            capture.transpose()
+        })
         .collect::<Result<Vec<_>, _>>()?;
     for (read, window) in windows.iter().enumerate() {
         attending_pass(model, window, device, &mut |operands| {
             let call = call(operands)?;
-            captures[operands.layer].add(&call)?;
+            let capture = captures[operands.layer].as_mut();
+            capture.expect("a dense layer").add(&call)?;
             Ok(dense_attention(&call)?.o)
         })?;
         observe(read as u64 + 1);
     }
     Ok(DamMaps {
-        layers: captures.iter().map(DamCapture::maps).collect(),
+        layers: captures
+            .iter()
+            .map(|capture| capture.as_ref().map(DamCapture::maps).unwrap_or_default())
+            .collect(),
     })
 }
 
@@ -104,7 +116,7 @@ const MAX_SUM_BYTES: u64 = 32 << 30;
 
 /// Refuses sums that few machines hold.
 fn check_dam_memory(shape: &ModelShape, capture: usize) -> Result<(), EvalError> {
-    let heads = (shape.num_layers * shape.num_heads) as u64;
+    let heads = (shape.num_layers_of_dense_attention() * shape.num_heads) as u64;
     let bytes = heads.saturating_mul((capture as u64).saturating_pow(2).saturating_mul(8));
     if bytes <= MAX_SUM_BYTES {
         return Ok(());
@@ -117,7 +129,7 @@ fn check_dam_memory(shape: &ModelShape, capture: usize) -> Result<(), EvalError>
 }
 
 fn check(method: &'static str, shape: &ModelShape, window: &[u32]) -> Result<(), EvalError> {
-    if shape.attention != Attention::Mha {
+    if shape.num_layers_of_dense_attention() == 0 {
         return Err(EvalError::NotDense(method.to_owned()));
     }
     check_row(window, window.len().saturating_sub(1), shape)
@@ -128,6 +140,7 @@ mod tests {
     use super::*;
     use crate::test_model::{tiny_model, words as window};
     use burn_flex::Flex;
+    use sieve_core::Attention;
     use sieve_testing::refusal;
 
     fn model(attention: Attention) -> Qwen3<Flex> {

@@ -134,11 +134,13 @@ pub fn perplexity<B: DeviceBackend>(
     let vocab_size = model.shape().vocab_size;
     check(config, model.shape().max_seq_len)?;
     let PerplexityConfig { context, stride, .. } = *config;
+    let with_bos = |prefix: u32| [prefix].into_iter().chain(config.rolling_bos).collect::<Vec<_>>();
     let mut rolling = config
         .rolling_prefix
-        .filter(|_| selection.is_none())
+        .map(with_bos)
+        .filter(|prefix| selection.is_none() && check_vocabulary(prefix, vocab_size).is_ok())
         .map(|prefix| Rolling {
-            prefix: [prefix].into_iter().chain(config.rolling_bos).collect(),
+            prefix,
             pass: Pass::new(model, context, device, None, &[]),
             rows: Rows::new(context, (config.batch_tokens / context).max(1)),
             num_words: 0,

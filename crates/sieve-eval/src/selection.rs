@@ -4,7 +4,7 @@ use crate::chunks::{Cost, KeptMasks, calls_of, prefill, prefill_on_device};
 use crate::device_steps;
 use burn::tensor::Tensor;
 use serde::Serialize;
-use sieve_core::{Attention, ModelShape};
+use sieve_core::ModelShape;
 use sieve_nn::{HostOperands, LayerCache, LayerOperands};
 use sieve_ops::{DeviceBackend, Documents, attention, has_sparse_attention};
 use sieve_select::{DecodeSession, LayerSelectors, LayerShape, Method, Phase, Selector};
@@ -150,8 +150,7 @@ impl Selection {
     /// its contexts can meet; a method that lacks its file, or that moves keys by other angles than the model's.
     pub fn new(selectors: impl Into<LayerSelectors>, shape: &ModelShape) -> Result<Self, EvalError> {
         let selectors = selectors.into();
-        let is_dense = |part: &ModelShape| part.attention == Attention::Mha;
-        if !shape.by_kind().iter().any(is_dense) {
+        if shape.num_layers_of_dense_attention() == 0 {
             return Err(EvalError::NotDense(selectors.name()));
         }
         let selectors = selectors.for_layers(shape.num_layers)?;
@@ -186,7 +185,7 @@ impl Selection {
         };
         if selection.acts_in_decode() {
             let layer = |layer| LayerShape::new([shape.num_heads, shape.num_kv_heads], shape.head_dim, layer);
-            for index in 0..shape.num_layers {
+            for index in (0..shape.num_layers).filter(|&index| shape.has_dense_attention(index)) {
                 DecodeSession::new(selection.steps.of(index), layer(index))?;
             }
         }

@@ -50,6 +50,20 @@ pub fn attention_label(shape: &ModelShape) -> String {
     label
 }
 
+/// As [`attention_label`], of one layer.
+pub(crate) fn layer_label(shape: &ModelShape, layer: usize) -> String {
+    let own = ModelShape {
+        shared_layers: Vec::new(),
+        ..shape.of_layer(layer)
+    };
+    let others = if shape.is_shared_layer(layer) {
+        ", with an earlier layer's choice"
+    } else {
+        ""
+    };
+    attention_label(&own) + others
+}
+
 /// Measures a model on prompts of one length, as [`measure_selectors`](crate::measure_selectors) does: `windows` are
 /// token sequences, each one longer than the prompt by the token that its last position predicts.
 ///

@@ -1,7 +1,7 @@
 //! Where the attention of a trained model goes: the weights of every layer and head on one prompt, and what they say.
 use crate::EvalError;
 use crate::input::{check_row, ids};
-use crate::trained::attention_label;
+use crate::trained::layer_label;
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::{MOST_REFERENCE_SCORES, ModelShape, ScoreMatrix};
@@ -116,7 +116,7 @@ pub fn attention_weights<B: DeviceBackend>(
                 .map(|expire| expire.into_data().iter::<i64>().collect::<Vec<i64>>());
             all.push(LayerWeights {
                 layer: idx,
-                attention: attention_label(&of_layer),
+                attention: layer_label(shape, idx),
                 overlap: overlap(&heads, group, num_tokens),
                 life: expire.map(|expire| life_spans(&expire, num_tokens)),
                 chosen: dense.map(|dense| chosen_keys(&weights, &dense, num_tokens)),
@@ -272,7 +272,7 @@ fn life_spans(expire: &[i64], num_tokens: usize) -> LifeSpans {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::test_model::{tiny_model, words};
+    use crate::test_model::{tiny_model, tiny_shape, words};
     use sieve_core::{Attention, DmaShape};
     use sieve_testing::refusal;
 
@@ -333,6 +333,35 @@ mod tests {
             "{all:?}"
         );
         assert!(few.mass < 0.99 && few.in_window < 1.0 && few.age < all.age, "{few:?}");
+    }
+
+    /// A layer that shares a choice reads the keys of the layer before it, whatever it would choose.
+    #[test]
+    fn a_layer_that_shares_a_choice_reads_those_blocks() {
+        let device = Default::default();
+        let moba = sieve_core::MobaShape {
+            select_block_size: 4,
+            num_selected_blocks: 2,
+        };
+        let shape = ModelShape {
+            shared_layers: vec![false, true],
+            ..tiny_shape(Attention::Moba(moba), 64)
+        };
+        let model = Qwen3::new(&shape, 4, &device);
+        let all = attention_weights::<burn_flex::Flex>(&model, &words(40), &[], &device, &mut |_| {}).expect("valid");
+        let labels: Vec<_> = all.iter().map(|layer| layer.attention.as_str()).collect();
+        assert_eq!(
+            labels,
+            [
+                "moba, 2 x 4 selected",
+                "moba, 2 x 4 selected, with an earlier layer's choice"
+            ]
+        );
+        let read = |layer: &LayerWeights| -> Vec<Vec<bool>> {
+            let of_head = |head: &HeadWeights| head.weights.iter().map(|&weight| weight > 0.0).collect();
+            layer.heads.iter().map(of_head).collect()
+        };
+        assert!(read(&all[0]) == read(&all[1]));
     }
 
     #[test]

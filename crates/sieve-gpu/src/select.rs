@@ -16,7 +16,7 @@ use crate::step::FILL_ZERO;
 use order::{MOST_IN_SEGMENT, Orders};
 use probes::MOST_EXACT;
 use scores::CELL_SIDE;
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeyMask, MaskCounts};
+use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeyMask, KeyScores, MaskCounts, SlotOrder};
 use std::ops::Range;
 
 const NAME: &str = "select_blocks";
@@ -109,6 +109,8 @@ pub struct LongChoice<'a> {
     pub goal: f32,
     /// Whether the mass must exceed `goal`, not only reach it.
     pub strict: bool,
+    /// Whether entries of minus infinity are never chosen.
+    pub drops_absent: bool,
 }
 
 impl<'a> LongChoice<'a> {
@@ -125,6 +127,7 @@ impl<'a> LongChoice<'a> {
             num_first: 0,
             goal: 0.0,
             strict: false,
+            drops_absent: false,
         }
     }
 
@@ -149,10 +152,9 @@ impl<'a> LongChoice<'a> {
             offset: 0usize,
             query_block: 1usize,
             first_head,
-            { top, num_first, goal, strict }: self,
+            { top, num_first, goal, strict, drops_absent }: self,
             has_tops: self.tops.is_some(),
             segment: 0usize,
-            drops_absent: false,
             share: 0u64,
             absolute: true,
         });
@@ -218,9 +220,13 @@ impl<'a> Call<'a> {
             require!(fits, NAME, "probes": format!("{s:?}"),
                 "calls and tiles of whole distances, at most 32 blocks that are surely the best");
         }
-        if let Some(cell) = cell_of(s.scores.by) {
+        let cell = cell_of(s.scores.by);
+        let is_by_attention = |order: SlotOrder| matches!(order.keys, KeyScores::Attention(_));
+        if cell.is_some() || s.order.is_some_and(is_by_attention) {
             let fits = shape.head_dim.is_multiple_of(CELL_STEP);
             require!(fits, NAME, "head_dim": shape.head_dim, "multiples of {CELL_STEP}, for products of cells");
+        }
+        if let Some(cell) = cell {
             let per_block = s.scores.block / cell.max(1);
             let fits = s.scores.block.is_multiple_of(cell) && per_block.is_power_of_two();
             let is_one_by_one = matches!(s.scores.by, BlockScores::Lines { .. } | BlockScores::Patterns { .. });

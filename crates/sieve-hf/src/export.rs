@@ -251,10 +251,20 @@ pub(crate) const DEEPSEEK_LATENT_EPS: f64 = 1e-6;
 /// An earlier export is replaced; other files beside it stay. A failure leaves no half-written file under a final name.
 ///
 /// # Errors
-/// A model that no stock class expresses, a folder that holds something else, weights that are not the recipe's model,
-/// any failure of the file system.
+/// A model that no stock class expresses, an indexer's warm-up, a folder that holds something else, weights that are
+/// not the recipe's model, any failure of the file system.
 pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<ExportReport, CheckpointError> {
     let (_, shape) = checkpoint.recipe_and_shape()?;
+    if shape.attention.index_warmup() == Some(true) {
+        return Err(CheckpointError::refused(
+            format!(
+                "{} is of an indexer's warm-up, in which queries read all keys (index_warmup): the exported model \
+                 would choose keys by an indexer that is still learning",
+                checkpoint.path.display()
+            ),
+            "train on to the stage behind the warm-up, and export a checkpoint of it",
+        ));
+    }
     let architecture = Architecture::of(&shape, options.form)?;
     let weights = checkpoint.model()?;
     let tensors = tensors::tensors_of(&shape, architecture);

@@ -29,6 +29,9 @@ use std::path::{Path, PathBuf};
 const MAX_NAMES: usize = 20;
 /// Tensors that hold nothing of their own: old files keep tables of rotary frequencies.
 const IGNORED_ENDING: &str = "rotary_emb.inv_freq";
+/// An output of its own, and what it is where the model is tied.
+const OUTPUT: &str = "lm_head.weight";
+const EMBEDDING: &str = "model.embed_tokens.weight";
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 
@@ -179,7 +182,11 @@ fn read_model(
     settings: &[String],
     kept: Kept,
 ) -> Result<(Recipe, ModelShape, ReadTensors), CheckpointError> {
-    let config = HfConfig::read(&from.join("config.json"))?;
+    let (config, unties) = read_config(from)?;
+    if unties {
+        let path = from.display();
+        log::warn!("{path}: {OUTPUT} is not the embedding, though config.json ties them: the model is read untied");
+    }
     // Doge always has residual scales; whether they say something is known when they are read.
     let is_doge = config.architecture == Architecture::Doge;
     let may_scale = is_doge || config.residual_scale;
@@ -190,16 +197,35 @@ fn read_model(
     Ok((recipe, shape, read))
 }
 
-/// The recipe and the sizes of the model that [`import`] would make, by its configuration alone.
+/// The configuration, and whether it is untied here: its files hold an output of other values than the embedding's,
+/// which `transformers` reads too.
+fn read_config(from: &Path) -> Result<(HfConfig, bool), CheckpointError> {
+    let mut config = HfConfig::read(&from.join("config.json"))?;
+    let unties = config.is_tied && has_own_output(from)?;
+    config.is_tied &= !unties;
+    Ok((config, unties))
+}
+
+fn has_own_output(from: &Path) -> Result<bool, CheckpointError> {
+    let files = weight_files(from)?.into_iter().map(|path| TensorFile::open(&path));
+    let files = files.collect::<Result<Vec<_>, _>>()?;
+    let find = |name: &str| files.iter().find_map(|file| file.find(name).transpose()).transpose();
+    Ok(match (find(OUTPUT)?, find(EMBEDDING)?) {
+        (Some(output), Some(embedding)) => output != embedding,
+        _ => false,
+    })
+}
+
+/// The recipe and the sizes of the model that [`import`] would make, by its configuration and the output alone.
 ///
 /// # Errors
-/// A configuration that cannot be read or that no recipe expresses.
+/// A configuration that cannot be read or that no recipe expresses; weights that are not there.
 pub fn imported_model(
     from: &Path,
     attention: Option<AttentionKind>,
     overrides: &[String],
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
-    let config = HfConfig::read(&from.join("config.json"))?;
+    let (config, _) = read_config(from)?;
     let settings = settings(from, &from.join("tokenizer.json"), attention, overrides)?;
     recipe_and_shape(from, &config, config.residual_scale, &settings)
 }
@@ -234,8 +260,21 @@ fn recipe_and_shape(
         "attention.recency=none",
         "attention.local_window_size=0",
     ];
-    let becomes_dma = settings.iter().any(|set| set == "attention.kind=dma") && !config.is_dma();
-    let published = published.into_iter().filter(|_| becomes_dma).map(str::to_owned);
+    let becomes = |kind: AttentionKind| {
+        let set = format!("attention.kind={}", kind.name());
+        settings.contains(&set) && !config.is_of(kind)
+    };
+    if becomes(AttentionKind::Mla) {
+        return Err(CheckpointError::not_importable(
+            from,
+            "latent attention (mla) has weights that no other kind has",
+            "grouped-query attention becomes dma, swa, nsa, infllm_v2, moba or msa",
+        ));
+    }
+    let published = published
+        .into_iter()
+        .filter(|_| becomes(AttentionKind::Dma))
+        .map(str::to_owned);
     let settings = published.chain(settings.iter().cloned()).collect::<Vec<_>>();
     let path = from.join("config.json");
     let recipe = Recipe::load(&text, "the imported model", &settings).map_err(by_set);
@@ -296,7 +335,7 @@ fn read_tensors(
     kept: Kept,
 ) -> Result<ReadTensors, CheckpointError> {
     let by_name: HashMap<&str, _> = wanted.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
-    let is_tied = !by_name.contains_key("lm_head.weight");
+    let is_tied = !by_name.contains_key(OUTPUT);
     let mut packed: HashMap<String, Packed> = HashMap::new();
     let mut found = BTreeSet::new();
     let mut problems = Problems::default();
@@ -305,8 +344,8 @@ fn read_tensors(
         let file = TensorFile::open(&path)?;
         for name in file.names() {
             let Some(tensor) = by_name.get(name.as_str()) else {
-                // A tied output may be written a second time.
-                if name.ends_with(IGNORED_ENDING) || (is_tied && name == "lm_head.weight") {
+                // A tied output may be written a second time: it is the embedding, else the model is not tied.
+                if name.ends_with(IGNORED_ENDING) || (is_tied && name == OUTPUT) {
                     ignored.push(name);
                 } else {
                     problems.unknown.insert(name);

@@ -108,6 +108,7 @@ pub struct TensorFile {
 }
 
 /// A tensor as a file holds it.
+#[derive(PartialEq, Eq)]
 pub(crate) struct Stored<'a> {
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,

@@ -226,7 +226,8 @@ impl<B: SieveBackend> Attention<B> {
     /// The weight of each key for each query, `[num_heads, seq_len, seq_len]` with the keys last, of one document.
     ///
     /// Rows sum to 1; those of NSA to the sum of the query's gates, and a compressed block's weight is spread evenly
-    /// over its tokens.
+    /// over its tokens. Pass the context of the whole pass: an earlier layer may have chosen the blocks that this one
+    /// reads.
     ///
     /// # Shapes
     /// - x: `[1, seq_len, d_model]`, after the layer's norm
@@ -251,7 +252,7 @@ impl<B: SieveBackend> Attention<B> {
     ) -> Option<Tensor<B, 4, Int>> {
         match self {
             Self::Nsa(layer) => Some(layer.block_indices(x(), context)),
-            Self::Chosen(layer) => Some(layer.block_indices(x(), context)),
+            Self::Chosen(layer) => layer.block_indices(x(), context),
             Self::Grouped(_) | Self::Mla(_) | Self::Dma(_) => None,
         }
     }

@@ -8,7 +8,7 @@ use crate::decoder_layer::scaled;
 use crate::{DecoderLayer, KvCache, LayerCache, LayerContext, MultiHeadAttention, Qwen3};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_ops::{AttentionSpec, DeviceBackend, Documents, RotaryEmbedding, SieveBackend};
+use sieve_ops::{AttentionSpec, DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding, SieveBackend};
 use std::ops::Range;
 
 /// Queries and keys after norm and rotation, and values, of one document in one layer.
@@ -121,6 +121,18 @@ impl<B: SieveBackend> Qwen3<B> {
         context: &LayerContext<'_, B>,
         attend: &mut LayerAttention<'_, B, E>,
     ) -> Result<Tensor<B, 3>, E> {
+        self.hidden_of_documents(ids, context, &|_| true, attend)
+    }
+
+    /// As [`hidden_attending`](Self::hidden_attending) of the documents that `is_read`, as ranges over the rows laid
+    /// end to end; the attention of others is 0.
+    fn hidden_of_documents<E>(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        context: &LayerContext<'_, B>,
+        is_read: &dyn Fn(&Range<usize>) -> bool,
+        attend: &mut LayerAttention<'_, B, E>,
+    ) -> Result<Tensor<B, 3>, E> {
         let documents = documents_of(context.documents);
         self.through_layers(ids, |index, layer, x| {
             let Some(mha) = dense(layer) else {
@@ -130,9 +142,10 @@ impl<B: SieveBackend> Qwen3<B> {
                 let [batch, seq_len, heads, head_dim] = qkv.dims();
                 let rows = qkv.reshape([1, batch * seq_len, heads, head_dim]);
                 let of = |range: &Range<usize>| rows.clone().narrow(1, range.start, range.len());
-                let parts = documents
-                    .iter()
-                    .map(|range| attend(&self.operands(index, mha, of(range))));
+                let parts = documents.iter().map(|range| match is_read(range) {
+                    true => attend(&self.operands(index, mha, of(range))),
+                    false => Ok(of(range).narrow(2, 0, mha.spec().num_heads).zeros_like()),
+                });
                 let mut parts = parts.collect::<Result<Vec<_>, E>>()?;
                 Ok(match parts.len() {
                     1 => parts.remove(0),
@@ -142,7 +155,8 @@ impl<B: SieveBackend> Qwen3<B> {
         })
     }
 
-    /// As [`token_losses`](Self::token_losses), with `attend`.
+    /// As [`token_losses`](Self::token_losses), with `attend`, which is not called for documents without a label, as
+    /// padding is.
     ///
     /// # Errors
     /// The first error of `attend`.
@@ -153,7 +167,9 @@ impl<B: SieveBackend> Qwen3<B> {
         context: &LayerContext<'_, B>,
         attend: &mut LayerAttention<'_, B, E>,
     ) -> Result<Tensor<B, 2>, E> {
-        let hidden = self.hidden_attending(ids, context, attend)?;
+        let all: Vec<i32> = labels.clone().into_data().iter::<i32>().collect();
+        let is_read = |range: &Range<usize>| all[range.clone()].iter().any(|&label| label != IGNORE_LABEL);
+        let hidden = self.hidden_of_documents(ids, context, &is_read, attend)?;
         Ok(self.head.token_losses(hidden, labels, &self.embed_tokens))
     }
 
@@ -291,7 +307,19 @@ mod tests {
             });
             let hooked = hooked.expect("it never fails");
             assert_close("hidden", &values(hooked), &values(plain), 1e-4);
-            assert_eq!(calls, if kind == sieve_core::Attention::Mha { 6 } else { 0 });
+            let is_dense = kind == sieve_core::Attention::Mha;
+            assert_eq!(calls, if is_dense { 6 } else { 0 });
+            // Padding is a document without labels, which no selector is asked about.
+            let labels = [vec![3; 5], vec![IGNORE_LABEL; 6], vec![4; 11]].concat();
+            let labels = Tensor::<Flex, 2, Int>::from_data(TensorData::new(labels, [2, 11]), &Default::default());
+            let plain = model.token_losses(ids([2, 11], 3), labels.clone(), &context);
+            let mut calls = 0;
+            let hooked = model.token_losses_attending(ids([2, 11], 3), labels, &context, &mut |op| {
+                calls += 1;
+                op.on_host(by_definition)
+            });
+            assert_close("losses", &values(hooked.expect("it never fails")), &values(plain), 1e-4);
+            assert_eq!(calls, if is_dense { 4 } else { 0 });
         }
     }
 

@@ -88,6 +88,16 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 12] {
     ]
 }
 
+/// MSA while its indexer learns: queries read all keys.
+pub(crate) fn msa_in_warmup() -> Attention {
+    Attention::Msa(MsaShape {
+        select_block_size: 4,
+        num_selected_blocks: 2,
+        index_warmup: true,
+        ..MsaShape::published()
+    })
+}
+
 /// Normal values.
 pub(crate) fn input<B: Backend, const D: usize>(dims: [usize; D], seed: u64) -> Tensor<B, D> {
     let values = Random(seed).vector(dims.iter().product());

@@ -67,3 +67,19 @@ impl<B: DeviceBackend> DecoderLayer<B> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{kinds, msa_in_warmup, shape};
+    use burn_flex::Flex;
+
+    #[test]
+    fn a_step_takes_every_kind_but_an_indexers_warm_up() {
+        for kind in kinds(0.5).into_iter().chain([msa_in_warmup()]) {
+            let model = Qwen3::<Flex>::new(&shape(kind), 1, &Default::default());
+            let is_taken = kind.index_warmup() != Some(true);
+            assert_eq!(model.layers[0].for_token_step().is_some(), is_taken, "{kind:?}");
+        }
+    }
+}

@@ -63,6 +63,15 @@ pub enum RowSource {
     },
 }
 
+/// Rows that a recipe's embedding has at least. Tokens that were added to a tokenizer without a row in a model whose
+/// size is given are refused where the text holds one.
+pub(crate) fn rows_needed(recipe: &Recipe, tokenizer: &Tokenizer) -> usize {
+    match recipe.model.vocab_size {
+        Some(_) => tokenizer.num_base_tokens(),
+        None => tokenizer.vocab_size(),
+    }
+}
+
 /// What is happening while data is prepared.
 #[derive(Clone, Copy, Debug)]
 pub enum DataEvent {
@@ -107,7 +116,7 @@ impl DataSource {
             TokenizerSource::Path(path) => {
                 let path = tokenizer_file(path, variable)?;
                 let found = read_tokenizer(&path, recipe)?;
-                recipe.model_shape(found.0.vocab_size())?;
+                recipe.model_shape(rows_needed(recipe, &found.0))?;
                 Some(found)
             }
             TokenizerSource::Numbers(count) => {

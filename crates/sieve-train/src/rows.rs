@@ -79,6 +79,23 @@ impl TrainingData {
         }
     }
 
+    /// How often the token of each row of an embedding occurs in the training data.
+    ///
+    /// # Errors
+    /// As [`token_counts`](Self::token_counts); a token of the tokenizer's without a row.
+    pub(crate) fn counts_of_rows(&self, rows: usize) -> Result<Vec<u64>, TrainError> {
+        let mut counts = self.token_counts(rows.max(self.tokenizer.vocab_size()))?;
+        if let Some(id) = (rows..counts.len()).find(|&id| counts[id] > 0) {
+            let token = self.tokenizer.id_token(id as u32).unwrap_or_default();
+            return Err(TrainError::refused(
+                format!("the text holds token {id}, {token:?}, and the model's embedding has {rows} rows"),
+                "leave the token out of the text, or give the model a row for it before it is imported",
+            ));
+        }
+        counts.truncate(rows);
+        Ok(counts)
+    }
+
     /// How often each token occurs in the training data; for a synthetic task, in its first rows.
     ///
     /// # Errors

@@ -152,13 +152,14 @@ impl<B: TrainBackend> Trainer<B> {
         let share = group.as_ref().map_or(Share::ALL, Group::share);
         TrainError::check_ranks(&recipe, share.size)?;
         let stage = StageState::new(&recipe, first, &data, share)?;
-        check_labels(&stage.validation_loader, stage.validation_size())?;
         let vocab_size = stage.shape.vocab_size;
+        let unigram = Unigram::new(&data.counts_of_rows(vocab_size)?);
+        check_labels(&stage.validation_loader, stage.validation_size())?;
         let training = &recipe.training;
         let model = Qwen3::new(&stage.shape, training.seed, &device);
         let mut trainer = Self {
             token_bytes: TokenBytes::new(&data.tokenizer, vocab_size)?,
-            unigram: Unigram::new(&data.token_counts(vocab_size)?),
+            unigram,
             ropes: Ropes::new(&model, stage.recipe.training.seq_len, &device),
             model: Some(model),
             optimizer: Optimizer::of_share(recipe.optimizer.clone(), share),

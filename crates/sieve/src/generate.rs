@@ -114,7 +114,7 @@ fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::D
                 seed,
             },
             eos_id,
-            num_tokens: tokenizer.vocab_size(),
+            num_tokens: tokenizer.vocab_size().min(loaded.shape.vocab_size),
         })
     };
     if args.samples > 1 && args.sparse.selector.is_none() {

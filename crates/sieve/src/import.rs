@@ -21,7 +21,7 @@ pub(crate) struct ImportArgs {
     /// Text for the recipe that is written beside the checkpoint: files, folders, globs; may be repeated
     #[arg(long, value_name = "PATH")]
     data: Vec<String>,
-    /// Give the model another attention: dma as published, swa or nsa; --set changes its sizes
+    /// Give the model another attention: dma as published, swa, nsa, infllm_v2, moba or msa; --set changes its sizes
     #[arg(long, value_name = "KIND")]
     attention: Option<String>,
     /// Set a key of the checkpoint's recipe, for example attention.keep_window_size=1024; may be repeated
@@ -51,7 +51,8 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
         );
     }
     let tokenizer = args.from.join("tokenizer.json");
-    Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.display()))?;
+    let tokenizer =
+        Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.display()))?;
     // A configuration that cannot be read is reported below.
     if let Ok((_, shape)) = sieve_hf::imported_model(&args.from, kind, &args.overrides) {
         args.memory.check_import(&shape)?;
@@ -85,6 +86,17 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     for name in &report.ignored {
         terminal::line(&format!("note: {name} says nothing new and was passed over"));
     }
+    let (tokens, rows) = (
+        tokenizer.vocab_size(),
+        report.recipe.model.vocab_size.unwrap_or(usize::MAX),
+    );
+    if tokens > rows {
+        terminal::line(&format!(
+            "note: tokenizer.json has {} tokens and the embedding {} rows: a text with a token beyond them is refused",
+            terminal::thousands(tokens as u64),
+            terminal::thousands(rows as u64)
+        ));
+    }
     if report.all_scores_tie {
         terminal::line(
             "note: every A is 0, so all keys score alike: beyond keep_window_size tokens transformers keeps other \
@@ -114,10 +126,14 @@ fn kind(name: &str) -> Result<AttentionKind> {
     let found = AttentionKind::ALL.into_iter().find(|kind| kind.name() == name);
     match found {
         Some(kind) => Ok(kind),
-        None => bail!(
-            "--attention {name} is not known\n  hint: one of {}",
-            AttentionKind::ALL.map(AttentionKind::name).join(", ")
-        ),
+        None => {
+            // No other kind becomes latent attention.
+            let kinds = AttentionKind::ALL
+                .into_iter()
+                .filter(|&kind| kind != AttentionKind::Mla);
+            let names = kinds.map(AttentionKind::name).collect::<Vec<_>>().join(", ");
+            bail!("--attention {name} is not known\n  hint: one of {names}")
+        }
     }
 }
 

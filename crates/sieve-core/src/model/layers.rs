@@ -43,6 +43,17 @@ impl ModelShape {
         layers.filter(|&layer| self.is_dense_layer(layer)).count()
     }
 
+    /// Whether layer `layer` (from 0) has dense attention: its kind is, or the layer is dense in place of another.
+    pub fn has_dense_attention(&self, layer: usize) -> bool {
+        self.attention == Attention::Mha || self.is_dense_layer(layer)
+    }
+
+    /// Layers with [dense attention](Self::has_dense_attention).
+    pub fn num_layers_of_dense_attention(&self) -> usize {
+        let layers = 0..self.num_layers;
+        layers.filter(|&layer| self.has_dense_attention(layer)).count()
+    }
+
     /// The model with the attention of layer `layer` (from 0) in every layer.
     pub fn of_layer(&self, layer: usize) -> Self {
         let attention = match self.is_dense_layer(layer) {

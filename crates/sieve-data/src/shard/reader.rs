@@ -175,7 +175,8 @@ impl ShardReader {
             let path = with_ending(&self.prefix, ".bin");
             let token = token as i32;
             let what = format!("document {document} holds token {token}, outside a vocabulary of {vocab_size}");
-            let hint = "the shard was made with another tokenizer than the model's";
+            let hint = "the shard was made with another tokenizer than the model's, or the token was added to it \
+                        without a row of the embedding";
             return Err(DataError::file(&path, what, hint));
         }
         Ok(())

@@ -1,11 +1,14 @@
 //! Choices of one query, while a model writes: the largest logits, and pages by bounds of their products.
 use super::{Call, Choice, KeptBits, LongChoice, NAME};
 use crate::KernelError;
-use crate::runtime::{CudaTensor, SourceKernel, operands, params};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
 use sieve_core::KeepBlocks;
 
 /// Pages of a block of threads.
 const PAGES_AT_ONCE: usize = 8;
+
+/// Shared memory of select_choose beside its row of scores, with room to spare.
+const CHOOSE_STATIC_BYTES: usize = 1024;
 
 impl Call<'_> {
     /// Marks the keys with the largest logits of each head.
@@ -56,6 +59,21 @@ impl Call<'_> {
         let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), bounds, &scores];
         // SAFETY: bounds have room for every page, checked above; every score is written.
         unsafe { SELECT_PAGES.launch(grid, &tensors, &params) }?;
+        let KeepBlocks::Top(top) = s.keep.by else {
+            return Err(self.not_one_query());
+        };
+        // More pages than a row in shared memory has room for.
+        if pages * DType::F32.size() + CHOOSE_STATIC_BYTES > scores.hardware().max_shared_bytes {
+            let [kept, nan_rows] = bits;
+            let all = LongChoice::new([&scores, kept, nan_rows], [0, s.shape.num_heads], pages);
+            let drops_absent = true;
+            return LongChoice {
+                top,
+                drops_absent,
+                ..all
+            }
+            .choose();
+        }
         self.choose(&Choice {
             scores: &scores,
             bits,
@@ -80,3 +98,61 @@ impl Call<'_> {
 }
 
 pub(super) const SELECT_PAGES: SourceKernel = SourceKernel::new("select_pages").threads(32 * PAGES_AT_ONCE);
+
+#[cfg(test)]
+mod tests {
+    use crate::{DType, Hardware, KernelError, Qkv, Recorder, Step};
+    use sieve_core::{BlockScores, BlockSelection, CallShape, KeepBlocks, KeyScores, SlotOrder};
+
+    /// Chooses by `selection` for packed heads; where `select_choose` kept its scores: nowhere, or bytes of shared
+    /// memory.
+    fn choose(selection: &BlockSelection) -> Result<Vec<usize>, KernelError> {
+        let (gpu, shape) = (Recorder::new(Hardware::HOPPER), selection.shape);
+        let heads = shape.num_heads + 2 * shape.num_kv_heads;
+        let packed = gpu.tensor(&[1, shape.num_keys, heads, shape.head_dim], DType::BF16);
+        let bounds = gpu.tensor(&[shape.num_kv_heads, shape.num_keys, 2, shape.head_dim], DType::F32);
+        Qkv::packed(&packed, shape.num_heads, shape.num_kv_heads).select_blocks(selection, Some(&bounds))?;
+        let steps = gpu.take_steps();
+        let of_step = |step: &Step| match step {
+            Step::Launch(launch) if launch.kernel.name() == "select_choose" => {
+                Some(launch.kernel.dynamic_shared_bytes())
+            }
+            _ => None,
+        };
+        Ok(steps.iter().filter_map(of_step).collect())
+    }
+
+    #[test]
+    fn a_row_of_pages_that_shared_memory_has_no_room_for_is_read_in_place() {
+        for (num_keys, shared) in [(57_856, 57_856 * 4), (57_857, 0), (900_000, 0)] {
+            let shape = CallShape::new([1, num_keys], [4, 2], 32);
+            let selection = BlockSelection::new(shape, 1, BlockScores::Bounds(0), KeepBlocks::Top(7));
+            assert_eq!(choose(&selection).expect("taken"), [shared], "{num_keys}");
+        }
+    }
+
+    #[test]
+    fn keys_are_ordered_by_attention_in_heads_that_its_kernel_takes() {
+        for (head_dim, by_attention, fits) in [(64, true, true), (80, true, false), (80, false, true)] {
+            let shape = CallShape::new([256, 256], [4, 2], head_dim);
+            let means = BlockScores::Means { variances: 0.0 };
+            let mut selection = BlockSelection::new(shape, 64, means, KeepBlocks::Mass(0.9));
+            selection.order = Some(SlotOrder {
+                segment: 128,
+                keys: if by_attention {
+                    KeyScores::Attention(64)
+                } else {
+                    KeyScores::Length
+                },
+                moves_queries: false,
+                keeps_first: false,
+            });
+            let chosen = choose(&selection).map_err(|error| error.to_string());
+            assert_eq!(chosen.is_ok(), fits, "{head_dim} {by_attention}: {chosen:?}");
+            assert!(
+                fits || chosen.is_err_and(|text| text.contains("head_dim 80")),
+                "{head_dim}"
+            );
+        }
+    }
+}

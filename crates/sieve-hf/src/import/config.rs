@@ -3,7 +3,7 @@ use crate::CheckpointError;
 use crate::export::config::SCALING;
 use crate::export::{Architecture, DEEPSEEK_LATENT_EPS, Windows};
 use serde_json::Value;
-use sieve_core::recipe::json_schema;
+use sieve_core::recipe::{AttentionKind, json_schema};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -30,7 +30,8 @@ pub(super) struct HfConfig {
     pub(super) vocab_size: usize,
     /// Whether it is an export of Sieve's with residual scales.
     pub(super) residual_scale: bool,
-    /// The lines of the recipe's `[model]`, as TOML, without `residual_scale`.
+    pub(super) is_tied: bool,
+    /// The lines of the recipe's `[model]`, as TOML, without these two.
     model: String,
     /// The lines of the recipe's `[attention]`, as TOML.
     attention: String,
@@ -278,11 +279,10 @@ impl HfConfig {
         };
         let vocab_size = reader.integer("vocab_size")?;
         let max_positions = reader.integer("max_position_embeddings")?;
-        let tied = reader.value["tie_word_embeddings"].as_bool().unwrap_or(false);
         let mut model = format!(
             "hidden_size = {hidden_size}\nintermediate_size = {}\nnum_hidden_layers = {num_layers}\n\
              num_attention_heads = {heads}\nnum_key_value_heads = {}\nhead_dim = {head_dim}\n\
-             vocab_size = {vocab_size}\nrope_theta = {:?}\nrms_norm_eps = {:?}\ntie_word_embeddings = {tied}\n\
+             vocab_size = {vocab_size}\nrope_theta = {:?}\nrms_norm_eps = {:?}\n\
              max_position_embeddings = {max_positions}\ninitializer_range = {:?}\n",
             reader.integer("intermediate_size")?,
             match reader.value["num_key_value_heads"] {
@@ -317,6 +317,7 @@ impl HfConfig {
         }
         Ok(Self {
             residual_scale: reader.value["residual_scale"] == Value::Bool(true),
+            is_tied: reader.value["tie_word_embeddings"] == Value::Bool(true),
             architecture,
             vocab_size,
             model,
@@ -325,9 +326,9 @@ impl HfConfig {
         })
     }
 
-    /// Whether the model's attention is DMA already.
-    pub(super) fn is_dma(&self) -> bool {
-        self.attention.starts_with("kind = \"dma\"")
+    /// Whether the model's attention is of this kind already.
+    pub(super) fn is_of(&self, kind: AttentionKind) -> bool {
+        self.attention.starts_with(&format!("kind = {:?}", kind.name()))
     }
 
     /// A recipe of the model. `transformers` configurations say nothing about training: these are the settings of a
@@ -335,11 +336,11 @@ impl HfConfig {
     pub(super) fn recipe_toml(&self, residual_scale: bool) -> String {
         let seq_len = self.max_positions.min(2048);
         format!(
-            "[model]\n{}residual_scale = {residual_scale}\n[attention]\n{}\n\
+            "[model]\n{}tie_word_embeddings = {}\nresidual_scale = {residual_scale}\n[attention]\n{}\n\
              [tokenizer]\npath = \"tokenizer.json\"\n[data]\npaths = [\"text.txt\"]\n\
              [training]\nsteps = 1000\nseq_len = {seq_len}\nlocal_batch_size = 1\nglobal_batch_size = 8\n\
              [optimizer]\nlr = 1e-4\n[validation]\ninterval = 200\n[checkpoint]\ninterval = 200\n",
-            self.model, self.attention
+            self.model, self.is_tied, self.attention
         )
     }
 }

@@ -239,15 +239,47 @@ fn missing_unknown_and_ill_shaped_tensors_are_all_named() {
 fn what_says_nothing_new_is_passed_over() {
     let (folder, hf) = dense(TIED);
     rewrite(&hf, |tensors| {
-        for name in ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"] {
-            tensors.push(NamedTensor {
-                name: name.to_owned(),
-                data: TensorData::new(vec![0f32; 3], [3]),
-            });
-        }
+        let frequencies = TensorData::new(vec![0f32; 3], [3]);
+        let added = [
+            ("lm_head.weight", embedding_of(tensors)),
+            ("model.layers.0.self_attn.rotary_emb.inv_freq", frequencies),
+        ];
+        tensors.extend(added.map(|(name, data)| NamedTensor {
+            name: name.to_owned(),
+            data,
+        }));
     });
     let report = imported(&hf, &folder.path().join("out"), None, &[]).expect("imports");
     assert_eq!(report.ignored.len(), 2);
+    assert!(report.recipe.model.tie_word_embeddings);
+}
+
+fn embedding_of(tensors: &[NamedTensor]) -> TensorData {
+    let found = tensors.iter().find(|tensor| tensor.name == EMBEDDING);
+    found.expect("every model has one").data.clone()
+}
+
+/// Some tools write an output of its own and leave `tie_word_embeddings` as it was; `transformers` reads it.
+#[test]
+fn an_output_unlike_the_embedding_unties_the_model() {
+    let (folder, hf) = dense(TIED);
+    let mut output = Vec::new();
+    rewrite(&hf, |tensors| {
+        let embedding = embedding_of(tensors);
+        output = embedding.iter::<f32>().map(|x| x + 0.25).collect();
+        let data = TensorData::new(output.clone(), embedding.shape.to_vec());
+        let name = OUTPUT.to_owned();
+        tensors.push(NamedTensor { name, data });
+    });
+    let report = imported(&hf, &folder.path().join("out"), None, &[]).expect("imports");
+    assert!(!report.recipe.model.tie_word_embeddings && report.ignored.is_empty());
+    let [(_, shape), (_, imported_shape)] = [&hf, &report.path].map(|path| crate::peek_model(path).expect("a model"));
+    assert!(!shape.tie_word_embeddings && shape == imported_shape);
+    for path in [&hf, &report.path] {
+        let loaded = load_model::<Flex>(path, &Default::default(), DType::F32).expect("loads");
+        let head = loaded.model.head.lm_head.expect("untied").weight.val();
+        assert_eq!(head.into_data().iter::<f32>().collect::<Vec<_>>(), output);
+    }
 }
 
 #[test]

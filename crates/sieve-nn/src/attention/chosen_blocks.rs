@@ -175,15 +175,21 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     /// The blocks whose tokens each query reads, `[batch, seq_len, choosers, attended blocks]`, as
     /// [`sieve_ops::choose_key_blocks`] gives them. For measures; [`forward`](Self::forward) chooses the same. Pass the
     /// context of the whole pass, in which an earlier layer may have chosen for this one.
-    pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4, Int> {
-        match self.shares {
-            true => context.last_choice.rows(0),
-            false => {
+    /// `None` where queries read all keys.
+    pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Option<Tensor<B, 4, Int>> {
+        match (self.reads_all(context), self.shares) {
+            (true, _) => None,
+            (false, true) => Some(context.last_choice.rows(0)),
+            (false, false) => {
                 let (packed, documents) = (self.packed(x, context), context.documents);
                 let keys = self.block_keys(&packed, documents, context.rope);
-                self.choose(&packed, keys.as_ref(), documents, self.spec())
+                Some(self.choose(&packed, keys.as_ref(), documents, self.spec()))
             }
         }
+    }
+
+    fn reads_all(&self, context: &LayerContext<'_, B>) -> bool {
+        self.is_warmup || context.reads_all
     }
 
     /// The keys by which QSA's indexer scores blocks.
@@ -199,9 +205,10 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         pools.then(|| indexer.block_keys(index, documents, sizes, rope))
     }
 
-    /// The layer as a step of one token takes it; `None` where it shares a choice, or chooses by QSA's scores.
+    /// The layer as a step of one token takes it; `None` where it shares a choice, chooses by QSA's scores, or reads all
+    /// keys while an indexer learns.
     pub(super) fn for_token_step(&self) -> Option<TokenAttention<B>> {
-        if self.shares || self.choice.rule == ChoiceRule::SumOfHeads {
+        if self.shares || self.is_warmup || self.choice.rule == ChoiceRule::SumOfHeads {
             return None;
         }
         let extra = self.indexer.as_ref().map(|indexer| {
@@ -216,12 +223,14 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
 
     /// See [`Attention::weights`](super::Attention::weights).
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let (packed, spec, documents) = (self.packed(x, context), self.spec(), context.documents);
-        let keys = self.block_keys(&packed, documents, context.rope);
-        let chosen = self.choose(&packed, keys.as_ref(), documents, spec);
-        by_key(&packed.qkv, |one_hot| {
-            let qkv = with_values(&packed.qkv, one_hot, spec.num_kv_heads);
-            sieve_ops::chosen_attention(qkv, chosen.clone(), documents, spec, self.choice)
+        let chosen = self.block_indices(x.clone(), context);
+        let (qkv, spec, documents) = (self.qkv.forward(x, context), self.spec(), context.documents);
+        by_key(&qkv.clone(), |one_hot| {
+            let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
+            match &chosen {
+                Some(chosen) => sieve_ops::chosen_attention(qkv, chosen.clone(), documents, spec, self.choice),
+                None => sieve_ops::attention(qkv, documents, spec),
+            }
         })
     }
 
@@ -282,7 +291,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         let all_kv_heads = spec.num_kv_heads;
         let spec = spec.of_packed_heads(packed.qkv.dims()[2]);
         let block_keys = self.block_keys(&packed, documents, context.rope);
-        let chosen = match (self.is_warmup || context.reads_all, self.shares) {
+        let chosen = match (self.reads_all(context), self.shares) {
             (true, _) => None,
             (false, true) => Some(context.last_choice.rows(first_row)),
             (false, false) => {
@@ -345,6 +354,9 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
                 return self.attend(packed, context.documents, context, first).0;
             };
             let [batch, new, _, _] = packed.qkv.dims();
+            if new == 1 && self.reads_all(context) {
+                return cache.attend_to_all(packed, spec, cached.scratch);
+            }
             if new == 1 {
                 let earlier = self.shares.then(|| context.last_choice.token(first));
                 let pools = self.indexer.as_ref().filter(|_| choice.rule == ChoiceRule::SumOfHeads);

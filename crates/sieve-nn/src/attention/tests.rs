@@ -1,5 +1,5 @@
 use super::{Attention, LayerContext};
-use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, shape, values};
+use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, msa_in_warmup, shape, values};
 use crate::{AttentionConfig, DecoderLayer, KvCache, LayerCache, WeightInit};
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
@@ -107,6 +107,7 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
         })
     };
     let more = [
+        msa_in_warmup(),
         ranked(9, 4, DmaBias::Linear),
         ranked(6, 0, DmaBias::Exp),
         ranked(40, 7, DmaBias::Linear),

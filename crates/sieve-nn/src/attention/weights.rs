@@ -66,7 +66,7 @@ pub(super) fn by_key<B: SieveBackend>(
 
 #[cfg(test)]
 mod tests {
-    use crate::testing::{Rows, assert_close, input, kinds, nsa, shape, values};
+    use crate::testing::{Rows, assert_close, input, kinds, msa_in_warmup, nsa, shape, values};
     use crate::{Attention, WeightInit};
     use burn::tensor::Tensor;
     use burn_flex::Flex;
@@ -85,7 +85,7 @@ mod tests {
         let with_one_value_a_key =
             |attention: &sieve_core::Attention| !matches!(attention, sieve_core::Attention::Nsa(_));
         let kinds = kinds(0.5).into_iter().filter(with_one_value_a_key);
-        for attention in kinds.chain([nsa(NsaCompression::Mean, true)]) {
+        for attention in kinds.chain([nsa(NsaCompression::Mean, true), msa_in_warmup()]) {
             let shape = shape(attention);
             let rows = Rows::new([1, 29], &shape);
             let context = rows.context();

@@ -166,6 +166,21 @@ impl<B: Backend> ChosenCache<B> {
 }
 
 impl<B: DeviceBackend> ChosenCache<B> {
+    /// Appends one token and returns its attention over all keys, `[batch, 1, num_heads, head_dim]`.
+    pub(crate) fn attend_to_all(
+        &mut self,
+        packed: Packed<B>,
+        spec: AttentionSpec,
+        scratch: &mut B::DecodeScratch,
+    ) -> Tensor<B, 4> {
+        let [batch, _, _, d] = packed.qkv.dims();
+        self.append(&packed, spec);
+        let [q, _, _] = split(packed.qkv, spec);
+        let q = q.reshape([batch, spec.num_heads, d]);
+        let o = attention_decode(q, &self.keys, None, spec.softmax_scale, scratch);
+        o.reshape([batch, 1, spec.num_heads, d])
+    }
+
     /// Appends one token and returns its attention, `[batch, 1, num_heads, head_dim]`, and the blocks that it read, of
     /// each row and chooser: `earlier`, where another layer chose them; else by the pooled keys, in place of which
     /// `block_keys` are QSA's of the complete blocks before the token, `[batch, 1, blocks, head_dim]`.

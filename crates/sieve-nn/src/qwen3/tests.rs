@@ -100,7 +100,7 @@ fn layers_that_share_a_choice_read_the_blocks_of_the_layer_before() {
             assert_eq!(chosen_blocks.indexer.is_some(), shape.of_layer(at).has_indexer());
             x = match at % 2 {
                 0 => {
-                    chosen = Some(chosen_blocks.block_indices(normed, &context));
+                    chosen = chosen_blocks.block_indices(normed, &context);
                     layer.forward(x, &context).x
                 }
                 // The choice copied by hand.

@@ -5,6 +5,9 @@
 //! and a new key may itself be the smallest. `exp(z)` (or z) is added to the logit of a kept key. `scores` names a
 //! checkpoint of a DMA model, for `A` and `W_dt`; a dense checkpoint has none, and without them `A` is 0 as at the
 //! start of DMA's training: all scores tie, which gives a sliding window.
+//!
+//! This is the published form: a model's `attention.recency` and `local_window_size` are not in the file, so keys rank
+//! by z alone.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -24,7 +27,8 @@ settings! {
         pub keep_window_size: usize = 2048,
         /// What a score adds to the logits of its key.
         pub bias: DmaBias = DmaBias::Exp,
-        /// A `model.safetensors` of a DMA model, for its scores; empty: all scores are 0.
+        /// A `model.safetensors` of a DMA model, for its scores z, without its recency and local window; empty: all
+        /// scores are 0.
         pub scores: String = String::new(),
         /// What it holds.
         #[serde(skip)]

@@ -74,6 +74,23 @@ impl PrefillMethod for XattentionConfig {
         Ok(())
     }
 
+    fn check_call(&self, call: &Call<'_>) -> Result<(), SelectError> {
+        let heads = call.shape.num_heads;
+        let knows_depth = call.num_layers > 0;
+        let (layers, found) = (self.head_taus.len(), self.head_taus.get(call.layer).map_or(0, Vec::len));
+        if layers == 0 || found == heads && (!knows_depth || layers == call.num_layers) {
+            return Ok(());
+        }
+        let of_model = if knows_depth { format!("{} layers", call.num_layers) } else { "a model".to_owned() };
+        let layer = call.layer;
+        Rules("xattention").fail(
+            format!(
+                "taus has {layers} layers and {found} heads in layer {layer}, for {of_model} of {heads} query heads"
+            ),
+            "give the thresholds of this model: a list for each layer, with a number for each query head",
+        )
+    }
+
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         // Tiles end at multiples of the block, so the first one of a misaligned chunk is short.
         let tiles = Tiles::aligned(call.shape, self.block);
@@ -121,8 +138,10 @@ impl XattentionConfig {
     }
 
     fn tau_of(&self, layer: usize, head: usize) -> f64 {
-        let layer = self.head_taus.get(layer);
-        layer.and_then(|taus| taus.get(head).copied()).unwrap_or(self.tau)
+        match self.head_taus.is_empty() {
+            true => self.tau,
+            false => self.head_taus[layer][head],
+        }
     }
 
     /// Adds the softmax of a head's cells of some rows to the mass of each block; `None` on NaN.

@@ -74,7 +74,7 @@ macro_rules! all_methods {
         "a map per head, of a file or the text's beginning", "DAM, arXiv:2506.11104; our reading");
     Decode exact_top in exact_top::ExactTop(ExactTopConfig,
         "the largest logits; no speed", "DMA, arXiv:2508.02124, table 3");
-    Decode dma in dma::Dma(DmaConfig, "slots; the key with the smallest score goes", "DMA, arXiv:2508.02124");
+    Decode dma in dma::Dma(DmaConfig, "slots; the key of smallest z goes, without recency", "DMA, arXiv:2508.02124");
     } } };
 }
 pub(crate) use all_methods;

@@ -31,7 +31,8 @@ impl Selector {
                 selection
             }
         };
-        if selection.keep.by == KeepBlocks::Top(0) {
+        // Kernels keep one competing block at least.
+        if [KeepBlocks::Top(0), KeepBlocks::Share(0.0)].contains(&selection.keep.by) {
             return None;
         }
         let last = self.common.last_dense_rows;
@@ -94,6 +95,7 @@ mod tests {
             "pbs:permute=both",
             "pbs:segment=512",
             "ba_att:segment=256,sort=q",
+            "ba_att:segment=256,sparsity=1",
             "momo:topk=exact",
             "infinitehip",
             "quest",

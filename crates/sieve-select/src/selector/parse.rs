@@ -202,14 +202,17 @@ pub(super) fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
         .map(|(key, value)| format!("{}={value}", key.trim_start_matches("base.")))
         .collect();
     let base = Selector::parse(&format!("{}:{}", config.base, keys.join(",")))?;
-    if base.phase() == Phase::Decode || matches!(base.method, Method::Delta(..) | Method::Momo(_)) {
+    let reason = match &base.method {
+        Method::Delta(..) | Method::Momo(_) => Some("it corrects itself"),
+        _ if base.is_token_by_token() => Some("it reads a text token by token"),
+        Method::BaAtt(config) if !config.causal => Some("with causal=false it reads later tokens, and probes do not"),
+        _ => None,
+    };
+    if let Some(reason) = reason {
         return Err(SelectError::Value {
             selector: "delta",
-            problem: format!(
-                "base={} cannot be corrected: it acts in decode, or corrects itself",
-                config.base
-            ),
-            hint: "use a prefill method other than momo and delta".to_owned(),
+            problem: format!("base={} cannot be corrected: {reason}", config.base),
+            hint: "use a causal prefill method other than momo and delta".to_owned(),
         });
     }
     Ok(Method::Delta(config, Box::new(base)))

@@ -178,7 +178,7 @@ fn xattention_forced_first_equals_the_published_loop() {
 #[test]
 fn xattention_thresholds_of_a_file_and_the_norm() {
     let path = std::env::temp_dir().join(format!("sieve-taus-{}.json", std::process::id()));
-    std::fs::write(&path, "[[0.0, 1.0], [0.3]]").expect("a temporary file");
+    std::fs::write(&path, "[[0.0, 1.0], [0.3, 0.3], [0.5, 0.5]]").expect("a temporary file");
     let text = format!("xattention:block=16,stride=4,tau=0.5,taus={}", path.display());
     let data = TestCall::structured(&mut Random(143), 256, [2, 1], 16);
     let select_in = |text: &str, layer: usize| selector(text).select(&data.call().in_layer(layer, 3)).expect("valid");
@@ -190,9 +190,29 @@ fn xattention_thresholds_of_a_file_and_the_norm() {
     );
     assert!((0..16).all(|i| chosen.mask.row(0, i) == plain.mask.row(0, i)));
     let plain = select_in("xattention:block=16,stride=4,tau=0.5", 2);
-    // What the file does not say is tau.
-    assert!((0..16).all(|i| chosen.mask.row(1, i) == plain.mask.row(1, i)));
     assert_eq!(select_in(&text, 2).mask, plain.mask);
+    // Files of another model.
+    for (layers, layer, wanted) in [
+        (
+            2,
+            0,
+            "taus has 3 layers and 2 heads in layer 0, for 2 layers of 2 query heads",
+        ),
+        (
+            4,
+            3,
+            "taus has 3 layers and 0 heads in layer 3, for 4 layers of 2 query heads",
+        ),
+    ] {
+        let error = selector(&text)
+            .select(&data.call().in_layer(layer, layers))
+            .expect_err(wanted);
+        assert!(error.to_string().contains(wanted), "{error}");
+    }
+    let wide = TestCall::structured(&mut Random(143), 256, [4, 1], 16);
+    let error = selector(&text).select(&wide.call()).expect_err("four heads");
+    let wanted = "taus has 3 layers and 2 heads in layer 0, for a model of 4 query heads";
+    assert!(error.to_string().contains(wanted), "{error}");
     std::fs::write(&path, "[[1.5]]").expect("a temporary file");
     for (text, wanted) in [
         (text.clone(), "outside [0, 1]"),

@@ -1,5 +1,6 @@
 //! What belongs to one stage of a run, and going from one to the next.
 use super::{AWAY, Trainer};
+use crate::data::rows_needed;
 use crate::group::Share;
 use crate::segment::Segment;
 use crate::{Precision, TrainError, TrainingData, ValidationSize};
@@ -44,14 +45,18 @@ pub fn loader_config(recipe: &Recipe, shape: &ModelShape, data: &TrainingData) -
             Packing::Concatenated
         },
         vocab_size: shape.vocab_size,
-        pad_id: data.tokenizer.pad_id().unwrap_or(0),
+        pad_id: data
+            .tokenizer
+            .pad_id()
+            .filter(|&id| (id as usize) < shape.vocab_size)
+            .unwrap_or(0),
     }
 }
 
 impl StageState {
     pub(super) fn new(recipe: &Recipe, stage: Stage, data: &TrainingData, share: Share) -> Result<Self, TrainError> {
         let recipe = recipe.at_stage(&stage);
-        let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
+        let shape = recipe.model_shape(rows_needed(&recipe, &data.tokenizer))?;
         let share = share.of_rows(recipe.parallelism.context_parallel_degree);
         let micro_batches = TrainError::micro_batches(&recipe.training, share.size)?;
         let mut config = loader_config(&recipe, &shape, data);

@@ -18,6 +18,10 @@ use std::path::PathBuf;
 /// Name under which `--save` keeps the result.
 const COMMAND: &str = "needle";
 
+/// Most lengths, and depths, of a grid; and most needles in all.
+const MOST_STEPS: usize = 1000;
+const MOST_NEEDLES: usize = 1_000_000;
+
 /// Arguments of `sieve eval needle`.
 #[derive(Args, Debug)]
 pub(crate) struct NeedleArgs {
@@ -60,6 +64,12 @@ pub(crate) struct NeedleArgs {
 pub(crate) fn run(args: NeedleArgs) -> Result<()> {
     if args.lengths.contains(&0) {
         bail!("--lengths must be positive\n  hint: a text also has to be longer than --buffer");
+    }
+    if !(1..=MOST_STEPS).contains(&args.grid) {
+        bail!(
+            "--grid is {}\n  hint: ask for 1 to {MOST_STEPS} lengths and depths",
+            args.grid
+        );
     }
     args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
@@ -142,13 +152,10 @@ fn map(config: &NeedleConfig, report: &NeedleReport, own: &str) -> Map {
 
 /// The grid: what was listed, or even steps.
 fn config(args: &NeedleArgs, context: usize) -> Result<NeedleConfig> {
-    if args.grid == 0 {
-        bail!("--grid is 0\n  hint: ask for at least 1 length and depth");
-    }
     let mut lengths = args.lengths.clone();
     if lengths.is_empty() {
         // Half of the shortest text is haystack.
-        let first = (2 * args.buffer).max(context / args.grid).min(context);
+        let first = args.buffer.saturating_mul(2).max(context / args.grid).min(context);
         let even = linear_grid(first as f64, context as f64, args.grid);
         lengths = even.iter().map(|x| x.round() as usize).collect();
     }
@@ -160,6 +167,14 @@ fn config(args: &NeedleArgs, context: usize) -> Result<NeedleConfig> {
     lengths.dedup();
     depths.sort_by(f64::total_cmp);
     depths.dedup();
+    let num_cells = lengths.len() * depths.len();
+    if args.needles.saturating_mul(num_cells) > MOST_NEEDLES {
+        bail!(
+            "--needles is {}, for each of {num_cells} lengths and depths\n  \
+             hint: ask for {MOST_NEEDLES} in all at most",
+            args.needles
+        );
+    }
     Ok(NeedleConfig {
         lengths,
         depths,

@@ -5,7 +5,7 @@ use crate::{loaded, terminal};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::{Value, json};
-use sieve_core::{Attention, ModelShape};
+use sieve_core::ModelShape;
 use sieve_eval::{EvalError, PatternSearch, calibrate_dam, search_minference};
 use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
@@ -24,7 +24,7 @@ const COMMAND: &str = "patterns";
 /// Arguments of `sieve eval patterns`.
 #[derive(Args, Debug)]
 pub(crate) struct PatternsArgs {
-    /// A checkpoint (step-N) of a dense model, or a run folder: then its latest
+    /// A checkpoint (step-N) of a model with dense layers, or a run folder: then its latest
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Text, JSONL or Parquet files, folders or globs; documents are read one after the other
@@ -111,7 +111,7 @@ fn run_on<B: DeviceBackend>(args: &PatternsArgs, flag: &str, device: &B::Device,
     let tokens = text::tokens(&args.data, &tokenizer, length, windows)?;
     let windows = text::windows(&tokens, length, windows);
     let (total, what) = match args.method {
-        Search::Minference => (loaded.shape.num_layers, "layers"),
+        Search::Minference => (loaded.shape.num_layers_of_dense_attention(), "layers"),
         Search::Dam(_) => (windows.len(), "prompts"),
     };
     let template = format!("{{bar:30}} {{pos}}/{{len}} {what}, {{eta}} left");
@@ -163,7 +163,7 @@ fn flag(args: &PatternsArgs) -> Result<String> {
 
 /// Tokens of a prompt. Refuses what the model cannot do before any text is read.
 fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usize> {
-    if shape.attention != Attention::Mha {
+    if shape.num_layers_of_dense_attention() == 0 {
         return Err(EvalError::NotDense(args.method.name().to_owned()).into());
     }
     let context = shape.max_seq_len;
@@ -263,7 +263,7 @@ fn dam_report(maps: &DamMaps, length: usize) -> Report {
     )];
     let mut layers = Vec::new();
     let causal = (length * (length + 1) / 2) as f64;
-    for (layer, heads) in maps.layers.iter().enumerate() {
+    for (layer, heads) in maps.layers.iter().enumerate().filter(|(_, heads)| !heads.is_empty()) {
         let mean = |count: &dyn Fn(&DamMap) -> usize| {
             heads.iter().map(count).sum::<usize>() as f64 / heads.len().max(1) as f64
         };
@@ -274,7 +274,9 @@ fn dam_report(maps: &DamMaps, length: usize) -> Report {
             heads.len(),
             100.0 * density
         ));
-        layers.push(json!({"heads": heads.len(), "density": density, "columns": columns, "offsets": offsets}));
+        layers.push(
+            json!({"layer": layer, "heads": heads.len(), "density": density, "columns": columns, "offsets": offsets}),
+        );
     }
     lines.push("means over the heads of a layer".to_owned());
     Report {

@@ -94,7 +94,7 @@ pub(super) fn samples<B: TrainBackend>(
                 seed: recipe.training.seed,
             },
             eos_id: tokenizer.eos_id()?,
-            num_tokens: tokenizer.vocab_size(),
+            num_tokens: tokenizer.vocab_size().min(trainer.shape().vocab_size),
         };
         let tokens: Vec<u32> = Generator::new(&model, &ids, config, device)?.collect::<Result<_, _>>()?;
         let text = format!("{prompt}{}", tokenizer.decode(&tokens)?);
