@@ -164,8 +164,13 @@ pub(crate) fn unlabelled(rows: std::ops::Range<u64>) -> Disturbance {
 
 #[test]
 fn text_without_a_label_ends_the_run() {
-    let steps = &["training.steps=400"];
-    let found = disturbed(&TinyRun::dma(), "run", steps, unlabelled(0..u64::MAX));
+    // More rows than an epoch has.
+    let large = &[
+        "training.steps=400",
+        "training.global_batch_size=256",
+        "validation.interval=400",
+    ];
+    let found = disturbed(&TinyRun::dma(), "run", large, unlabelled(0..u64::MAX));
     let error = found.result.expect_err("nothing to learn").to_string();
     assert!(
         error.contains("no row of the text holds a token with a label"),

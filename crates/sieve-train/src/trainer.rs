@@ -454,7 +454,7 @@ impl<B: TrainBackend> Trainer<B> {
             if agreed.num_labels == 0 {
                 self.pass_over(reporter)?;
             } else {
-                self.replay()?;
+                self.replay(reporter)?;
                 self.train_step(&step_batches, agreed.num_labels)?;
                 self.unlabelled.1 = 0;
             }

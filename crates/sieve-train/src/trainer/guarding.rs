@@ -246,6 +246,8 @@ impl<B: TrainBackend> Trainer<B> {
         self.unlabelled.0 += 1;
         self.unlabelled.1 += num_rows;
         if self.unlabelled.1 >= self.stage.loader.samples_per_epoch() {
+            // All ranks have agreed on it.
+            self.finish_checkpoint(reporter)?;
             return Err(TrainError::refused(
                 format!("step {}: no row of the text holds a token with a label", self.step + 1),
                 "documents of one token teach nothing, nor do rows that a prompt fills (data.prompt_column): check \
