@@ -4,7 +4,7 @@ use burn::backend::Autodiff;
 use burn_flex::{Flex, FlexDevice};
 use sieve_comm::Mesh;
 use sieve_core::{Keeping, Recipe};
-use sieve_data::OnChange;
+use sieve_data::{IGNORE_LABEL, OnChange};
 use sieve_hf::named_parameters;
 use sieve_testing::says;
 use sieve_train::{
@@ -13,7 +13,8 @@ use sieve_train::{
 };
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 pub(crate) type B = Autodiff<Flex>;
 
@@ -120,7 +121,7 @@ pub(crate) fn disturbed_rank(
             let name = path.file_name().expect("a folder has a name");
             checkpoints.push(name.to_string_lossy().into_owned());
         }
-        TrainEvent::Notice(text) => notices.push(text.to_owned()),
+        TrainEvent::Notice(text) | TrainEvent::Warning(text) => notices.push(text.to_owned()),
         TrainEvent::Step(report) => {
             steps.push(report.step);
             losses.push(report.loss);
@@ -148,6 +149,79 @@ pub(crate) fn disturbed_rank(
 fn read(folder: &Path, name: &str) -> Vec<u8> {
     let path = folder.join(name);
     std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// Takes the labels from the steps that begin with these rows.
+pub(crate) fn unlabelled(rows: std::ops::Range<u64>) -> Disturbance {
+    Disturbance::new(move |row, moment| {
+        if let (Moment::Batches(batches), true) = (moment, rows.contains(&row)) {
+            let labels = batches.iter_mut().flat_map(|batch| &mut batch.labels);
+            labels.for_each(|label| *label = IGNORE_LABEL);
+        }
+        1.0
+    })
+}
+
+#[test]
+fn text_without_a_label_ends_the_run() {
+    // More rows than an epoch has.
+    let large = &[
+        "training.steps=400",
+        "training.global_batch_size=256",
+        "validation.interval=400",
+    ];
+    let found = disturbed(&TinyRun::dma(), "run", large, unlabelled(0..u64::MAX));
+    let error = found.result.expect_err("nothing to learn").to_string();
+    assert!(
+        error.contains("no row of the text holds a token with a label"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_checkpoint_that_failed_is_not_taken_for_the_last_one() {
+    let tiny = TinyRun::dma();
+    let (folder, is_last) = (tiny.path("run/checkpoint/step-36.tmp"), AtomicBool::new(false));
+    // The last step is not taken, so that the loop ends without a checkpoint, while that of step 36 is being written.
+    let disturbance = Disturbance::new(move |at, moment| match (moment, at) {
+        (Moment::Writing, 36) => {
+            while !is_last.load(Ordering::Acquire) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            std::thread::sleep(Duration::from_millis(500));
+            std::fs::remove_dir_all(&folder).expect("it was begun");
+            1.0
+        }
+        (Moment::Loss, 312) => {
+            is_last.store(true, Ordering::Release);
+            f64::NAN
+        }
+        _ => 1.0,
+    });
+    let found = disturbed(&tiny, "run", &["checkpoint.interval=4"], disturbance);
+    assert_eq!(found.result.expect("it ends").step, 40);
+    let says = |words: &str| found.notices.iter().any(|text| text.contains(words));
+    assert!(says("no checkpoint at step 36"), "{:?}", found.notices);
+    assert!(!says("the last checkpoint, of step"), "{:?}", found.notices);
+    assert_eq!(found.checkpoints.last().map(String::as_str), Some("step-40"));
+}
+
+#[test]
+fn a_stage_that_cannot_begin_leaves_the_state_before_it() {
+    let tiny = TinyRun::dma();
+    let text = tiny.read("tiny.toml");
+    let stages = "[[stage]]\nsteps = 13\n[[stage]]\nsteps = 5\npaths = [\"corpus/*.txt\"]\n[optimizer]";
+    tiny.write(
+        "tiny.toml",
+        text.replace("steps = 40\n", "").replace("[optimizer]", stages),
+    );
+    let shards = tiny.path("data/stage-2");
+    let gone = at("step", 64, move || {
+        std::fs::remove_dir_all(&shards).expect("they were made")
+    });
+    let found = disturbed(&tiny, "run", &["lr_scheduler.decay_ratio=0"], gone);
+    found.result.expect_err("its shards are gone");
+    assert_eq!(found.checkpoints.last().map(String::as_str), Some("step-13"));
 }
 
 /// Twelve steps, so that nothing is a spike yet.

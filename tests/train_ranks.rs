@@ -1,8 +1,9 @@
 //! Several processes train what one would: the same rows, steps and weights.
 use crate::tiny_run::{TinyRun, spawned, wait_until};
-use crate::train_guard::{Outcome, Transport, at, disturbed, disturbed_rank, wrong_loss};
-use sieve_comm::{HeldPort, Mesh, Patience, World};
-use sieve_train::{Disturbance, Moment, OnHost};
+use crate::train_guard::{B, Outcome, Transport, at, disturbed, disturbed_rank, unlabelled, wrong_loss};
+use burn_flex::FlexTensor;
+use sieve_comm::{HeldPort, Mesh, Patience, Pieces, World};
+use sieve_train::{Collectives, Disturbance, Gathered, Moment, OnHost, Pending, TrainError};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -154,6 +155,78 @@ fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
             assert!(outcome.checkpoints.iter().all(|name| name == "step-4"));
         }
     }
+}
+
+#[test]
+fn a_step_without_a_label_is_passed_over_by_all_ranks() {
+    let steps = &["training.steps=12", "lr_scheduler.decay_ratio=0"];
+    let disturbances = [(); 2].map(|()| unlabelled(16..32));
+    let [first, second] = two_ranks(steps, disturbances, Default::default(), &AtomicBool::default());
+    for outcome in [&first, &second] {
+        assert_eq!(outcome.result.as_ref().expect("it continues").step, 12);
+        let passed = [
+            "step 3: rows 16 to 23 hold no token with a label",
+            "step 4: rows 24 to 31",
+        ];
+        for words in passed {
+            assert!(
+                outcome.notices.iter().any(|line| line.contains(words)),
+                "{:?}",
+                outcome.notices
+            );
+        }
+    }
+    assert!(first.weights == second.weights && first.losses.len() == 10);
+    // Rows of one rank alone change nothing for the others.
+    let disturbances = [unlabelled(16..32), Disturbance::default()];
+    let [first, second] = two_ranks(steps, disturbances, Default::default(), &AtomicBool::default());
+    assert!(first.weights == second.weights && first.losses.len() == 12);
+}
+
+/// The transport of rank 1 fails once this is set.
+static IS_CUT: AtomicBool = AtomicBool::new(false);
+
+struct Cut(OnHost);
+
+impl Collectives<B> for Cut {
+    fn sum(&self, tensors: Vec<(FlexTensor, Option<Pieces>)>) -> Result<Pending<B>, TrainError> {
+        match self.0.0.world().rank == 1 && IS_CUT.load(Ordering::Acquire) {
+            true => Err(TrainError::Collective("the wire is cut".to_owned())),
+            false => Collectives::<B>::sum(&self.0, tensors),
+        }
+    }
+
+    fn gather(&self, tensors: Vec<Gathered<B>>) -> Result<Pending<B>, TrainError> {
+        Collectives::<B>::gather(&self.0, tensors)
+    }
+}
+
+#[test]
+fn the_error_of_a_rank_that_writes_a_checkpoint_reaches_rank_0() {
+    let tiny = TinyRun::dma();
+    let pair = Pair {
+        transport: |mesh| Box::new(Cut(OnHost(mesh))),
+        ..Pair::new(&tiny, "run", &["training.steps=12"])
+    };
+    let port = HeldPort::take().expect("a port");
+    let cut = at("files", 4, || {
+        IS_CUT.store(true, Ordering::Release);
+        std::thread::sleep(Duration::from_millis(500));
+    });
+    let error = |rank: usize, disturbance: Disturbance| {
+        let mesh = Pair::join(rank, port.number(), Patience::default());
+        let error = pair.train(mesh.clone(), disturbance).result.expect_err("a rank fails");
+        // As the program does.
+        mesh.fail(&error.to_string());
+        error.to_string()
+    };
+    std::thread::scope(|scope| {
+        let second = scope.spawn(|| error(1, cut));
+        let first = error(0, Disturbance::default());
+        assert!(first.contains("the wire is cut") && first.contains("rank 1"), "{first}");
+        assert!(second.join().expect("no panic").contains("the wire is cut"));
+    });
+    assert!(tiny.names("run/checkpoint").is_empty());
 }
 
 #[test]

@@ -50,7 +50,7 @@ def document(draw, num_sentences):
 
 
 def main():
-    if len(sys.argv) not in (2, 3):
+    if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     folder, count = pathlib.Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) == 3 else 4000
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ pub use documents::{CorpusReport, Documents};
 use files::PassedOver;
 use hub::{Hub, RemoteFile};
 pub use hub::{HubConfig, HubLimits, hub_tokenizer, is_hub_tokenizer};
+pub use source::JsonText;
 pub use table::{TableRow, read_table};
 
 /// How documents lie in files. Text and JSONL may be packed: a file whose name ends in `.gz` or `.zst` is unpacked on
@@ -332,13 +333,12 @@ impl Corpus {
         self.config.max_bytes.map_or(total, |limit| total.min(limit))
     }
 
-    /// A file that is read as plain text though its first two lines are JSON objects: one of the first text files on
-    /// this disk.
-    pub fn json_lines_as_text(&self) -> Option<&Path> {
+    /// A file that is read as plain text though it holds objects of JSON: one of the first text files on this disk.
+    pub fn json_as_text(&self) -> Option<(&Path, JsonText)> {
         let local = self.files.iter().filter(|file| file.remote.is_none());
         let text = local.filter(|file| self.config.format.of(&file.path) == Format::Text);
         let mut paths = text.map(|file| file.path.as_path()).take(FILES_LOOKED_INTO);
-        paths.find(|path| source::begins_with_json_lines(path))
+        paths.find_map(|path| Some((path, source::json_of(path)?)))
     }
 
     /// Reads the documents, always in the same order.

@@ -86,6 +86,14 @@ impl DataError {
         Self::InvalidDocument { path, what, hint }
     }
 
+    /// Says in which line or row of its file an invalid document is.
+    pub(crate) fn in_row(mut self, row: &str) -> Self {
+        if let Self::InvalidDocument { what, .. } = &mut self {
+            *what = format!("{row}: {what}");
+        }
+        self
+    }
+
     pub(crate) fn file(path: &Path, what: impl Into<String>, hint: &'static str) -> Self {
         let (path, what, hint) = (path.to_path_buf(), what.into(), hint.into());
         Self::BadFile { path, what, hint }

@@ -23,6 +23,7 @@
 //!     dir: dir.path().join("prepared"),
 //!     validation: ValidationSource::Fraction(0.1),
 //!     on_change: OnChange::Refuse,
+//!     base: None,
 //! };
 //! let prepared = prepare(&[corpus], &tokenizer, &config, &|_progress| {})?;
 //! let loader = Loader::new(
@@ -61,8 +62,8 @@ mod test_files;
 mod tokenizer;
 
 pub use corpus::{
-    Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig, HubLimits, SourceFile,
-    TableRow, hub_tokenizer, is_hub_tokenizer, read_table,
+    Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig, HubLimits, JsonText,
+    SourceFile, TableRow, hub_tokenizer, is_hub_tokenizer, read_table,
 };
 pub use error::DataError;
 pub use guard::expects_panic;

@@ -43,7 +43,8 @@ use tokenise::Pace;
 pub enum ValidationSource<'a> {
     /// This fraction of the corpus, in (0, 1): a hash of its text alone decides whether a document is held out, so that
     /// adding text moves no document between the splits, and equal documents stay together. Where that would leave one
-    /// split empty, the last bytes of the corpus are held out, and a document is cut ([`PreparedMeta::is_cut`]).
+    /// split empty, the last bytes of the corpus are held out, and a document is cut ([`PreparedMeta::is_cut`]); no
+    /// other corpus is trained on these bytes.
     Fraction(f64),
     /// Another corpus. Its documents are left out of the training split.
     Corpus(&'a Corpus),
@@ -67,6 +68,8 @@ pub struct PrepareConfig<'a> {
     pub validation: ValidationSource<'a>,
     /// What to do with a folder that holds another preparation.
     pub on_change: OnChange,
+    /// The run's own text where this is a stage's: what that validates on is not trained on.
+    pub base: Option<&'a Prepared>,
 }
 
 /// How far preparation is. The callback is called from the calling thread, a few times a second at most.
@@ -298,6 +301,10 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
             if corpora.len() > 1 {
                 // Once only some of them were held out of.
                 hash.update(b"of each");
+            }
+            for (document, most) in config.base.iter().flat_map(|base| &base.meta.train_bytes) {
+                hash.update(document.as_bytes());
+                hash.update(&most.to_le_bytes());
             }
         }
         ValidationSource::Corpus(corpus) => hash.update(&corpus.fingerprint().to_le_bytes()),

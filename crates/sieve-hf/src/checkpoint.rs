@@ -63,6 +63,9 @@ pub struct CheckpointState {
     pub vocab_size: usize,
     /// Fingerprint of the prepared data the run reads.
     pub data_fingerprint: String,
+    /// Hashes of their tokens; empty where an earlier version wrote the checkpoint.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub data_tokens: String,
     /// Threads the run used; another number may round differently in Burn's own products.
     pub num_threads: usize,
     /// Version of the program.
@@ -86,6 +89,7 @@ impl CheckpointState {
             guard: None,
             vocab_size,
             data_fingerprint: String::new(),
+            data_tokens: String::new(),
             num_threads: 1,
             sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
             num_shards: 1,

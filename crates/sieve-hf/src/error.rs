@@ -24,9 +24,11 @@ pub enum CheckpointError {
     },
     /// A file is not what its checksum says.
     #[error(
-        "{} is damaged: {problem}\n  hint: resume from the checkpoint before it by naming it, --resume-from {}",
-        path.display(), previous.as_ref().map_or_else(|| "DIR (there is none before \
-            it)".to_owned(), |p| p.display().to_string())
+        "{} is damaged: {problem}\n  hint: {}",
+        path.display(), previous.as_ref().map_or_else(|| "there is no checkpoint before it".to_owned(), |path| format!(
+            "name the checkpoint before it, {}: sieve train by --resume-from, other commands by --checkpoint",
+            path.display()
+        ))
     )]
     Damaged {
         /// The damaged file.

@@ -2,7 +2,8 @@
 //!
 //! Counted from the tensors a training step holds at the moments that can be its peak: in the loss, where all blocks
 //! wait for their backward pass; in the backward pass of the last block; in that of the first, when all gradients
-//! exist; and in the embedding's, whose gradient may be as large as several blocks'. A checkpoint being written is
+//! exist; and in the embedding's, whose gradient may be as large as several blocks'. Under context parallelism a
+//! validation may be the peak, whose rows are not cut into parts. A checkpoint being written is
 //! counted too: on a CPU in the planned memory, on a GPU in the host's.
 
 mod activations;
@@ -12,6 +13,7 @@ mod verdict;
 
 pub use activations::activation_bytes_per_token;
 pub use advice::FittingSetting;
+use inference::forward_bytes;
 pub use inference::{InferenceSize, import_memory, inference_memory};
 pub use verdict::MemoryVerdict;
 
@@ -155,7 +157,7 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
     };
     let moments = moments(recipe, shape, target, ranks, keeping);
     let fullest = moments.into_iter().max_by_key(Moment::total);
-    let fullest = fullest.expect("there are five");
+    let fullest = fullest.expect("there are several");
     let parameter_bytes = times(num_parameters, value_bytes);
     // A rank holds masters of its pieces, and with them a copy of those pieces of the parameters.
     let shards = if recipe.parallelism.zero_stage == 0 { 1 } else { ranks };
@@ -202,7 +204,7 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
     }
 }
 
-fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, keeping: Keeping) -> [Moment; 5] {
+fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, keeping: Keeping) -> Vec<Moment> {
     let training = &recipe.training;
     let section = &recipe.activation_checkpoint;
     let rows = RowShare::of(recipe);
@@ -281,7 +283,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
     } else {
         0
     };
-    [
+    let mut moments = vec![
         Moment {
             name: "the loss",
             gradient_bytes: before,
@@ -318,7 +320,22 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
             workspace_bytes: 0,
             checkpoint_bytes: written,
         },
-    ]
+    ];
+    if rows.degree > 1 {
+        // Each process validates on whole rows.
+        let size = InferenceSize {
+            rows: rows.batch.min(recipe.validation.tokens.div_ceil(rows.seq_len.max(1))),
+            ..InferenceSize::rows_of(rows.seq_len, 0)
+        };
+        moments.push(Moment {
+            name: "validation",
+            gradient_bytes: 0,
+            activation_bytes: forward_bytes(shape, size, target),
+            workspace_bytes: 0,
+            checkpoint_bytes: beside,
+        });
+    }
+    moments
 }
 
 /// Bytes that blocks in fp8 keep beyond what others keep, but for those that are `recomputed`.

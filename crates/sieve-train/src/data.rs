@@ -112,19 +112,32 @@ impl DataSource {
     /// # Errors
     /// A path that matches no file, an unreadable tokenizer, a vocabulary that does not fit the model.
     pub fn open(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> Result<Self, TrainError> {
-        let tokenizer = match recipe.tokenizer.source() {
-            TokenizerSource::Path(path) => {
+        Self::with_tokenizer_of(None, recipe, variable)
+    }
+
+    /// The same for a run that begins with `checkpoint`: its tokenizer is read, the recipe's is not.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open).
+    pub fn with_tokenizer_of(
+        checkpoint: Option<&Checkpoint>,
+        recipe: &Recipe,
+        variable: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<Self, TrainError> {
+        let tokenizer = match (checkpoint, recipe.tokenizer.source()) {
+            (Some(checkpoint), _) => Some(read_tokenizer(&checkpoint.tokenizer_path(), recipe)?),
+            (None, TokenizerSource::Path(path)) => {
                 let path = tokenizer_file(path, variable)?;
                 let found = read_tokenizer(&path, recipe)?;
                 recipe.model_shape(rows_needed(recipe, &found.0))?;
                 Some(found)
             }
-            TokenizerSource::Numbers(count) => {
+            (None, TokenizerSource::Numbers(count)) => {
                 let tokenizer = Tokenizer::numbers(count)?;
                 let json = tokenizer.to_json()?;
                 Some((tokenizer, json))
             }
-            TokenizerSource::Train(_) => None,
+            (None, TokenizerSource::Train(_)) => None,
         };
         let text = match recipe.data.format {
             DataFormat::Mqar => None,
@@ -180,7 +193,7 @@ impl DataSource {
         let tokenizer_time = started.elapsed();
 
         let started = Instant::now();
-        let prepared = text.prepare(recipe, &tokenizer, (dir, on_change), observe)?;
+        let prepared = text.prepare(recipe, &tokenizer, (dir, on_change), None, observe)?;
         let prepare_time = started.elapsed();
         let rows = RowSource::shards(recipe, prepared);
         Ok(TrainingData {
@@ -222,6 +235,7 @@ impl TextSource {
         recipe: &Recipe,
         tokenizer: &Tokenizer,
         (dir, on_change): (&Path, OnChange),
+        base: Option<&Prepared>,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Prepared, TrainError> {
         let config = PrepareConfig {
@@ -231,6 +245,7 @@ impl TextSource {
                 None => ValidationSource::Fraction(recipe.data.validation_fraction),
             },
             on_change,
+            base,
         };
         let observe = std::cell::RefCell::new(observe);
         let report = |progress| observe.borrow_mut()(DataEvent::Preparing(progress));
@@ -270,25 +285,6 @@ impl TrainingData {
         self.prepared().into_iter().chain(of_stages)
     }
 
-    /// What a run that branches off `checkpoint` reads: the recipe's files, by the checkpoint's tokenizer.
-    ///
-    /// # Errors
-    /// Those of [`DataSource::open`] and [`DataSource::prepare`].
-    pub fn branch(
-        recipe: &Recipe,
-        (dir, on_change): (&Path, OnChange),
-        checkpoint: &Checkpoint,
-        variable: &dyn Fn(&str) -> Option<String>,
-        observe: &mut dyn FnMut(DataEvent),
-    ) -> Result<Self, TrainError> {
-        let tokenizer = read_tokenizer(&checkpoint.tokenizer_path(), recipe)?;
-        let source = DataSource {
-            tokenizer: Some(tokenizer),
-            ..DataSource::open(recipe, variable)?
-        };
-        source.prepare(recipe, dir, on_change, observe)
-    }
-
     /// What the run of `checkpoint` reads: its tokenizer, and the shards in `dir`, which are prepared again from the
     /// recipe's files only if they are missing. Existing files in `dir` are not changed.
     ///
@@ -301,26 +297,41 @@ impl TrainingData {
         variable: &dyn Fn(&str) -> Option<String>,
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Self, TrainError> {
-        let expected = stages::base(&checkpoint.state.data_fingerprint);
-        let tokenizer = read_tokenizer(&checkpoint.tokenizer_path(), recipe)?;
+        let state = &checkpoint.state;
+        let saved = [&state.data_fingerprint, &state.data_tokens].map(|all| stages::base(all));
         // The files may have changed or gone since: what counts is what was made of them.
         if recipe.data.format != DataFormat::Mqar
-            && let Ok(prepared) = Prepared::open(dir)
-            && prepared.meta.fingerprint == expected
+            && let Ok(mut prepared) = Prepared::open(dir)
+            && is_known(&mut prepared, saved)
         {
+            let tokenizer = read_tokenizer(&checkpoint.tokenizer_path(), recipe)?;
             return Ok(Self::new(tokenizer, RowSource::shards(recipe, prepared)));
         }
-        let source = DataSource {
-            tokenizer: Some(tokenizer),
-            ..DataSource::open(recipe, variable)?
+        let source = DataSource::with_tokenizer_of(Some(checkpoint), recipe, variable)?;
+        let mut data = match source.prepare(recipe, dir, OnChange::Refuse, observe) {
+            Err(TrainError::CacheInUse { what, .. }) => {
+                return Err(TrainError::other_data(dir, &format!("it {what}")));
+            }
+            prepared => prepared?,
         };
-        match source.prepare(recipe, dir, OnChange::Refuse, observe) {
-            Ok(data) if data.base_fingerprint() == expected => Ok(data),
-            Ok(_) => Err(TrainError::other_data(dir, "the text files have changed since")),
-            Err(TrainError::CacheInUse { what, .. }) => Err(TrainError::other_data(dir, &format!("it {what}"))),
-            Err(error) => Err(error),
+        if let RowSource::Shards { prepared, .. } = &mut data.rows {
+            is_known(prepared, saved);
+        }
+        match data.base_fingerprint() == saved[0] {
+            true => Ok(data),
+            false => Err(TrainError::other_data(dir, "the text files have changed since")),
         }
     }
+}
+
+/// Whether shards are those that a checkpoint names by the fingerprint of what they were made from and by their tokens.
+/// Files that were copied have other times, and so another fingerprint: equal tokens in equal order get the former one,
+/// by which the run knows its data.
+fn is_known(prepared: &mut Prepared, [fingerprint, tokens]: [&str; 2]) -> bool {
+    if prepared.meta.fingerprint != fingerprint && stages::tokens_of(prepared) == tokens {
+        fingerprint.clone_into(&mut prepared.meta.fingerprint);
+    }
+    prepared.meta.fingerprint == fingerprint
 }
 
 /// The file of a recipe's `[tokenizer] path`; one of the hub (`hf://OWNER/NAME`) is looked for in

@@ -100,7 +100,9 @@ impl TrainError {
                 "--set parallelism.zero_stage=0, which takes more memory, or optimizer.name=AdamW",
             ));
         }
-        Ok(())
+        let groups = ranks / degree;
+        let mut stages = recipe.stages().into_iter();
+        stages.try_for_each(|stage| Self::micro_batches(&recipe.at_stage(&stage).training, groups).map(drop))
     }
 
     /// Micro-batches of a step of a stage, for each of the processes (or groups of them) that share its rows.
@@ -134,6 +136,15 @@ impl TrainError {
     pub(crate) fn refused(what: impl Into<String>, hint: impl Into<Cow<'static, str>>) -> Self {
         let (what, hint) = (what.into(), hint.into());
         Self::Refused { what, hint }
+    }
+
+    /// Says which stage, counted from 1, of a run that has not reached it.
+    pub(crate) fn in_stage(number: usize, error: Self) -> Self {
+        let text = error.to_string();
+        let (what, hint) = text
+            .split_once("\n  hint: ")
+            .unwrap_or((text.as_str(), "change that stage"));
+        Self::refused(format!("stage {number}: {what}"), hint.to_owned())
     }
 
     /// The data found on resume are not the data the run began with.

@@ -2,7 +2,7 @@
 use crate::{RunFolder, Start, TrainError};
 use serde::{Deserialize, Serialize};
 use sieve_core::model::AttentionForm;
-use sieve_core::recipe::{AttentionKind, OptimizerName};
+use sieve_core::recipe::{AttentionKind, KeyChange, OptimizerName};
 use sieve_core::{Attention, ModelShape, Recipe};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointError, CheckpointState, list_checkpoints};
@@ -69,6 +69,7 @@ impl Origin {
             }
         };
         let saved = Recipe::load(&saved, &path.display().to_string(), &[])?;
+        let recipe = &with_tokenizer_of_branch(&saved, recipe);
         let is_branch = begun.as_ref().is_some_and(|begun| begun.is_branch);
         let checkpoint = match begun {
             Some(begun) => {
@@ -157,7 +158,18 @@ impl Origin {
             "note: a new run that begins with {}",
             checkpoint.path.display()
         )];
-        for change in before.diff(recipe)? {
+        let changes = before.diff(recipe)?;
+        let (tokenizer, changes) = changes
+            .into_iter()
+            .partition::<Vec<_>, _>(|change| names_tokenizer(&change.key));
+        if !tokenizer.is_empty() {
+            let path = checkpoint.tokenizer_path();
+            notices.push(format!(
+                "note: the tokenizer is the checkpoint's, {}; the recipe's is not read",
+                path.display()
+            ));
+        }
+        for change in changes {
             // Or a key inside one of these.
             if READS_WEIGHTS.iter().any(|key| change.key.starts_with(key)) {
                 notices.push(format!(
@@ -182,6 +194,28 @@ impl Origin {
             notices: Vec::new(),
             is_branch: false,
         }
+    }
+
+    /// The recipe with the tokenizer that the run reads: that of the checkpoint where a run branches off it and its
+    /// recipe has another, and so in the run's folder from then on.
+    ///
+    /// # Errors
+    /// A recipe beside the checkpoint that cannot be read.
+    pub fn with_own_tokenizer(&self, recipe: &Recipe) -> Result<Recipe, TrainError> {
+        let Some(checkpoint) = &self.checkpoint else {
+            return Ok(recipe.clone());
+        };
+        let (saved, _) = checkpoint.recipe_and_shape()?;
+        let is_other = |change: &KeyChange| names_tokenizer(&change.key);
+        if !self.is_branch || !saved.diff(recipe)?.iter().any(is_other) {
+            return Ok(with_tokenizer_of_branch(&saved, recipe));
+        }
+        let path = checkpoint.tokenizer_path();
+        let path = path.canonicalize().map_err(TrainError::io("reading", path))?;
+        let mut own = recipe.clone();
+        (own.tokenizer.train, own.tokenizer.numbers) = (None, None);
+        own.tokenizer.path = Some(path.display().to_string());
+        Ok(own)
     }
 
     /// Optimizer steps done.
@@ -285,7 +319,10 @@ fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Check
     let saved = checkpoint.recipe_toml().map_err(|error| begin(error.to_string(), 1))?;
     let saved = Recipe::load(&saved, &path.join("config.toml").display().to_string(), &[]);
     saved
-        .and_then(|saved| saved.check_resume(recipe, checkpoint.state.step as usize).map(drop))
+        .and_then(|saved| {
+            let recipe = with_tokenizer_of_branch(&saved, recipe);
+            saved.check_resume(&recipe, checkpoint.state.step as usize).map(drop)
+        })
         // The second line names the first key that differs.
         .map_err(|error| begin(error.to_string(), 2))?;
     let written = |path: &Path| std::fs::metadata(path).and_then(|found| found.modified()).ok();
@@ -354,6 +391,29 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
          {steps}{hint}",
         steps_done + 1
     ))
+}
+
+/// Whether a key says where the tokenizer comes from.
+fn names_tokenizer(key: &str) -> bool {
+    let key = key.strip_prefix("tokenizer.");
+    key.is_some_and(|key| key != "eos_token")
+}
+
+/// `recipe` with the tokenizer of `saved` where that is a checkpoint's: the run branched off it.
+fn with_tokenizer_of_branch(saved: &Recipe, recipe: &Recipe) -> Recipe {
+    let mut recipe = recipe.clone();
+    let path = saved.tokenizer.path.as_ref().map(Path::new);
+    let is_of_checkpoint = path.is_some_and(|path| {
+        let folder = path.parent().and_then(Path::file_name);
+        let is_step = folder.is_some_and(|folder| folder.to_string_lossy().starts_with("step-"));
+        is_step && path.file_name().is_some_and(|name| name == "tokenizer.json")
+    });
+    if is_of_checkpoint {
+        let eos_token = recipe.tokenizer.eos_token.take();
+        recipe.tokenizer = saved.tokenizer.clone();
+        recipe.tokenizer.eos_token = eos_token;
+    }
+    recipe
 }
 
 /// Kinds with the parameters of dense attention, which can load any dense model: dense attention itself, and blocks

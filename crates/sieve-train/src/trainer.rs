@@ -70,6 +70,8 @@ pub struct Trainer<B: TrainBackend> {
     /// Next row of the stage.
     next_sample: u64,
     tokens_seen: u64,
+    /// Steps without a label in this process, and the rows of the last ones in a row.
+    unlabelled: (u64, u64),
     /// DMA's masks and scores of the last micro-batch, and the learning rate of the last step.
     last_step: Option<StepOutcome<B>>,
     /// The checkpoint of elsewhere that this process begins with.
@@ -152,9 +154,20 @@ impl<B: TrainBackend> Trainer<B> {
         let share = group.as_ref().map_or(Share::ALL, Group::share);
         TrainError::check_ranks(&recipe, share.size)?;
         let stage = StageState::new(&recipe, first, &data, share)?;
+        check_labels(&stage.validation_loader, stage.validation_size())?;
+        // What a later stage cannot read would end the run in its middle, and each time that it is resumed.
+        for later in recipe
+            .stages()
+            .into_iter()
+            .filter(|later| later.index > stage.stage.index)
+        {
+            let number = later.index + 1;
+            let later = StageState::new(&recipe, later, &data, share);
+            let checked = later.and_then(|later| check_labels(&later.validation_loader, later.validation_size()));
+            checked.map_err(|error| TrainError::in_stage(number, error))?;
+        }
         let vocab_size = stage.shape.vocab_size;
         let unigram = Unigram::new(&data.counts_of_rows(vocab_size)?);
-        check_labels(&stage.validation_loader, stage.validation_size())?;
         let training = &recipe.training;
         let model = Qwen3::new(&stage.shape, training.seed, &device);
         let mut trainer = Self {
@@ -173,6 +186,7 @@ impl<B: TrainBackend> Trainer<B> {
             step: 0,
             next_sample: 0,
             tokens_seen: 0,
+            unlabelled: (0, 0),
             last_step: None,
             begun: None,
             last_checkpoint: None,
@@ -376,7 +390,8 @@ impl<B: TrainBackend> Trainer<B> {
         // A checkpoint being written is finished and reported, also when a step failed.
         let written = match result {
             Ok(()) => self.save_last(&mut reporter),
-            Err(_) => self.finish_checkpoint(&mut reporter),
+            Err(_) if self.group.is_none() => self.finish_checkpoint(&mut reporter),
+            Err(_) => self.discard_checkpoint(),
         };
         reporter.metrics.finish();
         reporter.report_writes();
@@ -419,7 +434,7 @@ impl<B: TrainBackend> Trainer<B> {
             if let Some(next) = self.next_stage() {
                 is_usual = false;
                 drop(batches);
-                clock.pause(|| self.enter_stage(next))?;
+                clock.pause(|| self.enter_or_save(next, reporter))?;
                 watch.restart();
                 peak_is_new = true;
                 reporter.emit(TrainEvent::Notice(&self.stage_line()));
@@ -437,8 +452,13 @@ impl<B: TrainBackend> Trainer<B> {
                 self.set_work(Work::Long);
                 break;
             }
-            self.replay()?;
-            self.train_step(&step_batches, [agreed.num_labels, agreed.num_tokens])?;
+            if agreed.num_labels == 0 {
+                self.pass_over(reporter)?;
+            } else {
+                self.replay(reporter)?;
+                self.train_step(&step_batches, [agreed.num_labels, agreed.num_tokens])?;
+                self.unlabelled.1 = 0;
+            }
             self.set_work(Work::Long);
             clock.step(self.stage.recipe.training.tokens_per_step() as u64);
             watch.step();
@@ -612,12 +632,6 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Gradients over all micro-batches, clipping, gate, update. Both counts are those of all processes.
     fn train_step(&mut self, batches: &[Batch], [num_labels, num_tokens]: [usize; 2]) -> Result<(), TrainError> {
-        if num_labels == 0 {
-            return Err(TrainError::refused(
-                format!("step {} holds no token with a label", self.step + 1),
-                "documents of one token teach nothing; check data.paths",
-            ));
-        }
         let loss_scale = self.disturbance.at(self.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
         let links = self.group.as_ref().and_then(|group| group.row_links(degree));
@@ -666,15 +680,11 @@ impl<B: TrainBackend> Trainer<B> {
         let gated = gate::<B>(loss, grad_norm, clip_scale);
         let lr = self.learning_rate();
         let training = &self.stage.recipe.training;
-        let (num_rows, num_tokens) = (training.global_batch_size, training.tokens_per_step());
-        self.guard_log.note(
-            self.step + 1,
-            lr,
-            (self.next_sample, num_rows as u64),
-            batches,
-            &gated,
-            || norms_by_part(&model, &gradients, self.group.as_ref(), &self.device),
-        )?;
+        let num_rows = training.global_batch_size as u64;
+        self.guard_log
+            .note(self.step + 1, lr, (self.next_sample, num_rows), batches, &gated, || {
+                norms_by_part(&model, &gradients, self.group.as_ref(), &self.device)
+            })?;
         let scale = gated.grad_scale;
         self.model = Some(match &mut self.group {
             None => self.optimizer.step(model, &mut gradients, scale, lr),
@@ -692,9 +702,7 @@ impl<B: TrainBackend> Trainer<B> {
             self.model = Some(model.map(&mut Scaled(factor)));
         }
 
-        self.step += 1;
-        self.next_sample += num_rows as u64;
-        self.tokens_seen += num_tokens as u64;
+        self.count_step();
         self.last_step = Some(StepOutcome {
             lr,
             expire,

@@ -169,8 +169,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
     loop {
         let codes = run_once(args, &place, &command, &asked)?;
         let exit = job_exit(&codes);
-        // Where all ranks stopped alike, one of them was asked to.
-        let is_asked = asked.load(Ordering::Relaxed) > 0 || codes.iter().all(|code| *code == Some(STOPPED_EARLY));
+        let is_asked = asked.load(Ordering::Relaxed) > 0 || was_asked(&codes);
         if exit != Exit::StoppedEarly || is_asked || restarts == args.max_restarts {
             return Ok(exit);
         }
@@ -293,8 +292,9 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
                 .for_each(ask_to_stop);
         }
         let left = ranks.iter().filter(|rank| rank.status.is_none()).count();
-        let early = |rank: &&Rank| matches!(rank.status.and_then(|s| s.code()), Some(STOPPED_EARLY | OTHER_LOST));
-        // The others have ended because this one hangs: they have said so.
+        let early = |rank: &&Rank| rank.status.and_then(|status| status.code()) == Some(OTHER_LOST);
+        // The others have ended because they lost this one, and have said so. After a request to stop the last one may
+        // still write.
         let hangs = left == 1
             && ranks.len() > 1
             && signals == 0
@@ -309,6 +309,11 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
     }
     let codes = ranks.iter().map(|rank| rank.status.and_then(|status| status.code()));
     Ok(codes.collect())
+}
+
+/// Whether a rank stopped because it, or another, was asked to: a rank that has lost another ends with another code.
+fn was_asked(codes: &[Option<i32>]) -> bool {
+    codes.contains(&Some(STOPPED_EARLY))
 }
 
 /// Combines the ranks' exit codes into the job's exit code; `None` is a rank that a signal killed.
@@ -414,6 +419,20 @@ mod tests {
             (&[Some(130), None], 130),
         ] {
             assert_eq!(job_exit(codes).code(), expected, "{codes:?}");
+        }
+    }
+
+    #[test]
+    fn a_run_that_was_asked_to_stop_is_not_started_again() {
+        for (codes, expected) in [
+            (&[Some(75), Some(75)][..], true),
+            // The last one was killed, or lost, while it wrote.
+            (&[Some(75), None], true),
+            (&[Some(76), Some(75)], true),
+            (&[Some(76), None], false),
+            (&[Some(76), Some(76)], false),
+        ] {
+            assert_eq!(was_asked(codes), expected, "{codes:?}");
         }
     }
 }

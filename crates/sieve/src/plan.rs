@@ -6,6 +6,7 @@ use crate::out_of_memory::{self, NOTHING_FITS, need};
 use crate::recipe::RecipeArgs;
 use crate::room;
 use crate::terminal::{self, gib, short_count};
+use crate::text_files;
 use crate::train::variable;
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -65,10 +66,6 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         hosts: usize::from(args.nnodes),
     };
     TrainError::check_ranks(&recipe, ranks.size)?;
-    let groups = ranks.size / recipe.parallelism.context_parallel_degree;
-    for stage in recipe.stages() {
-        TrainError::micro_batches(&recipe.at_stage(&stage).training, groups)?;
-    }
     let plan = plan_of_ranks(&recipe, vocab_size, &target, ranks)?;
     // A folder by a variable that is not set here is no reason not to plan.
     let folder = crate::data::folder(&source, &recipe, None).ok();
@@ -84,6 +81,10 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         }
         terminal::line(&serde_json::to_string_pretty(&json)?);
         return Ok(());
+    }
+    // A fallback takes the place of paths without files.
+    if recipe.data.fallback.is_none() {
+        text_files::remark_on_missing("data.paths", &recipe.data.paths);
     }
     terminal::lines(text(&plan, &recipe, &name, found.as_deref()));
     terminal::line("");

@@ -1,8 +1,7 @@
 //! Text named on the command line.
 use crate::terminal::thousands;
 use clap::ValueEnum;
-use sieve_data::{Corpus, CorpusConfig};
-use std::path::Path;
+use sieve_data::{Corpus, CorpusConfig, DataError, JsonText};
 
 /// Most endings that are named of files that are passed over.
 const ENDINGS_NAMED: usize = 6;
@@ -28,10 +27,10 @@ pub(crate) fn config(paths: Vec<String>, format: Option<FormatArg>, text_column:
     }
 }
 
-/// Warns of text that was likely meant as JSONL.
-pub(crate) fn warn_of_json_lines(corpus: &Corpus) {
-    if let Some(path) = corpus.json_lines_as_text() {
-        crate::terminal::warning(&json_lines(path));
+/// Warns of text that was likely meant as JSON.
+pub(crate) fn warn_of_json(corpus: &Corpus) {
+    if let Some(words) = json_as_text(corpus) {
+        crate::terminal::warning(&words);
     }
 }
 
@@ -73,11 +72,30 @@ pub(crate) fn passed_over(corpus: &Corpus) -> Option<String> {
     (total > 0).then(words)
 }
 
-/// What to say of a text file whose lines are JSON.
-pub(crate) fn json_lines(path: &Path) -> String {
-    format!(
-        "{} is read as plain text, and its lines are JSON\n  \
-         hint: if each line is a document, say so: data.format = \"jsonl\" in a recipe, --format jsonl of a command",
-        path.display()
-    )
+/// What to say of a text file that holds JSON.
+pub(crate) fn json_as_text(corpus: &Corpus) -> Option<String> {
+    let (path, json) = corpus.json_as_text()?;
+    let path = path.display();
+    Some(match json {
+        JsonText::Lines => format!(
+            "{path} is read as plain text, and its lines are JSON\n  \
+             hint: if each line is a document, say so: data.format = \"jsonl\" in a recipe, --format jsonl of a command"
+        ),
+        JsonText::List => format!(
+            "{path} is read as plain text, and it is a list of JSON\n  \
+             hint: if each item is a document, write one a line: jq -c '.[]' {path} > NEW.jsonl"
+        ),
+    })
+}
+
+/// Names the paths that match no file on this machine. Those of the hub, and with variables that are not set, are left
+/// out.
+pub(crate) fn remark_on_missing(key: &str, paths: &[String]) {
+    for path in paths {
+        let expanded = sieve_core::paths::expand(path, &crate::train::variable);
+        let corpus = expanded.map(|path| Corpus::open(config(vec![path], None, "text")));
+        if let Ok(Err(DataError::NoFiles { .. })) = corpus {
+            crate::terminal::remark(&format!("note: {key}: {path:?} matches no file here"));
+        }
+    }
 }

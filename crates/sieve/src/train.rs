@@ -238,9 +238,11 @@ fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
         before => bail!(
             "--extend {steps}: the run in {} is at step {done} of {before}\n  hint: {}",
             out.display(),
-            match done < before {
-                true => "let it end with --resume first".to_owned(),
-                false => format!("name a step after {done}"),
+            match (done < before, saved.lr_scheduler.after_step) {
+                (false, _) => format!("name a step after {done}"),
+                (true, 0) => "let it end with --resume first".to_owned(),
+                // An extension that was interrupted.
+                (true, _) => format!("let it end with --resume --extend {before} first"),
             }
         ),
     };
@@ -449,10 +451,22 @@ fn train<B: TrainBackend>(
             (folder, origin)
         }
     };
+    let recipe = &origin.with_own_tokenizer(recipe)?;
     let mut log = Log::new(session.tells());
     if let Some(checkpoint) = &origin.checkpoint
         && origin.step() >= recipe.training.steps as u64
     {
+        let (saved, _) = checkpoint.recipe_and_shape()?;
+        let steps = saved.training.steps;
+        if !origin.is_branch && saved.lr_scheduler.after_step > 0 && origin.step() < steps as u64 {
+            bail!(
+                "{} is at step {} of a run that was extended to {steps}, and the recipe has {} steps\n  \
+                 hint: --resume --extend {steps} continues it",
+                checkpoint.path.display(),
+                origin.step(),
+                recipe.training.steps
+            );
+        }
         if matches!(start, Start::Resume | Start::ResumeAlone { .. }) && session.tells() {
             // A kill right after the last checkpoint leaves older ones.
             folder.claim(start)?;
@@ -475,6 +489,8 @@ fn train<B: TrainBackend>(
         ));
         return Ok(Ending::Finished);
     }
+    // Before text is tokenised, which may take hours.
+    TrainError::check_ranks(recipe, session.sharers()[1])?;
     let vocab_size = match &origin.checkpoint {
         Some(checkpoint) => Ok(checkpoint.state.vocab_size),
         None => crate::plan::vocab_size(recipe),
@@ -637,12 +653,12 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
     };
     let source = match &origin.checkpoint {
         Some(_) if !origin.is_branch => None,
-        _ => Some(DataSource::open(recipe, &variable)?),
+        found => Some(DataSource::with_tokenizer_of(found.as_ref(), recipe, &variable)?),
     };
     folder.claim(start)?;
     for corpus in source.iter().flat_map(DataSource::corpora) {
-        if let Some(path) = corpus.json_lines_as_text() {
-            log.always(&format!("warning: {}", text_files::json_lines(path)));
+        if let Some(words) = text_files::json_as_text(corpus) {
+            log.always(&format!("warning: {words}"));
         }
         if let Some(words) = text_files::passed_over(corpus) {
             log.line(&format!("data: {words}"));
@@ -652,11 +668,6 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
     let mut watch = Watch::new(["tokenizer: ", "data: "], false, &say);
     let mut observe = |event: DataEvent| watch.see(event);
     let mut data = match (source, &origin.checkpoint) {
-        // What was listed above is listed again, with the checkpoint's tokenizer.
-        (Some(_), Some(checkpoint)) => {
-            let place = (dir.as_path(), on_change);
-            TrainingData::branch(recipe, place, checkpoint, &variable, &mut observe)
-        }
         (None, Some(checkpoint)) => TrainingData::resume(recipe, &dir, checkpoint, &variable, &mut observe),
         (Some(source), _) => source.prepare(recipe, &dir, on_change, &mut observe),
         (None, None) => unreachable!("without a checkpoint the files were listed above"),

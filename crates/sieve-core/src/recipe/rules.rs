@@ -84,6 +84,9 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
     }
     if let Some(training) = &parts.training {
         check_training(training, parts.model.as_ref(), &mut rules);
+        if training.precision == TrainingPrecision::Fp8 {
+            check_fp8(training, parts, &mut rules);
+        }
     }
     if let Some(optimizer) = &parts.optimizer {
         rules.bounds("optimizer", optimizer);
@@ -249,9 +252,6 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
             format!("set model.max_position_embeddings to {} or more", training.seq_len),
         );
     }
-    if training.precision == TrainingPrecision::Fp8 {
-        check_fp8(training, model, rules);
-    }
     let factor = training.guard_spike_factor;
     rules.require(
         factor == 0.0 || (factor.is_finite() && factor > 1.0),
@@ -267,18 +267,33 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
     );
 }
 
-/// fp8 GEMMs need sizes that are multiples of 16. The tokens of a micro-batch are one of these
+/// fp8 GEMMs need sizes that are multiples of 16. The tokens that a process has of a micro-batch are one of these
 /// sizes: a weight's gradient sums over them.
-fn check_fp8(training: &TrainingSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
-    let tokens = training.local_batch_size.saturating_mul(training.seq_len);
-    let mut sizes = vec![("training.local_batch_size", "times seq_len is", tokens)];
-    if let Some(model) = model {
+fn check_fp8(training: &TrainingSection, parts: &Parts, rules: &mut Rules<'_>) {
+    let degree = parts
+        .parallelism
+        .as_ref()
+        .map_or(1, |section| section.context_parallel_degree);
+    let is = match degree {
+        0 | 1 => "times seq_len is",
+        _ => "times seq_len / context_parallel_degree is",
+    };
+    let stages = (1..).zip(parts.stage.as_deref().unwrap_or_default());
+    let stages = stages.map(|(number, stage)| (format!("stage.{number}"), stage.local_batch_size, stage.seq_len));
+    let own = ("training".to_owned(), training.local_batch_size, training.seq_len);
+    let rows = std::iter::once(own).chain(stages);
+    let sizes = rows.map(|(section, local, seq_len)| {
+        let tokens = local.saturating_mul(seq_len) / degree.max(1);
+        (format!("{section}.local_batch_size"), is, tokens)
+    });
+    let mut sizes = sizes.collect::<Vec<_>>();
+    if let Some(model) = parts.model.as_ref() {
         // Of queries too: there are several heads of them for each of keys.
         let width = model.num_key_value_heads.saturating_mul(model.head_dim);
         sizes.extend([
-            ("model.hidden_size", "is", model.hidden_size),
-            ("model.intermediate_size", "is", model.intermediate_size),
-            ("model.num_key_value_heads", "times head_dim is", width),
+            ("model.hidden_size".to_owned(), "is", model.hidden_size),
+            ("model.intermediate_size".to_owned(), "is", model.intermediate_size),
+            ("model.num_key_value_heads".to_owned(), "times head_dim is", width),
         ]);
         let (ends, blocks) = (training.bf16_end_blocks, model.num_hidden_layers);
         let most = blocks.saturating_sub(1) / 2;
@@ -292,7 +307,7 @@ fn check_fp8(training: &TrainingSection, model: Option<&ModelSection>, rules: &m
     for (key, is, size) in sizes {
         rules.require(
             size.is_multiple_of(16),
-            key,
+            &key,
             format!("{is} {size}, but eight-bit products need a multiple of 16"),
             "choose another size, or training.precision = \"bf16\"",
         );

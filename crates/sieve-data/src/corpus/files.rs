@@ -1,6 +1,7 @@
 //! From paths, folders and globs to an ordered list of files.
 
-use std::collections::BTreeMap;
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::fs::{self, Metadata};
 use std::path::{Path, PathBuf};
@@ -54,16 +55,32 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
         check_one_kind(pattern, &config.format, &found[before..])?;
     }
     found.sort_by(|a, b| a.path.cmp(&b.path).then_with(|| a.relative.cmp(&b.relative)));
-    found.dedup_by(|again, first| {
-        let is_same = again.path == first.path;
-        first.is_named |= is_same && again.is_named;
-        is_same
-    });
+    let mut found = each_once(found);
     if let FileOrder::Hashed { seed } = config.order {
         found.sort_by_cached_key(|file| xxh3_64_with_seed(file.relative.as_os_str().as_encoded_bytes(), seed));
     }
     let files = found.into_iter().map(stat).collect::<Result<_, _>>()?;
     Ok((files, passed_over))
+}
+
+/// Leaves out what leads to a file that is there already, by another path or by a link.
+fn each_once(found: Vec<Found>) -> Vec<Found> {
+    let mut places = HashMap::<PathBuf, usize>::new();
+    let mut files = Vec::<Found>::with_capacity(found.len());
+    for file in found {
+        let place = match file.remote {
+            Some(_) => None,
+            None => file.path.canonicalize().ok(),
+        };
+        match places.entry(place.unwrap_or_else(|| file.path.clone())) {
+            Entry::Occupied(first) => files[*first.get()].is_named |= file.is_named,
+            Entry::Vacant(new) => {
+                new.insert(files.len());
+                files.push(file);
+            }
+        }
+    }
+    files
 }
 
 /// Refuses a path that names files of several kinds, where their endings decide.
@@ -199,6 +216,10 @@ fn expand_one(
             let path = error.path().to_path_buf();
             DataError::io("list", &path)(error.into())
         })?;
+        // Links may lead round a loop.
+        if pattern.contains("**") && is_below_link(&path, &base) {
+            continue;
+        }
         if path.is_dir() {
             walk(&path, &base, extensions, found, passed_over)?;
         } else {
@@ -212,6 +233,14 @@ fn expand_one(
         }
     }
     Ok(())
+}
+
+/// Whether a folder between `base` and a match, or the match if it is one, is a link.
+fn is_below_link(path: &Path, base: &Path) -> bool {
+    let folders = path
+        .ancestors()
+        .take_while(|folder| *folder != base && folder.starts_with(base));
+    folders.into_iter().any(|folder| folder.is_symlink() && folder.is_dir())
 }
 
 /// The part of a glob before its first wildcard.

@@ -13,8 +13,9 @@ pub(super) use jsonl::JsonLines;
 use jsonl::JsonlSource;
 use parquet::ParquetSource;
 pub(super) use parquet::guarded;
+pub use text::JsonText;
 use text::TextSource;
-pub(super) use text::begins_with_json_lines;
+pub(super) use text::json_of;
 pub(super) use unpack::{Packed, broken_archive};
 
 /// The documents of one file, in order.
@@ -56,14 +57,20 @@ fn check_size(path: &Path, bytes: u64, max_bytes: u64) -> Result<(), DataError> 
     Ok(())
 }
 
-/// Refuses text that says it is UTF-16, little or big endian.
+/// Refuses text that says it is UTF-32 or UTF-16, little or big endian.
 fn check_encoding(path: &Path, bytes: &[u8]) -> Result<(), DataError> {
-    let marks: [&[u8]; 2] = [b"\xFF\xFE", b"\xFE\xFF"];
-    if marks.iter().any(|mark| bytes.starts_with(mark)) {
-        let what = "UTF-16, by its first two bytes; text is read as UTF-8".to_owned();
+    // A mark of UTF-32 may begin as one of UTF-16.
+    let marks: [(&[u8], _, _); 4] = [
+        (b"\xFF\xFE\0\0", "UTF-32", "four"),
+        (b"\0\0\xFE\xFF", "UTF-32", "four"),
+        (b"\xFF\xFE", "UTF-16", "two"),
+        (b"\xFE\xFF", "UTF-16", "two"),
+    ];
+    if let Some((_, name, count)) = marks.iter().find(|(mark, ..)| bytes.starts_with(mark)) {
+        let what = format!("{name}, by its first {count} bytes; text is read as UTF-8");
         let path_shown = path.display();
         let hint =
-            format!("iconv -f UTF-16 -t UTF-8 {path_shown} > NEW.txt, or leave such documents out: skip_invalid");
+            format!("iconv -f {name} -t UTF-8 {path_shown} > NEW.txt, or leave such documents out: skip_invalid");
         return Err(DataError::document(path, what, hint));
     }
     Ok(())

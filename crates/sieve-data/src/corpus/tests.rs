@@ -46,6 +46,29 @@ fn folders_globs_and_files_give_each_file_once_and_sorted() {
     assert_eq!(texts(text(&at("*.bin"))).unwrap(), ["text of e.bin"]);
 }
 
+// A link to the folder that it is in: `**` walked round it 40 times.
+#[cfg(unix)]
+#[test]
+fn a_file_is_read_once_whichever_links_lead_to_it() {
+    use std::os::unix::fs::symlink;
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    write(root, "text/a.txt", "a");
+    write(root, "text/b/c.txt", "c");
+    symlink(root.join("text"), root.join("text/b/loop")).unwrap();
+    symlink(root.join("text/a.txt"), root.join("text/d.txt")).unwrap();
+    write(root, "other/e.txt", "e");
+    symlink(root.join("other"), root.join("text/other")).unwrap();
+    let at = |name: &str| root.join(name).to_str().unwrap().to_owned();
+    assert_eq!(texts(text(&at("text"))).unwrap(), ["a", "c"]);
+    assert_eq!(texts(text(&at("text/**/*.txt"))).unwrap(), ["a", "c"]);
+    assert_eq!(texts(text(&at("text/other/*.txt"))).unwrap(), ["e"]);
+    let named = CorpusConfig::text(vec![at("text/"), at("text/b/../a.txt")]);
+    let corpus = Corpus::open(named).unwrap();
+    let is_named = corpus.files().iter().map(|file| file.is_named);
+    assert_eq!(is_named.collect::<Vec<_>>(), [true, false]);
+}
+
 #[test]
 fn a_path_with_glob_signs_is_itself() {
     let dir = tempfile::tempdir().unwrap();
@@ -116,9 +139,12 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     let latin = write(dir.path(), "1.txt", b"caf\xe9 au lait");
     let nul = write(dir.path(), "2.txt", b"ab\0cd");
     let large = write(dir.path(), "3.txt", "x".repeat(50));
-    let wide = ["little.utf16", "big.utf16"].map(|name| dir.path().join(name));
-    fs::write(&wide[0], b"\xff\xfea\0").unwrap();
-    fs::write(&wide[1], b"\xfe\xff\0a").unwrap();
+    let wide: [(&str, &[u8], &str); 4] = [
+        ("little.utf16", b"\xff\xfea\0", "UTF-16"),
+        ("big.utf16", b"\xfe\xff\0a", "UTF-16"),
+        ("little.utf32", b"\xff\xfe\0\0a\0\0\0", "UTF-32"),
+        ("big.utf32", b"\0\0\xfe\xff\0\0\0a", "UTF-32"),
+    ];
     write(dir.path(), "4.txt", " \n\t");
     write(dir.path(), "5.txt", "\u{feff}good");
     let strict = |path: &str| CorpusConfig {
@@ -127,9 +153,9 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     };
     refusal(texts(strict(&latin)), "1.txt: not UTF-8 at byte 3");
     refusal(texts(strict(&nul)), "2.txt: NUL at byte 2");
-    for path in &wide {
-        let path = path.to_str().unwrap();
-        let words = format!("{path}: UTF-16 | iconv -f UTF-16 -t UTF-8 {path} | skip_invalid");
+    for (name, bytes, encoding) in wide {
+        let path = &write(dir.path(), name, bytes);
+        let words = format!("{path}: {encoding} | iconv -f {encoding} -t UTF-8 {path} | skip_invalid");
         refusal(texts(strict(path)), &words);
         refusal(texts(jsonl(path)), &words);
     }
@@ -187,7 +213,7 @@ fn jsonl_gives_one_document_a_line() {
 #[test]
 fn bad_jsonl_lines_are_named_or_skipped() {
     let dir = tempfile::tempdir().unwrap();
-    let cases: [(&[u8], &str); 7] = [
+    let cases: [(&[u8], &str); 9] = [
         (
             b"{\"body\": \"x\"}",
             "line 2 has no column \"text\" (it has [\"body\"])",
@@ -197,12 +223,20 @@ fn bad_jsonl_lines_are_named_or_skipped() {
         (b"{\"text\": \"x\"", "line 2 is not a JSON object"),
         (b"[1, 2]", "line 2 is not a JSON object"),
         (b"{\"text\": \"x\"} {\"text\": \"y\"}", "line 2 is not a JSON object"),
-        (b"{\"text\": \"\xff\"}", "not UTF-8 at byte 27"),
+        (b"{\"text\": \"\xff\"}", "line 2: not UTF-8 at byte 27"),
+        (b"{\"text\": \"\\u0000\"}", "line 2: NUL at byte 17"),
+        (
+            b"{\"text\": \"longer than seven\"}",
+            "line 2: a document of 17 bytes is over the limit of 7",
+        ),
     ];
     for (bad, wanted) in cases {
         let bytes = [b"{\"text\": \"good\"}\n".as_slice(), bad, b"\n{\"text\": \"last\"}\n"].concat();
         let path = write(dir.path(), "a.jsonl", bytes);
-        let mut config = jsonl(&path);
+        let mut config = CorpusConfig {
+            max_document_bytes: Some(7),
+            ..jsonl(&path)
+        };
         refusal(texts(config.clone()), &format!("a.jsonl | {wanted}"));
         config.skip_invalid = true;
         assert_eq!(texts(config).unwrap(), ["good", "last"]);
@@ -316,20 +350,31 @@ fn the_ending_names_the_format() {
 }
 
 #[test]
-fn text_that_looks_like_json_lines_is_told() {
+fn text_that_looks_like_json_is_told() {
+    use JsonText::{Lines, List};
     let dir = tempfile::tempdir().unwrap();
-    for (name, bytes, is_told) in [
-        ("rows.json", "{\"text\": \"a\"}\n\n {\"text\": \"b\"}\n", true),
-        ("rows.jsonl", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n", true),
-        ("marked.txt", "\u{feff}{\"a\": 1}\r\n{\"b\": 2}\r\n", true),
-        ("object.json", "{\n  \"text\": \"a\"\n}\n", false),
-        ("one.json", "{\"text\": \"a\"}\n", false),
-        ("list.json", "[1]\n[2]\n", false),
-        ("code.rs", "{ let a = 1; }\n{ let b = 2; }\n", false),
+    for (name, bytes, expected) in [
+        ("rows.json", "{\"text\": \"a\"}\n\n {\"text\": \"b\"}\n", Some(Lines)),
+        ("rows.jsonl", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n", Some(Lines)),
+        ("marked.txt", "\u{feff}{\"a\": 1}\r\n{\"b\": 2}\r\n", Some(Lines)),
+        ("object.json", "{\n  \"text\": \"a\"\n}\n", None),
+        ("one.json", "{\"text\": \"a\"}\n", None),
+        ("list.json", "[1]\n[2]\n", None),
+        (
+            "rows-in-list.json",
+            "[{\"text\": \"a\"}, {\"text\": \"b\"}]",
+            Some(List),
+        ),
+        (
+            "lines-in-list.json",
+            "\u{feff}[\n  {\n    \"text\": \"a\"\n  }\n]\n",
+            Some(List),
+        ),
+        ("code.rs", "{ let a = 1; }\n{ let b = 2; }\n", None),
     ] {
         let path = write(dir.path(), name, bytes);
         let corpus = Corpus::open(text(&path)).unwrap();
-        assert_eq!(corpus.json_lines_as_text().is_some(), is_told, "{name}");
-        assert_eq!(Corpus::open(jsonl(&path)).unwrap().json_lines_as_text(), None);
+        assert_eq!(corpus.json_as_text().map(|found| found.1), expected, "{name}");
+        assert_eq!(Corpus::open(jsonl(&path)).unwrap().json_as_text(), None);
     }
 }

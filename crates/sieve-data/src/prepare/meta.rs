@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::split::TrainBytes;
 use super::{VALIDATION, hex};
 use crate::corpus::{Corpus, CorpusConfig, CorpusReport};
 use crate::error::DataError;
@@ -45,6 +46,9 @@ pub struct PreparedMeta {
     /// True where there were too few documents to hold whole ones out, and the end of the text is held out.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_cut: bool,
+    /// Of documents that a cut holds out from some byte of their text on: how many bytes may be trained on, by a hash.
+    #[serde(default, skip_serializing_if = "TrainBytes::is_empty")]
+    pub(super) train_bytes: TrainBytes,
     /// What is in `train.bin`, or in all of `train-000.bin`, `train-001.bin`, …
     pub train: SplitMeta,
     /// What is in `validation.bin`.
@@ -197,6 +201,15 @@ pub struct DocumentSize {
     pub num_bytes: u64,
     /// Words: runs of characters that are not white space.
     pub num_words: u64,
+}
+
+impl DocumentSize {
+    pub(super) fn of(text: &str) -> Self {
+        Self {
+            num_bytes: text.len() as u64,
+            num_words: text.split_whitespace().count() as u64,
+        }
+    }
 }
 
 /// `validation.docs.json`: two lists as long as the shard has documents.

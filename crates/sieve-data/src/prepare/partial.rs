@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::meta::FORMAT_VERSION;
-use super::split::Target;
+use super::split::{Cuts, Target};
 use super::tokenise::Encoded;
 use super::{DocumentSize, SplitMeta};
 use crate::corpus::{CorpusReport, Cursor};
@@ -47,7 +47,7 @@ pub(super) struct Place {
     pub(super) done: Vec<CorpusReport>,
     pub(super) cursor: Cursor,
     /// What [`cuts`](super::split::cuts) found; kept because the files it read may be gone: fetched, used and removed.
-    pub(super) cuts: Option<Vec<Option<u64>>>,
+    pub(super) cuts: Option<Cuts>,
 }
 
 /// Any further line: where the preparation is, and what is new since the line before.

@@ -8,7 +8,7 @@ use std::path::Path;
 use super::lock::Lock;
 use super::meta::{self, FORMAT_VERSION, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings};
 use super::partial::{JOURNAL, Partial};
-use super::split::{Split, cuts};
+use super::split::{Cuts, Split, TrainBytes, cuts};
 use super::tokenise::{Batch, Pace, encode};
 use super::{PrepareConfig, Progress, TRAIN, VALIDATION, VALIDATION_SIZES, ValidationSource, hex, train_names};
 use crate::corpus::{Corpus, CorpusReport, Cursor, Documents};
@@ -60,15 +60,15 @@ impl Plan<'_> {
         }
         let held_out = partial.held_out.iter().copied().collect();
         let (fraction, cuts) = match (self.config.validation, partial.place.cuts.take()) {
-            (ValidationSource::Corpus(_), _) => (0.0, Vec::new()),
+            (ValidationSource::Corpus(_), _) => (0.0, Cuts::default()),
             (ValidationSource::Fraction(fraction), Some(found)) => (fraction, found),
-            (ValidationSource::Fraction(fraction), None) => (fraction, cuts(self.corpora, fraction)?),
+            (ValidationSource::Fraction(fraction), None) => (fraction, self.cuts(fraction)?),
         };
         partial.place.cuts = Some(cuts.clone());
-        let split = |number: usize| match (own_validation, cuts.get(number)) {
+        let split = |number: usize| match (own_validation, cuts.places.get(number)) {
             (Some(_), _) => Split::Without(&held_out),
-            (None, Some(Some(cut))) => Split::End(*cut),
-            (None, _) => Split::Hash(fraction),
+            (None, Some(Some(cut))) => Split::End(*cut, &cuts.train_bytes),
+            (None, _) => Split::Hash(fraction, &cuts.train_bytes),
         };
         let num_before = usize::from(own_validation.is_some());
         let first = partial.place.done.len().saturating_sub(num_before);
@@ -84,11 +84,20 @@ impl Plan<'_> {
                     None => reports.iter().map(|report| report.num_documents).sum(),
                 };
                 let name = &split.name;
-                let what = format!(
-                    "the {name} split holds no document: {num_documents} documents, validation_fraction {fraction}"
-                );
-                let hint = "name text to validate on with [validation] paths, change validation_fraction, or give \
-                    more text";
+                let (why, hint) = match own_validation {
+                    Some(_) if name == VALIDATION => ("[validation] paths".to_owned(), "name text with documents"),
+                    Some(_) => (
+                        format!("{num_documents} documents, all of which are among [validation] paths"),
+                        "name other text to validate on with [validation] paths, or leave it out and a part of the \
+                            text is held out",
+                    ),
+                    None => (
+                        format!("{num_documents} documents, validation_fraction {fraction}"),
+                        "name text to validate on with [validation] paths, change validation_fraction, or give more \
+                            text",
+                    ),
+                };
+                let what = format!("the {name} split holds no document: {why}");
                 return Err(DataError::refused(what, hint));
             }
         }
@@ -98,6 +107,17 @@ impl Plan<'_> {
             corpus.discard_fetched(0..corpus.files().len());
         }
         Ok(meta)
+    }
+
+    /// The cuts of these corpora, with the documents in which the run's own text is cut.
+    fn cuts(&self, fraction: f64) -> Result<Cuts, DataError> {
+        let base = self.config.base;
+        let mut cuts = cuts(self.corpora, fraction, base)?;
+        for (hash, most) in base.iter().flat_map(|base| &base.meta.train_bytes) {
+            let own = cuts.train_bytes.entry(hash.clone()).or_insert(*most);
+            *own = (*own).min(*most);
+        }
+        Ok(cuts)
     }
 
     /// Reads one corpus to its end, into split `train_split` or, for `None`, into the validation split. Returns the
@@ -187,7 +207,7 @@ impl Plan<'_> {
         sizes_file.write(&meta::document_sizes_json(&sizes))?;
         let sizes_file = sizes_file.finish()?;
         let mut names = splits.iter().map(|split| split.name.clone()).collect::<Vec<_>>();
-        let is_cut = place.cuts.iter().flatten().any(Option::is_some);
+        let cuts = place.cuts.clone().unwrap_or_default();
         let mut reports = place.done.clone();
         let validation_report = match self.config.validation {
             ValidationSource::Corpus(_) => Some(reports.remove(0)),
@@ -196,7 +216,8 @@ impl Plan<'_> {
         let (shards, mut metas) = finish(partial)?;
         let validation = metas.pop().expect("the validation split is the last");
         let meta = PreparedMeta {
-            is_cut,
+            is_cut: cuts.places.iter().any(Option::is_some),
+            train_bytes: cuts.train_bytes,
             ..self.meta(metas, validation, reports, validation_report)
         };
         let mut meta_file = AtomicFile::create(&meta::path(dir))?;
@@ -266,6 +287,7 @@ impl Plan<'_> {
                 },
             },
             is_cut: false,
+            train_bytes: TrainBytes::new(),
             train: total,
             validation,
             report,

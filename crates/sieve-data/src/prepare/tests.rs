@@ -75,6 +75,7 @@ fn holding_out<'a>(dir: PathBuf, fraction: f64) -> PrepareConfig<'a> {
         dir,
         validation: ValidationSource::Fraction(fraction),
         on_change: OnChange::Refuse,
+        base: None,
     }
 }
 
@@ -276,6 +277,19 @@ fn a_full_disk_is_told_and_leaves_nothing() {
         assert!(left.iter().all(|(name, _)| name == LOCK), "{left:?}");
     }
     assert!(!place.prepare(&place.config()).unwrap().reused);
+}
+
+#[test]
+fn text_that_only_validates_trains_nothing() {
+    let place = Place::new();
+    let corpus = place.corpus();
+    let config = PrepareConfig {
+        validation: ValidationSource::Corpus(&corpus),
+        ..place.config()
+    };
+    let words =
+        "the train split holds no document: 200 documents, all of which are among [validation] paths | other text";
+    refusal(place.prepare(&config), words);
 }
 
 #[test]

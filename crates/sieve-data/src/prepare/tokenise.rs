@@ -112,10 +112,7 @@ pub(super) fn encode(
         let text = document.text;
         let mut ids = tokenizer.encode(&text)?;
         ids.push(eos_id);
-        let size = DocumentSize {
-            num_bytes: text.len() as u64,
-            num_words: text.split_whitespace().count() as u64,
-        };
+        let size = DocumentSize::of(&text);
         Ok(Encoded {
             target,
             prompt,

@@ -136,7 +136,11 @@ impl Maker<'_> {
         let (task, length) = (self.task.name(), self.length);
         let what =
             format!("the shortest text of {task} takes {needed} tokens of this tokenizer, and the length is {length}");
-        let hint = format!("use --lengths {needed} or more for it, or leave the task out");
+        let option = match self.split {
+            Split::Test => "--lengths",
+            Split::Train => "--min-length",
+        };
+        let hint = format!("use {option} {needed} or more for it, or leave the task out");
         EvalError::refused(what, hint)
     }
 }

@@ -41,6 +41,41 @@ impl InferenceSize {
 pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target, weight_bytes: u64) -> MemoryPlan {
     let value_bytes = target.value_bytes();
     let parameters = shape.parameters().total();
+    let cache_bytes = match size.cached_tokens {
+        0 => 0,
+        cached => {
+            let one = cache_plan(shape, cached, value_bytes).bytes_at_seq_len;
+            times(size.num_caches.max(1) as u64, one)
+        }
+    };
+    let loaded = Moment {
+        parameter_bytes: match target {
+            Target::Cpu { .. } => times(parameters, weight_bytes),
+            Target::Gpu(_) => times(parameters, F32),
+        },
+        workspace_bytes: match target {
+            Target::Cpu { .. } => times(parameters, F32),
+            Target::Gpu(_) => 0,
+        },
+        ..Moment::named("reading the weights")
+    };
+    let forward = Moment {
+        parameter_bytes: times(parameters, weight_bytes),
+        cache_bytes,
+        activation_bytes: forward_bytes(shape, size, target),
+        ..Moment::named("a forward pass")
+    };
+    let fullest = if loaded.total() > forward.total() {
+        loaded
+    } else {
+        forward
+    };
+    fullest.plan(target)
+}
+
+/// Activations of a forward pass that keeps none for a backward pass.
+pub(super) fn forward_bytes(shape: &ModelShape, size: InferenceSize, target: &Target) -> u64 {
+    let value_bytes = target.value_bytes();
     let tokens = size.rows.saturating_mul(size.seq_len).max(1) as u64;
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let packed = (shape.q_width() + 2 * shape.kv_width()) as u64;
@@ -63,36 +98,7 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
         returned => returned_logit_bytes(shape, returned as u64, target),
     };
     let loss = times(tokens, 2 * d_model * value_bytes) + logits;
-    let cache_bytes = match size.cached_tokens {
-        0 => 0,
-        cached => {
-            let one = cache_plan(shape, cached, value_bytes).bytes_at_seq_len;
-            times(size.num_caches.max(1) as u64, one)
-        }
-    };
-    let loaded = Moment {
-        parameter_bytes: match target {
-            Target::Cpu { .. } => times(parameters, weight_bytes),
-            Target::Gpu(_) => times(parameters, F32),
-        },
-        workspace_bytes: match target {
-            Target::Cpu { .. } => times(parameters, F32),
-            Target::Gpu(_) => 0,
-        },
-        ..Moment::named("reading the weights")
-    };
-    let forward = Moment {
-        parameter_bytes: times(parameters, weight_bytes),
-        cache_bytes,
-        activation_bytes: block.max(loss),
-        ..Moment::named("a forward pass")
-    };
-    let fullest = if loaded.total() > forward.total() {
-        loaded
-    } else {
-        forward
-    };
-    fullest.plan(target)
+    block.max(loss)
 }
 
 /// Logits that are returned together.

@@ -643,6 +643,27 @@ fn rows_in_parts_need_what_was_measured() {
     assert!((short - long).abs() < 1e-9, "{short} {long}");
 }
 
+// Each process validates on whole rows, of which it has a part in training.
+#[test]
+fn whole_rows_of_a_validation_count_beside_rows_in_parts() {
+    let mut recipe = recipe(
+        DMA_80M,
+        &[
+            "training.local_batch_size=1",
+            "training.global_batch_size=1",
+            "training.seq_len=1048576",
+            "model.max_position_embeddings=1048576",
+            "model.layer_types=[\"sparse\"]",
+            "activation_checkpoint.mode=full",
+            "parallelism.context_parallel_degree=8",
+        ],
+    );
+    recipe.stage.truncate(1);
+    // Without room to keep more than the least for the backward pass.
+    let plan = planned_of_ranks(&recipe, 8, 1, &h200_of(10.0));
+    assert_eq!(plan.memory.moment, "validation");
+}
+
 #[test]
 fn a_gpu_without_eight_bit_floats_is_told() {
     let refused = |name: &str, precision: &str| {

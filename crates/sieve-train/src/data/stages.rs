@@ -56,18 +56,24 @@ impl TrainingData {
             let is_same = before
                 .get(stage.index)
                 .is_some_and(|before| text(before) == text(&stage));
-            let saved = resumed.filter(|_| is_same);
-            let saved = saved.and_then(|resumed| part(&resumed.state.data_fingerprint, stage.index));
-            let on_change = saved.map_or(on_change, |_| OnChange::Refuse);
-            let found = Prepared::open(&dir).ok().filter(|prepared| {
-                // The files may be gone since: what counts is what was made of them.
-                saved == Some(prepared.meta.fingerprint.as_str())
+            let saved = resumed.filter(|_| is_same).and_then(|resumed| {
+                let [fingerprint, tokens] = [&resumed.state.data_fingerprint, &resumed.state.data_tokens];
+                Some([
+                    part(fingerprint, stage.index)?,
+                    part(tokens, stage.index).unwrap_or_default(),
+                ])
             });
-            let prepared = match found {
+            let on_change = saved.map_or(on_change, |_| OnChange::Refuse);
+            // The files may be gone since: what counts is what was made of them.
+            let found = saved.and_then(|saved| {
+                let mut prepared = Prepared::open(&dir).ok()?;
+                super::is_known(&mut prepared, saved).then_some(prepared)
+            });
+            let mut prepared = match found {
                 Some(prepared) => prepared,
                 None => self.prepare_stage(&alone, (&dir, on_change), variable, observe)?,
             };
-            if saved.is_some_and(|saved| saved != prepared.meta.fingerprint) {
+            if saved.is_some_and(|saved| !super::is_known(&mut prepared, saved)) {
                 return Err(TrainError::other_data(&dir, "the text files have changed since"));
             }
             let weights = alone.data.weights;
@@ -87,7 +93,7 @@ impl TrainingData {
         let train = weighted_configs(alone, &config);
         let mut text = TextSource::open(train, config, validation, variable)?;
         text.connect(dir)?;
-        text.prepare(alone, &self.tokenizer, (dir, on_change), observe)
+        text.prepare(alone, &self.tokenizer, (dir, on_change), self.prepared(), observe)
     }
 
     /// Whether the recipe's files differ from those that the shards were made from: a file was changed, removed or
@@ -111,10 +117,25 @@ impl TrainingData {
 
     /// Fingerprint of the data: the run's own, then each stage's.
     pub fn fingerprint(&self) -> String {
-        let stages = self.stages.iter();
-        let stages = stages.map(|(index, text)| format!("{PART}{index}:{}", text.prepared.meta.fingerprint));
-        std::iter::once(self.base_fingerprint()).chain(stages).collect()
+        self.parts(self.base_fingerprint(), |prepared| prepared.meta.fingerprint.clone())
     }
+
+    /// The same of the tokens in the shards, wherever they came from.
+    pub(crate) fn tokens(&self) -> String {
+        self.parts(self.prepared().map(tokens_of).unwrap_or_default(), tokens_of)
+    }
+
+    fn parts(&self, own: String, of: impl Fn(&Prepared) -> String) -> String {
+        let stages = self.stages.iter();
+        let stages = stages.map(|(index, text)| format!("{PART}{index}:{}", of(&text.prepared)));
+        std::iter::once(own).chain(stages).collect()
+    }
+}
+
+/// The tokens that are trained on and those that are held out, as hashes.
+pub(super) fn tokens_of(prepared: &Prepared) -> String {
+    let meta = &prepared.meta;
+    format!("{}-{}", meta.train.tokens_hash, meta.validation.tokens_hash)
 }
 
 /// The fingerprint of a stage's own text.

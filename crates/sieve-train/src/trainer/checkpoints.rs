@@ -27,6 +27,8 @@ impl<B: TrainBackend> Trainer<B> {
             return Ok(());
         }
         self.finish_checkpoint(reporter)?;
+        // Of the checkpoint before: this one's is its own.
+        self.warn_unsaved(reporter);
         self.finish_leaves()?;
         let folder = match (&self.saving.fallback, self.saving.uses_fallback) {
             (Some(folder), true) => folder.clone(),
@@ -68,7 +70,8 @@ impl<B: TrainBackend> Trainer<B> {
             tokens_seen: self.tokens_seen,
             guard: Some(self.loss_mean.state()),
             vocab_size: self.stage.shape.vocab_size,
-            data_fingerprint: self.data.fingerprint().to_owned(),
+            data_fingerprint: self.data.fingerprint(),
+            data_tokens: self.data.tokens(),
             num_threads: rayon::current_num_threads(),
             sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
             num_shards: share.size,
@@ -223,6 +226,18 @@ impl<B: TrainBackend> Trainer<B> {
         self.last_folder = folder;
         if writes && let Err(error) = prune(&self.folder.checkpoint_path(), &self.recipe) {
             reporter.emit(TrainEvent::Warning(&format!("warning: old checkpoints stay: {error}")));
+        }
+        Ok(())
+    }
+
+    /// Waits for this process's files of the pending checkpoint, which gets no name: other ranks may not know yet that
+    /// this one fails, and would take its part in naming it for an answer to something else. Errors that all ranks share
+    /// finish the checkpoint first.
+    pub(super) fn discard_checkpoint(&mut self) -> Result<(), TrainError> {
+        if let Some(Written { folder, state, .. }) = self.finish_writing()?
+            && self.writes()
+        {
+            Checkpoint::discard(&folder, state.step);
         }
         Ok(())
     }

@@ -237,6 +237,44 @@ pub(super) fn norms_by_part<B: TrainBackend>(
 }
 
 impl<B: TrainBackend> Trainer<B> {
+    /// A step whose rows hold no label, on any rank: it changes no weight.
+    ///
+    /// # Errors
+    /// All rows of the stage were passed over.
+    pub(super) fn pass_over(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        let (first, num_rows) = (self.next_sample, self.stage.recipe.training.global_batch_size as u64);
+        self.unlabelled.0 += 1;
+        self.unlabelled.1 += num_rows;
+        if self.unlabelled.1 >= self.stage.loader.samples_per_epoch() {
+            // All ranks have agreed on it.
+            self.finish_checkpoint(reporter)?;
+            return Err(TrainError::refused(
+                format!("step {}: no row of the text holds a token with a label", self.step + 1),
+                "documents of one token teach nothing, nor do rows that a prompt fills (data.prompt_column): check \
+                 data.paths, or raise training.seq_len",
+            ));
+        }
+        self.count_step();
+        let count = self.unlabelled.0;
+        if count.is_power_of_two() {
+            reporter.emit(TrainEvent::Warning(&format!(
+                "warning: step {}: rows {first} to {} hold no token with a label and are passed over ({count} such \
+                 steps in this process)",
+                self.step,
+                first + num_rows - 1
+            )));
+        }
+        Ok(())
+    }
+
+    /// The rows of a step were read.
+    pub(super) fn count_step(&mut self) {
+        let training = &self.stage.recipe.training;
+        self.step += 1;
+        self.next_sample += training.global_batch_size as u64;
+        self.tokens_seen += training.tokens_per_step() as u64;
+    }
+
     /// Reads the numbers of past steps: of all of them where `now` is set, else when they are many or watched.
     pub(super) fn check_steps(&mut self, now: bool, reporter: &mut Reporter<'_>) -> Result<Verdict, TrainError> {
         let is_watched = self.step <= self.guard_log.watched_until;

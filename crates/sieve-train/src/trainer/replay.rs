@@ -1,6 +1,6 @@
 //! Silent data corruption: a device that computes a wrong gradient without an error. All ranks compute the gradients of
 //! one micro-batch, and compare them bit for bit.
-use super::{AWAY, Moment, Trainer};
+use super::{AWAY, Moment, Reporter, Trainer};
 use crate::collectives::Primitive;
 use crate::segment::Segment;
 use crate::segments::{BlockSettings, PassHooks, pass};
@@ -50,7 +50,7 @@ impl<B: TrainBackend> Trainer<B> {
     ///
     /// # Errors
     /// Gradients differ; a rank is lost.
-    pub(super) fn replay(&mut self) -> Result<(), TrainError> {
+    pub(super) fn replay(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let every = self.recipe.training.guard_replay as u64;
         if every == 0 || !(self.step + 1).is_multiple_of(every) {
             return Ok(());
@@ -66,6 +66,8 @@ impl<B: TrainBackend> Trainer<B> {
         match at_fault(&first, &second) {
             ranks if ranks.is_empty() => Ok(()),
             ranks => {
+                // All ranks find the same, and none has another message to wait for.
+                self.finish_checkpoint(reporter)?;
                 let names = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
                 let (rank, differ) = match ranks.len() {
                     1 => ("rank", "are wrong"),

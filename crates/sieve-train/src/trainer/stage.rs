@@ -1,5 +1,5 @@
 //! What belongs to one stage of a run, and going from one to the next.
-use super::{AWAY, Trainer};
+use super::{AWAY, Reporter, Trainer};
 use crate::data::rows_needed;
 use crate::group::Share;
 use crate::segment::Segment;
@@ -146,6 +146,20 @@ impl<B: TrainBackend> Trainer<B> {
         self.ropes = Ropes::new(&model, self.stage.recipe.training.seq_len, &self.device);
         self.model = Some(model);
         Ok(())
+    }
+
+    /// Enters a stage. Where no rank can, the state before it is written.
+    pub(super) fn enter_or_save(&mut self, stage: Stage, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        let entered = self.enter_stage(stage);
+        let own = u64::from(entered.is_err());
+        let failed = match &self.group {
+            Some(group) => group.numbers(own)?,
+            None => vec![own],
+        };
+        if failed.iter().all(|failed| *failed == 1) {
+            self.save_last(reporter)?;
+        }
+        entered
     }
 
     /// A model of the present stage with these weights, and moments where there are any.

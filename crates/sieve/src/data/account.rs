@@ -13,11 +13,17 @@ pub(crate) fn lines(start: &str, data: &TrainingData, has_changed: bool) -> Vec<
     let words = "the text files have changed or are gone; the run continues with the shards made before";
     let mut lines = Vec::from_iter(has_changed.then(|| format!("{start}{words}")));
     if let Some(prepared) = data.prepared() {
-        lines_of(start, &prepared.meta, &mut lines);
+        lines_of(start, &prepared.meta, ["validate", "validates"], &mut lines);
     }
     for (index, text) in &data.stages {
         let part = format!("{start}stage {}: ", index + 1);
-        lines_of(&part, &text.prepared.meta, &mut lines);
+        // The run validates on its own text in all stages.
+        lines_of(
+            &part,
+            &text.prepared.meta,
+            ["are not trained on", "is not trained on"],
+            &mut lines,
+        );
     }
     lines
 }
@@ -35,19 +41,20 @@ pub(crate) fn too_little_held_out(meta: &PreparedMeta) -> Option<String> {
     })
 }
 
-fn lines_of(part: &str, meta: &PreparedMeta, lines: &mut Vec<String>) {
+/// `fates` say what becomes of text that is held out, of several bytes and of an end.
+fn lines_of(part: &str, meta: &PreparedMeta, fates: [&str; 2], lines: &mut Vec<String>) {
+    let [are, is] = fates;
     if meta.is_cut && !meta.sources.is_empty() {
         lines.push(format!(
-            "{part}of sources with too few documents to hold whole ones out, the end of the text validates (to name \
+            "{part}of sources with too few documents to hold whole ones out, the end of the text {is} (to name \
              other text: [validation] paths)"
         ));
     } else if meta.is_cut {
         let (held_out, train) = (&meta.validation, &meta.train);
         let num_bytes = held_out.num_bytes + train.num_bytes;
         lines.push(format!(
-            "{part}too few documents ({}) to hold whole ones out, so the last {:.1} % of the text validate (to name \
-             other \
-             text: [validation] paths)",
+            "{part}too few documents ({}) to hold whole ones out, so the last {:.1} % of the text {are} (to name \
+             other text: [validation] paths)",
             thousands(meta.report.num_documents),
             100.0 * held_out.num_bytes as f64 / num_bytes.max(1) as f64
         ));

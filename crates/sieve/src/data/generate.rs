@@ -4,10 +4,10 @@ use crate::terminal;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_data::Tokenizer;
-use sieve_eval::{Match, Split, long_texts};
+use sieve_eval::{LongSource, LongTask, Match, Split, long_texts};
 use std::fs::File;
 use std::io::{BufWriter, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Arguments of `sieve data generate`.
 #[derive(Args, Debug)]
@@ -56,8 +56,32 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     if lengths.is_empty() {
         bail!("all lengths asked for are multiples of 256\n  hint: give a wider range");
     }
+    let tasks_and_lengths = (tasks.as_slice(), lengths.as_slice());
+    let write = |path: &Path| write(args, path, tasks_and_lengths, &source, &tokenizer);
+    match args.out.exists() && !args.out.is_file() {
+        // A pipe, or a folder, which is refused.
+        true => write(&args.out)?,
+        false => sieve_files::replace(&args.out, write)?,
+    }
+    terminal::line(&format!(
+        "wrote {} samples of {} tasks to {}",
+        terminal::thousands(args.samples),
+        tasks.len(),
+        args.out.display()
+    ));
+    Ok(())
+}
+
+/// Writes all samples to `path`.
+fn write(
+    args: &GenerateArgs,
+    path: &Path,
+    (tasks, lengths): (&[LongTask], &[usize]),
+    source: &LongSource,
+    tokenizer: &Tokenizer,
+) -> Result<()> {
     let cannot = || format!("cannot write {}", args.out.display());
-    let mut file = BufWriter::new(File::create(&args.out).with_context(cannot)?);
+    let mut file = BufWriter::new(File::create(path).with_context(cannot)?);
     let bar = terminal::progress_bar(args.samples, "{bar:30} {human_pos}/{human_len} samples, {eta} left");
     for number in 0..args.samples {
         let task = tasks[(number % tasks.len() as u64) as usize];
@@ -65,7 +89,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         let share = (number as f64 * 0.618_033_988_749_895 + args.seed as f64 * 0.37).fract();
         let length = lengths[(share * lengths.len() as f64) as usize];
         let split = (Split::Train, args.seed);
-        let texts = long_texts(task, &source, &tokenizer, split, length, number..number + 1);
+        let texts = long_texts(task, source, tokenizer, split, length, number..number + 1);
         if texts.is_err() {
             bar.finish_and_clear();
         }
@@ -86,12 +110,5 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         bar.set_position(number + 1);
     }
     bar.finish_and_clear();
-    file.flush().with_context(cannot)?;
-    terminal::line(&format!(
-        "wrote {} samples of {} tasks to {}",
-        terminal::thousands(args.samples),
-        tasks.len(),
-        args.out.display()
-    ));
-    Ok(())
+    file.flush().with_context(cannot)
 }

@@ -39,7 +39,7 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     };
     let source = DataSource::open(&recipe, &crate::train::variable)?;
     for corpus in source.corpora() {
-        text_files::warn_of_json_lines(corpus);
+        text_files::warn_of_json(corpus);
         terminal::lines(text_files::passed_over(corpus));
     }
     let say = |line: &str| terminal::line(line);

@@ -85,7 +85,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     let mut corpus = Corpus::open(config)?;
     // Fetched files lie beside the tokenizer.
     corpus.connect(&HubConfig::from_variables(variable, args.out.with_extension("hub")))?;
-    text_files::warn_of_json_lines(&corpus);
+    text_files::warn_of_json(&corpus);
     terminal::line(&format!(
         "training a byte-level BPE of {vocab_size} tokens on up to {} of {} files",
         terminal::bytes(sample_bytes),

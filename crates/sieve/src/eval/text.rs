@@ -20,7 +20,7 @@ pub(super) fn open(
         skip_invalid,
         ..text_files::config(paths.to_vec(), format, text_column)
     })?;
-    text_files::warn_of_json_lines(&corpus);
+    text_files::warn_of_json(&corpus);
     Ok(corpus)
 }
 

@@ -22,6 +22,8 @@ const TRAINED: TokenizerTraining = TokenizerTraining {
     vocab_size: 32_768,
     sample_bytes: 64 << 20,
 };
+/// The text of a recipe where none is named.
+const USUAL_TEXT: &str = "text.txt";
 /// Characters of the text's beginning that become the prompt of the samples, at most.
 const PROMPT_CHARACTERS: usize = 32;
 
@@ -47,7 +49,7 @@ pub(crate) struct NewArgs {
     #[arg(long, default_value = "dma", value_parser = kinds())]
     kind: String,
     /// Text to train on: files, folders, globs or hf://datasets/OWNER/NAME; may be repeated
-    #[arg(long, value_name = "PATH", default_value = "text.txt")]
+    #[arg(long, value_name = "PATH", default_value = USUAL_TEXT)]
     data: Vec<String>,
     /// A Hugging Face tokenizer.json; when absent, one is trained on the text
     #[arg(long, value_name = "FILE")]
@@ -117,6 +119,10 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
                 format!("train --recipe {file}"),
             ]));
         }
+    }
+    // The usual name stands for a file to come.
+    if args.data != [USUAL_TEXT] {
+        text_files::remark_on_missing("--data", &args.data);
     }
     if let Some(words) = own.as_ref().and_then(|own| own.epochs(&recipe)) {
         terminal::remark(&words);

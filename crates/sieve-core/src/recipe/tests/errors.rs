@@ -54,6 +54,36 @@ fn each_rule_is_checked() {
 }
 
 #[test]
+fn the_tokens_of_a_process_suit_eight_bit_floats_in_every_stage() {
+    let text = MINIMAL.replace("head_dim = 10", "head_dim = 16");
+    let text = text.replace("seq_len = 64", "seq_len = 64\nprecision = \"fp8\"");
+    let stages = |seq_len: usize| {
+        let stages = format!("[[stage]]\nsteps = 20\n[[stage]]\nsteps = 20\nseq_len = {seq_len}\n[optimizer]");
+        text.replace("[optimizer]", &stages)
+    };
+    let parts = |degree: usize| {
+        let part = format!("[parallelism]\ncontext_parallel_degree = {degree}\n[optimizer]");
+        text.replace("[optimizer]", &part)
+    };
+    for (text, expected) in [
+        (stages(48), None),
+        (stages(24), Some("stage.2.local_batch_size: times seq_len is 120, but")),
+        (parts(4), None),
+        (
+            parts(8),
+            Some("training.local_batch_size: times seq_len / context_parallel_degree is 40, but"),
+        ),
+    ] {
+        let error = Recipe::load(&text, "r.toml", &[]).err().map(|error| error.to_string());
+        let is_expected = match expected {
+            Some(words) => error.as_ref().is_some_and(|error| error.contains(words)),
+            None => error.is_none(),
+        };
+        assert!(is_expected, "{expected:?}: {error:?}");
+    }
+}
+
+#[test]
 fn some_block_is_left_for_eight_bit_floats() {
     let text = MINIMAL.replace("head_dim = 10", "head_dim = 16");
     let of = |blocks| {

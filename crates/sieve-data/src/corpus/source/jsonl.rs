@@ -105,8 +105,14 @@ impl JsonLines {
         if self.line == 1 {
             check_encoding(&self.path, &self.buffer)?;
         }
-        let line = check_utf8(&self.path, &self.buffer, self.line_offset)?;
+        let line = check_utf8(&self.path, &self.buffer, self.line_offset);
+        let line = line.map_err(|error| self.in_line(error))?;
         Ok(&line[self.mark()..])
+    }
+
+    /// An error of the line read last, with its number.
+    fn in_line(&self, error: DataError) -> DataError {
+        error.in_row(&format!("line {}", self.line))
     }
 
     pub(in crate::corpus) fn bad_json(&self, error: serde_json::Error) -> DataError {
@@ -160,9 +166,9 @@ impl JsonlSource {
                 return Err(DataError::document(path, what, SET_COLUMN_OR_SKIP));
             }
         };
-        check_size(&lines.path, text.len() as u64, self.max_bytes)?;
+        check_size(path, text.len() as u64, self.max_bytes).map_err(|error| lines.in_line(error))?;
         if text.contains('\0') {
-            return Err(nul_byte(path, lines.line_offset));
+            return Err(lines.in_line(nul_byte(path, lines.line_offset)));
         }
         Ok(text)
     }

@@ -134,7 +134,8 @@ impl ParquetSource {
             return Err(column_not_text(&self.path, self.row, &self.column, "null"));
         };
         let bytes = value.data();
-        check_size(&self.path, bytes.len() as u64, self.max_bytes)?;
+        let size = check_size(&self.path, bytes.len() as u64, self.max_bytes);
+        size.map_err(|error| error.in_row(&format!("row {}", self.row)))?;
         let what = match std::str::from_utf8(bytes) {
             _ if bytes.contains(&0) => "holds a NUL, so it is probably not text".to_owned(),
             Ok(text) => return Ok(text.to_owned()),
@@ -176,5 +177,10 @@ pub(in crate::corpus) fn guarded<T>(
 
 fn unreadable(path: &Path, reason: &str) -> DataError {
     let what = format!("not a readable Parquet file: {reason}");
-    DataError::file(path, what, "fetch or write the file again")
+    // The reader's words for a compression that it was built without.
+    let hint = match reason.contains("Disabled feature at compile time") {
+        true => "write the file with another compression: snappy, zstd, gzip, lz4 or none",
+        false => "fetch or write the file again",
+    };
+    DataError::file(path, what, hint)
 }

@@ -16,20 +16,36 @@ pub(super) struct TextSource {
 /// Text that is looked at for two lines of JSON.
 const LOOKED_AT_BYTES: u64 = 1 << 20;
 
-/// Whether the first two lines that are not blank are JSON objects. False for a file that cannot be read.
-pub(in crate::corpus) fn begins_with_json_lines(path: &Path) -> bool {
-    let Ok(reader) = Unpacked::open(path) else {
-        return false;
-    };
-    let lines = BufReader::new(reader.take(LOOKED_AT_BYTES)).lines();
-    let lines = lines.map_while(Result::ok);
+/// How the text of a file holds JSON.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum JsonText {
+    /// Each line is an object: the first two are.
+    Lines,
+    /// The whole file is a list of objects.
+    List,
+}
+
+/// How a file holds JSON, by its beginning; `None` where it holds none, and for a file that cannot be read.
+pub(in crate::corpus) fn json_of(path: &Path) -> Option<JsonText> {
+    let reader = BufReader::new(Unpacked::open(path).ok()?.take(LOOKED_AT_BYTES));
+    let lines = reader.lines().map_while(Result::ok);
     let mut lines = lines.filter(|line| !line.trim().is_empty());
-    let mut next_is_object = || {
-        let line = lines.next().unwrap_or_default();
-        let line = line.trim_start_matches('\u{feff}').trim_start();
-        line.starts_with('{') && serde_json::from_str::<serde::de::IgnoredAny>(line).is_ok()
+    let mut next = || {
+        lines
+            .next()
+            .unwrap_or_default()
+            .trim_start_matches('\u{feff}')
+            .trim()
+            .to_owned()
     };
-    next_is_object() && next_is_object()
+    let is_object = |line: &str| line.starts_with('{') && serde_json::from_str::<serde::de::IgnoredAny>(line).is_ok();
+    let first = next();
+    let in_list = first.strip_prefix('[').map(str::trim_start);
+    match in_list {
+        Some("") => next().starts_with('{').then_some(JsonText::List),
+        Some(rest) => rest.starts_with("{\"").then_some(JsonText::List),
+        None => (is_object(&first) && is_object(&next())).then_some(JsonText::Lines),
+    }
 }
 
 impl DocumentSource for TextSource {

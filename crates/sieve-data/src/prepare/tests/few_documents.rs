@@ -111,3 +111,82 @@ fn the_split_by_hash_is_as_it_ever_was() {
     let wanted = ["11b25e38365ca88d1f1e649a97d0f3fe", "c2174e893b9113c194fe93ff7dc355ed"];
     assert_eq!([meta.train, meta.validation].map(|split| split.tokens_hash), wanted);
 }
+
+/// No text that validates is in a shard to train on, whichever corpora have the same document.
+#[test]
+fn text_that_a_cut_holds_out_is_trained_on_nowhere() {
+    let few = Few::new();
+    let folder = few.dir.path().join("all");
+    fs::create_dir(&folder).unwrap();
+    let text = |n| {
+        format!(
+            "{n} {}",
+            (0..40).map(|k| format!("{} ", n * 40 + k)).collect::<String>()
+        )
+    };
+    (0..60).for_each(|n| fs::write(folder.join(format!("{n:02}.txt")), text(n)).unwrap());
+    let open = |path: &Path| Corpus::open(CorpusConfig::text(vec![path.to_str().unwrap().to_owned()])).unwrap();
+    let all = open(&folder);
+    let whole = few.prepare(std::slice::from_ref(&all), 0.2).unwrap();
+    let held_out = few.texts(&whole.validation().unwrap());
+    let is_held_out = |n: &usize| held_out.contains(&text(*n));
+    let numbers = [
+        (0..60).find(is_held_out).unwrap(),
+        (0..60).find(|n| !is_held_out(n)).unwrap(),
+    ];
+    let check = |name: &str, trains: &[Prepared], validates: &Prepared| {
+        let train = trains.iter().flat_map(|prepared| prepared.train_shards().unwrap());
+        let train = train.flat_map(|shard| few.texts(&shard)).collect::<Vec<_>>();
+        for held_out in few.texts(&validates.validation().unwrap()) {
+            assert!(!train.iter().any(|text| text.contains(&held_out)), "{name}: {held_out}");
+        }
+        train
+    };
+    let mut fates = Vec::new();
+    for (number, fate) in numbers.into_iter().zip(["held out by its hash", "trained on"]) {
+        let one = open(&folder.join(format!("{number:02}.txt")));
+        for (name, corpora) in [
+            ("behind", [all.clone(), one.clone()]),
+            ("before", [one.clone(), all.clone()]),
+        ] {
+            let prepared = few.prepare(&corpora, 0.2).unwrap();
+            let train = check(&format!("{fate}, {name}"), std::slice::from_ref(&prepared), &prepared);
+            assert!(prepared.meta.is_cut && train.len() > 40, "{fate}, {name}");
+        }
+        // As the run's own text, and then as the text of a stage.
+        let stage = |base: &Prepared, corpus: &Corpus, name: &str| {
+            let config = PrepareConfig {
+                base: Some(base),
+                ..replacing(few.dir.path().join(format!("{fate}-{name}")), 0.2)
+            };
+            prepare(std::slice::from_ref(corpus), &few.tokenizer, &config, &|_| {})
+        };
+        let base = prepare(
+            std::slice::from_ref(&one),
+            &few.tokenizer,
+            &replacing(few.dir.path().join(format!("{fate}-base")), 0.2),
+            &|_| {},
+        );
+        let base = base.unwrap();
+        let later = stage(&base, &all, "all").unwrap();
+        check(&format!("{fate}, stage"), &[base.clone(), later], &base);
+        fates.push(stage(&whole, &one, "one").map(|_| ()));
+    }
+    // Of a document that validates whole nothing may be trained on.
+    refusal(
+        fates.remove(0),
+        "a stage would train on text that the run validates on | [validation] paths",
+    );
+    fates.remove(0).unwrap();
+    // Twice in one corpus.
+    let twice = Corpus::open(CorpusConfig::by_ending(
+        vec![
+            few.corpus("0.txt", "0123456789").config().paths[0].clone(),
+            few.corpus("1.txt", "0123456789").config().paths[0].clone(),
+        ],
+        "text",
+    ));
+    let prepared = few.prepare(&[twice.unwrap()], 0.2).unwrap();
+    assert_eq!(few.texts(&prepared.train().unwrap()), ["012345", "012345"]);
+    assert_eq!(few.texts(&prepared.validation().unwrap()), ["6789"]);
+}

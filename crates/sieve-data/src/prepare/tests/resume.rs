@@ -52,6 +52,7 @@ impl Mixture {
             dir: self.dir.path().join(out),
             validation,
             on_change: OnChange::Refuse,
+            base: None,
         }
     }
 
