@@ -12,8 +12,8 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::model::Attention;
 use sieve_core::{BlockChoice, ChoiceRule, ModelShape};
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, Documents, Heads, IndexedCall, RotaryEmbedding, RowParts, SieveBackend, TokenAttention,
-    TokenExtra, indexer_spec,
+    AttentionSpec, DeviceBackend, Documents, Heads, IndexedCall, RotaryEmbedding, RowParts, SieveBackend,
+    TokenAttention, TokenExtra, indexer_spec,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
