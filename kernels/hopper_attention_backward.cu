@@ -9,8 +9,8 @@
 // Layout     as attention_backward
 // Buffers    q_map, do_map by value: of bf16 [batch, seq_len, num_heads * HEAD_DIM or HEAD_DIM_V], q (its strides, base
 //            at its offset) and do, box 1 x 64 x 64, 128-byte swizzle; then q, k, v, do,
-//            row_stats, doc_end, (HAS_BIAS: delta, base,) dq_sum, (ORDERED: dq_turns,) dk, dv, (HAS_BIAS: ddelta);
-//            SHARES: dk_sum, dv_sum instead of dk, dv, and ddelta_sum. dq_turns i32
+//            row_stats, doc_end, (HAS_BIAS: delta, base,) dq_sum, (ORDERED: dq_semaphores,) dk, dv, (HAS_BIAS: ddelta);
+//            SHARES: dk_sum, dv_sum instead of dk, dv, and ddelta_sum. dq_semaphores i32
 //            [batch, num_heads, padded_len / 64, 8], zero before the launch
 // Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS,
 //            ORDERED (0; 1: a fixed order of dq's sums too, which need not be zero before), HEAD_BY_HEAD (0; 1 with
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #endif
     float* dq_sum,
 #if ORDERED
-    i32* dq_turns,
+    i32* dq_semaphores,
 #endif
     gradient* dk, gradient* dv,
 #if HAS_BIAS
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #endif
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.padded_len * HEAD_DIM;
 #if ORDERED
-  block.turns = dq_turns + ((u64)batch * num_heads + head) * (params.padded_len / BLOCK_Q) * CONSUMER_WARPS;
+  block.semaphores = dq_semaphores + ((u64)batch * num_heads + head) * (params.padded_len / BLOCK_Q) * CONSUMER_WARPS;
   block.own_turn = place.tile;
 #endif
   block.group_size = own_heads;

@@ -7,8 +7,8 @@
 //            += sum_i dS_ij, i over the queries of the launch's super-blocks
 // Layout     as dma_attention_backward
 // Buffers    q_map, do_map by value, q, k, v, do, row_stats, (HAS_BIAS: delta, base,)
-//            list, list_len, dq_sum, (ORDERED: dq_turns, key_turns,) dk_sum, dv_sum, (HAS_BIAS: ddelta).
-//            dq_turns i32 [batch, num_heads, dq_len / 64, 8], zero before each launch; key_turns i32
+//            list, list_len, dq_sum, (ORDERED: dq_semaphores, key_semaphores,) dk_sum, dv_sum, (HAS_BIAS: ddelta).
+//            dq_semaphores i32 [batch, num_heads, dq_len / 64, 8], zero before each launch; key_semaphores i32
 //            [batch, num_kv_heads, seq_len], zero before the first
 // Defines    as hopper_attention_backward, HAS_BIAS (1); SHARES (0; 1: head_shares blocks share a chunk of a list);
 //            SUPER_BLOCK (1024); ORDERED 0|1: a fixed order of all sums; launches are in ascending order
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     const int2* list, const i32* list_len,
     float* dq_sum,
 #if ORDERED
-    i32* dq_turns, i32* key_turns,
+    i32* dq_semaphores, i32* key_semaphores,
 #endif
     float* dk_sum, float* dv_sum,
 #if HAS_BIAS
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
 #endif
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.dq_len * HEAD_DIM;
 #if ORDERED
-  block.turns = dq_turns + ((u64)batch * num_heads + head) * (params.dq_len / BLOCK_Q) * CONSUMER_WARPS;
+  block.semaphores = dq_semaphores + ((u64)batch * num_heads + head) * (params.dq_len / BLOCK_Q) * CONSUMER_WARPS;
   block.own_turn = ceil_div((int)params.list_capacity, BLOCK_KV) - 1 - place.chunk;
 #endif
   block.group_size = share.num_heads;
@@ -246,11 +246,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
 #if ORDERED
     // A key is in every list from its own super-block until it expires. Each of the four lanes that share its row adds
     // 1, so a block counts 4: a __syncwarp here would make the compiler spill in the loop.
-    i32* turns = key_turns + done_row * seq_len;
+    i32* semaphores = key_semaphores + done_row * seq_len;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int lists = done.super_block - own[r].x / SUPER_BLOCK;
-      while (own[r].y > 0 && read_turn(turns + own[r].x) < 4 * (lists * head_shares + done.head % head_shares)) {}
+      while (own[r].y > 0 &&
+             read_semaphore(semaphores + own[r].x) < 4 * (lists * head_shares + done.head % head_shares)) {}
     }
 #endif
     add_rows(dk_sum + done_row * seq_len * HEAD_DIM, sums.dk, own);
@@ -267,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     fence_sums();  // the next one adds to what these adds left
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      if (own[r].y > 0) atomicAdd(turns + own[r].x, 1);
+      if (own[r].y > 0) atomicAdd(semaphores + own[r].x, 1);
 #endif
   }
 }

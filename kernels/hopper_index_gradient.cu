@@ -12,7 +12,7 @@
 //            dma_attention_backward's order, zero before the first launch; ORDERED [batch, num_kv_heads, seq_len,
 //            HEAD_DIM]
 // Buffers    q, k, index, lse, index_lse, doc_start, doc_end, entries, items, num_items, dq_parts, dk_sum, (ORDERED:
-//            key_turns i32 [batch, num_kv_heads, seq_len, 4], zero before each launch); the element after num_items'
+//            key_semaphores i32 [batch, num_kv_heads, seq_len, 4], zero before each launch); the element after num_items'
 //            last one counts the items taken
 // Defines    HEAD_DIM 64|128; ORDERED 0|1: a fixed order of dk; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; 128 queries of one head a tile, 64 a
@@ -29,7 +29,7 @@
 #include "common/hopper_chosen_gradients.cuh"
 
 // The consumer warpgroup's part; scores are kept transposed, S^T = K Q^T.
-DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_sum, [[maybe_unused]] i32* key_turns,
+DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_sum, [[maybe_unused]] i32* key_semaphores,
                     u32 shared, int warpgroup) {
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
   const int group = (int)(params.num_heads / params.num_kv_heads);
@@ -88,7 +88,7 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
     // Each KV head has sums of its own, which are added up in the order of the heads afterwards.
     const u64 first_row = (u64)run.list() * params.seq_len + run.first_key();
     // Of the thread's two keys and its columns, so that it waits for no other thread's adds.
-    i32* turn = key_turns + (first_row + key) * 4 + threadIdx.x % 4;
+    i32* turn = key_semaphores + (first_row + key) * 4 + threadIdx.x % 4;
     const int own_turn = 2 * run.piece() + half;
     const bool waits = half * 64 < num_rows && key < num_keys && (half == 1 || !run.is_first());
 #else
@@ -97,13 +97,13 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
 #endif
     release_slot(run.done());
 #if ORDERED
-    while (waits && read_turn(turn) != own_turn) {}
+    while (waits && read_semaphore(turn) != own_turn) {}
 #endif
     if (half * 64 < num_rows) {
       add_rows(dk_sum, first_row, key, num_keys, dk);
 #if ORDERED
       fence_sums();  // the next one adds to what these adds left
-      if (key < num_keys) write_turn(turn, num_rows > 64 ? own_turn + 1 : own_turn + 2);
+      if (key < num_keys) write_semaphore(turn, num_rows > 64 ? own_turn + 1 : own_turn + 2);
 #endif
     }
   }
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                           const i32* doc_start, const i32* doc_end, const int2* entries, const int4* items,
                           i32* num_items, bf16* dq_parts, float* dk_sum,
 #if ORDERED
-                          i32* key_turns,
+                          i32* key_semaphores,
 #endif
                           const __grid_constant__ IndexGradientParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -133,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     registers_grow<CONSUMER_REGISTERS>();
 #if !ORDERED
-    i32* key_turns = nullptr;
+    i32* key_semaphores = nullptr;
 #endif
-    consume(params, dq_parts, dk_sum, key_turns, shared, warpgroup - 1);
+    consume(params, dq_parts, dk_sum, key_semaphores, shared, warpgroup - 1);
   }
 }

@@ -7,7 +7,7 @@
 //            sum_i P_ij do_i
 // Layout     as nsa_selected_attention_backward; a seq_len of q takes less than 32 GiB
 // Buffers    q, k, v, do, row_stats, doc_start, doc_end, entries, items, num_items, dq_parts, dk_sum, dv_sum,
-//            (ORDERED: key_turns i32 [batch, num_kv_heads, seq_len, 4], zero before each launch); the number behind
+//            (ORDERED: key_semaphores i32 [batch, num_kv_heads, seq_len, 4], 0 before each launch); the number behind
 //            num_items' last counts items taken
 // Defines    HEAD_DIM 64|128; ORDERED 0|1: a fixed order of dk and dv; ROW_STAGES, CONSUMER_REGISTERS,
 //            PRODUCER_REGISTERS
@@ -26,7 +26,7 @@
 // The consumer warpgroup's part. Values derived from the thread index are recomputed where they are used: held in
 // registers they would spill.
 DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* parts, float* dk_sum, float* dv_sum,
-                    [[maybe_unused]] i32* key_turns, u32 shared, int warpgroup) {
+                    [[maybe_unused]] i32* key_semaphores, u32 shared, int warpgroup) {
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
   u32 tiles = 0;  // so far, over all runs
   for (u32 runs = 0;; ++runs) {
@@ -90,20 +90,20 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
     const u64 first_row = (u64)run.list() * params.seq_len + run.first_key();
 #if ORDERED
     // Of the thread's two keys and its columns, so that it waits for no other thread's adds.
-    i32* turn = key_turns + (first_row + key) * 4 + threadIdx.x % 4;
+    i32* semaphore = key_semaphores + (first_row + key) * 4 + threadIdx.x % 4;
     const int own_turn = 2 * run.piece() + half;
     const bool waits = half * 64 < num_rows && key < num_keys && (half == 1 || !run.is_first());
 #endif
     release_slot(run.done());
 #if ORDERED
-    while (waits && read_turn(turn) != own_turn) {}
+    while (waits && read_semaphore(semaphore) != own_turn) {}
 #endif
     if (half * 64 < num_rows) {
       add_rows(dk_sum, first_row, key, num_keys, dk);
       add_rows(dv_sum, first_row, key, num_keys, dv);
 #if ORDERED
       fence_sums();  // the next one adds to what these adds left
-      if (key < num_keys) write_turn(turn, num_rows > 64 ? own_turn + 1 : own_turn + 2);
+      if (key < num_keys) write_semaphore(semaphore, num_rows > 64 ? own_turn + 1 : own_turn + 2);
 #endif
     }
   }
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                            const int2* entries, const int4* items, i32* num_items, bf16* dq_parts,
                                            float* dk_sum, float* dv_sum,
 #if ORDERED
-                                           i32* key_turns,
+                                           i32* key_semaphores,
 #endif
                                            const __grid_constant__ NsaSelectedAttentionBackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -132,8 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     registers_grow<CONSUMER_REGISTERS>();
 #if !ORDERED
-    i32* key_turns = nullptr;
+    i32* key_semaphores = nullptr;
 #endif
-    consume(params, dq_parts, dk_sum, dv_sum, key_turns, shared, warpgroup - 1);
+    consume(params, dq_parts, dk_sum, dv_sum, key_semaphores, shared, warpgroup - 1);
   }
 }

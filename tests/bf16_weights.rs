@@ -5,7 +5,7 @@ use crate::random_model::{
 };
 use burn::tensor::{DType, TensorData};
 use burn_flex::Flex;
-use sieve_eval::{Generator, Selection, TogetherGenerator, logits};
+use sieve_eval::{BatchGenerator, Generator, Selection, logits};
 use sieve_hf::{ExportDtype, Kept, export, load_model, load_parameters, named_parameters};
 use sieve_nn::Qwen3;
 use sieve_select::LayerSelectors;
@@ -72,7 +72,7 @@ fn logits_and_tokens_are_those_of_the_rounded_weights_in_f32() {
                 generator.collect::<Result<_, _>>().expect("finite")
             });
             assert_eq!(alone, expected, "{kind}, prompt {prompt}");
-            let together = TogetherGenerator::new(&model, &tokens[..prompt], greedy(24), 3, &device).expect("it fits");
+            let together = BatchGenerator::new(&model, &tokens[..prompt], greedy(24), 3, &device).expect("it fits");
             for (at, step) in together.enumerate() {
                 assert_eq!(
                     step.expect("finite"),

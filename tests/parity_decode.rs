@@ -3,7 +3,7 @@ use crate::random_model::{VOCAB_SIZE, greedy, ids, kinds, max_difference, random
 use burn_flex::Flex;
 use sieve_core::Attention;
 use sieve_core::model::AttentionForm;
-use sieve_eval::{GenerateConfig, Generator, Sampling, TogetherGenerator, logits};
+use sieve_eval::{BatchGenerator, GenerateConfig, Generator, Sampling, logits};
 use sieve_nn::{KvCache, Qwen3};
 
 /// Tokens in all; the windows are 7 and 5.
@@ -139,7 +139,7 @@ fn texts_that_grow_together_are_those_that_grow_alone() {
         // One of the texts ends early, at a token that it has.
         let eos = alone(7, VOCAB_SIZE as u32)[9];
         let expected = [6, 7, 8].map(|seed| alone(seed, eos));
-        let together = TogetherGenerator::new(&model, &prompt, config(6, eos), 3, &device);
+        let together = BatchGenerator::new(&model, &prompt, config(6, eos), 3, &device);
         let mut texts = [const { Vec::new() }; 3];
         for step in together.expect("it fits") {
             for (text, token) in texts.iter_mut().zip(step.expect("finite")) {
@@ -149,8 +149,7 @@ fn texts_that_grow_together_are_those_that_grow_alone() {
         assert_eq!(texts, expected, "{kind}");
         assert!(texts[1].len() < 10, "{kind}");
 
-        let mut cut =
-            TogetherGenerator::new(&model, &prompt, config(6, VOCAB_SIZE as u32), 2, &device).expect("it fits");
+        let mut cut = BatchGenerator::new(&model, &prompt, config(6, VOCAB_SIZE as u32), 2, &device).expect("it fits");
         assert!(cut.next().expect("a token").expect("finite")[0].is_some());
         cut.end(0);
         let step = cut.next().expect("the other goes on").expect("finite");
@@ -181,7 +180,7 @@ fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
     // Several tokens may end it, of one text and of texts that grow together.
     let several = Generator::new(&model, &start, config(30, never), &device).expect("fits");
     assert_eq!(all(several.ending_at(&[96, eos])), free[..first]);
-    let together = TogetherGenerator::new(&model, &start, config(30, never), 2, &device).expect("fits");
+    let together = BatchGenerator::new(&model, &start, config(30, never), 2, &device).expect("fits");
     let steps: Vec<_> = together
         .ending_at(&[96, eos])
         .map(|step| step.expect("finite"))

@@ -20,7 +20,7 @@
 //! `\n` in words is the end of a line. `SIEVE_TEST_SESSION=name` runs one session alone.
 use crate::tiny_run::{TinyRun, program, refused_as, words_of};
 use serde_json::Value;
-use sieve_comm::HeldPort;
+use sieve_comm::ReservedPort;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -174,7 +174,7 @@ fn run(file: &str) {
 
 fn run_session(session: &Session, kind: &str) {
     // One that nobody else is given meanwhile.
-    let port = HeldPort::take().expect("a port");
+    let port = ReservedPort::take().expect("a port");
     let tiny = TinyRun::new(kind);
     session.uses.iter().for_each(|name| prepare(&tiny, name));
     let mut values = BTreeMap::new();
@@ -274,7 +274,7 @@ fn assert_near(found: &Value, expected: &Value, keys: &[&str], most: f64) {
     }
 }
 
-fn command(tiny: &TinyRun, step: &Step, port: &HeldPort, values: &mut BTreeMap<String, Value>) {
+fn command(tiny: &TinyRun, step: &Step, port: &ReservedPort, values: &mut BTreeMap<String, Value>) {
     let mut shell = Command::new("sh");
     let mut path = program().parent().expect("a folder").as_os_str().to_owned();
     path.push(":");

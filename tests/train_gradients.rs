@@ -364,7 +364,7 @@ fn recomputing_blocks_or_keeping_more_changes_no_bit_of_a_gradient() {
     let keeps = BlockSettings {
         keeping: Keeping {
             o_low: KeepOLow::Always,
-            made_again: true,
+            recomputable: true,
         },
         ..settings(None, 0..0)
     };

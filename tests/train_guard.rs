@@ -8,7 +8,7 @@ use sieve_data::{IGNORE_LABEL, OnChange};
 use sieve_hf::named_parameters;
 use sieve_testing::says;
 use sieve_train::{
-    Collectives, DataSource, Disturbance, Group, Hardware, MemoryProbe, Moment, Origin, Precision, RunFolder,
+    Collectives, DataSource, FaultInjection, Group, Hardware, MemoryProbe, Moment, Origin, Precision, RunFolder,
     SkippedStep, Start, TrainError, TrainEvent, TrainSummary, Trainer,
 };
 use std::path::Path;
@@ -37,8 +37,8 @@ pub(crate) struct Outcome {
 }
 
 /// Multiplies the loss of the step that begins with a row.
-pub(crate) fn wrong_loss(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> Disturbance {
-    Disturbance::new(move |row, moment| match moment {
+pub(crate) fn wrong_loss(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> FaultInjection {
+    FaultInjection::new(move |row, moment| match moment {
         Moment::Loss => factor(row),
         _ => 1.0,
     })
@@ -46,8 +46,8 @@ pub(crate) fn wrong_loss(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) ->
 
 /// Does something as a "step" begins with this row, as a "validation" begins after so many steps, as the "files" of a
 /// checkpoint of that step are written, or before it gets its "name".
-pub(crate) fn at(place: &'static str, number: u64, act: impl Fn() + Send + Sync + 'static) -> Disturbance {
-    Disturbance::new(move |at, moment| {
+pub(crate) fn at(place: &'static str, number: u64, act: impl Fn() + Send + Sync + 'static) -> FaultInjection {
+    FaultInjection::new(move |at, moment| {
         let here = match moment {
             Moment::Batches(_) => "step",
             Moment::Validating => "validation",
@@ -68,7 +68,7 @@ fn train(run: &TinyRun, out: &str, overrides: &[&str], factor: impl Fn(u64) -> f
 }
 
 /// Trains the tiny recipe with some steps made wrong.
-pub(crate) fn disturbed(run: &TinyRun, out: &str, overrides: &[&str], disturbance: Disturbance) -> Outcome {
+pub(crate) fn disturbed(run: &TinyRun, out: &str, overrides: &[&str], disturbance: FaultInjection) -> Outcome {
     disturbed_rank(run, out, overrides, disturbance, None)
 }
 
@@ -77,7 +77,7 @@ pub(crate) fn disturbed_rank(
     run: &TinyRun,
     out: &str,
     overrides: &[&str],
-    disturbance: Disturbance,
+    disturbance: FaultInjection,
     group: Option<(Arc<Mesh>, Transport)>,
 ) -> Outcome {
     let text = run.read("tiny.toml");
@@ -152,8 +152,8 @@ fn read(folder: &Path, name: &str) -> Vec<u8> {
 }
 
 /// Takes the labels from the steps that begin with these rows.
-pub(crate) fn unlabelled(rows: std::ops::Range<u64>) -> Disturbance {
-    Disturbance::new(move |row, moment| {
+pub(crate) fn unlabelled(rows: std::ops::Range<u64>) -> FaultInjection {
+    FaultInjection::new(move |row, moment| {
         if let (Moment::Batches(batches), true) = (moment, rows.contains(&row)) {
             let labels = batches.iter_mut().flat_map(|batch| &mut batch.labels);
             labels.for_each(|label| *label = IGNORE_LABEL);
@@ -183,7 +183,7 @@ fn a_checkpoint_that_failed_is_not_taken_for_the_last_one() {
     let tiny = TinyRun::dma();
     let (folder, is_last) = (tiny.path("run/checkpoint/step-36.tmp"), AtomicBool::new(false));
     // The last step is not taken, so that the loop ends without a checkpoint, while that of step 36 is being written.
-    let disturbance = Disturbance::new(move |at, moment| match (moment, at) {
+    let disturbance = FaultInjection::new(move |at, moment| match (moment, at) {
         (Moment::Writing, 36) => {
             while !is_last.load(Ordering::Acquire) {
                 std::thread::sleep(Duration::from_millis(1));

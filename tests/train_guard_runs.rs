@@ -2,7 +2,7 @@
 use crate::tiny_run::TinyRun;
 use crate::train_guard::{Outcome, disturbed, wrong_loss};
 use sieve_data::Batch;
-use sieve_train::{Disturbance, Moment};
+use sieve_train::{FaultInjection, Moment};
 use std::fs;
 use std::ops::Range;
 
@@ -75,7 +75,7 @@ const USUAL: &[&str] = &[
     "validation.interval=1000",
 ];
 
-fn train(run: &TinyRun, overrides: &[&str], disturbance: Disturbance) -> Outcome {
+fn train(run: &TinyRun, overrides: &[&str], disturbance: FaultInjection) -> Outcome {
     disturbed(run, "out", &[USUAL, overrides].concat(), disturbance)
 }
 
@@ -90,7 +90,7 @@ fn healthy(name: &str, run: &TinyRun, overrides: &[&str]) {
 
 /// Trains the run: every step must be taken, and the guard say nothing.
 fn healthy_run(name: &str, run: &TinyRun, overrides: &[&str]) {
-    let found = disturbed(run, "out", overrides, Disturbance::default());
+    let found = disturbed(run, "out", overrides, FaultInjection::default());
     let summary = found.result.as_ref().unwrap_or_else(|error| panic!("{name}: {error}"));
     assert!(!summary.interrupted);
     assert!(found.skipped.is_empty(), "{name}: {:?}", found.skipped);
@@ -177,16 +177,16 @@ struct Expected {
 const MIDDLE: Range<u64> = 400..720;
 
 /// Multiplies the learning rate of the step that begins with a row.
-fn wrong_rate(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> Disturbance {
-    Disturbance::new(move |row, moment| match moment {
+fn wrong_rate(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> FaultInjection {
+    FaultInjection::new(move |row, moment| match moment {
         Moment::Rate => factor(row),
         _ => 1.0,
     })
 }
 
 /// Spoils the labels of the steps that begin with these rows.
-fn poisoned(rows: Range<u64>) -> Disturbance {
-    Disturbance::new(move |row, moment| {
+fn poisoned(rows: Range<u64>) -> FaultInjection {
+    FaultInjection::new(move |row, moment| {
         if let (Moment::Batches(batches), true) = (moment, rows.contains(&row)) {
             poison(row, batches);
         }
@@ -212,7 +212,7 @@ macro_rules! faults {
 }
 
 /// Disturbances by the number of a step's first row; steps read 8 rows.
-fn faults() -> Vec<(&'static str, Disturbance, Expected)> {
+fn faults() -> Vec<(&'static str, FaultInjection, Expected)> {
     const NAN: f64 = f64::NAN;
     // A factor from a row on, to the end or before another row.
     let from = |first: u64, factor: f64| move |row: u64| if row >= first { factor } else { 1.0 };

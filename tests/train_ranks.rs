@@ -2,8 +2,8 @@
 use crate::tiny_run::{TinyRun, spawned, wait_until};
 use crate::train_guard::{B, Outcome, Transport, at, disturbed, disturbed_rank, unlabelled, wrong_loss};
 use burn_flex::FlexTensor;
-use sieve_comm::{HeldPort, Mesh, Patience, Pieces, World};
-use sieve_train::{Collectives, Disturbance, Gathered, Moment, OnHost, Pending, TrainError};
+use sieve_comm::{Mesh, Pieces, ReservedPort, Timeouts, World};
+use sieve_train::{Collectives, FaultInjection, Gathered, HostCollectives, Moment, Pending, TrainError};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -51,32 +51,32 @@ impl<'a> Pair<'a> {
             tiny,
             out,
             overrides,
-            transport: |mesh| Box::new(OnHost(mesh)),
+            transport: |mesh| Box::new(HostCollectives(mesh)),
         }
     }
 
     /// Connects a rank with the other one.
-    pub(crate) fn join(rank: usize, port: u16, patience: Patience) -> Arc<Mesh> {
+    pub(crate) fn join(rank: usize, port: u16, timeouts: Timeouts) -> Arc<Mesh> {
         let world = World::on_this_host(rank, 2, port);
-        Arc::new(Mesh::join(world, "1", patience, |_| {}).expect("two ranks"))
+        Arc::new(Mesh::join(world, "1", timeouts, |_| {}).expect("two ranks"))
     }
 
     /// Trains as one rank.
-    pub(crate) fn train(&self, mesh: Arc<Mesh>, disturbance: Disturbance) -> Outcome {
+    pub(crate) fn train(&self, mesh: Arc<Mesh>, disturbance: FaultInjection) -> Outcome {
         let group = Some((mesh, self.transport));
         disturbed_rank(self.tiny, self.out, self.overrides, disturbance, group)
     }
 
-    /// Trains in two threads, with another disturbance and patience each. Sets `ended` when one ends.
+    /// Trains in two threads, with faults and timeouts of their own. Sets `ended` when one ends.
     pub(crate) fn run(
         &self,
-        disturbances: [Disturbance; 2],
-        patience: [Patience; 2],
+        disturbances: [FaultInjection; 2],
+        timeouts: [Timeouts; 2],
         ended: &AtomicBool,
     ) -> [Outcome; 2] {
-        let port = HeldPort::take().expect("a port");
+        let port = ReservedPort::take().expect("a port");
         let outcome = |rank: usize| {
-            let mesh = Self::join(rank, port.number(), patience[rank]);
+            let mesh = Self::join(rank, port.number(), timeouts[rank]);
             let outcome = self.train(mesh.clone(), disturbances[rank].clone());
             ended.store(true, Ordering::Release);
             mesh.leave();
@@ -93,11 +93,11 @@ impl<'a> Pair<'a> {
 /// Trains in two threads, in a folder of their own.
 fn two_ranks(
     overrides: &[&str],
-    disturbances: [Disturbance; 2],
-    patience: [Patience; 2],
+    disturbances: [FaultInjection; 2],
+    timeouts: [Timeouts; 2],
     ended: &AtomicBool,
 ) -> [Outcome; 2] {
-    Pair::new(&TinyRun::dma(), "run", overrides).run(disturbances, patience, ended)
+    Pair::new(&TinyRun::dma(), "run", overrides).run(disturbances, timeouts, ended)
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn judged_alike(overrides: &[&str]) {
         48 | 72..=88 => f64::NAN,
         _ => 1.0,
     });
-    let disturbances = [Disturbance::default(), wrong];
+    let disturbances = [FaultInjection::default(), wrong];
     let [first, second] = two_ranks(overrides, disturbances, Default::default(), &AtomicBool::default());
     for outcome in [&first, &second] {
         let summary = outcome.result.as_ref().expect("it goes on");
@@ -141,12 +141,12 @@ fn judged_alike(overrides: &[&str]) {
 #[test]
 fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
     // After the checkpoint of step 4, which stays.
-    let wrong = Disturbance::new(|row, moment| match moment {
+    let wrong = FaultInjection::new(|row, moment| match moment {
         Moment::Leaves if row == 40 => 1.0 + 1e-6,
         _ => 1.0,
     });
     for disturbed in [0, 1] {
-        let mut disturbances = <[Disturbance; 2]>::default();
+        let mut disturbances = <[FaultInjection; 2]>::default();
         disturbances[disturbed] = wrong.clone();
         let ended = AtomicBool::default();
         for outcome in two_ranks(&["training.steps=12"], disturbances, Default::default(), &ended) {
@@ -178,7 +178,7 @@ fn a_step_without_a_label_is_passed_over_by_all_ranks() {
     }
     assert!(first.weights == second.weights && first.losses.len() == 10);
     // Rows of one rank alone change nothing for the others.
-    let disturbances = [unlabelled(16..32), Disturbance::default()];
+    let disturbances = [unlabelled(16..32), FaultInjection::default()];
     let [first, second] = two_ranks(steps, disturbances, Default::default(), &AtomicBool::default());
     assert!(first.weights == second.weights && first.losses.len() == 12);
 }
@@ -186,7 +186,7 @@ fn a_step_without_a_label_is_passed_over_by_all_ranks() {
 /// The transport of rank 1 fails once this is set.
 static IS_CUT: AtomicBool = AtomicBool::new(false);
 
-struct Cut(OnHost);
+struct Cut(HostCollectives);
 
 impl Collectives<B> for Cut {
     fn sum(&self, tensors: Vec<(FlexTensor, Option<Pieces>)>) -> Result<Pending<B>, TrainError> {
@@ -205,16 +205,16 @@ impl Collectives<B> for Cut {
 fn the_error_of_a_rank_that_writes_a_checkpoint_reaches_rank_0() {
     let tiny = TinyRun::dma();
     let pair = Pair {
-        transport: |mesh| Box::new(Cut(OnHost(mesh))),
+        transport: |mesh| Box::new(Cut(HostCollectives(mesh))),
         ..Pair::new(&tiny, "run", &["training.steps=12"])
     };
-    let port = HeldPort::take().expect("a port");
+    let port = ReservedPort::take().expect("a port");
     let cut = at("files", 4, || {
         IS_CUT.store(true, Ordering::Release);
         std::thread::sleep(Duration::from_millis(500));
     });
-    let error = |rank: usize, disturbance: Disturbance| {
-        let mesh = Pair::join(rank, port.number(), Patience::default());
+    let error = |rank: usize, disturbance: FaultInjection| {
+        let mesh = Pair::join(rank, port.number(), Timeouts::default());
         let error = pair.train(mesh.clone(), disturbance).result.expect_err("a rank fails");
         // As the program does.
         mesh.fail(&error.to_string());
@@ -222,7 +222,7 @@ fn the_error_of_a_rank_that_writes_a_checkpoint_reaches_rank_0() {
     };
     std::thread::scope(|scope| {
         let second = scope.spawn(|| error(1, cut));
-        let first = error(0, Disturbance::default());
+        let first = error(0, FaultInjection::default());
         assert!(first.contains("the wire is cut") && first.contains("rank 1"), "{first}");
         assert!(second.join().expect("no panic").contains("the wire is cut"));
     });
@@ -234,7 +234,7 @@ fn a_rank_that_computes_other_gradients_is_named() {
     // The tenth step begins with row 72.
     let wrong = |times: u32| {
         let left = Arc::new(AtomicU32::new(times));
-        Disturbance::new(move |row, moment| match moment {
+        FaultInjection::new(move |row, moment| match moment {
             Moment::Replay if row == 72 => {
                 let one_less = |left: u32| left.checked_sub(1);
                 let is_wrong = left
@@ -254,7 +254,7 @@ fn a_rank_that_computes_other_gradients_is_named() {
         // Nobody knows which of two is right.
         (2, "the gradients of ranks 0, 1 of one micro-batch"),
     ] {
-        let disturbances = [Disturbance::default(), wrong(times)];
+        let disturbances = [FaultInjection::default(), wrong(times)];
         for outcome in two_ranks(overrides, disturbances, Default::default(), &AtomicBool::default()) {
             let error = outcome.result.expect_err("a device computes wrong").to_string();
             assert!(error.contains(words), "{error}");
@@ -297,19 +297,19 @@ fn assert_named(still: usize, (place, number, seconds): (&'static str, u64, u64)
     // It stands still until the other one has ended: no test waits for a time.
     let ended = Arc::new(AtomicBool::default());
     let other = ended.clone();
-    let mut disturbances = <[Disturbance; 2]>::default();
+    let mut disturbances = <[FaultInjection; 2]>::default();
     disturbances[still] = at(place, number, move || {
         wait_until("the other rank ends", || other.load(Ordering::Acquire));
     });
     // The limits of the other one are so wide that a busy machine does not make it the one that is named.
-    let mut patience = <[Patience; 2]>::default();
+    let mut timeouts = <[Timeouts; 2]>::default();
     let limit = match (place, number) {
-        ("step", 16) => &mut patience[still].silence,
-        _ => &mut patience[still].long,
+        ("step", 16) => &mut timeouts[still].silence,
+        _ => &mut timeouts[still].long,
     };
     *limit = Duration::from_secs(seconds);
     let overrides = &["training.steps=12", "validation.interval=4"];
-    for outcome in two_ranks(overrides, disturbances, patience, &ended) {
+    for outcome in two_ranks(overrides, disturbances, timeouts, &ended) {
         let error = outcome.result.expect_err("a rank does not go on").to_string();
         let words = [format!("rank {still} ("), format!("stood still for {seconds} s")];
         let case = format!("{place} {number}, rank {still}");

@@ -2,8 +2,8 @@
 use crate::tiny_run::{TinyRun, wait_until};
 use crate::train_guard::{at, disturbed};
 use crate::train_ranks::Pair;
-use sieve_comm::{HeldPort, Patience};
-use sieve_train::Disturbance;
+use sieve_comm::{ReservedPort, Timeouts};
+use sieve_train::FaultInjection;
 use std::fs;
 use std::io::Read;
 use std::process::{Command, Stdio};
@@ -53,14 +53,14 @@ fn wait_for_the_end() {
 }
 
 /// Waits to be killed in such a place.
-fn disturbance(place: &str) -> Disturbance {
+fn disturbance(place: &str) -> FaultInjection {
     match place {
         // The third step begins with row 16.
         "step" => at("step", 16, wait_for_the_end),
         "validation" => at("validation", 4, wait_for_the_end),
         "files" => at("files", 8, wait_for_the_end),
         "name" => at("name", 8, wait_for_the_end),
-        _ => Disturbance::default(),
+        _ => FaultInjection::default(),
     }
 }
 
@@ -74,7 +74,7 @@ fn the_rank_that_is_killed() {
     };
     let tiny = TinyRun::of_another(folder.into());
     let [rank, port, mode] = [rank, port, mode].map(|number| number.parse::<u16>().expect("a number"));
-    let mesh = Pair::join(rank.into(), port, Patience::default());
+    let mesh = Pair::join(rank.into(), port, Timeouts::default());
     if place == "start" {
         wait_for_the_end();
     }
@@ -87,7 +87,7 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
     let out = format!("killed-{place}-{rank}");
     let overrides = overrides(mode);
     let pair = Pair::new(tiny, &out, &overrides);
-    let port = HeldPort::take().expect("a port");
+    let port = ReservedPort::take().expect("a port");
     let own_name = "train_ranks_killed::the_rank_that_is_killed";
     let mut process = Command::new(std::env::current_exe().expect("a test has a path"));
     process
@@ -105,8 +105,8 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
     let mut process = process.spawn().expect("it starts");
     let outcome = std::thread::scope(|scope| {
         let other = scope.spawn(|| {
-            let mesh = Pair::join(1 - rank, port.number(), Patience::default());
-            let outcome = pair.train(mesh.clone(), Disturbance::default());
+            let mesh = Pair::join(1 - rank, port.number(), Timeouts::default());
+            let outcome = pair.train(mesh.clone(), FaultInjection::default());
             mesh.leave();
             outcome
         });
@@ -162,7 +162,7 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
 #[test]
 fn a_rank_killed_in_any_place_is_named_and_the_run_goes_on() {
     let tiny = TinyRun::dma();
-    let reference = disturbed(&tiny, "reference", OVERRIDES, Disturbance::default());
+    let reference = disturbed(&tiny, "reference", OVERRIDES, FaultInjection::default());
     reference.result.expect("it ends");
     kill_in(&tiny, &PLACES, 0);
 }

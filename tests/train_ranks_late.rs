@@ -5,12 +5,12 @@ use crate::train_ranks::Pair;
 use burn::tensor::{DType, TensorMetadata};
 use burn_flex::FlexTensor;
 use sieve_comm::Pieces;
-use sieve_train::{Collectives, Disturbance, Gathered, OnHost, Pending, TrainError};
+use sieve_train::{Collectives, FaultInjection, Gathered, HostCollectives, Pending, TrainError};
 use std::sync::atomic::AtomicBool;
 
 /// As a GPU's transport may work: values travel when the work ends, the gradients' memory is somebody else's then, and
 /// leaves are written in their own memory, which holds no numbers from the beginning of the work to its end.
-struct Late(OnHost);
+struct Late(HostCollectives);
 
 impl Collectives<B> for Late {
     fn sum(&self, tensors: Vec<(FlexTensor, Option<Pieces>)>) -> Result<Pending<B>, TrainError> {
@@ -69,7 +69,7 @@ fn run(tiny: &TinyRun, out: &str, overrides: &[&str], transport: Transport) -> [
         transport,
         ..Pair::new(tiny, out, overrides)
     };
-    let disturbances = [Disturbance::default(), wrong];
+    let disturbances = [FaultInjection::default(), wrong];
     pair.run(disturbances, Default::default(), &AtomicBool::default())
 }
 
@@ -95,8 +95,8 @@ fn travel_late(zero_stage: &str) {
         zero_stage,
     ];
     let [usual, late] = [
-        ("usual", (|mesh| Box::new(OnHost(mesh))) as Transport),
-        ("late", |mesh| Box::new(Late(OnHost(mesh)))),
+        ("usual", (|mesh| Box::new(HostCollectives(mesh))) as Transport),
+        ("late", |mesh| Box::new(Late(HostCollectives(mesh)))),
     ]
     .map(|(out, transport)| run(&tiny, out, overrides, transport));
     for (usual, late) in usual.iter().zip(&late) {

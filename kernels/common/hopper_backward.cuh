@@ -23,7 +23,7 @@
 #include "common/reduce_add.cuh"
 #include "common/split_step.cuh"
 #include "common/tma.cuh"
-#include "common/turns.cuh"
+#include "common/semaphores.cuh"
 #include "common/wgmma.cuh"
 
 #ifndef HAS_BIAS
@@ -116,7 +116,7 @@ struct BackwardBlock {
   const TensorMap* do_map;    // of bf16 [batch, seq_len, num_heads * HEAD_DIM_V]
   int batch, head;            // head: the KV head's first query head
 #if ORDERED
-  i32* turns;     // as dq_sum: [heads, dq_len / BLOCK_Q, consumer warps], the tile of keys that adds next
+  i32* semaphores;  // as dq_sum: [heads, dq_len / BLOCK_Q, consumer warps], the tile of keys that adds next
   int own_turn;   // number of the block's tile of keys in the order of sums
   int other_end;  // query tiles before this one are seen by a key of the tile before it, too
 #endif
@@ -409,23 +409,23 @@ constexpr int CONSUMER_WARPS = NUM_CONSUMERS * 4;
 // Orders a consumer warp's adds to dq by key tile: a block that reads that a key tile is done adds to the sum which that
 // tile left. The bulk adds of a warp are done, and visible to all by its fence, before it writes the turn; those of the
 // block that has read it wait for the read and for a proxy fence.
-struct DqTurns {
+struct DqSemaphores {
   i32* at;            // of the tile that is sent next
   i32* sent;          // of the one sent last, if any
   int own, num_tiles;  // num_tiles: of a head
 
-  DEVICE DqTurns(const BackwardBlock& block, int first_query, int warp)
-      : at(block.turns + (first_query - block.dq_first) / BLOCK_Q * CONSUMER_WARPS + warp), sent(nullptr),
+  DEVICE DqSemaphores(const BackwardBlock& block, int first_query, int warp)
+      : at(block.semaphores + (first_query - block.dq_first) / BLOCK_Q * CONSUMER_WARPS + warp), sent(nullptr),
         own(block.own_turn), num_tiles(block.dq_len / BLOCK_Q) {}
 
   // Asked for a while before it is needed.
-  DEVICE int read() const { return read_turn(at); }
+  DEVICE int read() const { return read_semaphore(at); }
   // Signals the next key tile that the last adds have arrived.
   DEVICE void pass_on() const {
     if (threadIdx.x % 32 != 0 || !sent) return;
     bulk_wait();
     fence_sums();
-    write_turn(sent, own + 1);
+    write_semaphore(sent, own + 1);
   }
   // Waits for the tile of keys before this one; `seen`: what was read last.
   DEVICE void take(int seen, bool is_first) {
@@ -513,7 +513,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
       block.dq_sum +
       ((u64)(first_query - block.dq_first + warp * 16) * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
 #if ORDERED
-  DqTurns turns(block, first_query, warpgroup * 4 + warp);
+  DqSemaphores semaphores(block, first_query, warpgroup * 4 + warp);
   auto send_last_dq = [&](int seen) {
     // The change from the last step to this one; recomputed for want of a register.
 #if HEAD_BY_HEAD
@@ -523,10 +523,10 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     const int heads_on = head == 0 ? 1 - block.group_size : 1, last_query = first_query + (head == 0 ? BLOCK_Q : 0);
 #endif
     const bool is_first = last_query >= block.other_end * BLOCK_Q;
-    turns.take(seen, is_first);
+    semaphores.take(seen, is_first);
     send_dq<DQ_COLUMNS / 2>(dq_to, staging, is_first);
     dq_to += ((i64)heads_on * block.dq_len + first_query - last_query) * HEAD_DIM;
-    turns.go_on(heads_on, first_query - last_query);
+    semaphores.go_on(heads_on, first_query - last_query);
   };
 #else
   // The same rows of the next tile, or of the next head's first.
@@ -555,7 +555,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     const u32 stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
     barrier_wait(barrier_at(shared, FULL_DO + do_place.slot), do_place.phase);
 #if ORDERED
-    const int seen = turns.read();
+    const int seen = semaphores.read();
 #endif
     wgmma_fence();
     // dP^T = V dO^T (SPLIT_STATS: dP^T - D)
@@ -663,8 +663,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   }
   wgmma_wait<0>();
 #if ORDERED
-  send_last_dq(turns.read());
-  turns.pass_on();
+  send_last_dq(semaphores.read());
+  semaphores.pass_on();
 #elif DQ_BULK
   send_last_dq();
   if (lane == 0) bulk_wait_read();  // shared memory must last until the adds have read it

@@ -30,7 +30,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #if ORDERED
   int first_query = (block.first_tile + block.num_tiles - 1) * BLOCK_Q;
   [[maybe_unused]] int head = 0;
-  DqTurns turns(block, first_query, warpgroup * 4 + warp);
+  DqSemaphores semaphores(block, first_query, warpgroup * 4 + warp);
 #else
   int first_query = block.first_tile * BLOCK_Q;
 #endif
@@ -49,7 +49,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     const u32 stats = shared + DO_STATS_AT + slot * DO_STATS_BYTES;
     barrier_wait(barrier_at(shared, FULL_DO + slot), phase);
 #if ORDERED
-    const int seen = turns.read();
+    const int seen = semaphores.read();
     const bool is_first = first_query >= block.other_end * BLOCK_Q;
 #else
     constexpr bool is_first = false;
@@ -126,7 +126,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     multiply_keys(dq_half, ds, k_half);
     wgmma_wait<1>();
 #if ORDERED
-    turns.take(seen, is_first);
+    semaphores.take(seen, is_first);
 #endif
     stage_dq(dq_block, staging);
     send_dq<32>(dq_to + warpgroup * 16 * 128, staging, is_first);
@@ -148,7 +148,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     if (is_last) head = 0;
 #endif
     dq_to += ((i64)heads_on * block.dq_len + queries) * HEAD_DIM;
-    turns.go_on(heads_on, queries);
+    semaphores.go_on(heads_on, queries);
     first_query += queries;
 #else
     first_query += BLOCK_Q;
@@ -161,7 +161,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   }
   wgmma_wait<0>();
 #if ORDERED
-  turns.pass_on();
+  semaphores.pass_on();
 #endif
 #if DQ_BULK
   if (lane == 0) bulk_wait_read();  // shared memory must last until the adds have read it

@@ -4,7 +4,7 @@
 #pragma once
 #include "common/hopper_chosen.cuh"
 #include "common/reduce_add.cuh"
-#include "common/turns.cuh"
+#include "common/semaphores.cuh"
 
 // 64 columns of dq = dS K: dS^T in shared memory, rows are keys.
 DEVICE void multiply_keys(float (&dq)[32], u32 ds, u32 keys) {

@@ -86,7 +86,7 @@ const FORMS: [Form; 2] = [
         settings.checkpointing.mode = ActivationCheckpointMode::Full;
     }),
     (", recomputable activations kept", |settings| {
-        settings.keeping.made_again = true
+        settings.keeping.recomputable = true
     }),
 ];
 

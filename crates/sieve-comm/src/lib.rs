@@ -14,8 +14,8 @@ mod watch;
 mod world;
 
 pub use error::{CommError, Failure, Loss};
-pub use mesh::{Mesh, Patience, Work, place};
+pub use mesh::{Mesh, Timeouts, Work, place};
 pub use pieces::Pieces;
-pub use port::HeldPort;
+pub use port::ReservedPort;
 pub use watch::CollectiveCounts;
 pub use world::World;

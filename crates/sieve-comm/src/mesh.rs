@@ -23,7 +23,7 @@ const REASON_WAIT: Duration = Duration::from_secs(3);
 
 /// How long a rank waits for others.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
+pub struct Timeouts {
     /// Until all ranks have joined.
     pub join: Duration,
     /// Without a heartbeat, and without progress in a step that others wait for.
@@ -33,10 +33,10 @@ pub struct Patience {
     /// Without progress in other work of a run.
     pub long: Duration,
     /// After another rank is lost, until this process must end.
-    pub farewell: Duration,
+    pub goodbye: Duration,
 }
 
-impl Default for Patience {
+impl Default for Timeouts {
     /// Five minutes to join, 30 seconds without a heartbeat, 100 seconds without progress of any rank in a step, ten
     /// minutes in long work, 10 seconds to end.
     fn default() -> Self {
@@ -45,7 +45,7 @@ impl Default for Patience {
             silence: Duration::from_secs(30),
             still: Duration::from_secs(100),
             long: Duration::from_secs(600),
-            farewell: Duration::from_secs(10),
+            goodbye: Duration::from_secs(10),
         }
     }
 }
@@ -53,9 +53,9 @@ impl Default for Patience {
 /// What a rank does while others may wait for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// An ordinary step: progress within [`Patience::silence`].
+    /// An ordinary step: progress within [`Timeouts::silence`].
     Step,
-    /// A first step, a validation, a checkpoint: progress within [`Patience::long`].
+    /// A first step, a validation, a checkpoint: progress within [`Timeouts::long`].
     Long,
     /// Something without a limit, as reading and preparing data.
     Any,
@@ -67,7 +67,7 @@ pub struct Mesh {
     /// Of rank 0 all others in order, of the others rank 0 alone.
     peers: Arc<Vec<Peer>>,
     watch: Arc<Watch>,
-    patience: Patience,
+    timeouts: Timeouts,
     /// One call at a time.
     turn: Mutex<()>,
 }
@@ -104,28 +104,28 @@ impl Mesh {
     pub fn join(
         world: World,
         version: &str,
-        patience: Patience,
+        timeouts: Timeouts,
         give_up: impl FnOnce(&Failure) + Send + 'static,
     ) -> Result<Self, CommError> {
-        find_host(&world, patience)?;
+        find_host(&world, timeouts)?;
         let peers = if world.rank == 0 {
-            accept_all(&world, listen(&world)?, version, patience)?
+            accept_all(&world, listen(&world)?, version, timeouts)?
         } else {
-            vec![connect(&world, version, patience)?]
+            vec![connect(&world, version, timeouts)?]
         };
-        Self::start(world, peers, patience, Box::new(give_up))
+        Self::start(world, peers, timeouts, Box::new(give_up))
     }
 
     /// Watches over ranks that are all there.
-    fn start(world: World, peers: Vec<Peer>, patience: Patience, give_up: GiveUp) -> Result<Self, CommError> {
+    fn start(world: World, peers: Vec<Peer>, timeouts: Timeouts, give_up: GiveUp) -> Result<Self, CommError> {
         let peers = Arc::new(peers);
-        let watch = Watch::start(world.rank, peers.clone(), patience, give_up);
+        let watch = Watch::start(world.rank, peers.clone(), timeouts, give_up);
         let watch = watch.map_err(|error| CommError::Refused(format!("starting threads: {error}")))?;
         Ok(Self {
             world,
             peers,
             watch,
-            patience,
+            timeouts,
             turn: Mutex::new(()),
         })
     }
@@ -291,12 +291,12 @@ impl Mesh {
 
     /// Sets what this rank does from now on, and so its progress timeout. A rank that others wait for and that makes no
     /// progress for the time of its [`Work`] counts as hung, even if its heartbeats arrive. Where no rank waits for
-    /// another, since all wait for their devices, the limit is [`Patience::still`] in a step, and [`Patience::long`]
-    /// plus [`Patience::silence`] in other work.
+    /// another, since all wait for their devices, the limit is [`Timeouts::still`] in a step, and [`Timeouts::long`]
+    /// plus [`Timeouts::silence`] in other work.
     pub fn set_work(&self, work: Work) {
         self.watch.set_limit(match work {
-            Work::Step => Some(self.patience.silence),
-            Work::Long => Some(self.patience.long),
+            Work::Step => Some(self.timeouts.silence),
+            Work::Long => Some(self.timeouts.long),
             Work::Any => None,
         });
     }

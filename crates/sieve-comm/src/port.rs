@@ -9,12 +9,12 @@ use std::net::{Ipv4Addr, SocketAddr};
 /// to the port and never listens prevents that; it accepts no connections, also not through a copy inherited by a
 /// process that another thread starts.
 #[derive(Debug)]
-pub struct HeldPort {
+pub struct ReservedPort {
     number: u16,
     _socket: Socket,
 }
 
-impl HeldPort {
+impl ReservedPort {
     /// Takes a port that is free. It is held as long as this lives.
     ///
     /// # Errors
@@ -47,7 +47,7 @@ mod tests {
 
     #[test]
     fn one_can_listen_on_a_held_port_by_its_number() {
-        let port = HeldPort::take().unwrap();
+        let port = ReservedPort::take().unwrap();
         let address = ("127.0.0.1", port.number());
         assert!(TcpStream::connect(address).is_err(), "nobody listens yet");
         let listener = TcpListener::bind(address).unwrap();
@@ -70,7 +70,7 @@ mod tests {
                 scope.spawn(start);
             }
             let listening = (0..300).map(|_| {
-                let port = HeldPort::take().unwrap();
+                let port = ReservedPort::take().unwrap();
                 TcpListener::bind(("127.0.0.1", port.number())).map(drop)
             });
             let listening = listening.collect::<io::Result<Vec<()>>>();

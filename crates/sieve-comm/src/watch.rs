@@ -1,6 +1,6 @@
 //! Signs of life: which rank is lost, and what then happens to the others.
 use crate::frame::{receive, send};
-use crate::mesh::Patience;
+use crate::mesh::Timeouts;
 use crate::{Failure, Loss};
 use std::io::ErrorKind;
 use std::net::{Shutdown, TcpStream};
@@ -130,7 +130,7 @@ impl Watch {
     pub(crate) fn start(
         rank: usize,
         peers: Arc<Vec<Peer>>,
-        patience: Patience,
+        timeouts: Timeouts,
         give_up: GiveUp,
     ) -> std::io::Result<Arc<Self>> {
         let this = Arc::new(Self {
@@ -143,15 +143,15 @@ impl Watch {
             changed: Condvar::new(),
         });
         for index in 0..this.peers.len() {
-            this.peers[index].control.set_read_timeout(Some(patience.silence))?;
+            this.peers[index].control.set_read_timeout(Some(timeouts.silence))?;
             let watch = this.clone();
-            spawn("sieve-listen", move || watch.listen(index, patience.silence))?;
+            spawn("sieve-listen", move || watch.listen(index, timeouts.silence))?;
         }
         let watch = this.clone();
-        let every = BEAT_EVERY.min(patience.silence / BEATS);
-        spawn("sieve-beat", move || watch.beat(every, patience))?;
+        let every = BEAT_EVERY.min(timeouts.silence / BEATS);
+        spawn("sieve-beat", move || watch.beat(every, timeouts))?;
         let watch = this.clone();
-        spawn("sieve-give-up", move || watch.end(patience.farewell, give_up))?;
+        spawn("sieve-give-up", move || watch.end(timeouts.goodbye, give_up))?;
         Ok(this)
     }
 
@@ -222,7 +222,7 @@ impl Watch {
         self.lock().waited
     }
 
-    fn beat(&self, every: Duration, patience: Patience) {
+    fn beat(&self, every: Duration, timeouts: Timeouts) {
         let mut own = Place::new();
         // Rank 0 alone receives all heartbeats, so it reports first if no rank makes progress.
         let head_start = if self.rank == 0 { Duration::ZERO } else { BEATS * every };
@@ -233,9 +233,9 @@ impl Watch {
             // A rank that waits for this one would have reported it earlier. If no rank makes progress and none waits
             // for another, each waits for its GPU, and the GPUs for one that hangs.
             if let Some((limit, since)) = own.see(&pace) {
-                let all_still = match limit <= patience.silence {
-                    true => patience.still,
-                    false => patience.long + patience.silence,
+                let all_still = match limit <= timeouts.silence {
+                    true => timeouts.still,
+                    false => timeouts.long + timeouts.silence,
                 };
                 if since.elapsed() > all_still + head_start {
                     return self.lose(Failure {
@@ -350,15 +350,15 @@ impl Watch {
         }
     }
 
-    /// Waits for a failure; the process then has the time `farewell` to end by itself.
-    fn end(&self, farewell: Duration, give_up: GiveUp) {
+    /// Waits for a failure; the process then has the time `goodbye` to end by itself.
+    fn end(&self, goodbye: Duration, give_up: GiveUp) {
         let is_well = |state: &mut State| !state.has_left && state.failure.is_none();
         let waited = self.changed.wait_while(self.lock(), is_well);
         drop(waited);
         if self.lock().has_left {
             return;
         }
-        let waited = self.changed.wait_timeout_while(self.lock(), farewell, |s| !s.has_left);
+        let waited = self.changed.wait_timeout_while(self.lock(), goodbye, |s| !s.has_left);
         drop(waited);
         let state = self.lock();
         if let (false, Some(failure)) = (state.has_left, state.failure.clone()) {

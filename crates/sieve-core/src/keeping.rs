@@ -11,14 +11,15 @@ pub struct Keeping {
     /// Whether a block keeps what its backward pass would recompute: normed streams, rotated heads and gated
     /// activations. It takes half as much memory as everything else that a block keeps, saves 1 to 2 % of a step on a
     /// GPU, and does not change results.
-    pub made_again: bool,
+    #[serde(rename = "made_again")]
+    pub recomputable: bool,
 }
 
 impl Keeping {
     /// Where nothing is differentiated.
     pub const NOTHING: Self = Self {
         o_low: KeepOLow::Never,
-        made_again: false,
+        recomputable: false,
     };
 }
 

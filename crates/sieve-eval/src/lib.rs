@@ -49,8 +49,8 @@ pub use needle::{
 };
 pub use patterns::{PatternSearch, calibrate_dam, search_minference};
 pub use perplexity::{
-    Extrapolation, FarLoss, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, RollingPerplexity, WordLoss,
-    extrapolation, perplexity,
+    Extrapolation, LossByDistance, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, RollingPerplexity,
+    WordLoss, extrapolation, perplexity,
 };
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};
@@ -64,7 +64,7 @@ pub use tasks::{
     Likelihood, LongBenchAverage, READY_TASKS, RowScore, Score, Task, TaskModel, TaskReport, TaskRows, TaskRun,
     TaskSize, TaskTexts, run_task,
 };
-pub use together::TogetherGenerator;
+pub use together::BatchGenerator;
 pub use trained::{TrainedMeasure, attention_label, measure_trained};
-pub use weights::{ChosenKeys, DISTANCES, HeadWeights, LayerWeights, LifeSpans, attention_weights};
+pub use weights::{ChosenKeys, DISTANCES, HeadWeights, KeyLifetimes, LayerWeights, attention_weights};
 pub use words::WordUse;

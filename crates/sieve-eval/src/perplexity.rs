@@ -13,7 +13,7 @@ use crate::rows::Rows;
 use crate::words::WordUse;
 use crate::{EvalDocument, EvalError, Selection};
 use breakdown::Breakdown;
-pub use breakdown::{FarLoss, MeanLoss, PositionLoss, WordLoss};
+pub use breakdown::{LossByDistance, MeanLoss, PositionLoss, WordLoss};
 use burn::tensor::{Tensor, TensorData};
 pub use extrapolation::{Extrapolation, extrapolation};
 use serde::Serialize;

@@ -6,7 +6,7 @@ use sieve_ops::DeviceBackend;
 
 /// Samples several continuations of a prompt as a batch: each forward pass gives one token of every text.
 #[derive(Debug)]
-pub struct TogetherGenerator<'a, B: DeviceBackend> {
+pub struct BatchGenerator<'a, B: DeviceBackend> {
     start: Start<'a, B>,
     /// Of each text.
     samplers: Vec<Sampler>,
@@ -15,7 +15,7 @@ pub struct TogetherGenerator<'a, B: DeviceBackend> {
     is_done: Vec<bool>,
 }
 
-impl<'a, B: DeviceBackend> TogetherGenerator<'a, B> {
+impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
     /// `num_texts` texts, the first with the seed of `config`, each later one with the next. Checks everything before
     /// the model runs.
     ///
@@ -91,7 +91,7 @@ impl<'a, B: DeviceBackend> TogetherGenerator<'a, B> {
     }
 }
 
-impl<B: DeviceBackend> Iterator for TogetherGenerator<'_, B> {
+impl<B: DeviceBackend> Iterator for BatchGenerator<'_, B> {
     type Item = Result<Vec<Option<u32>>, EvalError>;
 
     /// The next token of each text, `None` of one that has ended; `None` when all have, after `max_new_tokens`, and

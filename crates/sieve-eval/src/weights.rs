@@ -25,7 +25,7 @@ pub struct LayerWeights {
     /// `None` with one KV head.
     pub overlap: Option<f64>,
     /// How long DMA keeps a key; `None` of other kinds.
-    pub life: Option<LifeSpans>,
+    pub life: Option<KeyLifetimes>,
     /// What the chosen blocks hold; `None` of kinds that choose none for one softmax.
     pub chosen: Option<ChosenKeys>,
 }
@@ -67,7 +67,7 @@ pub struct ChosenKeys {
 
 /// How many queries see a key of DMA, over the keys of all KV heads.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct LifeSpans {
+pub struct KeyLifetimes {
     /// Keys that no query sees.
     pub never: f64,
     /// Keys that the last query still sees.
@@ -250,7 +250,7 @@ fn overlap(heads: &[HeadWeights], group: usize, num_tokens: usize) -> Option<f64
 }
 
 /// `expire` is `[num_kv_heads, num_tokens]`: the first query that no longer sees the key.
-fn life_spans(expire: &[i64], num_tokens: usize) -> LifeSpans {
+fn life_spans(expire: &[i64], num_tokens: usize) -> KeyLifetimes {
     let (mut never, mut to_the_end, mut spans) = (0_usize, 0_usize, Vec::new());
     for (idx, &end) in expire.iter().enumerate() {
         match end - (idx % num_tokens) as i64 {
@@ -262,7 +262,7 @@ fn life_spans(expire: &[i64], num_tokens: usize) -> LifeSpans {
     spans.sort_unstable();
     let at = |share: f64| spans[((spans.len() - 1) as f64 * share).round() as usize];
     let share = |count: usize| count as f64 / expire.len().max(1) as f64;
-    LifeSpans {
+    KeyLifetimes {
         never: share(never),
         to_the_end: share(to_the_end),
         percentiles: (!spans.is_empty()).then(|| [0.1, 0.5, 0.9].map(at)),
@@ -369,7 +369,7 @@ mod tests {
         let spans = life_spans(&[0, 3, 4, 4], 4);
         assert_eq!(
             spans,
-            LifeSpans {
+            KeyLifetimes {
                 never: 0.25,
                 to_the_end: 0.5,
                 percentiles: Some([2, 2, 2])

@@ -234,7 +234,7 @@ impl<'a> Call<'a> {
             let got = || format!("{cell} tokens of {}", s.scores.block);
             require!(fits, NAME, "cell": got(), "blocks of 1, 2, 4, ... 128 cells");
         }
-        let qkv = qkv.walkable();
+        let qkv = qkv.with_kernel_strides();
         let [q, k, _] = qkv.head_words(NAME)?;
         Ok(Self {
             selection,

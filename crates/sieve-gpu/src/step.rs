@@ -28,7 +28,7 @@ pub use embedding_forward::embedding_forward;
 pub use fill_zero::fill_zero;
 pub use fp8_quantise::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
 pub use likeliest::likeliest;
-pub use matrix_vector::{Finish, MAX_VECTORS, Vectors, matrix_vector};
+pub use matrix_vector::{Epilogue, MAX_VECTORS, Vectors, matrix_vector};
 pub use qk_norm_rope_forward::{QkNormRope, Reuse, rope};
 pub use residual_add::residual_add;
 pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};

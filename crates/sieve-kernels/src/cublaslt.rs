@@ -31,9 +31,9 @@ pub enum MatmulOutput<'a> {
     /// A new contiguous tensor, bf16 or f32.
     New(DType),
     /// A new contiguous tensor `product + this`, of this tensor's type: a residual stream's addition without a launch.
-    Plus(&'a CudaTensor),
+    PlusC(&'a CudaTensor),
     /// The same with a factor of the product and one of this tensor.
-    Scaled([f32; 2], &'a CudaTensor),
+    AlphaBeta([f32; 2], &'a CudaTensor),
     /// Overwrites this tensor in place, for every clone of it, a [`HostCopy`](crate::HostCopy)'s too; bf16 or f32, rows
     /// one stride apart.
     Into(&'a CudaTensor),
@@ -103,7 +103,7 @@ fn queued(
     let is_hopper = x.hardware().compute_capability == (9, 0);
     let call = Call {
         problem,
-        cuts: if is_hopper { problem.preferred_cuts() } else { &[] },
+        tiles: if is_hopper { problem.preferred_tiles() } else { &[] },
         bindings: [&x, &w, &target.c, &target.d]
             .iter()
             .chain(scales)
@@ -188,8 +188,8 @@ impl Target {
             }
             MatmulOutput::Into(tensor) => return in_place(tensor, 0.0),
             MatmulOutput::AddTo(tensor) => return in_place(tensor, 1.0),
-            MatmulOutput::Plus(addend) => ([1.0, 1.0], addend),
-            MatmulOutput::Scaled(factors, addend) => (factors, addend),
+            MatmulOutput::PlusC(addend) => ([1.0, 1.0], addend),
+            MatmulOutput::AlphaBeta(factors, addend) => (factors, addend),
         };
         require_output_type(addend.dtype())?;
         let (c, rows, c_stride) = as_rows(addend);

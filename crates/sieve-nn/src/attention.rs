@@ -24,8 +24,8 @@ use shared_prompts::SharedPrompts;
 use sieve_core::model::AttentionForm;
 use sieve_core::{Keeping, ModelShape};
 use sieve_ops::{
-    AttentionLayer, AttentionSpec, DeviceBackend, Documents, KernelPolicy, LayerTokens, ProductPrecision,
-    RotaryEmbedding, RowParts, SieveBackend, TokenAttention, WeightSums,
+    AttentionLayer, AttentionSpec, ContextParallel, DeviceBackend, Documents, GemmPrecision, KernelPolicy, LayerTokens,
+    RotaryEmbedding, SieveBackend, TokenAttention, WeightSums,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -40,12 +40,12 @@ pub struct LayerContext<'a, B: Backend> {
     /// Rotary tables.
     pub rope: &'a RotaryEmbedding<B>,
     /// Context parallelism: the whole rows, where these tokens are one part of each.
-    pub parts: Option<&'a RowParts>,
+    pub parts: Option<&'a ContextParallel>,
     /// Where one prompt stands before several endings: what the attention sees in place of `documents`.
     pub shared: Option<&'a SharedPrompts<B>>,
     /// Data type of the projections' GEMMs (bf16 or fp8) where a layer is one op: the feed-forward layers, and
     /// attention but for latent and native sparse.
-    pub precision: ProductPrecision,
+    pub precision: GemmPrecision,
     /// What those layers leave their backward pass beside the least.
     pub keeping: Keeping,
     /// Which kernels attention takes on a GPU, and how these sum.
@@ -73,7 +73,7 @@ impl<'a, B: Backend> LayerContext<'a, B> {
             rope,
             parts: None,
             shared: None,
-            precision: ProductPrecision::Tensors,
+            precision: GemmPrecision::Tensors,
             keeping: Keeping::default(),
             policy: KernelPolicy::default(),
             sums: None,

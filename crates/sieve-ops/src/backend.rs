@@ -8,8 +8,8 @@ use crate::tensors::{Float, Ints};
 use crate::{
     AdamWTensors, AttentionCall, AttentionOutput, AttentionSpec, BackwardPass, ChoiceCall, Cuda, DmaCache, DmaCall,
     DmaScoresCall, DmaSelection, DmaToken, DocumentBounds, Fp8Kept, IndexGradientCall, KeyCache, MlaCall, MlaPackCall,
-    NsaCall, NsaCompressed, NsaSelected, Parcel, QkNormRopeCall, Recency, RmsNormCall, RopeCall, RowLinks, Snapshot,
-    ToRound, TokenStep,
+    NsaCall, NsaCompressed, NsaSelected, QkNormRopeCall, RankGroup, Recency, RmsNormCall, RopeCall, SendRecv, Snapshot,
+    ToQuantise, TokenStep,
 };
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn_flex::Flex;
@@ -145,17 +145,17 @@ device_ops! {
     fp8 {
         /// `x wᵀ`, and the residual where there is one, of x and w rounded to e4m3; what the gradients need beside it.
         fn fp8_linear(
-            x: ToRound<Self>,
+            x: ToQuantise<Self>,
             weight: Float<Self>,
             residual: Option<Float<Self>>,
         ) -> (Float<Self>, Fp8Kept<Self>);
         /// `[dx, dweight]` from dy rounded to e5m2 and the rounded operands of the forward pass (straight-through:
         /// rounding has gradient 1). dweight is added to `sum` if given, possibly in place.
-        fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: ToRound<Self>, sum: Option<Float<Self>>) -> [Float<Self>; 2];
+        fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: ToQuantise<Self>, sum: Option<Float<Self>>) -> [Float<Self>; 2];
         /// [`crate::swiglu`], to be rounded.
-        fn fp8_swiglu(gate_up: Float<Self>) -> ToRound<Self>;
+        fn fp8_swiglu(gate_up: Float<Self>) -> ToQuantise<Self>;
         /// Its gradient, to be rounded.
-        fn fp8_swiglu_backward(gate_up: Float<Self>, dy: Float<Self>) -> ToRound<Self>;
+        fn fp8_swiglu_backward(gate_up: Float<Self>, dy: Float<Self>) -> ToQuantise<Self>;
     }
 
     embedding {
@@ -432,7 +432,7 @@ device_ops! {
         fn snapshot_room(device: &Self::Device) -> u64;
     }
 
-    row_parts {
+    context_parallel {
         /// The keys that DMA keeps at the last query of each row, by position: `[batch, num_kv_heads, slots]`, the
         /// first ones -1 where there are fewer. `rank` is `[batch, num_kv_heads, seq_len]`.
         fn dma_last_kept(
@@ -458,9 +458,9 @@ device_ops! {
         ) -> [Float<Self>; 2];
         /// Sends tensors to the ranks of other parts and returns the received ones, part by part. All ranks of a row
         /// call it in the same order.
-        fn exchange(links: &dyn RowLinks, parcel: Parcel<Self>) -> Vec<Float<Self>>;
+        fn exchange(links: &dyn RankGroup, parcel: SendRecv<Self>) -> Vec<Float<Self>>;
         /// Sends each part's rank one slice `[1, batch, len, heads, width]` of `x`, and returns the slices received
         /// from all ranks, part by part. All ranks of a row call it in the same order.
-        fn all_to_all(links: &dyn RowLinks, x: Float<Self>) -> Float<Self>;
+        fn all_to_all(links: &dyn RankGroup, x: Float<Self>) -> Float<Self>;
     }
 }

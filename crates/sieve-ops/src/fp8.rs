@@ -13,7 +13,7 @@ use burn::tensor::backend::Backend;
 
 /// Data type of the blocks' GEMMs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ProductPrecision {
+pub enum GemmPrecision {
     /// The tensors' own.
     #[default]
     Tensors,
@@ -34,9 +34,9 @@ pub struct Fp8Kept<B: Backend> {
 
 /// A tensor that is to be rounded, and parts of its largest magnitude, where the kernel that wrote it has found them.
 #[derive(Clone, Debug)]
-pub struct ToRound<B: Backend>(pub(crate) Float<B>, pub(crate) Option<Float<B>>);
+pub struct ToQuantise<B: Backend>(pub(crate) Float<B>, pub(crate) Option<Float<B>>);
 
-impl<B: Backend> ToRound<B> {
+impl<B: Backend> ToQuantise<B> {
     /// A tensor without known magnitudes.
     pub fn new(x: Float<B>) -> Self {
         Self(x, None)

@@ -13,6 +13,7 @@ mod documents;
 mod attention;
 mod block;
 mod chosen;
+mod context_parallel;
 mod decode;
 mod dma;
 mod embedding;
@@ -24,7 +25,6 @@ mod norm;
 mod nsa;
 mod optimizer;
 mod rope;
-mod row_parts;
 mod sparse;
 mod swiglu;
 
@@ -44,6 +44,7 @@ pub use chosen::{
     ChoiceCall, IndexGradientCall, IndexedCall, block_positions, choose_key_blocks, choose_scored_blocks,
     chosen_attention, index_statistics, indexed_attention, indexer_spec,
 };
+pub use context_parallel::{ContextParallel, Heads, RankGroup, SendRecv, ThreadGroup, TracedPart};
 pub use decode::{
     DmaCache, DmaToken, KeyCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer,
     TokenStep, attention_decode, cached_attention, dma_decode, first_of_largest, likeliest, mla_decode,
@@ -59,7 +60,7 @@ pub use dma::{
 };
 pub use documents::{DocumentBounds, Documents};
 pub use embedding::embedding;
-pub use fp8::{Fp8Kept, ProductPrecision, ToRound};
+pub use fp8::{Fp8Kept, GemmPrecision, ToQuantise};
 pub use linear::{linear, linear_add};
 pub use loss::{IGNORE_LABEL, linear_cross_entropy, token_losses};
 pub use mla::{MlaCall, MlaNorm, MlaPackCall, MlaSpec, mla_attention, mla_pack};
@@ -72,7 +73,6 @@ pub use optimizer::{
     AdamWStep, AdamWTensors, Snapshot, SnapshotReader, adamw, join_master, orthogonalised, split_master, sum_of_squares,
 };
 pub use rope::{QkNorm, QkNormRopeCall, RopeCall, RopeTables, RotaryEmbedding, qk_norm_rope, rope};
-pub use row_parts::{Heads, Parcel, RowLinks, RowParts, ThreadLinks, TracedPart};
 pub use sparse::{
     SparseOutput, correct_by_probes, has_sparse_attention, heavy_decode, keep_heavy_keys, select_blocks,
     select_blocks_by_bounds, sparse_attention, upload_mask,

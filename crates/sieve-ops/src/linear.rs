@@ -259,7 +259,7 @@ pub(crate) mod cuda {
             .clone()
             .map(|(factors, c)| (factors.map(|factor| factor as f32), kernel_tensor(c)));
         let output = c.as_ref().map_or(MatmulOutput::New(BF16), |(factors, c)| {
-            MatmulOutput::Scaled(*factors, c)
+            MatmulOutput::AlphaBeta(*factors, c)
         });
         kernel_or("gemm", matmul(kind, &a, &b, output).map(ToBurn::burn), || {
             reference::gemm::<Cuda>(kind, x, w, sum)
@@ -275,7 +275,7 @@ pub(crate) mod cuda {
             let y = matmul(Product::Nt, &x, &weight, MatmulOutput::New(BF16))?;
             return residual_add(&residual, &y);
         }
-        matmul(Product::Nt, &x, &weight, MatmulOutput::Plus(&residual))
+        matmul(Product::Nt, &x, &weight, MatmulOutput::PlusC(&residual))
     }
 }
 

@@ -9,11 +9,11 @@
 mod plan;
 
 mod cache;
+mod context_parallel;
 mod disk;
 mod memory;
 mod ops;
 mod ranks;
-mod row_parts;
 mod suggest;
 mod time;
 
@@ -24,6 +24,6 @@ pub use memory::{
     inference_memory, memory_plan,
 };
 pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, gpu_training_gap, op_plans};
-pub use plan::{ASSUMED_MFU, Plan, RowPartsPlan, StagePlan, Target, ZeroPlan, plan, plan_of_ranks};
+pub use plan::{ASSUMED_MFU, ContextParallelPlan, Plan, StagePlan, Target, ZeroPlan, plan, plan_of_ranks};
 pub use ranks::{Ranks, RanksPlan};
 pub use suggest::Suggestion;

@@ -20,7 +20,7 @@ pub use verdict::MemoryVerdict;
 use serde::Serialize;
 
 use crate::Target;
-use crate::row_parts::RowShare;
+use crate::context_parallel::RowShare;
 pub(crate) use activations::fp8_products;
 use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
 use sieve_core::model::ModelShape;
@@ -117,12 +117,12 @@ impl Moment {
 /// Memory of one stage's training step, in each of `ranks` processes.
 pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> MemoryPlan {
     let needed = |recipe: &Recipe| {
-        let with = |made_again, o_low| {
-            let keeping = Keeping { o_low, made_again };
+        let with = |recomputable, o_low| {
+            let keeping = Keeping { o_low, recomputable };
             needed(recipe, shape, target, ranks, keeping)
         };
         let is_gpu = matches!(target, Target::Gpu(_));
-        let more = [is_gpu, false].map(|made_again| with(made_again, KeepOLow::Always));
+        let more = [is_gpu, false].map(|recomputable| with(recomputable, KeepOLow::Always));
         let fits = |plan: &MemoryPlan| plan.total_bytes <= plan.available_bytes / 10 * 9;
         let more = more.into_iter().find(fits);
         more.unwrap_or_else(|| with(false, KeepOLow::ShortRows))

@@ -1,7 +1,7 @@
 //! The plan: what the other files count, put together stage by stage.
 
+use crate::context_parallel::RowShare;
 use crate::disk::DiskPlan;
-use crate::row_parts::RowShare;
 use crate::{
     CachePlan, MemoryPlan, MemoryVerdict, OpPlan, Ranks, RanksPlan, cache_plan, check_gpu_attention, memory_plan,
     op_plans, time,
@@ -119,7 +119,8 @@ pub struct StagePlan {
     pub tokens_per_second: Option<f64>,
     /// Context parallelism; `None` for whole rows.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub row_parts: Option<RowPartsPlan>,
+    #[serde(rename = "row_parts")]
+    pub context_parallel: Option<ContextParallelPlan>,
     /// NSA on a GPU: the shortest rows, of powers of two, whose training is guessed faster than with dense attention.
     pub pays_from: Option<usize>,
 }
@@ -141,7 +142,7 @@ pub struct ZeroPlan {
 
 /// Rows cut into parts, one for each process (context parallelism).
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct RowPartsPlan {
+pub struct ContextParallelPlan {
     /// Parts of a row.
     pub degree: usize,
     /// Tokens of a part.
@@ -404,7 +405,7 @@ fn stage_plan(
         dense_flops_per_token: dense_training,
         attention_share,
         tokens_per_second: speed,
-        row_parts: (rows.degree > 1).then(|| RowPartsPlan {
+        context_parallel: (rows.degree > 1).then(|| ContextParallelPlan {
             degree: rows.degree,
             tokens: section.seq_len / rows.degree,
             exchange_seconds,

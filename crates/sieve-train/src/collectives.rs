@@ -46,9 +46,9 @@ pub trait Collectives<B: TrainBackend> {
 /// Over TCP, on the host: sums are added in the order of the ranks. Values are sent when a collective begins and become
 /// visible when it ends, as on a device.
 #[derive(Clone, Debug)]
-pub struct OnHost(pub Arc<Mesh>);
+pub struct HostCollectives(pub Arc<Mesh>);
 
-impl<B: TrainBackend> Collectives<B> for OnHost {
+impl<B: TrainBackend> Collectives<B> for HostCollectives {
     fn sum(&self, tensors: Vec<(Primitive<B>, Option<Pieces>)>) -> Result<Pending<B>, TrainError> {
         let Some((first, _)) = tensors.first() else {
             return Ok(Box::new(|| Ok(Vec::new())));

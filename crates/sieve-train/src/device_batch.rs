@@ -2,7 +2,7 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_data::{Batch, IGNORE_LABEL, PAD_DOCUMENT};
-use sieve_ops::{Documents, RowLinks, RowParts};
+use sieve_ops::{ContextParallel, Documents, RankGroup};
 use std::sync::Arc;
 
 /// Tokens, labels and document bounds of one micro-batch on the device.
@@ -15,14 +15,14 @@ pub struct DeviceBatch<B: Backend> {
     /// Where documents begin and end.
     pub documents: Documents<B>,
     /// Context parallelism: the whole rows, where these tokens are one part of each.
-    pub parts: Option<RowParts>,
+    pub parts: Option<ContextParallel>,
     /// Tokens with a label.
     pub num_labels: usize,
 }
 
 impl<B: Backend> DeviceBatch<B> {
     /// Copies this rank's part of each row to `device`.
-    pub(crate) fn of_part(batch: &Batch, links: Arc<dyn RowLinks>, device: &B::Device) -> Self {
+    pub(crate) fn of_part(batch: &Batch, links: Arc<dyn RankGroup>, device: &B::Device) -> Self {
         let (part, parts) = (links.part(), links.num_parts());
         let (rows, len) = (batch.batch, batch.seq_len / parts);
         let tokens = of_part(&batch.tokens, batch.seq_len, [part, parts]);
@@ -31,13 +31,13 @@ impl<B: Backend> DeviceBatch<B> {
         let labels = labels.copied().collect::<Vec<_>>();
         let num_labels = num_labels_of_part(batch, [part, parts]);
         let bounds = [batch.doc_start.clone(), batch.doc_end.clone()];
-        let rows_in_parts = RowParts::new(links, bounds, [rows, batch.seq_len]);
+        let context_parallel = ContextParallel::new(links, bounds, [rows, batch.seq_len]);
         let ints = |values| Tensor::from_data(TensorData::new(values, [rows, len]), device);
         Self {
             tokens: ints(tokens),
             labels: ints(labels),
-            documents: Documents::of_part(&rows_in_parts, device),
-            parts: Some(rows_in_parts),
+            documents: Documents::of_part(&context_parallel, device),
+            parts: Some(context_parallel),
             num_labels,
         }
     }

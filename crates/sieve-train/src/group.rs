@@ -10,7 +10,7 @@ mod step_times;
 
 pub use health::{DeviceState, Health};
 
-use crate::collectives::{Collectives, OnHost, Pending, Primitive};
+use crate::collectives::{Collectives, HostCollectives, Pending, Primitive};
 use crate::gradients::Gradient;
 use crate::optimizer::Updated;
 use crate::segment::Segment;
@@ -21,7 +21,7 @@ use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType, Tensor, TensorMetadata, TensorPrimitive};
 use sieve_comm::{CommError, Mesh, Pieces, Work};
 use sieve_nn::Qwen3;
-use sieve_ops::{RowLinks, TrainBackend};
+use sieve_ops::{RankGroup, TrainBackend};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
@@ -37,7 +37,7 @@ pub struct Group<B: TrainBackend> {
     mesh: Arc<Mesh>,
     collectives: Box<dyn Collectives<B>>,
     /// The ranks that share each row, where not the mesh connects them.
-    row_links: Option<Arc<dyn RowLinks>>,
+    rank_group: Option<Arc<dyn RankGroup>>,
     /// The first failed exchange among the ranks of a row: ops inside a pass cannot return errors.
     row_error: RowError,
     /// Whether the present micro-batch is its step's last.
@@ -122,7 +122,7 @@ impl<B: TrainBackend> Group<B> {
         Self {
             mesh,
             collectives,
-            row_links: None,
+            rank_group: None,
             row_error: RowError::default(),
             is_last: false,
             zero_stage: 1,
@@ -134,12 +134,12 @@ impl<B: TrainBackend> Group<B> {
 
     /// Ranks whose tensors are added up on the host, in the order of the ranks.
     pub fn on_host(mesh: Arc<Mesh>) -> Self {
-        Self::new(mesh.clone(), Box::new(OnHost(mesh)))
+        Self::new(mesh.clone(), Box::new(HostCollectives(mesh)))
     }
 
     /// The same, where the parts of a row travel by `links`.
-    pub fn with_row_links(mut self, links: Arc<dyn RowLinks>) -> Self {
-        self.row_links = Some(links);
+    pub fn with_rank_group(mut self, links: Arc<dyn RankGroup>) -> Self {
+        self.rank_group = Some(links);
         self
     }
 
@@ -153,16 +153,16 @@ impl<B: TrainBackend> Group<B> {
     }
 
     /// The ranks that share each row with this one, where `degree` do.
-    pub(crate) fn row_links(&self, degree: usize) -> Option<Arc<dyn RowLinks>> {
+    pub(crate) fn rank_group(&self, degree: usize) -> Option<Arc<dyn RankGroup>> {
         let over_hosts = || {
             Arc::new(Neighbours {
                 mesh: self.mesh.clone(),
                 part: self.share().rank % degree,
                 degree,
                 error: self.row_error.clone(),
-            }) as Arc<dyn RowLinks>
+            }) as Arc<dyn RankGroup>
         };
-        let links = self.row_links.clone();
+        let links = self.rank_group.clone();
         (degree > 1).then(|| links.unwrap_or_else(over_hosts))
     }
 
@@ -436,7 +436,7 @@ struct Neighbours {
     error: RowError,
 }
 
-impl RowLinks for Neighbours {
+impl RankGroup for Neighbours {
     fn part(&self) -> usize {
         self.part
     }
@@ -504,14 +504,14 @@ mod tests {
     use super::*;
     use burn::backend::Autodiff;
     use burn_flex::Flex;
-    use sieve_comm::{HeldPort, Patience, World};
+    use sieve_comm::{ReservedPort, Timeouts, World};
 
     #[test]
     fn a_row_whose_ranks_are_apart_ends_its_pass_with_the_reason() {
-        let port = HeldPort::take().expect("a port");
+        let port = ReservedPort::take().expect("a port");
         let join = |rank: usize| {
             let world = World::on_this_host(rank, 2, port.number());
-            Arc::new(Mesh::join(world, "1", Patience::default(), |_| {}).expect("two ranks"))
+            Arc::new(Mesh::join(world, "1", Timeouts::default(), |_| {}).expect("two ranks"))
         };
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -522,7 +522,7 @@ mod tests {
             });
             let mesh = join(0);
             let group = Group::<Autodiff<Flex>>::on_host(mesh.clone());
-            let links = group.row_links(2).expect("two parts");
+            let links = group.rank_group(2).expect("two parts");
             group.tick_in_pass().expect("all is well");
             let values = links.exchange(vec![vec![1.0], vec![2.0]], &[1, 1]);
             assert_eq!(values, [[0.0], [0.0]]);

@@ -28,7 +28,7 @@ mod unigram;
 mod validation;
 
 pub use attention_statistics::{AttentionStatistics, IndexerFit, KeyAges};
-pub use collectives::{Collectives, Gathered, OnHost, Pending, Primitive};
+pub use collectives::{Collectives, Gathered, HostCollectives, Pending, Primitive};
 pub use data::{DataEvent, DataSource, RowSource, StageText, TrainingData, corpus_configs, tokenizer_file};
 pub use device_batch::DeviceBatch;
 pub use error::TrainError;
@@ -41,6 +41,6 @@ pub use origin::Origin;
 pub use report::{SkippedStep, StepReport, TrainEvent, TrainSummary, ValidationReport};
 pub use run_folder::{RunFolder, Start};
 pub use segments::{BlockSettings, MicroBatchResult, accumulate_gradients_with};
-pub use trainer::{Disturbance, Moment, Trainer, WriteLimits, loader_config, step_batch, tidy_finished};
+pub use trainer::{FaultInjection, Moment, Trainer, WriteLimits, loader_config, step_batch, tidy_finished};
 pub use unigram::Unigram;
 pub use validation::{TokenBytes, ValidationSize, validate};

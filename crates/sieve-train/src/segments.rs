@@ -15,7 +15,7 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::recipe::ActivationCheckpointSection;
 use sieve_core::{Keeping, Recipe};
 use sieve_nn::{DecoderLayer, LastChoice, LayerContext, LayerOutput, Qwen3};
-use sieve_ops::{Documents, KernelPolicy, ProductPrecision, RotaryEmbedding, SumOrder, TrainBackend, seed_gradient};
+use sieve_ops::{Documents, GemmPrecision, KernelPolicy, RotaryEmbedding, SumOrder, TrainBackend, seed_gradient};
 use std::ops::Range;
 
 /// Loss, masks and statistics of one micro-batch; its gradients go to the buffer.
@@ -84,10 +84,10 @@ impl From<&Recipe> for BlockSettings {
 }
 
 impl BlockSettings {
-    fn precision(&self, layer_idx: usize) -> ProductPrecision {
+    fn precision(&self, layer_idx: usize) -> GemmPrecision {
         match self.fp8.contains(&layer_idx) {
-            true => ProductPrecision::Fp8,
-            false => ProductPrecision::Tensors,
+            true => GemmPrecision::Fp8,
+            false => GemmPrecision::Tensors,
         }
     }
 }

@@ -9,7 +9,7 @@ mod stage;
 mod writer;
 
 pub use checkpoints::tidy_finished;
-pub use guarding::{Disturbance, Moment};
+pub use guarding::{FaultInjection, Moment};
 pub(crate) use saving::Tries;
 pub use saving::WriteLimits;
 pub use stage::{loader_config, step_batch};
@@ -85,7 +85,7 @@ pub struct Trainer<B: TrainBackend> {
     all_written: bool,
     /// Reported when the run begins.
     notices: Vec<String>,
-    disturbance: Disturbance,
+    disturbance: FaultInjection,
     /// The processes that train together; `None` where this one is alone.
     group: Option<Group<B>>,
     /// Step after which this process stops, with a checkpoint.
@@ -195,7 +195,7 @@ impl<B: TrainBackend> Trainer<B> {
             writer: CheckpointWriter::default(),
             all_written: false,
             notices: origin.notices,
-            disturbance: Disturbance::default(),
+            disturbance: FaultInjection::default(),
             group,
             stop_at: None,
             metrics: None,
@@ -289,7 +289,7 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Makes some steps wrong on purpose. For tests of the guard.
     #[doc(hidden)]
-    pub fn disturb(&mut self, disturbance: Disturbance) {
+    pub fn disturb(&mut self, disturbance: FaultInjection) {
         self.disturbance = disturbance;
     }
 
@@ -634,7 +634,7 @@ impl<B: TrainBackend> Trainer<B> {
     fn train_step(&mut self, batches: &[Batch], [num_labels, num_tokens]: [usize; 2]) -> Result<(), TrainError> {
         let loss_scale = self.disturbance.at(self.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
-        let links = self.group.as_ref().and_then(|group| group.row_links(degree));
+        let links = self.group.as_ref().and_then(|group| group.rank_group(degree));
         let settings = BlockSettings {
             keeping: self.keeping,
             token_share: 1.0 / num_tokens as f64,

@@ -4,7 +4,7 @@ use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result};
 use clap::Args;
 use sieve_data::{DecodeStream, Tokenizer};
-use sieve_eval::{GenerateConfig, Generator, Sampling, Selection, StopTexts, TogetherGenerator, prompt_part};
+use sieve_eval::{BatchGenerator, GenerateConfig, Generator, Sampling, Selection, StopTexts, prompt_part};
 use sieve_hf::Kept;
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
@@ -122,7 +122,7 @@ fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::D
         for first in (0..args.samples).step_by(MOST_TOGETHER as usize) {
             let count = (args.samples - first).min(MOST_TOGETHER) as usize;
             let (model, config) = (&loaded.model, config(args.seed.wrapping_add(first))?);
-            let generator = TogetherGenerator::new(model, &tokens, config, count, device)?.ending_at(&ends);
+            let generator = BatchGenerator::new(model, &tokens, config, count, device)?.ending_at(&ends);
             let texts = write_together(args, &tokenizer, generator, count)?;
             for (sample, written) in (first..).zip(&texts) {
                 head(args, sample);
@@ -294,7 +294,7 @@ impl<'t> Growing<'t> {
 fn write_together<B: DeviceBackend>(
     args: &GenerateArgs,
     tokenizer: &Tokenizer,
-    mut generator: TogetherGenerator<'_, B>,
+    mut generator: BatchGenerator<'_, B>,
     count: usize,
 ) -> Result<Vec<Written>> {
     let mut texts: Vec<_> = (0..count).map(|_| Growing::new(args, tokenizer)).collect();

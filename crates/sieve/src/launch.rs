@@ -6,7 +6,7 @@ use crate::terminal;
 use crate::train::{LAUNCHED, variable};
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use sieve_comm::HeldPort;
+use sieve_comm::ReservedPort;
 use std::hash::{BuildHasher, RandomState};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// Between two looks at the processes.
 const POLL: Duration = Duration::from_millis(20);
 /// How long the other processes may take to end by themselves after one has failed, so that their messages are printed.
-const FAREWELL: Duration = Duration::from_secs(15);
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Where all others have ended because of one rank, it has so long to end itself.
 const LAST_FAREWELL: Duration = Duration::from_secs(3);
 const STOPPED_EARLY: i32 = Exit::StoppedEarly.code();
@@ -189,7 +189,7 @@ fn run_once(args: &LaunchArgs, place: &Place, command: &[String], asked: &Atomic
     let port = match place.port {
         Some(port) => port,
         None => {
-            held = HeldPort::take().context("looking for a free port on 127.0.0.1")?;
+            held = ReservedPort::take().context("looking for a free port on 127.0.0.1")?;
             held.number()
         }
     };
@@ -300,7 +300,7 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
             && signals == 0
             && ranks.iter().filter(early).count() + 1 == ranks.len()
             && last_ended.elapsed() > LAST_FAREWELL;
-        if hangs || failed.is_some_and(|since| since.elapsed() > FAREWELL) {
+        if hangs || failed.is_some_and(|since| since.elapsed() > GOODBYE_TIMEOUT) {
             // The rank that failed has printed the reason.
             is_told = true;
             end(ranks);

@@ -15,7 +15,7 @@ use sieve_core::Recipe;
 use sieve_core::model::gpu;
 use sieve_core::recipe::TokenizerSource;
 use sieve_data::Tokenizer;
-use sieve_plan::{Plan, Ranks, RanksPlan, RowPartsPlan, StagePlan, Suggestion, Target, ZeroPlan, plan_of_ranks};
+use sieve_plan::{ContextParallelPlan, Plan, Ranks, RanksPlan, StagePlan, Suggestion, Target, ZeroPlan, plan_of_ranks};
 use sieve_train::TrainError;
 
 /// Arguments of `sieve plan`.
@@ -268,8 +268,8 @@ fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<Strin
         let speed = terminal::thousands(speed as u64);
         lines.push(format!("             about {speed} tokens/s"));
     }
-    if let Some(parts) = &stage.row_parts {
-        lines.extend(row_parts_lines(parts));
+    if let Some(parts) = &stage.context_parallel {
+        lines.extend(context_parallel_lines(parts));
     }
     if let Some(seq_len) = stage.pays_from {
         let seq_len = terminal::thousands(seq_len as u64);
@@ -280,8 +280,8 @@ fn stage_lines(number: usize, stage: &StagePlan, num_stages: usize) -> Vec<Strin
     lines
 }
 
-fn row_parts_lines(parts: &RowPartsPlan) -> [String; 2] {
-    let RowPartsPlan {
+fn context_parallel_lines(parts: &ContextParallelPlan) -> [String; 2] {
+    let ContextParallelPlan {
         degree,
         tokens,
         exchange_seconds,
@@ -374,7 +374,7 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
         modes.collect::<Vec<_>>().join(", "),
         format!("{:?}", recipe.activation_checkpoint.mode).to_lowercase()
     ));
-    if memory.keeping.made_again {
+    if memory.keeping.recomputable {
         lines.push("  with room to spare: blocks keep activations that they could recompute".to_owned());
     }
     lines

@@ -8,7 +8,7 @@ use burn::tensor::DType;
 use sieve_hf::NamedTensor;
 use sieve_kernels::AttentionShape;
 use sieve_kernels::step::{Fp8Format, fp8_quantise};
-use sieve_ops::{ToRound, reference};
+use sieve_ops::{ToQuantise, reference};
 use sieve_testing::Random;
 
 /// The numbers of a format that values round to, and the scale that they are to be multiplied with.
@@ -58,7 +58,7 @@ pub(super) fn tensors<B: Computes>(
         tensors.floats(&format!("{name}_rounded"), &numbers, &sizes, DType::F32);
         tensors.floats(&format!("{name}_scale"), &[scale], &[1], DType::F32);
     }
-    let to_round = |values: &[f32], width| ToRound::new(typed::<B, 3>(values, [batch, seq_len, width], device));
+    let to_round = |values: &[f32], width| ToQuantise::new(typed::<B, 3>(values, [batch, seq_len, width], device));
     let (y, kept) = B::fp8_linear(
         to_round(&x, inner),
         typed::<B, 2>(&weight, [outer, inner], device),

@@ -10,7 +10,7 @@ use crate::tensors::{Computes, floats, indices, typed};
 use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
 use sieve_core::DmaShape;
 use sieve_hf::NamedTensor;
-use sieve_ops::{DmaLayer, RowParts, ThreadLinks, TracedPart};
+use sieve_ops::{ContextParallel, DmaLayer, ThreadGroup, TracedPart};
 use sieve_testing::{Random, round_bf16};
 use std::sync::Arc;
 
@@ -30,8 +30,8 @@ pub(super) fn check(parts: usize, case: &Case) -> Result<()> {
 
 /// What a rank read and gave, on the host.
 struct Part {
-    /// Keys and values of the border, its ranks, DMA's mask; with their sizes.
-    border: Option<(Vec<f32>, Vec<usize>)>,
+    /// Keys and values of the halo, its ranks, DMA's mask; with their sizes.
+    halo: Option<(Vec<f32>, Vec<usize>)>,
     ranks: Option<(Vec<f32>, Vec<usize>)>,
     expire: Option<(Vec<i32>, Vec<usize>)>,
     documents: [(Vec<i32>, Vec<usize>); 2],
@@ -40,7 +40,7 @@ struct Part {
     d_dma: Option<[Vec<f32>; 2]>,
 }
 
-/// The whole rows, then of each rank its border, output and gradients. DMA's scores come from the values, as published.
+/// The whole rows, then of each rank its halo, output and gradients. DMA's scores come from the values, as published.
 pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
     let shape = case.shape;
     let (kv_heads, d) = (shape.num_kv_heads, shape.head_dim);
@@ -68,9 +68,9 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
     let qkv = packed(case, Layout::Contiguous).gathered();
     let bounds = [&case.doc_start, &case.doc_end].map(|x| x.iter().map(|&x| x as u32).collect::<Vec<u32>>());
     let len = shape.seq_len / num_parts;
-    let of_rank = |links: ThreadLinks| {
-        let rank = sieve_ops::RowLinks::part(&links);
-        let parts = RowParts::new(Arc::new(links), bounds.clone(), [shape.batch, shape.seq_len]);
+    let of_rank = |links: ThreadGroup| {
+        let rank = sieve_ops::RankGroup::part(&links);
+        let parts = ContextParallel::new(Arc::new(links), bounds.clone(), [shape.batch, shape.seq_len]);
         let own = |values: &[f32], heads: usize| {
             let token = heads * d;
             let rows = values.chunks_exact(shape.seq_len * token);
@@ -98,8 +98,8 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
         let sizes = |x: &burn::tensor::ops::FloatTensor<B>| x.shape().to_vec();
         let int_sizes = |x: &burn::tensor::ops::IntTensor<B>| x.shape().to_vec();
         Part {
-            border: traced.border.map(|x| (floats::<B, 4>(x.clone()), sizes(&x))),
-            ranks: traced.border_ranks.map(|x| (floats::<B, 3>(x.clone()), sizes(&x))),
+            halo: traced.halo.map(|x| (floats::<B, 4>(x.clone()), sizes(&x))),
+            ranks: traced.halo_ranks.map(|x| (floats::<B, 3>(x.clone()), sizes(&x))),
             expire: traced.expire.map(|x| (indices::<B, 3>(x.clone()), int_sizes(&x))),
             documents: traced.documents.map(|x| (indices::<B, 2>(x.clone()), int_sizes(&x))),
             o: floats::<B, 4>(traced.o),
@@ -111,7 +111,7 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
     };
     let parts: Vec<Part> = std::thread::scope(|scope| {
         let of_rank = &of_rank;
-        let ranks = ThreadLinks::all(num_parts).into_iter();
+        let ranks = ThreadGroup::all(num_parts).into_iter();
         let ranks: Vec<_> = ranks.map(|links| scope.spawn(move || of_rank(links))).collect();
         ranks
             .into_iter()
@@ -121,7 +121,7 @@ pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, dev
     let own_shape = sieve_kernels::AttentionShape { seq_len: len, ..shape };
     for (rank, part) in parts.into_iter().enumerate() {
         let name = |what: &str| format!("part{rank}.{what}");
-        if let Some((values, sizes)) = &part.border {
+        if let Some((values, sizes)) = &part.halo {
             tensors.output(&name("border"), values, sizes);
         }
         if let Some((values, sizes)) = &part.ranks {

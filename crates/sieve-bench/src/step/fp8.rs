@@ -147,7 +147,7 @@ fn product(mut calls: LaunchCheck<'_>, [m, n, k]: [usize; 3], formats: [Fp8Forma
     for (name, output, addend) in [
         ("bf16", MatmulOutput::New(DType::BF16), &nothing),
         ("f32", MatmulOutput::New(DType::F32), &nothing),
-        ("plus", MatmulOutput::Plus(&addend.on), &addend.values),
+        ("plus", MatmulOutput::PlusC(&addend.on), &addend.values),
         ("added", MatmulOutput::AddTo(&before.on), &before.values),
     ] {
         let y = fp8_matmul(&x, &w, output)?;

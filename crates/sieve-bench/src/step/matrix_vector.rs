@@ -6,7 +6,7 @@ use crate::extent::Extent;
 use crate::report::{Outcome, Report};
 use crate::tolerance::Tolerance;
 use sieve_kernels::DType;
-use sieve_kernels::step::{Finish, MAX_VECTORS, Vectors, likeliest, matrix_vector};
+use sieve_kernels::step::{Epilogue, MAX_VECTORS, Vectors, likeliest, matrix_vector};
 use sieve_testing::round_bf16;
 
 const EPSILON: f32 = 1e-6;
@@ -81,7 +81,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, width: usize, d_ff: usize, vocab_size
         let (x, w) = (bench.bf16([1, k]), bench.bf16([n, k]));
         let work = Work::Bytes(2.0 * (n * k) as f64);
         bench.row("matrix_vector", &format!("{n}x{k}"), work, || {
-            matrix_vector(Vectors::Plain(&x), &w, Finish::Stored)
+            matrix_vector(Vectors::Plain(&x), &w, Epilogue::Stored)
         });
     }
 }
@@ -106,9 +106,9 @@ fn launches(mut calls: LaunchCheck<'_>, form: &str, [rows, n, k]: [usize; 3]) ->
     };
     let alone: Vec<f32> = sums.iter().map(|sum| *sum as f32).collect();
     let finish = if form == "swiglu" {
-        Finish::SwiGlu
+        Epilogue::SwiGlu
     } else {
-        Finish::Stored
+        Epilogue::Stored
     };
     let y = matrix_vector(input, &w.on, finish)?;
     calls.within(TOLERANCE, "y", &y, [&alone, &alone])?;
@@ -117,11 +117,11 @@ fn launches(mut calls: LaunchCheck<'_>, form: &str, [rows, n, k]: [usize; 3]) ->
         let added: Vec<f32> = (sums.iter().zip(&residual.values))
             .map(|(sum, r)| (sum + f64::from(*r)) as f32)
             .collect();
-        let sum = matrix_vector(input, &w.on, Finish::Added(&residual.on))?;
+        let sum = matrix_vector(input, &w.on, Epilogue::Added(&residual.on))?;
         calls.within(TOLERANCE, "y + residual", &sum, [&added, &added])?;
     }
     let refused = calls.flat(&[MAX_VECTORS + 1, k], DType::BF16);
-    match matrix_vector(Vectors::Plain(&refused.on), &w.on, Finish::Stored) {
+    match matrix_vector(Vectors::Plain(&refused.on), &w.on, Epilogue::Stored) {
         Ok(_) => crate::report::wrong("more rows were taken"),
         Err(_) => Ok(calls.worst),
     }

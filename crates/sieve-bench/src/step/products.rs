@@ -51,7 +51,7 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
         let new = MatmulOutput::New(DType::BF16);
         for (name, product, a, b, output) in [
             ("product NT", Product::Nt, &x, &w, new),
-            ("product NT + residual", Product::Nt, &x, &w, MatmulOutput::Plus(&dy)),
+            ("product NT + residual", Product::Nt, &x, &w, MatmulOutput::PlusC(&dy)),
             ("product NN", Product::Nn, &dy, &w, new),
             (
                 "product TN, added to f32",
@@ -135,7 +135,7 @@ fn outputs(mut calls: LaunchCheck<'_>, product: Product, [m, n, k]: [usize; 3], 
     within(&mut calls, "f32", &wide, &alone)?;
 
     let Input { on, values } = calls.with_gaps([m, n], 3 * gap, DType::BF16)?;
-    let sum = run(MatmulOutput::Plus(&on))?;
+    let sum = run(MatmulOutput::PlusC(&on))?;
     within(&mut calls, "plus", &sum, &plus(&exact, &values))?;
     calls.holds("the addend", &on, &values)?;
 

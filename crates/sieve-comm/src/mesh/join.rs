@@ -1,5 +1,5 @@
 //! How the ranks of a group find each other: rank 0 listens, and the others come to it.
-use super::Patience;
+use super::Timeouts;
 use crate::frame::{receive_at_most, send};
 use crate::watch::{Peer, is_timeout};
 use crate::world::TOKEN;
@@ -122,9 +122,9 @@ pub(super) fn accept_all(
     world: &World,
     listener: TcpListener,
     version: &str,
-    patience: Patience,
+    timeouts: Timeouts,
 ) -> Result<Vec<Peer>, CommError> {
-    let deadline = Instant::now() + patience.join;
+    let deadline = Instant::now() + timeouts.join;
     let mut found: Vec<Arrival> = (1..world.size).map(|_| Arrival::default()).collect();
     let (sender, hellos) = channel();
     // One for each thread that reads, beside this one.
@@ -135,7 +135,7 @@ pub(super) fn accept_all(
             continue;
         }
         if Instant::now() >= deadline {
-            return Err(missing(world, patience, &found));
+            return Err(missing(world, timeouts, &found));
         }
         let has_room = Arc::strong_count(&readers) <= MAX_STRANGERS + 2 * world.size;
         let Some(Ok((stream, _))) = has_room.then(|| listener.accept()) else {
@@ -226,8 +226,8 @@ fn admit(
 }
 
 /// Waits until the name of rank 0's host resolves: a host that has just started may register late.
-pub(super) fn find_host(world: &World, patience: Patience) -> Result<(), CommError> {
-    let deadline = Instant::now() + patience.silence.min(patience.join);
+pub(super) fn find_host(world: &World, timeouts: Timeouts) -> Result<(), CommError> {
+    let deadline = Instant::now() + timeouts.silence.min(timeouts.join);
     loop {
         match world.address().to_socket_addrs() {
             Ok(_) => return Ok(()),
@@ -256,7 +256,7 @@ pub(super) fn listen(world: &World) -> Result<TcpListener, CommError> {
     })
 }
 
-fn missing(world: &World, patience: Patience, found: &[Arrival]) -> CommError {
+fn missing(world: &World, timeouts: Timeouts, found: &[Arrival]) -> CommError {
     let missing = (1..).zip(found).filter(|(_, arrival)| !arrival.is_whole());
     let missing = missing
         .map(|(rank, _): (usize, _)| rank.to_string())
@@ -265,15 +265,15 @@ fn missing(world: &World, patience: Patience, found: &[Arrival]) -> CommError {
         present: world.size - missing.len(),
         size: world.size,
         address: world.address(),
-        seconds: patience.join.as_secs(),
+        seconds: timeouts.join.as_secs(),
         missing: missing.join(", "),
     }
 }
 
 /// Any other rank: finds rank 0, and waits until all are there. A connection that ends without an answer was to another
 /// program, or rank 0 is restarting: this rank keeps trying.
-pub(super) fn connect(world: &World, version: &str, patience: Patience) -> Result<Peer, CommError> {
-    let deadline = Instant::now() + patience.join;
+pub(super) fn connect(world: &World, version: &str, timeouts: Timeouts) -> Result<Peer, CommError> {
+    let deadline = Instant::now() + timeouts.join;
     loop {
         let data = open(world, version, false);
         match data.and_then(|data| wait_for_all(world, version, data, deadline)) {
@@ -281,9 +281,9 @@ pub(super) fn connect(world: &World, version: &str, patience: Patience) -> Resul
             Ok(Answer::Refused(text)) => return Err(CommError::Refused(text)),
             Ok(Answer::Strange) => {
                 let error = io::Error::other("something else answers there");
-                return Err(no_first_rank(world, patience, &error));
+                return Err(no_first_rank(world, timeouts, &error));
             }
-            Err(error) if Instant::now() >= deadline => return Err(no_first_rank(world, patience, &error)),
+            Err(error) if Instant::now() >= deadline => return Err(no_first_rank(world, timeouts, &error)),
             Err(_) => std::thread::sleep(RETRY),
         }
     }
@@ -349,11 +349,11 @@ fn is_answered(stream: &TcpStream) -> bool {
     !peeked.is_err_and(|error| is_timeout(error.kind()))
 }
 
-fn no_first_rank(world: &World, patience: Patience, error: &io::Error) -> CommError {
+fn no_first_rank(world: &World, timeouts: Timeouts, error: &io::Error) -> CommError {
     CommError::NoFirstRank {
         rank: world.rank,
         address: world.address(),
-        seconds: patience.join.as_secs(),
+        seconds: timeouts.join.as_secs(),
         problem: error.to_string(),
     }
 }

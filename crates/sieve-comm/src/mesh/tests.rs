@@ -7,12 +7,12 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Instant;
 
-const QUICK: Patience = Patience {
+const QUICK: Timeouts = Timeouts {
     join: Duration::from_secs(20),
     silence: Duration::from_secs(10),
     still: Duration::from_secs(2),
     long: Duration::from_secs(2),
-    farewell: Duration::from_millis(200),
+    goodbye: Duration::from_millis(200),
 };
 
 /// Where rank 0 listens already, so that nobody else takes its port, and the port.
@@ -26,14 +26,14 @@ fn host() -> (TcpListener, u16) {
 fn join(
     world: World,
     listener: Option<TcpListener>,
-    patience: Patience,
+    timeouts: Timeouts,
     give_up: impl FnOnce(&Failure) + Send + 'static,
 ) -> Result<Mesh, CommError> {
     let Some(listener) = listener else {
-        return Mesh::join(world, "1", patience, give_up);
+        return Mesh::join(world, "1", timeouts, give_up);
     };
-    let peers = accept_all(&world, listener, "1", patience)?;
-    Mesh::start(world, peers, patience, Box::new(give_up))
+    let peers = accept_all(&world, listener, "1", timeouts)?;
+    Mesh::start(world, peers, timeouts, Box::new(give_up))
 }
 
 /// Runs `work` in each of `size` ranks, and gives what they return.
@@ -41,9 +41,9 @@ fn ranks<T: Send + 'static>(size: usize, work: impl Fn(&Mesh) -> T + Clone + Sen
     ranks_of(QUICK, size, work)
 }
 
-/// The same with another patience.
+/// The same with other timeouts.
 fn ranks_of<T: Send + 'static>(
-    patience: Patience,
+    timeouts: Timeouts,
     size: usize,
     work: impl Fn(&Mesh) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
@@ -53,7 +53,7 @@ fn ranks_of<T: Send + 'static>(
         // Rank 0 comes first, and takes it.
         let (listener, work) = (listener.take(), work.clone());
         thread::spawn(move || {
-            let mesh = join(World::on_this_host(rank, size, port), listener, patience, |_| {}).unwrap();
+            let mesh = join(World::on_this_host(rank, size, port), listener, timeouts, |_| {}).unwrap();
             let result = work(&mesh);
             mesh.leave();
             result
@@ -206,17 +206,17 @@ fn an_error_of_one_rank_is_told_to_all_others() {
 #[test]
 fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
     let (listener, port) = host();
-    let patience = Patience {
+    let timeouts = Timeouts {
         silence: Duration::from_millis(300),
         ..QUICK
     };
     // A rank that is there and then stands still: it never starts its threads.
-    let silent = thread::spawn(move || connect(&World::on_this_host(1, 2, port), "1", patience).unwrap());
+    let silent = thread::spawn(move || connect(&World::on_this_host(1, 2, port), "1", timeouts).unwrap());
     let (sender, receiver) = channel();
     let mesh = join(
         World::on_this_host(0, 2, port),
         Some(listener),
-        patience,
+        timeouts,
         move |failure| {
             sender.send(failure.clone()).unwrap();
         },
@@ -230,11 +230,11 @@ fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
 
 /// What each of three ranks meets at a barrier to which `late` comes after `work`.
 fn late_at_a_barrier(late: usize, work: impl Fn(&Mesh) + Clone + Send + 'static) -> Vec<Result<(), CommError>> {
-    let patience = Patience {
+    let timeouts = Timeouts {
         silence: Duration::from_secs(1),
         ..QUICK
     };
-    ranks_of(patience, 3, move |mesh| {
+    ranks_of(timeouts, 3, move |mesh| {
         if mesh.world().rank == late {
             work(mesh);
         }
@@ -276,13 +276,13 @@ fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
 /// As GPUs do that wait for one that hangs: each rank waits for its own, and none for another rank.
 #[test]
 fn ranks_that_all_stand_still_end_though_none_waits_for_another_and_the_one_behind_is_named() {
-    let patience = Patience {
+    let timeouts = Timeouts {
         silence: Duration::from_secs(1),
         long: Duration::from_secs(1),
         ..QUICK
     };
     side_by_side(&[0, 2, 3], |&behind| {
-        let told = ranks_of(patience, 3, move |mesh| {
+        let told = ranks_of(timeouts, 3, move |mesh| {
             let is_behind = mesh.world().rank == behind;
             mesh.set_work(Work::Step);
             mesh.set_collective_counts(CollectiveCounts {
@@ -343,7 +343,7 @@ fn also_what_may_last_has_a_limit() {
 
 #[test]
 fn a_host_that_nobody_knows_is_named() {
-    let patience = Patience {
+    let timeouts = Timeouts {
         silence: Duration::from_millis(300),
         ..QUICK
     };
@@ -351,7 +351,7 @@ fn a_host_that_nobody_knows_is_named() {
         let mut world = World::on_this_host(rank, 2, 1);
         world.master_addr = "no-such-host.invalid".to_owned();
         let since = std::time::Instant::now();
-        let error = Mesh::join(world, "1", patience, |_| {}).expect_err("unknown");
+        let error = Mesh::join(world, "1", timeouts, |_| {}).expect_err("unknown");
         let text = error.to_string();
         for part in [&format!("rank {rank} "), "no-such-host.invalid", "hint", "--master"] {
             assert!(text.contains(part), "{text}");
@@ -545,11 +545,11 @@ fn a_port_that_is_taken_and_ranks_that_never_come_are_told() {
     let (taken, port) = host();
     let error = Mesh::join(World::on_this_host(0, 2, port), "1", QUICK, |_| {}).unwrap_err();
     assert!(error.to_string().contains(&format!("127.0.0.1:{port}")), "{error}");
-    let patience = Patience {
+    let timeouts = Timeouts {
         join: Duration::from_millis(50),
         ..QUICK
     };
-    let error = join(World::on_this_host(0, 3, port), Some(taken), patience, |_| {}).unwrap_err();
+    let error = join(World::on_this_host(0, 3, port), Some(taken), timeouts, |_| {}).unwrap_err();
     assert!(
         error.to_string().contains("1 of 3") && error.to_string().contains("missing: 1, 2"),
         "{error}"
@@ -558,7 +558,7 @@ fn a_port_that_is_taken_and_ranks_that_never_come_are_told() {
     let (other, port) = host();
     let held = TcpStream::connect(("127.0.0.1", port)).unwrap();
     let port = held.local_addr().unwrap().port();
-    let error = Mesh::join(World::on_this_host(2, 3, port), "1", patience, |_| {}).unwrap_err();
+    let error = Mesh::join(World::on_this_host(2, 3, port), "1", timeouts, |_| {}).unwrap_err();
     drop((other, held));
     assert!(error.to_string().contains("rank 2 found no rank 0"), "{error}");
 }

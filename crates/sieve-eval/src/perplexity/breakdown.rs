@@ -26,7 +26,7 @@ pub struct PositionLoss {
 
 /// Tokens of words used before in what the model sees, by the distance of the last use.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct FarLoss {
+pub struct LossByDistance {
     /// The border, in tokens.
     pub more_than: usize,
     /// Last used more tokens back than that.
@@ -39,7 +39,7 @@ pub struct FarLoss {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct WordLoss {
     /// Words used before, once for each border.
-    pub again: Vec<FarLoss>,
+    pub again: Vec<LossByDistance>,
     /// Words not used before in what the model sees.
     pub new: MeanLoss,
     /// White space, punctuation, words of fewer than three characters.
@@ -134,7 +134,7 @@ impl Breakdown {
         let again = self.again.iter().zip(&self.borders);
         WordLoss {
             again: again
-                .map(|([near, far], &more_than)| FarLoss {
+                .map(|([near, far], &more_than)| LossByDistance {
                     more_than,
                     far: far.mean(),
                     near: near.mean(),

@@ -45,7 +45,7 @@ impl AttentionGradients<'_> {
         bias: Option<&CudaTensor>,
     ) -> Result<Option<CudaTensor>, KernelError> {
         let shape = self.qkv.shape(NAME)?;
-        let qkv = self.qkv.walkable();
+        let qkv = self.qkv.with_kernel_strides();
         require_gradients(NAME, &self, &shape)?;
         let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
         require_non_empty(NAME, "window", window)?;
@@ -75,11 +75,11 @@ impl AttentionGradients<'_> {
         };
         let stats = row_stats(&self, &d_o, &shape)?;
         let sum_shape = dq_sum_shape(&shape, padded_len(shape.seq_len));
-        let [dq_sum, dq_turns] = match (self.qkv.policy().sums, pass.family()) {
+        let [dq_sum, dq_semaphores] = match (self.qkv.policy().sums, pass.family()) {
             (SumOrder::Any, _) => [Some(empty_zero(&d_o, &sum_shape)?), None],
             // The first tile of keys stores; whose turn it is next, of each query tile and consumer warp.
             (SumOrder::Fixed, KernelFamily::Hopper) => {
-                let turns = [
+                let semaphores = [
                     shape.batch,
                     shape.num_heads,
                     sum_shape[2] / ROW_ALIGNMENT,
@@ -87,7 +87,7 @@ impl AttentionGradients<'_> {
                 ];
                 [
                     Some(d_o.empty_contiguous(&sum_shape, DType::F32)),
-                    Some(empty_zero(&d_o, &turns)?),
+                    Some(empty_zero(&d_o, &semaphores)?),
                 ]
             }
             (SumOrder::Fixed, KernelFamily::Portable) => [None, None],
@@ -152,12 +152,12 @@ impl AttentionGradients<'_> {
             tensors.push(&doc_end);
             tensors.extend(bias.iter().flat_map(Bias::tensors));
             tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
-            tensors.extend(&dq_turns);
+            tensors.extend(&dq_semaphores);
             tensors.extend(set.dk.then_some(dk_to));
             tensors.extend(set.dv.then_some(dv_to));
             tensors.extend(dbias.as_ref().filter(|_| set.dk));
             let (mut kernel, maps) = pass.by_key(set, shares)?;
-            if dq_turns.is_some() && source == KeySource::Dense && window < shape.seq_len {
+            if dq_semaphores.is_some() && source == KeySource::Dense && window < shape.seq_len {
                 kernel = head_by_head(kernel);
             }
             let blocks = shape.seq_len.div_ceil(tiles.block_kv);

@@ -62,7 +62,7 @@ impl KvCache {
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
         let shape = one_token(NAME, token)?;
-        let token = token.walkable();
+        let token = token.with_kernel_strides();
         let capacity = self.capacity(NAME, &shape)?;
         let length_now = step.max_length;
         require!(length_now < capacity, NAME, "length": length_now, "below the cache's capacity of {capacity}");
@@ -82,7 +82,7 @@ impl KvCache {
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
         let shape = one_token(NAME, token)?;
-        let token = token.walkable();
+        let token = token.with_kernel_strides();
         launch(&shape, &token, self, length, step, scratch, Seen::Cached)
     }
 
@@ -105,7 +105,7 @@ impl KvCache {
     ) -> Result<CudaTensor, KernelError> {
         let shape = one_token(NAME, token)?;
         debug_assert!(block_size.is_multiple_of(WARP_KEYS), "a warp's tile lies in one block");
-        let token = token.walkable();
+        let token = token.with_kernel_strides();
         let seen = Seen::Chosen { chosen, block_size };
         launch(&shape, &token, self, length, step, scratch, seen)
     }

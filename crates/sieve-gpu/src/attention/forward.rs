@@ -37,7 +37,7 @@ impl Qkv {
         bias: Option<(&CudaTensor, KeepOLow)>,
     ) -> Result<AttentionResult, KernelError> {
         let shape = self.shape(NAME)?;
-        let qkv = self.walkable();
+        let qkv = self.with_kernel_strides();
         require_scale(NAME, softmax_scale)?;
         let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
         require_non_empty(NAME, "window", window)?;

@@ -199,9 +199,9 @@ impl Qkv {
         Ok(AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim_v]))
     }
 
-    /// The same heads in tensors that the kernels can walk: a copy of each tensor whose strides they cannot follow.
-    pub(crate) fn walkable(&self) -> Self {
-        let walkable = |heads: &Heads| match heads.words() {
+    /// The same heads with strides that the kernels take: a contiguous copy of each tensor that has others.
+    pub(crate) fn with_kernel_strides(&self) -> Self {
+        let with_kernel_strides = |heads: &Heads| match heads.words() {
             Some(_) => heads.clone(),
             None => Heads {
                 tensor: heads.tensor.contiguous(),
@@ -209,16 +209,16 @@ impl Qkv {
             },
         };
         Self {
-            q: walkable(&self.q),
-            k: walkable(&self.k),
-            v: walkable(&self.v),
+            q: with_kernel_strides(&self.q),
+            k: with_kernel_strides(&self.k),
+            v: with_kernel_strides(&self.v),
         }
     }
 
     /// The words that the params of every attention kernel begin with; `shape` is the shape of these heads.
     ///
     /// # Errors
-    /// [`KernelError::Refused`] when [`walkable`](Self::walkable) was not called.
+    /// [`KernelError::Refused`] when [`with_kernel_strides`](Self::with_kernel_strides) was not called.
     pub(crate) fn params(&self, kernel: &'static str, shape: &AttentionShape) -> Result<AttentionParams, KernelError> {
         let [q, k, v] = self.head_words(kernel)?;
         Ok(params!(AttentionParams {

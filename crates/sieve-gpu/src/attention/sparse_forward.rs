@@ -62,7 +62,7 @@ impl Qkv {
         softmax_scale: f32,
     ) -> Result<AttentionResult, KernelError> {
         let shape = self.shape(NAME)?;
-        let qkv = self.walkable();
+        let qkv = self.with_kernel_strides();
         require_scale(NAME, softmax_scale)?;
         let num_words = mask.places.num_words();
         operands!(only NAME, mask: I32[num_words] contiguous = &mask.words);

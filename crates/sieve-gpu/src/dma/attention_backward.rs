@@ -66,7 +66,7 @@ pub(crate) fn listed_key_sums(
     [dk_sum, dv_sum]: [&CudaTensor; 2],
 ) -> Result<Option<CudaTensor>, KernelError> {
     let shape = call.qkv.shape(NAME)?;
-    let qkv = call.qkv.walkable();
+    let qkv = call.qkv.with_kernel_strides();
     require_gradients(NAME, call, &shape)?;
     require_lists(NAME, lists, &shape)?;
     let order = qkv.policy().sums;
@@ -106,7 +106,7 @@ pub(crate) fn listed_key_sums(
         }
     };
     // Whose turn it is next: of each query tile and consumer warp, and of each key.
-    let turns = match (order, &dq_sum) {
+    let semaphores = match (order, &dq_sum) {
         (SumOrder::Fixed, Some(_)) => {
             let tiles = per_launch * SUPER_BLOCK / BACKWARD_BLOCK_Q;
             let of_queries = empty_zero(&d_o, &[batch, shape.num_heads, tiles, BACKWARD_CONSUMER_WARPS])?;
@@ -146,7 +146,7 @@ pub(crate) fn listed_key_sums(
         let count = per_launch.min(blocks - first);
         let group = shape.group_size();
         let shares = match (&dq_sum, order, qkv.policy().blocks_per_tile) {
-            // Blocks that share keys add to the same sums, and have no turns.
+            // Blocks that share keys add to the same sums, and need no semaphores.
             (None, _, _) => QueryShares::ONE,
             (_, _, Some(blocks)) => QueryShares::of_count(blocks.min(group), group),
             (_, SumOrder::Any, None) => QueryShares::of_lists(&shape, count, list_capacity, tiles),
@@ -156,7 +156,9 @@ pub(crate) fn listed_key_sums(
         };
         if first > 0 {
             dq_sum.iter().try_for_each(fill_zero)?;
-            turns.iter().try_for_each(|[of_queries, _]| fill_zero(of_queries))?;
+            semaphores
+                .iter()
+                .try_for_each(|[of_queries, _]| fill_zero(of_queries))?;
         }
         for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
             let params = params!(DmaAttentionBackwardParams {
@@ -171,7 +173,7 @@ pub(crate) fn listed_key_sums(
             let mut tensors = inputs.clone();
             tensors.push(&lists.list_len);
             tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
-            tensors.extend(turns.iter().flatten());
+            tensors.extend(semaphores.iter().flatten());
             tensors.extend(set.dk.then_some(dk_sum));
             tensors.extend(set.dv.then_some(dv_sum));
             tensors.extend(ddelta.as_ref().filter(|_| set.dk));

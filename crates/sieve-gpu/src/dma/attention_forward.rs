@@ -53,7 +53,7 @@ pub(crate) fn listed_attention_forward(
     let o_low = delta.map_or(KeepOLow::Never, |(_, o_low)| o_low);
     let delta = delta.map(|(delta, _)| delta);
     let shape = qkv.shape(NAME)?;
-    let qkv = qkv.walkable();
+    let qkv = qkv.with_kernel_strides();
     require_scale(NAME, softmax_scale)?;
     require_lists(NAME, lists, &shape)?;
     let q = qkv.q.tensor();

@@ -62,7 +62,7 @@ pub(crate) fn slots_decode(
     scratch: &DecodeScratch,
 ) -> Result<CudaTensor, KernelError> {
     let shape = one_token(NAME, token)?;
-    let token = token.walkable();
+    let token = token.with_kernel_strides();
     let window = slots.kv.capacity(NAME, &shape)?;
     require_scale(NAME, softmax_scale)?;
     let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);

@@ -73,7 +73,7 @@ impl Qkv {
         let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
         require_kv_heads(NAME, kv_heads)?;
         operands!(NAME, w_dt: F32[kv_heads * head_dim, kv_heads], a: F32[kv_heads]);
-        let qkv = self.walkable();
+        let qkv = self.with_kernel_strides();
         let [_, _, v] = qkv.head_words(NAME)?;
         let slopes = recency.map_or(&[][..], |recency| recency.slopes);
         let fits = recency.is_none() || slopes.len() == kv_heads;

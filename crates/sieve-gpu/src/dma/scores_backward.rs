@@ -49,7 +49,7 @@ impl ScoresBackward<'_> {
             x: F32(shape.per_key()) = self.x,
             dz: F32(shape.per_key()) = self.dz,
         );
-        let qkv = self.qkv.walkable();
+        let qkv = self.qkv.with_kernel_strides();
         let [_, _, v] = qkv.head_words(NAME)?;
         if dqkv.shape(NAME)? != shape {
             let [got, expected] = [dqkv, &qkv].map(|qkv| qkv.v.tensor().shape());

@@ -46,7 +46,7 @@ fn forward(
 ) -> Result<CudaTensor, KernelError> {
     blocks.check();
     let shape = qkv.shape(NAME)?;
-    let qkv = qkv.walkable();
+    let qkv = qkv.with_kernel_strides();
     let (size, d) = (blocks.compress_block_size, shape.head_dim);
     let [start, end] = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
     let mut places = Vec::new();

@@ -29,7 +29,7 @@ pub(super) fn nsa_choose(
     softmax_scale: f32,
 ) -> Result<CudaTensor, KernelError> {
     let shape = qkv.shape(NAME)?;
-    let qkv = qkv.walkable();
+    let qkv = qkv.with_kernel_strides();
     let BlockChoice { blocks, rule, .. } = choice;
     let (batch, seq_len) = (shape.batch, shape.seq_len);
     let heads = choice.num_choosers(shape.num_heads, shape.num_kv_heads);

@@ -98,7 +98,7 @@ impl NsaToken<'_> {
     fn compress(&self, length: &CudaTensor, max_length: usize) -> Result<CudaTensor, KernelError> {
         let (token, compressed) = (self.branches[0], self.caches[0]);
         let (tail, num_dropped) = self.tail;
-        let token = token.walkable();
+        let token = token.with_kernel_strides();
         let shape = one_token(COMPRESS, &token)?;
         let (blocks, width) = (self.blocks, shape.head_dim);
         require_words(COMPRESS, width)?;
@@ -170,7 +170,7 @@ impl Pooled<'_> {
         length: &CudaTensor,
         step: DecodeStep,
     ) -> Result<CudaTensor, KernelError> {
-        let token = token.walkable();
+        let token = token.with_kernel_strides();
         let shape = one_token(NAME, &token)?;
         let (batch, num_heads, num_kv_heads, head_dim) =
             (shape.batch, shape.num_heads, shape.num_kv_heads, shape.head_dim);

@@ -53,7 +53,7 @@ impl Work {
         let (batch, seq_len, k) = (shape.batch, shape.seq_len, blocks.num_selected_blocks);
         operands!(NAME, block_indices: I32[batch, seq_len, shape.num_kv_heads, k] = indices);
         Ok(Self {
-            qkv: qkv.walkable(),
+            qkv: qkv.with_kernel_strides(),
             documents: require_bounds(NAME, documents, [batch, seq_len])?,
             indices: block_indices,
             shape,
@@ -256,14 +256,14 @@ impl AttentionGradients<'_> {
                 (_, _, None) => work.lists(range, work.item_queries())?,
             };
             // Which piece adds next, of each key and a quarter of its columns.
-            let turns = match (policy.sums, is_hopper) {
+            let semaphores = match (policy.sums, is_hopper) {
                 (SumOrder::Fixed, true) => Some(empty_zero(&d_o, &[batch, heads, seq_len, 4])?),
                 _ => None,
             };
             let parts = work.parts(&lists, shape.head_dim, DType::BF16);
             let [q, k, v] = [&work.qkv.q, &work.qkv.k, &work.qkv.v].map(Heads::tensor);
             let (operands, mut results) = ([q, k, v, &d_o, &stats], vec![&parts, &dk_sum, &dv_sum]);
-            results.extend(&turns);
+            results.extend(&semaphores);
             let params = params!(NsaSelectedAttentionBackwardParams {
                 base: work.params(&lists)?,
                 padded_len: padded_len(seq_len),

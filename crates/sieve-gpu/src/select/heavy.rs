@@ -172,7 +172,7 @@ impl DmaSlots {
         let group = shape.group_size();
         let fits = batch == 1 && shape.head_dim.is_multiple_of(32);
         require!(fits, NAME, "shape": format!("{shape:?}"), "one sequence, heads of a multiple of 32 columns");
-        let token = token.walkable();
+        let token = token.with_kernel_strides();
         let z = self.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);
         let o = slots_decode(&token, &z, self, length, softmax_scale, None, scratch)?;
         let used = (tokens + 1).min(room);

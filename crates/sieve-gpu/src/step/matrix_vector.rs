@@ -26,7 +26,7 @@ pub enum Vectors<'a> {
 
 /// What becomes of a product before it is stored.
 #[derive(Debug, Clone, Copy)]
-pub enum Finish<'a> {
+pub enum Epilogue<'a> {
     /// Nothing.
     Stored,
     /// bf16 `[.., n]` is added.
@@ -42,17 +42,17 @@ pub enum Finish<'a> {
 /// # Errors
 /// Other types or shapes, more than [`MAX_VECTORS`] rows, a `k` that is not a multiple of 8 or whose rows do not fit a
 /// block's shared memory.
-pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Finish<'_>) -> Result<CudaTensor, KernelError> {
+pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -> Result<CudaTensor, KernelError> {
     let [n, k] = w.dims(NAME, "w")?;
     let (form, x, epsilon) = match input {
         Vectors::Plain(x) => (0, x, 0.0),
         Vectors::Normed(x, _, epsilon) => (1, x, epsilon),
     };
     let (n, residual) = match finish {
-        Finish::Stored => (n, None),
-        Finish::Added(residual) => (n, Some(residual)),
-        Finish::SwiGlu if n.is_multiple_of(2) => (n / 2, None),
-        Finish::SwiGlu => return Err(KernelError::unsupported(NAME, "rows of w", n, "gates and as many ups")),
+        Epilogue::Stored => (n, None),
+        Epilogue::Added(residual) => (n, Some(residual)),
+        Epilogue::SwiGlu if n.is_multiple_of(2) => (n / 2, None),
+        Epilogue::SwiGlu => return Err(KernelError::unsupported(NAME, "rows of w", n, "gates and as many ups")),
     };
     let x = VectorRows::of(NAME, "x", x)?;
     let w = VectorRows::of(NAME, "w", w)?;
@@ -101,11 +101,11 @@ pub(crate) enum Form {
 }
 
 impl Form {
-    fn of(finish: Finish<'_>) -> Self {
+    fn of(finish: Epilogue<'_>) -> Self {
         match finish {
-            Finish::Stored => Self::Stored,
-            Finish::Added(_) => Self::Added,
-            Finish::SwiGlu => Self::SwiGlu,
+            Epilogue::Stored => Self::Stored,
+            Epilogue::Added(_) => Self::Added,
+            Epilogue::SwiGlu => Self::SwiGlu,
         }
     }
 }

@@ -253,8 +253,9 @@ impl RotaryTables {
             cos: F32[max_positions, width / 2] strided,
             sin: F32[max_positions, width / 2] strided,
         );
-        let walkable = cos.strides() == sin.strides() && cos.strides()[1] == 1 && cos.strides()[0].is_multiple_of(4);
-        let (cos, sin, stride) = if walkable {
+        let has_kernel_strides =
+            cos.strides() == sin.strides() && cos.strides()[1] == 1 && cos.strides()[0].is_multiple_of(4);
+        let (cos, sin, stride) = if has_kernel_strides {
             (cos.clone(), sin.clone(), cos.strides()[0])
         } else {
             (cos.contiguous(), sin.contiguous(), width / 2)

@@ -1,6 +1,6 @@
 //! cuBLASLt on CubeCL's device thread: the library's handle, its plans, and a workspace for each stream.
 use super::plan::{Operands, Plan, WORKSPACE_BYTES};
-use super::problem::{Cut, Problem};
+use super::problem::{Problem, Tile};
 use crate::lane::{Server, on_lane_with};
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
@@ -32,8 +32,8 @@ impl fmt::Display for Refusal {
 #[derive(Clone)]
 pub(crate) struct Call {
     pub(super) problem: Problem,
-    /// The cuts to take where they are offered, the best first.
-    pub(super) cuts: &'static [Cut],
+    /// The tiles to take where they are offered, the best first.
+    pub(super) tiles: &'static [Tile],
     /// x, w, C and D; then, where x and w are fp8, their scales.
     pub(super) bindings: Vec<Binding>,
     /// Of the product and of C.
@@ -106,7 +106,7 @@ impl Library {
         };
         let key = (call.problem, operands.pointers.map(alignment));
         if !self.plans.contains_key(&key) {
-            let plan = Plan::find(self.handle, &call.problem, key.1, call.cuts)?;
+            let plan = Plan::find(self.handle, &call.problem, key.1, call.tiles)?;
             self.plans.insert(key, plan);
         }
         let plan = self.plans.get(&key).expect("inserted above");

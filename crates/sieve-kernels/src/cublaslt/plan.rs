@@ -1,6 +1,6 @@
 //! One product's descriptors and algorithm, made once per shape and kept.
 use super::library::Refusal;
-use super::problem::{Cut, Layout, Operands as OperandTypes, Problem};
+use super::problem::{Layout, Operands as OperandTypes, Problem, Tile};
 use cudarc::cublaslt::result as lt;
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulAlgoConfigAttributes_t,
@@ -42,7 +42,7 @@ pub(super) struct Operands {
 }
 
 impl Plan {
-    /// Queries cuBLASLt's algorithms, and takes the one with the first of `cuts` that is offered, else cuBLASLt's
+    /// Queries cuBLASLt's algorithms, and takes the one with the first of `tiles` that is offered, else cuBLASLt's
     /// first.
     ///
     /// `alignments` are the alignments of x, w, C and D in bytes.
@@ -50,15 +50,15 @@ impl Plan {
         library: cublasLtHandle_t,
         problem: &Problem,
         alignments: [u32; 4],
-        cuts: &[Cut],
+        tiles: &[Tile],
     ) -> Result<Self, Refusal> {
         let mut plan = Self::describe(problem)?;
         let found = plan.heuristic(library, alignments)?;
         let first = found
             .first()
             .ok_or_else(|| Refusal::NoAlgorithm("the heuristic knows none".to_owned()))?;
-        let offered = |cut: &Cut| found.iter().find(|found| is_cut(found, *cut));
-        let offered = cuts.iter().find_map(offered);
+        let offered = |tile: &Tile| found.iter().find(|found| has_tile(found, *tile));
+        let offered = tiles.iter().find_map(offered);
         plan.algorithm = *offered.unwrap_or(first);
         Ok(plan)
     }
@@ -202,8 +202,8 @@ impl Plan {
     }
 }
 
-/// Whether an algorithm cuts its output so.
-fn is_cut(algorithm: &cublasLtMatmulAlgo_t, cut: Cut) -> bool {
+/// Whether an algorithm has this tile and cluster.
+fn has_tile(algorithm: &cublasLtMatmulAlgo_t, cut: Tile) -> bool {
     use cublasLtMatmulAlgoConfigAttributes_t as Attribute;
     let (tile, cluster) = cut.numbers();
     configured(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID) == Some(tile)

@@ -53,14 +53,14 @@ pub(super) struct Problem {
 
 /// Columns by rows of a product's output that one block of threads makes. Clusters of two blocks share operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Cut {
+pub(super) enum Tile {
     C128x128,
     C128x160,
     C176x128,
     C256x128,
 }
 
-impl Cut {
+impl Tile {
     /// cuBLASLt's numbers of the tile and of the cluster: 3 is two blocks by one, 5 one by two (`cublasLtMatmulTile_t`,
     /// `cublasLtClusterShape_t`).
     pub(super) fn numbers(self) -> (u32, u16) {
@@ -102,20 +102,20 @@ impl Problem {
         [a, b, c, d]
     }
 
-    /// The cuts (tile and cluster) to take where cuBLASLt offers them, the best first; else its own first choice.
+    /// The tiles (with their clusters) to take where cuBLASLt offers them, the best first; else its own first choice.
     ///
     /// Measured on an H200 at its power limit, each cut for a quarter of a second, on the GEMMs of a step of a 1.7B and
-    /// an 80M model (notes/experiments.md). With a small k much of a tile's time is its store: these cuts overlap it
+    /// an 80M model (notes/experiments.md). With a small k much of a tile's time is its store: these tiles overlap it
     /// with the next tile, where the first choice waits. Everywhere else the first choice was fastest.
-    pub(super) fn preferred_cuts(&self) -> &'static [Cut] {
+    pub(super) fn preferred_tiles(&self) -> &'static [Tile] {
         let [m, n, k] = self.sizes;
         let is_forward = matches!(self.operands, Operands::Bf16) || self.operands.sum_fast();
         let stores_much = is_forward && m >= 4096 && (n > k || k < 1024);
         match self.product {
-            Product::Nt if stores_much && n >= 8192 => &[Cut::C176x128, Cut::C128x160],
-            Product::Nt if stores_much => &[Cut::C128x160],
-            Product::Nn if stores_much => &[Cut::C128x128, Cut::C128x160],
-            Product::Tn if m > n && m * n >= 1 << 23 => &[Cut::C256x128],
+            Product::Nt if stores_much && n >= 8192 => &[Tile::C176x128, Tile::C128x160],
+            Product::Nt if stores_much => &[Tile::C128x160],
+            Product::Nn if stores_much => &[Tile::C128x128, Tile::C128x160],
+            Product::Tn if m > n && m * n >= 1 << 23 => &[Tile::C256x128],
             _ => &[],
         }
     }
@@ -256,24 +256,24 @@ mod tests {
                 d_stride: 0,
                 is_f32: product == Product::Tn,
             };
-            problem.preferred_cuts().first().copied()
+            problem.preferred_tiles().first().copied()
         };
         let fp8 = |x| Operands::Fp8 { x, w: Fp8Format::E4m3 };
         let forward = fp8(Fp8Format::E4m3);
         for (product, operands, sizes, cut) in [
-            (Product::Nt, Operands::Bf16, [16384, 4096, 2048], Some(Cut::C128x160)),
-            (Product::Nt, Operands::Bf16, [16384, 12288, 2048], Some(Cut::C176x128)),
-            (Product::Nt, Operands::Bf16, [65536, 768, 768], Some(Cut::C128x160)),
+            (Product::Nt, Operands::Bf16, [16384, 4096, 2048], Some(Tile::C128x160)),
+            (Product::Nt, Operands::Bf16, [16384, 12288, 2048], Some(Tile::C176x128)),
+            (Product::Nt, Operands::Bf16, [65536, 768, 768], Some(Tile::C128x160)),
             (Product::Nt, Operands::Bf16, [16384, 2048, 6144], None),
             // One token of decoding.
             (Product::Nt, Operands::Bf16, [1, 12288, 2048], None),
-            (Product::Nn, Operands::Bf16, [16384, 6144, 2048], Some(Cut::C128x128)),
+            (Product::Nn, Operands::Bf16, [16384, 6144, 2048], Some(Tile::C128x128)),
             (Product::Nn, Operands::Bf16, [16384, 2048, 12288], None),
-            (Product::Tn, Operands::Bf16, [12288, 2048, 16384], Some(Cut::C256x128)),
+            (Product::Tn, Operands::Bf16, [12288, 2048, 16384], Some(Tile::C256x128)),
             (Product::Tn, Operands::Bf16, [2048, 6144, 16384], None),
             // Fewer tiles than an H200 has processors: the sum over k is cut instead.
             (Product::Tn, Operands::Bf16, [2304, 768, 65536], None),
-            (Product::Nt, forward, [16384, 12288, 2048], Some(Cut::C176x128)),
+            (Product::Nt, forward, [16384, 12288, 2048], Some(Tile::C176x128)),
             (Product::Nt, fp8(Fp8Format::E5m2), [16384, 6144, 2048], None),
         ] {
             assert_eq!(cuts(product, operands, sizes), cut, "{product:?} {sizes:?}");

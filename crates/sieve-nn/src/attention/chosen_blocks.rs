@@ -12,7 +12,7 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::model::Attention;
 use sieve_core::{BlockChoice, ChoiceRule, ModelShape};
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, Documents, Heads, IndexedCall, RotaryEmbedding, RowParts, SieveBackend,
+    AttentionSpec, ContextParallel, DeviceBackend, Documents, Heads, IndexedCall, RotaryEmbedding, SieveBackend,
     TokenAttention, TokenExtra, indexer_spec,
 };
 use std::cell::RefCell;
@@ -263,7 +263,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     fn attend_of_part(
         &self,
         packed: Packed<B>,
-        parts: &RowParts,
+        parts: &ContextParallel,
         context: &LayerContext<'_, B>,
     ) -> (Tensor<B, 4>, Option<Tensor<B::Inner, 1>>) {
         let spec = self.spec();

@@ -8,7 +8,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::{Attention, MlaShape, ModelShape};
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, Heads, KernelPolicy, MlaSpec, QkNorm, RotaryEmbedding, RowParts, SieveBackend,
+    AttentionSpec, ContextParallel, DeviceBackend, Heads, KernelPolicy, MlaSpec, QkNorm, RotaryEmbedding, SieveBackend,
     TokenAttention, TokenExtra, mla_decode,
 };
 
@@ -122,7 +122,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        parts: &RowParts,
+        parts: &ContextParallel,
         spec: MlaSpec,
     ) -> Tensor<B, 3> {
         let ([batch, len, _], device) = (x.dims(), x.device());

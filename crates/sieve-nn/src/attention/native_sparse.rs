@@ -10,7 +10,7 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
 use sieve_core::{Attention, ModelShape};
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, Documents, Heads, KernelPolicy, NsaBlocks, NsaCall, RowParts, SieveBackend,
+    AttentionSpec, ContextParallel, DeviceBackend, Documents, Heads, KernelPolicy, NsaBlocks, NsaCall, SieveBackend,
     TokenAttention, TokenBranches, TokenExtra,
 };
 
@@ -160,7 +160,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         &self,
         x: Tensor<B, 3>,
         branches: Branches<B>,
-        parts: &RowParts,
+        parts: &ContextParallel,
         policy: KernelPolicy,
     ) -> Tensor<B, 3> {
         let ([batch, len, _], spec) = (x.dims(), self.spec());

@@ -286,7 +286,7 @@ pub(super) fn keys_of_blocks<B: Backend>(
             .gather(TOKENS, rows.clone())
             .reshape([batch, choosers, count, d])
     });
-    KeyCache::with_room(k, v, Some(count))
+    KeyCache::with_capacity(k, v, Some(count))
 }
 
 /// Scores of blocks from those of pooled keys, or from their probabilities over a group.

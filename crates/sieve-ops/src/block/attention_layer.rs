@@ -11,7 +11,9 @@ pub use forward::{AttentionLayer, AttentionLayerCall};
 use super::kept_by;
 use super::residual::Residual;
 use crate::tensors::{primitive, tensor, value};
-use crate::{AttentionCall, AttentionSpec, DmaLayer, Documents, QkNorm, RotaryEmbedding, RowParts, SieveBackend};
+use crate::{
+    AttentionCall, AttentionSpec, ContextParallel, DmaLayer, Documents, QkNorm, RotaryEmbedding, SieveBackend,
+};
 use backward::{Kept, backward};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -30,7 +32,7 @@ pub struct LayerTokens<'a, B: Backend> {
     /// Documents of the tokens.
     pub documents: &'a Documents<B>,
     /// Context parallelism: the whole rows, where these tokens are one part of each.
-    pub parts: Option<&'a RowParts>,
+    pub parts: Option<&'a ContextParallel>,
 }
 
 /// `[x +] o(attention(qk_norm_rope(qkv(rms_norm(x)))))`, and DMA's mask and ranks, as

@@ -7,7 +7,7 @@ use super::product::{Operands, Weight, begin_gradients, product, product_gradien
 use super::residual::Residual;
 use super::{WeightSums, kept_by};
 use crate::tensors::{Float, primitive, tensor, value};
-use crate::{DeviceBackend, ProductPrecision, RmsNormCall, SieveBackend, ToRound};
+use crate::{DeviceBackend, GemmPrecision, RmsNormCall, SieveBackend, ToQuantise};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::Keeping;
@@ -24,7 +24,7 @@ pub struct FeedForward<B: Backend> {
     /// Added to the mean square of the norm.
     pub epsilon: f64,
     /// What both products multiply in.
-    pub precision: ProductPrecision,
+    pub precision: GemmPrecision,
     /// What the backward pass is left beside the least.
     pub keeping: Keeping,
     /// Of `gate_up` and `down`.
@@ -89,12 +89,12 @@ fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Resid
         weight: primitive(layer.norm),
         epsilon: layer.epsilon,
     });
-    let normed = ToRound::new(normed);
+    let normed = ToQuantise::new(normed);
     let how = (layer.precision, layer.keeping);
     let (gate_up, first) = product::<B>(how, normed, primitive(layer.gate_up), None);
     let hidden = match layer.precision {
-        ProductPrecision::Fp8 => B::fp8_swiglu(gate_up.clone()),
-        ProductPrecision::Tensors => ToRound::new(B::swiglu(gate_up.clone())),
+        GemmPrecision::Fp8 => B::fp8_swiglu(gate_up.clone()),
+        GemmPrecision::Tensors => ToQuantise::new(B::swiglu(gate_up.clone())),
     };
     let added = (residual == Residual::Stream).then_some(x);
     let (y, second) = product::<B>(how, hidden, primitive(layer.down), added);
@@ -135,18 +135,18 @@ fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> [Float<B>; 4] {
         sums: [gate_up_sum, down_sum],
     } = layer;
     let down = Weight::new(down, down_sum);
-    let d_output = ToRound::new(dy.clone());
+    let d_output = ToQuantise::new(dy.clone());
     let (d_gate_up, d_down) = match product_gradients(second, &down, d_output) {
-        Some([d_hidden, d_down]) if precision == ProductPrecision::Fp8 => {
+        Some([d_hidden, d_down]) if precision == GemmPrecision::Fp8 => {
             (B::fp8_swiglu_backward(gate_up, d_hidden), d_down)
         }
-        Some([d_hidden, d_down]) => (ToRound::new(B::swiglu_backward(gate_up, d_hidden)), d_down),
+        Some([d_hidden, d_down]) => (ToQuantise::new(B::swiglu_backward(gate_up, d_hidden)), d_down),
         None => {
             let Weight(down, sum) = down;
             let d_hidden = B::linear_input_gradient(down, dy.clone());
             let [d_gate_up, hidden] = B::swiglu_backward_with_output(gate_up, d_hidden);
             (
-                ToRound::new(d_gate_up),
+                ToQuantise::new(d_gate_up),
                 B::linear_weight_gradient(hidden, dy.clone(), sum),
             )
         }

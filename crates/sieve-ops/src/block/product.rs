@@ -1,7 +1,7 @@
 //! A GEMM of a block in the block's precision, bf16 or fp8.
 use super::residual::{Residual, norm_gradient};
 use crate::tensors::{Float, primitive};
-use crate::{DeviceBackend, Fp8Kept, ProductPrecision, RmsNormCall, ToRound};
+use crate::{DeviceBackend, Fp8Kept, GemmPrecision, RmsNormCall, ToQuantise};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::Keeping;
@@ -19,17 +19,17 @@ pub(super) enum Operands<B: Backend> {
 
 /// `x wᵀ [+ residual]`.
 pub(super) fn product<B: DeviceBackend>(
-    (precision, keeping): (ProductPrecision, Keeping),
-    x: ToRound<B>,
+    (precision, keeping): (GemmPrecision, Keeping),
+    x: ToQuantise<B>,
     weight: Float<B>,
     residual: Option<Float<B>>,
 ) -> (Float<B>, Operands<B>) {
-    if precision == ProductPrecision::Fp8 {
+    if precision == GemmPrecision::Fp8 {
         let (y, kept) = B::fp8_linear(x, weight, residual);
         return (y, Operands::Fp8(kept));
     }
     let x = x.0;
-    let operands = match keeping.made_again {
+    let operands = match keeping.recomputable {
         true => Operands::X(x.clone()),
         false => Operands::None,
     };
@@ -53,7 +53,7 @@ impl<B: Backend> Weight<B> {
 pub(super) fn product_gradients<B: DeviceBackend>(
     operands: Operands<B>,
     Weight(weight, sum): &Weight<B>,
-    dy: ToRound<B>,
+    dy: ToQuantise<B>,
 ) -> Option<[Float<B>; 2]> {
     match operands {
         Operands::Fp8(kept) => Some(B::fp8_linear_backward(kept, dy, sum.clone())),
@@ -70,7 +70,7 @@ pub(super) fn product_gradients<B: DeviceBackend>(
 pub(super) fn begin_gradients<B: DeviceBackend>(
     norm: RmsNormCall<B>,
     (operands, weight): (Operands<B>, Weight<B>),
-    d_product: ToRound<B>,
+    d_product: ToQuantise<B>,
     (residual, dy): (Residual, Float<B>),
 ) -> [Float<B>; 3] {
     let gradients = product_gradients(operands, &weight, d_product.clone());

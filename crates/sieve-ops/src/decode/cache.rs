@@ -19,11 +19,11 @@ pub struct KeyCache<B: Backend> {
 impl<B: Backend> KeyCache<B> {
     /// A cache of these tokens with some room behind them: k, v `[batch, new, num_kv_heads, head_dim]`.
     pub fn new(k: Tensor<B, 4>, v: Tensor<B, 4>) -> Self {
-        Self::with_room(k.swap_dims(1, KEY_AXIS), v.swap_dims(1, KEY_AXIS), None)
+        Self::with_capacity(k.swap_dims(1, KEY_AXIS), v.swap_dims(1, KEY_AXIS), None)
     }
 
     /// As [`new`](Self::new) from `[batch, num_kv_heads, new, head_dim]`, with this much room for all tokens.
-    pub fn with_room(k: Tensor<B, 4>, v: Tensor<B, 4>, room: Option<usize>) -> Self {
+    pub fn with_capacity(k: Tensor<B, 4>, v: Tensor<B, 4>, room: Option<usize>) -> Self {
         let [k, v] = [k, v].map(|x| TokenBuffer::new(x, KEY_AXIS, room));
         Self { k, v }
     }
@@ -117,7 +117,7 @@ impl<B: Backend> DmaCache<B> {
         let room = Some(window.keep_window_size);
         assert!(k.dims()[KEY_AXIS] <= window.keep_window_size, "more keys than slots");
         Self {
-            keys: KeyCache::with_room(k, v, room),
+            keys: KeyCache::with_capacity(k, v, room),
             rank: TokenBuffer::new(rank, 2, room),
             positions: TokenBuffer::new(positions, 2, room),
             window,

@@ -8,7 +8,8 @@ use crate::{Cuda, QkNorm};
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{BlockChoice, NsaBlocks};
 use sieve_kernels::step::{
-    Finish, MAX_VECTORS, QkNormRope, Vectors, embedding_forward, matrix_vector, rms_norm_forward, rope, swiglu_forward,
+    Epilogue, MAX_VECTORS, QkNormRope, Vectors, embedding_forward, matrix_vector, rms_norm_forward, rope,
+    swiglu_forward,
 };
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, LatentToken,
@@ -181,7 +182,7 @@ fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, C
         x = layer.run(x, cache, &mut scratch)?;
     }
     let (norm, output) = (tape.noted(&of(&step.norm)), tape.noted(&of(&step.output)));
-    let logits = project(Vectors::Normed(&x, &norm, epsilon), &output, Finish::Stored)?;
+    let logits = project(Vectors::Normed(&x, &norm, epsilon), &output, Epilogue::Stored)?;
     let [batch, _, vocab_size] = logits.dims(NAME, "logits")?;
     Ok((inputs, logits.reshaped(NAME, "logits", &[batch, vocab_size])?))
 }
@@ -214,13 +215,13 @@ impl Layer<'_> {
         let bias = self.attention.qkv_bias.as_ref();
         let bias = bias.map(|bias| of(&bias.clone().unsqueeze::<3>().repeat_dim(0, self.batch())).contiguous());
         let bias = bias.map(|bias| self.tape.noted(&bias));
-        let finish = bias.as_ref().map_or(Finish::Stored, Finish::Added);
+        let finish = bias.as_ref().map_or(Epilogue::Stored, Epilogue::Added);
         let qkv = project(normed, &self.noted(&self.attention.qkv), finish)?;
         let attended = self.attend(normed, &qkv, cache, scratch)?;
         let [o, down, gate_up] = [&self.attention.o, &self.layer.down, &self.layer.gate_up].map(|w| self.noted(w));
-        let x = project(Vectors::Plain(&attended), &o, Finish::Added(&x))?;
-        let h = project(Vectors::Normed(&x, &norms[1], epsilon), &gate_up, Finish::SwiGlu)?;
-        project(Vectors::Plain(&h), &down, Finish::Added(&x))
+        let x = project(Vectors::Plain(&attended), &o, Epilogue::Added(&x))?;
+        let h = project(Vectors::Normed(&x, &norms[1], epsilon), &gate_up, Epilogue::SwiGlu)?;
+        project(Vectors::Plain(&h), &down, Epilogue::Added(&x))
     }
 
     fn batch(&self) -> usize {
@@ -341,7 +342,7 @@ impl Layer<'_> {
                         let [rows, _] = proj.dims();
                         let key = proj.clone().narrow(0, rows - shape.head_dim, shape.head_dim);
                         let proj = Tensor::cat(vec![proj.clone(), key], 0);
-                        let index = project(normed, &self.noted(&proj), Finish::Stored)?;
+                        let index = project(normed, &self.noted(&proj), Epilogue::Stored)?;
                         let index = self.rotated(&index, Some(norm), &self.inputs.position, 1)?;
                         Some(Qkv::packed(&index, num_kv_heads, 1))
                     }
@@ -387,7 +388,7 @@ impl Layer<'_> {
                     blocks: *blocks,
                 };
                 let branches = token.decode(&length, [step(len), near_step], buffers.each_ref())?;
-                let logits = project(normed, &self.noted(&weights.gate), Finish::Stored)?;
+                let logits = project(normed, &self.noted(&weights.gate), Epilogue::Stored)?;
                 nsa_gates(branches.each_ref(), &logits, &self.f32s(&weights.gate_bias))?
             }
             (TokenCache::Slots(_), None) | (TokenCache::Latents(..), _) => unreachable!("slots are DMA's"),
@@ -412,7 +413,7 @@ impl Layer<'_> {
         let Some(kv) = &weights.select_kv else {
             return Ok(token.clone());
         };
-        let kv = project(normed, &self.noted(kv), Finish::Stored)?;
+        let kv = project(normed, &self.noted(kv), Epilogue::Stored)?;
         self.with_kv(token, &kv, &self.inputs.position)
     }
 
@@ -428,7 +429,7 @@ impl Layer<'_> {
         let kv = weights
             .compress_kv
             .as_ref()
-            .map(|kv| project(normed, &self.noted(kv), Finish::Stored));
+            .map(|kv| project(normed, &self.noted(kv), Epilogue::Stored));
         let kv = kv.transpose()?;
         let (token, positions) = match &weights.mlp {
             None => (token.clone(), self.inputs.position.clone()),
@@ -477,13 +478,13 @@ impl Layer<'_> {
         let (spec, batch) = (self.attention.spec, self.batch());
         let [_, rank] = up.dims();
         let head_dim = q.num_elements() / (batch * spec.num_heads) - rope_dim;
-        let (up, down) = (self.whole(up), project(normed, &self.noted(down), Finish::Stored)?);
+        let (up, down) = (self.whole(up), project(normed, &self.noted(down), Epilogue::Stored)?);
         let width = rank + rope_dim;
         let [latent, k_rope] = [(0, rank), (rank, *rope_dim)]
             .map(|(first, columns)| down.view_at(NAME, "latent", first, &[batch, 1, columns], &[width, width, 1]));
         let latent = rms_norm_forward(&latent?, &self.noted(norm), self.epsilon)?;
         // Where keys are not normed, the projected latent is not read.
-        let kv = project(Vectors::Plain(&latent), &up, Finish::Stored)?;
+        let kv = project(Vectors::Plain(&latent), &up, Epilogue::Stored)?;
         let weights = self.attention.qk_norm.as_ref();
         let weights = weights.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));
         let pack = MlaPack {
@@ -553,7 +554,7 @@ fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
 
 /// The rows times a weight `[out, in]` with the epilogue `finish`: few rows by one fused kernel, more by a GEMM and
 /// separate kernels before and after it.
-fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Finish<'_>) -> Result<CudaTensor, KernelError> {
+fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Epilogue<'_>) -> Result<CudaTensor, KernelError> {
     let (Vectors::Plain(x) | Vectors::Normed(x, ..)) = rows;
     if x.num_elements() / x.shape().last().copied().unwrap_or(1).max(1) <= MAX_VECTORS {
         return matrix_vector(rows, weight, finish);
@@ -564,8 +565,8 @@ fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Finish<'_>) -> Result
     };
     let product = |h: &CudaTensor| matmul(Product::Nt, h, weight, MatmulOutput::New(DType::BF16));
     match finish {
-        Finish::Stored => product(&h),
-        Finish::Added(residual) => product_and_sum([h, weight.clone(), residual.clone()]),
-        Finish::SwiGlu => swiglu_forward(&product(&h)?),
+        Epilogue::Stored => product(&h),
+        Epilogue::Added(residual) => product_and_sum([h, weight.clone(), residual.clone()]),
+        Epilogue::SwiGlu => swiglu_forward(&product(&h)?),
     }
 }

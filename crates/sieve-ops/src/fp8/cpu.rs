@@ -1,5 +1,5 @@
 //! Eight-bit floats on the CPU: rounded f32, always counted as the reference.
-use super::{Fp8Kept, ToRound, reference};
+use super::{Fp8Kept, ToQuantise, reference};
 use crate::device::paths::{self, Memory};
 use crate::linear::added;
 use crate::{Place, swiglu};
@@ -12,22 +12,26 @@ fn counted<T>(op: &'static str, run: impl FnOnce() -> T) -> T {
 }
 
 pub(crate) fn fp8_linear(
-    x: ToRound<Flex>,
+    x: ToQuantise<Flex>,
     weight: FlexTensor,
     residual: Option<FlexTensor>,
 ) -> (FlexTensor, Fp8Kept<Flex>) {
     counted("fp8_linear", || reference::fp8_linear::<Flex>(x.0, weight, residual))
 }
 
-pub(crate) fn fp8_linear_backward(kept: Fp8Kept<Flex>, dy: ToRound<Flex>, sum: Option<FlexTensor>) -> [FlexTensor; 2] {
+pub(crate) fn fp8_linear_backward(
+    kept: Fp8Kept<Flex>,
+    dy: ToQuantise<Flex>,
+    sum: Option<FlexTensor>,
+) -> [FlexTensor; 2] {
     let [dx, dweight] = counted("fp8_linear_backward", || reference::fp8_linear_backward(kept, dy.0));
     [dx, added::<Flex>(sum, dweight)]
 }
 
-pub(crate) fn fp8_swiglu(gate_up: FlexTensor) -> ToRound<Flex> {
-    ToRound::new(swiglu::cpu::swiglu(gate_up))
+pub(crate) fn fp8_swiglu(gate_up: FlexTensor) -> ToQuantise<Flex> {
+    ToQuantise::new(swiglu::cpu::swiglu(gate_up))
 }
 
-pub(crate) fn fp8_swiglu_backward(gate_up: FlexTensor, dy: FlexTensor) -> ToRound<Flex> {
-    ToRound::new(swiglu::cpu::swiglu_backward(gate_up, dy))
+pub(crate) fn fp8_swiglu_backward(gate_up: FlexTensor, dy: FlexTensor) -> ToQuantise<Flex> {
+    ToQuantise::new(swiglu::cpu::swiglu_backward(gate_up, dy))
 }

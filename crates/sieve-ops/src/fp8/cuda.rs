@@ -1,5 +1,5 @@
 //! Eight-bit floats on CUDA: rounded by our kernels, multiplied by cuBLASLt.
-use super::{Fp8Kept, ToRound, reference};
+use super::{Fp8Kept, ToQuantise, reference};
 use crate::Cuda;
 use crate::device::{kernel_or, tensors};
 use crate::linear::added;
@@ -13,12 +13,12 @@ use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutpu
 
 const NAME: &str = "fp8_linear";
 
-pub(crate) fn fp8_linear(x: ToRound<Cuda>, weight: Float, residual: Option<Float>) -> (Float, Fp8Kept<Cuda>) {
+pub(crate) fn fp8_linear(x: ToQuantise<Cuda>, weight: Float, residual: Option<Float>) -> (Float, Fp8Kept<Cuda>) {
     let attempt = forward(&x, &weight, residual.as_ref());
     kernel_or(NAME, attempt, || reference::fp8_linear::<Cuda>(x.0, weight, residual))
 }
 
-pub(crate) fn fp8_linear_backward(kept: Fp8Kept<Cuda>, dy: ToRound<Cuda>, sum: Option<Float>) -> [Float; 2] {
+pub(crate) fn fp8_linear_backward(kept: Fp8Kept<Cuda>, dy: ToQuantise<Cuda>, sum: Option<Float>) -> [Float; 2] {
     let total = sum.clone().map(kernel_tensor);
     let reference = |kept| {
         let [dx, dweight] = reference::fp8_linear_backward::<Cuda>(kept, dy.0.clone());
@@ -35,29 +35,33 @@ pub(crate) fn fp8_linear_backward(kept: Fp8Kept<Cuda>, dy: ToRound<Cuda>, sum: O
     }
 }
 
-pub(crate) fn fp8_swiglu(gate_up: Float) -> ToRound<Cuda> {
+pub(crate) fn fp8_swiglu(gate_up: Float) -> ToQuantise<Cuda> {
     let attempt = swiglu_forward_with_amax(&kernel_tensor(gate_up.clone()));
-    let attempt = attempt.map(|(y, amax)| ToRound(y.burn(), Some(amax.burn())));
-    kernel_or("fp8_swiglu", attempt, || ToRound::new(swiglu::cuda::swiglu(gate_up)))
+    let attempt = attempt.map(|(y, amax)| ToQuantise(y.burn(), Some(amax.burn())));
+    kernel_or("fp8_swiglu", attempt, || ToQuantise::new(swiglu::cuda::swiglu(gate_up)))
 }
 
-pub(crate) fn fp8_swiglu_backward(gate_up: Float, dy: Float) -> ToRound<Cuda> {
+pub(crate) fn fp8_swiglu_backward(gate_up: Float, dy: Float) -> ToQuantise<Cuda> {
     let is_free = gate_up.can_mut();
     let [x, d] = tensors([&gate_up, &dy]);
     let attempt = swiglu_backward_with_amax(&x, &d, reuse(is_free && x.is_contiguous()));
-    let attempt = attempt.map(|(dx, amax)| ToRound(dx.burn(), Some(amax.burn())));
+    let attempt = attempt.map(|(dx, amax)| ToQuantise(dx.burn(), Some(amax.burn())));
     kernel_or("fp8_swiglu_backward", attempt, || {
-        ToRound::new(swiglu::cuda::swiglu_backward(gate_up, dy))
+        ToQuantise::new(swiglu::cuda::swiglu_backward(gate_up, dy))
     })
 }
 
 /// Both ways round.
-fn rounded(x: &ToRound<Cuda>, format: Fp8Format) -> Result<Fp8Pair, KernelError> {
+fn rounded(x: &ToQuantise<Cuda>, format: Fp8Format) -> Result<Fp8Pair, KernelError> {
     let amax = x.1.clone().map(kernel_tensor);
     fp8_quantise(&kernel_tensor(x.0.clone()), format, amax.as_ref())
 }
 
-fn forward(x: &ToRound<Cuda>, weight: &Float, residual: Option<&Float>) -> Result<(Float, Fp8Kept<Cuda>), KernelError> {
+fn forward(
+    x: &ToQuantise<Cuda>,
+    weight: &Float,
+    residual: Option<&Float>,
+) -> Result<(Float, Fp8Kept<Cuda>), KernelError> {
     let mut shape = x.0.shape().to_vec();
     let weight = kernel_tensor(weight.clone());
     let [out, inner] = weight.dims(NAME, "weight")?;
@@ -68,7 +72,7 @@ fn forward(x: &ToRound<Cuda>, weight: &Float, residual: Option<&Float>) -> Resul
     let y = match residual.map(|residual| kernel_tensor(residual.clone())) {
         None => product(MatmulOutput::New(BF16))?,
         // As in bf16: free where the product is square.
-        Some(residual) if inner <= out => product(MatmulOutput::Plus(&residual))?,
+        Some(residual) if inner <= out => product(MatmulOutput::PlusC(&residual))?,
         Some(residual) => {
             let y = product(MatmulOutput::New(BF16))?.reshaped(NAME, "y", &shape)?;
             residual_add(&residual, &y)?
@@ -85,7 +89,7 @@ fn forward(x: &ToRound<Cuda>, weight: &Float, residual: Option<&Float>) -> Resul
 fn backward(
     kept: &Fp8Kept<Cuda>,
     scales: &[Float; 2],
-    dy: &ToRound<Cuda>,
+    dy: &ToQuantise<Cuda>,
     sum: Option<&CudaTensor>,
 ) -> Result<[Float; 2], KernelError> {
     let [x, weight] = [(&kept.x, &scales[0]), (&kept.weight, &scales[1])].map(|(values, scale)| Fp8Matrix {

@@ -1,6 +1,6 @@
 //! What a block keeps for its backward pass, and what that pass holds for a moment.
 
-use crate::row_parts::RowShare;
+use crate::context_parallel::RowShare;
 use crate::{Target, gpu_attention_gap};
 use sieve_core::block_choice::SCORES_AT_ONCE;
 use sieve_core::model::{AttentionForm, ModelShape, NUM_NSA_BRANCHES};
@@ -29,7 +29,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
     let (heads, kv_heads) = (shape.num_heads as u64, shape.num_kv_heads as u64);
     let packed = q + 2 * kv;
     // The stream before either half, gate and up; where there is room the products' inputs and rotated heads.
-    let more = match keeping.made_again {
+    let more = match keeping.recomputable {
         true => of_inputs(shape) + if joins_attention(shape) { packed } else { 0 },
         false => 0,
     };
@@ -151,7 +151,7 @@ pub(super) fn fp8_kept(shape: &ModelShape, target: &Target, tokens: u64, keeping
         Target::Cpu { .. } => F32,
         Target::Gpu(_) => 1,
     };
-    let inputs = match keeping.made_again {
+    let inputs = match keeping.recomputable {
         true => times(tokens, of_inputs(shape) * target.value_bytes()),
         false => 0,
     };

@@ -214,7 +214,7 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     let roomy = memory_plan(&alone, &shape, &h200(), 1);
     let more = 2 * (2 * 2048 + 4096 + 6144);
     assert_eq!(roomy.activation_bytes, memory.activation_bytes + 16_384 * 28 * more);
-    assert!(roomy.keeping.made_again && !memory.keeping.made_again);
+    assert!(roomy.keeping.recomputable && !memory.keeping.recomputable);
 
     // With few tokens the gradients are what counts, all of them at the end.
     alone.training.seq_len = 128;
@@ -619,24 +619,24 @@ fn rows_in_parts_need_what_was_measured() {
         let ratio = speed.expect("a GPU") / measured;
         assert!((ratio - 1.0).abs() < 0.1, "{form:?}: {ratio}");
     }
-    let row_parts = parts.stages[0].row_parts.clone().expect("in parts");
-    assert_eq!((row_parts.degree, row_parts.tokens), (4, 32_768));
-    assert!(row_parts.exchange_seconds > 0.0);
-    let longest = row_parts.longest_rows;
+    let context_parallel = parts.stages[0].context_parallel.clone().expect("in parts");
+    assert_eq!((context_parallel.degree, context_parallel.tokens), (4, 32_768));
+    assert!(context_parallel.exchange_seconds > 0.0);
+    let longest = context_parallel.longest_rows;
     assert_eq!(longest.iter().map(|row| row.0).collect::<Vec<_>>(), ["mha", "dma"]);
     assert!(longest.iter().all(|row| row.1 >= 131_072), "{longest:?}");
     // A row that each process has whole does not fit; in parts four rows are four micro-batches.
     let four_rows = ["training.global_batch_size=4"];
     let whole = planned(1, &four_rows);
     assert_eq!(whole.memory.verdict, MemoryVerdict::DoesNotFit);
-    assert_eq!(whole.stages[0].row_parts, None);
+    assert_eq!(whole.stages[0].context_parallel, None);
     let [parts, whole] = [planned(4, &four_rows), whole].map(|plan| plan.stages[0].micro_batches);
     assert_eq!([parts, whole], [4, 1]);
     // DMA alone: keys of three parts cross, whatever the row's length.
     let pure = |seq_len: &str| {
         let layers = "model.layer_types=[\"sparse\"]";
         let plan = planned(4, &[layers, seq_len, "activation_checkpoint.mode=full"]);
-        let parts = plan.stages[0].row_parts.clone();
+        let parts = plan.stages[0].context_parallel.clone();
         parts.expect("in parts").exchange_seconds
     };
     let [short, long] = ["training.seq_len=65536", "training.seq_len=131072"].map(pure);

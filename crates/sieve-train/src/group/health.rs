@@ -262,20 +262,20 @@ fn line_of(all: &[Rates]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::OnHost;
+    use crate::HostCollectives;
     use burn::backend::Autodiff;
     use burn_flex::{Flex, FlexDevice};
-    use sieve_comm::{HeldPort, Patience, World};
+    use sieve_comm::{ReservedPort, Timeouts, World};
     use std::sync::Arc;
     use std::time::Duration;
 
     /// The health of three ranks on the CPU, with this pause in each GEMM of rank 1.
     fn of_three(pause: Duration) -> Health {
-        let port = HeldPort::take().expect("a port");
+        let port = ReservedPort::take().expect("a port");
         let rank = |rank: usize| {
             let world = World::on_this_host(rank, 3, port.number());
-            let mesh = Arc::new(Mesh::join(world, "1", Patience::default(), |_| {}).expect("three ranks"));
-            let collectives = OnHost(mesh.clone());
+            let mesh = Arc::new(Mesh::join(world, "1", Timeouts::default(), |_| {}).expect("three ranks"));
+            let collectives = HostCollectives(mesh.clone());
             let [mut gemm, copy, sum] = probes::<Autodiff<Flex>>(&collectives, 3, &FlexDevice, Precision::F32);
             if rank == 1 && pause > Duration::ZERO {
                 let mut work = gemm.work;

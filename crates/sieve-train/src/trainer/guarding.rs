@@ -56,15 +56,15 @@ pub enum Moment<'a> {
 /// else with the number of steps done. Returns a factor for loss or gradients; 1 changes nothing.
 #[doc(hidden)]
 #[derive(Clone)]
-pub struct Disturbance(Arc<dyn Fn(u64, Moment<'_>) -> f64 + Send + Sync>);
+pub struct FaultInjection(Arc<dyn Fn(u64, Moment<'_>) -> f64 + Send + Sync>);
 
-impl Default for Disturbance {
+impl Default for FaultInjection {
     fn default() -> Self {
         Self::new(|_, _| 1.0)
     }
 }
 
-impl Disturbance {
+impl FaultInjection {
     /// Calls `disturb` at every moment.
     pub fn new(disturb: impl Fn(u64, Moment<'_>) -> f64 + Send + Sync + 'static) -> Self {
         Self(Arc::new(disturb))
@@ -420,7 +420,7 @@ impl<B: TrainBackend> Trainer<B> {
     }
 }
 
-/// Multiplies all parameters, for [`Disturbance`].
+/// Multiplies all parameters, for [`FaultInjection`].
 pub(super) struct Scaled(pub(super) f64);
 
 impl<B: TrainBackend> ModuleMapper<B> for Scaled {

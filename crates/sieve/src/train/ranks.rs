@@ -8,10 +8,10 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
-use sieve_comm::{CollectiveCounts, CommError, Failure, Loss, Mesh, Patience, Pieces, World};
+use sieve_comm::{CollectiveCounts, CommError, Failure, Loss, Mesh, Pieces, Timeouts, World};
 use sieve_core::Recipe;
 use sieve_kernels::{CudaPrimitive, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork, ToBurn, kernel_tensor};
-use sieve_ops::{Cuda, RowLinks};
+use sieve_ops::{Cuda, RankGroup};
 use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
 use std::ops::Range;
 use std::path::Path;
@@ -50,13 +50,13 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
         tell(rank, failure, &late);
         end_now(other_lost());
     };
-    let patience = Patience {
+    let timeouts = Timeouts {
         silence: Duration::from_secs(args.patience),
         still: Duration::from_secs(10 * args.patience / 3),
         long: long_patience(args.patience),
-        ..Patience::default()
+        ..Timeouts::default()
     };
-    let mesh = match Mesh::join(world, env!("CARGO_PKG_VERSION"), patience, give_up) {
+    let mesh = match Mesh::join(world, env!("CARGO_PKG_VERSION"), timeouts, give_up) {
         Ok(mesh) => Arc::new(mesh),
         Err(error) if rank == 0 => return events.ended(Err(error.into())),
         Err(error) => return Err(error.into()),
@@ -354,7 +354,7 @@ pub(super) fn on_cuda(
     watch_nccl(&mesh, watches.collect(), events.clone())?;
     let group = Group::new(mesh, Box::new(nccl));
     Ok(match links {
-        Some(links) => group.with_row_links(Arc::new(links)),
+        Some(links) => group.with_rank_group(Arc::new(links)),
         None => group,
     })
 }
@@ -447,7 +447,7 @@ struct RowOfGpus {
     degree: usize,
 }
 
-impl RowLinks for RowOfGpus {
+impl RankGroup for RowOfGpus {
     fn part(&self) -> usize {
         self.part
     }
@@ -547,10 +547,10 @@ mod tests {
 
     #[test]
     fn a_rank_without_nccl_is_named_to_the_others_and_nobody_waits_for_it() {
-        let port = sieve_comm::HeldPort::take().expect("a port");
+        let port = sieve_comm::ReservedPort::take().expect("a port");
         let join = |rank| {
             let world = World::on_this_host(rank, 2, port.number());
-            Mesh::join(world, "1", Patience::default(), |_| {}).expect("two ranks")
+            Mesh::join(world, "1", Timeouts::default(), |_| {}).expect("two ranks")
         };
         let first = std::thread::scope(|scope| {
             scope.spawn(|| {

@@ -3,7 +3,7 @@ use super::forward::{Attended, AttentionLayer, AttentionLayerCall, merge_heads, 
 use crate::block::product::{Operands, Weight, begin_gradients, product_gradients};
 use crate::dma::composed;
 use crate::tensors::{Float, primitive};
-use crate::{DeviceBackend, RmsNormCall, ToRound, row_parts};
+use crate::{DeviceBackend, RmsNormCall, ToQuantise, context_parallel};
 use burn::tensor::TensorMetadata;
 use burn::tensor::backend::Backend;
 
@@ -38,7 +38,7 @@ pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float
         _ => Operands::X(merge_heads::<B>(o)),
     };
     let [qkv_sum, o_sum] = layer.sums;
-    let d_output = ToRound::new(dy.clone());
+    let d_output = ToQuantise::new(dy.clone());
     let gradients = product_gradients(second, &Weight::new(layer.o, o_sum), d_output);
     let [d_o, d_o_weight] = gradients.expect("both kinds give them");
     let d_o = B::float_reshape(d_o, o_shape);
@@ -54,13 +54,13 @@ pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float
         (Attended::Parted(parted), dma) => {
             let dma = dma.map(|dma| (dma, call.positions.clone()));
             let parts = call.parts.as_ref().expect("made for parts of rows");
-            row_parts::backward(parted, again, dma, (parts, &call.attention), d_o)
+            context_parallel::backward(parted, again, dma, (parts, &call.attention), d_o)
         }
         (Attended::Selected(_), None) => unreachable!("made with the weights of DMA"),
     };
     let rotation = rotation(layer.qk_norm, &call);
     let [dqkv, d_q_norm, d_k_norm] = B::qk_norm_rope_backward(qkv, rotation, d_rotated);
-    let dqkv = ToRound::new(merge_heads::<B>(dqkv));
+    let dqkv = ToQuantise::new(merge_heads::<B>(dqkv));
     let norm = RmsNormCall {
         x,
         weight: primitive(layer.norm),

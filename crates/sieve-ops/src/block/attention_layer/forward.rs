@@ -1,11 +1,11 @@
 //! The forward pass of an attention layer.
 use crate::block::product::{Operands, product};
+use crate::context_parallel::{self, Parted};
 use crate::dma::composed::{self, DmaForward};
-use crate::row_parts::{self, Parted};
 use crate::tensors::{Float, Ints, primitive};
 use crate::{
-    AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaLayer, ProductPrecision, QkNorm, QkNormRopeCall,
-    Residual, RmsNormCall, RopeTables, RowParts, ToRound, WeightSums,
+    AttentionCall, AttentionOutput, AttentionSpec, ContextParallel, DeviceBackend, DmaLayer, GemmPrecision, QkNorm,
+    QkNormRopeCall, Residual, RmsNormCall, RopeTables, ToQuantise, WeightSums,
 };
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
@@ -27,7 +27,7 @@ pub struct AttentionLayer<B: Backend> {
     /// `None`: dense or windowed attention, as the call's spec says.
     pub dma: Option<DmaLayer<B>>,
     /// What the products with `qkv` and `o` multiply in.
-    pub precision: ProductPrecision,
+    pub precision: GemmPrecision,
     /// What the backward pass is left beside the least.
     pub keeping: Keeping,
     /// Of `qkv` and `o`.
@@ -44,7 +44,7 @@ pub struct AttentionLayerCall<B: Backend> {
     /// Documents, heads, scale and window.
     pub attention: AttentionCall<B>,
     /// Where the tokens are parts of rows: the whole rows.
-    pub parts: Option<RowParts>,
+    pub parts: Option<ContextParallel>,
     /// Whether x is added to the output.
     pub residual: Residual,
 }
@@ -98,21 +98,21 @@ pub(super) fn forward<B: DeviceBackend>(
         weight: primitive(layer.norm),
         epsilon: layer.epsilon,
     });
-    let normed = ToRound::new(normed);
+    let normed = ToQuantise::new(normed);
     let (how, o_low) = ((layer.precision, layer.keeping), layer.keeping.o_low);
     let (qkv, first) = product::<B>(how, normed, primitive(layer.qkv), None);
     let qkv = split_heads::<B>(qkv, call.attention.spec);
     let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm, call));
-    let kept_rotated = layer.keeping.made_again.then(|| rotated.clone());
+    let kept_rotated = layer.keeping.recomputable.then(|| rotated.clone());
     let attended = match (&call.parts, layer.dma) {
         (Some(parts), dma) => {
             let dma = dma.map(|dma| (dma, call.positions.clone()));
-            Attended::Parted(row_parts::forward(rotated, dma, (parts, &call.attention), o_low))
+            Attended::Parted(context_parallel::forward(rotated, dma, (parts, &call.attention), o_low))
         }
         (None, None) => Attended::Recent(<B as DeviceBackend>::attention(rotated, &call.attention)),
         (None, Some(dma)) => Attended::Selected(composed::forward(&dma.inputs(rotated, &call.attention), o_low)),
     };
-    let heads = ToRound::new(merge_heads::<B>(attended.o()));
+    let heads = ToQuantise::new(merge_heads::<B>(attended.o()));
     let o = primitive(layer.o);
     let added = (call.residual == Residual::Stream).then_some(x);
     let (y, second) = product::<B>(how, heads, o, added);

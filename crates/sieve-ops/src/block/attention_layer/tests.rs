@@ -7,7 +7,7 @@ use crate::testing::{
     evaluate, float, primitive,
 };
 use crate::{
-    AttentionSpec, DmaBias, Documents, ProductPrecision, QkNorm, RotaryEmbedding, attention, dynamic_mask_attention,
+    AttentionSpec, DmaBias, Documents, GemmPrecision, QkNorm, RotaryEmbedding, attention, dynamic_mask_attention,
     linear, linear_add, qk_norm_rope, reference, rms_norm,
 };
 use burn::tensor::backend::AutodiffBackend;
@@ -21,7 +21,7 @@ const HEAD_DIM: usize = 8;
 const NUM_KV_HEADS: usize = 3;
 const ALL: Keeping = Keeping {
     o_low: KeepOLow::Always,
-    made_again: true,
+    recomputable: true,
 };
 
 /// One call: what attends, in which documents.
@@ -75,7 +75,7 @@ impl Case {
                 a: float(&inputs[7]),
                 spec,
             }),
-            precision: ProductPrecision::Tensors,
+            precision: GemmPrecision::Tensors,
             keeping,
             sums: [None, None],
         }

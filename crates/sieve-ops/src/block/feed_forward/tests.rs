@@ -1,7 +1,7 @@
 use super::{FeedForward, Residual, feed_forward, forward};
 use crate::block::product::Operands;
 use crate::testing::{Ad, Float, Input, Random, RandomInput, check_op, evaluate, float, primitive};
-use crate::{ProductPrecision, linear, linear_add, reference, rms_norm, swiglu};
+use crate::{GemmPrecision, linear, linear_add, reference, rms_norm, swiglu};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::Flex;
@@ -10,7 +10,7 @@ use sieve_core::{KeepOLow, Keeping};
 const EPSILON: f64 = 1e-5;
 const ALL: Keeping = Keeping {
     o_low: KeepOLow::Always,
-    made_again: true,
+    recomputable: true,
 };
 
 fn inputs([batch, seq_len, d_model, d_ff]: [usize; 4], seed: u64) -> [Input; 4] {
@@ -29,7 +29,7 @@ fn layer(inputs: &[Float], keeping: Keeping) -> FeedForward<Ad> {
         gate_up: float(&inputs[2]),
         down: float(&inputs[3]),
         epsilon: EPSILON,
-        precision: ProductPrecision::Tensors,
+        precision: GemmPrecision::Tensors,
         keeping,
         sums: [None, None],
     }

@@ -105,7 +105,13 @@ fn kinds_that_exchange_heads_need_a_share_of_their_memory() {
             "{kind} {shares:?}"
         );
         // What a process exchanges beside its own share of the heads grows more slowly than its tokens.
-        let seconds = |plan: &Plan| plan.stages[0].row_parts.clone().expect("in parts").exchange_seconds;
+        let seconds = |plan: &Plan| {
+            plan.stages[0]
+                .context_parallel
+                .clone()
+                .expect("in parts")
+                .exchange_seconds
+        };
         assert!(seconds(&two) > 0.0 && seconds(&four) > 0.0, "{kind}");
         let speed = |plan: &Plan| plan.stages[0].tokens_per_second.expect("a GPU");
         let share = speed(&four) / speed(&whole);

@@ -3,7 +3,7 @@
 //!
 //! In both directions a copy makes each rank's slice contiguous; with one row a micro-batch the other side of the
 //! exchange needs no copy.
-use super::{RowLinks, RowParts};
+use super::{ContextParallel, RankGroup};
 use crate::tensors::{primitive, tensor};
 use crate::{DeviceBackend, Documents, SieveBackend};
 use burn::tensor::{DType, Tensor, s};
@@ -34,7 +34,7 @@ impl Heads {
     }
 }
 
-impl RowParts {
+impl ContextParallel {
     /// Exchanges tokens for heads: from this rank's part of each row to whole rows of its heads. All ranks of a row
     /// call it in the same order.
     ///
@@ -81,8 +81,8 @@ impl RowParts {
     }
 }
 
-/// See [`RowParts::to_heads`].
-pub(super) fn to_heads<B: DeviceBackend>(links: &dyn RowLinks, x: Tensor<B, 4>, kinds: &[Heads]) -> Tensor<B, 4> {
+/// See [`ContextParallel::to_heads`].
+pub(super) fn to_heads<B: DeviceBackend>(links: &dyn RankGroup, x: Tensor<B, 4>, kinds: &[Heads]) -> Tensor<B, 4> {
     let (parts, [batch, len, _, width]) = (links.num_parts(), x.dims());
     let own = kinds.iter().map(|kind| kind.own(parts)).sum();
     let mut given = Tensor::empty([parts, batch, len, own, width], (&x.device(), x.dtype()));
@@ -99,7 +99,7 @@ pub(super) fn to_heads<B: DeviceBackend>(links: &dyn RowLinks, x: Tensor<B, 4>, 
 }
 
 /// The inverse of [`to_heads`]; of shared heads the sum over all ranks, which is its gradient.
-pub(super) fn to_tokens<B: DeviceBackend>(links: &dyn RowLinks, x: Tensor<B, 4>, kinds: &[Heads]) -> Tensor<B, 4> {
+pub(super) fn to_tokens<B: DeviceBackend>(links: &dyn RankGroup, x: Tensor<B, 4>, kinds: &[Heads]) -> Tensor<B, 4> {
     let (parts, [batch, seq_len, own, width]) = (links.num_parts(), x.dims());
     let len = seq_len / parts;
     let given = match batch {

@@ -1,6 +1,6 @@
 //! Attention of a part of each row.
-use super::RowParts;
-use super::border::{Border, Reach};
+use super::ContextParallel;
+use super::halo::{Halo, Reach};
 use super::heads::{Heads, to_heads, to_tokens};
 use crate::dma::{bias_gradient, dma_bias, dma_rank};
 use crate::tensors::{Float, Ints, primitive, tensor};
@@ -13,7 +13,7 @@ use sieve_core::KeepOLow;
 pub(crate) type DmaParts<B> = (DmaLayer<B>, Ints<B>);
 
 /// Where a part's tokens stand: the rows, and attention inside the part.
-pub(crate) type PartPlace<'a, B> = (&'a RowParts, &'a AttentionCall<B>);
+pub(crate) type PartPlace<'a, B> = (&'a ContextParallel, &'a AttentionCall<B>);
 
 /// What attention of a part keeps for its backward pass.
 #[derive(Clone, Debug)]
@@ -23,34 +23,34 @@ pub(crate) struct Parted<B: Backend> {
     way: Way<B>,
 }
 
-/// Which of the two attentions of [`row_parts`](super) ran.
+/// Which of the two attentions of [`context_parallel`](super) ran.
 #[derive(Clone, Debug)]
 enum Way<B: Backend> {
     /// Tokens were exchanged for heads: this rank attended over whole rows, with some of the heads.
     Heads(AttentionOutput<B>),
-    /// This rank attended with all heads, over its part and the earlier keys that the part can see (the border).
-    Border(Box<Bordered<B>>),
+    /// This rank attended with all heads, over its part and the earlier keys that the part can see (the halo).
+    Halo(Box<WithHalo<B>>),
 }
 
 #[derive(Clone, Debug)]
-struct Bordered<B: Backend> {
-    border: Border<B>,
+struct WithHalo<B: Backend> {
+    halo: Halo<B>,
     output: AttentionOutput<B>,
     /// DMA's selection, and the ranks it was made from.
     selection: Option<(DmaSelection<B>, Float<B>)>,
 }
 
 impl<B: Backend> Parted<B> {
-    /// The border, and DMA's masks over the longer rows; `None` where whole rows of some heads were exchanged.
-    pub(super) fn border(&self) -> Option<(&Border<B>, Option<Ints<B>>)> {
+    /// The halo, and DMA's masks over the longer rows; `None` where whole rows of some heads were exchanged.
+    pub(super) fn halo(&self) -> Option<(&Halo<B>, Option<Ints<B>>)> {
         match &self.way {
             Way::Heads(_) => None,
-            Way::Border(bordered) => {
-                let expire = bordered
+            Way::Halo(with_halo) => {
+                let expire = with_halo
                     .selection
                     .as_ref()
                     .map(|(selection, _)| selection.expire.clone());
-                Some((&bordered.border, expire))
+                Some((&with_halo.halo, expire))
             }
         }
     }
@@ -87,12 +87,12 @@ pub(crate) fn forward<B: DeviceBackend>(
         (primitive(rank), dma.spec)
     });
     let own_rank = rank.as_ref().map(|(rank, _)| rank);
-    let border = Border::<B>::gather(parts, &qkv, own_call, reach, own_rank);
+    let halo = Halo::<B>::gather(parts, &qkv, own_call, reach, own_rank);
     let len = parts.len();
-    let (longer, attention) = (border.with_keys(qkv), border.call(own_call));
+    let (longer, attention) = (halo.with_keys(qkv), halo.call(own_call));
     let (output, selection) = match rank {
         Some((rank, dma)) => {
-            let rank = border.with_ranks(rank);
+            let rank = halo.with_ranks(rank);
             let delta = primitive(dma_bias(tensor::<B, 3>(rank.clone()), dma.bias));
             let selection = B::dma_select(rank.clone(), &attention.documents, dma.window());
             let call = DmaCall {
@@ -105,15 +105,15 @@ pub(crate) fn forward<B: DeviceBackend>(
         }
         None => (<B as DeviceBackend>::attention(longer, &attention), None),
     };
-    let o = tensor::<B, 4>(output.o.clone()).narrow(1, border.slots, len);
-    let bordered = Bordered {
-        border,
+    let o = tensor::<B, 4>(output.o.clone()).narrow(1, halo.slots, len);
+    let with_halo = WithHalo {
+        halo,
         output,
         selection,
     };
     Parted {
         o: primitive(o),
-        way: Way::Border(Box::new(bordered)),
+        way: Way::Halo(Box::new(with_halo)),
     }
 }
 
@@ -127,7 +127,7 @@ pub(crate) fn backward<B: DeviceBackend>(
 ) -> (Float<B>, Option<[Float<B>; 2]>) {
     let spec = own_call.spec;
     let links = &*parts.links;
-    let bordered = match parted.way {
+    let with_halo = match parted.way {
         Way::Heads(output) => {
             let d_o = primitive(to_heads(links, tensor::<B, 4>(d_o), &[Heads::Split(spec.num_heads)]));
             let own = to_own_heads::<B>(parts, qkv, spec);
@@ -135,16 +135,16 @@ pub(crate) fn backward<B: DeviceBackend>(
             let d_qkv = to_tokens(links, tensor::<B, 4>(d_own), &kinds(spec));
             return (primitive(d_qkv), None);
         }
-        Way::Border(bordered) => bordered,
+        Way::Halo(with_halo) => with_halo,
     };
-    let Bordered {
-        border,
+    let WithHalo {
+        halo,
         output,
         selection,
-    } = *bordered;
-    let (slots, len) = (border.slots, parts.len());
-    let longer = border.with_keys(qkv.clone());
-    let attention = border.call(own_call);
+    } = *with_halo;
+    let (slots, len) = (halo.slots, parts.len());
+    let longer = halo.with_keys(qkv.clone());
+    let attention = halo.call(own_call);
     let mut d_o = tensor::<B, 4>(d_o);
     if slots > 0 {
         let [batch, _, heads, head_dim] = d_o.dims();
@@ -154,7 +154,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     let d_o = primitive(d_o);
     let (Some((selection, rank)), Some((dma, _))) = (selection, dma) else {
         let d_longer = B::attention_backward(longer, &attention, output, d_o);
-        let (d_qkv, _) = border.give_back(parts, d_longer, None);
+        let (d_qkv, _) = halo.give_back(parts, d_longer, None);
         return (d_qkv, None);
     };
     let rank = tensor::<B, 3>(rank);
@@ -166,7 +166,7 @@ pub(crate) fn backward<B: DeviceBackend>(
         attention,
     };
     let [d_longer, d_delta] = B::dma_attention_backward(&call, output, d_o);
-    let (d_qkv, d_delta) = border.give_back(parts, d_longer, Some(d_delta));
+    let (d_qkv, d_delta) = halo.give_back(parts, d_longer, Some(d_delta));
     let d_delta = tensor::<B, 3>(d_delta.expect("given above"));
     let own = |x: Tensor<B, 3>| x.narrow(2, slots, len);
     let dz = bias_gradient(own(rank), own(delta), d_delta, dma.spec.bias);
@@ -179,12 +179,12 @@ fn kinds(spec: AttentionSpec) -> [Heads; 3] {
     [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads].map(Heads::Split)
 }
 
-fn to_own_heads<B: DeviceBackend>(parts: &RowParts, qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
+fn to_own_heads<B: DeviceBackend>(parts: &ContextParallel, qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
     primitive(to_heads(&*parts.links, tensor::<B, 4>(qkv), &kinds(spec)))
 }
 
 /// Attention over whole rows of this rank's heads.
-fn whole<B: Backend>(parts: &RowParts, own: &Float<B>, spec: AttentionSpec) -> AttentionCall<B> {
+fn whole<B: Backend>(parts: &ContextParallel, own: &Float<B>, spec: AttentionSpec) -> AttentionCall<B> {
     let device = B::float_device(own);
     let shape = [parts.batch, parts.seq_len];
     let documents = [0, 1].map(|bound| {

@@ -8,9 +8,9 @@
 //! the row is: a key that has left never returns, so of all earlier keys only those that are kept where the part begins
 //! can be seen.
 mod attend;
-mod border;
 pub(crate) mod cpu;
 pub(crate) mod cuda;
+mod halo;
 mod heads;
 mod reference;
 #[cfg(test)]
@@ -20,7 +20,7 @@ mod traced;
 
 pub(crate) use attend::{Parted, backward, forward};
 pub use heads::Heads;
-pub use threads::ThreadLinks;
+pub use threads::ThreadGroup;
 pub use traced::TracedPart;
 
 use crate::Documents;
@@ -33,7 +33,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// The ranks that hold the parts of one row.
-pub trait RowLinks: Send + Sync + fmt::Debug {
+pub trait RankGroup: Send + Sync + fmt::Debug {
     /// Which part of every row is this rank's.
     fn part(&self) -> usize;
     /// Parts of a row.
@@ -51,8 +51,8 @@ pub trait RowLinks: Send + Sync + fmt::Debug {
 
 /// Rows of which this rank holds a part.
 #[derive(Clone, Debug)]
-pub struct RowParts {
-    links: Arc<dyn RowLinks>,
+pub struct ContextParallel {
+    links: Arc<dyn RankGroup>,
     /// First position, and one past the last, of each token's document in its whole row.
     bounds: Arc<[Vec<u32>; 2]>,
     batch: usize,
@@ -60,12 +60,12 @@ pub struct RowParts {
     seq_len: usize,
 }
 
-impl RowParts {
+impl ContextParallel {
     /// Parts of rows whose documents have these bounds, `batch * seq_len` each.
     ///
     /// # Panics
     /// Rows that cannot be cut into parts of equal length.
-    pub fn new(links: Arc<dyn RowLinks>, bounds: [Vec<u32>; 2], [batch, seq_len]: [usize; 2]) -> Self {
+    pub fn new(links: Arc<dyn RankGroup>, bounds: [Vec<u32>; 2], [batch, seq_len]: [usize; 2]) -> Self {
         let parts = links.num_parts();
         assert_eq!(seq_len % parts, 0, "{parts} parts of a row of {seq_len}");
         assert!(bounds.iter().all(|bounds| bounds.len() == batch * seq_len));
@@ -100,9 +100,9 @@ impl RowParts {
         (0..self.batch).map(keys).collect()
     }
 
-    /// Document bounds of each row after `border` halo tokens were prepended to this rank's part: the first `pads` of
+    /// Document bounds of each row after `halo` tokens were prepended to this rank's part: the first `pads` of
     /// these belong to no document, the others to the document that continues into the part.
-    fn bounds_behind(&self, border: usize, pads: &[usize]) -> [Vec<i32>; 2] {
+    fn bounds_behind(&self, halo: usize, pads: &[usize]) -> [Vec<i32>; 2] {
         let (len, first) = (self.len(), self.links.part() * self.len());
         let mut bounds = [Vec::new(), Vec::new()];
         for (row, &pads) in pads.iter().enumerate() {
@@ -114,20 +114,20 @@ impl RowParts {
                 let [start, end] = self.document(row, position);
                 let start = match start < first {
                     true => pads,
-                    false => border + start - first,
+                    false => halo + start - first,
                 };
-                [start, border + end.min(first + len) - first]
+                [start, halo + end.min(first + len) - first]
             };
             (0..pads).for_each(|_| push([0, pads]));
-            (pads..border).for_each(|_| push(document(first)));
+            (pads..halo).for_each(|_| push(document(first)));
             (first..first + len).for_each(|position| push(document(position)));
         }
         bounds
     }
 }
 
-/// Tensors of one shape that go to the ranks of other parts, and from whom as many come.
-pub struct Parcel<B: Backend> {
+/// Tensors of one shape to send to the ranks of other parts, and the parts that send one.
+pub struct SendRecv<B: Backend> {
     /// What goes to which part.
     pub given: Vec<(usize, Float<B>)>,
     /// Parts that send one.
@@ -140,7 +140,7 @@ pub struct Parcel<B: Backend> {
 
 impl<B: Backend> Documents<B> {
     /// Of this rank's part of rows: bounds inside the part, positions as in the whole row.
-    pub fn of_part(parts: &RowParts, device: &B::Device) -> Self {
+    pub fn of_part(parts: &ContextParallel, device: &B::Device) -> Self {
         let (batch, len) = (parts.batch, parts.len());
         let [start, end] = parts.bounds_behind(0, &vec![0; batch]);
         let first = parts.links.part() * len;

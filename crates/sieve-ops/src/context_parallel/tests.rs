@@ -1,9 +1,9 @@
 mod gpus;
 
 use super::attend::DmaParts;
-use super::border::Border;
+use super::halo::Halo;
 use super::heads::{to_heads, to_tokens};
-use super::{Heads, Parted, RowLinks, RowParts, ThreadLinks, backward, forward};
+use super::{ContextParallel, Heads, Parted, RankGroup, ThreadGroup, backward, forward};
 use crate::dma::composed;
 use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::testing::{Random, RandomInput};
@@ -104,7 +104,7 @@ struct Found {
     d_a: Vec<f32>,
     /// By row, KV head and query: the keys that are active.
     active: Vec<Vec<usize>>,
-    /// Of a part with a border: the keys that it got.
+    /// Of a part with a halo: the keys that it got.
     slots: Option<usize>,
 }
 
@@ -167,7 +167,7 @@ fn layer<B: DeviceBackend>(w_dt: Float<B>, a: Float<B>, spec: DmaShape) -> DmaLa
 }
 
 /// One rank's results, of its part.
-fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
+fn part(case: Case, parts: ContextParallel, inputs: &[FlexTensor; 4]) -> Found {
     let (len, first) = (parts.len(), parts.links.part() * parts.len());
     let [qkv, d_o, w_dt, a] = inputs.clone();
     let own = |x: FlexTensor| primitive(tensor::<Flex, 4>(x).narrow(1, first, len));
@@ -180,7 +180,7 @@ fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
     let place = (&parts, &own_call);
     let parted = forward::<Flex>(own(qkv.clone()), dma(), place, KeepOLow::Never);
     let active = active(&parted, first, len, qkv.clone());
-    let slots = parted.border().map(|(border, _)| border.slots);
+    let slots = parted.halo().map(|(halo, _)| halo.slots);
     let o = values::<4>(parted.o.clone());
     let (d_qkv, d_dma) = backward::<Flex>(parted, own(qkv), dma(), place, own(d_o));
     let (d_w_dt, d_a) = d_dma.map_or((Vec::new(), Vec::new()), |[d_w_dt, d_a]| {
@@ -198,10 +198,10 @@ fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
 
 /// The keys that each query of a part sees, by their positions in the whole row.
 fn active(parted: &Parted<Flex>, first: usize, len: usize, qkv: FlexTensor) -> Vec<Vec<usize>> {
-    let Some((border, Some(expire))) = parted.border() else {
+    let Some((halo, Some(expire))) = parted.halo() else {
         return Vec::new();
     };
-    let (slots, positions) = (border.slots, positions(border, qkv));
+    let (slots, positions) = (halo.slots, positions(halo, qkv));
     let mut active = Vec::new();
     for (head, expire) in expire_of(expire).chunks(slots + len).enumerate() {
         for query in slots..slots + len {
@@ -216,9 +216,9 @@ fn active(parted: &Parted<Flex>, first: usize, len: usize, qkv: FlexTensor) -> V
     active
 }
 
-/// Where the keys of a border stand in the whole rows `qkv`, by row, KV head and slot: no two keys are equal.
-fn positions(border: &Border<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
-    let Some(keys) = &border.keys else {
+/// Where the keys of a halo stand in the whole rows `qkv`, by row, KV head and slot: no two keys are equal.
+fn positions(halo: &Halo<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
+    let Some(keys) = &halo.keys else {
         return Vec::new();
     };
     let [_, slots, heads, _] = keys.shape().dims();
@@ -241,8 +241,8 @@ fn positions(border: &Border<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
 
 fn all_parts(case: Case, num_parts: usize, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Vec<Found> {
     std::thread::scope(|scope| {
-        let ranks = ThreadLinks::all(num_parts).into_iter().map(|links| {
-            let parts = RowParts::new(Arc::new(links), bounds.clone(), [BATCH, ROW]);
+        let ranks = ThreadGroup::all(num_parts).into_iter().map(|links| {
+            let parts = ContextParallel::new(Arc::new(links), bounds.clone(), [BATCH, ROW]);
             scope.spawn(move || part(case, parts, inputs))
         });
         let ranks = ranks.collect::<Vec<_>>().into_iter();
@@ -327,7 +327,7 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
     let (bounds, inputs) = (bounds(ROWS[0], ROW), inputs(case, 0.5));
     for num_parts in [2, 4, 8] {
         let slots = all_parts(case, num_parts, &bounds, &inputs).into_iter();
-        let slots = slots.map(|part| part.slots.expect("a border"));
+        let slots = slots.map(|part| part.slots.expect("a halo"));
         // As many as there are before the part, or as many as are kept.
         let expected = (0..num_parts).map(|part| 5.min(part * ROW / num_parts));
         assert!(expected.eq(slots), "{num_parts} parts");
@@ -340,7 +340,7 @@ fn tokens_are_exchanged_for_heads_and_back() {
     for num_parts in [1, 2, 4] {
         let rows = Random(5).input(&[BATCH, ROW, 13, 3]).tensor(DType::F32);
         std::thread::scope(|scope| {
-            for links in ThreadLinks::all(num_parts) {
+            for links in ThreadGroup::all(num_parts) {
                 let rows = tensor::<Flex, 4>(rows.clone());
                 scope.spawn(move || {
                     let (part, len) = (links.part(), ROW / num_parts);

@@ -1,17 +1,17 @@
 //! Parts of a row on the threads of one process: for tests, and for files that other programs check.
-use super::RowLinks;
+use super::RankGroup;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, PoisonError};
 
 /// A rank that is a thread of this process.
 #[derive(Debug)]
-pub struct ThreadLinks {
+pub struct ThreadGroup {
     part: usize,
     to: Vec<Sender<Vec<f32>>>,
     from: Vec<Mutex<Receiver<Vec<f32>>>>,
 }
 
-impl ThreadLinks {
+impl ThreadGroup {
     /// The links of all parts of a row.
     pub fn all(num_parts: usize) -> Vec<Self> {
         let mut from = (0..num_parts).map(|_| Vec::new()).collect::<Vec<_>>();
@@ -28,7 +28,7 @@ impl ThreadLinks {
     }
 }
 
-impl RowLinks for ThreadLinks {
+impl RankGroup for ThreadGroup {
     fn part(&self) -> usize {
         self.part
     }

@@ -1,6 +1,6 @@
 //! Context parallelism on CUDA: kernels choose and move the halo keys, NCCL carries them.
 use super::cpu::{over_hosts, slices_over_hosts};
-use super::{Parcel, RowLinks, reference};
+use super::{RankGroup, SendRecv, reference};
 use crate::attention::cuda::bounds;
 use crate::device::{kernel_or, tensors, writable};
 use crate::{AttentionSpec, Cuda, DeviceBackend, DocumentBounds};
@@ -40,7 +40,7 @@ pub(crate) fn dma_border_keys_backward(
     })
 }
 
-pub(crate) fn exchange(links: &dyn RowLinks, parcel: Parcel<Cuda>) -> Vec<Float> {
+pub(crate) fn exchange(links: &dyn RankGroup, parcel: SendRecv<Cuda>) -> Vec<Float> {
     let Some(nccl) = links.nccl() else {
         return over_hosts::<Cuda>(links, parcel);
     };
@@ -54,7 +54,7 @@ pub(crate) fn exchange(links: &dyn RowLinks, parcel: Parcel<Cuda>) -> Vec<Float>
     }
 }
 
-pub(crate) fn all_to_all(links: &dyn RowLinks, x: Float) -> Float {
+pub(crate) fn all_to_all(links: &dyn RankGroup, x: Float) -> Float {
     let Some(nccl) = links.nccl() else {
         return slices_over_hosts::<Cuda>(links, x);
     };

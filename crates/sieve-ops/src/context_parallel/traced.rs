@@ -1,18 +1,18 @@
 //! One rank's attention of its part with everything that it read and gave, for files that other programs check.
-use super::{RowParts, backward, forward};
+use super::{ContextParallel, backward, forward};
 use crate::tensors::{Float, Ints};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaLayer, DocumentBounds, Documents};
 use burn::tensor::backend::Backend;
 use sieve_core::KeepOLow;
 
-/// What attention of a part read and gave. A longer row is the border's slots, then the part's tokens.
+/// What attention of a part read and gave. A longer row is the halo's slots, then the part's tokens.
 #[derive(Clone, Debug)]
 pub struct TracedPart<B: Backend> {
     /// Keys, then values, of earlier parts that the part's queries may see,
     /// `[batch, slots, 2 * num_kv_heads, head_dim]`; the first slots may be empty. `None` without a halo.
-    pub border: Option<Float<B>>,
+    pub halo: Option<Float<B>>,
     /// What DMA ranks them by, `[batch, num_kv_heads, slots]`.
-    pub border_ranks: Option<Float<B>>,
+    pub halo_ranks: Option<Float<B>>,
     /// Bounds of the documents in the longer rows; empty slots are a document of their own.
     pub documents: DocumentBounds<B>,
     /// DMA's mask over the longer rows, `[batch, num_kv_heads, slots + len]`.
@@ -30,7 +30,7 @@ impl<B: DeviceBackend> TracedPart<B> {
     /// `d_o`. All ranks of `parts` call it at once. Without a layer of DMA's: window attention with the spec's
     /// window.
     pub fn new(
-        parts: &RowParts,
+        parts: &ContextParallel,
         [qkv, d_o]: [Float<B>; 2],
         dma: Option<DmaLayer<B>>,
         spec: AttentionSpec,
@@ -41,15 +41,15 @@ impl<B: DeviceBackend> TracedPart<B> {
         let place = (parts, &own);
         let dma = dma.map(|dma| (dma, of_part.positions.clone().into_primitive()));
         let parted = forward::<B>(qkv.clone(), dma.clone(), place, KeepOLow::default());
-        let (border, expire) = parted.border().unzip();
-        let documents = border.map_or_else(|| own.clone(), |border| border.call(&own)).documents;
-        let keys = border.and_then(|border| border.keys.clone());
-        let ranks = border.and_then(|border| border.ranks.clone());
+        let (halo, expire) = parted.halo().unzip();
+        let documents = halo.map_or_else(|| own.clone(), |halo| halo.call(&own)).documents;
+        let keys = halo.and_then(|halo| halo.keys.clone());
+        let ranks = halo.and_then(|halo| halo.ranks.clone());
         let (expire, o) = (expire.flatten(), parted.o.clone());
         let (d_qkv, d_dma) = backward::<B>(parted, qkv, dma, place, d_o);
         Self {
-            border: keys,
-            border_ranks: ranks,
+            halo: keys,
+            halo_ranks: ranks,
             documents,
             expire,
             o,

@@ -1,6 +1,6 @@
 //! The keys of earlier parts that a part's queries may see.
 use super::attend::int_primitive;
-use super::{Parcel, RowParts};
+use super::{ContextParallel, SendRecv};
 use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, DocumentBounds};
 use burn::tensor::backend::Backend;
@@ -38,7 +38,7 @@ impl Reach {
 /// The halo: keys from earlier parts of a row. Every row and head has as many slots; a row with fewer keys leaves its
 /// first slots empty.
 #[derive(Clone, Debug)]
-pub(super) struct Border<B: Backend> {
+pub(super) struct Halo<B: Backend> {
     spec: AttentionSpec,
     /// Tokens of the part.
     len: usize,
@@ -61,11 +61,11 @@ pub(super) struct Border<B: Backend> {
     chosen: Option<Ints<B>>,
 }
 
-impl<B: DeviceBackend> Border<B> {
+impl<B: DeviceBackend> Halo<B> {
     /// Sends later parts the keys that they may see, and receives those that this part may see. `qkv` is this part's
     /// packed tensor, `own` attention inside it, `rank` `[batch, num_kv_heads, len]` what DMA ranks its keys by.
     pub(super) fn gather(
-        parts: &RowParts,
+        parts: &ContextParallel,
         qkv: &Float<B>,
         own: &AttentionCall<B>,
         reach: Reach,
@@ -76,7 +76,7 @@ impl<B: DeviceBackend> Border<B> {
         let (share, kv_heads) = (reach.keys().min(len), spec.num_kv_heads);
         let [batch, _, _, head_dim] = qkv.shape().dims();
         let later = (own + 1..num_parts).take_while(|&part| reach.first_part(part, len) <= own);
-        let mut border = Self {
+        let mut halo = Self {
             spec,
             len,
             slots: 0,
@@ -90,11 +90,11 @@ impl<B: DeviceBackend> Border<B> {
             chosen: None,
         };
         let mut given = None;
-        if !border.to.is_empty() {
+        if !halo.to.is_empty() {
             given = Some(match (reach, rank) {
                 (Reach::Kept(window), Some(rank)) => {
                     let kept = B::dma_last_kept(rank.clone(), documents, window, share);
-                    border.given = Some(kept.clone());
+                    halo.given = Some(kept.clone());
                     let [keys, ranks] = B::dma_border_keys(qkv.clone(), rank.clone(), kept, spec);
                     (keys, Some(ranks))
                 }
@@ -105,14 +105,14 @@ impl<B: DeviceBackend> Border<B> {
             });
         }
         let (keys, ranks) = given.unzip();
-        let shape = border.shape_of_keys(batch, head_dim);
-        let keys = border.give_on(parts, keys, shape, qkv);
+        let shape = halo.shape_of_keys(batch, head_dim);
+        let keys = halo.give_on(parts, keys, shape, qkv);
         let ranks = rank.map(|rank| {
             let shape = vec![batch, kv_heads, share];
-            border.give_on(parts, ranks.flatten(), shape, rank)
+            halo.give_on(parts, ranks.flatten(), shape, rank)
         });
-        if border.from.is_empty() {
-            return border;
+        if halo.from.is_empty() {
+            return halo;
         }
         let keys = keys.into_iter().map(tensor::<B, 4>).collect();
         let mut keys = primitive(Tensor::cat(keys, 1));
@@ -120,35 +120,41 @@ impl<B: DeviceBackend> Border<B> {
             let ranks = ranks.into_iter().map(tensor::<B, 3>).collect();
             primitive(Tensor::cat(ranks, 2))
         });
-        let all = border.from.len() * share;
-        let valid = parts.keys_of_open_documents(border.from.clone(), share);
-        border.slots = all.min(reach.keys());
+        let all = halo.from.len() * share;
+        let valid = parts.keys_of_open_documents(halo.from.clone(), share);
+        halo.slots = all.min(reach.keys());
         let device = B::float_device(qkv);
         if let (Reach::Kept(window), Some(candidates)) = (reach, &ranks)
-            && all > border.slots
+            && all > halo.slots
         {
             let bounds = candidate_bounds::<B>(&valid, all, &device);
-            let chosen = B::dma_last_kept(candidates.clone(), &bounds, window, border.slots);
+            let chosen = B::dma_last_kept(candidates.clone(), &bounds, window, halo.slots);
             let [best, best_ranks] = B::dma_border_keys(keys, candidates.clone(), chosen.clone(), spec);
-            (keys, ranks, border.chosen) = (best, Some(best_ranks), Some(chosen));
-        } else if all > border.slots {
-            let last = tensor::<B, 4>(keys).narrow(1, all - border.slots, border.slots);
+            (keys, ranks, halo.chosen) = (best, Some(best_ranks), Some(chosen));
+        } else if all > halo.slots {
+            let last = tensor::<B, 4>(keys).narrow(1, all - halo.slots, halo.slots);
             keys = primitive(last);
         }
-        let pads = valid.iter().map(|&keys| border.slots - keys.min(border.slots));
-        let bounds = parts.bounds_behind(border.slots, &pads.collect::<Vec<_>>());
-        let shape = [batch, border.slots + len];
-        border.documents = Some(bounds.map(|bounds| int_primitive::<B>(bounds, shape, &device)));
-        border.keys = Some(keys);
-        border.ranks = ranks;
-        border
+        let pads = valid.iter().map(|&keys| halo.slots - keys.min(halo.slots));
+        let bounds = parts.bounds_behind(halo.slots, &pads.collect::<Vec<_>>());
+        let shape = [batch, halo.slots + len];
+        halo.documents = Some(bounds.map(|bounds| int_primitive::<B>(bounds, shape, &device)));
+        halo.keys = Some(keys);
+        halo.ranks = ranks;
+        halo
     }
 
     /// Sends this part's tensor to the later parts, and returns the earlier parts' tensors.
-    fn give_on(&self, parts: &RowParts, given: Option<Float<B>>, shape: Vec<usize>, like: &Float<B>) -> Vec<Float<B>> {
+    fn give_on(
+        &self,
+        parts: &ContextParallel,
+        given: Option<Float<B>>,
+        shape: Vec<usize>,
+        like: &Float<B>,
+    ) -> Vec<Float<B>> {
         let to = self.to.clone();
         let given = to.filter_map(|part| Some((part, given.clone()?)));
-        let parcel = Parcel {
+        let parcel = SendRecv {
             given: given.collect(),
             from: self.from.clone(),
             shape,
@@ -165,7 +171,7 @@ impl<B: DeviceBackend> Border<B> {
         }
     }
 
-    /// The packed tensor of the longer rows: the border's keys with queries of zero, then the part.
+    /// The packed tensor of the longer rows: the halo's keys with queries of zero, then the part.
     pub(super) fn with_keys(&self, qkv: Float<B>) -> Float<B> {
         let Some(keys) = &self.keys else {
             return qkv;
@@ -173,8 +179,8 @@ impl<B: DeviceBackend> Border<B> {
         let [batch, _, _, head_dim] = qkv.shape().dims();
         let queries = [batch, self.slots, self.spec.num_heads, head_dim];
         let queries = Tensor::<B, 4>::zeros(queries, (&B::float_device(&qkv), qkv.dtype()));
-        let border = Tensor::cat(vec![queries, tensor::<B, 4>(keys.clone())], 2);
-        primitive(Tensor::cat(vec![border, tensor::<B, 4>(qkv)], 1))
+        let halo = Tensor::cat(vec![queries, tensor::<B, 4>(keys.clone())], 2);
+        primitive(Tensor::cat(vec![halo, tensor::<B, 4>(qkv)], 1))
     }
 
     /// Ranks of the longer rows.
@@ -190,7 +196,7 @@ impl<B: DeviceBackend> Border<B> {
     /// sends the gradients of its halo back to the parts that the keys are from.
     pub(super) fn give_back(
         &self,
-        parts: &RowParts,
+        parts: &ContextParallel,
         d_longer: Float<B>,
         d_delta: Option<Float<B>>,
     ) -> (Float<B>, Option<Float<B>>) {
@@ -272,7 +278,7 @@ impl<B: DeviceBackend> Border<B> {
     /// parts.
     fn take_back<const D: usize>(
         &self,
-        parts: &RowParts,
+        parts: &ContextParallel,
         gradients: Option<Tensor<B, D>>,
         (dim, shape): (usize, Vec<usize>),
         like: &Float<B>,
@@ -281,7 +287,7 @@ impl<B: DeviceBackend> Border<B> {
             let own = gradients.clone()?.narrow(dim, at * self.share, self.share);
             Some((part, primitive(own)))
         });
-        let parcel = Parcel {
+        let parcel = SendRecv {
             given: given.collect(),
             from: self.to.clone(),
             shape,

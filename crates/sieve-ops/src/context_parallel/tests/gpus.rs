@@ -6,10 +6,10 @@
 //!
 //! Each GPU is a process of its own, as in training: this program again, told by [`PART`] which part is its.
 use super::{attend, bounds, layer};
-use crate::row_parts::attend::DmaParts;
-use crate::row_parts::{backward, forward};
+use crate::context_parallel::attend::DmaParts;
+use crate::context_parallel::{backward, forward};
 use crate::tensors::{Float, primitive, tensor};
-use crate::{AttentionCall, AttentionSpec, Documents, RowLinks, RowParts};
+use crate::{AttentionCall, AttentionSpec, ContextParallel, Documents, RankGroup};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
 use sieve_cuda::Cuda;
@@ -20,7 +20,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-const NAME: &str = "row_parts::tests::gpus::four_gpus_choose_the_keys_that_one_chooses";
+const NAME: &str = "context_parallel::tests::gpus::four_gpus_choose_the_keys_that_one_chooses";
 const PART: &str = "SIEVE_TEST_PART";
 const FOLDER: &str = "SIEVE_TEST_FOLDER";
 const PARTS: usize = 4;
@@ -172,7 +172,7 @@ struct Gpus {
     nccl: NcclGroup,
 }
 
-impl RowLinks for Gpus {
+impl RankGroup for Gpus {
     fn part(&self) -> usize {
         self.part
     }
@@ -192,7 +192,7 @@ impl RowLinks for Gpus {
 
 fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usize>) -> Found {
     let first = links.part * LEN;
-    let parts = RowParts::new(links.clone(), bounds([&case.documents[..]], ROW), [1, ROW]);
+    let parts = ContextParallel::new(links.clone(), bounds([&case.documents[..]], ROW), [1, ROW]);
     let documents = Documents::<Cuda>::of_part(&parts, &gpu.device);
     let [w_dt, a] = gpu.weights(case);
     let dma = || -> Option<DmaParts<Cuda>> {
@@ -204,9 +204,9 @@ fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usiz
     let (qkv, d_o) = (gpu.qkv.clone(), gpu.d_o.clone());
     let parted = forward::<Cuda>(qkv.clone(), dma(), place, KeepOLow::default());
     let mut expire = Vec::new();
-    if let Some((border, Some(of_longer))) = parted.border() {
-        let (slots, kv, all) = (border.slots, SPEC.num_kv_heads, first + LEN);
-        let border_keys = border.keys.clone().map_or(Vec::new(), |keys| {
+    if let Some((halo, Some(of_longer))) = parted.halo() {
+        let (slots, kv, all) = (halo.slots, SPEC.num_kv_heads, first + LEN);
+        let halo_keys = halo.keys.clone().map_or(Vec::new(), |keys| {
             let keys = tensor::<Cuda, 4>(keys).cast(DType::F32).into_data();
             keys.iter::<f32>().collect::<Vec<_>>()
         });
@@ -217,7 +217,7 @@ fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usiz
                 let position = match place.checked_sub(slots) {
                     Some(own) => first + own,
                     None => {
-                        let key = &border_keys[(place * 2 * kv + head) * WIDTH..][..WIDTH];
+                        let key = &halo_keys[(place * 2 * kv + head) * WIDTH..][..WIDTH];
                         match keys.get(&word(key)) {
                             Some(at) if at % kv == head => at / kv,
                             _ => {

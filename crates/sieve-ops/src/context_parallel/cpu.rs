@@ -1,6 +1,6 @@
 //! Context parallelism on the CPU: Burn's operations on few values, and an exchange between hosts' memories.
 use super::attend::{from_values, values_of};
-use super::{Parcel, RowLinks, reference};
+use super::{RankGroup, SendRecv, reference};
 use crate::tensors::{Float, primitive, tensor};
 use crate::{AttentionSpec, DeviceBackend, DocumentBounds};
 use burn::tensor::backend::Backend;
@@ -36,20 +36,20 @@ pub(crate) fn dma_border_keys_backward(
     reference::dma_border_keys_backward::<Flex>(sums, kept, gradients, spec)
 }
 
-pub(crate) fn exchange(links: &dyn RowLinks, parcel: Parcel<Flex>) -> Vec<FlexTensor> {
+pub(crate) fn exchange(links: &dyn RankGroup, parcel: SendRecv<Flex>) -> Vec<FlexTensor> {
     over_hosts::<Flex>(links, parcel)
 }
 
-pub(crate) fn all_to_all(links: &dyn RowLinks, x: FlexTensor) -> FlexTensor {
+pub(crate) fn all_to_all(links: &dyn RankGroup, x: FlexTensor) -> FlexTensor {
     slices_over_hosts::<Flex>(links, x)
 }
 
 /// An exchange of slices by way of the host.
-pub(super) fn slices_over_hosts<B: Backend>(links: &dyn RowLinks, x: Float<B>) -> Float<B> {
+pub(super) fn slices_over_hosts<B: Backend>(links: &dyn RankGroup, x: Float<B>) -> Float<B> {
     let slices = tensor::<B, 5>(x.clone());
     let [parts, batch, len, heads, width] = slices.dims();
     let slice = |part| (part, primitive(slices.clone().narrow(0, part, 1)));
-    let parcel = Parcel {
+    let parcel = SendRecv {
         given: (0..parts).map(slice).collect(),
         from: 0..parts,
         shape: vec![1, batch, len, heads, width],
@@ -60,7 +60,7 @@ pub(super) fn slices_over_hosts<B: Backend>(links: &dyn RowLinks, x: Float<B>) -
 }
 
 /// An exchange by way of the host.
-pub(super) fn over_hosts<B: Backend>(links: &dyn RowLinks, parcel: Parcel<B>) -> Vec<Float<B>> {
+pub(super) fn over_hosts<B: Backend>(links: &dyn RankGroup, parcel: SendRecv<B>) -> Vec<Float<B>> {
     let (parts, count) = (links.num_parts(), parcel.shape.iter().product::<usize>());
     let (device, dtype) = (B::float_device(&parcel.like), parcel.like.dtype());
     let mut values = vec![Vec::new(); parts];

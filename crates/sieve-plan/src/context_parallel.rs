@@ -19,7 +19,7 @@ enum Way {
     /// Tokens are exchanged for heads.
     Heads,
     /// `slots` keys of earlier parts stand before the last part, and each part gives `share` keys.
-    Border { slots: usize, share: usize },
+    Halo { slots: usize, share: usize },
 }
 
 impl RowShare {
@@ -49,7 +49,7 @@ impl RowShare {
             _ if layer.num_kv_heads.is_multiple_of(self.degree) => return Some(Way::Heads),
             _ => self.seq_len,
         };
-        Some(Way::Border {
+        Some(Way::Halo {
             slots: reach.min((self.degree - 1) * len),
             share: reach.min(len),
         })
@@ -77,7 +77,7 @@ impl RowShare {
     /// KV length of this layer on the last context-parallel rank.
     pub(crate) fn attended(&self, layer: &ModelShape) -> usize {
         match self.way(layer) {
-            Some(Way::Border { slots, .. }) => slots + self.seq_len / self.degree,
+            Some(Way::Halo { slots, .. }) => slots + self.seq_len / self.degree,
             _ => self.seq_len,
         }
     }
@@ -89,7 +89,7 @@ impl RowShare {
             None => 0,
             Some(Way::Heads) => self.kept_values_of_heads(layer),
             // K and V of the border, and outputs of its queries, which are zeros.
-            Some(Way::Border { slots, .. }) => (self.batch * slots) as u64 * (2 * kv + q),
+            Some(Way::Halo { slots, .. }) => (self.batch * slots) as u64 * (2 * kv + q),
         };
         values * value_bytes
     }
@@ -106,7 +106,7 @@ impl RowShare {
                 self.tokens() as u64 * (split + self.degree as u64 * shared + 2 * q)
             }
             // The longer rows, their gradient, and all candidates.
-            Some(Way::Border { slots, share }) => {
+            Some(Way::Halo { slots, share }) => {
                 let all = share * (self.degree - 1);
                 self.tokens() as u64 * (packed + q)
                     + (self.batch * slots) as u64 * (2 * packed + q)
@@ -133,7 +133,7 @@ impl RowShare {
                     let again = if is_one_op { others * split } else { 0.0 };
                     [all, all + again]
                 }
-                Some(Way::Border { slots, share }) => {
+                Some(Way::Halo { slots, share }) => {
                     let parts = match layer.attention.form() {
                         AttentionForm::Ranked(_) => self.degree - 1,
                         _ => slots.div_ceil(share.max(1)),
@@ -163,7 +163,7 @@ impl RowShare {
                     [all, if is_one_op { all + own * split } else { all }]
                 }
                 // The longer rows; the same again, the gradient of o behind zeros, and that of the own tokens.
-                Some(Way::Border { slots, .. }) => {
+                Some(Way::Halo { slots, .. }) => {
                     let longer = own + (self.batch * slots) as f64;
                     [longer * packed, longer * (packed + q) + own * packed]
                 }
@@ -196,7 +196,7 @@ impl RowShare {
         let layers = (0..shape.num_layers).map(|layer_idx| {
             let layer = shape.of_layer(layer_idx);
             match self.way(&layer) {
-                Some(Way::Border { slots, .. }) => 1.0 + slots as f64 / own,
+                Some(Way::Halo { slots, .. }) => 1.0 + slots as f64 / own,
                 _ => 1.0,
             }
         });

@@ -1,0 +1,15 @@
+// semaphores: order the adds to a sum where sums have a fixed order. They and the sums are read and written
+// in the L2 cache; a block waits only for blocks with smaller indices, which are assumed to start before it.
+#pragma once
+#include "common/types.cuh"
+
+DEVICE int read_semaphore(const i32* semaphore) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(semaphore) : "memory");
+  return value;
+}
+DEVICE void write_semaphore(i32* semaphore, int value) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(semaphore), "r"(value) : "memory");
+}
+// This thread's earlier adds become visible before it writes a semaphore.
+DEVICE void fence_sums() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
