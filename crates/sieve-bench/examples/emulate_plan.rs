@@ -1,7 +1,7 @@
 //! A plan of the C interface on the CPU emulator, for the tests of the Python package: `emulate_plan FOLDER`.
 //!
-//! Reads FOLDER/request.json, the inputs' bytes from FOLDER/0, FOLDER/1, .., and from FOLDER/capacity, where it is there,
-//! how many keys the caches hold; writes every input and output behind
+//! Reads FOLDER/request.json, the inputs' bytes from FOLDER/0, FOLDER/1, .., and, where it is there, how many keys the
+//! caches hold from FOLDER/capacity; writes every input and output behind
 //! them, as it is afterwards, under the same numbers.
 #![allow(clippy::print_stderr, reason = "this is a program")]
 use sieve_bench::replay_emulated;
