@@ -231,8 +231,8 @@ impl<B: TrainBackend> Trainer<B> {
     }
 
     /// Waits for this process's files of the pending checkpoint, which gets no name: other ranks may not know yet that
-    /// this one fails, and would take its part in naming it for an answer to something else. Errors that all ranks share
-    /// finish the checkpoint first.
+    /// this one fails, and would take its part in naming it for an answer to something else. Errors that all ranks
+    /// share finish the checkpoint first.
     pub(super) fn discard_checkpoint(&mut self) -> Result<(), TrainError> {
         if let Some(Written { folder, state, .. }) = self.finish_writing()?
             && self.writes()
