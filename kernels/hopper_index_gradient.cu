@@ -12,8 +12,8 @@
 //            dma_attention_backward's order, zero before the first launch; ORDERED [batch, num_kv_heads, seq_len,
 //            HEAD_DIM]
 // Buffers    q, k, index, lse, index_lse, doc_start, doc_end, entries, items, num_items, dq_parts, dk_sum, (ORDERED:
-//            key_semaphores i32 [batch, num_kv_heads, seq_len, 4], zero before each launch); the element after num_items'
-//            last one counts the items taken
+//            key_semaphores i32 [batch, num_kv_heads, seq_len, 4], zero before each launch); the element after
+//            num_items' last one counts the items taken
 // Defines    HEAD_DIM 64|128; ORDERED 0|1: a fixed order of dk; ROW_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     grid (multiprocessors); 384 threads, one block a multiprocessor; 128 queries of one head a tile, 64 a
 //            consumer warpgroup; dynamic shared bytes = (256 + ROW_STAGES * 128) * HEAD_DIM * 2 + 16384 + ROW_STAGES *

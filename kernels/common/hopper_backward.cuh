@@ -406,9 +406,9 @@ DEVICE void send_dq(float* to, u32 staging, [[maybe_unused]] bool is_first = fal
 #if ORDERED
 constexpr int CONSUMER_WARPS = NUM_CONSUMERS * 4;
 
-// Orders a consumer warp's adds to dq by key tile: a block that reads that a key tile is done adds to the sum which that
-// tile left. The bulk adds of a warp are done, and visible to all by its fence, before it writes the turn; those of the
-// block that has read it wait for the read and for a proxy fence.
+// Orders a consumer warp's adds to dq by key tile: a block that reads that a key tile is done adds to the sum which
+// that tile left. The bulk adds of a warp are done, and visible to all by its fence, before it writes the semaphore;
+// those of the block that has read it wait for the read and for a proxy fence.
 struct DqSemaphores {
   i32* at;            // of the tile that is sent next
   i32* sent;          // of the one sent last, if any

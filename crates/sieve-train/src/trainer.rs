@@ -155,17 +155,7 @@ impl<B: TrainBackend> Trainer<B> {
         TrainError::check_ranks(&recipe, share.size)?;
         let stage = StageState::new(&recipe, first, &data, share)?;
         check_labels(&stage.validation_loader, stage.validation_size())?;
-        // What a later stage cannot read would end the run in its middle, and each time that it is resumed.
-        for later in recipe
-            .stages()
-            .into_iter()
-            .filter(|later| later.index > stage.stage.index)
-        {
-            let number = later.index + 1;
-            let later = StageState::new(&recipe, later, &data, share);
-            let checked = later.and_then(|later| check_labels(&later.validation_loader, later.validation_size()));
-            checked.map_err(|error| TrainError::in_stage(number, error))?;
-        }
+        StageState::check_later(&recipe, stage.stage.index, &data, share)?;
         let vocab_size = stage.shape.vocab_size;
         let unigram = Unigram::new(&data.counts_of_rows(vocab_size)?);
         let training = &recipe.training;

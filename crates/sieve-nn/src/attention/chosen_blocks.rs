@@ -205,8 +205,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         pools.then(|| indexer.block_keys(index, documents, sizes, rope))
     }
 
-    /// The layer as a step of one token takes it; `None` where it shares a choice, chooses by QSA's scores, or reads all
-    /// keys while an indexer learns.
+    /// The layer as a step of one token takes it; `None` where it shares a choice, chooses by QSA's scores, or reads
+    /// all keys while an indexer learns.
     pub(super) fn for_token_step(&self) -> Option<TokenAttention<B>> {
         if self.shares || self.is_warmup || self.choice.rule == ChoiceRule::SumOfHeads {
             return None;

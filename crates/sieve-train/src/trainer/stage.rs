@@ -3,6 +3,7 @@ use super::{AWAY, Reporter, Trainer};
 use crate::data::rows_needed;
 use crate::group::Share;
 use crate::segment::Segment;
+use crate::validation::check_labels;
 use crate::{Precision, TrainError, TrainingData, ValidationSize};
 use burn::module::AutodiffModule;
 use burn::tensor::DType;
@@ -77,6 +78,23 @@ impl StageState {
             shape,
             recipe,
         })
+    }
+
+    /// Reads from every stage after the one of this index as that stage will: what it cannot read would end the run in
+    /// its middle, and each time that it is resumed.
+    pub(super) fn check_later(
+        recipe: &Recipe,
+        index: usize,
+        data: &TrainingData,
+        share: Share,
+    ) -> Result<(), TrainError> {
+        for stage in recipe.stages().into_iter().filter(|stage| stage.index > index) {
+            let number = stage.index + 1;
+            let stage = Self::new(recipe, stage, data, share);
+            let checked = stage.and_then(|stage| check_labels(&stage.validation_loader, stage.validation_size()));
+            checked.map_err(|error| TrainError::in_stage(number, error))?;
+        }
+        Ok(())
     }
 
     /// What a validation reads.
