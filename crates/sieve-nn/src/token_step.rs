@@ -73,12 +73,15 @@ mod tests {
     use super::*;
     use crate::testing::{kinds, msa_in_warmup, shape};
     use burn_flex::Flex;
+    use sieve_core::Attention;
+    use sieve_core::model::IndexScores;
 
     #[test]
-    fn a_step_takes_every_kind_but_an_indexers_warm_up() {
+    fn a_step_takes_every_kind_but_an_indexers_warm_up_and_qsa() {
         for kind in kinds(0.5).into_iter().chain([msa_in_warmup()]) {
             let model = Qwen3::<Flex>::new(&shape(kind), 1, &Default::default());
-            let is_taken = kind.index_warmup() != Some(true);
+            let is_qsa = matches!(kind, Attention::Msa(msa) if msa.indexer == IndexScores::Qsa);
+            let is_taken = kind.index_warmup() != Some(true) && !is_qsa;
             assert_eq!(model.layers[0].for_token_step().is_some(), is_taken, "{kind:?}");
         }
     }

@@ -154,10 +154,10 @@ impl<B: TrainBackend> Trainer<B> {
         let share = group.as_ref().map_or(Share::ALL, Group::share);
         TrainError::check_ranks(&recipe, share.size)?;
         let stage = StageState::new(&recipe, first, &data, share)?;
-        check_labels(&stage.validation_loader, stage.validation_size())?;
-        StageState::check_later(&recipe, stage.stage.index, &data, share)?;
         let vocab_size = stage.shape.vocab_size;
         let unigram = Unigram::new(&data.counts_of_rows(vocab_size)?);
+        check_labels(&stage.validation_loader, stage.validation_size())?;
+        StageState::check_later(&recipe, stage.stage.index, &data, share)?;
         let training = &recipe.training;
         let model = Qwen3::new(&stage.shape, training.seed, &device);
         let mut trainer = Self {
