@@ -81,7 +81,11 @@ impl PrefillMethod for XattentionConfig {
         if layers == 0 || found == heads && (!knows_depth || layers == call.num_layers) {
             return Ok(());
         }
-        let of_model = if knows_depth { format!("{} layers", call.num_layers) } else { "a model".to_owned() };
+        let of_model = if knows_depth {
+            format!("{} layers", call.num_layers)
+        } else {
+            "a model".to_owned()
+        };
         let layer = call.layer;
         Rules("xattention").fail(
             format!(
