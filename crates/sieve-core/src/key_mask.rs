@@ -305,7 +305,7 @@ impl KeyMask {
         self.key_order().chunks_exact(self.shape.num_keys.max(1)).nth(at)
     }
 
-    /// Row of the call in a query slot of a head.
+    /// Query row that a head's order of queries puts at position `slot`.
     pub fn query_row(&self, head: usize, slot: usize) -> usize {
         match self.query_order().get(head * self.tiles.num_queries + slot) {
             Some(&row) => row as usize,

@@ -137,9 +137,9 @@ fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device)
         counted.push(match (output.expire, chosen, attention) {
             (Some(expire), ..) => {
                 let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
-                of_expire(&expire, num_tokens)
+                count_by_expire(&expire, num_tokens)
             }
-            (None, Some(chosen), attention) => of_blocks(&chosen, attention.form(), num_tokens),
+            (None, Some(chosen), attention) => count_by_blocks(&chosen, attention.form(), num_tokens),
             (None, _, attention) => {
                 let mean = sieve_core::model::mean_active_keys(attention, num_tokens);
                 let pairs = mean * num_tokens as f64;
@@ -163,7 +163,7 @@ fn blocks_of<B: DeviceBackend>(
 }
 
 /// DMA: key j is read by the queries from j up to its `expire`, `[num_kv_heads, num_tokens]`.
-fn of_expire(expire: &[i64], num_tokens: usize) -> Counted {
+fn count_by_expire(expire: &[i64], num_tokens: usize) -> Counted {
     let heads = expire.len() / num_tokens;
     let rows = expire.chunks(num_tokens);
     let pairs: i64 = rows
@@ -176,7 +176,7 @@ fn of_expire(expire: &[i64], num_tokens: usize) -> Counted {
 
 /// Tokens of the chosen blocks. For NSA also the visible compressed blocks and the window. For other kinds also half a
 /// key for each pooled key, which has a score but no value; an indexer's scores are not counted.
-fn of_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Counted {
+fn count_by_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Counted {
     let (sizes, window_size, of_pooled) = match form {
         AttentionForm::Branches(nsa) => (nsa.blocks(), nsa.window_size, 1.0),
         AttentionForm::Blocks(choice) if choice.has_indexer() => (choice.attended(), 0, 0.0),
@@ -274,7 +274,7 @@ mod tests {
     #[test]
     fn keys_count_from_their_own_query_to_their_end() {
         // Two heads of four keys; one is never seen, the others end at 2, 4, 4 and 4, 2, 3, 4.
-        let counted = of_expire(&[2, 1, 4, 4, 4, 2, 3, 4], 4);
+        let counted = count_by_expire(&[2, 1, 4, 4, 4, 2, 3, 4], 4);
         let pairs = ((2 + 2 + 1) + (4 + 1 + 1 + 1)) as f64 / 2.0;
         assert_eq!(counted, Counted::of(pairs, pairs, 4));
     }
@@ -291,7 +291,7 @@ mod tests {
         };
         // One head, five queries; blocks of two tokens.
         let chosen = [0, -1, 0, -1, 0, 1, 0, 1, 0, 2];
-        let counted = of_blocks(&chosen, AttentionForm::Branches(nsa), 5);
+        let counted = count_by_blocks(&chosen, AttentionForm::Branches(nsa), 5);
         let selected = 1 + 2 + 3 + 4 + 3;
         let (compressed, window) = (1 + 1 + 2 + 2, 1 + 2 + 2 + 2 + 2);
         // Before the window lie: none, none, token 0, tokens 0 and 1, tokens 0 and 1.

@@ -102,7 +102,7 @@ impl<B: Backend> LayerContext<'_, B> {
         AttentionSpec { policy, ..spec }
     }
 
-    /// The sums of two projections.
+    /// Takes out the accumulated weight gradients of two projections.
     pub(crate) fn take_sums(&self, projections: [&Linear<B>; 2]) -> WeightSums<B> {
         projections.map(|linear| self.sums?.borrow_mut().remove(&linear.weight.id))
     }

@@ -401,7 +401,8 @@ fn trained_tokenizer(
         sample_bytes: config.sample_bytes,
     });
     let tokenizer = Tokenizer::train(corpus, config)?;
-    // The mark is removed first and written last, so that it never belongs to another tokenizer.
+    // tokenizer.origin is removed before the tokenizer is saved and written after it: if the process dies in between,
+    // the next run finds no origin rather than another tokenizer's.
     match std::fs::remove_file(&mark_path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             return Err(TrainError::io("removing", &mark_path)(error));

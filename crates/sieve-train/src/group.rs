@@ -487,7 +487,8 @@ impl<B: TrainBackend> ModuleMapper<B> for Leaves<B> {
     }
 }
 
-/// A gradient in the type in which it travels. One that this micro-batch has not added to may be kept in another.
+/// A gradient in the dtype in which ranks reduce gradients. One to which this micro-batch added nothing may still be
+/// stored in another.
 fn f32_of<B: TrainBackend>(values: Primitive<B>) -> Primitive<B> {
     match values.dtype() {
         DType::BF16 => B::InnerBackend::float_cast(values, FloatDType::F32),

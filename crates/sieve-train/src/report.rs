@@ -93,7 +93,7 @@ pub struct SkippedStep {
 pub enum TrainEvent<'a> {
     /// A step worth a line.
     Step(&'a StepReport),
-    /// A step the guard did not take.
+    /// An optimizer step that the guard skipped.
     Skipped(&'a SkippedStep),
     /// A validation.
     Validation(&'a ValidationReport),

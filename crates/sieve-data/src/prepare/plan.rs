@@ -62,7 +62,7 @@ impl Plan<'_> {
         let (fraction, cuts) = match (self.config.validation, partial.place.cuts.take()) {
             (ValidationSource::Corpus(_), _) => (0.0, Cuts::default()),
             (ValidationSource::Fraction(fraction), Some(found)) => (fraction, found),
-            (ValidationSource::Fraction(fraction), None) => (fraction, self.cuts(fraction)?),
+            (ValidationSource::Fraction(fraction), None) => (fraction, self.cuts_with_base(fraction)?),
         };
         partial.place.cuts = Some(cuts.clone());
         let split = |number: usize| match (own_validation, cuts.places.get(number)) {
@@ -109,13 +109,13 @@ impl Plan<'_> {
         Ok(meta)
     }
 
-    /// The cuts of these corpora, with the documents in which the run's own text is cut.
-    fn cuts(&self, fraction: f64) -> Result<Cuts, DataError> {
+    /// The cuts of these corpora. A document that the run's own data also cuts is trained on up to the earlier cut.
+    fn cuts_with_base(&self, fraction: f64) -> Result<Cuts, DataError> {
         let base = self.config.base;
         let mut cuts = cuts(self.corpora, fraction, base)?;
-        for (hash, most) in base.iter().flat_map(|base| &base.meta.train_bytes) {
-            let own = cuts.train_bytes.entry(hash.clone()).or_insert(*most);
-            *own = (*own).min(*most);
+        for (hash, base_limit) in base.iter().flat_map(|base| &base.meta.train_bytes) {
+            let limit = cuts.train_bytes.entry(hash.clone()).or_insert(*base_limit);
+            *limit = (*limit).min(*base_limit);
         }
         Ok(cuts)
     }

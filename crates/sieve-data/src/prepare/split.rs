@@ -47,7 +47,8 @@ pub(super) enum Split<'a> {
 }
 
 impl Split<'_> {
-    /// Where a document goes, of which `start` bytes of the corpus's text come before it; two parts where it is cut.
+    /// The shards that a document goes to, which begins at byte `start` of the corpus's text: none where it is left
+    /// out, two parts where it is cut.
     pub(super) fn parts(&self, start: u64, document: Document) -> Vec<(Target, Document)> {
         match *self {
             Self::Hash(fraction, cut) => match train_bytes(&document, cut) {

@@ -61,7 +61,8 @@ impl DecodeTiling {
             .shared_bytes(self.shared_bytes())
     }
 
-    /// Parts a row's keys are split into, so that the device is full: of blocks of two warps, two a multiprocessor.
+    /// KV splits of a row, as many as fill the device: one block a multiprocessor where blocks have eight warps, else
+    /// two.
     fn num_splits(&self, shape: &AttentionShape, max_keys: usize, multiprocessors: usize) -> usize {
         let blocks = shape.batch * row_blocks(shape);
         let room = WARPS_PER_MULTIPROCESSOR.div_ceil(self.num_warps).min(2) * multiprocessors;

@@ -59,10 +59,10 @@ impl Qkv {
         self.dma_ranks(w_dt, a, None)
     }
 
-    /// As [`dma_scores`](Self::dma_scores), with what recency adds: z is what ranks the keys.
+    /// As [`dma_scores`](Self::dma_scores), with the recency bias, if any, added to z, by which keys are ranked.
     ///
     /// # Errors
-    /// As [`dma_scores`](Self::dma_scores); another number of slopes than KV heads.
+    /// As [`dma_scores`](Self::dma_scores); a number of slopes that differs from that of the KV heads.
     pub fn dma_ranks(
         &self,
         w_dt: &CudaTensor,

@@ -20,9 +20,9 @@ pub struct Hardware {
     pub num_multiprocessors: usize,
     /// Shared memory that a block may have, in bytes.
     pub max_shared_bytes: usize,
-    /// Most threads of a block.
+    /// Largest number of threads of a block.
     pub max_threads: usize,
-    /// Most blocks along x, y and z.
+    /// Largest grid along x, y and z.
     pub max_grid: [usize; 3],
 }
 

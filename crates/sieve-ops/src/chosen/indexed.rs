@@ -57,7 +57,7 @@ pub fn indexer_spec(spec: AttentionSpec) -> AttentionSpec {
 /// Causal attention over what the call reads. Its backward pass gives `index` the gradient of
 /// `loss_weight * sum over queries and KV heads of KL(mean probabilities of the group || the indexer's)`, over the
 /// tokens that are read; that loss has no gradient in `qkv`, and the output has none in `index`. With `block_keys` the
-/// loss is [`pooled`]'s, and they take its gradient too.
+/// loss is `pooled`'s, and they take its gradient too.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -147,7 +147,7 @@ const MEASURED_QUERIES: usize = 16;
 ///   many and the query's own among them;
 /// - the entropy of the indexer's probabilities, in nats.
 ///
-/// With `block_keys` divergence and entropy are those of [`pooled`], over blocks.
+/// With `block_keys` divergence and entropy are those of `pooled`, over blocks.
 ///
 /// Shapes are those of [`indexed_attention`].
 pub fn index_statistics<B: SieveBackend>(

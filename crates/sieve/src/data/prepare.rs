@@ -57,10 +57,10 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
         dir.display(),
         (data.tokenizer_time + data.prepare_time).as_secs_f64()
     ));
-    print_text("train", meta, &recipe);
+    print_train_split("train", meta, &recipe);
     for (index, text) in &data.stages {
         let name = format!("train, stage {}", index + 1);
-        print_text(&name, &text.prepared.meta, &recipe.at_stage(&recipe.stages()[*index]));
+        print_train_split(&name, &text.prepared.meta, &recipe.at_stage(&recipe.stages()[*index]));
     }
     print_split("validation", &meta.validation);
     let warning = super::account::too_little_held_out(meta);
@@ -69,8 +69,8 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     Ok(())
 }
 
-/// What is trained on, by source where sources are weighted.
-fn print_text(name: &str, meta: &PreparedMeta, recipe: &Recipe) {
+/// Prints the size of the training split, by source where `data.weights` is given (else `meta.sources` is empty).
+fn print_train_split(name: &str, meta: &PreparedMeta, recipe: &Recipe) {
     let weights = recipe.data.weights.as_deref().unwrap_or_default();
     for ((source, path), weight) in meta.sources.iter().zip(&recipe.data.paths).zip(weights) {
         print_split(&format!("{name}, weight {weight}, {path}"), &source.train);

@@ -49,7 +49,7 @@ pub(crate) struct CheckArgs {
     /// Longest usual sequence; some of DMA's are longer than 1024 in any case
     #[arg(long, default_value_t = 700)]
     pub(super) longest: usize,
-    /// Seed of the random calls
+    /// Seed of the random shapes and inputs of calls
     #[arg(long, default_value_t = 1)]
     pub(super) seed: u64,
     /// Factor on the queries and keys of all calls; small, usual and large ones in turn when absent

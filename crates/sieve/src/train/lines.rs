@@ -131,7 +131,7 @@ pub(super) fn cost_lines(peak: Option<PeakMemory>, memory: MemoryProbe) -> Vec<S
     memory.into_iter().chain(launches).collect()
 }
 
-/// A step the guard did not take.
+/// The line of an optimizer step that the guard skipped.
 pub(super) fn skipped_line(report: &SkippedStep) -> String {
     let documents = report.documents.iter().map(u32::to_string);
     let more = report.num_documents - report.documents.len();
