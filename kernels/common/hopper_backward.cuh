@@ -408,7 +408,9 @@ constexpr int CONSUMER_WARPS = NUM_CONSUMERS * 4;
 
 // Orders a consumer warp's adds to dq by key tile: a block that reads that a key tile is done adds to the sum which
 // that tile left. The bulk adds of a warp are done, and visible to all by its fence, before it writes the semaphore;
-// those of the block that has read it wait for the read and for a proxy fence.
+// those of the block that has read it wait for the read and for a proxy fence. The wait for bulk adds alone does not
+// order them for another multiprocessor: without the fence, dq differs in one of some thousand passes. The fence takes
+// a third of a microsecond, so it stands where GEMMs are in flight that nothing waits for yet.
 struct DqSemaphores {
   i32* at;            // of the tile that is sent next
   i32* sent;          // of the one sent last, if any
@@ -420,7 +422,7 @@ struct DqSemaphores {
 
   // Asked for a while before it is needed.
   DEVICE int read() const { return read_semaphore(at); }
-  // Signals the next key tile that the last adds have arrived.
+  // Signals the next key tile that the last adds have arrived; between a `take` and the next one.
   DEVICE void pass_on() const {
     if (threadIdx.x % 32 != 0 || !sent) return;
     bulk_wait();
@@ -429,7 +431,6 @@ struct DqSemaphores {
   }
   // Waits for the tile of keys before this one; `seen`: what was read last.
   DEVICE void take(int seen, bool is_first) {
-    pass_on();
     if (!is_first && threadIdx.x % 32 == 0)
       while (seen != own) seen = read();
     sent = at;
@@ -623,6 +624,9 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     wgmma_fence();
     multiply_queries<SCORE_SPLIT>(scores, k, next_queries, key_split, next_stats);
     barrier_sync(1, NUM_CONSUMERS * 128);  // all of dS^T is there; and the other half of the memory is free again
+#if ORDERED
+    semaphores.pass_on();
+#endif
     wgmma_wait<1>();  // dK
     wgmma_fence();
     multiply_keys(dq, shared + DS_AT + step % 2 * DS_BYTES, k_columns);
@@ -630,6 +634,9 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     wgmma_wait<0>();
 #else
     barrier_sync(1, NUM_CONSUMERS * 128);
+#if ORDERED
+    semaphores.pass_on();
+#endif
     wgmma_wait<0>();  // dK
     wgmma_fence();
     multiply_keys(dq, shared + DS_AT + step % 2 * DS_BYTES, k_columns);

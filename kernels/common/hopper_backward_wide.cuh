@@ -119,6 +119,9 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
               staging = shared + DQ_AT + ((int)opaque(threadIdx.x) - 128) / 32 * WARP_DQ_BYTES;
     fence_async_proxy();                   // for dS^T
     barrier_sync(1, NUM_CONSUMERS * 128);  // all of dS^T is there; and the other half of the memory is free again
+#if ORDERED
+    semaphores.pass_on();
+#endif
     wgmma_wait<0>();  // dK
     release(barrier_at(shared, EMPTY_Q + slot));
     wgmma_fence();

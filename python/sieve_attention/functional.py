@@ -292,15 +292,20 @@ def dma_attention(
     with `bias="linear"`. Of these keys the last `local` are kept whatever their rank. Other arguments as in
     `attention`.
     """
-    if bias not in ("exp", "linear"):
-        raise SieveError(f'dma_attention: bias is "{bias}", and must be "exp" or "linear"')
+    linear = _is_linear("dma_attention", bias)
     (start, end), scale = documents or (None, None), _scale(scale, q)
     given = q, k, v, w_dt, a
     if _tracks(*given):
-        settings = list(slopes or ()), bias == "linear", scale, keep, local, deterministic
+        settings = list(slopes or ()), linear, scale, keep, local, deterministic
         return _Dma.apply(*given, start, end, *settings)
-    _, rank, added, _ = _ranked(v, w_dt, a, start, list(slopes or ()), bias == "linear")
+    _, rank, added, _ = _ranked(v, w_dt, a, start, list(slopes or ()), linear)
     return ops.dma_forward(q, k, v, rank, added, start, end, scale, keep, local, True)[0]
+
+
+def _is_linear(function, bias):
+    if bias not in ("exp", "linear"):
+        raise SieveError(f'{function}: bias is "{bias}", and must be "exp" or "linear"')
+    return bias == "linear"
 
 
 def _ranked(v, w_dt, a, start, slopes, linear):
@@ -405,7 +410,8 @@ def _read_chosen(q, k, v, index_q, index_k, start, end, scale, choice, only_o=Fa
     (pooled, stride, size, count), rule, *_ = choice
     pieces = size // 64 if size > 64 and size % 64 == 0 else 1
     if rule != "mean_key" and pieces == 1:
-        return *ops.chosen_forward(q, k, v, index_q, index_k, start, end, scale, *choice, only_o), choice[0]
+        forward = ops.chosen_forward(q, k, v, index_q, index_k, start, end, scale, *choice, only_o)
+        return *forward, [size, size, size, count]
     by = (q, k) if index_q is None else (index_q, index_k)
     (chosen,) = ops.choose_blocks(*by, start, end, scale, *choice)
     if pieces > 1:
@@ -521,7 +527,8 @@ def dma_decode(q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, loca
     `[batch]`, tokens of each row before this one.
     """
     caches = (k_cache, v_cache, z_cache, positions)
-    return ops.dma_decode(q, k, v, z, *caches, length, _scale(scale, q), local, bias == "linear")[0]
+    linear = _is_linear("dma_decode", bias)
+    return ops.dma_decode(q, k, v, z, *caches, length, _scale(scale, q), local, linear)[0]
 
 
 def mla_decode(q, latents, rank, *, scale, key_scale=None, length=None):

@@ -167,6 +167,7 @@ CHOOSERS = {
     "moba": (sieve.NsaBlocks(32, 32, 32, 3), "mean_key", False, 1),
     "moba in pieces": (sieve.NsaBlocks(128, 128, 128, 2), "mean_key", False, 1),
     "msa": (sieve.NsaBlocks(1, 1, 32, 3), "largest_score", False, 1),
+    "msa of blocks of 64": (sieve.NsaBlocks(1, 1, 64, 2), "largest_score", False, 1),
     "msa in pieces": (sieve.NsaBlocks(1, 1, 128, 2), "largest_score", False, 1),
 }
 

@@ -32,6 +32,7 @@ WRONG = {
     "local_window_size 9 is not supported": lambda: sieve.select(torch.zeros(1, 2, 64, device=DEVICE), keep=8, local=9),
     "rank is bf16, expected f32": lambda: sieve.select(torch.zeros(1, 2, 64, device=DEVICE).bfloat16(), keep=8),
     '"rank", and must be "exp"': lambda: sieve.dma_attention(*tensors(), None, None, keep=4, bias="rank"),
+    'dma_decode: bias is "liner", and must be': lambda: sieve.dma_decode(*[None] * 9, bias="liner"),
     "stride divide both sizes": lambda: sieve.nsa_mean_pool(*tensors()[1:], blocks=sieve.NsaBlocks(30, 16)),
     "has no gradient": lambda: sieve.block_sparse(*[x.requires_grad_() for x in tensors()], None),
     "block 32 x 32 is not supported": lambda: sieve.block_sparse(

@@ -97,6 +97,11 @@ const IN_FP8: [&str; 3] = ["mha", "swa", "dma"];
 /// numbers of fp8, the next one is a sixteenth or an eighth away, in every layer anew.
 const FP8_SHARE: f64 = 0.3;
 
+/// How far a loss in fp8 may be from the CPU's in fp8, in nats. Rounding to fp8 itself moves the losses of these models
+/// by 0.001 to 0.022 on the CPU (root mean square 0.012); operands that bf16 moves to the next number of fp8 moved them
+/// by up to 0.011 on an H200.
+const FP8_LOSS_TOLERANCE: f64 = 0.025;
+
 /// How far a loss in bf16 may be from the reference's, in nats, beside twice the plain computation's error.
 const LOSS_TOLERANCE: f32 = 5e-3;
 
@@ -392,7 +397,7 @@ impl Setup {
             let difference: Vec<f32> = own.iter().zip(expected).map(|(a, b)| a - b).collect();
             let [error, size] = [&difference, expected].map(|x| row_norms(x, x.len())[0]);
             let tolerance = if name == "loss" {
-                LOSS_TOLERANCE.into()
+                FP8_LOSS_TOLERANCE
             } else {
                 FP8_SHARE * size
             };
