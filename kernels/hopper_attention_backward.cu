@@ -11,7 +11,7 @@
 //            at its offset) and do, box 1 x 64 x 64, 128-byte swizzle; then q, k, v, do,
 //            row_stats, doc_end, (HAS_BIAS: delta, base,) dq_sum, (ORDERED: dq_semaphores,) dk, dv, (HAS_BIAS: ddelta);
 //            SHARES: dk_sum, dv_sum instead of dk, dv, and ddelta_sum. dq_semaphores i32
-//            [batch, num_heads, padded_len / 64, 8], zero before the launch
+//            [batch, num_heads, padded_len / 64], zero before the launch
 // Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS,
 //            ORDERED (0; 1: a fixed order of dq's sums too, which need not be zero before), HEAD_BY_HEAD (0; 1 with
 //            ORDERED where there is a window), DQ_BULK, Q_STAGES, DO_STAGES,
@@ -21,7 +21,7 @@
 //            (256 + Q_STAGES * 128) * HEAD_DIM + (256 + DO_STAGES * 128) * HEAD_DIM_V + 32768 +
 //            DQ_BULK * 256 * HEAD_DIM
 //              + (HAS_BIAS ? Q_STAGES * 1024 + DO_STAGES * 1280 + 2048 : HEAD_DIM == 64 ? (Q_STAGES + DO_STAGES) * 1024
-//              : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 1) * 8 + 1024
+//              : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 2 * ORDERED + 1) * 8 + 1024
 // Numerics   as attention_backward; ORDERED: tiles of keys add to a tile of dq one after the other, the first stores.
 //            A block waits for blocks with smaller numbers alone, which have started before it
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #endif
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.padded_len * HEAD_DIM;
 #if ORDERED
-  block.semaphores = dq_semaphores + ((u64)batch * num_heads + head) * (params.padded_len / BLOCK_Q) * CONSUMER_WARPS;
+  block.semaphores = dq_semaphores + ((u64)batch * num_heads + head) * (params.padded_len / BLOCK_Q);
   block.own_turn = place.tile;
 #endif
   block.group_size = own_heads;

@@ -8,7 +8,7 @@
 // Layout     as dma_attention_backward
 // Buffers    q_map, do_map by value, q, k, v, do, row_stats, (HAS_BIAS: delta, base,)
 //            list, list_len, dq_sum, (ORDERED: dq_semaphores, key_semaphores,) dk_sum, dv_sum, (HAS_BIAS: ddelta).
-//            dq_semaphores i32 [batch, num_heads, dq_len / 64, 8], zero before each launch; key_semaphores i32
+//            dq_semaphores i32 [batch, num_heads, dq_len / 64], zero before each launch; key_semaphores i32
 //            [batch, num_kv_heads, seq_len], zero before the first
 // Defines    as hopper_attention_backward, HAS_BIAS (1); SHARES (0; 1: head_shares blocks share a chunk of a list);
 //            SUPER_BLOCK (1024); ORDERED 0|1: a fixed order of all sums; launches are in ascending order
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
 #endif
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.dq_len * HEAD_DIM;
 #if ORDERED
-  block.semaphores = dq_semaphores + ((u64)batch * num_heads + head) * (params.dq_len / BLOCK_Q) * CONSUMER_WARPS;
+  block.semaphores = dq_semaphores + ((u64)batch * num_heads + head) * (params.dq_len / BLOCK_Q);
   block.own_turn = ceil_div((int)params.list_capacity, BLOCK_KV) - 1 - place.chunk;
 #endif
   block.group_size = share.num_heads;

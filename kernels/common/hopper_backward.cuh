@@ -10,7 +10,7 @@
 // += dS^T Q, whose sums stay in registers. dS^T also goes through shared memory, for dQ = dS K, of which each warpgroup
 // computes half the columns, over all 128 keys. D of a query, and its lse or, with a bias, its base enter the GEMMs as
 // extra K steps (split_step.cuh). Order of a step's GEMMs, so that tensor cores are busy during exponentials, sums and
-// the warpgroups' barrier: dP | exp S | dV | send the last step's dQ | dS | dK | barrier | dQ and S of the next step |
+// the warpgroups' barrier: dP | exp S | dV | hand over the last step's dQ | dS | dK | barrier | dQ and S of the next step |
 // stage dQ. Steps visit the query tiles of one head after the other. ORDERED: from the last query tile down, all heads
 // at each tile. Blocks start with the first key tiles; in this order each block follows the block of the preceding key
 // tile by a step and a half and never waits for its turn. Head by head it would wait at each head's end, since later
@@ -80,7 +80,7 @@ DEVICE void release_stats(u32 barrier) {
   else release(barrier);
 }
 constexpr float NEVER = -1.0e30f;  // stands for -lse where a query sees nothing: 2^ of it is 0
-// of a warp's part of a dQ tile, what is added at once
+// of a warp's part of a dQ tile, what is staged at once
 constexpr int WARP_DQ_BYTES = 16 * (IS_WIDE ? 64 : DQ_COLUMNS) * 4;
 constexpr int V_AT = KEY_TILE_BYTES;
 constexpr int Q_AT = V_AT + VALUE_TILE_BYTES;
@@ -93,11 +93,12 @@ constexpr int DO_STATS_AT = STATS_AT + Q_STAGES * Q_STATS_BYTES;
 constexpr int KEY_SPLIT_AT = DO_STATS_AT + DO_STAGES * DO_STATS_BYTES;
 constexpr int BARRIERS_AT = KEY_SPLIT_AT + (HAS_BIAS ? BLOCK_KV * SPLIT_BYTES : 0);
 constexpr int FULL_KV = 0, FULL_Q = 1, EMPTY_Q = FULL_Q + Q_STAGES, FULL_DO = EMPTY_Q + Q_STAGES,
-              EMPTY_DO = FULL_DO + DO_STAGES;
-constexpr int NUM_BARRIERS = EMPTY_DO + DO_STAGES;
+              EMPTY_DO = FULL_DO + DO_STAGES, FULL_DQ = EMPTY_DO + DO_STAGES, EMPTY_DQ = FULL_DQ + 1;
+constexpr int NUM_BARRIERS = FULL_DQ + (ORDERED ? 2 : 0);
 constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
 static_assert(!ORDERED || DQ_BULK, "adds in order leave through shared memory");
+static_assert(ORDERED || HEAD_BY_HEAD, "all heads at each tile is the order of ordered adds");
 static_assert(Q_STAGES >= 2 && DO_STAGES >= 2, "the next step's scores are made before this step's sums");
 
 // The tensors that a block of keys streams. Pointers are to the batch row and the KV head's first query head.
@@ -116,7 +117,7 @@ struct BackwardBlock {
   const TensorMap* do_map;    // of bf16 [batch, seq_len, num_heads * HEAD_DIM_V]
   int batch, head;            // head: the KV head's first query head
 #if ORDERED
-  i32* semaphores;  // as dq_sum: [heads, dq_len / BLOCK_Q, consumer warps], the tile of keys that adds next
+  i32* semaphores;  // as dq_sum: [heads, dq_len / BLOCK_Q], the tile of keys that adds next
   int own_turn;   // number of the block's tile of keys in the order of sums
   int other_end;  // query tiles before this one are seen by a key of the tile before it, too
 #endif
@@ -163,6 +164,10 @@ DEVICE u32 start_block(void* memory) {
       barrier_init(barrier_at(shared, FULL_DO + i), 1 + (SPLIT_STATS ? STATS_ARRIVALS : 0));
       barrier_init(barrier_at(shared, EMPTY_DO + i), NUM_CONSUMERS * 4);
     }
+    if (ORDERED) {
+      barrier_init(barrier_at(shared, FULL_DQ), NUM_CONSUMERS * 4);
+      barrier_init(barrier_at(shared, EMPTY_DQ), 1);
+    }
     barrier_ready();
   }
   return shared;
@@ -171,65 +176,117 @@ DEVICE u32 start_block(void* memory) {
 // ---- Producer
 // ---------------------------------------------------------------------------------------------------------------------
 
+// The head and the query tile of a block's step.
+struct StepPlace {
+  int head, tile;
+  DEVICE explicit StepPlace(const BackwardBlock& block)
+      : head(0), tile(block.first_tile + (ORDERED ? block.num_tiles - 1 : 0)) {}
+  DEVICE void advance(const BackwardBlock& block) {
+#if !HEAD_BY_HEAD
+    if (++head == block.group_size) head = 0, --tile;
+#elif ORDERED
+    if (--tile < block.first_tile) tile += block.num_tiles, ++head;
+#else
+    if (++tile == block.first_tile + block.num_tiles) tile = block.first_tile, ++head;
+#endif
+  }
+};
+
 // Queries and output gradients by the copy engine: thread 0's part.
 DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
+  StepPlace place(block);
 #pragma unroll 1
-#if !HEAD_BY_HEAD
-  for (int tile = block.first_tile + block.num_tiles - 1; tile >= block.first_tile; --tile) {
-#pragma unroll 1
-    for (int head = 0; head < block.group_size; ++head) {
-#elif ORDERED
-  for (int head = 0; head < block.group_size; ++head) {
-#pragma unroll 1
-    for (int tile = block.first_tile + block.num_tiles - 1; tile >= block.first_tile; --tile) {
-#else
-  for (int head = 0; head < block.group_size; ++head) {
-#pragma unroll 1
-    for (int tile = block.first_tile; tile < block.first_tile + block.num_tiles; ++tile) {
-#endif
-      const u32 full_q = barrier_at(shared, FULL_Q + q_place.slot),
-                full_do = barrier_at(shared, FULL_DO + do_place.slot);
-      barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
-      barrier_expect(full_q, QUERY_TILE_BYTES);
+  for (int left = block.group_size * block.num_tiles; left > 0; --left) {
+    const u32 full_q = barrier_at(shared, FULL_Q + q_place.slot),
+              full_do = barrier_at(shared, FULL_DO + do_place.slot);
+    barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
+    barrier_expect(full_q, QUERY_TILE_BYTES);
 #pragma unroll
-      for (int h = 0; h < DIM_BLOCKS; ++h)
-        tensor_load_3d(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.q_map, full_q,
-                       (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
-      barrier_wait(barrier_at(shared, EMPTY_DO + do_place.slot), do_place.phase ^ 1);
-      barrier_expect(full_do, DO_TILE_BYTES + (SPLIT_STATS ? 0 : DO_STATS_BYTES));
+    for (int h = 0; h < DIM_BLOCKS; ++h)
+      tensor_load_3d(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.q_map, full_q,
+                     (block.head + place.head) * HEAD_DIM + h * 64, place.tile * BLOCK_Q, block.batch);
+    barrier_wait(barrier_at(shared, EMPTY_DO + do_place.slot), do_place.phase ^ 1);
+    barrier_expect(full_do, DO_TILE_BYTES + (SPLIT_STATS ? 0 : DO_STATS_BYTES));
 #pragma unroll
-      for (int h = 0; h < DIM_BLOCKS_V; ++h)
-        tensor_load_3d(shared + DO_AT + do_place.slot * DO_TILE_BYTES + h * BLOCK_Q * 128, block.do_map, full_do,
-                       (block.head + head) * HEAD_DIM_V + h * 64, tile * BLOCK_Q, block.batch);
-      if (!SPLIT_STATS)
-        bulk_load(shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES,
-                  block.stats + (u64)head * block.padded_len + tile * BLOCK_Q, DO_STATS_BYTES, full_do);
-      q_place.advance();
-      do_place.advance();
-    }
+    for (int h = 0; h < DIM_BLOCKS_V; ++h)
+      tensor_load_3d(shared + DO_AT + do_place.slot * DO_TILE_BYTES + h * BLOCK_Q * 128, block.do_map, full_do,
+                     (block.head + place.head) * HEAD_DIM_V + h * 64, place.tile * BLOCK_Q, block.batch);
+    if (!SPLIT_STATS)
+      bulk_load(shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES,
+                block.stats + (u64)place.head * block.padded_len + place.tile * BLOCK_Q, DO_STATS_BYTES, full_do);
+    q_place.advance();
+    do_place.advance();
+    place.advance(block);
   }
 }
+
+#if ORDERED
+// Adds staged tiles of dQ to the f32 sums: one thread's part. It waits for what would stall the consumers: the block of
+// the preceding key tile, the copy engine, and the fence before this block lets the next one add. A block that reads its
+// own number in a query tile's semaphore adds to the sum that the block before left there: that block's bulk adds are
+// done, and its fence orders them before the semaphore for every multiprocessor. The wait for bulk adds alone does not:
+// without the fence, dq differs in one of some thousand passes (with fence.proxy.async in one of sixty).
+DEVICE void send_tiles(const BackwardBlock& block, u32 shared) {
+  const u32 staging = shared + DQ_AT;
+  u32 phase = 0;
+  auto staged = [&] { barrier_wait(barrier_at(shared, FULL_DQ), phase); };
+  auto sent = [&] {
+    bulk_commit();
+    bulk_wait_read();
+    barrier_arrive(barrier_at(shared, EMPTY_DQ));
+    phase ^= 1;
+  };
+  StepPlace place(block);
+  // of a tile among the sums
+  auto row_of = [&block](const StepPlace& at) { return at.head * block.dq_len + at.tile * BLOCK_Q - block.dq_first; };
+  i32* semaphore = block.semaphores + row_of(place) / BLOCK_Q;
+  int seen = read_semaphore(semaphore);
+#pragma unroll 1
+  for (int left = block.group_size * block.num_tiles; left > 0; --left) {
+    float* to = block.dq_sum + (i64)row_of(place) * HEAD_DIM;
+    const bool is_first = place.tile >= block.other_end;  // no block has written there yet
+    auto add = [is_first](float* sums, u32 from, u32 bytes) {
+      if (is_first) bulk_store(sums, from, bytes);
+      else bulk_add_f32(sums, from, bytes);
+    };
+    staged();
+    while (!is_first && seen != block.own_turn) seen = read_semaphore(semaphore);
+#if IS_WIDE
+    // Of 16 rows each: columns 0 to 63 and 128 to 191, then those between.
+    constexpr int ROWS = 16 * HEAD_DIM, PART = 16 * 64;
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) add(to + i / 2 * ROWS + i % 2 * 2 * PART, staging + i * PART * 4, PART * 4);
+    sent();
+    staged();
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) add(to + i * ROWS + PART, staging + i * PART * 4, PART * 4);
+#else
+    add(to, staging, BLOCK_Q * HEAD_DIM * 4);
+#endif
+    sent();
+    i32* const done = semaphore;
+    place.advance(block);
+    if (left > 1) semaphore = block.semaphores + row_of(place) / BLOCK_Q;
+    seen = read_semaphore(semaphore);  // on its way while the adds and the fence are waited for
+    bulk_wait();
+    fence_sums();
+    write_semaphore(done, block.own_turn + 1);
+  }
+}
+#endif
 
 #if SPLIT_STATS
 // Statistics of query `own` of each tile, loaded before the tile's slot is free, by warps 1 and 2.
 DEVICE void produce_stats(const BackwardBlock& block, u32 own, u32 shared) {
-  const u32 end_query = (block.first_tile + block.num_tiles) * BLOCK_Q;
-  [[maybe_unused]] const u32 end_row = block.group_size * block.padded_len;  // not read head by head
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
-#if ORDERED
-  u32 row = 0, query = end_query - BLOCK_Q + own;
-  [[maybe_unused]] const u32 first_end = (block.first_tile + 1) * BLOCK_Q;
+  StepPlace place(block);
 #pragma unroll 1
   for (int left = block.group_size * block.num_tiles; left > 0; --left) {
-#else
-  u32 row = 0, query = block.first_tile * BLOCK_Q + own;
-#pragma unroll 1
-  while (row < end_row) {
-#endif
-    const float2 stat = block.stats[row + query];
+    const u32 query = place.tile * BLOCK_Q + own;
+    const float2 stat = block.stats[(u64)place.head * block.padded_len + query];
     const u32 q_stats = shared + STATS_AT + q_place.slot * Q_STATS_BYTES + own * SPLIT_BYTES,
               do_stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
 #if HAS_BIAS
@@ -252,25 +309,7 @@ DEVICE void produce_stats(const BackwardBlock& block, u32 own, u32 shared) {
     release_stats(barrier_at(shared, FULL_DO + do_place.slot));
     q_place.advance();
     do_place.advance();
-#if !HEAD_BY_HEAD
-    row += block.padded_len;
-    if (row == end_row) {  // the tile before
-      query -= BLOCK_Q;
-      row = 0;
-    }
-#elif ORDERED
-    if (query < first_end) {  // the next head
-      query = end_query + own;
-      row += block.padded_len;
-    }
-    query -= BLOCK_Q;
-#else
-    query += BLOCK_Q;
-    if (query >= end_query) {  // the next head
-      query -= block.num_tiles * BLOCK_Q;
-      row += block.padded_len;
-    }
-#endif
+    place.advance(block);
   }
 }
 #endif
@@ -293,6 +332,9 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
   keys.find_tiles(block);
   if (block.num_tiles > 0) {
     if (thread == 0) produce_tiles(block, shared);
+#if ORDERED
+    if (thread == 96) send_tiles(block, shared);
+#endif
 #if SPLIT_STATS
     const u32 own = thread - 32;
     if (own < BLOCK_Q) produce_stats(block, own, shared);
@@ -376,68 +418,48 @@ DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) 
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-// Adds the warp's 16 rows x 2 N columns of dQ to the f32 sums, which are stored as consecutive 16 x 8 fragments of 512
-// bytes. DQ_BULK: through shared memory, in two steps, because a fence right after the stores stalls for about a tenth
-// of a step; a later one does not.
+// The warp's 16 rows x 2 N columns of dQ, on their way to the f32 sums, which are stored as consecutive 16 x 8 fragments
+// of 512 bytes. DQ_BULK: through shared memory, in two steps, because a fence right after the stores stalls for about a
+// tenth of a step; a later one does not.
 #if DQ_BULK
+// The warp's part of the staging memory, which holds a tile's rows in the order of the sums.
 template <int N>
-DEVICE void stage_dq(const float (&dq)[N], u32 staging) {
+DEVICE u32 staging_of_warp(u32 shared) {
+  const int thread = (int)threadIdx.x - 128, warp = thread / 32 % 4, warpgroup = thread / 128;
+  return shared + DQ_AT + (warp * NUM_CONSUMERS + warpgroup) * N * 128;
+}
+// `number`: of the tile in the order of staging.
+template <int N>
+DEVICE void stage_dq(const float (&dq)[N], u32 shared, [[maybe_unused]] int number) {
   const int lane = (int)threadIdx.x % 32;
-  if (lane == 0) bulk_wait_read();  // the last step's add has read the staging memory
+  const u32 to = staging_of_warp<N>(shared) + lane * 16;
+  // The tile before has been read. One lane waits: where all do, no branch is left, and the wide kernel spills 66
+  // registers.
+#if ORDERED
+  if (lane == 0) barrier_wait(barrier_at(shared, EMPTY_DQ), (number & 1) ^ 1);
+#else
+  if (lane == 0) bulk_wait_read();
+#endif
   __syncwarp();
 #pragma unroll
   for (int n = 0; n < N / 4; ++n)
-    store_shared_float4(staging + n * 512 + lane * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+    store_shared_float4(to + n * 512, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
-// `is_first`: no block has written there yet (ORDERED).
+// Adds the staged rows to the sums at `to`; ORDERED: hands them to send_tiles. Adds by one thread of the producer take
+// 3 to 14 % longer in a free order.
 template <int N>
-DEVICE void send_dq(float* to, u32 staging, [[maybe_unused]] bool is_first = false) {
+DEVICE void send_dq([[maybe_unused]] float* to, u32 shared) {
   fence_async_proxy();  // the copy engine reads what every lane stored
+#if ORDERED
+  release(barrier_at(shared, FULL_DQ));
+#else
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
-#if ORDERED
-    if (is_first) bulk_store(to, staging, N * 128);
-    else
-#endif
-    bulk_add_f32(to, staging, N * 128);
+    bulk_add_f32(to, staging_of_warp<N>(shared), N * 128);
     bulk_commit();
   }
-}
-#if ORDERED
-constexpr int CONSUMER_WARPS = NUM_CONSUMERS * 4;
-
-// Orders a consumer warp's adds to dq by key tile: a block that reads that a key tile is done adds to the sum which
-// that tile left. The bulk adds of a warp are done, and visible to all by its fence, before it writes the semaphore;
-// those of the block that has read it wait for the read and for a proxy fence. The wait for bulk adds alone does not
-// order them for another multiprocessor: without the fence, dq differs in one of some thousand passes. The fence takes
-// a third of a microsecond, so it stands where GEMMs are in flight that nothing waits for yet.
-struct DqSemaphores {
-  i32* at;            // of the tile that is sent next
-  i32* sent;          // of the one sent last, if any
-  int own, num_tiles;  // num_tiles: of a head
-
-  DEVICE DqSemaphores(const BackwardBlock& block, int first_query, int warp)
-      : at(block.semaphores + (first_query - block.dq_first) / BLOCK_Q * CONSUMER_WARPS + warp), sent(nullptr),
-        own(block.own_turn), num_tiles(block.dq_len / BLOCK_Q) {}
-
-  // Asked for a while before it is needed.
-  DEVICE int read() const { return read_semaphore(at); }
-  // Signals the next key tile that the last adds have arrived; between a `take` and the next one.
-  DEVICE void pass_on() const {
-    if (threadIdx.x % 32 != 0 || !sent) return;
-    bulk_wait();
-    fence_sums();
-    write_semaphore(sent, own + 1);
-  }
-  // Waits for the tile of keys before this one; `seen`: what was read last.
-  DEVICE void take(int seen, bool is_first) {
-    if (!is_first && threadIdx.x % 32 == 0)
-      while (seen != own) seen = read();
-    sent = at;
-  }
-  DEVICE void go_on(int heads, int queries) { at += (heads * num_tiles + queries / BLOCK_Q) * CONSUMER_WARPS; }
-};
 #endif
+}
 #else
 template <int N>
 DEVICE void add_dq(const float (&dq)[N], float* to) {
@@ -497,50 +519,23 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   // Where this lane's row of each 8x8 matrix of dS^T begins; 16 queries further: two chunks, a xor.
   const u32 ds_row = shared + DS_AT + (warpgroup * 64 + warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128 +
                      (((lane / 16) ^ (lane % 8)) << 4);
-  [[maybe_unused]] const u32 staging = shared + DQ_AT + (warpgroup * 4 + warp) * WARP_DQ_BYTES;
 
   float scores[32], dp[32];
   u32 weights[4][4];
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
-#if ORDERED
-  const int last_tile_query = (block.first_tile + block.num_tiles - 1) * BLOCK_Q;
-  int first_query = last_tile_query;
-  [[maybe_unused]] int head = 0;
-#else
-  int first_query = block.first_tile * BLOCK_Q;
-#endif
+  StepPlace place(block);
+#if !ORDERED
   float* dq_to =
       block.dq_sum +
-      ((u64)(first_query - block.dq_first + warp * 16) * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
-#if ORDERED
-  DqSemaphores semaphores(block, first_query, warpgroup * 4 + warp);
-  auto send_last_dq = [&](int seen) {
-    // The change from the last step to this one; recomputed for want of a register.
-#if HEAD_BY_HEAD
-    const int heads_on = first_query == last_tile_query,
-              last_query = heads_on ? block.first_tile * BLOCK_Q : first_query + BLOCK_Q;
-#else
-    const int heads_on = head == 0 ? 1 - block.group_size : 1, last_query = first_query + (head == 0 ? BLOCK_Q : 0);
-#endif
-    const bool is_first = last_query >= block.other_end * BLOCK_Q;
-    semaphores.take(seen, is_first);
-    send_dq<DQ_COLUMNS / 2>(dq_to, staging, is_first);
-    dq_to += ((i64)heads_on * block.dq_len + first_query - last_query) * HEAD_DIM;
-    semaphores.go_on(heads_on, first_query - last_query);
+      ((u64)(place.tile * BLOCK_Q - block.dq_first + warp * 16) * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
+  // The same rows of this step's tile, behind the step before.
+  auto next_tile = [&] {
+    const i64 rows = place.tile == block.first_tile ? block.dq_len - (block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
+    dq_to += rows * HEAD_DIM;
   };
 #else
-  // The same rows of the next tile, or of the next head's first.
-  auto next_tile = [&block](float* to, bool next_head) {
-    const i64 rows = next_head ? block.dq_len - (block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
-    return to + rows * HEAD_DIM;
-  };
-#if DQ_BULK
-  auto send_last_dq = [&] {
-    send_dq<DQ_COLUMNS / 2>(dq_to, staging);
-    dq_to = next_tile(dq_to, first_query == block.first_tile * BLOCK_Q);
-  };
-#endif
+  float* const dq_to = nullptr;
 #endif
 
   barrier_wait(barrier_at(shared, FULL_KV), 0);
@@ -554,10 +549,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     const u32 q = shared + Q_AT + q_place.slot * QUERY_TILE_BYTES,
               d_out = shared + DO_AT + do_place.slot * DO_TILE_BYTES;
     const u32 stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
+    const int first_query = place.tile * BLOCK_Q;
     barrier_wait(barrier_at(shared, FULL_DO + do_place.slot), do_place.phase);
-#if ORDERED
-    const int seen = semaphores.read();
-#endif
     wgmma_fence();
     // dP^T = V dO^T (SPLIT_STATS: dP^T - D)
     multiply_queries<SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE>(dp, v, d_out, key_split, stats);
@@ -582,10 +575,13 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     pack_rows(weights, scores);
     wgmma_fence();
     accumulate_queries(sums.dv, weights, d_out);  // dV += P^T dO
-#if ORDERED
-    if (step > 0) send_last_dq(seen);
-#elif DQ_BULK
-    if (step > 0) send_last_dq();
+#if DQ_BULK
+    if (step > 0) {
+      send_dq<DQ_COLUMNS / 2>(dq_to, shared);
+#if !ORDERED
+      next_tile();
+#endif
+    }
 #endif
 
     wgmma_wait<1>();  // dP, and dK of the last step
@@ -624,9 +620,6 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     wgmma_fence();
     multiply_queries<SCORE_SPLIT>(scores, k, next_queries, key_split, next_stats);
     barrier_sync(1, NUM_CONSUMERS * 128);  // all of dS^T is there; and the other half of the memory is free again
-#if ORDERED
-    semaphores.pass_on();
-#endif
     wgmma_wait<1>();  // dK
     wgmma_fence();
     multiply_keys(dq, shared + DS_AT + step % 2 * DS_BYTES, k_columns);
@@ -634,9 +627,6 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     wgmma_wait<0>();
 #else
     barrier_sync(1, NUM_CONSUMERS * 128);
-#if ORDERED
-    semaphores.pass_on();
-#endif
     wgmma_wait<0>();  // dK
     wgmma_fence();
     multiply_keys(dq, shared + DS_AT + step % 2 * DS_BYTES, k_columns);
@@ -646,35 +636,24 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     release(barrier_at(shared, EMPTY_Q + q_place.slot));
 #endif
 #if DQ_BULK
-    stage_dq(dq, staging);
+    stage_dq(dq, shared, step);
 #else
     add_dq(dq, dq_to);
 #endif
     wgmma_wait<0>();
     q_place = next_q;
     do_place.advance();
-#if ORDERED
-#if HEAD_BY_HEAD
-    first_query = first_query == block.first_tile * BLOCK_Q ? last_tile_query : first_query - BLOCK_Q;
-#else
-    if (++head == block.group_size) head = 0, first_query -= BLOCK_Q;
-#endif
-#else
-    first_query += BLOCK_Q;
-    const bool next_head = first_query == (block.first_tile + block.num_tiles) * BLOCK_Q;
-    if (next_head) first_query = block.first_tile * BLOCK_Q;
+    place.advance(block);
 #if !DQ_BULK
-    dq_to = next_tile(dq_to, next_head);
-#endif
+    next_tile();
 #endif
   }
   wgmma_wait<0>();
-#if ORDERED
-  send_last_dq(semaphores.read());
-  semaphores.pass_on();
-#elif DQ_BULK
-  send_last_dq();
+#if DQ_BULK
+  send_dq<DQ_COLUMNS / 2>(dq_to, shared);
+#if !ORDERED
   if (lane == 0) bulk_wait_read();  // shared memory must last until the adds have read it
+#endif
 #endif
 #if HAS_BIAS
 #pragma unroll

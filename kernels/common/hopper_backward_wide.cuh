@@ -10,8 +10,6 @@ static_assert(Q_STAGES == 2 && DO_STAGES == 2, "a step's number is its place in 
 // The consumer warpgroup's part. Leaves complete sums.
 template <class Keys>
 DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warpgroup, KeyGradients& sums) {
-  [[maybe_unused]] const int lane = (int)threadIdx.x % 32;
-  const int warp = __shfl_sync(~0u, (int)threadIdx.x % 128 / 32, 0);
   const KeyRange range = key_range(keys, warpgroup * 64, 64);
   keys.find_tiles(block);
   const int num_steps = block.group_size * block.num_tiles;
@@ -19,7 +17,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   for (int i = 0; i < SUM_REGISTERS; ++i) sums.dk[i] = sums.dv[i] = 0.0f;
 #pragma unroll
   for (int i = 0; i < 32; ++i) sums.dk_rest[i] = 0.0f;
-  if (num_steps == 0) return;
+  if (num_steps <= 0) return;
 
   const u32 k = shared + warpgroup * 64 * 128, v = k + V_AT;
   const KeySplit key_split(shared, warpgroup);
@@ -27,15 +25,14 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   const u32 k_block = shared + warpgroup * 2 * BLOCK_KV * 128,
             k_half = shared + BLOCK_KV * 128 + warpgroup * 64;
   float scores[32];
+  StepPlace place(block);
 #if ORDERED
-  int first_query = (block.first_tile + block.num_tiles - 1) * BLOCK_Q;
-  [[maybe_unused]] int head = 0;
-  DqSemaphores semaphores(block, first_query, warpgroup * 4 + warp);
+  float* const dq_to = nullptr;
 #else
-  int first_query = block.first_tile * BLOCK_Q;
-#endif
   // fragments of 16 x 8: 128 numbers
-  float* dq_to = block.dq_sum + (u64)(first_query - block.dq_first + warp * 16) * HEAD_DIM;
+  const int warp = __shfl_sync(~0u, (int)threadIdx.x % 128 / 32, 0);
+  float* dq_to = block.dq_sum + (u64)(place.tile * BLOCK_Q - block.dq_first + warp * 16) * HEAD_DIM;
+#endif
 
   barrier_wait(barrier_at(shared, FULL_KV), 0);
   barrier_wait(barrier_at(shared, FULL_Q), 0);
@@ -47,13 +44,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     const u32 slot = step % 2, phase = step / 2 % 2, q = shared + Q_AT + slot * QUERY_TILE_BYTES,
               d_out = shared + DO_AT + slot * DO_TILE_BYTES;
     const u32 stats = shared + DO_STATS_AT + slot * DO_STATS_BYTES;
+    const int first_query = place.tile * BLOCK_Q;
     barrier_wait(barrier_at(shared, FULL_DO + slot), phase);
-#if ORDERED
-    const int seen = semaphores.read();
-    const bool is_first = first_query >= block.other_end * BLOCK_Q;
-#else
-    constexpr bool is_first = false;
-#endif
     wgmma_wait<0>();  // S
 
     // P^T = 2^(S^T - lse).
@@ -115,59 +107,32 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     const u32 next = step + 1 < num_steps ? step + 1 : step, next_queries = shared + Q_AT + next % 2 * QUERY_TILE_BYTES;
     barrier_wait(barrier_at(shared, FULL_Q + next % 2), next / 2 % 2);
     float dq_block[32], dq_half[16];
-    const u32 ds = shared + DS_AT + slot * DS_BYTES,
-              staging = shared + DQ_AT + ((int)opaque(threadIdx.x) - 128) / 32 * WARP_DQ_BYTES;
+    const u32 ds = shared + DS_AT + slot * DS_BYTES;
     fence_async_proxy();                   // for dS^T
     barrier_sync(1, NUM_CONSUMERS * 128);  // all of dS^T is there; and the other half of the memory is free again
-#if ORDERED
-    semaphores.pass_on();
-#endif
     wgmma_wait<0>();  // dK
     release(barrier_at(shared, EMPTY_Q + slot));
     wgmma_fence();
     multiply_keys(dq_block, ds, k_block);
     multiply_keys(dq_half, ds, k_half);
     wgmma_wait<1>();
-#if ORDERED
-    semaphores.take(seen, is_first);
-#endif
-    stage_dq(dq_block, staging);
-    send_dq<32>(dq_to + warpgroup * 16 * 128, staging, is_first);
+    stage_dq(dq_block, shared, 0);
+    send_dq<32>(dq_to + warpgroup * 16 * 128, shared);
     wgmma_fence();
     multiply_queries<SPLIT_NONE>(scores, k, next_queries, key_split, 0);
     wgmma_wait<1>();
-    stage_dq(dq_half, staging);
-    send_dq<16>(dq_to + (8 + warpgroup * 4) * 128, staging, is_first);
+    stage_dq(dq_half, shared, 1);
+    send_dq<16>(dq_to + (8 + warpgroup * 4) * 128, shared);
+    place.advance(block);
 #if !ORDERED
-    dq_to += BLOCK_Q * HEAD_DIM;
-#endif
-#if ORDERED
-#if HEAD_BY_HEAD
-    const int heads_on = first_query == block.first_tile * BLOCK_Q,
-              queries = (heads_on ? block.num_tiles - 1 : -1) * BLOCK_Q;
-#else
-    const bool is_last = ++head == block.group_size;  // of the tile's heads
-    const int heads_on = is_last ? 1 - head : 1, queries = is_last ? -BLOCK_Q : 0;
-    if (is_last) head = 0;
-#endif
-    dq_to += ((i64)heads_on * block.dq_len + queries) * HEAD_DIM;
-    semaphores.go_on(heads_on, queries);
-    first_query += queries;
-#else
-    first_query += BLOCK_Q;
-    if (first_query == (block.first_tile + block.num_tiles) * BLOCK_Q) {
-      // The next head's first tile.
-      first_query = block.first_tile * BLOCK_Q;
-      dq_to += (i64)(block.dq_len - block.num_tiles * BLOCK_Q) * HEAD_DIM;
-    }
+    // The same rows of the next tile, or of the next head's first.
+    const i64 rows = place.tile == block.first_tile ? block.dq_len - (block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
+    dq_to += rows * HEAD_DIM;
 #endif
   }
   wgmma_wait<0>();
-#if ORDERED
-  semaphores.pass_on();
-#endif
-#if DQ_BULK
-  if (lane == 0) bulk_wait_read();  // shared memory must last until the adds have read it
+#if !ORDERED
+  if (threadIdx.x % 32 == 0) bulk_wait_read();  // shared memory must last until the adds have read it
 #endif
 }
 #endif

@@ -113,7 +113,7 @@ impl<B: SieveBackend> QkvProjection<B> {
         let heads = self.num_heads + 2 * self.num_kv_heads;
         let packed = self.qkv_proj.forward(x);
         let packed = match &self.qkv_bias {
-            Some(bias) => packed + bias.val().unsqueeze(),
+            Some(bias) => sieve_ops::add_bias(packed, bias.val()),
             None => packed,
         };
         packed.reshape([batch, seq_len, heads, self.head_dim])

@@ -61,7 +61,7 @@ pub use dma::{
 pub use documents::{DocumentBounds, Documents};
 pub use embedding::embedding;
 pub use fp8::{Fp8Kept, GemmPrecision, ToQuantise};
-pub use linear::{linear, linear_add};
+pub use linear::{add_bias, linear, linear_add};
 pub use loss::{IGNORE_LABEL, linear_cross_entropy, token_losses};
 pub use mla::{MlaCall, MlaNorm, MlaPackCall, MlaSpec, mla_attention, mla_pack};
 pub use norm::{RmsNormCall, rms_norm};

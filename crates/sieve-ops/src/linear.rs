@@ -40,6 +40,32 @@ pub fn linear_add<B: SieveBackend, const D: usize>(
     }))
 }
 
+/// `x + bias`.
+///
+/// The bias's gradient is a product with ones: Burn's sum over the leading dimensions of `[2, 8192, 1152]` takes 1.26 ms
+/// on an H200, 17 % of a training step of Qwen2.5-0.5B's sizes.
+///
+/// # Shapes
+/// - x: `[.., out]`
+/// - bias: `[out]`
+/// - returns: `[.., out]`
+pub fn add_bias<B: SieveBackend, const D: usize>(x: Tensor<B, D>, bias: Tensor<B, 1>) -> Tensor<B, D> {
+    /// Columns of the ones: 16 bytes of bf16, as cuBLASLt's kernels load them.
+    const COLUMNS: usize = 8;
+    let (x, bias) = (primitive(x), primitive(bias));
+    let values = tensor::<B::Inner, D>(B::value(x.clone()));
+    let y = primitive(values + tensor::<B::Inner, 1>(B::value(bias.clone())).unsqueeze());
+    tensor(B::node([&x, &bias], y, |dy| {
+        let gradient = tensor::<B::Inner, D>(dy.clone());
+        let width = gradient.dims()[D - 1];
+        let rows: Tensor<B::Inner, 2> = gradient.reshape([-1, width as i32]);
+        let ones = Tensor::<B::Inner, 2>::ones([rows.dims()[0], COLUMNS], (&rows.device(), rows.dtype()));
+        let sums = B::Inner::linear_weight_gradient(primitive(ones), primitive(rows), None);
+        let sum: Tensor<B::Inner, 1> = tensor::<B::Inner, 2>(sums).narrow(1, 0, 1).reshape([width]);
+        [dy, primitive(sum)]
+    }))
+}
+
 /// `[dx, dweight]`.
 fn backward<D: DeviceBackend>(x: Float<D>, weight: Float<D>, dy: Float<D>) -> [Float<D>; 2] {
     let dx = D::linear_input_gradient(weight, dy.clone());

@@ -1,9 +1,8 @@
 //! Launches of `kernels/attention_backward*.cu`: gradients of dense causal and sliding-window attention.
 use crate::KernelError;
 use crate::attention::{
-    AttentionResult, AttentionShape, BACKWARD_CONSUMER_WARPS, BackwardTiling, Bias, Heads, KernelFamily, KeySource,
-    PassInputs, Qkv, QueryPass, QueryShares, SeenKeys, hopper_attention_backward_prepare_kernel, require_per_key,
-    require_scale,
+    AttentionResult, AttentionShape, BackwardTiling, Bias, Heads, KernelFamily, KeySource, PassInputs, Qkv, QueryPass,
+    QueryShares, SeenKeys, hopper_attention_backward_prepare_kernel, require_per_key, require_scale,
 };
 use crate::runtime::{
     CudaTensor, DType, SourceKernel, SumOrder, operands, params, require, require_non_empty, require_tokens,
@@ -77,14 +76,9 @@ impl AttentionGradients<'_> {
         let sum_shape = dq_sum_shape(&shape, padded_len(shape.seq_len));
         let [dq_sum, dq_semaphores] = match (self.qkv.policy().sums, pass.family()) {
             (SumOrder::Any, _) => [Some(empty_zero(&d_o, &sum_shape)?), None],
-            // The first tile of keys stores; whose turn it is next, of each query tile and consumer warp.
+            // The first tile of keys stores; whose turn it is next, of each query tile.
             (SumOrder::Fixed, KernelFamily::Hopper) => {
-                let semaphores = [
-                    shape.batch,
-                    shape.num_heads,
-                    sum_shape[2] / ROW_ALIGNMENT,
-                    BACKWARD_CONSUMER_WARPS,
-                ];
+                let semaphores = [shape.batch, shape.num_heads, sum_shape[2] / ROW_ALIGNMENT];
                 [
                     Some(d_o.empty_contiguous(&sum_shape, DType::F32)),
                     Some(empty_zero(&d_o, &semaphores)?),

@@ -28,8 +28,6 @@ pub enum KernelFamily {
 pub(crate) const BLOCK_KV: usize = 128;
 /// Queries of a step of the backward kernels.
 pub(crate) const BACKWARD_BLOCK_Q: usize = 64;
-/// Warps of its two consumer warpgroups.
-pub(crate) const BACKWARD_CONSUMER_WARPS: usize = 8;
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
 
@@ -227,7 +225,7 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
         KeySource::Dense => do_stages * 512,
     };
     let tiles = (256 + 128 * q_stages) * d + (256 + 128 * do_stages) * d_v;
-    let shared = tiles + 32768 + dq_bytes + stats_bytes + (2 * stages + 1) * 8 + 1024;
+    let shared = tiles + 32768 + dq_bytes + stats_bytes + (2 * (stages + is_ordered as usize) + 1) * 8 + 1024;
     let [consumer, producer] = if d == 192 { [240, 24] } else { [232, 40] };
     let name = match source.is_gathered() {
         true => "hopper_dma_attention_backward",

@@ -1,9 +1,8 @@
 //! Launches of `kernels/dma_attention_backward*.cu`: gradients of attention over the keys that DMA kept.
 use crate::KernelError;
 use crate::attention::{
-    AttentionGradients, BACKWARD_BLOCK_Q, BACKWARD_CONSUMER_WARPS, BackwardTiling, Bias, Heads, KernelFamily,
-    KeySource, PassInputs, QueryPass, QueryShares, SeenKeys, convert_dq, dq_sum_shape, padded_len, require_gradients,
-    row_stats,
+    AttentionGradients, BACKWARD_BLOCK_Q, BackwardTiling, Bias, Heads, KernelFamily, KeySource, PassInputs, QueryPass,
+    QueryShares, SeenKeys, convert_dq, dq_sum_shape, padded_len, require_gradients, row_stats,
 };
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::dma::{KeyLists, listed_bias, require_lists};
@@ -105,11 +104,11 @@ pub(crate) fn listed_key_sums(
             (per_launch, Some(sums))
         }
     };
-    // Whose turn it is next: of each query tile and consumer warp, and of each key.
+    // Whose turn it is next: of each query tile, and of each key.
     let semaphores = match (order, &dq_sum) {
         (SumOrder::Fixed, Some(_)) => {
             let tiles = per_launch * SUPER_BLOCK / BACKWARD_BLOCK_Q;
-            let of_queries = empty_zero(&d_o, &[batch, shape.num_heads, tiles, BACKWARD_CONSUMER_WARPS])?;
+            let of_queries = empty_zero(&d_o, &[batch, shape.num_heads, tiles])?;
             Some([of_queries, empty_zero(&d_o, &shape.per_key())?])
         }
         _ => None,

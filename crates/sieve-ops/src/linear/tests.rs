@@ -1,4 +1,4 @@
-use super::linear;
+use super::{add_bias, linear};
 use crate::reference;
 use crate::testing::{Float, Random, RandomInput, check_op, check_parity, float, primitive};
 
@@ -33,6 +33,17 @@ fn a_matrix_needs_no_batch() {
     let inputs = [random.input(&[7, 5]), random.input(&[3, 5])];
     let op = |inputs: &[Float]| primitive(linear(float::<2>(&inputs[0]), float(&inputs[1])));
     check_parity("linear of a matrix", &inputs, &op, &reference_op);
+}
+
+#[test]
+fn a_bias_equals_a_plain_addition() {
+    for [batch, seq_len, width] in [[2, 63, 48], [1, 1, 5], [3, 1, 33], [1, 129, 1]] {
+        let mut random = Random(5);
+        let inputs = [random.input(&[batch, seq_len, width]), random.input(&[width])];
+        let op = |inputs: &[Float]| primitive(add_bias(float::<3>(&inputs[0]), float(&inputs[1])));
+        let plain = |inputs: &[Float]| primitive(float::<3>(&inputs[0]) + float::<1>(&inputs[1]).unsqueeze());
+        check_parity("a bias", &inputs, &op, &plain);
+    }
 }
 
 // Decoding hands over one row where a prompt had many: the same row must give the same bits.
