@@ -10,9 +10,9 @@
 // += dS^T Q, whose sums stay in registers. dS^T also goes through shared memory, for dQ = dS K, of which each warpgroup
 // computes half the columns, over all 128 keys. D of a query, and its lse or, with a bias, its base enter the GEMMs as
 // extra K steps (split_step.cuh). Order of a step's GEMMs, so that tensor cores are busy during exponentials, sums and
-// the warpgroups' barrier: dP | exp S | dV | hand over the last step's dQ | dS | dK | barrier | dQ and S of the next step |
+// the warpgroups' barrier: dP | exp S | dV | send the last step's dQ | dS | dK | barrier | dQ and S of the next step |
 // stage dQ. Steps visit the query tiles of one head after the other. ORDERED: from the last query tile down, all heads
-// at each tile. Blocks start with the first key tiles; in this order each block follows the block of the preceding key
+// at each tile; a thread of the producer sends dQ. Blocks start with the first key tiles; in this order each block follows the block of the preceding key
 // tile by a step and a half and never waits for its turn. Head by head it would wait at each head's end, since later
 // keys are seen by fewer queries. In a window all keys are seen by equally many queries: there HEAD_BY_HEAD is faster,
 // since the L2 cache then holds the queries of the head that all blocks work on.
@@ -224,9 +224,9 @@ DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
 
 #if ORDERED
 // Adds staged tiles of dQ to the f32 sums: one thread's part. It waits for what would stall the consumers: the block of
-// the preceding key tile, the copy engine, and the fence before this block lets the next one add. A block that reads its
-// own number in a query tile's semaphore adds to the sum that the block before left there: that block's bulk adds are
-// done, and its fence orders them before the semaphore for every multiprocessor. The wait for bulk adds alone does not:
+// the preceding key tile, the copy engine, and the fence before this block lets the next one add. A block that reads
+// its own number in a query tile's semaphore adds to the sum that the block before left there: that block's bulk adds
+// are done, and its fence orders them before the semaphore for every multiprocessor. The wait for bulk adds alone does not:
 // without the fence, dq differs in one of some thousand passes (with fence.proxy.async in one of sixty).
 DEVICE void send_tiles(const BackwardBlock& block, u32 shared) {
   const u32 staging = shared + DQ_AT;
@@ -418,15 +418,16 @@ DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) 
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-// The warp's 16 rows x 2 N columns of dQ, on their way to the f32 sums, which are stored as consecutive 16 x 8 fragments
-// of 512 bytes. DQ_BULK: through shared memory, in two steps, because a fence right after the stores stalls for about a
+// The warp's 16 rows x 2 N columns of dQ, on their way to the f32 sums, which are consecutive 16 x 8 fragments of 512
+// bytes. DQ_BULK: through shared memory, in two steps, because a fence right after the stores stalls for about a
 // tenth of a step; a later one does not.
 #if DQ_BULK
-// The warp's part of the staging memory, which holds a tile's rows in the order of the sums.
+// The warp's part of the staging memory. ORDERED: rows in the order of the sums, and nothing between them; else a part
+// that no other warp writes to, whatever N is.
 template <int N>
 DEVICE u32 staging_of_warp(u32 shared) {
   const int thread = (int)threadIdx.x - 128, warp = thread / 32 % 4, warpgroup = thread / 128;
-  return shared + DQ_AT + (warp * NUM_CONSUMERS + warpgroup) * N * 128;
+  return shared + DQ_AT + (warp * NUM_CONSUMERS + warpgroup) * (ORDERED ? N * 128 : WARP_DQ_BYTES);
 }
 // `number`: of the tile in the order of staging.
 template <int N>
@@ -526,9 +527,8 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   RingPlace<DO_STAGES> do_place;
   StepPlace place(block);
 #if !ORDERED
-  float* dq_to =
-      block.dq_sum +
-      ((u64)(place.tile * BLOCK_Q - block.dq_first + warp * 16) * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
+  const u64 first_row = place.tile * BLOCK_Q - block.dq_first + warp * 16;
+  float* dq_to = block.dq_sum + (first_row * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
   // The same rows of this step's tile, behind the step before.
   auto next_tile = [&] {
     const i64 rows = place.tile == block.first_tile ? block.dq_len - (block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
