@@ -12,10 +12,11 @@
 // extra K steps (split_step.cuh). Order of a step's GEMMs, so that tensor cores are busy during exponentials, sums and
 // the warpgroups' barrier: dP | exp S | dV | send the last step's dQ | dS | dK | barrier | dQ and S of the next step |
 // stage dQ. Steps visit the query tiles of one head after the other. ORDERED: from the last query tile down, all heads
-// at each tile; a thread of the producer sends dQ. Blocks start with the first key tiles; in this order each block follows the block of the preceding key
-// tile by a step and a half and never waits for its turn. Head by head it would wait at each head's end, since later
-// keys are seen by fewer queries. In a window all keys are seen by equally many queries: there HEAD_BY_HEAD is faster,
-// since the L2 cache then holds the queries of the head that all blocks work on.
+// at each tile; a thread of the producer sends dQ. Blocks start with the first key tiles; in this order each block
+// follows the block of the preceding key tile by a step and a half and never waits for its turn. Head by head it would
+// wait at each head's end, since later keys are seen by fewer queries. In a window all keys are seen by equally many
+// queries: there HEAD_BY_HEAD is faster, since the L2 cache then holds the queries of the head that all blocks work
+// on.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/mma.cuh"
@@ -223,11 +224,11 @@ DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
 }
 
 #if ORDERED
-// Adds staged tiles of dQ to the f32 sums: one thread's part. It waits for what would stall the consumers: the block of
-// the preceding key tile, the copy engine, and the fence before this block lets the next one add. A block that reads
-// its own number in a query tile's semaphore adds to the sum that the block before left there: that block's bulk adds
-// are done, and its fence orders them before the semaphore for every multiprocessor. The wait for bulk adds alone does not:
-// without the fence, dq differs in one of some thousand passes (with fence.proxy.async in one of sixty).
+// Adds staged tiles of dQ to the f32 sums: one thread's part. It waits for what would stall the consumers: the block
+// of the preceding key tile, the copy engine, and the fence before this block lets the next one add. A block that
+// reads its own number in a query tile's semaphore adds to the sum that the block before left there: that block's bulk
+// adds are done, and its fence orders them before the semaphore for every multiprocessor. The wait for bulk adds alone
+// does not: without the fence, dq differs in one of some thousand passes (with fence.proxy.async in one of sixty).
 DEVICE void send_tiles(const BackwardBlock& block, u32 shared) {
   const u32 staging = shared + DQ_AT;
   u32 phase = 0;

@@ -42,8 +42,8 @@ pub fn linear_add<B: SieveBackend, const D: usize>(
 
 /// `x + bias`.
 ///
-/// The bias's gradient is a GEMM with ones: Burn's sum over the leading dimensions of `[2, 8192, 1152]` takes 1.26 ms on
-/// an H200, 17 % of a training step of Qwen2.5-0.5B's sizes.
+/// The bias's gradient is a GEMM with ones: Burn's sum over the leading dimensions of `[2, 8192, 1152]` takes 1.26
+/// ms on an H200, 17 % of a training step of Qwen2.5-0.5B's sizes.
 ///
 /// # Shapes
 /// - x: `[.., out]`
