@@ -76,7 +76,7 @@ impl AttentionGradients<'_> {
         let sum_shape = dq_sum_shape(&shape, padded_len(shape.seq_len));
         let [dq_sum, dq_semaphores] = match (self.qkv.policy().sums, pass.family()) {
             (SumOrder::Any, _) => [Some(empty_zero(&d_o, &sum_shape)?), None],
-            // The first tile of keys stores; whose turn it is next, of each query tile.
+            // The first tile of keys stores, so the sums need no zeros. A semaphore holds the key tile that adds next.
             (SumOrder::Fixed, KernelFamily::Hopper) => {
                 let semaphores = [shape.batch, shape.num_heads, sum_shape[2] / ROW_ALIGNMENT];
                 [

@@ -104,7 +104,7 @@ pub(crate) fn listed_key_sums(
             (per_launch, Some(sums))
         }
     };
-    // Whose turn it is next: of each query tile, and of each key.
+    // Semaphores that order the adds: to dq one a query tile, to dk and dv one a key.
     let semaphores = match (order, &dq_sum) {
         (SumOrder::Fixed, Some(_)) => {
             let tiles = per_launch * SUPER_BLOCK / BACKWARD_BLOCK_Q;
