@@ -35,6 +35,12 @@ const VOCAB_SIZE: usize = 331;
 /// Tokens that go through the cache at once, before the others come one by one.
 const PREFILLED: usize = 37;
 
+/// The first token whose rotary tables are longer, with the same cache.
+const LONGER_FROM: usize = 48;
+
+/// Tokens from which on another thread decodes: with the cache, and with the model alone.
+const MOVED_AT: [usize; 2] = [72, 0];
+
 /// Large, so that the update of a weight survives its rounding to bf16.
 const LEARNING_RATE: f64 = 0.5;
 
@@ -167,6 +173,9 @@ pub(crate) fn check<B: TrainBackend>(
         });
         let in_fp8 = (with_fp8 && IN_FP8.contains(&kind[0])).then(|| setup.in_fp8(&model, &on));
         let reference = watch.reference();
+        // Not watched: a graph takes no weights of another thread, so each launch is queued by itself.
+        let decoder = model.valid();
+        let moved = MOVED_AT.map(|at| (at, setup.through_the_cache(&decoder, on.dtype, device, at)));
         let [exact, plain] = setup.references();
         let (name, path) = (model_name(&kind, sizes), if is_bf16 { "kernel" } else { "cpu" });
         let mut add = |case: &str, outcome: Outcome| {
@@ -177,6 +186,12 @@ pub(crate) fn check<B: TrainBackend>(
             for ((own, exact), plain) in own.iter().zip(&exact).zip(&plain) {
                 add(&format!("{}{form}", own.0), judge(&kind, is_bf16, [own, plain, exact]));
             }
+        }
+        for (at, own) in moved {
+            let case = format!("logits through the cache, another thread from token {at} on");
+            let [plain, exact] = [&plain, &exact].map(|found| found.last().expect("logits through the cache"));
+            let own = own.map(|own| (case.clone(), VOCAB_SIZE, own));
+            add(&case, own.and_then(|own| judge(&kind, is_bf16, [&own, plain, exact])));
         }
         for (case, outcome) in [("fixed order, repeated", repeated), ("fp8", in_fp8)] {
             outcome.into_iter().for_each(|outcome| add(case, outcome));
@@ -370,7 +385,7 @@ impl Setup {
             ..BlockSettings::default()
         };
         form(&mut settings);
-        let (rope, mut gradients) = (rope(model, dtype, device), GradientBuffer::default());
+        let (rope, mut gradients) = (rope(model, SEQ_LEN, dtype, device), GradientBuffer::default());
         let result = accumulate_gradients_with(&settings, model, &batch, &rope, share, &mut gradients);
         let mut found = vec![("loss".to_owned(), 1, floats(result.loss.into_data()))];
         for NamedTensor { name, data } in gradients.named(model) {
@@ -414,22 +429,53 @@ impl Setup {
     /// Logits of the first row, whose tokens are one document: by one pass, and through the cache. In f64 those of
     /// the pass are both.
     fn logits<B: DeviceBackend>(&self, model: &Qwen3<B>, dtype: DType, device: &B::Device) -> Vec<Found> {
-        let rope = rope(model, dtype, device);
+        let rope = rope(model, SEQ_LEN, dtype, device);
         let ids = rows_of(&self.tokens, device).narrow(0, 0, 1);
         let documents = Documents::whole_rows([1, SEQ_LEN], device);
-        let logits = model.logits(ids.clone(), &LayerContext::new(&documents, &rope));
+        let logits = model.logits(ids, &LayerContext::new(&documents, &rope));
         let logits = floats(logits.into_data());
-        let mut cached = logits[(PREFILLED - 1) * VOCAB_SIZE..].to_vec();
-        if dtype != DType::F64 {
-            let mut cache = KvCache::new(model.layers.len());
-            let parts = std::iter::once((0, PREFILLED)).chain((PREFILLED..SEQ_LEN).map(|at| (at, 1)));
-            let next = |(first, count)| model.next_logits(ids.clone().narrow(1, first, count), &mut cache, &rope);
-            cached = parts.map(next).flat_map(|logits| floats(logits.into_data())).collect();
-        }
+        let cached = match dtype {
+            DType::F64 => logits[(PREFILLED - 1) * VOCAB_SIZE..].to_vec(),
+            _ => self
+                .through_the_cache(model, dtype, device, SEQ_LEN)
+                .expect("this thread alone"),
+        };
         vec![
             ("logits".to_owned(), VOCAB_SIZE, logits),
             ("logits through the cache".to_owned(), VOCAB_SIZE, cached),
         ]
+    }
+
+    /// Logits of the first row through the cache. They are kept until the last is there; those of tokens from
+    /// `moved_at` on are computed on another thread, which reads each at once.
+    fn through_the_cache<B: DeviceBackend>(
+        &self,
+        model: &Qwen3<B>,
+        dtype: DType,
+        device: &B::Device,
+        moved_at: usize,
+    ) -> Result<Vec<f32>, Wrong> {
+        let tables = [LONGER_FROM, SEQ_LEN].map(|len| rope(model, len, dtype, device));
+        let ids = rows_of(&self.tokens, device).narrow(0, 0, 1);
+        let mut cache = KvCache::new(model.layers.len());
+        let mut next = |&(first, count): &(usize, usize)| {
+            let tables = &tables[usize::from(first >= LONGER_FROM)];
+            model.next_logits(ids.clone().narrow(1, first, count), &mut cache, tables)
+        };
+        let singles = (PREFILLED..SEQ_LEN).map(|at| (at, 1));
+        let parts: Vec<_> = std::iter::once((0, PREFILLED)).chain(singles).collect();
+        let (here, there) = parts.split_at((moved_at + 1).saturating_sub(PREFILLED));
+        let kept: Vec<_> = here.iter().map(&mut next).collect();
+        let mut found: Vec<f32> = kept.into_iter().flat_map(|logits| floats(logits.into_data())).collect();
+        let read = move || {
+            there
+                .iter()
+                .flat_map(|part| floats(next(part).into_data()))
+                .collect::<Vec<_>>()
+        };
+        let rest = std::thread::scope(|scope| scope.spawn(read).join());
+        found.extend(rest.map_err(|_| Wrong::from("the other thread panicked".to_owned()))?);
+        Ok(found)
     }
 }
 
@@ -438,8 +484,8 @@ fn rows_of<B: Backend>(values: &[i32], device: &B::Device) -> Tensor<B, 2, Int> 
 }
 
 /// The rotary tables, whose f32 numbers f64 takes too.
-fn rope<B: Backend>(model: &Qwen3<B>, dtype: DType, device: &B::Device) -> RotaryEmbedding<B> {
-    let RotaryEmbedding { cos, sin } = model.rope(SEQ_LEN, device);
+fn rope<B: Backend>(model: &Qwen3<B>, len: usize, dtype: DType, device: &B::Device) -> RotaryEmbedding<B> {
+    let RotaryEmbedding { cos, sin } = model.rope(len, device);
     let table_type = if dtype == DType::F64 { dtype } else { DType::F32 };
     let [cos, sin] = [cos, sin].map(|table| table.cast(table_type));
     RotaryEmbedding { cos, sin }

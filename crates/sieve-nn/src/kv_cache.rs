@@ -26,6 +26,8 @@ pub struct KvCache<B: DeviceBackend> {
     pub(crate) scratch: B::DecodeScratch,
     /// The step of the last token, kept for the next one. Any other pass drops it.
     pub(crate) graph: B::StepGraph,
+    /// Rows of the rotary tables of that step.
+    pub(crate) rope_rows: usize,
     /// Tokens that came alone, one after another.
     pub(crate) single_tokens: usize,
 }
@@ -38,6 +40,7 @@ impl<B: DeviceBackend> KvCache<B> {
             num_tokens: 0,
             scratch: Default::default(),
             graph: Default::default(),
+            rope_rows: 0,
             single_tokens: 0,
         }
     }

@@ -554,7 +554,7 @@ fn train<B: TrainBackend>(
     trainer.write_config()?;
     log.open(&log_path)?;
     log.line(&describe(recipe, &trainer, &description));
-    let (line, warning) = room::lines(recipe, trainer.shape().parameters().total(), out);
+    let (line, warning) = room::lines(recipe, &trainer.shape().parameters(), out);
     log.line(&line);
     warning.iter().for_each(|line| log.always(line));
     if let Some(path) = resumed {
