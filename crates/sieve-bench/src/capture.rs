@@ -24,7 +24,8 @@ pub enum Captured {
     Operands([usize; 3]),
 }
 
-/// Runs a model over a text and writes a safetensors file: queries, keys and values of dense attention, or DMA's scores.
+/// Runs a model over a text and writes a safetensors file: queries, keys and values of dense attention, or DMA's
+/// scores.
 ///
 /// # Errors
 /// A model with neither DMA nor dense attention, a text without a token, a file that cannot be written.

@@ -19,8 +19,8 @@ pub(crate) trait Device {
     /// Host integers as a contiguous tensor.
     fn int(&self, values: &[i32], shape: &[usize]) -> CudaTensor;
 
-    /// Fills the memory that the allocator will give to a call's outputs with NaN, so that an element that a kernel does
-    /// not write shows.
+    /// Fills the memory that the allocator will give to a call's outputs with NaN, so that an element that a kernel
+    /// does not write shows.
     fn poison(&self, shape: AttentionShape);
 
     /// Reads a tensor back as f32, in index order.

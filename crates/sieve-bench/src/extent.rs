@@ -78,7 +78,8 @@ impl Extent {
         }
     }
 
-    /// For the emulator: one width, one group size and short selections, since each size needs its own compiled programs.
+    /// For the emulator: one width, one group size and short selections, since each size needs its own compiled
+    /// programs.
     pub(crate) const fn emulated(cases: usize, longest: usize, seed: u64) -> Self {
         Self {
             widths: &[(32, 32)],

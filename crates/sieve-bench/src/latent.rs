@@ -67,8 +67,8 @@ impl Call {
         let num_heads = random.between(1, 6);
         let (batch, key_dim) = (random.between(1, 4), head_dim + rope_dim);
         let shape = AttentionShape::new(batch, seq_len, [num_heads; 2], [key_dim, head_dim]);
-        // Gradients of a row with a single key are 0. With large numbers rounding leaves something else there, and there
-        // is no size to compare it with.
+        // Gradients of a row with a single key are 0. With large numbers rounding leaves something else there, and
+        // there is no size to compare it with.
         let largest = if seq_len < 15 { Size::Usual } else { Size::Large };
         let size = random.one_of(&[Size::Usual, Size::Usual, Size::Peaked, largest]);
         let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed]);
@@ -320,8 +320,8 @@ impl Call {
         (product * self.spec.softmax_scale / 256.0).min(0.125)
     }
 
-    /// For each result, the size of the terms that each row sums ([`Terms`]). A row is one head of a token; of `dk_rope`,
-    /// a token.
+    /// For each result, the size of the terms that each row sums ([`Terms`]). A row is one head of a token; of
+    /// `dk_rope`, a token.
     fn terms(&self) -> [(&'static str, Vec<f64>); 4] {
         let [batch, seq_len] = self.rows();
         let (heads, widths) = (self.spec.num_heads, [self.spec.key_dim(), self.spec.head_dim]);

@@ -100,8 +100,8 @@ const FP8_SHARE: f64 = 0.3;
 /// Tolerance of a bf16 loss in nats, besides twice the error of the plain bf16 computation.
 const LOSS_TOLERANCE: f32 = 5e-3;
 
-/// Tolerance of the gradient of DMA's `a` where nothing is masked, as a share of its norm. Each query's gradients of the
-/// biases add up to zero there, so that gradient is mostly rounding.
+/// Tolerance of the gradient of DMA's `a` where nothing is masked, as a share of its norm. Each query's gradients of
+/// the biases add up to zero there, so that gradient is mostly rounding.
 const CANCELLING_SHARE: f64 = 0.15;
 
 /// A result of a model: name, width of a row, values.
@@ -221,7 +221,8 @@ fn model_name(kind: &Kind, [heads, kv_heads, head_dim]: HeadSizes) -> String {
     }
 }
 
-/// Compares a result with the exact one by the norm of each row and of all rows; a bf16 loss has a tolerance of its own.
+/// Compares a result with the exact one by the norm of each row and of all rows; a bf16 loss has a tolerance of its
+/// own.
 fn judge(kind: &Kind, is_bf16: bool, [own, plain, exact]: [&Found; 3]) -> Outcome {
     let (name, width, exact) = exact;
     if is_bf16 && name == "loss" {
@@ -308,7 +309,8 @@ impl Setup {
         })
     }
 
-    /// Loss, gradients, updates by AdamW and Muon, and logits without and with a cache; and the model that computed them.
+    /// Loss, gradients, updates by AdamW and Muon, and logits without and with a cache; and the model that computed
+    /// them.
     fn run<B: TrainBackend>(&self, model: &Qwen3<B>, on: &On<'_, B>) -> (Vec<Found>, Qwen3<B>) {
         let (mut found, computed) = self.step(model, on, OptimizerName::AdamW);
         let (of_muon, _) = self.step(model, on, OptimizerName::Muon);

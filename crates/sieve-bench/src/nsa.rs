@@ -319,14 +319,9 @@ fn linear_ops(inputs: &Inputs, dtype: DType) -> Results {
 fn judge_choice(chosen: &[i32], expected: &[i32], count: usize, tied: impl Fn(usize, &[usize]) -> bool) -> Outcome {
     let all = expected.len() / count;
     let pairs = chosen.chunks_exact(count).zip(expected.chunks_exact(count));
-    let differs = |(at, (a, b)): &(usize, (&[i32], &[i32]))| {
-        let only =
-            |a: &[i32], b: &[i32]| -> Vec<i32> { a.iter().copied().filter(|block| !b.contains(block)).collect() };
-        let others = [only(a, b), only(b, a)];
-        let ascends = a.windows(2).all(|two| two[1] < 0 || two[0] < two[1]);
-        let are_blocks = ascends && others[0].len() == others[1].len();
-        let blocks: Result<Vec<_>, _> = others.concat().into_iter().map(usize::try_from).collect();
-        a != b && !(are_blocks && blocks.is_ok_and(|blocks| tied(*at, &blocks)))
+    let differs = |(at, (found, expected)): &(usize, (&[i32], &[i32]))| {
+        let is_tied = |blocks: Vec<usize>| tied(*at, &blocks);
+        found != expected && !exchanged_blocks(found, expected).is_some_and(is_tied)
     };
     let differing = pairs.enumerate().filter(differs).count();
     // Short calls have few queries: two may differ there.
@@ -337,6 +332,22 @@ fn judge_choice(chosen: &[i32], expected: &[i32], count: usize, tied: impl Fn(us
     }
 }
 
+/// The blocks that are in only one of two choices; `None` where `found` is not a valid choice of as many blocks: ascending
+/// indices, then -1.
+fn exchanged_blocks(found: &[i32], expected: &[i32]) -> Option<Vec<usize>> {
+    let only_in = |a: &[i32], b: &[i32]| -> Vec<i32> {
+        let blocks = a.iter().copied();
+        blocks.filter(|block| !b.contains(block)).collect()
+    };
+    let [new, missing] = [only_in(found, expected), only_in(expected, found)];
+    let is_ascending = found.windows(2).all(|two| two[1] < 0 || two[0] < two[1]);
+    if !is_ascending || new.len() != missing.len() {
+        return None;
+    }
+    let blocks = new.into_iter().chain(missing);
+    blocks.map(|block| usize::try_from(block).ok()).collect()
+}
+
 /// Smallest probability that counts: GPU exponentials flush subnormal results to 0.
 const LOST: f64 = 1e-36;
 
@@ -345,37 +356,15 @@ const LOGIT_ERROR: f64 = 4.0 * f32::EPSILON as f64;
 
 impl Inputs {
     /// Whether the blocks `of` are equally important to query and KV head number `at` under `rule`, up to the rounding
-    /// of f32 logits and probabilities. Where each head's probability lies on one key, several blocks have importance 1.
+    /// of f32 logits and probabilities. Where each head's probability lies on one key, several blocks have importance
+    /// 1.
     fn are_tied(&self, at: usize, rule: ChoiceRule, of: &[usize]) -> bool {
-        let (shape, blocks) = (self.case.shape, self.blocks);
-        let (kv_heads, d, group) = (shape.num_kv_heads, shape.head_dim, shape.group_size());
-        let (token, kv_head) = (at / kv_heads, at % kv_heads);
-        let (row, i) = (token / shape.seq_len, token % shape.seq_len);
-        let start = self.case.doc_start[token] as usize;
-        let ends = |c: &usize| start + c * blocks.compress_stride + blocks.compress_block_size <= i + 1;
-        let seen = (0..).take_while(ends).count();
-        let first = row * blocks.num_slots(shape.seq_len) + blocks.first_slot(start);
-        let packed = (shape.num_heads + 2 * kv_heads) * d;
-        let (mut p, mut most) = (vec![0.0; seen], 0.0f64);
-        for head in kv_head * group..(kv_head + 1) * group {
-            let q = &self.qkv[token * packed + head * d..][..d];
-            let logit = |c: usize| {
-                let k = &self.compressed[((first + c) * kv_heads + kv_head) * d..][..d];
-                let pairs = q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k));
-                f64::from(self.case.scale) * pairs.sum::<f64>()
-            };
-            let logits: Vec<f64> = (0..seen).map(logit).collect();
-            let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            most = logits.iter().fold(most, |most, x| most.max(x.abs()));
-            let sum: f64 = logits.iter().map(|x| (x - largest).exp()).sum();
-            let of_head = logits.iter().map(|x| (x - largest).exp() / sum);
-            p.iter_mut().zip(of_head).for_each(|(all, p)| *all += p);
-        }
+        let (probabilities, largest_logit) = self.probabilities(at);
         let importance = |&block: &usize| {
-            let weighted = p
+            let weighted = probabilities
                 .iter()
                 .enumerate()
-                .map(|(c, p)| (overlap_weight(blocks, c, block) as f64, p));
+                .map(|(c, p)| (overlap_weight(self.blocks, c, block) as f64, p));
             match rule {
                 ChoiceRule::WeightedProbability => weighted.map(|(weight, p)| weight * p).sum(),
                 _ => weighted
@@ -385,7 +374,37 @@ impl Inputs {
         };
         let all: Vec<f64> = of.iter().map(importance).collect();
         let [least, largest] = [f64::min, f64::max].map(|of| all.iter().copied().reduce(of).unwrap_or(0.0));
-        largest - least <= LOST + LOGIT_ERROR * (1.0 + most) * largest
+        largest - least <= LOST + LOGIT_ERROR * (1.0 + largest_logit) * largest
+    }
+
+    /// Attention probabilities of the compressed keys that query and KV head number `at` sees, summed over the query
+    /// heads of the KV head, and the largest magnitude of a logit.
+    fn probabilities(&self, at: usize) -> (Vec<f64>, f64) {
+        let (shape, blocks) = (self.case.shape, self.blocks);
+        let (kv_heads, d, group) = (shape.num_kv_heads, shape.head_dim, shape.group_size());
+        let (token, kv_head) = (at / kv_heads, at % kv_heads);
+        let (row, i) = (token / shape.seq_len, token % shape.seq_len);
+        let start = self.case.doc_start[token] as usize;
+        let ends = |c: &usize| start + c * blocks.compress_stride + blocks.compress_block_size <= i + 1;
+        let seen = (0..).take_while(ends).count();
+        let first = row * blocks.num_slots(shape.seq_len) + blocks.first_slot(start);
+        let packed = (shape.num_heads + 2 * kv_heads) * d;
+        let (mut probabilities, mut largest_logit) = (vec![0.0; seen], 0.0f64);
+        for head in kv_head * group..(kv_head + 1) * group {
+            let q = &self.qkv[token * packed + head * d..][..d];
+            let logit = |c: usize| {
+                let k = &self.compressed[((first + c) * kv_heads + kv_head) * d..][..d];
+                let pairs = q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k));
+                f64::from(self.case.scale) * pairs.sum::<f64>()
+            };
+            let logits: Vec<f64> = (0..seen).map(logit).collect();
+            let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            largest_logit = logits.iter().fold(largest_logit, |most, x| most.max(x.abs()));
+            let sum: f64 = logits.iter().map(|x| (x - largest).exp()).sum();
+            let of_head = logits.iter().map(|x| (x - largest).exp() / sum);
+            probabilities.iter_mut().zip(of_head).for_each(|(sum, p)| *sum += p);
+        }
+        (probabilities, largest_logit)
     }
 }
 

@@ -67,8 +67,8 @@ impl Report {
         }
     }
 
-    /// Adds a result of ops that should have run on `path`. `reference` says why one of them took the reference instead:
-    /// a failure, or a missing kernel where a limit of the device is the reason.
+    /// Adds a result of ops that should have run on `path`. `reference` says why one of them took the reference
+    /// instead: a failure, or a missing kernel where a limit of the device is the reason.
     pub(crate) fn add_call(
         &mut self,
         name: &str,

@@ -98,7 +98,7 @@ impl Op {
 /// One call to compute.
 #[derive(Clone, Debug)]
 pub struct RunSettings {
-    /// What to compute.
+    /// The op to compute.
     pub op: Op,
     /// Sizes.
     pub shape: CaseShape,

@@ -106,8 +106,8 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     Ok(())
 }
 
-/// Checks choices among a million entries and more, where f32 sums and counts would be wrong: by mass, with three masses
-/// of 1 among many of 1e-9; and by number, with equal masses.
+/// Checks choices among a million entries and more, where f32 sums and counts would be wrong: by mass, with three
+/// masses of 1 among many of 1e-9; and by number, with equal masses.
 fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome); 3] {
     let (by_mass, by_number) = extent.pick((1 << 20, 1 << 16), (1 << 20, (1 << 25) + 5));
     let small = 1e-9;

@@ -1,7 +1,7 @@
 //! Generates queries, keys and values whose attention looks like a trained model's. Queries attend to the first tokens
 //! (sinks), to single keys that many queries share (vertical lines), to neighbours (local mass) and to keys at fixed
-//! distances (diagonals); noise of single tokens and of regions is added. Each query head has a weight for each of these
-//! parts, in units of logits.
+//! distances (diagonals); noise of single tokens and of regions is added. Each query head has a weight for each of
+//! these parts, in units of logits.
 use burn::tensor::backend::Backend;
 use burn::tensor::{Distribution, Tensor, TensorData};
 use sieve_testing::Random;
@@ -60,7 +60,8 @@ impl<B: Backend> Generated<B> {
             (0..count).map(|_| quantile(random.unit())).collect()
         };
         // The product of two position codes is the mean of cos(frequency * distance). With Cauchy-distributed
-        // frequencies that mean falls as exp(-distance / LOCAL_RANGE); with uniform ones it is near 0 from distance 1 on.
+        // frequencies that mean falls as exp(-distance / LOCAL_RANGE); with uniform ones it is near 0 from distance 1
+        // on.
         let local_frequencies = frequencies(|unit| ((0.98 * unit * FRAC_PI_2).tan() / LOCAL_RANGE).min(3.0));
         let uniform_frequencies = frequencies(|unit| unit * PI);
         let distances: Vec<f64> = (0..num_kv_heads * DIAGONALS)
@@ -130,7 +131,8 @@ impl<B: Backend> Generated<B> {
     }
 }
 
-/// The factor of each column of a head's queries, times the root of the head width, by which attention divides.
+/// The factor of each column of a head's queries. It includes the root of the head width, since attention divides logits
+/// by this root.
 fn column_scales([sinks, lines, local, diagonals, regions]: &Weights) -> Vec<f32> {
     let root = (HEAD_DIM as f32).sqrt();
     let count = FREQUENCIES as f32;

@@ -1,5 +1,5 @@
-//! Rows of native sparse attention (all three branches with their gates), of InfLLM-V2, MoBA and MSA with as many keys a
-//! query, and of dense attention at the same lengths.
+//! Rows of native sparse attention (all three branches with their gates), of InfLLM-V2, MoBA and MSA with as many keys
+//! a query, and of dense attention at the same lengths.
 use super::inputs::Inputs;
 use super::rows::{ORDERS, dense, forward_flops, passes};
 use super::{Bench, Work};

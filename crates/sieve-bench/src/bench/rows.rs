@@ -180,7 +180,8 @@ fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     )
 }
 
-/// Times DMA as published, and DMA as the recipes train it: with a slope, and an eighth of the kept keys always the last.
+/// Times DMA as published, and DMA as the recipes train it: with a slope, and an eighth of the kept keys always the
+/// last.
 pub(crate) fn dma_forms(bench: &mut Bench<'_>) -> Result<()> {
     for shape in bench.settings.shapes(&[HEADS], &[8192, 32768, 131072], 128) {
         let kept = if shape.seq_len > 65536 { 2048 } else { 1024 };
@@ -311,6 +312,7 @@ fn memory(bench: &mut Bench<'_>, inputs: &Inputs, [z, delta]: [&CudaTensor; 2], 
 /// Times one new token a row against `seq_len` cached keys.
 pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape) -> Result<()> {
     let keys = (shape.batch * shape.num_kv_heads * shape.seq_len * shape.head_dim) as f64;
+    // K and V in bf16.
     let bytes = 2.0 * 2.0 * keys;
     if !bench.fits(name, shape, 3.0 * bytes)? {
         return Ok(());

@@ -288,17 +288,17 @@ impl<'a> TokenCheck<'a> {
                 keys.push(self.key_of(&token, row, 0.0, (0.0, 0)));
             }
             // An indexer's queries and key are drawn as another token, whose shape has the indexer's heads.
-            let by = match choice.has_indexer() {
+            let choosing = match choice.has_indexer() {
                 false => token.clone(),
                 true => {
                     let shape = AttentionShape::new(batch, 1, [scored_heads, pooled_heads], [head_dim; 2]);
                     let shape = std::mem::replace(&mut self.shape, shape);
-                    let by = self.token();
+                    let indexer = self.token();
                     for (row, keys) in pooled_keys.iter_mut().enumerate() {
-                        keys.push(self.key_of(&by, row, 0.0, (0.0, 0)));
+                        keys.push(self.key_of(&indexer, row, 0.0, (0.0, 0)));
                     }
                     self.shape = shape;
-                    by
+                    indexer
                 }
             };
             let lengths: Vec<i32> = lengths.iter().map(|&length| (length + at) as i32).collect();
@@ -315,7 +315,7 @@ impl<'a> TokenCheck<'a> {
                 choice,
             };
             let length = self.device.int(&lengths, &[batch]);
-            let index = choice.has_indexer().then_some(&by.on);
+            let index = choice.has_indexer().then_some(&choosing.on);
             let o = cache.chosen_decode(&token.on, index, &length, step, of_pooled, &scratch)?;
             let (group, scored_group) = (self.shape.num_heads / choosers, scored_heads / choosers);
             let seen: Vec<Vec<Key>> = (0..batch * choosers)
@@ -325,7 +325,7 @@ impl<'a> TokenCheck<'a> {
                         true => &pooled_keys[chooser / choosers],
                         false => keys,
                     };
-                    let q = &by.q[chooser * scored_group * head_dim..][..scored_group * head_dim];
+                    let q = &choosing.q[chooser * scored_group * head_dim..][..scored_group * head_dim];
                     chosen_keys(keys, means(pooled, blocks), q, choice, self.scale())
                 })
                 .collect();
@@ -345,7 +345,8 @@ impl<'a> TokenCheck<'a> {
         Ok(())
     }
 
-    /// Checks some tokens after a prefill against DMA's slots; `has_local_window`: the row's last keys are never evicted.
+    /// Checks some tokens after a prefill against DMA's slots; `has_local_window`: the row's last keys are never
+    /// evicted.
     fn dma(&mut self, has_local_window: bool) -> Result<(), Wrong> {
         let [batch, num_kv_heads] = [self.shape.batch, self.shape.num_kv_heads];
         let kept: usize = self.random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);

@@ -1,5 +1,5 @@
-//! Expected results of NSA's ops: the softmax branches by the definition of attention in f64, the other ops by plain-Burn
-//! operations in f64; and the same computed by plain code in bf16.
+//! Expected results of NSA's ops: the softmax branches by the definition of attention in f64, the other ops by
+//! plain-Burn operations in f64; and the same computed by plain code in bf16.
 use super::{Inputs, linear_ops};
 use crate::reference::narrow;
 use crate::report::Outcome;
