@@ -311,7 +311,7 @@ fn wrappers(
     let fixed = call.gradients(lists.as_ref(), &result, SumOrder::Fixed)?;
     let again = call.run(lists.as_ref(), SumOrder::Fixed)?;
     let mut in_order = judge(prepared, &fixed);
-    // NaN is unequal to itself, and would have failed above.
+    // Results that `judge` accepts have no NaN, which would be unequal to itself here.
     if in_order.is_ok() && fixed != again {
         in_order = wrong("two runs differ");
     }

@@ -183,8 +183,10 @@ impl DmaSlots {
         let fits = batch == 1 && shape.head_dim.is_multiple_of(32);
         require!(fits, NAME, "shape": format!("{shape:?}"), "one sequence, heads of a multiple of 32 columns");
         let token = token.with_kernel_strides();
+        // The new key has accumulated no attention yet.
         let z = self.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);
         let o = slots_decode(&token, &z, self, length, softmax_scale, None, scratch)?;
+        // The softmax of the token's logits with all slots is added to z.
         let used = (tokens + 1).min(room);
         let logits = z.empty_contiguous(&[shape.num_heads, 1, room], DType::F32);
         let [[q_offset, ..], ..] = token.head_words(NAME)?;
