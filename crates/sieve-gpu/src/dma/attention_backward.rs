@@ -70,7 +70,6 @@ pub(crate) fn listed_key_sums(
     require_lists(NAME, lists, &shape)?;
     let order = qkv.policy().sums;
     let d_o = call.d_o.contiguous();
-    let stats = row_stats(call, &d_o, &shape)?;
     let pass = PassInputs {
         name: NAME,
         qkv: &qkv,
@@ -79,6 +78,7 @@ pub(crate) fn listed_key_sums(
         source: listed_source(delta.is_some(), &shape, qkv.q.tensor()),
     };
     let bias = listed_bias(&pass, delta, call.result.base.as_ref(), lists)?;
+    let stats = row_stats(call, &d_o, &shape)?;
     let num_super_blocks = lists.num_super_blocks();
     let [batch, kv_heads, seq_len] = shape.per_key();
     let (per_launch, dq_sum) = match (order, pass.family()) {
