@@ -292,7 +292,8 @@ pub(super) fn nsa_selected_attention_forward_kernel(head_dim: usize) -> SourceKe
 /// The specialisation for a head width. Its steps have so few rows that two thread blocks fit on a multiprocessor.
 pub(super) fn nsa_selected_attention_backward_kernel(head_dim: usize) -> SourceKernel {
     let rows = if head_dim > 64 { 32 } else { 64 };
-    // K, V and two steps of q and d_o; P and dS; statistics, list entries, barriers and row addresses.
+    // K, V and two steps of q and d_o; P and two steps of dS; statistics of queries, entries of keys, the work item,
+    // and the query and head of each row.
     let shared = (BLOCK_KEYS + 2 * rows) * head_dim * 4
         + 3 * BLOCK_KEYS * rows * 2
         + 16 * rows
