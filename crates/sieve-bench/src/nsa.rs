@@ -332,8 +332,8 @@ fn judge_choice(chosen: &[i32], expected: &[i32], count: usize, tied: impl Fn(us
     }
 }
 
-/// The blocks that are in only one of two choices; `None` where `found` is not a valid choice of as many blocks: ascending
-/// indices, then -1.
+/// The blocks that are in only one of two choices; `None` where `found` is not a valid choice of as many blocks:
+/// ascending indices, then -1.
 fn exchanged_blocks(found: &[i32], expected: &[i32]) -> Option<Vec<usize>> {
     let only_in = |a: &[i32], b: &[i32]| -> Vec<i32> {
         let blocks = a.iter().copied();

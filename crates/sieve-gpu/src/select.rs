@@ -451,8 +451,8 @@ fn select_cells_kernel(head_dim: usize, is_lse: bool, family: KernelFamily) -> S
 
 const SELECT_CELL_SUMS: SourceKernel = SourceKernel::new("select_cell_sums").threads(128);
 
-/// The kernel that chooses blocks. `is_mass`: scores are probability masses already; `is_forced`: blocks that are kept in
-/// any case count; `is_long`: one long row of scores in global memory for each head.
+/// The kernel that chooses blocks. `is_mass`: scores are probability masses already; `is_forced`: blocks that are kept
+/// in any case count; `is_long`: one long row of scores in global memory for each head.
 fn select_choose_kernel(is_mass: bool, is_forced: bool, is_long: bool) -> SourceKernel {
     SourceKernel::new("select_choose")
         .define("IS_MASS", u8::from(is_mass))

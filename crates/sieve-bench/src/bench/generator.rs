@@ -131,8 +131,8 @@ impl<B: Backend> Generated<B> {
     }
 }
 
-/// The factor of each column of a head's queries. It includes the root of the head width, since attention divides logits
-/// by this root.
+/// The factor of each column of a head's queries. It includes the root of the head width, since attention divides
+/// logits by this root.
 fn column_scales([sinks, lines, local, diagonals, regions]: &Weights) -> Vec<f32> {
     let root = (HEAD_DIM as f32).sqrt();
     let count = FREQUENCIES as f32;
