@@ -1,5 +1,5 @@
-//! GEMM with a weight stored as `[out, in]`, the layout of PyTorch and of safetensors checkpoints: the op and its gradients
-//! on every device.
+//! GEMM with a weight stored as `[out, in]`, the layout of PyTorch and of safetensors checkpoints: the op and its
+//! gradients on every device.
 use crate::SieveBackend;
 use crate::backend::DeviceBackend;
 use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
@@ -7,7 +7,6 @@ use crate::device::flex::{self, contiguous, floats, from_vec, last_dim, unless_f
 use crate::device::paths::kernel_or;
 use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_kernels::{CudaTensor, KernelError, MatmulOutput, Product, ToBurn, kernel_tensor};
@@ -21,7 +20,7 @@ use sieve_kernels::{CudaTensor, KernelError, MatmulOutput, Product, ToBurn, kern
 pub fn linear<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor<B, 2>) -> Tensor<B, D> {
     let (x, weight) = (primitive(x), primitive(weight));
     let (a, w) = (B::value(x.clone()), B::value(weight.clone()));
-    let y = <B::Inner as DeviceBackend>::linear(a.clone(), w.clone());
+    let y = <B::Inner as DeviceBackend>::linear(a.clone(), w.clone(), None);
     tensor(B::node([&x, &weight], y, move |dy| backward::<B::Inner>(a, w, dy)))
 }
 
@@ -33,7 +32,8 @@ pub fn linear_add<B: SieveBackend, const D: usize>(
 ) -> Tensor<B, D> {
     let (x, weight, residual) = (primitive(x), primitive(weight), primitive(residual));
     let (a, w) = (B::value(x.clone()), B::value(weight.clone()));
-    let y = B::Inner::linear_add(a.clone(), w.clone(), B::value(residual.clone()));
+    let added = Some(B::value(residual.clone()));
+    let y = <B::Inner as DeviceBackend>::linear(a.clone(), w.clone(), added);
     tensor(B::node([&x, &weight, &residual], y, move |dy| {
         let [dx, dweight] = backward::<B::Inner>(a, w, dy.clone());
         [dx, dweight, dy]
@@ -110,17 +110,13 @@ pub(crate) mod cpu {
     use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
 
     /// The weight may be f32 or bf16.
-    pub(crate) fn linear(x: FlexTensor, weight: FlexTensor) -> FlexTensor {
-        unless_f32!(&x, "linear": reference::linear::<Flex>(x, weight));
+    pub(crate) fn linear(x: FlexTensor, weight: FlexTensor, residual: Option<FlexTensor>) -> FlexTensor {
+        unless_f32!(&x, "linear": added::<Flex>(residual, reference::linear::<Flex>(x, weight)));
         let (x, weight) = (contiguous(x), contiguous(weight));
         let sizes = [num_rows(&x), last_dim(&x), weight.shape()[0]];
         let mut y = vec![0.0; sizes[0] * sizes[2]];
         sieve_cpu::linear(floats(&x), flex::weight(&weight), sizes, &mut y);
-        with_columns(&x, sizes[2], y)
-    }
-
-    pub(crate) fn linear_add(x: FlexTensor, weight: FlexTensor, residual: FlexTensor) -> FlexTensor {
-        Flex::float_add(residual, linear(x, weight))
+        added::<Flex>(residual, with_columns(&x, sizes[2], y))
     }
 
     pub(crate) fn linear_input_gradient(weight: FlexTensor, dy: FlexTensor) -> FlexTensor {
@@ -199,18 +195,14 @@ pub(crate) mod cuda {
     use sieve_kernels::matmul;
     use sieve_kernels::step::residual_add;
 
-    pub(crate) fn linear(x: CudaPrimitive, weight: CudaPrimitive) -> CudaPrimitive {
+    pub(crate) fn linear(x: CudaPrimitive, weight: CudaPrimitive, residual: Option<CudaPrimitive>) -> CudaPrimitive {
         let [a, b] = tensors([&x, &weight]);
-        let attempt = matmul(Product::Nt, &a, &b, MatmulOutput::New(BF16));
-        kernel_or("linear", attempt.map(ToBurn::burn), || {
-            reference::linear::<Cuda>(x, weight)
-        })
-    }
-
-    pub(crate) fn linear_add(x: CudaPrimitive, weight: CudaPrimitive, residual: CudaPrimitive) -> CudaPrimitive {
-        let attempt = product_and_sum(tensors([&x, &weight, &residual]));
-        kernel_or("linear_add", attempt.map(ToBurn::burn), || {
-            Cuda::float_add(residual, reference::linear::<Cuda>(x, weight))
+        let (op, attempt) = match residual.clone().map(kernel_tensor) {
+            None => ("linear", matmul(Product::Nt, &a, &b, MatmulOutput::New(BF16))),
+            Some(residual) => ("linear_add", product_and_sum([a, b, residual])),
+        };
+        kernel_or(op, attempt.map(ToBurn::burn), || {
+            added::<Cuda>(residual, reference::linear::<Cuda>(x, weight))
         })
     }
 

@@ -258,8 +258,8 @@ pub(crate) mod cpu {
         ([call.q_weight, call.k_weight].map(contiguous), call.epsilon, rotation)
     }
 
-    /// Calls `run` with the sizes, tables and positions of a rotation, and with norm weights and epsilon where there are
-    /// norms, as the kernels of `sieve-cpu` take them.
+    /// Calls `run` with the sizes, tables and positions of a rotation, and with norm weights and epsilon where there
+    /// are norms, in the form that the ops of `sieve-cpu` take.
     fn with_op(
         qkv: &FlexTensor,
         call: RopeCall<Flex>,
@@ -314,7 +314,8 @@ pub(crate) mod cuda {
         kernel_or("rope", attempt.map(ToBurn::burn), || reference::rope(qkv, call))
     }
 
-    /// `[dqkv, dq_weight, dk_weight]`, the weights' in f32; dqkv reuses the memory of `dy` where nobody else holds it.
+    /// `[dqkv, dq_weight, dk_weight]`, the weights' gradients in f32; dqkv reuses the memory of `dy` if it has no other
+    /// owner.
     pub(crate) fn qk_norm_rope_backward(
         qkv: CudaPrimitive,
         call: QkNormRopeCall<Cuda>,
@@ -330,7 +331,7 @@ pub(crate) mod cuda {
         })
     }
 
-    /// Calls `launch` with the call's tensors, as the kernels take them.
+    /// Calls `launch` with the kernels' form of the call.
     fn with_kernel_call<T>(
         call: &QkNormRopeCall<Cuda>,
         launch: impl FnOnce(sieve_kernels::step::QkNormRope<'_>) -> T,

@@ -90,8 +90,8 @@ pub(crate) fn dma_decode(
     attend(token.q, &cache.keys, cache.len(), Some(delta), softmax_scale)
 }
 
-/// Writes the token, in each head, to the slot of the smallest (rank, position) outside the local window. Without a local
-/// window, a token whose own rank is the smallest is not stored.
+/// Writes the token, in each head, to the slot of the smallest (rank, position) outside the local window. Without a
+/// local window, a token whose own rank is the smallest is not stored.
 fn replace_lightest(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
     let (slots, local) = (cache.len(), cache.window.local_window_size);
     let [k, v, rank] = [&token.k, &token.v, &token.rank].map(|x| contiguous(x.clone()));

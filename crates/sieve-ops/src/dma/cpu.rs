@@ -8,8 +8,8 @@ use burn::tensor::{TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaWindow, KeepOLow};
 
-/// The packed tensor, the transpose of w_dt, and a. Layers store W_dt as `[num_kv_heads, num_kv_heads * head_dim]`, which
-/// the kernel reads, and pass a transposed view; transposing it again copies nothing.
+/// The packed tensor, the transpose of w_dt, and a. Layers store W_dt as `[num_kv_heads, num_kv_heads * head_dim]`,
+/// which the kernel reads, and pass a transposed view; transposing it again copies nothing.
 fn operands(call: &DmaScoresCall<Flex>) -> [FlexTensor; 3] {
     [call.qkv.clone(), call.w_dt.transpose(0, 1), call.a.clone()].map(contiguous)
 }

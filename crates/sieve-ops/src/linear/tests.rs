@@ -35,7 +35,7 @@ fn a_matrix_needs_no_batch() {
     check_parity("linear of a matrix", &inputs, &op, &reference_op);
 }
 
-// Decoding hands over one row where a prompt had many: the same row must give the same bits.
+// A prompt has many rows and a decoding step one: the same row must give the same bits.
 #[test]
 fn a_row_does_not_depend_on_the_number_of_rows() {
     use burn::tensor::{Tensor, TensorData};

@@ -52,7 +52,7 @@ pub(crate) fn mla_attention_backward(
     })
 }
 
-/// Calls `launch` with the call's tensors, as the kernels take them.
+/// Calls `launch` with the kernels' form of the call.
 fn with_kernel_call<T>(call: &MlaPackCall<Cuda>, launch: impl FnOnce(MlaPack<'_>) -> T) -> T {
     let norm = call.norm.as_ref();
     let weights = norm.map(|norm| tensors([&norm.q_weight, &norm.k_weight]));
