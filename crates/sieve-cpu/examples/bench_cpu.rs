@@ -1,8 +1,8 @@
 //! Speed of the CPU kernels on this machine, compared with a GEMM of 2048 x 2048 x 2048:
 //! `cargo run --release -p sieve-cpu --example bench_cpu`; `-- chosen` for InfLLM-V2 and MoBA alone.
 //!
-//! Rows of attention count the FLOPs of visible pairs only (4 d a pair forward, 10 d backward). So masked pairs that tiles
-//! compute, gathering and softmax show as a lower rate.
+//! Rows of attention count the FLOPs of visible pairs only (4 d a pair forward, 10 d backward). So masked pairs that
+//! tiles compute, gathering and softmax show as a lower rate.
 #![allow(clippy::print_stdout, reason = "a program for people")]
 
 use sieve_core::{AdamWStep, InfllmV2Shape, MobaShape};

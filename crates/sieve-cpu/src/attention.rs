@@ -248,8 +248,8 @@ impl Documents<'_> {
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, heads in the order q, k, v; with narrower values
 ///   `[batch, seq_len, (num_heads + num_kv_heads) * head_dim + num_kv_heads * head_dim_v]`
-/// - o: `[batch, seq_len, num_heads, head_dim_v]`, lse: `[batch, num_heads, seq_len]` (natural logarithm; with biases the
-///   largest bias that the row sees is subtracted); written whole
+/// - o: `[batch, seq_len, num_heads, head_dim_v]`, lse: `[batch, num_heads, seq_len]` (natural logarithm; with biases
+///   the largest bias that the row sees is subtracted); written whole
 ///
 /// # Panics
 /// When lengths do not fit or the documents are not consecutive ranges.

@@ -1,8 +1,8 @@
 //! DMA's selection as one integer per key (arXiv:2508.02124, eq. 3): when the key expires.
 //!
 //! Query i keeps the `keep_window_size` keys j <= i of its document with the largest (z_j, j). z_j depends on the key
-//! alone, so a key that is no longer among the best never returns, and `active(i, j) <=> j <= i < expire[j]` is the whole
-//! mask. A key that was never among the best has `expire[j] == j`: no query sees it.
+//! alone, so a key that is no longer among the best never returns, and `active(i, j) <=> j <= i < expire[j]` is the
+//! whole mask. A key that was never among the best has `expire[j] == j`: no query sees it.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

@@ -1,7 +1,7 @@
 //! CPU kernels on plain slices: attention under one mask form, norms, loss, optimizer.
 //!
-//! Everything is row-major and f32, except that weights may be bf16. Each function splits its work by sizes alone and adds
-//! in a fixed order, so its results are bit-identical from run to run and for any number of threads.
+//! Everything is row-major and f32, except that weights may be bf16. Each function splits its work by sizes alone and
+//! adds in a fixed order, so its results are bit-identical from run to run and for any number of threads.
 //!
 //! ```
 //! use sieve_cpu::{AttentionShape, Documents, Mask, attention_forward};
@@ -16,8 +16,8 @@
 //! assert!((o[0] - 0.1).abs() < 1e-6);
 //! ```
 //!
-//! Slices of the wrong length and impossible sizes are programming errors: functions panic with the name of the operand.
-//! Callers check what a user can get wrong.
+//! Slices of the wrong length and impossible sizes are programming errors: functions panic with the name of the
+//! operand. Callers check what a user can get wrong.
 
 pub mod activation;
 pub mod adamw;

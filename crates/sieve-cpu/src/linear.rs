@@ -1,8 +1,8 @@
 //! `y = x Wᵀ` with a weight in f32 or bf16; products and sums are f32.
 //!
-//! With few rows the GEMM is bound by memory bandwidth, so a separate kernel reads each weight once, without packing it.
-//! Many rows go to the `gemm` crate. Both add in the same order, so that a row's result does not depend on the number of
-//! rows: otherwise equal tokens would get unequal scores in a prompt and when decoded.
+//! With few rows the GEMM is bound by memory bandwidth, so a separate kernel reads each weight once, without packing
+//! it. Many rows go to the `gemm` crate. Both add in the same order, so that a row's result does not depend on the
+//! number of rows: otherwise equal tokens would get unequal scores in a prompt and when decoded.
 
 #[cfg(target_arch = "x86_64")]
 mod few_rows;
@@ -40,8 +40,8 @@ const MAX_COLUMN_ROWS: usize = 256;
 /// Outputs of a task.
 const TASK_OUTPUTS: usize = 128;
 
-/// The `gemm` crate splits the inner length into equal blocks of at most this size (`kc` in its `cache.rs`) and adds each
-/// block's sum to the result. [`few_rows`] does the same, to get the same bits.
+/// The `gemm` crate splits the inner length into equal blocks of at most this size (`kc` in its `cache.rs`) and adds
+/// each block's sum to the result. [`few_rows`] does the same, to get the same bits.
 const MAX_DEPTH: usize = 512;
 
 /// Weights that are widened from bf16 at once (16 MiB of f32). The GEMM of each such panel packs x again, so panels are
@@ -66,7 +66,8 @@ impl Weight<'_> {
     }
 }
 
-/// `y = x Wᵀ`. A row of y depends, to the bit, only on its row of x and on the weight's values, not on the weight's type.
+/// `y = x Wᵀ`. A row of y depends, to the bit, only on its row of x and on the weight's values, not on the weight's
+/// type.
 ///
 /// # Shapes
 /// - x: `[rows, d_in]`, weight: `[d_out, d_in]`, y: `[rows, d_out]`, written whole
@@ -108,8 +109,8 @@ fn by_columns(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
     let mut padded = x.to_vec();
     padded.resize(rows * d_in, 0.0);
     let x = Matrix::new(&padded, rows, d_in).t();
-    // The `gemm` crate packs one operand and reads the other in place. For a column-major result it packs x, so no weight
-    // is copied; the order of each sum is the same.
+    // The `gemm` crate packs one operand and reads the other in place. For a column-major result it packs x, so no
+    // weight is copied; the order of each sum is the same.
     let mut columns = vec![0.0; d_out * rows];
     panels(weight, d_in, |first, panel| {
         let outputs = panel.num_rows();

@@ -10,8 +10,8 @@ use crate::simd::{exp_and_sum, on_arch};
 /// Labels below 0 (Hugging Face's -100) are ignored: no loss, no gradient.
 const FIRST_LABEL: i32 = 0;
 
-/// Logits of a chunk, in elements (64 MiB). Every chunk reads the whole weight and updates its whole gradient, so smaller
-/// chunks would be slow with a large vocabulary.
+/// Logits of a chunk, in elements (64 MiB). Every chunk reads the whole weight and updates its whole gradient, so
+/// smaller chunks would be slow with a large vocabulary.
 const MAX_LOGITS: usize = 1 << 24;
 
 /// Bounds of the rows of a chunk.
@@ -61,8 +61,8 @@ pub fn token_losses(h: &[f32], weight: Weight<'_>, labels: &[i32], d_model: usiz
     run(h, weight, labels, d_model, None, Some(nll))
 }
 
-/// Loss and gradients in one pass, which saves one of four GEMMs. They are the gradients of `loss_sum`; multiply them by
-/// `1 / num_labels` for the gradients of the mean.
+/// Loss and gradients in one pass, which saves one of four GEMMs. They are the gradients of `loss_sum`; multiply them
+/// by `1 / num_labels` for the gradients of the mean.
 ///
 /// # Shapes
 /// - h, dh: `[n, d_model]`, weight, dweight: `[vocab_size, d_model]`, labels: `[n]`; dh and dweight are written whole

@@ -25,8 +25,8 @@ pub struct MlaDecode {
     pub softmax_scale: f32,
 }
 
-/// `o = softmax(scale key_scale q . k) c` for each new token and head, over the latents c of the tokens up to it. The key
-/// k is a token's latent and rotated key. The caller has multiplied W_UK into q and multiplies o by W_UV.
+/// `o = softmax(scale key_scale q . k) c` for each new token and head, over the latents c of the tokens up to it. The
+/// key k is a token's latent and rotated key. The caller has multiplied W_UK into q and multiplies o by W_UV.
 ///
 /// # Shapes
 /// - q: `[batch, num_queries, num_heads, rank + rope_dim]`

@@ -116,8 +116,8 @@ pub fn qk_norm_rope_forward(op: &QkNormRope<'_>, qkv: &[f32], documents: Documen
     tasks.for_each(|(task, (out, qkv))| forward_tokens(op, documents, task * TOKENS, qkv, out));
 }
 
-/// Rotates q and k without norms, copies v; otherwise as [`qk_norm_rope_forward`]. The gradient is the same function with
-/// negated sines.
+/// Rotates q and k without norms, copies v; otherwise as [`qk_norm_rope_forward`]. The gradient is the same function
+/// with negated sines.
 ///
 /// # Panics
 /// When lengths do not fit or a position is outside the tables.

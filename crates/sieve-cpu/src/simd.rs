@@ -1,8 +1,8 @@
 //! Vector code that kernels share.
 //!
-//! The build targets baseline x86-64, so every hot loop is a function that [`on_arch`] calls through a `pulp::WithSimd`.
-//! That function and all it calls must be `#[inline(always)]`: only then are they compiled for the instruction set found
-//! at run time. (A closure given to `Arch::dispatch` is compiled separately, for the baseline.)
+//! The build targets baseline x86-64, so every hot loop is a function that [`on_arch`] calls through a
+//! `pulp::WithSimd`. That function and all it calls must be `#[inline(always)]`: only then are they compiled for the
+//! instruction set found at run time. (A closure given to `Arch::dispatch` is compiled separately, for the baseline.)
 
 use pulp::{Arch, Simd};
 

@@ -127,8 +127,8 @@ on_arch! {
     ) -> KeySums = segment_simd;
 }
 
-/// The backward pass of the tiles that hold `tokens`, for one batch row and KV head: writes dq, and returns the segment's
-/// sums of dk, dv and d_delta.
+/// The backward pass of the tiles that hold `tokens`, for one batch row and KV head: writes dq, and returns the
+/// segment's sums of dk, dv and d_delta.
 #[inline(always)]
 fn segment_simd<S: Simd, const W: usize>(
     simd: S,

@@ -63,8 +63,8 @@ impl<const W: usize> TileState<W> {
     }
 
     /// Accumulates the attention of all rows over the block of keys. From a panel's positions, `readers` gives the same
-    /// with -1 for rows that see no key of the block, and `bases` what is subtracted from the keys' biases (`None`: there
-    /// are no biases).
+    /// with -1 for rows that see no key of the block, and `bases` what is subtracted from the keys' biases (`None`:
+    /// there are no biases).
     #[inline(always)]
     pub(crate) fn add_block<S: Simd>(
         &mut self,
@@ -131,8 +131,8 @@ impl Softmax {
         }
     }
 
-    /// Log-sum-exp of a row's logits (-inf when it saw no key) and the softmax denominator. In the logits, the biases are
-    /// relative to the row's base.
+    /// Log-sum-exp of a row's logits (-inf when it saw no key) and the softmax denominator. In the logits, the biases
+    /// are relative to the row's base.
     fn finish(&self, lane: usize) -> (f32, f32) {
         let sum = self.sum[lane];
         let lse = if sum == 0.0 {

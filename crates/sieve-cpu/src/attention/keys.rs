@@ -12,7 +12,8 @@ const TILE_ROWS: usize = 192;
 /// Tiles that share one stored list of candidate keys.
 const TILES_PER_LIST: usize = 8;
 
-/// A mask prepared for the tiles: when each key expires and, for [`Mask::Expire`], lists of the keys that may be visible.
+/// A mask prepared for the tiles: when each key expires and, for [`Mask::Expire`], lists of the keys that may be
+/// visible.
 pub(crate) struct Keys<'a> {
     shape: PackedShape,
     documents: Documents<'a>,
@@ -101,7 +102,8 @@ impl<'a> Keys<'a> {
     }
 
     /// The largest bias that the query of each lane sees, 0 in lanes without a query. Subtracting it from all biases of
-    /// the row leaves the softmax unchanged and keeps logits small, so that `q . k` loses no digits beside a large bias.
+    /// the row leaves the softmax unchanged and keeps logits small, so that `q . k` loses no digits beside a large
+    /// bias.
     pub(super) fn bases(&self, row: usize, kv_head: usize, positions: &[i32; LANES]) -> Aligned<[f32; LANES]> {
         let at = (row * self.shape.num_kv_heads + kv_head) * self.shape.seq_len;
         let base = |position: i32| match usize::try_from(position) {
@@ -145,8 +147,8 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Splits a tile's keys into lists of at most [`BLOCK_KEYS`]; with [`Mask::Chosen`] each list stays inside one chosen
-    /// block, because queries differ in the blocks that they read.
+    /// Splits a tile's keys into lists of at most [`BLOCK_KEYS`]; with [`Mask::Chosen`] each list stays inside one
+    /// chosen block, because queries differ in the blocks that they read.
     pub(super) fn chunks<'l>(&self, row: usize, list: &'l [u32]) -> impl Iterator<Item = &'l [u32]> {
         let blocks = list.chunk_by(move |&a, &b| self.block_of(row, a) == self.block_of(row, b));
         blocks.flat_map(|block| block.chunks(BLOCK_KEYS))
@@ -213,7 +215,8 @@ impl<'a> Keys<'a> {
         &self.lists[(row * self.shape.num_kv_heads + kv_head) * per_head + first / list_tokens]
     }
 
-    /// All lists of one batch row and KV head. Each is computed from the one before, in time proportional to its length.
+    /// All lists of one batch row and KV head. Each is computed from the one before, in time proportional to its
+    /// length.
     fn lists_of(&self, row_and_head: usize) -> Vec<Vec<u32>> {
         let (n, heads) = (self.shape.seq_len, self.shape.num_kv_heads);
         let expire = self.expire(row_and_head / heads, row_and_head % heads);
@@ -230,8 +233,8 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The largest bias that each query sees, 0 where it sees nothing. Keys in descending order of bias set the base of every
-/// query that sees them and has no base yet.
+/// The largest bias that each query sees, 0 where it sees nothing. Keys in descending order of bias set the base of
+/// every query that sees them and has no base yet.
 fn largest_biases(expire: &[i32], delta: &[f32]) -> Vec<f32> {
     let mut keys: Vec<usize> = (0..delta.len()).collect();
     keys.sort_by(|&a, &b| delta[b].total_cmp(&delta[a]));

@@ -1,5 +1,5 @@
-//! The tasks of the backward pass: each batch row and KV head is one group, whose tokens are cut into segments; dk and dv
-//! of the segments are summed in order.
+//! The tasks of the backward pass: each batch row and KV head is one group, whose tokens are cut into segments; dk and
+//! dv of the segments are summed in order.
 
 use std::ops::Range;
 

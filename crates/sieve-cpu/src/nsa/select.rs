@@ -1,5 +1,5 @@
-//! The choice of blocks: each query scores pooled keys, and a block's importance comes from the scores of the pooled keys
-//! that overlap it.
+//! The choice of blocks: each query scores pooled keys, and a block's importance comes from the scores of the pooled
+//! keys that overlap it.
 
 use std::ops::Range;
 
@@ -70,8 +70,8 @@ pub fn choose_blocks(importance: &[f32], own: usize, forced: ForcedBlocks, chose
 /// # Shapes
 /// - q: `[batch, seq_len, num_heads, head_dim]`
 /// - keys: `[batch * num_slots * num_kv_heads, head_dim]`, each the mean of its block's keys
-/// - block_indices: `[batch, seq_len, choosers, num_selected_blocks]` with [`BlockChoice::num_choosers`] choosers: blocks
-///   counted from the document's first token, ascending, then -1 where there are fewer; written whole
+/// - block_indices: `[batch, seq_len, choosers, num_selected_blocks]` with [`BlockChoice::num_choosers`] choosers:
+///   blocks counted from the document's first token, ascending, then -1 where there are fewer; written whole
 ///
 /// # Panics
 /// When lengths do not fit.
