@@ -93,7 +93,7 @@ pub fn linear_cross_entropy_with_gradients(
 
 /// Where the gradients are written.
 struct Gradients<'a> {
-    /// The weight once more: gradients need it in f32.
+    /// The weight in f32, which the gradients need.
     weight: &'a [f32],
     dh: &'a mut [f32],
     dweight: &'a mut [f32],

@@ -153,18 +153,18 @@ pub struct AttentionCall<'a> {
     pub mask: Mask<'a>,
 }
 
-/// Output and gradients.
+/// Output and gradients of an attention call, and the sizes of the terms that they sum.
 #[derive(Clone, Debug, Default)]
 pub struct Results {
-    /// `[batch, seq_len, num_heads, head_dim_v]`.
+    /// Output, `[batch, seq_len, num_heads, head_dim_v]`.
     pub o: Vec<f64>,
-    /// `[batch, num_heads, seq_len]`.
+    /// Log-sum-exp of each row's logits, `[batch, num_heads, seq_len]`.
     pub lse: Vec<f64>,
-    /// Like q.
+    /// Gradient of the queries, `[batch, seq_len, num_heads, head_dim]`.
     pub dq: Vec<f64>,
-    /// Like k.
+    /// Gradient of the keys, `[batch, seq_len, num_kv_heads, head_dim]`.
     pub dk: Vec<f64>,
-    /// Like v.
+    /// Gradient of the values, `[batch, seq_len, num_kv_heads, head_dim_v]`.
     pub dv: Vec<f64>,
     /// Gradient of the bias, `sum_i dS_ij`, `[batch, num_kv_heads, seq_len]`.
     pub d_delta: Vec<f64>,
@@ -320,8 +320,8 @@ impl Results {
     }
 }
 
-/// Results of one query head, token by token. `terms.dk` and `terms.dv` are sums of squares, of which [`Terms`] has the
-/// roots.
+/// [`Results`] of one query head, one row per token. `terms.dk` and `terms.dv` are still sums of squares, before the
+/// root.
 struct Head {
     o: Vec<f64>,
     lse: Vec<f64>,
@@ -387,6 +387,7 @@ fn query_head_on<S: Simd>(_simd: S, call: &AttentionCall<'_>, row: usize, head: 
             let ds = p * (dp - mean);
             all.d_delta[j] += ds;
             all.d_delta_terms[j] += p * (dp.abs() + mean.abs());
+            // The typical size of `do . v`: where dp is smaller because its terms cancel, its rounding error is not.
             let usual = (square_do * squares_v[j] / width_v as f64).sqrt();
             let size = (scale * p * (dp.abs() + mean.abs() + usual)).powi(2);
             terms_o += p * p * squares_v[j];

@@ -58,6 +58,7 @@ pub(crate) fn multiply<S: Simd, const K: usize, const W: usize>(
     }
 }
 
+/// [`multiply`] in blocks of MR rows and NV vectors of `S::F32_LANES` columns.
 #[inline(always)]
 fn multiply_rows<S: Simd, const MR: usize, const NV: usize, const K: usize, const W: usize>(
     simd: S,
@@ -107,6 +108,7 @@ pub(crate) fn multiply_transposed<S: Simd, const W: usize>(
     }
 }
 
+/// [`multiply_transposed`] in blocks of MR rows and NV vectors of `S::F32_LANES` columns.
 #[inline(always)]
 fn transposed_rows<S: Simd, const MR: usize, const NV: usize, const W: usize>(
     simd: S,

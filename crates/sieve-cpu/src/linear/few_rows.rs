@@ -96,7 +96,7 @@ impl Transpose for V3 {
 
 /// Types of a weight. A lane of 32 bits holds `IN_LANE` elements.
 trait Element: Copy {
-    /// Elements in 32 bits.
+    /// Elements per lane: 1 for f32, 2 for bf16.
     const IN_LANE: usize;
 
     /// A vector of `F32_LANES * IN_LANE` elements, padded with zeros if the slice is shorter.

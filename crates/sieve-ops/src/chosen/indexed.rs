@@ -162,6 +162,7 @@ pub fn index_statistics<B: SieveBackend>(
     let count = MEASURED_QUERIES.min(n);
     let device = qkv.device();
     let of_row = |x: Tensor<B, 4>| value::<B, 4>(x).narrow(0, 0, 1).cast(DType::F32).squeeze_dim::<3>(0);
+    // The measured queries are spread evenly over the row.
     let queries: Vec<i32> = (0..count).map(|at| ((2 * at + 1) * n / (2 * count)) as i32).collect();
     let queries = Tensor::<B::Inner, 1, Int>::from_ints(queries.as_slice(), &device);
     let packed_index = index.clone();
@@ -170,7 +171,7 @@ pub fn index_statistics<B: SieveBackend>(
     let of_queries = |x: Tensor<B::Inner, 3>| x.select(1, queries.clone());
     let scale = call.spec.softmax_scale;
 
-    // Visibility, position in the document, and logits of each token, `[groups, count, n]`.
+    // Hidden keys, keys' positions in the query's document, and logits, each `[groups, count, n]`.
     let starts = Tensor::<B::Inner, 2, Int>::from_primitive(call.documents.start.clone().into_primitive());
     let starts = starts.narrow(0, 0, 1).squeeze_dim::<1>(0).select(0, queries.clone());
     let all = [count, n];
@@ -188,6 +189,7 @@ pub fn index_statistics<B: SieveBackend>(
     let logits = (q.matmul(k.swap_dims(1, 2)) * scale).reshape([groups, group, count, n]);
     let scores = of_queries(heads(&index, 0, groups));
     let scores = scores.matmul(heads(&index, groups, 1).expand([groups, n, d]).swap_dims(1, 2)) * scale;
+    // Probabilities of the keys that are not hidden, averaged over the heads of each group.
     let mean_over = |hidden: &Tensor<B::Inner, 3, burn::tensor::Bool>| {
         let hidden = hidden.clone().unsqueeze_dim::<4>(1).expand([groups, group, count, n]);
         softmax(logits.clone().mask_fill(hidden, f32::NEG_INFINITY), 3)
@@ -196,6 +198,7 @@ pub fn index_statistics<B: SieveBackend>(
     };
     let dense = mean_over(&hidden);
 
+    // Keys outside the chosen blocks.
     let not_chosen = {
         let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.into_primitive());
         let chosen = chosen
@@ -211,6 +214,7 @@ pub fn index_statistics<B: SieveBackend>(
         let block = every(in_document.clone().div_scalar(size as i64) + 1);
         hidden.clone().bool_or(read.gather(2, block).lower_equal_elem(0.0))
     };
+    // Probability in the chosen blocks / probability in the best blocks.
     let recall = {
         let blocks = call.choice.blocks;
         let (size, num_blocks) = (blocks.select_block_size as i64, n.div_ceil(blocks.select_block_size));

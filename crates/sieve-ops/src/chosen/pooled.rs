@@ -263,6 +263,7 @@ fn gradients<D: DeviceBackend>(
             // Blocks in later slots end after the last of these queries.
             let seen = end.div_ceil(slots.size);
             let read = slots.read(row, &queries, seen, chosen.as_ref());
+            // The attention's probabilities of the blocks' tokens, summed over all heads.
             let mut summed = Tensor::<D, 2>::zeros([count, seen * slots.size], (&device, compute_dtype(dtype)));
             for (kv_head, k) in k_slots.iter().enumerate() {
                 let of = [first, kv_head * group];
@@ -286,10 +287,12 @@ fn gradients<D: DeviceBackend>(
             let scores = scores_of(q_index.clone(), keys.clone());
             let sums = scores.clone().clamp_min(0.0).sum_dim(1).reshape([count, seen]) * spec.softmax_scale;
             let [teacher, student] = distributions(summed, sums, read.clone());
+            // The gradient in the blocks' scores, then in each index head's products with the block keys (ReLU).
             let d_sums = (student.exp().mask_fill(read.bool_not(), 0.0) - teacher) * (weight * spec.softmax_scale);
             let d_scores = d_sums.unsqueeze_dim::<3>(1).expand([count, heads, seen]);
             let d_scores = d_scores.mask_fill(scores.lower_equal_elem(0.0), 0.0);
             let d_scores = primitive(d_scores.reshape([count * heads, seen]).cast(dtype));
+            // The gradients of the index queries and of the block keys.
             let d_query = D::gemm(Product::Nn, d_scores.clone(), primitive(keys), None);
             d_queries.push(tensor::<D, 2>(d_query).reshape([1, count, heads, d]));
             let q_index = primitive(q_index.reshape([count * heads, d]));
