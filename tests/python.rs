@@ -45,6 +45,31 @@ pub(crate) fn run(python: &Path, script: &str, arguments: &[String]) -> String {
 }
 
 #[test]
+fn scripts_without_options_print_their_use_alone() {
+    let test = "scripts_without_options_print_their_use_alone";
+    for (script, imports) in [
+        ("code_lines.py", "import tokenize"),
+        ("draw_for_readers.py", "import random"),
+        ("masked_attention.py", "import struct"),
+        ("dma_expiry.py", "import torch, safetensors"),
+        ("transformers_logits.py", "import torch, transformers, safetensors"),
+        ("rolling_windows.py", "import lm_eval.utils"),
+    ] {
+        let Some(python) = interpreter(test, imports) else {
+            continue;
+        };
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("python").join(script);
+        let mut command = Command::new(&python);
+        let output = command.arg(path).arg("--help").current_dir(folder.path()).output();
+        let output = output.expect("the interpreter ran before");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!said.is_empty() && !said.contains("Traceback"), "{script}: {said}");
+        assert_eq!(folder.path().read_dir().expect("readable").count(), 0, "{script}");
+    }
+}
+
+#[test]
 fn the_corpus_comes_back_byte_for_byte_from_its_lock() {
     let test = "the_corpus_comes_back_byte_for_byte_from_its_lock";
     if let Some(python) = interpreter(test, "import hashlib, tarfile") {

@@ -1,8 +1,8 @@
-//! Embeds every file of `kernels/` as text, and gives each kernel's params struct to Rust:
+//! Generates two Rust files from `kernels/`:
 //!
-//! - `kernel_files.rs`: the table `KERNEL_FILES` of (path below `kernels/`, text);
-//! - `kernel_params.rs`: a Rust struct for each `struct ..Params` of the kernels, and the table `ENTRY_PARAMS` of
-//!   (entry point, its struct).
+//! - `kernel_files.rs`: the table `KERNEL_FILES` with the path below `kernels/` and the text of every file;
+//! - `kernel_params.rs`: a Rust struct for each `struct ..Params` of the kernels, and the table `ENTRY_PARAMS` with
+//!   each entry point and the name of its struct.
 #[path = "src/runtime/params_text.rs"]
 mod params_text;
 
@@ -17,7 +17,7 @@ fn main() {
     let mut files = Vec::new();
     collect(&kernels, &kernels, &mut files);
     files.sort();
-    // The text itself, not include_str!: the table must be of one moment, also while files are being edited.
+    // The table holds the texts, not `include_str!`: cargo would compile later edits of single files into it.
     let mut table = String::from("static KERNEL_FILES: &[(&str, &str)] = &[\n");
     for (name, text) in &files {
         table.push_str(&format!("    ({name:?}, {text:?}),\n"));
@@ -28,7 +28,8 @@ fn main() {
     fs::write(out.join("kernel_params.rs"), params).expect("OUT_DIR is writable");
 }
 
-/// Reads `.cu` and `.cuh` files below `folder`; names are relative to `root`, with forward slashes.
+/// Appends (name, text) of all `.cu` and `.cuh` files below `folder`. A name is the path relative to `root`, with
+/// forward slashes.
 fn collect(root: &Path, folder: &Path, files: &mut Vec<(String, String)>) {
     println!("cargo:rerun-if-changed={}", folder.display());
     let entries = fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));

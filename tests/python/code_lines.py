@@ -73,6 +73,8 @@ def count(revision):
 
 
 def main():
+    if any(word.startswith("-") for word in sys.argv[1:]):
+        sys.exit(__doc__)
     revisions = sys.argv[1:] or ["HEAD"]
     columns = [count(revision) for revision in revisions]
     places = sorted(set().union(*columns))

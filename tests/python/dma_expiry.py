@@ -17,6 +17,8 @@ SOURCE = Path(__file__).parents[2] / "crates/sieve-hf/src/export/modeling_sieve.
 
 
 def main() -> None:
+    if any(word.startswith("-") for word in sys.argv[1:]):
+        sys.exit(__doc__)
     spec = importlib.util.spec_from_file_location("modeling_sieve", SOURCE)
     modeling = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(modeling)

@@ -32,6 +32,8 @@ def blocks(path, lines):
 
 
 def main():
+    if any(word.startswith("-") for word in sys.argv[1:]):
+        sys.exit(__doc__)
     seed, *counts = (int(word) for word in sys.argv[1:])
     num_comments, num_functions = counts or (10, 5)
     listed = subprocess.run(["git", "ls-files", "*.rs", "*.cu", "*.cuh"], check=True, capture_output=True, text=True)

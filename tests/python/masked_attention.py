@@ -108,6 +108,8 @@ def check(path):
 
 
 if __name__ == "__main__":
+    if any(word.startswith("-") for word in sys.argv[1:]):
+        sys.exit(__doc__)
     for path in sys.argv[1:]:
         (o, lse), density = check(path)
         print(f"{path} {o:.1e} {lse:.1e} {density:.4f}")

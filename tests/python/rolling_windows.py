@@ -25,6 +25,6 @@ def main(out):
         file.write("[\n" + ",\n".join(json.dumps(case) for case in cases) + "\n]\n")
 
 
-if len(sys.argv) != 2:
+if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
     sys.exit(__doc__)
 main(sys.argv[1])

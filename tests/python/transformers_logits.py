@@ -141,6 +141,8 @@ def sieve_alone(folder, model, ids, logits):
 
 
 def main() -> None:
+    if any(word.startswith("-") for word in sys.argv[1:2]):
+        sys.exit(__doc__)
     tokens, text, folders = sys.argv[1], sys.argv[2], sys.argv[3:]
     ids = torch.tensor([[int(token) for token in tokens.split(",")]])
     for folder in folders:

@@ -1,8 +1,8 @@
-//! The portable kernels on the CPU emulator, without a GPU: `cargo run --release --example emulate -- [CASES]
+//! Checks the portable kernels on the CPU emulator, without a GPU: `cargo run --release --example emulate -- [CASES]
 //! [LONGEST] [SEED]`.
 //!
-//! The launch wrappers run as they do on a GPU; their launches are compiled with g++ into target/emulator and run
-//! there.
+//! The launch wrappers run as they do on a GPU. The emulator compiles the kernels that they launch with g++ into
+//! target/emulator and runs them on the CPU.
 #![allow(clippy::print_stdout, reason = "this is a program")]
 use sieve_bench::{CheckPart, CheckSettings, check_emulated};
 use sieve_kernels::Arrivals;
@@ -25,8 +25,8 @@ fn main() -> ExitCode {
         arrivals: Arrivals::default(),
         part: CheckPart::All,
     };
-    let mut tell = |part| println!("{part}");
-    match check_emulated(&settings, Path::new("target/emulator"), &mut tell) {
+    let mut print = |part| println!("{part}");
+    match check_emulated(&settings, Path::new("target/emulator"), &mut print) {
         Ok((report, kernels)) => {
             println!("{report}\n{} kernels ran: {}", kernels.len(), kernels.join(" "));
             if report.failed() == 0 {

@@ -1,8 +1,8 @@
-//! A plan of the C interface on the CPU emulator, for the tests of the Python package: `emulate_plan FOLDER`.
+//! Runs a plan of the C interface on the CPU emulator, for the tests of the Python package: `emulate_plan FOLDER`.
 //!
-//! Reads FOLDER/request.json, the inputs' bytes from FOLDER/0, FOLDER/1, .., and, where it is there, how many keys the
-//! caches hold from FOLDER/capacity; writes every input and output behind
-//! them, as it is afterwards, under the same numbers.
+//! The plan is made from FOLDER/request.json. FOLDER/0, FOLDER/1, .. hold the bytes of the plan's inputs. An optional
+//! FOLDER/capacity says how many keys the caches hold. Afterwards the program writes every input and output buffer of
+//! the plan, by its number, to FOLDER/0, FOLDER/1, ..
 #![allow(clippy::print_stderr, reason = "this is a program")]
 use sieve_bench::replay_emulated;
 use sieve_capi::Plan;

@@ -17,8 +17,8 @@ use sieve_kernels::{AttentionResult, AttentionShape, KernelError, KernelPolicy, 
 use sieve_testing::Random;
 use std::ops::Range;
 
-/// Rounding of `ddelta`, as a share of the sums that cancel in it: 2^-16 of their largest. The true value is 0 where a
-/// query sees a single key, so no share of the result itself would do; bf16 would be 2^-8 of the same sums.
+/// Tolerance of `ddelta` as a share of the largest [`Reference::ddelta_terms`]: 2^-16, where bf16 sums would need 2^-8.
+/// It is no share of `ddelta` itself, whose true value is 0 where a query sees a single key.
 const DDELTA_TERMS: f32 = 1.0 / 65536.0;
 
 /// A case with its two references.
@@ -42,7 +42,7 @@ impl Prepared {
     }
 }
 
-/// One random call.
+/// Sizes, mask and data kinds of one random call; [`Draw::prepare`] draws its numbers.
 struct Draw {
     shape: AttentionShape,
     keys: Keys,
@@ -56,7 +56,7 @@ struct Draw {
 }
 
 impl Draw {
-    /// Sizes that are multiples of no tile, and the edges; `mode` is one of `MODES`.
+    /// Draws sizes that no tile divides, and sizes at the edges of tiles (63, 64, 65). `mode` is one of `MODES`.
     fn new(mode: usize, magnitude: f32, extent: &Extent, random: &mut Random) -> Self {
         let longest = extent.longest;
         let (head_dim, head_dim_v) = random.one_of(extent.widths);
@@ -66,7 +66,7 @@ impl Draw {
         let mut seq_len = random.one_of(&[1, 2, 15, 63, 64, 65, 127, 129, 191, drawn, drawn]);
         let dma = mode.is_multiple_of(2);
         if dma && random.chance(0.25) {
-            // Several super-blocks of 1024 queries.
+            // More than one super-block, that is, more than 1024 queries.
             seq_len = random.between(1025, 1025 + 2 * longest);
         }
         let window = random.one_of(&[1, 2, 7, 33, 64, 100, seq_len / 2 + 1, seq_len, 5 * seq_len]);
@@ -119,9 +119,10 @@ impl Draw {
     }
 }
 
-/// The calls of a check, references computed a few at a time on all cores, each given to `visit`.
+/// Draws the random calls of a check and gives each to `visit`. References of as many calls as there are threads are
+/// computed at the same time.
 fn for_each_case(extent: &Extent, mut visit: impl FnMut(&Prepared) -> Result<()>) -> Result<()> {
-    // 0 and 2 are DMA, without and with a local window; the others dense, window and bias.
+    // 0: DMA; 2: DMA with a local window; 1: dense; 3: sliding window; 5: dense with a bias.
     const MODES: [usize; 5] = [0, 1, 2, 3, 5];
     let mut random = Random(extent.seed);
     let draws: Vec<Draw> = (0..extent.cases)
@@ -144,7 +145,8 @@ fn name(keys: Keys) -> String {
     format!("{kernel}{}", keys.suffix())
 }
 
-/// The launch wrappers: values narrower than keys, gradients into NaN, both orders of sums, two runs in a fixed order.
+/// Checks the launch wrappers of attention: values narrower than keys, gradient buffers that begin as NaN, both sum
+/// orders, and two runs in the fixed order, whose bits must be equal.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
     let drawn = Extent {
@@ -159,16 +161,17 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     })?;
     check_nan(report, device, extent)?;
     match extent.is_emulated {
-        // Blocks run one after the other there.
+        // The emulator runs blocks of threads one after the other, so no run can differ from another.
         true => Ok(()),
         false => check_repeats(report, device, extent),
     }
 }
 
-/// Backward passes in a fixed order whose results are compared.
+/// How many backward passes in a fixed order must have equal bits.
 const REPEATS: usize = 20;
 
-/// Backward passes in a fixed order, so long that blocks of threads wait for each other, again and again: equal bits.
+/// Repeats backward passes in a fixed order and requires equal bits. The rows are so long that blocks of threads wait
+/// for each other.
 fn check_repeats(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     for (seq_len, heads, width, keys) in [
         (2000, [6, 2], 128, Keys::Dense),
@@ -198,7 +201,7 @@ fn check_repeats(report: &mut Report, device: &dyn Device, extent: &Extent) -> R
     Ok(())
 }
 
-/// Whether all of [`REPEATS`] passes give the same bits.
+/// Runs `gradients` [`REPEATS`] times; fails where a run's bits differ from the first run's.
 pub(crate) fn repeat<T: PartialEq, E>(gradients: impl Fn() -> Result<T, E>) -> Outcome
 where
     Wrong: From<E>,
@@ -212,12 +215,13 @@ where
     Ok(0.0)
 }
 
-/// The key that has a NaN, of so many.
+/// Position of the key with a NaN in [`check_nan`].
 const NAN_KEY: usize = 70;
+/// Tokens of the row of [`check_nan`].
 const NAN_TOKENS: usize = 150;
 
-/// A NaN in one key: every later query sees it, and has NaN for its output, its log-sum-exp and its gradient; all keys
-/// are seen by such a query, and have NaN gradients. A loss that ignores those queries must not train on numbers.
+/// Puts a NaN into one key. Every later query sees that key, so its o, lse and dq must be NaN. Each key is seen by such
+/// a query, so all dk and dv must be NaN too: a finite gradient would hide the fault from the training loop.
 fn check_nan(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let width = extent.pick(32, 64);
     let shape = AttentionShape::new(1, NAN_TOKENS, [2, 1], [width, width]);
@@ -239,7 +243,8 @@ fn check_nan(report: &mut Report, device: &dyn Device, extent: &Extent) -> Resul
     Ok(())
 }
 
-/// Whether everything that a query from the key with NaN on reaches is NaN; `token` numbers of q belong to a token.
+/// Fails where o, dq or lse of a query from [`NAN_KEY`] on, or any dk or dv, is not NaN. `token` is the number of
+/// elements of q per token.
 fn all_nan(got: &Outputs, token: usize) -> Result<(), Wrong> {
     let late = NAN_KEY * token..;
     for (name, values) in [
@@ -268,7 +273,7 @@ fn all_nan(got: &Outputs, token: usize) -> Result<(), Wrong> {
     }
 }
 
-/// One call of the wrappers over the lists that `lists` makes, by both orders of sums.
+/// Checks one call of the wrappers in both sum orders; `lists` makes DMA's key lists, or none for dense attention.
 pub(super) fn check_wrapper(
     report: &mut Report,
     name: &str,
@@ -289,7 +294,7 @@ pub(super) fn check_wrapper(
     }
 }
 
-/// Outcomes of one call, by the end of their row's name.
+/// Outcomes of one call; each with the suffix of its row's name in the report.
 type Outcomes = Vec<(&'static str, Outcome)>;
 
 fn wrappers(
@@ -306,14 +311,14 @@ fn wrappers(
     let fixed = call.gradients(lists.as_ref(), &result, SumOrder::Fixed)?;
     let again = call.run(lists.as_ref(), SumOrder::Fixed)?;
     let mut in_order = judge(prepared, &fixed);
-    // NaN is unequal to itself, and would have failed above.
+    // Results that `judge` accepts have no NaN, which would be unequal to itself here.
     if in_order.is_ok() && fixed != again {
         in_order = wrong("two runs differ");
     }
     let any = judge(prepared, &any);
     let mut outcomes = vec![("", any), (", fixed order", in_order)];
     if result.o_low.is_some() {
-        // As in rows too long to keep what rounding took from o.
+        // Long rows do not keep `o_low`: the backward pass then sums P dP itself.
         let rounded = AttentionResult { o_low: None, ..result };
         let summed = call.gradients(lists.as_ref(), &rounded, SumOrder::Any)?;
         outcomes.push((", row sums", judge(prepared, &summed)));
@@ -321,11 +326,11 @@ fn wrappers(
     Ok(outcomes)
 }
 
-/// Tokens of a row whose backward pass takes several launches, one for every 16 super-blocks.
+/// Tokens of a row whose backward pass takes two launches: one launch takes 16 super-blocks of 1024 queries.
 const LONG: usize = 17_500;
 
-/// A row so long that its backward pass takes several launches: sums in any order against sums in the fixed order. No
-/// reference of that length is needed, as the fixed order is compared with references in short rows.
+/// Compares the two sum orders on a row whose backward pass takes several launches. A reference of this length would be
+/// slow, and is not needed: short rows compare the fixed order with references.
 pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let shape = AttentionShape::new(1, LONG, [2, 1], [64, 64]);
     for keys in [Keys::chosen(100), Keys::local(400, 300)] {
@@ -339,7 +344,8 @@ pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &
     Ok(())
 }
 
-/// Sums in any order against sums in the fixed order: one rounding of each.
+/// Tolerance between gradients of the two sum orders: both are rounded to bf16 once, so they may differ by two halves
+/// of a unit in the last place.
 pub(crate) const ORDERS: Tolerance = Tolerance::new(0.0, Tolerance::FLOOR, 1.0 / 128.0);
 
 fn orders_agree(call: &OnDevice<'_>) -> Outcome {
@@ -358,7 +364,7 @@ fn orders_agree(call: &OnDevice<'_>) -> Outcome {
     Ok(worst)
 }
 
-/// The case with NaN in K, V and the bias of keys that no query sees: they must change nothing.
+/// Puts NaN into k, v and bias of every key that no query sees: no result may change.
 fn masked_by_nan(case: &Case) -> Case {
     let mut case = case.clone();
     for (at, _, [k, v]) in never_active(&case) {
@@ -371,7 +377,7 @@ fn masked_by_nan(case: &Case) -> Case {
     case
 }
 
-/// Each key that no query sees: its place among biases, its position, and where its rows of k and v are.
+/// Each key that no query sees: its index among the biases, its position in the row, and its ranges in k and v.
 fn never_active(case: &Case) -> Vec<(usize, usize, [Range<usize>; 2])> {
     let [_, seq_len, num_kv_heads, width_v] = values_of(case.shape);
     let never = case.never_active().into_iter().enumerate();
@@ -384,7 +390,7 @@ fn never_active(case: &Case) -> Vec<(usize, usize, [Range<usize>; 2])> {
     never.collect()
 }
 
-/// Every output against the references; the largest error as a share of what is allowed.
+/// Compares every output with the references. Returns the largest ratio of error to tolerance.
 fn judge(prepared: &Prepared, got: &Outputs) -> Outcome {
     let (exact, plain) = (&prepared.exact.outputs, &prepared.plain.outputs);
     let (terms, lost_digits) = (&prepared.exact.terms, lost_digits(&exact.lse));
@@ -403,7 +409,7 @@ fn judge(prepared: &Prepared, got: &Outputs) -> Outcome {
         norm: norm && long,
         ..Tolerance::new(2.0, floor, share)
     };
-    // rowsum(do * o) comes from the rounded o.
+    // Kernels compute rowsum(do * o) from o rounded to bf16, so `ddelta` has an error of about a bf16 rounding.
     let gradient_share = if long { 1.0 / 256.0 } else { 1.0 / 128.0 };
     let lse = tolerance(1e-4, 1e-4, false);
     let terms = (DDELTA_TERMS + lost_digits as f32) * prepared.exact.ddelta_terms;
@@ -421,7 +427,7 @@ fn judge(prepared: &Prepared, got: &Outputs) -> Outcome {
     Ok(worst)
 }
 
-/// Gradients of keys that no query sees are exactly zero.
+/// Fails where a key that no query sees has a gradient other than exactly 0.
 fn never_active_are_zero(case: &Case, got: &Outputs) -> Result<(), Wrong> {
     for (at, j, [k, v]) in never_active(case) {
         let ddelta = got.ddelta.get(at);

@@ -36,10 +36,10 @@ use sieve_kernels::{
 use sieve_ops::Cuda;
 use std::path::PathBuf;
 
-/// The rows of a benchmark.
+/// Which rows a benchmark times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BenchRows {
-    /// Attention, selection and decoding, as the published table has them.
+    /// Attention, selection and decoding: the rows of the table in docs/benchmarks.md.
     Standard,
     /// The shapes of arXiv:2508.02124, Table 2.
     Table2,
@@ -55,7 +55,7 @@ pub enum BenchRows {
     Selectors,
     /// One new token, under each method that acts while a model writes.
     Decode,
-    /// Native sparse attention, and dense attention.
+    /// Native sparse attention, InfLLM-V2, MoBA and MSA, and dense attention.
     Nsa,
     /// DMA alone, as published and in the recipes' form.
     Dma,
@@ -74,24 +74,25 @@ pub struct BenchSettings {
     pub repetitions: usize,
     /// Captured q, k and v for the rows of selectors.
     pub operands: Option<PathBuf>,
-    /// Tokens of a row; the usual ones where empty. Of selectors, tokens of their generated operands.
+    /// Tokens of a row; empty: the usual lengths. For selectors: tokens of the generated operands.
     pub lengths: Vec<usize>,
-    /// Query and KV heads of standard, DMA's, latent and NSA's rows; the usual ones where empty.
+    /// Query and KV heads of the standard, DMA, latent and NSA rows; empty: the usual heads.
     pub heads: Vec<BenchHeads>,
-    /// Width of the heads of standard, DMA's and NSA's rows, where not the usual ones.
+    /// Head width of the standard, DMA and NSA rows; the usual widths when absent.
     pub width: Option<usize>,
-    /// Backward passes of dense attention, windows and DMA with about so many blocks of threads for each tile of keys;
-    /// the number that a call takes by itself where empty.
+    /// How many blocks of threads share a tile of keys in backward passes of dense attention, windows and DMA: one more
+    /// row for each number. The launch chooses the number itself in the other rows.
     pub blocks_per_tile: Vec<usize>,
 }
 
 impl BenchSettings {
-    /// Whether rows of other sizes than the usual ones are asked for.
+    /// Whether the user asked for other sizes than the usual ones.
     fn has_sizes(&self) -> bool {
         !self.heads.is_empty() || self.width.is_some() || !self.lengths.is_empty()
     }
 
-    /// One row of every number of heads and length asked for, or of those given here.
+    /// Shapes of batch 1 for every combination of heads and length: those of the settings, or these where the settings
+    /// have none.
     fn shapes(&self, heads: &[[usize; 2]], lengths: &[usize], width: usize) -> Vec<AttentionShape> {
         let heads: Vec<[usize; 2]> = match self.heads[..] {
             [] => heads.to_vec(),
@@ -111,16 +112,16 @@ impl BenchSettings {
 /// Events of a benchmark while it runs.
 #[derive(Clone, Debug)]
 pub enum BenchEvent {
-    /// First, what the rows are compared with.
+    /// The GPU's peak rates, before the first row.
     Ceilings(Ceilings),
-    /// A row, as soon as it is known.
+    /// A row, as soon as it is measured.
     Row(BenchRow),
 }
 
 /// Results of a benchmark.
 #[derive(Clone, Debug)]
 pub struct BenchResult {
-    /// All rows, for programs.
+    /// Everything measured, for programs.
     pub json: Value,
     /// Rows that failed.
     pub failed: usize,
@@ -151,7 +152,7 @@ pub fn bench(settings: &BenchSettings, gpu: &DeviceReport, say: &mut dyn FnMut(B
     })
 }
 
-/// A run of the benchmark: what rows need, and the rows so far.
+/// A running benchmark: device, clock, settings, and the rows so far as JSON.
 pub(crate) struct Bench<'a> {
     say: &'a mut dyn FnMut(BenchEvent),
     /// The GPU.
@@ -166,13 +167,13 @@ pub(crate) struct Bench<'a> {
     json: Value,
 }
 
-/// What a row's time is compared with.
+/// Work of one repetition, from which a row's rate follows.
 pub(crate) enum Work {
-    /// Operations.
+    /// Floating-point operations: the row's rate is in TFLOP/s.
     Flops(f64),
-    /// Memory that is moved.
+    /// Bytes read and written: the row's rate is in GB/s.
     Bytes(f64),
-    /// Nothing: the row is a time.
+    /// No rate: the row shows its time alone.
     Time,
 }
 
@@ -216,12 +217,12 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// Normal numbers in bf16.
+    /// A tensor of normal random numbers in bf16.
     pub(crate) fn bf16<const D: usize>(&self, shape: [usize; D]) -> CudaTensor {
         normal(shape, DType::BF16, &self.device)
     }
 
-    /// Normal numbers in f32.
+    /// A tensor of normal random numbers in f32.
     pub(crate) fn f32<const D: usize>(&self, shape: [usize; D]) -> CudaTensor {
         normal(shape, DType::F32, &self.device)
     }
@@ -247,7 +248,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// What a selector keeps of pairs and of mass, in words, and the whole row for programs.
+    /// Reports a selector's `[density, kept attention mass]` in words, where given, and adds `row` to the JSON.
     pub(crate) fn say_kept(&mut self, name: &str, shape: AttentionShape, kept: Option<[f64; 2]>, row: Value) {
         if let Some([density, mass]) = kept {
             let text = format!("keeps {density:.4} of the pairs, {mass:.4} of the mass");
@@ -258,7 +259,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Rows that an error has ended.
+    /// Reports a row that ended with an error.
     pub(crate) fn fail(&mut self, name: &str, shape: impl Into<Sizes>, error: &str) {
         self.failed += 1;
         self.push(name, shape, Outcome::Failed(error.to_owned()));
@@ -277,7 +278,8 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// Bytes that what `body` returns keeps in use, from the allocator's own count.
+    /// Measures by the allocator's count how many bytes the result of `body` keeps in use, reports them as a row and
+    /// returns them.
     pub(crate) fn memory<T>(
         &mut self,
         name: &str,
@@ -286,7 +288,7 @@ impl<'a> Bench<'a> {
     ) -> Result<u64> {
         let client = client_of(&self.any_tensor()).clone();
         let in_use = || -> Result<u64> {
-            // What was dropped is given back when the device thread gets there.
+            // The allocator frees dropped tensors when the device thread reaches them.
             Cuda::sync(&self.device).map_err(BenchError::gpu)?;
             let usage = client.memory_usage();
             let usage = usage.map_err(BenchError::gpu)?;
@@ -303,12 +305,12 @@ impl<'a> Bench<'a> {
         Ok(after.saturating_sub(before))
     }
 
-    /// A row that says as which power time and memory grow.
+    /// Reports by which power of a size time and memory grow.
     pub(crate) fn growth(&mut self, name: &str, growth: Growth) {
         self.push(name, &growth.over(), Outcome::Growth(growth));
     }
 
-    /// The tensors of a shape; `None`, with a row that says so, when they do not fit.
+    /// The tensors of a call of this shape; `None`, reported as a skipped row, when they do not fit into memory.
     pub(crate) fn inputs(&mut self, shape: AttentionShape) -> Result<Option<Inputs>> {
         let bytes = Inputs::bytes(shape) as f64;
         Ok(self
@@ -316,7 +318,7 @@ impl<'a> Bench<'a> {
             .then(|| Inputs::new(shape, &self.device)))
     }
 
-    /// Whether `bytes` are free, with a row when not.
+    /// Whether `bytes` are free on the GPU; reports a skipped row when not.
     pub(crate) fn fits(&mut self, name: &str, shape: AttentionShape, bytes: f64) -> Result<bool> {
         client_of(&self.any_tensor()).memory_cleanup();
         let (free, _) = sieve_kernels::DeviceReport::memory_bytes(self.gpu)?;
@@ -328,7 +330,7 @@ impl<'a> Bench<'a> {
         Ok(false)
     }
 
-    /// A row that was not timed, and why.
+    /// Reports a row that was not timed, and why.
     pub(crate) fn skip(&mut self, name: &str, shape: impl Into<Sizes>, reason: &str) {
         self.push(name, shape, Outcome::Skipped(reason.to_owned()));
     }
@@ -353,7 +355,7 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// FLOP/s of a large product, and by what: cuBLASLt where it is installed, else Burn's.
+/// FLOP/s of a bf16 GEMM of 8192 x 8192 x 8192, and whose GEMM it was: cuBLASLt where it is installed, else Burn's.
 fn matmul_ceiling(clock: &Clock, device: &Gpu) -> Result<(f64, &'static str)> {
     const SIZE: usize = 8192;
     let [x, w] = [(); 2].map(|()| normal([SIZE, SIZE], DType::BF16, device));

@@ -1,5 +1,5 @@
-//! Attention with biases far beyond the size of `q . k`, as DMA makes them: by both families and both orders of sums,
-//! measured against the host, which takes the largest bias from a row before it adds.
+//! Checks attention whose biases are far larger than `q . k`, as DMA's `exp(z)` can be: both kernel families and both
+//! sum orders, against references that subtract a row's largest bias before they add it.
 use crate::attention::{Prepared, check_wrapper};
 use crate::case::{Case, Cuts, Keys};
 use crate::decode;
@@ -19,9 +19,9 @@ use sieve_testing::Random;
 enum Biases {
     /// `exp(min(z, 60))`: ten keys with this z, the others 0.
     Ten(f32),
-    /// The same with z apart by about 0.5.
+    /// `exp(min(z, 60))`: ten keys with z around this number, of standard deviation 0.5; the others 0.
     Apart(f32),
-    /// The same with z of 60 to 70, which all meet at the clamp.
+    /// `exp(min(z, 60))`: ten keys with z of 60 to 70, which are all clamped to 60; the others 0.
     Clamped,
     /// z itself, anywhere from -8192 to 8192.
     Anywhere,
@@ -52,7 +52,7 @@ const BIASES: [Biases; 15] = [
 ];
 
 impl Biases {
-    /// Scores and biases of one row.
+    /// Draws the scores and the biases of one row.
     fn draw(self, seq_len: usize, random: &mut Random) -> (Vec<f32>, Vec<f32>) {
         let mut z = vec![0.0; seq_len];
         let ten = |random: &mut Random, z: &mut Vec<f32>, draw: &dyn Fn(&mut Random) -> f32| {
@@ -81,26 +81,27 @@ impl Biases {
     }
 }
 
-/// Draws each number by its place.
+/// Sets each `z[i]` to `draw(i)`.
 fn fill(z: &mut [f32], draw: &mut dyn FnMut(usize) -> f32) {
     z.iter_mut().enumerate().for_each(|(i, z)| *z = draw(i));
 }
 
-/// Width and group: both of the Hopper family, the odd group whose dq in a fixed order is portable, one that is
-/// portable.
+/// Head width and group size. The first two take Hopper kernels; group 3 has Hopper kernels, but sums dq in a fixed
+/// order by the portable one; width 96 takes portable kernels.
 const SHAPES: &[(usize, usize)] = &[(128, 2), (64, 4), (128, 3), (96, 2)];
 
-/// The same on the emulator, where each shape more is another set of programs to compile.
+/// Head width and group size on the emulator; one shape only, since each needs its own compiled programs.
 const EMULATED_SHAPES: &[(usize, usize)] = &[(32, 2)];
 
-/// Every kind of biases, over all keys and over lists of several super-blocks, packed documents among them.
+/// Checks every kind of biases over all keys and over key lists of one and of several super-blocks, with one and with
+/// two documents a row.
 pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let shapes = extent.pick(EMULATED_SHAPES, SHAPES);
     let mut draws = Vec::new();
     for (at, biases) in BIASES.into_iter().enumerate() {
         let of_keys = [Keys::chosen(64), Keys::chosen(100), Keys::Biased];
         for (other, keys) in of_keys.into_iter().enumerate() {
-            // On the emulator each kind of biases with one of the three.
+            // The emulator is slow: there each kind of biases gets one of the three key sets.
             if !extent.is_emulated || other == at % of_keys.len() {
                 let shape = shapes[(at + other) % shapes.len()];
                 draws.push((biases, keys, shape, at + other));
@@ -121,7 +122,7 @@ pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     check_empty_list(report, device, extent)
 }
 
-/// Decoding over slots whose scores are equal, or all at the clamp: the row that the full pass computes.
+/// Checks DMA's decoding over slots with large biases against attention over whole rows.
 fn check_decoding(report: &mut Report, device: &dyn Device, head_dim: usize, seed: u64) -> Result<()> {
     for biases in [Biases::Ten(14.0), Biases::Ten(20.0), Biases::Clamped] {
         let (keys, widths) = (Keys::chosen(40), (head_dim, 2));
@@ -156,7 +157,7 @@ fn draw(biases: Biases, keys: Keys, seq_len: usize, widths: (usize, usize), cuts
     Ok(case)
 }
 
-/// A super-block whose queries see no key at all: an empty list. K, V and biases of its keys are NaN.
+/// Checks a super-block whose queries see no key, so that its key list is empty. K, V and biases of its keys are NaN.
 fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     for &widths in extent.pick(EMULATED_SHAPES, &[(128, 2), (64, 1)]) {
         let (seq_len, kept) = (1100, 200);

@@ -1,4 +1,4 @@
-//! Machine code put into the kernel cache before the first run.
+//! Compiles kernels into the kernel cache before the first run.
 use crate::error::{BenchError, Result, refused};
 use sieve_core::model::AttentionForm;
 use sieve_core::{Attention, DmaBias, Recipe};
@@ -16,7 +16,7 @@ use std::time::Instant;
 pub struct BuildSettings {
     /// What this recipe's training and decoding launch; everything that ships when absent.
     pub recipe: Option<Recipe>,
-    /// Architectures, as compilers name them; those of this machine's GPUs when empty.
+    /// Architectures such as `sm_90a`; those of this machine's GPUs when empty.
     pub arch: Vec<String>,
     /// The folder of caches to fill.
     pub root: PathBuf,
@@ -35,7 +35,7 @@ pub enum BuildEvent {
     Done(String),
 }
 
-/// One kernel's outcome.
+/// What became of one kernel: found in the cache, compiled, or failed.
 enum Outcome {
     Kept,
     Compiled(CompiledKernel),
@@ -156,7 +156,7 @@ pub fn build_table_head() -> String {
     )
 }
 
-/// Compiles what is missing on all cores; outcomes in the order of the kernels.
+/// Compiles the kernels that the cache lacks, on all cores; returns the outcomes in the order of `kernels`.
 fn compile_all(
     arch: &str,
     kernels: &[SourceKernel],
@@ -209,7 +209,7 @@ fn compile_into(
     Ok(compiled)
 }
 
-/// Each architecture once, with the shared memory of its blocks.
+/// The named architectures (or those of this machine), each once, with the bytes of shared memory that a block may use.
 fn architectures(named: &[String]) -> Result<Vec<(String, usize)>> {
     let mut list = named.to_vec();
     if list.is_empty() {
@@ -230,7 +230,8 @@ fn architectures(named: &[String]) -> Result<Vec<(String, usize)>> {
         .collect()
 }
 
-/// What is to be compiled for an architecture with so much shared memory: for a recipe, or everything that ships.
+/// The kernels that a recipe needs on an architecture whose blocks may use `shared_bytes` of shared memory; without a
+/// recipe, all kernels that ship.
 ///
 /// # Errors
 /// A recipe whose kernels cannot be listed.
@@ -260,7 +261,8 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
     Ok(list)
 }
 
-/// The attention kernels of a recipe: for DMA also the kernels of rows too short to mask anything.
+/// The attention kernels of a recipe. DMA also needs dense kernels with a bias: rows no longer than its window mask
+/// nothing.
 fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     let model = &recipe.model;
     let mut shape = AttentionShape::new(
@@ -306,7 +308,7 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
             }
             shape.num_kv_heads = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
             match recipe.attention {
-                // Its warm-up reads all keys.
+                // MSA's queries read all keys in the first `training.dense_steps` steps.
                 Attention::Msa(_) => vec![NeededKeys::Blocks, NeededKeys::Neighbours],
                 _ => vec![NeededKeys::Blocks],
             }

@@ -1,5 +1,5 @@
-//! What attention of a trained model is given for a text, for benchmarks and checks: the scores of keys of DMA, the
-//! queries, keys and values of dense attention.
+//! `sieve kernels capture`: writes DMA's scores, or the queries, keys and values of dense attention, which a trained
+//! model computes for a text. Benchmarks and checks read the file.
 use crate::error::{BenchError, Result, refused};
 use burn::tensor::DType;
 use burn::tensor::{Int, Tensor, TensorData};
@@ -12,10 +12,10 @@ use std::path::Path;
 /// Most tokens read: enough for the longest benchmark.
 const MAX_TOKENS: usize = 1 << 17;
 
-/// Query heads of captured operands, at most: those of whole layers, spread over the model.
+/// Most query heads of captured operands; they are the heads of whole layers, spread evenly over the model.
 const MAX_HEADS: usize = 32;
 
-/// What a capture has written.
+/// What a capture wrote, with its sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Captured {
     /// DMA's scores: KV heads, and tokens of each.
@@ -24,8 +24,8 @@ pub enum Captured {
     Operands([usize; 3]),
 }
 
-/// Writes what the attention of a model is given for a text to a safetensors file: queries, keys and values of dense
-/// attention, scores of DMA.
+/// Runs a model over a text and writes a safetensors file: queries, keys and values of dense attention, or DMA's
+/// scores.
 ///
 /// # Errors
 /// A model with neither DMA nor dense attention, a text without a token, a file that cannot be written.
@@ -43,7 +43,7 @@ pub fn capture<B: DeviceBackend>(
 }
 
 /// Writes "q", "k" and "v" of one row as long as a training row, `[tokens, heads, head_dim]` in f32 after norms and
-/// RoPE: the heads of as many layers as have 32 query heads together, spread evenly over the model.
+/// RoPE. The heads are those of [`MAX_HEADS`] `/ num_heads` layers, spread evenly over the model.
 fn operands<B: DeviceBackend>(
     loaded: &LoadedModel<B>,
     mut tokens: Vec<u32>,
@@ -83,9 +83,8 @@ fn operands<B: DeviceBackend>(
     Ok(Captured::Operands([tokens.len(), heads[0], heads[1]]))
 }
 
-/// Writes the scores of all layers and KV heads to a safetensors file: "z", f32 `[layers * kv_heads, tokens]`;
-/// The text is cut into pieces as long as a training row, each read from its beginning, whose
-/// scores follow each other in the file: a score depends on its token's values alone.
+/// Writes the scores of all layers and KV heads to a safetensors file: "z", f32 `[layers * kv_heads, tokens]`. The text
+/// is read in rows as long as a training row, each a document of its own, and the rows' scores are joined.
 ///
 /// # Errors
 /// A model without DMA, a text without a token, a file that cannot be written.
@@ -117,7 +116,7 @@ fn scores<B: DeviceBackend>(
     Ok(Captured::Scores(shape))
 }
 
-/// The text of all kernels: some hundred kilobytes that every copy of the program has.
+/// The source text of all kernels, some hundred kilobytes: a text for a capture without a file of one's own.
 ///
 /// # Errors
 /// None that a whole program can meet.
@@ -129,7 +128,7 @@ pub fn kernel_sources() -> Result<String> {
     Ok(all)
 }
 
-/// Called for each layer of a pass over one row of tokens: its number, the layer, its input and the context.
+/// A callback for each layer of a forward pass: the layer's index, the layer, its input and the context.
 type Observe<'a, B> = dyn FnMut(usize, &DecoderLayer<B>, Tensor<B, 3>, &LayerContext<'_, B>) -> Result<()> + 'a;
 
 fn each_layer<B: DeviceBackend>(

@@ -1,4 +1,4 @@
-//! One attention call's inputs on the host, the same for every device.
+//! The inputs of one attention call, drawn from a seed on the host.
 use crate::error::{Result, refused};
 use crate::scores::Scores;
 use crate::shape::{keys_of, queries_of, sizes, values_of};
@@ -10,15 +10,15 @@ use sieve_ops::AttentionSpec;
 use sieve_testing::{Random, round_bf16};
 use std::collections::BinaryHeap;
 
-/// Scores above this one get the bias of this one.
+/// Largest score whose `exp` is the bias; larger scores are clamped to it.
 const SCORE_CLAMP: f32 = 60.0;
 
 /// Which keys a query sees, and with what bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Keys {
-    /// All before it.
+    /// All keys up to its own.
     Dense,
-    /// All before it, with a bias each.
+    /// All keys up to its own, each with a bias.
     Biased,
     /// The last this many keys, the query's own included.
     Window(usize),
@@ -40,7 +40,7 @@ impl Keys {
         })
     }
 
-    /// DMA's choice of this many keys with a local window of one key, of some, or of all.
+    /// DMA's choice of this many keys, with a random local window: one key, half of them, all but one, or all.
     pub(crate) fn local_of(keep_window_size: usize, random: &mut Random) -> Self {
         let half = keep_window_size.div_ceil(2);
         let most = keep_window_size.saturating_sub(1).max(1);
@@ -50,7 +50,7 @@ impl Keys {
         )
     }
 
-    /// What rows of a report call a kernel with these keys.
+    /// What a report appends to the name of a kernel with these keys.
     pub(crate) fn suffix(self) -> &'static str {
         match self {
             Self::Dense => "",
@@ -86,13 +86,13 @@ pub(crate) enum Cuts {
     Count(usize),
     /// Documents of random lengths up to a half of the row.
     Few,
-    /// Up to a quarter, some of one token.
+    /// Documents of random lengths up to a quarter of the row, a third of them of one token.
     Mixed,
-    /// One token each.
+    /// Documents of one token each.
     Tokens,
 }
 
-/// Inputs; floats are exact in bf16 where kernels read bf16.
+/// Inputs of one attention call. q, k, v and `d_o` are exact in bf16, as kernels read them.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
     pub(crate) shape: AttentionShape,
@@ -115,7 +115,7 @@ pub(crate) struct Case {
     pub(crate) doc_start: Vec<i32>,
     /// `[batch, seq_len]`.
     pub(crate) doc_end: Vec<i32>,
-    /// `active(i, j) <=> j <= i < expire[j]`, `[batch, num_kv_heads, seq_len]`: the oracle's.
+    /// The mask `active(i, j) <=> j <= i < expire[j]`, `[batch, num_kv_heads, seq_len]`, by the CPU's definition.
     pub(crate) expire: Vec<i32>,
     /// Which kernels the ops take.
     pub(crate) policy: KernelPolicy,
@@ -157,19 +157,19 @@ impl Case {
         Ok(case)
     }
 
-    /// The case for ops under a policy.
+    /// The same case, computed under a kernel policy.
     pub(crate) fn under(self, policy: KernelPolicy) -> Self {
         Self { policy, ..self }
     }
 
-    /// The case with queries and keys this many times as large.
+    /// The case with queries and keys multiplied by `magnitude`.
     pub(crate) fn magnified(mut self, magnitude: f32) -> Self {
         magnify(&mut self.q, magnitude);
         magnify(&mut self.k, magnitude);
         self
     }
 
-    /// Other scores (kept where keys are chosen) and biases, and the mask that follows from them.
+    /// Replaces the biases and, where DMA chooses keys, the scores, and recomputes the mask.
     pub(crate) fn set_biases(&mut self, z: Vec<f32>, delta: Vec<f32>) {
         if matches!(self.keys, Keys::Chosen(_)) {
             self.z = z;
@@ -183,7 +183,7 @@ impl Case {
         !self.delta.is_empty()
     }
 
-    /// Keys a query sees at most; the length of a row where nothing limits it.
+    /// Most keys that a query sees; the length of a row where all keys are seen.
     pub(crate) fn window(&self) -> usize {
         match self.keys {
             Keys::Dense | Keys::Biased => self.shape.seq_len,
@@ -192,7 +192,7 @@ impl Case {
         }
     }
 
-    /// What DMA keeps; the whole row where keys are not chosen.
+    /// DMA's window; a window of all keys, or the sliding window, where DMA does not choose keys.
     pub(crate) fn dma_window(&self) -> DmaWindow {
         match self.keys {
             Keys::Chosen(window) => window,
@@ -200,7 +200,7 @@ impl Case {
         }
     }
 
-    /// The sizes that ops of packed qkv are called with; `window_size` as given.
+    /// The sizes for ops on packed q, k and v.
     pub(crate) fn spec(&self, window_size: Option<usize>) -> AttentionSpec {
         AttentionSpec {
             num_heads: self.shape.num_heads,
@@ -226,7 +226,7 @@ impl Case {
         self.expire.iter().enumerate().map(never).collect()
     }
 
-    /// First tokens of all documents in the flattened batch, and the number of tokens.
+    /// Index of each document's first token in the flattened batch, then the number of tokens.
     pub(crate) fn cu_seqlens(&self) -> Vec<i32> {
         let seq_len = self.shape.seq_len;
         let first = |at: &usize| self.doc_start[*at] as usize == at % seq_len;
@@ -237,13 +237,13 @@ impl Case {
             .collect()
     }
 
-    /// The largest bias that each query sees, from which its log-sum-exp counts; 0 where it sees no key. As many as
-    /// biases.
+    /// The largest bias that each query sees, `[batch, num_kv_heads, seq_len]`; 0 where it sees no key. Kernels
+    /// subtract it from the logits, so a query's log-sum-exp is relative to it.
     pub(crate) fn largest_biases(&self) -> Vec<f32> {
         let seq_len = self.shape.seq_len;
         let mut largest = Vec::with_capacity(self.delta.len());
         for (delta, expire) in self.delta.chunks_exact(seq_len).zip(self.expire.chunks_exact(seq_len)) {
-            // Biases in the order of their bits, and the key of each.
+            // Pairs (bias as an ordered integer, key); keys that the query no longer sees are popped.
             let mut seen = BinaryHeap::new();
             for query in 0..seq_len {
                 seen.push((order_of(delta[query]), query));
@@ -256,7 +256,7 @@ impl Case {
         largest
     }
 
-    /// Makes every row of the batch the first one, but for the gradient of the output.
+    /// Copies the first row of the batch to all other rows, except in `d_o`.
     pub(crate) fn repeat_first_row(&mut self) {
         fn repeat<T: Copy>(values: &mut [T], batch: usize) {
             let (first, rest) = values.split_at_mut(values.len() / batch);
@@ -295,18 +295,18 @@ impl Case {
     }
 }
 
-/// A whole number in the order of f32s, as `total_cmp` has it.
+/// An integer for each f32, in the order of [`f32::total_cmp`].
 fn order_of(x: f32) -> i32 {
     let bits = x.to_bits() as i32;
     bits ^ (((bits >> 31) as u32) >> 1) as i32
 }
 
-/// Makes numbers this many times as large, exact in bf16.
+/// Multiplies numbers by `magnitude` and rounds them to bf16.
 pub(crate) fn magnify(values: &mut [f32], magnitude: f32) {
     values.iter_mut().for_each(|x| *x = round_bf16(*x * magnitude));
 }
 
-/// First position and one past the last of each token's document, `[batch, seq_len]` each.
+/// First position, and end (one past the last position), of each token's document: `[batch, seq_len]` each.
 fn documents(shape: AttentionShape, cuts: Cuts, random: &mut Random) -> Result<(Vec<i32>, Vec<i32>)> {
     let seq_len = shape.seq_len;
     if let Cuts::Count(count) = cuts

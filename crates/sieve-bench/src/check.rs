@@ -22,7 +22,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::time::Instant;
 
-/// Random calls of attention in a short check; a fifth as many selections and caches.
+/// Random calls of attention in a short check; selections and caches get a fifth of them.
 const SHORT_CHECK_CASES: usize = 25;
 
 /// What to check.
@@ -30,15 +30,15 @@ const SHORT_CHECK_CASES: usize = 25;
 pub struct CheckSettings {
     /// Random calls of attention's launch wrappers; a fifth as many of other kernels.
     pub cases: usize,
-    /// Longest usual sequence; some of DMA's are longer than 1024 in any case.
+    /// Tokens of the longest random row; some of DMA's rows have more than 1024 tokens in any case.
     pub longest: usize,
     /// Seed of the random calls.
     pub seed: u64,
-    /// Factor on queries and keys of all calls; small, usual and large ones in turn where absent.
+    /// Factor on queries and keys of all calls; when absent, calls alternate between small, usual and large factors.
     pub magnitude: Option<f32>,
     /// Check the portable kernels alone, also where the device has a family of its own.
     pub portable: bool,
-    /// Who arrives at a barrier of the Hopper backward kernels.
+    /// Whether one lane or every lane of a warp arrives at a barrier of the Hopper backward kernels.
     pub arrivals: Arrivals,
     /// What to check.
     pub part: CheckPart,
@@ -60,7 +60,7 @@ pub enum CheckPart {
 }
 
 impl CheckPart {
-    /// Every specialisation that the random calls can ask for: what to compile, on all cores, before the first of them.
+    /// Every specialisation that the random calls can launch. The caller compiles them on all cores before the check.
     pub fn kernels(self, gpu: &DeviceReport) -> NeededKernels {
         let mut list = match self {
             Self::All | Self::Attention => all_kernels(gpu),
@@ -74,7 +74,7 @@ impl CheckPart {
 }
 
 impl BenchRows {
-    /// Every specialisation that these rows, and the short check before them, ask for.
+    /// Every specialisation that these rows, and the short check before them, launch.
     pub fn kernels(self, gpu: &DeviceReport) -> NeededKernels {
         match self {
             Self::Sparse | Self::Selectors => CheckPart::Sparse.kernels(gpu),
@@ -134,7 +134,7 @@ impl CheckSettings {
     }
 }
 
-/// The policy of a program that was asked for the portable kernels, or was not.
+/// A kernel policy of the portable kernels alone, or of all families.
 pub(crate) fn portable_only(portable: bool) -> KernelPolicy {
     KernelPolicy {
         families: match portable {
@@ -145,9 +145,9 @@ pub(crate) fn portable_only(portable: bool) -> KernelPolicy {
     }
 }
 
-/// Compares the portable kernels, run by the CPU emulator, with references: the wrappers of attention, selection,
-/// decoding and the step, at one head width. Needs g++ and no GPU. Compiled programs stay in a folder. Returns the
-/// names of the kernels that ran, too; `on_part` is called after each part.
+/// Runs the portable kernels on the CPU emulator and compares them with references: the wrappers of attention,
+/// selection, decoding and the training step, at one head width. Needs g++ and no GPU. The folder `programs` keeps the
+/// compiled kernels. Also returns the names of the kernels that ran; `on_part` is called after each part.
 ///
 /// # Errors
 /// A folder that cannot be written; a wrong result is a row of the report.
@@ -180,7 +180,8 @@ const SELECTION: Part = ("DMA's selection", selection::check_wrappers);
 const DECODING: Part = ("decoding", decode::check_wrappers);
 const STEP: Part = ("step", step::check_wrappers);
 
-/// What every family of kernels has, after the first, which no emulator would end.
+/// Parts whose kernels exist in the portable and in the Hopper family. The first, "long rows", is too slow for the
+/// emulator.
 const OF_A_FAMILY: &[Part] = &[
     ("long rows", attention::check_long_row),
     ATTENTION,
@@ -190,10 +191,10 @@ const OF_A_FAMILY: &[Part] = &[
     NSA,
 ];
 
-/// Kernels that no family but the portable one has.
+/// Parts whose kernels are portable ones alone.
 const ONLY_PORTABLE: &[Part] = &[SELECTIONS, SELECTION, DECODING, STEP];
 
-/// One new token: under selectors, and against caches.
+/// Parts about one new token: under decode selectors, and against caches.
 const TOKENS: &[Part] = &[
     ("tokens under selectors", |report, device, extent| {
         select::check_tokens(report, device, extent);
@@ -239,7 +240,7 @@ impl fmt::Display for CheckedPart {
     }
 }
 
-/// Rows so far, and what is called after each part.
+/// The report so far, and the callback after each part.
 struct Progress<'a> {
     report: Report,
     on_part: &'a mut dyn FnMut(CheckedPart),
@@ -270,7 +271,7 @@ impl<'a> Progress<'a> {
         })
     }
 
-    /// Models on a backend that computes in a type, and in fp8 where it can.
+    /// Checks models on a device that computes in the given type, and in fp8 too, `with_fp8`.
     fn models<B: TrainBackend>(
         &mut self,
         on: (&B::Device, DType),
@@ -284,7 +285,7 @@ impl<'a> Progress<'a> {
     }
 }
 
-/// Both families of kernels, then models. A GPU that stops answering ends the check, with a row.
+/// Checks both families of kernels, then models. When the GPU stops answering, the check ends with a failed row.
 fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSettings) -> Result<()> {
     let extent = settings.extent();
     let has_own_family = (gpu.major, gpu.minor) == (9, 0) && !settings.portable;
@@ -323,7 +324,7 @@ fn check_products(report: &mut Report, device: &Gpu, extent: &Extent, gpu: &Devi
     step::check_fp8_products(report, device, extent, (gpu.major, gpu.minor));
 }
 
-/// Runs a part of the check; false when it panicked, as Burn does when the GPU reports an error.
+/// Runs a part of the check; returns false when it panicked, as Burn does when the GPU reports an error.
 fn stage(progress: &mut Progress<'_>, name: &str, part: impl FnOnce(&mut Progress<'_>) -> Result<()>) -> Result<bool> {
     match catch_unwind(AssertUnwindSafe(|| part(progress))) {
         Ok(result) => result.map(|()| true),
@@ -372,7 +373,7 @@ pub fn short_check(
     Ok(progress.report)
 }
 
-/// Every specialisation that checks and benchmarks of one new token ask for.
+/// Every specialisation that checks and benchmarks of one new token launch.
 fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = sparse::sparse_kernels(gpu);
     for &(head_dim, head_dim_v) in Extent::all(0, 0, 0).widths {

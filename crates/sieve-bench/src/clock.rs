@@ -11,13 +11,13 @@ use sieve_kernels::DType;
 use sieve_kernels::{CudaTensor, KernelError, SourceKernel, ToBurn, client_of};
 use std::time::Instant;
 
-/// Repetitions that count, and those before them.
+/// Warm-up repetitions, whose times do not count.
 const WARM: usize = 3;
 
 /// Bytes read between two repetitions: several times any L2.
 const FLUSH_BYTES: usize = 512 << 20;
 
-/// If the work is small, the host needs longer to queue it than the GPU to do it; the GPU waits this many times that.
+/// The GPU waits this many times the host's time to queue the work, so that small work is queued before it starts.
 const WAIT_FACTOR: f64 = 2.0;
 
 const STAMP: &str = "
@@ -86,7 +86,7 @@ impl Clock {
     /// Times of `work`, each repetition with a cold L2.
     pub(crate) fn time(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Times> {
         let client = client_of(&self.sink);
-        // Once to compile, once for the time the host needs.
+        // The first call compiles the kernels; the second measures how long the host takes to queue the work.
         work()?;
         client.flush().map_err(BenchError::gpu)?;
         let started = Instant::now();
@@ -108,14 +108,14 @@ impl Clock {
         ))
     }
 
-    /// What the clock itself takes.
+    /// The time between two stamps with no work between them.
     pub(crate) fn overhead(&self) -> Result<Times> {
         self.time(&mut || Ok(()))
     }
 
     /// Bytes a second of a copy of a gigabyte, read and write counted.
     pub(crate) fn copy_bytes_per_s(&self) -> Result<f64> {
-        // Not the flushed buffer: its end is still in the L2.
+        // Buffers of its own: the end of the buffer that `flush` reads would still be in the L2.
         let new = || self.sink.zeros_contiguous(&[FLUSH_BYTES / 4], DType::F32);
         let (from, to) = (new(), new());
         let kernel = SourceKernel::from_text("bench_copy", COPY).threads(1024);
@@ -143,7 +143,7 @@ impl Clock {
     }
 }
 
-/// Median and percentiles.
+/// Median, tenth and ninetieth percentile of some samples in milliseconds.
 fn of_samples(mut samples: Vec<f64>) -> Times {
     samples.sort_by(f64::total_cmp);
     let at = |share: f64| {

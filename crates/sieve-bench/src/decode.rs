@@ -1,4 +1,4 @@
-//! Decoding token by token against the rows of the whole pass.
+//! Checks decoding: all tokens of a row, one after the other, against attention over the whole row.
 mod branches;
 mod caches;
 
@@ -57,7 +57,7 @@ pub(super) fn judge(case: &Case, o: &[f32]) -> Outcome {
     RowTolerance::new(true, lost_digits).judge("o", o, plain, exact, terms)
 }
 
-/// The launch wrappers, with the token's key written into the cache by the kernel.
+/// Checks the launch wrappers of decoding; the kernels write each new token's key into the cache.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     for case in cases(extent) {
         let (case, label) = case?;

@@ -1,4 +1,4 @@
-//! Where the wrappers' tensors live: a GPU, or the CPU emulator.
+//! Devices that checks run launch wrappers on: a GPU, or the CPU emulator.
 use crate::shape::{keys_of, packed_of, queries_of, values_of};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_cuda::CudaDevice;
@@ -19,30 +19,31 @@ pub(crate) trait Device {
     /// Host integers as a contiguous tensor.
     fn int(&self, values: &[i32], shape: &[usize]) -> CudaTensor;
 
-    /// Makes memory that the outputs of a call may get hold NaN: an element that a kernel forgets then shows.
+    /// Fills the memory that the allocator will give to a call's outputs with NaN, so that an element that a kernel
+    /// does not write shows.
     fn poison(&self, shape: AttentionShape);
 
-    /// Values in f32, in index order.
+    /// Reads a tensor back as f32, in index order.
     ///
     /// # Errors
-    /// Of work that was queued before.
+    /// Errors of launches that were queued before.
     fn floats(&self, tensor: &CudaTensor) -> Result<Vec<f32>, KernelError>;
 
-    /// Integers, in index order.
+    /// Reads an integer tensor back, in index order.
     ///
     /// # Errors
-    /// Of work that was queued before.
+    /// Errors of launches that were queued before.
     fn ints(&self, tensor: &CudaTensor) -> Result<Vec<i32>, KernelError>;
 }
 
-/// Queries, keys and values as tensors of their own.
+/// Uploads queries, keys and values as three separate tensors.
 pub(crate) fn separate(device: &dyn Device, [q, k, v]: [&[f32]; 3], shape: AttentionShape) -> Qkv {
     let put = |values, sizes: [usize; 4]| device.float(values, &sizes, DType::BF16);
     let (q, k) = (put(q, queries_of(shape)), put(k, keys_of(shape)));
     Qkv::separate(&q, &k, &put(v, values_of(shape)))
 }
 
-/// A mask of the host as kernels take it.
+/// Uploads a mask in the form that kernels read.
 ///
 /// # Errors
 /// The errors of [`KeyMask::for_kernels`].
@@ -51,10 +52,10 @@ pub(crate) fn upload_mask(device: &dyn Device, mask: &KeyMask) -> Result<KeyMask
     Ok(mask.for_kernels()?.map(upload))
 }
 
-/// A mask of a device on the host.
+/// Reads a mask back from a device.
 ///
 /// # Errors
-/// Of work that was queued before.
+/// Errors of launches that were queued before.
 pub(crate) fn download_mask(device: &dyn Device, mask: KeyMask<CudaTensor>) -> Result<KeyMask, KernelError> {
     mask.try_map(|words| device.ints(&words))
 }
@@ -64,7 +65,7 @@ pub(crate) fn family(device: &dyn Device, shape: &AttentionShape, source: KeySou
     KernelFamily::of(shape, source, &device.float(&[0.0], &[1], DType::F32))
 }
 
-/// A family in words.
+/// The name of a kernel family in reports.
 pub(crate) fn family_name(family: KernelFamily) -> &'static str {
     match family {
         KernelFamily::Portable => "portable kernel",
@@ -80,7 +81,7 @@ pub(crate) struct Gpu {
 }
 
 impl Gpu {
-    /// The GPU of this number.
+    /// The GPU number `index`.
     pub(crate) fn new(index: usize, policy: KernelPolicy) -> Self {
         Self {
             device: CudaDevice::new(index),
@@ -88,12 +89,12 @@ impl Gpu {
         }
     }
 
-    /// A tensor of Burn's for calls on this GPU.
+    /// A Burn tensor as the kernels take it, under this GPU's policy.
     pub(crate) fn tensor(&self, primitive: CudaPrimitive) -> CudaTensor {
         kernel_tensor(primitive).under(self.policy)
     }
 
-    /// A tensor of one dimension under its real shape.
+    /// A one-dimensional Burn tensor, reshaped to `shape`.
     fn wrapped(&self, primitive: CudaPrimitive, shape: &[usize]) -> CudaTensor {
         let flat = self.tensor(primitive).contiguous();
         flat.reshaped("upload", "the values", shape)
@@ -123,7 +124,7 @@ impl Device for Gpu {
     }
 
     fn poison(&self, shape: AttentionShape) {
-        // Memory of these sizes, filled and freed: the pool hands it to the call.
+        // Buffers of the outputs' sizes are filled and freed; the allocator's pool reuses them for the call.
         let held: Vec<Tensor<Cuda, 1>> = [
             (&queries_of(shape)[..], DType::BF16),
             (&shape.output(), DType::BF16),

@@ -1,9 +1,9 @@
-//! Kernels without a GPU: the launches that the wrappers record, run on the CPU.
+//! The CPU emulator: runs the launches that the wrappers record without a GPU.
 //!
-//! The text of a launch, exactly as a GPU's compiler would get it, becomes a C++ program: `tests/gpu/emulator` gives
-//! CUDA's vocabulary, one fiber stands for one thread, and each `asm` statement becomes a call of the function that
-//! `ptx.h` has for its instruction. g++ compiles each specialisation once. For correctness only;
-//! tests/gpu/emulator/README.md says what it sees and what not.
+//! A kernel's text, exactly as NVRTC would get it, becomes a C++ program. Headers in `tests/gpu/emulator` define CUDA's
+//! types and functions, each thread is a fiber, and each `asm` statement becomes a call of a function of `ptx.h`. g++
+//! compiles each specialisation once. The emulator checks results, not speed; tests/gpu/emulator/README.md lists which
+//! errors it finds and which it cannot.
 use crate::device::Device;
 use half::bf16;
 use sieve_kernels::DType;
@@ -19,8 +19,8 @@ const EMU: &str = include_str!("../../../tests/gpu/emulator/emu.h");
 const PTX: &str = include_str!("../../../tests/gpu/emulator/ptx.h");
 const RUNNER: &str = include_str!("../../../tests/gpu/emulator/runner.h");
 
-/// Multiply-adds as nvcc makes them: a large product that cancels shows its rounding error only so.
-/// Jumps between fibers' stacks are what a fortified longjmp refuses.
+/// Flags of g++. `-mfma` and `-ffp-contract` fuse multiply-adds as nvcc does, so that rounding errors are the same.
+/// `-U_FORTIFY_SOURCE`: a fortified longjmp would refuse the jumps between fibers' stacks.
 const FLAGS: [&str; 6] = [
     "-std=c++17",
     "-O1",
@@ -33,11 +33,11 @@ const FLAGS: [&str; 6] = [
 /// Bytes of a page of memory.
 const PAGE: usize = 4096;
 
-/// Runs a plan's steps on the CPU: `held` are the first buffers' bytes, the others begin as NaN. Returns what all
-/// buffers hold afterwards. Programs are kept in a folder.
+/// Runs a plan's steps on the CPU. `sizes` are the bytes of each buffer, `held` the contents of the first ones; the
+/// others begin as NaN. Returns the contents of all buffers afterwards. The folder `programs` keeps compiled kernels.
 ///
 /// # Errors
-/// A folder that cannot be written, a kernel that leaves its buffers or waits for ever.
+/// A folder that cannot be written; a kernel that accesses memory outside its buffers, or whose threads deadlock.
 pub fn replay_emulated(
     programs: &Path,
     sizes: &[usize],
@@ -48,36 +48,36 @@ pub fn replay_emulated(
     emulator.replay(sizes, held, steps)
 }
 
-/// A device of the wrappers whose memory is files and whose kernels are programs.
+/// A device for launch wrappers whose buffers are files and whose kernels are programs.
 pub(crate) struct Emulator {
     recorder: Recorder,
-    /// Programs, kept between runs.
+    /// Folder of compiled kernels, kept between runs.
     programs: PathBuf,
-    /// Buffers of this run, and a program while it is compiled.
+    /// Folder of this emulator's buffers, and of a program while it is compiled; removed in the end.
     memory: PathBuf,
     state: RefCell<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// Buffers that have a file.
+    /// Number of buffers that have a file.
     made: usize,
-    /// Launches so far: each gets another order of warps.
+    /// Number of launches so far; it seeds the order in which a launch runs its warps.
     launches: u64,
     /// Names of the kernels that ran.
     kernels: Vec<&'static str>,
 }
 
 impl Emulator {
-    /// An emulator of a GPU with the memory of Ampere and the numbers of Ada that keeps its programs in a folder.
+    /// Emulates a GPU of compute capability 8.9 with the shared memory of an A100. `programs` keeps compiled kernels.
     ///
     /// # Errors
-    /// A folder that cannot be made.
+    /// A folder that cannot be created.
     pub(crate) fn new(programs: &Path) -> io::Result<Self> {
         Self::with_shared_bytes(programs, Hardware::AMPERE.max_shared_bytes)
     }
 
-    /// The same with so much shared memory a block.
+    /// As [`new`](Self::new), with another limit of shared memory a block.
     fn with_shared_bytes(programs: &Path, max_shared_bytes: usize) -> io::Result<Self> {
         static MADE: AtomicUsize = AtomicUsize::new(0);
         let number = MADE.fetch_add(1, Ordering::Relaxed);
@@ -95,7 +95,7 @@ impl Emulator {
         })
     }
 
-    /// Names of the kernels that ran, each once, in order.
+    /// Names of the kernels that ran, sorted, each once.
     pub(crate) fn kernels(&self) -> Vec<&'static str> {
         let mut names = self.state.borrow().kernels.clone();
         names.sort_unstable();
@@ -103,7 +103,7 @@ impl Emulator {
         names
     }
 
-    /// Runs what was recorded since the last call.
+    /// Runs the steps that were recorded since the last call.
     fn catch_up(&self) -> Result<(), KernelError> {
         self.make_buffers().map_err(|e| failed("memory", &e))?;
         self.recorder.take_steps().iter().try_for_each(|step| self.step(step))
@@ -135,8 +135,8 @@ impl Emulator {
         Ok(())
     }
 
-    /// Runs steps whose buffers are numbered as these, which hold the bytes given (NaN behind them); returns what the
-    /// buffers hold afterwards. For an emulator that has no buffers yet.
+    /// Creates buffers of these `sizes`, fills the first ones with `held`, runs `steps` over them and returns all
+    /// buffers' contents. The emulator must have no buffers yet, so that numbers in `steps` are those of `sizes`.
     pub(crate) fn replay(
         &self,
         sizes: &[usize],
@@ -155,7 +155,7 @@ impl Emulator {
         (0..sizes.len()).map(read).collect()
     }
 
-    /// Files for buffers that have none yet; every byte 0xff, so that a float nobody wrote is NaN.
+    /// Creates the files of buffers that have none yet. Every byte is 0xff, so that a float nobody wrote is NaN.
     fn make_buffers(&self) -> io::Result<()> {
         let buffers = self.recorder.buffers();
         let made = std::mem::replace(&mut self.state.borrow_mut().made, buffers.len());
@@ -169,7 +169,7 @@ impl Emulator {
         self.memory.join(buffer.to_string())
     }
 
-    /// Bytes before a buffer in its file: its end is the end of a page.
+    /// Bytes before a buffer in its file. The buffer ends at the end of a page, so that a read behind it faults.
     fn padding(bytes: usize) -> usize {
         let padded = bytes.next_multiple_of(16);
         padded.next_multiple_of(PAGE).max(PAGE) - padded
@@ -254,8 +254,8 @@ impl Emulator {
         Ok(program)
     }
 
-    /// The name of the header that all programs begin with, which is compiled once: two thirds of the time that a small
-    /// kernel's program takes. Where that fails, each program reads its text.
+    /// Writes the header that all programs include and returns its name. A precompiled form saves two thirds of a small
+    /// kernel's compile time; where g++ cannot precompile it, each program compiles the text.
     fn header(&self) -> io::Result<String> {
         let text = format!("{EMU}\n{PTX}\n");
         let name = format!("emulator-{:016x}.h", fnv1a(&format!("{FLAGS:?}{text}")));
@@ -349,7 +349,7 @@ fn failed(kernel: &'static str, reason: &dyn std::fmt::Display) -> KernelError {
     KernelError::Launch { kernel, reason }
 }
 
-/// Where element `at` of a tensor lies, in elements.
+/// The offset of element number `at` (in index order) of a strided tensor, in elements.
 fn place(mut at: usize, shape: &[usize], strides: &[usize]) -> usize {
     let mut place = 0;
     for (size, stride) in shape.iter().zip(strides).rev() {
@@ -359,7 +359,7 @@ fn place(mut at: usize, shape: &[usize], strides: &[usize]) -> usize {
     place
 }
 
-/// A name for a text (FNV-1a).
+/// The FNV-1a hash of a text, which names its program in the cache.
 fn fnv1a(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
@@ -377,16 +377,16 @@ fn program_text(header: &str, entry: &str, kernel: &str) -> String {
     text
 }
 
-/// What the emulator adds to the name of the entry point: a helper may have the same name, and only one can be the
-/// program's kernel.
+/// Suffix that the emulator adds to the entry point's name: a device function may have the same name, which C++ would
+/// not tell apart from `extern "C"`.
 const ENTRY: &str = "_entry";
 
-/// The text with the entry point under its own name.
+/// The text with the suffix [`ENTRY`] added to the entry point's name.
 fn with_own_entry(entry: &str, kernel: &str) -> String {
     let mut parts = kernel.split("extern \"C\"");
     let mut text = parts.next().unwrap_or_default().to_owned();
     for part in parts {
-        // #if may choose between signatures.
+        // #if may choose between two signatures of the entry point before its `{`.
         let (mut signature, body) = part.split_at(part.find('{').unwrap_or(part.len()));
         text.push_str("extern \"C\"");
         while let Some(at) = signature.find(&format!("{entry}(")) {
@@ -399,14 +399,14 @@ fn with_own_entry(entry: &str, kernel: &str) -> String {
             signature = &from[entry.len()..];
         }
         text.push_str(signature);
-        // Of a signature that #else chooses; calls inside are indented.
+        // A signature after #else begins its line; calls of a function with the same name are indented.
         let (from, to) = (format!("\n{entry}("), format!("\n{entry}{ENTRY}("));
         text.push_str(&body.replace(&from, &to));
     }
     text
 }
 
-/// `extern __shared__ TYPE name[];` as a pointer to the emulator's dynamic shared memory.
+/// Replaces `extern __shared__ TYPE name[];` by a pointer to the emulator's dynamic shared memory.
 fn with_shared_memory(kernel: &str) -> String {
     let mut text = String::with_capacity(kernel.len());
     for line in kernel.lines() {
@@ -433,7 +433,7 @@ fn declared_shared(line: &str) -> Option<(&str, &str)> {
     Some((kind, name))
 }
 
-/// Each asm statement as a call of its instruction.
+/// Replaces each asm statement by a call of the function that stands for its instruction.
 fn without_asm(kernel: &str) -> String {
     let mut text = String::with_capacity(kernel.len());
     let mut rest = kernel;
@@ -457,10 +457,17 @@ fn without_asm(kernel: &str) -> String {
     text
 }
 
-/// What stands between the parentheses of ` [volatile] (...);`, and what follows the semicolon.
+/// Splits ` [volatile] (...); rest` into the text between the parentheses and the rest after the semicolon.
 fn statement_end(text: &str) -> Option<(&str, &str)> {
     let text = text.trim_start();
     let text = text.strip_prefix("volatile").unwrap_or(text).trim_start();
+    let (inside, after) = parenthesised(text)?;
+    Some((inside, after.trim_start().strip_prefix(';')?))
+}
+
+/// Splits `(...)rest` into the text between the matching parentheses and the rest; parentheses in string literals do
+/// not count.
+fn parenthesised(text: &str) -> Option<(&str, &str)> {
     let inside = text.strip_prefix('(')?;
     let (mut depth, mut quoted) = (1, false);
     for (at, c) in inside.char_indices() {
@@ -471,8 +478,7 @@ fn statement_end(text: &str) -> Option<(&str, &str)> {
             _ => {}
         }
         if depth == 0 {
-            let after = inside[at + 1..].trim_start();
-            return Some((&inside[..at], after.strip_prefix(';')?));
+            return Some((&inside[..at], &inside[at + 1..]));
         }
     }
     None
@@ -491,7 +497,8 @@ fn call_of(statement: &str) -> String {
     };
     let function = |opcode: &str| opcode.replace("::", "_").replace('.', "_");
     if template.starts_with('{') {
-        // A few instructions; the last one says what they do, and the operands come in the order of their numbers.
+        // A block of several instructions: ptx.h names its function after the last one, and passes all operands in the
+        // order of their numbers.
         let lines: Vec<&str> = template.split("\\n").collect();
         let last = lines.iter().rev().nth(1).copied().unwrap_or_default();
         let opcode = last
@@ -512,7 +519,7 @@ fn call_of(statement: &str) -> String {
     format!("ptx_{}({});", function(opcode), words.join(", "))
 }
 
-/// The string literals that an asm statement begins with, as one, and what follows them.
+/// Joins the string literals that an asm statement begins with; returns them and the rest of the statement.
 fn template_of(statement: &str) -> (String, &str) {
     let (mut template, mut rest) = (String::new(), statement.trim_start());
     while let Some((literal, after)) = rest.strip_prefix('"').and_then(|r| r.split_once('"')) {
@@ -522,7 +529,7 @@ fn template_of(statement: &str) -> (String, &str) {
     (template, rest)
 }
 
-/// The expressions of outputs and inputs: what follows each `"constraint"` in parentheses.
+/// The expressions of an asm statement's outputs and inputs: the parentheses after each `"constraint"`.
 fn operands(text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut rest = text;
@@ -531,17 +538,9 @@ fn operands(text: &str) -> Vec<String> {
             break;
         };
         rest = after;
-        let Some(expression) = after.strip_prefix('(') else {
-            continue;
-        };
-        let mut depth = 1;
-        for (at, c) in expression.char_indices() {
-            depth += i32::from(c == '(') - i32::from(c == ')');
-            if depth == 0 {
-                found.push(expression[..at].to_owned());
-                rest = &expression[at + 1..];
-                break;
-            }
+        if let Some((expression, after)) = parenthesised(after) {
+            found.push(expression.to_owned());
+            rest = after;
         }
     }
     found

@@ -1,4 +1,4 @@
-//! What can go wrong before a check or a benchmark has a result.
+//! Errors that end a check, a benchmark or a build; a wrong result is a row of the report instead.
 use sieve_hf::CheckpointError;
 use sieve_kernels::KernelError;
 
@@ -29,7 +29,7 @@ pub enum BenchError {
 }
 
 impl BenchError {
-    /// What Burn or CubeCL returned.
+    /// An error that Burn or CubeCL returned.
     pub(crate) fn gpu(error: impl std::fmt::Debug) -> Self {
         Self::Gpu(format!("{error:?}"))
     }

@@ -1,7 +1,7 @@
-//! How much a check draws, and from what.
+//! How many random calls a check draws, and from which sizes.
 use sieve_kernels::KernelPolicy;
 
-/// Widths of keys and of values.
+/// Head widths of keys and of values.
 const WIDTHS: &[(usize, usize)] = &[
     (16, 16),
     (32, 32),
@@ -15,12 +15,12 @@ const WIDTHS: &[(usize, usize)] = &[
 /// Query heads a KV head.
 const GROUPS: &[usize] = &[1, 2, 3, 4, 7, 8, 16];
 
-/// Tokens of a selection: one block, several super-blocks, several blocks of survivors, more leaving times than one
-/// window of bits.
+/// Tokens of the rows of DMA's selection: less than a super-block (1024), several super-blocks, several blocks of
+/// survivors (8192), and rows so long that the kernel searches `expire` in several passes.
 const LENGTHS: &[usize] = &[1, 2, 63, 1024, 1025, 3000, 8193, 20001, 131_073, 300_001];
 
-/// Tokens, kept keys and local window of selections in rows so long (more than 16,384 tokens) that their lists start
-/// from survivors, which a selection with a local window finds in a pass of its own; and of one short row.
+/// Tokens, kept keys and local window of further selections: one short row, and rows of more than 16,384 tokens, whose
+/// key lists start from survivors; with a local window a second kernel finds these.
 const LOCAL_WINDOWS: &[[usize; 3]] = &[
     [1500, 400, 300],
     [16_385, 301, 300],
@@ -28,20 +28,21 @@ const LOCAL_WINDOWS: &[[usize; 3]] = &[
     [40_000, 300, 300],
 ];
 
-/// Factors on queries and keys of successive calls. Logits of trained models reach 50 to 100, as of 8 here; 64 leaves
-/// one key a query, and 0.01 all keys alike. As many as no other list of kinds that calls go through in turn.
+/// Factors on queries and keys of successive calls. With 8, logits are as large as a trained model's (50 to 100); with
+/// 64 the softmax has one key; with 0.01 all keys have the same weight. Seven entries, since calls also cycle through
+/// lists of 2, 3, 4 and 5 kinds: every kind then meets every factor.
 const MAGNITUDES: [f32; 7] = [1.0, 8.0, 1.0, 0.01, 1.0, 64.0, 1.0];
 
-/// What random calls are drawn from.
+/// The number of random calls of a check, and the sizes that they are drawn from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent {
     /// Random calls of attention.
     pub(crate) cases: usize,
-    /// Longest usual sequence of attention.
+    /// Tokens of the longest random row of attention.
     pub(crate) longest: usize,
     /// Seed of the random calls.
     pub(crate) seed: u64,
-    /// Widths of keys and of values.
+    /// Head widths of keys and of values.
     pub(crate) widths: &'static [(usize, usize)],
     /// Query heads a KV head.
     pub(crate) groups: &'static [usize],
@@ -49,11 +50,11 @@ pub(crate) struct Extent {
     pub(crate) lengths: &'static [usize],
     /// Tokens, kept keys and local window of further selections.
     pub(crate) local_windows: &'static [[usize; 3]],
-    /// Whether all is interpreted, a million times slower than on a GPU.
+    /// Whether the CPU emulator runs the kernels, a million times slower than a GPU.
     pub(crate) is_emulated: bool,
-    /// Factor on the queries and keys of all calls; one of a list in turn where absent.
+    /// Factor on the queries and keys of all calls; when absent, each call takes the next of [`MAGNITUDES`].
     pub(crate) magnitude: Option<f32>,
-    /// Whether a part is checked alone, in as many cases as attention.
+    /// Whether the user checks one part alone; it then gets as many calls as attention.
     pub(crate) is_part: bool,
     /// Which kernels the ops take.
     pub(crate) policy: KernelPolicy,
@@ -77,7 +78,8 @@ impl Extent {
         }
     }
 
-    /// One width and group, and short selections: each more is another set of programs to compile.
+    /// For the emulator: one width, one group size and short selections, since each size needs its own compiled
+    /// programs.
     pub(crate) const fn emulated(cases: usize, longest: usize, seed: u64) -> Self {
         Self {
             widths: &[(32, 32)],
@@ -89,12 +91,12 @@ impl Extent {
         }
     }
 
-    /// The first where all is interpreted: time goes with sizes there, and each width is another set of programs.
+    /// `emulated` on the emulator, else `all`.
     pub(crate) fn pick<T>(&self, emulated: T, all: T) -> T {
         if self.is_emulated { emulated } else { all }
     }
 
-    /// The sizes to check: the first two where all is interpreted.
+    /// The sizes to check: all, or on the emulator the first two.
     pub(crate) fn sizes<T>(&self, all: &'static [T]) -> &'static [T] {
         &all[..self.pick(2, all.len())]
     }
@@ -104,7 +106,7 @@ impl Extent {
         self.magnitude.unwrap_or(MAGNITUDES[at % MAGNITUDES.len()])
     }
 
-    /// Cases of what is checked token by token or entry by entry: one of each kind at least.
+    /// Number of calls of slow checks (selections, decoding): a fifth of `cases`, at least one of each of four kinds.
     pub(crate) fn few(&self) -> usize {
         match self.is_part {
             true => self.cases,

@@ -1,4 +1,4 @@
-//! Latent attention from the projections on: packing, attention, all gradients, through the launch wrappers.
+//! Checks latent attention (MLA) from the projections' outputs on: packing, attention and all gradients.
 mod decode;
 
 use crate::case::{Case, Cuts, Keys};
@@ -24,10 +24,10 @@ use sieve_kernels::{
 use sieve_ops::{DeviceBackend, MlaCall, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
 
-/// Widths of the part without rotation and of the rotated one.
+/// Head widths of the part without rotation and of the rotated part.
 const WIDTHS: &[[usize; 2]] = &[[128, 64], [128, 64], [64, 32], [96, 48], [32, 16], [16, 16]];
 
-/// Width of the latent that lies before `k_rope` in memory; NaN here, since no kernel may read it.
+/// Columns of the latent that lies before `k_rope` in memory; NaN here, since no packing kernel may read it.
 const RANK: usize = 24;
 
 /// Base of the rotation's frequencies.
@@ -36,17 +36,17 @@ pub(crate) const ROPE_THETA: f32 = 100.0;
 /// Added to the mean square of a normed head.
 const EPSILON: f32 = 1e-6;
 
-/// How large the numbers are.
+/// How large a call's numbers are.
 #[derive(Clone, Copy, Debug)]
 enum Size {
     Usual,
-    /// Softmax of one key.
+    /// Queries so large that the softmax has one key.
     Peaked,
-    /// Values and gradients near the largest of bf16's squares.
+    /// Values and output gradients of about 1e15, whose products are near the largest f32.
     Large,
 }
 
-/// One call, exact in bf16.
+/// One call; its numbers are exact in bf16.
 struct Call {
     spec: MlaSpec,
     case: Case,
@@ -54,7 +54,7 @@ struct Call {
     k_rope: Vec<f32>,
     /// Weights of the norms of queries and keys, where there are norms.
     norms: Option<[Vec<f32>; 2]>,
-    /// Places in documents.
+    /// Position of each token in its document.
     positions: Vec<i32>,
     label: String,
 }
@@ -67,8 +67,8 @@ impl Call {
         let num_heads = random.between(1, 6);
         let (batch, key_dim) = (random.between(1, 4), head_dim + rope_dim);
         let shape = AttentionShape::new(batch, seq_len, [num_heads; 2], [key_dim, head_dim]);
-        // Gradients of a single key are 0: what is left of large numbers that cancel there has no size to be held
-        // against.
+        // Gradients of a row with a single key are 0. With large numbers rounding leaves something else there, and
+        // there is no size to compare it with.
         let largest = if seq_len < 15 { Size::Usual } else { Size::Large };
         let size = random.one_of(&[Size::Usual, Size::Usual, Size::Peaked, largest]);
         let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed]);
@@ -91,7 +91,7 @@ impl Call {
         })
     }
 
-    /// The same with norms of queries and keys; peaked calls have large weights of queries.
+    /// The same call with norms of queries and keys; peaked calls have large norm weights of queries.
     fn normed(mut self, size: Size, random: &mut Random) -> Self {
         let factors = match size {
             Size::Peaked => [16.0, 1.0],
@@ -105,7 +105,7 @@ impl Call {
         self
     }
 
-    /// A call on the numbers of a case, whose keys are wider than its values by the rotated part.
+    /// A call with the numbers of a case, whose keys are wider than its values by the rotated part.
     fn of(mut case: Case, size: Size, seed: u64, label: String) -> Self {
         let shape = case.shape;
         let (seq_len, num_heads) = (shape.seq_len, shape.num_heads);
@@ -119,7 +119,7 @@ impl Call {
         };
         match size {
             Size::Usual => {}
-            // Queries alone: with rotated keys as large, one number that rounds the other way turns a row over.
+            // Queries alone: were rotated keys as large too, one differently rounded number would change a softmax row.
             Size::Peaked => scaled(&mut case.q, 32.0),
             Size::Large => drop([&mut case.v, &mut case.d_o].map(|x| scaled(x, 1e15))),
         }
@@ -154,7 +154,7 @@ impl Call {
         [heads * self.spec.key_dim(), heads * 2 * width, self.spec.rope_dim]
     }
 
-    /// What queries, keys and values are packed from, and how, on a backend.
+    /// The inputs of the packing op on a backend, and its other arguments.
     fn inputs_on<B: DeviceBackend>(&self, device: &B::Device, dtype: DType) -> ([FloatTensor<B>; 3], MlaPackCall<B>) {
         let [batch, seq_len] = self.rows();
         let [q, kv, k_rope] = self.widths();
@@ -181,14 +181,14 @@ impl Call {
         (inputs, call)
     }
 
-    /// Queries, keys and values as attention takes them, the heads of each side by side.
+    /// Packed queries, keys and values as attention reads them, `[tokens, heads of q, of k, of v]`, in f32.
     fn packed(&self) -> Vec<f32> {
         let (inputs, call) = self.inputs_on::<Flex>(&FlexDevice, DType::F32);
         floats::<Flex, 3>(reference::mla_pack::<Flex>(inputs, call).0)
     }
 
-    /// Forward and backward pass on a backend. The CPU has kernels in f32 alone: in f64 and in bf16 its ops are the
-    /// plain-Burn references.
+    /// Runs forward and backward pass by a backend's ops. On the CPU f64 and bf16 take the plain-Burn references; only
+    /// f32 has kernels.
     fn on<B: DeviceBackend>(&self, device: &B::Device, dtype: DType) -> Results {
         let (inputs, call) = self.inputs_on::<B>(device, dtype);
         let normed = self.norms.as_ref().map(|_| inputs.clone());
@@ -220,7 +220,7 @@ impl Call {
         results
     }
 
-    /// The launch wrappers, each operand with NaN between its rows.
+    /// Runs forward and backward pass by the launch wrappers; each operand has NaN between its rows.
     fn wrappers(&self, device: &dyn Device, order: SumOrder) -> Result<Results, KernelError> {
         let [batch, seq_len] = self.rows();
         let with_gaps = |values: &[f32], before: usize, width: usize, after: usize| {
@@ -303,8 +303,8 @@ impl Call {
         self.on::<Flex>(&FlexDevice, DType::BF16)
     }
 
-    /// What a row's logits move by where one rotated number rounds the other way in bf16, as it may between two orders
-    /// of the rotation's f32 operations; at most an eighth.
+    /// How much a row's logits change when one rotated number is rounded to the other bf16 neighbour, as two orders of
+    /// the rotation's f32 operations may; at most an eighth.
     fn moved_by_a_rounding(&self) -> f64 {
         let (heads, width, key_dim) = (self.spec.num_heads, self.spec.head_dim, self.spec.key_dim());
         let packed = self.packed();
@@ -320,7 +320,8 @@ impl Call {
         (product * self.spec.softmax_scale / 256.0).min(0.125)
     }
 
-    /// How large the terms of each row are, by result: a row is one head of a token, of `dk_rope` a token.
+    /// For each result, the size of the terms that each row sums ([`Terms`]). A row is one head of a token; of
+    /// `dk_rope`, a token.
     fn terms(&self) -> [(&'static str, Vec<f64>); 4] {
         let [batch, seq_len] = self.rows();
         let (heads, widths) = (self.spec.num_heads, [self.spec.key_dim(), self.spec.head_dim]);
@@ -370,22 +371,22 @@ impl Call {
     }
 }
 
-/// How much larger than its result's gradient the gradient of a row can be that was normed with this weight.
+/// Largest factor by which a norm's backward pass enlarges the gradient of a row, given the norm's weight.
 fn norm_gain(row: &[f32], weight: &[f32]) -> f64 {
     let mean_square = row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / row.len() as f64;
     let largest = weight.iter().fold(0.0, |most: f32, x| most.max(x.abs()));
     f64::from(largest) / (mean_square + f64::from(EPSILON)).sqrt()
 }
 
-/// Further results of a call with norms.
+/// Names of the further results of a call with norms.
 const NORM_RESULTS: [&str; 4] = ["rotated_keys", "key_scale", "dq_weight", "dk_weight"];
 
-/// In the order of [`NORM_RESULTS`].
+/// Results of a call with norms, in the order of [`NORM_RESULTS`].
 fn norm_results<T>([rotated_keys, key_scale]: [T; 2], [dq_weight, dk_weight]: [T; 2]) -> [T; 4] {
     [rotated_keys, key_scale, dq_weight, dk_weight]
 }
 
-/// A call that is written for other programs.
+/// A call that `sieve kernels run mla` writes to a file.
 pub(crate) struct Written(Call);
 
 impl Written {
@@ -393,7 +394,7 @@ impl Written {
         Self(Call::of(case, Size::Usual, seed, String::new()))
     }
 
-    /// What the projections give: queries, keys beside values, the rotated part that heads share.
+    /// The projections' outputs: q, kv (keys beside values of each head), and the rotated key that all heads share.
     pub(crate) fn inputs(&self) -> [(&'static str, &[f32]); 3] {
         let Call { case, kv, k_rope, .. } = &self.0;
         [("q", &case.q), ("kv", kv), ("k_rope", k_rope)]
@@ -405,7 +406,7 @@ impl Written {
     }
 }
 
-/// Exact results of a call, and what its tolerance is made of.
+/// Exact results of a call, and the numbers that its tolerance follows from.
 struct Expected {
     exact: Results,
     plain: Results,
@@ -424,12 +425,12 @@ impl Expected {
         }
     }
 
-    /// Every result against the exact one; the largest error as a share of its tolerance.
+    /// Compares every result with the exact one; returns the largest ratio of error to tolerance.
     fn judge(&self, own: &Results) -> Outcome {
         let exact_lse = self.exact.iter().find(|(name, _)| *name == "lse");
         let lost_digits = exact_lse.map_or(0.0, |(_, lse)| lost_digits(lse));
-        // The plain operations compute in f32 and round what they store, as the kernels do: large logits, whose rounded
-        // queries and keys cost a great deal, cost both the same.
+        // The plain bf16 run rounds packed queries and keys as the kernels do, and large logits amplify that error in
+        // both alike. So its error counts in full.
         let rows = RowTolerance {
             most_of_plain: f64::INFINITY,
             of_a_row: self.of_a_row,
@@ -459,7 +460,7 @@ fn draws(extent: &Extent) -> impl Iterator<Item = Result<Call>> {
     (0..extent.few()).map(move |at| Call::draw(&extent, at, &mut random))
 }
 
-/// Every specialisation that a check asks for.
+/// Every specialisation that a check of latent attention launches.
 pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
     let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     let mut list = NeededKernels::default();
@@ -471,7 +472,7 @@ pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
         }
     }
     for &[rank, rope_dim] in decode::WIDTHS {
-        // Any width of a norm: its factors alone reach this kernel.
+        // Any width of a norm gives the same kernel: it only reads the norm's factors.
         for norm_dim in [0, 1] {
             list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, norm_dim, shared_bytes));
             list.extend_kernels(NeededKernels::mla_token(2 * rope_dim, rope_dim, norm_dim));
@@ -480,13 +481,13 @@ pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
     list
 }
 
-/// The launch wrappers in both orders of sums; two runs in the fixed order are equal.
+/// Checks the launch wrappers in both sum orders; two runs in the fixed order must be equal.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     decode::check_wrappers(report, device, extent);
     for call in draws(extent) {
         let call = call?;
         let expected = Expected::of(&call);
-        // Of the forward pass.
+        // The family of the forward pass names the row.
         let family = on_device::family(&call.case, device);
         for order in [SumOrder::Any, SumOrder::Fixed] {
             let name = match order {

@@ -1,9 +1,9 @@
-//! The proving ground of the kernels: cases, references, tolerances and clocks behind `sieve kernels`.
+//! Checks and benchmarks of the kernels, behind `sieve kernels`.
 //!
-//! A check draws cases from a seed, computes each on the host as a definition would ([`Report`] says how far the
-//! kernel's result is from it, and how far a plain bf16 computation is), and names the path that every call
-//! took. A benchmark times the same calls on the GPU's own clock. Nothing here prints: callers get reports and
-//! events.
+//! A check draws calls from a seed, computes each on the host in f64 by its definition and once more as plain bf16 code
+//! would, and compares the kernel's error with the plain one. A [`Report`] also names the path that every call took,
+//! kernel or reference. A benchmark times the same calls on the GPU's own clock. Nothing here prints: callers get
+//! reports and events.
 
 mod error;
 

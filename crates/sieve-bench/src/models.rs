@@ -1,9 +1,8 @@
-//! Small models of every kind of attention: a training step and decoding through the cache, on a backend against the
-//! CPU in f64.
+//! Checks small models of every kind of attention on a device against the CPU in f64: a training step, and decoding
+//! through the cache.
 //!
-//! This proves how a model calls the ops on a device: documents, gradients that return to the right parameter, caches,
-//! optimizers, recomputation, fp8, sums in a fixed order. What each kernel computes is proven through its launch
-//! wrapper.
+//! This checks how models call the ops: documents, which parameter a gradient belongs to, caches, optimizers,
+//! recomputation, fp8, sums in a fixed order. The checks of launch wrappers cover each kernel's own results.
 use crate::attention::repeat;
 use crate::build::needed_by;
 use crate::check::CheckPart;
@@ -32,22 +31,29 @@ const ROWS: usize = 2;
 const SEQ_LEN: usize = 96;
 const VOCAB_SIZE: usize = 331;
 
-/// Tokens that go through the cache at once, before the others come one by one.
+/// Tokens of the prefill; the others are decoded one by one.
 const PREFILLED: usize = 37;
 
-/// Large, so that the update of a weight survives its rounding to bf16.
+/// The first token whose rotary tables are longer, with the same cache.
+const LONGER_FROM: usize = 48;
+
+/// Tokens from which on another thread decodes: with the cache, and with the model alone.
+const MOVED_AT: [usize; 2] = [72, 0];
+
+/// Learning rate of the checked update; so large that the update survives the weight's rounding to bf16.
 const LEARNING_RATE: f64 = 0.5;
 
-/// As large as a gradient's numbers: where AdamW would keep little more than their signs, rounding decides those of the
-/// smallest.
+/// AdamW's epsilon, about as large as the gradients. With a small one the update is nearly the gradient's sign, which
+/// rounding decides for the smallest gradients.
 const EPSILON: f64 = 1e-3;
 
-/// Added to the tolerance of kinds that choose keys, as a share of the norm of all rows and of one row: where bf16
-/// moves a key over the margin of a choice, a query reads another one.
+/// Added tolerance of kinds that choose keys, as a share of the norm of all rows and of one row: in bf16 two keys of
+/// nearly equal score may change places, and a query then reads another key.
 const OF_A_CHOICE: [f64; 2] = [0.1, 1.0];
 
-/// Models: name, whose part of a check each belongs to, how it finds its keys, and its recipe's `[attention]`. In
-/// "all biased" DMA's window holds every key, so attention takes the dense kernels with a bias.
+/// The checked models: name, part of the check (attention, nsa or mla), how queries find keys (neighbours, chosen, or
+/// all biased), and the recipe's `[attention]` section. "all biased": DMA's window holds every key, so attention takes
+/// the dense kernels with a bias.
 const KINDS: &str = r"
     mha => attention => neighbours => kind = 'mha'
     swa => attention => neighbours => kind = 'swa'\nsliding_window = 16
@@ -69,18 +75,18 @@ const KINDS: &str = r"
 /// A row of [`KINDS`].
 type Kind = [&'static str; 4];
 
-/// Sizes of a model's attention: query heads, KV heads and their width. Others than [`USUAL`] are in the row's name.
+/// Query heads, KV heads and head width of a model. A row's name says them where they differ from [`USUAL`].
 type HeadSizes = [usize; 3];
 
 const USUAL: HeadSizes = [4, 2, 64];
 
-/// Of the kinds of [`CheckPart::Attention`] besides: an odd group, wide heads.
+/// Second sizes of the kinds of [`CheckPart::Attention`]: an odd group and wide heads.
 const WIDE: HeadSizes = [3, 1, 128];
 
-/// A way to compute the blocks of a step: what is added to a result's name, and the settings.
+/// A way to compute the blocks of a training step: the suffix of a result's name, and a change of the settings.
 type Form = (&'static str, fn(&mut BlockSettings));
 
-/// Other forms than the usual one, whose gradients are held to the same tolerance.
+/// Forms besides the default one; their gradients have the same tolerance.
 const FORMS: [Form; 2] = [
     (", recomputed", |settings| {
         settings.checkpointing.mode = ActivationCheckpointMode::Full;
@@ -90,26 +96,25 @@ const FORMS: [Form; 2] = [
     }),
 ];
 
-/// Kinds whose gradients in fp8 are compared with the CPU's in fp8. Others follow in fp8 what these follow.
+/// Kinds whose fp8 gradients are compared with the CPU's fp8 gradients. The other kinds use the same fp8 GEMMs.
 const IN_FP8: [&str; 3] = ["mha", "swa", "dma"];
 
-/// Share of a gradient's norm by which it may differ in fp8: where bf16 moves an operand over the middle between two
-/// numbers of fp8, the next one is a sixteenth or an eighth away, in every layer anew.
+/// Tolerance of a gradient in fp8, as a share of its norm. Neighbouring fp8 numbers differ by a sixteenth or an eighth,
+/// and in every layer a small bf16 difference may round an operand to the other neighbour.
 const FP8_SHARE: f64 = 0.3;
 
-/// How far a loss in fp8 may be from the CPU's in fp8, in nats. Rounding to fp8 itself moves the losses of these models
-/// by 0.001 to 0.022 on the CPU (root mean square 0.012); operands that bf16 moves to the next number of fp8 moved them
-/// by up to 0.011 on an H200.
+/// Tolerance of a loss in fp8, in nats. Rounding to fp8 moves the losses of these models by 0.001 to 0.022 on the CPU
+/// (root mean square 0.012); bf16 operands that round to the other neighbour moved them by up to 0.011 on an H200.
 const FP8_LOSS_TOLERANCE: f64 = 0.025;
 
-/// How far a loss in bf16 may be from the reference's, in nats, beside twice the plain computation's error.
+/// Tolerance of a bf16 loss in nats, besides twice the error of the plain bf16 computation.
 const LOSS_TOLERANCE: f32 = 5e-3;
 
-/// Share of the norm by which the gradient of DMA's `a` may differ where nothing is masked: a sum over all keys of
-/// gradients that add up to zero a query, so mostly rounding.
+/// Tolerance of the gradient of DMA's `a` where nothing is masked, as a share of its norm. Each query's gradients of
+/// the biases add up to zero there, so that gradient is mostly rounding.
 const CANCELLING_SHARE: f64 = 0.15;
 
-/// A result of a model: its name, the width of its rows, its numbers.
+/// A result of a model: name, width of a row, values.
 type Found = (String, usize, Vec<f32>);
 
 /// One model's sizes, weights and tokens, the same on every backend.
@@ -138,11 +143,11 @@ pub(crate) fn has_fp8(gpu: &DeviceReport) -> bool {
         .is_ok()
 }
 
-/// Checks the models of a part on a backend that computes in `dtype`: the CPU in f32, a GPU in bf16. Blocks in fp8
-/// are compared with the CPU's, `with_fp8`.
+/// Checks the models of a part on a backend that computes in `dtype`: the CPU in f32, a GPU in bf16. `with_fp8` also
+/// compares fp8 gradients with the CPU's.
 ///
 /// # Errors
-/// A recipe of this file that is none.
+/// A recipe of [`KINDS`] that does not parse.
 pub(crate) fn check<B: TrainBackend>(
     report: &mut Report,
     (device, dtype): (&B::Device, DType),
@@ -167,6 +172,9 @@ pub(crate) fn check<B: TrainBackend>(
         });
         let in_fp8 = (with_fp8 && IN_FP8.contains(&kind[0])).then(|| setup.in_fp8(&model, &on));
         let reference = watch.reference();
+        // Not watched: a graph takes no weights of another thread, so each launch is queued by itself.
+        let decoder = model.valid();
+        let moved = MOVED_AT.map(|at| (at, setup.through_the_cache(&decoder, on.dtype, device, at)));
         let [exact, plain] = setup.references();
         let (name, path) = (model_name(&kind, sizes), if is_bf16 { "kernel" } else { "cpu" });
         let mut add = |case: &str, outcome: Outcome| {
@@ -178,6 +186,12 @@ pub(crate) fn check<B: TrainBackend>(
                 add(&format!("{}{form}", own.0), judge(&kind, is_bf16, [own, plain, exact]));
             }
         }
+        for (at, own) in moved {
+            let case = format!("logits through the cache, another thread from token {at} on");
+            let [plain, exact] = [&plain, &exact].map(|found| found.last().expect("logits through the cache"));
+            let own = own.map(|own| (case.clone(), VOCAB_SIZE, own));
+            add(&case, own.and_then(|own| judge(&kind, is_bf16, [&own, plain, exact])));
+        }
         for (case, outcome) in [("fixed order, repeated", repeated), ("fp8", in_fp8)] {
             outcome.into_iter().for_each(|outcome| add(case, outcome));
         }
@@ -185,13 +199,13 @@ pub(crate) fn check<B: TrainBackend>(
     Ok(())
 }
 
-/// Every specialisation that the models of a part ask for.
+/// Every specialisation that the models of a part launch.
 pub(crate) fn needed_kernels(part: CheckPart, gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::default();
     let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     for (kind, sizes) in of_part(part) {
         for order in [SumOrder::Any, SumOrder::Fixed] {
-            // What cannot be listed is compiled at its first use.
+            // A recipe whose kernels cannot be listed gets them compiled at first use.
             let recipe = recipe(&kind, sizes).and_then(|mut recipe| {
                 recipe.training.deterministic = order == SumOrder::Fixed;
                 needed_by(Some(&recipe), &gpu.arch(), shared_bytes)
@@ -226,7 +240,8 @@ fn model_name(kind: &Kind, [heads, kv_heads, head_dim]: HeadSizes) -> String {
     }
 }
 
-/// A result against the exact one, by the norm of each row and of all; the loss in bf16 by itself.
+/// Compares a result with the exact one by the norm of each row and of all rows; a bf16 loss has a tolerance of its
+/// own.
 fn judge(kind: &Kind, is_bf16: bool, [own, plain, exact]: [&Found; 3]) -> Outcome {
     let (name, width, exact) = exact;
     if is_bf16 && name == "loss" {
@@ -265,7 +280,7 @@ impl Setup {
         let mut random = Random(seed);
         let mut weights = named_parameters(&Qwen3::<Flex>::new(&shape, seed, &FlexDevice));
         for NamedTensor { data, .. } in &mut weights {
-            // Vectors of their own, so that no norm can take another's place.
+            // Norm weights begin as ones: noise makes them different, so that swapped norms show.
             let spread = if data.shape.len() == 1 { 0.2 } else { 0.0 };
             let values = data
                 .iter::<f32>()
@@ -275,7 +290,7 @@ impl Setup {
         let mut ids = || -> Vec<i32> { (0..ROWS * SEQ_LEN).map(|_| random.below(VOCAB_SIZE) as i32).collect() };
         let (tokens, mut labels) = (ids(), ids());
         let mut bounds = [Vec::new(), Vec::new()];
-        // A row of one document, and one of three, of which one is a single token.
+        // The first row is one document; the second has three, of 33 tokens, 1 token and 62 tokens.
         for documents in [&[0, SEQ_LEN][..], &[0, 33, 34, SEQ_LEN]] {
             for document in documents.windows(2) {
                 for (all, bound) in bounds.iter_mut().zip(document) {
@@ -294,7 +309,7 @@ impl Setup {
         })
     }
 
-    /// The model with weights of a type.
+    /// The model with weights of type `dtype`.
     fn model<B: TrainBackend>(&self, dtype: DType, device: &B::Device) -> Qwen3<B> {
         let read = &mut |name: &str, _shape: &[usize]| -> Result<TensorData, Infallible> {
             let found = self.weights.iter().find(|tensor| tensor.name == name);
@@ -304,7 +319,7 @@ impl Setup {
         model
     }
 
-    /// What the CPU computes in f64, and in bf16 as a plain computation rounds.
+    /// Results of the CPU in f64, and of the CPU in bf16 by plain-Burn operations.
     fn references(&self) -> [Vec<Found>; 2] {
         [(DType::F64, DType::F64), (DType::F32, DType::BF16)].map(|(held, dtype)| {
             let (device, policy) = (&FlexDevice, KernelPolicy::default());
@@ -313,8 +328,8 @@ impl Setup {
         })
     }
 
-    /// Loss, gradients and updates of a training step by each optimizer, logits of a pass and through the cache; and
-    /// the model that computed them.
+    /// Loss, gradients, updates by AdamW and Muon, and logits without and with a cache; and the model that computed
+    /// them.
     fn run<B: TrainBackend>(&self, model: &Qwen3<B>, on: &On<'_, B>) -> (Vec<Found>, Qwen3<B>) {
         let (mut found, computed) = self.step(model, on, OptimizerName::AdamW);
         let (of_muon, _) = self.step(model, on, OptimizerName::Muon);
@@ -323,8 +338,8 @@ impl Setup {
         (found, computed)
     }
 
-    /// A training step: loss, gradients and updates, and the model that computed them. In bf16 the optimizer holds f32
-    /// masters.
+    /// Loss, gradients and updates of a training step, and the model before the update. In bf16 the optimizer holds f32
+    /// master weights.
     fn step<B: TrainBackend>(&self, model: &Qwen3<B>, on: &On<'_, B>, name: OptimizerName) -> (Vec<Found>, Qwen3<B>) {
         let &On { device, dtype, .. } = on;
         let mut section = self.recipe.optimizer.clone();
@@ -347,7 +362,7 @@ impl Setup {
         (found, model)
     }
 
-    /// Loss and gradients of a training step whose blocks are computed in a form.
+    /// Loss and gradients of a training step whose block settings `form` changes.
     fn gradients<B: TrainBackend>(
         &self,
         model: &Qwen3<B>,
@@ -370,7 +385,7 @@ impl Setup {
             ..BlockSettings::default()
         };
         form(&mut settings);
-        let (rope, mut gradients) = (rope(model, dtype, device), GradientBuffer::default());
+        let (rope, mut gradients) = (rope(model, SEQ_LEN, dtype, device), GradientBuffer::default());
         let result = accumulate_gradients_with(&settings, model, &batch, &rope, share, &mut gradients);
         let mut found = vec![("loss".to_owned(), 1, floats(result.loss.into_data()))];
         for NamedTensor { name, data } in gradients.named(model) {
@@ -380,8 +395,7 @@ impl Setup {
         (found, gradients)
     }
 
-    /// Loss and gradients of a step whose blocks run their GEMMs in fp8, against the CPU's: the largest error as a
-    /// share of the tolerance.
+    /// Compares loss and gradients in fp8 with the CPU's in fp8; returns the largest ratio of error to tolerance.
     fn in_fp8<B: TrainBackend>(&self, model: &Qwen3<B>, on: &On<'_, B>) -> Outcome {
         let (device, policy) = (&FlexDevice, KernelPolicy::default());
         let on_cpu = On::<Autodiff<Flex>> {
@@ -411,25 +425,56 @@ impl Setup {
         Ok(worst as f32)
     }
 
-    /// Logits of the first row, whose tokens are one document: by one pass, and through the cache. In f64 those of
-    /// the pass are both.
+    /// Logits of the first row, which is one document: by one pass, and through the cache. The f64 reference has no
+    /// cache, so it returns the pass's logits for both.
     fn logits<B: DeviceBackend>(&self, model: &Qwen3<B>, dtype: DType, device: &B::Device) -> Vec<Found> {
-        let rope = rope(model, dtype, device);
+        let rope = rope(model, SEQ_LEN, dtype, device);
         let ids = rows_of(&self.tokens, device).narrow(0, 0, 1);
         let documents = Documents::whole_rows([1, SEQ_LEN], device);
-        let logits = model.logits(ids.clone(), &LayerContext::new(&documents, &rope));
+        let logits = model.logits(ids, &LayerContext::new(&documents, &rope));
         let logits = floats(logits.into_data());
-        let mut cached = logits[(PREFILLED - 1) * VOCAB_SIZE..].to_vec();
-        if dtype != DType::F64 {
-            let mut cache = KvCache::new(model.layers.len());
-            let parts = std::iter::once((0, PREFILLED)).chain((PREFILLED..SEQ_LEN).map(|at| (at, 1)));
-            let next = |(first, count)| model.next_logits(ids.clone().narrow(1, first, count), &mut cache, &rope);
-            cached = parts.map(next).flat_map(|logits| floats(logits.into_data())).collect();
-        }
+        let cached = match dtype {
+            DType::F64 => logits[(PREFILLED - 1) * VOCAB_SIZE..].to_vec(),
+            _ => self
+                .through_the_cache(model, dtype, device, SEQ_LEN)
+                .expect("this thread alone"),
+        };
         vec![
             ("logits".to_owned(), VOCAB_SIZE, logits),
             ("logits through the cache".to_owned(), VOCAB_SIZE, cached),
         ]
+    }
+
+    /// Logits of the first row through the cache. They are kept until the last is there; those of tokens from
+    /// `moved_at` on are computed on another thread, which reads each at once.
+    fn through_the_cache<B: DeviceBackend>(
+        &self,
+        model: &Qwen3<B>,
+        dtype: DType,
+        device: &B::Device,
+        moved_at: usize,
+    ) -> Result<Vec<f32>, Wrong> {
+        let tables = [LONGER_FROM, SEQ_LEN].map(|len| rope(model, len, dtype, device));
+        let ids = rows_of(&self.tokens, device).narrow(0, 0, 1);
+        let mut cache = KvCache::new(model.layers.len());
+        let mut next = |&(first, count): &(usize, usize)| {
+            let tables = &tables[usize::from(first >= LONGER_FROM)];
+            model.next_logits(ids.clone().narrow(1, first, count), &mut cache, tables)
+        };
+        let singles = (PREFILLED..SEQ_LEN).map(|at| (at, 1));
+        let parts: Vec<_> = std::iter::once((0, PREFILLED)).chain(singles).collect();
+        let (here, there) = parts.split_at((moved_at + 1).saturating_sub(PREFILLED));
+        let kept: Vec<_> = here.iter().map(&mut next).collect();
+        let mut found: Vec<f32> = kept.into_iter().flat_map(|logits| floats(logits.into_data())).collect();
+        let read = move || {
+            there
+                .iter()
+                .flat_map(|part| floats(next(part).into_data()))
+                .collect::<Vec<_>>()
+        };
+        let rest = std::thread::scope(|scope| scope.spawn(read).join());
+        found.extend(rest.map_err(|_| Wrong::from("the other thread panicked".to_owned()))?);
+        Ok(found)
     }
 }
 
@@ -437,9 +482,9 @@ fn rows_of<B: Backend>(values: &[i32], device: &B::Device) -> Tensor<B, 2, Int> 
     Tensor::from_data(TensorData::new(values.to_vec(), [ROWS, SEQ_LEN]), device)
 }
 
-/// The rotary tables, whose f32 numbers f64 takes too.
-fn rope<B: Backend>(model: &Qwen3<B>, dtype: DType, device: &B::Device) -> RotaryEmbedding<B> {
-    let RotaryEmbedding { cos, sin } = model.rope(SEQ_LEN, device);
+/// The rotary tables of `len` positions; for f64 the same f32 numbers, cast.
+fn rope<B: Backend>(model: &Qwen3<B>, len: usize, dtype: DType, device: &B::Device) -> RotaryEmbedding<B> {
+    let RotaryEmbedding { cos, sin } = model.rope(len, device);
     let table_type = if dtype == DType::F64 { dtype } else { DType::F32 };
     let [cos, sin] = [cos, sin].map(|table| table.cast(table_type));
     RotaryEmbedding { cos, sin }

@@ -1,4 +1,4 @@
-//! Native sparse attention's kernels against their definition in f64, and a plain computation in bf16.
+//! Checks the kernels of native sparse attention against their definition in f64 and a plain bf16 computation.
 mod expected;
 
 use crate::attention::{ORDERS, repeat};
@@ -29,10 +29,10 @@ use sieve_testing::Random;
 /// Query heads of a KV head.
 const GROUPS: [usize; 6] = [1, 2, 3, 4, 8, 16];
 
-/// The same of a long call, whose definition takes the host a while.
+/// Query heads of a KV head of the long call; few, since the host computes its reference.
 const LONG_GROUPS: [usize; 6] = [1, 2, 3, 4, 2, 4];
 
-/// Compressed block, stride, selected block, blocks a query.
+/// Tokens of a compressed block, its stride, tokens of a selected block, selected blocks a query.
 const BLOCKS: [[usize; 4]; 5] = [
     [32, 16, 64, 16],
     [8, 4, 8, 3],
@@ -41,10 +41,10 @@ const BLOCKS: [[usize; 4]; 5] = [
     [4, 4, 4, 2],
 ];
 
-/// Tokens of one call on a GPU: whole items of lists, and several.
+/// Tokens of the long call on a GPU, whose lists of queries by block take several work items each.
 const LONG: usize = 12_345;
 
-/// Share of the queries whose blocks may differ: two of nearly the same importance.
+/// Share of the queries whose chosen blocks may differ, where two blocks are nearly equally important.
 const NEAR_TIES: f64 = 0.01;
 
 /// One call's inputs on the host.
@@ -54,22 +54,22 @@ struct Inputs {
     blocks: NsaBlocks,
     positions: [Vec<f32>; 2],
     compressed: Vec<f32>,
-    /// A mean of each selected block, keys then values: `[2, batch * slots * num_kv_heads, head_dim]`.
+    /// A pooled key and value of each selected block: `[2, batch * slots * num_kv_heads, head_dim]`.
     means: Vec<f32>,
-    /// The same of each token.
+    /// A pooled key and value of each token: `[2, batch * seq_len * num_kv_heads, head_dim]`.
     tokens: Vec<f32>,
     branches: [Vec<f32>; 3],
     logits: Vec<f32>,
     bias: Vec<f32>,
     d_blocks: Vec<f32>,
-    /// An indexer's queries, one a KV head, its key, and a head that nobody reads.
+    /// An indexer's packed tensor: one query head a KV head, one key head, and a head that no kernel may read.
     index: Vec<f32>,
-    /// Of the selected branch, `[batch, seq_len, num_kv_heads, num_selected_blocks]`.
+    /// Blocks of the selected branch, `[batch, seq_len, num_kv_heads, num_selected_blocks]`.
     chosen: Vec<i32>,
 }
 
 impl Inputs {
-    /// Call number `at`; `is_long`: one row of [`LONG`] tokens, with the usual blocks.
+    /// Draws call number `at`; `is_long`: one row of [`LONG`] tokens with the paper's blocks.
     fn draw(random: &mut Random, extent: &Extent, at: usize, is_long: bool) -> Result<(Self, String)> {
         let group = random.one_of(if is_long { &LONG_GROUPS } else { &GROUPS });
         let num_kv_heads = match (is_long, group < 4) {
@@ -94,7 +94,7 @@ impl Inputs {
         let mut inputs = Self::of(case, blocks, random);
         let keys = inputs.compressed.len() / 2;
         if ties {
-            // Keys of zeros: all blocks that a query sees whole are equally important.
+            // With pooled keys of zero all blocks that a query sees whole are equally important.
             inputs.compressed[..keys].fill(0.0);
             inputs.means.fill(0.0);
             inputs.tokens.fill(0.0);
@@ -104,7 +104,7 @@ impl Inputs {
         Ok((inputs, label))
     }
 
-    /// A case and the operands that NSA has besides.
+    /// Draws the operands that NSA has besides those of the case.
     fn of(case: Case, blocks: NsaBlocks, random: &mut Random) -> Self {
         let (shape, size) = (case.shape, blocks.compress_block_size);
         let head_dim = shape.head_dim;
@@ -129,13 +129,13 @@ impl Inputs {
         }
     }
 
-    /// The kernels that the selected branch takes.
+    /// The kernel family of the selected branch, in words.
     fn family(&self, device: &dyn Device) -> &'static str {
         let family = device::family(device, &self.case.shape, KeySource::Gathered);
         device::family_name(family)
     }
 
-    /// Gives the selected branch a choice without every third block.
+    /// Sets the selected branch's choice: `chosen` without every third block, so that no query reads that block.
     fn leave_out(&mut self, chosen: &[i32]) {
         let count = self.blocks.num_selected_blocks;
         self.chosen.clear();
@@ -155,7 +155,8 @@ impl Inputs {
         NsaCall::new(&self.case.documents::<Flex>(&FlexDevice), spec, self.blocks)
     }
 
-    /// The choices of InfLLM-V2, MoBA and MSA by the same pooled keys, by a mean of each block, or by each token's key.
+    /// The choices of InfLLM-V2 (by the compressed keys), MoBA (by a mean key of each block) and MSA (by each token's
+    /// key): name, rule and pooled keys.
     fn choices(&self) -> [(&'static str, BlockChoice, &[f32]); 3] {
         let keys_of = |size| NsaBlocks {
             compress_block_size: size,
@@ -187,7 +188,7 @@ impl Inputs {
         ]
     }
 
-    /// These choices by the CPU.
+    /// The blocks that the CPU chooses by each of [`choices`](Self::choices).
     fn chosen_by_cpu(&self) -> Vec<(&'static str, Vec<i32>)> {
         let (shape, NsaCall { documents, spec, .. }) = (self.case.shape, self.call());
         let qkv = cast::<Flex, 4>(&self.qkv, packed_of(shape), DType::F32, &FlexDevice);
@@ -207,11 +208,11 @@ impl Inputs {
         self.choices().map(of).into()
     }
 
-    /// What an indexer's divergence weighs.
+    /// Weight of an indexer's divergence in the loss.
     const INDEX_WEIGHT: f32 = 0.3;
 
-    /// The indexer's packed tensor with as many keys and values as it has query heads, the values being its keys, and
-    /// the tensor itself: both with NaN for keys that nobody chose, and for the head that nobody reads.
+    /// The indexer's packed tensor, and the same as an attention call reads it, whose keys and values are the
+    /// indexer's key for each query head. Keys that no query chose, and the unread head, are NaN in both.
     fn indexer(&self) -> [Vec<f32>; 2] {
         let (shape, d) = (self.case.shape, self.case.shape.head_dim);
         let (mut own, groups) = (self.index.clone(), shape.num_kv_heads);
@@ -227,13 +228,13 @@ impl Inputs {
         [own, attended]
     }
 
-    /// Rows of compressed blocks.
+    /// Rows of the compressed keys: batch x slots x KV heads.
     fn rows(&self) -> usize {
         let [batch, seq_len, kv_heads, _] = keys_of(self.case.shape);
         batch * self.blocks.num_slots(seq_len) * kv_heads
     }
 
-    /// The packed tensor and the compressed blocks on the CPU.
+    /// The packed q, k, v and the compressed keys and values as tensors on the CPU.
     fn coarse(&self, dtype: DType) -> [FloatTensor<Flex>; 2] {
         let (packed, d) = (packed_of(self.case.shape), self.case.shape.head_dim);
         [
@@ -242,7 +243,7 @@ impl Inputs {
         ]
     }
 
-    /// The packed tensor with NaN for the keys and values that nobody chose.
+    /// The packed q, k, v with NaN for keys and values that no query chose.
     fn selected_qkv(&self) -> Vec<f32> {
         let (mut qkv, [_, seq_len, heads, width]) = (self.qkv.clone(), packed_of(self.case.shape));
         for (at, token) in qkv.chunks_exact_mut(heads * width).enumerate() {
@@ -255,24 +256,24 @@ impl Inputs {
     }
 }
 
-/// What the kernels return, the blocks that the compressed branch chose, and those that other rules choose.
+/// The kernels' outputs, the blocks that the compressed branch chose, and the blocks that the other rules chose.
 struct Found {
     outputs: Results,
     chosen: Vec<i32>,
     chosen_by: Vec<(&'static str, Vec<i32>)>,
 }
 
-/// Names of the gradients of the gates' branches.
+/// Names of the gates' gradients for the three branches.
 const GATED: [&str; 3] = ["gates dcompressed", "gates dselected", "gates dwindow"];
 
-/// The blocks that the CPU chooses.
+/// The blocks that the CPU's compressed branch chooses.
 fn choice(inputs: &Inputs) -> Vec<i32> {
     let [qkv, compressed] = inputs.coarse(DType::F32);
     let coarse = Flex::nsa_compressed_attention(qkv, compressed, &inputs.call());
     indices::<Flex, 4>(coarse.block_indices)
 }
 
-/// The ops without a softmax, and their gradients: blocks, means and gates.
+/// Results of the ops without a softmax and of their backward passes: blocks, means and gates.
 fn linear_ops(inputs: &Inputs, dtype: DType) -> Results {
     let Case { shape, d_o, .. } = &inputs.case;
     let (dims, output, call) = (packed_of(*shape), shape.output(), inputs.call());
@@ -312,22 +313,18 @@ fn linear_ops(inputs: &Inputs, dtype: DType) -> Results {
     outputs
 }
 
-/// The queries whose choice differs, as a share of what may. A query does not count if each choice has as many blocks
-/// that the other has not, and all of these are `tied` for it.
+/// Counts the queries whose choice differs; returns the count as a share of the tolerance. Lists have `count` blocks. A
+/// query does not count when both lists are ascending blocks, as long as each other, and `tied` says that all blocks in
+/// which they differ are equally important to it.
 fn judge_choice(chosen: &[i32], expected: &[i32], count: usize, tied: impl Fn(usize, &[usize]) -> bool) -> Outcome {
     let all = expected.len() / count;
     let pairs = chosen.chunks_exact(count).zip(expected.chunks_exact(count));
-    let differs = |(at, (a, b)): &(usize, (&[i32], &[i32]))| {
-        let only =
-            |a: &[i32], b: &[i32]| -> Vec<i32> { a.iter().copied().filter(|block| !b.contains(block)).collect() };
-        let others = [only(a, b), only(b, a)];
-        let ascends = a.windows(2).all(|two| two[1] < 0 || two[0] < two[1]);
-        let are_blocks = ascends && others[0].len() == others[1].len();
-        let blocks: Result<Vec<_>, _> = others.concat().into_iter().map(usize::try_from).collect();
-        a != b && !(are_blocks && blocks.is_ok_and(|blocks| tied(*at, &blocks)))
+    let differs = |(at, (found, expected)): &(usize, (&[i32], &[i32]))| {
+        let is_tied = |blocks: Vec<usize>| tied(*at, &blocks);
+        found != expected && !exchanged_blocks(found, expected).is_some_and(is_tied)
     };
     let differing = pairs.enumerate().filter(differs).count();
-    // A row or two of a short call are no share yet.
+    // Short calls have few queries: two may differ there.
     let allowed = (NEAR_TIES * all as f64).max(2.0);
     match differing as f64 <= allowed {
         true => Ok((differing as f64 / allowed) as f32),
@@ -335,45 +332,39 @@ fn judge_choice(chosen: &[i32], expected: &[i32], count: usize, tied: impl Fn(us
     }
 }
 
-/// Probabilities below this one are 0 on a GPU, whose exponentials flush what is no normal number.
+/// The blocks that are in only one of two choices; `None` where `found` is not a valid choice of as many blocks:
+/// ascending indices, then -1.
+fn exchanged_blocks(found: &[i32], expected: &[i32]) -> Option<Vec<usize>> {
+    let only_in = |a: &[i32], b: &[i32]| -> Vec<i32> {
+        let blocks = a.iter().copied();
+        blocks.filter(|block| !b.contains(block)).collect()
+    };
+    let [new, missing] = [only_in(found, expected), only_in(expected, found)];
+    let is_ascending = found.windows(2).all(|two| two[1] < 0 || two[0] < two[1]);
+    if !is_ascending || new.len() != missing.len() {
+        return None;
+    }
+    let blocks = new.into_iter().chain(missing);
+    blocks.map(|block| usize::try_from(block).ok()).collect()
+}
+
+/// Smallest probability that counts: GPU exponentials flush subnormal results to 0.
 const LOST: f64 = 1e-36;
 
-/// Relative error of a logit's f32 sum over products of bf16 numbers: some roundings of the largest partial sum.
+/// Relative error of a logit computed in f32 from bf16 numbers.
 const LOGIT_ERROR: f64 = 4.0 * f32::EPSILON as f64;
 
 impl Inputs {
-    /// Whether blocks are equally important to query and KV head number `at` under `rule`, but for what f32 logits and
-    /// probabilities lose. Heads whose probability lies on one key each make many such blocks: in f32 all have 1.
+    /// Whether the blocks `of` are equally important to query and KV head number `at` under `rule`, up to the rounding
+    /// of f32 logits and probabilities. Where each head's probability lies on one key, several blocks have importance
+    /// 1.
     fn are_tied(&self, at: usize, rule: ChoiceRule, of: &[usize]) -> bool {
-        let (shape, blocks) = (self.case.shape, self.blocks);
-        let (kv_heads, d, group) = (shape.num_kv_heads, shape.head_dim, shape.group_size());
-        let (token, kv_head) = (at / kv_heads, at % kv_heads);
-        let (row, i) = (token / shape.seq_len, token % shape.seq_len);
-        let start = self.case.doc_start[token] as usize;
-        let ends = |c: &usize| start + c * blocks.compress_stride + blocks.compress_block_size <= i + 1;
-        let seen = (0..).take_while(ends).count();
-        let first = row * blocks.num_slots(shape.seq_len) + blocks.first_slot(start);
-        let packed = (shape.num_heads + 2 * kv_heads) * d;
-        let (mut p, mut most) = (vec![0.0; seen], 0.0f64);
-        for head in kv_head * group..(kv_head + 1) * group {
-            let q = &self.qkv[token * packed + head * d..][..d];
-            let logit = |c: usize| {
-                let k = &self.compressed[((first + c) * kv_heads + kv_head) * d..][..d];
-                let pairs = q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k));
-                f64::from(self.case.scale) * pairs.sum::<f64>()
-            };
-            let logits: Vec<f64> = (0..seen).map(logit).collect();
-            let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            most = logits.iter().fold(most, |most, x| most.max(x.abs()));
-            let sum: f64 = logits.iter().map(|x| (x - largest).exp()).sum();
-            let of_head = logits.iter().map(|x| (x - largest).exp() / sum);
-            p.iter_mut().zip(of_head).for_each(|(all, p)| *all += p);
-        }
+        let (probabilities, largest_logit) = self.probabilities(at);
         let importance = |&block: &usize| {
-            let weighted = p
+            let weighted = probabilities
                 .iter()
                 .enumerate()
-                .map(|(c, p)| (overlap_weight(blocks, c, block) as f64, p));
+                .map(|(c, p)| (overlap_weight(self.blocks, c, block) as f64, p));
             match rule {
                 ChoiceRule::WeightedProbability => weighted.map(|(weight, p)| weight * p).sum(),
                 _ => weighted
@@ -383,11 +374,41 @@ impl Inputs {
         };
         let all: Vec<f64> = of.iter().map(importance).collect();
         let [least, largest] = [f64::min, f64::max].map(|of| all.iter().copied().reduce(of).unwrap_or(0.0));
-        largest - least <= LOST + LOGIT_ERROR * (1.0 + most) * largest
+        largest - least <= LOST + LOGIT_ERROR * (1.0 + largest_logit) * largest
+    }
+
+    /// Attention probabilities of the compressed keys that query and KV head number `at` sees, summed over the query
+    /// heads of the KV head, and the largest magnitude of a logit.
+    fn probabilities(&self, at: usize) -> (Vec<f64>, f64) {
+        let (shape, blocks) = (self.case.shape, self.blocks);
+        let (kv_heads, d, group) = (shape.num_kv_heads, shape.head_dim, shape.group_size());
+        let (token, kv_head) = (at / kv_heads, at % kv_heads);
+        let (row, i) = (token / shape.seq_len, token % shape.seq_len);
+        let start = self.case.doc_start[token] as usize;
+        let ends = |c: &usize| start + c * blocks.compress_stride + blocks.compress_block_size <= i + 1;
+        let seen = (0..).take_while(ends).count();
+        let first = row * blocks.num_slots(shape.seq_len) + blocks.first_slot(start);
+        let packed = (shape.num_heads + 2 * kv_heads) * d;
+        let (mut probabilities, mut largest_logit) = (vec![0.0; seen], 0.0f64);
+        for head in kv_head * group..(kv_head + 1) * group {
+            let q = &self.qkv[token * packed + head * d..][..d];
+            let logit = |c: usize| {
+                let k = &self.compressed[((first + c) * kv_heads + kv_head) * d..][..d];
+                let pairs = q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k));
+                f64::from(self.case.scale) * pairs.sum::<f64>()
+            };
+            let logits: Vec<f64> = (0..seen).map(logit).collect();
+            let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            largest_logit = logits.iter().fold(largest_logit, |most, x| most.max(x.abs()));
+            let sum: f64 = logits.iter().map(|x| (x - largest).exp()).sum();
+            let of_head = logits.iter().map(|x| (x - largest).exp() / sum);
+            probabilities.iter_mut().zip(of_head).for_each(|(sum, p)| *sum += p);
+        }
+        (probabilities, largest_logit)
     }
 }
 
-/// An indexer's packed tensor with its key as the key and the value of each of its query heads.
+/// An indexer's packed tensor as an attention call reads it: its single key is key and value of each query head.
 fn attended_by(index: &[f32], groups: usize, d: usize) -> Vec<f32> {
     let mut attended = Vec::new();
     for token in index.chunks_exact((groups + 2) * d) {
@@ -398,7 +419,7 @@ fn attended_by(index: &[f32], groups: usize, d: usize) -> Vec<f32> {
     attended
 }
 
-/// Every kernel and its gradients; the selected branch reads the blocks of `inputs`.
+/// Runs every kernel and its backward pass on a device; the selected branch reads the blocks `inputs.chosen`.
 fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError> {
     let Case {
         shape,
@@ -459,7 +480,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &given, blocks, scale)?;
     add("selected o", &selected.o)?;
     add("selected lse", &selected.lse)?;
-    // The forward pass's lists, twice: a pass leaves them as it found them.
+    // Two runs over the forward pass's lists show that a backward pass leaves them unchanged.
     for (name, order, lists) in [
         ("selected dqkv", SumOrder::Any, &lists[..]),
         ("selected dqkv, again", SumOrder::Any, &lists[..]),
@@ -480,13 +501,13 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
         add(name, &dqkv)?;
     }
 
-    // Where there is a kernel for it: elsewhere an indexer learns by attention, which is checked above.
+    // The index gradient has a kernel on Hopper alone; elsewhere it is computed by attention, which is checked above.
     let [index, attended] = inputs.indexer();
     let index = bf16(&index, &[batch, seq_len, num_kv_heads + 2, d]);
     let attended = bf16(&attended, &[batch, seq_len, 3 * num_kv_heads, d]);
     let own = Qkv::packed(&attended, num_kv_heads, num_kv_heads);
     let (indexer, _) = own.nsa_selected_attention_forward(documents, &given, blocks, scale)?;
-    // Twice: a pass leaves the lists as it found them.
+    // Two runs show that the kernel leaves the lists unchanged.
     for (name, order) in [
         ("index gradient", SumOrder::Any),
         ("index gradient, again", SumOrder::Any),
@@ -524,13 +545,13 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     })
 }
 
-/// The largest errors of a run, by output.
+/// Compares every output and every choice of a run with the expected ones.
 fn judge(found: &Found, expected: &Expected, inputs: &Inputs) -> Vec<(&'static str, Outcome)> {
     let mut outcomes: Vec<_> = found
         .outputs
         .iter()
         .map(|(name, values)| {
-            // Further runs have the expectation of the first.
+            // "selected dqkv, again" is compared with the reference of "selected dqkv".
             let of = name.split(',').next().unwrap_or_default();
             (*name, expected.judge(of, values))
         })
@@ -553,13 +574,13 @@ fn judge(found: &Found, expected: &Expected, inputs: &Inputs) -> Vec<(&'static s
     outcomes
 }
 
-/// Cases with what they should give; the selected branch gets most of the CPU's choice, so that near ties do not matter
-/// and some blocks are nobody's.
+/// Random calls with their expected results. The selected branch gets the CPU's choice, so that ties between blocks do
+/// not matter, without every third block, so that some blocks are read by no query.
 fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Inputs, Expected, String)>> {
     let mut random = Random(extent.seed ^ 0x006e_7361);
     let extent = *extent;
     (0..extent.few()).map(move |case| {
-        // The reference of a long row takes the CPU seconds, and an emulator would never end.
+        // One long call, on a GPU only: its reference takes the CPU seconds, and the emulator would take hours.
         let is_long = case == 0 && extent.longest > 200 && !extent.is_emulated;
         let (mut inputs, label) = Inputs::draw(&mut random, &extent, case, is_long)?;
         let chosen = choice(&inputs);
@@ -569,7 +590,7 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Inputs, Expected, Stri
     })
 }
 
-/// Every specialisation that a check asks for.
+/// Every specialisation that a check of NSA launches.
 pub(crate) fn nsa_check_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::default();
     for head_dim in [64, 128] {
@@ -581,7 +602,7 @@ pub(crate) fn nsa_check_kernels(gpu: &DeviceReport) -> NeededKernels {
     list
 }
 
-/// The launch wrappers.
+/// Checks the launch wrappers of NSA.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     for case in cases(extent) {
         let (inputs, expected, label) = case?;
@@ -596,13 +617,13 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         }
     }
     match extent.is_emulated {
-        // Blocks run one after the other there.
+        // The emulator runs blocks of threads one after the other, so no run can differ from another.
         true => Ok(()),
         false => check_repeats(report, device, extent),
     }
 }
 
-/// Long backward passes in a fixed order, where pieces of lists wait for each other, again and again: equal bits.
+/// Repeats long backward passes in a fixed order, where work items wait for each other, and requires equal bits.
 fn check_repeats(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     for (heads, width, cuts) in [
         ([8, 2], 128, Cuts::Count(1)),

@@ -1,5 +1,5 @@
-//! Calls of the launch wrappers on a GPU or on the emulator: q, k and v apart or packed in any layout, gradients into
-//! buffers full of NaN, both orders of sums.
+//! Uploads a case to a GPU or the emulator and runs the launch wrappers on it: q, k and v separate or packed in any
+//! layout, gradient buffers that begin as NaN, either sum order.
 use crate::bench::Inputs;
 use crate::case::{Case, Keys};
 use crate::device::{self, Device, separate};
@@ -21,10 +21,10 @@ pub(crate) fn family(case: &Case, device: &dyn Device) -> &'static str {
     device::family_name(device::family(device, &case.shape, source))
 }
 
-/// A case on a device.
+/// A case whose tensors are on a device.
 pub(crate) struct OnDevice<'a> {
     case: &'a Case,
-    /// Its tensors; each backward pass gets gradients of its own.
+    /// The case's tensors; each backward pass gets new gradient buffers.
     pub(crate) inputs: Inputs,
     delta: CudaTensor,
     z: CudaTensor,
@@ -74,7 +74,7 @@ impl<'a> OnDevice<'a> {
         }
     }
 
-    /// The window of the dense kernels; `None` is no window.
+    /// The window of the dense kernels; `None`: no window.
     fn window(&self) -> Option<usize> {
         match self.case.keys {
             Keys::Window(window) => Some(window),
@@ -86,12 +86,12 @@ impl<'a> OnDevice<'a> {
         (self.case.keys == Keys::Biased).then_some(&self.delta)
     }
 
-    /// DMA's selection.
+    /// Runs DMA's selection.
     pub(crate) fn select(&self) -> Result<Selection, KernelError> {
         self.inputs.select(&self.z, self.case.dma_window())
     }
 
-    /// The lists of a selection; `None` where keys are not chosen.
+    /// Runs DMA's selection and returns its key lists; `None` where DMA does not choose keys.
     pub(crate) fn lists(&self, tile_queries: usize) -> Result<Option<KeyLists>, KernelError> {
         let Keys::Chosen(_) = self.case.keys else {
             return Ok(None);
@@ -107,13 +107,13 @@ impl<'a> OnDevice<'a> {
         }
     }
 
-    /// Forward and backward pass, read back.
+    /// Runs forward and backward pass and reads all results back.
     pub(crate) fn run(&self, lists: Option<&KeyLists>, order: SumOrder) -> Result<Outputs, KernelError> {
         let result = self.forward(lists)?;
         self.gradients(lists, &result, order)
     }
 
-    /// The backward pass of a forward pass, both read back.
+    /// Runs the backward pass of a forward pass and reads both passes' results back.
     pub(crate) fn gradients(
         &self,
         lists: Option<&KeyLists>,
@@ -145,7 +145,7 @@ impl<'a> OnDevice<'a> {
         Ok(outputs)
     }
 
-    /// One token of every row, `[batch, 1, heads, width]`.
+    /// Uploads token number `at` of every row, `[batch, 1, heads, width]`.
     fn token(&self, at: usize) -> Qkv {
         let shape = self.case.shape;
         let of = |values: &Vec<f32>| -> Vec<f32> {
@@ -163,11 +163,12 @@ impl<'a> OnDevice<'a> {
         self.device.int(&vec![length as i32; batch], &[batch])
     }
 
-    /// All tokens one after the other against a growing cache; `[batch, seq_len, num_heads, head_dim_v]`.
+    /// Decodes all tokens one after the other against a growing cache; returns o, `[batch, seq_len, num_heads,
+    /// head_dim_v]`.
     pub(crate) fn decode(&self) -> Result<Vec<f32>, KernelError> {
         let shape = self.case.shape;
         let like = self.inputs.qkv.q.tensor();
-        // One place more than needed: the cache must hold the token that is being decoded.
+        // Room for one more token than the row has.
         let cache = KvCache::new(like, &shape, shape.seq_len + 1);
         let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
         let mut rows = Vec::new();
@@ -185,7 +186,7 @@ impl<'a> OnDevice<'a> {
         Ok(by_token(&rows, shape))
     }
 
-    /// The same against DMA's slots.
+    /// As [`decode`](Self::decode), against DMA's slots.
     pub(crate) fn dma_decode(&self) -> Result<Vec<f32>, KernelError> {
         let shape = self.case.shape;
         let like = self.inputs.qkv.q.tensor();
@@ -214,7 +215,7 @@ fn is_packed(qkv: &Qkv, shape: AttentionShape) -> bool {
     qkv.q.tensor().shape()[2] > shape.num_heads
 }
 
-/// Buffers of NaN for gradients, packed as the inputs are.
+/// Gradient buffers full of NaN, packed where the inputs are.
 fn nan_like(qkv: &Qkv, shape: AttentionShape) -> Qkv {
     let nan = |x: &CudaTensor| x.nan_contiguous(x.shape(), x.dtype());
     match is_packed(qkv, shape) {

@@ -1,4 +1,4 @@
-//! What an attention call computes, on the host.
+//! Results of an attention call, on the host.
 use crate::shape::sizes;
 use sieve_kernels::AttentionShape;
 
@@ -17,7 +17,7 @@ pub(crate) struct Outputs {
     pub(crate) dv: Vec<f32>,
     /// `[batch, num_kv_heads, seq_len]`; empty without a bias.
     pub(crate) ddelta: Vec<f32>,
-    /// `[batch, num_kv_heads, seq_len]`; empty where the path does not say.
+    /// `[batch, num_kv_heads, seq_len]`; empty where the call returns no `expire`.
     pub(crate) expire: Vec<i32>,
 }
 

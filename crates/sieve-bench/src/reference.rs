@@ -1,21 +1,22 @@
-//! The definition of attention and its gradients for a case, and the error that a plain computation in bf16 would make.
+//! Reference results of a case: attention and its gradients by their definition, in f64 or rounded as plain bf16 code
+//! would.
 use crate::case::Case;
 use crate::outputs::Outputs;
 use crate::shape::sizes;
 use sieve_cpu::reference::{AttentionCall, Heads, Rounding, Terms};
 use sieve_cpu::{AttentionShape, Documents, Mask};
 
-/// Results, and the size of what cancels in them.
+/// Reference results, and the sizes of the terms that they sum.
 pub(crate) struct Reference {
     pub(crate) outputs: Outputs,
-    /// Largest `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of any key: `ddelta` is the same sum without the bars, so
-    /// its rounding error is proportional to this, even where it is 0.
+    /// Largest `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of any key j. `ddelta` is this sum without the absolute
+    /// values, so its rounding error is proportional to this number, even where `ddelta` is 0.
     pub(crate) ddelta_terms: f32,
-    /// How large the terms of the rows are.
+    /// Sizes of the terms that each row of o, dq, dk and dv sums.
     pub(crate) terms: Terms,
 }
 
-/// Computes everything for a case.
+/// Computes outputs and gradients of a case by their definition, with the given rounding.
 pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
     let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
     let no_bias = vec![0.0; case.expire.len()];
@@ -55,7 +56,7 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
     }
 }
 
-/// In f32, as results are compared.
+/// Converts to f32, in which results are compared.
 pub(crate) fn narrow(values: Vec<f64>) -> Vec<f32> {
     values.into_iter().map(|x| x as f32).collect()
 }

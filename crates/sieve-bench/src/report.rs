@@ -1,11 +1,11 @@
-//! Rows of a check: what was compared, by which path, and how it ended.
+//! The report of a check: one row for each kernel or op and path, with its largest error and its failures.
 use serde::Serialize;
 use sieve_kernels::KernelError;
 use sieve_ops::{OpPath, Place, op_paths};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Failures shown of one row; the JSON has all.
+/// Most failures of a row that the printed table shows; the JSON has all.
 const SHOWN: usize = 3;
 
 /// One kernel or op, over all its cases.
@@ -13,25 +13,25 @@ const SHOWN: usize = 3;
 pub struct Row {
     /// Kernel or op.
     pub name: String,
-    /// Which way its calls went.
+    /// The path that its calls took: a kernel family, or the reference.
     pub path: String,
     /// Cases compared.
     pub cases: usize,
-    /// Largest error as a share of what is allowed.
+    /// Largest error as a share of its tolerance.
     pub worst: f32,
-    /// One line each.
+    /// One line for each failed case.
     pub failures: Vec<String>,
     /// Cases that this device has no kernel for.
     pub not_on_this_device: usize,
 }
 
-/// The largest error of a case as a share of what is allowed.
+/// The largest error of a case as a share of its tolerance, or why the case failed.
 pub(crate) type Outcome = Result<f32, Wrong>;
 
-/// Why a case has no such share.
+/// Why a case failed.
 #[derive(Debug, PartialEq, thiserror::Error)]
 pub(crate) enum Wrong {
-    /// A result that is not what it should be.
+    /// A result outside its tolerance, or otherwise wrong.
     #[error("{0}")]
     Result(String),
     /// A launch that was refused.
@@ -45,19 +45,19 @@ impl From<String> for Wrong {
     }
 }
 
-/// A result that is not what it should be, in words.
+/// Fails a case with these words.
 pub(crate) fn wrong<T>(text: impl Into<String>) -> Result<T, Wrong> {
     Err(Wrong::Result(text.into()))
 }
 
-/// All rows.
+/// All rows of a check.
 #[derive(Debug, Default)]
 pub struct Report {
     rows: Vec<Row>,
 }
 
 impl Report {
-    /// Adds one case's outcome to the row of that name and path.
+    /// Adds one case's outcome to the row of this name and path.
     pub(crate) fn add(&mut self, name: &str, path: &str, case: &str, outcome: Outcome) {
         let row = self.row(name, path);
         row.cases += 1;
@@ -67,8 +67,8 @@ impl Report {
         }
     }
 
-    /// Adds a result of ops that ran on `path`; where one of them took a reference, for this reason, it is a failure,
-    /// or missing where the device is the reason.
+    /// Adds a result of ops that should have run on `path`. `reference` says why one of them took the reference
+    /// instead: a failure, or a missing kernel where a limit of the device is the reason.
     pub(crate) fn add_call(
         &mut self,
         name: &str,
@@ -98,7 +98,7 @@ impl Report {
         }
     }
 
-    /// Notes a case that no kernel of this device takes, with the reason in the path.
+    /// Counts a case that no kernel of this device takes; the row's path is the reason.
     pub(crate) fn add_missing(&mut self, name: &str, reason: &str) {
         self.row(name, reason).not_on_this_device += 1;
     }
@@ -166,7 +166,8 @@ impl fmt::Display for Report {
     }
 }
 
-/// Finds ops on a GPU that take a reference after a moment. The CPU computes what a GPU is compared with.
+/// Tells whether an op on a GPU took its reference since [`start`](Self::start). Ops on the CPU do not count: they
+/// compute what the GPU is compared with.
 pub(crate) struct PathWatch {
     before: BTreeMap<(Place, &'static str), OpPath>,
 }
@@ -178,7 +179,7 @@ impl PathWatch {
         Self { before }
     }
 
-    /// An op that has taken a reference since, and why.
+    /// An op that took its reference since [`start`](Self::start), and why.
     pub(crate) fn reference(&self) -> Option<String> {
         let on_gpu = op_paths().into_iter().filter(|((place, _), _)| *place == Place::Cuda);
         let calls_before = |key: &(Place, &'static str)| self.before.get(key).map_or(0, |was| was.reference_calls);
@@ -189,7 +190,7 @@ impl PathWatch {
     }
 }
 
-/// Whether a refusal is the device's: its shared memory is too small for any tile of that width.
+/// Whether a refusal comes from a limit of the device, whose shared memory is too small for any tile of that width.
 fn is_device_limit(reason: &str) -> bool {
     reason.contains("over this device's limit")
 }

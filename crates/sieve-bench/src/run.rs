@@ -1,4 +1,4 @@
-//! `sieve kernels run`: one op's inputs, outputs and gradients as a file, for other programs to check.
+//! `sieve kernels run`: writes one op's inputs, outputs and gradients to a file, for other programs to check.
 mod branches;
 mod fp8;
 mod masked;
@@ -98,13 +98,13 @@ impl Op {
 /// One call to compute.
 #[derive(Clone, Debug)]
 pub struct RunSettings {
-    /// What to compute.
+    /// The op to compute.
     pub op: Op,
     /// Sizes.
     pub shape: CaseShape,
     /// Keys a query sees (swa, decode) or keeps (dma, dma_select, dma_decode).
     pub window: Option<usize>,
-    /// Of those that DMA keeps, the last ones, kept whatever their rank.
+    /// How many of DMA's kept keys are the last ones, kept whatever their rank.
     pub local_window: usize,
     /// Period of each KV head's slope, in tokens (dma, dma_select); empty: no recency.
     pub periods: Vec<f64>,
@@ -126,8 +126,8 @@ pub struct RunSettings {
     pub nsa: Option<NsaForm>,
 }
 
-/// Computes one call and writes its inputs, outputs and gradients to a safetensors file. `target` is asked for once the
-/// call is known to make sense. Returns the names of the tensors and the device in words.
+/// Computes one call and writes its inputs, outputs and gradients to a safetensors file. `target` is called once the
+/// settings are checked. Returns the names of the tensors and the device in words.
 ///
 /// # Errors
 /// Options that the op would ignore, a call that no kernel takes, a file that cannot be written.
@@ -187,7 +187,7 @@ pub fn run<E: From<BenchError>>(
     Ok((names, target.name()))
 }
 
-/// What ops of a GPU compute by its kernels.
+/// Runs ops on a GPU; refuses the call when one of them took its reference.
 fn by_kernels<T>(run: impl FnOnce() -> T) -> Result<T> {
     let watch = PathWatch::start();
     let found = run();
@@ -197,7 +197,7 @@ fn by_kernels<T>(run: impl FnOnce() -> T) -> Result<T> {
     }
 }
 
-/// The inputs; refuses options that the op would ignore.
+/// Draws the inputs; refuses options that the op would ignore.
 fn case(settings: &RunSettings) -> Result<Case> {
     let CaseShape(shape) = settings.shape;
     let chosen = matches!(settings.op, Op::Dma | Op::DmaSelect | Op::DmaDecode);
@@ -291,8 +291,8 @@ fn case(settings: &RunSettings) -> Result<Case> {
     Ok(case.magnified(settings.magnitude))
 }
 
-/// Adds the slopes to what ranks the keys, which becomes their bias too; returns the scores alone. `None` without
-/// slopes. A slope is `1 / period`, rounded to f32; it is multiplied by the position and then added, each rounded once.
+/// Adds slope times position to the scores; the sum is the keys' rank and also their bias. Returns the scores without
+/// it, or `None` without slopes. A slope is `1 / period`, rounded to f32; product and sum are rounded once each.
 fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
     let (periods, kv_heads) = (&settings.periods, case.shape.num_kv_heads);
     if periods.is_empty() {
@@ -323,7 +323,7 @@ fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
     Ok(Some(z))
 }
 
-/// The tensors of the ops that are more than one attention.
+/// The tensors of nsa and mla, which consist of several ops.
 fn of_ops<B: Computes>(settings: &RunSettings, case: Case, device: &B::Device) -> Vec<NamedTensor> {
     match settings.op {
         Op::Mla => branches::mla::<B>(case, settings.seed, device),
@@ -331,7 +331,7 @@ fn of_ops<B: Computes>(settings: &RunSettings, case: Case, device: &B::Device) -
     }
 }
 
-/// By the definition in f64.
+/// Outputs of an attention op by its definition in f64.
 fn on_cpu(op: Op, case: &Case) -> Outputs {
     let defined = || reference::attention(case, Rounding::None).outputs;
     match op {
@@ -371,8 +371,8 @@ fn on_cuda(op: Op, case: &Case, device: &Gpu) -> Result<Outputs, KernelError> {
     Ok(outputs)
 }
 
-/// The tensors of the file, `z` the scores where they are not the ranks. On a GPU o, dq, dk and dv are bf16, as the
-/// kernels wrote them; on the CPU f32.
+/// The tensors of the file; `z` are the scores where the ranks differ from them. On a GPU o, dq, dk and dv are bf16, as
+/// the kernels wrote them; on the CPU they are f32.
 fn tensors(op: Op, case: &Case, z: Option<&[f32]>, outputs: Outputs, on_gpu: bool) -> Vec<NamedTensor> {
     let (shape, per_key) = (case.shape, case.shape.per_key());
     let own = if on_gpu { DType::BF16 } else { DType::F32 };
@@ -404,7 +404,7 @@ fn tensors(op: Op, case: &Case, z: Option<&[f32]>, outputs: Outputs, on_gpu: boo
     floats("dk", &outputs.dk, &keys_of(shape), own);
     floats("dv", &outputs.dv, &values_of(shape), own);
     floats("ddelta", &outputs.ddelta, &per_key, DType::F32);
-    // What the path computed where it computes it, else what the mask means.
+    // The `expire` that the op computed, or else the mask of the call.
     let expire = match outputs.expire.is_empty() {
         true => case.expire.clone(),
         false => outputs.expire,

@@ -1,4 +1,4 @@
-//! Scores of keys, as DMA ranks them: random kinds, the hard cases, and those of a trained model.
+//! Scores by which DMA ranks keys: random ones, hard cases, and those captured from a trained model.
 use crate::error::{BenchError, Result, refused};
 use sieve_hf::TensorFile;
 use sieve_testing::Random;
@@ -8,21 +8,21 @@ use std::str::FromStr;
 /// Where scores come from.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scores {
-    /// Independent normal numbers: a new key enters with probability w / i.
+    /// Independent normal numbers: query i keeps its own key with probability `w / i`.
     Independent,
-    /// Every key better than those before it, nearly: all enter, the worst case.
+    /// Nearly every key has a higher score than all before it, so all are kept: the worst case.
     Rising,
-    /// Every key worse than those before it, nearly.
+    /// Nearly every key has a lower score than all before it.
     Falling,
-    /// All equal: a sliding window.
+    /// All scores are equal: DMA becomes a sliding window.
     Tied,
     /// Three values, so that most keys tie.
     FewValues,
     /// +0 and -0, which are equal.
     SignedZeros,
-    /// Close to each other, all above 0: a trained model's.
+    /// Close to each other, all above 0, as a trained model's scores.
     Narrow,
-    /// Equal in steps of 37 tokens that rise or fall.
+    /// Constant over 37 tokens at a time, rising or falling from step to step.
     Steps,
     /// A slow wave with some noise.
     Drifting,
@@ -31,7 +31,7 @@ pub enum Scores {
 }
 
 impl Scores {
-    /// All that need no file.
+    /// All kinds that need no file.
     pub const RANDOM: [Self; 9] = [
         Self::Independent,
         Self::Rising,
@@ -60,7 +60,7 @@ impl Scores {
         }
     }
 
-    /// `rows` rows of `seq_len` scores.
+    /// Draws `rows` rows of `seq_len` scores.
     pub(crate) fn draw(&self, rows: usize, seq_len: usize, random: &mut Random) -> Result<Vec<f32>> {
         if let Self::Captured(path) = self {
             return captured(path, rows, seq_len);
@@ -105,7 +105,7 @@ impl FromStr for Scores {
     }
 }
 
-/// Rows of the file's `z`, taken in turn when more are asked for, each cut to the first `seq_len` scores.
+/// The first `seq_len` scores of `rows` rows of the file's `z`; its rows repeat when there are fewer.
 fn captured(path: &Path, rows: usize, seq_len: usize) -> Result<Vec<f32>> {
     let file = TensorFile::open(path)?;
     let z = file.any_tensor("z")?;

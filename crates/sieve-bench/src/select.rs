@@ -1,4 +1,4 @@
-//! Selections on the device against sieve-select's on the CPU, from the same bf16 operands.
+//! Compares the selections that a device makes with those of sieve-select on the CPU, from the same bf16 operands.
 #[cfg(test)]
 mod golden;
 mod heavy;
@@ -15,7 +15,7 @@ use sieve_kernels::{KernelError, KeySource, LongChoice};
 use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Selected, Selector, Step};
 use sieve_testing::Random;
 
-/// Selectors whose steps a device takes; `TAU` stands for a share of mass.
+/// Selectors that a device can run; `TAU` stands for a share of attention mass.
 const SELECTORS: &[&str] = &[
     "meanpool:block=32,tau=TAU",
     "meanpool:block=16,top_k=3,gqa=union",
@@ -29,39 +29,39 @@ const SELECTORS: &[&str] = &[
     "oracle_topk:block=16,k=3",
     "vertical_slash:vertical=40,slash=60",
     "minference:first_dense_layers=0",
-    // The first trusts no map of blocks, the second every one.
+    // tau=0 never uses the map of blocks, tau=1 always.
     "flexprefill:block=16,min_budget=32,gamma=TAU,tau=0",
     "flexprefill:block=32,min_budget=32,max_budget=64,gamma=TAU,tau=1,gqa=union",
     "pbs:block=16,segment=64,tau=TAU",
     "pbs:block=32,segment=32,tau=TAU,gqa=union",
-    // More blocks in a segment than a word has bits.
+    // A segment of 64 blocks, more than a word has bits.
     "pbs:block=8,segment=512,tau=TAU",
     "ba_att:block=16,segment=64,sparsity=0.3,compensate_layers=all",
     "ba_att:block=32,segment=128,sort=k,gqa=union,compensate_layers=none",
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=12,k_exact=4,k_trim=9",
-    // One slot for dozens of blocks: the gate's quantile from the tail of its approximation.
+    // One slot for dozens of blocks: the gate's quantile lies in the tail of its approximation.
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=5,k_exact=4",
     "momo:first_dense_layers=0,gamma=8,chi=64,beta=16,k=6,topk=gauss,sink_blocks=2,gqa=union",
     "delta:base=meanpool,base.block=32,base.tau=TAU,base.min_prefill_tokens=0",
 ];
 
-/// The share of mass, and how far sums in another order may move it.
+/// The value of `TAU`, and how far another sum order may change a share of mass.
 const TAU: f64 = 0.6;
 const MARGIN: f64 = 1e-5;
 
-/// The share of rows that may lie within the margin.
+/// Share of the rows whose choice may lie within [`MARGIN`].
 const MOST_ROWS_AT_THE_MARGIN: f64 = 0.02;
 
-/// Queries and keys: whole prompts, a chunk that begins inside a cell, one query.
+/// Numbers of queries and keys: a whole prompt, a chunk that begins inside a cell, one query.
 const SIZES: &[[usize; 2]] = &[[300, 300], [150, 391], [1, 70]];
 
-/// The same on the emulator, where time goes with rows and heads: blocks of 64 still end short.
+/// Numbers of queries and keys on the emulator: smaller, but the last block of 64 is still short.
 const EMULATED_SIZES: &[[usize; 2]] = &[[180, 180], [90, 235], [1, 70]];
 
-/// Probe rows stand at multiples of their distance: chunks that begin at one.
+/// Numbers of queries and keys for selectors with probe rows, whose chunks must begin at a probe row.
 const SIZES_OF_PROBES: &[[usize; 2]] = &[[300, 300], [150, 390], [130, 450]];
 
-/// The wrapper with each selector, at several sizes; and once with a number that is none.
+/// Checks each selector at several sizes, and once with a NaN in a query.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
     let usual_sizes = extent.pick(EMULATED_SIZES, SIZES);
@@ -78,7 +78,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             let heads = [kv_heads * random.one_of(groups), kv_heads];
             let shape = CallShape::new(sizes, heads, [64, 128][at % 2]);
             for has_nan in [false, true] {
-                // What is dense whatever its operands are needs no steps.
+                // Some selectors are dense at this size whatever the operands are.
                 let any = Case::draw(shape, name, false, &mut Random(1));
                 let is_dense = any.selection().is_none();
                 if (has_nan || is_dense) && at != 0 {
@@ -106,8 +106,8 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     Ok(())
 }
 
-/// Choices among a million masses and more, whose sums and numbers f32 cannot hold: few masses of 1 beside equal ones
-/// of 1e-9 by mass, and equal ones by number.
+/// Checks choices among a million entries and more, where f32 sums and counts would be wrong: by mass, with three
+/// masses of 1 among many of 1e-9; and by number, with equal masses.
 fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome); 3] {
     let (by_mass, by_number) = extent.pick((1 << 20, 1 << 16), (1 << 20, (1 << 25) + 5));
     let small = 1e-9;
@@ -115,7 +115,7 @@ fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome
     for at in [77, 40_000, by_mass - 3] {
         masses[at] = 1.0;
     }
-    // Two thirds of the small ones.
+    // The three large masses and two thirds of the small ones.
     let goal = 3.0 + small * (by_mass * 2 / 3) as f32;
     let needed = ((f64::from(goal) - 3.0) / f64::from(small)).ceil() as usize;
     let choice = |masses: &[f32], [top, num_first]: [usize; 2], goal: f32| -> Result<Vec<i32>, KernelError> {
@@ -144,7 +144,7 @@ fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome
             }
         }
     };
-    // Of equal ones the first, between which two of mass 1 lie.
+    // Of equal masses the first are kept; two of the large masses lie among them.
     let large = |at: usize| at < by_mass && masses[at] == 1.0;
     let first = |at: usize| at < needed + 2;
     let top = by_number / 2 + 1;
@@ -162,7 +162,7 @@ fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome
     ]
 }
 
-/// Methods that act while a model writes: the keys of a token, and what stays of a prompt.
+/// Checks decode selectors: the keys that a token reads, and the keys that are kept of a prompt.
 pub(crate) fn check_tokens(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let mut random = Random(extent.seed);
     for text in STEPS {
@@ -175,7 +175,7 @@ pub(crate) fn check_tokens(report: &mut Report, device: &dyn Device, extent: &Ex
     }
 }
 
-/// Methods that choose for one token while a model writes.
+/// Decode selectors that choose keys for each new token.
 const STEPS: &[&str] = &[
     "exact_top:k=21",
     "exact_top:k=1000",
@@ -184,11 +184,11 @@ const STEPS: &[&str] = &[
     "streamingllm:n_init=5,n_local=70",
 ];
 
-/// Tokens before the last one, and those whose pages have bounds already.
+/// Tokens before the checked one, and tokens whose pages have bounds from an earlier call.
 const BEFORE: usize = 203;
 const BOUNDED: usize = 150;
 
-/// What the last of some tokens reads, and its attention, against a session of the CPU's.
+/// Compares the keys that the last token reads, and its attention, with a decode session on the CPU.
 fn step(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
     let shape = CallShape::new([1, BEFORE + 1], [4, 2], 64);
     let layer = LayerShape::new([4, 2], 64, 0);
@@ -245,17 +245,17 @@ fn step(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
     NEAR.judge("output", &device.floats(&o)?, &expected, &expected)
 }
 
-/// Selectors whose output dense rows correct.
+/// Selectors whose output is corrected by dense rows.
 const CORRECTED: &[&str] = &[
     "delta:gamma=7,base.min_prefill_tokens=0,base.n_local=20,base.n_init=3",
     "delta:gamma=16,dense_tail=false,base.min_prefill_tokens=0,base.n_local=20",
     "delta:mode=recompute,base.min_prefill_tokens=0,base.n_local=20",
 ];
 
-/// How far rounding to bf16, three times, may move an output: values are normal numbers.
+/// Tolerance of an output that was rounded to bf16 three times; values are normal numbers.
 const NEAR: Tolerance = Tolerance::new(0.0, 0.05, 0.0);
 
-/// Attention under a mask and its correction against the CPU's; the largest difference, of what is allowed.
+/// Compares attention under a mask, with its correction, with the CPU's.
 fn corrected(device: &dyn Device, text: &str, [num_queries, num_keys]: [usize; 2], random: &mut Random) -> Outcome {
     let shape = CallShape::new([num_queries, num_keys], [4, 2], 64);
     let q = random.bf16_normals(num_queries * 4 * 64);
@@ -276,7 +276,7 @@ fn corrected(device: &dyn Device, text: &str, [num_queries, num_keys]: [usize; 2
     NEAR.judge("output", &device.floats(&sparse.o)?, &expected, &expected)
 }
 
-/// `q` behind NaN for the queries of earlier tokens, which no call has.
+/// `q` after NaN for the queries of earlier tokens, which a kernel must not read.
 pub(crate) fn with_context(q: &[f32], shape: CallShape) -> Vec<f32> {
     let mut all = vec![f32::NAN; shape.context() * shape.num_heads * shape.head_dim];
     all.extend(q);
@@ -295,7 +295,7 @@ impl Case {
         let mut q = random.bf16_normals(shape.num_queries * shape.num_heads * shape.head_dim);
         let k = random.bf16_normals(shape.num_keys * shape.num_kv_heads * shape.head_dim);
         if has_nan {
-            // Of the first head's last query.
+            // The NaN is in the last query of the first head.
             let at = (shape.num_queries - 1) * shape.num_heads * shape.head_dim;
             q[at + 3] = f32::NAN;
         }
@@ -315,7 +315,7 @@ impl Case {
     fn on_host(&self, tau: f64) -> Selected {
         let call = Call::without_values(self.shape, &self.q, &self.k).expect("sizes fit");
         let mask = match self.name.starts_with("momo") || self.name.starts_with("delta") {
-            // Values change a correction, not the lists.
+            // These selectors want values, which change their correction but not their lists.
             true => {
                 let call = Call::new(self.shape, &self.q, &self.k, &self.k).expect("sizes fit");
                 self.selector(tau).select(&call)
@@ -334,7 +334,8 @@ impl Case {
         self.judge(&download_mask(device, made)?)
     }
 
-    /// The share of rows whose lists differ, of what is allowed. Every difference must lie at the margin.
+    /// Returns the share of rows whose lists differ, relative to the tolerance. A list may differ only by tiles whose
+    /// mass lies within [`MARGIN`].
     fn judge(&self, found: &KeyMask) -> Outcome {
         let chosen = [TAU - MARGIN, TAU, TAU + MARGIN].map(|tau| self.on_host(tau));
         let [low, exact, high] = [0, 1, 2].map(|at| &chosen[at].mask);
@@ -351,7 +352,7 @@ impl Case {
                 let expected = exact.row(list, i);
                 let inside = low.row(list, i).iter().all(|j| tiles.contains(j))
                     && tiles.iter().all(|j| high.row(list, i).contains(j));
-                // Each once: attention adds a key as often as it is listed.
+                // A tile that is listed twice would count twice in attention.
                 if !inside || !tiles.is_sorted_by(|a, b| a < b) {
                     return wrong(format!("{place}: {tiles:?}, the CPU keeps {expected:?}"));
                 }
@@ -376,20 +377,20 @@ impl Case {
             ("keys", found.key_order(), exact.key_order()),
             ("queries", found.query_order(), exact.query_order()),
         ] {
-            // An order that changes nothing is absent on the host.
+            // The host leaves out an order that changes nothing.
             if !expected.is_empty() && order != expected {
                 let at = order.iter().zip(expected).position(|(a, b)| a != b);
                 return wrong(format!("the order of {what} differs from slot {at:?} on"));
             }
         }
         let share = differing as f64 / (exact.num_lists() * rows) as f64;
-        // Of few rows one may lie there.
+        // With few rows one may differ.
         let allowed = MOST_ROWS_AT_THE_MARGIN.max(1.0 / (exact.num_lists() * rows) as f64);
         Ok((share / allowed) as f32)
     }
 }
 
-/// The keys that some tiles and single slots of a list stand for.
+/// The positions of the keys in some key tiles and single slots of a list.
 pub(crate) fn listed_keys<'a>(
     mask: &'a KeyMask,
     list: usize,
@@ -402,7 +403,7 @@ pub(crate) fn listed_keys<'a>(
     slots.map(move |slot| order.map_or(slot, |order| order[slot] as usize))
 }
 
-/// Pairs of a query of a row and a kept key not after it.
+/// Number of pairs of a query of the row and a kept key that is not after it.
 fn pairs(mask: &KeyMask, list: usize, row: usize, tiles: &[i32], columns: &[i32]) -> usize {
     let head = mask.heads_of(list).start;
     let keys: Vec<usize> = listed_keys(mask, list, tiles, columns).collect();

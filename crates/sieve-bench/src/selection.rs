@@ -1,4 +1,4 @@
-//! DMA's selection and key lists against the oracle, entry by entry.
+//! Checks DMA's selection and key lists, entry by entry, against the CPU's definition.
 use crate::case::{Case, Cuts, Keys};
 use crate::device::Device;
 use crate::error::Result;
@@ -13,7 +13,7 @@ use sieve_kernels::{
 };
 use sieve_testing::{Random, round_bf16};
 
-/// Random windows over every length, each length with and without a local window in turn, and then the fixed ones.
+/// Random windows over every length, every second pass with a local window; then the extent's fixed windows.
 fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
     let mut random = Random(extent.seed);
     let lengths = extent.lengths;
@@ -51,7 +51,7 @@ fn same_as_heap(case: &Case, expire: &[i32]) -> Outcome {
     }
 }
 
-/// The wrappers: `expire`, the lists made from it, and the lists made from `expire` alone.
+/// Checks `expire`, the key lists of a selection, the lists rebuilt from `expire` alone, and the halo keys.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
     for case in cases(extent) {
@@ -90,12 +90,13 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     Ok(())
 }
 
-/// The keys that are kept at the end of each row, taken out of a packed tensor and added back to it.
+/// Checks the halo kernels of context parallelism: they copy the keys that are still kept at the end of each row out of
+/// a packed tensor, and add their gradients back.
 fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &mut Random) -> Outcome {
     let (shape, head_dim) = (case.shape, 8 * random.between(1, 4));
     let (batch, seq_len, kv_heads) = (shape.batch, shape.seq_len, shape.num_kv_heads);
     let heads = 2 * kv_heads + random.between(0, 3);
-    // Also fewer slots than are kept.
+    // There may be fewer slots than kept keys.
     let slots = random.between(1, case.window().min(seq_len) + 1);
     let kept = dma_last_kept(expire, slots)?;
     let mut places = Vec::new();
@@ -178,7 +179,7 @@ fn compare(lists: &KeyLists, case: &Case, device: &dyn Device) -> Outcome {
                 ));
             }
             let (got, _) = entries[at * capacity * 2..].as_chunks::<2>();
-            // Whole tiles of 128 are read: what fills the last one is a real key that no query sees.
+            // Kernels read whole tiles of 128 entries, so the last tile is padded with a real key that no query sees.
             let padding = &got[length..length.next_multiple_of(128)];
             if padding.iter().any(|entry| *entry != [expected.entries[0][0], 0]) {
                 return wrong(format!("the padding of row {row}, block {block} differs"));

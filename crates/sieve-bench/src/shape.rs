@@ -4,28 +4,28 @@ use sieve_kernels::AttentionShape;
 use sieve_select::CallShape;
 use std::str::FromStr;
 
-/// Sizes of a tensor of queries or their gradient.
+/// Shape of queries and of their gradient.
 pub(crate) fn queries_of(shape: AttentionShape) -> [usize; 4] {
     [shape.batch, shape.seq_len, shape.num_heads, shape.head_dim]
 }
 
-/// Sizes of a tensor of keys or their gradient.
+/// Shape of keys and of their gradient.
 pub(crate) fn keys_of(shape: AttentionShape) -> [usize; 4] {
     [shape.batch, shape.seq_len, shape.num_kv_heads, shape.head_dim]
 }
 
-/// Sizes of a tensor of values or their gradient.
+/// Shape of values and of their gradient.
 pub(crate) fn values_of(shape: AttentionShape) -> [usize; 4] {
     [shape.batch, shape.seq_len, shape.num_kv_heads, shape.head_dim_v]
 }
 
-/// Sizes of one tensor of queries, keys and values, which are as wide as keys.
+/// Shape of packed queries, keys and values; values are as wide as keys.
 pub(crate) fn packed_of(shape: AttentionShape) -> [usize; 4] {
     let heads = shape.num_heads + 2 * shape.num_kv_heads;
     [shape.batch, shape.seq_len, heads, shape.head_dim]
 }
 
-/// Batch, tokens, query heads, KV heads, width of keys and of values.
+/// All sizes: batch, tokens, query heads, KV heads, width of keys, width of values.
 pub(crate) fn sizes(shape: AttentionShape) -> [usize; 6] {
     [
         shape.batch,
@@ -37,13 +37,13 @@ pub(crate) fn sizes(shape: AttentionShape) -> [usize; 6] {
     ]
 }
 
-/// A whole prompt, as selectors take it.
+/// The shape of a whole prompt for sieve-select.
 pub(crate) fn prompt_shape(shape: &AttentionShape) -> CallShape {
     let heads = [shape.num_heads, shape.num_kv_heads];
     CallShape::new([shape.seq_len; 2], heads, shape.head_dim)
 }
 
-/// A selector's call over all of its keys.
+/// The attention shape of a selector's call, with as many tokens as it has keys.
 pub(crate) fn shape_of_call(call: CallShape) -> AttentionShape {
     let heads = [call.num_heads, call.num_kv_heads];
     AttentionShape::new(1, call.num_keys, heads, [call.head_dim; 2])
@@ -52,7 +52,7 @@ pub(crate) fn shape_of_call(call: CallShape) -> AttentionShape {
 /// The keys of `--shape`; `batch`, `kv_heads` and `head_dim_v` may be left out.
 const KEYS: [&str; 6] = ["batch", "seq_len", "heads", "kv_heads", "head_dim", "head_dim_v"];
 
-/// Most elements of one tensor: far more than a test needs, and no overflow anywhere.
+/// Most elements of one tensor; at this size no index overflows.
 const MAX_ELEMENTS: usize = 1 << 34;
 
 /// Sizes of a call, checked.

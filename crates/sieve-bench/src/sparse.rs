@@ -1,4 +1,4 @@
-//! Attention under selectors' masks, and under random ones that use every part of the mask's form, against its
+//! Checks attention under selectors' masks, and under random masks that use every feature of [`KeyMask`], against its
 //! definition.
 use crate::case::magnify;
 use crate::device::{self, Device, family_name, separate, upload_mask};
@@ -34,7 +34,7 @@ const SELECTORS: &[&str] = &[
 /// Queries and keys of the calls of each selector: whole prompts, and a chunk that begins inside a tile.
 const SIZES: &[[usize; 2]] = &[[300, 300], [150, 391], [1, 70]];
 
-/// Keys of one TMA copy before dense rows.
+/// Keys of one TMA copy of a dense row.
 const KEYS_OF_A_BOX: usize = 128;
 
 /// Widths of the cases on a GPU.
@@ -49,13 +49,13 @@ struct Case {
     label: String,
 }
 
-/// What every row should be, and what a plain computation in bf16 makes of it.
+/// Exact results, and those of a plain bf16 computation.
 struct Expected {
     o: [Vec<f32>; 2],
     lse: [Vec<f32>; 2],
 }
 
-/// The wrapper with each selector's mask and with random masks.
+/// Checks the wrapper with each selector's mask and with random masks.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
     let widths = extent.pick([32, 64, 128], WIDTHS);
@@ -65,7 +65,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         draws.extend(sizes.iter().map(|&size| (Some(name), size)));
     }
     for case in 0..extent.cases {
-        // Where tiles are read whole, several stages of them.
+        // Every third mask has longer rows, so that the kernel reads several stages of tiles.
         let longest = match case % 3 {
             0 => extent.pick(400, 1500),
             _ => 400,
@@ -86,7 +86,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     Ok(())
 }
 
-/// Every specialisation that checks and benchmarks of attention under selectors' masks ask for.
+/// Every specialisation that checks and benchmarks of attention under selectors' masks launch.
 pub(crate) fn sparse_kernels(gpu: &DeviceReport) -> NeededKernels {
     let shared_bytes = NeededKernels::shared_bytes_of(&gpu.arch()).unwrap_or(99 * 1024);
     let is_hopper = (gpu.major, gpu.minor) == (9, 0);
@@ -143,7 +143,7 @@ impl Case {
     fn run(&self, device: &dyn Device) -> Outcome {
         let head_dim = self.shape.head_dim;
         let (expected, seen) = self.expected();
-        // Keys that no query sees must change nothing.
+        // Keys that no query sees become NaN below: they must change no result.
         let q = with_context(&self.q, self.shape);
         let [mut k, mut v] = [self.k.clone(), self.v.clone()];
         let mask = match upload_mask(device, &self.mask) {
@@ -196,7 +196,7 @@ impl Case {
         !seen[at] && !may_read
     }
 
-    /// The definition's rows, and for each key and KV head whether some query sees it.
+    /// Expected results, and for each key and KV head whether some query sees it.
     fn expected(&self) -> (Expected, Vec<bool>) {
         let call = Call::new(self.shape, &self.q, &self.k, &self.v).expect("sizes fit");
         let CallShape {
@@ -239,8 +239,8 @@ impl Case {
     }
 }
 
-/// Tiles of any size, rows without keys, single keys, both permutations, windows and dense rows; or tiles that the
-/// Hopper kernel reads whole.
+/// A random mask: tiles of any size, rows without keys, single keys, permuted keys and queries, windows and dense rows;
+/// or tiles of a multiple of 64 keys, which the Hopper kernel reads whole.
 fn random_mask(shape: CallShape, random: &mut Random) -> KeyMask {
     let whole_tiles = shape.num_keys > 400 || random.chance(0.3);
     let (query_tiles, key_tiles): (&[usize], &[usize]) = match whole_tiles {
@@ -289,7 +289,7 @@ fn random_mask(shape: CallShape, random: &mut Random) -> KeyMask {
     mask
 }
 
-/// Random permutations, one a head.
+/// A random permutation of `len` tokens for each head.
 fn orders(heads: usize, len: usize, random: &mut Random) -> Vec<i32> {
     let mut all = Vec::with_capacity(heads * len);
     for _ in 0..heads {

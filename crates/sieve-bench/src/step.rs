@@ -1,5 +1,5 @@
-//! The kernels around attention, one file for each family: their launches against the plain-Burn references in f32
-//! (`check_launches`), and their times (`bench`).
+//! Checks and times the kernels around attention, one file for each family: `check_launches` compares their launches
+//! with the plain-Burn references in f32, `bench` times them.
 mod activation;
 mod embedding;
 mod fp8;
@@ -24,18 +24,18 @@ use crate::extent::Extent;
 use crate::report::Report;
 use sieve_kernels::{NeededKernels, SourceKernel};
 
-/// Words of the vocabulary of both timed models.
+/// Vocabulary size of both timed models.
 const VOCAB: usize = 50280;
 
 /// Seed of the labels and token numbers of a timed call.
 const SEED: u64 = 20;
 
-/// Kernels that the checks launch and that do not ship.
+/// Kernels that only the checks launch, which therefore are not among the shipped ones.
 pub(crate) fn rare_kernels() -> Vec<SourceKernel> {
     NeededKernels::step_rarely(&[16, 96], scores::KV_HEADS)
 }
 
-/// Checks every launch; the emulator gets the small sizes.
+/// Checks every launch; on the emulator with small sizes only.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> BenchResult<()> {
     for check in [
         stream::check_launches,
@@ -54,7 +54,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     Ok(())
 }
 
-/// Times them all at the sizes of two models' steps: 1.7B (rows of 2048 columns) and 80M (768).
+/// Times all kernels at the sizes of a training step of two models: 1.7B parameters (`d_model` 2048) and 80M (768).
 pub(crate) fn bench(bench: &mut Bench<'_>) -> BenchResult<()> {
     for (tokens, width, d_ff) in [(16384, 2048, 6144), (65536, 768, 2048)] {
         stream::bench(bench, tokens, width);

@@ -1,19 +1,19 @@
-//! Tensors as they lie in memory: contiguous, padded, cut out, transposed, expanded.
+//! Tensors with every memory layout that launch wrappers accept: contiguous, padded, sliced, transposed, expanded.
 use crate::case::Case;
 use crate::shape::packed_of;
 
-/// How a `[batch, seq_len, heads, width]` tensor lies in memory.
+/// Memory layout of a `[batch, seq_len, heads, width]` tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Layout {
     /// Without gaps.
     Contiguous,
-    /// Gaps behind each head, as Burn pads rows.
+    /// Each head is followed by a gap, as Burn pads rows.
     Pitched,
-    /// A slice of the heads of a larger tensor: token stride > heads * width, and an offset at the start.
+    /// A slice of a larger tensor with more heads and tokens: the token stride is over heads * width.
     Sliced,
-    /// Heads outside tokens, as other libraries keep them.
+    /// `[batch, heads, seq_len, width]` in memory, as PyTorch's attention has it.
     Transposed,
-    /// One row in memory for the whole batch.
+    /// All rows of the batch share the memory of one row (batch stride 0).
     Expanded,
 }
 
@@ -27,7 +27,7 @@ impl Layout {
     ];
 }
 
-/// A buffer and how to read it; what no index reaches is NaN.
+/// A buffer with its shape and strides, in elements; elements that no index reaches are NaN.
 #[derive(Clone, Debug)]
 pub(crate) struct Strided {
     pub(crate) buffer: Vec<f32>,
@@ -36,7 +36,7 @@ pub(crate) struct Strided {
 }
 
 impl Strided {
-    /// Lays out values given in index order. An expanded layout takes the first row of the batch for all.
+    /// Lays out values given in index order. The expanded layout stores the first row of the batch alone.
     pub(crate) fn new(values: &[f32], shape: [usize; 4], layout: Layout) -> Self {
         let [_, seq_len, heads, width] = shape;
         let dense = heads * width;
@@ -60,7 +60,7 @@ impl Strided {
             shape,
             strides,
         };
-        // Backwards: the rows of an expanded batch share memory, and the first row's values must be the last written.
+        // In reverse: the rows of an expanded batch share memory, and the first row must be written last.
         for (at, &value) in values.iter().enumerate().rev() {
             let place = strided.place(at);
             strided.buffer[place] = value;
@@ -68,6 +68,7 @@ impl Strided {
         strided
     }
 
+    /// Position in the buffer of the value with index `at` in index order.
     fn place(&self, at: usize) -> usize {
         let [_, seq_len, heads, width] = self.shape;
         let index = [
@@ -86,7 +87,7 @@ impl Strided {
     }
 }
 
-/// q, k and v of a case, of one width, in one tensor.
+/// q, k and v of a case packed into one tensor `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]`.
 pub(crate) fn packed(case: &Case, layout: Layout) -> Strided {
     let (shape, d) = (case.shape, case.shape.head_dim);
     let (heads, kv_heads) = (shape.num_heads * d, shape.num_kv_heads * d);

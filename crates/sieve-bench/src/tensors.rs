@@ -1,12 +1,12 @@
-//! Host values as tensors of the two backends, and back.
+//! Converts host values to tensors of the two backends, and back.
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::Flex;
 use sieve_ops::{Cuda, DeviceBackend};
 
-/// A backend and the type in which its kernels compute.
+/// A backend with the dtype in which its kernels compute.
 pub(crate) trait Computes: DeviceBackend {
-    /// Type of q, k, v and o.
+    /// The dtype of q, k, v and o.
     const DTYPE: DType;
 }
 
@@ -18,7 +18,7 @@ impl Computes for Cuda {
     const DTYPE: DType = DType::BF16;
 }
 
-/// A contiguous tensor of the type that a backend computes in.
+/// A contiguous tensor of [`Computes::DTYPE`].
 pub(crate) fn typed<B: Computes, const D: usize>(
     values: &[f32],
     shape: [usize; D],
@@ -27,7 +27,7 @@ pub(crate) fn typed<B: Computes, const D: usize>(
     cast::<B, D>(values, shape, B::DTYPE, device)
 }
 
-/// A contiguous tensor of a type.
+/// A contiguous tensor of `dtype`.
 pub(crate) fn cast<B: DeviceBackend, const D: usize>(
     values: &[f32],
     shape: [usize; D],
@@ -46,7 +46,7 @@ pub(crate) fn floats<B: DeviceBackend, const D: usize>(x: FloatTensor<B>) -> Vec
     values.expect("data converted to f32 is read as f32")
 }
 
-/// A tensor's whole numbers.
+/// An integer tensor's values.
 pub(crate) fn indices<B: DeviceBackend, const D: usize>(x: IntTensor<B>) -> Vec<i32> {
     let data = Tensor::<B, D, Int>::from_primitive(x).into_data();
     let values = data.convert::<i32>().to_vec();

@@ -1,22 +1,22 @@
-//! When a result is good enough: its error against that of a plain bf16 computation.
-use crate::report::{Outcome, wrong};
+//! Tolerances of results: a multiple of the error of a plain bf16 computation, a floor, and shares of magnitudes.
+use crate::report::{Outcome, Wrong, wrong};
 
 /// How far a result may be from the f32 reference.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tolerance {
-    /// Times the largest error of the plain computation; 0 for f32 paths, which have no business with bf16's error.
+    /// Factor on the largest error of the plain bf16 computation; 0 for f32 paths.
     pub(crate) plain: f32,
-    /// Always allowed.
+    /// Absolute error that is always allowed.
     pub(crate) floor: f32,
-    /// Share of the largest expected value, always allowed: among few numbers the plain computation may round to the
-    /// exact result by luck.
+    /// Error that is always allowed, as a share of the largest expected value: among few numbers the plain computation
+    /// may be exact by luck.
     pub(crate) share: f32,
-    /// Whether the norm of all errors must pass too, with hardly any floor.
+    /// Whether the norm of all errors is compared too, with a far smaller floor.
     pub(crate) norm: bool,
 }
 
 impl Tolerance {
-    /// Without the norm.
+    /// A tolerance of the largest error alone, not of the norm.
     pub(crate) const fn new(plain: f32, floor: f32, share: f32) -> Self {
         Self {
             plain,
@@ -26,14 +26,11 @@ impl Tolerance {
         }
     }
 
-    /// The largest ratio of error to what is allowed; an error when that is over 1.
+    /// The largest ratio of error to tolerance; fails where it is over 1.
     ///
     /// A NaN is an infinite error; equal infinities are equal.
     pub(crate) fn judge(&self, name: &str, got: &[f32], plain: &[f32], exact: &[f32]) -> Outcome {
-        if got.len() != exact.len() {
-            let (got, expected) = (got.len(), exact.len());
-            return wrong(format!("{name}: {got} numbers, expected {expected}"));
-        }
+        require_len(name, got, exact)?;
         let (error, at) = largest_gap(got, exact);
         let largest = exact
             .iter()
@@ -64,45 +61,42 @@ impl Tolerance {
         Ok(ratio)
     }
 
+    /// Norm of the errors that is always allowed.
     fn norm_floor(&self, exact: &[f32]) -> f64 {
         let size = norm(exact, &vec![0.0; exact.len()]);
         let root = (exact.len() as f64).sqrt();
-        // An f32 path has no plain error to lean on.
-        let own = if self.plain > 0.0 {
-            1e-6 * size + 1e-5 * root
-        } else {
-            1e-4 * size + 1e-5 * root
-        };
-        // Of the floor that is meant for cancelling sums, what a typical number needs is far below the largest's.
-        own + f64::from(self.floor - Self::FLOOR).max(0.0) * root
+        // An f32 path has no tolerance from the plain computation, so its share is larger.
+        let share = if self.plain > 0.0 { 1e-6 } else { 1e-4 };
+        // A floor above the usual one is meant for sums that cancel; every number may have that part of it.
+        share * size + 1e-5 * root + f64::from(self.floor - Self::FLOOR).max(0.0) * root
     }
 
-    /// The usual floor: a few units in the last place of numbers near 1 after bf16 products.
+    /// The usual floor. A sum of bf16 products whose terms cancel has about this error where its exact value is near 0.
     pub(crate) const FLOOR: f32 = 2e-4;
 }
 
-/// How far the rows of an attention's result may be from the exact ones, each by itself and all together: a row that
-/// few queries reach is thousands of times smaller than the tensor's largest number.
+/// Tolerance of attention results by row. Each row is compared with its own magnitude: a gradient row that few queries
+/// reach is thousands of times smaller than the tensor's largest number.
 ///
-/// A row may have twice the error that a plain bf16 computation makes in it, and a share of its terms (see
-/// [`Terms`](sieve_cpu::reference::Terms)): among few terms the plain computation may round to the exact result by
-/// luck. The norm of all errors may be twice that of the plain computation.
+/// A row may have twice the error of a plain bf16 computation of the same row, plus a share of the row's
+/// [`Terms`](sieve_cpu::reference::Terms): with few terms the plain computation may be exact by luck. The norm of all
+/// rows' errors may be twice the norm of the plain computation's errors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RowTolerance {
-    /// Whether the path computes in bf16; f32 paths have no business with bf16's error.
+    /// Whether the path computes in bf16. Rows of f32 paths may have no multiple of the plain bf16 error.
     pub(crate) is_bf16: bool,
-    /// Share of its terms that a row loses because logits are large, see [`lost_digits`].
+    /// Share of the terms that is allowed because f32 logits are large, see [`lost_digits`].
     pub(crate) lost_digits: f64,
-    /// Share of its terms up to which the plain error of a row counts: a plain computation that rounds its scores to
-    /// bf16 loses everything where they are large, and would excuse any result.
+    /// Bound on the plain error of a row, as a share of its terms. A plain computation that rounds large scores to bf16
+    /// may be arbitrarily wrong, and would allow any result.
     pub(crate) most_of_plain: f64,
-    /// Share of its terms that a row may lose besides, not their norm: where one number that rounds the other way moves
-    /// the row's logits.
+    /// A further share of the terms that a single row may lose, but not the norm of all rows: one number that rounds
+    /// the other way may move all logits of a row.
     pub(crate) of_a_row: f64,
 }
 
-/// The share of a probability that rounding its logit in f32 costs: logits whose keys matter are as large as the
-/// log-sum-exp, and a probability is the exponential of their difference.
+/// Relative error of a probability because its logit is rounded to f32. Logits of keys that matter are as large as the
+/// log-sum-exp, and the probability is the exponential of their difference.
 pub(crate) fn lost_digits(exact_lse: &[f32]) -> f64 {
     let finite = exact_lse.iter().filter(|x| x.is_finite());
     8.0 * f64::from(f32::EPSILON * finite.fold(0.0, |most: f32, x| most.max(x.abs())))
@@ -115,7 +109,7 @@ pub(crate) fn row_norms(values: &[f32], width: usize) -> Vec<f64> {
 }
 
 impl RowTolerance {
-    /// Beside a plain computation that rounds its scores.
+    /// The tolerance beside a plain computation that rounds its scores to bf16.
     pub(crate) const fn new(is_bf16: bool, lost_digits: f64) -> Self {
         Self {
             is_bf16,
@@ -125,29 +119,27 @@ impl RowTolerance {
         }
     }
 
-    /// Rows whose errors' norm is compared with that of the plain computation: fewer may round by luck.
+    /// The norm of all rows' errors is compared from so many rows on: the plain computation of fewer rows may be exact
+    /// by luck.
     const ROWS_OF_A_NORM: usize = 64;
 
-    /// The largest ratio of error to what is allowed, over the rows (as many as `terms`, all of one width) and of the
-    /// norm; an error when that is over 1.
+    /// The largest ratio of error to tolerance, over all rows and the norm of all rows; fails where it is over 1.
+    /// `terms` has one number for each row; rows have equal widths.
     pub(crate) fn judge(&self, name: &str, got: &[f32], plain: &[f32], exact: &[f32], terms: &[f64]) -> Outcome {
-        if got.len() != exact.len() {
-            let (got, expected) = (got.len(), exact.len());
-            return wrong(format!("{name}: {got} numbers, expected {expected}"));
-        }
+        require_len(name, got, exact)?;
         let Some(width) = exact.len().checked_div(terms.len()) else {
             return Ok(0.0);
         };
         let all_terms = length(terms);
         let typical = all_terms / (terms.len() as f64).sqrt();
-        let of_plain = |plain: f64, terms: f64| 2.0 * plain.min(terms * self.most_of_plain);
+        let twice_plain = |plain: f64, terms: f64| 2.0 * plain.min(terms * self.most_of_plain);
         let (mut worst, mut squares, mut plain_squares) = (0.0f64, 0.0, 0.0);
         let rows = got.chunks_exact(width).zip(plain.chunks_exact(width));
         let rows = rows.zip(exact.chunks_exact(width)).zip(terms);
         for (at, (((got, plain), exact), &terms)) in rows.enumerate() {
             let (error, plain) = (norm(got, exact), norm(plain, exact));
             let own = match self.is_bf16 {
-                true => of_plain(plain, terms) + terms / 128.0,
+                true => twice_plain(plain, terms) + terms / 128.0,
                 false => 1e-4 * terms,
             };
             let allowed = own + (self.lost_digits + self.of_a_row) * terms + typical / 16384.0;
@@ -163,7 +155,7 @@ impl RowTolerance {
         }
         if terms.len() >= Self::ROWS_OF_A_NORM && all_terms > 0.0 {
             let own = match self.is_bf16 {
-                true => of_plain(plain_squares.sqrt(), all_terms) + all_terms / 4096.0,
+                true => twice_plain(plain_squares.sqrt(), all_terms) + all_terms / 4096.0,
                 false => 2e-5 * all_terms,
             };
             let (error, allowed) = (squares.sqrt(), own + self.lost_digits * all_terms);
@@ -176,15 +168,22 @@ impl RowTolerance {
     }
 }
 
-/// Names and values of what a call computes.
+/// Names and values of the results of a call.
 pub(crate) type Results = Vec<(&'static str, Vec<f32>)>;
 
-/// Whether an error is over what is allowed; a NaN on either side is.
+fn require_len(name: &str, got: &[f32], exact: &[f32]) -> Result<(), Wrong> {
+    match (got.len(), exact.len()) {
+        (got, expected) if got != expected => wrong(format!("{name}: {got} numbers, expected {expected}")),
+        _ => Ok(()),
+    }
+}
+
+/// Whether an error exceeds its tolerance; a NaN on either side does.
 fn exceeds(error: f64, allowed: f64) -> bool {
     error.is_nan() || allowed.is_nan() || error > allowed
 }
 
-/// The largest difference, and where it is.
+/// The largest absolute difference and its index; a NaN is an infinite difference.
 fn largest_gap(a: &[f32], b: &[f32]) -> (f32, usize) {
     let mut worst = (0.0, 0);
     for (at, (&a, &b)) in a.iter().zip(b).enumerate() {
@@ -258,7 +257,7 @@ mod tests {
         let row = |lost_digits| RowTolerance::new(true, lost_digits).judge("x", &late, &exact, &exact, &terms);
         refusal(row(0.0), "row 99");
         assert!(row(0.1).is_ok());
-        // What a plain computation loses counts up to a share of the terms.
+        // Twice the plain error is allowed up to a share of the terms.
         let plain = |by: f32| exact.iter().map(|x| x * by).collect::<Vec<f32>>();
         let judge = |by: f32, tolerance: RowTolerance| {
             tolerance.judge("x", &plain(1.0 + 2.0 * by), &plain(1.0 + by), &exact, &terms)

@@ -28,6 +28,8 @@ pub(crate) const TOKEN: &str = "SIEVE_TOKEN";
 /// Slurm's jobs of one host share its ports: each job has its own.
 const FIRST_SLURM_PORT: u64 = 15_000;
 const NUM_SLURM_PORTS: u64 = 20_000;
+/// More processes are a slip: rank 0 has a place for each before the first one comes.
+const MAX_SIZE: usize = 1 << 20;
 
 impl World {
     /// A rank of `size` on this host alone, whose rank 0 listens on a port of 127.0.0.1.
@@ -58,19 +60,23 @@ impl World {
         } else {
             return Ok(None);
         };
-        if world.size == 0 || world.rank >= world.size {
-            return Err(CommError::BadVariable {
-                name: "RANK",
-                value: world.rank.to_string(),
-                problem: format!("is not a rank of {} processes (WORLD_SIZE)", world.size),
-            });
+        let bad = |name, value: usize, problem: String| {
+            let value = value.to_string();
+            Err(CommError::BadVariable { name, value, problem })
+        };
+        if world.size > MAX_SIZE {
+            return bad("WORLD_SIZE", world.size, format!("is more than {MAX_SIZE} processes"));
+        }
+        if world.rank >= world.size {
+            let problem = format!("is not a rank of {} processes (WORLD_SIZE)", world.size);
+            return bad("RANK", world.rank, problem);
+        }
+        if world.size > 1 && world.master_port == 0 {
+            return bad("MASTER_PORT", 0, "is no port that others can connect to".to_owned());
         }
         if world.local_rank >= world.local_size {
-            return Err(CommError::BadVariable {
-                name: "LOCAL_RANK",
-                value: world.local_rank.to_string(),
-                problem: format!("is not a rank of {} on this host", world.local_size),
-            });
+            let problem = format!("is not a rank of {} on this host", world.local_size);
+            return bad("LOCAL_RANK", world.local_rank, problem);
         }
         world.token = read(TOKEN).unwrap_or_default();
         Ok((world.size > 1).then_some(world))
@@ -80,7 +86,7 @@ impl World {
         let size = number(read, "WORLD_SIZE", "RANK")?;
         let rank = number(read, "RANK", "WORLD_SIZE")?;
         if size == 1 {
-            return Ok(Self::alone());
+            return Ok(Self::alone(rank));
         }
         let missing = |missing| CommError::HalfSet {
             set: "WORLD_SIZE",
@@ -121,7 +127,7 @@ impl World {
             .or_else(|_| number(read, "SLURM_NTASKS", "SLURM_PROCID"))?;
         let rank = number(read, "SLURM_PROCID", "SLURM_NTASKS")?;
         if size == 1 {
-            return Ok(Self::alone());
+            return Ok(Self::alone(rank));
         }
         let job = number::<u64>(read, "SLURM_JOB_ID", "SLURM_PROCID")?;
         let nodes = read("SLURM_STEP_NODELIST").ok_or(CommError::HalfSet {
@@ -150,9 +156,9 @@ impl World {
         })
     }
 
-    fn alone() -> Self {
+    fn alone(rank: usize) -> Self {
         Self {
-            rank: 0,
+            rank,
             size: 1,
             local_rank: 0,
             local_size: 1,
@@ -238,6 +244,33 @@ mod tests {
         assert_eq!(world(&[("RANK", "0"), ("WORLD_SIZE", "1")]), Ok(None));
         // An interactive shell inside an allocation is no step.
         assert_eq!(world(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")]), Ok(None));
+    }
+
+    #[test]
+    fn numbers_that_no_group_has_are_refused() {
+        let with = |name: &str, value: &str| {
+            let others = TORCHRUN.into_iter().filter(|(key, _)| *key != name);
+            world(&others.chain([(name, value)]).collect::<Vec<_>>())
+        };
+        for (name, value, problem) in [
+            ("RANK", "8", "RANK=8 is not a rank of 8 processes (WORLD_SIZE)"),
+            ("WORLD_SIZE", "1", "RANK=5 is not a rank of 1 processes (WORLD_SIZE)"),
+            ("WORLD_SIZE", "0", "RANK=5 is not a rank of 0 processes (WORLD_SIZE)"),
+            (
+                "WORLD_SIZE",
+                "1000000000000",
+                "WORLD_SIZE=1000000000000 is more than 1048576 processes",
+            ),
+            (
+                "MASTER_PORT",
+                "0",
+                "MASTER_PORT=0 is no port that others can connect to",
+            ),
+            ("LOCAL_RANK", "4", "LOCAL_RANK=4 is not a rank of 4 on this host"),
+        ] {
+            let error = with(name, value).expect_err(problem).to_string();
+            assert_eq!(error.lines().next(), Some(problem));
+        }
     }
 
     #[test]

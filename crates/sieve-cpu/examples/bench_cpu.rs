@@ -1,8 +1,8 @@
 //! Speed of the CPU kernels on this machine, compared with a GEMM of 2048 x 2048 x 2048:
 //! `cargo run --release -p sieve-cpu --example bench_cpu`; `-- chosen` for InfLLM-V2 and MoBA alone.
 //!
-//! Attention rows count the FLOPs of the visible pairs only (4 d flops a pair forward, 10 d backward), so tiles that
-//! compute masked pairs, gathering and softmax all show as a lower rate.
+//! Rows of attention count the FLOPs of visible pairs only (4 d a pair forward, 10 d backward). So masked pairs that
+//! tiles compute, gathering and softmax show as a lower rate.
 #![allow(clippy::print_stdout, reason = "a program for people")]
 
 use sieve_core::{AdamWStep, InfllmV2Shape, MobaShape};
@@ -19,7 +19,7 @@ use sieve_testing::{Random, Time, measure};
 const TOKENS: usize = 16384;
 const WINDOW: usize = 256;
 
-/// Rates of the 2048^3 product, in FLOP per second of wall clock and of CPU.
+/// Rates of the 2048^3 GEMM, in FLOP per second of wall clock and of CPU time.
 #[derive(Clone, Copy)]
 struct Reference {
     wall: f64,
@@ -81,14 +81,7 @@ fn attention(reference: Reference) {
         for seq_len in [512, 1024, 2048, 4096, 8192, 16384] {
             let (num_heads, num_kv_heads, head_dim) = (8, 4, 64);
             let batch = TOKENS / seq_len;
-            let shape = AttentionShape {
-                batch,
-                seq_len,
-                num_heads,
-                num_kv_heads,
-                head_dim,
-                softmax_scale: 0.125,
-            };
+            let shape = AttentionShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim);
             let (start, end) = (vec![0; TOKENS], vec![seq_len as i32; TOKENS]);
             let documents = Documents::new(&start, &end);
             let keys = TOKENS * num_kv_heads;
@@ -144,18 +137,11 @@ fn attention(reference: Reference) {
     }
 }
 
-/// Kinds that choose blocks, forward and backward in all, beside dense attention; the first size is quickstart's.
+/// Times of InfLLM-V2 and MoBA, forward and backward, compared with dense attention; the first size is quickstart's.
 fn chosen_blocks() {
     println!("chosen blocks: ms of pooling and choice, forward, backward; times dense attention's sum");
     for (seq_len, num_heads, size) in [(256, 4, 16), (2048, 8, 64), (8192, 8, 64)] {
-        let shape = AttentionShape {
-            batch: TOKENS / seq_len,
-            seq_len,
-            num_heads,
-            num_kv_heads: num_heads / 2,
-            head_dim: 64,
-            softmax_scale: 0.125,
-        };
+        let shape = AttentionShape::new([TOKENS / seq_len, seq_len], [num_heads, num_heads / 2], 64);
         let (start, end) = (vec![0; TOKENS], vec![seq_len as i32; TOKENS]);
         let documents = Documents::new(&start, &end);
         let (mut o, mut lse) = (vec![0.0; TOKENS * num_heads * 64], vec![0.0; TOKENS * num_heads]);
@@ -187,7 +173,7 @@ fn chosen_blocks() {
                 .map(|heads| -> Vec<f64> { values(heads * 64, 6).into_iter().map(f64::from).collect() });
             let mut chosen = vec![0; TOKENS * heads * num_selected_blocks];
             let choose = measure(|| choose_key_blocks(shape, choice, &q, documents, &keys, &mut chosen));
-            // Keys and values of each head where each chooses.
+            // Where each query head chooses, it has keys and values of its own.
             let read = AttentionShape {
                 num_kv_heads: heads,
                 ..shape

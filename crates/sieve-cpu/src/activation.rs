@@ -1,9 +1,9 @@
-//! Activations between projections: SwiGLU, on the packed output of one projection: `silu(gate) * up`.
+//! SwiGLU, `silu(gate) * up`, on the packed output of the gate and up projection.
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 
-use crate::simd::{arch, sigmoid};
+use crate::simd::{on_arch, sigmoid};
 
 /// Rows one task handles.
 const ROWS: usize = 16;
@@ -27,7 +27,7 @@ pub fn swiglu_forward(gate_up: &[f32], d_ff: usize, y: &mut [f32]) {
     );
     y.par_chunks_mut(ROWS * d_ff)
         .zip(gate_up.par_chunks(ROWS * 2 * d_ff))
-        .for_each(|(y, gate_up)| arch().dispatch(Forward { gate_up, d_ff, y }));
+        .for_each(|(y, gate_up)| forward_rows(gate_up, d_ff, y));
 }
 
 /// Gradient of [`swiglu_forward`].
@@ -56,92 +56,64 @@ pub fn swiglu_backward(gate_up: &[f32], d_ff: usize, dy: &[f32], d_gate_up: &mut
         .par_chunks_mut(ROWS * 2 * d_ff)
         .zip(gate_up.par_chunks(ROWS * 2 * d_ff))
         .zip(dy.par_chunks(ROWS * d_ff))
-        .for_each(|((d_gate_up, gate_up), dy)| {
-            arch().dispatch(Backward {
-                gate_up,
-                d_ff,
-                dy,
-                d_gate_up,
-            })
-        });
+        .for_each(|((d_gate_up, gate_up), dy)| backward_rows(gate_up, d_ff, dy, d_gate_up));
 }
 
-struct Forward<'a> {
-    gate_up: &'a [f32],
-    d_ff: usize,
-    y: &'a mut [f32],
+on_arch! {
+    fn forward_rows<'a>(gate_up: &'a [f32], d_ff: usize, y: &'a mut [f32]) -> () = forward_rows_simd;
 }
 
-impl WithSimd for Forward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        for (y, gate_up) in self
-            .y
-            .chunks_exact_mut(self.d_ff)
-            .zip(self.gate_up.chunks_exact(2 * self.d_ff))
-        {
-            let (gate, up) = gate_up.split_at(self.d_ff);
-            let ((y, y_tail), (gate, gate_tail), (up, up_tail)) =
-                (S::as_mut_simd_f32s(y), S::as_simd_f32s(gate), S::as_simd_f32s(up));
-            for ((y, &g), &u) in y.iter_mut().zip(gate).zip(up) {
-                *y = value(simd, g, u);
-            }
-            if !y_tail.is_empty() {
-                let last = value(simd, simd.partial_load_f32s(gate_tail), simd.partial_load_f32s(up_tail));
-                simd.partial_store_f32s(y_tail, last);
-            }
+#[inline(always)]
+fn forward_rows_simd<S: Simd>(simd: S, gate_up: &[f32], d_ff: usize, y: &mut [f32]) {
+    for (y, gate_up) in y.chunks_exact_mut(d_ff).zip(gate_up.chunks_exact(2 * d_ff)) {
+        let (gate, up) = gate_up.split_at(d_ff);
+        let ((y, y_tail), (gate, gate_tail), (up, up_tail)) =
+            (S::as_mut_simd_f32s(y), S::as_simd_f32s(gate), S::as_simd_f32s(up));
+        for ((y, &g), &u) in y.iter_mut().zip(gate).zip(up) {
+            *y = swiglu(simd, g, u);
+        }
+        if !y_tail.is_empty() {
+            let last = swiglu(simd, simd.partial_load_f32s(gate_tail), simd.partial_load_f32s(up_tail));
+            simd.partial_store_f32s(y_tail, last);
         }
     }
 }
 
 #[inline(always)]
-fn value<S: Simd>(simd: S, g: S::f32s, u: S::f32s) -> S::f32s {
-    simd.mul_f32s(simd.mul_f32s(g, sigmoid(simd, g)), u)
+fn swiglu<S: Simd>(simd: S, gate: S::f32s, up: S::f32s) -> S::f32s {
+    simd.mul_f32s(simd.mul_f32s(gate, sigmoid(simd, gate)), up)
 }
 
-struct Backward<'a> {
-    gate_up: &'a [f32],
-    d_ff: usize,
-    dy: &'a [f32],
-    d_gate_up: &'a mut [f32],
+on_arch! {
+    fn backward_rows<'a>(
+        gate_up: &'a [f32], d_ff: usize, dy: &'a [f32], d_gate_up: &'a mut [f32],
+    ) -> () = backward_rows_simd;
 }
 
-impl WithSimd for Backward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Self {
-            gate_up,
-            d_ff,
-            dy,
-            d_gate_up,
-        } = self;
-        let rows = d_gate_up.chunks_exact_mut(2 * d_ff).zip(gate_up.chunks_exact(2 * d_ff));
-        for ((d_gate_up, gate_up), dy) in rows.zip(dy.chunks_exact(d_ff)) {
-            let (gate, up) = gate_up.split_at(d_ff);
-            let (d_gate, d_up) = d_gate_up.split_at_mut(d_ff);
-            let ((gate, gate_tail), (up, up_tail), (dy, dy_tail)) =
-                (S::as_simd_f32s(gate), S::as_simd_f32s(up), S::as_simd_f32s(dy));
-            let ((d_gate, d_gate_tail), (d_up, d_up_tail)) = (S::as_mut_simd_f32s(d_gate), S::as_mut_simd_f32s(d_up));
-            for (((dg, du), (&g, &u)), &dy) in d_gate.iter_mut().zip(d_up).zip(gate.iter().zip(up)).zip(dy) {
-                (*dg, *du) = gradients(simd, g, u, dy);
-            }
-            if !dy_tail.is_empty() {
-                let load = |x| simd.partial_load_f32s(x);
-                let (dg, du) = gradients(simd, load(gate_tail), load(up_tail), load(dy_tail));
-                simd.partial_store_f32s(d_gate_tail, dg);
-                simd.partial_store_f32s(d_up_tail, du);
-            }
+#[inline(always)]
+fn backward_rows_simd<S: Simd>(simd: S, gate_up: &[f32], d_ff: usize, dy: &[f32], d_gate_up: &mut [f32]) {
+    let rows = d_gate_up.chunks_exact_mut(2 * d_ff).zip(gate_up.chunks_exact(2 * d_ff));
+    for ((d_gate_up, gate_up), dy) in rows.zip(dy.chunks_exact(d_ff)) {
+        let (gate, up) = gate_up.split_at(d_ff);
+        let (d_gate, d_up) = d_gate_up.split_at_mut(d_ff);
+        let ((gate, gate_tail), (up, up_tail), (dy, dy_tail)) =
+            (S::as_simd_f32s(gate), S::as_simd_f32s(up), S::as_simd_f32s(dy));
+        let ((d_gate, d_gate_tail), (d_up, d_up_tail)) = (S::as_mut_simd_f32s(d_gate), S::as_mut_simd_f32s(d_up));
+        for (((dg, du), (&g, &u)), &dy) in d_gate.iter_mut().zip(d_up).zip(gate.iter().zip(up)).zip(dy) {
+            (*dg, *du) = swiglu_gradients(simd, g, u, dy);
+        }
+        if !dy_tail.is_empty() {
+            let load = |x| simd.partial_load_f32s(x);
+            let (dg, du) = swiglu_gradients(simd, load(gate_tail), load(up_tail), load(dy_tail));
+            simd.partial_store_f32s(d_gate_tail, dg);
+            simd.partial_store_f32s(d_up_tail, du);
         }
     }
 }
 
-/// Gradients of gate and up: with s = sigmoid(g), `dy u s (1 + g (1 - s))` and `dy g s`.
+/// Gradients of gate g and up u: with s = sigmoid(g), `dy u s (1 + g (1 - s))` and `dy g s`.
 #[inline(always)]
-fn gradients<S: Simd>(simd: S, g: S::f32s, u: S::f32s, dy: S::f32s) -> (S::f32s, S::f32s) {
+fn swiglu_gradients<S: Simd>(simd: S, g: S::f32s, u: S::f32s, dy: S::f32s) -> (S::f32s, S::f32s) {
     let one = simd.splat_f32s(1.0);
     let s = sigmoid(simd, g);
     let dy_s = simd.mul_f32s(dy, s);

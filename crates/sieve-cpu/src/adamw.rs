@@ -1,4 +1,4 @@
-//! AdamW on one parameter, in place, in the update order of torch.
+//! AdamW on one parameter, in place, in the order of operations of PyTorch.
 
 use pulp::Simd;
 use rayon::prelude::*;
@@ -6,11 +6,11 @@ use sieve_core::AdamWStep;
 
 use crate::simd::on_arch;
 
-/// Elements one task updates.
+/// Elements that one task updates.
 const BLOCK: usize = 1 << 14;
 
-/// One AdamW update of `param`, `m` and `v` in place: decay, moments, bias-corrected step, as `torch.optim.AdamW`,
-/// where the gradient is multiplied by `grad_scale` first. Scalars are rounded to f32 where torch rounds them.
+/// One AdamW update of `param`, `m` and `v` in place, as `torch.optim.AdamW`: decay, moments, bias-corrected step. The
+/// gradient is first multiplied by `grad_scale`. Scalars are rounded to f32 where PyTorch rounds them.
 ///
 /// # Shapes
 /// - param, grad, m, v: the same length

@@ -14,6 +14,8 @@ pub(crate) mod segments;
 mod tests;
 pub(crate) mod tile;
 
+use std::ops::Range;
+
 /// Sizes of an attention op. A query head p reads KV head `p / (num_heads / num_kv_heads)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionShape {
@@ -50,41 +52,53 @@ impl<'a> Documents<'a> {
 /// Which keys a query sees, always inside its document and never later than itself.
 #[derive(Clone, Copy, Debug)]
 pub enum Mask<'a> {
-    /// All of them.
+    /// All keys.
     Causal,
-    /// The last this many keys, the query's own included.
+    /// The last keys, as many as this; the query's own is one of them.
     Window(usize),
-    /// Those that have not expired, with a bias on the logit.
+    /// The keys that have not expired, each with a bias that is added to its logits.
     Expire {
         /// First position that no longer sees the key, `[batch, num_kv_heads, seq_len]`; at most the document's end.
         expire: &'a [i32],
-        /// Added to the logit of every query with the key, `[batch, num_kv_heads, seq_len]`.
+        /// Bias of each key, added to the logit of every query, `[batch, num_kv_heads, seq_len]`.
         delta: &'a [f32],
     },
-    /// Those in the blocks that the query chose.
+    /// The keys in the blocks that the query chose.
     Chosen(ChosenBlocks<'a>),
 }
 
-/// Which blocks of keys each query sees: native sparse attention's choice.
+/// Which blocks of keys each query sees.
 #[derive(Clone, Copy, Debug)]
 pub struct ChosenBlocks<'a> {
-    /// `[batch, seq_len, num_kv_heads, count]`, numbered within the query's document, none after the query's own; a
-    /// number below 0 is no block.
+    /// Block numbers, counted from the first token of the query's document, `[batch, seq_len, num_kv_heads, count]`. No
+    /// block may come after the query's own; negative numbers are ignored.
     pub indices: &'a [i32],
-    /// Blocks of a query.
+    /// Blocks per query.
     pub count: usize,
-    /// Keys of a block.
+    /// Keys per block.
     pub block_size: usize,
 }
 
 impl<'a> ChosenBlocks<'a> {
-    /// The blocks of one token of the batch and one of `num_kv_heads` heads.
+    /// The blocks that one token of the batch chose for one of `num_kv_heads` heads.
     pub(crate) fn of(&self, token: usize, num_kv_heads: usize, kv_head: usize) -> &'a [i32] {
         &self.indices[(token * num_kv_heads + kv_head) * self.count..][..self.count]
     }
 }
 
 impl AttentionShape {
+    /// Sizes of a call with the usual softmax scale, `1 / sqrt(head_dim)`.
+    pub fn new([batch, seq_len]: [usize; 2], [num_heads, num_kv_heads]: [usize; 2], head_dim: usize) -> Self {
+        Self {
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            softmax_scale: 1.0 / (head_dim as f32).sqrt(),
+        }
+    }
+
     /// Query heads that share a KV head.
     pub fn group_size(&self) -> usize {
         self.num_heads / self.num_kv_heads
@@ -93,6 +107,21 @@ impl AttentionShape {
     /// Elements of one token in the packed tensor.
     pub fn token_len(&self) -> usize {
         (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+    }
+
+    /// The same with values of width `head_dim_v` instead of `head_dim`, as latent attention has.
+    ///
+    /// # Panics
+    /// Unless `0 < head_dim_v <= head_dim`.
+    pub fn with_value_width(self, head_dim_v: usize) -> PackedShape {
+        assert!(
+            0 < head_dim_v && head_dim_v <= self.head_dim,
+            "attention: head_dim_v must be in 1..=head_dim"
+        );
+        PackedShape {
+            shape: self,
+            head_dim_v,
+        }
     }
 
     fn check(&self, documents: Documents<'_>, mask: Mask<'_>) {
@@ -135,15 +164,15 @@ impl AttentionShape {
     }
 }
 
-/// Sizes of an op on a packed tensor whose values may be narrower than its keys.
+/// Sizes of an attention op whose values may be narrower than its keys; see [`AttentionShape::with_value_width`].
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Packed {
+pub struct PackedShape {
     shape: AttentionShape,
     /// Width of a value, at most that of a key.
-    pub(crate) head_dim_v: usize,
+    pub head_dim_v: usize,
 }
 
-impl std::ops::Deref for Packed {
+impl std::ops::Deref for PackedShape {
     type Target = AttentionShape;
 
     fn deref(&self) -> &AttentionShape {
@@ -151,29 +180,16 @@ impl std::ops::Deref for Packed {
     }
 }
 
-impl From<AttentionShape> for Packed {
+impl From<AttentionShape> for PackedShape {
     fn from(shape: AttentionShape) -> Self {
-        Self {
-            shape,
-            head_dim_v: shape.head_dim,
-        }
+        let head_dim_v = shape.head_dim;
+        Self { shape, head_dim_v }
     }
 }
 
-impl Packed {
-    /// Values of width `head_dim_v`.
-    ///
-    /// Panics when they would be wider than the keys.
-    pub(crate) fn new(shape: AttentionShape, head_dim_v: usize) -> Self {
-        assert!(
-            0 < head_dim_v && head_dim_v <= shape.head_dim,
-            "attention: head_dim_v must be in 1..=head_dim"
-        );
-        Self { shape, head_dim_v }
-    }
-
+impl PackedShape {
     /// Elements of one token in the packed tensor.
-    pub(crate) fn token_len(&self) -> usize {
+    pub fn token_len(&self) -> usize {
         (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.head_dim_v
     }
 
@@ -190,6 +206,16 @@ impl Packed {
 }
 
 impl Documents<'_> {
+    /// The documents of one batch row, in order.
+    pub(crate) fn of_row(&self, row: usize, seq_len: usize) -> impl Iterator<Item = Range<usize>> {
+        let end = &self.end[row * seq_len..(row + 1) * seq_len];
+        let mut first = 0;
+        std::iter::from_fn(move || {
+            let next = *end.get(first)? as usize;
+            Some(std::mem::replace(&mut first, next)..next)
+        })
+    }
+
     /// Panics unless the documents of every row are consecutive ranges that cover it.
     pub(crate) fn check(&self, batch: usize, seq_len: usize) {
         let tokens = batch * seq_len;
@@ -217,55 +243,25 @@ impl Documents<'_> {
 
 /// Attention of every token over the keys it sees.
 ///
-/// A row that sees nothing has `o = 0` and `lse = -inf`. Keys and values that no query sees never enter arithmetic.
+/// A row that sees nothing has `o = 0` and `lse = -inf`. Keys and values that no query sees are never read.
 ///
 /// # Shapes
-/// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, heads in the order q, k, v
-/// - o: `[batch, seq_len, num_heads, head_dim]`, lse: `[batch, num_heads, seq_len]` (natural logarithm; with biases the
-///   largest bias that the row sees is subtracted); written whole
+/// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, heads in the order q, k, v; with narrower values
+///   `[batch, seq_len, (num_heads + num_kv_heads) * head_dim + num_kv_heads * head_dim_v]`
+/// - o: `[batch, seq_len, num_heads, head_dim_v]`, lse: `[batch, num_heads, seq_len]` (natural logarithm; with biases
+///   the largest bias that the row sees is subtracted); written whole
 ///
 /// # Panics
 /// When lengths do not fit or the documents are not consecutive ranges.
 pub fn attention_forward(
-    shape: AttentionShape,
+    shape: impl Into<PackedShape>,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,
     o: &mut [f32],
     lse: &mut [f32],
 ) {
-    packed_forward(shape.into(), qkv, documents, mask, o, lse);
-}
-
-/// As [`attention_forward`], dense causal, with values narrower than the keys (`0 < head_dim_v <= head_dim`), as
-/// multi-head latent attention has them.
-///
-/// # Shapes
-/// - qkv: `[batch, seq_len, (num_heads + num_kv_heads) * head_dim + num_kv_heads * head_dim_v]`, q, then k, then v
-/// - o: `[batch, seq_len, num_heads, head_dim_v]`, lse: `[batch, num_heads, seq_len]`; written whole
-///
-/// # Panics
-/// When lengths do not fit or the documents are not consecutive ranges.
-pub fn mla_attention_forward(
-    shape: AttentionShape,
-    head_dim_v: usize,
-    qkv: &[f32],
-    documents: Documents<'_>,
-    o: &mut [f32],
-    lse: &mut [f32],
-) {
-    let shape = Packed::new(shape, head_dim_v);
-    packed_forward(shape, qkv, documents, Mask::Causal, o, lse);
-}
-
-fn packed_forward(
-    shape: Packed,
-    qkv: &[f32],
-    documents: Documents<'_>,
-    mask: Mask<'_>,
-    o: &mut [f32],
-    lse: &mut [f32],
-) {
+    let shape = shape.into();
     shape.check(documents, mask);
     shape.check_operands("attention_forward", qkv, o, lse);
     if shape.seq_len == 0 {
@@ -281,8 +277,7 @@ fn packed_forward(
 /// Gradients of [`attention_forward`], from its outputs; probabilities are recomputed from `lse`.
 ///
 /// # Shapes
-/// - qkv, d_qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
-/// - o, d_o: `[batch, seq_len, num_heads, head_dim]`, lse: `[batch, num_heads, seq_len]`
+/// - qkv, d_qkv, o, d_o, lse: as there
 /// - d_delta: `[batch, num_kv_heads, seq_len]`, the gradient of [`Mask::Expire`]'s delta (zeros for the other masks)
 ///
 /// d_qkv and d_delta are written whole.
@@ -294,7 +289,7 @@ fn packed_forward(
     reason = "six operands, two results, all slices of one op"
 )]
 pub fn attention_backward(
-    shape: AttentionShape,
+    shape: impl Into<PackedShape>,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,
@@ -305,41 +300,6 @@ pub fn attention_backward(
     d_delta: Option<&mut [f32]>,
 ) {
     let shape = shape.into();
-    packed_backward(shape, qkv, documents, mask, o, lse, d_o, d_qkv, d_delta);
-}
-
-/// Gradient of [`mla_attention_forward`]; shapes as there, d_qkv is written whole.
-///
-/// # Panics
-/// When lengths do not fit or the documents are not consecutive ranges.
-#[allow(clippy::too_many_arguments, reason = "the operands of one op, all slices")]
-pub fn mla_attention_backward(
-    shape: AttentionShape,
-    head_dim_v: usize,
-    qkv: &[f32],
-    documents: Documents<'_>,
-    o: &[f32],
-    lse: &[f32],
-    d_o: &[f32],
-    d_qkv: &mut [f32],
-) {
-    let shape = Packed::new(shape, head_dim_v);
-    let mask = Mask::Causal;
-    packed_backward(shape, qkv, documents, mask, o, lse, d_o, d_qkv, None);
-}
-
-#[allow(clippy::too_many_arguments, reason = "the operands of the public function")]
-fn packed_backward(
-    shape: Packed,
-    qkv: &[f32],
-    documents: Documents<'_>,
-    mask: Mask<'_>,
-    o: &[f32],
-    lse: &[f32],
-    d_o: &[f32],
-    d_qkv: &mut [f32],
-    d_delta: Option<&mut [f32]>,
-) {
     shape.check(documents, mask);
     shape.check_operands("attention_backward", qkv, o, lse);
     assert_eq!(d_o.len(), o.len(), "attention_backward: d_o is not as long as o");

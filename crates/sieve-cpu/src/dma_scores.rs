@@ -1,7 +1,7 @@
 //! DMA's score of each key, from the values of all KV heads: `z[g] = a[g] * softplus(concat(v) . w[g])`.
 //!
-//! A token's score depends on its own values alone, to the bit: decoding one token at a time gives the same scores as
-//! the whole pass, so near ties are broken the same way.
+//! A token's score depends on its own values alone, to the bit. So decoding one token at a time gives the scores of the
+//! whole pass, and nearly equal scores are ordered alike in both.
 
 use pulp::Simd;
 use rayon::prelude::*;
@@ -9,13 +9,13 @@ use rayon::prelude::*;
 use crate::attention::AttentionShape;
 use crate::simd::{dot, on_arch};
 
-/// Tokens one task handles; also the tokens one partial weight gradient covers, so it fixes the order of that sum.
+/// Tokens of a task. Each task has a partial weight gradient, so this also fixes the order of that sum.
 const TOKENS: usize = 64;
 
 /// Scores of all keys.
 ///
 /// # Shapes
-/// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, of which the values are read
+/// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`; only its values are read
 /// - w: `[num_kv_heads, num_kv_heads * head_dim]`; a: `[num_kv_heads]`
 /// - z: `[batch, num_kv_heads, seq_len]`, written whole
 ///
@@ -41,9 +41,9 @@ pub fn dma_scores_forward(shape: AttentionShape, qkv: &[f32], w: &[f32], a: &[f3
 /// Gradients of [`dma_scores_forward`]; the softplus arguments are recomputed.
 ///
 /// # Shapes
-/// - qkv, w, a as there; dz: `[batch, num_kv_heads, seq_len]`
-/// - d_qkv: as qkv, the path through the values is added to it
-/// - dw: as w, da: as a; both written whole
+/// - qkv, w, a: as there; dz: `[batch, num_kv_heads, seq_len]`
+/// - d_qkv: shaped as qkv; the gradient of the values is added to it
+/// - dw, da: shaped as w and a, written whole
 ///
 /// # Panics
 /// When the lengths do not fit.
@@ -175,14 +175,7 @@ mod tests {
     use sieve_testing::{Random, assert_close_relative, finite_differences, inner, threads, wide};
 
     fn shape(batch: usize, seq_len: usize, head_dim: usize) -> AttentionShape {
-        AttentionShape {
-            batch,
-            seq_len,
-            num_heads: 6,
-            num_kv_heads: 3,
-            head_dim,
-            softmax_scale: 1.0,
-        }
+        AttentionShape::new([batch, seq_len], [6, 3], head_dim)
     }
 
     struct Case {

@@ -23,17 +23,16 @@ pub fn embedding_forward<T: Copy + Send + Sync>(ids: &[i32], weight: &[T], d_mod
     y.par_chunks_mut(d_model)
         .zip(ids)
         .with_min_len(64)
-        .for_each(|(row, &id)| {
-            assert!(
-                (0..vocab_size as i64).contains(&i64::from(id)),
-                "embedding_forward: id {id} is not below {vocab_size}"
-            );
-            let start = id as usize * d_model;
-            row.copy_from_slice(&weight[start..start + d_model]);
-        });
+        .for_each(|(row, &id)| row.copy_from_slice(&weight[row_of(id, vocab_size) * d_model..][..d_model]));
 }
 
-/// `dweight[id] = sum of dy[n] over the n with ids[n] == id`, in ascending n; rows that no id names become zero.
+/// A token id as a row of the table.
+fn row_of(id: i32, vocab_size: usize) -> usize {
+    let row = usize::try_from(id).ok().filter(|&row| row < vocab_size);
+    row.unwrap_or_else(|| panic!("embedding: id {id} is not below {vocab_size}"))
+}
+
+/// `dweight[id] = sum of dy[n] over the n with ids[n] == id`, added in ascending n; 0 for ids that do not occur.
 ///
 /// # Shapes
 /// - dy: `[n, d_model]`, ids: `[n]`, dweight: `[vocab_size, d_model]` (written whole)
@@ -52,24 +51,7 @@ pub fn embedding_backward(dy: &[f32], ids: &[i32], d_model: usize, dweight: &mut
         "embedding_backward: dweight is not [vocab_size, d_model]"
     );
     let vocab_size = dweight.len() / d_model;
-    // Counting sort: the rows of dy that belong to one id, in order.
-    let mut first = vec![0_usize; vocab_size + 1];
-    for &id in ids {
-        assert!(
-            (0..vocab_size as i64).contains(&i64::from(id)),
-            "embedding_backward: id {id} is not below {vocab_size}"
-        );
-        first[id as usize + 1] += 1;
-    }
-    for id in 0..vocab_size {
-        first[id + 1] += first[id];
-    }
-    let mut next = first.clone();
-    let mut order = vec![0_usize; ids.len()];
-    for (n, &id) in ids.iter().enumerate() {
-        order[next[id as usize]] = n;
-        next[id as usize] += 1;
-    }
+    let (order, first) = tokens_by_id(ids, vocab_size);
     dweight
         .par_chunks_mut(d_model)
         .enumerate()
@@ -81,6 +63,24 @@ pub fn embedding_backward(dy: &[f32], ids: &[i32], d_model: usize, dweight: &mut
                 add_rows(dy, rows, row);
             }
         });
+}
+
+/// The indices of the tokens, sorted by id and ascending within an id, and where each id's begin (counting sort).
+fn tokens_by_id(ids: &[i32], vocab_size: usize) -> (Vec<usize>, Vec<usize>) {
+    let mut first = vec![0_usize; vocab_size + 1];
+    for &id in ids {
+        first[row_of(id, vocab_size) + 1] += 1;
+    }
+    for id in 0..vocab_size {
+        first[id + 1] += first[id];
+    }
+    let mut next = first.clone();
+    let mut order = vec![0_usize; ids.len()];
+    for (token, &id) in ids.iter().enumerate() {
+        order[next[id as usize]] = token;
+        next[id as usize] += 1;
+    }
+    (order, first)
 }
 
 on_arch! {

@@ -1,8 +1,8 @@
-//! DMA's selection as one integer per key (arXiv:2508.02124, eq. 3; kept keys as an expiry).
+//! DMA's selection as one integer per key (arXiv:2508.02124, eq. 3): when the key expires.
 //!
 //! Query i keeps the `keep_window_size` keys j <= i of its document with the largest (z_j, j). z_j depends on the key
-//! alone, so keys leave and never return, and `active(i, j) <=> j <= i < expire[j]` is the whole mask. `expire[j] == j`
-//! marks a key that no query sees, since it was never among the best.
+//! alone, so a key that is no longer among the best never returns, and `active(i, j) <=> j <= i < expire[j]` is the
+//! whole mask. A key that was never among the best has `expire[j] == j`: no query sees it.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -11,20 +11,19 @@ use rayon::prelude::*;
 
 use crate::attention::Documents;
 
-/// Integer whose order is that of (z, position): -0 counts as +0, of equal z the later position is larger. Its lower
-/// half is the position.
+/// An integer that orders keys by (z, position), with -0 equal to +0. Its lower 32 bits are the position.
 pub fn rank_key(z: f32, position: usize) -> u64 {
     let bits = (z + 0.0).to_bits();
     let ordered = if bits >> 31 == 1 { !bits } else { bits | 0x8000_0000 };
     (u64::from(ordered) << 32) | position as u64
 }
 
-/// When each key stops being seen, by one heap pass per document. This is the selection that training on the CPU uses.
+/// When each key expires, by one heap pass per document.
 ///
 /// # Shapes
 /// - z: `[batch, num_kv_heads, seq_len]`; expire: the same, positions within the row, written whole
 ///
-/// With a window of 0 every key expires at its own position.
+/// With a `keep_window_size` of 0 every key expires at its own position.
 ///
 /// # Panics
 /// When lengths do not fit, or the documents are not consecutive ranges.
@@ -37,24 +36,36 @@ pub fn dma_select(
     keep_window_size: usize,
     expire: &mut [i32],
 ) {
-    for_each_document(
-        z,
-        documents,
-        batch,
-        num_kv_heads,
-        seq_len,
-        expire,
-        |z, start, expire| {
-            expire_by_heap(z, start, keep_window_size, expire);
-        },
+    assert_eq!(
+        z.len(),
+        batch * num_kv_heads * seq_len,
+        "dma_select: z is not [batch, num_kv_heads, seq_len]"
     );
+    assert_eq!(expire.len(), z.len(), "dma_select: expire is not as long as z");
+    documents.check(batch, seq_len);
+    let mut tasks = Vec::new();
+    let heads = z
+        .chunks_exact(seq_len.max(1))
+        .zip(expire.chunks_exact_mut(seq_len.max(1)));
+    for (row_and_head, (z, mut expire)) in heads.enumerate() {
+        for document in documents.of_row(row_and_head / num_kv_heads, seq_len) {
+            let (of_document, rest) = expire.split_at_mut(document.len());
+            tasks.push((&z[document.clone()], document.start, of_document));
+            expire = rest;
+        }
+    }
+    tasks
+        .into_par_iter()
+        .for_each(|(z, start, expire)| expire_by_heap(z, start, keep_window_size, expire));
 }
 
-/// Lets every key be seen for `local_window_size` queries more, up to its document's end: the expiry of the best w - r
-/// keys becomes that of DMA with w keys of which the last r are always seen.
+/// Adds a local window: every key expires `local_window_size` = r queries later, at most at its document's end.
 ///
-/// Query i then sees the last r keys and the best w - r of those before them: a key of age r or more is seen exactly if
-/// it was among the best at query i - r.
+/// `expire` holds the selection of the best w - r keys. Afterwards query i sees the last r keys and, of the keys before
+/// them, the w - r that were the best at query i - r: w keys in all.
+///
+/// # Shapes
+/// - expire: `[batch, num_kv_heads, seq_len]`
 ///
 /// # Panics
 /// When lengths do not fit.
@@ -65,52 +76,18 @@ pub fn extend_expire(
     seq_len: usize,
     local_window_size: usize,
 ) {
-    let rows = expire.chunks_exact_mut(seq_len.max(1));
-    for (row_and_head, expire) in rows.enumerate() {
+    let local_window_size = i32::try_from(local_window_size).unwrap_or(i32::MAX);
+    let heads = expire.chunks_exact_mut(seq_len.max(1));
+    for (row_and_head, expire) in heads.enumerate() {
         let end = &documents.end[row_and_head / num_kv_heads * seq_len..][..seq_len];
         for (expire, &end) in expire.iter_mut().zip(end) {
-            *expire = (*expire + local_window_size as i32).min(end);
+            *expire = expire.saturating_add(local_window_size).min(end);
         }
     }
 }
 
-/// Runs `work(z, start, expire)` for every (row, KV head, document), in parallel.
-fn for_each_document(
-    z: &[f32],
-    documents: Documents<'_>,
-    batch: usize,
-    num_kv_heads: usize,
-    seq_len: usize,
-    expire: &mut [i32],
-    work: impl Fn(&[f32], usize, &mut [i32]) + Sync,
-) {
-    assert_eq!(
-        z.len(),
-        batch * num_kv_heads * seq_len,
-        "dma_select: z is not [batch, num_kv_heads, seq_len]"
-    );
-    assert_eq!(expire.len(), z.len(), "dma_select: expire is not as long as z");
-    documents.check(batch, seq_len);
-    let mut pieces = Vec::new();
-    let rows = z
-        .chunks_exact(seq_len.max(1))
-        .zip(expire.chunks_exact_mut(seq_len.max(1)));
-    for (row_and_head, (z, mut expire)) in rows.enumerate() {
-        let row = row_and_head / num_kv_heads;
-        let mut start = 0;
-        while start < seq_len {
-            let end = documents.end[row * seq_len + start] as usize;
-            let (piece, rest) = expire.split_at_mut(end - start);
-            pieces.push((&z[start..end], start, piece));
-            expire = rest;
-            start = end;
-        }
-    }
-    pieces
-        .into_par_iter()
-        .for_each(|(z, start, expire)| work(z, start, expire));
-}
-
+/// The expiry of the keys of one document, which begins at position `start`. The heap holds the kept keys, the smallest
+/// on top.
 fn expire_by_heap(z: &[f32], start: usize, keep_window_size: usize, expire: &mut [i32]) {
     let end = start + z.len();
     expire.fill(end as i32);
@@ -121,15 +98,16 @@ fn expire_by_heap(z: &[f32], start: usize, keep_window_size: usize, expire: &mut
             kept.push(Reverse(key));
             continue;
         }
-        let popped = match kept.peek_mut() {
+        let evicted = match kept.peek_mut() {
             Some(mut smallest) if smallest.0 < key => {
-                let popped = smallest.0 as u32 as usize;
-                *smallest = Reverse(key); // sifted down when the guard drops
-                popped
+                let position = smallest.0 as u32 as usize;
+                // Dropping `smallest` restores the heap's order.
+                *smallest = Reverse(key);
+                position
             }
             _ => j,
         };
-        expire[popped] = (start + j) as i32;
+        expire[evicted] = (start + j) as i32;
     }
 }
 
@@ -229,6 +207,14 @@ mod tests {
         assert_eq!(select(&falling, 4), first);
         let extremes = [f32::NEG_INFINITY, 1.0, f32::INFINITY, -1.0e38, f32::MAX];
         assert_eq!(select(&extremes, 2), [2, 4, 5, 3, 5]);
+    }
+
+    #[test]
+    fn a_local_window_beyond_32_bits_keeps_every_key_to_its_documents_end() {
+        let (start, end) = ([0, 0, 0, 3, 3], [3, 3, 3, 5, 5]);
+        let mut expire = [1, 3, 2, 4, 5];
+        extend_expire(&mut expire, Documents::new(&start, &end), 1, 5, 1 << 40);
+        assert_eq!(expire, end);
     }
 
     #[test]

@@ -31,6 +31,19 @@ pub enum Threads {
     All,
 }
 
+/// Multiplications from which a GEMM is faster on all threads: 256 cubed is, 128 cubed is not.
+const MIN_SHARED_PRODUCT: usize = 192 * 192 * 192;
+
+impl Threads {
+    /// The faster choice for `a b`.
+    pub fn of_product(a: Matrix<'_>, b: Matrix<'_>) -> Self {
+        match a.rows * a.cols * b.cols {
+            few if few < MIN_SHARED_PRODUCT => Self::One,
+            _ => Self::All,
+        }
+    }
+}
+
 /// How many elements a slice needs so that every element of the matrix lies inside; `None` on overflow.
 fn extent(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> Option<usize> {
     if rows == 0 || cols == 0 {

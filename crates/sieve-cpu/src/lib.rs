@@ -1,15 +1,13 @@
 //! CPU kernels on plain slices: attention under one mask form, norms, loss, optimizer.
 //!
-//! Everything is row-major, and f32 but for weights, which may be bf16. Each function splits its work by sizes alone
-//! and adds in a fixed order, so a result is bit-identical from run to run and does not depend on the number of
-//! threads.
+//! Everything is row-major and f32, except that weights may be bf16. Each function splits its work by sizes alone and
+//! adds in a fixed order, so its results are bit-identical from run to run and for any number of threads.
 //!
 //! ```
 //! use sieve_cpu::{AttentionShape, Documents, Mask, attention_forward};
 //!
-//! // One row of 100 tokens, 4 query heads on 2 KV heads; each query sees the last 16 keys.
-//! let shape =
-//!     AttentionShape { batch: 1, seq_len: 100, num_heads: 4, num_kv_heads: 2, head_dim: 32, softmax_scale: 0.18 };
+//! // One row of 100 tokens, 4 query heads on 2 KV heads of width 32; each query sees the last 16 keys.
+//! let shape = AttentionShape::new([1, 100], [4, 2], 32);
 //! let qkv = vec![0.1; 100 * shape.token_len()];
 //! let (start, end) = (vec![0; 100], vec![100; 100]);
 //! let documents = Documents::new(&start, &end);
@@ -18,8 +16,8 @@
 //! assert!((o[0] - 0.1).abs() < 1e-6);
 //! ```
 //!
-//! Slices of the wrong length and impossible sizes are programming errors and panic with the name of the operand; the
-//! callers check what a user can get wrong.
+//! Slices of the wrong length and impossible sizes are programming errors: functions panic with the name of the
+//! operand. Callers check what a user can get wrong.
 
 pub mod activation;
 pub mod adamw;
@@ -43,8 +41,7 @@ pub use adamw::adamw;
 pub use attention::decode::{DecodeShape, attention_decode};
 pub use attention::listed::{ListedAttention, ListedTile};
 pub use attention::{
-    AttentionShape, ChosenBlocks, Documents, Mask, attention_backward, attention_forward, mla_attention_backward,
-    mla_attention_forward,
+    AttentionShape, ChosenBlocks, Documents, Mask, PackedShape, attention_backward, attention_forward,
 };
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use embedding::{embedding_backward, embedding_forward};

@@ -1,8 +1,8 @@
 //! `y = x Wᵀ` with a weight in f32 or bf16; products and sums are f32.
 //!
-//! Few rows are bound by the bandwidth of memory, so a kernel of their own reads each weight once, where it lies. Many
-//! rows go to the `gemm` crate. Both add in the same order, so that a row's result does not depend on how many rows
-//! there are: otherwise a prompt and a decoded token would give equal tokens unequal scores.
+//! With few rows the GEMM is bound by memory bandwidth, so a separate kernel reads each weight once, without packing
+//! it. Many rows go to the `gemm` crate. Both add in the same order, so that a row's result does not depend on the
+//! number of rows: otherwise equal tokens would get unequal scores in a prompt and when decoded.
 
 #[cfg(target_arch = "x86_64")]
 mod few_rows;
@@ -10,12 +10,12 @@ mod few_rows;
 use half::bf16;
 #[cfg(target_arch = "x86_64")]
 use pulp::Arch;
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 use std::cell::Cell;
 
 use crate::gemm::{Matrix, MatrixMut, Threads, matmul};
-use crate::simd::arch;
+use crate::simd::{arch, on_arch};
 #[cfg(target_arch = "x86_64")]
 use few_rows::{FEW_ROWS, few_rows};
 
@@ -28,28 +28,27 @@ pub enum Weight<'a> {
     Bf16(&'a [bf16]),
 }
 
-/// Rows, and outputs or rows, from which the `gemm` crate sums in one order.
+/// The `gemm` crate adds each sum in the same order from `MIN_GEMM_ROWS` rows of x on, if x has `MIN_GEMM_SIDE` rows or
+/// the weight as many outputs.
 const MIN_GEMM_ROWS: usize = 8;
 const MIN_GEMM_SIDE: usize = 65;
 
-/// Rows up to which the `gemm` crate computes the columns of y, for which it packs no weight. 252M weights, 16 rows,
-/// two cores of a Zen 5: 54 ms, and 297 by rows; 256 rows are level.
+/// Up to this many rows the `gemm` crate computes `yᵀ = W xᵀ`, for which it does not pack the weight. With 252M weights
+/// and 16 rows on two cores of a Zen 5 this takes 54 ms, and `x Wᵀ` 297 ms; at 256 rows both take as long.
 const MAX_COLUMN_ROWS: usize = 256;
 
 /// Outputs of a task.
 const TASK_OUTPUTS: usize = 128;
 
-/// Inner length after which the `gemm` crate adds its sums to the result, at most (`kc` in its `cache.rs`); the blocks
-/// of a longer inner length are of equal size.
+/// The `gemm` crate splits the inner length into equal blocks of at most this size (`kc` in its `cache.rs`) and adds
+/// each block's sum to the result. [`few_rows`] does the same, to get the same bits.
 const MAX_DEPTH: usize = 512;
 
-/// Multiplications from which a GEMM takes all threads: 256 cubed is faster so, 128 cubed is not.
-const MIN_SHARED_PRODUCT: usize = 192 * 192 * 192;
-
-/// Weights of a bf16 panel that is widened for many rows: 16 MiB of f32, so that x is packed few times.
+/// Weights that are widened from bf16 at once (16 MiB of f32). The GEMM of each such panel packs x again, so panels are
+/// large.
 const PANEL_WEIGHTS: usize = 1 << 22;
 
-/// Outputs of a panel at least, as each packs x once more.
+/// Minimum outputs of a panel.
 const MIN_PANEL_OUTPUTS: usize = 128;
 
 impl Weight<'_> {
@@ -67,8 +66,8 @@ impl Weight<'_> {
     }
 }
 
-/// `y = x Wᵀ`. The bits of a row of y depend on this row of x alone, and a bf16 weight gives those of the f32 weight of
-/// the same values.
+/// `y = x Wᵀ`. A row of y depends, to the bit, only on its row of x and on the weight's values, not on the weight's
+/// type.
 ///
 /// # Shapes
 /// - x: `[rows, d_in]`, weight: `[d_out, d_in]`, y: `[rows, d_out]`, written whole
@@ -101,7 +100,7 @@ pub fn linear(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
     }
 }
 
-/// `yᵀ = W xᵀ`, with rows of zeros behind few.
+/// Computes `yᵀ = W xᵀ`; x is padded with rows of zeros where it is too short for a fixed order of sums.
 fn by_columns(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y: &mut [f32]) {
     let rows = rows.max(match d_out < MIN_GEMM_SIDE {
         true => MIN_GEMM_SIDE,
@@ -110,8 +109,8 @@ fn by_columns(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
     let mut padded = x.to_vec();
     padded.resize(rows * d_in, 0.0);
     let x = Matrix::new(&padded, rows, d_in).t();
-    // The library packs the left matrix and reads the right one in place, after it has swapped them for a product by
-    // rows: so this way round no weight is copied. The order of each sum is the same.
+    // The `gemm` crate packs one operand and reads the other in place. For a column-major result it packs x, so no
+    // weight is copied; the order of each sum is the same.
     let mut columns = vec![0.0; d_out * rows];
     panels(weight, d_in, |first, panel| {
         let outputs = panel.num_rows();
@@ -127,15 +126,10 @@ fn by_columns(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
 
 /// `c = a b`.
 fn product(a: Matrix<'_>, b: Matrix<'_>, c: MatrixMut<'_>) {
-    let threads = match a.num_rows() * a.num_columns() * b.num_columns() {
-        few if few < MIN_SHARED_PRODUCT => Threads::One,
-        _ => Threads::All,
-    };
-    matmul(threads, 1.0, a, b, 0.0, c);
+    matmul(Threads::of_product(a, b), 1.0, a, b, 0.0, c);
 }
 
-/// Calls `with` for panels of the weight's outputs in f32, with the first output of each: one panel where the weight is
-/// f32.
+/// Calls `with(first output, panel)` for consecutive panels of the weight's rows in f32; an f32 weight is one panel.
 fn panels(weight: Weight<'_>, d_in: usize, mut with: impl FnMut(usize, Matrix<'_>)) {
     let weight = match weight {
         Weight::F32(weight) => return with(0, Matrix::new(weight, weight.len() / d_in, d_in)),
@@ -143,7 +137,7 @@ fn panels(weight: Weight<'_>, d_in: usize, mut with: impl FnMut(usize, Matrix<'_
     };
     let d_out = weight.len() / d_in;
     let most = (PANEL_WEIGHTS / d_in).max(MIN_PANEL_OUTPUTS);
-    // Of equal size, so that the last one is not short of `MIN_GEMM_SIDE`.
+    // Panels of equal size, so that the last one is not shorter than `MIN_GEMM_SIDE`.
     let outputs = d_out.div_ceil(d_out.div_ceil(most));
     let mut room = PANEL.take();
     room.resize(room.len().max(outputs * d_in), 0.0);
@@ -151,31 +145,26 @@ fn panels(weight: Weight<'_>, d_in: usize, mut with: impl FnMut(usize, Matrix<'_
         let panel = &mut room[..weight.len()];
         let parts = panel.par_chunks_mut(TASK_OUTPUTS * d_in);
         let parts = parts.zip(weight.par_chunks(TASK_OUTPUTS * d_in));
-        parts.for_each(|(to, from)| arch().dispatch(Widen { from, to }));
+        parts.for_each(|(to, from)| widen(from, to));
         with(at * outputs, Matrix::new(panel, weight.len() / d_in, d_in));
     }
     PANEL.set(room);
 }
 
 thread_local! {
-    /// Kept between calls: clearing new pages would cost a tenth of a prompt's GEMM.
+    /// Buffer of one widened panel. It is reused: zeroing newly allocated pages takes a tenth of a prompt's GEMM.
     static PANEL: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// `to = from`, exactly.
-pub(crate) struct Widen<'a> {
-    pub(crate) from: &'a [bf16],
-    pub(crate) to: &'a mut [f32],
+on_arch! {
+    fn widen<'a>(from: &'a [bf16], to: &'a mut [f32]) -> () = widen_simd;
 }
 
-impl WithSimd for Widen<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _simd: S) {
-        for (to, from) in self.to.iter_mut().zip(self.from) {
-            *to = f32::from_bits(u32::from(from.to_bits()) << 16);
-        }
+/// `to = from`, exactly.
+#[inline(always)]
+fn widen_simd<S: Simd>(_simd: S, from: &[bf16], to: &mut [f32]) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = f32::from_bits(u32::from(from.to_bits()) << 16);
     }
 }
 
@@ -237,7 +226,7 @@ mod tests {
         });
     }
 
-    // Sizes of several panels too.
+    // [2048, 2100] is more than one panel.
     #[test]
     fn a_row_and_a_type_do_not_change_a_bit() {
         for [d_in, d_out] in [

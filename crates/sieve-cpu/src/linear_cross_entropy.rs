@@ -1,4 +1,4 @@
-//! Output projection and cross entropy in one, in chunks of rows: logits of all rows never exist at once.
+//! Output projection and cross entropy in one function, in chunks of rows: the logits of all rows never exist at once.
 
 use pulp::Simd;
 use rayon::prelude::*;
@@ -10,21 +10,21 @@ use crate::simd::{exp_and_sum, on_arch};
 /// Labels below 0 (Hugging Face's -100) are ignored: no loss, no gradient.
 const FIRST_LABEL: i32 = 0;
 
-/// Logits held at once, in elements (64 MiB): with a large vocabulary, fewer rows a chunk would read and write the
-/// weight and its gradient too often.
+/// Logits of a chunk, in elements (64 MiB). Every chunk reads the whole weight and updates its whole gradient, so
+/// smaller chunks would be slow with a large vocabulary.
 const MAX_LOGITS: usize = 1 << 24;
 
-/// Rows of a chunk at least and at most, whatever the vocabulary.
+/// Bounds of the rows of a chunk.
 const MIN_CHUNK_ROWS: usize = 32;
 const MAX_CHUNK_ROWS: usize = 1024;
 
-/// Where at least one row in this many has no label, the labelled ones are copied together first.
+/// The labelled rows are gathered first where at least one row in `MIN_UNLABELLED` has no label.
 const MIN_UNLABELLED: usize = 8;
 
-/// Fewer rows than these take other code in the product library, and round otherwise.
+/// With fewer rows than this the `gemm` crate runs other code, which rounds differently.
 const MIN_PRODUCT_ROWS: usize = 8;
 
-/// Rows whose logits exist together, at most.
+/// Maximum number of rows in a chunk.
 pub fn chunk_rows(vocab_size: usize) -> usize {
     (MAX_LOGITS / vocab_size.max(1)).clamp(MIN_CHUNK_ROWS, MAX_CHUNK_ROWS)
 }
@@ -61,8 +61,8 @@ pub fn token_losses(h: &[f32], weight: Weight<'_>, labels: &[i32], d_model: usiz
     run(h, weight, labels, d_model, None, Some(nll))
 }
 
-/// Loss and gradients in one pass, which saves one of four GEMMs. The gradients are those of `loss_sum`; for a mean,
-/// scale them by `1 / num_labels` afterwards.
+/// Loss and gradients in one pass, which saves one of four GEMMs. They are the gradients of `loss_sum`; multiply them
+/// by `1 / num_labels` for the gradients of the mean.
 ///
 /// # Shapes
 /// - h, dh: `[n, d_model]`, weight, dweight: `[vocab_size, d_model]`, labels: `[n]`; dh and dweight are written whole
@@ -91,8 +91,9 @@ pub fn linear_cross_entropy_with_gradients(
     run(h, Weight::F32(weight), labels, d_model, Some(gradients), None)
 }
 
-/// Where gradients go, and the weight, which is f32 then.
+/// Where the gradients are written.
 struct Gradients<'a> {
+    /// The weight in f32, which the gradients need.
     weight: &'a [f32],
     dh: &'a mut [f32],
     dweight: &'a mut [f32],
@@ -180,8 +181,8 @@ fn run(
     total
 }
 
-/// Gathers the rows that have a label and scatters their results back, so that sequences with few labels cost only
-/// those rows.
+/// As [`run`], for the rows with a label alone: gathers them and scatters their results, so that rows without a label
+/// cost no GEMM.
 fn run_labelled(
     h: &[f32],
     weight: Weight<'_>,

@@ -1,4 +1,4 @@
-//! New tokens of latent attention against the cache of latents.
+//! Decoding with latent attention: new tokens attend to the cached latents.
 
 use pulp::Simd;
 use rayon::prelude::*;
@@ -6,16 +6,16 @@ use rayon::prelude::*;
 use crate::attention::decode::weigh;
 use crate::simd::{dot, on_arch};
 
-/// Sizes of a decoding step. A latent and a rotated key lie side by side, `rank + rope_dim` numbers a token.
+/// Sizes of a decoding step. The cache holds a latent and a rotated key for each token, `rank + rope_dim` numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct MlaDecode {
     /// Rows of the batch.
     pub batch: usize,
-    /// New tokens of each row: the last ones.
+    /// New tokens of each row, the last ones of its `len` tokens.
     pub num_queries: usize,
     /// Query heads.
     pub num_heads: usize,
-    /// Tokens of each row, the new ones among them.
+    /// Tokens of each row, including the new ones.
     pub len: usize,
     /// Width of a latent.
     pub rank: usize,
@@ -25,13 +25,13 @@ pub struct MlaDecode {
     pub softmax_scale: f32,
 }
 
-/// `o = softmax(scale key_scale q . k) c` for each new token and head over the latents up to its own; the caller
-/// multiplies the projections of keys into q and applies those of values to o.
+/// `o = softmax(scale key_scale q . k) c` for each new token and head, over the latents c of the tokens up to it. The
+/// key k is a token's latent and rotated key. The caller has multiplied W_UK into q and multiplies o by W_UV.
 ///
 /// # Shapes
 /// - q: `[batch, num_queries, num_heads, rank + rope_dim]`
 /// - latents: `[batch, len, rank + rope_dim]`
-/// - key_scale: `[batch, len, num_heads]`; absent: all 1
+/// - key_scale: `[batch, len, num_heads]`; `None`: all 1
 /// - o: `[batch, num_queries, num_heads, rank]`, written whole
 ///
 /// # Panics
@@ -69,7 +69,7 @@ pub fn mla_decode(shape: &MlaDecode, q: &[f32], latents: &[f32], key_scale: Opti
         let (row, query) = (token / num_queries, token % num_queries);
         let seen = len - num_queries + query + 1;
         let latents = &latents[row * len * width..(row * len + seen) * width];
-        // Of this head from here on, one every `num_heads`.
+        // This head's scales are every `num_heads`-th element from here on.
         let scale = key_scale.map(|scale| &scale[row * len * num_heads + head..]);
         attend(shape, q, latents, scale, &mut vec![0.0; seen], o);
     });
@@ -82,7 +82,7 @@ on_arch! {
     ) -> () = attend_simd;
 }
 
-/// One head of one new token.
+/// Attention of one head of one new token.
 #[inline(always)]
 fn attend_simd<S: Simd>(
     simd: S,

@@ -1,8 +1,9 @@
-//! Which blocks of keys a query reads, as native sparse attention (arXiv:2502.11089) and its relatives choose them. The
-//! attention over them is [`attention_forward`](crate::attention_forward) under [`Mask::Chosen`](crate::Mask::Chosen).
+//! Which blocks of keys a query reads, as native sparse attention (arXiv:2502.11089), InfLLM-V2, MoBA and MSA choose
+//! them. The attention over these blocks is [`attention_forward`](crate::attention_forward) under
+//! [`Mask::Chosen`](crate::Mask::Chosen).
 //!
-//! Everything restarts at each document: its blocks are counted from its first token. Compressed block c of a document
-//! covers its tokens `[c s, c s + l)` and is seen from its last token on.
+//! Blocks are counted from each document's first token. Compressed block c of a document covers its tokens
+//! `[c s, c s + l)`, with stride s and length l; queries see it from its last token on.
 
 mod select;
 
@@ -18,7 +19,7 @@ pub fn slot_starts(blocks: NsaBlocks, batch: usize, seq_len: usize, documents: D
     for row in 0..batch {
         let first = starts.len();
         starts.resize(first + blocks.num_slots(seq_len), -1);
-        for document in documents_of(documents, row, seq_len) {
+        for document in documents.of_row(row, seq_len) {
             let slot = first + blocks.first_slot(document.start);
             for c in 0..blocks.num_compressed_blocks(document.len()) {
                 starts[slot + c] = (document.start + c * blocks.compress_stride) as i32;
@@ -26,17 +27,4 @@ pub fn slot_starts(blocks: NsaBlocks, batch: usize, seq_len: usize, documents: D
         }
     }
     starts
-}
-
-/// The documents of one row, in order.
-pub(crate) fn documents_of(documents: Documents<'_>, row: usize, seq_len: usize) -> Vec<std::ops::Range<usize>> {
-    let end = &documents.end[row * seq_len..(row + 1) * seq_len];
-    let mut ranges = Vec::new();
-    let mut first = 0;
-    while first < seq_len {
-        let next = end[first] as usize;
-        ranges.push(first..next);
-        first = next;
-    }
-    ranges
 }

@@ -3,15 +3,14 @@
 //! Rotate-half form, as Hugging Face's Qwen3: `rope(x) = x * cos + cat(-x2, x1) * sin` with x1, x2 the halves of a
 //! head.
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
-
-use crate::simd::arch;
 
 use crate::attention::Documents;
 use crate::rms_norm::{add_partials, norm_row_backward, reciprocal_rms};
+use crate::simd::on_arch;
 
-/// Tokens one task handles; also the tokens one partial weight gradient covers, so it fixes the order of that sum.
+/// Tokens of a task. Each task has partial weight gradients, so this also fixes the order of that sum.
 const TOKENS: usize = 32;
 
 /// Sizes and weights of the op.
@@ -42,15 +41,16 @@ pub struct QkNormRope<'a> {
 }
 
 impl QkNormRope<'_> {
-    fn heads(&self) -> usize {
-        self.num_heads + 2 * self.num_kv_heads
-    }
-
     fn token_len(&self) -> usize {
-        self.heads() * self.head_dim
+        (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
     }
 
-    fn check(&self, documents: Documents<'_>) {
+    /// Elements of a token's queries and keys, which come before its values.
+    fn rotated_len(&self) -> usize {
+        (self.num_heads + self.num_kv_heads) * self.head_dim
+    }
+
+    fn check(&self, qkv: &[f32], documents: Documents<'_>) {
         let tokens = self.batch * self.seq_len;
         assert!(
             self.head_dim > 0 && self.head_dim.is_multiple_of(2),
@@ -66,6 +66,11 @@ impl QkNormRope<'_> {
             tokens,
             "qk_norm_rope: documents.start is not [batch, seq_len]"
         );
+        assert_eq!(
+            qkv.len(),
+            tokens * self.token_len(),
+            "qk_norm_rope: qkv has another size"
+        );
     }
 
     fn check_weights(&self) {
@@ -74,7 +79,7 @@ impl QkNormRope<'_> {
         }
     }
 
-    /// Cosines and sines of one token: position inside its document plus the offset.
+    /// Cosines and sines of one token, at its position inside its document plus the offset.
     #[inline(always)]
     fn angles(&self, documents: Documents<'_>, token: usize) -> (&[f32], &[f32]) {
         let half = self.head_dim / 2;
@@ -100,51 +105,32 @@ impl QkNormRope<'_> {
 /// # Panics
 /// When lengths do not fit or a position is outside the tables.
 pub fn qk_norm_rope_forward(op: &QkNormRope<'_>, qkv: &[f32], documents: Documents<'_>, out: &mut [f32]) {
-    op.check(documents);
+    op.check(qkv, documents);
     op.check_weights();
     let token_len = op.token_len();
-    assert_eq!(
-        qkv.len(),
-        op.batch * op.seq_len * token_len,
-        "qk_norm_rope_forward: qkv has another size"
-    );
     assert_eq!(out.len(), qkv.len(), "qk_norm_rope_forward: out is not as long as qkv");
     let tasks = out
         .par_chunks_mut(TOKENS * token_len)
         .zip(qkv.par_chunks(TOKENS * token_len))
         .enumerate();
-    tasks.for_each(|(task, (out, qkv))| {
-        arch().dispatch(Forward {
-            op,
-            documents,
-            first: task * TOKENS,
-            qkv,
-            out,
-        });
-    });
+    tasks.for_each(|(task, (out, qkv))| forward_tokens(op, documents, task * TOKENS, qkv, out));
 }
 
-/// Rotates q and k without norms, copies v; otherwise as [`qk_norm_rope_forward`]. With negated sines it is its own
-/// gradient.
+/// Rotates q and k without norms, copies v; otherwise as [`qk_norm_rope_forward`]. The gradient is the same function
+/// with negated sines.
 ///
 /// # Panics
 /// When lengths do not fit or a position is outside the tables.
 pub fn rope(op: &QkNormRope<'_>, qkv: &[f32], documents: Documents<'_>, out: &mut [f32]) {
-    op.check(documents);
-    let (token_len, head_dim) = (op.token_len(), op.head_dim);
-    assert_eq!(
-        qkv.len(),
-        op.batch * op.seq_len * token_len,
-        "rope: qkv has another size"
-    );
+    op.check(qkv, documents);
+    let (token_len, rotated) = (op.token_len(), op.rotated_len());
     assert_eq!(out.len(), qkv.len(), "rope: out is not as long as qkv");
-    let rotated = (op.num_heads + op.num_kv_heads) * head_dim;
     let tokens = out.par_chunks_mut(token_len).zip(qkv.par_chunks(token_len)).enumerate();
     tokens.with_min_len(TOKENS).for_each(|(token, (out, x))| {
         let (cos, sin) = op.angles(documents, token);
-        let heads = out[..rotated].chunks_exact_mut(head_dim).zip(x.chunks_exact(head_dim));
-        for (out, x) in heads {
-            rotate(x, cos, sin, out);
+        let heads = out[..rotated].chunks_exact_mut(op.head_dim);
+        for (out, x) in heads.zip(x.chunks_exact(op.head_dim)) {
+            rotate(x, cos, sin, 1.0, out);
         }
         out[rotated..].copy_from_slice(&x[rotated..]);
     });
@@ -167,28 +153,13 @@ pub fn qk_norm_rope_backward(
     d_q_weight: &mut [f32],
     d_k_weight: &mut [f32],
 ) {
-    op.check(documents);
+    op.check(qkv, documents);
     op.check_weights();
     let (token_len, head_dim) = (op.token_len(), op.head_dim);
     assert_eq!(
-        qkv.len(),
-        op.batch * op.seq_len * token_len,
-        "qk_norm_rope_backward: qkv has another size"
-    );
-    assert_eq!(
-        (d_out.len(), d_qkv.len()),
-        (qkv.len(), qkv.len()),
-        "qk_norm_rope_backward: gradients have other sizes"
-    );
-    assert_eq!(
-        d_q_weight.len(),
-        head_dim,
-        "qk_norm_rope_backward: d_q_weight is not [head_dim]"
-    );
-    assert_eq!(
-        d_k_weight.len(),
-        head_dim,
-        "qk_norm_rope_backward: d_k_weight is not [head_dim]"
+        (d_out.len(), d_qkv.len(), d_q_weight.len(), d_k_weight.len()),
+        (qkv.len(), qkv.len(), head_dim, head_dim),
+        "qk_norm_rope_backward: a gradient has another size"
     );
     let tasks = d_qkv
         .par_chunks_mut(TOKENS * token_len)
@@ -197,20 +168,18 @@ pub fn qk_norm_rope_backward(
         .enumerate();
     let (q_partial, k_partial): (Vec<Vec<f32>>, Vec<Vec<f32>>) = tasks
         .map(|(task, ((d_qkv, qkv), d_out))| {
-            let mut d_q_weight = vec![0.0; head_dim];
-            let mut d_k_weight = vec![0.0; head_dim];
-            let (d_q, d_k) = (d_q_weight.as_mut_slice(), d_k_weight.as_mut_slice());
+            let (mut d_q_weight, mut d_k_weight) = (vec![0.0; head_dim], vec![0.0; head_dim]);
             let first = task * TOKENS;
-            arch().dispatch(Backward {
+            backward_tokens(
                 op,
                 documents,
                 first,
                 qkv,
                 d_out,
                 d_qkv,
-                d_q_weight: d_q,
-                d_k_weight: d_k,
-            });
+                &mut d_q_weight,
+                &mut d_k_weight,
+            );
             (d_q_weight, d_k_weight)
         })
         .unzip();
@@ -218,123 +187,111 @@ pub fn qk_norm_rope_backward(
     add_partials(&k_partial, d_k_weight);
 }
 
-/// Some tokens of the forward pass, `first` of the batch and those after it.
-struct Forward<'a> {
-    op: &'a QkNormRope<'a>,
-    documents: Documents<'a>,
+on_arch! {
+    fn forward_tokens<'a>(
+        op: &'a QkNormRope<'a>, documents: Documents<'a>, first: usize, qkv: &'a [f32], out: &'a mut [f32],
+    ) -> () = forward_tokens_simd;
+}
+
+/// The forward pass of some tokens; `first` is the first one's index in the batch.
+#[inline(always)]
+fn forward_tokens_simd<S: Simd>(
+    simd: S,
+    op: &QkNormRope<'_>,
+    documents: Documents<'_>,
     first: usize,
-    qkv: &'a [f32],
-    out: &'a mut [f32],
-}
-
-impl WithSimd for Forward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        match self.op.head_dim {
-            32 => self.run::<S, 32>(simd),
-            64 => self.run::<S, 64>(simd),
-            128 => self.run::<S, 128>(simd),
-            _ => self.run::<S, 0>(simd),
-        }
+    qkv: &[f32],
+    out: &mut [f32],
+) {
+    match op.head_dim {
+        32 => forward_of_width::<S, 32>(simd, op, documents, first, qkv, out),
+        64 => forward_of_width::<S, 64>(simd, op, documents, first, qkv, out),
+        128 => forward_of_width::<S, 128>(simd, op, documents, first, qkv, out),
+        _ => forward_of_width::<S, 0>(simd, op, documents, first, qkv, out),
     }
 }
 
-impl Forward<'_> {
-    /// With the head_dim known to the compiler, or 0: loops over a few vectors are then straight code.
-    #[inline(always)]
-    fn run<S: Simd, const HEAD_DIM: usize>(self, simd: S) {
-        let Self {
-            op,
-            documents,
-            first,
-            qkv,
-            out,
-        } = self;
-        let head_dim = if HEAD_DIM == 0 { op.head_dim } else { HEAD_DIM };
-        let token_len = op.token_len();
-        let (q_len, k_len) = (op.num_heads * head_dim, op.num_kv_heads * head_dim);
-        for (t, (out, qkv)) in out
-            .chunks_exact_mut(token_len)
-            .zip(qkv.chunks_exact(token_len))
-            .enumerate()
-        {
-            let (cos, sin) = op.angles(documents, first + t);
-            let ((q, kv), (q_out, kv_out)) = (qkv.split_at(q_len), out.split_at_mut(q_len));
-            let ((k, v), (k_out, v_out)) = (kv.split_at(k_len), kv_out.split_at_mut(k_len));
-            for (out, x) in q_out.chunks_exact_mut(head_dim).zip(q.chunks_exact(head_dim)) {
-                norm_and_rotate(simd, x, op.q_weight, op.eps, cos, sin, out);
-            }
-            for (out, x) in k_out.chunks_exact_mut(head_dim).zip(k.chunks_exact(head_dim)) {
-                norm_and_rotate(simd, x, op.k_weight, op.eps, cos, sin, out);
-            }
-            v_out.copy_from_slice(v);
-        }
-    }
-}
-
-/// Some tokens of the backward pass; adds to the weight gradients.
-struct Backward<'a> {
-    op: &'a QkNormRope<'a>,
-    documents: Documents<'a>,
+/// `HEAD_DIM` is the head_dim as a constant, so that the compiler unrolls the loops over a head; 0: any other head_dim.
+#[inline(always)]
+fn forward_of_width<S: Simd, const HEAD_DIM: usize>(
+    simd: S,
+    op: &QkNormRope<'_>,
+    documents: Documents<'_>,
     first: usize,
-    qkv: &'a [f32],
-    d_out: &'a [f32],
-    d_qkv: &'a mut [f32],
-    d_q_weight: &'a mut [f32],
-    d_k_weight: &'a mut [f32],
-}
-
-impl WithSimd for Backward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        match self.op.head_dim {
-            32 => self.run::<S, 32>(simd),
-            64 => self.run::<S, 64>(simd),
-            128 => self.run::<S, 128>(simd),
-            _ => self.run::<S, 0>(simd),
+    qkv: &[f32],
+    out: &mut [f32],
+) {
+    let head_dim = if HEAD_DIM == 0 { op.head_dim } else { HEAD_DIM };
+    let (token_len, rotated) = (op.token_len(), op.rotated_len());
+    let tokens = out.chunks_exact_mut(token_len).zip(qkv.chunks_exact(token_len));
+    for (token, (out, x)) in tokens.enumerate() {
+        let (cos, sin) = op.angles(documents, first + token);
+        let heads = out[..rotated].chunks_exact_mut(head_dim).zip(x.chunks_exact(head_dim));
+        for (head, (out, x)) in heads.enumerate() {
+            let weight = if head < op.num_heads { op.q_weight } else { op.k_weight };
+            norm_and_rotate(simd, x, weight, op.eps, cos, sin, out);
         }
+        out[rotated..].copy_from_slice(&x[rotated..]);
     }
 }
 
-impl Backward<'_> {
-    /// With the head_dim known to the compiler, or 0.
-    #[inline(always)]
-    fn run<S: Simd, const HEAD_DIM: usize>(self, simd: S) {
-        let Self {
-            op,
-            documents,
-            first,
-            qkv,
-            d_out,
-            d_qkv,
-            d_q_weight,
-            d_k_weight,
-        } = self;
-        let head_dim = if HEAD_DIM == 0 { op.head_dim } else { HEAD_DIM };
-        let token_len = op.token_len();
-        let (q_len, k_len) = (op.num_heads * head_dim, op.num_kv_heads * head_dim);
-        let mut d_norm = vec![0.0; head_dim];
-        let tokens = d_qkv.chunks_exact_mut(token_len).zip(qkv.chunks_exact(token_len));
-        for (t, ((d_qkv, qkv), d_out)) in tokens.zip(d_out.chunks_exact(token_len)).enumerate() {
-            let (cos, sin) = op.angles(documents, first + t);
-            let (dq, dkv) = d_qkv.split_at_mut(q_len);
-            let (dk, dv) = dkv.split_at_mut(k_len);
-            let heads = dq.chunks_exact_mut(head_dim).zip(qkv.chunks_exact(head_dim));
-            for ((dx, x), dy) in heads.zip(d_out.chunks_exact(head_dim)) {
-                rotate_back(dy, cos, sin, &mut d_norm[..head_dim]);
-                norm_row_backward(simd, x, op.q_weight, op.eps, &d_norm, dx, d_q_weight);
-            }
-            let heads = dk.chunks_exact_mut(head_dim).zip(qkv[q_len..].chunks_exact(head_dim));
-            for ((dx, x), dy) in heads.zip(d_out[q_len..].chunks_exact(head_dim)) {
-                rotate_back(dy, cos, sin, &mut d_norm[..head_dim]);
-                norm_row_backward(simd, x, op.k_weight, op.eps, &d_norm, dx, d_k_weight);
-            }
-            dv.copy_from_slice(&d_out[q_len + k_len..]);
+on_arch! {
+    fn backward_tokens<'a>(
+        op: &'a QkNormRope<'a>, documents: Documents<'a>, first: usize, qkv: &'a [f32], d_out: &'a [f32],
+        d_qkv: &'a mut [f32], d_q_weight: &'a mut [f32], d_k_weight: &'a mut [f32],
+    ) -> () = backward_tokens_simd;
+}
+
+/// The backward pass of some tokens; adds to the weight gradients. `first` is the first one's index in the batch.
+#[inline(always)]
+#[allow(clippy::too_many_arguments, reason = "the operands of the public function")]
+fn backward_tokens_simd<S: Simd>(
+    simd: S,
+    op: &QkNormRope<'_>,
+    documents: Documents<'_>,
+    first: usize,
+    qkv: &[f32],
+    d_out: &[f32],
+    d_qkv: &mut [f32],
+    d_q_weight: &mut [f32],
+    d_k_weight: &mut [f32],
+) {
+    let weights = [d_q_weight, d_k_weight];
+    match op.head_dim {
+        32 => backward_of_width::<S, 32>(simd, op, documents, first, [qkv, d_out], d_qkv, weights),
+        64 => backward_of_width::<S, 64>(simd, op, documents, first, [qkv, d_out], d_qkv, weights),
+        128 => backward_of_width::<S, 128>(simd, op, documents, first, [qkv, d_out], d_qkv, weights),
+        _ => backward_of_width::<S, 0>(simd, op, documents, first, [qkv, d_out], d_qkv, weights),
+    }
+}
+
+/// As [`forward_of_width`].
+#[inline(always)]
+fn backward_of_width<S: Simd, const HEAD_DIM: usize>(
+    simd: S,
+    op: &QkNormRope<'_>,
+    documents: Documents<'_>,
+    first: usize,
+    [qkv, d_out]: [&[f32]; 2],
+    d_qkv: &mut [f32],
+    [d_q_weight, d_k_weight]: [&mut [f32]; 2],
+) {
+    let head_dim = if HEAD_DIM == 0 { op.head_dim } else { HEAD_DIM };
+    let (token_len, rotated) = (op.token_len(), op.rotated_len());
+    let mut d_norm = vec![0.0; head_dim];
+    let tokens = d_qkv.chunks_exact_mut(token_len).zip(qkv.chunks_exact(token_len));
+    for (token, ((dx, x), dy)) in tokens.zip(d_out.chunks_exact(token_len)).enumerate() {
+        let (cos, sin) = op.angles(documents, first + token);
+        let heads = dx[..rotated].chunks_exact_mut(head_dim).zip(x.chunks_exact(head_dim));
+        for (head, ((dx, x), dy)) in heads.zip(dy.chunks_exact(head_dim)).enumerate() {
+            rotate(dy, cos, sin, -1.0, &mut d_norm[..head_dim]);
+            let (weight, d_weight) = match head < op.num_heads {
+                true => (op.q_weight, &mut *d_q_weight),
+                false => (op.k_weight, &mut *d_k_weight),
+            };
+            norm_row_backward(simd, x, weight, op.eps, &d_norm, dx, d_weight);
         }
+        dx[rotated..].copy_from_slice(&dy[rotated..]);
     }
 }
 
@@ -353,29 +310,18 @@ fn norm_and_rotate<S: Simd>(simd: S, x: &[f32], weight: &[f32], eps: f32, cos: &
     }
 }
 
+/// Rotates by the angles, or by their negatives with `sign` -1, which is the gradient.
 #[inline(always)]
-fn rotate(x: &[f32], cos: &[f32], sin: &[f32], out: &mut [f32]) {
+fn rotate(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, out: &mut [f32]) {
     let half = x.len() / 2;
     let (cos, sin) = (&cos[..half], &sin[..half]);
     let (x1, x2) = x.split_at(half);
     let (out1, out2) = out.split_at_mut(half);
     let columns = x1.iter().zip(x2).zip(cos.iter().zip(sin));
     for ((out1, out2), ((&x1, &x2), (&c, &s))) in out1.iter_mut().zip(out2).zip(columns) {
+        let s = sign * s;
         *out1 = x1 * c - x2 * s;
         *out2 = x2 * c + x1 * s;
-    }
-}
-
-#[inline(always)]
-fn rotate_back(dy: &[f32], cos: &[f32], sin: &[f32], dx: &mut [f32]) {
-    let half = dy.len() / 2;
-    let (cos, sin) = (&cos[..half], &sin[..half]);
-    let (dy1, dy2) = dy.split_at(half);
-    let (dx1, dx2) = dx.split_at_mut(half);
-    let columns = dy1.iter().zip(dy2).zip(cos.iter().zip(sin));
-    for ((dx1, dx2), ((&dy1, &dy2), (&c, &s))) in dx1.iter_mut().zip(dx2).zip(columns) {
-        *dx1 = dy1 * c + dy2 * s;
-        *dx2 = dy2 * c - dy1 * s;
     }
 }
 

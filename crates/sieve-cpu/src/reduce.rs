@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::simd::on_arch;
 
-/// Elements one partial sum covers.
+/// Elements of a partial sum.
 const BLOCK: usize = 1 << 15;
 
 /// `sum x_i^2` in f64, in a fixed order whatever the number of threads.
@@ -20,7 +20,7 @@ on_arch! {
 
 #[inline(always)]
 fn squares_simd<S: Simd>(_simd: S, x: &[f32]) -> f64 {
-    // Lanes, so that the loop vectorises although f64 sums must keep their order.
+    // Independent sums: the compiler may not reorder one f64 sum, and so could not vectorise it.
     let mut lanes = [0.0_f64; 16];
     let (chunks, tail) = x.as_chunks::<16>();
     for chunk in chunks {

@@ -1,17 +1,17 @@
-//! Attention and its gradients by their definition, query by query in f64: what every fast path is tested against. With
-//! [`Rounding::Bf16`] it is a plain computation in bf16, whose error sets the tolerance of kernels.
+//! Attention and its gradients by their definition, query by query in f64. Every fast path is tested against it. With
+//! [`Rounding::Bf16`] it rounds as plain bf16 attention does; the error of that sets the tolerance of kernels.
 
 use crate::attention::{AttentionShape, Documents, Mask};
 use crate::simd::on_arch;
 use pulp::Simd;
 use rayon::prelude::*;
 
-/// What is rounded on the way.
+/// Which intermediate results are rounded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rounding {
     /// Nothing.
     None,
-    /// Each product's result, the probabilities and their gradient, as a framework's bf16 attention does.
+    /// The results of GEMMs, the probabilities and their gradients are rounded to bf16, as in a framework's attention.
     Bf16,
 }
 
@@ -21,7 +21,7 @@ impl Rounding {
         match self {
             Self::None => x,
             Self::Bf16 => {
-                // The upper half of an f32, to the nearest, ties to even.
+                // bf16 is the upper half of an f32: rounds to nearest, ties to even.
                 let bits = (x as f32).to_bits();
                 let up = 0x7fff + ((bits >> 16) & 1);
                 f64::from(f32::from_bits(bits.wrapping_add(up) & 0xffff_0000))
@@ -46,7 +46,7 @@ pub struct Key<'a, T> {
     pub bias: f64,
 }
 
-/// What a query makes of its keys, beside its output.
+/// Softmax statistics of one query.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Attended {
     /// Log-sum-exp of the logits, -inf without keys.
@@ -55,8 +55,8 @@ pub struct Attended {
     pub p: Vec<f64>,
 }
 
-/// Attention of one query: `o = sum p_j v_j`, 0 without keys. The largest bias among the keys is subtracted first, as
-/// in kernels: next to a large bias `q . k` would lose its digits.
+/// Attention of one query: writes `o = sum p_j v_j`, 0 without keys. As in kernels, the largest bias of the keys is
+/// subtracted from all, because next to a large bias `q . k` would lose its digits.
 #[inline(always)]
 pub fn attend<T: Copy + Into<f64>>(
     q: &[T],
@@ -88,7 +88,7 @@ pub fn attend<T: Copy + Into<f64>>(
 /// `sum a_i b_i`.
 #[inline(always)]
 pub(crate) fn dot<T: Copy + Into<f64>>(a: &[T], b: &[T]) -> f64 {
-    // Eight sums, for the compiler to add side by side.
+    // Eight independent sums, which the compiler vectorises.
     let mut sums = [0.0; 8];
     let ((a8, a_tail), (b8, b_tail)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
     for (a, b) in a8.iter().zip(b8) {
@@ -106,10 +106,10 @@ fn add<T: Copy + Into<f64>>(to: &mut [f64], factor: f64, x: &[T]) {
     to.iter_mut().zip(x).for_each(|(to, &x)| *to += factor * x.into());
 }
 
-/// A tensor `[batch, seq_len, heads, width]`, or the part of a packed one that begins with its first head.
+/// A tensor `[batch, seq_len, heads, width]`, or consecutive heads of a packed tensor.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads<'a> {
-    /// From the first token's first head on.
+    /// The tensor's elements from the first token's first head on.
     pub values: &'a [f32],
     /// Elements from a token to the next one.
     pub token_len: usize,
@@ -147,37 +147,37 @@ pub struct AttentionCall<'a> {
     pub v: Heads<'a>,
     /// Gradient of the output.
     pub d_o: Heads<'a>,
-    /// Documents that no query looks beyond.
+    /// Documents of the batch.
     pub documents: Documents<'a>,
-    /// Which keys a query sees, and with what bias.
+    /// Which keys each query sees, and their biases.
     pub mask: Mask<'a>,
 }
 
-/// Output and gradients.
+/// Output and gradients of an attention call, and the sizes of the terms that they sum.
 #[derive(Clone, Debug, Default)]
 pub struct Results {
-    /// `[batch, seq_len, num_heads, head_dim_v]`.
+    /// Output, `[batch, seq_len, num_heads, head_dim_v]`.
     pub o: Vec<f64>,
-    /// `[batch, num_heads, seq_len]`.
+    /// Log-sum-exp of each row's logits, `[batch, num_heads, seq_len]`.
     pub lse: Vec<f64>,
-    /// Like q.
+    /// Gradient of the queries, `[batch, seq_len, num_heads, head_dim]`.
     pub dq: Vec<f64>,
-    /// Like k.
+    /// Gradient of the keys, `[batch, seq_len, num_kv_heads, head_dim]`.
     pub dk: Vec<f64>,
-    /// Like v.
+    /// Gradient of the values, `[batch, seq_len, num_kv_heads, head_dim_v]`.
     pub dv: Vec<f64>,
     /// Gradient of the bias, `sum_i dS_ij`, `[batch, num_kv_heads, seq_len]`.
     pub d_delta: Vec<f64>,
-    /// `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of each key: the rounding error of `d_delta`, which is the same sum
-    /// without absolute values, is proportional to this, even where `d_delta` is 0.
+    /// `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of each key, shaped as `d_delta`. `d_delta` is the same sum without
+    /// absolute values, so its rounding error is proportional to this even where its terms cancel.
     pub d_delta_terms: Vec<f64>,
-    /// How large the terms of each row's sum are.
+    /// Magnitudes of the terms that each row of the other results sums.
     pub terms: Terms,
 }
 
-/// Root of the sum of the squares of the terms that each row of a result sums (a row is one head of one token):
-/// independent rounding errors of the terms give the row an error proportional to it, even where the terms cancel. The
-/// gradient of a score contributes `|dP_ij| + |sum_j P_ij dP_ij|` and the typical magnitude of `do . v`.
+/// For each row of a result (one head of one token), the root of the sum of squares of the terms that it sums. If the
+/// terms have independent rounding errors, the row's error is proportional to this, even where the terms cancel. The
+/// gradient of a score counts with `P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` plus P_ij times the typical size of `do . v`.
 #[derive(Clone, Debug, Default)]
 pub struct Terms {
     /// `[batch, seq_len, num_heads]`.
@@ -216,7 +216,7 @@ impl<'a> AttentionCall<'a> {
         }
     }
 
-    /// Computes everything, query heads side by side on all threads.
+    /// Computes the results, query heads in parallel.
     pub fn run(&self, rounding: Rounding) -> Results {
         let AttentionShape {
             batch,
@@ -266,7 +266,7 @@ impl<'a> AttentionCall<'a> {
         all
     }
 
-    /// The bias of key j for query i, where the query sees it.
+    /// The bias of key j for query i; `None` where the query does not see the key.
     fn bias(&self, row: usize, kv_head: usize, i: usize, j: usize) -> Option<f64> {
         let AttentionShape {
             seq_len, num_kv_heads, ..
@@ -289,7 +289,7 @@ impl<'a> AttentionCall<'a> {
     }
 }
 
-/// Puts the tokens of one head, one after the other, where they belong in `[batch, seq_len, heads, width]`.
+/// Copies one head's `[seq_len, width]` into `[batch, seq_len, heads, width]`.
 fn spread(to: &mut [f64], from: &[f64], row: usize, head: usize, heads: usize, seq_len: usize) {
     let width = from.len() / seq_len;
     for (i, from) in from.chunks_exact(width).enumerate() {
@@ -320,7 +320,8 @@ impl Results {
     }
 }
 
-/// What one query head gives, token by token; squares where [`Terms`] has roots of dk and dv.
+/// [`Results`] of one query head, one row per token. `terms.dk` and `terms.dv` are still sums of squares, before the
+/// root.
 struct Head {
     o: Vec<f64>,
     lse: Vec<f64>,
@@ -386,6 +387,7 @@ fn query_head_on<S: Simd>(_simd: S, call: &AttentionCall<'_>, row: usize, head: 
             let ds = p * (dp - mean);
             all.d_delta[j] += ds;
             all.d_delta_terms[j] += p * (dp.abs() + mean.abs());
+            // The typical size of `do . v`: where dp is smaller because its terms cancel, its rounding error is not.
             let usual = (square_do * squares_v[j] / width_v as f64).sqrt();
             let size = (scale * p * (dp.abs() + mean.abs() + usual)).powi(2);
             terms_o += p * p * squares_v[j];
@@ -409,14 +411,7 @@ mod tests {
     use sieve_testing::{Random, round_bf16, whole_rows};
 
     fn run(mask: Mask<'_>, rounding: Rounding) -> Results {
-        let shape = AttentionShape {
-            batch: 2,
-            seq_len: 9,
-            num_heads: 2,
-            num_kv_heads: 1,
-            head_dim: 16,
-            softmax_scale: 0.25,
-        };
+        let shape = AttentionShape::new([2, 9], [2, 1], 16);
         let mut random = Random(4);
         let qkv = random.bf16_normals(2 * 9 * 4 * 16);
         let d_o = random.bf16_normals(2 * 9 * 2 * 16);

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::simd::{dot, on_arch};
 
-/// Rows one task handles; also the rows one partial weight gradient covers, so it fixes the order of that sum.
+/// Rows of a task. Each task has a partial weight gradient, so this also fixes the order of that sum.
 const ROWS: usize = 64;
 
 /// `y = weight * x / sqrt(mean(x^2) + eps)` per row.
@@ -119,7 +119,7 @@ pub(crate) fn norm_row_backward<S: Simd>(
     let d = x.len();
     let (weight, dy, dx, dweight) = (&weight[..d], &dy[..d], &mut dx[..d], &mut dweight[..d]);
     let rstd = reciprocal_rms(simd, x, eps);
-    // dx holds dy * weight for a moment: its dot product with x is needed before dx itself.
+    // dx holds dy * weight until its dot product with x is known.
     for ((dx, &dy), &w) in dx.iter_mut().zip(dy).zip(weight) {
         *dx = dy * w;
     }
@@ -132,7 +132,7 @@ pub(crate) fn norm_row_backward<S: Simd>(
     }
 }
 
-/// Adds partial sums in their order; writes the whole of `total`.
+/// Writes the sum of the partial sums to `total`, added in their order.
 pub(crate) fn add_partials(partial: &[Vec<f32>], total: &mut [f32]) {
     total.fill(0.0);
     for part in partial {

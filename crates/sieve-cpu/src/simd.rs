@@ -1,9 +1,8 @@
-//! The vector pieces that kernels share.
+//! Vector code that kernels share.
 //!
-//! The build targets baseline x86-64, so every hot loop sits in a function that [`on_arch`] calls through a
-//! `pulp::WithSimd`. It is `#[inline(always)]`, as must be all it calls: only then is it compiled for the instruction
-//! set found at run time. (A closure given to `Arch::dispatch` is not enough: it is compiled on its own, for the
-//! baseline.)
+//! The build targets baseline x86-64, so every hot loop is a function that [`on_arch`] calls through a
+//! `pulp::WithSimd`. That function and all it calls must be `#[inline(always)]`: only then are they compiled for the
+//! instruction set found at run time. (A closure given to `Arch::dispatch` is compiled separately, for the baseline.)
 
 use pulp::{Arch, Simd};
 
@@ -13,13 +12,14 @@ pub(crate) fn arch() -> Arch {
     Arch::new()
 }
 
-/// The same, unless [`tests::on_every_arch`] chose another.
+/// The best instruction set of this CPU, or the one that [`tests::on_every_arch`] chose.
 #[cfg(test)]
 pub(crate) fn arch() -> Arch {
     tests::CHOSEN.get().unwrap_or_default()
 }
 
-/// `fn name(arguments) -> output = inner;`: calls `inner(simd, arguments)` with the best instruction set.
+/// `fn name(arguments) -> output = inner;` defines `name`, which calls `inner(simd, arguments)` compiled for the best
+/// instruction set.
 macro_rules! on_arch {
     ($(#[$about:meta])* $seen:vis fn $name:ident<$($life:lifetime),+ $(; const $width:ident)?>(
         $($argument:ident: $type:ty),+ $(,)?
@@ -46,7 +46,7 @@ macro_rules! on_arch {
 }
 pub(crate) use on_arch;
 
-/// `sum a_i b_i`; the order of the sum depends on the length and the width of the vectors alone.
+/// `sum a_i b_i`; the order of the sum depends only on the length and on the instruction set.
 #[inline(always)]
 pub(crate) fn dot<S: Simd>(simd: S, a: &[f32], b: &[f32]) -> f32 {
     let ((a, a_tail), (b, b_tail)) = (S::as_simd_f32s(a), S::as_simd_f32s(b));
@@ -72,13 +72,13 @@ pub(crate) fn reduce_sum<S: Simd>(simd: S, sums: [S::f32s; 4]) -> f32 {
     simd.reduce_sum_f32s(simd.add_f32s(simd.add_f32s(sums[0], sums[1]), simd.add_f32s(sums[2], sums[3])))
 }
 
-/// Adding this rounds to an integer and leaves that integer in the low bits.
+/// 1.5 * 2^23: adding it rounds a small f32 to an integer, which is then in the low bits of the sum.
 const ROUND: f32 = 12_582_912.0;
-/// ln 2 in two parts: the first has so few bits that its product with a small integer is exact.
+/// ln 2 as a sum of two numbers. The first has so few bits that its product with a small integer is exact.
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
-/// (e^r - 1) / r on |r| <= ln(2) / 2, highest power first: a least-squares fit of e^r, reweighted until the relative
-/// error was level; 1.7e-8 with these roundings, an eighth of an ulp.
+/// Coefficients of a polynomial for (e^r - 1) / r on |r| <= ln(2) / 2, highest power first: a least-squares fit whose
+/// relative error in e^r is 1.7e-8 everywhere, an eighth of an ulp.
 const EXP_POLY: [f32; 6] = [
     1.384_365_1e-3,
     8.374_156e-3,
@@ -97,7 +97,7 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     simd.select_f32s(overflow, simd.splat_f32s(f32::INFINITY), exp_below(simd, x))
 }
 
-/// As [`exp`] for x up to 88.37; what it gives above is meaningless.
+/// As [`exp`] for x up to 88.37; the result for larger x is undefined.
 #[inline(always)]
 pub(crate) fn exp_below<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let splat = |value| simd.splat_f32s(value);
@@ -137,7 +137,7 @@ pub(crate) fn exp_and_sum<S: Simd>(simd: S, row: &mut [f32], max: f32) -> f32 {
     if !tail.is_empty() {
         let last = exp(simd, simd.sub_f32s(simd.partial_load_f32s(tail), max_vector));
         simd.partial_store_f32s(tail, last);
-        // Loaded again, so that the unused lanes count as zero.
+        // The stored values are loaded again, because unused lanes of a partial load are 0.
         sums[1] = simd.add_f32s(sums[1], simd.partial_load_f32s(tail));
     }
     reduce_sum(simd, sums)

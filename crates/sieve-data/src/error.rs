@@ -86,6 +86,16 @@ impl DataError {
         Self::InvalidDocument { path, what, hint }
     }
 
+    /// Leaves `skip_invalid` out of the hint: every row of a table is read.
+    pub(crate) fn of_table(mut self) -> Self {
+        if let Self::InvalidDocument { hint, .. } = &mut self
+            && let Some((mend, _)) = hint.rsplit_once(", or ")
+        {
+            *hint = mend.to_owned().into();
+        }
+        self
+    }
+
     /// Says in which line or row of its file an invalid document is.
     pub(crate) fn in_row(mut self, row: &str) -> Self {
         if let Self::InvalidDocument { what, .. } = &mut self {

@@ -73,7 +73,7 @@ pub use permutation::Permutation;
 pub use prefetch::{Prefetch, PrefetchPlan};
 pub use prepare::{
     DocumentSize, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, ShardCheck, SourceMeta, SplitMeta,
-    ValidationSettings, ValidationSource, prepare, read_document_sizes,
+    ValidationSettings, ValidationSource, check_owner, prepare, read_document_sizes,
 };
 pub use shard::{ShardReader, ShardWriter, TokenDtype};
 pub use tokenizer::{BpeConfig, DecodeStream, Tokenizer};

@@ -35,7 +35,7 @@ use crate::shard::ShardReader;
 use crate::tokenizer::Tokenizer;
 use lock::Lock;
 use meta::FORMAT_VERSION;
-use plan::{Plan, earlier_preparation, remove_leftovers};
+use plan::{Plan, earlier_preparation, refuse_foreign_files, remove_leftovers};
 use tokenise::Pace;
 
 /// Where the documents for validation come from.
@@ -216,6 +216,15 @@ pub fn prepare(
     prepare_at_pace(corpora, tokenizer, config, progress, Pace::default())
 }
 
+/// Refuses a folder with files of a preparation's names that no preparation has written; a missing folder is fine.
+///
+/// # Errors
+/// Such a file, or a folder that cannot be listed.
+pub fn check_owner(dir: &Path) -> Result<(), DataError> {
+    let has_mark = fs::read(dir.join(LOCK)).is_ok_and(|text| lock::is_mark(&text));
+    refuse_foreign_files(dir, has_mark)
+}
+
 fn prepare_at_pace(
     corpora: &[Corpus],
     tokenizer: &Tokenizer,
@@ -250,7 +259,7 @@ fn prepare_at_pace(
     let dir = &config.dir;
     fs::create_dir_all(dir).map_err(DataError::io("create", dir))?;
     let lock = Lock::take(dir.join(LOCK), progress)?;
-    let earlier = earlier_preparation(dir, lock.has_mark()?)?;
+    let earlier = earlier_preparation(dir, lock.has_mark()?, config.on_change)?;
     let plan = Plan {
         corpora,
         tokenizer,

@@ -210,7 +210,7 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
         let made = selection.and_then(|selection| {
             // A refusal (a width without a kernel) is counted with its reason by the op, and leaves the call to the
             // host.
-            let made = select_blocks(&keys, &selection).ok()?;
+            let made = select_blocks(&keys, &selection, None).ok()?;
             Some((selection, made))
         });
         let scale = f64::from(shape.softmax_scale());

@@ -3,7 +3,7 @@ use crate::EvalError;
 use burn::tensor::{DType, Tensor};
 use sieve_nn::{LayerCache, LayerOperands, PackedCache};
 use sieve_ops::{
-    DeviceBackend, SparseOutput, TokenBuffer, cached_attention, heavy_decode, keep_heavy_keys, select_blocks_by_bounds,
+    DeviceBackend, SparseOutput, TokenBuffer, cached_attention, heavy_decode, keep_heavy_keys, select_blocks,
     sparse_attention, upload_mask,
 };
 use sieve_select::{CallShape, SelectError, Selected, Selector, Step};
@@ -119,7 +119,7 @@ fn choose_and_attend<B: DeviceBackend>(
         }
         Step::Blocks(selection, read) => {
             let bounds = cache.bounds.as_ref().map(TokenBuffer::buffer);
-            let made = select_blocks_by_bounds(&keys, &selection, bounds);
+            let made = select_blocks(&keys, &selection, bounds);
             if let (Some(bounds), Some(page)) = (&mut cache.bounds, selector.page()) {
                 bounds.count(num_tokens / page - known);
             }

@@ -49,6 +49,8 @@ pub struct RecallOfKind {
     pub seq_len: usize,
     /// Pairs of key and value, and questions, of a sample.
     pub num_pairs: usize,
+    /// Tokens that samples are drawn from.
+    pub vocab_size: usize,
     /// Samples.
     pub num_samples: u64,
     /// What was answered.
@@ -107,6 +109,7 @@ pub fn recall<B: DeviceBackend>(
         report.push(RecallOfKind {
             seq_len,
             num_pairs: mqar.config().num_pairs,
+            vocab_size: mqar.config().vocab_size,
             num_samples,
             answers: counts.all,
             accuracy: counts.all.accuracy(),

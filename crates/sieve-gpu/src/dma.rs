@@ -10,10 +10,10 @@ pub(crate) mod scores_backward;
 pub(crate) mod select;
 
 pub(crate) use attention_backward::{convert_rows, dma_attention_backward_convert_kernel, listed_key_sums};
-pub(crate) use attention_forward::{listed_attention_forward, listed_bias, require_lists};
+pub(crate) use attention_forward::{listed_attention_forward, listed_bias, listed_source, require_lists};
 pub(crate) use border_keys::{DMA_LAST_KEPT, dma_border_keys_kernels};
 pub(crate) use decode::{DmaSlots, dma_decode_kernel, slots_decode};
-pub(crate) use lists::{KeyLists, dma_lists_kernel, dma_lists_prefix_kernel};
+pub(crate) use lists::{KeyLists, LIST_ALIGNMENT, dma_lists_kernel, dma_lists_prefix_kernel};
 pub(crate) use scores::{ScoreBias, dma_scores_kernel, require_kv_heads};
 pub(crate) use scores_backward::dma_scores_backward_kernel;
 pub(crate) use select::{

@@ -1,11 +1,11 @@
-//! Everything that can go wrong between a Rust call and a finished launch.
+//! Errors between a Rust call and a finished launch.
 use std::fmt::Display;
 use std::path::PathBuf;
 
 /// Why a kernel, the CUDA installation or the kernel cache refused. Each message says what, where and how to fix it.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum KernelError {
-    /// An operand, a size, a text or a device that a kernel does not take.
+    /// A kernel does not take an operand, a size, a define or the device.
     #[error("{kernel}: {words}")]
     Refused {
         /// Kernel, or file of kernels, that refused.
@@ -37,7 +37,7 @@ pub enum KernelError {
         "CUDA: the driver library libcuda was not found\n  hint: install NVIDIA's driver, or run with --device cpu"
     )]
     NoDriver,
-    /// Something else of the CUDA installation is missing, too new or does not start.
+    /// A library of the CUDA installation is missing or too new, or the driver does not start.
     #[error("CUDA: {0}")]
     Installation(String),
     /// The driver runs but sees no GPU.
@@ -66,13 +66,13 @@ pub enum KernelError {
 }
 
 impl KernelError {
-    /// `words` about a call of `kernel`, which did not launch.
+    /// A call of `kernel` that was refused before the launch; `words` says why.
     pub fn refused(kernel: &str, words: impl Into<String>) -> Self {
         let (kernel, words) = (kernel.to_owned(), words.into());
         Self::Refused { kernel, words }
     }
 
-    /// `what` of `kernel` is `got`, where it takes `supported` alone.
+    /// `what` is `got`, but `kernel` takes only `supported`.
     pub fn unsupported(kernel: &str, what: &str, got: impl Display, supported: impl Display) -> Self {
         Self::refused(
             kernel,

@@ -1,8 +1,8 @@
-//! Sieve's CUDA kernels, and one safe function to launch each; knows neither Burn nor CubeCL.
+//! Sieve's CUDA kernels, with a safe function to launch each. The crate depends on neither Burn nor CubeCL.
 //!
-//! The kernels are text under `kernels/`, built into this crate, specialised by `#define`s and compiled by NVRTC,
-//! without a header of the toolkit, at first use or ahead of time ([`ahead_of_time`]). A GPU is a [`Memory`] that
-//! tensors lie in: Burn's allocator and stream (sieve-kernels), or a [`Recorder`], which writes launches down.
+//! The sources under `kernels/` are embedded in this crate as text, specialised by `#define`s, and compiled by NVRTC
+//! without headers of the CUDA toolkit, at first use or ahead of time ([`ahead_of_time`]). The trait [`Memory`] stands
+//! for a GPU: sieve-kernels implements it with Burn's allocator and stream, and [`Recorder`] writes launches down.
 
 mod error;
 mod runtime;

@@ -1,8 +1,6 @@
-//! Latent attention: heads packed for the attention kernels, and decoding on the latents.
+//! Multi-head latent attention (arXiv:2405.04434): packing of heads for the attention kernels, and decoding on latents.
 pub(crate) mod decode;
 pub(crate) mod pack;
 
-pub(crate) use decode::{
-    MLA_VALUES, mla_decode_join_kernel, mla_decode_kernel, mla_decode_scaled_kernel, mla_join_token_kernel,
-};
-pub(crate) use pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
+pub(crate) use decode::{MLA_VALUES, mla_decode_join_kernel, mla_decode_kernel, mla_join_token_kernel};
+pub(crate) use pack::mla_pack_kernels;

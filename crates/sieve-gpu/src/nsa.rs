@@ -1,10 +1,10 @@
-//! Launches of `kernels/nsa_*.cu`: native sparse attention (arXiv:2502.11089) without a score for every pair of tokens.
-//! The window branch is [`attention_forward`](crate::Qkv::attention_forward).
+//! Launches of `kernels/nsa_*.cu`: native sparse attention (arXiv:2502.11089). The window branch is
+//! [`attention_forward`](crate::Qkv::attention_forward).
 //!
-//! Compressed keys and values are placed at the positions of their blocks' last tokens, so that DMA's kernels attend to
-//! them through key lists. Attention over the chosen blocks is computed block by block: each block has a list of the
-//! queries that chose it, each (query, block) pair gets a partial result, and a query's partial results are joined in
-//! the order of its blocks.
+//! The compressed branch places compressed keys and values at the positions of their blocks' last tokens, and DMA's
+//! kernels attend to them through key lists. The selected branch computes attention block by block: each block has a
+//! list of the queries that chose it, each (query, block) pair gets a partial result, and a query's partial results are
+//! joined in the order of its blocks.
 mod blocks;
 mod choose;
 mod compressed;
@@ -52,7 +52,7 @@ fn require_bounds(
     ])
 }
 
-/// Elements of a row of the batch that the Hopper kernels can number: 16-byte words in 31 bits.
+/// Most elements of a row of the batch: the Hopper kernels number its 16-byte words in 31 bits.
 const MAX_ROW_ELEMENTS: usize = (1 << 31) * 8;
 
 /// Refuses sizes that the compressed and the selected branch have no kernels for.
@@ -67,7 +67,7 @@ fn require_sizes(
     no_gap(kernel, blocks.cuda_gap(shape.head_dim, shape.group_size()))
 }
 
-/// Refuses a call that has no kernel: what it is, and what the kernels take.
+/// Refuses a call that has no kernel. `gap` says what the call is and what the kernels take.
 fn no_gap(kernel: &'static str, gap: Option<(String, &'static str)>) -> Result<(), KernelError> {
     match gap {
         None => Ok(()),
@@ -75,7 +75,7 @@ fn no_gap(kernel: &'static str, gap: Option<(String, &'static str)>) -> Result<(
     }
 }
 
-/// Refuses values of another width than keys, and rows that are too long for any block.
+/// Refuses values of another width than keys, and rows of more than [`MAX_ROW_ELEMENTS`].
 fn require_row(kernel: &'static str, shape: &AttentionShape, qkv: &Qkv) -> Result<(), KernelError> {
     let token_strides = [&qkv.q, &qkv.k, &qkv.v].into_iter().filter_map(|heads| heads.words());
     let outputs = shape.num_heads * shape.head_dim;
@@ -85,7 +85,7 @@ fn require_row(kernel: &'static str, shape: &AttentionShape, qkv: &Qkv) -> Resul
     Ok(())
 }
 
-/// Consecutive queries that share a launch and its scratch memory: at most `most` of a row.
+/// Divides the queries of a row into ranges (first, count) of at most `most`, each for one launch.
 fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
     let most = most.clamp(1, seq_len);
     (0..seq_len)
@@ -93,23 +93,29 @@ fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usi
         .map(move |first| (first, most.min(seq_len - first)))
 }
 
-/// The decoding kernels that choose blocks for a new token, by pooled keys, compressed keys or an indexer's keys; the
-/// kernels of its attention are listed elsewhere.
-pub(crate) fn chosen_decode_kernels(head_dim: usize) -> [SourceKernel; 9] {
-    [
+/// The rules for choosing blocks that have kernels of their own.
+const RULES: [ChoiceRule; 4] = [
+    ChoiceRule::WeightedProbability,
+    ChoiceRule::LargestProbability,
+    ChoiceRule::MeanKey,
+    ChoiceRule::LargestScore,
+];
+
+/// The decoding kernels that choose blocks for a new token by pooled keys, compressed keys or an indexer's keys,
+/// without the attention kernels.
+pub(crate) fn chosen_decode_kernels(head_dim: usize) -> Vec<SourceKernel> {
+    let mut kernels = vec![
         NSA_CHOOSE,
         pooled_scores_kernel(head_dim, 1),
         pooled_scores_kernel(head_dim, 1).define("POOLS", 0),
         nsa_compress_token_kernel(false),
         nsa_compress_token_kernel(true),
-        block_scores_kernel(ChoiceRule::WeightedProbability),
-        block_scores_kernel(ChoiceRule::LargestProbability),
-        block_scores_kernel(ChoiceRule::MeanKey),
-        block_scores_kernel(ChoiceRule::LargestScore),
-    ]
+    ];
+    kernels.extend(RULES.map(block_scores_kernel));
+    kernels
 }
 
-/// Every portable kernel that the compressed and the selected branch launch for a head width, beside those of DMA.
+/// Every portable kernel that the compressed and the selected branch launch for a head width, without DMA's kernels.
 pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
     let mut kernels = vec![
         NSA_POSITIONS_BACKWARD,
@@ -125,14 +131,7 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
         nsa_selected_attention_backward_kernel(head_dim),
     ];
     kernels.extend(chosen_decode_kernels(head_dim));
-    for rule in [
-        ChoiceRule::WeightedProbability,
-        ChoiceRule::LargestProbability,
-        ChoiceRule::MeanKey,
-        ChoiceRule::LargestScore,
-    ] {
-        kernels.push(nsa_importance_kernel(head_dim, rule));
-    }
+    kernels.extend(RULES.map(|rule| nsa_importance_kernel(head_dim, rule)));
     for flag in [false, true] {
         kernels.push(nsa_blocks_kernel(flag));
         kernels.push(nsa_blocks_backward_kernel(flag));

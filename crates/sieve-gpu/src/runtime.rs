@@ -1,5 +1,5 @@
-//! From a kernel's text to a finished launch: sources, tensors, machine code, launches as data. Knows no kernel by
-//! name.
+//! From a kernel's text to a finished launch: sources, tensors, compilation, recorded launches. No file here names a
+//! particular kernel.
 pub mod ahead_of_time;
 pub(crate) mod checks;
 pub(crate) mod compiled;

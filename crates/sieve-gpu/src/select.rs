@@ -1,5 +1,5 @@
-//! Launches of `kernels/select_*.cu`: a selector's choice of blocks, from queries and keys to the lists that attention
-//! reads.
+//! Launches of `kernels/select_*.cu`: a prefill selector on the GPU, from queries and keys to the lists of key tiles
+//! that attention reads.
 mod heavy;
 mod lines;
 mod order;
@@ -21,24 +21,25 @@ use std::ops::Range;
 
 const NAME: &str = "select_blocks";
 
-/// Bytes of scores that are held at a time.
+/// Most bytes of scores in memory at a time; more heads take several launches.
 const SCORE_BYTES: usize = 1 << 30;
 
-/// Columns of a step of select_cells, and its shared memory.
+/// Columns of a step of select_cells.
 const CELL_STEP: usize = 64;
+/// Shared memory of select_cells.
 const CELL_SHARED_BYTES: usize = 98_304;
 
 impl Qkv {
-    /// Chooses the blocks of keys that each block of the call's queries keeps. Nothing is read back.
+    /// Chooses the blocks of keys that each block of queries keeps. The host does not wait for the result.
     ///
     /// # Shapes
     /// - q, k: bf16 `[1, num_keys, heads, head_dim]`
-    /// - bounds: of pages, f32 `[num_kv_heads, pages or more, 2, head_dim]`, kept from call to call:
-    ///   [`BlockScores::Bounds`] reads and writes them
+    /// - bounds: minima and maxima of pages of keys, f32 `[num_kv_heads, pages or more, 2, head_dim]`.
+    ///   [`BlockScores::Bounds`] reads and updates them; the caller keeps them from call to call
     ///
     /// # Errors
-    /// Sizes that do not fit the selection; cells that do not fit blocks, or of heads whose width 64 does not divide;
-    /// bounds that are missing or too few.
+    /// Sizes that do not fit the selection; blocks that are not 1, 2, 4, .. cells; cells with a head width that is not
+    /// a multiple of 64; bounds that are missing or too few.
     pub fn select_blocks(
         &self,
         selection: &BlockSelection,
@@ -72,49 +73,53 @@ impl Qkv {
 /// `[num_heads, rows, ceil(columns / 32)]`, and the number of rows of each head with a NaN score, `[num_heads]`.
 type KeptBits<'a> = [&'a CudaTensor; 2];
 
-/// Rows of scores that select_choose reads, and how.
+/// A call of select_choose.
 #[derive(Clone, Copy)]
 struct Choice<'a> {
+    /// f32 `[num_heads, rows, columns]` of the heads from `first_head` on.
     scores: &'a CudaTensor,
     bits: KeptBits<'a>,
     first_head: usize,
     num_heads: usize,
     keep: KeepBlocks,
+    /// Whether scores are probability masses already; otherwise the kernel takes their softmax.
     is_mass: bool,
+    /// Whether blocks that are kept in any case count towards the number or mass to keep.
     forced: bool,
+    /// Whether blocks with a score of minus infinity are never kept.
     drops_absent: bool,
 }
 
-/// Long rows of masses, one a head, of which the largest are chosen; of equal ones the first.
+/// A choice of the largest entries of a long row of scores for each head; of equal entries the first is chosen.
 #[derive(Clone, Copy, Debug)]
 pub struct LongChoice<'a> {
-    /// f32, `length` of each of the heads from the first of `heads` on.
+    /// f32 `[heads, length]` of the heads in `heads`.
     pub scores: &'a CudaTensor,
-    /// Bits of what stays, i32 `[all heads, length / 32 rounded up]`; rows of `heads` are written.
+    /// One bit for each chosen entry, i32 `[all heads, length / 32 rounded up]`; the rows of `heads` are written.
     pub kept: &'a CudaTensor,
-    /// i32 `[all heads]`: 1 is added for a row with NaN, which keeps nothing.
+    /// i32 `[all heads]`: 1 is added for a head with a NaN score, of which nothing is chosen.
     pub nan_rows: &'a CudaTensor,
-    /// `top` of each head, i32 `[all heads]`: below 0 the head keeps nothing, at 0 it also drops the entries that are
-    /// otherwise always kept.
+    /// `top` of each head, i32 `[all heads]`: with 0 the entries are chosen by `goal`, without regard to `num_first`;
+    /// below 0 nothing is chosen.
     pub tops: Option<&'a CudaTensor>,
-    /// The first head, and how many.
+    /// The first head, and the number of heads.
     pub heads: [usize; 2],
     /// Entries of a row.
     pub length: usize,
-    /// How many of the largest are chosen; 0: as many as hold `goal`.
+    /// How many entries are chosen; with 0 so many of the largest that their sum reaches `goal`.
     pub top: usize,
-    /// The first entries, which stay in any case and count.
+    /// So many first entries are always chosen; they count towards `top`.
     pub num_first: usize,
-    /// The mass that is wanted; infinity keeps all.
+    /// The sum to reach; infinity chooses all entries.
     pub goal: f32,
-    /// Whether the mass must exceed `goal`, not only reach it.
+    /// Whether the sum must exceed `goal`, not only reach it.
     pub strict: bool,
     /// Whether entries of minus infinity are never chosen.
     pub drops_absent: bool,
 }
 
 impl<'a> LongChoice<'a> {
-    /// A choice by mass with a goal of 0 among `length` entries of each of `heads`; callers then set its fields.
+    /// A choice with a goal of 0; callers then set `top`, `tops` or `goal`.
     pub fn new([scores, kept, nan_rows]: [&'a CudaTensor; 3], heads: [usize; 2], length: usize) -> Self {
         Self {
             scores,
@@ -131,17 +136,17 @@ impl<'a> LongChoice<'a> {
         }
     }
 
-    /// Writes the bits.
+    /// Writes `kept`.
     ///
     /// # Errors
     /// A launch that is refused.
     ///
     /// # Panics
-    /// When a choice by mass should always keep the first entries, whose mass is not known.
+    /// When a choice by `goal` has `num_first` entries: the kernel does not know their sum.
     pub fn choose(&self) -> Result<(), KernelError> {
-        let by_number = self.top > 0 || self.tops.is_some();
+        let is_by_number = self.top > 0 || self.tops.is_some();
         assert!(
-            by_number || self.num_first == 0,
+            is_by_number || self.num_first == 0,
             "{NAME}: the first entries stay in choices by number alone"
         );
         let [first_head, num_heads] = self.heads;
@@ -165,7 +170,7 @@ impl<'a> LongChoice<'a> {
     }
 }
 
-/// Blocks in the segments that a row of blocks meets: bits of a word of select_lists.
+/// Most blocks in the segments that a row of blocks meets: select_lists has a 64-bit mask of them.
 const MOST_OWN_BLOCKS: usize = 64;
 
 /// A selection with its checked operands.
@@ -192,48 +197,13 @@ impl<'a> Call<'a> {
             && s.keep.by != KeepBlocks::Top(0);
         require!(fits, NAME, "selection": format!("{shape:?} with {s:?}"),
             "one row as long as the selection says, tiles that divide blocks");
-        let fits = s.order.is_none_or(|order| {
-            order.segment.is_multiple_of(s.scores.block)
-                && order.segment <= MOST_IN_SEGMENT
-                && s.keep.tile == s.scores.block
-                && s.scores.query_block == s.scores.block
-                && s.scores.offset == 0
-        });
-        require!(fits, NAME, "order": format!("{s:?}"), "square blocks that divide a segment of at most 512 tokens");
-        if let Some(order) = s.order {
-            // A row of blocks that straddles two segments meets the blocks of both.
-            let context = s.shape.num_keys - s.shape.num_queries;
-            let segments = if context.is_multiple_of(s.scores.block) { 1 } else { 2 };
-            let blocks = segments * order.segment / s.scores.block;
-            require!(blocks <= MOST_OWN_BLOCKS, NAME, "number of blocks in a row's own segments": blocks, "at most 64");
-        }
+        require_order(s)?;
         let places = s.layout().places;
         let most = places.tile_idx.len().max(places.col_idx.len());
         require!(i32::try_from(most).is_ok(), NAME, "mask": format!("of up to {most} entries"),
             "fewer than 2^31 tiles or keys that could be kept; larger tiles have fewer");
-        if let BlockScores::Probes { gamma, chosen } = s.scores.by {
-            let context = s.shape.num_keys - s.shape.num_queries;
-            let fits = chosen[1] <= MOST_EXACT
-                && s.scores.query_block.is_multiple_of(gamma)
-                && context.is_multiple_of(gamma)
-                && s.scores.offset == 0;
-            require!(fits, NAME, "probes": format!("{s:?}"),
-                "calls and tiles of whole distances, at most 32 blocks that are surely the best");
-        }
-        let cell = cell_of(s.scores.by);
-        let is_by_attention = |order: SlotOrder| matches!(order.keys, KeyScores::Attention(_));
-        if cell.is_some() || s.order.is_some_and(is_by_attention) {
-            let fits = shape.head_dim.is_multiple_of(CELL_STEP);
-            require!(fits, NAME, "head_dim": shape.head_dim, "multiples of {CELL_STEP}, for products of cells");
-        }
-        if let Some(cell) = cell {
-            let per_block = s.scores.block / cell.max(1);
-            let fits = s.scores.block.is_multiple_of(cell) && per_block.is_power_of_two();
-            let is_one_by_one = matches!(s.scores.by, BlockScores::Lines { .. } | BlockScores::Patterns { .. });
-            let fits = is_one_by_one || fits && per_block <= CELL_SIDE;
-            let got = || format!("{cell} tokens of {}", s.scores.block);
-            require!(fits, NAME, "cell": got(), "blocks of 1, 2, 4, ... 128 cells");
-        }
+        require_probes(s)?;
+        require_cells(s, shape.head_dim)?;
         let qkv = qkv.with_kernel_strides();
         let [q, k, _] = qkv.head_words(NAME)?;
         Ok(Self {
@@ -245,7 +215,7 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// Marks the blocks that rows of some heads keep.
+    /// Chooses the blocks that the rows of some heads keep, and sets their bits.
     fn choose(&self, choice: &Choice<'_>) -> Result<(), KernelError> {
         let s = self.selection;
         let [rows, columns] = s.blocks();
@@ -279,7 +249,7 @@ impl<'a> Call<'a> {
         self.selection.order.map_or(0, |order| order.segment)
     }
 
-    /// Scores of all blocks, and the choice among them.
+    /// Scores all blocks and chooses among them.
     fn compare(&self, bits: KeptBits<'_>, orders: &Orders) -> Result<(), KernelError> {
         let s = self.selection;
         let means = match s.scores.by {
@@ -289,8 +259,8 @@ impl<'a> Call<'a> {
         let row_bytes = self.score_rows() * s.blocks()[1] * DType::F32.size();
         for heads in self.slabs(row_bytes) {
             let scores = match &means {
-                Some(means) => self.products(means, heads.clone())?,
-                None => self.cells(heads.clone())?,
+                Some(means) => self.scores_by_means(means, heads.clone())?,
+                None => self.scores_by_cells(heads.clone())?,
             };
             self.choose(&Choice {
                 scores: &scores,
@@ -306,16 +276,12 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    /// Heads whose scores are held at a time.
-    fn slabs(&self, row_bytes: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        let heads = self.selection.shape.num_heads;
-        let slab = (SCORE_BYTES / row_bytes.max(1)).clamp(1, heads);
-        (0..heads)
-            .step_by(slab)
-            .map(move |first| first..(first + slab).min(heads))
+    /// Ranges of query heads whose scores are in memory at the same time; a head has `head_bytes` of scores.
+    fn slabs(&self, head_bytes: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        ranges(self.selection.shape.num_heads, SCORE_BYTES / head_bytes.max(1))
     }
 
-    /// The lists that attention reads.
+    /// Builds the lists of key tiles and columns that attention reads. `single` has a bit for each kept column.
     fn lists(
         &self,
         [kept, nan_rows]: KeptBits<'_>,
@@ -398,12 +364,72 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Tokens of a cell, where blocks are compared by cells.
+/// Divides `0..len` into ranges of at most `most` (at least 1).
+fn ranges(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let most = most.clamp(1, len);
+    (0..len).step_by(most).map(move |first| first..(first + most).min(len))
+}
+
+/// Refuses orders of tokens whose segments the kernels do not take.
+fn require_order(s: &BlockSelection) -> Result<(), KernelError> {
+    let Some(order) = s.order else {
+        return Ok(());
+    };
+    let fits = order.segment.is_multiple_of(s.scores.block)
+        && order.segment <= MOST_IN_SEGMENT
+        && s.keep.tile == s.scores.block
+        && s.scores.query_block == s.scores.block
+        && s.scores.offset == 0;
+    require!(fits, NAME, "order": format!("{s:?}"), "square blocks that divide a segment of at most 512 tokens");
+    // A row of blocks that straddles two segments meets the blocks of both.
+    let context = s.shape.num_keys - s.shape.num_queries;
+    let segments = if context.is_multiple_of(s.scores.block) { 1 } else { 2 };
+    let blocks = segments * order.segment / s.scores.block;
+    require!(blocks <= MOST_OWN_BLOCKS, NAME, "number of blocks in a row's own segments": blocks, "at most 64");
+    Ok(())
+}
+
+/// Refuses probe rows that do not fit the call's tiles.
+fn require_probes(s: &BlockSelection) -> Result<(), KernelError> {
+    let BlockScores::Probes { gamma, chosen } = s.scores.by else {
+        return Ok(());
+    };
+    let context = s.shape.num_keys - s.shape.num_queries;
+    let fits = chosen[1] <= MOST_EXACT
+        && s.scores.query_block.is_multiple_of(gamma)
+        && context.is_multiple_of(gamma)
+        && s.scores.offset == 0;
+    require!(fits, NAME, "probes": format!("{s:?}"),
+        "calls and tiles of whole distances, at most 32 blocks that are surely the best");
+    Ok(())
+}
+
+/// Refuses heads and blocks that select_cells does not take.
+fn require_cells(s: &BlockSelection, head_dim: usize) -> Result<(), KernelError> {
+    let cell = cell_of(s.scores.by);
+    let is_by_attention = |order: SlotOrder| matches!(order.keys, KeyScores::Attention(_));
+    if cell.is_some() || s.order.is_some_and(is_by_attention) {
+        let fits = head_dim.is_multiple_of(CELL_STEP);
+        require!(fits, NAME, "head_dim": head_dim, "multiples of {CELL_STEP}, for products of cells");
+    }
+    if let Some(cell) = cell {
+        let per_block = s.scores.block / cell.max(1);
+        let fits = s.scores.block.is_multiple_of(cell) && per_block.is_power_of_two();
+        let is_one_by_one = matches!(s.scores.by, BlockScores::Lines { .. } | BlockScores::Patterns { .. });
+        let fits = is_one_by_one || fits && per_block <= CELL_SIDE;
+        let got = || format!("{cell} tokens of {}", s.scores.block);
+        require!(fits, NAME, "cell": got(), "blocks of 1, 2, 4, ... 128 cells");
+    }
+    Ok(())
+}
+
+/// Tokens of a cell, where blocks are scored by cells.
 fn cell_of(scores: BlockScores) -> Option<usize> {
     match scores {
         BlockScores::Means { .. } | BlockScores::Bounds(_) => None,
-        BlockScores::Logits => Some(1),
-        BlockScores::Lines { .. } | BlockScores::Patterns { .. } | BlockScores::Probes { .. } => Some(1),
+        BlockScores::Logits | BlockScores::Lines { .. } | BlockScores::Patterns { .. } | BlockScores::Probes { .. } => {
+            Some(1)
+        }
         BlockScores::LargestOfGroups(cell) | BlockScores::Cells { stride: cell, .. } => Some(cell),
     }
 }
@@ -425,6 +451,8 @@ fn select_cells_kernel(head_dim: usize, is_lse: bool, family: KernelFamily) -> S
 
 const SELECT_CELL_SUMS: SourceKernel = SourceKernel::new("select_cell_sums").threads(128);
 
+/// The kernel that chooses blocks. `is_mass`: scores are probability masses already; `is_forced`: blocks that are kept
+/// in any case count; `is_long`: one long row of scores in global memory for each head.
 fn select_choose_kernel(is_mass: bool, is_forced: bool, is_long: bool) -> SourceKernel {
     SourceKernel::new("select_choose")
         .define("IS_MASS", u8::from(is_mass))
@@ -438,15 +466,15 @@ const SELECT_LISTS: SourceKernel = SourceKernel::new("select_lists").threads(128
 const SELECT_OFFSETS: SourceKernel = SourceKernel::new("select_offsets").threads(1024);
 const SELECT_FILL: SourceKernel = SourceKernel::new("select_fill").threads(128);
 
-/// The Hopper family's specialisations for heads of these widths.
+/// All Hopper specialisations for heads of these widths.
 pub(crate) fn hopper_select_blocks_kernels(head_dims: &[usize]) -> Vec<SourceKernel> {
     cells_kernels(head_dims, KernelFamily::Hopper)
 }
 
 fn cells_kernels(head_dims: &[usize], family: KernelFamily) -> Vec<SourceKernel> {
     let widths = head_dims.iter().filter(|dim| dim.is_multiple_of(CELL_STEP));
-    let of = |&dim| [true, false].map(|is_lse| select_cells_kernel(dim, is_lse, family));
-    widths.flat_map(of).collect()
+    let forms = |&dim| [true, false].map(|is_lse| select_cells_kernel(dim, is_lse, family));
+    widths.flat_map(forms).collect()
 }
 
 /// All portable specialisations for heads of these widths; `max_shared_bytes` is the shared memory of a thread block.
@@ -459,12 +487,16 @@ pub(crate) fn select_blocks_kernels(head_dims: &[usize], max_shared_bytes: usize
         SELECT_OFFSETS,
         SELECT_FILL,
         SELECT_COLUMNS,
-        select_choose_kernel(false, false, false),
-        select_choose_kernel(true, true, false),
-        select_choose_kernel(true, false, false),
-        select_choose_kernel(true, false, true),
         FILL_ZERO,
     ];
+    for [is_mass, is_forced, is_long] in [
+        [false, false, false],
+        [true, true, false],
+        [true, false, false],
+        [true, false, true],
+    ] {
+        kernels.push(select_choose_kernel(is_mass, is_forced, is_long));
+    }
     kernels.extend(lines::lines_kernels());
     kernels.extend(order::order_kernels());
     kernels.extend(probes::probe_kernels());

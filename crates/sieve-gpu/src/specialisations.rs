@@ -1,8 +1,8 @@
-//! Which specialisations of the kernels there are. The kernels of each part of a model are named once, in
-//! `attention.rs` here and in `crate::step`; everything else is a view:
+//! Lists of specialisations to compile ahead of time. `attention.rs` here and `crate::step` name the kernels of each
+//! part of a model; two lists are built from these:
 //!
-//! - [`AttentionNeeds::kernels`]: all parts of one model's attention, for a build ahead of time;
-//! - [`NeededKernels::shipped`]: the usual widths, by a table of parts (`shipped.rs`), which CI compiles.
+//! - [`AttentionNeeds::kernels`]: all parts of one model's attention;
+//! - [`NeededKernels::shipped`]: the parts and usual widths in the table of `shipped.rs`, which CI compiles.
 mod attention;
 mod shipped;
 
@@ -11,17 +11,17 @@ pub use attention::{AttentionNeeds, NeededKeys};
 use crate::KernelError;
 use crate::runtime::SourceKernel;
 
-/// Specialisations, each once, and why others cannot be had on a device.
+/// Specialisations to compile, without duplicates, and kernels that a device cannot run.
 #[derive(Debug, Clone, Default)]
 pub struct NeededKernels {
-    /// What to compile.
+    /// The specialisations.
     pub kernels: Vec<SourceKernel>,
-    /// Kernels whose tiles do not fit the device's shared memory: calls of these take the reference path there.
+    /// Errors of kernels whose tiles do not fit the device's shared memory; their ops run the reference there.
     pub refused: Vec<KernelError>,
 }
 
 impl NeededKernels {
-    /// Adds those that are not in the list yet.
+    /// Adds the kernels and errors that are not in the list yet.
     pub fn extend(&mut self, other: Self) {
         self.extend_kernels(other.kernels);
         for error in other.refused {
@@ -31,7 +31,7 @@ impl NeededKernels {
         }
     }
 
-    /// Adds those kernels that are not in the list yet.
+    /// Adds the kernels that are not in the list yet.
     pub fn extend_kernels(&mut self, kernels: impl IntoIterator<Item = SourceKernel>) {
         for kernel in kernels {
             if !self.kernels.iter().any(|known| known.is_same_code(&kernel)) {
@@ -40,7 +40,7 @@ impl NeededKernels {
         }
     }
 
-    /// Adds a kernel, or the reason why there is none.
+    /// Adds a kernel or an error.
     fn add(&mut self, kernel: Result<SourceKernel, KernelError>) {
         match kernel {
             Ok(kernel) => self.extend_kernels([kernel]),

@@ -1,5 +1,5 @@
-//! The rest of a training step: embedding, norms, rotary positions, SwiGLU, loss, optimizer, and sums over tensors.
-//! A launch has three lines here: its file, its public names, and the forms of its kernels that ship.
+//! Launches of a training step except attention: embedding, norms, rotary position embedding, SwiGLU, loss, optimizer,
+//! and sums over tensors. Each has a line here for its file, its public names, and its shipped specialisations.
 pub(crate) mod adamw;
 pub(crate) mod column_sums;
 pub(crate) mod cross_entropy;
@@ -51,8 +51,8 @@ use crate::step::matrix_vector::Form;
 use crate::step::rms_norm_backward::NormResidual;
 
 impl NeededKernels {
-    /// The kernels of every model's step except attention, as far as an architecture can run them. Most do not depend
-    /// on a model's sizes; heads of 64 and 128 columns are the usual ones.
+    /// The kernels of a training step except attention that an architecture can run, for heads of 64 and 128 columns.
+    /// Most do not depend on a model's sizes.
     pub fn step(arch: &str) -> Vec<SourceKernel> {
         let mut kernels = vec![
             column_sums::COLUMN_SUMS,
@@ -77,7 +77,7 @@ impl NeededKernels {
             scale::scale_kernel(false, 4),
             fill_zero::FILL_ZERO,
         ];
-        // Eight-bit floats come with compute capability 8.9.
+        // fp8 needs compute capability 8.9.
         if !["sm_80", "sm_86"].contains(&arch) {
             kernels.extend([
                 fp8_quantise::FP8_AMAX,
@@ -108,8 +108,8 @@ impl NeededKernels {
         kernels
     }
 
-    /// Forms of the step's kernels that no model of the usual widths launches: rows that are not whole 16-byte words,
-    /// heads of these widths, DMA's scores of `kv_heads` KV heads.
+    /// Specialisations that no model of usual widths launches: for rows that are not whole 16-byte words, for heads of
+    /// these widths, and for DMA's scores with these numbers of KV heads.
     pub fn step_rarely(head_dims: &[usize], kv_heads: &[usize]) -> Vec<SourceKernel> {
         let mut kernels = swiglu_kernels(1).to_vec();
         kernels.extend(head_dims.iter().copied().flat_map(qk_norm_rope_kernels));

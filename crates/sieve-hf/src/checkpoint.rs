@@ -317,6 +317,14 @@ impl Checkpoint {
         let folder = if nested.is_dir() { nested.as_path() } else { path };
         let all = list_checkpoints(folder)?;
         let Some((_, latest)) = all.last() else {
+            if path.join("config.json").is_file() {
+                let what = format!(
+                    "{} is a model of transformers, and no checkpoint of a run",
+                    path.display()
+                );
+                let hint = "sieve import --from DIR --out RUN makes a run folder of it, with a checkpoint";
+                return Err(CheckpointError::refused(what, hint));
+            }
             return Err(CheckpointError::NotFound { path: path.to_owned() });
         };
         let previous = all.len().checked_sub(2).map(|n| all[n].1.clone());

@@ -226,13 +226,14 @@ fn require_matrix(
 }
 
 // What has been planned; process-wide, because Burn's backend methods have no place for state.
-static PLANNED: LazyLock<Mutex<HashSet<(usize, u64, Problem)>>> = LazyLock::new(Mutex::default);
+static PLANNED: LazyLock<Mutex<HashSet<(usize, Problem)>>> = LazyLock::new(Mutex::default);
 
 /// Queues a product. The first of a shape waits until its algorithm is found, so that a refusal is this call's error.
 fn submit(like: &CudaTensor, call: Call) -> Result<(), KernelError> {
     late_error()?;
+    lane::open(like)?;
     let queue: DeviceHandle<Server> = DeviceHandle::new(burn_memory(like).device.to_id());
-    let key = (burn_memory(like).device.index, call.stream.value, call.problem);
+    let key = (burn_memory(like).device.index, call.problem);
     if lock(&PLANNED).contains(&key) {
         queue.submit(move |server| {
             if let Err(refusal) = call.run(server) {
@@ -242,7 +243,6 @@ fn submit(like: &CudaTensor, call: Call) -> Result<(), KernelError> {
         });
         return Ok(());
     }
-    lane::open(like)?;
     let described = call.problem.to_string();
     let outcome = queue.submit_blocking(move |server| call.run(server));
     match outcome {

@@ -255,16 +255,15 @@ impl Lane {
     /// Keeps buffers of other streams until what this lane has queued has run, and lets go of those whose work has.
     fn keep(&mut self, foreign: Vec<Box<dyn Any>>) -> Result<(), String> {
         while let Some((event, _)) = self.foreign.front() {
-            // SAFETY: recorded below, destroyed once.
-            unsafe {
-                match cuda::cuEventQuery(*event) {
-                    CUresult::CUDA_SUCCESS => {}
-                    CUresult::CUDA_ERROR_NOT_READY => break,
-                    error => return check("cuEventQuery", error),
-                }
-                let _ = driver::event::destroy(*event);
+            // SAFETY: recorded below.
+            let passed = unsafe { cuda::cuEventQuery(*event) };
+            if passed == CUresult::CUDA_ERROR_NOT_READY {
+                break;
             }
+            // SAFETY: destroyed once, as it leaves the queue here; an event with an error must not stay in front.
+            let _ = unsafe { driver::event::destroy(*event) };
             self.foreign.pop_front();
+            check("cuEventQuery", passed)?;
         }
         if foreign.is_empty() {
             return Ok(());

@@ -64,7 +64,7 @@ pub(crate) struct QueuedLaunch {
     shared_bytes: usize,
     maps: Vec<MapLayout>,
     /// Of the maps' tensors, then of the pointer arguments.
-    bindings: Vec<Binding>,
+    pub(crate) bindings: Vec<Binding>,
     words: Vec<u64>,
     /// Whether it starts before the launch before it has ended.
     starts_early: bool,

@@ -30,6 +30,15 @@ pub(crate) enum Work {
     Product(Call),
 }
 
+impl Work {
+    fn bindings(&self) -> &[Binding] {
+        match self {
+            Self::Launch(launch) => &launch.bindings,
+            Self::Product(call) => &call.bindings,
+        }
+    }
+}
+
 /// What a step does, noted while it runs: everything on tensors of [`StepTape::noted`], and on tensors made of those.
 #[derive(Clone, Default)]
 pub struct StepTape {
@@ -130,9 +139,12 @@ impl StepTape {
     /// straight to Burn's stream; [`KernelError::Launch`] of the driver.
     pub fn graph(self, inputs: StepInputs, output: CudaTensor) -> Result<StepGraph, KernelError> {
         late_error()?;
-        let notes = std::mem::take(&mut *lock(&self.notes));
+        let Notes { work, refused } = std::mem::take(&mut *lock(&self.notes));
+        let stream = StreamId::current();
+        // The lane keeps such buffers behind an event, which cannot be asked once it was captured.
+        let is_foreign = |work: &Work| work.bindings().iter().any(|binding| binding.stream != stream);
         let refused = match lane::is_inline() {
-            Some(true) => notes.refused,
+            Some(true) => refused.or_else(|| work.iter().any(is_foreign).then_some("buffers of another thread")),
             _ => Some("launches beside Burn's stream"),
         };
         if let Some(what) = refused {
@@ -143,7 +155,6 @@ impl StepTape {
                 "launches and GEMMs on Burn's stream",
             ));
         }
-        let (stream, work) = (StreamId::current(), notes.work);
         let queue: DeviceHandle<Server> = DeviceHandle::new(burn_memory(&output).device.to_id());
         let of_step = work.clone();
         let captured = queue.submit_blocking(move |server| capture(server, stream, of_step));
@@ -228,7 +239,13 @@ impl StepInputs {
 }
 
 impl StepGraph {
-    /// Queues the step for other tokens: ids i32 `[batch, 1]`, all at `position`. Returns a copy of its output.
+    /// Whether the caller's thread captured it. What another thread queues next would not wait for its output.
+    pub fn is_of_this_thread(&self) -> bool {
+        self.stream == StreamId::current()
+    }
+
+    /// Queues the step, on the thread that captured it, for other tokens: ids i32 `[batch, 1]`, all at `position`.
+    /// Returns a copy of its output.
     ///
     /// # Errors
     /// [`KernelError::Launch`] of work queued earlier; another number of rows.

@@ -1,4 +1,4 @@
-//! The attention kinds behind one interface.
+//! One type for the layers of all kinds of attention, and what the layers of a pass share.
 
 pub(crate) mod block_mlp;
 pub(crate) mod chosen_blocks;
@@ -30,42 +30,42 @@ use sieve_ops::{
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-/// What every layer of a forward pass shares.
+/// Operands and settings that all layers of a forward pass share.
 #[derive(Clone, Debug)]
 pub struct LayerContext<'a, B: Backend> {
     /// Document bounds of the rows.
     pub documents: &'a Documents<B>,
-    /// Positions to rotate by, `[batch, seq_len]`; those of the documents, shifted by the cache's length when decoding.
+    /// Positions to rotate by, `[batch, seq_len]`: positions in the documents, plus the cache's length when decoding.
     pub positions: Tensor<B, 2, Int>,
     /// Rotary tables.
     pub rope: &'a RotaryEmbedding<B>,
-    /// Context parallelism: the whole rows, where these tokens are one part of each.
+    /// With context parallelism: the whole rows, of which these tokens are one part.
     pub parts: Option<&'a ContextParallel>,
-    /// Where one prompt stands before several endings: what the attention sees in place of `documents`.
+    /// With prompts that several endings share: the rows and documents that attention sees in place of `documents`.
     pub shared: Option<&'a SharedPrompts<B>>,
-    /// Data type of the projections' GEMMs (bf16 or fp8) where a layer is one op: the feed-forward layers, and
-    /// attention but for latent and native sparse.
+    /// Data type of the GEMMs with the projections, in layers that are one op: feed-forward layers and the attention
+    /// layers of [`Attention::Grouped`] and [`Attention::Dma`].
     pub precision: GemmPrecision,
-    /// What those layers leave their backward pass beside the least.
+    /// What layers that are one op keep for the backward pass beyond the minimum.
     pub keeping: Keeping,
-    /// Which kernels attention takes on a GPU, and how these sum.
+    /// Which kernels attention may use on a GPU, and in which order backward kernels sum.
     pub policy: KernelPolicy,
-    /// Gradients of earlier micro-batches by weight. A layer takes those of its projections, and its backward pass
-    /// returns them with its own gradients added.
+    /// Sums of earlier micro-batches' gradients, by weight. A layer takes the sums of its projections out, and its
+    /// backward pass adds its gradients to them.
     pub sums: Option<&'a RefCell<HashMap<ParamId, Tensor<B, 2>>>>,
-    /// Weight of one token in layers' own losses (an indexer's), which their backward pass adds to the gradients: one
-    /// over the tokens of an optimizer step besides padding. 0: no such loss.
+    /// Weight of one token in an indexer's loss, whose gradient the indexer's backward pass computes: 1 / the number of
+    /// tokens in an optimizer step, without padding. 0: no such loss.
     pub token_share: f64,
-    /// Whether layers with an indexer say how well it fits.
+    /// Whether layers with an indexer return its statistics, [`LayerOutput::indexer`].
     pub measures_indexers: bool,
-    /// Whether queries of kinds that choose blocks read all keys in this pass, as those of dense layers.
+    /// Whether queries of kinds that choose blocks read all earlier keys in this pass instead.
     pub reads_all: bool,
-    /// What layers chose in this pass, for layers behind them that share their choice.
+    /// The blocks that layers chose in this pass, for later layers that read the same blocks.
     pub last_choice: LastChoice<B>,
 }
 
 impl<'a, B: Backend> LayerContext<'a, B> {
-    /// The context of a pass without cache.
+    /// The context of a pass without cache, with default settings.
     pub fn new(documents: &'a Documents<B>, rope: &'a RotaryEmbedding<B>) -> Self {
         Self {
             documents,
@@ -86,7 +86,7 @@ impl<'a, B: Backend> LayerContext<'a, B> {
 }
 
 impl<B: Backend> LayerContext<'_, B> {
-    /// Positions, tables and documents, as [`sieve_ops::attention_layer`] takes them.
+    /// Positions, tables and documents for [`sieve_ops::attention_layer`].
     pub(crate) fn tokens(&self) -> LayerTokens<'_, B> {
         LayerTokens {
             positions: self.positions.clone(),
@@ -96,18 +96,19 @@ impl<B: Backend> LayerContext<'_, B> {
         }
     }
 
-    /// An attention call under this pass's policy.
+    /// `spec` with this pass's kernel policy.
     pub(crate) fn under_policy(&self, spec: AttentionSpec) -> AttentionSpec {
         let policy = self.policy;
         AttentionSpec { policy, ..spec }
     }
 
-    /// Takes out the accumulated weight gradients of two projections.
+    /// Takes the gradient sums of two projections out of `sums`.
     pub(crate) fn take_sums(&self, projections: [&Linear<B>; 2]) -> WeightSums<B> {
         projections.map(|linear| self.sums?.borrow_mut().remove(&linear.weight.id))
     }
 
-    /// Attention of a packed tensor over the documents, each prompt repeated where it is shared.
+    /// Calls `attention` with the packed tensor and its documents. With shared prompts it gets rows in which each
+    /// prompt is repeated, and the output is mapped back to the tokens of `packed`.
     pub(crate) fn attend(
         &self,
         packed: Tensor<B, 4>,
@@ -120,7 +121,7 @@ impl<B: Backend> LayerContext<'_, B> {
     }
 }
 
-/// Width of the rotary tables that the layers of `shape` read: MLA rotates a part of a head of its own.
+/// Width of the rotary tables that the layers of `shape` read: `head_dim`, or MLA's `qk_rope_head_dim`.
 pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
     match shape.attention {
         sieve_core::Attention::Mla(mla) => mla.qk_rope_head_dim,
@@ -135,15 +136,15 @@ pub struct LayerOutput<B: SieveBackend> {
     pub x: Tensor<B, 3>,
     /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key.
     pub expire: Option<Tensor<B, 3, Int>>,
-    /// DMA's scores where its bias clamps large ones ([`DmaBias::Exp`](sieve_core::DmaBias::Exp)), without gradient,
-    /// `[batch, num_kv_heads, seq_len]`.
+    /// DMA's scores, `[batch, num_kv_heads, seq_len]`, without gradient; only with a bias that clamps large scores,
+    /// [`DmaBias::Exp`](sieve_core::DmaBias::Exp).
     pub clamped_scores: Option<Tensor<B, 3>>,
-    /// How well MSA's indexer fits, where the context asks for it; see [`sieve_ops::index_statistics`].
+    /// Statistics of an indexer, see [`sieve_ops::index_statistics`]; only with `measures_indexers` in the context.
     pub indexer: Option<Tensor<B::Inner, 1>>,
 }
 
 impl<B: SieveBackend> LayerOutput<B> {
-    /// Of a kind without a mask of its own.
+    /// The output of a kind without further results.
     fn of(x: Tensor<B, 3>) -> Self {
         Self {
             x,
@@ -154,7 +155,7 @@ impl<B: SieveBackend> LayerOutput<B> {
     }
 }
 
-/// The layer of an attention kind.
+/// An attention layer of any kind.
 #[derive(Module, Debug)]
 #[allow(clippy::large_enum_variant)]
 pub enum Attention<B: Backend> {
@@ -171,7 +172,7 @@ pub enum Attention<B: Backend> {
 }
 
 impl<B: Backend> Attention<B> {
-    /// The kind that `shape` names.
+    /// A layer of the kind that `shape.attention` names, with weights from `init`.
     pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
         match shape.attention.form() {
             AttentionForm::Grouped { window } => Self::Grouped(MultiHeadAttention::new(shape, window, init, device)),
@@ -195,8 +196,8 @@ impl<B: SieveBackend> Attention<B> {
         }
     }
 
-    /// The layer after `norm` as one op, which keeps less for the backward pass than [`forward`](Self::forward) after
-    /// the norm; `None` where the call takes several ops.
+    /// Operands of [`sieve_ops::attention_layer`], which computes `norm` and this layer as one op and keeps less for
+    /// the backward pass than [`forward`](Self::forward). `None` where the layer needs several ops.
     pub(crate) fn layer_op(
         &self,
         norm: &RmsNorm<B>,
@@ -206,13 +207,17 @@ impl<B: SieveBackend> Attention<B> {
             return None;
         }
         match self {
-            Self::Grouped(layer) => layer.qkv.is_in_layer_op().then(|| layer.layer_op(norm, context)),
-            Self::Dma(layer) => layer.qkv.is_in_layer_op().then(|| layer.layer_op(norm, context)),
+            Self::Grouped(layer) => Some((layer.qkv.layer_op(norm, &layer.o_proj, context)?, layer.spec())),
+            Self::Dma(layer) => {
+                let dma = Some(layer.dma_layer());
+                let operands = layer.qkv.layer_op(norm, &layer.o_proj, context)?;
+                Some((AttentionLayer { dma, ..operands }, layer.spec()))
+            }
             Self::Mla(_) | Self::Nsa(_) | Self::Chosen(_) => None,
         }
     }
 
-    /// The layer as a step of one token takes it; `None` of a kind that no step takes.
+    /// The layer's operands for [`sieve_ops::token_step`]; `None` where it does not support the layer.
     pub(crate) fn for_token_step(&self) -> Option<TokenAttention<B>> {
         match self {
             Self::Grouped(layer) => Some(layer.qkv.for_token_step(&layer.o_proj, layer.spec())),
@@ -223,11 +228,11 @@ impl<B: SieveBackend> Attention<B> {
         }
     }
 
-    /// The weight of each key for each query, `[num_heads, seq_len, seq_len]` with the keys last, of one document.
+    /// The attention weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`, keys last.
     ///
-    /// Rows sum to 1; those of NSA to the sum of the query's gates, and a compressed block's weight is spread evenly
-    /// over its tokens. Pass the context of the whole pass: an earlier layer may have chosen the blocks that this one
-    /// reads.
+    /// Each row sums to 1. With NSA it sums to the sum of the query's gates, and the weight of a compressed block is
+    /// spread evenly over its tokens. `context` must be the one of the whole pass, because an earlier layer may have
+    /// chosen the blocks that this layer reads.
     ///
     /// # Shapes
     /// - x: `[1, seq_len, d_model]`, after the layer's norm
@@ -244,7 +249,7 @@ impl<B: SieveBackend> Attention<B> {
         }
     }
 
-    /// The blocks that each query reads, as the layer's `block_indices` gives them; `None` of a kind without blocks.
+    /// The blocks that each query reads; see `block_indices` of the layers. `None` for kinds without blocks.
     pub fn block_indices(
         &self,
         x: impl FnOnce() -> Tensor<B, 3>,
@@ -257,8 +262,8 @@ impl<B: SieveBackend> Attention<B> {
         }
     }
 
-    /// The output alone, `[batch, seq_len, d_model]`, reading and extending one cache of all rows, or one of each row,
-    /// by any number of tokens; only one of all rows may be empty.
+    /// The attention's output without the residual, `[batch, seq_len, d_model]`. Reads and extends one cache of all
+    /// rows, or one cache per row, by any number of tokens. An empty cache must be one of all rows.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

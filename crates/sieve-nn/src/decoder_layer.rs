@@ -6,25 +6,25 @@ use burn::tensor::backend::Backend;
 use sieve_core::{DmaBias, ModelShape};
 use sieve_ops::{DeviceBackend, Residual, SieveBackend};
 
-/// Pre-norm block of Qwen3; with residual scales, of Doge.
+/// Pre-norm block as in Qwen3; with residual scales as in Doge.
 #[derive(Module, Debug)]
 pub struct DecoderLayer<B: Backend> {
-    /// Before the attention.
+    /// Norm before the attention.
     pub input_layernorm: RmsNorm<B>,
     /// The attention.
     pub self_attn: Attention<B>,
-    /// Before the feed-forward layer.
+    /// Norm before the feed-forward layer.
     pub post_attention_layernorm: RmsNorm<B>,
     /// The feed-forward layer.
     pub mlp: SwigluMlp<B>,
-    /// Scale of the residual around the attention, `[d_model]`; one where absent.
+    /// Scale of the residual around the attention, `[d_model]`; `None`: 1.
     pub input_residual: Option<Param<Tensor<B, 1>>>,
-    /// Scale of the residual around the feed-forward layer, `[d_model]`; one where absent.
+    /// Scale of the residual around the feed-forward layer, `[d_model]`; `None`: 1.
     pub post_attention_residual: Option<Param<Tensor<B, 1>>>,
 }
 
 impl<B: Backend> DecoderLayer<B> {
-    /// Normal weights from `init`, norms and scales of one.
+    /// Normal weights from `init`; norms and scales with weights of 1.
     pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
         let ModelShape {
             d_model,
@@ -49,7 +49,7 @@ impl<B: Backend> DecoderLayer<B> {
 }
 
 impl<B: SieveBackend> DecoderLayer<B> {
-    /// `[batch, seq_len, d_model]`, shape kept.
+    /// The block's output, shape of x, `[batch, seq_len, d_model]`.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
         let output = match &self.input_residual {
             None => self.attention(x, Residual::Stream, context),
@@ -67,7 +67,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         }
     }
 
-    /// The attention after its norm, as one op where it has one.
+    /// Norm and attention, as one op where there is one; `residual` says whether x is added.
     pub(crate) fn attention(
         &self,
         x: Tensor<B, 3>,
@@ -94,7 +94,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         }
     }
 
-    /// As [`forward`](Self::forward) with one cache of all rows, or one of each row.
+    /// As [`forward`](Self::forward) with one cache of all rows, or one cache per row.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
@@ -109,6 +109,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         self.feed_forward(scaled(x, &self.input_residual) + y, context)
     }
 
+    /// Norm, feed-forward layer and residual.
     pub(crate) fn feed_forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let norm = &self.post_attention_layernorm;
         let layer = |x, residual| self.mlp.forward(x, norm, residual, context);

@@ -1,4 +1,4 @@
-//! Keys and values of earlier tokens, as much of them as the attention can still see.
+//! Caches of earlier tokens: the keys and values that the attention can still see, or what it computes them from.
 mod blocks;
 mod chosen;
 mod latents;
@@ -13,20 +13,22 @@ use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::DmaWindow;
 use sieve_ops::{
     AttentionSpec, DeviceBackend, DmaAttention, DmaCache, DmaLayer, DmaToken, Documents, KeyCache, PositionOrigin,
-    Recency, TokenBuffer, TokenCache, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks,
+    Recency, TokenBuffer, TokenCache, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks, split_heads,
 };
 
-/// One cache per layer, and the number of tokens that went through. Its buffers are its own: a clone copies them.
+/// One cache per layer, and the number of tokens processed. A clone copies the buffers.
 #[derive(Clone, Debug)]
 pub struct KvCache<B: DeviceBackend> {
-    /// In order of the layers.
+    /// Caches in the order of the layers.
     pub layers: Vec<LayerCache<B>>,
-    /// Tokens seen so far; the position of the next one.
+    /// Tokens processed so far, which is also the position of the next token.
     pub num_tokens: usize,
     pub(crate) scratch: B::DecodeScratch,
-    /// The step of the last token, kept for the next one. Any other pass drops it.
+    /// The captured decoding step of the last token, which the next token can repeat. Any other pass drops it.
     pub(crate) graph: B::StepGraph,
-    /// Tokens that came alone, one after another.
+    /// Rows of the rotary tables of that step.
+    pub(crate) rope_rows: usize,
+    /// How many of the last passes had a single token per row.
     pub(crate) single_tokens: usize,
 }
 
@@ -38,11 +40,12 @@ impl<B: DeviceBackend> KvCache<B> {
             num_tokens: 0,
             scratch: Default::default(),
             graph: Default::default(),
+            rope_rows: 0,
             single_tokens: 0,
         }
     }
 
-    /// Repeats the cache of one row for several equal rows.
+    /// Replaces each row by `rows` copies of it.
     pub fn repeat(&mut self, rows: usize) {
         self.graph = Default::default();
         for layer in &mut self.layers {
@@ -50,7 +53,7 @@ impl<B: DeviceBackend> KvCache<B> {
         }
     }
 
-    /// The cache of one layer.
+    /// The cache of one layer, for a pass through this layer alone.
     pub fn layer(&mut self, index: usize) -> LayerCaches<'_, B> {
         self.graph = Default::default();
         LayerCaches {
@@ -60,32 +63,32 @@ impl<B: DeviceBackend> KvCache<B> {
     }
 }
 
-/// What one layer keeps. A call adds any number of tokens, and gives the rows that one pass over all tokens gives.
+/// Cache of one layer. A call may add any number of tokens, and its output equals the rows of one pass over all tokens.
 #[derive(Clone, Debug)]
 pub enum LayerCache<B: Backend> {
     /// Nothing yet.
     Empty,
-    /// The most recent keys: all of them for dense attention, at least `window_size` for a sliding window.
+    /// The most recent keys: all keys for dense attention, at least `window_size` for a sliding window.
     Recent {
         /// The keys.
         cache: KeyCache<B>,
-        /// Keys that a query sees at most.
+        /// Most keys that a query sees; `None`: all.
         window_size: Option<usize>,
     },
-    /// The keys that DMA still sees, at most `keep_window_size` a head.
+    /// The keys that DMA's mask still shows, at most `keep_window_size` per KV head.
     Selected {
         /// The slots.
         cache: DmaCache<B>,
         /// Position of the next token.
         next_position: usize,
     },
-    /// What NSA's three branches need.
+    /// Keys and values of NSA's three branches.
     Blocks(BlockCache<B>),
-    /// All keys, and those that blocks are chosen by.
+    /// All keys, and the pooled keys or indexer keys by which blocks are chosen.
     Chosen(ChosenCache<B>),
-    /// What MLA's keys and values are made from.
+    /// The latents from which MLA computes keys and values.
     Latent(LatentCache<B>),
-    /// Everything of every token, for a selector that chooses keys anew for each token.
+    /// Queries, keys and values of every token, for a selector that chooses keys for each token.
     Packed(PackedCache<B>),
 }
 
@@ -94,17 +97,18 @@ pub enum LayerCache<B: Backend> {
 pub struct PackedCache<B: Backend> {
     /// `[1, room, num_heads + 2 * num_kv_heads, head_dim]`.
     pub qkv: TokenBuffer<B, 4>,
-    /// Bounds of the keys of whole pages, f32 `[num_kv_heads, room, 2, head_dim]`, for selectors that compare those.
+    /// Lower and upper bounds of the keys of each full page, f32 `[num_kv_heads, room, 2, head_dim]`, for selectors
+    /// that score pages by them.
     pub bounds: Option<TokenBuffer<B, 4>>,
 }
 
 impl<B: Backend> LayerCache<B> {
-    /// Whether no token went through yet.
+    /// Whether no token was processed yet.
     pub fn is_empty(&self) -> bool {
         matches!(self, Self::Empty)
     }
 
-    /// Keys per head that the next query may see, its own aside.
+    /// Earlier keys per head that the next query may see.
     pub fn num_keys(&self) -> usize {
         match self {
             Self::Empty => 0,
@@ -117,7 +121,7 @@ impl<B: Backend> LayerCache<B> {
         }
     }
 
-    /// The cache as a step of one token takes it, where it is not empty and of a kind that such a step takes.
+    /// The cache as an operand of [`sieve_ops::token_step`]; `None` if it is empty or a selector's.
     pub(crate) fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
         match self {
             Self::Recent { cache, .. } => Some(TokenCache::Recent(cache)),
@@ -129,7 +133,7 @@ impl<B: Backend> LayerCache<B> {
         }
     }
 
-    /// Counts the token that such a step has written.
+    /// Counts the token that [`sieve_ops::token_step`] has written.
     pub(crate) fn count_token(&mut self) {
         match self {
             Self::Recent { cache, .. } => cache.count_token(),
@@ -140,7 +144,7 @@ impl<B: Backend> LayerCache<B> {
             Self::Chosen(cache) => cache.count_token(),
             Self::Blocks(cache) => cache.count_token(),
             Self::Latent(cache) => cache.count_token(),
-            Self::Empty | Self::Packed(_) => unreachable!("no step takes these"),
+            Self::Empty | Self::Packed(_) => unreachable!("token_step takes neither"),
         }
     }
 
@@ -152,20 +156,20 @@ impl<B: Backend> LayerCache<B> {
             Self::Blocks(cache) => cache.repeat(rows),
             Self::Chosen(cache) => cache.repeat(rows),
             Self::Latent(cache) => cache.repeat(rows),
-            Self::Packed(_) => panic!("selectors read one text"),
+            Self::Packed(_) => panic!("a selector's cache has one row"),
         }
     }
 
-    /// Fills the cache of a dense layer, or one with a window, with a prompt's keys.
+    /// Replaces the cache of a dense or sliding-window layer by the keys of a prompt.
     pub fn keep_recent(&mut self, qkv: &Tensor<B, 4>, spec: AttentionSpec) {
         let window_size = spec.window_size;
-        let [_, k, v] = split(qkv.clone(), spec);
+        let [_, k, v] = split_heads(qkv.clone(), spec.num_kv_heads);
         let seen = |x: Tensor<B, 4>| last(x, window_size.unwrap_or(usize::MAX));
         let cache = KeyCache::new(seen(k), seen(v));
         *self = Self::Recent { cache, window_size };
     }
 
-    /// Adds what MLA keeps of new tokens and returns the cache.
+    /// Adds new tokens to an MLA layer's cache, which may be empty, and returns it.
     pub(crate) fn extend_latents(&mut self, new: NewLatents<B>) -> &LatentCache<B> {
         match self {
             Self::Latent(cache) => cache.append(new),
@@ -178,8 +182,8 @@ impl<B: Backend> LayerCache<B> {
     }
 }
 
-/// The keys of a packed row that DMA's mask still shows to the next query, for each KV head; rank, expire and positions
-/// are `[batch, num_kv_heads, seq_len]`.
+/// The cache of the keys in a packed tensor that DMA's mask still shows to the next query. `rank`, `expire` and
+/// `positions` are `[batch, num_kv_heads, seq_len]`.
 fn still_seen<B: Backend>(
     qkv: Tensor<B, 4>,
     rank: Tensor<B, 3>,
@@ -190,14 +194,14 @@ fn still_seen<B: Backend>(
 ) -> DmaCache<B> {
     let device = qkv.device();
     let [batch, seq_len, _, head_dim] = qkv.dims();
-    let [_, k, v] = split(qkv, spec);
     let kv_heads = spec.num_kv_heads;
+    let [_, k, v] = split_heads(qkv, kv_heads);
     let kept = seq_len.min(window.keep_window_size);
     let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
     let mut keys = Vec::with_capacity(batch * kv_heads * kept);
     for expire in expire.chunks(seq_len) {
-        let alive = expire.iter().enumerate().filter(|(_, e)| **e as usize == seq_len);
-        keys.extend(alive.map(|(j, _)| j as i32));
+        let alive = expire.iter().enumerate().filter(|(_, end)| **end as usize == seq_len);
+        keys.extend(alive.map(|(key, _)| key as i32));
     }
     let keys = Tensor::<B, 3, Int>::from_data(TensorData::new(keys, [batch, kv_heads, kept]), &device);
     let of_heads = keys
@@ -209,14 +213,14 @@ fn still_seen<B: Backend>(
     DmaCache::new([gather(k), gather(v)], rank, positions.gather(2, keys), window)
 }
 
-/// What a pass reads and extends in one layer: one cache of all rows, or one of each row.
+/// The caches that a pass reads and extends in one layer: one cache of all rows, or one cache per row.
 #[derive(Debug)]
 pub struct LayerCaches<'a, B: DeviceBackend> {
     caches: Vec<&'a mut LayerCache<B>>,
     scratch: &'a mut B::DecodeScratch,
 }
 
-/// Some rows of a batch, and their cache.
+/// One cache, and the rows of the batch that it holds.
 pub(crate) struct CachedRows<'a, B: DeviceBackend> {
     /// The first row, and how many there are.
     pub(crate) rows: [usize; 2],
@@ -225,7 +229,7 @@ pub(crate) struct CachedRows<'a, B: DeviceBackend> {
 }
 
 impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
-    /// One layer of a cache that all rows share, or of the caches of single rows.
+    /// The caches of layer `index`: one cache of all rows, or one cache per row.
     ///
     /// Panics without a cache.
     pub(crate) fn of_layer(caches: &'a mut [&mut KvCache<B>], index: usize) -> Self {
@@ -244,17 +248,17 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
         }
     }
 
-    /// The one cache of all rows, and what decoding ops share.
+    /// The one cache of all rows, and the buffers that decoding ops share.
     ///
-    /// Panics where each row has a cache.
+    /// Panics where each row has its own cache.
     pub(crate) fn single(&mut self) -> (&mut LayerCache<B>, &mut B::DecodeScratch) {
         let [cache] = &mut self.caches[..] else {
-            panic!("one cache of all rows")
+            panic!("each row has its own cache")
         };
         (cache, self.scratch)
     }
 
-    /// The one cache of all rows, while it is empty.
+    /// The one cache of all rows, if it is empty: the pass is then a prompt.
     pub(crate) fn empty(&mut self) -> Option<&mut LayerCache<B>> {
         match &mut self.caches[..] {
             [cache] if cache.is_empty() => Some(cache),
@@ -262,13 +266,13 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
         }
     }
 
-    /// Calls `each` with the rows of each cache.
+    /// Calls `each` for every cache, and returns its results in the order of the rows.
     pub(crate) fn each<T>(&mut self, batch: usize, mut each: impl FnMut(CachedRows<'_, B>) -> T) -> Vec<T> {
         let count = match self.caches.len() {
             1 => batch,
             _ => 1,
         };
-        assert_eq!(count * self.caches.len(), batch, "one cache, or one a row");
+        assert_eq!(count * self.caches.len(), batch, "one cache, or one per row");
         let caches = self.caches.iter_mut().enumerate();
         let rows = caches.map(|(n, cache)| {
             each(CachedRows {
@@ -280,7 +284,7 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
         rows.collect()
     }
 
-    /// Attention of a packed tensor with each cache and its rows.
+    /// Calls `attend` for every cache with its rows of the packed tensor, and concatenates the outputs along the batch.
     pub(crate) fn attend(
         &mut self,
         packed: Tensor<B, 4>,
@@ -299,21 +303,7 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
     }
 }
 
-/// `[q, k, v]` of a packed tensor.
-fn split<B: Backend>(qkv: Tensor<B, 4>, spec: AttentionSpec) -> [Tensor<B, 4>; 3] {
-    let AttentionSpec {
-        num_heads,
-        num_kv_heads,
-        ..
-    } = spec;
-    [
-        qkv.clone().narrow(2, 0, num_heads),
-        qkv.clone().narrow(2, num_heads, num_kv_heads),
-        qkv.narrow(2, num_heads + num_kv_heads, num_kv_heads),
-    ]
-}
-
-/// The last `count` tokens, or all.
+/// The last `count` tokens of `[batch, tokens, heads, head_dim]`, or all if there are fewer.
 fn last<B: Backend>(x: Tensor<B, 4>, count: usize) -> Tensor<B, 4> {
     let len = x.dims()[1];
     match len > count {
@@ -323,8 +313,8 @@ fn last<B: Backend>(x: Tensor<B, 4>, count: usize) -> Tensor<B, 4> {
 }
 
 impl<B: DeviceBackend> CachedRows<'_, B> {
-    /// Dense or sliding-window attention of new tokens; `[batch, new, num_heads, head_dim]`. Several new tokens after
-    /// cached ones attend as one row: the keys that they may see, then the tokens.
+    /// Dense or sliding-window attention of `new` tokens; returns `[batch, new, num_heads, head_dim]`. Several new
+    /// tokens after cached tokens attend in a row of their own: the cached keys that they may see, then the new tokens.
     pub(crate) fn attend_recent(
         self,
         qkv: Tensor<B, 4>,
@@ -345,15 +335,15 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
         let row = cache.before(&qkv, earlier);
         let documents = Documents::whole_rows([batch, earlier + new], &qkv.device());
         let o = sieve_ops::attention(row, &documents, spec);
-        let [_, k, v] = split(qkv, spec);
+        let [_, k, v] = split_heads(qkv, spec.num_kv_heads);
         cache.reserve(new, earlier);
         cache.append(k, v);
         o.narrow(1, earlier, new)
     }
 
-    /// DMA of new tokens; `[batch, new, num_heads, head_dim]`. Several new tokens after cached ones attend as one row:
-    /// the keys in the slots, then the tokens. A key's rank does not depend on the query and an evicted key never
-    /// returns, so that row's mask equals the whole text's.
+    /// DMA of `new` tokens; returns `[batch, new, num_heads, head_dim]`. Several new tokens attend in a row of their
+    /// own: the keys in the slots, then the new tokens. The mask of this row equals the mask of the whole text, because
+    /// a key's rank does not depend on the query and an evicted key never returns.
     pub(crate) fn attend_selected(self, qkv: Tensor<B, 4>, layer: DmaLayer<B>, spec: AttentionSpec) -> Tensor<B, 4> {
         let dma = layer.spec;
         let LayerCache::Selected { cache, next_position } = self.cache else {
@@ -372,7 +362,8 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
         });
         let rank = dma_ranks(qkv.clone(), &layer, spec, recency);
         if new == 1 {
-            let [q, k, v] = split(qkv, spec).map(|x| x.squeeze_dim::<3>(1).into_primitive().tensor());
+            let one_token = |x: Tensor<B, 4>| x.squeeze_dim::<3>(1).into_primitive().tensor();
+            let [q, k, v] = split_heads(qkv, spec.num_kv_heads).map(one_token);
             let token = DmaToken {
                 q,
                 k,
@@ -395,7 +386,7 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
         o.narrow(1, earlier, new)
     }
 
-    /// Fills an empty cache with the keys of a prompt that the mask still shows to the next query.
+    /// Replaces an empty cache by the keys of a prompt that DMA's mask still shows to the next query.
     pub(crate) fn keep_selected(
         self,
         qkv: Tensor<B, 4>,
@@ -412,7 +403,7 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
     }
 }
 
-/// The positions of tokens from one on, the same for each row and head.
+/// Positions `first..`, the same for each row and head, in a tensor of this shape, `[batch, heads, tokens]`.
 fn positions<B: Backend>(first: usize, shape: [usize; 3], device: &B::Device) -> Tensor<B, 3, Int> {
     let first = first as i64;
     let positions = Tensor::<B, 1, Int>::arange(first..first + shape[2] as i64, device);

@@ -1,9 +1,9 @@
-//! Qwen3-style language models as Burn modules: each layer usable alone, generic over the backend.
+//! Qwen3-style language models as Burn modules, generic over the backend. Each layer can be used without a model.
 //!
-//! Weights of linear layers are stored `[out, in]`, as in PyTorch; q, k and v share one packed projection, gate and up
-//! another.
+//! Weights of linear layers are stored `[out, in]`, as in PyTorch. One packed projection computes q, k and v, another
+//! one gate and up.
 //!
-//! A layer alone, without a model:
+//! An attention layer without a model:
 //! ```
 //! use burn::tensor::{Distribution, Tensor};
 //! use burn_flex::Flex;
@@ -16,7 +16,7 @@
 //! let documents = Documents::whole_rows([1, 32], &device);
 //! let rope = config.rope(32, &device);
 //! let x: Tensor<Flex, 3> = Tensor::random([1, 32, 64], Distribution::Default, &device);
-//! // The layer adds to a residual stream; native_sparse and latent return their output alone.
+//! // The layer adds its output to a residual stream; native_sparse and latent layers return only their output.
 //! let y = layer.forward(x.clone(), x.zeros_like(), &LayerContext::new(&documents, &rope)).x;
 //! assert_eq!(y.dims(), [1, 32, 64]);
 //! ```

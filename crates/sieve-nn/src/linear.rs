@@ -1,4 +1,4 @@
-//! Product with a `[out, in]` weight, without bias.
+//! Linear layer without bias.
 use crate::WeightInit;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
@@ -12,8 +12,9 @@ pub struct Linear<B: Backend> {
     pub weight: Param<Tensor<B, 2>>,
 }
 
-/// Whether the parameter of this name is a GEMM's weight that a CPU may keep in bf16: [`sieve_ops::linear`], the
-/// embedding and the loss alone read it. DMA's `dt_proj` and MLA's `kv_b_proj` take part in other ops too.
+/// Whether a CPU may keep the parameter of this name in bf16, while other parameters are f32. It may if only
+/// [`sieve_ops::linear`], the embedding and the loss read the parameter. Other ops also read DMA's `dt_proj` and MLA's
+/// `kv_b_proj`.
 pub fn may_be_bf16(name: &str) -> bool {
     let is = |endings: &[&str]| endings.iter().any(|ending| name.ends_with(ending));
     is(&["proj.weight", "lm_head.weight", "embed_tokens.weight"]) && !is(&["dt_proj.weight", "kv_b_proj.weight"])

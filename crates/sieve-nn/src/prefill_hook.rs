@@ -1,8 +1,7 @@
-//! Another attention in place of a dense model's own, layer by layer, computed by the caller on the device or on the
-//! host.
+//! Passes in which a callback computes the attention of every dense layer, on the device or on the host.
 //!
-//! This is how selectors run on a checkpoint: the model's projections, norms, positions and feed-forward layers stay as
-//! they are.
+//! Selectors run on a checkpoint this way: the model's projections, norms, positions and feed-forward layers are
+//! unchanged.
 use crate::attention::Attention;
 use crate::decoder_layer::scaled;
 use crate::{DecoderLayer, KvCache, LayerCache, LayerContext, MultiHeadAttention, Qwen3};
@@ -11,12 +10,12 @@ use burn::tensor::{Int, Tensor, TensorData};
 use sieve_ops::{AttentionSpec, DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding, SieveBackend};
 use std::ops::Range;
 
-/// Queries and keys after norm and rotation, and values, of one document in one layer.
+/// Operands of one document's attention in one layer, on the host. Queries and keys are normed and rotated.
 #[derive(Clone, Copy, Debug)]
 pub struct HostOperands<'a> {
-    /// The layer.
+    /// Index of the layer.
     pub layer: usize,
-    /// Layers of the model.
+    /// Number of layers of the model.
     pub num_layers: usize,
     /// Tokens of the document.
     pub num_tokens: usize,
@@ -34,12 +33,12 @@ pub struct HostOperands<'a> {
     pub v: &'a [f32],
 }
 
-/// The same on the device, packed.
+/// Operands of one document's attention in one layer, on the device. Queries and keys are normed and rotated.
 #[derive(Clone, Debug)]
 pub struct LayerOperands<B: Backend> {
-    /// The layer.
+    /// Index of the layer.
     pub layer: usize,
-    /// Layers of the model.
+    /// Number of layers of the model.
     pub num_layers: usize,
     /// Query heads.
     pub num_heads: usize,
@@ -49,11 +48,12 @@ pub struct LayerOperands<B: Backend> {
     pub qkv: Tensor<B, 4>,
 }
 
-/// Attention of one document in one layer: `[1, num_tokens, num_heads, head_dim]`, or an error that ends the pass.
+/// Computes the attention of one document in one layer, `[1, num_tokens, num_heads, head_dim]`, or returns an error
+/// that ends the pass.
 pub type LayerAttention<'a, B, E> = dyn FnMut(&LayerOperands<B>) -> Result<Tensor<B, 4>, E> + 'a;
 
-/// The same for one text's next tokens: it reads and fills the layer's cache itself, and gets the scratch that decoding
-/// ops share.
+/// As [`LayerAttention`] for the next tokens of one text. The callback reads and fills the layer's cache, and gets the
+/// buffers that decoding ops share.
 pub type CachedLayerAttention<'a, B, E> =
     dyn FnMut(&LayerOperands<B>, &mut LayerCache<B>, &mut Scratch<B>) -> Result<Tensor<B, 4>, E> + 'a;
 
@@ -65,7 +65,7 @@ impl<B: Backend> LayerOperands<B> {
         self.qkv.dims()[1]
     }
 
-    /// The heads' sizes, as dense attention takes them.
+    /// The dense attention that the callback replaces.
     pub fn spec(&self) -> AttentionSpec {
         let head_dim = self.qkv.dims()[3];
         AttentionSpec::dense([self.num_heads, self.num_kv_heads], head_dim)
@@ -86,10 +86,11 @@ impl<B: Backend> LayerOperands<B> {
         part.into_data().iter::<f32>().collect()
     }
 
-    /// Attention that is computed on the host, from a copy of everything: `[num_tokens, num_heads, head_dim]`.
+    /// Copies the operands to the host, calls `attend` there, and copies its output, `[num_tokens, num_heads,
+    /// head_dim]`, to the device.
     ///
     /// # Errors
-    /// Those of `attend`.
+    /// The error of `attend`.
     pub fn on_host<E>(&self, attend: impl FnOnce(HostOperands<'_>) -> Result<Vec<f32>, E>) -> Result<Tensor<B, 4>, E> {
         let [_, num_tokens, _, head_dim] = self.qkv.dims();
         let v = self.copied(self.num_heads + self.num_kv_heads, self.num_kv_heads);
@@ -110,8 +111,8 @@ impl<B: Backend> LayerOperands<B> {
 }
 
 impl<B: SieveBackend> Qwen3<B> {
-    /// As [`hidden`](Self::hidden), with `attend` in place of every dense layer's attention; it is called once per
-    /// layer and document, layer by layer. Layers of other kinds keep their own attention.
+    /// As [`hidden`](Self::hidden), with `attend` in place of the attention of dense layers. `attend` is called once
+    /// per layer and document, layer by layer. Layers of other kinds keep their attention.
     ///
     /// # Errors
     /// The first error of `attend`.
@@ -124,8 +125,8 @@ impl<B: SieveBackend> Qwen3<B> {
         self.hidden_of_documents(ids, context, &|_| true, attend)
     }
 
-    /// As [`hidden_attending`](Self::hidden_attending) of the documents that `is_read`, as ranges over the rows laid
-    /// end to end; the attention of others is 0.
+    /// As [`hidden_attending`](Self::hidden_attending), but `attend` is called only for the documents that `is_read`
+    /// accepts; the attention of others is 0. Documents are ranges of tokens of the concatenated rows.
     fn hidden_of_documents<E>(
         &self,
         ids: Tensor<B, 2, Int>,
@@ -155,8 +156,8 @@ impl<B: SieveBackend> Qwen3<B> {
         })
     }
 
-    /// As [`token_losses`](Self::token_losses), with `attend`, which is not called for documents without a label, as
-    /// padding is.
+    /// As [`token_losses`](Self::token_losses), with `attend` in place of the attention of dense layers. `attend` is
+    /// not called for documents without a label, such as padding.
     ///
     /// # Errors
     /// The first error of `attend`.
@@ -173,8 +174,7 @@ impl<B: SieveBackend> Qwen3<B> {
         Ok(self.head.token_losses(hidden, labels, &self.embed_tokens))
     }
 
-    /// As [`next_logits`](Self::next_logits) of one text, with `attend` as the attention of dense layers; it reads and
-    /// fills their caches.
+    /// As [`next_logits`](Self::next_logits) for one text, with `attend` in place of the attention of dense layers.
     ///
     /// # Errors
     /// The first error of `attend`.
@@ -213,7 +213,7 @@ impl<B: SieveBackend> Qwen3<B> {
 
 impl<B: SieveBackend> DecoderLayer<B> {
     /// As [`forward`](Self::forward) with `attend`, from the packed tensor to `[.., num_heads, head_dim]`, in place of
-    /// the attention of `mha`, this layer's.
+    /// attention. `mha` is this layer's attention.
     fn forward_attending<E>(
         &self,
         mha: &MultiHeadAttention<B>,
@@ -230,7 +230,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
     }
 }
 
-/// The attention of a dense layer.
+/// The layer's attention, if it is dense.
 fn dense<B: SieveBackend>(layer: &DecoderLayer<B>) -> Option<&MultiHeadAttention<B>> {
     match &layer.self_attn {
         Attention::Grouped(mha) if mha.is_dense() => Some(mha),
@@ -238,7 +238,7 @@ fn dense<B: SieveBackend>(layer: &DecoderLayer<B>) -> Option<&MultiHeadAttention
     }
 }
 
-/// Documents as ranges over the rows laid end to end.
+/// Documents as ranges of tokens of the concatenated rows.
 fn documents_of<B: SieveBackend>(documents: &Documents<B>) -> Vec<Range<usize>> {
     let [_, seq_len] = documents.end.dims();
     let ends: Vec<usize> = documents
@@ -309,7 +309,7 @@ mod tests {
             assert_close("hidden", &values(hooked), &values(plain), 1e-4);
             let is_dense = kind == sieve_core::Attention::Mha;
             assert_eq!(calls, if is_dense { 6 } else { 0 });
-            // Padding is a document without labels, which no selector is asked about.
+            // Padding is a document without labels, for which the callback is not called.
             let labels = [vec![3; 5], vec![IGNORE_LABEL; 6], vec![4; 11]].concat();
             let labels = Tensor::<Flex, 2, Int>::from_data(TensorData::new(labels, [2, 11]), &Default::default());
             let plain = model.token_losses(ids([2, 11], 3), labels.clone(), &context);

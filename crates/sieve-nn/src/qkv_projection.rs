@@ -7,13 +7,13 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_ops::{AttentionLayer, AttentionSpec, QkNorm, SieveBackend, TokenAttention, TokenExtra};
 
-/// `x` to `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, q and k normalised per head, where the model has
-/// such norms, and rotated.
+/// Projects x to packed queries, keys and values, `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, and
+/// rotates queries and keys, after their per-head norms where the model has such norms.
 #[derive(Module, Debug)]
 pub struct QkvProjection<B: Backend> {
     /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`, rows in the order q, k, v.
     pub qkv_proj: Linear<B>,
-    /// `[(num_heads + 2 * num_kv_heads) * head_dim]`; absent but in models like Qwen2.
+    /// `[(num_heads + 2 * num_kv_heads) * head_dim]`; in models like Qwen2.
     pub qkv_bias: Option<Param<Tensor<B, 1>>>,
     /// `[head_dim]`; absent in models like Llama.
     pub q_norm: Option<RmsNorm<B>>,
@@ -67,34 +67,29 @@ impl<B: SieveBackend> QkvProjection<B> {
         self.norm_rope(self.project(x), context)
     }
 
-    /// Whether the op of a whole layer computes this projection: it has per-head norms and no biases.
-    pub(crate) fn is_in_layer_op(&self) -> bool {
-        self.qk_norm().is_some() && self.qkv_bias.is_none()
-    }
-
-    /// The layer that ends with `o_proj`, with `norm` before it, as one op takes it.
-    ///
-    /// Panics unless [`is_in_layer_op`](Self::is_in_layer_op).
+    /// Operands of [`sieve_ops::attention_layer`] for the layer from `norm` to `o_proj`. `None` for a projection
+    /// without per-head norms or with biases, which that op does not support.
     pub(crate) fn layer_op(
         &self,
         norm: &RmsNorm<B>,
         o_proj: &Linear<B>,
         context: &LayerContext<'_, B>,
-    ) -> AttentionLayer<B> {
-        AttentionLayer {
+    ) -> Option<AttentionLayer<B>> {
+        let qk_norm = self.qk_norm().filter(|_| self.qkv_bias.is_none())?;
+        Some(AttentionLayer {
             norm: norm.weight.val(),
             epsilon: norm.epsilon,
             qkv: self.qkv_proj.weight.val(),
-            qk_norm: self.qk_norm().expect("is_in_layer_op"),
+            qk_norm,
             o: o_proj.weight.val(),
             dma: None,
             precision: context.precision,
             keeping: context.keeping,
             sums: context.take_sums([&self.qkv_proj, o_proj]),
-        }
+        })
     }
 
-    /// The layer that ends with `o_proj`, as a step of one token takes it.
+    /// Operands of [`sieve_ops::token_step`] for the layer from this projection to `o_proj`.
     pub(crate) fn for_token_step(&self, o_proj: &Linear<B>, spec: AttentionSpec) -> TokenAttention<B> {
         TokenAttention {
             qkv: self.qkv_proj.weight.val(),
@@ -107,7 +102,7 @@ impl<B: SieveBackend> QkvProjection<B> {
         }
     }
 
-    /// The packed product and its biases alone, as [`forward`](Self::forward) shapes it.
+    /// As [`forward`](Self::forward), without norms and rotation.
     pub fn project(&self, x: Tensor<B, 3>) -> Tensor<B, 4> {
         let [batch, seq_len, _d_model] = x.dims();
         let heads = self.num_heads + 2 * self.num_kv_heads;
@@ -124,7 +119,7 @@ impl<B: SieveBackend> QkvProjection<B> {
         self.at_positions(qkv, context.positions.clone(), context)
     }
 
-    /// Norms of a packed tensor, without rotation: every token has position 0.
+    /// Norms of a packed tensor, without rotation. It passes position 0 for every token, which is no rotation.
     pub fn norm(&self, qkv: Tensor<B, 4>, context: &LayerContext<'_, B>) -> Tensor<B, 4> {
         self.at_positions(qkv, context.positions.zeros_like(), context)
     }

@@ -22,12 +22,12 @@ impl<B: SieveBackend> TokenEmbedding<B> {
     }
 }
 
-/// Final norm, and the output projection where it is not the embedding.
+/// Final norm and output projection.
 #[derive(Module, Debug)]
 pub struct LmHead<B: Backend> {
-    /// Before the projection.
+    /// The norm before the projection.
     pub norm: RmsNorm<B>,
-    /// `[vocab_size, d_model]`; absent when tied to the embedding.
+    /// `[vocab_size, d_model]`; `None`: the embedding's weight is used (tied).
     pub lm_head: Option<Linear<B>>,
 }
 
@@ -61,18 +61,18 @@ impl<B: SieveBackend> LmHead<B> {
 /// A Qwen3-style causal language model with one attention kind in all layers.
 #[derive(Module, Debug)]
 pub struct Qwen3<B: Backend> {
-    /// First segment.
+    /// Token embedding, the first segment of a training step.
     pub embed_tokens: TokenEmbedding<B>,
-    /// One segment each.
+    /// The blocks, one segment each.
     pub layers: Vec<DecoderLayer<B>>,
-    /// Last segment.
+    /// Final norm and output projection, the last segment.
     pub head: LmHead<B>,
     #[module(skip)]
     shape: ModelShape,
 }
 
 impl<B: Backend> Qwen3<B> {
-    /// Weights drawn from `seed`: normal with `shape.initializer_range`, norms of one.
+    /// Weights drawn from `seed`: normal with standard deviation `shape.initializer_range`; norms with weights of 1.
     pub fn new(shape: &ModelShape, seed: u64, device: &B::Device) -> Self {
         let mut init = WeightInit::new(seed, shape.initializer_range);
         let init = &mut init;
@@ -111,8 +111,9 @@ impl<B: Backend> Qwen3<B> {
 }
 
 impl<B: SieveBackend> Qwen3<B> {
-    /// The residual stream after the last block, `[batch, seq_len, d_model]`: embeds `ids`, then calls `step` with each
-    /// layer's number and the stream. All passes but training use this loop; training cuts the graph between layers.
+    /// Embeds `ids` and calls `step` for each layer, with its index and the residual stream; returns the stream after
+    /// the last block, `[batch, seq_len, d_model]`. All passes except training use this loop; training cuts the graph
+    /// between layers.
     ///
     /// # Errors
     /// The first error of `step`.
@@ -121,7 +122,7 @@ impl<B: SieveBackend> Qwen3<B> {
         ids: Tensor<B, 2, Int>,
         mut step: impl FnMut(usize, &DecoderLayer<B>, Tensor<B, 3>) -> Result<Tensor<B, 3>, E>,
     ) -> Result<Tensor<B, 3>, E> {
-        // On a CPU GEMM weights may be bf16 where the stream is f32.
+        // On a CPU the embedding's weight may be bf16, while the residual stream is f32 like the norms.
         let x = self.embed_tokens.forward(ids).cast(self.head.norm.weight.val().dtype());
         let mut layers = self.layers.iter().enumerate();
         layers.try_fold(x, |x, (index, layer)| step(index, layer, x))
@@ -149,8 +150,8 @@ impl<B: SieveBackend> Qwen3<B> {
             .token_losses(self.hidden(ids, context), labels, &self.embed_tokens)
     }
 
-    /// Logits of the last token, `[batch, vocab_size]`, through the cache, which takes any number of tokens at a time:
-    /// a text in chunks gives the logits of one pass. For dense and NSA layers chunks after the first cost more than
+    /// Logits of the last token, `[batch, vocab_size]`; adds the tokens to the cache. A text may be passed in chunks of
+    /// any sizes: the logits equal those of one pass. For dense and NSA layers, chunks after the first cost more than
     /// one pass over all tokens.
     pub fn next_logits(&self, ids: Tensor<B, 2, Int>, cache: &mut KvCache<B>, rope: &RotaryEmbedding<B>) -> Tensor<B, 2>
     where
@@ -159,7 +160,8 @@ impl<B: SieveBackend> Qwen3<B> {
         self.next_logits_of_rows(ids, &mut [cache], rope)
     }
 
-    /// The same for rows that each have a cache of their own, of any lengths.
+    /// As [`next_logits`](Self::next_logits) with one cache per row, whose lengths may differ, or one cache of all
+    /// rows.
     ///
     /// Panics when a cache is empty, unless it is one cache of all rows.
     pub fn next_logits_of_rows(
@@ -186,7 +188,8 @@ impl<B: SieveBackend> Qwen3<B> {
         logits
     }
 
-    /// Logits of the last token by `step` in each layer, which is given the layer's caches too; counts the tokens.
+    /// Runs `step` in each layer, with the layer's caches, and returns the logits of the last token. Adds the tokens to
+    /// the caches' lengths.
     pub(crate) fn cached_pass<E>(
         &self,
         ids: Tensor<B, 2, Int>,

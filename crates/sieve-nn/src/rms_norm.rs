@@ -14,7 +14,7 @@ pub struct RmsNorm<B: Backend> {
 }
 
 impl<B: Backend> RmsNorm<B> {
-    /// Weights of one.
+    /// Weights of 1.
     pub fn new(d_model: usize, epsilon: f64, init: &mut WeightInit, device: &B::Device) -> Self {
         Self {
             weight: init.constant(1.0, [d_model], device),
@@ -24,7 +24,7 @@ impl<B: Backend> RmsNorm<B> {
 }
 
 impl<B: SieveBackend> RmsNorm<B> {
-    /// `[.., d_model]`, shape kept.
+    /// The norm over the last dimension of x, `[.., d_model]`.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         sieve_ops::rms_norm(x, self.weight.val(), self.epsilon)
     }

@@ -5,7 +5,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_ops::{FeedForward, Residual, SieveBackend};
 
-/// Gate and up are one packed product, gate first.
+/// SwiGLU layer whose gate and up projections are one packed GEMM, gate first.
 #[derive(Module, Debug)]
 pub struct SwigluMlp<B: Backend> {
     /// `[2 * d_ff, d_model]`.
@@ -25,7 +25,8 @@ impl<B: Backend> SwigluMlp<B> {
 }
 
 impl<B: SieveBackend> SwigluMlp<B> {
-    /// The layer after `norm`, `[batch, seq_len, d_model]`, shape kept; the residual stream is x before the norm.
+    /// Norm and feed-forward layer as one op, shape of x, `[batch, seq_len, d_model]`. `residual` says whether x is
+    /// added.
     pub fn forward(
         &self,
         x: Tensor<B, 3>,

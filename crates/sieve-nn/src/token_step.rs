@@ -17,6 +17,11 @@ impl<B: DeviceBackend> Qwen3<B> {
         if cache.single_tokens == 1 {
             return None;
         }
+        // A graph holds the tables that it was captured with.
+        let rope_rows = rope.cos.dims()[0];
+        if std::mem::replace(&mut cache.rope_rows, rope_rows) != rope_rows {
+            cache.graph = Default::default();
+        }
         let KvCache {
             layers,
             num_tokens,

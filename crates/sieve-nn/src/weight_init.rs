@@ -1,5 +1,5 @@
-//! Initial weights drawn on the host, the same on every backend and for any number of threads. A parameter is drawn
-//! when its value is first read: a model whose weights are loaded from a file draws none.
+//! Initial weights, drawn on the host, equal on every backend and for any number of threads. A parameter is drawn when
+//! its value is first read, so a model whose weights are loaded from a file draws none.
 use burn::module::{Param, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, Tensor, TensorData};
@@ -8,10 +8,10 @@ use chacha20::rand_core::SeedableRng;
 use rand_distr::{Distribution, StandardNormal};
 use rayon::prelude::*;
 
-/// Values one random stream yields.
+/// Values that are drawn from one random stream.
 const CHUNK: usize = 1 << 16;
 
-/// Draws parameters one after another; the n-th parameter of a model depends on the seed and on n alone.
+/// Draws parameters one after another. The n-th normal parameter depends only on the seed and on n.
 #[derive(Clone, Debug)]
 pub struct WeightInit {
     seed: u64,
@@ -29,7 +29,7 @@ impl WeightInit {
         }
     }
 
-    /// The next parameter, normal.
+    /// The next parameter, with normal values.
     pub fn normal<B: Backend, const D: usize>(&mut self, shape: [usize; D], device: &B::Device) -> Param<Tensor<B, D>> {
         let (seed, standard_deviation, first_stream) = (self.seed, self.standard_deviation, self.num_drawn << 32);
         self.num_drawn += 1;

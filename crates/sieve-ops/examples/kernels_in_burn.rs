@@ -1,5 +1,5 @@
-//! Sieve's ops from another Burn program: its own module, its own optimizer, Sieve's attention in between. The same
-//! code runs on the CPU ([`Flex`]) and, with [`sieve_ops::Cuda`] in its place, on the CUDA kernels.
+//! A Burn program with a module and an optimizer of its own that calls Sieve's attention. It runs on the CPU
+//! ([`Flex`]); with [`sieve_ops::Cuda`] in place of `Flex` the same code runs on the CUDA kernels.
 //!
 //! `cargo run --release --example kernels_in_burn`, from the workspace's root.
 
@@ -37,7 +37,7 @@ impl<B: SieveBackend> Mixer<B> {
 
     fn forward(&self, x: Tensor<B, 3>, documents: &Documents<B>) -> Tensor<B, 3> {
         let [batch, seq_len, _d_model] = x.dims();
-        // Queries, keys and values side by side, as all of Sieve's ops take them.
+        // Sieve's ops take queries, keys and values as one packed tensor.
         let heads = NUM_HEADS + 2 * NUM_KV_HEADS;
         let qkv = self.qkv.forward(x).reshape([batch, seq_len, heads, HEAD_DIM]);
         let spec = AttentionSpec {
@@ -48,11 +48,11 @@ impl<B: SieveBackend> Mixer<B> {
     }
 }
 
-/// Steps towards saying at each token what stood two tokens before.
+/// Trains the module to output at each token the input of two tokens before; returns the first and the last loss.
 fn train<B: AutodiffBackend + SieveBackend>(device: &B::Device) -> (f32, f32) {
     let mut mixer = Mixer::<B>::new(device);
     let mut optimizer = AdamConfig::new().init();
-    // One document a row; `Documents::new` packs several, which do not see each other.
+    // One document per row. `Documents::new` packs several, which do not attend to each other.
     let (batch, seq_len) = (4, 96);
     let documents = Documents::whole_rows([batch, seq_len], device);
     let shape = [batch, seq_len, D_MODEL];

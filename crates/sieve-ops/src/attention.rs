@@ -13,7 +13,8 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_kernels::KernelPolicy;
 
-/// Grouped-query attention: query i sees the keys j of its document with `i - window < j <= i`.
+/// Grouped-query attention, causal: query i sees the keys j <= i of its document, or the last `spec.window_size` of
+/// them.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -36,14 +37,14 @@ pub struct AttentionSpec {
     pub num_kv_heads: usize,
     /// Factor on `q·k`, usually `1/sqrt(head_dim)`.
     pub softmax_scale: f64,
-    /// Keys a query may see at most, itself included (`i - window < j <= i`); `None` is dense causal.
+    /// Most keys that a query sees, its own included (`i - window_size < j <= i`); `None`: dense attention.
     pub window_size: Option<usize>,
-    /// Which kernels a GPU takes, and how these sum.
+    /// Which kernels a GPU may use, and in which order backward kernels sum.
     pub policy: KernelPolicy,
 }
 
 impl AttentionSpec {
-    /// Dense attention of query and KV heads of this width.
+    /// Dense attention with the usual softmax scale.
     pub fn dense([num_heads, num_kv_heads]: [usize; 2], head_dim: usize) -> Self {
         Self {
             num_heads,
@@ -59,11 +60,11 @@ impl AttentionSpec {
         self.num_heads + 2 * self.num_kv_heads
     }
 
-    /// The same attention for a packed tensor that holds only some KV heads with their queries, `packed_heads` heads in
-    /// all.
+    /// The same attention for a packed tensor of `packed_heads` heads, which holds only some of the KV heads, with
+    /// their query heads.
     ///
     /// # Panics
-    /// When `packed_heads` is not a whole number of groups.
+    /// When `packed_heads` is not a multiple of `group_size + 2`.
     pub fn of_packed_heads(self, packed_heads: usize) -> Self {
         let group = self.group_size();
         assert_eq!(
@@ -85,7 +86,7 @@ impl AttentionSpec {
     }
 }
 
-/// What an attention call has beside the packed tensor.
+/// Operands of attention other than the packed tensor.
 #[derive(Clone, Debug)]
 pub struct AttentionCall<B: Backend> {
     /// Document bounds.
@@ -95,7 +96,7 @@ pub struct AttentionCall<B: Backend> {
 }
 
 impl<B: Backend> AttentionCall<B> {
-    /// A call on documents.
+    /// Attention inside these documents.
     pub fn new(documents: DocumentBounds<B>, spec: AttentionSpec) -> Self {
         Self { documents, spec }
     }
@@ -106,18 +107,17 @@ impl<B: Backend> AttentionCall<B> {
 pub struct AttentionOutput<B: Backend> {
     /// `[batch, seq_len, num_heads, head_dim]`, dtype of the packed input.
     pub o: Float<B>,
-    /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing.
-    /// With a bias per key the largest bias that the row sees is subtracted, since a large one would cost it its
-    /// precision.
+    /// Log-sum-exp of each row's logits, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing. With
+    /// biases, the largest bias that the row sees is subtracted from its logits, to keep their precision.
     pub lse: Float<B>,
-    /// The lower bits of o in f32, where the backend's backward pass makes use of them.
+    /// `o_f32 - o`: what rounding o to bf16 removed, shaped as o. `None` unless the device's backward pass reads it.
     pub o_low: Option<Float<B>>,
-    /// The largest bias that each query sees, where the backend's backward pass makes use of it.
+    /// The largest bias that each query sees. `None` unless the device's backward pass reads it.
     pub base: Option<Float<B>>,
 }
 
 impl<B: Backend> AttentionOutput<B> {
-    /// Of a backend whose backward pass makes use of o and the log-sum-exp alone.
+    /// Output for a backward pass that reads only o and the log-sum-exp.
     pub(crate) fn new(o: Float<B>, lse: Float<B>) -> Self {
         Self {
             o,

@@ -1,9 +1,9 @@
 //! The backends that Sieve's ops run on, and the one table of what a device computes.
 //!
 //! A row of the table is a method of [`DeviceBackend`]; the CPU computes it in `FAMILY::cpu` and CUDA in
-//! `FAMILY::cuda`, under the same name. A device without a kernel for a call runs the op's `reference`, which is
-//! counted. Autodiff is not part of the table: the function that users call adds one node to the graph
-//! ([`SieveBackend::node`]), whose backward pass calls the device again.
+//! `FAMILY::cuda`, under the same name. A device without a kernel for a call runs the op's `reference` and counts it.
+//! Autodiff is not part of the table: a public op adds one node to the graph ([`SieveBackend::node`]), whose backward
+//! pass calls the device again.
 use crate::tensors::{Float, Ints};
 use crate::{
     AdamWTensors, AttentionCall, AttentionOutput, AttentionSpec, BackwardPass, ChoiceCall, Cuda, DmaCache, DmaCall,
@@ -20,13 +20,13 @@ use std::ops::Range;
 
 /// A Burn backend that Sieve's ops run on: a device, or autodiff over one.
 pub trait SieveBackend: Backend {
-    /// The device below the graph; a device is its own.
+    /// The device below the graph; for a device, itself.
     type Inner: DeviceBackend<
             Device = Self::Device,
             IntTensorPrimitive = Self::IntTensorPrimitive,
             BoolTensorPrimitive = Self::BoolTensorPrimitive,
         >;
-    /// Whether ops enter nodes for a backward pass.
+    /// Whether ops add nodes to a graph for the backward pass.
     const HAS_GRAPH: bool;
 
     /// A tensor's value, without its place in the graph.
@@ -35,8 +35,8 @@ pub trait SieveBackend: Backend {
     fn constant(value: Float<Self::Inner>) -> Float<Self>;
     /// Whether this tensor needs a gradient.
     fn is_tracked(x: &Float<Self>) -> bool;
-    /// An op's output as a tensor: in a graph, a function of `parents`, whose gradients `backward` computes from the
-    /// output's. A device drops `backward`.
+    /// The tensor of an op's output. In a graph it depends on `parents`, whose gradients `backward` computes from the
+    /// output's gradient. A device drops `backward`.
     fn node<F: BackwardPass<Self::Inner, N>, const N: usize>(
         parents: [&Float<Self>; N],
         output: Float<Self::Inner>,
@@ -85,11 +85,11 @@ macro_rules! device_ops {
      })+) => {
         $(#[doc = $about])+
         pub trait $trait: SieveBackend<Inner = Self> {
-            /// Tensors that the layers of a decoding step share and that are reused by the next step. The owner of the
-            /// caches owns them too.
+            /// Buffers that the layers of a decoding step share and that the next step reuses. They belong to the owner
+            /// of the caches.
             type DecodeScratch: Clone + Debug + Default + Send;
-            /// A captured decoding step for the next token of the same caches, where the device supports it. The owner
-            /// of the caches owns it too and drops it before any other pass writes to them; a clone is empty.
+            /// A captured decoding step for the next token of the same caches, where the device supports it. It belongs
+            /// to the owner of the caches, who drops it before any other pass writes to them; a clone is empty.
             type StepGraph: Clone + Debug + Default + Send;
 
             $($($(#[doc = $doc])+ fn $op($($arg: $type),+) -> $result;)+)+
@@ -124,16 +124,14 @@ device_ops! {
     DeviceBackend:
 
     linear {
-        /// See [`crate::linear`].
-        fn linear(x: Float<Self>, weight: Float<Self>) -> Float<Self>;
-        /// See [`crate::linear_add`]; its gradients are those of [`crate::linear`] and, for the residual, dy itself.
-        fn linear_add(x: Float<Self>, weight: Float<Self>, residual: Float<Self>) -> Float<Self>;
+        /// See [`crate::linear`] and, with a residual, [`crate::linear_add`].
+        fn linear(x: Float<Self>, weight: Float<Self>, residual: Option<Float<Self>>) -> Float<Self>;
         /// `dx` of [`crate::linear`].
         fn linear_input_gradient(weight: Float<Self>, dy: Float<Self>) -> Float<Self>;
-        /// `dweight` of [`crate::linear`], added to `sum` where there is one, which may be changed in place.
+        /// `dweight` of [`crate::linear`], added to `sum` if there is one; `sum` may be changed in place.
         fn linear_weight_gradient(x: Float<Self>, dy: Float<Self>, sum: Option<Float<Self>>) -> Float<Self>;
-        /// `a b` of two matrices of one type, or with `([alpha, beta], c)` `alpha a b + beta c` of that type; the
-        /// kernel rounds once. It has no gradient.
+        /// `a b`, or with a `sum` of `([alpha, beta], c)`, `alpha a b + beta c`; `kind` says which operand is
+        /// transposed. All matrices have one dtype, and the kernel rounds once. It has no gradient.
         fn gemm(
             kind: Product,
             x: Float<Self>,
@@ -143,18 +141,18 @@ device_ops! {
     }
 
     fp8 {
-        /// `x wᵀ`, and the residual where there is one, of x and w rounded to e4m3; what the gradients need beside it.
+        /// `x wᵀ` with x and w rounded to e4m3, plus the residual if there is one; and what the backward pass needs.
         fn fp8_linear(
             x: ToQuantise<Self>,
             weight: Float<Self>,
             residual: Option<Float<Self>>,
         ) -> (Float<Self>, Fp8Kept<Self>);
-        /// `[dx, dweight]` from dy rounded to e5m2 and the rounded operands of the forward pass (straight-through:
-        /// rounding has gradient 1). dweight is added to `sum` if given, possibly in place.
+        /// `[dx, dweight]` from dy rounded to e5m2 and the rounded operands of the forward pass; the gradient of
+        /// rounding is taken to be 1 (straight-through). dweight is added to `sum` if there is one, possibly in place.
         fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: ToQuantise<Self>, sum: Option<Float<Self>>) -> [Float<Self>; 2];
-        /// [`crate::swiglu`], to be rounded.
+        /// [`crate::swiglu`] for a following fp8 GEMM.
         fn fp8_swiglu(gate_up: Float<Self>) -> ToQuantise<Self>;
-        /// Its gradient, to be rounded.
+        /// Gradient of [`crate::swiglu`] for a following fp8 GEMM.
         fn fp8_swiglu_backward(gate_up: Float<Self>, dy: Float<Self>) -> ToQuantise<Self>;
     }
 
@@ -168,14 +166,15 @@ device_ops! {
     norm {
         /// See [`crate::rms_norm`].
         fn rms_norm(call: RmsNormCall<Self>) -> Float<Self>;
-        /// `[dx, dweight]` of [`crate::rms_norm`]; `d_residual`, the gradient that reaches x past the norm, is added to
-        /// dx.
+        /// `[dx, dweight]` of [`crate::rms_norm`]. `d_residual`, the gradient of the residual connection around the
+        /// norm, is added to dx.
         fn rms_norm_backward(
             call: RmsNormCall<Self>,
             dy: Float<Self>,
             d_residual: Option<Float<Self>>,
         ) -> [Float<Self>; 2];
-        /// `[dx, dweight, y]`: as [`rms_norm_backward`](Self::rms_norm_backward), and the norm's output once more.
+        /// `[dx, dweight, y]`: as [`rms_norm_backward`](Self::rms_norm_backward), and y, the recomputed output of the
+        /// norm.
         fn rms_norm_backward_with_output(
             call: RmsNormCall<Self>,
             dy: Float<Self>,
@@ -197,7 +196,7 @@ device_ops! {
         fn swiglu(gate_up: Float<Self>) -> Float<Self>;
         /// Gradient of [`crate::swiglu`].
         fn swiglu_backward(gate_up: Float<Self>, dy: Float<Self>) -> Float<Self>;
-        /// `[dgate_up, y]`: gradient of [`crate::swiglu`], and its output once more.
+        /// `[dgate_up, y]`: the gradient of [`crate::swiglu`], and y, its recomputed output.
         fn swiglu_backward_with_output(gate_up: Float<Self>, dy: Float<Self>) -> [Float<Self>; 2];
     }
 
@@ -216,14 +215,15 @@ device_ops! {
     dma {
         /// DMA's scores `z[b, g, j] = A[g] * softplus(concat(v_j) . W_dt[:, g])`, f32 `[batch, num_kv_heads, seq_len]`.
         fn dma_scores(call: &DmaScoresCall<Self>) -> Float<Self>;
-        /// What ranks the keys: the scores plus what recency adds, rounded as [`dma_rank`](crate::dma_rank) does.
+        /// The keys' ranks: scores plus recency, rounded as in [`dma_rank`](crate::dma_rank).
         fn dma_ranks(call: &DmaScoresCall<Self>, recency: Option<Recency<Self>>) -> Float<Self>;
-        /// Adds the path through the scores to `dqkv`; returns `[dqkv, dw_dt, da]`.
+        /// The backward pass of [`dma_scores`](Self::dma_scores): `[dqkv, dw_dt, da]`, where the gradient of the values
+        /// is added to the `dqkv` that is passed in.
         fn dma_scores_backward(call: &DmaScoresCall<Self>, dz: Float<Self>, dqkv: Float<Self>) -> [Float<Self>; 3];
         /// See [`crate::dma_select`].
         fn dma_select(rank: Float<Self>, documents: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self>;
-        /// Attention over the kept keys with an additive bias per key. A kernel that supports it also returns the
-        /// output's low bits for the rows that `o_low` names.
+        /// Attention over the selected keys with an additive bias per key. Where `o_low` asks for it and the kernel
+        /// supports it, the output includes `o_low`.
         fn dma_attention(call: &DmaCall<Self>, o_low: KeepOLow) -> AttentionOutput<Self>;
         /// `[dqkv, ddelta]` of [`dma_attention`](Self::dma_attention).
         fn dma_attention_backward(
@@ -234,7 +234,7 @@ device_ops! {
     }
 
     nsa {
-        /// See [`crate::nsa_blocks`]; positions of keys, then of values.
+        /// See [`crate::nsa_blocks`]; `positions` are the learned vectors of keys, then of values.
         fn nsa_blocks(qkv: Float<Self>, positions: [Float<Self>; 2], call: &NsaCall<Self>) -> Float<Self>;
         /// `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`](Self::nsa_blocks); `dims` are qkv's.
         fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: Float<Self>) -> [Float<Self>; 3];
@@ -283,12 +283,12 @@ device_ops! {
     }
 
     chosen {
-        /// The blocks that each query chooses by its pooled keys, `pooled` as
-        /// [`nsa_mean_pool`](Self::nsa_mean_pool) makes them: `[batch, seq_len, choosers, num_selected_blocks]`.
+        /// The blocks that each query chooses by the pooled keys, `[batch, seq_len, choosers, num_selected_blocks]`;
+        /// `pooled` is the result of [`nsa_mean_pool`](Self::nsa_mean_pool).
         fn choose_key_blocks(qkv: Float<Self>, pooled: Float<Self>, call: &ChoiceCall<Self>) -> Ints<Self>;
-        /// The gradient of an indexer's packed tensor over chosen blocks (see [`crate::indexed_attention`]), by one
-        /// fused kernel; `None` where the device has none, and the gradient is computed as attention with the indexer's
-        /// keys as values.
+        /// The gradient of the indexer's packed tensor, the second of `packed`, by a fused kernel over the chosen
+        /// blocks (see [`crate::indexed_attention`]). `None` where the device has no such kernel: the caller then
+        /// computes the gradient as attention with the indexer's keys as values.
         fn index_gradient(
             packed: [Float<Self>; 2],
             chosen: Ints<Self>,
@@ -299,8 +299,8 @@ device_ops! {
     mla {
         /// See [`crate::mla_pack`]; inputs are q, kv, k_rope.
         fn mla_pack(inputs: [Float<Self>; 3], call: MlaPackCall<Self>) -> (Float<Self>, Option<[Float<Self>; 2]>);
-        /// Gradients of the inputs of [`mla_pack`](Self::mla_pack), and of its norms' weights. `normed` are the inputs
-        /// of a call with norms.
+        /// Gradients of the inputs of [`mla_pack`](Self::mla_pack) and, with norms, of the norms' weights; then
+        /// `normed` holds the inputs.
         fn mla_pack_backward(
             call: MlaPackCall<Self>,
             normed: Option<[Float<Self>; 3]>,
@@ -322,7 +322,7 @@ device_ops! {
         fn token_step(step: TokenStep<'_, Self>, graph: &mut Self::StepGraph) -> Option<Float<Self>>;
         /// See [`crate::repeat_token_step`].
         fn repeat_token_step(graph: &mut Self::StepGraph, ids: Ints<Self>, position: usize) -> Option<Float<Self>>;
-        /// See [`crate::likeliest`]; ids `[rows, 1]`, -1 for none.
+        /// See [`crate::likeliest`]; token ids, `[rows, 1]`, -1 where there is none.
         fn likeliest(logits: Float<Self>, num_tokens: usize) -> Ints<Self>;
         /// See [`crate::attention_decode`].
         fn attention_decode(
@@ -332,7 +332,7 @@ device_ops! {
             softmax_scale: f64,
             scratch: &mut Self::DecodeScratch,
         ) -> Float<Self>;
-        /// See [`crate::cached_attention`]; the cache has room for the token.
+        /// See [`crate::cached_attention`]; the caller has made room for the token in the cache.
         fn cached_attention(
             cache: &mut KeyCache<Self>,
             qkv: Float<Self>,
@@ -360,7 +360,7 @@ device_ops! {
     sparse {
         /// See [`crate::has_sparse_attention`].
         fn has_sparse_attention(qkv: &Float<Self>) -> bool;
-        /// See [`crate::sparse_attention`]. Returns o and the log-sum-exp.
+        /// See [`crate::sparse_attention`]; `[o, lse]`.
         fn sparse_attention(
             qkv: Float<Self>,
             mask: KeyMask<Ints<Self>>,
@@ -404,63 +404,66 @@ device_ops! {
             weight: Float<Self>,
             labels: Ints<Self>,
         ) -> [Float<Self>; 3];
-        /// `x` times a `[1]` that lies on the device; x may be changed in place where nobody else holds it.
+        /// `x` times `factor`, a `[1]` on the device; x may be changed in place if it has no other owner.
         fn scale(x: Float<Self>, factor: Float<Self>) -> Float<Self>;
     }
 
     optimizer {
-        /// One AdamW update; `grad_scale` is `[1]` on the device. Where it is zero or not finite nothing changes: this
-        /// is how a step with NaN or infinite gradients is skipped.
+        /// One AdamW update with the gradient times `grad_scale`, a `[1]` on the device. Nothing changes if
+        /// `grad_scale` is 0 or not finite, which skips steps with NaN or infinite gradients.
         fn adamw(
             tensors: AdamWTensors<Self>,
             grad: Float<Self>,
             grad_scale: Float<Self>,
             step: AdamWStep,
         ) -> AdamWTensors<Self>;
-        /// `(leaf, rest)` of f32 master weights: the bf16 weights that a model computes with, and the low bits that
-        /// [`adamw`](Self::adamw) needs to reconstruct the masters.
+        /// Splits f32 master weights into the bf16 weights that a model computes with (the leaf) and the bits that the
+        /// leaf lacks (the rest); [`adamw`](Self::adamw) updates both.
         fn split_master(master: Float<Self>) -> (Float<Self>, Float<Self>);
         /// The inverse of [`split_master`](Self::split_master), exact.
         fn join_master(leaf: Float<Self>, rest: Float<Self>) -> Float<Self>;
         /// Sum of squares in a fixed order, `[1]`.
         fn sum_of_squares(x: Float<Self>) -> Float<Self>;
-        /// Euclidean norm over all `tensors` together, in their order, `[1]`; at least one tensor.
+        /// Euclidean norm of all elements of `tensors`, summed in their order, `[1]`. Panics without a tensor.
         fn global_norm(tensors: Vec<Float<Self>>) -> Float<Self>;
-        /// The values of a tensor as they are now, to be read on any thread.
+        /// The current values of a tensor, readable later on any thread.
         fn snapshot(tensor: Float<Self>) -> Snapshot;
-        /// Bytes that snapshots may hold on a device beside everything else; 0 where they hold none there.
+        /// Free bytes on a device that snapshots may hold; 0 where snapshots are copied to the host at once.
         fn snapshot_room(device: &Self::Device) -> u64;
     }
 
     context_parallel {
-        /// The keys that DMA keeps at the last query of each row, by position: `[batch, num_kv_heads, slots]`, the
-        /// first ones -1 where there are fewer. `rank` is `[batch, num_kv_heads, seq_len]`.
+        /// Positions of the keys that are still visible after the last query of each row, ascending,
+        /// `[batch, num_kv_heads, slots]`; -1 in the first slots where there are fewer keys. `rank` is
+        /// `[batch, num_kv_heads, seq_len]`.
         fn dma_last_kept(
             rank: Float<Self>,
             documents: &DocumentBounds<Self>,
             window: DmaWindow,
             slots: usize,
         ) -> Ints<Self>;
-        /// K and V of the kept keys, `[batch, slots, 2 * num_kv_heads, head_dim]`, gathered from the last heads of
-        /// `[batch, seq_len, heads, head_dim]`, and their ranks, `[batch, num_kv_heads, slots]`; zeros in empty slots.
+        /// Gathers the halo keys at the positions `kept`: their K and V, `[batch, slots, 2 * num_kv_heads, head_dim]`,
+        /// from the last heads of `packed`, `[batch, seq_len, heads, head_dim]`, and their ranks, `[batch,
+        /// num_kv_heads, slots]`; 0 in empty slots.
         fn dma_border_keys(
             packed: Float<Self>,
             rank: Float<Self>,
             kept: Ints<Self>,
             spec: AttentionSpec,
         ) -> [Float<Self>; 2];
-        /// Adds the gradients of these results to those of the packed tensor and of the ranks.
+        /// Adds the gradients of the halo keys and of their ranks (`halo_gradients`) to `totals`, the gradients of the
+        /// packed tensor and of the ranks that [`dma_border_keys`](Self::dma_border_keys) gathered from.
         fn dma_border_keys_backward(
-            sums: [Float<Self>; 2],
+            totals: [Float<Self>; 2],
             kept: Ints<Self>,
-            gradients: [Float<Self>; 2],
+            halo_gradients: [Float<Self>; 2],
             spec: AttentionSpec,
         ) -> [Float<Self>; 2];
-        /// Sends tensors to the ranks of other parts and returns the received ones, part by part. All ranks of a row
-        /// call it in the same order.
+        /// Sends tensors to the ranks of other parts of the row and returns the received tensors, part by part. All
+        /// ranks of a row make these calls in the same order.
         fn exchange(links: &dyn RankGroup, parcel: SendRecv<Self>) -> Vec<Float<Self>>;
-        /// Sends each part's rank one slice `[1, batch, len, heads, width]` of `x`, and returns the slices received
-        /// from all ranks, part by part. All ranks of a row call it in the same order.
+        /// Sends slice p of `x`, `[parts, batch, len, heads, width]`, to the rank of part p, and returns the slices
+        /// received from all ranks, shaped as `x`. All ranks of a row make these calls in the same order.
         fn all_to_all(links: &dyn RankGroup, x: Float<Self>) -> Float<Self>;
     }
 }

@@ -1,12 +1,11 @@
-//! Ops composed of others, each one node of the autodiff graph.
+//! Whole layers as single nodes of the autodiff graph.
 mod attention_layer;
 mod feed_forward;
 mod product;
-pub(crate) mod reference;
 mod residual;
 mod seed_gradient;
 
-pub use attention_layer::{AttentionLayer, AttentionLayerCall, LayerTokens, MaskAndRanks, attention_layer};
+pub use attention_layer::{AttentionLayer, LayerTokens, MaskAndRanks, attention_layer};
 pub use feed_forward::{FeedForward, feed_forward};
 pub use residual::Residual;
 pub use seed_gradient::seed_gradient;
@@ -15,11 +14,11 @@ use crate::SieveBackend;
 use burn::tensor::Tensor;
 use sieve_core::Keeping;
 
-/// Gradients of a layer's two weights from earlier micro-batches, f32: the backward pass adds to them, in place where
-/// it can, and returns the sums. `None`: it returns new gradients.
+/// Gradients of a layer's two projections, summed over earlier micro-batches, f32. The backward pass adds its
+/// gradients, in place where it can, and returns the sums. `None`: it returns its gradients alone.
 pub type WeightSums<B> = [Option<Tensor<B, 2>>; 2];
 
-/// What a layer's forward pass keeps: nothing where there is no backward pass.
+/// `keeping`, or nothing where there is no backward pass.
 fn kept_by<B: SieveBackend>(keeping: Keeping) -> Keeping {
     match B::HAS_GRAPH {
         true => keeping,

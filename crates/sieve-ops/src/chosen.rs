@@ -1,5 +1,5 @@
-//! Attention over blocks that each query chooses: by its pooled keys, InfLLM-V2 (arXiv:2509.24663) and MoBA
-//! (arXiv:2502.13189), or by an indexer, MSA (arXiv:2606.13392). One exact softmax, no gates; the attention itself is
+//! Attention over blocks that each query chooses, by pooled keys (InfLLM-V2, arXiv:2509.24663, and MoBA,
+//! arXiv:2502.13189) or by an indexer (MSA, arXiv:2606.13392). One exact softmax, no gates; the attention itself is
 //! NSA's selected branch.
 //!
 //! Blocks are counted from each document's first token.
@@ -25,7 +25,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorMetadata};
 use sieve_core::{BlockChoice, NsaBlocks};
 
-/// Where documents lie in the rows of a call, its heads, and how these choose.
+/// Operands of a choice of blocks other than the tensors.
 #[derive(Clone, Debug)]
 pub struct ChoiceCall<B: Backend> {
     /// Bounds of the documents.
@@ -36,26 +36,26 @@ pub struct ChoiceCall<B: Backend> {
     pub choice: BlockChoice,
 }
 
-/// What a kernel of the gradient of an indexer's loss reads beside the packed tensors.
+/// Operands of the fused kernel for the gradient of an indexer's loss, other than the packed tensors.
 #[derive(Clone, Debug)]
 pub struct IndexGradientCall<'a, B: Backend> {
-    /// Of the attention.
+    /// The call of the attention over the chosen blocks.
     pub call: NsaCall<B>,
-    /// Its output over the chosen blocks.
+    /// The output of that attention.
     pub attention: &'a NsaSelected<B>,
     /// Log-sum-exp of the indexer's scores over the same tokens, `[batch, num_kv_heads, seq_len]`.
     pub index_lse: Float<B>,
-    /// What the divergence of one query and KV head weighs in the loss.
+    /// Weight of the divergence of one query and KV head in the loss.
     pub weight: f64,
 }
 
-/// The blocks whose tokens each query reads, by the means of its keys; without gradient. A block of more than 64 tokens
-/// appears as its pieces of 64 ([`BlockChoice::attended`]).
+/// The blocks whose tokens each query reads, chosen by means of keys; without gradient. A block of more than 64 tokens
+/// is listed as its pieces of 64 tokens, the attended blocks ([`BlockChoice::attended`]).
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`; its values are not read
-/// - returns: `[batch, seq_len, choosers, attended blocks]`, choosers of [`BlockChoice::num_choosers`]: ascending,
-///   then -1
+/// - returns: attended blocks, `[batch, seq_len, choosers, count]` with [`BlockChoice::num_choosers`] choosers;
+///   ascending, then -1
 pub fn choose_key_blocks<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     documents: &Documents<B>,
@@ -78,11 +78,11 @@ pub fn choose_key_blocks<B: SieveBackend>(
     in_pieces(chosen, documents, choice)
 }
 
-/// The blocks whose tokens each query reads, by an indexer's queries and keys of blocks
-/// ([`ChoiceRule::SumOfHeads`](sieve_core::ChoiceRule::SumOfHeads)), for the attention of `spec`; without gradient.
+/// The blocks whose tokens each query of the attention `spec` reads, chosen by an indexer that has one key per block
+/// ([`ChoiceRule::SumOfHeads`](sieve_core::ChoiceRule::SumOfHeads)); without gradient.
 ///
 /// # Shapes
-/// - index: `[batch, seq_len, num_kv_heads + 2, head_dim]`; its queries alone are read
+/// - index: the indexer's packed tensor, `[batch, seq_len, num_kv_heads + 2, head_dim]`; only its queries are read
 /// - block_keys: `[batch, num_slots, head_dim]`, slots of [`NsaBlocks::num_slots`]
 /// - returns: `[batch, seq_len, num_kv_heads, num_selected_blocks]`, equal for all KV heads
 pub fn choose_scored_blocks<B: SieveBackend>(
@@ -125,7 +125,7 @@ pub fn chosen_attention<B: SieveBackend>(
     }))
 }
 
-/// Which tokens of its document a query reads.
+/// Which tokens of its document each query reads: all up to itself, or those of chosen blocks.
 #[derive(Clone, Debug)]
 struct Reads<D: DeviceBackend> {
     documents: DocumentBounds<D>,
@@ -134,7 +134,7 @@ struct Reads<D: DeviceBackend> {
     blocks: NsaBlocks,
 }
 
-/// What attention keeps for its backward pass.
+/// Output of [`Reads::forward`], which the backward pass needs.
 #[derive(Clone)]
 enum Read<D: DeviceBackend> {
     All(AttentionOutput<D>),
@@ -159,7 +159,8 @@ impl<D: DeviceBackend> Reads<D> {
         }
     }
 
-    /// The choices, the KV heads as often as they choose, and the call on these.
+    /// The chosen blocks, the repetition of KV heads that gives each chooser keys of its own, and the attention call
+    /// with the repeated heads. `None` where queries read all tokens.
     fn call(&self, spec: AttentionSpec) -> Option<(Ints<D>, Heads, NsaCall<D>)> {
         let chosen = self.chosen.clone()?;
         let heads = Heads {
@@ -188,7 +189,7 @@ impl<D: DeviceBackend> Reads<D> {
         }
     }
 
-    /// The gradient of the packed tensor. Keys and values of each head are recomputed here, so that one copy is kept.
+    /// The gradient of the packed tensor. Repeated keys and values are recomputed, so that only one copy is kept.
     fn backward(&self, x: Float<D>, spec: AttentionSpec, read: Read<D>, d_o: Float<D>) -> Float<D> {
         match (read, self.call(spec)) {
             (Read::Chosen(selected), Some((chosen, heads, call))) => {
@@ -200,20 +201,21 @@ impl<D: DeviceBackend> Reads<D> {
                 let call = AttentionCall::new(self.documents.clone(), spec);
                 D::attention_backward(x, &call, output, d_o)
             }
-            _ => unreachable!("one way forward and backward"),
+            _ => unreachable!("forward and backward read the same tokens"),
         }
     }
 }
 
-/// KV heads, each once for every head of its group that chooses for itself.
+/// Repeats each KV head once for every chooser that reads it.
 #[derive(Clone, Copy)]
 struct Heads {
     num_kv_heads: usize,
+    /// Choosers of a KV head.
     group: usize,
 }
 
 impl Heads {
-    /// A packed tensor with the keys and values of each KV head `group` times.
+    /// A packed tensor with each KV head's keys and values `group` times.
     fn repeat<B: Backend>(self, qkv: Float<B>) -> Float<B> {
         if self.group == 1 {
             return qkv;
@@ -228,7 +230,7 @@ impl Heads {
         primitive(Tensor::cat(vec![q, k, v], 2))
     }
 
-    /// The way back for gradients: sums over each group, in f32 and a fixed order.
+    /// The backward pass of [`repeat`](Self::repeat): sums over each group, in f32 and in a fixed order.
     fn sum<B: Backend>(self, gradient: Float<B>) -> Float<B> {
         if self.group == 1 {
             return gradient;
@@ -247,7 +249,7 @@ impl Heads {
     }
 }
 
-/// Chosen blocks as the pieces that attention reads; those behind the query's own are left out.
+/// Splits chosen blocks into the attended blocks, pieces of 64 tokens; pieces after the query's own become -1.
 fn in_pieces<B: Backend>(
     chosen: Tensor<B, 4, Int>,
     documents: &Documents<B>,

@@ -43,20 +43,21 @@ pub trait RankGroup: Send + Sync + fmt::Debug {
     ///
     /// A lost rank is not reported here: zeros replace its values, and the next collective fails.
     fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>>;
-    /// Where these ranks' GPUs reach each other: their group, by part. Tensors then pass no host.
+    /// The NCCL group of these ranks, in the order of the parts, if their GPUs have one: tensors then move between GPUs
+    /// without passing through host memory.
     fn nccl(&self) -> Option<&NcclGroup> {
         None
     }
 }
 
-/// Rows of which this rank holds a part.
+/// A batch of rows, of each of which this rank holds one part.
 #[derive(Clone, Debug)]
 pub struct ContextParallel {
     links: Arc<dyn RankGroup>,
     /// First position, and one past the last, of each token's document in its whole row.
     bounds: Arc<[Vec<u32>; 2]>,
     batch: usize,
-    /// Of a whole row.
+    /// Tokens of a whole row.
     seq_len: usize,
 }
 
@@ -64,7 +65,7 @@ impl ContextParallel {
     /// Parts of rows whose documents have these bounds, `batch * seq_len` each.
     ///
     /// # Panics
-    /// Rows that cannot be cut into parts of equal length.
+    /// When rows cannot be cut into parts of equal length.
     pub fn new(links: Arc<dyn RankGroup>, bounds: [Vec<u32>; 2], [batch, seq_len]: [usize; 2]) -> Self {
         let parts = links.num_parts();
         assert_eq!(seq_len % parts, 0, "{parts} parts of a row of {seq_len}");
@@ -126,20 +127,20 @@ impl ContextParallel {
     }
 }
 
-/// Tensors of one shape to send to the ranks of other parts, and the parts that send one.
+/// What this rank sends to other parts' ranks, and what it receives from them: tensors of one shape.
 pub struct SendRecv<B: Backend> {
-    /// What goes to which part.
+    /// Parts to send to, and what each gets.
     pub given: Vec<(usize, Float<B>)>,
-    /// Parts that send one.
+    /// Parts that send a tensor to this rank.
     pub from: Range<usize>,
-    /// Shape of each.
+    /// Shape of every tensor.
     pub shape: Vec<usize>,
-    /// A tensor of their type, and on this rank's device.
+    /// A tensor on this rank's device with the dtype of all.
     pub like: Float<B>,
 }
 
 impl<B: Backend> Documents<B> {
-    /// Of this rank's part of rows: bounds inside the part, positions as in the whole row.
+    /// The documents of this rank's part of the rows: bounds counted in the part, positions as in the whole row.
     pub fn of_part(parts: &ContextParallel, device: &B::Device) -> Self {
         let (batch, len) = (parts.batch, parts.len());
         let [start, end] = parts.bounds_behind(0, &vec![0; batch]);

@@ -1,4 +1,4 @@
-//! Attention of new queries over the keys of a cache: dense, DMA, latent. Devices alone decode: there is no gradient.
+//! Attention of new queries over the keys of a cache: dense, DMA, latent. No function here has a gradient.
 mod cache;
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -39,8 +39,8 @@ pub fn attention_decode<B: DeviceBackend>(
     tensor(B::attention_decode(primitive(q), keys, delta, softmax_scale, scratch))
 }
 
-/// Adds the keys and values of one token a sequence to the cache, then attends with its queries over all of them, or
-/// the last `spec.window_size`. Keys outside the window are dropped only when the buffer is full.
+/// Adds the keys and values of one token a sequence to the cache, then attends with the token's queries over all cached
+/// keys, or the last `spec.window_size`. Keys outside the window are dropped only when the buffer is full.
 ///
 /// # Shapes
 /// - qkv: `[batch, 1, num_heads + 2 * num_kv_heads, head_dim]`
@@ -55,11 +55,11 @@ pub fn cached_attention<B: DeviceBackend>(
     tensor(B::cached_attention(cache, primitive(qkv), spec, scratch))
 }
 
-/// Latent attention of the last `new` tokens over the cached latents, each over those up to its own. A latent is the
-/// key of every head and, in its first `rank` numbers, the value of every head: `W_UK` is already multiplied into the
-/// queries, `W_UV` is applied to the output (arXiv:2405.04434, section 2.1.2). Where keys are normed, `key_scale`
-/// multiplies `q·k` for each key and head, and the norm's weight is already multiplied into the queries and the rotated
-/// keys.
+/// Latent attention of the last `new` tokens, each over the cached latents up to its own. A latent serves as the key of
+/// every head and, in its first `rank` numbers, as the value of every head: the caller has multiplied `W_UK` into the
+/// queries, and applies `W_UV` to the output (arXiv:2405.04434, section 2.1.2). Where keys are normed, `key_scale`
+/// multiplies `q·k` for each key and head, and the caller has multiplied the norm's weight into the queries and the
+/// rotated keys.
 ///
 /// # Shapes
 /// - q: `[batch, new, num_heads, rank + rope_dim]`
@@ -77,12 +77,11 @@ pub fn mla_decode<B: DeviceBackend>(
     tensor(B::mla_decode(q, latents, key_scale, rank, softmax_scale))
 }
 
-/// Offers the token's key to the cache, then attends with its query: exactly the row that the full forward pass
-/// computes.
+/// Adds the token's key to the cache, then attends with its query, as the row of this query in
+/// [`dynamic_mask_attention`](crate::dynamic_mask_attention) does.
 ///
-/// While slots are free the key is appended. After that it takes the slot of the smallest (rank, position) among the
-/// keys outside the local window. Without a local window it is a candidate itself: if it is the smallest, no query ever
-/// sees it.
+/// A key that finds no free slot replaces the key with the smallest (rank, position) outside the local window. Without
+/// a local window the new key is compared, too: if it is the smallest, no query ever sees it.
 pub fn dma_decode<B: DeviceBackend>(
     cache: &mut DmaCache<B>,
     token: DmaToken<B>,
@@ -93,15 +92,15 @@ pub fn dma_decode<B: DeviceBackend>(
     tensor(B::dma_decode(cache, token, softmax_scale, bias, scratch))
 }
 
-/// The first of the largest among the first `num_tokens` logits of each row, `[rows, vocab_size]`, chosen on the
-/// device; `None` where one of them is NaN or infinite.
+/// The token with the largest of the first `num_tokens` logits in each row of `[rows, vocab_size]`, chosen on the
+/// device; of equal ones the first. `None` where one of these logits is NaN or infinite.
 pub fn likeliest<B: DeviceBackend>(logits: Tensor<B, 2>, num_tokens: usize) -> Vec<Option<u32>> {
     let ids = Tensor::<B, 2, Int>::from_primitive(B::likeliest(primitive(logits), num_tokens));
     let ids = ids.into_data();
     ids.iter::<i64>().map(|id| u32::try_from(id).ok()).collect()
 }
 
-/// One new token of every sequence.
+/// What [`dma_decode`] reads of one new token of every sequence.
 #[derive(Clone, Debug)]
 pub struct DmaToken<B: Backend> {
     /// `[batch, num_heads, head_dim]`.
@@ -110,7 +109,7 @@ pub struct DmaToken<B: Backend> {
     pub k: Float<B>,
     /// `[batch, num_kv_heads, head_dim]`.
     pub v: Float<B>,
-    /// Ranks, `[batch, num_kv_heads]`.
+    /// Rank of the key, `[batch, num_kv_heads]`.
     pub rank: Float<B>,
     /// Position of the token, larger than any in the cache.
     pub position: usize,

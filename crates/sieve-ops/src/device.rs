@@ -4,7 +4,7 @@ pub(crate) mod cuda;
 pub(crate) mod flex;
 pub(crate) mod paths;
 
-pub(crate) use cuda::{CudaPrimitive, cast, tensors, writable};
+pub(crate) use cuda::{CudaPrimitive, cast, kernel_of, tensors, writable};
 pub(crate) use flex::{
     contiguous, floats, from_vec, ints, is_f32, last_dim, plain, plain_scores, unless_f32, zeros_like,
 };

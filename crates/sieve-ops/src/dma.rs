@@ -1,8 +1,9 @@
-//! Dynamic Mask Attention (arXiv:2508.02124, eq. 3 to 6), exact to the token.
+//! Dynamic Mask Attention (arXiv:2508.02124, eq. 3 to 6), which selects single tokens.
 //!
-//! Every key has a score z that does not depend on the query, and a rank: the score, or the score plus recency. A query
-//! sees the last `local_window_size` keys of its document and the older ones with the largest (rank, position),
-//! `keep_window_size` in all. A key that has left never returns, so one integer a key is the whole mask.
+//! Every key has a score z that does not depend on the query, and a rank, which is the score or the score plus a
+//! recency term. A query sees `keep_window_size` keys of its document: the last `local_window_size` ones, and of the
+//! older ones those with the largest (rank, position). A key that one query no longer sees is seen by no later query,
+//! so the mask is one integer per key, `expire`: the first query that no longer sees the key.
 mod bias;
 pub(crate) mod composed;
 pub(crate) mod cpu;
@@ -10,7 +11,7 @@ pub(crate) mod cuda;
 pub(crate) mod rank;
 pub(crate) mod reference;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use bias::dma_bias;
 pub(crate) use bias::dma_bias_backward as bias_gradient;
@@ -29,14 +30,14 @@ use sieve_core::{DmaBias, DmaShape, DmaWindow, KeepOLow};
 pub struct DmaAttention<B: Backend> {
     /// `[batch, seq_len, num_heads, head_dim]`.
     pub o: Tensor<B, 4>,
-    /// What ranks the keys, without gradient, `[batch, num_kv_heads, seq_len]`.
+    /// Ranks of the keys, without gradient, `[batch, num_kv_heads, seq_len]`.
     pub rank: Tensor<B, 3>,
     /// First query that no longer sees the key, `[batch, num_kv_heads, seq_len]`.
     pub expire: Tensor<B, 3, Int>,
 }
 
-/// Scores, selection and attention over the kept keys, as one node of the graph. The selection has no gradient; scores
-/// get theirs through the bias.
+/// Scores, selection and attention over the selected keys, as one node of the graph. The selection has no gradient; the
+/// scores get a gradient through the bias of the keys.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, after q/k-norm and RoPE
@@ -66,7 +67,8 @@ pub fn dynamic_mask_attention<B: SieveBackend>(
     }
 }
 
-/// The same from given ranks, as for new tokens after a cache; without gradient.
+/// As [`dynamic_mask_attention`] with ranks that the caller computed, for new tokens after cached ones. Without
+/// gradient.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -87,7 +89,7 @@ pub fn dma_attention_by_rank<B: DeviceBackend>(
     }
 }
 
-/// Attention over keys that were kept before, with the bias of their ranks.
+/// Attention over keys that were selected before, with the biases that their ranks give.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -114,9 +116,9 @@ pub fn dma_attention<B: SieveBackend>(
     }))
 }
 
-/// The exact mask of DMA: `expire` `[batch, num_kv_heads, seq_len]` for ranks of the same shape.
+/// DMA's mask `expire`, `[batch, num_kv_heads, seq_len]`, from ranks of the same shape.
 ///
-/// Of equal ranks the more recent key stays; `expire[j] = j` marks a key that left with its own arrival.
+/// Of keys with equal ranks the more recent one is kept. `expire[j] = j` marks a key that no query sees.
 pub fn dma_select<B: SieveBackend>(
     rank: Tensor<B, 3>,
     documents: &Documents<B>,
@@ -138,53 +140,53 @@ pub fn dma_ranks<B: DeviceBackend>(
     tensor(B::dma_ranks(&layer.scores(primitive(qkv), spec), recency))
 }
 
-/// Largest score that still enters the exponential: `exp(z)` overflows f32 at 88.7.
+/// Scores are clamped to this value before the exponential, which overflows f32 from 88.7 on.
 pub const DMA_SCORE_CLAMP: f64 = 60.0;
 
-/// What `dma_select` found: the exact mask, and how the backend's kernels find its keys.
+/// Result of `dma_select`: the mask, and in which form the device's kernels read it.
 #[derive(Clone, Debug)]
 pub struct DmaSelection<B: Backend> {
     /// First query that no longer sees the key, i32 `[batch, num_kv_heads, seq_len]`:
     /// `active(i, j) <=> j <= i < expire[j]`.
     pub expire: Ints<B>,
-    /// How kernels find the keys.
+    /// The form of the mask that kernels read.
     pub keys: DmaKeys<B>,
 }
 
-/// How a backend's kernels find the keys of a selection, in the forward and the backward pass.
+/// The form in which a device's attention kernels read a selection, forward and backward.
 #[derive(Clone, Debug)]
 pub enum DmaKeys<B: Backend> {
-    /// By `expire` alone, as the references and the CPU do.
+    /// Only `expire`, as the references and the CPU read it.
     Expire,
-    /// All keys of the document so far are kept: dense attention with a bias per key.
+    /// Queries see all earlier keys of their document: dense attention with a bias per key.
     All,
-    /// By lists of the kept keys.
+    /// Lists of the selected keys.
     Lists(DmaKeyLists<B>),
 }
 
-/// Lists of the kept keys for tiles of queries, as `sieve_kernels::Selection::dma_lists` makes them.
+/// Lists of the selected keys for tiles of queries, built by `sieve_kernels::Selection::dma_lists`.
 #[derive(Clone, Debug)]
 pub struct DmaKeyLists<B: Backend> {
     /// Keys of each tile.
     pub list: Ints<B>,
     /// Keys in each tile's list.
     pub list_len: Ints<B>,
-    /// Stretch of the list that each tile of queries reads.
+    /// Range of the list that each tile of queries reads.
     pub tile_window: Ints<B>,
 }
 
 impl<B: Backend> DmaSelection<B> {
-    /// A mask that no backend has prepared for its kernels.
+    /// A mask without lists for kernels.
     pub fn of_expire(expire: Ints<B>) -> Self {
         let keys = DmaKeys::Expire;
         Self { expire, keys }
     }
 }
 
-/// What DMA's scores are computed from.
+/// Operands of DMA's scores.
 #[derive(Clone, Debug)]
 pub struct DmaScoresCall<B: Backend> {
-    /// The packed tensor, of which v is read.
+    /// The packed tensor; only its values are read.
     pub qkv: Float<B>,
     /// `[num_kv_heads * head_dim, num_kv_heads]`.
     pub w_dt: Float<B>,
@@ -194,14 +196,14 @@ pub struct DmaScoresCall<B: Backend> {
     pub spec: AttentionSpec,
 }
 
-/// A call of attention over the keys of a selection.
+/// Operands of attention over selected keys.
 #[derive(Clone, Debug)]
 pub struct DmaCall<B: Backend> {
     /// The packed tensor.
     pub qkv: Float<B>,
     /// Bias of each key, `[batch, num_kv_heads, seq_len]`.
     pub delta: Float<B>,
-    /// The kept keys: the whole mask, so that a window of `attention` is not read.
+    /// The selected keys. They are the whole mask: the window of `attention` is not read.
     pub selection: DmaSelection<B>,
     /// Documents, heads and scale.
     pub attention: AttentionCall<B>,

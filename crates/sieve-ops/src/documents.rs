@@ -1,4 +1,4 @@
-//! Where documents begin and end in a batch of packed rows.
+//! Bounds of the documents in a batch of packed rows.
 use crate::tensors::Ints;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
@@ -6,10 +6,10 @@ use sieve_core::NsaBlocks;
 
 /// First position and one-past-last position of each token's document inside its row, both `[batch, seq_len]` ints.
 ///
-/// A type alias of plain primitives, so that an autodiff backend and its inner backend share it.
+/// An alias of integer primitives, which an autodiff backend and its inner backend share.
 pub type DocumentBounds<B> = [Ints<B>; 2];
 
-/// Document bounds and positions of a packed batch. Attention never crosses a document; positions restart at each.
+/// Document bounds and positions of a packed batch. Attention stays inside a document, and positions restart in each.
 #[derive(Clone, Debug)]
 pub struct Documents<B: Backend> {
     /// First position of each token's document inside its row, `[batch, seq_len]`.
@@ -21,7 +21,7 @@ pub struct Documents<B: Backend> {
 }
 
 impl<B: Backend> Documents<B> {
-    /// From host values in row-major order, `batch * seq_len` each.
+    /// From each token's first and one-past-last position of its document, `[batch, seq_len]` row-major.
     ///
     /// Panics when a slice has another length, or a token lies outside its document.
     pub fn new(start: &[u32], end: &[u32], [batch, seq_len]: [usize; 2], device: &B::Device) -> Self {
@@ -45,7 +45,7 @@ impl<B: Backend> Documents<B> {
         }
     }
 
-    /// One document per row, filling it.
+    /// One document per row, as long as the row.
     pub fn whole_rows([batch, seq_len]: [usize; 2], device: &B::Device) -> Self {
         Self::new(
             &vec![0; batch * seq_len],
@@ -82,7 +82,7 @@ impl HostBounds {
         }
     }
 
-    /// As the crate of plain slices takes them.
+    /// The bounds for ops of `sieve-cpu`.
     pub(crate) fn slices(&self) -> sieve_cpu::Documents<'_> {
         sieve_cpu::Documents::new(&self.start, &self.end)
     }

@@ -1,4 +1,4 @@
-//! Token embedding: the op, its gradient, and both on every device.
+//! Token embedding and its gradient on every device.
 use crate::device::{
     CudaPrimitive, contiguous, floats, from_vec, ints, kernel_or, last_dim, plain, tensors, unless_f32,
 };
@@ -9,7 +9,7 @@ use burn::tensor::{DType, IndexingUpdateOp, Int, Shape, Tensor, TensorMetadata};
 use burn_flex::FlexTensor;
 use sieve_kernels::ToBurn;
 
-/// Rows of `weight` by token id.
+/// The row of `weight` of each token id.
 ///
 /// # Shapes
 /// - weight: `[vocab_size, d_model]`
@@ -38,7 +38,7 @@ pub(crate) mod reference {
         primitive(rows.reshape([batch, seq_len, d_model]))
     }
 
-    /// Rows of `dy [batch, seq_len, d_model]` added by id into `[vocab_size, d_model]`.
+    /// Adds the rows of `dy`, `[batch, seq_len, d_model]`, by token id to `[vocab_size, d_model]`.
     pub fn embedding_backward<B: Backend>(dy: Float<B>, ids: Ints<B>, vocab_size: usize) -> Float<B> {
         let ids: Tensor<B, 2, Int> = Tensor::from_primitive(ids);
         let [batch, seq_len] = ids.dims();
@@ -86,10 +86,10 @@ pub(crate) mod cpu {
 }
 
 pub(crate) mod cuda {
-    //! Where the gradient's kernel refuses: products in a fixed order.
+    //! Embedding on CUDA. If the gradient's kernel refuses a call, GEMMs sum the gradient in a fixed order.
     use super::*;
 
-    /// Tokens of one product; bounds the one-hot matrix.
+    /// Tokens of one GEMM, which bounds the size of its one-hot matrix.
     const TOKENS: usize = 1024;
 
     pub(crate) fn embedding(weight: CudaPrimitive, ids: CudaPrimitive) -> CudaPrimitive {
@@ -100,19 +100,19 @@ pub(crate) mod cuda {
         })
     }
 
-    /// In f32, by a sort of the ids: no atomics.
+    /// dweight in f32. The kernel sorts the ids instead of using atomics.
     pub(crate) fn embedding_backward(dy: CudaPrimitive, ids: CudaPrimitive, vocab_size: usize) -> CudaPrimitive {
         let [d, rows] = tensors([&dy, &ids]);
         let attempt = sieve_kernels::step::embedding_backward(&d, &rows, vocab_size);
         kernel_or("embedding_backward", attempt.map(ToBurn::burn), || {
             let dy = tensor::<Cuda, 3>(dy).cast(DType::F32);
-            primitive(by_products(dy, Tensor::from_primitive(ids), vocab_size))
+            primitive(by_one_hot_gemms(dy, Tensor::from_primitive(ids), vocab_size))
         })
     }
 
-    /// One-hot GEMMs, chunk by chunk, with f32 sums: many tokens share a row, and a bf16 sum would lose small
-    /// gradients. Slower than a scatter, whose atomics add in an unspecified order.
-    fn by_products(dy: Tensor<Cuda, 3>, ids: Tensor<Cuda, 2, Int>, vocab_size: usize) -> Tensor<Cuda, 2> {
+    /// The gradient by GEMMs with one-hot matrices of [`TOKENS`] tokens, summed in f32: many tokens may have the same
+    /// id, and a bf16 sum would lose small gradients. Slower than a scatter, whose atomics add in an unspecified order.
+    fn by_one_hot_gemms(dy: Tensor<Cuda, 3>, ids: Tensor<Cuda, 2, Int>, vocab_size: usize) -> Tensor<Cuda, 2> {
         let [batch, seq_len, d_model] = dy.dims();
         let device = dy.device();
         let tokens = batch * seq_len;

@@ -1,7 +1,7 @@
-//! GEMMs with a weight in fp8: e4m3 forward, e5m2 for the gradient of the output, one scale a tensor
-//! from its largest magnitude at hand, bf16 results, f32 sums and weight gradients.
+//! fp8 GEMMs with a weight. Operands of the forward pass are rounded to e4m3, the gradient of the output to e5m2, with
+//! one scale per tensor from the tensor's largest magnitude. Results are bf16, sums and weight gradients f32.
 //!
-//! The blocks call these on a device, inside one node of the graph each; there is no function for users.
+//! Only the ops of whole layers (`block`) call these; there is no public function.
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 pub(crate) mod reference;
@@ -11,28 +11,28 @@ mod tests;
 use crate::tensors::Float;
 use burn::tensor::backend::Backend;
 
-/// Data type of the blocks' GEMMs.
+/// Data type of the GEMMs in the ops of whole layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GemmPrecision {
-    /// The tensors' own.
+    /// The dtype of the tensors.
     #[default]
     Tensors,
-    /// Eight-bit floats, forward and backward.
+    /// fp8, forward and backward.
     Fp8,
 }
 
-/// What a GEMM keeps for its gradients: both operands, rounded.
+/// The rounded operands of an fp8 GEMM, which its backward pass needs.
 #[derive(Clone, Debug)]
 pub struct Fp8Kept<B: Backend> {
-    /// With scales: bytes, `[in, tokens]`; without: the values of the bytes, shaped as x.
+    /// The rounded x. With scales: bytes, `[in, tokens]`. Without: rounded values, shape of x.
     pub(crate) x: Float<B>,
-    /// With scales: bytes, `[in, out]`; without: the values of the bytes, `[out, in]`.
+    /// The rounded weight. With scales: bytes, `[in, out]`. Without: rounded values, `[out, in]`.
     pub(crate) weight: Float<B>,
-    /// Those of x and of the weight, `[1]`; `None` where the reference ran.
+    /// Scales of x and of the weight, `[1]`; `None` where the reference ran.
     pub(crate) scales: Option<[Float<B>; 2]>,
 }
 
-/// A tensor that is to be rounded, and parts of its largest magnitude, where the kernel that wrote it has found them.
+/// A tensor to be rounded to fp8, and the largest magnitudes of its parts if the kernel that wrote it computed them.
 #[derive(Clone, Debug)]
 pub struct ToQuantise<B: Backend>(pub(crate) Float<B>, pub(crate) Option<Float<B>>);
 

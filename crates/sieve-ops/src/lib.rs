@@ -1,11 +1,11 @@
-//! Differentiable ops of Sieve: a plain-Burn reference for each, the fast CPU path, the CUDA path, and their backward
-//! passes under Burn's autodiff.
+//! Differentiable ops of Sieve: for each a plain-Burn reference, the fast CPU path, the CUDA path, and the backward
+//! pass under Burn's autodiff.
 //!
-//! One folder, or one file, for each family of ops: the public functions with their nodes of the autodiff graph, the
-//! calls, `reference`, `cpu` and `cuda`. `backend` has the table of what a device computes.
+//! Each family of ops has a folder or a file with the public functions, which add nodes to the autodiff graph, the call
+//! structs, and the modules `reference`, `cpu` and `cuda`. `backend` has the table of all ops that a device computes.
 //!
-//! Tensors are packed as `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values. Every mask
-//! is `active(i, j) <=> j <= i < expire[j]`.
+//! Queries, keys and values are packed as `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`. Every mask is
+//! `active(i, j) <=> j <= i < expire[j]`.
 
 mod backend;
 mod documents;
@@ -37,8 +37,8 @@ mod testing;
 pub use attention::{AttentionCall, AttentionOutput, AttentionSpec, attention};
 pub use backend::{DeviceBackend, SieveBackend, TrainBackend};
 pub use block::{
-    AttentionLayer, AttentionLayerCall, FeedForward, LayerTokens, MaskAndRanks, Residual, WeightSums, attention_layer,
-    feed_forward, seed_gradient,
+    AttentionLayer, FeedForward, LayerTokens, MaskAndRanks, Residual, WeightSums, attention_layer, feed_forward,
+    seed_gradient,
 };
 pub use chosen::{
     ChoiceCall, IndexGradientCall, IndexedCall, block_positions, choose_key_blocks, choose_scored_blocks,
@@ -75,21 +75,21 @@ pub use optimizer::{
 pub use rope::{QkNorm, QkNormRopeCall, RopeCall, RopeTables, RotaryEmbedding, qk_norm_rope, rope};
 pub use sparse::{
     SparseOutput, correct_by_probes, has_sparse_attention, heavy_decode, keep_heavy_keys, select_blocks,
-    select_blocks_by_bounds, sparse_attention, upload_mask,
+    sparse_attention, upload_mask,
 };
 pub use swiglu::swiglu;
+pub use tensors::split_heads;
 
 pub use sieve_core::DmaBias;
 pub use sieve_kernels::{KernelFamilies, KernelPolicy, SumOrder};
 
 pub mod reference {
-    //! Every op in plain Burn operations: the definition the fast paths are measured against.
+    //! Every op in plain Burn operations: the definition that fast paths are compared with.
     //!
     //! Intermediate values are f32, or f64 for f64 inputs, whatever the dtype of the input; outputs have the input's
     //! dtype. No fast library is called and nothing is skipped: attention builds its full score matrix.
 
     pub use crate::attention::reference::{attention, attention_backward};
-    pub use crate::block::reference::{attention_layer, feed_forward};
     pub use crate::chosen::reference::choose_key_blocks;
     pub use crate::decode::reference::{attention_decode, mla_decode};
     pub use crate::dma::reference::{

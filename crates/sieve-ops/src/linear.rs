@@ -1,13 +1,12 @@
-//! Matrix product with a weight stored as `[out, in]`, the layout of PyTorch and of safetensors checkpoints: the op,
-//! its gradients, and all on every device.
+//! GEMM with a weight stored as `[out, in]`, the layout of PyTorch and of safetensors checkpoints: the op and its
+//! gradients on every device.
 use crate::SieveBackend;
 use crate::backend::DeviceBackend;
 use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
-use crate::device::flex::{self, contiguous, floats, from_vec, is_f32, last_dim, plain};
+use crate::device::flex::{self, contiguous, floats, from_vec, last_dim, unless_f32};
 use crate::device::paths::kernel_or;
 use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_kernels::{CudaTensor, KernelError, MatmulOutput, Product, ToBurn, kernel_tensor};
@@ -21,7 +20,7 @@ use sieve_kernels::{CudaTensor, KernelError, MatmulOutput, Product, ToBurn, kern
 pub fn linear<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor<B, 2>) -> Tensor<B, D> {
     let (x, weight) = (primitive(x), primitive(weight));
     let (a, w) = (B::value(x.clone()), B::value(weight.clone()));
-    let y = <B::Inner as DeviceBackend>::linear(a.clone(), w.clone());
+    let y = <B::Inner as DeviceBackend>::linear(a.clone(), w.clone(), None);
     tensor(B::node([&x, &weight], y, move |dy| backward::<B::Inner>(a, w, dy)))
 }
 
@@ -33,7 +32,8 @@ pub fn linear_add<B: SieveBackend, const D: usize>(
 ) -> Tensor<B, D> {
     let (x, weight, residual) = (primitive(x), primitive(weight), primitive(residual));
     let (a, w) = (B::value(x.clone()), B::value(weight.clone()));
-    let y = B::Inner::linear_add(a.clone(), w.clone(), B::value(residual.clone()));
+    let added = Some(B::value(residual.clone()));
+    let y = <B::Inner as DeviceBackend>::linear(a.clone(), w.clone(), added);
     tensor(B::node([&x, &weight, &residual], y, move |dy| {
         let [dx, dweight] = backward::<B::Inner>(a, w, dy.clone());
         [dx, dweight, dy]
@@ -72,7 +72,7 @@ fn backward<D: DeviceBackend>(x: Float<D>, weight: Float<D>, dy: Float<D>) -> [F
     [dx, D::linear_weight_gradient(x, dy, None)]
 }
 
-/// A gradient with those before it.
+/// `sum + gradient`; the gradient alone where there is no sum.
 pub(crate) fn added<B: Backend>(sum: Option<Float<B>>, gradient: Float<B>) -> Float<B> {
     match sum {
         Some(sum) => B::float_add(sum, gradient),
@@ -81,7 +81,7 @@ pub(crate) fn added<B: Backend>(sum: Option<Float<B>>, gradient: Float<B>) -> Fl
 }
 
 pub(crate) mod reference {
-    //! Products with a `[out, in]` weight.
+    //! GEMMs with a `[out, in]` weight in plain Burn operations.
     use super::*;
 
     fn flatten<B: Backend>(x: Float<B>) -> (Tensor<B, 2>, Vec<usize>) {
@@ -135,50 +135,32 @@ pub(crate) mod cpu {
     use super::*;
     use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
 
-    /// Multiplications from which a product takes all threads: 256 cubed is faster so, 128 cubed is not.
-    const MIN_SHARED_PRODUCT: usize = 192 * 192 * 192;
-
-    /// The weight in f32 or bf16.
-    pub(crate) fn linear(x: FlexTensor, weight: FlexTensor) -> FlexTensor {
-        if !is_f32(&x) {
-            return plain("linear", || reference::linear::<Flex>(x, weight));
-        }
+    /// The weight may be f32 or bf16.
+    pub(crate) fn linear(x: FlexTensor, weight: FlexTensor, residual: Option<FlexTensor>) -> FlexTensor {
+        unless_f32!(&x, "linear": added::<Flex>(residual, reference::linear::<Flex>(x, weight)));
         let (x, weight) = (contiguous(x), contiguous(weight));
         let sizes = [num_rows(&x), last_dim(&x), weight.shape()[0]];
         let mut y = vec![0.0; sizes[0] * sizes[2]];
         sieve_cpu::linear(floats(&x), flex::weight(&weight), sizes, &mut y);
-        with_columns(&x, sizes[2], y)
-    }
-
-    pub(crate) fn linear_add(x: FlexTensor, weight: FlexTensor, residual: FlexTensor) -> FlexTensor {
-        Flex::float_add(residual, linear(x, weight))
+        added::<Flex>(residual, with_columns(&x, sizes[2], y))
     }
 
     pub(crate) fn linear_input_gradient(weight: FlexTensor, dy: FlexTensor) -> FlexTensor {
-        if !is_f32(&dy) {
-            return plain("linear_input_gradient", || {
-                reference::linear_input_gradient::<Flex>(weight, dy)
-            });
-        }
+        unless_f32!(&dy, "linear_input_gradient": reference::linear_input_gradient::<Flex>(weight, dy));
         let (weight, dy) = (contiguous(weight), contiguous(dy));
         with_columns(&dy, last_dim(&weight), product(rows(&dy), rows(&weight)))
     }
 
     pub(crate) fn linear_weight_gradient(x: FlexTensor, dy: FlexTensor, sum: Option<FlexTensor>) -> FlexTensor {
-        if !is_f32(&x) {
-            return plain("linear_weight_gradient", || {
-                added::<Flex>(sum, reference::linear_weight_gradient::<Flex>(x, dy))
-            });
-        }
+        unless_f32!(&x, "linear_weight_gradient":
+            added::<Flex>(sum, reference::linear_weight_gradient::<Flex>(x, dy)));
         let (x, dy) = (contiguous(x), contiguous(dy));
         let gradient = product(rows(&dy).t(), rows(&x));
         added::<Flex>(sum, from_vec(gradient, [last_dim(&dy), last_dim(&x)]))
     }
 
     pub(crate) fn gemm(kind: Product, x: FlexTensor, w: FlexTensor, sum: Option<([f64; 2], FlexTensor)>) -> FlexTensor {
-        if !is_f32(&x) {
-            return plain("gemm", || reference::gemm::<Flex>(kind, x, w, sum));
-        }
+        unless_f32!(&x, "gemm": reference::gemm::<Flex>(kind, x, w, sum));
         let (x, w) = (contiguous(x), contiguous(w));
         let (a, b) = match kind {
             Product::Nt => (rows(&x), rows(&w).t()),
@@ -203,20 +185,23 @@ pub(crate) mod cpu {
         Matrix::strided(floats(x), num_rows(x), last_dim(x), last_dim(x), 1)
     }
 
-    /// `a b`, row after row.
+    /// `a b`, row-major.
     fn product(a: Matrix<'_>, b: Matrix<'_>) -> Vec<f32> {
         let c = vec![0.0; a.num_rows() * b.num_columns()];
         scaled_product([1.0, 0.0], a, b, c)
     }
 
-    /// `alpha a b + beta c`, row after row.
+    /// `alpha a b + beta c`, row-major.
     fn scaled_product(factors: [f64; 2], a: Matrix<'_>, b: Matrix<'_>, mut c: Vec<f32>) -> Vec<f32> {
         let ([alpha, beta], m, n) = (factors.map(|factor| factor as f32), a.num_rows(), b.num_columns());
-        let threads = match m * n * b.num_rows() {
-            few if few < MIN_SHARED_PRODUCT => Threads::One,
-            _ => Threads::All,
-        };
-        matmul(threads, alpha, a, b, beta, MatrixMut::new(&mut c, m, n));
+        matmul(
+            Threads::of_product(a, b),
+            alpha,
+            a,
+            b,
+            beta,
+            MatrixMut::new(&mut c, m, n),
+        );
         c
     }
 
@@ -230,24 +215,20 @@ pub(crate) mod cpu {
 }
 
 pub(crate) mod cuda {
-    //! Through cuBLASLt.
+    //! GEMMs by cuBLASLt.
     use super::*;
     use sieve_kernels::DType::{BF16, F32};
     use sieve_kernels::matmul;
     use sieve_kernels::step::residual_add;
 
-    pub(crate) fn linear(x: CudaPrimitive, weight: CudaPrimitive) -> CudaPrimitive {
+    pub(crate) fn linear(x: CudaPrimitive, weight: CudaPrimitive, residual: Option<CudaPrimitive>) -> CudaPrimitive {
         let [a, b] = tensors([&x, &weight]);
-        let attempt = matmul(Product::Nt, &a, &b, MatmulOutput::New(BF16));
-        kernel_or("linear", attempt.map(ToBurn::burn), || {
-            reference::linear::<Cuda>(x, weight)
-        })
-    }
-
-    pub(crate) fn linear_add(x: CudaPrimitive, weight: CudaPrimitive, residual: CudaPrimitive) -> CudaPrimitive {
-        let attempt = product_and_sum(tensors([&x, &weight, &residual]));
-        kernel_or("linear_add", attempt.map(ToBurn::burn), || {
-            Cuda::float_add(residual, reference::linear::<Cuda>(x, weight))
+        let (op, attempt) = match residual.clone().map(kernel_tensor) {
+            None => ("linear", matmul(Product::Nt, &a, &b, MatmulOutput::New(BF16))),
+            Some(residual) => ("linear_add", product_and_sum([a, b, residual])),
+        };
+        kernel_or(op, attempt.map(ToBurn::burn), || {
+            added::<Cuda>(residual, reference::linear::<Cuda>(x, weight))
         })
     }
 
@@ -259,7 +240,7 @@ pub(crate) mod cuda {
         })
     }
 
-    /// In f32, as the optimizer's masters are.
+    /// The result is f32, as the optimizer's master weights are.
     pub(crate) fn linear_weight_gradient(
         x: CudaPrimitive,
         dy: CudaPrimitive,
@@ -292,7 +273,7 @@ pub(crate) mod cuda {
         })
     }
 
-    /// The residual is added inside the product where that is free.
+    /// `residual + x Wᵀ`; the GEMM adds the residual where that takes no longer.
     pub(crate) fn product_and_sum([x, weight, residual]: [CudaTensor; 3]) -> Result<CudaTensor, KernelError> {
         let [out, inner] = weight.dims("linear_add", "weight")?;
         // Measured on an H200 at 16384 x 2048 x 6144: a GEMM that also adds a residual takes 0.1 ms longer, twice the

@@ -1,5 +1,5 @@
-//! Output projection and cross-entropy in one op: the logits of all tokens are never held at once. The op, its
-//! gradients, and both on every device.
+//! Output projection and cross-entropy in one op, which never holds the logits of all tokens at once, and its
+//! gradients, on every device.
 use crate::device::{
     CudaPrimitive, contiguous, flex, floats, from_vec, ints, is_f32, kernel_on, kernel_or, last_dim, plain, tensors,
     unless_f32, zeros_like,
@@ -11,7 +11,7 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_kernels::{KernelError, ToBurn};
 
-/// A label that takes no part in the loss.
+/// Label of a token without loss.
 pub const IGNORE_LABEL: i32 = -100;
 
 /// Summed cross-entropy in nats, `[1]`: `sum over labelled tokens of lse(h Wᵀ) - (h Wᵀ)[label]`.
@@ -19,7 +19,7 @@ pub const IGNORE_LABEL: i32 = -100;
 /// # Shapes
 /// - h: `[tokens, d_model]`
 /// - weight: `[vocab_size, d_model]`
-/// - labels: `[tokens]`, [`IGNORE_LABEL`] where there is none
+/// - labels: `[tokens]`, ids or [`IGNORE_LABEL`]
 pub fn linear_cross_entropy<B: SieveBackend>(
     h: Tensor<B, 2>,
     weight: Tensor<B, 2>,
@@ -31,14 +31,14 @@ pub fn linear_cross_entropy<B: SieveBackend>(
         return tensor(B::constant(B::Inner::linear_cross_entropy(states, table, labels)));
     }
     let [loss, dh, dweight] = B::Inner::linear_cross_entropy_with_gradients(states, table, labels);
-    // The forward pass has the gradients already; the backward pass scales them.
+    // The forward pass has computed the gradients; the backward pass multiplies them by the loss's gradient.
     tensor(B::node([&h, &weight], loss, move |dy| {
         [dh, dweight].map(|gradient| B::Inner::scale(gradient, dy.clone()))
     }))
 }
 
-/// Cross-entropy of every token in nats, `[tokens]`; zero where the label is [`IGNORE_LABEL`]. Without gradient; shapes
-/// as above.
+/// Cross-entropy of every token in nats, `[tokens]`; 0 where the label is [`IGNORE_LABEL`]. Without gradient. The
+/// inputs have the shapes of [`linear_cross_entropy`]'s.
 pub fn token_losses<B: SieveBackend>(h: Tensor<B, 2>, weight: Tensor<B, 2>, labels: Tensor<B, 1, Int>) -> Tensor<B, 1> {
     let (h, weight) = (B::value(primitive(h)), B::value(primitive(weight)));
     let losses = B::Inner::token_losses(h, weight, labels.into_primitive());
@@ -46,15 +46,19 @@ pub fn token_losses<B: SieveBackend>(h: Tensor<B, 2>, weight: Tensor<B, 2>, labe
 }
 
 pub(crate) mod reference {
-    //! Projection and cross-entropy with all logits at once.
+    //! Projection and cross-entropy in plain Burn operations, with all logits at once.
     use super::*;
 
     struct Logits<B: Backend> {
         h: Tensor<B, 2>,
         weight: Tensor<B, 2>,
+        /// `[tokens, vocab_size]`.
         logits: Tensor<B, 2>,
+        /// Log-sum-exp of each token's logits, `[tokens, 1]`.
         lse: Tensor<B, 2>,
+        /// Whether a token has no label, `[tokens, 1]`.
         ignored: Tensor<B, 2, Bool>,
+        /// Labels, 0 where ignored, `[tokens, 1]`.
         target: Tensor<B, 2, Int>,
     }
 
@@ -124,7 +128,7 @@ pub(crate) mod reference {
         ]
     }
 
-    /// `x * factor`, the factor a `[1]`; the product is rounded to the dtype of x.
+    /// `x * factor` in the dtype of x; `factor` is `[1]`.
     pub fn scale<B: Backend>(x: Float<B>, factor: Float<B>) -> Float<B> {
         let (x, dtype, shape) = rows::<B>(x);
         let factor = tensor::<B, 1>(factor).cast(x.dtype());
@@ -189,7 +193,7 @@ pub(crate) mod cpu {
 }
 
 pub(crate) mod cuda {
-    //! A block of tokens at a time.
+    //! The kernels compute the logits of a block of tokens at a time.
     use super::*;
     use crate::device::{cast, writable};
     use sieve_kernels::step::FixedSum;
@@ -213,7 +217,7 @@ pub(crate) mod cuda {
         })
     }
 
-    /// dweight in f32.
+    /// dweight is f32.
     pub(crate) fn linear_cross_entropy_with_gradients(
         h: CudaPrimitive,
         weight: CudaPrimitive,
@@ -227,14 +231,14 @@ pub(crate) mod cuda {
         })
     }
 
-    /// In place where nobody else holds x.
+    /// In place if x has no other owner.
     pub(crate) fn scale(x: CudaPrimitive, factor: CudaPrimitive) -> CudaPrimitive {
         let x = writable(x);
         let outcome = sieve_kernels::step::scale(&x, &cast(&factor, DType::F32));
         kernel_on("scale", x.burn(), outcome, |x| reference::scale::<Cuda>(x, factor))
     }
 
-    /// The sum of all losses.
+    /// The summed cross-entropy, `[1]`.
     fn summed(operands: [&CudaPrimitive; 3]) -> Result<CudaPrimitive, KernelError> {
         let [h, weight, labels] = tensors(operands);
         let losses = sieve_kernels::token_losses(&h, &weight, &labels)?;

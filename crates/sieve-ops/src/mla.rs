@@ -1,5 +1,5 @@
-//! Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values of every head come from one small
-//! latent, beside one rotated key that all heads share.
+//! Multi-head latent attention (arXiv:2405.04434, section 2.1): the keys and values of all heads are projections of one
+//! small latent per token, and all heads share one rotated key.
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 pub(crate) mod reference;
@@ -15,11 +15,11 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_kernels::KernelPolicy;
 
-/// Rotates and packs queries, keys and values: per token `num_heads` queries `[q_C ; RoPE(q_R)]`, as many keys
-/// `[k_C ; RoPE(k_R)]` with one k_R for all heads, as many values. With `norm` each head's query and key go through
-/// RMSNorm before the rotation; its weights are `[head_dim + rope_dim]`.
+/// Rotates and packs queries, keys and values. A token has `num_heads` queries `[q_C ; RoPE(q_R)]`, then `num_heads`
+/// keys `[k_C ; RoPE(k_R)]` with one k_R for all heads, then `num_heads` values. With `norm`, of weights `[head_dim +
+/// rope_dim]`, each head's query and key are normed before the rotation.
 ///
-/// Returns the packed tensor and, with `norm`, two tensors that decoding needs, without gradient: k_R times its norm
+/// Returns the packed tensor and, with `norm`, two tensors without gradient that decoding needs: k_R times the norm's
 /// weight, rotated, and 1 / rms of each head's key, f32.
 ///
 /// # Shapes
@@ -70,7 +70,7 @@ pub fn mla_pack<B: SieveBackend>(
     )
 }
 
-/// Dense causal attention on the tensor of [`mla_pack`]; values are narrower than keys.
+/// Dense causal attention over the packed tensor of [`mla_pack`]; values are narrower than keys.
 ///
 /// # Shapes
 /// - packed: `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`
@@ -88,15 +88,15 @@ pub fn mla_attention<B: SieveBackend>(packed: Tensor<B, 3>, documents: &Document
 /// Sizes and scale of a latent attention call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MlaSpec {
-    /// Heads, of queries as of keys and values.
+    /// Heads; queries, keys and values have the same number.
     pub num_heads: usize,
-    /// Width of the part without rotation, and of a value.
+    /// Width of the unrotated columns of a query or key, and of a value.
     pub head_dim: usize,
-    /// Width of the rotated part.
+    /// Width of the rotated columns of a query or key.
     pub rope_dim: usize,
     /// Factor on `q·k`, usually `1/sqrt(head_dim + rope_dim)`.
     pub softmax_scale: f64,
-    /// Which kernels a GPU takes, and how these sum.
+    /// Which kernels a GPU may use, and in which order backward kernels sum.
     pub policy: KernelPolicy,
 }
 
@@ -111,7 +111,7 @@ impl MlaSpec {
         self.num_heads * (2 * self.key_dim() + self.head_dim)
     }
 
-    /// The dense attention call it amounts to.
+    /// The dense attention that this is.
     pub fn attention(&self) -> AttentionSpec {
         AttentionSpec {
             num_heads: self.num_heads,
@@ -123,31 +123,31 @@ impl MlaSpec {
     }
 }
 
-/// Norms of queries and keys; an addition to the paper.
+/// Norms of queries and keys; not in the paper.
 #[derive(Clone, Debug)]
 pub struct MlaNorm<B: Backend> {
     /// `[head_dim + rope_dim]`.
     pub q_weight: Float<B>,
     /// `[head_dim + rope_dim]`.
     pub k_weight: Float<B>,
-    /// Added to the mean square.
+    /// Added to the mean of squares.
     pub epsilon: f64,
 }
 
-/// What [`mla_pack`](crate::mla_pack) norms with and rotates by, and its sizes.
+/// Operands of [`mla_pack`](crate::mla_pack) other than q, kv and k_rope.
 #[derive(Clone, Debug)]
 pub struct MlaPackCall<B: Backend> {
     /// `[batch, seq_len]`, each below the tables' length.
     pub positions: Ints<B>,
     /// Tables of width `rope_dim`.
     pub rope: RopeTables<B>,
-    /// Norms of queries and keys, where there are any.
+    /// Norms of queries and keys, if any.
     pub norm: Option<MlaNorm<B>>,
     /// Sizes.
     pub spec: MlaSpec,
 }
 
-/// What latent attention has beside the packed tensor.
+/// Operands of [`mla_attention`](crate::mla_attention) other than the packed tensor.
 #[derive(Clone, Debug)]
 pub struct MlaCall<B: Backend> {
     /// Document bounds.
@@ -157,7 +157,7 @@ pub struct MlaCall<B: Backend> {
 }
 
 impl<B: Backend> MlaCall<B> {
-    /// The dense attention call it amounts to.
+    /// The call of the dense attention that this is.
     pub(crate) fn attention(&self) -> AttentionCall<B> {
         AttentionCall::new(self.documents.clone(), self.spec.attention())
     }

@@ -1,16 +1,16 @@
-//! Root-mean-square normalisation (arXiv:1910.07467, eq. 4): the op, its gradient, and both on every device.
+//! Root-mean-square normalisation (arXiv:1910.07467, eq. 4) and its gradient on every device.
 use crate::device::{
     CudaPrimitive, contiguous, floats, from_vec, is_f32, kernel_or, plain, tensors, unless_f32, zeros_like,
 };
+use crate::linear::added;
 use crate::tensors::{Float, primitive, rows, tensor, unrows};
 use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_kernels::{ToBurn, kernel_tensor};
 
-/// `y = x / sqrt(mean(x²) + epsilon) * weight`, the mean over the last dimension and computed in f32.
+/// `y = x / sqrt(mean(x²) + epsilon) * weight`, with the mean over the last dimension, in f32.
 ///
 /// # Shapes
 /// - x: `[.., d_model]`
@@ -29,7 +29,7 @@ pub fn rms_norm<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor
     }))
 }
 
-/// A call of [`crate::rms_norm`].
+/// Operands of [`crate::rms_norm`].
 #[derive(Clone, Debug)]
 pub struct RmsNormCall<B: Backend> {
     /// `[.., d_model]`.
@@ -62,12 +62,13 @@ pub(crate) mod reference {
         [unrows(dx, dtype, shape), primitive(dweight.cast(weight_dtype))]
     }
 
-    /// `(n, r)` of the rows.
+    /// `(x r, r)` of rows x, with `r = 1/sqrt(mean(x²) + epsilon)`.
     pub(crate) fn normalise<B: Backend>(x: Tensor<B, 2>, epsilon: f64) -> (Tensor<B, 2>, Tensor<B, 2>) {
         let r = (x.clone().powi_scalar(2).mean_dim(1) + epsilon).sqrt().recip();
         (x * r.clone(), r)
     }
 
+    /// `(dx, dweight)` as in [`rms_norm_backward`], of rows.
     pub(crate) fn normalise_backward<B: Backend>(
         x: Tensor<B, 2>,
         weight: Tensor<B, 1>,
@@ -78,14 +79,6 @@ pub(crate) mod reference {
         let g = dy.clone() * weight.unsqueeze();
         let dx = r * (g.clone() - n.clone() * (g * n.clone()).mean_dim(1));
         (dx, (dy * n).sum_dim(0).squeeze_dim(0))
-    }
-}
-
-/// `x + addend` where there is one.
-fn plus<B: Backend>(x: Float<B>, addend: Option<Float<B>>) -> Float<B> {
-    match addend {
-        Some(addend) => B::float_add(x, addend),
-        None => x,
     }
 }
 
@@ -107,7 +100,7 @@ pub(crate) mod cpu {
     ) -> [FlexTensor; 2] {
         if !is_f32(&call.x) {
             let [dx, dweight] = plain("rms_norm_backward", || reference::rms_norm_backward(call, dy));
-            return [plus::<Flex>(dx, d_residual), dweight];
+            return [added::<Flex>(d_residual, dx), dweight];
         }
         let [x, weight, dy] = [call.x, call.weight, dy].map(contiguous);
         let (mut dx, mut dweight) = (zeros_like(&x), zeros_like(&weight));
@@ -119,7 +112,7 @@ pub(crate) mod cpu {
             &mut dx,
             &mut dweight,
         );
-        let dx = plus::<Flex>(from_vec(dx, x.shape()), d_residual);
+        let dx = added::<Flex>(d_residual, from_vec(dx, x.shape()));
         [dx, from_vec(dweight, weight.shape())]
     }
 
@@ -135,7 +128,7 @@ pub(crate) mod cpu {
 }
 
 pub(crate) mod cuda {
-    //! The gradient of the weight is f32.
+    //! RMSNorm on CUDA. The gradient of the weight is f32.
     use super::*;
 
     pub(crate) fn rms_norm(call: RmsNormCall<Cuda>) -> CudaPrimitive {
@@ -151,12 +144,12 @@ pub(crate) mod cuda {
     ) -> [CudaPrimitive; 2] {
         let [x, weight, d] = tensors([&call.x, &call.weight, &dy]);
         let epsilon = call.epsilon as f32;
-        let beside = d_residual.clone().map(kernel_tensor);
-        let attempt = sieve_kernels::step::rms_norm_backward(&x, &weight, epsilon, &d, beside.as_ref());
+        let residual = d_residual.clone().map(kernel_tensor);
+        let attempt = sieve_kernels::step::rms_norm_backward(&x, &weight, epsilon, &d, residual.as_ref());
         let attempt = attempt.map(|(dx, dweight)| [dx, dweight].map(ToBurn::burn));
         kernel_or("rms_norm_backward", attempt, || {
             let [dx, dweight] = reference::rms_norm_backward(call, dy);
-            [plus::<Cuda>(dx, d_residual), dweight]
+            [added::<Cuda>(d_residual, dx), dweight]
         })
     }
 
@@ -172,7 +165,7 @@ pub(crate) mod cuda {
         kernel_or("rms_norm_backward", attempt, || {
             let y = reference::rms_norm(call.clone());
             let [dx, dweight] = reference::rms_norm_backward(call, dy);
-            [Cuda::float_add(dx, d_residual), dweight, y]
+            [added::<Cuda>(Some(d_residual), dx), dweight, y]
         })
     }
 }

@@ -1,7 +1,8 @@
-//! Native sparse attention (arXiv:2502.11089): the ops of its compressed and selected branches, and the gated sum. The
-//! window branch is [`attention`](crate::attention()).
+//! Native sparse attention (arXiv:2502.11089): ops of the compressed and the selected branch, and the gated sum of the
+//! branches. The window branch is [`attention`](crate::attention()).
 //!
-//! Blocks are counted from each document's first token.
+//! Blocks are counted from each document's first token. Compressed blocks of a row have numbered slots, as
+//! [`NsaBlocks::first_slot`] says.
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 pub(crate) mod reference;
@@ -16,8 +17,8 @@ use crate::{AttentionOutput, AttentionSpec, DeviceBackend, DocumentBounds, Docum
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
-/// Keys, and values, of every compressed block side by side, plus a learned vector per position inside the block: the
-/// input of the compression MLP (eq. 7).
+/// Input of the compression MLP (eq. 7): the concatenated keys, and values, of every compressed block, plus a learned
+/// vector per position inside the block.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -38,7 +39,7 @@ pub fn nsa_blocks<B: SieveBackend>(
     }))
 }
 
-/// Means of the keys, and of the values, of every compressed block.
+/// Means of the keys, and means of the values, of every compressed block.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -62,8 +63,9 @@ pub struct CompressedAttention<B: Backend> {
     pub block_indices: Tensor<B, 4, Int>,
 }
 
-/// Attention over the compressed blocks, and the choice of blocks by its probabilities (eq. 8 to 11), which has no
-/// gradient. Forced are the document's first block, the query's own and the one before; ties go to the later block.
+/// Attention over the compressed blocks, and the choice of selected blocks by its probabilities (eq. 8 to 11), which
+/// has no gradient. The document's first block, the query's block and the block before it are always chosen. Of blocks
+/// with equal scores, the later one is chosen.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`; only its queries are read
@@ -85,8 +87,7 @@ pub fn nsa_compressed_attention<B: SieveBackend>(
     }
 }
 
-/// Causal attention of each query over the tokens of its blocks; the cost is proportional to the number of chosen
-/// blocks.
+/// Causal attention of each query over the tokens of its chosen blocks; the cost is proportional to their number.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -111,31 +112,28 @@ pub fn nsa_selected_attention<B: SieveBackend>(
 ///
 /// # Shapes
 /// - branches: `[batch, seq_len, num_heads, head_dim]` each
-/// - logits: `[batch, seq_len, num_heads * 3]`, bias: `[num_heads * 3]`, the branch varying fastest
+/// - logits: `[batch, seq_len, num_heads * 3]`, bias: `[num_heads * 3]`; for each head the three branches
 pub fn nsa_gates<B: SieveBackend>(
     branches: [Tensor<B, 4>; 3],
     logits: Tensor<B, 3>,
     bias: Tensor<B, 1>,
 ) -> Tensor<B, 4> {
     let (branches, logits, bias) = (branches.map(primitive), primitive(logits), primitive(bias));
-    let (of, l, b) = (
-        branches.clone().map(B::value),
-        B::value(logits.clone()),
-        B::value(bias.clone()),
-    );
-    let y = B::Inner::nsa_gates(of.clone(), l.clone(), b.clone());
+    let outputs = branches.clone().map(B::value);
+    let (logit_values, bias_values) = (B::value(logits.clone()), B::value(bias.clone()));
+    let y = B::Inner::nsa_gates(outputs.clone(), logit_values.clone(), bias_values.clone());
     let [compressed, selected, window] = &branches;
     tensor(B::node([compressed, selected, window, &logits, &bias], y, |dy| {
-        B::Inner::nsa_gates_backward(of, l, b, dy)
+        B::Inner::nsa_gates_backward(outputs, logit_values, bias_values, dy)
     }))
 }
 
-/// Where documents lie in the rows of a call, its heads, and its blocks.
+/// Operands of NSA's ops other than tensors.
 #[derive(Clone, Debug)]
 pub struct NsaCall<B: Backend> {
     /// Bounds of the documents.
     pub documents: DocumentBounds<B>,
-    /// Heads and scale; the window is the third branch's alone and not read.
+    /// Heads and scale. The window, of the window branch, is not read.
     pub spec: AttentionSpec,
     /// Sizes of compressed and selected blocks.
     pub blocks: NsaBlocks,
@@ -178,13 +176,14 @@ pub struct NsaCompressed<B: Backend> {
 pub struct NsaSelected<B: Backend> {
     /// Attention over the chosen blocks.
     pub output: AttentionOutput<B>,
-    /// The lists of queries that chose each block, where the device keeps them for the backward pass. For each range of
-    /// queries: list entries, pieces of lists and the number of pieces.
+    /// For the backward pass: which queries chose each block, where the device keeps that. One triple per range of
+    /// queries: the concatenated lists of queries, the pieces into which kernels divide long lists, and the number of
+    /// pieces.
     pub lists: Vec<[Ints<B>; 3]>,
 }
 
 impl<B: Backend> NsaSelected<B> {
-    /// Of a device that keeps no lists.
+    /// The output of a device that keeps no lists.
     pub(crate) fn without_lists(output: AttentionOutput<B>) -> Self {
         let lists = Vec::new();
         Self { output, lists }

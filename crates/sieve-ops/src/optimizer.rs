@@ -1,5 +1,5 @@
-//! AdamW (arXiv:1711.05101) over f32 master weights, Muon's orthogonalisation, norms of gradients and snapshots, on
-//! every device; none has a gradient.
+//! AdamW (arXiv:1711.05101) with f32 master weights, Muon's orthogonalisation, norms of gradients, and snapshots, on
+//! every device. None of these ops has a gradient.
 mod snapshot;
 #[cfg(test)]
 mod tests;
@@ -45,11 +45,12 @@ pub fn join_master<B: DeviceBackend, const D: usize>(leaf: Tensor<B, D>, rest: F
     tensor(B::join_master(primitive(leaf), rest))
 }
 
-/// Coefficients of `a x + b x³ + c x⁵`, which five times over takes every x of (0, 1] to between 0.68 and 1.13.
+/// Coefficients of `f(x) = a x + b x³ + c x⁵`. Five applications of f map x in [0.01, 1] to between 0.68 and 1.13.
 const QUINTIC: [f64; 3] = [3.4445, -4.775, 2.0315];
 
-/// About `U Vᵀ` of `x = U S Vᵀ`, by five Newton-Schulz steps in the type of `x`: singular values from 0.01 of the norm
-/// on come out between 0.68 and 1.13 (arXiv:2502.16982, equation 2). Zero stays zero.
+/// Approximates `U Vᵀ` of the singular value decomposition `x = U S Vᵀ` by five Newton-Schulz steps in the dtype of x
+/// (arXiv:2502.16982, eq. 2): singular values of at least 0.01 of the Frobenius norm become 0.68 to 1.13. Zero stays
+/// zero.
 ///
 /// # Shapes
 /// - x: `[out, in]`
@@ -60,31 +61,33 @@ pub fn orthogonalised<B: DeviceBackend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
     let mut x = x / norm.cast(dtype).reshape([1, 1]);
     let [a, b, c] = QUINTIC;
     for _ in 0..5 {
-        // The smaller of x xᵀ and xᵀ x; it is symmetric, so its product with itself is that with its transpose.
-        let (of_x, is_wide) = (primitive(x), rows <= columns);
+        // The smaller of x xᵀ and xᵀ x. It is symmetric, so that gram gramᵀ is its square.
+        let (old, is_wide) = (primitive(x), rows <= columns);
         let kind = if is_wide { Product::Nt } else { Product::Tn };
-        let gram = B::gemm(kind, of_x.clone(), of_x.clone(), None);
+        let gram = B::gemm(kind, old.clone(), old.clone(), None);
         let polynomial = B::gemm(Product::Nt, gram.clone(), gram.clone(), Some(([c, b], gram)));
-        let sum = Some(([1.0, a], of_x.clone()));
+        let sum = Some(([1.0, a], old.clone()));
         x = tensor(match is_wide {
-            true => B::gemm(Product::Nn, polynomial, of_x, sum),
-            false => B::gemm(Product::Nt, of_x, polynomial, sum),
+            true => B::gemm(Product::Nn, polynomial, old, sum),
+            false => B::gemm(Product::Nt, old, polynomial, sum),
         });
     }
     x
 }
 
-/// Sum of squares in an order that does not depend on the number of threads, `[1]`.
+/// Sum of squares, `[1]`. The order of the sum does not depend on the number of threads.
 pub fn sum_of_squares<B: DeviceBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, 1> {
     tensor(B::sum_of_squares(primitive(x)))
 }
 
-/// One parameter's state in an AdamW update, all of one shape and f32 (f64 in tests), except `leaf` and its low bits.
+/// One parameter's tensors in an AdamW update. All have the parameter's shape. They are f32 (f64 in tests), except
+/// `leaf` and the low bits in `param`.
 #[derive(Clone, Debug)]
 pub struct AdamWTensors<B: Backend> {
-    /// The master weights; with a `leaf`, the low bits that [`DeviceBackend::split_master`] returned.
+    /// The f32 master weights. With a `leaf`: the rest, i.e. the low bits that [`DeviceBackend::split_master`]
+    /// returned.
     pub param: Float<B>,
-    /// The weights that the model computes with, in bf16, where they are another tensor than `param`.
+    /// The bf16 weights that the model computes with; `None` where it computes with `param`.
     pub leaf: Option<Float<B>>,
     /// First moment.
     pub exp_avg: Float<B>,
@@ -97,7 +100,7 @@ pub(crate) mod reference {
     use super::*;
 
     /// `p -= lr wd p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; p -= lr / c1 * m / (sqrt(v / c2) + eps)`, unless
-    /// `grad_scale` is zero or not finite; the leaf is p rounded to its type.
+    /// `grad_scale` is zero or not finite, in which case nothing changes. The leaf is p rounded to the leaf's dtype.
     pub fn adamw<B: Backend>(
         tensors: AdamWTensors<B>,
         grad: Float<B>,
@@ -120,20 +123,20 @@ pub(crate) mod reference {
         let update = exp_avg.clone() / denominator * (step.lr / step.bias_correction1);
         let param = param * (1.0 - step.lr * step.weight_decay) - update;
 
-        let spoilt = scale.clone().equal_elem(0.0).bool_or(scale.is_finite().bool_not());
+        let skipped = scale.clone().equal_elem(0.0).bool_or(scale.is_finite().bool_not());
         let [old_param, old_avg, old_avg_sq] = old;
-        let gated = |next: Tensor<B, 1>, old: Tensor<B, 1>| {
-            let spoilt = spoilt.clone().expand(old.dims());
-            next.mask_where(spoilt, old)
+        let unless_skipped = |next: Tensor<B, 1>, old: Tensor<B, 1>| {
+            let skipped = skipped.clone().expand(old.dims());
+            next.mask_where(skipped, old)
         };
-        let back = |x: Tensor<B, 1>| B::float_reshape(primitive(x), shape.clone().into());
-        let param = gated(param, old_param);
-        let leaf = tensors.leaf.map(|leaf| back(param.clone().cast(leaf.dtype())));
+        let unflattened = |x: Tensor<B, 1>| B::float_reshape(primitive(x), shape.clone().into());
+        let param = unless_skipped(param, old_param);
+        let leaf = tensors.leaf.map(|leaf| unflattened(param.clone().cast(leaf.dtype())));
         AdamWTensors {
-            param: back(param),
+            param: unflattened(param),
             leaf,
-            exp_avg: back(gated(exp_avg, old_avg)),
-            exp_avg_sq: back(gated(exp_avg_sq, old_avg_sq)),
+            exp_avg: unflattened(unless_skipped(exp_avg, old_avg)),
+            exp_avg_sq: unflattened(unless_skipped(exp_avg_sq, old_avg_sq)),
         }
     }
 
@@ -152,7 +155,7 @@ pub(crate) mod reference {
 }
 
 pub(crate) mod cpu {
-    //! AdamW and norms on the CPU, where a master is its own rest.
+    //! AdamW and norms on the CPU. Here `split_master` returns the whole f32 master as the rest.
     use super::*;
 
     pub(crate) fn adamw(
@@ -202,7 +205,7 @@ pub(crate) mod cpu {
         rest
     }
 
-    /// A gradient that is kept in bf16, in f32.
+    /// A bf16 gradient in f32; other tensors unchanged.
     fn widened(x: FlexTensor) -> FlexTensor {
         match x.dtype() {
             DType::BF16 => Flex::float_cast(x, FloatDType::F32),
@@ -268,12 +271,12 @@ pub(crate) mod cuda {
 
     pub(crate) fn join_master(leaf: CudaPrimitive, rest: CudaPrimitive) -> CudaPrimitive {
         if rest.dtype != DType::BF16 {
-            // The kernel refused to split it: the rest is the master.
+            // The kernel has refused to split the master, so that the rest is the whole master.
             return rest;
         }
         let [leaf, rest] = tensors([&leaf, &rest]);
         let joined = sieve_kernels::step::join_master(&leaf.contiguous(), &rest);
-        // No other way reads a rest.
+        // Only this kernel can read a rest.
         joined.unwrap_or_else(|error| panic!("{error}")).burn()
     }
 
@@ -292,7 +295,7 @@ pub(crate) mod cuda {
     pub(crate) fn snapshot(tensor: CudaPrimitive) -> Snapshot {
         match HostCopy::new(&kernel_tensor(tensor.clone())) {
             Ok(copy) => Snapshot::of_cuda(copy),
-            // Slower, and right.
+            // The asynchronous copy is not possible: copy now, on this thread.
             Err(_) => Snapshot::read_now::<Cuda>(tensor),
         }
     }
@@ -301,8 +304,8 @@ pub(crate) mod cuda {
         sieve_kernels::DeviceReport::memory_bytes(device.index).map_or(0, |(free, _)| free)
     }
 
-    /// One update, in place where no other handle holds a tensor. The tensors are returned after a refusal too: keeping
-    /// clones for that case would make every update copy.
+    /// One update, in place where a tensor has no other owner. Returns the tensors after a refusal too: with clones for
+    /// that case every update would copy.
     fn launch(
         tensors: AdamWTensors<Cuda>,
         grad: &CudaPrimitive,
@@ -331,7 +334,7 @@ pub(crate) mod cuda {
         (tensors, outcome)
     }
 
-    /// The norm over all tensors, one launch each.
+    /// The norm over all tensors, with one launch per tensor.
     fn norm_of(tensors: &[CudaPrimitive]) -> Result<CudaPrimitive, KernelError> {
         let tensors: Vec<CudaTensor> = tensors.iter().map(|tensor| kernel_tensor(tensor.clone())).collect();
         let sizes = tensors.iter().map(CudaTensor::num_elements);

@@ -16,9 +16,9 @@ use crate::{Cuda, DeviceBackend, SieveBackend};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_kernels::{CudaTensor, KernelError, ToBurn, kernel_tensor};
+use sieve_kernels::{ToBurn, kernel_tensor};
 
-/// Weights of the two per-head norms and what they share.
+/// The RMSNorms of each head's query and key.
 #[derive(Clone, Debug)]
 pub struct QkNorm<B: Backend> {
     /// `[head_dim]`.
@@ -75,36 +75,36 @@ pub fn rope<B: SieveBackend>(
     tensor(B::node([&qkv], y, |dy| [B::Inner::rope(dy, call.inverse())]))
 }
 
-/// What a call of [`crate::qk_norm_rope`] has beside the packed tensor.
+/// Operands of [`crate::qk_norm_rope`] other than the packed tensor.
 #[derive(Clone, Debug)]
 pub struct QkNormRopeCall<B: Backend> {
     /// `[head_dim]`.
     pub q_weight: Float<B>,
     /// `[head_dim]`.
     pub k_weight: Float<B>,
-    /// `[batch, seq_len]`, an index into the tables' rows.
+    /// Row of the tables for each token, `[batch, seq_len]`.
     pub positions: Ints<B>,
     /// Tables of the angles.
     pub rope: RopeTables<B>,
-    /// Key heads, and as many value heads, after the query heads.
+    /// Number of key heads, and of value heads.
     pub num_kv_heads: usize,
     /// Added to the mean square.
     pub epsilon: f64,
 }
 
-/// What a call of [`crate::rope`] has beside the packed tensor.
+/// Operands of [`crate::rope`] other than the packed tensor.
 #[derive(Clone, Debug)]
 pub struct RopeCall<B: Backend> {
-    /// `[batch, seq_len]`, an index into the tables' rows.
+    /// Row of the tables for each token, `[batch, seq_len]`.
     pub positions: Ints<B>,
     /// Tables of the angles.
     pub rope: RopeTables<B>,
-    /// Key heads, and as many value heads, after the query heads.
+    /// Number of key heads, and of value heads.
     pub num_kv_heads: usize,
 }
 
 impl<B: Backend> RopeCall<B> {
-    /// The rotation by the negative angles, which is the gradient.
+    /// The rotation by the negative angles: the backward pass of this one.
     pub(crate) fn inverse(self) -> Self {
         let rope = RopeTables {
             sin: B::float_neg(self.rope.sin),
@@ -208,18 +208,22 @@ pub(crate) mod cpu {
 
     pub(crate) fn qk_norm_rope(qkv: FlexTensor, call: QkNormRopeCall<Flex>) -> FlexTensor {
         unless_f32!(&qkv, "qk_norm_rope": reference::qk_norm_rope(qkv, call));
-        let (qkv, operands) = (contiguous(qkv), Operands::new(call));
+        let qkv = contiguous(qkv);
         let mut y = zeros_like(&qkv);
-        let documents = operands.tokens.documents();
-        sieve_cpu::qk_norm_rope_forward(&operands.op(&qkv), floats(&qkv), documents, &mut y);
+        let (weights, epsilon, rotation) = parts(call);
+        with_op(&qkv, rotation, Some((&weights, epsilon)), |op, documents| {
+            sieve_cpu::qk_norm_rope_forward(op, floats(&qkv), documents, &mut y);
+        });
         from_vec(y, qkv.shape())
     }
 
     pub(crate) fn rope(qkv: FlexTensor, call: RopeCall<Flex>) -> FlexTensor {
         unless_f32!(&qkv, "rope": reference::rope(qkv, call));
-        let (qkv, tokens) = (contiguous(qkv), Tokens::new(call));
+        let qkv = contiguous(qkv);
         let mut y = zeros_like(&qkv);
-        sieve_cpu::rope(&tokens.op(&qkv), floats(&qkv), tokens.documents(), &mut y);
+        with_op(&qkv, call, None, |op, documents| {
+            sieve_cpu::rope(op, floats(&qkv), documents, &mut y);
+        });
         from_vec(y, qkv.shape())
     }
 
@@ -230,108 +234,64 @@ pub(crate) mod cpu {
     ) -> [FlexTensor; 3] {
         unless_f32!(&qkv, "qk_norm_rope_backward": reference::qk_norm_rope_backward(qkv, call, dy));
         let [qkv, dy] = [qkv, dy].map(contiguous);
-        let operands = Operands::new(call);
-        let mut dqkv = zeros_like(&qkv);
-        let (mut dq, mut dk) = (zeros_like(&operands.q_weight), zeros_like(&operands.k_weight));
-        sieve_cpu::qk_norm_rope_backward(
-            &operands.op(&qkv),
-            floats(&qkv),
-            operands.tokens.documents(),
-            floats(&dy),
-            &mut dqkv,
-            &mut dq,
-            &mut dk,
-        );
-        let weight_shape = operands.q_weight.shape();
+        let (weights, epsilon, rotation) = parts(call);
+        let (mut dqkv, [mut dq, mut dk]) = (zeros_like(&qkv), weights.each_ref().map(zeros_like));
+        with_op(&qkv, rotation, Some((&weights, epsilon)), |op, documents| {
+            let (x, dy) = (floats(&qkv), floats(&dy));
+            sieve_cpu::qk_norm_rope_backward(op, x, documents, dy, &mut dqkv, &mut dq, &mut dk);
+        });
+        let shape = weights[0].shape();
         [
             from_vec(dqkv, qkv.shape()),
-            from_vec(dq, weight_shape.clone()),
-            from_vec(dk, weight_shape),
+            from_vec(dq, shape.clone()),
+            from_vec(dk, shape),
         ]
     }
 
-    /// The arguments of q/k-norm with RoPE, contiguous and owned.
-    struct Operands {
-        q_weight: FlexTensor,
-        k_weight: FlexTensor,
-        epsilon: f64,
-        tokens: Tokens,
+    /// The contiguous norm weights of a call, its epsilon, and its rotation.
+    fn parts(call: QkNormRopeCall<Flex>) -> ([FlexTensor; 2], f64, RopeCall<Flex>) {
+        let rotation = RopeCall {
+            positions: call.positions,
+            rope: call.rope,
+            num_kv_heads: call.num_kv_heads,
+        };
+        ([call.q_weight, call.k_weight].map(contiguous), call.epsilon, rotation)
     }
 
-    impl Operands {
-        fn new(call: QkNormRopeCall<Flex>) -> Self {
-            Self {
-                q_weight: contiguous(call.q_weight),
-                k_weight: contiguous(call.k_weight),
-                epsilon: call.epsilon,
-                tokens: Tokens::new(RopeCall {
-                    positions: call.positions,
-                    rope: call.rope,
-                    num_kv_heads: call.num_kv_heads,
-                }),
-            }
-        }
-
-        fn op(&self, qkv: &FlexTensor) -> sieve_cpu::QkNormRope<'_> {
-            sieve_cpu::QkNormRope {
-                q_weight: floats(&self.q_weight),
-                k_weight: floats(&self.k_weight),
-                eps: self.epsilon as f32,
-                ..self.tokens.op(qkv)
-            }
-        }
-    }
-
-    /// Tables and positions, contiguous and owned.
-    struct Tokens {
-        cos: FlexTensor,
-        sin: FlexTensor,
-        start: Vec<i32>,
-        num_kv_heads: usize,
-    }
-
-    impl Tokens {
-        fn new(call: RopeCall<Flex>) -> Self {
-            let seq_len = call.positions.shape()[1];
-            // The kernel counts positions from a document's start; any position is a start for some column.
-            let start = ints(&contiguous(call.positions))
-                .iter()
-                .enumerate()
-                .map(|(token, &position)| (token % seq_len) as i32 - position)
-                .collect();
-            Self {
-                cos: contiguous(call.rope.cos),
-                sin: contiguous(call.rope.sin),
-                start,
-                num_kv_heads: call.num_kv_heads,
-            }
-        }
-
-        /// The rotation alone.
-        fn op(&self, qkv: &FlexTensor) -> sieve_cpu::QkNormRope<'_> {
-            let shape = qkv.shape();
-            sieve_cpu::QkNormRope {
-                batch: shape[0],
-                seq_len: shape[1],
-                num_heads: shape[2] - 2 * self.num_kv_heads,
-                num_kv_heads: self.num_kv_heads,
-                head_dim: shape[3],
-                q_weight: &[],
-                k_weight: &[],
-                eps: 0.0,
-                cos: floats(&self.cos),
-                sin: floats(&self.sin),
-                position_offset: 0,
-            }
-        }
-
-        /// Only the starts are read by the kernel.
-        fn documents(&self) -> sieve_cpu::Documents<'_> {
-            sieve_cpu::Documents {
-                start: &self.start,
-                end: &self.start,
-            }
-        }
+    /// Calls `run` with the sizes, tables and positions of a rotation, and with norm weights and epsilon where there
+    /// are norms, in the form that the ops of `sieve-cpu` take.
+    fn with_op(
+        qkv: &FlexTensor,
+        call: RopeCall<Flex>,
+        norm: Option<(&[FlexTensor; 2], f64)>,
+        run: impl FnOnce(&sieve_cpu::QkNormRope<'_>, sieve_cpu::Documents<'_>),
+    ) {
+        let shape = qkv.shape();
+        // The kernels compute a position as the token's column minus its document's start, and read nothing else of the
+        // documents. These starts give the call's positions.
+        let columns = (0..shape[1] as i32).cycle();
+        let positions = contiguous(call.positions);
+        let starts = ints(&positions).iter().zip(columns);
+        let start: Vec<i32> = starts.map(|(&position, column)| column - position).collect();
+        let [cos, sin] = [call.rope.cos, call.rope.sin].map(contiguous);
+        let ([q_weight, k_weight], eps) = match norm {
+            Some((weights, epsilon)) => (weights.each_ref().map(floats), epsilon as f32),
+            None => ([[].as_slice(); 2], 0.0),
+        };
+        let op = sieve_cpu::QkNormRope {
+            batch: shape[0],
+            seq_len: shape[1],
+            num_heads: shape[2] - 2 * call.num_kv_heads,
+            num_kv_heads: call.num_kv_heads,
+            head_dim: shape[3],
+            q_weight,
+            k_weight,
+            eps,
+            cos: floats(&cos),
+            sin: floats(&sin),
+            position_offset: 0,
+        };
+        run(&op, sieve_cpu::Documents::new(&start, &start));
     }
 }
 
@@ -340,8 +300,11 @@ pub(crate) mod cuda {
     use super::*;
 
     pub(crate) fn qk_norm_rope(qkv: CudaPrimitive, call: QkNormRopeCall<Cuda>) -> CudaPrimitive {
-        let attempt = Rotation::new(&call).forward(&qkv);
-        kernel_or("qk_norm_rope", attempt, || reference::qk_norm_rope(qkv, call))
+        let x = kernel_tensor(qkv.clone());
+        let attempt = with_kernel_call(&call, |call| call.qk_norm_rope_forward(&x));
+        kernel_or("qk_norm_rope", attempt.map(ToBurn::burn), || {
+            reference::qk_norm_rope(qkv, call)
+        })
     }
 
     pub(crate) fn rope(qkv: CudaPrimitive, call: RopeCall<Cuda>) -> CudaPrimitive {
@@ -351,72 +314,37 @@ pub(crate) mod cuda {
         kernel_or("rope", attempt.map(ToBurn::burn), || reference::rope(qkv, call))
     }
 
+    /// `[dqkv, dq_weight, dk_weight]`, the weights' gradients in f32; dqkv reuses the memory of `dy` if it has no other
+    /// owner.
     pub(crate) fn qk_norm_rope_backward(
         qkv: CudaPrimitive,
         call: QkNormRopeCall<Cuda>,
         dy: CudaPrimitive,
     ) -> [CudaPrimitive; 3] {
         let is_free = dy.can_mut();
-        let attempt = Rotation::new(&call).backward(&qkv, &dy, is_free);
+        let [x, d] = tensors([&qkv, &dy]);
+        let reuse = reuse(is_free && d.is_contiguous());
+        let attempt = with_kernel_call(&call, |call| call.qk_norm_rope_backward(&x, &d, reuse));
+        let attempt = attempt.map(|all| [all.dqkv, all.dq_weight, all.dk_weight].map(ToBurn::burn));
         kernel_or("qk_norm_rope_backward", attempt, || {
             reference::qk_norm_rope_backward(qkv, call, dy)
         })
     }
 
-    /// The tensors of a q/k-norm call, as the kernels take them.
-    struct Rotation {
-        q_weight: CudaTensor,
-        k_weight: CudaTensor,
-        positions: CudaTensor,
-        cos: CudaTensor,
-        sin: CudaTensor,
-        num_kv_heads: usize,
-        epsilon: f32,
-    }
-
-    impl Rotation {
-        fn new(call: &QkNormRopeCall<Cuda>) -> Self {
-            let [q_weight, k_weight] = tensors([&call.q_weight, &call.k_weight]);
-            Self {
-                q_weight,
-                k_weight,
-                positions: kernel_tensor(call.positions.clone()),
-                cos: cast(&call.rope.cos, DType::F32),
-                sin: cast(&call.rope.sin, DType::F32),
-                num_kv_heads: call.num_kv_heads,
-                epsilon: call.epsilon as f32,
-            }
-        }
-
-        fn args(&self) -> sieve_kernels::step::QkNormRope<'_> {
-            sieve_kernels::step::QkNormRope {
-                q_weight: &self.q_weight,
-                k_weight: &self.k_weight,
-                positions: &self.positions,
-                cos: &self.cos,
-                sin: &self.sin,
-                num_kv_heads: self.num_kv_heads,
-                epsilon: self.epsilon,
-            }
-        }
-
-        fn forward(&self, qkv: &CudaPrimitive) -> Result<CudaPrimitive, KernelError> {
-            let qkv = kernel_tensor(qkv.clone());
-            let rotated = self.args().qk_norm_rope_forward(&qkv);
-            rotated.map(ToBurn::burn)
-        }
-
-        /// `[dqkv, dq_weight, dk_weight]`, the weights' in f32; dqkv lies in `dy` where nobody else holds it.
-        fn backward(
-            &self,
-            qkv: &CudaPrimitive,
-            dy: &CudaPrimitive,
-            is_free: bool,
-        ) -> Result<[CudaPrimitive; 3], KernelError> {
-            let [qkv, dy] = tensors([qkv, dy]);
-            let reuse = reuse(is_free && dy.is_contiguous());
-            let gradients = self.args().qk_norm_rope_backward(&qkv, &dy, reuse)?;
-            Ok([gradients.dqkv, gradients.dq_weight, gradients.dk_weight].map(ToBurn::burn))
-        }
+    /// Calls `launch` with the kernels' form of the call.
+    fn with_kernel_call<T>(
+        call: &QkNormRopeCall<Cuda>,
+        launch: impl FnOnce(sieve_kernels::step::QkNormRope<'_>) -> T,
+    ) -> T {
+        let [q_weight, k_weight, positions] = tensors([&call.q_weight, &call.k_weight, &call.positions]);
+        launch(sieve_kernels::step::QkNormRope {
+            q_weight: &q_weight,
+            k_weight: &k_weight,
+            positions: &positions,
+            cos: &cast(&call.rope.cos, DType::F32),
+            sin: &cast(&call.rope.sin, DType::F32),
+            num_kv_heads: call.num_kv_heads,
+            epsilon: call.epsilon as f32,
+        })
     }
 }

@@ -9,7 +9,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{BlockSelection, HeavyKeys, KeyMask, MaskError, ProbeCorrection};
 use std::ops::Range;
 
-/// A mask of the host, copied to a device as kernels take it.
+/// Copies a mask from the host to a device, in the form that kernels read.
 ///
 /// # Errors
 /// The errors of [`KeyMask::for_kernels`].
@@ -21,7 +21,7 @@ pub fn upload_mask<B: Backend>(mask: &KeyMask, device: &B::Device) -> Result<Key
     Ok(mask.for_kernels()?.map(upload))
 }
 
-/// What attention under a mask returns.
+/// Output of [`sparse_attention`].
 #[derive(Clone, Debug)]
 pub struct SparseOutput<B: Backend> {
     /// `[1, num_queries, num_heads, head_dim]`.
@@ -36,13 +36,13 @@ pub fn has_sparse_attention<B: DeviceBackend>(qkv: &Tensor<B, 4>) -> bool {
     B::has_sparse_attention(&primitive(qkv.clone()))
 }
 
-/// Attention of a tensor's last tokens over the keys that a mask names.
+/// Attention of a tensor's last tokens, which are the mask's queries, over the keys that the mask lists.
 ///
 /// # Shapes
 /// - qkv: `[1, num_keys, num_heads + 2 * num_kv_heads, head_dim]`
 ///
 /// # Errors
-/// Why the kernel refuses the call, or that the backend has none.
+/// The reason why the kernel refuses the call, or that the backend has none.
 pub fn sparse_attention<B: DeviceBackend>(
     qkv: Tensor<B, 4>,
     mask: &KeyMask<Tensor<B, 1, Int>>,
@@ -56,27 +56,16 @@ pub fn sparse_attention<B: DeviceBackend>(
     })
 }
 
-/// Chooses the blocks that a selector keeps from queries and keys, on the device, with its statistics; nothing is
-/// copied to the host.
+/// Chooses the blocks that a selector keeps, from queries and keys, on the device; nothing is copied to the host.
 ///
 /// # Shapes
 /// - qkv: as [`sparse_attention`]
+/// - bounds: bounds of pages of keys that the caller keeps from call to call, f32
+///   `[num_kv_heads, pages or more, 2, head_dim]`; bounds of new pages are written there
 ///
 /// # Errors
-/// Why the kernels refuse the call, or that the backend has none.
+/// The reason why the kernels refuse the call, or that the backend has none.
 pub fn select_blocks<B: DeviceBackend>(
-    qkv: &Tensor<B, 4>,
-    selection: &BlockSelection,
-) -> Result<KeyMask<Tensor<B, 1, Int>>, String> {
-    select_blocks_by_bounds(qkv, selection, None)
-}
-
-/// The same with bounds of pages that are kept from call to call, f32 `[num_kv_heads, pages or more, 2, head_dim]`: new
-/// ones are written there.
-///
-/// # Errors
-/// As [`select_blocks`].
-pub fn select_blocks_by_bounds<B: DeviceBackend>(
     qkv: &Tensor<B, 4>,
     selection: &BlockSelection,
     bounds: Option<&Tensor<B, 4>>,
@@ -86,14 +75,14 @@ pub fn select_blocks_by_bounds<B: DeviceBackend>(
     Ok(chosen.map(Tensor::from_primitive))
 }
 
-/// Corrects attention under a mask by dense rows. One position in `correction.gamma` is computed densely here;
-/// `dense_rows` are dense already.
+/// Corrects the output `o` of [`sparse_attention`] by rows of dense attention: one row in `correction.gamma`, which
+/// this function computes, and `dense_rows`, which are dense in `o` already.
 ///
 /// # Shapes
-/// - qkv: as [`sparse_attention`], whose output `o` is
+/// - qkv, o: as [`sparse_attention`]
 ///
 /// # Errors
-/// Why the kernels refuse the call, or that the backend has none.
+/// The reason why the kernels refuse the call, or that the backend has none.
 pub fn correct_by_probes<B: DeviceBackend>(
     qkv: Tensor<B, 4>,
     o: Tensor<B, 4>,
@@ -105,27 +94,28 @@ pub fn correct_by_probes<B: DeviceBackend>(
     B::correct_by_probes(qkv, o, correction, dense_rows, softmax_scale).map(tensor)
 }
 
-/// Chooses the keys of a prompt that the tokens after it read: each KV head's own, by the attention that they received,
+/// Chooses the keys of a prompt that later tokens read: for each KV head the keys that received the most attention,
 /// which becomes their rank. Nothing is copied to the host.
 ///
 /// # Shapes
 /// - qkv: as [`sparse_attention`]
 ///
 /// # Errors
-/// Why the kernels refuse the call, or that the backend has none.
+/// The reason why the kernels refuse the call, or that the backend has none.
 pub fn keep_heavy_keys<B: DeviceBackend>(qkv: &Tensor<B, 4>, heavy: &HeavyKeys) -> Result<DmaCache<B>, String> {
     B::keep_heavy_keys(primitive(qkv.clone()), heavy)
 }
 
-/// Appends the key and value of the token at a position to the kept keys, evicting the one with the least accumulated
-/// attention once all slots are taken, and attends with its query, whose attention weights are added to the ranks.
+/// Adds the key and value of the token at `position` to the kept keys, evicting the key with the least accumulated
+/// attention once all slots are taken. Then attends with the token's query, whose attention weights are added to the
+/// ranks.
 ///
 /// # Shapes
 /// - qkv: `[1, 1, num_heads + 2 * num_kv_heads, head_dim]`
 /// - returns: `[1, 1, num_heads, head_dim]`
 ///
 /// # Errors
-/// Why the kernels refuse the call, or that the backend has none.
+/// The reason why the kernels refuse the call, or that the backend has none.
 pub fn heavy_decode<B: DeviceBackend>(
     cache: &mut DmaCache<B>,
     qkv: Tensor<B, 4>,

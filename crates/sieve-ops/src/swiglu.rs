@@ -1,4 +1,4 @@
-//! Gated linear unit with SiLU (arXiv:2002.05202): the op, its gradient, and both on every device.
+//! Gated linear unit with SiLU (arXiv:2002.05202) and its gradient on every device.
 use crate::device::{
     CudaPrimitive, contiguous, floats, from_vec, kernel_or, last_dim, tensors, unless_f32, zeros_like,
 };
@@ -120,6 +120,7 @@ pub(crate) mod cuda {
     }
 }
 
+/// Whether a kernel may overwrite its inputs: only if nothing else reads them.
 pub(crate) fn reuse(is_free: bool) -> Reuse {
     match is_free {
         true => Reuse::InPlace,

@@ -11,7 +11,7 @@ pub(crate) fn tensor<B: Backend, const D: usize>(primitive: Float<B>) -> Tensor<
     Tensor::from_primitive(TensorPrimitive::Float(primitive))
 }
 
-/// Back to a primitive.
+/// A tensor's primitive.
 pub(crate) fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Float<B> {
     tensor.into_primitive().tensor()
 }
@@ -26,13 +26,13 @@ pub(crate) fn compute_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
-/// A primitive in its compute dtype; its own dtype beside it.
+/// A primitive as a tensor in the compute dtype, and the primitive's own dtype.
 pub(crate) fn upcast<B: Backend, const D: usize>(primitive: Float<B>) -> (Tensor<B, D>, DType) {
     let dtype = primitive.dtype();
     (tensor::<B, D>(primitive).cast(compute_dtype(dtype)), dtype)
 }
 
-/// All leading dimensions folded into one: `[rows, last]`, with the full shape beside it.
+/// The tensor with its leading dimensions folded, `[rows, last]`, in the compute dtype; and its own dtype and shape.
 pub(crate) fn rows<B: Backend>(primitive: Float<B>) -> (Tensor<B, 2>, DType, Vec<usize>) {
     let shape = primitive.shape().to_vec();
     let dtype = primitive.dtype();
@@ -56,8 +56,8 @@ pub(crate) fn ints<B: Backend, const D: usize>(
     Tensor::from_data(TensorData::new(values, dims), device)
 }
 
-/// `[q, k, v]` of a packed tensor.
-pub(crate) fn split_heads<B: Backend>(qkv: Tensor<B, 4>, num_kv_heads: usize) -> [Tensor<B, 4>; 3] {
+/// `[q, k, v]` of a packed tensor, `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`.
+pub fn split_heads<B: Backend>(qkv: Tensor<B, 4>, num_kv_heads: usize) -> [Tensor<B, 4>; 3] {
     let [_, _, heads, _] = qkv.dims();
     let num_heads = heads - 2 * num_kv_heads;
     [

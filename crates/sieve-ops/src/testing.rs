@@ -11,7 +11,7 @@ use burn_flex::{Flex, FlexTensor};
 use sieve_testing::wide;
 pub(crate) use sieve_testing::{Random, assert_close};
 
-/// The backend the ops are tested on.
+/// The backend on which ops are tested.
 pub(crate) type Ad = Autodiff<Flex>;
 /// Its primitive, of any rank.
 pub(crate) type Float = FloatTensor<Ad>;
@@ -63,15 +63,15 @@ impl Input {
     }
 }
 
-/// How an input lies in memory. The values are the same.
+/// Memory layout of an input; its values are the same in all layouts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum View {
     Contiguous,
-    /// A window into a larger tensor that is NaN elsewhere.
+    /// A slice of a larger tensor, which is NaN elsewhere.
     Sliced,
-    /// Dimensions stored in the opposite order.
+    /// Stored with the dimensions in reverse order.
     Transposed,
-    /// One stored row, repeated by a stride of zero.
+    /// One stored row, repeated by a stride of 0.
     Expanded,
 }
 
@@ -109,7 +109,7 @@ fn view(input: &Input, dtype: DType, view: View) -> FlexTensor {
     }
 }
 
-/// What an op computed, as f64.
+/// Output and gradients of an op, as f64.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Evaluation {
     pub(crate) output: Vec<f64>,
@@ -141,7 +141,8 @@ fn leaves(inputs: &[Input], dtype: DType, how: View) -> Vec<Float> {
         .collect()
 }
 
-/// Output and gradients of `sum(output * dy)`, dy from the seed. Views also hand the op a dy that is not contiguous.
+/// The op's output, and the gradients of `sum(output * dy)` with dy drawn from the seed. In views other than
+/// contiguous, dy is not contiguous either.
 pub(crate) fn evaluate(op: Op, inputs: &[Input], seed: u64, dtype: DType, how: View) -> Evaluation {
     let leaves = leaves(inputs, dtype, how);
     let y = op(&leaves);
@@ -183,14 +184,15 @@ fn parts<'a>(what: &str, x: &'a Evaluation) -> Vec<(String, &'a Vec<f64>)> {
         .collect()
 }
 
-/// The f32 path errs at most twice as much as the f32 reference, both against the f64 reference, plus 32 roundings of
-/// the largest value; the f64 path, which is our explicit backward pass, agrees with Burn's autodiff to 1e-11.
+/// Checks that the error of the op in f32, against the reference in f64, is at most twice the error of the reference in
+/// f32 plus 32 f32 epsilons of the largest value. Also checks that the op in f64, which runs our explicit backward
+/// pass, agrees with Burn's autodiff of the reference to 1e-11.
 #[track_caller]
 pub(crate) fn check_parity(what: &str, inputs: &[Input], op: Op, reference: Op) {
     check_parity_within(32.0, what, inputs, op, reference);
 }
 
-/// The same with another number of roundings.
+/// As [`check_parity`] with another number of epsilons.
 #[track_caller]
 pub(crate) fn check_parity_within(roundings: f64, what: &str, inputs: &[Input], op: Op, reference: Op) {
     let run = |op, dtype| evaluate(op, inputs, 77, dtype, View::Contiguous);
@@ -205,14 +207,14 @@ pub(crate) fn check_parity_within(roundings: f64, what: &str, inputs: &[Input], 
     for (n, (name, exact)) in parts(what, &exact).into_iter().enumerate() {
         let scale = largest(exact);
         assert_close(&format!("{name} in f64"), explicit[n].1, exact, 1e-11 * (1.0 + scale));
-        // Inputs are of order one, so differences that cancel keep roundings of order one.
+        // Inputs are of order 1, so results that cancel to less than 1 still have rounding errors of order epsilon.
         let floor = roundings * f64::from(f32::EPSILON) * (1.0 + scale);
-        let allowed = 2.0 * max_error(plain[n].1, exact) + floor;
-        assert_close(&name, fast[n].1, exact, allowed);
+        let tolerance = 2.0 * max_error(plain[n].1, exact) + floor;
+        assert_close(&name, fast[n].1, exact, tolerance);
     }
 }
 
-/// Every view of the inputs gives the bits of the contiguous ones.
+/// Checks that every view of the inputs gives the same bits as contiguous inputs.
 #[track_caller]
 pub(crate) fn check_views(what: &str, inputs: &[Input], op: Op) {
     let contiguous = evaluate(op, inputs, 78, DType::F32, View::Contiguous);
@@ -234,7 +236,7 @@ fn assert_same(what: &str, how: View, got: &Evaluation, expected: &Evaluation) {
     }
 }
 
-/// Central differences in f64 of the explicit reference: up to `MAX_COORDINATES` of each input.
+/// Checks the explicit gradients in f64 against central differences, at up to `MAX_COORDINATES` coordinates per input.
 #[track_caller]
 pub(crate) fn check_finite_differences(what: &str, inputs: &[Input], op: Op) {
     const MAX_COORDINATES: usize = 48;
@@ -268,7 +270,7 @@ pub(crate) fn check_finite_differences(what: &str, inputs: &[Input], op: Op) {
     }
 }
 
-/// All of these for one op: parity and views with each of the inputs, and differences with the small ones.
+/// [`check_parity`] and [`check_views`] with each of the inputs, and [`check_finite_differences`] with the small ones.
 #[track_caller]
 pub(crate) fn check_op<I: AsRef<[Input]>>(
     what: &str,
@@ -287,7 +289,7 @@ pub(crate) fn check_op<I: AsRef<[Input]>>(
     check_finite_differences(what, small, op);
 }
 
-/// Documents of the given lengths in every row; the last one is filled up to `seq_len`.
+/// Documents of the given lengths in every row, and a last document with the remaining tokens of the row.
 pub(crate) fn documents<B: burn::tensor::backend::Backend>(
     lengths: &[usize],
     [batch, seq_len]: [usize; 2],
@@ -318,7 +320,7 @@ pub(crate) fn rows_of(inputs: &[Input], lengths: &[usize], op: RowOp) -> Vec<Vec
     o.chunks(o.len() / seq_len).map(<[f64]>::to_vec).collect()
 }
 
-/// The rows before and after the tokens of a range of the packed first input are others.
+/// The op's rows, before and after a change of the first input's tokens in the range `changed`.
 fn rows_with_others(
     inputs: &[Input],
     changed: &std::ops::Range<usize>,
@@ -332,7 +334,7 @@ fn rows_with_others(
     [rows_of(inputs, lengths, op), rows_of(&other, lengths, op)]
 }
 
-/// Rows of 150 tokens differ by no more than `tolerance` where later tokens change.
+/// Checks that output rows change by at most `tolerance` when later tokens change; inputs have 150 tokens.
 #[track_caller]
 pub(crate) fn check_later_tokens_change_nothing<const N: usize>(inputs: [Input; N], tolerance: f64, op: RowOp) {
     for from in [1, 15, 16, 64, 100, 149] {
@@ -343,8 +345,8 @@ pub(crate) fn check_later_tokens_change_nothing<const N: usize>(inputs: [Input; 
     }
 }
 
-/// Rows of 120 tokens in four documents differ by no more than `tolerance` where other documents change, and do differ
-/// where their own does.
+/// Checks that output rows change by at most `tolerance` when tokens of other documents change, and that they do change
+/// with their own document; inputs have 120 tokens in four documents.
 #[track_caller]
 pub(crate) fn check_other_documents_change_nothing<const N: usize>(inputs: [Input; N], tolerance: f64, op: RowOp) {
     for document in [0..50, 50..51, 51..84, 84..120] {
@@ -364,8 +366,9 @@ pub(crate) fn ints<const D: usize>(values: Vec<i32>, dims: [usize; D]) -> Tensor
     Tensor::from_data(TensorData::new(values, dims), &Default::default())
 }
 
-/// A call of given sizes: `[batch, seq_len]`, heads, head_dim, documents.
+/// Sizes and documents of an attention call under test.
 pub(crate) struct Call {
+    /// `[batch, seq_len]`.
     pub(crate) dims: [usize; 2],
     pub(crate) spec: AttentionSpec,
     pub(crate) head_dim: usize,
@@ -388,7 +391,7 @@ impl Call {
     }
 }
 
-/// As [`check_op`] for an op of [`calls`], with differences of a small one.
+/// As [`check_op`], with each of [`calls`], and finite differences of a small call.
 #[track_caller]
 pub(crate) fn check_calls<const N: usize>(
     what: &str,

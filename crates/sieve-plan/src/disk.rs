@@ -1,9 +1,8 @@
 //! Checkpoints on the disk.
 use serde::Serialize;
 use sieve_core::Recipe;
-
-/// A weight and two moments, on every device in f32.
-const BYTES_A_PARAMETER: u64 = 3 * 4;
+use sieve_core::model::ParameterCounts;
+use sieve_core::recipe::OptimizerName;
 
 /// What a run's checkpoints take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -15,8 +14,8 @@ pub struct DiskPlan {
 }
 
 impl DiskPlan {
-    /// The disk space of a run of `recipe` whose model has `num_parameters` parameters.
-    pub fn new(recipe: &Recipe, num_parameters: u64) -> Self {
+    /// The disk space of a run of `recipe` whose model has these parameters.
+    pub fn new(recipe: &Recipe, parameters: &ParameterCounts) -> Self {
         let (checkpoint, steps) = (&recipe.checkpoint, recipe.training.steps as u64);
         let all = steps.div_ceil(checkpoint.interval.max(1) as u64);
         let latest = match checkpoint.keep_latest_k as u64 {
@@ -25,7 +24,8 @@ impl DiskPlan {
         };
         let always = steps.checked_div(checkpoint.keep_every as u64).unwrap_or(0);
         Self {
-            checkpoint_bytes: BYTES_A_PARAMETER * num_parameters,
+            // On every device in f32.
+            checkpoint_bytes: 4 * (parameters.total() + num_moments(recipe, parameters)),
             num_checkpoints: (latest + always).min(all) + u64::from(checkpoint.at_start),
         }
     }
@@ -34,6 +34,15 @@ impl DiskPlan {
     pub fn total_bytes(&self) -> u64 {
         self.checkpoint_bytes.saturating_mul(self.num_checkpoints)
     }
+}
+
+/// The optimizer's moments: two of each parameter, but one of the blocks' matrices with Muon.
+pub(crate) fn num_moments(recipe: &Recipe, parameters: &ParameterCounts) -> u64 {
+    let without_second = match recipe.optimizer.name {
+        OptimizerName::AdamW => 0,
+        OptimizerName::Muon => parameters.attention + parameters.mlp,
+    };
+    2 * parameters.total() - without_second
 }
 
 #[cfg(test)]
@@ -51,8 +60,19 @@ mod tests {
                 "checkpoint.interval=50".to_owned(),
             ];
             let recipe = Recipe::load(recipe, "quickstart", &sets).expect("a recipe");
-            let disk = DiskPlan::new(&recipe, 10);
-            assert_eq!((disk.num_checkpoints, disk.checkpoint_bytes), (count, 120), "{sets:?}");
+            let shape = recipe.model_shape(300).expect("a shape");
+            let parameters = shape.parameters();
+            let disk = DiskPlan::new(&recipe, &parameters);
+            let bytes = 12 * parameters.total();
+            assert_eq!(
+                (disk.num_checkpoints, disk.checkpoint_bytes),
+                (count, bytes),
+                "{sets:?}"
+            );
+            let mut muon = recipe.clone();
+            muon.optimizer.name = OptimizerName::Muon;
+            let saved = bytes - DiskPlan::new(&muon, &parameters).checkpoint_bytes;
+            assert_eq!(saved, 4 * (parameters.attention + parameters.mlp));
         }
     }
 }

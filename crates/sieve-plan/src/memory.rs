@@ -21,10 +21,11 @@ use serde::Serialize;
 
 use crate::Target;
 use crate::context_parallel::RowShare;
+use crate::disk::num_moments;
 pub(crate) use activations::fp8_products;
 use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
 use sieve_core::model::ModelShape;
-use sieve_core::recipe::{OptimizerName, Recipe};
+use sieve_core::recipe::Recipe;
 use sieve_core::{KeepOLow, Keeping};
 use sieve_cpu::linear_cross_entropy::chunk_rows;
 
@@ -36,10 +37,6 @@ const GPU_PROGRAM_BYTES: u64 = 700 << 20;
 const NCCL_BYTES: u64 = 388 << 20;
 /// Segments whose gradients exist at once while they are reduced over all ranks.
 const SUMS_UNDER_WAY: u64 = 3;
-
-/// Bytes a parameter that a checkpoint takes in host memory while it is written: copies of weights and moments. Files
-/// are written tensor by tensor.
-const CHECKPOINT_BYTES: u64 = 3 * F32;
 
 /// Bytes of what a training step holds at its fullest, by part. The allocator's slack is not in it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -160,19 +157,14 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
     let fullest = fullest.expect("there are several");
     let parameter_bytes = times(num_parameters, value_bytes);
     // A rank holds masters of its pieces, and with them a copy of those pieces of the parameters.
-    let shards = if recipe.parallelism.zero_stage == 0 { 1 } else { ranks };
-    let piece = num_parameters.div_ceil(shards as u64);
+    let shards = num_shards(recipe, ranks);
+    let piece = num_parameters.div_ceil(shards);
     let master_bytes = match (value_bytes, shards) {
         (_, 2..) => times(piece, F32),
         (F32, _) => 0,
         _ => times(piece, F32 - value_bytes),
     };
-    // Muon, which shards nothing, has one moment for the matrices of the blocks.
-    let without_second = match recipe.optimizer.name {
-        OptimizerName::AdamW => 0,
-        OptimizerName::Muon => shape.parameters().attention + shape.parameters().mlp,
-    };
-    let moment_bytes = times(piece + piece.saturating_sub(without_second), F32);
+    let moment_bytes = times(num_moments(recipe, &shape.parameters()).div_ceil(shards), F32);
     let program_bytes = match target {
         Target::Cpu { .. } => CPU_PROGRAM_BYTES,
         Target::Gpu(_) if ranks > 1 => GPU_PROGRAM_BYTES + NCCL_BYTES,
@@ -191,7 +183,7 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
         checkpoint_bytes: fullest.checkpoint_bytes,
         host_checkpoint_bytes: match target {
             Target::Cpu { .. } => 0,
-            Target::Gpu(_) => times(piece, CHECKPOINT_BYTES),
+            Target::Gpu(_) => snapshot_bytes(recipe, shape, ranks),
         },
         keeping,
         program_bytes,
@@ -202,6 +194,22 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
         verdict: MemoryVerdict::of(total_bytes, available_bytes),
         would_fit: Vec::new(),
     }
+}
+
+/// Into how many shards masters, moments and checkpoints are cut, one for each process.
+fn num_shards(recipe: &Recipe, ranks: usize) -> u64 {
+    match recipe.parallelism.zero_stage {
+        0 => 1,
+        _ => ranks as u64,
+    }
+}
+
+/// Host memory that a checkpoint takes while it is written: copies of weights and moments. Files are written tensor by
+/// tensor.
+fn snapshot_bytes(recipe: &Recipe, shape: &ModelShape, ranks: usize) -> u64 {
+    let parameters = shape.parameters();
+    let values = parameters.total() + num_moments(recipe, &parameters);
+    times(values.div_ceil(num_shards(recipe, ranks)), F32)
 }
 
 fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, keeping: Keeping) -> Vec<Moment> {
@@ -271,10 +279,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
     };
     let last = shape.num_layers.saturating_sub(1);
     let written = match target {
-        Target::Cpu { .. } => {
-            let piece = shape.parameters().total().div_ceil(ranks as u64);
-            times(piece, CHECKPOINT_BYTES)
-        }
+        Target::Cpu { .. } => snapshot_bytes(recipe, shape, ranks),
         Target::Gpu(_) => 0,
     };
     // The last checkpoint has no step beside it.

@@ -177,7 +177,8 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
         let shape = alone.model_shape(vocab_size)?;
         let together = (ranks.size > 1).then(|| {
             let num_sums = num_sums(&alone, ranks.size);
-            ranks.together(counts.total(), target.value_bytes(), num_sums)
+            let zero_stage = alone.parallelism.zero_stage;
+            ranks.together(counts.total(), target.value_bytes(), num_sums, zero_stage)
         });
         if let Some(together) = together
             && most_together.is_none_or(|most| most.sum_bytes < together.sum_bytes)
@@ -215,7 +216,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
         attention: recipe.attention.kind().name(),
         parameters: counts.by_part(),
         num_parameters: counts.total(),
-        disk: DiskPlan::new(recipe, counts.total()),
+        disk: DiskPlan::new(recipe, &counts),
         num_non_embedding: counts.non_embedding(),
         num_tokens,
         tokens_per_parameter: num_tokens as f64 / counts.non_embedding() as f64,
@@ -266,7 +267,8 @@ fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Rank
         recipe.training.gradient_dtype = gradient_dtype;
         let memory = memory_plan(&recipe, shape, target, ranks.size);
         let num_sums = num_sums(&recipe, ranks.size);
-        let together = ranks.together(shape.parameters().total(), target.value_bytes(), num_sums);
+        let num_parameters = shape.parameters().total();
+        let together = ranks.together(num_parameters, target.value_bytes(), num_sums, zero_stage);
         ZeroPlan {
             zero_stage,
             gradient_dtype,

@@ -30,9 +30,9 @@ pub struct RanksPlan {
     /// Processes.
     pub ranks: Ranks,
     /// Bytes of gradients that each process sends and receives in a step: f32, after its last micro-batch or, in
-    /// ZeRO-2, after every one.
+    /// ZeRO-2, after every one; without ZeRO twice as many, since all-reduces also send the sums.
     pub sum_bytes: f64,
-    /// Bytes of weights that each process sends and receives in a step.
+    /// Bytes of weights that each process sends and receives in a step; 0 where each updates all of them.
     pub gather_bytes: f64,
     /// Seconds in which gradients are added up.
     pub sum_seconds: f64,
@@ -52,14 +52,23 @@ impl Ranks {
     }
 
     /// Communication for a model of `num_parameters` with weights of `value_bytes`, whose gradients are reduced over
-    /// all processes `num_sums` times a step.
-    pub(crate) fn together(self, num_parameters: u64, value_bytes: u64, num_sums: usize) -> RanksPlan {
+    /// all processes `num_sums` times a step, by `parallelism.zero_stage`.
+    pub(crate) fn together(
+        self,
+        num_parameters: u64,
+        value_bytes: u64,
+        num_sums: usize,
+        zero_stage: usize,
+    ) -> RanksPlan {
         let rate = self.rate();
         // A ring sends all pieces but one's own through each link.
         let share = (self.size - 1) as f64 / self.size as f64;
         let sent = |bytes: u64| share * (num_parameters * bytes) as f64;
         // Gradients are f32.
-        let (sum_bytes, gather_bytes) = (num_sums as f64 * sent(4), sent(value_bytes));
+        let (sum_bytes, gather_bytes) = match zero_stage {
+            0 => (2.0 * sent(4), 0.0),
+            _ => (num_sums as f64 * sent(4), sent(value_bytes)),
+        };
         RanksPlan {
             ranks: self,
             sum_bytes,
@@ -80,10 +89,15 @@ impl RanksPlan {
     }
 
     /// Tokens a second of all ranks together, where one alone takes `step_seconds` for its `step_tokens`,
-    /// `update_seconds` of them in the update, which is divided among the ranks.
+    /// `update_seconds` of them in the update, which is divided among the ranks in ZeRO.
     pub(crate) fn tokens_per_second(&self, step_tokens: f64, step_seconds: f64, update_seconds: f64) -> f64 {
         let size = self.ranks.size as f64;
-        let shared = update_seconds * (1.0 - 1.0 / size);
+        let is_shared = self.gather_bytes > 0.0;
+        let shared = if is_shared {
+            update_seconds * (1.0 - 1.0 / size)
+        } else {
+            0.0
+        };
         let together = LENGTHENING * (self.sum_seconds + self.gather_seconds);
         size * step_tokens / (step_seconds - shared + together)
     }
@@ -106,10 +120,21 @@ mod tests {
             let ranks = Ranks { size, hosts: 1 };
             // What crates/sieve-plan/src/time.rs counts on an H200.
             let update = crate::time::UPDATE_BYTES * parameters as f64 / (0.84 * 4.8e12);
-            let plan = ranks.together(parameters, 2, 1);
+            let plan = ranks.together(parameters, 2, 1, 1);
             let found = plan.tokens_per_second(tokens, tokens / alone, update);
             let ratio: f64 = found / together;
             assert!((ratio - 1.0).abs() < 0.03, "{size} GPUs, {parameters}: {ratio}");
         }
+    }
+
+    #[test]
+    fn without_zero_gradients_are_all_reduced_and_each_rank_updates_all_weights() {
+        let ranks = Ranks { size: 4, hosts: 1 };
+        let [none, one] = [0, 1].map(|stage| ranks.together(1_000_000, 2, 1, stage));
+        assert_eq!((none.sum_bytes, none.gather_bytes), (2.0 * one.sum_bytes, 0.0));
+        assert_eq!(none.sum_seconds, 2.0 * one.sum_seconds);
+        let step = 1.0 + LENGTHENING * none.sum_seconds;
+        assert_eq!(none.tokens_per_second(1.0, 1.0, 0.5), 4.0 / step);
+        assert!(one.tokens_per_second(1.0, 1.0, 0.5) > 6.0);
     }
 }

@@ -17,10 +17,16 @@ pub struct Suggestion {
     pub total_flops: f64,
     /// Learning rate.
     pub lr: f64,
-    /// Rows of a step: a multiple of the recipe's `local_batch_size`.
+    /// Rows of a step, of the first stage: a multiple of its `local_batch_size` and of the plan's processes.
     pub global_batch_size: usize,
     /// Steps.
     pub steps: usize,
+    /// Steps and rows of a step of each `[[stage]]`; empty without stages.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub stages: Vec<[usize; 2]>,
+    /// Warm-up steps where the recipe has more than all steps.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warmup_steps: Option<usize>,
 }
 
 impl Suggestion {
@@ -31,27 +37,47 @@ impl Suggestion {
     pub fn new(plan: &Plan, recipe: &Recipe, num_tokens: Option<u64>) -> Self {
         let num_tokens = num_tokens.unwrap_or(TOKENS_PER_PARAMETER * plan.num_non_embedding);
         let total_flops = plan.total_flops / plan.num_tokens.max(1) as f64 * num_tokens as f64;
-        let training = &recipe.training;
         let (lr, tokens_per_step) = step_law(plan.num_non_embedding as f64, num_tokens as f64);
-        let micro_batch = training.local_batch_size * training.seq_len;
-        let micro_batches = (tokens_per_step / micro_batch as f64).round().max(1.0) as usize;
-        let global_batch_size = micro_batches * training.local_batch_size;
-        let steps = num_tokens.div_ceil((global_batch_size * training.seq_len) as u64);
+        let ranks = plan.ranks.map_or(1, |together| together.ranks.size);
+        let rows_apart = (ranks / recipe.parallelism.context_parallel_degree).max(1);
+        let stages = recipe.stages().into_iter().map(|stage| {
+            let section = stage.section;
+            let rows = section.local_batch_size * rows_apart;
+            let times = (tokens_per_step / (rows * section.seq_len) as f64).round().max(1.0);
+            let rows = times as usize * rows;
+            // Each stage keeps its share of the tokens.
+            let own = section.steps * section.global_batch_size * section.seq_len;
+            let tokens = u128::from(num_tokens) * own as u128;
+            let tokens = tokens.div_ceil(u128::from(plan.num_tokens.max(1)));
+            [tokens.div_ceil((rows * section.seq_len) as u128).max(1) as usize, rows]
+        });
+        let stages = stages.collect::<Vec<_>>();
+        let steps: usize = stages.iter().map(|[steps, _]| steps).sum();
         Self {
             num_tokens,
             total_flops,
             lr,
-            global_batch_size,
-            steps: steps.max(1) as usize,
+            global_batch_size: stages[0][1],
+            steps,
+            warmup_steps: (recipe.lr_scheduler.warmup_steps > steps).then_some(steps / 5),
+            stages: if recipe.stage.is_empty() { Vec::new() } else { stages },
         }
     }
 
     /// The same as the changes of a recipe.
     pub fn overrides(&self) -> String {
-        format!(
-            "--set optimizer.lr={:.1e} --set training.global_batch_size={} --set training.steps={}",
-            self.lr, self.global_batch_size, self.steps
-        )
+        let mut sets = format!("--set optimizer.lr={:.1e}", self.lr);
+        if self.stages.is_empty() {
+            sets += &format!(" --set training.global_batch_size={}", self.global_batch_size);
+        }
+        for (number, [steps, rows]) in (1..).zip(&self.stages) {
+            sets += &format!(" --set stage.{number}.steps={steps} --set stage.{number}.global_batch_size={rows}");
+        }
+        sets += &format!(" --set training.steps={}", self.steps);
+        let warmup = self.warmup_steps;
+        sets + &warmup.map_or(String::new(), |steps| {
+            format!(" --set lr_scheduler.warmup_steps={steps}")
+        })
     }
 }
 
@@ -65,7 +91,7 @@ fn step_law(num_parameters: f64, num_tokens: f64) -> (f64, f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Target, plan};
+    use crate::{Ranks, Target, plan, plan_of_ranks};
 
     #[test]
     fn a_suggestion_follows_the_law_and_can_be_set() {
@@ -91,6 +117,37 @@ mod tests {
             let tokens = set.num_tokens();
             let over = tokens - suggestion.num_tokens;
             assert!(over < set.training.tokens_per_step() as u64, "{suggestion:?}");
+        }
+    }
+
+    #[test]
+    fn a_suggestion_can_be_set_with_stages_several_processes_and_few_tokens() {
+        let h200 = Target::Gpu(sieve_core::model::gpu::find("h200").expect("known"));
+        for (text, degree) in [
+            (include_str!("../../../recipes/mha_80m.toml"), 2),
+            (include_str!("../../../recipes/msa_80m.toml"), 1),
+            (include_str!("../../../recipes/mha_1p7b.toml"), 2),
+        ] {
+            for (size, num_tokens) in [(2, 1), (4, 500_000_000), (8, 30_000_000_000)] {
+                let parts = format!("parallelism.context_parallel_degree={degree}");
+                let load = |sets: &str| {
+                    let sets = sets.split_whitespace().chain([parts.as_str()]);
+                    Recipe::load(text, "a recipe", &sets.map(str::to_owned).collect::<Vec<_>>()).expect("can be set")
+                };
+                let (recipe, ranks) = (load(""), Ranks { size, hosts: 1 });
+                let planned = plan_of_ranks(&recipe, 50_304, &h200, ranks).expect("a plan");
+                let suggestion = Suggestion::new(&planned, &recipe, Some(num_tokens));
+                let set = load(&suggestion.overrides().replace("--set ", ""));
+                assert_eq!(set.training.steps, suggestion.steps);
+                let mut most = 0;
+                for stage in set.stages() {
+                    let alone = set.at_stage(&stage).training;
+                    assert!(alone.accumulation_steps(size / degree).is_some(), "{suggestion:?}");
+                    most += alone.tokens_per_step() as u64;
+                }
+                let over = set.num_tokens() - num_tokens;
+                assert!(over <= most, "{over} of {num_tokens}: {suggestion:?}");
+            }
         }
     }
 

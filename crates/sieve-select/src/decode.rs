@@ -357,7 +357,8 @@ impl Cache {
 /// A number of tokens: a share of `tokens` when below 1, else itself; at least 1.
 pub(crate) fn amount(value: f64, tokens: usize) -> usize {
     let amount = if value < 1.0 { value * tokens as f64 } else { value };
-    (amount.round() as usize).max(1)
+    // No text is longer, and sums of amounts fit an i32.
+    (amount.round() as usize).clamp(1, 1 << 29)
 }
 
 /// Ascending keys of a set.

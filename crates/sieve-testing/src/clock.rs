@@ -1,18 +1,18 @@
-//! How long something takes on a machine that others use too.
+//! Wall and CPU time of work on a shared machine.
 
 use std::time::Instant;
 
-/// How long something took.
+/// Duration of some work.
 #[derive(Clone, Copy, Debug)]
 pub struct Time {
-    /// Seconds on the clock.
+    /// Wall-clock seconds.
     pub wall: f64,
-    /// CPU seconds of all threads; NaN on systems without `/proc`. On a shared machine rates per CPU second compare
-    /// kernels where rates per second on the clock do not.
+    /// CPU seconds of all threads; NaN on systems without `/proc`. Wall time on a shared machine depends on other
+    /// processes; CPU time hardly does.
     pub cpu: f64,
 }
 
-/// The result of `work`, and how long it took.
+/// Runs `work` once; returns its result and duration.
 pub fn timed<T>(work: impl FnOnce() -> T) -> (T, Time) {
     let (started, cpu_before) = (Instant::now(), cpu_seconds());
     let result = work();
@@ -23,7 +23,7 @@ pub fn timed<T>(work: impl FnOnce() -> T) -> (T, Time) {
     (result, time)
 }
 
-/// Medians over at least five runs and half a second, after one to warm up.
+/// Runs `work` once to warm up, then for half a second, 5 to 200 times; returns the medians.
 pub fn measure(mut work: impl FnMut()) -> Time {
     work();
     let begin = Instant::now();
@@ -31,8 +31,8 @@ pub fn measure(mut work: impl FnMut()) -> Time {
     while times.len() < 5 || (begin.elapsed().as_secs_f64() < 0.5 && times.len() < 200) {
         times.push(timed(&mut work).1);
     }
-    let median = |of: fn(&Time) -> f64| {
-        let mut seconds: Vec<f64> = times.iter().map(of).collect();
+    let median = |seconds_of: fn(&Time) -> f64| {
+        let mut seconds: Vec<f64> = times.iter().map(seconds_of).collect();
         seconds.sort_by(f64::total_cmp);
         seconds[seconds.len() / 2]
     };
@@ -42,7 +42,7 @@ pub fn measure(mut work: impl FnMut()) -> Time {
     }
 }
 
-/// Seconds that all threads of this process have run, as Linux counts them.
+/// CPU seconds of all threads of this process, from `/proc/self/task/*/schedstat`; NaN where there is no such folder.
 fn cpu_seconds() -> f64 {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
         return f64::NAN;

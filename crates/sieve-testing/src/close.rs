@@ -11,7 +11,7 @@ where
     compare(what, got, expected, tolerance, |_| 1.0);
 }
 
-/// As [`assert_close`] with differences in units of `1 + |expected|`.
+/// [`assert_close`] with each difference divided by `1 + |expected|`.
 #[track_caller]
 pub fn assert_close_relative<T>(what: &str, got: &[T], expected: &[f64], tolerance: f64)
 where
@@ -20,7 +20,7 @@ where
     compare(what, got, expected, tolerance, |expected| 1.0 + expected.abs());
 }
 
-/// As [`assert_close_relative`] for log-sum-exps: a query without keys has -inf in both.
+/// [`assert_close_relative`] for log-sum-exps, where -inf equals -inf: the value of a query without keys.
 #[track_caller]
 pub fn assert_lse_close(what: &str, got: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len(), "{what}: lengths differ");

@@ -1,4 +1,4 @@
-//! Derivatives by differences, and sums in f64.
+//! Gradients by finite differences, and dot products in f64.
 
 /// Gradient of `f` at `x` by central differences, all in f64.
 pub fn finite_differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
@@ -16,12 +16,12 @@ pub fn finite_differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
         .collect()
 }
 
-/// The same numbers in f64.
+/// Converts numbers to f64.
 pub fn wide(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
 
-/// `sum a_i b_i` in f64.
+/// The dot product `sum a_i b_i` in f64.
 pub fn inner(a: &[f64], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, &b)| a * f64::from(b)).sum()
 }

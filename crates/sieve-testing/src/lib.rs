@@ -1,8 +1,8 @@
-//! What tests and benchmarks of several crates share: random numbers, comparisons, derivatives by differences,
-//! times, words of messages.
+//! Helpers that tests and benchmarks of several crates share: random numbers, comparisons, finite differences, timing,
+//! checks of messages.
 //!
-//! Nothing here is part of a release: crates name it under `dev-dependencies`, and `sieve-bench`, the proving ground of
-//! the kernels, uses its random numbers.
+//! Crates depend on this one under `dev-dependencies` only. The exception is `sieve-bench`, which checks the kernels
+//! with its random numbers.
 
 mod clock;
 mod close;

@@ -1,9 +1,9 @@
-//! Damaged files: what readers must take as it stands, or refuse.
+//! Damaged files for fuzz tests: a reader must accept or refuse them, and never panic.
 
 use crate::Random;
 
-/// What a number, a word or a sign may become; whole numbers first.
-const PIECES: [&str; 25] = [
+/// Texts that a mutation inserts. The first [`NUM_NUMBER_TEXTS`] are or resemble numbers.
+const TEXTS: [&str; 25] = [
     "0",
     "-1",
     "1e400",
@@ -31,7 +31,10 @@ const PIECES: [&str; 25] = [
     "\0",
 ];
 
-/// Ends of ranges, where sizes and offsets overflow.
+/// How many of [`TEXTS`] replace a number.
+const NUM_NUMBER_TEXTS: usize = 7;
+
+/// Integers at the ends of ranges, where sizes and offsets overflow.
 const NUMBERS: [u64; 8] = [
     0,
     1,
@@ -43,7 +46,7 @@ const NUMBERS: [u64; 8] = [
     1 << 62,
 ];
 
-/// `bytes` with one to four changes in the first `within` of them, fixed by `number`.
+/// A copy of `bytes` with one to four random changes in its first `within` bytes; `number` is the seed.
 pub fn mutated(bytes: &[u8], within: usize, number: u64) -> Vec<u8> {
     let mut random = Random(number.wrapping_mul(0x9e37_79b9) ^ bytes.len() as u64);
     let mut bytes = bytes.to_vec();
@@ -53,20 +56,20 @@ pub fn mutated(bytes: &[u8], within: usize, number: u64) -> Vec<u8> {
             break;
         }
         let at = random.below(len);
-        let piece = at..(at + 1 + random.below(16)).min(len);
-        let word = PIECES[random.below(PIECES.len())].bytes();
+        let range = at..(at + 1 + random.below(16)).min(len);
+        let text = TEXTS[random.below(TEXTS.len())].bytes();
         match random.below(10) {
             0 => bytes[at] ^= 1 << random.below(8),
             1 => bytes[at] = random.bits() as u8,
             2 => bytes.truncate(at),
-            3 => drop(bytes.drain(piece)),
+            3 => drop(bytes.drain(range)),
             4 => {
-                let (copy, to) = (bytes[piece].to_vec(), random.below(len));
+                let (copy, to) = (bytes[range].to_vec(), random.below(len));
                 bytes.splice(to..to, copy);
             }
-            5 => drop(bytes.splice(at..at, word)),
-            6 => drop(bytes.splice(piece, word)),
-            // A whole number for another.
+            5 => drop(bytes.splice(at..at, text)),
+            6 => drop(bytes.splice(range, text)),
+            // Replaces a random whole number.
             7 => {
                 let is_start = |&at: &usize| bytes[at].is_ascii_digit() && (at == 0 || !bytes[at - 1].is_ascii_digit());
                 let starts: Vec<usize> = (0..len).filter(is_start).collect();
@@ -74,7 +77,7 @@ pub fn mutated(bytes: &[u8], within: usize, number: u64) -> Vec<u8> {
                     let start = starts[random.below(starts.len())];
                     let digits = bytes[start..].iter().take_while(|byte| byte.is_ascii_digit());
                     let end = start + digits.count();
-                    bytes.splice(start..end, PIECES[random.below(7)].bytes());
+                    bytes.splice(start..end, TEXTS[random.below(NUM_NUMBER_TEXTS)].bytes());
                 }
             }
             8 => {
@@ -85,7 +88,7 @@ pub fn mutated(bytes: &[u8], within: usize, number: u64) -> Vec<u8> {
                     .zip(&number[..width])
                     .for_each(|(byte, &new)| *byte = new);
             }
-            // A line less.
+            // Removes a line.
             _ => {
                 let line = |byte: &u8| *byte == b'\n';
                 let start = bytes[..at].iter().rposition(line).map_or(0, |end| end + 1);

@@ -1,6 +1,6 @@
 //! Random numbers that are the same on every machine for one seed.
 
-/// A small generator (splitmix64), made from its seed.
+/// The generator splitmix64; its field is the seed.
 pub struct Random(pub u64);
 
 impl Random {
@@ -13,17 +13,17 @@ impl Random {
         x ^ (x >> 31)
     }
 
-    /// A whole number below `limit`, which is not 0.
+    /// An integer in `0..limit`; `limit` must not be 0.
     pub fn below(&mut self, limit: usize) -> usize {
         (self.bits() % limit as u64) as usize
     }
 
-    /// A number from `first` up to, not including, `end`.
+    /// An integer in `first..end`, or `first` where the range is empty.
     pub fn between(&mut self, first: usize, end: usize) -> usize {
         first + self.below(end.saturating_sub(first).max(1))
     }
 
-    /// Any of some values.
+    /// One of `values`, each with equal probability.
     pub fn one_of<T: Copy>(&mut self, values: &[T]) -> T {
         values[self.below(values.len())]
     }
@@ -38,7 +38,7 @@ impl Random {
         ((self.bits() >> 11) + 1) as f64 / (1u64 << 53) as f64
     }
 
-    /// About normal, mean 0, variance 1: the sum of twelve uniform numbers, so never beyond 6.
+    /// Approximately normal, mean 0, variance 1: a sum of twelve uniform numbers, so never beyond 6 in magnitude.
     pub fn normal(&mut self) -> f32 {
         let sum: f64 = (0..12).map(|_| (self.bits() >> 11) as f64 / (1_u64 << 53) as f64).sum();
         (sum - 6.0) as f32
@@ -55,7 +55,7 @@ impl Random {
         (0..len).map(|_| self.normal()).collect()
     }
 
-    /// Start and end of the document of each token, `[batch, seq_len]`, with documents of random length.
+    /// First token and end of each token's document, both `[batch, seq_len]`; documents have random lengths.
     pub fn documents(&mut self, batch: usize, seq_len: usize) -> (Vec<i32>, Vec<i32>) {
         let (mut start, mut end) = (Vec::new(), Vec::new());
         for _ in 0..batch {
@@ -72,14 +72,14 @@ impl Random {
         (start, end)
     }
 
-    /// Numbers of [`normal_with_tails`](Self::normal_with_tails) rounded to bf16, so that kernels and references read
-    /// the same.
+    /// `count` numbers of [`normal_with_tails`](Self::normal_with_tails), rounded to bf16 so that bf16 kernels and f32
+    /// references read the same values.
     pub fn bf16_normals(&mut self, count: usize) -> Vec<f32> {
         (0..count).map(|_| round_bf16(self.normal_with_tails())).collect()
     }
 }
 
-/// The nearest bf16, ties to even; NaN stays NaN.
+/// Rounds to the nearest bf16, ties to even; NaN stays NaN.
 pub fn round_bf16(x: f32) -> f32 {
     half::bf16::from_f32(x).to_f32()
 }

@@ -1,6 +1,6 @@
-//! Documents of rows, and thread pools.
+//! Rows that are one document, and thread pools.
 
-/// Start and end of the document of each token, `[batch, seq_len]`: one document per row.
+/// First token and end of each token's document, both `[batch, seq_len]`, where each row is one document.
 pub fn whole_rows(batch: usize, seq_len: usize) -> (Vec<i32>, Vec<i32>) {
     (vec![0; batch * seq_len], vec![seq_len as i32; batch * seq_len])
 }

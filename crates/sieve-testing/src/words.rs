@@ -1,6 +1,6 @@
-//! Words that a text must hold, and tables of them.
+//! Checks that messages contain words, and tables of test cases.
 
-/// Fails on the first of `words`, with ` | ` between two, that `text` does not hold.
+/// Panics unless `text` contains each of `words`, which are separated by ` | `.
 #[track_caller]
 pub fn says(text: &str, words: &str) {
     for word in parts(words) {
@@ -8,7 +8,7 @@ pub fn says(text: &str, words: &str) {
     }
 }
 
-/// The message of a call that must be refused, which [`says`] these words.
+/// Panics unless `result` is an error whose message contains `words` (see [`says`]); returns the message.
 #[track_caller]
 pub fn refusal<T, E: std::fmt::Display>(result: Result<T, E>, words: &str) -> String {
     let Err(error) = result else {
@@ -19,19 +19,20 @@ pub fn refusal<T, E: std::fmt::Display>(result: Result<T, E>, words: &str) -> St
     message
 }
 
-/// Fails unless `work` panics, with a message that [`says`] these words.
+/// Panics unless `work` panics with a message that contains `words` (see [`says`]).
 #[track_caller]
 pub fn panics<T>(words: &str, work: impl FnOnce() -> T) {
     let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) else {
         panic!("no panic with {words:?}");
     };
-    let text = |panic: Box<dyn std::any::Any + Send>| panic.downcast_ref::<&str>().copied().unwrap_or("").to_owned();
-    let message = panic.downcast::<String>().map_or_else(text, |text| *text);
+    // The payload is a `String` where the panic has arguments, and a `&str` otherwise.
+    let fixed = |panic: Box<dyn std::any::Any + Send>| panic.downcast_ref::<&str>().copied().unwrap_or("").to_owned();
+    let message = panic.downcast::<String>().map_or_else(fixed, |text| *text);
     says(&message, words);
 }
 
-/// The rows of a table: a line each, with ` => ` between two columns; `\n` is the end of a line, and a row goes on
-/// behind `\`. Blank lines and those that begin with `#` are no rows.
+/// Parses a table of test cases. Each line is a row with ` => ` between columns. A `\` at the end of a line continues
+/// the row on the next line, and `\n` in a cell is a line feed. Blank lines and lines that begin with `#` are skipped.
 #[track_caller]
 pub fn cases<const COLUMNS: usize>(table: &str) -> Vec<[&'static str; COLUMNS]> {
     let table: String = table.split("\\\n").map(str::trim_start).collect();
@@ -46,7 +47,7 @@ pub fn cases<const COLUMNS: usize>(table: &str) -> Vec<[&'static str; COLUMNS]> 
     .collect()
 }
 
-/// What stands between ` | ` in a cell of a table.
+/// Splits a cell at ` | `.
 #[track_caller]
 pub fn parts(cell: &str) -> Vec<&str> {
     assert!(!cell.is_empty(), "a row names no word");

@@ -11,7 +11,7 @@ pub use sources::corpus_configs;
 use sieve_core::recipe::{DataFormat, TokenizerSource};
 use sieve_data::{
     BpeConfig, Corpus, CorpusConfig, DataError, HubConfig, MqarPart, OnChange, PrepareConfig, Prepared, Progress,
-    Tokenizer, ValidationSource, prepare,
+    Tokenizer, ValidationSource, check_owner, prepare,
 };
 use sieve_hf::Checkpoint;
 use std::collections::BTreeMap;
@@ -390,25 +390,31 @@ fn trained_tokenizer(
     if found.as_ref() == Some(&mark) && path.is_file() {
         return read_tokenizer(&path, recipe);
     }
-    if found.is_some() && path.is_file() && on_change == OnChange::Refuse {
-        return Err(TrainError::CacheInUse {
-            path: dir.to_owned(),
-            what: "holds a tokenizer trained on other files or with other settings".to_owned(),
-        });
+    let is_there = |what: &str| TrainError::CacheInUse {
+        path: dir.to_owned(),
+        what: what.to_owned(),
+    };
+    // An empty tokenizer.origin is an unfinished training's.
+    let is_unfinished = found.as_deref() == Some("");
+    if found.is_none() && path.exists() {
+        return Err(is_there("holds a tokenizer.json that no preparation has written"));
     }
+    if !is_unfinished && path.is_file() && on_change == OnChange::Refuse {
+        return Err(is_there(
+            "holds a tokenizer trained on other files or with other settings",
+        ));
+    }
+    check_owner(dir).map_err(in_cache)?;
     observe(DataEvent::TrainingTokenizer {
         vocab_size: config.vocab_size,
         sample_bytes: config.sample_bytes,
     });
     let tokenizer = Tokenizer::train(corpus, config)?;
-    // tokenizer.origin is removed before the tokenizer is saved and written after it: if the process dies in between,
-    // the next run finds no origin rather than another tokenizer's.
-    match std::fs::remove_file(&mark_path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            return Err(TrainError::io("removing", &mark_path)(error));
-        }
-        _ => tokenizer.save(&path)?,
-    }
-    std::fs::write(&mark_path, mark).map_err(TrainError::io("writing", &mark_path))?;
+    // tokenizer.origin is emptied before the tokenizer is saved and written after it: if the process dies in between,
+    // the next run finds an unfinished training rather than another tokenizer's origin.
+    let write_mark = |mark: &str| std::fs::write(&mark_path, mark).map_err(TrainError::io("writing", &mark_path));
+    write_mark("")?;
+    tokenizer.save(&path)?;
+    write_mark(&mark)?;
     read_tokenizer(&path, recipe)
 }

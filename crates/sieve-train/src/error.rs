@@ -43,7 +43,8 @@ pub enum TrainError {
     NoTokenizer,
     /// A folder of shards that may be another run's holds other data.
     #[error("the data folder {} {what}\n  \
-        hint: name another with --set data.cache_dir=DIR, or delete this one if no run needs it", path.display())]
+        hint: name another with --set data.cache_dir=DIR; if no run needs this one, delete it, or replace what was \
+        prepared there with sieve data prepare --replace", path.display())]
     CacheInUse {
         /// Folder of the shards.
         path: PathBuf,

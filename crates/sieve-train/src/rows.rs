@@ -15,6 +15,15 @@ fn text_loader(prepared: &Prepared, weights: Option<&[f64]>, config: LoaderConfi
     Ok(Loader::mixture(sources, config)?)
 }
 
+/// Adds how often each token occurs in the shards to train on.
+fn add_counts(counts: &mut [u64], prepared: &Prepared) -> Result<(), TrainError> {
+    for shard in prepared.train_shards()? {
+        let found = shard.token_counts(counts.len())?;
+        counts.iter_mut().zip(found).for_each(|(sum, n)| *sum += n);
+    }
+    Ok(())
+}
+
 /// Rows of a synthetic task that its token statistics are taken from.
 const SAMPLED_ROWS: u64 = 1000;
 
@@ -82,10 +91,16 @@ impl TrainingData {
     /// How often the token of each row of an embedding occurs in the training data.
     ///
     /// # Errors
-    /// As [`token_counts`](Self::token_counts); a token of the tokenizer's without a row.
+    /// As [`token_counts`](Self::token_counts); a token of the tokenizer's without a row, also in a stage's own text.
     pub(crate) fn counts_of_rows(&self, rows: usize) -> Result<Vec<u64>, TrainError> {
-        let mut counts = self.token_counts(rows.max(self.tokenizer.vocab_size()))?;
-        if let Some(id) = (rows..counts.len()).find(|&id| counts[id] > 0) {
+        let all = rows.max(self.tokenizer.vocab_size());
+        let mut counts = self.token_counts(all)?;
+        let mut found = counts.clone();
+        // Without such tokens no other text has to be read.
+        for text in self.stages.values().filter(|_| all > rows) {
+            add_counts(&mut found, &text.prepared)?;
+        }
+        if let Some(id) = (rows..all).find(|&id| found[id] > 0) {
             let token = self.tokenizer.id_token(id as u32).unwrap_or_default();
             return Err(TrainError::refused(
                 format!("the text holds token {id}, {token:?}, and the model's embedding has {rows} rows"),
@@ -103,12 +118,7 @@ impl TrainingData {
     pub fn token_counts(&self, vocab_size: usize) -> Result<Vec<u64>, TrainError> {
         let mut counts = vec![0; vocab_size];
         match &self.rows {
-            RowSource::Shards { prepared, .. } => {
-                for shard in prepared.train_shards()? {
-                    let found = shard.token_counts(vocab_size)?;
-                    counts.iter_mut().zip(found).for_each(|(sum, n)| *sum += n);
-                }
-            }
+            RowSource::Shards { prepared, .. } => add_counts(&mut counts, prepared)?,
             RowSource::Mqar { train, .. } => {
                 let seq_len = train.iter().map(|part| part.config.seq_len).max().unwrap_or(0);
                 let mixture = MqarMixture::shuffled(train, MqarSplit::Train, seq_len, 0)?;

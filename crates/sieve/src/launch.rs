@@ -34,7 +34,7 @@ pub(crate) struct LaunchArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     nproc: u16,
     /// Port on which rank 0 listens; a free one when absent
-    #[arg(long, conflicts_with = "master")]
+    #[arg(long, conflicts_with = "master", value_parser = clap::value_parser!(u16).range(1..))]
     port: Option<u16>,
     /// Hosts that take part, each with a sieve launch of its own; PET_NNODES or 1 when absent
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
@@ -81,8 +81,17 @@ fn random_token() -> String {
 
 impl Place {
     fn of(args: &LaunchArgs) -> Result<Self> {
-        let nnodes = args.nnodes.or(number("PET_NNODES")?).unwrap_or(1).max(1);
+        let nnodes = args.nnodes.or(number("PET_NNODES")?).unwrap_or(1);
+        anyhow::ensure!(
+            nnodes > 0,
+            "PET_NNODES=0 is not a number of hosts\n  hint: 1 is this host alone"
+        );
         if nnodes == 1 {
+            anyhow::ensure!(
+                args.node_rank.is_none() && args.master.is_none(),
+                "--node-rank and --master are for several hosts, and one takes part\n  \
+                 hint: give --nnodes N too, or leave them out"
+            );
             return Ok(Self {
                 nnodes,
                 node_rank: 0,
@@ -126,6 +135,11 @@ impl Place {
             }
             None => (master.clone(), number("PET_MASTER_PORT")?.unwrap_or(DEFAULT_PORT)),
         };
+        anyhow::ensure!(
+            port > 0,
+            "rank 0 cannot listen on port 0, which no other host finds\n  \
+             hint: name one from 1 to 65535 with --master HOST:PORT or PET_MASTER_PORT"
+        );
         Ok(Self {
             nnodes,
             node_rank,

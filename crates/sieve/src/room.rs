@@ -1,13 +1,14 @@
 //! Disk space for a run's checkpoints, checked before the first one is written.
 use crate::terminal;
 use sieve_core::Recipe;
+use sieve_core::model::ParameterCounts;
 use sieve_hf::list_checkpoints;
 use sieve_plan::DiskPlan;
 use std::path::Path;
 
-/// What a run of this many parameters prints of it at its start: a line, and a warning where room lacks.
-pub(crate) fn lines(recipe: &Recipe, num_parameters: u64, out: &Path) -> (String, Option<String>) {
-    let disk = DiskPlan::new(recipe, num_parameters);
+/// What a run of these parameters prints of it at its start: a line, and a warning where room lacks.
+pub(crate) fn lines(recipe: &Recipe, parameters: &ParameterCounts, out: &Path) -> (String, Option<String>) {
+    let disk = DiskPlan::new(recipe, parameters);
     (line(recipe, disk, out), warning(recipe, disk, out))
 }
 
@@ -51,7 +52,10 @@ mod tests {
         let dir = std::env::temp_dir();
         let recipe = include_str!("../../../recipes/quickstart.toml");
         let recipe = Recipe::load(recipe, "quickstart", &[]).expect("a recipe");
-        let disk = |num_parameters| DiskPlan::new(&recipe, num_parameters);
+        let disk = |num_parameters: u64| DiskPlan {
+            checkpoint_bytes: 12 * num_parameters,
+            num_checkpoints: 1,
+        };
         assert_eq!(warning(&recipe, disk(1), &dir), None);
         let text = warning(&recipe, disk(1 << 50), &dir).expect("a petabyte");
         for part in ["are free in", "keep_latest_k", "checkpoint.interval"] {

@@ -185,7 +185,7 @@ fn system_hint(kind: std::io::ErrorKind) -> Option<&'static str> {
     use std::io::ErrorKind;
     Some(match kind {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
-            "make room there, then continue; checkpoints already written are whole, and --resume uses the last"
+            "make room there, then repeat the command; a training continues from its last checkpoint with --resume"
         }
         ErrorKind::NotFound => "check the path: there is no such file, or no folder to write it into",
         ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {

@@ -477,10 +477,15 @@ fn train<B: TrainBackend>(
             "nothing to do: {} has all {} steps\n  to continue: {}",
             checkpoint.path.display(),
             recipe.training.steps,
-            match origin.is_branch {
-                // A branch has a run of its own, whose schedule counts the steps before it too.
+            match origin.is_branch || matches!(start, Start::ResumeFrom(_)) && !RunFolder::holds_run(out) {
+                // A new run's schedule counts the steps before it too.
                 true => format!(
-                    "--branch-from with --set training.steps={more}, or another number above {}",
+                    "{} with --set training.steps={more}, or another number above {}",
+                    if origin.is_branch {
+                        "--branch-from"
+                    } else {
+                        "--resume-from"
+                    },
                     more / 2
                 ),
                 false =>
@@ -554,7 +559,7 @@ fn train<B: TrainBackend>(
     trainer.write_config()?;
     log.open(&log_path)?;
     log.line(&describe(recipe, &trainer, &description));
-    let (line, warning) = room::lines(recipe, trainer.shape().parameters().total(), out);
+    let (line, warning) = room::lines(recipe, &trainer.shape().parameters(), out);
     log.line(&line);
     warning.iter().for_each(|line| log.always(line));
     if let Some(path) = resumed {

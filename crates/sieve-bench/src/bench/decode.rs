@@ -1,4 +1,5 @@
-//! Rows of one new token behind a long text: what a method does to find its keys, and its attention, in one layer.
+//! Rows of one new token after a long text, in one layer: how long each method takes to choose the token's keys and to
+//! attend to them.
 use super::rows::{HEADS, decoding, dma_decoding, shape, slots, token};
 use super::{Bench, Work};
 use crate::device::{Device, upload_mask};
@@ -14,13 +15,13 @@ const TOKENS: usize = 131_072;
 /// Slots of DMA.
 const KEPT: usize = 2048;
 
-/// At their papers' settings.
+/// Decode selectors at their papers' settings.
 const SELECTORS: [&str; 5] = ["streamingllm", "quest", "exact_top", "snapkv", "h2o"];
 
-/// A layer that no method's settings leave dense.
+/// Index of the layer: some methods leave the first layers dense, none this one.
 const LAYER: usize = 8;
 
-/// Dense attention, DMA, then each selector, which all take one text at a time.
+/// Times dense attention and DMA with 16 texts and with one, then each selector, which takes one text only.
 pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     for batch in [16, 1] {
         let shape = shape(batch, TOKENS, HEADS, 128);
@@ -28,7 +29,7 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
         dma_decoding(bench, shape, KEPT)?;
     }
     let shape = shape(1, TOKENS, HEADS, 128);
-    // What is drawn in f32, twice, and in bf16.
+    // Bytes an element: two f32 tensors and two bf16 tensors while the numbers are drawn.
     let bytes = 12.0 * (TOKENS * (HEADS[0] + 2 * HEADS[1]) * 128) as f64;
     if bench.fits("selectors", shape, bytes)? {
         let text = bench.bf16([1, TOKENS, HEADS[0] + 2 * HEADS[1], 128]);
@@ -60,7 +61,7 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
                 };
                 text.sparse_attention_forward(&mask, scale).map(drop)
             };
-            // Whole pages have bounds from earlier tokens.
+            // The first call computes the bounds of all pages; a later token finds those of the whole pages.
             token(0)?;
             let known = page.map_or(0, |page| (TOKENS - 1) / page);
             bench.row(name, shape, Work::Time, || token(known));
@@ -76,7 +77,7 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
                     slots.heavy_decode(&token, &length, TOKENS, scale, &scratch)
                 });
             }
-            // Dense attention over what stays of the text.
+            // SnapKV: dense attention over the keys that it kept of the text.
             (None, KeepBlocks::Top(top)) => {
                 let kept = super::rows::shape(1, top + heavy.last + 1, HEADS, 128);
                 decoding(bench, &format!("{name}, of {TOKENS} tokens"), kept)?;

@@ -1,8 +1,9 @@
-//! Weights of generated operands under which fixed masks keep what they keep of captured ones, head by head.
+//! Fits the weights of generated operands, head by head: fixed masks shall keep as much attention mass of generated
+//! operands as they keep of captured ones.
 use super::generator::{PARTS, Weights};
 use crate::error::Result;
 
-/// One selector for each part of the operands: the attention mass it keeps measures that part. Their masks may overlap.
+/// One selector for each of [`PARTS`]: the attention mass that it keeps measures that part. The masks may overlap.
 pub(super) const PROBES: [&str; PARTS.len()] = [
     "a_shape:n_init=64,n_local=64",
     "vertical_slash:vertical=64,slash=64",
@@ -11,23 +12,26 @@ pub(super) const PROBES: [&str; PARTS.len()] = [
     "oracle_topk:k=16",
 ];
 
-/// The share of dense attention's mass that each probe's mask keeps, of one head.
+/// For one head: the share of dense attention's mass that the mask of each of [`PROBES`] keeps.
 pub(super) type Masses = [f64; PARTS.len()];
 
 const ROUNDS: usize = 30;
-/// Of the difference in log odds, what a round adds to a weight.
+/// Share of the difference in log odds that a round adds to a weight.
 const RATE: f64 = 0.6;
+/// Weights of every head before the first round.
 const START: Weights = [4.0, 3.0, 4.0, 1.0, 1.0];
-const LARGEST: f64 = 16.0;
+const LARGEST_WEIGHT: f64 = 16.0;
 
-/// What a fit found.
+/// The weights of the round with the smallest error.
 pub(super) struct Fit {
+    /// One entry a head.
     pub(super) weights: Vec<Weights>,
-    /// Of the generated operands under these weights.
+    /// Kept mass of the operands that these weights generate, one entry a head.
     pub(super) masses: Vec<Masses>,
 }
 
-/// Each round moves each weight by what its probe lacks; the round with the smallest error is kept.
+/// Moves each weight in every round by how much more or less mass its probe keeps of `target`; returns the round with
+/// the smallest error. `measure` gives the masses of the operands that some weights generate.
 pub(super) fn fit(target: &[Masses], measure: &mut dyn FnMut(&[Weights]) -> Result<Vec<Masses>>) -> Result<Fit> {
     let mut weights = vec![START; target.len()];
     let mut best: Option<(f64, Fit)> = None;
@@ -47,7 +51,7 @@ pub(super) fn fit(target: &[Masses], measure: &mut dyn FnMut(&[Weights]) -> Resu
     Ok(best.expect("a round at least").1)
 }
 
-/// The mean over heads and probes of what generated and captured masses differ by.
+/// The mean absolute difference of two sets of masses, over heads and probes.
 pub(super) fn mean_error(target: &[Masses], now: &[Masses]) -> f64 {
     let of_head = |(a, b): (&Masses, &Masses)| -> f64 {
         let parts = a.iter().zip(b);
@@ -64,7 +68,7 @@ fn moved(weights: &Weights, target: &Masses, now: &Masses) -> Weights {
             (mass / (1.0 - mass)).ln()
         };
         let step = RATE * (odds(target[part]) - odds(now[part])).clamp(-2.0, 2.0);
-        (f64::from(weights[part]) + step).clamp(0.0, LARGEST) as f32
+        (f64::from(weights[part]) + step).clamp(0.0, LARGEST_WEIGHT) as f32
     })
 }
 

@@ -1,25 +1,29 @@
-//! Operands with the structure of attention: first tokens that every query looks for (sinks), single keys that many
-//! look for (vertical lines), neighbours (local mass), keys at fixed distances (diagonals), and noise, of single
-//! tokens and of regions. What each query head looks for is a weight for each of these, in units of logits.
+//! Generates queries, keys and values whose attention looks like a trained model's. Queries attend to the first tokens
+//! (sinks), to single keys that many queries share (vertical lines), to neighbours (local mass) and to keys at fixed
+//! distances (diagonals); noise of single tokens and of regions is added. Each query head has a weight for each of
+//! these parts, in units of logits.
 use burn::tensor::backend::Backend;
 use burn::tensor::{Distribution, Tensor, TensorData};
 use sieve_testing::Random;
+use std::f64::consts::{FRAC_PI_2, PI};
 
 /// What queries look for, in the order of [`Weights`].
 pub(super) const PARTS: [&str; 5] = ["sinks", "lines", "local", "diagonals", "regions"];
 
-/// The weight of each part for the queries of a head: what it adds to a logit; of regions, a standard deviation.
+/// For one query head: what each of [`PARTS`] adds to a logit; for regions, the standard deviation of what it adds.
 pub(super) type Weights = [f32; PARTS.len()];
 
 /// Width of the heads.
 pub(super) const HEAD_DIM: usize = 128;
 
-/// Frequencies of each of the two codes of a position.
+/// Frequencies of a position code (cosines and sines of the position); keys have two codes, for local mass and for
+/// diagonals.
 const FREQUENCIES: usize = 24;
-/// Distance at which local mass has fallen to 1 / e of its logit.
+/// Distance in tokens at which the logit of local mass has fallen to 1 / e.
 const LOCAL_RANGE: f64 = 64.0;
-/// Diagonals of each KV head, at distances between these.
+/// Diagonals of each KV head.
 const DIAGONALS: usize = 2;
+/// Between which distances diagonals lie, in tokens.
 const DISTANCES: std::ops::Range<f64> = 128.0..8192.0;
 /// First tokens that are sinks.
 const SINKS: usize = 4;
@@ -32,10 +36,11 @@ const NOISE_WIDTH: usize = 16;
 /// Standard deviation that the noise of single tokens adds to a logit.
 const NOISE: f32 = 1.0;
 
-/// Tokens that share a phase's larger part; lengths are multiples of it.
+/// A position code's angle is the sum of a part that this many tokens share and a part within them ([`position_code`]).
+/// Lengths of generated texts are multiples of it.
 pub(super) const STEP: usize = 1024;
 
-/// Keys and values, and queries before the heads' weights.
+/// Generated keys and values, and queries to which no head's weights were applied yet.
 pub(super) struct Generated<B: Backend> {
     /// `[num_heads, seq_len, HEAD_DIM]`.
     queries: Tensor<B, 3>,
@@ -45,32 +50,33 @@ pub(super) struct Generated<B: Backend> {
 }
 
 impl<B: Backend> Generated<B> {
-    /// The same for the same sizes and seed of the backend; `seq_len` is a multiple of [`STEP`].
+    /// Draws a text of `seq_len` tokens, a multiple of [`STEP`]; `heads` are query and KV heads. The same sizes and
+    /// backend seed give the same numbers.
     pub(super) fn draw(seq_len: usize, heads: [usize; 2], device: &B::Device) -> Self {
         let [num_heads, num_kv_heads] = heads;
         let mut random = Random(11);
-        let mut frequencies = |of: &mut dyn FnMut(f64) -> f64| -> Vec<f64> {
+        let mut frequencies = |quantile: fn(f64) -> f64| -> Vec<f64> {
             let count = num_kv_heads * FREQUENCIES;
-            (0..count).map(|_| of(random.unit())).collect()
+            (0..count).map(|_| quantile(random.unit())).collect()
         };
-        // The mean of the cosine over Cauchy's distribution falls as exp(-distance), over an even one at once.
-        let half = std::f64::consts::FRAC_PI_2;
-        let cauchy = &mut |unit: f64| ((0.98 * unit * half).tan() / LOCAL_RANGE).min(3.0);
-        let local = frequencies(cauchy);
-        let even = frequencies(&mut |unit| unit * 2.0 * half);
+        // The product of two position codes is the mean of cos(frequency * distance). With Cauchy-distributed
+        // frequencies that mean falls as exp(-distance / LOCAL_RANGE); with uniform ones it is near 0 from distance 1
+        // on.
+        let local_frequencies = frequencies(|unit| ((0.98 * unit * FRAC_PI_2).tan() / LOCAL_RANGE).min(3.0));
+        let uniform_frequencies = frequencies(|unit| unit * PI);
         let distances: Vec<f64> = (0..num_kv_heads * DIAGONALS)
             .map(|_| DISTANCES.start * (DISTANCES.end / DISTANCES.start).powf(random.unit()))
             .map(f64::round)
             .collect();
-        let of = |shift: usize| -> Vec<f64> {
-            let of_head = distances.chunks_exact(DIAGONALS);
-            of_head.map(|distances| distances[shift]).collect()
-        };
-        let none = vec![0.0; num_kv_heads];
-        let local = code::<B>(seq_len, &local, &none, device);
-        let own = code::<B>(seq_len, &even, &none, device);
-        let earlier = (0..DIAGONALS).map(|at| code::<B>(seq_len, &even, &of(at), device));
-        let earlier = earlier.reduce(|sum, code| sum + code).expect("a diagonal");
+        let no_shift = vec![0.0; num_kv_heads];
+        let local = position_code::<B>(seq_len, &local_frequencies, &no_shift, device);
+        let own_position = position_code::<B>(seq_len, &uniform_frequencies, &no_shift, device);
+        // A query looks for the positions that are its head's distances before it.
+        let earlier_positions = (0..DIAGONALS).map(|diagonal| {
+            let shifts: Vec<f64> = distances.iter().skip(diagonal).step_by(DIAGONALS).copied().collect();
+            position_code::<B>(seq_len, &uniform_frequencies, &shifts, device)
+        });
+        let earlier_positions = earlier_positions.reduce(|sum, code| sum + code).expect("a diagonal");
 
         let normal = |shape: [usize; 3]| Tensor::<B, 3>::random(shape, Distribution::Normal(0.0, 1.0), device);
         let regions = |heads: usize| {
@@ -95,14 +101,14 @@ impl<B: Backend> Generated<B> {
         };
         let keys = vec![
             local.clone(),
-            own,
+            own_position,
             marks,
             regions(num_kv_heads),
             normal([num_kv_heads, seq_len, NOISE_WIDTH]),
         ];
         let queries = vec![
             per_head(local),
-            per_head(earlier),
+            per_head(earlier_positions),
             Tensor::ones([num_heads, seq_len, 2], device),
             regions(num_heads),
             normal([num_heads, seq_len, NOISE_WIDTH]),
@@ -114,18 +120,20 @@ impl<B: Backend> Generated<B> {
         }
     }
 
-    /// Queries with the weights of their heads. With fewer heads than weights, heads take weights at even distances.
+    /// Queries scaled by the weights of their heads. With fewer heads than weights, the heads take every second weight,
+    /// every fourth and so on.
     pub(super) fn queries(&self, weights: &[Weights]) -> Tensor<B, 3> {
         let num_heads = self.queries.dims()[0];
-        let of_head = |head: usize| scales(&weights[head * weights.len() / num_heads]);
-        let scales: Vec<f32> = (0..num_heads).flat_map(of_head).collect();
+        let head_scales = |head: usize| column_scales(&weights[head * weights.len() / num_heads]);
+        let scales: Vec<f32> = (0..num_heads).flat_map(head_scales).collect();
         let scales = TensorData::new(scales, [num_heads, 1, HEAD_DIM]);
         self.queries.clone() * Tensor::from_data(scales, &self.queries.device())
     }
 }
 
-/// The factor of each column of a head's queries; attention divides by the root of the width.
-fn scales([sinks, lines, local, diagonals, regions]: &Weights) -> Vec<f32> {
+/// The factor of each column of a head's queries. It includes the root of the head width, since attention divides
+/// logits by this root.
+fn column_scales([sinks, lines, local, diagonals, regions]: &Weights) -> Vec<f32> {
     let root = (HEAD_DIM as f32).sqrt();
     let count = FREQUENCIES as f32;
     let columns = [
@@ -136,30 +144,35 @@ fn scales([sinks, lines, local, diagonals, regions]: &Weights) -> Vec<f32> {
         (regions / (REGION_WIDTH as f32).sqrt(), REGION_WIDTH),
         (NOISE / (NOISE_WIDTH as f32).sqrt(), NOISE_WIDTH),
     ];
-    let of = |&(scale, width): &(f32, usize)| vec![root * scale; width];
-    columns.iter().flat_map(of).collect()
+    let repeated = |&(scale, width): &(f32, usize)| vec![root * scale; width];
+    columns.iter().flat_map(repeated).collect()
 }
 
-/// Cosine and sine of `frequency * (position - shift)`, `[kv_heads, seq_len, 2 * FREQUENCIES]`. Angles are made on the
-/// host, in f64, for a step and for the positions inside one; their sums on the device.
-fn code<B: Backend>(seq_len: usize, frequencies: &[f64], shifts: &[f64], device: &B::Device) -> Tensor<B, 3> {
+/// Cosine and sine of `frequency * (position - shift)`, `[kv_heads, seq_len, 2 * FREQUENCIES]`. An f32 angle would be
+/// wrong far from the start. So the host computes cosines and sines in f64 for multiples of [`STEP`] and for the
+/// positions within a step, and the device adds the angles by the addition theorems.
+fn position_code<B: Backend>(seq_len: usize, frequencies: &[f64], shifts: &[f64], device: &B::Device) -> Tensor<B, 3> {
     let heads = shifts.len();
-    let table = |count: usize, stride: usize, shifts: &[f64], of: fn(f64) -> f64| {
+    let table = |count: usize, stride: usize, shifts: &[f64], function: fn(f64) -> f64| {
         let mut values = Vec::with_capacity(heads * count * FREQUENCIES);
         for (head, frequencies) in frequencies.chunks_exact(FREQUENCIES).enumerate() {
             for at in 0..count {
                 let position = (at * stride) as f64 - shifts[head];
-                values.extend(frequencies.iter().map(|one| of(one * position) as f32));
+                values.extend(
+                    frequencies
+                        .iter()
+                        .map(|frequency| function(frequency * position) as f32),
+                );
             }
         }
         Tensor::<B, 3>::from_data(TensorData::new(values, [heads, count, FREQUENCIES]), device)
     };
     let steps = seq_len / STEP;
-    let none = vec![0.0; heads];
-    let large = |of| table(steps, STEP, &none, of).reshape([heads, steps, 1, FREQUENCIES]);
-    let small = |of| table(STEP, 1, shifts, of).reshape([heads, 1, STEP, FREQUENCIES]);
-    let (cos, sin) = (large(f64::cos), large(f64::sin));
-    let (small_cos, small_sin) = (small(f64::cos), small(f64::sin));
+    let no_shift = vec![0.0; heads];
+    let of_steps = |function| table(steps, STEP, &no_shift, function).reshape([heads, steps, 1, FREQUENCIES]);
+    let within_step = |function| table(STEP, 1, shifts, function).reshape([heads, 1, STEP, FREQUENCIES]);
+    let (cos, sin) = (of_steps(f64::cos), of_steps(f64::sin));
+    let (small_cos, small_sin) = (within_step(f64::cos), within_step(f64::sin));
     let joined = |x: Tensor<B, 4>| x.reshape([heads, seq_len, FREQUENCIES]);
     Tensor::cat(
         vec![
@@ -218,7 +231,7 @@ mod tests {
     fn a_phase_is_right_far_from_the_start() {
         let n = 64 * STEP;
         let frequencies = vec![2.9; FREQUENCIES];
-        let code = code::<Flex>(n, &frequencies, &[7.0], &FlexDevice);
+        let code = position_code::<Flex>(n, &frequencies, &[7.0], &FlexDevice);
         let last: Vec<f32> = code.narrow(1, n - 1, 1).into_data().to_vec().expect("f32");
         let angle = 2.9 * (n - 8) as f64;
         assert!((f64::from(last[0]) - angle.cos()).abs() < 1e-5);

@@ -25,7 +25,7 @@ pub(crate) struct Inputs {
     pub(crate) o_low: KeepOLow,
 }
 
-/// Normal numbers.
+/// A contiguous tensor of normal random numbers.
 pub(super) fn normal<const D: usize>(shape: [usize; D], dtype: DType, device: &Gpu) -> CudaTensor {
     let normal = Distribution::Normal(0.0, 1.0);
     let tensor = Tensor::<Cuda, D>::random(shape, normal, &device.device).cast(burn_dtype(dtype));
@@ -33,17 +33,18 @@ pub(super) fn normal<const D: usize>(shape: [usize; D], dtype: DType, device: &G
 }
 
 impl Inputs {
-    /// About the bytes that a forward and backward call of this shape need at once.
+    /// Estimates the bytes that the inputs and a forward and backward call of this shape need at once.
     pub(crate) fn bytes(shape: AttentionShape) -> u64 {
         let tokens = (shape.batch * shape.seq_len) as u64;
         let query = (shape.num_heads * shape.head_dim) as u64;
         let key = (shape.num_kv_heads * shape.head_dim) as u64;
         let packed = query + 2 * key;
-        // The draw in f32; input and gradient; o, do; sums of dq, dk and dv in f32.
+        // Random numbers in f32; q, k, v and their gradients in bf16; three bf16 tensors as large as q (o, do and
+        // scratch); f32 sums of dq, dk and dv.
         tokens * (4 * packed + 2 * 2 * packed + 3 * 2 * query + 4 * packed)
     }
 
-    /// Normal numbers drawn on a GPU, packed.
+    /// Draws normal numbers on a GPU, with q, k and v packed in one tensor.
     pub(crate) fn new(shape: AttentionShape, device: &Gpu) -> Self {
         let [batch, seq_len, heads, width] = queries_of(shape);
         let (tokens, width_v) = (batch * seq_len, shape.head_dim_v);
@@ -71,7 +72,7 @@ impl Inputs {
         }
     }
 
-    /// The same tensors for backward passes with about so many blocks of threads for each tile of keys.
+    /// The same tensors for backward passes in which about `blocks` blocks of threads share a tile of keys.
     pub(crate) fn with_blocks_per_tile(&self, blocks: usize) -> Self {
         let policy = KernelPolicy {
             blocks_per_tile: Some(blocks),
@@ -83,7 +84,7 @@ impl Inputs {
         }
     }
 
-    /// Scores, and their biases, on the device.
+    /// Uploads the scores `z` and their biases, each `[batch, num_kv_heads, seq_len]`.
     pub(crate) fn scores(&self, z: &[f32], bias: DmaBias, device: &Gpu) -> [CudaTensor; 2] {
         let delta: Vec<f32> = match bias {
             DmaBias::Exp => z.iter().map(|z| z.min(60.0).exp()).collect(),
@@ -92,13 +93,13 @@ impl Inputs {
         [z, &delta].map(|values| device.float(values, &self.shape.per_key(), DType::F32))
     }
 
-    /// The lists; the selection goes.
+    /// Selects keys by the scores `z` and returns their key lists alone.
     pub(crate) fn lists(&self, z: &CudaTensor, window: DmaWindow) -> Result<KeyLists, KernelError> {
         let selected = self.selection_and_lists(z, window);
         selected.map(|(_, lists)| lists)
     }
 
-    /// The selection, and its lists.
+    /// Selects keys by the scores `z`; returns the selection and its key lists.
     pub(crate) fn selection_and_lists(
         &self,
         z: &CudaTensor,
@@ -109,17 +110,17 @@ impl Inputs {
         Ok((selection, lists))
     }
 
-    /// The lists of a selection.
+    /// The key lists of a selection.
     pub(crate) fn lists_of(&self, selection: &Selection, tile_queries: usize) -> Result<KeyLists, KernelError> {
         selection.dma_lists(&self.doc_start, &self.doc_end, tile_queries)
     }
 
-    /// The selection alone.
+    /// Selects keys by the scores `z`.
     pub(crate) fn select(&self, z: &CudaTensor, window: DmaWindow) -> Result<Selection, KernelError> {
         dma_select(z, &self.doc_start, &self.doc_end, window)
     }
 
-    /// Dense or windowed attention.
+    /// Forward pass of dense attention, or of a sliding window.
     pub(crate) fn forward(
         &self,
         window: Option<usize>,
@@ -129,7 +130,7 @@ impl Inputs {
             .attention_forward(&self.doc_start, window, self.scale, bias.map(|bias| (bias, self.o_low)))
     }
 
-    /// Its gradients; that of the bias is returned.
+    /// Backward pass of [`forward`](Self::forward) into `grads`; returns the gradient of the bias.
     pub(crate) fn backward(
         &self,
         result: &AttentionResult,
@@ -141,17 +142,17 @@ impl Inputs {
             .attention_backward(self.documents(), window, bias)
     }
 
-    /// Each row is one document.
+    /// First position and end of each token's document.
     pub(super) fn documents(&self) -> [&CudaTensor; 2] {
         [&self.doc_start, &self.doc_end]
     }
 
-    /// DMA over ready lists.
+    /// Forward pass of DMA over key lists.
     pub(crate) fn dma_forward(&self, delta: &CudaTensor, lists: &KeyLists) -> Result<AttentionResult, KernelError> {
         self.qkv.dma_attention_forward(delta, lists, self.scale, self.o_low)
     }
 
-    /// Its gradients; that of the bias is returned.
+    /// Backward pass of [`dma_forward`](Self::dma_forward) into `grads`; returns the gradient of the bias.
     pub(crate) fn dma_backward(
         &self,
         result: &AttentionResult,
@@ -163,7 +164,7 @@ impl Inputs {
             .dma_attention_backward(delta, lists)
     }
 
-    /// What a backward call is given; `qkv` are the inputs, [`in_order`](Qkv::in_order).
+    /// The arguments of a backward pass; `qkv` are the inputs with a sum order ([`Qkv::in_order`]).
     pub(super) fn call<'a>(&'a self, qkv: &'a Qkv, result: &'a AttentionResult) -> AttentionGradients<'a> {
         AttentionGradients {
             qkv,

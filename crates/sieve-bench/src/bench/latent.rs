@@ -1,4 +1,4 @@
-//! Rows of latent attention: the attention itself, what packs its tensors, decoding over latents.
+//! Rows of latent attention (MLA): attention, packing of q, k and v, decoding over latents.
 use super::rows::dense;
 use super::{Bench, Work};
 use crate::device::Device;
@@ -10,7 +10,7 @@ const HEADS: usize = 16;
 const HEAD_DIM: usize = 128;
 const ROPE_DIM: usize = 64;
 
-/// All of them.
+/// Times all rows of latent attention, or attention alone at the sizes that the user asked for.
 pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     if bench.settings.has_sizes() {
         for AttentionShape { seq_len, num_heads, .. } in bench.settings.shapes(&[[HEADS; 2]], &[8192], HEAD_DIM) {
@@ -33,7 +33,7 @@ pub(super) fn shape(batch: usize, seq_len: usize) -> AttentionShape {
     AttentionShape::new(batch, seq_len, [HEADS, HEADS], [HEAD_DIM + ROPE_DIM, HEAD_DIM])
 }
 
-/// Packing with rotation, and its gradient.
+/// Times the packing of q, k and v with rotation, and its backward pass, without and with norms.
 fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let AttentionShape { batch, seq_len, .. } = shape;
     let device = bench.device.clone();
@@ -71,7 +71,7 @@ fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
         bench.row(names[0], shape, Work::Bytes(bytes), || {
             args.mla_pack_forward(inputs.each_ref())
         });
-        // With norms the inputs are read again.
+        // The backward pass of a norm reads the inputs too.
         let again = if norm.is_some() { 2.0 * read as f64 } else { 0.0 };
         bench.row(names[1], shape, Work::Bytes(bytes + again), || {
             args.mla_pack_backward(Some(inputs.each_ref()), &packed)
@@ -80,7 +80,7 @@ fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     Ok(())
 }
 
-/// One token a row over latents of 512 with a rotated key of 64.
+/// Times one new token a row over `len` cached latents of 512 columns with a rotated key of 64.
 fn decoding(bench: &mut Bench<'_>, batch: usize, len: usize) {
     const RANK: usize = 512;
     let width = RANK + ROPE_DIM;

@@ -1,4 +1,5 @@
-//! A selector on one call's operands: its lists, attention under them, and what that keeps of dense attention.
+//! A prefill selector on the queries, keys and values of one call: its mask, attention under the mask, and the share of
+//! dense attention's pairs and mass that the mask keeps.
 use super::operands::Operands;
 use crate::device::{Device, Gpu, upload_mask};
 use crate::error::{BenchError, Result};
@@ -20,11 +21,12 @@ pub(super) struct Method<'a> {
 enum Kind {
     /// Chooses by queries and keys, on the device.
     Chooses(Box<BlockSelection>),
-    /// Keeps the same positions of every prompt of this length: made once, on the host.
+    /// The mask depends on positions alone: the host makes it once for all prompts of this length.
     Positions {
         mask: Box<KeyMask<CudaTensor>>,
-        /// Kept pairs over causal ones.
+        /// Kept pairs of query and key, divided by causal pairs.
         density: f64,
+        /// How long the host took for the mask.
         host_ms: f64,
     },
 }
@@ -61,7 +63,8 @@ impl<'a> Method<'a> {
         }))
     }
 
-    /// Milliseconds of the host for lists that depend on positions alone, which no prompt takes again.
+    /// Milliseconds that the host took for a mask of positions alone, which all prompts of this length share; `None`
+    /// where the device chooses.
     pub(super) fn host_ms(&self) -> Option<f64> {
         match &self.kind {
             Kind::Positions { host_ms, .. } => Some(*host_ms),
@@ -76,7 +79,7 @@ impl<'a> Method<'a> {
         }
     }
 
-    /// With the method's correction.
+    /// Attention under the mask, with the selector's correction where it has one.
     pub(super) fn attend(&self, mask: &KeyMask<CudaTensor>) -> Result<AttentionResult, KernelError> {
         let (qkv, scale) = (&self.operands.qkv, self.operands.scale());
         let done = qkv.sparse_attention_forward(mask, scale)?;
@@ -89,7 +92,7 @@ impl<'a> Method<'a> {
         Ok(done)
     }
 
-    /// Kept pairs over causal ones.
+    /// Kept pairs of query and key, divided by causal pairs; NaN where the device did not count them.
     pub(super) fn density(&self, mask: &KeyMask<CudaTensor>) -> Result<f64> {
         let pairs = match (&mask.counts, &self.kind) {
             (Some(counts), _) => self.device.ints(&counts.pairs)?,
@@ -101,7 +104,8 @@ impl<'a> Method<'a> {
     }
 }
 
-/// The share of dense attention's mass that attention kept, of each head.
+/// For each head, the share of dense attention's mass that attention under a mask keeps: the mean over queries of
+/// `exp(lse - dense_lse)`. Both are `[num_heads, queries]`.
 pub(super) fn masses(device: &Gpu, lse: &CudaTensor, dense_lse: &[f32], num_heads: usize) -> Result<Vec<f64>> {
     let lse = device.floats(lse)?;
     let rows = lse.len() / num_heads;

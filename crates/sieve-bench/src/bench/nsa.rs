@@ -1,5 +1,5 @@
-//! Rows of native sparse attention: all three branches with their gates, beside dense attention of the same length;
-//! and of InfLLM-V2 and MoBA with as many keys a query.
+//! Rows of native sparse attention (all three branches with their gates), of InfLLM-V2, MoBA and MSA with as many keys
+//! a query, and of dense attention at the same lengths.
 use super::inputs::Inputs;
 use super::rows::{ORDERS, dense, forward_flops, passes};
 use super::{Bench, Work};
@@ -19,7 +19,7 @@ const WINDOW: usize = 512;
 
 const BLOCKS: NsaBlocks = NsaBlocks::PUBLISHED;
 
-/// All of them.
+/// Times dense attention, NSA and each of [`choices`] at every shape.
 pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     for shape in bench.settings.shapes(&HEADS, &LENGTHS, HEAD_DIM) {
         dense(bench, shape, None)?;
@@ -31,7 +31,7 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// What the branches leave for the backward pass.
+/// Results of NSA's forward pass that its backward pass reads.
 pub(super) struct Branches {
     blocks: CudaTensor,
     compressed: AttentionResult,
@@ -41,7 +41,7 @@ pub(super) struct Branches {
     window: AttentionResult,
 }
 
-/// One call's tensors beside q, k and v. The compression MLP is a product, which is not timed here.
+/// Inputs of one NSA call. The compressed keys and values are random: the GEMMs of the compression MLP are not timed.
 pub(super) struct Call {
     inputs: Inputs,
     compressed: CudaTensor,
@@ -81,7 +81,8 @@ impl Call {
         Ok(branches)
     }
 
-    /// Each branch with the output's gradient, which has the size of its own.
+    /// Backward pass of all branches. Each branch gets the output's gradient in place of its gated one, which has the
+    /// same size.
     pub(super) fn backward(&self, branches: &Branches, order: SumOrder) -> Result<(), KernelError> {
         let Inputs {
             shape, qkv, d_o, scale, ..
@@ -102,7 +103,7 @@ fn outputs(branches: &Branches) -> [&CudaTensor; 3] {
     [&branches.compressed.o, &branches.selected.o, &branches.window.o]
 }
 
-/// FLOPs of a forward pass: the products of the pairs that are attended to.
+/// FLOPs of a forward pass over the pairs of query and key that the three branches read.
 pub(super) fn flops(shape: AttentionShape) -> f64 {
     let dense = forward_flops(shape, shape.seq_len);
     let chosen = BLOCKS.num_selected_blocks * BLOCKS.select_block_size;
@@ -142,7 +143,7 @@ fn choices() -> [(&'static str, BlockChoice); 4] {
         num_selected_blocks,
         ..MsaShape::published()
     };
-    // As many as 16 blocks of 128, the published sizes; kernels read pieces of 64.
+    // As many keys as the published 16 blocks of 128: kernels read blocks of 64, so twice as many.
     let as_many_keys = MsaShape {
         num_selected_blocks: 2 * num_selected_blocks,
         ..msa
@@ -155,9 +156,10 @@ fn choices() -> [(&'static str, BlockChoice); 4] {
     ]
 }
 
-/// Pooling, choice and attention. Where each query head chooses, attention has keys and values of each head; the copy
-/// that makes them is not timed here. Of an indexer also what its loss adds to a backward pass: its own attention and
-/// the kernel of its gradient, or attention with its keys as values, of the heads and of its own, forward and backward.
+/// Times the choice of blocks (pooling included) and choice with attention. Where each query head chooses (MoBA),
+/// attention reads keys and values copied to every head; the copy is not timed. Where an indexer chooses (MSA), also
+/// times what its loss adds to a backward pass: attention over the indexer's keys and, on Hopper, one kernel for its
+/// gradient; elsewhere that gradient is two backward passes of attention.
 fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: BlockChoice) -> Result<()> {
     let heads = [shape.num_heads, shape.num_kv_heads];
     let of_heads = |[num_heads, num_kv_heads]: [usize; 2]| AttentionShape {
@@ -190,7 +192,7 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
                 .nsa_selected_attention_forward(documents, &chosen, blocks, inputs.scale)
         };
         let (attention, lists) = attend(&read)?;
-        // Scores of the heads and of the indexer, then two products with the difference of their probabilities.
+        // The scores of the heads and of the indexer, then two GEMMs with the difference of their probabilities.
         let flops = flops / 2.0 + 1.5 * forward_flops(of_heads([choosers; 2]), tokens);
         for (order, suffix) in ORDERS {
             bench.row(&format!("{name}loss{suffix}"), shape, Work::Flops(flops), || {

@@ -1,4 +1,4 @@
-//! Queries, keys and values of selectors' rows: of a trained model, from a file, or generated.
+//! Queries, keys and values of the selectors' rows: captured from a trained model in a file, or generated.
 use super::generator::{Generated, HEAD_DIM, STEP, Weights};
 use super::rows::shape;
 use crate::device::{Device, Gpu};
@@ -9,7 +9,7 @@ use sieve_kernels::{AttentionResult, AttentionShape, CudaTensor, KernelError, Qk
 use sieve_ops::Cuda;
 use std::path::Path;
 
-/// One row of one call, in bf16 on the GPU.
+/// Queries, keys and values of one text, in bf16 on the GPU.
 pub(super) struct Operands {
     pub(super) shape: AttentionShape,
     pub(super) qkv: Qkv,
@@ -17,7 +17,7 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    /// `q`, `k` and `v` of a file, `[tokens, heads, 128]`, as `kernels capture` writes them of a dense model.
+    /// Reads `q`, `k` and `v` of a file, `[tokens, heads, 128]`, which `sieve kernels capture` wrote of a dense model.
     pub(super) fn captured(path: &Path, device: &Gpu) -> Result<Self> {
         let file = TensorFile::open(path)?;
         let read = |name: &str| -> Result<Tensor<Cuda, 3>> {
@@ -25,7 +25,7 @@ impl Operands {
             match data.shape[..] {
                 [tokens, _, HEAD_DIM] if tokens >= STEP => {
                     let x = Tensor::<Cuda, 3>::from_data(data.convert::<f32>(), &device.device);
-                    // A whole number of steps, as the generator draws.
+                    // Cut to a multiple of STEP: the generator draws as many tokens for the fit.
                     Ok(x.narrow(0, 0, tokens / STEP * STEP).swap_dims(0, 1))
                 }
                 _ => refused(format!(
@@ -38,13 +38,13 @@ impl Operands {
         Ok(Self::stored([read("q")?, read("k")?, read("v")?], device))
     }
 
-    /// Generated ones under some weights.
+    /// Generated operands, with queries scaled by `weights`.
     pub(super) fn weighted(drawn: &Generated<Cuda>, weights: &[Weights], device: &Gpu) -> Self {
         let qkv = [drawn.queries(weights), drawn.keys.clone(), drawn.values.clone()];
         Self::stored(qkv, device)
     }
 
-    /// q, k and v as `[heads, tokens, HEAD_DIM]`.
+    /// Converts q, k and v from `[heads, tokens, HEAD_DIM]` to bf16 `[1, tokens, heads, HEAD_DIM]`.
     fn stored(qkv: [Tensor<Cuda, 3>; 3], device: &Gpu) -> Self {
         let [num_heads, seq_len, _] = qkv[0].dims();
         let num_kv_heads = qkv[1].dims()[0];
@@ -65,7 +65,7 @@ impl Operands {
         1.0 / (self.shape.head_dim as f32).sqrt()
     }
 
-    /// Dense attention.
+    /// Forward pass of dense attention over the same operands.
     pub(super) fn dense(&self) -> Result<AttentionResult, KernelError> {
         self.qkv.attention_forward(&self.doc_start, None, self.scale(), None)
     }

@@ -1,30 +1,30 @@
-//! What a benchmark says while it runs.
+//! Rows of a benchmark, as text and as JSON.
 use crate::clock::Times;
 use crate::shape::queries_of;
 use serde_json::{Value, json};
 use sieve_kernels::AttentionShape;
 use std::fmt;
 
-/// What the rows of one run are compared with.
+/// The GPU of a run and its measured peak rates, which the rows' rates are compared with.
 #[derive(Clone, Debug)]
 pub struct Ceilings {
     /// The GPU in words.
     pub device: String,
-    /// Its architecture, as compilers name it.
+    /// The GPU's architecture, such as `sm_90a`.
     pub arch: String,
-    /// Its multiprocessors.
+    /// Multiprocessors of the GPU.
     pub num_multiprocessors: usize,
     /// The family of attention kernels.
     pub family: &'static str,
     /// Timed repetitions of a row.
     pub repetitions: usize,
-    /// What reading the clock takes.
+    /// Microseconds that reading the clock takes.
     pub clock_us: f64,
     /// Bytes a second of a copy, read and write counted.
     pub copy_bytes_per_s: f64,
-    /// FLOP/s of a large bf16 product.
+    /// FLOP/s of a large bf16 GEMM.
     pub matmul_flops: f64,
-    /// Whose product that is.
+    /// Whose GEMM it is: cuBLASLt's or Burn's.
     pub matmul_by: &'static str,
 }
 
@@ -75,7 +75,7 @@ pub struct BenchRow {
     pub name: String,
     /// `2x8192 h16/8 d128`.
     pub shape: String,
-    /// How it went.
+    /// What was measured, or why nothing was.
     pub outcome: Outcome,
 }
 
@@ -86,18 +86,18 @@ pub struct Rate {
     pub per_second: f64,
     /// TFLOP/s or GB/s.
     pub unit: &'static str,
-    /// Share of this run's ceiling.
+    /// Share of this run's peak rate ([`Ceilings`]).
     pub of_peak: f64,
 }
 
-/// How a row went.
+/// What a row measured, or why it measured nothing.
 #[derive(Clone, Debug)]
 pub enum Outcome {
     /// It was timed.
     Timed {
         /// Milliseconds.
         times: Times,
-        /// Work a second, where the row has work to speak of.
+        /// Work a second; `None` where the row is a time alone.
         rate: Option<Rate>,
     },
     /// Memory that the result keeps in use.
@@ -109,7 +109,7 @@ pub enum Outcome {
         /// Bytes of q, k, v and o.
         inputs: f64,
     },
-    /// What earlier rows say together.
+    /// How time and memory of earlier rows grow together.
     Growth(Growth),
     /// It was not timed, for a reason known before.
     Skipped(String),
@@ -117,18 +117,18 @@ pub enum Outcome {
     Failed(String),
 }
 
-/// As which power of a size time and memory grow.
+/// By which power of a size time and memory grow.
 #[derive(Clone, Copy, Debug)]
 pub struct Growth {
-    /// Whose size: tokens, or kept keys.
+    /// What the size counts: tokens, or kept keys.
     pub with: &'static str,
     /// The smallest size of the fit.
     pub from: usize,
-    /// The largest.
+    /// The largest size of the fit.
     pub to: usize,
-    /// The power of a forward and backward pass's time.
+    /// Exponent of the time of a forward and backward pass.
     pub time: f64,
-    /// That of the memory between the two.
+    /// Exponent of the memory that the forward pass keeps for the backward pass.
     pub memory: f64,
 }
 
@@ -140,7 +140,7 @@ impl Growth {
 }
 
 impl BenchRow {
-    /// The list of the JSON file that the row belongs to, and itself; a failed row is only said.
+    /// The row as JSON, and the list of the JSON file that it goes to; `None` for a failed row, which is only printed.
     pub(crate) fn json(&self) -> Option<(&'static str, Value)> {
         let Self { name, shape, .. } = self;
         match &self.outcome {

@@ -1,4 +1,4 @@
-//! The rows of a benchmark: what is timed, on which shapes.
+//! The standard rows of a benchmark: which kernels are timed, on which shapes.
 use super::inputs::Inputs;
 use super::{Bench, Work};
 use crate::device::Device;
@@ -31,19 +31,19 @@ pub(crate) fn forward_flops(shape: AttentionShape, window: usize) -> f64 {
     2.0 * widths * (shape.num_heads * shape.batch) as f64 * pairs
 }
 
-/// Rows in which DMA keeps `o_low` only where memory is free for it.
+/// In longer rows a DMA training run keeps `o_low` only where memory is free, so both forms are timed.
 const LONG_ROW: usize = 32768;
 
-/// A backward pass does five products where a forward pass does two.
+/// FLOPs of a backward pass divided by those of a forward pass: five GEMMs against two.
 const BACKWARD: f64 = 2.5;
 
-/// The same for values narrower than keys: three of the five products are as wide as keys, and one of the two.
+/// [`BACKWARD`] for values narrower than keys: three of the five GEMMs, and one of the two, are as wide as keys.
 fn backward_products(shape: AttentionShape) -> f64 {
     let (keys, values) = (shape.head_dim as f64, shape.head_dim_v as f64);
     (3.0 * keys + 2.0 * values) / (keys + values)
 }
 
-/// Dense and windowed attention, DMA, decoding, as the published table has them.
+/// Times dense and windowed attention, DMA and decoding: the rows of the table in docs/benchmarks.md.
 pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
     if bench.settings.has_sizes() {
         return asked(bench);
@@ -85,7 +85,7 @@ pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
     super::latent::rows(bench)
 }
 
-/// Dense attention, a window and DMA at the sizes that were asked for.
+/// Times dense attention, a window and DMA at the sizes that the user asked for.
 fn asked(bench: &mut Bench<'_>) -> Result<()> {
     const WINDOW: usize = 1024;
     for shape in bench.settings.shapes(&[HEADS], &[8192], 128) {
@@ -123,7 +123,7 @@ pub(super) fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option
     })
 }
 
-/// A backward pass with each number of blocks a tile that was asked for.
+/// Times a backward pass with each number of blocks of threads per tile of keys that the user asked for.
 fn shared_tiles<D>(
     bench: &mut Bench<'_>,
     inputs: &Inputs,
@@ -138,10 +138,10 @@ fn shared_tiles<D>(
     Ok(())
 }
 
-/// Both orders of the sums of a backward pass, with what rows call them.
+/// Both sum orders of a backward pass, each with the suffix of its row's name.
 pub(super) const ORDERS: [(SumOrder, &str); 2] = [(SumOrder::Any, ""), (SumOrder::Fixed, ", fixed order")];
 
-/// A forward pass, and the backward pass of its result in one order of sums or in both.
+/// Times a forward pass, and the backward pass of its result in each of `orders`.
 pub(super) fn passes<R, D>(
     bench: &mut Bench<'_>,
     (what, shape): (&str, AttentionShape),
@@ -161,7 +161,7 @@ pub(super) fn passes<R, D>(
     Ok(())
 }
 
-/// DMA whose window holds every key: the dense kernel with a bias.
+/// Times DMA whose window holds every key: it takes the dense kernel with a bias.
 fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(());
@@ -180,7 +180,8 @@ fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     )
 }
 
-/// DMA as published beside the form that the recipes train: a slope, and the last eighth of the keys always kept.
+/// Times DMA as published, and DMA as the recipes train it: with a slope, and an eighth of the kept keys always the
+/// last.
 pub(crate) fn dma_forms(bench: &mut Bench<'_>) -> Result<()> {
     for shape in bench.settings.shapes(&[HEADS], &[8192, 32768, 131072], 128) {
         let kept = if shape.seq_len > 65536 { 2048 } else { 1024 };
@@ -193,7 +194,7 @@ pub(crate) fn dma_forms(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// What the `dma_*` recipes have.
+/// DMA as the `dma_*` recipes train it.
 fn trained(keep_window_size: usize) -> DmaShape {
     DmaShape {
         bias: DmaBias::Linear,
@@ -215,7 +216,7 @@ fn ranks(mut z: Vec<f32>, form: DmaShape, shape: AttentionShape) -> Vec<f32> {
     z
 }
 
-/// What a report calls a form of DMA.
+/// A row's name for a form of DMA.
 fn form_name(form: DmaShape, scores: &Scores) -> String {
     let mut name = format!("dma w {}", form.keep_window_size);
     if form.local_window_size > 0 {
@@ -261,7 +262,7 @@ fn dma(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Sc
     Ok(())
 }
 
-/// Each pass over ready lists, and both with the selection.
+/// Times each pass of DMA over key lists made before, then selection, lists and both passes together.
 fn dma_passes(
     bench: &mut Bench<'_>,
     inputs: &Inputs,
@@ -294,8 +295,8 @@ fn dma_passes(
     Ok(())
 }
 
-/// Memory that a forward pass leaves in use for the backward pass: of dense attention o and lse, of DMA also the
-/// selection and the lists. What the calls free again before they return is not in it.
+/// Measures the memory that a forward pass keeps for the backward pass: o and lse, and for DMA the selection and the
+/// key lists. Scratch that a call frees before it returns does not count.
 fn memory(bench: &mut Bench<'_>, inputs: &Inputs, [z, delta]: [&CudaTensor; 2], window: DmaWindow) -> Result<()> {
     let shape = inputs.shape;
     bench.memory("dense: o, lse", shape, || inputs.forward(None, None))?;
@@ -308,9 +309,10 @@ fn memory(bench: &mut Bench<'_>, inputs: &Inputs, [z, delta]: [&CudaTensor; 2], 
     kept.map(drop)
 }
 
-/// One token a row against `seq_len` cached keys.
+/// Times one new token a row against `seq_len` cached keys.
 pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape) -> Result<()> {
     let keys = (shape.batch * shape.num_kv_heads * shape.seq_len * shape.head_dim) as f64;
+    // K and V in bf16.
     let bytes = 2.0 * 2.0 * keys;
     if !bench.fits(name, shape, 3.0 * bytes)? {
         return Ok(());
@@ -335,12 +337,12 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape)
     Ok(())
 }
 
-/// One token a row against DMA's slots, the replacement of a slot included.
+/// Times one new token a row against DMA's slots, the eviction of a key included.
 pub(crate) fn dma_decoding(bench: &mut Bench<'_>, shape: AttentionShape, kept: usize) -> Result<()> {
     let token = token(bench, shape);
     let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
     let slots = slots(bench, shape, kept, 0);
-    // Better than the worst slot, so that one is replaced.
+    // A score above the worst slot's, so that the new key evicts that slot's key.
     let new_z = bench
         .device
         .float(&vec![0.5; batch * kv_heads], &[batch, kv_heads], DType::F32);
@@ -355,7 +357,7 @@ pub(crate) fn dma_decoding(bench: &mut Bench<'_>, shape: AttentionShape, kept: u
     Ok(())
 }
 
-/// Slots that are in use, with the first positions of a row.
+/// DMA's slots, all in use, with the first `kept` positions of a row.
 pub(super) fn slots(bench: &Bench<'_>, shape: AttentionShape, kept: usize, local_window_size: usize) -> DmaSlots {
     let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
     let per_slot = [batch, kv_heads, kept];
@@ -372,7 +374,7 @@ pub(super) fn slots(bench: &Bench<'_>, shape: AttentionShape, kept: usize, local
     }
 }
 
-/// `[batch, 1, heads, width]` tensors.
+/// Queries, keys and values of one new token, each `[batch, 1, heads, width]`.
 pub(super) fn token(bench: &Bench<'_>, shape: AttentionShape) -> Qkv {
     let kv_heads = shape.num_kv_heads;
     let [q, k, v] =
@@ -380,8 +382,8 @@ pub(super) fn token(bench: &Bench<'_>, shape: AttentionShape) -> Qkv {
     Qkv::separate(&q, &k, &v)
 }
 
-/// The shapes of Table 2 of arXiv:2508.02124, forward passes: dense, and DMA with its selection. The first scores asked
-/// for.
+/// Times the forward passes of Table 2 of arXiv:2508.02124: dense attention, and DMA with its selection, by the first
+/// of the settings' scores.
 pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
     const KEPT: usize = 2048;
     let mut shapes: Vec<AttentionShape> = (8..16).map(|power| shape(1, 1 << power, [2, 1], 128)).collect();
@@ -402,7 +404,7 @@ pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
         let work = Work::Flops(forward_flops(shape, KEPT));
         bench.row(&name, shape, work, || {
             if KEPT >= shape.seq_len {
-                // As the op does: nothing is masked, so there are no lists.
+                // The window masks nothing, so the op takes the dense kernel with a bias, without lists.
                 inputs.select(&z, KEPT.into())?;
                 return inputs.forward(None, Some(&delta));
             }

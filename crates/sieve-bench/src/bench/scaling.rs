@@ -25,17 +25,17 @@ const FIT_FROM: usize = 8192;
 
 const WIDTH: usize = 128;
 
-/// What a forward and backward pass took.
+/// Time and memory of a forward and backward pass at one size.
 struct Point {
     at: usize,
     milliseconds: f64,
     bytes: u64,
 }
 
-/// Times a kind at a length.
+/// A function that times one kind of attention at a length; `None` where it does not fit.
 type PointOf = fn(&mut Bench<'_>, usize) -> Result<Option<Point>>;
 
-/// All of them.
+/// Times every kind over all lengths and DMA over all numbers of kept keys, and reports how each grows.
 pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     let lengths = || LENGTHS.map(|power| 1 << power);
     let long = |points: Vec<Point>| points.into_iter().filter(|point| point.at >= FIT_FROM);
@@ -102,7 +102,7 @@ fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> 
     let name = format!("dma w {kept}");
     let flops = forward_flops(shape, kept);
     if kept >= len {
-        // As the op does: nothing is masked, so there are no lists.
+        // The window masks nothing, so the op takes the dense kernel with a bias, without lists.
         let forward = || -> std::result::Result<_, KernelError> {
             inputs.select(&z, form.window())?;
             inputs.forward(None, Some(&delta))
@@ -129,7 +129,7 @@ fn sparse(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
     pass(bench, "nsa", shape, nsa::flops(shape), forward, backward)
 }
 
-/// Times a forward pass with its backward pass, and says what the first keeps for the second.
+/// Times a forward pass with its backward pass, and measures the memory that the forward pass keeps for it.
 fn pass<R, D>(
     bench: &mut Bench<'_>,
     name: &str,
@@ -150,7 +150,7 @@ fn pass<R, D>(
     }))
 }
 
-/// A row that says as which power time and memory grow.
+/// Reports by which power of the size time and memory grow; nothing where no point was measured.
 fn growth(bench: &mut Bench<'_>, name: &str, with: &'static str, points: Vec<Point>) {
     let [Some(first), Some(last)] = [points.first(), points.last()] else {
         return;

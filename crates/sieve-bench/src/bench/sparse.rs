@@ -8,7 +8,7 @@ use sieve_core::{KeyMask, Tiles};
 use sieve_kernels::AttentionShape;
 use sieve_testing::Random;
 
-/// 32 query heads over 8 KV heads of width 128, a list for each query head.
+/// Times attention of 32 query heads over 8 KV heads of width 128 under random masks, one list for each query head.
 pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     for seq_len in [32_768, 131_072] {
         let shape = shape(1, seq_len, [32, 8], 128);
@@ -30,7 +30,7 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
                 let qkv = &inputs.qkv;
                 qkv.sparse_attention_forward(&mask, scale)
             });
-            // A GPU at its limit of power is slower in later rows.
+            // Dense attention a second time: a GPU at its power limit is slower in later rows.
             if density == 1.0 {
                 dense(bench, "dense forward, again");
             }
@@ -39,14 +39,15 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The diagonal tile and random others, as many as the share of a query tile's key tiles says; and the pairs it keeps.
+/// A mask that keeps the diagonal tile and random earlier tiles of each row, a share `density` of the causal tiles; and
+/// the number of pairs of query and key that it keeps.
 fn mask(shape: AttentionShape, tile: usize, density: f64) -> (KeyMask, f64) {
     let call = prompt_shape(&shape);
     let tiles = Tiles::new(call, tile, tile);
     let mut random = Random(5);
     let mut row = |i: usize| -> [Vec<i32>; 2] {
         let wanted = ((density * (i + 1) as f64).round() as usize).max(1);
-        // The next tile is kept by its chance among those that are left (Knuth's algorithm S).
+        // Knuth's algorithm S: draws exactly `wanted - 1` of the i earlier tiles, each with the same probability.
         let mut left = wanted - 1;
         let mut kept = vec![i as i32];
         for j in 0..i {

@@ -1,8 +1,8 @@
-//! What each of 32 query heads looks for: fitted to the queries, keys and values of a trained model at 32,768 tokens
-//! (docs/benchmarks.md has the model and how near the fit is).
+//! Generator weights of 32 query heads, fitted to queries, keys and values of a trained model at 32,768 tokens
+//! (docs/benchmarks.md names the model and the error of the fit).
 use super::generator::Weights;
 
-/// Sinks, lines, local, diagonals, regions.
+/// One line a head: sinks, lines, local, diagonals, regions ([`PARTS`](super::generator::PARTS)).
 pub(super) const FITTED: [Weights; 32] = [
     [3.25, 3.02, 5.63, 1.26, 0.43],
     [2.70, 2.85, 4.68, 1.95, 0.67],

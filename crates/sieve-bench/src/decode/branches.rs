@@ -1,5 +1,5 @@
-//! New tokens of native sparse attention after a prefill: the tail of the compressed branch, the block that ends at a
-//! token, and the three branches, against the same in f64 on the host.
+//! Checks decoding of native sparse attention after a prefill, against f64 on the host: the compressed key and value of
+//! each block that ends at the new token, and the outputs of the three branches.
 use super::caches::{Key, Token, TokenCheck, chosen_keys};
 use crate::device::Device;
 use crate::extent::Extent;
@@ -8,7 +8,7 @@ use sieve_core::{BlockChoice, NsaBlocks};
 use sieve_kernels::{AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, KvCache, NsaToken};
 use sieve_testing::{Random, round_bf16};
 
-/// Checks some calls, with the block's MLP and for means.
+/// Checks some random calls: every second one compresses blocks by an MLP, the others by their mean.
 pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let mut random = Random(extent.seed);
     for at in 0..extent.few().max(4) {
@@ -25,10 +25,10 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     }
 }
 
-/// The MLP of a block's keys, or of its values: on the device, and on the host.
+/// The compression MLP of a block's keys, or of its values: position embeddings, then two weight matrices.
 struct Mlp {
-    on: [CudaTensor; 3],
-    weights: [Vec<f32>; 3],
+    on_device: [CudaTensor; 3],
+    on_host: [Vec<f32>; 3],
 }
 
 impl Mlp {
@@ -39,13 +39,16 @@ impl Mlp {
             let scale = 1.0 / (columns as f32).sqrt();
             values.map(|x| round_bf16(x * scale)).collect::<Vec<_>>()
         });
-        let on = [0, 1, 2].map(|n| calls.device.float(&weights[n], &shapes[n], DType::BF16));
-        Self { on, weights }
+        let on_device = [0, 1, 2].map(|n| calls.device.float(&weights[n], &shapes[n], DType::BF16));
+        Self {
+            on_device,
+            on_host: weights,
+        }
     }
 
-    /// Rounded where the kernel rounds.
+    /// The compressed key or value of a block, rounded to bf16 where the kernel rounds.
     fn of(&self, block: &[f32]) -> Vec<f32> {
-        let [positions, up, down] = &self.weights;
+        let [positions, up, down] = &self.on_host;
         let x: Vec<f32> = block.iter().zip(positions).map(|(x, p)| round_bf16(x + p)).collect();
         let times = |x: &[f32], w: &[f32]| -> Vec<f32> {
             let dot = |w: &[f32]| w.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>();
@@ -56,7 +59,7 @@ impl Mlp {
     }
 }
 
-/// The compressed keys or values of a row and head that have ended.
+/// The compressed keys or values of all blocks of one row and KV head that have ended.
 fn compressed(tokens: &[Vec<f32>], blocks: NsaBlocks, mlp: Option<&Mlp>) -> Vec<Vec<f32>> {
     let (size, stride) = (blocks.compress_block_size, blocks.compress_stride);
     let of_block = |c: usize| {
@@ -72,7 +75,7 @@ fn compressed(tokens: &[Vec<f32>], blocks: NsaBlocks, mlp: Option<&Mlp>) -> Vec<
     (0..blocks.num_compressed_blocks(tokens.len())).map(of_block).collect()
 }
 
-/// Keys of a head, and its values.
+/// The key vectors and the value vectors of `keys`.
 fn halves(keys: &[Key]) -> [Vec<Vec<f32>>; 2] {
     [
         keys.iter().map(|key| key.k.clone()).collect(),
@@ -90,7 +93,8 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
     );
     let hidden = calls.random.one_of(&[24, width]);
     let mlp = has_mlp.then(|| [(); 2].map(|()| Mlp::draw(calls, [size, width, hidden])));
-    // Rows of one length, as a captured step has them; the tail may have lost all but a block's tokens.
+    // All rows have one length, as in a captured decoding step. The tail (the last keys of the compressed branch) may
+    // have dropped all tokens but those of the last block.
     let len = calls.random.below(300);
     let num_dropped = calls.random.below(len.saturating_sub(size) + 1);
     let window = calls.random.between(1, 100);
@@ -153,7 +157,9 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
         };
         let start = device.int(&vec![-(before as i32); batch], &[batch, 1]);
         let length = device.int(&vec![before as i32; batch], &[batch]);
-        let weights = mlp.as_ref().map(|mlp| mlp.each_ref().map(|mlp| mlp.on.each_ref()));
+        let weights = mlp
+            .as_ref()
+            .map(|mlp| mlp.each_ref().map(|mlp| mlp.on_device.each_ref()));
         let token = NsaToken {
             branches: [&tokens[0].on, &tokens[1].on, &tokens[2].on],
             caches: [&of_blocks, &selected, &recent],
@@ -163,7 +169,8 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
             blocks,
         };
         let o = token.decode(&length, [all, near], scratch.each_ref())?;
-        // What was compressed here is judged by itself; attention and choice are judged over what lies there.
+        // Compressed keys and values are compared with the host's. Attention and choice are then compared over the
+        // device's own compressed keys, so that their rounding does not count twice.
         let got = [device.floats(&of_blocks.k)?, device.floats(&of_blocks.v)?];
         let mut coarse: Vec<Vec<Key>> = Vec::new();
         for (row, pair) in ended(&keys[0]).iter().enumerate() {

@@ -1,5 +1,5 @@
-//! Decoding against caches that some prefill left: rows of different length, several splits, NaN wherever a kernel
-//! has no business, DMA's slots in any order, groups of more query heads than a block has rows.
+//! Checks decoding against caches as a prefill leaves them: rows of different length, several KV splits, NaN wherever a
+//! kernel must not read, DMA's slots in any order, more query heads a KV head than a block has rows.
 use crate::case::magnify;
 use crate::device::{Device, separate};
 use crate::extent::Extent;
@@ -16,23 +16,23 @@ use sieve_kernels::{
 };
 use sieve_testing::{Random, round_bf16};
 
-/// One key as a query meets it.
+/// One cached key with its value, and its bias and rank where it has them.
 #[derive(Clone)]
 pub(super) struct Key {
     pub(super) k: Vec<f32>,
     pub(super) v: Vec<f32>,
     pub(super) bias: f32,
-    /// Score and position of DMA.
+    /// DMA's score and the key's position.
     pub(super) rank: (f32, i32),
 }
 
-/// Checks all kernels.
+/// Checks the decoding kernels over dense caches, DMA's slots and chosen blocks.
 pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let mut random = Random(extent.seed);
     let groups = extent.pick(&[2, 17][..], &[1, 2, 3, 8, 16, 17]);
-    // Blocks of eight warps, of two, and of four where a block may have 99 KiB.
+    // Widths whose blocks have eight warps, two warps, and (on a GPU with 99 KiB of shared memory) four warps.
     let emulated_widths = [32, 256, 64];
-    // Two of the rarest kind at least: with a single slot, any weights would do.
+    // At least 12 calls, so that each kind of call has several: with a single slot, any softmax weights would pass.
     for at in 0..extent.few().max(12) {
         let (head_dim, head_dim_v) = match extent.is_emulated {
             true => [emulated_widths[at / 4 % 3]; 2].into(),
@@ -74,7 +74,8 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     }
 }
 
-/// One choice of each rule: sizes of its blocks, whether the first block is forced, how many local ones are.
+/// One choice of each rule: `NsaBlocks` sizes, the rule, whether the first block is always chosen, and how many of the
+/// last blocks are always chosen.
 const CHOICES: [([usize; 4], ChoiceRule, bool, usize); 4] = [
     ([32, 16, 64, 4], ChoiceRule::WeightedProbability, true, 2),
     ([32, 16, 32, 5], ChoiceRule::LargestProbability, true, 2),
@@ -82,6 +83,7 @@ const CHOICES: [([usize; 4], ChoiceRule, bool, usize); 4] = [
     ([1, 1, 48, 3], ChoiceRule::LargestScore, true, 1),
 ];
 
+/// Checks new tokens of one shape: draws tokens and caches, and keeps the largest error as a share of the tolerance.
 pub(super) struct TokenCheck<'a> {
     pub(super) device: &'a dyn Device,
     pub(super) shape: AttentionShape,
@@ -137,7 +139,7 @@ impl<'a> TokenCheck<'a> {
         }
     }
 
-    /// Room for keys and values, full of NaN but for the keys of each row, each at its place.
+    /// A cache of `room` keys a row and KV head: each key lies at the slot given with it, the other slots hold NaN.
     pub(super) fn cache(&self, room: usize, keys: &[Vec<(usize, Key)>]) -> KvCache {
         let [batch, _, kv_heads, width_v] = values_of(self.shape);
         let on = |width: usize, of: fn(&Key) -> &[f32]| {
@@ -156,7 +158,7 @@ impl<'a> TokenCheck<'a> {
         }
     }
 
-    /// The new key of a row and KV head.
+    /// The token's key for one row and KV head (`row` counts both).
     pub(super) fn key_of(&self, token: &Token, row: usize, bias: f32, rank: (f32, i32)) -> Key {
         let (head_dim, head_dim_v) = (self.shape.head_dim, self.shape.head_dim_v);
         Key {
@@ -167,7 +169,8 @@ impl<'a> TokenCheck<'a> {
         }
     }
 
-    /// Compares the output of every query head with attention over the keys of its row and KV head, or chooser.
+    /// Compares the output of every query head with attention over its keys; `keys` has one list for each row and KV
+    /// head, or for each row and chooser.
     pub(super) fn judge(&mut self, o: &CudaTensor, token: &Token, keys: &[Vec<Key>]) -> Result<(), Wrong> {
         let (num_heads, head_dim) = (self.shape.num_heads, self.shape.head_dim);
         let (group, scale) = (self.shape.batch * num_heads / keys.len(), self.scale());
@@ -186,7 +189,7 @@ impl<'a> TokenCheck<'a> {
                 to.extend(o.into_iter().map(|x| x as f32));
             }
         }
-        // What rounding logits of that size in f32 costs a probability.
+        // Largest logit: rounding it in f32 changes a probability by that share of EPSILON.
         let largest = self.magnitude.powi(2) * (head_dim as f32).sqrt();
         let tolerance = Tolerance::new(2.0, Tolerance::FLOOR, 1.0 / 256.0 + 2.0 * f32::EPSILON * largest);
         self.worst = self.worst.max(tolerance.judge("o", &got, &plain, &exact)?);
@@ -199,7 +202,7 @@ impl<'a> TokenCheck<'a> {
         let has_window = self.random.chance(0.5);
         let window = has_window.then(|| self.random.between(1, capacity + 1));
         let lengths: Vec<usize> = (0..batch).map(|_| self.random.below(capacity)).collect();
-        // A window's cache may have lost the first tokens of a text.
+        // A window's cache may have dropped the first tokens of a text.
         let num_dropped = if has_window { self.random.below(1000) } else { 0 };
         let rows = batch * num_kv_heads;
         let first = |row: usize| {
@@ -227,7 +230,7 @@ impl<'a> TokenCheck<'a> {
             max_length: lengths.iter().copied().max().unwrap_or(0),
             num_dropped,
         };
-        // Twice: the second call finds the counters of the splits at zero, and writes the same key again.
+        // The second call would fail if the first left the splits' counters other than zero.
         for _ in 0..2 {
             let o = cache.attention_decode(&token.on, &length, step, &scratch)?;
             self.judge(&o, &token, &keys)?;
@@ -242,7 +245,7 @@ impl<'a> TokenCheck<'a> {
         Ok(())
     }
 
-    /// Some tokens after a prefill, each over the blocks that its queries choose.
+    /// Checks some tokens after a prefill, each over the blocks that its queries choose.
     fn chosen(&mut self, choice: BlockChoice) -> Result<(), Wrong> {
         let [batch, _, num_kv_heads, head_dim] = keys_of(self.shape);
         let (blocks, rows) = (choice.blocks, batch * num_kv_heads);
@@ -258,7 +261,7 @@ impl<'a> TokenCheck<'a> {
         let placed = keys.iter().map(|keys| keys.iter().cloned().enumerate().collect());
         let cache = self.cache(capacity, &placed.collect::<Vec<_>>());
         let room = blocks.num_compressed_blocks(capacity) + 1;
-        // What is pooled: the keys themselves, or the one key head of an indexer.
+        // Pooled keys are means of the attention's keys, or of an indexer's single key head.
         let [scored_heads, pooled_heads] = choice.scored_heads([self.shape.num_heads, num_kv_heads]);
         let mut pooled_keys = match choice.has_indexer() {
             false => Vec::new(),
@@ -284,18 +287,18 @@ impl<'a> TokenCheck<'a> {
             for (row, keys) in keys.iter_mut().enumerate() {
                 keys.push(self.key_of(&token, row, 0.0, (0.0, 0)));
             }
-            // An indexer's queries and key are drawn as a token of their own heads.
-            let by = match choice.has_indexer() {
+            // An indexer's queries and key are drawn as another token, whose shape has the indexer's heads.
+            let choosing = match choice.has_indexer() {
                 false => token.clone(),
                 true => {
                     let shape = AttentionShape::new(batch, 1, [scored_heads, pooled_heads], [head_dim; 2]);
                     let shape = std::mem::replace(&mut self.shape, shape);
-                    let by = self.token();
+                    let indexer = self.token();
                     for (row, keys) in pooled_keys.iter_mut().enumerate() {
-                        keys.push(self.key_of(&by, row, 0.0, (0.0, 0)));
+                        keys.push(self.key_of(&indexer, row, 0.0, (0.0, 0)));
                     }
                     self.shape = shape;
-                    by
+                    indexer
                 }
             };
             let lengths: Vec<i32> = lengths.iter().map(|&length| (length + at) as i32).collect();
@@ -312,7 +315,7 @@ impl<'a> TokenCheck<'a> {
                 choice,
             };
             let length = self.device.int(&lengths, &[batch]);
-            let index = choice.has_indexer().then_some(&by.on);
+            let index = choice.has_indexer().then_some(&choosing.on);
             let o = cache.chosen_decode(&token.on, index, &length, step, of_pooled, &scratch)?;
             let (group, scored_group) = (self.shape.num_heads / choosers, scored_heads / choosers);
             let seen: Vec<Vec<Key>> = (0..batch * choosers)
@@ -322,7 +325,7 @@ impl<'a> TokenCheck<'a> {
                         true => &pooled_keys[chooser / choosers],
                         false => keys,
                     };
-                    let q = &by.q[chooser * scored_group * head_dim..][..scored_group * head_dim];
+                    let q = &choosing.q[chooser * scored_group * head_dim..][..scored_group * head_dim];
                     chosen_keys(keys, means(pooled, blocks), q, choice, self.scale())
                 })
                 .collect();
@@ -333,7 +336,7 @@ impl<'a> TokenCheck<'a> {
         for (row, keys) in of_row.iter().enumerate() {
             let got = got[row * room * head_dim..].chunks(head_dim);
             for (c, (got, mean)) in got.zip(means(keys, blocks)).enumerate() {
-                // A rounding to bf16, which may fall to either side, of numbers below 2.
+                // Means are below 2, where bf16 numbers are 1/128 apart; the two may round to different sides.
                 if !got.iter().zip(&mean).all(|(a, b)| (a - b).abs() <= 1.0 / 128.0) {
                     return wrong(format!("pooled key {c} of row {row} is {got:?}, expected {mean:?}"));
                 }
@@ -342,7 +345,8 @@ impl<'a> TokenCheck<'a> {
         Ok(())
     }
 
-    /// Some tokens after a prefill, against DMA's slots; with `has_local_window` the row's last keys keep their slots.
+    /// Checks some tokens after a prefill against DMA's slots; `has_local_window`: the row's last keys are never
+    /// evicted.
     fn dma(&mut self, has_local_window: bool) -> Result<(), Wrong> {
         let [batch, num_kv_heads] = [self.shape.batch, self.shape.num_kv_heads];
         let kept: usize = self.random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);
@@ -362,7 +366,7 @@ impl<'a> TokenCheck<'a> {
             ScoreBias::Exp => score.min(60.0).exp(),
             ScoreBias::Linear => score,
         };
-        // Slots as a prefill may leave them, in any order.
+        // The best keys of each row, shuffled: a prefill may leave its slots in any order.
         let mut slot_z = vec![f32::NAN; rows * kept];
         let mut slot_position = vec![-1; rows * kept];
         let mut keys: Vec<Vec<(usize, Key)>> = Vec::new();
@@ -445,7 +449,7 @@ fn without_places(keys: Vec<Vec<(usize, Key)>>) -> Vec<Vec<Key>> {
     rows.map(of_row).collect()
 }
 
-/// The pooled keys that have ended, rounded to bf16.
+/// The mean key of each block that has ended, rounded to bf16.
 fn means(keys: &[Key], blocks: NsaBlocks) -> Vec<Vec<f32>> {
     let (size, stride) = (blocks.compress_block_size, blocks.compress_stride);
     let mean = |c: usize| {
@@ -458,7 +462,7 @@ fn means(keys: &[Key], blocks: NsaBlocks) -> Vec<Vec<f32>> {
     (0..blocks.num_compressed_blocks(keys.len())).map(mean).collect()
 }
 
-/// The keys of the blocks that the queries of a chooser take by the pooled keys `means`.
+/// The keys of the blocks that the queries `q` of one chooser choose by the pooled keys `means`.
 pub(super) fn chosen_keys(keys: &[Key], means: Vec<Vec<f32>>, q: &[f32], choice: BlockChoice, scale: f32) -> Vec<Key> {
     let blocks = choice.blocks;
     let own = (keys.len() - 1) / blocks.select_block_size;

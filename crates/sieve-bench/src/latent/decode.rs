@@ -1,4 +1,5 @@
-//! New tokens against a cache of latents: one or several, more heads than a block has rows, one split and many.
+//! Checks decoding over a cache of latents: one or several new tokens, more heads than a block has rows, one KV split
+//! and many.
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
@@ -13,20 +14,23 @@ use sieve_testing::{Random, round_bf16};
 /// Ranks of latents, and widths of the rotated key.
 pub(super) const WIDTHS: &[[usize; 2]] = &[[512, 64], [256, 64], [192, 64], [96, 32], [48, 16], [16, 16]];
 
-/// Elements between a latent and the next, NaN.
+/// Elements between two latents in memory; they hold NaN.
 const GAP: usize = 8;
 
 struct Call {
     batch: usize,
+    /// New tokens; they are the last ones of `len`.
     new: usize,
     heads: usize,
+    /// Cached tokens, the new ones among them.
     len: usize,
+    /// Rank of the latent, and width of the rotated key.
     widths: [usize; 2],
     /// `[batch, new, heads, rank + rope_dim]`.
     q: Vec<f32>,
     /// `[batch, len, rank + rope_dim]`.
     latents: Vec<f32>,
-    /// `[batch, len, heads]`, where keys have factors.
+    /// Factors of normed keys, `[batch, len, heads]`.
     key_scale: Option<Vec<f32>>,
     /// Factor on the queries.
     size: f32,
@@ -41,7 +45,7 @@ impl Call {
         let several = random.between(1, len.min(9) + 1);
         let (batch, new) = (random.between(1, 4), random.one_of(&[1, 1, several]));
         let heads = random.one_of(&[1, 3, 6, 16, 17, 40]);
-        // Latents are values too, so queries alone make logits large.
+        // Latents are keys and values, so only queries are scaled, by the square of the factor.
         let size = extent.magnitude_of(at).powi(2);
         let mut scaled = |count: usize, factor: f32| -> Vec<f32> {
             let values = random.bf16_normals(count).into_iter();
@@ -101,7 +105,7 @@ impl Call {
         } = *self;
         let width = self.width();
         let q = device.float(&self.q, &[batch, new, heads, width], sieve_kernels::DType::BF16);
-        // Rows with NaN behind each, and a row of NaN behind those of a batch row.
+        // NaN behind each token's values, and one token of NaN behind each batch row.
         let apart = |values: &[f32], width: usize, gap: usize, dtype| {
             let pitch = width + gap;
             let mut all = vec![f32::NAN; batch * (len + 1) * pitch];
@@ -132,7 +136,7 @@ impl Call {
     fn judge(&self, got: &[f32]) -> Outcome {
         let exact = self.reference(DType::F64);
         let plain = self.reference(DType::BF16);
-        // What rounding logits of that size in f32 costs a probability.
+        // Rounding logits of this size in f32 changes a probability by this share.
         let lost_digits = 2.0 * f32::EPSILON * self.size * (self.width() as f32).sqrt();
         let tolerance = Tolerance::new(2.0, Tolerance::FLOOR, 1.0 / 256.0 + lost_digits);
         tolerance.judge("o", got, &plain, &exact)
@@ -158,14 +162,15 @@ pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     }
 }
 
-/// A new token of rows of different length, from its packed heads on.
+/// One new token for each row of a batch, from its packed heads on; rows have different lengths.
 struct TokenCall {
     batch: usize,
-    /// Heads, their width without and with rotation.
+    /// Number of heads, and their widths without and with rotation.
     heads: [usize; 3],
     rank: usize,
+    /// Tokens that the cache has room for.
     room: usize,
-    /// Tokens before.
+    /// Tokens of each row before the new one.
     lengths: Vec<usize>,
     has_norm: bool,
     random: Random,
@@ -204,7 +209,7 @@ impl TokenCall {
         let mut factors =
             |count: usize| -> Vec<f32> { (0..count).map(|_| 0.2 + 2.0 * self.random.unit() as f32).collect() };
         let (key_scale, scales) = (factors(batch * num_heads), factors(batch * room * num_heads));
-        // Without norms the rotated key is a part of the packed token.
+        // Without norms the rotated key is the end of the first head's packed key.
         let rotated_of = |row: usize| match self.has_norm {
             true => &rotated[row * rope..][..rope],
             false => &packed[row * packed_width + num_heads * key_dim + head_dim..][..rope],

@@ -1,5 +1,5 @@
-//! What native sparse attention's ops should give: the softmax branches by the definition of attention in f64, the
-//! others by plain operations in f64; and what plain computations in bf16 make of the same.
+//! Expected results of NSA's ops: the softmax branches by the definition of attention in f64, the other ops by
+//! plain-Burn operations in f64; and the same computed by plain code in bf16.
 use super::{Inputs, linear_ops};
 use crate::reference::narrow;
 use crate::report::Outcome;
@@ -15,7 +15,7 @@ struct Output {
     name: &'static str,
     exact: Vec<f32>,
     plain: Vec<f32>,
-    /// How large the terms of each row are; none of a log-sum-exp, which is compared number by number.
+    /// Size of the terms that each row sums; empty for a log-sum-exp, which is compared number by number.
     terms: Vec<f64>,
     /// See [`RowTolerance::lost_digits`].
     lost_digits: f64,
@@ -52,7 +52,7 @@ impl Expected {
         Self { outputs, chosen }
     }
 
-    /// The largest error of an output as a share of what is allowed.
+    /// Compares an output with the expected one; returns the ratio of error to tolerance.
     pub(super) fn judge(&self, name: &str, got: &[f32]) -> Outcome {
         let found = self.outputs.iter().find(|output| output.name == name);
         let of = found.expect("the names of this file");
@@ -62,7 +62,7 @@ impl Expected {
         RowTolerance::new(true, of.lost_digits).judge(name, got, &of.plain, &of.exact, &of.terms)
     }
 
-    /// A result as a plain computation in bf16 would have it.
+    /// Name and plain bf16 result of every output.
     #[cfg(test)]
     pub(super) fn plain(&self) -> Vec<(&'static str, Vec<f32>)> {
         let of = |output: &Output| (output.name, output.plain.clone());
@@ -86,7 +86,7 @@ fn documents(inputs: &Inputs) -> Documents<'_> {
     Documents::new(&inputs.case.doc_start, &inputs.case.doc_end)
 }
 
-/// Heads of a token side by side: queries, keys, values.
+/// Packs q, k and v, `[tokens, heads, width]` each, into `[tokens, heads of q, k and v, width]`.
 fn packed(shape: AttentionShape, [q, k, v]: [&[f64]; 3], width: usize) -> Vec<f64> {
     let tokens = shape.batch * shape.seq_len;
     let part = |x: &[f64], token: usize, heads: usize| x[token * heads * width..][..heads * width].to_vec();
@@ -97,13 +97,14 @@ fn packed(shape: AttentionShape, [q, k, v]: [&[f64]; 3], width: usize) -> Vec<f6
     (0..tokens).flat_map(of_token).collect()
 }
 
-/// Attention over the compressed blocks: each stands at its last token, where queries from there on see it.
+/// The compressed branch by the definition of attention: each compressed key takes the position of its block's last
+/// token, so that queries from that token on see it.
 fn compressed(inputs: &Inputs) -> Vec<Output> {
     let (shape, blocks) = (shape_of(inputs), inputs.blocks);
     let (n, d, heads, kv_heads) = (shape.seq_len, shape.head_dim, shape.num_heads, shape.num_kv_heads);
     let starts = slot_starts(blocks, shape.batch, n, documents(inputs));
     let num_slots = blocks.num_slots(n);
-    // Token of the batch where the block in a slot ends.
+    // Pairs (slot, index in the batch of the last token of the slot's block).
     let ends = starts.iter().enumerate().filter(|(_, start)| **start >= 0);
     let ends = ends.map(|(slot, &start)| {
         (
@@ -134,7 +135,7 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
     };
     let call = AttentionCall::packed(shape, &qkv, documents(inputs), mask, &inputs.case.d_o);
     let [exact, plain] = [Rounding::None, Rounding::Bf16].map(|rounding| call.run(rounding));
-    // Keys and values where the blocks are.
+    // Moves gradients from the blocks' last tokens back to the slots.
     let slots = |[k, v]: [&[f64]; 2], width: usize| -> Vec<f64> {
         let mut all = vec![0.0; 2 * rows * width];
         for (which, x) in [k, v].into_iter().enumerate() {
@@ -160,7 +161,7 @@ fn compressed(inputs: &Inputs) -> Vec<Output> {
     branch(["compressed o", "compressed lse"], exact, plain, gradients)
 }
 
-/// Attention over the blocks that the inputs name.
+/// The selected branch by the definition of attention over the blocks `inputs.chosen`.
 fn selected(inputs: &Inputs) -> Vec<Output> {
     let (shape, d) = (shape_of(inputs), inputs.case.shape.head_dim);
     let mask = Mask::Chosen(ChosenBlocks {
@@ -177,9 +178,9 @@ fn selected(inputs: &Inputs) -> Vec<Output> {
     branch(["selected o", "selected lse"], exact, plain, gradients)
 }
 
-/// The gradient of an indexer's loss over the blocks that the inputs name, by its definition: `dS = I - mean_h P^h`
-/// over the tokens that a query reads, then `dS k` and `dS^T q`. The plain computation rounds dS and the results to
-/// bf16.
+/// The gradient of an indexer's loss over the blocks `inputs.chosen`, by its definition: `dS = I - mean_h P^h` over the
+/// tokens that a query reads, with I the indexer's probabilities and P^h those of head h; then `dS k` and `dS^T q`. The
+/// plain computation rounds dS and the results to bf16.
 fn index_gradient(inputs: &Inputs) -> Output {
     let (shape, count, size) = (
         shape_of(inputs),
@@ -254,7 +255,8 @@ fn index_gradient(inputs: &Inputs) -> Output {
     }
 }
 
-/// The outputs of a softmax branch; of each gradient the exact one, the plain one and the terms of its rows.
+/// The outputs of a softmax branch named `o` and `lse`. `gradients` holds, for each gradient, the exact values, the
+/// plain ones, and the size of each row's terms.
 fn branch<const N: usize>(
     [o, lse]: [&'static str; 2],
     exact: Results,

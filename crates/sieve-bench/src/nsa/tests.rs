@@ -20,7 +20,7 @@ fn another_choice_fails() {
     }
 }
 
-/// One row of a document of 700 tokens: its late tokens see hundreds of keys, and few queries see them.
+/// A row with one document of 700 tokens. A late token sees hundreds of keys, and few queries see its own key.
 fn one_long_document() -> (Inputs, Expected) {
     let shape = AttentionShape::new(1, 700, [4, 2], [64, 64]);
     let mut random = Random(4);
@@ -33,7 +33,8 @@ fn one_long_document() -> (Inputs, Expected) {
     (inputs, expected)
 }
 
-/// What a broken kernel would do to the late tokens of one output, whose rows are `width` wide and `heads` a token.
+/// Scales the last 50 tokens of an output by 0 or 0.95, as a broken kernel might, and requires that the check refuses
+/// it.
 #[test]
 fn a_kernel_that_is_wrong_in_its_late_rows_fails() {
     let (_, expected) = one_long_document();
@@ -42,7 +43,7 @@ fn a_kernel_that_is_wrong_in_its_late_rows_fails() {
         let judged = expected.judge(name, values);
         assert!(judged.is_ok(), "{name}: {judged:?}");
     }
-    // Query heads, then the key and value heads, of a token.
+    // The packed heads of a token: four of queries, two of keys, two of values.
     let (q, k, v) = (0..4, 4..6, 6..8);
     for (name, per_token, heads, factor) in [
         ("selected o", 4, q.clone(), 0.0),
@@ -65,12 +66,12 @@ fn a_kernel_that_is_wrong_in_its_late_rows_fails() {
         }
         refusal(expected.judge(name, &values), "row");
     }
-    // Slots, then heads: the last blocks of both heads, of keys and of values.
+    // `dcompressed` holds keys, then values, each `[slots, 2 heads, 64]`. The late blocks of both heads are scaled.
     let (_, values) = plain.iter().find(|(of, _)| *of == "dcompressed").expect("an output");
     for which in [0, 1] {
         let mut values = values.clone();
         let first = values.len() / 2 * which;
-        // 174 blocks lie in the row whole; the last slot is empty.
+        // 174 whole blocks fit in the row; the last slot is empty.
         for row in 160 * 2..174 * 2 {
             let row = &mut values[first + row * 64..][..64];
             row.iter_mut().for_each(|x| *x *= 0.95);
@@ -79,13 +80,15 @@ fn a_kernel_that_is_wrong_in_its_late_rows_fails() {
     }
 }
 
-/// What f32 leaves of a choice: a head whose probability lies on one key gives its block 1, as every such head does.
+/// A head whose probability lies on one key gives the block of that key a score of exactly 1 in f32. Two such heads
+/// make a tie between their blocks.
 #[test]
 fn blocks_that_f32_cannot_tell_apart_are_tied_and_others_are_not() {
     let shape = AttentionShape::new(1, 64, [2, 1], [64, 64]);
     let case = Case::draw(shape, Keys::Dense, Cuts::Count(1), &Scores::RANDOM[0], 9).expect("one document");
     let mut inputs = Inputs::of(case, NsaBlocks::of([4, 4, 4, 2]), &mut Random(4));
-    // The last token's heads look for keys 3 and 7, each almost alone: key 5's share is 0 in f32.
+    // The first head of the last token puts almost all its probability on key 3, the second on key 7. The probability
+    // of key 5 is 0 in f32.
     let keys = inputs.compressed.len() / 2;
     inputs.compressed[..keys].fill(0.0);
     let token = 63 * 4 * 64;

@@ -1,4 +1,4 @@
-//! `sieve kernels run nsa | mla`: the ops that take several tensors or attentions, through the ops that models use.
+//! `sieve kernels run nsa | mla`: layers that consist of several ops, computed by the ops that models use.
 use crate::case::Case;
 use crate::latent;
 use crate::outputs::Outputs;
@@ -16,7 +16,7 @@ use sieve_kernels::AttentionShape;
 use sieve_ops::{AttentionCall, DeviceBackend, NsaBlocks, NsaCall};
 use sieve_testing::{Random, round_bf16};
 
-/// Blocks of native sparse attention, and how one key, and one value, is made of a block.
+/// Blocks of native sparse attention, and how a block is compressed to one key and one value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NsaForm {
     /// Sizes of the blocks.
@@ -36,7 +36,7 @@ impl Default for NsaForm {
 }
 
 impl NsaForm {
-    /// For a file's metadata.
+    /// The form as metadata of a file.
     pub(super) fn words(&self) -> [(&'static str, String); 2] {
         let NsaForm { blocks, pool } = self;
         let sizes = [
@@ -60,7 +60,7 @@ fn primitive<B: Computes, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
     x.into_primitive().tensor()
 }
 
-/// The weights of a block's MLPs, exact in bf16: of keys, then of values.
+/// The weights of the two compression MLPs, for keys and for values; exact in bf16.
 struct MlpWeights {
     /// `[compress_block_size, head_dim]`.
     positions: [Vec<f32>; 2],
@@ -92,7 +92,7 @@ impl MlpWeights {
         }
     }
 
-    /// What each is called, of keys or of values, with its sizes.
+    /// Name, shape and values of the weights for keys (`which` = 0) or for values (1).
     fn named(&self, which: usize) -> [(String, [usize; 2], &[f32]); 3] {
         let ([size, d, hidden], of) = (self.sizes, OF_KEYS_AND_VALUES[which]);
         [
@@ -108,7 +108,7 @@ impl MlpWeights {
     }
 }
 
-/// A tensor that takes a gradient.
+/// An autodiff leaf that requires a gradient.
 fn leaf<B: Computes, const D: usize>(x: FloatTensor<B>) -> Tensor<Autodiff<B>, D> {
     Tensor::from_inner(Tensor::<B, D>::from_primitive(TensorPrimitive::Float(x))).require_grad()
 }
@@ -134,7 +134,7 @@ fn pooled<B: Computes>(
 /// The tensors of a file, in order.
 pub(super) struct Tensors {
     pub(super) list: Vec<NamedTensor>,
-    /// Type of what ops return.
+    /// Type of the ops' outputs.
     own: DType,
 }
 
@@ -144,7 +144,7 @@ impl Tensors {
         Self { list: Vec::new(), own }
     }
 
-    /// The list, which ends with the bounds of the documents.
+    /// Appends the documents' bounds and returns the list.
     pub(super) fn finish(mut self, cu_seqlens: Vec<i32>) -> Vec<NamedTensor> {
         let count = cu_seqlens.len();
         self.ints("cu_seqlens", cu_seqlens, &[count]);
@@ -163,7 +163,7 @@ impl Tensors {
         self.list.push(NamedTensor { name, data });
     }
 
-    /// What an op of the device's type returned.
+    /// Adds an op's output in the type of the ops' outputs.
     pub(super) fn output(&mut self, name: &str, values: &[f32], shape: &[usize]) {
         let own = self.own;
         self.floats(name, values, shape, own);
@@ -195,8 +195,8 @@ pub(super) fn mla<B: Computes>(case: Case, seed: u64, device: &B::Device) -> Vec
     tensors.finish(bounds)
 }
 
-/// Inputs, gates, chosen blocks, outputs and all gradients of native sparse attention, with the weights that make keys
-/// of blocks where it has some.
+/// Inputs, gates, chosen blocks, outputs and all gradients of native sparse attention; with an MLP also its weights and
+/// their gradients.
 pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
     let NsaForm { blocks, pool } = form;
     let mut tensors = Tensors::new(B::DTYPE);
@@ -287,7 +287,7 @@ pub(super) fn nsa<B: Computes>(case: &Case, form: NsaForm, seed: u64, device: &B
         B::nsa_selected_attention_backward(qkv.clone(), chosen, &call, selected, selected_do),
         B::attention_backward(qkv, &window, recent, window_do),
     ];
-    // The sum of the parts as a model's autodiff makes it, but in f32.
+    // The gradients of the three branches and of the compression are added, in f32.
     let mut sum = vec![0.0f32; dims.iter().product()];
     for part in parts {
         let values = floats::<B, 4>(part);

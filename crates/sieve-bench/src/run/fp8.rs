@@ -11,15 +11,15 @@ use sieve_kernels::step::{Fp8Format, fp8_quantise};
 use sieve_ops::{ToQuantise, reference};
 use sieve_testing::Random;
 
-/// The numbers of a format that values round to, and the scale that they are to be multiplied with.
+/// Values rounded to an fp8 format, and the scale by which they must be multiplied to get the originals.
 pub(super) type Rounded = Result<(Vec<f32>, f32)>;
 
-/// By the definition.
+/// Rounds values to fp8 by the definition.
 pub(super) fn on_host(values: &[f32], _sizes: [usize; 2], format: Fp8Format) -> Rounded {
     Ok(reference::fp8_quantise(values, format))
 }
 
-/// By the kernels.
+/// Rounds values to fp8 by the kernels; `sizes` are rows and columns.
 pub(super) fn on_cuda(device: &Gpu, values: &[f32], sizes: [usize; 2], format: Fp8Format) -> Rounded {
     let x = device.float(values, &sizes, sieve_kernels::DType::BF16);
     let read = || {

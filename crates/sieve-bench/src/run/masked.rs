@@ -11,16 +11,16 @@ use sieve_kernels::AttentionShape;
 use sieve_select::{Call, Phase, Selected, Selector, block_sparse_attention};
 use std::ops::Range;
 
-/// What a call computed.
+/// Mask and outputs of attention under a selector's mask.
 pub(super) struct Masked {
     mask: KeyMask,
     o: Vec<f32>,
     lse: Vec<f32>,
-    /// Where blocks were chosen and attention computed.
+    /// Whether the GPU chose the blocks, and whether it computed attention.
     on_device: [bool; 2],
 }
 
-/// Refuses calls that have no mask.
+/// Refuses selectors without a mask and shapes that no mask fits.
 pub(super) fn check(selector: Option<&Selector>, shape: &AttentionShape) -> Result<Selector> {
     let Some(selector) = selector else {
         return refused("block_sparse needs --selector: the method that chooses\n  hint: --selector help");
@@ -74,7 +74,7 @@ pub(super) fn on_cuda(selector: &Selector, case: &Case, device: &Gpu) -> Result<
 }
 
 impl Masked {
-    /// The tensors of a file; absent arrays are left out.
+    /// The tensors of the file; arrays that the mask does not have are left out.
     pub(super) fn tensors(&self, case: &Case) -> Vec<NamedTensor> {
         let s = &case.shape;
         let (n, mask, places) = (s.seq_len, &self.mask, &self.mask.places);
@@ -85,7 +85,7 @@ impl Masked {
         tensors.output("o", &self.o, &s.output());
         tensors.floats("lse", &self.lse, &s.lse(), DType::F32);
         let starts = mask.num_lists() * mask.tiles.num_query_tiles();
-        // A device has room behind an array's last entry.
+        // On a device an array has more room than entries: its pointer array says how many entries it has.
         let last = |place: &Range<usize>| match place.is_empty() {
             true => 0,
             false => mask.words[place.start + starts] as usize,
@@ -108,7 +108,7 @@ impl Masked {
         tensors.list
     }
 
-    /// What the arrays mean.
+    /// Metadata that a reader needs to decode the mask's arrays.
     pub(super) fn metadata(&self, selector: &Selector) -> Vec<(&'static str, String)> {
         let (mask, tiles) = (&self.mask, self.mask.tiles);
         let dense = mask.dense_rows.iter();

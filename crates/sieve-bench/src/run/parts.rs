@@ -1,5 +1,4 @@
-//! `sieve kernels run dma | swa --parts N`: a row cut into parts, one a rank; the ranks are threads
-//! here.
+//! `sieve kernels run dma | swa --parts N`: context parallelism, with a thread for each rank and its part of the rows.
 use super::branches::Tensors;
 use crate::case::{Case, Keys};
 use crate::error::{Result, refused};
@@ -14,7 +13,7 @@ use sieve_ops::{ContextParallel, DmaLayer, ThreadGroup, TracedPart};
 use sieve_testing::{Random, round_bf16};
 use std::sync::Arc;
 
-/// A number of parts that rows of a case can be cut into.
+/// Refuses a number of parts that does not divide the rows.
 pub(super) fn check(parts: usize, case: &Case) -> Result<()> {
     let (seq_len, shape) = (case.shape.seq_len, case.shape);
     if parts < 2 || !seq_len.is_multiple_of(parts) {
@@ -28,10 +27,11 @@ pub(super) fn check(parts: usize, case: &Case) -> Result<()> {
     Ok(())
 }
 
-/// What a rank read and gave, on the host.
+/// Inputs and results of one rank, on the host; each tensor that needs it with its shape.
 struct Part {
-    /// Keys and values of the halo, its ranks, DMA's mask; with their sizes.
+    /// Keys and values of the halo.
     halo: Option<(Vec<f32>, Vec<usize>)>,
+    /// DMA's ranks of the halo's keys.
     ranks: Option<(Vec<f32>, Vec<usize>)>,
     expire: Option<(Vec<i32>, Vec<usize>)>,
     documents: [(Vec<i32>, Vec<usize>); 2],
@@ -40,7 +40,8 @@ struct Part {
     d_dma: Option<[Vec<f32>; 2]>,
 }
 
-/// The whole rows, then of each rank its halo, output and gradients. DMA's scores come from the values, as published.
+/// The tensors of the file: the whole rows, then the halo, output and gradients of each rank. DMA's scores are computed
+/// from the values, as published.
 pub(super) fn tensors<B: Computes>(case: &Case, num_parts: usize, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
     let shape = case.shape;
     let (kv_heads, d) = (shape.num_kv_heads, shape.head_dim);

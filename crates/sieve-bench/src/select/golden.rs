@@ -1,5 +1,5 @@
-//! The device's selections against lists of an independent computation (`tests/golden/selectors`), on the queries and
-//! keys of trained models, which are bf16 and so the same operands.
+//! Compares the device's selections with the lists of an independent implementation (`tests/golden/selectors`). Both
+//! read queries and keys of trained models; the stored ones are bf16, so the device reads the same numbers.
 use crate::device::{Device, download_mask};
 use crate::emulator::tests::{AMPERE, emulated};
 use safetensors::SafeTensors;
@@ -10,9 +10,9 @@ use sieve_select::{CallShape, Selector, Step};
 static LISTS: &[u8] = include_bytes!("../../../../tests/golden/selectors/lists.safetensors");
 static CAPTURED: &[u8] = include_bytes!("../../../../tests/golden/selectors/captured.safetensors");
 
-/// Methods with stored lists; calls of each that a device takes, and calls that it leaves to the host. MOMO's are left
-/// with `topk=exact`, with `score=normalised`, and where a chunk begins between two probes; PBS's with
-/// `select=xattention`. BFLA's lists are of its rescue, which selects on the host.
+/// Methods with stored lists, each with the number of stored calls that select on the device and on the host.
+/// MOMO selects on the host with `topk=exact`, with `score=normalised`, and where a chunk begins between two probes;
+/// PBS does with `select=xattention`. BFLA is not here: its stored lists use its rescue, which selects on the host.
 const METHODS: &[(&str, Counts)] = &[
     ("momo", [6, 30]),
     ("xattention", [9, 0]),
@@ -22,34 +22,34 @@ const METHODS: &[(&str, Counts)] = &[
     ("quest", [9, 0]),
 ];
 
-/// How many stored calls a device takes, and how many it leaves to the host.
+/// How many stored calls select on the device, and how many on the host.
 type Counts = [usize; 2];
 
-/// What a comparison found.
+/// Result of [`compare`].
 #[derive(Default)]
 struct Compared {
     calls: Counts,
-    /// Counts that were run: those that are wanted, of those that the device takes.
+    /// How many calls were run: those that select on the device and are `wanted`.
     run: usize,
-    /// Rows that differ.
+    /// A message for each list that differs from the stored one.
     wrong: Vec<String>,
 }
 
 impl Compared {
-    /// Notes a list that is not the stored one, up to the first difference and what follows.
+    /// Where the lists differ, adds a message with up to nine entries of each from the first difference on.
     fn check(&mut self, place: &str, found: &[i32], stored: &[i32]) {
-        let differs = found.iter().zip(stored).position(|(a, b)| a != b);
-        if found != stored {
-            let at = differs.unwrap_or(found.len().min(stored.len()));
-            let part = |list: &[i32]| list[at..].iter().take(9).copied().collect::<Vec<i32>>();
-            let (found, stored) = (part(found), part(stored));
-            self.wrong
-                .push(format!("{place}: from entry {at} on {found:?}, stored {stored:?}"));
+        if found == stored {
+            return;
         }
+        let pairs = found.iter().zip(stored);
+        let at = pairs.take_while(|(a, b)| a == b).count();
+        let [found, stored] = [found, stored].map(|list| &list[at..list.len().min(at + 9)]);
+        let message = format!("{place}: from entry {at} on {found:?}, stored {stored:?}");
+        self.wrong.push(message);
     }
 }
 
-/// Cells of 64 columns: narrower heads get zeros behind.
+/// Narrowest heads of the selection kernels; narrower heads are padded with zeros.
 const NARROWEST: usize = 64;
 
 fn ints(file: &SafeTensors<'_>, name: &str) -> Vec<i32> {
@@ -58,7 +58,7 @@ fn ints(file: &SafeTensors<'_>, name: &str) -> Vec<i32> {
     words.iter().map(|b| i32::from_le_bytes(*b)).collect()
 }
 
-/// Heads of bf16, `[tokens, heads, width]`.
+/// Reads a bf16 tensor `[tokens, heads, width]`.
 fn heads(file: &SafeTensors<'_>, name: &str) -> Tokens {
     let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
     let halves = tensor.data().as_chunks::<2>().0;
@@ -77,7 +77,7 @@ struct Tokens {
 }
 
 impl Tokens {
-    /// Every `step`-th head.
+    /// Keeps every `step`-th head.
     fn some(&self, step: usize) -> Self {
         let heads = self.values.chunks_exact(self.width).enumerate();
         let kept = heads.filter(|(at, _)| (at % self.heads).is_multiple_of(step));
@@ -93,7 +93,7 @@ impl Tokens {
         &self.values[(token * self.heads + head) * self.width..][..self.width]
     }
 
-    /// The tokens before `end`, those before `first` as NaN, with zeros behind narrow heads.
+    /// Uploads the tokens before `end`. Tokens before `first` are NaN; heads are padded with zeros to [`NARROWEST`].
     fn upload(&self, device: &dyn Device, first: usize, end: usize) -> sieve_kernels::CudaTensor {
         let width = self.width.max(NARROWEST);
         let mut values = Vec::new();
@@ -108,7 +108,7 @@ impl Tokens {
     }
 }
 
-/// Compares every stored call of a method that the device takes and that `wanted` names.
+/// Compares the stored calls of a method that select on the device. `wanted(inputs, place)` says which of them to run.
 fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> bool) -> Result<Compared, KernelError> {
     let [lists, captured] = [LISTS, CAPTURED].map(|file| SafeTensors::deserialize(file).expect("a stored file"));
     let mut done = Compared::default();
@@ -121,7 +121,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
         if !is_asked {
             continue;
         }
-        // The first query head of each KV head of another.
+        // These inputs are the first query head of each KV head of `trained.4.2`.
         let (of, step) = match inputs {
             "trained.2.2" => ("trained.4.2", 2),
             inputs => (inputs, 1),
@@ -138,7 +138,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
         let shape = CallShape::new([end - context, end], [q.heads, k.heads], q.width);
         let mut selector = Selector::parse(text).expect("the file's selectors are valid");
         selector.common.min_prefill_tokens = 0;
-        // Its own width gives the scale; cells are of the wider heads.
+        // The selection has the padded width; the softmax scale, set below, has the width without padding.
         let wide = CallShape {
             head_dim: q.width.max(NARROWEST),
             ..shape
@@ -171,7 +171,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
         for row in 0..ptr.len() - 1 {
             let expected = &idx[ptr[row] as usize..ptr[row + 1] as usize];
             let tiles = found.row(row / rows, row % rows);
-            // A token's list names keys.
+            // The stored list of a decoded token names keys, the device's list names tiles.
             let keys_of = |&j: &i32| found.tiles.keys(j as usize).map(|key| key as i32);
             let keys: Vec<i32> = match is_step {
                 true => tiles.iter().flat_map(keys_of).collect(),
@@ -198,10 +198,11 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
     Ok(done)
 }
 
-/// Two keys whose scores differ by no more than this share may stand in either order: f32 sums of some hundred terms.
+/// Two keys whose scores differ by no more than this share may be in either order: the error of f32 sums of some
+/// hundred terms.
 const TIED: f64 = 2e-6;
 
-/// A stored order with tied keys as they were found.
+/// The stored order, with tied keys put in the order of `found`.
 fn with_ties(found: &[i32], stored: &[i32], scores: impl Fn() -> Vec<f64>) -> Vec<i32> {
     let sorted = |order: &[i32]| {
         let mut sorted = order.to_vec();
@@ -219,7 +220,7 @@ fn with_ties(found: &[i32], stored: &[i32], scores: impl Fn() -> Vec<f64>) -> Ve
     found.iter().zip(stored).map(tied).collect()
 }
 
-/// What PBS orders keys by: the attention that they get from the last block of rows, in f64.
+/// The score by which PBS orders keys: the sum of attention probabilities that the last 32 rows give a key, in f64.
 fn attention_of_keys(q: &Tokens, k: &Tokens, kv_head: usize, end: usize) -> Vec<f64> {
     const LAST_ROWS: usize = 32;
     let mut sums = vec![0.0; end];
@@ -247,7 +248,7 @@ fn attention_of_keys(q: &Tokens, k: &Tokens, kv_head: usize, end: usize) -> Vec<
 fn the_emulated_selections_are_the_stored_ones() {
     emulated("stored selections", AMPERE, 1, |emulator, report| {
         for &(method, calls) in METHODS {
-            // Whole prompts of one model, and tokens: all of them would take some ten minutes.
+            // Only whole prompts of one model, and decoded tokens: all stored calls would take some ten minutes.
             let wanted = |inputs: &str, place: &str| {
                 inputs == "trained.2.2" && (place.starts_with("0-") || place.starts_with("token"))
             };

@@ -1,4 +1,5 @@
-//! Keys that stay of a prompt by the attention they received, and the tokens after it, against sessions of the CPU's.
+//! Compares selectors that keep the keys of a prompt with the most attention (SnapKV, H2O), and the tokens after it,
+//! with decode sessions on the CPU.
 use super::NEAR;
 use crate::device::{Device, separate};
 use crate::report::{Outcome, Wrong, wrong};
@@ -9,7 +10,7 @@ use sieve_select::{CallShape, DecodeSession, LayerShape, Selector};
 use sieve_testing::Random;
 use std::ops::Range;
 
-/// Methods that choose once, after the prompt, and what a later token then does.
+/// Selectors that choose keys once, after the prompt.
 pub(super) const HEAVY: &[&str] = &[
     "snapkv:capacity=70,window=9,kernel=7",
     "snapkv:capacity=41,window=40,kernel=1,pool=max",
@@ -17,13 +18,13 @@ pub(super) const HEAVY: &[&str] = &[
     "snapkv:capacity=500",
     "h2o",
     "h2o:heavy=60,recent=0.05",
-    // Slots are left, which later tokens fill.
+    // More slots than prompt keys are kept; later tokens fill the rest.
     "h2o:heavy=190,recent=18",
 ];
 
-/// Tokens of the prompt: more than queries are counted at a time.
+/// Tokens of the prompt; the kernel sums the attention of fewer queries at a time.
 const PROMPT: usize = 203;
-/// Tokens after it.
+/// Tokens decoded after the prompt.
 const WRITTEN: usize = 12;
 const KV_HEADS: usize = 2;
 const HEADS: usize = 4;
@@ -35,7 +36,7 @@ struct Text {
     v: Vec<f32>,
 }
 
-/// The largest difference of an output, of what is allowed.
+/// Compares kept keys and outputs after every token; returns the largest ratio of error to tolerance.
 pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
     let all = PROMPT + WRITTEN;
     let drawn = Text {
@@ -97,7 +98,8 @@ impl Text {
         separate(device, self.rows(tokens), shape)
     }
 
-    /// The keys that stayed as slots, where later tokens push keys out; that they are the prompt's own rows.
+    /// Checks that the kept keys are rows of the prompt; returns them as slots for selectors whose later tokens evict
+    /// keys.
     fn slots(&self, device: &dyn Device, kept: &KeptKeys, heavy: &HeavyKeys) -> Result<Option<DmaSlots>, Wrong> {
         let [k, v, z] = [
             device.floats(&kept.k)?,

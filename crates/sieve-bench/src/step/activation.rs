@@ -1,4 +1,4 @@
-//! Activations between projections: SwiGLU.
+//! Checks and times SwiGLU.
 use super::wrappers::{LaunchCheck, same};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
@@ -14,7 +14,7 @@ use sieve_kernels::step::{
 };
 use sieve_ops::reference;
 
-/// Checks the launches.
+/// Checks SwiGLU at sizes `[rows, d_ff]`.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &[rows, d_ff] in extent.sizes(&[[1, 8], [3, 40], [2, 99], [777, 1032], [1024, 6144]]) {
         let outcome = swiglu_launches(LaunchCheck::new(device, extent.seed), rows, d_ff);
@@ -37,23 +37,23 @@ fn swiglu_launches(mut calls: LaunchCheck<'_>, rows: usize, d_ff: usize) -> Outc
     let (wide, narrow) = ([rows, 2 * d_ff], [rows, d_ff]);
     let gate_up = calls.pitched(wide, DType::BF16)?;
     let dy = calls.pitched(narrow, DType::BF16)?;
-    let y = swiglu_forward(&gate_up.on)?;
+    let y = swiglu_forward(&gate_up.tensor)?;
     let exact = floats::<Flex, 2>(reference::swiglu::<Flex>(gate_up.host(wide)));
     calls.close("y", &y, &exact)?;
-    let dx = swiglu_backward(&gate_up.on, &dy.on, Reuse::Copy)?;
+    let dx = swiglu_backward(&gate_up.tensor, &dy.tensor, Reuse::Copy)?;
     let dx_exact = reference::swiglu_backward::<Flex>(gate_up.host(wide), dy.host(narrow));
     calls.close("dx", &dx, &floats::<Flex, 2>(dx_exact))?;
-    // Without gaps, so that the results can take their place: a copy, since one row has no gap in any case.
+    // In place needs an input without gaps. It is a copy, as the result overwrites it.
     let copy = calls.device.float(&gate_up.values, &wide, DType::BF16);
-    let alone = swiglu_backward(&copy, &dy.on, Reuse::InPlace)?;
+    let alone = swiglu_backward(&copy, &dy.tensor, Reuse::InPlace)?;
     calls.equal("dx alone in place", &alone, &dx)?;
-    let (y_too, amax) = swiglu_forward_with_amax(&gate_up.on)?;
+    let (y_too, amax) = swiglu_forward_with_amax(&gate_up.tensor)?;
     calls.equal("y with its largest magnitude", &y_too, &y)?;
     largest_is_found(&calls, &y, &amax)?;
-    let (dx_too, amax) = swiglu_backward_with_amax(&gate_up.on, &dy.on, Reuse::Copy)?;
+    let (dx_too, amax) = swiglu_backward_with_amax(&gate_up.tensor, &dy.tensor, Reuse::Copy)?;
     calls.equal("dx with its largest magnitude", &dx_too, &dx)?;
     largest_is_found(&calls, &dx, &amax)?;
-    let (gate_up, dy) = (gate_up.on.contiguous(), dy.on.contiguous());
+    let (gate_up, dy) = (gate_up.tensor.contiguous(), dy.tensor.contiguous());
     let with_y = |reuse| swiglu_backward_with_output(&gate_up, &dy, reuse);
     let (dx_too, y_too) = with_y(Reuse::Copy)?;
     calls.equal("dx with y", &dx_too, &dx)?;
@@ -64,7 +64,7 @@ fn swiglu_launches(mut calls: LaunchCheck<'_>, rows: usize, d_ff: usize) -> Outc
     Ok(calls.worst)
 }
 
-/// The largest of the parts is the largest magnitude to the bit.
+/// Checks that the maximum of `amax`, partial maxima by block, is the largest magnitude in `x`, bit for bit.
 fn largest_is_found(calls: &LaunchCheck<'_>, x: &CudaTensor, amax: &CudaTensor) -> Result<(), Wrong> {
     let largest = |x: &CudaTensor| -> Result<f32, Wrong> {
         let values = calls.device.floats(x)?;

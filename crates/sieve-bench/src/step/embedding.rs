@@ -1,4 +1,4 @@
-//! Rows of the embedding by token number, and their gradient.
+//! Checks and times the embedding lookup and its gradient.
 use super::wrappers::{GAP, LaunchCheck};
 use super::{SEED, VOCAB};
 use crate::bench::{Bench, Work};
@@ -10,7 +10,7 @@ use sieve_kernels::DType;
 use sieve_kernels::step::{embedding_backward, embedding_forward};
 use sieve_testing::Random;
 
-/// Checks the launches.
+/// Checks both kernels at sizes `[tokens, vocab, width]`.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let tables: &[[usize; 3]] = &[
         [61, 7, 64],
@@ -32,24 +32,26 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     }
 }
 
-/// A table's numbers, row by row on all cores: the largest has 39 million.
+/// Random weights, drawn on all cores, each row from a seed of its own: the largest table has 39 million numbers.
 fn drawn(seed: u64, [vocab, width]: [usize; 2]) -> Vec<f32> {
     let row = |at: usize| Random(seed + at as u64).bf16_normals(width);
     (0..vocab).into_par_iter().flat_map_iter(row).collect()
 }
 
-/// Token numbers of an embedding.
+/// Which token ids are looked up.
 #[derive(Clone, Copy, Debug)]
 enum Ids {
+    /// Uniform over the vocabulary.
     Any,
+    /// The same id for every token.
     Same,
-    /// Some below 0 and some past the vocabulary.
+    /// Uniform, but two of seven ids are -1 or `vocab`, which are outside the vocabulary.
     Outside,
 }
 
 pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     let mut random = Random(SEED);
-    // As words of a text: the rank r with a probability of about 1 / r.
+    // Zipf's law, as in text: the token of rank r has a probability of about 1 / r.
     let zipf = |random: &mut Random| ((VOCAB as f64).powf(random.unit()) - 1.0) as usize;
     let ids: Vec<i32> = (0..tokens).map(|_| zipf(&mut random).min(VOCAB - 1) as i32).collect();
     let mut unique = ids.clone();
@@ -58,8 +60,8 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     let (weight, dy) = (bench.bf16([VOCAB, width]), bench.bf16([1, tokens, width]));
     let shape = format!("{tokens}x{width}, {} ids", unique.len());
     let (elements, rows) = ((tokens * width) as f64, (unique.len() * width) as f64);
-    let on = |ids: &[i32]| bench.device.int(ids, &[1, tokens]);
-    let (any, same) = (on(&ids), on(&vec![7; tokens]));
+    let upload = |ids: &[i32]| bench.device.int(ids, &[1, tokens]);
+    let (any, same) = (upload(&ids), upload(&vec![7; tokens]));
     let work = Work::Bytes(2.0 * elements + 2.0 * rows);
     bench.row("embedding forward", &shape, work, || embedding_forward(&weight, &any));
     let backward = |ids| embedding_backward(&dy, ids, VOCAB);
@@ -85,10 +87,10 @@ fn embedding_launches(
             _ => calls.random.below(vocab) as i32,
         })
         .collect();
-    let on = calls.device.int(&ids, &[1, tokens]);
+    let ids_on_device = calls.device.int(&ids, &[1, tokens]);
     let pitch = width + GAP;
     let strides = [tokens * pitch, pitch, 1];
-    let dy_on = dy.on.view("check", "dy", &[1, tokens, width], &strides)?;
+    let dy_on_device = dy.tensor.view("check", "dy", &[1, tokens, width], &strides)?;
     let mut expected = Vec::new();
     let mut sums = vec![0.0f64; vocab * width];
     for (at, &id) in ids.iter().enumerate() {
@@ -103,10 +105,10 @@ fn embedding_launches(
         }
     }
     let table = [vocab, width];
-    let y = calls.device.float(weight, &table, DType::BF16);
-    calls.holds("rows", &embedding_forward(&y, &on)?, &expected)?;
+    let weight = calls.device.float(weight, &table, DType::BF16);
+    calls.holds("rows", &embedding_forward(&weight, &ids_on_device)?, &expected)?;
     let sums: Vec<f32> = sums.into_iter().map(|x| x as f32).collect();
-    let backward = || embedding_backward(&dy_on, &on, vocab);
+    let backward = || embedding_backward(&dy_on_device, &ids_on_device, vocab);
     let dweight = backward()?;
     calls.close("dweight", &dweight, &sums)?;
     calls.equal("dweight of two runs", &backward()?, &dweight)?;

@@ -1,5 +1,5 @@
-//! Eight-bit floats: the bytes that the kernels write are those of the definition, and cuBLASLt's products of them are
-//! the products of what the bytes stand for.
+//! Checks fp8: the quantisation kernel writes the bytes of the reference, and cuBLASLt's GEMMs of fp8 matrices equal
+//! the product of the numbers that the bytes encode.
 use super::wrappers::{LaunchCheck, plus, same};
 use crate::device::{Device, Gpu};
 use crate::extent::Extent;
@@ -13,7 +13,7 @@ use sieve_ops::reference;
 const FORMATS: [Fp8Format; 2] = [Fp8Format::E4m3, Fp8Format::E5m2];
 const PRODUCT: &str = "fp8 GEMM, cuBLASLt";
 
-/// Checks the rounding.
+/// Checks the quantisation kernel at sizes `[rows, width]`.
 pub(super) fn check_rounding(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &[rows, width] in extent.sizes(&[[48, 144], [272, 16], [528, 1040], [2064, 4112]]) {
         for format in FORMATS {
@@ -24,7 +24,7 @@ pub(super) fn check_rounding(report: &mut Report, device: &dyn Device, extent: &
     }
 }
 
-/// Checks the products; where the GPU has none, the row says so.
+/// Checks fp8 GEMMs. Where the GPU has no fp8 or cuBLASLt is missing, the report says why they were not checked.
 pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent, cc: (u32, u32)) {
     if let Err(error) = Cublaslt::require().and_then(|()| Fp8Format::require(cc)) {
         report.add_missing(PRODUCT, &error.to_string());
@@ -40,12 +40,13 @@ pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent,
     }
 }
 
+/// The numbers that the bytes of a matrix encode, before its scale.
 fn numbers(calls: &LaunchCheck<'_>, matrix: &Fp8Matrix) -> Result<Vec<f32>, Wrong> {
     let bytes = calls.device.floats(&matrix.values)?.into_iter();
     Ok(bytes.map(|byte| matrix.format.number_of(byte as u8)).collect())
 }
 
-fn turned(values: &[f32], width: usize) -> Vec<f32> {
+fn transposed(values: &[f32], width: usize) -> Vec<f32> {
     let rows = values.len() / width;
     (0..values.len())
         .map(|at| values[at % rows * width + at / rows])
@@ -53,39 +54,39 @@ fn turned(values: &[f32], width: usize) -> Vec<f32> {
 }
 
 fn rounding(mut calls: LaunchCheck<'_>, [rows, width]: [usize; 2], format: Fp8Format) -> Outcome {
-    // Large and tiny rows, so that some numbers lie below the smallest normal one; gaps, so that it is copied first.
+    // Rows have gaps, so the wrapper must copy them first.
     let x = calls.with_gaps([rows, width], 16, DType::BF16)?;
     let checked = |x: &CudaTensor, values: &[f32]| -> Result<Fp8Pair, Wrong> {
         let pair = fp8_quantise(x, format, None)?;
         let (exact, scale) = reference::fp8_quantise(values, format);
         calls.holds("the scale", &pair.rows.scale, &[scale])?;
         same("rows", &numbers(&calls, &pair.rows)?, &exact)?;
-        let columns = turned(&exact, width);
-        same("columns", &numbers(&calls, &pair.columns)?, &columns)?;
+        same("columns", &numbers(&calls, &pair.columns)?, &transposed(&exact, width))?;
         Ok(pair)
     };
-    let pair = checked(&x.on, &x.values)?;
-    // The largest magnitude was found by others: one part of many has it.
+    let pair = checked(&x.tensor, &x.values)?;
+    // The kernel before may pass the largest magnitude, as partial maxima by block.
     let largest = x.values.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-    let mut parts = vec![0.0; 512];
-    parts[rows % 512] = largest;
-    let parts = calls.device.float(&parts, &[512], DType::F32);
-    let known = fp8_quantise(&x.on, format, Some(&parts))?;
+    let mut partial_maxima = vec![0.0; 512];
+    partial_maxima[rows % 512] = largest;
+    let partial_maxima = calls.device.float(&partial_maxima, &[512], DType::F32);
+    let known = fp8_quantise(&x.tensor, format, Some(&partial_maxima))?;
     same(
         "rows of a known largest",
         &numbers(&calls, &known.rows)?,
         &numbers(&calls, &pair.rows)?,
     )?;
+    // Magnitudes over 37 powers of two: some quantise to subnormal fp8 numbers or to 0.
     let spread: Vec<f32> = (x.values.iter().enumerate())
         .map(|(at, x)| x * 2f32.powi(-((at % 37) as i32)))
         .collect();
-    let on = |values: &[f32]| calls.device.float(values, &[rows, width], DType::BF16);
-    checked(&on(&spread), &spread)?;
+    let upload = |values: &[f32]| calls.device.float(values, &[rows, width], DType::BF16);
+    checked(&upload(&spread), &spread)?;
     let zeros = vec![0.0; rows * width];
-    checked(&on(&zeros), &zeros)?;
+    checked(&upload(&zeros), &zeros)?;
     let mut one_nan = x.values.clone();
     one_nan[rows * width / 2] = f32::NAN;
-    let pair = fp8_quantise(&on(&one_nan), format, None)?;
+    let pair = fp8_quantise(&upload(&one_nan), format, None)?;
     match numbers(&calls, &pair.columns)?.iter().all(|x| x.is_nan()) {
         true => Ok(0.0),
         false => wrong("a NaN did not reach every number"),
@@ -96,10 +97,11 @@ fn exact_sum(x: &[f64], w: &[f64]) -> f64 {
     x.iter().zip(w).map(|(a, b)| a * b).sum()
 }
 
-/// A sum of products as Hopper keeps it (arXiv:2412.19437, section 3.5.2): of 32 products and the sum so far, each
-/// loses what lies 13 bits below the largest's leading bit; after 128 products the sum joins one in f32.
+/// A dot product as Hopper's fp8 tensor cores accumulate it (arXiv:2412.19437, section 3.5.2). Each step adds 32
+/// products to the sum: all 33 terms are truncated to 13 bits below the leading bit of the largest. Every 128 products
+/// the sum is added to an f32 total.
 fn kept_on_hopper(x: &[f64], w: &[f64]) -> f64 {
-    let mut whole = 0.0f32;
+    let mut total = 0.0f32;
     for (x, w) in x.chunks(128).zip(w.chunks(128)) {
         let mut sum = 0.0f64;
         for (x, w) in x.chunks(32).zip(w.chunks(32)) {
@@ -110,12 +112,12 @@ fn kept_on_hopper(x: &[f64], w: &[f64]) -> f64 {
                 sum = terms().map(|x| (x / unit).trunc() * unit).sum();
             }
         }
-        whole += sum as f32;
+        total += sum as f32;
     }
-    whole.into()
+    total.into()
 }
 
-/// What an operand's bytes stand for before their scale, and the scale.
+/// The numbers that an operand's bytes encode, and the scale that multiplies them.
 type Operand = (Vec<f64>, f64);
 
 fn operand(values: &[f32], format: Fp8Format) -> Operand {
@@ -123,7 +125,7 @@ fn operand(values: &[f32], format: Fp8Format) -> Operand {
     (values.into_iter().map(f64::from).collect(), scale.into())
 }
 
-/// `x wᵀ` of operands with rows of `k` numbers, each sum by `sum`.
+/// `x wᵀ` of operands with rows of `k` numbers; `sum` computes the dot product of two rows.
 fn products((x, x_scale): &Operand, (w, w_scale): &Operand, k: usize, sum: impl Fn(&[f64], &[f64]) -> f64) -> Vec<f64> {
     let rows = x.chunks(k);
     let of_row = |x| w.chunks(k).map(move |w| (x, w));
@@ -132,35 +134,35 @@ fn products((x, x_scale): &Operand, (w, w_scale): &Operand, k: usize, sum: impl 
 }
 
 fn product(mut calls: LaunchCheck<'_>, [m, n, k]: [usize; 3], formats: [Fp8Format; 2]) -> Outcome {
-    let mut on_both = |rows, format| -> Result<(Fp8Matrix, Operand), Wrong> {
+    let mut quantised = |rows, format| -> Result<(Fp8Matrix, Operand), Wrong> {
         let x = calls.flat(&[rows, k], DType::BF16);
-        let matrix = fp8_quantise(&x.on, format, None)?.rows;
+        let matrix = fp8_quantise(&x.tensor, format, None)?.rows;
         Ok((matrix, operand(&x.values, format)))
     };
-    let ((x, x_exact), (w, w_exact)) = (on_both(m, formats[0])?, on_both(n, formats[1])?);
+    let ((x, x_exact), (w, w_exact)) = (quantised(m, formats[0])?, quantised(n, formats[1])?);
     let exact = products(&x_exact, &w_exact, k, exact_sum);
     let kept = products(&x_exact, &w_exact, k, kept_on_hopper);
     let addend = calls.flat(&[m, n], DType::BF16);
     let before = calls.flat(&[m, n], DType::F32);
     let nothing = vec![0.0; m * n];
-    let is_fast = formats == [Fp8Format::E4m3; 2];
+    let is_forward = formats == [Fp8Format::E4m3; 2];
     for (name, output, addend) in [
         ("bf16", MatmulOutput::New(DType::BF16), &nothing),
         ("f32", MatmulOutput::New(DType::F32), &nothing),
-        ("plus", MatmulOutput::PlusC(&addend.on), &addend.values),
-        ("added", MatmulOutput::AddTo(&before.on), &before.values),
+        ("plus", MatmulOutput::PlusC(&addend.tensor), &addend.values),
+        ("added", MatmulOutput::AddTo(&before.tensor), &before.values),
     ] {
         let y = fp8_matmul(&x, &w, output)?;
         let (exact, kept) = (plus(&exact, addend), plus(&kept, addend));
-        calls.within(tolerance(y.dtype(), is_fast), name, &y, [&kept, &exact])?;
+        calls.within(tolerance(y.dtype(), is_forward), name, &y, [&kept, &exact])?;
     }
     Ok(calls.worst)
 }
 
-/// Sums of a forward product are kept in about 14 bits for a few hundred terms, those of a gradient as
-/// [`kept_on_hopper`] says.
-fn tolerance(dtype: DType, is_fast: bool) -> Tolerance {
-    let (plain, share) = match (dtype, is_fast) {
+/// Forward GEMMs (both operands e4m3) accumulate a few hundred products in about 14 bits. GEMMs of a gradient
+/// accumulate as [`kept_on_hopper`] does.
+fn tolerance(dtype: DType, is_forward: bool) -> Tolerance {
+    let (plain, share) = match (dtype, is_forward) {
         (DType::BF16, true) => (0.0, 1.0 / 128.0),
         (DType::BF16, false) | (_, true) => (0.0, 1.0 / 256.0),
         _ => (1.0, 2e-4),
@@ -182,7 +184,7 @@ mod tests {
             products(&x, &w, k, sum).iter().map(|&x| x as f32).collect()
         };
         let (exact, kept) = (of(&exact_sum), of(&kept_on_hopper));
-        // What an H200 gave for this product of gradients, and what it should be.
+        // An H200 gave the first number for this dot product; the second is exact.
         assert_eq!((kept[2749], exact[2749]), (20.096191, 20.08929));
         let tolerance = tolerance(DType::F32, false);
         let judged = tolerance.judge("f32", &kept, &kept, &exact);

@@ -1,5 +1,5 @@
-//! The loss's launch wrapper itself: vocabularies of any size, logits in f32, and in bf16 with gradients in their
-//! place, ignored labels and wrong ones.
+//! Checks and times the cross-entropy kernel: vocabularies of any size, labels that are ignored or out of range. With
+//! bf16 logits the kernel overwrites them with their gradients; with f32 logits it computes losses alone.
 use super::SEED;
 use super::wrappers::{LaunchCheck, gapped, same};
 use crate::bench::{Bench, Work};
@@ -12,8 +12,7 @@ use sieve_kernels::DType;
 use sieve_kernels::step::{LogitRows, cross_entropy};
 use sieve_testing::{Random, round_bf16};
 
-/// Rows and vocabulary. The kernel keeps the first columns in registers and reads those past 28,672 of bf16
-/// again.
+/// Rows and vocabulary. The kernel keeps the first 28,672 bf16 columns in registers and reads later columns twice.
 const SIZES: &[[usize; 2]] = &[
     [1, 1],
     [7, 13],
@@ -24,7 +23,7 @@ const SIZES: &[[usize; 2]] = &[
     [19, 151_936],
 ];
 
-/// Sizes that the emulator gets.
+/// The emulator checks this many of the sizes.
 const EMULATED: usize = 3;
 
 /// Checks every size in both types.
@@ -60,7 +59,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> BenchRe
     Ok(())
 }
 
-/// What is expected of one row of logits.
+/// Expected loss and gradients of one row of logits.
 struct Row {
     loss: f32,
     gradients: Vec<f32>,
@@ -95,7 +94,7 @@ fn losses(mut calls: LaunchCheck<'_>, rows: usize, vocab: usize, dtype: DType) -
     let width = vocab.next_multiple_of(8);
     let normals = calls.random.bf16_normals(rows * vocab);
     let values: Vec<f32> = normals.iter().map(|x| round_bf16(3.0 * x)).collect();
-    // What lies behind a row must reach nothing.
+    // The columns past the vocabulary are NaN: they must reach no result.
     let buffer = gapped(&values, vocab, width);
     let labels: Vec<i32> = (0..rows)
         .map(|at| match at % 5 {
@@ -130,7 +129,7 @@ fn losses(mut calls: LaunchCheck<'_>, rows: usize, vocab: usize, dtype: DType) -
     Ok(calls.worst)
 }
 
-/// A label past the vocabulary makes its row's loss NaN, and no other.
+/// Checks that a label past the vocabulary makes the loss of its own row NaN, and of no other row.
 fn outside(mut calls: LaunchCheck<'_>) -> Outcome {
     let device = calls.device;
     let values = calls.random.bf16_normals(3 * 8);

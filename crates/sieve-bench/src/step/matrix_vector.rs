@@ -1,4 +1,4 @@
-//! A decoding step's products of a weight matrix and a few rows.
+//! Checks and times the GEMV kernel of decoding, a weight matrix times a few rows, and the greedy choice of a token.
 use super::wrappers::{LaunchCheck, same};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
@@ -11,10 +11,11 @@ use sieve_testing::round_bf16;
 
 const EPSILON: f32 = 1e-6;
 
-/// One rounding of the result, and of each element of the norm or activation before it, which may fall to either side.
+/// The result is rounded to bf16 once. The norm or activation before it rounds each element too, and may round to the
+/// other side of a tie than the reference.
 const TOLERANCE: Tolerance = Tolerance::new(0.0, 1e-6, 1.0 / 128.0);
 
-/// Checks the launches: rows of x, n, k.
+/// Checks the GEMV kernel at sizes `[rows of x, n, k]`.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &[rows, n, k] in extent.sizes(&[
         [1, 40, 64],
@@ -38,7 +39,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     }
 }
 
-/// Checks the greedy choice of a token from logits. Sizes: rows, width of a row, how many of its logits are tokens.
+/// Checks the greedy choice of a token from logits at sizes `[rows, width of a row, vocabulary]`.
 pub(super) fn check_likeliest(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &[rows, width, count] in extent.sizes(&[[3, 40, 40], [2, 2056, 1999], [5, 8, 1], [4, 50_304, 50_277]]) {
         let mut calls = LaunchCheck::new(device, extent.seed);
@@ -55,7 +56,7 @@ pub(super) fn check_likeliest(report: &mut Report, device: &dyn Device, extent: 
                         .map_or(-1.0, |at| at as f32)
                 })
                 .collect();
-            let ids = device.ints(&likeliest(&x.on, count)?)?;
+            let ids = device.ints(&likeliest(&x.tensor, count)?)?;
             same("ids", &ids.iter().map(|id| *id as f32).collect::<Vec<_>>(), &expected)?;
             for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let mut row = x.values[..width].to_vec();
@@ -69,7 +70,7 @@ pub(super) fn check_likeliest(report: &mut Report, device: &dyn Device, extent: 
     }
 }
 
-/// Times of the products of a layer and of the logits.
+/// Times the GEMVs of a layer and of the logits.
 pub(super) fn bench(bench: &mut Bench<'_>, width: usize, d_ff: usize, vocab_size: usize) {
     for (n, k) in [
         (2 * width, width),
@@ -92,8 +93,8 @@ fn launches(mut calls: LaunchCheck<'_>, form: &str, [rows, n, k]: [usize; 3]) ->
     let norm = calls.flat(&[k], DType::BF16);
     let residual = calls.pitched([rows, n], DType::BF16)?;
     let input = match form {
-        "plain" => Vectors::Plain(&x.on),
-        _ => Vectors::Normed(&x.on, &norm.on, EPSILON),
+        "plain" => Vectors::Plain(&x.tensor),
+        _ => Vectors::Normed(&x.tensor, &norm.tensor, EPSILON),
     };
     let h = x.values.chunks(k).map(|row| prepared(form, row, &norm.values));
     let sums = h.map(|h| {
@@ -110,24 +111,24 @@ fn launches(mut calls: LaunchCheck<'_>, form: &str, [rows, n, k]: [usize; 3]) ->
     } else {
         Epilogue::Stored
     };
-    let y = matrix_vector(input, &w.on, finish)?;
+    let y = matrix_vector(input, &w.tensor, finish)?;
     calls.within(TOLERANCE, "y", &y, [&alone, &alone])?;
-    calls.equal("a second call", &matrix_vector(input, &w.on, finish)?, &y)?;
+    calls.equal("a second call", &matrix_vector(input, &w.tensor, finish)?, &y)?;
     if form != "swiglu" {
         let added: Vec<f32> = (sums.iter().zip(&residual.values))
             .map(|(sum, r)| (sum + f64::from(*r)) as f32)
             .collect();
-        let sum = matrix_vector(input, &w.on, Epilogue::Added(&residual.on))?;
+        let sum = matrix_vector(input, &w.tensor, Epilogue::Added(&residual.tensor))?;
         calls.within(TOLERANCE, "y + residual", &sum, [&added, &added])?;
     }
     let refused = calls.flat(&[MAX_VECTORS + 1, k], DType::BF16);
-    match matrix_vector(Vectors::Plain(&refused.on), &w.on, Epilogue::Stored) {
+    match matrix_vector(Vectors::Plain(&refused.tensor), &w.tensor, Epilogue::Stored) {
         Ok(_) => crate::report::wrong("more rows were taken"),
         Err(_) => Ok(calls.worst),
     }
 }
 
-/// A row as it is multiplied, in f64 and rounded once.
+/// The row that is multiplied: normed, where the form has a norm, in f64 and rounded to bf16 once.
 fn prepared(form: &str, row: &[f32], norm: &[f32]) -> Vec<f32> {
     if form == "plain" {
         return row.to_vec();
@@ -138,7 +139,7 @@ fn prepared(form: &str, row: &[f32], norm: &[f32]) -> Vec<f32> {
     normed.map(|x| round_bf16(x as f32)).collect()
 }
 
-/// SwiGLU of gates and ups, which are rounded first.
+/// SwiGLU of a row of gates, then ups; both are rounded to bf16 first.
 fn swiglu(row: &[f64]) -> Vec<f64> {
     let row: Vec<f64> = row.iter().map(|x| f64::from(round_bf16(*x as f32))).collect();
     let (gates, ups) = row.split_at(row.len() / 2);

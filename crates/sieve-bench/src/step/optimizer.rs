@@ -1,4 +1,4 @@
-//! AdamW, split masters and sums over tensors.
+//! Checks and times AdamW, split masters, and sums over tensors.
 use super::wrappers::{LaunchCheck, same};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
@@ -20,7 +20,7 @@ const UPDATE: AdamWStep = AdamWStep {
     bias_correction2: 0.05,
 };
 
-/// Checks the launches.
+/// Checks the optimizer's kernels on tensors of so many elements.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &size in extent.sizes(&[1027, 1, 5, 65536, 65537, 1_234_567]) {
         let (case, calls) = (size.to_string(), || LaunchCheck::new(device, extent.seed));
@@ -45,7 +45,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, size: usize) {
     bench.row("sum of squares", &shape, moved(4), || FixedSum::sum_of_squares(&grad));
 }
 
-/// One update: the parameter and its moments, the gradient and its factor, and a leaf to write.
+/// One AdamW update in place. `leaf`, where given, gets the updated parameter in bf16.
 fn step(
     update: AdamWStep,
     [param, exp_avg, exp_avg_sq]: [&CudaTensor; 3],
@@ -77,9 +77,9 @@ fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     let [p, m, g] = [0, 1, 2].map(|_| normal(&mut calls.random));
     let v: Vec<f32> = normal(&mut calls.random).iter().map(|x| x * x).collect();
     let device = calls.device;
-    let on = |values: &[f32]| device.float(values, &[size], DType::F32);
+    let upload = |values: &[f32]| device.float(values, &[size], DType::F32);
     let scale = device.float(&[0.5], &[1], DType::F32);
-    let (param, exp_avg, exp_avg_sq, grad) = (on(&p), on(&m), on(&v), on(&g));
+    let (param, exp_avg, exp_avg_sq, grad) = (upload(&p), upload(&m), upload(&v), upload(&g));
     let leaf = device.float(&vec![f32::NAN; size], &[size], DType::BF16);
     step(UPDATE, [&param, &exp_avg, &exp_avg_sq], [&grad, &scale], Some(&leaf))?;
     let mut exact = [Vec::new(), Vec::new(), Vec::new()];
@@ -105,21 +105,21 @@ fn adamw_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     let rounded: Vec<f32> = whole.iter().map(|&x| round_bf16(x)).collect();
     calls.holds("leaf", &leaf, &rounded)?;
 
-    // The same update on a leaf and what it lacks of the master: equal to the last bit.
-    let (leaf, rest) = split_master(&on(&p))?;
+    // The same update on a split master, the bf16 leaf and its rest, gives the same bits.
+    let (leaf, rest) = split_master(&upload(&p))?;
     let joined = || join_master(&leaf, &rest);
     calls.holds("split and joined", &joined()?, &p)?;
-    let (moment, second) = (on(&m), on(&v));
+    let (moment, second) = (upload(&m), upload(&v));
     step(UPDATE, [&rest, &moment, &second], [&grad, &scale], Some(&leaf))?;
     calls.equal("param of a split master", &joined()?, &param)?;
     calls.equal("exp_avg of a split master", &moment, &exp_avg)?;
     calls.equal("exp_avg_sq of a split master", &second, &exp_avg_sq)?;
 
-    // A scale that is 0, NaN or infinite: nothing moves, whatever the gradient holds.
+    // A gradient scale of 0, NaN or infinity skips the update, whatever the gradient holds.
     let nan = device.float(&vec![f32::NAN; size], &[size], DType::F32);
     for gate in [0.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let gate = device.float(&[gate], &[1], DType::F32);
-        let (p, m, v) = (on(&whole), on(&exact[1]), on(&exact[2]));
+        let (p, m, v) = (upload(&whole), upload(&exact[1]), upload(&exact[2]));
         step(UPDATE, [&p, &m, &v], [&nan, &gate], None)?;
         calls.holds("param behind a gate", &p, &whole)?;
         calls.holds("exp_avg behind a gate", &m, &exact[1])?;
@@ -134,9 +134,9 @@ fn sums_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
     for dtype in [DType::F32, DType::BF16] {
         let x = calls.flat(&[size], dtype);
         let wide = || x.values.iter().map(|&x| f64::from(x));
-        // The error is held against the sum of magnitudes: where terms cancel, the sum is small and its rounding is
-        // not.
-        let sum = calls.device.floats(&FixedSum::of(&x.on)?)?[0];
+        // The tolerance is a share of the sum of magnitudes: where terms cancel, the sum is small but its rounding
+        // error is not.
+        let sum = calls.device.floats(&FixedSum::of(&x.tensor)?)?[0];
         let largest = wide().map(f64::abs).sum::<f64>();
         let off = (f64::from(sum) - wide().sum::<f64>()).abs();
         if off.is_nan() || off > 1e-5 * largest {
@@ -144,14 +144,14 @@ fn sums_launches(mut calls: LaunchCheck<'_>, size: usize) -> Outcome {
             return wrong(format!("the sum of {size} is {sum}, expected {expected}"));
         }
         let squares: f64 = wide().map(|x| x * x).sum();
-        let found = FixedSum::sum_of_squares(&x.on)?;
+        let found = FixedSum::sum_of_squares(&x.tensor)?;
         calls.close("sum of squares", &found, &[squares as f32])?;
     }
-    // 3 and 4: a norm of 5; of a number that is none, none.
+    // The norm of (3, 4) is 5; a NaN makes the norm NaN.
     let norm = |values: &[f32]| -> Result<f32, Wrong> {
-        let on = |values: &[f32]| calls.device.float(values, &[values.len()], DType::F32);
-        let mut sum = FixedSum::new(&on(&[0.0]), Term::Square, [values.len()]);
-        sum.add(&on(values))?;
+        let upload = |values: &[f32]| calls.device.float(values, &[values.len()], DType::F32);
+        let mut sum = FixedSum::new(&upload(&[0.0]), Term::Square, [values.len()]);
+        sum.add(&upload(values))?;
         Ok(calls.device.floats(&sum.root()?)?[0])
     };
     same(

@@ -1,5 +1,5 @@
-//! Products by cuBLASLt: all three kinds, rows with gaps, every kind of output, both searches for an algorithm, and
-//! their order among Burn's own operations. The emulator has no cuBLASLt.
+//! Checks and times cuBLASLt's GEMMs: all three transpositions, rows with gaps, every kind of output, both searches for
+//! an algorithm, and their order among Burn's own operations. The emulator has no cuBLASLt.
 use super::VOCAB;
 use super::wrappers::{Input, LaunchCheck, plus, same};
 use crate::bench::{Bench, Work};
@@ -17,7 +17,8 @@ use sieve_ops::Cuda;
 
 const NAME: &str = "product, cuBLASLt";
 
-/// `[m, n, k]`, and the gap between rows: none, one that keeps 16-byte words, one that does not.
+/// `[m, n, k]`, and the gap between rows in elements: 0, multiples of 8 that keep rows 16-byte aligned, and 1, which
+/// does not.
 const SIZES: &[([usize; 3], usize)] = &[
     ([70, 56, 40], 8),
     ([129, 64, 200], 16),
@@ -26,11 +27,11 @@ const SIZES: &[([usize; 3], usize)] = &[
     ([256, 512, 384], 0),
 ];
 
-/// Share of the largest number that an f32 sum of a few hundred products may be off, and a bf16 one.
+/// Tolerance as a share of the largest number: of f32 results, sums of a few hundred products, and of bf16 ones.
 const F32_SHARE: f32 = 1e-5;
 const BF16_SHARE: f32 = 1.0 / 256.0;
 
-/// Products of a step, each with the output that the step asks for.
+/// Times the GEMMs of a training step, each with the kind of output that the step uses.
 pub(super) fn bench(bench: &mut Bench<'_>) {
     if let Err(error) = Cublaslt::require() {
         bench.skip("product", &"all".to_owned(), &error.to_string());
@@ -67,7 +68,7 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
     }
 }
 
-/// Checks them all.
+/// Checks cuBLASLt's GEMMs.
 pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent) {
     if let Err(error) = Cublaslt::require() {
         report.add_missing(NAME, &error.to_string());
@@ -86,12 +87,12 @@ pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent)
     report.add(NAME, path(), "sizes that do not fit", outcome);
 }
 
-/// A product rounded to bf16.
+/// A GEMM with a bf16 result.
 fn rounded(product: Product, x: &CudaTensor, w: &CudaTensor) -> Result<CudaTensor, KernelError> {
     matmul(product, x, w, MatmulOutput::New(DType::BF16))
 }
 
-/// Whose stream the products so far were queued on.
+/// The stream on which the GEMMs so far were queued.
 fn path() -> &'static str {
     match LaunchCounts::so_far().is_inline {
         Some(true) => "on Burn's own stream",
@@ -100,7 +101,8 @@ fn path() -> &'static str {
     }
 }
 
-/// The product in f64; `x` and `w` as the kind of product has them.
+/// The GEMM in f64. `x` and `w` are transposed in memory as `product` says: `Tn` reads x as `[k, m]`, `Nt` reads w as
+/// `[n, k]`.
 fn definition(product: Product, x: &[f32], w: &[f32], [m, n, k]: [usize; 3]) -> Vec<f64> {
     let of = |i: usize, j: usize, l: usize| {
         let a = match product {
@@ -128,24 +130,24 @@ fn outputs(mut calls: LaunchCheck<'_>, product: Product, [m, n, k]: [usize; 3], 
     let w = calls.with_gaps(w_shape, 2 * gap, DType::BF16)?;
     let exact = definition(product, &x.values, &w.values, [m, n, k]);
     let alone = plus(&exact, &vec![0.0; m * n]);
-    let run = |into| matmul(product, &x.on, &w.on, into);
+    let run = |into| matmul(product, &x.tensor, &w.tensor, into);
 
-    within(&mut calls, "bf16", &rounded(product, &x.on, &w.on)?, &alone)?;
+    within(&mut calls, "bf16", &rounded(product, &x.tensor, &w.tensor)?, &alone)?;
     let wide = run(MatmulOutput::New(DType::F32))?;
     within(&mut calls, "f32", &wide, &alone)?;
 
-    let Input { on, values } = calls.with_gaps([m, n], 3 * gap, DType::BF16)?;
-    let sum = run(MatmulOutput::PlusC(&on))?;
+    let Input { tensor: addend, values } = calls.with_gaps([m, n], 3 * gap, DType::BF16)?;
+    let sum = run(MatmulOutput::PlusC(&addend))?;
     within(&mut calls, "plus", &sum, &plus(&exact, &values))?;
-    calls.holds("the addend", &on, &values)?;
+    calls.holds("the addend", &addend, &values)?;
 
     let total = calls.flat(&[m, n], DType::F32);
-    run(MatmulOutput::AddTo(&total.on))?;
-    within(&mut calls, "added to", &total.on, &plus(&exact, &total.values))?;
-    run(MatmulOutput::Into(&total.on))?;
-    within(&mut calls, "into", &total.on, &alone)?;
-    run(MatmulOutput::Into(&on))?;
-    within(&mut calls, "into rows with gaps", &on, &alone)?;
+    run(MatmulOutput::AddTo(&total.tensor))?;
+    within(&mut calls, "added to", &total.tensor, &plus(&exact, &total.values))?;
+    run(MatmulOutput::Into(&total.tensor))?;
+    within(&mut calls, "into", &total.tensor, &alone)?;
+    run(MatmulOutput::Into(&addend))?;
+    within(&mut calls, "into rows with gaps", &addend, &alone)?;
     Ok(calls.worst)
 }
 
@@ -157,17 +159,18 @@ fn within(calls: &mut LaunchCheck<'_>, name: &str, got: &CudaTensor, exact: &[f3
     calls.within(Tolerance::new(0.0, 0.0, share), name, got, [exact, exact])
 }
 
-/// Products and Burn's operations, each reading what the one before wrote: the same with a wait after each and without.
+/// Chains GEMMs and Burn's operations, each of which reads the result of the one before. The chain must give the same
+/// bits with a device synchronisation after each round and without.
 fn in_order(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
     const WIDTH: usize = 512;
     let start = calls.flat(&[WIDTH, WIDTH], DType::BF16);
     let w = calls.flat(&[WIDTH, WIDTH], DType::BF16);
     let chain = |waits: bool| -> Result<Vec<f32>, Wrong> {
-        let mut x = start.on.clone();
+        let mut x = start.tensor.clone();
         for round in 0..60 {
-            let y = rounded(Product::Nt, &x, &w.on)?;
+            let y = rounded(Product::Nt, &x, &w.tensor)?;
             let y = Tensor::<Cuda, 2>::from_primitive(TensorPrimitive::Float(y.burn()));
-            // A fresh buffer each time, so that freed ones are taken again at once.
+            // Each operation allocates, so the allocator reuses freed buffers at once.
             let y = y.mul_scalar(0.04).add_scalar(0.01 * f64::from(round % 3));
             x = kernel_tensor(y.into_primitive().tensor());
             if waits {
@@ -186,7 +189,7 @@ fn in_order(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
 
 fn refused(mut calls: LaunchCheck<'_>) -> Outcome {
     let [a, b] = [[16, 24], [8, 8]].map(|sizes| calls.flat(&sizes, DType::BF16));
-    match rounded(Product::Nt, &a.on, &b.on) {
+    match rounded(Product::Nt, &a.tensor, &b.tensor) {
         Ok(_) => wrong("they were taken"),
         Err(_) => Ok(0.0),
     }

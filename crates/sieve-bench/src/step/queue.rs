@@ -1,5 +1,5 @@
-//! Launches that read what another thread allocated and lets go of at once: its memory must not be reused before the
-//! launch has run.
+//! Checks launches that read a buffer which another thread allocated and drops at once: the allocator must not reuse
+//! its memory before the launch has run.
 use super::wrappers::{LaunchCheck, same};
 use crate::device::Gpu;
 use crate::extent::Extent;
@@ -12,15 +12,15 @@ use std::sync::mpsc::sync_channel;
 
 const NAME: &str = "launch order";
 
-/// Launches, each with a buffer of another thread's stream.
+/// Number of launches, each with a buffer of another thread's stream.
 const LAUNCHES: usize = 10_000;
 
-/// Elements that each launch goes over: some 30 microseconds of the GPU, so that the host is far ahead.
+/// Elements that each launch scales. A launch takes some 30 microseconds, so the host queues far ahead of the GPU.
 const ELEMENTS: usize = 16 << 20;
 
-/// Checks that the factors of 10,000 launches, made by a second thread, are still there when the launches run. That
-/// thread fills new buffers of the same size with NaN meanwhile, which land where a factor lay as soon as the allocator
-/// counts it as free.
+/// Checks that the factors of 10,000 launches, allocated by a second thread, are intact when the launches run. The
+/// second thread also fills new buffers of the same size with NaN: one of them overwrites a factor if the allocator
+/// frees the factor too early.
 pub(crate) fn check_order(report: &mut Report, device: &Gpu, extent: &Extent) {
     let inline = match LaunchCounts::so_far().is_inline {
         Some(false) => "on a stream of their own",
@@ -49,7 +49,7 @@ fn factors_stay(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
             }
         });
         for factor in receive {
-            sieve_kernels::step::scale(&total.on, &factor)?;
+            sieve_kernels::step::scale(&total.tensor, &factor)?;
         }
         maker
             .join()
@@ -58,7 +58,7 @@ fn factors_stay(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
     made?;
     same(
         "what 10,000 factors of 1 scaled",
-        &calls.device.floats(&total.on)?,
+        &calls.device.floats(&total.tensor)?,
         &total.values,
     )?;
     match LaunchCounts::so_far().foreign_buffers - before {

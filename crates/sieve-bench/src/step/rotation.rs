@@ -1,4 +1,4 @@
-//! Norm and rotary position of heads of queries and keys.
+//! Checks and times the norm and rotary position embedding of queries and keys.
 use super::wrappers::LaunchCheck;
 use crate::bench::{Bench, Work};
 use crate::device::Device;
@@ -13,7 +13,7 @@ use sieve_ops::{DeviceBackend, QkNormRopeCall, RopeCall, RopeTables, reference};
 
 const EPSILON: f64 = 1e-6;
 
-/// Checks the launches.
+/// Checks the kernels at sizes `[tokens, query heads, KV heads, head_dim]`.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let heads: &[[usize; 4]] = &[
         [5, 3, 1, 64],
@@ -61,7 +61,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, [heads, kv_heads]: [us
     bench.row(name, &shape, work, || backward(Reuse::InPlace));
 }
 
-/// The rotation of a call alone.
+/// The call without its norms.
 fn without_norms<B: DeviceBackend>(call: QkNormRopeCall<B>) -> RopeCall<B> {
     RopeCall {
         positions: call.positions,
@@ -84,17 +84,17 @@ fn qk_norm_rope_launches(
     let positions: Vec<i32> = (0..tokens).map(|_| calls.random.below(POSITIONS) as i32).collect();
     let half = head_dim / 2;
     let angle = |at: usize| (at / half) as f64 * 10000f64.powf(-((at % half) as f64) / half as f64);
-    let table = |of: fn(f64) -> f64| -> Vec<f32> {
+    let table = |function: fn(f64) -> f64| -> Vec<f32> {
         let angles = (0..POSITIONS * half).map(angle);
-        angles.map(|angle| of(angle) as f32).collect()
+        angles.map(|angle| function(angle) as f32).collect()
     };
     let (cos, sin) = (table(f64::cos), table(f64::sin));
-    let on = |values: &[f32]| calls.device.float(values, &[POSITIONS, half], DType::F32);
-    let (cos_on, sin_on) = (on(&cos), on(&sin));
+    let upload = |values: &[f32]| calls.device.float(values, &[POSITIONS, half], DType::F32);
+    let (cos_on, sin_on) = (upload(&cos), upload(&sin));
     let positions_on = calls.device.int(&positions, &[1, tokens]);
     let args = QkNormRope {
-        q_weight: &weights[0].on,
-        k_weight: &weights[1].on,
+        q_weight: &weights[0].tensor,
+        k_weight: &weights[1].tensor,
         positions: &positions_on,
         cos: &cos_on,
         sin: &sin_on,
@@ -114,14 +114,14 @@ fn qk_norm_rope_launches(
         num_kv_heads: kv_heads,
         epsilon: EPSILON,
     };
-    let rotated = rope(&qkv.on, &positions_on, [&cos_on, &sin_on], kv_heads)?;
+    let rotated = rope(&qkv.tensor, &positions_on, [&cos_on, &sin_on], kv_heads)?;
     let exact = reference::rope::<Flex>(qkv.host(shape), without_norms(host_call()));
     calls.close("rotated", &rotated, &floats::<Flex, 4>(exact))?;
-    let y = args.qk_norm_rope_forward(&qkv.on)?;
+    let y = args.qk_norm_rope_forward(&qkv.tensor)?;
     let y_exact = reference::qk_norm_rope::<Flex>(qkv.host(shape), host_call());
     calls.close("y", &y, &floats::<Flex, 4>(y_exact))?;
     let [dqkv, dq, dk] = reference::qk_norm_rope_backward::<Flex>(qkv.host(shape), host_call(), dy.host(shape));
-    let backward = |reuse| args.qk_norm_rope_backward(&qkv.on, &dy.on, reuse);
+    let backward = |reuse| args.qk_norm_rope_backward(&qkv.tensor, &dy.tensor, reuse);
     let copied = backward(Reuse::Copy)?;
     calls.close("dqkv", &copied.dqkv, &floats::<Flex, 4>(dqkv))?;
     calls.close("dq_weight", &copied.dq_weight, &floats::<Flex, 1>(dq))?;

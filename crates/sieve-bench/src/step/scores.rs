@@ -1,4 +1,4 @@
-//! DMA's scores of keys and their gradient.
+//! Checks and times DMA's scores of keys, their ranks and their gradient.
 use super::wrappers::{Input, LaunchCheck};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
@@ -11,10 +11,10 @@ use sieve_kernels::DType;
 use sieve_kernels::{PositionOrigin as Origin, Qkv, Recency as KernelRecency, ScoresBackward};
 use sieve_ops::{AttentionSpec, DmaScoresCall, reference};
 
-/// KV heads of the checked launches.
+/// Numbers of KV heads that are checked.
 pub(super) const KV_HEADS: &[usize] = &[1, 2, 3, 4, 8, 16, 32];
 
-/// Checks the launches.
+/// Checks the kernels with two query heads for each KV head.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &kv_heads in extent.pick(&[3][..], KV_HEADS) {
         for (tokens, head_dim) in [(33, 64), (257, 128), (1001, 96)] {
@@ -39,9 +39,11 @@ pub(super) fn bench(
     let forward = || qkv.dma_scores(&w_dt, &a);
     let shape = format!("{tokens} kv heads {kv_heads} d{head_dim}");
     let keys = (tokens * kv_heads) as f64;
+    // Reads v in bf16; writes x and z in f32.
     let work = Work::Bytes(keys * (2 * head_dim + 8) as f64);
     bench.row("dma_scores forward", &shape, work, forward);
     let scored = forward()?;
+    // Reads v, reads and writes dv in bf16; reads x and dz in f32.
     let work = Work::Bytes(keys * (6 * head_dim + 8) as f64);
     bench.row("dma_scores backward", &shape, work, || {
         let call = ScoresBackward {
@@ -65,7 +67,7 @@ fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usiz
         .map(|_| calls.random.normal_with_tails() / (kv_heads as f32 * head_dim as f32).sqrt())
         .collect();
     let w_dt = Input {
-        on: calls.device.float(&w_dt, &w_shape, DType::F32),
+        tensor: calls.device.float(&w_dt, &w_shape, DType::F32),
         values: w_dt,
     };
     let a = calls.flat(&[kv_heads], DType::F32);
@@ -78,10 +80,11 @@ fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usiz
         spec,
     };
     let z = floats::<Flex, 3>(reference::dma_scores(&on_host));
-    let heads = Qkv::packed(&qkv.on, 2 * kv_heads, kv_heads);
-    let scores = heads.dma_scores(&w_dt.on, &a.on)?;
+    let heads = Qkv::packed(&qkv.tensor, 2 * kv_heads, kv_heads);
+    let scores = heads.dma_scores(&w_dt.tensor, &a.tensor)?;
     calls.close("z", &scores.z, &z)?;
-    // Slope times position and the sum are rounded one after the other, from these very scores.
+    // The expected ranks are computed from the kernel's scores: the product of slope and position is rounded to f32,
+    // then the sum.
     let z = calls.device.floats(&scores.z)?;
     let slopes: Vec<f32> = (0..kv_heads).map(|head| 1.0 / (3.0 + head as f32)).collect();
     let starts: Vec<i32> = (0..BATCH * tokens).map(|at| (at % tokens / 100 * 100) as i32).collect();
@@ -91,8 +94,8 @@ fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usiz
         ("ranks from a position on", Origin::First(100_001)),
     ] {
         let ranks = heads.dma_ranks(
-            &w_dt.on,
-            &a.on,
+            &w_dt.tensor,
+            &a.tensor,
             Some(&KernelRecency {
                 slopes: &slopes,
                 origin,
@@ -113,14 +116,14 @@ fn dma_scores_launches(mut calls: LaunchCheck<'_>, tokens: usize, kv_heads: usiz
     let [dqkv_exact, dw_exact, da_exact] = reference::dma_scores_backward(&on_host, dz_host, dqkv_host);
     let call = ScoresBackward {
         qkv: &heads,
-        w_dt: &w_dt.on,
-        a: &a.on,
+        w_dt: &w_dt.tensor,
+        a: &a.tensor,
         x: &scores.x,
-        dz: &dz.on,
+        dz: &dz.tensor,
     };
-    let into = Qkv::packed(&dqkv.on, 2 * kv_heads, kv_heads);
+    let into = Qkv::packed(&dqkv.tensor, 2 * kv_heads, kv_heads);
     let (dw, da) = call.dma_scores_backward(&into)?;
-    calls.close("dv among dqkv", &dqkv.on, &floats::<Flex, 4>(dqkv_exact))?;
+    calls.close("dv among dqkv", &dqkv.tensor, &floats::<Flex, 4>(dqkv_exact))?;
     calls.close("dw_dt", &dw, &floats::<Flex, 2>(dw_exact))?;
     calls.close("da", &da, &floats::<Flex, 1>(da_exact))?;
     Ok(calls.worst)

@@ -1,5 +1,5 @@
-//! The residual stream: norms, and sums of two streams.
-use super::wrappers::{LaunchCheck, added, added_of};
+//! Checks and times the kernels of the residual stream: RMS norm and residual sum.
+use super::wrappers::{LaunchCheck, plus};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
@@ -13,7 +13,7 @@ use sieve_testing::round_bf16;
 
 const EPSILON: f64 = 1e-6;
 
-/// Checks the launches.
+/// Checks RMS norm at sizes `[rows, width]`, and one residual sum.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &[rows, width] in extent.sizes(&[
         [7, 64],
@@ -31,7 +31,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     report.add("residual_add", "kernel", "77 x 2056", outcome);
 }
 
-/// Norms and sums of the residual stream.
+/// Times RMS norm and residual sum on `[tokens, width]`.
 pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     let [x, residual, dy] = [0; 3].map(|_| bench.bf16([tokens, width]));
     let weight = bench.bf16([width]);
@@ -66,23 +66,23 @@ fn rms_norm_launches(mut calls: LaunchCheck<'_>, shape: [usize; 2]) -> Outcome {
     };
     let y_exact = floats::<Flex, 2>(reference::rms_norm::<Flex>(call()));
     let epsilon = EPSILON as f32;
-    let y = rms_norm_forward(&x.on, &weight.on, epsilon)?;
+    let y = rms_norm_forward(&x.tensor, &weight.tensor, epsilon)?;
     calls.close("y", &y, &y_exact)?;
 
     let [dx_exact, dweight_exact] = reference::rms_norm_backward::<Flex>(call(), dy.host(shape));
     let (dx_exact, dweight_exact) = (floats::<Flex, 2>(dx_exact), floats::<Flex, 1>(dweight_exact));
-    let backward = |d_residual| rms_norm_backward(&x.on, &weight.on, epsilon, &dy.on, d_residual);
+    let backward = |d_residual| rms_norm_backward(&x.tensor, &weight.tensor, epsilon, &dy.tensor, d_residual);
     let (dx, dweight) = backward(None)?;
     calls.close("dx", &dx, &dx_exact)?;
     calls.close("dweight", &dweight, &dweight_exact)?;
     let (again, dweight_again) = backward(None)?;
     calls.equal("dx of two runs", &again, &dx)?;
     calls.equal("dweight of two runs", &dweight_again, &dweight)?;
-    let (both, dweight_too) = backward(Some(&residual.on))?;
-    calls.close("dx + its residual", &both, &added_of(&dx_exact, &residual.values))?;
+    let (both, dweight_too) = backward(Some(&residual.tensor))?;
+    calls.close("dx + its residual", &both, &plus(&dx_exact, &residual.values))?;
     calls.equal("dweight with a residual", &dweight_too, &dweight)?;
-    let [x_on, weight, dy, residual] = [&x.on, &weight.on, &dy.on, &residual.on];
-    let (with_y, dweight_too, y_again) = rms_norm_backward_with_output(x_on, weight, epsilon, dy, residual)?;
+    let [x, weight, dy, residual] = [&x.tensor, &weight.tensor, &dy.tensor, &residual.tensor];
+    let (with_y, dweight_too, y_again) = rms_norm_backward_with_output(x, weight, epsilon, dy, residual)?;
     calls.equal("dx with y", &with_y, &both)?;
     calls.equal("dweight with y", &dweight_too, &dweight)?;
     calls.close("y again", &y_again, &y_exact)?;
@@ -92,7 +92,7 @@ fn rms_norm_launches(mut calls: LaunchCheck<'_>, shape: [usize; 2]) -> Outcome {
 fn residual_add_launches(mut calls: LaunchCheck<'_>) -> Outcome {
     const SHAPE: [usize; 2] = [77, 2056];
     let (a, b) = (calls.pitched(SHAPE, DType::BF16)?, calls.pitched(SHAPE, DType::BF16)?);
-    let exact: Vec<f32> = added(&a.values, &b.values).map(round_bf16).collect();
-    calls.holds("bf16", &residual_add(&a.on, &b.on)?, &exact)?;
+    let exact: Vec<f32> = plus(&a.values, &b.values).into_iter().map(round_bf16).collect();
+    calls.holds("bf16", &residual_add(&a.tensor, &b.tensor)?, &exact)?;
     Ok(calls.worst)
 }

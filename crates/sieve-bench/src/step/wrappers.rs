@@ -1,5 +1,5 @@
-//! Launch wrappers called with rows with gaps, sums added to what is there, results in place, and equal repeats. Values
-//! are compared with the plain-Burn references.
+//! Inputs and comparisons that the checks of this folder share. Inputs may have gaps between rows, filled with NaN.
+//! Results are compared with the plain-Burn references, or with each other bit for bit.
 use crate::device::Device;
 use crate::report::{Wrong, wrong};
 use crate::tensors::cast;
@@ -10,23 +10,25 @@ use sieve_kernels::CudaTensor;
 use sieve_kernels::DType;
 use sieve_testing::Random;
 
-/// Elements between the end of a row and the next.
+/// Elements between the end of a row and the start of the next in [`LaunchCheck::pitched`].
 pub(super) const GAP: usize = 24;
 
+/// The state of one check: draws inputs, and remembers the largest error.
 pub(super) struct LaunchCheck<'a> {
     pub(super) device: &'a dyn Device,
     pub(super) random: Random,
+    /// The largest ratio of error to tolerance so far.
     pub(super) worst: f32,
 }
 
-/// A tensor on the device and its values.
+/// A tensor on the device, and its values on the host.
 pub(super) struct Input {
-    pub(super) on: CudaTensor,
+    pub(super) tensor: CudaTensor,
     pub(super) values: Vec<f32>,
 }
 
 impl Input {
-    /// The same on the host.
+    /// The values as an f32 tensor of the CPU backend.
     pub(super) fn host<const D: usize>(&self, shape: [usize; D]) -> FloatTensor<Flex> {
         cast::<Flex, D>(&self.values, shape, burn::tensor::DType::F32, &FlexDevice)
     }
@@ -34,35 +36,36 @@ impl Input {
 
 impl<'a> LaunchCheck<'a> {
     pub(super) fn new(device: &'a dyn Device, seed: u64) -> Self {
-        let random = Random(seed);
         Self {
             device,
-            random,
+            random: Random(seed),
             worst: 0.0,
         }
     }
 
-    /// Rows with gaps between them.
+    /// Draws rows with [`GAP`] NaN between them.
     pub(super) fn pitched(&mut self, shape: [usize; 2], dtype: DType) -> Result<Input, Wrong> {
         self.with_gaps(shape, GAP, dtype)
     }
 
-    /// Rows with this many NaN between them.
+    /// Draws rows with `gap` NaN between them.
     pub(super) fn with_gaps(&mut self, [rows, width]: [usize; 2], gap: usize, dtype: DType) -> Result<Input, Wrong> {
         let values = self.random.bf16_normals(rows * width);
         let buffer = gapped(&values, width, width + gap);
         let all = self.device.float(&buffer, &[rows, width + gap], dtype);
-        let on = all.view("check", "x", &[rows, width], &[width + gap, 1])?;
-        Ok(Input { on, values })
+        let tensor = all.view("check", "x", &[rows, width], &[width + gap, 1])?;
+        Ok(Input { tensor, values })
     }
 
+    /// Draws a contiguous tensor.
     pub(super) fn flat(&mut self, shape: &[usize], dtype: DType) -> Input {
         let values = self.random.bf16_normals(shape.iter().product());
-        let on = self.device.float(&values, shape, dtype);
-        Input { on, values }
+        let tensor = self.device.float(&values, shape, dtype);
+        Input { tensor, values }
     }
 
-    /// Within one rounding to bf16, or, in f32, within the noise of a sum.
+    /// Fails where `got` differs from `exact` by more than one rounding to bf16, or, in f32, by more than the error of
+    /// a sum.
     pub(super) fn close(&mut self, name: &str, got: &CudaTensor, exact: &[f32]) -> Result<(), Wrong> {
         let share = match got.dtype() {
             DType::BF16 => 1.0 / 256.0,
@@ -71,7 +74,7 @@ impl<'a> LaunchCheck<'a> {
         self.within(Tolerance::new(0.0, 1e-6, share), name, got, [exact, exact])
     }
 
-    /// Within a tolerance, by what a plain computation gives and what is exact.
+    /// Fails where `got` is not within `tolerance` of `exact`; `plain` is the result of a plain bf16 computation.
     pub(super) fn within(
         &mut self,
         tolerance: Tolerance,
@@ -84,18 +87,18 @@ impl<'a> LaunchCheck<'a> {
         Ok(())
     }
 
-    /// Equal to the last bit.
+    /// Fails unless both tensors are equal bit for bit.
     pub(super) fn equal(&self, what: &str, a: &CudaTensor, b: &CudaTensor) -> Result<(), Wrong> {
         self.holds(what, a, &self.device.floats(b)?)
     }
 
-    /// These numbers, to the last bit.
-    pub(super) fn holds(&self, what: &str, got: &CudaTensor, all: &[f32]) -> Result<(), Wrong> {
-        same(what, &self.device.floats(got)?, all)
+    /// Fails unless the tensor holds exactly the numbers in `expected`.
+    pub(super) fn holds(&self, what: &str, got: &CudaTensor, expected: &[f32]) -> Result<(), Wrong> {
+        same(what, &self.device.floats(got)?, expected)
     }
 }
 
-/// Rows made longer with NaN.
+/// Pads rows of `width` numbers with NaN to `pitch` numbers.
 pub(super) fn gapped(values: &[f32], width: usize, pitch: usize) -> Vec<f32> {
     let mut buffer = Vec::with_capacity(values.len() / width * pitch);
     for row in values.chunks_exact(width) {
@@ -105,21 +108,13 @@ pub(super) fn gapped(values: &[f32], width: usize, pitch: usize) -> Vec<f32> {
     buffer
 }
 
-pub(super) fn added<'a>(a: &'a [f32], b: &'a [f32]) -> impl Iterator<Item = f32> + 'a {
-    a.iter().zip(b).map(|(a, b)| a + b)
+/// `a + b` of each pair, added in f64 and rounded to f32.
+pub(super) fn plus<T: Copy + Into<f64>>(a: &[T], b: &[f32]) -> Vec<f32> {
+    let pairs = a.iter().zip(b);
+    pairs.map(|(&a, &b)| (a.into() + f64::from(b)) as f32).collect()
 }
 
-pub(super) fn added_of(a: &[f32], b: &[f32]) -> Vec<f32> {
-    added(a, b).collect()
-}
-
-/// Sums in f64 with something added to each.
-pub(super) fn plus(sums: &[f64], more: &[f32]) -> Vec<f32> {
-    let pairs = sums.iter().zip(more);
-    pairs.map(|(a, &b)| (a + f64::from(b)) as f32).collect()
-}
-
-/// Equal to the last bit; a NaN equals a NaN.
+/// Fails unless both lists are equal; a NaN equals a NaN.
 pub(super) fn same(what: &str, got: &[f32], expected: &[f32]) -> Result<(), Wrong> {
     let equal = |(a, b): (&f32, &f32)| a == b || (a.is_nan() && b.is_nan());
     let differ = got.iter().zip(expected).position(|pair| !equal(pair));

@@ -1,5 +1,5 @@
-//! The backward pass: probabilities are recomputed from the log-sum-exp, all five GEMMs run on the forward's panels,
-//! and every sum has an order fixed by sizes and mask alone.
+//! The backward pass: probabilities are recomputed from the log-sum-exp, and all five GEMMs run on the panels of the
+//! forward pass. Sizes and mask alone fix the order of every sum.
 
 use std::ops::Range;
 
@@ -10,17 +10,17 @@ use super::keys::Keys;
 use super::panel::{Aligned, LANES, multiply, multiply_transposed};
 use super::scratch::Pool;
 use super::segments::{KeySums, segments_of, split_by_group, write_sums};
-use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
-use super::{Documents, Mask, Packed};
-use crate::simd::{dot, exp, on_arch};
+use super::tile::{BLOCK_KEYS, KeyBlock, Pairs, RowPanels, Tile, row_positions};
+use super::{Documents, Mask, PackedShape};
+use crate::simd::{dot, exp, on_arch, reduce_sum};
 
-/// Vectors handled side by side, so that their chains of dependent operations overlap.
+/// Vectors that one loop processes, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
 
 /// What the backward pass reads.
 #[derive(Clone, Copy)]
 struct Inputs<'a> {
-    shape: Packed,
+    shape: PackedShape,
     qkv: &'a [f32],
     o: &'a [f32],
     lse: &'a [f32],
@@ -28,32 +28,35 @@ struct Inputs<'a> {
     keys: &'a Keys<'a>,
 }
 
-/// What one thread needs for one segment.
+/// Working memory of one thread.
 struct Scratch<const W: usize> {
     q: RowPanels<W>,
     d_o: RowPanels<W>,
+    /// Without the softmax scale, `[row panels, column panels, LANES, W]`.
     dq: Vec<Aligned<[[f32; W]; LANES]>>,
     positions: Vec<[i32; LANES]>,
     statistics: Vec<RowStatistics>,
     block: KeyBlock<W>,
+    /// Keys of the tile.
     list: Vec<u32>,
     p: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
     ds: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
+    /// Gradients of the block's keys, from one tile: `[column panels, BLOCK_KEYS, W]`.
     dk: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
     dv: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
     d_delta: [f32; BLOCK_KEYS],
 }
 
-/// Per row of a panel: log-sum-exp and the dot product of o and d_o.
+/// For each row of a panel, its log-sum-exp and the dot product of o and d_o.
 #[derive(Clone)]
-pub(crate) struct RowStatistics {
-    pub(crate) lse: Aligned<[f32; LANES]>,
-    pub(crate) correction: Aligned<[f32; LANES]>,
+struct RowStatistics {
+    lse: Aligned<[f32; LANES]>,
+    o_dot_d_o: Aligned<[f32; LANES]>,
 }
 
 #[allow(clippy::too_many_arguments, reason = "the operands of the public function")]
 pub(super) fn run<const W: usize>(
-    shape: Packed,
+    shape: PackedShape,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,
@@ -84,9 +87,9 @@ pub(super) fn run<const W: usize>(
             let mut dq = rows.dq.as_mut_slice();
             let mut work = Vec::with_capacity(segments.len());
             for tokens in segments {
-                let (part, rest) = dq.split_at_mut(tokens.len() * shape.group_size());
+                let (segment_dq, rest) = dq.split_at_mut(tokens.len() * shape.group_size());
                 dq = rest;
-                work.push((tokens, part));
+                work.push((tokens, segment_dq));
             }
             let sums: Vec<KeySums> = work
                 .into_par_iter()
@@ -124,7 +127,8 @@ on_arch! {
     ) -> KeySums = segment_simd;
 }
 
-/// Consecutive tiles of one (row, KV head): writes their dq, returns their sums over keys.
+/// The backward pass of the tiles that hold `tokens`, for one batch row and KV head: writes dq, and returns the
+/// segment's sums of dk, dv and d_delta.
 #[inline(always)]
 fn segment_simd<S: Simd, const W: usize>(
     simd: S,
@@ -152,22 +156,18 @@ fn segment_simd<S: Simd, const W: usize>(
         .zip(dq.chunks_mut(keys.tile_tokens() * group_size));
     for (first, dq) in tiles {
         let end = (first + keys.tile_tokens()).min(tokens.end);
-        one_tile(
-            simd,
-            inputs,
-            Tile {
-                row,
-                kv_head,
-                first,
-                end,
-            },
-            scratch,
-            &mut sums,
-        );
+        let tile = Tile {
+            row,
+            kv_head,
+            first,
+            end,
+        };
+        one_tile(simd, inputs, tile, scratch, &mut sums);
         let columns = d.div_ceil(W);
-        for (r, dq) in dq.iter_mut().enumerate() {
+        for (query_row, dq) in dq.iter_mut().enumerate() {
             for (c, dq) in dq.chunks_mut(W).enumerate() {
-                for (dq, &x) in dq.iter_mut().zip(&scratch.dq[r / LANES * columns + c][r % LANES]) {
+                let unscaled = &scratch.dq[query_row / LANES * columns + c][query_row % LANES];
+                for (dq, &x) in dq.iter_mut().zip(unscaled) {
                     *dq = x * shape.softmax_scale;
                 }
             }
@@ -176,7 +176,7 @@ fn segment_simd<S: Simd, const W: usize>(
     sums
 }
 
-/// Leaves dq (without the scale) in the scratch and adds to the sums over keys.
+/// Leaves dq, without the softmax scale, in the scratch and adds the gradients of the tile's keys to `sums`.
 #[inline(always)]
 fn one_tile<S: Simd, const W: usize>(
     simd: S,
@@ -187,90 +187,80 @@ fn one_tile<S: Simd, const W: usize>(
 ) {
     let Inputs { shape, qkv, keys, .. } = inputs;
     let (d, d_v) = (shape.head_dim, shape.head_dim_v);
-    let (columns, columns_v) = (d.div_ceil(W), d_v.div_ceil(W));
     load_rows(simd, inputs, tile, scratch);
+    let row_len = shape.seq_len * shape.token_len();
+    let qkv_row = &qkv[tile.row * row_len..(tile.row + 1) * row_len];
+    scratch.dq.clear();
+    let dq_panels = scratch.positions.len() * d.div_ceil(W);
+    scratch.dq.resize(dq_panels, Aligned([[0.0; W]; LANES]));
+
+    let mut list = std::mem::take(&mut scratch.list);
+    keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, &mut list);
+    for list in keys.chunks(tile.row, &list) {
+        scratch.block.gather(qkv_row, shape, keys, tile, list);
+        scratch.dk.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
+        scratch.dv.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
+        scratch.d_delta.fill(0.0);
+        for panel in 0..scratch.positions.len() {
+            let readers = keys.readers(tile.row, tile.kv_head, list[0], &scratch.positions[panel]);
+            one_panel(simd, inputs, tile, panel, &readers, scratch);
+        }
+        for (slot, &j) in list.iter().enumerate() {
+            let at = j as usize - sums.first;
+            add_columns(&mut sums.dk[at * d..(at + 1) * d], slot, &scratch.dk);
+            add_columns(&mut sums.dv[at * d_v..(at + 1) * d_v], slot, &scratch.dv);
+            sums.d_delta[at] += scratch.d_delta[slot];
+        }
+    }
+    scratch.list = list;
+}
+
+/// Adds the gradients of one panel of query rows and the gathered block of keys to dq, dk, dv and d_delta in the
+/// scratch. `positions` are the panel's, with -1 for rows that see none of the keys.
+#[inline(always)]
+fn one_panel<S: Simd, const W: usize>(
+    simd: S,
+    inputs: Inputs<'_>,
+    tile: Tile,
+    panel: usize,
+    positions: &[i32; LANES],
+    scratch: &mut Scratch<W>,
+) {
+    let Inputs { shape, keys, .. } = inputs;
+    let (columns, columns_v) = (shape.head_dim.div_ceil(W), shape.head_dim_v.div_ceil(W));
     let Scratch {
         q,
         d_o,
         dq,
-        positions,
-        statistics,
         block,
-        list,
-        p,
-        ds,
         dk,
         dv,
-        d_delta,
+        ..
     } = scratch;
-    let row_len = shape.seq_len * shape.token_len();
-    let qkv_row = &qkv[tile.row * row_len..(tile.row + 1) * row_len];
-    dq.clear();
-    dq.resize(positions.len() * columns, Aligned([[0.0; W]; LANES]));
-
-    keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, list);
-    for list in keys.parts(tile.row, list) {
-        block.gather(qkv_row, shape, keys, tile, list);
-        dk.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
-        dv.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
-        d_delta.fill(0.0);
-        for (panel, positions) in positions.iter().enumerate() {
-            let positions = &keys.readers(tile.row, tile.kv_head, list[0], positions);
-            let Some(meeting) = block.meeting(positions) else {
-                continue;
-            };
-            let range = meeting.keys;
-            for c in 0..columns {
-                multiply(
-                    simd,
-                    &block.k[c][range.clone()],
-                    &q.transposed[panel * columns + c],
-                    &mut p[range.clone()],
-                    c > 0,
-                );
-            }
-            for c in 0..columns_v {
-                multiply(
-                    simd,
-                    &block.v[c][range.clone()],
-                    &d_o.transposed[panel * columns_v + c],
-                    &mut ds[range.clone()],
-                    c > 0,
-                );
-            }
-            let bases = keys.bases(tile.row, tile.kv_head, positions);
-            let shown = Shown {
-                positions,
-                key: &block.position[range.clone()],
-                expire: &block.expire[range.clone()],
-                delta: keys.delta(tile.row, tile.kv_head).map(|_| &block.delta[range.clone()]),
-                base: &bases,
-                masked: meeting.masked,
-                statistics: &statistics[panel],
-            };
-            let d_delta = &mut d_delta[range.clone()];
-            probabilities_and_gradients(simd, &shown, &mut p[range.clone()], &mut ds[range.clone()], d_delta);
-            for (c, dv) in dv.iter_mut().enumerate().take(columns_v) {
-                multiply(
-                    simd,
-                    &p[range.clone()],
-                    &d_o.natural[panel * columns_v + c],
-                    &mut dv[range.clone()],
-                    true,
-                );
-            }
-            for (c, dk) in dk.iter_mut().enumerate() {
-                let at = panel * columns + c;
-                multiply(simd, &ds[range.clone()], &q.natural[at], &mut dk[range.clone()], true);
-                multiply_transposed(simd, &ds[range.clone()], &block.k[c][range.clone()], &mut dq[at]);
-            }
-        }
-        for (slot, &j) in list.iter().enumerate() {
-            let at = j as usize - sums.first;
-            add_columns(&mut sums.dk[at * d..(at + 1) * d], slot, dk);
-            add_columns(&mut sums.dv[at * d_v..(at + 1) * d_v], slot, dv);
-            sums.d_delta[at] += d_delta[slot];
-        }
+    let Some(seen) = block.seen_by(positions) else {
+        return;
+    };
+    let slots = || seen.slots.clone();
+    let (p, ds) = (&mut scratch.p[slots()], &mut scratch.ds[slots()]);
+    for c in 0..columns {
+        multiply(simd, &block.k[c][slots()], &q.transposed[panel * columns + c], p, c > 0);
+    }
+    for c in 0..columns_v {
+        let d_o = &d_o.transposed[panel * columns_v + c];
+        multiply(simd, &block.v[c][slots()], d_o, ds, c > 0);
+    }
+    let base = keys.bases(tile.row, tile.kv_head, positions);
+    let has_bias = keys.delta(tile.row, tile.kv_head).is_some();
+    let pairs = block.pairs(positions, &seen, &base, has_bias);
+    let d_delta = &mut scratch.d_delta[slots()];
+    probabilities_and_gradients(simd, &pairs, &scratch.statistics[panel], p, ds, d_delta);
+    for (c, dv) in dv.iter_mut().enumerate().take(columns_v) {
+        multiply(simd, p, &d_o.natural[panel * columns_v + c], &mut dv[slots()], true);
+    }
+    for (c, dk) in dk.iter_mut().enumerate() {
+        let at = panel * columns + c;
+        multiply(simd, ds, &q.natural[at], &mut dk[slots()], true);
+        multiply_transposed(simd, ds, &block.k[c][slots()], &mut dq[at]);
     }
 }
 
@@ -286,99 +276,87 @@ fn load_rows<S: Simd, const W: usize>(simd: S, inputs: Inputs<'_>, tile: Tile, s
         ..
     } = inputs;
     let (d, d_v) = (shape.head_dim, shape.head_dim_v);
-    let (group_size, n) = (shape.group_size(), shape.seq_len);
-    let place = |r: usize| (tile.first + r / group_size, tile.kv_head * group_size + r % group_size);
-    let q_rows = (0..tile.num_rows(shape)).map(|r| {
-        let (token, head) = place(r);
-        let at = (tile.row * n + token) * shape.token_len() + head * d;
-        &qkv[at..at + d]
+    let num_rows = tile.num_rows(shape);
+    let token_idx = |token: usize| tile.row * shape.seq_len + token;
+    let q_rows = (0..num_rows).map(|query_row| {
+        let (token, head) = tile.token_and_head(shape, query_row);
+        &qkv[token_idx(token) * shape.token_len() + head * d..][..d]
     });
-    let o_at = |r: usize| {
-        let (token, head) = place(r);
-        let at = ((tile.row * n + token) * shape.num_heads + head) * d_v;
+    let o_range = |query_row: usize| {
+        let (token, head) = tile.token_and_head(shape, query_row);
+        let at = (token_idx(token) * shape.num_heads + head) * d_v;
         at..at + d_v
     };
     scratch.q.load(q_rows, d, shape.softmax_scale);
     scratch.q.transpose();
-    scratch
-        .d_o
-        .load((0..tile.num_rows(shape)).map(|r| &d_o[o_at(r)]), d_v, 1.0);
+    let d_o_rows = (0..num_rows).map(|query_row| &d_o[o_range(query_row)]);
+    scratch.d_o.load(d_o_rows, d_v, 1.0);
     scratch.d_o.transpose();
-    row_positions(tile, shape, &mut scratch.positions);
+    let position = |query_row: usize| tile.token_and_head(shape, query_row).0 as i32;
+    row_positions(num_rows, position, &mut scratch.positions);
     scratch.statistics.clear();
     scratch.statistics.resize(
         scratch.positions.len(),
         RowStatistics {
             lse: Aligned([0.0; LANES]),
-            correction: Aligned([0.0; LANES]),
+            o_dot_d_o: Aligned([0.0; LANES]),
         },
     );
-    for r in 0..tile.num_rows(shape) {
-        let (token, head) = place(r);
-        let statistics = &mut scratch.statistics[r / LANES];
-        let lse = lse[(tile.row * shape.num_heads + head) * n + token];
+    for query_row in 0..num_rows {
+        let (token, head) = tile.token_and_head(shape, query_row);
+        let lse = lse[(tile.row * shape.num_heads + head) * shape.seq_len + token];
+        let statistics = &mut scratch.statistics[query_row / LANES];
+        let lane = query_row % LANES;
         // A row that sees nothing has no visible pair; 0 keeps its masked lanes finite.
-        statistics.lse[r % LANES] = if lse == f32::NEG_INFINITY { 0.0 } else { lse };
-        statistics.correction[r % LANES] = dot(simd, &o[o_at(r)], &d_o[o_at(r)]);
+        statistics.lse[lane] = if lse == f32::NEG_INFINITY { 0.0 } else { lse };
+        statistics.o_dot_d_o[lane] = dot(simd, &o[o_range(query_row)], &d_o[o_range(query_row)]);
     }
 }
 
-/// A rectangle of keys and query rows.
-pub(crate) struct Shown<'s> {
-    pub(crate) positions: &'s [i32; LANES],
-    pub(crate) key: &'s [i32],
-    pub(crate) expire: &'s [i32],
-    pub(crate) delta: Option<&'s [f32]>,
-    /// Taken from `delta`, per query.
-    pub(crate) base: &'s [f32; LANES],
-    pub(crate) masked: bool,
-    pub(crate) statistics: &'s RowStatistics,
-}
-
-/// In: `p` holds scores, `ds` holds d_o . v. Out: probabilities and gradients of the logits, summed into `d_delta`.
+/// On entry `p` holds scores and `ds` the products d_o . v. On return `p` holds probabilities and `ds` gradients of the
+/// logits, which are also added to `d_delta` over the rows.
 #[inline(always)]
-pub(crate) fn probabilities_and_gradients<S: Simd>(
+fn probabilities_and_gradients<S: Simd>(
     simd: S,
-    shown: &Shown<'_>,
+    pairs: &Pairs<'_>,
+    statistics: &RowStatistics,
     p: &mut [[f32; LANES]],
     ds: &mut [[f32; LANES]],
     d_delta: &mut [f32],
 ) {
-    let positions = S::as_simd_i32s(shown.positions).0;
-    let base = S::as_simd_f32s(shown.base).0;
-    let lse = S::as_simd_f32s(&*shown.statistics.lse).0;
-    let correction = S::as_simd_f32s(&*shown.statistics.correction).0;
+    let positions = S::as_simd_i32s(pairs.positions).0;
+    let base = S::as_simd_f32s(pairs.base).0;
+    let lse = S::as_simd_f32s(&*statistics.lse).0;
+    let o_dot_d_o = S::as_simd_f32s(&*statistics.o_dot_d_o).0;
     let zero = simd.splat_f32s(0.0);
-    for (s, (p, ds)) in p.iter_mut().zip(ds).enumerate() {
+    for (key, (p, ds)) in p.iter_mut().zip(ds).enumerate() {
         let p = S::as_mut_simd_f32s(p).0;
         let ds = S::as_mut_simd_f32s(ds).0;
-        let delta = simd.splat_f32s(shown.delta.map_or(0.0, |delta| delta[s]));
-        let (key, expire) = (simd.splat_i32s(shown.key[s]), simd.splat_i32s(shown.expire[s]));
+        let delta = simd.splat_f32s(pairs.delta.map_or(0.0, |delta| delta[key]));
         let mut total = [zero; SIDE];
         for col in (0..LANES / S::F32_LANES).step_by(SIDE) {
             for v in 0..SIDE {
                 let x = simd.add_f32s(p[col + v], simd.sub_f32s(delta, base[col + v]));
                 let mut probability = exp(simd, simd.sub_f32s(x, lse[col + v]));
-                if shown.masked {
-                    let at = positions[col + v];
-                    let seen = simd.and_m32s(simd.less_than_or_equal_i32s(key, at), simd.less_than_i32s(at, expire));
-                    probability = simd.select_f32s(seen, probability, zero);
+                if pairs.masked {
+                    let visible = pairs.visible(simd, key, positions[col + v]);
+                    probability = simd.select_f32s(visible, probability, zero);
                 }
-                let gradient = simd.mul_f32s(probability, simd.sub_f32s(ds[col + v], correction[col + v]));
+                let gradient = simd.mul_f32s(probability, simd.sub_f32s(ds[col + v], o_dot_d_o[col + v]));
                 p[col + v] = probability;
                 ds[col + v] = gradient;
                 total[v] = simd.add_f32s(total[v], gradient);
             }
         }
-        if shown.delta.is_some() {
-            let total = simd.add_f32s(simd.add_f32s(total[0], total[1]), simd.add_f32s(total[2], total[3]));
-            d_delta[s] += simd.reduce_sum_f32s(total);
+        if pairs.delta.is_some() {
+            d_delta[key] += reduce_sum(simd, total);
         }
     }
 }
 
+/// Adds row `slot` of the panels to a vector.
 #[inline(always)]
-pub(crate) fn add_columns<const W: usize>(target: &mut [f32], slot: usize, panels: &[Aligned<[[f32; W]; BLOCK_KEYS]>]) {
+fn add_columns<const W: usize>(target: &mut [f32], slot: usize, panels: &[Aligned<[[f32; W]; BLOCK_KEYS]>]) {
     for (target, panel) in target.chunks_mut(W).zip(panels) {
         for (target, &x) in target.iter_mut().zip(&panel[slot]) {
             *target += x;

@@ -5,111 +5,77 @@ use rayon::prelude::*;
 
 use crate::simd::{dot, exp_and_sum, on_arch};
 
-/// Sizes of a decoding step. The cache may hold any subset of the past in any order (a ring, or DMA's kept keys).
+/// Sizes of a decoding step. A head is one KV head of one batch row; its cache may hold any subset of the past in any
+/// order (a ring, or DMA's kept keys).
 #[derive(Clone, Copy, Debug)]
-pub struct DecodeShape<'a> {
-    /// Query heads, a multiple of `num_kv_heads`.
-    pub num_heads: usize,
-    /// Key and value heads.
-    pub num_kv_heads: usize,
+pub struct DecodeShape {
+    /// Query heads that read one KV head.
+    pub group_size: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Slots each batch row has in the cache.
+    /// Slots of each head in the cache.
     pub capacity: usize,
-    /// Elements from one slot to the next in k and v, at least `num_kv_heads * head_dim`.
-    pub slot_stride: usize,
-    /// Slots in use per batch row, `[batch]`; the first ones.
-    pub kv_len: &'a [usize],
+    /// Slots that are read: the first ones.
+    pub kv_len: usize,
     /// Factor on `q . k`.
     pub softmax_scale: f32,
 }
 
-/// `o = softmax(scale q k^T + delta) v` for one query token per batch row; slots past `kv_len` are not read.
+/// `o = softmax(scale q k^T + delta) v` for one query token of each batch row. Slots from `kv_len` on are not read.
 ///
 /// # Shapes
-/// - q, o: `[batch, num_heads, head_dim]`
-/// - k, v: `[batch, capacity, num_kv_heads, head_dim]`, slots `slot_stride` apart
-/// - delta: `[batch, num_kv_heads, capacity]`
+/// - q, o: `[heads, group_size, head_dim]`, heads counted over all batch rows
+/// - k, v: `[heads, capacity, head_dim]`; the last head may end after its `kv_len` slots
+/// - delta: `[heads, kv_len]`
 ///
 /// # Panics
 /// When lengths do not fit.
-pub fn attention_decode(
-    shape: &DecodeShape<'_>,
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    delta: Option<&[f32]>,
-    o: &mut [f32],
-) {
+pub fn attention_decode(shape: DecodeShape, q: &[f32], k: &[f32], v: &[f32], delta: Option<&[f32]>, o: &mut [f32]) {
     let DecodeShape {
-        num_heads,
-        num_kv_heads,
+        group_size,
         head_dim,
         capacity,
-        slot_stride,
         kv_len,
         ..
-    } = *shape;
-    let batch = kv_len.len();
+    } = shape;
+    let group_len = group_size * head_dim;
     assert!(
-        num_kv_heads > 0 && head_dim > 0 && num_heads % num_kv_heads == 0,
-        "attention_decode: impossible heads"
-    );
-    assert!(
-        slot_stride >= num_kv_heads * head_dim,
-        "attention_decode: slots overlap"
-    );
-    assert_eq!(
-        q.len(),
-        batch * num_heads * head_dim,
-        "attention_decode: q is not [batch, num_heads, head_dim]"
+        group_len > 0 && q.len().is_multiple_of(group_len),
+        "attention_decode: q is not [heads, group_size, head_dim]"
     );
     assert_eq!(o.len(), q.len(), "attention_decode: o is not as long as q");
+    assert!(
+        kv_len <= capacity,
+        "attention_decode: kv_len {kv_len} exceeds the capacity {capacity}"
+    );
     if let Some(delta) = delta {
-        assert_eq!(
-            delta.len(),
-            batch * num_kv_heads * capacity,
-            "attention_decode: delta has another size"
-        );
+        let heads = q.len() / group_len;
+        assert_eq!(delta.len(), heads * kv_len, "attention_decode: delta has another size");
     }
-    let group_size = num_heads / num_kv_heads;
-    let heads = o
-        .par_chunks_mut(group_size * head_dim)
-        .zip(q.par_chunks(group_size * head_dim))
-        .enumerate();
-    heads.for_each(|(row_and_head, (o, q))| {
-        let (row, kv_head) = (row_and_head / num_kv_heads, row_and_head % num_kv_heads);
-        let len = kv_len[row];
-        assert!(
-            len <= capacity,
-            "attention_decode: kv_len {len} exceeds the capacity {capacity}"
-        );
-        let first = row * capacity * slot_stride + kv_head * head_dim;
-        let slot = |cache: &'_ [f32], s: usize| first + s * slot_stride + head_dim <= cache.len();
-        assert!(
-            len == 0 || (slot(k, len - 1) && slot(v, len - 1)),
-            "attention_decode: k or v is too short"
-        );
-        let delta = delta.map(|delta| &delta[row_and_head * capacity..row_and_head * capacity + len]);
-        let mut logits = vec![0.0; len];
-        let (k, v) = (&k[first.min(k.len())..], &v[first.min(v.len())..]);
-        attend_group(shape, q, k, v, delta, &mut logits, o);
+    let groups = o.par_chunks_mut(group_len).zip(q.par_chunks(group_len)).enumerate();
+    groups.for_each(|(head, (o, q))| {
+        let [k, v] = [k, v].map(|cache| {
+            let slots = cache.get(head * capacity * head_dim..(head * capacity + kv_len) * head_dim);
+            slots.expect("attention_decode: k or v is too short")
+        });
+        let delta = delta.map(|delta| &delta[head * kv_len..][..kv_len]);
+        attend_group(shape, q, k, v, delta, &mut vec![0.0; kv_len], o);
     });
 }
 
 on_arch! {
     fn attend_group<'a>(
-        shape: &'a DecodeShape<'a>, q: &'a [f32], k: &'a [f32], v: &'a [f32], delta: Option<&'a [f32]>,
+        shape: DecodeShape, q: &'a [f32], k: &'a [f32], v: &'a [f32], delta: Option<&'a [f32]>,
         logits: &'a mut [f32], o: &'a mut [f32],
     ) -> () = attend_group_simd;
 }
 
-/// The query heads of one (batch row, KV head); k and v begin with its first slot.
+/// The query heads of one KV head.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, reason = "the operands of one op, all slices")]
 fn attend_group_simd<S: Simd>(
     simd: S,
-    shape: &DecodeShape<'_>,
+    shape: DecodeShape,
     q: &[f32],
     k: &[f32],
     v: &[f32],
@@ -117,22 +83,23 @@ fn attend_group_simd<S: Simd>(
     logits: &mut [f32],
     o: &mut [f32],
 ) {
-    let (d, stride) = (shape.head_dim, shape.slot_stride);
-    // Biases count less the largest: beside a large one q . k would lose its digits.
+    let d = shape.head_dim;
+    // The largest bias is subtracted: next to a large bias `q . k` would lose its digits.
     let largest = |delta: &[f32]| delta.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let base = delta.map_or(0.0, largest);
     for (o, q) in o.chunks_exact_mut(d).zip(q.chunks_exact(d)) {
         let mut max = f32::NEG_INFINITY;
-        for (s, logit) in logits.iter_mut().enumerate() {
-            let dot = dot(simd, q, &k[s * stride..s * stride + d]);
-            *logit = shape.softmax_scale * dot + delta.map_or(0.0, |delta| delta[s] - base);
+        for (slot, (logit, k)) in logits.iter_mut().zip(k.chunks_exact(d)).enumerate() {
+            let bias = delta.map_or(0.0, |delta| delta[slot] - base);
+            *logit = shape.softmax_scale * dot(simd, q, k) + bias;
             max = if *logit > max { *logit } else { max };
         }
-        weigh(simd, logits, max, |s| &v[s * stride..s * stride + d], o);
+        weigh(simd, logits, max, |slot| &v[slot * d..(slot + 1) * d], o);
     }
 }
 
-/// Turns the logits, whose largest is `max`, into their softmax, and `o` into the values' mean by it; 0 without keys.
+/// Computes `o = sum_s softmax(logits)_s value(s)`, 0 without keys. `max` is the largest logit; the logits become
+/// unnormalised probabilities.
 #[inline(always)]
 pub(crate) fn weigh<'v, S: Simd>(
     simd: S,
@@ -161,39 +128,38 @@ mod tests {
     use crate::attention::{AttentionShape, Documents, Mask};
     use crate::reference::{AttentionCall, Rounding};
     use crate::simd::tests::on_every_arch;
-    use sieve_testing::{Random, assert_close_relative, whole_rows};
+    use sieve_testing::{Random, assert_close_relative, whole_rows, wide};
 
     const HEADS: usize = 6;
     const KV_HEADS: usize = 3;
     const LEN: usize = 37;
 
-    /// q of the last token, k and v `[LEN, KV_HEADS, d]` of one packed row.
+    /// q of the last token, k and v `[KV_HEADS, LEN, d]` of one packed row.
     fn split(qkv: &[f32], d: usize) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
         let token_len = (HEADS + 2 * KV_HEADS) * d;
-        let (mut k, mut v) = (Vec::new(), Vec::new());
-        for token in qkv.chunks(token_len) {
-            k.extend_from_slice(&token[HEADS * d..(HEADS + KV_HEADS) * d]);
-            v.extend_from_slice(&token[(HEADS + KV_HEADS) * d..]);
-        }
-        (qkv[(LEN - 1) * token_len..][..HEADS * d].to_vec(), k, v)
+        let heads = |first: usize| -> Vec<f32> {
+            let of_head = |head: usize| {
+                let tokens = qkv.chunks(token_len);
+                tokens.flat_map(move |token| &token[(first + head) * d..(first + head + 1) * d])
+            };
+            (0..KV_HEADS).flat_map(of_head).copied().collect()
+        };
+        let q = qkv[(LEN - 1) * token_len..][..HEADS * d].to_vec();
+        (q, heads(HEADS), heads(HEADS + KV_HEADS))
     }
 
-    fn decode_shape(d: usize, kv_len: &[usize], capacity: usize) -> DecodeShape<'_> {
-        let (num_heads, num_kv_heads, softmax_scale) = (HEADS, KV_HEADS, 0.3);
+    fn decode_shape(head_dim: usize, kv_len: usize, capacity: usize) -> DecodeShape {
         DecodeShape {
-            num_heads,
-            num_kv_heads,
-            head_dim: d,
+            group_size: HEADS / KV_HEADS,
+            head_dim,
             capacity,
-            slot_stride: num_kv_heads * d,
             kv_len,
-            softmax_scale,
+            softmax_scale: 0.3,
         }
     }
 
-    /// Output of one query a row.
-    fn decode(shape: &DecodeShape<'_>, [q, k, v]: [&[f32]; 3], delta: Option<&[f32]>) -> Vec<f32> {
-        let mut o = vec![f32::NAN; shape.kv_len.len() * HEADS * shape.head_dim];
+    fn decode(shape: DecodeShape, [q, k, v]: [&[f32]; 3], delta: Option<&[f32]>) -> Vec<f32> {
+        let mut o = vec![f32::NAN; q.len()];
         attention_decode(shape, q, k, v, delta, &mut o);
         o
     }
@@ -210,12 +176,8 @@ mod tests {
                 let (start, end) = whole_rows(1, LEN);
                 let documents = Documents::new(&start, &end);
                 let shape = AttentionShape {
-                    batch: 1,
-                    seq_len: LEN,
-                    num_heads: HEADS,
-                    num_kv_heads: KV_HEADS,
-                    head_dim: d,
                     softmax_scale: 0.3,
+                    ..AttentionShape::new([1, LEN], [HEADS, KV_HEADS], d)
                 };
                 let (q, k, v) = split(&qkv, d);
                 let masks = [
@@ -231,7 +193,7 @@ mod tests {
                 for (delta, mask) in masks {
                     let full = AttentionCall::packed(shape, &qkv, documents, mask, &d_o).run(Rounding::None);
                     let delta = delta.map(Vec::as_slice);
-                    let o = decode(&decode_shape(d, &[LEN], LEN), [&q, &k, &v], delta);
+                    let o = decode(decode_shape(d, LEN, LEN), [&q, &k, &v], delta);
                     assert_close_relative("o", &o, &full.o[(LEN - 1) * HEADS * d..], 2e-6);
                 }
             }
@@ -239,30 +201,23 @@ mod tests {
     }
 
     #[test]
-    fn rows_differ_in_length_and_unused_slots_may_be_nan() {
-        let (d, capacity) = (8, 10);
+    fn an_empty_cache_gives_zeros_and_unused_slots_may_be_nan() {
+        let (d, capacity, heads) = (8, 10, 3 * KV_HEADS);
         let mut random = Random(1);
-        let kv_len = [4, 0, 10];
         let q = random.vector(3 * HEADS * d);
-        let (mut k, mut v) = (
-            random.vector(3 * capacity * KV_HEADS * d),
-            random.vector(3 * capacity * KV_HEADS * d),
-        );
-        let mut delta = random.vector(3 * KV_HEADS * capacity);
-        let shape = decode_shape(d, &kv_len, capacity);
-        let o = decode(&shape, [&q, &k, &v], Some(&delta));
-        assert!(o[HEADS * d..2 * HEADS * d].iter().all(|&x| x == 0.0));
-        for row in 0..3 {
-            for slot in kv_len[row]..capacity {
-                let at = (row * capacity + slot) * KV_HEADS * d;
-                k[at..at + KV_HEADS * d].fill(f32::NAN);
-                v[at..at + KV_HEADS * d].fill(f32::NAN);
-                for head in 0..KV_HEADS {
-                    delta[(row * KV_HEADS + head) * capacity + slot] = f32::NAN;
+        let (mut k, mut v) = (random.vector(heads * capacity * d), random.vector(heads * capacity * d));
+        for kv_len in [10, 4, 0] {
+            let delta = random.vector(heads * kv_len);
+            let shape = decode_shape(d, kv_len, capacity);
+            let o = decode(shape, [&q, &k, &v], Some(&delta));
+            assert_eq!(o.iter().all(|&x| x == 0.0), kv_len == 0);
+            for cache in [&mut k, &mut v] {
+                for slots in cache.chunks_mut(capacity * d) {
+                    slots[kv_len * d..].fill(f32::NAN);
                 }
             }
+            assert_eq!(o, decode(shape, [&q, &k, &v], Some(&delta)));
         }
-        assert_eq!(o, decode(&shape, [&q, &k, &v], Some(&delta)));
     }
 
     #[test]
@@ -271,17 +226,19 @@ mod tests {
         let mut random = Random(2);
         let qkv = random.vector(LEN * (HEADS + 2 * KV_HEADS) * d);
         let (q, k, v) = split(&qkv, d);
-        let reverse = |x: &[f32]| x.chunks(KV_HEADS * d).rev().flatten().copied().collect::<Vec<f32>>();
-        let shape = decode_shape(d, &[LEN], LEN);
-        let o = decode(&shape, [&q, &k, &v], None);
-        let reversed = decode(&shape, [&q, &reverse(&k), &reverse(&v)], None);
-        let expected: Vec<f64> = o.iter().map(|&x| f64::from(x)).collect();
-        assert_close_relative("o", &reversed, &expected, 1e-6);
+        let reverse = |x: &[f32]| -> Vec<f32> {
+            let heads = x.chunks(LEN * d);
+            heads.flat_map(|head| head.chunks(d).rev().flatten()).copied().collect()
+        };
+        let shape = decode_shape(d, LEN, LEN);
+        let o = decode(shape, [&q, &k, &v], None);
+        let reversed = decode(shape, [&q, &reverse(&k), &reverse(&v)], None);
+        assert_close_relative("o", &reversed, &wide(&o), 1e-6);
     }
 
     #[test]
     #[should_panic(expected = "exceeds the capacity")]
     fn more_slots_than_the_cache_has_are_refused() {
-        decode(&decode_shape(1, &[3], 2), [&[0.0; HEADS], &[0.0; 9], &[0.0; 9]], None);
+        decode(decode_shape(1, 3, 2), [&[0.0; HEADS], &[0.0; 9], &[0.0; 9]], None);
     }
 }

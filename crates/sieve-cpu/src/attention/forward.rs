@@ -1,6 +1,6 @@
 //! The forward pass: tiles of queries, blocks of gathered keys, online softmax.
 //!
-//! Scores are kept transposed, keys by query rows, so that running maxima and sums are whole vectors.
+//! Scores are stored transposed, `[keys, query rows]`, so that running maxima and sums of rows are whole vectors.
 
 use pulp::Simd;
 use rayon::prelude::*;
@@ -8,42 +8,33 @@ use rayon::prelude::*;
 use super::keys::Keys;
 use super::panel::{Aligned, LANES, multiply, multiply_transposed, scale_rows};
 use super::scratch::Pool;
-use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile};
-use super::{Documents, Mask, Packed};
+use super::tile::{BLOCK_KEYS, KeyBlock, Pairs, RowPanels, Tile, row_positions};
+use super::{Documents, Mask, PackedShape};
 use crate::simd::{exp_below, on_arch};
 
-/// Vectors handled side by side, so that their chains of dependent operations overlap.
+/// Vectors that one loop processes, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
 
-/// What one thread needs for one tile.
-struct Scratch<const W: usize> {
-    rows: Rows<W>,
-    list: Vec<u32>,
-}
-
-/// Queries of a tile in panels, the block of keys that they meet next, and what they have summed up.
-pub(crate) struct Rows<const W: usize> {
+/// The queries of a tile in panels, the block of keys that is read next, and the running softmax and output.
+pub(crate) struct TileState<const W: usize> {
     q: RowPanels<W>,
-    panels: Vec<Panel>,
+    /// Positions of each panel's rows, -1 for unused rows.
+    positions: Vec<[i32; LANES]>,
+    softmax: Vec<Softmax>,
     pub(crate) block: KeyBlock<W>,
     scores: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
-    /// Panels of the output's width.
+    /// Column panels of the output.
     columns_v: usize,
-    /// `[num_panels, head_dim panels, LANES, W]`.
+    /// Output without the softmax denominator, `[row panels, column panels, LANES, W]`.
     o: Vec<Aligned<[[f32; W]; LANES]>>,
 }
 
-/// Positions of a panel's rows, -1 for unused rows, and the running state of their softmax.
-struct Panel {
-    positions: [i32; LANES],
-    softmax: Softmax,
-}
-
-impl<const W: usize> Rows<W> {
+impl<const W: usize> TileState<W> {
     pub(crate) fn new(head_dim: usize) -> Self {
         Self {
             q: RowPanels::new(),
-            panels: Vec::new(),
+            positions: Vec::new(),
+            softmax: Vec::new(),
             block: KeyBlock::new(head_dim),
             scores: Aligned([[0.0; LANES]; BLOCK_KEYS]),
             columns_v: 0,
@@ -51,7 +42,7 @@ impl<const W: usize> Rows<W> {
         }
     }
 
-    /// Begins with these queries, whose keys and values are `[d, d_v]` wide.
+    /// Starts a tile of these query rows, whose keys and values are `[d, d_v]` wide.
     #[inline(always)]
     pub(crate) fn load<'r>(
         &mut self,
@@ -60,27 +51,20 @@ impl<const W: usize> Rows<W> {
         [d, d_v]: [usize; 2],
         softmax_scale: f32,
     ) {
-        let num_rows = rows.len();
+        row_positions(rows.len(), position, &mut self.positions);
         self.q.load(rows, d, softmax_scale);
         self.q.transpose();
-        self.panels.clear();
-        self.panels.extend((0..num_rows).step_by(LANES).map(|start| {
-            let used = (num_rows - start).min(LANES);
-            let mut positions = [-1; LANES];
-            (0..used).for_each(|lane| positions[lane] = position(start + lane));
-            Panel {
-                positions,
-                softmax: Softmax::new(),
-            }
-        }));
+        self.softmax.clear();
+        self.softmax.resize(self.positions.len(), Softmax::new());
         self.columns_v = d_v.div_ceil(W);
         self.o.clear();
         self.o
-            .resize(self.panels.len() * self.columns_v, Aligned([[0.0; W]; LANES]));
+            .resize(self.positions.len() * self.columns_v, Aligned([[0.0; W]; LANES]));
     }
 
-    /// Accumulates attention of the panel's rows over one block of keys: `readers` holds the rows' positions, -1 for
-    /// rows that see no key of the block. `bases` are subtracted from the keys' biases, if any.
+    /// Accumulates the attention of all rows over the block of keys. From a panel's positions, `readers` gives the same
+    /// with -1 for rows that see no key of the block, and `bases` what is subtracted from the keys' biases (`None`:
+    /// there are no biases).
     #[inline(always)]
     pub(crate) fn add_block<S: Simd>(
         &mut self,
@@ -89,45 +73,38 @@ impl<const W: usize> Rows<W> {
         readers: impl Fn(&[i32; LANES]) -> [i32; LANES],
         bases: Option<impl Fn(&[i32; LANES]) -> Aligned<[f32; LANES]>>,
     ) {
-        let (block, scores, columns_v) = (&self.block, &mut self.scores, self.columns_v);
-        for (index, panel) in self.panels.iter_mut().enumerate() {
-            let positions = readers(&panel.positions);
-            let Some(meeting) = block.meeting(&positions) else {
+        let (block, columns_v) = (&self.block, self.columns_v);
+        for (index, (positions, softmax)) in self.positions.iter().zip(&mut self.softmax).enumerate() {
+            let positions = readers(positions);
+            let Some(seen) = block.seen_by(&positions) else {
                 continue;
             };
-            let range = meeting.keys.clone();
+            let slots = || seen.slots.clone();
+            let scores = &mut self.scores[slots()];
             for c in 0..columns {
-                let (k, q) = (&block.k[c][range.clone()], &self.q.transposed[index * columns + c]);
-                multiply(simd, k, q, &mut scores[range.clone()], c > 0);
+                let q = &self.q.transposed[index * columns + c];
+                multiply(simd, &block.k[c][slots()], q, scores, c > 0);
             }
             let base = bases.as_ref().map_or(Aligned([0.0; LANES]), |bases| bases(&positions));
-            let shown = Shown {
-                positions: &positions,
-                key: &block.position[range.clone()],
-                expire: &block.expire[range.clone()],
-                delta: bases.as_ref().map(|_| &block.delta[range.clone()]),
-                base: &base,
-                masked: meeting.masked,
-            };
+            let pairs = block.pairs(&positions, &seen, &base, bases.is_some());
             let o = &mut self.o[index * columns_v..(index + 1) * columns_v];
             let mut rescale = Aligned([1.0; LANES]);
-            let softmax = &mut panel.softmax;
-            if online_softmax(simd, &shown, &mut scores[range.clone()], softmax, &mut rescale) {
+            if online_softmax(simd, &pairs, scores, softmax, &mut rescale) {
                 for o in o.iter_mut() {
                     scale_rows(simd, o, &rescale);
                 }
             }
             for (o, v) in o.iter_mut().zip(&block.v) {
-                multiply_transposed(simd, &scores[range.clone()], &v[range.clone()], o);
+                multiply_transposed(simd, scores, &v[slots()], o);
             }
         }
     }
 
-    /// Writes the output of a row, normalised; returns its log-sum-exp.
+    /// Writes the normalised output of a row and returns its log-sum-exp.
     #[inline(always)]
-    pub(crate) fn finish(&self, r: usize, o: &mut [f32]) -> f32 {
-        let (panel, lane) = (r / LANES, r % LANES);
-        let (lse, sum) = self.panels[panel].softmax.finish(lane);
+    pub(crate) fn finish(&self, row: usize, o: &mut [f32]) -> f32 {
+        let (panel, lane) = (row / LANES, row % LANES);
+        let (lse, sum) = self.softmax[panel].finish(lane);
         let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
         for (c, o) in o.chunks_mut(W).enumerate() {
             for (o, &x) in o.iter_mut().zip(&self.o[panel * self.columns_v + c][lane]) {
@@ -138,25 +115,25 @@ impl<const W: usize> Rows<W> {
     }
 }
 
-/// Running state of the online softmax of one panel.
+/// Running maximum and sum of the online softmax of one panel's rows.
 #[derive(Clone)]
-pub(crate) struct Softmax {
-    pub(crate) max: Aligned<[f32; LANES]>,
-    pub(crate) sum: Aligned<[f32; LANES]>,
+struct Softmax {
+    max: Aligned<[f32; LANES]>,
+    sum: Aligned<[f32; LANES]>,
 }
 
 impl Softmax {
-    /// Nothing seen yet.
-    pub(crate) fn new() -> Self {
+    /// The state before the first key.
+    fn new() -> Self {
         Self {
             max: Aligned([f32::NEG_INFINITY; LANES]),
             sum: Aligned([0.0; LANES]),
         }
     }
 
-    /// Log-sum-exp of a row's logits, with its base subtracted from the biases (-inf when it saw nothing), and the
-    /// softmax denominator.
-    pub(crate) fn finish(&self, lane: usize) -> (f32, f32) {
+    /// Log-sum-exp of a row's logits (-inf when it saw no key) and the softmax denominator. In the logits, the biases
+    /// are relative to the row's base.
+    fn finish(&self, lane: usize) -> (f32, f32) {
         let sum = self.sum[lane];
         let lse = if sum == 0.0 {
             f32::NEG_INFINITY
@@ -167,18 +144,20 @@ impl Softmax {
     }
 }
 
-/// All heads of one tile of tokens, and the places for its results.
+/// One tile of tokens with all heads, and where its results are written.
 struct Task<'t> {
+    /// Row of the batch.
     row: usize,
+    /// First token of the tile.
     first: usize,
-    /// `[tokens, num_heads, head_dim]`.
+    /// `[tokens, num_heads, head_dim_v]`.
     o: &'t mut [f32],
-    /// Per head, `[tokens]`.
+    /// `[tokens]` for each head.
     lse: Vec<&'t mut [f32]>,
 }
 
 pub(crate) fn run<const W: usize>(
-    shape: Packed,
+    shape: PackedShape,
     qkv: &[f32],
     documents: Documents<'_>,
     mask: Mask<'_>,
@@ -206,100 +185,89 @@ pub(crate) fn run<const W: usize>(
             });
         }
     }
-    let pool = Pool::new(Scratch::<W>::new, shape.head_dim);
+    let pool = Pool::new(|head_dim| (TileState::<W>::new(head_dim), Vec::new()), shape.head_dim);
     tasks.into_par_iter().with_max_len(1).for_each(|task| {
-        pool.lend(|scratch| forward_tile(shape, qkv, &keys, task, scratch));
+        pool.lend(|(state, list)| forward_tile(shape, qkv, &keys, task, state, list));
     });
-}
-
-impl<const W: usize> Scratch<W> {
-    fn new(head_dim: usize) -> Self {
-        let (rows, list) = (Rows::new(head_dim), Vec::new());
-        Self { rows, list }
-    }
 }
 
 on_arch! {
     fn forward_tile<'t, 's; const W>(
-        shape: Packed, qkv: &'s [f32], keys: &'s Keys<'s>, task: Task<'t>, scratch: &'s mut Scratch<W>,
+        shape: PackedShape, qkv: &'s [f32], keys: &'s Keys<'s>, task: Task<'t>, state: &'s mut TileState<W>,
+        list: &'s mut Vec<u32>,
     ) -> () = forward_tile_simd;
 }
 
+/// Computes a task. `state` and `list`, the keys of a tile, are working memory.
 #[inline(always)]
 fn forward_tile_simd<S: Simd, const W: usize>(
     simd: S,
-    shape: Packed,
+    shape: PackedShape,
     qkv: &[f32],
     keys: &Keys<'_>,
-    mut task: Task<'_>,
-    scratch: &mut Scratch<W>,
+    task: Task<'_>,
+    state: &mut TileState<W>,
+    list: &mut Vec<u32>,
 ) {
-    let o_len = shape.num_heads * shape.head_dim_v;
-    let end = task.first + task.o.len() / o_len;
+    let Task { row, first, o, mut lse } = task;
+    let end = first + o.len() / (shape.num_heads * shape.head_dim_v);
     let row_len = shape.seq_len * shape.token_len();
-    let qkv_row = &qkv[task.row * row_len..(task.row + 1) * row_len];
+    let qkv_row = &qkv[row * row_len..(row + 1) * row_len];
     for kv_head in 0..shape.num_kv_heads {
         let tile = Tile {
-            row: task.row,
+            row,
             kv_head,
-            first: task.first,
+            first,
             end,
         };
-        one_tile(simd, shape, qkv_row, keys, tile, scratch);
-        store(shape, tile, scratch, &mut task);
+        attend(simd, shape, qkv_row, keys, tile, state, list);
+        for query_row in 0..tile.num_rows(shape) {
+            let (token, head) = tile.token_and_head(shape, query_row);
+            let at = ((token - first) * shape.num_heads + head) * shape.head_dim_v;
+            lse[head][token - first] = state.finish(query_row, &mut o[at..at + shape.head_dim_v]);
+        }
     }
 }
 
-/// Leaves the unnormalised output and the softmax state of a tile in the scratch.
+/// Accumulates the attention of one tile in `state`.
 #[inline(always)]
-fn one_tile<S: Simd, const W: usize>(
+fn attend<S: Simd, const W: usize>(
     simd: S,
-    shape: Packed,
+    shape: PackedShape,
     qkv_row: &[f32],
     keys: &Keys<'_>,
     tile: Tile,
-    scratch: &mut Scratch<W>,
+    state: &mut TileState<W>,
+    list: &mut Vec<u32>,
 ) {
-    let (d, group_size) = (shape.head_dim, shape.group_size());
-    let Scratch { rows, list } = scratch;
-    let queries = (0..tile.num_rows(shape)).map(|r| {
-        let at = (tile.first + r / group_size) * shape.token_len() + (tile.kv_head * group_size + r % group_size) * d;
-        &qkv_row[at..at + d]
+    let d = shape.head_dim;
+    let queries = (0..tile.num_rows(shape)).map(|query_row| {
+        let (token, head) = tile.token_and_head(shape, query_row);
+        &qkv_row[token * shape.token_len() + head * d..][..d]
     });
-    let position = |r: usize| (tile.first + r / group_size) as i32;
-    rows.load(queries, position, [d, shape.head_dim_v], shape.softmax_scale);
+    let position = |query_row: usize| tile.token_and_head(shape, query_row).0 as i32;
+    state.load(queries, position, [d, shape.head_dim_v], shape.softmax_scale);
     keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, list);
     let has_bias = keys.delta(tile.row, tile.kv_head).is_some();
-    for list in keys.parts(tile.row, list) {
-        rows.block.gather(qkv_row, shape, keys, tile, list);
+    for list in keys.chunks(tile.row, list) {
+        state.block.gather(qkv_row, shape, keys, tile, list);
         let readers = |positions: &[i32; LANES]| keys.readers(tile.row, tile.kv_head, list[0], positions);
         let bases = |positions: &[i32; LANES]| keys.bases(tile.row, tile.kv_head, positions);
-        rows.add_block(simd, d.div_ceil(W), readers, has_bias.then_some(bases));
+        state.add_block(simd, d.div_ceil(W), readers, has_bias.then_some(bases));
     }
-}
-
-/// A rectangle of keys and query rows.
-pub(crate) struct Shown<'s> {
-    pub(crate) positions: &'s [i32; LANES],
-    pub(crate) key: &'s [i32],
-    pub(crate) expire: &'s [i32],
-    pub(crate) delta: Option<&'s [f32]>,
-    /// Taken from `delta`, per query.
-    pub(crate) base: &'s [f32; LANES],
-    pub(crate) masked: bool,
 }
 
 /// Turns scores into unnormalised probabilities; true when earlier output must be multiplied by `rescale`.
 #[inline(always)]
-pub(crate) fn online_softmax<S: Simd>(
+fn online_softmax<S: Simd>(
     simd: S,
-    shown: &Shown<'_>,
+    pairs: &Pairs<'_>,
     scores: &mut [[f32; LANES]],
     state: &mut Softmax,
     rescale: &mut [f32; LANES],
 ) -> bool {
-    let positions = S::as_simd_i32s(shown.positions).0;
-    let base = S::as_simd_f32s(shown.base).0;
+    let positions = S::as_simd_i32s(pairs.positions).0;
+    let base = S::as_simd_f32s(pairs.base).0;
     let old_max = S::as_mut_simd_f32s(&mut *state.max).0;
     let sum = S::as_mut_simd_f32s(&mut *state.sum).0;
     let rescale = S::as_mut_simd_f32s(rescale).0;
@@ -309,21 +277,19 @@ pub(crate) fn online_softmax<S: Simd>(
     for col in (0..LANES / S::F32_LANES).step_by(SIDE) {
         let mut max = [low; SIDE];
         max.copy_from_slice(&old_max[col..col + SIDE]);
-        if shown.masked {
+        if pairs.masked {
             for (s, row) in scores.iter_mut().enumerate() {
                 let row = S::as_mut_simd_f32s(row).0;
-                let delta = simd.splat_f32s(shown.delta.map_or(0.0, |delta| delta[s]));
-                let (key, expire) = (simd.splat_i32s(shown.key[s]), simd.splat_i32s(shown.expire[s]));
+                let delta = simd.splat_f32s(pairs.delta.map_or(0.0, |delta| delta[s]));
                 for v in 0..SIDE {
-                    let at = positions[col + v];
-                    let seen = simd.and_m32s(simd.less_than_or_equal_i32s(key, at), simd.less_than_i32s(at, expire));
+                    let seen = pairs.visible(simd, s, positions[col + v]);
                     let bias = simd.sub_f32s(delta, base[col + v]);
                     let x = simd.select_f32s(seen, simd.add_f32s(row[col + v], bias), low);
                     row[col + v] = x;
                     max[v] = simd.max_f32s(max[v], x);
                 }
             }
-        } else if let Some(delta) = shown.delta {
+        } else if let Some(delta) = pairs.delta {
             for (row, &delta) in scores.iter_mut().zip(delta) {
                 let row = S::as_mut_simd_f32s(row).0;
                 let delta = simd.splat_f32s(delta);
@@ -366,15 +332,4 @@ pub(crate) fn online_softmax<S: Simd>(
         sum[col..col + SIDE].copy_from_slice(&total);
     }
     changed
-}
-
-/// Normalises and writes a finished tile.
-#[inline(always)]
-fn store<const W: usize>(shape: Packed, tile: Tile, scratch: &Scratch<W>, task: &mut Task<'_>) {
-    let (d, group_size) = (shape.head_dim_v, shape.group_size());
-    for r in 0..tile.num_rows(shape) {
-        let (token, head) = (r / group_size, tile.kv_head * group_size + r % group_size);
-        let at = (token * shape.num_heads + head) * d;
-        task.lse[head][token] = scratch.rows.finish(r, &mut task.o[at..at + d]);
-    }
 }

@@ -1,34 +1,35 @@
-//! Which keys a tile of queries touches.
+//! Which keys a tile of queries reads.
 
 use rayon::prelude::*;
 
 use super::panel::{Aligned, LANES};
 use super::tile::BLOCK_KEYS;
-use super::{Documents, Mask, Packed};
+use super::{Documents, Mask, PackedShape};
 
-/// Query rows (token and head of the group) one tile aims at; small enough that a tile's panels stay in the L2 cache.
+/// Approximate number of query rows (tokens times heads of the group) in a tile, so that its panels fit the L2 cache.
 const TILE_ROWS: usize = 192;
 
 /// Tiles that share one stored list of candidate keys.
 const TILES_PER_LIST: usize = 8;
 
-/// A mask prepared for the tiles: per key the first position that no longer sees it, and lists of candidate keys where
-/// keys are gathered.
+/// A mask prepared for the tiles: when each key expires and, for [`Mask::Expire`], lists of the keys that may be
+/// visible.
 pub(crate) struct Keys<'a> {
-    shape: Packed,
+    shape: PackedShape,
     documents: Documents<'a>,
     mask: Mask<'a>,
     /// `[batch, seq_len]` for masks that are the same for all heads, else `[batch, num_kv_heads, seq_len]`.
     expire: Vec<i32>,
     /// The largest bias that each query sees, `[batch, num_kv_heads, seq_len]`; empty for masks without biases.
     bases: Vec<f32>,
-    /// Per (row, KV head, group of tiles), ascending; empty for contiguous masks.
+    /// Keys that some query of [`TILES_PER_LIST`] tiles sees, ascending, for each batch row, KV head and such group of
+    /// tiles; empty unless the mask is [`Mask::Expire`].
     lists: Vec<Vec<u32>>,
     tile_tokens: usize,
 }
 
 impl<'a> Keys<'a> {
-    pub(super) fn new(shape: Packed, documents: Documents<'a>, mask: Mask<'a>) -> Self {
+    pub(super) fn new(shape: PackedShape, documents: Documents<'a>, mask: Mask<'a>) -> Self {
         let tile_tokens = (TILE_ROWS / shape.group_size()).max(1);
         let seq_len = shape.seq_len;
         let expire = match mask {
@@ -39,7 +40,7 @@ impl<'a> Keys<'a> {
                 let last = |(end, j): (&i32, i32)| (*end).min(j.saturating_add(window_size));
                 documents.end.iter().zip(positions).map(last).collect()
             }
-            // No expiry reaches past the document, whatever the caller wrote.
+            // A caller's expiry may reach past the document: no query there may see the key.
             Mask::Expire { expire, .. } => expire
                 .chunks_exact(seq_len.max(1))
                 .enumerate()
@@ -74,7 +75,7 @@ impl<'a> Keys<'a> {
         keys
     }
 
-    /// Tokens per tile (the last tile of a row may be shorter).
+    /// Tokens of a tile; the last tile of a row may be shorter.
     pub(super) fn tile_tokens(&self) -> usize {
         self.tile_tokens
     }
@@ -100,9 +101,9 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The largest bias that the query of each lane sees; it is subtracted from all biases of the row. This does not
-    /// change the softmax, and logits stay of the magnitude of `q . k`, whose digits a large bias would swallow. 0 in
-    /// lanes without a query.
+    /// The largest bias that the query of each lane sees, 0 in lanes without a query. Subtracting it from all biases of
+    /// the row leaves the softmax unchanged and keeps logits small, so that `q . k` loses no digits beside a large
+    /// bias.
     pub(super) fn bases(&self, row: usize, kv_head: usize, positions: &[i32; LANES]) -> Aligned<[f32; LANES]> {
         let at = (row * self.shape.num_kv_heads + kv_head) * self.shape.seq_len;
         let base = |position: i32| match usize::try_from(position) {
@@ -112,9 +113,9 @@ impl<'a> Keys<'a> {
         Aligned(positions.map(base))
     }
 
-    /// Writes the keys that some query in `[first, last]` sees, ascending.
+    /// Writes the keys that some query of `first..=last` sees, ascending.
     ///
-    /// Panics on a chosen block that lies after its query.
+    /// Panics when a query chose a block that begins after it.
     pub(super) fn of_tile(&self, row: usize, kv_head: usize, first: usize, last: usize, keys: &mut Vec<u32>) {
         keys.clear();
         match self.mask {
@@ -146,13 +147,14 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The keys of a tile in parts of at most [`BLOCK_KEYS`], each inside one block where queries choose.
-    pub(super) fn parts<'l>(&self, row: usize, list: &'l [u32]) -> impl Iterator<Item = &'l [u32]> {
+    /// Splits a tile's keys into lists of at most [`BLOCK_KEYS`]; with [`Mask::Chosen`] each list stays inside one
+    /// chosen block, because queries differ in the blocks that they read.
+    pub(super) fn chunks<'l>(&self, row: usize, list: &'l [u32]) -> impl Iterator<Item = &'l [u32]> {
         let blocks = list.chunk_by(move |&a, &b| self.block_of(row, a) == self.block_of(row, b));
         blocks.flat_map(|block| block.chunks(BLOCK_KEYS))
     }
 
-    /// First token of a key's document, and its block there, where queries choose.
+    /// With [`Mask::Chosen`]: the first token of a key's document and the number of the key's block there.
     fn block_of(&self, row: usize, key: u32) -> Option<(i32, i32)> {
         let Mask::Chosen(chosen) = self.mask else {
             return None;
@@ -161,7 +163,7 @@ impl<'a> Keys<'a> {
         Some((start, (key as i32 - start) / chosen.block_size as i32))
     }
 
-    /// Positions of a panel's rows with -1 for those that did not choose the block of `key`.
+    /// Positions of a panel's rows, with -1 for rows that did not choose the block of `key`.
     #[inline(always)]
     pub(super) fn readers(&self, row: usize, kv_head: usize, key: u32, positions: &[i32; LANES]) -> [i32; LANES] {
         let (Mask::Chosen(chosen), Some((start, block))) = (self.mask, self.block_of(row, key)) else {
@@ -178,10 +180,10 @@ impl<'a> Keys<'a> {
         })
     }
 
-    /// A key before which no query from `first` on sees one; `last` ends its tile.
+    /// The first key that may be read by a query from `first` on; `last` is the last query of that query's tile.
     pub(super) fn first_of_segment(&self, row: usize, kv_head: usize, [first, last]: [usize; 2]) -> usize {
         if let Mask::Expire { .. } = self.mask {
-            // Keys only leave, so no later tile touches a key before the first tile's first.
+            // A key that expired never returns, so later tiles read no key before the first one that this tile reads.
             let mut keys = Vec::new();
             self.of_tile(row, kv_head, first, last, &mut keys);
             return keys.first().map_or(first, |&j| j as usize);
@@ -189,7 +191,7 @@ impl<'a> Keys<'a> {
         self.first_key(row, first) as usize
     }
 
-    /// About how many keys [`of_tile`](Self::of_tile) gives.
+    /// An estimate of the number of keys that [`of_tile`](Self::of_tile) writes.
     pub(super) fn estimate(&self, row: usize, kv_head: usize, first: usize, last: usize) -> usize {
         match self.mask {
             Mask::Expire { .. } => self.list(row, kv_head, first).len(),
@@ -197,7 +199,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// First key a contiguous mask shows to query `first`; later queries see none before it.
+    /// The first key that query `first` sees under a causal mask or a window; later queries see none before it.
     fn first_key(&self, row: usize, first: usize) -> u32 {
         let start = self.documents.start[row * self.shape.seq_len + first] as usize;
         match self.mask {
@@ -206,13 +208,15 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// The stored list of the tile that begins at token `first`.
     fn list(&self, row: usize, kv_head: usize, first: usize) -> &[u32] {
         let list_tokens = self.tile_tokens * TILES_PER_LIST;
         let per_head = self.shape.seq_len.div_ceil(list_tokens);
         &self.lists[(row * self.shape.num_kv_heads + kv_head) * per_head + first / list_tokens]
     }
 
-    /// All lists of one (row, KV head). Each comes from the one before, so the work is the length of the lists.
+    /// All lists of one batch row and KV head. Each is computed from the one before, in time proportional to its
+    /// length.
     fn lists_of(&self, row_and_head: usize) -> Vec<Vec<u32>> {
         let (n, heads) = (self.shape.seq_len, self.shape.num_kv_heads);
         let expire = self.expire(row_and_head / heads, row_and_head % heads);
@@ -229,23 +233,23 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The largest bias that each query sees, 0 where it sees nothing: keys in falling order of their biases each fill the
-/// queries that have none yet.
+/// The largest bias that each query sees, 0 where it sees nothing. Keys in descending order of bias set the base of
+/// every query that sees them and has no base yet.
 fn largest_biases(expire: &[i32], delta: &[f32]) -> Vec<f32> {
-    let mut order: Vec<usize> = (0..delta.len()).collect();
-    order.sort_by(|&a, &b| delta[b].total_cmp(&delta[a]));
+    let mut keys: Vec<usize> = (0..delta.len()).collect();
+    keys.sort_by(|&a, &b| delta[b].total_cmp(&delta[a]));
     let mut bases = vec![0.0; delta.len()];
-    // The first query from each one on that is not painted, but for shortcuts yet to be taken.
+    // Union-find: following `next` from a query leads to the first query from there on that has no base.
     let mut next: Vec<usize> = (0..=delta.len()).collect();
-    for j in order {
-        let mut i = j;
-        while i < delta.len().min(expire[j].max(0) as usize) {
-            if next[i] == i {
-                bases[i] = delta[j];
-                next[i] = i + 1;
+    for key in keys {
+        let mut query = key;
+        while query < delta.len().min(expire[key].max(0) as usize) {
+            if next[query] == query {
+                bases[query] = delta[key];
+                next[query] = query + 1;
             }
-            next[i] = next[next[i]];
-            i = next[i];
+            next[query] = next[next[query]];
+            query = next[query];
         }
     }
     bases

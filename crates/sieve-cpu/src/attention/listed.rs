@@ -1,9 +1,9 @@
-//! Attention of one tile of query rows over any list of keys, in any order: the building block of block-sparse
-//! attention. Queries and keys carry their positions, so both may be permuted.
+//! Attention of one tile of query rows over any list of keys, which block-sparse attention is built from. Queries and
+//! keys come with their positions, so both may be in any order.
 
 use pulp::Simd;
 
-use super::forward::Rows;
+use super::forward::TileState;
 use super::panel::{Aligned, LANES};
 use super::scratch::Pool;
 use super::tile::{BLOCK_KEYS, KeyBlock, copy_columns, panel_width};
@@ -16,7 +16,7 @@ use crate::simd::on_arch;
 pub struct ListedTile<'a> {
     /// Holds the query vectors.
     pub q: &'a [f32],
-    /// Where each row's vector starts in `q`, `[rows]`.
+    /// Index in `q` where each row's vector starts, `[rows]`.
     pub query_at: &'a [usize],
     /// Position of each row, not negative, `[rows]`.
     pub query_position: &'a [i32],
@@ -24,7 +24,7 @@ pub struct ListedTile<'a> {
     pub k: &'a [f32],
     /// Holds the values, laid out as `k`.
     pub v: &'a [f32],
-    /// Where each key's vector starts in `k` and `v`, `[keys]`.
+    /// Index in `k` and `v` where each key's vector starts, `[keys]`.
     pub key_at: &'a [usize],
     /// Position of each key; `i32::MIN` for one that all rows see, `[keys]`.
     pub key_position: &'a [i32],
@@ -32,7 +32,7 @@ pub struct ListedTile<'a> {
     pub key_expire: &'a [i32],
 }
 
-/// Working memory and sizes of [`run`](ListedAttention::run); shared by all threads.
+/// Attention of [`ListedTile`]s: the head's sizes, and buffers that all threads share.
 pub struct ListedAttention {
     head_dim: usize,
     softmax_scale: f32,
@@ -40,18 +40,18 @@ pub struct ListedAttention {
 }
 
 enum Pools {
-    Of16(Pool<Rows<16>>),
-    Of32(Pool<Rows<32>>),
-    Of64(Pool<Rows<64>>),
+    Of16(Pool<TileState<16>>),
+    Of32(Pool<TileState<32>>),
+    Of64(Pool<TileState<64>>),
 }
 
 impl ListedAttention {
-    /// For heads of this width; `softmax_scale` is the factor on `q . k`.
+    /// Attention with heads of width `head_dim`; `softmax_scale` is the factor on `q . k`.
     pub fn new(head_dim: usize, softmax_scale: f32) -> Self {
         let pools = match panel_width(head_dim) {
-            16 => Pools::Of16(Pool::new(Rows::new, head_dim)),
-            32 => Pools::Of32(Pool::new(Rows::new, head_dim)),
-            _ => Pools::Of64(Pool::new(Rows::new, head_dim)),
+            16 => Pools::Of16(Pool::new(TileState::new, head_dim)),
+            32 => Pools::Of32(Pool::new(TileState::new, head_dim)),
+            _ => Pools::Of64(Pool::new(TileState::new, head_dim)),
         };
         Self {
             head_dim,
@@ -85,8 +85,14 @@ impl ListedAttention {
         }
     }
 
-    fn dispatch<const W: usize>(&self, pool: &Pool<Rows<W>>, tile: ListedTile<'_>, o: &mut [f32], lse: &mut [f32]) {
-        pool.lend(|all| attend_tile(self.head_dim, self.softmax_scale, tile, all, o, lse));
+    fn dispatch<const W: usize>(
+        &self,
+        pool: &Pool<TileState<W>>,
+        tile: ListedTile<'_>,
+        o: &mut [f32],
+        lse: &mut [f32],
+    ) {
+        pool.lend(|state| attend_tile(self.head_dim, self.softmax_scale, tile, state, o, lse));
     }
 }
 
@@ -101,31 +107,36 @@ impl std::fmt::Debug for ListedAttention {
 
 on_arch! {
     fn attend_tile<'a, 's; const W>(
-        head_dim: usize, softmax_scale: f32, tile: ListedTile<'a>, all: &'s mut Rows<W>,
+        head_dim: usize, softmax_scale: f32, tile: ListedTile<'a>, state: &'s mut TileState<W>,
         o: &'a mut [f32], lse: &'a mut [f32],
     ) -> () = attend_tile_simd;
 }
 
+/// Computes [`ListedAttention::run`] block of keys by block of keys; `state` is working memory.
 #[inline(always)]
 fn attend_tile_simd<S: Simd, const W: usize>(
     simd: S,
-    d: usize,
+    head_dim: usize,
     softmax_scale: f32,
     tile: ListedTile<'_>,
-    all: &mut Rows<W>,
+    state: &mut TileState<W>,
     output: &mut [f32],
     lse: &mut [f32],
 ) {
-    let rows = tile.query_at.iter().map(|&at| &tile.q[at..at + d]);
-    all.load(rows, |r| tile.query_position[r], [d, d], softmax_scale);
-    for start in (0..tile.key_at.len()).step_by(BLOCK_KEYS) {
-        let end = (start + BLOCK_KEYS).min(tile.key_at.len());
-        all.block.gather_listed(&tile, start..end, d);
-        let no_bias = None::<fn(&[i32; LANES]) -> Aligned<[f32; LANES]>>;
-        all.add_block(simd, d.div_ceil(W), |positions| *positions, no_bias);
+    let query_rows = tile.query_at.iter().map(|&at| &tile.q[at..at + head_dim]);
+    let position = |row: usize| tile.query_position[row];
+    state.load(query_rows, position, [head_dim, head_dim], softmax_scale);
+    let (column_panels, num_keys) = (head_dim.div_ceil(W), tile.key_at.len());
+    for first_key in (0..num_keys).step_by(BLOCK_KEYS) {
+        let block_keys = first_key..(first_key + BLOCK_KEYS).min(num_keys);
+        state.block.gather_listed(&tile, block_keys, head_dim);
+        // Every row reads the block, and keys have no biases.
+        let readers = |positions: &[i32; LANES]| *positions;
+        let bases = None::<fn(&[i32; LANES]) -> Aligned<[f32; LANES]>>;
+        state.add_block(simd, column_panels, readers, bases);
     }
-    for (r, (out, lse)) in output.chunks_exact_mut(d).zip(lse).enumerate() {
-        *lse = all.finish(r, out);
+    for (row, (output, lse)) in output.chunks_exact_mut(head_dim).zip(lse).enumerate() {
+        *lse = state.finish(row, output);
     }
 }
 

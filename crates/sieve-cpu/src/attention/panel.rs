@@ -1,8 +1,8 @@
 //! Small GEMMs of panels, the arithmetic of the attention tiles.
 //!
-//! A panel is a slice of rows `[f32; W]`, W a multiple of 16: one row is a whole number of vectors, rows need no bounds
-//! checks, and no operand is ever transposed except the queries, once per tile. The right operand is read as vectors,
-//! the left one element by element (a broadcast).
+//! A panel is a slice of rows `[f32; W]`, W a multiple of 16, so a row is a whole number of vectors and needs no bounds
+//! checks. Only q and d_o are transposed, once a tile. The right operand is read as vectors, the left one element by
+//! element (a broadcast).
 
 use std::ops::{Deref, DerefMut};
 
@@ -11,10 +11,10 @@ use pulp::Simd;
 /// Query rows (lanes) of one panel.
 pub(crate) const LANES: usize = 64;
 
-/// Key ranges given to the products are multiples of this, so that no remainder kernels are needed.
+/// GEMMs run on ranges of keys that begin and end at multiples of this, so no remainder loops are needed.
 pub(crate) const KEY_STEP: usize = 8;
 
-/// A value at a multiple of the cache line, so that no vector of it is split over two lines.
+/// A value aligned to a cache line, so that none of its vectors is split over two lines.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Aligned<T>(pub(crate) T);
@@ -47,7 +47,8 @@ pub(crate) fn multiply<S: Simd, const K: usize, const W: usize>(
     c: &mut [[f32; W]],
     accumulate: bool,
 ) {
-    // Rows times vectors per row: 16 accumulators where there are 32 registers, 8 where there are 16.
+    // MR rows times NV vectors are accumulated in registers: 16 of 32 registers with AVX-512 and in scalar code, 8 of
+    // 16 with AVX2.
     match (S::F32_LANES, W) {
         (16, 64) => multiply_rows::<S, 4, 4, K, W>(simd, a, b, c, accumulate),
         (16, 32) => multiply_rows::<S, 8, 2, K, W>(simd, a, b, c, accumulate),
@@ -57,6 +58,7 @@ pub(crate) fn multiply<S: Simd, const K: usize, const W: usize>(
     }
 }
 
+/// [`multiply`] in blocks of MR rows and NV vectors of `S::F32_LANES` columns.
 #[inline(always)]
 fn multiply_rows<S: Simd, const MR: usize, const NV: usize, const K: usize, const W: usize>(
     simd: S,
@@ -106,6 +108,7 @@ pub(crate) fn multiply_transposed<S: Simd, const W: usize>(
     }
 }
 
+/// [`multiply_transposed`] in blocks of MR rows and NV vectors of `S::F32_LANES` columns.
 #[inline(always)]
 fn transposed_rows<S: Simd, const MR: usize, const NV: usize, const W: usize>(
     simd: S,
@@ -134,6 +137,7 @@ fn transposed_rows<S: Simd, const MR: usize, const NV: usize, const W: usize>(
     }
 }
 
+/// Accumulators of MR rows from vector `col` on: the values of c, or 0 without `accumulate`.
 #[inline(always)]
 fn start<S: Simd, const MR: usize, const NV: usize, const W: usize>(
     simd: S,
@@ -151,6 +155,7 @@ fn start<S: Simd, const MR: usize, const NV: usize, const W: usize>(
     sum
 }
 
+/// Writes the accumulators to c.
 #[inline(always)]
 fn finish<S: Simd, const MR: usize, const NV: usize, const W: usize>(
     sum: [[S::f32s; NV]; MR],

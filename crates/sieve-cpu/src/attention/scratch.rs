@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-/// Buffers for as many tasks as run at once; making them anew for each task costs more than small tasks do.
+/// Buffers that tasks borrow, as many as run at once: allocating them for each task would take longer than small tasks.
 pub(crate) struct Pool<T> {
     free: Mutex<Vec<Box<T>>>,
     make: fn(usize) -> T,
@@ -19,7 +19,7 @@ impl<T> Pool<T> {
         }
     }
 
-    /// Runs `work` with a buffer of its own, in the state some earlier task left it in.
+    /// Runs `work` with a buffer that no other task uses meanwhile; it holds what an earlier task left there.
     pub(crate) fn lend<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
         let free = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let taken = free().pop();

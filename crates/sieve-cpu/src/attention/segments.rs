@@ -1,19 +1,19 @@
-//! How the backward pass is split into tasks: gradient rows are divided by head, tokens are cut into segments, and the
-//! segments' dk and dv are summed in order.
+//! The tasks of the backward pass: each batch row and KV head is one group, whose tokens are cut into segments; dk and
+//! dv of the segments are summed in order.
 
 use std::ops::Range;
 
 use pulp::Simd;
 
-use super::Packed;
+use super::PackedShape;
 use super::keys::Keys;
 use crate::simd::on_arch;
 
-/// Number of tasks to aim for. Where batch rows times KV heads are fewer, tiles are split into segments, each with its
-/// own sums of dk and dv, added in order at the end. A constant: the split must not depend on the number of threads.
+/// Minimum number of tasks to aim for: where there are fewer groups than this, each is cut into several segments. A
+/// constant, because the order of the sums must not depend on the number of threads.
 pub(crate) const TARGET_TASKS: usize = 16;
 
-/// The places for the gradients of one (row, KV head): rows of the packed tensor, token by token.
+/// Where the gradients of one batch row and KV head are written: vectors of the packed tensor, token by token.
 #[derive(Default)]
 pub(crate) struct GroupRows<'g> {
     pub(crate) dq: Vec<&'g mut [f32]>,
@@ -22,8 +22,9 @@ pub(crate) struct GroupRows<'g> {
     pub(crate) d_delta: Option<&'g mut [f32]>,
 }
 
-/// Sums of one segment over the keys `first..`.
+/// Gradients of keys and values, summed over the queries of one segment.
 pub(crate) struct KeySums {
+    /// The first key of the sums.
     pub(crate) first: usize,
     /// `[keys, head_dim]`.
     pub(crate) dk: Vec<f32>,
@@ -33,9 +34,9 @@ pub(crate) struct KeySums {
     pub(crate) d_delta: Vec<f32>,
 }
 
-/// Hands every gradient row of the packed tensor to its (row, KV head).
+/// Divides the gradients among the groups, `[batch * num_kv_heads]`.
 pub(crate) fn split_by_group<'g>(
-    shape: Packed,
+    shape: PackedShape,
     d_qkv: &'g mut [f32],
     d_delta: Option<&'g mut [f32]>,
 ) -> Vec<GroupRows<'g>> {
@@ -63,8 +64,8 @@ pub(crate) fn split_by_group<'g>(
     groups
 }
 
-/// Cuts the tokens of a row, at tile borders, into segments that touch about equally many keys.
-pub(crate) fn segments_of(shape: Packed, keys: &Keys<'_>, row: usize, kv_head: usize) -> Vec<Range<usize>> {
+/// Cuts the tokens of a group, at tile borders, into segments that read about equally many keys.
+pub(crate) fn segments_of(shape: PackedShape, keys: &Keys<'_>, row: usize, kv_head: usize) -> Vec<Range<usize>> {
     let (n, tile_tokens) = (shape.seq_len, keys.tile_tokens());
     let count = TARGET_TASKS.div_ceil(shape.batch * shape.num_kv_heads);
     let cost = |first: usize| keys.estimate(row, kv_head, first, (first + tile_tokens).min(n) - 1) as u64;
@@ -84,13 +85,13 @@ pub(crate) fn segments_of(shape: Packed, keys: &Keys<'_>, row: usize, kv_head: u
 
 on_arch! {
     pub(crate) fn write_sums<'s, 'g>(
-        shape: Packed, sums: &'s [KeySums], rows: &'s mut GroupRows<'g>,
+        shape: PackedShape, sums: &'s [KeySums], rows: &'s mut GroupRows<'g>,
     ) -> () = write_sums_simd;
 }
 
 /// Adds the segments' sums in order and writes dk, dv and d_delta.
 #[inline(always)]
-fn write_sums_simd<S: Simd>(_simd: S, shape: Packed, sums: &[KeySums], rows: &mut GroupRows<'_>) {
+fn write_sums_simd<S: Simd>(_simd: S, shape: PackedShape, sums: &[KeySums], rows: &mut GroupRows<'_>) {
     let (d, d_v) = (shape.head_dim, shape.head_dim_v);
     for (j, (dk, dv)) in rows.dk.iter_mut().zip(&mut rows.dv).enumerate() {
         dk.fill(0.0);

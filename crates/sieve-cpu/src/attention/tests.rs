@@ -2,10 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{
-    AttentionShape, ChosenBlocks, Documents, Mask, attention_backward, attention_forward, mla_attention_backward,
-    mla_attention_forward,
-};
+use super::{AttentionShape, ChosenBlocks, Documents, Mask, attention_backward, attention_forward};
 use crate::expire::dma_select;
 use crate::reference::{AttentionCall, Results as Definition, Rounding};
 use crate::simd::tests::on_every_arch;
@@ -45,15 +42,7 @@ enum Kind {
 const CHOSEN: [[usize; 2]; 4] = [[4, 3], [16, 5], [112, 1], [4096, 2]];
 
 fn shape(batch: usize, seq_len: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize) -> AttentionShape {
-    let softmax_scale = 1.0 / (head_dim as f32).sqrt();
-    AttentionShape {
-        batch,
-        seq_len,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        softmax_scale,
-    }
+    AttentionShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim)
 }
 
 impl Case {
@@ -501,13 +490,10 @@ fn narrow_values_are_wide_values_cut_off() {
         for (n, heads, d, d_v) in [(70, 3, 24, 16), (130, 2, 192, 128), (33, 2, 96, 64)] {
             let mut random = Random(n as u64);
             let shape = AttentionShape {
-                batch: 2,
-                seq_len: n,
-                num_heads: heads,
-                num_kv_heads: heads,
-                head_dim: d,
                 softmax_scale: 0.2,
+                ..AttentionShape::new([2, n], [heads; 2], d)
             };
+            let narrow_shape = shape.with_value_width(d_v);
             let (start, end) = random.documents(2, n);
             let documents = Documents::new(&start, &end);
             // Values of the wide tensor are zero from d_v on.
@@ -529,11 +515,22 @@ fn narrow_values_are_wide_values_cut_off() {
             let mut d_full = vec![0.0; full.len()];
             attention_backward(shape, &full, documents, mask, &o, &lse, &d_o, &mut d_full, None);
             let [mut o_v, mut lse_v] = [2 * n * heads * d_v, 2 * heads * n].map(|len| vec![f32::NAN; len]);
-            mla_attention_forward(shape, d_v, &narrow, documents, &mut o_v, &mut lse_v);
+            attention_forward(narrow_shape, &narrow, documents, mask, &mut o_v, &mut lse_v);
             assert_close_relative("o", &o_v, &wide(&cut(&o)), 1e-6);
             assert_close_relative("lse", &lse_v, &wide(&lse), 1e-6);
             let mut d_narrow = vec![f32::NAN; narrow.len()];
-            mla_attention_backward(shape, d_v, &narrow, documents, &o_v, &lse_v, &cut(&d_o), &mut d_narrow);
+            let d_o_v = cut(&d_o);
+            attention_backward(
+                narrow_shape,
+                &narrow,
+                documents,
+                mask,
+                &o_v,
+                &lse_v,
+                &d_o_v,
+                &mut d_narrow,
+                None,
+            );
             let mut expected = Vec::new();
             for token in d_full.chunks_exact(3 * heads * d) {
                 expected.extend_from_slice(&token[..2 * heads * d]);

@@ -1,14 +1,16 @@
-//! What forward and backward tiles share: panels of queries, gathered blocks of keys, and which pairs of them meet.
+//! What forward and backward tiles share: panels of queries, gathered blocks of keys, and the pairs that are visible.
 
 use std::ops::Range;
 
-use super::panel::{Aligned, KEY_STEP, LANES};
-use super::{Packed, keys::Keys};
+use pulp::Simd;
 
-/// Keys gathered at once.
+use super::panel::{Aligned, KEY_STEP, LANES};
+use super::{PackedShape, keys::Keys};
+
+/// Keys that are gathered into one block.
 pub(crate) const BLOCK_KEYS: usize = 96;
 
-/// Width of the head_dim panels for a head_dim: the widest that wastes at most one panel of 16 or half a panel of 64.
+/// Columns of a panel for this head_dim: 16 up to a head_dim of 16, else 64 where that needs no more padding than 32.
 pub(crate) fn panel_width(head_dim: usize) -> usize {
     if head_dim <= 16 {
         16
@@ -24,15 +26,25 @@ pub(crate) fn panel_width(head_dim: usize) -> usize {
 pub(crate) struct Tile {
     pub(crate) row: usize,
     pub(crate) kv_head: usize,
-    /// First token and one past the last.
+    /// First token of the tile.
     pub(crate) first: usize,
+    /// One past the last token.
     pub(crate) end: usize,
 }
 
 impl Tile {
-    /// Query rows: the tokens times the heads of the group, token by token.
-    pub(crate) fn num_rows(&self, shape: Packed) -> usize {
+    /// Query rows: one for each token and head of the group, token by token.
+    pub(crate) fn num_rows(&self, shape: PackedShape) -> usize {
         (self.end - self.first) * shape.group_size()
+    }
+
+    /// Token and query head of a row.
+    pub(crate) fn token_and_head(&self, shape: PackedShape, row: usize) -> (usize, usize) {
+        let group_size = shape.group_size();
+        (
+            self.first + row / group_size,
+            self.kv_head * group_size + row % group_size,
+        )
     }
 }
 
@@ -93,7 +105,7 @@ impl<const W: usize> RowPanels<W> {
     }
 }
 
-/// Side of the squares that are transposed at once: one vector where vectors are widest.
+/// Panels are transposed in squares of this side, the number of f32 lanes of the widest vectors.
 const SQUARE: usize = 16;
 
 /// Transposes by four rounds of perfect shuffles, each of which is one instruction per vector.
@@ -114,22 +126,46 @@ fn transpose_square(mut x: [[f32; SQUARE]; SQUARE]) -> [[f32; SQUARE]; SQUARE] {
     x
 }
 
-/// Positions of the rows of each panel; -1 for unused rows, which no key is visible to.
-pub(crate) fn row_positions(tile: Tile, shape: Packed, positions: &mut Vec<[i32; LANES]>) {
-    let rows = tile.num_rows(shape);
+/// Positions of the rows of each panel; -1 for unused rows, which see no key.
+#[inline(always)]
+pub(crate) fn row_positions(num_rows: usize, position: impl Fn(usize) -> i32, positions: &mut Vec<[i32; LANES]>) {
     positions.clear();
-    positions.resize(rows.div_ceil(LANES), [-1; LANES]);
-    for r in 0..rows {
-        positions[r / LANES][r % LANES] = (tile.first + r / shape.group_size()) as i32;
+    positions.resize(num_rows.div_ceil(LANES), [-1; LANES]);
+    for row in 0..num_rows {
+        positions[row / LANES][row % LANES] = position(row);
     }
 }
 
 /// The keys of a block that some row of a panel sees.
-pub(crate) struct Meeting {
-    /// Inside the block; both ends are multiples of [`KEY_STEP`].
-    pub(crate) keys: Range<usize>,
-    /// Whether some pair inside the range is not visible.
+pub(crate) struct SeenKeys {
+    /// Slots of the block; both ends are multiples of [`KEY_STEP`].
+    pub(crate) slots: Range<usize>,
+    /// Whether some row does not see some of these keys.
     pub(crate) masked: bool,
+}
+
+/// Operands of the mask and the biases for the rows of one panel and some keys of a block.
+pub(crate) struct Pairs<'s> {
+    /// Position of each row, -1 for a row that sees none of the keys.
+    pub(crate) positions: &'s [i32; LANES],
+    key_positions: &'s [i32],
+    expire: &'s [i32],
+    /// Bias of each key, where the mask has biases.
+    pub(crate) delta: Option<&'s [f32]>,
+    /// Subtracted from the biases of each row: the largest bias that the row sees.
+    pub(crate) base: &'s [f32; LANES],
+    /// Whether some pair is not visible.
+    pub(crate) masked: bool,
+}
+
+impl Pairs<'_> {
+    /// Which of the rows at `positions` see key `key`.
+    #[inline(always)]
+    pub(crate) fn visible<S: Simd>(&self, simd: S, key: usize, positions: S::i32s) -> S::m32s {
+        let begun = simd.less_than_or_equal_i32s(simd.splat_i32s(self.key_positions[key]), positions);
+        let not_expired = simd.less_than_i32s(positions, simd.splat_i32s(self.expire[key]));
+        simd.and_m32s(begun, not_expired)
+    }
 }
 
 /// Keys and values gathered from the packed tensor; unused slots are zero and hidden from every query.
@@ -159,7 +195,7 @@ impl<const W: usize> KeyBlock<W> {
 
     /// Gathers `list` (at most [`BLOCK_KEYS`] keys) of one KV head from a batch row of qkv.
     #[inline(always)]
-    pub(crate) fn gather(&mut self, qkv_row: &[f32], shape: Packed, keys: &Keys<'_>, tile: Tile, list: &[u32]) {
+    pub(crate) fn gather(&mut self, qkv_row: &[f32], shape: PackedShape, keys: &Keys<'_>, tile: Tile, list: &[u32]) {
         let (d, d_v) = (shape.head_dim, shape.head_dim_v);
         let k_at = (shape.num_heads + tile.kv_head) * d;
         let v_at = (shape.num_heads + shape.num_kv_heads) * d + tile.kv_head * d_v;
@@ -184,9 +220,9 @@ impl<const W: usize> KeyBlock<W> {
         self.len = list.len();
     }
 
-    /// Where rows at these positions (-1: a row that sees nothing) meet this block, `None` when nowhere.
+    /// The keys that rows at these positions see; `None` when they see none of the block. Rows at -1 see nothing.
     #[inline(always)]
-    pub(crate) fn meeting(&self, positions: &[i32; LANES]) -> Option<Meeting> {
+    pub(crate) fn seen_by(&self, positions: &[i32; LANES]) -> Option<SeenKeys> {
         // As unsigned numbers, -1 is the largest.
         let first = positions.iter().fold(u32::MAX, |first, &at| first.min(at as u32)) as i32;
         let [least, last] = positions
@@ -195,12 +231,36 @@ impl<const W: usize> KeyBlock<W> {
         let sees = |s: &usize| self.position[*s] <= last && self.expire[*s] > self.position[*s].max(first);
         let low = (0..self.len).find(sees)?;
         let high = (0..self.len).rfind(sees)?;
-        let keys = low / KEY_STEP * KEY_STEP..(high + 1).next_multiple_of(KEY_STEP);
-        let masked = least < 0 || keys.clone().any(|s| self.position[s] > first || self.expire[s] <= last);
-        Some(Meeting { keys, masked })
+        let slots = low / KEY_STEP * KEY_STEP..(high + 1).next_multiple_of(KEY_STEP);
+        let masked = least < 0
+            || slots
+                .clone()
+                .any(|s| self.position[s] > first || self.expire[s] <= last);
+        Some(SeenKeys { slots, masked })
+    }
+
+    /// The pairs of rows at `positions` with the keys that [`seen_by`](Self::seen_by) found.
+    #[inline(always)]
+    pub(crate) fn pairs<'s>(
+        &'s self,
+        positions: &'s [i32; LANES],
+        seen: &SeenKeys,
+        base: &'s [f32; LANES],
+        has_bias: bool,
+    ) -> Pairs<'s> {
+        let slots = seen.slots.clone();
+        Pairs {
+            positions,
+            key_positions: &self.position[slots.clone()],
+            expire: &self.expire[slots.clone()],
+            delta: has_bias.then(|| &self.delta[slots]),
+            base,
+            masked: seen.masked,
+        }
     }
 }
 
+/// Writes a vector into row `slot` of the panels, its columns divided among them; the rest of the row becomes 0.
 #[inline(always)]
 pub(crate) fn copy_columns<const W: usize>(x: &[f32], slot: usize, panels: &mut [Aligned<[[f32; W]; BLOCK_KEYS]>]) {
     for (c, panel) in panels.iter_mut().enumerate() {

@@ -1,5 +1,5 @@
-//! The kernel of few rows: lanes are outputs, so a square of weights is transposed in registers, and weights in bf16
-//! become f32 there.
+//! GEMM with up to [`FEW_ROWS`] rows of x. The lanes of a vector are different outputs, so squares of weights are
+//! transposed in registers, where bf16 weights are also widened to f32.
 
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -10,25 +10,25 @@ use std::arch::x86_64::{__m256, __m256d, __m512, __m512d, _MM_HINT_T0, _mm_prefe
 
 use super::{MAX_DEPTH, TASK_OUTPUTS, Weight};
 
-/// Rows at most.
+/// Maximum number of rows.
 pub(super) const FEW_ROWS: usize = 8;
 
-/// Weights from which all threads take part.
+/// Number of weights from which all threads are used.
 const MIN_SHARED_WEIGHTS: usize = 1 << 17;
 
 /// Lanes of the widest vectors.
 const MAX_LANES: usize = 16;
 
-/// As many vectors as a vector has lanes; of [`MAX_LANES`] the first are used.
+/// A square matrix: one vector for each lane. Only the first `F32_LANES` of the [`MAX_LANES`] vectors are used.
 type Square<S> = [<S as Simd>::f32s; MAX_LANES];
 
-/// Vectors that can be transposed.
+/// Instruction sets with a transpose in registers.
 pub(super) trait Transpose: Simd {
     /// Lane i of vector j becomes lane j of vector i.
     fn transpose(self, square: Square<Self>) -> Square<Self>;
 }
 
-// Loops instead of closures: what they call is compiled for the instruction set only where it is inlined.
+// Loops, because a closure is compiled separately and not for this instruction set.
 impl Transpose for V4 {
     #[inline(always)]
     fn transpose(self, square: Square<Self>) -> Square<Self> {
@@ -40,7 +40,7 @@ impl Transpose for V4 {
             b[i + 1] = avx._mm512_unpackhi_ps(a[i], a[i + 1]);
         }
         let b: [__m512d; 16] = pulp::cast(b);
-        // Vector `rows + j`: columns j, 4 + j, 8 + j and 12 + j of four rows, a column in each quarter.
+        // Vector `rows + j` then holds columns j, 4 + j, 8 + j and 12 + j of four rows, one column in each quarter.
         let mut c = b;
         for rows in (0..16).step_by(4) {
             for j in 0..2 {
@@ -51,7 +51,7 @@ impl Transpose for V4 {
         let c: [__m512; 16] = pulp::cast(c);
         let mut d = c;
         for j in 0..4 {
-            // Quarters 0 and 2, and 1 and 3, of rows 0 to 7 and of rows 8 to 15.
+            // `low` are rows 0 to 7 and `high` rows 8 to 15; `even` are quarters 0 and 2, `odd` quarters 1 and 3.
             let low_even = avx._mm512_shuffle_f32x4::<0x88>(c[j], c[4 + j]);
             let low_odd = avx._mm512_shuffle_f32x4::<0xdd>(c[j], c[4 + j]);
             let high_even = avx._mm512_shuffle_f32x4::<0x88>(c[8 + j], c[12 + j]);
@@ -76,7 +76,7 @@ impl Transpose for V3 {
             b[i + 1] = avx._mm256_unpackhi_ps(a[i], a[i + 1]);
         }
         let b: [__m256d; 16] = pulp::cast(b);
-        // Vector `rows + j`: columns j and 4 + j of four rows, a column in each half.
+        // Vector `rows + j` then holds columns j and 4 + j of four rows, one column in each half.
         let mut c = b;
         for rows in [0, 4] {
             for j in 0..2 {
@@ -94,15 +94,15 @@ impl Transpose for V3 {
     }
 }
 
-/// Elements of a weight, several of which may lie in a lane of 32 bits.
+/// Types of a weight. A lane of 32 bits holds `IN_LANE` elements.
 trait Element: Copy {
-    /// Elements in 32 bits.
+    /// Elements per lane: 1 for f32, 2 for bf16.
     const IN_LANE: usize;
 
-    /// A vector of `F32_LANES * IN_LANE` elements; zeros behind a shorter slice.
+    /// A vector of `F32_LANES * IN_LANE` elements, padded with zeros if the slice is shorter.
     fn load<S: Simd>(simd: S, from: &[Self]) -> S::f32s;
 
-    /// Element `at` of each lane, in f32.
+    /// Element number `at` of each lane, as f32.
     fn part<S: Simd>(simd: S, lanes: S::f32s, at: usize) -> S::f32s;
 }
 
@@ -150,7 +150,7 @@ impl Element for bf16 {
     }
 }
 
-/// As [`linear`](super::linear) for up to [`FEW_ROWS`] rows: each weight is read once, where it lies.
+/// As [`linear`](super::linear) for up to [`FEW_ROWS`] rows; reads each weight once and packs none.
 pub(super) fn few_rows<S: Transpose>(
     simd: S,
     x: &[f32],
@@ -169,16 +169,16 @@ pub(super) fn few_rows<S: Transpose>(
             y,
         });
     };
-    // The rows of a task's outputs one after another.
-    let share = |y: &mut [f32]| match weight.len() {
+    // Runs the tasks; a task writes its outputs of all rows, `[rows, outputs]`, to one chunk.
+    let run_tasks = |y: &mut [f32]| match weight.len() {
         few if few < MIN_SHARED_WEIGHTS => y.chunks_mut(TASK_OUTPUTS * rows).enumerate().for_each(run),
         _ => y.par_chunks_mut(TASK_OUTPUTS * rows).enumerate().for_each(run),
     };
     if rows == 1 {
-        return share(y);
+        return run_tasks(y);
     }
     let mut tasks = vec![0.0; y.len()];
-    share(&mut tasks);
+    run_tasks(&mut tasks);
     for (task, outputs) in tasks.chunks(TASK_OUTPUTS * rows).enumerate() {
         let outputs = outputs.chunks_exact(outputs.len() / rows);
         for (y, outputs) in y.chunks_exact_mut(d_out).zip(outputs) {
@@ -187,7 +187,7 @@ pub(super) fn few_rows<S: Transpose>(
     }
 }
 
-/// Some outputs of all rows.
+/// Computes some outputs of all rows.
 struct Task<'a, S> {
     simd: S,
     x: &'a [f32],
@@ -203,7 +203,7 @@ impl<T: Transpose> WithSimd for Task<'_, T> {
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _same: S) {
+    fn with_simd<S: Simd>(self, _same_as_self_simd: S) {
         match self.weight {
             Weight::F32(weight) => self.of_rows(weight),
             Weight::Bf16(weight) => self.of_rows(weight),
@@ -236,7 +236,7 @@ impl<S: Transpose> Task<'_, S> {
         let (lanes, step) = (S::F32_LANES, S::F32_LANES * W::IN_LANE);
         let (rows, last) = (x.len() / d_in, weight.len() / d_in - 1);
         let outputs = y.len() / rows;
-        // Rows and outputs behind the last are the last once more, and are not stored.
+        // Past the last row or output, the last one is computed again; that result is not stored.
         let x: [&[f32]; ROWS] = std::array::from_fn(|row| &x[row.min(rows - 1) * d_in..][..d_in]);
         let depth = d_in.div_ceil(d_in.div_ceil(MAX_DEPTH));
         for tile in (0..outputs).step_by(lanes) {
@@ -260,13 +260,12 @@ impl<S: Transpose> Task<'_, S> {
                         }
                     }
                     for line in 0..S::F32_LANES {
-                        // The lines of the next tile, in the order of the memory: the processor's own prefetching does
-                        // not follow as many rows at once.
+                        // Cache lines of the next tile's weights: hardware prefetching does not follow this many rows.
                         prefetch(weight, next + line * step);
                     }
                     next += lanes * step;
                     let square = simd.transpose(square);
-                    // Apart, so that the first loop has a length that the compiler knows.
+                    // Two loops, so that the compiler knows the length of the first and unrolls it.
                     if at + step <= end {
                         for k in 0..S::F32_LANES * W::IN_LANE {
                             add_product::<S, W, ROWS>(simd, &square, k, &x, at + k, &mut new);
@@ -289,7 +288,7 @@ impl<S: Transpose> Task<'_, S> {
     }
 }
 
-/// Adds weight k of the transposed square times element `at` of each row.
+/// Adds to each row's sums the row's element `at` times the k-th weights of the outputs.
 #[inline(always)]
 fn add_product<S: Simd, W: Element, const ROWS: usize>(
     simd: S,
@@ -305,7 +304,7 @@ fn add_product<S: Simd, W: Element, const ROWS: usize>(
     }
 }
 
-/// Asks for the cache line of `slice[at]`; nothing happens where there is none.
+/// Prefetches the cache line of `slice[at]`; `at` may be out of bounds.
 #[inline(always)]
 fn prefetch<T>(slice: &[T], at: usize) {
     // SAFETY: a prefetch reads nothing that the program can see, and no address makes it fault.

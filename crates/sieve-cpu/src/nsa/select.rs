@@ -1,4 +1,5 @@
-//! Which blocks each query attends to: scores of the pooled keys, or probabilities, per selected block.
+//! The choice of blocks: each query scores pooled keys, and a block's importance comes from the scores of the pooled
+//! keys that overlap it.
 
 use std::ops::Range;
 
@@ -12,8 +13,8 @@ use crate::reference::dot;
 #[cfg(test)]
 mod tests;
 
-/// How often compressed block c counts for selected block J: the (a, b) with `0 <= a < l'/s`, `0 <= b < l/s` and
-/// `J l'/s + a - b = c`, which is the number of strides the two share.
+/// The number of strides that compressed block c and selected block J share. In NSA's eq. 9 this is the number of terms
+/// (a, b), `0 <= a < l'/s`, `0 <= b < l/s`, with `J l'/s + a - b = c`.
 pub fn overlap_weight(blocks: NsaBlocks, c: usize, block: usize) -> usize {
     let per_select = (blocks.select_block_size / blocks.compress_stride) as i64;
     let per_compress = (blocks.compress_block_size / blocks.compress_stride) as i64;
@@ -30,8 +31,9 @@ fn overlapped(blocks: NsaBlocks, c: usize) -> Range<usize> {
     c / per_select..(c + per_compress - 1) / per_select + 1
 }
 
-/// The blocks of a query whose own block is `own`, given the importance of the blocks `0..=own`: the forced blocks
-/// (latest first), then those of the largest importance (of equal ones the later). Ascending, then -1.
+/// Chooses `chosen.len()` of the blocks `0..=own`, where `own` is the query's own block: first the forced blocks, the
+/// latest first, then the most important ones (of equally important blocks the later). Writes them in ascending order,
+/// followed by -1 where there are fewer blocks.
 ///
 /// # Panics
 /// When `importance` does not hold `own + 1` values.
@@ -63,14 +65,13 @@ pub fn choose_blocks(importance: &[f32], own: usize, forced: ForcedBlocks, chose
     chosen[count..].fill(-1);
 }
 
-/// Blocks that each query chooses by its pooled keys, query by query in f64; see [`BlockChoice`].
+/// The blocks that each query chooses by the pooled keys, in f64; see [`BlockChoice`].
 ///
 /// # Shapes
 /// - q: `[batch, seq_len, num_heads, head_dim]`
 /// - keys: `[batch * num_slots * num_kv_heads, head_dim]`, each the mean of its block's keys
-/// - block_indices: `[batch, seq_len, choosers, num_selected_blocks]`, choosers of
-///   [`BlockChoice::num_choosers`]: blocks counted from the document's first token, ascending, then -1 where fewer
-///   exist; written whole
+/// - block_indices: `[batch, seq_len, choosers, num_selected_blocks]` with [`BlockChoice::num_choosers`] choosers:
+///   blocks counted from the document's first token, ascending, then -1 where there are fewer; written whole
 ///
 /// # Panics
 /// When lengths do not fit.
@@ -120,8 +121,8 @@ pub fn choose_key_blocks(
         });
 }
 
-/// Importance of the blocks `0..=own` for one chooser of a query; `scores` gives `q . k` of a query head and each
-/// pooled key that ends at or before the query.
+/// Importance of the blocks `0..=own` for one chooser of a query. `scores(head)` is `q . k` of a query head with each
+/// pooled key whose tokens all come before the query or end with it.
 fn importance(
     shape: AttentionShape,
     choice: BlockChoice,
@@ -132,7 +133,7 @@ fn importance(
     let largest = |scores: &[f64]| scores.iter().fold(f64::NEG_INFINITY, |most, &x| x.max(most));
     let BlockChoice { blocks, rule, .. } = choice;
     if let ChoiceRule::MeanKey | ChoiceRule::LargestScore = rule {
-        // One vector a block, its mean key, or one a token. The own block is chosen whatever its score.
+        // One pooled key per block, its mean (MoBA), or one per token (MSA). The own block is always chosen.
         let scores = scores(chooser);
         let of_block = scores.chunks_exact(blocks.select_block_size / blocks.compress_stride);
         return of_block
@@ -143,7 +144,7 @@ fn importance(
     }
     let group = shape.group_size();
     if rule == ChoiceRule::SumOfHeads {
-        // One key a complete block; the own block is chosen whatever its score.
+        // One key per complete block. The own block is always chosen.
         let mut sums = vec![0.0; own + 1];
         for head in chooser * group..(chooser + 1) * group {
             sums.iter_mut()

@@ -127,8 +127,12 @@ pub fn hub_tokenizer(path: &str, mut config: HubConfig) -> Result<PathBuf, DataE
     // A model has one listing for all its folders.
     let listing = hub.listing(&format!("hf://{}@{}", remote.repo, remote.revision), &remote)?;
     let place = listing.siblings.iter().position(|sibling| sibling.name == name);
-    let place =
-        place.ok_or_else(|| hub.failed(&remote.repo, format!("there is no {name} at commit {}", listing.sha)))?;
+    let place = place.ok_or_else(|| {
+        hub.failed(
+            &remote.url_repo(),
+            format!("there is no {name} at commit {}", listing.sha),
+        )
+    })?;
     hub.fetch(&hub.files(&remote, listing).swap_remove(place))
 }
 
@@ -380,7 +384,7 @@ impl Hub {
         let kind = if remote.is_model { "models" } else { "datasets" };
         let revision = encoded(&remote.revision, "");
         let url_path = format!("/api/{kind}/{}/revision/{revision}?blobs=true", remote.repo);
-        let failed = |reason: String| self.failed(&remote.repo, reason);
+        let failed = |reason: String| self.failed(&remote.url_repo(), reason);
         let body = self.client.text(&url_path, MAX_ANSWER_BYTES, &failed)?;
         let answer = serde_json::from_str::<Answer>(&body)
             .map_err(|error| failed(format!("the answer is not a listing: {error}")))?;
@@ -437,7 +441,6 @@ impl Hub {
             num_bytes: file.num_bytes,
             checksum: file.checksum.as_ref(),
         };
-        let repo = repo.trim_start_matches("datasets/");
         self.client.download(&download, &|reason| self.failed(repo, reason))?;
         Ok(download.path)
     }
@@ -451,9 +454,15 @@ impl Hub {
     }
 
     fn failed(&self, repo: &str, reason: String) -> DataError {
-        let what = format!("data set {repo} at {}: {reason}", self.config.endpoint);
-        let hint = "check the name, the revision and the network; 401 and 404 mean that there is no such data set, or \
-            that it needs a token (HF_TOKEN); what was fetched before is kept, so ask again";
+        let (kind, repo) = match repo.strip_prefix("datasets/") {
+            Some(repo) => ("data set", repo),
+            None => ("model", repo),
+        };
+        let what = format!("{kind} {repo} at {}: {reason}", self.config.endpoint);
+        let hint = format!(
+            "check the name, the revision and the network; 401 and 404 mean that there is no such {kind}, or that it \
+             needs a token (HF_TOKEN); what was fetched before is kept, so ask again"
+        );
         DataError::refused(what, hint)
     }
 }

@@ -23,7 +23,7 @@ pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
     require_file(path)?;
     let ending = Packed::of(path).1.extension().unwrap_or_default();
     let rows = match ending.to_ascii_lowercase().to_str() {
-        Some("jsonl" | "ndjson") => json_rows(path)?,
+        Some("jsonl" | "ndjson") => json_rows(path).map_err(DataError::of_table)?,
         Some("parquet") => parquet_rows(path)?,
         _ => {
             let hint = "name it .jsonl (one JSON object a line) or .parquet; .jsonl.gz and .jsonl.zst are read too";

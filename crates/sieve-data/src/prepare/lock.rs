@@ -43,6 +43,13 @@ impl Lock {
     }
 
     pub(super) fn has_mark(&self) -> Result<bool, DataError> {
-        Ok(fs::read(&self.path).map_err(DataError::io("read", &self.path))? == MARK)
+        Ok(is_mark(
+            &fs::read(&self.path).map_err(DataError::io("read", &self.path))?,
+        ))
     }
+}
+
+/// Whether a lock file says that files with our names are ours.
+pub(super) fn is_mark(text: &[u8]) -> bool {
+    text == MARK
 }

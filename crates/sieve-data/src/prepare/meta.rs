@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::split::TrainBytes;
-use super::{VALIDATION, hex};
+use super::{VALIDATION, VALIDATION_SIZES, hex};
 use crate::corpus::{Corpus, CorpusConfig, CorpusReport};
 use crate::error::DataError;
 use crate::shard::{TokenDtype, with_ending};
@@ -153,7 +153,11 @@ impl PreparedMeta {
         match value.get("format_version").and_then(serde_json::Value::as_u64) {
             Some(version) if version == u64::from(FORMAT_VERSION) => {}
             Some(version) => {
-                return Err(bad(format!("format_version {version}; only {FORMAT_VERSION} is known")));
+                let what = format!("holds a meta.json of format_version {version}; only {FORMAT_VERSION} is known");
+                return Err(DataError::OtherPreparation {
+                    dir: dir.to_path_buf(),
+                    what,
+                });
             }
             None => {
                 return Err(bad("is not the meta.json of a preparation: no format_version".into()));
@@ -178,7 +182,7 @@ impl PreparedMeta {
         trains.chain([(VALIDATION.to_owned(), &self.validation)]).collect()
     }
 
-    /// Checks that the shards exist with the sizes that were written.
+    /// Checks that the shards exist with the sizes that were written, and reads the sizes of held-out documents.
     pub(super) fn check_files(&self, dir: &Path) -> Result<(), DataError> {
         for (name, split) in self.shards() {
             for (ending, wanted) in [(".bin", split.bin_bytes), (".idx", split.idx_bytes)] {
@@ -189,6 +193,12 @@ impl PreparedMeta {
                     return Err(DataError::shard(&path, what));
                 }
             }
+        }
+        let (path, wanted) = (dir.join(VALIDATION_SIZES), self.validation.num_documents);
+        let found = read_document_sizes(&path)?.len() as u64;
+        if found != wanted {
+            let what = format!("sizes of {found} documents, but meta.json says {wanted}");
+            return Err(DataError::meta(&path, what));
         }
         Ok(())
     }

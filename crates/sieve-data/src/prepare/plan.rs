@@ -10,7 +10,9 @@ use super::meta::{self, FORMAT_VERSION, PreparedMeta, SourceMeta, SplitMeta, Val
 use super::partial::{JOURNAL, Partial};
 use super::split::{Cuts, Split, TrainBytes, cuts};
 use super::tokenise::{Batch, Pace, encode};
-use super::{PrepareConfig, Progress, TRAIN, VALIDATION, VALIDATION_SIZES, ValidationSource, hex, train_names};
+use super::{
+    OnChange, PrepareConfig, Progress, TRAIN, VALIDATION, VALIDATION_SIZES, ValidationSource, hex, train_names,
+};
 use crate::corpus::{Corpus, CorpusReport, Cursor, Documents};
 use crate::error::DataError;
 use crate::shard::{FinishedShard, TokenDtype};
@@ -343,16 +345,35 @@ fn finish(partial: Partial) -> Result<(Vec<FinishedShard>, Vec<SplitMeta>), Data
     Ok(finished)
 }
 
-/// What a whole earlier preparation says of itself; refuses files that are not ours.
-pub(super) fn earlier_preparation(dir: &Path, has_mark: bool) -> Result<Option<PreparedMeta>, DataError> {
-    if meta::path(dir).exists() {
-        return PreparedMeta::read(dir).map(Some);
+/// What a whole earlier preparation says of itself; refuses files that are not ours. A damaged `meta.json` counts as an
+/// unfinished preparation's.
+pub(super) fn earlier_preparation(
+    dir: &Path,
+    has_mark: bool,
+    on_change: OnChange,
+) -> Result<Option<PreparedMeta>, DataError> {
+    if !meta::path(dir).exists() {
+        return refuse_foreign_files(dir, has_mark).map(|()| None);
+    }
+    match PreparedMeta::read(dir) {
+        Err(DataError::BadFile { .. }) if has_mark => Ok(None),
+        Err(DataError::BadFile { .. } | DataError::OtherPreparation { .. }) if on_change == OnChange::Replace => {
+            Ok(None)
+        }
+        meta => meta.map(Some),
+    }
+}
+
+/// Refuses files of our names that are not ours.
+pub(super) fn refuse_foreign_files(dir: &Path, has_mark: bool) -> Result<(), DataError> {
+    if has_mark || meta::path(dir).exists() || !dir.exists() {
+        return Ok(());
     }
     // A preparation killed between renames leaves its mark; other files of these names are somebody else's.
     let mut files = own_names(dir)?;
     files.retain(|name| !name.ends_with(".tmp"));
     match files.first() {
-        Some(name) if !has_mark => {
+        Some(name) => {
             let what = format!(
                 "holds {} without the meta.json of a preparation",
                 dir.join(name).display()
@@ -362,7 +383,7 @@ pub(super) fn earlier_preparation(dir: &Path, has_mark: bool) -> Result<Option<P
                 what,
             })
         }
-        _ => Ok(None),
+        None => Ok(()),
     }
 }
 

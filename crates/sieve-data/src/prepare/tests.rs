@@ -208,9 +208,11 @@ fn a_damaged_or_half_renamed_preparation_is_made_again() {
     place.prepare(&place.config()).unwrap();
     let whole = place.files();
     assert!(whole.iter().all(|(name, _)| !name.ends_with(".tmp")));
-    let damage: [&dyn Fn(&Path); 5] = [
+    let damage: [&dyn Fn(&Path); 7] = [
         &|out| fs::remove_file(out.join("train.bin")).unwrap(),
         &|out| fs::write(out.join("validation.idx"), "cut").unwrap(),
+        &|out| fs::write(out.join("meta.json"), "{").unwrap(),
+        &|out| fs::write(out.join("validation.docs.json"), "{}").unwrap(),
         // Killed after meta.json was removed and train.bin renamed.
         &|out| {
             fs::remove_file(out.join("meta.json")).unwrap();
@@ -252,6 +254,7 @@ fn foreign_files_are_left_alone() {
         refusal(place.prepare(&place.config()), &format!("meta.json | {wanted}"));
         assert!(Prepared::open(&place.out()).is_err());
     }
+    assert!(!place.prepare(&place.replacing()).unwrap().reused);
 }
 
 #[test]

@@ -11,20 +11,20 @@ use crate::step::{column_sums, empty_zero};
 
 const NAME: &str = "attention_backward";
 
-/// The f32 buffers beside q (log-sum-exps, row sums, sums of dq) have a multiple of this many tokens, so that a step of
-/// the backward kernels never reads past their end.
+/// The f32 buffers per query (log-sum-exps, row sums, sums of dq) are padded to a multiple of this many tokens, the
+/// queries of one step, so that the backward kernels never read past their end.
 const ROW_ALIGNMENT: usize = 64;
 
-/// What a backward attention call is given.
+/// Operands of a backward attention call.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionGradients<'a> {
     /// The inputs of the forward call.
     pub qkv: &'a Qkv,
-    /// What the forward call returned.
+    /// The result of the forward call.
     pub result: &'a AttentionResult,
     /// Gradient of the output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
     pub d_o: &'a CudaTensor,
-    /// Where dq, dk and dv are written: every element of these heads. Contiguous tensors, packed or separate.
+    /// The heads that receive dq, dk and dv; every element is written. Contiguous tensors, packed or separate.
     pub grads: &'a Qkv,
     /// The scale of the forward call.
     pub softmax_scale: f32,
@@ -56,14 +56,10 @@ impl AttentionGradients<'_> {
             .map(|bias| {
                 let bias = require_per_key(NAME, "bias", bias, &shape)?;
                 let keys = SeenKeys::Neighbours(&doc_start, window);
-                Bias::with_base(bias, self.result.base.as_ref(), keys, &shape)
+                Bias::new(bias, self.result.base.as_ref(), keys, &shape)
             })
             .transpose()?;
-        let source = if bias.is_some() {
-            KeySource::Biased
-        } else {
-            KeySource::Dense
-        };
+        let source = KeySource::of_neighbours(bias.is_some());
         let d_o = self.d_o.contiguous();
         let pass = PassInputs {
             name: NAME,
@@ -73,30 +69,21 @@ impl AttentionGradients<'_> {
             source,
         };
         let stats = row_stats(&self, &d_o, &shape)?;
-        let sum_shape = dq_sum_shape(&shape, padded_len(shape.seq_len));
-        let [dq_sum, dq_semaphores] = match (self.qkv.policy().sums, pass.family()) {
-            (SumOrder::Any, _) => [Some(empty_zero(&d_o, &sum_shape)?), None],
-            // The first tile of keys stores, so the sums need no zeros. A semaphore holds the key tile that adds next.
-            (SumOrder::Fixed, KernelFamily::Hopper) => {
-                let semaphores = [shape.batch, shape.num_heads, sum_shape[2] / ROW_ALIGNMENT];
-                [
-                    Some(d_o.empty_contiguous(&sum_shape, DType::F32)),
-                    Some(empty_zero(&d_o, &semaphores)?),
-                ]
-            }
-            (SumOrder::Fixed, KernelFamily::Portable) => [None, None],
-        };
+        let [dq_sum, dq_semaphores] = dq_buffers(&pass, &d_o)?;
         let tiles = pass.key_tiles()?;
         let shares = match qkv.policy().blocks_per_tile {
             Some(count) => QueryShares::of_count(count, shape.group_size()),
             None => QueryShares::of_neighbours(&shape, window, tiles),
         };
-        // Of dk and dv as their sums lie in registers; of the bias's gradient, row after row.
+        // Thread blocks that share a key tile write partial dk and dv, in the element order of tensor core
+        // accumulators. `AttentionShape::key_part_bytes` counts these buffers for the memory plan.
         let parts = (shares != QueryShares::ONE).then(|| {
-            // As `AttentionShape::key_part_bytes` counts them.
             let rows = shares.count() * padded_len(shape.seq_len);
-            let of = |width| d_o.empty_contiguous(&[shape.batch, shape.num_kv_heads, rows, width], DType::F32);
-            [of(shape.head_dim), of(shape.head_dim_v)]
+            let partial_sums = |width| {
+                let shape = [shape.batch, shape.num_kv_heads, rows, width];
+                d_o.empty_contiguous(&shape, DType::F32)
+            };
+            [partial_sums(shape.head_dim), partial_sums(shape.head_dim_v)]
         });
         let [dk_to, dv_to] = match &parts {
             Some([dk, dv]) => [dk, dv],
@@ -122,13 +109,14 @@ impl AttentionGradients<'_> {
         let [dq, dk, dv] = self.grads.head_words(NAME)?;
 
         if let (Some(bias), None) = (&bias, &self.result.o_low) {
-            // do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
+            // Without `o_low` the row sums are recomputed as sum P dP. Their other form, do . o, has the rounding error
+            // of o, which would dominate the gradients where a bias makes the softmax peaked.
             let mut tensors = inputs.to_vec();
             tensors.push(&doc_start);
             tensors.extend(bias.tensors());
             let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
-            // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats; the
-            // maps are of q, k, v and d_o, which are among the tensors.
+            // SAFETY: sizes, strides and types checked above; overwrites the row sum of each query in `stats`; the maps
+            // read q, k, v and d_o, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &by_query) }?;
         }
         for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
@@ -157,7 +145,7 @@ impl AttentionGradients<'_> {
             let blocks = shape.seq_len.div_ceil(tiles.block_kv);
             let grid = [blocks, shape.num_kv_heads * shares.count(), shape.batch];
             // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, or of their
-            // partial sums, adds to dq_sum; the maps are of q and d_o, which are among the tensors.
+            // partial sums, and adds to dq_sum; the maps read q and d_o, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
         }
         let dbias = match (&parts, dbias) {
@@ -183,43 +171,61 @@ impl AttentionGradients<'_> {
         tensors.extend(bias.iter().flat_map(Bias::tensors));
         tensors.push(self.grads.q.tensor());
         let (kernel, grid, maps) = pass.by_query(QueryPass::Gradient)?;
-        // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps are of q, k, v and d_o,
+        // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps read q, k, v and d_o,
         // which are among the tensors.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
         Ok(dbias)
     }
 }
 
-/// The kernel that prepares each row's statistics.
+/// The f32 sums of dq, and the semaphores that order the adds to them, `[batch, num_heads, tiles of 64 queries,
+/// consumer warps]`. The portable kernels in a fixed order have neither: a pass by query computes dq.
+fn dq_buffers(pass: &PassInputs<'_>, d_o: &CudaTensor) -> Result<[Option<CudaTensor>; 2], KernelError> {
+    let sum_shape = dq_sum_shape(pass.shape, padded_len(pass.shape.seq_len));
+    match (pass.qkv.policy().sums, pass.family()) {
+        (SumOrder::Any, _) => Ok([Some(empty_zero(d_o, &sum_shape)?), None]),
+        // The first key tile stores instead of adding, so only the semaphores begin at zero.
+        (SumOrder::Fixed, KernelFamily::Hopper) => {
+            let [batch, num_heads, rows, _] = sum_shape;
+            let semaphores = [batch, num_heads, rows / ROW_ALIGNMENT];
+            let sums = d_o.empty_contiguous(&sum_shape, DType::F32);
+            Ok([Some(sums), Some(empty_zero(d_o, &semaphores)?)])
+        }
+        (SumOrder::Fixed, KernelFamily::Portable) => Ok([None, None]),
+    }
+}
+
+/// The kernel that computes `stats`, see [`row_stats`].
 pub(crate) fn attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
     SourceKernel::new("attention_backward_prepare")
         .define("HEAD_DIM_V", head_dim_v)
         .threads(256)
 }
 
-/// The kernel that turns sums of dq into bf16 rows.
+/// The kernel that converts f32 sums of dq to bf16 rows.
 pub(crate) fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel {
     SourceKernel::new("attention_backward_convert")
         .define("HEAD_DIM", head_dim)
         .threads(256)
 }
 
-/// The form of a Hopper kernel in a fixed order for windows.
+/// The form of a fixed-order Hopper kernel for sliding windows: it finishes one query head before the next.
 pub(crate) fn head_by_head(kernel: SourceKernel) -> SourceKernel {
     kernel.define("HEAD_BY_HEAD", 1)
 }
 
-/// The kernel that adds up parts of dk or dv.
+/// The kernel that adds up partial sums of dk or dv and converts them to bf16.
 pub(crate) fn attention_backward_join_kernel(width: usize) -> SourceKernel {
     attention_backward_convert_kernel(width).define("SUM_PARTS", 1)
 }
 
-/// Tokens of those buffers.
+/// Padded number of tokens of the f32 buffers per query.
 pub(crate) fn padded_len(seq_len: usize) -> usize {
     seq_len.next_multiple_of(ROW_ALIGNMENT)
 }
 
-/// Shape of the f32 sums of dq for some rows of every head: tiles of 16 rows by 8 columns as tensor cores hold them.
+/// Shape of the f32 sums of dq for `rows` queries of every head. Inside a head, elements lie in tiles of 16 rows by 8
+/// columns, in the order of tensor core accumulators.
 pub(crate) fn dq_sum_shape(shape: &AttentionShape, rows: usize) -> [usize; 4] {
     [shape.batch, shape.num_heads, rows, shape.head_dim]
 }
@@ -244,7 +250,7 @@ pub(crate) fn require_gradients(
     Ok(())
 }
 
-/// `{lse in base 2, sum_c o_c do_c}` of each query row, padded.
+/// `{log-sum-exp in base 2, row sum o . do}` of each query, f32 `[batch, num_heads, padded tokens, 2]`.
 pub(crate) fn row_stats(
     call: &AttentionGradients,
     d_o: &CudaTensor,
@@ -252,7 +258,7 @@ pub(crate) fn row_stats(
 ) -> Result<CudaTensor, KernelError> {
     let padded = padded_len(shape.seq_len);
     let stats = d_o.empty_contiguous(&[shape.batch, shape.num_heads, padded, 2], DType::F32);
-    // Lanes that share a row: 16 bytes each, in powers of two.
+    // Lanes of a warp that share a row: each takes 8 elements (16 bytes); a power of two.
     let row_lanes = (shape.head_dim_v / 8).next_power_of_two().max(2);
     let rows = shape.batch * padded * shape.num_heads;
     let grid = [rows.div_ceil(256 / row_lanes), 1, 1];
@@ -272,7 +278,7 @@ pub(crate) fn row_stats(
     Ok(stats)
 }
 
-/// Writes the bf16 rows of dq from `rows` rows of sums that begin at `first_query`.
+/// Converts `rows` queries of `dq_sum`, the first of which is query `first_query` of its row, to bf16 dq.
 pub(crate) fn convert_dq(
     dq_sum: &CudaTensor,
     call: &AttentionGradients,
@@ -294,7 +300,7 @@ fn convert_sums(
     scale: f32,
 ) -> Result<(), KernelError> {
     let [batch, seq_len, _, width] = grad.tensor().dims(NAME, "gradient")?;
-    // A warp turns 16 rows of 32 columns; a block has eight warps.
+    // A warp converts 16 rows of 32 columns; a block has eight warps.
     let warps = batch * grad.num_heads() * (rows / 16) * width.div_ceil(32);
     let params = params!(AttentionBackwardConvertParams {
         batch,

@@ -1,11 +1,11 @@
-//! Tile sizes of the attention backward kernels, and into which launches they fall apart.
+//! Tile sizes of the attention backward kernels, and how the gradients are divided into launches.
 use crate::KernelError;
 use crate::attention::{AttentionShape, KeySource, define_bias, define_head_dims};
 use crate::runtime::{SourceKernel, SumOrder};
 
 const BF16: usize = 2;
 
-/// The gradients one launch of a key-stationary kernel makes.
+/// The gradients that one launch of a key-stationary kernel computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct GradientSet {
     /// Sums of dq.
@@ -16,14 +16,14 @@ pub(crate) struct GradientSet {
     pub(crate) dv: bool,
 }
 
-/// Tile sizes of the key-stationary kernels, named as their defines.
+/// Tile sizes of the key-stationary kernels; each field has the name of its `#define`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BackwardTiling {
-    /// Warps of a block, 16 keys each.
+    /// Warps of a thread block; each has 16 keys.
     pub(crate) num_warps: usize,
-    /// Queries of a step.
+    /// Queries of one step of the loop.
     pub(crate) block_q: usize,
-    /// Blocks that should share a multiprocessor.
+    /// Thread blocks that should fit on a multiprocessor at the same time (`__launch_bounds__`).
     pub(crate) min_blocks: usize,
 }
 
@@ -54,7 +54,7 @@ impl BackwardTiling {
             dk: true,
             dv: true,
         };
-        // Shorter steps fit an A100 (163 KiB), fewer keys consumer cards (99 KiB).
+        // Steps of 32 queries fit the shared memory of an A100 (163 KiB), 64 keys also that of consumer GPUs (99 KiB).
         for candidate in [tiling, of(8, 32, 1), small] {
             if candidate.shared_bytes(shape, source, all) <= max_shared_bytes {
                 return Ok(candidate);
@@ -65,42 +65,32 @@ impl BackwardTiling {
         Err(KernelError::over_limit(kernel, what, got, max_shared_bytes))
     }
 
-    /// Keys of a block.
+    /// Keys of a thread block.
     pub(crate) fn block_kv(&self) -> usize {
         16 * self.num_warps
     }
 
-    /// The launches that make all gradients: one, or two where a warp's registers cannot hold both dk and dv. dq may be
-    /// left to the query-stationary kernel.
+    /// The launches that compute all gradients: one, or two where a warp's registers cannot hold both dk and dv.
+    /// Without `dq` the query-stationary kernel computes dq.
     pub(crate) fn launches(shape: &AttentionShape, dq: bool) -> Vec<GradientSet> {
         if shape.head_dim + shape.head_dim_v > 320 {
-            let values = GradientSet {
-                dq: false,
-                dk: false,
-                dv: true,
-            };
-            return vec![
-                values,
-                GradientSet {
-                    dq,
-                    dk: true,
-                    dv: false,
-                },
-            ];
+            let set = |dq, dk, dv| GradientSet { dq, dk, dv };
+            return vec![set(false, false, true), set(dq, true, false)];
         }
         vec![GradientSet { dq, dk: true, dv: true }]
     }
 
-    /// Dynamic shared memory of a block.
+    /// Dynamic shared memory of a thread block, in bytes.
     pub(crate) fn shared_bytes(&self, shape: &AttentionShape, source: KeySource, set: GradientSet) -> usize {
         let (keys, queries) = (self.block_kv(), self.block_q);
         let tiles = (keys + 2 * queries) * (shape.head_dim + shape.head_dim_v) * BF16;
-        // P for dv and dS for dk change hands between warps; dS of two steps where dq is made a step later.
-        let ds = if set.dq { 2 } else { usize::from(set.dk) };
-        let swapped = keys * queries * BF16 * (usize::from(set.dv) + ds);
-        // Two steps' lse and D of each query, and with a bias its base; each key's entry, and its bias.
-        let (stats, entries) = if source == KeySource::Dense { (16, 8) } else { (24, 12) };
-        tiles + swapped + stats * queries + keys * entries + 128
+        // Warps exchange P (for dv) and dS (for dk and dq). dq is computed one step later, so dS is kept for two steps.
+        let ds_buffers = if set.dq { 2 } else { usize::from(set.dk) };
+        let exchanged = keys * queries * BF16 * (usize::from(set.dv) + ds_buffers);
+        // Bytes per query: log-sum-exp and row sum of two steps, with a bias also its base. Bytes per key: its list
+        // entry, with a bias also the bias.
+        let (query_bytes, key_bytes) = if source == KeySource::Dense { (16, 8) } else { (24, 12) };
+        tiles + exchanged + query_bytes * queries + key_bytes * keys + 128
     }
 
     /// The specialisation.

@@ -1,4 +1,5 @@
-//! Launch of `kernels/bias_base.cu`: the largest bias that each query sees, which attention subtracts from its biases.
+//! Launch of `kernels/bias_base.cu`: the largest bias that each query sees. Attention subtracts it from all biases of
+//! that query, so that logits keep their digits when biases are large.
 use crate::KernelError;
 use crate::attention::{AttentionShape, KeySource, padded_len};
 use crate::dma::KeyLists;
@@ -10,7 +11,7 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
 pub(crate) enum SeenKeys<'a> {
     /// Inside documents (`doc_start`) and a window.
     Neighbours(&'a CudaTensor, usize),
-    /// Those of lists.
+    /// In DMA's key lists.
     Listed(&'a KeyLists),
 }
 
@@ -23,10 +24,20 @@ pub(crate) struct Bias {
 }
 
 impl Bias {
-    /// `delta` and the rest must have the sizes of `shape`.
-    pub(crate) fn new(delta: CudaTensor, keys: SeenKeys, shape: &AttentionShape) -> Result<Self, KernelError> {
+    /// A bias with the base that a forward pass kept; without one the base is computed. `delta` and the tensors of
+    /// `keys` must have the sizes of `shape`.
+    pub(crate) fn new(
+        delta: CudaTensor,
+        base: Option<&CudaTensor>,
+        keys: SeenKeys,
+        shape: &AttentionShape,
+    ) -> Result<Self, KernelError> {
         let (batch, heads, seq_len) = (shape.batch, shape.num_kv_heads, shape.seq_len);
         let padded = padded_len(seq_len);
+        if let Some(base) = base {
+            operands!("bias_base", base: F32[batch, heads, padded]);
+            return Ok(Self { delta, base });
+        }
         let base = delta.empty_contiguous(&[batch, heads, padded], DType::F32);
         let (kernel, mut tensors, reach) = match keys {
             SeenKeys::Neighbours(doc_start, window) => {
@@ -50,29 +61,13 @@ impl Bias {
         Ok(Self { delta, base })
     }
 
-    /// `delta` with the base that a forward pass kept, if it did.
-    pub(crate) fn with_base(
-        delta: CudaTensor,
-        base: Option<&CudaTensor>,
-        keys: SeenKeys,
-        shape: &AttentionShape,
-    ) -> Result<Self, KernelError> {
-        match base {
-            None => Self::new(delta, keys, shape),
-            Some(base) => {
-                operands!("bias_base", base: F32[shape.batch, shape.num_kv_heads, padded_len(shape.seq_len)]);
-                Ok(Self { delta, base })
-            }
-        }
-    }
-
-    /// Both, as launches take them.
+    /// Delta and base, in the order of the kernels' arguments.
     pub(crate) fn tensors(&self) -> [&CudaTensor; 2] {
         [&self.delta, &self.base]
     }
 }
 
-/// The specialisation for a source of keys, which has a bias.
+/// The specialisation for a source of keys with a bias.
 pub(crate) fn bias_base_kernel(source: KeySource) -> SourceKernel {
     SourceKernel::new("bias_base")
         .define("GATHER", (source == KeySource::Gathered) as u8)

@@ -14,17 +14,17 @@ pub struct KvCache {
     pub v: CudaTensor,
 }
 
-/// Which keys a decode step sees, and what it does with the new one.
+/// Which keys of the cache a decode step sees.
 #[derive(Debug, Clone, Copy)]
 pub struct DecodeStep {
-    /// Keys that a query sees at most, itself included; `None` is all.
+    /// Size of the sliding window in keys, the new key included; `None` is all keys.
     pub window: Option<usize>,
     /// Factor on `q.k`.
     pub softmax_scale: f32,
     /// Largest number of keys that any row has cached before this token.
     pub max_length: usize,
-    /// Tokens that the cache of a window no longer holds: row 0 of the cache is token `num_dropped` of a text, and
-    /// `length` counts all tokens of it.
+    /// Tokens that the cache of a sliding window no longer holds: row 0 of the cache is token `num_dropped` of the
+    /// sequence. `length` counts all tokens of the sequence, the dropped ones too.
     pub num_dropped: usize,
 }
 
@@ -61,16 +61,11 @@ impl KvCache {
         step: DecodeStep,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
-        let shape = one_token(NAME, token)?;
-        let token = token.with_kernel_strides();
-        let capacity = self.capacity(NAME, &shape)?;
-        let length_now = step.max_length;
-        require!(length_now < capacity, NAME, "length": length_now, "below the cache's capacity of {capacity}");
-        launch(&shape, &token, self, length, step, scratch, Seen::Appended)
+        launch(token, self, length, step, scratch, Seen::Appended)
     }
 
-    /// Attends one query a row over its cache alone: its first `length` keys, of these the last `window`. Nothing is
-    /// written to the cache. `token`'s keys and values are not read.
+    /// Attends one query a row over the last `window` of the first `length` keys of its cache. The cache is not
+    /// written, and `token`'s key and value are not read.
     ///
     /// # Errors
     /// Types or sizes that do not fit.
@@ -81,19 +76,18 @@ impl KvCache {
         step: DecodeStep,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
-        let shape = one_token(NAME, token)?;
-        let token = token.with_kernel_strides();
-        launch(&shape, &token, self, length, step, scratch, Seen::Cached)
+        launch(token, self, length, step, scratch, Seen::Cached)
     }
 
-    /// As [`attention_decode_cached`](Self::attention_decode_cached) over the keys up to `length` of the blocks in
-    /// `chosen`, i32 `[batch, choosers, num_chosen]`: ascending indices of blocks of `block_size` keys, then -1. The
-    /// query heads are divided evenly among the choosers. `scratch` must be made with one KV head for each chooser.
+    /// [`attention_decode_cached`](Self::attention_decode_cached) over those of the first `length` keys that lie in the
+    /// blocks of `chosen`, i32 `[batch, choosers, num_chosen]`: ascending indices of blocks of `block_size` keys, then
+    /// -1. The query heads are divided evenly among the choosers. `scratch` must be made with one KV head for each
+    /// chooser.
     ///
     /// `block_size` is a multiple of [`WARP_KEYS`].
     ///
     /// # Errors
-    /// As there.
+    /// Types or sizes that do not fit.
     pub fn attention_decode_chosen(
         &self,
         token: &Qkv,
@@ -103,26 +97,22 @@ impl KvCache {
         chosen: &CudaTensor,
         block_size: usize,
     ) -> Result<CudaTensor, KernelError> {
-        let shape = one_token(NAME, token)?;
         debug_assert!(block_size.is_multiple_of(WARP_KEYS), "a warp's tile lies in one block");
-        let token = token.with_kernel_strides();
-        let seen = Seen::Chosen { chosen, block_size };
-        launch(&shape, &token, self, length, step, scratch, seen)
+        launch(token, self, length, step, scratch, Seen::Chosen { chosen, block_size })
     }
 }
 
-/// What a query sees of its cache.
+/// The keys that a query sees.
 enum Seen<'a> {
-    /// All of it, and the token, which joins it.
+    /// All keys of the cache, and the token's own, which is appended to the cache.
     Appended,
-    /// All of it.
+    /// All keys of the cache.
     Cached,
-    /// Blocks of it.
+    /// The keys of the chosen blocks of the cache.
     Chosen { chosen: &'a CudaTensor, block_size: usize },
 }
 
 fn launch(
-    shape: &AttentionShape,
     token: &Qkv,
     cache: &KvCache,
     length: &CudaTensor,
@@ -130,7 +120,12 @@ fn launch(
     scratch: &DecodeScratch,
     seen: Seen<'_>,
 ) -> Result<CudaTensor, KernelError> {
+    let shape = &one_token(NAME, token)?;
+    let token = token.with_kernel_strides();
     let capacity = cache.capacity(NAME, shape)?;
+    let (is_appended, length_now) = (matches!(seen, Seen::Appended), step.max_length);
+    require!(!is_appended || length_now < capacity, NAME, "length": length_now,
+        "below the cache's capacity of {capacity}");
     require_scale(NAME, step.softmax_scale)?;
     operands!(only NAME, length: I32[shape.batch] strided);
     let window = step.window.unwrap_or(capacity + 1);
@@ -149,9 +144,7 @@ fn launch(
             tensors.extend([&cache.k, &cache.v, chosen]);
         }
     }
-    if !scratch.fits(&heads) {
-        return Err(scratch.misfit(NAME, &heads));
-    }
+    scratch.require(NAME, &heads)?;
     tensors.extend([length, &o, &scratch.partials, &scratch.counters]);
     let params = params!(AttentionDecodeParams {
         base: token.token_params(NAME, &heads, step.softmax_scale)?,
@@ -163,21 +156,23 @@ fn launch(
         select_size,
         num_dropped: step.num_dropped,
     });
-    let append = matches!(seen, Seen::Appended);
-    let kernel = attention_decode_kernel(scratch.tiling, append.into(), (num_chosen > 0).into());
+    let kernel = attention_decode_kernel(scratch.tiling, is_appended, num_chosen > 0);
     // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element
     // of o and, when appending, row `length` of the caches.
     unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;
     Ok(o)
 }
 
-/// The specialisation for a tiling; `append` is 1 when the token joins the cache, `chosen` when it sees blocks alone.
-pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, append: usize, chosen: usize) -> SourceKernel {
-    let kernel = tiling.kernel(SourceKernel::new(NAME)).define("APPEND", append);
-    kernel.define("CHOSEN", chosen).starts_early()
+/// The specialisation for a tiling, with the token appended to the cache or not, over all keys or over chosen blocks.
+pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, is_appended: bool, is_chosen: bool) -> SourceKernel {
+    tiling
+        .kernel(SourceKernel::new(NAME))
+        .define("APPEND", u8::from(is_appended))
+        .define("CHOSEN", u8::from(is_chosen))
+        .starts_early()
 }
 
-/// The sizes of a call with one token a row.
+/// The sizes of a decoding call; refuses more than one token a row.
 pub(crate) fn one_token(kernel: &'static str, token: &Qkv) -> Result<AttentionShape, KernelError> {
     let shape = token.shape(kernel)?;
     require!(shape.seq_len == 1, kernel, "tokens a row": shape.seq_len, "1");

@@ -1,16 +1,17 @@
-//! What the decode kernels share: how a row's keys are split over blocks, and the buffers that join the parts.
+//! The split of a row's keys over thread blocks (split-KV), and the buffers that join the splits' partial results. All
+//! decode kernels share them.
 use crate::KernelError;
 use crate::attention::AttentionShape;
-use crate::runtime::{CudaTensor, DType, SourceKernel};
+use crate::runtime::{CudaTensor, DType, SourceKernel, require};
 use crate::step::empty_zero;
 
-/// Query rows of a block, which share its keys.
+/// Query heads of a thread block; they share its keys.
 const DECODE_ROWS: usize = 16;
 
-/// Keys of a warp's tile: no split is shorter than a tile for each of its warps.
+/// Keys of a warp's tile. A split has at least one tile for each of its warps.
 pub const WARP_KEYS: usize = 16;
 
-/// Warps for a multiprocessor that fill it: more wait for each other.
+/// Warps that saturate a multiprocessor's memory bandwidth.
 const WARPS_PER_MULTIPROCESSOR: usize = 8;
 
 /// The tiling of a decode kernel.
@@ -21,8 +22,8 @@ pub(crate) struct DecodeTiling {
 }
 
 impl DecodeTiling {
-    /// For head widths of keys and values, on a device with `max_shared_bytes` of shared memory a block. One block of
-    /// eight warps leaves fewer partial results to join than two of four, where shared memory allows it.
+    /// The tiling for head widths of keys and values, on a device with `max_shared_bytes` of shared memory a block. A
+    /// block has eight warps where they fit: two blocks of four would have more partial results to join.
     pub(crate) fn new(head_dims: [usize; 2], max_shared_bytes: usize) -> Self {
         let mut tiling = Self {
             head_dims,
@@ -61,18 +62,18 @@ impl DecodeTiling {
             .shared_bytes(self.shared_bytes())
     }
 
-    /// KV splits of a row, as many as fill the device: one block a multiprocessor where blocks have eight warps, else
-    /// two.
+    /// KV splits of a row: as many as fill the device with one block of eight warps for each multiprocessor, or two
+    /// blocks of fewer warps.
     fn num_splits(&self, shape: &AttentionShape, max_keys: usize, multiprocessors: usize) -> usize {
-        let blocks = shape.batch * row_blocks(shape);
-        let room = WARPS_PER_MULTIPROCESSOR.div_ceil(self.num_warps).min(2) * multiprocessors;
+        let blocks_of_a_split = shape.batch * row_blocks(shape);
+        let device_blocks = WARPS_PER_MULTIPROCESSOR.div_ceil(self.num_warps).min(2) * multiprocessors;
         let most = max_keys.div_ceil(self.num_warps * WARP_KEYS);
-        (room / blocks.max(1)).clamp(1, most.max(1))
+        (device_blocks / blocks_of_a_split.max(1)).clamp(1, most.max(1))
     }
 }
 
-/// Buffers that a decode kernel needs between its blocks. Made once for a batch and used for every token and layer,
-/// since launches follow each other on one stream and leave the counters at zero.
+/// Buffers by which the blocks of a decode kernel join their partial results. One set serves every token and layer of a
+/// batch: launches follow each other on one stream, and each leaves the counters at zero.
 #[derive(Debug, Clone)]
 pub struct DecodeScratch {
     pub(crate) partials: CudaTensor,
@@ -93,7 +94,7 @@ impl DecodeScratch {
         let num_splits = tiling.num_splits(&shape, max_keys, hardware.num_multiprocessors);
         let partials = [shape.batch, shape.num_heads, num_splits, shape.head_dim_v + 2];
         let partials = like.empty_contiguous(&partials, DType::F32);
-        // 32-bit counters; zero has the same bits as an f32.
+        // The counters are 32-bit integers; zero has the same bits as an f32.
         let counters = empty_zero(like, &[shape.batch, shape.num_kv_heads])?;
         Ok(Self {
             partials,
@@ -104,27 +105,22 @@ impl DecodeScratch {
         })
     }
 
-    /// True when the buffers were made for these heads and this batch.
-    pub(crate) fn fits(&self, shape: &AttentionShape) -> bool {
-        AttentionShape {
-            seq_len: self.shape.seq_len,
-            ..*shape
-        } == self.shape
+    /// Refuses buffers that were made for another batch or other heads.
+    pub(crate) fn require(&self, kernel: &'static str, shape: &AttentionShape) -> Result<(), KernelError> {
+        let (made_for, seq_len) = (self.shape, self.shape.seq_len);
+        let fits = AttentionShape { seq_len, ..*shape } == made_for;
+        require!(fits, kernel, "shape for this DecodeScratch:": format!("{shape:?}"),
+            "what it was made for, {made_for:?}");
+        Ok(())
     }
 
     /// The grid of a decode kernel.
     pub(crate) fn grid(&self) -> [usize; 3] {
         [self.num_splits, row_blocks(&self.shape), self.shape.batch]
     }
-
-    /// An error for buffers of another batch or model.
-    pub(crate) fn misfit(&self, kernel: &'static str, shape: &AttentionShape) -> KernelError {
-        let (got, supported) = (format!("{shape:?}"), format!("what it was made for, {:?}", self.shape));
-        KernelError::unsupported(kernel, "shape for this DecodeScratch:", got, supported)
-    }
 }
 
-/// Blocks along the heads: groups wider than a block take several.
+/// Thread blocks along the query heads: a group of more than 16 heads takes several.
 fn row_blocks(shape: &AttentionShape) -> usize {
     shape.num_kv_heads * shape.group_size().div_ceil(DECODE_ROWS)
 }

@@ -6,26 +6,27 @@ use sieve_core::KeepOLow;
 
 const NAME: &str = "attention_forward";
 
-/// What a forward attention kernel returns.
+/// Results of a forward attention pass.
 #[derive(Debug, Clone)]
 pub struct AttentionResult {
     /// Output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
     pub o: CudaTensor,
-    /// Natural logarithm of each query's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a query sees no
-    /// key. With a bias, [`base`](Self::base) is subtracted from it, so that it keeps its precision when biases are
+    /// Log-sum-exp of each query's logits, f32 `[batch, num_heads, seq_len]`; `-inf` where a query sees no key. With a
+    /// bias, the logits are without [`base`](Self::base), so that the log-sum-exp keeps its digits when biases are
     /// large.
     pub lse: CudaTensor,
-    /// Where the kernel stores it: the low 16 bits of the f32 output that the bf16 `o` lacks, in o's shape and dtype
-    /// (as bf16 values they mean nothing). With it the backward pass needs no row sums.
+    /// The low 16 bits of the f32 output, which the bf16 `o` lacks, in o's shape and dtype (as bf16 numbers they mean
+    /// nothing). With `o_low` the backward pass need not recompute row sums. `None` where the kernel does not store it.
     pub o_low: Option<CudaTensor>,
-    /// With a bias: the largest that each query sees, f32 `[batch, num_kv_heads, seq_len rounded up to 64]`.
+    /// With a bias: the largest bias that each query sees, f32 `[batch, num_kv_heads, seq_len rounded up to 64]`.
     pub base: Option<CudaTensor>,
 }
 
 impl Qkv {
-    /// Causal attention inside documents: query i sees the keys `max(doc_start[i], i - window + 1) <= j <= i`; `None`
-    /// is no window. `bias` is f32 `[batch, num_kv_heads, seq_len]`, added to every logit of its key (DMA with every
-    /// key kept); it comes with the policy for which rows `o_low` is kept. `doc_start` is i32 `[batch, seq_len]`.
+    /// Causal attention inside documents: query i sees the keys `max(doc_start[i], i - window + 1) <= j <= i`; without
+    /// a window all keys from `doc_start[i]` on. `bias`, f32 `[batch, num_kv_heads, seq_len]`, is added to every logit
+    /// of its key (DMA with every key kept); its second part says for which rows `o_low` is kept. `doc_start` is i32
+    /// `[batch, seq_len]`.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit, a window of 0, a scale that is not positive.
@@ -46,15 +47,11 @@ impl Qkv {
         let bias = bias
             .map(|(bias, _)| {
                 let bias = require_per_key(NAME, "bias", bias, &shape)?;
-                Bias::new(bias, SeenKeys::Neighbours(&doc_start, window), &shape)
+                Bias::new(bias, None, SeenKeys::Neighbours(&doc_start, window), &shape)
             })
             .transpose()?;
         let q = qkv.q.tensor();
-        let source = if bias.is_some() {
-            KeySource::Biased
-        } else {
-            KeySource::Dense
-        };
+        let source = KeySource::of_neighbours(bias.is_some());
         let params = params!(AttentionForwardParams {
             base: qkv.params(NAME, &shape)?,
             window,
@@ -78,11 +75,11 @@ impl Qkv {
     }
 }
 
-/// Allocates the outputs, appends them to `inputs` and launches a forward pass. `o_low` says for which rows the
-/// output's low 16 bits are stored; kernels without a bias store none.
+/// Allocates the outputs, appends them to `inputs` and launches a forward pass. `o_low` says for which row lengths the
+/// low 16 bits of the output are stored; kernels without a bias store none.
 ///
 /// # Safety
-/// Sizes, strides and types of the inputs are what the pass's kernel reads with `params`; q, k and v are among them.
+/// Sizes, strides and types of the inputs must fit `params` and the pass's kernel; q, k and v are among the inputs.
 pub(crate) unsafe fn launch_forward(
     pass: &PassInputs<'_>,
     inputs: Vec<&CudaTensor>,
@@ -97,7 +94,7 @@ pub(crate) unsafe fn launch_forward(
     let (kernel, grid, maps) = pass.by_query(QueryPass::output(with_o_low))?;
     let mut tensors = inputs;
     tensors.extend([&o, &lse].into_iter().chain(&o_low));
-    // SAFETY: the caller's promise for the inputs; every element of o and lse is written; the maps are of q, k and v.
+    // SAFETY: the caller checked the inputs; every element of o and lse is written; the maps read q, k and v.
     unsafe { kernel.launch_with_maps(grid, &maps, &tensors, params) }?;
     Ok(AttentionResult {
         o,
@@ -107,7 +104,7 @@ pub(crate) unsafe fn launch_forward(
     })
 }
 
-/// An f32 tensor of one number a key and KV head; returned contiguous.
+/// Checks an f32 tensor `[batch, num_kv_heads, seq_len]` and returns it contiguous.
 pub(crate) fn require_per_key(
     kernel: &'static str,
     name: &'static str,
@@ -117,7 +114,7 @@ pub(crate) fn require_per_key(
     Ok(operand(kernel, name, tensor, DType::F32, &shape.per_key())?.contiguous())
 }
 
-/// The kernels fold the scale into the exponent, so it must be a positive number.
+/// Refuses a softmax scale that is not positive and finite: kernels find the largest logit before they apply the scale.
 pub(crate) fn require_scale(kernel: &'static str, softmax_scale: f32) -> Result<(), KernelError> {
     let fits = softmax_scale > 0.0 && softmax_scale.is_finite();
     require!(fits, kernel, "softmax_scale": softmax_scale, "positive and finite");

@@ -1,11 +1,11 @@
-//! Queries, keys and values as attention kernels read them: heads of packed or separate tensors, by strides.
+//! Queries, keys and values of an attention call: heads of packed or separate tensors, read by strides.
 use crate::KernelError;
 use crate::runtime::{
     AttentionParams, CudaTensor, KernelPolicy, SumOrder, TokenParams, operands, params, require, require_non_empty,
     row_layout,
 };
 
-/// Attention kernels copy 16 bytes at a time.
+/// Heads and tokens must begin at multiples of so many elements: attention kernels copy 16 bytes at a time.
 const ALIGN_ELEMENTS: usize = 8;
 
 /// Some neighbouring heads of a `[batch, seq_len, heads, head_dim]` bf16 tensor.
@@ -27,7 +27,7 @@ pub struct Qkv {
     pub v: Heads,
 }
 
-/// Sizes of an attention call, as its inputs agree on them.
+/// Sizes of an attention call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionShape {
     /// Rows of the batch.
@@ -51,7 +51,7 @@ impl AttentionShape {
     /// The widest heads that the attention kernels take.
     pub const MAX_HEAD_DIM: usize = 256;
 
-    /// These sizes: query and KV heads, width of keys and of values.
+    /// Sizes from `[query heads, KV heads]` and `[width of keys, width of values]`.
     pub fn new(
         batch: usize,
         seq_len: usize,
@@ -120,7 +120,8 @@ impl Heads {
         self.num_heads
     }
 
-    /// Offset, token stride and batch stride, in elements; `None` where kernels cannot follow the strides.
+    /// Offset of the first head, token stride and batch stride, in elements; `None` where kernels do not take the
+    /// strides: heads that are not side by side, or not at multiples of 8 elements.
     pub(crate) fn words(&self) -> Option<[usize; 3]> {
         let shape: [usize; 4] = self.tensor.shape().try_into().ok()?;
         let strides: [usize; 4] = self.tensor.strides().try_into().ok()?;
@@ -130,7 +131,7 @@ impl Heads {
 }
 
 impl Qkv {
-    /// What the caller chose about the kernels of calls with these queries.
+    /// The kernel policy of calls with these queries.
     pub fn policy(&self) -> KernelPolicy {
         self.q.tensor.policy()
     }
@@ -199,7 +200,7 @@ impl Qkv {
         Ok(AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim_v]))
     }
 
-    /// The same heads with strides that the kernels take: a contiguous copy of each tensor that has others.
+    /// The same heads with strides that the kernels take: each tensor with other strides is copied.
     pub(crate) fn with_kernel_strides(&self) -> Self {
         let with_kernel_strides = |heads: &Heads| match heads.words() {
             Some(_) => heads.clone(),
@@ -215,7 +216,7 @@ impl Qkv {
         }
     }
 
-    /// The words that the params of every attention kernel begin with; `shape` is the shape of these heads.
+    /// The first fields of every attention kernel's params struct; `shape` is the shape of these heads.
     ///
     /// # Errors
     /// [`KernelError::Refused`] when [`with_kernel_strides`](Self::with_kernel_strides) was not called.
@@ -229,7 +230,7 @@ impl Qkv {
         }))
     }
 
-    /// The words that the params of decoding kernels begin with: these heads are one token a row, of `shape`.
+    /// The first fields of every decoding kernel's params struct; `shape` is the shape of these heads, one token a row.
     ///
     /// # Errors
     /// As [`params`](Self::params).
@@ -257,13 +258,13 @@ impl Qkv {
     /// # Errors
     /// As [`params`](Self::params).
     pub(crate) fn head_words(&self, kernel: &'static str) -> Result<[[u64; 3]; 3], KernelError> {
-        let of = |name, heads: &Heads| {
+        let words = |name, heads: &Heads| {
             let expected = "heads must lie side by side, rows 16-byte aligned";
             let words = heads.words();
             words
                 .ok_or_else(|| heads.tensor.layout_error(kernel, name, expected))
-                .map(|w| w.map(|word| word as u64))
+                .map(|words| words.map(|word| word as u64))
         };
-        Ok([of("q", &self.q)?, of("k", &self.k)?, of("v", &self.v)?])
+        Ok([words("q", &self.q)?, words("k", &self.k)?, words("v", &self.v)?])
     }
 }

@@ -1,21 +1,21 @@
-//! The Hopper family (`sm_90a`) of the attention kernels: when it is taken, its tilings, and its tensor maps.
+//! The Hopper family (`sm_90a`) of the attention kernels: which calls take it, its tilings, and its TMA tensor maps.
 //!
-//! Buffers and params words are those of the portable kernels, so that a launch differs in kernel, grid and maps alone:
-//! `launch` chooses them.
+//! Buffers and params are the same as for the portable kernels: a launch differs in kernel, grid and maps alone, which
+//! `launch.rs` chooses.
 //!
-//! | device | widths | forward, row sums, backward | dq in a fixed order |
+//! | device | head widths | forward, row sums, backward | dq in a fixed order |
 //! |---|---|---|---|
 //! | compute capability 9.0, unless [`KernelFamilies::Portable`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | in the same pass |
 //! | the same | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_*.cu` | in the same pass |
 //! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels |
 //!
-//! `sieve kernels check` compares both families with the reference, and so one with the other.
+//! `sieve kernels check` compares both families with the reference.
 use crate::KernelError;
 use crate::attention::{AttentionShape, Heads, KeySource, Qkv, QueryPass, define_head_dims, query_kernel_names};
 use crate::runtime::{Arrivals, CudaTensor, KernelFamilies, KernelPolicy, SourceKernel, SumOrder, TileMap};
 use sieve_core::KeepOLow;
 
-/// Which kernels an attention call takes.
+/// The family of kernels that an attention call takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KernelFamily {
     /// mma.sync and cp.async: every device since Ampere.
@@ -31,7 +31,7 @@ pub(crate) const BACKWARD_BLOCK_Q: usize = 64;
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
 
-/// A Hopper backward kernel with the policy's arrivals on barriers.
+/// Defines how threads of a Hopper backward kernel arrive at barriers, by the policy.
 pub(crate) fn arriving(kernel: SourceKernel, policy: KernelPolicy) -> SourceKernel {
     match policy.arrivals {
         Arrivals::Warp => kernel,
@@ -66,7 +66,7 @@ impl KernelFamily {
     }
 }
 
-/// Whether the Hopper kernels are made for these widths.
+/// Whether the Hopper kernels take these head widths.
 pub(crate) fn has_hopper_form(shape: &AttentionShape, source: KeySource) -> bool {
     match (shape.head_dim, shape.head_dim_v) {
         (64, 64) | (128, 128) => true,
@@ -75,7 +75,7 @@ pub(crate) fn has_hopper_form(shape: &AttentionShape, source: KeySource) -> bool
     }
 }
 
-/// Tile sizes of the query-stationary Hopper kernels, named as their defines.
+/// Tile sizes of the query-stationary Hopper kernels; most fields have the name of their `#define`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct HopperTiling {
     pass: QueryPass,
@@ -86,34 +86,35 @@ pub(crate) struct HopperTiling {
     k_stages: usize,
     v_stages: usize,
     heads_per_tile: usize,
-    /// How warpgroups take turns at the tensor cores.
+    /// 2 where consumer warpgroups issue their GEMMs in turns, so that one computes softmax while another multiplies; 0
+    /// where they do not.
     take_turns: usize,
-    /// Registers a thread of the consumers and of the producer.
+    /// Registers per thread of a consumer warpgroup, and of the producer.
     registers: [usize; 2],
 }
 
 impl HopperTiling {
-    /// The tiling measured best for a shape.
+    /// The fastest measured tiling for a shape.
     pub(crate) fn new(pass: QueryPass, shape: &AttentionShape, source: KeySource) -> Self {
         let is_wide = shape.head_dim >= 128;
-        let shares = source.is_gathered() && shape.group_size().is_multiple_of(2);
+        let heads_share_tile = source.is_gathered() && shape.group_size().is_multiple_of(2);
         let reads_gradient = pass.reads_gradient();
-        let three = !is_wide && source == KeySource::Dense && !reads_gradient;
+        let has_three_consumers = !is_wide && source == KeySource::Dense && !reads_gradient;
         Self {
             pass,
             source,
             head_dim: shape.head_dim,
             head_dim_v: shape.head_dim_v,
-            num_consumers: if three { 3 } else { 2 },
+            num_consumers: if has_three_consumers { 3 } else { 2 },
             k_stages: if is_wide { 2 } else { 3 },
             v_stages: if is_wide && (reads_gradient || shape.head_dim > 128) {
                 2
             } else {
                 3
             },
-            heads_per_tile: if shares { 2 } else { 1 },
+            heads_per_tile: if heads_share_tile { 2 } else { 1 },
             take_turns: if reads_gradient { 0 } else { 2 },
-            registers: if three { [160, 32] } else { [216, 72] },
+            registers: if has_three_consumers { [160, 32] } else { [216, 72] },
         }
     }
 
@@ -121,24 +122,28 @@ impl HopperTiling {
         self.num_consumers * 64 / self.heads_per_tile
     }
 
-    /// Dynamic shared memory of a block.
+    /// Dynamic shared memory of a thread block, in bytes.
     pub(crate) fn shared_bytes(&self) -> usize {
         let rows = self.num_consumers * 64;
         let stages = self.k_stages + self.v_stages;
+        // Per row and column: q alone, or q and d_o, in bf16.
         let row_bytes = match self.pass {
             QueryPass::Output | QueryPass::OutputAndOLow => 2,
             QueryPass::RowSums | QueryPass::Gradient => 4,
         };
-        // The bias as one more step of the product: four slots of 128 keys and two of a tile's rows, 16 bytes each.
+        // The bias enters Q K^T as one more K step of the GEMM: four buffers of 128 keys and two of the tile's rows, 16
+        // bytes for each key and row.
         let bias = if self.source.has_bias() {
             8192 + 2 * rows * 16
         } else {
             0
         };
+        // List entries of gathered keys; or the document start of each query.
         let (entries, starts) = match self.source.is_gathered() {
             true => (4096, 0),
             false => (0, self.tile_queries() * 4),
         };
+        // The last terms are the work items of two tiles, the barriers, and the alignment of the buffers.
         rows * self.head_dim * row_bytes
             + 256 * (self.k_stages * self.head_dim + self.v_stages * self.head_dim_v)
             + bias
@@ -162,26 +167,22 @@ impl HopperTiling {
             .define("HEADS_PER_TILE", self.heads_per_tile)
             .threads(WARPGROUP * (1 + self.num_consumers))
             .shared_bytes(self.shared_bytes());
-        let kernel = match self.source {
-            // The kernels of lists have a bias unless told.
-            KeySource::Gathered => kernel,
-            source => kernel.define("HAS_BIAS", source.has_bias() as u8),
-        };
+        let kernel = define_bias(kernel, self.source);
         match self.pass {
             QueryPass::OutputAndOLow => kernel.define("RESIDUAL", 1),
             QueryPass::Output | QueryPass::RowSums | QueryPass::Gradient => kernel,
         }
     }
 
-    /// One block for each multiprocessor: blocks fetch their work themselves.
+    /// One thread block for each multiprocessor: blocks are persistent and fetch their tiles.
     pub(crate) fn grid(&self, like: &CudaTensor) -> [usize; 3] {
         [like.hardware().num_multiprocessors, 1, 1]
     }
 
-    /// Maps of q, of k and v where they are not gathered, and of the output's gradient for the row sums.
+    /// Tensor maps of q, of k and v unless they are gathered, and of the output's gradient for the row sums.
     ///
     /// # Errors
-    /// [`KernelError::Refused`] when the heads cannot be walked.
+    /// [`KernelError::Refused`] when the heads have strides that the kernels do not take.
     pub(crate) fn maps<'a>(
         &self,
         kernel: &'static str,
@@ -203,7 +204,15 @@ impl HopperTiling {
     }
 }
 
-/// The key-stationary Hopper kernel for a shape; all gradients in one launch.
+/// The define HAS_BIAS. The kernels over key lists have a bias without it.
+fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKernel {
+    match source {
+        KeySource::Gathered => kernel,
+        source => kernel.define("HAS_BIAS", source.has_bias() as u8),
+    }
+}
+
+/// The key-stationary Hopper kernel for a shape; one launch computes all gradients.
 pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, order: SumOrder) -> SourceKernel {
     let [d, d_v] = [shape.head_dim, shape.head_dim_v];
     let is_ordered = order == SumOrder::Fixed;
@@ -213,11 +222,11 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
         _ => (2, 2, 1),
     };
     let stages = q_stages + do_stages;
-    // A warp's part of dQ, on its way to the sums: the columns that are added at once.
+    // Each warp stages its part of dQ in shared memory before a bulk add to the sums: so many columns at a time.
     let dq_columns = if d > 128 { 128 } else { d };
     let dq_bytes = 256 * dq_columns * dq_bulk;
-    // lse and D of 64 queries: one f32 each, or 16 bytes each as split K steps of the GEMMs; with a bias also 16 bytes
-    // for each query's base and each key's bias.
+    // Log-sum-exp and row sum of 64 queries: one f32 each, or 16 bytes each where they enter the GEMMs as one more K
+    // step. With a bias also 16 bytes for each query's base and each key's bias.
     let stats_bytes = match source {
         KeySource::Biased | KeySource::Gathered => q_stages * 1024 + do_stages * 1280 + 2048,
         KeySource::GatheredUnbiased => stages * 1024,
@@ -243,20 +252,13 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
         SumOrder::Any => kernel,
         SumOrder::Fixed => kernel.define("ORDERED", 1),
     };
-    match source {
-        // The kernels of lists have a bias unless told.
-        KeySource::Gathered => kernel,
-        source => kernel.define("HAS_BIAS", source.has_bias() as u8),
-    }
+    define_bias(kernel, source)
 }
 
-/// Keys of a block of the backward kernels.
-pub(crate) const BACKWARD_BLOCK_KV: usize = BLOCK_KV;
-
-/// Maps of q and of the output's gradient, contiguous, for the backward kernels.
+/// Tensor maps of q and of the output's gradient, which is contiguous, for the backward kernels.
 ///
 /// # Errors
-/// [`KernelError::Refused`] when the heads cannot be walked.
+/// [`KernelError::Refused`] when the heads have strides that the kernels do not take.
 pub(crate) fn backward_maps<'a>(
     kernel: &'static str,
     qkv: &'a Qkv,
@@ -270,14 +272,14 @@ pub(crate) fn backward_maps<'a>(
     ])
 }
 
-/// The kernel that prepares each row's statistics from o and its lower 16 bits.
+/// The kernel that computes each query's log-sum-exp in base 2 and row sum from o and `o_low`.
 pub(crate) fn hopper_attention_backward_prepare_kernel(head_dim_v: usize) -> SourceKernel {
     SourceKernel::new("hopper_attention_backward_prepare")
         .define("HEAD_DIM_V", head_dim_v)
         .threads(256)
 }
 
-/// A map of a contiguous `[batch, seq_len, num_heads, head_dim_v]`.
+/// A tensor map of a contiguous `[batch, seq_len, num_heads, head_dim_v]`, in tiles of `rows` tokens.
 fn output_map<'a>(d_o: &'a CudaTensor, shape: &AttentionShape, rows: usize) -> TileMap<'a> {
     let width = shape.num_heads * shape.head_dim_v;
     TileMap {
@@ -289,7 +291,7 @@ fn output_map<'a>(d_o: &'a CudaTensor, shape: &AttentionShape, rows: usize) -> T
     }
 }
 
-/// A map of neighbouring heads, in tiles of `rows` tokens.
+/// A tensor map of `width` columns of neighbouring heads, in tiles of `rows` tokens and 64 columns.
 pub(crate) fn head_map<'a>(
     heads: &'a Heads,
     [offset, token_stride, batch_stride]: [u64; 3],

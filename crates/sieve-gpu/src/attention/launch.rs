@@ -1,8 +1,8 @@
-//! Which kernel an attention pass launches, on which grid, with which maps: the one choice between the two families.
+//! Chooses the kernel, grid and TMA maps of an attention pass. Only this file chooses between the kernel families.
 use crate::KernelError;
 use crate::attention::{
-    AttentionShape, BACKWARD_BLOCK_KV, BackwardTiling, GradientSet, HopperTiling, KernelFamily, KeySource, KeyTiles,
-    Qkv, QueryPass, QueryShares, QueryTiling, arriving, backward_maps, hopper_backward_kernel,
+    AttentionShape, BLOCK_KV, BackwardTiling, GradientSet, HopperTiling, KernelFamily, KeySource, KeyTiles, Qkv,
+    QueryPass, QueryShares, QueryTiling, arriving, backward_maps, hopper_backward_kernel,
 };
 use crate::runtime::{CudaTensor, SourceKernel, TileMap};
 
@@ -11,7 +11,7 @@ use crate::runtime::{CudaTensor, SourceKernel, TileMap};
 pub(crate) struct PassInputs<'a> {
     /// Name of the op in errors.
     pub(crate) name: &'static str,
-    /// Walkable heads.
+    /// Heads with strides that the kernels take.
     pub(crate) qkv: &'a Qkv,
     /// Gradient of the output, for the passes that read it.
     pub(crate) d_o: Option<&'a CudaTensor>,
@@ -22,12 +22,11 @@ pub(crate) struct PassInputs<'a> {
 }
 
 impl<'a> PassInputs<'a> {
-    /// Kernel, grid and maps of a pass that keeps queries in place. The maps are of q, k and v, and of d_o where it is
-    /// read: they must be among the launch's tensors.
+    /// Kernel, grid and maps of a query-stationary pass. The maps read q, k and v, and d_o where the pass reads it:
+    /// these must be among the launch's tensors.
     ///
     /// # Errors
-    /// [`KernelError::Refused`] when no tiling fits the device, or when heads cannot be
-    /// walked.
+    /// [`KernelError::Refused`] when no tiling fits the device, or when the kernels do not take the heads' strides.
     pub(crate) fn by_query(
         &self,
         pass: QueryPass,
@@ -46,15 +45,14 @@ impl<'a> PassInputs<'a> {
         Ok((tiling.kernel(shape, source), grid, Vec::new()))
     }
 
-    /// Keys of a block of threads in a pass that keeps keys in place, and how many such blocks the device runs at a
-    /// time.
+    /// Keys of a thread block of a key-stationary pass, and how many such blocks the device runs at a time.
     ///
     /// # Errors
-    /// Those of [`by_query`](Self::by_query).
+    /// The errors of [`by_query`](Self::by_query).
     pub(crate) fn key_tiles(&self) -> Result<KeyTiles, KernelError> {
         let hardware = self.qkv.q.tensor().hardware();
         let (block_kv, min_blocks) = match self.family() {
-            KernelFamily::Hopper => (BACKWARD_BLOCK_KV, 1),
+            KernelFamily::Hopper => (BLOCK_KV, 1),
             KernelFamily::Portable => {
                 let tiling = BackwardTiling::choose(self.name, self.shape, self.source, hardware.max_shared_bytes)?;
                 (tiling.block_kv(), tiling.min_blocks)
@@ -64,11 +62,11 @@ impl<'a> PassInputs<'a> {
         Ok(KeyTiles { block_kv, at_once })
     }
 
-    /// Kernel and maps of a pass that keeps keys in place and computes these gradients, with `shares` thread blocks a
-    /// key tile. The maps are of q and d_o, which must be among the launch's tensors.
+    /// Kernel and maps of a key-stationary pass that computes the gradients in `set`, with `shares` thread blocks for
+    /// each key tile. The maps read q and d_o, which must be among the launch's tensors.
     ///
     /// # Errors
-    /// Those of [`by_query`](Self::by_query).
+    /// The errors of [`by_query`](Self::by_query).
     pub(crate) fn by_key(
         &self,
         set: GradientSet,

@@ -1,26 +1,26 @@
-//! How many blocks of threads of a backward pass share a tile of keys.
+//! How many thread blocks of a backward pass share a tile of keys.
 //!
-//! A block holds 128 keys and walks the queries of all query heads of their KV head. With few KV heads or short rows
-//! there are too few blocks, or too long ones, to keep all multiprocessors busy; then several blocks share a key tile
-//! and divide its query heads and, where these do not suffice, the queries of a head. How many is found by simulating
-//! the launch: blocks start in the kernels' order (`block_order.cuh`) on whichever multiprocessor is free.
-//! notes/experiments.md has measured times of the choices (Head shapes).
-use crate::attention::{AttentionShape, BACKWARD_BLOCK_KV, padded_len};
+//! A thread block holds 128 keys and loops over the queries of all query heads of their KV head. With few KV heads or
+//! short rows there are too few blocks, or too long ones, to keep all multiprocessors busy. Then several blocks share a
+//! key tile: they divide its query heads and, where these do not suffice, the queries of a head. The number of shares
+//! is found by simulating the launch: blocks start in the kernels' order (`block_order.cuh`) on whichever
+//! multiprocessor is free. notes/experiments.md has measured times of the choices (Head shapes).
+use crate::attention::{AttentionShape, BLOCK_KV, padded_len};
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::runtime::{DType, SourceKernel};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// Blocks that share a key tile: the number of shares of the KV head's query heads, and of each head's queries.
+/// Into how many shares the work of a key tile is divided; each share has a thread block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct QueryShares {
-    /// At most the query heads of a KV head, which it need not divide.
+    /// Shares of the query heads of a KV head. The shares may differ in size by one head.
     pub(crate) heads: usize,
-    /// More than one only where each block has one head.
+    /// Shares of the queries of a head; more than one only where each share of heads has one head.
     pub(crate) queries: usize,
 }
 
-/// The blocks of a backward pass that keeps keys in place.
+/// The thread blocks of a key-stationary backward pass.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct KeyTiles {
     /// Keys of a block.
@@ -29,35 +29,36 @@ pub(crate) struct KeyTiles {
     pub(crate) at_once: usize,
 }
 
-/// Queries of a step.
+/// Queries of one step of a thread block; times below are in steps.
 const STEP: usize = 64;
 
-/// Steps' time that a block needs beside its steps: it starts, and stores dk and dv.
+/// Time of a thread block beside its steps, in steps: its start, and the store of dk and dv.
 const BLOCK_STEPS: usize = 4;
-/// The same of a block of listed keys, which adds to dk and dv in memory.
+/// Time of a thread block of listed keys beside its steps: it adds to dk and dv in memory.
 const LISTED_BLOCK_STEPS: usize = 8;
 
-/// Cost of writing and reading a block's partial dk and dv once, and of the launches that sum them, both in 1/1024 of a
-/// step of the whole GPU.
+/// Cost of writing and reading the partial dk and dv of a thread block (`PART_COST`), and of the launches that sum them
+/// (`JOIN_COST`), in 1/1024 of the time in which every multiprocessor does one step.
 const PART_COST: usize = 46;
 const JOIN_COST: usize = 4096;
 
-/// Queries and output gradients of the heads in work at a time, in bytes: `SECTION_BYTES` of the Hopper kernel.
+/// Bytes of queries and output gradients that thread blocks read at the same time, so that they stay in the L2 cache:
+/// `SECTION_BYTES` of the Hopper kernel.
 const SECTION_BYTES: usize = 32 << 20;
 
-/// With more blocks than this for each that runs, a launch is even whatever its order: nothing is shared.
+/// With more waves of thread blocks than this, all multiprocessors end at about the same time, and shares gain nothing.
 const MOST_BLOCKS: usize = 8;
 
 impl QueryShares {
-    /// Each tile has one block.
+    /// Each key tile has one thread block.
     pub(crate) const ONE: Self = Self { heads: 1, queries: 1 };
 
-    /// Blocks of a tile.
+    /// Thread blocks of a key tile.
     pub(crate) fn count(self) -> usize {
         self.heads * self.queries
     }
 
-    /// The form of a kernel whose blocks share tiles, where they do.
+    /// The form of a backward kernel for these shares.
     pub(crate) fn define(self, kernel: SourceKernel) -> SourceKernel {
         match self {
             Self::ONE => kernel,
@@ -65,7 +66,7 @@ impl QueryShares {
         }
     }
 
-    /// So many blocks a tile, or a few more where they cannot be had; at least one.
+    /// At least `count` shares, and at least one. More where heads and queries cannot be divided into exactly `count`.
     pub(crate) fn of_count(count: usize, group_size: usize) -> Self {
         let heads = count.clamp(1, group_size);
         Self {
@@ -74,7 +75,8 @@ impl QueryShares {
         }
     }
 
-    /// The shares with which a pass over neighbouring keys ends first, where queries see `window` keys at most.
+    /// The shares with which a pass over neighbouring keys takes the least time, where queries see at most `window`
+    /// keys.
     pub(crate) fn of_neighbours(shape: &AttentionShape, window: usize, tiles: KeyTiles) -> Self {
         let num_tiles = shape.seq_len.div_ceil(tiles.block_kv) * shape.num_kv_heads * shape.batch;
         first_to_end(shape.group_size(), usize::MAX, num_tiles, tiles, |shares| {
@@ -88,29 +90,30 @@ impl QueryShares {
         })
     }
 
-    /// The same for key lists of at most `capacity` keys, one for each KV head and each of the launch's `super_blocks`;
-    /// only query heads are divided. The extra adds to dk and dv count as part of each block's time.
+    /// The shares with which a pass over key lists takes the least time. Lists have at most `capacity` keys; there is
+    /// one for each KV head and each of the launch's `super_blocks`. Only query heads are divided.
     pub(crate) fn of_lists(shape: &AttentionShape, super_blocks: usize, capacity: usize, tiles: KeyTiles) -> Self {
         let (group, chunks) = (shape.group_size(), capacity.div_ceil(tiles.block_kv));
         let lists = super_blocks * shape.num_kv_heads * shape.batch;
         first_to_end(group, group, lists * chunks, tiles, |shares| {
-            // Keys enter and leave one by one: a list's middle is seen by most of its queries.
-            let seen = |chunk: usize| {
+            // Steps of a chunk of keys. Keys enter and leave the list one by one, so most queries of the super-block
+            // see the middle of the list, and few see its ends.
+            let steps_of = |chunk: usize| {
                 SUPER_BLOCK
                     .min(tiles.block_kv * (chunk + 1).min(chunks - chunk))
                     .div_ceil(STEP)
             };
-            let share = |at: usize| shares.share_of_heads(at % shares.heads, group);
-            let lists = (0..lists * shares.heads).flat_map(|at| (0..chunks).map(move |chunk| (at, chunk)));
-            makespan(
-                tiles.at_once,
-                lists.map(|(at, chunk)| LISTED_BLOCK_STEPS + share(at) * seen(chunk)),
-            )
+            let blocks = (0..lists * shares.heads).flat_map(|at| (0..chunks).map(move |chunk| (at, chunk)));
+            let times = blocks.map(|(at, chunk)| {
+                let heads = shares.heads_of_share(at % shares.heads, group);
+                LISTED_BLOCK_STEPS + heads * steps_of(chunk)
+            });
+            makespan(tiles.at_once, times)
         })
     }
 
-    /// Query heads of one share.
-    fn share_of_heads(self, at: usize, group_size: usize) -> usize {
+    /// Number of query heads of share `at`.
+    fn heads_of_share(self, at: usize, group_size: usize) -> usize {
         (at + 1) * group_size / self.heads - at * group_size / self.heads
     }
 }
@@ -120,7 +123,7 @@ impl AttentionShape {
     /// keys a query on a Hopper GPU.
     pub fn key_part_bytes(&self, window: usize, num_multiprocessors: usize) -> usize {
         let tiles = KeyTiles {
-            block_kv: BACKWARD_BLOCK_KV,
+            block_kv: BLOCK_KV,
             at_once: num_multiprocessors,
         };
         match QueryShares::of_neighbours(self, window.min(self.seq_len), tiles) {
@@ -133,12 +136,12 @@ impl AttentionShape {
     }
 }
 
-/// The form of a backward kernel whose blocks share tiles of keys.
+/// The form of a backward kernel whose thread blocks share key tiles.
 pub(crate) fn sharing(kernel: SourceKernel) -> SourceKernel {
     kernel.define("SHARES", 1)
 }
 
-/// Of the ways to share, none first, the one with the smallest cost; at most `most` shares.
+/// The shares with the smallest cost, at most `most` of them; of equal costs the fewest shares.
 fn first_to_end(
     group_size: usize,
     most: usize,
@@ -146,12 +149,14 @@ fn first_to_end(
     tiles: KeyTiles,
     cost: impl Fn(QueryShares) -> usize,
 ) -> QueryShares {
+    // Heads are halved again and again, then each head's queries.
     let halves = (0..usize::BITS).map(|power| group_size.div_ceil(group_size.div_ceil(1 << power)));
     let mut counts: Vec<usize> = halves.take_while(|&count| count < group_size).collect();
     counts.extend([1, 2, 4, 8].map(|parts| group_size * parts));
     let ways = counts.into_iter().filter(|&count| count <= most);
     let ways = ways.take_while(|count| count * num_tiles <= MOST_BLOCKS * tiles.at_once);
     let ways: Vec<QueryShares> = ways.map(|count| QueryShares::of_count(count, group_size)).collect();
+    // The first way is one share; the simulation of a cost is slow.
     match ways[..] {
         [] | [_] => QueryShares::ONE,
         _ => ways
@@ -161,7 +166,8 @@ fn first_to_end(
     }
 }
 
-/// Steps' time of the blocks of a pass over neighbouring keys, in the order in which they start.
+/// Time of each thread block of a pass over neighbouring keys, in steps, in the order in which blocks start: sections
+/// of KV heads whose queries fit the L2 cache; in a section key tiles from the first on; for a key tile all its shares.
 fn neighbour_blocks(
     shape: &AttentionShape,
     window: usize,
@@ -169,25 +175,25 @@ fn neighbour_blocks(
     shares: QueryShares,
 ) -> impl Iterator<Item = usize> {
     let (seq_len, group_size) = (shape.seq_len, shape.group_size());
-    let units = shape.batch * shape.num_kv_heads * shares.heads;
-    let unit_bytes = seq_len * group_size.div_ceil(shares.heads) * (shape.head_dim + shape.head_dim_v) * 2;
-    let sections = units.div_ceil((SECTION_BYTES / unit_bytes).max(1));
-    let of_section = units.div_ceil(sections);
+    let num_head_shares = shape.batch * shape.num_kv_heads * shares.heads;
+    let share_bytes = seq_len * group_size.div_ceil(shares.heads) * (shape.head_dim + shape.head_dim_v) * 2;
+    let num_sections = num_head_shares.div_ceil((SECTION_BYTES / share_bytes).max(1));
+    let section_len = num_head_shares.div_ceil(num_sections);
     let tiles = seq_len.div_ceil(block_kv);
-    (0..units).step_by(of_section).flat_map(move |first| {
+    (0..num_head_shares).step_by(section_len).flat_map(move |first| {
         (0..tiles).flat_map(move |tile| {
             let end = seq_len.min((tile + 1) * block_kv - 1 + window).div_ceil(STEP);
-            let seen = end - tile * block_kv / STEP;
-            (first..units.min(first + of_section)).flat_map(move |unit| {
-                let heads = shares.share_of_heads(unit % shares.heads, group_size);
-                let part = move |at: usize| seen * (at + 1) / shares.queries - seen * at / shares.queries;
+            let steps = end - tile * block_kv / STEP;
+            (first..num_head_shares.min(first + section_len)).flat_map(move |head_share| {
+                let heads = shares.heads_of_share(head_share % shares.heads, group_size);
+                let part = move |at: usize| steps * (at + 1) / shares.queries - steps * at / shares.queries;
                 (0..shares.queries).map(move |at| BLOCK_STEPS + heads * part(at))
             })
         })
     })
 }
 
-/// When the last of these blocks ends if `at_once` run at a time.
+/// End time of the last thread block, if `at_once` blocks run at a time and each starts as soon as another ends.
 fn makespan(at_once: usize, blocks: impl Iterator<Item = usize>) -> usize {
     let mut free = BinaryHeap::from(vec![Reverse(0); at_once.max(1)]);
     let mut last = 0;
@@ -218,7 +224,6 @@ mod tests {
     #[test]
     fn blocks_share_tiles_where_multiprocessors_would_have_no_work() {
         for (batch, seq_len, heads, width, window, expected) in [
-            // As many as are needed, and no more.
             (1, 4096, [16, 8], 128, 4096, [1, 1]),
             (1, 32768, [16, 8], 128, 32768, [1, 1]),
             (8, 2048, [16, 8], 128, 2048, [1, 1]),
@@ -243,7 +248,7 @@ mod tests {
     fn every_head_and_query_is_in_one_share() {
         for (group, count) in [(1, 1), (1, 4), (7, 1), (7, 4), (7, 14), (16, 5), (3, 2)] {
             let shares = QueryShares::of_count(count, group);
-            let heads = (0..shares.heads).map(|at| shares.share_of_heads(at, group));
+            let heads = (0..shares.heads).map(|at| shares.heads_of_share(at, group));
             assert_eq!(heads.clone().sum::<usize>(), group, "{group} {count}");
             assert!(shares.count() >= count && heads.min() > Some(0), "{shares:?}");
             assert!(shares.queries == 1 || shares.heads == group, "{shares:?}");

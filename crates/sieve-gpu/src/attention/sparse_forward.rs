@@ -1,4 +1,4 @@
-//! Launch of `kernels/sparse_attention_forward.cu`: attention over the keys that a selector's mask names.
+//! Launches of `kernels/sparse_attention_forward.cu` and its Hopper form: attention over the keys of a selector's mask.
 use crate::KernelError;
 use crate::attention::{
     AttentionResult, AttentionShape, BLOCK_KV, KernelFamily, KeySource, Qkv, QueryPass, QueryTiling, head_map,
@@ -15,26 +15,26 @@ const HOPPER_ROWS: usize = 128;
 /// How the Hopper kernel reads keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SparseKeyReads {
-    /// One by one: any mask.
+    /// One by one, for any mask.
     Keys,
-    /// Whole tiles by TMA: key tiles of a multiple of 64 keys, in order, and no single keys. It also reads keys of a
-    /// listed tile that no query sees.
+    /// Whole tiles by TMA, for masks with key tiles of a multiple of 64 keys in order, without single columns. All keys
+    /// of a listed tile are read, also keys that no query sees.
     Tiles,
 }
 
 /// The fewest keys of one TMA copy.
 const SMALL_BOX: usize = 64;
 
-/// Whether two query tiles share a tile of the Hopper kernel, and how many keys one TMA box holds: a whole stage where
-/// the key tile allows it.
+/// Whether two query tiles share a tile of the Hopper kernel, and how many keys one TMA box holds: all keys of a stage
+/// where the key tile is a multiple of them.
 fn pairs_and_box([query_tile, key_tile]: [usize; 2]) -> (bool, usize) {
-    let pairs = query_tile == HOPPER_ROWS / 2;
-    let brings_stages = !pairs && key_tile.is_multiple_of(BLOCK_KV);
-    (pairs, if brings_stages { BLOCK_KV } else { SMALL_BOX })
+    let is_paired = query_tile == HOPPER_ROWS / 2;
+    let fills_stage = !is_paired && key_tile.is_multiple_of(BLOCK_KV);
+    (is_paired, if fills_stage { BLOCK_KV } else { SMALL_BOX })
 }
 
 impl SparseKeyReads {
-    /// How the keys of a mask are read.
+    /// How the Hopper kernel reads the keys of a mask.
     pub fn of<W>(mask: &KeyMask<W>) -> Self {
         let in_order = mask.places.col_ptr.is_empty() && mask.places.key_order.is_empty();
         match in_order && mask.tiles.key_tile.is_multiple_of(SMALL_BOX) {
@@ -45,9 +45,8 @@ impl SparseKeyReads {
 }
 
 impl Qkv {
-    /// Attention of the last `mask.shape.num_queries` tokens of `self` (one row) over the keys that the mask names;
-    /// rows that the mask calls dense over all keys not after them. A query that sees nothing gets `o = 0`,
-    /// `lse = -inf`.
+    /// Attention of the last `mask.shape.num_queries` tokens of `self` (one row) over the keys of the mask; queries in
+    /// the mask's `dense_rows` see all keys up to their own. A query that sees no key gets `o = 0`, `lse = -inf`.
     ///
     /// # Shapes
     /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
@@ -134,9 +133,9 @@ impl Qkv {
                     (kernel, [num_tiles * parts, num_heads, 1], Vec::new())
                 }
             };
-            // SAFETY: sizes, strides and types checked above; every index was checked when the mask was made; the
-            // mask's query tiles cover every row, whose o and lse are written; the maps are of k and v, which are among
-            // the tensors.
+            // SAFETY: sizes, strides and types checked above; every index was checked when the mask was built; the
+            // mask's query tiles cover every query, so all of o and lse is written; the maps read k and v, which are
+            // among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
         };
         launch(&Rows {
@@ -165,16 +164,16 @@ impl Qkv {
     }
 }
 
-/// The rows of the call that one launch computes, and where their lists are.
+/// The queries that one launch computes, and where their lists lie in the mask's words.
 struct Rows<'a> {
     first: usize,
-    /// `num_queries` counts the slots.
+    /// Its `num_queries` counts the queries of this launch.
     tiles: Tiles,
     heads_per_list: usize,
     places: &'a MaskPlaces,
 }
 
-/// The tiling of the portable kernel: that of dense attention, whose queries of one head fill a tile.
+/// The tiling of the portable kernel: the tiling of dense attention, with less shared memory by the list entries.
 ///
 /// # Errors
 /// [`KernelError::Refused`] when no tiling fits the device.
@@ -195,7 +194,8 @@ pub(crate) fn sparse_attention_forward_kernel(shape: &AttentionShape, tiling: &Q
         .shared_bytes(tiling.shared_bytes(shape, KeySource::Dense) + entries)
 }
 
-/// The Hopper specialisation for a shape; the sizes of query and key tiles matter only where keys are loaded by tiles.
+/// The Hopper specialisation for a shape; `tiles`, the sizes of query and key tiles, matters only where keys are read
+/// by tiles.
 pub(crate) fn hopper_sparse_attention_forward_kernel(
     shape: &AttentionShape,
     reads: SparseKeyReads,
@@ -225,7 +225,7 @@ pub(crate) fn hopper_sparse_attention_forward_kernel(
         return kernel.define("TAKE_TURNS", 2);
     }
     let (pairs, keys) = pairs_and_box(tiles);
-    // Without pairs a few percent faster by no turns.
+    // Without paired query tiles the kernel is a few percent faster if warpgroups do not take turns at the GEMMs.
     kernel
         .define("TAKE_TURNS", if pairs { 2 } else { 0 })
         .define("PAIRS", pairs as u8)

@@ -1,4 +1,4 @@
-//! Tile sizes of the attention kernels, by head width and by what the device has; the one place that chooses them.
+//! Chooses the tile sizes of the portable query-stationary attention kernels by head width and by shared memory.
 use crate::KernelError;
 use crate::attention::AttentionShape;
 use crate::dma::oracle::SUPER_BLOCK;
@@ -17,11 +17,16 @@ pub enum KeySource {
     Biased,
     /// Keys gathered from a list, with a bias each.
     Gathered,
-    /// Keys gathered from a list, no bias. The portable kernels add one of zeros.
+    /// Keys gathered from a list, no bias. The portable kernels add a bias of zeros instead.
     GatheredUnbiased,
 }
 
 impl KeySource {
+    /// Neighbouring keys, with a bias or without.
+    pub(crate) fn of_neighbours(has_bias: bool) -> Self {
+        if has_bias { Self::Biased } else { Self::Dense }
+    }
+
     /// Whether keys come from a list.
     pub(crate) fn is_gathered(self) -> bool {
         matches!(self, Self::Gathered | Self::GatheredUnbiased)
@@ -33,14 +38,14 @@ impl KeySource {
     }
 }
 
-/// What a kernel that keeps queries in place and streams keys makes.
+/// What a query-stationary kernel, which loops over keys, computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum QueryPass {
     /// o and lse.
     Output,
-    /// o, lse, and the lower 16 bits of o. The portable kernels have no such form.
+    /// o, lse and `o_low`. The portable kernels have no such form.
     OutputAndOLow,
-    /// Exact row sums for the backward pass, which a bias makes worth their time.
+    /// Row sums P dP in f32 for the backward pass with a bias, whose gradients need their precision.
     RowSums,
     /// dq, summed in a fixed order.
     Gradient,
@@ -57,20 +62,19 @@ impl QueryPass {
     }
 }
 
-/// Tile sizes of a portable kernel that keeps queries in place, named as its defines.
+/// Tile sizes of a portable query-stationary kernel; the fields have the names of its `#define`s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct QueryTiling {
-    /// What the kernel makes.
     pass: QueryPass,
-    /// Rows of a warp.
+    /// Rows of a warp; a row is a query of one head.
     warp_rows: usize,
-    /// Warps of a block.
+    /// Warps of a thread block.
     num_warps: usize,
     /// Keys of a tile.
     pub(crate) block_kv: usize,
-    /// Key tiles in flight.
+    /// Key tiles in shared memory at a time.
     pub(crate) num_stages: usize,
-    /// Blocks that should share a multiprocessor.
+    /// Thread blocks that should fit on a multiprocessor at the same time (`__launch_bounds__`).
     min_blocks: usize,
     /// Query heads of a group that share a tile.
     heads_per_tile: usize,
@@ -108,7 +112,7 @@ impl QueryTiling {
             min_blocks,
             heads_per_tile: 1,
         };
-        // Blocks of fewer warps ask for less shared memory (consumer Ampere and Ada have 99 KiB).
+        // Blocks of fewer warps take less shared memory (consumer Ampere and Ada have 99 KiB).
         while tiling.shared_bytes(shape, source) > max_shared_bytes {
             if tiling.num_warps > 2 {
                 tiling.num_warps /= 2;
@@ -135,7 +139,7 @@ impl QueryTiling {
         self.block_rows() / self.heads_per_tile
     }
 
-    /// Dynamic shared memory of a block.
+    /// Dynamic shared memory of a thread block, in bytes.
     pub(crate) fn shared_bytes(&self, shape: &AttentionShape, source: KeySource) -> usize {
         let widths = shape.head_dim + shape.head_dim_v;
         let row_width = match self.pass.reads_gradient() {
@@ -197,7 +201,7 @@ impl QueryTiling {
     }
 }
 
-/// The portable kernel that keeps queries in place, and the Hopper one.
+/// Names of the query-stationary kernel of a pass: portable, Hopper.
 pub(crate) fn query_kernel_names(pass: QueryPass, source: KeySource) -> [&'static str; 2] {
     use QueryPass::{Gradient, Output, OutputAndOLow, RowSums};
     match (source.is_gathered(), pass) {
@@ -205,13 +209,13 @@ pub(crate) fn query_kernel_names(pass: QueryPass, source: KeySource) -> [&'stati
         (true, RowSums) => ["dma_attention_row_sums", "hopper_dma_attention_row_sums"],
         (false, Output | OutputAndOLow) => ["attention_forward", "hopper_attention_forward"],
         (false, RowSums) => ["attention_row_sums", "hopper_attention_row_sums"],
-        // There is no second pass on Hopper.
+        // Hopper kernels compute dq by key; they have no pass for it.
         (true, Gradient) => ["dma_attention_backward_query"; 2],
         (false, Gradient) => ["attention_backward_query"; 2],
     }
 }
 
-/// HAS_BIAS, which the portable kernels of lists define themselves.
+/// The define HAS_BIAS, except for the portable kernels over key lists: they always have a bias.
 pub(crate) fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKernel {
     match source.is_gathered() {
         true => kernel,
@@ -219,15 +223,15 @@ pub(crate) fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKern
     }
 }
 
-/// How many query heads of a group share a gathered tile of `block_rows` rows. Common widths have a form for every
-/// group size, others one for two heads.
+/// How many query heads of a group share a gathered tile of `block_rows` rows: up to 8 for the common widths 64 and
+/// 128, up to 2 for others, so that fewer specialisations ship.
 pub(crate) fn heads_sharing_a_tile(shape: &AttentionShape, block_rows: usize) -> usize {
     let most = if matches!(shape.head_dim, 64 | 128) { 8 } else { 2 };
     let fits = |heads: &usize| *heads <= most && shape.group_size().is_multiple_of(*heads) && block_rows / heads >= 16;
     [8, 4, 2, 1].into_iter().find(fits).unwrap_or(1)
 }
 
-/// Tiles of list entries in flight: fetched further ahead than the keys they name.
+/// Tiles of list entries in shared memory at a time. Entries are fetched further ahead than the keys they name.
 pub(crate) fn list_entries_in_flight(num_stages: usize) -> usize {
     match num_stages {
         2 => 4,
@@ -236,7 +240,7 @@ pub(crate) fn list_entries_in_flight(num_stages: usize) -> usize {
     }
 }
 
-/// HEAD_DIM, and HEAD_DIM_V where it differs.
+/// The define HEAD_DIM, and HEAD_DIM_V where it differs.
 pub(crate) fn define_head_dims(kernel: SourceKernel, [keys, values]: [usize; 2]) -> SourceKernel {
     let kernel = kernel.define("HEAD_DIM", keys);
     match keys == values {

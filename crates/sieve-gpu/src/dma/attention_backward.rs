@@ -1,26 +1,26 @@
-//! Launches of `kernels/dma_attention_backward*.cu`: gradients of attention over the keys that DMA kept.
+//! Launches of `kernels/dma_attention_backward*.cu`: gradients of attention over DMA's key lists.
 use crate::KernelError;
 use crate::attention::{
-    AttentionGradients, BACKWARD_BLOCK_Q, BackwardTiling, Bias, Heads, KernelFamily, KeySource, PassInputs, QueryPass,
-    QueryShares, SeenKeys, convert_dq, dq_sum_shape, padded_len, require_gradients, row_stats,
+    AttentionGradients, BACKWARD_BLOCK_Q, BackwardTiling, Bias, Heads, KernelFamily, PassInputs, QueryPass, QueryShares,
+    convert_dq, dq_sum_shape, padded_len, require_gradients, row_stats,
 };
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::dma::{KeyLists, listed_bias, require_lists};
+use crate::dma::{KeyLists, listed_bias, listed_source, require_lists};
 use crate::runtime::{CudaTensor, SourceKernel, SumOrder, params};
 use crate::step::{empty_zero, fill_zero};
 
 const NAME: &str = "dma_attention_backward";
 
-/// Super-blocks that share one launch and one buffer of dq sums: enough blocks to fill a large GPU, while the buffer
-/// stays small beside the sums of dk and dv.
+/// Super-blocks of one launch, which share a buffer of dq sums: enough thread blocks to fill a large GPU, while the
+/// buffer stays small beside the sums of dk and dv.
 const SUPER_BLOCKS_PER_LAUNCH: usize = 16;
 
-/// Lists of a super-block (times the shares of a KV head's query heads) that keep the GPU busy in a fixed order: with
-/// fewer, blocks of the next super-block run at the same time and wait for these lists' adds to dk and dv.
+/// Key lists of a super-block, times shares of query heads, that keep the GPU busy in a fixed order. With fewer, thread
+/// blocks of the next super-block run at the same time and wait until this super-block has added to dk and dv.
 const ORDERED_LISTS: usize = 8;
 
 impl KeyLists {
-    /// Queries of a row whose f32 sums of dq exist together; the buffer is padded to super-blocks.
+    /// Queries of a row whose f32 sums of dq are in memory at the same time; the buffer is padded to super-blocks.
     pub fn dq_sum_queries(seq_len: usize) -> usize {
         seq_len.min(SUPER_BLOCKS_PER_LAUNCH * SUPER_BLOCK)
     }
@@ -38,7 +38,7 @@ impl AttentionGradients<'_> {
     }
 }
 
-/// As [`dma_attention_backward`](crate::AttentionGradients::dma_attention_backward), or without a bias.
+/// [`dma_attention_backward`](crate::AttentionGradients::dma_attention_backward) with a bias or without.
 pub(crate) fn listed_attention_backward(
     call: AttentionGradients,
     delta: Option<&CudaTensor>,
@@ -55,9 +55,9 @@ pub(crate) fn listed_attention_backward(
     Ok(ddelta)
 }
 
-/// Writes the gradient of the queries, and adds those of the keys, before their scale, and of the values to f32 sums
-/// `[batch, num_kv_heads, seq_len, width]` in the column order of the kernels. The sums of listed keys were cleared;
-/// others are not touched. Returns the gradient of the bias.
+/// Writes dq, adds dk (without the softmax scale) and dv to f32 sums `[batch, num_kv_heads, seq_len, width]` in the
+/// column order of the kernels, and returns the gradient of the bias. The caller cleared the sums of listed keys; the
+/// sums of other keys are neither read nor written.
 pub(crate) fn listed_key_sums(
     call: &AttentionGradients,
     delta: Option<&CudaTensor>,
@@ -69,34 +69,20 @@ pub(crate) fn listed_key_sums(
     require_gradients(NAME, call, &shape)?;
     require_lists(NAME, lists, &shape)?;
     let order = qkv.policy().sums;
-    let family = KernelFamily::of(&shape, KeySource::Gathered, qkv.q.tensor());
-    let source = match (delta, family) {
-        (None, KernelFamily::Hopper) => KeySource::GatheredUnbiased,
-        _ => KeySource::Gathered,
-    };
-    let bias = match source.has_bias() {
-        true => {
-            let delta = listed_bias(delta, qkv.q.tensor(), &shape)?;
-            let base = call.result.base.as_ref();
-            let keys = SeenKeys::Listed(lists);
-            Some(Bias::with_base(delta, base, keys, &shape)?)
-        }
-        false => None,
-    };
-
     let d_o = call.d_o.contiguous();
-    let stats = row_stats(call, &d_o, &shape)?;
     let pass = PassInputs {
         name: NAME,
         qkv: &qkv,
         d_o: Some(&d_o),
         shape: &shape,
-        source,
+        source: listed_source(delta.is_some(), &shape, qkv.q.tensor()),
     };
-    let blocks = lists.num_super_blocks();
+    let bias = listed_bias(&pass, delta, call.result.base.as_ref(), lists)?;
+    let stats = row_stats(call, &d_o, &shape)?;
+    let num_super_blocks = lists.num_super_blocks();
     let [batch, kv_heads, seq_len] = shape.per_key();
-    let (per_launch, dq_sum) = match (order, family) {
-        // One after the other, so that a key's contributions are added in the order of the blocks.
+    let (per_launch, dq_sum) = match (order, pass.family()) {
+        // One launch for each super-block, so that dk and dv of a key are added in the order of the super-blocks.
         (SumOrder::Fixed, KernelFamily::Portable) => (1, None),
         _ => {
             let per_launch = KeyLists::dq_sum_queries(seq_len).div_ceil(SUPER_BLOCK);
@@ -104,7 +90,7 @@ pub(crate) fn listed_key_sums(
             (per_launch, Some(sums))
         }
     };
-    // Semaphores that order the adds: to dq one a query tile, to dk and dv one a key.
+    // Semaphores that order the adds: to dq for each query tile, to dk and dv for each key.
     let semaphores = match (order, &dq_sum) {
         (SumOrder::Fixed, Some(_)) => {
             let tiles = per_launch * SUPER_BLOCK / BACKWARD_BLOCK_Q;
@@ -113,10 +99,8 @@ pub(crate) fn listed_key_sums(
         }
         _ => None,
     };
-    let ddelta = match &bias {
-        Some(_) => Some(empty_zero(&d_o, &shape.per_key())?),
-        None => None,
-    };
+    let ddelta = bias.as_ref().map(|_| empty_zero(&d_o, &shape.per_key()));
+    let ddelta = ddelta.transpose()?;
     let mut inputs = vec![qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
     inputs.extend(bias.iter().flat_map(Bias::tensors));
     inputs.push(&lists.list);
@@ -124,7 +108,8 @@ pub(crate) fn listed_key_sums(
     let (padded_len, list_capacity) = (padded_len(seq_len), lists.capacity());
     let tile_queries = lists.tile_queries;
 
-    // Exact row sums: do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
+    // Without `o_low` the row sums are recomputed as sum P dP. Their other form, do . o, has the rounding error of o,
+    // which would dominate the gradients where a bias makes the softmax peaked.
     if call.result.o_low.is_none() && delta.is_some() {
         let params = params!(DmaAttentionRowSumsParams {
             base,
@@ -136,16 +121,16 @@ pub(crate) fn listed_key_sums(
         let mut tensors = inputs.clone();
         tensors.push(&lists.tile_window);
         let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
-        // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats.
+        // SAFETY: sizes, strides and types checked above; overwrites the row sum of each query in `stats`.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     }
 
     let tiles = pass.key_tiles()?;
-    for first in (0..blocks).step_by(per_launch) {
-        let count = per_launch.min(blocks - first);
+    for first in (0..num_super_blocks).step_by(per_launch) {
+        let count = per_launch.min(num_super_blocks - first);
         let group = shape.group_size();
         let shares = match (&dq_sum, order, qkv.policy().blocks_per_tile) {
-            // Blocks that share keys add to the same sums, and need no semaphores.
+            // The portable fixed order has one thread block for each key tile: shares would add in any order.
             (None, _, _) => QueryShares::ONE,
             (_, _, Some(blocks)) => QueryShares::of_count(blocks.min(group), group),
             (_, SumOrder::Any, None) => QueryShares::of_lists(&shape, count, list_capacity, tiles),
@@ -180,7 +165,7 @@ pub(crate) fn listed_key_sums(
             let blocks = count * list_capacity.div_ceil(tiles.block_kv);
             let grid = [blocks, kv_heads * shares.heads, batch];
             // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to the
-            // sums, which were cleared; the maps are of q and d_o, which are among the tensors.
+            // sums, which were cleared; the maps read q and d_o, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
         }
         if let Some(dq_sum) = &dq_sum {
@@ -206,14 +191,14 @@ pub(crate) fn listed_key_sums(
     Ok(ddelta)
 }
 
-/// The kernel that turns sums of dk or dv into bf16 rows, or the sums of several heads into one head's.
+/// The kernel that converts f32 sums of dk or dv to bf16 rows; if `joined`, it adds up the sums of several heads first.
 pub(crate) fn dma_attention_backward_convert_kernel(row_dim: usize, joined: bool) -> SourceKernel {
     let kernel = SourceKernel::new("dma_attention_backward_convert").define("ROW_DIM", row_dim);
     if joined { kernel.define("JOINED", 1) } else { kernel }.threads(256)
 }
 
-/// Writes one gradient's bf16 rows from its f32 sums, which have as many heads, or one head's from the sums of several,
-/// added up in their order.
+/// Converts a gradient's f32 sums to bf16 rows. The sums have as many heads as the gradient; or the gradient has one
+/// head and is the sum over the heads of `sums`, added in their order.
 pub(crate) fn convert_rows(sums: &CudaTensor, grad: &Heads, layout: [u64; 3], scale: f32) -> Result<(), KernelError> {
     let [batch, num_sums, seq_len, row_dim] = sums.dims(NAME, "sums")?;
     let kv_heads = grad.num_heads();
@@ -227,6 +212,6 @@ pub(crate) fn convert_rows(sums: &CudaTensor, grad: &Heads, layout: [u64; 3], sc
         num_sums,
     });
     let kernel = dma_attention_backward_convert_kernel(row_dim, kv_heads != num_sums);
-    // SAFETY: reads all sums, writes every element of these heads; require_gradients checked their shape.
+    // SAFETY: reads all sums, writes every element of the gradient's heads; require_gradients checked their shape.
     unsafe { kernel.launch([threads.div_ceil(256), 1, 1], &[sums, grad.tensor()], &params) }
 }

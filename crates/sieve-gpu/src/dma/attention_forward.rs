@@ -1,4 +1,4 @@
-//! Launch of `kernels/dma_attention_forward.cu`: attention over the keys that DMA kept.
+//! Launch of `kernels/dma_attention_forward.cu`: attention over DMA's key lists.
 use crate::KernelError;
 use crate::attention::{
     AttentionResult, AttentionShape, Bias, KernelFamily, KeySource, PassInputs, Qkv, SeenKeys, launch_forward,
@@ -13,9 +13,9 @@ use sieve_core::KeepOLow;
 const NAME: &str = "dma_attention_forward";
 
 impl Qkv {
-    /// Attention of query i over the keys with `j <= i < expire[j]`, `delta` (f32 `[batch, num_kv_heads, seq_len]`)
-    /// added to every logit of its key (arXiv:2508.02124, eq. 3 to 6). A query that sees nothing gets `o = 0`,
-    /// `lse = -inf`. `o_low` is kept in the rows of `o_low`.
+    /// Attention of query i over the keys with `j <= i < expire[j]`; `delta` (f32 `[batch, num_kv_heads, seq_len]`) is
+    /// added to every logit of its key (arXiv:2508.02124, eq. 3 to 6). A query that sees no key gets `o = 0`,
+    /// `lse = -inf`. `o_low` says for which row lengths the low 16 bits of the output are kept.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit each other or the lists, a scale that is not positive.
@@ -30,20 +30,34 @@ impl Qkv {
     }
 }
 
-/// A bias per key, of zeros where there is none: for kernels that always add one.
-pub(crate) fn listed_bias(
-    delta: Option<&CudaTensor>,
-    like: &CudaTensor,
-    shape: &AttentionShape,
-) -> Result<CudaTensor, KernelError> {
-    match delta {
-        Some(delta) => require_per_key(NAME, "delta", delta, shape),
-        None => empty_zero(like, &shape.per_key()),
+/// How the kernels for a call read listed keys: the portable ones always with a bias.
+pub(crate) fn listed_source(has_bias: bool, shape: &AttentionShape, queries: &CudaTensor) -> KeySource {
+    match (has_bias, KernelFamily::of(shape, KeySource::Gathered, queries)) {
+        (false, KernelFamily::Hopper) => KeySource::GatheredUnbiased,
+        _ => KeySource::Gathered,
     }
 }
 
-/// As [`dma_attention_forward`](crate::Qkv::dma_attention_forward), or without a bias; then the row sums of the
-/// backward pass come from the o that is stored.
+/// The bias of a pass over lists, and its base, which a forward pass may have kept. A call without `delta` gets zeros
+/// where its kernels always add a bias, and no bias otherwise.
+pub(crate) fn listed_bias(
+    pass: &PassInputs<'_>,
+    delta: Option<&CudaTensor>,
+    base: Option<&CudaTensor>,
+    lists: &KeyLists,
+) -> Result<Option<Bias>, KernelError> {
+    if !pass.source.has_bias() {
+        return Ok(None);
+    }
+    let delta = match delta {
+        Some(delta) => require_per_key(pass.name, "delta", delta, pass.shape)?,
+        None => empty_zero(pass.qkv.q.tensor(), &pass.shape.per_key())?,
+    };
+    Bias::new(delta, base, SeenKeys::Listed(lists), pass.shape).map(Some)
+}
+
+/// [`dma_attention_forward`](crate::Qkv::dma_attention_forward) with a bias or without. Without one no `o_low` is kept:
+/// the backward pass computes row sums from the bf16 o.
 pub(crate) fn listed_attention_forward(
     qkv: &Qkv,
     delta: Option<(&CudaTensor, KeepOLow)>,
@@ -57,18 +71,14 @@ pub(crate) fn listed_attention_forward(
     require_scale(NAME, softmax_scale)?;
     require_lists(NAME, lists, &shape)?;
     let q = qkv.q.tensor();
-    let family = KernelFamily::of(&shape, KeySource::Gathered, q);
-    let source = match (delta, family) {
-        (None, KernelFamily::Hopper) => KeySource::GatheredUnbiased,
-        _ => KeySource::Gathered,
+    let pass = PassInputs {
+        name: NAME,
+        qkv: &qkv,
+        d_o: None,
+        shape: &shape,
+        source: listed_source(delta.is_some(), &shape, q),
     };
-    let bias = match source.has_bias() {
-        true => {
-            let delta = listed_bias(delta, q, &shape)?;
-            Some(Bias::new(delta, SeenKeys::Listed(lists), &shape)?)
-        }
-        false => None,
-    };
+    let bias = listed_bias(&pass, delta, None, lists)?;
     let params = params!(DmaAttentionForwardParams {
         base: qkv.params(NAME, &shape)?,
         softmax_scale,
@@ -78,13 +88,6 @@ pub(crate) fn listed_attention_forward(
     let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor()];
     tensors.extend(bias.iter().flat_map(Bias::tensors));
     tensors.extend([&lists.list, &lists.tile_window]);
-    let pass = PassInputs {
-        name: NAME,
-        qkv: &qkv,
-        d_o: None,
-        shape: &shape,
-        source,
-    };
     // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only.
     let result = unsafe { launch_forward(&pass, tensors, &params, o_low) }?;
     Ok(AttentionResult {

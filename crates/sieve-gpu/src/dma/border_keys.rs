@@ -1,5 +1,5 @@
-//! Launches of `kernels/dma_last_kept.cu` and `kernels/dma_border_keys_*.cu`: the keys of one part of a row that later
-//! parts still see.
+//! Launches of `kernels/dma_last_kept.cu` and `kernels/dma_border_keys_*.cu`: the halo keys of context parallelism,
+//! that is, the keys of one rank's part of a row that later ranks still see.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty};
 
@@ -7,11 +7,11 @@ const LAST: &str = "dma_last_kept";
 const FORWARD: &str = "dma_border_keys_forward";
 const BACKWARD: &str = "dma_border_keys_backward";
 
-/// Columns that a thread moves.
+/// Columns that a thread copies.
 const VECTOR: usize = 8;
 
-/// The keys still kept at the last query of a row, by position: i32 `[batch, num_kv_heads, slots]`, the first ones -1
-/// where there are fewer. `expire` is [`Selection::expire`](crate::Selection::expire).
+/// Positions of the keys that the last query of a row still sees, ascending: i32 `[batch, num_kv_heads, slots]`. With
+/// fewer such keys than slots the first slots are -1. `expire` is [`Selection::expire`](crate::Selection::expire).
 ///
 /// # Errors
 /// Another type or rank, no tokens, no slots.
@@ -32,10 +32,10 @@ pub fn dma_last_kept(expire: &CudaTensor, slots: usize) -> Result<CudaTensor, Ke
     Ok(kept)
 }
 
-/// The chosen keys of each KV head and their values, bf16 `[batch, slots, 2 * num_kv_heads, head_dim]`, and their
-/// ranks, f32 `[batch, num_kv_heads, slots]`; zeros where `kept` is -1. `packed` is bf16
+/// Copies the keys in `kept` of each KV head and their values, bf16 `[batch, slots, 2 * num_kv_heads, head_dim]`, and
+/// their ranks, f32 `[batch, num_kv_heads, slots]`; zeros where `kept` is -1. `packed` is bf16
 /// `[batch, seq_len, heads, head_dim]` with keys and values as its last heads, `rank` f32
-/// `[batch, num_kv_heads, seq_len]`, `kept` as [`dma_last_kept`] gives it for such a row.
+/// `[batch, num_kv_heads, seq_len]`, and `kept` the result of [`dma_last_kept`].
 ///
 /// # Errors
 /// Other types or shapes, a head width that is not a multiple of 8.
@@ -62,7 +62,7 @@ pub fn dma_border_keys_forward(
 /// contiguous and have no other owner.
 ///
 /// # Errors
-/// As there; gaps in `d_packed` or `d_rank`.
+/// The errors of [`dma_border_keys_forward`]; `d_packed` or `d_rank` that is not contiguous.
 pub fn dma_border_keys_backward(
     [d_packed, d_rank]: [&CudaTensor; 2],
     kept: &CudaTensor,
@@ -78,7 +78,8 @@ pub fn dma_border_keys_backward(
     });
     let tensors = [d_packed, d_rank, &kept, &d_keys, &d_ranks];
     let [_, kernel] = dma_border_keys_kernels();
-    // SAFETY: as above; adds to elements of d_packed and d_rank, each in one thread.
+    // SAFETY: sizes and types checked above; kept names each token of the row at most once, so no two threads add to
+    // the same element of d_packed or d_rank.
     unsafe { kernel.launch([sizes.slots, sizes.batch, 1], &tensors, &params) }
 }
 
@@ -124,10 +125,10 @@ impl Sizes {
     }
 }
 
-/// The search for what is kept at the end.
+/// The kernel of [`dma_last_kept`].
 pub(crate) const DMA_LAST_KEPT: SourceKernel = SourceKernel::new(LAST).threads(1024);
 
-/// Taking keys, and adding their gradients.
+/// The kernels that copy halo keys, and that add their gradients.
 pub(crate) fn dma_border_keys_kernels() -> [SourceKernel; 2] {
     [FORWARD, BACKWARD].map(|name| {
         SourceKernel::new(name)

@@ -1,4 +1,4 @@
-//! Launch of `kernels/dma_decode.cu`: one new token a row against a cache of the keys DMA keeps.
+//! Launch of `kernels/dma_decode.cu`: one new token a row against a fixed-size cache of the keys that DMA keeps.
 use crate::KernelError;
 use crate::attention::{AttentionShape, DecodeScratch, DecodeTiling, KvCache, Qkv, one_token, require_scale};
 use crate::dma::{ScoreBias, require_local_window};
@@ -6,7 +6,7 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
 
 const NAME: &str = "dma_decode";
 
-/// A layer's slots: `keep_window_size` keys of each KV head's own choice. All written in place.
+/// The fixed-size cache of a layer: `keep_window_size` slots for each KV head. All tensors are written in place.
 #[derive(Debug, Clone)]
 pub struct DmaSlots {
     /// Keys and values; the capacity is `keep_window_size`.
@@ -15,7 +15,7 @@ pub struct DmaSlots {
     pub z: CudaTensor,
     /// Positions, i32 `[batch, num_kv_heads, keep_window_size]`.
     pub positions: CudaTensor,
-    /// The last keys of a row, this many, never lose their slot.
+    /// So many last keys of a row are never evicted.
     pub local_window_size: usize,
 }
 
@@ -32,9 +32,9 @@ impl DmaSlots {
     }
 
     /// Inserts one new key a row into the slots if it ranks high enough, then attends with its query over the kept
-    /// keys: exactly the row of the full forward pass. `token` holds `[batch, 1, heads, head_dim]` tensors, `z` (f32
-    /// `[batch, num_kv_heads]`) its scores, `length` (i32 `[batch]`) the tokens of the row before it. Returns
-    /// `[batch, 1, num_heads, head_dim_v]`.
+    /// keys, which are the keys that the full forward pass sees. `token` holds `[batch, 1, heads, head_dim]` tensors;
+    /// `z`, f32 `[batch, num_kv_heads]`, is the score of the new key, and `length`, i32 `[batch]`, the number of tokens
+    /// before it. Returns `[batch, 1, num_heads, head_dim_v]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit.
@@ -51,7 +51,7 @@ impl DmaSlots {
     }
 }
 
-/// The same with a bias of that form, or none.
+/// [`DmaSlots::dma_decode`] with a bias or without.
 pub(crate) fn slots_decode(
     token: &Qkv,
     z: &CudaTensor,
@@ -73,9 +73,7 @@ pub(crate) fn slots_decode(
         length: I32[batch] strided,
     );
     require_local_window(NAME, slots.local_window_size, window)?;
-    if !scratch.fits(&shape) {
-        return Err(scratch.misfit(NAME, &shape));
-    }
+    scratch.require(NAME, &shape)?;
     let o = z.empty_contiguous(&shape.output(), DType::BF16);
     let tensors = [
         token.q.tensor(),

@@ -1,4 +1,5 @@
-//! Launch of `kernels/dma_lists.cu` (and `kernels/dma_lists_prefix.cu`): the keys each super-block of queries gathers.
+//! Launches of `kernels/dma_lists.cu` and `kernels/dma_lists_prefix.cu`: the list of keys that each super-block of 1024
+//! queries gathers.
 use crate::KernelError;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::dma::{PREFIX_BLOCK, Selection, require_sequence, survivors_shape};
@@ -7,23 +8,23 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require,
 const NAME: &str = "dma_lists";
 
 impl KeyLists {
-    /// Queries a row of the window table stands for, unless a caller has a reason for another divisor of 1024.
+    /// The usual number of queries of a tile in [`tile_window`](Self::tile_window); a divisor of 1024.
     pub const TILE_QUERIES: usize = 64;
 }
 
 /// Lists are padded to whole tiles of this many entries.
-const LIST_ALIGNMENT: usize = 128;
+pub(crate) const LIST_ALIGNMENT: usize = 128;
 
-/// The ordered key lists of a selection, shared by DMA attention forward and backward.
+/// The ordered key lists of a selection, which DMA's forward and backward passes read.
 #[derive(Debug, Clone)]
 pub struct KeyLists {
     /// `{j, expire[j]}`, i32 `[batch, num_kv_heads, num_super_blocks, capacity, 2]`.
     pub list: CudaTensor,
     /// Entries in use, i32 `[batch, num_kv_heads, num_super_blocks]`.
     pub list_len: CudaTensor,
-    /// `{begin, end}` of the entries a tile of queries needs, i32 `[batch, num_kv_heads, tiles, 2]`.
+    /// `{begin, end}` of the list entries that a tile of queries may see, i32 `[batch, num_kv_heads, tiles, 2]`.
     pub tile_window: CudaTensor,
-    /// Queries of such a tile.
+    /// Queries of a tile.
     pub tile_queries: usize,
 }
 
@@ -39,7 +40,8 @@ impl KeyLists {
     }
 }
 
-/// Entries a list needs room for: what is alive when its block begins and what enters in it.
+/// The most entries of a list, padded: the keys that are kept when its super-block begins, and the keys of the
+/// super-block.
 pub(crate) fn list_capacity(seq_len: usize, keep_window_size: usize) -> usize {
     (keep_window_size + SUPER_BLOCK)
         .min(seq_len)
@@ -47,7 +49,7 @@ pub(crate) fn list_capacity(seq_len: usize, keep_window_size: usize) -> usize {
 }
 
 impl KeyLists {
-    /// The lists of one row and KV head, i32: `[num_super_blocks, capacity, 2]`.
+    /// Shape of the lists of one row and KV head: `[num_super_blocks, capacity, 2]`.
     pub fn shape(seq_len: usize, keep_window_size: usize) -> [usize; 3] {
         let blocks = seq_len.div_ceil(SUPER_BLOCK);
         [blocks, list_capacity(seq_len, keep_window_size), 2]
@@ -55,8 +57,8 @@ impl KeyLists {
 }
 
 impl Selection {
-    /// Orders the kept keys for each super-block of 1024 queries: first the keys entering there,
-    /// latest first, then older ones, longest-lived first. `tile_queries` divides 1024.
+    /// Lists the kept keys of each super-block of 1024 queries: first the keys of the super-block itself, from the last
+    /// to the first, then older keys by descending `expire`. `tile_queries` divides 1024.
     ///
     /// # Errors
     /// Shapes that do not fit the selection, a `tile_queries` that does not divide 1024.
@@ -102,7 +104,7 @@ impl Selection {
             tile_queries,
         });
         // SAFETY: reads the selection and the bounds, writes the three new tensors within their shapes; entries past a
-        // list's padding stay undefined, and no reader looks there.
+        // list's padding stay undefined, and no kernel reads them.
         unsafe { dma_lists_kernel().launch([blocks, num_kv_heads, batch], &tensors, &params) }?;
         Ok(KeyLists {
             list,
@@ -112,10 +114,10 @@ impl Selection {
         })
     }
 
-    /// Completes an `expire` that did not come from [`dma_select`](crate::dma_select()) to a [`Selection`]: i32
-    /// `[batch, num_kv_heads, seq_len]`, at most one key leaving at a position and at most `keep_window_size` alive.
-    /// Nothing checks these two: another `expire` gives wrong results, and a backward pass in a fixed order may not
-    /// end.
+    /// A [`Selection`] from an `expire`, i32 `[batch, num_kv_heads, seq_len]`, that did not come from
+    /// [`dma_select`](crate::dma_select()). At most one key may expire at a position, and at most `keep_window_size`
+    /// keys may be seen by a query. These two conditions are not checked: an `expire` that breaks them gives wrong
+    /// results, and a backward pass in a fixed order may never end.
     ///
     /// # Errors
     /// Other types or shapes.
@@ -149,14 +151,14 @@ impl Selection {
     }
 }
 
-/// The list builder.
+/// The kernel that builds the lists.
 pub(crate) fn dma_lists_kernel() -> SourceKernel {
     SourceKernel::new(NAME)
         .define("PREFIX_BLOCK", PREFIX_BLOCK)
         .threads(SUPER_BLOCK)
 }
 
-/// The search for survivors in a given `expire`.
+/// The kernel that finds the survivors in a given `expire`.
 pub(crate) fn dma_lists_prefix_kernel() -> SourceKernel {
     SourceKernel::new("dma_lists_prefix")
         .define("PREFIX_BLOCK", PREFIX_BLOCK)
@@ -168,7 +170,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::oracle;
 
-    /// DMA's selection by the CPU's kernel.
+    /// `expire` of one row and KV head, computed by sieve-cpu.
     pub(crate) fn expire_of_one_document(scores: &[f32], keep_window_size: usize) -> Vec<i32> {
         let len = scores.len();
         let documents = sieve_cpu::Documents {
@@ -182,7 +184,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_list_fits_its_capacity() {
-        // Rising scores: every key survives until w later ones came, the most that can be alive.
+        // Rising scores: every key is kept until `window` later keys came, so as many keys as possible are kept.
         let (seq_len, window) = (3000, 200);
         let scores: Vec<f32> = (0..seq_len).map(|i| i as f32).collect();
         let expire = expire_of_one_document(&scores, window);

@@ -1,17 +1,17 @@
-//! DMA's key lists by their definition, on the host: what the kernels are checked against. All positions are inside one
-//! row of `seq_len` tokens.
+//! The definition of DMA's key lists, on the host, with which the kernels' lists are compared. All positions are inside
+//! one row of `seq_len` tokens.
 use std::cmp::Reverse;
 
 /// Queries that share one key list; the `SUPER_BLOCK` of the kernels.
 pub const SUPER_BLOCK: usize = 1024;
 
-/// The keys of one super-block: `{position, expire}`, those entering in the block latest first, then the older ones
-/// longest-lived first.
+/// The keys of one super-block: first the keys of the super-block itself (the entering keys), from the last to the
+/// first, then older keys by descending `expire`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyList {
-    /// The entries.
+    /// `{position, expire}` of each key.
     pub entries: Vec<[i32; 2]>,
-    /// How many of them enter in the block.
+    /// How many of the entries are entering keys.
     pub num_entering: usize,
 }
 
@@ -29,7 +29,7 @@ pub fn key_list(expire: &[i32], block: usize) -> KeyList {
     KeyList { entries, num_entering }
 }
 
-/// The window `[begin, end)` of a list that holds every key queries `first_query..=last_query` may see.
+/// The range `[begin, end)` of list entries that holds every key which a query of `first_query..=last_query` may see.
 pub fn tile_window(list: &KeyList, first_query: usize, last_query: usize) -> [i32; 2] {
     let (entering, old) = list.entries.split_at(list.num_entering);
     let begin = entering
@@ -48,7 +48,7 @@ mod tests {
     #[test]
     fn a_tile_window_holds_every_active_key_of_its_queries() {
         let seq_len = 2500_usize;
-        // A fixed scrambled sequence: independent enough, the same everywhere.
+        // Pseudorandom scores.
         let scores: Vec<f32> = (0..seq_len).map(|i| ((i * 7919) % 1009) as f32).collect();
         let expire = expire_of_one_document(&scores, 300);
         for block in 0..seq_len.div_ceil(SUPER_BLOCK) {

@@ -5,15 +5,15 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require,
 
 const NAME: &str = "dma_scores";
 
-/// Tokens of a block.
+/// Tokens of a thread block.
 const BLOCK_TOKENS: usize = 64;
 
 impl ScoreBias {
-    /// Most KV heads that the kernels of DMA's scores take: more do not fit a lane's sums.
+    /// Most KV heads that the kernels of DMA's scores take: a lane holds the sums of all of them in registers.
     pub const MAX_KV_HEADS: usize = 32;
 }
 
-/// How a score becomes the bias of its key's logits, in decoding.
+/// How decoding computes the bias of a key's logits from its score z.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScoreBias {
     /// `exp(min(z, 60))`, as in arXiv:2508.02124.
@@ -22,28 +22,28 @@ pub enum ScoreBias {
     Linear,
 }
 
-/// What [`dma_scores`](crate::Qkv::dma_scores) returns, each f32 `[batch, num_kv_heads, seq_len]`.
+/// Results of [`dma_scores`](crate::Qkv::dma_scores), each f32 `[batch, num_kv_heads, seq_len]`.
 #[derive(Debug, Clone)]
 pub struct Scores {
     /// `concat(v_j) . W_dt`, for the backward pass.
     pub x: CudaTensor,
-    /// `A * softplus(x)`: the order of the keys.
+    /// `A * softplus(x)`, by which keys are ranked.
     pub z: CudaTensor,
 }
 
-/// What recency adds to a score: the slope of its KV head times its position.
+/// The recency term of a key's rank: the slope of its KV head times its position.
 #[derive(Debug, Clone)]
 pub struct Recency<'a> {
     /// A slope for each KV head, as f32.
     pub slopes: &'a [f32],
-    /// Where tokens are counted from.
+    /// The token with position 0.
     pub origin: PositionOrigin<'a>,
 }
 
-/// Where the positions of a call's tokens are counted from.
+/// The token from which the positions of a call's tokens are counted.
 #[derive(Debug, Clone, Copy)]
 pub enum PositionOrigin<'a> {
-    /// The first token of its document in this row: i32 `[batch, seq_len]`.
+    /// The first token of each token's document: i32 `[batch, seq_len]`.
     DocumentStart(&'a CudaTensor),
     /// The call's first token has this position in every row.
     First(usize),
@@ -59,10 +59,10 @@ impl Qkv {
         self.dma_ranks(w_dt, a, None)
     }
 
-    /// As [`dma_scores`](Self::dma_scores), with the recency bias, if any, added to z, by which keys are ranked.
+    /// [`dma_scores`](Self::dma_scores) with the recency term, if any, added to z.
     ///
     /// # Errors
-    /// As [`dma_scores`](Self::dma_scores); a number of slopes that differs from that of the KV heads.
+    /// The errors of [`dma_scores`](Self::dma_scores); a number of slopes other than the number of KV heads.
     pub fn dma_ranks(
         &self,
         w_dt: &CudaTensor,
@@ -114,7 +114,7 @@ pub(crate) fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, slopes: &[
     if slopes.is_empty() {
         return kernel;
     }
-    // Nine digits tell every f32 from its neighbours.
+    // Nine significant digits identify every f32.
     let slopes: Vec<String> = slopes.iter().map(|slope| format!("{slope:.8e}f")).collect();
     kernel.define("SLOPES", slopes.join(","))
 }
@@ -127,7 +127,7 @@ pub(crate) fn require_kv_heads(kernel: &'static str, kv_heads: usize) -> Result<
     Ok(())
 }
 
-/// W_dt goes through shared memory in tiles of some chunks of 8 channels, 48 KiB at most.
+/// Shared memory for a tile of W_dt, in bytes: chunks of 8 channels, as many as fit 48 KiB.
 fn shared_bytes(num_kv_heads: usize, head_dim: usize) -> usize {
     let chunks = num_kv_heads * head_dim / 8;
     32 * num_kv_heads * chunks.min(1536 / num_kv_heads)

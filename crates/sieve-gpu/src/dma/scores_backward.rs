@@ -3,7 +3,7 @@ use crate::KernelError;
 use crate::attention::Qkv;
 use crate::dma::require_kv_heads;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
-use crate::step::column_sums;
+use crate::step::column_sums::{MAX_PARTIALS, column_sums};
 
 const NAME: &str = "dma_scores_backward";
 
@@ -13,20 +13,16 @@ const TILE_TOKENS: usize = 16;
 /// Threads of a block.
 const THREADS: usize = 128;
 
-/// Blocks, and so partial sums: two on each multiprocessor of an H100. A constant, because the order of the sum follows
-/// it.
-const MAX_BLOCKS: usize = 264;
-
 /// Operands of [`dma_scores_backward`](crate::ScoresBackward::dma_scores_backward).
 #[derive(Debug, Clone, Copy)]
 pub struct ScoresBackward<'a> {
-    /// What [`dma_scores`](crate::Qkv::dma_scores) read.
+    /// The heads that [`dma_scores`](crate::Qkv::dma_scores) read.
     pub qkv: &'a Qkv,
     /// f32 `[num_kv_heads * head_dim, num_kv_heads]`.
     pub w_dt: &'a CudaTensor,
     /// f32 `[num_kv_heads]`.
     pub a: &'a CudaTensor,
-    /// f32 `[batch, num_kv_heads, seq_len]`, as the forward pass returned it.
+    /// `Scores::x` of the forward pass, f32 `[batch, num_kv_heads, seq_len]`.
     pub x: &'a CudaTensor,
     /// Gradient of z, f32 `[batch, num_kv_heads, seq_len]`.
     pub dz: &'a CudaTensor,
@@ -34,7 +30,7 @@ pub struct ScoresBackward<'a> {
 
 impl ScoresBackward<'_> {
     /// Gradients of [`dma_scores`](crate::Qkv::dma_scores): adds the gradient of the values to the value heads of
-    /// `dqkv`, in place for every clone of it, and returns the gradients of W_dt and A, f32, in their shapes.
+    /// `dqkv` in place, and returns the f32 gradients of W_dt and A. Every clone of `dqkv` shares the change.
     ///
     /// # Errors
     /// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes or without room for 16-byte accesses.
@@ -57,7 +53,7 @@ impl ScoresBackward<'_> {
         }
         let [_, _, dv] = dqkv.head_words(NAME)?;
         let tiles = shape.batch * shape.seq_len.div_ceil(TILE_TOKENS);
-        let blocks = tiles.min(MAX_BLOCKS);
+        let blocks = tiles.min(MAX_PARTIALS);
         let width = (channels + 1) * kv_heads;
         let partials = w_dt.empty_contiguous(&[blocks, width], DType::F32);
         let slabs = channels.div_ceil(THREADS * channels_per_thread(kv_heads));
@@ -83,7 +79,7 @@ pub(crate) fn dma_scores_backward_kernel(num_kv_heads: usize) -> SourceKernel {
         .shared_bytes(shared_bytes(num_kv_heads))
 }
 
-/// Neighbouring channels of a thread, whose weights and sums stay in registers.
+/// Neighbouring channels of a thread, which holds their weights and sums for all KV heads in registers.
 fn channels_per_thread(num_kv_heads: usize) -> usize {
     match num_kv_heads {
         ..=8 => 8,
@@ -92,7 +88,7 @@ fn channels_per_thread(num_kv_heads: usize) -> usize {
     }
 }
 
-/// Two groups of 8 tokens, the channels of v and dv that each thread owns.
+/// Shared memory in bytes: v and dv in bf16 of two groups of 8 tokens, for the channels of each thread.
 fn shared_bytes(num_kv_heads: usize) -> usize {
     2 * 2 * 8 * THREADS * channels_per_thread(num_kv_heads) * 2
 }

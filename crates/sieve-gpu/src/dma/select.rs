@@ -1,37 +1,39 @@
-//! Launch of `kernels/dma_select_prefix.cu` and `kernels/dma_select.cu`: which keys DMA keeps, and until when.
+//! Launches of `kernels/dma_select_prefix.cu` and `kernels/dma_select.cu`: which keys DMA keeps, and up to which query.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens};
 use sieve_core::DmaWindow;
 
 const NAME: &str = "dma_select";
 
-/// Positions between two stored sets of survivors; the kernels' `PREFIX_BLOCK`.
+/// Tokens between two boundaries at which survivors are stored; the kernels' `PREFIX_BLOCK`.
 pub(crate) const PREFIX_BLOCK: usize = 8192;
 
-/// Sequences of up to this many tokens need no survivors: every block looks at all keys before it.
+/// Sequences of up to this many tokens need no survivors: every thread block reads all keys before it.
 const SHORT_SEQUENCE: usize = 2 * PREFIX_BLOCK;
 
-/// Arrivals of a block of `dma_select`, one a thread.
+/// Keys of a thread block of `dma_select`, one for each thread.
 const BLOCK: usize = 1024;
 
 /// Positions must fit the kernels' 22-bit fields.
 pub(crate) const MAX_SEQ_LEN: usize = 1 << 22;
 
-/// What [`dma_select`] found.
+/// Result of [`dma_select`].
 #[derive(Debug, Clone)]
 pub struct Selection {
     /// `active(i, j)` holds exactly when `j <= i < expire[j]`; i32 `[batch, num_kv_heads, seq_len]`.
     pub expire: CudaTensor,
-    /// The keys alive at each boundary of 8192 positions, which [`dma_lists`](crate::Selection::dma_lists) reads in
-    /// sequences of more than 16384 tokens; 64-bit words `[batch, num_kv_heads, boundaries, keep_window_size]`.
+    /// The keys that are kept at each multiple of 8192 tokens, 64-bit words
+    /// `[batch, num_kv_heads, boundaries, keep_window_size]`. [`dma_lists`](crate::Selection::dma_lists) reads them for
+    /// sequences of more than 16384 tokens.
     pub survivors: CudaTensor,
     /// Keys a query may keep.
     pub keep_window_size: usize,
 }
 
-/// Per document and KV head, keeps for each query the last `local_window_size` keys and the older ones with the largest
-/// `(z_j, j)`, `keep_window_size` in all (arXiv:2508.02124, eq. 3, without a local window; ties to the later key). `z`
-/// is f32 `[batch, num_kv_heads, seq_len]`, the documents' bounds i32 `[batch, seq_len]`. Exact to the bit.
+/// Per document and KV head, keeps for each query the last `local_window_size` keys and the older keys with the largest
+/// `(z_j, j)`, `keep_window_size` in all (arXiv:2508.02124, eq. 3, which has no local window; of equal z the later key
+/// is kept). `z` is f32 `[batch, num_kv_heads, seq_len]`, the documents' bounds i32 `[batch, seq_len]`. The result is
+/// exact.
 ///
 /// # Errors
 /// Other types or shapes, an empty sequence, one of 2^22 tokens or more, a window of 0 or smaller than its local part.
@@ -54,7 +56,7 @@ pub fn dma_select(
     let doc_start = require_tokens(NAME, "doc_start", doc_start, [batch, seq_len])?;
     let doc_end = require_tokens(NAME, "doc_end", doc_end, [batch, seq_len])?;
     let expire = z.empty_contiguous(&[batch, num_kv_heads, seq_len], DType::I32);
-    // More than seq_len keys are never kept; a larger window would only ask for more memory.
+    // No query sees more than seq_len keys; a larger window would only take more memory.
     let kept = keep_window_size.min(seq_len);
     let num_ranked = window.num_ranked().min(seq_len);
     let survivors_of = |window: usize| {
@@ -83,28 +85,23 @@ pub fn dma_select(
     });
     // SAFETY: reads z, the bounds and what the launch before wrote, writes every element of expire.
     unsafe { select.launch(grid, &tensors, &params) }?;
-    if local_window_size == 0 {
-        return Ok(Selection {
-            expire,
-            survivors,
-            keep_window_size: kept,
-        });
-    }
-    if seq_len > SHORT_SEQUENCE {
-        // `survivors` holds the best-ranked keys alone; `dma_lists` also needs those of the local window, so all are
-        // found again, from `expire`.
-        return Selection::of_expire(&expire, &doc_start, kept);
-    }
+    let survivors = match local_window_size {
+        0 => survivors,
+        // `survivors` holds the best-ranked keys alone, but `dma_lists` also needs the keys of the local window, so all
+        // survivors are found again from `expire`.
+        _ if seq_len > SHORT_SEQUENCE => return Selection::of_expire(&expire, &doc_start, kept),
+        _ => survivors_of(kept),
+    };
     Ok(Selection {
         expire,
-        survivors: survivors_of(kept),
+        survivors,
         keep_window_size: kept,
     })
 }
 
-/// The two launches of a selection, in order; short sequences need the second alone.
+/// The two kernels of a selection, in the order of their launches; short sequences need the second alone.
 pub(crate) fn dma_select_kernels() -> [SourceKernel; 2] {
-    // The second keeps the keys before its block in shared memory.
+    // The second kernel holds the scores of all keys before its thread block in shared memory.
     const STAGED_BYTES: usize = 4 * (SHORT_SEQUENCE - BLOCK);
     [("dma_select_prefix", 0), (NAME, STAGED_BYTES)].map(|(name, shared_bytes)| {
         SourceKernel::new(name)

@@ -1,4 +1,4 @@
-//! Launch of `kernels/mla_decode.cu`: new tokens of latent attention against the cache of latents.
+//! Launches of `kernels/mla_decode.cu` and the kernels around it: attention of new tokens over the cache of latents.
 use crate::KernelError;
 use crate::attention::require_scale;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, row_layout};
@@ -6,38 +6,40 @@ use crate::step::{WORD_ELEMENTS, require_alignment};
 
 const NAME: &str = "mla_decode";
 
-/// Heads of a block, which share its keys.
+/// Query heads of a thread block, which share its keys.
 const ROWS: usize = 16;
 
-/// Keys below which a split is not worth its join, and most splits that the joining kernel takes.
+/// The fewest keys of a split: joining shorter ones takes longer than they save.
 const MIN_SPLIT_KEYS: usize = 64;
+/// Most splits that the joining kernel takes.
 const MAX_SPLITS: usize = 4096;
 
-/// Columns that a block of the joining kernel takes.
+/// Columns of a thread block of the kernels that join splits and tokens.
 const JOINED_COLUMNS: usize = 128;
 
 /// Widest key the kernel takes: a latent of 512 with a rotated key of 64.
 const MAX_KEY_DIM: usize = 576;
 
-/// The cache of a layer: keys and values of every head at once.
+/// The latent cache of a layer. All heads share its rows as keys, and their first columns as values.
 #[derive(Debug, Clone, Copy)]
 pub struct LatentKeys<'a> {
-    /// bf16 `[batch, len, width]`: latents, which are values too, and rotated keys.
+    /// bf16 `[batch, len, width]`: of each token the latent, `rank` columns, then the rotated key.
     pub latents: &'a CudaTensor,
-    /// Columns that are values, the first ones.
+    /// Columns of the latent.
     pub rank: usize,
-    /// f32 `[batch, len, num_heads]`: what `q·k` of each key and head is multiplied by, where keys are normed.
+    /// Where keys are normed: the factor on `q·k` of each key and head, f32 `[batch, len, num_heads]`.
     pub key_scale: Option<&'a CudaTensor>,
-    /// Tokens of each row before the new ones, i32 `[batch]`, where `len` is the cache's room; else all `len` are seen.
+    /// Number of tokens of each row before the new ones, i32 `[batch]`, where `len` is the capacity of the cache.
+    /// `None` where all `len` tokens are seen.
     pub length: Option<&'a CudaTensor>,
 }
 
-/// The last `new` tokens of a row over its latents, each over those up to its own: q bf16
-/// `[batch, new, num_heads, width]` with `W_UK` and the weight of the keys' norm folded in. Returns bf16
-/// `[batch, new, num_heads, rank]`.
+/// Causal attention of the last `new` tokens of a row over its latents. `q`, bf16 `[batch, new, num_heads, width]`, is
+/// the query times `W_UK`, and times the weight of the keys' norm. Returns bf16 `[batch, new, num_heads, rank]`, the
+/// output before `W_UV`.
 ///
 /// # Errors
-/// Other types or shapes, more new tokens than latents, widths that are no multiples of 16 or above 576.
+/// Other types or shapes, more new tokens than latents, widths that are not multiples of 16 or above 576.
 pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> Result<CudaTensor, KernelError> {
     let LatentKeys {
         latents,
@@ -60,17 +62,17 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
     }
     require_scale(NAME, softmax_scale)?;
     require_sizes([new, len], [width, rank])?;
-    let walk = |latents: &CudaTensor| {
+    let row_layout_of = |latents: &CudaTensor| {
         let strides: [usize; 3] = latents.strides().try_into().ok()?;
         let strides = [strides[0], strides[1], width, strides[2]];
         row_layout([batch, len, 1, width], strides, WORD_ELEMENTS)
     };
-    let (latents, layout) = match walk(latents) {
+    let (latents, layout) = match row_layout_of(latents) {
         Some(layout) => (latents.clone(), layout),
         None => {
             let copy = latents.contiguous();
             let expected = "rows must lie on 16-byte words";
-            let layout = walk(&copy).ok_or_else(|| copy.layout_error(NAME, "latents", expected))?;
+            let layout = row_layout_of(&copy).ok_or_else(|| copy.layout_error(NAME, "latents", expected))?;
             (copy, layout)
         }
     };
@@ -79,11 +81,9 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
         None => (q.clone(), [0; 3]),
         Some(scale) => {
             operands!(NAME, key_scale: F32[batch, len, num_heads] strided = scale);
-            let is_walked = key_scale.strides().last() == Some(&1);
-            let scale = if is_walked {
-                key_scale.clone()
-            } else {
-                key_scale.contiguous()
+            let scale = match key_scale.strides().last() {
+                Some(1) => key_scale.clone(),
+                _ => key_scale.contiguous(),
             };
             let strides = scale.strides().try_into();
             let strides = strides.map_err(|_| scale.layout_error(NAME, "key_scale", "three dimensions"))?;
@@ -110,11 +110,8 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
         num_splits,
         softmax_scale,
     });
-    let kernel = match keys.key_scale {
-        None => mla_decode_kernel(width, rank, hardware.max_shared_bytes),
-        Some(_) => mla_decode_scaled_kernel(width, rank, hardware.max_shared_bytes),
-    };
-    let (mut kernel, mut tensors) = (kernel, vec![&q, &latents, &key_scale]);
+    let mut kernel = mla_decode_kernel(width, rank, keys.key_scale.is_some(), hardware.max_shared_bytes);
+    let mut tensors = vec![&q, &latents, &key_scale];
     if let Some(length) = length {
         operands!(only NAME, length: I32[batch] contiguous);
         kernel = kernel.define("LENGTHS", 1);
@@ -123,40 +120,40 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
     tensors.extend([&o, &partials]);
     let grid = [rows, row_blocks, num_splits];
     // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to `len`; reads at most `len` latents a
-    // row and their factors, writes every element of o or of the parts.
+    // row and their factors, writes every element of o, or of the partial results where there are several splits.
     unsafe { kernel.launch(grid, &tensors, &params) }?;
     if num_splits > 1 {
         let grid = [rows * num_heads, rank.div_ceil(JOINED_COLUMNS), 1];
         let params = params!(MlaDecodeJoinParams { num_splits });
-        // SAFETY: reads the parts just made, writes every element of o.
+        // SAFETY: reads the partial results of the launch before, writes every element of o.
         unsafe { mla_decode_join_kernel(rank).launch(grid, &[&partials, &o], &params) }?;
     }
     Ok(o)
 }
 
-/// A new token a row of latent attention, between its packing and its attention over the cache.
+/// One new token a row of latent attention, packed but not yet in the cache.
 #[derive(Debug, Clone, Copy)]
 pub struct LatentToken<'a> {
-    /// bf16 `[batch, 1, width]`, queries of `head_dim + rope_dim` columns first; as
-    /// [`MlaPack::mla_pack_forward`](crate::MlaPack::mla_pack_forward) makes it.
+    /// The packed tensor of [`MlaPack::mla_pack_forward`](crate::MlaPack::mla_pack_forward), bf16 `[batch, 1, width]`:
+    /// it begins with the queries, `head_dim + rope_dim` columns for each head.
     pub packed: &'a CudaTensor,
-    /// bf16 `[num_heads * 2 * head_dim, rank]`: of each head `W_UK`, then `W_UV`.
+    /// bf16 `[num_heads * 2 * head_dim, rank]`: for each head `W_UK`, then `W_UV`.
     pub up: &'a CudaTensor,
     /// The normalised latent, bf16 `[batch, 1, rank]`.
     pub latent: &'a CudaTensor,
-    /// Where keys are normed: the weight of the norm, bf16 `[head_dim + rope_dim]`, and the rotated key and the factors
-    /// that the packing made, bf16 `[batch, 1, rope_dim]`, f32 `[batch, 1, num_heads]`.
+    /// Where keys are normed: the weight of the norm, bf16 `[head_dim + rope_dim]`; and from the packing the rotated
+    /// key, bf16 `[batch, 1, rope_dim]`, and the factors 1 / rms, f32 `[batch, 1, num_heads]`.
     pub norm: Option<[&'a CudaTensor; 3]>,
-    /// Tokens before, i32 `[batch]`.
+    /// Number of tokens before this one, i32 `[batch]`.
     pub length: &'a CudaTensor,
-    /// Heads, and their widths without and with rotation.
+    /// `[num_heads, head_dim, rope_dim]`.
     pub heads: [usize; 3],
 }
 
 impl LatentToken<'_> {
-    /// Writes the token behind the others, `latents` bf16 `[batch, room, rank + rope_dim]` and with normed keys
-    /// `scales` f32 `[batch, room, num_heads]`, and attends over all of them. Returns bf16
-    /// `[batch, 1, num_heads * head_dim]`.
+    /// Appends the token to the cache and attends over all cached tokens. The cache is `latents`, bf16 `[batch, room,
+    /// rank + rope_dim]`, and where keys are normed `scales`, f32 `[batch, room, num_heads]`. Returns the output after
+    /// `W_UV`, bf16 `[batch, 1, num_heads * head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit, as [`mla_decode`].
@@ -182,23 +179,18 @@ impl LatentToken<'_> {
         let fits = packed_width >= 2 * first_key && head_dim.is_multiple_of(8);
         require!(fits && scales.is_some() == self.norm.is_some(), JOIN, "token": format!("{self:?}"),
             "a packed token of these heads, factors where keys are normed");
-        // Without norms the rotated key is the end of the first head's key.
-        let unnormed = (
-            self.packed,
-            self.packed,
-            self.packed,
-            first_key + head_dim,
-            packed_width,
-        );
-        let (norm, rotated, key_scale, rotated_offset, rotated_stride) = match self.norm {
-            None => unnormed,
-            Some([norm, rotated, key_scale]) => {
+        // Without norms the kernel reads the rotated key from the packed tensor, where it ends the first head's key,
+        // and does not read the weight and the factors: `packed` stands in for them.
+        let [norm, rotated, key_scale] = self.norm.unwrap_or([self.packed; 3]);
+        let (rotated_offset, rotated_stride) = match self.norm {
+            None => (first_key + head_dim, packed_width),
+            Some(_) => {
                 operands!(only JOIN,
                     norm: BF16[head_dim + rope_dim] contiguous,
                     rotated: BF16[batch, 1, rope_dim] contiguous,
                     key_scale: F32[batch, 1, num_heads] contiguous,
                 );
-                (norm, rotated, key_scale, 0, rope_dim)
+                (0, rope_dim)
             }
         };
         if let Some(scales) = scales {
@@ -242,10 +234,10 @@ impl LatentToken<'_> {
 
 const JOIN: &str = "mla_join_token";
 
-/// Rows of `W_UV` that a block of mla_values takes.
+/// Rows of `W_UV` of a thread block of mla_values.
 const VALUE_ROWS: usize = 16;
 
-/// The kernel that puts a token into the cache, and `W_UK` into its queries.
+/// The kernel that appends a token to the cache and multiplies its queries by `W_UK`.
 pub(crate) fn mla_join_token_kernel(head_dim: usize, rope_dim: usize, normed: bool) -> SourceKernel {
     SourceKernel::new(JOIN)
         .define("HEAD_DIM", head_dim)
@@ -258,17 +250,14 @@ pub(crate) fn mla_join_token_kernel(head_dim: usize, rope_dim: usize, normed: bo
 /// The kernel that multiplies the attended latents by `W_UV`.
 pub(crate) const MLA_VALUES: SourceKernel = SourceKernel::new("mla_values").threads(256).starts_early();
 
-/// The specialisation for widths of keys and values on a device with `max_shared_bytes` of shared memory a block.
-pub(crate) fn mla_decode_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKernel {
-    decode_kernel(width, rank, max_shared_bytes).define("KEY_SCALE", 0)
-}
-
-/// The same where each key and head has a factor.
-pub(crate) fn mla_decode_scaled_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKernel {
-    decode_kernel(width, rank, max_shared_bytes).define("KEY_SCALE", 1)
-}
-
-fn decode_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKernel {
+/// The specialisation for widths of keys and values, with factors of keys or without, on a device with
+/// `max_shared_bytes` of shared memory a block.
+pub(crate) fn mla_decode_kernel(
+    width: usize,
+    rank: usize,
+    has_key_scale: bool,
+    max_shared_bytes: usize,
+) -> SourceKernel {
     let fits = |num_warps: &usize| shared_bytes(width, *num_warps) <= max_shared_bytes;
     let num_warps = [4, 2].into_iter().find(fits).unwrap_or(2);
     SourceKernel::new(NAME)
@@ -278,9 +267,10 @@ fn decode_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKe
         .threads(num_warps * 32)
         .shared_bytes(shared_bytes(width, num_warps))
         .starts_early()
+        .define("KEY_SCALE", u8::from(has_key_scale))
 }
 
-/// The kernel that joins the splits, for a width of values.
+/// The kernel that joins the splits' partial results.
 pub(crate) fn mla_decode_join_kernel(rank: usize) -> SourceKernel {
     SourceKernel::new("mla_decode_join")
         .define("VALUE_DIM", rank)
@@ -288,13 +278,15 @@ pub(crate) fn mla_decode_join_kernel(rank: usize) -> SourceKernel {
         .starts_early()
 }
 
-/// Parts that each row's keys are split into: one block for each multiprocessor, which its shared memory fills.
+/// KV splits of each row: as many as fill the device with one thread block for each multiprocessor, as a block takes
+/// all of its shared memory. `blocks` is the number of thread blocks without splits.
 fn num_splits(blocks: usize, len: usize, multiprocessors: usize) -> usize {
     let most = len.div_ceil(MIN_SPLIT_KEYS).min(MAX_SPLITS);
     (multiprocessors / blocks).clamp(1, most)
 }
 
-/// The queries of 16 heads, two tiles of 16 keys a warp, the weights of a tile, and each warp's maxima and sums.
+/// Shared memory in bytes: the queries of 16 heads, two tiles of 16 keys for each warp, the probabilities of a tile,
+/// and each warp's maxima and sums.
 fn shared_bytes(width: usize, num_warps: usize) -> usize {
     let (pitch, tile) = (2 * width + 16, 16 * num_warps);
     (16 + 2 * tile) * pitch + 16 * (2 * tile + 16) + num_warps * 128
@@ -324,9 +316,12 @@ mod tests {
             assert!(require_sizes([1, 5], [width, rank]).is_err(), "{width} {rank}");
         }
         for width in (16..=MAX_KEY_DIM).step_by(16) {
-            let small = mla_decode_kernel(width, 16, 99 * 1024);
+            let small = mla_decode_kernel(width, 16, false, 99 * 1024);
             assert!(small.dynamic_shared_bytes() <= 99 * 1024, "{width}");
         }
-        assert_eq!(mla_decode_kernel(576, 512, 227 * 1024).dynamic_shared_bytes(), 171_008);
+        assert_eq!(
+            mla_decode_kernel(576, 512, false, 227 * 1024).dynamic_shared_bytes(),
+            171_008
+        );
     }
 }

@@ -1,33 +1,30 @@
-//! Launches of `kernels/mla_pack_*.cu`: queries, keys and values of latent attention as one tensor, and its heads.
+//! Launches of `kernels/mla_pack_*.cu`: queries, keys and values of latent attention packed into one tensor.
 use crate::KernelError;
 use crate::attention::Qkv;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens};
+use crate::step::VectorRows;
+use crate::step::column_sums::{MAX_PARTIALS, column_sums};
 use crate::step::qk_norm_rope_forward::RotaryTables;
-use crate::step::{VectorRows, column_sums};
 
 const FORWARD: &str = "mla_pack_forward";
 const BACKWARD: &str = "mla_pack_backward";
 
-/// Tokens of a block: one a warp.
+/// Tokens of a thread block, one for each warp.
 const BLOCK_TOKENS: usize = 8;
 
-/// Blocks of a backward pass with norms, and so partial sums: two on each multiprocessor of an H100. A constant,
-/// because the order of the sum follows it.
-const MAX_NORM_BLOCKS: usize = 264;
-
-/// Widest head that norms take, without its rotary part: a warp holds it.
+/// Largest `head_dim` with norms: a warp holds a head in registers.
 const MAX_NORMED_DIM: usize = 256;
 
-/// Sizes of latent attention, and what its rotary parts are rotated by.
+/// Sizes of latent attention, and its rotary tables and norms.
 #[derive(Debug, Clone, Copy)]
 pub struct MlaPack<'a> {
-    /// Heads, of queries as of keys and values.
+    /// Number of heads of queries, of keys and of values.
     pub num_heads: usize,
-    /// Width of the part without rotation, and of a value; a multiple of 8.
+    /// Width of the part of a key without rotation, and width of a value; a multiple of 8.
     pub head_dim: usize,
     /// Width of the rotated part; a multiple of 16 up to 256.
     pub rope_dim: usize,
-    /// i32 `[batch, seq_len]`: rows of the tables. Past their end counts as the last row.
+    /// Position of each token, i32 `[batch, seq_len]`, a row of the tables; positions past their end take the last row.
     pub positions: &'a CudaTensor,
     /// f32 `[max_positions, rope_dim / 2]`.
     pub cos: &'a CudaTensor,
@@ -48,7 +45,7 @@ pub struct MlaNorm<'a> {
     pub epsilon: f32,
 }
 
-/// Gradients of q, kv and `k_rope`, and with norms f32 ones of the weights of queries and keys.
+/// Gradients of q, kv and `k_rope`, and with norms the f32 gradients of both weights.
 pub type MlaPackGradients = ([CudaTensor; 3], Option<[CudaTensor; 2]>);
 
 impl MlaPack<'_> {
@@ -71,7 +68,8 @@ impl MlaPack<'_> {
         Ok(())
     }
 
-    /// Width of the norms, 0 without them, and their weights; what is not touched without norms is `unused`.
+    /// Width of the norms and their weights. Without norms the width is 0, and `unused` stands in for the weights,
+    /// which the kernel then does not read.
     fn norms(&self, kernel: &'static str, unused: &CudaTensor) -> Result<(usize, [CudaTensor; 2]), KernelError> {
         let Some(norm) = self.norm else {
             return Ok((0, [unused.clone(), unused.clone()]));
@@ -88,7 +86,7 @@ impl MlaPack<'_> {
         self.norm.map_or(0.0, |norm| norm.epsilon)
     }
 
-    /// q, kv and `k_rope` as rows of whole words.
+    /// q, kv and `k_rope` as rows of 16-byte words.
     fn input_rows(
         &self,
         kernel: &'static str,
@@ -106,15 +104,16 @@ impl MlaPack<'_> {
         ])
     }
 
-    /// Norms, rotates and packs: q bf16 `[batch, seq_len, num_heads * (head_dim + rope_dim)]`, kv bf16
-    /// `[batch, seq_len, num_heads * 2 * head_dim]` (key then value of each head) and `k_rope` bf16
-    /// `[batch, seq_len, rope_dim]`, shared by the heads, become
-    /// `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`; see [`MlaPack::heads`]. With norms also what
-    /// decoding caches of the keys: `k_rope` times its weight, rotated, bf16 `[batch, seq_len, rope_dim]`, and 1 / rms
-    /// of each key, f32 `[batch, seq_len, num_heads]`.
+    /// Norms and rotates queries and keys, and packs them with the values. The inputs are q, bf16 `[batch, seq_len,
+    /// num_heads * (head_dim + rope_dim)]`; kv, bf16 `[batch, seq_len, num_heads * 2 * head_dim]` with key, then value
+    /// of each head; and `k_rope`, bf16 `[batch, seq_len, rope_dim]`, which all heads share.
+    ///
+    /// Returns the packed tensor, bf16 `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]` (see
+    /// [`MlaPack::heads`]), and with norms the part of the keys that decoding caches: `k_rope` times its weight,
+    /// rotated, bf16 `[batch, seq_len, rope_dim]`, and 1 / rms of each key, f32 `[batch, seq_len, num_heads]`.
     ///
     /// # Errors
-    /// Other types or shapes, no tokens, widths that are no whole 16-byte words or too wide for a norm.
+    /// Other types or shapes, no tokens, widths that are not whole 16-byte words or too wide for a norm.
     pub fn mla_pack_forward(
         &self,
         inputs: [&CudaTensor; 3],
@@ -152,15 +151,15 @@ impl MlaPack<'_> {
             &rotated_keys,
             &key_scale,
         ];
-        let kernel = mla_pack_forward_kernel(self.head_dim, self.rope_dim, norm_dim);
+        let [kernel, _] = mla_pack_kernels(self.head_dim, self.rope_dim, norm_dim);
         // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of packed and of
         // the keys.
         unsafe { kernel.launch([q.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
         Ok((packed, keys))
     }
 
-    /// Gradients of q, kv, `k_rope` (summed over the heads) and the norms' weights, from the gradient of
-    /// [`MlaPack::mla_pack_forward`]'s result. `inputs` are what the forward pass read, needed where there are norms.
+    /// Gradients of q, kv, `k_rope` (summed over the heads) and the norms' weights, from the gradient `dy` of the
+    /// packed tensor of [`MlaPack::mla_pack_forward`]. `inputs` are the inputs of the forward pass, which norms need.
     ///
     /// # Errors
     /// As [`MlaPack::mla_pack_forward`].
@@ -176,7 +175,7 @@ impl MlaPack<'_> {
         let inputs = match self.norm {
             None => [dy.clone(), dy.clone(), dy.clone()],
             Some(_) => {
-                let inputs = inputs.expect("norms are computed again from the inputs");
+                let inputs = inputs.expect("norms are recomputed from the inputs");
                 self.input_rows(BACKWARD, inputs, [batch, seq_len])?
             }
         };
@@ -196,7 +195,7 @@ impl MlaPack<'_> {
         let (blocks, partials) = match norm_dim {
             0 => (blocks, grads[2].clone()),
             _ => {
-                let blocks = blocks.min(MAX_NORM_BLOCKS);
+                let blocks = blocks.min(MAX_PARTIALS);
                 (blocks, dy.tensor.empty_contiguous(&[blocks, 2 * norm_dim], DType::F32))
             }
         };
@@ -228,7 +227,7 @@ impl MlaPack<'_> {
             dk_rope,
             &partials,
         ];
-        let kernel = mla_pack_backward_kernel(self.head_dim, self.rope_dim, norm_dim);
+        let [_, kernel] = mla_pack_kernels(self.head_dim, self.rope_dim, norm_dim);
         // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of the gradients
         // and of the partial sums.
         unsafe { kernel.launch([blocks, 1, 1], &tensors, &params) }?;
@@ -238,8 +237,8 @@ impl MlaPack<'_> {
         Ok((grads, Some(column_sums(&partials, [&[norm_dim]; 2])?)))
     }
 
-    /// Queries, keys and values of a packed tensor `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]` as
-    /// attention kernels read them: per token all queries, all keys, all values. A copy where the tensor has gaps.
+    /// Queries, keys and values of a packed tensor `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`, which
+    /// holds for each token all queries, then all keys, then all values. A tensor with gaps is copied.
     ///
     /// # Errors
     /// Another width, or a tensor of another rank.
@@ -261,20 +260,13 @@ impl MlaPack<'_> {
     }
 }
 
-/// The forward specialisation for two widths and the norms' width, 0 without norms.
-pub(crate) fn mla_pack_forward_kernel(head_dim: usize, rope_dim: usize, norm_dim: usize) -> SourceKernel {
-    pack_kernel(FORWARD, head_dim, rope_dim, norm_dim)
-}
-
-/// The backward specialisation for the same.
-pub(crate) fn mla_pack_backward_kernel(head_dim: usize, rope_dim: usize, norm_dim: usize) -> SourceKernel {
-    pack_kernel(BACKWARD, head_dim, rope_dim, norm_dim)
-}
-
-fn pack_kernel(name: &'static str, head_dim: usize, rope_dim: usize, norm_dim: usize) -> SourceKernel {
-    SourceKernel::new(name)
-        .define("CONTENT_DIM", head_dim)
-        .define("ROPE_DIM", rope_dim)
-        .define("NORM_DIM", norm_dim)
-        .threads(256)
+/// The forward and the backward specialisation; `norm_dim` is 0 without norms.
+pub(crate) fn mla_pack_kernels(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
+    [FORWARD, BACKWARD].map(|name| {
+        SourceKernel::new(name)
+            .define("CONTENT_DIM", head_dim)
+            .define("ROPE_DIM", rope_dim)
+            .define("NORM_DIM", norm_dim)
+            .threads(256)
+    })
 }

@@ -1,4 +1,5 @@
-//! Launches of `kernels/nsa_blocks*.cu` and `kernels/nsa_positions_backward.cu`.
+//! Launches of `kernels/nsa_blocks*.cu` and `kernels/nsa_positions_backward.cu`: the blocks of keys and values that NSA
+//! compresses, and their gradients.
 use super::{Bounds, require_bounds};
 use crate::KernelError;
 use crate::attention::{AttentionShape, Qkv};
@@ -8,14 +9,15 @@ use sieve_core::NsaBlocks;
 
 const NAME: &str = "nsa_blocks";
 
-/// Columns that a block of threads of nsa_positions_backward takes, and the parts its sums are made in.
+/// Columns of a thread block of nsa_positions_backward.
 const POSITION_COLUMNS: usize = 1024;
+/// Number of partial sums of nsa_positions_backward.
 const POSITION_PARTS: usize = 128;
 
 impl Qkv {
-    /// Keys, and values, of every compressed block side by side, plus `positions` (of keys, of values; bf16
-    /// `[compress_block_size, head_dim]`): bf16
-    /// `[2, batch * num_slots * num_kv_heads, compress_block_size * head_dim]`.
+    /// Gathers the keys, then the values, of every compressed block into a row and adds `positions`, the position
+    /// embeddings of keys and of values, each bf16 `[compress_block_size, head_dim]`. Returns bf16
+    /// `[2, batch * num_slots * num_kv_heads, compress_block_size * head_dim]`, the input of the compression MLPs.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit.
@@ -28,11 +30,11 @@ impl Qkv {
         forward(self, Some(positions), documents, blocks)
     }
 
-    /// Means of the keys, and of the values, of every compressed block: bf16
+    /// Means of the keys, then of the values, of every compressed block: bf16
     /// `[2, batch * num_slots * num_kv_heads, head_dim]`.
     ///
     /// # Errors
-    /// As [`Self::nsa_blocks`].
+    /// The errors of [`Self::nsa_blocks`].
     pub fn nsa_mean_pool(&self, documents: Bounds, blocks: NsaBlocks) -> Result<CudaTensor, KernelError> {
         forward(self, None, documents, blocks)
     }
@@ -78,8 +80,8 @@ fn forward(
     Ok(y)
 }
 
-/// `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`](crate::Qkv::nsa_blocks) for a packed `qkv` of `shape`: dqkv
-/// bf16, zero for queries; the others f32.
+/// Gradients `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`](crate::Qkv::nsa_blocks) for a packed `qkv` of
+/// `shape`. dqkv is bf16, packed, and zero for queries; the gradients of position embeddings are f32.
 ///
 /// # Errors
 /// Types or sizes that do not fit.
@@ -111,7 +113,7 @@ pub fn nsa_blocks_backward(
     Ok([dqkv, dk_positions, dv_positions])
 }
 
-/// `dqkv` of [`nsa_mean_pool`](crate::Qkv::nsa_mean_pool), as [`nsa_blocks_backward`].
+/// Gradient `dqkv` of [`nsa_mean_pool`](crate::Qkv::nsa_mean_pool): bf16, packed, and zero for queries.
 ///
 /// # Errors
 /// Types or sizes that do not fit.
@@ -155,17 +157,17 @@ fn backward(
     Ok(dqkv)
 }
 
-/// The kernel that lays blocks side by side, or takes their means.
+/// The kernel that gathers the tokens of each block, or takes their mean.
 pub(super) fn nsa_blocks_kernel(is_mean: bool) -> SourceKernel {
     SourceKernel::new(NAME).define("MEAN", u8::from(is_mean)).threads(256)
 }
 
-/// Its gradient to keys and values.
+/// The gradient kernel for keys and values.
 pub(super) fn nsa_blocks_backward_kernel(is_mean: bool) -> SourceKernel {
     SourceKernel::new("nsa_blocks_backward")
         .define("MEAN", u8::from(is_mean))
         .threads(128)
 }
 
-/// Its gradient to the positions, in parts.
+/// The gradient kernel for position embeddings, which writes partial sums.
 pub(super) const NSA_POSITIONS_BACKWARD: SourceKernel = SourceKernel::new("nsa_positions_backward").threads(128);

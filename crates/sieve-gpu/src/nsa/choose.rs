@@ -1,4 +1,4 @@
-//! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: which blocks each query reads.
+//! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: the blocks that each query chooses.
 use super::{Bounds, hopper, query_ranges};
 use crate::KernelError;
 use crate::attention::Qkv;
@@ -7,19 +7,21 @@ use sieve_core::{BlockChoice, ChoiceRule};
 
 const NAME: &str = "nsa_choose";
 
-/// Bytes of the importances that one launch writes for the next.
+/// Most bytes of block importances, which nsa_importance writes and nsa_choose reads. Longer rows take several
+/// launches.
 const IMPORTANCE_BYTES: usize = 256 << 20;
 
-/// Rows of a tile of the portable nsa_importance, a query's heads side by side, and the columns of its table of
-/// probabilities.
+/// Rows of a tile of the portable nsa_importance: the heads of a query are neighbouring rows.
 const TILE_ROWS: usize = 64;
+/// Columns of nsa_importance's table of probabilities in shared memory, padded.
 const TILE_PITCH: usize = 64 + 32 + 1;
 
-/// Queries of nsa_choose's blocks of threads.
+/// Queries of a thread block of nsa_choose.
 const CHOOSE_QUERIES: usize = 8;
 
-/// The blocks of each query, i32 `[batch, seq_len, choosers, num_selected_blocks]`, from pooled keys (the first half of
-/// `compressed`) and the log-sum-exp over them, which rules that compare scores, not probabilities, ignore.
+/// The blocks that each query chooses, i32 `[batch, seq_len, choosers, num_selected_blocks]`, by its logits with pooled
+/// keys, the first half of `compressed`. `lse` is the log-sum-exp of these logits; rules that compare scores instead of
+/// probabilities do not read it.
 pub(super) fn nsa_choose(
     qkv: &Qkv,
     compressed: &CudaTensor,
@@ -38,13 +40,13 @@ pub(super) fn nsa_choose(
     let indices = lse.empty_contiguous(&[batch, seq_len, heads, k], DType::I32);
     let most = IMPORTANCE_BYTES / (batch * heads * num_blocks * DType::F32.size());
     let [q, _, _] = qkv.head_words(NAME)?;
-    let slab_queries = most.clamp(1, seq_len);
+    let queries_per_launch = most.clamp(1, seq_len);
     let hopper_tile = match hopper::is_hopper(&shape, qkv.q.tensor()) {
         true => hopper::importance_tile(choice, group),
         false => None,
     };
-    let slab = lse.empty_contiguous(&[batch, heads, slab_queries, num_blocks], DType::F32);
-    for (first, count) in query_ranges(seq_len, slab_queries) {
+    let importance = lse.empty_contiguous(&[batch, heads, queries_per_launch, num_blocks], DType::F32);
+    for (first, count) in query_ranges(seq_len, queries_per_launch) {
         let params = params!(NsaImportanceParams {
             seq_len,
             num_heads: shape.num_heads,
@@ -60,21 +62,22 @@ pub(super) fn nsa_choose(
             num_blocks,
             key_group: heads / shape.num_kv_heads,
         });
-        let tensors = [qkv.q.tensor(), compressed, lse, start, end, &slab];
+        let tensors = [qkv.q.tensor(), compressed, lse, start, end, &importance];
         let (kernel, tile) = match hopper_tile {
             Some(tile) => (hopper::nsa_importance_kernel(shape.head_dim, rule), tile),
             None => (nsa_importance_kernel(shape.head_dim, rule), TILE_ROWS / group),
         };
         let grid = [count.div_ceil(tile), heads, batch];
-        // SAFETY: the caller checked sizes and types; writes within the slab, which has room for `count` queries.
+        // SAFETY: the caller checked sizes and types; writes within `importance`, which has room for `count` queries.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
-        take_important(&slab, start, &indices, choice, first, count)?;
+        take_important(&importance, start, &indices, choice, first, count)?;
     }
     Ok(indices)
 }
 
-/// Blocks that each query of one row chooses by scores `importance`, f32 `[1, 1, count, num_blocks]`, of the queries
-/// from `first` on; written into `indices`, i32 `[1, seq_len, 1, num_selected_blocks]`. `start` is i32 `[1, seq_len]`.
+/// Chooses blocks for the queries of one row from `first` on by `importance`, f32 `[1, 1, count, num_blocks]`, and
+/// writes them into `indices`, i32 `[1, seq_len, 1, num_selected_blocks]`. `start`, i32 `[1, seq_len]`, is the first
+/// token of each token's document.
 ///
 /// # Errors
 /// Another type, or sizes that do not fit.
@@ -125,7 +128,7 @@ pub(super) fn take_important(
     unsafe { NSA_CHOOSE.launch(grid, &[importance, start, indices], &params) }
 }
 
-/// The kernel that scores each block.
+/// The kernel that computes the importance of each block.
 pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> SourceKernel {
     SourceKernel::new("nsa_importance")
         .define("HEAD_DIM", head_dim)
@@ -134,7 +137,7 @@ pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> Source
         .shared_bytes(3 * TILE_ROWS * head_dim * 2 + TILE_ROWS * TILE_PITCH * 4)
 }
 
-/// The rule's name in the kernels.
+/// The value of the define RULE.
 pub(super) fn rule_number(rule: ChoiceRule) -> u8 {
     match rule {
         ChoiceRule::WeightedProbability => 0,
@@ -145,5 +148,5 @@ pub(super) fn rule_number(rule: ChoiceRule) -> u8 {
     }
 }
 
-/// The kernel that takes the most important.
+/// The kernel that takes the most important blocks.
 pub(super) const NSA_CHOOSE: SourceKernel = SourceKernel::new(NAME).threads(256).starts_early();

@@ -1,27 +1,25 @@
-//! The compressed branch: DMA's attention kernels over lists of compressed blocks, and `kernels/nsa_place.cu` and
-//! `kernels/nsa_compressed_lists.cu` around them.
+//! The compressed branch: `kernels/nsa_place.cu` and `kernels/nsa_compressed_lists.cu` prepare compressed keys and
+//! their lists for DMA's attention kernels.
 use super::choose::nsa_choose;
 use super::{Bounds, no_gap, require_bounds, require_row, require_sizes};
 use crate::KernelError;
 use crate::attention::{AttentionGradients, AttentionResult, AttentionShape, Heads, Qkv};
 use crate::dma::oracle::SUPER_BLOCK;
-use crate::dma::{KeyLists, listed_attention_forward, listed_key_sums};
+use crate::dma::{KeyLists, LIST_ALIGNMENT, listed_attention_forward, listed_key_sums};
 use crate::runtime::{CudaTensor, DType, NsaPlaceParams, SourceKernel, operands, params};
 use sieve_core::{BlockChoice, NsaBlocks};
 
 const NAME: &str = "nsa_compressed_attention";
 
-/// Lists are padded to whole tiles of this many entries.
-const LIST_ALIGNMENT: usize = 128;
-
-/// The branch's inputs as DMA's kernels take them.
+/// The inputs of DMA's kernels: compressed keys and values, each at the position of its block's last token, and the
+/// lists of these positions.
 struct Placed {
     qkv: Qkv,
     lists: KeyLists,
 }
 
 impl Placed {
-    /// With `sums` of the gradients of keys and values, cleared where they will be added to.
+    /// `sums` are the f32 sums of dk and dv of a backward pass; the rows that the lists name are cleared.
     fn new(
         qkv: &Qkv,
         shape: &AttentionShape,
@@ -36,14 +34,12 @@ impl Placed {
         let [start, end] = documents;
         let mut tensors = vec![compressed, start, end, &k, &v];
         tensors.extend(sums.iter().flatten());
-        let blocks_of_threads = blocks.num_slots(shape.seq_len) + shape.seq_len.div_ceil(SUPER_BLOCK);
-        let grid = [blocks_of_threads, shape.batch, 1];
-        let (kernel, params) = (
-            nsa_place_kernel(false, sums.is_some()),
-            place_params(shape, blocks, 1.0),
-        );
-        // SAFETY: `require` checked the sizes; writes the rows of k, v and the sums that the lists name; no other rows
-        // are read.
+        let thread_blocks = blocks.num_slots(shape.seq_len) + shape.seq_len.div_ceil(SUPER_BLOCK);
+        let grid = [thread_blocks, shape.batch, 1];
+        let kernel = nsa_place_kernel(false, sums.is_some());
+        let params = place_params(shape, blocks, 1.0);
+        // SAFETY: `require` checked the sizes; writes the rows of k, v and the sums that the lists name. No other rows
+        // are read later.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
         Ok(Self {
             qkv: Qkv {
@@ -70,10 +66,8 @@ fn place_params(shape: &AttentionShape, blocks: NsaBlocks, scale: f32) -> NsaPla
 fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBlocks) -> Result<KeyLists, KernelError> {
     let (batch, heads, seq_len) = (shape.batch, shape.num_kv_heads, shape.seq_len);
     let num_slots = blocks.num_slots(seq_len);
-    let (super_blocks, capacity) = (
-        seq_len.div_ceil(SUPER_BLOCK),
-        num_slots.next_multiple_of(LIST_ALIGNMENT),
-    );
+    let super_blocks = seq_len.div_ceil(SUPER_BLOCK);
+    let capacity = num_slots.next_multiple_of(LIST_ALIGNMENT);
     let new = |sizes: &[usize]| start.empty_contiguous(sizes, DType::I32);
     let list = new(&[batch, heads, super_blocks, capacity, 2]);
     let list_len = new(&[batch, heads, super_blocks]);
@@ -113,10 +107,13 @@ fn require(
 }
 
 impl Qkv {
-    /// Attention over the compressed blocks (`compressed` bf16 `[2, batch * num_slots * num_kv_heads, head_dim]`, keys
-    /// then values; of `self` only queries are read), and the blocks of the selected branch, i32
-    /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`: counted from the document's first token, ascending, then
-    /// -1. A query that sees no compressed block gets `o = 0`, `lse = -inf`.
+    /// Attention of the queries of `self` over the compressed keys and values, `compressed` bf16
+    /// `[2, batch * num_slots * num_kv_heads, head_dim]`. A query that sees no compressed block gets `o = 0`,
+    /// `lse = -inf`.
+    ///
+    /// Returns the attention's result, and the blocks that the selected branch chooses, i32
+    /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`: indices of blocks from the document's first token on,
+    /// ascending, then -1.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit or have no kernel.
@@ -143,9 +140,10 @@ impl Qkv {
         Ok((result, indices))
     }
 
-    /// The blocks that each query chooses by pooled keys (the first half of `pooled`, bf16
-    /// `[2, batch * num_slots * num_kv_heads, head_dim]`), i32 `[batch, seq_len, choosers, num_selected_blocks]`:
-    /// counted from the document's first token, ascending, then -1. See [`BlockChoice`].
+    /// The blocks that each query chooses by pooled keys, which are the first half of `pooled`, bf16
+    /// `[2, batch * num_slots * num_kv_heads, head_dim]`. Returns i32
+    /// `[batch, seq_len, choosers, num_selected_blocks]`: indices of blocks from the document's first token on,
+    /// ascending, then -1. See [`BlockChoice`].
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit or have no kernel.
@@ -175,11 +173,11 @@ impl Qkv {
         nsa_choose(self, &pooled, &lse, [start, end], choice, softmax_scale)
     }
 
-    /// `[dqkv, dcompressed]` of the output of [`Self::nsa_compressed_attention_forward`]; the choice has no gradient.
-    /// dqkv is packed and zero for keys and values.
+    /// Gradients `[dqkv, dcompressed]` of the output of [`Self::nsa_compressed_attention_forward`]; the choice of
+    /// blocks has no gradient. dqkv is packed and zero for keys and values.
     ///
     /// # Errors
-    /// As the forward pass.
+    /// The errors of the forward pass.
     pub fn nsa_compressed_attention_backward(
         &self,
         documents: Bounds,
@@ -198,11 +196,7 @@ impl Qkv {
         let sums = || compressed.empty_contiguous(&[batch, kv_heads, seq_len, d], DType::F32);
         let sums = [&sums(), &sums()];
         let placed = Placed::new(self, &shape, &documents, &compressed, blocks, Some(sums))?;
-        let grads = Qkv {
-            q: Heads::some(&dqkv, 0, heads),
-            k: Heads::some(&dqkv, heads, kv_heads),
-            v: Heads::some(&dqkv, heads + kv_heads, kv_heads),
-        };
+        let grads = Qkv::packed(&dqkv, heads, kv_heads);
         let call = AttentionGradients {
             qkv: &placed.qkv,
             result,
@@ -214,18 +208,17 @@ impl Qkv {
         let d_compressed = new(compressed.shape());
         let [start, end] = &documents;
         let tensors = [sums[0], sums[1], start, end, &d_compressed, &dqkv];
-        let (kernel, params) = (
-            nsa_place_kernel(true, false),
-            place_params(&shape, blocks, softmax_scale),
-        );
+        let kernel = nsa_place_kernel(true, false);
+        let params = place_params(&shape, blocks, softmax_scale);
         // SAFETY: reads sums that were cleared, writes every element of d_compressed and the keys and values of dqkv.
         unsafe { kernel.launch([seq_len, batch, 1], &tensors, &params) }?;
         Ok([dqkv, d_compressed])
     }
 }
 
-/// The kernel that puts compressed keys and values at their blocks' last tokens, with sums of gradients or without, or
-/// takes their gradients from there.
+/// The kernel between compressed blocks and the positions of their last tokens. Without `take` it copies compressed
+/// keys and values to these positions, and with `sums` clears the gradient sums there; with `take` it copies gradients
+/// back.
 pub(super) fn nsa_place_kernel(take: bool, sums: bool) -> SourceKernel {
     SourceKernel::new("nsa_place")
         .define("TAKE", u8::from(take))

@@ -1,5 +1,5 @@
-//! Launches of `kernels/pooled_scores.cu`, `kernels/block_scores.cu` and `kernels/nsa_compress_token.cu`: one new token
-//! a row against the blocks that its queries choose, by pooled keys, an indexer's keys or NSA's compressed keys.
+//! Launches of `kernels/pooled_scores.cu`, `kernels/block_scores.cu` and `kernels/nsa_compress_token.cu`: decoding over
+//! the blocks that the queries of the new token choose by pooled keys, an indexer's keys or NSA's compressed keys.
 use super::choose::{rule_number, take_important};
 use super::no_gap;
 use crate::KernelError;
@@ -11,48 +11,49 @@ use sieve_core::{BlockChoice, ChoiceRule, NsaBlocks};
 const NAME: &str = "pooled_scores";
 const COMPRESS: &str = "nsa_compress_token";
 
-/// Pooled keys that a block of threads takes at least.
+/// The fewest pooled keys of a thread block.
 const MIN_POOLED: usize = 16;
 
-/// A stride beyond every cache: no pooled key ever ends.
+/// A block size and stride longer than any cache, so that no pooled key is ever complete.
 const NO_POOLED: usize = i32::MAX as usize / 2;
 
-/// The pooled keys of a cache, and how blocks are chosen by them.
+/// The pooled keys of a cache, and the rule that chooses blocks by them.
 #[derive(Debug, Clone, Copy)]
 pub struct PooledStep<'a> {
-    /// bf16 `[batch, num_kv_heads, room, head_dim]`: means of keys, or, with one KV head, an indexer's keys; each is
-    /// written in place when its block is complete.
+    /// bf16 `[batch, num_kv_heads, room, head_dim]`: means of keys, or an indexer's keys, which have one KV head. Each
+    /// is written in place when its block is complete.
     pub pooled: &'a CudaTensor,
-    /// Minus the number of keys before the token, i32 `[batch, 1]`: where its text begins, counted from it.
+    /// Position of the sequence's first token relative to the new token, i32 `[batch, 1]`: minus the number of tokens
+    /// before the new one.
     pub start: &'a CudaTensor,
-    /// Pooled keys, blocks and the rule.
+    /// Sizes of blocks, how many are chosen, and the rule.
     pub choice: BlockChoice,
 }
 
-/// A new token a row of native sparse attention (arXiv:2502.11089): the heads and the caches of its branches.
+/// One new token a row of native sparse attention (arXiv:2502.11089): the heads and caches of its three branches.
 #[derive(Debug, Clone, Copy)]
 pub struct NsaToken<'a> {
     /// Queries, keys and values of the compressed, the selected and the window branch, `[batch, 1, heads, head_dim]`.
     pub branches: [&'a Qkv; 3],
-    /// Of each branch; the first holds compressed keys and values.
+    /// Caches of the compressed, the selected and the window branch; the first holds compressed keys and values.
     pub caches: [&'a KvCache; 3],
-    /// Cache of the last tokens for the compressed branch (at least a compressed block of them), and how many of the
-    /// text's first tokens it has dropped.
+    /// The last tokens' keys and values of the compressed branch, at least a compressed block of them, and how many
+    /// first tokens of the sequence this cache has dropped.
     pub tail: (&'a KvCache, usize),
-    /// The compression MLPs of keys and of values: position embeddings bf16 `[size, head_dim]`, first and second weight
-    /// bf16 `[hidden, size * head_dim]` and `[head_dim, hidden]`. `None` for means.
+    /// The compression MLPs of keys and of values: position embeddings bf16 `[size, head_dim]`, first weight bf16
+    /// `[hidden, size * head_dim]`, second weight bf16 `[head_dim, hidden]`. `None` compresses by the mean.
     pub mlp: Option<[[&'a CudaTensor; 3]; 2]>,
-    /// As [`PooledStep::start`].
+    /// See [`PooledStep::start`].
     pub start: &'a CudaTensor,
-    /// Compressed and selected blocks.
+    /// Sizes of compressed and selected blocks.
     pub blocks: NsaBlocks,
 }
 
 impl NsaToken<'_> {
-    /// Appends the token to the caches, with the compressed key that ends at it, and attends. `length`, i32 `[batch]`,
-    /// counts the tokens before; `step` is the step of the selected branch, whose cache holds all tokens, `window` the
-    /// step of the window branch; each branch has its scratch. Returns the branches' outputs,
-    /// `[batch, 1, num_heads, head_dim]`.
+    /// Appends the token to the caches, and the compressed key whose block ends at it, and attends. `length`, i32
+    /// `[batch]`, is the number of tokens before the new one. `step` is the step of the selected branch, whose cache
+    /// holds all tokens; `window` is the step of the window branch. `scratch` has the buffers of each branch. Returns
+    /// the branches' outputs, each `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
@@ -93,8 +94,8 @@ impl NsaToken<'_> {
         Ok([by_blocks, by_choice, by_window])
     }
 
-    /// Appends the token to the tail and the compressed key and value that end at it to their cache. Returns the number
-    /// of compressed blocks, i32 `[batch]`.
+    /// Appends the token to the tail. Where a compressed block ends at the token, appends its key and value to the
+    /// cache of compressed blocks. Returns the number of compressed blocks, i32 `[batch]`.
     fn compress(&self, length: &CudaTensor, max_length: usize) -> Result<CudaTensor, KernelError> {
         let (token, compressed) = (self.branches[0], self.caches[0]);
         let (tail, num_dropped) = self.tail;
@@ -118,7 +119,8 @@ impl NsaToken<'_> {
                     down: BF16[width, hidden] contiguous,
                 );
             }
-            weights = (0..3).flat_map(|which| mlp.map(|of| of[which])).collect();
+            // The kernel takes positions of keys and of values, then both first and both second weights.
+            weights = (0..3).flat_map(|which| mlp.map(|weights| weights[which])).collect();
         }
         operands!(only COMPRESS, length: I32[shape.batch] strided);
         let count = length.empty_contiguous(&[shape.batch], DType::I32);
@@ -143,25 +145,25 @@ impl NsaToken<'_> {
         let joined = [&compressed.k, &compressed.v, length, &count];
         let tensors = [&tensors[..], &weights, &joined].concat();
         // SAFETY: sizes and types checked above; the kernel clamps lengths to the caches and writes one row of the
-        // tail, at most one compressed pair, and every count.
+        // tail, at most one compressed key and value, and every count.
         unsafe { kernel.launch([shape.num_kv_heads, 2, shape.batch], &tensors, &params) }?;
         Ok(count)
     }
 }
 
-/// Keys by which blocks compare.
+/// The pooled keys by which blocks are scored.
 #[derive(Clone, Copy)]
 struct Pooled<'a> {
     /// `[batch, num_kv_heads, room, head_dim]`.
     keys: &'a CudaTensor,
     size: usize,
     stride: usize,
-    /// Whether the launch writes the mean that ends at the token.
+    /// Whether the launch writes the mean of the block that ends at the token.
     is_written: bool,
 }
 
 impl Pooled<'_> {
-    /// Appends the key and value of `token` to a cache; then scores its queries against all pooled keys, f32
+    /// Appends the key and value of `token` to a cache. Returns the logits of its queries with all pooled keys, f32
     /// `[batch, num_heads, room]`.
     fn scores(
         &self,
@@ -205,14 +207,14 @@ impl Pooled<'_> {
         let tensors = [token.q.tensor(), token.k.tensor(), token.v.tensor(), &cache.k, &cache.v];
         let tensors = [&tensors[..], &[self.keys, length, &scores]].concat();
         // SAFETY: sizes and types checked above; the kernel clamps lengths to the capacity and writes one row of each
-        // cache, at most one pooled key and the scores of those that have ended.
+        // cache, at most one pooled key, and the scores of complete pooled keys.
         unsafe { kernel.launch([splits, num_kv_heads, batch], &tensors, &params) }?;
         Ok(scores)
     }
 }
 
-/// The blocks that each of `choosers` groups of heads chooses by its scores, i32
-/// `[batch, choosers, num_selected_blocks]`, in a cache of `capacity` keys.
+/// The blocks that each of `choosers` groups of heads chooses by its scores in a cache of `capacity` keys, i32
+/// `[batch, choosers, num_selected_blocks]`.
 fn choose(
     scores: &CudaTensor,
     choosers: usize,
@@ -243,13 +245,13 @@ fn choose(
 }
 
 impl KvCache {
-    /// Appends one new token a row, with the pooled key that ends at it, and attends over the tokens of the blocks that
-    /// its queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `length` and `step` as in
-    /// [`attention_decode`](Self::attention_decode), without a window; `scratch` must be made with one KV head for each
-    /// chooser. Returns `[batch, 1, num_heads, head_dim]`.
+    /// Appends one new token a row to the cache, and the pooled key whose block ends at it, and attends over the tokens
+    /// of the blocks that its queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `length` and `step` are the
+    /// same as in [`attention_decode`](Self::attention_decode), without a window; `scratch` must be made with one KV
+    /// head for each chooser. Returns `[batch, 1, num_heads, head_dim]`.
     ///
-    /// For a choice by an indexer (arXiv:2606.13392) the queries and the key of `index` choose instead of the token's;
-    /// the key is appended to `pooled.pooled`, `[batch, 1, room, head_dim]`. Values of `index` are not read.
+    /// With an indexer (arXiv:2606.13392) blocks are chosen by the queries and keys of `index` instead of the token's.
+    /// Its key is appended to `pooled.pooled`, `[batch, 1, room, head_dim]`; its values are not read.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
@@ -283,24 +285,25 @@ impl KvCache {
         };
         let scores = match index {
             None => keys.scores(token, self, length, scored)?,
-            // The indexer's keys are their own cache, and stand in for its values.
-            Some(by) => {
-                let joins = Pooled {
+            // A first launch only appends the token. A second launch appends the indexer's key to `pooled` and scores
+            // it; the kernel also appends a value, so key and cache stand in for it.
+            Some(indexer) => {
+                let append_only = Pooled {
                     keys: &self.k,
                     size: NO_POOLED,
                     stride: NO_POOLED,
                     is_written: false,
                 };
-                joins.scores(token, self, length, step)?;
-                let by = Qkv {
-                    v: by.k.clone(),
-                    ..by.clone()
+                append_only.scores(token, self, length, step)?;
+                let indexer = Qkv {
+                    v: indexer.k.clone(),
+                    ..indexer.clone()
                 };
                 let index = KvCache {
                     k: pooled.pooled.clone(),
                     v: pooled.pooled.clone(),
                 };
-                keys.scores(&by, &index, length, scored)?
+                keys.scores(&indexer, &index, length, scored)?
             }
         };
         let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
@@ -315,8 +318,8 @@ impl KvCache {
     }
 }
 
-/// Refuses what [`KvCache::chosen_decode`] has no kernels for: `head_dims` of keys and values, `group_size` query heads
-/// a KV head.
+/// Refuses calls for which [`KvCache::chosen_decode`] has no kernels. `head_dims` are the widths of keys and values,
+/// `group_size` the query heads of a KV head.
 ///
 /// # Errors
 /// [`KernelError::Refused`].
@@ -329,7 +332,7 @@ pub fn require_chosen_decode(choice: BlockChoice, head_dims: [usize; 2], group_s
     no_gap(NAME, choice.cuda_gap(head_dim, group_size))
 }
 
-/// The kernel that scores pooled keys for groups of so many query heads.
+/// The kernel that scores pooled keys, for `group_size` query heads per KV head.
 pub(super) fn pooled_scores_kernel(head_dim: usize, group_size: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("HEAD_DIM", head_dim)
@@ -346,7 +349,7 @@ pub(super) fn block_scores_kernel(rule: ChoiceRule) -> SourceKernel {
         .starts_early()
 }
 
-/// The kernel that takes a token into the compressed branch, with the block's MLP or for means.
+/// The kernel that appends a token to the compressed branch and compresses a block by an MLP or by its mean.
 pub(super) fn nsa_compress_token_kernel(mlp: bool) -> SourceKernel {
     SourceKernel::new(COMPRESS)
         .define("MLP", u8::from(mlp))

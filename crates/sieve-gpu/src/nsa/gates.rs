@@ -1,4 +1,4 @@
-//! Launches of `kernels/nsa_gates*.cu`.
+//! Launches of `kernels/nsa_gates*.cu`: the gated sum of NSA's three branches (arXiv:2502.11089, eq. 5).
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operand, operands, params, require, require_non_empty};
 use crate::step::{column_sums, require_words};
@@ -7,20 +7,20 @@ const NAME: &str = "nsa_gates";
 
 const BRANCHES: usize = 3;
 
-/// Threads that share a column of the gates' gradients at most, a power of two.
+/// Most threads that share a column in the sum of the bias's gradient; a power of two.
 const MOST_SHARERS: usize = 256;
 
-/// The widest heads: a row is summed inside a warp.
+/// The widest heads: a warp sums a row.
 const MAX_WIDTH: usize = 256;
 
 /// Gradients of [`nsa_gates`].
 #[derive(Debug, Clone)]
 pub struct GateGradients {
-    /// Of the branches, bf16.
+    /// Gradients of the branches, bf16.
     pub branches: [CudaTensor; BRANCHES],
-    /// Of the logits, bf16.
+    /// Gradient of the logits, bf16.
     pub logits: CudaTensor,
-    /// Of the bias, f32.
+    /// Gradient of the bias, f32.
     pub bias: CudaTensor,
 }
 
@@ -60,9 +60,9 @@ impl Inputs {
     }
 }
 
-/// `o = sum_c sigmoid(logits_c + bias_c) o_c` over the branches compressed, selected, window, bf16 `[batch, seq_len,
-/// num_heads, head_dim]`; logits bf16 `[batch, seq_len, num_heads * 3]`, bias f32 `[num_heads * 3]`, the branch varying
-/// fastest.
+/// `o = sum_c sigmoid(logits_c + bias_c) o_c` over the branches c: compressed, selected, window. Branches and o are
+/// bf16 `[batch, seq_len, num_heads, head_dim]`, logits bf16 `[batch, seq_len, num_heads * 3]` and bias f32 `[num_heads
+/// * 3]`, both with the branch as the fastest index.
 ///
 /// # Errors
 /// Other types or sizes.
@@ -104,6 +104,7 @@ pub fn nsa_gates_backward(
     let gradients = [new(), new(), new()];
     let num_gates = heads * BRANCHES;
     let d_logits = d_o.empty_contiguous(&[batch, seq_len, num_gates], DType::BF16);
+    // The gradient of the bias is the sum of the logits' gradients before their rounding to bf16.
     let exact = d_o.empty_contiguous(&[batch * seq_len, num_gates], DType::F32);
     let lanes = (width / 8).next_power_of_two();
     let params = params!(NsaGatesBackwardParams {
@@ -138,11 +139,11 @@ pub fn nsa_gates_backward(
     })
 }
 
-/// Column sums of f32 `[rows, width]`, in two launches: a thread sums a column, so a single launch over few columns
-/// would have few threads.
+/// Column sums of f32 `[rows, width]`. A thread sums a column, so a launch over few columns would have few threads: the
+/// first launch sums the rows in up to [`MOST_SHARERS`] shares, the second adds the shares.
 fn sum_rows(values: &CudaTensor, width: usize) -> Result<CudaTensor, KernelError> {
     let rows = values.num_elements() / width;
-    // Rows side by side, as many as divide them.
+    // The largest power of two that divides the number of rows: so many rows become one wide row.
     let sharers = 1 << rows.trailing_zeros().min(MOST_SHARERS.trailing_zeros());
     let wide = values.reshaped(NAME, "gradients", &[rows / sharers, sharers * width])?;
     let [shares] = column_sums(&wide, [&[sharers, width]])?;
@@ -150,7 +151,8 @@ fn sum_rows(values: &CudaTensor, width: usize) -> Result<CudaTensor, KernelError
     Ok(sums)
 }
 
+/// The forward kernel.
 pub(super) const NSA_GATES: SourceKernel = SourceKernel::new(NAME).threads(256);
 
-/// Its gradient.
+/// The gradient kernel.
 pub(super) const NSA_GATES_BACKWARD: SourceKernel = SourceKernel::new("nsa_gates_backward").threads(256);

@@ -1,7 +1,7 @@
-//! The Hopper family (`sm_90a`) of the kernels around chosen blocks: when it is taken, and its specialisations.
+//! The Hopper family (`sm_90a`) of the kernels around chosen blocks: which calls take it, and its specialisations.
 //!
-//! Buffers and params are those of the portable kernels, so that a launch differs in kernel and grid: thread blocks are
-//! persistent and take items of all lists.
+//! Buffers and params are the same as for the portable kernels: a launch differs in kernel and grid alone. Thread
+//! blocks are persistent and fetch work items of all lists.
 //!
 //! | call on compute capability 9.0, widths 64 and 128 | kernel |
 //! |---|---|
@@ -21,9 +21,9 @@ use sieve_core::{BlockChoice, ChoiceRule};
 const TILE_ROWS: usize = 128;
 /// Keys of a block.
 const BLOCK_KEYS: usize = 64;
-/// Keys and values that lie in shared memory at a time: those in work and the next.
+/// Blocks of keys and values in shared memory at a time: the current one and the next.
 const KEY_SLOTS: usize = 2;
-/// Bytes of shared memory for a thread block's barriers and work items, and for alignment.
+/// Bytes of shared memory for the barriers and work items of a thread block, and for alignment.
 const DESCRIPTIONS: usize = 80 + 1024;
 
 /// Whether attention over chosen blocks takes the Hopper family on the tensor's device.
@@ -31,7 +31,7 @@ pub(super) fn is_hopper(shape: &AttentionShape, queries: &CudaTensor) -> bool {
     KernelFamily::of(shape, KeySource::Gathered, queries) == KernelFamily::Hopper
 }
 
-/// Queries of a tile of [`nsa_importance_kernel`], where it has a form for this choice and group.
+/// Queries of a tile of [`nsa_importance_kernel`]; `None` where the kernel does not take this choice and group size.
 pub(super) fn importance_tile(choice: BlockChoice, group: usize) -> Option<usize> {
     let (blocks, stride) = (choice.blocks, choice.blocks.compress_stride);
     let (size, fits_group) = (blocks.select_block_size, group <= 16 && group.is_power_of_two());
@@ -45,7 +45,7 @@ pub(super) fn importance_tile(choice: BlockChoice, group: usize) -> Option<usize
     fits.then(|| TILE_ROWS / group)
 }
 
-/// The kernel that scores each block.
+/// The kernel that computes the importance of each block.
 pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> SourceKernel {
     SourceKernel::new("hopper_nsa_importance")
         .define("HEAD_DIM", head_dim)
@@ -54,14 +54,14 @@ pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> Source
         .shared_bytes(3 * TILE_ROWS * head_dim * 2 + 1024)
 }
 
-/// The selected branch's kernel for a head width.
+/// The forward kernel of the selected branch.
 pub(super) fn selected_forward_kernel(head_dim: usize) -> SourceKernel {
     let (stages, tile_bytes) = (4, TILE_ROWS * head_dim * 2);
     selected("hopper_nsa_selected_attention_forward", head_dim, stages, [216, 72])
         .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 8 * TILE_ROWS + 16) + DESCRIPTIONS)
 }
 
-/// The kernel of its gradients. The gradient of the scores of 64 rows a warpgroup lies in shared memory, too.
+/// The backward kernel of the selected branch. It also holds dS of 64 rows for each warpgroup in shared memory.
 pub(super) fn selected_backward_kernel(head_dim: usize, order: SumOrder) -> SourceKernel {
     let (stages, tile_bytes) = (2, 2 * TILE_ROWS * head_dim * 2);
     let scores = TILE_ROWS * BLOCK_KEYS * 2;
@@ -77,7 +77,7 @@ fn in_order(kernel: SourceKernel, order: SumOrder) -> SourceKernel {
     }
 }
 
-/// The kernel of the gradient of an indexer's loss; tiles of one head's queries.
+/// The kernel of the gradient of an indexer's loss. A tile has the queries of one head.
 pub(super) fn index_gradient_kernel(head_dim: usize, order: SumOrder) -> SourceKernel {
     let (stages, tile_bytes) = (4, TILE_ROWS * head_dim * 2);
     let scores = TILE_ROWS * BLOCK_KEYS * 2;
@@ -107,7 +107,7 @@ pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 9] {
         nsa_importance_kernel(head_dim, ChoiceRule::LargestScore),
         index_gradient_kernel(head_dim, SumOrder::Any),
         index_gradient_kernel(head_dim, SumOrder::Fixed),
-        // That order's sums of each KV head.
+        // In a fixed order each KV head has its own sums of the indexer's key, which this kernel adds up.
         dma_attention_backward_convert_kernel(head_dim, true),
         selected_forward_kernel(head_dim),
         selected_backward_kernel(head_dim, SumOrder::Any),

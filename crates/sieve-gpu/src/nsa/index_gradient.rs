@@ -1,4 +1,5 @@
-//! Launch of `kernels/hopper_index_gradient.cu`: how an indexer (MSA, arXiv:2606.13392) learns over chosen blocks.
+//! Launch of `kernels/hopper_index_gradient.cu`: the gradient of an indexer's loss (MSA, arXiv:2606.13392) over chosen
+//! blocks.
 use super::hopper;
 use super::selected::Work;
 use super::{Bounds, lists::ChoiceLists};
@@ -11,28 +12,29 @@ use sieve_core::NsaBlocks;
 
 const NAME: &str = "index_gradient";
 
-/// What the gradient of an indexer's loss reads beside queries and keys of its attention.
+/// Operands of the gradient of an indexer's loss, beside the queries and keys of the attention that it learns from.
 #[derive(Clone, Copy, Debug)]
 pub struct IndexGradient<'a> {
-    /// The indexer's queries, one a KV head, its key, and a head that is not read: bf16 `[batch, seq_len,
-    /// num_kv_heads + 2, head_dim]`.
+    /// Packed heads of the indexer, bf16 `[batch, seq_len, num_kv_heads + 2, head_dim]`: a query for each KV head, a
+    /// key, and a value that is not read.
     pub index: &'a CudaTensor,
     /// Log-sum-exp of the attention over the chosen tokens, f32 `[batch, num_heads, seq_len]`.
     pub lse: &'a CudaTensor,
-    /// The same of the indexer's scores, f32 `[batch, num_kv_heads, seq_len]`.
+    /// Log-sum-exp of the indexer's logits over the chosen tokens, f32 `[batch, num_kv_heads, seq_len]`.
     pub index_lse: &'a CudaTensor,
-    /// The chosen blocks, as [`Qkv::nsa_selected_attention_forward`] takes them.
+    /// The chosen blocks, as in [`Qkv::nsa_selected_attention_forward`].
     pub block_indices: &'a CudaTensor,
-    /// Their lists, as that attention made them.
+    /// The lists of the chosen blocks from the forward pass of the attention.
     pub lists: &'a [ChoiceLists],
-    /// What the divergence of one query and KV head weighs in the loss.
+    /// Weight of the KL divergence of one query and KV head in the loss.
     pub weight: f32,
 }
 
 impl Qkv {
-    /// The gradient of `weight * sum over queries and KV heads of KL(mean probabilities of the group || the
-    /// indexer's)` over the chosen tokens in the indexer's packed tensor (bf16, shaped as it), with zeros for the head
-    /// that is not read. `None` where no kernel has this call: off Hopper.
+    /// The gradient of the indexer's packed heads (bf16, in their shape, zero for the value) of the loss `weight * sum
+    /// of KL(P || Q)` over queries and KV heads. P is the mean over a group's query heads of the attention's
+    /// probabilities over the chosen tokens, Q the indexer's probabilities. `None` on devices other than Hopper, which
+    /// have no kernel.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit or have no kernel, lists of other queries.
@@ -63,16 +65,10 @@ impl Qkv {
         let got = || format!("{} of a row's ranges of queries", call.lists.len());
         require!(work.ranges().count() == call.lists.len(), NAME, "lists:": got(), "the lists of all ranges");
         let gradient = index.empty_contiguous(index.shape(), DType::BF16);
-        let [d_query, d_key, d_unread] =
-            [(0, groups), (groups, 1), (groups + 1, 1)].map(|(first, count)| Heads::some(&gradient, first, count));
-        let out = Qkv {
-            q: d_query,
-            k: d_key,
-            v: d_unread,
-        };
-        let [d_query, d_key, d_unread] = out.head_words(NAME)?;
-        // The indexer's heads: one query head for each list, with one part a choice.
-        let own = Work {
+        let out = Qkv::packed(&gradient, groups, 1);
+        let [d_query, d_key, d_value] = out.head_words(NAME)?;
+        // The same work with the indexer's heads: one query head for each KV head, so one partial dq for each choice.
+        let index_work = Work {
             shape: AttentionShape {
                 num_heads: groups,
                 ..shape
@@ -87,15 +83,15 @@ impl Qkv {
         let token = (groups + 2) * head_dim;
         let kernel = arriving(hopper::index_gradient_kernel(head_dim, sums), self.policy());
         for (range, lists) in work.ranges().zip(call.lists) {
-            let parts = own.parts(lists, head_dim, DType::BF16);
+            let parts = index_work.parts(lists, head_dim, DType::BF16);
             let [q, k] = [&work.qkv.q, &work.qkv.k].map(Heads::tensor);
-            // Which piece adds next, of each key and a quarter of its columns.
-            let turns = match is_fixed {
+            // Semaphores that order the adds to the gradient of each key and quarter of its columns.
+            let semaphores = match is_fixed {
                 true => Some(empty_zero(&index, &[batch, groups, seq_len, 4])?),
                 false => None,
             };
             let (operands, mut results) = ([q, k, &index, &lse, &index_lse], vec![&parts, &key_sum]);
-            results.extend(&turns);
+            results.extend(&semaphores);
             let params = params!(IndexGradientParams {
                 base: NsaSelectedAttentionForwardParams {
                     v_offset: (groups * head_dim).into(),
@@ -107,10 +103,11 @@ impl Qkv {
             });
             // SAFETY: sizes, strides and types checked above; the sums were cleared.
             unsafe { work.launch((&kernel, true), lists, &operands, &results, &params) }?;
-            own.combine(lists, [&parts; 2], [&gradient; 2], d_query, range, true)?;
+            index_work.combine(lists, [&parts, &gradient], None, d_query, range)?;
         }
-        convert_rows(&key_sum, &out.k, d_key, own.softmax_scale)?;
-        convert_rows(&key_sum, &out.v, d_unread, 0.0)?;
+        convert_rows(&key_sum, &out.k, d_key, index_work.softmax_scale)?;
+        // A scale of 0 writes the zero gradient of the value.
+        convert_rows(&key_sum, &out.v, d_value, 0.0)?;
         Ok(Some(gradient))
     }
 }

@@ -3,22 +3,24 @@ use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
 use sieve_core::NsaBlocks;
 
-/// Queries of a block of threads.
+/// Queries of a thread block.
 const PART_QUERIES: usize = 256;
 
-/// The lists of some queries' choices.
+/// For each KV head and block of keys, the list of the queries that chose the block. Long lists are divided into items,
+/// the work of one thread block.
 #[derive(Debug, Clone)]
 pub struct ChoiceLists {
     /// `{query, choice}`, i32 `[batch, num_kv_heads, choices, 2]`.
     pub entries: CudaTensor,
-    /// Pieces of lists, i32 `[batch, num_kv_heads, max_items, 4]`.
+    /// Items, i32 `[batch, num_kv_heads, max_items, 4]`.
     pub items: CudaTensor,
-    /// Of each list, then how many of all are taken, 0 before and after a pass; i32 `[batch * num_kv_heads + 1]`.
+    /// Number of items of each row and KV head, then a counter of the items that thread blocks have fetched, which is 0
+    /// before and after a pass; i32 `[batch * num_kv_heads + 1]`.
     pub num_items: CudaTensor,
 }
 
 impl ChoiceLists {
-    /// Of the queries `first .. first + count`, in pieces of at most `item_queries`.
+    /// Lists of the choices of the queries `first .. first + count`, in items of at most `item_queries` queries.
     pub(super) fn new(
         indices: &CudaTensor,
         doc_start: &CudaTensor,
@@ -67,7 +69,7 @@ impl ChoiceLists {
             &lists.items,
             &lists.num_items,
         ];
-        // SAFETY: as above; there is room for every choice and for every piece of a list.
+        // SAFETY: as above; there is room for every choice and every item.
         unsafe { nsa_lists_kernel(cells, shared_bytes).launch(grid, &tensors, &params) }?;
         Ok(lists)
     }
@@ -78,36 +80,38 @@ impl ChoiceLists {
         most_cells(shared_bytes) * select_block_size
     }
 
-    /// Choices a KV head has room for, and pieces of lists.
+    /// Capacity of a KV head: choices, items.
     pub(super) fn capacity(&self) -> [usize; 2] {
         [&self.entries, &self.items].map(|x| x.shape()[2])
     }
 }
 
-/// Bytes of shared memory that nsa_lists uses for each cell, and beside them at most.
+/// Bytes of shared memory that nsa_lists uses for each cell.
 const CELL_BYTES: usize = 8;
+/// Most bytes of shared memory that nsa_lists uses beside its cells.
 const STATIC_BYTES: usize = 1024;
 
-/// Cells (of `select_block_size` positions each, see `kernels/common/nsa_cells.cuh`) of the longest row.
+/// Number of cells of the longest row; a cell has `select_block_size` tokens (see `kernels/common/nsa_cells.cuh`).
 fn most_cells(shared_bytes: usize) -> usize {
     shared_bytes.saturating_sub(STATIC_BYTES) / CELL_BYTES
 }
 
-/// Cells that a launch has shared memory for: rounded up, because the kernel cache compiles one specialisation for each
-/// size, but never beyond what a block of threads may have.
+/// Number of cells for which a launch reserves shared memory: a power of two, so that few different launches exist, but
+/// never more than fit the shared memory of a thread block.
 fn cells_with_room(num_cells: usize, shared_bytes: usize) -> usize {
     let rounded = num_cells.next_power_of_two().max(1024);
     rounded.min(most_cells(shared_bytes)).max(num_cells)
 }
 
-/// The kernel that counts, for rows of `num_cells` cells where a block of threads may have `shared_bytes`.
+/// The kernel that counts the choices of each cell, for rows of `num_cells` cells and `shared_bytes` of shared memory a
+/// thread block.
 pub(super) fn nsa_list_counts_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
     SourceKernel::new("nsa_list_counts")
         .threads(256)
         .shared_bytes(cells_with_room(num_cells, shared_bytes) * 4)
 }
 
-/// The kernel that makes the lists, likewise.
+/// The kernel that builds the lists, with the same arguments.
 pub(super) fn nsa_lists_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
     SourceKernel::new("nsa_lists")
         .threads(512)
@@ -119,7 +123,7 @@ mod tests {
     use super::*;
     use crate::{Hardware, Recorder};
 
-    /// Lists of the last queries of a row, as a launch would make them.
+    /// The lists of the last query of a row.
     fn lists(hardware: Hardware, seq_len: usize) -> Result<ChoiceLists, KernelError> {
         let gpu = Recorder::new(hardware);
         let tensor = |shape: &[usize]| gpu.tensor(shape, DType::I32);

@@ -16,19 +16,20 @@ use sieve_core::NsaBlocks;
 const NAME: &str = "nsa_selected_attention";
 
 impl ChoiceLists {
-    /// Bytes of the partial results that a launch writes for nsa_selected_combine.
+    /// Most bytes of partial results that a launch writes for nsa_selected_combine.
     pub const PART_BYTES: usize = 1 << 30;
 }
 
-/// About how many rows (queries x heads of a group) a piece of a list has: enough to amortise loading a block's keys,
+/// About how many rows (queries x heads of a group) an item of a list has: enough to amortise loading a block's keys,
 /// few enough to spread the longest lists over thread blocks.
 const ITEM_ROWS: usize = 2048;
 
-/// Keys of a block, and rows of a tile of the forward pass.
+/// Keys of a block.
 const BLOCK_KEYS: usize = 64;
+/// Rows of a tile of the forward pass.
 const FORWARD_ROWS: usize = 128;
 
-/// What all passes over chosen blocks work with.
+/// The checked operands that all passes over chosen blocks read.
 #[derive(Clone)]
 pub(super) struct Work {
     pub(super) shape: AttentionShape,
@@ -62,7 +63,8 @@ impl Work {
         })
     }
 
-    /// Ranges of queries whose parts share a launch.
+    /// Ranges (first, count) of queries; a launch takes one, so that its partial results fit
+    /// [`ChoiceLists::PART_BYTES`].
     pub(super) fn ranges(&self) -> impl Iterator<Item = (usize, usize)> {
         let AttentionShape {
             batch,
@@ -71,8 +73,8 @@ impl Work {
             head_dim,
             ..
         } = self.shape;
-        let a_query = batch * num_heads * self.blocks.num_selected_blocks * head_dim * 2;
-        query_ranges(seq_len, ChoiceLists::PART_BYTES / a_query)
+        let query_bytes = batch * num_heads * self.blocks.num_selected_blocks * head_dim * 2;
+        query_ranges(seq_len, ChoiceLists::PART_BYTES / query_bytes)
     }
 
     fn lists(&self, range: (usize, usize), item_queries: usize) -> Result<ChoiceLists, KernelError> {
@@ -80,11 +82,12 @@ impl Work {
         ChoiceLists::new(&self.indices, start, self.blocks, range, item_queries)
     }
 
-    /// Entries of a piece of a list.
+    /// Queries of an item of a list.
     fn item_queries(&self) -> usize {
         (ITEM_ROWS / self.shape.group_size()).max(1)
     }
 
+    /// A tensor for partial results, `[batch, num_kv_heads, choices, group_size, width]`.
     pub(super) fn parts(&self, lists: &ChoiceLists, width: usize, dtype: DType) -> CudaTensor {
         let AttentionShape {
             batch, num_kv_heads, ..
@@ -94,7 +97,7 @@ impl Work {
         self.indices.empty_contiguous(&sizes, dtype)
     }
 
-    /// What the params of both attention kernels begin with.
+    /// The first fields of both attention kernels' params structs.
     pub(super) fn params(&self, lists: &ChoiceLists) -> Result<NsaSelectedAttentionForwardParams, KernelError> {
         let [q, k, v] = self.qkv.head_words(NAME)?;
         let [choices, max_items] = lists.capacity();
@@ -110,12 +113,13 @@ impl Work {
         }))
     }
 
-    /// A pass over the lists of a range: `operands` are the tensors before the documents' bounds, `results` the tensors
-    /// after the lists. The portable kernels have a block of threads for each item that there may be, the Hopper family
-    /// one for each multiprocessor.
+    /// Launches a pass over the lists of a range. `operands` are the kernel's tensors before the documents' bounds,
+    /// `results` the tensors after the lists. The portable kernels have a thread block for each possible item, the
+    /// Hopper kernels one for each multiprocessor.
     ///
     /// # Safety
-    /// As [`SourceKernel::launch`]; each choice has a partial result of its own, and the sums were zeroed.
+    /// The conditions of [`SourceKernel::launch`]; each choice has a partial result of its own, and the sums were
+    /// zeroed.
     pub(super) unsafe fn launch(
         &self,
         (kernel, is_hopper): (&SourceKernel, bool),
@@ -125,26 +129,25 @@ impl Work {
         params: &impl Params,
     ) -> Result<(), KernelError> {
         let [start, end] = &self.documents;
-        let of_lists = [start, end, &lists.entries, &lists.items, &lists.num_items];
+        let bounds_and_lists = [start, end, &lists.entries, &lists.items, &lists.num_items];
         let [_, max_items] = lists.capacity();
         let grid = match is_hopper {
             true => [self.indices.hardware().num_multiprocessors, 1, 1],
             false => [max_items, self.shape.num_kv_heads, self.shape.batch],
         };
-        // SAFETY: the caller's promise; lists name queries of the range.
-        unsafe { kernel.launch(grid, &[operands, &of_lists, results].concat(), params) }
+        // SAFETY: the caller checked the operands; lists name queries of the range.
+        unsafe { kernel.launch(grid, &[operands, &bounds_and_lists, results].concat(), params) }
     }
 
-    /// Joins the partial results of a range: `outputs` are the output and its log-sum-exp, or the gradient of the
-    /// queries alone. It also resets the lists' counters, so that another pass can take their pieces.
+    /// Joins the partial results of a range in `output`: o, weighted by `lse` (partial log-sum-exps, and the joined
+    /// ones to write); or dq without `lse`. It also resets the lists' counter of fetched items for the next pass.
     pub(super) fn combine(
         &self,
         lists: &ChoiceLists,
-        parts: [&CudaTensor; 2],
-        outputs: [&CudaTensor; 2],
+        [parts, output]: [&CudaTensor; 2],
+        lse: Option<[&CudaTensor; 2]>,
         layout: [u64; 3],
         (first, count): (usize, usize),
-        is_gradient: bool,
     ) -> Result<(), KernelError> {
         let shape = &self.shape;
         let params = params!(NsaSelectedCombineParams {
@@ -157,23 +160,23 @@ impl Work {
             num_lists: shape.batch * shape.num_kv_heads,
         });
         let (indices, taken) = (&self.indices, &lists.num_items);
-        let tensors: &[&CudaTensor] = match is_gradient {
-            true => &[indices, taken, parts[0], outputs[0]],
-            false => &[indices, taken, parts[0], parts[1], outputs[0], outputs[1]],
+        let tensors: &[&CudaTensor] = match lse {
+            None => &[indices, taken, parts, output],
+            Some([part_lse, lse]) => &[indices, taken, parts, part_lse, output, lse],
         };
         let rows = count * shape.num_heads;
         let grid = [rows.div_ceil(2048 / shape.head_dim), shape.batch, 1];
-        let kernel = nsa_selected_combine_kernel(shape.head_dim, is_gradient);
-        // SAFETY: every choice of these queries has a part; writes the range's rows of the outputs.
+        let kernel = nsa_selected_combine_kernel(shape.head_dim, lse.is_none());
+        // SAFETY: every choice of these queries has a partial result; writes the range's rows of the outputs.
         unsafe { kernel.launch(grid, tensors, &params) }
     }
 }
 
 impl Qkv {
-    /// Causal attention of each query over the tokens of its blocks (`block_indices` i32
-    /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`: counted from the document's first token, none after the
-    /// query's own, none twice, -1 for none, at the end). A block that no query chose is not read. Also returns the
-    /// lists of each range of queries, for the backward pass.
+    /// Causal attention of each query over the tokens of its chosen blocks, `block_indices` i32 `[batch, seq_len,
+    /// num_kv_heads, num_selected_blocks]`: indices of blocks from the document's first token on, each at most once and
+    /// none after the query's own block, then -1. A block that no query chose is not read. Also returns the lists of
+    /// each range of queries for the backward pass.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit or have no kernel.
@@ -205,7 +208,7 @@ impl Qkv {
             let (results, params) = ([&parts, &part_lse], work.params(&lists)?);
             // SAFETY: sizes, strides and types checked above.
             unsafe { work.launch((&kernel, is_hopper), &lists, &operands, &results, &params) }?;
-            work.combine(&lists, [&parts, &part_lse], [&o, &lse], layout, range, false)?;
+            work.combine(&lists, [&parts, &o], Some([&part_lse, &lse]), layout, range)?;
             all_lists.push(lists);
         }
         let result = AttentionResult {
@@ -219,12 +222,12 @@ impl Qkv {
 }
 
 impl AttentionGradients<'_> {
-    /// Gradients of [`nsa_selected_attention_forward`](crate::Qkv::nsa_selected_attention_forward): every element of
-    /// `self.grads`; keys and values that no query chose get 0. `lists` are the forward pass's; without them, and for
-    /// the portable kernel in a fixed order, lists are built here.
+    /// Gradients of [`nsa_selected_attention_forward`](crate::Qkv::nsa_selected_attention_forward). Writes every
+    /// element of `self.grads`; keys and values that no query chose get 0. `lists` are the lists of the forward pass;
+    /// lists are built here where it is empty, and for the portable kernel in a fixed order.
     ///
     /// # Errors
-    /// As the forward pass.
+    /// The errors of the forward pass.
     pub fn nsa_selected_attention_backward(
         self,
         documents: Bounds,
@@ -250,12 +253,12 @@ impl AttentionGradients<'_> {
         };
         for (index, range) in work.ranges().enumerate() {
             let lists = match (policy.sums, is_hopper, lists.get(index)) {
-                // One piece a list, so that within a launch no other block adds to its keys.
+                // One item for each list, so that no other thread block of a launch adds to the same keys.
                 (SumOrder::Fixed, false, _) => work.lists(range, range.1)?,
                 (_, _, Some(lists)) => lists.clone(),
                 (_, _, None) => work.lists(range, work.item_queries())?,
             };
-            // Which piece adds next, of each key and a quarter of its columns.
+            // Semaphores that order the adds to dk and dv of each key and quarter of its columns.
             let semaphores = match (policy.sums, is_hopper) {
                 (SumOrder::Fixed, true) => Some(empty_zero(&d_o, &[batch, heads, seq_len, 4])?),
                 _ => None,
@@ -271,7 +274,7 @@ impl AttentionGradients<'_> {
             // SAFETY: as in the forward pass; the sums were cleared.
             unsafe { work.launch((&kernel, is_hopper), &lists, &operands, &results, &params) }?;
             let grad = self.grads.q.tensor();
-            work.combine(&lists, [&parts, &parts], [grad, grad], dq, range, true)?;
+            work.combine(&lists, [&parts, grad], None, dq, range)?;
         }
         convert_rows(&dk_sum, &self.grads.k, dk, self.softmax_scale)?;
         convert_rows(&dv_sum, &self.grads.v, dv, 1.0)
@@ -286,9 +289,11 @@ pub(super) fn nsa_selected_attention_forward_kernel(head_dim: usize) -> SourceKe
         .shared_bytes((2 * BLOCK_KEYS + 2 * FORWARD_ROWS) * head_dim * 2)
 }
 
-/// The specialisation for a head width: rows of a step such that two blocks of threads share a multiprocessor.
+/// The specialisation for a head width. Its steps have so few rows that two thread blocks fit on a multiprocessor.
 pub(super) fn nsa_selected_attention_backward_kernel(head_dim: usize) -> SourceKernel {
     let rows = if head_dim > 64 { 32 } else { 64 };
+    // K, V and two steps of q and d_o; P and two steps of dS; statistics of queries, entries of keys, the work item,
+    // and the query and head of each row.
     let shared = (BLOCK_KEYS + 2 * rows) * head_dim * 4
         + 3 * BLOCK_KEYS * rows * 2
         + 16 * rows
@@ -304,7 +309,7 @@ pub(super) fn nsa_selected_attention_backward_kernel(head_dim: usize) -> SourceK
         .shared_bytes(shared)
 }
 
-/// The kernel that joins a query's parts, of the output or of its gradient.
+/// The kernel that joins the partial results of each query: of o, or of dq.
 pub(super) fn nsa_selected_combine_kernel(head_dim: usize, is_gradient: bool) -> SourceKernel {
     SourceKernel::new("nsa_selected_combine")
         .define("HEAD_DIM", head_dim)

@@ -1,4 +1,4 @@
-//! CUDA C++ to machine code, by NVRTC. Sieve's kernels include no header of the toolkit.
+//! Compiles CUDA C++ to cubins with NVRTC. Sieve's kernels include no header of the CUDA toolkit.
 mod resources;
 
 pub use resources::KernelResources;
@@ -8,12 +8,12 @@ use crate::{CudaVersion, KernelError};
 use cudarc::nvrtc::{result as nvrtc, sys};
 use std::ffi::{CString, c_char};
 
-/// A kernel as a GPU loads it.
+/// A compiled kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CompiledKernel {
     /// The machine code.
     pub cubin: Vec<u8>,
-    /// What it uses; `None` when the compiler did not say.
+    /// Registers and memory that the kernel uses; `None` when the compiler's log does not name them.
     pub resources: Option<KernelResources>,
 }
 
@@ -22,10 +22,7 @@ pub struct CompiledKernel {
 /// # Errors
 /// [`KernelError::Installation`].
 pub fn installed_nvrtc() -> Result<CudaVersion, KernelError> {
-    // SAFETY: only tries to open the library.
-    if !unsafe { sys::is_culib_present() } {
-        return Err(KernelError::no_nvrtc());
-    }
+    require_nvrtc()?;
     let (mut major, mut minor) = (0, 0);
     // SAFETY: two valid pointers to integers.
     let status = unsafe { sys::nvrtcVersion(&mut major, &mut minor) };
@@ -38,27 +35,34 @@ pub fn installed_nvrtc() -> Result<CudaVersion, KernelError> {
     })
 }
 
-/// Compiles one kernel with NVRTC for `arch` (`sm_80`, `sm_90a`, …) to a cubin. Needs no GPU. Safe to call from several
-/// threads at once.
+fn require_nvrtc() -> Result<(), KernelError> {
+    // SAFETY: only tries to open the library.
+    match unsafe { sys::is_culib_present() } {
+        true => Ok(()),
+        false => Err(KernelError::no_nvrtc()),
+    }
+}
+
+/// Compiles one kernel with NVRTC for `arch` (`sm_80`, `sm_90a`, …) to a cubin. Needs no GPU. Several threads may call
+/// it at the same time.
 ///
 /// # Errors
 /// [`KernelError::Installation`] without NVRTC, or [`KernelError::Compile`] with the compiler's log.
 pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledKernel, KernelError> {
-    // SAFETY: only tries to open the library.
-    if !unsafe { sys::is_culib_present() } {
-        return Err(KernelError::no_nvrtc());
-    }
-    let source = c_string(kernel, kernel.text()?.text.as_str())?;
-    let failed = |e: nvrtc::NvrtcError| KernelError::Compile {
+    require_nvrtc()?;
+    let error = |log| KernelError::Compile {
         kernel: kernel.name(),
-        log: e.to_string(),
+        log,
     };
+    let failed = |e: nvrtc::NvrtcError| error(e.to_string());
+    let source = CString::new(kernel.text()?.text.as_str());
+    let source = source.map_err(|_| error("the source contains a NUL byte".to_owned()))?;
     let program = nvrtc::create_program(&source, None).map_err(failed)?;
     let program = Program(program);
     let options = [
         format!("--gpu-architecture={arch}"),
         "-lineinfo".to_owned(),
-        // Changes no code: the log names registers and spills.
+        // Makes the log name registers and spills; the code is the same.
         "--ptxas-options=-v".to_owned(),
     ];
     // SAFETY: the program is alive.
@@ -66,8 +70,7 @@ pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledK
     // SAFETY: the program is alive and was compiled.
     let log = text_of(&unsafe { nvrtc::get_program_log(program.0) }.map_err(failed)?);
     if compiled.is_err() {
-        let kernel = kernel.name();
-        return Err(KernelError::Compile { kernel, log });
+        return Err(error(log));
     }
     let mut size = 0;
     // SAFETY: the program is compiled; `size` is a valid pointer.
@@ -75,7 +78,7 @@ pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledK
         .result()
         .map_err(failed)?;
     let mut cubin = vec![0u8; size];
-    // SAFETY: the buffer has the size just asked for.
+    // SAFETY: the buffer has the size that NVRTC returned.
     unsafe { sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()) }
         .result()
         .map_err(failed)?;
@@ -83,7 +86,7 @@ pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledK
     Ok(CompiledKernel { cubin, resources })
 }
 
-/// Destroys the program when it goes.
+/// An NVRTC program, destroyed on drop.
 struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {
@@ -91,14 +94,6 @@ impl Drop for Program {
         // SAFETY: made by create_program, destroyed once.
         let _ = unsafe { nvrtc::destroy_program(self.0) };
     }
-}
-
-fn c_string(kernel: &SourceKernel, text: &str) -> Result<CString, KernelError> {
-    let log = "the source contains a NUL byte".to_owned();
-    CString::new(text).map_err(|_| KernelError::Compile {
-        kernel: kernel.name(),
-        log,
-    })
 }
 
 fn text_of(log: &[c_char]) -> String {

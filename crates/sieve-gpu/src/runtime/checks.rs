@@ -1,9 +1,9 @@
-//! The checks that several launch wrappers make, each with one plain message.
+//! Checks of operands that several launch wrappers share.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, operand};
 
-/// Refuses a call of a kernel unless a condition holds: `require!(width <= 64, NAME, "width": width, "up to {MOST}")`
-/// names the value, and what the kernel takes instead. Returns from the caller.
+/// Returns an error from the calling function unless a condition holds. `require!(width <= 64, NAME, "width": width,
+/// "up to {MOST}")` names the refused value and the values that the kernel `NAME` takes.
 macro_rules! require {
     ($holds:expr, $kernel:expr, $what:literal: $got:expr, $($supported:tt)+) => {
         if !($holds) {
@@ -19,14 +19,13 @@ pub(crate) use require;
 /// # Errors
 /// [`KernelError::Refused`].
 pub fn require_non_empty(kernel: &'static str, what: &'static str, size: usize) -> Result<(), KernelError> {
-    if size > 0 {
-        Ok(())
-    } else {
-        Err(KernelError::empty(kernel, what))
+    match size {
+        0 => Err(KernelError::empty(kernel, what)),
+        _ => Ok(()),
     }
 }
 
-/// An i32 tensor of one number a token, `[batch, seq_len]`; returned contiguous.
+/// Checks an i32 tensor `[batch, seq_len]` and returns it contiguous.
 pub(crate) fn require_tokens(
     kernel: &'static str,
     name: &'static str,
@@ -36,7 +35,7 @@ pub(crate) fn require_tokens(
     Ok(operand(kernel, name, tensor, DType::I32, &shape)?.contiguous())
 }
 
-/// A float type that the element-wise kernels are compiled for: true for bf16, false for f32.
+/// Refuses dtypes other than bf16 and f32, for which element-wise kernels are compiled; returns true for bf16.
 pub(crate) fn require_float(
     kernel: &'static str,
     what: &'static str,
@@ -49,15 +48,15 @@ pub(crate) fn require_float(
     }
 }
 
-/// A tensor read as rows of `width` elements: how many rows, and how far apart. Takes any number of leading dimensions
-/// as long as one stride reaches from each row to the next; else the caller copies first.
+/// Number of rows of a tensor, and the stride between rows, if all its dimensions but the last are seen as rows. `None`
+/// where no single stride leads from each row to the next: the caller must then copy the tensor.
 pub fn uniform_rows(shape: &[usize], strides: &[usize]) -> Option<(usize, usize)> {
     let (&width, outer) = shape.split_last()?;
     if width > 1 && strides[shape.len() - 1] != 1 {
         return None;
     }
     let rows = outer.iter().product();
-    // The innermost dimension that has neighbours sets the stride; each outer one must continue it.
+    // The innermost outer dimension of a size above 1 sets the stride; the strides of the others must continue it.
     let mut row_stride = None;
     let mut next = 0;
     for (&size, &stride) in outer.iter().zip(strides).rev() {

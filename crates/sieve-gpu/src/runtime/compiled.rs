@@ -1,4 +1,4 @@
-//! Kernels as the driver runs them: compiled by NVRTC, kept as files, loaded once on each GPU, launched on any stream.
+//! Compiled kernels: loaded once on each GPU, from the cache of cubins or freshly compiled, and launched on any stream.
 use crate::KernelError;
 use crate::runtime::{Cubins, SourceKernel, compile_with_nvrtc};
 use cudarc::driver::result as driver;
@@ -12,11 +12,11 @@ use std::ffi::{CString, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-/// A kernel that a GPU holds.
+/// A kernel that is loaded on a GPU.
 #[derive(Debug)]
 pub struct LoadedKernel {
     function: CUfunction,
-    /// Dynamic shared memory that the driver was asked to allow, in bytes.
+    /// The limit of dynamic shared memory that was set in the driver, in bytes.
     shared_bytes: AtomicUsize,
 }
 
@@ -26,19 +26,19 @@ unsafe impl Send for LoadedKernel {}
 // SAFETY: as above.
 unsafe impl Sync for LoadedKernel {}
 
-/// A tensor map before it has an address: a bf16 tensor `[batch, rows, width]` that TMA reads in tiles with the
-/// 128-byte swizzle; elements outside the tensor arrive as zeros.
+/// A TMA tensor map without its address: a bf16 tensor `[batch, rows, width]` that is read in tiles with the 128-byte
+/// swizzle. Elements outside the tensor are read as zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MapLayout {
     /// `[batch, rows, width]`.
     pub shape: [usize; 3],
-    /// Elements from batch row to batch row and from row to row, multiples of 8; columns are neighbours.
+    /// Strides of batch and rows in elements, multiples of 8; the stride of columns is 1.
     pub strides: [usize; 2],
     /// Rows and columns of a tile.
     pub tile: [usize; 2],
 }
 
-/// One launch, with addresses.
+/// One launch, with device addresses.
 #[derive(Debug)]
 pub struct DeviceLaunch<'a> {
     /// Blocks along x, y and z.
@@ -47,30 +47,31 @@ pub struct DeviceLaunch<'a> {
     pub threads: u32,
     /// Dynamic shared memory of a block.
     pub shared_bytes: usize,
-    /// The maps, by value before the pointers.
+    /// Tensor maps, which kernels take by value before the pointers.
     pub maps: &'a [MapLayout],
-    /// Addresses of the maps' tensors, which kernels get as maps alone, then of the pointer arguments.
+    /// Addresses of the maps' tensors, then of the pointer arguments.
     pub pointers: &'a [u64],
     /// The params struct.
     pub words: &'a [u64],
-    /// Whether the kernel starts before the one before it has ended, and waits for it itself.
+    /// Whether the kernel may start before the previous kernel has ended (programmatic dependent launch); the kernel
+    /// itself waits for the previous one.
     pub starts_early: bool,
 }
 
-/// Kernels by GPU and code.
+/// Kernels by GPU and [`SourceKernel::code_key`].
 type Loaded = HashMap<(usize, u128), Arc<LoadedKernel>>;
 
 /// The kernels of this process.
 static LOADED: LazyLock<Mutex<Loaded>> = LazyLock::new(Mutex::default);
 
 impl LoadedKernel {
-    /// The kernel on a GPU, if it was loaded before.
+    /// The kernel with this code key, if it was loaded on the GPU before.
     pub fn find(device: usize, key: u128) -> Option<Arc<Self>> {
         let loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
         loaded.get(&(device, key)).cloned()
     }
 
-    /// Loads a kernel on a GPU of architecture `arch`: from its cached file, else compiled now.
+    /// Loads a kernel on a GPU of architecture `arch` from its cached file; without one compiles it.
     ///
     /// # Errors
     /// [`KernelError::Installation`] without NVRTC, [`KernelError::Compile`] with the compiler's log,
@@ -79,10 +80,10 @@ impl LoadedKernel {
         Self::load_from(kernel, device, arch, Cubins::in_use())
     }
 
-    /// As [`load`](Self::load), with the files of a folder instead of the process's: for GPUs of several architectures.
+    /// [`load`](Self::load) with the given cache instead of the process's cache, for GPUs of several architectures.
     ///
     /// # Errors
-    /// As [`load`](Self::load).
+    /// The errors of [`load`](Self::load).
     pub fn load_from(
         kernel: &SourceKernel,
         device: usize,
@@ -94,11 +95,11 @@ impl LoadedKernel {
         let kept = cubins.and_then(|cubins| cubins.read(key));
         let loaded = match kept.and_then(|cubin| Self::of_cubin(kernel, &cubin).ok()) {
             Some(loaded) => loaded,
-            // No file, or one that the driver does not take: the compiler's answer counts.
+            // There is no file, or the driver refuses it.
             None => {
                 let compiled = compile_with_nvrtc(kernel, arch)?;
                 if let Some(cubins) = cubins {
-                    // A folder that cannot be written costs the next start time, not this run.
+                    // A write error is no error of this run: the next process compiles again.
                     let _ = cubins.write(key, &compiled.cubin);
                 }
                 Self::of_cubin(kernel, &compiled.cubin)?
@@ -109,7 +110,7 @@ impl LoadedKernel {
         Ok(all.entry((device, key)).or_insert(loaded).clone())
     }
 
-    /// Machine code on the current context.
+    /// Loads machine code on the current context.
     fn of_cubin(kernel: &SourceKernel, cubin: &[u8]) -> Result<Self, KernelError> {
         let entry = CString::new(kernel.entry_point()).expect("an identifier of C");
         // SAFETY: the driver checks the image; the module stays loaded.
@@ -127,21 +128,21 @@ impl LoadedKernel {
     /// Queues one launch on `stream` of the current context.
     ///
     /// # Errors
-    /// What the driver refuses, with the call's name.
+    /// The driver's error, with the name of its function.
     ///
     /// # Safety
     /// With these words and grid the kernel must access only the buffers at these addresses, and must terminate; the
-    /// buffers must live until it has run.
+    /// buffers must live until the kernel has run.
     pub unsafe fn launch(&self, stream: CUstream, call: &DeviceLaunch<'_>) -> Result<(), String> {
-        let (of_maps, pointers) = call.pointers.split_at(call.maps.len());
-        let maps = call.maps.iter().zip(of_maps);
+        let (map_addresses, pointers) = call.pointers.split_at(call.maps.len());
+        let maps = call.maps.iter().zip(map_addresses);
         let maps = maps
             .map(|(map, &address)| map.encoded(address))
             .collect::<Result<Vec<_>, _>>()?;
         self.allow_shared(call.shared_bytes)?;
-        let of_maps = maps.iter().map(|map| (&raw const *map).cast_mut().cast::<c_void>());
-        let of_pointers = pointers.iter().map(|pointer| (&raw const *pointer).cast_mut().cast());
-        let mut arguments: Vec<*mut c_void> = of_maps.chain(of_pointers).collect();
+        let map_arguments = maps.iter().map(|map| (&raw const *map).cast_mut().cast::<c_void>());
+        let pointer_arguments = pointers.iter().map(|pointer| (&raw const *pointer).cast_mut().cast());
+        let mut arguments: Vec<*mut c_void> = map_arguments.chain(pointer_arguments).collect();
         arguments.push(call.words.as_ptr().cast_mut().cast());
         let mut early = CUlaunchAttribute {
             id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -164,16 +165,16 @@ impl LoadedKernel {
             numAttrs: call.starts_early.into(),
         };
         let no_extra = std::ptr::null_mut();
-        // SAFETY: the caller's promise; the driver copies the configuration and the arguments before it returns.
+        // SAFETY: the caller checked the arguments; the driver copies them and the configuration before it returns.
         let launched = unsafe { cuda::cuLaunchKernelEx(&config, self.function, arguments.as_mut_ptr(), no_extra) };
         let launched = launched.result();
         launched.map_err(|e| format!("cuLaunchKernelEx: {:?}", e.0))
     }
 
-    /// Raises the kernel's limit of dynamic shared memory above 48 KiB, once; a launch calls this itself.
+    /// Raises the kernel's limit of dynamic shared memory where it is below `bytes`. [`launch`](Self::launch) calls it.
     ///
     /// # Errors
-    /// What the driver refuses, with the call's name.
+    /// The driver's error, with the name of its function.
     pub fn allow_shared(&self, bytes: usize) -> Result<(), String> {
         if bytes <= self.shared_bytes.load(Ordering::Relaxed) {
             return Ok(());
@@ -187,11 +188,11 @@ impl LoadedKernel {
     }
 }
 
-/// Encoded maps that a thread keeps.
+/// Most encoded tensor maps that a thread caches.
 const MOST_MAPS: usize = 1024;
 
 impl MapLayout {
-    /// The map of the tensor that begins at `address`, encoded once: it depends on the address and the layout alone.
+    /// The encoded tensor map for a tensor that begins at `address`, cached by thread.
     fn encoded(&self, address: u64) -> Result<CUtensorMap, String> {
         thread_local! {
             static ENCODED: RefCell<HashMap<(u64, MapLayout), CUtensorMap>> = RefCell::default();
@@ -244,10 +245,10 @@ impl MapLayout {
     }
 }
 
-/// Runs `work` with a GPU's primary context current on the calling thread, then restores the previous context.
+/// Runs `work` with the primary context of a GPU current on the calling thread, then restores the previous context.
 ///
 /// # Errors
-/// The GPU has no context, or the driver does not change it.
+/// The driver cannot create the context, or cannot make it current.
 pub fn on_device<T>(device: usize, work: impl FnOnce() -> T) -> Result<T, KernelError> {
     let failed = |error: CUresult| KernelError::driver(format!("the context of device {device}: {error:?}"));
     let before = driver::ctx::get_current().map_err(|e| failed(e.0))?;
@@ -259,19 +260,19 @@ pub fn on_device<T>(device: usize, work: impl FnOnce() -> T) -> Result<T, Kernel
     unsafe { driver::ctx::set_current(context) }.map_err(|e| failed(e.0))?;
     let done = work();
     if let Some(before) = before {
-        // SAFETY: it was current a moment ago.
+        // SAFETY: the context was current before.
         unsafe { driver::ctx::set_current(before) }.map_err(|e| failed(e.0))?;
     }
     Ok(done)
 }
 
-/// Makes a GPU's primary context the calling thread's.
+/// Makes the primary context of a GPU current on the calling thread.
 fn make_current(device: usize) -> Result<(), CUresult> {
     // SAFETY: retained for the life of the process.
     unsafe { driver::ctx::set_current(context_of(device)?) }.map_err(|e| e.0)
 }
 
-/// A GPU's primary context, retained once by each thread, for the life of the process.
+/// The primary context of a GPU, which each thread retains once and never releases.
 fn context_of(device: usize) -> Result<cuda::CUcontext, CUresult> {
     thread_local! {
         static CURRENT: Cell<Option<(usize, cuda::CUcontext)>> = const { Cell::new(None) };

@@ -1,4 +1,4 @@
-//! Compiled kernels as files: `<key>.cubin`, each written whole or not at all, so any number of processes share them.
+//! The on-disk cache of compiled kernels, `<key>.cubin`. Files are written atomically, so processes can share a folder.
 use crate::KernelError;
 use std::fs;
 use std::io::Write;
@@ -11,12 +11,12 @@ pub struct Cubins {
     folder: PathBuf,
 }
 
-/// The folder of this process's compiled kernels; without one it compiles them each time.
+/// The cache of this process; without one every process compiles its kernels.
 static IN_USE: OnceLock<Cubins> = OnceLock::new();
 
 impl Cubins {
-    /// The kernels below `root` (`$XDG_CACHE_HOME/sieve`, say) for an architecture and compiler version; the folder is
-    /// made with the first file.
+    /// The cache below `root` (for example `$XDG_CACHE_HOME/sieve`) for an architecture and compiler version. Its
+    /// folder is created with the first file.
     pub fn below(root: &Path, arch: &str, nvrtc: impl std::fmt::Display) -> Self {
         let folder = root.join(format!("{arch}-nvrtc{nvrtc}")).join("cubins");
         Self { folder }
@@ -27,7 +27,7 @@ impl Cubins {
         &self.folder
     }
 
-    /// Makes this the folder of the process; of several calls the first counts.
+    /// Makes this the cache of the process. Only the first call has an effect.
     pub fn use_here(&self) {
         let _ = IN_USE.set(self.clone());
     }
@@ -48,7 +48,7 @@ impl Cubins {
     /// Writes a compiled kernel, replacing an existing file.
     ///
     /// # Errors
-    /// [`KernelError::Cache`] when the folder cannot be made or written.
+    /// [`KernelError::Cache`] when the folder cannot be created or written.
     pub fn write(&self, key: u128, cubin: &[u8]) -> Result<(), KernelError> {
         let error = |e: std::io::Error| KernelError::Cache {
             path: self.folder.clone(),

@@ -1,4 +1,4 @@
-//! What launches take: tensors in the memory of a GPU, or of a recording, with their shape and strides.
+//! Tensors in the memory of a GPU or of a recording, with their shapes and strides.
 use crate::KernelError;
 use crate::runtime::{
     DType, Hardware, KernelPolicy, LaunchRequest, contiguous_strides, required_elements, strides_are_contiguous,
@@ -7,10 +7,10 @@ use std::any::Any;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-/// One allocation, and the GPU that it is on: a buffer of Burn's allocator or of a [`Recorder`](crate::Recorder).
-/// Sieve's launch wrappers use a GPU through this trait alone.
+/// An allocation on a GPU. Sieve's launch wrappers use a GPU through this trait alone; it is implemented for buffers of
+/// Burn's allocator and of a [`Recorder`](crate::Recorder).
 pub trait Memory: Any + Debug + Send + Sync {
-    /// What launches must know of the GPU.
+    /// Properties of the GPU.
     fn hardware(&self) -> Hardware;
 
     /// Bytes of the allocation.
@@ -19,24 +19,24 @@ pub trait Memory: Any + Debug + Send + Sync {
     /// New memory on the same GPU for a contiguous tensor, contents undefined.
     fn allocate(&self, shape: &[usize], dtype: DType) -> Arc<dyn Memory>;
 
-    /// New memory for a contiguous tensor that holds one value everywhere.
+    /// New memory on the same GPU for a contiguous tensor, all elements set to one value.
     fn filled(&self, shape: &[usize], dtype: DType, fill: Fill) -> Arc<dyn Memory>;
 
-    /// The elements of a tensor in this memory in index order, without gaps, copied on the stream.
+    /// A contiguous copy of a tensor in this memory, made on the stream.
     fn gathered(&self, tensor: &CudaTensor) -> Arc<dyn Memory>;
 
     /// Queues a launch whose first tensor is in this memory. Returns before the GPU has run it; the first launch of
     /// each kernel waits until it is compiled, loaded and queued.
     ///
     /// # Errors
-    /// [`KernelError::Compile`], [`KernelError::Launch`], also of an earlier launch.
+    /// [`KernelError::Compile`]; [`KernelError::Launch`], which may also report an earlier launch.
     ///
     /// # Safety
-    /// The kernel must stay inside the given tensors for these params, grid and block, and must end.
+    /// With these params, grid and block the kernel must access only the given tensors, and must terminate.
     unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError>;
 }
 
-/// What new memory holds.
+/// The value of all elements of new memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fill {
     /// Zeros of the element type.
@@ -45,11 +45,10 @@ pub enum Fill {
     Nan,
 }
 
-/// A tensor in GPU memory, or one of a [`Recorder`](crate::Recorder). Cloning shares the buffer; kernels that write in
-/// place change every clone.
+/// A tensor in GPU memory or in a recording. Clones share the buffer: kernels that write in place change every clone.
 ///
-/// Burn's CUDA tensors are *pitched*: rows are padded, so the strides say more than the shape does. A kernel either
-/// takes strides or needs [`contiguous`](Self::contiguous).
+/// Burn's CUDA tensors are *pitched*: rows are padded, so strides do not follow from the shape. A kernel either takes
+/// strides or needs [`contiguous`](Self::contiguous).
 #[derive(Debug, Clone)]
 pub struct CudaTensor {
     memory: Arc<dyn Memory>,
@@ -73,12 +72,12 @@ impl CudaTensor {
         }
     }
 
-    /// The same tensor, for calls under a policy. What is made of it carries that, too.
+    /// The same tensor with a kernel policy for its calls. Tensors derived from it have the same policy.
     pub fn under(self, policy: KernelPolicy) -> Self {
         Self { policy, ..self }
     }
 
-    /// What the caller chose about kernels that read this tensor.
+    /// The kernel policy of calls with this tensor.
     pub fn policy(&self) -> KernelPolicy {
         self.policy
     }
@@ -93,12 +92,12 @@ impl CudaTensor {
         self.memory.as_ref()
     }
 
-    /// Whether nobody else holds the allocation through a [`CudaTensor`].
+    /// Whether no other [`CudaTensor`] shares the allocation.
     pub fn is_only_holder(&self) -> bool {
         Arc::strong_count(&self.memory) == 1
     }
 
-    /// What launches must know of the GPU.
+    /// Properties of the GPU.
     pub fn hardware(&self) -> Hardware {
         self.memory.hardware()
     }
@@ -138,7 +137,7 @@ impl CudaTensor {
         shape.try_into().map_err(|_| KernelError::refused(kernel, words()))
     }
 
-    /// True when elements lie in memory in index order, without gaps. Dimensions of size 1 don't count.
+    /// Whether the strides are row-major without gaps. Strides of dimensions of size 1 do not matter.
     pub fn is_contiguous(&self) -> bool {
         strides_are_contiguous(self.shape(), self.strides())
     }
@@ -163,7 +162,7 @@ impl CudaTensor {
         Ok(self.part(0, shape, &contiguous_strides(shape)))
     }
 
-    /// The same buffer under another shape and other strides, in elements; no copy, no check of what lies there.
+    /// The same buffer with another shape and strides (in elements), without a copy.
     ///
     /// # Errors
     /// [`KernelError::Refused`] when the buffer is too small.
@@ -177,10 +176,10 @@ impl CudaTensor {
         self.view_at(kernel, tensor, 0, shape, strides)
     }
 
-    /// As [`view`](Self::view), from element `first` of the tensor on.
+    /// [`view`](Self::view) from element `first` of the tensor on.
     ///
     /// # Errors
-    /// As [`view`](Self::view).
+    /// The errors of [`view`](Self::view).
     pub fn view_at(
         &self,
         kernel: &'static str,
@@ -227,12 +226,12 @@ impl CudaTensor {
         self.of_new(self.memory.allocate(shape, dtype), shape, dtype)
     }
 
-    /// A new contiguous tensor of zeros on the same device: one small launch.
+    /// A new contiguous tensor of zeros on the same device; it costs a launch.
     pub fn zeros_contiguous(&self, shape: &[usize], dtype: DType) -> Self {
         self.of_new(self.memory.filled(shape, dtype, Fill::Zero), shape, dtype)
     }
 
-    /// A new contiguous float tensor of NaN. Tests pass such outputs, so that an element a kernel forgot shows.
+    /// A new contiguous float tensor of NaN. Tests pass such outputs to find elements that a kernel does not write.
     pub fn nan_contiguous(&self, shape: &[usize], dtype: DType) -> Self {
         self.of_new(self.memory.filled(shape, dtype, Fill::Nan), shape, dtype)
     }
@@ -277,7 +276,7 @@ impl CudaTensor {
         Err(self.layout_error(kernel, tensor, "a contiguous tensor is needed"))
     }
 
-    /// The error about strides that a kernel cannot follow; `expected` says in words which it needs.
+    /// The error for strides that a kernel does not take; `expected` describes the strides that it needs.
     pub fn layout_error(&self, kernel: &'static str, tensor: &'static str, expected: &'static str) -> KernelError {
         layout_error(kernel, tensor, [self.shape(), self.strides()], expected)
     }
@@ -286,7 +285,7 @@ impl CudaTensor {
         Self::new(memory, 0, [shape, &contiguous_strides(shape)], dtype).under(self.policy)
     }
 
-    /// The same buffer from a later byte on, under another shape and strides.
+    /// The same buffer from byte `first_byte` of the tensor on, with another shape and strides.
     fn part(&self, first_byte: usize, shape: &[usize], strides: &[usize]) -> Self {
         let offset = self.offset_bytes + first_byte;
         Self::new(self.memory.clone(), offset, [shape, strides], self.dtype).under(self.policy)

@@ -1,6 +1,6 @@
 //! Element types of tensors.
 
-/// The type of an element, as kernels and errors know it.
+/// The type of an element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DType {
     /// 32-bit float.
@@ -13,7 +13,7 @@ pub enum DType {
     I64,
     /// A byte.
     U8,
-    /// A type that no kernel takes: its name and bytes.
+    /// A type that no kernel takes: its name and size in bytes.
     Other(&'static str, usize),
 }
 
@@ -29,7 +29,7 @@ impl DType {
         }
     }
 
-    /// Name, as errors print it.
+    /// The name in error messages.
     pub fn name(&self) -> &'static str {
         match self {
             Self::F32 => "f32",

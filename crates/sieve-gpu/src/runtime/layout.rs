@@ -1,4 +1,4 @@
-//! Arithmetic on shapes and strides that the launch wrappers share; no GPU in sight.
+//! Arithmetic on shapes and strides.
 
 /// Row-major strides of a shape, in elements.
 pub fn contiguous_strides(shape: &[usize]) -> Vec<usize> {
@@ -9,8 +9,8 @@ pub fn contiguous_strides(shape: &[usize]) -> Vec<usize> {
     strides
 }
 
-/// True when the strides are row-major without gaps, ignoring dimensions of size 1 (their stride is never used).
-/// An empty tensor is contiguous.
+/// Whether the strides are row-major without gaps. Strides of dimensions of size 1 do not matter, as no index uses
+/// them. An empty tensor is contiguous.
 pub(crate) fn strides_are_contiguous(shape: &[usize], strides: &[usize]) -> bool {
     if shape.contains(&0) {
         return true;
@@ -23,7 +23,7 @@ pub(crate) fn strides_are_contiguous(shape: &[usize], strides: &[usize]) -> bool
         .all(|((&size, &stride), expected)| size == 1 || stride == expected)
 }
 
-/// Elements a buffer must hold so that every index of a strided tensor lies inside.
+/// The number of elements that a buffer needs for every index of a strided tensor.
 pub(crate) fn required_elements(shape: &[usize], strides: &[usize]) -> usize {
     if shape.contains(&0) {
         return 0;
@@ -36,8 +36,8 @@ pub(crate) fn required_elements(shape: &[usize], strides: &[usize]) -> usize {
     last + 1
 }
 
-/// How a kernel walks a `[batch, seq_len, heads, width]` tensor: the last two dimensions without gaps, the first two by
-/// strides. This is what a slice of a packed `[batch, seq_len, all_heads, width]` tensor looks like.
+/// Strides of a `[batch, seq_len, heads, width]` tensor whose last two dimensions have no gaps, such as a slice of
+/// heads of a packed tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RowLayout {
     /// Elements from one batch row to the next.
@@ -46,13 +46,13 @@ pub(crate) struct RowLayout {
     pub(crate) token_stride: usize,
 }
 
-/// Reads a [`RowLayout`] off a `[batch, seq_len, heads, width]` tensor. `None` when heads or columns have gaps between
-/// them, when rows overlap, or when a stride is not a multiple of `align` elements (vector loads need that).
+/// The [`RowLayout`] of a `[batch, seq_len, heads, width]` tensor. `None` when heads or columns have gaps between them,
+/// when tokens overlap, or when a stride is not a multiple of `align` elements, which vector loads need.
 pub(crate) fn row_layout(shape: [usize; 4], strides: [usize; 4], align: usize) -> Option<RowLayout> {
     let [batch, seq_len, heads, width] = shape;
     let columns_fit = width == 1 || strides[3] == 1;
     let heads_fit = heads == 1 || strides[2] == width;
-    // A dimension of size 1 has no neighbour, so its stride may be anything; give the kernel a harmless one.
+    // The stride of a dimension of size 1 may have any value; the kernel gets the stride of a contiguous tensor.
     let token_stride = if seq_len == 1 { heads * width } else { strides[1] };
     let batch_stride = if batch == 1 { seq_len * token_stride } else { strides[0] };
     let apart =

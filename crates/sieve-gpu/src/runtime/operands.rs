@@ -1,4 +1,4 @@
-//! The operands of a launch, declared: element type, shape, and how they may lie in memory.
+//! Declarations of the operands of a launch: dtype, shape and memory layout.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType};
 
@@ -18,15 +18,15 @@ pub fn operand<'a>(
     Ok(tensor)
 }
 
-/// Checks operands and binds each to its name, which error messages use: `NAME: DTYPE [SHAPE] LAYOUT = TENSOR`. An
-/// operand without a tensor is the variable of that name. The layout is
+/// Checks operands, each declared as `NAME: DTYPE [SHAPE] LAYOUT = TENSOR`, and binds the tensor to a variable NAME,
+/// which error messages use too. Without `= TENSOR` the tensor is the variable NAME. The layout is
 ///
-/// - nothing: any strides; what is bound is contiguous, a copy where the tensor has gaps;
-/// - `aligned`: as without a layout, and begins on a 16-byte word;
-/// - `contiguous`: gaps are refused; bound as it is;
-/// - `strided`: any strides; bound as it is.
+/// - nothing: any strides; binds the tensor, or a contiguous copy where it has gaps;
+/// - `aligned`: like nothing, and the tensor must begin at a multiple of 16 bytes;
+/// - `contiguous`: tensors with gaps are refused; binds the tensor;
+/// - `strided`: any strides; binds the tensor.
 ///
-/// With `only` in front nothing is bound. Returns from the caller with the first [`KernelError`].
+/// With `only` in front nothing is bound. The macro returns the first [`KernelError`] from the calling function.
 ///
 /// ```ignore
 /// operands!(NAME,
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
     use crate::{Hardware, Recorder};
 
-    /// The shape that was copied to, or the error.
+    /// The shape of `x` after its declaration, or the error.
     fn declared(x: &CudaTensor, rows: usize) -> Result<Vec<usize>, KernelError> {
         operands!("k", y: F32[rows, 5] strided = x, x: F32[rows, 5]);
         assert!(x.is_contiguous() && y.shape() == x.shape());
@@ -93,7 +93,7 @@ mod tests {
         assert_eq!(text(plain(), 3), "[3, 5]");
         assert!(text(plain(), 2).starts_with("k: y has shape [3, 5], expected [2, 5]"));
         assert!(text(gpu.tensor(&[3, 5], DType::BF16), 3).starts_with("k: y is bf16, expected f32"));
-        // Copied where that is declared, refused where it is not.
+        // `y` is strided, and `x` with gaps would be copied; the last declaration of `x` is contiguous and refuses `y`.
         let gaps = text(gpu.strided(&[3, 5], &[8, 1], DType::F32), 3);
         assert!(gaps.starts_with("k: x of shape [3, 5] has strides [8, 1]"), "{gaps}");
     }

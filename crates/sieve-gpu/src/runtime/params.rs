@@ -1,9 +1,8 @@
-//! The params structs of the kernels. Each is declared once, in its `.cu` or in a header that forms of a kernel share;
-//! `build.rs` makes the Rust structs here from that text, so a launch names every word and cannot forget or misplace
-//! one.
+//! The params structs of the kernels. Each is declared once, in a `.cu` file or in a header; `build.rs` generates the
+//! Rust struct from that text. A launch names every field, so it cannot forget or misplace one.
 use crate::KernelError;
 
-/// One 64-bit word of a params struct.
+/// One field of a params struct, 64 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Word(u64);
 
@@ -43,13 +42,13 @@ pub(crate) trait Params {
     /// Name of the struct.
     const NAME: &'static str;
 
-    /// Appends its words, in order.
+    /// Appends the fields in the order of the struct.
     fn append(&self, words: &mut Vec<u64>);
 }
 
-/// A params struct by the names of its words: `params!(ScaleParams { width, stride: rows.stride })`. Words named as
-/// fields of one value come from it together, `{ rows, width }: x`, and words from the first numbers of an array
-/// likewise, `[offset, token_stride]: place`.
+/// A params struct by the names of its fields: `params!(ScaleParams { width, stride: rows.stride })`. `{ rows, width }:
+/// x` takes the fields `rows` and `width` from fields of `x` with the same names; `[offset, token_stride]: place` takes
+/// them from the first elements of an array.
 macro_rules! params {
     ($name:ident { $($words:tt)* }) => {
         $crate::runtime::params::params!(@words $name [] {} $($words)*)
@@ -80,10 +79,10 @@ pub(crate) use params;
 
 include!(concat!(env!("OUT_DIR"), "/kernel_params.rs"));
 
-/// The words for an entry point.
+/// The 64-bit words of a params struct for an entry point.
 ///
 /// # Errors
-/// [`KernelError::Launch`] when the kernel takes another struct.
+/// [`KernelError::Launch`] when the entry point takes another struct.
 pub(crate) fn words_for<P: Params>(entry: &'static str, params: &P) -> Result<Vec<u64>, KernelError> {
     let at = ENTRY_PARAMS.binary_search_by(|(known, _)| (*known).cmp(entry));
     let declared = at.map_or("no struct", |at| ENTRY_PARAMS[at].1);

@@ -1,21 +1,21 @@
-//! Reads the params structs of the kernels and writes them as Rust. Run by `build.rs`; compiled into the crate for its
-//! tests alone.
+//! Parses the params structs of the kernels and generates Rust structs. `build.rs` runs this file; the crate itself
+//! contains it in tests alone.
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// A struct of params words in a kernel's text.
+/// A params struct in a kernel's text.
 #[derive(Debug, PartialEq, Eq)]
 struct ParamsStruct {
-    /// The struct whose words come first.
+    /// The base struct, whose fields come first.
     base: Option<String>,
-    /// Names of its own words, in order.
+    /// Names of its own fields, in order.
     words: Vec<String>,
 }
 
 /// Rust text for the structs and entry points of all files, given as (name, text).
 ///
 /// # Errors
-/// A struct that holds anything but `u64` words, one name for two structs, or an entry point without a struct.
+/// A struct with fields other than `u64`, two structs of one name, or an entry point without a struct.
 pub(crate) fn rust_of(files: &[(String, String)]) -> Result<String, String> {
     let mut structs = BTreeMap::new();
     let mut entries = BTreeMap::new();
@@ -33,21 +33,18 @@ pub(crate) fn rust_of(files: &[(String, String)]) -> Result<String, String> {
         if let Some(base) = base.as_ref().filter(|base| !structs.contains_key(*base)) {
             return Err(format!("{name}: its base {base} is nowhere"));
         }
-        let base = base.as_ref().map(|base| format!("pub(crate) base: {base},"));
-        let base = base.unwrap_or_default();
-        let fields: String = words.iter().map(|w| format!("pub(crate) {w}: Word,")).collect();
-        let first = if base.is_empty() {
-            ""
-        } else {
-            "self.base.append(words);"
+        let (base_field, append_base) = match base {
+            Some(base) => (format!("pub(crate) base: {base},"), "self.base.append(words);"),
+            None => (String::new(), ""),
         };
-        let rest: String = words.iter().map(|w| format!("words.push(self.{w}.0);")).collect();
+        let fields: String = words.iter().map(|w| format!("pub(crate) {w}: Word,")).collect();
+        let append_fields: String = words.iter().map(|w| format!("words.push(self.{w}.0);")).collect();
         // Infallible for a String.
         let _ = write!(
             rust,
-            "#[derive(Debug, Clone, Copy)]\npub(crate) struct {name} {{ {base} {fields} }}\n\
+            "#[derive(Debug, Clone, Copy)]\npub(crate) struct {name} {{ {base_field} {fields} }}\n\
              impl Params for {name} {{\n    const NAME: &'static str = {name:?};\n    \
-             fn append(&self, words: &mut Vec<u64>) {{ {first} {rest} }}\n}}\n"
+             fn append(&self, words: &mut Vec<u64>) {{ {append_base} {append_fields} }}\n}}\n"
         );
     }
     let _ = writeln!(rust, "static ENTRY_PARAMS: &[(&str, &str)] = &[");
@@ -93,7 +90,7 @@ fn structs_in(code: &str) -> Result<Vec<(String, ParamsStruct)>, String> {
     Ok(found)
 }
 
-/// The entry point of a kernel's file and the struct it takes.
+/// The entry point of a kernel's file, and the name of its params struct.
 fn entry_in(code: &str) -> Result<Option<(String, String)>, String> {
     let Some((_, entry)) = code.split_once("extern \"C\" __global__") else {
         return Ok(None);
@@ -110,7 +107,7 @@ fn entry_in(code: &str) -> Result<Option<(String, String)>, String> {
     }
 }
 
-/// `name` of `void __launch_bounds__(..) name(`: the last word before a parenthesis outside all others.
+/// `name` in `void __launch_bounds__(..) name(..)`: the last word before a parenthesis that is in no other parentheses.
 fn entry_name(head: &str) -> Option<String> {
     let mut depth = 0;
     let mut name = None;

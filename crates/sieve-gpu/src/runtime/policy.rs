@@ -1,22 +1,22 @@
-//! Which kernels calls take, and how these sum.
+//! Options for the kernels of a call.
 
-/// What a caller may choose about the kernels of a call. Tensors carry it into the launches
-/// ([`CudaTensor::under`](crate::CudaTensor::under)); attention uses the queries' policy.
+/// Options for the kernels of a call. They are a property of its tensors
+/// ([`CudaTensor::under`](crate::CudaTensor::under)); attention uses the policy of the queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct KernelPolicy {
     /// Order of the backward kernels' sums.
     pub sums: SumOrder,
-    /// Families of attention kernels that may be taken.
+    /// Families of attention kernels that a call may use.
     pub families: KernelFamilies,
-    /// Who arrives at a barrier of the Hopper backward kernels.
+    /// Lanes that arrive at a barrier of the Hopper backward kernels.
     pub arrivals: Arrivals,
-    /// About how many thread blocks share a key tile in backward passes; `None`: as many as finish first in a
-    /// simulation. For checks and measurements.
+    /// For checks and measurements: about how many thread blocks share a key tile in backward passes. With `None` a
+    /// simulation finds the fastest number.
     pub blocks_per_tile: Option<usize>,
 }
 
 impl KernelPolicy {
-    /// The fastest kernels of the device.
+    /// The fastest kernels of the device, in a constant.
     pub const DEFAULT: Self = Self {
         sums: SumOrder::Any,
         families: KernelFamilies::All,
@@ -25,24 +25,24 @@ impl KernelPolicy {
     };
 }
 
-/// In which order sums over many keys or queries are made.
+/// The order of sums over many keys or queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SumOrder {
-    /// Whatever order the hardware happens to take: fastest, last bits vary from run to run.
+    /// The order of the hardware's atomic adds: fastest, but the last bits differ from run to run.
     #[default]
     Any,
-    /// Always the same order, so that two runs are bit-equal. Hopper's kernels add in turns; the portable ones use no
-    /// float atomics and compute dq in a separate pass.
+    /// Always the same order, so that two runs have equal bits. Thread blocks of the Hopper kernels wait for their turn
+    /// to add; the portable kernels use no float atomics and compute dq in a separate pass.
     Fixed,
 }
 
-/// Families of attention kernels that a call may take.
+/// Families of attention kernels that a call may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KernelFamilies {
-    /// The best for the device.
+    /// The fastest family for the device.
     #[default]
     All,
-    /// The portable one, to cross-check one family by the other.
+    /// The portable family alone, to compare the families.
     Portable,
 }
 
@@ -52,6 +52,6 @@ pub enum Arrivals {
     /// One lane for its warp.
     #[default]
     Warp,
-    /// Each lane itself. Slower; for racecheck, which credits an arrival to its lane alone.
+    /// Every lane. It is slower, but compute-sanitizer's racecheck takes an arrival as ordering its own lane alone.
     EveryLane,
 }

@@ -1,9 +1,9 @@
-//! Launches as data: what the wrappers would queue on a GPU, written down instead.
+//! Records launches as data instead of queueing them on a GPU.
 //!
-//! A [`Recorder`] represents a GPU that this machine need not have. Its tensors have a size, strides and a buffer's
-//! index, but no memory; the wrappers of this crate accept them like any tensor, and each launch becomes a [`Step`] of
-//! the [`Recording`], in order. So a tiling, a grid or a params struct is written once, here, and every program that
-//! runs kernels without CubeCL (the CPU emulator of `tests/gpu/emulator`) replays what these wrappers do.
+//! A [`Recorder`] stands for a GPU that this machine need not have. Its tensors have a shape, strides and the index of
+//! a buffer, but no memory. The launch wrappers of this crate take them like any tensor, and each launch is appended to
+//! the [`Recording`] as a [`Step`]. Programs that run kernels without CubeCL, such as the CPU emulator of
+//! `tests/gpu/emulator`, replay the steps, so they need no tilings, grids and params structs of their own.
 use crate::KernelError;
 use crate::runtime::{
     CudaTensor, DType, Fill, LaunchRequest, Memory, SourceKernel, TileMap, contiguous_strides, required_elements,
@@ -11,23 +11,23 @@ use crate::runtime::{
 use serde::Serialize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What launches must know of a GPU.
+/// The properties of a GPU that launches depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hardware {
     /// Compute capability, for example (9, 0).
     pub compute_capability: (u32, u32),
-    /// Its multiprocessors.
+    /// Number of multiprocessors.
     pub num_multiprocessors: usize,
-    /// Shared memory that a block may have, in bytes.
+    /// Most shared memory of a thread block, in bytes.
     pub max_shared_bytes: usize,
-    /// Largest number of threads of a block.
+    /// Most threads of a thread block.
     pub max_threads: usize,
     /// Largest grid along x, y and z.
     pub max_grid: [usize; 3],
 }
 
 impl Hardware {
-    /// An A100: the portable kernels.
+    /// An A100, which takes the portable kernels.
     pub const AMPERE: Self = Self {
         compute_capability: (8, 0),
         num_multiprocessors: 108,
@@ -36,7 +36,7 @@ impl Hardware {
         max_grid: [i32::MAX as usize, 65535, 65535],
     };
 
-    /// An H100 or H200: the Hopper kernels where they have a form.
+    /// An H100 or H200, which takes the Hopper kernels where there are any.
     pub const HOPPER: Self = Self {
         compute_capability: (9, 0),
         num_multiprocessors: 132,
@@ -44,7 +44,7 @@ impl Hardware {
         ..Self::AMPERE
     };
 
-    /// The architecture as compilers spell it: `sm_80`, `sm_90a`.
+    /// The architecture's name for compilers: `sm_80`, `sm_90a`.
     pub fn arch(&self) -> String {
         let (major, minor) = self.compute_capability;
         let suffix = if major >= 9 { "a" } else { "" };
@@ -52,7 +52,7 @@ impl Hardware {
     }
 }
 
-/// A GPU that records launches and copies and runs none. Clones share the recording.
+/// A stand-in for a GPU that records launches and copies and runs none. Clones share the recording.
 #[derive(Debug, Clone)]
 pub struct Recorder {
     hardware: Hardware,
@@ -64,7 +64,7 @@ pub struct Recorder {
 pub(crate) struct Recording {
     /// Bytes of each buffer.
     pub buffers: Vec<usize>,
-    /// In the order of the stream.
+    /// Launches and copies in the order of the calls.
     pub steps: Vec<Step>,
 }
 
@@ -74,32 +74,32 @@ pub(crate) struct Recording {
 pub enum Step {
     /// A kernel.
     Launch(Launch),
-    /// Writes one element's bytes again and again.
+    /// Fills a buffer with copies of one element.
     Fill {
-        /// The buffer; filled whole.
+        /// Index of the buffer.
         buffer: usize,
         /// The bytes of an element.
         element: Vec<u8>,
     },
     /// Copies a tensor of any strides to a contiguous one.
     Gather {
-        /// Where the tensor begins.
+        /// First element of the tensor.
         from: BufferView,
-        /// The buffer that is filled.
+        /// Index of the buffer that is written.
         to: usize,
         /// Sizes, outermost first.
         shape: Vec<usize>,
-        /// Distances in elements.
+        /// Strides in elements.
         strides: Vec<usize>,
         /// Bytes of an element.
         element_bytes: usize,
     },
 }
 
-/// A place in a buffer.
+/// A position in a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct BufferView {
-    /// Which buffer.
+    /// Index of the buffer.
     pub buffer: usize,
     /// Bytes from its beginning.
     pub offset_bytes: usize,
@@ -112,22 +112,22 @@ pub struct Launch {
     pub kernel: SourceKernel,
     /// Blocks along x, y and z.
     pub grid: [usize; 3],
-    /// Tensor maps, by value before the pointers.
+    /// Tensor maps, which kernels take by value before the pointers.
     pub maps: Vec<MapData>,
     /// The pointer arguments.
     pub tensors: Vec<BufferView>,
-    /// The params struct, 64 bits a member.
+    /// The params struct, 64 bits for each field.
     pub words: Vec<u64>,
 }
 
-/// A tensor map: bf16 `[batch, rows, width]` in tiles, swizzled in lines of 128 bytes.
+/// A TMA tensor map of a bf16 tensor `[batch, rows, width]` in tiles with the 128-byte swizzle.
 #[derive(Debug, Clone, Serialize)]
 pub struct MapData {
-    /// Where it begins.
+    /// First element of the tensor.
     pub at: BufferView,
     /// `[batch, rows, width]`.
     pub shape: [usize; 3],
-    /// Elements from batch row to batch row and from row to row.
+    /// Strides of batch and rows in elements.
     pub strides: [usize; 2],
     /// Rows and columns of a tile.
     pub tile: [usize; 2],
@@ -142,13 +142,13 @@ struct RecordedMemory {
 }
 
 impl Recorder {
-    /// A recorder for a kind of GPU.
+    /// A recorder for a GPU with these properties.
     pub fn new(hardware: Hardware) -> Self {
         let recording = Arc::default();
         Self { hardware, recording }
     }
 
-    /// The GPU it stands for.
+    /// Properties of the GPU that the recorder stands for.
     pub fn hardware(&self) -> Hardware {
         self.hardware
     }
@@ -158,7 +158,7 @@ impl Recorder {
         self.strided(shape, &contiguous_strides(shape), dtype)
     }
 
-    /// A tensor with these strides, in elements, in a buffer of its own that just holds it.
+    /// A tensor with these strides, in elements, in a buffer of its own without further room.
     pub fn strided(&self, shape: &[usize], strides: &[usize], dtype: DType) -> CudaTensor {
         let memory = self.buffer(required_elements(shape, strides) * dtype.size());
         CudaTensor::new(memory, 0, [shape, strides], dtype)
@@ -178,12 +178,12 @@ impl Recorder {
         self.recording().steps.push(step);
     }
 
-    /// Takes the steps so far; buffers keep their numbers.
+    /// Removes and returns the steps so far; buffers keep their indices.
     pub fn take_steps(&self) -> Vec<Step> {
         std::mem::take(&mut self.recording().steps)
     }
 
-    /// Bytes of every buffer so far, by its number.
+    /// Bytes of every buffer so far, by its index.
     pub fn buffers(&self) -> Vec<usize> {
         self.recording().buffers.clone()
     }
@@ -193,7 +193,7 @@ impl Recorder {
     }
 }
 
-/// Where a tensor is in a recording; `None` in GPU memory.
+/// The position of a recorded tensor; `None` for a tensor in GPU memory.
 pub fn recorded_at(tensor: &CudaTensor) -> Option<BufferView> {
     tensor.memory::<RecordedMemory>().map(|memory| BufferView {
         buffer: memory.buffer,
@@ -215,16 +215,16 @@ impl Memory for RecordedMemory {
     }
 
     fn filled(&self, shape: &[usize], dtype: DType, fill: Fill) -> Arc<dyn Memory> {
-        let made = self.recorder.buffer(shape.iter().product::<usize>() * dtype.size());
+        let memory = self.recorder.buffer(shape.iter().product::<usize>() * dtype.size());
         self.recorder.push(Step::Fill {
-            buffer: made.buffer,
-            // All bits set: a NaN in every float type.
+            buffer: memory.buffer,
+            // A float with all bits set is a NaN.
             element: match fill {
                 Fill::Zero => vec![0],
                 Fill::Nan => vec![0xff],
             },
         });
-        made
+        memory
     }
 
     fn gathered(&self, tensor: &CudaTensor) -> Arc<dyn Memory> {
@@ -243,7 +243,7 @@ impl Memory for RecordedMemory {
         copy
     }
 
-    /// Writes the launch down.
+    /// Records the launch.
     unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError> {
         let places: Option<Vec<BufferView>> = launch.tensors.iter().map(|tensor| recorded_at(tensor)).collect();
         let maps: Option<Vec<MapData>> = launch.maps.iter().map(MapData::of).collect();
@@ -265,7 +265,7 @@ impl Memory for RecordedMemory {
 }
 
 impl MapData {
-    /// The map as data; `None` of a tensor in GPU memory.
+    /// The map as data; `None` for a tensor in GPU memory.
     fn of(map: &TileMap<'_>) -> Option<Self> {
         let mut at = recorded_at(map.tensor)?;
         at.offset_bytes += map.offset * map.tensor.dtype().size();
@@ -299,7 +299,7 @@ mod tests {
         };
         assert_eq!(launch.kernel.name(), "attention_forward");
         assert_eq!(launch.words[..4], [2, 70, 4, 2]);
-        // q, k, v, doc_start, o, lse: six buffers in the order in which they were made.
+        // q, k, v, doc_start, o, lse: buffers in the order of their allocation.
         let buffers: Vec<usize> = launch.tensors.iter().map(|view| view.buffer).collect();
         assert_eq!(buffers, [0, 1, 2, 3, 4, 5]);
         assert_eq!(gpu.buffers()[5], 2 * 4 * 70 * 4);

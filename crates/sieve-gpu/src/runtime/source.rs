@@ -1,8 +1,7 @@
-//! From a kernel's file to the one text that is compiled: defines first, includes pasted in once.
+//! Assembles the complete text of a kernel: defines, then the file with its includes pasted in.
 //!
-//! NVRTC gets a single string and no include folder of ours, and CubeCL caches compiled kernels under a key that we
-//! choose. So the text is put together here, completely, and its hash is the key: a changed character in a kernel or in
-//! anything it includes can never run an old module.
+//! NVRTC gets this single string and no include folder. The hash of the complete text is the key under which the
+//! compiled kernel is cached, so a change in a kernel or in a file that it includes always compiles again.
 use crate::KernelError;
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -21,15 +20,15 @@ pub struct KernelText {
 }
 
 impl KernelText {
-    /// Names of the files built in, relative to `kernels/`, sorted.
+    /// Names of the embedded files, relative to `kernels/`, sorted.
     pub fn files() -> impl Iterator<Item = &'static str> {
         KERNEL_FILES.iter().map(|(name, _)| *name)
     }
 
-    /// Text of a built-in file, before includes.
+    /// Text of an embedded file, without its includes.
     ///
     /// # Errors
-    /// [`KernelError::Refused`] when no such file was there at compile time.
+    /// [`KernelError::Refused`] when the file did not exist at compile time.
     pub fn of_file(name: &str) -> Result<&'static str, KernelError> {
         KERNEL_FILES
             .binary_search_by(|(known, _)| (*known).cmp(name))
@@ -41,8 +40,7 @@ impl KernelText {
     }
 }
 
-/// Assembles the text for `file`: `#define`s, then the file with its includes. Results are cached, since a training
-/// step needs the same few texts thousands of times.
+/// Assembles the text of `file`. Results are cached, since a training step needs the same few texts thousands of times.
 ///
 /// # Errors
 /// An unknown file, or an include that cannot be resolved.
@@ -62,7 +60,7 @@ pub(crate) fn assemble_file(file: &str, defines: &[(&'static str, String)]) -> R
     Ok(text)
 }
 
-/// As [`assemble_file`], for a text that is not built in; its includes are.
+/// [`assemble_file`] for a text that is not embedded; its includes are.
 ///
 /// # Errors
 /// An include that cannot be resolved.
@@ -80,8 +78,8 @@ pub(crate) fn assemble_text(
     Ok(KernelText { text, hash })
 }
 
-/// Copies `source` line by line, replacing each `#include "..."` by the file it names unless that is already in `seen`.
-/// `#line` directives keep the compiler's messages pointing at the real files.
+/// Appends `source` line by line to `out`. Each `#include "..."` is replaced by its file, unless the file is already in
+/// `seen`. `#line` directives make the compiler's messages name the real files and lines.
 fn paste(file: &str, source: &str, seen: &mut Vec<String>, out: &mut String) -> Result<(), KernelError> {
     let _ = writeln!(out, "#line 1 \"kernels/{file}\"");
     let mut depth = 0usize;
@@ -91,7 +89,7 @@ fn paste(file: &str, source: &str, seen: &mut Vec<String>, out: &mut String) -> 
         match directive {
             Some(d) if d.starts_with("if") => depth += 1,
             Some(d) if d.starts_with("endif") => depth = depth.saturating_sub(1),
-            // Pasting once is what the pragma asks for; NVRTC would warn about it in a main file.
+            // Every file is pasted once, so the pragma is not needed; NVRTC would warn about it in a main file.
             Some(d) if d.starts_with("pragma once") => {
                 out.push('\n');
                 continue;
@@ -120,13 +118,13 @@ fn paste(file: &str, source: &str, seen: &mut Vec<String>, out: &mut String) -> 
     Ok(())
 }
 
-/// The name in `include "name"`; `None` for `include <name>`, which is the compiler's own.
+/// The name in `include "name"`; `None` for `include <name>`, which is left to the compiler.
 fn quoted(directive: &str) -> Option<&str> {
     let rest = directive.strip_prefix("include")?.trim_start().strip_prefix('"')?;
     rest.split_once('"').map(|(name, _)| name)
 }
 
-/// Finds an included file as nvcc with `-I kernels` does: beside the including file first, then from `kernels/`.
+/// Finds an included file like nvcc with `-I kernels`: first in the folder of the including file, then in `kernels/`.
 fn resolve(file: &str, name: &str, line: usize) -> Result<(String, &'static str), KernelError> {
     let beside = match file.rsplit_once('/') {
         Some((folder, _)) => format!("{folder}/{name}"),

@@ -6,27 +6,27 @@ use std::fmt::Display;
 use std::sync::Arc;
 use xxhash_rust::xxh3::Xxh3;
 
-/// The words of one params struct are few; more would mean a kernel that takes a table by value.
+/// Most 64-bit words of a params struct.
 const MAX_PARAM_WORDS: usize = 60;
 
-/// A bf16 tensor `[batch, rows, width]` that TMA reads in tiles of `tile` rows and columns with the 128-byte swizzle;
-/// elements outside the tensor arrive as zeros.
+/// A TMA tensor map: a bf16 tensor `[batch, rows, width]` that is read in tiles with the 128-byte swizzle. Elements
+/// outside the tensor are read as zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct TileMap<'a> {
     /// The tensor.
     pub tensor: &'a CudaTensor,
-    /// Its first element that the map sees; a multiple of 8.
+    /// Index of the map's first element in the tensor; a multiple of 8.
     pub offset: usize,
     /// `[batch, rows, width]`.
     pub shape: [usize; 3],
-    /// Elements from batch row to batch row and from row to row, multiples of 8; columns are neighbours.
+    /// Strides of batch and rows in elements, multiples of 8; the stride of columns is 1.
     pub strides: [usize; 2],
     /// Rows and columns of a tile.
     pub tile: [usize; 2],
 }
 
 impl TileMap<'_> {
-    /// All but the address.
+    /// The map without its address.
     pub fn layout(&self) -> MapLayout {
         let Self {
             shape, strides, tile, ..
@@ -38,12 +38,12 @@ impl TileMap<'_> {
 /// One launch of a kernel, checked against the GPU's limits.
 #[derive(Debug)]
 pub struct LaunchRequest<'a> {
-    /// What runs, with its block and shared memory.
+    /// The kernel, with its threads and shared memory.
     pub kernel: &'a SourceKernel,
     /// Blocks along x, y and z.
     pub grid: [usize; 3],
-    /// Tensor maps, by value before the pointers; their tensors are among `tensors`, which is what orders the launch
-    /// after their writers.
+    /// Tensor maps, which kernels take by value before the pointers. Their tensors are among `tensors` too, which
+    /// orders the launch after the kernels that write them.
     pub maps: &'a [TileMap<'a>],
     /// The pointer arguments; at least one.
     pub tensors: &'a [&'a CudaTensor],
@@ -51,7 +51,7 @@ pub struct LaunchRequest<'a> {
     pub words: &'a [u64],
 }
 
-/// One specialisation of one kernel: file, entry point, defines, block and shared memory.
+/// A specialisation of a kernel: file, entry point, defines, threads and shared memory.
 ///
 /// ```no_run
 /// # use sieve_gpu::SourceKernel;
@@ -85,7 +85,7 @@ impl SourceKernel {
         }
     }
 
-    /// A kernel given as text; includes still come from the built-in files. For tests and experiments.
+    /// A kernel given as text, for tests and experiments. Its includes come from the embedded files.
     pub fn from_text(name: &'static str, text: impl Into<Arc<str>>) -> Self {
         Self {
             text: Some(text.into()),
@@ -118,7 +118,8 @@ impl SourceKernel {
     }
 
     /// Allows a captured CUDA graph to start the kernel before its predecessor has ended (programmatic dependent
-    /// launch): the kernel calls `wait_for_previous` before it reads what other kernels write, and before it writes.
+    /// launch). The kernel must call `wait_for_previous` before it reads results of other kernels, and before it
+    /// writes.
     pub const fn starts_early(mut self) -> Self {
         self.starts_early = true;
         self
@@ -129,7 +130,7 @@ impl SourceKernel {
         self.starts_early
     }
 
-    /// Name of the kernel, as errors give it.
+    /// Name of the kernel in error messages.
     pub fn name(&self) -> &'static str {
         self.name
     }
@@ -154,7 +155,7 @@ impl SourceKernel {
         self.threads as usize
     }
 
-    /// Whether both are one entry point with the same defines; threads and shared memory belong to the launch.
+    /// Whether both kernels have the same code: text, entry point and defines. Threads and shared memory may differ.
     pub(crate) fn is_same_code(&self, other: &Self) -> bool {
         let code = |kernel: &Self| (kernel.name, kernel.entry);
         code(self) == code(other) && self.text == other.text && self.defines == other.defines
@@ -171,10 +172,10 @@ impl SourceKernel {
         }
     }
 
-    /// Cache key of the compiled kernel, also its file name: a hash of the complete text and the entry point.
+    /// Cache key of the compiled kernel: a hash of the complete text and the entry point.
     ///
     /// # Errors
-    /// As [`text`](Self::text).
+    /// The errors of [`text`](Self::text).
     pub fn code_key(&self) -> Result<u128, KernelError> {
         let mut hasher = Xxh3::new();
         hasher.update(&self.text()?.hash.to_le_bytes());
@@ -185,34 +186,34 @@ impl SourceKernel {
     /// Queues the kernel on the stream of the first tensor: `tensors` are its pointer arguments in the order of the
     /// entry point. Returns before the GPU has run it.
     ///
-    /// On tensors of a [`Recorder`](crate::Recorder) the launch is written down instead.
+    /// On tensors of a [`Recorder`](crate::Recorder) the launch is recorded instead.
     ///
-    /// The first launch of each specialisation waits until it is compiled, loaded and queued, so that an error of these
-    /// is this call's; what the driver refuses later is the next call's error, and names its kernel.
+    /// The first launch of each specialisation waits until the kernel is compiled, loaded and queued, and returns the
+    /// error of these. A later error of the driver is returned by the next call, and names its kernel.
     ///
     /// # Errors
     /// [`KernelError::Compile`], [`KernelError::Launch`], [`KernelError::Refused`].
     ///
     /// # Safety
-    /// The kernel must stay inside the given tensors for these params, grid and block, and must end.
+    /// With these params, grid and block the kernel must access only the given tensors, and must terminate.
     pub(crate) unsafe fn launch(
         &self,
         grid: [usize; 3],
         tensors: &[&CudaTensor],
         params: &impl Params,
     ) -> Result<(), KernelError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller fulfils the conditions.
         unsafe { self.launch_with_maps(grid, &[], tensors, params) }
     }
 
-    /// As [`launch`](Self::launch), with tensor maps by value before the pointers.
+    /// [`launch`](Self::launch) with tensor maps, which the kernel takes by value before the pointers.
     ///
     /// # Errors
-    /// As [`launch`](Self::launch).
+    /// The errors of [`launch`](Self::launch).
     ///
     /// # Safety
-    /// As [`launch`](Self::launch); the tensors behind the maps are among `tensors`, which is what orders the launch
-    /// after their writers.
+    /// The conditions of [`launch`](Self::launch); the maps' tensors are among `tensors`, which orders the launch after
+    /// the kernels that write them.
     pub(crate) unsafe fn launch_with_maps(
         &self,
         grid: [usize; 3],
@@ -221,24 +222,24 @@ impl SourceKernel {
         params: &impl Params,
     ) -> Result<(), KernelError> {
         let words = words_for(self.entry, params)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller fulfils the conditions.
         unsafe { self.launch_words(grid, maps, tensors, &words) }
     }
 
-    /// As `launch`, of a kernel [given as text](Self::from_text): `words` are its params struct.
+    /// Launches a kernel [given as text](Self::from_text); `words` are its params struct.
     ///
     /// # Errors
-    /// As `launch`.
+    /// The errors of `launch`.
     ///
     /// # Safety
-    /// As `launch`.
+    /// The conditions of `launch`.
     pub unsafe fn launch_text(
         &self,
         grid: [usize; 3],
         tensors: &[&CudaTensor],
         words: &[u64],
     ) -> Result<(), KernelError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller fulfils the conditions.
         unsafe { self.launch_words(grid, &[], tensors, words) }
     }
 
@@ -260,7 +261,7 @@ impl SourceKernel {
             tensors,
             words,
         };
-        // SAFETY: the caller's promise; the checks above keep the launch within the device's limits.
+        // SAFETY: the caller fulfils the conditions; the launch is within the device's limits, checked above.
         unsafe { first.gpu().launch(&request) }
     }
 

@@ -1,4 +1,5 @@
-//! Keys that stay of a prompt by the attention they received (SnapKV, H2O), and tokens that then push the lightest out.
+//! Fixed-size caches of decode selectors: the keys of a prompt that received the most attention (SnapKV, H2O), and
+//! decoding, where a new key evicts the key with the least accumulated attention.
 use super::lines::ProbeSums;
 use super::{Call, LongChoice};
 use crate::KernelError;
@@ -9,28 +10,29 @@ use sieve_core::{HeavyKeys, KeepBlocks};
 
 const NAME: &str = "keep_heavy_keys";
 
-/// Queries whose logits are held at a time: the rows of a tile of select_cells.
+/// Queries whose logits are in memory at a time: the rows of a tile of select_cells.
 const ROWS_AT_ONCE: usize = 128;
 
-/// Tokens of a block of threads of select_gather and select_smooth, and slots of one of slot_logits.
+/// Tokens of a thread block of select_gather and select_smooth.
 const TOKENS_AT_ONCE: usize = 256;
+/// Slots of a thread block of slot_logits.
 const SLOTS_AT_ONCE: usize = 32;
 
-/// What stays of a prompt: each KV head's own tokens, by rising position.
+/// The kept keys of a prompt: for each KV head its own keys, by ascending position.
 #[derive(Debug, Clone)]
 pub struct KeptKeys {
     /// bf16 `[1, num_kv_heads, kept, head_dim]`.
     pub k: CudaTensor,
-    /// Likewise.
+    /// bf16 `[1, num_kv_heads, kept, head_dim]`.
     pub v: CudaTensor,
-    /// The attention they received, f32 `[1, num_kv_heads, kept]`.
+    /// The attention that each key received, f32 `[1, num_kv_heads, kept]`.
     pub received: CudaTensor,
-    /// Their positions, i32 likewise.
+    /// The position of each key, i32 `[1, num_kv_heads, kept]`.
     pub positions: CudaTensor,
 }
 
 impl Qkv {
-    /// Chooses the keys of a prompt that the tokens after it read. Nothing is read back.
+    /// Chooses and copies the keys of a prompt that later tokens read. The host does not wait for the result.
     ///
     /// # Shapes
     /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
@@ -40,70 +42,90 @@ impl Qkv {
     pub fn keep_heavy_keys(&self, heavy: &HeavyKeys) -> Result<KeptKeys, KernelError> {
         let s = &heavy.selection;
         let call = Call::new(self, s)?;
-        let (n, d) = (s.shape.num_keys, call.shape.head_dim);
-        let (KeepBlocks::Top(top), true, true) = (s.keep.by, s.scores.block == 1, heavy.last < n) else {
+        let num_keys = s.shape.num_keys;
+        let (KeepBlocks::Top(top), true, true) = (s.keep.by, s.scores.block == 1, heavy.last < num_keys) else {
             let supported = "a top of blocks of one key, fewer last keys than there are";
             let got = format!("{heavy:?}");
             return Err(KernelError::unsupported(NAME, "selection", got, supported));
         };
-        let count = n - heavy.last;
-        let kept = top.min(count) + heavy.last;
+        // The last keys are always kept; the others compete.
+        let count = num_keys - heavy.last;
         let like = call.qkv.q.tensor();
         let nan_rows = like.zeros_contiguous(&[s.shape.num_heads], DType::I32);
         let received = call.received(&nan_rows)?;
-        let score = call.new_f32(&[s.shape.num_kv_heads, count]);
-        let params = params!(SelectSmoothParams {
-            num_keys: n,
-            count,
-            { width, by_largest }: heavy,
-        });
-        let grid = [count.div_ceil(TOKENS_AT_ONCE), s.shape.num_kv_heads, 1];
-        // SAFETY: both have these rows; every score is written.
-        unsafe { SELECT_SMOOTH.launch(grid, &[&received, &score], &params) }?;
+        let score = call.smoothed(&received, heavy, count)?;
         let words = count.div_ceil(u32::BITS as usize);
         let marks = like.empty_contiguous(&[s.shape.num_kv_heads, words], DType::I32);
         let all = LongChoice::new([&score, &marks, &nan_rows], [0, s.shape.num_kv_heads], count);
         LongChoice { top, ..all }.choose()?;
-        let per_slot = [1, s.shape.num_kv_heads, kept];
-        let rows = [1, s.shape.num_kv_heads, kept, d];
-        // Zeros: a head whose scores are NaN marks nothing.
-        let stays = KeptKeys {
+        call.gathered(&marks, &received, [count, top.min(count) + heavy.last])
+    }
+}
+
+impl Call<'_> {
+    /// The attention that each of the first `count` keys received, smoothed over its neighbours, f32
+    /// `[num_kv_heads, count]`.
+    fn smoothed(&self, received: &CudaTensor, heavy: &HeavyKeys, count: usize) -> Result<CudaTensor, KernelError> {
+        let shape = self.selection.shape;
+        let score = self.new_f32(&[shape.num_kv_heads, count]);
+        let params = params!(SelectSmoothParams {
+            num_keys: shape.num_keys,
+            count,
+            { width, by_largest }: heavy,
+        });
+        let grid = [count.div_ceil(TOKENS_AT_ONCE), shape.num_kv_heads, 1];
+        // SAFETY: `received` and `score` have a row for each KV head; every score is written.
+        unsafe { SELECT_SMOOTH.launch(grid, &[received, &score], &params) }?;
+        Ok(score)
+    }
+
+    /// Copies the keys whose bit is set in `marks`, which has bits for the first `count` keys, and all later keys into
+    /// `slots` slots.
+    fn gathered(
+        &self,
+        marks: &CudaTensor,
+        received: &CudaTensor,
+        [count, slots]: [usize; 2],
+    ) -> Result<KeptKeys, KernelError> {
+        let (shape, head_dim, like) = (self.selection.shape, self.shape.head_dim, self.qkv.q.tensor());
+        let per_slot = [1, shape.num_kv_heads, slots];
+        let rows = [1, shape.num_kv_heads, slots, head_dim];
+        // Zeros, as a head with NaN scores marks no key, and its slots are not written.
+        let kept_keys = KeptKeys {
             k: like.zeros_contiguous(&rows, DType::BF16),
             v: like.zeros_contiguous(&rows, DType::BF16),
             received: like.zeros_contiguous(&per_slot, DType::F32),
             positions: like.zeros_contiguous(&per_slot, DType::I32),
         };
-        let [_, k, v] = call.qkv.head_words(NAME)?;
+        let [_, k, v] = self.qkv.head_words(NAME)?;
         let params = params!(SelectGatherParams {
-            num_keys: n,
+            num_keys: shape.num_keys,
             count,
-            slots: kept,
-            head_dim: d,
+            slots,
+            head_dim,
             [k_offset, k_token_stride]: k,
             [v_offset, v_token_stride]: v,
         });
         let tensors = [
-            &marks,
-            call.qkv.k.tensor(),
-            call.qkv.v.tensor(),
-            &received,
-            &stays.k,
-            &stays.v,
-            &stays.received,
-            &stays.positions,
+            marks,
+            self.qkv.k.tensor(),
+            self.qkv.v.tensor(),
+            received,
+            &kept_keys.k,
+            &kept_keys.v,
+            &kept_keys.received,
+            &kept_keys.positions,
         ];
-        let grid = [n.div_ceil(TOKENS_AT_ONCE), s.shape.num_kv_heads, 1];
+        let grid = [shape.num_keys.div_ceil(TOKENS_AT_ONCE), shape.num_kv_heads, 1];
         // SAFETY: tokens and strides are the tensors' own; writes within the slots.
         unsafe { SELECT_GATHER.launch(grid, &tensors, &params) }?;
-        Ok(stays)
+        Ok(kept_keys)
     }
-}
 
-impl Call<'_> {
-    /// The attention that each key received from the selection's queries of a group, f32 `[num_kv_heads, num_keys]`.
+    /// The attention that each key received from the selection's queries, summed over the query heads of a KV head, f32
+    /// `[num_kv_heads, num_keys]`.
     fn received(&self, nan_rows: &CudaTensor) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
-        let group = s.shape.num_heads / s.shape.num_kv_heads;
         let all = self.new_f32(&[s.shape.num_kv_heads, s.shape.num_keys]);
         let first = self.context();
         if s.shape.num_keys - first > ROWS_AT_ONCE && self.shape.head_dim <= WIDEST_RECEIVING {
@@ -112,26 +134,13 @@ impl Call<'_> {
         }
         for start in (first..s.shape.num_keys).step_by(ROWS_AT_ONCE) {
             let positions = start..(start + ROWS_AT_ONCE).min(s.shape.num_keys);
-            for kv_heads in self.groups_at_once(positions.len()) {
-                let columns = all.row_range(NAME, "received", kv_heads.start, kv_heads.len())?;
-                let sums = ProbeSums {
-                    group,
-                    factor: 1.0,
-                    adds: start > first,
-                    columns: &columns,
-                    diagonals: None,
-                };
-                let heads = kv_heads.start * group..kv_heads.end * group;
-                self.probe_sums(positions.clone(), heads, nan_rows, &sums)?;
-            }
+            self.add_attention(positions, start > first, &all, nan_rows)?;
         }
         Ok(all)
     }
-}
 
-impl Call<'_> {
-    /// Received attention from all queries from `first` on, without storing their logits: a dense pass first computes
-    /// each query's softmax denominator.
+    /// The attention that each key received from all queries from `first` on, without storing logits: a dense pass
+    /// computes each query's log-sum-exp first.
     fn received_of_all(&self, first: usize, all: &CudaTensor, nan_rows: &CudaTensor) -> Result<(), KernelError> {
         let s = self.selection;
         let (n, softmax_scale) = (s.shape.num_keys, s.scores.softmax_scale);
@@ -147,15 +156,16 @@ impl Call<'_> {
         });
         let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), &lse, all, nan_rows];
         let grid = [n.div_ceil(RECEIVING_KEYS), s.shape.num_kv_heads, 1];
-        // SAFETY: tokens and strides are the tensors' own; writes every sum, and counts of KV heads.
+        // SAFETY: tokens and strides are the tensors' own; writes every sum and adds to nan_rows.
         unsafe { received_attention_kernel(self.shape.head_dim).launch(grid, &tensors, &params) }
     }
 }
 
 impl DmaSlots {
-    /// Adds one new token to a fixed-size cache, where it evicts the key with the least accumulated attention `z`
-    /// outside the recent ones, and attends over all slots. Then each slot's `z` grows by the attention that it
-    /// received. `tokens` is the number of tokens before. Returns `[1, 1, num_heads, head_dim]`.
+    /// Adds one new token to a fixed-size cache and attends over all slots. In a full cache the new key evicts the key
+    /// with the least accumulated attention `z`, except the last `local_window_size` keys. Then the attention that each
+    /// slot received is added to its `z`. `tokens` is the number of tokens before the new one. Returns
+    /// `[1, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit; more than one sequence; heads whose width is not a multiple of 32.
@@ -173,8 +183,10 @@ impl DmaSlots {
         let fits = batch == 1 && shape.head_dim.is_multiple_of(32);
         require!(fits, NAME, "shape": format!("{shape:?}"), "one sequence, heads of a multiple of 32 columns");
         let token = token.with_kernel_strides();
+        // The new key has accumulated no attention yet.
         let z = self.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);
         let o = slots_decode(&token, &z, self, length, softmax_scale, None, scratch)?;
+        // The softmax of the token's logits with all slots is added to z.
         let used = (tokens + 1).min(room);
         let logits = z.empty_contiguous(&[shape.num_heads, 1, room], DType::F32);
         let [[q_offset, ..], ..] = token.head_words(NAME)?;
@@ -204,9 +216,11 @@ impl DmaSlots {
     }
 }
 
-/// Keys of a block of received_attention, queries of its stage, and the widest heads whose keys it holds.
+/// Keys of a thread block of received_attention.
 const RECEIVING_KEYS: usize = 128;
+/// Queries of a step of received_attention.
 const RECEIVING_QUERIES: usize = 64;
+/// The widest heads of received_attention, which holds its keys in registers.
 const WIDEST_RECEIVING: usize = 128;
 
 fn received_attention_kernel(head_dim: usize) -> SourceKernel {

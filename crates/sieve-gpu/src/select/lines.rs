@@ -1,30 +1,31 @@
-//! Columns and diagonals that the last queries look at, and FlexPrefill's choice between them and a map of blocks.
+//! Selection by columns and diagonals of the last queries' attention (MInference's vertical-slash), and FlexPrefill's
+//! choice between these and the largest entries of an estimated block map.
 use super::scores::{Cut, Pooled};
-use super::{Call, KeptBits, LongChoice, NAME, SCORE_BYTES};
+use super::{Call, KeptBits, LongChoice, NAME, SCORE_BYTES, ranges};
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params};
 use sieve_core::BlockScores;
 use std::ops::Range;
 
-/// Bits of what heads keep, of columns and of diagonals.
+/// Bits of the kept columns and of the kept diagonals of each head.
 type Lines = [CudaTensor; 2];
 
-/// Where sums of what queries look at go.
+/// The tensors that receive sums of some queries' attention probabilities.
 pub(super) struct ProbeSums<'a> {
-    /// Heads that are summed.
+    /// Query heads of a sum.
     pub(super) group: usize,
+    /// Factor on each probability.
     pub(super) factor: f32,
-    /// Whether sums by key are added to what is there.
+    /// Whether sums by key are added to the values of `columns`, or overwrite them.
     pub(super) adds: bool,
-    /// By key, f32 of `num_keys` for each group of heads.
+    /// Sums by key, f32 `[groups, num_keys]`.
     pub(super) columns: &'a CudaTensor,
-    /// By distance, likewise.
+    /// Sums by distance between query and key, f32 `[groups, num_keys]`.
     pub(super) diagonals: Option<&'a CudaTensor>,
 }
 
 impl ProbeSums<'_> {
-    /// From logits `[heads, rows, num_keys]` of neighbouring queries, the first at a position; it sees the keys up to
-    /// its own.
+    /// Sums the softmax of causal logits `[heads, rows, num_keys]`, whose first row is the query at `first_position`.
     pub(super) fn add(
         &self,
         logits: &CudaTensor,
@@ -53,25 +54,47 @@ impl ProbeSums<'_> {
         let grid = [num_keys.div_ceil(256), heads / self.group, kinds];
         let diagonals = self.diagonals.unwrap_or(self.columns);
         let tensors = [logits, &scale, self.columns, diagonals];
-        // SAFETY: as above; writes every sum.
+        // SAFETY: reads logits of keys not after each query; writes every sum.
         unsafe { SELECT_PROBE_SUMS.launch(grid, &tensors, &params) }
     }
 }
 
 impl Call<'_> {
-    /// KV heads whose groups' logits of some last queries are held at a time.
-    pub(super) fn groups_at_once(&self, rows: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    /// Ranges of KV heads whose logits of `rows` queries are in memory at the same time.
+    fn groups_at_once(&self, rows: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let s = self.selection;
         let (kv_heads, group) = (s.shape.num_kv_heads, s.shape.num_heads / s.shape.num_kv_heads);
         let bytes = rows * s.shape.num_keys * DType::F32.size() * group;
-        let slab = (SCORE_BYTES / bytes.max(1)).clamp(1, kv_heads);
-        (0..kv_heads)
-            .step_by(slab)
-            .map(move |first| first..(first + slab).min(kv_heads))
+        ranges(kv_heads, SCORE_BYTES / bytes.max(1))
     }
 
-    /// Sums of what the queries at some positions look at, of some heads, by key and by distance.
-    pub(super) fn probe_sums(
+    /// Sums by key the attention of the queries at `positions`, over the query heads of each KV head, into `all`, f32
+    /// `[num_kv_heads, num_keys]`: added to its values, or instead of them.
+    pub(super) fn add_attention(
+        &self,
+        positions: Range<usize>,
+        adds: bool,
+        all: &CudaTensor,
+        nan_rows: &CudaTensor,
+    ) -> Result<(), KernelError> {
+        let group = self.selection.shape.num_heads / self.selection.shape.num_kv_heads;
+        for kv_heads in self.groups_at_once(positions.len()) {
+            let columns = all.row_range(NAME, "attention", kv_heads.start, kv_heads.len())?;
+            let sums = ProbeSums {
+                group,
+                factor: 1.0,
+                adds,
+                columns: &columns,
+                diagonals: None,
+            };
+            let heads = kv_heads.start * group..kv_heads.end * group;
+            self.probe_sums(positions.clone(), heads, nan_rows, &sums)?;
+        }
+        Ok(())
+    }
+
+    /// Sums the attention of the queries at `positions` and of some heads into `sums`.
+    fn probe_sums(
         &self,
         positions: Range<usize>,
         heads: Range<usize>,
@@ -82,7 +105,7 @@ impl Call<'_> {
         sums.add(&logits, positions.start, heads.start, nan_rows)
     }
 
-    /// The same of all heads.
+    /// Sums of the attention of the last `rows` queries by key and by distance, each f32 `[num_heads, num_keys]`.
     fn all_probe_sums(&self, rows: usize, nan_rows: &CudaTensor, factor: f32) -> Result<[CudaTensor; 2], KernelError> {
         let s = self.selection;
         let group = s.shape.num_heads / s.shape.num_kv_heads;
@@ -104,7 +127,7 @@ impl Call<'_> {
         Ok(sums)
     }
 
-    /// Bits of the best of a long row of each head.
+    /// Bits of the chosen entries of each head.
     fn best_of(&self, choice: LongChoice<'_>) -> Result<CudaTensor, KernelError> {
         let words = choice.length.div_ceil(u32::BITS as usize);
         let kept = choice
@@ -114,6 +137,7 @@ impl Call<'_> {
         Ok(kept)
     }
 
+    /// A choice among `length` scores of every head; [`Self::best_of`] sets its output.
     fn of_all_heads<'a>(&self, scores: &'a CudaTensor, nan_rows: &'a CudaTensor, length: usize) -> LongChoice<'a> {
         LongChoice::new(
             [scores, nan_rows, nan_rows],
@@ -122,7 +146,8 @@ impl Call<'_> {
         )
     }
 
-    /// Marks the blocks that kept columns and diagonals meet.
+    /// Marks in `kept` the blocks that the kept columns and diagonals meet, and the blocks of `map`. With `by_token` a
+    /// bit of columns and diagonals stands for a token, otherwise for a block.
     fn slashes(
         &self,
         [columns, diagonals]: &Lines,
@@ -139,11 +164,12 @@ impl Call<'_> {
         });
         let grid = [s.blocks()[0].div_ceil(4), s.shape.num_heads, 1];
         let tensors = [columns, diagonals, map.unwrap_or(columns), kept];
-        // SAFETY: bits have one for each token or block; writes every word.
+        // SAFETY: columns and diagonals have a bit for each token or block; writes every word of `kept`.
         unsafe { SELECT_SLASHES.launch(grid, &tensors, &params) }
     }
 
-    /// Marks the blocks of kept diagonals; returns the bits of kept columns.
+    /// Marks the blocks that the kept diagonals meet; returns the bits of the kept columns, which become single
+    /// columns.
     pub(super) fn lines(&self, [kept, nan_rows]: KeptBits<'_>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let BlockScores::Lines {
@@ -152,7 +178,7 @@ impl Call<'_> {
             diagonals,
         } = s.scores.by
         else {
-            unreachable!("its caller has looked")
+            unreachable!("the caller matched this variant")
         };
         let rows = rows.min(s.shape.num_queries);
         let sums = self.all_probe_sums(rows, nan_rows, 1.0)?;
@@ -166,7 +192,8 @@ impl Call<'_> {
         Ok(columns)
     }
 
-    /// Marks the blocks of each head's pattern.
+    /// Marks the blocks that FlexPrefill keeps: of each head the columns and diagonals, or the largest entries of the
+    /// block map.
     pub(super) fn patterns(&self, [kept, nan_rows]: KeptBits<'_>) -> Result<(), KernelError> {
         let s = self.selection;
         let BlockScores::Patterns {
@@ -175,12 +202,12 @@ impl Call<'_> {
             blocks: [least, most],
         } = s.scores.by
         else {
-            unreachable!("its caller has looked")
+            unreachable!("the caller matched this variant")
         };
         let rows = s.scores.block.min(s.shape.num_queries);
         let [_, columns] = s.blocks();
         let sums = self.all_probe_sums(rows, nan_rows, 1.0 / rows as f32)?;
-        // The estimate of the probe's attention by means.
+        // Estimates the block attention of the last queries by the means of queries and keys.
         let probe = Pooled {
             heads: &self.qkv.q,
             at: self.q,
@@ -202,10 +229,10 @@ impl Call<'_> {
         };
         let means = [probe, k];
         let scale = s.scores.softmax_scale;
-        self.add_products(&means, &estimate, last, 0..s.shape.num_heads, scale, false)?;
+        self.dot_products(&means, &estimate, last, 0..s.shape.num_heads, scale, false)?;
         let passes = |sums: &CudaTensor| {
             let all = self.of_all_heads(sums, nan_rows, s.shape.num_keys);
-            // A rounded sum may pass 1 before the end.
+            // A gamma of 1 keeps all: a rounded sum may exceed 1 before the last entry.
             let goal = if gamma < 1.0 { gamma as f32 } else { f32::INFINITY };
             self.best_of(LongChoice {
                 goal,
@@ -235,7 +262,7 @@ impl Call<'_> {
             &tops,
             nan_rows,
         ];
-        // SAFETY: sums, bits and estimates are of all heads; writes every sum of blocks and every number.
+        // SAFETY: sums, bits and estimates have a row for each head; writes all of by_block and tops.
         unsafe { SELECT_PATTERNS.launch([s.shape.num_heads, 1, 1], &tensors, &params) }?;
         let best = |at: usize| {
             let tops = tops.row_range(NAME, "tops", at, 1)?;
@@ -252,7 +279,7 @@ impl Call<'_> {
         self.slashes(&lines, Some(&map), false, kept)
     }
 
-    /// Bits of the largest entries of the map of all blocks, of heads that want it.
+    /// Bits of the largest entries of the block map, for the heads in `wanted` whose pattern is the block map.
     fn map(&self, wanted: &CudaTensor, nan_rows: &CudaTensor, gamma: f64) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let [rows, columns] = s.blocks();
@@ -261,7 +288,7 @@ impl Call<'_> {
         let kept = nan_rows.empty_contiguous(&[s.shape.num_heads, words], DType::I32);
         let means = self.means(&super::order::Orders::default())?;
         for heads in self.slabs(length * DType::F32.size()) {
-            let scores = self.products(&means, heads.clone())?;
+            let scores = self.scores_by_means(&means, heads.clone())?;
             let params = params!(SelectSoftmaxParams {
                 { num_queries, num_keys }: s.shape,
                 { block, offset, query_block }: s.scores,
@@ -269,7 +296,7 @@ impl Call<'_> {
             });
             let grid = [rows, heads.len(), 1];
             let tensors = [&scores, wanted, nan_rows];
-            // SAFETY: rows of the scores, in place.
+            // SAFETY: writes the rows of the scores in place.
             unsafe { SELECT_SOFTMAX.launch(grid, &tensors, &params) }?;
             let goal = if gamma < 1.0 {
                 (gamma * rows as f64) as f32

@@ -1,5 +1,4 @@
-//! Orders of tokens inside segments.
-use super::lines::ProbeSums;
+//! Permutations of tokens inside segments, which PBS computes before it chooses blocks.
 use super::{Call, NAME};
 use crate::KernelError;
 use crate::attention::Heads;
@@ -7,10 +6,10 @@ use crate::runtime::{CudaTensor, SourceKernel, params};
 use sieve_core::{KeyMask, KeyScores};
 use std::ops::Range;
 
-/// Most tokens of a segment that a block of threads sorts.
+/// Most tokens of a segment: a thread block sorts a segment.
 pub(super) const MOST_IN_SEGMENT: usize = 512;
 
-/// The orders of a selection, in the mask's own buffer: which token each slot holds.
+/// The permutations of a selection, views of the mask's buffer: the token of each slot.
 #[derive(Default)]
 pub(super) struct Orders {
     /// `[num_kv_heads, num_keys]`.
@@ -19,19 +18,23 @@ pub(super) struct Orders {
     pub(super) queries: Option<CudaTensor>,
 }
 
-/// Tokens that are sorted.
+/// Operands of a sort: `sets` rows (heads) of `count` tokens, which are sorted by descending score in each segment.
 struct Sorted<'a> {
+    /// f32 `[sets, count]`.
     score: CudaTensor,
     nan_rows: &'a CudaTensor,
     sets: usize,
+    /// Position of the first token.
     first: usize,
     count: usize,
+    /// Whether a last segment that is not full keeps its order.
     whole_only: bool,
+    /// Query heads of a row: the row keeps its order if one of them has NaN scores. 0 if none are counted.
     heads_per_set: usize,
 }
 
 impl Call<'_> {
-    /// Writes the orders of keys and queries into the mask.
+    /// Writes the permutations of keys and queries into the mask.
     pub(super) fn orders(&self, mask: &KeyMask<CudaTensor>, nan_rows: &CudaTensor) -> Result<Orders, KernelError> {
         let s = self.selection;
         let Some(order) = s.order else {
@@ -86,28 +89,15 @@ impl Call<'_> {
         })
     }
 
-    /// What the last queries of a group's heads look at, f32 `[num_kv_heads, num_keys]`.
+    /// The attention that each key received from the last `rows` queries, f32 `[num_kv_heads, num_keys]`.
     fn attention_of_last(&self, rows: usize, nan_rows: &CudaTensor) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
-        let group = s.shape.num_heads / s.shape.num_kv_heads;
         let all = self.new_f32(&[s.shape.num_kv_heads, s.shape.num_keys]);
-        for kv_heads in self.groups_at_once(rows) {
-            let (first, count) = (kv_heads.start, kv_heads.len());
-            let part = all.row_range(NAME, "attention", first, count)?;
-            let heads = first * group..(first + count) * group;
-            let sums = ProbeSums {
-                group,
-                factor: 1.0,
-                adds: false,
-                columns: &part,
-                diagonals: None,
-            };
-            self.probe_sums(s.shape.num_keys - rows..s.shape.num_keys, heads, nan_rows, &sums)?;
-        }
+        self.add_attention(s.shape.num_keys - rows..s.shape.num_keys, false, &all, nan_rows)?;
         Ok(all)
     }
 
-    /// Negated lengths of some tokens, f32 `[heads, tokens]`.
+    /// Negated vector norms of some tokens, f32 `[heads, tokens]`.
     fn lengths(
         &self,
         x: &Heads,
@@ -137,7 +127,8 @@ impl Call<'_> {
         });
         let segments = (sorted.first + sorted.count).div_ceil(segment) - sorted.first / segment;
         let tensors = [&sorted.score, sorted.nan_rows, order];
-        // SAFETY: segments are no longer than a block of threads, checked in `new`; every slot is written.
+        // SAFETY: `require_order` checked that a segment has at most as many tokens as a thread block has threads;
+        // every slot is written.
         unsafe { SELECT_ORDER.launch([segments, sorted.sets, 1], &tensors, &params) }
     }
 }

@@ -1,4 +1,5 @@
-//! Dense probe rows: the blocks they choose (MOMO), and the correction of a sparse output by their own.
+//! Dense probe rows, every gamma-th query: the blocks that they choose for their tile (MOMO), and the correction of a
+//! sparse output by the probes' dense outputs.
 use super::scores::Cells;
 use super::{Call, Choice, KeptBits};
 use crate::KernelError;
@@ -7,10 +8,10 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require}
 use sieve_core::{BlockScores, CallShape, KeyMask, MaskPlaces, ProbeCorrection, Tiles};
 use std::ops::Range;
 
-/// Blocks that a probe's buffer holds at most.
+/// Most blocks that select_gate chooses exactly for a probe: its buffer holds so many.
 pub(super) const MOST_EXACT: usize = 32;
 
-/// Probes of a tile of their attention, and keys of its tiles.
+/// Probes of a query tile, and keys of a key tile, in the dense attention of the probes.
 const SIDE: usize = 128;
 
 impl Call<'_> {
@@ -22,7 +23,7 @@ impl Call<'_> {
             chosen: [k, num_exact],
         } = s.scores.by
         else {
-            unreachable!("its caller has looked")
+            unreachable!("the caller matched this variant")
         };
         let [rows, columns] = s.blocks();
         let num_probes = s.shape.num_queries.div_ceil(gamma);
@@ -83,8 +84,8 @@ impl Call<'_> {
 }
 
 impl Qkv {
-    /// Corrects attention under a mask by dense probe rows, in place: every `gamma`-th position and the call's first
-    /// row are probes. `dense_rows` are already dense and unchanged.
+    /// Corrects the output `o` of attention under a mask in place. Every `gamma`-th position and the call's first row
+    /// are probes, whose dense attention is computed here. Rows in `dense_rows` are already dense and do not change.
     ///
     /// # Shapes
     /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
@@ -129,7 +130,7 @@ impl Qkv {
             tile_idx_at,
             query_order_at,
         });
-        // SAFETY: the mask has room for every tile's keys, counted above as the kernel counts them.
+        // SAFETY: the mask has room for the key tiles of every query tile; `keys_of` counts keys like the kernel.
         unsafe { PROBE_MASK.launch([tiles, 1, 1], &[&words], &params) }?;
         let call = CallShape {
             num_queries,
@@ -140,7 +141,7 @@ impl Qkv {
         };
         let mask = KeyMask {
             shape: call,
-            // Slots are the probes.
+            // The queries of this mask are the probes.
             tiles: Tiles {
                 num_queries: num_probes,
                 ..Tiles::new(call, SIDE, SIDE)
@@ -170,7 +171,7 @@ impl Qkv {
             replaces_only: correction.replaces_only,
         });
         let grid = [num_probes, width.div_ceil(1024), 1];
-        // SAFETY: both have these rows; of the dense ones the probes are read, which attention wrote.
+        // SAFETY: `o` has num_queries rows and `dense.o` a row for each probe, all written before.
         unsafe { PROBE_CORRECT.launch(grid, &[o, &dense.o], &params) }
     }
 }

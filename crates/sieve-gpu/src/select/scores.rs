@@ -1,4 +1,4 @@
-//! Scores of blocks: dot products of means, and of cells.
+//! Scores of pairs of query and key blocks: dot products of block means, or of cells of neighbouring tokens.
 use super::order::Orders;
 use super::{Call, SELECT_CELL_SUMS, SELECT_POOL, SELECT_SCORES, select_cells_kernel};
 use crate::KernelError;
@@ -7,53 +7,68 @@ use crate::runtime::{CudaTensor, DType, params};
 use sieve_core::BlockScores;
 use std::ops::Range;
 
-/// Cells of a tile of select_cells.
+/// Query cells, and key cells, of a tile of select_cells.
 pub(super) const CELL_SIDE: usize = 128;
 
-/// Side of a tile of select_scores.
+/// Query blocks, and key blocks, of a tile of select_scores.
 const SCORE_SIDE: usize = 64;
 
-/// Means, and optionally variances, of blocks of queries and of keys.
+/// Means, and optionally variances, of query blocks and of key blocks.
 pub(super) struct Means {
     means: [CudaTensor; 2],
     variances: Option<[CudaTensor; 2]>,
 }
 
-/// Tokens whose blocks are pooled.
+/// Operands of select_pool: tokens that are divided into blocks.
 pub(super) struct Pooled<'a> {
     pub(super) heads: &'a Heads,
+    /// Offset, token stride and batch stride of the heads, in elements.
     pub(super) at: [u64; 3],
     pub(super) num_heads: usize,
     pub(super) first_token: usize,
     pub(super) num_tokens: usize,
+    /// Tokens of a block.
     pub(super) block: usize,
+    /// Tokens that the first block lacks at its beginning.
     pub(super) offset: usize,
+    /// The permutation of the tokens, if they have one.
     pub(super) order: Option<&'a CudaTensor>,
 }
 
-/// How queries and keys are cut into blocks for scores by means.
+/// How queries and keys are divided into blocks for scores by means.
 #[derive(Clone, Copy)]
 pub(super) struct Cut {
     pub(super) num_queries: usize,
+    /// Keys of a block.
     pub(super) block: usize,
+    /// Queries of a block.
     pub(super) query_block: usize,
+    /// Queries that the first block lacks at its beginning.
     pub(super) offset: usize,
 }
 
-/// Products of cells of queries, `step` tokens apart from position `first` on, with cells of keys.
+/// Operands of select_cells: dot products of query cells with key cells. A cell is `cell` neighbouring tokens.
 pub(super) struct Cells {
+    /// Position of the first query cell.
     pub(super) first: usize,
+    /// Distance between query cells in tokens.
     pub(super) step: usize,
     pub(super) cell: usize,
+    /// Key cells of a block.
     pub(super) per_block: usize,
+    /// Whether the tokens of a query cell are paired with the tokens of a key cell in reverse order.
     pub(super) reversed: bool,
+    /// Factor on the dot products.
     pub(super) scale: f32,
-    /// Log-sum-exps of a cell with each block; else the largest product of two blocks.
+    /// Whether a score is the log-sum-exp of a query cell's products with a key block; otherwise it is the largest
+    /// product of a query block with a key block.
     pub(super) is_lse: bool,
+    /// Rows of the scores: query cells or query blocks.
     pub(super) rows: usize,
 }
 
 impl Call<'_> {
+    /// Whether scores are log-sum-exps of cells, see [`Cells::is_lse`].
     pub(super) fn is_lse(&self) -> bool {
         matches!(self.selection.scores.by, BlockScores::Cells { .. })
     }
@@ -63,7 +78,7 @@ impl Call<'_> {
         self.selection.shape.num_keys - self.selection.shape.num_queries
     }
 
-    /// Position of the first cell of queries.
+    /// Position of the first query cell.
     fn first_query(&self) -> usize {
         match self.selection.scores.by {
             BlockScores::Cells { stride, .. } => self.context() / stride * stride,
@@ -71,7 +86,7 @@ impl Call<'_> {
         }
     }
 
-    /// Rows of the largest array of scores.
+    /// Rows of select_cells' scores.
     pub(super) fn score_rows(&self) -> usize {
         match self.selection.scores.by {
             BlockScores::Cells { stride, .. } => (self.selection.shape.num_keys - self.first_query()).div_ceil(stride),
@@ -83,7 +98,7 @@ impl Call<'_> {
         self.qkv.q.tensor().empty_contiguous(shape, DType::F32)
     }
 
-    /// Means of blocks, f32 `[heads, blocks, head_dim]`, and their variances.
+    /// Means and variances of blocks, each f32 `[heads, blocks, head_dim]`; without variances the means twice.
     pub(super) fn pool(&self, pooled: &Pooled<'_>, has_variance: bool) -> Result<[CudaTensor; 2], KernelError> {
         let p = pooled;
         let blocks = (p.num_tokens + p.offset).div_ceil(p.block);
@@ -101,12 +116,13 @@ impl Call<'_> {
             has_variance,
         });
         let tensors = [p.heads.tensor(), p.order.unwrap_or(&means), &means, &variances];
-        // SAFETY: tokens, heads and strides are the tensor's own, an order names them; every mean is written.
+        // SAFETY: tokens, heads and strides are the tensor's own, and `order` is a permutation of them; every mean is
+        // written.
         unsafe { SELECT_POOL.launch([blocks, p.num_heads, 1], &tensors, &params) }?;
         Ok([means, variances])
     }
 
-    /// Keys of all heads in blocks.
+    /// The keys of all heads.
     pub(super) fn pooled_keys<'a>(&'a self, order: Option<&'a CudaTensor>) -> Pooled<'a> {
         let s = self.selection;
         Pooled {
@@ -121,7 +137,7 @@ impl Call<'_> {
         }
     }
 
-    /// Means of the blocks of all heads of q and of k.
+    /// Means of the query blocks and key blocks of all heads.
     pub(super) fn means(&self, orders: &Orders) -> Result<Means, KernelError> {
         let s = self.selection;
         let has_variance = matches!(s.scores.by, BlockScores::Means { variances } if variances != 0.0);
@@ -143,8 +159,8 @@ impl Call<'_> {
         })
     }
 
-    /// Products of means, f32 `[heads, rows, columns]`.
-    pub(super) fn products(&self, means: &Means, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
+    /// Scaled dot products of means, f32 `[heads, rows, columns]`; with variances also the products of these.
+    pub(super) fn scores_by_means(&self, means: &Means, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let [rows, columns] = s.blocks();
         let scores = self.new_f32(&[heads.len(), rows, columns]);
@@ -154,15 +170,15 @@ impl Call<'_> {
             query_block: s.scores.query_block,
             offset: s.scores.offset,
         };
-        self.add_products(&means.means, &scores, cut, heads.clone(), s.scores.softmax_scale, false)?;
-        if let (Some(of_blocks), BlockScores::Means { variances }) = (&means.variances, s.scores.by) {
-            self.add_products(of_blocks, &scores, cut, heads, variances, true)?;
+        self.dot_products(&means.means, &scores, cut, heads.clone(), s.scores.softmax_scale, false)?;
+        if let (Some(block_variances), BlockScores::Means { variances: scale }) = (&means.variances, s.scores.by) {
+            self.dot_products(block_variances, &scores, cut, heads, scale, true)?;
         }
         Ok(scores)
     }
 
-    /// Writes or adds products of vectors of blocks.
-    pub(super) fn add_products(
+    /// Scaled dot products of each query block's vector with each key block's, added to `scores` or written.
+    pub(super) fn dot_products(
         &self,
         [q, k]: &[CudaTensor; 2],
         scores: &CudaTensor,
@@ -190,7 +206,7 @@ impl Call<'_> {
         unsafe { SELECT_SCORES.launch(grid, &[q, k, scores], &params) }
     }
 
-    /// Scores by cells, f32 `[heads, rows, key blocks]`.
+    /// Launches select_cells; returns f32 `[heads, cells.rows, key blocks]`.
     pub(super) fn launch_cells(&self, cells: &Cells, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let columns = s.shape.num_keys.div_ceil(cells.cell * cells.per_block);
@@ -237,7 +253,7 @@ impl Call<'_> {
     }
 
     /// Scores of blocks by cells, f32 `[heads, rows, columns]`.
-    pub(super) fn cells(&self, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
+    pub(super) fn scores_by_cells(&self, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let [rows, columns] = s.blocks();
         let (cell, scale, reversed) = match s.scores.by {

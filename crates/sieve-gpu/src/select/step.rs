@@ -1,13 +1,13 @@
-//! Choices of one query, while a model writes: the largest logits, and pages by bounds of their products.
+//! Selection for one query in decoding: by the largest logits, or by upper bounds of the logits of each page (Quest).
 use super::{Call, Choice, KeptBits, LongChoice, NAME};
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
 use sieve_core::KeepBlocks;
 
-/// Pages of a block of threads.
+/// Pages of a thread block.
 const PAGES_AT_ONCE: usize = 8;
 
-/// Shared memory of select_choose beside its row of scores, with room to spare.
+/// Shared memory of select_choose beside its row of scores, rounded up.
 const CHOOSE_STATIC_BYTES: usize = 1024;
 
 impl Call<'_> {
@@ -26,7 +26,8 @@ impl Call<'_> {
         LongChoice { top, ..all }.choose()
     }
 
-    /// Marks the pages with the largest bounds; those before `known` have bounds already.
+    /// Marks the pages with the largest upper bounds. `bounds` already holds the minima and maxima of the first `known`
+    /// pages; those of later pages are written.
     pub(super) fn pages(
         &self,
         bits: KeptBits<'_>,
@@ -62,7 +63,7 @@ impl Call<'_> {
         let KeepBlocks::Top(top) = s.keep.by else {
             return Err(self.not_one_query());
         };
-        // More pages than a row in shared memory has room for.
+        // A row of scores that does not fit shared memory is read from global memory.
         if pages * DType::F32.size() + CHOOSE_STATIC_BYTES > scores.hardware().max_shared_bytes {
             let [kept, nan_rows] = bits;
             let all = LongChoice::new([&scores, kept, nan_rows], [0, s.shape.num_heads], pages);
@@ -104,8 +105,8 @@ mod tests {
     use crate::{DType, Hardware, KernelError, Qkv, Recorder, Step};
     use sieve_core::{BlockScores, BlockSelection, CallShape, KeepBlocks, KeyScores, SlotOrder};
 
-    /// Chooses by `selection` for packed heads; where `select_choose` kept its scores: nowhere, or bytes of shared
-    /// memory.
+    /// Runs `selection` on packed heads. Returns the dynamic shared memory of each launch of `select_choose`, which is
+    /// 0 where it reads scores from global memory.
     fn choose(selection: &BlockSelection) -> Result<Vec<usize>, KernelError> {
         let (gpu, shape) = (Recorder::new(Hardware::HOPPER), selection.shape);
         let heads = shape.num_heads + 2 * shape.num_kv_heads;

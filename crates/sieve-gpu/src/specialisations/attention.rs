@@ -1,4 +1,4 @@
-//! The kernels of each part of attention, and all parts of one model's attention, for a build ahead of time.
+//! The kernels of each part of attention, and of all parts of a model's attention.
 use super::NeededKernels;
 use crate::attention::{
     AttentionShape, BackwardTiling, DecodeTiling, HopperTiling, KeySource, QueryPass, QueryTiling, SparseKeyReads,
@@ -11,42 +11,38 @@ use crate::dma::{
     DMA_LAST_KEPT, ScoreBias, dma_attention_backward_convert_kernel, dma_border_keys_kernels, dma_decode_kernel,
     dma_lists_kernel, dma_lists_prefix_kernel, dma_scores_backward_kernel, dma_scores_kernel, dma_select_kernels,
 };
-use crate::mla::{
-    MLA_VALUES, mla_decode_join_kernel, mla_decode_kernel, mla_decode_scaled_kernel, mla_join_token_kernel,
-    mla_pack_backward_kernel, mla_pack_forward_kernel,
-};
+use crate::mla::{MLA_VALUES, mla_decode_join_kernel, mla_decode_kernel, mla_join_token_kernel, mla_pack_kernels};
 use crate::nsa::{chosen_decode_kernels, nsa_hopper_kernels, nsa_kernels};
 use crate::runtime::{SourceKernel, SumOrder};
 use crate::select::{hopper_select_blocks_kernels, select_blocks_kernels};
 use crate::step::{COLUMN_SUMS, FILL_ZERO};
 
-/// The attention of a model, as far as it decides which kernels run.
+/// The properties of a model's attention that decide which kernels it launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionNeeds {
-    /// Widths and heads; batch and `seq_len` do not count.
+    /// Widths and heads; batch and `seq_len` do not matter.
     pub shape: AttentionShape,
-    /// Dense and sliding-window attention run the same kernels; DMA has its own.
+    /// How the model chooses its keys.
     pub keys: NeededKeys,
-    /// The order of sums that training asks for.
+    /// The order of sums in training.
     pub order: SumOrder,
 }
 
 /// How a model chooses its keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NeededKeys {
-    /// Neighbouring keys: all, or a window.
+    /// Neighbouring keys: dense or sliding-window attention.
     Neighbours,
-    /// DMA's choice; with the form of its bias when decoding.
+    /// DMA; with the form of its bias in decoding.
     Chosen(ScoreBias),
-    /// DMA where every key is kept: neighbours with a bias.
+    /// DMA in rows where every key is kept: neighbouring keys with a bias.
     AllBiased,
-    /// NSA's compressed and selected branches; its window has [`Neighbours`](Self::Neighbours).
+    /// NSA's compressed and selected branches. Its window branch takes [`Neighbours`](Self::Neighbours).
     Blocks,
 }
 
 impl NeededKernels {
-    /// Shared memory that a block may have on an architecture, in bytes; `None` for one that the kernels are not made
-    /// for.
+    /// Most shared memory of a thread block on an architecture, in bytes; `None` for unsupported architectures.
     pub fn shared_bytes_of(arch: &str) -> Option<usize> {
         let kib = match arch {
             "sm_80" => 163,
@@ -59,9 +55,8 @@ impl NeededKernels {
 }
 
 impl AttentionNeeds {
-    /// All specialisations that a model with this attention launches in training and decoding on a device of `arch`:
-    /// forward, backward, decoding; where the architecture has a family of its own, both that and the portable kernels.
-    /// Nothing for an architecture that the kernels are not made for.
+    /// All specialisations that a model with this attention launches in training and decoding on a device of `arch`.
+    /// For Hopper these are the kernels of both families. Empty for unsupported architectures.
     pub fn kernels(&self, arch: &str) -> NeededKernels {
         let mut list = NeededKernels::default();
         let Some(shared_bytes) = NeededKernels::shared_bytes_of(arch) else {
@@ -92,7 +87,7 @@ impl AttentionNeeds {
         list
     }
 
-    /// Those of one new token against a cache.
+    /// The specialisations of decoding alone.
     pub fn decoding(&self, arch: &str) -> NeededKernels {
         let mut list = NeededKernels::default();
         if let Some(shared_bytes) = NeededKernels::shared_bytes_of(arch) {
@@ -103,28 +98,21 @@ impl AttentionNeeds {
 }
 
 impl NeededKernels {
-    /// What ranks the keys of DMA with these slopes, one for each KV head.
+    /// The kernel that ranks DMA's keys with these slopes, one for each KV head.
     pub fn dma_ranks(head_dim: usize, slopes: &[f32]) -> SourceKernel {
         dma_scores_kernel(slopes.len(), head_dim, slopes)
     }
 
-    /// The packing kernels of latent attention: heads of `head_dim` columns, and `rope_dim` rotated ones beside them,
-    /// with norms of `norm_dim` columns or, where that is 0, without.
+    /// The packing kernels of latent attention, forward and backward: heads of `head_dim` columns and `rope_dim`
+    /// rotated columns, with norms over `norm_dim` columns, or without norms where `norm_dim` is 0.
     pub fn mla_pack(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
-        [
-            mla_pack_forward_kernel(head_dim, rope_dim, norm_dim),
-            mla_pack_backward_kernel(head_dim, rope_dim, norm_dim),
-        ]
+        mla_pack_kernels(head_dim, rope_dim, norm_dim)
     }
 
-    /// The decoding kernels for latents of `rank` columns and `rope_dim` rotated ones, with norms of keys unless
+    /// The decoding kernels for latents of `rank` columns and `rope_dim` rotated columns. Keys have norms unless
     /// `norm_dim` is 0.
     pub fn mla_decode(rank: usize, rope_dim: usize, norm_dim: usize, shared_bytes: usize) -> [SourceKernel; 3] {
-        let decode = match norm_dim {
-            0 => mla_decode_kernel,
-            _ => mla_decode_scaled_kernel,
-        };
-        let decode = decode(rank + rope_dim, rank, shared_bytes);
+        let decode = mla_decode_kernel(rank + rope_dim, rank, norm_dim > 0, shared_bytes);
         [
             decode.clone().define("LENGTHS", 1),
             decode,
@@ -132,8 +120,8 @@ impl NeededKernels {
         ]
     }
 
-    /// The kernels that a captured step of one token launches beside [`mla_decode`](Self::mla_decode)'s, for heads of
-    /// `head_dim` columns and `rope_dim` rotated ones.
+    /// The kernels that a captured decoding step launches beside the kernels of [`mla_decode`](Self::mla_decode), for
+    /// heads of `head_dim` columns and `rope_dim` rotated columns.
     pub fn mla_token(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
         [mla_join_token_kernel(head_dim, rope_dim, norm_dim > 0), MLA_VALUES]
     }
@@ -150,21 +138,21 @@ fn key_source(keys: NeededKeys) -> KeySource {
 /// A part of attention that launches kernels of its own.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Part {
-    /// Finds the keys of each query, and the gradient of what they were found by.
+    /// The choice of keys, and the gradient of the scores by which keys are chosen.
     Choose,
     /// Output and log-sum-exp.
     Forward,
-    /// The same under a selector's mask.
+    /// Output and log-sum-exp under a selector's mask, and the selection.
     Masked,
-    /// Statistics of rows before the gradients, and sums of lists rounded after them.
+    /// Launches around the backward pass: row statistics before it, conversion of dk and dv of key lists after it.
     Around,
-    /// Row sums, which the backward pass with a bias needs.
+    /// Row sums P dP, which the backward pass with a bias needs.
     RowSums,
     /// dq, dk, dv and the bias's gradient.
     Gradients(SumOrder),
-    /// dq rounded from its f32 sums, where their order is free.
+    /// Conversion of the f32 sums of dq, which a pass in any order has.
     ConvertDq,
-    /// One new token against a cache.
+    /// Decoding.
     Decode,
 }
 
@@ -224,7 +212,7 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
             let tiling = BackwardTiling::choose("attention_backward", shape, source, shared_bytes);
             for set in BackwardTiling::launches(shape, order == SumOrder::Any) {
                 match tiling.clone().map(|tiling| tiling.kernel(shape, source, set, order)) {
-                    // Blocks of lists in a fixed order share no keys.
+                    // Over key lists in a fixed order thread blocks never share a key tile.
                     Ok(kernel) if source.is_gathered() && order == SumOrder::Fixed => list.extend_kernels([kernel]),
                     Ok(kernel) => list.extend_kernels(forms(kernel)),
                     Err(error) => list.add(Err(error)),
@@ -245,7 +233,8 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
             NeededKeys::Neighbours => {
                 let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
                 list.extend_kernels(
-                    [[0, 0], [1, 0], [0, 1]].map(|[append, chosen]| attention_decode_kernel(tiling, append, chosen)),
+                    [[false, false], [true, false], [false, true]]
+                        .map(|[append, chosen]| attention_decode_kernel(tiling, append, chosen)),
                 );
             }
             NeededKeys::Chosen(bias) => {
@@ -258,13 +247,13 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
     }
 }
 
-/// A backward kernel alone and where its blocks share keys.
+/// Both forms of a backward kernel: with one thread block for each key tile, and with several.
 fn forms(kernel: SourceKernel) -> [SourceKernel; 2] {
     [kernel.clone(), sharing(kernel)]
 }
 
 impl NeededKernels {
-    /// The kernels of attention under selectors' masks for heads of these widths, and of dense attention beside them.
+    /// The kernels of selectors for heads of these widths: attention under their masks, and dense attention.
     pub fn sparse(head_dims: &[usize], shared_bytes: usize, is_hopper: bool) -> NeededKernels {
         let mut list = NeededKernels::default();
         for &head_dim in head_dims {
@@ -297,7 +286,7 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
     match part {
         Part::Forward => {
             pass(QueryPass::Output);
-            // With a bias, short rows take the form that keeps the lower bits of o; long ones make row sums.
+            // With a bias, short rows store `o_low`; long rows recompute row sums instead.
             if source.has_bias() {
                 pass(QueryPass::OutputAndOLow);
             }
@@ -327,7 +316,7 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
             }
             list.extend_kernels(forms(kernel));
         }
-        // The portable kernels do these on every device.
+        // Hopper devices run the portable kernels for these parts.
         Part::Around | Part::RowSums | Part::Choose | Part::ConvertDq | Part::Decode => {}
     }
 }

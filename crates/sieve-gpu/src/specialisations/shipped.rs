@@ -1,4 +1,4 @@
-//! The specialisations that ship: the parts of attention that are compiled ahead for the usual widths, as a table.
+//! The shipped specialisations: a table of the parts of attention that are compiled ahead of time for the usual widths.
 use super::NeededKernels;
 use super::attention::{AttentionNeeds, NeededKeys, Part, hopper, portable};
 use crate::attention::{AttentionShape, KernelFamily};
@@ -28,10 +28,10 @@ const USUAL: Widths = &[(64, 64), (128, 128)];
 const WIDE: Widths = &[(128, 128)];
 const NARROW: Widths = &[(32, 32)];
 const OTHER: Widths = &[(32, 32), (96, 96)];
-/// Keys of latent attention carry a rotated part, values do not.
+/// In latent attention keys have a rotated part, and values do not.
 const LATENT: Widths = &[(192, 128)];
 
-/// Query heads and KV heads; but for scores of keys only their ratio matters.
+/// Numbers of query heads and KV heads. Only DMA's scores depend on the numbers, all other kernels on their ratio.
 type HeadCounts = &'static [(usize, usize)];
 const PAIRS: HeadCounts = &[(2, 1)];
 const SINGLE: HeadCounts = &[(1, 1)];
@@ -41,7 +41,7 @@ const MODELS: HeadCounts = &[(8, 4), (16, 8)];
 
 const DMA: NeededKeys = NeededKeys::Chosen(ScoreBias::Exp);
 
-/// What ships of the attention kernels: parts, for every width and number of heads of a row.
+/// The shipped attention kernels: for each row of the table all its parts, at all its widths and numbers of heads.
 const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (Portable, Neighbours, ALL, PAIRS, &[Forward]),
     (Portable, Neighbours, TRAINED, PAIRS, &[Gradients(Any)]),
@@ -88,7 +88,7 @@ const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
 ];
 
 impl NeededKernels {
-    /// Each shipped specialisation once, with the architectures it is compiled for: those whose tilings it has.
+    /// Each shipped specialisation once, with the architectures whose tilings it has.
     pub fn shipped() -> Vec<(SourceKernel, Vec<&'static str>)> {
         let mut all: Vec<(SourceKernel, Vec<&str>)> = Vec::new();
         for arch in ARCHITECTURES {
@@ -102,18 +102,18 @@ impl NeededKernels {
         all
     }
 
-    /// The shipped specialisations with the tilings of an architecture; the smallest ones for one that is not known.
+    /// The shipped specialisations with the tilings of an architecture; for an unknown one the smallest tilings.
     pub fn shipped_for(arch: &str) -> NeededKernels {
         let shared_bytes = NeededKernels::shared_bytes_of(arch).unwrap_or(99 * 1024);
         let mut list = NeededKernels::default();
         list.extend_kernels(NeededKernels::step(arch));
-        // Latent attention with norms of queries and keys, as the recipes have it, and training without.
+        // Latent attention with norms of queries and keys, as in the recipes, and without.
         let norm_dim = 128 + 64;
         for norm_dim in [norm_dim, 0] {
             list.extend_kernels(NeededKernels::mla_pack(128, 64, norm_dim));
             list.extend_kernels(NeededKernels::mla_token(128, 64, norm_dim));
         }
-        // Slopes are a recipe's; the slopes of eight KV heads are compiled for all.
+        // Slopes depend on the recipe; the slopes of eight KV heads are compiled as an example.
         let slopes: [f32; 8] = std::array::from_fn(|head| 1.0 / (64 << head) as f32);
         list.extend_kernels([NeededKernels::dma_ranks(128, &slopes)]);
         // Latents of DeepSeek-V2 and of the 80M and 200M recipes.
@@ -140,7 +140,7 @@ impl NeededKernels {
     }
 }
 
-/// Each of one list with each of the other.
+/// All pairs of an element of `first` and an element of `second`.
 fn pairs<A, B>(first: &'static [A], second: &'static [B]) -> impl Iterator<Item = (&'static A, &'static B)> {
     first.iter().flat_map(move |a| second.iter().map(move |b| (a, b)))
 }

@@ -1,4 +1,4 @@
-//! Launch of `kernels/adamw.cu`.
+//! Launch of `kernels/adamw.cu`: the AdamW update.
 use crate::KernelError;
 use crate::runtime::{AdamwParams, CudaTensor, DType, SourceKernel, operands, params, require_non_empty};
 use crate::step::require_alignment;
@@ -6,30 +6,29 @@ use sieve_core::AdamWStep;
 
 const NAME: &str = "adamw";
 
-/// Elements of a block.
+/// Elements of a thread block.
 const BLOCK_ELEMENTS: usize = 1024;
 
 /// One parameter's tensors in an update, all contiguous and of one size.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamwTensors<'a> {
-    /// Updated in place: the f32 master weights, or, as bf16, the 16 low bits of them that `leaf` lacks (see
+    /// The f32 master weights, updated in place; or with a split master their low 16 bits as bf16 (see
     /// [`split_master`](crate::step::split_master())).
     pub param: &'a CudaTensor,
-    /// f32 first moment, changed in place.
+    /// f32 first moment, updated in place.
     pub exp_avg: &'a CudaTensor,
-    /// f32 second moment, changed in place.
+    /// f32 second moment, updated in place.
     pub exp_avg_sq: &'a CudaTensor,
     /// f32 gradient.
     pub grad: &'a CudaTensor,
-    /// f32 `[1]`: multiplies the gradient. Where it is 0 or not finite, nothing changes.
+    /// Factor on the gradient, f32 `[1]`. If it is 0 or not finite, the update is skipped.
     pub grad_scale: &'a CudaTensor,
-    /// bf16 weights of the model, overwritten by the rounded master.
+    /// bf16 weights of the model, overwritten by the rounded master weights.
     pub leaf: Option<&'a CudaTensor>,
 }
 
 impl AdamwTensors<'_> {
-    /// One AdamW update in place (arXiv:1711.05101, algorithm 2), for every clone of the tensors; the bf16 leaf in the
-    /// same pass.
+    /// One AdamW update in place (arXiv:1711.05101, algorithm 2). Every clone of the tensors shares the change.
     ///
     /// # Errors
     /// Another type, sizes that differ, gaps, no elements.
@@ -70,7 +69,7 @@ impl AdamwTensors<'_> {
     }
 }
 
-/// The kernel's params struct; what can be combined is combined in f64.
+/// The kernel's params struct. Factors are combined in f64 before they are rounded to f32.
 fn params(step: &AdamWStep, size: usize) -> AdamwParams {
     params!(AdamwParams {
         num_elements: size,
@@ -83,7 +82,7 @@ fn params(step: &AdamWStep, size: usize) -> AdamwParams {
     })
 }
 
-/// Where the master weights are.
+/// How the master weights are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Master {
     /// In f32, without bf16 weights.

@@ -1,14 +1,18 @@
-//! Launch of `kernels/column_sums.cu`: the second half of every weight gradient that blocks sum up in parts.
+//! Launch of `kernels/column_sums.cu`, which adds up the partial sums of weight gradients.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params};
 
 const NAME: &str = "column_sums";
 
-/// Columns of a block.
+/// Most partial sums that a backward kernel writes, one for each thread block: two for each multiprocessor of an H100.
+/// It is a constant, as the order of the sum depends on it.
+pub(crate) const MAX_PARTIALS: usize = 264;
+
+/// Columns of a thread block.
 const COLUMNS: usize = 32;
 
-/// Sums the rows of `partials` f32 `[num_partials, width]` into one or two f32 gradients of these shapes, which take
-/// its columns in order.
+/// Sums the rows of `partials`, f32 `[num_partials, width]`, into one or two f32 tensors of these shapes: the first
+/// takes the first columns.
 pub(crate) fn column_sums<const N: usize>(
     partials: &CudaTensor,
     shapes: [&[usize]; N],

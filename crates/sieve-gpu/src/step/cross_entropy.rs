@@ -1,11 +1,11 @@
-//! Launch of `kernels/cross_entropy.cu` on a block of logits.
+//! Launch of `kernels/cross_entropy.cu`: losses, and gradients of logits in place.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require, require_float, require_non_empty};
 use crate::step::{WORD_ELEMENTS, require_alignment};
 
 const NAME: &str = "cross_entropy";
 
-/// Rows of logits, `[rows, vocab_size]`, padded so that each begins on a 16-byte word.
+/// Logits `[rows, vocab_size]`, padded so that each row begins at a multiple of 16 bytes.
 #[derive(Debug, Clone)]
 pub struct LogitRows {
     /// `[rows, padded_width]`, contiguous.
@@ -38,20 +38,20 @@ impl LogitRows {
         })
     }
 
-    /// The first rows, without their padding: pitched.
+    /// A view of the first rows without their padding.
     pub fn matrix(&self, rows: usize) -> Result<CudaTensor, KernelError> {
         let strides = [padded_width(self.vocab_size), 1];
         self.tensor.view(NAME, "logits", &[rows, self.vocab_size], &strides)
     }
 }
 
-/// Width of a row with its padding.
+/// Elements of a row with its padding.
 pub fn padded_width(vocab_size: usize) -> usize {
     vocab_size.next_multiple_of(WORD_ELEMENTS)
 }
 
-/// Losses of the first rows into `losses` f32 `[rows]`, for as many rows as there are `labels` (i32 `[rows]`). The
-/// gradients of bf16 logits take their place; f32 logits stay as they are.
+/// Writes the losses of the first rows, one for each of `labels` (i32 `[rows]`), to `losses` (f32 `[rows]`). bf16
+/// logits are overwritten by their gradients; f32 logits are not changed.
 ///
 /// # Errors
 /// Other types or shapes, more labels than rows.

@@ -1,4 +1,5 @@
-//! Launches of `kernels/embedding_order.cu`, `embedding_backward.cu` and `embedding_carry.cu`.
+//! Launches of `kernels/embedding_order.cu`, `embedding_backward.cu` and `embedding_carry.cu`: the gradient of the
+//! embedding table.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_non_empty, require_tokens};
 use crate::step::{VectorRows, empty_zero};
@@ -7,14 +8,15 @@ const NAME: &str = "embedding_backward";
 const ORDER: &str = "embedding_order";
 const CARRY: &str = "embedding_carry";
 
-/// Sorted tokens of a block, as `common/token_runs.cuh` says.
+/// Sorted tokens of a thread block, a chunk; `RUN_CHUNK` of `common/token_runs.cuh`.
 const RUN_CHUNK: usize = 32;
 
-/// Columns of a block.
+/// Columns of a thread block.
 const RUN_COLUMNS: usize = 2048;
 
-/// Gradient of the embedding table: rows of `dy` bf16 `[batch, seq_len, width]` added by `ids` i32 `[batch, seq_len]`
-/// to an f32 `[vocab_size, width]`, the tokens of one id in their order. No atomics: two runs are bit-equal.
+/// Gradient of the embedding table, f32 `[vocab_size, width]`: each row of `dy`, bf16 `[batch, seq_len, width]`, is
+/// added to the row of its id in `ids`, i32 `[batch, seq_len]`. Tokens of one id are added in their order and without
+/// atomics, so two runs have equal bits.
 ///
 /// # Errors
 /// Other types or shapes, a width that is not a multiple of 8, no tokens.
@@ -26,8 +28,10 @@ pub fn embedding_backward(dy: &CudaTensor, ids: &CudaTensor, vocab_size: usize) 
     let dweight = empty_zero(&dy.tensor, &[vocab_size, width])?;
     let order = token_order(&ids, vocab_size)?;
     let chunks = dy.rows.div_ceil(RUN_CHUNK);
-    let part = || dy.tensor.empty_contiguous(&[chunks, width], DType::F32);
-    let (begun, ended) = (part(), part());
+    // Partial sums of the id whose tokens began in the previous chunk (begun), and of the id whose tokens continue in
+    // the next chunk (ended).
+    let partial_sums = || dy.tensor.empty_contiguous(&[chunks, width], DType::F32);
+    let (begun, ended) = (partial_sums(), partial_sums());
     let grid = [chunks, width.div_ceil(RUN_COLUMNS), 1];
     let params = params!(EmbeddingBackwardParams {
         tokens: dy.rows,
@@ -66,18 +70,18 @@ fn token_order(ids: &CudaTensor, vocab_size: usize) -> Result<CudaTensor, Kernel
     Ok(order)
 }
 
-/// Bits of the largest number that is sorted: `vocab_size` itself stands for ids outside the table.
+/// Bits of the largest number that is sorted: ids outside the table are sorted as `vocab_size`.
 fn num_bits(vocab_size: usize) -> u32 {
     usize::BITS - vocab_size.leading_zeros()
 }
 
-/// The kernel that sums.
+/// The kernel that sums the tokens of each id inside a chunk.
 pub(crate) const EMBEDDING_BACKWARD: SourceKernel = SourceKernel::new(NAME).threads(256);
 
-/// The kernel that sorts.
+/// The kernel that sorts tokens by id.
 pub(crate) const EMBEDDING_ORDER: SourceKernel = SourceKernel::new(ORDER).threads(1024);
 
-/// The kernel that joins what lies in several blocks.
+/// The kernel that joins the sums of ids whose tokens lie in several chunks.
 pub(crate) const EMBEDDING_CARRY: SourceKernel = SourceKernel::new(CARRY).threads(256);
 
 #[cfg(test)]

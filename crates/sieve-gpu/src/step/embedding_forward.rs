@@ -1,12 +1,12 @@
-//! Launch of `kernels/embedding_forward.cu`.
+//! Launch of `kernels/embedding_forward.cu`: the embedding lookup.
 use crate::KernelError;
-use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_tokens};
+use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_non_empty, require_tokens};
 use crate::step::{VectorRows, WORD_ELEMENTS};
 
 const NAME: &str = "embedding_forward";
 
-/// Rows of `weight` bf16 `[vocab_size, width]` by `ids` i32 `[batch, seq_len]`: bf16 `[batch, seq_len, width]`. An id
-/// outside the table gives NaN.
+/// Rows of `weight`, bf16 `[vocab_size, width]`, by `ids`, i32 `[batch, seq_len]`. Returns bf16
+/// `[batch, seq_len, width]`; an id outside the table gives a row of NaN.
 ///
 /// # Errors
 /// Other types or shapes, a width that is not a multiple of 8, no tokens.
@@ -15,7 +15,7 @@ pub fn embedding_forward(weight: &CudaTensor, ids: &CudaTensor) -> Result<CudaTe
     let [batch, seq_len] = ids.dims(NAME, "ids")?;
     let ids = require_tokens(NAME, "ids", ids, [batch, seq_len])?;
     let tokens = batch * seq_len;
-    crate::runtime::checks::require_non_empty(NAME, "the number of tokens", tokens)?;
+    require_non_empty(NAME, "the number of tokens", tokens)?;
     let weight = VectorRows::of(NAME, "weight", weight)?;
     let y = ids.empty_contiguous(&[batch, seq_len, width], DType::BF16);
     let width_words = width / WORD_ELEMENTS;
@@ -26,7 +26,7 @@ pub fn embedding_forward(weight: &CudaTensor, ids: &CudaTensor) -> Result<CudaTe
         row_words: weight.stride / WORD_ELEMENTS,
     });
     let grid = [(tokens * width_words).div_ceil(256), 1, 1];
-    // SAFETY: reads rows of the table (ids are checked on the device), writes every element of y.
+    // SAFETY: reads rows of the table (the kernel checks ids), writes every element of y.
     unsafe { EMBEDDING_FORWARD.launch(grid, &[&weight.tensor, &ids, &y], &params) }?;
     Ok(y)
 }

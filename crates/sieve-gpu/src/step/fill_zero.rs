@@ -4,7 +4,7 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_non_empty}
 
 const NAME: &str = "fill_zero";
 
-/// Clears a contiguous f32 tensor in place, for every clone of it.
+/// Sets a contiguous f32 tensor to zero in place. Every clone of it shares the change.
 ///
 /// # Errors
 /// Another type, gaps, no elements.
@@ -20,7 +20,7 @@ pub fn fill_zero(tensor: &CudaTensor) -> Result<(), KernelError> {
 
 pub(crate) const FILL_ZERO: SourceKernel = SourceKernel::new(NAME).threads(256);
 
-/// A new f32 tensor of zeros on the device of another.
+/// A new f32 tensor of zeros on the device of `like`.
 pub(crate) fn empty_zero(like: &CudaTensor, shape: &[usize]) -> Result<CudaTensor, KernelError> {
     let zeros = like.empty_contiguous(shape, DType::F32);
     fill_zero(&zeros)?;

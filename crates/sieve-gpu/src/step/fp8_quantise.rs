@@ -1,6 +1,6 @@
-//! Launches of `kernels/fp8_amax.cu` and `kernels/fp8_quantise.cu`: a bf16 matrix in fp8 with one scale, as it is and
-//! transposed. In fp8 GEMMs both operands must be contiguous along the summed dimension, so a matrix that is summed
-//! along rows in one GEMM and along columns in another is needed both ways.
+//! Launches of `kernels/fp8_amax.cu` and `kernels/fp8_quantise.cu`: a bf16 matrix and its transpose in fp8 with one
+//! scale. In fp8 GEMMs both operands must be contiguous along the summed dimension, so a matrix that is summed along
+//! rows in one GEMM and along columns in another is needed in both layouts.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require, require_non_empty};
 use crate::step::{WORD_ELEMENTS, require_alignment};
@@ -8,18 +8,18 @@ use crate::step::{WORD_ELEMENTS, require_alignment};
 const NAME: &str = "fp8_quantise";
 const AMAX: &str = "fp8_amax";
 
-/// Elements that a block of the first kernel reads at once.
+/// Elements that a thread block of fp8_amax reads in one step.
 const AMAX_ELEMENTS: usize = 256 * 4 * WORD_ELEMENTS;
-/// Most blocks of it: four for each multiprocessor of a large GPU.
+/// Most thread blocks of fp8_amax: four for each multiprocessor of a large GPU.
 const MAX_PARTIALS: usize = 528;
-/// Parts of a largest magnitude that another kernel finds beside its work.
+/// Partial maxima of a kernel that computes them beside its output, see [`with_amax`].
 pub(crate) const AMAX_PARTIALS: usize = 512;
-/// Rows and columns of a block of the second.
+/// Rows and columns of a thread block of fp8_quantise.
 const TILE: usize = 128;
 /// Every size of an fp8 GEMM is a multiple of this.
 const MULTIPLE: usize = 16;
 
-/// A format of fp8.
+/// An fp8 format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Fp8Format {
     /// Four bits of exponent, three of mantissa, up to 448: weights and activations.
@@ -28,14 +28,14 @@ pub enum Fp8Format {
     E5m2,
 }
 
-/// Rows in fp8, contiguous, and their scale, on the device.
+/// A contiguous fp8 matrix and its scale, both on the device.
 #[derive(Debug, Clone)]
 pub struct Fp8Matrix {
-    /// `[rows, width]`, a byte each.
+    /// `[rows, width]`, one byte for each element.
     pub values: CudaTensor,
-    /// f32 `[1]`.
+    /// The factor that turns fp8 numbers into values, f32 `[1]`.
     pub scale: CudaTensor,
-    /// What the bytes are.
+    /// Format of the bytes.
     pub format: Fp8Format,
 }
 
@@ -48,8 +48,8 @@ pub struct Fp8Pair {
     pub columns: Fp8Matrix,
 }
 
-/// Rounds a bf16 tensor `[.., width]` to eight bits. The scale brings the largest magnitude to the format's largest.
-/// `amax` holds partial maxima of |x|, f32 and contiguous, if the kernel that wrote x computed them.
+/// Quantises a bf16 tensor `[.., width]` to fp8. The scale maps the largest magnitude to the largest number of the
+/// format. `amax` holds partial maxima of |x|, f32 and contiguous, if the kernel that wrote x computed them.
 ///
 /// # Errors
 /// Another type, a width or a number of rows that is not a multiple of 16, a GPU below compute capability 8.9.
@@ -72,7 +72,7 @@ pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format, amax: Option<&CudaTensor>
         None => largest_magnitudes(&x)?,
     };
     let new = |shape: &[usize], dtype| x.empty_contiguous(shape, dtype);
-    let (values, turned) = (new(&[rows, width], DType::U8), new(&[width, rows], DType::U8));
+    let (values, transposed) = (new(&[rows, width], DType::U8), new(&[width, rows], DType::U8));
     let scale = new(&[1], DType::F32);
     let grid = [width.div_ceil(TILE), rows.div_ceil(TILE), 1];
     let params = params!(Fp8QuantiseParams {
@@ -82,8 +82,8 @@ pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format, amax: Option<&CudaTensor>
     });
     // SAFETY: reads all elements and maxima, writes every byte of both copies and the scale.
     unsafe {
-        let outputs = [&x, &amax, &values, &turned, &scale];
-        fp8_quantise_kernel(format).launch(grid, &outputs, &params)
+        let tensors = [&x, &amax, &values, &transposed, &scale];
+        fp8_quantise_kernel(format).launch(grid, &tensors, &params)
     }?;
     let matrix = |values| Fp8Matrix {
         values,
@@ -92,23 +92,23 @@ pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format, amax: Option<&CudaTensor>
     };
     Ok(Fp8Pair {
         rows: matrix(values),
-        columns: matrix(turned),
+        columns: matrix(transposed),
     })
 }
 
-/// Those of a contiguous tensor, one a block.
+/// Partial maxima of |x| of a contiguous tensor, one for each thread block.
 fn largest_magnitudes(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
     let num_elements = x.num_elements();
     let num_partials = num_elements.div_ceil(AMAX_ELEMENTS).min(MAX_PARTIALS);
     let amax = x.empty_contiguous(&[num_partials], DType::F32);
     let params = params!(Fp8AmaxParams { num_elements });
-    // SAFETY: reads all elements, writes one number a block.
+    // SAFETY: reads all elements, writes one number for each thread block.
     unsafe { FP8_AMAX.launch([num_partials, 1, 1], &[x, &amax], &params) }?;
     Ok(amax)
 }
 
 impl Fp8Format {
-    /// What a byte stands for.
+    /// The number that a byte encodes.
     pub fn number_of(self, byte: u8) -> f32 {
         let byte = i32::from(byte);
         let (mantissa_bits, bias) = match self {
@@ -140,12 +140,12 @@ impl Fp8Format {
     }
 }
 
-/// A kernel that writes bf16, finding the largest magnitude of it beside (`kernels/common/amax.cuh`).
+/// The form of a kernel that also writes partial maxima of its output's magnitude (`kernels/common/amax.cuh`).
 pub(crate) fn with_amax(kernel: SourceKernel) -> SourceKernel {
     kernel.define("AMAX_PARTIALS", AMAX_PARTIALS)
 }
 
-/// The first kernel.
+/// The kernel that computes partial maxima.
 pub(crate) const FP8_AMAX: SourceKernel = SourceKernel::new(AMAX).threads(256);
 
 /// The specialisation for a format.

@@ -1,12 +1,12 @@
-//! Launch of `kernels/likeliest.cu`.
+//! Launch of `kernels/likeliest.cu`: the greedy choice of a token.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require, require_non_empty};
 use crate::step::swiglu_forward::as_rows;
 
 const NAME: &str = "likeliest";
 
-/// The first of the largest of the first `num_tokens` logits of each row, bf16 `[rows, vocab_size]`: i32 `[rows, 1]`,
-/// -1 where one of them is NaN or infinite.
+/// The index of the largest of the first `num_tokens` logits of each row of bf16 `[rows, vocab_size]`, of equal ones
+/// the first. Returns i32 `[rows, 1]`; -1 where one of these logits is NaN or infinite.
 ///
 /// # Errors
 /// Other types, no logits, more than 2^31 of them in a row.

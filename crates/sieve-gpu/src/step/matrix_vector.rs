@@ -1,47 +1,47 @@
-//! Launch of `kernels/matrix_vector.cu`.
+//! Launch of `kernels/matrix_vector.cu`: the GEMV of decoding, with norm, residual or SwiGLU.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
 use crate::step::VectorRows;
-use crate::step::swiglu_forward::as_rows;
+use crate::step::swiglu_forward::{as_rows, with_width};
 
 const NAME: &str = "matrix_vector";
 
-/// Rows of a call: more of them are a GEMM's.
+/// Most rows of a call; for more rows a GEMM is faster.
 pub const MAX_VECTORS: usize = 4;
 
-/// Warps of a block.
+/// Warps of a thread block.
 const NUM_WARPS: usize = 8;
 
-/// Blocks of a multiprocessor.
+/// Thread blocks that run on a multiprocessor at a time.
 const BLOCKS: usize = 4;
 
-/// What a weight matrix is multiplied by: up to [`MAX_VECTORS`] rows.
+/// The rows by which a weight matrix is multiplied, up to [`MAX_VECTORS`].
 #[derive(Debug, Clone, Copy)]
 pub enum Vectors<'a> {
     /// bf16 `[.., k]`.
     Plain(&'a CudaTensor),
-    /// The RMSNorm of bf16 `[.., k]` by a weight bf16 `[k]`, with this added to the mean square.
+    /// The RMSNorm of bf16 `[.., k]`, with its weight, bf16 `[k]`, and epsilon.
     Normed(&'a CudaTensor, &'a CudaTensor, f32),
 }
 
-/// What becomes of a product before it is stored.
+/// What is done with the product before it is stored.
 #[derive(Debug, Clone, Copy)]
 pub enum Epilogue<'a> {
     /// Nothing.
     Stored,
-    /// bf16 `[.., n]` is added.
+    /// A residual, bf16 `[.., n]`, is added.
     Added(&'a CudaTensor),
-    /// SwiGLU: the first half of `w`'s rows are gates.
+    /// SwiGLU, where the first half of the rows of `w` gives gates.
     SwiGlu,
 }
 
-/// `h wᵀ` with its epilogue `finish`: `w` bf16 `[n, k]`, for SwiGLU `[2 * n, k]`; returns bf16 `[.., n]`. The norm is
-/// rounded to bf16 as by its own kernel, and so are gates and ups. Sums are f32; a residual is added before the one
-/// rounding.
+/// `input wᵀ` with the epilogue `finish`. `w` is bf16 `[n, k]`, for SwiGLU `[2 * n, k]`; returns bf16 `[.., n]`. Sums
+/// are f32, and a residual is added to them before the rounding. The norm is rounded to bf16 like the output of its own
+/// kernel; so are gates and ups.
 ///
 /// # Errors
-/// Other types or shapes, more than [`MAX_VECTORS`] rows, a `k` that is not a multiple of 8 or whose rows do not fit a
-/// block's shared memory.
+/// Other types or shapes, more than [`MAX_VECTORS`] rows, a `k` that is not a multiple of 8, or rows of `k` that do not
+/// fit the shared memory of a thread block.
 pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -> Result<CudaTensor, KernelError> {
     let [n, k] = w.dims(NAME, "w")?;
     let (form, x, epsilon) = match input {
@@ -62,8 +62,7 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
         Vectors::Normed(_, norm, _) => Some(x.weight(NAME, norm)?),
         _ => None,
     };
-    let mut shape = x.tensor.shape().to_vec();
-    *shape.last_mut().expect("rows have a width") = n;
+    let shape = with_width(&x.tensor, n);
     if let Some(residual) = residual {
         residual.require_dtype(NAME, "residual", DType::BF16)?;
         residual.require_shape(NAME, "residual", &shape)?;
@@ -86,13 +85,13 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
     let blocks = n.div_ceil(NUM_WARPS / warps_per_row).min(BLOCKS * multiprocessors);
     let added = residual.as_ref().map_or(&x.tensor, |(residual, ..)| residual);
     let tensors = [&x.tensor, &w.tensor, norm.as_ref().unwrap_or(&x.tensor), added, &y];
-    // SAFETY: reads rows of `k` columns of x, w and the norm, and of `n` of the residual, and writes every element of
-    // y; sizes checked above. Where there is no norm or residual, x is passed instead and not read.
+    // SAFETY: reads rows of `k` columns of x, w and the norm, and of `n` columns of the residual, and writes every
+    // element of y; sizes checked above. Without a norm or residual, x is passed in its place and not read as one.
     unsafe { kernel.launch([blocks, 1, 1], &tensors, &params) }?;
     Ok(y)
 }
 
-/// What a specialisation does with its products.
+/// The epilogue of a specialisation.
 #[derive(Clone, Copy)]
 pub(crate) enum Form {
     Stored,
@@ -110,7 +109,8 @@ impl Form {
     }
 }
 
-/// The specialisation for a form of the input and of the output, rows of x, and warps that share a row of w.
+/// The specialisation for an input (0: plain, 1: normed), an epilogue, a number of rows of x, and warps that share a
+/// row of w.
 pub(crate) fn matrix_vector_kernel(input: u8, output: Form, rows: usize, warps_per_row: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("INPUT", input)
@@ -122,12 +122,12 @@ pub(crate) fn matrix_vector_kernel(input: u8, output: Form, rows: usize, warps_p
         .starts_early()
 }
 
-/// Rows that a kernel for this many holds.
+/// Rows for which the kernel is compiled.
 fn held_rows(rows: usize) -> usize {
     rows.next_power_of_two()
 }
 
-/// As few warps a row of w as keep every multiprocessor's warps at work.
+/// Warps that share a row of w: the fewest with which all warps of the device have work.
 fn warps_per_row(n: usize, multiprocessors: usize) -> usize {
     let wanted = BLOCKS * NUM_WARPS * multiprocessors;
     wanted.div_ceil(n.max(1)).next_power_of_two().min(NUM_WARPS)

@@ -1,16 +1,13 @@
-//! Launches of `kernels/qk_norm_rope_backward.cu` and `column_sums.cu`.
+//! Launches of `kernels/qk_norm_rope_backward.cu` and `column_sums.cu`: gradients of the norm and rotary position
+//! embedding of queries and keys.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params};
-use crate::step::column_sums;
+use crate::step::column_sums::{MAX_PARTIALS, column_sums};
 use crate::step::qk_norm_rope_forward::{BLOCK_TOKENS, Checked, PackedTokens, QkNormRope, Reuse};
 
 const NAME: &str = "qk_norm_rope_backward";
 
-/// Blocks, and so partial sums: two on each multiprocessor of an H100. A constant, because the order of the sum follows
-/// it.
-const MAX_BLOCKS: usize = 264;
-
-/// What [`QkNormRope::qk_norm_rope_backward`] returns.
+/// Result of [`QkNormRope::qk_norm_rope_backward`].
 #[derive(Debug, Clone)]
 pub struct QkNormRopeGradients {
     /// bf16, the shape of qkv.
@@ -22,11 +19,11 @@ pub struct QkNormRopeGradients {
 }
 
 impl QkNormRope<'_> {
-    /// Gradients of [`QkNormRope::qk_norm_rope_forward`]. `qkv` is what the forward pass read; `dy`
-    /// has its shape. With [`Reuse::InPlace`] dqkv lies in `dy`.
+    /// Gradients of [`QkNormRope::qk_norm_rope_forward`]. `qkv` is the input of the forward pass; `dy` has its shape.
+    /// With [`Reuse::InPlace`] dqkv overwrites `dy`.
     ///
     /// # Errors
-    /// As the forward pass.
+    /// The errors of the forward pass; with [`Reuse::InPlace`] strides of `dy` that the kernel does not take.
     pub fn qk_norm_rope_backward(
         &self,
         qkv: &CudaTensor,
@@ -44,7 +41,7 @@ impl QkNormRope<'_> {
             ),
             Reuse::InPlace => (dy.tensor.clone(), dy.token_stride),
         };
-        let blocks = qkv.tokens.div_ceil(BLOCK_TOKENS).min(MAX_BLOCKS);
+        let blocks = qkv.tokens.div_ceil(BLOCK_TOKENS).min(MAX_PARTIALS);
         let partials = qkv.tensor.empty_contiguous(&[blocks, 2 * qkv.head_dim], DType::F32);
         let params = params!(QkNormRopeBackwardParams {
             tokens: qkv.tokens,
@@ -76,7 +73,7 @@ impl QkNormRope<'_> {
     }
 }
 
-/// The specialisation for a width and a kind of output.
+/// The specialisation for a head width and a way of output.
 pub(crate) fn qk_norm_rope_backward_kernel(head_dim: usize, reuse: Reuse) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("HEAD_DIM", head_dim)

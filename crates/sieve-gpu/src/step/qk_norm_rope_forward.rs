@@ -1,4 +1,4 @@
-//! Launch of `kernels/qk_norm_rope_forward.cu`.
+//! Launches of `kernels/qk_norm_rope_forward.cu`: norm and rotary position embedding of queries and keys.
 use crate::KernelError;
 use crate::runtime::{
     CudaTensor, DType, SourceKernel, operands, params, require, require_non_empty, require_tokens, row_layout,
@@ -7,44 +7,45 @@ use crate::step::{WORD_ELEMENTS, require_alignment};
 
 const NAME: &str = "qk_norm_rope_forward";
 
-/// Tokens of a block: one a warp.
+/// Tokens of a thread block, one for each warp.
 pub(crate) const BLOCK_TOKENS: usize = 8;
 
-/// Tokens of a decoding step at most, and heads that a warp has on their way at once at least.
+/// Up to this many tokens (decoding) the heads of a token are divided among thread blocks.
 const FEW_TOKENS: usize = 64;
+/// Heads of a thread block where heads are divided.
 const HEADS_AT_ONCE: usize = 4;
 
-/// What q/k-norm with rotary positions has beside the packed tensor.
+/// Operands of the norm and rotary position embedding beside the packed tensor.
 #[derive(Debug, Clone, Copy)]
 pub struct QkNormRope<'a> {
     /// bf16 `[head_dim]`.
     pub q_weight: &'a CudaTensor,
     /// bf16 `[head_dim]`.
     pub k_weight: &'a CudaTensor,
-    /// i32 `[batch, seq_len]`: rows of the tables. Past their end counts as the last row.
+    /// Position of each token, i32 `[batch, seq_len]`, a row of the tables; positions past their end take the last row.
     pub positions: &'a CudaTensor,
     /// f32 `[max_positions, head_dim / 2]`.
     pub cos: &'a CudaTensor,
     /// f32 `[max_positions, head_dim / 2]`.
     pub sin: &'a CudaTensor,
-    /// Key heads, and as many value heads, behind the query heads, of which there may be none.
+    /// Number of key heads, and of value heads. They follow the query heads, of which there may be none.
     pub num_kv_heads: usize,
-    /// Added to the mean square.
+    /// Epsilon of the norms.
     pub epsilon: f32,
 }
 
 /// Whether a kernel writes over its input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reuse {
-    /// A new tensor; the values are copied into it.
+    /// The output is a new tensor.
     Copy,
-    /// The input itself, for every clone of it; the values stay where they are.
+    /// The output overwrites the input, and every clone of it shares the change.
     InPlace,
 }
 
 impl QkNormRope<'_> {
-    /// Normalises the query and key heads of `qkv` bf16 `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` and
-    /// rotates them by their positions; values pass through. `head_dim` is a multiple of 16 up to 256.
+    /// Normalises the query and key heads of `qkv`, bf16 `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]`, and
+    /// rotates them by their positions; values are copied. `head_dim` is a multiple of 16 up to 256.
     ///
     /// # Errors
     /// Other types or shapes, no tokens, a table that does not fit.
@@ -71,8 +72,7 @@ impl QkNormRope<'_> {
     }
 }
 
-/// Rotates the query and key heads of `qkv` as [`QkNormRope::qk_norm_rope_forward`] does, without the norms. With
-/// negated sines it is its own gradient.
+/// [`QkNormRope::qk_norm_rope_forward`] without the norms. Called on dy with negated sines it computes its gradient.
 ///
 /// # Errors
 /// Other types or shapes, no tokens, a table that does not fit.
@@ -101,7 +101,7 @@ pub fn rope(
         epsilon: 0f32,
     });
     // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked; this form does
-    // not read the weights, for which qkv is passed.
+    // not read weights, and qkv is passed in their place.
     unsafe {
         rope_kernel(qkv.head_dim).launch(
             grid(qkv.tokens, num_heads + num_kv_heads),
@@ -120,7 +120,7 @@ pub fn rope(
     Ok(out)
 }
 
-/// Few tokens share their heads among blocks, so that none waits for one warp to walk all of them.
+/// With few tokens the heads of a token are divided among thread blocks, as one warp would take long for all of them.
 fn grid(tokens: usize, rotated_heads: usize) -> [usize; 3] {
     let slices = if tokens <= FEW_TOKENS {
         rotated_heads.div_ceil(HEADS_AT_ONCE)
@@ -130,12 +130,12 @@ fn grid(tokens: usize, rotated_heads: usize) -> [usize; 3] {
     [tokens.div_ceil(BLOCK_TOKENS), slices, 1]
 }
 
-/// The specialisation for a width, without norms.
+/// The specialisation for a head width without norms.
 pub(crate) fn rope_kernel(head_dim: usize) -> SourceKernel {
     qk_norm_rope_forward_kernel(head_dim).define("QK_NORM", 0)
 }
 
-/// The specialisation for a width.
+/// The specialisation for a head width with norms.
 pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("HEAD_DIM", head_dim)
@@ -143,7 +143,8 @@ pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize) -> SourceKernel {
         .starts_early()
 }
 
-/// A packed `[batch, seq_len, heads, head_dim]` tensor whose tokens are one stride apart.
+/// A packed `[batch, seq_len, heads, head_dim]` tensor with the same stride between any two neighbouring tokens, also
+/// from one batch row to the next.
 #[derive(Debug, Clone)]
 pub(crate) struct PackedTokens {
     pub(crate) tensor: CudaTensor,
@@ -154,8 +155,8 @@ pub(crate) struct PackedTokens {
 }
 
 impl PackedTokens {
-    /// The tensor itself where its tokens are one stride apart without gaps inside. Else a contiguous copy, or an error
-    /// with [`Reuse::InPlace`], since the kernel would then write to the copy.
+    /// The tensor itself if its tokens have one stride and no gaps inside. Otherwise a contiguous copy, or an error
+    /// with [`Reuse::InPlace`], as the kernel would write to the copy.
     pub(crate) fn of(
         kernel: &'static str,
         name: &'static str,
@@ -196,7 +197,7 @@ impl PackedTokens {
     }
 }
 
-/// [`QkNormRope`], checked against a packed tensor.
+/// The operands of [`QkNormRope`] after their checks against a packed tensor.
 #[derive(Debug)]
 pub(crate) struct Checked {
     /// q weight, k weight, positions, cosines, sines.
@@ -231,18 +232,18 @@ impl Checked {
     }
 }
 
-/// Tables of cosines and sines, f32 `[max_positions, width / 2]`, as the kernels walk them.
+/// Tables of cosines and sines, f32 `[max_positions, width / 2]`, with strides that the kernels take.
 #[derive(Debug, Clone)]
 pub(crate) struct RotaryTables {
     pub(crate) cos: CudaTensor,
     pub(crate) sin: CudaTensor,
     pub(crate) max_positions: usize,
-    /// Elements from row to row.
+    /// Stride of rows in elements.
     pub(crate) stride: usize,
 }
 
 impl RotaryTables {
-    /// The tables, or copies where the kernels cannot walk them, for heads of `width`.
+    /// The tables for heads of `width`; copies where the kernels do not take the strides.
     ///
     /// # Errors
     /// Another type or shape, no positions.

@@ -1,11 +1,11 @@
-//! Launch of `kernels/residual_add.cu`.
+//! Launch of `kernels/residual_add.cu`: the sum of two tensors.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operand, params, require_non_empty};
 use crate::step::swiglu_forward::{THREADS, as_rows, vector_width};
 
 const NAME: &str = "residual_add";
 
-/// `a + b` of one shape, bf16; returns a new contiguous tensor.
+/// `a + b` of two bf16 tensors of one shape; returns a new contiguous tensor.
 ///
 /// # Errors
 /// Another type, shapes that differ, no elements.

@@ -1,24 +1,21 @@
-//! Launches of `kernels/rms_norm_backward.cu` and `column_sums.cu`.
+//! Launches of `kernels/rms_norm_backward.cu` and `column_sums.cu`: gradients of RMSNorm.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
-use crate::step::{VectorRows, column_sums};
+use crate::step::VectorRows;
+use crate::step::column_sums::{MAX_PARTIALS, column_sums};
 
 const NAME: &str = "rms_norm_backward";
 
-/// Blocks, and so partial sums: two on each multiprocessor of an H100. A constant, because the order of the sum follows
-/// it.
-const MAX_BLOCKS: usize = 264;
-
-/// Warps of a block.
+/// Warps of a thread block.
 const BLOCK_WARPS: usize = 16;
 
 /// Columns that a warp holds of a row.
 const WARP_WIDTH: usize = 512;
 
 /// Gradients of [`rms_norm_forward`](crate::step::rms_norm_forward()): `(dx, dweight)`, dx bf16 `[.., width]`, dweight
-/// f32 `[width]`. `x` is what was normalised.
+/// f32 `[width]`. `x` is the input of the forward pass.
 ///
-/// `d_residual` is the gradient that reaches x past this norm, along the residual stream; it is added to dx.
+/// `d_residual` is the gradient of x by the residual stream, which bypasses the norm; it is added to dx.
 ///
 /// # Errors
 /// Other types or shapes, no rows.
@@ -32,11 +29,11 @@ pub fn rms_norm_backward(
     launch([x, weight, dy], epsilon, d_residual, None)
 }
 
-/// As [`rms_norm_backward`] with a residual gradient, and computes y, the output of
-/// [`rms_norm_forward`](crate::step::rms_norm_forward()), again, bf16 `[.., width]`: `(dx, dweight, y)`.
+/// [`rms_norm_backward`] with a residual gradient that also recomputes y, the output of
+/// [`rms_norm_forward`](crate::step::rms_norm_forward()), bf16 `[.., width]`. Returns `(dx, dweight, y)`.
 ///
 /// # Errors
-/// As [`rms_norm_backward`].
+/// The errors of [`rms_norm_backward`].
 pub fn rms_norm_backward_with_output(
     x: &CudaTensor,
     weight: &CudaTensor,
@@ -80,21 +77,21 @@ fn launch(
     tensors.extend([&dx, &partials]);
     tensors.extend(y);
     let kernel = rms_norm_backward_kernel(residual, warps);
-    // SAFETY: reads rows of `width` columns, writes every element of dx, of the blocks' partial sums and of y; sizes
-    // checked above.
+    // SAFETY: reads rows of `width` columns, writes every element of dx, of the partial sums and of y; sizes checked
+    // above.
     unsafe { kernel.launch([blocks, 1, 1], &tensors, &params) }?;
     let [dweight] = column_sums(&partials, [&[x.width]])?;
     Ok((dx, dweight))
 }
 
-/// What a launch has beside the norm's own gradient.
+/// What a launch computes beside the gradient of the norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NormResidual {
     /// Nothing.
     None,
-    /// The gradient of the residual stream, added to dx.
+    /// The gradient of the residual stream is added to dx.
     Added,
-    /// That, and the norm's output, computed again.
+    /// The gradient of the residual stream is added to dx, and the norm's output is recomputed.
     AddedWithOutput,
 }
 
@@ -118,7 +115,7 @@ fn warps_per_row(width: usize) -> Result<usize, KernelError> {
 }
 
 fn num_blocks(rows: usize, warps_per_row: usize) -> usize {
-    rows.div_ceil(BLOCK_WARPS / warps_per_row).min(MAX_BLOCKS)
+    rows.div_ceil(BLOCK_WARPS / warps_per_row).min(MAX_PARTIALS)
 }
 
 #[cfg(test)]
@@ -138,6 +135,6 @@ mod tests {
         assert_eq!(num_blocks(17, 1), 2);
         assert_eq!(num_blocks(9, 4), 3);
         assert_eq!(num_blocks(9, 16), 9);
-        assert_eq!(num_blocks(1 << 20, 1), MAX_BLOCKS);
+        assert_eq!(num_blocks(1 << 20, 1), MAX_PARTIALS);
     }
 }

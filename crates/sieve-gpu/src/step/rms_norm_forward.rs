@@ -1,18 +1,18 @@
-//! Launch of `kernels/rms_norm_forward.cu`.
+//! Launch of `kernels/rms_norm_forward.cu`: RMSNorm.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
 use crate::step::VectorRows;
 
 const NAME: &str = "rms_norm_forward";
 
-/// Columns that a warp holds of a row, as `common/norm_row.cuh` says.
+/// Columns of a row that a warp holds in registers, see `common/norm_row.cuh`.
 const WARP_WIDTH: usize = 2048;
 
 /// The widest rows.
 const MAX_WIDTH: usize = 4 * WARP_WIDTH;
 
-/// RMSNorm of each row: `x / sqrt(mean(x²) + epsilon) * weight`. `x` bf16 `[.., width]`, `weight` bf16 `[width]`, width
-/// a multiple of 8 up to 8192; returns bf16 `[.., width]`.
+/// RMSNorm of each row: `x / sqrt(mean(x²) + epsilon) * weight`. `x` is bf16 `[.., width]`, `weight` bf16 `[width]`,
+/// and width a multiple of 8 up to 8192. Returns bf16 `[.., width]`.
 ///
 /// # Errors
 /// Other types or shapes, no rows.

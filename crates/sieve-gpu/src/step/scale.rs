@@ -1,11 +1,12 @@
-//! Launch of `kernels/scale.cu`.
+//! Launch of `kernels/scale.cu`: a tensor times a number on the device.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, SourceKernel, operands, params, require_float, require_non_empty};
 use crate::step::swiglu_forward::{THREADS, as_rows, vector_width};
 
 const NAME: &str = "scale";
 
-/// Multiplies `x`, contiguous bf16 or f32 of any shape, by the f32 `[1]` `factor`: in place, for every clone of it.
+/// Multiplies `x`, contiguous bf16 or f32 of any shape, by `factor`, f32 `[1]`, in place. Every clone of `x` shares the
+/// change.
 ///
 /// # Errors
 /// Another type or layout, no elements.

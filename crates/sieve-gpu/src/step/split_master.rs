@@ -1,18 +1,19 @@
-//! Launches of `kernels/split_master.cu`: an f32 master as the model's bf16 leaf and the 16 bits that the leaf lacks.
+//! Launches of `kernels/split_master.cu`: an f32 master weight as the model's bf16 leaf and the low 16 bits that the
+//! leaf lacks (the rest).
 //!
-//! Together they are the master, exactly, in 4 bytes instead of the 6 of a master with a leaf beside it. The low bits
-//! are stored in a bf16 tensor, whose values have no meaning as numbers.
+//! Leaf and rest represent the master exactly in 4 bytes, where an f32 master and a bf16 leaf take 6. The rest is
+//! stored as a bf16 tensor whose values mean nothing as numbers.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_non_empty};
 use crate::step::require_alignment;
 
 const NAME: &str = "split_master";
 
-/// Elements of a block.
+/// Elements of a thread block.
 const BLOCK_ELEMENTS: usize = 1024;
 
-/// `(leaf, rest)` of a contiguous f32 `master`, of its shape. The leaf is the master rounded to bf16, ties away from
-/// zero.
+/// `(leaf, rest)` of a contiguous f32 `master`, both bf16 in its shape. The leaf is the master rounded to bf16, ties
+/// away from zero.
 ///
 /// # Errors
 /// Another type, gaps, no elements.
@@ -31,7 +32,7 @@ pub fn split_master(master: &CudaTensor) -> Result<(CudaTensor, CudaTensor), Ker
     Ok((leaf, rest))
 }
 
-/// The f32 master of a bf16 leaf and its low bits.
+/// The f32 master of a leaf and its rest.
 ///
 /// # Errors
 /// Other types, shapes that differ, gaps, no elements.

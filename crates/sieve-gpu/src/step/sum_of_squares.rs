@@ -1,5 +1,5 @@
-//! Launches of `kernels/sum_partials.cu` and `finish_sum.cu`: sums over one or many tensors in an order that depends on
-//! their sizes alone.
+//! Launches of `kernels/sum_partials.cu` and `finish_sum.cu`: sums over one or many tensors, in an order that depends
+//! on the tensors' sizes alone.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require_float, require_non_empty};
 use crate::step::require_alignment;
@@ -7,7 +7,7 @@ use crate::step::require_alignment;
 const NAME: &str = "sum_partials";
 const FINISH: &str = "finish_sum";
 
-/// Elements of a block, and so of a partial sum.
+/// Elements of a thread block, which writes one partial sum.
 const BLOCK_ELEMENTS: usize = 65536;
 
 /// What is summed.
@@ -15,11 +15,11 @@ const BLOCK_ELEMENTS: usize = 65536;
 pub enum Term {
     /// The elements.
     Value,
-    /// Their squares.
+    /// The squares of the elements.
     Square,
 }
 
-/// A sum over tensors that come one by one: a launch each, and one more at the end.
+/// A sum over tensors that are added one by one: one launch for each tensor, and one for the total.
 #[derive(Debug)]
 pub struct FixedSum {
     term: Term,
@@ -75,10 +75,10 @@ impl FixedSum {
         self.finish(false)
     }
 
-    /// The root of the sum, f32 `[1]`: a norm, of squares.
+    /// The root of the sum, f32 `[1]`; of a sum of squares this is the norm.
     ///
     /// # Errors
-    /// As [`total`](Self::total).
+    /// The errors of [`total`](Self::total).
     pub fn root(self) -> Result<CudaTensor, KernelError> {
         self.finish(true)
     }
@@ -94,18 +94,18 @@ impl FixedSum {
         Ok(out)
     }
 
-    /// Sum of one tensor, f32 or bf16, in a fixed order; f32 `[1]`.
+    /// Sum of one tensor, f32 or bf16; returns f32 `[1]`.
     ///
     /// # Errors
-    /// As [`FixedSum::add`].
+    /// The errors of [`FixedSum::add`].
     pub fn of(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
         Self::over(x, Term::Value)
     }
 
-    /// Sum of the squares of one tensor, likewise.
+    /// Sum of the squares of one tensor, f32 or bf16; returns f32 `[1]`.
     ///
     /// # Errors
-    /// As [`FixedSum::add`].
+    /// The errors of [`FixedSum::add`].
     pub fn sum_of_squares(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
         Self::over(x, Term::Square)
     }

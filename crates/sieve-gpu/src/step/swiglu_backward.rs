@@ -1,27 +1,26 @@
-//! Launch of `kernels/swiglu_backward.cu`.
+//! Launches of `kernels/swiglu_backward.cu`: the gradient of SwiGLU.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operand, params, require_non_empty};
 use crate::step::qk_norm_rope_forward::Reuse;
-use crate::step::swiglu_forward::{THREADS, as_rows, packed_width, vector_width};
+use crate::step::swiglu_forward::{THREADS, as_rows, packed_width, vector_width, with_width};
 use crate::step::{AMAX_PARTIALS, empty_zero, with_amax};
 
 const NAME: &str = "swiglu_backward";
 
-/// Gradient of [`swiglu_forward`](crate::step::swiglu_forward()) with respect to its packed input: `gate_up`
-/// `[.., 2 * d_ff]`, `dy` `[.., d_ff]`; returns `[.., 2 * d_ff]`, all bf16. [`Reuse::InPlace`] puts it
-/// where a contiguous `gate_up` lies.
+/// Gradient of [`swiglu_forward`](crate::step::swiglu_forward()) with respect to its packed input `gate_up`
+/// `[.., 2 * d_ff]`, from `dy` `[.., d_ff]`; all bf16. With [`Reuse::InPlace`] it overwrites `gate_up`.
 ///
 /// # Errors
-/// Another type, shapes that do not fit each other, no rows; a tensor to be reused that is not contiguous.
+/// Another type, shapes that do not fit each other, no rows; with [`Reuse::InPlace`] a tensor that is not contiguous.
 pub fn swiglu_backward(gate_up: &CudaTensor, dy: &CudaTensor, reuse: Reuse) -> Result<CudaTensor, KernelError> {
     launch([gate_up, dy], reuse, [None; 2])
 }
 
-/// As [`swiglu_backward`], and finds the gradient's largest magnitude: `(dgate_up, amax)`, the latter for
-/// [`fp8_quantise`](crate::step::fp8_quantise()).
+/// [`swiglu_backward`] that also computes partial maxima of the gradient's magnitude for
+/// [`fp8_quantise`](crate::step::fp8_quantise()). Returns `(dgate_up, amax)`.
 ///
 /// # Errors
-/// As [`swiglu_backward`].
+/// The errors of [`swiglu_backward`].
 pub fn swiglu_backward_with_amax(
     gate_up: &CudaTensor,
     dy: &CudaTensor,
@@ -32,11 +31,11 @@ pub fn swiglu_backward_with_amax(
     Ok((dgate_up, amax))
 }
 
-/// As [`swiglu_backward`], and computes y, the output of [`swiglu_forward`](crate::step::swiglu_forward()), again:
-/// `(dgate_up, y)`. [`Reuse::InPlace`] puts them where contiguous `gate_up` and `dy` lie.
+/// [`swiglu_backward`] that also recomputes y, the output of [`swiglu_forward`](crate::step::swiglu_forward()). Returns
+/// `(dgate_up, y)`; with [`Reuse::InPlace`] they overwrite `gate_up` and `dy`.
 ///
 /// # Errors
-/// As [`swiglu_backward`]; tensors to be reused that are not contiguous.
+/// The errors of [`swiglu_backward`].
 pub fn swiglu_backward_with_output(
     gate_up: &CudaTensor,
     dy: &CudaTensor,
@@ -54,11 +53,7 @@ fn launch(
 ) -> Result<CudaTensor, KernelError> {
     gate_up.require_dtype(NAME, "gate_up", DType::BF16)?;
     let d_ff = packed_width(NAME, gate_up)?;
-    let mut expected = gate_up.shape().to_vec();
-    if let Some(width) = expected.last_mut() {
-        *width = d_ff;
-    }
-    operand(NAME, "dy", dy, DType::BF16, &expected)?;
+    operand(NAME, "dy", dy, DType::BF16, &with_width(gate_up, d_ff))?;
     let dgate_up = output_at(gate_up, "gate_up", reuse)?;
     let ((gate_up, rows, row_stride), (dy, _rows, dy_stride)) = (as_rows(gate_up), as_rows(dy));
     require_non_empty(NAME, "the number of rows", rows)?;
@@ -77,13 +72,13 @@ fn launch(
         dy_stride,
     });
     // SAFETY: reads rows of 2*d_ff and d_ff columns, writes every element of dgate_up and y; sizes were read off the
-    // tensors. dgate_up may lie where gate_up does and y where dy does: a thread writes only columns that it alone has
-    // read. `amax`, if any, has the number of partial maxima that the kernel was compiled for.
+    // tensors. dgate_up may overwrite gate_up and y may overwrite dy: a thread writes only columns that no other thread
+    // reads. `amax`, if any, has the number of partial maxima for which the kernel was compiled.
     unsafe { kernel.launch(grid, &buffers, &params) }?;
     Ok(dgate_up)
 }
 
-/// Where an output of an input's shape goes.
+/// The tensor for an output with the shape of `x`: `x` itself, or a new one.
 fn output_at(x: &CudaTensor, what: &'static str, reuse: Reuse) -> Result<CudaTensor, KernelError> {
     match reuse {
         Reuse::InPlace => x.require_contiguous(NAME, what).map(|()| x.clone()),
@@ -99,7 +94,7 @@ pub(crate) fn swiglu_backward_kernel(vector: usize) -> SourceKernel {
         .threads(THREADS)
 }
 
-/// As [`swiglu_backward_kernel`], with the output beside the gradient.
+/// The specialisation for a vector width that also recomputes the output.
 pub(crate) fn swiglu_backward_with_output_kernel(vector: usize) -> SourceKernel {
     swiglu_backward_kernel(vector).define("HAS_OUTPUT", 1)
 }

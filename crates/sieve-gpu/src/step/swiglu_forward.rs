@@ -1,11 +1,11 @@
-//! Launch of `kernels/swiglu_forward.cu`.
+//! Launches of `kernels/swiglu_forward.cu`: SwiGLU.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require, require_non_empty, uniform_rows};
 use crate::step::{AMAX_PARTIALS, empty_zero, with_amax};
 
 const NAME: &str = "swiglu_forward";
 
-/// Threads of a block, as the kernels' launch bounds say.
+/// Threads of a block, equal to the kernels' launch bounds.
 pub(crate) const THREADS: usize = 256;
 
 /// `silu(gate) * up` for packed rows. `gate_up` is bf16 `[.., 2 * d_ff]`, gate columns first; returns bf16
@@ -17,11 +17,11 @@ pub fn swiglu_forward(gate_up: &CudaTensor) -> Result<CudaTensor, KernelError> {
     launch(gate_up, None)
 }
 
-/// As [`swiglu_forward`], and finds y's largest magnitude: `(y, amax)`, the latter for
-/// [`fp8_quantise`](crate::step::fp8_quantise()).
+/// [`swiglu_forward`] that also computes partial maxima of y's magnitude for
+/// [`fp8_quantise`](crate::step::fp8_quantise()). Returns `(y, amax)`.
 ///
 /// # Errors
-/// As [`swiglu_forward`].
+/// The errors of [`swiglu_forward`].
 pub fn swiglu_forward_with_amax(gate_up: &CudaTensor) -> Result<(CudaTensor, CudaTensor), KernelError> {
     let amax = empty_zero(gate_up, &[AMAX_PARTIALS])?;
     let y = launch(gate_up, Some(&amax))?;
@@ -33,11 +33,7 @@ fn launch(gate_up: &CudaTensor, amax: Option<&CudaTensor>) -> Result<CudaTensor,
     let d_ff = packed_width(NAME, gate_up)?;
     let (gate_up, rows, row_stride) = as_rows(gate_up);
     require_non_empty(NAME, "the number of rows", rows)?;
-    let mut shape = gate_up.shape().to_vec();
-    if let Some(width) = shape.last_mut() {
-        *width = d_ff;
-    }
-    let y = gate_up.empty_contiguous(&shape, DType::BF16);
+    let y = gate_up.empty_contiguous(&with_width(&gate_up, d_ff), DType::BF16);
     let vector = vector_width(true, &[d_ff, row_stride]);
     let grid = [rows, d_ff.div_ceil(THREADS * vector), 1];
     let kernel = swiglu_forward_kernel(vector);
@@ -48,7 +44,7 @@ fn launch(gate_up: &CudaTensor, amax: Option<&CudaTensor>) -> Result<CudaTensor,
     let buffers: Vec<_> = [&gate_up, &y].into_iter().chain(amax).collect();
     let params = params!(SwigluForwardParams { d_ff, row_stride });
     // SAFETY: reads rows of 2*d_ff columns, writes every element of y; sizes and strides were read off the tensors.
-    // `amax`, if any, has the number of partial maxima that the kernel was compiled for.
+    // `amax`, if any, has the number of partial maxima for which the kernel was compiled.
     unsafe { kernel.launch(grid, &buffers, &params) }?;
     Ok(y)
 }
@@ -61,7 +57,7 @@ pub(crate) fn swiglu_forward_kernel(vector: usize) -> SourceKernel {
         .threads(THREADS)
 }
 
-/// Half the width of a packed tensor.
+/// `d_ff`, half the width of a packed tensor.
 pub(crate) fn packed_width(kernel: &'static str, gate_up: &CudaTensor) -> Result<usize, KernelError> {
     let width = gate_up.shape().last().copied().unwrap_or(0);
     require_non_empty(kernel, "d_ff", width)?;
@@ -69,7 +65,17 @@ pub(crate) fn packed_width(kernel: &'static str, gate_up: &CudaTensor) -> Result
     Ok(width / 2)
 }
 
-/// The tensor, or a copy, as rows one stride apart: `(tensor, rows, row_stride)`.
+/// The shape of a tensor with another width.
+pub(crate) fn with_width(tensor: &CudaTensor, width: usize) -> Vec<usize> {
+    let mut shape = tensor.shape().to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = width;
+    }
+    shape
+}
+
+/// `(tensor, rows, row_stride)` of a tensor seen as rows of its last dimension; a contiguous copy if no single stride
+/// leads from each row to the next.
 pub fn as_rows(tensor: &CudaTensor) -> (CudaTensor, usize, usize) {
     if let Some((rows, stride)) = uniform_rows(tensor.shape(), tensor.strides()) {
         return (tensor.clone(), rows, stride);

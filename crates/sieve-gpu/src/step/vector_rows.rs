@@ -1,9 +1,9 @@
-//! Operands of the element-wise step kernels: rows of whole 16-byte words.
+//! Operands of the element-wise kernels: rows of whole 16-byte words.
 use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, operands, require, require_non_empty};
 use crate::step::swiglu_forward::as_rows;
 
-/// bf16 of a 16-byte word.
+/// bf16 elements of a 16-byte word.
 pub(crate) const WORD_ELEMENTS: usize = 8;
 
 /// A bf16 tensor as rows that a kernel reads 16 bytes at a time.
@@ -16,10 +16,12 @@ pub(crate) struct VectorRows {
 }
 
 impl VectorRows {
-    /// The tensor, or a contiguous copy where its rows have no one stride, or one that is not a multiple of 16 bytes.
+    /// The tensor, or a contiguous copy if no single stride leads from each row to the next, or if this stride is not a
+    /// multiple of 16 bytes.
     ///
     /// # Errors
-    /// A type other than bf16, a width that 8 does not divide, no rows, a view that begins between two 16-byte words.
+    /// A type other than bf16, a width that is not a multiple of 8, no rows, a view that does not begin at a multiple
+    /// of 16 bytes.
     pub(crate) fn of(kernel: &'static str, name: &'static str, tensor: &CudaTensor) -> Result<Self, KernelError> {
         tensor.require_dtype(kernel, name, DType::BF16)?;
         let (mut tensor, rows, mut stride) = as_rows(tensor);
@@ -39,7 +41,7 @@ impl VectorRows {
         })
     }
 
-    /// A tensor of as many rows of the same width.
+    /// The rows of another tensor, which must have the same shape.
     pub(crate) fn like(
         &self,
         kernel: &'static str,
@@ -50,21 +52,21 @@ impl VectorRows {
         Self::of(kernel, name, tensor)
     }
 
-    /// A contiguous bf16 vector of the rows' width.
+    /// Checks a bf16 vector of the rows' width and returns it contiguous.
     pub(crate) fn weight(&self, kernel: &'static str, weight: &CudaTensor) -> Result<CudaTensor, KernelError> {
         operands!(kernel, weight: BF16[self.width] aligned);
         Ok(weight)
     }
 }
 
-/// Refuses a width that is not made of whole 16-byte words of bf16.
+/// Refuses a width of bf16 elements that is not a multiple of 16 bytes.
 pub(crate) fn require_words(kernel: &'static str, width: usize) -> Result<(), KernelError> {
     require_non_empty(kernel, "the width", width)?;
     require!(width.is_multiple_of(WORD_ELEMENTS), kernel, "width": width, "multiples of 8");
     Ok(())
 }
 
-/// Refuses a view that begins between two 16-byte words.
+/// Refuses a view that does not begin at a multiple of 16 bytes.
 pub(crate) fn require_alignment(
     kernel: &'static str,
     name: &'static str,

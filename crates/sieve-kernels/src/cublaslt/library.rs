@@ -35,7 +35,7 @@ pub(crate) struct Call {
     /// The tiles to take where they are offered, the best first.
     pub(super) tiles: &'static [Tile],
     /// x, w, C and D; then, where x and w are fp8, their scales.
-    pub(super) bindings: Vec<Binding>,
+    pub(crate) bindings: Vec<Binding>,
     /// Of the product and of C.
     pub(super) factors: [f32; 2],
     pub(super) stream: StreamId,
@@ -44,8 +44,8 @@ pub(crate) struct Call {
 /// What the device thread keeps for the life of the process.
 struct Library {
     handle: cublasLtHandle_t,
-    /// By stream id.
-    workspaces: HashMap<u64, u64>,
+    /// By CUDA stream, of which CubeCL has a fixed number; every thread has a stream id of its own.
+    workspaces: HashMap<CUstream, u64>,
     plans: HashMap<(Problem, [u32; 4]), Plan>,
 }
 
@@ -87,13 +87,13 @@ impl Library {
     }
 
     fn queue(&mut self, call: &Call, stream: CUstream, pointers: &[u64]) -> Result<(), Refusal> {
-        let workspace = match self.workspaces.get(&call.stream.value) {
+        let workspace = match self.workspaces.get(&stream) {
             Some(workspace) => *workspace,
             None => {
                 // SAFETY: an allocation on the current context, kept for the life of the process.
                 let made = unsafe { driver::malloc_sync(WORKSPACE_BYTES) };
                 let made = made.map_err(|e| Refusal::Failed(format!("a workspace of 64 MiB: {e:?}")))?;
-                self.workspaces.insert(call.stream.value, made);
+                self.workspaces.insert(stream, made);
                 made
             }
         };

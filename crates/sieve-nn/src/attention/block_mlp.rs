@@ -1,4 +1,4 @@
-//! The compression MLP of NSA: one key, or one value, from a block of them.
+//! The compression MLP of NSA: computes one key, or one value, from the keys or values of a block.
 use crate::{Linear, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
@@ -29,7 +29,7 @@ impl<B: Backend> BlockMlp<B> {
 }
 
 impl<B: SieveBackend> BlockMlp<B> {
-    /// `[rows, block_size * head_dim]`, positions added, to `[rows, head_dim]`.
+    /// From `[rows, block_size * head_dim]`, to which the positions are already added, to `[rows, head_dim]`.
     pub fn forward(&self, blocks: Tensor<B, 2>) -> Tensor<B, 2> {
         self.down_proj.forward(relu(self.up_proj.forward(blocks)))
     }

@@ -1,6 +1,6 @@
-//! Attention over blocks that each query chooses: InfLLM-V2 (arXiv:2509.24663) and MoBA (arXiv:2502.13189) by pooled
-//! keys, without parameters of their own; MSA (arXiv:2606.13392) by an indexer, whose scores may be QSA's. A layer may
-//! read the blocks that an earlier one chose.
+//! Attention over blocks of keys that each query chooses. InfLLM-V2 (arXiv:2509.24663) and MoBA (arXiv:2502.13189)
+//! choose by pooled keys, without parameters of their own. MSA (arXiv:2606.13392) chooses by an indexer, which may
+//! score blocks as QSA (Qwen3.8-Flash-Next) does. A layer may also read the blocks that an earlier layer chose.
 use super::indexer::Indexer;
 use super::weights::{by_key, with_values};
 use super::{LayerContext, LayerOutput};
@@ -19,39 +19,27 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// Blocks that queries of a layer chose.
+/// The blocks that the queries of a layer chose.
 #[derive(Clone, Debug)]
 pub(crate) enum LayerChoice<B: Backend> {
-    /// Of all tokens of the rows: `[batch, seq_len, choosers, attended blocks]`.
+    /// For all tokens of the rows, `[batch, seq_len, choosers, attended blocks]`.
     Rows(Tensor<B, 4, Int>),
-    /// Of one new token of each row: of each row and chooser, ascending, then -1.
+    /// For one new token per row: one list per row and chooser, ascending, then -1.
     Token(Vec<Vec<i32>>),
 }
 
-/// The blocks that the last choosing layer of a pass chose, keyed by the first of the rows that share a cache (0
-/// without caches). Clones belong to one pass and share the value.
-#[derive(Debug)]
+/// The blocks that the last choosing layer of a pass chose, by the first of the rows that share a cache (0 without
+/// caches). Clones share the value.
+#[derive(Clone, Debug, Default)]
 pub struct LastChoice<B: Backend>(Rc<RefCell<HashMap<usize, LayerChoice<B>>>>);
 
-impl<B: Backend> Clone for LastChoice<B> {
-    fn clone(&self) -> Self {
-        Self(self.0.clone())
-    }
-}
-
-impl<B: Backend> Default for LastChoice<B> {
-    fn default() -> Self {
-        Self(Rc::default())
-    }
-}
-
 impl<B: Backend> LastChoice<B> {
-    /// What was chosen so far, apart from what this pass will choose: for a layer that is computed a second time.
+    /// A copy that later choices of this pass do not change, for recomputing a layer in the backward pass.
     pub fn kept(&self) -> Self {
         Self(Rc::new(RefCell::new(self.0.borrow().clone())))
     }
 
-    /// The same on another backend.
+    /// A copy on another backend; `change` converts the tensors.
     pub fn map<I: Backend>(&self, change: impl Fn(Tensor<B, 4, Int>) -> Tensor<I, 4, Int>) -> LastChoice<I> {
         let change = |choice: &LayerChoice<B>| match choice {
             LayerChoice::Rows(rows) => LayerChoice::Rows(change(rows.clone())),
@@ -62,7 +50,7 @@ impl<B: Backend> LastChoice<B> {
         LastChoice(Rc::new(RefCell::new(all)))
     }
 
-    /// Goes on with what another pass chose.
+    /// Replaces the choice by another pass's, which is left empty.
     pub fn take_over(&self, other: Self) {
         *self.0.borrow_mut() = other.0.take();
     }
@@ -74,42 +62,42 @@ impl<B: Backend> LastChoice<B> {
     fn rows(&self, first_row: usize) -> Tensor<B, 4, Int> {
         match self.0.borrow().get(&first_row) {
             Some(LayerChoice::Rows(rows)) => rows.clone(),
-            _ => panic!("a layer that shares a choice stands behind one that chooses, with as many tokens"),
+            _ => panic!("no earlier layer chose blocks for the same tokens"),
         }
     }
 
     fn token(&self, first_row: usize) -> Vec<Vec<i32>> {
         match self.0.borrow().get(&first_row) {
             Some(LayerChoice::Token(blocks)) => blocks.clone(),
-            _ => panic!("a layer that shares a choice stands behind one that chooses, with one token"),
+            _ => panic!("no earlier layer chose blocks for one token"),
         }
     }
 }
 
-/// Each query sees the tokens of the blocks that it chooses, under one exact softmax. Its parameters are those of dense
-/// attention (and an indexer's), so that dense and sparse models can exchange weights.
+/// Each query attends to the tokens of the blocks that it chooses, with one exact softmax. The parameters are the same
+/// as in dense attention, plus an indexer's, so that dense and sparse models can exchange weights.
 #[derive(Module, Debug)]
 pub struct ChosenBlocksAttention<B: Backend> {
     /// Packed projection with q/k-norm and RoPE.
     pub qkv: QkvProjection<B>,
     /// `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
-    /// What chooses in place of the queries and pooled keys.
+    /// Chooses blocks in place of the queries and pooled keys.
     pub indexer: Option<Indexer<B>>,
     #[module(skip)]
     choice: BlockChoice,
-    /// Whether queries read the blocks that the last layer before this one chose.
+    /// Whether queries read the blocks that the last choosing layer before this one chose.
     #[module(skip)]
     shares: bool,
-    /// Of an indexer: the weight of its loss.
+    /// Weight of the indexer's loss.
     #[module(skip)]
     loss_weight: f64,
-    /// Of kinds with an indexer: whether queries read all keys meanwhile.
+    /// Whether queries read all earlier keys while the indexer learns.
     #[module(skip)]
     is_warmup: bool,
 }
 
-/// The packed tensors that a layer makes of its input: the attention's, and the indexer's where there is one.
+/// The packed queries, keys and values of a layer: `qkv` for the attention, `index` for the indexer if there is one.
 #[derive(Clone)]
 pub(crate) struct Packed<B: Backend> {
     pub(crate) qkv: Tensor<B, 4>,
@@ -126,7 +114,7 @@ impl<B: Backend> Packed<B> {
 }
 
 impl<B: Backend> ChosenBlocksAttention<B> {
-    /// Weights drawn by `init` from a normal distribution.
+    /// Normal weights from `init`.
     pub fn new(shape: &ModelShape, choice: BlockChoice, init: &mut WeightInit, device: &B::Device) -> Self {
         let (loss_weight, is_warmup) = match shape.attention {
             Attention::Msa(msa) => (msa.index_loss_weight, msa.index_warmup),
@@ -143,7 +131,7 @@ impl<B: Backend> ChosenBlocksAttention<B> {
         }
     }
 
-    /// How its queries choose.
+    /// Rule and sizes of the choice of blocks.
     pub fn choice(&self) -> BlockChoice {
         self.choice
     }
@@ -173,9 +161,9 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     }
 
     /// The blocks whose tokens each query reads, `[batch, seq_len, choosers, attended blocks]`, as
-    /// [`sieve_ops::choose_key_blocks`] gives them. For measures; [`forward`](Self::forward) chooses the same. Pass the
-    /// context of the whole pass, in which an earlier layer may have chosen for this one.
-    /// `None` where queries read all keys.
+    /// [`sieve_ops::choose_key_blocks`] returns them; [`forward`](Self::forward) chooses the same blocks. `context`
+    /// must be the one of the whole pass, because an earlier layer may have chosen the blocks. `None` where queries
+    /// read all keys.
     pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Option<Tensor<B, 4, Int>> {
         match (self.reads_all(context), self.shares) {
             (true, _) => None,
@@ -192,7 +180,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         self.is_warmup || context.reads_all
     }
 
-    /// The keys by which QSA's indexer scores blocks.
+    /// One key per complete block, by which a QSA indexer scores blocks; `None` without such an indexer.
     pub(crate) fn block_keys(
         &self,
         packed: &Packed<B>,
@@ -205,8 +193,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         pools.then(|| indexer.block_keys(index, documents, sizes, rope))
     }
 
-    /// The layer as a step of one token takes it; `None` where it shares a choice, chooses by QSA's scores, or reads
-    /// all keys while an indexer learns.
+    /// The layer's operands for [`sieve_ops::token_step`]; `None` where the layer reads blocks that another layer
+    /// chose, has a QSA indexer, or reads all keys while its indexer learns.
     pub(super) fn for_token_step(&self) -> Option<TokenAttention<B>> {
         if self.shares || self.is_warmup || self.choice.rule == ChoiceRule::SumOfHeads {
             return None;
@@ -258,8 +246,9 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         sieve_ops::choose_key_blocks(scored.clone(), documents, spec, self.choice)
     }
 
-    /// As [`attend`](Self::attend) of a part of each row: this rank chooses and attends over whole rows with its share
-    /// of the KV heads and their queries. An indexer has a query for each KV head, and one key that every rank gets.
+    /// As [`attend`](Self::attend) with context parallelism: this rank chooses blocks and attends over whole rows, with
+    /// its share of the KV heads and their queries. An indexer has one query per KV head, and one key that every rank
+    /// gets.
     fn attend_of_part(
         &self,
         packed: Packed<B>,
@@ -278,8 +267,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         (parts.to_tokens(o, spec.num_heads), statistics)
     }
 
-    /// Chooses blocks, or reuses the last layer's choice for the rows from `first_row` on, and attends with all heads
-    /// or some. Also returns the indexer's statistics where the context asks for them.
+    /// Chooses blocks, or takes the last choosing layer's blocks of the rows from `first_row` on, and attends with the
+    /// heads in `packed`, all or some. Also returns the indexer's statistics where `context.measures_indexers` is set.
     fn attend(
         &self,
         packed: Packed<B>,
@@ -317,7 +306,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
             spec,
             choice: self.choice,
             chosen,
-            // The mean over tokens, and over KV heads where each has an indexer's head of its own.
+            // The loss is a mean over tokens. It is one over KV heads too, unless they share the indexer's scores
+            // (QSA).
             loss_weight: self.loss_weight * context.token_share
                 / if block_keys.is_some() { 1 } else { all_kv_heads } as f64,
             block_keys,
@@ -330,7 +320,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         (sieve_ops::indexed_attention(qkv, index, &call), statistics)
     }
 
-    /// The output alone, with a cache; see [`LayerCache`].
+    /// See [`Attention::forward_cached`](crate::Attention::forward_cached).
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
@@ -369,7 +359,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
                 context.last_choice.set(first, LayerChoice::Token(chosen));
                 return o;
             }
-            // Several tokens behind others attend as one row of all keys, with queries of zero, and themselves.
+            // Several tokens after cached tokens attend in a row of all tokens; the cached tokens' queries are zeros.
             let row = cache.row(&packed);
             let earlier = cache.num_tokens();
             cache.append(&packed, spec);

@@ -1,11 +1,11 @@
-//! Attention layers outside a model: sizes in, a layer out. Each kind's file has the function that builds its layer.
+//! Sizes of an attention layer without a model. The file of each kind has the method that builds its layer.
 use crate::WeightInit;
 use burn::tensor::backend::Backend;
 use sieve_core::{Attention, DmaBias, ModelShape};
 use sieve_ops::RotaryEmbedding;
 use thiserror::Error;
 
-/// Sizes of one attention layer and how its weights are drawn.
+/// Sizes and initialisation of one attention layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionConfig {
     /// Width of the residual stream.
@@ -16,27 +16,27 @@ pub struct AttentionConfig {
     pub num_kv_heads: usize,
     /// Width of one head; even, because RoPE rotates pairs.
     pub head_dim: usize,
-    /// Added to the mean square inside the per-head norms; 1e-6 by [`new`](Self::new).
+    /// Epsilon of the per-head norms; 1e-6 by [`new`](Self::new).
     pub rms_norm_eps: f64,
     /// Standard deviation of the normal initialisation; 0.02 by [`new`](Self::new).
     pub initializer_range: f64,
     /// Base of the rotary frequencies; 10 000 by [`new`](Self::new).
     pub rope_theta: f64,
-    /// How DMA's scores become biases; `exp` by [`new`](Self::new).
+    /// Function from DMA's scores to biases of keys; `exp` by [`new`](Self::new).
     pub dma_bias: DmaBias,
-    /// Initial value of DMA's gates; 0 by [`new`](Self::new), which makes DMA start as a sliding window.
+    /// Initial value of DMA's gates; 0 by [`new`](Self::new), with which DMA starts as a sliding window.
     pub dma_a_init: f64,
     /// Seed of the weights; 0 by [`new`](Self::new).
     pub seed: u64,
 }
 
-/// Sizes from which no layer can be built, and how to fix them.
+/// Invalid sizes, and how to fix them.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("attention: {0}")]
 pub struct AttentionConfigError(String);
 
 impl AttentionConfig {
-    /// The four sizes, and the usual values for the rest.
+    /// A configuration with these sizes and the defaults that the fields name.
     pub fn new(d_model: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Self {
         Self {
             d_model,
@@ -55,7 +55,7 @@ impl AttentionConfig {
     /// Checks the sizes.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// The first invalid size.
     pub fn validate(&self) -> Result<(), AttentionConfigError> {
         let sizes = [
             ("d_model", self.d_model),
@@ -88,7 +88,7 @@ impl AttentionConfig {
         WeightInit::new(self.seed, self.initializer_range)
     }
 
-    /// A model's shape that holds the layer's sizes; what only a model has is empty and read by no layer.
+    /// The shape of a model with this layer's sizes. Fields that attention layers do not read are 0 or empty.
     pub(super) fn shape(&self, attention: Attention) -> ModelShape {
         if let Err(error) = self.validate() {
             panic!("{error}");

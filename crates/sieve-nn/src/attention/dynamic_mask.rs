@@ -1,14 +1,15 @@
-//! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention), exact to the token.
+//! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention), which selects single tokens.
 use super::weights::{by_key, with_values};
 use super::{LayerContext, LayerOutput};
-use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
+use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::{Attention, DmaBias, DmaShape, ModelShape};
-use sieve_ops::{AttentionLayer, AttentionSpec, DeviceBackend, DmaLayer, Documents, SieveBackend, TokenAttention};
+use sieve_ops::{AttentionSpec, DeviceBackend, DmaLayer, Documents, SieveBackend, TokenAttention};
 
-/// Every KV head scores each key once from its values; a query sees the `keep_window_size` best keys so far.
+/// Every KV head scores each key once, from the token's values. A query sees the `keep_window_size` earlier keys with
+/// the highest scores.
 #[derive(Module, Debug)]
 pub struct DynamicMaskAttention<B: Backend> {
     /// Packed projection with q/k-norm and RoPE.
@@ -17,14 +18,15 @@ pub struct DynamicMaskAttention<B: Backend> {
     pub o_proj: Linear<B>,
     /// Scores from the values of all KV heads (eq. 3's Δ), `[num_kv_heads, num_kv_heads * head_dim]`.
     pub dt_proj: Linear<B>,
-    /// Gate per KV head (eq. 3's A), `[num_kv_heads]`. At 0 all scores tie and DMA is a sliding window.
+    /// Gate per KV head (eq. 3's A), `[num_kv_heads]`. At 0 all scores are equal, and DMA is a sliding window.
     pub a: Param<Tensor<B, 1>>,
     #[module(skip)]
     dma: DmaShape,
 }
 
 impl AttentionConfig {
-    /// Attention over the `keep_window_size` best keys. Panics when [`validate`](Self::validate) fails or it is 0.
+    /// Attention over the `keep_window_size` best keys. Panics when [`validate`](Self::validate) fails or
+    /// `keep_window_size` is 0.
     pub fn dynamic_mask<B: Backend>(&self, keep_window_size: usize, device: &B::Device) -> DynamicMaskAttention<B> {
         assert!(keep_window_size > 0, "a query keeps at least one key");
         let dma = DmaShape {
@@ -62,7 +64,7 @@ impl<B: Backend> DynamicMaskAttention<B> {
 }
 
 impl<B: SieveBackend> DynamicMaskAttention<B> {
-    /// `residual` plus the attention's output, both `[batch, seq_len, d_model]`; the mask beside it.
+    /// `residual` plus the attention's output, both `[batch, seq_len, d_model]`, and the mask.
     pub fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
         let qkv = self.qkv.forward(x, context);
         let (mut expire, mut scores) = (None, None);
@@ -81,20 +83,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         }
     }
 
-    /// The layer after `norm`, as one op takes it.
-    pub(crate) fn layer_op(
-        &self,
-        norm: &RmsNorm<B>,
-        context: &LayerContext<'_, B>,
-    ) -> (AttentionLayer<B>, AttentionSpec) {
-        let layer = AttentionLayer {
-            dma: Some(self.dma_layer()),
-            ..self.qkv.layer_op(norm, &self.o_proj, context)
-        };
-        (layer, self.spec())
-    }
-
-    /// The layer as a step of one token takes it.
+    /// The layer's operands for [`sieve_ops::token_step`].
     pub(super) fn for_token_step(&self) -> TokenAttention<B> {
         TokenAttention {
             dma: Some(self.dma_layer()),
@@ -102,7 +91,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         }
     }
 
-    /// What ranks its keys.
+    /// The parameters that rank keys.
     pub fn dma_layer(&self) -> DmaLayer<B> {
         DmaLayer {
             w_dt: self.dt_proj.weight.val().transpose(),
@@ -123,7 +112,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
     /// See [`Attention::weights`](super::Attention::weights).
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let (qkv, spec, documents) = (self.qkv.forward(x, context), self.spec(), context.documents);
-        // Scores come from the values, so the mask is made before they are replaced.
+        // DMA's scores depend on the values, so the mask is computed before one-hot values replace them.
         let chosen = self.attend(qkv.clone(), documents, spec);
         by_key(&qkv, |one_hot| {
             let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
@@ -132,7 +121,8 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         })
     }
 
-    /// The output alone, with a cache of `keep_window_size` slots a head; see [`LayerCache`](crate::LayerCache).
+    /// See [`Attention::forward_cached`](crate::Attention::forward_cached); the cache has `keep_window_size` slots per
+    /// head.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

@@ -1,5 +1,5 @@
-//! The indexer of MSA (arXiv:2606.13392) and of QSA (Qwen3.8-Flash-Next): queries and one key head that choose blocks
-//! for an attention.
+//! The indexer of MSA (arXiv:2606.13392) and of QSA (Qwen3.8-Flash-Next): queries and one key head by which an
+//! attention layer chooses blocks.
 use super::LayerContext;
 use crate::{Linear, RmsNorm, WeightInit};
 use burn::module::Module;
@@ -8,10 +8,10 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::{ModelShape, NsaBlocks};
 use sieve_ops::{AttentionSpec, Documents, NsaCall, QkNorm, RotaryEmbedding, SieveBackend};
 
-/// One query head for each KV head, and one key head, normed and rotated as those of the attention.
+/// One query head per KV head of the attention, and one key head; all are normed and rotated.
 #[derive(Module, Debug)]
 pub struct Indexer<B: Backend> {
-    /// `[(num_kv_heads + 1) * head_dim, d_model]`, the key's rows last.
+    /// `[(num_kv_heads + 1) * head_dim, d_model]`: rows of the query heads, then of the key head.
     pub proj: Linear<B>,
     /// `[head_dim]`.
     pub q_norm: RmsNorm<B>,
@@ -21,7 +21,7 @@ pub struct Indexer<B: Backend> {
 }
 
 impl<B: Backend> Indexer<B> {
-    /// Normal weights from `init`, norms of one.
+    /// Normal weights from `init`; norms with weights of 1.
     pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
         let (num_heads, head_dim) = (shape.num_kv_heads, shape.head_dim);
         Self {
@@ -34,8 +34,8 @@ impl<B: Backend> Indexer<B> {
 }
 
 impl<B: SieveBackend> Indexer<B> {
-    /// `[batch, seq_len, num_heads + 2, head_dim]` from `[batch, seq_len, d_model]`: queries, the key, and in place of
-    /// a packed tensor's values the key before its norm. No gradient flows to x.
+    /// The indexer's packed tensor, `[batch, seq_len, num_kv_heads + 2, head_dim]`, from x, `[batch, seq_len,
+    /// d_model]`: the queries, the key, and the key before its norm in place of a value. x gets no gradient.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4> {
         let [batch, seq_len, _d_model] = x.dims();
         let packed = self.proj.forward(x.detach());
@@ -45,8 +45,8 @@ impl<B: SieveBackend> Indexer<B> {
         sieve_ops::qk_norm_rope(packed, self.qk_norm(), context.positions.clone(), context.rope, 1)
     }
 
-    /// QSA's keys of complete blocks, `[batch, num_slots, head_dim]`, from what [`forward`](Self::forward) returns;
-    /// `spec` is [`sieve_ops::indexer_spec`]'s.
+    /// QSA's keys of complete blocks, `[batch, num_slots, head_dim]`. `index` is the result of
+    /// [`forward`](Self::forward), `spec` is [`sieve_ops::indexer_spec`] of the attention.
     pub(crate) fn block_keys(
         &self,
         index: Tensor<B, 4>,
@@ -56,14 +56,14 @@ impl<B: SieveBackend> Indexer<B> {
     ) -> Tensor<B, 3> {
         let [batch, seq_len, _, d] = index.dims();
         let num_slots = blocks.num_slots(seq_len);
-        // The keys before their norm are the packed tensor's values.
+        // Index 1 of the means are those of the packed tensor's values: the keys before their norm.
         let means = sieve_ops::nsa_mean_pool(index, &NsaCall::new(documents, spec, blocks)).narrow(0, 1, 1);
         let positions = sieve_ops::block_positions(documents, blocks);
         self.keys_of(means.reshape([batch, num_slots, 1, d]), positions, rope)
     }
 
-    /// The same from means of blocks' keys before their norm, `[batch, blocks, 1, head_dim]`, and the positions of
-    /// their first tokens.
+    /// Norms and rotates means of blocks' keys, `[batch, blocks, 1, head_dim]`, at the positions of the blocks' first
+    /// tokens, `[batch, blocks]`; returns `[batch, blocks, head_dim]`.
     pub(crate) fn keys_of(
         &self,
         means: Tensor<B, 4>,
@@ -75,7 +75,7 @@ impl<B: SieveBackend> Indexer<B> {
             q_weight: self.k_norm.weight.val(),
             ..self.qk_norm()
         };
-        // Packed as queries, keys and values are; the first is read.
+        // The op takes a packed tensor. The keys are its query head, with the keys' norm; its other heads are not read.
         let packed = Tensor::cat(vec![means; 3], 2);
         let keys = sieve_ops::qk_norm_rope(packed, norm, positions, rope, 1);
         keys.narrow(2, 0, 1).reshape([batch, blocks, d])

@@ -12,23 +12,24 @@ use sieve_ops::{
     TokenAttention, TokenExtra, mla_decode,
 };
 
-/// Dense attention whose keys and values come from a latent of `kv_lora_rank` numbers per token, beside one rotated key
-/// for all heads. Only these are cached, and, where keys are normed, one scale a head and token.
+/// Dense attention that computes keys and values from a latent of `kv_lora_rank` values per token, and from one rotated
+/// key that all heads share. The cache holds only latent and rotated key, and where keys are normed 1 / rms per head.
 #[derive(Module, Debug)]
 pub struct LatentAttention<B: Backend> {
-    /// `[num_heads * (head_dim + qk_rope_head_dim), d_model]`, per head the part without rotation first.
+    /// `[num_heads * (head_dim + qk_rope_head_dim), d_model]`; in each head the columns without rotation come first.
     pub q_proj: Linear<B>,
-    /// Latent and shared rotated key, `[kv_lora_rank + qk_rope_head_dim, d_model]`.
+    /// Projection to the latent and the shared rotated key, `[kv_lora_rank + qk_rope_head_dim, d_model]`.
     pub kv_a_proj: Linear<B>,
-    /// Of the latent, `[kv_lora_rank]`.
+    /// Norm of the latent, `[kv_lora_rank]`.
     pub kv_a_norm: RmsNorm<B>,
-    /// Keys and values from the latent, `[num_heads * 2 * head_dim, kv_lora_rank]`, per head the key first.
+    /// Projection from the latent to keys and values, `[num_heads * 2 * head_dim, kv_lora_rank]`: each head's key, then
+    /// its value.
     pub kv_b_proj: Linear<B>,
     /// `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
-    /// Of each head's query before its rotation, `[head_dim + qk_rope_head_dim]`; an addition to the paper.
+    /// Norm of each head's query before rotation, `[head_dim + qk_rope_head_dim]`; not in the paper.
     pub q_norm: Option<RmsNorm<B>>,
-    /// The same of keys.
+    /// Norm of each head's key before rotation, `[head_dim + qk_rope_head_dim]`; not in the paper.
     pub k_norm: Option<RmsNorm<B>>,
     num_heads: usize,
     head_dim: usize,
@@ -37,7 +38,7 @@ pub struct LatentAttention<B: Backend> {
 }
 
 impl AttentionConfig {
-    /// Latent attention; it reads the tables of [`latent_rope`](Self::latent_rope). Panics when
+    /// Latent attention, which needs the rotary tables of [`latent_rope`](Self::latent_rope). Panics when
     /// [`validate`](Self::validate) fails.
     pub fn latent<B: Backend>(&self, mla: MlaShape, device: &B::Device) -> LatentAttention<B> {
         let shape = self.shape(Attention::Mla(mla));
@@ -56,7 +57,7 @@ impl AttentionConfig {
 }
 
 impl<B: Backend> LatentAttention<B> {
-    /// Normal weights from `init`, a norm of one.
+    /// Normal weights from `init`; norms with weights of 1.
     pub fn new(shape: &ModelShape, mla: MlaShape, init: &mut WeightInit, device: &B::Device) -> Self {
         let ModelShape {
             d_model,
@@ -100,7 +101,8 @@ impl<B: Backend> LatentAttention<B> {
 }
 
 impl<B: SieveBackend> LatentAttention<B> {
-    /// `[batch, seq_len, d_model]`, shape kept. The context's tables are `qk_rope_head_dim` wide.
+    /// The output projection of the attention, shape of x, `[batch, seq_len, d_model]`. The context's rotary tables
+    /// must be `qk_rope_head_dim` wide.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let spec = MlaSpec {
             policy: context.policy,
@@ -116,8 +118,8 @@ impl<B: SieveBackend> LatentAttention<B> {
         self.o_proj.forward(o.flatten(2, 3))
     }
 
-    /// As [`forward`](Self::forward) of a part of each row: this rank receives the latents of whole rows, computes keys
-    /// and values of its own heads from them, and attends with these heads.
+    /// As [`forward`](Self::forward) with context parallelism: this rank receives the latents of whole rows, computes
+    /// the keys and values of its own heads from them, and attends with these heads.
     fn forward_of_part(
         &self,
         x: Tensor<B, 3>,
@@ -142,7 +144,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         let shared = parts.to_heads(shared, &[Heads::Shared(1)]).squeeze_dim::<3>(2);
         let latent = shared.clone().narrow(2, 0, self.kv_lora_rank);
         let k_rope = shared.narrow(2, self.kv_lora_rank, self.rope_dim);
-        // Other ranks' gradients fill the rows of the other heads.
+        // The weight's gradient is zero in the rows of other ranks' heads; the sum over ranks completes it.
         let up = self.kv_b_proj.weight.val();
         let up = up.narrow(0, heads.start * 2 * self.head_dim, heads.len() * 2 * self.head_dim);
         let kv = sieve_ops::linear(latent, up);
@@ -152,18 +154,18 @@ impl<B: SieveBackend> LatentAttention<B> {
         self.o_proj.forward(o.flatten(2, 3))
     }
 
-    /// Queries, keys and values side by side, as `sieve_ops::mla_pack` packs them.
+    /// Queries, keys and values of x, packed by [`sieve_ops::mla_pack`].
     pub(super) fn packed_of(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let (latent, k_rope) = self.latent(x.clone());
         self.packed(x, self.kv_b_proj.forward(latent), k_rope, context).0
     }
 
-    /// As [`forward`](Self::forward), caching `kv_lora_rank + qk_rope_head_dim` numbers a token, and with norms of
-    /// queries and keys one more for each head; see [`LayerCache`](crate::LayerCache).
+    /// See [`Attention::forward_cached`](crate::Attention::forward_cached). The cache holds `kv_lora_rank +
+    /// qk_rope_head_dim` values per token, and where keys are normed one more per head.
     ///
-    /// Tokens after the prompt attend to the latents themselves: W_UK and the weight of the keys' norm are multiplied
-    /// into the query, and the weighted sum by W_UV. They may come one or several at a time; several need memory for
-    /// their queries of latent width.
+    /// Tokens after the prompt attend to the latents instead of keys and values: queries are multiplied by the weight
+    /// of the keys' norm and by W_UK, the attention's outputs by W_UV. Each query then takes `kv_lora_rank` values per
+    /// head.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
@@ -182,8 +184,8 @@ impl<B: SieveBackend> LatentAttention<B> {
             let o = sieve_ops::mla_attention(packed, context.documents, self.spec());
             return self.o_proj.forward(o.flatten(2, 3));
         }
-        // Only the queries of the packed tensor are used, and the rotated key where keys are not normed; the scales of
-        // normed keys are computed from the keys.
+        // Below, only the queries and the rotated key of the packed tensor are read, so its keys and values may be
+        // zeros. Normed keys are needed for their 1 / rms.
         let kv = match &self.k_norm {
             Some(_) => self.kv_b_proj.forward(latent.clone()),
             None => Tensor::zeros(
@@ -196,13 +198,14 @@ impl<B: SieveBackend> LatentAttention<B> {
         let o = caches.each(batch, |of_rows| {
             let [row, rows] = of_rows.rows;
             let cached = of_rows.cache.extend_latents(cached.rows(row, rows));
-            self.folded(packed.clone().narrow(0, row, rows), cached)
+            self.attend_to_latents(packed.clone().narrow(0, row, rows), cached)
         });
         let o = Tensor::cat(o, 0);
         self.o_proj.forward(o.flatten(2, 3))
     }
 
-    /// The normalised latent `[batch, seq_len, kv_lora_rank]` and the shared key before its rotation.
+    /// The normed latent, `[batch, seq_len, kv_lora_rank]`, and the shared key before its rotation,
+    /// `[batch, seq_len, qk_rope_head_dim]`.
     fn latent(&self, x: Tensor<B, 3>) -> (Tensor<B, 3>, Tensor<B, 3>) {
         let down = self.kv_a_proj.forward(x);
         let latent = down.clone().narrow(2, 0, self.kv_lora_rank);
@@ -210,7 +213,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         (self.kv_a_norm.forward(latent), k_rope)
     }
 
-    /// The layer as a step of one token takes it.
+    /// The layer's operands for [`sieve_ops::token_step`].
     pub(super) fn for_token_step(&self) -> TokenAttention<B> {
         TokenAttention {
             qkv: self.q_proj.weight.val(),
@@ -242,7 +245,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         })
     }
 
-    /// The norms of queries and keys, where there are some.
+    /// Norms of queries and keys, if the layer has them.
     fn qk_norm(&self) -> Option<QkNorm<B>> {
         let norms = self.q_norm.as_ref().zip(self.k_norm.as_ref());
         norms.map(|(q_norm, k_norm)| QkNorm {
@@ -252,6 +255,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         })
     }
 
+    /// As [`rotated`](Self::rotated), with all heads at the context's positions.
     fn packed(
         &self,
         x: Tensor<B, 3>,
@@ -263,7 +267,8 @@ impl<B: SieveBackend> LatentAttention<B> {
         self.rotated([q, kv, k_rope], context.positions.clone(), context, self.spec())
     }
 
-    /// Queries, keys and values of some heads, normed and rotated.
+    /// Normed, rotated and packed queries, keys and values of the heads in `spec`; where keys are normed also the two
+    /// tensors that [`cached`](Self::cached) keeps. `inputs` are q, kv and the shared key.
     fn rotated(
         &self,
         inputs: [Tensor<B, 3>; 3],
@@ -274,7 +279,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         sieve_ops::mla_pack(inputs, self.qk_norm(), positions, context.rope, spec)
     }
 
-    /// What the cache keeps of new tokens.
+    /// The cache's entries of new tokens, from the results of [`packed`](Self::packed).
     fn cached(&self, latent: Tensor<B, 3>, packed: &Tensor<B, 3>, keys: Option<[Tensor<B, 3>; 2]>) -> NewLatents<B> {
         let (k_rope, key_scale) = match keys {
             Some([k_rope, key_scale]) => (k_rope, Some(key_scale)),
@@ -291,8 +296,8 @@ impl<B: SieveBackend> LatentAttention<B> {
         }
     }
 
-    /// Attention of new tokens on cached latents, `[batch, new, num_heads, head_dim]`.
-    fn folded(&self, packed: Tensor<B, 3>, cache: &LatentCache<B>) -> Tensor<B, 4>
+    /// Attention of new tokens to the cached latents, `[batch, new, num_heads, head_dim]`.
+    fn attend_to_latents(&self, packed: Tensor<B, 3>, cache: &LatentCache<B>) -> Tensor<B, 4>
     where
         B: DeviceBackend,
     {

@@ -1,13 +1,14 @@
 //! Causal attention with grouped queries, over all earlier keys or a sliding window.
 use super::LayerContext;
-use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
+use crate::{AttentionConfig, LayerCaches, Linear, QkvProjection, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::{Attention, ModelShape};
-use sieve_ops::{AttentionLayer, AttentionSpec, DeviceBackend, SieveBackend};
+use sieve_ops::{AttentionSpec, DeviceBackend, SieveBackend};
 
-/// Every query sees the earlier keys of its document, all or the last `window_size` (arXiv:2305.13245 for the groups).
+/// Grouped-query attention (arXiv:2305.13245): a query sees all earlier keys of its document, or the last
+/// `window_size`.
 #[derive(Module, Debug)]
 pub struct MultiHeadAttention<B: Backend> {
     /// Packed projection with q/k-norm and RoPE.
@@ -33,8 +34,7 @@ impl AttentionConfig {
 }
 
 impl<B: Backend> MultiHeadAttention<B> {
-    /// Weights drawn by `init` from a normal distribution; `window_size` counts tokens, the query's own included, and
-    /// `None` is dense attention.
+    /// Normal weights from `init`. A query sees the last `window_size` tokens, its own included; `None`: all.
     pub fn new(shape: &ModelShape, window_size: Option<usize>, init: &mut WeightInit, device: &B::Device) -> Self {
         Self {
             qkv: QkvProjection::new(shape, init, device),
@@ -43,12 +43,12 @@ impl<B: Backend> MultiHeadAttention<B> {
         }
     }
 
-    /// Sizes of its heads, and its window.
+    /// Sizes of the heads, scale and window.
     pub(crate) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(self.window_size)
     }
 
-    /// Whether every earlier key is seen.
+    /// Whether queries see all earlier keys.
     pub(crate) fn is_dense(&self) -> bool {
         self.window_size.is_none()
     }
@@ -64,16 +64,7 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
         self.o_proj.forward_add(o.flatten(2, 3), residual)
     }
 
-    /// The layer after `norm`, as one op takes it.
-    pub(crate) fn layer_op(
-        &self,
-        norm: &RmsNorm<B>,
-        context: &LayerContext<'_, B>,
-    ) -> (AttentionLayer<B>, AttentionSpec) {
-        (self.qkv.layer_op(norm, &self.o_proj, context), self.spec())
-    }
-
-    /// The output alone, with a cache; see [`LayerCache`](crate::LayerCache).
+    /// See [`Attention::forward_cached`](crate::Attention::forward_cached).
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

@@ -1,4 +1,4 @@
-//! Native sparse attention (arXiv:2502.11089): compressed, selected and window branches, gated.
+//! Native sparse attention (arXiv:2502.11089): the gated sum of a compressed, a selected and a window branch.
 use super::LayerContext;
 use super::block_mlp::BlockMlp;
 use super::weights::{by_key, with_values};
@@ -14,28 +14,28 @@ use sieve_ops::{
     TokenAttention, TokenBranches, TokenExtra,
 };
 
-/// Bias of the gates at the start, by branch: training begins as a window.
+/// Initial bias of the gates (compressed, selected, window): training begins almost as window attention.
 const GATE_BIAS: [f64; NUM_NSA_BRANCHES] = [-2.0, -2.0, 2.0];
 
-/// Each query sees every compressed block before it, the tokens of a few blocks that the compressed branch finds
-/// important, and a window; a gate per token, head and branch weighs them.
+/// Each query attends to all compressed blocks before it, to the tokens of the blocks to which the compressed branch
+/// gives most weight, and to a window of the last tokens. A gate per token, head and branch weighs the three outputs.
 ///
-/// With mean compression keys and queries are rotated. With the MLP both are unrotated, since it has learned position
-/// embeddings.
+/// With mean compression the compressed branch's queries and keys are rotated. With the MLP they are not, because the
+/// MLP has learned position embeddings.
 #[derive(Module, Debug)]
 pub struct NativeSparseAttention<B: Backend> {
-    /// Packed projection with q/k-norm and RoPE: queries, and keys and values of the window branch (of all branches
-    /// where they are shared).
+    /// Packed projection with q/k-norm and RoPE: the queries, and the keys and values of the window branch and of
+    /// branches without a projection of their own.
     pub qkv: QkvProjection<B>,
-    /// Keys and values of the compressed branch, `[2 * num_kv_heads * head_dim, d_model]`; absent where shared.
+    /// Keys and values of the compressed branch, `[2 * num_kv_heads * head_dim, d_model]`; `None` with `shared_kv`.
     pub compress_kv_proj: Option<Linear<B>>,
-    /// Keys and values of the selected branch, `[2 * num_kv_heads * head_dim, d_model]`; absent where shared.
+    /// Keys and values of the selected branch, `[2 * num_kv_heads * head_dim, d_model]`; `None` with `shared_kv`.
     pub select_kv_proj: Option<Linear<B>>,
-    /// Compression of keys; absent for means.
+    /// Compression of keys; `None` for means.
     pub k_compress: Option<BlockMlp<B>>,
-    /// Compression of values; absent for means.
+    /// Compression of values; `None` for means.
     pub v_compress: Option<BlockMlp<B>>,
-    /// `[num_heads * 3, d_model]`, the branch varying fastest: compressed, selected, window.
+    /// `[num_heads * 3, d_model]`: for each head the compressed, selected and window branch.
     pub gate_proj: Linear<B>,
     /// `[num_heads * 3]`.
     pub gate_bias: Param<Tensor<B, 1>>,
@@ -45,7 +45,7 @@ pub struct NativeSparseAttention<B: Backend> {
     nsa: NsaShape,
 }
 
-/// The packed tensors of the three branches; clones of one where keys and values are shared and rotated alike.
+/// The packed queries, keys and values of the three branches. Branches that share keys, values and rotation are clones.
 pub(crate) struct Branches<B: Backend> {
     pub(crate) compressed: Tensor<B, 4>,
     pub(crate) selected: Tensor<B, 4>,
@@ -53,7 +53,7 @@ pub(crate) struct Branches<B: Backend> {
 }
 
 impl<B: SieveBackend> Branches<B> {
-    /// The same with `values` `[1, seq_len, head_dim]` for every KV head of the selected and the window branch.
+    /// A copy with `values`, `[1, seq_len, head_dim]`, for every KV head of the selected and the window branch.
     fn with_values(&self, values: Tensor<B, 3>, num_kv_heads: usize) -> Self {
         Self {
             compressed: self.compressed.clone(),
@@ -64,7 +64,7 @@ impl<B: SieveBackend> Branches<B> {
 }
 
 impl<B: Backend> Branches<B> {
-    /// The branches of some rows, or of some tokens.
+    /// `count` rows (`dim` 0) or tokens (`dim` 1) of the branches, from `first` on.
     fn part(&self, dim: usize, [first, count]: [usize; 2]) -> Self {
         let part = |x: &Tensor<B, 4>| x.clone().narrow(dim, first, count);
         Self {
@@ -76,7 +76,7 @@ impl<B: Backend> Branches<B> {
 }
 
 impl AttentionConfig {
-    /// Native sparse attention. Panics when [`validate`](Self::validate) fails or a block size does.
+    /// Native sparse attention. Panics when [`validate`](Self::validate) fails or a block size is not valid.
     pub fn native_sparse<B: Backend>(&self, nsa: NsaShape, device: &B::Device) -> NativeSparseAttention<B> {
         let shape = self.shape(Attention::Nsa(nsa));
         NativeSparseAttention::new(&shape, nsa, &mut self.weights(), device)
@@ -84,7 +84,7 @@ impl AttentionConfig {
 }
 
 impl<B: Backend> NativeSparseAttention<B> {
-    /// Normal weights from `init`; gates of weight 0 that let the window through.
+    /// Normal weights from `init`. The gates have weights of 0 and a bias that favours the window branch.
     pub fn new(shape: &ModelShape, nsa: NsaShape, init: &mut WeightInit, device: &B::Device) -> Self {
         let ModelShape {
             d_model,
@@ -127,13 +127,13 @@ impl<B: Backend> NativeSparseAttention<B> {
 }
 
 impl<B: SieveBackend> NativeSparseAttention<B> {
-    /// The call on a packed tensor of all heads, or of some KV heads with their queries.
+    /// The attention call for a packed tensor of all heads, or of some KV heads with their query heads.
     fn call(&self, packed: &Tensor<B, 4>, documents: &Documents<B>, policy: KernelPolicy) -> NsaCall<B> {
         let spec = AttentionSpec { policy, ..self.spec() };
         NsaCall::new(documents, spec.of_packed_heads(packed.dims()[2]), self.blocks())
     }
 
-    /// `[batch, seq_len, d_model]`, shape kept.
+    /// The gated sum after the output projection, shape of x, `[batch, seq_len, d_model]`.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
         if let Some(parts) = context.parts {
@@ -154,8 +154,8 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.gate(x, o)
     }
 
-    /// As [`forward`](Self::forward) of a part of each row: this rank attends over whole rows with its share of the KV
-    /// heads and their queries. Blocks are compressed and chosen head by head, so nothing else is exchanged.
+    /// As [`forward`](Self::forward) with context parallelism: this rank attends over whole rows with its share of the
+    /// KV heads and their queries. Blocks are compressed and chosen per KV head, so nothing else is exchanged.
     fn forward_of_part(
         &self,
         x: Tensor<B, 3>,
@@ -166,13 +166,14 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         let ([batch, len, _], spec) = (x.dims(), self.spec());
         let kinds = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads].map(Heads::Split);
         let window = parts.to_heads(branches.window, &kinds);
-        let other = |branch, is_shared| match is_shared {
+        // A branch that is a clone of the window branch is not exchanged again.
+        let exchanged = |branch, is_window| match is_window {
             true => window.clone(),
             false => parts.to_heads(branch, &kinds),
         };
-        let selected = other(branches.selected, self.select_kv_proj.is_none());
-        let shares_compressed = self.nsa.compress == NsaCompression::Mean && self.compress_kv_proj.is_none();
-        let compressed = other(branches.compressed, shares_compressed);
+        let selected = exchanged(branches.selected, self.select_kv_proj.is_none());
+        let compressed_is_window = self.nsa.compress == NsaCompression::Mean && self.compress_kv_proj.is_none();
+        let compressed = exchanged(branches.compressed, compressed_is_window);
         let rows = parts.whole_rows(&x.device());
         let branches = Branches {
             compressed,
@@ -180,7 +181,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             window,
         };
         let o = self.attend_compressing(branches, &rows, policy);
-        // The gated sum crosses, not the three branches.
+        // The gates are applied before the exchange back to tokens, so one output is exchanged and not three.
         let (heads, own) = (spec.num_heads, parts.own_heads(spec.num_heads));
         let logits = self.gate_proj.forward(x).reshape([batch, len, heads, NUM_NSA_BRANCHES]);
         let logits = parts.to_heads(logits, &[Heads::Split(heads)]).flatten(2, 3);
@@ -191,9 +192,8 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 
     /// The blocks whose tokens each query reads in the selected branch,
-    /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`:
-    /// counted from the document's first token, ascending, then -1. For measures; [`forward`](Self::forward) chooses
-    /// the same.
+    /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`: ascending, then -1, counted from the first token of the
+    /// document. [`forward`](Self::forward) chooses the same blocks.
     pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4, Int> {
         let compressed = self.branches(x, context).compressed;
         let pooled = self.compress(compressed.clone(), context.documents);
@@ -201,7 +201,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices
     }
 
-    /// As [`forward`](Self::forward) with a cache; see [`LayerCache`](crate::LayerCache).
+    /// See [`Attention::forward_cached`](crate::Attention::forward_cached).
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
@@ -228,7 +228,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             };
             let of_rows = branches.part(0, cached.rows);
             let mut tokens = [const { Vec::new() }; NUM_NSA_BRANCHES];
-            // One at a time: each may end a block, which the next ones compare.
+            // One token at a time: a token may complete a block, which later tokens attend to.
             for token in 0..x.dims()[1] {
                 let o = cache.attend(&of_rows.part(1, [token, 1]), spec, blocks, &block, cached.scratch);
                 tokens.iter_mut().zip(o).for_each(|(tokens, o)| tokens.push(o));
@@ -239,7 +239,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.gate(x, parts.map(|parts| Tensor::cat(parts, 0)))
     }
 
-    /// The layer as a step of one token takes it.
+    /// The layer's operands for [`sieve_ops::token_step`].
     pub(super) fn for_token_step(&self) -> TokenAttention<B> {
         let weights = |mlp: &BlockMlp<B>| {
             let (up, down) = (mlp.up_proj.weight.val(), mlp.down_proj.weight.val());
@@ -269,7 +269,8 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         let keys = compressed.narrow(0, 0, 1);
         by_key(&branches.window, |one_hot| {
             let [_, seq_len, _] = one_hot.dims();
-            // A block's value is the mean of its tokens' values; a slot past the last block is never read.
+            // The value of a compressed block is the mean of its tokens' values. Slots after the last block are not
+            // read.
             let starts = (0..rows / kv_heads).map(|slot| slot * blocks.compress_stride);
             let means: Vec<Tensor<B, 3>> = starts
                 .map(|start| {
@@ -291,6 +292,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         })
     }
 
+    /// The outputs of the three branches.
     fn attend_compressing(
         &self,
         branches: Branches<B>,
@@ -301,7 +303,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.attend(branches, compressed, documents, policy)
     }
 
-    /// The outputs of the three branches.
+    /// The outputs of the three branches; `compressed` are the compressed keys and values.
     fn attend(
         &self,
         branches: Branches<B>,
@@ -317,16 +319,17 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         [coarse.o, selected, window]
     }
 
-    /// The gated sum and its projection.
+    /// The gated sum of the branches' outputs, after the output projection.
     fn gate(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; NUM_NSA_BRANCHES]) -> Tensor<B, 3> {
         self.o_proj.forward(self.gated(x, branches).flatten(2, 3))
     }
 
-    /// The gated sum, `[batch, seq_len, num_heads, head_dim]`.
+    /// The gated sum of the branches' outputs, `[batch, seq_len, num_heads, head_dim]`.
     fn gated(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; NUM_NSA_BRANCHES]) -> Tensor<B, 4> {
         sieve_ops::nsa_gates(branches, self.gate_proj.forward(x), self.gate_bias.val())
     }
 
+    /// Normed and rotated queries, keys and values of the branches.
     fn branches(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Branches<B> {
         let raw = self.qkv.project(x.clone());
         let with = |kv_proj: &Option<Linear<B>>| match kv_proj {

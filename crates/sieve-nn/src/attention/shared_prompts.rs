@@ -1,25 +1,26 @@
-//! Rows that hold a prompt once for several endings: token-wise work of a layer is done once for the prompt, and only
-//! attention sees the prompt repeated before each ending.
+//! Batches in which several endings share one prompt. Projections and feed-forward layers process the prompt once; only
+//! attention sees rows in which the prompt is repeated before each ending.
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_ops::Documents;
 
-/// Which tokens the attention sees, as rows of documents, and where its output goes.
+/// The rows that attention sees, and the maps between them and the tokens of the batch.
 #[derive(Clone, Debug)]
 pub struct SharedPrompts<B: Backend> {
-    /// Of the attention's rows.
+    /// Document bounds of the attention's rows.
     documents: Documents<B>,
-    /// The token in each place of the attention's rows, `[rows * row_len]`.
-    repeat: Tensor<B, 1, Int>,
-    /// A place of each token in the attention's rows, `[num_tokens]`.
-    place: Tensor<B, 1, Int>,
+    /// The batch's token at each position of the attention's rows, `[rows * row_len]`.
+    tokens: Tensor<B, 1, Int>,
+    /// For each token of the batch, one of its positions in the attention's rows, `[num_tokens]`.
+    positions: Tensor<B, 1, Int>,
 }
 
 impl<B: Backend> SharedPrompts<B> {
-    /// `tokens` maps each position of the attention's rows to a token, `place` each token to its first position there.
+    /// `tokens` maps each position of the attention's rows to a token of the batch, `positions` each token of the batch
+    /// to a position in the attention's rows.
     ///
     /// Panics when `tokens` and `documents` have different lengths.
-    pub fn new(documents: Documents<B>, tokens: &[u32], place: &[usize], device: &B::Device) -> Self {
+    pub fn new(documents: Documents<B>, tokens: &[u32], positions: &[usize], device: &B::Device) -> Self {
         assert_eq!(documents.start.shape().num_elements(), tokens.len());
         let ints = |values: Vec<i32>| {
             let len = values.len();
@@ -27,8 +28,8 @@ impl<B: Backend> SharedPrompts<B> {
         };
         Self {
             documents,
-            repeat: ints(tokens.iter().map(|&token| token as i32).collect()),
-            place: ints(place.iter().map(|&place| place as i32).collect()),
+            tokens: ints(tokens.iter().map(|&token| token as i32).collect()),
+            positions: ints(positions.iter().map(|&position| position as i32).collect()),
         }
     }
 
@@ -37,15 +38,17 @@ impl<B: Backend> SharedPrompts<B> {
         &self.documents
     }
 
-    /// `[1, num_tokens, heads, width]` to the attention's rows, `[rows, row_len, heads, width]`.
+    /// From the batch's tokens, `[1, num_tokens, heads, width]`, to the attention's rows, `[rows, row_len, heads,
+    /// width]`.
     pub(crate) fn repeat(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
         let [rows, row_len] = self.documents.start.dims();
-        select(x, &self.repeat, [rows, row_len])
+        select(x, &self.tokens, [rows, row_len])
     }
 
-    /// The way back.
+    /// From the attention's rows, `[rows, row_len, heads, width]`, to the batch's tokens, `[1, num_tokens, heads,
+    /// width]`.
     pub(crate) fn once(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
-        select(x, &self.place, [1, self.place.dims()[0]])
+        select(x, &self.positions, [1, self.positions.dims()[0]])
     }
 }
 

@@ -12,8 +12,8 @@ fn layer<B: burn::tensor::backend::Backend>(attention: sieve_core::Attention) ->
     Attention::new(&shape(attention), &mut init, &Default::default())
 }
 
-/// The rows of `x` [1 or 2, tokens, width] that go in `parts`, each behind the ones before; `after` sees the cache and
-/// how many tokens it has had.
+/// Outputs of the layer for `x`, `[1 or 2, tokens, width]`, processed with a cache in parts of these lengths. After
+/// each part calls `after` with the cache and the number of tokens so far.
 fn cached(
     layer: &Attention<Flex>,
     x: &Tensor<Flex, 3>,
@@ -152,7 +152,7 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
     }
 }
 
-/// The slots hold the keys that the last query's mask shows, with their ranks, to the last bit.
+/// Checks that the slots hold the keys that the mask shows to the last query, with exactly equal ranks.
 fn holds_what_is_seen(what: &str, cache: &LayerCache<Flex>, whole: sieve_ops::DmaAttention<Flex>) {
     let LayerCache::Selected { cache, next_position } = cache else {
         panic!("no slots")
@@ -197,7 +197,7 @@ fn every_parameter_and_the_input_get_gradients() {
         assert!(gradient.iter().all(|dw| dw.is_finite()));
         assert!(gradient.iter().any(|dw| dw.abs() > 1e-6));
     }
-    // At A = 0 the gates learn first: every score is 0 whatever W_dt.
+    // At A = 0 all scores are 0, whatever W_dt is, so that W_dt gets no gradient.
     assert!(matrix(&layer.dt_proj.weight).iter().all(|&dw| dw == 0.0));
     let da = values(layer.a.val().grad(&gradients).expect("a parameter"));
     assert!(da.iter().all(|da| da.abs() > 1e-9), "{da:?}");
@@ -211,8 +211,8 @@ fn every_parameter_and_the_input_get_gradients() {
 
 #[test]
 fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
-    // The first head's rank has grown to 2048, where f32 numbers lie 2^-13 to 2^-12 apart; a product and a sum that
-    // were rounded together here and apart there would rank other keys.
+    // The ranks of the first head grow to 2048, where f32 numbers are 2^-13 to 2^-12 apart. A fused multiply-add in
+    // only one of the two passes would rank keys differently.
     let (len, new) = (131_072, 200);
     let dma = DmaShape {
         bias: DmaBias::Linear,

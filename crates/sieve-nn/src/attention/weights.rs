@@ -1,16 +1,16 @@
-//! Attention weights of a layer, by its own ops.
+//! Attention weights of a layer, computed by the layer's own ops.
 //!
-//! An attention's output is linear in its values. So with one-hot values, `head_dim` keys at a time, column c of the
-//! output is the weight of key c: this works for every kind, and gives the weights of the kernels that trained the
-//! model.
+//! The output of attention is linear in the values. If key c has a value that is one-hot in column c, column c of the
+//! output is the weight of key c. One call gives the weights of `head_dim` keys. This works for every kind of
+//! attention, with the kernels that trained the model.
 use super::{Attention, LayerContext};
 use crate::QkvProjection;
 use burn::tensor::{Tensor, TensorData};
 use sieve_ops::{AttentionSpec, SieveBackend};
 
 impl<B: SieveBackend> Attention<B> {
-    /// The weights that dense attention would have with the same queries and keys, as [`weights`](Self::weights);
-    /// `None` but of kinds that choose blocks for one softmax.
+    /// As [`weights`](Self::weights), but the weights of dense attention with the same queries and keys. `None` except
+    /// for [`Attention::Chosen`].
     pub fn dense_weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Option<Tensor<B, 3>> {
         let Self::Chosen(layer) = self else {
             return None;
@@ -19,7 +19,7 @@ impl<B: SieveBackend> Attention<B> {
     }
 }
 
-/// The weights of attention with these queries and keys over all earlier ones, or a window.
+/// Weights of dense or sliding-window attention with the queries and keys of `qkv`.
 pub(super) fn dense<B: SieveBackend>(
     qkv: &QkvProjection<B>,
     spec: AttentionSpec,
@@ -32,7 +32,7 @@ pub(super) fn dense<B: SieveBackend>(
     })
 }
 
-/// The packed tensor with `values` `[1, seq_len, head_dim]` as those of every KV head.
+/// The packed tensor with `values`, `[1, seq_len, head_dim]`, in place of every KV head's values.
 pub(super) fn with_values<B: SieveBackend>(
     qkv: &Tensor<B, 4>,
     values: Tensor<B, 3>,
@@ -43,8 +43,9 @@ pub(super) fn with_values<B: SieveBackend>(
     Tensor::cat(vec![qkv.clone().narrow(2, 0, heads - num_kv_heads), values], 2)
 }
 
-/// Calls `attend` with the one-hot rows `[1, seq_len, head_dim]` of `head_dim` keys at a time and joins its outputs,
-/// `[1, seq_len, num_heads, head_dim]`, to `[num_heads, seq_len, seq_len]`. `like` is `[1, seq_len, _, head_dim]`.
+/// Calls `attend` with one-hot values of `head_dim` keys at a time, `[1, seq_len, head_dim]`, and concatenates its
+/// outputs, `[1, seq_len, num_heads, head_dim]`, to the weights `[num_heads, seq_len, seq_len]`. `like`, `[1, seq_len,
+/// _, head_dim]`, gives sizes, device and dtype.
 pub(super) fn by_key<B: SieveBackend>(
     like: &Tensor<B, 4>,
     attend: impl Fn(Tensor<B, 3>) -> Tensor<B, 4>,
@@ -81,7 +82,7 @@ mod tests {
 
     #[test]
     fn weights_times_values_are_the_layers_output() {
-        // The other forms of NSA give a branch other values than the window's.
+        // In the other forms of NSA a branch has other values than the window branch.
         let with_one_value_a_key =
             |attention: &sieve_core::Attention| !matches!(attention, sieve_core::Attention::Nsa(_));
         let kinds = kinds(0.5).into_iter().filter(with_one_value_a_key);

@@ -1,44 +1,45 @@
-//! NSA's cache: all tokens for the selected branch, the last ones for the window, a key and value per compressed block,
-//! and the tokens of the next, incomplete block.
+//! NSA's cache: keys and values of all tokens for the selected branch, of the last tokens for the window branch, of
+//! each compressed block, and of the tokens of the next, incomplete block.
 use super::chosen::{chosen_blocks, keys_of_blocks};
-use super::{last, split};
+use super::last;
 use crate::attention::native_sparse::Branches;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::BlockChoice;
 use sieve_ops::{
     AttentionSpec, DeviceBackend, Documents, KeyCache, NsaBlocks, TokenCache, attention_decode, cached_attention,
+    split_heads,
 };
 
-/// Makes the compressed keys and values of packed tokens.
+/// Computes compressed keys and values, `[2, rows, head_dim]`, from packed tokens.
 type Compress<'a, B> = dyn Fn(Tensor<B, 4>, &Documents<B>) -> Tensor<B, 3> + 'a;
 
-/// What NSA keeps of earlier tokens.
+/// Keys and values of NSA's branches.
 #[derive(Clone, Debug)]
 pub struct BlockCache<B: Backend> {
-    /// Of all tokens.
+    /// The selected branch's keys and values of all tokens.
     selected: KeyCache<B>,
-    /// Of the last `window_size` tokens at least.
+    /// The window branch's keys and values of at least the last `window_size` tokens.
     window: KeyCache<B>,
-    /// Of the compressed blocks.
+    /// Compressed keys and values, one per block.
     compressed: KeyCache<B>,
-    /// Of the compressed branch at least the last `compress_block_size` tokens.
+    /// The compressed branch's keys and values before compression, of at least the last `compress_block_size` tokens.
     tail: KeyCache<B>,
     blocks: NsaBlocks,
 }
 
 impl<B: Backend> BlockCache<B> {
-    /// Tokens that went through.
+    /// Tokens processed so far.
     pub fn num_tokens(&self) -> usize {
         self.selected.len()
     }
 
-    /// Compressed keys a head.
+    /// Compressed keys per head.
     pub fn num_compressed(&self) -> usize {
         self.compressed.len()
     }
 
-    /// Makes each row several equal ones.
+    /// Replaces each row by `rows` copies of it.
     pub(super) fn repeat(&mut self, rows: usize) {
         let caches = [
             &mut self.selected,
@@ -49,7 +50,7 @@ impl<B: Backend> BlockCache<B> {
         caches.into_iter().for_each(|cache| cache.repeat(rows));
     }
 
-    /// The cache as a step of one token takes it.
+    /// The cache as an operand of [`sieve_ops::token_step`].
     pub(super) fn for_token_step(&mut self) -> TokenCache<'_, B> {
         let Self {
             selected,
@@ -67,7 +68,7 @@ impl<B: Backend> BlockCache<B> {
         }
     }
 
-    /// Counts the token that a captured step has written, and the compressed key and value that end at it.
+    /// Counts the token that [`sieve_ops::token_step`] has written, and the compressed block that ends with it, if any.
     pub(super) fn count_token(&mut self) {
         let caches = [&mut self.selected, &mut self.window, &mut self.tail];
         caches.into_iter().for_each(KeyCache::count_token);
@@ -76,7 +77,8 @@ impl<B: Backend> BlockCache<B> {
         }
     }
 
-    /// After a prompt; `compressed` is the prompt's, `[2, batch * num_slots * num_kv_heads, head_dim]`.
+    /// The cache after a prompt. `compressed` are the prompt's compressed keys, then values,
+    /// `[2, batch * num_slots * num_kv_heads, head_dim]`.
     pub(crate) fn of_prompt(
         new: &Branches<B>,
         compressed: Tensor<B, 3>,
@@ -85,7 +87,7 @@ impl<B: Backend> BlockCache<B> {
     ) -> Self {
         let [batch, len, _, d] = new.selected.dims();
         let keys = |qkv: &Tensor<B, 4>, seen: usize| {
-            let [_, k, v] = split(qkv.clone(), spec);
+            let [_, k, v] = split_heads(qkv.clone(), spec.num_kv_heads);
             KeyCache::new(last(k, seen), last(v, seen))
         };
         let count = blocks.num_compressed_blocks(len);
@@ -105,7 +107,7 @@ impl<B: Backend> BlockCache<B> {
     }
 }
 
-/// The first `count` compressed keys and values of each row, `[batch, count, num_kv_heads, head_dim]`.
+/// The first `count` compressed keys and values of each row, `[batch, count, num_kv_heads, head_dim]` each.
 fn first_blocks<B: Backend>(
     compressed: Tensor<B, 3>,
     batch: usize,
@@ -122,8 +124,8 @@ fn first_blocks<B: Backend>(
 }
 
 impl<B: DeviceBackend> BlockCache<B> {
-    /// Appends one token and returns the outputs of its three branches, `[batch, 1, num_heads, head_dim]` each;
-    /// `compress` computes the compressed key and value of a block.
+    /// Appends one token and returns the outputs of the compressed, selected and window branches,
+    /// `[batch, 1, num_heads, head_dim]` each. `compress` computes the compressed key and value of a block.
     ///
     /// Panics on more than one token.
     pub(crate) fn attend(
@@ -136,7 +138,7 @@ impl<B: DeviceBackend> BlockCache<B> {
     ) -> [Tensor<B, 4>; 3] {
         let [batch, num_new, _, d] = new.selected.dims();
         assert_eq!(num_new, 1, "a filled cache takes one token at a time");
-        let [q, k, v] = split(new.selected.clone(), spec);
+        let [q, k, v] = split_heads(new.selected.clone(), spec.num_kv_heads);
         self.selected.append(k, v);
         let window = cached_attention(&mut self.window, new.window.clone(), spec, scratch);
         let size = blocks.compress_block_size;
@@ -146,11 +148,10 @@ impl<B: DeviceBackend> BlockCache<B> {
             let [k, v] = first_blocks(pair, batch, blocks.num_slots(size), 1, spec);
             self.compressed.append(k, v);
         }
-        let [_, k, v] = split(new.compressed.clone(), spec);
+        let [coarse_q, k, v] = split_heads(new.compressed.clone(), spec.num_kv_heads);
         self.tail.reserve(1, size - 1);
         self.tail.append(k, v);
         let one = |x: Tensor<B, 4>| x.reshape([batch, spec.num_heads, d]);
-        let [coarse_q, _, _] = split(new.compressed.clone(), spec);
         let coarse_q = one(coarse_q);
         let coarse = match self.compressed.is_empty() {
             true => coarse_q.zeros_like(),

@@ -1,32 +1,32 @@
-//! The cache of layers whose queries choose blocks: keys and values of every token, and the keys that choose blocks,
-//! pooled ones or an indexer's.
-use super::split;
+//! The cache of layers whose queries choose blocks: keys and values of every token, and the keys by which blocks are
+//! chosen, which are pooled keys or an indexer's keys.
 use crate::attention::chosen_blocks::Packed;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
 use sieve_core::{BlockChoice, ChoiceRule};
 use sieve_ops::{
     AttentionSpec, DeviceBackend, KeyCache, TokenBuffer, TokenCache, attention_decode, choose_blocks, indexer_spec,
-    overlap_weight,
+    overlap_weight, split_heads,
 };
 
-/// What such a layer keeps of earlier tokens.
+/// Keys and values of all tokens, and the keys by which blocks are chosen.
 #[derive(Clone, Debug)]
 pub struct ChosenCache<B: Backend> {
-    /// Of all tokens.
+    /// Keys and values of all tokens.
     keys: KeyCache<B>,
-    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, `[batch, 1, room, head_dim]`:
-    /// QSA's before their norm.
+    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, `[batch, 1, room, head_dim]`. The
+    /// keys of a QSA indexer are stored before their norm.
     pooled: TokenBuffer<B, 4>,
     choice: BlockChoice,
-    /// Whether blocks are chosen here; else another layer's are read, and `pooled` stays empty.
+    /// Whether this layer chooses blocks. Otherwise it reads the blocks that another layer chose, and `pooled` is
+    /// empty.
     pools: bool,
 }
 
-/// Axis of tokens in the buffers.
+/// Axis of the tokens in the buffers.
 const TOKENS: usize = 2;
 
-/// The tensor in f32 where it has a 16-bit type.
+/// A bf16 or f16 tensor in f32; other tensors unchanged.
 fn at_least_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     match x.dtype() {
         DType::BF16 | DType::F16 => x.cast(DType::F32),
@@ -35,18 +35,18 @@ fn at_least_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
 }
 
 impl<B: Backend> ChosenCache<B> {
-    /// Tokens that went through.
+    /// Tokens processed so far.
     pub fn num_tokens(&self) -> usize {
         self.keys.len()
     }
 
-    /// Makes each row several equal ones.
+    /// Replaces each row by `rows` copies of it.
     pub(super) fn repeat(&mut self, rows: usize) {
         self.keys.repeat(rows);
         self.pooled.repeat(rows);
     }
 
-    /// The cache as a step of one token takes it.
+    /// The cache as an operand of [`sieve_ops::token_step`].
     pub(super) fn for_token_step(&mut self) -> TokenCache<'_, B> {
         TokenCache::Chosen {
             keys: &mut self.keys,
@@ -55,17 +55,17 @@ impl<B: Backend> ChosenCache<B> {
         }
     }
 
-    /// Counts the token that such a step has written, and the pooled key that ends at it.
+    /// Counts the token that [`sieve_ops::token_step`] has written, and the pooled key that ends with it, if any.
     pub(super) fn count_token(&mut self) {
         self.keys.count_token();
         let ended = self.choice.blocks.num_compressed_blocks(self.num_tokens());
         self.pooled.count(ended - self.pooled.len());
     }
 
-    /// After a prompt; without `pools` the layer reads blocks that another one chose.
+    /// The cache after a prompt; without `pools` the layer reads the blocks that another layer chose.
     pub(crate) fn of_prompt(packed: &Packed<B>, spec: AttentionSpec, choice: BlockChoice, pools: bool) -> Self {
         let [batch, seq_len, _, d] = packed.qkv.dims();
-        let [_, k, v] = split(packed.qkv.clone(), spec);
+        let [_, k, v] = split_heads(packed.qkv.clone(), spec.num_kv_heads);
         let room = match packed.index {
             _ if !pools => [batch, 1, 1, d],
             Some(_) => [batch, 1, seq_len, d],
@@ -80,11 +80,11 @@ impl<B: Backend> ChosenCache<B> {
             choice,
             pools,
         };
-        cache.pool(packed, spec);
+        cache.pool(packed);
         cache
     }
 
-    /// Packed rows of all keys, with queries of zero, and then new tokens.
+    /// Packed rows of all cached tokens, whose queries are zeros, followed by the new tokens.
     pub(crate) fn row(&self, packed: &Packed<B>) -> Packed<B> {
         let index = packed.index.as_ref().map(|new| {
             let keys = self.pooled.tokens().swap_dims(1, 2);
@@ -99,19 +99,20 @@ impl<B: Backend> ChosenCache<B> {
         }
     }
 
-    /// Takes tokens in.
+    /// Appends new tokens.
     pub(crate) fn append(&mut self, packed: &Packed<B>, spec: AttentionSpec) {
-        let [_, k, v] = split(packed.qkv.clone(), spec);
+        let [_, k, v] = split_heads(packed.qkv.clone(), spec.num_kv_heads);
         self.keys.append(k, v);
-        self.pool(packed, spec);
+        self.pool(packed);
     }
 
-    /// Adds the pooled keys that have ended since, or the indexer's.
-    fn pool(&mut self, packed: &Packed<B>, spec: AttentionSpec) {
+    /// Adds the new tokens' indexer keys, or the pooled keys that end with the new tokens. `self.keys` already has the
+    /// new tokens.
+    fn pool(&mut self, packed: &Packed<B>) {
         let new = match &packed.index {
             _ if !self.pools => None,
             Some(index) => {
-                let [_, k, before_norm] = split(index.clone(), indexer_spec(spec));
+                let [_, k, before_norm] = split_heads(index.clone(), 1);
                 let is_qsa = self.choice.rule == ChoiceRule::SumOfHeads;
                 Some(if is_qsa { before_norm } else { k }.swap_dims(1, 2))
             }
@@ -122,8 +123,8 @@ impl<B: Backend> ChosenCache<B> {
         }
     }
 
-    /// Of an indexer's keys that are kept before their norm: means of the complete blocks, `[batch, blocks, 1,
-    /// head_dim]`, and the positions of their first tokens; `None` without a complete block.
+    /// Means of a QSA indexer's keys over each complete block, `[batch, blocks, 1, head_dim]`, and the positions of the
+    /// blocks' first tokens, `[batch, blocks]`; `None` without a complete block.
     pub(crate) fn block_means(&self) -> Option<(Tensor<B, 4>, Tensor<B, 2, Int>)> {
         let size = self.choice.blocks.select_block_size;
         let blocks = self.pooled.len() / size;
@@ -140,7 +141,7 @@ impl<B: Backend> ChosenCache<B> {
         Some((means, first.unsqueeze_dim::<2>(0).repeat_dim(0, batch)))
     }
 
-    /// Means of keys that have ended since the last.
+    /// Pooled keys of the blocks that are complete and not in `pooled` yet, `[batch, num_kv_heads, blocks, head_dim]`.
     fn new_means(&self) -> Option<Tensor<B, 4>> {
         let blocks = self.choice.blocks;
         let (size, stride) = (blocks.compress_block_size, blocks.compress_stride);
@@ -148,7 +149,7 @@ impl<B: Backend> ChosenCache<B> {
         if first == end {
             return None;
         }
-        // Means of single strides first: a pooled key is the mean of neighbouring ones.
+        // A pooled key is the mean of neighbouring strides' means, so these are computed first.
         let (count, strides) = (end - first, size / stride);
         let num_strides = count + strides - 1;
         let keys = self
@@ -175,15 +176,16 @@ impl<B: DeviceBackend> ChosenCache<B> {
     ) -> Tensor<B, 4> {
         let [batch, _, _, d] = packed.qkv.dims();
         self.append(&packed, spec);
-        let [q, _, _] = split(packed.qkv, spec);
+        let [q, _, _] = split_heads(packed.qkv, spec.num_kv_heads);
         let q = q.reshape([batch, spec.num_heads, d]);
         let o = attention_decode(q, &self.keys, None, spec.softmax_scale, scratch);
         o.reshape([batch, 1, spec.num_heads, d])
     }
 
-    /// Appends one token and returns its attention, `[batch, 1, num_heads, head_dim]`, and the blocks that it read, of
-    /// each row and chooser: `earlier`, where another layer chose them; else by the pooled keys, in place of which
-    /// `block_keys` are QSA's of the complete blocks before the token, `[batch, 1, blocks, head_dim]`.
+    /// Appends one token and returns its attention, `[batch, 1, num_heads, head_dim]`, and the blocks that it read, one
+    /// list per row and chooser. These blocks are `earlier` where another layer chose them. Otherwise the token chooses
+    /// them by the pooled keys or, with a QSA indexer, by `block_keys`, the indexer's keys of the complete blocks
+    /// before the token, `[batch, 1, blocks, head_dim]`.
     pub(crate) fn attend(
         &mut self,
         packed: Packed<B>,
@@ -194,7 +196,7 @@ impl<B: DeviceBackend> ChosenCache<B> {
         let [batch, _, _, d] = packed.qkv.dims();
         self.append(&packed, spec);
         let queries = |packed: Tensor<B, 4>, spec: AttentionSpec| {
-            let [q, _, _] = split(packed, spec);
+            let [q, _, _] = split_heads(packed, spec.num_kv_heads);
             q.reshape([batch, spec.num_heads, d])
         };
         let q = queries(packed.qkv, spec);
@@ -215,9 +217,9 @@ impl<B: DeviceBackend> ChosenCache<B> {
     }
 }
 
-/// The blocks that queries `[batch, num_heads, head_dim]` of the last of `num_tokens` tokens choose by pooled keys, of
-/// each row and chooser; where all heads choose together, of each row and query head, which an indexer has one of for
-/// each KV head.
+/// The blocks that the last of `num_tokens` tokens chooses by pooled keys, one list per row and chooser. Its queries
+/// `q` are `[batch, num_heads, head_dim]`. With [`ChoiceRule::SumOfHeads`] all heads choose together, and their list is
+/// repeated for each head of `q`.
 pub(super) fn chosen_blocks<B: Backend>(
     q: Tensor<B, 3>,
     pooled: Option<Tensor<B, 4>>,
@@ -233,7 +235,6 @@ pub(super) fn chosen_blocks<B: Backend>(
         choose_blocks(&importance, own, choice.forced, &mut chosen);
         chosen
     };
-    // How often each choice is read.
     let copies = if choice.rule == ChoiceRule::SumOfHeads {
         num_heads
     } else {
@@ -243,7 +244,7 @@ pub(super) fn chosen_blocks<B: Backend>(
         return vec![choose(vec![0.0; own + 1]); batch * choice.num_choosers(num_heads, kv_heads) * copies];
     };
     let num_pooled = pooled.dims()[TOKENS];
-    // Where blocks are nearly as important as each other, rounded scores would choose others than a whole pass.
+    // In f32, because bf16 scores of nearly equal blocks would give other choices than a pass over all tokens.
     let (q, k) = (at_least_f32(q), at_least_f32(pooled));
     let scores = q
         .reshape([batch, kv_heads, num_heads / kv_heads, d])
@@ -256,11 +257,11 @@ pub(super) fn chosen_blocks<B: Backend>(
     let scores: Vec<f32> = scores.into_data().iter::<f32>().collect();
     let rows = scores
         .chunks_exact(num_pooled)
-        .map(|row| choose(of_blocks(row, choice, own + 1)));
+        .map(|row| choose(block_scores(row, choice, own + 1)));
     rows.flat_map(|chosen| vec![chosen; copies]).collect()
 }
 
-/// Keys and values of the chosen blocks, of each chooser.
+/// Keys and values of the chosen blocks, with one KV head per chooser.
 pub(super) fn keys_of_blocks<B: Backend>(
     keys: &KeyCache<B>,
     chosen: &[Vec<i32>],
@@ -275,7 +276,8 @@ pub(super) fn keys_of_blocks<B: Backend>(
         let first = block as usize * size;
         tokens.extend((first..(first + size).min(len)).map(|token| token as i32));
     }
-    // Every chooser has its own block and as many others, so all have equally many tokens.
+    // Every chooser reads the block of the token itself and the same number of complete blocks, so all read the same
+    // number of tokens.
     let choosers = choice.choices_per_token([spec.num_heads, kv_heads]);
     let count = tokens.len() / (batch * choosers);
     let rows = TensorData::new(tokens, [batch, kv_heads, choosers / kv_heads * count, 1]);
@@ -289,14 +291,15 @@ pub(super) fn keys_of_blocks<B: Backend>(
     KeyCache::with_capacity(k, v, Some(count))
 }
 
-/// Scores of blocks from those of pooled keys, or from their probabilities over a group.
-fn of_blocks(row: &[f32], choice: BlockChoice, num_blocks: usize) -> Vec<f32> {
+/// Scores of the first `num_blocks` blocks from `row`, the scores of the pooled keys or their probabilities summed over
+/// a group of heads, as the rule of `choice` has it.
+fn block_scores(row: &[f32], choice: BlockChoice, num_blocks: usize) -> Vec<f32> {
     let blocks = choice.blocks;
     let (size, stride) = (blocks.select_block_size, blocks.compress_stride);
     let overlapping = |block: usize| {
         let first = (block * size + stride).saturating_sub(blocks.compress_block_size) / stride;
         let end = ((block + 1) * size / stride).min(row.len());
-        (first..end).map(move |c| (overlap_weight(blocks, c, block), row[c]))
+        (first..end).map(move |pooled| (overlap_weight(blocks, pooled, block), row[pooled]))
     };
     let of_block = |block: usize| match choice.rule {
         ChoiceRule::MeanKey | ChoiceRule::SumOfHeads => row.get(block).copied().unwrap_or(0.0),

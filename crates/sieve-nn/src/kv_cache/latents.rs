@@ -1,21 +1,21 @@
-//! MLA's cache: the latent and the rotated key of every token, and a factor for each head where keys are normed.
+//! MLA's cache: the latent and the rotated key of every token; where keys are normed, also 1 / rms of each head's key.
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_ops::{TokenBuffer, TokenCache};
 
-/// What MLA keeps of new tokens.
+/// New tokens' entries of MLA's cache.
 #[derive(Clone, Debug)]
 pub(crate) struct NewLatents<B: Backend> {
     /// The normalised latent, `[batch, new, kv_lora_rank]`.
     pub(crate) latent: Tensor<B, 3>,
-    /// The rotated key, `[batch, new, qk_rope_head_dim]`; where keys are normed, with the weight of the norm in it.
+    /// The rotated key, `[batch, new, qk_rope_head_dim]`; where keys are normed, multiplied by the norm's weight.
     pub(crate) k_rope: Tensor<B, 3>,
     /// 1 / rms of each head's key, `[batch, new, num_heads]`, f32; `None` where keys are not normed.
     pub(crate) key_scale: Option<Tensor<B, 3>>,
 }
 
 impl<B: Backend> NewLatents<B> {
-    /// Those of `rows` rows from `row` on.
+    /// The entries of `rows` rows from `row` on.
     pub(crate) fn rows(&self, row: usize, rows: usize) -> Self {
         let of = |x: &Tensor<B, 3>| x.clone().narrow(0, row, rows);
         Self {
@@ -26,17 +26,17 @@ impl<B: Backend> NewLatents<B> {
     }
 }
 
-/// What an MLA layer keeps of earlier tokens.
+/// Latents and rotated keys of all tokens.
 #[derive(Clone, Debug)]
 pub struct LatentCache<B: Backend> {
-    /// Latent and rotated key, `[batch, room, kv_lora_rank + qk_rope_head_dim]`.
+    /// Latent, then rotated key, `[batch, room, kv_lora_rank + qk_rope_head_dim]`.
     latents: TokenBuffer<B, 3>,
-    /// `[batch, room, num_heads]`.
+    /// 1 / rms of each head's key, f32 `[batch, room, num_heads]`; `None` where keys are not normed.
     key_scale: Option<TokenBuffer<B, 3>>,
 }
 
 impl<B: Backend> LatentCache<B> {
-    /// Of a prompt.
+    /// The cache after a prompt.
     pub(super) fn new(new: NewLatents<B>) -> Self {
         let buffer = |x| TokenBuffer::new(x, 1, None);
         Self {
@@ -45,23 +45,23 @@ impl<B: Backend> LatentCache<B> {
         }
     }
 
-    /// Tokens that went through.
+    /// Tokens processed so far.
     pub(super) fn len(&self) -> usize {
         self.latents.len()
     }
 
-    /// Makes each row several equal ones.
+    /// Replaces each row by `rows` copies of it.
     pub(super) fn repeat(&mut self, rows: usize) {
         let buffers = std::iter::once(&mut self.latents).chain(&mut self.key_scale);
         buffers.for_each(|buffer| buffer.repeat(rows));
     }
 
-    /// The cache as a step of one token takes it.
+    /// The cache as an operand of [`sieve_ops::token_step`].
     pub(super) fn for_token_step(&mut self) -> TokenCache<'_, B> {
         TokenCache::Latents(&mut self.latents, self.key_scale.as_mut())
     }
 
-    /// Counts the token that such a step has written.
+    /// Counts the token that [`sieve_ops::token_step`] has written.
     pub(super) fn count_token(&mut self) {
         let buffers = std::iter::once(&mut self.latents).chain(&mut self.key_scale);
         buffers.for_each(|buffer| buffer.count(1));
@@ -75,7 +75,8 @@ impl<B: Backend> LatentCache<B> {
         }
     }
 
-    /// Latents beside rotated keys, and factors, of all tokens.
+    /// Of all tokens: latents with rotated keys, `[batch, tokens, kv_lora_rank + qk_rope_head_dim]`, and, where keys
+    /// are normed, 1 / rms of each head's key.
     pub(crate) fn tokens(&self) -> (Tensor<B, 3>, Option<Tensor<B, 3>>) {
         (self.latents.tokens(), self.key_scale.as_ref().map(TokenBuffer::tokens))
     }

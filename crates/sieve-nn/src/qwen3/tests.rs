@@ -103,7 +103,7 @@ fn layers_that_share_a_choice_read_the_blocks_of_the_layer_before() {
                     chosen = chosen_blocks.block_indices(normed, &context);
                     layer.forward(x, &context).x
                 }
-                // The choice copied by hand.
+                // A layer that shares a choice, computed with the choice of the layer before.
                 _ => {
                     let given = chosen.clone().expect("the layer before chose");
                     let qkv = chosen_blocks.qkv.forward(normed, &context);
@@ -164,7 +164,7 @@ fn every_parameter_gets_a_gradient() {
         // W_dt.
         let per_layer = match attention {
             sieve_core::Attention::Dma(_) => 12,
-            // Latent, its norm and the way up and down for the packed projection; head norms or none.
+            // Projections to the latent and from it, and the latent's norm, in place of the packed projection.
             sieve_core::Attention::Mla(mla) => 11 + 2 * usize::from(mla.qk_norm),
             // Gates; two compressions of three; two more pairs of keys and values.
             sieve_core::Attention::Nsa(nsa) => {
@@ -213,7 +213,7 @@ fn tokens_beyond_the_rotary_tables_are_refused() {
     assert!(beyond.is_err());
 }
 
-/// Texts of other lengths, each with its own cache, get in one step what each gets alone.
+/// A step of texts of different lengths, each with its own cache, gives each the logits that it gets alone.
 #[test]
 fn rows_with_their_own_caches_go_on_alone() {
     for attention in kinds(0.5) {
@@ -240,7 +240,8 @@ fn rows_with_their_own_caches_go_on_alone() {
     }
 }
 
-/// A prompt of 7 tokens once with endings of 3 and 4, and one of 5 alone, against the same texts as documents.
+/// A prompt of 7 tokens that endings of 3 and 4 tokens share, and a text of 5 tokens, against the same texts as
+/// separate documents.
 #[test]
 fn a_shared_prompt_is_one_before_each_ending() {
     for attention in kinds(0.5) {
@@ -252,7 +253,7 @@ fn a_shared_prompt_is_one_before_each_ending() {
             let model = Qwen3::<Flex>::new(&shape, 3, &Default::default());
             let device = Default::default();
             let rope = model.rope(30, &device);
-            // Rows of 16 places: prompt and first ending, text alone, one empty place; prompt and second ending.
+            // Rows of 16 positions: prompt with first ending, the other text, one padding; prompt with second ending.
             let first: Vec<u32> = (0..10).chain(14..19).chain([0]).collect();
             let second: Vec<u32> = (0..7).chain(10..14).chain([0; 5]).collect();
             let start = [[0; 10].as_slice(), &[10; 5], &[15], &[0; 11], &[11; 5]].concat();

@@ -1,4 +1,4 @@
-//! Dense and sliding-window attention on CUDA, and the arguments that every attention kernel there takes.
+//! Dense and sliding-window attention on CUDA, and the operands that all attention kernels take.
 use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
 use crate::device::{kernel_or_scores, scores};
 use crate::{Cuda, DocumentBounds};
@@ -34,7 +34,7 @@ pub(crate) fn packed(qkv: &Float, spec: AttentionSpec) -> Qkv {
     Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads)
 }
 
-/// The same for these numbers of query heads and KV heads.
+/// As [`packed`] for these numbers of query heads and KV heads, under the default policy.
 pub(crate) fn packed_heads(qkv: &Float, [num_heads, num_kv_heads]: [usize; 2]) -> Qkv {
     Qkv::packed(&kernel_tensor(qkv.clone()), num_heads, num_kv_heads)
 }
@@ -43,7 +43,7 @@ pub(crate) fn bounds(documents: &DocumentBounds<Cuda>) -> [CudaTensor; 2] {
     documents.clone().map(kernel_tensor)
 }
 
-/// Both names of one result.
+/// A kernel's result as Burn tensors.
 pub(crate) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
     AttentionOutput {
         o: result.o.burn(),
@@ -53,6 +53,7 @@ pub(crate) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
     }
 }
 
+/// The inverse of [`output`], contiguous.
 pub(crate) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
     AttentionResult {
         o: kernel_tensor(output.o.clone()).contiguous(),
@@ -62,39 +63,25 @@ pub(crate) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
     }
 }
 
-/// The arguments of a backward call: `dqkv` is packed as the input, every element is written.
-pub(crate) struct Backward {
-    qkv: Qkv,
-    result: AttentionResult,
-    d_o: CudaTensor,
-    grads: Qkv,
-    softmax_scale: f32,
-    pub(crate) dqkv: CudaTensor,
-}
-
-impl Backward {
-    pub(crate) fn new(qkv: &Float, spec: AttentionSpec, output: &AttentionOutput<Cuda>, d_o: &Float) -> Self {
-        let input = kernel_tensor(qkv.clone());
-        let dqkv = input.empty_contiguous(input.shape(), input.dtype());
-        Self {
-            qkv: packed(qkv, spec),
-            result: result(output),
-            d_o: kernel_tensor(d_o.clone()),
-            grads: Qkv::packed(&dqkv, spec.num_heads, spec.num_kv_heads),
-            softmax_scale: spec.softmax_scale as f32,
-            dqkv,
-        }
-    }
-
-    pub(crate) fn call(&self) -> AttentionGradients<'_> {
-        AttentionGradients {
-            qkv: &self.qkv,
-            result: &self.result,
-            d_o: &self.d_o,
-            grads: &self.grads,
-            softmax_scale: self.softmax_scale,
-        }
-    }
+/// Calls `launch` with the operands of a backward kernel and a new tensor for dqkv, of which it writes every element.
+/// Returns dqkv and what `launch` returned.
+pub(crate) fn with_gradients<T>(
+    qkv: &Float,
+    spec: AttentionSpec,
+    output: &AttentionOutput<Cuda>,
+    d_o: &Float,
+    launch: impl FnOnce(AttentionGradients<'_>) -> Result<T, KernelError>,
+) -> Result<(Float, T), KernelError> {
+    let input = kernel_tensor(qkv.clone());
+    let dqkv = input.empty_contiguous(input.shape(), input.dtype());
+    let returned = launch(AttentionGradients {
+        qkv: &packed(qkv, spec),
+        result: &result(output),
+        d_o: &kernel_tensor(d_o.clone()),
+        grads: &Qkv::packed(&dqkv, spec.num_heads, spec.num_kv_heads),
+        softmax_scale: spec.softmax_scale as f32,
+    })?;
+    Ok((dqkv.burn(), returned))
 }
 
 pub(crate) fn forward(
@@ -117,9 +104,8 @@ pub(crate) fn backward(
     output: &AttentionOutput<Cuda>,
     d_o: &Float,
 ) -> Result<(Float, Option<CudaTensor>), KernelError> {
-    let [start, end] = bounds(&call.documents);
-    let backward = Backward::new(qkv, call.spec, output, d_o);
-    let window = call.spec.window_size;
-    let dbias = backward.call().attention_backward([&start, &end], window, bias)?;
-    Ok((backward.dqkv.burn(), dbias))
+    let ([start, end], window) = (bounds(&call.documents), call.spec.window_size);
+    with_gradients(qkv, call.spec, output, d_o, |gradients| {
+        gradients.attention_backward([&start, &end], window, bias)
+    })
 }

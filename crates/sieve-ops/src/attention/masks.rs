@@ -1,11 +1,11 @@
-//! Which pairs of a query and a key a reference masks.
+//! Masks of the references: which pairs of a query and a key are hidden.
 use super::AttentionCall;
 use crate::DocumentBounds;
 use crate::tensors::Ints;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
 
-/// `(i, j)` as `[1, seq_len, 1]` and `[1, 1, seq_len]`.
+/// Positions of queries, `[1, seq_len, 1]`, and of keys, `[1, 1, seq_len]`.
 fn grid<B: Backend>(seq_len: usize, device: &B::Device) -> (Tensor<B, 3, Int>, Tensor<B, 3, Int>) {
     let positions = Tensor::<B, 1, Int>::arange(0..seq_len as i64, device);
     (
@@ -14,7 +14,7 @@ fn grid<B: Backend>(seq_len: usize, device: &B::Device) -> (Tensor<B, 3, Int>, T
     )
 }
 
-/// True where a pair is masked, `[batch, 1, 1, seq_len, seq_len]`.
+/// True for pairs that documents, causality or the call's window hide, `[batch, 1, 1, seq_len, seq_len]`.
 pub(crate) fn hidden_by_documents<B: Backend>(call: &AttentionCall<B>) -> Tensor<B, 5, Bool> {
     let start: Tensor<B, 2, Int> = Tensor::from_primitive(call.documents[0].clone());
     let [batch, seq_len] = start.dims();
@@ -29,7 +29,7 @@ pub(crate) fn hidden_by_documents<B: Backend>(call: &AttentionCall<B>) -> Tensor
     hidden.reshape([batch, 1, 1, seq_len, seq_len])
 }
 
-/// True where a pair is masked, `[batch, num_kv_heads, 1, seq_len, seq_len]`.
+/// True for pairs that documents, causality or `expire` hide, `[batch, num_kv_heads, 1, seq_len, seq_len]`.
 pub(crate) fn hidden_by_expiry<B: Backend>(documents: &DocumentBounds<B>, expire: Ints<B>) -> Tensor<B, 5, Bool> {
     let expire: Tensor<B, 3, Int> = Tensor::from_primitive(expire);
     let start: Tensor<B, 2, Int> = Tensor::from_primitive(documents[0].clone());

@@ -1,4 +1,4 @@
-//! Attention with its full score matrix under the one mask form.
+//! Attention in plain Burn operations, with its full score matrix.
 use super::masks::hidden_by_documents;
 use super::scores::{Gradients, Grouped, backward, forward};
 use super::{AttentionCall, AttentionOutput, AttentionSpec};
@@ -22,8 +22,8 @@ pub fn attention_backward<B: Backend>(
     dqkv
 }
 
-/// Attention over the pairs that `hidden` does not mask, with a bias per key where there is one; `hidden` is
-/// `[batch, num_kv_heads or 1, 1, seq_len, seq_len]`.
+/// Attention over the pairs where `hidden`, `[batch, num_kv_heads or 1, 1, seq_len, seq_len]`, is false. `delta` is the
+/// bias of each key, `[batch, num_kv_heads, seq_len]`.
 pub(crate) fn masked_attention<B: Backend>(
     qkv: Float<B>,
     delta: Option<Float<B>>,
@@ -49,7 +49,7 @@ pub(crate) fn masked_attention_backward<B: Backend>(
     [primitive(dqkv), primitive(d_delta)]
 }
 
-/// Dense causal attention on q, k `[batch, seq_len, heads, head_dim]` and a narrower v.
+/// Dense causal attention on q and k, `[batch, seq_len, heads, head_dim]`, and v, which may be narrower; o is `dtype`.
 pub(crate) fn separate_attention<B: Backend>(
     qkv: [Tensor<B, 4>; 3],
     call: &AttentionCall<B>,

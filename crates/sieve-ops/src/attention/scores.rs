@@ -4,10 +4,10 @@ use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Tensor};
 
-/// A logit that no softmax sees; finite, so that a row without keys yields no NaN on the way.
+/// Logit of a hidden pair. Finite, so that a row without keys yields no NaN in intermediate results.
 const MASKED: f64 = -1e30;
 
-/// q as `[batch, num_kv_heads, group_size, seq_len, head_dim]`, k and v with a group of one.
+/// q, `[batch, num_kv_heads, group_size, seq_len, head_dim]`, and k and v with a group of 1.
 pub(crate) struct Grouped<B: Backend> {
     q: Tensor<B, 5>,
     k: Tensor<B, 5>,
@@ -19,7 +19,7 @@ impl<B: Backend> Grouped<B> {
         Self::of(split_heads(qkv, spec.num_kv_heads), spec)
     }
 
-    /// q, k and v `[batch, seq_len, heads, width]`.
+    /// From q, k and v `[batch, seq_len, heads, width]`.
     pub(crate) fn of([q, k, v]: [Tensor<B, 4>; 3], spec: AttentionSpec) -> Self {
         Self {
             q: group(q, spec),
@@ -43,7 +43,7 @@ fn ungroup<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 4> {
         .reshape([batch, seq_len, kv_heads * group_size, head_dim])
 }
 
-/// Scaled logits with masked pairs at [`MASKED`].
+/// Scaled logits plus biases; [`MASKED`] for hidden pairs.
 fn logits<B: Backend>(
     grouped: &Grouped<B>,
     delta: Option<Float<B>>,
@@ -59,7 +59,7 @@ fn logits<B: Backend>(
             .expand([batch, kv_heads, group_size, k.dims()[4], seq_len]),
     ) * spec.softmax_scale;
     if let Some(delta) = delta {
-        // Less the largest bias that a row sees: beside a large one q . k would lose its digits.
+        // The largest bias that a row sees is subtracted: next to a large bias q . k would lose its digits.
         let delta = tensor::<B, 3>(delta).cast(s.dtype());
         let per_row = [batch, kv_heads, 1, seq_len, seq_len];
         let bias = delta.reshape([batch, kv_heads, 1, 1, seq_len]);

@@ -16,7 +16,7 @@ fn spec(group_size: usize, head_dim: usize, window_size: Option<usize>) -> Atten
 }
 
 fn packed(spec: AttentionSpec, [batch, seq_len, head_dim]: [usize; 3], seed: u64) -> Input {
-    // Logits far apart and close together.
+    // Values that give both large and small logits.
     let dims = [batch, seq_len, spec.packed_heads(), head_dim];
     Random(seed).input(&dims).affine(1.5, 0.0)
 }

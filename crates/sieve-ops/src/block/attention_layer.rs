@@ -1,12 +1,12 @@
 //! An attention layer with the norm before it and the residual stream around it, as one node of the graph.
 //!
-//! One node instead of four keeps less for the backward pass: the residual stream, the packed QKV projection before
-//! q/k-norm and rotation, and the attention's output. The rotated packed tensor is recomputed by one memory-bound
-//! kernel; the norm's backward kernel recomputes the norm's output and adds the gradient of the residual stream.
+//! One node instead of four keeps less for the backward pass: only the residual stream, the packed QKV projection
+//! before q/k-norm and rotation, and the attention's output. One memory-bound kernel recomputes the rotated packed
+//! tensor; the norm's backward kernel recomputes the norm's output and adds the gradient of the residual stream.
 mod backward;
 mod forward;
 
-pub use forward::{AttentionLayer, AttentionLayerCall};
+pub use forward::AttentionLayer;
 
 use super::kept_by;
 use super::residual::Residual;
@@ -14,15 +14,15 @@ use crate::tensors::{primitive, tensor, value};
 use crate::{
     AttentionCall, AttentionSpec, ContextParallel, DmaLayer, Documents, QkNorm, RotaryEmbedding, SieveBackend,
 };
-use backward::{Kept, backward};
+use backward::backward;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use forward::forward;
+use forward::{AttentionLayerCall, forward};
 
-/// DMA's mask (`expire`) and what it ranks keys by, each `[batch, num_kv_heads, seq_len]`.
+/// DMA's mask (`expire`) and its ranks of the keys, each `[batch, num_kv_heads, seq_len]`.
 pub type MaskAndRanks<B> = (Tensor<B, 3, Int>, Tensor<B, 3>);
 
-/// Where the tokens of a layer are.
+/// Positions and documents of a layer's tokens.
 #[derive(Clone, Debug)]
 pub struct LayerTokens<'a, B: Backend> {
     /// Positions to rotate by, `[batch, seq_len]`.
@@ -31,16 +31,16 @@ pub struct LayerTokens<'a, B: Backend> {
     pub rope: &'a RotaryEmbedding<B>,
     /// Documents of the tokens.
     pub documents: &'a Documents<B>,
-    /// Context parallelism: the whole rows, where these tokens are one part of each.
+    /// With context parallelism: the whole rows, of which these tokens are one part.
     pub parts: Option<&'a ContextParallel>,
 }
 
-/// `[x +] o(attention(qk_norm_rope(qkv(rms_norm(x)))))`, and DMA's mask and ranks, as
-/// [`dynamic_mask_attention`](crate::dynamic_mask_attention) returns them.
+/// `[x +] o(attention(qk_norm_rope(qkv(rms_norm(x)))))`; with DMA also the mask and ranks that
+/// [`dynamic_mask_attention`](crate::dynamic_mask_attention) returns.
 ///
 /// # Shapes
 /// - x: `[batch, seq_len, d_model]`
-/// - returns: shape of x; `[batch, num_kv_heads, seq_len]` twice
+/// - returns: shape of x; mask and ranks `[batch, num_kv_heads, seq_len]`
 pub fn attention_layer<B: SieveBackend>(
     x: Tensor<B, 3>,
     layer: AttentionLayer<B>,
@@ -65,28 +65,19 @@ pub fn attention_layer<B: SieveBackend>(
         parts: tokens.parts.cloned(),
         residual,
     };
-    let forward = forward::<B::Inner>(B::value(x.clone()), layer.clone(), &call);
-    let chosen = forward.attended.chosen();
-    let kept = Kept::<B::Inner> {
-        x: B::value(x.clone()),
-        qkv: forward.qkv,
-        rotated: forward.rotated,
-        attended: forward.attended,
-        operands: forward.operands,
-        layer,
-        call,
-    };
+    let (y, kept) = forward::<B::Inner>(B::value(x.clone()), layer, call);
+    let chosen = kept.attended.chosen();
     let [norm, qkv, q_norm, k_norm, o] = &parents;
     let y = match &of_dma {
         None => {
             let parents = [&x, norm, qkv, q_norm, k_norm, o];
-            B::node(parents, forward.y, |dy| backward(kept, dy).0)
+            B::node(parents, y, |dy| backward(kept, dy).0)
         }
         Some([w_dt, a]) => {
             let parents = [&x, norm, qkv, q_norm, k_norm, o, w_dt, a];
-            B::node(parents, forward.y, |dy| {
+            B::node(parents, y, |dy| {
                 let ([dx, norm, qkv, q_norm, k_norm, o], dma) = backward(kept, dy);
-                let [w_dt, a] = dma.expect("the node of a layer with DMA");
+                let [w_dt, a] = dma.expect("the layer has DMA");
                 [dx, norm, qkv, q_norm, k_norm, o, w_dt, a]
             })
         }

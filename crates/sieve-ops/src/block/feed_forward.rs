@@ -1,8 +1,9 @@
 //! The feed-forward layer with the norm before it and the residual stream around it, as one node of the graph.
 //!
-//! One node instead of four keeps less for the backward pass: the residual stream and the packed gate and up. The
-//! normed stream and the gated activation are read by weight gradients alone, so the backward kernels of the norm and
-//! of SwiGLU, which read their inputs anyway, recompute them. The gradient of the residual stream is added there too.
+//! One node instead of four keeps less for the backward pass: only the residual stream and the packed gate and up.
+//! Weight gradients also need the normed stream and the gated activation; the backward kernels of the norm and of
+//! SwiGLU recompute these from inputs that they read anyway. The norm's kernel also adds the gradient of the residual
+//! stream.
 use super::product::{Operands, Weight, begin_gradients, product, product_gradients};
 use super::residual::Residual;
 use super::{WeightSums, kept_by};
@@ -12,7 +13,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::Keeping;
 
-/// What [`feed_forward`] computes with.
+/// Weights and settings of [`feed_forward`].
 #[derive(Clone, Debug)]
 pub struct FeedForward<B: Backend> {
     /// Weight of the norm, `[d_model]`.
@@ -23,11 +24,11 @@ pub struct FeedForward<B: Backend> {
     pub down: Tensor<B, 2>,
     /// Added to the mean square of the norm.
     pub epsilon: f64,
-    /// What both products multiply in.
+    /// Data type of both GEMMs.
     pub precision: GemmPrecision,
-    /// What the backward pass is left beside the least.
+    /// What the backward pass gets beyond the minimum.
     pub keeping: Keeping,
-    /// Of `gate_up` and `down`.
+    /// Earlier gradients of `gate_up` and `down`.
     pub sums: WeightSums<B>,
 }
 
@@ -48,17 +49,8 @@ pub fn feed_forward<B: SieveBackend, const D: usize>(
         primitive(layer.down.clone()),
     ];
     let layer = layer.values();
-    let forward = forward::<B::Inner>(B::value(x.clone()), layer.clone(), residual);
-    let kept = Kept::<B::Inner> {
-        x: B::value(x.clone()),
-        gate_up: forward.gate_up,
-        operands: forward.operands,
-        layer,
-        residual,
-    };
-    tensor(B::node([&x, &norm, &gate_up, &down], forward.y, |dy| {
-        backward(kept, dy)
-    }))
+    let (y, kept) = forward::<B::Inner>(B::value(x.clone()), layer, residual);
+    tensor(B::node([&x, &norm, &gate_up, &down], y, |dy| backward(kept, dy)))
 }
 
 impl<B: SieveBackend> FeedForward<B> {
@@ -75,48 +67,43 @@ impl<B: SieveBackend> FeedForward<B> {
     }
 }
 
-/// A forward pass's output and what the backward pass needs beside x.
-struct LayerForward<B: Backend> {
-    gate_up: Float<B>,
-    /// Of both products.
-    operands: [Operands<B>; 2],
-    y: Float<B>,
-}
-
-fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Residual) -> LayerForward<B> {
-    let normed = B::rms_norm(RmsNormCall {
-        x: x.clone(),
-        weight: primitive(layer.norm),
-        epsilon: layer.epsilon,
-    });
-    let normed = ToQuantise::new(normed);
-    let how = (layer.precision, layer.keeping);
-    let (gate_up, first) = product::<B>(how, normed, primitive(layer.gate_up), None);
-    let hidden = match layer.precision {
-        GemmPrecision::Fp8 => B::fp8_swiglu(gate_up.clone()),
-        GemmPrecision::Tensors => ToQuantise::new(B::swiglu(gate_up.clone())),
-    };
-    let added = (residual == Residual::Stream).then_some(x);
-    let (y, second) = product::<B>(how, hidden, primitive(layer.down), added);
-    LayerForward {
-        gate_up,
-        operands: [first, second],
-        y,
-    }
-}
-
 /// What the backward pass needs.
 #[derive(Clone, Debug)]
 struct Kept<B: Backend> {
     x: Float<B>,
     gate_up: Float<B>,
+    /// Of the GEMMs with `gate_up` and with `down`.
     operands: [Operands<B>; 2],
     layer: FeedForward<B>,
     residual: Residual,
 }
 
+fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Residual) -> (Float<B>, Kept<B>) {
+    let normed = ToQuantise::new(B::rms_norm(RmsNormCall {
+        x: x.clone(),
+        weight: primitive(layer.norm.clone()),
+        epsilon: layer.epsilon,
+    }));
+    let how = (layer.precision, layer.keeping);
+    let (gate_up, first) = product::<B>(how, normed, primitive(layer.gate_up.clone()), None);
+    let hidden = match layer.precision {
+        GemmPrecision::Fp8 => B::fp8_swiglu(gate_up.clone()),
+        GemmPrecision::Tensors => ToQuantise::new(B::swiglu(gate_up.clone())),
+    };
+    let added = (residual == Residual::Stream).then(|| x.clone());
+    let (y, second) = product::<B>(how, hidden, primitive(layer.down.clone()), added);
+    let kept = Kept {
+        x,
+        gate_up,
+        operands: [first, second],
+        layer,
+        residual,
+    };
+    (y, kept)
+}
+
 /// Gradients of x, norm, gate_up and down.
-// Each tensor is moved into its last use, so that it is freed there: a step's memory peaks here.
+// Memory of a step peaks here, so each tensor is moved into its last use, which frees it.
 fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> [Float<B>; 4] {
     let Kept {
         x,

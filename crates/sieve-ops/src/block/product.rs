@@ -1,4 +1,4 @@
-//! A GEMM of a block in the block's precision, bf16 or fp8.
+//! GEMMs of a block, in bf16 or fp8, and the backward pass of the norm and GEMM that begin a layer.
 use super::residual::{Residual, norm_gradient};
 use crate::tensors::{Float, primitive};
 use crate::{DeviceBackend, Fp8Kept, GemmPrecision, RmsNormCall, ToQuantise};
@@ -6,18 +6,18 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::Keeping;
 
-/// What a GEMM keeps for its gradients.
+/// What a GEMM keeps for its backward pass.
 #[derive(Clone, Debug)]
 pub(super) enum Operands<B: Backend> {
-    /// For an fp8 GEMM: both, rounded.
+    /// Both rounded operands of an fp8 GEMM.
     Fp8(Fp8Kept<B>),
-    /// x as it was.
+    /// Its input x.
     X(Float<B>),
     /// Nothing: the block recomputes x.
     None,
 }
 
-/// `x wᵀ [+ residual]`.
+/// `x wᵀ`, plus the residual if there is one.
 pub(super) fn product<B: DeviceBackend>(
     (precision, keeping): (GemmPrecision, Keeping),
     x: ToQuantise<B>,
@@ -33,14 +33,10 @@ pub(super) fn product<B: DeviceBackend>(
         true => Operands::X(x.clone()),
         false => Operands::None,
     };
-    let y = match residual {
-        Some(residual) => B::linear_add(x, weight, residual),
-        None => <B as DeviceBackend>::linear(x, weight),
-    };
-    (y, operands)
+    (<B as DeviceBackend>::linear(x, weight, residual), operands)
 }
 
-/// A weight, and the sum that its gradient is added to.
+/// A weight, and the sum of earlier gradients that its gradient is added to.
 pub(super) struct Weight<B: Backend>(pub(super) Float<B>, pub(super) Option<Float<B>>);
 
 impl<B: Backend> Weight<B> {
@@ -49,7 +45,7 @@ impl<B: Backend> Weight<B> {
     }
 }
 
-/// `[dx, dweight]` of a product; `None` where x is not at hand.
+/// `[dx, dweight]` of a GEMM; `None` where x was not kept.
 pub(super) fn product_gradients<B: DeviceBackend>(
     operands: Operands<B>,
     Weight(weight, sum): &Weight<B>,
@@ -65,8 +61,9 @@ pub(super) fn product_gradients<B: DeviceBackend>(
     }
 }
 
-/// Backward pass of `linear(rms_norm(x))`, which begins a layer whose output had the gradient `dy`: gradients of x, the
-/// norm's weight and the linear weight. `d_product` is the gradient of the GEMM's output.
+/// Backward pass of the `linear(rms_norm(x))` that begins a layer: gradients of x, the norm's weight and the linear
+/// weight. `d_product` is the gradient of the GEMM's output; with a residual stream, `dy`, the gradient of the layer's
+/// output, is added to that of x.
 pub(super) fn begin_gradients<B: DeviceBackend>(
     norm: RmsNormCall<B>,
     (operands, weight): (Operands<B>, Weight<B>),

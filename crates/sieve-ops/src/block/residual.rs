@@ -1,8 +1,8 @@
-//! The residual stream around a layer, and the norm that begins one.
+//! The residual stream around a layer.
 use crate::tensors::Float;
 use crate::{DeviceBackend, RmsNormCall};
 
-/// Whether a layer's output has the residual stream in it.
+/// Whether a layer adds its output to the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Residual {
     /// `x + layer(x)`.
@@ -11,7 +11,8 @@ pub enum Residual {
     None,
 }
 
-/// `[dx, dweight, y]` of the norm that begins a layer whose output had the gradient `dy`, y being the norm's output.
+/// `[dx, dweight, y]` of the norm that begins a layer, where y is the norm's output. With a residual stream, `dy`, the
+/// gradient of the layer's output, is added to dx.
 pub(super) fn norm_gradient<B: DeviceBackend>(
     norm: RmsNormCall<B>,
     d_normed: Float<B>,

@@ -1,13 +1,12 @@
-//! The joint between segments of a model: a graph seeded with a gradient that is already known.
+//! Runs the backward pass of one segment of a model from the gradient of its output.
 use crate::SieveBackend;
 use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 
-/// A zero `[1]` whose backward pass gives `y` the gradient `dy`, whatever gradient reaches it.
+/// A zero `[1]`. Calling `backward()` on it gives `y` the gradient `dy`.
 ///
-/// Calling `backward()` on the result walks one segment of the model from its output gradient, which lets a trainer
-/// treat each segment as a graph of its own.
+/// So a trainer can run the backward pass of one segment, with the output y, from the gradient of y.
 pub fn seed_gradient<B: SieveBackend, const D: usize>(y: Tensor<B, D>, dy: Tensor<B, D>) -> Tensor<B, 1> {
     let (y, dy) = (primitive(y), B::value(primitive(dy)));
     let zero = zero_scalar::<B::Inner>(B::value(y.clone()));

@@ -1,9 +1,9 @@
-//! The choice on the CPU is the definition.
+//! The CPU runs the reference of the choice.
 use super::IndexGradientCall;
 pub(crate) use super::reference::choose_key_blocks;
 use burn_flex::{Flex, FlexTensor};
 
-/// None: both terms of the gradient run on the attention kernels.
+/// `None`: the CPU has no fused kernel, and the caller uses the attention kernels.
 pub(crate) fn index_gradient(
     _packed: [FlexTensor; 2],
     _chosen: FlexTensor,

@@ -1,4 +1,4 @@
-//! The choice, and what an indexer learns from, on CUDA.
+//! The choice of blocks and the gradient of an indexer's loss on CUDA.
 use super::pooled::{Slots, block_scores};
 use super::{ChoiceCall, IndexGradientCall, reference};
 use crate::Cuda;
@@ -27,7 +27,7 @@ pub(crate) fn choose_key_blocks(qkv: Float, pooled: Float, call: &ChoiceCall<Cud
     })
 }
 
-/// By scores from GEMMs, which the kernel of the choice takes.
+/// Scores blocks by GEMMs; a kernel then chooses by these scores.
 fn choose_scored(index: Float, block_keys: Float, call: &ChoiceCall<Cuda>) -> Float {
     let (index, choice) = (tensor::<Cuda, 4>(index), call.choice);
     let [batch, n, _, d] = index.dims();

@@ -1,15 +1,15 @@
 //! Attention whose blocks an indexer chooses (MSA, arXiv:2606.13392), with the gradient of the indexer's loss.
 //!
-//! With P the probabilities of the attention and I those of the indexer, both over the tokens that are read, the loss
-//! `KL(mean_h P^h || I)` of a query has the gradient `dS = I - mean_h P^h` in the indexer's scores. Both of its
-//! products are attention with the indexer's keys in place of the values:
+//! P are the probabilities of the attention and I those of the indexer, both over the tokens that the query reads. The
+//! loss of a query is `KL(mean_h P^h || I)`, with h over the group's heads; its gradient in the indexer's scores is `dS
+//! = I - mean_h P^h`. Both GEMMs with dS are attention with the indexer's keys k as values:
 //!
-//! - `dq_i = s sum_j dS_ij k_j`: the output of the indexer's own attention, less the mean output of the group's heads;
-//! - `dk_j = s sum_i dS_ij q_i`: the gradients of these values where the output's gradient is q.
+//! - `dq_i = s sum_j dS_ij k_j` is the output of the indexer's attention minus the mean output of the group's heads;
+//! - `dk_j = s sum_i dS_ij q_i` is the gradient of these values when the gradient of the output is q.
 //!
-//! So the gradient is computed by the attention kernels, forward and backward, without storing probabilities. A device
-//! may instead have a fused kernel that computes `I - mean_h P^h` from the lists of chosen blocks; then only the
-//! indexer's own attention runs in addition.
+//! So the attention kernels compute the gradient, forward and backward, without storing probabilities. A device may
+//! have a fused kernel instead, which computes `I - mean_h P^h` over the chosen blocks and needs only the log-sum-exp
+//! of the indexer's attention.
 use super::{IndexGradientCall, Read, Reads, pooled};
 use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor, value};
 use crate::{AttentionSpec, DeviceBackend, Documents, SieveBackend};
@@ -17,7 +17,7 @@ use burn::tensor::activation::softmax;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor};
 use sieve_core::BlockChoice;
 
-/// What an indexed attention has beside its packed tensors.
+/// Operands of [`indexed_attention`] other than the packed tensors.
 #[derive(Clone, Debug)]
 pub struct IndexedCall<'a, B: SieveBackend> {
     /// Bounds of the documents.
@@ -30,10 +30,10 @@ pub struct IndexedCall<'a, B: SieveBackend> {
     /// The blocks whose tokens are read, as [`choose_key_blocks`](crate::choose_key_blocks) gives them from the
     /// indexer's tensor; `None`: all tokens up to the query.
     pub chosen: Option<Tensor<B, 4, Int>>,
-    /// Where the indexer scores blocks by one key each
-    /// ([`ChoiceRule::SumOfHeads`](sieve_core::ChoiceRule::SumOfHeads)): their keys, `[batch, num_slots, head_dim]`.
+    /// One key per block, `[batch, num_slots, head_dim]`, for an indexer that scores blocks by them
+    /// ([`ChoiceRule::SumOfHeads`](sieve_core::ChoiceRule::SumOfHeads)).
     pub block_keys: Option<Tensor<B, 3>>,
-    /// What the divergence of one query and KV head weighs in the loss; with `block_keys` of one query.
+    /// Weight in the loss of the divergence of one query and KV head; with `block_keys`, of one query.
     pub loss_weight: f64,
 }
 
@@ -54,14 +54,15 @@ pub fn indexer_spec(spec: AttentionSpec) -> AttentionSpec {
     }
 }
 
-/// Causal attention over what the call reads. Its backward pass gives `index` the gradient of
-/// `loss_weight * sum over queries and KV heads of KL(mean probabilities of the group || the indexer's)`, over the
-/// tokens that are read; that loss has no gradient in `qkv`, and the output has none in `index`. With `block_keys` the
-/// loss is `pooled`'s, and they take its gradient too.
+/// Causal attention over the tokens of `call.chosen`. Its backward pass gives `index` the gradient of the indexer's
+/// loss, `loss_weight * sum over queries and KV heads of KL(mean_h P^h || I)` as at the top of this file. The loss has
+/// no gradient in `qkv`, and the output has none in `index`. With `call.block_keys` the loss is the one that
+/// `pooled.rs` defines, and the block keys get its gradient too.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
-/// - index: `[batch, seq_len, num_kv_heads + 2, head_dim]`, packed as [`indexer_spec`] says; its values are not read
+/// - index: `[batch, seq_len, num_kv_heads + 2, head_dim]`, queries, key and value heads of [`indexer_spec`]; its
+///   values are not read
 /// - returns: `[batch, seq_len, num_heads, head_dim]`
 pub fn indexed_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
@@ -81,7 +82,7 @@ pub fn indexed_attention<B: SieveBackend>(
     }))
 }
 
-/// The gradient of the indexer's packed tensor; `read` is what the attention over `qkv` left.
+/// The gradient of the indexer's packed tensor; `read` is the output of the attention over `qkv`.
 fn index_gradient<D: DeviceBackend>(
     reads: &Reads<D>,
     read: &Read<D>,
@@ -102,7 +103,7 @@ fn index_gradient<D: DeviceBackend>(
     let [q, k, _] = split_heads(tensor::<D, 4>(qkv.clone()), groups);
     let [batch, seq_len, _, d] = q.dims();
     let student = primitive(Tensor::cat(vec![q_index.clone(), k_index.clone(), k_index.clone()], 2));
-    // Sums over the keys of a query.
+    // dq: sums over keys.
     let of_student = reads.forward(student.clone(), own);
     if let (Read::Chosen(attention), Read::Chosen(indexer), Some((chosen, _, call))) =
         (read, &of_student, reads.call(spec))
@@ -124,7 +125,7 @@ fn index_gradient<D: DeviceBackend>(
     let factor = weight * spec.softmax_scale;
     let dq = (wide(of_student.output().o.clone()) - mean) * factor;
 
-    // Sums over the queries of a key.
+    // dk: sums over queries.
     let by_head = q_index.clone().unsqueeze_dim::<5>(3).repeat_dim(3, group);
     let by_head = by_head.reshape([batch, seq_len, groups * group, d]);
     let of_student = reads.backward(student, own, of_student, primitive(q_index));
@@ -136,18 +137,18 @@ fn index_gradient<D: DeviceBackend>(
     primitive(Tensor::cat(vec![dq, dk, none], 2).cast(dtype))
 }
 
-/// Queries that [`index_statistics`] looks at.
+/// Number of queries whose statistics [`index_statistics`] computes.
 const MEASURED_QUERIES: usize = 16;
 
-/// How well the indexer fits its attention: means over some queries of the first row and all KV heads, f32 `[3]`.
-/// `chosen` are the blocks that it chooses, also in warm-up, where attention reads all tokens.
+/// How well the indexer fits its attention, f32 `[3]`: means over some queries of the first row and all KV heads.
+/// `chosen` are the blocks that the indexer chooses, even in a warm-up, when attention reads all tokens.
 ///
-/// - `KL(mean probabilities of the group || the indexer's)` over the tokens that are read, in nats;
-/// - the share of dense attention's mass that lies in the chosen blocks, over the share that the best blocks hold, as
-///   many and the query's own among them;
-/// - the entropy of the indexer's probabilities, in nats.
+/// - `KL(mean_h P^h || I)` over the tokens that are read, in nats;
+/// - recall: dense attention's probability in the chosen blocks, divided by its probability in the best choice of as
+///   many blocks, which includes the query's own;
+/// - the entropy of I, in nats.
 ///
-/// With `block_keys` divergence and entropy are those of `pooled`, over blocks.
+/// With `block_keys`, divergence and entropy are over blocks, as `pooled.rs` defines them.
 ///
 /// Shapes are those of [`indexed_attention`].
 pub fn index_statistics<B: SieveBackend>(
@@ -161,6 +162,7 @@ pub fn index_statistics<B: SieveBackend>(
     let count = MEASURED_QUERIES.min(n);
     let device = qkv.device();
     let of_row = |x: Tensor<B, 4>| value::<B, 4>(x).narrow(0, 0, 1).cast(DType::F32).squeeze_dim::<3>(0);
+    // The measured queries are spread evenly over the row.
     let queries: Vec<i32> = (0..count).map(|at| ((2 * at + 1) * n / (2 * count)) as i32).collect();
     let queries = Tensor::<B::Inner, 1, Int>::from_ints(queries.as_slice(), &device);
     let packed_index = index.clone();
@@ -169,7 +171,7 @@ pub fn index_statistics<B: SieveBackend>(
     let of_queries = |x: Tensor<B::Inner, 3>| x.select(1, queries.clone());
     let scale = call.spec.softmax_scale;
 
-    // [groups, count, n]: whether a token is visible, its block, and the scores.
+    // Hidden keys, keys' positions in the query's document, and logits, each `[groups, count, n]`.
     let starts = Tensor::<B::Inner, 2, Int>::from_primitive(call.documents.start.clone().into_primitive());
     let starts = starts.narrow(0, 0, 1).squeeze_dim::<1>(0).select(0, queries.clone());
     let all = [count, n];
@@ -187,6 +189,7 @@ pub fn index_statistics<B: SieveBackend>(
     let logits = (q.matmul(k.swap_dims(1, 2)) * scale).reshape([groups, group, count, n]);
     let scores = of_queries(heads(&index, 0, groups));
     let scores = scores.matmul(heads(&index, groups, 1).expand([groups, n, d]).swap_dims(1, 2)) * scale;
+    // Probabilities of the keys that are not hidden, averaged over the heads of each group.
     let mean_over = |hidden: &Tensor<B::Inner, 3, burn::tensor::Bool>| {
         let hidden = hidden.clone().unsqueeze_dim::<4>(1).expand([groups, group, count, n]);
         softmax(logits.clone().mask_fill(hidden, f32::NEG_INFINITY), 3)
@@ -195,6 +198,7 @@ pub fn index_statistics<B: SieveBackend>(
     };
     let dense = mean_over(&hidden);
 
+    // Keys outside the chosen blocks.
     let not_chosen = {
         let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.into_primitive());
         let chosen = chosen
@@ -203,13 +207,14 @@ pub fn index_statistics<B: SieveBackend>(
             .select(0, queries.clone())
             .swap_dims(0, 1);
         let size = call.choice.attended().select_block_size;
-        // Place 0 is that of -1: no block.
+        // Index 0 stands for no block (-1).
         let read = Tensor::<B::Inner, 3>::zeros([groups, count, n.div_ceil(size) + 1], &device);
         let ones = Tensor::ones(chosen.dims(), &device);
         let read = read.scatter(2, chosen + 1, ones, IndexingUpdateOp::Add);
         let block = every(in_document.clone().div_scalar(size as i64) + 1);
         hidden.clone().bool_or(read.gather(2, block).lower_equal_elem(0.0))
     };
+    // Probability in the chosen blocks / probability in the best blocks.
     let recall = {
         let blocks = call.choice.blocks;
         let (size, num_blocks) = (blocks.select_block_size as i64, n.div_ceil(blocks.select_block_size));
@@ -220,7 +225,7 @@ pub fn index_statistics<B: SieveBackend>(
         let own = own.expand([groups, count, 1]);
         let of_own = of_blocks.clone().gather(2, own.clone());
         let others = of_blocks.scatter(2, own, of_own.clone().neg(), IndexingUpdateOp::Add);
-        // The place of the own block holds 0.
+        // `others` is 0 at the own block, which is counted by `of_own`.
         let best = match (blocks.num_selected_blocks - 1).min(num_blocks - 1) {
             0 => of_own.sum(),
             most => of_own.sum() + others.topk(most, 2).sum(),
@@ -243,7 +248,7 @@ pub fn index_statistics<B: SieveBackend>(
         let shifted = scores - largest;
         shifted.clone() - shifted.exp().sum_dim(2).log()
     };
-    // 0 log 0 is 0.
+    // `0 log 0` counts as 0.
     let log_index = log_index.mask_fill(unread.clone(), 0.0);
     let p_index = log_index.clone().exp().mask_fill(unread, 0.0);
     let log_p = p.clone().clamp_min(f32::MIN_POSITIVE).log();

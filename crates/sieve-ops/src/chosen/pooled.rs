@@ -1,9 +1,9 @@
 //! An indexer that scores blocks as QSA does (Qwen3.8-Flash-Next): each complete block of a document has one key, kb,
 //! and a query's score of it is `I = s sum_h max(0, q_h . kb)`, one for all heads of the attention.
 //!
-//! With P the probabilities of the attention summed over its heads, and T the largest P of each block, normalised over
-//! the complete blocks that the query reads, the indexer's loss is `KL(T || softmax(I))` over these. Scores and
-//! probabilities are GEMMs over some queries at a time, never over all pairs at once.
+//! P are the probabilities of the attention, summed over its heads. T is the largest P in each complete block that the
+//! query reads, normalised over these blocks. The indexer's loss is `KL(T || softmax(I))` over the same blocks. GEMMs
+//! compute scores and probabilities for some queries at a time, so no matrix of all pairs exists.
 use super::{IndexedCall, Reads};
 use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor, value};
 use crate::{AttentionSpec, DeviceBackend, DocumentBounds, Documents, SieveBackend};
@@ -14,7 +14,8 @@ use sieve_core::block_choice::SCORES_AT_ONCE;
 use sieve_core::{BlockChoice, NsaBlocks};
 use sieve_kernels::Product;
 
-/// The complete blocks of a batch's documents, each in a slot of its row as [`NsaBlocks::first_slot`] says.
+/// The complete blocks of a batch's documents. A row has a fixed number of slots; [`NsaBlocks::first_slot`] says which
+/// slot a block has.
 pub(super) struct Slots<B: Backend> {
     /// First token of each token's document, `[batch, seq_len]`.
     start: Tensor<B, 2, Int>,
@@ -56,9 +57,9 @@ impl<B: Backend> Slots<B> {
         (self.starts(row, queries) + up).div_scalar(self.size as i64)
     }
 
-    /// Whether queries of a row read the first `num_slots` blocks, `[queries, num_slots]`: those of their documents
-    /// that are complete, of `chosen` (`[batch, seq_len, choosers, count]`, of which the first is taken) where it is
-    /// given.
+    /// Whether queries of a row read the blocks in the first `num_slots` slots, `[queries, num_slots]`. They read the
+    /// blocks of their document that end at or before them, and with `chosen`, `[batch, seq_len, choosers, count]`,
+    /// only the blocks of the first chooser.
     pub(super) fn read(
         &self,
         row: usize,
@@ -79,7 +80,7 @@ impl<B: Backend> Slots<B> {
         let [_, n, _, count] = of_row.dims();
         let of_row = of_row.reshape([n, count]).select(0, queries.clone());
         let slot = of_row.clone() + self.first_slots(row, queries).expand(of_row.dims());
-        // Places from 1 on; 0 is that of no block, and of blocks behind the last slot, which are incomplete.
+        // Slot s is marked at index s + 1. Index 0 stands for no block, and for incomplete blocks, which have no slot.
         let outside = of_row
             .lower_elem(0)
             .bool_or(slot.clone().greater_equal_elem(num_slots as i64));
@@ -95,7 +96,7 @@ impl<B: Backend> Slots<B> {
         visible.bool_and(marks.narrow(1, 1, num_slots).greater_elem(0.0))
     }
 
-    /// Tokens of the first `num_slots` blocks of a row, `[num_slots * size]`; any in empty slots.
+    /// Tokens of the blocks in the first `num_slots` slots of a row, `[num_slots * size]`; for empty slots, any tokens.
     pub(super) fn tokens(&self, row: usize, num_slots: usize) -> Tensor<B, 1, Int> {
         let first = self
             .first
@@ -106,13 +107,13 @@ impl<B: Backend> Slots<B> {
         let all = [num_slots, self.size];
         let place = Tensor::<B, 1, Int>::arange(0..self.size as i64, &first.device());
         let tokens = first.reshape([num_slots, 1]).expand(all) + place.unsqueeze_dim::<2>(0).expand(all);
-        // An empty slot may begin near the end of the row.
+        // The tokens of an empty slot must be in the row too.
         let last = self.start.dims()[1] as i64 - 1;
         tokens.reshape([num_slots * self.size]).clamp_max(last)
     }
 }
 
-/// Position in its document of the first token of each slot's block, `[batch, num_slots]`; 0 in empty slots.
+/// For each slot, the position in its document of the block's first token, `[batch, num_slots]`; 0 in empty slots.
 pub fn block_positions<B: Backend>(documents: &Documents<B>, blocks: NsaBlocks) -> Tensor<B, 2, Int> {
     let first = Slots::<B>::new(&documents.bounds(), blocks).first;
     documents
@@ -122,18 +123,19 @@ pub fn block_positions<B: Backend>(documents: &Documents<B>, blocks: NsaBlocks) 
         .mask_fill(first.lower_elem(0), 0)
 }
 
-/// `q . k` in f32 (f64 where they are), `[queries, heads, keys]`, of q `[queries, heads, d]` and k `[keys, d]`.
+/// `q . k`, `[queries, heads, keys]`, in f32 (f64 for f64 operands), from q `[queries, heads, d]` and k `[keys, d]`.
 fn scores_of<D: DeviceBackend>(q: Tensor<D, 3>, k: Tensor<D, 2>) -> Tensor<D, 3> {
     let ([queries, heads, d], [keys, _], dtype) = (q.dims(), k.dims(), compute_dtype(q.dtype()));
     let q = q.reshape([queries * heads, d]);
-    // Weight gradients are the GEMM of bf16 matrices whose result is f32.
+    // The op for weight gradients is a GEMM of bf16 matrices with an f32 result.
     let scores = D::linear_weight_gradient(primitive(k.transpose()), primitive(q.transpose()), None);
     let scores = tensor::<D, 2>(scores).reshape([queries, heads, keys]);
-    // Without a kernel it is of the operands' type.
+    // Its reference returns the operands' dtype.
     scores.cast(dtype)
 }
 
-/// Ranges `first..end` of a row's queries, for which `per_query` scores are computed at once.
+/// Splits a row's queries into ranges `[first, end]`, so that at `per_query` scores a query a range has at most
+/// [`SCORES_AT_ONCE`] scores.
 fn query_ranges(seq_len: usize, per_query: usize) -> impl Iterator<Item = [usize; 2]> {
     let at_once = (SCORES_AT_ONCE / per_query.max(1)).clamp(1, seq_len);
     (0..seq_len)
@@ -159,9 +161,9 @@ fn row_of<B: Backend>(keys: &Tensor<B, 3>, row: usize) -> Tensor<B, 2> {
     keys.clone().narrow(0, row, 1).squeeze_dim::<2>(0)
 }
 
-/// Scores of the blocks of the queries' own documents, in the order of the blocks, without the factor s:
-/// `[queries, num_slots]` for each range of queries of a row, with the first query. Scores of the own block and of
-/// later ones mean nothing.
+/// Scores each query's blocks, without the factor s: calls `each(first query, scores)` for ranges of a row's queries,
+/// with scores `[queries, num_slots]` in the order of the blocks of the query's document. Scores of the query's own
+/// block and of later ones are meaningless.
 pub(super) fn block_scores<D: DeviceBackend>(
     index: &Tensor<D, 4>,
     block_keys: &Tensor<D, 3>,
@@ -181,8 +183,8 @@ pub(super) fn block_scores<D: DeviceBackend>(
     }
 }
 
-/// T and the logarithms of softmax(I), 0 for blocks that are not read: `[queries, num_slots]` each, from probabilities
-/// that are summed over heads, `[queries, num_slots * size]`, and I.
+/// T and log softmax(I), `[queries, num_slots]` each, 0 for blocks that are not read. `summed` are probabilities summed
+/// over heads, `[queries, num_slots * size]`; `scores` is I.
 pub(super) fn distributions<B: Backend>(
     summed: Tensor<B, 2>,
     scores: Tensor<B, 2>,
@@ -193,14 +195,14 @@ pub(super) fn distributions<B: Backend>(
     let largest = summed.reshape([count, num_slots, tokens / num_slots]).max_dim(2);
     let largest = largest.reshape([count, num_slots]).mask_fill(unread.clone(), 0.0);
     let teacher = largest.clone() / largest.sum_dim(1).clamp_min(f32::MIN_POSITIVE);
-    // A finite number: a query may read no complete block.
+    // Finite, because a query may read no complete block.
     let student = log_softmax(scores.mask_fill(unread.clone(), -1e30), 1);
     [teacher, student.mask_fill(unread, 0.0)]
 }
 
-/// Causal attention over what the call reads. Its backward pass gives `index` and `block_keys` the gradients of
-/// `loss_weight * sum over queries of KL(T || softmax(I))`; that loss has no gradient in `qkv`, and the output has none
-/// in the other two.
+/// Causal attention over the tokens of `call.chosen`. Its backward pass gives `index` and `block_keys` the gradients of
+/// `loss_weight * sum over queries of KL(T || softmax(I))`. The loss has no gradient in `qkv`, and the output has none
+/// in `index` and `block_keys`.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
@@ -258,9 +260,10 @@ fn gradients<D: DeviceBackend>(
         for range in query_ranges(n, group * num_slots * slots.size) {
             let [first, end] = range;
             let (count, queries) = (end - first, indices::<D>(range, &device));
-            // Blocks in later slots end behind the last of these queries.
+            // Blocks in later slots end after the last of these queries.
             let seen = end.div_ceil(slots.size);
             let read = slots.read(row, &queries, seen, chosen.as_ref());
+            // The attention's probabilities of the blocks' tokens, summed over all heads.
             let mut summed = Tensor::<D, 2>::zeros([count, seen * slots.size], (&device, compute_dtype(dtype)));
             for (kv_head, k) in k_slots.iter().enumerate() {
                 let of = [first, kv_head * group];
@@ -284,10 +287,12 @@ fn gradients<D: DeviceBackend>(
             let scores = scores_of(q_index.clone(), keys.clone());
             let sums = scores.clone().clamp_min(0.0).sum_dim(1).reshape([count, seen]) * spec.softmax_scale;
             let [teacher, student] = distributions(summed, sums, read.clone());
+            // The gradient in the blocks' scores, then in each index head's products with the block keys (ReLU).
             let d_sums = (student.exp().mask_fill(read.bool_not(), 0.0) - teacher) * (weight * spec.softmax_scale);
             let d_scores = d_sums.unsqueeze_dim::<3>(1).expand([count, heads, seen]);
             let d_scores = d_scores.mask_fill(scores.lower_equal_elem(0.0), 0.0);
             let d_scores = primitive(d_scores.reshape([count * heads, seen]).cast(dtype));
+            // The gradients of the index queries and of the block keys.
             let d_query = D::gemm(Product::Nn, d_scores.clone(), primitive(keys), None);
             d_queries.push(tensor::<D, 2>(d_query).reshape([1, count, heads, d]));
             let q_index = primitive(q_index.reshape([count * heads, d]));
@@ -303,8 +308,8 @@ fn gradients<D: DeviceBackend>(
     [primitive(d_index), primitive(Tensor::cat(d_keys, 0).cast(dtype))]
 }
 
-/// T and the logarithms of softmax(I) of some queries of the first row, in f32; `p` are the attention's probabilities
-/// over the tokens that are read, summed over heads, `[queries, seq_len]`.
+/// T and log softmax(I) of some queries of the first row, in f32. `p` are the attention's probabilities over the tokens
+/// that are read, summed over heads, `[queries, seq_len]`.
 pub(super) fn measured<B: SieveBackend>(
     p: Tensor<B::Inner, 2>,
     index: &Tensor<B, 4>,

@@ -1,4 +1,4 @@
-//! QSA's scores and loss against their definitions with every score.
+//! QSA's scores and loss against their definitions, which compute all scores.
 use super::tests::{choices_of, of_leaf, tokens_read};
 use super::*;
 use crate::testing::{
@@ -10,7 +10,7 @@ use burn::tensor::activation::log_softmax;
 use burn_flex::Flex;
 use sieve_core::model::test_shapes::qsa;
 
-/// The attention's packed tensor, the indexer's, and a key for each slot.
+/// The attention's packed tensor, the indexer's packed tensor, and a key for each slot.
 fn inputs_of(call: &Call, choice: BlockChoice, seed: u64) -> [Input; 3] {
     let ([batch, n], num_slots) = (call.dims, choice.blocks.num_slots(call.dims[1]));
     let index = Random(seed + 1).input(&[batch, n, call.spec.num_kv_heads + 2, call.head_dim]);
@@ -21,7 +21,7 @@ fn inputs_of(call: &Call, choice: BlockChoice, seed: u64) -> [Input; 3] {
     ]
 }
 
-/// What the inputs' attention reads.
+/// The call of the inputs' attention.
 fn indexed<'a>(
     call: &'a Call,
     choice: BlockChoice,
@@ -106,7 +106,7 @@ fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> Te
     (of(teacher) * student).sum().neg() + entropy
 }
 
-/// Choices and warm-ups.
+/// Calls with chosen blocks, and calls in the warm-up.
 fn all_calls() -> Vec<(Call, BlockChoice, bool)> {
     let mut all = Vec::new();
     for (choice, is_warmup) in [
@@ -204,7 +204,8 @@ fn attention_and_the_loss_of_pooled_scores_equal_the_definition() {
                 None => crate::attention(float::<4>(&inputs[0]), &call.documents, call.spec),
             };
             let divergence = defined(&call, &given, inputs);
-            // The harness sums o times numbers of this seed: the divergence's own value drops out, its gradient stays.
+            // The harness's loss is the sum of o times numbers of seed 77. The term added to o has the value 0, and its
+            // gradient is the divergence's times the weight.
             let sum: f64 = Random(77).input(&o.dims()).values.iter().sum();
             let loss = (divergence.clone() - divergence.detach()) * (0.3 / sum);
             of_ad(o + loss.reshape([1, 1, 1, 1]))
@@ -237,7 +238,7 @@ fn all_blocks_are_dense_attention_and_the_warm_up() {
 
 #[test]
 fn statistics_of_pooled_scores_are_those_of_every_score() {
-    // As many tokens as are measured, so that the mean is over all queries.
+    // As many tokens as the number of queries that are measured, so that the mean is over all queries.
     for (lengths, heads) in [(&[][..], [4, 2]), (&[5][..], [3, 3]), (&[1, 9][..], [2, 1])] {
         let call = Call::new([1, 16], heads, 8, lengths);
         for (choice, is_warmup) in [

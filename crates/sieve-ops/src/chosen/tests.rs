@@ -1,4 +1,5 @@
-//! The choice against its reference, and attention over it against dense attention and differences.
+//! The choice of blocks against its reference, and attention over chosen blocks against dense attention and finite
+//! differences.
 use super::*;
 use crate::attention::attention;
 use crate::reference;
@@ -38,7 +39,7 @@ fn choices_equal_the_reference() {
                 let chosen = choose_key_blocks(qkv, &documents, call.spec, choice);
                 chosen.into_data().iter::<i64>().collect()
             };
-            // f64 takes the reference.
+            // Calls in f64 run the reference.
             assert_eq!(of(DType::F32), of(DType::F64), "{:?} {choice:?}", call.dims);
         }
     }
@@ -56,7 +57,7 @@ fn blocks_beyond_64_tokens_are_read_in_pieces() {
     for (at, chosen) in chosen.chunks(4).enumerate() {
         let token = at / 2;
         let position = if token < 140 { token } else { token - 140 };
-        // Up to 256 tokens two blocks are all there are.
+        // Documents have at most 160 tokens, so the two blocks of 128 tokens are all blocks.
         let mut expected: Vec<i64> = (0..=(position / 64) as i64).collect();
         expected.resize(4, -1);
         assert_eq!(chosen, expected, "token {token}");
@@ -103,7 +104,7 @@ fn attention_over_some_blocks_equals_the_reference() {
                 &inputs,
                 &|inputs| op(&call, choice, &chosen, inputs),
                 &|inputs| {
-                    // Each query head with a key head of its own.
+                    // A KV head for each query head.
                     let spec = AttentionSpec {
                         num_kv_heads: call.spec.num_heads,
                         ..call.spec
@@ -166,7 +167,7 @@ pub(super) fn choices_of(chosen: &Tensor<Ad, 4, Int>) -> Vec<i64> {
     chosen.clone().into_data().iter::<i64>().collect()
 }
 
-/// Whether each query reads each key, by `[row, KV head, query, key]`.
+/// Whether each query reads each key, `[row, KV head, query, key]`.
 pub(super) fn tokens_read(call: &Call, indexed: &IndexedCall<'_, Ad>) -> Vec<bool> {
     let ([batch, n], groups) = (call.dims, call.spec.num_kv_heads);
     let starts: Vec<i64> = call.documents.start.clone().into_data().iter::<i64>().collect();
@@ -192,7 +193,7 @@ pub(super) fn tokens_read(call: &Call, indexed: &IndexedCall<'_, Ad>) -> Vec<boo
     read
 }
 
-/// The definition in plain Burn with every score: the output, and the sum of the divergences.
+/// The definition of indexed attention in plain Burn, with all scores: the output, and the sum of the divergences.
 fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> (Tensor<Ad, 4>, Tensor<Ad, 1>) {
     let ([batch, n], groups, group) = (call.dims, call.spec.num_kv_heads, call.spec.group_size());
     let [q, k, v] = split_heads::<Ad>(float(&inputs[0]), groups).map(|x| x.swap_dims(1, 2));
@@ -206,7 +207,7 @@ fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> (T
     };
     let q = q.reshape([batch, groups, group, n, call.head_dim]);
     let scale = call.spec.softmax_scale;
-    // A number that is finite: 0 times it is 0 in the divergence.
+    // Finite, because the divergence multiplies it by probabilities of 0.
     let logits = |q: Tensor<Ad, 5>, k: Tensor<Ad, 5>, dims: [usize; 5]| {
         (q.matmul(k.swap_dims(3, 4)) * scale).mask_fill(unread.clone().expand(dims), -1e9)
     };
@@ -227,7 +228,7 @@ fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> (T
     (o.swap_dims(1, 2), divergence)
 }
 
-/// Choices of MSA, all tokens among them.
+/// Calls of MSA with few blocks, with all blocks, and in the warm-up, which reads all tokens.
 fn indexed_calls() -> Vec<(Call, BlockChoice, bool)> {
     let mut all = Vec::new();
     for (choice, is_warmup) in [(msa(4, 3), false), (msa(3, 64), false), (msa(4, 3), true)] {
@@ -245,7 +246,8 @@ fn indexed_attention_and_its_loss_equal_the_definition() {
         let op = |inputs: &[AdFloat]| of_ad(indexed_attention(float(&inputs[0]), float(&inputs[1]), &indexed));
         check_parity("indexed_attention", &inputs, &op, &|inputs| {
             let (o, divergence) = defined(&call, &indexed, inputs);
-            // The harness sums o times numbers of this seed: the divergence's own value drops out, its gradient stays.
+            // The harness's loss is the sum of o times numbers of seed 77. The term added to o has the value 0, and its
+            // gradient is the divergence's times 0.3.
             let sum: f64 = Random(77).input(&o.dims()).values.iter().sum();
             let loss = (divergence.clone() - divergence.detach()) * (0.3 / sum);
             of_ad(o + loss.reshape([1, 1, 1, 1]))
@@ -268,7 +270,7 @@ fn the_indexer_learns_from_its_loss_alone_and_the_attention_from_the_output_alon
     assert!(none.gradients[1].iter().all(|&x| x == 0.0));
     assert_eq!(one.gradients[1], other.gradients[1]);
     assert!(one.gradients[1].iter().any(|&x| x != 0.0));
-    // Differences of the loss in f64.
+    // Finite differences of the loss in f64.
     let indexed = call.indexed(msa(4, 3), Some(&inputs[1]), 1.0);
     let loss = |index: &Input| {
         let leaves = [&inputs[0], index].map(|input| Ad::from_inner(input.tensor(DType::F64)));
@@ -311,14 +313,14 @@ fn all_blocks_of_an_indexer_are_dense_attention_and_its_warm_up() {
 
 #[test]
 fn statistics_are_those_of_every_score() {
-    // As many tokens as are measured, so that the mean is over all queries.
+    // 16 tokens, the number of queries that are measured, so that the mean is over all queries.
     for (lengths, heads) in [(&[][..], [4, 2]), (&[5][..], [3, 3]), (&[1, 9][..], [2, 1])] {
         let call = Call::new([1, 16], heads, 8, lengths);
         let inputs = [call.qkv(10), call.index(11)];
         let leaves = inputs.clone().map(|input| of_leaf(&input));
         for choice in [None, Some(msa(2, 2)), Some(msa(3, 1)), Some(msa(2, 64))] {
             let indexed = call.indexed(choice.unwrap_or(msa(2, 2)), choice.map(|_| &inputs[1]), 1.0);
-            // In a warm-up the choice is not read.
+            // Attention in the warm-up does not read the choice.
             let chosen = call.indexed(indexed.choice, Some(&inputs[1]), 1.0).chosen;
             let chosen = chosen.expect("it chooses");
             let measured = index_statistics(float::<4>(&leaves[0]), float::<4>(&leaves[1]), chosen, &indexed);
@@ -333,7 +335,7 @@ fn statistics_are_those_of_every_score() {
             );
             assert!(measured[2] >= 0.0 && measured[2] <= 16f64.ln(), "{measured:?}");
             if choice == Some(msa(3, 1)) {
-                // One block, which is the query's own.
+                // The one block is the query's own.
                 assert!((measured[1] - 1.0).abs() < 1e-5, "{measured:?}");
             }
         }

@@ -9,10 +9,10 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, TensorMetadata};
 use sieve_core::KeepOLow;
 
-/// What DMA has beside the packed tensor: its layer, and the tokens' positions in their documents.
+/// DMA's inputs besides the packed tensor: its layer, and the tokens' positions in their documents.
 pub(crate) type DmaParts<B> = (DmaLayer<B>, Ints<B>);
 
-/// Where a part's tokens stand: the rows, and attention inside the part.
+/// The rows of which this rank has a part, and attention inside the part.
 pub(crate) type PartPlace<'a, B> = (&'a ContextParallel, &'a AttentionCall<B>);
 
 /// What attention of a part keeps for its backward pass.
@@ -23,7 +23,7 @@ pub(crate) struct Parted<B: Backend> {
     way: Way<B>,
 }
 
-/// Which of the two attentions of [`context_parallel`](super) ran.
+/// Which of the two ways of attending ran; see [`context_parallel`](super).
 #[derive(Clone, Debug)]
 enum Way<B: Backend> {
     /// Tokens were exchanged for heads: this rank attended over whole rows, with some of the heads.
@@ -36,23 +36,21 @@ enum Way<B: Backend> {
 struct WithHalo<B: Backend> {
     halo: Halo<B>,
     output: AttentionOutput<B>,
-    /// DMA's selection, and the ranks it was made from.
+    /// DMA's selection, and the ranks that it was made from.
     selection: Option<(DmaSelection<B>, Float<B>)>,
 }
 
 impl<B: Backend> Parted<B> {
-    /// The halo, and DMA's masks over the longer rows; `None` where whole rows of some heads were exchanged.
+    /// The halo, and DMA's mask over the longer rows; `None` where tokens were exchanged for heads.
     pub(super) fn halo(&self) -> Option<(&Halo<B>, Option<Ints<B>>)> {
-        match &self.way {
-            Way::Heads(_) => None,
-            Way::Halo(with_halo) => {
-                let expire = with_halo
-                    .selection
-                    .as_ref()
-                    .map(|(selection, _)| selection.expire.clone());
-                Some((&with_halo.halo, expire))
-            }
-        }
+        let Way::Halo(with_halo) = &self.way else {
+            return None;
+        };
+        let selection = with_halo.selection.as_ref();
+        Some((
+            &with_halo.halo,
+            selection.map(|(selection, _)| selection.expire.clone()),
+        ))
     }
 }
 
@@ -154,7 +152,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     let d_o = primitive(d_o);
     let (Some((selection, rank)), Some((dma, _))) = (selection, dma) else {
         let d_longer = B::attention_backward(longer, &attention, output, d_o);
-        let (d_qkv, _) = halo.give_back(parts, d_longer, None);
+        let (d_qkv, _) = halo.own_gradients(parts, d_longer, None);
         return (d_qkv, None);
     };
     let rank = tensor::<B, 3>(rank);
@@ -166,19 +164,21 @@ pub(crate) fn backward<B: DeviceBackend>(
         attention,
     };
     let [d_longer, d_delta] = B::dma_attention_backward(&call, output, d_o);
-    let (d_qkv, d_delta) = halo.give_back(parts, d_longer, Some(d_delta));
+    let (d_qkv, d_delta) = halo.own_gradients(parts, d_longer, Some(d_delta));
     let d_delta = tensor::<B, 3>(d_delta.expect("given above"));
-    let own = |x: Tensor<B, 3>| x.narrow(2, slots, len);
+    let own = |longer: Tensor<B, 3>| longer.narrow(2, slots, len);
     let dz = bias_gradient(own(rank), own(delta), d_delta, dma.spec.bias);
     let scores = dma.scores(qkv, spec);
     let [d_qkv, d_w_dt, d_a] = B::dma_scores_backward(&scores, primitive(dz), d_qkv);
     (d_qkv, Some([d_w_dt, d_a]))
 }
 
+/// The heads of a packed tensor: queries, keys, values.
 fn kinds(spec: AttentionSpec) -> [Heads; 3] {
     [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads].map(Heads::Split)
 }
 
+/// Whole rows of this rank's heads, from the part of the rows with all heads.
 fn to_own_heads<B: DeviceBackend>(parts: &ContextParallel, qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
     primitive(to_heads(&*parts.links, tensor::<B, 4>(qkv), &kinds(spec)))
 }

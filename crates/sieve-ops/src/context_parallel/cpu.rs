@@ -1,4 +1,4 @@
-//! Context parallelism on the CPU: Burn's operations on few values, and an exchange between hosts' memories.
+//! Context parallelism on the CPU: the reference operations, and exchanges through host memory.
 use super::attend::{from_values, values_of};
 use super::{RankGroup, SendRecv, reference};
 use crate::tensors::{Float, primitive, tensor};
@@ -28,39 +28,35 @@ pub(crate) fn dma_border_keys(
 }
 
 pub(crate) fn dma_border_keys_backward(
-    sums: [FlexTensor; 2],
+    totals: [FlexTensor; 2],
     kept: FlexTensor,
-    gradients: [FlexTensor; 2],
+    halo_gradients: [FlexTensor; 2],
     spec: AttentionSpec,
 ) -> [FlexTensor; 2] {
-    reference::dma_border_keys_backward::<Flex>(sums, kept, gradients, spec)
-}
-
-pub(crate) fn exchange(links: &dyn RankGroup, parcel: SendRecv<Flex>) -> Vec<FlexTensor> {
-    over_hosts::<Flex>(links, parcel)
+    reference::dma_border_keys_backward::<Flex>(totals, kept, halo_gradients, spec)
 }
 
 pub(crate) fn all_to_all(links: &dyn RankGroup, x: FlexTensor) -> FlexTensor {
     slices_over_hosts::<Flex>(links, x)
 }
 
-/// An exchange of slices by way of the host.
+/// [`DeviceBackend::all_to_all`] through host memory.
 pub(super) fn slices_over_hosts<B: Backend>(links: &dyn RankGroup, x: Float<B>) -> Float<B> {
     let slices = tensor::<B, 5>(x.clone());
     let [parts, batch, len, heads, width] = slices.dims();
     let slice = |part| (part, primitive(slices.clone().narrow(0, part, 1)));
-    let parcel = SendRecv {
+    let parcel = SendRecv::<B> {
         given: (0..parts).map(slice).collect(),
         from: 0..parts,
         shape: vec![1, batch, len, heads, width],
         like: x,
     };
-    let found = over_hosts::<B>(links, parcel);
+    let found = exchange(links, parcel);
     primitive(Tensor::cat(found.into_iter().map(tensor::<B, 5>).collect(), 0))
 }
 
-/// An exchange by way of the host.
-pub(super) fn over_hosts<B: Backend>(links: &dyn RankGroup, parcel: SendRecv<B>) -> Vec<Float<B>> {
+/// [`DeviceBackend::exchange`] through host memory, for any backend.
+pub(crate) fn exchange<B: Backend>(links: &dyn RankGroup, parcel: SendRecv<B>) -> Vec<Float<B>> {
     let (parts, count) = (links.num_parts(), parcel.shape.iter().product::<usize>());
     let (device, dtype) = (B::float_device(&parcel.like), parcel.like.dtype());
     let mut values = vec![Vec::new(); parts];

@@ -1,8 +1,8 @@
 //! Context parallelism on CUDA: kernels choose and move the halo keys, NCCL carries them.
-use super::cpu::{over_hosts, slices_over_hosts};
+use super::cpu::{self, slices_over_hosts};
 use super::{RankGroup, SendRecv, reference};
 use crate::attention::cuda::bounds;
-use crate::device::{kernel_or, tensors, writable};
+use crate::device::{kernel_on, kernel_or, tensors, writable};
 use crate::{AttentionSpec, Cuda, DeviceBackend, DocumentBounds};
 use sieve_core::DmaWindow;
 use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor};
@@ -16,40 +16,42 @@ pub(crate) fn dma_last_kept(rank: Float, documents: &DocumentBounds<Cuda>, windo
 }
 
 pub(crate) fn dma_border_keys(packed: Float, rank: Float, kept: Float, spec: AttentionSpec) -> [Float; 2] {
-    let [x, y, z] = tensors([&packed, &rank, &kept]);
-    let attempt = sieve_kernels::dma_border_keys_forward(&x, &y, &z);
+    let [packed_view, rank_view, kept_view] = tensors([&packed, &rank, &kept]);
+    let attempt = sieve_kernels::dma_border_keys_forward(&packed_view, &rank_view, &kept_view);
     let attempt = attempt.map(|results| results.map(ToBurn::burn));
     kernel_or("dma_border_keys", attempt, || {
         reference::dma_border_keys::<Cuda>(packed, rank, kept, spec)
     })
 }
 
+/// The kernel adds the gradients of the halo's keys to `totals` in place, at the keys in `kept`.
 pub(crate) fn dma_border_keys_backward(
-    sums: [Float; 2],
+    totals: [Float; 2],
     kept: Float,
-    gradients: [Float; 2],
+    halo_gradients: [Float; 2],
     spec: AttentionSpec,
 ) -> [Float; 2] {
-    let sums = sums.map(writable);
-    let ([d_keys, d_ranks], [d_packed, d_rank]) = (tensors(gradients.each_ref()), &sums);
-    let attempt =
-        sieve_kernels::dma_border_keys_backward([d_packed, d_rank], &kernel_tensor(kept.clone()), [&d_keys, &d_ranks]);
-    let sums = sums.map(ToBurn::burn);
-    kernel_or("dma_border_keys_backward", attempt.map(|()| sums.clone()), || {
-        reference::dma_border_keys_backward::<Cuda>(sums, kept, gradients, spec)
-    })
+    let totals = totals.map(writable);
+    let [d_keys, d_ranks, kept_view] = tensors([&halo_gradients[0], &halo_gradients[1], &kept]);
+    let outcome = sieve_kernels::dma_border_keys_backward(totals.each_ref(), &kept_view, [&d_keys, &d_ranks]);
+    kernel_on(
+        "dma_border_keys_backward",
+        totals.map(ToBurn::burn),
+        outcome,
+        |totals| reference::dma_border_keys_backward::<Cuda>(totals, kept, halo_gradients, spec),
+    )
 }
 
 pub(crate) fn exchange(links: &dyn RankGroup, parcel: SendRecv<Cuda>) -> Vec<Float> {
     let Some(nccl) = links.nccl() else {
-        return over_hosts::<Cuda>(links, parcel);
+        return cpu::exchange(links, parcel);
     };
     let given = parcel.given.into_iter();
     let given = given.map(|(part, tensor)| (part, kernel_tensor(tensor)));
     let found = nccl.exchange(given.collect(), parcel.from, &parcel.shape, &kernel_tensor(parcel.like));
     match found {
         Ok(found) => found.into_iter().map(ToBurn::burn).collect(),
-        // No other path reaches the other GPUs.
+        // The other ranks wait in NCCL, so that this one cannot change to an exchange through the host.
         Err(error) => panic!("{error}"),
     }
 }

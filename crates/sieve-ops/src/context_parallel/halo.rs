@@ -4,21 +4,21 @@ use super::{ContextParallel, SendRecv};
 use crate::tensors::{Float, Ints, primitive, tensor};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, DocumentBounds};
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Tensor, TensorMetadata};
+use burn::tensor::{DType, Tensor, TensorMetadata, s};
 use sieve_core::DmaWindow;
 use std::ops::Range;
 
-/// Which keys before a part its queries may see.
+/// Which keys before a part the part's queries may see.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Reach {
-    /// The last ones.
+    /// This many keys right before the part.
     Recent(usize),
-    /// Those that DMA keeps.
+    /// The keys that DMA still keeps where the part begins.
     Kept(DmaWindow),
 }
 
 impl Reach {
-    /// As many keys at the most.
+    /// Most keys per head that may be seen.
     fn keys(self) -> usize {
         match self {
             Self::Recent(keys) => keys,
@@ -26,7 +26,7 @@ impl Reach {
         }
     }
 
-    /// The first part that has keys which part `part` may see, of parts of `len` tokens.
+    /// The first of the parts, `len` tokens each, with keys that the queries of part `part` may see.
     fn first_part(self, part: usize, len: usize) -> usize {
         match self {
             Self::Recent(keys) => (part * len).saturating_sub(keys) / len,
@@ -35,8 +35,8 @@ impl Reach {
     }
 }
 
-/// The halo: keys from earlier parts of a row. Every row and head has as many slots; a row with fewer keys leaves its
-/// first slots empty.
+/// The halo: keys from earlier parts of each row. All rows and heads have the same number of slots; those with fewer
+/// keys leave their first slots empty.
 #[derive(Clone, Debug)]
 pub(super) struct Halo<B: Backend> {
     spec: AttentionSpec,
@@ -44,34 +44,36 @@ pub(super) struct Halo<B: Backend> {
     len: usize,
     /// Slots of a row.
     pub(super) slots: usize,
-    /// K, then V, `[batch, slots, 2 * num_kv_heads, head_dim]`; none without slots.
+    /// K, then V, `[batch, slots, 2 * num_kv_heads, head_dim]`; `None` without slots.
     pub(super) keys: Option<Float<B>>,
-    /// Of DMA's keys, `[batch, num_kv_heads, slots]`.
+    /// DMA's ranks of the keys, `[batch, num_kv_heads, slots]`.
     pub(super) ranks: Option<Float<B>>,
-    /// Document bounds of the longer rows; none without slots.
+    /// Document bounds of the longer rows (halo, then part); `None` without slots.
     documents: Option<DocumentBounds<B>>,
-    /// Keys of each row and head that a part gives.
+    /// Keys per row and head that each part sends to later parts.
     share: usize,
-    /// Parts that give their keys to this one, and parts that get this one's.
+    /// Parts whose keys this one receives.
     from: Range<usize>,
+    /// Parts that receive this one's keys.
     to: Range<usize>,
-    /// DMA's keys of this part that were given away; else they are the last ones.
-    given: Option<Ints<B>>,
-    /// Which keys of all earlier parts are kept; `None`: all.
+    /// With DMA, the keys of this part that were sent, as `dma_last_kept` gives them; otherwise the last ones were
+    /// sent.
+    sent: Option<Ints<B>>,
+    /// With DMA, which of the received keys fill the slots, as `dma_last_kept` gives them; `None`: all, or the last.
     chosen: Option<Ints<B>>,
 }
 
 impl<B: DeviceBackend> Halo<B> {
-    /// Sends later parts the keys that they may see, and receives those that this part may see. `qkv` is this part's
-    /// packed tensor, `own` attention inside it, `rank` `[batch, num_kv_heads, len]` what DMA ranks its keys by.
+    /// Sends later parts the keys that they may see, and receives those that this part may see. `qkv` is the part's
+    /// packed tensor, `call` attention inside the part, `rank` `[batch, num_kv_heads, len]` DMA's ranks of its keys.
     pub(super) fn gather(
         parts: &ContextParallel,
         qkv: &Float<B>,
-        own: &AttentionCall<B>,
+        call: &AttentionCall<B>,
         reach: Reach,
         rank: Option<&Float<B>>,
     ) -> Self {
-        let (documents, spec) = (&own.documents, own.spec);
+        let spec = call.spec;
         let (own, num_parts, len) = (parts.links.part(), parts.links.num_parts(), parts.len());
         let (share, kv_heads) = (reach.keys().min(len), spec.num_kv_heads);
         let [batch, _, _, head_dim] = qkv.shape().dims();
@@ -86,34 +88,18 @@ impl<B: DeviceBackend> Halo<B> {
             share,
             from: reach.first_part(own, len)..own,
             to: own + 1..own + 1 + later.count(),
-            given: None,
+            sent: None,
             chosen: None,
         };
-        let mut given = None;
-        if !halo.to.is_empty() {
-            given = Some(match (reach, rank) {
-                (Reach::Kept(window), Some(rank)) => {
-                    let kept = B::dma_last_kept(rank.clone(), documents, window, share);
-                    halo.given = Some(kept.clone());
-                    let [keys, ranks] = B::dma_border_keys(qkv.clone(), rank.clone(), kept, spec);
-                    (keys, Some(ranks))
-                }
-                _ => {
-                    let last = tensor::<B, 4>(qkv.clone()).narrow(1, len - share, share);
-                    (primitive(keys_of(last, spec)), None)
-                }
-            });
-        }
-        let (keys, ranks) = given.unzip();
+        let to_send = (!halo.to.is_empty()).then(|| halo.keys_for_later_parts(qkv, call, reach, rank));
+        let (keys, ranks) = to_send.unzip();
         let shape = halo.shape_of_keys(batch, head_dim);
-        let keys = halo.give_on(parts, keys, shape, qkv);
-        let ranks = rank.map(|rank| {
-            let shape = vec![batch, kv_heads, share];
-            halo.give_on(parts, ranks.flatten(), shape, rank)
-        });
+        let keys = halo.pass_on(parts, keys, shape, qkv);
+        let ranks = rank.map(|rank| halo.pass_on(parts, ranks.flatten(), vec![batch, kv_heads, share], rank));
         if halo.from.is_empty() {
             return halo;
         }
+        // The received keys of all parts are candidates for the slots.
         let keys = keys.into_iter().map(tensor::<B, 4>).collect();
         let mut keys = primitive(Tensor::cat(keys, 1));
         let mut ranks = ranks.map(|ranks| {
@@ -144,16 +130,33 @@ impl<B: DeviceBackend> Halo<B> {
         halo
     }
 
-    /// Sends this part's tensor to the later parts, and returns the earlier parts' tensors.
-    fn give_on(
+    /// The keys that later parts may see, `[batch, share, 2 * num_kv_heads, head_dim]`, and DMA's ranks of these.
+    fn keys_for_later_parts(
+        &mut self,
+        qkv: &Float<B>,
+        call: &AttentionCall<B>,
+        reach: Reach,
+        rank: Option<&Float<B>>,
+    ) -> (Float<B>, Option<Float<B>>) {
+        if let (Reach::Kept(window), Some(rank)) = (reach, rank) {
+            let kept = B::dma_last_kept(rank.clone(), &call.documents, window, self.share);
+            self.sent = Some(kept.clone());
+            let [keys, ranks] = B::dma_border_keys(qkv.clone(), rank.clone(), kept, self.spec);
+            return (keys, Some(ranks));
+        }
+        let last = tensor::<B, 4>(qkv.clone()).narrow(1, self.len - self.share, self.share);
+        (primitive(keys_of(last, self.spec)), None)
+    }
+
+    /// Sends `own` to the later parts, and returns the earlier parts' tensors.
+    fn pass_on(
         &self,
         parts: &ContextParallel,
-        given: Option<Float<B>>,
+        own: Option<Float<B>>,
         shape: Vec<usize>,
         like: &Float<B>,
     ) -> Vec<Float<B>> {
-        let to = self.to.clone();
-        let given = to.filter_map(|part| Some((part, given.clone()?)));
+        let given = self.to.clone().filter_map(|part| Some((part, own.clone()?)));
         let parcel = SendRecv {
             given: given.collect(),
             from: self.from.clone(),
@@ -163,7 +166,7 @@ impl<B: DeviceBackend> Halo<B> {
         B::exchange(&*parts.links, parcel)
     }
 
-    /// Attention over the longer rows, where the one inside the part is `own`.
+    /// Attention over the longer rows; `own` is attention inside the part.
     pub(super) fn call(&self, own: &AttentionCall<B>) -> AttentionCall<B> {
         match &self.documents {
             Some(documents) => AttentionCall::new(documents.clone(), own.spec),
@@ -192,61 +195,54 @@ impl<B: DeviceBackend> Halo<B> {
         primitive(Tensor::cat(vec![ranks, own], 2))
     }
 
-    /// Gradients of this part's keys, from the gradients of the longer rows (packed qkv, and DMA's ranks): each part
-    /// sends the gradients of its halo back to the parts that the keys are from.
-    pub(super) fn give_back(
+    /// The gradients of this part's packed tensor and of its DMA ranks, from those of the longer rows: every part sends
+    /// the gradients of its halo to the parts that the keys came from, and adds those it receives to its own.
+    pub(super) fn own_gradients(
         &self,
         parts: &ContextParallel,
         d_longer: Float<B>,
         d_delta: Option<Float<B>>,
     ) -> (Float<B>, Option<Float<B>>) {
         let (slots, len, spec) = (self.slots, self.len, self.spec);
-        let d_longer = tensor::<B, 4>(d_longer);
-        let [batch, _, heads, head_dim] = d_longer.dims();
-        let (own, own_delta) = match (slots, d_delta.clone()) {
-            (0, own_delta) => (d_longer.clone(), own_delta),
-            (_, d_delta) => {
-                let own_delta = d_delta.map(|d_delta| {
-                    let own: Tensor<B, 3> = tensor::<B, 3>(d_delta).narrow(2, slots, len);
-                    primitive(own)
-                });
-                (d_longer.clone().narrow(1, slots, len), own_delta)
-            }
-        };
-        let own = primitive(own);
-        let of_border = (slots > 0).then(|| self.of_candidates(d_longer, d_delta));
-        let (d_keys, d_ranks) = of_border.unzip();
-        let d_keys = self.take_back::<4>(parts, d_keys, (1, self.shape_of_keys(batch, head_dim)), &own);
-        let d_ranks = own_delta.as_ref().map(|like| {
+        let [batch, _, heads, head_dim] = d_longer.shape().dims();
+        let (mut own, mut own_delta, mut d_halo) = (d_longer, d_delta, None);
+        if slots > 0 {
+            let longer = tensor::<B, 4>(own);
+            own = primitive(longer.clone().narrow(1, slots, len));
+            d_halo = Some(self.candidate_gradients(longer, own_delta.clone()));
+            own_delta = own_delta.map(|d_delta| primitive(tensor::<B, 3>(d_delta).narrow(2, slots, len)));
+        }
+        let (d_keys, d_ranks) = d_halo.unzip();
+        let d_keys = self.pass_back::<4>(parts, d_keys, (1, self.shape_of_keys(batch, head_dim)), &own);
+        let d_ranks = own_delta.as_ref().and_then(|like| {
             let shape = vec![batch, spec.num_kv_heads, self.share];
-            self.take_back::<3>(parts, d_ranks.flatten(), (2, shape), like)
+            self.pass_back::<3>(parts, d_ranks.flatten(), (2, shape), like)
         });
         let Some(d_keys) = d_keys else {
             return (own, own_delta);
         };
-        if let (Some(given), Some(Some(d_ranks)), Some(own_delta)) = (&self.given, d_ranks, &own_delta) {
-            let sums = [own, own_delta.clone()];
-            let gradients = [primitive(d_keys), primitive(d_ranks)];
-            let [own, own_delta] = B::dma_border_keys_backward(sums, given.clone(), gradients, spec);
+        if let (Some(sent), Some(d_ranks), Some(own_delta)) = (&self.sent, d_ranks, &own_delta) {
+            let (totals, halo) = ([own, own_delta.clone()], [primitive(d_keys), primitive(d_ranks)]);
+            let [own, own_delta] = B::dma_border_keys_backward(totals, sent.clone(), halo, spec);
             return (own, Some(own_delta));
         }
-        let range = [
-            0..batch,
-            len - self.share..len,
-            heads - 2 * spec.num_kv_heads..heads,
-            0..head_dim,
-        ];
+        let sent = s![.., len - self.share..len, heads - 2 * spec.num_kv_heads..heads, ..];
         let own = tensor::<B, 4>(own);
-        let sums = own.clone().slice(range.clone()) + d_keys;
-        (primitive(own.slice_assign(range, sums)), own_delta)
+        let totals = own.clone().slice(sent) + d_keys;
+        (primitive(own.slice_assign(sent, totals)), own_delta)
     }
 
     fn shape_of_keys(&self, batch: usize, head_dim: usize) -> Vec<usize> {
         vec![batch, self.share, 2 * self.spec.num_kv_heads, head_dim]
     }
 
-    /// Gradients of all keys that earlier parts sent, and of DMA's ranks, cut from the gradients of the longer rows.
-    fn of_candidates(&self, d_longer: Tensor<B, 4>, d_delta: Option<Float<B>>) -> (Tensor<B, 4>, Option<Tensor<B, 3>>) {
+    /// Gradients of all keys that earlier parts sent, and of their DMA ranks, from the gradients of the longer rows;
+    /// zero where a key got no slot.
+    fn candidate_gradients(
+        &self,
+        d_longer: Tensor<B, 4>,
+        d_delta: Option<Float<B>>,
+    ) -> (Tensor<B, 4>, Option<Tensor<B, 3>>) {
         let (slots, spec) = (self.slots, self.spec);
         let all = self.from.len() * self.share;
         let d_keys = keys_of(d_longer.narrow(1, 0, slots), spec);
@@ -268,15 +264,15 @@ impl<B: DeviceBackend> Halo<B> {
                 );
                 (tensor(keys), Some(tensor(ranks)))
             }
-            // Of the first part's some were too early.
+            // The slots hold the last candidates; the first ones are out of the window's reach.
             (_, d_ranks) if all > slots => (Tensor::cat(vec![zeros(all - slots), d_keys], 1), d_ranks),
             (_, d_ranks) => (d_keys, d_ranks),
         }
     }
 
-    /// Sends each earlier part its gradients, which are concatenated along `dim`, and sums those received from later
-    /// parts.
-    fn take_back<const D: usize>(
+    /// Sends each earlier part its share of `gradients`, which lie one after the other along `dim`, and returns the sum
+    /// of those received from later parts.
+    fn pass_back<const D: usize>(
         &self,
         parts: &ContextParallel,
         gradients: Option<Tensor<B, D>>,
@@ -305,7 +301,8 @@ fn keys_of<B: Backend>(packed: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 4
     packed.narrow(2, heads - kept, kept)
 }
 
-/// Document bounds of rows of `all` candidates: the last `valid` are one document, padding before them is another.
+/// Document bounds of rows of `all` candidates, of which the last `valid` are keys of one document. The empty slots
+/// before them count as another document.
 fn candidate_bounds<B: Backend>(valid: &[usize], all: usize, device: &B::Device) -> DocumentBounds<B> {
     let mut bounds = [Vec::new(), Vec::new()];
     for &valid in valid {

@@ -1,8 +1,7 @@
 //! All-to-all between tokens and heads: from a part of the row with all heads to whole rows of some heads, and back
 //! (Ulysses, arXiv:2309.14509).
 //!
-//! In both directions a copy makes each rank's slice contiguous; with one row a micro-batch the other side of the
-//! exchange needs no copy.
+//! Before the exchange a copy makes each rank's slice contiguous. After it, a batch of one row needs no copy.
 use super::{ContextParallel, RankGroup};
 use crate::tensors::{primitive, tensor};
 use crate::{DeviceBackend, Documents, SieveBackend};
@@ -14,11 +13,12 @@ use std::ops::Range;
 pub enum Heads {
     /// Each rank gets an equal share of this many heads.
     Split(usize),
-    /// Each rank gets all of this many heads: what its own heads share, as a latent.
+    /// Each rank gets all of this many heads, as of a latent that all heads share.
     Shared(usize),
 }
 
 impl Heads {
+    /// Heads of all ranks.
     fn all(self) -> usize {
         match self {
             Self::Split(heads) | Self::Shared(heads) => heads,
@@ -86,9 +86,9 @@ pub(super) fn to_heads<B: DeviceBackend>(links: &dyn RankGroup, x: Tensor<B, 4>,
     let (parts, [batch, len, _, width]) = (links.num_parts(), x.dims());
     let own = kinds.iter().map(|kind| kind.own(parts)).sum();
     let mut given = Tensor::empty([parts, batch, len, own, width], (&x.device(), x.dtype()));
-    for Stretch { part, all, of_part, .. } in stretches(kinds, parts) {
-        let some = x.clone().slice(s![.., .., all, ..]).unsqueeze_dim::<5>(0);
-        given = given.slice_assign(s![part..=part, .., .., of_part, ..], some);
+    for share in shares(kinds, parts) {
+        let heads = x.clone().slice(s![.., .., share.among_all, ..]).unsqueeze_dim::<5>(0);
+        given = given.slice_assign(s![share.part..=share.part, .., .., share.among_own, ..], heads);
     }
     let found = tensor::<B, 5>(B::all_to_all(links, primitive(given)));
     let rows = match batch {
@@ -98,7 +98,7 @@ pub(super) fn to_heads<B: DeviceBackend>(links: &dyn RankGroup, x: Tensor<B, 4>,
     rows.reshape([batch, parts * len, own, width])
 }
 
-/// The inverse of [`to_heads`]; of shared heads the sum over all ranks, which is its gradient.
+/// The inverse of [`to_heads`] for split heads, and its gradient for all: shared heads are summed over the ranks.
 pub(super) fn to_tokens<B: DeviceBackend>(links: &dyn RankGroup, x: Tensor<B, 4>, kinds: &[Heads]) -> Tensor<B, 4> {
     let (parts, [batch, seq_len, own, width]) = (links.num_parts(), x.dims());
     let len = seq_len / parts;
@@ -109,19 +109,15 @@ pub(super) fn to_tokens<B: DeviceBackend>(links: &dyn RankGroup, x: Tensor<B, 4>
     let found = tensor::<B, 5>(B::all_to_all(links, primitive(given)));
     let heads = kinds.iter().map(|kind| kind.all()).sum();
     let mut rows = Tensor::empty([batch, len, heads, width], (&found.device(), found.dtype()));
-    for stretch in stretches(kinds, parts) {
-        let Stretch {
-            part,
-            all,
-            of_part,
-            is_shared,
-        } = stretch;
-        let some = match (is_shared, part) {
-            (false, _) => found.clone().slice(s![part..=part, .., .., of_part, ..]),
-            (true, 0) => sum_of_parts(found.clone().slice(s![.., .., .., of_part, ..])),
+    for share in shares(kinds, parts) {
+        let found = found.clone().slice(s![.., .., .., share.among_own, ..]);
+        let heads = match (share.is_shared, share.part) {
+            (false, part) => found.narrow(0, part, 1),
+            (true, 0) => sum_of_parts(found),
+            // The ranks' copies of shared heads were summed with the first rank's.
             (true, _) => continue,
         };
-        rows = rows.slice_assign(s![.., .., all, ..], some.squeeze_dim::<4>(0));
+        rows = rows.slice_assign(s![.., .., share.among_all, ..], heads.squeeze_dim::<4>(0));
     }
     rows
 }
@@ -134,31 +130,32 @@ fn sum_of_parts<B: DeviceBackend>(x: Tensor<B, 5>) -> Tensor<B, 5> {
     }
 }
 
-/// Heads of one kind that are one rank's.
-struct Stretch {
+/// The heads of one kind that the rank of one part holds after the exchange.
+struct Share {
     part: usize,
-    /// Their place among all heads, and among the rank's heads.
-    all: Range<usize>,
-    of_part: Range<usize>,
+    /// Where they lie among the heads of all ranks.
+    among_all: Range<usize>,
+    /// Where they lie among the heads of the rank.
+    among_own: Range<usize>,
     is_shared: bool,
 }
 
-fn stretches(kinds: &[Heads], parts: usize) -> Vec<Stretch> {
-    let (mut first, mut first_own, mut stretches) = (0, 0, Vec::new());
+fn shares(kinds: &[Heads], parts: usize) -> Vec<Share> {
+    let (mut first, mut first_own, mut shares) = (0, 0, Vec::new());
     for &kind in kinds {
         let own = kind.own(parts);
         let is_shared = matches!(kind, Heads::Shared(_));
-        stretches.extend((0..parts).map(|part| {
+        shares.extend((0..parts).map(|part| {
             let from = if is_shared { first } else { first + part * own };
-            Stretch {
+            Share {
                 part,
-                all: from..from + own,
-                of_part: first_own..first_own + own,
+                among_all: from..from + own,
+                among_own: first_own..first_own + own,
                 is_shared,
             }
         }));
         first += kind.all();
         first_own += own;
     }
-    stretches
+    shares
 }

@@ -1,10 +1,10 @@
-//! The ops of rows in parts in plain Burn operations.
+//! Context parallelism's operations on DMA's halo in plain Burn operations.
 use crate::AttentionSpec;
 use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, IndexingUpdateOp, Int, Tensor};
 
-/// See [`DeviceBackend::dma_last_kept`](crate::DeviceBackend::dma_last_kept); from DMA's `expire`.
+/// [`DeviceBackend::dma_last_kept`](crate::DeviceBackend::dma_last_kept), from the `expire` of DMA's selection.
 pub(super) fn dma_last_kept<B: Backend>(expire: Ints<B>, slots: usize) -> Ints<B> {
     let expire = Tensor::<B, 3, Int>::from_primitive(expire);
     let seq_len = expire.dims()[2];
@@ -52,7 +52,8 @@ pub(super) fn dma_border_keys_backward<B: Backend>(
     [primitive(d_packed), primitive(d_rank)]
 }
 
-/// Indices of kept keys in a packed tensor and in their ranks; the first token for empty slots.
+/// Where the kept keys lie in a packed tensor (as indices of K, then V) and among the ranks. Empty slots have index 0,
+/// and are marked in `no_keys` and `no_ranks`.
 struct Places<B: Backend> {
     keys: Tensor<B, 4, Int>,
     no_keys: Tensor<B, 4, Bool>,

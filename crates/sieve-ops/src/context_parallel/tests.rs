@@ -17,7 +17,7 @@ const WIDTH: usize = 8;
 const BATCH: usize = 2;
 const ROW: usize = 24;
 
-/// What attends, over how many KV heads.
+/// The kind of attention, and the number of KV heads.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     spec: AttentionSpec,
@@ -44,7 +44,7 @@ fn recency(keep_window_size: usize, local_window_size: usize) -> DmaShape {
 fn cases() -> Vec<Case> {
     let dma = |num_kv_heads, shape| case(num_kv_heads, None, Some(shape));
     vec![
-        // Whole rows of some heads with two parts; with three and four of the longer rows.
+        // With two parts, tokens are exchanged for heads; with three and four, attention runs over longer rows.
         case(2, None, None),
         case(1, None, None),
         // Shorter than a part, and longer than two.
@@ -59,7 +59,8 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// Lengths of the documents of the two rows: they begin and end on cuts, before and after them, and hold one token.
+/// Lengths of the documents of the two rows. Documents begin and end at the borders of parts, before and after them;
+/// some have one token.
 const ROWS: [[&[usize]; BATCH]; 3] = [
     [&[ROW], &[12, 12]],
     [&[1, 10, 2, 11], &[5, 1, 18]],
@@ -95,16 +96,16 @@ fn inputs(case: Case, a: f64) -> [FlexTensor; 4] {
     [qkv, d_o, w_dt, a]
 }
 
-/// Results of whole rows or of all parts together.
+/// Results of whole rows, or of all parts concatenated.
 #[derive(Default)]
 struct Found {
     o: Vec<f32>,
     d_qkv: Vec<f32>,
     d_w_dt: Vec<f32>,
     d_a: Vec<f32>,
-    /// By row, KV head and query: the keys that are active.
+    /// For each row, KV head and query: the keys that it sees.
     active: Vec<Vec<usize>>,
-    /// Of a part with a halo: the keys that it got.
+    /// The keys of the part's halo, if it has one.
     slots: Option<usize>,
 }
 
@@ -113,7 +114,7 @@ fn values<const D: usize>(x: FlexTensor) -> Vec<f32> {
     data.iter::<f32>().collect()
 }
 
-/// o, the gradient of qkv, and of DMA the expiry and the gradients of w_dt and a.
+/// o, the gradient of qkv and, with DMA, `expire` and the gradients of w_dt and a.
 type Attended<B> = (Float<B>, Float<B>, Option<(Ints<B>, [Float<B>; 2])>);
 
 /// Attention over whole rows by the backend's own ops; the inputs in the order of [`inputs`].
@@ -166,7 +167,7 @@ fn layer<B: DeviceBackend>(w_dt: Float<B>, a: Float<B>, spec: DmaShape) -> DmaLa
     DmaLayer { w_dt, a, spec }
 }
 
-/// One rank's results, of its part.
+/// One rank's results for its part.
 fn part(case: Case, parts: ContextParallel, inputs: &[FlexTensor; 4]) -> Found {
     let (len, first) = (parts.len(), parts.links.part() * parts.len());
     let [qkv, d_o, w_dt, a] = inputs.clone();
@@ -216,7 +217,8 @@ fn active(parted: &Parted<Flex>, first: usize, len: usize, qkv: FlexTensor) -> V
     active
 }
 
-/// Where the keys of a halo stand in the whole rows `qkv`, by row, KV head and slot: no two keys are equal.
+/// Positions of a halo's keys in the whole rows `qkv`, by row, KV head and slot. They are found by value: no two keys
+/// are equal.
 fn positions(halo: &Halo<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
     let Some(keys) = &halo.keys else {
         return Vec::new();
@@ -279,7 +281,7 @@ fn check(case: Case, num_parts: usize, lengths: [&[usize]; BATCH], a: f64) {
     assert_near(&format!("o of {what}"), &joined(|part| &part.o), &expected.o);
     let d_qkv = joined(|part| &part.d_qkv);
     assert_near(&format!("dqkv of {what}"), &d_qkv, &expected.d_qkv);
-    // Gradients of weights are those of all parts added up.
+    // The gradients of weights are summed over the parts.
     let sum = |of: fn(&Found) -> &[f32]| {
         let mut sum = vec![0.0; of(&found[0]).len()];
         for part in &found {
@@ -291,7 +293,7 @@ fn check(case: Case, num_parts: usize, lengths: [&[usize]; BATCH], a: f64) {
     let d_w_dt = sum(|part| &part.d_w_dt);
     assert_near(&format!("dw_dt of {what}"), &d_w_dt, &expected.d_w_dt);
     assert_near(&format!("da of {what}"), &sum(|part| &part.d_a), &expected.d_a);
-    // Masks are the same to the last key.
+    // Masks are exactly equal.
     let len = ROW / num_parts;
     for (index, expected) in expected.active.iter().enumerate() {
         let (head, query) = (index / ROW, index % ROW);
@@ -311,7 +313,7 @@ fn parts_of_rows_attend_as_whole_rows_do() {
     }
 }
 
-// Of equal ranks the later key stays, also across a cut.
+// Of keys with equal ranks the later key is kept, also when they are in different parts.
 #[test]
 fn keys_of_equal_rank_leave_in_the_same_order() {
     for num_parts in [2, 4] {
@@ -328,7 +330,7 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
     for num_parts in [2, 4, 8] {
         let slots = all_parts(case, num_parts, &bounds, &inputs).into_iter();
         let slots = slots.map(|part| part.slots.expect("a halo"));
-        // As many as there are before the part, or as many as are kept.
+        // All keys before the part, or as many as are kept.
         let expected = (0..num_parts).map(|part| 5.min(part * ROW / num_parts));
         assert!(expected.eq(slots), "{num_parts} parts");
     }
@@ -350,7 +352,7 @@ fn tokens_are_exchanged_for_heads_and_back() {
                     let wanted = [(part * four, four), (4, 1), (5 + part * eight, eight)];
                     let wanted = wanted.map(|(first, count)| rows.clone().narrow(2, first, count));
                     assert_eq!(heads.to_data(), Tensor::cat(wanted.to_vec(), 2).to_data());
-                    // Of a shared head every part's values are added up.
+                    // The values of a shared head are summed over the parts.
                     let back = to_tokens(&links, heads, &kinds);
                     let shared = own.clone().narrow(2, 4, 1) * num_parts as f64;
                     let wanted = [own.clone().narrow(2, 0, 4), shared, own.narrow(2, 5, 8)];

@@ -1,4 +1,4 @@
-//! Parts of a row on the threads of one process: for tests, and for files that other programs check.
+//! Context parallelism between threads of one process, for tests and for the cases that `sieve-bench` writes.
 use super::RankGroup;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, PoisonError};

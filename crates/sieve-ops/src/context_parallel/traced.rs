@@ -1,17 +1,17 @@
-//! One rank's attention of its part with everything that it read and gave, for files that other programs check.
+//! One rank's attention of its part with all that it read and returned, for files that tests in Python check.
 use super::{ContextParallel, backward, forward};
 use crate::tensors::{Float, Ints};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaLayer, DocumentBounds, Documents};
 use burn::tensor::backend::Backend;
 use sieve_core::KeepOLow;
 
-/// What attention of a part read and gave. A longer row is the halo's slots, then the part's tokens.
+/// What attention of a part read and returned. A longer row is the halo's slots, then the part's tokens.
 #[derive(Clone, Debug)]
 pub struct TracedPart<B: Backend> {
     /// Keys, then values, of earlier parts that the part's queries may see,
     /// `[batch, slots, 2 * num_kv_heads, head_dim]`; the first slots may be empty. `None` without a halo.
     pub halo: Option<Float<B>>,
-    /// What DMA ranks them by, `[batch, num_kv_heads, slots]`.
+    /// DMA's ranks of these keys, `[batch, num_kv_heads, slots]`.
     pub halo_ranks: Option<Float<B>>,
     /// Bounds of the documents in the longer rows; empty slots are a document of their own.
     pub documents: DocumentBounds<B>,
@@ -19,16 +19,15 @@ pub struct TracedPart<B: Backend> {
     pub expire: Option<Ints<B>>,
     /// `[batch, len, num_heads, head_dim]`.
     pub o: Float<B>,
-    /// Of the part's packed tensor, what later parts gave back included.
+    /// Gradient of the part's packed tensor, with what later parts contribute.
     pub d_qkv: Float<B>,
-    /// Of w_dt and a, from this part's tokens.
+    /// Gradients of w_dt and a from this part's tokens.
     pub d_dma: Option<[Float<B>; 2]>,
 }
 
 impl<B: DeviceBackend> TracedPart<B> {
     /// Attention of this rank's `qkv` `[batch, len, num_heads + 2 * num_kv_heads, head_dim]`, and its gradient for
-    /// `d_o`. All ranks of `parts` call it at once. Without a layer of DMA's: window attention with the spec's
-    /// window.
+    /// `d_o`. All ranks of `parts` call it at once. `dma` is `None` for window attention with the spec's window.
     pub fn new(
         parts: &ContextParallel,
         [qkv, d_o]: [Float<B>; 2],

@@ -1,13 +1,13 @@
-//! Keys and values of earlier tokens, in buffers that a device writes to.
+//! Keys and values of earlier tokens, in buffers that kernels write to in place.
 use super::token_buffer::TokenBuffer;
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{Bool, DType, Int, Tensor};
 use sieve_core::DmaWindow;
 
-/// Keys lie in `[batch, num_kv_heads, room, head_dim]`, so that the keys of a head are contiguous.
+/// The axis of the tokens in `[batch, num_kv_heads, room, head_dim]`, where the keys of a head are contiguous.
 const KEY_AXIS: usize = 2;
 
-/// Keys and values that a layer keeps of earlier tokens, or some of them.
+/// Keys and values of earlier tokens, of all or of some.
 #[derive(Clone, Debug)]
 pub struct KeyCache<B: Backend> {
     /// `[batch, num_kv_heads, room, head_dim]`.
@@ -17,18 +17,19 @@ pub struct KeyCache<B: Backend> {
 }
 
 impl<B: Backend> KeyCache<B> {
-    /// A cache of these tokens with some room behind them: k, v `[batch, new, num_kv_heads, head_dim]`.
+    /// A cache of these tokens with some room for more: k, v `[batch, new, num_kv_heads, head_dim]`.
     pub fn new(k: Tensor<B, 4>, v: Tensor<B, 4>) -> Self {
         Self::with_capacity(k.swap_dims(1, KEY_AXIS), v.swap_dims(1, KEY_AXIS), None)
     }
 
-    /// As [`new`](Self::new) from `[batch, num_kv_heads, new, head_dim]`, with this much room for all tokens.
+    /// A cache of the tokens `[batch, num_kv_heads, new, head_dim]` with room for `room` in all; `None`: some room for
+    /// more.
     pub fn with_capacity(k: Tensor<B, 4>, v: Tensor<B, 4>, room: Option<usize>) -> Self {
         let [k, v] = [k, v].map(|x| TokenBuffer::new(x, KEY_AXIS, room));
         Self { k, v }
     }
 
-    /// A cache without a key, `[batch, num_kv_heads, room, head_dim]` of keys and of values.
+    /// A cache without a key; `shape`, `[batch, num_kv_heads, room, head_dim]`, is that of its keys, and of its values.
     pub fn empty(shape: [usize; 4], options: (&B::Device, DType)) -> Self {
         let [k, v] = [(); 2].map(|()| TokenBuffer::empty(shape, KEY_AXIS, options));
         Self { k, v }
@@ -50,7 +51,7 @@ impl<B: Backend> KeyCache<B> {
         self.v.append(v.swap_dims(1, KEY_AXIS));
     }
 
-    /// A packed row of the last `earlier` keys, with queries of zero, and then new tokens, `qkv`
+    /// A packed tensor of the last `earlier` cached tokens, with queries of zero, followed by the new tokens `qkv`,
     /// `[batch, new, num_heads + 2 * num_kv_heads, head_dim]`.
     pub fn before(&self, qkv: &Tensor<B, 4>, earlier: usize) -> Tensor<B, 4> {
         let last = |x: &TokenBuffer<B, 4>| {
@@ -64,53 +65,53 @@ impl<B: Backend> KeyCache<B> {
         Tensor::cat(vec![keys, qkv.clone()], 1)
     }
 
-    /// Makes room for `new` more tokens, after which only the last `kept` of the others may be there.
+    /// Makes room for `new` more tokens. If that takes another buffer, only the last `kept` tokens are copied to it.
     pub fn reserve(&mut self, new: usize, kept: usize) {
         self.k.reserve(new, kept);
         self.v.reserve(new, kept);
     }
 
-    /// Makes each row several equal ones.
+    /// Replaces each row by `rows` copies of it.
     pub fn repeat(&mut self, rows: usize) {
         self.k.repeat(rows);
         self.v.repeat(rows);
     }
 
-    /// Counts a token that a kernel wrote behind the others.
+    /// Counts one token that a kernel has written after the others.
     pub fn count_token(&mut self) {
         self.k.count(1);
         self.v.count(1);
     }
 
-    /// Writes one token, `[batch, num_kv_heads, 1, head_dim]`, into the slots where `is_there`,
+    /// Writes one token, `[batch, num_kv_heads, 1, head_dim]`, to the places where `mask`,
     /// `[batch, num_kv_heads, room]`, is true.
-    pub(super) fn replace(&mut self, is_there: Tensor<B, 3, burn::tensor::Bool>, k: Tensor<B, 4>, v: Tensor<B, 4>) {
+    pub(super) fn replace(&mut self, mask: Tensor<B, 3, Bool>, k: Tensor<B, 4>, v: Tensor<B, 4>) {
         for (all, one) in [(&mut self.k, k), (&mut self.v, v)] {
             let shape = all.buffer().dims();
-            let is_there = is_there.clone().unsqueeze_dim::<4>(3).expand(shape);
-            all.write(|all| all.mask_where(is_there, one.expand(shape)));
+            let mask = mask.clone().unsqueeze_dim::<4>(3).expand(shape);
+            all.write(|all| all.mask_where(mask, one.expand(shape)));
         }
     }
 }
 
-/// The slots a DMA layer keeps, `window.keep_window_size` of them, each KV head with keys of its own choice.
+/// The keys that a DMA layer keeps, in `window.keep_window_size` slots. Each KV head keeps other tokens' keys.
 ///
-/// A key that leaves the mask never returns, so its slot is free for the key that pushed it out.
+/// A key that left the mask never returns, so that the key which replaced it takes its slot.
 #[derive(Clone, Debug)]
 pub struct DmaCache<B: Backend> {
     /// The slots.
     pub keys: KeyCache<B>,
-    /// What ranks the keys, `[batch, num_kv_heads, keep_window_size]`; see [`crate::dma_rank`].
+    /// Ranks of the keys, `[batch, num_kv_heads, keep_window_size]`; see [`crate::dma_rank`].
     pub rank: TokenBuffer<B, 3>,
     /// Positions of the keys, `[batch, num_kv_heads, keep_window_size]`.
     pub positions: TokenBuffer<B, 3, Int>,
-    /// Slots at most, and how many of them hold the last keys.
+    /// Number of slots, and how many of the last keys always have one.
     pub window: DmaWindow,
 }
 
 impl<B: Backend> DmaCache<B> {
-    /// The slots with these keys: k, v `[batch, num_kv_heads, len, head_dim]`; rank, positions
-    /// `[batch, num_kv_heads, len]`.
+    /// A cache of these keys: k, v `[batch, num_kv_heads, len, head_dim]`; rank, positions `[batch, num_kv_heads,
+    /// len]`.
     ///
     /// Panics on more keys than slots.
     pub fn new([k, v]: [Tensor<B, 4>; 2], rank: Tensor<B, 3>, positions: Tensor<B, 3, Int>, window: DmaWindow) -> Self {
@@ -134,12 +135,12 @@ impl<B: Backend> DmaCache<B> {
         self.rank.is_empty()
     }
 
-    /// Whether a new key takes another one's slot.
+    /// Whether a new key must replace another.
     pub(crate) fn is_full(&self) -> bool {
         self.len() >= self.window.keep_window_size
     }
 
-    /// The same keys by rising position.
+    /// The same keys, sorted by position.
     pub fn in_order(&self) -> Self {
         let order = self.positions.tokens().argsort(2);
         let [batch, heads, len, width] = self.keys.k.tokens().dims();
@@ -150,14 +151,14 @@ impl<B: Backend> DmaCache<B> {
         Self::new(keys, rank, positions, self.window)
     }
 
-    /// Makes each row several equal ones.
+    /// Replaces each row by `rows` copies of it.
     pub fn repeat(&mut self, rows: usize) {
         self.keys.repeat(rows);
         self.rank.repeat(rows);
         self.positions.repeat(rows);
     }
 
-    /// Counts a token that a kernel offered to the slots.
+    /// Counts one token that a kernel has added: the length grows only while slots are free.
     pub fn count_token(&mut self) {
         if !self.is_full() {
             self.keys.count_token();

@@ -3,13 +3,13 @@ use super::{DmaCache, DmaToken, KeyCache, TokenStep, reference};
 use crate::AttentionSpec;
 use crate::device::{contiguous, floats, from_vec, ints, is_f32, last_dim, unless_f32, zeros_like};
 use crate::dma::dma_bias;
-use crate::tensors::{primitive, split_heads, tensor};
+use crate::tensors::{primitive, tensor};
 use burn::tensor::{DType, Tensor, TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::DmaBias;
 use sieve_cpu::first_of_largest;
 
-/// The CPU takes a model's layers one by one: a call costs nothing there beside its work.
+/// The CPU has no fused step: a call per layer has no launch overhead there.
 pub(crate) fn token_step(_: TokenStep<'_, Flex>, (): &mut ()) -> Option<FlexTensor> {
     None
 }
@@ -44,12 +44,7 @@ pub(crate) fn cached_attention(
     spec: AttentionSpec,
     (): &mut (),
 ) -> FlexTensor {
-    let [q, k, v] = split_heads(tensor::<Flex, 4>(qkv), spec.num_kv_heads);
-    let shape = q.dims();
-    cache.append(k, v);
-    let seen = spec.window_size.unwrap_or(cache.len()).min(cache.len());
-    let o = attend(primitive(q.squeeze_dim::<3>(1)), cache, seen, None, spec.softmax_scale);
-    primitive(tensor::<Flex, 3>(o).reshape(shape))
+    reference::append_and_attend(cache, qkv, spec, attend)
 }
 
 pub(crate) fn mla_decode(
@@ -95,8 +90,8 @@ pub(crate) fn dma_decode(
     attend(token.q, &cache.keys, cache.len(), Some(delta), softmax_scale)
 }
 
-/// Overwrites, in each head, the slot of the smallest (rank, position) outside the local window with the token. Without
-/// a local window a token of the smallest rank is not stored.
+/// Writes the token, in each head, to the slot of the smallest (rank, position) outside the local window. Without a
+/// local window, a token whose own rank is the smallest is not stored.
 fn replace_lightest(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
     let (slots, local) = (cache.len(), cache.window.local_window_size);
     let [k, v, rank] = [&token.k, &token.v, &token.rank].map(|x| contiguous(x.clone()));
@@ -105,22 +100,23 @@ fn replace_lightest(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
     let heads = floats(&held)
         .chunks_exact(slots)
         .zip(ints(&positions).chunks_exact(slots));
-    let lightest = |((ranks, positions), rank): ((&[f32], &[i32]), &f32)| {
-        let outside = (0..slots).filter(|&slot| positions[slot] as usize + local <= token.position);
+    let evicted = |((ranks, positions), rank): ((&[f32], &[i32]), &f32)| {
+        let candidates = (0..slots).filter(|&slot| positions[slot] as usize + local <= token.position);
         // `+ 0.0` makes -0 equal to +0.
-        let order = |&a: &usize, &b: &usize| {
+        let by_rank_and_position = |&a: &usize, &b: &usize| {
             let ranks = (ranks[a] + 0.0).total_cmp(&(ranks[b] + 0.0));
             ranks.then(positions[a].cmp(&positions[b]))
         };
-        outside.min_by(order).filter(|&slot| local > 0 || *rank >= ranks[slot])
+        let smallest = candidates.min_by(by_rank_and_position);
+        smallest.filter(|&slot| local > 0 || *rank >= ranks[slot])
     };
-    let places: Vec<Option<usize>> = heads.zip(floats(&rank)).map(lightest).collect();
-    // Given back, so that the buffers have one owner and are written in place.
+    let slot_of_head: Vec<Option<usize>> = heads.zip(floats(&rank)).map(evicted).collect();
+    // Dropped, so that the buffers have one owner and are written in place.
     drop((held, positions));
     let put = |x: FlexTensor, new: &FlexTensor| {
-        let (mut x, width) = (contiguous(x), new.shape().num_elements() / places.len());
+        let (mut x, width) = (contiguous(x), new.shape().num_elements() / slot_of_head.len());
         let values = x.storage_mut::<f32>();
-        for (head, slot) in places.iter().enumerate() {
+        for (head, slot) in slot_of_head.iter().enumerate() {
             if let Some(slot) = slot {
                 let new = &floats(new)[head * width..][..width];
                 values[(head * slots + slot) * width..][..width].copy_from_slice(new);
@@ -134,11 +130,11 @@ fn replace_lightest(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
     cache.positions.write(|x| {
         let mut x = contiguous(x.into_primitive());
         let values = x.storage_mut::<i32>();
-        let taken = places
-            .iter()
-            .enumerate()
-            .filter_map(|(head, slot)| Some(head * slots + (*slot)?));
-        taken.for_each(|at| values[at] = token.position as i32);
+        for (head, slot) in slot_of_head.iter().enumerate() {
+            if let Some(slot) = slot {
+                values[head * slots + slot] = token.position as i32;
+            }
+        }
         Tensor::from_primitive(x)
     });
 }
@@ -154,31 +150,18 @@ fn attend(
     unless_f32!(&q, "attention_decode": reference::attention_decode::<Flex>(q, keys, seen, delta, softmax_scale));
     let [k, v] = [&keys.k, &keys.v].map(|x| contiguous(primitive(x.buffer().clone())));
     let (q_shape, q) = (q.shape(), contiguous(q));
-    let [batch, num_kv_heads, room, head_dim] = k.shape().dims();
-    // A head's keys lie together, as a row's would with one KV head.
-    let kv_len = vec![seen; batch * num_kv_heads];
+    let [_, num_kv_heads, capacity, head_dim] = k.shape().dims();
     let shape = sieve_cpu::DecodeShape {
-        num_heads: q_shape[1] / num_kv_heads,
-        num_kv_heads: 1,
+        group_size: q_shape[1] / num_kv_heads,
         head_dim,
-        capacity: room,
-        slot_stride: head_dim,
-        kv_len: &kv_len,
+        capacity,
+        kv_len: seen,
         softmax_scale: softmax_scale as f32,
     };
-    let delta = delta.map(|delta| {
-        let delta = contiguous(delta);
-        let rows = floats(&delta).chunks_exact(seen);
-        let mut wide = Vec::with_capacity(kv_len.len() * room);
-        for row in rows {
-            wide.extend_from_slice(row);
-            wide.resize(wide.len() + room - seen, 0.0);
-        }
-        wide
-    });
+    let delta = delta.map(contiguous);
     let first = (keys.len() - seen) * head_dim;
-    let mut o = zeros_like(&q);
     let [k, v] = [&k, &v].map(|x| &floats(x)[first..]);
-    sieve_cpu::attention_decode(&shape, floats(&q), k, v, delta.as_deref(), &mut o);
+    let mut o = zeros_like(&q);
+    sieve_cpu::attention_decode(shape, floats(&q), k, v, delta.as_ref().map(floats), &mut o);
     from_vec(o, q_shape)
 }

@@ -1,9 +1,10 @@
 //! One new token a sequence against its cache on CUDA.
 use super::{DmaCache, DmaToken, KeyCache, reference};
 use crate::attention::cuda::{packed, packed_heads};
-use crate::device::{kernel_or, tensors};
+use crate::device::{kernel_of, kernel_or, tensors};
+use crate::tensors::tensor;
 use crate::{AttentionSpec, Cuda};
-use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{DmaBias, HeavyKeys};
 use sieve_kernels::{
     AttentionShape, CudaPrimitive as Float, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache,
@@ -74,19 +75,22 @@ pub(crate) use super::cuda_step::{CudaStepGraph, repeat_token_step, token_step};
 
 const NAME: &str = "decode";
 
-/// Buffers are made anew whenever this many keys came.
+/// Scratch buffers have room for a multiple of this many keys, so that they are replaced only once in so many tokens.
 pub(super) const SCRATCH_KEYS: usize = 256;
 
-/// What the layers of a step share on a GPU, made by the first of them.
+/// Tensors that all layers of a decode step use, created by the first layer.
 #[derive(Clone, Debug, Default)]
 pub struct CudaDecodeScratch {
-    /// By rows and length: the length of every row, i32.
+    /// The length of every row, i32, by the number of rows and the length.
     lengths: Recent<[usize; 2], CudaTensor>,
-    /// By sizes and the number of keys at most: buffers of the decode kernels. Launches leave them as they found them.
-    buffers: Recent<(AttentionShape, usize), DecodeScratch>,
+    buffers: KernelScratch,
 }
 
-/// The last few values that were made, by what they were made for; NSA's branches need three in turn.
+/// Buffers of the decode kernels, by a call's shape and the most keys that it sees. A launch leaves them as it found
+/// them, so that the next may use them.
+pub(super) type KernelScratch = Recent<(AttentionShape, usize), DecodeScratch>;
+
+/// A cache of the last few values created, by key. NSA's branches use three in turn.
 #[derive(Clone, Debug)]
 pub(super) struct Recent<K, V>(Vec<(K, V)>);
 
@@ -99,6 +103,7 @@ impl<K, V> Default for Recent<K, V> {
 impl<K: PartialEq, V> Recent<K, V> {
     const MOST: usize = 4;
 
+    /// The value of `key`, created by `new` if it is not among the last ones.
     pub(super) fn get(&mut self, key: K, new: impl FnOnce() -> Result<V, KernelError>) -> Result<&V, KernelError> {
         let found = self.0.iter().position(|(of, _)| *of == key);
         let at = match found {
@@ -114,9 +119,22 @@ impl<K: PartialEq, V> Recent<K, V> {
     }
 }
 
+impl KernelScratch {
+    /// Buffers on the device of `like` for a call of `shape` that sees at most `keys` keys.
+    pub(super) fn for_call(
+        &mut self,
+        like: &CudaTensor,
+        shape: AttentionShape,
+        keys: usize,
+    ) -> Result<&DecodeScratch, KernelError> {
+        let keys = keys.next_multiple_of(SCRATCH_KEYS);
+        self.get((shape, keys), || DecodeScratch::new(like, shape, keys))
+    }
+}
+
 impl CudaDecodeScratch {
-    /// The same length for every row, and buffers for at most `keys` keys of a call of `shape`.
-    fn of(
+    /// A tensor with `length` for every row, and buffers for a call of `shape` that sees at most `keys` keys.
+    fn for_call(
         &mut self,
         like: &CudaTensor,
         shape: AttentionShape,
@@ -128,23 +146,11 @@ impl CudaDecodeScratch {
             let lengths = Tensor::<Cuda, 1, Int>::from_data(data, device_of(like));
             Ok(kernel_tensor(lengths.into_primitive()))
         });
-        let keys = keys.next_multiple_of(SCRATCH_KEYS);
-        let buffers = self
-            .buffers
-            .get((shape, keys), || DecodeScratch::new(like, shape, keys));
-        Ok((lengths?, buffers?))
+        Ok((lengths?, self.buffers.for_call(like, shape, keys)?))
     }
 }
 
-fn float<const D: usize>(primitive: Float) -> Tensor<Cuda, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(primitive))
-}
-
-fn primitive<const D: usize>(tensor: Tensor<Cuda, D>) -> CudaTensor {
-    kernel_tensor(tensor.into_primitive().tensor())
-}
-
-/// `[batch, heads, head_dim]` as a sequence of one token.
+/// `[batch, heads, head_dim]` as one token, `[batch, 1, heads, head_dim]`.
 fn one_token(x: &Float) -> Result<CudaTensor, KernelError> {
     let x = kernel_tensor(x.clone()).contiguous();
     let [batch, heads, head_dim] = x.dims(NAME, "token")?;
@@ -158,13 +164,13 @@ fn without_token_dimension(o: CudaTensor) -> Result<Float, KernelError> {
 
 fn buffers(cache: &KeyCache<Cuda>) -> KvCache {
     KvCache {
-        k: primitive(cache.k.buffer().clone()),
-        v: primitive(cache.v.buffer().clone()),
+        k: kernel_of(cache.k.buffer()),
+        v: kernel_of(cache.v.buffer()),
     }
 }
 
-/// The cache's buffers as kernels write to them in place. Burn copies a buffer that a launch still holds before writing
-/// to it, possibly with padded rows; such a copy is made contiguous here.
+/// The cache's buffers, contiguous, for kernels that write to them in place. Burn may have replaced a buffer by a copy
+/// with padded rows; the cache then gets a contiguous copy of it.
 pub(super) fn writable(cache: &mut KeyCache<Cuda>) -> KvCache {
     let found = buffers(cache);
     if found.k.is_contiguous() && found.v.is_contiguous() {
@@ -174,7 +180,7 @@ pub(super) fn writable(cache: &mut KeyCache<Cuda>) -> KvCache {
     buffers(cache)
 }
 
-/// `q [batch, num_heads, head_dim]` over all keys of a cache, without a bias.
+/// Attention of `q`, `[batch, num_heads, head_dim]`, over all keys of a cache; refuses a bias.
 fn attend(
     q: &Float,
     keys: &KeyCache<Cuda>,
@@ -188,28 +194,25 @@ fn attend(
         return Err(KernelError::unsupported("attention_decode", what, "one", supported));
     }
     let query = one_token(q)?;
-    // Keys and values of the token are in the cache already; these two are not read.
-    let first = |x: &Tensor<Cuda, 4>| primitive(x.clone().narrow(2, 0, 1).swap_dims(1, 2)).contiguous();
-    let (first_key, first_value) = (first(keys.k.buffer()), first(keys.v.buffer()));
-    let token = Qkv::separate(&query, &first_key, &first_value);
+    // The kernel takes the new token's key and value but does not read them: they are in the cache already.
+    let first = |x: &Tensor<Cuda, 4>| kernel_of(&x.clone().narrow(2, 0, 1).swap_dims(1, 2)).contiguous();
+    let [unread_key, unread_value] = [&keys.k, &keys.v].map(|x| first(x.buffer()));
+    let token = Qkv::separate(&query, &unread_key, &unread_value);
     let shape = token.shape(NAME)?;
-    let KvCache { k, v } = buffers(keys);
-    let cache = KvCache {
-        k: k.contiguous(),
-        v: v.contiguous(),
-    };
+    let [k, v] = [&keys.k, &keys.v].map(|x| kernel_of(x.buffer()).contiguous());
+    let cache = KvCache { k, v };
     let step = DecodeStep {
         window: None,
         softmax_scale: softmax_scale as f32,
         max_length: keys.len(),
         num_dropped: 0,
     };
-    let (length, buffers) = scratch.of(&query, shape, keys.len(), keys.len())?;
+    let (length, buffers) = scratch.for_call(&query, shape, keys.len(), keys.len())?;
     let o = cache.attention_decode_cached(&token, length, step, buffers)?;
     without_token_dimension(o)
 }
 
-/// Writes the token's key and value behind the others and attends.
+/// Writes the token's key and value after the others and attends.
 fn append(
     cache: &mut KeyCache<Cuda>,
     qkv: &Float,
@@ -226,7 +229,7 @@ fn append(
         num_dropped: 0,
     };
     let seen = spec.window_size.unwrap_or(len + 1).min(len + 1);
-    let (length, buffers) = scratch.of(&kv.k, shape, len, seen)?;
+    let (length, buffers) = scratch.for_call(&kv.k, shape, len, seen)?;
     let o = kv.attention_decode(&token, length, step, buffers)?;
     cache.count_token();
     Ok(o.burn())
@@ -235,7 +238,7 @@ fn append(
 pub(super) fn slots_of(cache: &mut DmaCache<Cuda>) -> DmaSlots {
     DmaSlots {
         kv: writable(&mut cache.keys),
-        z: primitive(cache.rank.buffer().clone()),
+        z: kernel_of(cache.rank.buffer()),
         positions: kernel_tensor(cache.positions.buffer().clone().into_primitive()),
         local_window_size: cache.window.local_window_size,
     }
@@ -248,7 +251,7 @@ pub(super) fn score_bias(bias: DmaBias) -> ScoreBias {
     }
 }
 
-/// Offers the token to the slots and attends: writes one place, and copies nothing.
+/// Adds the token to the slots, in place, and attends.
 fn dma_step(
     cache: &mut DmaCache<Cuda>,
     token: &DmaToken<Cuda>,
@@ -259,38 +262,32 @@ fn dma_step(
     let (q, k, v) = (one_token(&token.q)?, one_token(&token.k)?, one_token(&token.v)?);
     let qkv = Qkv::separate(&q, &k, &v);
     let shape = qkv.shape(NAME)?;
-    let window = cache.window.keep_window_size;
-    if cache.len() != token.position.min(window) {
-        return Err(KernelError::unsupported(
-            "dma_decode",
-            "number of cached keys",
-            cache.len(),
-            format!(
-                "the {} that position {} implies",
-                token.position.min(window),
-                token.position
-            ),
-        ));
+    let (window, position) = (cache.window.keep_window_size, token.position);
+    let expected = position.min(window);
+    if cache.len() != expected {
+        let supported = format!("the {expected} that position {position} implies");
+        let what = "number of cached keys";
+        return Err(KernelError::unsupported("dma_decode", what, cache.len(), supported));
     }
     let rank = kernel_tensor(token.rank.clone());
-    let (length, buffers) = scratch.of(&q, shape, token.position, window)?;
+    let (length, buffers) = scratch.for_call(&q, shape, position, window)?;
     let bias = score_bias(bias);
     let o = slots_of(cache).dma_decode(&qkv, &rank, length, softmax_scale as f32, bias, buffers)?;
     cache.count_token();
     without_token_dimension(o)
 }
 
-/// The kept keys of a prompt, as slots; all are in use if the selection sets no number of slots.
+/// The kept keys of a prompt, in slots; as many slots as keys if `heavy` sets no number.
 pub(crate) fn kept_cache(qkv: &Qkv, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, KernelError> {
     let kept = qkv.keep_heavy_keys(heavy)?;
     let [_, _, len] = kept.positions.dims(NAME, "positions")?;
     let window = heavy.slots.unwrap_or(len.into());
-    let keys = [kept.k, kept.v].map(|x| float(x.burn()));
+    let keys = [kept.k, kept.v].map(|x| tensor(x.burn()));
     let positions = Tensor::from_primitive(kept.positions.burn());
-    Ok(DmaCache::new(keys, float(kept.received.burn()), positions, window))
+    Ok(DmaCache::new(keys, tensor(kept.received.burn()), positions, window))
 }
 
-/// Adds one token to slots that lose their lightest key, and attends.
+/// Adds one token to the slots, in place of the key that received the least attention, and attends.
 pub(crate) fn heavy_step(
     cache: &mut DmaCache<Cuda>,
     qkv: &Float,
@@ -302,7 +299,7 @@ pub(crate) fn heavy_step(
     let [_, _, heads, _] = kernel_tensor(qkv.clone()).dims::<4>(NAME, "qkv")?;
     let token = packed_heads(qkv, [heads - 2 * num_kv_heads, num_kv_heads]);
     let shape = token.shape(NAME)?;
-    let (length, buffers) = scratch.of(token.q.tensor(), shape, position, window)?;
+    let (length, buffers) = scratch.for_call(token.q.tensor(), shape, position, window)?;
     let o = slots_of(cache).heavy_decode(&token, length, position, softmax_scale, buffers)?;
     cache.count_token();
     Ok(o.burn())

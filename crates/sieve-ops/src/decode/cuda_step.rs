@@ -31,7 +31,7 @@ impl Clone for CudaStepGraph {
 }
 
 pub(crate) fn repeat_token_step(graph: &mut CudaStepGraph, ids: Ints<Cuda>, position: usize) -> Option<Float<Cuda>> {
-    let (step, left) = graph.0.as_mut()?;
+    let (step, left) = graph.0.as_mut().filter(|(step, _)| step.is_of_this_thread())?;
     *left = left.checked_sub(1)?;
     let logits = step.replay(&kernel_tensor(ids), position);
     Some(kernel_or(NAME, logits.map(ToBurn::burn), || {
@@ -50,9 +50,11 @@ pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGrap
     let tape = StepTape::default();
     // Caches have changed where it fails, so that no other path could take over.
     let (inputs, logits) = run(&mut step, &tape).unwrap_or_else(|error| panic!("a decoding step: {error}"));
-    let result = logits.clone().burn();
+    let mut result = logits.clone().burn();
     let captured = kernel_or_refusal(NAME, tape.graph(inputs, logits));
     graph.0 = captured.ok().map(|captured| (captured, left));
+    // A replay overwrites the graph's own output.
+    result.handle = sieve_cuda::contiguous_copy(&result);
     Some(result)
 }
 

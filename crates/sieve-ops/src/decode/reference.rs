@@ -10,7 +10,7 @@ use sieve_core::DmaBias;
 /// See [`crate::likeliest`]; ids `[rows, 1]`, -1 for none.
 pub(crate) fn likeliest<B: Backend>(logits: Float<B>, num_tokens: usize) -> Ints<B> {
     let logits = tensor::<B, 2>(logits).narrow(1, 0, num_tokens);
-    // Of finite numbers alone all differences are 0.
+    // x - x is 0 for a finite x, else NaN.
     let is_finite = (logits.clone() - logits.clone()).sum_dim(1).equal_elem(0.0);
     let ids = logits.argmax(1).mask_fill(is_finite.bool_not(), -1);
     ids.into_primitive()
@@ -35,7 +35,7 @@ pub fn attention_decode<B: Backend>(
     if let Some(delta) = delta {
         let delta = tensor::<B, 3>(delta).cast(logits.dtype());
         let delta = delta.unsqueeze_dim::<4>(2);
-        // Less the largest: beside a large bias q . k would lose its digits.
+        // The largest bias is subtracted: next to a large bias q . k would lose its digits.
         logits = logits + (delta.clone() - delta.max_dim(3));
     }
     let p = burn::tensor::activation::softmax(logits, 3);
@@ -45,16 +45,27 @@ pub fn attention_decode<B: Backend>(
 
 /// See [`crate::cached_attention`].
 pub(crate) fn cached_attention<B: Backend>(cache: &mut KeyCache<B>, qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
+    append_and_attend(cache, qkv, spec, attention_decode)
+}
+
+/// Appends a token to the cache and calls `attend(q, keys, seen, delta, softmax_scale)`, which takes and returns
+/// `[batch, num_heads, head_dim]`.
+pub(crate) fn append_and_attend<B: Backend>(
+    cache: &mut KeyCache<B>,
+    qkv: Float<B>,
+    spec: AttentionSpec,
+    attend: impl FnOnce(Float<B>, &KeyCache<B>, usize, Option<Float<B>>, f64) -> Float<B>,
+) -> Float<B> {
     let [q, k, v] = split_heads(tensor::<B, 4>(qkv), spec.num_kv_heads);
     let [batch, _, num_heads, head_dim] = q.dims();
     cache.append(k, v);
     let seen = spec.window_size.unwrap_or(cache.len()).min(cache.len());
     let q = primitive(q.reshape([batch, num_heads, head_dim]));
-    let o = attention_decode(q, cache, seen, None, spec.softmax_scale);
+    let o = attend(q, cache, seen, None, spec.softmax_scale);
     primitive(tensor::<B, 3>(o).reshape([batch, 1, num_heads, head_dim]))
 }
 
-/// See [`crate::mla_decode`]: each token alone.
+/// See [`crate::mla_decode`]; computes the new tokens one by one.
 pub fn mla_decode<B: Backend>(
     q: Float<B>,
     latents: Float<B>,
@@ -82,7 +93,8 @@ pub fn mla_decode<B: Backend>(
     primitive(Tensor::cat(rows.collect(), 1).cast(dtype))
 }
 
-/// See [`crate::dma_decode`]: the slots in plain Burn operations around [`DeviceBackend::attention_decode`].
+/// See [`crate::dma_decode`]: updates the slots by plain Burn operations, then calls
+/// [`DeviceBackend::attention_decode`].
 pub(crate) fn dma_decode<B: DeviceBackend>(
     cache: &mut DmaCache<B>,
     token: DmaToken<B>,
@@ -97,6 +109,7 @@ pub(crate) fn dma_decode<B: DeviceBackend>(
 }
 
 impl<B: Backend> DmaCache<B> {
+    /// Adds the token's key to the slots, as [`crate::dma_decode`] says.
     fn offer(&mut self, token: DmaToken<B>) {
         let [k, v] = [token.k, token.v].map(|x| tensor::<B, 3>(x).unsqueeze_dim::<4>(2));
         let rank = tensor::<B, 2>(token.rank).unsqueeze_dim::<3>(2);

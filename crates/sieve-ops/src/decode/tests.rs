@@ -18,7 +18,7 @@ fn spec(group_size: usize) -> AttentionSpec {
     AttentionSpec::dense([KV_HEADS * group_size, KV_HEADS], HEAD_DIM)
 }
 
-/// q of token `at`; the keys of the tokens up to it.
+/// The query of token `at`, and the keys of the tokens up to it.
 fn last_query(qkv: &Tensor<Flex, 4>, at: usize, spec: AttentionSpec) -> (Tensor<Flex, 3>, KeyCache<Flex>) {
     let batch = qkv.dims()[0];
     let heads = spec.num_heads;
@@ -68,7 +68,7 @@ fn a_bias_per_key_equals_the_reference() {
     assert_close("o", &run(DType::F32), &run(DType::F64), 2e-6);
 }
 
-/// Scores on a few levels, so that most keys tie.
+/// Scores of five different values, so that many keys have equal scores.
 fn tied_scores(seq_len: usize, seed: u64) -> FlexTensor {
     let mut random = Random(seed);
     let mut scores = random.input(&[2, KV_HEADS, seq_len]);
@@ -145,7 +145,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
                 &host(rows.narrow(1, at, 1)),
                 4e-6,
             );
-            // The slots hold exactly the keys that the mask shows to this query.
+            // The slots hold exactly the keys that the mask shows to the query `at`.
             let positions = bits(cache.positions.tokens());
             let slots = positions.len() / (2 * KV_HEADS);
             for (head, held) in positions.chunks(slots).enumerate() {
@@ -159,7 +159,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
 }
 
 #[test]
-fn the_likeliest_is_the_first_of_the_largest_and_none_beside_what_is_no_number() {
+fn likeliest_takes_the_first_of_equal_logits_and_nothing_from_a_row_with_nan_or_infinity() {
     let none = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
     let mut rows = vec![vec![-3.0, 2.0, -0.0, 2.0, 9.0], vec![-3.0, -0.0, 0.0, -1.0, f32::NAN]];
     rows.extend(none.map(|x| vec![1.0, x, 2.0, 3.0, 0.0]));

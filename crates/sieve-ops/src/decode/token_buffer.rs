@@ -4,16 +4,16 @@ use burn::tensor::{BasicOps, DType, Float, Tensor};
 use std::fmt;
 use std::ops::Range;
 
-/// Minimum room for new tokens that a full buffer gets; otherwise one token for every `ROOM_SHARE` that it holds.
-/// Memory plans do not count this room.
+/// A full buffer gets room for one more token per `ROOM_SHARE` that it holds, and for at least `LEAST_ROOM`. Memory
+/// plans do not count this room.
 const LEAST_ROOM: usize = 256;
 const ROOM_SHARE: usize = 16;
 
-/// Tokens along one axis of a contiguous buffer with room for more, so that most additions copy none of the others.
+/// Tokens along one axis of a contiguous buffer with room for more, so that most additions do not copy earlier tokens.
 ///
-/// Kernels write to the buffer in place, so it has one owner: a clone has a buffer of its own.
+/// Kernels write to the buffer in place, so that a clone copies it.
 pub struct TokenBuffer<B: Backend, const D: usize, K: BasicOps<B> = Float> {
-    /// `Option` only because [`write`](Self::write) moves the tensor out; `None` never escapes it.
+    /// `None` only inside [`write`](Self::write), which moves the tensor out and puts another one back.
     buffer: Option<Tensor<B, D, K>>,
     axis: usize,
     len: usize,
@@ -31,7 +31,7 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
 
     /// A buffer of this shape without a token.
     pub fn empty(shape: [usize; D], axis: usize, options: (&B::Device, DType)) -> Self {
-        // Of one dimension first: rows of a CUDA tensor with several may have gaps between them.
+        // A CUDA tensor of several dimensions may have gaps between its rows; one of a single dimension has none.
         let buffer = Tensor::<B, 1, K>::empty([shape.iter().product::<usize>()], options);
         Self {
             buffer: Some(buffer.reshape(shape)),
@@ -50,7 +50,7 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
         self.len == 0
     }
 
-    /// Tokens that the buffer has a place for.
+    /// Tokens that fit in the buffer.
     pub fn room(&self) -> usize {
         self.buffer().dims()[self.axis]
     }
@@ -65,7 +65,7 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
         self.buffer().clone().narrow(self.axis, 0, self.len)
     }
 
-    /// Adds tokens behind the others.
+    /// Adds tokens after the others.
     pub fn append(&mut self, tokens: Tensor<B, D, K>) {
         let new = tokens.dims()[self.axis];
         self.reserve(new, self.len);
@@ -77,12 +77,12 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
         self.len += new;
     }
 
-    /// Counts tokens that a kernel wrote behind the others in place.
+    /// Counts tokens that a kernel has written after the others.
     pub fn count(&mut self, new: usize) {
         self.len += new;
     }
 
-    /// Makes room for `new` more tokens; where that takes another buffer, of the old ones only the last `kept` move.
+    /// Makes room for `new` more tokens. If that takes another buffer, only the last `kept` tokens are copied to it.
     pub fn reserve(&mut self, new: usize, kept: usize) {
         if self.len + new > self.room() {
             let kept = kept.min(self.len);
@@ -90,12 +90,12 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
         }
     }
 
-    /// Makes each row several equal ones.
+    /// Replaces each row by `rows` copies of it.
     pub fn repeat(&mut self, rows: usize) {
         *self = self.moved(self.len, self.room(), rows);
     }
 
-    /// The last `kept` tokens in another buffer with this room, each row `rows` times.
+    /// A copy of the last `kept` tokens in a buffer with this room, each row `rows` times.
     fn moved(&self, kept: usize, room: usize, rows: usize) -> Self {
         let (old, mut shape) = (self.buffer(), self.buffer().dims());
         shape[0] *= rows;
@@ -111,14 +111,15 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
         moved
     }
 
-    /// Replaces the buffer by what `write` makes of it, in place where a backend can.
+    /// Replaces the buffer by what `write` returns. `write` owns the buffer, so that the backend may change it in
+    /// place.
     pub(super) fn write(&mut self, write: impl FnOnce(Tensor<B, D, K>) -> Tensor<B, D, K>) {
         let buffer = self.buffer.take().expect("a write puts the buffer back");
         self.buffer = Some(write(buffer));
     }
 }
 
-/// Room behind `len` tokens.
+/// Room for new tokens that a buffer of `len` tokens gets.
 fn spare(len: usize) -> usize {
     LEAST_ROOM.max(len / ROOM_SHARE)
 }

@@ -1,4 +1,5 @@
-//! One new token of every row through a whole model, as a device may do it in one piece.
+//! One new token of every row through a whole model, in one call, for devices that have a faster path for it than layer
+//! by layer.
 use super::{DmaCache, KeyCache, TokenBuffer};
 use crate::tensors::tensor;
 use crate::{AttentionSpec, DeviceBackend, DmaLayer, NsaBlocks, QkNorm, RotaryEmbedding};
@@ -6,7 +7,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::BlockChoice;
 
-/// A step of a model without residual scales.
+/// One token through a model, which has no residual scales.
 #[derive(Debug)]
 pub struct TokenStep<'a, B: Backend> {
     /// `[batch, 1]`.
@@ -23,16 +24,16 @@ pub struct TokenStep<'a, B: Backend> {
     pub norm: Tensor<B, 1>,
     /// `[vocab_size, d_model]`.
     pub output: Tensor<B, 2>,
-    /// Added to the mean squares of rows of `d_model`.
+    /// Epsilon of the norms of width `d_model`.
     pub epsilon: f64,
-    /// Tables of more positions than `position`.
+    /// Tables that reach beyond `position`.
     pub rope: &'a RotaryEmbedding<B>,
 }
 
-/// Weights of a block.
+/// Weights of one block: attention and feed-forward layer.
 #[derive(Debug)]
 pub struct TokenLayer<B: Backend> {
-    /// Before the attention and before the feed-forward layer, `[d_model]`.
+    /// Weights of the norms before the attention and before the feed-forward layer, `[d_model]`.
     pub norms: [Tensor<B, 1>; 2],
     /// The attention.
     pub attention: TokenAttention<B>,
@@ -42,18 +43,18 @@ pub struct TokenLayer<B: Backend> {
     pub down: Tensor<B, 2>,
 }
 
-/// An attention layer.
+/// Weights and sizes of an attention layer.
 #[derive(Debug)]
 pub struct TokenAttention<B: Backend> {
     /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`; of latent attention the queries alone.
     pub qkv: Tensor<B, 2>,
-    /// Added to the product, `[(num_heads + 2 * num_kv_heads) * head_dim]`; absent but in models like Qwen2.
+    /// Bias of the projection, `[(num_heads + 2 * num_kv_heads) * head_dim]`, as in Qwen2.
     pub qkv_bias: Option<Tensor<B, 1>>,
-    /// Absent in models like Llama.
+    /// Norms of queries and keys; `None` as in Llama.
     pub qk_norm: Option<QkNorm<B>>,
-    /// DMA's inputs of the rank; the cache then holds slots.
+    /// What DMA computes ranks from; with it the cache is [`TokenCache::Slots`].
     pub dma: Option<DmaLayer<B>>,
-    /// Weights that other kinds have beside these.
+    /// Further weights of other kinds of attention.
     pub extra: TokenExtra<B>,
     /// `[d_model, num_heads * head_dim]`.
     pub o: Tensor<B, 2>,
@@ -61,7 +62,7 @@ pub struct TokenAttention<B: Backend> {
     pub spec: AttentionSpec,
 }
 
-/// What a kind of attention has beside packed queries, keys and values.
+/// Weights that only one kind of attention has.
 #[derive(Debug)]
 pub enum TokenExtra<B: Backend> {
     /// Nothing.
@@ -70,85 +71,87 @@ pub enum TokenExtra<B: Backend> {
     Indexer {
         /// `[(num_kv_heads + 1) * head_dim, d_model]`, the key's rows last.
         proj: Tensor<B, 2>,
-        /// Of its queries and its key.
+        /// Norms of its queries and its key.
         norm: QkNorm<B>,
     },
     /// NSA's branches.
     Branches(TokenBranches<B>),
     /// Latent attention.
     Latent {
-        /// Latent and shared rotated key, `[kv_lora_rank + rope_dim, d_model]`.
+        /// Projection to the latent and the shared rotated key, `[kv_lora_rank + rope_dim, d_model]`.
         down: Tensor<B, 2>,
-        /// Of the latent, `[kv_lora_rank]`.
+        /// Weight of the latent's norm, `[kv_lora_rank]`.
         norm: Tensor<B, 1>,
-        /// `[num_heads * 2 * head_dim, kv_lora_rank]`, per head the key first.
+        /// From the latent to keys and values, `[num_heads * 2 * head_dim, kv_lora_rank]`: each head's key, then its
+        /// value.
         up: Tensor<B, 2>,
         /// Rotated columns of a key.
         rope_dim: usize,
     },
 }
 
-/// Weights of NSA's branches; the packed projection is the window's, and of all where keys and values are shared.
+/// Weights of NSA's branches. Queries come from [`TokenAttention::qkv`], as do the window branch's keys and values, and
+/// those of a branch without weights here.
 #[derive(Debug)]
 pub struct TokenBranches<B: Backend> {
-    /// Keys and values of the compressed branch, `[2 * num_kv_heads * head_dim, d_model]`.
+    /// Projection to the compressed branch's keys and values, `[2 * num_kv_heads * head_dim, d_model]`.
     pub compress_kv: Option<Tensor<B, 2>>,
-    /// Keys and values of the selected branch, likewise.
+    /// Projection to the selected branch's keys and values, of the same shape.
     pub select_kv: Option<Tensor<B, 2>>,
-    /// The compression MLPs of keys and of values: position embeddings `[size, head_dim]` and weights
-    /// `[hidden, size * head_dim]`, `[head_dim, hidden]`; `None` where blocks are means. With an MLP the branch's
-    /// queries and keys are not rotated.
+    /// The compression MLPs of keys and of values, each of position embeddings `[size, head_dim]` and two weights,
+    /// `[hidden, size * head_dim]` and `[head_dim, hidden]`; `None`: blocks are means. With MLPs the branch's queries
+    /// and keys are not rotated.
     pub mlp: Option<[[Tensor<B, 2>; 3]; 2]>,
-    /// `[num_heads * 3, d_model]`.
+    /// Projection to the branches' gates, `[num_heads * 3, d_model]`.
     pub gate: Tensor<B, 2>,
-    /// `[num_heads * 3]`.
+    /// Bias of the gates, `[num_heads * 3]`.
     pub gate_bias: Tensor<B, 1>,
 }
 
-/// Keys of earlier tokens.
+/// A layer's cache of earlier tokens.
 #[derive(Debug)]
 pub enum TokenCache<'a, B: Backend> {
-    /// All of them, or at least the window's.
+    /// All keys, or at least those of the window.
     Recent(&'a mut KeyCache<B>),
-    /// DMA's.
+    /// DMA's slots.
     Slots(&'a mut DmaCache<B>),
     /// All keys, in blocks from which queries choose.
     Chosen {
         /// Keys and values.
         keys: &'a mut KeyCache<B>,
-        /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, of one head; the caller counts
-        /// those that have ended.
+        /// Means of the blocks' keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, with one head. The
+        /// step writes the mean of a block that ends, and the caller counts it.
         pooled: &'a mut TokenBuffer<B, 4>,
-        /// Pooled keys, blocks and the rule.
+        /// How blocks are pooled and chosen.
         choice: BlockChoice,
     },
-    /// NSA's.
+    /// NSA's branches.
     Branches {
-        /// Compressed keys and values; the caller counts those that have ended.
+        /// Compressed keys and values. The step writes those of a block that ends, and the caller counts them.
         compressed: &'a mut KeyCache<B>,
-        /// All tokens of the selected branch.
+        /// All keys of the selected branch.
         selected: &'a mut KeyCache<B>,
-        /// At least the window's.
+        /// At least the last keys of the window branch that its window holds.
         window: &'a mut KeyCache<B>,
-        /// Of the compressed branch at least the last `compress_block_size` tokens.
+        /// At least the last `compress_block_size` keys of the compressed branch, before compression.
         tail: &'a mut KeyCache<B>,
-        /// Compressed and selected blocks.
+        /// Sizes of compressed and selected blocks.
         blocks: NsaBlocks,
     },
-    /// Latents and rotated keys, `[batch, room, kv_lora_rank + rope_dim]`, and where keys are normed their factors,
-    /// f32 `[batch, room, num_heads]`.
+    /// Latents with rotated keys, `[batch, room, kv_lora_rank + rope_dim]`. Where keys are normed, also the factors of
+    /// their norms, f32 `[batch, room, num_heads]`.
     Latents(&'a mut TokenBuffer<B, 3>, Option<&'a mut TokenBuffer<B, 3>>),
 }
 
-/// Logits of the next token of every row, `[batch, vocab_size]`; appends the token's keys to the caches, whose lengths
-/// the caller updates. The step is captured in `graph` for [`repeat_token_step`]. `None`, with nothing changed, where
-/// the device has no such path for the model.
+/// Runs the step and returns the logits of the next token of every row, `[batch, vocab_size]`. The token's keys are
+/// written to the caches, and the caller updates their lengths. `graph` then holds the step for [`repeat_token_step`].
+/// Returns `None`, with nothing changed, if the device has no such path for the model.
 pub fn token_step<B: DeviceBackend>(step: TokenStep<'_, B>, graph: &mut B::StepGraph) -> Option<Tensor<B, 2>> {
     B::token_step(step, graph).map(tensor)
 }
 
-/// The step in `graph` for other tokens, ids `[batch, 1]`, at the next position: as [`token_step`]. `None` where
-/// `graph` is empty or one of its buffers is full. Nothing else may write to the caches between two steps.
+/// The step in `graph` for other tokens, ids `[batch, 1]`, at the next position; otherwise as [`token_step`]. Returns
+/// `None` if `graph` is empty or one of its buffers is full. Nothing else may write to the caches between two steps.
 pub fn repeat_token_step<B: DeviceBackend>(
     graph: &mut B::StepGraph,
     ids: &Tensor<B, 2, Int>,

@@ -18,11 +18,11 @@ impl<B: Backend, F, const N: usize> BackwardPass<B, N> for F where
 {
 }
 
-/// What the forward pass of an op keeps: its backward pass, which owns it.
+/// State of a graph node: the op's backward pass, a closure that owns what the forward pass kept.
 #[derive(Clone)]
 struct Kept<F>(F);
 
-/// A graph node for such a pass.
+/// A graph node whose backward pass is the closure in its state.
 struct Node<F>(PhantomData<F>);
 
 impl<F> Debug for Kept<F> {
@@ -67,7 +67,7 @@ impl<D: DeviceBackend, C: CheckpointStrategy> SieveBackend for Autodiff<D, C> {
         x.is_tracked()
     }
 
-    /// The node stays only when a parent needs a gradient.
+    /// Adds the node only if a parent needs a gradient.
     fn node<F: BackwardPass<D, N>, const N: usize>(
         parents: [&Float<Self>; N],
         output: Float<D>,

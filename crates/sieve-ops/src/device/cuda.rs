@@ -1,5 +1,5 @@
 //! Burn's CUDA tensors as the kernels of `sieve-kernels` take them.
-use burn::tensor::DType;
+use burn::tensor::{DType, Tensor};
 pub use sieve_cuda::Cuda;
 pub(crate) use sieve_kernels::CudaPrimitive;
 use sieve_kernels::{CudaTensor, kernel_tensor};
@@ -9,13 +9,18 @@ pub(crate) fn tensors<const N: usize>(primitives: [&CudaPrimitive; N]) -> [CudaT
     primitives.map(|primitive| kernel_tensor(primitive.clone()))
 }
 
-/// A contiguous tensor that may be written in place: `x` itself where nobody else holds it, else a copy.
+/// The kernels' view of a tensor; no copy.
+pub(crate) fn kernel_of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
+    kernel_tensor(tensor.clone().into_primitive().tensor())
+}
+
+/// A contiguous tensor that may be written in place: `x` itself if it has no other owner, else a copy.
 pub(crate) fn writable(x: CudaPrimitive) -> CudaTensor {
     let x = if x.can_mut() { x } else { x.copy() };
     kernel_tensor(x).contiguous()
 }
 
-/// The tensor in another float type, itself when it has that type.
+/// The tensor in another float dtype; no copy if it has that dtype.
 pub(crate) fn cast(x: &CudaPrimitive, dtype: DType) -> CudaTensor {
     if x.dtype == dtype {
         return kernel_tensor(x.clone());

@@ -1,14 +1,14 @@
 //! Burn's `Flex` tensors as the slices that the kernels of `sieve-cpu` take.
 //!
-//! f32 takes the kernels, with weights in f32 or bf16; any other dtype (f64 in gradient checks) takes the counted
-//! reference.
+//! Calls in f32 run the kernels, with weights in f32 or bf16. Calls in any other dtype (f64 in gradient checks) run the
+//! reference, which is counted.
 use super::paths::{self, Memory, Place};
 use burn::tensor::{DType, Shape, TensorData, TensorMetadata, bf16};
 use burn_flex::FlexTensor;
 use sieve_core::ScoreMatrix;
 use sieve_cpu::Weight;
 
-/// A contiguous tensor starting at the beginning of its storage.
+/// The tensor, contiguous and at the beginning of its storage.
 pub(crate) fn contiguous(x: FlexTensor) -> FlexTensor {
     x.to_contiguous()
 }
@@ -19,7 +19,7 @@ pub(crate) fn is_f32(x: &FlexTensor) -> bool {
 
 const NOT_F32: &str = "the kernels of the CPU take f32";
 
-/// The counted reference of an op on a dtype without kernels.
+/// Runs and counts the reference of an op, for a dtype without kernels.
 pub(crate) fn plain<T>(op: &'static str, run: impl FnOnce() -> T) -> T {
     paths::reference((Place::Cpu, op), NOT_F32, Memory::Linear, run)
 }
@@ -29,8 +29,9 @@ pub(crate) fn plain_scores<T>(op: &'static str, scores: ScoreMatrix, run: impl F
     paths::reference((Place::Cpu, op), NOT_F32, Memory::Quadratic(scores), run)
 }
 
-/// Returns the counted reference from the caller where a tensor is not f32: `unless_f32!(&x, "swiglu": reference)`;
-/// `unless_f32!(&qkv, num_heads, "attention": ..)` where the reference holds a score for every head and pair of tokens.
+/// `unless_f32!(&x, "swiglu": reference)` returns the reference's result from the calling function, and counts the
+/// call, where x is not f32. `unless_f32!(&qkv, num_heads, "attention": reference)` is for a reference that holds a
+/// score for every head and pair of tokens.
 macro_rules! unless_f32 {
     ($x:expr, $op:literal: $reference:expr) => {
         if !$crate::device::is_f32($x) {
@@ -50,7 +51,7 @@ pub(crate) fn floats(x: &FlexTensor) -> &[f32] {
     x.storage::<f32>()
 }
 
-/// A weight in f32 or bf16.
+/// A tensor as a weight, in f32 or bf16.
 pub(crate) fn weight(x: &FlexTensor) -> Weight<'_> {
     match x.dtype() {
         DType::BF16 => Weight::Bf16(x.storage::<bf16>()),
@@ -70,7 +71,7 @@ pub(crate) fn zeros_like(x: &FlexTensor) -> Vec<f32> {
     vec![0.0; x.shape().num_elements()]
 }
 
-/// Width of a tensor whose leading dimensions are folded.
+/// Size of the last dimension.
 pub(crate) fn last_dim(x: &FlexTensor) -> usize {
     let shape = x.shape();
     shape[shape.num_dims() - 1]

@@ -1,4 +1,4 @@
-//! Which way each op went: through its kernel, or through its plain-Burn reference and why.
+//! The path that each call of an op took, kernel or reference, and why.
 use burn::tensor::TensorMetadata;
 use sieve_core::ScoreMatrix;
 use sieve_kernels::KernelError;
@@ -24,28 +24,28 @@ impl fmt::Display for Place {
     }
 }
 
-/// Calls of one op in one place since the process began. Kernels of the CPU are not counted.
+/// Number of calls of one op on one device since the process began. Calls of CPU kernels are not counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OpPath {
     /// Calls that ran the kernel.
     pub kernel_calls: u64,
-    /// Calls that took the plain-Burn reference, or that the caller computes elsewhere after the refusal.
+    /// Calls that ran the plain-Burn reference, or that the kernel refused and the caller computed otherwise.
     pub reference_calls: u64,
-    /// Why the first of those did.
+    /// Why the first of the `reference_calls` did not run the kernel.
     pub reason: Option<String>,
 }
 
 type Paths = BTreeMap<(Place, &'static str), OpPath>;
 
-// Process-wide, because Burn's backend methods have no place for state: counters, never a mode or data.
+// Process-wide, because Burn's backend methods have no place for state. It only counts, and changes no result.
 static PATHS: Mutex<Paths> = Mutex::new(BTreeMap::new());
 
-/// The ops called so far, by place and name. A program prints the reasons, so that no reference is taken silently.
+/// The ops called so far, by device and name. Programs print the reasons, so that no reference runs unnoticed.
 pub fn op_paths() -> BTreeMap<(Place, &'static str), OpPath> {
     PATHS.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// How much memory a reference takes beside its inputs and outputs.
+/// Memory that a reference needs in addition to its inputs and outputs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Memory {
     /// A few tensors as large as the inputs.
@@ -54,11 +54,10 @@ pub(crate) enum Memory {
     Quadratic(ScoreMatrix),
 }
 
-/// The result of an op's reference in `place`, which has no kernel for the call; `reason` says why. The call is
-/// counted.
+/// Counts a call that `place` has no kernel for, with the reason, and runs the op's reference.
 ///
-/// Ends in a panic that carries [`sieve_core::ReferenceTooLarge`] where the reference would hold too many scores: ops
-/// of a backend have no other way to return an error.
+/// Panics with a [`sieve_core::ReferenceTooLarge`] where the reference would hold too many scores: the ops of a Burn
+/// backend cannot return errors.
 pub(crate) fn reference<T>(
     (place, op): (Place, &'static str),
     reason: &str,
@@ -76,33 +75,9 @@ pub(crate) fn reference<T>(
 
 /// The CUDA kernel's result, or the reference's when the kernel cannot take the call.
 ///
-/// Panics when a launch failed: the stream is broken then, and no other path on it would compute anything.
+/// Panics when a launch failed: the stream is broken then, and nothing else could run on it.
 pub(crate) fn kernel_or<T>(op: &'static str, attempt: Result<T, KernelError>, run: impl FnOnce() -> T) -> T {
-    kernel_or_within(op, attempt, Memory::Linear, run)
-}
-
-/// The CUDA kernel's result, or why it cannot take the call, for an op that another crate then computes. The refusal is
-/// counted like a reference.
-///
-/// Panics when a launch failed, as [`kernel_or`].
-pub(crate) fn kernel_or_refusal<T>(op: &'static str, attempt: Result<T, KernelError>) -> Result<T, String> {
-    match attempt {
-        Ok(value) => Ok(kernel_or(op, Ok(value), || unreachable!("the kernel succeeded"))),
-        Err(error @ KernelError::Launch { .. }) => panic!("{error}"),
-        Err(error) => {
-            let reason = error.to_string();
-            count_refusal((Place::Cuda, op), &reason);
-            Err(reason)
-        }
-    }
-}
-
-/// As [`kernel_or`] for a kernel that worked in place on `kept`, which the reference takes over after a refusal.
-pub(crate) fn kernel_on<T>(op: &'static str, kept: T, outcome: Result<(), KernelError>, run: impl FnOnce(T) -> T) -> T {
-    match outcome {
-        Ok(()) => kernel_or(op, Ok(kept), || unreachable!("the kernel succeeded")),
-        Err(error) => kernel_or(op, Err(error), || run(kept)),
-    }
+    kernel_result(op, attempt).unwrap_or_else(|reason| reference((Place::Cuda, op), &reason, Memory::Linear, run))
 }
 
 /// As [`kernel_or`] for an op whose reference holds `scores`.
@@ -112,22 +87,40 @@ pub(crate) fn kernel_or_scores<T>(
     scores: ScoreMatrix,
     run: impl FnOnce() -> T,
 ) -> T {
-    kernel_or_within(op, attempt, Memory::Quadratic(scores), run)
+    kernel_result(op, attempt)
+        .unwrap_or_else(|reason| reference((Place::Cuda, op), &reason, Memory::Quadratic(scores), run))
 }
 
-fn kernel_or_within<T>(
+/// As [`kernel_or`] for a kernel that works in place on `tensors`, which the reference gets after a refusal.
+pub(crate) fn kernel_on<T>(
     op: &'static str,
-    attempt: Result<T, KernelError>,
-    memory: Memory,
-    run: impl FnOnce() -> T,
+    tensors: T,
+    outcome: Result<(), KernelError>,
+    run: impl FnOnce(T) -> T,
 ) -> T {
+    match kernel_result(op, outcome) {
+        Ok(()) => tensors,
+        Err(reason) => reference((Place::Cuda, op), &reason, Memory::Linear, || run(tensors)),
+    }
+}
+
+/// The CUDA kernel's result, or why it cannot take the call, for an op that the caller then computes otherwise. The
+/// refusal is counted like a reference.
+///
+/// Panics when a launch failed, as [`kernel_or`].
+pub(crate) fn kernel_or_refusal<T>(op: &'static str, attempt: Result<T, KernelError>) -> Result<T, String> {
+    kernel_result(op, attempt).inspect_err(|reason| count_refusal((Place::Cuda, op), reason))
+}
+
+/// The kernel's result, which is counted, or the reason of its refusal, which is not. Panics when a launch failed.
+fn kernel_result<T>(op: &'static str, attempt: Result<T, KernelError>) -> Result<T, String> {
     match attempt {
         Ok(value) => {
             count(Place::Cuda, op, |path| path.kernel_calls += 1);
-            value
+            Ok(value)
         }
         Err(error @ KernelError::Launch { .. }) => panic!("{error}"),
-        Err(error) => reference((Place::Cuda, op), &error.to_string(), memory, run),
+        Err(error) => Err(error.to_string()),
     }
 }
 

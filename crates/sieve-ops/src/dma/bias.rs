@@ -1,4 +1,4 @@
-//! The additive bias that a score becomes.
+//! The additive bias of a key, a function of its score.
 use super::DMA_SCORE_CLAMP;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;

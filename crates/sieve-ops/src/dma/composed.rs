@@ -1,4 +1,4 @@
-//! Scores, selection and attention together, forward and backward.
+//! DMA as a whole: scores, selection and attention, forward and backward.
 use super::bias::{dma_bias, dma_bias_backward};
 use super::rank::{PositionOrigin, Recency};
 use super::{DmaCall, DmaScoresCall, DmaSelection};
@@ -8,41 +8,41 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaShape, KeepOLow};
 
-/// What dynamic mask attention has beside the projections.
+/// Parameters and settings of dynamic mask attention other than the projections.
 #[derive(Clone, Debug)]
 pub struct DmaLayer<B: Backend> {
-    /// `[num_kv_heads * head_dim, num_kv_heads]`.
+    /// Weight from the values of all KV heads to the scores, `[num_kv_heads * head_dim, num_kv_heads]`.
     pub w_dt: Tensor<B, 2>,
-    /// `[num_kv_heads]`.
+    /// Gate of each KV head's scores, `[num_kv_heads]`.
     pub a: Tensor<B, 1>,
-    /// Kept keys and form of the bias.
+    /// Number of selected keys, recency and form of the bias.
     pub spec: DmaShape,
 }
 
-/// What DMA computes from.
+/// Operands of [`forward`] and [`backward`].
 #[derive(Clone, Debug)]
 pub(crate) struct DmaInputs<B: Backend> {
-    /// The packed tensor, and what scores its keys.
+    /// The packed tensor, and the parameters of the scores.
     pub(crate) scores: DmaScoresCall<B>,
     /// Documents, heads and scale.
     pub(crate) attention: AttentionCall<B>,
-    /// Kept keys, slopes and form of the bias.
+    /// Number of selected keys, recency and form of the bias.
     pub(crate) dma: DmaShape,
 }
 
-/// Everything a DMA forward pass computes.
+/// Results of DMA's forward pass, which the backward pass needs.
 #[derive(Clone, Debug)]
 pub(crate) struct DmaForward<B: Backend> {
     /// Attention output and log-sum-exp.
     pub(crate) output: AttentionOutput<B>,
-    /// The exact mask.
+    /// The mask.
     pub(crate) selection: DmaSelection<B>,
-    /// What ranks the keys: their scores plus recency, f32 `[batch, num_kv_heads, seq_len]`.
+    /// Ranks of the keys: scores plus the recency term, f32 `[batch, num_kv_heads, seq_len]`.
     pub(crate) rank: Float<B>,
 }
 
 impl<B: SieveBackend> DmaLayer<B> {
-    /// The layer below the graph.
+    /// The parameters' values, without their place in the graph.
     pub(crate) fn values(self) -> DmaLayer<B::Inner> {
         DmaLayer {
             w_dt: value::<B, 2>(self.w_dt),
@@ -58,13 +58,13 @@ impl<B: Backend> DmaLayer<B> {
         [primitive(self.w_dt.clone()), primitive(self.a.clone())]
     }
 
-    /// Inputs of the scores of a packed tensor's keys.
+    /// The call of the scores of a packed tensor's keys.
     pub(crate) fn scores(&self, qkv: Float<B>, spec: AttentionSpec) -> DmaScoresCall<B> {
         let [w_dt, a] = self.weights();
         DmaScoresCall { qkv, w_dt, a, spec }
     }
 
-    /// Inputs of scores, selection and attention.
+    /// The operands of scores, selection and attention.
     pub(crate) fn inputs(self, qkv: Float<B>, call: &AttentionCall<B>) -> DmaInputs<B> {
         DmaInputs {
             scores: self.scores(qkv, call.spec),
@@ -95,7 +95,7 @@ pub(crate) fn forward<B: DeviceBackend>(inputs: &DmaInputs<B>, o_low: KeepOLow) 
     by_rank(inputs.scores.qkv.clone(), rank, inputs.attention.clone(), dma, o_low)
 }
 
-/// Selection of the keys of a packed tensor by these ranks, and attention over what it keeps.
+/// Selects the keys of a packed tensor by their ranks, and attends over the selected keys.
 pub(crate) fn by_rank<B: DeviceBackend>(
     qkv: Float<B>,
     rank: Float<B>,
@@ -126,7 +126,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     let delta = dma_bias(rank.clone(), inputs.dma.bias);
     let call = inputs.attention(primitive(delta.clone()), forward.selection);
     let [dqkv, d_delta] = B::dma_attention_backward(&call, forward.output, d_o);
-    // A slope is fixed, so the gradient of the rank is the gradient of the score.
+    // The recency term is constant, so the gradient of the rank is the gradient of the score.
     let dz = dma_bias_backward(rank, delta, tensor(d_delta), inputs.dma.bias);
     B::dma_scores_backward(&inputs.scores, primitive(dz), dqkv)
 }

@@ -8,8 +8,8 @@ use burn::tensor::{TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaWindow, KeepOLow};
 
-/// The packed tensor, w_dt with a row for each KV head, and a. Layers store W_dt in this layout, which the kernel
-/// reads, and pass a transposed view.
+/// The packed tensor, the transpose of w_dt, and a. Layers store W_dt as `[num_kv_heads, num_kv_heads * head_dim]`,
+/// which the kernel reads, and pass a transposed view; transposing it again copies nothing.
 fn operands(call: &DmaScoresCall<Flex>) -> [FlexTensor; 3] {
     [call.qkv.clone(), call.w_dt.transpose(0, 1), call.a.clone()].map(contiguous)
 }
@@ -70,7 +70,8 @@ pub(crate) fn dma_select(rank: FlexTensor, bounds: &DocumentBounds<Flex>, window
 pub(crate) fn dma_attention(call: &DmaCall<Flex>, _o_low: KeepOLow) -> AttentionOutput<Flex> {
     unless_f32!(&call.qkv, call.attention.spec.num_heads, "dma_attention": reference::dma_attention(call));
     let [qkv, delta, expire] = keys(call);
-    forward(&qkv, mask(&delta, &expire), &call.attention)
+    let shape = attention_shape(&qkv, call.attention.spec);
+    forward(&qkv, shape, mask(&delta, &expire), &call.attention.documents)
 }
 
 pub(crate) fn dma_attention_backward(
@@ -82,14 +83,9 @@ pub(crate) fn dma_attention_backward(
         reference::dma_attention_backward(call, output, d_o));
     let [qkv, delta, expire] = keys(call);
     let mut d_delta = zeros_like(&delta);
-    let operands = [output.o, output.lse, d_o];
-    let dqkv = backward(
-        &qkv,
-        mask(&delta, &expire),
-        &call.attention,
-        operands,
-        Some(&mut d_delta),
-    );
+    let (shape, bounds) = (attention_shape(&qkv, call.attention.spec), &call.attention.documents);
+    let (mask, operands) = (mask(&delta, &expire), [output.o, output.lse, d_o]);
+    let dqkv = backward(&qkv, shape, mask, bounds, operands, Some(&mut d_delta));
     [dqkv, from_vec(d_delta, delta.shape())]
 }
 

@@ -1,7 +1,7 @@
 //! DMA's ops on CUDA.
 use super::rank::{PositionOrigin, Recency};
 use super::{DmaCall, DmaKeyLists, DmaKeys, DmaScoresCall, DmaSelection, reference};
-use crate::attention::cuda::{self as attention, Backward, bounds, output, packed};
+use crate::attention::cuda::{self as attention, bounds, output, packed, with_gradients};
 use crate::device::{cast, kernel_or, kernel_or_scores, scores};
 use crate::{AttentionCall, AttentionOutput, AttentionSpec, Cuda, DocumentBounds};
 use burn::tensor::DType;
@@ -19,7 +19,7 @@ pub(crate) fn dma_ranks(call: &DmaScoresCall<Cuda>, recency: Option<Recency<Cuda
 }
 
 pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Cuda>, dz: Float, dqkv: Float) -> [Float; 3] {
-    // The kernel adds to dqkv in place, so it must have no other owner.
+    // The kernel adds to dqkv in place, so dqkv must have no other owner.
     let dqkv = if dqkv.can_mut() { dqkv } else { dqkv.copy() };
     let attempt = launch_scores_backward(call, &dz, &dqkv);
     let attempt = attempt.map(|[dw_dt, da]| [dqkv.clone(), dw_dt, da]);
@@ -58,8 +58,8 @@ fn launch_ranks(call: &DmaScoresCall<Cuda>, recency: Option<&Recency<Cuda>>) -> 
     let start;
     let origin = match origin {
         PositionOrigin::At { position, .. } => sieve_kernels::PositionOrigin::First(*position),
-        PositionOrigin::DocumentStart(of_tokens) => {
-            start = kernel_tensor(of_tokens.clone());
+        PositionOrigin::DocumentStart(starts) => {
+            start = kernel_tensor(starts.clone());
             sieve_kernels::PositionOrigin::DocumentStart(&start)
         }
     };
@@ -77,7 +77,7 @@ fn launch_ranks(call: &DmaScoresCall<Cuda>, recency: Option<&Recency<Cuda>>) -> 
 fn launch_scores_backward(call: &DmaScoresCall<Cuda>, dz: &Float, dqkv: &Float) -> Result<[Float; 2], KernelError> {
     let [w_dt, a] = [&call.w_dt, &call.a].map(|x| cast(x, DType::F32).contiguous());
     let qkv = packed(&call.qkv, call.spec);
-    // One read of v is cheaper than keeping x of every layer.
+    // x, the argument of the softplus, is recomputed: reading v once more is cheaper than keeping x of every layer.
     let scores = qkv.dma_scores(&w_dt, &a)?;
     let dz = cast(dz, DType::F32).contiguous();
     let backward = ScoresBackward {
@@ -145,15 +145,16 @@ fn launch_backward(
         }
         DmaKeys::Lists(lists) => {
             let lists = kernel_lists(lists);
-            let backward = Backward::new(&call.qkv, whole.spec, output, d_o);
-            let d_delta = backward.call().dma_attention_backward(&delta, &lists)?;
-            Ok([backward.dqkv, d_delta].map(ToBurn::burn))
+            let (dqkv, d_delta) = with_gradients(&call.qkv, whole.spec, output, d_o, |gradients| {
+                gradients.dma_attention_backward(&delta, &lists)
+            })?;
+            Ok([dqkv, d_delta.burn()])
         }
         DmaKeys::Expire => Err(not_selected()),
     }
 }
 
-/// The selection is the whole mask of DMA.
+/// The call without its window: DMA's selection is the whole mask.
 fn without_window(call: &AttentionCall<Cuda>) -> AttentionCall<Cuda> {
     let window_size = None;
     let spec = AttentionSpec {

@@ -1,18 +1,18 @@
-//! What ranks the keys: their scores, plus recency.
+//! Ranks of DMA's keys: scores plus a recency term.
 use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::IntTensor;
 use burn::tensor::{Int, Tensor, TensorData};
 
-/// Scores plus what recency adds: `z_j + slope p_j`, p_j the key's position in its document.
+/// Ranks of keys: scores plus the recency term, `z_j + slope * p_j`, where p_j is the key's position in its document.
 ///
-/// The slope, the product and the sum are rounded to f32 one after the other, in training and in decoding and on every
-/// device alike, so that all rank equally: no division by a period, no fused multiply-add.
+/// The slope, the product and the sum are each rounded to f32. Training and decoding do this on every device, without a
+/// division or a fused multiply-add, so that all compute the same ranks.
 ///
 /// # Shapes
 /// - z: `[batch, num_kv_heads, seq_len]`
 /// - positions: `[batch, seq_len]`
-/// - slopes: one per KV head, as [`sieve_core::DmaShape::slopes`] gives them; `None`: z as it is
+/// - slopes: one per KV head, from [`sieve_core::DmaShape::slopes`]; `None`: returns z
 pub fn dma_rank<B: Backend>(
     z: Tensor<B, 3>,
     positions: impl FnOnce() -> Tensor<B, 2, Int>,
@@ -28,32 +28,32 @@ pub fn dma_rank<B: Backend>(
     z + positions * slopes
 }
 
-/// What recency adds to the scores of a call's tokens.
+/// The recency term of DMA's ranks.
 #[derive(Debug)]
 pub struct Recency<B: Backend> {
-    /// One per KV head, as [`sieve_core::DmaShape::slopes`] gives them.
+    /// One slope per KV head, from [`sieve_core::DmaShape::slopes`].
     pub slopes: Vec<f64>,
-    /// Where positions are counted from.
+    /// From where positions are counted.
     pub origin: PositionOrigin<B>,
 }
 
-/// Where the positions of a call's tokens are counted from.
+/// From where the positions of a call's tokens are counted.
 #[derive(Debug)]
 pub enum PositionOrigin<B: Backend> {
-    /// The first token of its document, `[batch, seq_len]`.
+    /// From the first token of each token's document, whose position in the row is here, `[batch, seq_len]`.
     DocumentStart(IntTensor<B>),
-    /// New tokens of each row, from this position on.
+    /// Every row has new tokens at the positions from `position` on.
     At {
-        /// The first one's position.
+        /// Position of the first new token.
         position: usize,
-        /// Rows, and new tokens of each.
+        /// `[batch, new tokens]`.
         shape: [usize; 2],
-        /// Where the tokens are.
+        /// Device of the positions.
         device: B::Device,
     },
 }
 
-/// What ranks the keys of these scores.
+/// [`dma_rank`] with a [`Recency`]; without one, the scores.
 pub(crate) fn ranks<B: Backend>(z: Float<B>, recency: Option<Recency<B>>) -> Float<B> {
     match recency {
         None => z,

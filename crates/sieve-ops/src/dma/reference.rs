@@ -10,7 +10,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor, TensorData, TensorMetadata};
 use sieve_core::DmaWindow;
 
-/// Packed values as rows, `[batch * seq_len, num_kv_heads * head_dim]`.
+/// The values of a packed tensor, `[batch * seq_len, num_kv_heads * head_dim]`.
 fn value_rows<B: Backend>(qkv: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 2> {
     let [batch, seq_len, _, head_dim] = qkv.dims();
     let [_, _, v] = split_heads(qkv, spec.num_kv_heads);
@@ -28,12 +28,12 @@ pub fn dma_scores<B: Backend>(call: &DmaScoresCall<B>) -> Float<B> {
     primitive(z.reshape([batch, seq_len, spec.num_kv_heads]).swap_dims(1, 2))
 }
 
-/// The scores plus what recency adds.
+/// Scores plus the recency term.
 pub fn dma_ranks<B: Backend>(call: &DmaScoresCall<B>, recency: Option<Recency<B>>) -> Float<B> {
     ranks(dma_scores(call), recency)
 }
 
-/// `[dqkv + the path through v, dw_dt, da]`.
+/// `[dqkv, dw_dt, da]`, where the gradient of the values through the scores is added to `dqkv`.
 pub fn dma_scores_backward<B: Backend>(call: &DmaScoresCall<B>, dz: Float<B>, dqkv: Float<B>) -> [Float<B>; 3] {
     let DmaScoresCall { qkv, w_dt, a, spec } = call.clone();
     let (qkv, dtype) = upcast::<B, 4>(qkv);
@@ -62,9 +62,8 @@ pub fn dma_scores_backward<B: Backend>(call: &DmaScoresCall<B>, dz: Float<B>, dq
     ]
 }
 
-/// `expire` by definition: for each query the last keys and the best of the older ones, on the host, O(n² log n).
-///
-/// Copies the ranks to the host; a definition for tests, not a path for training.
+/// `expire` by its definition, on the host, in O(n² log n): for each query the last keys are kept, and the best of the
+/// older keys. It defines the op for tests and is too slow for training.
 pub fn dma_select<B: Backend>(rank: Float<B>, documents: &DocumentBounds<B>, window: DmaWindow) -> DmaSelection<B> {
     let z = tensor::<B, 3>(rank);
     let [batch, kv_heads, seq_len] = z.dims();
@@ -75,20 +74,20 @@ pub fn dma_select<B: Backend>(rank: Float<B>, documents: &DocumentBounds<B>, win
     let end: Tensor<B, 2, Int> = Tensor::from_primitive(documents[1].clone());
     let end: Vec<i64> = end.into_data().iter::<i64>().collect();
     let mut expire = vec![0i32; batch * kv_heads * seq_len];
-    for (row, expire) in expire.chunks_mut(seq_len).enumerate() {
-        let b = row / kv_heads;
-        let scores = &scores[row * seq_len..][..seq_len];
-        for (j, expire) in expire.iter_mut().enumerate() {
-            *expire = end[b * seq_len + j] as i32;
+    for (head, expire) in expire.chunks_mut(seq_len).enumerate() {
+        let row = head / kv_heads;
+        let scores = &scores[head * seq_len..][..seq_len];
+        for (key, expire) in expire.iter_mut().enumerate() {
+            *expire = end[row * seq_len + key] as i32;
         }
-        for i in 0..seq_len {
-            let first = start[b * seq_len + i] as usize;
-            let older = (i + 1).saturating_sub(window.local_window_size).max(first);
+        for query in 0..seq_len {
+            let first = start[row * seq_len + query] as usize;
+            let older = (query + 1).saturating_sub(window.local_window_size).max(first);
             let mut keys: Vec<usize> = (first..older).collect();
             // Best first: larger score, then the more recent key. `+ 0.0` makes -0 equal to +0.
             keys.sort_by(|&a, &b| (scores[b] + 0.0).total_cmp(&(scores[a] + 0.0)).then(b.cmp(&a)));
-            for &j in keys.iter().skip(window.num_ranked()) {
-                expire[j] = expire[j].min(i as i32);
+            for &key in keys.iter().skip(window.num_ranked()) {
+                expire[key] = expire[key].min(query as i32);
             }
         }
     }

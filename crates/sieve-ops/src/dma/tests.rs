@@ -8,7 +8,7 @@ use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
 use burn_flex::Flex;
 use sieve_core::{DmaRecency, DmaShape};
 
-/// Three KV heads, a group of `group_size`.
+/// Three KV heads with `group_size` query heads each.
 fn spec(group_size: usize, head_dim: usize) -> AttentionSpec {
     AttentionSpec::dense([3 * group_size, 3], head_dim)
 }
@@ -20,7 +20,7 @@ fn dma(keep_window_size: usize, bias: DmaBias) -> DmaShape {
     }
 }
 
-/// Slopes and a local window of a third.
+/// DMA with a recency term and a local window of a third of the keys.
 fn with_recency(keep_window_size: usize) -> DmaShape {
     DmaShape {
         bias: DmaBias::Linear,
@@ -55,7 +55,7 @@ fn run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: Dm
 }
 
 /// Scores, brute-force selection and attention with the whole score matrix, in plain Burn ops.
-fn reference_run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: DmaShape) -> Float {
+pub(crate) fn reference_run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: DmaShape) -> Float {
     let (qkv, bounds) = (inputs[0].clone(), documents.bounds());
     let z = reference::dma_scores(&layer(inputs, dma).scores(qkv.clone(), spec));
     let positions = || documents.positions.clone();
@@ -84,7 +84,7 @@ fn at_131072_tokens_a_rank_is_off_by_two_roundings() {
             let exact = z[head * len + at] + at as f64 / period;
             (f64::from(rank[head * len + at]) - exact).abs()
         });
-        // Half a last place of the position's share, and half of the sum, which may be a binary place larger.
+        // Half an ulp of the recency term, and half an ulp of the sum, whose exponent may be larger by 1.
         let share = len as f64 / period;
         let bound = 1.5 * share * f64::from(f32::EPSILON);
         let largest = off.fold(0.0, f64::max);

@@ -1,4 +1,4 @@
-//! Eight-bit floats on the CPU: rounded f32, always counted as the reference.
+//! fp8 GEMMs on the CPU: f32 GEMMs of values rounded to fp8, always counted as the reference.
 use super::{Fp8Kept, ToQuantise, reference};
 use crate::device::paths::{self, Memory};
 use crate::linear::added;

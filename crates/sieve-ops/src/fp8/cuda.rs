@@ -1,4 +1,4 @@
-//! Eight-bit floats on CUDA: rounded by our kernels, multiplied by cuBLASLt.
+//! fp8 GEMMs on CUDA: Sieve's kernels round the operands, cuBLASLt multiplies them.
 use super::{Fp8Kept, ToQuantise, reference};
 use crate::Cuda;
 use crate::device::{kernel_or, tensors};
@@ -51,7 +51,7 @@ pub(crate) fn fp8_swiglu_backward(gate_up: Float, dy: Float) -> ToQuantise<Cuda>
     })
 }
 
-/// Both ways round.
+/// The tensor rounded to fp8, row-major and column-major.
 fn rounded(x: &ToQuantise<Cuda>, format: Fp8Format) -> Result<Fp8Pair, KernelError> {
     let amax = x.1.clone().map(kernel_tensor);
     fp8_quantise(&kernel_tensor(x.0.clone()), format, amax.as_ref())
@@ -71,7 +71,8 @@ fn forward(
     let product = |output| fp8_matmul(&x.rows, &weight.rows, output);
     let y = match residual.map(|residual| kernel_tensor(residual.clone())) {
         None => product(MatmulOutput::New(BF16))?,
-        // As in bf16: free where the product is square.
+        // As in bf16 (`product_and_sum` of `linear.rs`), a GEMM with `inner <= out` adds the residual without extra
+        // time.
         Some(residual) if inner <= out => product(MatmulOutput::PlusC(&residual))?,
         Some(residual) => {
             let y = product(MatmulOutput::New(BF16))?.reshaped(NAME, "y", &shape)?;

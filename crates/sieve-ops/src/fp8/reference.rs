@@ -1,15 +1,16 @@
-//! Eight-bit floats in plain arithmetic: rounded numbers stay in the tensors' type.
+//! fp8 GEMMs in plain arithmetic: values are rounded to fp8 and stored in the tensors' dtype.
 use super::Fp8Kept;
+use crate::linear::added;
 use crate::linear::reference::{linear, linear_input_gradient, linear_weight_gradient};
 use crate::tensors::Float;
 use burn::tensor::backend::{Backend, ExecutionError};
 use burn::tensor::{TensorData, TensorMetadata};
 use sieve_kernels::step::Fp8Format;
 
-/// Magnitudes count as this at least, so that a tensor of zeros has a scale.
+/// Lower bound of the largest magnitude, so that a tensor of zeros has a scale. It is 2^-100.
 const SMALLEST_BOUND: f32 = 7.888_609e-31;
 
-/// Bits of the mantissa, exponent of the smallest normal number, largest number.
+/// Of a format: bits of the mantissa, exponent of the smallest normal number, largest number.
 fn limits(format: Fp8Format) -> (i32, i32, f32) {
     match format {
         Fp8Format::E4m3 => (3, -6, 448.0),
@@ -17,7 +18,7 @@ fn limits(format: Fp8Format) -> (i32, i32, f32) {
     }
 }
 
-/// The nearest number of the format, of two the even one; at most the largest.
+/// The nearest number of the format, ties to even; clamped to the largest number.
 fn round(x: f32, format: Fp8Format) -> f32 {
     let (mantissa_bits, smallest_exponent, largest) = limits(format);
     if x.is_nan() {
@@ -28,10 +29,10 @@ fn round(x: f32, format: Fp8Format) -> f32 {
     ((x / step).round_ties_even() * step).clamp(-largest, largest)
 }
 
-/// What the bytes of `values` stand for, and the scale that they are to be multiplied with.
+/// The fp8 numbers for `values`, and the scale by which they must be multiplied to approximate `values`.
 pub fn fp8_quantise(values: &[f32], format: Fp8Format) -> (Vec<f32>, f32) {
     let (_, _, largest) = limits(format);
-    // A NaN is larger than everything, as its bits are.
+    // As integers, the bits of a NaN are larger than those of any number, so a NaN makes the bound NaN.
     let bits = values.iter().map(|x| x.abs().to_bits()).max();
     let bound = f32::from_bits(bits.unwrap_or(0).max(SMALLEST_BOUND.to_bits()));
     let factor = largest / bound;
@@ -39,7 +40,7 @@ pub fn fp8_quantise(values: &[f32], format: Fp8Format) -> (Vec<f32>, f32) {
     (rounded, bound / largest)
 }
 
-/// The rows `[rows, width]` of bytes of e4m3 `[width, rows]` and their scale.
+/// The values `[rows, width]` of e4m3 bytes `[width, rows]` with this scale.
 pub(super) fn rows_of(bytes: &[u8], [width, rows]: [usize; 2], scale: f32) -> Vec<f32> {
     let row = |row| (0..width).map(move |column| Fp8Format::E4m3.number_of(bytes[column * rows + row]) * scale);
     (0..rows).flat_map(row).collect()
@@ -50,7 +51,8 @@ fn read<B: Backend>(x: Float<B>) -> TensorData {
     read.expect("the tensor can be read")
 }
 
-/// What a device kept as bytes, as the reference keeps it; `dy` is the gradient of the product.
+/// Operands that a device kept as bytes, as the reference keeps them; `dy`, the gradient of the output, gives dtype and
+/// device.
 pub(super) fn unpacked<B: Backend>(kept: Fp8Kept<B>, dy: &Float<B>) -> Fp8Kept<B> {
     let Some(scales) = kept.scales else {
         return kept;
@@ -74,7 +76,7 @@ pub(super) fn unpacked<B: Backend>(kept: Fp8Kept<B>, dy: &Float<B>) -> Fp8Kept<B
     }
 }
 
-/// A tensor with its values rounded.
+/// The tensor with its values rounded to fp8, in its own dtype.
 fn rounded<B: Backend>(x: Float<B>, format: Fp8Format) -> Float<B> {
     let (device, dtype, shape) = (B::float_device(&x), x.dtype(), x.shape());
     let data = read::<B>(x).convert::<f32>();
@@ -84,14 +86,10 @@ fn rounded<B: Backend>(x: Float<B>, format: Fp8Format) -> Float<B> {
     B::float_from_data(data, &device)
 }
 
-/// `x wᵀ [+ residual]` of rounded operands.
+/// `x wᵀ` of rounded operands, plus the residual if there is one.
 pub fn fp8_linear<B: Backend>(x: Float<B>, weight: Float<B>, residual: Option<Float<B>>) -> (Float<B>, Fp8Kept<B>) {
     let [x, weight] = [x, weight].map(|operand| rounded::<B>(operand, Fp8Format::E4m3));
-    let y = linear::<B>(x.clone(), weight.clone());
-    let y = match residual {
-        Some(residual) => B::float_add(residual, y),
-        None => y,
-    };
+    let y = added::<B>(residual, linear::<B>(x.clone(), weight.clone()));
     let kept = Fp8Kept {
         x,
         weight,
@@ -100,7 +98,7 @@ pub fn fp8_linear<B: Backend>(x: Float<B>, weight: Float<B>, residual: Option<Fl
     (y, kept)
 }
 
-/// Its gradients.
+/// `[dx, dweight]` of [`fp8_linear`].
 pub fn fp8_linear_backward<B: Backend>(kept: Fp8Kept<B>, dy: Float<B>) -> [Float<B>; 2] {
     let dy = rounded::<B>(dy, Fp8Format::E5m2);
     let dx = linear_input_gradient::<B>(kept.weight, dy.clone());

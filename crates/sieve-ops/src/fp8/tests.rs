@@ -4,7 +4,7 @@ use burn::tensor::DType;
 use burn_flex::Flex;
 use sieve_kernels::step::Fp8Format::{self, E4m3, E5m2};
 
-/// All numbers of a format that are not negative, in order, from the standard's definition of its bits.
+/// All non-negative numbers of a format, ascending, from the standard's definition of the bits.
 fn numbers(format: Fp8Format) -> Vec<f64> {
     let (mantissa_bits, bias, count) = match format {
         E4m3 => (3, 7, 0x7f),
@@ -21,7 +21,7 @@ fn numbers(format: Fp8Format) -> Vec<f64> {
     (0..count).map(number).collect()
 }
 
-/// Rounds by looking at every number there is: the nearest, of two the one with an even code.
+/// Rounds by comparing with all numbers of the format: the nearest number, ties to the even code.
 fn nearest(x: f64, numbers: &[f64]) -> f64 {
     let distance = |&code: &usize| ((x.abs() - numbers[code]).abs(), code % 2);
     let best = (0..numbers.len()).min_by(|a, b| distance(a).partial_cmp(&distance(b)).unwrap());
@@ -34,7 +34,8 @@ fn numbers_are_rounded_to_the_nearest_even_one() {
         let numbers = numbers(format);
         let largest = numbers[numbers.len() - 1];
         assert_eq!(largest, if format == E4m3 { 448.0 } else { 57344.0 });
-        // The largest magnitude makes the scale one. Every number, every middle, and some beside.
+        // The largest magnitude makes the scale 1. The values are all numbers, all midpoints, and some values near
+        // them.
         let mut values = vec![largest as f32];
         for pair in numbers.windows(2) {
             let middle = (pair[0] + pair[1]) / 2.0;
@@ -61,7 +62,7 @@ fn bytes_that_a_device_kept_are_numbers_again() {
         assert_eq!(f64::from(found), 0.5 * expected);
     }
     assert!(rows_of(&[0x7f], [1, 1], 1.0)[0].is_nan());
-    // 1 to 6 as [width 3, rows 2]: a row holds every other one.
+    // 1 to 6 as [width 3, rows 2]: a row holds every second value.
     let bytes = [0x38, 0x40, 0x44, 0x48, 0x4a, 0x4c];
     assert_eq!(rows_of(&bytes, [3, 2], 1.0), [1.0, 3.0, 5.0, 2.0, 4.0, 6.0]);
 }

@@ -46,7 +46,7 @@ fn a_bias_equals_a_plain_addition() {
     }
 }
 
-// Decoding hands over one row where a prompt had many: the same row must give the same bits.
+// A prompt has many rows and a decoding step one: the same row must give the same bits.
 #[test]
 fn a_row_does_not_depend_on_the_number_of_rows() {
     use burn::tensor::{Tensor, TensorData};

@@ -2,35 +2,26 @@
 //! Burn operations.
 use super::{MlaCall, MlaSpec, reference};
 use crate::AttentionOutput;
-use crate::attention::cpu::{contiguous_bounds, documents, empty_output, output_of, shape_of};
-use crate::device::{contiguous, floats, from_vec, unless_f32, zeros_like};
+use crate::attention::cpu::{backward, forward, shape_of};
+use crate::device::{contiguous, unless_f32};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
-use sieve_cpu::AttentionShape;
+use sieve_cpu::{Mask, PackedShape};
 
 pub(crate) use super::reference::{mla_pack, mla_pack_backward};
 
-fn attention_shape(packed: &FlexTensor, spec: MlaSpec) -> AttentionShape {
+fn packed_shape(packed: &FlexTensor, spec: MlaSpec) -> PackedShape {
     let dims = packed.shape();
-    let packed_heads = spec.attention().packed_heads();
-    shape_of([dims[0], dims[1], packed_heads, spec.key_dim()], spec.attention())
+    let attention = spec.attention();
+    let dims = [dims[0], dims[1], attention.packed_heads(), spec.key_dim()];
+    shape_of(dims, attention).with_value_width(spec.head_dim)
 }
 
 pub(crate) fn mla_attention(packed: FlexTensor, call: &MlaCall<Flex>) -> AttentionOutput<Flex> {
-    let spec = call.spec;
-    unless_f32!(&packed, spec.num_heads, "mla_attention": reference::mla_attention::<Flex>(packed, call));
-    let (packed, bounds) = (contiguous(packed), contiguous_bounds(&call.documents));
-    let shape = attention_shape(&packed, spec);
-    let [mut o, mut lse] = empty_output(shape, spec.head_dim);
-    sieve_cpu::mla_attention_forward(
-        shape,
-        spec.head_dim,
-        floats(&packed),
-        documents(&bounds),
-        &mut o,
-        &mut lse,
-    );
-    output_of(shape, spec.head_dim, [o, lse])
+    unless_f32!(&packed, call.spec.num_heads, "mla_attention": reference::mla_attention::<Flex>(packed, call));
+    let packed = contiguous(packed);
+    let shape = packed_shape(&packed, call.spec);
+    forward(&packed, shape, Mask::Causal, &call.documents)
 }
 
 pub(crate) fn mla_attention_backward(
@@ -39,21 +30,10 @@ pub(crate) fn mla_attention_backward(
     output: AttentionOutput<Flex>,
     d_o: FlexTensor,
 ) -> FlexTensor {
-    let spec = call.spec;
-    unless_f32!(&packed, spec.num_heads, "mla_attention_backward":
+    unless_f32!(&packed, call.spec.num_heads, "mla_attention_backward":
         reference::mla_attention_backward::<Flex>(packed, call, output, d_o));
-    let (packed, bounds) = (contiguous(packed), contiguous_bounds(&call.documents));
-    let [o, lse, d_o] = [output.o, output.lse, d_o].map(contiguous);
-    let mut d_packed = zeros_like(&packed);
-    sieve_cpu::mla_attention_backward(
-        attention_shape(&packed, spec),
-        spec.head_dim,
-        floats(&packed),
-        documents(&bounds),
-        floats(&o),
-        floats(&lse),
-        floats(&d_o),
-        &mut d_packed,
-    );
-    from_vec(d_packed, packed.shape())
+    let packed = contiguous(packed);
+    let shape = packed_shape(&packed, call.spec);
+    let operands = [output.o, output.lse, d_o];
+    backward(&packed, shape, Mask::Causal, &call.documents, operands, None)
 }

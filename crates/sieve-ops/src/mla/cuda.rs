@@ -1,16 +1,15 @@
-//! MLA on CUDA: a kernel packs and rotates, the attention kernels walk the packed tensor.
-use super::{MlaCall, MlaPackCall, MlaSpec, reference};
+//! MLA on CUDA: a kernel packs and rotates, and the attention kernels read the packed tensor.
+use super::{MlaCall, MlaPackCall, reference};
 use crate::attention::cuda::{bounds, output, result};
 use crate::device::{cast, kernel_or, kernel_or_scores, scores, tensors};
 use crate::{AttentionOutput, Cuda};
 use burn::tensor::DType;
-use sieve_kernels::{
-    AttentionGradients, CudaPrimitive as Float, CudaTensor, KernelError, MlaNorm, MlaPack, ToBurn, kernel_tensor,
-};
+use sieve_kernels::{AttentionGradients, CudaPrimitive as Float, KernelError, MlaNorm, MlaPack, ToBurn, kernel_tensor};
 
 pub(crate) fn mla_pack(inputs: [Float; 3], call: MlaPackCall<Cuda>) -> (Float, Option<[Float; 2]>) {
     let [q, kv, k_rope] = tensors(inputs.each_ref());
-    let attempt = Rotation::new(&call).forward([&q, &kv, &k_rope]);
+    let attempt = with_kernel_call(&call, |call| call.mla_pack_forward([&q, &kv, &k_rope]));
+    let attempt = attempt.map(|(packed, keys)| (packed.burn(), keys.map(|keys| keys.map(ToBurn::burn))));
     kernel_or("mla_pack", attempt, || reference::mla_pack(inputs, call))
 }
 
@@ -27,7 +26,14 @@ pub(crate) fn mla_pack_backward(
     normed: Option<[Float; 3]>,
     dy: Float,
 ) -> ([Float; 3], Option<[Float; 2]>) {
-    let attempt = Rotation::new(&call).backward(&normed, &dy);
+    let d = kernel_tensor(dy.clone());
+    let inputs = normed.as_ref().map(|inputs| tensors(inputs.each_ref()));
+    let inputs = inputs.as_ref().map(|inputs| inputs.each_ref());
+    let attempt = with_kernel_call(&call, |call| call.mla_pack_backward(inputs, &d));
+    let attempt = attempt.map(|(gradients, weights)| {
+        let weights = weights.map(|weights| weights.map(ToBurn::burn));
+        (gradients.map(ToBurn::burn), weights)
+    });
     kernel_or("mla_pack_backward", attempt, || {
         reference::mla_pack_backward(call, normed, dy)
     })
@@ -46,63 +52,23 @@ pub(crate) fn mla_attention_backward(
     })
 }
 
-/// The tensors of a pack call, as the kernels take them.
-struct Rotation {
-    spec: MlaSpec,
-    positions: CudaTensor,
-    cos: CudaTensor,
-    sin: CudaTensor,
-    /// Weights of queries and keys, and what is added to the mean square.
-    norm: Option<([CudaTensor; 2], f32)>,
-}
-
-impl Rotation {
-    fn new(call: &MlaPackCall<Cuda>) -> Self {
-        Self {
-            spec: call.spec,
-            positions: kernel_tensor(call.positions.clone()),
-            cos: cast(&call.rope.cos, DType::F32),
-            sin: cast(&call.rope.sin, DType::F32),
-            norm: call.norm.as_ref().map(|norm| {
-                let weights = tensors([&norm.q_weight, &norm.k_weight]);
-                (weights, norm.epsilon as f32)
-            }),
-        }
-    }
-
-    fn args(&self) -> MlaPack<'_> {
-        MlaPack {
-            num_heads: self.spec.num_heads,
-            head_dim: self.spec.head_dim,
-            rope_dim: self.spec.rope_dim,
-            positions: &self.positions,
-            cos: &self.cos,
-            sin: &self.sin,
-            norm: self.norm.as_ref().map(|([q_weight, k_weight], epsilon)| MlaNorm {
-                q_weight,
-                k_weight,
-                epsilon: *epsilon,
-            }),
-        }
-    }
-
-    fn forward(&self, inputs: [&CudaTensor; 3]) -> Result<(Float, Option<[Float; 2]>), KernelError> {
-        let (packed, keys) = self.args().mla_pack_forward(inputs)?;
-        Ok((packed.burn(), keys.map(|keys| keys.map(ToBurn::burn))))
-    }
-
-    fn backward(
-        &self,
-        normed: &Option<[Float; 3]>,
-        dy: &Float,
-    ) -> Result<([Float; 3], Option<[Float; 2]>), KernelError> {
-        let dy = kernel_tensor(dy.clone());
-        let normed = normed.as_ref().map(|inputs| tensors(inputs.each_ref()));
-        let normed = normed.as_ref().map(|inputs| inputs.each_ref());
-        let (gradients, weights) = self.args().mla_pack_backward(normed, &dy)?;
-        let weights = weights.map(|weights| weights.map(ToBurn::burn));
-        Ok((gradients.map(ToBurn::burn), weights))
-    }
+/// Calls `launch` with the kernels' form of the call.
+fn with_kernel_call<T>(call: &MlaPackCall<Cuda>, launch: impl FnOnce(MlaPack<'_>) -> T) -> T {
+    let norm = call.norm.as_ref();
+    let weights = norm.map(|norm| tensors([&norm.q_weight, &norm.k_weight]));
+    launch(MlaPack {
+        num_heads: call.spec.num_heads,
+        head_dim: call.spec.head_dim,
+        rope_dim: call.spec.rope_dim,
+        positions: &kernel_tensor(call.positions.clone()),
+        cos: &cast(&call.rope.cos, DType::F32),
+        sin: &cast(&call.rope.sin, DType::F32),
+        norm: norm.zip(weights.as_ref()).map(|(norm, [q_weight, k_weight])| MlaNorm {
+            q_weight,
+            k_weight,
+            epsilon: norm.epsilon as f32,
+        }),
+    })
 }
 
 fn attend(packed: &Float, call: &MlaCall<Cuda>) -> Result<AttentionOutput<Cuda>, KernelError> {
@@ -114,7 +80,7 @@ fn attend(packed: &Float, call: &MlaCall<Cuda>) -> Result<AttentionOutput<Cuda>,
     heads.attention_forward(&start, None, scale, None).map(output)
 }
 
-/// The gradient of the packed tensor, every element of it.
+/// The gradient of the packed tensor.
 fn gradient(
     packed: &Float,
     call: &MlaCall<Cuda>,

@@ -8,7 +8,7 @@ use crate::tensors::{Float, primitive, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 
-/// `[.., head_dim + rope_dim]` split into its two parts.
+/// Splits `[.., head_dim + rope_dim]` into the unrotated and the rotated columns.
 fn parts<B: Backend>(x: Tensor<B, 4>, spec: MlaSpec) -> [Tensor<B, 4>; 2] {
     [
         x.clone().narrow(3, 0, spec.head_dim),
@@ -31,7 +31,7 @@ fn norm_backward<B: Backend>(
     (dx.reshape(shape), primitive(dweight.cast(dtype)))
 }
 
-/// q, k, v of each head before norms and rotation, `[batch, seq_len, num_heads, ..]`.
+/// q, k, v before norms and rotation, `[batch, seq_len, num_heads, width]`; k_rope is repeated for each head.
 fn heads<B: Backend>([q, kv, k_rope]: [Tensor<B, 3>; 3], spec: MlaSpec) -> [Tensor<B, 4>; 3] {
     let MlaSpec {
         num_heads,
@@ -80,7 +80,7 @@ pub fn mla_pack<B: Backend>(inputs: [Float<B>; 3], call: MlaPackCall<B>) -> (Flo
     (primitive(packed.cast(dtype)), keys)
 }
 
-/// `[dq, dkv, dk_rope]` of [`mla_pack`], and with norms `[dq_weight, dk_weight]`; `normed` are its inputs then.
+/// `[dq, dkv, dk_rope]` of [`mla_pack`] and, with norms, `[dq_weight, dk_weight]`; then `normed` holds the inputs.
 pub fn mla_pack_backward<B: Backend>(
     call: MlaPackCall<B>,
     normed: Option<[Float<B>; 3]>,
@@ -113,7 +113,7 @@ pub fn mla_pack_backward<B: Backend>(
     (gradients, weights)
 }
 
-/// q, k, v as one token-major tensor.
+/// Concatenates q, k, v of each token, `[batch, seq_len, num_heads * (2 * key_dim + head_dim)]`.
 fn join<B: Backend>(qkv: [Tensor<B, 4>; 3]) -> Tensor<B, 3> {
     let flat = qkv.map(|x| {
         let [batch, n, heads, width] = x.dims();

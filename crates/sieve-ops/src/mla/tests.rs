@@ -1,4 +1,4 @@
-//! MLA's ops against their references, against differences, and for every way a tensor can lie in memory.
+//! MLA's ops against their references and finite differences, for contiguous inputs and views.
 use super::*;
 use crate::reference;
 use crate::testing::{
@@ -32,7 +32,7 @@ fn inputs(spec: MlaSpec, [batch, n]: [usize; 2], is_normed: bool, seed: u64) -> 
     inputs
 }
 
-/// Large, so that its place in the mean square counts.
+/// Large, so that a test fails if epsilon is added in another place.
 const EPSILON: f64 = 0.25;
 
 fn rope(spec: MlaSpec, dtype: DType) -> RotaryEmbedding<Ad> {

@@ -1,10 +1,10 @@
 //! NSA on the CPU: the softmax branches run on the attention of `sieve-cpu`, which never holds an n x n tensor;
 //! pooling, placing and gates are plain Burn operations.
 use super::{NsaCall, NsaCompressed, NsaSelected, reference};
-use crate::attention::cpu::{backward, forward};
+use crate::AttentionOutput;
+use crate::attention::cpu::{attention_shape, backward, forward};
 use crate::device::{contiguous, ints, is_f32, unless_f32};
 use crate::dma::cpu::{dma_attention, dma_attention_backward};
-use crate::{AttentionCall, AttentionOutput};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{KeepOLow, NsaBlocks};
 use sieve_cpu::{ChosenBlocks, Mask};
@@ -28,14 +28,14 @@ pub(crate) fn nsa_compressed_attention_backward(
     d_o: FlexTensor,
 ) -> [FlexTensor; 2] {
     if !is_f32(&qkv) {
-        // Keys are placed in f32, whatever the type of o and its gradient.
+        // The CPU kernel would see compressed keys in f32, but o and d_o in another dtype.
         return reference::nsa_compressed_attention_backward(qkv, compressed, call, output, d_o);
     }
     let gradient = |call: &_| dma_attention_backward(call, output, d_o);
     reference::compressed_attention_backward(qkv, compressed, call, gradient)
 }
 
-/// The mask of contiguous choices.
+/// The mask of chosen blocks; `block_indices` is contiguous.
 fn mask(block_indices: &FlexTensor, blocks: NsaBlocks) -> Mask<'_> {
     Mask::Chosen(ChosenBlocks {
         indices: ints(block_indices),
@@ -52,8 +52,8 @@ pub(crate) fn nsa_selected_attention(
     unless_f32!(&qkv, call.spec.num_heads, "nsa_selected_attention":
         reference::nsa_selected_attention(qkv, block_indices, call));
     let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
-    let attention = AttentionCall::new(call.documents.clone(), call.spec);
-    NsaSelected::without_lists(forward(&qkv, mask(&block_indices, call.blocks), &attention))
+    let (shape, mask) = (attention_shape(&qkv, call.spec), mask(&block_indices, call.blocks));
+    NsaSelected::without_lists(forward(&qkv, shape, mask, &call.documents))
 }
 
 pub(crate) fn nsa_selected_attention_backward(
@@ -66,9 +66,9 @@ pub(crate) fn nsa_selected_attention_backward(
     unless_f32!(&qkv, call.spec.num_heads, "nsa_selected_attention_backward":
         reference::nsa_selected_attention_backward(qkv, block_indices, call, selected, d_o));
     let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
-    let attention = AttentionCall::new(call.documents.clone(), call.spec);
+    let (shape, mask) = (attention_shape(&qkv, call.spec), mask(&block_indices, call.blocks));
     let operands = [selected.output.o, selected.output.lse, d_o];
-    backward(&qkv, mask(&block_indices, call.blocks), &attention, operands, None)
+    backward(&qkv, shape, mask, &call.documents, operands, None)
 }
 
 pub(crate) fn nsa_gates(branches: [FlexTensor; 3], logits: FlexTensor, bias: FlexTensor) -> FlexTensor {

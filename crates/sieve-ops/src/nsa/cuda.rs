@@ -1,6 +1,6 @@
 //! NSA on CUDA.
 use super::{NsaCall, NsaCompressed, NsaSelected, reference};
-use crate::attention::cuda::{Backward, bounds, output, packed, result};
+use crate::attention::cuda::{bounds, output, packed, result, with_gradients};
 use crate::device::{cast, kernel_or, kernel_or_scores, scores, tensors};
 use crate::{AttentionOutput, Cuda};
 use burn::tensor::DType;
@@ -103,15 +103,12 @@ pub(crate) fn nsa_selected_attention_backward(
     d_o: Float,
 ) -> Float {
     let [start, end] = bounds(&call.documents);
-    let backward = Backward::new(&qkv, call.spec, &selected.output, &d_o);
+    let chosen = kernel_tensor(block_indices.clone());
     let lists: Vec<_> = selected.lists.iter().cloned().map(lists_of).collect();
-    let attempt = backward.call().nsa_selected_attention_backward(
-        [&start, &end],
-        &kernel_tensor(block_indices.clone()),
-        call.blocks,
-        &lists,
-    );
-    let attempt = attempt.map(|()| backward.dqkv.clone().burn());
+    let attempt = with_gradients(&qkv, call.spec, &selected.output, &d_o, |gradients| {
+        gradients.nsa_selected_attention_backward([&start, &end], &chosen, call.blocks, &lists)
+    });
+    let attempt = attempt.map(|(dqkv, ())| dqkv);
     let scores = scores(&qkv, call.spec.num_heads);
     kernel_or_scores("nsa_selected_attention_backward", attempt, scores, || {
         reference::nsa_selected_attention_backward(qkv, block_indices, call, selected, d_o)

@@ -1,4 +1,4 @@
-//! NSA's ops with everything masked and nothing skipped; the choice of blocks on the host.
+//! NSA's ops in plain Burn operations, with a mask over all pairs of tokens. Blocks are chosen on the host.
 mod attention;
 mod blocks;
 mod gates;

@@ -1,4 +1,4 @@
-//! NSA's ops against their references, against differences, and for every way a tensor can lie in memory.
+//! NSA's ops against their references and finite differences, for contiguous inputs and views.
 use super::*;
 use crate::documents::HostBounds;
 use crate::reference;
@@ -27,7 +27,7 @@ impl Call {
         Random(seed).input(&[2, rows, self.head_dim])
     }
 
-    /// Some blocks of each query, its own among them.
+    /// For each query and KV head its own block and a random earlier one.
     fn chosen(&self, seed: u64) -> Tensor<Ad, 4, Int> {
         let [batch, n] = self.dims;
         let (kv_heads, k) = (self.spec.num_kv_heads, BLOCKS.num_selected_blocks);
@@ -49,31 +49,30 @@ impl Call {
     }
 }
 
-/// The op of each kind, on the backend's methods or on the references.
 fn blocks_op(call: &Call, inputs: &[Float]) -> Float {
     let (qkv, k, v) = (float(&inputs[0]), float(&inputs[1]), float(&inputs[2]));
     primitive(nsa_blocks(qkv, k, v, &call.call()))
 }
 
-/// Keys and values of every compressed block plus positions, token by token.
+/// The definition of `nsa_blocks`, token by token.
 fn defined_blocks(call: &Call, inputs: &[Input]) -> Vec<f64> {
     let ([_, n], d, spec) = (call.dims, call.head_dim, call.spec);
-    let (l, s, kv_heads) = (BLOCKS.compress_block_size, BLOCKS.compress_stride, spec.num_kv_heads);
+    let (size, stride, kv_heads) = (BLOCKS.compress_block_size, BLOCKS.compress_stride, spec.num_kv_heads);
     let host = HostBounds::new::<Ad>(&call.documents.bounds());
-    let rows = call.dims[0] * n.div_ceil(s) * kv_heads;
-    let mut all = vec![0.0; 2 * rows * l * d];
+    let rows = call.dims[0] * n.div_ceil(stride) * kv_heads;
+    let mut all = vec![0.0; 2 * rows * size * d];
     for token in 0..call.dims[0] * n {
         let (start, end) = (host.start[token] as usize, host.end[token] as usize);
         let inside = token % n - start;
-        if inside % s != 0 || token % n + l > end {
+        if inside % stride != 0 || token % n + size > end {
             continue;
         }
-        let slot = token / n * n.div_ceil(s) + start.div_ceil(s) + inside / s;
-        for (at, which) in (0..kv_heads * l * d).flat_map(|at| [(at, 0), (at, 1)]) {
-            let (kv_head, in_block) = (at / (l * d), at % (l * d));
+        let slot = token / n * n.div_ceil(stride) + start.div_ceil(stride) + inside / stride;
+        for (at, which) in (0..kv_heads * size * d).flat_map(|at| [(at, 0), (at, 1)]) {
+            let (kv_head, in_block) = (at / (size * d), at % (size * d));
             let head = spec.num_heads + which * kv_heads + kv_head;
             let x = ((token + in_block / d) * spec.packed_heads() + head) * d + in_block % d;
-            let to = ((which * rows + slot * kv_heads + kv_head) * l) * d + in_block;
+            let to = ((which * rows + slot * kv_heads + kv_head) * size) * d + in_block;
             all[to] = inputs[0].values[x] + inputs[1 + which].values[in_block];
         }
     }

@@ -1,4 +1,4 @@
-//! Snapshots of tensors, read on another thread while ops continue.
+//! Snapshots of tensors, which another thread reads while ops continue.
 use crate::tensors::Float;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
@@ -6,8 +6,8 @@ use sieve_kernels::{HostCopy, HostReader, KernelError};
 
 /// The values of a tensor when [`DeviceBackend::snapshot`](crate::DeviceBackend::snapshot) was called.
 ///
-/// On a GPU it holds the tensor, so that ops that would write in place write to a copy; synchronise the device before
-/// reading the values.
+/// On a GPU it holds the tensor, so that ops which would write to the tensor in place write to a copy instead.
+/// Synchronise the device before reading the values.
 #[derive(Debug)]
 pub struct Snapshot(Source);
 
@@ -27,7 +27,7 @@ impl Snapshot {
         Self::of_data(data)
     }
 
-    /// Values that are on the host already.
+    /// A snapshot of values that are on the host.
     pub fn of_data(data: TensorData) -> Self {
         Self(Source::Host(data))
     }
@@ -37,17 +37,17 @@ impl Snapshot {
     }
 }
 
-/// Reads snapshots on the thread that made it.
+/// Reads snapshots; must be used on the thread that created it.
 #[derive(Debug, Default)]
 pub struct SnapshotReader {
     cuda: Option<HostReader>,
 }
 
 impl SnapshotReader {
-    /// The values.
+    /// The values of a snapshot.
     ///
     /// # Errors
-    /// An error of the GPU's driver.
+    /// An error of the CUDA driver.
     pub fn read(&mut self, snapshot: Snapshot) -> Result<TensorData, KernelError> {
         let copy = match snapshot.0 {
             Source::Host(data) => return Ok(data),

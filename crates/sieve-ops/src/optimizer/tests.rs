@@ -53,7 +53,7 @@ fn ten_steps(dtype: DType) -> AdamWTensors<Flex> {
 
 #[test]
 fn ten_steps_equal_the_formulas() {
-    // The formulas again, on single numbers.
+    // AdamW's formulas on single numbers.
     let mut random = Random(1);
     let mut param = random.input(&[63, 40]).values;
     let (mut m, mut v) = (vec![0.0; param.len()], vec![0.0; param.len()]);
@@ -110,7 +110,7 @@ fn the_leaf_is_the_rounded_weight() {
     assert_eq!(leaf.into_data(), rounded.into_data());
 }
 
-/// `u` of shape `[rows, columns]` times `s` on its diagonal, times `v`: a matrix of these singular values.
+/// A `[rows, columns]` matrix with these singular values: u diag(values) v, with orthogonal u and v.
 fn of_singular_values(values: &[f64], rows: usize, columns: usize) -> Vec<f64> {
     // Householder reflections are orthogonal: I - 2 w wᵀ / |w|².
     let reflection = |n: usize, seed: u64| {
@@ -127,7 +127,7 @@ fn of_singular_values(values: &[f64], rows: usize, columns: usize) -> Vec<f64> {
     x
 }
 
-/// The polynomial acts on each singular value alone: the same on single numbers is what comes out, at any shape.
+/// Newton-Schulz steps apply the polynomial to each singular value, so the expected values come from single numbers.
 #[test]
 fn orthogonalised_maps_the_singular_values() {
     let quintic = |x: f64| 3.4445 * x - 4.775 * x.powi(3) + 2.0315 * x.powi(5);
@@ -173,7 +173,7 @@ fn address(x: &FlexTensor) -> *const f32 {
 }
 
 #[test]
-fn tensors_that_nobody_else_holds_are_updated_in_place() {
+fn tensors_without_another_owner_are_updated_in_place() {
     let tensors = start(Random(2).input(&[300, 7]).tensor(DType::F32));
     let addresses = |x: &AdamWTensors<Flex>| [address(&x.param), address(&x.exp_avg), address(&x.exp_avg_sq)];
     let before = addresses(&tensors);
@@ -182,7 +182,7 @@ fn tensors_that_nobody_else_holds_are_updated_in_place() {
 }
 
 #[test]
-fn a_tensor_that_somebody_holds_is_left_as_it_was() {
+fn a_tensor_with_another_owner_is_not_changed() {
     let tensors = start(Random(2).input(&[300, 7]).tensor(DType::F32));
     let held = tensors.clone();
     let after = stepped(tensors, Random(3).input(&[300, 7]).tensor(DType::F32));
@@ -198,7 +198,7 @@ fn gradients_may_be_views() {
     let param = Random(5).input(&[6, 10]).tensor(DType::F32);
     let transposed = gradient.clone().transpose(0, 1).to_contiguous().transpose(0, 1);
     assert_eq!(run(param.clone(), transposed), run(param, gradient.clone()));
-    // A parameter that is a window into a larger tensor.
+    // A parameter that is a slice of a larger tensor.
     let narrow = Random(6).input(&[8, 10]).tensor(DType::F32).narrow(0, 1, 6);
     assert_eq!(
         run(narrow.clone(), gradient.clone()),

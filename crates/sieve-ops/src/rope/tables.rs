@@ -1,4 +1,4 @@
-//! Tables of the rotary angles.
+//! Cosine and sine tables of rotary position embeddings.
 use crate::SieveBackend;
 use crate::tensors::{Float, primitive};
 use burn::tensor::backend::Backend;
@@ -6,8 +6,8 @@ use burn::tensor::{DType, Tensor, TensorData};
 
 /// Cosine and sine tables of rotary position embeddings (arXiv:2104.09864), rotate-half convention.
 ///
-/// Angle of channel pair `i` at position `p`: `p` times the pair's frequency, `theta^(-2 i / head_dim)` where nothing
-/// scales it; computed in f64, stored as f32.
+/// The angle of channel pair `i` at position `p` is `p` times the pair's frequency, which is `theta^(-2 i / head_dim)`
+/// unless a context extension scales it. Angles are computed in f64, the tables are f32.
 #[derive(Clone, Debug)]
 pub struct RotaryEmbedding<B: Backend> {
     /// `[max_positions, head_dim / 2]`.
@@ -22,13 +22,13 @@ impl<B: Backend> RotaryEmbedding<B> {
         Self::with_dtype(head_dim, max_positions, theta, device, DType::F32)
     }
 
-    /// Tables in another float type, for references in f64.
+    /// As [`new`](Self::new) in another float dtype, for references in f64.
     pub fn with_dtype(head_dim: usize, max_positions: usize, theta: f64, device: &B::Device, dtype: DType) -> Self {
         let frequencies = (0..head_dim / 2).map(|pair| theta.powf(-2.0 * pair as f64 / head_dim as f64));
         Self::of_frequencies((&frequencies.collect::<Vec<_>>(), 1.0), max_positions, device, dtype)
     }
 
-    /// Tables of channel pairs of these frequencies, cosines and sines times a factor.
+    /// Tables for these frequencies of channel pairs, with cosines and sines times `amplitude`.
     pub fn of_frequencies(
         (frequencies, amplitude): (&[f64], f64),
         max_positions: usize,
@@ -55,7 +55,7 @@ impl<B: Backend> RotaryEmbedding<B> {
         self.cos.dims()[0]
     }
 
-    /// The tables as calls of backends take them.
+    /// The tables as backend primitives.
     pub fn tables(&self) -> RopeTables<B> {
         RopeTables {
             cos: primitive(self.cos.clone()),
@@ -74,7 +74,7 @@ pub struct RopeTables<B: Backend> {
 }
 
 impl<B: SieveBackend> RopeTables<B> {
-    /// The tables as the device reads them.
+    /// The tables' values, without their place in a graph.
     pub(crate) fn values(&self) -> RopeTables<B::Inner> {
         RopeTables {
             cos: B::value(self.cos.clone()),

@@ -1,4 +1,5 @@
-//! The CPU computes attention under a selector's mask, and the mask, from slices: sieve-select.
+//! These ops do not exist on the CPU: there the crate sieve-select computes masks, and attention under them, from
+//! slices.
 use crate::DmaCache;
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection};
@@ -23,6 +24,7 @@ pub(crate) fn select_blocks(
 ) -> Result<KeyMask<FlexTensor>, String> {
     Err("the CPU selects from slices (sieve_select::Selector::select)".to_owned())
 }
+
 pub(crate) fn correct_by_probes(
     _qkv: FlexTensor,
     _o: FlexTensor,

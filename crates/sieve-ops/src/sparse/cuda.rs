@@ -1,4 +1,4 @@
-//! Attention under a selector's mask on CUDA, and selections whose every step has a kernel.
+//! Attention under a selector's mask on CUDA, and the selections that run entirely on the device.
 use crate::attention::cuda::packed_heads;
 use crate::decode::cuda::{CudaDecodeScratch, heavy_step, kept_cache};
 use crate::device::kernel_or_refusal;
@@ -57,8 +57,8 @@ pub(crate) fn correct_by_probes(
 }
 
 pub(crate) fn keep_heavy_keys(qkv: Float, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, String> {
-    let s = heavy.selection.shape;
-    let qkv = packed_heads(&qkv, [s.num_heads, s.num_kv_heads]);
+    let shape = heavy.selection.shape;
+    let qkv = packed_heads(&qkv, [shape.num_heads, shape.num_kv_heads]);
     kernel_or_refusal("keep_heavy_keys", kept_cache(&qkv, heavy))
 }
 

@@ -240,7 +240,7 @@ impl DamMaps {
 }
 
 /// Where a file of maps comes from.
-const MAPS: &str = "the maps come from a calibration run, DamCapture::maps per layer, DamMaps::write";
+const MAPS: &str = "sieve eval patterns --method dam writes the maps of a calibration run";
 
 impl DamConfig {
     pub(crate) fn check(&self) -> Result<(), SelectError> {

@@ -138,4 +138,20 @@ mod tests {
         state.evict(0, 10);
         assert_eq!(state.kept[0], [(3, 0.5), (7, 0.25), (9, 0.0)]);
     }
+
+    #[test]
+    fn h2o_of_more_keys_than_any_text_has_keeps_all() {
+        for [heavy, recent] in [[1e30, 4.0], [4.0, 1e30], [1e30, 1e30]] {
+            let config = H2oConfig { heavy, recent };
+            let mut state = H2o::new(config.clone(), LayerShape::new([1, 1], 4, 0));
+            state.kept[0] = (0..9).map(|key| (key, 0.5)).collect();
+            state.evict(0, 9);
+            assert_eq!(state.kept[0].len(), 9, "{heavy} {recent}");
+            let slots = config.heavy_keys(CallShape::new([1, 9], [1, 1], 4)).slots;
+            assert!(
+                slots.is_some_and(|slots| slots.keep_window_size > 9),
+                "{heavy} {recent}"
+            );
+        }
+    }
 }

@@ -74,7 +74,9 @@ settings! {
         "bfla:block=16,pooling=center,group=8,tile=8,local_tokens=8,keep_mass=0.3,stride=7,rescue_grid=block";
     everything
         "bfla:keep_mass=1,block=32,group=8,tile=8",
-        "bfla:keep_mass=0,local_tokens=0,stride=1,block=32,group=8,tile=8";
+        "bfla:keep_mass=0,local_tokens=0,stride=1,block=32,group=8,tile=8",
+        "bfla:block=1099511627776,group=64,tile=8",
+        "bfla:block=1099511627776,group=549755813888,tile=8";
 }
 
 impl PrefillMethod for BflaConfig {
@@ -117,12 +119,19 @@ impl PrefillMethod for BflaConfig {
 impl BflaConfig {
     /// Coarse blocks kept by mass; `None` on NaN.
     fn kept_blocks(&self, call: &Call<'_>, blocks: Tiles, heads: &[usize]) -> Option<KeptRows> {
+        // Behind the last token a block and a group hold nothing but zeros.
+        let (tokens, group) = (call.shape.num_keys.max(1), self.group.min(call.shape.num_keys.max(1)));
+        let this = Self {
+            group,
+            block: self.block.min(tokens.next_multiple_of(group)),
+            ..self.clone()
+        };
         let (d, kv_head) = (call.shape.head_dim, call.kv_head(heads[0]));
         let key = |key| call.key(kv_head, key);
-        let (k, width) = self.pool(d, blocks.num_key_tiles(), |j| blocks.keys(j), key);
+        let (k, width) = this.pool(d, blocks.num_key_tiles(), |j| blocks.keys(j), key);
         let queries = heads.iter().map(|&head| {
             let query = |row| call.query(head, row);
-            self.pool(d, blocks.num_query_tiles(), |i| blocks.rows(i), query).0
+            this.pool(d, blocks.num_query_tiles(), |i| blocks.rows(i), query).0
         });
         let queries: Vec<Vec<f32>> = queries.collect();
         let block_len = k.len() / blocks.num_key_tiles().max(1);

@@ -97,7 +97,7 @@ fn probes<'a, B: TrainBackend>(
     let matrix = matrix.into_primitive().tensor();
     let gemm = move || {
         for _ in 0..repeats {
-            let _product = B::InnerBackend::linear(matrix.clone(), matrix.clone());
+            let _product = B::InnerBackend::linear(matrix.clone(), matrix.clone(), None);
         }
         done()
     };

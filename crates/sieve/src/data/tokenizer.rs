@@ -22,20 +22,20 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "FILE", required_unless_present = "data", conflicts_with = "data")]
     recipe: Option<String>,
     /// Override a key of the recipe; may be repeated
-    #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "recipe")]
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE", conflicts_with = "data")]
     overrides: Vec<String>,
     /// Train on these files, folders, globs or data sets (hf://datasets/OWNER/NAME); may be repeated
     #[arg(long, value_name = "PATH")]
     data: Vec<String>,
     /// How the files of --data hold documents; by their ending when absent
-    #[arg(long, value_enum, requires = "data")]
+    #[arg(long, value_enum, conflicts_with = "recipe")]
     format: Option<FormatArg>,
     /// JSONL and Parquet: the column that holds the text
-    #[arg(long, default_value = "text", requires = "data")]
+    #[arg(long, default_value = "text", conflicts_with = "recipe")]
     text_column: String,
     /// Tokens in all, special ones included; the recipe's when absent
-    #[arg(long)]
-    vocab_size: Option<usize>,
+    #[arg(long, value_parser = clap::value_parser!(u32).range(258..=1 << 24))]
+    vocab_size: Option<u32>,
     /// Text to train on, at most, in bytes; the recipe's when absent, else 16 MiB
     #[arg(long)]
     sample_bytes: Option<u64>,
@@ -70,6 +70,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     };
     let vocab_size = args
         .vocab_size
+        .map(|vocab_size| vocab_size as usize)
         .or(from_recipe.as_ref().map(|training| training.vocab_size))
         .context("--vocab-size is missing, and no recipe with tokenizer.train names one")?;
     let sample_bytes = args

@@ -24,6 +24,12 @@ pub(crate) struct LongbenchArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
+    if args.tasks.names_tasks() {
+        bail!(
+            "eval longbench reads the data sets of --folder alone\n  \
+             hint: --only NAME,… chooses among them; --data, --list and --show are for sieve eval tasks"
+        );
+    }
     let names = READY_TASKS.iter().filter_map(|(name, _)| name.strip_prefix(PREFIX));
     let names: Vec<&str> = names.collect();
     if let Some(unknown) = args.only.iter().find(|name| !names.contains(&name.as_str())) {

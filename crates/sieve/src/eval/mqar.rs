@@ -104,10 +104,24 @@ fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, kept: Kept) -> 
     Ok(())
 }
 
+/// Whether kinds of samples are drawn from vocabularies of different sizes.
+fn differ_in_vocabulary(report: &RecallReport) -> bool {
+    report
+        .kinds
+        .windows(2)
+        .any(|pair| pair[0].vocab_size != pair[1].vocab_size)
+}
+
 /// One line a kind of sample: accuracy over the distance from value to question.
 fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
     let curve = |kind: &RecallOfKind| Curve {
-        name: format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs),
+        name: match differ_in_vocabulary(report) {
+            true => format!(
+                "{} tokens, {} pairs of {}",
+                kind.seq_len, kind.num_pairs, kind.vocab_size
+            ),
+            false => format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs),
+        },
         points: (kind.by_distance.iter())
             .map(|bin| (bin.from.ilog2().into(), bin.accuracy))
             .collect(),
@@ -134,20 +148,20 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
         (Some(NoiseArg::Uniform), _) | (None, Some(RecipeNoise::Uniform)) => MqarNoise::Uniform,
         (Some(NoiseArg::Disjoint), _) | (None, Some(RecipeNoise::Disjoint)) => MqarNoise::Disjoint,
     };
-    let sizes: Vec<(usize, usize)> = match (args.kinds.is_empty(), trained) {
-        (false, _) => args.kinds.clone(),
+    // Without the recipe's vocabulary, the largest even one that the model knows.
+    let vocab_size = trained.map_or(model_vocab_size / 2 * 2, |mqar| mqar.vocab_size);
+    let (sizes, vocab_sizes) = match (args.kinds.is_empty(), trained) {
+        (false, _) => (args.kinds.clone(), vec![vocab_size; args.kinds.len()]),
         (true, Some(mqar)) => {
-            let sizes = mqar.seq_lens.iter().zip(&mqar.num_pairs);
-            sizes.map(|(&seq_len, &num_pairs)| (seq_len, num_pairs)).collect()
+            let sizes = mqar.seq_lens.iter().copied().zip(mqar.num_pairs.iter().copied());
+            (sizes.collect(), mqar.vocab_size_of_kinds())
         }
         (true, None) => bail!(
             "the recipe of this checkpoint has no [data] mqar\n  \
              hint: name what to ask with --kinds, for example 64:4,128:8"
         ),
     };
-    // Without the recipe's vocabulary, the largest even one that the model knows.
-    let vocab_size = trained.map_or(model_vocab_size / 2 * 2, |mqar| mqar.vocab_size);
-    let config = |(seq_len, num_pairs)| {
+    let config = |((seq_len, num_pairs), vocab_size)| {
         let config = MqarConfig {
             vocab_size,
             power: trained.map_or(0.01, |mqar| mqar.power),
@@ -159,25 +173,35 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
             .map_err(|error| anyhow!(error).context(format!("--kinds {seq_len}:{num_pairs}")))?;
         Ok(config)
     };
-    sizes.into_iter().map(config).collect()
+    sizes.into_iter().zip(vocab_sizes).map(config).collect()
 }
 
 fn print<B: DeviceBackend>(args: &MqarArgs, loaded: &LoadedModel<B>, report: &RecallReport) -> Result<()> {
     if args.result.report(loaded, COMMAND, serde_json::to_value(report)?)? {
         return Ok(());
     }
+    let has_vocabulary = differ_in_vocabulary(report);
+    let column = |text: &str| {
+        if has_vocabulary {
+            format!("  {text:>10}")
+        } else {
+            String::new()
+        }
+    };
     terminal::line(&format!(
-        "{}\nlength  pairs  questions  accuracy  by distance",
-        output::heading(loaded)
+        "{}\nlength  pairs{}  questions  accuracy  by distance",
+        output::heading(loaded),
+        column("vocabulary")
     ));
     for kind in &report.kinds {
         let bins = kind.by_distance.iter();
         let bins = bins.map(|bin| format!("{}: {:.1} %", bin.from, 100.0 * bin.accuracy));
         let bins: Vec<String> = bins.collect();
         terminal::line(&format!(
-            "{:>6}  {:>5}  {:>9}  {:>6.2} %  {}",
+            "{:>6}  {:>5}{}  {:>9}  {:>6.2} %  {}",
             kind.seq_len,
             kind.num_pairs,
+            column(&kind.vocab_size.to_string()),
             terminal::thousands(kind.answers.num_queries),
             100.0 * kind.accuracy,
             bins.join("  ")
@@ -185,7 +209,8 @@ fn print<B: DeviceBackend>(args: &MqarArgs, loaded: &LoadedModel<B>, report: &Re
     }
     if report.kinds.len() > 1 {
         terminal::line(&format!(
-            "   all         {:>9}  {:>6.2} %",
+            "   all       {}  {:>9}  {:>6.2} %",
+            column(""),
             terminal::thousands(report.all.num_queries),
             100.0 * report.accuracy
         ));

@@ -7,7 +7,7 @@ use crate::data::account;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::text_files::FormatArg;
 use crate::{loaded, selector, terminal};
-use anyhow::{Context, Result};
+use anyhow::{Result, bail};
 use clap::{ArgGroup, Args};
 use serde_json::json;
 use sieve_data::{Corpus, Prepared};
@@ -43,17 +43,22 @@ pub(crate) struct PplArgs {
     #[arg(long)]
     recipe_validation: bool,
     /// How the files hold documents; by their ending when absent
-    #[arg(long, value_enum, requires = "data")]
+    #[arg(long, value_enum, conflicts_with = "recipe_validation")]
     format: Option<FormatArg>,
     /// JSONL and Parquet: the column that holds a document's text
-    #[arg(long, default_value = "text", value_name = "NAME")]
+    #[arg(
+        long,
+        default_value = "text",
+        value_name = "NAME",
+        conflicts_with = "recipe_validation"
+    )]
     text_column: String,
     /// Leave out documents that cannot be read (not UTF-8, no such column), and say how many
-    #[arg(long, requires = "data")]
+    #[arg(long, conflicts_with = "recipe_validation")]
     skip_invalid: bool,
     /// Also predict the same tokens behind once, twice and four times the tokens of a row in training, and print the
     /// ratios of the perplexities; as far as the model's positions go
-    #[arg(long, conflicts_with = "selector")]
+    #[arg(long, conflicts_with_all = ["selector", "chunk", "stream"])]
     extrapolate: bool,
     /// Tokens the model sees at most; the length it was trained with when absent
     #[arg(long, value_name = "N")]
@@ -208,12 +213,13 @@ fn prepared_data<B: DeviceBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> 
             "keep the checkpoint in its run folder",
         ),
     };
-    Prepared::open(&dir).with_context(|| {
-        format!(
+    if !dir.join("meta.json").exists() {
+        bail!(
             "the held-out documents of the run are not in {}\n  hint: {hint}, or name text with --data",
             dir.display()
-        )
-    })
+        );
+    }
+    Ok(Prepared::open(&dir)?)
 }
 
 fn print<B: DeviceBackend>(

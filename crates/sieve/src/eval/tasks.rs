@@ -74,6 +74,11 @@ impl TasksArgs {
         }
     }
 
+    /// Whether tasks are named, or their names asked for.
+    pub(super) fn names_tasks(&self) -> bool {
+        !self.data.is_empty() || self.list || self.show.is_some()
+    }
+
     fn command(&self) -> &'static str {
         self.benchmark.unwrap_or(COMMAND)
     }

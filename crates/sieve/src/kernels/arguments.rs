@@ -113,7 +113,7 @@ pub(crate) struct BenchArgs {
     pub(super) portable: bool,
     /// Also time selectors on q, k and v of this file (`sieve kernels capture` of a dense model), and fit the generated
     /// operands to them
-    #[arg(long, value_name = "FILE", requires = "selectors")]
+    #[arg(long, value_name = "FILE", requires = "selectors", conflicts_with = "scores")]
     pub(super) operands: Option<PathBuf>,
     /// Tokens of each row: of the usual rows, which are then dense attention, a window and DMA, of --dma, --nsa and
     /// --mla; with --selectors of the generated operands, rounded up to multiples of 1024

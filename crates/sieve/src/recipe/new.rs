@@ -147,7 +147,11 @@ pub(crate) fn write_new(path: &Path, text: &str) -> Result<()> {
             "{} is there already\n  hint: name another file with --out, or remove this one",
             path.display()
         ),
-        created => created.and_then(|mut file| file.write_all(text.as_bytes())),
+        created => created.and_then(|mut file| {
+            let written = file.write_all(text.as_bytes());
+            // Half a file would be in the way of the next attempt.
+            written.inspect_err(|_| drop(std::fs::remove_file(path)))
+        }),
     }
     .with_context(|| format!("writing {}", path.display()))
 }
@@ -184,10 +188,10 @@ impl OwnText {
         })
     }
 
-    fn too_little(&self, size: &str, tokens_per_step: usize) -> anyhow::Error {
+    fn too_little(&self, size: &str, tokens_per_step: usize, steps: &str) -> anyhow::Error {
         anyhow!(
             "{} of text are too little for --size {size}, which takes {} or more\n  \
-             hint: a smaller --size, more text, or --set training.steps=N",
+             hint: a smaller --size, more text, or --set {steps}=N",
             terminal::bytes(self.num_bytes),
             terminal::bytes(least_text(tokens_per_step))
         )
@@ -205,10 +209,13 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     sets.extend(args.tokenizer.iter().map(|path| format!("tokenizer.path={path}")));
     sets.extend(args.overrides.iter().cloned());
     // Steps that are given are meant.
-    let is_given = args
-        .overrides
-        .iter()
-        .any(|set| set.trim_start().starts_with("training.steps"));
+    let is_given = args.overrides.iter().any(|set| {
+        let key = set.split('=').next().unwrap_or_default().trim();
+        key == "training.steps" || key.starts_with("stage.") && key.ends_with(".steps")
+    });
+    if own.is_some_and(|own| own.num_bytes == 0) {
+        bail!("the text of --data has no bytes\n  hint: put text into it, or name other files");
+    }
     let own = own.filter(|_| !is_given);
     let context = args.context.map(|context| context as usize);
     let mut all = StartingSize::ALL.into_iter();
@@ -218,7 +225,7 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
         }
         if let Some(own) = own {
             let fitted = size.for_text(own.num_bytes);
-            size = fitted.ok_or_else(|| own.too_little(size.name, size.tokens_per_step()))?;
+            size = fitted.ok_or_else(|| own.too_little(size.name, size.tokens_per_step(), "training.steps"))?;
         }
         return Ok(size.recipe(kind, &args.data, &sets)?);
     }
@@ -234,15 +241,26 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     if let Some(context) = context {
         set_context(&mut recipe, context)?;
     }
-    // Stages have steps of their own, which only their reader can shorten.
-    if let Some(own) = own.filter(|_| recipe.stage.is_empty()) {
+    if let Some(own) = own.filter(|_| !recipe.stage.is_empty()) {
+        // Stages have steps of their own, which only their reader can shorten.
+        let tokens_per_step = recipe.training.tokens_per_step();
+        if own.num_bytes < least_text(tokens_per_step) {
+            return Err(own.too_little(&args.size, tokens_per_step, "stage.1.steps"));
+        }
+    } else if let Some(own) = own {
         let training = &mut recipe.training;
         let fitted = steps_for_text(own.num_bytes, training.tokens_per_step(), training.steps);
-        training.steps = fitted.ok_or_else(|| own.too_little(&args.size, training.tokens_per_step()))?;
+        training.steps =
+            fitted.ok_or_else(|| own.too_little(&args.size, training.tokens_per_step(), "training.steps"))?;
         let warmup_steps = &mut recipe.lr_scheduler.warmup_steps;
         *warmup_steps = (*warmup_steps).min(training.steps / 5);
     }
-    Ok(Recipe::load(&recipe.to_toml()?, "the new recipe", &sets)?)
+    let mut text = recipe.to_toml()?;
+    if !recipe.stage.is_empty() {
+        // The sum of the stages' steps, which --set may change.
+        text = text.replacen(&format!("\nsteps = {}\n", recipe.training.steps), "\n", 1);
+    }
+    Ok(Recipe::load(&text, "the new recipe", &sets)?)
 }
 
 /// Gives a recipe rows of `seq_len` tokens, and about as many tokens a step and a micro-batch as before.

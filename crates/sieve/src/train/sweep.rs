@@ -4,6 +4,7 @@ use crate::terminal;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use sieve_core::Recipe;
+use sieve_hf::Checkpoint;
 use sieve_train::{RunFolder, Start, TrainError, last_validation};
 use std::path::{Path, PathBuf};
 
@@ -39,6 +40,18 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
     let runs = runs(&args, &base)?;
+    if let Some(path) = args.branch_from.as_ref().or(args.resume_from.as_ref()) {
+        let step = Checkpoint::peek(path)?.state.step;
+        if let Some(run) = runs.iter().find(|run| run.recipe.training.steps as u64 <= step) {
+            bail!(
+                "{} is at step {step}, and {} ends at step {}: nothing would be trained\n  \
+                 hint: --set training.steps=N, above {step}",
+                path.display(),
+                run.overrides.join(" "),
+                run.recipe.training.steps
+            );
+        }
+    }
     let session = Session::open(&args, &runs[0].recipe, None)?;
     let mut rows = Vec::new();
     for (number, run) in (1..).zip(&runs) {

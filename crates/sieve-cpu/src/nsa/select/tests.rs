@@ -105,14 +105,7 @@ impl Case {
     /// Sizes in the order batch, seq_len, num_heads, num_kv_heads, head_dim.
     fn new([batch, seq_len, num_heads, num_kv_heads, head_dim]: [usize; 5], choice: BlockChoice, seed: u64) -> Self {
         let mut random = Random(seed);
-        let shape = AttentionShape {
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            softmax_scale: 1.0 / (head_dim as f32).sqrt(),
-        };
+        let shape = AttentionShape::new([batch, seq_len], [num_heads, num_kv_heads], head_dim);
         let (start, end) = match seed % 2 {
             0 => random.documents(batch, seq_len),
             _ => whole_rows(batch, seq_len),

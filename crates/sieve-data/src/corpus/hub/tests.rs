@@ -573,7 +573,7 @@ fn the_tokenizer_of_a_model_is_fetched_once() {
         refusal(tokenizer(path), "names no tokenizer");
     }
     let gone = tokenizer("hf://some/model/other");
-    refusal(gone, "other/tokenizer.json");
+    refusal(gone, "other/tokenizer.json | model some/model at | no such model, or");
     // What huggingface_hub has fetched needs no network.
     let model = dir.path().join("hub/models--other--model");
     let snapshot = model.join("snapshots").join(COMMIT);

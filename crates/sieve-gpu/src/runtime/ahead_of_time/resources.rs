@@ -1,4 +1,4 @@
-//! Resources of a compiled kernel, parsed from `ptxas -v`, whose lines nvcc and NVRTC both print.
+//! Resources of a compiled kernel, parsed from the output of `ptxas -v`, which nvcc and NVRTC both print.
 
 /// Registers, local memory and static shared memory of one entry point.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -11,11 +11,11 @@ pub struct KernelResources {
     pub spill_load_bytes: usize,
     /// Bytes of a thread's stack frame.
     pub stack_bytes: usize,
-    /// Bytes of a block's static shared memory; the driver adds it to the dynamic ones.
+    /// Bytes of a block's static shared memory; dynamic shared memory comes on top.
     pub static_shared_bytes: usize,
 }
 
-/// Reads the numbers of `entry` out of a compiler's messages; `None` when they are not there.
+/// Parses the resources of the entry point `entry` from a compiler's log; `None` when the log does not name them.
 pub(super) fn parse(log: &str, entry: &str) -> Option<KernelResources> {
     let mut found: Option<KernelResources> = None;
     let mut inside = false;

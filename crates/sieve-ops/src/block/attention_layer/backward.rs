@@ -1,25 +1,12 @@
 //! The backward pass of an attention layer.
-use super::forward::{Attended, AttentionLayer, AttentionLayerCall, merge_heads, rotation};
+use super::forward::{Attended, Kept, merge_heads, rotation};
 use crate::block::product::{Operands, Weight, begin_gradients, product_gradients};
 use crate::dma::composed;
 use crate::tensors::{Float, primitive};
 use crate::{DeviceBackend, RmsNormCall, ToQuantise, context_parallel};
 use burn::tensor::TensorMetadata;
-use burn::tensor::backend::Backend;
 
-/// What the backward pass needs.
-#[derive(Clone, Debug)]
-pub(super) struct Kept<B: Backend> {
-    pub(super) x: Float<B>,
-    pub(super) qkv: Float<B>,
-    pub(super) rotated: Option<Float<B>>,
-    pub(super) attended: Attended<B>,
-    pub(super) operands: [Operands<B>; 2],
-    pub(super) layer: AttentionLayer<B>,
-    pub(super) call: AttentionLayerCall<B>,
-}
-
-/// Gradients of x, norm, qkv, q_norm, k_norm and o; those of w_dt and a beside them.
+/// Gradients of x, norm, qkv, q_norm, k_norm and o and, with DMA, of w_dt and a.
 pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float<B>; 6], Option<[Float<B>; 2]>) {
     let Kept {
         x,
@@ -32,7 +19,7 @@ pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float
     } = kept;
     let o = attended.o();
     let o_shape = o.shape();
-    // The product's x is at hand in any case.
+    // The input of the output projection is always there: it is the attention's output.
     let second = match second {
         Operands::Fp8(kept) => Operands::Fp8(kept),
         _ => Operands::X(merge_heads::<B>(o)),
@@ -40,23 +27,23 @@ pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float
     let [qkv_sum, o_sum] = layer.sums;
     let d_output = ToQuantise::new(dy.clone());
     let gradients = product_gradients(second, &Weight::new(layer.o, o_sum), d_output);
-    let [d_o, d_o_weight] = gradients.expect("both kinds give them");
+    let [d_o, d_o_weight] = gradients.expect("x or the rounded operands are there");
     let d_o = B::float_reshape(d_o, o_shape);
 
-    let again = rotated.unwrap_or_else(|| B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call)));
+    let rotated = rotated.unwrap_or_else(|| B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call)));
     let (d_rotated, d_dma) = match (attended, layer.dma) {
         (Attended::Selected(forward), Some(dma)) => {
-            let inputs = dma.inputs(again, &call.attention);
+            let inputs = dma.inputs(rotated, &call.attention);
             let [dqkv, dw_dt, da] = composed::backward::<B>(&inputs, forward, d_o);
             (dqkv, Some([dw_dt, da]))
         }
-        (Attended::Recent(output), _) => (B::attention_backward(again, &call.attention, output, d_o), None),
+        (Attended::Recent(output), _) => (B::attention_backward(rotated, &call.attention, output, d_o), None),
         (Attended::Parted(parted), dma) => {
             let dma = dma.map(|dma| (dma, call.positions.clone()));
-            let parts = call.parts.as_ref().expect("made for parts of rows");
-            context_parallel::backward(parted, again, dma, (parts, &call.attention), d_o)
+            let parts = call.parts.as_ref().expect("the forward pass had parts of rows");
+            context_parallel::backward(parted, rotated, dma, (parts, &call.attention), d_o)
         }
-        (Attended::Selected(_), None) => unreachable!("made with the weights of DMA"),
+        (Attended::Selected(_), None) => unreachable!("the forward pass had DMA's weights"),
     };
     let rotation = rotation(layer.qk_norm, &call);
     let [dqkv, d_q_norm, d_k_norm] = B::qk_norm_rope_backward(qkv, rotation, d_rotated);

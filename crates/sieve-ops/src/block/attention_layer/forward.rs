@@ -11,7 +11,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 use sieve_core::Keeping;
 
-/// What [`attention_layer`](super::attention_layer) computes with.
+/// Weights and settings of [`attention_layer`](super::attention_layer).
 #[derive(Clone, Debug)]
 pub struct AttentionLayer<B: Backend> {
     /// Weight of the norm, `[d_model]`.
@@ -26,35 +26,34 @@ pub struct AttentionLayer<B: Backend> {
     pub o: Tensor<B, 2>,
     /// `None`: dense or windowed attention, as the call's spec says.
     pub dma: Option<DmaLayer<B>>,
-    /// What the products with `qkv` and `o` multiply in.
+    /// Data type of the GEMMs with `qkv` and `o`.
     pub precision: GemmPrecision,
-    /// What the backward pass is left beside the least.
+    /// What the backward pass gets beyond the minimum.
     pub keeping: Keeping,
-    /// Of `qkv` and `o`.
+    /// Earlier gradients of `qkv` and `o`.
     pub sums: WeightSums<B>,
 }
 
-/// Where the tokens of a call stand, and how they attend.
+/// Operands of a layer other than x and the weights.
 #[derive(Clone, Debug)]
-pub struct AttentionLayerCall<B: Backend> {
+pub(super) struct AttentionLayerCall<B: Backend> {
     /// Positions to rotate by, `[batch, seq_len]`.
-    pub positions: Ints<B>,
-    /// Rotary tables.
-    pub rope: RopeTables<B>,
-    /// Documents, heads, scale and window.
-    pub attention: AttentionCall<B>,
-    /// Where the tokens are parts of rows: the whole rows.
-    pub parts: Option<ContextParallel>,
-    /// Whether x is added to the output.
-    pub residual: Residual,
+    pub(super) positions: Ints<B>,
+    pub(super) rope: RopeTables<B>,
+    pub(super) attention: AttentionCall<B>,
+    /// With context parallelism: the whole rows that the tokens are parts of.
+    pub(super) parts: Option<ContextParallel>,
+    pub(super) residual: Residual,
 }
 
 /// What an attention call keeps for its backward pass.
 #[derive(Clone, Debug)]
 pub(super) enum Attended<B: Backend> {
+    /// Dense or sliding-window attention.
     Recent(AttentionOutput<B>),
+    /// DMA.
     Selected(DmaForward<B>),
-    /// Attention of rows cut into parts (context parallelism).
+    /// Attention of a part of each row (context parallelism).
     Parted(Parted<B>),
 }
 
@@ -76,35 +75,37 @@ impl<B: Backend> Attended<B> {
     }
 }
 
-/// A forward pass's output and what the backward pass needs of it.
-pub(super) struct LayerForward<B: Backend> {
-    /// Packed, before norm and rotation.
+/// What the backward pass needs.
+#[derive(Clone, Debug)]
+pub(super) struct Kept<B: Backend> {
+    pub(super) x: Float<B>,
+    /// The packed projection before norms and rotation.
     pub(super) qkv: Float<B>,
-    /// `qkv` after norm and rotation; `None` where the backward pass computes it again.
+    /// `qkv` after norms and rotation; `None` where the backward pass recomputes it.
     pub(super) rotated: Option<Float<B>>,
     pub(super) attended: Attended<B>,
-    /// What the products with the weights of `qkv` and `o` keep for their backward passes.
+    /// Of the GEMMs with the weights `qkv` and `o`.
     pub(super) operands: [Operands<B>; 2],
-    pub(super) y: Float<B>,
+    pub(super) layer: AttentionLayer<B>,
+    pub(super) call: AttentionLayerCall<B>,
 }
 
 pub(super) fn forward<B: DeviceBackend>(
     x: Float<B>,
     layer: AttentionLayer<B>,
-    call: &AttentionLayerCall<B>,
-) -> LayerForward<B> {
-    let normed = B::rms_norm(RmsNormCall {
+    call: AttentionLayerCall<B>,
+) -> (Float<B>, Kept<B>) {
+    let normed = ToQuantise::new(B::rms_norm(RmsNormCall {
         x: x.clone(),
-        weight: primitive(layer.norm),
+        weight: primitive(layer.norm.clone()),
         epsilon: layer.epsilon,
-    });
-    let normed = ToQuantise::new(normed);
+    }));
     let (how, o_low) = ((layer.precision, layer.keeping), layer.keeping.o_low);
-    let (qkv, first) = product::<B>(how, normed, primitive(layer.qkv), None);
+    let (qkv, first) = product::<B>(how, normed, primitive(layer.qkv.clone()), None);
     let qkv = split_heads::<B>(qkv, call.attention.spec);
-    let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm, call));
+    let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call));
     let kept_rotated = layer.keeping.recomputable.then(|| rotated.clone());
-    let attended = match (&call.parts, layer.dma) {
+    let attended = match (&call.parts, layer.dma.clone()) {
         (Some(parts), dma) => {
             let dma = dma.map(|dma| (dma, call.positions.clone()));
             Attended::Parted(context_parallel::forward(rotated, dma, (parts, &call.attention), o_low))
@@ -113,18 +114,21 @@ pub(super) fn forward<B: DeviceBackend>(
         (None, Some(dma)) => Attended::Selected(composed::forward(&dma.inputs(rotated, &call.attention), o_low)),
     };
     let heads = ToQuantise::new(merge_heads::<B>(attended.o()));
-    let o = primitive(layer.o);
-    let added = (call.residual == Residual::Stream).then_some(x);
-    let (y, second) = product::<B>(how, heads, o, added);
-    LayerForward {
+    let added = (call.residual == Residual::Stream).then(|| x.clone());
+    let (y, second) = product::<B>(how, heads, primitive(layer.o.clone()), added);
+    let kept = Kept {
+        x,
         qkv,
         rotated: kept_rotated,
         attended,
         operands: [first, second],
-        y,
-    }
+        layer,
+        call,
+    };
+    (y, kept)
 }
 
+/// Operands of the norms and the rotation of queries and keys.
 pub(super) fn rotation<B: Backend>(norm: QkNorm<B>, call: &AttentionLayerCall<B>) -> QkNormRopeCall<B> {
     QkNormRopeCall {
         q_weight: primitive(norm.q_weight),
@@ -143,7 +147,7 @@ fn split_heads<B: Backend>(packed: Float<B>, spec: AttentionSpec) -> Float<B> {
     B::float_reshape(packed, [shape[0], shape[1], heads, shape[2] / heads].into())
 }
 
-/// The inverse.
+/// `[.., heads, head_dim]` as `[.., heads * head_dim]`.
 pub(super) fn merge_heads<B: Backend>(heads: Float<B>) -> Float<B> {
     let shape = heads.shape();
     B::float_reshape(heads, [shape[0], shape[1], shape[2] * shape[3]].into())

@@ -2,13 +2,15 @@ use super::{
     AttentionCall, AttentionLayer, AttentionLayerCall, DmaLayer, LayerTokens, Residual, attention_layer, forward,
 };
 use crate::block::product::Operands;
+use crate::dma::tests::reference_run as dma_reference;
+use crate::linear::added;
 use crate::testing::{
     Ad, Float, Input, Random, RandomInput, View, check_finite_differences, check_parity, check_views, documents,
     evaluate, float, primitive,
 };
 use crate::{
-    AttentionSpec, DmaBias, Documents, GemmPrecision, QkNorm, RotaryEmbedding, attention, dynamic_mask_attention,
-    linear, linear_add, qk_norm_rope, reference, rms_norm,
+    AttentionSpec, DmaBias, Documents, GemmPrecision, QkNorm, QkNormRopeCall, RmsNormCall, RotaryEmbedding, attention,
+    dynamic_mask_attention, linear, linear_add, qk_norm_rope, reference, rms_norm,
 };
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, TensorMetadata};
@@ -24,7 +26,7 @@ const ALL: Keeping = Keeping {
     recomputable: true,
 };
 
-/// One call: what attends, in which documents.
+/// Kind of attention and documents of a call.
 struct Case {
     spec: AttentionSpec,
     dma: Option<DmaShape>,
@@ -99,18 +101,39 @@ impl Case {
         primitive(y)
     }
 
+    /// The references of the layer's ops, one after another.
     fn reference(&self, inputs: &[Float]) -> Float {
-        let call = AttentionLayerCall {
+        let (x, spec, bounds) = (inputs[0].clone(), self.spec, self.documents.bounds());
+        let [batch, seq_len, _] = float::<3>(&x).dims();
+        let normed = reference::rms_norm::<Ad>(RmsNormCall {
+            x: x.clone(),
+            weight: inputs[1].clone(),
+            epsilon: EPSILON,
+        });
+        let packed = float::<3>(&reference::linear::<Ad>(normed, inputs[2].clone()));
+        let packed = packed.reshape([batch, seq_len, spec.packed_heads(), HEAD_DIM]);
+        let rotation = QkNormRopeCall {
+            q_weight: inputs[3].clone(),
+            k_weight: inputs[4].clone(),
             positions: self.documents.positions.clone().into_primitive(),
-            rope: self.rope(&inputs[0]).tables(),
-            attention: AttentionCall::new(self.documents.bounds(), self.spec),
-            parts: None,
-            residual: self.residual,
+            rope: self.rope(&x).tables(),
+            num_kv_heads: NUM_KV_HEADS,
+            epsilon: QK_EPSILON,
         };
-        reference::attention_layer::<Ad>(inputs[0].clone(), self.layer(inputs, Keeping::NOTHING), call)
+        let qkv = reference::qk_norm_rope::<Ad>(primitive(packed), rotation);
+        let o = match self.dma {
+            None => reference::attention::<Ad>(qkv, &AttentionCall::new(bounds, spec)).o,
+            Some(dma) => {
+                let inputs = [qkv, inputs[6].clone(), inputs[7].clone()];
+                dma_reference(&inputs, &self.documents, spec, dma)
+            }
+        };
+        let o = primitive(float::<4>(&o).flatten::<3>(2, 3));
+        let y = reference::linear::<Ad>(o, inputs[5].clone());
+        added::<Ad>((self.residual == Residual::Stream).then_some(x), y)
     }
 
-    /// The same layer by single ops, each a node of its own.
+    /// The layer by single ops, each with a node in the graph.
     fn parts(&self, inputs: &[Float]) -> Float {
         let x = float::<3>(&inputs[0]);
         let [batch, seq_len, _] = x.dims();
@@ -197,7 +220,8 @@ fn equals_the_reference_and_differences_for_kinds_groups_and_documents() {
     }
 }
 
-// A layer of single ops keeps every intermediate value; this one computes some again, with the same ops.
+// A layer of single ops keeps all intermediate values. The op of the whole layer recomputes some, with the same ops, so
+// results are equal to the last bit.
 #[test]
 fn equals_its_parts_to_the_last_bit() {
     let dims = [2, 37];
@@ -215,7 +239,7 @@ fn equals_its_parts_to_the_last_bit() {
     }
 }
 
-// As sieve-plan counts it: a normed stream and the rotated heads.
+// sieve-plan counts the normed residual stream and the rotated heads.
 #[test]
 fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
     let dims = [2, 19];
@@ -232,7 +256,7 @@ fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
             residual: case.residual,
         };
         let layer = case.layer(&leaves, ALL).values();
-        let all = forward::<Flex>(inputs[0].clone(), layer, &call);
+        let (_, all) = forward::<Flex>(inputs[0].clone(), layer, call);
         let [Operands::X(normed), _] = all.operands else {
             panic!("{kind:?}: no normed stream");
         };

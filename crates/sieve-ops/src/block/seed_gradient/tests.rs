@@ -15,7 +15,7 @@ fn hands_the_given_gradient_to_its_input_and_nothing_else() {
     let y = leaf.clone() * 3.0;
     let seed = seed_gradient(y, given.clone());
     assert_eq!(seed.clone().into_data().to_vec::<f32>().expect("f32"), [0.0]);
-    // Whatever reaches the seed is replaced.
+    // The gradient that reaches the seed is replaced by dy.
     let gradients = (seed * 7.0).backward();
     let gradient = leaf.grad(&gradients).expect("y depends on the leaf");
     gradient.into_data().assert_eq(&(dy * 3.0).into_data(), true);

@@ -1,10 +1,11 @@
-//! Context parallelism on four GPUs against whole rows on one. CI has no GPU, so it is run by hand on a host of four:
+//! Context parallelism on four GPUs against whole rows on one GPU. CI has no GPUs; run it on a host with four:
 //!
 //! ```text
 //! cargo test --release -p sieve-ops four_gpus -- --ignored --nocapture
 //! ```
 //!
-//! Each GPU is a process of its own, as in training: this program again, told by [`PART`] which part is its.
+//! Each GPU has a process, as in training. The test starts itself four times, with the part's number in the environment
+//! variable [`PART`].
 use super::{attend, bounds, layer};
 use crate::context_parallel::attend::DmaParts;
 use crate::context_parallel::{backward, forward};
@@ -35,12 +36,12 @@ const SPEC: AttentionSpec = AttentionSpec {
     window_size: None,
     policy: KernelPolicy::DEFAULT,
 };
-/// A key that has left before the part.
+/// Value of `expire` for a key that no query of the part sees.
 const GONE: i32 = -1;
-/// Largest relative error (Euclidean) of bf16 results whose sums have another order.
+/// Tolerance of bf16 results whose sums have another order: relative error in the Euclidean norm.
 const BAR: f64 = 1e-2;
 
-/// What attends, A, and the lengths of the documents.
+/// The kind of attention, A, and the lengths of the documents.
 struct Case {
     name: &'static str,
     dma: Option<DmaShape>,
@@ -56,7 +57,7 @@ fn cases() -> Vec<Case> {
         local_window_size: KEPT / 8,
         ..published
     };
-    // They begin and end on cuts, before and after them, hold one token, and reach over two cuts.
+    // Documents begin and end at the borders of parts, before and after them; some have one token, some three parts.
     let cut = [LEN - 1, 1, 1, LEN - 9, 8, LEN - 3, 4, 1999];
     let rest = ROW - cut.iter().sum::<usize>();
     let many = [&cut[..], &[rest]].concat();
@@ -73,7 +74,7 @@ fn cases() -> Vec<Case> {
         case("slope alone", Some(recent), 0.0, &[ROW]),
         case("published", Some(published), 0.5, &[ROW]),
         case("published, documents", Some(published), 0.5, &many),
-        // Every rank is equal: the later key stays.
+        // All ranks are equal, so the later key is kept.
         case("published, ties", Some(published), 0.0, &many),
     ]
 }
@@ -124,7 +125,7 @@ fn upload<const D: usize>(values: Vec<f32>, shape: [usize; D], device: &burn::te
     Tensor::from_data(TensorData::new(values, shape), (device, DType::F32))
 }
 
-/// A number of eight bits between -1 and 1, so exact in bf16.
+/// A number between -1 and 1 with 8 significant bits, which is exact in bf16.
 fn value(seed: u64, at: usize) -> f32 {
     let mut bits = (at as u64 ^ seed << 48).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     bits = (bits ^ bits >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -135,7 +136,7 @@ fn value(seed: u64, at: usize) -> f32 {
 struct Found {
     o: Vec<f32>,
     d_qkv: Vec<f32>,
-    /// By KV head and key up to the last token: the query that no longer sees it, or [`GONE`].
+    /// For each KV head and key: the first query that no longer sees the key, or [`GONE`].
     expire: Vec<i32>,
 }
 
@@ -221,7 +222,7 @@ fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usiz
                         match keys.get(&word(key)) {
                             Some(at) if at % kv == head => at / kv,
                             _ => {
-                                // A place that no key takes.
+                                // An empty slot.
                                 assert!(key.iter().all(|&x| x == 0.0), "key {place} of head {head}");
                                 continue;
                             }
@@ -243,7 +244,7 @@ fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usiz
     }
 }
 
-/// What tells a key from all others.
+/// The bits of a key, which no other key has.
 fn word(key: &[f32]) -> [u32; 4] {
     let byte = |x: &f32| (x * 128.0) as i32 as u32 & 0xff;
     let mut words = [0; 4];
@@ -253,7 +254,7 @@ fn word(key: &[f32]) -> [u32; 4] {
     words
 }
 
-/// The keys of all tokens, by what tells them apart: token times KV heads plus head.
+/// Index of every key by its bits: token * number of KV heads + head.
 fn all_keys() -> HashMap<[u32; 4], usize> {
     let (heads, kv) = (SPEC.packed_heads(), SPEC.num_kv_heads);
     let places = (0..ROW).flat_map(|token| (0..kv).map(move |head| (token, head)));
@@ -269,7 +270,7 @@ fn all_keys() -> HashMap<[u32; 4], usize> {
 
 /// One of the processes.
 fn run_part(part_idx: usize, folder: &Path) {
-    // Its tensors make the context that NCCL works in.
+    // The first tensor creates the CUDA context that NCCL uses.
     let gpu = Gpu::open([part_idx * LEN, LEN]);
     let id_file = folder.join("id");
     if part_idx == 0 {

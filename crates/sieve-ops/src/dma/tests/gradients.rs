@@ -14,8 +14,9 @@ fn check(group_size: usize, dims: [usize; 3], keep_window_size: usize, lengths: 
         dma(keep_window_size, DmaBias::Linear),
         with_recency(keep_window_size),
     ] {
-        // The gradient of A is that of the biases times the biases, and cancels: at most 63 roundings measured. The
-        // reference, which takes the largest bias from each row too, errs by 8 there.
+        // The gradient of A is a sum of products of biases and their gradients that cancel: an error of up to 63
+        // epsilons was measured. The error of the reference, which subtracts each row's largest bias too, is 8
+        // epsilons.
         check_parity_within(
             64.0,
             &format!("{dma:?} group {group_size} {dims:?} {lengths:?}"),
@@ -39,7 +40,7 @@ fn equals_the_reference_for_groups_windows_and_documents() {
 
 #[test]
 fn a_query_that_keeps_one_key_copies_its_value() {
-    // A softmax of one key is constant: all that flows is dv, and what is left of differences that cancel.
+    // The softmax of one key is constant, so only dv is not 0, apart from rounding errors.
     let spec = spec(4, 16);
     let documents = documents::<Ad>(&[9], [2, 63]);
     let inputs = inputs(spec, [2, 63, 16], 1);
@@ -69,7 +70,8 @@ fn gradients_are_those_of_the_function() {
 
 #[test]
 fn at_zero_the_gate_learns_and_the_scores_do_not() {
-    // Every score ties whatever W_dt is. A small step of A reorders keys, so differences hold for a window of all keys.
+    // All scores are equal, whatever W_dt is. A small change of A reorders the keys, so finite differences are taken
+    // with a window of all keys.
     let spec = spec(2, 4);
     let documents = documents::<Ad>(&[5], [2, 12]);
     let mut inputs = inputs(spec, [2, 12, 4], 3);
@@ -86,7 +88,7 @@ fn at_zero_the_gate_learns_and_the_scores_do_not() {
     }
 }
 
-/// Inputs whose every score is `softplus(1) * a`, up to the random part of x.
+/// Inputs whose scores are `softplus(1) * a`, up to the random part of x.
 fn with_gates(a: f64) -> [Input; 3] {
     let mut inputs = inputs(spec(2, 4), [1, 12, 4], 5);
     inputs[2] = inputs[2].clone().affine(0.0, a);
@@ -106,8 +108,8 @@ fn above_the_clamp_the_bias_is_flat() {
         let below = evaluate(&op, &with_gates(2.0), 6, dtype, View::Contiguous);
         assert!(below.gradients[2].iter().all(|&da| da != 0.0), "dA");
     }
-    // Scores on both sides of the clamp: those above count in no gradient. exp(60) is far beyond what differences can
-    // resolve, so the boundary is checked on the bias alone.
+    // Scores on both sides of the clamp; scores above it have no gradient. exp(60) is too large for finite differences,
+    // so the clamp is checked only in the bias.
     let z = [
         0.0,
         DMA_SCORE_CLAMP - 1e-3,

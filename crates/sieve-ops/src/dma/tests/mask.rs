@@ -20,7 +20,7 @@ fn integers<const D: usize>(x: Tensor<Flex, D, Int>) -> Vec<i64> {
     x.into_data().iter::<i64>().collect()
 }
 
-/// The last keys and the best older ones of a row, found row by row with nothing shared between rows.
+/// The keys that a query sees, by DMA's definition: the last keys and the best older ones.
 fn visible(z: &[f32], start: usize, query: usize, window: DmaWindow) -> Vec<usize> {
     let local = (query + 1).saturating_sub(window.local_window_size).max(start);
     let mut keys: Vec<usize> = (start..local).collect();
@@ -77,7 +77,7 @@ proptest! {
     }
 }
 
-/// Output and gradients of the attention step alone, by hand-made masks.
+/// Output and gradients of attention under a given mask.
 struct Attended {
     output: AttentionOutput<Flex>,
     dqkv: Vec<f64>,
@@ -120,7 +120,7 @@ fn a_query_that_sees_nothing_gives_zeros() {
     let qkv = random.input(&[1, seq_len, spec.packed_heads(), head_dim]);
     let delta = random.input(&[1, 3, seq_len]);
     let documents = documents::<Flex>(&[], [1, seq_len]);
-    // Head 0 sees nothing at all; head 1 only from query 20 on; head 2 everything.
+    // KV head 0 sees no key, head 1 only keys from 20 on, head 2 all keys.
     let expire: Vec<i32> = (0..3 * seq_len as i32)
         .map(|n| match (n / seq_len as i32, n % seq_len as i32) {
             (0, key) => key,
@@ -147,7 +147,7 @@ fn a_query_that_sees_nothing_gives_zeros() {
     }
 }
 
-/// Output and the gradients of qkv, by the public functions.
+/// Output and gradients of the op.
 fn through(
     inputs: &[Input],
     dtype: DType,
@@ -170,13 +170,13 @@ fn at_zero_it_is_a_sliding_window() {
     let window = through(&inputs[..1], DType::F32, |inputs| {
         primitive(attention(float(&inputs[0]), &documents, windowed))
     });
-    // exp(0) = 1 on every logit cancels, 0 too.
+    // All keys have the same bias, exp(0) = 1 or 0, which cancels in the softmax.
     for bias in [DmaBias::Exp, DmaBias::Linear] {
         let dma = through(&inputs, DType::F32, |inputs| {
             run(inputs, &documents, spec, dma(keep_window_size, bias))
         });
         assert_close("o", &dma.output, &window.output, 4e-6);
-        // At A = 0 nothing flows through the scores.
+        // At A = 0 the scores pass no gradient to the values.
         assert_close("dqkv", &dma.gradients[0], &window.gradients[0], 1e-5);
     }
 }
@@ -187,7 +187,7 @@ fn with_room_for_all_keys_it_is_dense_attention_with_a_bias() {
     let spec = spec(2, head_dim);
     let all = documents::<Ad>(&[31, 1], [2, seq_len]);
     let inputs = inputs(spec, [2, seq_len, head_dim], 4);
-    // The mask of dense attention, written down.
+    // The mask of dense attention: keys expire at the end of their document.
     let end = all.end.clone().into_data();
     let ends: Vec<i32> = end.iter::<i64>().map(|end| end as i32).collect();
     let expire: Vec<i32> = ends
@@ -236,7 +236,8 @@ fn later_tokens_and_other_documents_change_rows_by_the_grouping_of_sums_at_most(
 
 #[test]
 fn scores_of_a_token_do_not_depend_on_its_neighbours() {
-    // Decoding computes one token's score at a time; another rounding could flip a near tie.
+    // Decoding computes the score of one token at a time. With another rounding than in a whole pass it could rank two
+    // nearly equal keys differently.
     let spec = spec(2, 16);
     let [qkv, w_dt, a] = inputs(spec, [2, 37, 16], 7).map(|input| input.tensor(DType::F32));
     let scores_of = |qkv| {

@@ -1,4 +1,7 @@
-//! The compressed and the selected branch.
+//! Attention of the compressed and the selected branch.
+//!
+//! A compressed key takes the position of its block's last token. The compressed branch is then masked attention in a
+//! row of tokens, of which most have no key.
 use crate::attention::reference::{masked_attention, masked_attention_backward};
 use crate::chosen::{ChoiceCall, reference::choose_key_blocks};
 use crate::dma::reference::{dma_attention, dma_attention_backward};
@@ -12,13 +15,14 @@ use burn::tensor::{Bool, IndexingUpdateOp, Int, Tensor, TensorData};
 use sieve_core::BlockChoice;
 use sieve_cpu::NsaBlocks;
 
-/// Compressed keys and values at their blocks' last tokens, and the mask that shows only those.
+/// Compressed keys and values at the positions of their blocks' last tokens, and the mask that hides all other
+/// positions.
 struct Placed<B: Backend> {
     qkv: Tensor<B, 4>,
     expire: Tensor<B, 3, Int>,
-    /// Slot of the block that ends at each token (0 where none), `[batch * seq_len]`.
+    /// For each token the slot of the block that ends there, 0 where none ends, `[batch * seq_len]`.
     slots: Tensor<B, 1, Int>,
-    /// Whether one ends there, `[batch * seq_len, 1]`.
+    /// 1 where a block ends at the token, else 0, `[batch * seq_len, 1]`.
     used: Tensor<B, 2>,
 }
 
@@ -30,7 +34,7 @@ fn place<B: Backend>(qkv: Tensor<B, 4>, compressed: Tensor<B, 3>, call: &NsaCall
     let host = HostBounds::new::<B>(documents);
     let num_slots = blocks.num_slots(n);
     let (mut slots, mut used) = (vec![0; batch * n], vec![0.0; batch * n]);
-    // A key whose expiry is its own position is never seen.
+    // `expire` equal to the key's position hides the key from all queries.
     let mut expire: Vec<i32> = (0..batch * kv_heads).flat_map(|_| 0..n as i32).collect();
     for (slot, &start) in host.slot_starts(blocks).iter().enumerate() {
         if start >= 0 {
@@ -60,8 +64,8 @@ fn place<B: Backend>(qkv: Tensor<B, 4>, compressed: Tensor<B, 3>, call: &NsaCall
     }
 }
 
-/// Attention over the placed keys, without a bias.
-fn attention<B: Backend>(placed: &Placed<B>, call: &NsaCall<B>) -> DmaCall<B> {
+/// The call of attention over the placed keys, without a bias.
+fn placed_call<B: Backend>(placed: &Placed<B>, call: &NsaCall<B>) -> DmaCall<B> {
     let expire = placed.expire.clone();
     let no_bias = Tensor::<B, 3>::zeros(expire.dims(), (&expire.device(), placed.qkv.dtype()));
     DmaCall {
@@ -81,7 +85,7 @@ pub fn nsa_compressed_attention<B: Backend>(
     compressed_attention(qkv, compressed, call, dma_attention)
 }
 
-/// As [`nsa_compressed_attention`], with `attend` over the placed keys.
+/// As [`nsa_compressed_attention`]; `attend` computes the attention over the placed keys.
 pub(crate) fn compressed_attention<B: Backend>(
     qkv: Float<B>,
     compressed: Float<B>,
@@ -97,7 +101,7 @@ pub(crate) fn compressed_attention<B: Backend>(
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let (compressed, _) = upcast::<B, 3>(compressed);
     let placed = place::<B>(qkv, compressed, call);
-    let output = attend(&attention(&placed, call));
+    let output = attend(&placed_call(&placed, call));
     let o = tensor::<B, 4>(output.o).cast(dtype);
     NsaCompressed {
         output: AttentionOutput::new(primitive(o), output.lse),
@@ -117,7 +121,7 @@ pub fn nsa_compressed_attention_backward<B: Backend>(
     compressed_attention_backward(qkv, compressed, call, gradient)
 }
 
-/// As [`nsa_compressed_attention_backward`], with the `gradient` of the attention over the placed keys.
+/// As [`nsa_compressed_attention_backward`]; `gradient` computes the gradients of the attention over the placed keys.
 pub(crate) fn compressed_attention_backward<B: Backend>(
     qkv: Float<B>,
     compressed: Float<B>,
@@ -132,7 +136,7 @@ pub(crate) fn compressed_attention_backward<B: Backend>(
     let kv_heads = spec.num_kv_heads;
     let num_slots = blocks.num_slots(n);
     let placed = place::<B>(qkv, compressed, call);
-    let [d_placed, _] = gradient(&attention(&placed, call));
+    let [d_placed, _] = gradient(&placed_call(&placed, call));
     let [dq, dk, dv] = split_heads(tensor::<B, 4>(d_placed), kv_heads);
     let d_compressed = [dk.clone(), dv.clone()].map(|dx| {
         let zeros = Tensor::<B, 2>::zeros([batch * num_slots, kv_heads * d], (&dx.device(), compute));
@@ -155,18 +159,18 @@ fn hidden_by_blocks<B: Backend>(
     blocks: NsaBlocks,
 ) -> Tensor<B, 5, Bool> {
     let indices = Tensor::<B, 4, Int>::from_primitive(block_indices);
-    let [batch, n, kv_heads, k] = indices.dims();
+    let [batch, n, kv_heads, num_chosen] = indices.dims();
     let device = indices.device();
     let indices: Vec<i64> = indices.into_data().iter::<i64>().collect();
     let host = HostBounds::new::<B>(documents);
     let mut hidden = vec![true; batch * kv_heads * n * n];
-    for (at, chosen) in indices.chunks_exact(k).enumerate() {
-        let (token, kv_head) = (at / kv_heads, at % kv_heads);
-        let (row, i) = (token / n, token % n);
+    for (list, chosen) in indices.chunks_exact(num_chosen).enumerate() {
+        let (token, kv_head) = (list / kv_heads, list % kv_heads);
+        let (row, query) = (token / n, token % n);
         let start = host.start[token] as usize;
-        let hidden = &mut hidden[((row * kv_heads + kv_head) * n + i) * n..][..n];
-        for (j, hidden) in hidden.iter_mut().enumerate().take(i + 1).skip(start) {
-            let block = ((j - start) / blocks.select_block_size) as i64;
+        let hidden = &mut hidden[((row * kv_heads + kv_head) * n + query) * n..][..n];
+        for (key, hidden) in hidden.iter_mut().enumerate().take(query + 1).skip(start) {
+            let block = ((key - start) / blocks.select_block_size) as i64;
             *hidden = !chosen.contains(&block);
         }
     }

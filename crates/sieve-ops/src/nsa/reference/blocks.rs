@@ -1,23 +1,24 @@
-//! Blocks of keys and values, and their means.
+//! Concatenated keys and values of compressed blocks, and their means.
 use crate::NsaCall;
 use crate::documents::HostBounds;
 use crate::tensors::{Float, ints, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData};
 
-/// Rows of `[batch * seq_len * num_kv_heads, head_dim]` that each compressed key holds, `[rows * l]` with rows =
-/// `batch * num_slots * num_kv_heads`, and 1 or 0 where its slot is used or not, `[rows, 1]`.
+/// Which keys each compressed key is computed from, and whether its slot is used. With rows =
+/// `batch * num_slots * num_kv_heads`: indices into `[batch * seq_len * num_kv_heads, head_dim]`,
+/// `[rows * compress_block_size]`, and 1 for used slots, 0 for empty ones, `[rows, 1]`.
 fn gather_plan<B: Backend>(call: &NsaCall<B>, dtype: DType, device: &B::Device) -> (Tensor<B, 1, Int>, Tensor<B, 2>) {
     let (blocks, kv_heads) = (call.blocks, call.spec.num_kv_heads);
     let host = HostBounds::new::<B>(&call.documents);
-    let (l, num_slots) = (blocks.compress_block_size, blocks.num_slots(host.seq_len));
+    let (size, num_slots) = (blocks.compress_block_size, blocks.num_slots(host.seq_len));
     let (mut keys, mut used) = (Vec::new(), Vec::new());
     for (slot, start) in host.slot_starts(blocks).into_iter().enumerate() {
         let start = usize::try_from(start).ok();
         let first = start.map_or(0, |start| slot / num_slots * host.seq_len + start);
         for kv_head in 0..kv_heads {
             let token = |inside| if start.is_some() { first + inside } else { 0 };
-            keys.extend((0..l).map(|inside| (token(inside) * kv_heads + kv_head) as i32));
+            keys.extend((0..size).map(|inside| (token(inside) * kv_heads + kv_head) as i32));
             used.push(f64::from(u8::from(start.is_some())));
         }
     }
@@ -51,14 +52,14 @@ pub fn nsa_blocks_backward<B: Backend>(
 ) -> [Float<B>; 3] {
     let (dy, dtype) = upcast::<B, 3>(dy);
     let (device, compute) = (dy.device(), dy.dtype());
-    let (kv_heads, l) = (call.spec.num_kv_heads, call.blocks.compress_block_size);
+    let (kv_heads, size) = (call.spec.num_kv_heads, call.blocks.compress_block_size);
     let (keys, used) = gather_plan::<B>(call, compute, &device);
     let rows = used.dims()[0];
     let zeros = |heads: usize| Tensor::<B, 2>::zeros([batch * seq_len * heads, d], (&device, compute));
     let [(dk, dk_positions), (dv, dv_positions)] = [0, 1].map(|which| {
-        let dy = dy.clone().narrow(0, which, 1).reshape([rows, l * d]) * used.clone();
-        let d_positions = dy.clone().sum_dim(0).reshape([l, d]);
-        let dy = dy.reshape([rows * l, d]);
+        let dy = dy.clone().narrow(0, which, 1).reshape([rows, size * d]) * used.clone();
+        let d_positions = dy.clone().sum_dim(0).reshape([size, d]);
+        let dy = dy.reshape([rows * size, d]);
         let dx = zeros(kv_heads).select_assign(0, keys.clone(), dy, IndexingUpdateOp::Add);
         (dx.reshape([batch, seq_len, kv_heads, d]), d_positions)
     });
@@ -74,24 +75,24 @@ pub fn nsa_blocks_backward<B: Backend>(
 /// See [`crate::nsa_mean_pool`].
 pub fn nsa_mean_pool<B: Backend>(qkv: Float<B>, call: &NsaCall<B>) -> Float<B> {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
-    let (l, d) = (call.blocks.compress_block_size, qkv.dims()[3]);
-    let zeros = Tensor::<B, 2>::zeros([l, d], (&qkv.device(), qkv.dtype()));
+    let (size, d) = (call.blocks.compress_block_size, qkv.dims()[3]);
+    let zeros = Tensor::<B, 2>::zeros([size, d], (&qkv.device(), qkv.dtype()));
     let positions = [zeros.clone(), zeros].map(primitive);
     let all = nsa_blocks::<B>(primitive(qkv), positions, call);
     let all = tensor::<B, 3>(all);
     let rows = all.dims()[1];
-    let mean = all.reshape([2, rows, l, d]).mean_dim(2);
+    let mean = all.reshape([2, rows, size, d]).mean_dim(2);
     primitive(mean.reshape([2, rows, d]).cast(dtype))
 }
 
 /// `dqkv` of [`nsa_mean_pool`].
 pub fn nsa_mean_pool_backward<B: Backend>(dims: [usize; 4], call: &NsaCall<B>, dy: Float<B>) -> Float<B> {
     let (dy, dtype) = upcast::<B, 3>(dy);
-    let (l, [_, rows, d]) = (call.blocks.compress_block_size, dy.dims());
-    let dy = (dy / l as f64)
+    let (size, [_, rows, d]) = (call.blocks.compress_block_size, dy.dims());
+    let dy = (dy / size as f64)
         .reshape([2, rows, 1, d])
-        .expand([2, rows, l, d])
-        .reshape([2, rows, l * d]);
+        .expand([2, rows, size, d])
+        .reshape([2, rows, size * d]);
     let [dqkv, _, _] = nsa_blocks_backward::<B>(dims, call, primitive(dy));
     primitive(tensor::<B, 4>(dqkv).cast(dtype))
 }

@@ -4,7 +4,7 @@ use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 
-/// Gates of each token and head, a contiguous `[batch * seq_len * num_heads, 1]` for each branch.
+/// The gates of the compressed, selected and window branch, contiguous `[batch * seq_len * num_heads, 1]` each.
 fn gates<B: Backend>(logits: Float<B>, bias: Float<B>) -> [Tensor<B, 2>; 3] {
     let (logits, _) = upcast::<B, 3>(logits);
     let (bias, _) = upcast::<B, 1>(bias);
@@ -16,9 +16,10 @@ fn gates<B: Backend>(logits: Float<B>, bias: Float<B>) -> [Tensor<B, 2>; 3] {
 
 /// See [`crate::nsa_gates`].
 pub fn nsa_gates<B: Backend>(branches: [Float<B>; 3], logits: Float<B>, bias: Float<B>) -> Float<B> {
-    let [a, b, c] = branches.map(rows::<B>);
-    let [for_a, for_b, for_c] = gates::<B>(logits, bias);
-    unrows::<B>(a.0 * for_a + b.0 * for_b + c.0 * for_c, a.1, a.2)
+    let [(compressed, dtype, shape), (selected, ..), (window, ..)] = branches.map(rows::<B>);
+    let [gate_compressed, gate_selected, gate_window] = gates::<B>(logits, bias);
+    let sum = compressed * gate_compressed + selected * gate_selected + window * gate_window;
+    unrows::<B>(sum, dtype, shape)
 }
 
 /// Gradients of the branches, the logits and the bias of [`nsa_gates`].

@@ -29,6 +29,22 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
     let (one, two) = (muon.memory.moment_bytes, adamw.memory.moment_bytes);
     assert!(one < two && 2 * one > two, "{one} of {two}");
     assert_eq!(muon.zero_stages[0].total_bytes, muon.memory.total_bytes);
+    // Nothing is cut: gradients are all-reduced, no weights are gathered, and rank 0 writes all of a checkpoint.
+    let [whole_sums, cut_sums] = [&muon, &planned(2, &[])].map(|plan| plan.ranks.expect("several"));
+    assert_eq!(whole_sums.gather_bytes, 0.0);
+    assert_eq!(whole_sums.sum_bytes, 2.0 * cut_sums.sum_bytes);
+    assert_eq!(muon.zero_stages[0].sum_bytes, whole_sums.sum_bytes);
+    let written = |stage: &str, size: usize| {
+        let recipe = recipe(DMA_80M, &["training.local_batch_size=1", stage]);
+        let plan = planned_of_ranks(&recipe, size, 1, &CPU);
+        plan.memory.checkpoint_bytes
+    };
+    let [one, four] = [1, 4].map(|size| written("parallelism.zero_stage=0", size));
+    assert_eq!(
+        (one, written("parallelism.zero_stage=1", 4)),
+        (four, 4 * four.div_ceil(16))
+    );
+    assert_eq!(muon.memory.host_checkpoint_bytes, muon.disk.checkpoint_bytes);
     let bytes = |way: usize| whole.zero_stages[way].total_bytes;
     let parameters = whole.num_parameters;
     // Two bytes a parameter, but for a moment of the head.
