@@ -43,7 +43,7 @@ impl<'a, B: DeviceBackend> Start<'a, B> {
             tokens => tokens.to_vec(),
         };
         let context = model.shape().max_seq_len;
-        if prompt.len() + config.max_new_tokens > context {
+        if prompt.len().saturating_add(config.max_new_tokens) > context {
             let hint = match context.saturating_sub(prompt.len()) {
                 0 => format!("shorten the prompt below {context} tokens"),
                 room => format!("ask for at most {room} new tokens, or shorten the prompt"),

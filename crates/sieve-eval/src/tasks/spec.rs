@@ -223,6 +223,9 @@ impl Task {
         if (file.score == TextScore::Classification) != file.classes.is_some() {
             return Err("score = \"classification\" and classes, a column, belong together".to_owned());
         }
+        if file.stop.iter().any(String::is_empty) {
+            return Err("stop has an empty text, at which every answer would end".to_owned());
+        }
         if answers.is_some() && file.measure != Measure::Generation {
             return Err("answers belong to measure = \"generation\"".to_owned());
         }

@@ -9,6 +9,9 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
+/// Largest `--max-length`, in tokens: all lengths up to it are listed in memory.
+const MOST_LENGTH: usize = 1 << 24;
+
 /// Arguments of `sieve data generate`.
 #[derive(Args, Debug)]
 pub(crate) struct GenerateArgs {
@@ -44,6 +47,12 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         bail!(
             "--min-length {} is above --max-length {}\n  hint: the default is 768 to 2047",
             args.min_length,
+            args.max_length
+        );
+    }
+    if args.max_length > MOST_LENGTH {
+        bail!(
+            "--max-length {} is more than {MOST_LENGTH} tokens\n  hint: give the longest row that is trained on",
             args.max_length
         );
     }

@@ -44,6 +44,8 @@ pub(crate) struct TrainArgs {
     out: PathBuf,
 }
 
+/// Tokens of a tokenizer, at most: training reserves memory for all of them.
+const MOST_TOKENS: usize = 1 << 24;
 const DEFAULT_SAMPLE_BYTES: u64 = 16 << 20;
 /// Text that the printed bytes per token are measured on.
 const MEASURED_BYTES: usize = 1 << 20;
@@ -72,6 +74,10 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         .vocab_size
         .or(from_recipe.as_ref().map(|training| training.vocab_size))
         .context("--vocab-size is missing, and no recipe with tokenizer.train names one")?;
+    anyhow::ensure!(
+        vocab_size <= MOST_TOKENS,
+        "--vocab-size {vocab_size} is more than {MOST_TOKENS}\n  hint: 32768 to 262144 are usual"
+    );
     let sample_bytes = args
         .sample_bytes
         .or(from_recipe.as_ref().map(|training| training.sample_bytes))

@@ -159,7 +159,9 @@ fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
         let Some(asked) = asked.iter_mut().find(|asked| asked.task.name() == name) else {
             bail!("--fewshot-data names {name}, and --data does not");
         };
-        asked.rows.examples = Some(read_table(Path::new(file))?);
+        if asked.rows.examples.replace(read_table(Path::new(file))?).is_some() {
+            bail!("--fewshot-data names the task {name} twice\n  hint: one file a task");
+        }
     }
     Ok(asked)
 }
