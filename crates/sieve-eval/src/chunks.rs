@@ -1,4 +1,5 @@
-//! Prompts whole, or in pieces that each see all keys before them; on the host, or with the attention on the device.
+//! Runs a prefill selector on one layer's prompt: as one call, or in chunks of queries that each see all earlier keys.
+//! The attention runs on the host or on the device; the selection may run on either.
 use crate::EvalError;
 use burn::tensor::{DType, Int, Tensor};
 use sieve_core::{BlockSelection, KeyMask};
@@ -10,21 +11,21 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A layer's attention of one document under a prefill selector, over all its calls.
+/// Output of a layer's attention on one document under a prefill selector, all calls together.
 pub(crate) struct Prefilled {
     /// `[num_tokens, num_heads, head_dim]`.
     pub(crate) o: Vec<f32>,
-    /// Of the kept pairs, `[num_heads, num_tokens]`.
+    /// Log-sum-exp over the kept pairs, `[num_heads, num_tokens]`.
     pub(crate) lse: Vec<f32>,
     pub(crate) cost: Cost,
 }
 
-/// What the calls of one document in one layer kept and took.
+/// Statistics of the calls on one document in one layer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Cost {
     /// Computed pairs over causal pairs, probe rows included.
     pub(crate) density: f64,
-    /// Kept tiles over admissible tiles; of several calls the mean by causal pairs.
+    /// Kept tiles over causal tiles. For several calls, their mean weighted by causal pairs.
     pub(crate) tile_density: f64,
     /// Seconds until the masks were ready.
     pub(crate) select_seconds: f64,
@@ -39,7 +40,7 @@ pub(crate) struct Cost {
 }
 
 impl Cost {
-    /// Of a method that reads token by token, or of dense attention.
+    /// For dense attention or a method that reads token by token, which have no tiles.
     pub(crate) fn of_density(density: f64) -> Self {
         Self {
             density,
@@ -55,7 +56,8 @@ impl Cost {
         self.nan_lists += stats.nan_lists as u64;
     }
 
-    /// Dense rows of a correction, which are computed besides.
+    /// Adds the pairs of the probe rows: a correction computes these rows densely, in addition to the kept pairs. Call
+    /// it after the call itself was added.
     fn add_probes(&mut self, shape: CallShape, selector: &Selector, layer: usize) {
         let Some(correction) = selector.correction(shape, layer) else {
             return;
@@ -64,11 +66,11 @@ impl Cost {
         let is_probe = |row: &usize| *row == 0 || (context + row).is_multiple_of(correction.gamma);
         let probes = (0..shape.num_queries).filter(is_probe);
         let pairs: u64 = probes.map(|row| (context + row + 1) as u64).sum();
-        // Of the causal pairs of all calls so far, this one among them.
+        // `causal_pairs` already includes this call.
         self.density += pairs as f64 / self.causal_pairs;
     }
 
-    /// Computed pairs over causal ones, and kept tiles over admissible ones.
+    /// Adds a call with its `[computed pairs over causal pairs, kept tiles over causal tiles]`.
     fn add_shares(&mut self, shape: CallShape, [pairs, tiles]: [f64; 2]) {
         let causal = shape.causal_pairs() as f64;
         let share = causal / (self.causal_pairs + causal);
@@ -78,7 +80,7 @@ impl Cost {
         self.calls += 1;
     }
 
-    /// A call whose mask was computed on the device. Reads its statistics back, and waits for them.
+    /// Adds a call whose mask was computed on the device. Waits for the device to read the mask's statistics.
     fn add_selection<B: DeviceBackend>(
         &mut self,
         shape: CallShape,
@@ -94,7 +96,8 @@ impl Cost {
         let (tiles, mut pairs) = (sum(&counts.tiles), sum(&counts.pairs));
         let causal = shape.causal_pairs() as f64;
         let most = selection.admissible_tiles() as f64;
-        // As for masks of the host: dense rows are computed whole, and their part of the lists is not.
+        // As for masks made on the host: dense rows count all their causal pairs, and their share of the lists does
+        // not count.
         let density = pairs / (lists * causal);
         pairs = match made.dense_rows.first() {
             None => density,
@@ -116,35 +119,37 @@ impl Cost {
     }
 }
 
-/// Computed pairs over causal ones, and kept tiles over admissible ones.
+/// `[computed pairs over causal pairs, kept tiles over causal tiles]` of a selection.
 fn shares(selected: &Selected) -> [f64; 2] {
     let shares = density(selected);
     [shares.token + shares.probes, shares.tile]
 }
 
-/// A selection made on the host, and its mask on the device.
+/// A selection made on the host, with its mask uploaded to the device.
 #[derive(Debug)]
 pub(crate) struct Made {
     shape: CallShape,
     shares: [f64; 2],
     stats: SelectStats,
-    /// A [`KeyMask`] of a tensor of the backend.
+    /// A `KeyMask<Tensor<B, 1, Int>>`; `Any` keeps the backend out of [`KeptMasks`]' type.
     on_device: Box<dyn Any + Send + Sync>,
 }
 
 impl Made {
-    /// The mask on the device that a prompt is on.
+    /// The uploaded mask. Panics for a backend other than the one that uploaded it.
     fn mask<B: DeviceBackend>(&self) -> &KeyMask<Tensor<B, 1, Int>> {
         let mask = self.on_device.downcast_ref();
         mask.expect("all layers of a prompt are on one device")
     }
 }
 
-/// Masks that depend on a call's sizes alone, reused for the next layers of a prompt of that length.
+/// Masks that depend only on a call's shape: (selector, tokens of the prompt, mask). They are reused in the next layers
+/// and for later prompts of the same length.
 pub(crate) type KeptMasks = Vec<(Selector, usize, Arc<Made>)>;
 
-/// Runs a prefill selector on a document, in calls of `chunk` tokens or in one. A layer's rows depend only on earlier
-/// rows of the layer below, so chunking each layer gives what a model computes that reads its prompt chunk by chunk.
+/// Runs a prefill selector on a document on the host, in calls of `chunk` tokens or in one call. A row depends only on
+/// earlier rows of the layer below, so chunking each layer gives the same output as a model that reads its prompt chunk
+/// by chunk.
 pub(crate) fn prefill(
     selector: &Selector,
     operands: HostOperands<'_>,
@@ -175,7 +180,7 @@ pub(crate) fn prefill(
     Ok(done)
 }
 
-/// The calls of a document, of `chunk` tokens or one.
+/// Shapes of the calls on a document: `chunk` queries each, or all queries in one call.
 pub(crate) fn calls_of<B: DeviceBackend>(
     operands: &LayerOperands<B>,
     chunk: Option<usize>,
@@ -189,9 +194,9 @@ pub(crate) fn calls_of<B: DeviceBackend>(
     })
 }
 
-/// The same with the attention on the device: o is `[1, num_tokens, num_heads, head_dim]`. A selection on the host
-/// copies its operands from the device and its masks back. With a clock the host waits for each selection, on an
-/// otherwise idle device; passes of a model have no clock.
+/// As [`prefill`], with the attention on the device; o is `[1, num_tokens, num_heads, head_dim]`. If the selection has
+/// no kernel, it copies its operands to the host and the mask back. With `has_clock`, the host waits for the device
+/// after each selection to time it.
 pub(crate) fn prefill_on_device<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
@@ -208,7 +213,7 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
         let selection = selector.block_selection(shape, operands.layer, operands.num_layers);
         let started = Instant::now();
         let made = selection.and_then(|selection| {
-            // A refusal (a width without a kernel) is counted with its reason by the op, and leaves the call to the
+            // An error, such as a head width without a kernel, is recorded by the op; the selection then runs on the
             // host.
             let made = select_blocks(&keys, &selection).ok()?;
             Some((selection, made))
@@ -228,7 +233,7 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
                 B::sync(&keys.device()).map_err(|error| refused(error.to_string()))?;
                 cost.select_seconds += started.elapsed().as_secs_f64();
             }
-            // It waits for the selection, so it runs before the attention, for which no one waits.
+            // Before the attention is launched: reading the statistics waits for all launched work.
             cost.add_selection(shape, &selection, &made);
             let output = attend(&made, false);
             parts.push(output.map_err(refused)?);
@@ -260,11 +265,11 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
     Ok((joined, cost))
 }
 
-/// Queries and keys of a layer on the host.
+/// Queries and keys of a layer, copied to the host.
 type HostQueriesAndKeys = (Vec<f32>, Vec<f32>);
 
-/// A mask computed on the host from operands copied from the device; queries and keys are copied once. A mask that
-/// needs no operands is computed for the first layer only.
+/// Makes the mask of the queries `rows` on the host and uploads it. Queries and keys are copied to the host once, into
+/// `copied`. A mask that needs no operands is made in one layer and reused from `kept` in the next ones.
 fn select_on_host<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
@@ -316,7 +321,7 @@ fn select_on_host<B: DeviceBackend>(
     chosen.stats.dense_call |= chosen.mask.keeps_everything();
     let shares = shares(&chosen);
     cost.add(shape, shares, &chosen.stats);
-    // These are counted once.
+    // A reused mask adds its statistics again, but no time.
     chosen.stats.select_seconds = 0.0;
     let on_device = upload_mask::<B>(&chosen.mask, &operands.qkv.device()).map_err(SelectError::from)?;
     let made = Arc::new(Made {
@@ -332,7 +337,7 @@ fn select_on_host<B: DeviceBackend>(
     Ok(made)
 }
 
-/// Means of blocks of a call, made on the device in f32.
+/// Means of the blocks of a call's queries and keys, computed on the device in f32.
 struct Means {
     block: usize,
     q: Vec<f32>,
@@ -360,7 +365,8 @@ impl Means {
     }
 }
 
-/// `[blocks, heads, width]` of `[1, tokens, heads, width]`; a short last block has the mean of its own tokens.
+/// Means over blocks of tokens: `[blocks, heads, width]` from `[1, tokens, heads, width]`. A short last block has the
+/// mean of its own tokens.
 fn block_means<B: DeviceBackend>(x: Tensor<B, 4>, block: usize) -> Vec<f32> {
     let [_, tokens, heads, width] = x.dims();
     let whole = tokens / block * block;
@@ -379,7 +385,7 @@ fn block_means<B: DeviceBackend>(x: Tensor<B, 4>, block: usize) -> Vec<f32> {
     means
 }
 
-/// A document in one layer as one call.
+/// One call on a whole document in one layer.
 pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
     let shape = CallShape::new(
         [operands.num_tokens; 2],

@@ -1,8 +1,7 @@
-//! Perplexity over whole documents, by a sliding window where a document is longer than the context.
+//! Perplexity over whole documents. A document longer than the context is read in overlapping windows.
 //!
-//! Every token of a document but its first is predicted exactly once, the end-of-document token among them, as in
-//! training. No prediction sees another document. Windows of several documents share a row; the document bounds keep
-//! them apart.
+//! Every token of a document but its first is predicted exactly once, including the end-of-document token, as in
+//! training. Windows of several documents share a row; document bounds keep attention within a document.
 
 mod breakdown;
 mod extrapolation;
@@ -32,15 +31,16 @@ pub struct PerplexityConfig {
     pub stride: usize,
     /// Tokens of one forward pass.
     pub batch_tokens: usize,
-    /// Distances, in tokens, that divide words used before into near and far ones.
+    /// For each of these distances in tokens, words used before are counted as near or far.
     pub far: Vec<usize>,
-    /// The token before each text where [`RollingPerplexity`] is measured too, which a selector leaves out.
+    /// The token before each text, to also measure [`RollingPerplexity`]. It is not measured with a selector.
     pub rolling_prefix: Option<u32>,
-    /// The BOS token that the harness's texts begin with, where the tokenizer's template has one: it is predicted too.
+    /// The tokenizer's BOS token, if its template has one. In lm-evaluation-harness it is the first predicted token of
+    /// a text.
     pub rolling_bos: Option<u32>,
 }
 
-/// What came out.
+/// Results.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PerplexityReport {
     /// Documents read.
@@ -67,25 +67,26 @@ pub struct PerplexityReport {
     pub context: usize,
     /// Tokens between two windows.
     pub stride: usize,
-    /// Predictions a second from the second forward pass on: the first one loads kernels. `None` for one pass.
+    /// Predictions per second without the first forward pass, which loads kernels. `None` for a single pass.
     pub tokens_per_second: Option<f64>,
-    /// By lm-evaluation-harness's definition.
+    /// Perplexity by lm-evaluation-harness's definition.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lm_eval_rolling: Option<RollingPerplexity>,
-    /// By the number of tokens that a prediction sees, in powers of two.
+    /// The loss by the number of tokens that a prediction sees, in powers of two.
     pub by_position: Vec<PositionLoss>,
-    /// By how far back a token's word was last used.
+    /// The loss by how far back a token's word was last used.
     pub by_word: WordLoss,
 }
 
-/// Perplexity as lm-evaluation-harness defines it (`loglikelihood_rolling`): each text is preceded by a prefix token,
-/// all its tokens but no end-of-document token are predicted, in windows of the context without overlap, except that
-/// the last window begins earlier. Names and counts of words and bytes are the harness's.
+/// Perplexity by lm-evaluation-harness's definition (`loglikelihood_rolling`). A prefix token precedes each text, and
+/// all tokens of the text are predicted, without an end-of-document token. Windows of the context's length do not
+/// overlap, except that the last one begins earlier to be full. Names and the counts of words and bytes are the
+/// harness's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct RollingPerplexity {
     /// Tokens predicted.
     pub num_tokens: u64,
-    /// Pieces of the texts between runs of white space.
+    /// Words as Python's `re.split(r"\s+", text)` counts them.
     pub num_words: u64,
     /// Bytes of the texts.
     pub num_bytes: u64,
@@ -117,8 +118,8 @@ impl RollingPerplexity {
 /// Predicts every document of `documents`; `observe` is called after each forward pass with the number of tokens
 /// predicted so far.
 ///
-/// With a selector, which is then the attention of every layer, each window is a prompt of its own: where the map from
-/// text to logits is not causal the result is its "prefill perplexity", not a likelihood.
+/// With a selector, each window is a prompt of its own. If the selector is not causal (a row's keys depend on later
+/// rows), the result is a "prefill perplexity", not a likelihood.
 ///
 /// # Errors
 /// A context or stride out of range, a token outside the vocabulary, a document that cannot be read, nothing to
@@ -216,7 +217,7 @@ fn check(config: &PerplexityConfig, max_seq_len: usize) -> Result<(), EvalError>
     Ok(())
 }
 
-/// Forward passes and their sum.
+/// Packs windows into forward passes, runs these, and sums up the losses.
 struct Pass<'a, B: DeviceBackend> {
     model: &'a Qwen3<B>,
     rope: RotaryEmbedding<B>,
@@ -226,7 +227,7 @@ struct Pass<'a, B: DeviceBackend> {
     speed: Speed,
 }
 
-/// Forward passes after the first.
+/// Tokens and time of the forward passes after the first.
 #[derive(Debug, Default)]
 struct Speed {
     num_passes: usize,
@@ -248,7 +249,7 @@ impl Speed {
     }
 }
 
-/// The same texts by lm-evaluation-harness's definition.
+/// Measures [`RollingPerplexity`] beside the usual one.
 struct Rolling<'a, B: DeviceBackend> {
     prefix: Vec<u32>,
     pass: Pass<'a, B>,

@@ -1,4 +1,4 @@
-//! Selectors side by side on one model: what each computes, keeps, costs and breaks.
+//! Measures selectors on one dense model: density, recall, times, error and loss.
 mod grid;
 
 pub use grid::{READY_GRIDS, selector_grid};
@@ -15,74 +15,74 @@ use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 use sieve_select::{LayerSelectors, Selected, dense_attention};
 
-/// One selector at one prompt length, over all layers and windows.
+/// Measures of one selector at one prompt length, over all layers and prompts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SelectorMeasure {
-    /// Its name.
+    /// Name of the method.
     pub name: String,
-    /// All its settings, as the flag reads them.
+    /// All settings, in the form that `--selector` reads.
     pub selector: String,
-    /// Tokens of a chunk, where prompts are read in chunks.
+    /// Tokens of a prompt's chunk, if prompts are read in chunks.
     pub chunk: Option<usize>,
     /// Tokens of a prompt.
     pub num_tokens: usize,
-    /// Prompts.
+    /// Number of prompts.
     pub num_windows: usize,
     /// Computed pairs over causal pairs, probe rows included.
     pub density: f64,
-    /// Kept tiles over admissible tiles; of prefill methods.
+    /// Kept tiles over causal tiles; `None` for decode methods.
     pub tile_density: Option<f64>,
-    /// Mean share of the dense attention mass on the kept pairs; of prefill methods.
+    /// Mean share of dense attention's probability on the kept pairs; `None` for decode methods.
     pub recall: Option<f64>,
     /// `|o - dense o| / |dense o|` of the layers' attention, on the dense model's operands.
     pub output_error: f64,
-    /// Milliseconds of selection, of all layers of one prompt.
+    /// Milliseconds of selection in all layers, mean per prompt.
     pub select_ms: f64,
-    /// Milliseconds of selection and attention, of all layers of one prompt.
+    /// Milliseconds of selection and attention in all layers, mean per prompt.
     pub attention_ms: f64,
-    /// The same of the fastest and of the slowest prompt.
+    /// `attention_ms` of the fastest and of the slowest prompt.
     pub attention_ms_range: [f64; 2],
-    /// The same of dense attention through the same code with every tile kept.
+    /// `attention_ms` of dense attention: the same code with every tile kept.
     pub dense_attention_ms: f64,
-    /// Milliseconds from token ids to the last block's output, under the selector: the fastest prompt.
+    /// Milliseconds from token ids to the last block's output under the selector, for the fastest prompt.
     pub prefill_ms: f64,
-    /// The same of the model as it is.
+    /// `prefill_ms` without a selector.
     pub dense_prefill_ms: f64,
-    /// Cross-entropy under the selector, nats per token; "prefill" for methods that are no causal maps.
+    /// Cross-entropy under the selector, nats per token. It is no likelihood if `causal` is false.
     pub loss: f64,
-    /// The model's own.
+    /// Cross-entropy without a selector.
     pub dense_loss: f64,
     /// Kullback-Leibler divergence of the predictions from the dense model's, nats per token.
     pub kl: f64,
     /// Share of the predictions whose likeliest token is the dense model's.
     pub top1: f64,
-    /// Mean cosine of the last block's output to the dense model's.
+    /// Mean cosine between the last block's output and the dense model's.
     pub cosine: f64,
-    /// Whether rows depend on earlier tokens alone, so that the loss is a likelihood.
+    /// Whether a row depends only on earlier tokens, so that the loss is a likelihood.
     pub causal: bool,
     /// Lists that ran dense because a score was NaN.
     pub nan_lists: u64,
-    /// Calls of a prompt whose masks were made on the device, of all layers.
+    /// Calls whose masks were made on the device, in all layers, mean per prompt.
     pub device_selections: f64,
-    /// Bytes of q, k, v and their means that a prompt's selection and attention copied to the host.
+    /// Bytes of q, k, v and their means copied to the host, mean per prompt.
     pub host_bytes: f64,
     /// The path that each layer took.
     pub paths: Vec<LayerPath>,
-    /// Of each dense layer, in their order.
+    /// Measures of each dense layer, in order.
     pub layers: Vec<LayerMeasure>,
 }
 
-/// One layer of a [`SelectorMeasure`].
+/// A layer's part of a [`SelectorMeasure`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct LayerMeasure {
     /// Computed pairs over causal pairs.
     pub density: f64,
-    /// Share of the dense mass kept; absent for decode methods.
+    /// Share of dense attention's probability on the kept pairs; `None` for decode methods.
     pub recall: Option<f64>,
     /// Relative error of the output, on the dense model's operands.
     pub output_error: f64,
-    /// Mean cosine of the attention's output to the dense model's, with the selector in all earlier layers too; absent
-    /// if the model did not run with it.
+    /// Mean cosine between the attention's output and the dense model's, with the selector in all earlier layers too.
+    /// `None` if the model did not run with the selector.
     pub cosine: Option<f64>,
 }
 
@@ -106,7 +106,7 @@ pub fn measure_selectors<B: DeviceBackend>(
     let mut sums: Vec<Result<Sums, EvalError>> = Vec::new();
     sums.resize_with(selections.len(), || Ok(Sums::default()));
     let (mut dense_nats, mut dense_ms, mut dense_prefill_ms) = (0.0, 0.0, f64::INFINITY);
-    // The first prompt goes through everything once before the clocks: kernels are compiled and memory allocated then.
+    // Round 0 is a warm-up with the first prompt, in which kernels are compiled and memory is allocated.
     let (warm, timed) = (windows.iter().take(1), windows.iter());
     for (round, window) in warm.chain(timed).enumerate() {
         if round == 1 {
@@ -128,7 +128,7 @@ pub fn measure_selectors<B: DeviceBackend>(
                 continue;
             };
             if round == 0 && selection.is_token_by_token() {
-                // It runs on the host, slowly, and with nothing to compile.
+                // Reading token by token is slow and has nothing to compile, so it needs no warm-up.
                 continue;
             }
             if let Err(error) = sum.window(selection, &captured, &dense.hidden, model, window, device) {
@@ -181,7 +181,8 @@ pub fn measure_selectors<B: DeviceBackend>(
 /// Density and recall of a selector on one prompt, or why it failed there.
 pub type DensityAndRecall = Result<(f64, f64), EvalError>;
 
-/// Each selector's density and recall on one prompt, for sweeps of a setting; the error of one that fails.
+/// Each selector's density and recall on one prompt, for curves over a setting. A selector that fails returns its
+/// error.
 ///
 /// # Errors
 /// As [`measure_selectors`].
@@ -211,8 +212,8 @@ pub fn sweep_selectors<B: DeviceBackend>(
     Ok(selections.iter().map(point).collect())
 }
 
-/// Masks of each selector in every dense layer for one prompt, `[selectors][layers]`; the model's own activations,
-/// densely computed. A selector that fails, as decode methods do, returns its error.
+/// The masks of each selector in every dense layer for one prompt, `[selectors][layers]`, on the activations of the
+/// dense model. A selector that fails (as every decode method does) returns its error.
 ///
 /// # Errors
 /// As [`measure_selectors`].
@@ -259,7 +260,7 @@ struct Sums {
 }
 
 impl Sums {
-    /// Adds one prompt: each captured layer, then the whole model under the selector.
+    /// Measures one prompt: first each layer on the dense model's operands, then the whole model under the selector.
     fn window<B: DeviceBackend>(
         &mut self,
         selection: &mut Selection,

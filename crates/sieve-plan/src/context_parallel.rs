@@ -1,14 +1,14 @@
-//! Context parallelism: what a process has of a row, and what crosses to the others in each layer.
+//! Context parallelism: which part of a row a rank holds, and what the ranks exchange in each layer.
 
 use sieve_core::model::{AttentionForm, ModelShape, NUM_NSA_BRANCHES, NsaCompression};
 use sieve_core::recipe::Recipe;
 
-/// How the rows of a recipe are shared out.
+/// How the ranks share the rows of a micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RowShare {
-    /// Processes that share a row.
+    /// Ranks that share a row, each with an equal part; 1 without context parallelism.
     pub(crate) degree: usize,
-    /// Tokens of a row.
+    /// Tokens of a whole row.
     pub(crate) seq_len: usize,
     /// Rows of a micro-batch.
     pub(crate) batch: usize,
@@ -18,7 +18,7 @@ pub(crate) struct RowShare {
 enum Way {
     /// Tokens are exchanged for heads.
     Heads,
-    /// `slots` keys of earlier parts stand before the last part, and each part gives `share` keys.
+    /// Each rank sends its last `share` keys; the last rank puts `slots` keys of earlier parts before its own.
     Halo { slots: usize, share: usize },
 }
 
@@ -31,7 +31,7 @@ impl RowShare {
         }
     }
 
-    /// Tokens of a micro-batch in one process.
+    /// Tokens of a micro-batch on one rank.
     pub(crate) fn tokens(&self) -> usize {
         self.batch * self.seq_len / self.degree
     }
@@ -44,7 +44,7 @@ impl RowShare {
         let form = layer.attention.form();
         let reach = match (form, form.num_kept()) {
             (AttentionForm::Ranked(_), Some(kept)) => kept,
-            // A window counts the query's own key.
+            // A window includes the query's own key.
             (_, Some(window)) => window.saturating_sub(1),
             _ if layer.num_kv_heads.is_multiple_of(self.degree) => return Some(Way::Heads),
             _ => self.seq_len,
@@ -55,14 +55,14 @@ impl RowShare {
         })
     }
 
-    /// The recipe with rows as long as the tokens that one process has.
+    /// The recipe with rows of one rank's length.
     pub(crate) fn recipe_of_part(&self, recipe: &Recipe) -> Recipe {
         let mut part = recipe.clone();
         part.training.seq_len = (self.seq_len / self.degree).max(1);
         part
     }
 
-    /// Attention of one layer as one process computes it: its heads, and the tokens of its rows.
+    /// The layer's shape with the heads that one rank computes, and the tokens of its rows in attention.
     pub(crate) fn attention(&self, layer: &ModelShape) -> (ModelShape, usize) {
         let mut own = layer.clone();
         let degree = match self.way(layer) {
@@ -82,7 +82,7 @@ impl RowShare {
         }
     }
 
-    /// Bytes that one layer keeps for its backward pass beside what its own tokens need.
+    /// Bytes that one layer keeps for its backward pass in addition to the activations of its own tokens.
     pub(crate) fn kept_bytes(&self, layer: &ModelShape, value_bytes: u64) -> u64 {
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
         let values = match self.way(layer) {
@@ -94,7 +94,7 @@ impl RowShare {
         values * value_bytes
     }
 
-    /// Bytes that the backward pass of a layer's attention holds for the exchange.
+    /// Temporary bytes of the exchange in the backward pass of a layer's attention.
     pub(crate) fn temporary_bytes(&self, layer: &ModelShape, value_bytes: u64) -> u64 {
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
         let packed = q + 2 * kv;
@@ -116,7 +116,7 @@ impl RowShare {
         values * value_bytes
     }
 
-    /// Bytes that reach the busiest process in one micro-batch, whose forward passes run `1 + recomputed` times.
+    /// Bytes that the busiest rank receives in one micro-batch. Forward passes run `1 + recomputed` times.
     pub(crate) fn exchanged_bytes(&self, shape: &ModelShape, value_bytes: u64, recomputed: f64) -> f64 {
         let layers = (0..shape.num_layers).map(|layer_idx| {
             let layer = shape.of_layer(layer_idx);
@@ -146,8 +146,8 @@ impl RowShare {
         value_bytes as f64 * layers.sum::<f64>()
     }
 
-    /// Bytes that copies around the exchange read and write in one micro-batch: slices for each process made
-    /// contiguous, and the halo before a process's own tokens.
+    /// Bytes that copies for the exchange read and write in one micro-batch: making the slice for each rank contiguous,
+    /// and placing the halo before a rank's own tokens.
     pub(crate) fn copied_bytes(&self, shape: &ModelShape, value_bytes: u64, recomputed: f64) -> f64 {
         let layers = (0..shape.num_layers).map(|layer_idx| {
             let layer = shape.of_layer(layer_idx);
@@ -174,15 +174,15 @@ impl RowShare {
         2.0 * value_bytes as f64 * layers.sum::<f64>()
     }
 
-    /// Values that a layer keeps beside what its own tokens need, where tokens are exchanged for heads.
+    /// Values that a layer with [`Exchange::Heads`] keeps in addition to those of its own tokens.
     fn kept_values_of_heads(&self, layer: &ModelShape) -> u64 {
         let (degree, [_, shared]) = (self.degree as u64, exchanged_values(layer));
-        // The output as whole rows of some heads; NSA keeps its branches so anyway.
+        // The output for whole rows of some heads. NSA's own activations already count its branches' outputs.
         let outputs = match layer.attention.form() {
             AttentionForm::Branches(_) => 0,
             _ => layer.q_width() as u64,
         };
-        // What every process gets of whole rows, in place of the same of its own tokens.
+        // Shared tensors are kept for whole rows; `own` is their part that is counted with the rank's tokens already.
         let own = match layer.attention.form() {
             AttentionForm::Latent(mla) => mla.kv_lora_rank as u64,
             _ => shared,
@@ -190,7 +190,8 @@ impl RowShare {
         self.tokens() as u64 * (outputs + (degree * shared).saturating_sub(own))
     }
 
-    /// How many queries attention computes for each of a process's own; the border's are zeros.
+    /// Queries that attention computes for each of a rank's own queries. With a halo there are more: it adds zero
+    /// queries.
     pub(crate) fn queries_for_each(&self, shape: &ModelShape) -> f64 {
         let own = (self.seq_len / self.degree).max(1) as f64;
         let layers = (0..shape.num_layers).map(|layer_idx| {
@@ -204,8 +205,8 @@ impl RowShare {
     }
 }
 
-/// Values a token that one layer exchanges before its attention: heads divided among the processes, and tensors that
-/// every process receives.
+/// `[split, shared]` values per token that one layer exchanges before its attention: `split` ones are divided among the
+/// ranks by heads, `shared` ones go to every rank.
 fn exchanged_values(layer: &ModelShape) -> [u64; 2] {
     let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
     let (heads, head_dim) = (layer.num_heads as u64, layer.head_dim as u64);
@@ -215,7 +216,7 @@ fn exchanged_values(layer: &ModelShape) -> [u64; 2] {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             [q + heads * rope, rank + rope]
         }
-        // The window's packed tensor, those of the other branches where they are others, and the gates.
+        // One packed q, k, v for all branches, or one for each branch with its own keys; and the gates.
         AttentionForm::Branches(nsa) => {
             let is_mean = nsa.compress == NsaCompression::Mean;
             let tensors = match (nsa.shared_kv, is_mean) {

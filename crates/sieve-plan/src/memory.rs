@@ -1,10 +1,13 @@
-//! Memory of training, by part.
+//! Memory of training, by part: weights, moments, gradients, activations and others.
 //!
-//! Counted from the tensors a training step holds at the moments that can be its peak: in the loss, where all blocks
-//! wait for their backward pass; in the backward pass of the last block; in that of the first, when all gradients
-//! exist; and in the embedding's, whose gradient may be as large as several blocks'. Under context parallelism a
-//! validation may be the peak, whose rows are not cut into parts. A checkpoint being written is
-//! counted too: on a CPU in the planned memory, on a GPU in the host's.
+//! The tensors of a training step are added up at each moment that can be its peak:
+//! - in the loss, where all blocks wait for their backward pass;
+//! - in the last block's backward pass;
+//! - in the first block's backward pass, when all gradients exist;
+//! - in the embedding's backward pass, whose gradient may be as large as several blocks';
+//! - with context parallelism, in a validation, whose rows are not divided among ranks.
+//!
+//! A checkpoint being written is added too: on a CPU to the planned memory, on a GPU to the host's.
 
 mod activations;
 mod advice;
@@ -28,61 +31,60 @@ use sieve_core::recipe::{OptimizerName, Recipe};
 use sieve_core::{KeepOLow, Keeping};
 use sieve_cpu::linear_cross_entropy::chunk_rows;
 
-/// Memory of a process before it has a model: about 110 MiB on a CPU; on a GPU the context and cuBLASLt's workspace.
+/// Memory of a process on a CPU before it has a model, as measured.
 const CPU_PROGRAM_BYTES: u64 = 110 << 20;
+/// GPU memory of a process before it has a model: the context and cuBLASLt's workspace.
 const GPU_PROGRAM_BYTES: u64 = 700 << 20;
 
-/// What NCCL holds beside it: 388 MiB on two H200s.
+/// GPU memory that NCCL takes, measured on two H200s.
 const NCCL_BYTES: u64 = 388 << 20;
-/// Segments whose gradients exist at once while they are reduced over all ranks.
+/// Segments whose gradients exist at the same time while they are reduced over all ranks.
 const SUMS_UNDER_WAY: u64 = 3;
 
-/// Bytes a parameter that a checkpoint takes in host memory while it is written: copies of weights and moments. Files
-/// are written tensor by tensor.
+/// Host memory per parameter while a checkpoint is written: f32 copies of the weight and two moments.
 const CHECKPOINT_BYTES: u64 = 3 * F32;
 
-/// Bytes of what a training step holds at its fullest, by part. The allocator's slack is not in it.
+/// Memory at a training step's peak, by part, without the allocator's overhead.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct MemoryPlan {
-    /// Parameters as the layers compute with them.
+    /// Parameters in the type that the layers compute in.
     pub parameter_bytes: u64,
-    /// What f32 masters have beyond the parameters, where the layers compute in another type.
+    /// Bits of the f32 master weights that the parameters lack, and the ranks' copies; 0 for f32 parameters.
     pub master_bytes: u64,
     /// The optimizer's moments, f32.
     pub moment_bytes: u64,
-    /// The caches of decoded sequences; 0 in training.
+    /// KV caches of decoded sequences; 0 in training.
     pub cache_bytes: u64,
-    /// Gradients that exist at the fullest moment.
+    /// Gradients that exist at the peak.
     pub gradient_bytes: u64,
-    /// Activations that the forward pass of one micro-batch keeps and that exist at the peak, with the recipe's
-    /// activation checkpointing.
+    /// Activations that exist at the peak, with the recipe's activation checkpointing.
     pub activation_bytes: u64,
-    /// Temporaries of that moment.
+    /// Temporary tensors at the peak.
     pub workspace_bytes: u64,
-    /// A checkpoint that is being written, on a CPU.
+    /// A checkpoint being written, on a CPU.
     pub checkpoint_bytes: u64,
-    /// The same of a GPU's run, in the machine's memory; not in the total.
+    /// A checkpoint being written by a run on a GPU, in host memory; not in the total.
     pub host_checkpoint_bytes: u64,
-    /// What there is room to keep beyond the minimum, for the trainer (`sieve_train::Hardware::keeping`).
+    /// Optional activations that there is room to keep, for the trainer (`sieve_train::Hardware::keeping`).
     pub keeping: Keeping,
-    /// The program, its libraries and their own memory: an assumption.
+    /// The program and its libraries: an assumption.
     pub program_bytes: u64,
-    /// All of them.
+    /// Sum of all parts.
     pub total_bytes: u64,
-    /// The fullest moment of a step.
+    /// Name of the moment of the peak.
     pub moment: &'static str,
     /// Activations of all blocks by `activation_checkpoint.mode`, to choose with.
     pub activations_by_mode: Vec<(&'static str, u64)>,
-    /// Memory that is free for it; 0 where unknown.
+    /// Free memory; 0 if unknown.
     pub available_bytes: u64,
     /// Whether it fits.
     pub verdict: MemoryVerdict,
-    /// Where it may not: settings with which it would, and leave a tenth of what is free.
+    /// If it may not fit: settings with which it fits into nine tenths of the free memory.
     pub would_fit: Vec<FittingSetting>,
 }
 
 impl MemoryPlan {
-    /// Every part with its name, in the order in which a run asks for it; empty parts left out.
+    /// (name, bytes) of every part that is not 0, in the order in which a run allocates them.
     pub fn parts(&self) -> Vec<(&'static str, u64)> {
         let parts = [
             ("program", self.program_bytes),
@@ -114,7 +116,7 @@ impl Moment {
     }
 }
 
-/// Memory of one stage's training step, in each of `ranks` processes.
+/// Memory of one stage's training step, on each of `ranks` ranks. Keeps the optional activations if there is room.
 pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> MemoryPlan {
     let needed = |recipe: &Recipe| {
         let with = |recomputable, o_low| {
@@ -159,7 +161,7 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
     let fullest = moments.into_iter().max_by_key(Moment::total);
     let fullest = fullest.expect("there are several");
     let parameter_bytes = times(num_parameters, value_bytes);
-    // A rank holds masters of its pieces, and with them a copy of those pieces of the parameters.
+    // With ZeRO a rank holds the masters of its shard, and a copy of that shard of the parameters.
     let shards = if recipe.parallelism.zero_stage == 0 { 1 } else { ranks };
     let piece = num_parameters.div_ceil(shards as u64);
     let master_bytes = match (value_bytes, shards) {
@@ -167,7 +169,7 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
         (F32, _) => 0,
         _ => times(piece, F32 - value_bytes),
     };
-    // Muon, which shards nothing, has one moment for the matrices of the blocks.
+    // Muon has one moment instead of two for the blocks' matrices. It does not shard.
     let without_second = match recipe.optimizer.name {
         OptimizerName::AdamW => 0,
         OptimizerName::Muon => shape.parameters().attention + shape.parameters().mlp,
@@ -223,14 +225,15 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
     let shards = all_gradients / ranks as u64;
     let head_gradient = F32 * (shape.vocab_size * shape.d_model) as u64;
     let adds_up = training.global_batch_size * rows.degree > training.local_batch_size * ranks;
-    // With several ranks, all-reduces trail the backward pass in the last micro-batch, and with ZeRO-2 in every one.
+    // With several ranks, gradients are reduced while the backward pass goes on: in the last micro-batch, and with
+    // ZeRO-2 in every one.
     let blocks_total = shape.parameters().non_embedding();
     let block = times(blocks_total / shape.num_layers.max(1) as u64, F32);
     let stage = recipe.parallelism.zero_stage;
     let keeps_shards = ranks > 1 && stage > 0 && (!adds_up || stage > 1);
-    // A tied embedding's gradient waits from the head's pass on.
+    // The gradient of a tied embedding exists from the head's backward pass on.
     let waits = if shape.tie_word_embeddings { head_gradient } else { 0 };
-    // Sums of earlier micro-batches are held in addition to those being reduced.
+    // Sharded sums of earlier micro-batches exist in addition to the gradients being reduced.
     let on_their_way = |bytes: u64| if adds_up { bytes + bytes / ranks as u64 } else { bytes };
     let [at_the_end, in_embedding] = match keeps_shards {
         true => {
@@ -244,8 +247,8 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
         }
         false => [all_gradients; 2],
     };
-    // From the second micro-batch on every weight has a gradient, or a shard of one. During the loss the head's new
-    // gradient is held in addition until it is added.
+    // From the second micro-batch on every weight has a gradient, or a shard of one. In the loss, the head's new
+    // gradient exists in addition until it is added.
     let (before, new) = match (adds_up, keeps_shards) {
         (true, false) => (all_gradients, head_gradient),
         (true, true) => (shards + head_gradient, 0),
@@ -277,7 +280,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
         }
         Target::Gpu(_) => 0,
     };
-    // The last checkpoint has no step beside it.
+    // Only a checkpoint before the last step is written while another step runs.
     let beside = if recipe.checkpoint.interval < training.steps {
         written
     } else {
@@ -288,7 +291,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
             name: "the loss",
             gradient_bytes: before,
             activation_bytes: blocks + stream,
-            // The normed stream and its gradient, a block of logits.
+            // The final norm's output and its gradient, and a chunk of logits.
             workspace_bytes: 2 * stream + logit_bytes(shape, tokens, target) + new,
             checkpoint_bytes: beside,
         },
@@ -322,7 +325,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
         },
     ];
     if rows.degree > 1 {
-        // Each process validates on whole rows.
+        // A validation reads whole rows on each rank.
         let size = InferenceSize {
             rows: rows.batch.min(recipe.validation.tokens.div_ceil(rows.seq_len.max(1))),
             ..InferenceSize::rows_of(rows.seq_len, 0)
@@ -338,7 +341,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
     moments
 }
 
-/// Bytes that blocks in fp8 keep beyond what others keep, but for those that are `recomputed`.
+/// Bytes that fp8 blocks keep in addition to bf16 ones; negative if they keep less. `recomputed` blocks do not count.
 fn fp8_bytes(
     recipe: &Recipe,
     shape: &ModelShape,
@@ -353,7 +356,7 @@ fn fp8_bytes(
         .sum()
 }
 
-/// Logits that the loss holds at once.
+/// Bytes of a chunk of logits in the loss.
 fn logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
     let (tokens, vocab_size) = (tokens as usize, shape.vocab_size);
     let rows = match target {

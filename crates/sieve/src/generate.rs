@@ -1,4 +1,4 @@
-//! `sieve generate`: text as it comes.
+//! `sieve generate`: continues a prompt and prints each token as it is generated.
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result};
@@ -11,14 +11,14 @@ use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// New tokens when nothing is said and the context has room for them.
+/// New tokens without `--max-new-tokens`, if the context has room for them.
 const DEFAULT_NEW_TOKENS: usize = 128;
 
-/// Texts that grow together at most: what they hold stays small beside a model, and more of them are written as they
-/// come.
+/// Samples decoded as one batch, at most. The bound keeps their KV caches small beside the model, and lets the first
+/// samples be printed before all are done.
 const MOST_TOGETHER: u64 = 64;
 
-/// Rough bytes of text a token, to estimate the memory of a prompt before the tokenizer is loaded.
+/// Assumed bytes of text per token, to estimate the memory of a prompt before the tokenizer is loaded.
 const BYTES_A_TOKEN: usize = 4;
 
 /// Arguments of `sieve generate`.
@@ -167,7 +167,7 @@ fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::D
     Ok(())
 }
 
-/// The line above a sample, where there are several.
+/// With several samples, prints the line above a sample.
 fn head(args: &GenerateArgs, sample: u64) {
     if args.samples > 1 && !args.json {
         let (number, all) = (sample + 1, args.samples);
@@ -176,7 +176,7 @@ fn head(args: &GenerateArgs, sample: u64) {
     }
 }
 
-/// What there is to say of a sample.
+/// Prints a sample's numbers, as JSON with its text or as a line.
 fn tell(
     args: &GenerateArgs,
     prompt: &str,
@@ -200,13 +200,13 @@ fn tell(
     }
 }
 
-/// What came of one sample.
+/// A finished sample.
 struct Written {
     text: String,
-    /// What ended it: a stop text, the end of the document, or the number of tokens.
+    /// Why it ended: "stop text", "end of document" or "max_new_tokens".
     stopped: &'static str,
     begun: Instant,
-    /// When each token was there. The prompt's pass gives the first.
+    /// When each token was generated. The forward pass over the prompt gives the first token.
     token_times: Vec<Instant>,
 }
 
@@ -216,7 +216,7 @@ impl Written {
         first.map_or(0.0, |first| (*first - self.begun).as_secs_f64())
     }
 
-    /// Of the tokens after the first.
+    /// Seconds from the first token to the last.
     fn seconds(&self) -> f64 {
         let ends = self.token_times.first().zip(self.token_times.last());
         ends.map_or(0.0, |(first, last)| (*last - *first).as_secs_f64())
@@ -226,7 +226,8 @@ impl Written {
         self.token_times.len().saturating_sub(1) as f64 / self.seconds().max(1e-9)
     }
 
-    /// What a token takes when kernels are loaded and caches have room: the first ones of a process wait for both.
+    /// Median seconds between tokens. Unlike the mean, it leaves out the first tokens of a process, which wait for
+    /// kernels to load and caches to grow.
     fn median_token_seconds(&self) -> Option<f64> {
         let between = self.token_times.windows(2).map(|pair| pair[1] - pair[0]);
         let mut seconds: Vec<f64> = between.map(|time| time.as_secs_f64()).collect();
@@ -244,7 +245,7 @@ impl Written {
     }
 }
 
-/// A sample while its tokens come.
+/// A sample while it is being generated.
 struct Growing<'t> {
     stream: DecodeStream<'t>,
     stop: StopTexts,
@@ -265,7 +266,7 @@ impl<'t> Growing<'t> {
         }
     }
 
-    /// The text that a token adds, and whether a stop text was met behind it.
+    /// The text that a token adds, and whether a stop text follows it.
     fn push(&mut self, token: u32) -> Result<(String, bool)> {
         self.written.token_times.push(Instant::now());
         let (text, is_met) = self.stop.push(&self.stream.push(token)?);
@@ -276,7 +277,7 @@ impl<'t> Growing<'t> {
         Ok((text, is_met))
     }
 
-    /// The sample, and what of its text had waited.
+    /// The finished sample, and the end of its text that was held back as a possible stop text.
     fn finish(mut self) -> Result<(Written, String)> {
         if self.written.stopped == "stop text" {
             return Ok((self.written, String::new()));
@@ -290,7 +291,7 @@ impl<'t> Growing<'t> {
     }
 }
 
-/// Collects samples that are decoded as one batch.
+/// Decodes `count` samples as one batch.
 fn write_together<B: DeviceBackend>(
     args: &GenerateArgs,
     tokenizer: &Tokenizer,
@@ -314,7 +315,7 @@ fn write_together<B: DeviceBackend>(
     finished.map(|text| Ok(text?.0)).collect()
 }
 
-/// Prints one sample as it comes, or gathers it for `--json`.
+/// Generates one sample. Without `--json`, prints its text token by token.
 fn write<B: DeviceBackend>(
     args: &GenerateArgs,
     prompt: &str,

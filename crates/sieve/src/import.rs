@@ -1,4 +1,4 @@
-//! `sieve import`.
+//! `sieve import`: a model in the Hugging Face layout as a checkpoint.
 use crate::out_of_memory::MemoryArgs;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
@@ -53,7 +53,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     let tokenizer = args.from.join("tokenizer.json");
     let tokenizer =
         Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.display()))?;
-    // A configuration that cannot be read is reported below.
+    // An unreadable configuration is no error here: `sieve_hf::import` reports it below.
     if let Ok((_, shape)) = sieve_hf::imported_model(&args.from, kind, &args.overrides) {
         args.memory.check_import(&shape)?;
     }
@@ -127,7 +127,7 @@ fn kind(name: &str) -> Result<AttentionKind> {
     match found {
         Some(kind) => Ok(kind),
         None => {
-            // No other kind becomes latent attention.
+            // A model of another kind cannot be turned into latent attention.
             let kinds = AttentionKind::ALL
                 .into_iter()
                 .filter(|&kind| kind != AttentionKind::Mla);
@@ -137,7 +137,7 @@ fn kind(name: &str) -> Result<AttentionKind> {
     }
 }
 
-/// The GGUF file that `from` is, or that lies there in place of a configuration.
+/// The GGUF file at `from`: the path itself, or a file in a folder without a config.json.
 fn gguf_at(from: &Path) -> Option<PathBuf> {
     let is_gguf = |path: &Path| path.extension().is_some_and(|end| end == "gguf");
     if is_gguf(from) {

@@ -1,4 +1,4 @@
-//! `sieve train`.
+//! `sieve train`: trains a model from a recipe.
 mod ending;
 mod exporter;
 mod lines;
@@ -48,7 +48,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Set by `sieve launch` for its processes.
+/// Environment variable that `sieve launch` sets for its processes.
 pub(crate) const LAUNCHED: &str = "SIEVE_LAUNCHED";
 
 /// Arguments of `sieve train`.
@@ -116,16 +116,16 @@ pub(crate) struct TrainArgs {
     memory: MemoryArgs,
 }
 
-/// How a run is resumed.
+/// `--resume`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Resume {
-    /// Where there is a run, else one begins.
+    /// Resume the run in the output folder; without one, begin a run.
     Auto,
-    /// There must be a run.
+    /// Resume the run in the output folder; without one, fail.
     Latest,
 }
 
-/// What the runs of one process share.
+/// What all runs of this process (several with `--sweep`) share.
 struct Session {
     choice: DeviceChoice,
     found: Device,
@@ -136,10 +136,10 @@ struct Session {
     write_limits: WriteLimits,
     memory: MemoryArgs,
     events: OnEvent,
-    /// Time without progress after which a run may stall.
+    /// Least time without an event after which `--on-event` reports a stalled run.
     stall_limit: Duration,
     metrics_port: Option<MetricsPort>,
-    /// The processes that train together; `None` where this one is alone.
+    /// Connections to the other ranks; `None` if this process trains alone.
     mesh: Option<Arc<Mesh>>,
 }
 
@@ -147,7 +147,7 @@ struct Session {
 enum Ending {
     /// All steps are done.
     Finished,
-    /// A signal ended it.
+    /// A signal stopped it before its last step.
     Interrupted,
 }
 
@@ -172,7 +172,8 @@ pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
     }
 }
 
-/// The exit code of a run; a run that could keep nothing can be continued from its last checkpoint.
+/// The exit code of a run. If its last checkpoint could not be written, prints the error; the code says that the run
+/// can be continued from the checkpoint before.
 fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
     match result {
         Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved(_))) => {
@@ -185,7 +186,7 @@ fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
     }
 }
 
-/// One run, by this process alone or together with others.
+/// One run, by this process alone or as a rank of `mesh`.
 fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     let (mut recipe, text) = args.recipe.load_with_text()?;
     let out = args.out_folder();
@@ -203,7 +204,7 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
         terminal::warning(words);
     }
     if let Some(num_steps) = args.profile {
-        // A report reads the loss back and so drains the GPU: none may come between the traced steps.
+        // Logging a step reads the loss back and so waits for the GPU. No step between the traced ones may be logged.
         recipe.metrics.log_freq = num_steps as usize;
     }
     let out = args.out_folder();
@@ -211,7 +212,7 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     train_on(&session, &start, &recipe, &out)
 }
 
-/// Values that are allowed and rarely meant.
+/// A warning about valid settings with which the model cannot learn.
 fn learns_nothing(recipe: &Recipe) -> Option<&'static str> {
     if recipe.optimizer.lr == 0.0 {
         return Some("optimizer.lr is 0, so nothing is learned");
@@ -232,7 +233,7 @@ fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
     let done = latest.state.step as usize;
     recipe.training.steps = steps;
     recipe.lr_scheduler.after_step = match saved.training.steps {
-        // Asked again after an interruption.
+        // The same --extend again, after an interruption.
         before if before == steps => saved.lr_scheduler.after_step,
         before if before == done && done < steps => done,
         before => bail!(
@@ -241,7 +242,7 @@ fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
             match (done < before, saved.lr_scheduler.after_step) {
                 (false, _) => format!("name a step after {done}"),
                 (true, 0) => "let it end with --resume first".to_owned(),
-                // An extension that was interrupted.
+                // after_step > 0: an earlier extension was interrupted.
                 (true, _) => format!("let it end with --resume --extend {before} first"),
             }
         ),
@@ -279,7 +280,7 @@ impl TrainArgs {
         })
     }
 
-    /// Refuses flags that name two places to begin from.
+    /// Ends the program if `--resume` is combined with `--branch-from` or `--resume-from`.
     fn check(&self) {
         let other = match (&self.branch_from, &self.resume_from) {
             (Some(_), _) => "--branch-from",
@@ -298,7 +299,7 @@ impl TrainArgs {
 }
 
 impl Session {
-    /// For this process alone, or as one of several that train one recipe.
+    /// Opens the device and the signal handler, for this process alone or for a rank of `mesh`.
     fn open(args: &TrainArgs, recipe: &Recipe, mesh: Option<Arc<Mesh>>) -> Result<Self> {
         let tells = mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0);
         Ok(Self {
@@ -323,21 +324,22 @@ impl Session {
         })
     }
 
-    /// Number of processes on this host, which share its memory, and of all processes.
+    /// `[processes on this host, all processes]`. Those on one host share its memory.
     fn sharers(&self) -> [usize; 2] {
         let world = self.mesh.as_ref().map(|mesh| mesh.world());
         world.map_or([1, 1], |world| [world.local_size, world.size])
     }
 
-    /// Whether this process prints and writes: alone, or as the first of several.
+    /// Whether this process prints and writes files: it trains alone or is rank 0.
     fn tells(&self) -> bool {
         self.mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0)
     }
 }
 
-/// Trains `recipe` on the session's device, or on the CPU where `auto` found a GPU without kernels for its attention.
+/// Trains `recipe` on the session's device; on the CPU if `--device auto` found a GPU without kernels for its
+/// attention.
 fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Result<Ending> {
-    // Neither the device nor the reference's memory depends on the vocabulary.
+    // The choice of the device does not depend on the vocabulary, so its size can be 0 here.
     let shape = recipe.model_shape(0)?;
     let device = session.choice.for_model(&session.found, &shape);
     match &device {
@@ -375,7 +377,7 @@ fn check_gpu_fp8(recipe: &Recipe, gpu: &DeviceReport) -> Result<()> {
 }
 
 fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
-    // A CPU has no peak on a data sheet, and one measured while others use it is exceeded later.
+    // There is no peak_flops for a CPU: no data sheet has one, and a measured one is too low if the machine was busy.
     let hardware = Hardware {
         device: FlexDevice,
         precision: Precision::F32,
@@ -413,7 +415,7 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
     (hardware, description)
 }
 
-/// What the driver says of the device of this process, if it is a GPU.
+/// Clocks, errors and temperature of this process's GPU; `None` on the CPU.
 fn state_of(place: &Device) -> Option<DeviceState> {
     let Device::Cuda(gpu) = place else {
         return None;
@@ -426,7 +428,7 @@ fn state_of(place: &Device) -> Option<DeviceState> {
     })
 }
 
-/// The path that a model's attention takes on a GPU, as text.
+/// Words for the path that a model's attention takes on a GPU.
 fn attention_path(shape: &ModelShape, arch: &str) -> &'static str {
     match gpu_training_gap(shape, arch) {
         None => "attention by kernels",
@@ -541,7 +543,7 @@ fn train<B: TrainBackend>(
     }
     let mut own = RunFolder::fallback_name(out).into_bytes();
     if let Some(mesh) = &session.mesh {
-        // Hosts may reach the folder by different links.
+        // The name is made from the folder's path, which may differ between hosts, so rank 0's is used.
         own = mesh.broadcast(&own)?;
     }
     if let Some(dir) = &session.fallback {
@@ -609,7 +611,7 @@ fn train<B: TrainBackend>(
         terminal::duration(started.elapsed().as_secs_f64())
     ));
     finish(&log, &summary, trainer.shape());
-    // The run itself is done; a prompt that is too long does not make it fail.
+    // Training is complete, so a failed sample, for example of too long a prompt, is no error.
     if session.tells()
         && let Err(error) = samples(&log, recipe, &mut trainer, &device)
     {
@@ -641,10 +643,11 @@ fn profile<B: TrainBackend>(
     StepProfile::new(num_steps, run, trainer.shape(), tokens, &gpu.name).map(Some)
 }
 
-/// Shards and tokenizer, with a bar or plain lines. Takes the output folder once the recipe's files are found.
+/// Prepares the shards and the tokenizer, with a progress bar or lines. Locks the output folder (`claim`) once the
+/// recipe's text files are found.
 fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Origin, log: &Log) -> Result<TrainingData> {
     let (dir, on_change) = match &recipe.data.cache_dir {
-        // Other runs may read what is there.
+        // Other runs may be reading the shards in a shared folder.
         Some(dir) => (
             PathBuf::from(sieve_core::paths::expand(dir, &variable)?),
             OnChange::Refuse,
@@ -699,7 +702,7 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
     Ok(data)
 }
 
-/// An environment variable.
+/// An environment variable; `None` if it is unset or not UTF-8.
 pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }

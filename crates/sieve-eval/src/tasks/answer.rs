@@ -1,4 +1,4 @@
-//! Answers that a model generates, and whether they are right.
+//! Generates a model's answers, and decides whether they are right.
 use super::TaskModel;
 use super::spec::Matching;
 use super::text_scores::TextScore;
@@ -9,11 +9,11 @@ use sieve_data::DecodeStream;
 use sieve_ops::DeviceBackend;
 use sieve_ops::first_of_largest;
 
-/// What a number that is not there is called; never an answer.
+/// The result of [`number_after`] without a number, as in lm-evaluation-harness. No answer equals it.
 const NO_NUMBER: &str = "[invalid]";
 
-/// Greedy text after each prompt: up to the first stop string, the end of the document or `max_new_tokens`. Prompts are
-/// read one by one; many texts are decoded in one batch.
+/// The greedy continuation of each prompt, up to the first stop string, the end of the document or `max_new_tokens`.
+/// Prompts are read one by one; several texts are decoded as one batch.
 pub(super) fn answers<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     prompts: &[Vec<u32>],
@@ -79,11 +79,11 @@ pub(super) fn answers<B: DeviceBackend>(
     Ok(answers)
 }
 
-/// An answer that is not at its end.
+/// An answer that is being generated.
 struct Going<'a, 't, B: DeviceBackend> {
     number: usize,
     text: Continuation<'a, B>,
-    /// Of its next token.
+    /// Logits of the next token.
     logits: Vec<f32>,
     stream: DecodeStream<'t>,
     said: String,
@@ -91,7 +91,7 @@ struct Going<'a, 't, B: DeviceBackend> {
 }
 
 impl<B: DeviceBackend> Going<'_, '_, B> {
-    /// Appends the likeliest token; `None` at the end of the text.
+    /// Appends the likeliest token and returns it; `None` at the end of the text.
     fn say(&mut self, num_tokens: usize, ends: &[u32], matching: &Matching) -> Result<Option<u32>, EvalError> {
         let token =
             first_of_largest(&self.logits[..num_tokens]).ok_or(EvalError::NotFinite(self.text.cache().num_tokens))?;
@@ -113,13 +113,13 @@ impl<B: DeviceBackend> Going<'_, '_, B> {
     }
 }
 
-/// Where the first stop string begins.
+/// Position of the first stop string.
 fn end(text: &str, stop: &[String]) -> Option<usize> {
     stop.iter().filter_map(|stop| text.find(stop)).min()
 }
 
 impl Matching {
-    /// From 0 to 1; `None` where texts are right or wrong.
+    /// The score of a generated text from 0 to 1; `None` if the task's answers are simply right or wrong.
     pub(super) fn score(&self, text: &str, answers: &[String], classes: &[String]) -> Option<f64> {
         let text = match self.first_line {
             true => text.trim_start_matches('\n').split('\n').next().unwrap_or(""),
@@ -150,7 +150,7 @@ impl Matching {
     }
 }
 
-/// The first number directly behind a mark, without commas and without a dot at its end.
+/// The first number directly after `mark`, without commas and a final dot.
 fn number_after(text: &str, mark: &str) -> String {
     for (at, _) in text.match_indices(mark) {
         let rest = &text[at + mark.len()..];

@@ -5,12 +5,12 @@ use crate::EvalError;
 use serde::{Deserialize, Serialize};
 use sieve_data::TableRow;
 
-/// Names and texts of TOML files in a folder.
+/// (name, text) of TOML files in the folder `tasks`.
 macro_rules! tasks {
     ($($name:literal)*) => { [$(($name, include_str!(concat!("../../tasks/", $name, ".toml"))),)*] };
 }
 
-/// The tasks inside the program, by the names that lm-evaluation-harness gives them: name and TOML.
+/// The tasks that come with the program: (name, TOML). The names are lm-evaluation-harness's.
 pub const READY_TASKS: [(&str, &str); 29] = tasks! {
     "lambada_openai"
     "hellaswag"
@@ -98,14 +98,14 @@ struct File {
     cut_middle: bool,
 }
 
-/// Texts of a row: a list in a column, or one template each.
+/// Texts of a row: a column that holds a list, or one template for each text.
 #[derive(Clone, Debug)]
 enum Source {
     Column(String),
     Templates(Vec<Template>),
 }
 
-/// How rows become questions, and what is measured.
+/// A benchmark: how a row becomes a question, and what is measured.
 #[derive(Clone, Debug)]
 pub struct Task {
     name: String,
@@ -120,12 +120,12 @@ pub struct Task {
     filters: Vec<Filter>,
     delimiter: String,
     classes: Option<String>,
-    /// Too long prompts lose their middle, not their beginning.
+    /// Whether a prompt that is too long is cut in its middle instead of at its beginning.
     pub(super) cut_middle: bool,
     pub(super) matching: Matching,
 }
 
-/// When a generated text is an answer.
+/// How a text is generated and compared with the answers.
 #[derive(Clone, Debug)]
 pub(super) struct Matching {
     pub(super) stop: Vec<String>,
@@ -134,22 +134,23 @@ pub(super) struct Matching {
     pub(super) ignore_case: bool,
     pub(super) ignore_punctuation: bool,
     pub(super) score: TextScore,
-    /// The first line alone counts, after empty ones.
+    /// Only the first line that is not empty counts.
     pub(super) first_line: bool,
 }
 
-/// A row as the model is asked it.
+/// A question made from a row.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Question {
-    /// Begins the text, before the shots.
+    /// Text before the solved examples.
     pub(super) description: String,
-    /// One, or one per choice.
+    /// One prompt, or one for each choice.
     pub(super) prompts: Vec<String>,
-    /// The choices; one where a prompt belongs to each, or where nothing is chosen. Of generation the right answers.
+    /// The choices, or the one continuation, or the right answers of a generation. With a prompt for each choice there
+    /// is one ending.
     pub(super) endings: Vec<String>,
-    /// The right choice.
+    /// Index of the right choice.
     pub(super) label: Option<usize>,
-    /// All classes, where a generated text is scored by classes.
+    /// All classes, for a classification of generated text.
     pub(super) classes: Vec<String>,
 }
 
@@ -157,7 +158,7 @@ impl Task {
     /// A task of [`READY_TASKS`].
     ///
     /// # Errors
-    /// No task of this name; the nearest is named.
+    /// No task has this name; the message names the most similar one.
     pub fn ready(name: &str) -> Result<Self, EvalError> {
         let Some((_, text)) = READY_TASKS.iter().find(|(known, _)| *known == name) else {
             let known = READY_TASKS.map(|(name, _)| name);
@@ -170,7 +171,7 @@ impl Task {
     /// A task from TOML.
     ///
     /// # Errors
-    /// No TOML, an unknown key, a template that cannot be read, keys that do not go together.
+    /// Invalid TOML, an unknown key, an invalid template, keys that contradict each other.
     pub fn parse(name: &str, text: &str) -> Result<Self, EvalError> {
         Self::compile(name, text).map_err(|reason| EvalError::task(name, reason))
     }
@@ -264,17 +265,17 @@ impl Task {
         &self.name
     }
 
-    /// A note: the question, the data set and its licence.
+    /// A line about the question, the data set and its licence.
     pub fn about(&self) -> &str {
         &self.about
     }
 
-    /// Solved examples before a question when nothing is said.
+    /// Default number of solved examples before a question.
     pub fn fewshot(&self) -> usize {
         self.fewshot
     }
 
-    /// Whether each choice has a prompt of its own, and all have one ending.
+    /// Whether each choice has its own prompt; all then have the same ending.
     pub(super) fn has_prompt_per_choice(&self) -> bool {
         self.prompts.len() > 1
     }
@@ -333,7 +334,7 @@ impl Task {
         })
     }
 
-    /// A row with its answer, as an example before a question.
+    /// A row with its answer, as a solved example.
     pub(super) fn shot(&self, row: &TableRow) -> Result<String, EvalError> {
         let question = self
             .question(row)
@@ -348,7 +349,7 @@ impl Task {
         ))
     }
 
-    /// What a model is to score: of each choice a context and what follows it.
+    /// The (context, continuation) pairs whose likelihood the model gives: one for each choice.
     pub(super) fn pairs(&self, question: &Question, before: &str) -> Vec<(String, String)> {
         let context = |prompt: &String| format!("{}{before}{prompt}", question.description);
         match self.measure {
@@ -376,7 +377,7 @@ fn counted(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-/// The choice that a label names: by its place in `labels`, or a number from 0.
+/// The index of the choice that a label names: its index in `labels`, or without `labels` a number from 0.
 fn position(label: &str, labels: Option<&[String]>, num_choices: usize) -> Result<usize, String> {
     match labels {
         Some(labels) if labels.len() != num_choices => Err(format!(

@@ -1,4 +1,4 @@
-//! Memory of using a model: reading its weights, a forward pass, caches.
+//! Memory of using a model: reading its weights, a forward pass, KV caches.
 
 use super::activations::{F32, block_kept, plain_score_bytes, times};
 use super::{CPU_PROGRAM_BYTES, GPU_PROGRAM_BYTES, MemoryPlan, MemoryVerdict, logit_bytes};
@@ -6,23 +6,23 @@ use crate::{Target, cache_plan};
 use sieve_core::Keeping;
 use sieve_core::model::ModelShape;
 
-/// What a command does with a model.
+/// Sizes of a command's forward passes and caches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InferenceSize {
     /// Rows of one forward pass.
     pub rows: usize,
     /// Tokens of a row.
     pub seq_len: usize,
-    /// Tokens that the cache of a decoded sequence comes to hold; 0 where nothing is decoded.
+    /// Tokens of the KV cache of a decoded sequence; 0 without decoding.
     pub cached_tokens: usize,
-    /// Decoded sequences whose caches are held together; one at least.
+    /// KV caches held at the same time; at least 1.
     pub num_caches: usize,
-    /// Tokens whose logits are returned together; 0 where they are used block by block.
+    /// Tokens whose logits are returned together; 0 if logits are used chunk by chunk.
     pub logit_tokens: usize,
 }
 
 impl InferenceSize {
-    /// As many rows of `seq_len` tokens as `tokens` come to, at least one; nothing is decoded.
+    /// Forward passes of `tokens / seq_len` rows (at least one) of `seq_len` tokens, without decoding.
     pub fn rows_of(seq_len: usize, tokens: usize) -> Self {
         Self {
             rows: (tokens / seq_len.max(1)).max(1),
@@ -34,10 +34,10 @@ impl InferenceSize {
     }
 }
 
-/// Memory of reading the checkpoint of `shape` and of forward passes of `size`, with weights of `weight_bytes` each.
+/// Memory of reading a checkpoint and of forward passes of `size`. A weight takes `weight_bytes`.
 ///
-/// A checkpoint's weights are f32: one file of them is held in addition to the model while it is read, and a GPU holds
-/// all of them before they are rounded.
+/// A checkpoint's weights are f32. While they are read, a CPU holds the file in addition to the model, and a GPU holds
+/// all weights in f32 before it rounds them.
 pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target, weight_bytes: u64) -> MemoryPlan {
     let value_bytes = target.value_bytes();
     let parameters = shape.parameters().total();
@@ -73,14 +73,14 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
     fullest.plan(target)
 }
 
-/// Activations of a forward pass that keeps none for a backward pass.
+/// Peak of a forward pass without a backward pass, in bytes of activations.
 pub(super) fn forward_bytes(shape: &ModelShape, size: InferenceSize, target: &Target) -> u64 {
     let value_bytes = target.value_bytes();
     let tokens = size.rows.saturating_mul(size.seq_len).max(1) as u64;
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let packed = (shape.q_width() + 2 * shape.kv_width()) as u64;
-    // Feed-forward: the stream, its norm and the sum; gate and up, and the activation. Attention: the tensors that a
-    // block keeps of it, three copies of the stream, and the rotated packed heads.
+    // Feed-forward: its input, the norm's output and the sum, each d_model wide; gate and up and the activation, each
+    // d_ff wide. Attention: the tensors that training would keep of it, three of d_model, and the rotated packed heads.
     let feed_forward = (3 * d_model + 3 * d_ff) * value_bytes;
     let kinds = shape.by_kind();
     let kept = kinds
@@ -101,12 +101,12 @@ pub(super) fn forward_bytes(shape: &ModelShape, size: InferenceSize, target: &Ta
     block.max(loss)
 }
 
-/// Logits that are returned together.
+/// Bytes of logits that are returned together.
 fn returned_logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
     times(tokens, shape.vocab_size as u64 * target.value_bytes())
 }
 
-/// Memory of importing a model: the weights as read, a new model, and a copy of its weights.
+/// Memory of importing a model: the weights that were read, a new model, and a copy of its weights.
 pub fn import_memory(shape: &ModelShape, target: &Target) -> MemoryPlan {
     let parameter_bytes = times(shape.parameters().total(), F32);
     let moment = Moment {

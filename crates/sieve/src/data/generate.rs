@@ -1,4 +1,4 @@
-//! `sieve data generate`.
+//! `sieve data generate`: training samples of the tasks of `sieve eval ruler`.
 use crate::eval::SourceArgs;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let tasks_and_lengths = (tasks.as_slice(), lengths.as_slice());
     let write = |path: &Path| write(args, path, tasks_and_lengths, &source, &tokenizer);
     match args.out.exists() && !args.out.is_file() {
-        // A pipe, or a folder, which is refused.
+        // A pipe is written in place; a folder fails here.
         true => write(&args.out)?,
         false => sieve_files::replace(&args.out, write)?,
     }
@@ -94,7 +94,7 @@ fn write(
     let bar = terminal::progress_bar(args.samples, "{bar:30} {human_pos}/{human_len} samples, {eta} left");
     for number in 0..args.samples {
         let task = tasks[(number % tasks.len() as u64) as usize];
-        // Steps of the golden ratio meet all lengths evenly.
+        // Multiples of the golden ratio, modulo 1, spread evenly over the lengths.
         let share = (number as f64 * 0.618_033_988_749_895 + args.seed as f64 * 0.37).fract();
         let length = lengths[(share * lengths.len() as f64) as usize];
         let split = (Split::Train, args.seed);

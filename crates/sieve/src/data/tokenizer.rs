@@ -47,7 +47,7 @@ pub(crate) struct TrainArgs {
 /// Tokens of a tokenizer, at most: training reserves memory for all of them.
 const MOST_TOKENS: usize = 1 << 24;
 const DEFAULT_SAMPLE_BYTES: u64 = 16 << 20;
-/// Text that the printed bytes per token are measured on.
+/// Bytes of text, from the corpus's start, over which the printed bytes per token are measured.
 const MEASURED_BYTES: usize = 1 << 20;
 
 /// Runs the command.
@@ -89,7 +89,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         args.out.join("tokenizer.json").display()
     );
     let mut corpus = Corpus::open(config)?;
-    // Fetched files lie beside the tokenizer.
+    // Files fetched from the hub are kept in OUT.hub, beside the tokenizer.
     corpus.connect(&HubConfig::from_variables(variable, args.out.with_extension("hub")))?;
     text_files::warn_of_json(&corpus);
     terminal::line(&format!(
@@ -114,7 +114,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     Ok(())
 }
 
-/// Bytes and tokens of the first documents.
+/// Bytes and tokens of the first documents, up to [`MEASURED_BYTES`].
 fn measure(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<(usize, usize)> {
     let (mut num_bytes, mut num_tokens) = (0, 0);
     for document in corpus.documents() {

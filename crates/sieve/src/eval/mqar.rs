@@ -1,4 +1,4 @@
-//! `sieve eval mqar`.
+//! `sieve eval mqar`: accuracy on multi-query associative recall.
 
 use super::line_chart::{self, Axis, Curve, Plot};
 use super::output;
@@ -15,10 +15,10 @@ use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
-/// Tokens of one forward pass; more only takes memory.
+/// Tokens of one forward pass; more would take memory and gain no time.
 const BATCH_TOKENS: usize = 16_384;
 
-/// Samples of a kind where neither the command nor the recipe says.
+/// Samples of a kind where neither the command nor the recipe sets a number.
 const NUM_SAMPLES: u64 = 1000;
 
 /// Name under which `--save` keeps the result.
@@ -104,7 +104,7 @@ fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, kept: Kept) -> 
     Ok(())
 }
 
-/// One line a kind of sample: accuracy over the distance from value to question.
+/// An SVG of accuracy over the distance from value to question, with one line for each kind of sample.
 fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
     let curve = |kind: &RecallOfKind| Curve {
         name: format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs),
@@ -126,7 +126,7 @@ fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
     })
 }
 
-/// What is asked: the kinds of the command, or those of the recipe.
+/// The kinds of samples to ask: those of `--kinds`, else those of the recipe.
 fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Vec<MqarConfig>> {
     let trained = recipe.data.mqar.as_ref();
     let noise = match (args.noise, trained.map(|mqar| mqar.noise)) {
@@ -145,7 +145,7 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
              hint: name what to ask with --kinds, for example 64:4,128:8"
         ),
     };
-    // Without the recipe's vocabulary, the largest even one that the model knows.
+    // MQAR needs an even vocabulary: half of it are keys, half values. Without [data] mqar it is the model's.
     let vocab_size = trained.map_or(model_vocab_size / 2 * 2, |mqar| mqar.vocab_size);
     let config = |(seq_len, num_pairs)| {
         let config = MqarConfig {

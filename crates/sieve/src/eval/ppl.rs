@@ -1,4 +1,4 @@
-//! `sieve eval ppl`.
+//! `sieve eval ppl`: perplexity and bits per byte on text.
 mod extrapolation;
 
 use super::line_chart::{self, Axis, Curve, Plot};
@@ -20,10 +20,11 @@ use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
-/// Tokens of one forward pass; more only takes memory.
+/// Tokens of one forward pass; more would take memory and gain no time.
 const BATCH_TOKENS: usize = 8192;
 
-/// Words of more tokens than this on the average have a perplexity that is a power of the tokens'.
+/// With more tokens a word than this on average, word perplexity is not printed: it is about the token perplexity to
+/// the power of that number, and says little.
 const TOKENS_PER_WORD: f64 = 2.0;
 
 /// Name under which `--save` keeps the result.
@@ -145,7 +146,8 @@ impl PplArgs {
     }
 }
 
-/// Loss over the tokens seen, from powers of two on; all tokens together as a second line.
+/// An SVG of the loss by the number of tokens seen, in bins that begin at powers of two. A second line is the mean
+/// loss.
 fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
     let bins = (report.by_position.iter()).filter(|bin| bin.mean.num_tokens > 0);
     let points: Vec<_> = bins
@@ -174,7 +176,7 @@ fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
     })
 }
 
-/// The report, with a bar while it is made.
+/// Measures perplexity with a progress bar; `total` is the number of tokens to predict, if known.
 fn with_progress<B: DeviceBackend>(
     loaded: &LoadedModel<B>,
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
@@ -194,7 +196,7 @@ fn with_progress<B: DeviceBackend>(
     Ok(report)
 }
 
-/// The shards that the run of this checkpoint read.
+/// The shards of this checkpoint's run.
 fn prepared_data<B: DeviceBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
     let (dir, hint) = match &loaded.recipe.data.cache_dir {
         Some(dir) => (
@@ -318,7 +320,7 @@ fn print<B: DeviceBackend>(
     Ok(())
 }
 
-/// Word perplexity, where a word is about a token.
+/// The line of the word perplexity; see [`TOKENS_PER_WORD`].
 fn word_line(word_perplexity: f64, num_tokens: u64, num_words: u64) -> String {
     let tokens_per_word = num_tokens as f64 / num_words.max(1) as f64;
     match tokens_per_word > TOKENS_PER_WORD {

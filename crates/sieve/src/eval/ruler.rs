@@ -1,4 +1,4 @@
-//! `sieve eval ruler`.
+//! `sieve eval ruler`: RULER's tasks (arXiv:2404.06654) and others about long texts.
 use super::grid::{Map, MapCell, Picture};
 use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
@@ -55,7 +55,7 @@ pub(crate) struct RulerArgs {
     place: PlaceArgs,
 }
 
-/// What needles are hidden in where RULER takes essays.
+/// `--haystack`: the text around the needles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum HaystackArg {
     /// Sentences: of --data, else made up
@@ -119,7 +119,7 @@ impl SourceArgs {
         for document in corpus.documents() {
             all += &document?.text;
             all.push('\n');
-            // More than the longest length holds.
+            // 8 MiB are more text than a sample of any length needs.
             if all.len() > 8 << 20 {
                 break;
             }
@@ -127,7 +127,7 @@ impl SourceArgs {
         Ok(all)
     }
 
-    /// The tasks named, else RULER's thirteen that have what they need.
+    /// The named tasks. Without names: RULER's thirteen, but `qa_1` and `qa_2` only if their file is given.
     pub(crate) fn tasks(&self, names: &[String]) -> Result<Vec<LongTask>> {
         let mut chosen: Vec<&str> = names.iter().map(String::as_str).collect();
         if chosen.is_empty() {
@@ -184,10 +184,10 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     on_device!(place, run_on(&args, &checkpoint, &asked))
 }
 
-/// What is asked.
+/// The samples to ask the model.
 struct Asked {
     source: LongSource,
-    /// Task by task, length by length.
+    /// `[task][length]`.
     texts: Vec<Vec<LongTexts>>,
 }
 
@@ -327,7 +327,8 @@ fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &
     Ok(())
 }
 
-/// For each method all tasks by length, and each task that has depths by length and depth.
+/// For each method, a heat map of all tasks by length, and one by length and depth for each task that hides something
+/// at a depth.
 fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) -> Picture {
     let mut maps = Vec::new();
     for report in reports {

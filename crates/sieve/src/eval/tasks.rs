@@ -1,4 +1,4 @@
-//! `sieve eval tasks`.
+//! `sieve eval tasks`: language-model benchmarks on local files.
 use super::output;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
@@ -15,7 +15,7 @@ use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Letters of a score's name.
+/// Width of the column of scores' names, in letters.
 const SCORE: usize = 21;
 
 /// Arguments of `sieve eval tasks`.
@@ -55,7 +55,8 @@ pub(crate) struct TasksArgs {
     show: Option<String>,
     #[command(flatten)]
     place: PlaceArgs,
-    /// Name under which `--save` keeps the result, where the tasks are a benchmark's.
+    /// The benchmark whose tasks these are, set by `sieve eval longbench`; then `--save` keeps the result under its
+    /// name.
     #[arg(skip)]
     benchmark: Option<&'static str>,
 }
@@ -64,7 +65,7 @@ pub(crate) struct TasksArgs {
 const COMMAND: &str = "tasks";
 
 impl TasksArgs {
-    /// The same with the data of a benchmark, whose prompts are cut where they are too long.
+    /// The arguments with the data of a benchmark. Its prompts are cut if they are too long.
     pub(super) fn with_data(self, benchmark: &'static str, data: Vec<String>) -> Self {
         Self {
             data,
@@ -83,7 +84,7 @@ impl TasksArgs {
 struct Asked {
     task: Task,
     rows: TaskRows,
-    /// Where the rows are from.
+    /// The file of the rows.
     file: String,
 }
 
@@ -134,7 +135,7 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     on_device!(place, run_on(&args, &checkpoint, &texts))
 }
 
-/// The tasks with their rows, all read before the model is.
+/// Reads the tasks and their rows. This happens before the model is loaded, so that errors come early.
 fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
     let mut asked: Vec<Asked> = Vec::new();
     for (name, file) in pairs(&args.data)? {
@@ -166,7 +167,7 @@ fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
     Ok(asked)
 }
 
-/// `TASK=FILE`, taken apart.
+/// Splits each `TASK=FILE`.
 fn pairs(arguments: &[String]) -> Result<Vec<(&str, &str)>> {
     let pairs = arguments.iter().map(|argument| {
         let pair = argument
@@ -213,7 +214,7 @@ fn run_on<B: DeviceBackend>(
     print(args, &loaded, &reports, &seconds, selection.as_ref())
 }
 
-/// One line a row, with its task.
+/// The text of `--samples`: a JSON line for each row, with its task.
 fn samples(reports: &[TaskReport]) -> Result<String> {
     let mut text = String::new();
     for report in reports {

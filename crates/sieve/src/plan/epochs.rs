@@ -1,4 +1,4 @@
-//! How often a run reads its text, where that is tokenised already.
+//! How many epochs a run reads of its text: exact if the text is tokenised, else estimated from the files' sizes.
 use crate::terminal;
 use crate::train::variable;
 use sieve_core::Recipe;
@@ -7,25 +7,25 @@ use sieve_data::{Corpus, Prepared};
 use sieve_train::corpus_configs;
 use std::path::Path;
 
-/// Text with an order of its own.
+/// A text that the loader shuffles on its own.
 #[derive(Debug, serde::Serialize)]
 pub(super) struct TextEpochs {
-    /// A folder of shards, or a path of `data.weights`.
+    /// Its folder of shards, or its path in a recipe with `data.weights`.
     text: String,
     /// Tokens to train on.
     num_tokens: u64,
-    /// How often the run reads all of them.
+    /// How many times the run reads all of them.
     epochs: f64,
 }
 
-/// The text of a run whose shards are in `dir`; `None` where a part of it is not there.
+/// The texts of a run whose shards are in `dir`; `None` if some of the shards do not exist.
 pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let one = |text: String, num_tokens: u64, read: f64| TextEpochs {
         text,
         num_tokens,
         epochs: read / num_tokens.max(1) as f64,
     };
-    // The run's own text, then the stages': each source and the tokens that are read of it.
+    // (source, its tokens, tokens that the run reads of it): first the run's own text, then the texts of stages.
     let mut all = texts(recipe, dir)?;
     let num_own = all.len();
     for stage in recipe.stages() {
@@ -52,8 +52,8 @@ pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     )
 }
 
-/// The sources of the shards in `dir`, with their tokens and none read yet: one for each path if they are weighted,
-/// else one for all; `None` if the shards do not exist.
+/// (source, its tokens, 0 tokens read so far) of the shards in `dir`: one entry for each weighted path, else one for
+/// all paths. `None` if the shards do not exist.
 fn texts(recipe: &Recipe, dir: &Path) -> Option<Vec<(String, u64, f64)>> {
     let meta = Prepared::open(dir).ok()?.meta;
     let sources = meta.sources.iter().zip(&recipe.data.paths);
@@ -65,16 +65,16 @@ fn texts(recipe: &Recipe, dir: &Path) -> Option<Vec<(String, u64, f64)>> {
     }
 }
 
-/// About how often the run reads its text, by the size of its files; `None` where they are not here.
+/// Epochs estimated from the size of the text files; `None` if they are not on this machine.
 fn estimate(recipe: &Recipe) -> Option<f64> {
     let (config, _) = corpus_configs(recipe, &variable).ok()?;
     let corpus = Corpus::open(config).ok()?;
-    // A data set of the hub is listed when it is fetched.
+    // The files of a data set on the hub are not known before it is fetched.
     let num_bytes = Some(corpus.max_text_bytes()).filter(|_| !corpus.files().is_empty())?;
     Some(recipe.num_tokens() as f64 / tokens_of_text(num_bytes).max(1.0))
 }
 
-/// The same in lines, by what is tokenised or else by the size of the files.
+/// The lines about epochs, from the tokenised texts if `found`, else estimated.
 pub(super) fn lines(found: Option<&[TextEpochs]>, recipe: &Recipe) -> Vec<String> {
     if recipe.data.format == DataFormat::Mqar {
         return Vec::new();

@@ -7,10 +7,10 @@ use sieve_core::Recipe;
 use sieve_train::{RunFolder, Start, TrainError, last_validation};
 use std::path::{Path, PathBuf};
 
-/// More runs than this are refused: a list of values was likely meant otherwise.
+/// Runs of a sweep, at most. More are likely a mistake in the values.
 const MAX_RUNS: usize = 1000;
 
-/// How an override of the seed begins. No seed is better than another.
+/// Beginning of an override of the seed. Seeds are averaged over: no seed is called best.
 const SEED: &str = "training.seed=";
 
 /// One run of the sweep.
@@ -18,12 +18,12 @@ struct Run {
     /// `section.key=value` of every swept key.
     overrides: Vec<String>,
     recipe: Recipe,
-    /// Says which text is read where the recipe leaves it open.
+    /// The line about the text that `data.fallback` chose, if any.
     text: Option<String>,
     out: PathBuf,
 }
 
-/// What came of it.
+/// Result of one run.
 #[derive(Serialize)]
 struct Row {
     overrides: Vec<String>,
@@ -50,7 +50,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
         ));
         terminal::lines(&run.text);
         let start = match args.start(&run.out, None)? {
-            // Runs that were not begun begin; the others resume.
+            // With --resume, a run of the sweep that has not started yet starts as a new one.
             Start::Resume | Start::ResumeAlone { .. } if !RunFolder::holds_run(&run.out) => Start::New,
             start => start,
         };
@@ -60,7 +60,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
                 terminal::line("the sweep stops here; the same command with --resume continues");
                 return Ok(Ending::Interrupted);
             }
-            // A value that does not train is a result of the sweep.
+            // A run that diverges is a result of the sweep, not an error.
             Err(error) => match error.downcast_ref::<TrainError>() {
                 Some(TrainError::Diverged(_)) => Some(error.to_string()),
                 _ => return Err(error).context(run.overrides.join(" ")),
@@ -92,7 +92,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     Ok(Ending::Finished)
 }
 
-/// All combinations of the swept values.
+/// One run for each combination of the swept values.
 fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
     let mut combinations: Vec<Vec<String>> = vec![Vec::new()];
     let mut shares_data = true;
@@ -107,7 +107,7 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
         if values.is_empty() || values.iter().any(String::is_empty) {
             bail!("--sweep {sweep} has an empty value\n  hint: write {key}=V1,V2 without spaces");
         }
-        // What the shards are made of; a stage's text lies beside them.
+        // Runs share one folder of shards unless a swept key changes the shards' content.
         let of_text = ["data.", "tokenizer.", "validation.paths"];
         let of_stage = [".paths", ".weights"];
         let is_text = of_text.iter().any(|begin| key.starts_with(begin));
@@ -154,7 +154,7 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
     Ok(runs)
 }
 
-/// Values between commas; those inside brackets or quotes belong to one value.
+/// Splits at commas that are not inside brackets or quotes.
 fn split(values: &str) -> Vec<String> {
     let mut split = vec![String::new()];
     let (mut depth, mut quoted) = (0usize, false);
@@ -176,7 +176,7 @@ fn split(values: &str) -> Vec<String> {
     split
 }
 
-/// `lr=1e-3,beta2=0.9`, with nothing a file system would mind.
+/// A folder name such as `lr=1e-3,beta2=0.9`. Characters that are unsafe in file names become `_`.
 fn folder_name(overrides: &[String]) -> String {
     let short = overrides.iter().map(|item| {
         let (key, value) = item.split_once('=').unwrap_or((item, ""));
@@ -190,15 +190,15 @@ fn folder_name(overrides: &[String]) -> String {
         .collect()
 }
 
-/// Runs that differ in their seed alone.
+/// Runs that differ only in their seed.
 struct Seeds<'a> {
-    /// The overrides but the seed; empty where nothing else is swept.
+    /// Their overrides without the seed; empty if only the seed is swept.
     name: String,
     rows: Vec<&'a Row>,
 }
 
 impl<'a> Seeds<'a> {
-    /// The rows by what they were given beside the seed, in the order of their first runs.
+    /// Groups rows by their overrides without the seed, in the order of each group's first run.
     fn of(rows: &'a [Row]) -> Vec<Self> {
         let mut all: Vec<Self> = Vec::new();
         for row in rows {
@@ -212,7 +212,7 @@ impl<'a> Seeds<'a> {
         all
     }
 
-    /// Mean loss and sample standard deviation, 0 for one seed; `None` where a run diverged.
+    /// Mean and sample standard deviation (0 for one seed) of the losses; `None` if a run diverged.
     fn mean_and_spread(&self) -> Option<(f64, f64)> {
         let losses = self.rows.iter().map(|row| row.loss).collect::<Option<Vec<_>>>()?;
         let mean = losses.iter().sum::<f64>() / losses.len() as f64;
@@ -230,7 +230,7 @@ fn table(rows: &[Row]) -> Vec<String> {
     let ranked = ranked.filter_map(|seeds| Some((seeds, seeds.mean_and_spread()?)));
     let mut ranked = ranked.collect::<Vec<_>>();
     ranked.sort_by(|(_, (a, _)), (_, (b, _))| a.total_cmp(b));
-    // With seeds alone there is nothing to choose.
+    // If only the seed is swept, nothing is best.
     let best = ranked.first().filter(|_| groups.len() > 1 || !has_seeds);
 
     let name_of = |row: &Row| row.overrides.join(" ");
