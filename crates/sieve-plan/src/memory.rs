@@ -101,9 +101,14 @@ impl MemoryPlan {
     }
 }
 
-/// What a moment holds beside weights, masters and moments.
+/// Memory at one moment of a training step or of another command.
+#[derive(Default)]
 struct Moment {
     name: &'static str,
+    parameter_bytes: u64,
+    master_bytes: u64,
+    moment_bytes: u64,
+    cache_bytes: u64,
     gradient_bytes: u64,
     activation_bytes: u64,
     workspace_bytes: u64,
@@ -112,7 +117,38 @@ struct Moment {
 
 impl Moment {
     fn total(&self) -> u64 {
-        self.gradient_bytes + self.activation_bytes + self.workspace_bytes + self.checkpoint_bytes
+        let weights = self.parameter_bytes + self.master_bytes + self.moment_bytes + self.cache_bytes;
+        weights + self.gradient_bytes + self.activation_bytes + self.workspace_bytes + self.checkpoint_bytes
+    }
+
+    /// The plan of a process, one of `ranks`, whose peak is this moment.
+    fn plan(self, target: &Target, ranks: usize) -> MemoryPlan {
+        let program_bytes = match target {
+            Target::Cpu { .. } => CPU_PROGRAM_BYTES,
+            Target::Gpu(_) if ranks > 1 => GPU_PROGRAM_BYTES + NCCL_BYTES,
+            Target::Gpu(_) => GPU_PROGRAM_BYTES,
+        };
+        let total_bytes = program_bytes + self.total();
+        let available_bytes = target.memory_bytes();
+        MemoryPlan {
+            parameter_bytes: self.parameter_bytes,
+            master_bytes: self.master_bytes,
+            moment_bytes: self.moment_bytes,
+            cache_bytes: self.cache_bytes,
+            gradient_bytes: self.gradient_bytes,
+            activation_bytes: self.activation_bytes,
+            workspace_bytes: self.workspace_bytes,
+            checkpoint_bytes: self.checkpoint_bytes,
+            host_checkpoint_bytes: 0,
+            keeping: Keeping::NOTHING,
+            program_bytes,
+            total_bytes,
+            moment: self.name,
+            activations_by_mode: Vec::new(),
+            available_bytes,
+            verdict: MemoryVerdict::of(total_bytes, available_bytes),
+            would_fit: Vec::new(),
+        }
     }
 }
 
@@ -175,34 +211,20 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
         OptimizerName::Muon => shape.parameters().attention + shape.parameters().mlp,
     };
     let moment_bytes = times(piece + piece.saturating_sub(without_second), F32);
-    let program_bytes = match target {
-        Target::Cpu { .. } => CPU_PROGRAM_BYTES,
-        Target::Gpu(_) if ranks > 1 => GPU_PROGRAM_BYTES + NCCL_BYTES,
-        Target::Gpu(_) => GPU_PROGRAM_BYTES,
-    };
-    let total_bytes = program_bytes + parameter_bytes + master_bytes + moment_bytes + fullest.total();
-    let available_bytes = target.memory_bytes();
-    MemoryPlan {
+    let fullest = Moment {
         parameter_bytes,
         master_bytes,
         moment_bytes,
-        cache_bytes: 0,
-        gradient_bytes: fullest.gradient_bytes,
-        activation_bytes: fullest.activation_bytes,
-        workspace_bytes: fullest.workspace_bytes,
-        checkpoint_bytes: fullest.checkpoint_bytes,
+        ..fullest
+    };
+    MemoryPlan {
         host_checkpoint_bytes: match target {
             Target::Cpu { .. } => 0,
             Target::Gpu(_) => times(piece, CHECKPOINT_BYTES),
         },
         keeping,
-        program_bytes,
-        total_bytes,
-        moment: fullest.name,
         activations_by_mode: modes.to_vec(),
-        available_bytes,
-        verdict: MemoryVerdict::of(total_bytes, available_bytes),
-        would_fit: Vec::new(),
+        ..fullest.plan(target, ranks)
     }
 }
 
@@ -294,6 +316,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
             // The final norm's output and its gradient, and a chunk of logits.
             workspace_bytes: 2 * stream + logit_bytes(shape, tokens, target) + new,
             checkpoint_bytes: beside,
+            ..Moment::default()
         },
         Moment {
             name: "the last block's backward pass",
@@ -301,6 +324,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
             activation_bytes: blocks + recomputed(last),
             workspace_bytes: temporaries,
             checkpoint_bytes: beside,
+            ..Moment::default()
         },
         Moment {
             name: "the first block's backward pass",
@@ -308,20 +332,19 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
             activation_bytes: kept(0),
             workspace_bytes: temporaries,
             checkpoint_bytes: beside,
+            ..Moment::default()
         },
         Moment {
             name: "the embedding's backward pass",
             gradient_bytes: in_embedding,
-            activation_bytes: 0,
             workspace_bytes: stream,
             checkpoint_bytes: beside,
+            ..Moment::default()
         },
         Moment {
             name: "the last checkpoint",
-            gradient_bytes: 0,
-            activation_bytes: 0,
-            workspace_bytes: 0,
             checkpoint_bytes: written,
+            ..Moment::default()
         },
     ];
     if rows.degree > 1 {
@@ -332,10 +355,9 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
         };
         moments.push(Moment {
             name: "validation",
-            gradient_bytes: 0,
             activation_bytes: forward_bytes(shape, size, target),
-            workspace_bytes: 0,
             checkpoint_bytes: beside,
+            ..Moment::default()
         });
     }
     moments

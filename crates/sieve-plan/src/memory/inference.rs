@@ -1,7 +1,7 @@
 //! Memory of using a model: reading its weights, a forward pass, KV caches.
 
 use super::activations::{F32, block_kept, plain_score_bytes, times};
-use super::{CPU_PROGRAM_BYTES, GPU_PROGRAM_BYTES, MemoryPlan, MemoryVerdict, logit_bytes};
+use super::{MemoryPlan, Moment, logit_bytes};
 use crate::{Target, cache_plan};
 use sieve_core::Keeping;
 use sieve_core::model::ModelShape;
@@ -49,6 +49,7 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
         }
     };
     let loaded = Moment {
+        name: "reading the weights",
         parameter_bytes: match target {
             Target::Cpu { .. } => times(parameters, weight_bytes),
             Target::Gpu(_) => times(parameters, F32),
@@ -57,20 +58,21 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
             Target::Cpu { .. } => times(parameters, F32),
             Target::Gpu(_) => 0,
         },
-        ..Moment::named("reading the weights")
+        ..Moment::default()
     };
     let forward = Moment {
+        name: "a forward pass",
         parameter_bytes: times(parameters, weight_bytes),
         cache_bytes,
         activation_bytes: forward_bytes(shape, size, target),
-        ..Moment::named("a forward pass")
+        ..Moment::default()
     };
     let fullest = if loaded.total() > forward.total() {
         loaded
     } else {
         forward
     };
-    fullest.plan(target)
+    fullest.plan(target, 1)
 }
 
 /// Peak of a forward pass without a backward pass, in bytes of activations.
@@ -110,62 +112,10 @@ fn returned_logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64
 pub fn import_memory(shape: &ModelShape, target: &Target) -> MemoryPlan {
     let parameter_bytes = times(shape.parameters().total(), F32);
     let moment = Moment {
+        name: "the exchange of a new model's weights for those that were read",
         parameter_bytes,
         workspace_bytes: 2 * parameter_bytes,
-        ..Moment::named("the exchange of a new model's weights for those that were read")
+        ..Moment::default()
     };
-    moment.plan(target)
-}
-
-/// One moment of a command that reads a model.
-struct Moment {
-    name: &'static str,
-    parameter_bytes: u64,
-    cache_bytes: u64,
-    activation_bytes: u64,
-    workspace_bytes: u64,
-}
-
-impl Moment {
-    fn named(name: &'static str) -> Self {
-        Self {
-            name,
-            parameter_bytes: 0,
-            cache_bytes: 0,
-            activation_bytes: 0,
-            workspace_bytes: 0,
-        }
-    }
-
-    fn total(&self) -> u64 {
-        self.parameter_bytes + self.cache_bytes + self.activation_bytes + self.workspace_bytes
-    }
-
-    fn plan(self, target: &Target) -> MemoryPlan {
-        let program_bytes = match target {
-            Target::Cpu { .. } => CPU_PROGRAM_BYTES,
-            Target::Gpu(_) => GPU_PROGRAM_BYTES,
-        };
-        let total_bytes = program_bytes + self.total();
-        let available_bytes = target.memory_bytes();
-        MemoryPlan {
-            parameter_bytes: self.parameter_bytes,
-            master_bytes: 0,
-            moment_bytes: 0,
-            cache_bytes: self.cache_bytes,
-            gradient_bytes: 0,
-            activation_bytes: self.activation_bytes,
-            workspace_bytes: self.workspace_bytes,
-            checkpoint_bytes: 0,
-            host_checkpoint_bytes: 0,
-            keeping: Keeping::NOTHING,
-            program_bytes,
-            total_bytes,
-            moment: self.name,
-            activations_by_mode: Vec::new(),
-            available_bytes,
-            verdict: MemoryVerdict::of(total_bytes, available_bytes),
-            would_fit: Vec::new(),
-        }
-    }
+    moment.plan(target, 1)
 }
