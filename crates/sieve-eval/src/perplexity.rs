@@ -19,7 +19,7 @@ use serde::Serialize;
 use sieve_nn::{LayerContext, LayerOperands, Qwen3};
 use sieve_ops::{DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding};
 use std::time::{Duration, Instant};
-use windows::{Place, push, rolling_windows, windows};
+use windows::{Place, Window, push, rolling_windows, windows};
 
 /// How documents are cut into windows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -142,13 +142,15 @@ pub fn perplexity<B: DeviceBackend>(
         .filter(|prefix| selection.is_none() && check_vocabulary(prefix, vocab_size).is_ok())
         .map(|prefix| Rolling {
             prefix,
-            pass: Pass::new(model, context, device, None, &[]),
-            rows: Rows::new(context, (config.batch_tokens / context).max(1)),
+            pass: Pass::new(model, context, config.batch_tokens, device),
             num_words: 0,
             num_bytes: 0,
         });
-    let mut pass = Pass::new(model, context, device, selection, &config.far);
-    let mut rows = Rows::new(context, (config.batch_tokens / context).max(1));
+    let mut pass = Pass {
+        selection,
+        sums: Breakdown::new(&config.far),
+        ..Pass::new(model, context, config.batch_tokens, device)
+    };
     let (mut num_documents, mut num_words, mut num_bytes) = (0, 0, 0);
     for document in documents {
         let document = document?;
@@ -157,20 +159,15 @@ pub fn perplexity<B: DeviceBackend>(
         num_words += document.num_words;
         num_bytes += document.num_bytes;
         for window in windows(document.tokens.len(), context, stride) {
-            let EvalDocument { tokens, word_uses, .. } = &document;
-            if !push(&mut rows, tokens, word_uses, &window) {
-                pass.run(&rows)?;
+            if pass.predict(&document.tokens, &document.word_uses, &window)? {
                 observe(pass.sums.num_tokens());
-                rows.clear();
-                let fits = push(&mut rows, tokens, word_uses, &window);
-                assert!(fits, "a window fits a row");
             }
         }
         if let Some(rolling) = &mut rolling {
             rolling.add(&document, context)?;
         }
     }
-    pass.run(&rows)?;
+    pass.run()?;
     let (nats, num_tokens) = (pass.sums.nats(), pass.sums.num_tokens());
     observe(num_tokens);
     if num_tokens == 0 {
@@ -223,6 +220,8 @@ struct Pass<'a, B: DeviceBackend> {
     rope: RotaryEmbedding<B>,
     device: &'a B::Device,
     selection: Option<&'a mut Selection>,
+    /// The windows of the next forward pass.
+    rows: Rows<Place>,
     sums: Breakdown,
     speed: Speed,
 }
@@ -253,7 +252,6 @@ impl Speed {
 struct Rolling<'a, B: DeviceBackend> {
     prefix: Vec<u32>,
     pass: Pass<'a, B>,
-    rows: Rows<Place>,
     num_words: u64,
     num_bytes: u64,
 }
@@ -266,44 +264,48 @@ impl<B: DeviceBackend> Rolling<'_, B> {
         let tokens = [&self.prefix, &document.tokens[..text.num_tokens]].concat();
         let uses = vec![WordUse::NoWord; tokens.len()];
         for window in rolling_windows(tokens.len(), context) {
-            if !push(&mut self.rows, &tokens, &uses, &window) {
-                self.pass.run(&self.rows)?;
-                self.rows.clear();
-                let fits = push(&mut self.rows, &tokens, &uses, &window);
-                assert!(fits, "a window fits a row");
-            }
+            self.pass.predict(&tokens, &uses, &window)?;
         }
         Ok(())
     }
 
     fn finish(mut self) -> Result<RollingPerplexity, EvalError> {
-        self.pass.run(&self.rows)?;
+        self.pass.run()?;
         Ok(RollingPerplexity::new(&self.pass.sums, self.num_words, self.num_bytes))
     }
 }
 
 impl<'a, B: DeviceBackend> Pass<'a, B> {
-    fn new(
-        model: &'a Qwen3<B>,
-        context: usize,
-        device: &'a B::Device,
-        selection: Option<&'a mut Selection>,
-        far: &[usize],
-    ) -> Self {
+    /// Forward passes of `batch_tokens` tokens in rows of `context`, without a selector.
+    fn new(model: &'a Qwen3<B>, context: usize, batch_tokens: usize, device: &'a B::Device) -> Self {
         Self {
             model,
             rope: model.rope(context, device),
             device,
-            selection,
-            sums: Breakdown::new(far),
+            selection: None,
+            rows: Rows::new(context, (batch_tokens / context).max(1)),
+            sums: Breakdown::new(&[]),
             speed: Speed::default(),
         }
     }
 
-    fn run(&mut self, rows: &Rows<Place>) -> Result<(), EvalError> {
-        let Some(batch) = rows.batch() else {
+    /// Adds a window. If the rows are full, first runs the forward pass of the windows before it; returns whether it did.
+    fn predict(&mut self, tokens: &[u32], uses: &[WordUse], window: &Window) -> Result<bool, EvalError> {
+        if push(&mut self.rows, tokens, uses, window) {
+            return Ok(false);
+        }
+        self.run()?;
+        let fits = push(&mut self.rows, tokens, uses, window);
+        assert!(fits, "a window fits an empty row");
+        Ok(true)
+    }
+
+    /// Runs the forward pass of the windows added so far.
+    fn run(&mut self) -> Result<(), EvalError> {
+        let Some(batch) = self.rows.batch() else {
             return Ok(());
         };
+        self.rows.clear();
         let (shape, started, before) = (batch.shape, Instant::now(), self.sums.num_tokens());
         let documents = Documents::new(&batch.start, &batch.end, shape, self.device);
         let context = LayerContext::new(&documents, &self.rope);

@@ -136,45 +136,16 @@ pub fn measure_selectors<B: DeviceBackend>(
             }
         }
     }
-    let predictions = (windows.len() * num_tokens) as f64;
-    let count = windows.len() as f64;
-    let measure = |selection: &Selection, sum: Sums| {
-        let selectors = selection.selectors();
-        let layers: Vec<LayerMeasure> = sum.layers.iter().map(|layer| layer.over(count)).collect();
-        let mean = |x: &dyn Fn(&LayerMeasure) -> f64| layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64;
-        let is_prefill = !selectors.is_token_by_token();
-        SelectorMeasure {
-            name: selectors.name(),
-            selector: selectors.to_string(),
-            chunk: selection.chunk(),
-            num_tokens,
-            num_windows: windows.len(),
-            density: mean(&|layer| layer.density),
-            tile_density: is_prefill.then_some(sum.tiles / (count * layers.len() as f64)),
-            recall: is_prefill.then(|| mean(&|layer| layer.recall.unwrap_or(0.0))),
-            output_error: mean(&|layer| layer.output_error),
-            select_ms: sum.select_ms / count,
-            attention_ms: sum.attention_ms / count,
-            attention_ms_range: sum.attention_ms_range.unwrap_or_default(),
-            dense_attention_ms: dense_ms / count,
-            prefill_ms: sum.prefill_ms.unwrap_or(0.0),
-            dense_prefill_ms,
-            loss: sum.nats / predictions,
-            dense_loss: dense_nats / predictions,
-            kl: sum.agreement.kl / predictions,
-            top1: sum.agreement.same_first / predictions,
-            cosine: sum.agreement.cosine / predictions,
-            causal: selectors.is_causal_map(),
-            nan_lists: sum.nan_lists,
-            device_selections: sum.device_selections as f64 / count,
-            host_bytes: sum.host_bytes as f64 / count,
-            paths: selection.paths(),
-            layers,
-        }
+    let dense = Dense {
+        num_tokens,
+        num_windows: windows.len(),
+        attention_ms: dense_ms / windows.len() as f64,
+        prefill_ms: dense_prefill_ms,
+        loss: dense_nats / (windows.len() * num_tokens) as f64,
     };
     let measures = selections.iter().zip(sums);
     Ok(measures
-        .map(|(selection, sum)| sum.map(|sum| measure(selection, sum)))
+        .map(|(selection, sum)| Ok(sum?.measure(selection, &dense)))
         .collect())
 }
 
@@ -243,7 +214,16 @@ pub fn selector_masks<B: DeviceBackend>(
     Ok(masks)
 }
 
-/// Sums of one selector.
+/// The prompts, and measures of the dense model on them; see [`SelectorMeasure`].
+struct Dense {
+    num_tokens: usize,
+    num_windows: usize,
+    attention_ms: f64,
+    prefill_ms: f64,
+    loss: f64,
+}
+
+/// Sums of one selector's measures over prompts.
 #[derive(Clone, Debug, Default)]
 struct Sums {
     nats: f64,
@@ -303,7 +283,46 @@ impl Sums {
         Ok(())
     }
 
-    /// Runs a selector on a captured layer.
+    /// The means over all prompts.
+    fn measure(self, selection: &Selection, dense: &Dense) -> SelectorMeasure {
+        let selectors = selection.selectors();
+        let count = dense.num_windows as f64;
+        let predictions = (dense.num_windows * dense.num_tokens) as f64;
+        let layers: Vec<LayerMeasure> = self.layers.iter().map(|layer| layer.over(count)).collect();
+        let mean = |x: &dyn Fn(&LayerMeasure) -> f64| layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64;
+        let is_prefill = !selectors.is_token_by_token();
+        SelectorMeasure {
+            name: selectors.name(),
+            selector: selectors.to_string(),
+            chunk: selection.chunk(),
+            num_tokens: dense.num_tokens,
+            num_windows: dense.num_windows,
+            density: mean(&|layer| layer.density),
+            tile_density: is_prefill.then_some(self.tiles / (count * layers.len() as f64)),
+            recall: is_prefill.then(|| mean(&|layer| layer.recall.unwrap_or(0.0))),
+            output_error: mean(&|layer| layer.output_error),
+            select_ms: self.select_ms / count,
+            attention_ms: self.attention_ms / count,
+            attention_ms_range: self.attention_ms_range.unwrap_or_default(),
+            dense_attention_ms: dense.attention_ms,
+            prefill_ms: self.prefill_ms.unwrap_or(0.0),
+            dense_prefill_ms: dense.prefill_ms,
+            loss: self.nats / predictions,
+            dense_loss: dense.loss,
+            kl: self.agreement.kl / predictions,
+            top1: self.agreement.same_first / predictions,
+            cosine: self.agreement.cosine / predictions,
+            causal: selectors.is_causal_map(),
+            nan_lists: self.nan_lists,
+            device_selections: self.device_selections as f64 / count,
+            host_bytes: self.host_bytes as f64 / count,
+            paths: selection.paths(),
+            layers,
+        }
+    }
+
+    /// Runs a selector on one layer's operands, adds its times and counts, and compares its output with dense
+    /// attention.
     fn layer<B: DeviceBackend>(
         &mut self,
         selection: &Selection,

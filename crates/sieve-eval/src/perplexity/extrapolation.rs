@@ -1,7 +1,6 @@
-//! What a model makes of more tokens than it was trained on at a time.
-use super::windows::{Window, push};
+//! The loss on the same tokens after contexts of different lengths, up to more tokens than a training row has.
+use super::windows::Window;
 use super::{EvalDocument, EvalError, Pass, PerplexityConfig, check, check_vocabulary};
-use crate::rows::Rows;
 use crate::words::WordUse;
 use serde::Serialize;
 use sieve_nn::Qwen3;
@@ -74,21 +73,17 @@ pub fn extrapolation<B: DeviceBackend>(
     let mut measured: Vec<Extrapolation> = Vec::new();
     let mut num_done = 0;
     for &context in contexts {
-        let mut pass = Pass::new(model, context, device, None, &[]);
+        let mut pass = Pass::new(model, context, batch_tokens, device);
         let window = Window {
             input: longest - context..longest,
             first_scored: longest - num_scored,
         };
-        let mut rows = Rows::new(context, (batch_tokens / context).max(1));
         for piece in &pieces {
-            if !push(&mut rows, piece, &uses, &window) {
-                pass.run(&rows)?;
+            if pass.predict(piece, &uses, &window)? {
                 observe(num_done + pass.sums.num_tokens());
-                rows.clear();
-                push(&mut rows, piece, &uses, &window);
             }
         }
-        pass.run(&rows)?;
+        pass.run()?;
         let num_tokens = pass.sums.num_tokens();
         num_done += num_tokens;
         let loss = pass.sums.nats() / num_tokens as f64;

@@ -257,10 +257,18 @@ struct Layout {
     texts: Rows<()>,
     /// Number of tokens in `texts`.
     num_texts_tokens: usize,
-    /// What is predicted: behind which token, the prediction, and whose it is.
-    scored: Vec<(usize, u32, usize)>,
-    /// Pairs, and how many of their tokens are scored.
+    scored: Vec<ScoredToken>,
+    /// (index of the pair, number of its scored tokens).
     pairs: Vec<(usize, usize)>,
+}
+
+/// A token of a continuation, whose likelihood is asked.
+struct ScoredToken {
+    token: u32,
+    /// Index in [`Layout::tokens`] of the input that predicts it.
+    input: usize,
+    /// Index of its pair among the pairs of all questions.
+    pair: usize,
 }
 
 impl Layout {
@@ -287,12 +295,15 @@ impl Layout {
                 text.extend(self.append(pair.inputs(), question.prefix..pair.num_inputs()));
                 self.add_text(&text);
             }
-            let place = question.first_pair + n;
-            let behind = &text[text.len() - pair.num_scored..];
-            let scored = behind.iter().zip(pair.ending());
-            self.scored
-                .extend(scored.map(|(&at, &token)| (at as usize, token, place)));
-            self.pairs.push((place, pair.num_scored));
+            let pair_idx = question.first_pair + n;
+            let inputs = &text[text.len() - pair.num_scored..];
+            let scored = inputs.iter().zip(pair.ending());
+            self.scored.extend(scored.map(|(&input, &token)| ScoredToken {
+                token,
+                input: input as usize,
+                pair: pair_idx,
+            }));
+            self.pairs.push((pair_idx, pair.num_scored));
         }
     }
 
@@ -352,13 +363,13 @@ impl Layout {
             let len = values.len();
             Tensor::<B, 1, Int>::from_data(TensorData::new(values, [len]), device)
         };
-        let at = self.scored.iter().map(|&(at, _, _)| match is_shared {
-            true => at as i32,
-            false => places[at] as i32,
+        let rows = self.scored.iter().map(|scored| match is_shared {
+            true => scored.input as i32,
+            false => places[scored.input] as i32,
         });
         let hidden: Tensor<B, 2> = hidden.flatten(0, 1);
-        let hidden: Tensor<B, 3> = hidden.select(0, ints(at.collect())).unsqueeze();
-        let labels: Vec<i32> = self.scored.iter().map(|&(_, token, _)| token as i32).collect();
+        let hidden: Tensor<B, 3> = hidden.select(0, ints(rows.collect())).unsqueeze();
+        let labels: Vec<i32> = self.scored.iter().map(|scored| scored.token as i32).collect();
         let labels = ints(labels).unsqueeze::<2>();
         let (head, embed) = (&model.head, &model.embed_tokens);
         let losses = head.token_losses(hidden.clone(), labels, embed).into_data();
@@ -367,18 +378,17 @@ impl Layout {
             false => Vec::new(),
         };
         let mut endings = HashMap::<usize, Ending>::new();
-        for (n, (loss, &(_, token, place))) in losses.iter::<f64>().zip(&self.scored).enumerate() {
-            let ending = endings.entry(place).or_default();
+        for (n, (loss, scored)) in losses.iter::<f64>().zip(&self.scored).enumerate() {
+            let ending = endings.entry(scored.pair).or_default();
             ending.log_likelihood -= loss;
-            ending.is_greedy &= likeliest.get(n).is_none_or(|&first| first == i64::from(token));
+            ending.is_greedy &= likeliest.get(n).is_none_or(|&first| first == i64::from(scored.token));
         }
-        for (place, num_scored) in self.pairs {
-            let ending = endings[&place];
+        for (pair, num_scored) in self.pairs {
+            let ending = endings[&pair];
             if !ending.log_likelihood.is_finite() {
-                let num_tokens = self.tokens.len();
-                return Err(EvalError::NotFinite(num_tokens));
+                return Err(EvalError::NotFinite(self.tokens.len()));
             }
-            keep(place, ending, num_scored);
+            keep(pair, ending, num_scored);
         }
         Ok(())
     }
