@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 const POLL: Duration = Duration::from_millis(20);
 /// After one process has failed, the others have this long to print their messages and end; then they are killed.
 const GOODBYE_TIMEOUT: Duration = Duration::from_secs(15);
-/// Where all others have ended because of one rank, it has so long to end itself.
-const LAST_FAREWELL: Duration = Duration::from_secs(3);
+/// After all ranks but one have ended because they lost that one, it has this long to end; then it is killed.
+const LAST_RANK_TIMEOUT: Duration = Duration::from_secs(3);
 const STOPPED_EARLY: i32 = Exit::StoppedEarly.code();
 const OTHER_LOST: i32 = Exit::OtherLost.code();
 const INTERRUPTED: i32 = Exit::Interrupted.code();
@@ -299,7 +299,7 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
             && ranks.len() > 1
             && signals == 0
             && ranks.iter().filter(early).count() + 1 == ranks.len()
-            && last_ended.elapsed() > LAST_FAREWELL;
+            && last_ended.elapsed() > LAST_RANK_TIMEOUT;
         if hangs || failed.is_some_and(|since| since.elapsed() > GOODBYE_TIMEOUT) {
             // The ranks killed here are not at fault: the one that failed has printed the reason.
             is_told = true;

@@ -455,56 +455,12 @@ fn train<B: TrainBackend>(
     };
     let recipe = &origin.with_own_tokenizer(recipe)?;
     let mut log = Log::new(session.tells());
-    if let Some(checkpoint) = &origin.checkpoint
-        && origin.step() >= recipe.training.steps as u64
-    {
-        let (saved, _) = checkpoint.recipe_and_shape()?;
-        let steps = saved.training.steps;
-        if !origin.is_branch && saved.lr_scheduler.after_step > 0 && origin.step() < steps as u64 {
-            bail!(
-                "{} is at step {} of a run that was extended to {steps}, and the recipe has {} steps\n  \
-                 hint: --resume --extend {steps} continues it",
-                checkpoint.path.display(),
-                origin.step(),
-                recipe.training.steps
-            );
-        }
-        if matches!(start, Start::Resume | Start::ResumeAlone { .. }) && session.tells() {
-            // A kill right after the last checkpoint leaves older ones.
-            folder.claim(start)?;
-            tidy_finished(&folder, recipe)?;
-        }
-        let more = 2 * origin.step();
-        log.always(&format!(
-            "nothing to do: {} has all {} steps\n  to continue: {}",
-            checkpoint.path.display(),
-            recipe.training.steps,
-            match origin.is_branch {
-                // A branch has a run of its own, whose schedule counts the steps before it too.
-                true => format!(
-                    "--branch-from with --set training.steps={more}, or another number above {}",
-                    more / 2
-                ),
-                false =>
-                    format!("--resume --extend {more}, with a learning-rate schedule of its own for the new steps"),
-            },
-        ));
+    if is_finished(&mut folder, start, &origin, recipe, &log)? {
         return Ok(Ending::Finished);
     }
     // Before text is tokenised, which may take hours.
     TrainError::check_ranks(recipe, session.sharers()[1])?;
-    let vocab_size = match &origin.checkpoint {
-        Some(checkpoint) => Ok(checkpoint.state.vocab_size),
-        None => crate::plan::vocab_size(recipe),
-    };
-    let mut keeping = Keeping::default();
-    // A tokenizer that cannot be read is reported by its next reader.
-    if let Ok(vocab_size) = vocab_size {
-        let admitted = (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
-        admitted.warning.iter().for_each(|warning| log.always(warning));
-        out_of_memory::advise(admitted.advice);
-        keeping = admitted.keeping;
-    }
+    let keeping = admit(session, recipe, &origin, place, &log)?;
     if let Some(dir) = session.fallback.as_ref().filter(|_| session.tells()) {
         let what = || format!("creating {} for --checkpoint-fallback", dir.display());
         std::fs::create_dir_all(dir).with_context(what)?;
@@ -622,7 +578,64 @@ fn train<B: TrainBackend>(
     Ok(Ending::Finished)
 }
 
-/// What `--profile` asks for, in the process that prints.
+/// Whether the checkpoint to continue from has all of the run's steps already; then says so and how to train further.
+fn is_finished(folder: &mut RunFolder, start: &Start, origin: &Origin, recipe: &Recipe, log: &Log) -> Result<bool> {
+    let Some(checkpoint) = &origin.checkpoint else {
+        return Ok(false);
+    };
+    if origin.step() < recipe.training.steps as u64 {
+        return Ok(false);
+    }
+    let (saved, _) = checkpoint.recipe_and_shape()?;
+    let steps = saved.training.steps;
+    if !origin.is_branch && saved.lr_scheduler.after_step > 0 && origin.step() < steps as u64 {
+        bail!(
+            "{} is at step {} of a run that was extended to {steps}, and the recipe has {} steps\n  \
+             hint: --resume --extend {steps} continues it",
+            checkpoint.path.display(),
+            origin.step(),
+            recipe.training.steps
+        );
+    }
+    if matches!(start, Start::Resume | Start::ResumeAlone { .. }) && log.tells() {
+        // A kill right after the last checkpoint was written leaves older ones to delete.
+        folder.claim(start)?;
+        tidy_finished(folder, recipe)?;
+    }
+    let more = 2 * origin.step();
+    log.always(&format!(
+        "nothing to do: {} has all {} steps\n  to continue: {}",
+        checkpoint.path.display(),
+        recipe.training.steps,
+        match origin.is_branch {
+            // A branch is a new run, but its schedule also counts the steps before the branch.
+            true => format!(
+                "--branch-from with --set training.steps={more}, or another number above {}",
+                more / 2
+            ),
+            false => format!("--resume --extend {more}, with a learning-rate schedule of its own for the new steps"),
+        },
+    ));
+    Ok(true)
+}
+
+/// Checks that the run fits into the device's memory. Returns which optional activations there is room to keep.
+fn admit(session: &Session, recipe: &Recipe, origin: &Origin, place: &Device, log: &Log) -> Result<Keeping> {
+    let vocab_size = match &origin.checkpoint {
+        Some(checkpoint) => Ok(checkpoint.state.vocab_size),
+        None => crate::plan::vocab_size(recipe),
+    };
+    // A tokenizer that cannot be read is reported when the text is prepared.
+    let Ok(vocab_size) = vocab_size else {
+        return Ok(Keeping::default());
+    };
+    let admitted = (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
+    admitted.warning.iter().for_each(|warning| log.always(warning));
+    out_of_memory::advise(admitted.advice);
+    Ok(admitted.keeping)
+}
+
+/// The profiler of `--profile`; `None` without the flag, on the CPU, and on ranks other than 0.
 fn profile<B: TrainBackend>(
     session: &Session,
     place: &Device,

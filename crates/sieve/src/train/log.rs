@@ -23,6 +23,11 @@ impl Log {
         }
     }
 
+    /// Whether this process prints.
+    pub(super) fn tells(&self) -> bool {
+        self.tells
+    }
+
     pub(super) fn open(&mut self, path: &Path) -> Result<()> {
         if !self.tells {
             return Ok(());

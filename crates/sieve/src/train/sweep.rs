@@ -222,28 +222,36 @@ impl<'a> Seeds<'a> {
     }
 }
 
-/// The losses of all runs, the means over seeds, and what is best: a value, never a seed.
+/// A group of seeds with its mean loss and spread.
+type Ranked<'a> = (&'a Seeds<'a>, (f64, f64));
+
+/// The printed table: each run's loss, the means over seeds, and the best combination of values.
 fn table(rows: &[Row]) -> Vec<String> {
     let groups = Seeds::of(rows);
     let has_seeds = groups.iter().any(|seeds| seeds.rows.len() > 1);
     let ranked = groups.iter();
     let ranked = ranked.filter_map(|seeds| Some((seeds, seeds.mean_and_spread()?)));
-    let mut ranked = ranked.collect::<Vec<_>>();
+    let mut ranked: Vec<Ranked<'_>> = ranked.collect();
     ranked.sort_by(|(_, (a, _)), (_, (b, _))| a.total_cmp(b));
     // If only the seed is swept, nothing is best.
     let best = ranked.first().filter(|_| groups.len() > 1 || !has_seeds);
+    let mark = |group: &Seeds<'_>| match best {
+        Some((best, _)) if best.name == group.name => "  best",
+        _ => "",
+    };
 
     let name_of = |row: &Row| row.overrides.join(" ");
-    let names = rows
-        .iter()
-        .map(name_of)
-        .chain(groups.iter().map(|seeds| seeds.name.clone()));
+    let names = rows.iter().map(name_of);
+    let names = names.chain(groups.iter().map(|seeds| seeds.name.clone()));
     let width = names.map(|name| name.chars().count()).max().unwrap_or(0).max(15);
     let mut lines = vec![format!("{:<width$}  {:>10}  {:>12}", "sweep", "loss", "perplexity")];
     for row in rows {
         let name = name_of(row);
-        let is_best = !has_seeds && best.is_some_and(|(seeds, _)| std::ptr::eq(seeds.rows[0], row));
-        let mark = if is_best { "  best" } else { "" };
+        // Without several seeds each group is one run.
+        let group = groups
+            .iter()
+            .find(|group| !has_seeds && std::ptr::eq(group.rows[0], row));
+        let mark = group.map_or("", mark);
         lines.push(match (row.loss, row.perplexity) {
             (Some(loss), Some(perplexity)) => format!("{name:<width$}  {loss:>10.5}  {perplexity:>12.3}{mark}"),
             _ => format!("{name:<width$}  diverged"),
@@ -251,32 +259,33 @@ fn table(rows: &[Row]) -> Vec<String> {
     }
     if has_seeds {
         lines.push(format!("{:<width$}  {:>10}  {:>12}", "mean of seeds", "loss", "spread"));
-        for seeds in &groups {
-            let name = match seeds.name.as_str() {
-                "" => "all",
-                name => name,
-            };
-            let mark = match best {
-                Some((best, _)) if std::ptr::eq(*best, seeds) => "  best",
-                _ => "",
-            };
-            lines.push(match seeds.mean_and_spread() {
-                Some((mean, spread)) => format!("{name:<width$}  {mean:>10.5}  {spread:>12.5}{mark}"),
-                None => format!("{name:<width$}  diverged for a seed"),
-            });
-        }
     }
-    match (best, ranked.get(1)) {
-        (Some((best, (mean, spread))), next) if has_seeds => {
-            lines.push(format!("best: {}, by the mean of {} seeds", best.name, best.rows.len()));
-            let spread = next.map_or(*spread, |(_, (_, other))| spread.max(*other));
-            let ahead = next.map(|(_, (other, _))| other - mean);
-            lines.extend(ahead.filter(|ahead| *ahead < spread).map(|ahead| {
-                format!("  {ahead:.5} below the next, less than the seeds' spread of {spread:.5}: try more seeds")
-            }));
+    for group in groups.iter().filter(|_| has_seeds) {
+        let name = if group.name.is_empty() { "all" } else { &group.name };
+        lines.push(match group.mean_and_spread() {
+            Some((mean, spread)) => format!("{name:<width$}  {mean:>10.5}  {spread:>12.5}{}", mark(group)),
+            None => format!("{name:<width$}  diverged for a seed"),
+        });
+    }
+    if let Some(best) = best {
+        lines.extend(best_lines(best, ranked.get(1), has_seeds));
+    }
+    lines
+}
+
+/// The lines about the best group, and whether it is ahead of the `next` one by more than the seeds' spread.
+fn best_lines((best, (mean, spread)): &Ranked<'_>, next: Option<&Ranked<'_>>, has_seeds: bool) -> Vec<String> {
+    if !has_seeds {
+        return vec![format!("best: {}", best.rows[0].folder.display())];
+    }
+    let mut lines = vec![format!("best: {}, by the mean of {} seeds", best.name, best.rows.len())];
+    if let Some((_, (next_mean, next_spread))) = next {
+        let (ahead, spread) = (next_mean - mean, spread.max(*next_spread));
+        if ahead < spread {
+            lines.push(format!(
+                "  {ahead:.5} below the next, less than the seeds' spread of {spread:.5}: try more seeds"
+            ));
         }
-        (Some((best, _)), _) => lines.push(format!("best: {}", best.rows[0].folder.display())),
-        (None, _) => {}
     }
     lines
 }
