@@ -75,8 +75,8 @@ impl<B: DeviceBackend> Captured<B> {
     /// Runs a selector's attention on the layer's operands: on the device if [`Selection::attends_on_device`].
     pub(crate) fn run(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
         let operands = &self.operands;
-        let selector = selection.selectors().of(operands.layer);
-        if selector.is_dense_layer(operands.layer) && has_sparse_attention(&operands.qkv) {
+        let is_dense = selection.selectors().of(operands.layer).is_dense_layer(operands.layer);
+        if is_dense && has_sparse_attention(&operands.qkv) {
             let started = Instant::now();
             return Ok(Done {
                 output: Output::Device(dense_on_device(operands)?),
@@ -84,21 +84,32 @@ impl<B: DeviceBackend> Captured<B> {
                 milliseconds: milliseconds(started),
             });
         }
-        if selection.attends_on_device(operands) {
-            let started = Instant::now();
-            // No mask is reused from another layer: each layer's time includes its own selection.
-            let (chunk, mut kept) = (selection.chunk(), KeptMasks::new());
-            let (output, cost) = prefill_on_device(selector, operands, chunk, true, &mut kept)?;
-            // Reading a value back waits for the device, so that the clock measures the work.
-            let _last = output.lse.clone().narrow(2, 0, 1).into_data();
-            return Ok(Done {
-                output: Output::Device(output),
-                cost,
-                milliseconds: milliseconds(started),
-            });
+        match selection.attends_on_device(operands) {
+            true => self.run_on_device(selection),
+            false => self.run_on_host(selection),
         }
+    }
+
+    fn run_on_device(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
+        let selector = selection.selectors().of(self.operands.layer);
+        let started = Instant::now();
+        // No mask is reused from another layer: each layer's time includes its own selection.
+        let mut kept = KeptMasks::new();
+        let (output, cost) = prefill_on_device(selector, &self.operands, selection.chunk(), true, &mut kept)?;
+        // Reading a value back waits for the device, so that the clock measures the work.
+        let _last = output.lse.clone().narrow(2, 0, 1).into_data();
+        Ok(Done {
+            output: Output::Device(output),
+            cost,
+            milliseconds: milliseconds(started),
+        })
+    }
+
+    fn run_on_host(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
+        let qkv = &self.operands.qkv;
+        let selector = selection.selectors().of(self.operands.layer);
         let mut done = None;
-        operands.on_host(|operands| {
+        self.operands.on_host(|operands| {
             let started = Instant::now();
             let (o, lse, cost) = match selector.is_token_by_token() {
                 true => {
@@ -125,9 +136,9 @@ impl<B: DeviceBackend> Captured<B> {
         })?;
         let mut done = done.expect("the layer was attended to");
         // The CPU backend's operands are in host memory already, so only a GPU's count as copied.
-        if has_sparse_attention(&operands.qkv) {
-            let elements: usize = operands.qkv.dims().into_iter().product();
-            done.cost.host_bytes += (elements * operands.qkv.dtype().size()) as u64;
+        if has_sparse_attention(qkv) {
+            let elements: usize = qkv.dims().into_iter().product();
+            done.cost.host_bytes += (elements * qkv.dtype().size()) as u64;
         }
         Ok(done)
     }

@@ -195,9 +195,8 @@ pub fn selector_masks<B: DeviceBackend>(
     device: &B::Device,
 ) -> Result<Vec<Result<Vec<Selected>, EvalError>>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
-    let fits = |one: &LayerSelectors| Selection::new(one.clone(), model.shape());
-    let mut masks: Vec<Result<Vec<Selected>, EvalError>> =
-        selectors.iter().map(|one| fits(one).map(|_| Vec::new())).collect();
+    let start = |one: &LayerSelectors| Selection::new(one.clone(), model.shape()).map(|_| Vec::new());
+    let mut masks: Vec<Result<Vec<Selected>, EvalError>> = selectors.iter().map(start).collect();
     attending_pass(model, window, device, &mut |operands| {
         let call = call(operands)?;
         for (one, found) in selectors.iter().zip(&mut masks) {

@@ -284,22 +284,15 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
             }
         }
         let signals = asked.load(Ordering::Relaxed);
-        while handed_on < signals {
-            handed_on += 1;
+        for _ in handed_on..signals {
             ranks
                 .iter_mut()
                 .filter(|rank| rank.status.is_none())
                 .for_each(ask_to_stop);
         }
-        let left = ranks.iter().filter(|rank| rank.status.is_none()).count();
-        let early = |rank: &&Rank| rank.status.and_then(|status| status.code()) == Some(OTHER_LOST);
-        // The other ranks have ended because they lost the last one, so it hangs. After a stop signal it may still be
-        // writing its checkpoint and is not killed.
-        let hangs = left == 1
-            && ranks.len() > 1
-            && signals == 0
-            && ranks.iter().filter(early).count() + 1 == ranks.len()
-            && last_ended.elapsed() > LAST_RANK_TIMEOUT;
+        handed_on = signals;
+        // After a stop signal the last rank may still be writing its checkpoint and is not killed.
+        let hangs = signals == 0 && is_lost_by_others(ranks) && last_ended.elapsed() > LAST_RANK_TIMEOUT;
         if hangs || failed.is_some_and(|since| since.elapsed() > GOODBYE_TIMEOUT) {
             // The ranks killed here are not at fault: the one that failed has printed the reason.
             is_told = true;
@@ -309,6 +302,13 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
     }
     let codes = ranks.iter().map(|rank| rank.status.and_then(|status| status.code()));
     Ok(codes.collect())
+}
+
+/// Whether one of several ranks still runs, and every other has ended because it lost a rank: the one that runs hangs.
+fn is_lost_by_others(ranks: &[Rank]) -> bool {
+    let (running, ended): (Vec<&Rank>, Vec<&Rank>) = ranks.iter().partition(|rank| rank.status.is_none());
+    let has_lost = |rank: &&Rank| rank.status.and_then(|status| status.code()) == Some(OTHER_LOST);
+    running.len() == 1 && !ended.is_empty() && ended.iter().all(has_lost)
 }
 
 /// Whether a rank stopped because a signal asked it to. A rank that lost another one ends with `OTHER_LOST` instead.

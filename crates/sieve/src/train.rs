@@ -42,7 +42,7 @@ use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{
     DataEvent, DataSource, DeviceMemory, DeviceState, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder,
-    Start, TrainError, TrainEvent, Trainer, TrainingData, WriteLimits, tidy_finished,
+    Start, TrainError, TrainEvent, TrainSummary, Trainer, TrainingData, WriteLimits, tidy_finished,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -519,36 +519,12 @@ fn train<B: TrainBackend>(
         let (step, path) = (trainer.step(), path.display());
         log.line(&format!("continuing at step {step} from {path}"));
     }
-    let bar = match session.tells() {
-        true => terminal::progress_bar(recipe.training.steps as u64, "{bar:30} {pos}/{len} steps  {msg}"),
-        false => ProgressBar::hidden(),
-    };
-    bar.set_position(trainer.step());
-    let started = Instant::now();
-    let first_step = trainer.step();
-    let mut profile = profile(session, place, recipe, &trainer)?;
     if let Some(address) = address {
         log.line(&format!("metrics: http://{address}/metrics"));
     }
-    let stalls = match session.tells() {
-        true => Some(session.events.watch(session.stall_limit)?),
-        false => None,
-    };
-    let result = trainer.run(session.interrupt.keep_state(), &mut |event| {
-        show(&log, &bar, &event);
-        exporter.see(&event);
-        stalls.iter().for_each(StallWatch::goes_on);
-        if let (Some(profile), TrainEvent::Step(report)) = (&mut profile, &event)
-            && let Some(table) = profile.after(report)
-        {
-            bar.suspend(|| log.line(&table));
-        }
-    });
-    drop(stalls);
-    bar.finish_and_clear();
-    let summary = result
-        .map_err(anyhow::Error::from)
-        .inspect_err(|error| log.keep(&terminal::error_text(error)))?;
+    let started = Instant::now();
+    let first_step = trainer.step();
+    let summary = run_steps(&mut trainer, session, recipe, place, &log, &exporter)?;
     for line in cost_lines(summary.peak_memory, hardware_memory) {
         log.line(&line);
     }
@@ -633,6 +609,41 @@ fn admit(session: &Session, recipe: &Recipe, origin: &Origin, place: &Device, lo
     admitted.warning.iter().for_each(|warning| log.always(warning));
     out_of_memory::advise(admitted.advice);
     Ok(admitted.keeping)
+}
+
+/// Trains, with a progress bar, the metrics, a profile where one is asked for, and a watch for stalls.
+fn run_steps<B: TrainBackend>(
+    trainer: &mut Trainer<B>,
+    session: &Session,
+    recipe: &Recipe,
+    place: &Device,
+    log: &Log,
+    exporter: &Exporter,
+) -> Result<TrainSummary> {
+    let mut profile = profile(session, place, recipe, trainer)?;
+    let (bar, stalls) = match session.tells() {
+        true => (
+            terminal::progress_bar(recipe.training.steps as u64, "{bar:30} {pos}/{len} steps  {msg}"),
+            Some(session.events.watch(session.stall_limit)?),
+        ),
+        false => (ProgressBar::hidden(), None),
+    };
+    bar.set_position(trainer.step());
+    let result = trainer.run(session.interrupt.keep_state(), &mut |event| {
+        show(log, &bar, &event);
+        exporter.see(&event);
+        stalls.iter().for_each(StallWatch::goes_on);
+        if let (Some(profile), TrainEvent::Step(report)) = (&mut profile, &event)
+            && let Some(table) = profile.after(report)
+        {
+            bar.suspend(|| log.line(&table));
+        }
+    });
+    drop(stalls);
+    bar.finish_and_clear();
+    result
+        .map_err(anyhow::Error::from)
+        .inspect_err(|error| log.keep(&terminal::error_text(error)))
 }
 
 /// The profiler of `--profile`; `None` without the flag, on the CPU, and on ranks other than 0.

@@ -1,5 +1,5 @@
 //! Asks a model the samples of long tasks, and sums up its scores.
-use super::{LongSource, LongTexts, NUM_WRONG};
+use super::{LongSample, LongSource, LongTask, LongTexts, NUM_WRONG};
 use crate::continuation::Continuation;
 use crate::input::{check_length, check_vocabulary};
 use crate::needle::rank;
@@ -96,35 +96,21 @@ pub fn ask_long<B: DeviceBackend>(
     let shape = model.model.shape();
     check_length(texts.length, shape)?;
     let tokenizer = model.tokenizer;
-    let most = texts.task.max_new_tokens();
-    let num_tokens = tokenizer.vocab_size().min(shape.vocab_size);
     let mut scores = Vec::with_capacity(texts.samples.len());
     for (sample, prompt) in &texts.samples {
         check_vocabulary(prompt, shape.vocab_size)?;
         let answers = sample.references.iter().take(1).chain(&sample.wrong);
         let endings = answers.map(|answer| tokenizer.encode(&format!(" {answer}")));
         let endings: Vec<Vec<u32>> = endings.collect::<Result<_, _>>()?;
-        let longest = endings.iter().map(Vec::len).max().unwrap_or(0).max(most);
+        let longest = endings.iter().map(Vec::len).max().unwrap_or(0);
+        let longest = longest.max(texts.task.max_new_tokens());
         let text = Continuation::new(model.model, prompt.len() + longest, model.device);
         let mut text = text.with_selection(selection.as_deref().map(Selection::uncounted));
-        let mut logits = text.read(prompt)?;
+        let logits = text.read(prompt)?;
         let slices: Vec<&[u32]> = endings.iter().map(Vec::as_slice).collect();
         let found = text.endings(&logits, &slices)?;
         let likelihoods: Vec<f64> = found.iter().map(|x| x.log_likelihood).collect();
-        let mut said = Vec::new();
-        let (mut answer, mut score) = (String::new(), 0.0);
-        while said.len() < most && score < 1.0 {
-            let token = first_of_largest(&logits[..num_tokens]).ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
-            if model.ends.contains(&token) {
-                break;
-            }
-            said.push(token);
-            answer = tokenizer.decode(&said)?;
-            score = sample.matching.score(&answer, &sample.references);
-            if said.len() < most && score < 1.0 {
-                logits = text.read(&[token])?;
-            }
-        }
+        let (answer, score) = answer(model, &mut text, logits, texts.task, sample)?;
         if let (Some(kept), Some(used)) = (&mut selection, text.selection()) {
             kept.add_totals(used);
         }
@@ -141,6 +127,34 @@ pub fn ask_long<B: DeviceBackend>(
         observe(scores.len());
     }
     Ok(scores)
+}
+
+/// The greedy answer after a prompt with these logits, and its score. It ends at an end token, at the full score, or
+/// after the task's number of tokens.
+fn answer<B: DeviceBackend>(
+    model: &TaskModel<'_, B>,
+    text: &mut Continuation<'_, B>,
+    mut logits: Vec<f32>,
+    task: LongTask,
+    sample: &LongSample,
+) -> Result<(String, f64), EvalError> {
+    let most = task.max_new_tokens();
+    let num_tokens = model.tokenizer.vocab_size().min(model.model.shape().vocab_size);
+    let mut said = Vec::new();
+    let (mut answer, mut score) = (String::new(), 0.0);
+    loop {
+        let token = first_of_largest(&logits[..num_tokens]).ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
+        if model.ends.contains(&token) {
+            return Ok((answer, score));
+        }
+        said.push(token);
+        answer = model.tokenizer.decode(&said)?;
+        score = sample.matching.score(&answer, &sample.references);
+        if said.len() == most || score >= 1.0 {
+            return Ok((answer, score));
+        }
+        logits = text.read(&[token])?;
+    }
 }
 
 impl LongTaskReport {

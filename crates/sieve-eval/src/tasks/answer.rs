@@ -125,8 +125,10 @@ impl Matching {
             true => text.trim_start_matches('\n').split('\n').next().unwrap_or(""),
             false => text,
         };
-        let best = || self.score.best(text, answers, classes);
-        (self.score != TextScore::ExactMatch).then(best)
+        match self.score {
+            TextScore::ExactMatch => None,
+            score => Some(score.best(text, answers, classes)),
+        }
     }
 
     /// Whether a generated text is one of the answers.

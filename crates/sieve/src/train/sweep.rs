@@ -35,6 +35,23 @@ struct Row {
     error: Option<String>,
 }
 
+impl Row {
+    /// The row of a run that has ended, with the last validation of its log; `error` is the reason if it diverged.
+    fn of(run: &Run, error: Option<String>) -> Self {
+        let report = error.is_none().then(|| last_validation(&run.out)).flatten();
+        let report = report.filter(|report| report.loss.is_finite() && report.perplexity.is_finite());
+        let not_finite = "the last validation's loss or perplexity is not finite";
+        let error = error.or_else(|| report.is_none().then(|| not_finite.to_owned()));
+        Self {
+            overrides: run.overrides.clone(),
+            folder: run.out.clone(),
+            loss: report.as_ref().map(|report| report.loss),
+            perplexity: report.as_ref().map(|report| report.perplexity),
+            error,
+        }
+    }
+}
+
 pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
@@ -66,19 +83,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
                 _ => return Err(error).context(run.overrides.join(" ")),
             },
         };
-        let report = error.is_none().then(|| last_validation(&run.out)).flatten();
-        let report = report.filter(|report| report.loss.is_finite() && report.perplexity.is_finite());
-        let error = error.or_else(|| {
-            let not_finite = "the last validation's loss or perplexity is not finite";
-            report.is_none().then(|| not_finite.to_owned())
-        });
-        rows.push(Row {
-            overrides: run.overrides.clone(),
-            folder: run.out.clone(),
-            loss: report.as_ref().map(|report| report.loss),
-            perplexity: report.as_ref().map(|report| report.perplexity),
-            error,
-        });
+        rows.push(Row::of(run, error));
     }
     let path = base.join("sweep.json");
     std::fs::write(&path, serde_json::to_string_pretty(&rows)?)
