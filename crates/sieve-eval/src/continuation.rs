@@ -1,10 +1,10 @@
 //! A text with its KV cache: a prompt is read (in chunks, if all layers keep few keys), then one token after another.
 use crate::input::{check_vocabulary, ids};
-use crate::{EvalError, Selection};
+use crate::{EvalError, Selection, TaskModel};
 use burn::tensor::{DType, Tensor};
 use sieve_core::ModelShape;
 use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3};
-use sieve_ops::{DeviceBackend, RotaryEmbedding};
+use sieve_ops::{DeviceBackend, RotaryEmbedding, first_of_largest};
 
 /// Tokens in the caches of texts that are decoded as one batch, at most. More would take memory and save little time.
 const TOGETHER_TOKENS: usize = 65_536;
@@ -58,6 +58,20 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     #[must_use]
     pub(crate) fn with_selection(self, selection: Option<Selection>) -> Self {
         Self { selection, ..self }
+    }
+
+    /// As [`with_selection`](Self::with_selection), with a copy of the selector whose statistics are at 0.
+    #[must_use]
+    pub(crate) fn with_copy_of(self, selection: Option<&Selection>) -> Self {
+        self.with_selection(selection.map(Selection::uncounted))
+    }
+
+    /// Adds the statistics of this text's selector to `original`, the selector that [`with_copy_of`](Self::with_copy_of)
+    /// copied.
+    pub(crate) fn add_totals_to(&self, original: Option<&mut Selection>) {
+        if let (Some(original), Some(copy)) = (original, &self.selection) {
+            original.add_totals(copy);
+        }
     }
 
     /// The selector, with the statistics of its calls.
@@ -125,6 +139,35 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok(logits)
     }
 
+    /// The text of greedy decoding after `logits`, those of this text's next token. Decoding ends when `is_enough` of the
+    /// decoded text, before an end token of `model`, and after `max_tokens` tokens, which is at least 1.
+    ///
+    /// # Errors
+    /// A NaN logit; as [`read`](Self::read).
+    pub(crate) fn greedy_text(
+        &mut self,
+        model: &TaskModel<'_, B>,
+        mut logits: Vec<f32>,
+        max_tokens: usize,
+        mut is_enough: impl FnMut(&str) -> bool,
+    ) -> Result<String, EvalError> {
+        // Logits beyond the tokenizer's vocabulary are padding.
+        let num_tokens = model.tokenizer.vocab_size().min(self.vocab_size());
+        let (mut tokens, mut text) = (Vec::new(), String::new());
+        loop {
+            let token = first_of_largest(&logits[..num_tokens]).ok_or(EvalError::NotFinite(self.cache.num_tokens))?;
+            if model.ends.contains(&token) {
+                return Ok(text);
+            }
+            tokens.push(token);
+            text = model.tokenizer.decode(&tokens)?;
+            if is_enough(&text) || tokens.len() == max_tokens {
+                return Ok(text);
+            }
+            logits = self.read(&[token])?;
+        }
+    }
+
     /// Repeats the text `num_texts` times in the cache; then [`read_rows`](Self::read_rows) continues all copies.
     pub(crate) fn repeat(&mut self, num_texts: usize) {
         self.cache.repeat(num_texts);
@@ -175,9 +218,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
             if endings[some[0]].len() == 1 {
                 break;
             }
-            let mut text = self.clone();
-            text.selection = text.selection.as_ref().map(Selection::uncounted);
-            let mut texts = vec![text; some.len()];
+            let mut texts = vec![self.clone().with_copy_of(self.selection.as_ref()); some.len()];
             for step in 1..endings[some[0]].len() {
                 let going = some.partition_point(|&n| endings[n].len() > step);
                 let tokens: Vec<u32> = (some[..going].iter()).map(|&n| endings[n][step - 1]).collect();
@@ -187,8 +228,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
                     found[n] = found[n].and(logits, endings[n][step]);
                 }
             }
-            for used in texts.iter().filter_map(Self::selection) {
-                self.selection.as_mut().expect("as its copies").add_totals(used);
+            for text in &texts {
+                text.add_totals_to(self.selection.as_mut());
             }
         }
         match found.iter().all(|ending| ending.log_likelihood.is_finite()) {

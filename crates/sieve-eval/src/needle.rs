@@ -16,7 +16,6 @@ use crate::{EvalError, LayerPath, Selection, TaskModel};
 use sample::{Sample, samples, texts};
 use serde::Serialize;
 use sieve_ops::DeviceBackend;
-use sieve_ops::first_of_largest;
 
 /// Wrong numbers that the answer is ranked among.
 pub const NUM_DISTRACTORS: usize = 10;
@@ -185,7 +184,6 @@ pub fn needle<B: DeviceBackend>(
     let samples = samples(config, tokenizer)?;
     let mut reader = Reader {
         model,
-        num_tokens: tokenizer.vocab_size().min(shape.vocab_size),
         selection: selection.map(Selection::uncounted),
         pairs: [0.0; 2],
     };
@@ -241,8 +239,6 @@ pub fn needle<B: DeviceBackend>(
 /// Asks the model one needle after another.
 struct Reader<'a, B: DeviceBackend> {
     model: &'a TaskModel<'a, B>,
-    /// Size of the tokenizer's vocabulary; later logits are padding.
-    num_tokens: usize,
     /// The selector, with the statistics of its calls.
     selection: Option<Selection>,
     /// `[computed pairs, pairs of dense attention]` of the prompts.
@@ -264,8 +260,7 @@ impl<B: DeviceBackend> Reader<'_, B> {
         prompt.extend_from_slice(&sample.question);
         check_vocabulary(&prompt, model.shape().vocab_size)?;
         let room = prompt.len() + sample.max_new_tokens();
-        let mut text =
-            Continuation::new(model, room, device).with_selection(self.selection.as_ref().map(Selection::uncounted));
+        let mut text = Continuation::new(model, room, device).with_copy_of(self.selection.as_ref());
         let logits = text.read(&prompt)?;
         if let Some(selection) = text.selection() {
             let totals = selection.totals();
@@ -275,32 +270,10 @@ impl<B: DeviceBackend> Reader<'_, B> {
         let candidates: Vec<&[u32]> = sample.candidates.iter().map(Vec::as_slice).collect();
         let endings = text.endings(&logits, &candidates)?;
         let likelihoods: Vec<f64> = endings.iter().map(|x| x.log_likelihood).collect();
-        let is_found = self.is_said(text, logits, sample)?;
-        Ok((rank(&likelihoods), is_found))
-    }
-
-    /// Whether the greedy continuation contains the answer.
-    fn is_said(
-        &mut self,
-        mut text: Continuation<'_, B>,
-        mut logits: Vec<f32>,
-        sample: &Sample,
-    ) -> Result<bool, EvalError> {
-        let (mut said, mut is_said) = (Vec::new(), false);
-        while said.len() < sample.max_new_tokens() {
-            let next = first_of_largest(&logits[..self.num_tokens]);
-            let token = next.ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
-            said.push(token);
-            is_said = self.model.tokenizer.decode(&said)?.contains(&sample.answer);
-            if is_said || self.model.ends.contains(&token) || said.len() == sample.max_new_tokens() {
-                break;
-            }
-            logits = text.read(&[token])?;
-        }
-        if let (Some(kept), Some(used)) = (&mut self.selection, text.selection()) {
-            kept.add_totals(used);
-        }
-        Ok(is_said)
+        let is_said = |text: &str| text.contains(&sample.answer);
+        let said = text.greedy_text(self.model, logits, sample.max_new_tokens(), is_said)?;
+        text.add_totals_to(self.selection.as_mut());
+        Ok((rank(&likelihoods), is_said(&said)))
     }
 }
 

@@ -18,7 +18,7 @@ pub(crate) struct CompareArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
-    crate::eval::output::check_replaceable(&args.out)?;
+    crate::eval::output::check(args.out.as_path())?;
     let mut named = args
         .runs
         .iter()

@@ -1,12 +1,11 @@
 //! Asks a model the samples of long tasks, and sums up its scores.
-use super::{LongSample, LongSource, LongTask, LongTexts, NUM_WRONG};
+use super::{LongSource, LongTexts, NUM_WRONG};
 use crate::continuation::Continuation;
 use crate::input::{check_length, check_vocabulary};
 use crate::needle::rank;
 use crate::{EvalError, LayerPath, Selection, TaskModel};
 use serde::Serialize;
 use sieve_ops::DeviceBackend;
-use sieve_ops::first_of_largest;
 
 /// Depths are grouped into this many equal ranges.
 const NUM_DEPTHS: usize = 5;
@@ -105,15 +104,17 @@ pub fn ask_long<B: DeviceBackend>(
         let longest = endings.iter().map(Vec::len).max().unwrap_or(0);
         let longest = longest.max(texts.task.max_new_tokens());
         let text = Continuation::new(model.model, prompt.len() + longest, model.device);
-        let mut text = text.with_selection(selection.as_deref().map(Selection::uncounted));
+        let mut text = text.with_copy_of(selection.as_deref());
         let logits = text.read(prompt)?;
         let slices: Vec<&[u32]> = endings.iter().map(Vec::as_slice).collect();
         let found = text.endings(&logits, &slices)?;
         let likelihoods: Vec<f64> = found.iter().map(|x| x.log_likelihood).collect();
-        let (answer, score) = answer(model, &mut text, logits, texts.task, sample)?;
-        if let (Some(kept), Some(used)) = (&mut selection, text.selection()) {
-            kept.add_totals(used);
-        }
+        let mut score = 0.0;
+        let answer = text.greedy_text(model, logits, texts.task.max_new_tokens(), |answer| {
+            score = sample.matching.score(answer, &sample.references);
+            score >= 1.0
+        })?;
+        text.add_totals_to(selection.as_deref_mut());
         scores.push(SampleScore {
             task: texts.task.name(),
             length: texts.length,
@@ -127,34 +128,6 @@ pub fn ask_long<B: DeviceBackend>(
         observe(scores.len());
     }
     Ok(scores)
-}
-
-/// The greedy answer after a prompt with these logits, and its score. It ends at an end token, at the full score, or
-/// after the task's number of tokens.
-fn answer<B: DeviceBackend>(
-    model: &TaskModel<'_, B>,
-    text: &mut Continuation<'_, B>,
-    mut logits: Vec<f32>,
-    task: LongTask,
-    sample: &LongSample,
-) -> Result<(String, f64), EvalError> {
-    let most = task.max_new_tokens();
-    let num_tokens = model.tokenizer.vocab_size().min(model.model.shape().vocab_size);
-    let mut said = Vec::new();
-    let (mut answer, mut score) = (String::new(), 0.0);
-    loop {
-        let token = first_of_largest(&logits[..num_tokens]).ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
-        if model.ends.contains(&token) {
-            return Ok((answer, score));
-        }
-        said.push(token);
-        answer = model.tokenizer.decode(&said)?;
-        score = sample.matching.score(&answer, &sample.references);
-        if said.len() == most || score >= 1.0 {
-            return Ok((answer, score));
-        }
-        logits = text.read(&[token])?;
-    }
 }
 
 impl LongTaskReport {

@@ -36,9 +36,7 @@ pub(super) fn answers<B: DeviceBackend>(
                 prompt => prompt,
             };
             check_vocabulary(prompt, model.model.shape().vocab_size)?;
-            let mut text = empty
-                .clone()
-                .with_selection(selection.as_deref().map(Selection::uncounted));
+            let mut text = empty.clone().with_copy_of(selection.as_deref());
             let logits = text.read(prompt)?;
             going.push(Going {
                 number: next,
@@ -59,9 +57,7 @@ pub(super) fn answers<B: DeviceBackend>(
                     still.push(one);
                 }
                 None => {
-                    if let (Some(kept), Some(used)) = (&mut selection, one.text.selection()) {
-                        kept.add_totals(used);
-                    }
+                    one.text.add_totals_to(selection.as_deref_mut());
                     let number = one.number;
                     answers[number] = one.ended(&matching.stop)?;
                     done += 1;

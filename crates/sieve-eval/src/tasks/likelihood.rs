@@ -235,15 +235,13 @@ pub(super) fn after_prompts<B: DeviceBackend>(
     for same in pairs.chunk_by(|a, b| a.context() == b.context()) {
         let room = same.iter().map(|pair| pair.tokens.len()).max().unwrap_or(0);
         let text = Continuation::new(model.model, room, model.device);
-        let mut text = text.with_selection(selection.as_deref().map(Selection::uncounted));
+        let mut text = text.with_copy_of(selection.as_deref());
         let logits = text.read(same[0].context())?;
         let endings: Vec<&[u32]> = same.iter().map(Pair::ending).collect();
         for (n, ending) in text.endings(&logits, &endings)?.into_iter().enumerate() {
             keep(first + n, ending);
         }
-        if let (Some(kept), Some(used)) = (selection.as_deref_mut(), text.selection()) {
-            kept.add_totals(used);
-        }
+        text.add_totals_to(selection.as_deref_mut());
         first += same.len();
     }
     Ok(())

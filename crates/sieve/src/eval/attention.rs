@@ -49,9 +49,7 @@ pub(crate) struct AttentionArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: AttentionArgs) -> Result<()> {
-    if let Some(path) = &args.plot {
-        output::check_replaceable(path)?;
-    }
+    output::check(args.plot.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let length = length(&args, shape.max_seq_len);

@@ -69,6 +69,7 @@ fn kind(text: &str) -> Result<(usize, usize), String> {
 
 /// Runs the command.
 pub(crate) fn run(args: MqarArgs) -> Result<()> {
+    output::check(args.plot.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let longest = args.kinds.iter().map(|(seq_len, _)| *seq_len).max();
@@ -78,7 +79,6 @@ pub(crate) fn run(args: MqarArgs) -> Result<()> {
 }
 
 fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, kept: Kept) -> Result<()> {
-    output::check(args.plot.as_deref())?;
     let (loaded, _tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let kinds = kinds(args, &loaded.recipe, loaded.model.shape().vocab_size)?;
     let trained = loaded.recipe.data.mqar.as_ref();

@@ -72,6 +72,7 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
             args.grid
         );
     }
+    output::check(args.plot.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let longest = args.lengths.iter().max().copied();
@@ -87,7 +88,6 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
 }
 
 fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -> Result<()> {
-    output::check(args.plot.as_deref())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let config = config(args, loaded.shape.max_seq_len)?;
     config.check(loaded.shape.max_seq_len)?;

@@ -113,9 +113,11 @@ fn run_name(checkpoint: &Path, folder: &str) -> String {
     name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
-/// Fails if `path` is a folder or lies in a folder that does not exist. Commands call this before they start to work.
-pub(crate) fn check(path: Option<&Path>) -> Result<()> {
-    let Some(path) = path else {
+/// Fails if [`write()`] could not replace the file at `path`: it is a folder or a device, its folder does not exist, or
+/// nothing can be written there. Tries it by making and removing the temporary file. Commands call this before they
+/// start to work.
+pub(crate) fn check<'a>(path: impl Into<Option<&'a Path>>) -> Result<()> {
+    let Some(path) = path.into() else {
         return Ok(());
     };
     if path.is_dir() {
@@ -124,19 +126,16 @@ pub(crate) fn check(path: Option<&Path>) -> Result<()> {
             path.display()
         );
     }
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() && !parent.is_dir() => bail!(
+    if let Some(parent) = path.parent()
+        && !parent.as_os_str().is_empty()
+        && !parent.is_dir()
+    {
+        bail!(
             "cannot write {}: there is no folder {}\n  hint: make it first",
             path.display(),
             parent.display()
-        ),
-        _ => Ok(()),
+        );
     }
-}
-
-/// As [`check`], for a file that [`write()`] will replace. Tries it by making and removing the temporary file.
-pub(crate) fn check_replaceable(path: &Path) -> Result<()> {
-    check(Some(path))?;
     if path.file_name().is_none() || (path.exists() && !path.is_file()) {
         bail!(
             "cannot write {}: it is not a file\n  hint: name a new file, or one to replace",
@@ -180,10 +179,10 @@ mod tests {
         let folder = std::env::temp_dir().join(name);
         fs::create_dir(&folder).expect("a new folder");
         let path = folder.join("a.json");
-        check_replaceable(&path).expect("new");
+        check(path.as_path()).expect("new");
         assert!(!path.exists());
         write(&path, "one, and longer").expect("writable");
-        check_replaceable(&path).expect("there");
+        check(path.as_path()).expect("there");
         write(&path, "two").expect("writable");
         assert_eq!(fs::read_to_string(&path).expect("there"), "two");
         #[cfg(unix)]
@@ -193,13 +192,13 @@ mod tests {
             write(&link, "three").expect("writable");
             assert!(link.is_symlink());
             assert_eq!(fs::read_to_string(&path).expect("there"), "three");
-            check_replaceable(Path::new("/dev/null")).expect_err("a device");
+            check(Path::new("/dev/null")).expect_err("a device");
         }
         let left = fs::read_dir(&folder).expect("there").count();
         assert_eq!(left, if cfg!(unix) { 2 } else { 1 });
         for bad in ["", "no/where.json", "a.json/x"] {
             let path = folder.join(bad);
-            check_replaceable(&path).expect_err(bad);
+            check(path.as_path()).expect_err(bad);
         }
         fs::remove_dir_all(&folder).expect("its own folder");
     }

@@ -101,7 +101,7 @@ pub(crate) fn run(args: PatternsArgs) -> Result<()> {
 }
 
 fn run_on<B: DeviceBackend>(args: &PatternsArgs, flag: &str, device: &B::Device, kept: Kept) -> Result<()> {
-    output::check_replaceable(&args.out)?;
+    output::check(args.out.as_path())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let length = length(args, &loaded.shape, loaded.recipe.training.seq_len)?;
     let windows = match args.method {

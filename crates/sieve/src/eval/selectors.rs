@@ -82,6 +82,8 @@ pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
     if args.lengths.iter().any(|&length| length < 2) || args.windows == 0 {
         bail!("--lengths and --windows must be positive\n  hint: prompts need at least 2 tokens");
     }
+    output::check(args.plot.as_deref())?;
+    output::check(args.scores.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, _| {
         let longest = args.lengths.iter().max().copied().unwrap_or(0);
@@ -91,8 +93,6 @@ pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
 }
 
 fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept) -> Result<()> {
-    output::check(args.plot.as_deref())?;
-    output::check(args.scores.as_deref())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let (selectors, left_out) = selectors(args, &loaded.shape)?;
     let selections: Vec<Selection> = selectors
