@@ -20,7 +20,7 @@ mod time;
 pub use cache::{CachePlan, cache_plan};
 pub use disk::DiskPlan;
 pub use memory::{
-    FittingSetting, InferenceSize, MemoryPlan, MemoryVerdict, activation_bytes_per_token, import_memory,
+    FittingSetting, InferenceSize, MemoryParts, MemoryPlan, MemoryVerdict, activation_bytes_per_token, import_memory,
     inference_memory, memory_plan,
 };
 pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, gpu_training_gap, op_plans};

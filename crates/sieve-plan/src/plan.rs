@@ -338,23 +338,18 @@ fn stage_plan(
     let rows = RowShare::of(recipe);
     let rows_apart = (ranks / rows.degree).max(1);
     let micro_batches = section.global_batch_size / section.local_batch_size / rows_apart;
-    // In the first `share` of the steps attention is dense.
-    let (share, dense) = (recipe.training.dense_steps, shape.dense());
-    let over_steps = |own: f64, dense: f64| own + (dense - own) * share;
+    let dense = shape.dense();
+    let over_steps = |own: f64, dense: f64| over_steps(recipe, own, dense);
     let mut executed = shape.executed_flops_per_token(section.seq_len);
-    executed.attention = over_steps(
-        executed.attention,
-        dense.executed_flops_per_token(section.seq_len).attention,
-    );
+    let dense_attention = dense.executed_flops_per_token(section.seq_len).attention;
+    executed.attention = over_steps(executed.attention, dense_attention);
     let spared = (1.0 - recipe.label_share()) * shape.unlabelled_training_flops();
     let executed_training = executed.training() - spared;
     let attention_share = 3.0 * executed.attention / executed_training;
-    let dense_training = shape.dense_flops_per_token(section.seq_len).training() - spared;
     let recomputed = recomputed_share(recipe, shape.num_layers);
-    let exchanged = rows.exchanged_bytes(shape, target.value_bytes(), recomputed);
-    let exchanged = exchanged * micro_batches as f64;
+    let exchanged = rows.exchanged_bytes(shape, target.value_bytes(), recomputed) * micro_batches as f64;
     let exchange_seconds = together.map_or(0.0, |together| together.row_seconds(exchanged));
-    let (speed, pays_from) = match target {
+    let (tokens_per_second, pays_from) = match target {
         Target::Cpu { flops_per_second, .. } => {
             let speed = flops_per_second.map(|peak| ASSUMED_MFU * peak / executed_training);
             (speed, None)
@@ -367,30 +362,18 @@ fn stage_plan(
                 recomputed,
                 fp8: recipe.training.fp8_blocks(shape.num_layers),
             };
-            let alone = |shape: &ModelShape| {
-                let executed = shape.executed_flops_per_token(section.seq_len);
-                time::tokens_per_second(shape, executed, spared, &size, gpu)
-            };
-            let alone = match share > 0.0 {
-                true => alone(shape)
-                    .zip(alone(&dense))
-                    .map(|(own, dense)| 1.0 / over_steps(1.0 / own, 1.0 / dense)),
-                false => alone(shape),
-            };
-            let tokens = (size.tokens * micro_batches) as f64;
-            let update = time::update_seconds(shape.parameters().total(), gpu);
-            let speed = alone.map(|speed| match together {
-                Some(together) => {
-                    // The halo's zero queries cost attention as much time as others.
-                    let more = attention_share * (rows.queries_for_each(shape) - 1.0);
-                    let copied = rows.copied_bytes(shape, target.value_bytes(), recomputed);
-                    let copying = time::memory_seconds(copied * micro_batches as f64, gpu);
-                    let seconds = tokens / speed * (1.0 + more) + exchange_seconds + copying;
-                    together.tokens_per_second(tokens, seconds, update)
-                }
-                None => speed,
+            let alone = speed_alone(recipe, shape, spared, &size, gpu);
+            let speed = alone.zip(together).map(|(alone, together)| {
+                let tokens = (size.tokens * micro_batches) as f64;
+                // The halo's zero queries cost attention as much time as others.
+                let more = attention_share * (rows.queries_for_each(shape) - 1.0);
+                let copied = rows.copied_bytes(shape, target.value_bytes(), recomputed);
+                let copying = time::memory_seconds(copied * micro_batches as f64, gpu);
+                let seconds = tokens / alone * (1.0 + more) + exchange_seconds + copying;
+                let update = time::update_seconds(shape.parameters().total(), gpu);
+                together.tokens_per_second(tokens, seconds, update)
             });
-            (speed, time::pays_from(shape, &size, gpu))
+            (speed.or(alone), time::pays_from(shape, &size, gpu))
         }
     };
     StagePlan {
@@ -403,9 +386,9 @@ fn stage_plan(
             dense.mean_active_keys(section.seq_len),
         ),
         executed_flops_per_token: executed_training,
-        dense_flops_per_token: dense_training,
+        dense_flops_per_token: shape.dense_flops_per_token(section.seq_len).training() - spared,
         attention_share,
-        tokens_per_second: speed,
+        tokens_per_second,
         context_parallel: (rows.degree > 1).then(|| ContextParallelPlan {
             degree: rows.degree,
             tokens: section.seq_len / rows.degree,
@@ -413,6 +396,34 @@ fn stage_plan(
             longest_rows: longest_rows(recipe, shape, target, ranks),
         }),
         pays_from,
+    }
+}
+
+/// Mean over a stage's steps of a number that is `dense` in the first `training.dense_steps` of them, where attention
+/// is dense, and `own` in the others.
+fn over_steps(recipe: &Recipe, own: f64, dense: f64) -> f64 {
+    own + (dense - own) * recipe.training.dense_steps
+}
+
+/// Estimated tokens per second of one GPU without other ranks; `None` if no such attention was measured. Training
+/// spares `spared_flops` of a token's executed FLOPs.
+fn speed_alone(
+    recipe: &Recipe,
+    shape: &ModelShape,
+    spared_flops: f64,
+    size: &time::StepSize,
+    gpu: &gpu::Gpu,
+) -> Option<f64> {
+    let speed = |shape: &ModelShape| {
+        let executed = shape.executed_flops_per_token(size.seq_len);
+        time::tokens_per_second(shape, executed, spared_flops, size, gpu)
+    };
+    let own = speed(shape);
+    match recipe.training.dense_steps > 0.0 {
+        true => own
+            .zip(speed(&shape.dense()))
+            .map(|(own, dense)| 1.0 / over_steps(recipe, 1.0 / own, 1.0 / dense)),
+        false => own,
     }
 }
 

@@ -176,9 +176,8 @@ pub(crate) fn need(memory: &MemoryPlan) -> String {
 }
 
 /// Printed if none of the settings that the plan tries makes a run fit.
-pub(crate) const NOTHING_FITS: &str = "no local_batch_size and no activation_checkpoint.mode makes it fit: the \
-    weights and \
-     the optimizer's state are too large";
+pub(crate) const NOTHING_FITS: &str = "no local_batch_size and no activation_checkpoint.mode makes it fit: the weights \
+    and the optimizer's state are too large";
 
 /// The line of the largest parts at the moment that needs most memory.
 fn parts(memory: &MemoryPlan) -> String {
@@ -198,7 +197,7 @@ fn way_out(memory: &MemoryPlan) -> String {
         format!("{setting} ({total})")
     });
     let settings = settings.collect::<Vec<_>>();
-    let hint = match (settings.is_empty(), memory.moment_bytes > 0) {
+    let hint = match (settings.is_empty(), memory.peak.moment_bytes > 0) {
         (false, _) => format!("it would fit with {}", settings.join(", or with ")),
         (true, true) if memory.verdict.needs_advice() => {
             format!("{NOTHING_FITS}; make the model smaller, or use a machine with more memory")

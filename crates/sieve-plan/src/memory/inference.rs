@@ -1,7 +1,7 @@
 //! Memory of using a model: reading its weights, a forward pass, KV caches.
 
 use super::activations::{F32, block_kept, plain_score_bytes, times};
-use super::{MemoryPlan, Moment, logit_bytes};
+use super::{MemoryParts, MemoryPlan, logit_bytes};
 use crate::{Target, cache_plan};
 use sieve_core::Keeping;
 use sieve_core::model::ModelShape;
@@ -48,8 +48,7 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
             times(size.num_caches.max(1) as u64, one)
         }
     };
-    let loaded = Moment {
-        name: "reading the weights",
+    let loaded = MemoryParts {
         parameter_bytes: match target {
             Target::Cpu { .. } => times(parameters, weight_bytes),
             Target::Gpu(_) => times(parameters, F32),
@@ -58,21 +57,18 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
             Target::Cpu { .. } => times(parameters, F32),
             Target::Gpu(_) => 0,
         },
-        ..Moment::default()
+        ..MemoryParts::default()
     };
-    let forward = Moment {
-        name: "a forward pass",
+    let forward = MemoryParts {
         parameter_bytes: times(parameters, weight_bytes),
         cache_bytes,
         activation_bytes: forward_bytes(shape, size, target),
-        ..Moment::default()
+        ..MemoryParts::default()
     };
-    let fullest = if loaded.total() > forward.total() {
-        loaded
-    } else {
-        forward
-    };
-    fullest.plan(target, 1)
+    match loaded.total() > forward.total() {
+        true => loaded.plan("reading the weights", target, 1),
+        false => forward.plan("a forward pass", target, 1),
+    }
 }
 
 /// Peak of a forward pass without a backward pass, in bytes of activations.
@@ -111,11 +107,11 @@ fn returned_logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64
 /// Memory of importing a model: the weights that were read, a new model, and a copy of its weights.
 pub fn import_memory(shape: &ModelShape, target: &Target) -> MemoryPlan {
     let parameter_bytes = times(shape.parameters().total(), F32);
-    let moment = Moment {
-        name: "the exchange of a new model's weights for those that were read",
+    let peak = MemoryParts {
         parameter_bytes,
         workspace_bytes: 2 * parameter_bytes,
-        ..Moment::default()
+        ..MemoryParts::default()
     };
-    moment.plan(target, 1)
+    let moment = "the exchange of a new model's weights for those that were read";
+    peak.plan(moment, target, 1)
 }
