@@ -22,9 +22,9 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
 /// it gets.
 ///
 /// # Errors
-/// Errors of `write`, and errors of the file system.
+/// A path that is a folder, a device or a pipe; errors of `write`, and errors of the file system.
 pub fn replace<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> Result<T, E>) -> Result<T, E> {
-    let (target, temporary) = target_and_temporary(path);
+    let (target, temporary) = target_and_temporary(path)?;
     let renamed = write(&temporary).and_then(|written| {
         fs::rename(&temporary, &target).map_err(FileError::on("rename", &temporary))?;
         sync_folder(folder_of(&target))?;
@@ -39,19 +39,25 @@ pub fn replace<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> 
 /// Checks that [`replace`] can create its temporary file, by creating and removing it.
 ///
 /// # Errors
-/// An error of the file system.
+/// As [`replace`].
 pub fn check_replaceable(path: &Path) -> Result<(), FileError> {
-    let (_, temporary) = target_and_temporary(path);
+    let (_, temporary) = target_and_temporary(path)?;
     write_synced(&temporary, b"")?;
     fs::remove_file(&temporary).map_err(FileError::on("remove", &temporary))
 }
 
 /// The file that `path` points to, and this process's temporary name for it.
-fn target_and_temporary(path: &Path) -> (PathBuf, PathBuf) {
+///
+/// # Errors
+/// Something else than a file is there. A rename would put a file in the place of a device, for every program.
+fn target_and_temporary(path: &Path) -> Result<(PathBuf, PathBuf), FileError> {
+    if path.exists() && !path.is_file() {
+        return Err(FileError::on("replace", path)(io::Error::other("it is not a file")));
+    }
     let target = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     let mut temporary = target.clone().into_os_string();
     temporary.push(format!(".{}.tmp", std::process::id()));
-    (target, PathBuf::from(temporary))
+    Ok((target, PathBuf::from(temporary)))
 }
 
 /// Writes and syncs a file directly under its name.
@@ -161,6 +167,22 @@ mod tests {
         assert!(link.is_symlink());
         assert_eq!(fs::read(&path).unwrap(), b"new");
         assert_eq!(names(folder.path()), ["a", "link"]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn only_a_file_is_replaced() {
+        use std::os::unix::fs::FileTypeExt;
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("socket");
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        for path in [socket.as_path(), folder.path()] {
+            let error = replace(path, |partial| write_synced(partial, b"new")).unwrap_err();
+            assert!(error.to_string().contains("it is not a file"), "{error}");
+            check_replaceable(path).unwrap_err();
+        }
+        assert!(fs::metadata(&socket).unwrap().file_type().is_socket());
+        assert_eq!(names(folder.path()), ["socket"]);
     }
 
     #[test]

@@ -113,29 +113,13 @@ fn run_name(checkpoint: &Path, folder: &str) -> String {
     name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
-/// Fails if [`write()`] could not replace the file at `path`: it is a folder or a device, its folder does not exist, or
-/// nothing can be written there. Tries it by making and removing the temporary file. Commands call this before they
-/// start to work.
+/// Fails if [`write()`] could not replace the file at `path`. Tries it by making and removing the temporary file.
+/// Commands call this before they start to work.
 pub(crate) fn check<'a>(path: impl Into<Option<&'a Path>>) -> Result<()> {
     let Some(path) = path.into() else {
         return Ok(());
     };
-    if path.is_dir() {
-        bail!(
-            "cannot write {}: it is a folder\n  hint: name a file in it",
-            path.display()
-        );
-    }
-    if let Some(parent) = path.parent()
-        && !parent.as_os_str().is_empty()
-        && !parent.is_dir()
-    {
-        bail!(
-            "cannot write {}: there is no folder {}\n  hint: make it first",
-            path.display(),
-            parent.display()
-        );
-    }
+    check_place(path)?;
     if path.file_name().is_none() || (path.exists() && !path.is_file()) {
         bail!(
             "cannot write {}: it is not a file\n  hint: name a new file, or one to replace",
@@ -143,6 +127,24 @@ pub(crate) fn check<'a>(path: impl Into<Option<&'a Path>>) -> Result<()> {
         );
     }
     sieve_files::check_replaceable(path).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Fails if `path` is a folder or lies in a folder that does not exist. A device or a pipe may be written in place.
+pub(crate) fn check_place(path: &Path) -> Result<()> {
+    if path.is_dir() {
+        bail!(
+            "cannot write {}: it is a folder\n  hint: name a file in it",
+            path.display()
+        );
+    }
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() && !parent.is_dir() => bail!(
+            "cannot write {}: there is no folder {}\n  hint: make it first",
+            path.display(),
+            parent.display()
+        ),
+        _ => Ok(()),
+    }
 }
 
 /// Writes a file whole or not at all.
