@@ -126,19 +126,11 @@ enum Resume {
 }
 
 /// What all runs of this process (several with `--sweep`) share.
-struct Session {
-    choice: DeviceChoice,
+struct Session<'a> {
+    args: &'a TrainArgs,
     found: Device,
     interrupt: Interrupt,
-    profile: Option<u64>,
-    stop_after: Option<u64>,
-    fallback: Option<PathBuf>,
-    write_limits: WriteLimits,
-    memory: MemoryArgs,
     events: OnEvent,
-    /// Least time without an event after which `--on-event` reports a stalled run.
-    stall_limit: Duration,
-    metrics_port: Option<MetricsPort>,
     /// Connections to the other ranks; `None` if this process trains alone.
     mesh: Option<Arc<Mesh>>,
 }
@@ -298,28 +290,18 @@ impl TrainArgs {
     }
 }
 
-impl Session {
+impl<'a> Session<'a> {
     /// Opens the device and the signal handler, for this process alone or for a rank of `mesh`.
-    fn open(args: &TrainArgs, recipe: &Recipe, mesh: Option<Arc<Mesh>>) -> Result<Self> {
+    fn open(args: &'a TrainArgs, recipe: &Recipe, mesh: Option<Arc<Mesh>>) -> Result<Self> {
         let tells = mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0);
         Ok(Self {
-            choice: args.device,
+            args,
             found: match &mesh {
                 Some(mesh) => ranks::device(args.device, mesh, recipe)?,
                 None => crate::kernels::device_for(args.device, recipe)?,
             },
             interrupt: Interrupt::install(tells)?,
-            profile: args.profile,
-            stop_after: args.stop_after,
-            fallback: args.checkpoint_fallback.clone(),
-            write_limits: WriteLimits {
-                last: Duration::from_secs(args.checkpoint_patience),
-                ..WriteLimits::default()
-            },
-            memory: args.memory,
             events: args.events(),
-            stall_limit: ranks::long_patience(args.patience),
-            metrics_port: args.metrics_port.clone(),
             mesh,
         })
     }
@@ -338,12 +320,12 @@ impl Session {
 
 /// Trains `recipe` on the session's device; on the CPU if `--device auto` found a GPU without kernels for its
 /// attention.
-fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Result<Ending> {
+fn train_on(session: &Session<'_>, start: &Start, recipe: &Recipe, out: &Path) -> Result<Ending> {
     // The choice of the device does not depend on the vocabulary, so its size can be 0 here.
     let shape = recipe.model_shape(0)?;
-    let device = session.choice.for_model(&session.found, &shape);
+    let device = session.args.device.for_model(&session.found, &shape);
     match &device {
-        Device::Cpu if session.profile.is_some() => {
+        Device::Cpu if session.args.profile.is_some() => {
             bail!("--profile traces a GPU, and this run is on the CPU\n  hint: add --device cuda")
         }
         Device::Cpu => {
@@ -440,19 +422,12 @@ fn attention_path(shape: &ModelShape, arch: &str) -> &'static str {
 fn train<B: TrainBackend>(
     (start, out): (&Start, &Path),
     recipe: &Recipe,
-    session: &Session,
+    session: &Session<'_>,
     place: &Device,
     hardware: impl FnOnce() -> (Hardware<B>, String),
     group: impl FnOnce(Arc<Mesh>, &B::Device) -> Result<Group<B>>,
 ) -> Result<Ending> {
-    let (mut folder, origin) = match &session.mesh {
-        Some(mesh) => ranks::open(mesh, out, start, recipe)?,
-        None => {
-            let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
-            let origin = ranks::find_origin(&mut folder, start, recipe)?;
-            (folder, origin)
-        }
-    };
+    let (mut folder, origin) = ranks::open(session.mesh.as_deref(), out, start, recipe)?;
     let recipe = &origin.with_own_tokenizer(recipe)?;
     let mut log = Log::new(session.tells());
     if is_finished(&mut folder, start, &origin, recipe, &log)? {
@@ -461,7 +436,7 @@ fn train<B: TrainBackend>(
     // Before text is tokenised, which may take hours.
     TrainError::check_ranks(recipe, session.sharers()[1])?;
     let keeping = admit(session, recipe, &origin, place, &log)?;
-    if let Some(dir) = session.fallback.as_ref().filter(|_| session.tells()) {
+    if let Some(dir) = session.args.checkpoint_fallback.as_ref().filter(|_| session.tells()) {
         let what = || format!("creating {} for --checkpoint-fallback", dir.display());
         std::fs::create_dir_all(dir).with_context(what)?;
     }
@@ -494,20 +469,19 @@ fn train<B: TrainBackend>(
         own_group = Some(group);
     }
     let mut trainer = Trainer::<B>::new(recipe.clone(), data, folder, origin, hardware, own_group)?;
-    if let Some(num_steps) = session.stop_after {
+    if let Some(num_steps) = session.args.stop_after {
         trainer.stop_after(num_steps);
     }
-    let mut own = RunFolder::fallback_name(out).into_bytes();
-    if let Some(mesh) = &session.mesh {
-        // The name is made from the folder's path, which may differ between hosts, so rank 0's is used.
-        own = mesh.broadcast(&own)?;
+    let fallback_name = ranks::fallback_name(session.mesh.as_deref(), out)?;
+    if let Some(dir) = &session.args.checkpoint_fallback {
+        trainer.set_fallback(dir.join(fallback_name));
     }
-    if let Some(dir) = &session.fallback {
-        trainer.set_fallback(dir.join(String::from_utf8(own)?));
-    }
-    trainer.set_write_limits(session.write_limits);
+    trainer.set_write_limits(WriteLimits {
+        last: Duration::from_secs(session.args.checkpoint_patience),
+        ..WriteLimits::default()
+    });
     let exporter = Exporter::default();
-    let port = session.metrics_port.as_ref().filter(|_| session.tells());
+    let port = session.args.metrics_port.as_ref().filter(|_| session.tells());
     let address = port.map(|port| exporter.listen(port)).transpose()?;
     trainer.write_config()?;
     log.open(&log_path)?;
@@ -530,8 +504,12 @@ fn train<B: TrainBackend>(
     }
     if summary.interrupted {
         tell_references(&log);
-        log.always(&stopped_line(recipe, &summary, session.fallback.as_deref()));
-        let is_as_asked = (session.stop_after).is_some_and(|n| summary.step - first_step >= n);
+        log.always(&stopped_line(
+            recipe,
+            &summary,
+            session.args.checkpoint_fallback.as_deref(),
+        ));
+        let is_as_asked = (session.args.stop_after).is_some_and(|n| summary.step - first_step >= n);
         return Ok(match is_as_asked {
             true => Ending::Finished,
             false => Ending::Interrupted,
@@ -596,7 +574,7 @@ fn is_finished(folder: &mut RunFolder, start: &Start, origin: &Origin, recipe: &
 }
 
 /// Checks that the run fits into the device's memory. Returns which optional activations there is room to keep.
-fn admit(session: &Session, recipe: &Recipe, origin: &Origin, place: &Device, log: &Log) -> Result<Keeping> {
+fn admit(session: &Session<'_>, recipe: &Recipe, origin: &Origin, place: &Device, log: &Log) -> Result<Keeping> {
     let vocab_size = match &origin.checkpoint {
         Some(checkpoint) => Ok(checkpoint.state.vocab_size),
         None => crate::plan::vocab_size(recipe),
@@ -605,7 +583,7 @@ fn admit(session: &Session, recipe: &Recipe, origin: &Origin, place: &Device, lo
     let Ok(vocab_size) = vocab_size else {
         return Ok(Keeping::default());
     };
-    let admitted = (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
+    let admitted = (session.args.memory).check_training(recipe, vocab_size, place, session.sharers())?;
     admitted.warning.iter().for_each(|warning| log.always(warning));
     out_of_memory::advise(admitted.advice);
     Ok(admitted.keeping)
@@ -614,7 +592,7 @@ fn admit(session: &Session, recipe: &Recipe, origin: &Origin, place: &Device, lo
 /// Trains, with a progress bar, the metrics, a profile where one is asked for, and a watch for stalls.
 fn run_steps<B: TrainBackend>(
     trainer: &mut Trainer<B>,
-    session: &Session,
+    session: &Session<'_>,
     recipe: &Recipe,
     place: &Device,
     log: &Log,
@@ -624,7 +602,7 @@ fn run_steps<B: TrainBackend>(
     let (bar, stalls) = match session.tells() {
         true => (
             terminal::progress_bar(recipe.training.steps as u64, "{bar:30} {pos}/{len} steps  {msg}"),
-            Some(session.events.watch(session.stall_limit)?),
+            Some(session.events.watch(ranks::long_patience(session.args.patience))?),
         ),
         false => (ProgressBar::hidden(), None),
     };
@@ -648,12 +626,12 @@ fn run_steps<B: TrainBackend>(
 
 /// The profiler of `--profile`; `None` without the flag, on the CPU, and on ranks other than 0.
 fn profile<B: TrainBackend>(
-    session: &Session,
+    session: &Session<'_>,
     place: &Device,
     recipe: &Recipe,
     trainer: &Trainer<B>,
 ) -> Result<Option<StepProfile>> {
-    let num_steps = session.profile.filter(|_| session.tells());
+    let num_steps = session.args.profile.filter(|_| session.tells());
     let (Some(num_steps), Device::Cuda(gpu)) = (num_steps, place) else {
         return Ok(None);
     };

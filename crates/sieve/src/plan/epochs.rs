@@ -18,49 +18,49 @@ pub(super) struct TextEpochs {
     epochs: f64,
 }
 
-/// The texts of a run whose shards are in `dir`; `None` if some of the shards do not exist.
+/// The texts of a run whose shards are in `dir`: the run's own text, then those of its stages. `None` if some of the
+/// shards do not exist.
 pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
-    let one = |text: String, num_tokens: u64, read: f64| TextEpochs {
-        text,
-        num_tokens,
-        epochs: read / num_tokens.max(1) as f64,
-    };
-    // (source, its tokens, tokens that the run reads of it): first the run's own text, then the texts of stages.
-    let mut all = texts(recipe, dir)?;
+    let mut all = unread(recipe, dir)?;
     let num_own = all.len();
+    // `epochs` counts tokens first.
     for stage in recipe.stages() {
         let alone = recipe.at_stage(&stage);
-        let tokens = stage.section.steps as f64 * alone.training.tokens_per_step() as f64;
+        let num_tokens = stage.section.steps as f64 * alone.training.tokens_per_step() as f64;
         let of_stage = match stage.section.paths {
             Some(_) => {
                 let first = all.len();
-                all.extend(texts(&alone, &dir.join(format!("stage-{}", stage.index + 1)))?);
+                all.extend(unread(&alone, &dir.join(format!("stage-{}", stage.index + 1)))?);
                 &mut all[first..]
             }
             None => &mut all[..num_own],
         };
         let weights = alone.data.weights.unwrap_or_else(|| vec![1.0]);
         let total = weights.iter().sum::<f64>();
-        for ((.., read), weight) in of_stage.iter_mut().zip(weights) {
-            *read += tokens * weight / total;
+        for (text, weight) in of_stage.iter_mut().zip(weights) {
+            text.epochs += num_tokens * weight / total;
         }
     }
-    Some(
-        all.into_iter()
-            .map(|(text, num_tokens, read)| one(text, num_tokens, read))
-            .collect(),
-    )
+    for text in &mut all {
+        text.epochs /= text.num_tokens.max(1) as f64;
+    }
+    Some(all)
 }
 
-/// (source, its tokens, 0 tokens read so far) of the shards in `dir`: one entry for each weighted path, else one for
-/// all paths. `None` if the shards do not exist.
-fn texts(recipe: &Recipe, dir: &Path) -> Option<Vec<(String, u64, f64)>> {
+/// The texts of the shards in `dir`, 0 epochs each: one for each weighted path, else one for all paths. `None` if the
+/// shards do not exist.
+fn unread(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let meta = Prepared::open(dir).ok()?.meta;
+    let text = |text: String, num_tokens: u64| TextEpochs {
+        text,
+        num_tokens,
+        epochs: 0.0,
+    };
     let sources = meta.sources.iter().zip(&recipe.data.paths);
-    let sources = sources.map(|(source, path)| (path.clone(), source.train.num_tokens, 0.0));
+    let sources = sources.map(|(source, path)| text(path.clone(), source.train.num_tokens));
     let sources = sources.collect::<Vec<_>>();
     match sources.is_empty() {
-        true => Some(vec![(dir.display().to_string(), meta.train.num_tokens, 0.0)]),
+        true => Some(vec![text(dir.display().to_string(), meta.train.num_tokens)]),
         false => Some(sources),
     }
 }

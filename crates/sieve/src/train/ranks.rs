@@ -172,8 +172,7 @@ fn without_gpu(error: anyhow::Error, world: &World) -> anyhow::Error {
     match error.downcast_ref() {
         Some(KernelError::WrongDevice { wanted, count }) if *count < world.local_size => anyhow!(
             "LOCAL_RANK {wanted} has no GPU: its host has {count}, and {} processes\n  \
-             hint: start {count} processes on it, or \
-             look at CUDA_VISIBLE_DEVICES",
+             hint: start {count} processes on it, or look at CUDA_VISIBLE_DEVICES",
             world.local_size
         ),
         _ => error,
@@ -218,22 +217,15 @@ pub(super) fn goes_on(mesh: &Mesh, holds_run: bool) -> Result<bool> {
     Ok(mesh.broadcast(&[u8::from(holds_run)])? == [1])
 }
 
-/// Finds the checkpoint to start from. [`Start::ResumeAlone`] may rename damaged checkpoints, so it locks the folder
-/// first.
-pub(super) fn find_origin(folder: &mut RunFolder, start: &Start, recipe: &Recipe) -> Result<Origin> {
-    if matches!(start, Start::ResumeAlone { .. }) {
-        folder.claim(start)?;
-    }
-    Ok(Origin::find(folder, start, recipe)?)
-}
-
-/// Opens the output folder and the checkpoint to start from. Rank 0 finds the checkpoint and sends its path to the
-/// others.
-pub(super) fn open(mesh: &Mesh, out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
+/// Opens the output folder and the checkpoint to start from. Of several ranks, rank 0 finds the checkpoint and sends its
+/// path to the others.
+pub(super) fn open(mesh: Option<&Mesh>, out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
     let name = &recipe.checkpoint.folder;
+    let Some(mesh) = mesh else {
+        return open_first(out, start, recipe);
+    };
     if mesh.world().rank == 0 {
-        let mut folder = RunFolder::open(out, name, start)?;
-        let origin = find_origin(&mut folder, start, recipe)?;
+        let (folder, origin) = open_first(out, start, recipe)?;
         let path = origin.checkpoint.as_ref().map(|found| &found.path);
         let path = path.map(|path| path.canonicalize()).transpose()?;
         let path = path.unwrap_or_default();
@@ -248,6 +240,27 @@ pub(super) fn open(mesh: &Mesh, out: &Path, start: &Start, recipe: &Recipe) -> R
         (_, path) => Origin::find(&folder, &Start::ResumeFrom(path.into()), recipe)?,
     };
     Ok((folder, origin))
+}
+
+/// As [`open`], in rank 0 or the only process.
+fn open_first(out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
+    let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
+    // Looking for the latest checkpoint may rename damaged ones, so it locks the folder first.
+    if matches!(start, Start::ResumeAlone { .. }) {
+        folder.claim(start)?;
+    }
+    let origin = Origin::find(&folder, start, recipe)?;
+    Ok((folder, origin))
+}
+
+/// The subfolder of `--checkpoint-fallback` for the run in `out`. It is made from the folder's path, which may differ
+/// between hosts, so all ranks use rank 0's.
+pub(super) fn fallback_name(mesh: Option<&Mesh>, out: &Path) -> Result<String> {
+    let own = RunFolder::fallback_name(out);
+    match mesh {
+        Some(mesh) => Ok(String::from_utf8(mesh.broadcast(own.as_bytes())?)?),
+        None => Ok(own),
+    }
 }
 
 /// Fails if a rank does not see rank 0's output folder. All ranks write parts of each checkpoint into it.
@@ -266,20 +279,21 @@ pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<()> {
         std::thread::sleep(Duration::from_millis(100));
     }
     let place = out.canonicalize().unwrap_or_else(|_| out.to_owned());
-    let said = format!("{}{}", u8::from(sees()), place.display());
-    let all = mesh.gather(said.as_bytes())?;
+    // `1` or `0` for whether this rank sees the file, then the folder where it looks.
+    let answer = format!("{}{}", u8::from(sees()), place.display());
+    let answers = mesh.gather(answer.as_bytes())?;
     if rank == 0 {
         let _ = std::fs::remove_file(&sign);
     }
-    let all = all.iter().map(|said| String::from_utf8_lossy(said));
-    let all = all.collect::<Vec<_>>();
-    match all.iter().position(|said| !said.starts_with('1')) {
+    let answers = answers.iter().map(|answer| String::from_utf8_lossy(answer));
+    let answers = answers.collect::<Vec<_>>();
+    match answers.iter().position(|answer| !answer.starts_with('1')) {
         None => Ok(()),
         Some(blind) => bail!(
             "rank {blind} does not see the files of rank 0's run: rank 0 writes to {}, rank {blind} looks in {}\n  \
              hint: give --out a folder that all hosts of the job share, by the same path",
-            &all[0][1..],
-            all[blind].get(1..).unwrap_or_default()
+            &answers[0][1..],
+            answers[blind].get(1..).unwrap_or_default()
         ),
     }
 }
