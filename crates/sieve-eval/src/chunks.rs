@@ -204,40 +204,14 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
     has_clock: bool,
     kept: &mut KeptMasks,
 ) -> Result<(SparseOutput<B>, Cost), EvalError> {
-    let tokens = operands.num_tokens();
+    let (layer, tokens) = (operands.layer, operands.num_tokens());
     let (mut cost, mut parts) = (Cost::default(), Vec::new());
     let mut copied = None;
-    let refused = |reason: String| EvalError::kernel(selector.name(), reason);
     for shape in calls_of(operands, chunk) {
-        let keys = operands.qkv.clone().narrow(1, 0, shape.num_keys);
-        let selection = selector.block_selection(shape, operands.layer, operands.num_layers);
-        let started = Instant::now();
-        let made = selection.and_then(|selection| {
-            // An error, such as a head width without a kernel, is recorded by the op; the selection then runs on the
-            // host.
-            let made = select_blocks(&keys, &selection).ok()?;
-            Some((selection, made))
-        });
-        let scale = f64::from(shape.softmax_scale());
-        let attend = |mask: &KeyMask<Tensor<B, 1, Int>>, is_dense: bool| {
-            let mut output = sparse_attention(keys.clone(), mask, scale)?;
-            let correction = selector.correction(shape, operands.layer);
-            if let Some(correction) = correction.filter(|_| !is_dense) {
-                let dense = mask.dense_rows.first().cloned().unwrap_or(0..0);
-                output.o = correct_by_probes(keys.clone(), output.o, correction, dense, scale)?;
-            }
-            Ok(output)
-        };
-        if let Some((selection, made)) = made {
-            if has_clock {
-                B::sync(&keys.device()).map_err(|error| refused(error.to_string()))?;
-                cost.select_seconds += started.elapsed().as_secs_f64();
-            }
-            // Before the attention is launched: reading the statistics waits for all launched work.
-            cost.add_selection(shape, &selection, &made);
-            let output = attend(&made, false);
-            parts.push(output.map_err(refused)?);
-            cost.add_probes(shape, selector, operands.layer);
+        let qkv = operands.qkv.clone().narrow(1, 0, shape.num_keys);
+        if let Some(mask) = select_on_device(selector, operands, &qkv, shape, has_clock, &mut cost)? {
+            parts.push(attend(selector, layer, qkv, shape, &mask, false)?);
+            cost.add_probes(shape, selector, layer);
             continue;
         }
         let rows = shape.context()..shape.num_keys;
@@ -247,13 +221,12 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
             ..shape
         };
         let copied = &mut copied;
-        let mask = select_on_host(selector, operands, whole, rows, kept, copied, &mut cost)?;
-        let is_dense = mask.stats.dense_call;
+        let made = select_on_host(selector, operands, whole, rows, kept, copied, &mut cost)?;
+        let is_dense = made.stats.dense_call;
         if !is_dense {
-            cost.add_probes(shape, selector, operands.layer);
+            cost.add_probes(shape, selector, layer);
         }
-        let output = attend(mask.mask(), is_dense);
-        parts.push(output.map_err(refused)?);
+        parts.push(attend(selector, layer, qkv, shape, made.mask(), is_dense)?);
     }
     let joined = match parts.len() {
         1 => parts.remove(0),
@@ -263,6 +236,53 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
         },
     };
     Ok((joined, cost))
+}
+
+/// Selects on the device and adds the selection's statistics to `cost`. `None` if there is no kernel for this call.
+/// `qkv` ends with the call's last key. With `has_clock`, waits for the device to time the selection.
+fn select_on_device<B: DeviceBackend>(
+    selector: &Selector,
+    operands: &LayerOperands<B>,
+    qkv: &Tensor<B, 4>,
+    shape: CallShape,
+    has_clock: bool,
+    cost: &mut Cost,
+) -> Result<Option<KeyMask<Tensor<B, 1, Int>>>, EvalError> {
+    let Some(selection) = selector.block_selection(shape, operands.layer, operands.num_layers) else {
+        return Ok(None);
+    };
+    let started = Instant::now();
+    // An error, such as a head width without a kernel, is recorded by the op; the selection then runs on the host.
+    let Ok(mask) = select_blocks(qkv, &selection) else {
+        return Ok(None);
+    };
+    if has_clock {
+        B::sync(&qkv.device()).map_err(|error| EvalError::kernel(selector.name(), error.to_string()))?;
+        cost.select_seconds += started.elapsed().as_secs_f64();
+    }
+    // Before the attention is launched: reading the statistics waits for all launched work.
+    cost.add_selection(shape, &selection, &mask);
+    Ok(Some(mask))
+}
+
+/// Attention of one call under a mask, on the device, with the selector's correction unless the call is dense.
+fn attend<B: DeviceBackend>(
+    selector: &Selector,
+    layer: usize,
+    qkv: Tensor<B, 4>,
+    shape: CallShape,
+    mask: &KeyMask<Tensor<B, 1, Int>>,
+    is_dense: bool,
+) -> Result<SparseOutput<B>, EvalError> {
+    let refused = |reason: String| EvalError::kernel(selector.name(), reason);
+    let scale = f64::from(shape.softmax_scale());
+    let mut output = sparse_attention(qkv.clone(), mask, scale).map_err(refused)?;
+    let correction = selector.correction(shape, layer);
+    if let Some(correction) = correction.filter(|_| !is_dense) {
+        let dense = mask.dense_rows.first().cloned().unwrap_or(0..0);
+        output.o = correct_by_probes(qkv, output.o, correction, dense, scale).map_err(refused)?;
+    }
+    Ok(output)
 }
 
 /// Queries and keys of a layer, copied to the host.
@@ -297,9 +317,10 @@ fn select_on_host<B: DeviceBackend>(
     let call = match reads {
         Reads::Nothing => Call::of_shape(shape)?,
         Reads::BlockMeans(block) => {
-            means = Means::of(&operands.qkv.clone().narrow(1, 0, rows.end), shape, block);
-            cost.host_bytes += 4 * (means.q.len() + means.k.len()) as u64;
-            Call::of_means(shape, means.view())?
+            means = block_means(&operands.qkv.clone().narrow(1, 0, rows.end), shape, block);
+            cost.host_bytes += 4 * (means[0].len() + means[1].len()) as u64;
+            let [q, k] = &means;
+            Call::of_means(shape, BlockMeans { block, q, k })?
         }
         Reads::Values => {
             return Err(EvalError::kernel(
@@ -337,52 +358,30 @@ fn select_on_host<B: DeviceBackend>(
     Ok(made)
 }
 
-/// Means of the blocks of a call's queries and keys, computed on the device in f32.
-struct Means {
-    block: usize,
-    q: Vec<f32>,
-    k: Vec<f32>,
-}
-
-impl Means {
-    /// `qkv`: `[1, num_keys, packed heads, head_dim]`.
-    fn of<B: DeviceBackend>(qkv: &Tensor<B, 4>, shape: CallShape, block: usize) -> Self {
-        let q = qkv.clone().narrow(2, 0, shape.num_heads);
-        let k = qkv.clone().narrow(2, shape.num_heads, shape.num_kv_heads);
-        Self {
-            block,
-            q: block_means(q.narrow(1, shape.context(), shape.num_queries), block),
-            k: block_means(k, block),
-        }
-    }
-
-    fn view(&self) -> BlockMeans<'_> {
-        BlockMeans {
-            block: self.block,
-            q: &self.q,
-            k: &self.k,
-        }
-    }
-}
-
-/// Means over blocks of tokens: `[blocks, heads, width]` from `[1, tokens, heads, width]`. A short last block has the
-/// mean of its own tokens.
-fn block_means<B: DeviceBackend>(x: Tensor<B, 4>, block: usize) -> Vec<f32> {
-    let [_, tokens, heads, width] = x.dims();
-    let whole = tokens / block * block;
-    let mean = |first: usize, count: usize, block: usize| {
+/// Means over blocks of a call's queries and of its keys, `[blocks, heads, head_dim]` each, computed on the device in
+/// f32. A short last block has the mean of its own tokens. `qkv` is `[1, num_keys, packed heads, head_dim]`.
+fn block_means<B: DeviceBackend>(qkv: &Tensor<B, 4>, shape: CallShape, block: usize) -> [Vec<f32>; 2] {
+    let mean = |x: &Tensor<B, 4>, first: usize, count: usize, block: usize| -> Vec<f32> {
+        let [_, _, heads, width] = x.dims();
         let part = x.clone().narrow(1, first, count).cast(DType::F32);
         let part = part.reshape([count / block, block, heads * width]);
         part.mean_dim(1).into_data().iter::<f32>().collect()
     };
-    let mut means: Vec<f32> = Vec::new();
-    if whole > 0 {
-        means = mean(0, whole, block);
-    }
-    if whole < tokens {
-        means.extend(mean(whole, tokens - whole, tokens - whole));
-    }
-    means
+    let q = qkv.clone().narrow(2, 0, shape.num_heads);
+    let q = q.narrow(1, shape.context(), shape.num_queries);
+    let k = qkv.clone().narrow(2, shape.num_heads, shape.num_kv_heads);
+    [q, k].map(|x| {
+        let tokens = x.dims()[1];
+        let whole = tokens / block * block;
+        let mut means = match whole {
+            0 => Vec::new(),
+            _ => mean(&x, 0, whole, block),
+        };
+        if whole < tokens {
+            means.extend(mean(&x, whole, tokens - whole, tokens - whole));
+        }
+        means
+    })
 }
 
 /// One call on a whole document in one layer.
@@ -438,8 +437,8 @@ mod tests {
                 let call = Call::without_values(whole, &q, &k).expect("sizes fit");
                 let call = call.chunk(rows.clone());
                 let keys = qkv.clone().narrow(1, 0, rows.end);
-                let means = Means::of(&keys, call.shape, 8);
-                let by_means = Call::of_means(call.shape, means.view()).expect("sizes fit");
+                let [q, k] = &block_means(&keys, call.shape, 8);
+                let by_means = Call::of_means(call.shape, BlockMeans { block: 8, q, k }).expect("sizes fit");
                 let by_means = selector.select(&by_means).expect("a prefill method");
                 let by_tokens = selector.select(&call).expect("a prefill method");
                 assert_eq!(by_means.mask, by_tokens.mask, "{text} {rows:?}");

@@ -62,10 +62,8 @@ fn chain(random: &mut Random, noises: usize, letters: usize) -> (String, Vec<Str
     let context = sentences.join(" ");
     let text = format!(
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: \
-         Find all \
-         variables that are assigned the value {value} in the text above. Answer: According to the chain(s) of \
-         variable \
-         assignment in the text above, {CHAIN} variables are assgined the value {value}, they are:"
+         Find all variables that are assigned the value {value} in the text above. Answer: According to the chain(s) \
+         of variable assignment in the text above, {CHAIN} variables are assgined the value {value}, they are:"
     );
     (text, variables)
 }
@@ -106,11 +104,9 @@ fn word_list(random: &mut Random, words: usize, often: usize, seldom: usize) -> 
     random.shuffle(&mut list);
     let context = numbered(&list);
     let text = format!(
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones \
-         that appear \
-         most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 \
-         words that \
-         appear most often in the list are:"
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that \
+         appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top \
+         10 words that appear most often in the list are:"
     );
     (text, common.to_vec())
 }
@@ -143,11 +139,9 @@ pub(super) fn frequent_words(random: &mut Random, size: Size) -> LongSample {
     random.shuffle(&mut coded);
     let prompt = format!(
         "Read the following coded text and track the frequency of each coded word. Find the three most frequently \
-         appeared \
-         coded words. {}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three \
-         most \
-         frequently appeared words in the above coded text? Answer: According to the coded text above, the three most \
-         frequently appeared words are:",
+         appeared coded words. {}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are \
+         the three most frequently appeared words in the above coded text? Answer: According to the coded text above, \
+         the three most frequently appeared words are:",
         coded.join(" ")
     );
     let wrong = wrong(&prompt, || random.letters(b'a', 6));

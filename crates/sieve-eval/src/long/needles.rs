@@ -181,18 +181,16 @@ impl Needles {
                 let thing = things.trim_end_matches('s');
                 format!(
                     "A special magic {thing} is hidden within the following text. Make sure to memorize it. I will \
-                     quiz you \
-                     about the {thing} afterwards.\n{context}\nWhat is the special magic {thing} for {query} \
-                     mentioned in the \
-                     provided text? The special magic {thing} for {query} mentioned in the provided text is"
+                     quiz you about the {thing} afterwards.\n{context}\nWhat is the special magic {thing} for {query} \
+                     mentioned in the provided text? The special magic {thing} for {query} mentioned in the provided \
+                     text is"
                 )
             }
             _ => format!(
                 "Some special magic {things} are hidden within the following text. Make sure to memorize it. I will \
-                 quiz you \
-                 about the {things} afterwards.\n{context}\nWhat are all the special magic {things} for {query} \
-                 mentioned in \
-                 the provided text? The special magic {things} for {query} mentioned in the provided text are"
+                 quiz you about the {things} afterwards.\n{context}\nWhat are all the special magic {things} for \
+                 {query} mentioned in the provided text? The special magic {things} for {query} mentioned in the \
+                 provided text are"
             ),
         }
     }

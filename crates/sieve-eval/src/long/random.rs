@@ -13,59 +13,38 @@ pub enum Split {
 }
 
 const ADJECTIVES: &str = "amber ancient ashen autumn azure bitter blank bleak blunt bold brave brief bright brisk \
-    broad broken \
-bronze calm careful clean clear clever cold cool copper coral crisp curious damp daring dark dawn deep distant dusty \
-dwarf eager \
-early earnest elder empty faded faint fair fancy fast feral fierce final flat floral fluffy fond formal fresh frosty \
-gentle giant \
-glad golden grand grave green grim happy hardy harsh hasty heavy hidden hollow humble icy idle inner iron ivory jolly \
-keen kind \
-large late lazy light little lively local lone long loud lucky lunar mellow mild misty modest muddy narrow neat new \
-noble northern \
-odd old olive pale patient plain polite proud purple quick quiet rapid rare red restless rough round royal rustic \
-sandy scarlet \
-secret shallow sharp shiny short shy silent silver simple sleepy slim slow small smooth snowy soft solar solid sour \
-southern stable \
-steady steep stormy strange strict strong sturdy sudden sunny sweet swift tall tame tender thin tidy tiny tired tough \
-twin upper \
-urban vague valid vast velvet violet vivid warm weary western wet white wide wild wise witty wooden worthy yellow \
-young";
+    broad broken bronze calm careful clean clear clever cold cool copper coral crisp curious damp daring dark dawn \
+    deep distant dusty dwarf eager early earnest elder empty faded faint fair fancy fast feral fierce final flat \
+    floral fluffy fond formal fresh frosty gentle giant glad golden grand grave green grim happy hardy harsh hasty \
+    heavy hidden hollow humble icy idle inner iron ivory jolly keen kind large late lazy light little lively local \
+    lone long loud lucky lunar mellow mild misty modest muddy narrow neat new noble northern odd old olive pale \
+    patient plain polite proud purple quick quiet rapid rare red restless rough round royal rustic sandy scarlet \
+    secret shallow sharp shiny short shy silent silver simple sleepy slim slow small smooth snowy soft solar solid \
+    sour southern stable steady steep stormy strange strict strong sturdy sudden sunny sweet swift tall tame tender \
+    thin tidy tiny tired tough twin upper urban vague valid vast velvet violet vivid warm weary western wet white wide \
+    wild wise witty wooden worthy yellow young";
 
 const NOUNS: &str = "acorn actor album anchor angle ankle anvil apple apron arch arrow artist atlas attic badge bag \
-    baker ball banjo bank \
-barn barrel basin basket bath beach beacon bean bear beard beaver bed bee bell belt bench berry bird blade blanket \
-boat bolt bone book \
-boot bottle bowl box branch bread breeze brick bridge broom brush bucket bus butter button cabin cable cactus cake \
-camel camera camp \
-candle canoe canvas canyon cap captain car card carpet carrot cart castle cat cedar cello chain chair chalk cheese \
-cherry chess chest \
-chimney church circle circus clay clerk cliff clock cloud clover coach coast coat coin collar comet compass cork corn \
-cotton couch \
-cow crab cradle crane crate creek cricket crow crown cup curtain dancer deer desert desk diary dice dish doctor dog \
-doll dolphin door \
-dove dragon drawer dress drum duck eagle easel echo elbow elm engine falcon farm feather fence fern field finch fire \
-fish flag flame \
-flute fog folder forest fork fox frame frog fruit garden garlic gate ghost glacier glass globe glove goat grape grass \
-guitar hammer \
-harbor harp hat hawk hazel heron hill hinge honey hook horn horse hotel house island ivy jacket jar jewel judge jug \
-jungle kettle key \
-king kite kitchen kitten knee knife knot ladder lake lamb lamp lantern lawn leaf lemon letter library lily lion \
-lizard lock lodge log \
-magnet maple marble market mask meadow medal melon mill mirror mitten moat moon moss motor mountain mouse museum \
-needle nest net night \
-notebook nurse oak oar ocean office onion orange orchard otter oven owl oyster page paint palace palm panda paper \
-parrot path pea peach \
-pearl pebble pen pencil pepper piano pilot pine pipe planet plate plum pocket poem pond pony poppy porch potato \
-prince pump puppet queen \
-quilt rabbit radio raft rain ranch raven ribbon ring river road robin rocket roof room rope rose ruby sail salmon \
-salt sand saddle \
-school seal seed shadow sheep shelf shell ship shirt shoe shore singer sister skate sky sled snail snow sofa soldier \
-song spider spoon \
-spring squid stable star station stone storm stove straw stream street swan table tailor teacher temple tent thread \
-throne thunder tiger \
-toast tower town train tree trumpet tulip tunnel turtle valley vase village violin wagon wall walnut watch wheel \
-whistle willow window \
-wing winter wizard wolf woods wool zebra";
+    baker ball banjo bank barn barrel basin basket bath beach beacon bean bear beard beaver bed bee bell belt bench \
+    berry bird blade blanket boat bolt bone book boot bottle bowl box branch bread breeze brick bridge broom brush \
+    bucket bus butter button cabin cable cactus cake camel camera camp candle canoe canvas canyon cap captain car card \
+    carpet carrot cart castle cat cedar cello chain chair chalk cheese cherry chess chest chimney church circle circus \
+    clay clerk cliff clock cloud clover coach coast coat coin collar comet compass cork corn cotton couch cow crab \
+    cradle crane crate creek cricket crow crown cup curtain dancer deer desert desk diary dice dish doctor dog doll \
+    dolphin door dove dragon drawer dress drum duck eagle easel echo elbow elm engine falcon farm feather fence fern \
+    field finch fire fish flag flame flute fog folder forest fork fox frame frog fruit garden garlic gate ghost \
+    glacier glass globe glove goat grape grass guitar hammer harbor harp hat hawk hazel heron hill hinge honey hook \
+    horn horse hotel house island ivy jacket jar jewel judge jug jungle kettle key king kite kitchen kitten knee knife \
+    knot ladder lake lamb lamp lantern lawn leaf lemon letter library lily lion lizard lock lodge log magnet maple \
+    marble market mask meadow medal melon mill mirror mitten moat moon moss motor mountain mouse museum needle nest \
+    net night notebook nurse oak oar ocean office onion orange orchard otter oven owl oyster page paint palace palm \
+    panda paper parrot path pea peach pearl pebble pen pencil pepper piano pilot pine pipe planet plate plum pocket \
+    poem pond pony poppy porch potato prince pump puppet queen quilt rabbit radio raft rain ranch raven ribbon ring \
+    river road robin rocket roof room rope rose ruby sail salmon salt sand saddle school seal seed shadow sheep shelf \
+    shell ship shirt shoe shore singer sister skate sky sled snail snow sofa soldier song spider spoon spring squid \
+    stable star station stone storm stove straw stream street swan table tailor teacher temple tent thread throne \
+    thunder tiger toast tower town train tree trumpet tulip tunnel turtle valley vase village violin wagon wall walnut \
+    watch wheel whistle willow window wing winter wizard wolf woods wool zebra";
 
 /// A random generator, seeded by split, seed, task, length and sample number.
 #[derive(Debug)]

@@ -18,8 +18,7 @@ pub(super) fn passkey(random: &mut Random, parts: usize) -> LongSample {
     LongSample {
         prompt: format!(
             "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz \
-             you about \
-             the important information there.\n{context}\nWhat is the pass key? The pass key is"
+             you about the important information there.\n{context}\nWhat is the pass key? The pass key is"
         ),
         references: vec![key],
         matching: Match::All,
@@ -39,8 +38,7 @@ pub(super) fn key_value(random: &mut Random, parts: usize) -> LongSample {
     LongSample {
         prompt: format!(
             "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON \
-             data:\n{{{context}}}\n\nKey: \
-             \"{key}\"\nCorresponding value:"
+             data:\n{{{context}}}\n\nKey: \"{key}\"\nCorresponding value:"
         ),
         references: vec![value.clone()],
         matching: Match::All,

@@ -43,11 +43,11 @@ pub const READY_TASKS: [(&str, &str); 29] = tasks! {
     "longbench2"
 };
 
-/// What is measured.
+/// What a task measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Measure {
-    /// The likeliest of several endings.
+    /// Which of several endings the model gives the largest likelihood.
     Choices,
     /// The likelihood of one ending, and whether greedy decoding gives it.
     Continuation,
@@ -96,6 +96,51 @@ struct File {
     first_line: bool,
     #[serde(default)]
     cut_middle: bool,
+}
+
+impl Texts {
+    fn compile(&self) -> Result<Source, String> {
+        Ok(match self {
+            Self::Column(column) => Source::Column(column.clone()),
+            Self::Templates(texts) => Source::Templates(templates(texts)?),
+        })
+    }
+}
+
+impl File {
+    /// The choices, the continuation or the right answers. Fails if the keys do not fit the measure.
+    fn endings(&self) -> Result<Source, String> {
+        let target = self.target.as_deref().map(Template::parse).transpose()?;
+        let target = target.map(|target| Source::Templates(vec![target]));
+        let [choices, answers] = [&self.choices, &self.answers].map(|texts| texts.as_ref().map(Texts::compile));
+        let (choices, answers) = (choices.transpose()?, answers.transpose()?);
+        let has_label = self.label.is_some();
+        let one_prompt = self.prompt.is_some() && self.prompts.is_empty();
+        let many_prompts = self.prompt.is_none() && self.prompts.len() > 1;
+        let (endings, needed) = match self.measure {
+            Measure::Choices if many_prompts => (
+                target.filter(|_| choices.is_none() && has_label),
+                "prompts with two templates or more need target and label, and no choices",
+            ),
+            Measure::Choices => (
+                choices.filter(|_| target.is_none() && one_prompt && has_label),
+                "measure = \"choices\" needs prompt, choices and label; or prompts, target and label",
+            ),
+            Measure::Continuation => (
+                target.filter(|_| one_prompt && !has_label),
+                "measure = \"continuation\" needs prompt and target, and no label",
+            ),
+            Measure::Generation => (
+                answers.filter(|_| one_prompt && !has_label),
+                "measure = \"generation\" needs prompt and answers, and no label",
+            ),
+        };
+        endings.ok_or_else(|| needed.to_owned())
+    }
+}
+
+fn templates<'a>(texts: impl IntoIterator<Item = &'a String>) -> Result<Vec<Template>, String> {
+    texts.into_iter().map(|text| Template::parse(text)).collect()
 }
 
 /// Texts of a row: a column that holds a list, or one template for each text.
@@ -179,45 +224,8 @@ impl Task {
     fn compile(name: &str, text: &str) -> Result<Self, String> {
         let file: File = toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())?;
         let template = |text: &Option<String>| text.as_deref().map(Template::parse).transpose();
-        let source = |texts: &Option<Texts>| {
-            Ok::<_, String>(match texts {
-                None => None,
-                Some(Texts::Column(column)) => Some(Source::Column(column.clone())),
-                Some(Texts::Templates(list)) => Some(Source::Templates(
-                    list.iter()
-                        .map(|text| Template::parse(text))
-                        .collect::<Result<_, _>>()?,
-                )),
-            })
-        };
-        let mut prompts = Vec::new();
-        for text in file.prompt.iter().chain(&file.prompts) {
-            prompts.push(Template::parse(text)?);
-        }
-        let target = template(&file.target)?.map(|target| Source::Templates(vec![target]));
-        let (choices, answers) = (source(&file.choices)?, source(&file.answers)?);
-        let one_prompt = file.prompt.is_some() && file.prompts.is_empty();
-        let many_prompts = file.prompt.is_none() && file.prompts.len() > 1;
-        let has_label = file.label.is_some();
-        let (endings, wanted) = match file.measure {
-            Measure::Choices if many_prompts => (
-                target.filter(|_| choices.is_none() && has_label),
-                "prompts with two templates or more need target and label, and no choices",
-            ),
-            Measure::Choices => (
-                choices.filter(|_| target.is_none() && one_prompt && has_label),
-                "measure = \"choices\" needs prompt, choices and label; or prompts, target and label",
-            ),
-            Measure::Continuation => (
-                target.filter(|_| one_prompt && !has_label),
-                "measure = \"continuation\" needs prompt and target, and no label",
-            ),
-            Measure::Generation => (
-                answers.clone().filter(|_| one_prompt && !has_label),
-                "measure = \"generation\" needs prompt and answers, and no label",
-            ),
-        };
-        let endings = endings.ok_or(wanted)?;
+        let prompts = templates(file.prompt.iter().chain(&file.prompts))?;
+        let endings = file.endings()?;
         if file.score != TextScore::default() && file.measure != Measure::Generation {
             return Err("score belongs to measure = \"generation\"".to_owned());
         }
@@ -227,7 +235,7 @@ impl Task {
         if file.stop.iter().any(String::is_empty) {
             return Err("stop has an empty text, at which every answer would end".to_owned());
         }
-        if answers.is_some() && file.measure != Measure::Generation {
+        if file.answers.is_some() && file.measure != Measure::Generation {
             return Err("answers belong to measure = \"generation\"".to_owned());
         }
         Ok(Self {
@@ -238,7 +246,7 @@ impl Task {
             description: template(&file.description)?,
             prompts,
             endings,
-            labels: source(&file.labels)?,
+            labels: file.labels.as_ref().map(Texts::compile).transpose()?,
             label: template(&file.label)?,
             filters: file
                 .filters

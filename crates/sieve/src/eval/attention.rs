@@ -146,9 +146,8 @@ fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
     }
     lines.push(
         "means over heads and queries: share of causal pairs with a weight; weight on the fifth of the keys with most \
-         of it; \
-         nats; tokens back; weight on the own and on the first token; keys that two KV heads both see; weight on keys \
-         farther back"
+         of it; nats; tokens back; weight on the own and on the first token; keys that two KV heads both see; weight \
+         on keys farther back"
             .to_owned(),
     );
     lines

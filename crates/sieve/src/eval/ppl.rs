@@ -12,8 +12,8 @@ use clap::{ArgGroup, Args};
 use serde_json::json;
 use sieve_data::{Corpus, Prepared};
 use sieve_eval::{
-    EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport, Selection, first_tokens,
-    perplexity, prepared_documents, text_documents,
+    EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport, RollingPerplexity, Selection,
+    first_tokens, perplexity, prepared_documents, text_documents,
 };
 use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
@@ -242,6 +242,25 @@ fn print<B: DeviceBackend>(
     if args.result.report(loaded, COMMAND, object)? {
         return Ok(());
     }
+    print_totals(loaded, report);
+    if let Some(rolling) = &report.lm_eval_rolling {
+        print_rolling(config, report.context, rolling);
+    }
+    print_breakdowns(args, report);
+    extrapolation::print(extrapolation);
+    if let Some(selection) = selection {
+        terminal::line(&selector::summary(selection));
+        if !selection.selectors().is_causal_map() {
+            terminal::line(
+                "this is prefill perplexity: the method chooses a row's keys by later rows too, so these are no \
+                 likelihoods",
+            );
+        }
+    }
+    Ok(())
+}
+
+fn print_totals<B: DeviceBackend>(loaded: &LoadedModel<B>, report: &PerplexityReport) {
     let count = terminal::thousands;
     terminal::line(&format!(
         "{}, context {}, stride {}\n\
@@ -273,23 +292,29 @@ fn print<B: DeviceBackend>(
             "tokens a second   {speed:>14}  from the second forward pass on"
         ));
     }
-    if let Some(rolling) = &report.lm_eval_rolling {
-        let before = match config.rolling_bos {
-            Some(_) => "two BOS tokens, the second one predicted,",
-            None => "an end-of-document token",
-        };
-        terminal::line(&format!(
-            "\nby lm-evaluation-harness's rolling likelihood ({before} before each text, none predicted behind it; \
-             windows of {})\n\
-             {}\n\
-             byte perplexity   {:>14.4}\n\
-             bits per byte     {:>14.4}",
-            report.context,
-            word_line(rolling.word_perplexity, rolling.num_tokens, rolling.num_words),
-            rolling.byte_perplexity,
-            rolling.bits_per_byte,
-        ));
-    }
+}
+
+/// Prints the perplexities by lm-evaluation-harness's definition, for windows of `context` tokens.
+fn print_rolling(config: &PerplexityConfig, context: usize, rolling: &RollingPerplexity) {
+    let before = match config.rolling_bos {
+        Some(_) => "two BOS tokens, the second one predicted,",
+        None => "an end-of-document token",
+    };
+    terminal::line(&format!(
+        "\nby lm-evaluation-harness's rolling likelihood ({before} before each text, none predicted behind it; \
+         windows of {context})\n\
+         {}\n\
+         byte perplexity   {:>14.4}\n\
+         bits per byte     {:>14.4}",
+        word_line(rolling.word_perplexity, rolling.num_tokens, rolling.num_words),
+        rolling.byte_perplexity,
+        rolling.bits_per_byte,
+    ));
+}
+
+/// Prints the tables of `--by-position` and `--far`.
+fn print_breakdowns(args: &PplArgs, report: &PerplexityReport) {
+    let count = terminal::thousands;
     if args.by_position {
         terminal::line("\ntokens seen                 tokens     loss");
         for bin in &report.by_position {
@@ -307,20 +332,9 @@ fn print<B: DeviceBackend>(
         terminal::line(&mean_line("new in the context", &report.by_word.new));
         terminal::line(&mean_line("no word", &report.by_word.no_word));
     }
-    extrapolation::print(extrapolation);
-    if let Some(selection) = selection {
-        terminal::line(&selector::summary(selection));
-        if !selection.selectors().is_causal_map() {
-            terminal::line(
-                "this is prefill perplexity: the method chooses a row's keys by later rows too, so these are no \
-                 likelihoods",
-            );
-        }
-    }
-    Ok(())
 }
 
-/// The line of the word perplexity; see [`TOKENS_PER_WORD`].
+/// The printed line of the word perplexity, which is left out with more than [`TOKENS_PER_WORD`] tokens a word.
 fn word_line(word_perplexity: f64, num_tokens: u64, num_words: u64) -> String {
     let tokens_per_word = num_tokens as f64 / num_words.max(1) as f64;
     match tokens_per_word > TOKENS_PER_WORD {

@@ -259,6 +259,25 @@ fn print<B: DeviceBackend>(
     if args.result.report(loaded, args.command(), json)? {
         return Ok(());
     }
+    print_table(loaded, reports, seconds);
+    if let Some(average) = average {
+        terminal::line(&format!(
+            "average {:.4} over {} of 16 data sets; {:.4} over their {} categories (LongBench's overall: the mean of \
+             each category's mean)",
+            average.mean,
+            average.num_data_sets,
+            average.overall,
+            average.categories.len()
+        ));
+    }
+    if let Some(selection) = selection {
+        terminal::line(&selector::summary(selection));
+    }
+    Ok(())
+}
+
+/// Prints a line for each score of each task.
+fn print_table<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[TaskReport], seconds: &[f64]) {
     let width = reports.iter().map(|report| report.task.len() + 2).fold(18, usize::max);
     terminal::line(&format!(
         "{}\n{:<width$}{:>8} {:>5}  {:<SCORE$}{:>14}  {:>7}{:>10}",
@@ -300,18 +319,4 @@ fn print<B: DeviceBackend>(
             terminal::line(&format!("{:<width$}{cut} texts were cut {place}", ""));
         }
     }
-    if let Some(average) = average {
-        terminal::line(&format!(
-            "average {:.4} over {} of 16 data sets; {:.4} over their {} categories (LongBench's overall: the mean of \
-             each category's mean)",
-            average.mean,
-            average.num_data_sets,
-            average.overall,
-            average.categories.len()
-        ));
-    }
-    if let Some(selection) = selection {
-        terminal::line(&selector::summary(selection));
-    }
-    Ok(())
 }
