@@ -127,7 +127,7 @@ impl TinyRun {
             }
         }
         let mut state = own.state.clone();
-        // Runs with different recipes may be compared, so checksums (config.toml's among them) are left out.
+        // Checksums cover config.toml too, and runs with different recipes may be compared.
         state.checksums.clear();
         state.num_shards = shapes.state.num_shards;
         found.insert("state.json".to_owned(), format!("{state:?}").into_bytes());
@@ -142,7 +142,7 @@ impl TinyRun {
             fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
         };
         let mut state: serde_json::Value = serde_json::from_slice(&read("state.json")).expect("JSON");
-        // Runs with different recipes may be compared, so checksums (config.toml's among them) are left out.
+        // Checksums cover config.toml too, and runs with different recipes may be compared.
         state["checksums"] = serde_json::Value::Null;
         let files = ["model.safetensors", "optimizer.safetensors"];
         let mut found: BTreeMap<_, _> = files.into_iter().map(|name| (name.to_owned(), read(name))).collect();

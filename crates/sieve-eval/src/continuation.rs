@@ -66,8 +66,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         self.with_selection(selection.map(Selection::uncounted))
     }
 
-    /// Adds the statistics of this text's selector to `original`, the selector that [`with_copy_of`](Self::with_copy_of)
-    /// copied.
+    /// Adds the statistics of this text's selector to `original`, whose copy [`with_copy_of`](Self::with_copy_of)
+    /// made.
     pub(crate) fn add_totals_to(&self, original: Option<&mut Selection>) {
         if let (Some(original), Some(copy)) = (original, &self.selection) {
             original.add_totals(copy);
@@ -139,8 +139,9 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok(logits)
     }
 
-    /// The text of greedy decoding after `logits`, those of this text's next token. Decoding ends when `is_enough` of the
-    /// decoded text, before an end token of `model`, and after `max_tokens` tokens, which is at least 1.
+    /// The text of greedy decoding after `logits`, which are those of this text's next token. Decoding ends when
+    /// `is_enough` of the decoded text, before an end token of `model`, and after `max_tokens` tokens, which is at
+    /// least 1.
     ///
     /// # Errors
     /// A NaN logit; as [`read`](Self::read).

@@ -289,7 +289,7 @@ impl<'a, B: DeviceBackend> Pass<'a, B> {
         }
     }
 
-    /// Adds a window. If the rows are full, first runs the forward pass of the windows before it; returns whether it did.
+    /// Adds a window. If the rows are full, first runs the forward pass of the windows before it, and returns true.
     fn predict(&mut self, tokens: &[u32], uses: &[WordUse], window: &Window) -> Result<bool, EvalError> {
         if push(&mut self.rows, tokens, uses, window) {
             return Ok(false);

@@ -36,7 +36,7 @@ pub struct TaskModel<'a, B: DeviceBackend> {
 pub struct TaskRows {
     /// The rows to ask.
     pub rows: Vec<TableRow>,
-    /// Rows whose first ones are the solved examples. `None` takes the first of `rows` other than the row asked.
+    /// The solved examples are the first of these rows. `None`: the first of `rows`, without the row that is asked.
     pub examples: Option<Vec<TableRow>>,
 }
 

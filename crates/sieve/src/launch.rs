@@ -304,7 +304,7 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
     Ok(codes.collect())
 }
 
-/// Whether one of several ranks still runs, and every other has ended because it lost a rank: the one that runs hangs.
+/// Whether only one of several ranks still runs, and all others ended because they lost a rank. Then that rank hangs.
 fn is_lost_by_others(ranks: &[Rank]) -> bool {
     let (running, ended): (Vec<&Rank>, Vec<&Rank>) = ranks.iter().partition(|rank| rank.status.is_none());
     let has_lost = |rank: &&Rank| rank.status.and_then(|status| status.code()) == Some(OTHER_LOST);

@@ -73,7 +73,7 @@ pub(super) struct Breakdown {
     all: Sum,
     /// By the binary logarithm of the number of tokens seen, rounded down.
     by_power: Vec<Sum>,
-    /// `[near, far]` words used before, for each border.
+    /// For each of `borders`, in tokens: words last used at most that far back, and words last used farther back.
     again: Vec<[Sum; 2]>,
     new: Sum,
     no_word: Sum,

@@ -47,7 +47,7 @@ pub(crate) struct PplArgs {
     #[arg(long, value_enum, requires = "data")]
     format: Option<FormatArg>,
     /// JSONL and Parquet: the column that holds a document's text
-    #[arg(long, default_value = "text", requires = "data", value_name = "NAME")]
+    #[arg(long, default_value = "text", value_name = "NAME")]
     text_column: String,
     /// Leave out documents that cannot be read (not UTF-8, no such column), and say how many
     #[arg(long, requires = "data")]

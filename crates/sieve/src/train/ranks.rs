@@ -217,8 +217,8 @@ pub(super) fn goes_on(mesh: &Mesh, holds_run: bool) -> Result<bool> {
     Ok(mesh.broadcast(&[u8::from(holds_run)])? == [1])
 }
 
-/// Opens the output folder and the checkpoint to start from. Of several ranks, rank 0 finds the checkpoint and sends its
-/// path to the others.
+/// Opens the output folder and the checkpoint to start from. Of several ranks, rank 0 finds the checkpoint and sends
+/// its path to the others.
 pub(super) fn open(mesh: Option<&Mesh>, out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
     let name = &recipe.checkpoint.folder;
     let Some(mesh) = mesh else {
