@@ -1,5 +1,5 @@
-//! Models on a CPU that keep the weights of their GEMMs in bf16 (`--dtype bf16`) compute what f32 models with the
-//! rounded weights compute.
+//! On the CPU, `--dtype bf16` keeps the weights of GEMMs in bf16. Such a model computes the same as an f32 model whose
+//! weights were rounded to bf16.
 use crate::random_model::{
     export_options, greedy, kinds, max_difference, random_model, recipe, tokens, write_checkpoint,
 };
@@ -18,7 +18,7 @@ fn read(folder: &Path, kept: Kept) -> Qwen3<Flex> {
     loaded.expect("just written").model
 }
 
-/// The model in f32, with the values that it has.
+/// An f32 copy of a model with bf16 weights, with the same values.
 fn widened(model: &Qwen3<Flex>) -> Qwen3<Flex> {
     let mut tensors = named_parameters(model).into_iter();
     load_parameters(

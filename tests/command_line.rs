@@ -1,4 +1,4 @@
-//! Pages that name messages and flags of the program.
+//! Documentation pages that quote the program's messages and flags: each quoted message and flag exists.
 use crate::tiny_run::TinyRun;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ fn sources(folder: &Path) -> String {
 
 #[test]
 fn troubleshooting_names_messages_that_the_program_prints() {
-    // Without what the compiler takes for the end of a line in a string.
+    // Strings of the sources span several lines: a backslash, the line's end and the next line's indent are removed.
     let crates = concat!(env!("CARGO_MANIFEST_DIR"), "/../crates");
     let all = sources(crates.as_ref()) + include_str!("../recipes/dma_80m.toml");
     let lines = all.split("\\\n").map(str::trim_start);
@@ -26,7 +26,8 @@ fn troubleshooting_names_messages_that_the_program_prints() {
     for line in page.lines().filter(|line| line.starts_with("| `")) {
         let cell = line.split(" | ").next().expect("a cell");
         for message in cell.split('`').skip(1).step_by(2) {
-            // Names, numbers and what is left out differ.
+            // A page may abbreviate a message by `…`, and its quoted names and numbers may differ. The remaining parts
+            // are compared.
             let mut parts = message.split(['…', '"']).collect::<Vec<_>>();
             for other in [" N ", " of M ", " X", " Y ", ": N "] {
                 parts = parts.into_iter().flat_map(|part| part.split(other)).collect();
@@ -84,7 +85,7 @@ fn commands_on_the_pages_have_the_flags_they_name() {
                     .then(|| String::from_utf8_lossy(&output.stdout).into_owned())
             });
             let Some(help) = help else {
-                // A command with `|` between its names.
+                // `eval ppl|needle` stands for two commands; `…` stands for arguments.
                 assert!(command.contains(['|', '…']), "{}: sieve {command}", page.display());
                 continue;
             };

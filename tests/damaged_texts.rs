@@ -1,5 +1,5 @@
-//! Damaged text files of every kind that the program reads: ten thousand each, from a fixed seed. Each is read or
-//! refused with a message that names it, and none brings the program down.
+//! Damaged text files of every kind that the program reads: ten thousand mutations of each, from a fixed seed. The
+//! program must read each one or refuse it with a message that names the file; none may cause a panic.
 use crate::random_model::{random_model, recipe, write_checkpoint};
 use sieve_core::Recipe;
 use sieve_data::{BpeConfig, Corpus, CorpusConfig, Tokenizer, read_table};
@@ -14,8 +14,8 @@ use tempfile::TempDir;
 
 const NUM_INPUTS: u64 = 10_000;
 
-/// Gives `read` every mutation of `text`; it returns whether that was taken. All or none: then the mutations test
-/// nothing.
+/// Calls `read` with [`NUM_INPUTS`] mutations of `text`; `read` returns whether it accepted the input. Fails if it
+/// accepts all or none of them, since the mutations then test nothing.
 fn each(text: &str, mut read: impl FnMut(&[u8]) -> bool) {
     assert!(read(text.as_bytes()), "{text} as it is");
     let taken = (0..NUM_INPUTS).filter(|&number| read(&mutated(text.as_bytes(), usize::MAX, number)));
@@ -23,7 +23,7 @@ fn each(text: &str, mut read: impl FnMut(&[u8]) -> bool) {
     assert!((1..NUM_INPUTS).contains(&num_taken), "{num_taken} were taken");
 }
 
-/// The same with each mutation as the file `path`.
+/// As [`each`], for a parser that reads its input from the file `path`.
 fn each_file(path: &Path, mut read: impl FnMut() -> bool) {
     let whole = fs::read_to_string(path).expect("a text");
     each(&whole, |bytes| {
@@ -33,7 +33,7 @@ fn each_file(path: &Path, mut read: impl FnMut() -> bool) {
     fs::write(path, whole).expect("writable");
 }
 
-/// Whether something was read; a refusal must hold one of `names` and be a sentence.
+/// Whether `read` succeeded. The message of an error must contain one of `names` and no word of a panic.
 fn is_read<T, E: std::fmt::Display>(read: Result<T, E>, names: &[&str]) -> bool {
     let Err(error) = read else {
         return true;
@@ -44,7 +44,7 @@ fn is_read<T, E: std::fmt::Display>(read: Result<T, E>, names: &[&str]) -> bool 
     false
 }
 
-/// A folder in memory where there is one: ten thousand files are written.
+/// A temporary folder, in memory (/dev/shm) if possible, because ten thousand files are written.
 pub(crate) fn quick_dir() -> TempDir {
     let memory = Path::new("/dev/shm");
     let made = match memory.is_dir() {
@@ -54,7 +54,7 @@ pub(crate) fn quick_dir() -> TempDir {
     made.expect("a temporary folder")
 }
 
-/// A checkpoint of a random model, its folder below that of the run.
+/// Writes a checkpoint of a random model into `dir`, the folder of its run.
 fn checkpoint(dir: &TempDir) -> PathBuf {
     let recipe = recipe("tie_word_embeddings = true", "kind = \"mha\"");
     let model = random_model(&recipe, 7);
@@ -62,7 +62,8 @@ fn checkpoint(dir: &TempDir) -> PathBuf {
     dir.path().join("step-1")
 }
 
-/// Loads a recipe; what is taken keeps the rules, and a refusal says why in words of its own.
+/// Whether the recipe loads. A loaded recipe must be valid; an error must explain the mistake in Sieve's words, not
+/// serde's.
 fn loads(text: &str, sets: &[String]) -> bool {
     let loaded = Recipe::load(text, "mine.toml", sets);
     match &loaded {
@@ -162,7 +163,7 @@ fn damaged_checkpoints() {
     for name in ["state.json", "config.toml"] {
         each_file(&folder.join(name), || {
             let verified = is_read(Checkpoint::open(&folder).map(|_| ()), &["step-1/"]);
-            // Sizes are read before the checksums are compared.
+            // `peek_model` reads the shapes before it compares the checksums, so that it accepts some damaged files.
             let peeked = is_read(peek_model(&folder).map(|_| ()), &["step-1/"]);
             verified || peeked
         });
@@ -180,7 +181,7 @@ fn damaged_model_configurations() {
                   \"hidden_act\": \"silu\", \"attention_bias\": false, \"attention_dropout\": 0.0, \
                   \"initializer_range\": 0.02, \"sliding_window\": null, \"use_sliding_window\": false}";
     fs::write(&path, config).expect("writable");
-    // Weights without a tensor: of a tied model it is read whether there is another output.
+    // A safetensors file without tensors: the importer looks in it for an output layer, which a tied model lacks.
     fs::write(dir.path().join("model.safetensors"), b"\x02\0\0\0\0\0\0\0{}").expect("writable");
     imported_model(dir.path(), None, &[]).expect("as it is");
     each_file(&path, || {
@@ -225,7 +226,7 @@ fn damaged_pattern_files_and_selectors() {
         each(text, |bytes| {
             let text = String::from_utf8_lossy(bytes);
             match Selector::parse(&text) {
-                // What is taken is written down and read again as it is.
+                // An accepted selector is printed and parsed again: both must be equal.
                 Ok(selector) => {
                     let again = Selector::parse(&selector.to_string());
                     assert_eq!(again.as_ref().ok(), Some(&selector), "{text:?}");

@@ -1,4 +1,4 @@
-//! Files of text for sessions: Parquet and packed JSON lines.
+//! Text files for the sessions of `data`: Parquet and packed JSON lines.
 use crate::tiny_run::TinyRun;
 use flate2::write::GzEncoder;
 use parquet::basic::Compression;
@@ -29,7 +29,7 @@ fn write_parquet(path: &Path, texts: &[String]) {
     writer.close().expect("closed");
 }
 
-/// The tiny corpus three ways: as Parquet, as packed JSON lines, and as it is.
+/// Writes the tiny corpus as Parquet, as packed JSON lines, and as text files.
 pub(crate) fn formats(tiny: &TinyRun) {
     let files = tiny.names("corpus").into_iter();
     let texts: Vec<String> = files.map(|name| tiny.read(&format!("corpus/{name}"))).collect();
@@ -43,7 +43,7 @@ pub(crate) fn formats(tiny: &TinyRun) {
     packed.finish().expect("writable");
 }
 
-/// Two documents of another source.
+/// Writes a second text source of two documents.
 pub(crate) fn mixture(tiny: &TinyRun) {
     let texts = ["other words. ".repeat(40), "more of them. ".repeat(50)];
     write_parquet(&tiny.path("other.parquet"), &texts);

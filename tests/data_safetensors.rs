@@ -1,4 +1,4 @@
-//! Damaged safetensors files: read as they stand or refused, never trusted.
+//! Damaged safetensors files: the reader accepts or refuses each one, and never reads outside the file.
 use crate::damaged_texts::quick_dir;
 use burn::tensor::TensorData;
 use sieve_hf::{NamedTensor, TensorFile, write_tensor_file};
@@ -41,7 +41,8 @@ fn damaged_headers_are_refused_or_name_tensors_that_are_there() {
                 num_taken += 1;
                 let mut num_bytes = 0;
                 for name in file.names() {
-                    // Another dtype's name is an error; a tensor has the bytes that its shape takes.
+                    // A damaged dtype name must be an error. An accepted tensor has as many bytes as its shape and
+                    // dtype take.
                     if let Ok(data) = file.any_tensor(&name) {
                         let count: usize = data.shape.to_vec().iter().product();
                         assert_eq!(data.bytes.len(), count * data.dtype.size(), "{name}");

@@ -1,4 +1,4 @@
-//! Files of `sieve kernels run` of ops that are more than one attention, against the definition.
+//! Compares files of `sieve kernels run`, for ops of more than one attention call, with the op's definition.
 use crate::kernels_cli::Written;
 use crate::python;
 use crate::tiny_run::TinyRun;
@@ -35,7 +35,7 @@ fn nsa_s_file_agrees_with_its_definition() {
         let window = written.defined(Mask::Window(40)).o;
         assert!(written.gap("selected_o", &selected) < 2e-5, "{words}");
         assert!(written.gap("window_o", &window) < 2e-5, "{words}");
-        // Each head of a token has a gate a branch.
+        // Each query head of a token has one gate for each of the three branches.
         let (logits, bias) = (written.values("gate_logits"), written.values("gate_bias"));
         let gated = |of: [&[f64]; 3]| -> Vec<f64> {
             let gate = |at: usize, branch: usize| {
@@ -74,8 +74,8 @@ fn nsa_s_file_agrees_with_its_definition() {
     }
 }
 
-/// Each rank's tensors against attention over whole rows: the border holds every earlier key that its queries see, with
-/// the ranks of the scores, and outputs and gradients are those of the whole rows.
+/// Compares each rank's tensors with attention over whole rows. The halo (`border`) must hold every earlier key that
+/// the rank's queries see, with its score; outputs and gradients must equal those of whole rows.
 #[test]
 fn a_file_of_two_ranks_agrees_with_its_definition() {
     let tiny = TinyRun::dma();
@@ -92,7 +92,7 @@ fn a_file_of_two_ranks_agrees_with_its_definition() {
             end.resize(document[1] as usize, document[1]);
         }
         let documents = Documents::new(&start, &end);
-        // z = a softplus(v w_dt): what DMA ranks keys by.
+        // z = a softplus(v w_dt) is the score by which DMA chooses keys.
         let is_dma = words.starts_with("dma");
         let mut z = vec![0.0; kv_heads * n];
         if is_dma {
@@ -105,7 +105,8 @@ fn a_file_of_two_ranks_agrees_with_its_definition() {
                 }
             }
         }
-        // Of equal scores the later key stays: a window.
+        // Without DMA all scores are equal. Of equal scores `dma_select` keeps the later key, so that it keeps a
+        // window.
         let (kept, local) = if is_dma { (8, 3) } else { (11, 0) };
         let mut expire = vec![0; z.len()];
         dma_select(&z, documents, 1, kv_heads, n, kept, &mut expire);
@@ -163,7 +164,7 @@ fn an_eight_bit_product_s_file_agrees_with_its_definition() {
         numbers.iter().map(|x| x * scale).collect()
     };
     let [x, weight, dy] = ["x", "weight", "dy"].map(operand);
-    // Of `a[i, c]` and `b[j, c]`, which lie in memory with these strides.
+    // The matrix `sum_c a[i, c] b[j, c]`, `[m, n]`. Each operand is given with its strides.
     let product = |[m, n, k]: [usize; 3], a: (&[f64], [usize; 2]), b: (&[f64], [usize; 2])| -> Vec<f64> {
         let at = |(values, [row, column]): (&[f64], [usize; 2]), i: usize, c: usize| values[i * row + c * column];
         let entry = |i: usize, j: usize| (0..k).map(|c| at(a, i, c) * at(b, j, c)).sum();
@@ -196,7 +197,7 @@ fn mla_s_file_has_a_gradient_of_each_input() {
         assert_eq!(written.shape(input), written.shape(gradient));
         assert!(written.values(gradient).iter().any(|&x| x != 0.0), "{gradient}");
     }
-    // The first query sees its own key alone: the second half of its `kv`.
+    // The first query sees only its own key, so its output is that key's value: the second half of its part of `kv`.
     for head in 0..3 {
         let (o, v) = (
             &written.values("o")[head * 16..][..16],
@@ -211,8 +212,9 @@ fn mla_s_file_has_a_gradient_of_each_input() {
     );
 }
 
-/// Methods whose masks have every kind of array: selector, arrays, and the share of the pairs that it keeps, from and
-/// to. A correction is no part of the mask; the last row's prompt is so short that all keys are read.
+/// A row for each method: the selector, the arrays that its file must hold, and the least and the largest share of
+/// pairs that it may keep. Together the masks have every kind of array. Corrections are not part of a mask. The prompt
+/// is too short for the method of the last row, so that it keeps all keys.
 const MASKS: &str = "
     meanpool:block=16,tau=0.5,min_prefill_tokens=0 => row_ptr => 0.2 => 0.9
     bfla:block=32,tile=16,group=16,keep_mass=0.5,local_tokens=0,last_dense_rows=9,min_prefill_tokens=0 => row_ptr \

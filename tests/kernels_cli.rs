@@ -1,5 +1,5 @@
-//! `sieve kernels`: files that other programs can check, a check that runs anywhere, builds without a GPU, plain
-//! errors.
+//! The commands of `sieve kernels`: `run` writes files that other programs can check, `check` runs on any machine,
+//! `build` needs no GPU, and mistakes are reported in plain words.
 use crate::tiny_run::TinyRun;
 use sieve_cpu::reference::{AttentionCall, Heads, Results, Rounding};
 use sieve_cpu::{AttentionShape, Documents, Mask};
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// A file of `sieve kernels run`: values in f64 by name, and the metadata.
+/// A file of `sieve kernels run`: its tensors as f64 by name, and its metadata.
 pub(crate) struct Written {
     pub(crate) tensors: BTreeMap<String, (Vec<usize>, Vec<f64>)>,
     pub(crate) metadata: BTreeMap<String, String>,
@@ -54,7 +54,8 @@ impl Written {
         self.values(name).iter().map(|&x| x as i32).collect()
     }
 
-    /// Largest difference of a tensor from these numbers; a query without keys has no log-sum-exp.
+    /// Largest absolute difference between a tensor and `expected`. The log-sum-exp of a query without keys is -inf in
+    /// both.
     pub(crate) fn gap(&self, name: &str, expected: &[f64]) -> f64 {
         let pairs = self.values(name).iter().zip(expected);
         assert_eq!(pairs.len(), expected.len(), "{name}");
@@ -64,7 +65,7 @@ impl Written {
         gaps.fold(0.0, f64::max)
     }
 
-    /// Attention and its gradients by their definition, from the file's own inputs.
+    /// Attention and its gradients, computed by their definition from the inputs in the file.
     pub(crate) fn defined(&self, mask: Mask<'_>) -> Results {
         let [q, k, v, d_o] = ["q", "k", "v", "do"].map(|name| self.floats(name));
         let (&[batch, seq_len, num_heads, head_dim], num_kv_heads) = (
@@ -74,7 +75,7 @@ impl Written {
         let firsts = self.ints("cu_seqlens");
         let (mut start, mut end) = (Vec::new(), Vec::new());
         for document in firsts.windows(2) {
-            // Bounds count within the row.
+            // Documents' bounds count from the first token of their row.
             let row = document[0] / seq_len as i32 * seq_len as i32;
             start.resize(document[1] as usize, document[0] - row);
             end.resize(document[1] as usize, document[1] - row);
@@ -99,8 +100,8 @@ impl Written {
         call.run(Rounding::None)
     }
 
-    /// Largest errors of `o`, of `lse` and of the gradients. `lse` is of logits less the largest bias that the query
-    /// sees, which is `base`.
+    /// Largest errors of `o`, of `lse` and of the gradients. With biases (`delta`), `base` is the largest bias that a
+    /// query sees, and `lse` is of the logits minus `base`.
     fn errors(&self) -> [f64; 3] {
         let expire = self.ints("expire");
         let has_bias = self.tensors.contains_key("delta");
@@ -140,7 +141,8 @@ impl Written {
 }
 
 impl Written {
-    /// The mask and the ranks by their definition: the last keys, and the best-ranked of the older ones.
+    /// Checks DMA's mask with slopes by its definition: a query sees the last `local` keys and, of the older ones,
+    /// those with the largest `rank`, `window` keys in all.
     fn check_sloped_mask(&self, window: usize, local: usize, periods: [f64; 2]) {
         let [batch, kv_heads, seq_len] = *self.shape("rank") else {
             panic!("rank has three dimensions")
@@ -168,7 +170,7 @@ impl Written {
     }
 }
 
-/// A folder to work in; its corpus is not used.
+/// A folder to work in. The tests of this file do not use its corpus.
 fn folder() -> TinyRun {
     TinyRun::dma()
 }
@@ -209,7 +211,7 @@ fn a_file_holds_inputs_outputs_and_gradients_that_agree() {
         if more.contains("periods") {
             written.check_sloped_mask(9, 3, [4.0, 30.0]);
         }
-        // The softmax's gradients sum to nothing over the keys of a query, and so over all.
+        // A softmax does not change if all its logits grow by the same number, so the gradients of the biases sum to 0.
         if op == "dma" {
             let sum: f64 = written.values("ddelta").iter().sum();
             assert!(sum.abs() < 1e-3, "{sum}");
@@ -224,7 +226,7 @@ fn scores_of_a_trained_model_can_be_used() {
     let captured = "kernels capture --checkpoint run --out z --device cpu";
     tiny.prints(captured);
     let z = Written::read_tensors(&tiny.path("z"));
-    // Two layers with one KV head each; whole rows of 32 tokens.
+    // Two layers with one KV head each; the tokens are whole rows of 32.
     assert_eq!(z["z"].0[0], 2);
     assert_eq!(z["z"].0[1] % 32, 0);
     assert!(z["z"].0[1] > 4096, "{:?}", z["z"].0);

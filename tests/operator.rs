@@ -1,4 +1,5 @@
-//! What an operator looks at and is told: numbers for Prometheus, and a command run at the end.
+//! What an operator uses to watch a run: `--metrics-port`, whose numbers Prometheus reads, and `--on-event`, a command
+//! that runs when the run ends.
 use crate::tiny_run::{TinyRun, ended, refused, signal, succeed, wait_until};
 use crate::train_ranks::started;
 use std::fs;
@@ -6,10 +7,10 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 
-/// More steps than anybody waits for.
+/// Settings of a run so long that the test stops it.
 const LONG: &str = "--set training.steps=1000000 --set checkpoint.interval=1000000";
 
-/// Appends what it is told to a file.
+/// An `--on-event` command that appends the event to a file.
 const KEEP: &str = "echo \"$SIEVE_EVENT $SIEVE_OUT $SIEVE_MESSAGE\" >> events";
 
 fn telling(mut command: Command) -> Command {
@@ -26,7 +27,7 @@ fn events(tiny: &TinyRun) -> Vec<String> {
 #[test]
 fn a_run_gives_its_numbers_and_tells_its_end() {
     let tiny = TinyRun::dma();
-    // A port that is taken is refused before there is a run.
+    // A port that is in use is refused before the run begins.
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let taken = format!("--metrics-port {}", listener.local_addr().expect("its address"));
     refused(
@@ -35,7 +36,7 @@ fn a_run_gives_its_numbers_and_tells_its_end() {
     );
     assert_eq!(tiny.names("none"), ["data", "run.lock"]);
     let port = format!("{LONG} --set validation.interval=1000000 --metrics-port 0");
-    // Rank 0 of several alone answers.
+    // With two ranks only rank 0 answers.
     for (out, command) in [("one", tiny.train("one", &port)), ("two", tiny.launch(2, "two", &port))] {
         let child = started(&mut telling(command), 3);
         let log = tiny.read(&format!("{out}/log"));

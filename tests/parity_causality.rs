@@ -1,4 +1,4 @@
-//! No row sees what comes after it, nor another document.
+//! A row of logits does not depend on later tokens, nor on tokens of other documents.
 use crate::random_model::{VOCAB_SIZE, ids, kinds, max_difference, random_model, recipe, tokens};
 use burn_flex::Flex;
 use sieve_core::Attention;
@@ -7,7 +7,7 @@ use sieve_ops::Documents;
 
 const LEN: usize = 48;
 
-/// Logits of a row that holds documents with the given ends.
+/// Logits of one row of several documents; `ends` are the positions after each document's last token.
 fn logits(model: &Qwen3<Flex>, tokens: &[u32], ends: &[usize]) -> Vec<f32> {
     let (mut start, mut end) = (Vec::new(), Vec::new());
     let mut first = 0;
@@ -24,11 +24,12 @@ fn logits(model: &Qwen3<Flex>, tokens: &[u32], ends: &[usize]) -> Vec<f32> {
     logits.into_data().to_vec().expect("f32")
 }
 
-/// Rows that must be equal: bit for bit, or, for DMA, whose key lists regroup sums, to a few units in the last place.
+/// Asserts that two rows of logits are equal: bit for bit, or within a few units in the last place for DMA, whose key
+/// lists group the sums differently.
 fn assert_same(model: &Qwen3<Flex>, a: &[f32], b: &[f32], what: &str) {
     let largest = a.iter().fold(0f32, |max, x| max.max(x.abs()));
     match model.shape().attention {
-        // Three layers, each a few roundings.
+        // Three layers round a few times each.
         Attention::Dma(_) => {
             let difference = max_difference(a, b);
             let tolerance = 32.0 * f32::EPSILON * largest;
@@ -38,7 +39,7 @@ fn assert_same(model: &Qwen3<Flex>, a: &[f32], b: &[f32], what: &str) {
     }
 }
 
-/// The same tokens with every one from `from` on replaced by another.
+/// `tokens` with every token from `from` on replaced by a different one.
 fn changed_from(tokens: &[u32], from: usize) -> Vec<u32> {
     let change = |(n, &token): (usize, &u32)| match n < from {
         true => token,
@@ -72,12 +73,12 @@ fn another_document_of_the_row_changes_nothing() {
         let all = tokens(LEN, 8);
         let ends = [13, 14, LEN];
         let rows = logits(&model, &all, &ends);
-        // The last document alone, at its own positions from 0.
+        // The last document alone, with positions from 0.
         let alone = logits(&model, &all[14..], &[LEN - 14]);
         let packed = &rows[14 * VOCAB_SIZE..];
         let difference = max_difference(packed, &alone);
         assert!(difference < 1e-4, "{kind}: {difference}");
-        // Other tokens before it, and after the first document.
+        // Replaces the tokens before the document, and those after the first document.
         let mut others = all.clone();
         others[..14].reverse();
         let again = logits(&model, &others, &ends);
@@ -105,7 +106,7 @@ fn a_decoded_row_depends_on_the_tokens_before_it_alone() {
         };
         let tokens = tokens(LEN, 10);
         let (rows, others) = (decode(&tokens), decode(&changed_from(&tokens, 30)));
-        // Row n is the one after 10 + n tokens.
+        // Row n holds the logits after 10 + n tokens.
         assert!(rows[..=20] == others[..=20], "{kind}");
         assert!(rows[21] != others[21], "{kind}");
     }

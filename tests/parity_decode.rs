@@ -1,4 +1,4 @@
-//! Decoding token by token through the cache computes the rows of the full forward pass.
+//! Decoding token by token with the KV cache gives the same logits as the full forward pass.
 use crate::random_model::{VOCAB_SIZE, greedy, ids, kinds, max_difference, random_model, recipe, tokens};
 use burn_flex::Flex;
 use sieve_core::Attention;
@@ -6,10 +6,10 @@ use sieve_core::model::AttentionForm;
 use sieve_eval::{BatchGenerator, GenerateConfig, Generator, Sampling, logits};
 use sieve_nn::{KvCache, Qwen3};
 
-/// Tokens in all; the windows are 7 and 5.
+/// Number of tokens of a text; the models' windows are 7 and 5 tokens.
 const LEN: usize = 48;
 
-/// Rows of the full forward pass.
+/// Logits of the full forward pass, one row for each token.
 fn full_rows(model: &Qwen3<Flex>, tokens: &[u32]) -> Vec<Vec<f32>> {
     let data = logits(model, tokens, &Default::default()).expect("tokens of the vocabulary");
     let values: Vec<f32> = data.to_vec().expect("f32");
@@ -20,7 +20,7 @@ fn argmax(row: &[f32]) -> usize {
     (0..row.len()).fold(0, |best, n| if row[n] > row[best] { n } else { best })
 }
 
-/// Keys a cache may hold after `num_tokens`.
+/// Number of keys that a cache may hold after `num_tokens` tokens.
 fn expected_keys(attention: Attention, num_tokens: usize) -> usize {
     match attention.form() {
         AttentionForm::Grouped { window } => num_tokens.min(window.unwrap_or(num_tokens)),
@@ -38,7 +38,7 @@ fn step_by_step_decoding_equals_the_full_forward_pass() {
             let tokens = tokens(LEN, seed);
             let rows = full_rows(&model, &tokens);
             let rope = model.rope(LEN, &Default::default());
-            // Shorter than, equal to and longer than each window.
+            // Prompts shorter than, as long as and longer than each window.
             for prompt in [1, 3, 5, 7, 8, 29] {
                 let mut cache = KvCache::new(model.layers.len());
                 for end in prompt..=LEN {
@@ -66,8 +66,8 @@ fn step_by_step_decoding_equals_the_full_forward_pass() {
 
 #[test]
 fn the_window_matters_at_these_sizes() {
-    // Else the test above would pass with any cache: the first token changes what a dense model says at the end, and
-    // nothing that a one-layer reach of the window cannot carry there.
+    // Checks that a cache that dropped keys would show: the first token changes the last logits of a dense model, and
+    // does not change them if it lies farther back than the layers' windows reach.
     for [kind, model_lines, attention] in kinds() {
         let recipe = recipe(model_lines, attention);
         let model = random_model(&recipe, 1);
@@ -80,7 +80,7 @@ fn the_window_matters_at_these_sizes() {
     }
 }
 
-/// The same recipe with a window that holds everything.
+/// The recipe with a window that holds all tokens.
 fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
     use sieve_core::recipe::{Attention, SwaShape};
     let mut wide = recipe.clone();
@@ -136,7 +136,7 @@ fn texts_that_grow_together_are_those_that_grow_alone() {
                 .collect::<Result<_, _>>()
                 .expect("finite")
         };
-        // One of the texts ends early, at a token that it has.
+        // One of the texts ends early: its end-of-document token is one that it generates.
         let eos = alone(7, VOCAB_SIZE as u32)[9];
         let expected = [6, 7, 8].map(|seed| alone(seed, eos));
         let together = BatchGenerator::new(&model, &prompt, config(6, eos), 3, &device);
@@ -177,7 +177,7 @@ fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
     let first = free.iter().position(|&token| token == eos).expect("there");
     let ended = all(Generator::new(&model, &start, config(30, eos), &device).expect("fits"));
     assert_eq!(ended, free[..first]);
-    // Several tokens may end it, of one text and of texts that grow together.
+    // Several tokens may end a text, for one text and for a batch of texts.
     let several = Generator::new(&model, &start, config(30, never), &device).expect("fits");
     assert_eq!(all(several.ending_at(&[96, eos])), free[..first]);
     let together = BatchGenerator::new(&model, &start, config(30, never), 2, &device).expect("fits");
@@ -187,7 +187,7 @@ fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
         .collect();
     assert_eq!((steps.len(), &steps[first]), (first + 1, &vec![None, None]));
 
-    // An empty prompt begins where the end-of-document token stands.
+    // With an empty prompt, generation starts from the end-of-document token.
     let empty = all(Generator::new(&model, &[], config(5, 6), &device).expect("fits"));
     let begun = all(Generator::new(&model, &[6], config(5, 6), &device).expect("fits"));
     assert_eq!(empty, begun);

@@ -1,7 +1,7 @@
-//! Exported models in Hugging Face transformers: the same logits.
+//! Exported models give the same logits in Hugging Face transformers.
 //!
-//! Live where Python has transformers, and against stored logits everywhere. `UPDATE_GOLDEN=1` rewrites the stored
-//! ones.
+//! The test compares with transformers if Python has it, and otherwise with stored logits. `UPDATE_GOLDEN=1` rewrites
+//! the stored logits.
 #![allow(clippy::print_stderr, reason = "the largest difference is worth a line")]
 use crate::python;
 use crate::random_model::{
@@ -18,11 +18,11 @@ use sieve_testing::Random;
 use std::path::{Path, PathBuf};
 
 const LEN: usize = 48;
-/// Lengths of the prompts that the script goes on from, and how many tokens it writes.
+/// Lengths of the prompts that the script continues, and the number of tokens that it generates.
 const PROMPTS: [usize; 3] = [5, 16, 11];
 const NEW: usize = 12;
 const SEED: u64 = 11;
-/// Largest difference allowed, f32 on both sides.
+/// Tolerance of a logit's absolute difference; both sides compute in f32.
 const TOLERANCE: f32 = 1e-4;
 
 fn golden_path(name: &str) -> PathBuf {
@@ -38,14 +38,14 @@ fn values(data: TensorData) -> Vec<f32> {
     data.convert::<f32>().to_vec().expect("converted to f32")
 }
 
-/// Logits of a checkpoint, read back from disk.
+/// Logits of a checkpoint that is read back from disk.
 fn our_logits(checkpoint: &Path, tokens: &[u32]) -> Vec<f32> {
     let device = Default::default();
     let loaded = load_model::<Flex>(checkpoint, &device, DType::F32).expect("just written");
     values(logits(&loaded.model, tokens, &device).expect("tokens of the vocabulary"))
 }
 
-/// Greedy tokens after each prompt, with a cache, one prompt after the other.
+/// Greedy tokens after each prompt, decoded with a cache, concatenated.
 fn our_continuations(model: &Qwen3<Flex>, tokens: &[u32]) -> Vec<Vec<u32>> {
     let continued = |len: usize| {
         let generator = Generator::new(model, &tokens[..len], greedy(NEW), &Default::default()).expect("it fits");
@@ -71,7 +71,7 @@ fn transformers_computes_the_same_logits() {
         let run = folder.path().join(kind);
         let checkpoint = write_checkpoint(&run, &recipe, &model);
         let out = folder.path().join(format!("{kind}-hf"));
-        // One of them in several files.
+        // One checkpoint is exported into several files.
         let mut options = export_options(ExportDtype::F32);
         if kind == "swa" {
             options.max_shard_bytes = 100_000;
@@ -110,7 +110,8 @@ fn transformers_computes_the_same_logits() {
             eprintln!("    {what}: {difference:.2e}");
             assert!(difference < f64::from(TOLERANCE), "{kind}, {what}: {difference}");
         }
-        // Stock Doge leaves it to `torch.topk` which of equal keys it keeps, and generated text repeats tokens.
+        // Of keys with equal scores, Doge in transformers keeps those that `torch.topk` happens to return. Generated
+        // text repeats tokens and thus scores, so it is not compared.
         if report.architecture != "DogeForCausalLM" {
             assert_eq!(line["generated"], serde_json::json!(continued), "{kind}");
         }
@@ -152,7 +153,7 @@ fn stored_logits_and_generated_tokens_of_transformers_are_reproduced() {
         let ours = values(logits(&model, &tokens, &Default::default()).expect("valid"));
         let difference = max_difference(&ours, &theirs);
         assert!(difference < TOLERANCE, "{kind}: {difference}");
-        // No such tensor is stored of Doge; see above.
+        // Doge has no stored `generated` tensor, for the same reason.
         if golden.names().contains(&"generated".to_owned()) {
             let stored = golden
                 .tensor("generated", &[PROMPTS.len(), NEW])
@@ -166,8 +167,8 @@ fn stored_logits_and_generated_tokens_of_transformers_are_reproduced() {
 const MASK_ROWS: usize = 200;
 const MASK_LEN: usize = 96;
 
-/// Ranks with many ties of rows of up to [`MASK_LEN`] keys, `[MASK_ROWS, MASK_LEN]`, and of each row how many keys it
-/// has, keeps and always sees.
+/// Scores with many ties, `[MASK_ROWS, MASK_LEN]`, and for each row its number of keys, of kept keys, and of recent
+/// keys that are always seen.
 fn ranks_with_ties() -> (Vec<f32>, Vec<[usize; 3]>) {
     let mut random = Random(SEED);
     let rows = (0..MASK_ROWS).map(|_| {
@@ -180,7 +181,7 @@ fn ranks_with_ties() -> (Vec<f32>, Vec<[usize; 3]>) {
     (ranks.collect(), rows)
 }
 
-/// From which query on each key is not seen; keys past a row's end are 0.
+/// For each key, the first query that does not see it; 0 for keys past a row's end.
 fn our_expiry(ranks: &[f32], rows: &[[usize; 3]]) -> Vec<i32> {
     let mut expire = vec![0; ranks.len()];
     for (row, &[len, keep, local]) in rows.iter().enumerate() {

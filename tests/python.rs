@@ -1,11 +1,11 @@
-//! The scripts of `tests/python`, and an interpreter for them where there is one.
+//! Finds a Python interpreter for the scripts in `tests/python`, and runs them.
 #![allow(clippy::print_stderr, reason = "a test that could not run must say so")]
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// An interpreter that can run `imports`, or `None` after saying that `test` was skipped.
+/// A Python interpreter that can run `imports`. Without one, prints that `test` was skipped and returns `None`.
 ///
-/// `SIEVE_PYTHON` names one, and then it must work; else `python3` is taken where it can import what is needed.
+/// If `SIEVE_PYTHON` is set, that interpreter must work; otherwise `python3` is tried.
 pub(crate) fn interpreter(test: &str, imports: &str) -> Option<PathBuf> {
     let named = std::env::var_os("SIEVE_PYTHON");
     let python = PathBuf::from(named.clone().unwrap_or_else(|| "python3".into()));
@@ -24,15 +24,15 @@ pub(crate) fn interpreter(test: &str, imports: &str) -> Option<PathBuf> {
     }
 }
 
-/// Runs a script of `tests/python` and returns what it printed.
+/// Runs a script of `tests/python` and returns its standard output.
 ///
-/// Panics with its error output when it fails.
+/// Panics with its standard error if it fails.
 pub(crate) fn run(python: &Path, script: &str, arguments: &[String]) -> String {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("python");
     let output = Command::new(python)
         .arg(folder.join(script))
         .args(arguments)
-        // Exports bring code of their own, which transformers copies before it runs.
+        // Exports contain Python code, which transformers copies into this folder before it runs it.
         .env("HF_MODULES_CACHE", env!("CARGO_TARGET_TMPDIR"))
         .output()
         .expect("the interpreter ran before");

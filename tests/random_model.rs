@@ -1,4 +1,4 @@
-//! Small models with random weights of every kind of parameter, gates and norms too, and their checkpoints.
+//! Small models whose parameters, gates and norms included, are all random, and their checkpoints.
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::Flex;
 use chacha20::ChaCha8Rng;
@@ -13,11 +13,11 @@ use sieve_nn::Qwen3;
 use sieve_testing::cases;
 use std::path::Path;
 
-/// Rows of the embedding.
+/// Number of rows of the embedding.
 pub(crate) const VOCAB_SIZE: usize = 97;
 
-/// Name, `[model]` lines and `[attention]` lines of the kinds, MLA in three forms and NSA in two, then the classes of
-/// published models, and those models with sparse layers; windows far below any length tested.
+/// Name, `[model]` lines and `[attention]` lines of each tested model: the kinds of attention (MLA in three forms, NSA
+/// in two), the published architectures, and these with sparse layers. Windows are far shorter than any tested text.
 pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
     cases(
         r#"
@@ -84,9 +84,9 @@ pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
     )
 }
 
-/// The recipe of a kind: width 64, 3 layers, 4 query and 2 KV heads of 16.
+/// A recipe with these lines: width 64, 3 layers, 4 query and 2 KV heads of width 16.
 pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {
-    // MLA has a key and a value for every query head.
+    // MLA needs a key and a value for every query head.
     let kv_heads = if attention.contains("mla") { 4 } else { 2 };
     let text = format!(
         "[model]\nhidden_size = 64\nintermediate_size = 96\nnum_hidden_layers = 3\nnum_attention_heads = 4\n\
@@ -99,7 +99,7 @@ pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {
     Recipe::load(&text, "a test's recipe", &[]).expect("the text above is valid")
 }
 
-/// A model of `recipe` whose every parameter is random.
+/// A model of `recipe` with random values in every parameter.
 pub(crate) fn random_model(recipe: &Recipe, seed: u64) -> Qwen3<Flex> {
     let shape = recipe.model_shape(VOCAB_SIZE).expect("the recipe gives the vocabulary");
     randomise(Qwen3::new(&shape, 0, &Default::default()), &shape, seed)
@@ -113,10 +113,10 @@ fn randomise(model: Qwen3<Flex>, shape: &ModelShape, seed: u64) -> Qwen3<Flex> {
     .expect("every name has values")
 }
 
-/// Uniform in `centre ± spread`, from the tensor's name and the seed alone: goldens outlive any change to the model's
-/// own initialisation.
+/// Uniform random numbers in `centre ± spread`. They depend only on the tensor's name and the seed, so that stored
+/// results do not depend on the model's own initialisation.
 pub(crate) fn values(name: &str, dims: &[usize], seed: u64, centre: f64, spread: f64) -> TensorData {
-    // FNV-1a.
+    // FNV-1a hash of the name.
     let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
     });
@@ -129,8 +129,8 @@ pub(crate) fn values(name: &str, dims: &[usize], seed: u64, centre: f64, spread:
     TensorData::new(values, dims.to_vec())
 }
 
-/// Centre and half width of a parameter's values: products keep the size of their input, norms and scales lie around
-/// one, A in ±1, and W_dt is large enough for scores far apart.
+/// (centre, spread) of a parameter's values. GEMMs keep the size of their input, norms and scales are near 1, A is in
+/// ±1, and W_dt is large enough for distinct scores.
 fn distribution(name: &str, shape: &ModelShape) -> (f64, f64) {
     let product = |d_in: usize| (0.0, (3.0 / d_in as f64).sqrt());
     match name {
@@ -146,7 +146,7 @@ fn distribution(name: &str, shape: &ModelShape) -> (f64, f64) {
     }
 }
 
-/// A tokenizer of [`VOCAB_SIZE`] words `t0`, `t1`, …, the last one the end of a document.
+/// The JSON of a tokenizer with [`VOCAB_SIZE`] words `t0`, `t1`, …; the last one is the end-of-document token.
 pub(crate) fn tokenizer_json() -> String {
     let eos = VOCAB_SIZE - 1;
     let mut vocab: serde_json::Map<String, serde_json::Value> =
@@ -162,7 +162,7 @@ pub(crate) fn tokenizer_json() -> String {
     .to_string()
 }
 
-/// Writes a checkpoint of `model` below `folder` and opens it.
+/// Writes a checkpoint of `model` into `folder` and opens it.
 pub(crate) fn write_checkpoint(folder: &Path, recipe: &Recipe, model: &Qwen3<Flex>) -> Checkpoint {
     let state = CheckpointState {
         step: 1,
@@ -178,14 +178,14 @@ pub(crate) fn write_checkpoint(folder: &Path, recipe: &Recipe, model: &Qwen3<Fle
     Checkpoint::open(&path).expect("just written")
 }
 
-/// `len` tokens without a pattern.
+/// `len` pseudo-random tokens.
 pub(crate) fn tokens(len: usize, seed: u64) -> Vec<u32> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     (0..len).map(|_| random.next_u32() % VOCAB_SIZE as u32).collect()
 }
 
-/// `len` tokens, no two alike: equal tokens have equal scores in the first layer, and which of them `torch.topk` keeps
-/// is not defined, where here the later one stays.
+/// `len` different tokens. Equal tokens have equal scores in the first layer, of which Sieve keeps the later one and
+/// `torch.topk` an undefined one.
 pub(crate) fn distinct_tokens(len: usize, seed: u64) -> Vec<u32> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let mut all: Vec<u32> = (0..VOCAB_SIZE as u32).collect();
@@ -196,13 +196,13 @@ pub(crate) fn distinct_tokens(len: usize, seed: u64) -> Vec<u32> {
     all
 }
 
-/// One row of tokens.
+/// `[1, len]` token ids.
 pub(crate) fn ids(tokens: &[u32]) -> Tensor<Flex, 2, Int> {
     let ids: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
     Tensor::from_data(TensorData::new(ids, [1, tokens.len()]), &Default::default())
 }
 
-/// Greedy tokens that nothing ends early: the end is no token of the vocabulary.
+/// Greedy decoding of exactly `max_new_tokens` tokens: the end-of-document id is outside the vocabulary.
 pub(crate) fn greedy(max_new_tokens: usize) -> GenerateConfig {
     GenerateConfig {
         max_new_tokens,
@@ -212,7 +212,7 @@ pub(crate) fn greedy(max_new_tokens: usize) -> GenerateConfig {
     }
 }
 
-/// An export in one file, whose end token is that of [`tokenizer_json`].
+/// Options of an export into one file. Its end token is that of [`tokenizer_json`].
 pub(crate) fn export_options(dtype: ExportDtype) -> ExportOptions {
     ExportOptions {
         dtype,
@@ -223,9 +223,9 @@ pub(crate) fn export_options(dtype: ExportDtype) -> ExportOptions {
     }
 }
 
-/// Largest difference of two lists.
+/// Largest absolute difference between two lists.
 ///
-/// Panics on another length, and on values that are not finite.
+/// Panics if their lengths differ or a value is not finite.
 pub(crate) fn max_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).fold(0.0, |max, (a, b)| {

@@ -1,14 +1,14 @@
-//! A run that is killed or stopped goes on as if nothing had happened.
+//! A run that is killed and resumed ends as a run that nothing interrupted.
 use crate::tiny_run::{TinyRun, spawned, succeed, text};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use std::fs;
 use std::time::{Duration, Instant, SystemTime};
 
-/// How often the process is killed.
+/// Number of kills in the test.
 const NUM_KILLS: usize = 20;
 
-/// Random moments: others each time, or those of `SIEVE_TEST_SEED`, which is printed.
+/// A random generator: seeded by `SIEVE_TEST_SEED`, otherwise differently in each run. Prints its seed.
 #[expect(clippy::print_stdout, reason = "a test that fails shows what it printed")]
 pub(crate) fn seeded() -> ChaCha8Rng {
     let seed = match std::env::var("SIEVE_TEST_SEED") {
@@ -19,7 +19,7 @@ pub(crate) fn seeded() -> ChaCha8Rng {
     ChaCha8Rng::seed_from_u64(seed)
 }
 
-/// A random moment of the time that a whole run takes.
+/// A random duration below `whole`, the time that a run takes.
 pub(crate) fn moment(random: &mut ChaCha8Rng, whole: Duration) -> Duration {
     whole.mul_f64(f64::from(random.next_u32()) / f64::from(u32::MAX))
 }
@@ -35,7 +35,7 @@ fn killed_at_random_moments_and_resumed_it_ends_with_the_same_weights() {
         round += 1;
         let out = format!("killed-{round}");
         loop {
-            // Until the recipe is in the folder there is no run to resume, and the message says so.
+            // `--resume` is refused until the recipe is in the folder.
             let more = match tiny.path(&out).join("config.toml").exists() {
                 true => "--resume",
                 false => "",

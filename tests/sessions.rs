@@ -1,23 +1,24 @@
-//! Sessions in a shell, as text: commands that start the program, and what they must print. `sessions/*.txt` hold them.
+//! Tests as shell sessions: commands that start the program, and what they must print. They are in `sessions/*.txt`.
 //!
 //! ```text
 //! == name                               a session, in a folder of its own with a corpus and `tiny.toml`
-//! with kind = "mha"                     its attention, `; ` between two lines; several run the session once each
-//! uses NAME                             what is in the folder beside, made by a function of these tests
-//! NAME=value                            a variable of the shell in all commands that follow
-//! $ train run --set training.steps=8    a command of the shell, which must succeed; `\` continues it
-//!   bits per byte | !step:              words of its output, and words that are not in it
-//!   = text                              all of its standard output, without blanks at its ends
-//!   .loss < 3                           a value of the JSON that it prints, see `compare`
+//! with kind = "mha"                     the recipe's attention, `; ` between two lines; with several such lines the
+//!                                       session runs once with each
+//! uses NAME                             further files in the folder, see `prepare`
+//! NAME=value                            a shell variable in all later commands
+//! $ train run --set training.steps=8    a shell command, which must succeed; `\` at its end continues it
+//!   bits per byte | !step:              words that its output must contain, and (after `!`) must not contain
+//!   = text                              the whole standard output, without white space at its ends
+//!   .loss < 3                           a value of the printed JSON, see `compare`
 //! $ sieve generate
-//!   2: --checkpoint                     a refusal: its exit code, and words of its message; it changes no file
-//!   1w: is damaged                      a refusal that may have written files
-//! each sieve eval ruler _ --json        a refusal a row: `_`, or the end, becomes what stands before ` => `
-//!   --tasks passky => no task
+//!   2: --checkpoint                     the command must fail: its exit code, words of its message; no file may change
+//!   1w: is damaged                      as above, but files may change
+//! each sieve eval ruler _ --json        begins a table of commands that must fail: each row's text before ` => `
+//!   --tasks passky => no task           replaces `_`, or is appended
 //! @same run reference                   an assertion of `TinyRun`, see `assertion`
 //! ```
 //!
-//! `\n` in words is the end of a line. `SIEVE_TEST_SESSION=name` runs one session alone.
+//! `\n` in words means a line break. `SIEVE_TEST_SESSION=name` runs only this session.
 use crate::tiny_run::{TinyRun, program, refused_as, words_of};
 use serde_json::Value;
 use sieve_comm::ReservedPort;
@@ -46,7 +47,7 @@ macro_rules! sessions {
 sessions! { command_line data eval kernels memory newcomer next ranks resume selectors stages train
 wrong_inputs }
 
-/// A command or an assertion, and the lines below it.
+/// A command or an assertion, with the expectations below it.
 struct Step {
     place: String,
     line: String,
@@ -65,10 +66,11 @@ fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("sessions")
 }
 
-/// The sessions of a file. Rows of `each` are commands, and variables stand before the commands that see them.
+/// Parses the sessions of a file. Each row of an `each` block becomes a command. A shell variable is written before
+/// every later command.
 fn read(file: &str) -> Vec<Session> {
     let text = fs::read_to_string(folder().join(format!("{file}.txt"))).expect("it is listed");
-    // The line breaks stay, so that lines keep their numbers.
+    // A continued line becomes one line whose breaks are marked, so that the line numbers still count.
     let text = text.replace("\\\n", "\u{1}");
     let (mut sessions, mut variables, mut rows, mut number) = (Vec::<Session>::new(), String::new(), None::<String>, 1);
     for line in text.lines() {
@@ -137,7 +139,7 @@ fn read(file: &str) -> Vec<Session> {
     sessions
 }
 
-/// Names the place where a session fails.
+/// On a panic, prints the place in the session's file.
 struct Failing<'a>(&'a str);
 
 impl Drop for Failing<'_> {
@@ -163,7 +165,7 @@ fn run(file: &str) {
             &session.kinds
         };
         for kind in kinds {
-            // The sessions behind one that fails are run all the same.
+            // One failed session does not stop the others.
             if std::panic::catch_unwind(|| run_session(session, kind)).is_err() {
                 failed.push((&session.name, kind));
             }
@@ -173,7 +175,7 @@ fn run(file: &str) {
 }
 
 fn run_session(session: &Session, kind: &str) {
-    // One that nobody else is given meanwhile.
+    // Reserved, so that no other process gets this port meanwhile.
     let port = ReservedPort::take().expect("a port");
     let tiny = TinyRun::new(kind);
     session.uses.iter().for_each(|name| prepare(&tiny, name));
@@ -187,7 +189,7 @@ fn run_session(session: &Session, kind: &str) {
     }
 }
 
-/// The exit code and the words of a refusal.
+/// Splits a refusal into its exit code and the words of its message.
 fn refusal(expected: &str) -> Option<(&str, &str)> {
     let (code, words) = expected.split_once(": ")?;
     let is_code = |code: &str| code.parse::<u8>().is_ok();
@@ -221,7 +223,8 @@ fn assertion(tiny: &TinyRun, words: &str) {
                     .for_each(|&key| assert_eq!(line[key], expected[&step][key], "{words}: {step}"));
             }
         }
-        // Of each line of a kind, `KIND:FIRST-LAST` of some steps, up to a relative difference; tokens seen are equal.
+        // `near OUT REFERENCE KIND:FIRST-LAST DIFFERENCE KEY…`: these keys of the metrics differ by at most this
+        // relative difference, and the tokens seen are equal.
         ["near", out, reference, kind, most, ref keys @ ..] => {
             let (kind, steps) = kind.split_once(':').unwrap_or((kind, "0-1000"));
             let (first, last) = steps.split_once('-').expect(words);
@@ -239,8 +242,8 @@ fn assertion(tiny: &TinyRun, words: &str) {
     }
 }
 
-/// Asserts that the first moments after one step, a tenth of the clipped gradients, are those of a run of one process,
-/// up to a share of each tensor's norm.
+/// Asserts that AdamW's first moments after one step (a tenth of the clipped gradients) equal those of a run by one
+/// process, up to a share of each tensor's norm.
 fn assert_same_moments(tiny: &TinyRun, out: &str, reference: &str) {
     let [found, expected] = [out, reference].map(|out| {
         let mut tensors = tiny.checkpoint_like(out, reference, 1);
@@ -300,7 +303,7 @@ fn command(tiny: &TinyRun, step: &Step, port: &ReservedPort, values: &mut BTreeM
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     let all = printed.clone() + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}: {all}", step.line);
-    // Not to a terminal, so nothing is drawn over.
+    // No progress bar is drawn when the output is not a terminal.
     assert!(!all.contains(['\r', '\u{1b}']), "{all:?}");
     for expected in &step.expected {
         if let Some(whole) = expected.strip_prefix("= ") {
@@ -315,9 +318,10 @@ fn command(tiny: &TinyRun, step: &Step, port: &ReservedPort, values: &mut BTreeM
     }
 }
 
-/// `PATH OPERATOR VALUE`: a path names keys and places, `*` each of a list, `#` its length. A value is JSON or `$name`,
-/// which `PATH as name` has stored, with `+`, `-` or `*` and a number behind it. `~ VALUE DIFFERENCE` is equality up to
-/// a difference, `differs` its opposite, and `has` looks for a part of the text.
+/// Checks `PATH OPERATOR VALUE` of a JSON value. A path consists of keys and indices; `*` means every item of a list,
+/// `#` the list's length. A value is JSON, or `$name` (which `PATH as name` has stored) with an optional `+`, `-` or
+/// `*` and a number. `~ VALUE DIFFERENCE` means equal up to a difference, `differs` the opposite, and `has` looks for a
+/// part of a text.
 fn compare(json: &Value, expected: &str, values: &mut BTreeMap<String, Value>) {
     let (path, rest) = expected.split_once(' ').expect(expected);
     let (operator, value) = rest.split_once(' ').expect(expected);

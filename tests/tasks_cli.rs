@@ -1,4 +1,5 @@
-//! `sieve eval tasks` through the program: the numbers of lm-evaluation-harness, selectors, generation, and mistakes.
+//! The command `sieve eval tasks`: its numbers are those of lm-evaluation-harness; also with selectors, with
+//! generation, and with mistakes.
 use crate::python;
 use crate::random_model::{VOCAB_SIZE, kinds, random_model, recipe, write_checkpoint};
 use crate::tiny_run::{TinyRun, json};
@@ -8,11 +9,11 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Tasks of the stored reference.
+/// Tasks whose scores by lm-evaluation-harness are stored in `golden`.
 const TASKS: [&str; 6] = ["lambada_openai", "hellaswag", "piqa", "arc_easy", "winogrande", "sciq"];
 const NUM_ROWS: usize = 24;
 
-/// Rows in the words of the random model's tokenizer.
+/// Makes rows of data sets, in the words of the random model's tokenizer.
 struct Rows(ChaCha8Rng);
 
 impl Rows {
@@ -71,19 +72,19 @@ fn read(path: &Path) -> Value {
     serde_json::from_str(&text).expect("JSON")
 }
 
-/// A dense model of random weights in `run`, and the rows of [`TASKS`] with two examples each in `rows`.
+/// A folder with a dense model of random weights in `run`, and in `rows` two examples and more of each of [`TASKS`].
 fn random_run() -> TinyRun {
     random_run_of("tie_word_embeddings = true", "kind = \"mha\"")
 }
 
-/// The same of another kind, by its `[model]` and `[attention]` lines.
+/// As [`random_run`], for a model with these `[model]` and `[attention]` lines.
 fn random_run_of(model: &str, attention: &str) -> TinyRun {
     let tiny = TinyRun::new("kind = \"mha\"");
     write_run(&tiny, model, attention);
     tiny
 }
 
-/// The dense one in a folder that is there.
+/// As [`random_run`], in the folder of `tiny`.
 pub(crate) fn random_run_in(tiny: &TinyRun) {
     write_run(tiny, "tie_word_embeddings = true", "kind = \"mha\"");
 }
@@ -103,17 +104,18 @@ fn eval(tiny: &TinyRun, more: &str) -> String {
     tiny.prints(&format!("eval tasks --checkpoint run --device cpu {more}"))
 }
 
-/// The harness's likelihoods and scores, one example before each question, what is too long cut at its beginning.
+/// Likelihoods and scores equal lm-evaluation-harness's, with one solved example before each question, and with texts
+/// that are too long cut at their beginning.
 #[test]
 fn tasks_have_the_numbers_of_lm_evaluation_harness() {
     let test = "tasks_have_the_numbers_of_lm_evaluation_harness";
     if let Some(python) = python::interpreter(test, "import lm_eval, accelerate, torch, transformers") {
-        // Which of equal keys stock Doge keeps is not defined, and texts repeat tokens.
+        // Doge in transformers keeps an undefined one of equal keys, and the texts repeat tokens.
         let kinds = kinds().into_iter().filter(|[kind, ..]| *kind != "dma");
         let runs: Vec<TinyRun> = kinds
             .map(|[_, model, attention]| random_run_of(model, attention))
             .collect();
-        // One process: it takes longer to start than to score a model.
+        // One Python process scores all models: it takes longer to start than to score a model.
         let mut arguments = vec!["score".to_owned(), "1".to_owned()];
         for tiny in &runs {
             tiny.prints("export --checkpoint run --out exported");
@@ -121,7 +123,7 @@ fn tasks_have_the_numbers_of_lm_evaluation_harness() {
         }
         python::run(&python, "lm_eval_tasks.py", &arguments);
         if std::env::var_os("UPDATE_GOLDEN").is_some() {
-            // The first kind is dense.
+            // The results of the first kind, which is dense, are stored.
             fs::copy(runs[0].path("out.json"), golden()).expect("the folder is writable");
         }
         for tiny in &runs {
@@ -176,7 +178,7 @@ fn assert_same(tiny: &TinyRun, expected: &Value) {
     assert!(num_cut > 0, "no text was longer than the context");
 }
 
-/// A model of transformers whose end token has a name of its own, and that ends a text at another token too.
+/// Models of transformers may name their end token otherwise, and may end a text at further tokens.
 #[test]
 fn answers_end_at_the_ends_that_the_model_names() {
     let tiny = random_run();

@@ -1,4 +1,4 @@
-//! Runs of the built program on a tiny recipe over a tiny generated corpus: a second each.
+//! Runs the built program on a tiny recipe and a tiny generated corpus; a training run takes about a second.
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,20 +9,20 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempDir;
 
-/// Steps of the recipe.
+/// Training steps of the recipe.
 pub(crate) const STEPS: u64 = 40;
 /// Steps between two checkpoints.
 pub(crate) const INTERVAL: u64 = 4;
 
-/// A folder with `corpus/`, `tiny.toml` and the runs made in it.
+/// A folder with `corpus/`, `tiny.toml` and the runs that tests make in it.
 pub(crate) struct TinyRun {
     dir: PathBuf,
-    /// Deletes it.
+    /// Deletes the folder when it is dropped.
     _owned: Option<TempDir>,
 }
 
 impl TinyRun {
-    /// A recipe with the given `[attention]` lines.
+    /// A new folder, whose recipe has these `[attention]` lines.
     pub(crate) fn new(attention: &str) -> Self {
         let dir = tempfile::tempdir().expect("a temporary folder");
         let this = Self {
@@ -37,12 +37,12 @@ impl TinyRun {
         this
     }
 
-    /// The usual recipe: DMA that keeps a quarter of a row.
+    /// A folder whose recipe has DMA that keeps 8 of a row's 32 keys.
     pub(crate) fn dma() -> Self {
         Self::new("kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5")
     }
 
-    /// The folder that another process has made.
+    /// The folder that another process has made; it is not deleted.
     pub(crate) fn of_another(dir: PathBuf) -> Self {
         Self { dir, _owned: None }
     }
@@ -52,34 +52,34 @@ impl TinyRun {
         self.dir.join(name)
     }
 
-    /// The text of a file below the folder.
+    /// The text of a file in the folder.
     pub(crate) fn read(&self, name: &str) -> String {
         fs::read_to_string(self.path(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
     }
 
-    /// Writes a file below the folder.
+    /// Writes a file in the folder.
     pub(crate) fn write(&self, name: &str, bytes: impl AsRef<[u8]>) {
         fs::write(self.path(name), bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
     }
 
-    /// The names in a folder below it, in order.
+    /// The names in a subfolder, sorted.
     pub(crate) fn names(&self, folder: &str) -> Vec<String> {
         let entries = fs::read_dir(self.path(folder)).unwrap_or_else(|error| panic!("{folder}: {error}"));
         let names = entries.map(|entry| entry.expect("readable").file_name().into_string().expect("text"));
         names.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
-    /// What the program prints for the words of `args`; it must end well.
+    /// Runs the program with `args`, split at white space. It must succeed. Returns its output.
     pub(crate) fn prints(&self, args: &str) -> String {
         succeed(&mut self.sieve(args))
     }
 
-    /// As [`refuse`](Self::refuse), by the words of the command.
+    /// As [`refuse`](Self::refuse), with the program's arguments as one text.
     pub(crate) fn refuses(&self, args: &str, words: &str) -> String {
         self.refuse(&mut self.sieve(args), words)
     }
 
-    /// The program with the words of `args`, run from the folder.
+    /// A command that runs the program in the folder, with `args` split at white space.
     pub(crate) fn sieve(&self, args: &str) -> Command {
         let mut command = Command::new(program());
         command
@@ -91,22 +91,22 @@ impl TinyRun {
         command
     }
 
-    /// `sieve train` on the recipe into `out`, with more arguments.
+    /// The command `sieve train` on the recipe into `out`, with the arguments `more`.
     pub(crate) fn train(&self, out: &str, more: &str) -> Command {
         self.sieve(&format!("train --recipe tiny.toml --device cpu --out {out} {more}"))
     }
 
-    /// The run in `out` from its beginning to its end, undisturbed.
+    /// Trains the recipe into `out` and returns how long that took.
     pub(crate) fn trained(&self, out: &str, more: &str) -> Duration {
-        // It may have to be built, which is no part of a run.
+        // Building the program, if it is out of date, is not part of the measured time.
         let mut command = self.train(out, more);
         let started = Instant::now();
         succeed(&mut command);
         started.elapsed()
     }
 
-    /// Weights and optimizer of a checkpoint, byte for byte, and where the run stood. Of a checkpoint by several
-    /// processes they are put together, by the shapes of `reference`, a run of one process.
+    /// Weights, optimizer state and position in the data of a checkpoint, as bytes. The parts that several processes
+    /// wrote are joined; `reference`, a run by one process, gives the tensors' names and shapes.
     pub(crate) fn checkpoint_like(&self, out: &str, reference: &str, step: u64) -> BTreeMap<String, Vec<u8>> {
         let folder = |out: &str| self.path(out).join(format!("checkpoint/step-{step}"));
         let [own, shapes] = [out, reference].map(|out| {
@@ -127,14 +127,14 @@ impl TinyRun {
             }
         }
         let mut state = own.state.clone();
-        // The recipes may differ in what they may differ in.
+        // Checksums cover config.toml too, and runs with different recipes may be compared.
         state.checksums.clear();
         state.num_shards = shapes.state.num_shards;
         found.insert("state.json".to_owned(), format!("{state:?}").into_bytes());
         found
     }
 
-    /// Weights and optimizer of a checkpoint of one process, byte for byte, and where the run stood.
+    /// As [`checkpoint_like`](Self::checkpoint_like), for a checkpoint that one process wrote.
     pub(crate) fn checkpoint(&self, out: &str, step: u64) -> BTreeMap<String, Vec<u8>> {
         let folder = self.path(out).join(format!("checkpoint/step-{step}"));
         let read = |name: &str| {
@@ -142,7 +142,7 @@ impl TinyRun {
             fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
         };
         let mut state: serde_json::Value = serde_json::from_slice(&read("state.json")).expect("JSON");
-        // The recipes may differ in what they may differ in.
+        // Checksums cover config.toml too, and runs with different recipes may be compared.
         state["checksums"] = serde_json::Value::Null;
         let files = ["model.safetensors", "optimizer.safetensors"];
         let mut found: BTreeMap<_, _> = files.into_iter().map(|name| (name.to_owned(), read(name))).collect();
@@ -150,13 +150,13 @@ impl TinyRun {
         found
     }
 
-    /// Asserts that two runs ended with the same weights, optimizer and place in the data, to the last bit; the second
-    /// is one of one process.
+    /// Asserts that two runs ended with bit-identical weights and optimizer state, at the same position in the data.
+    /// One process must have trained `reference`.
     pub(crate) fn assert_same_end(&self, out: &str, reference: &str) {
         self.assert_same_at(out, reference, STEPS);
     }
 
-    /// The same of a step before.
+    /// As [`assert_same_end`](Self::assert_same_end), after an earlier step.
     pub(crate) fn assert_same_at(&self, out: &str, reference: &str, step: u64) {
         let folder = self.path(out).join(format!("checkpoint/step-{step}"));
         let read = |run: &str| match folder.join("model.safetensors").exists() {
@@ -169,7 +169,7 @@ impl TinyRun {
         }
     }
 
-    /// The lines of `metrics.jsonl` of one kind, by step; asserts that each step is there once.
+    /// The lines of one kind in `metrics.jsonl`, by step. Asserts that no step occurs twice.
     pub(crate) fn metrics(&self, out: &str, kind: &str) -> BTreeMap<u64, serde_json::Value> {
         let text = fs::read_to_string(self.path(out).join("metrics.jsonl")).expect("metrics");
         let mut lines = BTreeMap::new();
@@ -184,7 +184,7 @@ impl TinyRun {
         lines
     }
 
-    /// Asserts that `metrics.jsonl` has each step of the run once, with the losses of an undisturbed run.
+    /// Asserts that `metrics.jsonl` has each step of the run once, with the same numbers as in `reference`.
     pub(crate) fn assert_same_metrics(&self, out: &str, reference: &str) {
         for (kind, keys) in [
             ("step", &["loss", "grad_norm", "lr", "tokens_seen", "attention"][..]),
@@ -202,7 +202,8 @@ impl TinyRun {
         assert!(steps.into_keys().eq(1..=STEPS));
     }
 
-    /// Everything below `name` with its bytes and the time it was last written; of folders only that they are there.
+    /// Every path below `name`, with the bytes and the time of the last change of each file. Folders, pipes and devices
+    /// are listed without these.
     pub(crate) fn snapshot(&self, name: &str) -> BTreeMap<PathBuf, (Vec<u8>, Option<SystemTime>)> {
         let mut found = BTreeMap::new();
         let mut open = vec![self.path(name)];
@@ -211,7 +212,7 @@ impl TinyRun {
                 open.extend(entries.map(|entry| entry.expect("readable").path()));
                 found.insert(path, (Vec::new(), None));
             } else if path.metadata().is_ok_and(|meta| !meta.is_file()) {
-                // Reading a pipe would wait for somebody who writes to it.
+                // Reading from a pipe would wait for a writer.
                 found.insert(path, (Vec::new(), None));
             } else if let Ok(bytes) = fs::read(&path) {
                 let modified = path.metadata().and_then(|meta| meta.modified()).ok();
@@ -221,8 +222,8 @@ impl TinyRun {
         found
     }
 
-    /// Runs `command`, which must refuse: with each of `words` (` | ` between two) in its message, and with no file
-    /// made or changed.
+    /// Runs `command`, which must fail: its message must contain each of `words` (separated by ` | `), and no file may
+    /// be created, changed or removed.
     pub(crate) fn refuse(&self, command: &mut Command, words: &str) -> String {
         self.unchanged(|| refused(command, words))
     }
@@ -243,15 +244,15 @@ impl TinyRun {
     }
 }
 
-/// Runs `command`, which must end well. Returns what it printed.
+/// Runs `command`, which must succeed. Returns what it printed.
 pub(crate) fn succeed(command: &mut Command) -> String {
     let text = written(command);
-    // Not to a terminal, so nothing is drawn over.
+    // No progress bar is drawn when the output is not a terminal.
     assert!(!text.contains(['\r', '\u{1b}']), "{text:?}");
     text
 }
 
-/// As [`succeed`], of a command whose text a model writes: it may hold any character.
+/// As [`succeed`], for a command that prints generated text, which may hold control characters.
 pub(crate) fn written(command: &mut Command) -> String {
     let output = command.output().expect("the program starts");
     let text = text(&output);
@@ -259,12 +260,12 @@ pub(crate) fn written(command: &mut Command) -> String {
     text
 }
 
-/// Runs `command`, which must refuse with each of `words` in its message and without a panic. Returns the message.
+/// Runs `command`, which must fail with each of `words` in its message and without a panic. Returns the message.
 pub(crate) fn refused(command: &mut Command, words: &str) -> String {
     refused_as(command, words, "")
 }
 
-/// The same with one of these exit codes, `|` between two; any where none is given.
+/// As [`refused`], with one of the exit codes `codes`, separated by `|`; empty allows any code.
 pub(crate) fn refused_as(command: &mut Command, words: &str, codes: &str) -> String {
     let output = command.output().expect("the program starts");
     let text = text(&output);
@@ -281,7 +282,7 @@ pub(crate) fn refused_as(command: &mut Command, words: &str, codes: &str) -> Str
     message
 }
 
-/// Asserts that the text has each word, ` | ` between two, and none behind a `!`.
+/// Asserts that the text contains each of the words, separated by ` | `, and none of those after a `!`.
 pub(crate) fn words_of(text: &str, words: &str) {
     for word in words.split(" | ") {
         match word.strip_prefix('!') {
@@ -291,31 +292,31 @@ pub(crate) fn words_of(text: &str, words: &str) {
     }
 }
 
-/// The JSON object that a command printed; its remarks may follow.
+/// The JSON object that a command printed; other lines may follow it.
 pub(crate) fn json(printed: &str) -> serde_json::Value {
     let object = printed.lines().rev().find(|line| line.starts_with(['{', '[']));
     serde_json::from_str(object.unwrap_or_default()).unwrap_or_else(|e| panic!("{e}: {printed}"))
 }
 
-/// Both outputs of a process.
+/// Standard output and standard error of a process.
 pub(crate) fn text(output: &Output) -> String {
     String::from_utf8_lossy(&[&output.stdout[..], &output.stderr[..]].concat()).into_owned()
 }
 
-/// Starts `command` with its outputs piped.
+/// Starts `command` with pipes as standard output and standard error.
 pub(crate) fn spawned(command: &mut Command) -> Child {
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     child.expect("the program starts")
 }
 
-/// Waits for a process, which must end with this code. Returns what it printed.
+/// Waits for a process, which must end with this exit code. Returns its output.
 pub(crate) fn ended(child: Child, code: i32) -> Output {
     let output = child.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(code), "{}", text(&output));
     output
 }
 
-/// Sends a signal by name.
+/// Sends the signal of this name to a process.
 pub(crate) fn signal(child: &Child, name: &str) {
     let sent = Command::new("kill")
         .args(["-s", name, &child.id().to_string()])
@@ -324,7 +325,7 @@ pub(crate) fn signal(child: &Child, name: &str) {
     assert!(sent.success(), "kill -s {name}");
 }
 
-/// Waits until `happened`, for five minutes at most: a machine may have much else to do.
+/// Waits until `happened` returns true, five minutes at most: other processes may keep the machine busy.
 pub(crate) fn wait_until(what: &str, mut happened: impl FnMut() -> bool) {
     let started = Instant::now();
     while !happened() {
@@ -333,7 +334,7 @@ pub(crate) fn wait_until(what: &str, mut happened: impl FnMut() -> bool) {
     }
 }
 
-/// The program, built before if it is missing or older than its sources.
+/// Path of the program. Builds it first if it is missing or older than its sources.
 pub(crate) fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
     PROGRAM.get_or_init(|| {
@@ -344,8 +345,8 @@ pub(crate) fn program() -> &'static Path {
             let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
             let mut build = Command::new(cargo);
             build.args(["build", "--bin", "sieve"]);
-            // What cargo tells this test of its package would make build scripts that read it run again, and all that
-            // depends on them: here, and once more in the next build from a shell.
+            // Cargo sets variables for this test's package. Build scripts that read such variables would run again, and
+            // everything that depends on them would be built again, now and at the next build from a shell.
             let told = std::env::vars_os().filter(|(name, _)| {
                 let name = name.to_string_lossy();
                 name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")
@@ -361,7 +362,7 @@ pub(crate) fn program() -> &'static Path {
     })
 }
 
-/// Whether `program` is newer than each file that cargo notes beside it.
+/// Whether `program` is newer than every source file listed in the `.d` file beside it.
 fn is_fresh(program: &Path) -> bool {
     let modified = |path: &Path| path.metadata().and_then(|meta| meta.modified()).ok();
     let Some(built) = modified(program) else {
@@ -376,7 +377,7 @@ fn is_fresh(program: &Path) -> bool {
         .all(|source| modified(Path::new(source)).is_none_or(|changed| changed <= built))
 }
 
-/// Sixty documents of simple sentences, the same on every machine: about 200 KB.
+/// Sixty documents of simple sentences, about 200 KB; they are the same on every machine.
 fn corpus() -> Vec<(String, String)> {
     const SUBJECTS: [&str; 8] = [
         "the cat",

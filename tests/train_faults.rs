@@ -1,5 +1,5 @@
-//! Faults of many kinds, one after another, over a run of four processes: each time it continues from the last whole
-//! checkpoint, and it ends with the bits of a run that nothing happened to. `.ci/faults` asks for fifty.
+//! Random faults, one after another, in a run of four processes. After each fault the run must continue from the last
+//! whole checkpoint, and it must end with the same bits as a run without faults. `.ci/faults` runs fifty.
 use crate::resume_kill::{moment, seeded};
 use crate::tiny_run::{STEPS, TinyRun, spawned, succeed, text, wait_until};
 use crate::train_ranks::UNTIED;
@@ -11,10 +11,10 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-/// The process of each rank that a launcher has started.
+/// Process ids of a launcher's ranks, in the order of their ranks.
 fn ranks_of(launcher: u32) -> Vec<u32> {
     let children = fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children")).expect("Linux");
-    // One that has just ended has no environment any more.
+    // A rank that has just ended has no environment any more, and is left out.
     let mut found = children
         .split_whitespace()
         .filter_map(|id| {
@@ -30,29 +30,29 @@ fn ranks_of(launcher: u32) -> Vec<u32> {
 }
 
 fn is_there(id: u32) -> bool {
-    // One that has ended and was not asked for is there with no command line.
+    // A process that has ended but was not waited for still has an entry in /proc, with an empty command line.
     let line = fs::read(Path::new("/proc").join(id.to_string()).join("cmdline"));
     line.is_ok_and(|line| !line.is_empty())
 }
 
-/// What happens to a run, or to its files while nobody writes them.
+/// What happens to a run while it works, or to its files after it has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
     /// `kill -9` of a rank.
     Kill,
-    /// The same, and a bit of the latest checkpoint is another.
+    /// `kill -9` of a rank; then one bit of the latest checkpoint is flipped.
     KillAndFlip,
-    /// The same, and `metrics.jsonl` ends with half a line.
+    /// `kill -9` of a rank; then half a line is appended to `metrics.jsonl`.
     KillAndHalfLine,
     /// SIGTERM to a rank, as a scheduler sends it.
     Terminate,
-    /// A rank stands still for good.
+    /// SIGSTOP to a rank.
     Stop,
-    /// A rank stands still for a moment.
+    /// SIGSTOP to a rank, and SIGCONT half a second later.
     Pause,
     /// `kill -9` of the launcher.
     KillLauncher,
-    /// Checkpoints cannot be written for a moment.
+    /// For a moment no checkpoint can be written.
     NoRoom,
 }
 
@@ -67,7 +67,7 @@ const FAULTS: [Fault; 8] = [
     Fault::NoRoom,
 ];
 
-/// How many: enough for one of each kind, or as many as `SIEVE_TEST_FAULTS` says.
+/// Number of faults in a test: one of each kind, or `SIEVE_TEST_FAULTS`.
 fn num_faults() -> usize {
     let count = std::env::var("SIEVE_TEST_FAULTS").ok();
     count.map_or(FAULTS.len(), |count| {
@@ -75,7 +75,7 @@ fn num_faults() -> usize {
     })
 }
 
-/// Sends a signal to a process that may have ended.
+/// Sends a signal to a process, which may have ended already.
 fn try_send(signal: &str, id: u32) {
     _ = Command::new("kill").args(["-s", signal, &id.to_string()]).output();
 }
@@ -85,7 +85,8 @@ fn pick(random: &mut ChaCha8Rng, count: usize) -> usize {
 }
 
 impl Fault {
-    /// Makes it happen while the job of so many ranks runs, which was started so often before. Whether it found a rank.
+    /// Causes the fault in the job `child` of `num_ranks` processes. `starts` is the number of earlier starts of the
+    /// run that took a first step. Returns false if the rank to hit had not started yet.
     fn strike(
         self,
         tiny: &TinyRun,
@@ -102,7 +103,8 @@ impl Fault {
             Self::Terminate => try_send("TERM", rank),
             Self::Stop => {
                 try_send("STOP", rank);
-                // The others wait for minutes for a rank that was not there yet.
+                // If the rank had not connected yet, the others would wait for it for minutes. After a minute it
+                // continues.
                 let since = Instant::now();
                 while child.try_wait().expect("a child").is_none() && since.elapsed() < Duration::from_secs(60) {
                     std::thread::sleep(Duration::from_millis(20));
@@ -121,11 +123,12 @@ impl Fault {
             }
             Self::NoRoom => {
                 let (folder, aside) = (tiny.path(&format!("{out}/checkpoint")), tiny.path("aside"));
-                // A start that reads its checkpoint is refused: its first step must be over.
+                // The folder may be moved only after the first step, since a resumed run reads its checkpoint from
+                // there.
                 while num_starts(tiny, out) == starts && child.try_wait().expect("a child").is_none() {
                     std::thread::sleep(Duration::from_millis(1));
                 }
-                // No checkpoint was written.
+                // The rename fails if no checkpoint was written yet.
                 if fs::rename(&folder, &aside).is_err() {
                     return true;
                 }
@@ -138,7 +141,7 @@ impl Fault {
         true
     }
 
-    /// Does to files what a fault leaves behind.
+    /// Changes the run's files as the fault demands, after the processes have ended.
     fn damage(self, tiny: &TinyRun, out: &str, random: &mut ChaCha8Rng) {
         match self {
             Self::KillAndFlip => {
@@ -165,13 +168,13 @@ impl Fault {
     }
 }
 
-/// How many processes of a run have taken a first step.
+/// Number of a run's starts that took a first step.
 fn num_starts(tiny: &TinyRun, out: &str) -> usize {
     let log = fs::read_to_string(tiny.path(&format!("{out}/log"))).unwrap_or_default();
     log.matches("started: ").count()
 }
 
-/// The steps of the checkpoints that are whole.
+/// Steps of the undamaged checkpoints, in order.
 fn whole_checkpoints(tiny: &TinyRun, out: &str) -> Vec<u64> {
     let found = sieve_hf::list_checkpoints(&tiny.path(&format!("{out}/checkpoint"))).expect("a folder");
     let whole = found
@@ -180,7 +183,8 @@ fn whole_checkpoints(tiny: &TinyRun, out: &str) -> Vec<u64> {
     whole.map(|(step, _)| step).collect()
 }
 
-/// Asserts that a start went on from there, as far as it came to say so.
+/// Asserts that a process continued from step `last`, or began the run if that is `None`. It may have ended before it
+/// printed either.
 fn went_on_from(said: &str, last: Option<u64>, what: &str) {
     let from = said
         .split("continuing at step ")
@@ -196,19 +200,19 @@ fn went_on_from(said: &str, last: Option<u64>, what: &str) {
 #[test]
 fn random_faults_over_four_processes_lose_no_step_beyond_the_last_checkpoint() {
     let more = format!("{UNTIED} --set training.local_batch_size=2 --patience 4");
-    // The launcher itself was killed, its ranks were stopped before their first step, or the job says that it is to be
-    // started again.
+    // Exit codes: none if the launcher itself was killed, 75 if the job can be started again, 130 if its ranks were
+    // stopped before their first step.
     endure(4, num_faults(), &FAULTS, &[None, Some(75), Some(130)], &more);
 }
 
 #[test]
 fn a_rank_killed_at_random_moments_costs_no_step_and_no_bit() {
-    // As they start, in steps and validations, while a checkpoint is written and as it gets its name.
+    // The random moments fall into the start, steps, validations, and the writing and renaming of checkpoints.
     endure(2, 6, &[Fault::Kill], &[Some(75)], UNTIED);
 }
 
-/// Runs a job again and again, each time with the next of the faults, until so many have struck; a job that a fault
-/// ends has one of these exit codes.
+/// Starts a job again and again, each time with the next of the faults, until `wanted` faults have hit it. A job that a
+/// fault ends must have one of these exit codes.
 #[expect(clippy::print_stdout, reason = "a test that fails shows what it printed")]
 fn endure(num_ranks: usize, wanted: usize, faults: &[Fault], codes: &[Option<i32>], all: &str) {
     let (mut random, tiny) = (seeded(), TinyRun::dma());

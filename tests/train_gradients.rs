@@ -1,4 +1,4 @@
-//! Gradients of the training loop: segment by segment, and over micro-batches.
+//! Gradients of the training loop, which runs backward segment by segment and adds up micro-batches.
 use burn::backend::Autodiff;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
@@ -19,7 +19,7 @@ type B = Autodiff<Flex>;
 
 const VOCAB_SIZE: usize = 61;
 const SEQ_LEN: usize = 37;
-/// What a token weighs in the loss of MSA's indexers.
+/// Weight of one token in the loss of MSA's indexers.
 const TOKEN_SHARE: f64 = 0.01;
 
 const KINDS: [&str; 12] = [
@@ -39,14 +39,14 @@ const KINDS: [&str; 12] = [
     SHARED_MOBA,
 ];
 
-/// Its last two layers read the blocks of the first.
+/// MSA whose last two layers read the blocks that the first one chose.
 const SHARED_MSA: &str = "kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 3";
 const SHARED_MOBA: &str = "kind = \"moba\"\nselect_block_size = 4\nnum_selected_blocks = 3";
 
-/// With biases in place of norms of queries and keys.
+/// Qwen2's form: biases in place of the norms of queries and keys.
 const QWEN2: &str = "kind = \"swa\"\nsliding_window = 9";
 
-/// Keys and values for each head, so it needs as many KV heads.
+/// MLA has keys and values for each head, so this model has as many KV heads as query heads.
 const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 20\nqk_rope_head_dim = 6";
 
 fn recipe(attention: &str, tied: bool) -> Recipe {
@@ -71,7 +71,8 @@ fn model(attention: &str, tied: bool) -> Qwen3<B> {
     Qwen3::new(&shape, 5, &Default::default())
 }
 
-/// `rows` rows of two documents each and padding without labels: another number of labels in each row.
+/// A batch of `rows` rows, each with two documents and padding without labels. The number of labels differs from row to
+/// row.
 fn batch(first_row: usize, rows: usize) -> Batch {
     let mut batch = Batch {
         first_sample: first_row as u64,
@@ -105,7 +106,7 @@ fn batch(first_row: usize, rows: usize) -> Batch {
     batch
 }
 
-/// Loss and gradients by name, from the trainer's segments.
+/// Loss and gradients by parameter name, computed by the trainer's segments.
 fn by_segments(model: &Qwen3<B>, batches: &[Batch]) -> (f32, Vec<NamedTensor>) {
     let device = Default::default();
     let rope = model.rope(SEQ_LEN, &device);
@@ -122,7 +123,7 @@ fn by_segments(model: &Qwen3<B>, batches: &[Batch]) -> (f32, Vec<NamedTensor>) {
     (loss, gradients.named(model))
 }
 
-/// The same from one graph over the whole model.
+/// As [`by_segments`], computed by one autodiff graph over the whole model.
 fn by_whole_graph(model: &Qwen3<B>, batch: &Batch) -> (f32, Vec<NamedTensor>) {
     let device = Default::default();
     let rope = model.rope(SEQ_LEN, &device);
@@ -177,7 +178,7 @@ fn micro_batches_give_the_mean_over_all_labels() {
         let (split_loss, split) = by_segments(&model, &parts);
         let (whole_loss, whole) = by_segments(&model, &[batch(0, 8)]);
         assert!((split_loss - whole_loss).abs() <= 4.0 * f32::EPSILON * whole_loss);
-        // The mean of the micro-batches' own means is something else: the check above can fail.
+        // The mean of the micro-batches' own means must differ, or the check above would prove nothing.
         let means = parts
             .iter()
             .map(|part| by_segments(&model, std::slice::from_ref(part)).0);
@@ -188,7 +189,7 @@ fn micro_batches_give_the_mean_over_all_labels() {
             let (found, expected) = (values(&split.data), values(&whole.data));
             let largest = expected.iter().fold(0f32, |max, x| max.max(x.abs()));
             for (a, b) in found.iter().zip(&expected) {
-                // A few hundred terms are summed in two orders.
+                // The two sides add a few hundred terms in different orders.
                 let close = (a - b).abs() <= 64.0 * f32::EPSILON * largest;
                 assert!(close, "{attention}: {}: {a} and {b}", whole.name);
             }
@@ -196,13 +197,13 @@ fn micro_batches_give_the_mean_over_all_labels() {
     }
 }
 
-// A layer adds its own to the gradients of earlier micro-batches inside its backward pass.
+// Inside its backward pass a layer adds its gradients to those of earlier micro-batches.
 #[test]
 fn further_micro_batches_are_added_to_the_last_bit() {
     use ActivationCheckpointMode::{Full, None, Selective};
     let device = Default::default();
     for attention in KINDS {
-        // A tied embedding would be added to twice in a pass.
+        // Untied: a tied embedding gets two gradients in each pass, so the order of the sums would differ.
         let model = model(attention, false);
         let rope = model.rope(SEQ_LEN, &device);
         let parts = [0, 2, 4].map(|row| DeviceBatch::<B>::new(&batch(row, 2), &device));
@@ -228,7 +229,8 @@ fn further_micro_batches_are_added_to_the_last_bit() {
     }
 }
 
-// With their bias corrected, the moments of one gradient again and again are that gradient and its square.
+// If every step has the same gradient, AdamW's bias-corrected moments are that gradient and its square, so that each
+// update moves a weight by the learning rate.
 #[test]
 fn updates_by_one_gradient_move_every_weight_by_the_rate() {
     let (device, rate) = (Default::default(), 1e-2);
@@ -252,7 +254,7 @@ fn updates_by_one_gradient_move_every_weight_by_the_rate() {
             let name = &gradient.name;
             let weights = values(&before.data).into_iter().zip(values(&after.data));
             for (gradient, (before, after)) in values(&gradient.data).into_iter().zip(weights) {
-                // Beside smaller ones eps counts.
+                // For smaller gradients AdamW's epsilon matters.
                 if gradient.abs() > 1e-2 {
                     num_large += 1;
                     let expected = before - (f64::from(updates) * rate) as f32 * gradient.signum();
@@ -265,7 +267,7 @@ fn updates_by_one_gradient_move_every_weight_by_the_rate() {
     }
 }
 
-/// A zero for each matrix of a module, by parameter.
+/// A zero tensor for each matrix of a module, by parameter id.
 struct Zeros(HashMap<ParamId, Tensor<B, 2>>);
 
 impl ModuleVisitor<B> for Zeros {
@@ -312,14 +314,15 @@ fn a_dense_step_has_the_gradients_of_dense_attention() {
                 (loss - expected).abs() < 1e-5 * expected,
                 "{attention}: {loss}, {expected}"
             );
-            // Three blocks hold all keys of these short documents, two do not.
+            // Three blocks hold all keys of these short documents; two blocks do not, so that their loss must differ.
             assert!(attention != KINDS[7] || chosen != expected, "{attention}: {chosen}");
             for (found, expected) in gradients.iter().zip(&dense.1) {
                 assert_eq!(found.name, expected.name);
                 let (found_values, expected_values) = (values(&found.data), values(&expected.data));
                 let largest = expected_values.iter().fold(0f32, |max, x| max.max(x.abs()));
                 for (a, b) in found_values.iter().zip(&expected_values) {
-                    // One op a half of a block in the dense model, several here.
+                    // The dense model computes half a block in one op, and the other kinds in several, so that rounding
+                    // differs.
                     assert!(
                         (a - b).abs() <= 1e-4 * largest,
                         "{attention}: {}: {a} and {b}",
@@ -344,7 +347,7 @@ fn settings(mode: ActivationCheckpointMode, fp8: Range<usize>) -> BlockSettings 
     }
 }
 
-/// Loss, gradients and masks with blocks computed as `settings` say.
+/// Bits of the loss, gradients, and DMA's masks, for blocks computed with `settings`.
 fn computed(model: &Qwen3<B>, settings: &BlockSettings) -> (u32, Vec<NamedTensor>, Vec<TensorData>) {
     let device = Default::default();
     let rope = model.rope(SEQ_LEN, &device);

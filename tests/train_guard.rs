@@ -1,4 +1,5 @@
-//! Steps that would spoil the weights, made on purpose: by a wrong loss on chosen rows.
+//! The trainer's guard against steps that would spoil the weights. The tests make such steps: they multiply the loss of
+//! chosen rows, or remove labels.
 use crate::tiny_run::TinyRun;
 use burn::backend::Autodiff;
 use burn_flex::{Flex, FlexDevice};
@@ -18,25 +19,25 @@ use std::time::Duration;
 
 pub(crate) type B = Autodiff<Flex>;
 
-/// How the tensors of a rank travel.
+/// Makes the transport of a rank's tensors from its connections to the other ranks.
 pub(crate) type Transport = fn(Arc<Mesh>) -> Box<dyn Collectives<B>>;
 
-/// What a run of the trainer came to.
+/// Result of a training run, and what it reported.
 pub(crate) struct Outcome {
     pub(crate) result: Result<TrainSummary, TrainError>,
     pub(crate) skipped: Vec<SkippedStep>,
     pub(crate) notices: Vec<String>,
-    /// Steps that were reported.
+    /// Steps that were logged.
     steps: Vec<u64>,
-    /// Their losses.
+    /// Loss of each logged step.
     pub(crate) losses: Vec<f64>,
-    /// Names of the checkpoints, as they were written.
+    /// Names of the checkpoints, in the order in which they were written.
     pub(crate) checkpoints: Vec<String>,
     pub(crate) weights: Vec<Vec<u8>>,
     moments: Vec<u8>,
 }
 
-/// Multiplies the loss of the step that begins with a row.
+/// A fault that multiplies a step's loss by `factor`, which gets the number of the step's first row.
 pub(crate) fn wrong_loss(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> FaultInjection {
     FaultInjection::new(move |row, moment| match moment {
         Moment::Loss => factor(row),
@@ -44,8 +45,8 @@ pub(crate) fn wrong_loss(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) ->
     })
 }
 
-/// Does something as a "step" begins with this row, as a "validation" begins after so many steps, as the "files" of a
-/// checkpoint of that step are written, or before it gets its "name".
+/// A fault that calls `act` once, at a "step" that begins with row `number`; at a "validation" after `number` steps; or
+/// while the checkpoint of step `number` gets its "files" or its "name".
 pub(crate) fn at(place: &'static str, number: u64, act: impl Fn() + Send + Sync + 'static) -> FaultInjection {
     FaultInjection::new(move |at, moment| {
         let here = match moment {
@@ -62,17 +63,19 @@ pub(crate) fn at(place: &'static str, number: u64, act: impl Fn() + Send + Sync 
     })
 }
 
-/// Trains the tiny recipe; rows are read 8 a step, and `factor` multiplies the loss of the step that begins with a row.
+/// Trains the tiny recipe, whose steps read 8 rows each. `factor` multiplies a step's loss; it gets the number of the
+/// step's first row.
 fn train(run: &TinyRun, out: &str, overrides: &[&str], factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> Outcome {
     disturbed(run, out, overrides, wrong_loss(factor))
 }
 
-/// Trains the tiny recipe with some steps made wrong.
+/// Trains the tiny recipe with a fault.
 pub(crate) fn disturbed(run: &TinyRun, out: &str, overrides: &[&str], disturbance: FaultInjection) -> Outcome {
     disturbed_rank(run, out, overrides, disturbance, None)
 }
 
-/// The same, as one of several ranks with a transport each; goes on with the run that `out` holds.
+/// As [`disturbed`], as one of several ranks if `group` has its connections and transport. Resumes if `out` holds a
+/// run.
 pub(crate) fn disturbed_rank(
     run: &TinyRun,
     out: &str,
@@ -151,7 +154,7 @@ fn read(folder: &Path, name: &str) -> Vec<u8> {
     std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Takes the labels from the steps that begin with these rows.
+/// A fault that removes all labels from the steps that begin with one of `rows`.
 pub(crate) fn unlabelled(rows: std::ops::Range<u64>) -> FaultInjection {
     FaultInjection::new(move |row, moment| {
         if let (Moment::Batches(batches), true) = (moment, rows.contains(&row)) {
@@ -164,7 +167,7 @@ pub(crate) fn unlabelled(rows: std::ops::Range<u64>) -> FaultInjection {
 
 #[test]
 fn text_without_a_label_ends_the_run() {
-    // More rows than an epoch has.
+    // The run reads more rows than an epoch has.
     let large = &[
         "training.steps=400",
         "training.global_batch_size=256",
@@ -182,7 +185,8 @@ fn text_without_a_label_ends_the_run() {
 fn a_checkpoint_that_failed_is_not_taken_for_the_last_one() {
     let tiny = TinyRun::dma();
     let (folder, is_last) = (tiny.path("run/checkpoint/step-36.tmp"), AtomicBool::new(false));
-    // The last step is not taken, so that the loop ends without a checkpoint, while that of step 36 is being written.
+    // While the checkpoint of step 36 is being written, the last step is skipped, so that the loop ends without a new
+    // checkpoint.
     let disturbance = FaultInjection::new(move |at, moment| match (moment, at) {
         (Moment::Writing, 36) => {
             while !is_last.load(Ordering::Acquire) {
@@ -224,14 +228,14 @@ fn a_stage_that_cannot_begin_leaves_the_state_before_it() {
     assert_eq!(found.checkpoints.last().map(String::as_str), Some("step-13"));
 }
 
-/// Twelve steps, so that nothing is a spike yet.
+/// Settings of a run of twelve steps: too short for the guard to judge a loss as a spike.
 const TWELVE: &[&str] = &["training.steps=12", "lr_scheduler.decay_ratio=0"];
 
 #[test]
 fn a_step_that_is_not_finite_leaves_weights_and_moments_alone() {
     let run = TinyRun::dma();
     for (number, factor) in [f64::NAN, f64::INFINITY, -f64::INFINITY].into_iter().enumerate() {
-        // The eleventh step, rows 80 to 87, would be the last but one.
+        // Rows 80 to 87 are the eleventh and last step.
         let bad = move |row| if row == 80 { factor } else { 1.0 };
         let out = format!("bad-{number}");
         let eleven = &["training.steps=11", "lr_scheduler.decay_ratio=0"];
@@ -249,7 +253,7 @@ fn a_step_that_is_not_finite_leaves_weights_and_moments_alone() {
         assert!(skipped.num_documents > 0 && !skipped.documents.is_empty());
         let parts = skipped.grad_norms.iter().map(|(part, _)| part.as_str());
         assert!(parts.eq(["embedding", "layer 0", "layer 1", "head"]));
-        // All but the count of updates, which has the attempt too.
+        // Only the sizes of the moments are compared: AdamW's count of updates includes the skipped attempt.
         assert_eq!(found.moments.len(), expected.moments.len());
     }
 }
@@ -284,7 +288,7 @@ fn a_large_norm_is_clipped_and_the_step_taken() {
 #[test]
 fn several_in_a_row_go_back_to_the_checkpoint_and_skip_the_rows() {
     let run = TinyRun::dma();
-    // Checkpoints every 4 steps; steps 10, 11 and 12 are bad.
+    // A checkpoint is written every 4 steps; rows 72 to 95 are steps 10, 11 and 12.
     let bad = |row: u64| {
         if (72..96).contains(&row) { f64::NAN } else { 1.0 }
     };
@@ -294,7 +298,7 @@ fn several_in_a_row_go_back_to_the_checkpoint_and_skip_the_rows() {
     let back = found.notices.iter().find(|text| text.starts_with("guard:"));
     let back = back.expect("a notice");
     says(back, "back from step 12 to | step-8, rows 64 to 95 are skipped");
-    // Steps 9 to 12 were taken on the rows after the bad ones.
+    // After the return, steps 9 to 12 read the rows after the bad ones.
     assert!(
         found.steps.iter().copied().eq((1..=9).chain(9..=12)),
         "{:?}",
@@ -303,7 +307,7 @@ fn several_in_a_row_go_back_to_the_checkpoint_and_skip_the_rows() {
     let state = String::from_utf8(read(&run.path("out/checkpoint/step-12"), "state.json"));
     let state: serde_json::Value = serde_json::from_str(&state.expect("text")).expect("JSON");
     assert_eq!(state["next_sample"], 128);
-    // The metrics have each step once.
+    // In the metrics each step occurs once.
     let metrics = run.read("out/metrics.jsonl");
     for step in 1..=12 {
         let line = format!("\"kind\":\"step\",\"step\":{step},");
@@ -319,7 +323,7 @@ fn a_run_that_cannot_go_on_says_so_and_keeps_its_checkpoints() {
     let error = found.result.expect_err("nothing is left to do").to_string();
     says(&error, "diverged | step-8");
     assert!(run.path("out/checkpoint/step-8/state.json").is_file());
-    // Back twice, then the end.
+    // The run goes back twice, then ends: three times three skipped steps.
     assert_eq!(found.skipped.len(), 9);
 
     let at_once = train(&run, "other", TWELVE, |_| f64::NAN);

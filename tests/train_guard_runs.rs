@@ -1,4 +1,4 @@
-//! Twenty healthy runs that the guard must leave alone, and faults that it must not miss.
+//! The trainer's guard must not report any of twenty healthy runs, and must report every one of several faults.
 use crate::tiny_run::TinyRun;
 use crate::train_guard::{Outcome, disturbed, wrong_loss};
 use sieve_data::Batch;
@@ -14,14 +14,14 @@ const NSA: &str = "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\
     select_block_size = 4\nnum_selected_blocks = 4\nwindow_size = 8";
 const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 16\nqk_rope_head_dim = 8";
 
-/// Recall of two pairs in samples of 16 tokens: learned in part within a few hundred steps.
+/// MQAR with two pairs in samples of 16 tokens, which a small model learns in part within a few hundred steps.
 const MQAR: (&str, &str) = (
     "[tokenizer]\nnumbers = 32\n",
     "[data]\nformat = \"mqar\"\nmqar = { vocab_size = 32, seq_lens = [16], num_pairs = [2], num_samples = [4000], \
      num_test_samples = 50 }\n",
 );
 
-/// A run with these `[attention]` lines.
+/// A folder whose recipe has these `[attention]` lines.
 fn run(attention: &str) -> TinyRun {
     let run = TinyRun::new(attention);
     if attention.contains("mla") {
@@ -30,7 +30,7 @@ fn run(attention: &str) -> TinyRun {
     run
 }
 
-/// Replaces words of the recipe.
+/// Replaces the first `from` in the recipe.
 fn rewrite(run: &TinyRun, from: &str, to: &str) {
     let path = run.path("tiny.toml");
     let text = fs::read_to_string(&path).expect("the recipe");
@@ -38,7 +38,7 @@ fn rewrite(run: &TinyRun, from: &str, to: &str) {
     fs::write(path, text.replacen(from, to, 1)).expect("writable");
 }
 
-/// The same model on MQAR.
+/// As [`run`], with MQAR as its data.
 fn mqar(attention: &str) -> TinyRun {
     let run = run(attention);
     let text = run.read("tiny.toml");
@@ -48,7 +48,7 @@ fn mqar(attention: &str) -> TinyRun {
     run
 }
 
-/// Other documents for the run: `text` of each number.
+/// Writes 80 documents into `folder`; `text` gets a document's number.
 fn documents(run: &TinyRun, folder: &str, text: impl Fn(u64) -> String) {
     let folder = run.path(folder);
     fs::create_dir_all(&folder).expect("new");
@@ -57,7 +57,7 @@ fn documents(run: &TinyRun, folder: &str, text: impl Fn(u64) -> String) {
     }
 }
 
-/// Digits without sense.
+/// `len` pseudo-random digits.
 fn digits(seed: u64, len: usize) -> String {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -88,7 +88,7 @@ fn healthy(name: &str, run: &TinyRun, overrides: &[&str]) {
     healthy_run(name, run, &[USUAL, overrides].concat());
 }
 
-/// Trains the run: every step must be taken, and the guard say nothing.
+/// Trains a run, in which every step must be taken and the guard must report nothing.
 fn healthy_run(name: &str, run: &TinyRun, overrides: &[&str]) {
     let found = disturbed(run, "out", overrides, FaultInjection::default());
     let summary = found.result.as_ref().unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -119,7 +119,7 @@ fn healthy_runs_on_other_data() {
     let repeated = run(MHA);
     documents(&repeated, "corpus", |n| format!("{n}: {}", "zebra quick ".repeat(100)));
     healthy("repeated", &repeated, &["optimizer.lr=3e-2"]);
-    // One row a step, of sentences or of digits.
+    // Every step has one row, of sentences or of digits.
     let mixed = run(DMA);
     documents(&mixed, "corpus", |n| digits(n, 900));
     let one_row = ["training.global_batch_size=1", "training.local_batch_size=1"];
@@ -132,7 +132,7 @@ fn healthy_runs_on_other_data() {
     healthy("hasty", &run(SWA), &hasty);
     for (name, attention, lr) in [
         ("mha", MHA, "optimizer.lr=5e-2"),
-        // Its loss has been seen to leap from 0.8 to 4.1 at one step and to need a hundred steps to come down.
+        // With DMA the loss was seen to rise from 0.8 to 4.1 in one step and to need a hundred steps to fall again.
         ("dma", DMA, "optimizer.lr=1e-2"),
         ("nsa", NSA, "optimizer.lr=1e-2"),
     ] {
@@ -141,7 +141,7 @@ fn healthy_runs_on_other_data() {
     }
 }
 
-/// The run in stages instead of 40 steps.
+/// As [`run`], with stages instead of 40 steps.
 fn staged(attention: &str, stages: &str) -> TinyRun {
     let run = run(attention);
     rewrite(&run, "steps = 40\n", "");
@@ -154,7 +154,7 @@ fn healthy_runs_in_stages() {
     let stages = "[[stage]]\nsteps = 60\n[[stage]]\nsteps = 50\nseq_len = 64\nrope_theta = 50000.0\n\
         local_batch_size = 2\nglobal_batch_size = 4\n[[stage]]\nsteps = 50\nwindow = 2\n";
     healthy_run("stages", &staged(DMA, stages), &["checkpoint.interval=40"]);
-    // Known sentences first, then digits, whose loss is far above that of the sentences.
+    // The first stage has sentences, the second digits, whose loss is far higher.
     let stages = "[[stage]]\nsteps = 100\n[[stage]]\nsteps = 60\npaths = [\"DIGITS/*.txt\"]\n";
     let digits_later = staged(MHA, stages);
     let folder = digits_later.path("digits").display().to_string();
@@ -163,20 +163,20 @@ fn healthy_runs_in_stages() {
     healthy_run("digits later", &digits_later, &["checkpoint.interval=40"]);
 }
 
-/// What a fault must come to.
+/// What the guard must do about a fault.
 struct Expected {
-    /// Steps that were not taken; `None` where that hangs on when the weights overflow.
+    /// Number of skipped steps; `None` if it depends on when the weights overflow.
     skipped: Option<usize>,
-    /// How often the run went back.
+    /// Number of returns to a checkpoint.
     returns: usize,
     /// Whether the run ends with an error.
     ends: bool,
 }
 
-/// The rows of 40 steps from the 51st on.
+/// The rows of 40 steps, from step 51 on.
 const MIDDLE: Range<u64> = 400..720;
 
-/// Multiplies the learning rate of the step that begins with a row.
+/// A fault that multiplies a step's learning rate by `factor`, which gets the number of the step's first row.
 fn wrong_rate(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> FaultInjection {
     FaultInjection::new(move |row, moment| match moment {
         Moment::Rate => factor(row),
@@ -184,7 +184,7 @@ fn wrong_rate(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> FaultInjec
     })
 }
 
-/// Spoils the labels of the steps that begin with these rows.
+/// A fault that replaces the labels of the steps that begin with one of `rows` by random tokens.
 fn poisoned(rows: Range<u64>) -> FaultInjection {
     FaultInjection::new(move |row, moment| {
         if let (Moment::Batches(batches), true) = (moment, rows.contains(&row)) {
@@ -194,7 +194,7 @@ fn poisoned(rows: Range<u64>) -> FaultInjection {
     })
 }
 
-/// Labels without sense.
+/// Replaces the labels by pseudo-random tokens.
 fn poison(row: u64, batches: &mut [Batch]) {
     let mut state = row + 1;
     for label in batches.iter_mut().flat_map(|batch| &mut batch.labels) {
@@ -211,10 +211,10 @@ macro_rules! faults {
     };
 }
 
-/// Disturbances by the number of a step's first row; steps read 8 rows.
+/// The faults with their names. Functions of a row get the first row of a step; steps have 8 rows.
 fn faults() -> Vec<(&'static str, FaultInjection, Expected)> {
     const NAN: f64 = f64::NAN;
-    // A factor from a row on, to the end or before another row.
+    // A factor for all rows from `first` on, or for `rows`.
     let from = |first: u64, factor: f64| move |row: u64| if row >= first { factor } else { 1.0 };
     let within = |rows: Range<u64>, factor: f64| move |row: u64| if rows.contains(&row) { factor } else { 1.0 };
     let one = |factor: f64| within(400..401, factor);
@@ -267,7 +267,7 @@ fn faults_are_not_missed() {
 
 #[test]
 fn a_loss_that_comes_down_again_is_no_fault_and_its_checkpoint_waits() {
-    // Steps 31 to 50, and a checkpoint is due at step 40.
+    // Steps 31 to 50 have a high loss; a checkpoint is due at step 40.
     let leap = |row: u64| if (240..400).contains(&row) { 8.0 } else { 1.0 };
     let found = train(&run(MHA), &["training.steps=60"], wrong_loss(leap));
     found.result.as_ref().expect("the run continues");

@@ -1,4 +1,4 @@
-//! Several processes train what one would: the same rows, steps and weights.
+//! Several ranks train as one process would: the same rows, steps and weights.
 use crate::tiny_run::{TinyRun, spawned, wait_until};
 use crate::train_guard::{B, Outcome, Transport, at, disturbed, disturbed_rank, unlabelled, wrong_loss};
 use burn_flex::FlexTensor;
@@ -10,12 +10,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-/// An untied model, with clipping out of reach: one process adds the two parts of a tied embedding's gradient, and the
-/// squares of a norm, in another order than several do.
+/// Settings with which several processes reach the same bits as one: an untied model, and clipping that never acts.
+/// Otherwise the sums over a tied embedding's two gradients, and over the squares of the norm, would have another
+/// order.
 pub(crate) const UNTIED: &str = "--set model.tie_word_embeddings=false --set training.max_norm=1e9";
 
 impl TinyRun {
-    /// `sieve launch` of as many processes that train the recipe into `out`.
+    /// The command `sieve launch` with `nproc` processes that train the recipe into `out`.
     pub(crate) fn launch(&self, nproc: usize, out: &str, more: &str) -> Command {
         self.sieve(&format!(
             "launch --nproc {nproc} -- train --recipe tiny.toml --device cpu --out {out} {more}"
@@ -23,7 +24,7 @@ impl TinyRun {
     }
 }
 
-/// Starts `command` and waits until it has logged this step.
+/// Starts `command` and waits until it has logged `step`.
 pub(crate) fn started(command: &mut Command, step: u64) -> Child {
     let mut child = spawned(command);
     let output = child.stdout.take().expect("piped");
@@ -31,12 +32,12 @@ pub(crate) fn started(command: &mut Command, step: u64) -> Child {
     let line = format!("step: {step:>5} ");
     let found = lines.any(|found| found.starts_with(&line));
     assert!(found, "{command:?} ended before step {step}");
-    // Read on, or the process would wait for room in the pipe.
+    // The output must be read on, or the process would block on a full pipe.
     std::thread::spawn(move || lines.for_each(drop));
     child
 }
 
-/// The tiny recipe, trained into `out` by two ranks that are threads or processes of these tests.
+/// A run of the tiny recipe into `out` by two ranks, which are threads or processes of these tests.
 #[derive(Clone, Copy)]
 pub(crate) struct Pair<'a> {
     pub(crate) tiny: &'a TinyRun,
@@ -55,19 +56,19 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// Connects a rank with the other one.
+    /// Connects `rank` with the other rank.
     pub(crate) fn join(rank: usize, port: u16, timeouts: Timeouts) -> Arc<Mesh> {
         let world = World::on_this_host(rank, 2, port);
         Arc::new(Mesh::join(world, "1", timeouts, |_| {}).expect("two ranks"))
     }
 
-    /// Trains as one rank.
+    /// Trains as the rank that `mesh` connects.
     pub(crate) fn train(&self, mesh: Arc<Mesh>, disturbance: FaultInjection) -> Outcome {
         let group = Some((mesh, self.transport));
         disturbed_rank(self.tiny, self.out, self.overrides, disturbance, group)
     }
 
-    /// Trains in two threads, with faults and timeouts of their own. Sets `ended` when one ends.
+    /// Trains with two threads as ranks; each has its own fault and timeouts. Sets `ended` when the first rank ends.
     pub(crate) fn run(
         &self,
         disturbances: [FaultInjection; 2],
@@ -90,7 +91,7 @@ impl<'a> Pair<'a> {
     }
 }
 
-/// Trains in two threads, in a folder of their own.
+/// As [`Pair::run`], in a new folder.
 fn two_ranks(
     overrides: &[&str],
     disturbances: [FaultInjection; 2],
@@ -116,7 +117,8 @@ fn a_loss_that_is_no_number_in_one_rank_is_judged_alike_by_all() {
 }
 
 fn judged_alike(overrides: &[&str]) {
-    // Steps begin with rows 0, 8, 16, …: the seventh alone, then three in a row after the checkpoint of step 8.
+    // Steps begin with rows 0, 8, 16, …: the seventh step has a NaN loss, and after the checkpoint of step 8 three
+    // steps in a row have one.
     let wrong = wrong_loss(|row| match row {
         48 | 72..=88 => f64::NAN,
         _ => 1.0,
@@ -132,7 +134,7 @@ fn judged_alike(overrides: &[&str]) {
         assert_eq!(back.count(), 1, "{:?}", outcome.notices);
     }
     assert!(first.weights == second.weights);
-    // Rank 0 names the rows and documents of both ranks.
+    // Rank 0 reports the rows and documents of both ranks.
     let skipped = &first.skipped[0];
     assert_eq!((skipped.first_row, skipped.num_rows), (48, 8));
     assert!(skipped.num_documents > 0 && second.skipped[0].num_documents == 0);
@@ -140,7 +142,7 @@ fn judged_alike(overrides: &[&str]) {
 
 #[test]
 fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
-    // After the checkpoint of step 4, which stays.
+    // The weights of one rank change after the checkpoint of step 4, which is kept.
     let wrong = FaultInjection::new(|row, moment| match moment {
         Moment::Leaves if row == 40 => 1.0 + 1e-6,
         _ => 1.0,
@@ -177,13 +179,13 @@ fn a_step_without_a_label_is_passed_over_by_all_ranks() {
         }
     }
     assert!(first.weights == second.weights && first.losses.len() == 10);
-    // Rows of one rank alone change nothing for the others.
+    // If only one rank's rows lack labels, no step is passed over.
     let disturbances = [unlabelled(16..32), FaultInjection::default()];
     let [first, second] = two_ranks(steps, disturbances, Default::default(), &AtomicBool::default());
     assert!(first.weights == second.weights && first.losses.len() == 12);
 }
 
-/// The transport of rank 1 fails once this is set.
+/// Makes the transport of rank 1 fail.
 static IS_CUT: AtomicBool = AtomicBool::new(false);
 
 struct Cut(HostCollectives);
@@ -216,7 +218,7 @@ fn the_error_of_a_rank_that_writes_a_checkpoint_reaches_rank_0() {
     let error = |rank: usize, disturbance: FaultInjection| {
         let mesh = Pair::join(rank, port.number(), Timeouts::default());
         let error = pair.train(mesh.clone(), disturbance).result.expect_err("a rank fails");
-        // As the program does.
+        // The program also sends its error to the other ranks.
         mesh.fail(&error.to_string());
         error.to_string()
     };
@@ -251,7 +253,7 @@ fn a_rank_that_computes_other_gradients_is_named() {
             1,
             "the gradients of rank 1 of one micro-batch, which all ranks computed before step 10, are wrong",
         ),
-        // Nobody knows which of two is right.
+        // If two ranks have different gradients, neither is known to be right.
         (2, "the gradients of ranks 0, 1 of one micro-batch"),
     ] {
         let disturbances = [FaultInjection::default(), wrong(times)];
@@ -265,7 +267,7 @@ fn a_rank_that_computes_other_gradients_is_named() {
     let alone = disturbed(&tiny, "alone", overrides, wrong(1));
     let error = alone.result.expect_err("another gradient the second time").to_string();
     assert!(error.contains("the gradients of rank 0 of one micro-batch"), "{error}");
-    // Nothing else is changed by it.
+    // A replay changes no weight.
     let steps = "training.steps=16";
     let [with, without] = [&[steps, "training.guard_replay=1"][..], &[steps]].map(|overrides| {
         let [first, _] = two_ranks(
@@ -280,9 +282,9 @@ fn a_rank_that_computes_other_gradients_is_named() {
     assert!(with == without);
 }
 
-/// Where a rank stands still, in what step, and the limit that it breaks, of a step or of what may last, in seconds:
-/// files that are read, in the first step, which may last, and in the third, which begins with row 16; held-out text,
-/// before the first step and after the fourth; the disk that the first checkpoint goes to, its files and its name.
+/// Cases of a rank that hangs: (place, number, limit in seconds), with place and number as in [`at`]. The limit is of a
+/// step's progress in ("step", 16), and of longer work otherwise: reading files in the first step, validation before
+/// the first step and after the fourth, and the first checkpoint's files and name.
 const STANDING: [(&str, u64, u64); 6] = [
     ("step", 0, 2),
     ("step", 16, 5),
@@ -292,16 +294,16 @@ const STANDING: [(&str, u64, u64); 6] = [
     ("name", 4, 2),
 ];
 
-/// Asserts that both ranks end with the name of the one that stands still, before there is a checkpoint.
+/// Asserts that both ranks end with an error that names the rank that hangs, before a checkpoint is written.
 fn assert_named(still: usize, (place, number, seconds): (&'static str, u64, u64)) {
-    // It stands still until the other one has ended: no test waits for a time.
+    // The rank hangs until the other one has ended, so that the test depends on no sleep.
     let ended = Arc::new(AtomicBool::default());
     let other = ended.clone();
     let mut disturbances = <[FaultInjection; 2]>::default();
     disturbances[still] = at(place, number, move || {
         wait_until("the other rank ends", || other.load(Ordering::Acquire));
     });
-    // The limits of the other one are so wide that a busy machine does not make it the one that is named.
+    // Only the limit for the hanging rank is short: on a busy machine the other rank must not be named.
     let mut timeouts = <[Timeouts; 2]>::default();
     let limit = match (place, number) {
         ("step", 16) => &mut timeouts[still].silence,

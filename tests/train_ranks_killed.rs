@@ -1,4 +1,5 @@
-//! A rank of two that `kill -9` ends at a known place: the other one tells it, and the run continues.
+//! `kill -9` of one of two ranks at a known place: the other rank must name it, and the run must continue after a
+//! restart.
 use crate::tiny_run::{TinyRun, wait_until};
 use crate::train_guard::{at, disturbed};
 use crate::train_ranks::Pair;
@@ -9,22 +10,24 @@ use std::io::Read;
 use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 
-/// What the process that is killed must know: folder, output folder, rank, port, place and mode, a line each.
+/// Environment variable with the arguments of the process to be killed, one on each line: folder, output folder, rank,
+/// port, place and mode.
 const TOLD: &str = "SIEVE_TEST_KILLED_RANK";
 
-/// Where a rank is killed.
+/// Places at which a rank is killed.
 const PLACES: [&str; 5] = ["start", "step", "validation", "files", "name"];
 
-/// How the two ranks share the work: lines of the recipe's attention, and settings beside [`OVERRIDES`]. The first mode
-/// is killed in all places, the others in a step and beside a checkpoint.
+/// The recipe's attention, and settings in addition to [`OVERRIDES`]. In the first mode a rank is killed at each place,
+/// in the second in a step and during a checkpoint.
 const MODES: [(&str, &[&str]); 2] = [
     (DMA, &[]),
-    // Not context parallelism: it exchanges inside a backward pass, and ranks that are threads share autodiff's lock.
+    // Context parallelism is not tested here: it exchanges keys inside a backward pass, and ranks that are threads of
+    // one process share autodiff's lock.
     (DMA, &["parallelism.zero_stage=2", "training.local_batch_size=2"]),
 ];
 const DMA: &str = "kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5";
 
-/// Untied and with clipping out of reach, so that two ranks end with the bits of one.
+/// Settings with which two ranks reach the same bits as one process.
 const OVERRIDES: &[&str] = &[
     "model.tie_word_embeddings=false",
     "training.max_norm=1e9",
@@ -41,18 +44,18 @@ fn overrides(mode: usize) -> Vec<&'static str> {
     [OVERRIDES, MODES[mode].1].concat()
 }
 
-/// Says that this process is there, and waits to be killed.
+/// Creates a file by which the test knows that this process is at its place, then waits to be killed.
 fn wait_for_the_end() {
     let [folder, out, ..] = &told()[..] else {
         panic!("{TOLD}");
     };
     fs::write(format!("{folder}/{out}.there"), "").expect("written");
-    // Its input ends with the test that has started it.
+    // Standard input ends if the test ends first.
     let _ = std::io::stdin().read_to_end(&mut Vec::new());
     std::process::exit(1);
 }
 
-/// Waits to be killed in such a place.
+/// A fault that waits at `place` to be killed.
 fn disturbance(place: &str) -> FaultInjection {
     match place {
         // The third step begins with row 16.
@@ -64,7 +67,7 @@ fn disturbance(place: &str) -> FaultInjection {
     }
 }
 
-/// The process that is killed.
+/// Runs in the process to be killed.
 #[test]
 #[ignore = "a part of a_rank_killed_in_any_place_is_named_and_the_run_goes_on"]
 fn the_rank_that_is_killed() {
@@ -82,7 +85,7 @@ fn the_rank_that_is_killed() {
     panic!("the run ended before this process was killed");
 }
 
-/// Kills `rank` in `place`, and goes on with what is left.
+/// Kills `rank` at `place`, then starts both ranks again.
 fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
     let out = format!("killed-{place}-{rank}");
     let overrides = overrides(mode);
@@ -137,9 +140,9 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
         assert_eq!(outcome.result.expect("it goes on").step, 12, "{out}");
     }
     match mode {
-        // To the bits of one process.
+        // The weights equal those of one process.
         0 => tiny.assert_same_at(&out, "reference", 12),
-        // Of two that nobody killed.
+        // The weights equal those of two ranks that were not killed.
         _ => {
             for file in ["model", "optimizer"] {
                 let of = |run: &str, part: usize| {

@@ -1,4 +1,5 @@
-//! Two ranks whose tensors travel as late as a transport may let them, and in the model's own memory.
+//! Training must work with a transport that sends tensors only when it is waited for, and that writes into the model's
+//! own memory.
 use crate::tiny_run::TinyRun;
 use crate::train_guard::{B, Outcome, Transport, wrong_loss};
 use crate::train_ranks::Pair;
@@ -8,8 +9,8 @@ use sieve_comm::Pieces;
 use sieve_train::{Collectives, FaultInjection, Gathered, HostCollectives, Pending, TrainError};
 use std::sync::atomic::AtomicBool;
 
-/// As a GPU's transport may work: values travel when the work ends, the gradients' memory is somebody else's then, and
-/// leaves are written in their own memory, which holds no numbers from the beginning of the work to its end.
+/// A transport that behaves as a GPU's may. Values are sent when the work is waited for, and the gradients' memory is
+/// overwritten then. Gathered weights are written into their own memory, which holds NaN while the work is under way.
 struct Late(HostCollectives);
 
 impl Collectives<B> for Late {
@@ -44,7 +45,7 @@ impl Collectives<B> for Late {
     }
 }
 
-/// Writes values into a tensor's memory, for every clone and view of it, as a device does.
+/// Writes values into a tensor's memory, so that every clone and view of it sees them, as on a GPU.
 fn overwrite(tensor: &FlexTensor, value: impl Fn(usize) -> f32) {
     let count = tensor.shape().num_elements();
     let (dtype, layout) = (tensor.dtype(), tensor.layout());
@@ -53,7 +54,7 @@ fn overwrite(tensor: &FlexTensor, value: impl Fn(usize) -> f32) {
     assert!(4 * (layout.start_offset() + count) <= bytes.len());
     let first = bytes.as_ptr().cast::<f32>().cast_mut();
     for index in 0..count {
-        // SAFETY: the value lies in the tensor's memory, and this rank's other threads read no tensor just now.
+        // SAFETY: the value lies in the tensor's memory, and no other thread of this rank reads a tensor at this time.
         unsafe {
             let place = first.add(layout.start_offset() + index);
             place.write_volatile(value(index));
@@ -61,9 +62,9 @@ fn overwrite(tensor: &FlexTensor, value: impl Fn(usize) -> f32) {
     }
 }
 
-/// What a run of two ranks came to, for each.
+/// Results of a run by two ranks.
 fn run(tiny: &TinyRun, out: &str, overrides: &[&str], transport: Transport) -> [Outcome; 2] {
-    // Rows 64 to 87, three steps in a row after the checkpoint of step 8, are skipped.
+    // Rows 64 to 87 are three steps in a row after the checkpoint of step 8; they are skipped.
     let wrong = wrong_loss(|row| if (64..88).contains(&row) { f64::NAN } else { 1.0 });
     let pair = Pair {
         transport,
@@ -82,8 +83,8 @@ fn nobody_reads_a_gradient_or_leaf_while_it_travels() {
 
 fn travel_late(zero_stage: &str) {
     let tiny = TinyRun::dma();
-    // Two micro-batches a rank, a second stage with another window, validations and checkpoints between, and a return
-    // to one of them.
+    // Each rank has two micro-batches. The second stage has another window. There are validations, checkpoints, and one
+    // return to a checkpoint.
     let text = tiny.read("tiny.toml");
     let stages = "[[stage]]\nsteps = 13\n[[stage]]\nsteps = 5\nwindow = 16\n";
     let staged = text.replace("[optimizer]", &format!("{stages}[optimizer]"));
@@ -113,7 +114,7 @@ fn travel_late(zero_stage: &str) {
     for (step, line) in expected {
         assert_eq!(found[&step]["loss"], line["loss"], "validation {step}");
     }
-    // What was written, beside the steps that followed.
+    // Checkpoints are written while the next steps run.
     for name in &usual[0].checkpoints {
         for part in 1..=2 {
             for file in ["model", "optimizer"] {
@@ -121,7 +122,7 @@ fn travel_late(zero_stage: &str) {
                 let [late, usual] = ["late", "usual"].map(|out| std::fs::read(tiny.path(out).join(&file)));
                 match (late, usual) {
                     (Ok(late), Ok(usual)) => assert!(late == usual, "{file}"),
-                    // Deleted when newer ones were there.
+                    // Older checkpoints were deleted.
                     (late, usual) => assert!(late.is_err() && usual.is_err(), "{file}"),
                 }
             }

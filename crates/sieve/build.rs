@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// The text: enough for a small model to learn from, little beside the program's size.
+/// Files and folders, relative to the repository, that are embedded as training text.
 const OWN_TEXT: [&str; 6] = [
     "README.md",
     "ARCHITECTURE.md",
@@ -13,9 +13,9 @@ const OWN_TEXT: [&str; 6] = [
     "crates/sieve-cpu/src",
     "crates/sieve-core/src",
 ];
-/// At most this much of it, in bytes.
+/// Bytes of embedded training text, at most: enough for a small model, little beside the program's size.
 const OWN_TEXT_BYTES: usize = 900_000;
-/// Larger files are left out, as quickstart would leave them out.
+/// Files of more bytes are not embedded: `sieve train quickstart` on this folder leaves them out too.
 const FILE_BYTES: usize = 65_536;
 
 fn main() {
@@ -48,22 +48,23 @@ fn commit(root: &Path) -> String {
         let text = String::from_utf8(output.stdout).ok()?;
         output.status.success().then(|| text.trim().to_owned())
     };
-    // Each commit and each checkout of another one adds a line there.
+    // Git adds a line to this file at each commit and each checkout, so cargo runs this script again.
     if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
         println!("cargo:rerun-if-changed={}", root.join(log).display());
     }
     git(&["rev-parse", "--short=10", "HEAD"]).unwrap_or("unknown".to_owned())
 }
 
-/// The text itself, not include_str!: the table must be of one moment, also while files are being edited.
+/// A Rust static of (name, text). It holds the texts themselves, not `include_str!`, so that all are from the moment
+/// this script ran, even while files are being edited.
 fn table(name: &str, files: &[(String, String)]) -> String {
     let rows = files.iter().map(|(name, text)| format!("    ({name:?}, {text:?}),\n"));
     let rows = rows.collect::<String>();
     format!("static {name}: &[(&str, &str)] = &[\n{rows}];\n")
 }
 
-/// Reads the files with these endings at or below `path`, in the order of their names, which are relative to `root`,
-/// with forward slashes.
+/// Adds the files at or below `path` whose extension is one of `endings` to `files`, sorted by name. A file's name is
+/// its path relative to `root`, with forward slashes.
 fn collect(root: &Path, path: &Path, endings: &[&str], files: &mut Vec<(String, String)>) {
     println!("cargo:rerun-if-changed={}", path.display());
     if path.is_dir() {

@@ -1,4 +1,5 @@
-//! A layer's operands as the dense model made them, and what a selector makes of them; where the operands are.
+//! A layer's q, k and v from the dense model's forward pass: dense attention on them, and a selector's attention beside
+//! it. Both run on the device that holds the operands, or on the host if the device has no kernel.
 use crate::EvalError;
 use crate::chunks::{Cost, KeptMasks, call, prefill, prefill_on_device};
 use crate::pass::{cosine, milliseconds, number};
@@ -11,33 +12,35 @@ use sieve_ops::{DeviceBackend, SparseOutput, has_sparse_attention, sparse_attent
 use sieve_select::{CallShape, DecodeSession, dense_attention, recall};
 use std::time::Instant;
 
-/// A layer with what dense attention says.
+/// A layer's operands with its dense attention.
 pub(crate) struct Captured<B: DeviceBackend> {
     pub(crate) operands: LayerOperands<B>,
     dense: Output<B>,
-    /// Its output on the device, `[1, num_tokens, num_heads, head_dim]`.
+    /// Output of dense attention, on the device, `[1, num_tokens, num_heads, head_dim]`.
     o: Tensor<B, 4>,
     /// Milliseconds of dense attention.
     pub(crate) dense_ms: f64,
 }
 
-/// What attention gave: on the device where its kernels took the call, else on the host.
+/// Output of attention.
 enum Output<B: DeviceBackend> {
+    /// A kernel took the call.
     Device(SparseOutput<B>),
-    /// o `[num_tokens, num_heads, head_dim]`, lse `[num_heads, num_tokens]`; a stream has no lse.
+    /// o `[num_tokens, num_heads, head_dim]`, lse `[num_heads, num_tokens]`. Reading token by token gives no lse.
     Host(Vec<f32>, Option<Vec<f32>>),
 }
 
-/// A selector's attention of a layer.
+/// A selector's attention in one layer.
 pub(crate) struct Done<B: DeviceBackend> {
     output: Output<B>,
     pub(crate) cost: Cost,
-    /// Of selection and attention; copies to the host are not part of it.
+    /// Time of selection and attention, without copies to the host.
     pub(crate) milliseconds: f64,
 }
 
 impl<B: DeviceBackend> Captured<B> {
-    /// Dense attention of a layer by the path that selectors take, and its output for the next layer.
+    /// Runs dense attention of a layer on the same path (device or host) as selectors. Also returns its output, which
+    /// the model's next layer needs.
     pub(crate) fn of(operands: &LayerOperands<B>) -> Result<(Self, Tensor<B, 4>), EvalError> {
         let captured = |dense, o: &Tensor<B, 4>, dense_ms| Self {
             operands: operands.clone(),
@@ -63,17 +66,17 @@ impl<B: DeviceBackend> Captured<B> {
         Ok((captured(Output::Host(host, Some(lse)), &o, dense_ms), o))
     }
 
-    /// Mean cosine of the layer's attention in another pass to the dense one, a token's heads as one row.
+    /// Mean cosine between the dense output and `o`, the layer's output in another pass. One row is one token's heads.
     pub(crate) fn cosine(&self, o: &Tensor<B, 4>) -> f64 {
         let rows = |x: &Tensor<B, 4>| x.clone().reshape([x.dims()[1] as i32, -1]);
         cosine(rows(&self.o), rows(o))
     }
 
-    /// A selector's attention of the layer: on the device where [`Selection::attends_on_device`].
+    /// Runs a selector's attention on the layer's operands: on the device if [`Selection::attends_on_device`].
     pub(crate) fn run(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
         let operands = &self.operands;
-        let selector = selection.selectors().of(operands.layer);
-        if selector.is_dense_layer(operands.layer) && has_sparse_attention(&operands.qkv) {
+        let is_dense = selection.selectors().of(operands.layer).is_dense_layer(operands.layer);
+        if is_dense && has_sparse_attention(&operands.qkv) {
             let started = Instant::now();
             return Ok(Done {
                 output: Output::Device(dense_on_device(operands)?),
@@ -81,21 +84,32 @@ impl<B: DeviceBackend> Captured<B> {
                 milliseconds: milliseconds(started),
             });
         }
-        if selection.attends_on_device(operands) {
-            let started = Instant::now();
-            // A layer's clock has its own selection.
-            let (chunk, mut kept) = (selection.chunk(), KeptMasks::new());
-            let (output, cost) = prefill_on_device(selector, operands, chunk, true, &mut kept)?;
-            // The clock waits for the device.
-            let _last = output.lse.clone().narrow(2, 0, 1).into_data();
-            return Ok(Done {
-                output: Output::Device(output),
-                cost,
-                milliseconds: milliseconds(started),
-            });
+        match selection.attends_on_device(operands) {
+            true => self.run_on_device(selection),
+            false => self.run_on_host(selection),
         }
+    }
+
+    fn run_on_device(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
+        let selector = selection.selectors().of(self.operands.layer);
+        let started = Instant::now();
+        // No mask is reused from another layer: each layer's time includes its own selection.
+        let mut kept = KeptMasks::new();
+        let (output, cost) = prefill_on_device(selector, &self.operands, selection.chunk(), true, &mut kept)?;
+        // Reading a value back waits for the device, so that the clock measures the work.
+        let _last = output.lse.clone().narrow(2, 0, 1).into_data();
+        Ok(Done {
+            output: Output::Device(output),
+            cost,
+            milliseconds: milliseconds(started),
+        })
+    }
+
+    fn run_on_host(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
+        let qkv = &self.operands.qkv;
+        let selector = selection.selectors().of(self.operands.layer);
         let mut done = None;
-        operands.on_host(|operands| {
+        self.operands.on_host(|operands| {
             let started = Instant::now();
             let (o, lse, cost) = match selector.is_token_by_token() {
                 true => {
@@ -121,10 +135,10 @@ impl<B: DeviceBackend> Captured<B> {
             Ok::<_, EvalError>(output)
         })?;
         let mut done = done.expect("the layer was attended to");
-        // Copies of a host's own memory are none.
-        if has_sparse_attention(&operands.qkv) {
-            let elements: usize = operands.qkv.dims().into_iter().product();
-            done.cost.host_bytes += (elements * operands.qkv.dtype().size()) as u64;
+        // The CPU backend's operands are in host memory already, so only a GPU's count as copied.
+        if has_sparse_attention(qkv) {
+            let elements: usize = qkv.dims().into_iter().product();
+            done.cost.host_bytes += (elements * qkv.dtype().size()) as u64;
         }
         Ok(done)
     }
@@ -152,7 +166,7 @@ impl<B: DeviceBackend> Captured<B> {
                 let dense_o = host(dense.o.clone().into_data());
                 (kept, relative_error(o, &dense_o))
             }
-            // The dense attention of a layer is on the device wherever a selector's is.
+            // Does not occur: `Self::of` uses the device whenever a selector can.
             (Output::Device(_), Output::Host(..)) => (None, f64::NAN),
         };
         Ok(LayerMeasure {
@@ -164,7 +178,7 @@ impl<B: DeviceBackend> Captured<B> {
     }
 }
 
-/// Dense attention by the kernel of masks, with every key kept.
+/// Dense attention by the sparse kernel, with a mask that keeps every key.
 fn dense_on_device<B: DeviceBackend>(operands: &LayerOperands<B>) -> Result<SparseOutput<B>, EvalError> {
     let [_, tokens, _, head_dim] = operands.qkv.dims();
     let all = KeyMask::dense(CallShape::new(
@@ -176,7 +190,7 @@ fn dense_on_device<B: DeviceBackend>(operands: &LayerOperands<B>) -> Result<Spar
     let mask = upload_mask::<B>(&all, &operands.qkv.device()).map_err(|error| refused(error.to_string()))?;
     let scale = 1.0 / (head_dim as f64).sqrt();
     let dense = sparse_attention(operands.qkv.clone(), &mask, scale).map_err(refused)?;
-    // The clock waits for the device.
+    // Reading a value back waits for the device, so that the clock measures the work.
     let _last = dense.lse.clone().narrow(2, 0, 1).into_data();
     Ok(dense)
 }

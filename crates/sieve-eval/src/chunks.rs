@@ -1,4 +1,5 @@
-//! Prompts whole, or in pieces that each see all keys before them; on the host, or with the attention on the device.
+//! Runs a prefill selector on one layer's prompt: as one call, or in chunks of queries that each see all earlier keys.
+//! The attention runs on the host or on the device; the selection may run on either.
 use crate::EvalError;
 use burn::tensor::{DType, Int, Tensor};
 use sieve_core::{BlockSelection, KeyMask};
@@ -10,21 +11,21 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A layer's attention of one document under a prefill selector, over all its calls.
+/// Output of a layer's attention on one document under a prefill selector, all calls together.
 pub(crate) struct Prefilled {
     /// `[num_tokens, num_heads, head_dim]`.
     pub(crate) o: Vec<f32>,
-    /// Of the kept pairs, `[num_heads, num_tokens]`.
+    /// Log-sum-exp over the kept pairs, `[num_heads, num_tokens]`.
     pub(crate) lse: Vec<f32>,
     pub(crate) cost: Cost,
 }
 
-/// What the calls of one document in one layer kept and took.
+/// Statistics of the calls on one document in one layer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Cost {
     /// Computed pairs over causal pairs, probe rows included.
     pub(crate) density: f64,
-    /// Kept tiles over admissible tiles; of several calls the mean by causal pairs.
+    /// Kept tiles over causal tiles. For several calls, their mean weighted by causal pairs.
     pub(crate) tile_density: f64,
     /// Seconds until the masks were ready.
     pub(crate) select_seconds: f64,
@@ -39,7 +40,7 @@ pub(crate) struct Cost {
 }
 
 impl Cost {
-    /// Of a method that reads token by token, or of dense attention.
+    /// For dense attention or a method that reads token by token, which have no tiles.
     pub(crate) fn of_density(density: f64) -> Self {
         Self {
             density,
@@ -55,7 +56,8 @@ impl Cost {
         self.nan_lists += stats.nan_lists as u64;
     }
 
-    /// Dense rows of a correction, which are computed besides.
+    /// Adds the pairs of the probe rows: a correction computes these rows densely, in addition to the kept pairs. Call
+    /// it after the call itself was added.
     fn add_probes(&mut self, shape: CallShape, selector: &Selector, layer: usize) {
         let Some(correction) = selector.correction(shape, layer) else {
             return;
@@ -64,11 +66,11 @@ impl Cost {
         let is_probe = |row: &usize| *row == 0 || (context + row).is_multiple_of(correction.gamma);
         let probes = (0..shape.num_queries).filter(is_probe);
         let pairs: u64 = probes.map(|row| (context + row + 1) as u64).sum();
-        // Of the causal pairs of all calls so far, this one among them.
+        // `causal_pairs` already includes this call.
         self.density += pairs as f64 / self.causal_pairs;
     }
 
-    /// Computed pairs over causal ones, and kept tiles over admissible ones.
+    /// Adds a call with its `[computed pairs over causal pairs, kept tiles over causal tiles]`.
     fn add_shares(&mut self, shape: CallShape, [pairs, tiles]: [f64; 2]) {
         let causal = shape.causal_pairs() as f64;
         let share = causal / (self.causal_pairs + causal);
@@ -78,7 +80,7 @@ impl Cost {
         self.calls += 1;
     }
 
-    /// A call whose mask was computed on the device. Reads its statistics back, and waits for them.
+    /// Adds a call whose mask was computed on the device. Waits for the device to read the mask's statistics.
     fn add_selection<B: DeviceBackend>(
         &mut self,
         shape: CallShape,
@@ -94,7 +96,8 @@ impl Cost {
         let (tiles, mut pairs) = (sum(&counts.tiles), sum(&counts.pairs));
         let causal = shape.causal_pairs() as f64;
         let most = selection.admissible_tiles() as f64;
-        // As for masks of the host: dense rows are computed whole, and their part of the lists is not.
+        // As for masks made on the host: dense rows count all their causal pairs, and their share of the lists does
+        // not count.
         let density = pairs / (lists * causal);
         pairs = match made.dense_rows.first() {
             None => density,
@@ -116,35 +119,37 @@ impl Cost {
     }
 }
 
-/// Computed pairs over causal ones, and kept tiles over admissible ones.
+/// `[computed pairs over causal pairs, kept tiles over causal tiles]` of a selection.
 fn shares(selected: &Selected) -> [f64; 2] {
     let shares = density(selected);
     [shares.token + shares.probes, shares.tile]
 }
 
-/// A selection made on the host, and its mask on the device.
+/// A selection made on the host, with its mask uploaded to the device.
 #[derive(Debug)]
 pub(crate) struct Made {
     shape: CallShape,
     shares: [f64; 2],
     stats: SelectStats,
-    /// A [`KeyMask`] of a tensor of the backend.
+    /// A `KeyMask<Tensor<B, 1, Int>>`; `Any` keeps the backend out of [`KeptMasks`]' type.
     on_device: Box<dyn Any + Send + Sync>,
 }
 
 impl Made {
-    /// The mask on the device that a prompt is on.
+    /// The uploaded mask. Panics for a backend other than the one that uploaded it.
     fn mask<B: DeviceBackend>(&self) -> &KeyMask<Tensor<B, 1, Int>> {
         let mask = self.on_device.downcast_ref();
         mask.expect("all layers of a prompt are on one device")
     }
 }
 
-/// Masks that depend on a call's sizes alone, reused for the next layers of a prompt of that length.
+/// Masks that depend only on a call's shape: (selector, tokens of the prompt, mask). They are reused in the next layers
+/// and for later prompts of the same length.
 pub(crate) type KeptMasks = Vec<(Selector, usize, Arc<Made>)>;
 
-/// Runs a prefill selector on a document, in calls of `chunk` tokens or in one. A layer's rows depend only on earlier
-/// rows of the layer below, so chunking each layer gives what a model computes that reads its prompt chunk by chunk.
+/// Runs a prefill selector on a document on the host, in calls of `chunk` tokens or in one call. A row depends only on
+/// earlier rows of the layer below, so chunking each layer gives the same output as a model that reads its prompt chunk
+/// by chunk.
 pub(crate) fn prefill(
     selector: &Selector,
     operands: HostOperands<'_>,
@@ -175,7 +180,7 @@ pub(crate) fn prefill(
     Ok(done)
 }
 
-/// The calls of a document, of `chunk` tokens or one.
+/// Shapes of the calls on a document: `chunk` queries each, or all queries in one call.
 pub(crate) fn calls_of<B: DeviceBackend>(
     operands: &LayerOperands<B>,
     chunk: Option<usize>,
@@ -189,9 +194,9 @@ pub(crate) fn calls_of<B: DeviceBackend>(
     })
 }
 
-/// The same with the attention on the device: o is `[1, num_tokens, num_heads, head_dim]`. A selection on the host
-/// copies its operands from the device and its masks back. With a clock the host waits for each selection, on an
-/// otherwise idle device; passes of a model have no clock.
+/// As [`prefill`], with the attention on the device; o is `[1, num_tokens, num_heads, head_dim]`. If the selection has
+/// no kernel, it copies its operands to the host and the mask back. With `has_clock`, the host waits for the device
+/// after each selection to time it.
 pub(crate) fn prefill_on_device<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
@@ -199,40 +204,14 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
     has_clock: bool,
     kept: &mut KeptMasks,
 ) -> Result<(SparseOutput<B>, Cost), EvalError> {
-    let tokens = operands.num_tokens();
+    let (layer, tokens) = (operands.layer, operands.num_tokens());
     let (mut cost, mut parts) = (Cost::default(), Vec::new());
     let mut copied = None;
-    let refused = |reason: String| EvalError::kernel(selector.name(), reason);
     for shape in calls_of(operands, chunk) {
-        let keys = operands.qkv.clone().narrow(1, 0, shape.num_keys);
-        let selection = selector.block_selection(shape, operands.layer, operands.num_layers);
-        let started = Instant::now();
-        let made = selection.and_then(|selection| {
-            // A refusal (a width without a kernel) is counted with its reason by the op, and leaves the call to the
-            // host.
-            let made = select_blocks(&keys, &selection, None).ok()?;
-            Some((selection, made))
-        });
-        let scale = f64::from(shape.softmax_scale());
-        let attend = |mask: &KeyMask<Tensor<B, 1, Int>>, is_dense: bool| {
-            let mut output = sparse_attention(keys.clone(), mask, scale)?;
-            let correction = selector.correction(shape, operands.layer);
-            if let Some(correction) = correction.filter(|_| !is_dense) {
-                let dense = mask.dense_rows.first().cloned().unwrap_or(0..0);
-                output.o = correct_by_probes(keys.clone(), output.o, correction, dense, scale)?;
-            }
-            Ok(output)
-        };
-        if let Some((selection, made)) = made {
-            if has_clock {
-                B::sync(&keys.device()).map_err(|error| refused(error.to_string()))?;
-                cost.select_seconds += started.elapsed().as_secs_f64();
-            }
-            // It waits for the selection, so it runs before the attention, for which no one waits.
-            cost.add_selection(shape, &selection, &made);
-            let output = attend(&made, false);
-            parts.push(output.map_err(refused)?);
-            cost.add_probes(shape, selector, operands.layer);
+        let qkv = operands.qkv.clone().narrow(1, 0, shape.num_keys);
+        if let Some(mask) = select_on_device(selector, operands, &qkv, shape, has_clock, &mut cost)? {
+            parts.push(attend(selector, layer, qkv, shape, &mask, false)?);
+            cost.add_probes(shape, selector, layer);
             continue;
         }
         let rows = shape.context()..shape.num_keys;
@@ -242,13 +221,12 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
             ..shape
         };
         let copied = &mut copied;
-        let mask = select_on_host(selector, operands, whole, rows, kept, copied, &mut cost)?;
-        let is_dense = mask.stats.dense_call;
+        let made = select_on_host(selector, operands, whole, rows, kept, copied, &mut cost)?;
+        let is_dense = made.stats.dense_call;
         if !is_dense {
-            cost.add_probes(shape, selector, operands.layer);
+            cost.add_probes(shape, selector, layer);
         }
-        let output = attend(mask.mask(), is_dense);
-        parts.push(output.map_err(refused)?);
+        parts.push(attend(selector, layer, qkv, shape, made.mask(), is_dense)?);
     }
     let joined = match parts.len() {
         1 => parts.remove(0),
@@ -260,11 +238,58 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
     Ok((joined, cost))
 }
 
-/// Queries and keys of a layer on the host.
+/// Selects on the device and adds the selection's statistics to `cost`. `None` if there is no kernel for this call.
+/// `qkv` ends with the call's last key. With `has_clock`, waits for the device to time the selection.
+fn select_on_device<B: DeviceBackend>(
+    selector: &Selector,
+    operands: &LayerOperands<B>,
+    qkv: &Tensor<B, 4>,
+    shape: CallShape,
+    has_clock: bool,
+    cost: &mut Cost,
+) -> Result<Option<KeyMask<Tensor<B, 1, Int>>>, EvalError> {
+    let Some(selection) = selector.block_selection(shape, operands.layer, operands.num_layers) else {
+        return Ok(None);
+    };
+    let started = Instant::now();
+    // An error, such as a head width without a kernel, is recorded by the op; the selection then runs on the host.
+    let Ok(mask) = select_blocks(qkv, &selection, None) else {
+        return Ok(None);
+    };
+    if has_clock {
+        B::sync(&qkv.device()).map_err(|error| EvalError::kernel(selector.name(), error.to_string()))?;
+        cost.select_seconds += started.elapsed().as_secs_f64();
+    }
+    // Before the attention is launched: reading the statistics waits for all launched work.
+    cost.add_selection(shape, &selection, &mask);
+    Ok(Some(mask))
+}
+
+/// Attention of one call under a mask, on the device, with the selector's correction unless the call is dense.
+fn attend<B: DeviceBackend>(
+    selector: &Selector,
+    layer: usize,
+    qkv: Tensor<B, 4>,
+    shape: CallShape,
+    mask: &KeyMask<Tensor<B, 1, Int>>,
+    is_dense: bool,
+) -> Result<SparseOutput<B>, EvalError> {
+    let refused = |reason: String| EvalError::kernel(selector.name(), reason);
+    let scale = f64::from(shape.softmax_scale());
+    let mut output = sparse_attention(qkv.clone(), mask, scale).map_err(refused)?;
+    let correction = selector.correction(shape, layer);
+    if let Some(correction) = correction.filter(|_| !is_dense) {
+        let dense = mask.dense_rows.first().cloned().unwrap_or(0..0);
+        output.o = correct_by_probes(qkv, output.o, correction, dense, scale).map_err(refused)?;
+    }
+    Ok(output)
+}
+
+/// Queries and keys of a layer, copied to the host.
 type HostQueriesAndKeys = (Vec<f32>, Vec<f32>);
 
-/// A mask computed on the host from operands copied from the device; queries and keys are copied once. A mask that
-/// needs no operands is computed for the first layer only.
+/// Makes the mask of the queries `rows` on the host and uploads it. Queries and keys are copied to the host once, into
+/// `copied`. A mask that needs no operands is made in one layer and reused from `kept` in the next ones.
 fn select_on_host<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
@@ -292,9 +317,10 @@ fn select_on_host<B: DeviceBackend>(
     let call = match reads {
         Reads::Nothing => Call::of_shape(shape)?,
         Reads::BlockMeans(block) => {
-            means = Means::of(&operands.qkv.clone().narrow(1, 0, rows.end), shape, block);
-            cost.host_bytes += 4 * (means.q.len() + means.k.len()) as u64;
-            Call::of_means(shape, means.view())?
+            means = block_means(&operands.qkv.clone().narrow(1, 0, rows.end), shape, block);
+            cost.host_bytes += 4 * (means[0].len() + means[1].len()) as u64;
+            let [q, k] = &means;
+            Call::of_means(shape, BlockMeans { block, q, k })?
         }
         Reads::Values => {
             return Err(EvalError::kernel(
@@ -316,7 +342,7 @@ fn select_on_host<B: DeviceBackend>(
     chosen.stats.dense_call |= chosen.mask.keeps_everything();
     let shares = shares(&chosen);
     cost.add(shape, shares, &chosen.stats);
-    // These are counted once.
+    // A reused mask adds its statistics again, but no time.
     chosen.stats.select_seconds = 0.0;
     let on_device = upload_mask::<B>(&chosen.mask, &operands.qkv.device()).map_err(SelectError::from)?;
     let made = Arc::new(Made {
@@ -332,54 +358,33 @@ fn select_on_host<B: DeviceBackend>(
     Ok(made)
 }
 
-/// Means of blocks of a call, made on the device in f32.
-struct Means {
-    block: usize,
-    q: Vec<f32>,
-    k: Vec<f32>,
-}
-
-impl Means {
-    /// `qkv`: `[1, num_keys, packed heads, head_dim]`.
-    fn of<B: DeviceBackend>(qkv: &Tensor<B, 4>, shape: CallShape, block: usize) -> Self {
-        let q = qkv.clone().narrow(2, 0, shape.num_heads);
-        let k = qkv.clone().narrow(2, shape.num_heads, shape.num_kv_heads);
-        Self {
-            block,
-            q: block_means(q.narrow(1, shape.context(), shape.num_queries), block),
-            k: block_means(k, block),
-        }
-    }
-
-    fn view(&self) -> BlockMeans<'_> {
-        BlockMeans {
-            block: self.block,
-            q: &self.q,
-            k: &self.k,
-        }
-    }
-}
-
-/// `[blocks, heads, width]` of `[1, tokens, heads, width]`; a short last block has the mean of its own tokens.
-fn block_means<B: DeviceBackend>(x: Tensor<B, 4>, block: usize) -> Vec<f32> {
-    let [_, tokens, heads, width] = x.dims();
-    let whole = tokens / block * block;
-    let mean = |first: usize, count: usize, block: usize| {
+/// Means over blocks of a call's queries and of its keys, `[blocks, heads, head_dim]` each, computed on the device in
+/// f32. A short last block has the mean of its own tokens. `qkv` is `[1, num_keys, packed heads, head_dim]`.
+fn block_means<B: DeviceBackend>(qkv: &Tensor<B, 4>, shape: CallShape, block: usize) -> [Vec<f32>; 2] {
+    let mean = |x: &Tensor<B, 4>, first: usize, count: usize, block: usize| -> Vec<f32> {
+        let [_, _, heads, width] = x.dims();
         let part = x.clone().narrow(1, first, count).cast(DType::F32);
         let part = part.reshape([count / block, block, heads * width]);
         part.mean_dim(1).into_data().iter::<f32>().collect()
     };
-    let mut means: Vec<f32> = Vec::new();
-    if whole > 0 {
-        means = mean(0, whole, block);
-    }
-    if whole < tokens {
-        means.extend(mean(whole, tokens - whole, tokens - whole));
-    }
-    means
+    let q = qkv.clone().narrow(2, 0, shape.num_heads);
+    let q = q.narrow(1, shape.context(), shape.num_queries);
+    let k = qkv.clone().narrow(2, shape.num_heads, shape.num_kv_heads);
+    [q, k].map(|x| {
+        let tokens = x.dims()[1];
+        let whole = tokens / block * block;
+        let mut means = match whole {
+            0 => Vec::new(),
+            _ => mean(&x, 0, whole, block),
+        };
+        if whole < tokens {
+            means.extend(mean(&x, whole, tokens - whole, tokens - whole));
+        }
+        means
+    })
 }
 
-/// A document in one layer as one call.
+/// One call on a whole document in one layer.
 pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
     let shape = CallShape::new(
         [operands.num_tokens; 2],
@@ -432,8 +437,8 @@ mod tests {
                 let call = Call::without_values(whole, &q, &k).expect("sizes fit");
                 let call = call.chunk(rows.clone());
                 let keys = qkv.clone().narrow(1, 0, rows.end);
-                let means = Means::of(&keys, call.shape, 8);
-                let by_means = Call::of_means(call.shape, means.view()).expect("sizes fit");
+                let [q, k] = &block_means(&keys, call.shape, 8);
+                let by_means = Call::of_means(call.shape, BlockMeans { block: 8, q, k }).expect("sizes fit");
                 let by_means = selector.select(&by_means).expect("a prefill method");
                 let by_tokens = selector.select(&call).expect("a prefill method");
                 assert_eq!(by_means.mask, by_tokens.mask, "{text} {rows:?}");

@@ -1,29 +1,29 @@
-//! Prompts read in chunks and continued token by token, with their KV cache.
+//! A text with its KV cache: a prompt is read (in chunks, if all layers keep few keys), then one token after another.
 use crate::input::{check_vocabulary, ids};
-use crate::{EvalError, Selection};
+use crate::{EvalError, Selection, TaskModel};
 use burn::tensor::{DType, Tensor};
 use sieve_core::ModelShape;
 use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3};
-use sieve_ops::{DeviceBackend, RotaryEmbedding};
+use sieve_ops::{DeviceBackend, RotaryEmbedding, first_of_largest};
 
-/// Most keys in the caches of texts that are decoded side by side. More would take memory and save little time.
+/// Tokens in the caches of texts that are decoded as one batch, at most. More would take memory and save little time.
 const TOGETHER_TOKENS: usize = 65_536;
-/// Most texts that are decoded side by side.
+/// Texts that are decoded as one batch, at most.
 const TOGETHER: usize = 32;
 
-/// How many texts of `num_tokens` tokens are decoded side by side. The caches of all are in memory at once.
+/// Number of texts of `num_tokens` tokens that are decoded as one batch. All their caches are in memory at once.
 pub fn texts_together(num_tokens: usize) -> usize {
     (TOGETHER_TOKENS / num_tokens.max(1)).clamp(1, TOGETHER)
 }
 
-/// Chunk size of prompts for models with windows or DMA: their layers hold the activations of this many tokens, however
-/// long the prompt is.
+/// Tokens of a chunk of a prompt, for models whose layers all have windows or DMA. It bounds the activations' memory,
+/// however long the prompt is.
 const PROMPT_PART: usize = 8192;
-/// And as many times what a layer keeps, at least: that goes through again with each part.
+/// A chunk has at least this many times the keys that a layer keeps, since each chunk attends to the kept keys again.
 const PARTS_OF_KEPT: usize = 4;
 
-/// Chunk size for a prompt of `num_tokens`. It is the whole prompt unless every layer keeps a bounded number of keys:
-/// dense, latent and native sparse layers cache something of every token anyway, and read a prompt fastest in one pass.
+/// Tokens of a chunk of a prompt of `num_tokens`. It is the whole prompt unless every layer keeps a bounded number of
+/// keys: other layers (dense, latent, native sparse) cache every token anyway and are fastest in one pass.
 pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
     let parts = shape.by_kind().into_iter();
     let kept = parts.map(|part| part.attention.form().num_kept());
@@ -31,7 +31,7 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
     most.map_or(num_tokens, |most| num_tokens.min(PROMPT_PART.max(PARTS_OF_KEPT * most)))
 }
 
-/// A prompt and what follows, through the KV cache. A clone goes its own way from there.
+/// A text with its KV cache. A clone continues independently.
 #[derive(Clone, Debug)]
 pub(crate) struct Continuation<'a, B: DeviceBackend> {
     model: &'a Qwen3<B>,
@@ -42,7 +42,7 @@ pub(crate) struct Continuation<'a, B: DeviceBackend> {
 }
 
 impl<'a, B: DeviceBackend> Continuation<'a, B> {
-    /// Nothing read yet, with room for `max_tokens`.
+    /// An empty text with positions for `max_tokens`.
     pub(crate) fn new(model: &'a Qwen3<B>, max_tokens: usize, device: &B::Device) -> Self {
         Self {
             rope: model.rope(max_tokens, device),
@@ -53,11 +53,25 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         }
     }
 
-    /// The same with a selector: a prefill method for the prompt (tokens after it read everything), a decode method for
-    /// the tokens after a dense prompt.
+    /// Adds a selector. A prefill method acts on the prompt, and later tokens attend to all keys; a decode method acts
+    /// on the tokens after a dense prompt.
     #[must_use]
     pub(crate) fn with_selection(self, selection: Option<Selection>) -> Self {
         Self { selection, ..self }
+    }
+
+    /// As [`with_selection`](Self::with_selection), with a copy of the selector whose statistics are at 0.
+    #[must_use]
+    pub(crate) fn with_copy_of(self, selection: Option<&Selection>) -> Self {
+        self.with_selection(selection.map(Selection::uncounted))
+    }
+
+    /// Adds the statistics of this text's selector to `original`, whose copy [`with_copy_of`](Self::with_copy_of)
+    /// made.
+    pub(crate) fn add_totals_to(&self, original: Option<&mut Selection>) {
+        if let (Some(original), Some(copy)) = (original, &self.selection) {
+            original.add_totals(copy);
+        }
     }
 
     /// The selector, with the statistics of its calls.
@@ -65,12 +79,12 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         self.selection.as_ref()
     }
 
-    /// Logits of a row.
+    /// Logits per token.
     pub(crate) fn vocab_size(&self) -> usize {
         self.model.shape().vocab_size
     }
 
-    /// The keys and values held now.
+    /// The KV cache.
     pub(crate) fn cache(&self) -> &KvCache<B> {
         &self.cache
     }
@@ -83,11 +97,11 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         self.logits(tokens).map(on_host)
     }
 
-    /// As [`read`](Self::read): the likeliest of the first `num_tokens` tokens alone, as
-    /// [`likeliest`](sieve_ops::likeliest) gives it.
+    /// As [`read`](Self::read), but returns only the likeliest of the first `num_tokens` tokens, chosen on the device.
+    /// `None` if a logit is NaN, as from [`likeliest`](sieve_ops::likeliest).
     ///
     /// # Errors
-    /// As there.
+    /// As [`read`](Self::read).
     pub(crate) fn read_likeliest(&mut self, tokens: &[u32], num_tokens: usize) -> Result<Option<u32>, EvalError> {
         let likeliest = sieve_ops::likeliest(self.logits(tokens)?, num_tokens);
         Ok(likeliest.first().copied().flatten())
@@ -125,19 +139,49 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok(logits)
     }
 
-    /// The text several times: from here on [`read_rows`](Self::read_rows) reads one more token of each.
+    /// The text of greedy decoding after `logits`, which are those of this text's next token. Decoding ends when
+    /// `is_enough` of the decoded text, before an end token of `model`, and after `max_tokens` tokens, which is at
+    /// least 1.
+    ///
+    /// # Errors
+    /// A NaN logit; as [`read`](Self::read).
+    pub(crate) fn greedy_text(
+        &mut self,
+        model: &TaskModel<'_, B>,
+        mut logits: Vec<f32>,
+        max_tokens: usize,
+        mut is_enough: impl FnMut(&str) -> bool,
+    ) -> Result<String, EvalError> {
+        // Logits beyond the tokenizer's vocabulary are padding.
+        let num_tokens = model.tokenizer.vocab_size().min(self.vocab_size());
+        let (mut tokens, mut text) = (Vec::new(), String::new());
+        loop {
+            let token = first_of_largest(&logits[..num_tokens]).ok_or(EvalError::NotFinite(self.cache.num_tokens))?;
+            if model.ends.contains(&token) {
+                return Ok(text);
+            }
+            tokens.push(token);
+            text = model.tokenizer.decode(&tokens)?;
+            if is_enough(&text) || tokens.len() == max_tokens {
+                return Ok(text);
+            }
+            logits = self.read(&[token])?;
+        }
+    }
+
+    /// Repeats the text `num_texts` times in the cache; then [`read_rows`](Self::read_rows) continues all copies.
     pub(crate) fn repeat(&mut self, num_texts: usize) {
         self.cache.repeat(num_texts);
     }
 
-    /// One more token of each text of a repeated prompt; logits of the token that comes next in each, text after text.
+    /// Reads one more token of each copy. Returns the logits of each copy's next token, concatenated.
     pub(crate) fn read_rows(&mut self, tokens: &[u32]) -> Vec<f32> {
         let ids = ids(tokens, [tokens.len(), 1], &self.device);
         on_host(self.model.next_logits(ids, &mut self.cache, &self.rope))
     }
 
-    /// Reads one more token of each of several texts with the same room, in one pass where no selector acts on it;
-    /// returns the logits of each text's next token.
+    /// Reads one more token of each of several texts with the same number of positions; one forward pass unless a
+    /// selector acts in decoding. Returns the logits of each text's next token.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -156,7 +200,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok(logits.chunks(row).map(<[f32]>::to_vec).collect())
     }
 
-    /// The likelihood of each (non-empty) ending after this text, given the logits of its next token.
+    /// The likelihood of each ending after this text. `logits` are those of the text's next token; no ending is empty.
     ///
     /// # Errors
     /// A token outside the vocabulary, an output that is not finite, operands that the selector refuses.
@@ -168,16 +212,14 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         let mut found: Vec<Ending> = (endings.iter())
             .map(|ending| Ending::default().and(logits, ending[0]))
             .collect();
-        // The longest first, so that texts that are decoded side by side end together.
+        // Sorted from the longest, so that the endings of one batch have similar lengths.
         let mut order: Vec<usize> = (0..endings.len()).collect();
         order.sort_by_key(|&n| std::cmp::Reverse(endings[n].len()));
         for some in order.chunks(texts_together(self.cache.num_tokens)) {
             if endings[some[0]].len() == 1 {
                 break;
             }
-            let mut text = self.clone();
-            text.selection = text.selection.as_ref().map(Selection::uncounted);
-            let mut texts = vec![text; some.len()];
+            let mut texts = vec![self.clone().with_copy_of(self.selection.as_ref()); some.len()];
             for step in 1..endings[some[0]].len() {
                 let going = some.partition_point(|&n| endings[n].len() > step);
                 let tokens: Vec<u32> = (some[..going].iter()).map(|&n| endings[n][step - 1]).collect();
@@ -187,8 +229,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
                     found[n] = found[n].and(logits, endings[n][step]);
                 }
             }
-            for used in texts.iter().filter_map(Self::selection) {
-                self.selection.as_mut().expect("as its copies").add_totals(used);
+            for text in &texts {
+                text.add_totals_to(self.selection.as_mut());
             }
         }
         match found.iter().all(|ending| ending.log_likelihood.is_finite()) {
@@ -198,18 +240,18 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     }
 }
 
-/// Logits as f32, converted where they are: on the host that would take longer than the pass.
+/// Logits as f32 on the host. The device converts them: on the host that would take longer than the forward pass.
 fn on_host<B: DeviceBackend>(logits: Tensor<B, 2>) -> Vec<f32> {
     let logits = logits.cast(DType::F32).into_data();
     logits.into_vec().expect("they were converted")
 }
 
-/// What a model says of a text's ending.
+/// A model's likelihood of a text's ending.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ending {
     /// Natural logarithm of its probability.
     pub(crate) log_likelihood: f64,
-    /// Whether each of its tokens is the likeliest; the first of equal ones.
+    /// Whether greedy decoding gives this ending. Of equal logits the first token counts.
     pub(crate) is_greedy: bool,
 }
 
@@ -223,7 +265,7 @@ impl Default for Ending {
 }
 
 impl Ending {
-    /// Adds one token and the logits that predict it.
+    /// The ending with one more token, given the logits that predict it.
     fn and(self, logits: &[f32], token: u32) -> Self {
         let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
         let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();

@@ -1,4 +1,4 @@
-//! Decoding under a decode method on the device: keys and values of a text stay there, and each query reads some.
+//! Decode methods on the device: the KV cache stays there, and each new token attends to some of its keys.
 use crate::EvalError;
 use burn::tensor::{DType, Tensor};
 use sieve_nn::{LayerCache, LayerOperands, PackedCache};
@@ -8,9 +8,9 @@ use sieve_ops::{
 };
 use sieve_select::{CallShape, SelectError, Selected, Selector, Step};
 
-/// Keys of a prompt that later tokens read: all keys, packed, if each token chooses its own; the keys chosen at the
-/// prompt's end (or all, if the layer reads everything) and all later ones; or a fixed-size cache, where a new key
-/// evicts the one with the least accumulated attention.
+/// Fills a layer's cache from its prompt. There are four forms: all keys, if the layer is dense; all keys, packed, if
+/// each token will choose its own; the keys chosen at the prompt's end, to which later keys are added (SnapKV); or a
+/// fixed-size cache, where a new key evicts the one with the least accumulated attention (H2O).
 ///
 /// # Errors
 /// Operands that a kernel refuses.
@@ -46,8 +46,8 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
     Ok(())
 }
 
-/// One token, the `num_tokens`-th of its text: stores its key and value, chooses the keys that its query reads,
-/// attends. Returns o, the number of pairs, and whether the keys were chosen on the device.
+/// One decoding step, for token number `num_tokens` of a text: stores its key and value, chooses the keys for its
+/// query, and attends. Returns o, the number of computed pairs of all heads, and whether the device chose the keys.
 ///
 /// # Errors
 /// Operands that a kernel refuses.
@@ -79,7 +79,7 @@ fn refused(selector: &Selector, reason: String) -> EvalError {
     EvalError::kernel(selector.name(), reason)
 }
 
-/// The call of a text's tokens so far.
+/// Shape of the call of `operands`' queries on the first `num_keys` keys.
 fn shape_of<B: DeviceBackend>(operands: &LayerOperands<B>, num_keys: usize) -> CallShape {
     CallShape::new(
         [operands.num_tokens(), num_keys],
@@ -88,7 +88,8 @@ fn shape_of<B: DeviceBackend>(operands: &LayerOperands<B>, num_keys: usize) -> C
     )
 }
 
-/// Returns o, the keys that a head reads, and whether they were chosen on the device.
+/// Appends the token's key and value, chooses keys and attends. Returns o, the number of keys that a head reads, and
+/// whether the device chose them.
 fn choose_and_attend<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
@@ -101,7 +102,7 @@ fn choose_and_attend<B: DeviceBackend>(
     let device = operands.qkv.device();
     if let Some(page) = selector.page() {
         let pages = cache.qkv.room().div_ceil(page);
-        // A text that outgrew its buffer outgrew its bounds.
+        // The keys' buffer grows with the text; the bounds of its pages must grow with it.
         if cache.bounds.as_ref().is_none_or(|bounds| bounds.room() < pages) {
             let size = [shape.num_kv_heads, pages, 2, shape.head_dim];
             cache.bounds = Some(TokenBuffer::empty(size, 1, (&device, DType::F32)));

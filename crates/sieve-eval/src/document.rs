@@ -6,15 +6,15 @@ use sieve_data::{DataError, Document, Prepared, Tokenizer};
 /// One tokenised document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EvalDocument {
-    /// Its tokens, the end-of-document token last.
+    /// Token ids, with the end-of-document token last.
     pub tokens: Vec<u32>,
-    /// Bytes of UTF-8 text of the predicted tokens, which are all but the first.
+    /// Bytes of UTF-8 text of the predicted tokens: all but the first.
     pub num_bytes: u64,
-    /// Words of its text: runs of characters that are not white space.
+    /// Words of the text, separated by white space.
     pub num_words: u64,
-    /// What each token is a part of, and how far back that word was last used.
+    /// For each token, whether it belongs to a word, and how far back that word was last used.
     pub word_uses: Vec<WordUse>,
-    /// Its text alone.
+    /// Size of the text without the end-of-document token.
     pub text: TextSize,
 }
 
@@ -25,7 +25,7 @@ pub struct TextSize {
     pub num_tokens: usize,
     /// Bytes of UTF-8.
     pub num_bytes: u64,
-    /// What `re.split(r"\s+", text)` makes of it: words, and an empty piece at an end that is white space.
+    /// `len(re.split(r"\s+", text))` of Python: the words, and an empty string for white space at either end.
     pub num_words: u64,
 }
 
@@ -36,7 +36,7 @@ impl TextSize {
         let words = text.split(is_space).filter(|word| !word.is_empty()).count();
         let ends = [text.starts_with(is_space), text.ends_with(is_space)];
         let num_words = match words {
-            // An empty text is one empty piece; white space divides two of them.
+            // Python splits "" into one empty string, and " " into two.
             0 => 1 + usize::from(ends[0]),
             words => words + ends.into_iter().filter(|is_space| *is_space).count(),
         };
@@ -100,7 +100,7 @@ pub fn prepared_documents<'a>(
     }))
 }
 
-/// As many of `documents` as hold `max_tokens` tokens to predict; the last one is cut there. `None`: all.
+/// The first documents that together have `max_tokens` tokens to predict; the last one is cut. `None` keeps all.
 pub fn first_tokens<'a>(
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>> + 'a,
     tokenizer: &'a Tokenizer,
@@ -126,7 +126,7 @@ pub fn first_tokens<'a>(
     })
 }
 
-/// Keeps the first `num_tokens` of a document, and counts the bytes and words of their text.
+/// Cuts a document to its first `num_tokens`, and counts its bytes and words again.
 fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) -> Result<(), EvalError> {
     document.tokens.truncate(num_tokens);
     document.word_uses.truncate(num_tokens);
@@ -141,7 +141,7 @@ fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) ->
     Ok(())
 }
 
-/// Bytes of text of the first token, at most `limit`.
+/// Bytes of text of the first token, but at most `limit`.
 fn first_token_bytes(tokenizer: &Tokenizer, tokens: &[u32], limit: usize) -> Result<u64, EvalError> {
     let first = tokens.first().map(|&first| tokenizer.token_bytes(first, true));
     Ok(first.transpose()?.unwrap_or(0).min(limit) as u64)

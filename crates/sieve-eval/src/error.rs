@@ -1,22 +1,22 @@
-//! What can go wrong between a model and an answer.
+//! Errors of this crate.
 use std::borrow::Cow;
 
 /// Every error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum EvalError {
-    /// Data or tokenizer.
+    /// From the data or the tokenizer.
     #[error(transparent)]
     Data(#[from] sieve_data::DataError),
-    /// Selectors.
+    /// From a selector.
     #[error(transparent)]
     Select(#[from] sieve_select::SelectError),
-    /// This selector, for a model that is sparse itself.
+    /// A selector (its name) for a model without a dense layer.
     #[error(
         "{0} selects for dense attention, and no layer of this model is dense\n  \
          hint: use a checkpoint with kind = \"mha\", or with dense layers among others"
     )]
     NotDense(String),
-    /// No token at all.
+    /// No token was given.
     #[error("there is no token to start from\n  hint: give at least one")]
     NoTokens,
     /// More tokens than positions.
@@ -33,43 +33,43 @@ pub enum EvalError {
     /// A setting outside its range.
     #[error("{name} is {value}\n  hint: {hint}")]
     BadSetting {
-        /// Its name on the command line, without dashes.
+        /// Its flag without dashes.
         name: &'static str,
-        /// What was given.
+        /// The given value.
         value: String,
-        /// What would be right.
+        /// Allowed values.
         hint: &'static str,
     },
-    /// The model's output after this many tokens is NaN or infinite.
+    /// The model's output after this number of tokens is NaN or infinite.
     #[error(
         "the model's output after {0} tokens is not finite\n  \
          hint: the weights are damaged or training diverged; use an earlier checkpoint"
     )]
     NotFinite(usize),
-    /// A needle, its question and its answer do not fit into the room kept for them.
+    /// A needle, its question and its answer are longer than `--buffer`.
     #[error(
         "a needle with its question and answer takes {needed} tokens of this tokenizer, and {buffer} are kept for \
          them\n  hint: use --buffer {needed} or more"
     )]
     NeedleTooLong {
-        /// Tokens that the longest of them takes.
+        /// Tokens of the longest needle with question and answer.
         needed: usize,
-        /// Tokens kept.
+        /// Tokens of `--buffer`.
         buffer: usize,
     },
-    /// A task that cannot be read, or rows that it does not fit.
+    /// A task whose TOML is invalid, or whose columns the rows do not have.
     #[error("task {task}: {reason}{}", match reason.contains("hint:") {
         true => "",
         false => "\n  hint: sieve eval tasks --show TASK prints a task and its columns; docs/evaluation.md has every \
             key",
     })]
     Task {
-        /// Its name.
+        /// The task's name.
         task: String,
         /// What is wrong, and where.
         reason: String,
     },
-    /// Files, rows or sizes that do not go together.
+    /// Files, rows or sizes that contradict each other.
     #[error("{what}\n  hint: {hint}")]
     Refused {
         /// What is wrong, and where.
@@ -77,12 +77,12 @@ pub enum EvalError {
         /// How to fix it.
         hint: Cow<'static, str>,
     },
-    /// A kernel that refused a selector's mask.
+    /// A kernel refused a selector's mask.
     #[error("{selector}: attention under its mask: {reason}\n  hint: use --device cpu, and report this")]
     Kernel {
         /// The selector.
         selector: &'static str,
-        /// The kernel's words.
+        /// The kernel's message.
         reason: String,
     },
 }
@@ -107,7 +107,8 @@ impl EvalError {
         Self::Kernel { selector, reason }
     }
 
-    /// A task of this name is not inside the program, but the known ones are; `more` ends the hint.
+    /// The error about an unknown task. It names the most similar one of `known`; the hint lists all and ends with
+    /// `more`.
     pub(crate) fn unknown_task(name: &str, known: &[&str], more: &str) -> Self {
         let likeness = |known: &str| strsim::jaro_winkler(&name.to_lowercase(), known);
         let nearest = known.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));

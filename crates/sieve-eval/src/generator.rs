@@ -1,11 +1,11 @@
-//! Text token by token, through the KV cache.
+//! Generates text token by token.
 use crate::continuation::Continuation;
 use crate::input::check_vocabulary;
 use crate::{EvalError, Sampler, Sampling, Selection};
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 
-/// What to generate.
+/// Settings of generation.
 #[derive(Clone, Copy, Debug)]
 pub struct GenerateConfig {
     /// Tokens after the prompt, at most.
@@ -19,15 +19,16 @@ pub struct GenerateConfig {
     pub num_tokens: usize,
 }
 
-/// A prompt that was checked and not read yet.
+/// A checked prompt that the model has not read yet.
 #[derive(Debug)]
 pub(crate) struct Start<'a, B: DeviceBackend> {
     pub(crate) text: Continuation<'a, B>,
     pub(crate) prompt: Vec<u32>,
-    /// With `num_tokens` of the model's vocabulary at most.
+    /// The settings, with `num_tokens` limited to the model's vocabulary.
     pub(crate) config: GenerateConfig,
+    /// New tokens still allowed.
     pub(crate) remaining: usize,
-    /// Tokens that end a text.
+    /// Tokens that end the text.
     pub(crate) ends: Vec<u32>,
 }
 
@@ -43,7 +44,7 @@ impl<'a, B: DeviceBackend> Start<'a, B> {
             tokens => tokens.to_vec(),
         };
         let context = model.shape().max_seq_len;
-        if prompt.len() + config.max_new_tokens > context {
+        if prompt.len().saturating_add(config.max_new_tokens) > context {
             let hint = match context.saturating_sub(prompt.len()) {
                 0 => format!("shorten the prompt below {context} tokens"),
                 room => format!("ask for at most {room} new tokens, or shorten the prompt"),
@@ -70,10 +71,10 @@ impl<'a, B: DeviceBackend> Start<'a, B> {
     }
 }
 
-/// Continues a prompt; an iterator over the new tokens.
+/// An iterator over the tokens that continue a prompt.
 #[derive(Debug)]
 pub struct Generator<'a, B: DeviceBackend> {
-    /// Its prompt is what the cache has not seen yet: the prompt, then the last token.
+    /// Its `prompt` holds the tokens that the cache lacks: first the prompt, later the last token.
     start: Start<'a, B>,
     sampler: Sampler,
 }
@@ -96,15 +97,15 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
         })
     }
 
-    /// The same with a selector: a prefill method for the prompt (tokens after it read everything), a decode method for
-    /// the tokens after a dense prompt.
+    /// Adds a selector. A prefill method acts on the prompt, and later tokens attend to all keys; a decode method acts
+    /// on the tokens after a dense prompt.
     #[must_use]
     pub fn with_selection(mut self, selection: Selection) -> Self {
         self.start.text = self.start.text.with_selection(Some(selection));
         self
     }
 
-    /// The same, also ending at each of these tokens, which are not given either.
+    /// Also ends the text at each of these tokens. Such a token is not returned.
     #[must_use]
     pub fn ending_at(mut self, ids: &[u32]) -> Self {
         self.start.ends.extend(ids);
@@ -138,8 +139,7 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
 impl<B: DeviceBackend> Iterator for Generator<'_, B> {
     type Item = Result<u32, EvalError>;
 
-    /// The next token; `None` after `max_new_tokens`, at a token that ends a text (which is not given), and after an
-    /// error.
+    /// The next token. `None` after `max_new_tokens`, after an error, and instead of a token that ends the text.
     fn next(&mut self) -> Option<Self::Item> {
         self.start.remaining = self.start.remaining.checked_sub(1)?;
         let token = self.step();

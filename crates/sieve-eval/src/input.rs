@@ -1,10 +1,10 @@
-//! Host tokens to device tensors, checked first: an id outside the embedding would be undefined on a GPU.
+//! Checks token ids and uploads them. An id outside the embedding would read foreign memory on a GPU.
 use crate::EvalError;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::ModelShape;
 
-/// Refuses ids that are no row of the embedding.
+/// Fails if an id has no row in the embedding.
 pub(crate) fn check_vocabulary(tokens: &[u32], vocab_size: usize) -> Result<(), EvalError> {
     match tokens.iter().position(|&token| token as usize >= vocab_size) {
         None => Ok(()),
@@ -19,7 +19,8 @@ pub(crate) fn check_vocabulary(tokens: &[u32], vocab_size: usize) -> Result<(), 
     }
 }
 
-/// Refuses a row that the model cannot read: `num_inputs` of `tokens` are inputs, at least one and at most its context.
+/// Fails if the model cannot read a row: of its `tokens`, the `num_inputs` inputs must be at least one and at most the
+/// model's context.
 pub(crate) fn check_row(tokens: &[u32], num_inputs: usize, shape: &ModelShape) -> Result<(), EvalError> {
     if num_inputs == 0 {
         return Err(EvalError::NoTokens);
@@ -28,7 +29,7 @@ pub(crate) fn check_row(tokens: &[u32], num_inputs: usize, shape: &ModelShape) -
     check_vocabulary(tokens, shape.vocab_size)
 }
 
-/// Refuses more tokens than the model has positions for.
+/// Fails for more tokens than the model has positions.
 pub(crate) fn check_length(num_tokens: usize, shape: &ModelShape) -> Result<(), EvalError> {
     let context = shape.max_seq_len;
     match num_tokens > context {
@@ -37,8 +38,8 @@ pub(crate) fn check_length(num_tokens: usize, shape: &ModelShape) -> Result<(), 
     }
 }
 
-/// Number of inputs of a window (its last token is only predicted), from the first window. Refuses an empty list, and
-/// what [`check_row`] refuses.
+/// Checks windows by [`check_row`]; all tokens of a window but the last are inputs. Returns the number of inputs of the
+/// first window. Fails if there is no window.
 pub(crate) fn check_windows(windows: &[Vec<u32>], shape: &ModelShape) -> Result<usize, EvalError> {
     let num_inputs = |window: &Vec<u32>| window.len().saturating_sub(1);
     for window in windows {
@@ -47,7 +48,7 @@ pub(crate) fn check_windows(windows: &[Vec<u32>], shape: &ModelShape) -> Result<
     windows.first().map(num_inputs).ok_or(EvalError::NoTokens)
 }
 
-/// `[batch, seq_len]` ids from rows laid end to end.
+/// Uploads ids: `shape` is `[batch, seq_len]`, and `tokens` are the rows, concatenated.
 pub(crate) fn ids<B: Backend>(tokens: &[u32], shape: [usize; 2], device: &B::Device) -> Tensor<B, 2, Int> {
     let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
     Tensor::from_data(TensorData::new(tokens, shape), device)

@@ -1,4 +1,4 @@
-//! Raw model output, for comparison with other programs.
+//! Logits of a whole document, for comparison with other programs.
 use crate::EvalError;
 use crate::input::{check_row, ids};
 use burn::tensor::TensorData;

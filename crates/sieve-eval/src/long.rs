@@ -22,7 +22,7 @@ use needles::Needles;
 use random::Random;
 use serde::Serialize;
 
-/// Answers that a right one is ranked among, itself not counted.
+/// Wrong answers that the right answer is ranked among.
 pub const NUM_WRONG: usize = 10;
 
 /// Names of all tasks: RULER's thirteen, then the others.
@@ -74,32 +74,32 @@ impl Match {
 /// A question with its long text.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LongSample {
-    /// Text, question, and the beginning of the answer; the rest of the answer follows behind a space.
+    /// Text, question, and the first words of the answer's sentence. The answer itself follows after a space.
     pub prompt: String,
     /// Strings that a right answer contains.
     pub references: Vec<String>,
-    /// How it is scored.
+    /// How the generated text is scored.
     pub matching: Match,
-    /// Percent of the text in front of the passage that is asked for; `None` where the question needs the whole text or
-    /// the passage is not known.
+    /// Percent of the text before the passage with the answer. `None` if the question is about the whole text or the
+    /// passage is not known.
     pub depth: Option<f64>,
-    /// Ten wrong answers, to rank beside the first reference.
+    /// Wrong answers, [`NUM_WRONG`] of them, to rank the first reference among.
     pub wrong: Vec<String>,
 }
 
-/// Sentences that needles are hidden in where a task asks for essays.
+/// Text around the needles, for the tasks in which RULER uses essays.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LongText {
-    /// What it is, for reports.
+    /// Name of the text in reports.
     pub name: String,
     /// Sentences, or lines of code.
     pub parts: Vec<String>,
-    /// Between two of them.
+    /// Separator between two parts.
     pub joint: &'static str,
 }
 
 impl LongText {
-    /// English sentences without sense.
+    /// Random English sentences.
     pub fn made_up(split: Split) -> Self {
         Self {
             name: "made-up sentences".to_owned(),
@@ -108,7 +108,7 @@ impl LongText {
         }
     }
 
-    /// Prose, cut behind full stops, question and exclamation marks before white space; all white space is one space.
+    /// Prose, split into sentences at `.`, `?` and `!` before white space. Each run of white space becomes one space.
     pub fn prose(name: String, text: &str) -> Self {
         let mut parts = vec![String::new()];
         for word in text.split_whitespace() {
@@ -129,7 +129,7 @@ impl LongText {
         }
     }
 
-    /// Lines of code; empty ones stay.
+    /// Lines of code, with empty lines.
     pub fn code(name: String, text: &str) -> Self {
         Self {
             name,
@@ -138,19 +138,19 @@ impl LongText {
         }
     }
 
-    /// The first `count` parts, from the beginning again where there are fewer.
+    /// The first `count` parts; if there are fewer, they repeat.
     fn first(&self, count: usize) -> Vec<&str> {
         let parts = self.parts.iter().map(String::as_str);
         parts.cycle().take(count).collect()
     }
 }
 
-/// What the tasks are made with.
+/// Texts and questions that samples are made from.
 #[derive(Clone, Debug)]
 pub struct LongSource {
-    /// In place of RULER's essays.
+    /// The text that replaces RULER's essays.
     pub text: LongText,
-    /// Questions of `qa_1` (SQuAD) and `qa_2` (HotpotQA), where a file of them is there.
+    /// Questions of `qa_1` (SQuAD) and `qa_2` (HotpotQA); `None` without their file.
     pub qa: [Option<QaData>; 2],
 }
 
@@ -175,17 +175,17 @@ enum Kind {
     Induce,
 }
 
-/// How large a text of a task is made.
+/// Size of a sample's text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Size {
-    /// Sentences, needles, words or documents.
+    /// Number of sentences, needles, words or documents.
     parts: usize,
-    /// Tokens that the whole may take, which some tasks' settings depend on.
+    /// Tokens of the whole sample, at most. Some tasks choose their settings by it.
     length: usize,
 }
 
 impl LongTask {
-    /// The task of a name.
+    /// The task with this name.
     ///
     /// # Errors
     /// An unknown name.
@@ -214,7 +214,7 @@ impl LongTask {
         self.name
     }
 
-    /// Tokens that are generated, as many as RULER's.
+    /// Tokens to generate, as in RULER.
     pub fn max_new_tokens(&self) -> usize {
         match self.kind {
             Kind::Needles(_) => 128,
@@ -226,7 +226,7 @@ impl LongTask {
         }
     }
 
-    /// What its text is made of.
+    /// Name of what the task's text consists of.
     pub fn haystack<'a>(&self, source: &'a LongSource) -> &'a str {
         match self.kind {
             Kind::Needles(needles) => needles.haystack(source),
@@ -239,7 +239,7 @@ impl LongTask {
         }
     }
 
-    /// Fewest and most parts of a text.
+    /// `[fewest, most]` parts of a text.
     fn bounds(&self, source: &LongSource) -> [usize; 2] {
         match self.kind {
             Kind::Needles(needles) => [needles.fewest(), usize::MAX],
@@ -273,7 +273,7 @@ impl LongTask {
     }
 }
 
-/// Ten more of what `draw` makes, none of them in the text and all different.
+/// [`NUM_WRONG`] different results of `draw` that do not occur in `text`.
 fn wrong(text: &str, mut draw: impl FnMut() -> String) -> Vec<String> {
     let mut found: Vec<String> = Vec::with_capacity(NUM_WRONG);
     while found.len() < NUM_WRONG {
@@ -285,7 +285,7 @@ fn wrong(text: &str, mut draw: impl FnMut() -> String) -> Vec<String> {
     found
 }
 
-/// Where among `count` parts the one at `place` begins, in percent.
+/// Percent of `count` parts before the one at `place`.
 fn depth(place: usize, count: usize) -> Option<f64> {
     Some(100.0 * place as f64 / count.max(1) as f64)
 }

@@ -1,7 +1,8 @@
 //! A needle in a haystack: a sentence with a number hidden in a long text, asked for at its end.
 //!
-//! Two scores, since small models rarely generate the number: whether the greedy continuation holds it, and the rank of
-//! its likelihood among numbers that the text does not hold (by chance the middle rank).
+//! There are two scores: whether the greedy continuation contains the number, and the rank of the number's likelihood
+//! among numbers that do not occur in the text. The rank is for small models, which rarely generate the number; a guess
+//! has the middle rank on average.
 
 mod haystack;
 mod sample;
@@ -15,27 +16,26 @@ use crate::{EvalError, LayerPath, Selection, TaskModel};
 use sample::{Sample, samples, texts};
 use serde::Serialize;
 use sieve_ops::DeviceBackend;
-use sieve_ops::first_of_largest;
 
-/// Numbers that an answer is ranked among, itself not counted.
+/// Wrong numbers that the answer is ranked among.
 pub const NUM_DISTRACTORS: usize = 10;
 
-/// The grid.
+/// The grid of lengths and depths.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NeedleConfig {
     /// Tokens of the whole text, question and answer included.
     pub lengths: Vec<usize>,
-    /// Where in the haystack the needle lies, in percent: 0 at its beginning, 100 behind it.
+    /// Positions of the needle in percent of the haystack: 0 is before all of it, 100 after all of it.
     pub depths: Vec<f64>,
     /// Needles of each cell.
     pub num_needles: usize,
-    /// Tokens of a length that are no haystack: room for needle, question and answer.
+    /// Tokens of each length that are reserved for needle, question and answer; the rest is haystack.
     pub buffer: usize,
     /// Draws the needles.
     pub seed: u64,
 }
 
-/// One length and depth.
+/// Result at one length and depth.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct NeedleCell {
     /// Tokens of the whole text.
@@ -44,34 +44,34 @@ pub struct NeedleCell {
     pub depth: f64,
     /// Needles asked for.
     pub num_needles: usize,
-    /// Those whose number the greedy continuation holds.
+    /// Needles whose number the greedy continuation contains.
     pub num_found: usize,
     /// Mean rank of the answer's likelihood, from 1 (the best) to `NUM_DISTRACTORS + 1`; equal likelihoods share a
     /// rank.
     pub mean_rank: f64,
 }
 
-/// The first needle, as text.
+/// A needle as text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct NeedleExample {
-    /// What is hidden.
+    /// The hidden sentence.
     pub statement: String,
-    /// What is asked.
+    /// The beginning of the sentence, to be continued.
     pub question: String,
-    /// What should follow.
+    /// The number that continues it.
     pub answer: String,
 }
 
-/// What came out.
+/// Results of all needles.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct NeedleReport {
     /// The selector with its settings; absent for the model's own attention.
     pub selector: Option<String>,
-    /// The path that each layer took under it.
+    /// The path that each layer took with the selector.
     pub paths: Vec<LayerPath>,
     /// Needles asked for.
     pub num_needles: usize,
-    /// Share whose number the greedy continuation holds.
+    /// Share of needles whose number the greedy continuation contains.
     pub found: f64,
     /// Mean rank of the answers, 1 is the best.
     pub mean_rank: f64,
@@ -83,13 +83,13 @@ pub struct NeedleReport {
     pub sigmas: f64,
     /// Computed pairs over causal pairs of the prompts, for a prefill selector.
     pub density: Option<f64>,
-    /// Length by length.
+    /// One cell for each length and depth; depths vary fastest.
     pub cells: Vec<NeedleCell>,
-    /// One of the needles.
+    /// The first needle.
     pub example: NeedleExample,
 }
 
-/// `count` numbers from `first` to `last` in equal steps, both included; `last` alone for one.
+/// `count` numbers from `first` to `last` in equal steps, both included. One number is `last`.
 pub fn linear_grid(first: f64, last: f64, count: usize) -> Vec<f64> {
     match count {
         0 => Vec::new(),
@@ -149,7 +149,7 @@ impl NeedleConfig {
         }
     }
 
-    /// Tokens of haystack that the longest length takes.
+    /// Tokens of haystack in the longest text.
     pub fn haystack_tokens(&self) -> usize {
         let longest = self.lengths.iter().max().copied().unwrap_or(0);
         longest.saturating_sub(self.buffer)
@@ -184,7 +184,6 @@ pub fn needle<B: DeviceBackend>(
     let samples = samples(config, tokenizer)?;
     let mut reader = Reader {
         model,
-        num_tokens: tokenizer.vocab_size().min(shape.vocab_size),
         selection: selection.map(Selection::uncounted),
         pairs: [0.0; 2],
     };
@@ -214,7 +213,7 @@ pub fn needle<B: DeviceBackend>(
     let mean_rank = ranks / count;
     let places = (NUM_DISTRACTORS + 1) as f64;
     let chance_rank = (places + 1.0) / 2.0;
-    // Of equally likely ranks.
+    // Standard deviation of a uniformly distributed rank.
     let deviation = ((places * places - 1.0) / 12.0).sqrt();
     let first = texts(config.seed, samples[0].length, samples[0].depth, 0);
     let is_prefill = selection.is_some_and(|selection| !selection.is_token_by_token());
@@ -237,19 +236,17 @@ pub fn needle<B: DeviceBackend>(
     })
 }
 
-/// What asking needs besides the needle.
+/// Asks the model one needle after another.
 struct Reader<'a, B: DeviceBackend> {
     model: &'a TaskModel<'a, B>,
-    /// Logits beyond are padding.
-    num_tokens: usize,
     /// The selector, with the statistics of its calls.
     selection: Option<Selection>,
-    /// Computed pairs of the prompts, and the pairs that dense attention computes.
+    /// `[computed pairs, pairs of dense attention]` of the prompts.
     pairs: [f64; 2],
 }
 
 impl<B: DeviceBackend> Reader<'_, B> {
-    /// The rank of the answer's likelihood, and whether the greedy continuation holds it.
+    /// The rank of the answer's likelihood, and whether the greedy continuation contains the answer.
     fn ask(&mut self, sample: &Sample, haystack: &Haystack, buffer: usize) -> Result<(f64, bool), EvalError> {
         let len = sample.length - buffer;
         let TaskModel {
@@ -263,8 +260,7 @@ impl<B: DeviceBackend> Reader<'_, B> {
         prompt.extend_from_slice(&sample.question);
         check_vocabulary(&prompt, model.shape().vocab_size)?;
         let room = prompt.len() + sample.max_new_tokens();
-        let mut text =
-            Continuation::new(model, room, device).with_selection(self.selection.as_ref().map(Selection::uncounted));
+        let mut text = Continuation::new(model, room, device).with_copy_of(self.selection.as_ref());
         let logits = text.read(&prompt)?;
         if let Some(selection) = text.selection() {
             let totals = selection.totals();
@@ -274,36 +270,14 @@ impl<B: DeviceBackend> Reader<'_, B> {
         let candidates: Vec<&[u32]> = sample.candidates.iter().map(Vec::as_slice).collect();
         let endings = text.endings(&logits, &candidates)?;
         let likelihoods: Vec<f64> = endings.iter().map(|x| x.log_likelihood).collect();
-        let is_found = self.is_said(text, logits, sample)?;
-        Ok((rank(&likelihoods), is_found))
-    }
-
-    /// Whether the likeliest tokens, one after another, spell the answer.
-    fn is_said(
-        &mut self,
-        mut text: Continuation<'_, B>,
-        mut logits: Vec<f32>,
-        sample: &Sample,
-    ) -> Result<bool, EvalError> {
-        let (mut said, mut is_said) = (Vec::new(), false);
-        while said.len() < sample.max_new_tokens() {
-            let next = first_of_largest(&logits[..self.num_tokens]);
-            let token = next.ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
-            said.push(token);
-            is_said = self.model.tokenizer.decode(&said)?.contains(&sample.answer);
-            if is_said || self.model.ends.contains(&token) || said.len() == sample.max_new_tokens() {
-                break;
-            }
-            logits = text.read(&[token])?;
-        }
-        if let (Some(kept), Some(used)) = (&mut self.selection, text.selection()) {
-            kept.add_totals(used);
-        }
-        Ok(is_said)
+        let is_said = |text: &str| text.contains(&sample.answer);
+        let said = text.greedy_text(self.model, logits, sample.max_new_tokens(), is_said)?;
+        text.add_totals_to(self.selection.as_mut());
+        Ok((rank(&likelihoods), is_said(&said)))
     }
 }
 
-/// Rank of the first of these, 1 when all others are smaller; equal ones share the middle of their ranks.
+/// Rank of the first value among all, 1 for the largest. Equal values share the mean of their ranks.
 pub(crate) fn rank(likelihoods: &[f64]) -> f64 {
     let (answer, others) = (likelihoods[0], &likelihoods[1..]);
     let above = others.iter().filter(|&&x| x > answer).count();

@@ -1,4 +1,4 @@
-//! One pass over a prompt, with its loss and its time; what one pass says beside another.
+//! One forward pass over a prompt, with its loss and time, and the comparison of two passes.
 use crate::EvalError;
 use crate::input::ids;
 use burn::tensor::activation::log_softmax;
@@ -10,7 +10,7 @@ use std::time::Instant;
 /// Positions whose logits are held at once.
 pub(crate) const LOGIT_TOKENS: usize = 256;
 
-/// What a pass gave.
+/// Result of a forward pass.
 #[derive(Clone, Debug)]
 pub(crate) struct Pass<B: DeviceBackend> {
     /// The last block's output `[1, num_tokens, d_model]`.
@@ -21,7 +21,8 @@ pub(crate) struct Pass<B: DeviceBackend> {
     pub(crate) prefill_ms: f64,
 }
 
-/// A window through the model with its own attention: all its tokens but the last go in.
+/// Runs the model with its own attention. All tokens of `window` but the last are inputs; all but the first are
+/// predicted.
 pub(crate) fn own_pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
@@ -30,7 +31,7 @@ pub(crate) fn own_pass<B: DeviceBackend>(
     pass(model, window, device, |ids, context| Ok(model.hidden(ids, context)))
 }
 
-/// The same with `attend` on the host as the attention of dense layers.
+/// As [`own_pass`], with `attend` as the attention of dense layers; it gets operands on the host.
 pub(crate) fn attending_pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
@@ -41,7 +42,7 @@ pub(crate) fn attending_pass<B: DeviceBackend>(
     layers_pass(model, window, device, attend)
 }
 
-/// The same with `attend`, which is given a layer's operands where they are.
+/// As [`attending_pass`], but `attend` gets the operands on the model's device.
 pub(crate) fn layers_pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
@@ -69,7 +70,7 @@ fn pass<B: DeviceBackend>(
     let ids = ids(&window[..num_tokens], shape, device);
     let started = Instant::now();
     let hidden = hidden(ids, &context)?;
-    // On a GPU the launches are only queued: wait for one row.
+    // On a GPU the launches are only queued. Reading one row back waits for them.
     let _row = hidden.clone().narrow(1, num_tokens - 1, 1).into_data();
     let prefill_ms = milliseconds(started);
     let losses = model
@@ -87,14 +88,14 @@ fn pass<B: DeviceBackend>(
     }
 }
 
-/// Predictions for a prompt's tokens under a selector compared with the dense model's: sums over positions.
+/// How far the predictions under a selector agree with the dense model's. All fields are sums over positions.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Agreement {
-    /// Kullback-Leibler divergence of its predictions from the dense model's: `sum p ln(p / q)`, p the dense, nats.
+    /// Kullback-Leibler divergence in nats: `sum p ln(p / q)`, p of the dense model, q under the selector.
     pub(crate) kl: f64,
     /// Positions whose likeliest token is the dense model's.
     pub(crate) same_first: f64,
-    /// Cosine of the last block's output to the dense model's, times the positions.
+    /// Cosine between the two outputs of the last block.
     pub(crate) cosine: f64,
 }
 
@@ -119,7 +120,7 @@ impl Agreement {
     }
 }
 
-/// Mean cosine of rows, `[rows, width]`, in f32.
+/// Mean cosine between the rows of `a` and `b`, `[rows, width]`, in f32.
 pub(crate) fn cosine<B: DeviceBackend>(a: Tensor<B, 2>, b: Tensor<B, 2>) -> f64 {
     let [a, b] = [a, b].map(|x| x.cast(DType::F32));
     let dot = |a: &Tensor<B, 2>, b: &Tensor<B, 2>| (a.clone() * b.clone()).sum_dim(1);

@@ -1,4 +1,4 @@
-//! What MInference and DAM find ahead of time on a dense model: a pattern, or a map, for every head.
+//! Offline searches on a dense model: MInference's pattern and DAM's map for every head.
 use crate::EvalError;
 use crate::chunks::call;
 use crate::input::check_row;
@@ -10,18 +10,18 @@ use sieve_select::decode::dam::{DamCapture, DamConfig, DamMaps};
 use sieve_select::prefill::minference::{MinferenceConfig, Pattern, PatternFile, search_patterns};
 use sieve_select::{Method, Selector, dense_attention, density};
 
-/// The pattern of every head, as MInference's search chose it on one prompt.
+/// Result of MInference's search on one prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PatternSearch {
     /// `[layers][query heads]`: the pattern, and the share of the head's dense attention mass that it keeps. Layers
     /// whose attention is not dense have no heads.
     pub heads: Vec<Vec<(Pattern, f64)>>,
-    /// Pairs that the patterns compute on the prompt over causal pairs, all layers searched and their heads.
+    /// Pairs that the patterns compute on the prompt over causal pairs, over all heads of the searched layers.
     pub density: f64,
 }
 
 impl PatternSearch {
-    /// What `minference:pattern=FILE` reads.
+    /// The content of the file that `minference:pattern=FILE` reads.
     pub fn file(&self) -> PatternFile {
         let layer = |heads: &Vec<(Pattern, f64)>| heads.iter().map(|head| Some(head.0)).collect();
         PatternFile {
@@ -30,8 +30,8 @@ impl PatternSearch {
     }
 }
 
-/// MInference's offline search (arXiv:2407.02490): dense layers read the prompt, and of the paper's candidates each of
-/// their heads gets the one that keeps most of its attention. All tokens of `window` but the last are the prompt.
+/// MInference's offline search (arXiv:2407.02490). For each head of the dense layers it chooses, among the paper's
+/// candidates, the pattern that keeps most of the head's attention on the prompt: all tokens of `window` but the last.
 /// `observe` is called with the number of layers done.
 ///
 /// # Errors
@@ -111,10 +111,10 @@ pub fn calibrate_dam<B: DeviceBackend>(
     })
 }
 
-/// Memory that sums of a calibration may take.
+/// Memory that a calibration's sums may take.
 const MAX_SUM_BYTES: u64 = 32 << 30;
 
-/// Refuses sums that few machines hold.
+/// Fails if the sums of `capture` x `capture` f64 for each head take more than [`MAX_SUM_BYTES`].
 fn check_dam_memory(shape: &ModelShape, capture: usize) -> Result<(), EvalError> {
     let heads = (shape.num_layers_of_dense_attention() * shape.num_heads) as u64;
     let bytes = heads.saturating_mul((capture as u64).saturating_pow(2).saturating_mul(8));

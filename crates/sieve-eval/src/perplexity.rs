@@ -1,8 +1,7 @@
-//! Perplexity over whole documents, by a sliding window where a document is longer than the context.
+//! Perplexity over whole documents. A document longer than the context is read in overlapping windows.
 //!
-//! Every token of a document but its first is predicted exactly once, the end-of-document token among them, as in
-//! training. No prediction sees another document. Windows of several documents share a row; the document bounds keep
-//! them apart.
+//! Every token of a document but its first is predicted exactly once, including the end-of-document token, as in
+//! training. Windows of several documents share a row; document bounds keep attention within a document.
 
 mod breakdown;
 mod extrapolation;
@@ -20,7 +19,7 @@ use serde::Serialize;
 use sieve_nn::{LayerContext, LayerOperands, Qwen3};
 use sieve_ops::{DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding};
 use std::time::{Duration, Instant};
-use windows::{Place, push, rolling_windows, windows};
+use windows::{Place, Window, push, rolling_windows, windows};
 
 /// How documents are cut into windows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,15 +31,16 @@ pub struct PerplexityConfig {
     pub stride: usize,
     /// Tokens of one forward pass.
     pub batch_tokens: usize,
-    /// Distances, in tokens, that divide words used before into near and far ones.
+    /// For each of these distances in tokens, words used before are counted as near or far.
     pub far: Vec<usize>,
-    /// The token before each text where [`RollingPerplexity`] is measured too, which a selector leaves out.
+    /// The token before each text, to also measure [`RollingPerplexity`]. It is not measured with a selector.
     pub rolling_prefix: Option<u32>,
-    /// The BOS token that the harness's texts begin with, where the tokenizer's template has one: it is predicted too.
+    /// The tokenizer's BOS token, if its template has one. In lm-evaluation-harness it is the first predicted token of
+    /// a text.
     pub rolling_bos: Option<u32>,
 }
 
-/// What came out.
+/// Results.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PerplexityReport {
     /// Documents read.
@@ -67,25 +67,26 @@ pub struct PerplexityReport {
     pub context: usize,
     /// Tokens between two windows.
     pub stride: usize,
-    /// Predictions a second from the second forward pass on: the first one loads kernels. `None` for one pass.
+    /// Predictions per second without the first forward pass, which loads kernels. `None` for a single pass.
     pub tokens_per_second: Option<f64>,
-    /// By lm-evaluation-harness's definition.
+    /// Perplexity by lm-evaluation-harness's definition.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lm_eval_rolling: Option<RollingPerplexity>,
-    /// By the number of tokens that a prediction sees, in powers of two.
+    /// The loss by the number of tokens that a prediction sees, in powers of two.
     pub by_position: Vec<PositionLoss>,
-    /// By how far back a token's word was last used.
+    /// The loss by how far back a token's word was last used.
     pub by_word: WordLoss,
 }
 
-/// Perplexity as lm-evaluation-harness defines it (`loglikelihood_rolling`): each text is preceded by a prefix token,
-/// all its tokens but no end-of-document token are predicted, in windows of the context without overlap, except that
-/// the last window begins earlier. Names and counts of words and bytes are the harness's.
+/// Perplexity by lm-evaluation-harness's definition (`loglikelihood_rolling`). A prefix token precedes each text, and
+/// all tokens of the text are predicted, without an end-of-document token. Windows of the context's length do not
+/// overlap, except that the last one begins earlier to be full. Names and the counts of words and bytes are the
+/// harness's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct RollingPerplexity {
     /// Tokens predicted.
     pub num_tokens: u64,
-    /// Pieces of the texts between runs of white space.
+    /// Words as Python's `re.split(r"\s+", text)` counts them.
     pub num_words: u64,
     /// Bytes of the texts.
     pub num_bytes: u64,
@@ -117,8 +118,8 @@ impl RollingPerplexity {
 /// Predicts every document of `documents`; `observe` is called after each forward pass with the number of tokens
 /// predicted so far.
 ///
-/// With a selector, which is then the attention of every layer, each window is a prompt of its own: where the map from
-/// text to logits is not causal the result is its "prefill perplexity", not a likelihood.
+/// With a selector, each window is a prompt of its own. If the selector is not causal (a row's keys depend on later
+/// rows), the result is a "prefill perplexity", not a likelihood.
 ///
 /// # Errors
 /// A context or stride out of range, a token outside the vocabulary, a document that cannot be read, nothing to
@@ -141,13 +142,15 @@ pub fn perplexity<B: DeviceBackend>(
         .filter(|prefix| selection.is_none() && check_vocabulary(prefix, vocab_size).is_ok())
         .map(|prefix| Rolling {
             prefix,
-            pass: Pass::new(model, context, device, None, &[]),
-            rows: Rows::new(context, (config.batch_tokens / context).max(1)),
+            pass: Pass::new(model, context, config.batch_tokens, device),
             num_words: 0,
             num_bytes: 0,
         });
-    let mut pass = Pass::new(model, context, device, selection, &config.far);
-    let mut rows = Rows::new(context, (config.batch_tokens / context).max(1));
+    let mut pass = Pass {
+        selection,
+        sums: Breakdown::new(&config.far),
+        ..Pass::new(model, context, config.batch_tokens, device)
+    };
     let (mut num_documents, mut num_words, mut num_bytes) = (0, 0, 0);
     for document in documents {
         let document = document?;
@@ -156,20 +159,15 @@ pub fn perplexity<B: DeviceBackend>(
         num_words += document.num_words;
         num_bytes += document.num_bytes;
         for window in windows(document.tokens.len(), context, stride) {
-            let EvalDocument { tokens, word_uses, .. } = &document;
-            if !push(&mut rows, tokens, word_uses, &window) {
-                pass.run(&rows)?;
+            if pass.predict(&document.tokens, &document.word_uses, &window)? {
                 observe(pass.sums.num_tokens());
-                rows.clear();
-                let fits = push(&mut rows, tokens, word_uses, &window);
-                assert!(fits, "a window fits a row");
             }
         }
         if let Some(rolling) = &mut rolling {
             rolling.add(&document, context)?;
         }
     }
-    pass.run(&rows)?;
+    pass.run()?;
     let (nats, num_tokens) = (pass.sums.nats(), pass.sums.num_tokens());
     observe(num_tokens);
     if num_tokens == 0 {
@@ -216,17 +214,19 @@ fn check(config: &PerplexityConfig, max_seq_len: usize) -> Result<(), EvalError>
     Ok(())
 }
 
-/// Forward passes and their sum.
+/// Packs windows into forward passes, runs these, and sums up the losses.
 struct Pass<'a, B: DeviceBackend> {
     model: &'a Qwen3<B>,
     rope: RotaryEmbedding<B>,
     device: &'a B::Device,
     selection: Option<&'a mut Selection>,
+    /// The windows of the next forward pass.
+    rows: Rows<Place>,
     sums: Breakdown,
     speed: Speed,
 }
 
-/// Forward passes after the first.
+/// Tokens and time of the forward passes after the first.
 #[derive(Debug, Default)]
 struct Speed {
     num_passes: usize,
@@ -248,11 +248,10 @@ impl Speed {
     }
 }
 
-/// The same texts by lm-evaluation-harness's definition.
+/// Measures [`RollingPerplexity`] beside the usual one.
 struct Rolling<'a, B: DeviceBackend> {
     prefix: Vec<u32>,
     pass: Pass<'a, B>,
-    rows: Rows<Place>,
     num_words: u64,
     num_bytes: u64,
 }
@@ -265,44 +264,48 @@ impl<B: DeviceBackend> Rolling<'_, B> {
         let tokens = [&self.prefix, &document.tokens[..text.num_tokens]].concat();
         let uses = vec![WordUse::NoWord; tokens.len()];
         for window in rolling_windows(tokens.len(), context) {
-            if !push(&mut self.rows, &tokens, &uses, &window) {
-                self.pass.run(&self.rows)?;
-                self.rows.clear();
-                let fits = push(&mut self.rows, &tokens, &uses, &window);
-                assert!(fits, "a window fits a row");
-            }
+            self.pass.predict(&tokens, &uses, &window)?;
         }
         Ok(())
     }
 
     fn finish(mut self) -> Result<RollingPerplexity, EvalError> {
-        self.pass.run(&self.rows)?;
+        self.pass.run()?;
         Ok(RollingPerplexity::new(&self.pass.sums, self.num_words, self.num_bytes))
     }
 }
 
 impl<'a, B: DeviceBackend> Pass<'a, B> {
-    fn new(
-        model: &'a Qwen3<B>,
-        context: usize,
-        device: &'a B::Device,
-        selection: Option<&'a mut Selection>,
-        far: &[usize],
-    ) -> Self {
+    /// Forward passes of `batch_tokens` tokens in rows of `context`, without a selector.
+    fn new(model: &'a Qwen3<B>, context: usize, batch_tokens: usize, device: &'a B::Device) -> Self {
         Self {
             model,
             rope: model.rope(context, device),
             device,
-            selection,
-            sums: Breakdown::new(far),
+            selection: None,
+            rows: Rows::new(context, (batch_tokens / context).max(1)),
+            sums: Breakdown::new(&[]),
             speed: Speed::default(),
         }
     }
 
-    fn run(&mut self, rows: &Rows<Place>) -> Result<(), EvalError> {
-        let Some(batch) = rows.batch() else {
+    /// Adds a window. If the rows are full, first runs the forward pass of the windows before it, and returns true.
+    fn predict(&mut self, tokens: &[u32], uses: &[WordUse], window: &Window) -> Result<bool, EvalError> {
+        if push(&mut self.rows, tokens, uses, window) {
+            return Ok(false);
+        }
+        self.run()?;
+        let fits = push(&mut self.rows, tokens, uses, window);
+        assert!(fits, "a window fits an empty row");
+        Ok(true)
+    }
+
+    /// Runs the forward pass of the windows added so far.
+    fn run(&mut self) -> Result<(), EvalError> {
+        let Some(batch) = self.rows.batch() else {
             return Ok(());
         };
+        self.rows.clear();
         let (shape, started, before) = (batch.shape, Instant::now(), self.sums.num_tokens());
         let documents = Documents::new(&batch.start, &batch.end, shape, self.device);
         let context = LayerContext::new(&documents, &self.rope);

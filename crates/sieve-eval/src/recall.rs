@@ -7,7 +7,7 @@ use sieve_data::{Mqar, MqarConfig, MqarSplit};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 
-/// Right answers among questions.
+/// Number of questions and of right answers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Answers {
     /// Questions asked.
@@ -28,14 +28,14 @@ impl Answers {
     }
 }
 
-/// Questions whose distance lies in `[from, to)`.
+/// Answers to questions whose distance is in `[from, to)`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct DistanceAnswers {
-    /// Smallest distance, in tokens between the value and the place it is asked for.
+    /// Smallest distance: tokens between the value and the question.
     pub from: usize,
-    /// One past the largest.
+    /// Largest distance, plus 1.
     pub to: usize,
-    /// What was answered.
+    /// Numbers of answers.
     #[serde(flatten)]
     pub answers: Answers,
     /// Share of right answers.
@@ -47,27 +47,27 @@ pub struct DistanceAnswers {
 pub struct RecallOfKind {
     /// Tokens of a sample.
     pub seq_len: usize,
-    /// Pairs of key and value, and questions, of a sample.
+    /// Pairs of key and value in a sample; each is asked for once.
     pub num_pairs: usize,
     /// Tokens that samples are drawn from.
     pub vocab_size: usize,
-    /// Samples.
+    /// Number of samples.
     pub num_samples: u64,
-    /// What was answered.
+    /// Numbers of answers.
     #[serde(flatten)]
     pub answers: Answers,
     /// Share of right answers.
     pub accuracy: f64,
-    /// By distance, in powers of two; distances nobody asked about are left out.
+    /// Answers by distance, in powers of two; ranges without a question are left out.
     pub by_distance: Vec<DistanceAnswers>,
 }
 
-/// What came out, in the order of the kinds.
+/// Results of all kinds of samples.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RecallReport {
-    /// Per kind of sample.
+    /// Results of each kind, in the order asked.
     pub kinds: Vec<RecallOfKind>,
-    /// Over all kinds.
+    /// Answers to all kinds together.
     pub all: Answers,
     /// Share of right answers over all kinds.
     pub accuracy: f64,
@@ -136,7 +136,7 @@ fn check<B: DeviceBackend>(model: &Qwen3<B>, config: &MqarConfig) -> Result<(), 
     Ok(())
 }
 
-/// Answers of one kind, in all and by the power of two below the distance.
+/// Answers to one kind of sample: all of them, and by the binary logarithm of the distance, rounded down.
 struct Counts {
     all: Answers,
     by_power: Vec<Answers>,
@@ -169,7 +169,7 @@ impl Counts {
     }
 }
 
-/// One forward pass over `count` samples. Logits are computed at the questions alone.
+/// One forward pass over `count` samples. Logits are computed only at the questions.
 fn ask<B: DeviceBackend>(
     model: &Qwen3<B>,
     mqar: &Mqar,

@@ -1,8 +1,8 @@
-//! Pieces of text laid into rows of one forward pass: document bounds keep them apart.
+//! Packs parts of several texts into the rows of one forward pass. Document bounds keep attention within each part.
 use sieve_ops::IGNORE_LABEL;
 use std::ops::Range;
 
-/// Rows of one forward pass, filled piece after piece; `P` is the position of a prediction.
+/// Rows of one forward pass. `P` describes a prediction, for whoever reads its loss.
 #[derive(Debug)]
 pub(crate) struct Rows<P> {
     row_len: usize,
@@ -19,16 +19,19 @@ struct Row<P> {
     places: Vec<P>,
 }
 
-/// Rows of equal length, laid end to end.
+/// The rows, padded to equal length and concatenated.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PackedRows<P> {
-    /// Rows, tokens of a row.
+    /// `[rows, tokens of a row]`.
     pub(crate) shape: [usize; 2],
     pub(crate) tokens: Vec<u32>,
+    /// The token to predict after each input, or `IGNORE_LABEL`.
     pub(crate) labels: Vec<i32>,
+    /// For each token, the first position of its part in the row.
     pub(crate) start: Vec<u32>,
+    /// For each token, the position after its part in the row.
     pub(crate) end: Vec<u32>,
-    /// Of each label that is not ignored, in their order.
+    /// One entry for each label that is not ignored, in order.
     pub(crate) places: Vec<P>,
 }
 
@@ -41,8 +44,8 @@ impl<P: Copy> Rows<P> {
         }
     }
 
-    /// Adds a piece of a text to the row: `input` is read, and from `first_scored` on the token after each input is
-    /// predicted. Returns false when there is no room left.
+    /// Adds a part of a text to the first row with enough room, or to a new row. The tokens of `input` are read; from
+    /// `first_scored` on, the token after each input is predicted. Returns false if no row has room.
     pub(crate) fn push(
         &mut self,
         tokens: &[u32],
@@ -84,7 +87,7 @@ impl<P: Copy> Rows<P> {
         self.rows.clear();
     }
 
-    /// All rows, padded to the longest; `None` when there are none. Padding is a document of its own without labels.
+    /// All rows, padded to the longest one; `None` without rows. Padding is a document of its own without labels.
     pub(crate) fn batch(&self) -> Option<PackedRows<P>> {
         let row_len = self.rows.iter().map(|row| row.tokens.len()).max()?;
         let mut batch = PackedRows {

@@ -1,28 +1,28 @@
-//! From logits to one token: greedy, or temperature with nucleus sampling (arXiv:1904.09751).
+//! Draws a token from logits: greedily, or with temperature and nucleus sampling (arXiv:1904.09751).
 use crate::EvalError;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_ops::first_of_largest;
 use std::cmp::Ordering;
 
-/// Tokens that are sorted first; four times as many each time they are too few.
+/// Tokens that nucleus sampling sorts first. If they do not reach `top_p`, it sorts four times as many, and so on.
 const FIRST_SORTED: usize = 256;
 
 /// How tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// Divides the logits; at 0 the most likely token is always taken.
+    /// Logits are divided by this. At 0, decoding is greedy.
     pub temperature: f64,
-    /// Only the most likely tokens that together have this probability are drawn from, in `(0, 1]`.
+    /// Draw only from the likeliest tokens that together have this probability, in `(0, 1]`.
     pub top_p: f64,
-    /// Only this many of the most likely tokens are drawn from; `None`: all.
+    /// Draw only from this number of likeliest tokens; `None` draws from all.
     pub top_k: Option<usize>,
-    /// The same seed and model give the same text.
+    /// Seed of the random draws.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// Always the most likely token.
+    /// Greedy decoding.
     pub const GREEDY: Self = Self {
         temperature: 0.0,
         top_p: 1.0,
@@ -69,12 +69,12 @@ impl Sampler {
         Ok(Self { sampling, random })
     }
 
-    /// Whether the most likely token is always taken.
+    /// Whether decoding is greedy.
     pub(crate) fn is_greedy(&self) -> bool {
         self.sampling.temperature == 0.0
     }
 
-    /// One token; `None` when a logit is NaN or infinite. Of equal logits the lower id is the likelier.
+    /// Draws one token; `None` if a logit is NaN or infinite. Of equal logits the lower id counts as likelier.
     ///
     /// Panics on an empty slice.
     pub fn sample(&mut self, logits: &[f32]) -> Option<u32> {
@@ -102,12 +102,12 @@ impl Sampler {
                 return Some(*token);
             }
         }
-        // Rounding can leave the target a hair above the sum.
+        // Rounding can leave the target slightly above the sum.
         weights.last().map(|(_, token)| *token)
     }
 
-    /// Sorts the largest weights and cuts the others off where they reach `top_p`; returns their sum. A vocabulary has
-    /// many more tokens than usually matter.
+    /// Keeps the largest weights that together reach `top_p`, sorted, and returns their sum. Sorts no more of the
+    /// vocabulary than needed.
     fn keep_nucleus(&self, weights: &mut Vec<(f64, u32)>, total: f64) -> f64 {
         let wanted = self.sampling.top_p * total;
         let (mut sum, mut sorted) = (0.0, 0);
@@ -129,18 +129,18 @@ impl Sampler {
         sum
     }
 
-    /// In `[0, 1)`, 53 random bits.
+    /// A uniform random number in `[0, 1)` of 53 bits.
     fn uniform(&mut self) -> f64 {
         (self.random.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 
-/// The larger weight first, then the lower id.
+/// Orders by larger weight, then by lower id.
 fn likelier(a: &(f64, u32), b: &(f64, u32)) -> Ordering {
     b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
 }
 
-/// Random numbers of a seed of four parts.
+/// A random generator seeded by four numbers.
 pub(crate) fn seeded(parts: [u64; 4]) -> ChaCha8Rng {
     let mut seed = [0; 32];
     for (to, from) in seed.chunks_mut(8).zip(parts) {

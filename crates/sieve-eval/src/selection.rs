@@ -1,4 +1,4 @@
-//! A selector in place of a dense model's attention: its computation and its statistics.
+//! A selector in place of a dense model's attention, with statistics of its calls.
 use crate::EvalError;
 use crate::chunks::{Cost, KeptMasks, calls_of, prefill, prefill_on_device};
 use crate::device_steps;
@@ -11,62 +11,62 @@ use sieve_select::{DecodeSession, LayerSelectors, LayerShape, Method, Phase, Sel
 use std::ops::AddAssign;
 use std::time::Instant;
 
-/// Selectors at work in the layers of a model.
+/// The selectors of a model's layers, with their state while the model runs.
 #[derive(Clone, Debug)]
 pub struct Selection {
     selectors: LayerSelectors,
-    /// How layers treat tokens after a prompt: with prefill methods these read every key.
+    /// The selectors for tokens after the prompt; dense in layers with a prefill method.
     steps: LayerSelectors,
-    /// Tokens of a call; a prompt is one call where absent.
+    /// Tokens of a prompt's chunk; `None` reads a prompt in one call.
     chunk: Option<usize>,
-    /// Decode methods read prompts too, which are dense otherwise.
+    /// Whether decode methods also read the prompt, token by token; otherwise their prompts are dense.
     streams: bool,
-    /// What each layer has computed.
+    /// Statistics of each layer.
     totals: Vec<SelectionTotals>,
-    /// One per layer, of the text that is being generated; layers whose keys are on the device have none.
+    /// For each layer, the host's state of the text being generated. Layers that decode on the device have none.
     sessions: Vec<Option<DecodeSession>>,
-    /// Masks of the last prompt that serve several layers.
+    /// Masks of the last prompt that several layers share.
     kept: KeptMasks,
 }
 
-/// The path that neighbouring layers took.
+/// The path that consecutive layers took.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LayerPath {
-    /// Its first layer.
+    /// First layer.
     pub first: usize,
-    /// Its last layer.
+    /// Last layer.
     pub last: usize,
-    /// What selected, and where it and the attention ran.
+    /// The selector, and where the selection and the attention ran.
     pub path: String,
 }
 
-/// Sums over all calls.
+/// Statistics, summed over calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct SelectionTotals {
-    /// Calls: layers times documents, and times their chunks; of a text that is written, layers times its new tokens.
+    /// Number of calls. A layer has one for each chunk of a prompt, and one for each generated token.
     pub calls: u64,
-    /// Calls that ran dense: they are short, in a dense layer, or the method keeps everything.
+    /// Calls that ran dense: short ones, those in a dense layer, and those in which the method keeps everything.
     pub dense_calls: u64,
-    /// Calls whose attention a kernel of the device computed; the others ran on the host's cores.
+    /// Calls whose attention a GPU kernel computed; the others ran on the CPU.
     pub kernel_calls: u64,
-    /// Calls whose masks were made on the device; the others' were made on the host.
+    /// Calls whose masks were made on the device; other masks were made on the host.
     pub device_selections: u64,
     /// Bytes of queries, keys, values and their means that were copied from the device to the host.
     pub host_bytes: u64,
     /// Lists that ran dense because a score was NaN.
     pub nan_lists: u64,
-    /// Computed pairs of a query and a key, over query heads.
+    /// Computed pairs of a query and a key, of all query heads.
     pub pairs: f64,
-    /// Pairs of dense attention.
+    /// Pairs that dense attention computes.
     pub dense_pairs: f64,
-    /// Seconds until the masks were ready, of those that the host made.
+    /// Seconds of selection on the host.
     pub select_seconds: f64,
-    /// Seconds of the host in selection and attention together. Launches on a device are not waited for.
+    /// Seconds of selection and attention on the host. GPU time is not included.
     pub seconds: f64,
 }
 
 impl SelectionTotals {
-    /// Computed pairs over those of dense attention.
+    /// Computed pairs over pairs of dense attention.
     pub fn density(&self) -> f64 {
         if self.dense_pairs > 0.0 {
             self.pairs / self.dense_pairs
@@ -85,7 +85,7 @@ impl SelectionTotals {
         self.select_seconds += cost.select_seconds;
     }
 
-    /// A text token by token, from its first one on.
+    /// Reads a text token by token from its first token, and adds the statistics.
     fn stream(&mut self, session: &mut DecodeSession, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
         let o = session.stream(operands.q, operands.k, operands.v)?;
         self.calls += 1;
@@ -94,7 +94,7 @@ impl SelectionTotals {
         Ok(o)
     }
 
-    /// One token of a text that is written.
+    /// Adds one generated token.
     fn add_step(&mut self, pairs: f64, dense_pairs: f64) {
         self.calls += 1;
         self.dense_calls += u64::from(pairs >= dense_pairs);
@@ -102,7 +102,7 @@ impl SelectionTotals {
         self.dense_pairs += dense_pairs;
     }
 
-    /// Where a layer's keys were chosen, and where its attention ran.
+    /// Words for where a layer's keys were chosen and where its attention ran.
     fn path(&self, selector: &Selector, layer: usize) -> String {
         if selector.is_dense_layer(layer) {
             let kernel = self.kernel_calls == self.calls;
@@ -143,11 +143,12 @@ impl AddAssign for SelectionTotals {
 }
 
 impl Selection {
-    /// Checks that the selectors fit the model. They act in its dense layers; others keep their own attention.
+    /// Checks that the selectors fit the model. They act in its dense layers; other layers keep their own attention.
     ///
     /// # Errors
-    /// A model without a dense layer; layers that it has not, or that no selector names; settings that none of
-    /// its contexts can meet; a method that lacks its file, or that moves keys by other angles than the model's.
+    /// A model without a dense layer; selectors for layers that do not exist, or layers without a selector; settings
+    /// that no prompt within the context can meet; a method without its file; a method that rotates keys by other
+    /// angles than the model.
     pub fn new(selectors: impl Into<LayerSelectors>, shape: &ModelShape) -> Result<Self, EvalError> {
         let selectors = selectors.into();
         if shape.num_layers_of_dense_attention() == 0 {
@@ -192,11 +193,11 @@ impl Selection {
         Ok(selection)
     }
 
-    /// The same with prompts read in chunks of this many tokens: each is a call of its own, whose queries are its
-    /// tokens and whose keys are all up to them.
+    /// Reads prompts in chunks of this many tokens. Each chunk is a call of its own: its tokens are the queries, and
+    /// all tokens so far are the keys.
     ///
     /// # Errors
-    /// No token; a method that reads token by token; chunks so short that every call would be dense.
+    /// A chunk of 0; a method that reads token by token; chunks so short that every call would be dense.
     pub fn in_chunks(self, chunk: usize) -> Result<Self, EvalError> {
         let name = self.selectors.name();
         let bad = |value: String, hint| Err(EvalError::setting("chunk", value, hint));
@@ -224,7 +225,7 @@ impl Selection {
         })
     }
 
-    /// The same with decode methods reading prompts too, token by token, as if the model had generated the prompt.
+    /// Lets decode methods also read prompts, token by token, as if the model had generated the prompt.
     ///
     /// # Errors
     /// No layer has a method that reads token by token.
@@ -239,7 +240,7 @@ impl Selection {
         }
     }
 
-    /// Tokens of a chunk, where prompts are read in chunks.
+    /// Tokens of a prompt's chunk, if prompts are read in chunks.
     pub fn chunk(&self) -> Option<usize> {
         self.chunk
     }
@@ -249,7 +250,7 @@ impl Selection {
         &self.selectors
     }
 
-    /// What they have computed so far, over all layers.
+    /// The statistics so far, over all layers.
     pub fn totals(&self) -> SelectionTotals {
         let mut sum = SelectionTotals::default();
         for layer in &self.totals {
@@ -258,7 +259,8 @@ impl Selection {
         sum
     }
 
-    /// The path that each layer took so far, layers of the same path together; nothing before the first call.
+    /// The path that each layer has taken. Consecutive layers with the same path form one entry; layers without a call
+    /// have none.
     pub fn paths(&self) -> Vec<LayerPath> {
         let mut paths: Vec<LayerPath> = Vec::new();
         for (layer, totals) in self.totals.iter().enumerate() {
@@ -280,31 +282,31 @@ impl Selection {
         paths
     }
 
-    /// A copy that has computed nothing yet.
+    /// A copy with all statistics at 0.
     pub(crate) fn uncounted(&self) -> Self {
         let mut copy = self.clone();
         copy.totals.fill(SelectionTotals::default());
         copy
     }
 
-    /// Adds what an [`uncounted`](Self::uncounted) copy has computed.
+    /// Adds the statistics of an [`uncounted`](Self::uncounted) copy.
     pub(crate) fn add_totals(&mut self, copy: &Self) {
         for (layer, more) in self.totals.iter_mut().zip(&copy.totals) {
             *layer += *more;
         }
     }
 
-    /// Whether a layer runs token by token only.
+    /// Whether a layer's method can only run token by token.
     pub fn is_token_by_token(&self) -> bool {
         self.selectors.is_token_by_token()
     }
 
-    /// Whether tokens after a prompt read less than everything in a layer.
+    /// Whether some layer's selector also acts on tokens after the prompt.
     pub fn acts_in_decode(&self) -> bool {
         self.selectors.acts_in_decode()
     }
 
-    /// Whether a layer's prompt is read by its selector, where tokens after it are too.
+    /// Whether a layer's selector acts on whole prompts.
     fn selects_prompts(&self, layer: usize) -> bool {
         let selector = self.selectors.of(layer);
         selector.phase() != Phase::Decode && !selector.is_token_by_token()
@@ -315,7 +317,7 @@ impl Selection {
         self.streams && !self.selects_prompts(layer)
     }
 
-    /// Whether kernels of the device attend to every call.
+    /// Whether GPU kernels take the attention of every call on this prompt.
     pub(crate) fn attends_on_device<B: DeviceBackend>(&self, operands: &LayerOperands<B>) -> bool {
         let mut calls = calls_of(operands, self.chunk);
         let selector = self.selectors.of(operands.layer);
@@ -327,7 +329,7 @@ impl Selection {
             })
     }
 
-    /// Attention of one document in one layer: by the device's kernels where they take it, else on the host.
+    /// Attention of one document in one layer: on the device if its kernels take it, else on the host.
     ///
     /// # Errors
     /// Operands that the selector refuses.
@@ -364,7 +366,7 @@ impl Selection {
         Ok(output.o)
     }
 
-    /// Attention of one document in one layer, on the host. A decode method reads it as a stream from its first token.
+    /// Attention of one document in one layer, on the host. A decode method reads it token by token.
     ///
     /// # Errors
     /// Operands that the selector refuses.
@@ -385,9 +387,9 @@ impl Selection {
         Ok(o)
     }
 
-    /// Bytes that the host is about to be handed.
+    /// Counts the bytes of operands that are about to be copied to the host.
     fn count_copied<B: DeviceBackend>(&mut self, operands: &LayerOperands<B>) {
-        // Copies of a host's own memory are none.
+        // The CPU backend's operands are in host memory already.
         if has_sparse_attention(&operands.qkv) {
             let elements: usize = operands.qkv.dims().into_iter().product();
             let totals = &mut self.totals[operands.layer];
@@ -395,10 +397,10 @@ impl Selection {
         }
     }
 
-    /// Attention of the next tokens of one text: first its prompt (dense, except for methods that also act on prompts,
-    /// and for [streams](Self::as_stream), which run on the host), then one token at a time; the last token of
-    /// `operands` is the text's `num_tokens`-th. Only for layers with a decode method. `cache` receives the layer's
-    /// keys where its tokens are processed on the device.
+    /// Attention of the next tokens of one text, in a layer with a decode method: first its prompt, then one token at a
+    /// time. `num_tokens` is the length of the text with `operands`' tokens. The prompt is dense, unless the method
+    /// also acts on prompts or [`as_stream`](Self::as_stream) was asked for. `cache` receives the layer's keys if it
+    /// decodes on the device.
     ///
     /// # Errors
     /// Operands that the selector, or a kernel, refuses.
@@ -464,19 +466,19 @@ impl Selection {
     }
 }
 
-/// Dense attention by the model's own kernel.
+/// Dense attention by the model's usual op.
 fn dense<B: DeviceBackend>(operands: &LayerOperands<B>) -> Tensor<B, 4> {
     let documents = Documents::whole_rows([1, operands.num_tokens()], &operands.qkv.device());
     attention(operands.qkv.clone(), &documents, operands.spec())
 }
 
-/// Pairs of dense causal attention.
+/// (query, key) pairs of dense causal attention, over all heads.
 fn dense_pairs(num_tokens: usize, num_heads: usize) -> f64 {
     let tokens = num_tokens as f64;
     tokens * (tokens + 1.0) / 2.0 * num_heads as f64
 }
 
-/// A layer's sizes.
+/// Sizes of a layer's heads.
 pub(crate) fn layer_shape(operands: HostOperands<'_>) -> LayerShape {
     LayerShape::new(
         [operands.num_heads, operands.num_kv_heads],

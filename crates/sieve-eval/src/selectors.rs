@@ -1,4 +1,4 @@
-//! Selectors side by side on one model: what each computes, keeps, costs and breaks.
+//! Measures selectors on one dense model: density, recall, times, error and loss.
 mod grid;
 
 pub use grid::{READY_GRIDS, selector_grid};
@@ -15,74 +15,74 @@ use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 use sieve_select::{LayerSelectors, Selected, dense_attention};
 
-/// One selector at one prompt length, over all layers and windows.
+/// Measures of one selector at one prompt length, over all layers and prompts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SelectorMeasure {
-    /// Its name.
+    /// Name of the method.
     pub name: String,
-    /// All its settings, as the flag reads them.
+    /// All settings, in the form that `--selector` reads.
     pub selector: String,
-    /// Tokens of a chunk, where prompts are read in chunks.
+    /// Tokens of a prompt's chunk, if prompts are read in chunks.
     pub chunk: Option<usize>,
     /// Tokens of a prompt.
     pub num_tokens: usize,
-    /// Prompts.
+    /// Number of prompts.
     pub num_windows: usize,
     /// Computed pairs over causal pairs, probe rows included.
     pub density: f64,
-    /// Kept tiles over admissible tiles; of prefill methods.
+    /// Kept tiles over causal tiles; `None` for decode methods.
     pub tile_density: Option<f64>,
-    /// Mean share of the dense attention mass on the kept pairs; of prefill methods.
+    /// Mean share of dense attention's probability on the kept pairs; `None` for decode methods.
     pub recall: Option<f64>,
     /// `|o - dense o| / |dense o|` of the layers' attention, on the dense model's operands.
     pub output_error: f64,
-    /// Milliseconds of selection, of all layers of one prompt.
+    /// Milliseconds of selection in all layers, mean per prompt.
     pub select_ms: f64,
-    /// Milliseconds of selection and attention, of all layers of one prompt.
+    /// Milliseconds of selection and attention in all layers, mean per prompt.
     pub attention_ms: f64,
-    /// The same of the fastest and of the slowest prompt.
+    /// `attention_ms` of the fastest and of the slowest prompt.
     pub attention_ms_range: [f64; 2],
-    /// The same of dense attention through the same code with every tile kept.
+    /// `attention_ms` of dense attention: the same code with every tile kept.
     pub dense_attention_ms: f64,
-    /// Milliseconds from token ids to the last block's output, under the selector: the fastest prompt.
+    /// Milliseconds from token ids to the last block's output under the selector, for the fastest prompt.
     pub prefill_ms: f64,
-    /// The same of the model as it is.
+    /// `prefill_ms` without a selector.
     pub dense_prefill_ms: f64,
-    /// Cross-entropy under the selector, nats per token; "prefill" for methods that are no causal maps.
+    /// Cross-entropy under the selector, nats per token. It is no likelihood if `causal` is false.
     pub loss: f64,
-    /// The model's own.
+    /// Cross-entropy without a selector.
     pub dense_loss: f64,
     /// Kullback-Leibler divergence of the predictions from the dense model's, nats per token.
     pub kl: f64,
     /// Share of the predictions whose likeliest token is the dense model's.
     pub top1: f64,
-    /// Mean cosine of the last block's output to the dense model's.
+    /// Mean cosine between the last block's output and the dense model's.
     pub cosine: f64,
-    /// Whether rows depend on earlier tokens alone, so that the loss is a likelihood.
+    /// Whether a row depends only on earlier tokens, so that the loss is a likelihood.
     pub causal: bool,
     /// Lists that ran dense because a score was NaN.
     pub nan_lists: u64,
-    /// Calls of a prompt whose masks were made on the device, of all layers.
+    /// Calls whose masks were made on the device, in all layers, mean per prompt.
     pub device_selections: f64,
-    /// Bytes of q, k, v and their means that a prompt's selection and attention copied to the host.
+    /// Bytes of q, k, v and their means copied to the host, mean per prompt.
     pub host_bytes: f64,
     /// The path that each layer took.
     pub paths: Vec<LayerPath>,
-    /// Of each dense layer, in their order.
+    /// Measures of each dense layer, in order.
     pub layers: Vec<LayerMeasure>,
 }
 
-/// One layer of a [`SelectorMeasure`].
+/// A layer's part of a [`SelectorMeasure`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct LayerMeasure {
     /// Computed pairs over causal pairs.
     pub density: f64,
-    /// Share of the dense mass kept; absent for decode methods.
+    /// Share of dense attention's probability on the kept pairs; `None` for decode methods.
     pub recall: Option<f64>,
     /// Relative error of the output, on the dense model's operands.
     pub output_error: f64,
-    /// Mean cosine of the attention's output to the dense model's, with the selector in all earlier layers too; absent
-    /// if the model did not run with it.
+    /// Mean cosine between the attention's output and the dense model's, with the selector in all earlier layers too.
+    /// `None` if the model did not run with the selector.
     pub cosine: Option<f64>,
 }
 
@@ -106,7 +106,7 @@ pub fn measure_selectors<B: DeviceBackend>(
     let mut sums: Vec<Result<Sums, EvalError>> = Vec::new();
     sums.resize_with(selections.len(), || Ok(Sums::default()));
     let (mut dense_nats, mut dense_ms, mut dense_prefill_ms) = (0.0, 0.0, f64::INFINITY);
-    // The first prompt goes through everything once before the clocks: kernels are compiled and memory allocated then.
+    // Round 0 is a warm-up with the first prompt, in which kernels are compiled and memory is allocated.
     let (warm, timed) = (windows.iter().take(1), windows.iter());
     for (round, window) in warm.chain(timed).enumerate() {
         if round == 1 {
@@ -128,7 +128,7 @@ pub fn measure_selectors<B: DeviceBackend>(
                 continue;
             };
             if round == 0 && selection.is_token_by_token() {
-                // It runs on the host, slowly, and with nothing to compile.
+                // Reading token by token is slow and has nothing to compile, so it needs no warm-up.
                 continue;
             }
             if let Err(error) = sum.window(selection, &captured, &dense.hidden, model, window, device) {
@@ -136,52 +136,24 @@ pub fn measure_selectors<B: DeviceBackend>(
             }
         }
     }
-    let predictions = (windows.len() * num_tokens) as f64;
-    let count = windows.len() as f64;
-    let measure = |selection: &Selection, sum: Sums| {
-        let selectors = selection.selectors();
-        let layers: Vec<LayerMeasure> = sum.layers.iter().map(|layer| layer.over(count)).collect();
-        let mean = |x: &dyn Fn(&LayerMeasure) -> f64| layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64;
-        let is_prefill = !selectors.is_token_by_token();
-        SelectorMeasure {
-            name: selectors.name(),
-            selector: selectors.to_string(),
-            chunk: selection.chunk(),
-            num_tokens,
-            num_windows: windows.len(),
-            density: mean(&|layer| layer.density),
-            tile_density: is_prefill.then_some(sum.tiles / (count * layers.len() as f64)),
-            recall: is_prefill.then(|| mean(&|layer| layer.recall.unwrap_or(0.0))),
-            output_error: mean(&|layer| layer.output_error),
-            select_ms: sum.select_ms / count,
-            attention_ms: sum.attention_ms / count,
-            attention_ms_range: sum.attention_ms_range.unwrap_or_default(),
-            dense_attention_ms: dense_ms / count,
-            prefill_ms: sum.prefill_ms.unwrap_or(0.0),
-            dense_prefill_ms,
-            loss: sum.nats / predictions,
-            dense_loss: dense_nats / predictions,
-            kl: sum.agreement.kl / predictions,
-            top1: sum.agreement.same_first / predictions,
-            cosine: sum.agreement.cosine / predictions,
-            causal: selectors.is_causal_map(),
-            nan_lists: sum.nan_lists,
-            device_selections: sum.device_selections as f64 / count,
-            host_bytes: sum.host_bytes as f64 / count,
-            paths: selection.paths(),
-            layers,
-        }
+    let dense = Dense {
+        num_tokens,
+        num_windows: windows.len(),
+        attention_ms: dense_ms / windows.len() as f64,
+        prefill_ms: dense_prefill_ms,
+        loss: dense_nats / (windows.len() * num_tokens) as f64,
     };
     let measures = selections.iter().zip(sums);
     Ok(measures
-        .map(|(selection, sum)| sum.map(|sum| measure(selection, sum)))
+        .map(|(selection, sum)| Ok(sum?.measure(selection, &dense)))
         .collect())
 }
 
 /// Density and recall of a selector on one prompt, or why it failed there.
 pub type DensityAndRecall = Result<(f64, f64), EvalError>;
 
-/// Each selector's density and recall on one prompt, for sweeps of a setting; the error of one that fails.
+/// Each selector's density and recall on one prompt, for curves over a setting. A selector that fails returns its
+/// error.
 ///
 /// # Errors
 /// As [`measure_selectors`].
@@ -211,8 +183,8 @@ pub fn sweep_selectors<B: DeviceBackend>(
     Ok(selections.iter().map(point).collect())
 }
 
-/// Masks of each selector in every dense layer for one prompt, `[selectors][layers]`; the model's own activations,
-/// densely computed. A selector that fails, as decode methods do, returns its error.
+/// The masks of each selector in every dense layer for one prompt, `[selectors][layers]`, on the activations of the
+/// dense model. A selector that fails (as every decode method does) returns its error.
 ///
 /// # Errors
 /// As [`measure_selectors`].
@@ -223,9 +195,8 @@ pub fn selector_masks<B: DeviceBackend>(
     device: &B::Device,
 ) -> Result<Vec<Result<Vec<Selected>, EvalError>>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
-    let fits = |one: &LayerSelectors| Selection::new(one.clone(), model.shape());
-    let mut masks: Vec<Result<Vec<Selected>, EvalError>> =
-        selectors.iter().map(|one| fits(one).map(|_| Vec::new())).collect();
+    let start = |one: &LayerSelectors| Selection::new(one.clone(), model.shape()).map(|_| Vec::new());
+    let mut masks: Vec<Result<Vec<Selected>, EvalError>> = selectors.iter().map(start).collect();
     attending_pass(model, window, device, &mut |operands| {
         let call = call(operands)?;
         for (one, found) in selectors.iter().zip(&mut masks) {
@@ -242,7 +213,16 @@ pub fn selector_masks<B: DeviceBackend>(
     Ok(masks)
 }
 
-/// Sums of one selector.
+/// The prompts, and measures of the dense model on them; see [`SelectorMeasure`].
+struct Dense {
+    num_tokens: usize,
+    num_windows: usize,
+    attention_ms: f64,
+    prefill_ms: f64,
+    loss: f64,
+}
+
+/// Sums of one selector's measures over prompts.
 #[derive(Clone, Debug, Default)]
 struct Sums {
     nats: f64,
@@ -259,7 +239,7 @@ struct Sums {
 }
 
 impl Sums {
-    /// Adds one prompt: each captured layer, then the whole model under the selector.
+    /// Measures one prompt: first each layer on the dense model's operands, then the whole model under the selector.
     fn window<B: DeviceBackend>(
         &mut self,
         selection: &mut Selection,
@@ -302,7 +282,46 @@ impl Sums {
         Ok(())
     }
 
-    /// Runs a selector on a captured layer.
+    /// The means over all prompts.
+    fn measure(self, selection: &Selection, dense: &Dense) -> SelectorMeasure {
+        let selectors = selection.selectors();
+        let count = dense.num_windows as f64;
+        let predictions = (dense.num_windows * dense.num_tokens) as f64;
+        let layers: Vec<LayerMeasure> = self.layers.iter().map(|layer| layer.over(count)).collect();
+        let mean = |x: &dyn Fn(&LayerMeasure) -> f64| layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64;
+        let is_prefill = !selectors.is_token_by_token();
+        SelectorMeasure {
+            name: selectors.name(),
+            selector: selectors.to_string(),
+            chunk: selection.chunk(),
+            num_tokens: dense.num_tokens,
+            num_windows: dense.num_windows,
+            density: mean(&|layer| layer.density),
+            tile_density: is_prefill.then_some(self.tiles / (count * layers.len() as f64)),
+            recall: is_prefill.then(|| mean(&|layer| layer.recall.unwrap_or(0.0))),
+            output_error: mean(&|layer| layer.output_error),
+            select_ms: self.select_ms / count,
+            attention_ms: self.attention_ms / count,
+            attention_ms_range: self.attention_ms_range.unwrap_or_default(),
+            dense_attention_ms: dense.attention_ms,
+            prefill_ms: self.prefill_ms.unwrap_or(0.0),
+            dense_prefill_ms: dense.prefill_ms,
+            loss: self.nats / predictions,
+            dense_loss: dense.loss,
+            kl: self.agreement.kl / predictions,
+            top1: self.agreement.same_first / predictions,
+            cosine: self.agreement.cosine / predictions,
+            causal: selectors.is_causal_map(),
+            nan_lists: self.nan_lists,
+            device_selections: self.device_selections as f64 / count,
+            host_bytes: self.host_bytes as f64 / count,
+            paths: selection.paths(),
+            layers,
+        }
+    }
+
+    /// Runs a selector on one layer's operands, adds its times and counts, and compares its output with dense
+    /// attention.
     fn layer<B: DeviceBackend>(
         &mut self,
         selection: &Selection,

@@ -1,6 +1,6 @@
-//! Texts that end a generation, found while the text comes in pieces.
+//! Finds stop texts in a text that arrives piece by piece.
 
-/// Gives text on up to the first of its stop texts. What may be the beginning of one waits for what follows.
+/// Passes a text on up to the first stop text. An end that may begin a stop text is held back until the next piece.
 #[derive(Clone, Debug, Default)]
 pub struct StopTexts {
     texts: Vec<String>,
@@ -8,7 +8,7 @@ pub struct StopTexts {
 }
 
 impl StopTexts {
-    /// Stops at the first of `texts`; empty ones are no texts.
+    /// Stops at the first of `texts`. Empty texts are ignored.
     pub fn new(texts: &[String]) -> Self {
         let texts = texts.iter().filter(|text| !text.is_empty());
         Self {
@@ -17,7 +17,7 @@ impl StopTexts {
         }
     }
 
-    /// The text that can be shown after `piece`, and whether a stop text was met behind it.
+    /// Adds a piece. Returns the text that can be shown now, and whether a stop text follows it.
     pub fn push(&mut self, piece: &str) -> (String, bool) {
         self.waiting += piece;
         let found = self.texts.iter().filter_map(|text| self.waiting.find(text.as_str()));
@@ -36,7 +36,7 @@ impl StopTexts {
         (std::mem::replace(&mut self.waiting, rest), false)
     }
 
-    /// What still waited when the text ended.
+    /// The text still held back when the text ended.
     pub fn finish(self) -> String {
         self.waiting
     }

@@ -1,4 +1,4 @@
-//! The tasks of language-model papers, by the rules of lm-evaluation-harness.
+//! Language-model benchmarks, by the rules of lm-evaluation-harness.
 mod answer;
 mod likelihood;
 mod longbench;
@@ -27,16 +27,16 @@ pub struct TaskModel<'a, B: DeviceBackend> {
     pub tokenizer: &'a Tokenizer,
     /// The tokens that end a text, the end-of-document token first.
     pub ends: &'a [u32],
-    /// Where it computes.
+    /// The model's device.
     pub device: &'a B::Device,
 }
 
 /// The rows of a task.
 #[derive(Clone, Debug)]
 pub struct TaskRows {
-    /// The rows asked.
+    /// The rows to ask.
     pub rows: Vec<TableRow>,
-    /// Rows that examples are taken from: the first ones. Where absent, the first of `rows` other than the row asked.
+    /// The solved examples are the first of these rows. `None`: the first of `rows`, without the row that is asked.
     pub examples: Option<Vec<TableRow>>,
 }
 
@@ -45,17 +45,17 @@ pub struct TaskRows {
 pub struct TaskRun {
     /// Solved examples before each question.
     pub fewshot: usize,
-    /// The first rows alone.
+    /// Number of rows to ask; `None` asks all.
     pub limit: Option<usize>,
     /// Truncate prompts longer than the model's context at the beginning, or in the middle where the task says so,
     /// instead of failing.
     pub truncate: bool,
 }
 
-/// A mean over rows, or what is made of one.
+/// A score of a task: a mean over rows, or a function of one (perplexity).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Score {
-    /// Its name in lm-evaluation-harness.
+    /// The score's name in lm-evaluation-harness.
     pub name: &'static str,
     /// The value.
     pub value: f64,
@@ -63,7 +63,7 @@ pub struct Score {
     pub stderr: Option<f64>,
 }
 
-/// What one row gave.
+/// Result of one row.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RowScore {
     /// The row, from 1.
@@ -71,16 +71,16 @@ pub struct RowScore {
     /// The right choice, from 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub label: Option<usize>,
-    /// Of each choice, or of the one continuation.
+    /// Likelihood of each choice, or of the one continuation.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub likelihoods: Vec<Likelihood>,
-    /// What was generated.
+    /// The generated text.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub answer: Option<String>,
-    /// Of a generated text, where a score between 0 and 1 is asked.
+    /// Score of the generated text between 0 and 1, if the task's answers are not simply right or wrong.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub score: Option<f64>,
-    /// Whether it counts for `acc`, or for `exact_match`.
+    /// Whether the row counts as right in `acc` or `exact_match`.
     pub is_right: bool,
 }
 
@@ -89,23 +89,23 @@ pub struct RowScore {
 pub struct TaskReport {
     /// The task.
     pub task: String,
-    /// Rows asked.
+    /// Number of rows asked.
     pub num_rows: usize,
-    /// Examples before each question.
+    /// Solved examples before each question.
     pub fewshot: usize,
     /// Texts that were cut.
     pub num_truncated: usize,
-    /// They lost their middle, where others lose their beginning.
+    /// Whether texts are cut in the middle instead of at the beginning.
     #[serde(skip)]
     pub cuts_middle: bool,
     /// The scores.
     pub scores: Vec<Score>,
-    /// Row by row.
+    /// Result of each row.
     #[serde(skip)]
     pub rows: Vec<RowScore>,
 }
 
-/// A task's rows in the tokens of a model.
+/// A task's rows, tokenised for a model.
 #[derive(Debug)]
 pub struct TaskTexts<'a> {
     task: &'a Task,
@@ -121,21 +121,21 @@ enum Texts {
     Prompts(Vec<Vec<u32>>),
 }
 
-/// What asking takes, in tokens.
+/// Sizes of asking a task, for an estimate of its memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TaskSize {
-    /// Of the longest text that goes in at once.
+    /// Tokens of the longest text of a forward pass.
     pub longest: usize,
-    /// Of a forward pass.
+    /// Tokens of a forward pass.
     pub pass: usize,
-    /// Of a cache; 0 where none is held.
+    /// Tokens of a KV cache; 0 without one.
     pub cached: usize,
-    /// Caches held together.
+    /// KV caches held at the same time.
     pub num_caches: usize,
 }
 
 impl TaskSize {
-    /// Room for both.
+    /// The larger of each size.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         Self {
@@ -151,7 +151,7 @@ impl<'a> TaskTexts<'a> {
     /// Builds the prompts for a model's tokenizer and context.
     ///
     /// # Errors
-    /// Rows that the task does not fit, too few examples, a text longer than the context.
+    /// Rows without the task's columns; too few rows for the examples; a text longer than the context.
     pub fn new(
         task: &'a Task,
         data: &TaskRows,
@@ -193,7 +193,7 @@ impl<'a> TaskTexts<'a> {
         })
     }
 
-    /// What asking takes, with a selector or without.
+    /// Sizes of asking this task. A selector reads each prompt on its own instead of several in a forward pass.
     pub fn size(&self, with_selector: bool) -> TaskSize {
         match &self.texts {
             Texts::Pairs(pairs) => likelihood::size(pairs, with_selector),
@@ -211,7 +211,7 @@ impl<'a> TaskTexts<'a> {
     }
 }
 
-/// Asks a model the rows of a task; `observe` is called with the texts done and all texts.
+/// Asks a model the rows of a task; `observe` is called with the number of texts done and the number of all texts.
 ///
 /// # Errors
 /// A token outside the vocabulary, a NaN or infinite output, a selector that refuses a call.
@@ -259,7 +259,7 @@ pub fn run_task<B: DeviceBackend>(
     })
 }
 
-/// The solved examples before a row's question: the first of the examples, or of the task's own rows but for this one.
+/// The text of the solved examples before a row's question; see [`TaskRows::examples`].
 fn shots(task: &Task, data: &TaskRows, fewshot: usize, row: &TableRow) -> Result<String, EvalError> {
     let examples = data.examples.as_ref().unwrap_or(&data.rows).iter();
     let others = examples.filter(|example| data.examples.is_some() || *example != row);
@@ -278,7 +278,7 @@ fn shots(task: &Task, data: &TaskRows, fewshot: usize, row: &TableRow) -> Result
     Ok(text)
 }
 
-/// Texts on their way to tokens.
+/// Tokenises a task's texts, and cuts or refuses the ones that are too long.
 struct Encoder<'a> {
     task: &'a Task,
     tokenizer: &'a Tokenizer,
@@ -371,7 +371,7 @@ fn generated<B: DeviceBackend>(
     Ok(rows.map(row).collect())
 }
 
-/// The choice with the largest log-likelihood over its length; the first of equal ones.
+/// The choice with the largest log-likelihood divided by its length. Of equal ones the first counts.
 fn best(likelihoods: &[Likelihood], length: impl Fn(usize) -> f64) -> usize {
     let score = |n: usize| likelihoods[n].log_likelihood / length(n);
     (1..likelihoods.len()).fold(0, |best, n| if score(n) > score(best) { n } else { best })
@@ -417,7 +417,7 @@ fn scores(task: &Task, questions: &[Question], rows: &[RowScore]) -> Vec<Score> 
             };
             vec![perplexity, mean("acc", right)]
         }
-        // The choices' lengths are no part of endings that are all the same.
+        // With a prompt per choice all endings are the same text, so dividing by its length would change nothing.
         Measure::Choices if task.has_prompt_per_choice() => vec![mean("acc", right)],
         Measure::Choices => {
             let by = |length: fn(&str) -> usize| {

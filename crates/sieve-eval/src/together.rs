@@ -1,4 +1,4 @@
-//! Several texts from one prompt, a token of each at a time.
+//! Generates several texts from one prompt as a batch.
 use crate::generator::Start;
 use crate::{EvalError, GenerateConfig, Sampler};
 use sieve_nn::Qwen3;
@@ -8,7 +8,7 @@ use sieve_ops::DeviceBackend;
 #[derive(Debug)]
 pub struct BatchGenerator<'a, B: DeviceBackend> {
     start: Start<'a, B>,
-    /// Of each text.
+    /// One for each text.
     samplers: Vec<Sampler>,
     /// The last token of each text; empty before the prompt is read.
     last: Vec<u32>,
@@ -16,8 +16,8 @@ pub struct BatchGenerator<'a, B: DeviceBackend> {
 }
 
 impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
-    /// `num_texts` texts, the first with the seed of `config`, each later one with the next. Checks everything before
-    /// the model runs.
+    /// Prepares `num_texts` texts: the first has the seed of `config`, each later one the next seed. Checks everything
+    /// before the model runs.
     ///
     /// # Errors
     /// As [`Generator::new`](crate::Generator::new).
@@ -71,7 +71,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
             }
             false => text.read_rows(&self.last),
         };
-        // After the prompt all texts continue from one row.
+        // After the prompt there is one row of logits for all texts; `cycle` repeats it.
         let rows = logits.chunks(vocab_size).cycle();
         let mut tokens = vec![None; num_texts];
         for (at, logits) in (0..num_texts).zip(rows) {
@@ -94,8 +94,8 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
 impl<B: DeviceBackend> Iterator for BatchGenerator<'_, B> {
     type Item = Result<Vec<Option<u32>>, EvalError>;
 
-    /// The next token of each text, `None` of one that has ended; `None` when all have, after `max_new_tokens`, and
-    /// after an error.
+    /// The next token of each text, or `None` for a text that has ended. Ends when all texts have ended, after
+    /// `max_new_tokens`, and after an error.
     fn next(&mut self) -> Option<Self::Item> {
         if self.is_done.iter().all(|done| *done) {
             return None;

@@ -1,4 +1,5 @@
-//! Models whose own attention was trained, sparse or not, measured as selectors are: by the masks they really have.
+//! Measures models with their own trained attention beside selectors: density from the masks that they use, loss and
+//! time.
 use crate::EvalError;
 use crate::input::{check_windows, ids};
 use crate::pass::own_pass;
@@ -10,29 +11,30 @@ use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
 
-/// One model at one prompt length, over all layers and windows.
+/// Measures of one model at one prompt length, over all layers and prompts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TrainedMeasure {
-    /// Its attention, as [`attention_label`] says it.
+    /// The model's attention, by [`attention_label`].
     pub attention: String,
     /// Tokens of a prompt.
     pub num_tokens: usize,
-    /// Prompts.
+    /// Number of prompts.
     pub num_windows: usize,
-    /// Computed pairs over causal pairs. NSA: the pairs of its three branches, a compressed block counted as one key.
+    /// Computed pairs over causal pairs. For NSA: pairs of all three branches, where a compressed block counts as one
+    /// key.
     pub density: f64,
-    /// Causal (query, token) pairs in NSA's selected blocks or its window, counted once, over all causal pairs. Other
-    /// kinds: equal to `density`.
+    /// For kinds with blocks: causal (query, token) pairs in the chosen blocks or the window, each counted once, over
+    /// all causal pairs. For other kinds: the same as `density`.
     pub distinct_density: f64,
     /// Cross-entropy, nats per token.
     pub loss: f64,
-    /// Milliseconds from token ids to the last block's output: the fastest prompt.
+    /// Milliseconds from token ids to the last block's output, for the fastest prompt.
     pub prefill_ms: f64,
     /// `density` by layer.
     pub layers: Vec<f64>,
 }
 
-/// A model's attention in a few words: its kind, what a query reads, and the layers that differ.
+/// A model's attention in words: its kind, its sizes, and how many layers differ.
 pub fn attention_label(shape: &ModelShape) -> String {
     let mut label = shape.attention.kind().name().to_owned();
     if let Some(sizes) = shape.attention.form().label() {
@@ -50,7 +52,7 @@ pub fn attention_label(shape: &ModelShape) -> String {
     label
 }
 
-/// As [`attention_label`], of one layer.
+/// As [`attention_label`], for one layer.
 pub(crate) fn layer_label(shape: &ModelShape, layer: usize) -> String {
     let own = ModelShape {
         shared_layers: Vec::new(),
@@ -79,7 +81,7 @@ pub fn measure_trained<B: DeviceBackend>(
     let mut layers = vec![Counted::default(); model.layers.len()];
     for (n, window) in windows.iter().enumerate() {
         if n == 0 {
-            // The first pass of a length also allocates.
+            // Warm-up: the first pass also allocates memory.
             own_pass(model, window, device)?;
         }
         let pass = own_pass(model, window, device)?;
@@ -103,7 +105,7 @@ pub fn measure_trained<B: DeviceBackend>(
     })
 }
 
-/// Shares of the causal pairs of one layer.
+/// One layer's pairs over its causal pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Counted {
     computed: f64,
@@ -111,7 +113,7 @@ struct Counted {
 }
 
 impl Counted {
-    /// From pairs of one head.
+    /// From the numbers of pairs of one head.
     fn of(computed: f64, distinct: f64, num_tokens: usize) -> Self {
         let causal = num_tokens as f64 * (num_tokens + 1) as f64 / 2.0;
         Self {
@@ -121,7 +123,7 @@ impl Counted {
     }
 }
 
-/// What each layer reads of a window, by the masks that it has in this pass.
+/// Runs the model on a window and counts the pairs of each layer's mask.
 fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) -> Vec<Counted> {
     let num_tokens = window.len() - 1;
     let shape = [1, num_tokens];
@@ -151,7 +153,7 @@ fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device)
     counted
 }
 
-/// The blocks that a layer selects, `[num_tokens, heads, num_selected_blocks]`; `None` of a kind without blocks.
+/// The blocks that a layer selects, `[num_tokens, heads, num_selected_blocks]`; `None` for a kind without blocks.
 fn blocks_of<B: DeviceBackend>(
     layer: &DecoderLayer<B>,
     x: &Tensor<B, 3>,
@@ -162,7 +164,7 @@ fn blocks_of<B: DeviceBackend>(
     Some(chosen.into_data().iter::<i64>().collect())
 }
 
-/// DMA: key j is read by the queries from j up to its `expire`, `[num_kv_heads, num_tokens]`.
+/// Counts DMA's pairs. Queries from j to before `expire[j]` see key j; `expire` is `[num_kv_heads, num_tokens]`.
 fn count_by_expire(expire: &[i64], num_tokens: usize) -> Counted {
     let heads = expire.len() / num_tokens;
     let rows = expire.chunks(num_tokens);
@@ -174,8 +176,9 @@ fn count_by_expire(expire: &[i64], num_tokens: usize) -> Counted {
     Counted::of(pairs, pairs, num_tokens)
 }
 
-/// Tokens of the chosen blocks. For NSA also the visible compressed blocks and the window. For other kinds also half a
-/// key for each pooled key, which has a score but no value; an indexer's scores are not counted.
+/// Counts the tokens of chosen blocks; -1 in `chosen` stands for no block. NSA: also the visible compressed blocks and
+/// the window. Other kinds: also half a key for each pooled key, which has a score but no value. An indexer's scores
+/// are not counted.
 fn count_by_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Counted {
     let (sizes, window_size, of_pooled) = match form {
         AttentionForm::Branches(nsa) => (nsa.blocks(), nsa.window_size, 1.0),

@@ -1,4 +1,4 @@
-//! Where the attention of a trained model goes: the weights of every layer and head on one prompt, and what they say.
+//! The attention weights of every layer and head of a trained model on one prompt, and statistics of them.
 use crate::EvalError;
 use crate::input::{check_row, ids};
 use crate::trained::layer_label;
@@ -9,7 +9,7 @@ use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
 
-/// Distances at which [`HeadWeights::beyond`] is asked, in tokens.
+/// Distances of [`HeadWeights::beyond`], in tokens.
 pub const DISTANCES: [usize; 4] = [16, 64, 256, 1024];
 
 /// The attention of one layer on one prompt.
@@ -17,20 +17,21 @@ pub const DISTANCES: [usize; 4] = [16, 64, 256, 1024];
 pub struct LayerWeights {
     /// The layer, from 0.
     pub layer: usize,
-    /// Its attention in a few words.
+    /// The layer's attention in words.
     pub attention: String,
     /// Query heads.
     pub heads: Vec<HeadWeights>,
     /// Mean over pairs of KV heads and over queries: keys that both see over keys that at least one of them sees.
     /// `None` with one KV head.
     pub overlap: Option<f64>,
-    /// How long DMA keeps a key; `None` of other kinds.
+    /// How long DMA keeps a key; `None` for other kinds.
     pub life: Option<KeyLifetimes>,
-    /// What the chosen blocks hold; `None` of kinds that choose none for one softmax.
+    /// Statistics of the keys in chosen blocks; `None` for kinds without block choice, and for NSA, whose branches have
+    /// a softmax each.
     pub chosen: Option<ChosenKeys>,
 }
 
-/// What one query head looks at: means over the queries.
+/// Attention weights of one query head, and means over the queries.
 #[derive(Clone, Debug, Serialize)]
 pub struct HeadWeights {
     /// Weights `[num_tokens, num_tokens]`, keys last.
@@ -38,51 +39,50 @@ pub struct HeadWeights {
     pub weights: Vec<f32>,
     /// Share of the causal pairs with a weight above 0.
     pub density: f64,
-    /// Share of a query's weight on the fifth of its causal keys that has most of it; queries with fewer than five keys
-    /// are left out.
+    /// Share of the weight that lies on the fifth of a query's causal keys with the largest weights. Queries with fewer
+    /// than five keys are left out.
     pub top_fifth: f64,
-    /// `-sum p ln p`, nats, of a query's weights as shares of their sum.
+    /// Entropy of a query's normalised weights in nats, `-sum p ln p`.
     pub entropy: f64,
-    /// Weighted distance from the query to the key, in tokens.
+    /// Mean distance from the query to the key in tokens, weighted by the attention weights.
     pub distance: f64,
     /// Weight on the query's own token.
     pub own: f64,
     /// Weight on the first token; the first query is left out.
     pub first: f64,
-    /// Share of the weight on keys more than [`DISTANCES`] tokens back, over queries that have such keys; `None`
-    /// without any.
+    /// Share of the weight on keys more than each of [`DISTANCES`] tokens back, over queries with such keys. `None` if
+    /// no query has any.
     pub beyond: [Option<f64>; DISTANCES.len()],
 }
 
-/// What the keys that queries chose are like: means over query heads and queries.
+/// Statistics of the keys in the chosen blocks: means over query heads and queries.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct ChosenKeys {
-    /// Distance from the query to a key that it reads, in tokens.
+    /// Mean distance from the query to a key that it reads, in tokens.
     pub age: f64,
-    /// Share of the keys read that a window of as many keys would read.
+    /// Share of these keys that a sliding window of the same number of keys would also read.
     pub in_window: f64,
-    /// Share of the weight of dense attention, with the same queries and keys, on the keys read.
+    /// Share of dense attention's weight, for the same queries and keys, on the keys read.
     pub mass: f64,
 }
 
-/// How many queries see a key of DMA, over the keys of all KV heads.
+/// For how many queries DMA keeps a key, over the keys of all KV heads.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct KeyLifetimes {
-    /// Keys that no query sees.
+    /// Share of keys that no query sees.
     pub never: f64,
-    /// Keys that the last query still sees.
+    /// Share of keys that the last query still sees.
     pub to_the_end: f64,
-    /// The 10th, 50th and 90th percentile of the life span in tokens, of keys that were seen and have left; `None` when
-    /// there is none.
+    /// The 10th, 50th and 90th percentile of the life span in tokens, over keys that were seen and then dropped. `None`
+    /// without such keys.
     pub percentiles: Option<[usize; 3]>,
 }
 
-/// The weights of `layers` (all when empty) on the tokens of one prompt; `observe` is called with the number of layers
-/// done.
+/// The attention weights of `layers` (all if empty) on one prompt; `observe` is called with the number of layers done.
 ///
 /// # Errors
-/// No token; a token outside the vocabulary; a prompt longer than the model's context, or so long that the weights of
-/// one layer are more than 2^26; a layer that the model does not have.
+/// No token; a token outside the vocabulary; a prompt longer than the model's context, or so long that one layer has
+/// more than 2^26 weights; a layer that does not exist.
 pub fn attention_weights<B: DeviceBackend>(
     model: &Qwen3<B>,
     tokens: &[u32],
@@ -205,7 +205,8 @@ fn head_weights(weights: &[f32], num_tokens: usize) -> HeadWeights {
     }
 }
 
-/// Of the keys with a weight above 0; both `[num_heads, num_tokens, num_tokens]`.
+/// [`ChosenKeys`] from a layer's weights and those of dense attention, both `[num_heads, num_tokens, num_tokens]`. A
+/// key with a weight above 0 counts as read.
 fn chosen_keys(weights: &[f32], dense: &[f32], num_tokens: usize) -> ChosenKeys {
     let rows = weights.chunks(num_tokens).zip(dense.chunks(num_tokens));
     let (mut age, mut in_window, mut mass) = (0.0, 0.0, 0.0);
@@ -226,7 +227,7 @@ fn chosen_keys(weights: &[f32], dense: &[f32], num_tokens: usize) -> ChosenKeys 
     }
 }
 
-/// Of the keys with a weight above 0 of the first query head of each KV head.
+/// [`LayerWeights::overlap`], from the first query head of each KV head. A key with a weight above 0 counts as seen.
 fn overlap(heads: &[HeadWeights], group: usize, num_tokens: usize) -> Option<f64> {
     let of_kv: Vec<&[f32]> = heads
         .iter()
@@ -249,7 +250,7 @@ fn overlap(heads: &[HeadWeights], group: usize, num_tokens: usize) -> Option<f64
     (num > 0).then(|| sum / num as f64)
 }
 
-/// `expire` is `[num_kv_heads, num_tokens]`: the first query that no longer sees the key.
+/// [`KeyLifetimes`] from `expire`, `[num_kv_heads, num_tokens]`: the first query that no longer sees the key.
 fn life_spans(expire: &[i64], num_tokens: usize) -> KeyLifetimes {
     let (mut never, mut to_the_end, mut spans) = (0_usize, 0_usize, Vec::new());
     for (idx, &end) in expire.iter().enumerate() {

@@ -1,34 +1,34 @@
-//! Words of a document and how far back each was last used: a model that predicts a word last used far back has
+//! Finds the words of a document and how far back each was last used. A low loss on words last used far back shows
 //! long-range recall.
 use sieve_data::Tokenizer;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Shorter words (`i`, `fn`, `of`) can be guessed without looking back.
+/// Letters of a word, at least. Shorter words (`i`, `fn`, `of`) can be guessed without looking back.
 const SHORTEST: usize = 3;
 
-/// What a token is a part of.
+/// Whether a token belongs to a word, and whether the word was used before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WordUse {
-    /// White space, punctuation, a word of fewer than three characters.
+    /// White space, punctuation, or a word of fewer than three characters.
     NoWord,
-    /// A word that the document has not used before.
+    /// A word that does not occur before in the document.
     New,
-    /// A word used before.
+    /// A word that occurs before in the document.
     Again {
-        /// Tokens from the first token of its last use to this token.
+        /// Tokens from the first token of the word's last use to this token.
         distance: u32,
     },
 }
 
-/// The [`WordUse`] of each token. A word is a run of at least three ASCII letters, digits and underscores, however it
-/// is cut into tokens; a token with parts of two words counts for the later one.
+/// The [`WordUse`] of each token. A word is a run of at least three ASCII letters, digits and underscores, and may have
+/// several tokens. A token with parts of two words counts for the later one.
 pub(crate) fn word_uses(tokenizer: &Tokenizer, tokens: &[u32]) -> Vec<WordUse> {
     let texts = tokens.iter().map(|&token| tokenizer.id_token(token));
     uses(texts.map(Option::unwrap_or_default))
 }
 
-/// A word and the tokens that hold a part of it.
+/// A word, and the range of tokens that contain parts of it.
 struct Word {
     text: String,
     tokens: Range<usize>,
@@ -38,7 +38,7 @@ fn uses(tokens: impl Iterator<Item = String>) -> Vec<WordUse> {
     let (mut words, mut in_word, mut len) = (Vec::<Word>::new(), false, 0);
     for (n, token) in tokens.enumerate() {
         len = n + 1;
-        // Special tokens and the bytes of SentencePiece (`<0x0A>`) are no text.
+        // Special tokens and SentencePiece's byte tokens (`<0x0A>`) are no text.
         let is_text = !(token.len() > 2 && token.starts_with('<') && token.ends_with('>'));
         for character in if is_text { token.as_str() } else { " " }.chars() {
             let begins = !in_word;

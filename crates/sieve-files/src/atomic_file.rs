@@ -1,4 +1,4 @@
-//! Files that appear whole or not at all: written to a temporary name, fsynced, renamed.
+//! A file that appears whole or not at all: it is written under a temporary name, fsynced, then renamed.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Seek, SeekFrom, Write};
@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 
 use crate::error::FileError;
 
-/// A file being written under `<path>.tmp`. Dropped before [`publish`](FinishedFile::publish), it leaves nothing.
+/// A file being written under `<path>.tmp`. If it is dropped before [`publish`](FinishedFile::publish), the temporary
+/// file is removed.
 pub struct AtomicFile {
     writer: Option<BufWriter<File>>,
     names: Names,
 }
 
-/// A whole, fsynced temporary file that only needs its name.
+/// A complete, fsynced temporary file that is ready to be renamed.
 pub struct FinishedFile {
     names: Names,
 }
@@ -26,7 +27,7 @@ struct Names {
 impl Drop for Names {
     fn drop(&mut self) {
         if self.remove_on_drop {
-            // The error that led here is the one to report; the next preparation removes a leftover.
+            // A failure is ignored: an earlier error led here and is reported, and the next attempt replaces the file.
             let _ = fs::remove_file(&self.temporary);
         }
     }
@@ -36,7 +37,7 @@ impl AtomicFile {
     /// Creates the file under its temporary name.
     ///
     /// # Errors
-    /// What the system refuses.
+    /// An error of the file system.
     pub fn create(path: &Path) -> Result<Self, FileError> {
         let temporary = temporary_name(path);
         let file = File::create(&temporary).map_err(FileError::on("create", &temporary))?;
@@ -54,7 +55,7 @@ impl AtomicFile {
     /// Reopens a temporary file that [`keep`](Self::keep) left, truncated to its first `num_bytes`.
     ///
     /// # Errors
-    /// What the system refuses; a file shorter than `num_bytes`.
+    /// An error of the file system; a file shorter than `num_bytes`.
     pub fn resume(path: &Path, num_bytes: u64) -> Result<Self, FileError> {
         let temporary = temporary_name(path);
         let mut file = File::options()
@@ -80,10 +81,10 @@ impl AtomicFile {
         })
     }
 
-    /// Syncs what was written, and keeps the temporary file when this is dropped.
+    /// Syncs the data written so far. From now on, dropping `self` keeps the temporary file.
     ///
     /// # Errors
-    /// What the system refuses.
+    /// An error of the file system.
     pub fn keep(&mut self) -> Result<(), FileError> {
         self.names.remove_on_drop = false;
         let writer = self.writer.as_mut().expect("the writer is taken by finish alone");
@@ -94,7 +95,7 @@ impl AtomicFile {
     /// Appends `bytes`.
     ///
     /// # Errors
-    /// What the system refuses.
+    /// An error of the file system.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         let writer = self.writer.as_mut().expect("the writer is taken by finish alone");
         writer
@@ -105,7 +106,7 @@ impl AtomicFile {
     /// Flushes and fsyncs.
     ///
     /// # Errors
-    /// What the system refuses.
+    /// An error of the file system.
     pub fn finish(mut self) -> Result<FinishedFile, FileError> {
         let writer = self.writer.take().expect("the writer is taken by finish alone");
         let file = writer
@@ -120,7 +121,7 @@ impl FinishedFile {
     /// Renames to the final name. The folder is not fsynced: see [`sync_folder`](crate::sync_folder).
     ///
     /// # Errors
-    /// What the system refuses.
+    /// An error of the file system.
     pub fn publish(mut self) -> Result<(), FileError> {
         fs::rename(&self.names.temporary, &self.names.path).map_err(FileError::on("rename", &self.names.temporary))?;
         self.names.remove_on_drop = false;

@@ -1,22 +1,22 @@
-//! What the system refused.
+//! Errors of the file system.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The operating system refused: missing folder, no permission, full disk.
+/// An error of the file system, such as a missing folder, no permission or a full disk.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {action} {}: {source}", path.display())]
 pub struct FileError {
-    /// The verb: "create", "write", "rename".
+    /// What was tried: "create", "write", "rename".
     pub action: &'static str,
-    /// Which file or folder.
+    /// The file or folder.
     pub path: PathBuf,
     /// The system's reason.
     pub source: io::Error,
 }
 
 impl FileError {
-    /// For `map_err`: what was tried on which path.
+    /// A function for `map_err` that adds the action and the path.
     pub(crate) fn on(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| Self { action, path, source }

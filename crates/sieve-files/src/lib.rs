@@ -1,14 +1,14 @@
-//! Files that appear whole or not at all, locks on files, and room for them.
+//! Files that appear whole or not at all, locks on files, and free disk space.
 //!
-//! A file or folder is written under a temporary name beside its own, synced, and renamed, so a crash leaves the old
-//! one or the new one. Which temporary name:
-//! - in a folder that is Sieve's, `<path>.tmp`: one process writes there at a time, and the next attempt replaces what
-//!   a killed one left;
-//! - at a path that a person named, `<path>.<process id>.tmp`: two programs may write it at once, and the last one
-//!   wins. A symbolic link stays a link, and the file that it leads to is replaced.
+//! A file or folder is written under a temporary name in the same folder, synced, then renamed. After a crash there is
+//! the old one or the new one, never a part. The temporary name is
+//! - `<path>.tmp` in Sieve's own folders, where one process writes at a time; the next attempt replaces the file of a
+//!   killed one;
+//! - `<path>.<process id>.tmp` at a path that the user named, where two programs may write at the same time; the last
+//!   one wins. A symbolic link stays, and the file that it points to is replaced.
 //!
-//! An error removes the temporary file. [`sync_folder`] makes renames durable; every function here that renames one
-//! file alone calls it.
+//! The temporary file is removed after an error. [`sync_folder`] makes renames durable; functions that rename a single
+//! file call it themselves.
 
 mod atomic_file;
 mod error;

@@ -1,20 +1,20 @@
-//! Advisory locks on files, which end with the process that holds them.
+//! Advisory locks on files. A lock ends with the process that holds it.
 use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind};
 use std::path::Path;
 
-/// Whose a lock is.
+/// Result of [`try_lock`].
 pub enum Taken {
-    /// Ours, until the file is dropped.
+    /// This process holds the lock until the file is dropped.
     Yes(File),
-    /// Another process's; locking the file waits for it.
+    /// Another process holds the lock; `File::lock` waits for it.
     ByAnother(File),
 }
 
 /// Opens `path`, creating it if missing, and takes its lock if no other process has it.
 ///
 /// # Errors
-/// What the system refuses.
+/// An error of the file system.
 pub fn try_lock(path: &Path) -> io::Result<Taken> {
     let file = File::options()
         .create(true)
@@ -25,13 +25,14 @@ pub fn try_lock(path: &Path) -> io::Result<Taken> {
     match file.try_lock() {
         Ok(()) => Ok(Taken::Yes(file)),
         Err(TryLockError::WouldBlock) => Ok(Taken::ByAnother(file)),
-        // Without file locks the user must not start two processes at once.
+        // On a file system without locks, the user has to take care not to start two processes.
         Err(TryLockError::Error(error)) if has_no_locks(&error) => Ok(Taken::Yes(file)),
         Err(TryLockError::Error(error)) => Err(error),
     }
 }
 
-/// Whether a file system has no locks: some network file systems, and NFS without a lock daemon (ENOLCK).
+/// Whether an error means that the file system has no locks, like some network file systems and NFS without a lock
+/// daemon.
 fn has_no_locks(error: &io::Error) -> bool {
     #[cfg(unix)]
     if error.raw_os_error() == Some(nix::errno::Errno::ENOLCK as i32) {

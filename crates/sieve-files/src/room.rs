@@ -1,14 +1,14 @@
-//! Room on a disk.
+//! Free disk space.
 use std::path::Path;
 
-/// Bytes that this user may still write where `path` is, or will be once it is made; `None` where that is not known.
+/// Bytes that this user may still write on the disk of `path`, which need not exist yet. `None` if that is not known.
 pub fn free_bytes(path: &Path) -> Option<u64> {
     let path = std::path::absolute(path).ok()?;
     let there = path.ancestors().find(|path| path.exists())?;
     #[cfg(unix)]
     {
         let found = nix::sys::statvfs::statvfs(there).ok()?;
-        // Both are 64 bits here, and narrower elsewhere.
+        // The types are 64 bits wide on Linux and narrower on other systems.
         #[allow(clippy::useless_conversion, reason = "their types differ from system to system")]
         let (blocks, size) = (u64::from(found.blocks_available()), u64::from(found.fragment_size()));
         blocks.checked_mul(size)

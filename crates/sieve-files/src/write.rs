@@ -1,4 +1,4 @@
-//! Whole files in one call, and the renames that make files and folders visible.
+//! Writes whole files in one call, and renames finished files and folders to their final names.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use crate::atomic_file::AtomicFile;
 use crate::error::FileError;
 
-/// Writes `bytes` to `path` in a folder of Sieve's, whole or not at all, and makes the name durable.
+/// Writes a file in one of Sieve's own folders, whole or not at all, and syncs its name.
 ///
 /// # Errors
-/// What the system refuses.
+/// An error of the file system.
 pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     let mut file = AtomicFile::create(path)?;
     file.write(bytes)?;
@@ -18,19 +18,20 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     sync_folder(folder_of(path))
 }
 
-/// Replaces the file at a user's path: `write` writes and syncs the new file under the temporary name it is given.
+/// Replaces the file at a path that the user named. `write` writes and syncs the new file under the temporary name that
+/// it gets.
 ///
 /// # Errors
-/// Those of `write`, and what the system refuses.
+/// A path that is a folder, a device or a pipe; errors of `write`, and errors of the file system.
 pub fn replace<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> Result<T, E>) -> Result<T, E> {
-    let (target, temporary) = target_and_temporary(path);
+    let (target, temporary) = target_and_temporary(path)?;
     let renamed = write(&temporary).and_then(|written| {
         fs::rename(&temporary, &target).map_err(FileError::on("rename", &temporary))?;
         sync_folder(folder_of(&target))?;
         Ok(written)
     });
     renamed.inspect_err(|_| {
-        // Best effort: the error is worth more than what is left of the file.
+        // A failure to remove it is ignored: the first error is the one to report.
         let _ = fs::remove_file(&temporary);
     })
 }
@@ -38,25 +39,31 @@ pub fn replace<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> 
 /// Checks that [`replace`] can create its temporary file, by creating and removing it.
 ///
 /// # Errors
-/// What the system refuses.
+/// As [`replace`].
 pub fn check_replaceable(path: &Path) -> Result<(), FileError> {
-    let (_, temporary) = target_and_temporary(path);
+    let (_, temporary) = target_and_temporary(path)?;
     write_synced(&temporary, b"")?;
     fs::remove_file(&temporary).map_err(FileError::on("remove", &temporary))
 }
 
-/// The file that `path` leads to, and the name beside it under which this process writes.
-fn target_and_temporary(path: &Path) -> (PathBuf, PathBuf) {
+/// The file that `path` points to, and this process's temporary name for it.
+///
+/// # Errors
+/// Something else than a file is there. A rename would put a file in the place of a device, for every program.
+fn target_and_temporary(path: &Path) -> Result<(PathBuf, PathBuf), FileError> {
+    if path.exists() && !path.is_file() {
+        return Err(FileError::on("replace", path)(io::Error::other("it is not a file")));
+    }
     let target = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     let mut temporary = target.clone().into_os_string();
     temporary.push(format!(".{}.tmp", std::process::id()));
-    (target, PathBuf::from(temporary))
+    Ok((target, PathBuf::from(temporary)))
 }
 
-/// Writes a file and syncs it, under the name given.
+/// Writes and syncs a file directly under its name.
 ///
 /// # Errors
-/// What the system refuses.
+/// An error of the file system.
 pub fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     write_pieces_synced(path, |write| write(bytes))
 }
@@ -64,7 +71,7 @@ pub fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
 /// As [`write_synced`], piece by piece: `pieces` calls the given function with each piece.
 ///
 /// # Errors
-/// Those of `pieces`, and what the system refuses.
+/// Errors of `pieces`, and errors of the file system.
 pub fn write_pieces_synced<E: From<FileError>>(
     path: &Path,
     pieces: impl FnOnce(&mut dyn FnMut(&[u8]) -> Result<(), FileError>) -> Result<(), E>,
@@ -74,10 +81,10 @@ pub fn write_pieces_synced<E: From<FileError>>(
     Ok(file.sync_all().map_err(FileError::on("sync", path))?)
 }
 
-/// Makes renames inside `folder` durable; the empty path is the working folder.
+/// Makes renames inside `folder` durable. The empty path is the current folder.
 ///
 /// # Errors
-/// What the system refuses.
+/// An error of the file system.
 pub fn sync_folder(folder: &Path) -> Result<(), FileError> {
     let folder = match folder.as_os_str().is_empty() {
         true => Path::new("."),
@@ -92,7 +99,7 @@ pub fn sync_folder(folder: &Path) -> Result<(), FileError> {
 /// until the new one is in place.
 ///
 /// # Errors
-/// What the system refuses.
+/// An error of the file system.
 pub fn publish_folder(partial: &Path, path: &Path) -> Result<(), FileError> {
     let replaced = path.with_extension("old");
     match fs::rename(path, &replaced) {
@@ -108,7 +115,7 @@ pub fn publish_folder(partial: &Path, path: &Path) -> Result<(), FileError> {
     Ok(())
 }
 
-/// The folder that holds `path`.
+/// The parent folder of `path`.
 fn folder_of(path: &Path) -> &Path {
     path.parent().unwrap_or(path)
 }
@@ -160,6 +167,22 @@ mod tests {
         assert!(link.is_symlink());
         assert_eq!(fs::read(&path).unwrap(), b"new");
         assert_eq!(names(folder.path()), ["a", "link"]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn only_a_file_is_replaced() {
+        use std::os::unix::fs::FileTypeExt;
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("socket");
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        for path in [socket.as_path(), folder.path()] {
+            let error = replace(path, |partial| write_synced(partial, b"new")).unwrap_err();
+            assert!(error.to_string().contains("it is not a file"), "{error}");
+            check_replaceable(path).unwrap_err();
+        }
+        assert!(fs::metadata(&socket).unwrap().file_type().is_socket());
+        assert_eq!(names(folder.path()), ["socket"]);
     }
 
     #[test]

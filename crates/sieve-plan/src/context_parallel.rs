@@ -1,24 +1,24 @@
-//! Context parallelism: what a process has of a row, and what crosses to the others in each layer.
+//! Context parallelism: which part of a row a rank holds, and what the ranks exchange in each layer.
 
 use sieve_core::model::{AttentionForm, ModelShape, NUM_NSA_BRANCHES, NsaCompression};
 use sieve_core::recipe::Recipe;
 
-/// How the rows of a recipe are shared out.
+/// How the ranks share the rows of a micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RowShare {
-    /// Processes that share a row.
+    /// Ranks that share a row, each with an equal part; 1 without context parallelism.
     pub(crate) degree: usize,
-    /// Tokens of a row.
+    /// Tokens of a whole row.
     pub(crate) seq_len: usize,
     /// Rows of a micro-batch.
     pub(crate) batch: usize,
 }
 
-/// What attention of one layer does with rows in parts.
-enum Way {
-    /// Tokens are exchanged for heads.
+/// What the ranks exchange for the attention of one layer.
+enum Exchange {
+    /// All-to-all: each rank gets whole rows of some heads for its own tokens of all heads.
     Heads,
-    /// `slots` keys of earlier parts stand before the last part, and each part gives `share` keys.
+    /// Each rank sends its last `share` keys; the last rank puts `slots` keys of earlier parts before its own.
     Halo { slots: usize, share: usize },
 }
 
@@ -31,12 +31,13 @@ impl RowShare {
         }
     }
 
-    /// Tokens of a micro-batch in one process.
+    /// Tokens of a micro-batch on one rank.
     pub(crate) fn tokens(&self) -> usize {
         self.batch * self.seq_len / self.degree
     }
 
-    fn way(&self, layer: &ModelShape) -> Option<Way> {
+    /// The exchange of a layer; `None` without context parallelism.
+    fn exchange(&self, layer: &ModelShape) -> Option<Exchange> {
         if self.degree < 2 {
             return None;
         }
@@ -44,29 +45,29 @@ impl RowShare {
         let form = layer.attention.form();
         let reach = match (form, form.num_kept()) {
             (AttentionForm::Ranked(_), Some(kept)) => kept,
-            // A window counts the query's own key.
+            // A window includes the query's own key.
             (_, Some(window)) => window.saturating_sub(1),
-            _ if layer.num_kv_heads.is_multiple_of(self.degree) => return Some(Way::Heads),
+            _ if layer.num_kv_heads.is_multiple_of(self.degree) => return Some(Exchange::Heads),
             _ => self.seq_len,
         };
-        Some(Way::Halo {
+        Some(Exchange::Halo {
             slots: reach.min((self.degree - 1) * len),
             share: reach.min(len),
         })
     }
 
-    /// The recipe with rows as long as the tokens that one process has.
+    /// The recipe with rows of one rank's length.
     pub(crate) fn recipe_of_part(&self, recipe: &Recipe) -> Recipe {
         let mut part = recipe.clone();
         part.training.seq_len = (self.seq_len / self.degree).max(1);
         part
     }
 
-    /// Attention of one layer as one process computes it: its heads, and the tokens of its rows.
+    /// The layer's shape with the heads that one rank computes, and the tokens of its rows in attention.
     pub(crate) fn attention(&self, layer: &ModelShape) -> (ModelShape, usize) {
         let mut own = layer.clone();
-        let degree = match self.way(layer) {
-            Some(Way::Heads) => self.degree,
+        let degree = match self.exchange(layer) {
+            Some(Exchange::Heads) => self.degree,
             _ => 1,
         };
         own.num_heads /= degree;
@@ -76,37 +77,37 @@ impl RowShare {
 
     /// KV length of this layer on the last context-parallel rank.
     pub(crate) fn attended(&self, layer: &ModelShape) -> usize {
-        match self.way(layer) {
-            Some(Way::Halo { slots, .. }) => slots + self.seq_len / self.degree,
+        match self.exchange(layer) {
+            Some(Exchange::Halo { slots, .. }) => slots + self.seq_len / self.degree,
             _ => self.seq_len,
         }
     }
 
-    /// Bytes that one layer keeps for its backward pass beside what its own tokens need.
+    /// Bytes that one layer keeps for its backward pass in addition to the activations of its own tokens.
     pub(crate) fn kept_bytes(&self, layer: &ModelShape, value_bytes: u64) -> u64 {
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
-        let values = match self.way(layer) {
+        let values = match self.exchange(layer) {
             None => 0,
-            Some(Way::Heads) => self.kept_values_of_heads(layer),
-            // K and V of the border, and outputs of its queries, which are zeros.
-            Some(Way::Halo { slots, .. }) => (self.batch * slots) as u64 * (2 * kv + q),
+            Some(Exchange::Heads) => self.kept_values_of_heads(layer),
+            // K and V of the halo, and outputs of its queries, which are zeros.
+            Some(Exchange::Halo { slots, .. }) => (self.batch * slots) as u64 * (2 * kv + q),
         };
         values * value_bytes
     }
 
-    /// Bytes that the backward pass of a layer's attention holds for the exchange.
+    /// Temporary bytes of the exchange in the backward pass of a layer's attention.
     pub(crate) fn temporary_bytes(&self, layer: &ModelShape, value_bytes: u64) -> u64 {
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
         let packed = q + 2 * kv;
-        let values = match self.way(layer) {
+        let values = match self.exchange(layer) {
             None => 0,
-            // The packed gradient as it arrives, and the gradient of o.
-            Some(Way::Heads) => {
+            // The gradient of packed q, k and v as received, and the gradient of o.
+            Some(Exchange::Heads) => {
                 let [split, shared] = exchanged_values(layer);
                 self.tokens() as u64 * (split + self.degree as u64 * shared + 2 * q)
             }
-            // The longer rows, their gradient, and all candidates.
-            Some(Way::Halo { slots, share }) => {
+            // The rows with their halo, their gradient, and the keys received from all ranks.
+            Some(Exchange::Halo { slots, share }) => {
                 let all = share * (self.degree - 1);
                 self.tokens() as u64 * (packed + q)
                     + (self.batch * slots) as u64 * (2 * packed + q)
@@ -116,73 +117,83 @@ impl RowShare {
         values * value_bytes
     }
 
-    /// Bytes that reach the busiest process in one micro-batch, whose forward passes run `1 + recomputed` times.
+    /// Bytes that the busiest rank receives in one micro-batch. Forward passes run `1 + recomputed` times.
     pub(crate) fn exchanged_bytes(&self, shape: &ModelShape, value_bytes: u64, recomputed: f64) -> f64 {
-        let layers = (0..shape.num_layers).map(|layer_idx| {
-            let layer = shape.of_layer(layer_idx);
-            let (q, kv) = (layer.q_width() as f64, layer.kv_width() as f64);
-            let [forward, backward] = match self.way(&layer) {
-                None => [0.0; 2],
-                Some(Way::Heads) => {
-                    let [split, shared] = exchanged_values(&layer).map(|values| values as f64);
-                    let others = self.tokens() as f64 * (1.0 - 1.0 / self.degree as f64);
-                    // What is shared goes to every process, and its gradients come from every one.
-                    let all = others * (split + q + self.degree as f64 * shared);
-                    // A layer that is one op exchanges q, k and v again in its backward pass.
-                    let is_one_op = layer.attention.form().is_one_op();
-                    let again = if is_one_op { others * split } else { 0.0 };
-                    [all, all + again]
-                }
-                Some(Way::Halo { slots, share }) => {
-                    let parts = match layer.attention.form() {
-                        AttentionForm::Ranked(_) => self.degree - 1,
-                        _ => slots.div_ceil(share.max(1)),
-                    };
-                    [(self.batch * share * parts) as f64 * 2.0 * kv; 2]
-                }
-            };
-            (1.0 + recomputed) * forward + backward
-        });
-        value_bytes as f64 * layers.sum::<f64>()
+        value_bytes as f64 * self.over_layers(shape, recomputed, Self::exchanged)
     }
 
-    /// Bytes that copies around the exchange read and write in one micro-batch: slices for each process made
-    /// contiguous, and the halo before a process's own tokens.
+    /// Bytes that copies for the exchange read and write in one micro-batch: making the slice for each rank contiguous,
+    /// and placing the halo before a rank's own tokens.
     pub(crate) fn copied_bytes(&self, shape: &ModelShape, value_bytes: u64, recomputed: f64) -> f64 {
-        let layers = (0..shape.num_layers).map(|layer_idx| {
-            let layer = shape.of_layer(layer_idx);
-            let (q, kv) = (layer.q_width() as f64, layer.kv_width() as f64);
-            let (own, packed) = (self.tokens() as f64, q + 2.0 * kv);
-            let [forward, backward] = match self.way(&layer) {
-                None => [0.0; 2],
-                // q, k, v and o; the same again, their gradients, and that of o.
-                Some(Way::Heads) => {
-                    let [split, shared] = exchanged_values(&layer).map(|values| values as f64);
-                    let all = own * (split + q + self.degree as f64 * shared);
-                    let is_one_op = layer.attention.form().is_one_op();
-                    [all, if is_one_op { all + own * split } else { all }]
-                }
-                // The longer rows; the same again, the gradient of o behind zeros, and that of the own tokens.
-                Some(Way::Halo { slots, .. }) => {
-                    let longer = own + (self.batch * slots) as f64;
-                    [longer * packed, longer * (packed + q) + own * packed]
-                }
-            };
-            (1.0 + recomputed) * forward + backward
-        });
-        // Each value is read and written.
-        2.0 * value_bytes as f64 * layers.sum::<f64>()
+        // Factor 2: each value is read and written.
+        2.0 * value_bytes as f64 * self.over_layers(shape, recomputed, Self::copied)
     }
 
-    /// Values that a layer keeps beside what its own tokens need, where tokens are exchanged for heads.
+    /// Sum over all layers and passes of `values`, which gives `[forward, backward]` of one layer.
+    fn over_layers(&self, shape: &ModelShape, recomputed: f64, values: impl Fn(&Self, &ModelShape) -> [f64; 2]) -> f64 {
+        let layers = (0..shape.num_layers).map(|layer_idx| {
+            let [forward, backward] = values(self, &shape.of_layer(layer_idx));
+            (1.0 + recomputed) * forward + backward
+        });
+        layers.sum()
+    }
+
+    /// Values that the busiest rank receives for one layer: `[forward, backward]`.
+    fn exchanged(&self, layer: &ModelShape) -> [f64; 2] {
+        let (q, kv) = (layer.q_width() as f64, layer.kv_width() as f64);
+        match self.exchange(layer) {
+            None => [0.0; 2],
+            Some(Exchange::Heads) => {
+                let [split, shared] = exchanged_values(layer).map(|values| values as f64);
+                let others = self.tokens() as f64 * (1.0 - 1.0 / self.degree as f64);
+                // Shared tensors go to every rank, and every rank sends back their gradients.
+                let all = others * (split + q + self.degree as f64 * shared);
+                // A one-op layer recomputes q, k and v in its backward pass and exchanges them again.
+                let is_one_op = layer.attention.form().is_one_op();
+                let again = if is_one_op { others * split } else { 0.0 };
+                [all, all + again]
+            }
+            Some(Exchange::Halo { slots, share }) => {
+                let parts = match layer.attention.form() {
+                    AttentionForm::Ranked(_) => self.degree - 1,
+                    _ => slots.div_ceil(share.max(1)),
+                };
+                [(self.batch * share * parts) as f64 * 2.0 * kv; 2]
+            }
+        }
+    }
+
+    /// Values that are copied for the exchange of one layer: `[forward, backward]`.
+    fn copied(&self, layer: &ModelShape) -> [f64; 2] {
+        let (q, kv) = (layer.q_width() as f64, layer.kv_width() as f64);
+        let (own, packed) = (self.tokens() as f64, q + 2.0 * kv);
+        match self.exchange(layer) {
+            None => [0.0; 2],
+            // Forward: q, k, v and o. Backward: their gradients, and in a one-op layer q, k and v again.
+            Some(Exchange::Heads) => {
+                let [split, shared] = exchanged_values(layer).map(|values| values as f64);
+                let all = own * (split + q + self.degree as f64 * shared);
+                let is_one_op = layer.attention.form().is_one_op();
+                [all, if is_one_op { all + own * split } else { all }]
+            }
+            // Forward: the rows with their halo. Backward: these rows again with the gradient of o, which is zero in
+            // the halo, and the gradient of the rank's own tokens.
+            Some(Exchange::Halo { slots, .. }) => {
+                let longer = own + (self.batch * slots) as f64;
+                [longer * packed, longer * (packed + q) + own * packed]
+            }
+        }
+    }
+
+    /// Values that a layer with [`Exchange::Heads`] keeps in addition to those of its own tokens.
     fn kept_values_of_heads(&self, layer: &ModelShape) -> u64 {
         let (degree, [_, shared]) = (self.degree as u64, exchanged_values(layer));
-        // The output as whole rows of some heads; NSA keeps its branches so anyway.
+        // The output for whole rows of some heads. NSA's own activations already count its branches' outputs.
         let outputs = match layer.attention.form() {
             AttentionForm::Branches(_) => 0,
             _ => layer.q_width() as u64,
         };
-        // What every process gets of whole rows, in place of the same of its own tokens.
+        // Shared tensors are kept for whole rows; `own` is their part that is counted with the rank's tokens already.
         let own = match layer.attention.form() {
             AttentionForm::Latent(mla) => mla.kv_lora_rank as u64,
             _ => shared,
@@ -190,13 +201,14 @@ impl RowShare {
         self.tokens() as u64 * (outputs + (degree * shared).saturating_sub(own))
     }
 
-    /// How many queries attention computes for each of a process's own; the border's are zeros.
+    /// Queries that attention computes for each of a rank's own queries. With a halo there are more: it adds zero
+    /// queries.
     pub(crate) fn queries_for_each(&self, shape: &ModelShape) -> f64 {
         let own = (self.seq_len / self.degree).max(1) as f64;
         let layers = (0..shape.num_layers).map(|layer_idx| {
             let layer = shape.of_layer(layer_idx);
-            match self.way(&layer) {
-                Some(Way::Halo { slots, .. }) => 1.0 + slots as f64 / own,
+            match self.exchange(&layer) {
+                Some(Exchange::Halo { slots, .. }) => 1.0 + slots as f64 / own,
                 _ => 1.0,
             }
         });
@@ -204,8 +216,8 @@ impl RowShare {
     }
 }
 
-/// Values a token that one layer exchanges before its attention: heads divided among the processes, and tensors that
-/// every process receives.
+/// `[split, shared]` values per token that one layer exchanges before its attention: `split` ones are divided among the
+/// ranks by heads, `shared` ones go to every rank.
 fn exchanged_values(layer: &ModelShape) -> [u64; 2] {
     let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
     let (heads, head_dim) = (layer.num_heads as u64, layer.head_dim as u64);
@@ -215,7 +227,7 @@ fn exchanged_values(layer: &ModelShape) -> [u64; 2] {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             [q + heads * rope, rank + rope]
         }
-        // The window's packed tensor, those of the other branches where they are others, and the gates.
+        // One packed q, k, v for all branches, or one for each branch with its own keys; and the gates.
         AttentionForm::Branches(nsa) => {
             let is_mean = nsa.compress == NsaCompression::Mean;
             let tensors = match (nsa.shared_kv, is_mean) {

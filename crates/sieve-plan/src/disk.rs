@@ -1,15 +1,15 @@
-//! Checkpoints on the disk.
+//! Disk space of a run's checkpoints.
 use serde::Serialize;
 use sieve_core::Recipe;
 use sieve_core::model::ParameterCounts;
 use sieve_core::recipe::OptimizerName;
 
-/// What a run's checkpoints take.
+/// Number and size of a run's checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct DiskPlan {
     /// Bytes of one checkpoint, without its small files.
     pub checkpoint_bytes: u64,
-    /// Most checkpoints at a time: those that are kept, and the one being written.
+    /// Checkpoints on the disk at the same time, at most: the kept ones, and the one being written.
     pub num_checkpoints: u64,
 }
 
@@ -30,7 +30,7 @@ impl DiskPlan {
         }
     }
 
-    /// All of them.
+    /// Bytes of all checkpoints.
     pub fn total_bytes(&self) -> u64 {
         self.checkpoint_bytes.saturating_mul(self.num_checkpoints)
     }

@@ -1,10 +1,10 @@
-//! What a run will need, from its recipe alone: parameters, operations, memory, cache, time.
+//! Plans a run from its recipe: parameters, FLOPs, memory, KV cache, disk space and time.
 //!
-//! Parameters and operations are counted exactly. Memory is counted from the tensors a training step holds at its
-//! fullest, without the allocator's slack. Time is an estimate.
+//! Parameters and FLOPs are counted exactly. Memory is the sum of the tensors at a training step's peak, without the
+//! allocator's overhead. Time is an estimate.
 //!
-//! Which shapes a kernel takes and what it allocates comes from the kernel's own crate: sieve-kernels and sieve-cpu
-//! hold those rules beside the launches that keep them.
+//! Which shapes a kernel takes and what it allocates is asked of sieve-kernels and sieve-cpu, which have these rules
+//! beside the launches.
 
 mod plan;
 
@@ -20,7 +20,7 @@ mod time;
 pub use cache::{CachePlan, cache_plan};
 pub use disk::DiskPlan;
 pub use memory::{
-    FittingSetting, InferenceSize, MemoryPlan, MemoryVerdict, activation_bytes_per_token, import_memory,
+    FittingSetting, InferenceSize, MemoryParts, MemoryPlan, MemoryVerdict, activation_bytes_per_token, import_memory,
     inference_memory, memory_plan,
 };
 pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, gpu_training_gap, op_plans};

@@ -1,10 +1,13 @@
-//! Memory of training, by part.
+//! Memory of training, by part: weights, moments, gradients, activations and others.
 //!
-//! Counted from the tensors a training step holds at the moments that can be its peak: in the loss, where all blocks
-//! wait for their backward pass; in the backward pass of the last block; in that of the first, when all gradients
-//! exist; and in the embedding's, whose gradient may be as large as several blocks'. Under context parallelism a
-//! validation may be the peak, whose rows are not cut into parts. A checkpoint being written is
-//! counted too: on a CPU in the planned memory, on a GPU in the host's.
+//! The tensors of a training step are added up at each moment that can be its peak:
+//! - in the loss, where all blocks wait for their backward pass;
+//! - in the last block's backward pass;
+//! - in the first block's backward pass, when all gradients exist;
+//! - in the embedding's backward pass, whose gradient may be as large as several blocks';
+//! - with context parallelism, in a validation, whose rows are not divided among ranks.
+//!
+//! A checkpoint being written is added too: on a CPU to the planned memory, on a GPU to the host's.
 
 mod activations;
 mod advice;
@@ -29,89 +32,112 @@ use sieve_core::recipe::Recipe;
 use sieve_core::{KeepOLow, Keeping};
 use sieve_cpu::linear_cross_entropy::chunk_rows;
 
-/// Memory of a process before it has a model: about 110 MiB on a CPU; on a GPU the context and cuBLASLt's workspace.
+/// Memory of a process on a CPU before it has a model, as measured.
 const CPU_PROGRAM_BYTES: u64 = 110 << 20;
+/// GPU memory of a process before it has a model: the context and cuBLASLt's workspace.
 const GPU_PROGRAM_BYTES: u64 = 700 << 20;
 
-/// What NCCL holds beside it: 388 MiB on two H200s.
+/// GPU memory that NCCL takes, measured on two H200s.
 const NCCL_BYTES: u64 = 388 << 20;
-/// Segments whose gradients exist at once while they are reduced over all ranks.
+/// Segments whose gradients exist at the same time while they are reduced over all ranks.
 const SUMS_UNDER_WAY: u64 = 3;
 
-/// Bytes of what a training step holds at its fullest, by part. The allocator's slack is not in it.
+/// Memory at a training step's peak, without the allocator's overhead.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct MemoryPlan {
-    /// Parameters as the layers compute with them.
-    pub parameter_bytes: u64,
-    /// What f32 masters have beyond the parameters, where the layers compute in another type.
-    pub master_bytes: u64,
-    /// The optimizer's moments, f32.
-    pub moment_bytes: u64,
-    /// The caches of decoded sequences; 0 in training.
-    pub cache_bytes: u64,
-    /// Gradients that exist at the fullest moment.
-    pub gradient_bytes: u64,
-    /// Activations that the forward pass of one micro-batch keeps and that exist at the peak, with the recipe's
-    /// activation checkpointing.
-    pub activation_bytes: u64,
-    /// Temporaries of that moment.
-    pub workspace_bytes: u64,
-    /// A checkpoint that is being written, on a CPU.
-    pub checkpoint_bytes: u64,
-    /// The same of a GPU's run, in the machine's memory; not in the total.
+    /// Memory at the peak, by part, without the program's own.
+    #[serde(flatten)]
+    pub peak: MemoryParts,
+    /// A checkpoint being written by a run on a GPU, in host memory; not in the total.
     pub host_checkpoint_bytes: u64,
-    /// What there is room to keep beyond the minimum, for the trainer (`sieve_train::Hardware::keeping`).
+    /// Optional activations that there is room to keep, for the trainer (`sieve_train::Hardware::keeping`).
     pub keeping: Keeping,
-    /// The program, its libraries and their own memory: an assumption.
+    /// The program and its libraries: an assumption.
     pub program_bytes: u64,
-    /// All of them.
+    /// Sum of all parts.
     pub total_bytes: u64,
-    /// The fullest moment of a step.
+    /// Name of the moment of the peak.
     pub moment: &'static str,
     /// Activations of all blocks by `activation_checkpoint.mode`, to choose with.
     pub activations_by_mode: Vec<(&'static str, u64)>,
-    /// Memory that is free for it; 0 where unknown.
+    /// Free memory; 0 if unknown.
     pub available_bytes: u64,
     /// Whether it fits.
     pub verdict: MemoryVerdict,
-    /// Where it may not: settings with which it would, and leave a tenth of what is free.
+    /// If it may not fit: settings with which it fits into nine tenths of the free memory.
     pub would_fit: Vec<FittingSetting>,
 }
 
 impl MemoryPlan {
-    /// Every part with its name, in the order in which a run asks for it; empty parts left out.
+    /// (name, bytes) of every part that is not 0, in the order in which a run allocates them.
     pub fn parts(&self) -> Vec<(&'static str, u64)> {
         let parts = [
             ("program", self.program_bytes),
-            ("parameters", self.parameter_bytes),
-            ("rest of f32 masters", self.master_bytes),
-            ("moments", self.moment_bytes),
-            ("caches", self.cache_bytes),
-            ("activations", self.activation_bytes),
-            ("workspace", self.workspace_bytes),
-            ("gradients", self.gradient_bytes),
-            ("checkpoint", self.checkpoint_bytes),
+            ("parameters", self.peak.parameter_bytes),
+            ("rest of f32 masters", self.peak.master_bytes),
+            ("moments", self.peak.moment_bytes),
+            ("caches", self.peak.cache_bytes),
+            ("activations", self.peak.activation_bytes),
+            ("workspace", self.peak.workspace_bytes),
+            ("gradients", self.peak.gradient_bytes),
+            ("checkpoint", self.peak.checkpoint_bytes),
         ];
         parts.into_iter().filter(|(_, bytes)| *bytes > 0).collect()
     }
 }
 
-/// What a moment holds beside weights, masters and moments.
-struct Moment {
-    name: &'static str,
-    gradient_bytes: u64,
-    activation_bytes: u64,
-    workspace_bytes: u64,
-    checkpoint_bytes: u64,
+/// Memory at one moment of a training step or of another command, by part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct MemoryParts {
+    /// Parameters in the type that the layers compute in.
+    pub parameter_bytes: u64,
+    /// Bits of the f32 master weights that the parameters lack, and the ranks' copies; 0 for f32 parameters.
+    pub master_bytes: u64,
+    /// The optimizer's moments, f32.
+    pub moment_bytes: u64,
+    /// KV caches of decoded sequences; 0 in training.
+    pub cache_bytes: u64,
+    /// Gradients.
+    pub gradient_bytes: u64,
+    /// Activations, with the recipe's activation checkpointing.
+    pub activation_bytes: u64,
+    /// Temporary tensors.
+    pub workspace_bytes: u64,
+    /// A checkpoint being written, on a CPU.
+    pub checkpoint_bytes: u64,
 }
 
-impl Moment {
+impl MemoryParts {
     fn total(&self) -> u64 {
-        self.gradient_bytes + self.activation_bytes + self.workspace_bytes + self.checkpoint_bytes
+        let weights = self.parameter_bytes + self.master_bytes + self.moment_bytes + self.cache_bytes;
+        weights + self.gradient_bytes + self.activation_bytes + self.workspace_bytes + self.checkpoint_bytes
+    }
+
+    /// The plan of a process, one of `ranks`, whose peak is this moment; `moment` is its name.
+    fn plan(self, moment: &'static str, target: &Target, ranks: usize) -> MemoryPlan {
+        let program_bytes = match target {
+            Target::Cpu { .. } => CPU_PROGRAM_BYTES,
+            Target::Gpu(_) if ranks > 1 => GPU_PROGRAM_BYTES + NCCL_BYTES,
+            Target::Gpu(_) => GPU_PROGRAM_BYTES,
+        };
+        let total_bytes = program_bytes + self.total();
+        let available_bytes = target.memory_bytes();
+        MemoryPlan {
+            peak: self,
+            host_checkpoint_bytes: 0,
+            keeping: Keeping::NOTHING,
+            program_bytes,
+            total_bytes,
+            moment,
+            activations_by_mode: Vec::new(),
+            available_bytes,
+            verdict: MemoryVerdict::of(total_bytes, available_bytes),
+            would_fit: Vec::new(),
+        }
     }
 }
 
-/// Memory of one stage's training step, in each of `ranks` processes.
+/// Memory of one stage's training step, on each of `ranks` ranks. Keeps the optional activations if there is room.
 pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> MemoryPlan {
     let needed = |recipe: &Recipe| {
         let with = |recomputable, o_low| {
@@ -132,71 +158,38 @@ pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: 
     plan
 }
 
+/// As [`memory_plan`], with the optional activations of `keeping`, and without advice.
 fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, keeping: Keeping) -> MemoryPlan {
-    let value_bytes = target.value_bytes();
-    let num_parameters = shape.parameters().total();
-    let section = &recipe.activation_checkpoint;
-    let rows = RowShare::of(recipe);
-    let (seq_len, tokens) = (rows.attended(shape), rows.tokens() as u64);
-    let modes = {
-        use sieve_core::recipe::ActivationCheckpointMode::{Full, None, Selective};
-        [("none", None), ("selective", Selective), ("full", Full)].map(|(name, mode)| {
-            let mut section = section.clone();
-            section.mode = mode;
-            let recomputed = |layer_idx| section.recomputes(layer_idx);
-            let bytes = activation_bytes_per_token(shape, target, seq_len, keeping, recomputed);
-            let fp8 = fp8_bytes(recipe, shape, target, keeping, recomputed);
-            let parts = (0..shape.num_layers).filter(|&layer| !section.recomputes(layer));
-            let parts = parts.map(|layer| rows.kept_bytes(&shape.of_layer(layer), value_bytes));
-            let all = times(tokens, bytes).saturating_add_signed(fp8);
-            (name, all + parts.sum::<u64>())
-        })
-    };
     let moments = moments(recipe, shape, target, ranks, keeping);
-    let fullest = moments.into_iter().max_by_key(Moment::total);
-    let fullest = fullest.expect("there are several");
-    let parameter_bytes = times(num_parameters, value_bytes);
-    // A rank holds masters of its pieces, and with them a copy of those pieces of the parameters.
-    let shards = num_shards(recipe, ranks);
-    let piece = num_parameters.div_ceil(shards);
-    let master_bytes = match (value_bytes, shards) {
-        (_, 2..) => times(piece, F32),
+    let fullest = moments.into_iter().max_by_key(|(_, parts)| parts.total());
+    let (moment, parts) = fullest.expect("there are several");
+    let (value_bytes, num_parameters) = (target.value_bytes(), shape.parameters().total());
+    // With ZeRO a rank holds the masters of its shard, and a copy of that shard of the parameters.
+    let num_shards = num_shards(recipe, ranks);
+    let shard = num_parameters.div_ceil(num_shards);
+    let master_bytes = match (value_bytes, num_shards) {
+        (_, 2..) => times(shard, F32),
         (F32, _) => 0,
-        _ => times(piece, F32 - value_bytes),
+        _ => times(shard, F32 - value_bytes),
     };
-    let moment_bytes = times(num_moments(recipe, &shape.parameters()).div_ceil(shards), F32);
-    let program_bytes = match target {
-        Target::Cpu { .. } => CPU_PROGRAM_BYTES,
-        Target::Gpu(_) if ranks > 1 => GPU_PROGRAM_BYTES + NCCL_BYTES,
-        Target::Gpu(_) => GPU_PROGRAM_BYTES,
-    };
-    let total_bytes = program_bytes + parameter_bytes + master_bytes + moment_bytes + fullest.total();
-    let available_bytes = target.memory_bytes();
-    MemoryPlan {
-        parameter_bytes,
+    let peak = MemoryParts {
+        parameter_bytes: times(num_parameters, value_bytes),
         master_bytes,
-        moment_bytes,
-        cache_bytes: 0,
-        gradient_bytes: fullest.gradient_bytes,
-        activation_bytes: fullest.activation_bytes,
-        workspace_bytes: fullest.workspace_bytes,
-        checkpoint_bytes: fullest.checkpoint_bytes,
+        moment_bytes: times(num_moments(recipe, &shape.parameters()).div_ceil(num_shards), F32),
+        ..parts
+    };
+    MemoryPlan {
         host_checkpoint_bytes: match target {
             Target::Cpu { .. } => 0,
             Target::Gpu(_) => snapshot_bytes(recipe, shape, ranks),
         },
         keeping,
-        program_bytes,
-        total_bytes,
-        moment: fullest.name,
-        activations_by_mode: modes.to_vec(),
-        available_bytes,
-        verdict: MemoryVerdict::of(total_bytes, available_bytes),
-        would_fit: Vec::new(),
+        activations_by_mode: activations_by_mode(recipe, shape, target, keeping),
+        ..peak.plan(moment, target, ranks)
     }
 }
 
-/// Into how many shards masters, moments and checkpoints are cut, one for each process.
+/// Number of shards of masters, moments and checkpoints: one for each rank with ZeRO.
 fn num_shards(recipe: &Recipe, ranks: usize) -> u64 {
     match recipe.parallelism.zero_stage {
         0 => 1,
@@ -204,146 +197,198 @@ fn num_shards(recipe: &Recipe, ranks: usize) -> u64 {
     }
 }
 
-/// Host memory that a checkpoint takes while it is written: copies of weights and moments. Files are written tensor by
-/// tensor.
+/// Memory that a checkpoint takes while it is written: f32 copies of weights and moments.
 fn snapshot_bytes(recipe: &Recipe, shape: &ModelShape, ranks: usize) -> u64 {
     let parameters = shape.parameters();
     let values = parameters.total() + num_moments(recipe, &parameters);
     times(values.div_ceil(num_shards(recipe, ranks)), F32)
 }
 
-fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, keeping: Keeping) -> Vec<Moment> {
-    let training = &recipe.training;
-    let section = &recipe.activation_checkpoint;
-    let rows = RowShare::of(recipe);
-    let (seq_len, tokens) = (rows.attended(shape), rows.tokens() as u64);
-    let of_parts = |layer_idx: usize| rows.kept_bytes(&shape.of_layer(layer_idx), target.value_bytes());
-    let recomputes = |layer_idx: usize| section.recomputes(layer_idx);
-    let per_token = activation_bytes_per_token(shape, target, seq_len, keeping, recomputes);
-    let layers = (0..shape.num_layers).filter(|&layer_idx| !recomputes(layer_idx));
-    let blocks = times(tokens, per_token).saturating_add_signed(fp8_bytes(recipe, shape, target, keeping, recomputes))
-        + layers.map(of_parts).sum::<u64>();
-    let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
+/// (name of a mode of activation checkpointing, bytes that all blocks keep with it).
+fn activations_by_mode(
+    recipe: &Recipe,
+    shape: &ModelShape,
+    target: &Target,
+    keeping: Keeping,
+) -> Vec<(&'static str, u64)> {
+    use sieve_core::recipe::ActivationCheckpointMode::{Full, None, Selective};
+    let bytes = |(name, mode)| {
+        let mut recipe = recipe.clone();
+        recipe.activation_checkpoint.mode = mode;
+        (name, kept_by_blocks(&recipe, shape, target, keeping))
+    };
+    [("none", None), ("selective", Selective), ("full", Full)]
+        .map(bytes)
+        .to_vec()
+}
 
-    let num_parameters = shape.parameters().total();
-    let dtype_bytes = training.gradient_dtype.bytes();
-    let all_gradients = times(num_parameters, dtype_bytes);
-    let shards = all_gradients / ranks as u64;
-    let head_gradient = F32 * (shape.vocab_size * shape.d_model) as u64;
-    let adds_up = training.global_batch_size * rows.degree > training.local_batch_size * ranks;
-    // With several ranks, all-reduces trail the backward pass in the last micro-batch, and with ZeRO-2 in every one.
-    let blocks_total = shape.parameters().non_embedding();
-    let block = times(blocks_total / shape.num_layers.max(1) as u64, F32);
-    let stage = recipe.parallelism.zero_stage;
-    let keeps_shards = ranks > 1 && stage > 0 && (!adds_up || stage > 1);
-    // A tied embedding's gradient waits from the head's pass on.
-    let waits = if shape.tie_word_embeddings { head_gradient } else { 0 };
-    // Sums of earlier micro-batches are held in addition to those being reduced.
-    let on_their_way = |bytes: u64| if adds_up { bytes + bytes / ranks as u64 } else { bytes };
-    let [at_the_end, in_embedding] = match keeps_shards {
-        true => {
-            let blocks = |count: u64| on_their_way(count * block);
-            let most = on_their_way(times(num_parameters, F32));
-            [
-                waits + blocks(SUMS_UNDER_WAY),
-                head_gradient + blocks(SUMS_UNDER_WAY - 1),
-            ]
-            .map(|under_way| shards + under_way.min(most))
+/// Bytes that all blocks keep for their backward passes.
+fn kept_by_blocks(recipe: &Recipe, shape: &ModelShape, target: &Target, keeping: Keeping) -> u64 {
+    let rows = RowShare::of(recipe);
+    let recomputes = |layer_idx: usize| recipe.activation_checkpoint.recomputes(layer_idx);
+    let per_token = activation_bytes_per_token(shape, target, rows.attended(shape), keeping, recomputes);
+    let all_tokens = times(rows.tokens() as u64, per_token);
+    let fp8 = fp8_bytes(recipe, shape, target, keeping, recomputes);
+    let layers = (0..shape.num_layers).filter(|&layer_idx| !recomputes(layer_idx));
+    let exchanged = layers.map(|layer_idx| rows.kept_bytes(&shape.of_layer(layer_idx), target.value_bytes()));
+    all_tokens.saturating_add_signed(fp8) + exchanged.sum::<u64>()
+}
+
+/// Bytes of gradients at the moments of a training step.
+struct GradientBytes {
+    /// In the loss.
+    loss: u64,
+    /// In the loss, in addition: the head's new gradient until it is added to the one of earlier micro-batches.
+    new_in_loss: u64,
+    /// In the last block's backward pass.
+    last_block: u64,
+    /// In the first block's backward pass.
+    first_block: u64,
+    /// In the embedding's backward pass.
+    embedding: u64,
+}
+
+impl GradientBytes {
+    fn new(recipe: &Recipe, shape: &ModelShape, ranks: usize) -> Self {
+        let (training, zero_stage) = (&recipe.training, recipe.parallelism.zero_stage);
+        let num_parameters = shape.parameters().total();
+        let all = times(num_parameters, training.gradient_dtype.bytes());
+        let shard = all / ranks as u64;
+        let head = F32 * (shape.vocab_size * shape.d_model) as u64;
+        let block = times(shape.parameters().non_embedding() / shape.num_layers.max(1) as u64, F32);
+        let has_micro_batches =
+            training.global_batch_size * RowShare::of(recipe).degree > training.local_batch_size * ranks;
+        // With several ranks, gradients are reduced while the backward pass goes on: in the last micro-batch, and with
+        // ZeRO-2 in every one.
+        let keeps_shards = ranks > 1 && zero_stage > 0 && (!has_micro_batches || zero_stage > 1);
+        // From the second micro-batch on every weight has a gradient, or a shard of one.
+        let (loss, new_in_loss) = match (has_micro_batches, keeps_shards) {
+            (true, false) => (all, head),
+            (true, true) => (shard + head, 0),
+            (false, _) => (head, 0),
+        };
+        if !keeps_shards {
+            return Self {
+                loss,
+                new_in_loss,
+                last_block: loss,
+                first_block: all,
+                embedding: all,
+            };
         }
-        false => [all_gradients; 2],
-    };
-    // From the second micro-batch on every weight has a gradient, or a shard of one. During the loss the head's new
-    // gradient is held in addition until it is added.
-    let (before, new) = match (adds_up, keeps_shards) {
-        (true, false) => (all_gradients, head_gradient),
-        (true, true) => (shards + head_gradient, 0),
-        (false, _) => (head_gradient, 0),
-    };
-    let behind_head = match (adds_up, keeps_shards) {
-        (true, true) => shards + on_their_way(head_gradient) + block,
-        _ => before,
-    };
+        // Sharded sums of earlier micro-batches exist in addition to the gradients being reduced.
+        let reduced = |bytes: u64| match has_micro_batches {
+            true => bytes + bytes / ranks as u64,
+            false => bytes,
+        };
+        let most = reduced(times(num_parameters, F32));
+        // The gradient of a tied embedding exists from the head's backward pass on.
+        let tied = if shape.tie_word_embeddings { head } else { 0 };
+        Self {
+            loss,
+            new_in_loss,
+            last_block: match has_micro_batches {
+                true => shard + reduced(head) + block,
+                false => loss,
+            },
+            first_block: shard + (tied + reduced(SUMS_UNDER_WAY * block)).min(most),
+            embedding: shard + (head + reduced((SUMS_UNDER_WAY - 1) * block)).min(most),
+        }
+    }
+}
+
+/// (name, memory) of each moment that can be the peak, without weights and the optimizer's moments.
+fn moments(
+    recipe: &Recipe,
+    shape: &ModelShape,
+    target: &Target,
+    ranks: usize,
+    keeping: Keeping,
+) -> Vec<(&'static str, MemoryParts)> {
+    let training = &recipe.training;
+    let rows = RowShare::of(recipe);
+    let tokens = rows.tokens() as u64;
+    let gradients = GradientBytes::new(recipe, shape, ranks);
+    let blocks = kept_by_blocks(recipe, shape, target, keeping);
+    // The residual stream of a micro-batch.
+    let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
     let exchanged = shape.by_kind().into_iter();
     let exchanged = exchanged.map(|part| rows.temporary_bytes(&part, target.value_bytes()));
     let temporaries =
         block_temporaries(shape, target, &rows.recipe_of_part(recipe).training, &rows) + exchanged.max().unwrap_or(0);
     // All activations of a recomputed block exist while its backward pass runs.
     let kept = |layer_idx: usize| {
-        let block = block_kept(&shape.of_layer(layer_idx), target, seq_len, keeping);
-        let others = |other: usize| other != layer_idx;
-        let fp8 = fp8_bytes(recipe, shape, target, keeping, others);
-        times(tokens, block).saturating_add_signed(fp8) + of_parts(layer_idx)
-    };
-    let recomputed = |layer_idx: usize| {
-        if recomputes(layer_idx) { kept(layer_idx) } else { 0 }
+        let layer = shape.of_layer(layer_idx);
+        let block = block_kept(&layer, target, rows.attended(shape), keeping);
+        let fp8 = fp8_bytes(recipe, shape, target, keeping, |other| other != layer_idx);
+        times(tokens, block).saturating_add_signed(fp8) + rows.kept_bytes(&layer, target.value_bytes())
     };
     let last = shape.num_layers.saturating_sub(1);
+    let recomputed_last = match recipe.activation_checkpoint.recomputes(last) {
+        true => kept(last),
+        false => 0,
+    };
     let written = match target {
         Target::Cpu { .. } => snapshot_bytes(recipe, shape, ranks),
         Target::Gpu(_) => 0,
     };
-    // The last checkpoint has no step beside it.
-    let beside = if recipe.checkpoint.interval < training.steps {
-        written
-    } else {
-        0
+    // Only a checkpoint before the last step is written while another step runs.
+    let has_next_step = recipe.checkpoint.interval < training.steps;
+    let beside_step = MemoryParts {
+        checkpoint_bytes: if has_next_step { written } else { 0 },
+        ..MemoryParts::default()
+    };
+    let in_loss = MemoryParts {
+        gradient_bytes: gradients.loss,
+        activation_bytes: blocks + stream,
+        // The final norm's output and its gradient, and a chunk of logits.
+        workspace_bytes: 2 * stream + logit_bytes(shape, tokens, target) + gradients.new_in_loss,
+        ..beside_step
+    };
+    let in_last_block = MemoryParts {
+        gradient_bytes: gradients.last_block,
+        activation_bytes: blocks + recomputed_last,
+        workspace_bytes: temporaries,
+        ..beside_step
+    };
+    let in_first_block = MemoryParts {
+        gradient_bytes: gradients.first_block,
+        activation_bytes: kept(0),
+        workspace_bytes: temporaries,
+        ..beside_step
+    };
+    let in_embedding = MemoryParts {
+        gradient_bytes: gradients.embedding,
+        workspace_bytes: stream,
+        ..beside_step
+    };
+    let in_checkpoint = MemoryParts {
+        checkpoint_bytes: written,
+        ..MemoryParts::default()
     };
     let mut moments = vec![
-        Moment {
-            name: "the loss",
-            gradient_bytes: before,
-            activation_bytes: blocks + stream,
-            // The normed stream and its gradient, a block of logits.
-            workspace_bytes: 2 * stream + logit_bytes(shape, tokens, target) + new,
-            checkpoint_bytes: beside,
-        },
-        Moment {
-            name: "the last block's backward pass",
-            gradient_bytes: behind_head,
-            activation_bytes: blocks + recomputed(last),
-            workspace_bytes: temporaries,
-            checkpoint_bytes: beside,
-        },
-        Moment {
-            name: "the first block's backward pass",
-            gradient_bytes: at_the_end,
-            activation_bytes: kept(0),
-            workspace_bytes: temporaries,
-            checkpoint_bytes: beside,
-        },
-        Moment {
-            name: "the embedding's backward pass",
-            gradient_bytes: in_embedding,
-            activation_bytes: 0,
-            workspace_bytes: stream,
-            checkpoint_bytes: beside,
-        },
-        Moment {
-            name: "the last checkpoint",
-            gradient_bytes: 0,
-            activation_bytes: 0,
-            workspace_bytes: 0,
-            checkpoint_bytes: written,
-        },
+        ("the loss", in_loss),
+        ("the last block's backward pass", in_last_block),
+        ("the first block's backward pass", in_first_block),
+        ("the embedding's backward pass", in_embedding),
+        ("the last checkpoint", in_checkpoint),
     ];
     if rows.degree > 1 {
-        // Each process validates on whole rows.
+        // A validation reads whole rows on each rank.
         let size = InferenceSize {
             rows: rows.batch.min(recipe.validation.tokens.div_ceil(rows.seq_len.max(1))),
             ..InferenceSize::rows_of(rows.seq_len, 0)
         };
-        moments.push(Moment {
-            name: "validation",
-            gradient_bytes: 0,
+        let in_validation = MemoryParts {
             activation_bytes: forward_bytes(shape, size, target),
-            workspace_bytes: 0,
-            checkpoint_bytes: beside,
-        });
+            ..beside_step
+        };
+        moments.push(("validation", in_validation));
     }
     moments
 }
 
-/// Bytes that blocks in fp8 keep beyond what others keep, but for those that are `recomputed`.
+/// Bytes that fp8 blocks keep in addition to bf16 ones; negative if they keep less. `recomputed` blocks do not count.
 fn fp8_bytes(
     recipe: &Recipe,
     shape: &ModelShape,
@@ -358,7 +403,7 @@ fn fp8_bytes(
         .sum()
 }
 
-/// Logits that the loss holds at once.
+/// Bytes of a chunk of logits in the loss.
 fn logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
     let (tokens, vocab_size) = (tokens as usize, shape.vocab_size);
     let rows = match target {

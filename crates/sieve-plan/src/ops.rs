@@ -1,4 +1,4 @@
-//! Which way each op goes.
+//! The path of each op, kernel or reference, on a device.
 
 use serde::Serialize;
 
@@ -8,20 +8,20 @@ use sieve_core::recipe::Recipe;
 use sieve_core::{ReferenceTooLarge, ScoreMatrix};
 use sieve_kernels::{AttentionNeeds, AttentionShape, ChoiceLists, NeededKernels, NeededKeys, ScoreBias, SumOrder};
 
-/// One op.
+/// An op and its path.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OpPlan {
-    /// What it computes.
+    /// Name of the op.
     pub op: &'static str,
-    /// `"cpu kernel"`, `"cuda kernel"`, `"cuda library"`, or `"plain"`: Burn's own ops, slower.
+    /// `"cpu kernel"`, `"cuda kernel"`, `"cuda library"`, or `"plain"`: the slower reference of Burn's own ops.
     pub path: &'static str,
-    /// Why.
+    /// What the path does, or why there is no kernel.
     pub reason: String,
 }
 
-/// The ops of a training step, with the path each takes on `target` by the sizes of `shape`.
+/// The ops of a training step and their paths on `target`.
 ///
-/// A running program counts the calls itself and prints each op that took the plain path.
+/// A running program counts the calls itself and prints each op that ran as its reference.
 pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
     let names = shape.by_kind();
     let names = names.iter().flat_map(|part| -> &[&'static str] {
@@ -30,7 +30,7 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
             AttentionForm::Latent(_) => &["latent attention"],
             AttentionForm::Branches(_) => &["compression", "selection", "selected and window attention"],
             AttentionForm::Ranked(_) => &["dma scores", "dma selection", "dma attention"],
-            // Layers of the kind that choose come first, and have the same attention.
+            // Layers with their own choice come first and have the same ops.
             AttentionForm::Blocks(_) if part.is_shared_layer(0) => &[],
             AttentionForm::Blocks(_) => &["choice of blocks", "attention over chosen blocks"],
         }
@@ -58,8 +58,8 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
     .collect()
 }
 
-/// Why the attention of `shape` has no kernel on a GPU: its reference, which holds a score for every pair of tokens,
-/// would run there. `None` where there are kernels.
+/// Why the attention of `shape` has no kernel on a GPU, so that its reference would run, which holds n x n scores.
+/// `None` if there is a kernel.
 pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
     let width = shape.head_dim;
     let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
@@ -82,8 +82,8 @@ pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
     }
 }
 
-/// Why training the attention of `shape` runs as its reference on a GPU of `arch` (`sm_86`): as
-/// [`gpu_attention_gap`], or since the tiles of a kernel do not fit the shared memory of its blocks.
+/// Why training runs attention as its reference on a GPU of `arch` (such as `sm_86`): [`gpu_attention_gap`], or a
+/// kernel's tiles do not fit into shared memory.
 pub fn gpu_training_gap(shape: &ModelShape, arch: &str) -> Option<String> {
     gpu_attention_gap(shape).or_else(|| refused_tiles(shape, arch))
 }
@@ -116,8 +116,8 @@ fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
     })
 }
 
-/// Refuses a recipe whose attention would run as its reference on a GPU of `arch`, with more scores than that may hold,
-/// in any stage.
+/// Fails if in some stage attention would run as its reference on a GPU of `arch`, with more scores than a reference
+/// may hold.
 ///
 /// # Errors
 /// [`ReferenceTooLarge`].
@@ -139,8 +139,8 @@ pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape, arch: &str) -> R
     Ok(())
 }
 
-/// Why rows of `seq_len` tokens are too long for the kernels on a GPU of `arch`: the kernel keeps a list counter for
-/// each block of a row in shared memory.
+/// Why rows of `seq_len` tokens are too long for the kernels on a GPU of `arch`, if they are. The limit comes from a
+/// counter in shared memory for each block of a row.
 fn row_gap(shape: &ModelShape, seq_len: usize, arch: &str) -> Option<String> {
     let blocks = match shape.attention.form() {
         AttentionForm::Branches(nsa) => nsa.blocks(),

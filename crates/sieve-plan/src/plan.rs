@@ -1,4 +1,4 @@
-//! The plan: what the other files count, put together stage by stage.
+//! Builds the plan of a run, stage by stage, from the counts of the other modules.
 
 use crate::context_parallel::RowShare;
 use crate::disk::DiskPlan;
@@ -11,18 +11,18 @@ use serde::Serialize;
 use sieve_core::model::{Attention, ModelShape, ParameterCounts, gpu};
 use sieve_core::recipe::{GradientDtype, Recipe, RecipeError, Stage, TrainingPrecision};
 
-/// Share of the peak that the time estimate assumes on a CPU: what good training programs reach on dense models, not a
-/// measurement of this one.
+/// Share of the CPU's peak that the time estimate assumes: usual for good training programs on dense models, not
+/// measured here.
 pub const ASSUMED_MFU: f64 = 0.4;
 
-/// What a run computes on.
+/// The device of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Target {
     /// The CPU, in f32.
     Cpu {
-        /// FLOP/s of f32 matrix products; `None` leaves the time out.
+        /// FLOP/s of f32 GEMMs; with `None` no time is estimated.
         flops_per_second: Option<f64>,
-        /// Memory of the machine that is free, in bytes; 0 where unknown.
+        /// Free memory in bytes; 0 if unknown.
         memory_bytes: u64,
     },
     /// One GPU, in bf16 over f32 masters.
@@ -30,7 +30,7 @@ pub enum Target {
 }
 
 impl Target {
-    /// Bytes of a parameter and of an activation as the layers compute with them.
+    /// Bytes of a parameter and of an activation in the type that the layers compute in.
     pub fn value_bytes(&self) -> u64 {
         match self {
             Self::Cpu { .. } => 4,
@@ -38,7 +38,7 @@ impl Target {
         }
     }
 
-    /// Memory that is free, in bytes; 0 where unknown.
+    /// Free memory in bytes; 0 if unknown.
     pub fn memory_bytes(&self) -> u64 {
         match self {
             Self::Cpu { memory_bytes, .. } => *memory_bytes,
@@ -46,7 +46,7 @@ impl Target {
         }
     }
 
-    /// Peak FLOP/s in the type the layers compute in.
+    /// Peak FLOP/s in the type that the layers compute in.
     pub fn flops_per_second(&self) -> Option<f64> {
         match self {
             Self::Cpu { flops_per_second, .. } => *flops_per_second,
@@ -55,16 +55,16 @@ impl Target {
     }
 }
 
-/// Everything `sieve plan` says.
+/// The plan of a run, as `sieve plan` prints it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Plan {
-    /// The attention kind.
+    /// Kind of attention.
     pub attention: &'static str,
     /// Parameters by part, in the order of the forward pass.
     pub parameters: Vec<(&'static str, u64)>,
     /// All parameters.
     pub num_parameters: u64,
-    /// Without embedding and output.
+    /// Parameters without embedding and output.
     pub num_non_embedding: u64,
     /// Tokens of the whole run.
     pub num_tokens: u64,
@@ -72,31 +72,31 @@ pub struct Plan {
     pub tokens_per_parameter: f64,
     /// One entry for each stage; one for a recipe without stages.
     pub stages: Vec<StagePlan>,
-    /// Training FLOPs of the whole run, executed.
+    /// Training FLOPs executed in the whole run.
     pub total_flops: f64,
-    /// What several processes do together; `None` for one.
+    /// Communication of several ranks in the stage with most of it; `None` for one rank.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ranks: Option<RanksPlan>,
-    /// What each way to keep gradients needs, of several processes; empty for one.
+    /// Memory of each sharding and type of gradients; empty for one rank.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub zero_stages: Vec<ZeroPlan>,
-    /// Memory of the stage that needs most, in each process.
+    /// Memory of each rank, in the stage that needs most.
     pub memory: MemoryPlan,
-    /// Checkpoints on the disk.
+    /// Disk space of checkpoints.
     pub disk: DiskPlan,
-    /// The cache of one decoded sequence.
+    /// KV cache of one decoded sequence.
     pub cache: CachePlan,
-    /// What the guessed time assumes; `None` where there is none.
+    /// Words for the speed that the estimated time assumes; `None` without an estimate.
     pub assumption: Option<String>,
-    /// Guessed seconds of the whole run; `None` where nothing like it was measured.
+    /// Estimated seconds of the whole run; `None` if no such attention was measured.
     pub seconds: Option<f64>,
-    /// Why `sieve train` refuses the run on this device; `None` where it does not.
+    /// Why `sieve train` refuses the run on this device; `None` if it does not.
     pub refused: Option<String>,
-    /// Which way each op goes, and why.
+    /// The path of each op.
     pub ops: Vec<OpPlan>,
 }
 
-/// One stage.
+/// The plan of one stage.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StagePlan {
     /// Optimizer steps.
@@ -105,55 +105,56 @@ pub struct StagePlan {
     pub seq_len: usize,
     /// Tokens in one step.
     pub tokens_per_step: usize,
-    /// Micro-batches in one step, in each process.
+    /// Micro-batches in one step, on each rank.
     pub micro_batches: usize,
     /// Keys a query sees on average, if every row is one document.
     pub mean_active_keys: f64,
-    /// Training FLOPs of one token, executed.
+    /// Training FLOPs executed per token.
     pub executed_flops_per_token: f64,
-    /// The same model with dense causal attention.
+    /// Training FLOPs per token of the same model with dense causal attention.
     pub dense_flops_per_token: f64,
     /// Share of the executed FLOPs that attention takes.
     pub attention_share: f64,
-    /// Guessed tokens a second, of all processes; `None` where nothing like the run was measured.
+    /// Estimated tokens per second of all ranks; `None` if no such attention was measured.
     pub tokens_per_second: Option<f64>,
     /// Context parallelism; `None` for whole rows.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[serde(rename = "row_parts")]
     pub context_parallel: Option<ContextParallelPlan>,
-    /// NSA on a GPU: the shortest rows, of powers of two, whose training is guessed faster than with dense attention.
+    /// NSA on a GPU: the shortest rows, among powers of two, whose training is estimated to be faster than dense
+    /// attention.
     pub pays_from: Option<usize>,
 }
 
-/// A data type and sharding of gradients, and the memory it needs in the stage with the highest peak.
+/// A type and sharding of gradients, and its memory in the stage with the highest peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ZeroPlan {
     /// `parallelism.zero_stage`.
     pub zero_stage: usize,
     /// `training.gradient_dtype`.
     pub gradient_dtype: GradientDtype,
-    /// Memory of each process, in bytes.
+    /// Memory of each rank, in bytes.
     pub total_bytes: u64,
-    /// Bytes of gradients that each process sends and receives in a step.
+    /// Bytes of gradients that each rank sends in a step; it receives as many.
     pub sum_bytes: f64,
     /// Whether it fits.
     pub verdict: MemoryVerdict,
 }
 
-/// Rows cut into parts, one for each process (context parallelism).
+/// Context parallelism: the ranks divide each row.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ContextParallelPlan {
-    /// Parts of a row.
+    /// Ranks that share a row.
     pub degree: usize,
-    /// Tokens of a part.
+    /// Tokens of a row on each rank.
     pub tokens: usize,
-    /// Seconds a step in which keys and heads are exchanged between the ranks of a row; not overlapped with compute.
+    /// Seconds per step in which the ranks of a row exchange keys and heads; they do not overlap with compute.
     pub exchange_seconds: f64,
-    /// By kind of attention, the longest row, a power of two, that fits as a micro-batch of one.
+    /// (kind of attention, the longest row that fits in a micro-batch of one row). Rows are powers of two.
     pub longest_rows: Vec<(&'static str, usize)>,
 }
 
-/// The plan of `recipe` for an embedding of `vocab_size` rows.
+/// Plans a run of `recipe` with an embedding of `vocab_size` rows.
 ///
 /// # Errors
 /// [`RecipeError::VocabularyTooSmall`].
@@ -161,7 +162,7 @@ pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan,
     plan_of_ranks(recipe, vocab_size, target, Ranks::ALONE)
 }
 
-/// As [`plan`], for several processes, whose micro-batches must divide the step.
+/// As [`plan`], for several ranks. Their micro-batches must divide a step's rows.
 ///
 /// # Errors
 /// As [`plan`].
@@ -241,7 +242,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
     })
 }
 
-/// How often a step of one stage adds up its gradients over all of `ranks` processes.
+/// How many times a step of one stage reduces its gradients over all ranks.
 fn num_sums(recipe: &Recipe, ranks: usize) -> usize {
     let rows_apart = (ranks / RowShare::of(recipe).degree).max(1);
     let training = &recipe.training;
@@ -251,7 +252,7 @@ fn num_sums(recipe: &Recipe, ranks: usize) -> usize {
     }
 }
 
-/// Every way to keep the gradients of one stage.
+/// A plan for every sharding and type of gradients in one stage.
 fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ranks) -> Vec<ZeroPlan> {
     let stages = match recipe.optimizer.name.needs_whole_matrices() {
         true => 0..=0,
@@ -280,7 +281,7 @@ fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Rank
     planned.collect()
 }
 
-/// Why a GPU cannot train a recipe in fp8.
+/// Why a GPU cannot train a recipe in fp8; `None` if it can or the recipe does not ask for it.
 fn fp8_refusal(recipe: &Recipe, gpu: &gpu::Gpu) -> Option<String> {
     let digits = gpu.arch.trim_matches(|letter: char| !letter.is_ascii_digit());
     let is_able = digits.parse().is_ok_and(|number: u32| number >= 89);
@@ -320,7 +321,7 @@ fn assumption(target: &Target, peak: f64, num_devices: usize) -> String {
     }
 }
 
-/// Share of the blocks that are computed again in the backward pass.
+/// Share of the blocks that the backward pass recomputes.
 fn recomputed_share(recipe: &Recipe, num_layers: usize) -> f64 {
     let checkpoint = &recipe.activation_checkpoint;
     let again = (0..num_layers).filter(|&layer| checkpoint.recomputes(layer));
@@ -339,23 +340,18 @@ fn stage_plan(
     let rows = RowShare::of(recipe);
     let rows_apart = (ranks / rows.degree).max(1);
     let micro_batches = section.global_batch_size / section.local_batch_size / rows_apart;
-    // The steps whose queries read all keys.
-    let (share, dense) = (recipe.training.dense_steps, shape.dense());
-    let over_steps = |own: f64, dense: f64| own + (dense - own) * share;
+    let dense = shape.dense();
+    let over_steps = |own: f64, dense: f64| over_steps(recipe, own, dense);
     let mut executed = shape.executed_flops_per_token(section.seq_len);
-    executed.attention = over_steps(
-        executed.attention,
-        dense.executed_flops_per_token(section.seq_len).attention,
-    );
+    let dense_attention = dense.executed_flops_per_token(section.seq_len).attention;
+    executed.attention = over_steps(executed.attention, dense_attention);
     let spared = (1.0 - recipe.label_share()) * shape.unlabelled_training_flops();
     let executed_training = executed.training() - spared;
     let attention_share = 3.0 * executed.attention / executed_training;
-    let dense_training = shape.dense_flops_per_token(section.seq_len).training() - spared;
     let recomputed = recomputed_share(recipe, shape.num_layers);
-    let exchanged = rows.exchanged_bytes(shape, target.value_bytes(), recomputed);
-    let exchanged = exchanged * micro_batches as f64;
+    let exchanged = rows.exchanged_bytes(shape, target.value_bytes(), recomputed) * micro_batches as f64;
     let exchange_seconds = together.map_or(0.0, |together| together.row_seconds(exchanged));
-    let (speed, pays_from) = match target {
+    let (tokens_per_second, pays_from) = match target {
         Target::Cpu { flops_per_second, .. } => {
             let speed = flops_per_second.map(|peak| ASSUMED_MFU * peak / executed_training);
             (speed, None)
@@ -368,30 +364,18 @@ fn stage_plan(
                 recomputed,
                 fp8: recipe.training.fp8_blocks(shape.num_layers),
             };
-            let alone = |shape: &ModelShape| {
-                let executed = shape.executed_flops_per_token(section.seq_len);
-                time::tokens_per_second(shape, executed, spared, &size, gpu)
-            };
-            let alone = match share > 0.0 {
-                true => alone(shape)
-                    .zip(alone(&dense))
-                    .map(|(own, dense)| 1.0 / over_steps(1.0 / own, 1.0 / dense)),
-                false => alone(shape),
-            };
-            let tokens = (size.tokens * micro_batches) as f64;
-            let update = time::update_seconds(shape.parameters().total(), gpu);
-            let speed = alone.map(|speed| match together {
-                Some(together) => {
-                    // Of a border's queries attention computes as much as of others.
-                    let more = attention_share * (rows.queries_for_each(shape) - 1.0);
-                    let copied = rows.copied_bytes(shape, target.value_bytes(), recomputed);
-                    let copying = time::memory_seconds(copied * micro_batches as f64, gpu);
-                    let seconds = tokens / speed * (1.0 + more) + exchange_seconds + copying;
-                    together.tokens_per_second(tokens, seconds, update)
-                }
-                None => speed,
+            let alone = speed_alone(recipe, shape, spared, &size, gpu);
+            let speed = alone.zip(together).map(|(alone, together)| {
+                let tokens = (size.tokens * micro_batches) as f64;
+                // The halo's zero queries cost attention as much time as others.
+                let more = attention_share * (rows.queries_for_each(shape) - 1.0);
+                let copied = rows.copied_bytes(shape, target.value_bytes(), recomputed);
+                let copying = time::memory_seconds(copied * micro_batches as f64, gpu);
+                let seconds = tokens / alone * (1.0 + more) + exchange_seconds + copying;
+                let update = time::update_seconds(shape.parameters().total(), gpu);
+                together.tokens_per_second(tokens, seconds, update)
             });
-            (speed, time::pays_from(shape, &size, gpu))
+            (speed.or(alone), time::pays_from(shape, &size, gpu))
         }
     };
     StagePlan {
@@ -404,9 +388,9 @@ fn stage_plan(
             dense.mean_active_keys(section.seq_len),
         ),
         executed_flops_per_token: executed_training,
-        dense_flops_per_token: dense_training,
+        dense_flops_per_token: shape.dense_flops_per_token(section.seq_len).training() - spared,
         attention_share,
-        tokens_per_second: speed,
+        tokens_per_second,
         context_parallel: (rows.degree > 1).then(|| ContextParallelPlan {
             degree: rows.degree,
             tokens: section.seq_len / rows.degree,
@@ -417,10 +401,38 @@ fn stage_plan(
     }
 }
 
-/// Rows that are looked at.
+/// Mean over a stage's steps of a number that is `dense` in the first `training.dense_steps` of them, where attention
+/// is dense, and `own` in the others.
+fn over_steps(recipe: &Recipe, own: f64, dense: f64) -> f64 {
+    own + (dense - own) * recipe.training.dense_steps
+}
+
+/// Estimated tokens per second of one GPU without other ranks; `None` if no such attention was measured. Training
+/// spares `spared_flops` of a token's executed FLOPs.
+fn speed_alone(
+    recipe: &Recipe,
+    shape: &ModelShape,
+    spared_flops: f64,
+    size: &time::StepSize,
+    gpu: &gpu::Gpu,
+) -> Option<f64> {
+    let speed = |shape: &ModelShape| {
+        let executed = shape.executed_flops_per_token(size.seq_len);
+        time::tokens_per_second(shape, executed, spared_flops, size, gpu)
+    };
+    let own = speed(shape);
+    match recipe.training.dense_steps > 0.0 {
+        true => own
+            .zip(speed(&shape.dense()))
+            .map(|(own, dense)| 1.0 / over_steps(recipe, 1.0 / own, 1.0 / dense)),
+        false => own,
+    }
+}
+
+/// Longest row that [`longest_rows`] tries, in tokens.
 const LONGEST_ROW: usize = 1 << 23;
 
-/// The longest rows that fit with one row a micro-batch, for dense attention and for the recipe's own.
+/// (kind, longest row that fits in a micro-batch of one row), for dense attention and for the recipe's kind.
 fn longest_rows(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Vec<(&'static str, usize)> {
     let dense = ModelShape {
         attention: Attention::Mha,

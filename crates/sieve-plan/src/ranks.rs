@@ -1,47 +1,48 @@
-//! Additions to a plan for several processes that train one model, one a GPU.
+//! Communication of several ranks that train one model, one rank per GPU.
 //!
-//! Times are bytes over a rate. Between GPUs of one host the rate is what NCCL was measured to reach between H200s;
-//! between hosts it is assumed.
+//! A time is a number of bytes divided by a rate. Between GPUs of one host the rate was measured with NCCL on H200s;
+//! between hosts it is an assumption.
 
 use serde::Serialize;
 
-/// Bytes a second of sums and gatherings between GPUs of one host, by NCCL's rule for a ring: measured on two H200s.
+/// Bytes per second of all-reduces and all-gathers between GPUs of one host (NCCL's bus bandwidth), measured on two
+/// H200s.
 const HOST_RATE: f64 = 240e9;
-/// The same of an exchange between four H200s that overlaps nothing (tests/gpu/rivals/bus.py).
+/// Bytes per second of an exchange without overlap between four H200s (tests/gpu/rivals/bus.py).
 const EXCHANGE_RATE: f64 = 316e9;
-/// Bytes a second between hosts with one 400 Gb/s card each: an assumption.
+/// Bytes per second between hosts with one 400 Gb/s network card each: an assumption.
 const NETWORK_RATE: f64 = 46e9;
-/// How much longer a step takes for each second of overlapped all-reduces and gathers. They take multiprocessors
-/// and bandwidth from the model's kernels: 0.7 to 1.0 on two and four H200s (docs/scale.md).
+/// Seconds that a step gets longer for each second of overlapped all-reduces and all-gathers, which take
+/// multiprocessors and bandwidth from the model's kernels. Measured: 0.7 to 1.0 on two and four H200s (docs/scale.md).
 const LENGTHENING: f64 = 0.8;
 
-/// Processes, one a device.
+/// Number of ranks and hosts of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Ranks {
-    /// All of them.
+    /// Number of ranks.
     pub size: usize,
-    /// Hosts that they are spread over.
+    /// Number of hosts.
     pub hosts: usize,
 }
 
-/// What they do together in a step.
+/// Communication of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct RanksPlan {
-    /// Processes.
+    /// Number of ranks and hosts.
     pub ranks: Ranks,
-    /// Bytes of gradients that each process sends and receives in a step: f32, after its last micro-batch or, in
-    /// ZeRO-2, after every one; without ZeRO twice as many, since all-reduces also send the sums.
+    /// Bytes of f32 gradients that each rank sends in a step (it receives as many): after the last micro-batch or, with
+    /// ZeRO-2, after every one; without ZeRO twice as many, since an all-reduce also sends the sums.
     pub sum_bytes: f64,
-    /// Bytes of weights that each process sends and receives in a step; 0 where each updates all of them.
+    /// Bytes of weights that each rank sends in a step; it receives as many. 0 if each rank updates all of them.
     pub gather_bytes: f64,
-    /// Seconds in which gradients are added up.
+    /// Seconds of reducing gradients.
     pub sum_seconds: f64,
-    /// Seconds in which weights are gathered.
+    /// Seconds of gathering weights.
     pub gather_seconds: f64,
 }
 
 impl Ranks {
-    /// A run in one process.
+    /// One rank on one host.
     pub const ALONE: Self = Self { size: 1, hosts: 1 };
 
     fn rate(self) -> f64 {
@@ -51,8 +52,8 @@ impl Ranks {
         }
     }
 
-    /// Communication for a model of `num_parameters` with weights of `value_bytes`, whose gradients are reduced over
-    /// all processes `num_sums` times a step, by `parallelism.zero_stage`.
+    /// Communication of a model of `num_parameters` with weights of `value_bytes`, whose gradients are reduced over all
+    /// ranks `num_sums` times per step, by `parallelism.zero_stage`.
     pub(crate) fn together(
         self,
         num_parameters: u64,
@@ -61,7 +62,7 @@ impl Ranks {
         zero_stage: usize,
     ) -> RanksPlan {
         let rate = self.rate();
-        // A ring sends all pieces but one's own through each link.
+        // In a ring all-gather each link carries every shard but one.
         let share = (self.size - 1) as f64 / self.size as f64;
         let sent = |bytes: u64| share * (num_parameters * bytes) as f64;
         // Gradients are f32.
@@ -80,7 +81,7 @@ impl Ranks {
 }
 
 impl RanksPlan {
-    /// Seconds in which as many bytes reach a rank from others that hold parts of the same rows.
+    /// Seconds in which a rank receives `bytes` from the ranks that share its rows.
     pub(crate) fn row_seconds(&self, bytes: f64) -> f64 {
         match self.ranks.hosts {
             ..=1 => bytes / EXCHANGE_RATE,
@@ -88,8 +89,8 @@ impl RanksPlan {
         }
     }
 
-    /// Tokens a second of all ranks together, where one alone takes `step_seconds` for its `step_tokens`,
-    /// `update_seconds` of them in the update, which is divided among the ranks in ZeRO.
+    /// Tokens per second of all ranks. One rank alone takes `step_seconds` for its `step_tokens`; of these,
+    /// `update_seconds` are the optimizer's update, which the ranks divide among them with ZeRO.
     pub(crate) fn tokens_per_second(&self, step_tokens: f64, step_seconds: f64, update_seconds: f64) -> f64 {
         let size = self.ranks.size as f64;
         let is_shared = self.gather_bytes > 0.0;

@@ -1,14 +1,14 @@
-//! Learning rate, batch and steps for a model and a budget of tokens, by Step Law (arXiv:2503.04715).
+//! Suggests learning rate, batch size and steps for a model and a token budget, by Step Law (arXiv:2503.04715).
 
 use serde::Serialize;
 use sieve_core::Recipe;
 
 use crate::Plan;
 
-/// Tokens for each parameter besides the embedding where no budget is given (arXiv:2203.15556, table 3).
+/// Default budget: tokens per parameter without the embedding (arXiv:2203.15556, table 3).
 const TOKENS_PER_PARAMETER: u64 = 20;
 
-/// What a scaling law says of a run.
+/// Suggested settings of a run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Suggestion {
     /// Tokens of the run.
@@ -30,10 +30,12 @@ pub struct Suggestion {
 }
 
 impl Suggestion {
-    /// For the model of `plan`, made from `recipe`, on `num_tokens` tokens; 20 a parameter where none are named.
+    /// A suggestion for the model of `plan` on `num_tokens` tokens; `None` takes [`TOKENS_PER_PARAMETER`] per
+    /// parameter.
     ///
-    /// Step Law, which DMA's training follows (arXiv:2508.02124, section 5.1). Rates are within 20 % of that paper's
-    /// table 4, batches within 16 % up to 680M parameters; at 1.7B the table has 1M tokens a step, the law 0.66M.
+    /// DMA's training follows Step Law (arXiv:2508.02124, section 5.1). The suggested rates are within 20 % of that
+    /// paper's table 4. Batches are within 16 % up to 680M parameters; at 1.7B the table has 1M tokens per step, the
+    /// law 0.66M.
     pub fn new(plan: &Plan, recipe: &Recipe, num_tokens: Option<u64>) -> Self {
         let num_tokens = num_tokens.unwrap_or(TOKENS_PER_PARAMETER * plan.num_non_embedding);
         let total_flops = plan.total_flops / plan.num_tokens.max(1) as f64 * num_tokens as f64;
@@ -64,7 +66,7 @@ impl Suggestion {
         }
     }
 
-    /// The same as the changes of a recipe.
+    /// The suggestion as `--set` flags.
     pub fn overrides(&self) -> String {
         let mut sets = format!("--set optimizer.lr={:.1e}", self.lr);
         if self.stages.is_empty() {
@@ -81,8 +83,8 @@ impl Suggestion {
     }
 }
 
-/// Learning rate, and tokens of a step, for N parameters besides the embedding and D tokens: 1.79 N^-0.713 D^0.307 and
-/// 0.58 D^0.571 (arXiv:2503.04715: dense and mixture-of-experts models with AdamW and a last learning rate of 1e-5).
+/// (learning rate, tokens per step) for N parameters without the embedding and D tokens: 1.79 N^-0.713 D^0.307 and
+/// 0.58 D^0.571 (arXiv:2503.04715: dense and mixture-of-experts models with AdamW and a final learning rate of 1e-5).
 fn step_law(num_parameters: f64, num_tokens: f64) -> (f64, f64) {
     let lr = 1.79 * num_parameters.powf(-0.713) * num_tokens.powf(0.307);
     (lr, 0.58 * num_tokens.powf(0.571))

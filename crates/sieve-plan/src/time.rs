@@ -1,8 +1,8 @@
-//! Time of a step on a GPU: the sum of GEMMs, attention, memory traffic and launch gaps.
+//! Estimates the time of a step on a GPU: the sum of GEMMs, attention, memory traffic and launch gaps.
 //!
-//! Rates are shares of the data sheet's, found on an H200 (docs/benchmarks.md): GEMMs hold 0.71 of the peak under a
-//! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test compares
-//! the estimate with twenty-one measured runs. Other GPUs are assumed to reach the same shares.
+//! Rates are shares of the data sheet's peak, measured on an H200 (docs/benchmarks.md). GEMMs reach 0.71 of the peak
+//! FLOP/s during a step, where the card's power is the limit; memory-bound kernels reach 0.84 of the bandwidth. A test
+//! compares the estimate with 21 measured runs. Other GPUs are assumed to reach the same shares.
 
 use crate::gpu_training_gap;
 use crate::memory::fp8_products;
@@ -12,43 +12,48 @@ use std::ops::Range;
 
 /// Share of the peak that GEMMs with weights reach.
 const PRODUCTS: f64 = 0.71;
-/// Share of the peak that attention reaches over all causal pairs of rows of one document, without the bytes below:
-/// 8192, 16384 and 32768 keys on an H200 (docs/benchmarks.md). Rows of several documents have fewer pairs.
+// Shares of the peak FLOP/s that attention's kernels reach, over the pairs that they compute. Memory traffic around
+// attention is counted separately, in `block_bytes_per_token`.
+/// Dense attention over all causal pairs: 8192, 16,384 and 32,768 keys on an H200 (docs/benchmarks.md).
 const DENSE_PAIRS: f64 = 0.6;
-/// The same in longer rows than this, whose launches last for tens of milliseconds: the card's power limits them as it
-/// limits GEMMs. 131,072 keys, in a step on four H200s (docs/scale.md).
+/// In longer rows than this, dense attention reaches [`LONG_DENSE_PAIRS`]: its launches last tens of milliseconds, and
+/// the card's power limits them as it limits GEMMs.
 const LONG_ROW: usize = 32_768;
+/// Dense attention over 131,072 keys, in a step on four H200s (docs/scale.md).
 const LONG_DENSE_PAIRS: f64 = 0.51;
-/// Over a window, and over gathered keys.
+/// Sliding windows.
 const WINDOW_PAIRS: f64 = 0.62;
+/// DMA's gathered keys.
 const GATHERED_PAIRS: f64 = 0.52;
-/// MLA, whose kernels take 1.2 times as long for a pair's operations as dense attention's, beside its packed tensors.
+/// MLA.
 const LATENT_PAIRS: f64 = 0.6;
-/// The same over NSA's three branches, with the choice of blocks, lists and parts in it.
+/// NSA's three branches, including the choice of blocks, lists, and joining the parts of o and dq.
 const BLOCK_PAIRS: f64 = 0.3;
-/// Blocks that the heads of a group choose together, and that each head chooses: choice, lists and parts in it.
+/// Chosen blocks, including choice, lists and parts: one choice for each group of heads, and one for each head.
 const CHOSEN_PAIRS: [f64; 2] = [0.22, 0.14];
-/// An indexer's scores of every key; and its loss over the pairs of attention, whose scores it computes again.
+/// An indexer's scores of every key.
 const INDEX_SCORES: f64 = 0.42;
+/// An indexer's loss over attention's pairs, whose scores it recomputes.
 const INDEX_LOSS: f64 = 0.145;
-/// Bytes that the loss of QSA's scores reads and writes for each score of a head: written, scaled, their exponentials,
-/// and the sum over heads. Not measured.
+/// Bytes that QSA's loss reads and writes for each score of a head: to write it, scale it, take its exponential, and
+/// sum over heads. Not measured.
 const QSA_SCORE_BYTES: f64 = 24.0;
-/// Share of the bandwidth.
+/// Share of the memory bandwidth that memory-bound kernels reach.
 const MEMORY: f64 = 0.84;
-/// How many times as fast fp8 GEMMs are.
+/// Speed of fp8 GEMMs relative to bf16.
 const FP8_SPEED: f64 = 1.88;
-/// Bytes an element that its rounding reads and writes: once for the largest magnitude, once more, and both copies.
+/// Bytes read and written to round an element to fp8: two reads in bf16 and two fp8 copies.
 const FP8_BYTES: f64 = 6.0;
-/// Seconds in which a kernel starts and ends and the GPU is not full.
+/// Seconds at the start and end of a kernel in which the GPU is not full.
 const KERNEL_ENDS: f64 = 6e-6;
-/// Kernels of a block, forward and backward, and of the rest of a step.
+/// Kernels of a block, forward and backward.
 const KERNELS_OF_A_BLOCK: f64 = 60.0;
+/// Kernels of a micro-batch outside the blocks.
 const KERNELS_BESIDE: f64 = 100.0;
-/// Bytes a parameter that the norm and AdamW read and write.
+/// Bytes per parameter that the gradient norm and AdamW read and write.
 pub(super) const UPDATE_BYTES: f64 = 36.0;
 
-/// One micro-batch, and how many make a step.
+/// Size of a micro-batch, and how many make a step.
 pub(super) struct StepSize {
     pub(super) tokens: usize,
     pub(super) seq_len: usize,
@@ -59,12 +64,12 @@ pub(super) struct StepSize {
     pub(super) fp8: Range<usize>,
 }
 
-/// Seconds of the norm and the update on one GPU.
+/// Seconds of the gradient norm and the optimizer's update on one GPU.
 pub(super) fn update_seconds(num_parameters: u64, gpu: &Gpu) -> f64 {
     memory_seconds(UPDATE_BYTES * num_parameters as f64, gpu)
 }
 
-/// Seconds in which kernels read and write `bytes`.
+/// Seconds in which memory-bound kernels read and write `bytes`.
 pub(super) fn memory_seconds(bytes: f64, gpu: &Gpu) -> f64 {
     bytes / (MEMORY * gpu.memory_bytes_per_second)
 }
@@ -76,7 +81,7 @@ pub(super) fn is_measured(gpu: &Gpu) -> bool {
     })
 }
 
-/// Estimated tokens a second; `None` where attention has no kernel on a GPU, since its reference was never measured.
+/// Estimated tokens per second; `None` if attention has no kernel on this GPU, since its reference was not measured.
 pub(super) fn tokens_per_second(
     shape: &ModelShape,
     executed: FlopsPerToken,
@@ -109,7 +114,7 @@ pub(super) fn tokens_per_second(
         }
         bytes += block_bytes_per_token(&part, is_dma);
     }
-    // Logits written, read, their gradients written and read.
+    // bf16 logits and their gradients, each written and read once.
     bytes += 2.0 * 4.0 * shape.vocab_size as f64;
     let mut products = (passes * executed.linear - spared_flops) / (PRODUCTS * gpu.bf16_flops);
     for layer_idx in size.fp8.clone() {
@@ -127,8 +132,8 @@ pub(super) fn tokens_per_second(
     Some(1.0 / (products + pairs + memory + update + ends))
 }
 
-/// The shortest rows, among powers of two, for which training is estimated to be faster than with dense attention;
-/// `None` for other kinds than NSA, and where there are none.
+/// For NSA: the shortest rows, among powers of two, for which training is estimated to be faster than with dense
+/// attention. `None` for other kinds, or if there are no such rows.
 pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Option<usize> {
     let AttentionForm::Branches(_) = shape.attention.form() else {
         return None;
@@ -154,7 +159,8 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
     })
 }
 
-/// Share of the peak that a kind's pairs reach, and whether it is DMA; `None` where it was not measured.
+/// Share of the peak FLOP/s that a kind's attention reaches, and whether the kind is DMA; `None` if it was not
+/// measured.
 fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
     let leaves_out = shape.attention.form().num_kept().is_some_and(|kept| kept < seq_len);
     match shape.attention.form() {
@@ -181,20 +187,20 @@ fn dense_pairs_rate(seq_len: usize) -> f64 {
     }
 }
 
-/// Bytes that norms, rotation, SwiGLU, residuals and attention's own preparation read and write for a token, all
+/// Bytes per token that norms, RoPE, SwiGLU, residuals and the preparation of attention read and write, over all
 /// layers.
 fn block_bytes_per_token(shape: &ModelShape, is_dma: bool) -> f64 {
     let (width, ff) = (shape.d_model as f64, shape.d_ff as f64);
     let (q, kv) = (shape.q_width() as f64, shape.kv_width() as f64);
-    // Values: SwiGLU forward 3, backward 6 of d_ff; two norms forward 4, backward 10, residuals 3 of d_model; rotation
-    // of q, k and v twice forward and once backward; sums of dq in f32, cleared, added to, read again. DMA: scores and
-    // the f32 sums of dk and dv.
+    // In bf16 values. 9 d_ff: SwiGLU, 3 forward and 6 backward. 17 d_model: two norms, 4 forward and 10 backward, and 3
+    // for residuals. 7 (q + 2 kv): RoPE. 30 q: f32 sums of dq, which are cleared, added to and read. DMA, 18 kv:
+    // scores, and f32 sums of dk and dv.
     let mut values = 9.0 * ff + 17.0 * width + 7.0 * (q + 2.0 * kv) + 30.0 * q;
     if is_dma {
         values += 18.0 * kv;
     }
-    // NSA: keys and values before and after rotation, three gradients of them added up, blocks, three branches and
-    // their gates.
+    // NSA: K and V before and after RoPE, the sum of their three gradients, compressed blocks, three branches and their
+    // gates.
     if let AttentionForm::Branches(_) = shape.attention.form() {
         values += 14.0 * (q + 2.0 * kv) + 22.0 * q + 12.0 * kv;
     }

@@ -1,10 +1,10 @@
-//! What can stop a report.
+//! Errors of this crate.
 use std::path::{Path, PathBuf};
 
 /// An error of reading runs or of writing their page.
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
-    /// The folder is not one that `sieve train` wrote.
+    /// A folder that `sieve train` did not write.
     #[error(
         "{} holds no run: there is no {missing} in it\n  \
          hint: name the folder given to `sieve train --out`, of a run or of a sweep",
@@ -13,21 +13,21 @@ pub enum ReportError {
     NoRun {
         /// The folder.
         path: PathBuf,
-        /// The file that every run has.
+        /// The missing file, which every run has.
         missing: &'static str,
     },
     /// A run that has not logged a step.
     #[error("{}: no step has been logged yet\n  hint: leave this run out, or wait for its first step", path.display())]
     NoSteps {
-        /// The file of metrics.
+        /// The run's metrics.jsonl.
         path: PathBuf,
     },
-    /// A file that does not hold what it should.
+    /// A file with invalid content.
     #[error("{}: {what}", path.display())]
     Content {
         /// The file.
         path: PathBuf,
-        /// What is wrong, with the line where there is one.
+        /// What is wrong, with the line number if known.
         what: String,
     },
     /// A file that cannot be read.
@@ -35,22 +35,22 @@ pub enum ReportError {
     Io {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's reason.
         source: std::io::Error,
     },
-    /// Two runs with one name.
+    /// Two runs with the same name.
     #[error("two runs are called {name}\n  hint: name them apart: NAME=FOLDER")]
     SameName {
-        /// The name.
+        /// The shared name.
         name: String,
     },
-    /// Nothing to show.
+    /// No run was given.
     #[error("no run to compare\n  hint: name at least one run folder")]
     Nothing,
 }
 
 impl ReportError {
-    /// For `map_err`: the file that could not be read.
+    /// A function for `map_err` that adds the file's path.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self::Io { path, source }

@@ -5,11 +5,11 @@ use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// A larger file is not one that an evaluation prints.
+/// Bytes of a result, at most: an evaluation writes no larger file.
 const MOST_BYTES: u64 = 16 << 20;
-/// Rows of a JSON array that are shown; a longer one is a list of samples.
+/// JSON arrays of more elements are not shown: they are lists of samples.
 const MOST_ROWS: usize = 64;
-/// Fields that name a row of an array, the first that is there.
+/// Fields that may name an element of an array; the first one present is used.
 const LABELS: [&str; 9] = [
     "task", "method", "selector", "name", "kind", "length", "tokens", "depth", "position",
 ];
@@ -19,7 +19,7 @@ const LABELS: [&str; 9] = [
 pub(crate) struct Scores {
     /// Name of the file without `.json`.
     pub(crate) file: String,
-    /// What is measured, and the number.
+    /// (path of the number in the JSON, number).
     pub(crate) rows: Vec<(String, f64)>,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Picture {
     pub(crate) uri: String,
 }
 
-/// Files of `folder` that end as one of `endings`, by name. A folder that is not there holds none.
+/// (name, path) of the files in `folder` with one of these extensions, sorted. Empty if the folder does not exist.
 fn files(folder: &Path, endings: &[&str]) -> Result<Vec<(String, PathBuf)>, ReportError> {
     if !folder.is_dir() {
         return Ok(Vec::new());
@@ -93,7 +93,7 @@ fn collect(name: &str, value: &Value, rows: &mut Vec<(String, f64)>) {
         }
         Value::Array(items) if items.len() <= MOST_ROWS => {
             for (idx, item) in items.iter().enumerate() {
-                // A bin is one row: its loss, or its accuracy.
+                // A bin with borders is shown as one row instead of one for each of its fields.
                 if let Some((range, value)) = bin(item) {
                     rows.push((below(&range), value));
                     continue;
@@ -110,7 +110,7 @@ fn collect(name: &str, value: &Value, rows: &mut Vec<(String, f64)>) {
     }
 }
 
-/// The borders of a bin, and the mean in it: of a loss by tokens seen, of an accuracy by distance.
+/// (range, value) of a bin: the mean loss by tokens seen, or the accuracy by distance.
 fn bin(item: &Value) -> Option<(String, f64)> {
     let number = |key: &str| item[key].as_f64();
     let value = number("loss").or_else(|| number("accuracy"))?;

@@ -1,13 +1,13 @@
-//! Which runs are seeds of one recipe, and in which keys recipes differ.
+//! Groups runs that differ only in their seed, and finds the keys in which recipes differ.
 use crate::Run;
 use std::collections::BTreeSet;
 
-/// A key that seeds of one recipe may differ in.
+/// Whether runs of one group may differ in this key.
 fn belongs_to_a_seed(key: &str) -> bool {
     matches!(key, "training.seed" | "data.cache_dir") || key.starts_with("checkpoint.") || key.starts_with("metrics.")
 }
 
-/// A key in which recipes differ, with each run's value; `None` where a recipe lacks the key.
+/// (key, value in each run) of a key in which recipes differ; `None` if a recipe lacks the key.
 pub(crate) type Difference<'a> = (&'a str, Vec<Option<&'a str>>);
 
 /// Keys whose values are not the same in all runs.
@@ -29,8 +29,7 @@ pub(crate) fn differences(runs: &[Run]) -> Vec<Difference<'_>> {
         .collect()
 }
 
-/// The group index of each run: runs of one group differ in their seed alone. Groups are counted in the order of their
-/// first runs.
+/// The group of each run. Runs of one group differ only in their seed. Groups are numbered by their first run.
 pub(crate) fn groups(runs: &[Run]) -> Vec<usize> {
     let identity = |run: &'_ Run| -> Vec<(String, String)> {
         let kept = run.config.iter().filter(|(key, _)| !belongs_to_a_seed(key));

@@ -1,4 +1,4 @@
-//! The page: tables made here, charts drawn in the browser by uPlot.
+//! Builds the HTML page. Tables are HTML; charts are drawn in the browser by uPlot.
 use crate::groups::groups;
 use crate::series::{Knots, Series};
 use crate::tables::{commands, config, escaped, pictures, scores, summary};
@@ -13,7 +13,7 @@ const UPLOT: &str = include_str!("../assets/uPlot.iife.min.js");
 const UPLOT_STYLE: &str = include_str!("../assets/uPlot.min.css");
 const UPLOT_LICENSE: &str = include_str!("../assets/uPlot-LICENSE");
 
-/// What the charts need of a run.
+/// A run's data for the charts, embedded in the page as JSON.
 #[derive(Serialize)]
 struct Charted<'a> {
     name: &'a str,
@@ -25,7 +25,7 @@ struct Charted<'a> {
 /// A page that compares `runs`: recipes' differences, curves, speed, memory, evaluations.
 ///
 /// # Errors
-/// No run; two runs of one name.
+/// No run; two runs with the same name.
 pub fn page(runs: &[Run]) -> Result<String, ReportError> {
     if runs.is_empty() {
         return Err(ReportError::Nothing);
@@ -41,7 +41,7 @@ pub fn page(runs: &[Run]) -> Result<String, ReportError> {
         .zip(&groups)
         .map(|(run, &group)| charted(run, group))
         .collect();
-    // Inside <script>, "</" would end the element.
+    // The data is inside a <script> element, which a "</script" in a name would end.
     let data = serde_json::to_string(&charted)
         .map_err(|error| ReportError::content("the page".as_ref(), error.to_string()))?
         .replace("</", "<\\/");
@@ -63,7 +63,7 @@ pub fn page(runs: &[Run]) -> Result<String, ReportError> {
     Ok(filled(TEMPLATE, &parts))
 }
 
-/// The template with each `{{NAME}}` replaced once; what is put in is not searched again.
+/// The template with each `{{NAME}}` replaced. Replacements are not searched for further names.
 fn filled(template: &str, parts: &[(&str, String)]) -> String {
     let mut html = String::with_capacity(parts.iter().map(|(_, text)| text.len()).sum::<usize>() + template.len());
     let mut rest = template;

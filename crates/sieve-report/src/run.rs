@@ -1,4 +1,4 @@
-//! A run's folder, read.
+//! Reads a run's folder.
 use crate::ReportError;
 use crate::evaluations::{Picture, Scores, pictures, scores};
 use serde_json::Value;
@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 
 const CONFIG: &str = "config.toml";
 const METRICS: &str = "metrics.jsonl";
-/// What a step line says of the run's plan or of the machine, not of how training goes.
+/// Numbers of a logged step that are not charted, since they do not describe the training.
 const NOT_SHOWN: [&str; 4] = ["step", "num_steps", "memory_total_bytes", "eta_seconds"];
 
-/// A run as its folder shows it.
+/// A run, read from its folder.
 #[derive(Debug)]
 pub struct Run {
     pub(crate) name: String,
@@ -21,15 +21,15 @@ pub struct Run {
     pub(crate) config: BTreeMap<String, String>,
     /// The text of `config.toml`.
     pub(crate) recipe: String,
-    /// Rows of the embedding, as a checkpoint or the run's data say.
+    /// Rows of the embedding, from a checkpoint or the run's data.
     pub(crate) vocab_size: Option<usize>,
-    /// Steps that were logged.
+    /// The logged steps.
     pub(crate) steps: Vec<f32>,
-    /// Numbers of the logged steps by name, as many as `steps`; NaN where a step lacks one.
+    /// By name, a number for each of `steps`; NaN if the step did not log it.
     pub(crate) numbers: BTreeMap<String, Vec<f64>>,
-    /// Steps of the whole run.
+    /// Planned steps of the whole run.
     pub(crate) num_steps: u64,
-    /// Steps that the guard left out.
+    /// Steps that the guard skipped.
     pub(crate) num_skipped: usize,
     pub(crate) validations: Vec<Validation>,
     pub(crate) scores: Vec<Scores>,
@@ -51,8 +51,8 @@ fn not_logged() -> f64 {
 }
 
 impl Run {
-    /// The run in `folder`; or, where `folder` is a sweep, its runs by their folders' names, `name` before them. Runs
-    /// without a step yet are left out.
+    /// Reads the run in `folder` or, if `folder` is a sweep, its runs. A run of a sweep is named after its own folder,
+    /// with `name` before it. Runs of a sweep without a logged step are left out.
     ///
     /// # Errors
     /// Those of [`open`](Self::open).
@@ -82,7 +82,7 @@ impl Run {
         }
     }
 
-    /// Reads the run in `folder`; its name is the folder's when `name` is `None`.
+    /// Reads the run in `folder`. Without `name` the run has the folder's name.
     ///
     /// # Errors
     /// A folder that holds no run or a run without a step; a damaged file.
@@ -134,7 +134,7 @@ impl Run {
             let line = line.map_err(ReportError::io(path))?;
             let value: Value = match serde_json::from_str(&line) {
                 Ok(value) => value,
-                // A run that is still being trained may be in the middle of its last line.
+                // The last line may be incomplete while the run is still training.
                 Err(_) if lines.peek().is_none() => break,
                 Err(error) => {
                     return Err(ReportError::content(path, format!("line {}: {error}", idx + 1)));
@@ -181,13 +181,13 @@ impl Run {
         }
     }
 
-    /// The column `name`, or nothing.
+    /// The numbers of `name`; empty if none was logged.
     pub(crate) fn column(&self, name: &str) -> &[f64] {
         self.numbers.get(name).map_or(&[], Vec::as_slice)
     }
 
-    /// Tokens, seconds and FLOPs of one device used up at each logged step. Seconds are tokens by the logged speed:
-    /// pauses for validation and checkpoints are left out.
+    /// `[tokens, seconds, FLOPs of one device]` up to each logged step. Seconds are tokens divided by the logged speed,
+    /// which leaves out validation and checkpoints.
     pub(crate) fn sums(&self) -> Vec<[f64; 3]> {
         let (tokens, speed, tflops) = (
             self.column("tokens_seen"),
@@ -213,7 +213,7 @@ impl Run {
     }
 }
 
-/// Rows of the embedding by a checkpoint of the run, or tokens by the text that it was prepared with.
+/// The vocabulary's size: from a checkpoint of the run, else from its prepared data.
 fn vocab_size(folder: &Path, config: &BTreeMap<String, String>) -> Option<usize> {
     let stated = |path: PathBuf| {
         let value: Value = serde_json::from_str(&std::fs::read_to_string(path).ok()?).ok()?;
@@ -231,7 +231,7 @@ fn vocab_size(folder: &Path, config: &BTreeMap<String, String>) -> Option<usize>
     })
 }
 
-/// Calls `found` with every number below `value`, its name joined by dots.
+/// Calls `found` with every number in `value` and its path, joined by dots.
 fn for_each_number(name: &str, value: &Value, found: &mut impl FnMut(&str, f64)) {
     match value {
         Value::Number(number) => found(name, number.as_f64().unwrap_or(f64::NAN)),
@@ -259,7 +259,7 @@ fn flatten_config(name: &str, value: &toml::Value, into: &mut BTreeMap<String, S
                 flatten_config(&full, value, into);
             }
         }
-        // An array of tables is [[stage]]: each is a section of its own.
+        // An array of tables is [[stage]]; each table becomes a section `stage[N]`.
         toml::Value::Array(items) if items.iter().any(toml::Value::is_table) => {
             for (idx, value) in items.iter().enumerate() {
                 flatten_config(&format!("{name}[{}]", idx + 1), value, into);

@@ -1,12 +1,12 @@
-//! Columns of numbers, small enough to stand in a page.
+//! Packs logged numbers compactly into the page.
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde::Serialize;
 
-/// Bins that a long column is reduced to.
+/// A longer series is reduced to this many bins at most.
 const NUM_BINS: usize = 4000;
 
-/// `f32` numbers as base64 of their little-endian bytes. A number that was not logged is NaN.
+/// `f32` numbers as base64 of their little-endian bytes. NaN stands for a number that was not logged.
 #[derive(Debug, Serialize)]
 #[serde(transparent)]
 pub(crate) struct Packed(String);
@@ -18,20 +18,21 @@ impl Packed {
     }
 }
 
-/// A logged number over the steps at which it was logged.
+/// A logged number over steps.
 #[derive(Debug, Serialize)]
 pub(crate) struct Series {
     step: Packed,
     mean: Packed,
-    /// `None` where no two numbers were joined.
+    /// Least number of each bin; `None` without binning.
     #[serde(skip_serializing_if = "Option::is_none")]
     low: Option<Packed>,
+    /// Largest number of each bin; `None` without binning.
     #[serde(skip_serializing_if = "Option::is_none")]
     high: Option<Packed>,
 }
 
 impl Series {
-    /// Every number.
+    /// All numbers, without binning.
     pub(crate) fn whole(steps: &[f32], values: &[f32]) -> Self {
         Self {
             step: Packed::new(steps.iter().copied()),
@@ -41,8 +42,8 @@ impl Series {
         }
     }
 
-    /// At most [`NUM_BINS`] bins of neighbours with their mean, least and largest number. Numbers that are not finite
-    /// are left out.
+    /// At most [`NUM_BINS`] bins of consecutive numbers, with mean, least and largest number of each. Numbers that are
+    /// not finite are left out.
     pub(crate) fn binned(steps: &[f32], values: &[f32]) -> Self {
         if values.len() <= NUM_BINS {
             return Self::whole(steps, values);
@@ -63,7 +64,7 @@ impl Series {
     }
 }
 
-/// Some neighbouring numbers; all NaN where none is finite.
+/// Statistics of consecutive numbers; all NaN if none is finite.
 #[derive(Debug, PartialEq)]
 struct Bin {
     mean: f32,
@@ -83,7 +84,8 @@ impl Bin {
     }
 }
 
-/// What has been used up at each of at most [`NUM_BINS`] steps: between two of them the page interpolates.
+/// Tokens, seconds and FLOPs used up to some of the steps, at most [`NUM_BINS`] + 1. The page interpolates between
+/// them.
 #[derive(Debug, Serialize)]
 pub(crate) struct Knots {
     step: Packed,
@@ -93,7 +95,7 @@ pub(crate) struct Knots {
 }
 
 impl Knots {
-    /// Of the running sums at every logged step: `[tokens, seconds, FLOPs]`.
+    /// From `[tokens, seconds, FLOPs]` at every logged step.
     pub(crate) fn new(steps: &[f32], sums: &[[f64; 3]]) -> Self {
         let stride = steps.len().div_ceil(NUM_BINS).max(1);
         let last = steps.len().saturating_sub(1);

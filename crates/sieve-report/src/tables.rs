@@ -1,11 +1,11 @@
-//! The page's tables, as HTML.
+//! Builds the page's tables in HTML.
 use crate::Run;
 use crate::groups::differences;
 use sieve_core::Recipe;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-/// Text with the characters that HTML gives a meaning written out.
+/// `text` with HTML's special characters escaped.
 pub(crate) fn escaped(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
@@ -13,7 +13,7 @@ pub(crate) fn escaped(text: &str) -> String {
         .replace('"', "&quot;")
 }
 
-/// A number with as many digits as a reader can use.
+/// A number with four or five significant digits.
 fn digits(value: f64) -> String {
     match value.abs() {
         _ if !value.is_finite() => "–".to_owned(),
@@ -41,7 +41,7 @@ fn thousands(value: f64) -> String {
 struct Column {
     title: &'static str,
     about: &'static str,
-    /// The best value of a column is printed bold.
+    /// Chooses the better of two values (`f64::min` or `f64::max`); the best one is printed bold.
     best: Option<fn(f64, f64) -> f64>,
     of: fn(&Run) -> f64,
 }
@@ -96,7 +96,7 @@ fn memory(run: &Run) -> f64 {
 
 fn parameters(run: &Run) -> f64 {
     let shape = Recipe::load(&run.recipe, "config.toml", &[]).ok().and_then(|recipe| {
-        // A tokenizer that is trained may have fewer tokens than the recipe asks for.
+        // The run's own size comes first: a trained tokenizer may have fewer tokens than the recipe asks for.
         let vocab_size = run.vocab_size.or_else(|| recipe.stated_vocab_size())?;
         recipe.model_shape(vocab_size).ok()
     });
@@ -123,7 +123,7 @@ fn most(values: &[f64]) -> f64 {
     values.iter().copied().fold(f64::NAN, f64::max)
 }
 
-/// Mean and sample standard deviation; the latter `None` for one value.
+/// Mean and sample standard deviation, which is `None` for one value.
 fn mean_and_spread(values: &[f64]) -> (f64, Option<f64>) {
     let mean = values.iter().sum::<f64>() / values.len() as f64;
     let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
@@ -140,7 +140,7 @@ fn cell(values: &[f64]) -> String {
     }
 }
 
-/// Name of a run behind the mark that holds its colour.
+/// Name of a run, after a mark in the run's colour.
 fn swatch(run: &Run, idx: usize) -> String {
     format!(
         "<span class=\"swatch\" data-run=\"{idx}\"></span>{}",
@@ -148,7 +148,7 @@ fn swatch(run: &Run, idx: usize) -> String {
     )
 }
 
-/// The runs of each group, groups in the order of their first runs.
+/// For each group, the indices of its runs.
 fn members(groups: &[usize]) -> Vec<Vec<usize>> {
     let num = groups.iter().max().map_or(0, |most| most + 1);
     (0..num)
@@ -156,8 +156,8 @@ fn members(groups: &[usize]) -> Vec<Vec<usize>> {
         .collect()
 }
 
-/// Size, progress, loss, speed and memory of each run; seeds of one recipe have a row of means. The best row is a
-/// recipe by its mean, never a single seed.
+/// The table of runs: size, progress, loss, speed and memory. A group of several seeds has a further row of means, and
+/// only that row can be the best.
 pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
     let mut html = String::from("<table class=\"wide\"><thead><tr><th>run</th>");
     for column in &COLUMNS {
@@ -204,7 +204,7 @@ pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
     html
 }
 
-/// The keys in which the recipes differ.
+/// The table of keys in which the recipes differ.
 pub(crate) fn config(runs: &[Run]) -> String {
     let found = differences(runs);
     if found.is_empty() {
@@ -229,7 +229,7 @@ fn head(title: &str, runs: &[Run]) -> String {
     html + "</tr></thead><tbody>"
 }
 
-/// One table for each file name in the runs' `eval` folders.
+/// A table of scores for each file name in the runs' `eval` folders.
 pub(crate) fn scores(runs: &[Run]) -> String {
     let files = runs.iter().flat_map(|run| &run.scores).map(|scores| &*scores.file);
     let mut html = String::new();
@@ -269,7 +269,7 @@ pub(crate) fn scores(runs: &[Run]) -> String {
     html
 }
 
-/// Pictures of evaluations; pictures with the same file name are side by side.
+/// Pictures of the runs' `eval` folders; those with the same file name are side by side.
 pub(crate) fn pictures(runs: &[Run]) -> String {
     let files = runs.iter().flat_map(|run| &run.pictures).map(|picture| &*picture.file);
     let mut html = String::new();
@@ -292,7 +292,7 @@ pub(crate) fn pictures(runs: &[Run]) -> String {
     html
 }
 
-/// How to reproduce each run.
+/// A list of the commands that reproduce each run.
 pub(crate) fn commands(runs: &[Run]) -> String {
     let mut html = String::from("<ul class=\"commands\">");
     for (idx, run) in runs.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! `sieve compare`.
+//! `sieve compare`: an HTML page of runs side by side.
 use crate::terminal;
 use anyhow::{Result, bail};
 use clap::Args;
@@ -18,7 +18,7 @@ pub(crate) struct CompareArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
-    crate::eval::output::check_replaceable(&args.out)?;
+    crate::eval::output::check(args.out.as_path())?;
     let mut named = args
         .runs
         .iter()
@@ -29,7 +29,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
             let runs = named.map(|text| open(text)).collect::<Result<Vec<_>>>()?;
             runs.into_iter().flatten().collect()
         }
-        // What is wrong with the first of them.
+        // Every argument is a sweep's own file or folder: opening the first one gives the error to print.
         None => args.runs.first().map_or(Ok(Vec::new()), |text| open(text))?,
     };
     let html = page(&runs)?;
@@ -43,13 +43,15 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     Ok(())
 }
 
-/// Whether `path` is what a sweep keeps beside its runs: its table and its text, which FOLDER/* names too.
+/// Whether `path` is the `sweep.json` or the `data` folder that a sweep writes beside its runs. The shell expands
+/// SWEEP/* to them too; they are no runs.
 fn lies_beside_runs(path: &Path) -> bool {
     let is_named = |name: &str| path.file_name().is_some_and(|own| own == name);
     is_named("sweep.json") && path.is_file() || is_named("data") && path.is_dir() && !path.join("config.toml").exists()
 }
 
-/// A run or the runs of a sweep by their folder, or by NAME=FOLDER where no folder has the whole text as its name.
+/// Opens a run, or the runs of a sweep, from FOLDER or NAME=FOLDER. A folder whose own name contains `=` is found as
+/// FOLDER.
 fn open(text: &str) -> Result<Vec<Run>> {
     let whole = Path::new(text);
     match text.split_once('=') {

@@ -33,8 +33,8 @@ pub(crate) fn run(command: DataCommand) -> Result<()> {
     }
 }
 
-/// Where the shards of a recipe go: `--data-dir`, else `data.cache_dir`, else where `sieve train` without `--out` puts
-/// them.
+/// Folder of a recipe's shards: `--data-dir`, else `data.cache_dir`, else `out/RECIPE/data`, as for `sieve train`
+/// without `--out`.
 pub(crate) fn folder(args: &RecipeArgs, recipe: &Recipe, data_dir: Option<PathBuf>) -> Result<PathBuf> {
     Ok(match (data_dir, &recipe.data.cache_dir) {
         (Some(dir), _) => dir,

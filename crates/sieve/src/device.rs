@@ -40,7 +40,7 @@ impl FromStr for DeviceChoice {
     }
 }
 
-/// What a command was given.
+/// The device that a command computes on.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Device {
     /// The CPU.
@@ -50,7 +50,7 @@ pub(crate) enum Device {
 }
 
 impl Place {
-    /// Names the device, where the output is verbose.
+    /// With `--verbose`, prints the device's name.
     fn tell(&self) {
         if !crate::terminal::is_verbose() {
             return;
@@ -67,13 +67,13 @@ impl Place {
 }
 
 impl DeviceChoice {
-    /// Looks for the device; a CUDA device is probed, and the kernel cache opened, before any tensor is made.
+    /// Finds the device. A CUDA device is probed and the kernel cache is opened here, before any tensor exists.
     pub(crate) fn resolve(self) -> Result<Device> {
         self.resolve_and_prepare(|_, _| Ok(()))
     }
 
-    /// The place for a model whose weights are kept in `dtype`: as [`resolve`](Self::resolve), then
-    /// [`for_model`](Self::for_model).
+    /// The device for a model of this shape, chosen by [`resolve`](Self::resolve) and [`for_model`](Self::for_model),
+    /// and the type its weights are kept in.
     pub(crate) fn resolve_for(
         self,
         dtype: Option<DtypeArg>,
@@ -88,8 +88,8 @@ impl DeviceChoice {
         Ok(place)
     }
 
-    /// The device a model runs on, given the device that was found: `auto` never takes a GPU on which attention would
-    /// run as its reference, and prints a line instead.
+    /// The device a model runs on. With `auto`, a GPU whose kernels do not take this model's attention is not used: the
+    /// reference op would be slower than the CPU. A line says so.
     pub(crate) fn for_model(self, found: &Device, shape: &ModelShape) -> Device {
         match (self, found, gpu_attention_gap(shape)) {
             (Self::Auto, Device::Cuda(gpu), Some(reason)) => {
@@ -103,7 +103,7 @@ impl DeviceChoice {
         }
     }
 
-    /// As [`resolve`](Self::resolve); of a CUDA device, `prepare` may fill the kernel cache before anything reads it.
+    /// As [`resolve`](Self::resolve), but `prepare` may first add kernels to a CUDA device's kernel cache.
     pub(crate) fn resolve_and_prepare(
         self,
         prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>,
@@ -138,7 +138,7 @@ fn open_cuda(
     let cache = KernelCache::open(&cache_root()?, &device.arch(), report.nvrtc)?;
     prepare(&cache, &device)?;
     cache.init_runtime()?;
-    // Its lock holds until the process ends.
+    // The cache's file lock must be held until the process ends.
     std::mem::forget(cache);
     Ok(Device::Cuda(device))
 }
@@ -158,7 +158,7 @@ pub(crate) fn cuda_memory(index: usize) -> (u64, u64) {
     sieve_kernels::DeviceReport::memory_bytes(index).map_or((0, 0), |(free, total)| (total - free, total))
 }
 
-/// The most memory of a CUDA device that tensors took while it was watched.
+/// The most memory that tensors took on the CUDA device since its peak began to be recorded.
 pub(crate) fn cuda_memory_peak() -> Option<PeakMemory> {
     let peak = sieve_kernels::MemoryPeak::seen()?;
     Some(PeakMemory {
@@ -167,7 +167,7 @@ pub(crate) fn cuda_memory_peak() -> Option<PeakMemory> {
     })
 }
 
-/// FLOP/s of f32 matrix products on this CPU: the best of a few products of 1024 x 1024 x 1024.
+/// FLOP/s of f32 GEMMs on this CPU: the best of five of 1024 x 1024 x 1024.
 pub(crate) fn cpu_peak_flops() -> f64 {
     const SIZE: usize = 1024;
     let a = Tensor::<Flex, 2>::random([SIZE, SIZE], Distribution::Default, &FlexDevice);
@@ -179,7 +179,7 @@ pub(crate) fn cpu_peak_flops() -> f64 {
     2.0 * (SIZE as f64).powi(3) / seconds.fold(f64::INFINITY, f64::min)
 }
 
-/// Programs that ran or waited for a core in the last minute, on average; `None` where the system does not say.
+/// The system's load average of the last minute: processes that ran or waited for a core. `None` without /proc/loadavg.
 pub(crate) fn load() -> Option<f64> {
     let text = std::fs::read_to_string("/proc/loadavg").ok()?;
     text.split(' ').next()?.parse().ok()

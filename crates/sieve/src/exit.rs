@@ -1,20 +1,21 @@
-//! How the program ends, as a number for scripts and job queues; docs/command-line.md lists them.
+//! Exit codes, for scripts and job queues. docs/command-line.md lists them.
 use std::process::ExitCode;
 
-/// What an exit code says.
+/// How the program ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exit {
-    /// What was asked for is done.
+    /// The command succeeded.
     Done = 0,
-    /// An error, which was printed.
+    /// The command failed and printed its error.
     Failed = 1,
-    /// A command line that cannot be read; clap's own.
+    /// clap refused the command line.
     Usage = 2,
     /// A signal ended a run before its last step, with a checkpoint: `--resume` continues it.
     StoppedEarly = 75,
-    /// In a process of `sieve launch` alone, which makes 75 of it: another rank of the run was lost.
+    /// Another rank of the run was lost. Only processes of `sieve launch` end so; the launcher itself then ends with
+    /// 75.
     OtherLost = 76,
-    /// A signal ended the process before it could keep anything, or a second one came; as shells report SIGINT.
+    /// A signal came before there was a state to save, or a second signal came. Shells report SIGINT by this number.
     Interrupted = 130,
 }
 
@@ -24,7 +25,7 @@ impl Exit {
         self as i32
     }
 
-    /// Ends the process here.
+    /// Ends the process.
     pub(crate) fn now(self) -> ! {
         std::process::exit(self.code())
     }

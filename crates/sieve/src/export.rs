@@ -1,4 +1,4 @@
-//! `sieve export`.
+//! `sieve export`: a trained model in the Hugging Face layout.
 use crate::loaded::{self, DtypeArg};
 use crate::terminal;
 use anyhow::Result;
@@ -82,12 +82,12 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
     Ok(())
 }
 
-/// A note on an export whose class breaks ties in any order.
+/// Printed if the exported class keeps an arbitrary one of several keys with equal scores.
 const TIES: &str = "note: Doge keeps whichever of equal keys torch.topk returns, and equal tokens are equal keys in \
     the first layer: beyond keep_window_size tokens logits may differ by some tenths from Sieve's\n  \
     hint: --form sieve writes modeling_sieve.py, which keeps the later key as Sieve does";
 
-/// A note on an export whose tokenizer `transformers` replaces.
+/// Printed if AutoTokenizer of `transformers` replaces the export's tokenizer.
 const OTHER_TOKENIZER: &str = "note: AutoTokenizer of transformers 5 opens a Qwen2 folder with Qwen2's own splitting \
     of words, which this tokenizer.json does not have: texts would become other tokens\n  \
     hint: PreTrainedTokenizerFast.from_pretrained reads the tokenizer as it is";
@@ -102,7 +102,7 @@ fn prompt(recipe: &Recipe) -> &str {
 
 /// A command that lets the exported model write a few words.
 fn python_command(folder: &Path, is_remote_code: bool, replaces_tokenizer: bool, prompt: &str) -> String {
-    // A JSON string is a Python string too.
+    // A JSON string is also a valid Python string.
     let [folder, prompt] = [folder.display().to_string(), prompt.to_owned()].map(serde_json::Value::from);
     let trust = if is_remote_code { ", trust_remote_code=True" } else { "" };
     let (import, tokenizer) = match replaces_tokenizer {

@@ -1,24 +1,24 @@
-//! `sieve generate`: text as it comes.
+//! `sieve generate`: continues a prompt and prints each token as it is generated.
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result};
 use clap::Args;
 use sieve_data::{DecodeStream, Tokenizer};
 use sieve_eval::{BatchGenerator, GenerateConfig, Generator, Sampling, Selection, StopTexts, prompt_part};
-use sieve_hf::Kept;
+use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// New tokens when nothing is said and the context has room for them.
+/// New tokens without `--max-new-tokens`, if the context has room for them.
 const DEFAULT_NEW_TOKENS: usize = 128;
 
-/// Texts that grow together at most: what they hold stays small beside a model, and more of them are written as they
-/// come.
+/// Samples decoded as one batch, at most. The bound keeps their KV caches small beside the model, and lets the first
+/// samples be printed before all are done.
 const MOST_TOGETHER: u64 = 64;
 
-/// Rough bytes of text a token, to estimate the memory of a prompt before the tokenizer is loaded.
+/// Assumed bytes of text per token, to estimate the memory of a prompt before the tokenizer is loaded.
 const BYTES_A_TOKEN: usize = 4;
 
 /// Arguments of `sieve generate`.
@@ -103,54 +103,99 @@ fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::D
     // An empty prompt takes one position for the token it starts from.
     let room = loaded.shape.max_seq_len.saturating_sub(tokens.len().max(1));
     let eos_id = tokenizer.eos_id()?;
-    let ends = loaded.end_ids(eos_id)?;
-    let config = |seed| -> Result<GenerateConfig> {
-        Ok(GenerateConfig {
+    let run = Run {
+        args,
+        prompt,
+        tokens,
+        config: GenerateConfig {
             max_new_tokens: args.max_new_tokens.unwrap_or(room.clamp(1, DEFAULT_NEW_TOKENS)),
             sampling: Sampling {
                 temperature: args.temperature,
                 top_p: args.top_p,
                 top_k: args.top_k,
-                seed,
+                seed: args.seed,
             },
             eos_id,
             num_tokens: tokenizer.vocab_size().min(loaded.shape.vocab_size),
-        })
+        },
+        ends: loaded.end_ids(eos_id)?,
+        loaded: &loaded,
+        tokenizer: &tokenizer,
+        device,
     };
-    if args.samples > 1 && args.sparse.selector.is_none() {
+    match args.samples > 1 && args.sparse.selector.is_none() {
+        true => run.in_batches(),
+        false => run.one_by_one(),
+    }
+}
+
+/// One run of the command.
+struct Run<'a, B: DeviceBackend> {
+    args: &'a GenerateArgs,
+    prompt: &'a str,
+    /// The prompt's tokens.
+    tokens: Vec<u32>,
+    /// Settings of the first sample.
+    config: GenerateConfig,
+    /// Tokens that end a text.
+    ends: Vec<u32>,
+    loaded: &'a LoadedModel<B>,
+    tokenizer: &'a Tokenizer,
+    device: &'a B::Device,
+}
+
+impl<B: DeviceBackend> Run<'_, B> {
+    /// Settings of a sample, which has a seed of its own.
+    fn config(&self, sample: u64) -> GenerateConfig {
+        let seed = self.args.seed.wrapping_add(sample);
+        let sampling = Sampling {
+            seed,
+            ..self.config.sampling
+        };
+        GenerateConfig {
+            sampling,
+            ..self.config
+        }
+    }
+
+    /// Decodes up to [`MOST_TOGETHER`] samples at once.
+    fn in_batches(&self) -> Result<()> {
         let (mut later_tokens, mut seconds) = (0, 0.0);
-        for first in (0..args.samples).step_by(MOST_TOGETHER as usize) {
-            let count = (args.samples - first).min(MOST_TOGETHER) as usize;
-            let (model, config) = (&loaded.model, config(args.seed.wrapping_add(first))?);
-            let generator = BatchGenerator::new(model, &tokens, config, count, device)?.ending_at(&ends);
-            let texts = write_together(args, &tokenizer, generator, count)?;
+        for first in (0..self.args.samples).step_by(MOST_TOGETHER as usize) {
+            let count = (self.args.samples - first).min(MOST_TOGETHER) as usize;
+            let (model, config) = (&self.loaded.model, self.config(first));
+            let generator = BatchGenerator::new(model, &self.tokens, config, count, self.device)?;
+            let texts = write_together(self.args, self.tokenizer, generator.ending_at(&self.ends), count)?;
             for (sample, written) in (first..).zip(&texts) {
-                head(args, sample);
-                if !args.json {
-                    terminal::text(&format!("{prompt}{}\n", written.text));
+                self.print_head(sample);
+                if !self.args.json {
+                    terminal::text(&format!("{}{}\n", self.prompt, written.text));
                 }
-                tell(args, prompt, tokens.len(), sample, written, None);
+                self.print_numbers(sample, written, None);
                 later_tokens += written.token_times.len().saturating_sub(1);
             }
             seconds += texts.iter().map(Written::seconds).fold(0.0, f64::max);
         }
-        if !args.json {
+        if !self.args.json {
             let speed = later_tokens as f64 / f64::max(seconds, 1e-9);
             terminal::remark(&format!("all texts together: {speed:.1} tokens a second"));
         }
-        return Ok(());
+        Ok(())
     }
-    for sample in 0..args.samples {
-        let config = config(args.seed.wrapping_add(sample))?;
-        let mut generator = Generator::new(&loaded.model, &tokens, config, device)?.ending_at(&ends);
-        if let Some(selection) = args.sparse.selection(&loaded.shape)? {
-            generator = generator.with_selection(selection);
-        }
-        head(args, sample);
-        let written = write(args, prompt, &tokenizer, &mut generator)?;
-        let selection = generator.selection();
-        tell(args, prompt, tokens.len(), sample, &written, selection);
-        if let Some(selection) = selection {
+
+    fn one_by_one(&self) -> Result<()> {
+        for sample in 0..self.args.samples {
+            let (model, config) = (&self.loaded.model, self.config(sample));
+            let mut generator = Generator::new(model, &self.tokens, config, self.device)?.ending_at(&self.ends);
+            if let Some(selection) = self.args.sparse.selection(&self.loaded.shape)? {
+                generator = generator.with_selection(selection);
+            }
+            self.print_head(sample);
+            let written = write(self.args, self.prompt, self.tokenizer, &mut generator)?;
+            self.print_numbers(sample, &written, generator.selection());
+            let Some(selection) = generator.selection() else {
+                continue;
+            };
             let totals = selection.totals();
             if totals.dense_calls == totals.calls {
                 terminal::warning(&format!(
@@ -163,50 +208,44 @@ fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::D
                 terminal::remark(&selector::summary(selection));
             }
         }
+        Ok(())
     }
-    Ok(())
-}
 
-/// The line above a sample, where there are several.
-fn head(args: &GenerateArgs, sample: u64) {
-    if args.samples > 1 && !args.json {
-        let (number, all) = (sample + 1, args.samples);
-        let seed = args.seed.wrapping_add(sample);
-        terminal::line(&format!("--- sample {number} of {all}, seed {seed}"));
+    /// With several samples, prints the line above a sample.
+    fn print_head(&self, sample: u64) {
+        if self.args.samples > 1 && !self.args.json {
+            let (number, all) = (sample + 1, self.args.samples);
+            let seed = self.args.seed.wrapping_add(sample);
+            terminal::line(&format!("--- sample {number} of {all}, seed {seed}"));
+        }
     }
-}
 
-/// What there is to say of a sample.
-fn tell(
-    args: &GenerateArgs,
-    prompt: &str,
-    num_prompt_tokens: usize,
-    sample: u64,
-    written: &Written,
-    selection: Option<&Selection>,
-) {
-    if args.json {
-        let selector = args.sparse.selector.as_ref().map(ToString::to_string);
+    /// Prints a sample's numbers, as JSON with its text or as a line.
+    fn print_numbers(&self, sample: u64, written: &Written, selection: Option<&Selection>) {
+        let num_prompt_tokens = self.tokens.len();
+        if !self.args.json {
+            return terminal::remark(&written.speed(num_prompt_tokens));
+        }
+        let (seed, prompt) = (self.args.seed.wrapping_add(sample), self.prompt);
+        let selector = self.args.sparse.selector.as_ref().map(ToString::to_string);
         let json = serde_json::json!({
-            "prompt": prompt, "text": written.text, "seed": args.seed.wrapping_add(sample), "stopped": written.stopped,
+            "prompt": prompt, "text": written.text, "seed": seed, "stopped": written.stopped,
             "prompt_tokens": num_prompt_tokens, "new_tokens": written.token_times.len(),
             "prompt_seconds": written.prompt_seconds(), "tokens_per_second": written.tokens_per_second(),
             "median_token_seconds": written.median_token_seconds(),
             "selector": selector, "paths": selection.map(Selection::paths),
         });
         terminal::line(&json.to_string());
-    } else {
-        terminal::remark(&written.speed(num_prompt_tokens));
     }
 }
 
-/// What came of one sample.
+/// A finished sample.
 struct Written {
     text: String,
-    /// What ended it: a stop text, the end of the document, or the number of tokens.
+    /// Why it ended: "stop text", "end of document" or "max_new_tokens".
     stopped: &'static str,
     begun: Instant,
-    /// When each token was there. The prompt's pass gives the first.
+    /// When each token was generated. The forward pass over the prompt gives the first token.
     token_times: Vec<Instant>,
 }
 
@@ -216,7 +255,7 @@ impl Written {
         first.map_or(0.0, |first| (*first - self.begun).as_secs_f64())
     }
 
-    /// Of the tokens after the first.
+    /// Seconds from the first token to the last.
     fn seconds(&self) -> f64 {
         let ends = self.token_times.first().zip(self.token_times.last());
         ends.map_or(0.0, |(first, last)| (*last - *first).as_secs_f64())
@@ -226,7 +265,8 @@ impl Written {
         self.token_times.len().saturating_sub(1) as f64 / self.seconds().max(1e-9)
     }
 
-    /// What a token takes when kernels are loaded and caches have room: the first ones of a process wait for both.
+    /// Median seconds between tokens. Unlike the mean, it leaves out the first tokens of a process, which wait for
+    /// kernels to load and caches to grow.
     fn median_token_seconds(&self) -> Option<f64> {
         let between = self.token_times.windows(2).map(|pair| pair[1] - pair[0]);
         let mut seconds: Vec<f64> = between.map(|time| time.as_secs_f64()).collect();
@@ -244,7 +284,7 @@ impl Written {
     }
 }
 
-/// A sample while its tokens come.
+/// A sample while it is being generated.
 struct Growing<'t> {
     stream: DecodeStream<'t>,
     stop: StopTexts,
@@ -265,7 +305,7 @@ impl<'t> Growing<'t> {
         }
     }
 
-    /// The text that a token adds, and whether a stop text was met behind it.
+    /// The text that a token adds, and whether a stop text follows it.
     fn push(&mut self, token: u32) -> Result<(String, bool)> {
         self.written.token_times.push(Instant::now());
         let (text, is_met) = self.stop.push(&self.stream.push(token)?);
@@ -276,7 +316,7 @@ impl<'t> Growing<'t> {
         Ok((text, is_met))
     }
 
-    /// The sample, and what of its text had waited.
+    /// The finished sample, and the end of its text that was held back as a possible stop text.
     fn finish(mut self) -> Result<(Written, String)> {
         if self.written.stopped == "stop text" {
             return Ok((self.written, String::new()));
@@ -290,7 +330,7 @@ impl<'t> Growing<'t> {
     }
 }
 
-/// Collects samples that are decoded as one batch.
+/// Decodes `count` samples as one batch.
 fn write_together<B: DeviceBackend>(
     args: &GenerateArgs,
     tokenizer: &Tokenizer,
@@ -314,7 +354,7 @@ fn write_together<B: DeviceBackend>(
     finished.map(|text| Ok(text?.0)).collect()
 }
 
-/// Prints one sample as it comes, or gathers it for `--json`.
+/// Generates one sample. Without `--json`, prints its text token by token.
 fn write<B: DeviceBackend>(
     args: &GenerateArgs,
     prompt: &str,

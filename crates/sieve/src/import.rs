@@ -1,4 +1,4 @@
-//! `sieve import`.
+//! `sieve import`: a model in the Hugging Face layout as a checkpoint.
 use crate::out_of_memory::MemoryArgs;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
@@ -6,6 +6,7 @@ use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_core::recipe::AttentionKind;
 use sieve_data::Tokenizer;
+use sieve_hf::ImportReport;
 use std::path::{Path, PathBuf};
 
 /// Arguments of `sieve import`.
@@ -34,26 +35,11 @@ pub(crate) struct ImportArgs {
 /// Runs the command.
 pub(crate) fn run(args: ImportArgs) -> Result<()> {
     let kind = args.attention.as_deref().map(kind).transpose()?;
-    if let Some(gguf) = gguf_at(&args.from) {
-        bail!(
-            "{} is a GGUF file, which holds quantised weights in another layout\n  \
-             hint: open it with transformers (AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME), packages \
-             gguf and accelerate), save the weights in float32 and the tokenizer with save_pretrained, and import that \
-             folder",
-            gguf.display()
-        );
-    }
-    if !args.from.is_dir() {
-        bail!(
-            "there is no folder {}\n  \
-             hint: a model of the hub is fetched by huggingface-cli download OWNER/NAME --local-dir DIR",
-            args.from.display()
-        );
-    }
+    check_folder(&args.from)?;
     let tokenizer = args.from.join("tokenizer.json");
     let tokenizer =
         Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.display()))?;
-    // A configuration that cannot be read is reported below.
+    // An unreadable configuration is no error here: `sieve_hf::import` reports it below.
     if let Ok((_, shape)) = sieve_hf::imported_model(&args.from, kind, &args.overrides) {
         args.memory.check_import(&shape)?;
     }
@@ -77,6 +63,48 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
         report.recipe.attention.kind().name(),
         report.path.display()
     ));
+    print_notes(&report, &tokenizer);
+    let checkpoint = terminal::quoted(&report.path);
+    let mut commands = vec![format!("generate --checkpoint {checkpoint} --prompt 'The '")];
+    let train = format!(
+        "train --recipe {} --branch-from {checkpoint} --out {}",
+        terminal::quoted(&recipe_path),
+        terminal::quoted(&args.out.join("run"))
+    );
+    match args.data.is_empty() {
+        true => terminal::line(&format!(
+            "to train it: put your text into {} (data.paths), then sieve {train}",
+            recipe_path.display()
+        )),
+        false => commands.push(train),
+    }
+    terminal::line(&terminal::next(&commands));
+    Ok(())
+}
+
+/// Refuses what is not a folder in the Hugging Face layout.
+fn check_folder(from: &Path) -> Result<()> {
+    if let Some(gguf) = gguf_at(from) {
+        bail!(
+            "{} is a GGUF file, which holds quantised weights in another layout\n  \
+             hint: open it with transformers (AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME), packages \
+             gguf and accelerate), save the weights in float32 and the tokenizer with save_pretrained, and import that \
+             folder",
+            gguf.display()
+        );
+    }
+    if !from.is_dir() {
+        bail!(
+            "there is no folder {}\n  \
+             hint: a model of the hub is fetched by huggingface-cli download OWNER/NAME --local-dir DIR",
+            from.display()
+        );
+    }
+    Ok(())
+}
+
+/// Prints what differs between the imported model and the one in the folder.
+fn print_notes(report: &ImportReport, tokenizer: &Tokenizer) {
     if let [first, ..] = report.added.as_slice() {
         terminal::line(&format!(
             "{} parameters are new and start as in a new model: {first}, …",
@@ -99,27 +127,10 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     }
     if report.all_scores_tie {
         terminal::line(
-            "note: every A is 0, so all keys score alike: beyond keep_window_size tokens transformers keeps other \
-             ones of \
-             equal score than Sieve, and logits differ until A is trained",
+            "note: every A is 0, so all keys score alike: beyond keep_window_size tokens transformers keeps other ones \
+             of equal score than Sieve, and logits differ until A is trained",
         );
     }
-    let checkpoint = terminal::quoted(&report.path);
-    let mut commands = vec![format!("generate --checkpoint {checkpoint} --prompt 'The '")];
-    let train = format!(
-        "train --recipe {} --branch-from {checkpoint} --out {}",
-        terminal::quoted(&recipe_path),
-        terminal::quoted(&args.out.join("run"))
-    );
-    match args.data.is_empty() {
-        true => terminal::line(&format!(
-            "to train it: put your text into {} (data.paths), then sieve {train}",
-            recipe_path.display()
-        )),
-        false => commands.push(train),
-    }
-    terminal::line(&terminal::next(&commands));
-    Ok(())
 }
 
 fn kind(name: &str) -> Result<AttentionKind> {
@@ -127,7 +138,7 @@ fn kind(name: &str) -> Result<AttentionKind> {
     match found {
         Some(kind) => Ok(kind),
         None => {
-            // No other kind becomes latent attention.
+            // A model of another kind cannot be turned into latent attention.
             let kinds = AttentionKind::ALL
                 .into_iter()
                 .filter(|&kind| kind != AttentionKind::Mla);
@@ -137,7 +148,7 @@ fn kind(name: &str) -> Result<AttentionKind> {
     }
 }
 
-/// The GGUF file that `from` is, or that lies there in place of a configuration.
+/// The GGUF file at `from`: the path itself, or a file in a folder without a config.json.
 fn gguf_at(from: &Path) -> Option<PathBuf> {
     let is_gguf = |path: &Path| path.extension().is_some_and(|end| end == "gguf");
     if is_gguf(from) {

@@ -26,7 +26,7 @@ pub(crate) struct InfoArgs {
     json: bool,
 }
 
-/// Everything that is found, in words.
+/// What the command prints.
 #[derive(Serialize)]
 struct Info {
     version: &'static str,
@@ -44,11 +44,12 @@ struct Info {
     nccl: Option<String>,
     gpus: Vec<Gpu>,
     kernel_cache: String,
-    /// Folders of the cache, one for each architecture and compiler, with their bytes.
+    /// (name, bytes) of the kernel cache's folders: one for each architecture and compiler version.
     compiled: Vec<(String, u64)>,
     num_recipes: usize,
-    /// For each kind of attention the path of each head width of `widths`.
+    /// Head widths that `paths` lists.
     widths: [usize; WIDTHS.len()],
+    /// Each kind of attention with its path (kernel family, "reference" or "cpu") for each of `widths`.
     paths: Vec<(&'static str, Vec<&'static str>)>,
 }
 
@@ -183,7 +184,7 @@ impl Info {
     }
 }
 
-/// The path of each kind and width: on a GPU that is Hopper or not, or on the CPU.
+/// [`Info::paths`]. `is_hopper` is `None` on the CPU.
 fn paths(is_hopper: Option<bool>) -> Vec<(&'static str, Vec<&'static str>)> {
     let kinds = AttentionKind::ALL.into_iter();
     kinds
@@ -199,7 +200,7 @@ fn paths(is_hopper: Option<bool>) -> Vec<(&'static str, Vec<&'static str>)> {
         .collect()
 }
 
-/// The same model with heads of another width; of a latent model half as much is rotated besides.
+/// `shape` with heads of another width. In latent attention the part with RoPE gets half that width.
 fn of_width(shape: &ModelShape, width: usize) -> ModelShape {
     let attention = match shape.attention {
         Attention::Mla(mla) => Attention::Mla(sieve_core::MlaShape {
@@ -240,7 +241,7 @@ fn gpu_path(shape: &ModelShape, is_hopper: bool) -> &'static str {
     }
 }
 
-/// The folders in a folder, with the bytes of their files.
+/// The names of the folders in `folder`, with the bytes of their files.
 fn folders(folder: &Path) -> Vec<(String, u64)> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let folders = entries.filter(|entry| entry.path().is_dir());

@@ -1,4 +1,4 @@
-//! SIGINT, SIGTERM and SIGHUP: the first asks a run to stop at the next step, the second ends the process at once.
+//! SIGINT, SIGTERM and SIGHUP: the first signal asks a run to stop after its step, the second ends the process at once.
 use crate::exit::Exit;
 use crate::terminal;
 use crate::train::LAUNCHED;
@@ -6,15 +6,15 @@ use anyhow::{Context, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Requests made by signals.
+/// Flags that the signal handler sets and reads.
 pub(crate) struct Interrupt {
     stop: Arc<AtomicBool>,
-    /// Whether there is a state that a checkpoint could keep.
+    /// Whether there is a training state to save.
     has_state: Arc<AtomicBool>,
 }
 
 impl Interrupt {
-    /// Installs handlers for SIGINT and SIGTERM. Of several processes that train together one `tells` what follows.
+    /// Installs the signal handler. `tells` says whether it prints what happens next; one rank of a run does.
     pub(crate) fn install(tells: bool) -> Result<Self> {
         let this = Self {
             stop: Arc::new(AtomicBool::new(false)),
@@ -38,7 +38,8 @@ impl Interrupt {
         if std::env::var_os(LAUNCHED).is_some() {
             let ask = ask.clone();
             std::thread::spawn(move || {
-                // Nothing is ever written there: it ends when the launcher does, which then forwards no signal.
+                // The launcher writes nothing to this pipe. It closes when the launcher dies, and that counts as a
+                // signal: nobody is left to forward one.
                 let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
                 ask();
             });
@@ -47,16 +48,18 @@ impl Interrupt {
         Ok(this)
     }
 
-    /// From here on a signal asks for a checkpoint; until here it ends the process, as there is nothing to keep.
+    /// From this call on, the first signal asks for a checkpoint by setting the returned flag. Before it, a signal ends
+    /// the process, since there is no state to save.
     pub(crate) fn keep_state(&self) -> &AtomicBool {
         self.has_state.store(true, Ordering::Relaxed);
         &self.stop
     }
 }
 
-/// Lets a run started with `nohup` outlive its terminal, whose SIGHUP would stop it like any other signal taken over.
+/// Blocks SIGHUP if the process was started with it ignored, as `nohup` does. Otherwise the signal handler, which also
+/// takes SIGHUP, would stop the run when its terminal closes.
 ///
-/// Call it before any thread is started: threads inherit the blocked signal.
+/// Call this before starting threads: they inherit the mask of blocked signals.
 pub(crate) fn respect_nohup() {
     #[cfg(unix)]
     {
@@ -69,13 +72,14 @@ pub(crate) fn respect_nohup() {
         if ignored.is_some_and(|mask| mask >> (SIGHUP as u64 - 1) & 1 == 1) {
             let mut hangup = SigSet::empty();
             hangup.add(SIGHUP);
-            // Where it cannot be blocked, a hangup stops the run with a checkpoint.
+            // If blocking fails, a hangup stops the run with a checkpoint.
             let _ = hangup.thread_block();
         }
     }
 }
 
-/// Makes a write beyond the limit on file sizes (`ulimit -f`) an error like any other instead of the program's end.
+/// Ignores SIGXFSZ, so that a write beyond the limit on file sizes (`ulimit -f`) returns an error instead of killing
+/// the program.
 pub(crate) fn have_large_files_refused() {
     #[cfg(unix)]
     {

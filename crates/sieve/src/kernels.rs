@@ -1,4 +1,4 @@
-//! `sieve kernels`: compile the CUDA kernels ahead of time, check them, time them, and write what they compute.
+//! `sieve kernels`: compiles the CUDA kernels ahead of time, checks them, times them, and writes their outputs.
 mod arguments;
 
 use crate::device::{Device, DeviceChoice};
@@ -45,7 +45,7 @@ fn build(args: BuildArgs) -> Result<()> {
     Ok(sieve_bench::build(&settings, &mut build_printer())?)
 }
 
-/// Prints the messages of the compilation, with a bar while it runs.
+/// An observer that prints a compilation's messages and shows a progress bar.
 fn build_printer() -> impl FnMut(BuildEvent) {
     let mut bar: Option<ProgressBar> = None;
     move |event| match event {
@@ -63,18 +63,18 @@ fn build_printer() -> impl FnMut(BuildEvent) {
     }
 }
 
-/// Compiles everything that a check or a benchmark can ask for, on all cores, before the first case.
+/// A callback that compiles the kernels of a check or a benchmark before its first case.
 fn prepare(needed: impl Fn(&DeviceReport) -> NeededKernels) -> impl Fn(&KernelCache, &DeviceReport) -> Result<()> {
     move |cache, gpu| fill(cache, &gpu.arch(), &needed(gpu))
 }
 
-/// Compiles what a cache lacks of `needed`.
+/// Compiles the kernels of `needed` that are not in the cache.
 fn fill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -> Result<()> {
     let say = &mut build_printer();
     Ok(sieve_bench::prefill(cache.cubins(), arch, needed, say)?)
 }
 
-/// The device of a run, with the kernels of its recipe compiled side by side.
+/// The device of a run. On a GPU, first compiles the recipe's kernels, on all cores.
 pub(crate) fn device_for(choice: DeviceChoice, recipe: &Recipe) -> Result<Device> {
     choice.resolve_and_prepare(|cache, gpu| {
         let arch = gpu.arch();
@@ -83,7 +83,7 @@ pub(crate) fn device_for(choice: DeviceChoice, recipe: &Recipe) -> Result<Device
         };
         let needed = sieve_bench::needed_by(Some(recipe), &arch, shared_bytes)?;
         if let Err(error) = fill(cache, &arch, &needed) {
-            // They are compiled at first use then.
+            // No error: each kernel is then compiled at its first use.
             terminal::warning(&format!("kernels were not compiled ahead: {error}"));
         }
         Ok(())

@@ -1,5 +1,4 @@
-//! `sieve launch`: several processes of this program on this host, which train together, alone or with the processes of
-//! other hosts.
+//! `sieve launch`: starts several processes on this host that train one model, possibly together with other hosts.
 use crate::exit::Exit;
 use crate::interrupt::respect_nohup;
 use crate::terminal;
@@ -14,17 +13,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Between two looks at the processes.
+/// Time between two checks whether processes have ended.
 const POLL: Duration = Duration::from_millis(20);
-/// How long the other processes may take to end by themselves after one has failed, so that their messages are printed.
+/// After one process has failed, the others have this long to print their messages and end; then they are killed.
 const GOODBYE_TIMEOUT: Duration = Duration::from_secs(15);
-/// Where all others have ended because of one rank, it has so long to end itself.
-const LAST_FAREWELL: Duration = Duration::from_secs(3);
+/// After all ranks but one have ended because they lost that one, it has this long to end; then it is killed.
+const LAST_RANK_TIMEOUT: Duration = Duration::from_secs(3);
 const STOPPED_EARLY: i32 = Exit::StoppedEarly.code();
 const OTHER_LOST: i32 = Exit::OtherLost.code();
 const INTERRUPTED: i32 = Exit::Interrupted.code();
 const USAGE: i32 = Exit::Usage.code();
-/// Port of rank 0 where several hosts take part and none is named.
+/// Port of rank 0 of a run on several hosts, if none is given.
 const DEFAULT_PORT: u16 = 29_500;
 
 /// Arguments of `sieve launch`.
@@ -60,19 +59,19 @@ struct Rank {
     status: Option<ExitStatus>,
 }
 
-/// Which processes of the job these are.
+/// Which of the job's hosts this is, and how its processes find rank 0.
 struct Place {
     nnodes: u16,
     node_rank: u16,
     host: String,
-    /// A free one when absent.
+    /// Port of rank 0; `None` takes a free one at each start.
     port: Option<u16>,
     run_id: String,
-    /// `None` where each of several hosts has a launcher of its own: what is set there counts.
+    /// Shared secret of the processes. `None` on several hosts, where the user may set `SIEVE_TOKEN` on each.
     token: Option<String>,
 }
 
-/// 128 random bits.
+/// 128 random bits in hexadecimal.
 fn random_token() -> String {
     // The standard library seeds its hash tables from the system's random numbers.
     let word = || RandomState::new().hash_one(std::process::id());
@@ -151,7 +150,7 @@ impl Place {
     }
 }
 
-/// A variable's value as a number.
+/// An environment variable as a number; `None` if it is unset or empty.
 fn number(name: &str) -> Result<Option<u16>> {
     let value = variable(name).filter(|value| !value.is_empty());
     let value = value.map(|value| {
@@ -197,7 +196,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
     }
 }
 
-/// Starts all processes, and waits for them. Returns their exit codes, as [`job_exit`] takes them.
+/// Starts all processes and waits for them. Returns their exit codes; `None` is a process that a signal killed.
 fn run_once(args: &LaunchArgs, place: &Place, command: &[String], asked: &AtomicUsize) -> Result<Vec<Option<i32>>> {
     let held;
     let port = match place.port {
@@ -236,7 +235,7 @@ fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16
         .env("TORCHELASTIC_RUN_ID", &place.run_id)
         .env_remove("TORCHELASTIC_USE_AGENT_STORE")
         .env(LAUNCHED, "1")
-        // Its closing shows that this process has died.
+        // The pipe closes when the launcher dies, which tells the process to stop (interrupt.rs).
         .stdin(Stdio::piped());
     if let Some(token) = &place.token {
         command.env("SIEVE_TOKEN", token);
@@ -252,11 +251,11 @@ fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16
     #[cfg(unix)]
     {
         use std::os::unix::process::CommandExt;
-        // The name this program was called by, which rank 0 prints in its next commands.
+        // Rank 0 prints commands for the user; they begin with the name that the launcher was called by.
         if let Some(name) = std::env::args_os().next() {
             command.arg0(name);
         }
-        // A group of its own: Ctrl-C in a terminal reaches this process alone, which hands it on once.
+        // In a process group of its own the child does not get the terminal's Ctrl-C; the launcher forwards it once.
         command.process_group(0);
     }
     let mut child = command.spawn()?;
@@ -270,13 +269,14 @@ fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16
     Ok(child)
 }
 
-/// Until all have ended: hands signals on, and ends the others after one has failed. Returns their exit codes.
+/// Waits until all processes have ended. Forwards signals to them, and kills the rest some time after one has failed.
+/// Returns the exit codes. `first` is the rank of the first process.
 fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Option<i32>>> {
     let mut handed_on = 0;
     let mut failed: Option<Instant> = None;
     let mut last_ended = Instant::now();
-    // At most one fault is printed: after the first failure the other processes end because of it, and this loop may
-    // notice one of those first.
+    // At most one fault is printed: the first failure makes the other processes fail too, and the loop may see one of
+    // these first.
     let mut is_told = false;
     while ranks.iter().any(|rank| rank.status.is_none()) {
         for (number, rank) in ranks.iter_mut().enumerate() {
@@ -298,24 +298,17 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
             }
         }
         let signals = asked.load(Ordering::Relaxed);
-        while handed_on < signals {
-            handed_on += 1;
+        for _ in handed_on..signals {
             ranks
                 .iter_mut()
                 .filter(|rank| rank.status.is_none())
                 .for_each(ask_to_stop);
         }
-        let left = ranks.iter().filter(|rank| rank.status.is_none()).count();
-        let early = |rank: &&Rank| rank.status.and_then(|status| status.code()) == Some(OTHER_LOST);
-        // The others have ended because they lost this one, and have said so. After a request to stop the last one may
-        // still write.
-        let hangs = left == 1
-            && ranks.len() > 1
-            && signals == 0
-            && ranks.iter().filter(early).count() + 1 == ranks.len()
-            && last_ended.elapsed() > LAST_FAREWELL;
+        handed_on = signals;
+        // After a stop signal the last rank may still be writing its checkpoint and is not killed.
+        let hangs = signals == 0 && is_lost_by_others(ranks) && last_ended.elapsed() > LAST_RANK_TIMEOUT;
         if hangs || failed.is_some_and(|since| since.elapsed() > GOODBYE_TIMEOUT) {
-            // The rank that failed has printed the reason.
+            // The ranks killed here are not at fault: the one that failed has printed the reason.
             is_told = true;
             end(ranks);
         }
@@ -325,7 +318,14 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Vec<Opt
     Ok(codes.collect())
 }
 
-/// Whether a rank stopped because it, or another, was asked to: a rank that has lost another ends with another code.
+/// Whether only one of several ranks still runs, and all others ended because they lost a rank. Then that rank hangs.
+fn is_lost_by_others(ranks: &[Rank]) -> bool {
+    let (running, ended): (Vec<&Rank>, Vec<&Rank>) = ranks.iter().partition(|rank| rank.status.is_none());
+    let has_lost = |rank: &&Rank| rank.status.and_then(|status| status.code()) == Some(OTHER_LOST);
+    running.len() == 1 && !ended.is_empty() && ended.iter().all(has_lost)
+}
+
+/// Whether a rank stopped because a signal asked it to. A rank that lost another one ends with `OTHER_LOST` instead.
 fn was_asked(codes: &[Option<i32>]) -> bool {
     codes.contains(&Some(STOPPED_EARLY))
 }
@@ -345,7 +345,7 @@ fn job_exit(codes: &[Option<i32>]) -> Exit {
     } else if codes.iter().flatten().any(|code| !usual.contains(code)) {
         Exit::Failed
     } else if any(INTERRUPTED) {
-        // Asked twice: the others lost this one.
+        // A second signal ended one rank; the others then lost it.
         Exit::Interrupted
     } else if any(STOPPED_EARLY) || any(OTHER_LOST) || codes.iter().any(is_lost) {
         Exit::StoppedEarly
@@ -354,7 +354,7 @@ fn job_exit(codes: &[Option<i32>]) -> Exit {
     }
 }
 
-/// What to say of a process that ended without saying why itself.
+/// The message about a process that ended without printing an error.
 fn fault(rank: usize, child: &Child, status: ExitStatus) -> Option<String> {
     let pid = child.id();
     let hint = "  hint: the same command with --resume continues from the last checkpoint";
@@ -376,7 +376,7 @@ fn fault(rank: usize, child: &Child, status: ExitStatus) -> Option<String> {
         }
     }
     match status.code() {
-        // It has printed its error.
+        // The process has printed its own error.
         Some(1 | USAGE | INTERRUPTED) => None,
         _ => Some(format!(
             "error: rank {rank} (pid {pid}) ended with {status}; all ranks stop\n{hint}"
@@ -389,7 +389,7 @@ fn ask_to_stop(rank: &mut Rank) {
     {
         use nix::sys::signal::{Signal::SIGTERM, kill};
         use nix::unistd::Pid;
-        // One that has ended meanwhile needs no signal.
+        // An error means that the process has just ended.
         let _ = kill(Pid::from_raw(rank.child.id() as i32), SIGTERM);
     }
     #[cfg(not(unix))]

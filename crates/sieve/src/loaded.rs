@@ -1,4 +1,4 @@
-//! A checkpoint with its tokenizer, as the commands that use a trained model need them.
+//! Loads a checkpoint and its tokenizer on a device, for the commands that use a trained model.
 use crate::device::{Device, DeviceChoice};
 use crate::out_of_memory::MemoryArgs;
 use anyhow::{Result, bail};
@@ -11,7 +11,7 @@ use sieve_hf::{Kept, LoadedModel, load_model, peek_model};
 use sieve_plan::InferenceSize;
 use std::path::Path;
 
-/// Where the model of a checkpoint computes.
+/// `--device`, `--dtype` and `--ignore-memory`.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct PlaceArgs {
     /// auto, cpu, cuda or cuda:N
@@ -32,7 +32,7 @@ pub(crate) enum DtypeArg {
     Bf16,
 }
 
-/// Where a model computes, and what its parameters are kept in there.
+/// The device a model runs on, and the type its parameters have there.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Place {
     pub(crate) device: Device,
@@ -41,7 +41,7 @@ pub(crate) struct Place {
 
 impl Place {
     /// # Errors
-    /// A type where the device is a GPU, which has no choice.
+    /// `dtype` with a GPU: parameters are always bf16 there.
     pub(crate) fn new(device: Device, dtype: Option<DtypeArg>) -> Result<Self> {
         let kept = match (&device, dtype) {
             (Device::Cpu, None | Some(DtypeArg::F32)) => Kept::All(DType::F32),
@@ -58,12 +58,12 @@ impl Place {
 }
 
 impl PlaceArgs {
-    /// The place for the model of a checkpoint.
+    /// Finds the device for a checkpoint's model.
     pub(crate) fn place(self, checkpoint: &Path) -> Result<Place> {
         (self.device).resolve_for(self.dtype, || Ok(peek_model(checkpoint)?.1))
     }
 
-    /// The same; work of this size, by recipe and shape, fits there.
+    /// As [`place`](Self::place), and checks that work of this size fits into the device's memory.
     pub(crate) fn for_checkpoint(
         self,
         checkpoint: &Path,
@@ -75,7 +75,7 @@ impl PlaceArgs {
     }
 }
 
-/// Calls a function of a backend: its arguments, then the device, and what parameters are kept in there.
+/// Calls `$run::<Backend>(arguments.., device, kept)` for the backend of a [`Place`].
 macro_rules! on_device {
     ($place:expr, $run:ident($($argument:expr),*)) => {{
         let place = $place;
@@ -91,12 +91,12 @@ macro_rules! on_device {
 }
 pub(crate) use on_device;
 
-/// The tokenizer of a model at `path`, with the name that its recipe gives the end-of-document token.
+/// Loads a model's tokenizer. The recipe may name its end-of-document token.
 pub(crate) fn tokenizer(path: &Path, recipe: &Recipe) -> Result<Tokenizer> {
     Ok(Tokenizer::from_file(path)?.with_eos_token(recipe.tokenizer.eos_token.as_deref()))
 }
 
-/// The model of a checkpoint, and its tokenizer.
+/// Loads a checkpoint's model and its tokenizer.
 pub(crate) fn load<B: Backend>(
     checkpoint: &Path,
     device: &B::Device,

@@ -30,6 +30,7 @@ pub(crate) struct LogitsArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: LogitsArgs) -> Result<()> {
+    crate::eval::output::check_place(&args.out)?;
     let tokens = match &args.tokens_file {
         Some(path) => {
             let text =

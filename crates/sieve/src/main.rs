@@ -35,8 +35,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use terminal::Loudness;
 
-/// An allocator that keeps freed buffers: the system's returns large ones at once, and a step on the CPU then spends
-/// half its time on page faults.
+/// mimalloc keeps freed buffers. The system's allocator returns large ones at once, and a step on the CPU then spends
+/// half its time in page faults.
 #[global_allocator]
 static ALLOCATOR: MiMalloc = MiMalloc;
 
@@ -125,7 +125,7 @@ fn main() -> ExitCode {
     terminal::after_lost_output(exit).into()
 }
 
-/// What a person may type who knows another program, and the command here.
+/// Commands of other programs that a user may type, and the hint for each: the command of `sieve`.
 const ELSEWHERE: [(&str, &str); 12] = [
     ("init", "recipe new"),
     ("new", "recipe new"),
@@ -147,7 +147,7 @@ const ELSEWHERE: [(&str, &str); 12] = [
     ),
 ];
 
-/// Ends the program over a command line that cannot be read.
+/// Prints clap's error, or a hint from [`ELSEWHERE`], and ends the program.
 fn refuse(error: clap::Error) -> ! {
     let known = || {
         let typed = error.get(ContextKind::InvalidSubcommand)?.to_string();
@@ -175,7 +175,7 @@ fn run(command: Command) -> anyhow::Result<Exit> {
     match command {
         Command::Train(args) => train::run(args),
         Command::Launch(args) => {
-            // What the processes would refuse one by one is refused here, once.
+            // A bad command line is refused once here instead of by each process.
             let words = std::iter::once("sieve").chain(args.command.iter().map(String::as_str));
             Cli::try_parse_from(words).unwrap_or_else(|error| refuse(error));
             launch::run(&args)

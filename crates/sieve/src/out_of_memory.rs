@@ -1,5 +1,4 @@
-//! Out of memory: refused by the plan before a command begins, and reported in plain words where CubeCL panics
-//! nevertheless.
+//! Checks the memory plan before a command begins, and words the message if CubeCL still runs out of GPU memory.
 use crate::device::Device;
 use crate::loaded::Place;
 use crate::terminal::{bytes, gib};
@@ -16,13 +15,13 @@ use sieve_train::MemoryProbe;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-/// What to say about memory when a GPU's is full.
+/// Advice to print when the GPU's memory is full.
 static ADVICE: Mutex<Option<String>> = Mutex::new(None);
 
-/// Parts of a need that a message names, the largest first.
+/// A message names this many of the largest parts of the needed memory.
 const PARTS_TOLD: usize = 4;
 
-/// How a command treats memory that is too small.
+/// `--ignore-memory`.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct MemoryArgs {
     /// Start even if the plan needs more than the free memory
@@ -30,18 +29,18 @@ pub(crate) struct MemoryArgs {
     ignore_memory: bool,
 }
 
-/// What the plan of a run that may begin says.
+/// Result of the memory check of a run that may begin.
 #[derive(Debug)]
 pub(crate) struct Admitted {
-    /// To be said before it begins: it may not fit.
+    /// Warning to print first, if the run may not fit.
     pub(crate) warning: Option<String>,
-    /// What there is room to keep beside the least; for the trainer.
+    /// Optional activations that there is room to keep, for the trainer.
     pub(crate) keeping: Keeping,
-    /// What to say when the device's memory is full all the same; for [`advise`].
+    /// Text for [`advise`], in case the memory runs out nevertheless.
     pub(crate) advice: String,
 }
 
-/// From now on this is said when a GPU's memory is full.
+/// Sets the advice that is printed when the GPU's memory is full.
 pub(crate) fn advise(advice: String) {
     *ADVICE.lock().unwrap_or_else(PoisonError::into_inner) = Some(advice);
 }
@@ -51,8 +50,8 @@ impl MemoryArgs {
     /// free memory equally.
     ///
     /// # Errors
-    /// Need, what is free, the largest parts, and settings with which the run would fit; a recipe that does not fit its
-    /// vocabulary.
+    /// The run does not fit: the message has the needed and the free memory, the largest parts, and settings that would
+    /// fit. Or the recipe contradicts its vocabulary.
     pub(crate) fn check_training(
         self,
         recipe: &Recipe,
@@ -73,11 +72,11 @@ impl MemoryArgs {
         })
     }
 
-    /// Refuses to load the model of `checkpoint` for work of a size that does not fit in its place; warns where it may
+    /// Refuses to load `checkpoint` for work of this size if it does not fit into the device's memory; warns if it may
     /// not.
     ///
     /// # Errors
-    /// As [`check_training`](Self::check_training). A checkpoint that cannot be read is left to its reader.
+    /// As [`check_training`](Self::check_training). An unreadable checkpoint is no error here; loading it reports that.
     pub(crate) fn check_inference(
         self,
         checkpoint: &Path,
@@ -88,7 +87,7 @@ impl MemoryArgs {
             return Ok(());
         };
         let mut size = size(&recipe, &shape);
-        // Longer rows are refused by the command itself.
+        // The command itself refuses rows longer than the context, with a better message.
         let InferenceSize {
             seq_len,
             cached_tokens,
@@ -145,7 +144,7 @@ impl MemoryArgs {
     }
 }
 
-/// A device as the plan takes it, with the memory that is free there now.
+/// The plan's description of a device, with the memory that is free now.
 pub(crate) fn target(device: &Device, cpu_flops: Option<f64>) -> Target {
     match device {
         Device::Cpu => Target::Cpu {
@@ -176,12 +175,11 @@ pub(crate) fn need(memory: &MemoryPlan) -> String {
     }
 }
 
-/// What to say where no setting that is looked through makes a run fit.
-pub(crate) const NOTHING_FITS: &str = "no local_batch_size and no activation_checkpoint.mode makes it fit: the \
-    weights and \
-     the optimizer's state are too large";
+/// Printed if none of the settings that the plan tries makes a run fit.
+pub(crate) const NOTHING_FITS: &str = "no local_batch_size and no activation_checkpoint.mode makes it fit: the weights \
+    and the optimizer's state are too large";
 
-/// The largest parts of the fullest moment.
+/// The line of the largest parts at the moment that needs most memory.
 fn parts(memory: &MemoryPlan) -> String {
     let mut parts = memory.parts();
     parts.retain(|(_, bytes)| *bytes >= memory.total_bytes / 100);
@@ -192,14 +190,14 @@ fn parts(memory: &MemoryPlan) -> String {
     format!("  fullest in {}: {largest}", memory.moment)
 }
 
-/// What to change.
+/// The hint: settings with which the run fits, or what else to change.
 fn way_out(memory: &MemoryPlan) -> String {
     let settings = memory.would_fit.iter().map(|fitting| {
         let (setting, total) = (&fitting.setting, gib(fitting.total_bytes));
         format!("{setting} ({total})")
     });
     let settings = settings.collect::<Vec<_>>();
-    let hint = match (settings.is_empty(), memory.moment_bytes > 0) {
+    let hint = match (settings.is_empty(), memory.peak.moment_bytes > 0) {
         (false, _) => format!("it would fit with {}", settings.join(", or with ")),
         (true, true) if memory.verdict.needs_advice() => {
             format!("{NOTHING_FITS}; make the model smaller, or use a machine with more memory")
@@ -214,7 +212,7 @@ fn way_out(memory: &MemoryPlan) -> String {
     format!("  hint: {hint}")
 }
 
-/// What to print instead of a panic's own text, where the panic says that GPU memory is full.
+/// The message to print instead of a panic that reports full GPU memory; `None` for any other panic.
 pub(crate) fn message(panic: &str) -> Option<String> {
     const SIZE: &str = "can't allocate buffer of size: ";
     let size = panic.split_once(SIZE).map(|(_, rest)| {

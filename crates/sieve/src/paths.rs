@@ -1,4 +1,4 @@
-//! Which ops ran without their kernel, as text.
+//! Lines about ops that ran as their reference instead of a kernel.
 use crate::terminal;
 use anyhow::Result;
 
@@ -16,7 +16,7 @@ pub(crate) fn reference_lines() -> Vec<String> {
     .collect()
 }
 
-/// Prints the references that a command took, beside its output, however it ended.
+/// Prints [`reference_lines`] after a command, whether it failed or not, and returns its result.
 pub(crate) fn told(result: Result<()>) -> Result<()> {
     for line in reference_lines() {
         terminal::note(&line);

@@ -1,4 +1,4 @@
-//! `sieve plan`.
+//! `sieve plan`: parameters, FLOPs, memory, cache and time of a recipe before it runs.
 mod epochs;
 
 use crate::device::Device;
@@ -67,7 +67,7 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
     };
     TrainError::check_ranks(&recipe, ranks.size)?;
     let plan = plan_of_ranks(&recipe, vocab_size, &target, ranks)?;
-    // A folder by a variable that is not set here is no reason not to plan.
+    // `folder` fails if data.cache_dir has a variable that is not set here; the plan does without the text then.
     let folder = crate::data::folder(&source, &recipe, None).ok();
     let found = folder.and_then(|folder| epochs::of_run(&recipe, &folder));
     let suggestion = args
@@ -82,7 +82,7 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         terminal::line(&serde_json::to_string_pretty(&json)?);
         return Ok(());
     }
-    // A fallback takes the place of paths without files.
+    // With data.fallback, paths without files are no problem.
     if recipe.data.fallback.is_none() {
         text_files::remark_on_missing("data.paths", &recipe.data.paths);
     }
@@ -98,7 +98,7 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
     Ok(())
 }
 
-/// What a scaling law would choose beside what the recipe has.
+/// The lines of `--suggest`: learning rate, batch and steps by Step Law beside the recipe's.
 fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> String {
     let tokens = suggestion.num_tokens as f64;
     format!(
@@ -155,7 +155,7 @@ fn target(gpu: Option<&str>) -> Result<(Target, String)> {
     }
 }
 
-/// Whether a GPU's name begins like a name of AMD's, Intel's, Apple's or Google's.
+/// Whether a name looks like a GPU of AMD, Intel, Apple or Google.
 fn is_no_nvidia(name: &str) -> bool {
     let others = [
         "mi", "rx", "radeon", "instinct", "amd", "arc", "gaudi", "intel", "apple", "tpu",
@@ -164,7 +164,7 @@ fn is_no_nvidia(name: &str) -> bool {
     others.iter().any(|other| name.starts_with(other))
 }
 
-/// Rows of the embedding: the recipe's, else the tokenizer file's.
+/// Rows of the embedding: the recipe's, else the size of the tokenizer's vocabulary.
 pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
     match (recipe.stated_vocab_size(), recipe.tokenizer.source()) {
         (Some(rows), _) => Ok(rows),

@@ -1,4 +1,4 @@
-//! Recipes by path or by name, new ones, and the list of their keys.
+//! `sieve recipe`, and how every command finds and reads its recipe.
 mod new;
 
 use crate::train::variable;
@@ -46,7 +46,7 @@ pub(crate) struct RecipeArgs {
     /// Override a key, for example optimizer.lr=1e-3; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     pub(crate) overrides: Vec<String>,
-    /// What was found, for all copies: a pipe can be read once.
+    /// The text that was read, shared by all clones: a pipe can be read only once.
     #[arg(skip)]
     found: Arc<OnceLock<Found>>,
 }
@@ -59,7 +59,7 @@ pub(crate) struct Found {
 }
 
 impl RecipeArgs {
-    /// The recipe of a path or a name.
+    /// Arguments for a recipe by path or name.
     pub(crate) fn new(recipe: String, overrides: Vec<String>) -> Self {
         Self {
             recipe,
@@ -68,7 +68,8 @@ impl RecipeArgs {
         }
     }
 
-    /// Finds, reads and checks the recipe, and warns of keys that an overridden kind of attention leaves out.
+    /// Finds, reads and checks the recipe. If `--set` changes the kind of attention, warns of keys that only the old
+    /// kind uses.
     pub(crate) fn load(&self) -> Result<Recipe> {
         let found = match self.found.get() {
             Some(found) => found,
@@ -78,7 +79,7 @@ impl RecipeArgs {
             }
         };
         let (recipe, left_out) = Recipe::load_and_left_out(&found.text, &found.origin, &self.overrides)?;
-        // Of several processes the first prints.
+        // Of several ranks only rank 0 prints.
         let world = World::from_env(&variable).ok().flatten();
         let tells = world.is_none_or(|world| world.rank == 0);
         if tells && !left_out.is_empty() {
@@ -91,8 +92,8 @@ impl RecipeArgs {
         Ok(recipe)
     }
 
-    /// The same for a command that reads the recipe's text, with a line that says which text is read where
-    /// `data.fallback` decides. Paths given by `--set` are used as they are: `data.fallback` does not replace them.
+    /// As [`load`](Self::load), for a command that reads the training text. Replaces paths without files as
+    /// `data.fallback` says, and returns a line about that. Paths given by `--set` are not replaced.
     pub(crate) fn load_with_text(&self) -> Result<(Recipe, Option<String>)> {
         let mut recipe = self.load()?;
         let is_path = |set: &String| set.trim_start().starts_with("data.paths");
@@ -103,7 +104,7 @@ impl RecipeArgs {
         Ok((recipe, line))
     }
 
-    /// Output folder of its runs where none is named.
+    /// Output folder of the recipe's runs without `--out`.
     pub(crate) fn default_out(&self) -> PathBuf {
         PathBuf::from("out").join(self.name())
     }
@@ -123,14 +124,14 @@ impl RecipeArgs {
     }
 }
 
-/// The folder of recipes beside the user.
+/// Folder, below the current one, in which recipes are looked up by name.
 const FOLDER: &str = "recipes";
 
-/// Stands for the standard input.
+/// The name of the standard input.
 const STANDARD_INPUT: &str = "-";
 /// Name of a recipe that has no file.
 const PIPED: &str = "recipe";
-/// A longer text is no recipe: it may be a device without an end.
+/// Bytes of a recipe, at most: a device such as /dev/zero would never end.
 const MOST_BYTES: u64 = 16 << 20;
 
 /// Whether a recipe comes from the standard input or a pipe, which has no name of its own.

@@ -6,13 +6,13 @@ use sieve_hf::list_checkpoints;
 use sieve_plan::DiskPlan;
 use std::path::Path;
 
-/// What a run of these parameters prints of it at its start: a line, and a warning where room lacks.
+/// What a run prints at its start: a line about its checkpoints, and a warning if the disk has too little room.
 pub(crate) fn lines(recipe: &Recipe, parameters: &ParameterCounts, out: &Path) -> (String, Option<String>) {
     let disk = DiskPlan::new(recipe, parameters);
     (line(recipe, disk, out), warning(recipe, disk, out))
 }
 
-/// What checkpoints take in the output folder `out`, and what is free there.
+/// A line about the checkpoints' size and the free space in the output folder.
 pub(crate) fn line(recipe: &Recipe, disk: DiskPlan, out: &Path) -> String {
     let free = sieve_files::free_bytes(out);
     let free = free.map_or(String::new(), |free| {
@@ -27,7 +27,7 @@ pub(crate) fn line(recipe: &Recipe, disk: DiskPlan, out: &Path) -> String {
     )
 }
 
-/// What to warn of where they have no room, beside those that are there.
+/// A warning if the checkpoints still to be written do not fit into the free space.
 fn warning(recipe: &Recipe, disk: DiskPlan, out: &Path) -> Option<String> {
     let there = list_checkpoints(&out.join(&recipe.checkpoint.folder)).map_or(0, |found| found.len() as u64);
     let needed = disk.num_checkpoints.saturating_sub(there).max(1) * disk.checkpoint_bytes;

@@ -7,19 +7,19 @@ use sieve_core::ModelShape;
 use sieve_eval::{LayerPath, Selection, attention_label};
 use sieve_select::{LayerSelectors, Selector};
 
-/// What `--selector` takes; also its help text.
+/// Help text of `--selector`.
 const ABOUT: &str = "A sparse method in place of dense attention, NAME:key=value,…, or one for each layer, \
     0-3=dense/4-=NAME:…; `help` lists all";
 
-/// What `--chunk` takes.
+/// Help text of `--chunk`.
 pub(crate) const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a call of its own with all keys before \
     it; prefill methods";
 
-/// What `--stream` does.
+/// Help text of `--stream`.
 const ABOUT_STREAM: &str = "Decode methods read the prompt too, token by token from its first one on (on the \
     CPU); it is dense otherwise. `eval ppl` does so anyway";
 
-/// The sparse method of `--selector`, if any.
+/// `--selector` with its options, for commands that take one selector.
 #[derive(Args, Debug)]
 pub(crate) struct SelectorArgs {
     #[arg(long, value_name = "NAME:…", value_parser = parse, help = ABOUT)]
@@ -31,7 +31,7 @@ pub(crate) struct SelectorArgs {
 }
 
 impl SelectorArgs {
-    /// The method for a model.
+    /// The selector, prepared for a model.
     pub(crate) fn selection(&self, shape: &ModelShape) -> Result<Option<Selection>> {
         let selector = self.selector.as_ref();
         let of = |one| reading(one, self.chunk, self.stream, shape);
@@ -39,7 +39,7 @@ impl SelectorArgs {
     }
 }
 
-/// Sparse methods to measure beside a model's own attention.
+/// `--selector` with its options, for commands that measure several beside the model's own attention.
 #[derive(Args, Debug)]
 pub(crate) struct SelectorsArgs {
     /// Also ask with a sparse method in place of dense attention, once for each; `help` lists all
@@ -52,7 +52,7 @@ pub(crate) struct SelectorsArgs {
 }
 
 impl SelectorsArgs {
-    /// The model's own attention, then each method.
+    /// `None` for the model's own attention, then each selector.
     pub(crate) fn own_and_each(&self, shape: &ModelShape) -> Result<Vec<Option<Selection>>> {
         let each = self.selector.iter();
         let each = each.map(|one| reading(one, self.chunk, self.stream, shape).map(Some));
@@ -60,7 +60,7 @@ impl SelectorsArgs {
     }
 }
 
-/// A selector for a model, on whole prompts or in chunks.
+/// Prepares a selector for a model. With `chunk`, prompts are read in chunks of that many tokens.
 pub(crate) fn selection(selectors: &LayerSelectors, chunk: Option<usize>, shape: &ModelShape) -> Result<Selection> {
     let selection = Selection::new(selectors.clone(), shape)?;
     Ok(match chunk {
@@ -69,13 +69,13 @@ pub(crate) fn selection(selectors: &LayerSelectors, chunk: Option<usize>, shape:
     })
 }
 
-/// The same, where decode methods may read prompts too.
+/// As [`selection`]. With `stream`, a decode method also reads the prompt, token by token.
 fn reading(one: &LayerSelectors, chunk: Option<usize>, stream: bool, shape: &ModelShape) -> Result<Selection> {
     let selection = selection(one, chunk, shape)?;
     Ok(if stream { selection.as_stream()? } else { selection })
 }
 
-/// What a report calls a selector, or the model's own attention.
+/// Name of a selector, or of the model's own attention, in a report.
 pub(crate) fn method(selector: Option<&str>, shape: &ModelShape) -> String {
     match selector {
         Some(selector) => short(selector),
@@ -83,13 +83,13 @@ pub(crate) fn method(selector: Option<&str>, shape: &ModelShape) -> String {
     }
 }
 
-/// Reads selectors; `help` prints the list and ends the program, as `--help` does.
+/// Parses `--selector`. The word `help` prints the list of methods and ends the program.
 pub(crate) fn parse(text: &str) -> std::result::Result<LayerSelectors, String> {
     help(text);
     LayerSelectors::parse(text).map_err(|error| error.to_string())
 }
 
-/// Reads one selector, for all layers.
+/// As [`parse`], for a single selector of all layers.
 pub(crate) fn parse_one(text: &str) -> std::result::Result<Selector, String> {
     help(text);
     Selector::parse(text).map_err(|error| error.to_string())
@@ -102,12 +102,12 @@ fn help(text: &str) {
     }
 }
 
-/// The label of selectors in their whole form.
+/// Shortens selectors from their full form, which names every parameter, to their label.
 pub(crate) fn short(text: &str) -> String {
     LayerSelectors::parse(text).map_or_else(|_| text.to_owned(), |selectors| selectors.label())
 }
 
-/// Lines about what selectors computed, and where.
+/// Lines about what a selector computed and on which device.
 pub(crate) fn summary(selection: &Selection) -> String {
     let totals = selection.totals();
     if totals.calls == 0 {
@@ -151,7 +151,7 @@ pub(crate) fn summary(selection: &Selection) -> String {
     text + "\npaths             " + &paths(&selection.paths())
 }
 
-/// The path that each layer took.
+/// One line about the path that each layer took.
 pub(crate) fn paths(paths: &[LayerPath]) -> String {
     let paths = paths.iter().map(|of| match of.first == of.last {
         true => format!("layer {} {}", of.first, of.path),

@@ -1,4 +1,4 @@
-//! What is inside the program: recipes, and text to train on where a recipe's own is not there.
+//! Recipes and training text embedded in the program. The text replaces a recipe's missing files (`data.fallback`).
 use crate::terminal;
 use crate::train::variable;
 use anyhow::{Context, Result};
@@ -10,7 +10,7 @@ use std::path::Path;
 
 include!(concat!(env!("OUT_DIR"), "/shipped.rs"));
 
-/// Where the text is written to: a run reads files.
+/// Folder that the embedded text is written to, since a run reads files.
 const FOLDER: &str = "out/sieve-text";
 
 /// File names of the recipes.
@@ -24,13 +24,13 @@ pub(crate) fn recipe(name: &str) -> Option<&'static str> {
     found.map(|recipe| recipe.1)
 }
 
-/// Names and texts of Sieve's own sources and docs.
+/// (name, text) of the embedded sources and docs of Sieve.
 pub(crate) fn own_text() -> &'static [(&'static str, &'static str)] {
     OWN_TEXT
 }
 
-/// Where `recipe` has a `data.fallback`, decides between its paths and the text inside the program, and returns a line
-/// that says so. The text is written to [`FOLDER`], and becomes the recipe's path.
+/// If `recipe` has a `data.fallback` and its paths match no file, writes the embedded text to [`FOLDER`] and makes that
+/// the recipe's path. Returns a line that says which text is used.
 pub(crate) fn choose_text(recipe: &mut Recipe) -> Result<Option<String>> {
     let Some(DataFallback::Sieve) = recipe.data.fallback else {
         return Ok(None);
@@ -42,7 +42,7 @@ pub(crate) fn choose_text(recipe: &mut Recipe) -> Result<Option<String>> {
     }
     for (name, text) in OWN_TEXT {
         let path = Path::new(FOLDER).join(name);
-        // A file that is written again looks changed to what was prepared from it.
+        // Rewriting an equal file would change its modification time, and shards made from it would look outdated.
         if std::fs::read_to_string(&path).is_ok_and(|found| found == *text) {
             continue;
         }
@@ -63,7 +63,7 @@ pub(crate) fn choose_text(recipe: &mut Recipe) -> Result<Option<String>> {
     )))
 }
 
-/// How many files the recipe's paths name; `None` where one of them names none.
+/// Number of files that the recipe's paths match; `None` if one path matches none.
 fn num_files(recipe: &Recipe) -> Result<Option<usize>> {
     let config = match corpus_configs(recipe, &variable) {
         Ok((config, _)) => config,

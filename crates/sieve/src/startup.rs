@@ -1,4 +1,4 @@
-//! Before a command: the startup time, and whether `RAYON_NUM_THREADS` is valid.
+//! The program's start: measures the startup time and checks `RAYON_NUM_THREADS`.
 use anyhow::{Result, bail};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,26 +6,27 @@ use std::time::{Duration, Instant};
 
 static BEGAN: OnceLock<Instant> = OnceLock::new();
 
-/// To be called first of all.
+/// Records the time of the program's start. Call it first.
 pub(crate) fn mark() {
     BEGAN.get_or_init(Instant::now);
 }
 
-/// Time since [`mark`] at the first call; later calls come after other work.
+/// The time since [`mark`] at the first call, `None` at later ones: in a sweep, only the first run's startup counts.
 pub(crate) fn elapsed_once() -> Option<Duration> {
     static TOLD: AtomicBool = AtomicBool::new(false);
     let is_first = !TOLD.swap(true, Ordering::Relaxed);
     is_first.then(|| BEGAN.get_or_init(Instant::now).elapsed())
 }
 
-/// Threads a core, and in all, that may be asked for: more wait for each other and look like a program that hangs.
+/// Allowed threads for each core. With many more, threads wait for each other and the program seems to hang.
 const MOST_THREADS_A_CORE: usize = 8;
+/// Threads that are allowed on any machine.
 const MOST_THREADS: usize = 64;
 
 /// Refuses a number of threads (`RAYON_NUM_THREADS`) that the thread pool would silently ignore or fail on.
 ///
 /// # Errors
-/// The value, and what may be given.
+/// The value is no number, or too large.
 pub(crate) fn check_threads(value: Option<String>) -> Result<()> {
     let Some(value) = value.filter(|value| !value.is_empty()) else {
         return Ok(());
@@ -33,7 +34,7 @@ pub(crate) fn check_threads(value: Option<String>) -> Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let most = (MOST_THREADS_A_CORE * cores).max(MOST_THREADS);
     match value.parse::<usize>() {
-        // 0 is the pool's own word for all cores.
+        // rayon takes 0 as "all cores".
         Ok(threads) if threads <= most => Ok(()),
         Ok(_) => bail!(
             "RAYON_NUM_THREADS={value} asks for too many threads: this machine has {cores} cores\n  \

@@ -1,4 +1,4 @@
-//! All that reaches the terminal: lines, progress bars, errors.
+//! Everything the program prints: lines, progress bars, errors.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "the one place that prints")]
 use crate::exit::Exit;
 use anyhow::{Context, Result};
@@ -15,9 +15,9 @@ use std::time::Duration;
 pub(crate) enum Loudness {
     /// Results, warnings and errors.
     Quiet,
-    /// Progress, too.
+    /// Also progress.
     Usual,
-    /// All numbers of it.
+    /// Also the device, and all numbers of each logged step.
     Verbose,
 }
 
@@ -28,18 +28,19 @@ struct Output {
 
 static OUTPUT: OnceLock<Output> = OnceLock::new();
 
-/// The first thing that could not be printed, and why.
+/// The first output that could not be written, and why.
 static LOST: OnceLock<String> = OnceLock::new();
 
 /// Records that output was lost. The work continues: a run must not lose its steps because its lines cannot be written.
 fn lose(place: &str, error: &std::io::Error) {
-    // A closed pipe has read what it wanted.
+    // A closed pipe is no loss: its reader, such as `head`, wants no more.
     if error.kind() != std::io::ErrorKind::BrokenPipe {
         LOST.get_or_init(|| format!("{place} could not be written: {error}"));
     }
 }
 
-/// How the program ends that would end with `exit`: badly where some of its output is lost, which it says.
+/// The exit code of a program that would end with `exit`. If output was lost, prints that and turns success into
+/// failure.
 pub(crate) fn after_lost_output(exit: Exit) -> Exit {
     let Some(lost) = LOST.get() else {
         return exit;
@@ -54,7 +55,8 @@ pub(crate) fn after_lost_output(exit: Exit) -> Exit {
     }
 }
 
-/// Ends the program as clap does, with its message; help and the version are results like any other.
+/// Prints clap's message and ends the program with clap's exit code. Help and the version count as output: if they
+/// cannot be written, the program fails.
 pub(crate) fn end_with(error: &clap::Error) -> ! {
     let printed = error.print().and_then(|()| std::io::stdout().flush());
     if let (false, Err(error)) = (error.use_stderr(), printed) {
@@ -64,7 +66,7 @@ pub(crate) fn end_with(error: &clap::Error) -> ! {
     std::process::exit(error.exit_code())
 }
 
-/// Says how much to print, and where else to. To be called once, before anything is printed.
+/// Sets how much is printed, and the file of `--log-file`. Call it once, before anything is printed.
 pub(crate) fn open(loudness: Loudness, log_file: Option<&Path>) -> Result<()> {
     let log = log_file.map(|path| {
         let file = OpenOptions::new().create(true).append(true).open(path);
@@ -72,14 +74,14 @@ pub(crate) fn open(loudness: Loudness, log_file: Option<&Path>) -> Result<()> {
     });
     let log = log.transpose()?.map(Mutex::new);
     OUTPUT.get_or_init(|| Output { loudness, log });
-    // A test of this program may have done it before.
+    // In unit tests, another test may already have set the logger.
     if log::set_logger(&LibraryWarnings).is_ok() {
         log::set_max_level(log::LevelFilter::Warn);
     }
     Ok(())
 }
 
-/// Prints what the libraries of this program warn of while they work.
+/// Prints the warnings that Sieve's libraries give through `log`.
 struct LibraryWarnings;
 
 impl log::Log for LibraryWarnings {
@@ -100,12 +102,12 @@ fn loudness() -> Loudness {
     OUTPUT.get().map_or(Loudness::Usual, |output| output.loudness)
 }
 
-/// Whether more is printed than usual.
+/// Whether `--verbose` was given.
 pub(crate) fn is_verbose() -> bool {
     loudness() == Loudness::Verbose
 }
 
-/// Keeps what is printed in the file of `--log-file`.
+/// Appends printed text to the file of `--log-file`.
 fn keep(text: &str) {
     if let Some(log) = OUTPUT.get().and_then(|output| output.log.as_ref()) {
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
@@ -115,8 +117,7 @@ fn keep(text: &str) {
     }
 }
 
-/// Prints one line of a result. A closed pipe is no error; other lost output is one at the program's end
-/// ([`after_lost_output`]).
+/// Prints one line of a result. A failed write is reported at the program's end ([`after_lost_output`]).
 pub(crate) fn line(line: &str) {
     text(&format!("{line}\n"));
 }
@@ -133,19 +134,19 @@ pub(crate) fn status(text: &str) {
     }
 }
 
-/// Prints one line beside the command's output, which another program may read.
+/// Prints one line to standard error, since standard output may be another program's input.
 pub(crate) fn note(text: &str) {
     errors(&format!("{text}\n"));
 }
 
-/// Prints one line of progress to standard error, beside the command's output.
+/// As [`note`], but not with `--quiet`.
 pub(crate) fn remark(text: &str) {
     if loudness() > Loudness::Quiet {
         note(text);
     }
 }
 
-/// Prints text without a line end, at once.
+/// Prints text without a line end, and flushes.
 pub(crate) fn text(text: &str) {
     keep(text);
     let mut out = std::io::stdout().lock();
@@ -154,13 +155,13 @@ pub(crate) fn text(text: &str) {
     }
 }
 
-/// Prints on standard error; a terminal that went away is no reason to fail in another way.
+/// Prints to standard error. A failed write is ignored: there is no other place to report it.
 fn errors(text: &str) {
     keep(text);
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
-/// An error and its causes on one line each; a cause that its parent already quotes is left out.
+/// An error's message followed by its causes and a hint. A cause whose text the message already contains is left out.
 pub(crate) fn error_text(error: &anyhow::Error) -> String {
     let mut message = error.to_string();
     for cause in error.chain().skip(1) {
@@ -180,7 +181,7 @@ pub(crate) fn error_text(error: &anyhow::Error) -> String {
     format!("error: {message}")
 }
 
-/// What a person can do about an error of the operating system.
+/// A hint about an error of the operating system.
 fn system_hint(kind: std::io::ErrorKind) -> Option<&'static str> {
     use std::io::ErrorKind;
     Some(match kind {
@@ -206,12 +207,12 @@ pub(crate) fn first_line(error: &anyhow::Error) -> String {
     text.lines().next().unwrap_or_default().to_owned()
 }
 
-/// A path as a shell takes it: in single quotes where it holds anything else than letters, digits and plain signs.
+/// A path as one word of a shell; see [`shell_word`].
 pub(crate) fn quoted(path: &Path) -> String {
     shell_word(&path.display().to_string())
 }
 
-/// Any text as one word of a shell.
+/// A text as one word of a shell: in single quotes if it has a character that a shell may interpret.
 pub(crate) fn shell_word(text: &str) -> String {
     let plain = |x: char| x.is_ascii_alphanumeric() || "/._-+=:,@%".contains(x);
     match !text.is_empty() && text.chars().all(plain) {
@@ -220,7 +221,8 @@ pub(crate) fn shell_word(text: &str) -> String {
     }
 }
 
-/// What to type next: commands of this program, named as it was called, so that the lines can be typed as they are.
+/// Lines with the commands to run next. They begin with the name that this program was called by, so that they can be
+/// copied.
 pub(crate) fn next(commands: &[String]) -> String {
     let program = shell_word(&std::env::args().next().unwrap_or("sieve".to_owned()));
     let lines = commands.iter().map(|command| format!("\n  {program} {command}"));
@@ -237,12 +239,12 @@ pub(crate) fn warning(text: &str) {
     errors(&format!("warning: {text}\n"));
 }
 
-/// Whether progress bars make sense.
+/// Whether standard error, where progress bars go, is a terminal.
 pub(crate) fn is_interactive() -> bool {
     std::io::stderr().is_terminal()
 }
 
-/// A bar on standard error; hidden where that is no terminal.
+/// A progress bar on standard error; hidden if that is no terminal or with `--quiet`.
 pub(crate) fn progress_bar(len: u64, template: &str) -> ProgressBar {
     if !is_interactive() || loudness() == Loudness::Quiet {
         return ProgressBar::hidden();
@@ -256,7 +258,7 @@ pub(crate) fn progress_bar(len: u64, template: &str) -> ProgressBar {
     bar
 }
 
-/// What some work returns that moves a [`progress_bar`], which goes when the work ends, well or not.
+/// Runs `work` with a [`progress_bar`], and removes the bar when it returns.
 pub(crate) fn with_bar<T>(len: u64, template: &str, work: impl FnOnce(&ProgressBar) -> T) -> T {
     let bar = progress_bar(len, template);
     let result = work(&bar);
@@ -264,12 +266,12 @@ pub(crate) fn with_bar<T>(len: u64, template: &str, work: impl FnOnce(&ProgressB
     result
 }
 
-/// `1.23 GiB` and the like.
+/// Bytes in a fitting unit, such as `1.23 GiB`.
 pub(crate) fn bytes(count: u64) -> String {
     indicatif::BinaryBytes(count).to_string()
 }
 
-/// The same in GiB, whatever the size.
+/// Bytes in GiB, whatever the size.
 pub(crate) fn gib(count: u64) -> String {
     format!("{:.2} GiB", count as f64 / (1u64 << 30) as f64)
 }
@@ -299,9 +301,9 @@ pub(crate) fn duration(seconds: f64) -> String {
     }
 }
 
-/// Replaces the panic report by one line that says what to do with it, on whichever thread it happens. Only
-/// TensorBoard's writer may panic (on a full disk), and readers of damaged data: their callers catch that. A GPU whose
-/// memory is full, and a reference that would hold too many scores, end the program here, as no call could return them.
+/// Replaces Rust's panic report by one line with a hint, on every thread. Panics of TensorBoard's writer (on a full
+/// disk) and of readers of damaged data are not printed: their callers catch them. Full GPU memory and a reference with
+/// too many scores end the program here, since they come as panics on CubeCL's thread and reach no caller as an error.
 pub(crate) fn install_panic_message() {
     std::panic::set_hook(Box::new(|panic| {
         let file = panic.location().map_or("", |place| place.file());
@@ -314,8 +316,8 @@ pub(crate) fn install_panic_message() {
             crate::out_of_memory::message(text)
         });
         if let Some(message) = message {
-            // Exit from CubeCL's device thread: the thread that waits for it would wait for ever, or report a second
-            // error.
+            // This may be CubeCL's device thread. The thread that waits for it would hang or report a second error, so
+            // the process ends here.
             errors(&format!("error: {message}\n"));
             Exit::Failed.now();
         }

@@ -1,9 +1,9 @@
-//! Text named on the command line.
+//! Text files named on the command line or in a recipe.
 use crate::terminal::thousands;
 use clap::ValueEnum;
 use sieve_data::{Corpus, CorpusConfig, DataError, JsonText};
 
-/// Most endings that are named of files that are passed over.
+/// Extensions that the line about skipped files names, at most.
 const ENDINGS_NAMED: usize = 6;
 
 /// How the files hold documents.
@@ -17,7 +17,7 @@ pub(crate) enum FormatArg {
     Parquet,
 }
 
-/// The corpus of files, folders and globs: each file as its ending says where no format is given.
+/// Configures a corpus of files, folders and globs. Without a format, each file's extension decides.
 pub(crate) fn config(paths: Vec<String>, format: Option<FormatArg>, text_column: &str) -> CorpusConfig {
     match format {
         None => CorpusConfig::by_ending(paths, text_column),
@@ -27,14 +27,15 @@ pub(crate) fn config(paths: Vec<String>, format: Option<FormatArg>, text_column:
     }
 }
 
-/// Warns of text that was likely meant as JSON.
+/// Prints [`json_as_text`] as a warning.
 pub(crate) fn warn_of_json(corpus: &Corpus) {
     if let Some(words) = json_as_text(corpus) {
         crate::terminal::warning(&words);
     }
 }
 
-/// The first words of a text, in at most `most` characters and on one line; `None` where there is none.
+/// The first words of a text's first line that is not blank, at most `most` characters. `None` if there is no such
+/// line, or the words hold a control character.
 pub(crate) fn beginning(text: &str, most: usize) -> Option<String> {
     let line = text.lines().map(str::trim).find(|line| !line.is_empty())?;
     let short = line.chars().take(most).collect::<String>();
@@ -43,12 +44,12 @@ pub(crate) fn beginning(text: &str, most: usize) -> Option<String> {
         Some((words, _)) if !is_whole => words.trim_end(),
         _ => &short,
     };
-    // What a shell or a terminal would take for something else is no prompt to print.
+    // The words are printed as a prompt: a control character could confuse a terminal or a shell.
     let plain = words.chars().all(|letter| !letter.is_control());
     plain.then(|| words.to_owned())
 }
 
-/// What to say of folders that hold other files than text.
+/// A line about files of the folders that were skipped because they are not text.
 pub(crate) fn passed_over(corpus: &Corpus) -> Option<String> {
     let mut endings = corpus.passed_over().iter().collect::<Vec<_>>();
     endings.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
@@ -72,7 +73,7 @@ pub(crate) fn passed_over(corpus: &Corpus) -> Option<String> {
     (total > 0).then(words)
 }
 
-/// What to say of a text file that holds JSON.
+/// A warning if a file read as plain text holds JSON.
 pub(crate) fn json_as_text(corpus: &Corpus) -> Option<String> {
     let (path, json) = corpus.json_as_text()?;
     let path = path.display();
@@ -88,8 +89,8 @@ pub(crate) fn json_as_text(corpus: &Corpus) -> Option<String> {
     })
 }
 
-/// Names the paths that match no file on this machine. Those of the hub, and with variables that are not set, are left
-/// out.
+/// Prints the paths that match no file on this machine. Says nothing of paths on the hub, nor of paths with unset
+/// variables.
 pub(crate) fn remark_on_missing(key: &str, paths: &[String]) {
     for path in paths {
         let expanded = sieve_core::paths::expand(path, &crate::train::variable);

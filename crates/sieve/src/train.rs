@@ -1,4 +1,4 @@
-//! `sieve train`.
+//! `sieve train`: trains a model from a recipe.
 mod ending;
 mod exporter;
 mod lines;
@@ -42,13 +42,13 @@ use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{
     DataEvent, DataSource, DeviceMemory, DeviceState, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder,
-    Start, TrainError, TrainEvent, Trainer, TrainingData, WriteLimits, tidy_finished,
+    Start, TrainError, TrainEvent, TrainSummary, Trainer, TrainingData, WriteLimits, tidy_finished,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Set by `sieve launch` for its processes.
+/// Environment variable that `sieve launch` sets for its processes.
 pub(crate) const LAUNCHED: &str = "SIEVE_LAUNCHED";
 
 /// Arguments of `sieve train`.
@@ -116,30 +116,22 @@ pub(crate) struct TrainArgs {
     memory: MemoryArgs,
 }
 
-/// How a run is resumed.
+/// `--resume`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Resume {
-    /// Where there is a run, else one begins.
+    /// Resume the run in the output folder; without one, begin a run.
     Auto,
-    /// There must be a run.
+    /// Resume the run in the output folder; without one, fail.
     Latest,
 }
 
-/// What the runs of one process share.
-struct Session {
-    choice: DeviceChoice,
+/// What all runs of this process (several with `--sweep`) share.
+struct Session<'a> {
+    args: &'a TrainArgs,
     found: Device,
     interrupt: Interrupt,
-    profile: Option<u64>,
-    stop_after: Option<u64>,
-    fallback: Option<PathBuf>,
-    write_limits: WriteLimits,
-    memory: MemoryArgs,
     events: OnEvent,
-    /// Time without progress after which a run may stall.
-    stall_limit: Duration,
-    metrics_port: Option<MetricsPort>,
-    /// The processes that train together; `None` where this one is alone.
+    /// Connections to the other ranks; `None` if this process trains alone.
     mesh: Option<Arc<Mesh>>,
 }
 
@@ -147,7 +139,7 @@ struct Session {
 enum Ending {
     /// All steps are done.
     Finished,
-    /// A signal ended it.
+    /// A signal stopped it before its last step.
     Interrupted,
 }
 
@@ -172,7 +164,8 @@ pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
     }
 }
 
-/// The exit code of a run; a run that could keep nothing can be continued from its last checkpoint.
+/// The exit code of a run. If its last checkpoint could not be written, prints the error; the code says that the run
+/// can be continued from the checkpoint before.
 fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
     match result {
         Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved(_))) => {
@@ -185,7 +178,7 @@ fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
     }
 }
 
-/// One run, by this process alone or together with others.
+/// One run, by this process alone or as a rank of `mesh`.
 fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     let (mut recipe, text) = args.recipe.load_with_text()?;
     let out = args.out_folder();
@@ -203,7 +196,7 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
         terminal::warning(words);
     }
     if let Some(num_steps) = args.profile {
-        // A report reads the loss back and so drains the GPU: none may come between the traced steps.
+        // Logging a step reads the loss back and so waits for the GPU. No step between the traced ones may be logged.
         recipe.metrics.log_freq = num_steps as usize;
     }
     let out = args.out_folder();
@@ -211,7 +204,7 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     train_on(&session, &start, &recipe, &out)
 }
 
-/// Values that are allowed and rarely meant.
+/// A warning about valid settings with which the model cannot learn.
 fn learns_nothing(recipe: &Recipe) -> Option<&'static str> {
     if recipe.optimizer.lr == 0.0 {
         return Some("optimizer.lr is 0, so nothing is learned");
@@ -232,7 +225,7 @@ fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
     let done = latest.state.step as usize;
     recipe.training.steps = steps;
     recipe.lr_scheduler.after_step = match saved.training.steps {
-        // Asked again after an interruption.
+        // The same --extend again, after an interruption.
         before if before == steps => saved.lr_scheduler.after_step,
         before if before == done && done < steps => done,
         before => bail!(
@@ -241,7 +234,7 @@ fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
             match (done < before, saved.lr_scheduler.after_step) {
                 (false, _) => format!("name a step after {done}"),
                 (true, 0) => "let it end with --resume first".to_owned(),
-                // An extension that was interrupted.
+                // after_step > 0: an earlier extension was interrupted.
                 (true, _) => format!("let it end with --resume --extend {before} first"),
             }
         ),
@@ -279,7 +272,7 @@ impl TrainArgs {
         })
     }
 
-    /// Refuses flags that name two places to begin from.
+    /// Ends the program if `--resume` is combined with `--branch-from` or `--resume-from`.
     fn check(&self) {
         let other = match (&self.branch_from, &self.resume_from) {
             (Some(_), _) => "--branch-from",
@@ -297,51 +290,42 @@ impl TrainArgs {
     }
 }
 
-impl Session {
-    /// For this process alone, or as one of several that train one recipe.
-    fn open(args: &TrainArgs, recipe: &Recipe, mesh: Option<Arc<Mesh>>) -> Result<Self> {
+impl<'a> Session<'a> {
+    /// Opens the device and the signal handler, for this process alone or for a rank of `mesh`.
+    fn open(args: &'a TrainArgs, recipe: &Recipe, mesh: Option<Arc<Mesh>>) -> Result<Self> {
         let tells = mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0);
         Ok(Self {
-            choice: args.device,
+            args,
             found: match &mesh {
                 Some(mesh) => ranks::device(args.device, mesh, recipe)?,
                 None => crate::kernels::device_for(args.device, recipe)?,
             },
             interrupt: Interrupt::install(tells)?,
-            profile: args.profile,
-            stop_after: args.stop_after,
-            fallback: args.checkpoint_fallback.clone(),
-            write_limits: WriteLimits {
-                last: Duration::from_secs(args.checkpoint_patience),
-                ..WriteLimits::default()
-            },
-            memory: args.memory,
             events: args.events(),
-            stall_limit: ranks::long_patience(args.patience),
-            metrics_port: args.metrics_port.clone(),
             mesh,
         })
     }
 
-    /// Number of processes on this host, which share its memory, and of all processes.
+    /// `[processes on this host, all processes]`. Those on one host share its memory.
     fn sharers(&self) -> [usize; 2] {
         let world = self.mesh.as_ref().map(|mesh| mesh.world());
         world.map_or([1, 1], |world| [world.local_size, world.size])
     }
 
-    /// Whether this process prints and writes: alone, or as the first of several.
+    /// Whether this process prints and writes files: it trains alone or is rank 0.
     fn tells(&self) -> bool {
         self.mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0)
     }
 }
 
-/// Trains `recipe` on the session's device, or on the CPU where `auto` found a GPU without kernels for its attention.
-fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Result<Ending> {
-    // Neither the device nor the reference's memory depends on the vocabulary.
+/// Trains `recipe` on the session's device; on the CPU if `--device auto` found a GPU without kernels for its
+/// attention.
+fn train_on(session: &Session<'_>, start: &Start, recipe: &Recipe, out: &Path) -> Result<Ending> {
+    // The choice of the device does not depend on the vocabulary, so its size can be 0 here.
     let shape = recipe.model_shape(0)?;
-    let device = session.choice.for_model(&session.found, &shape);
+    let device = session.args.device.for_model(&session.found, &shape);
     match &device {
-        Device::Cpu if session.profile.is_some() => {
+        Device::Cpu if session.args.profile.is_some() => {
             bail!("--profile traces a GPU, and this run is on the CPU\n  hint: add --device cuda")
         }
         Device::Cpu => {
@@ -375,7 +359,7 @@ fn check_gpu_fp8(recipe: &Recipe, gpu: &DeviceReport) -> Result<()> {
 }
 
 fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
-    // A CPU has no peak on a data sheet, and one measured while others use it is exceeded later.
+    // There is no peak_flops for a CPU: no data sheet has one, and a measured one is too low if the machine was busy.
     let hardware = Hardware {
         device: FlexDevice,
         precision: Precision::F32,
@@ -413,7 +397,7 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
     (hardware, description)
 }
 
-/// What the driver says of the device of this process, if it is a GPU.
+/// Clocks, errors and temperature of this process's GPU; `None` on the CPU.
 fn state_of(place: &Device) -> Option<DeviceState> {
     let Device::Cuda(gpu) = place else {
         return None;
@@ -426,7 +410,7 @@ fn state_of(place: &Device) -> Option<DeviceState> {
     })
 }
 
-/// The path that a model's attention takes on a GPU, as text.
+/// Words for the path that a model's attention takes on a GPU.
 fn attention_path(shape: &ModelShape, arch: &str) -> &'static str {
     match gpu_training_gap(shape, arch) {
         None => "attention by kernels",
@@ -438,77 +422,21 @@ fn attention_path(shape: &ModelShape, arch: &str) -> &'static str {
 fn train<B: TrainBackend>(
     (start, out): (&Start, &Path),
     recipe: &Recipe,
-    session: &Session,
+    session: &Session<'_>,
     place: &Device,
     hardware: impl FnOnce() -> (Hardware<B>, String),
     group: impl FnOnce(Arc<Mesh>, &B::Device) -> Result<Group<B>>,
 ) -> Result<Ending> {
-    let (mut folder, origin) = match &session.mesh {
-        Some(mesh) => ranks::open(mesh, out, start, recipe)?,
-        None => {
-            let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
-            let origin = ranks::find_origin(&mut folder, start, recipe)?;
-            (folder, origin)
-        }
-    };
+    let (mut folder, origin) = ranks::open(session.mesh.as_deref(), out, start, recipe)?;
     let recipe = &origin.with_own_tokenizer(recipe)?;
     let mut log = Log::new(session.tells());
-    if let Some(checkpoint) = &origin.checkpoint
-        && origin.step() >= recipe.training.steps as u64
-    {
-        let (saved, _) = checkpoint.recipe_and_shape()?;
-        let steps = saved.training.steps;
-        if !origin.is_branch && saved.lr_scheduler.after_step > 0 && origin.step() < steps as u64 {
-            bail!(
-                "{} is at step {} of a run that was extended to {steps}, and the recipe has {} steps\n  \
-                 hint: --resume --extend {steps} continues it",
-                checkpoint.path.display(),
-                origin.step(),
-                recipe.training.steps
-            );
-        }
-        if matches!(start, Start::Resume | Start::ResumeAlone { .. }) && session.tells() {
-            // A kill right after the last checkpoint leaves older ones.
-            folder.claim(start)?;
-            tidy_finished(&folder, recipe)?;
-        }
-        let more = 2 * origin.step();
-        log.always(&format!(
-            "nothing to do: {} has all {} steps\n  to continue: {}",
-            checkpoint.path.display(),
-            recipe.training.steps,
-            match origin.is_branch || matches!(start, Start::ResumeFrom(_)) && !RunFolder::holds_run(out) {
-                // A new run's schedule counts the steps before it too.
-                true => format!(
-                    "{} with --set training.steps={more}, or another number above {}",
-                    if origin.is_branch {
-                        "--branch-from"
-                    } else {
-                        "--resume-from"
-                    },
-                    more / 2
-                ),
-                false =>
-                    format!("--resume --extend {more}, with a learning-rate schedule of its own for the new steps"),
-            },
-        ));
+    if is_finished(&mut folder, start, &origin, recipe, out, &log)? {
         return Ok(Ending::Finished);
     }
     // Before text is tokenised, which may take hours.
     TrainError::check_ranks(recipe, session.sharers()[1])?;
-    let vocab_size = match &origin.checkpoint {
-        Some(checkpoint) => Ok(checkpoint.state.vocab_size),
-        None => crate::plan::vocab_size(recipe),
-    };
-    let mut keeping = Keeping::default();
-    // A tokenizer that cannot be read is reported by its next reader.
-    if let Ok(vocab_size) = vocab_size {
-        let admitted = (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
-        admitted.warning.iter().for_each(|warning| log.always(warning));
-        out_of_memory::advise(admitted.advice);
-        keeping = admitted.keeping;
-    }
-    if let Some(dir) = session.fallback.as_ref().filter(|_| session.tells()) {
+    let keeping = admit(session, recipe, &origin, place, &log)?;
+    if let Some(dir) = session.args.checkpoint_fallback.as_ref().filter(|_| session.tells()) {
         let what = || format!("creating {} for --checkpoint-fallback", dir.display());
         std::fs::create_dir_all(dir).with_context(what)?;
     }
@@ -541,20 +469,19 @@ fn train<B: TrainBackend>(
         own_group = Some(group);
     }
     let mut trainer = Trainer::<B>::new(recipe.clone(), data, folder, origin, hardware, own_group)?;
-    if let Some(num_steps) = session.stop_after {
+    if let Some(num_steps) = session.args.stop_after {
         trainer.stop_after(num_steps);
     }
-    let mut own = RunFolder::fallback_name(out).into_bytes();
-    if let Some(mesh) = &session.mesh {
-        // Hosts may reach the folder by different links.
-        own = mesh.broadcast(&own)?;
+    let fallback_name = ranks::fallback_name(session.mesh.as_deref(), out)?;
+    if let Some(dir) = &session.args.checkpoint_fallback {
+        trainer.set_fallback(dir.join(fallback_name));
     }
-    if let Some(dir) = &session.fallback {
-        trainer.set_fallback(dir.join(String::from_utf8(own)?));
-    }
-    trainer.set_write_limits(session.write_limits);
+    trainer.set_write_limits(WriteLimits {
+        last: Duration::from_secs(session.args.checkpoint_patience),
+        ..WriteLimits::default()
+    });
     let exporter = Exporter::default();
-    let port = session.metrics_port.as_ref().filter(|_| session.tells());
+    let port = session.args.metrics_port.as_ref().filter(|_| session.tells());
     let address = port.map(|port| exporter.listen(port)).transpose()?;
     trainer.write_config()?;
     log.open(&log_path)?;
@@ -566,43 +493,23 @@ fn train<B: TrainBackend>(
         let (step, path) = (trainer.step(), path.display());
         log.line(&format!("continuing at step {step} from {path}"));
     }
-    let bar = match session.tells() {
-        true => terminal::progress_bar(recipe.training.steps as u64, "{bar:30} {pos}/{len} steps  {msg}"),
-        false => ProgressBar::hidden(),
-    };
-    bar.set_position(trainer.step());
-    let started = Instant::now();
-    let first_step = trainer.step();
-    let mut profile = profile(session, place, recipe, &trainer)?;
     if let Some(address) = address {
         log.line(&format!("metrics: http://{address}/metrics"));
     }
-    let stalls = match session.tells() {
-        true => Some(session.events.watch(session.stall_limit)?),
-        false => None,
-    };
-    let result = trainer.run(session.interrupt.keep_state(), &mut |event| {
-        show(&log, &bar, &event);
-        exporter.see(&event);
-        stalls.iter().for_each(StallWatch::goes_on);
-        if let (Some(profile), TrainEvent::Step(report)) = (&mut profile, &event)
-            && let Some(table) = profile.after(report)
-        {
-            bar.suspend(|| log.line(&table));
-        }
-    });
-    drop(stalls);
-    bar.finish_and_clear();
-    let summary = result
-        .map_err(anyhow::Error::from)
-        .inspect_err(|error| log.keep(&terminal::error_text(error)))?;
+    let started = Instant::now();
+    let first_step = trainer.step();
+    let summary = run_steps(&mut trainer, session, recipe, place, &log, &exporter)?;
     for line in cost_lines(summary.peak_memory, hardware_memory) {
         log.line(&line);
     }
     if summary.interrupted {
         tell_references(&log);
-        log.always(&stopped_line(recipe, &summary, session.fallback.as_deref()));
-        let is_as_asked = (session.stop_after).is_some_and(|n| summary.step - first_step >= n);
+        log.always(&stopped_line(
+            recipe,
+            &summary,
+            session.args.checkpoint_fallback.as_deref(),
+        ));
+        let is_as_asked = (session.args.stop_after).is_some_and(|n| summary.step - first_step >= n);
         return Ok(match is_as_asked {
             true => Ending::Finished,
             false => Ending::Interrupted,
@@ -614,7 +521,7 @@ fn train<B: TrainBackend>(
         terminal::duration(started.elapsed().as_secs_f64())
     ));
     finish(&log, &summary, trainer.shape());
-    // The run itself is done; a prompt that is too long does not make it fail.
+    // Training is complete, so a failed sample, for example of too long a prompt, is no error.
     if session.tells()
         && let Err(error) = samples(&log, recipe, &mut trainer, &device)
     {
@@ -625,14 +532,118 @@ fn train<B: TrainBackend>(
     Ok(Ending::Finished)
 }
 
-/// What `--profile` asks for, in the process that prints.
+/// Whether the checkpoint to continue from has all of the run's steps already; then says so and how to train further.
+fn is_finished(
+    folder: &mut RunFolder,
+    start: &Start,
+    origin: &Origin,
+    recipe: &Recipe,
+    out: &Path,
+    log: &Log,
+) -> Result<bool> {
+    let Some(checkpoint) = &origin.checkpoint else {
+        return Ok(false);
+    };
+    if origin.step() < recipe.training.steps as u64 {
+        return Ok(false);
+    }
+    let (saved, _) = checkpoint.recipe_and_shape()?;
+    let steps = saved.training.steps;
+    if !origin.is_branch && saved.lr_scheduler.after_step > 0 && origin.step() < steps as u64 {
+        bail!(
+            "{} is at step {} of a run that was extended to {steps}, and the recipe has {} steps\n  \
+             hint: --resume --extend {steps} continues it",
+            checkpoint.path.display(),
+            origin.step(),
+            recipe.training.steps
+        );
+    }
+    if matches!(start, Start::Resume | Start::ResumeAlone { .. }) && log.tells() {
+        // A kill right after the last checkpoint was written leaves older ones to delete.
+        folder.claim(start)?;
+        tidy_finished(folder, recipe)?;
+    }
+    let more = 2 * origin.step();
+    log.always(&format!(
+        "nothing to do: {} has all {} steps\n  to continue: {}",
+        checkpoint.path.display(),
+        recipe.training.steps,
+        match origin.is_branch || matches!(start, Start::ResumeFrom(_)) && !RunFolder::holds_run(out) {
+            // A new run, but its schedule also counts the steps before it.
+            true => format!(
+                "{} with --set training.steps={more}, or another number above {}",
+                if origin.is_branch {
+                    "--branch-from"
+                } else {
+                    "--resume-from"
+                },
+                more / 2
+            ),
+            false => format!("--resume --extend {more}, with a learning-rate schedule of its own for the new steps"),
+        },
+    ));
+    Ok(true)
+}
+
+/// Checks that the run fits into the device's memory. Returns which optional activations there is room to keep.
+fn admit(session: &Session<'_>, recipe: &Recipe, origin: &Origin, place: &Device, log: &Log) -> Result<Keeping> {
+    let vocab_size = match &origin.checkpoint {
+        Some(checkpoint) => Ok(checkpoint.state.vocab_size),
+        None => crate::plan::vocab_size(recipe),
+    };
+    // A tokenizer that cannot be read is reported when the text is prepared.
+    let Ok(vocab_size) = vocab_size else {
+        return Ok(Keeping::default());
+    };
+    let admitted = (session.args.memory).check_training(recipe, vocab_size, place, session.sharers())?;
+    admitted.warning.iter().for_each(|warning| log.always(warning));
+    out_of_memory::advise(admitted.advice);
+    Ok(admitted.keeping)
+}
+
+/// Trains, with a progress bar, the metrics, a profile where one is asked for, and a watch for stalls.
+fn run_steps<B: TrainBackend>(
+    trainer: &mut Trainer<B>,
+    session: &Session<'_>,
+    recipe: &Recipe,
+    place: &Device,
+    log: &Log,
+    exporter: &Exporter,
+) -> Result<TrainSummary> {
+    let mut profile = profile(session, place, recipe, trainer)?;
+    let (bar, stalls) = match session.tells() {
+        true => (
+            terminal::progress_bar(recipe.training.steps as u64, "{bar:30} {pos}/{len} steps  {msg}"),
+            Some(session.events.watch(ranks::long_patience(session.args.patience))?),
+        ),
+        false => (ProgressBar::hidden(), None),
+    };
+    bar.set_position(trainer.step());
+    let result = trainer.run(session.interrupt.keep_state(), &mut |event| {
+        show(log, &bar, &event);
+        exporter.see(&event);
+        stalls.iter().for_each(StallWatch::goes_on);
+        if let (Some(profile), TrainEvent::Step(report)) = (&mut profile, &event)
+            && let Some(table) = profile.after(report)
+        {
+            bar.suspend(|| log.line(&table));
+        }
+    });
+    drop(stalls);
+    bar.finish_and_clear();
+    result
+        .map_err(anyhow::Error::from)
+        .inspect_err(|error| log.keep(&terminal::error_text(error)))
+}
+
+/// The profiler of `--profile`; `None` without the flag, on the CPU, and on ranks other than 0.
 fn profile<B: TrainBackend>(
-    session: &Session,
+    session: &Session<'_>,
     place: &Device,
     recipe: &Recipe,
     trainer: &Trainer<B>,
 ) -> Result<Option<StepProfile>> {
-    let num_steps = session.profile.filter(|_| session.tells());
+    let num_steps = session.args.profile.filter(|_| session.tells());
     let (Some(num_steps), Device::Cuda(gpu)) = (num_steps, place) else {
         return Ok(None);
     };
@@ -646,10 +657,11 @@ fn profile<B: TrainBackend>(
     StepProfile::new(num_steps, run, trainer.shape(), tokens, &gpu.name).map(Some)
 }
 
-/// Shards and tokenizer, with a bar or plain lines. Takes the output folder once the recipe's files are found.
+/// Prepares the shards and the tokenizer, with a progress bar or lines. Locks the output folder (`claim`) once the
+/// recipe's text files are found.
 fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Origin, log: &Log) -> Result<TrainingData> {
     let (dir, on_change) = match &recipe.data.cache_dir {
-        // Other runs may read what is there.
+        // Other runs may be reading the shards in a shared folder.
         Some(dir) => (
             PathBuf::from(sieve_core::paths::expand(dir, &variable)?),
             OnChange::Refuse,
@@ -704,7 +716,7 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
     Ok(data)
 }
 
-/// An environment variable.
+/// An environment variable; `None` if it is unset or not UTF-8.
 pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }

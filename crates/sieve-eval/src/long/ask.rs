@@ -1,4 +1,4 @@
-//! Asks a model about long texts.
+//! Asks a model the samples of long tasks, and sums up its scores.
 use super::{LongSource, LongTexts, NUM_WRONG};
 use crate::continuation::Continuation;
 use crate::input::{check_length, check_vocabulary};
@@ -6,46 +6,45 @@ use crate::needle::rank;
 use crate::{EvalError, LayerPath, Selection, TaskModel};
 use serde::Serialize;
 use sieve_ops::DeviceBackend;
-use sieve_ops::first_of_largest;
 
-/// Stretches of depth that scores are given by.
+/// Depths are grouped into this many equal ranges.
 const NUM_DEPTHS: usize = 5;
 
-/// What one sample gave.
+/// Result of one sample.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SampleScore {
     /// The task.
     pub task: &'static str,
-    /// Tokens of the whole.
+    /// Tokens of prompt and answer, at most.
     pub length: usize,
-    /// Percent of the text before what is asked for.
+    /// Percent of the text before the passage with the answer.
     pub depth: Option<f64>,
-    /// From 0 to 1.
+    /// Share of the references in the generated text, from 0 to 1.
     pub score: f64,
-    /// Of the answer's likelihood, 1 is the best; equal ones share a rank.
+    /// Rank of the first reference's likelihood among wrong answers, from 1 (best). Equal likelihoods share a rank.
     pub rank: f64,
-    /// Of the first reference, divided by its tokens.
+    /// Log-likelihood of the first reference per token.
     pub log_likelihood: f64,
-    /// What was generated.
+    /// The generated text.
     pub answer: String,
-    /// What it should hold.
+    /// Strings that a right answer contains.
     pub references: Vec<String>,
 }
 
-/// Scores at one length, in one stretch of depth where the task has depths.
+/// Mean scores at one length, over all depths or in one range of depths.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LongCell {
-    /// Tokens of the whole.
+    /// Tokens of prompt and answer, at most.
     pub length: usize,
-    /// Middle of the stretch, in percent.
+    /// Middle of the range of depths in percent; `None` for all depths.
     pub depth: Option<f64>,
-    /// Samples in it.
+    /// Number of samples.
     pub num_samples: usize,
     /// Mean score.
     pub score: f64,
     /// Mean rank.
     pub mean_rank: f64,
-    /// Mean log-likelihood of the answer a token.
+    /// Mean log-likelihood of the answer per token.
     pub log_likelihood: f64,
 }
 
@@ -54,32 +53,32 @@ pub struct LongCell {
 pub struct LongTaskReport {
     /// The task.
     pub task: &'static str,
-    /// What its texts are made of.
+    /// Name of what the task's texts consist of.
     pub haystack: String,
-    /// Over all lengths.
+    /// Mean score over all samples.
     pub score: f64,
-    /// Over all lengths.
+    /// Mean rank over all samples.
     pub mean_rank: f64,
     /// The mean rank of a guess.
     pub chance_rank: f64,
-    /// Length by length, over all depths.
+    /// One cell for each length, over all depths.
     pub lengths: Vec<LongCell>,
-    /// Length by length and depth by depth; empty where the task has no depths.
+    /// One cell for each length and range of depths; empty if the task has no depths.
     pub cells: Vec<LongCell>,
 }
 
-/// All tasks under one method.
+/// Reports of all tasks under one selector.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LongReport {
     /// The selector with its settings; absent for the model's own attention.
     pub selector: Option<String>,
-    /// The path that each layer took under it.
+    /// The path that each layer took with the selector.
     pub paths: Vec<LayerPath>,
-    /// Task by task.
+    /// One report for each task.
     pub tasks: Vec<LongTaskReport>,
 }
 
-/// Asks for every sample; `observe` is called with the number asked so far.
+/// Asks every sample; `observe` is called with the number of samples asked so far.
 ///
 /// A prefill selector acts on the prompt only, and later tokens read every key; a decode selector acts on the tokens
 /// after the prompt.
@@ -96,38 +95,26 @@ pub fn ask_long<B: DeviceBackend>(
     let shape = model.model.shape();
     check_length(texts.length, shape)?;
     let tokenizer = model.tokenizer;
-    let most = texts.task.max_new_tokens();
-    let num_tokens = tokenizer.vocab_size().min(shape.vocab_size);
     let mut scores = Vec::with_capacity(texts.samples.len());
     for (sample, prompt) in &texts.samples {
         check_vocabulary(prompt, shape.vocab_size)?;
         let answers = sample.references.iter().take(1).chain(&sample.wrong);
         let endings = answers.map(|answer| tokenizer.encode(&format!(" {answer}")));
         let endings: Vec<Vec<u32>> = endings.collect::<Result<_, _>>()?;
-        let longest = endings.iter().map(Vec::len).max().unwrap_or(0).max(most);
+        let longest = endings.iter().map(Vec::len).max().unwrap_or(0);
+        let longest = longest.max(texts.task.max_new_tokens());
         let text = Continuation::new(model.model, prompt.len() + longest, model.device);
-        let mut text = text.with_selection(selection.as_deref().map(Selection::uncounted));
-        let mut logits = text.read(prompt)?;
+        let mut text = text.with_copy_of(selection.as_deref());
+        let logits = text.read(prompt)?;
         let slices: Vec<&[u32]> = endings.iter().map(Vec::as_slice).collect();
         let found = text.endings(&logits, &slices)?;
         let likelihoods: Vec<f64> = found.iter().map(|x| x.log_likelihood).collect();
-        let mut said = Vec::new();
-        let (mut answer, mut score) = (String::new(), 0.0);
-        while said.len() < most && score < 1.0 {
-            let token = first_of_largest(&logits[..num_tokens]).ok_or(EvalError::NotFinite(text.cache().num_tokens))?;
-            if model.ends.contains(&token) {
-                break;
-            }
-            said.push(token);
-            answer = tokenizer.decode(&said)?;
-            score = sample.matching.score(&answer, &sample.references);
-            if said.len() < most && score < 1.0 {
-                logits = text.read(&[token])?;
-            }
-        }
-        if let (Some(kept), Some(used)) = (&mut selection, text.selection()) {
-            kept.add_totals(used);
-        }
+        let mut score = 0.0;
+        let answer = text.greedy_text(model, logits, texts.task.max_new_tokens(), |answer| {
+            score = sample.matching.score(answer, &sample.references);
+            score >= 1.0
+        })?;
+        text.add_totals_to(selection.as_deref_mut());
         scores.push(SampleScore {
             task: texts.task.name(),
             length: texts.length,
@@ -144,7 +131,7 @@ pub fn ask_long<B: DeviceBackend>(
 }
 
 impl LongTaskReport {
-    /// The report of one task. Samples of one length stand together. Panics when there are no samples.
+    /// The report of one task. `samples` are sorted by length. Panics without samples.
     pub fn new(texts: &LongTexts, source: &LongSource, samples: &[SampleScore]) -> Self {
         let mut lengths: Vec<usize> = samples.iter().map(|sample| sample.length).collect();
         lengths.dedup();

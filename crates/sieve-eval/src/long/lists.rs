@@ -1,20 +1,20 @@
-//! RULER's tasks over whole texts: variables that pass a value on, and words that are counted.
+//! RULER's tasks about the whole text: variable tracking, and counting words.
 use super::needles::NOISE;
 use super::random::Random;
 use super::{LongSample, Match, Size, wrong};
 
 /// Assignments of a chain, one for each of its variables.
 pub(super) const CHAIN: usize = 5;
-/// Words that are asked for.
+/// Most common words that are asked for.
 pub(super) const NUM_COMMON: usize = 10;
-/// Coded words of which the three most frequent ones still differ in number.
+/// Coded words of a text, at least: with fewer, the three most frequent ones would not differ in number.
 pub(super) const FEWEST_CODED: usize = 34;
-/// RULER's word lists are shorter, and rarer, below this many tokens.
+/// Below this number of tokens RULER's word lists repeat words less often.
 const SHORT: usize = 4096;
-/// Below this many tokens there is no room for a solved example.
+/// Below this number of tokens there is no room for a solved example.
 const NO_EXAMPLE: usize = 1024;
 
-/// A value passed on from variable to variable; all of them are asked for.
+/// Variable tracking: a value is assigned from variable to variable, and all variables with that value are asked for.
 pub(super) fn variable_tracking(random: &mut Random, size: Size) -> LongSample {
     let (text, variables) = chain(random, size.parts, 5);
     let example = match size.length {
@@ -36,7 +36,7 @@ pub(super) fn variable_tracking(random: &mut Random, size: Size) -> LongSample {
     }
 }
 
-/// The question with its text, and its variables.
+/// A text with its question, and the variables that answer it.
 fn chain(random: &mut Random, noises: usize, letters: usize) -> (String, Vec<String>) {
     let mut variables: Vec<String> = Vec::new();
     while variables.len() < CHAIN {
@@ -62,15 +62,13 @@ fn chain(random: &mut Random, noises: usize, letters: usize) -> (String, Vec<Str
     let context = sentences.join(" ");
     let text = format!(
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: \
-         Find all \
-         variables that are assigned the value {value} in the text above. Answer: According to the chain(s) of \
-         variable \
-         assignment in the text above, {CHAIN} variables are assgined the value {value}, they are:"
+         Find all variables that are assigned the value {value} in the text above. Answer: According to the chain(s) \
+         of variable assignment in the text above, {CHAIN} variables are assgined the value {value}, they are:"
     );
     (text, variables)
 }
 
-/// A numbered list of words, ten of them more often than the others; these are asked for.
+/// A numbered list of words, in which ten words occur more often than the others. These ten are asked for.
 pub(super) fn common_words(random: &mut Random, size: Size) -> LongSample {
     let (often, seldom, in_example) = match size.length {
         0..SHORT => (6, 1, (20, 3, 1)),
@@ -106,11 +104,9 @@ fn word_list(random: &mut Random, words: usize, often: usize, seldom: usize) -> 
     random.shuffle(&mut list);
     let context = numbered(&list);
     let text = format!(
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones \
-         that appear \
-         most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 \
-         words that \
-         appear most often in the list are:"
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that \
+         appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top \
+         10 words that appear most often in the list are:"
     );
     (text, common.to_vec())
 }
@@ -121,8 +117,8 @@ fn numbered<T: AsRef<str>>(words: &[T]) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Coded words, where the word of rank k occurs `N k^-2 / zeta(2)` times; ranks 2, 3 and 4 are the answer, and rank 1
-/// is dots.
+/// Random words, where the k-th most frequent one occurs `N k^-2 / zeta(2)` times. The first is "..."; the second,
+/// third and fourth are asked for.
 pub(super) fn frequent_words(random: &mut Random, size: Size) -> LongSample {
     let num_words = (size.length / 50).max(4);
     let mut words: Vec<String> = vec!["...".to_owned()];
@@ -131,7 +127,7 @@ pub(super) fn frequent_words(random: &mut Random, size: Size) -> LongSample {
     }
     let zeta_2 = std::f64::consts::PI.powi(2) / 6.0;
     let count = |parts: usize, rank: usize| (parts as f64 / (rank * rank) as f64 / zeta_2) as usize;
-    // Rounded down, the fourth word may be as frequent as the fifth; then no answer is the only one.
+    // If rounding down made the fourth word as frequent as the fifth, the question would have two answers.
     let mut parts = size.parts.max(FEWEST_CODED);
     while count(parts, 4) == count(parts, 5) {
         parts -= 1;
@@ -143,11 +139,9 @@ pub(super) fn frequent_words(random: &mut Random, size: Size) -> LongSample {
     random.shuffle(&mut coded);
     let prompt = format!(
         "Read the following coded text and track the frequency of each coded word. Find the three most frequently \
-         appeared \
-         coded words. {}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three \
-         most \
-         frequently appeared words in the above coded text? Answer: According to the coded text above, the three most \
-         frequently appeared words are:",
+         appeared coded words. {}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are \
+         the three most frequently appeared words in the above coded text? Answer: According to the coded text above, \
+         the three most frequently appeared words are:",
         coded.join(" ")
     );
     let wrong = wrong(&prompt, || random.letters(b'a', 6));

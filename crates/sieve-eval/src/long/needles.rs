@@ -1,11 +1,11 @@
-//! RULER's eight needle tasks: sentences with a magic number or UUID among others.
+//! RULER's eight needle tasks: sentences with a magic number, word or UUID hidden in a text.
 use super::random::Random;
 use super::{LongSample, LongSource, LongText, Match, depth, wrong};
 
-/// RULER's noise.
+/// RULER's filler text.
 pub(super) const NOISE: &str =
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.";
-/// Depths that essays' needles are drawn from, in even steps of percent.
+/// Needles in essays are placed at depths drawn from this many even steps from 0 to 100 %.
 const NUM_DEPTHS: usize = 40;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +40,7 @@ impl Thing {
     }
 }
 
-/// One of the eight.
+/// Settings of one of the eight tasks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Needles {
     hay: Hay,
@@ -52,7 +52,7 @@ pub(super) struct Needles {
 }
 
 impl Needles {
-    /// Of RULER's name; the caller knows that it is one.
+    /// The settings of RULER's task of this name. Panics for another name.
     pub(super) fn of(name: &str) -> Self {
         use Thing::{Numbers, Uuids, Words};
         let (hay, [keys, values], [num_keys, num_values, num_queries]) = match name {
@@ -145,7 +145,7 @@ impl Needles {
         format!("One of the special magic {} for {key} is: {value}.", self.values.name())
     }
 
-    /// The sentences that the needles are put between, and the text that joins them.
+    /// The sentences that the needles are inserted between, and the separator that joins them.
     fn sentences(
         self,
         text: &LongText,
@@ -159,7 +159,7 @@ impl Needles {
             Hay::Needles => {
                 let mut other = || loop {
                     let key = self.keys.draw(random);
-                    // A second needle with an asked key would be a second answer.
+                    // Another needle with an asked key would be a second answer.
                     if !keys.contains(&key) {
                         return self.needle(&key, &self.values.draw(random));
                     }
@@ -181,18 +181,16 @@ impl Needles {
                 let thing = things.trim_end_matches('s');
                 format!(
                     "A special magic {thing} is hidden within the following text. Make sure to memorize it. I will \
-                     quiz you \
-                     about the {thing} afterwards.\n{context}\nWhat is the special magic {thing} for {query} \
-                     mentioned in the \
-                     provided text? The special magic {thing} for {query} mentioned in the provided text is"
+                     quiz you about the {thing} afterwards.\n{context}\nWhat is the special magic {thing} for {query} \
+                     mentioned in the provided text? The special magic {thing} for {query} mentioned in the provided \
+                     text is"
                 )
             }
             _ => format!(
                 "Some special magic {things} are hidden within the following text. Make sure to memorize it. I will \
-                 quiz you \
-                 about the {things} afterwards.\n{context}\nWhat are all the special magic {things} for {query} \
-                 mentioned in \
-                 the provided text? The special magic {things} for {query} mentioned in the provided text are"
+                 quiz you about the {things} afterwards.\n{context}\nWhat are all the special magic {things} for \
+                 {query} mentioned in the provided text? The special magic {things} for {query} mentioned in the \
+                 provided text are"
             ),
         }
     }

@@ -1,11 +1,11 @@
-//! RULER's two question tasks: documents of SQuAD or HotpotQA, those that answer among others.
+//! RULER's two question tasks: a question of SQuAD or HotpotQA, with the documents that answer it among others.
 use super::random::Random;
 use super::{LongSample, Match, NUM_WRONG};
 use crate::EvalError;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-/// Questions with their documents, of a published file.
+/// Questions and documents of a published file.
 #[derive(Clone, Debug)]
 pub struct QaData {
     documents: Vec<String>,
@@ -16,9 +16,10 @@ pub struct QaData {
 struct Question {
     query: String,
     answers: Vec<String>,
-    /// Documents that answer, by number; HotpotQA's are among others.
+    /// Indices of documents that are always included. SQuAD: the one with the answer. HotpotQA: all of the question's,
+    /// some of which answer it.
     gold: Vec<usize>,
-    /// Documents of the same article, taken before others.
+    /// Indices of other documents of the same article, which are added first.
     near: Vec<usize>,
 }
 
@@ -59,7 +60,7 @@ struct HotpotQuestion {
 }
 
 impl QaData {
-    /// SQuAD's JSON (an object with `data`), or HotpotQA's (a list of questions with `context`), as they are published.
+    /// Parses SQuAD's published JSON (an object with `data`) or HotpotQA's (a list of questions with `context`).
     ///
     /// # Errors
     /// Text that is neither, or that holds no question.
@@ -80,7 +81,7 @@ impl QaData {
         }
     }
 
-    /// Documents of all questions.
+    /// Number of different documents.
     pub(super) fn num_documents(&self) -> usize {
         self.documents.len()
     }
@@ -127,7 +128,7 @@ impl QaData {
         }
     }
 
-    /// A question with its own documents and others, `parts` in all; documents with the answer are always included.
+    /// A random question with `parts` documents: its own, then others.
     pub(super) fn sample(&self, random: &mut Random, parts: usize) -> LongSample {
         let asked = random.below(self.questions.len());
         let question = &self.questions[asked];
@@ -151,7 +152,7 @@ impl QaData {
         let context = documents.collect::<Vec<_>>().join("\n\n");
         let order = "Answer the question based on the given documents. Only give me the answer and do not output any \
             other words.";
-        // HotpotQA's ten documents of a question are those that answer and others, unmarked.
+        // HotpotQA does not mark which of a question's ten documents answer it, so only SQuAD has a depth.
         let gold = <[usize; 1]>::try_from(&question.gold[..]).ok();
         let place = gold.and_then(|[gold]| chosen.iter().position(|&one| one == gold));
         LongSample {
@@ -166,7 +167,7 @@ impl QaData {
         }
     }
 
-    /// Answers of other questions; fewer where the file has fewer.
+    /// Answers of other questions: [`NUM_WRONG`], or fewer in a short file.
     fn wrong(&self, random: &mut Random, question: &Question) -> Vec<String> {
         let mut found: Vec<String> = Vec::new();
         for other in random.sample(self.questions.len(), self.questions.len()) {
@@ -182,7 +183,7 @@ impl QaData {
     }
 }
 
-/// Different texts in order, and the number of each.
+/// The different texts, sorted, and the index of each.
 fn numbered(texts: impl Iterator<Item = String>) -> (Vec<String>, BTreeMap<String, usize>) {
     let mut numbers: BTreeMap<String, usize> = texts.map(|text| (text, 0)).collect();
     for (number, place) in numbers.values_mut().enumerate() {

@@ -1,12 +1,12 @@
-//! Retrieval in its plainest forms: a pass key, one pair of many, words to copy, and what followed a word.
+//! Simple retrieval tasks: a pass key, key-value pairs, copying, selective copying and induction.
 use super::needles::NOISE;
 use super::random::Random;
 use super::{LongSample, Match, depth, wrong};
 
-/// Words that are copied.
+/// Words to copy.
 pub(super) const NUM_COPIED: usize = 8;
 
-/// Five digits in the noise.
+/// A pass key of five digits, hidden in filler text.
 pub(super) fn passkey(random: &mut Random, parts: usize) -> LongSample {
     let key = random.number(5);
     let place = random.below(parts + 1);
@@ -18,8 +18,7 @@ pub(super) fn passkey(random: &mut Random, parts: usize) -> LongSample {
     LongSample {
         prompt: format!(
             "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. I will quiz \
-             you about \
-             the important information there.\n{context}\nWhat is the pass key? The pass key is"
+             you about the important information there.\n{context}\nWhat is the pass key? The pass key is"
         ),
         references: vec![key],
         matching: Match::All,
@@ -28,7 +27,7 @@ pub(super) fn passkey(random: &mut Random, parts: usize) -> LongSample {
     }
 }
 
-/// Pairs of UUIDs as JSON, one key asked for (arXiv:2307.03172).
+/// A JSON object of random UUIDs; the value of one key is asked for (arXiv:2307.03172).
 pub(super) fn key_value(random: &mut Random, parts: usize) -> LongSample {
     let pairs: Vec<[String; 2]> = (0..parts).map(|_| [random.uuid(), random.uuid()]).collect();
     let place = random.below(parts);
@@ -39,8 +38,7 @@ pub(super) fn key_value(random: &mut Random, parts: usize) -> LongSample {
     LongSample {
         prompt: format!(
             "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON \
-             data:\n{{{context}}}\n\nKey: \
-             \"{key}\"\nCorresponding value:"
+             data:\n{{{context}}}\n\nKey: \"{key}\"\nCorresponding value:"
         ),
         references: vec![value.clone()],
         matching: Match::All,
@@ -49,13 +47,13 @@ pub(super) fn key_value(random: &mut Random, parts: usize) -> LongSample {
     }
 }
 
-/// Words at the beginning, then noise; they are asked for in their order.
+/// Copying: words at the beginning of filler text, asked for in their order.
 pub(super) fn copy(random: &mut Random, parts: usize) -> LongSample {
     let places = vec![0; NUM_COPIED];
     copied(random, parts, places, "The text begins with eight words in brackets.")
 }
 
-/// Words at random places of the noise (selective copying, arXiv:2312.00752); they are asked for in their order.
+/// Selective copying (arXiv:2312.00752): words at random places of filler text, asked for in their order.
 pub(super) fn select(random: &mut Random, parts: usize) -> LongSample {
     let mut places = random.sample(parts + 1, NUM_COPIED);
     places.sort_unstable();
@@ -71,7 +69,7 @@ fn copied(random: &mut Random, parts: usize, places: Vec<usize>, about: &str) ->
     }
     let context = sentences.join("\n");
     let prompt = format!("{about} Say them again in their order.\n{context}\nThe words in their order:");
-    // The same words in another order would be as likely to a model that knows no order.
+    // Wrong answers are other words: the same words in another order would be as likely to a model that ignores order.
     let mut number = 0;
     let mut other = || {
         number += 1;
@@ -87,7 +85,7 @@ fn copied(random: &mut Random, parts: usize, places: Vec<usize>, about: &str) ->
     }
 }
 
-/// Random words, one of them a second time at the end; what followed it the first time is asked for.
+/// Induction: random words, the last of which occurred before; the word that followed it then is asked for.
 pub(super) fn induce(random: &mut Random, parts: usize) -> LongSample {
     let words = random.words(parts + 1 + 20);
     let (words, others) = words.split_at(parts + 1);

@@ -1,4 +1,4 @@
-//! Text that needles are hidden in.
+//! The text that needles are hidden in.
 use crate::{EvalDocument, EvalError};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
@@ -58,13 +58,13 @@ const ENDINGS: [&str; 8] = [
 #[derive(Clone, Debug)]
 pub struct Haystack {
     tokens: Vec<u32>,
-    /// Counts of tokens after which a sentence ends, ascending.
+    /// Positions after the last token of each sentence, ascending.
     ends: Vec<usize>,
 }
 
 impl Haystack {
-    /// The first `num_tokens` tokens of documents laid end to end, without their end-of-document tokens; fewer if there
-    /// are no more.
+    /// The first `num_tokens` tokens of the concatenated documents without their end-of-document tokens; fewer if the
+    /// documents are shorter.
     ///
     /// # Errors
     /// A document that cannot be read.
@@ -86,7 +86,7 @@ impl Haystack {
         Self::new(tokens, tokenizer)
     }
 
-    /// `num_tokens` tokens of plain English sentences without sense, the same every time.
+    /// `num_tokens` tokens of random English sentences, the same ones at each call.
     ///
     /// # Errors
     /// A tokenizer that cannot express English.
@@ -112,7 +112,7 @@ impl Haystack {
                 Some(text) => text,
                 None => texts.entry(pair[0]).or_insert(tokenizer.decode(&pair[..1])?),
             };
-            // A dot before a space: `self.len` ends no sentence.
+            // A sentence ends at a dot before white space; the dot in `self.len` ends none.
             let dot = text.trim_end().ends_with('.');
             if dot && (text.ends_with(char::is_whitespace) || space_after(pair, tokenizer)?) {
                 ends.push(at + 1);
@@ -121,13 +121,13 @@ impl Haystack {
         Ok(Self { tokens, ends })
     }
 
-    /// Tokens it has.
+    /// Number of tokens.
     pub fn num_tokens(&self) -> usize {
         self.tokens.len()
     }
 
-    /// The haystack's first `len` tokens with `needle` inserted, and its position: at `depth` % of them, moved back to
-    /// the end of a sentence or to the beginning; at 100 % after all of them.
+    /// The first `len` tokens with `needle` inserted, and the needle's position: at `depth` percent, moved back to the
+    /// end of a sentence or else to the beginning. At 100 % it is after all tokens.
     pub(super) fn with_needle(&self, len: usize, depth: f64, needle: &[u32]) -> (Vec<u32>, usize) {
         let wanted = (len as f64 * depth / 100.0).round() as usize;
         let place = match wanted >= len {
@@ -163,13 +163,13 @@ fn sentence(random: &mut ChaCha8Rng) -> String {
     format!("The {first} {verb} the {second}{ending}.")
 }
 
-/// Plain English sentences without sense.
+/// Random English sentences.
 pub(crate) fn made_up_sentences(count: usize, seed: u64) -> Vec<String> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     (0..count).map(|_| sentence(&mut random)).collect()
 }
 
-/// One of a list.
+/// A random element of a list.
 pub(super) fn pick<'a>(random: &mut ChaCha8Rng, list: &[&'a str]) -> &'a str {
     list[random.next_u32() as usize % list.len()]
 }

@@ -1,4 +1,4 @@
-//! Needles: a fact with a number, the question for it, and other numbers that might have been.
+//! Needles: a sentence with a number, the question for it, and wrong numbers.
 use super::haystack::pick;
 use super::{NUM_DISTRACTORS, NeedleConfig};
 use crate::EvalError;
@@ -14,18 +14,18 @@ const ANIMALS: [&str; 12] = [
     "otter",
 ];
 
-/// Tokens after the answer's own that a greedy continuation may take to say it.
+/// A greedy continuation may take this many tokens more than the longest answer has.
 const SPARE_TOKENS: usize = 8;
 
 /// The texts of one needle.
 pub(super) struct Texts {
-    /// Goes into the haystack.
+    /// The sentence that is hidden in the haystack.
     pub(super) statement: String,
-    /// Goes behind it; the answer would come next.
+    /// The beginning of that sentence, after the haystack; the answer comes next.
     pub(super) question: String,
-    /// Seven digits.
+    /// A number of seven digits.
     pub(super) answer: String,
-    /// Other numbers of seven digits.
+    /// Wrong numbers of seven digits.
     pub(super) distractors: Vec<String>,
 }
 
@@ -36,11 +36,11 @@ pub(super) struct Sample {
     pub(super) statement: Vec<u32>,
     pub(super) question: Vec<u32>,
     pub(super) answer: String,
-    /// The answer, then the distractors; each as it would follow the question.
+    /// Tokens of the answer, then of the distractors, each with the space before it.
     pub(super) candidates: Vec<Vec<u32>>,
 }
 
-/// The needle of a cell of the grid: from the seed, the cell and its number alone.
+/// The needle of a cell of the grid. It depends only on the arguments.
 pub(super) fn texts(seed: u64, length: usize, depth: f64, number: usize) -> Texts {
     let mut random = seeded([seed, length as u64, depth.to_bits(), number as u64]);
     let key = format!("{} {}", pick(&mut random, &COLOURS), pick(&mut random, &ANIMALS));
@@ -77,19 +77,19 @@ impl Sample {
         })
     }
 
-    /// Tokens of a greedy continuation.
+    /// Tokens of a greedy continuation, at most.
     pub(super) fn max_new_tokens(&self) -> usize {
         let longest = self.candidates.iter().map(Vec::len).max().unwrap_or(0);
         longest + SPARE_TOKENS
     }
 
-    /// Tokens that it takes besides the haystack and a BOS token.
+    /// Tokens besides the haystack and a BOS token.
     fn num_tokens(&self) -> usize {
         self.statement.len() + self.question.len() + self.max_new_tokens()
     }
 }
 
-/// The needles of every cell, `num_needles` of each, length by length.
+/// `num_needles` needles for each cell, in the order of lengths, then depths.
 pub(super) fn samples(config: &NeedleConfig, tokenizer: &Tokenizer) -> Result<Vec<Sample>, EvalError> {
     let mut samples = Vec::new();
     for &length in &config.lengths {

@@ -1,52 +1,52 @@
-//! The loss by the number of tokens a prediction sees, and by how far back its word was last used.
+//! The mean loss by the number of tokens that a prediction sees, and by how far back its word was last used.
 use super::windows::Place;
 use crate::words::WordUse;
 use serde::Serialize;
 
-/// Mean loss of some predictions.
+/// Number and mean loss of a group of predictions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct MeanLoss {
-    /// Predictions.
+    /// Number of predictions.
     pub num_tokens: u64,
-    /// Their mean cross-entropy, nats per token; 0 without predictions.
+    /// Mean cross-entropy, nats per token; 0 without predictions.
     pub loss: f64,
 }
 
-/// Predictions that see at least `from` and fewer than `to` tokens.
+/// The loss of predictions that see at least `from` and fewer than `to` tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PositionLoss {
-    /// Tokens seen at least.
+    /// Least number of tokens seen.
     pub from: usize,
-    /// One past the most.
+    /// Largest number of tokens seen, plus 1.
     pub to: usize,
-    /// What they cost.
+    /// Number and mean loss.
     #[serde(flatten)]
     pub mean: MeanLoss,
 }
 
-/// Tokens of words used before in what the model sees, by the distance of the last use.
+/// The loss on words that occurred before in the text that the model sees, by the distance to their last use.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LossByDistance {
-    /// The border, in tokens.
+    /// The distance, in tokens, that divides far words from near ones.
     pub more_than: usize,
-    /// Last used more tokens back than that.
+    /// Words last used more than `more_than` tokens back.
     pub far: MeanLoss,
-    /// Last used at most this many tokens back.
+    /// Words last used at most `more_than` tokens back.
     pub near: MeanLoss,
 }
 
-/// The loss by what a token is a part of.
+/// The loss by the kind of word that a token belongs to.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct WordLoss {
-    /// Words used before, once for each border.
+    /// Words used before, split at each distance.
     pub again: Vec<LossByDistance>,
-    /// Words not used before in what the model sees.
+    /// Words that do not occur before in the text that the model sees.
     pub new: MeanLoss,
-    /// White space, punctuation, words of fewer than three characters.
+    /// Tokens of white space, punctuation, or words of fewer than three characters.
     pub no_word: MeanLoss,
 }
 
-/// Sums of losses.
+/// Number and summed loss of predictions.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sum {
     num_tokens: u64,
@@ -67,11 +67,13 @@ impl Sum {
     }
 }
 
-/// Collects predictions.
+/// Sums up the losses of predictions by group.
 #[derive(Debug)]
 pub(super) struct Breakdown {
     all: Sum,
+    /// By the binary logarithm of the number of tokens seen, rounded down.
     by_power: Vec<Sum>,
+    /// For each of `borders`, in tokens: words last used at most that far back, and words last used farther back.
     again: Vec<[Sum; 2]>,
     new: Sum,
     no_word: Sum,
@@ -112,13 +114,12 @@ impl Breakdown {
         self.all.num_tokens
     }
 
-    /// Of all predictions.
+    /// Summed loss of all predictions, in nats.
     pub(super) fn nats(&self) -> f64 {
         self.all.nats
     }
 
-    /// The loss by the number of tokens seen, from each power of two to the next; ranges without a prediction are left
-    /// out.
+    /// The loss by the number of tokens seen, from each power of two to the next. Empty ranges are left out.
     pub(super) fn by_position(&self) -> Vec<PositionLoss> {
         let filled = self.by_power.iter().enumerate().filter(|(_, sum)| sum.num_tokens > 0);
         filled

@@ -1,16 +1,15 @@
-//! What a model makes of more tokens than it was trained on at a time.
-use super::windows::{Window, push};
+//! The loss on the same tokens after contexts of different lengths, up to more tokens than a training row has.
+use super::windows::Window;
 use super::{EvalDocument, EvalError, Pass, PerplexityConfig, check, check_vocabulary};
-use crate::rows::Rows;
 use crate::words::WordUse;
 use serde::Serialize;
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 
-/// The same tokens behind a context of one length.
+/// The loss after contexts of one length.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Extrapolation {
-    /// Tokens that the model saw at most.
+    /// Tokens that the model saw, at most.
     pub context: usize,
     /// Tokens predicted, the same ones for every context.
     pub num_tokens: u64,
@@ -18,15 +17,15 @@ pub struct Extrapolation {
     pub loss: f64,
     /// `exp(loss)`.
     pub perplexity: f64,
-    /// This perplexity over that of the first context: above 1, more text made the prediction worse.
+    /// This perplexity divided by the first context's. Above 1, the longer context made predictions worse.
     pub ratio: f64,
 }
 
-/// Predicts the same tokens after contexts of several lengths; the first length is the baseline.
+/// Measures the loss on the same tokens after contexts of several lengths. The first length is the baseline.
 ///
-/// A document is cut into pieces one token longer than the longest context; remainders and shorter documents are left
-/// out. In each piece the last tokens are predicted, half as many as the first context has, from as many of the tokens
-/// before as a context holds.
+/// Each document is cut into pieces of one token more than the longest context; remainders and shorter documents are
+/// left out. In each piece the same tokens at its end are predicted, half as many as the first context has. For each
+/// context, the model reads only that many tokens at the end of the piece. `max_pieces` limits the number of pieces.
 ///
 /// # Errors
 /// Those of [`perplexity`](super::perplexity); no document longer than the longest context.
@@ -74,21 +73,17 @@ pub fn extrapolation<B: DeviceBackend>(
     let mut measured: Vec<Extrapolation> = Vec::new();
     let mut num_done = 0;
     for &context in contexts {
-        let mut pass = Pass::new(model, context, device, None, &[]);
+        let mut pass = Pass::new(model, context, batch_tokens, device);
         let window = Window {
             input: longest - context..longest,
             first_scored: longest - num_scored,
         };
-        let mut rows = Rows::new(context, (batch_tokens / context).max(1));
         for piece in &pieces {
-            if !push(&mut rows, piece, &uses, &window) {
-                pass.run(&rows)?;
+            if pass.predict(piece, &uses, &window)? {
                 observe(num_done + pass.sums.num_tokens());
-                rows.clear();
-                push(&mut rows, piece, &uses, &window);
             }
         }
-        pass.run(&rows)?;
+        pass.run()?;
         let num_tokens = pass.sums.num_tokens();
         num_done += num_tokens;
         let loss = pass.sums.nats() / num_tokens as f64;

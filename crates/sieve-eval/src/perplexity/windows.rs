@@ -1,14 +1,14 @@
-//! Documents cut into windows.
+//! Cuts documents into the windows that a model reads.
 use crate::rows::Rows;
 use crate::words::WordUse;
 use std::ops::Range;
 
-/// A piece of a document that the model reads in one go.
+/// A part of a document that the model reads at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Window {
-    /// Tokens that go in.
+    /// Positions of the inputs.
     pub(super) input: Range<usize>,
-    /// Of these, those whose next token is predicted here and not in an earlier window: up to the end of `input`.
+    /// From this input to the last one, the next token is scored. Earlier inputs were scored in an earlier window.
     pub(super) first_scored: usize,
 }
 
@@ -20,9 +20,9 @@ impl Window {
     }
 }
 
-/// The windows of a document of `len` tokens: each of its tokens but the first is predicted in exactly one.
+/// The windows of a document of `len` tokens. Each token but the first is scored in exactly one window.
 pub(super) fn windows(len: usize, context: usize, stride: usize) -> impl Iterator<Item = Window> {
-    // The last token goes into no window: nothing follows it.
+    // The last token is no input, since nothing follows it.
     let num_inputs = len.saturating_sub(1);
     let mut start = 0;
     let mut first_scored = 0;
@@ -42,9 +42,9 @@ pub(super) fn windows(len: usize, context: usize, stride: usize) -> impl Iterato
 }
 
 /// The windows of lm-evaluation-harness's `loglikelihood_rolling` (`get_rolling_token_windows` with a context of one
-/// token, then `make_disjoint_window`) over `len` tokens, the first of which is the prefix: every other token is
-/// predicted in exactly one. Windows follow each other without overlap, but the last one begins earlier, so that it
-/// sees as many tokens as the others.
+/// token, then `make_disjoint_window`) over `len` tokens, of which the first is the prefix. Each other token is scored
+/// in exactly one window. Windows do not overlap, except that the last one begins earlier, so that it is as long as the
+/// others.
 pub(super) fn rolling_windows(len: usize, context: usize) -> impl Iterator<Item = Window> {
     let num_inputs = len.saturating_sub(1);
     (0..num_inputs).step_by(context).map(move |first_scored| {
@@ -56,16 +56,16 @@ pub(super) fn rolling_windows(len: usize, context: usize) -> impl Iterator<Item 
     })
 }
 
-/// Position of a prediction.
+/// Context of a prediction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
-    /// Tokens of its document that it sees.
+    /// Tokens of the document that the prediction sees.
     pub(super) num_seen: usize,
-    /// What the token to predict is a part of; a word whose last use it does not see is new.
+    /// Word of the predicted token. A word last used before the window counts as new.
     pub(super) word: WordUse,
 }
 
-/// Lays a window into a row; false when there is no room left.
+/// Adds a window to a row with enough room; returns false if there is none.
 pub(super) fn push(rows: &mut Rows<Place>, tokens: &[u32], uses: &[WordUse], window: &Window) -> bool {
     let places = (window.first_scored..window.input.end).map(|position| {
         let num_seen = position + 1 - window.input.start;

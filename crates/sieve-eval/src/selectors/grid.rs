@@ -1,10 +1,10 @@
-//! Many settings from a file: selectors as they stand, and tables whose values are crossed.
+//! Reads a grid of selectors from TOML: single selectors, and tables of which every combination of values is taken.
 use crate::EvalError;
 use serde::Deserialize;
 use sieve_select::{LayerSelectors, SelectError};
 use toml::{Table, Value};
 
-/// The grids that come with the program: names, and what their files say.
+/// The grids that come with the program: (name, TOML).
 pub const READY_GRIDS: [(&str, &str); 6] = [
     ("bfla_table5", include_str!("../../grids/bfla_table5.toml")),
     ("momo_k", include_str!("../../grids/momo_k.toml")),
@@ -14,7 +14,7 @@ pub const READY_GRIDS: [(&str, &str); 6] = [
     ("all", include_str!("../../grids/all.toml")),
 ];
 
-/// A file's form.
+/// The TOML file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -24,10 +24,10 @@ struct File {
     grid: Vec<Table>,
 }
 
-/// The settings of a grid's text, in the order of the file, and those that a method's own rules forbid.
+/// The selectors of a grid, in the order of the file, and the errors of combinations that a method's rules forbid.
 ///
 /// # Errors
-/// A text of another form; an unknown method or key; a table whose combinations are all forbidden.
+/// Invalid TOML; an unknown method or key; a table whose combinations are all forbidden.
 pub fn selector_grid(file: &str, text: &str) -> Result<(Vec<LayerSelectors>, Vec<SelectError>), EvalError> {
     let wrong = |problem: String| {
         let hint = "write selectors = [\"NAME:key=value\", …], or [[grid]] with selector = \"NAME\" and key = \
@@ -60,7 +60,7 @@ pub fn selector_grid(file: &str, text: &str) -> Result<(Vec<LayerSelectors>, Vec
     }
 }
 
-/// Every combination of a table's values, as the flag takes it; the last key moves fastest.
+/// Every combination of a table's values, in the form that `--selector` reads. The last key varies fastest.
 fn crossed(table: &Table) -> Result<Vec<String>, String> {
     let Some(Value::String(name)) = table.get("selector") else {
         return Err(match table.contains_key("method") {

@@ -1,4 +1,4 @@
-//! Answers that a model generates, and whether they are right.
+//! Generates a model's answers, and decides whether they are right.
 use super::TaskModel;
 use super::spec::Matching;
 use super::text_scores::TextScore;
@@ -9,11 +9,11 @@ use sieve_data::DecodeStream;
 use sieve_ops::DeviceBackend;
 use sieve_ops::first_of_largest;
 
-/// What a number that is not there is called; never an answer.
+/// The result of [`number_after`] without a number, as in lm-evaluation-harness. No answer equals it.
 const NO_NUMBER: &str = "[invalid]";
 
-/// Greedy text after each prompt: up to the first stop string, the end of the document or `max_new_tokens`. Prompts are
-/// read one by one; many texts are decoded in one batch.
+/// The greedy continuation of each prompt, up to the first stop string, the end of the document or `max_new_tokens`.
+/// Prompts are read one by one; several texts are decoded as one batch.
 pub(super) fn answers<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     prompts: &[Vec<u32>],
@@ -21,112 +21,110 @@ pub(super) fn answers<B: DeviceBackend>(
     mut selection: Option<&mut Selection>,
     observe: &mut dyn FnMut(usize),
 ) -> Result<Vec<String>, EvalError> {
-    let tokenizer = model.tokenizer;
-    let prefix_id = tokenizer.prefix_id()?;
-    let num_tokens = tokenizer.vocab_size().min(model.model.shape().vocab_size);
+    let prefix_id = model.tokenizer.prefix_id()?;
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0).max(1);
     let room = longest + matching.max_new_tokens;
     let empty = Continuation::new(model.model, room, model.device);
     let mut answers = vec![String::new(); prompts.len()];
-    let (mut going, mut next, mut done): (Vec<Going<'_, '_, B>>, _, _) = (Vec::new(), 0, 0);
-    while done < prompts.len() {
-        while going.len() < texts_together(room) && next < prompts.len() {
-            let prompt = match &prompts[next][..] {
-                [] => &[prefix_id][..],
-                prompt => prompt,
+    let (mut open, mut num_done) = (Vec::<OpenAnswer<'_, '_, B>>::new(), 0);
+    let mut unread = prompts.iter().enumerate();
+    while num_done < prompts.len() {
+        let num_free = texts_together(room) - open.len();
+        for (prompt_idx, prompt) in unread.by_ref().take(num_free) {
+            let prompt = match prompt.is_empty() {
+                true => std::slice::from_ref(&prefix_id),
+                false => prompt,
             };
             check_vocabulary(prompt, model.model.shape().vocab_size)?;
-            let mut text = empty
-                .clone()
-                .with_selection(selection.as_deref().map(Selection::uncounted));
+            let mut text = empty.clone().with_copy_of(selection.as_deref());
             let logits = text.read(prompt)?;
-            going.push(Going {
-                number: next,
+            open.push(OpenAnswer {
+                prompt_idx,
                 text,
                 logits,
-                stream: tokenizer.decode_stream(),
-                said: String::new(),
-                num_said: 0,
+                stream: model.tokenizer.decode_stream(),
+                answer: String::new(),
+                num_tokens: 0,
             });
-            next += 1;
         }
-        let mut tokens = Vec::with_capacity(going.len());
-        let mut still = Vec::with_capacity(going.len());
-        for mut one in going {
-            match one.say(num_tokens, model.ends, matching)? {
-                Some(token) => {
-                    tokens.push(token);
-                    still.push(one);
-                }
-                None => {
-                    if let (Some(kept), Some(used)) = (&mut selection, one.text.selection()) {
-                        kept.add_totals(used);
-                    }
-                    let number = one.number;
-                    answers[number] = one.ended(&matching.stop)?;
-                    done += 1;
-                    observe(done);
-                }
+        let (mut tokens, mut still_open) = (Vec::new(), Vec::new());
+        for mut answer in open {
+            if let Some(token) = answer.next_token(model, matching)? {
+                tokens.push(token);
+                still_open.push(answer);
+                continue;
             }
+            answer.text.add_totals_to(selection.as_deref_mut());
+            let prompt_idx = answer.prompt_idx;
+            answers[prompt_idx] = answer.finish(&matching.stop)?;
+            num_done += 1;
+            observe(num_done);
         }
-        going = still;
-        let mut texts: Vec<_> = going.iter_mut().map(|one| &mut one.text).collect();
+        open = still_open;
+        let mut texts: Vec<_> = open.iter_mut().map(|answer| &mut answer.text).collect();
         let logits = Continuation::read_each(&mut texts, &tokens)?;
-        for (one, logits) in going.iter_mut().zip(logits) {
-            one.logits = logits;
+        for (answer, logits) in open.iter_mut().zip(logits) {
+            answer.logits = logits;
         }
     }
     Ok(answers)
 }
 
-/// An answer that is not at its end.
-struct Going<'a, 't, B: DeviceBackend> {
-    number: usize,
+/// An answer that is being generated.
+struct OpenAnswer<'a, 't, B: DeviceBackend> {
+    prompt_idx: usize,
+    /// Prompt and answer, without the answer's last token.
     text: Continuation<'a, B>,
-    /// Of its next token.
+    /// Logits of the next token.
     logits: Vec<f32>,
     stream: DecodeStream<'t>,
-    said: String,
-    num_said: usize,
+    answer: String,
+    /// Tokens of the answer.
+    num_tokens: usize,
 }
 
-impl<B: DeviceBackend> Going<'_, '_, B> {
-    /// Appends the likeliest token; `None` at the end of the text.
-    fn say(&mut self, num_tokens: usize, ends: &[u32], matching: &Matching) -> Result<Option<u32>, EvalError> {
-        let token =
-            first_of_largest(&self.logits[..num_tokens]).ok_or(EvalError::NotFinite(self.text.cache().num_tokens))?;
-        if ends.contains(&token) || self.num_said == matching.max_new_tokens {
+impl<B: DeviceBackend> OpenAnswer<'_, '_, B> {
+    /// Appends the likeliest token to the answer and returns it; `None` if the answer is complete.
+    fn next_token(&mut self, model: &TaskModel<'_, B>, matching: &Matching) -> Result<Option<u32>, EvalError> {
+        // Logits beyond the tokenizer's vocabulary are padding.
+        let vocab_size = model.tokenizer.vocab_size().min(self.logits.len());
+        let token = first_of_largest(&self.logits[..vocab_size]);
+        let token = token.ok_or(EvalError::NotFinite(self.text.cache().num_tokens))?;
+        if model.ends.contains(&token) || self.num_tokens == matching.max_new_tokens {
             return Ok(None);
         }
-        self.num_said += 1;
-        self.said += &self.stream.push(token)?;
-        let goes_on = end(&self.said, &matching.stop).is_none() && self.num_said < matching.max_new_tokens;
-        Ok(goes_on.then_some(token))
+        self.num_tokens += 1;
+        self.answer += &self.stream.push(token)?;
+        let continues = end(&self.answer, &matching.stop).is_none() && self.num_tokens < matching.max_new_tokens;
+        Ok(continues.then_some(token))
     }
 
-    fn ended(mut self, stop: &[String]) -> Result<String, EvalError> {
-        self.said += &self.stream.finish()?;
-        if let Some(end) = end(&self.said, stop) {
-            self.said.truncate(end);
+    /// The answer up to the first stop string.
+    fn finish(mut self, stop: &[String]) -> Result<String, EvalError> {
+        self.answer += &self.stream.finish()?;
+        if let Some(end) = end(&self.answer, stop) {
+            self.answer.truncate(end);
         }
-        Ok(self.said)
+        Ok(self.answer)
     }
 }
 
-/// Where the first stop string begins.
+/// Position of the first stop string.
 fn end(text: &str, stop: &[String]) -> Option<usize> {
     stop.iter().filter_map(|stop| text.find(stop)).min()
 }
 
 impl Matching {
-    /// From 0 to 1; `None` where texts are right or wrong.
+    /// The score of a generated text from 0 to 1; `None` if the task's answers are simply right or wrong.
     pub(super) fn score(&self, text: &str, answers: &[String], classes: &[String]) -> Option<f64> {
         let text = match self.first_line {
             true => text.trim_start_matches('\n').split('\n').next().unwrap_or(""),
             false => text,
         };
-        let best = || self.score.best(text, answers, classes);
-        (self.score != TextScore::ExactMatch).then(best)
+        match self.score {
+            TextScore::ExactMatch => None,
+            score => Some(score.best(text, answers, classes)),
+        }
     }
 
     /// Whether a generated text is one of the answers.
@@ -150,7 +148,7 @@ impl Matching {
     }
 }
 
-/// The first number directly behind a mark, without commas and without a dot at its end.
+/// The first number directly after `mark`, without commas and a final dot.
 fn number_after(text: &str, mark: &str) -> String {
     for (at, _) in text.match_indices(mark) {
         let rest = &text[at + mark.len()..];

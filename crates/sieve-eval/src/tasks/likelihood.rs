@@ -1,5 +1,6 @@
-//! Log-likelihoods of continuations after contexts: many (context, continuation) pairs in each forward pass, packed
-//! into rows as documents, with the common prefix of a question's pairs read once; long prompts through the KV cache.
+//! Log-likelihoods of continuations after contexts. Many (context, continuation) pairs go into one forward pass, packed
+//! into rows as documents; the prefix that a question's pairs share is computed once. Long prompts go through the KV
+//! cache instead.
 use super::{TaskModel, TaskSize};
 use crate::continuation::{Continuation, Ending};
 use crate::input::{check_vocabulary, ids};
@@ -15,39 +16,40 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Tokens of one forward pass as its attention sees them; more only takes memory.
+/// Tokens of one forward pass, with shared prefixes counted once for each pair. More would take memory and gain no
+/// time.
 const BATCH_TOKENS: usize = 8192;
-/// Length of the shared prefix, in tokens, from which a question's pairs go through the KV cache token by token: in a
-/// packed pass attention reads the prefix once for each pair, which dominates for long prompts.
+/// If the pairs of a question share more tokens than this, they go through the KV cache. In a packed forward pass
+/// attention would read the prefix once for each pair, which dominates for long prompts.
 const LONG_PROMPT: usize = 4096;
-/// Shorter rows would hold few pairs each.
+/// Tokens of a packed row, at least, so that it holds several pairs.
 const MIN_ROW_TOKENS: usize = 512;
 
-/// Of a text after its context.
+/// Likelihood of a text after its context.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Likelihood {
-    /// Natural logarithm of its probability.
+    /// Natural logarithm of the text's probability.
     pub log_likelihood: f64,
-    /// Its tokens.
+    /// Tokens of the text.
     pub num_tokens: usize,
-    /// Whether greedy decoding gives it; only asked where a measure needs it.
+    /// Whether greedy decoding gives the text; `None` if the measure does not need it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub is_greedy: Option<bool>,
 }
 
-/// Tokens of a context and what follows it.
+/// Tokens of a context followed by its continuation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Pair {
     tokens: Vec<u32>,
-    /// Tokens at the end whose likelihood is asked.
+    /// Number of tokens of the continuation, whose likelihood is asked.
     num_scored: usize,
 }
 
 impl Pair {
-    /// Splits where lm-evaluation-harness does: white space at the context's end goes to the continuation, both are
-    /// tokenised together, behind the tokenizer's BOS token where its template has one, and the continuation is what
-    /// follows the number of tokens that the context has alone. An empty context is `prefix_id`. `None` where nothing
-    /// is left to score.
+    /// Tokenises and splits as lm-evaluation-harness does. White space at the context's end belongs to the
+    /// continuation. Both are tokenised together, after the BOS token if the tokenizer's template has one. The
+    /// continuation begins after as many tokens as the context has alone. An empty context becomes `prefix_id`. `None`
+    /// if the continuation has no token.
     pub(super) fn encode(
         tokenizer: &Tokenizer,
         prefix_id: u32,
@@ -65,11 +67,11 @@ impl Pair {
         let tokens = tokenizer.encode_with_bos(&format!("{context}{continuation}"))?;
         let before = tokenizer.encode_with_bos(context.trim_end())?.len();
         let num_scored = tokens.len().saturating_sub(before);
-        // A first token has nothing before it that could predict it.
+        // before == 0: the first token of a text cannot be scored, as nothing predicts it.
         Ok((num_scored > 0 && before > 0).then_some(Self { tokens, num_scored }))
     }
 
-    /// Tokens that go into the model.
+    /// Number of tokens that the model reads: all but the last.
     pub(super) fn num_inputs(&self) -> usize {
         self.tokens.len() - 1
     }
@@ -92,7 +94,7 @@ impl Pair {
         (&self.tokens, self.num_scored)
     }
 
-    /// Leaves tokens out at the beginning until `num_inputs` go in.
+    /// Removes tokens at the beginning until the model reads at most `num_inputs`.
     pub(super) fn cut(&mut self, num_inputs: usize) {
         let surplus = self.num_inputs().saturating_sub(num_inputs);
         self.tokens.drain(..surplus);
@@ -100,8 +102,8 @@ impl Pair {
     }
 }
 
-/// The likelihood of every pair, in their order. Pairs of one question go through the model together. `observe` is
-/// called with the number done.
+/// The likelihood of every pair, in order. Pairs of one question are in the same forward pass. `observe` is called with
+/// the number of pairs done.
 pub(super) fn likelihoods<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     questions: &[Vec<Pair>],
@@ -138,7 +140,7 @@ pub(super) fn likelihoods<B: DeviceBackend>(
         done += question.pairs.len();
         observe(done);
     }
-    // The longest first: a full memory is met at once, and short texts fill the rows' ends.
+    // Sorted from the longest: memory that is too small shows at once, and short texts fill the ends of rows.
     let mut order = short;
     order.sort_by_key(|question| Reverse(question.num_repeated));
     let longest = order.iter().flat_map(|question| question.pairs);
@@ -169,7 +171,7 @@ pub(super) fn likelihoods<B: DeviceBackend>(
         .collect())
 }
 
-/// What [`likelihoods`] takes.
+/// Sizes of [`likelihoods`], for an estimate of its memory.
 pub(super) fn size(questions: &[Vec<Pair>], with_selector: bool) -> TaskSize {
     let mut size = TaskSize {
         num_caches: 1,
@@ -182,7 +184,7 @@ pub(super) fn size(questions: &[Vec<Pair>], with_selector: bool) -> TaskSize {
         if with_selector || question.prefix > LONG_PROMPT {
             size.pass = size.pass.max(longest);
             size.cached = size.cached.max(longest + 1);
-            // Those of the endings, and the prompt's.
+            // One cache for the prompt, and one for each ending decoded at the same time.
             let endings = texts_together(longest).min(pairs.len());
             size.num_caches = size.num_caches.max(1 + endings);
         } else {
@@ -195,11 +197,11 @@ pub(super) fn size(questions: &[Vec<Pair>], with_selector: bool) -> TaskSize {
 /// The pairs of one question.
 struct Question<'a> {
     pairs: &'a [Pair],
-    /// Of all pairs.
+    /// Index of the first pair among the pairs of all questions.
     first_pair: usize,
-    /// Tokens that all of them begin with, and that go into the model.
+    /// Number of input tokens that all pairs begin with.
     prefix: usize,
-    /// Tokens that go in when each pair is a text of its own.
+    /// Input tokens of all pairs, with the prefix counted for each pair.
     num_repeated: usize,
 }
 
@@ -220,8 +222,9 @@ impl<'a> Question<'a> {
     }
 }
 
-/// Each prompt once through the cache, then the tokens after it: under a prefill selector the prompt is one sparse call
-/// and later tokens read every key; under a decode method the prompt is dense and later tokens are sparse.
+/// Reads each different context once into a KV cache, then the continuations after it. With a prefill selector the
+/// context is sparse and later tokens attend to every key; with a decode method the context is dense and later tokens
+/// are sparse.
 pub(super) fn after_prompts<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     pairs: &[Pair],
@@ -232,31 +235,38 @@ pub(super) fn after_prompts<B: DeviceBackend>(
     for same in pairs.chunk_by(|a, b| a.context() == b.context()) {
         let room = same.iter().map(|pair| pair.tokens.len()).max().unwrap_or(0);
         let text = Continuation::new(model.model, room, model.device);
-        let mut text = text.with_selection(selection.as_deref().map(Selection::uncounted));
+        let mut text = text.with_copy_of(selection.as_deref());
         let logits = text.read(same[0].context())?;
         let endings: Vec<&[u32]> = same.iter().map(Pair::ending).collect();
         for (n, ending) in text.endings(&logits, &endings)?.into_iter().enumerate() {
             keep(first + n, ending);
         }
-        if let (Some(kept), Some(used)) = (selection.as_deref_mut(), text.selection()) {
-            kept.add_totals(used);
-        }
+        text.add_totals_to(selection.as_deref_mut());
         first += same.len();
     }
     Ok(())
 }
 
-/// One forward pass: each token that several texts share goes in once.
+/// The inputs of one forward pass. A prefix that several texts share is computed once outside attention.
 struct Layout {
     tokens: Vec<u32>,
     positions: Vec<i32>,
-    /// Texts as the attention sees them, each token named by its number in `tokens`.
+    /// Complete texts as attention reads them, packed into rows; each token is given as its index in `tokens`.
     texts: Rows<()>,
+    /// Number of tokens in `texts`.
     num_texts_tokens: usize,
-    /// What is predicted: behind which token, the prediction, and whose it is.
-    scored: Vec<(usize, u32, usize)>,
-    /// Pairs, and how many of their tokens are scored.
+    scored: Vec<ScoredToken>,
+    /// (index of the pair, number of its scored tokens).
     pairs: Vec<(usize, usize)>,
+}
+
+/// A token of a continuation, whose likelihood is asked.
+struct ScoredToken {
+    token: u32,
+    /// Index in [`Layout::tokens`] of the input that predicts it.
+    input: usize,
+    /// Index of its pair among the pairs of all questions.
+    pair: usize,
 }
 
 impl Layout {
@@ -283,16 +293,19 @@ impl Layout {
                 text.extend(self.append(pair.inputs(), question.prefix..pair.num_inputs()));
                 self.add_text(&text);
             }
-            let place = question.first_pair + n;
-            let behind = &text[text.len() - pair.num_scored..];
-            let scored = behind.iter().zip(pair.ending());
-            self.scored
-                .extend(scored.map(|(&at, &token)| (at as usize, token, place)));
-            self.pairs.push((place, pair.num_scored));
+            let pair_idx = question.first_pair + n;
+            let inputs = &text[text.len() - pair.num_scored..];
+            let scored = inputs.iter().zip(pair.ending());
+            self.scored.extend(scored.map(|(&input, &token)| ScoredToken {
+                token,
+                input: input as usize,
+                pair: pair_idx,
+            }));
+            self.pairs.push((pair_idx, pair.num_scored));
         }
     }
 
-    /// Puts tokens in; their numbers.
+    /// Appends tokens; returns their indices in `tokens`.
     fn append(&mut self, tokens: &[u32], range: Range<usize>) -> Vec<u32> {
         let first = self.tokens.len() as u32;
         self.tokens.extend_from_slice(&tokens[range.clone()]);
@@ -318,13 +331,13 @@ impl Layout {
         let batch = self.texts.batch().expect("one text at least");
         let mut places = vec![None; self.tokens.len()];
         for (place, &token) in batch.tokens.iter().enumerate() {
-            // Padding is token 0, which stands before all padding.
+            // `get_or_insert` keeps the first place of each token. Padding also has index 0, but comes after token 0.
             places[token as usize].get_or_insert(place);
         }
         let place = |place: &Option<usize>| place.expect("every token is part of a text");
         let places: Vec<usize> = places.iter().map(place).collect();
         let documents = Documents::new(&batch.start, &batch.end, batch.shape, device);
-        // Tokens that nothing shares go in as the rows that the attention sees.
+        // Without a shared prefix, the model simply reads the packed rows.
         let is_shared = self.num_texts_tokens > self.tokens.len();
         let hidden = if is_shared {
             let shape = [1, self.tokens.len()];
@@ -348,13 +361,13 @@ impl Layout {
             let len = values.len();
             Tensor::<B, 1, Int>::from_data(TensorData::new(values, [len]), device)
         };
-        let at = self.scored.iter().map(|&(at, _, _)| match is_shared {
-            true => at as i32,
-            false => places[at] as i32,
+        let rows = self.scored.iter().map(|scored| match is_shared {
+            true => scored.input as i32,
+            false => places[scored.input] as i32,
         });
         let hidden: Tensor<B, 2> = hidden.flatten(0, 1);
-        let hidden: Tensor<B, 3> = hidden.select(0, ints(at.collect())).unsqueeze();
-        let labels: Vec<i32> = self.scored.iter().map(|&(_, token, _)| token as i32).collect();
+        let hidden: Tensor<B, 3> = hidden.select(0, ints(rows.collect())).unsqueeze();
+        let labels: Vec<i32> = self.scored.iter().map(|scored| scored.token as i32).collect();
         let labels = ints(labels).unsqueeze::<2>();
         let (head, embed) = (&model.head, &model.embed_tokens);
         let losses = head.token_losses(hidden.clone(), labels, embed).into_data();
@@ -363,24 +376,23 @@ impl Layout {
             false => Vec::new(),
         };
         let mut endings = HashMap::<usize, Ending>::new();
-        for (n, (loss, &(_, token, place))) in losses.iter::<f64>().zip(&self.scored).enumerate() {
-            let ending = endings.entry(place).or_default();
+        for (n, (loss, scored)) in losses.iter::<f64>().zip(&self.scored).enumerate() {
+            let ending = endings.entry(scored.pair).or_default();
             ending.log_likelihood -= loss;
-            ending.is_greedy &= likeliest.get(n).is_none_or(|&first| first == i64::from(token));
+            ending.is_greedy &= likeliest.get(n).is_none_or(|&first| first == i64::from(scored.token));
         }
-        for (place, num_scored) in self.pairs {
-            let ending = endings[&place];
+        for (pair, num_scored) in self.pairs {
+            let ending = endings[&pair];
             if !ending.log_likelihood.is_finite() {
-                let num_tokens = self.tokens.len();
-                return Err(EvalError::NotFinite(num_tokens));
+                return Err(EvalError::NotFinite(self.tokens.len()));
             }
-            keep(place, ending, num_scored);
+            keep(pair, ending, num_scored);
         }
         Ok(())
     }
 }
 
-/// The likeliest token after each of some places, `hidden` `[1, places, d_model]`.
+/// The likeliest next token at each position of `hidden`, `[1, positions, d_model]`.
 fn likeliest<B: DeviceBackend>(model: &Qwen3<B>, hidden: Tensor<B, 3>) -> Vec<i64> {
     let [_, num_places, _] = hidden.dims();
     let mut tokens = Vec::with_capacity(num_places);

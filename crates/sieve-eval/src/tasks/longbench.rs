@@ -2,10 +2,10 @@
 use super::TaskReport;
 use serde::Serialize;
 
-/// Before the data set's name in a task's.
+/// Prefix of the tasks' names: `longbench_hotpotqa` is the data set `hotpotqa`.
 const PREFIX: &str = "longbench_";
 
-/// The English data sets by category, as LongBench's tables have them.
+/// The English data sets by category, as in LongBench's tables.
 const CATEGORIES: [(&str, &[&str]); 6] = [
     ("single-document QA", &["narrativeqa", "qasper", "multifieldqa_en"]),
     ("multi-document QA", &["hotpotqa", "2wikimqa", "musique"]),
@@ -18,7 +18,7 @@ const CATEGORIES: [(&str, &[&str]); 6] = [
 /// Averages of LongBench's scores, each between 0 and 1.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LongBenchAverage {
-    /// Data sets measured, of 16.
+    /// Number of data sets measured; LongBench has 16 English ones.
     pub num_data_sets: usize,
     /// Mean over the data sets: what most papers print.
     pub mean: f64,
@@ -29,7 +29,7 @@ pub struct LongBenchAverage {
 }
 
 impl LongBenchAverage {
-    /// Over the reports of LongBench's tasks; `None` where there is none.
+    /// Averages the reports of LongBench's tasks; `None` without any.
     pub fn new(reports: &[TaskReport]) -> Option<Self> {
         let score = |name: &&str| {
             let report = reports

@@ -5,12 +5,12 @@ use crate::EvalError;
 use serde::{Deserialize, Serialize};
 use sieve_data::TableRow;
 
-/// Names and texts of TOML files in a folder.
+/// (name, text) of TOML files in the folder `tasks`.
 macro_rules! tasks {
     ($($name:literal)*) => { [$(($name, include_str!(concat!("../../tasks/", $name, ".toml"))),)*] };
 }
 
-/// The tasks inside the program, by the names that lm-evaluation-harness gives them: name and TOML.
+/// The tasks that come with the program: (name, TOML). The names are lm-evaluation-harness's.
 pub const READY_TASKS: [(&str, &str); 29] = tasks! {
     "lambada_openai"
     "hellaswag"
@@ -43,11 +43,11 @@ pub const READY_TASKS: [(&str, &str); 29] = tasks! {
     "longbench2"
 };
 
-/// What is measured.
+/// What a task measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Measure {
-    /// The likeliest of several endings.
+    /// Which of several endings the model gives the largest likelihood.
     Choices,
     /// The likelihood of one ending, and whether greedy decoding gives it.
     Continuation,
@@ -98,14 +98,59 @@ struct File {
     cut_middle: bool,
 }
 
-/// Texts of a row: a list in a column, or one template each.
+impl Texts {
+    fn compile(&self) -> Result<Source, String> {
+        Ok(match self {
+            Self::Column(column) => Source::Column(column.clone()),
+            Self::Templates(texts) => Source::Templates(templates(texts)?),
+        })
+    }
+}
+
+impl File {
+    /// The choices, the continuation or the right answers. Fails if the keys do not fit the measure.
+    fn endings(&self) -> Result<Source, String> {
+        let target = self.target.as_deref().map(Template::parse).transpose()?;
+        let target = target.map(|target| Source::Templates(vec![target]));
+        let [choices, answers] = [&self.choices, &self.answers].map(|texts| texts.as_ref().map(Texts::compile));
+        let (choices, answers) = (choices.transpose()?, answers.transpose()?);
+        let has_label = self.label.is_some();
+        let one_prompt = self.prompt.is_some() && self.prompts.is_empty();
+        let many_prompts = self.prompt.is_none() && self.prompts.len() > 1;
+        let (endings, needed) = match self.measure {
+            Measure::Choices if many_prompts => (
+                target.filter(|_| choices.is_none() && has_label),
+                "prompts with two templates or more need target and label, and no choices",
+            ),
+            Measure::Choices => (
+                choices.filter(|_| target.is_none() && one_prompt && has_label),
+                "measure = \"choices\" needs prompt, choices and label; or prompts, target and label",
+            ),
+            Measure::Continuation => (
+                target.filter(|_| one_prompt && !has_label),
+                "measure = \"continuation\" needs prompt and target, and no label",
+            ),
+            Measure::Generation => (
+                answers.filter(|_| one_prompt && !has_label),
+                "measure = \"generation\" needs prompt and answers, and no label",
+            ),
+        };
+        endings.ok_or_else(|| needed.to_owned())
+    }
+}
+
+fn templates<'a>(texts: impl IntoIterator<Item = &'a String>) -> Result<Vec<Template>, String> {
+    texts.into_iter().map(|text| Template::parse(text)).collect()
+}
+
+/// Texts of a row: a column that holds a list, or one template for each text.
 #[derive(Clone, Debug)]
 enum Source {
     Column(String),
     Templates(Vec<Template>),
 }
 
-/// How rows become questions, and what is measured.
+/// A benchmark: how a row becomes a question, and what is measured.
 #[derive(Clone, Debug)]
 pub struct Task {
     name: String,
@@ -120,12 +165,12 @@ pub struct Task {
     filters: Vec<Filter>,
     delimiter: String,
     classes: Option<String>,
-    /// Too long prompts lose their middle, not their beginning.
+    /// Whether a prompt that is too long is cut in its middle instead of at its beginning.
     pub(super) cut_middle: bool,
     pub(super) matching: Matching,
 }
 
-/// When a generated text is an answer.
+/// How a text is generated and compared with the answers.
 #[derive(Clone, Debug)]
 pub(super) struct Matching {
     pub(super) stop: Vec<String>,
@@ -134,22 +179,23 @@ pub(super) struct Matching {
     pub(super) ignore_case: bool,
     pub(super) ignore_punctuation: bool,
     pub(super) score: TextScore,
-    /// The first line alone counts, after empty ones.
+    /// Only the first line that is not empty counts.
     pub(super) first_line: bool,
 }
 
-/// A row as the model is asked it.
+/// A question made from a row.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Question {
-    /// Begins the text, before the shots.
+    /// Text before the solved examples.
     pub(super) description: String,
-    /// One, or one per choice.
+    /// One prompt, or one for each choice.
     pub(super) prompts: Vec<String>,
-    /// The choices; one where a prompt belongs to each, or where nothing is chosen. Of generation the right answers.
+    /// The choices, or the one continuation, or the right answers of a generation. With a prompt for each choice there
+    /// is one ending.
     pub(super) endings: Vec<String>,
-    /// The right choice.
+    /// Index of the right choice.
     pub(super) label: Option<usize>,
-    /// All classes, where a generated text is scored by classes.
+    /// All classes, for a classification of generated text.
     pub(super) classes: Vec<String>,
 }
 
@@ -157,7 +203,7 @@ impl Task {
     /// A task of [`READY_TASKS`].
     ///
     /// # Errors
-    /// No task of this name; the nearest is named.
+    /// No task has this name; the message names the most similar one.
     pub fn ready(name: &str) -> Result<Self, EvalError> {
         let Some((_, text)) = READY_TASKS.iter().find(|(known, _)| *known == name) else {
             let known = READY_TASKS.map(|(name, _)| name);
@@ -170,7 +216,7 @@ impl Task {
     /// A task from TOML.
     ///
     /// # Errors
-    /// No TOML, an unknown key, a template that cannot be read, keys that do not go together.
+    /// Invalid TOML, an unknown key, an invalid template, keys that contradict each other.
     pub fn parse(name: &str, text: &str) -> Result<Self, EvalError> {
         Self::compile(name, text).map_err(|reason| EvalError::task(name, reason))
     }
@@ -178,52 +224,18 @@ impl Task {
     fn compile(name: &str, text: &str) -> Result<Self, String> {
         let file: File = toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())?;
         let template = |text: &Option<String>| text.as_deref().map(Template::parse).transpose();
-        let source = |texts: &Option<Texts>| {
-            Ok::<_, String>(match texts {
-                None => None,
-                Some(Texts::Column(column)) => Some(Source::Column(column.clone())),
-                Some(Texts::Templates(list)) => Some(Source::Templates(
-                    list.iter()
-                        .map(|text| Template::parse(text))
-                        .collect::<Result<_, _>>()?,
-                )),
-            })
-        };
-        let mut prompts = Vec::new();
-        for text in file.prompt.iter().chain(&file.prompts) {
-            prompts.push(Template::parse(text)?);
-        }
-        let target = template(&file.target)?.map(|target| Source::Templates(vec![target]));
-        let (choices, answers) = (source(&file.choices)?, source(&file.answers)?);
-        let one_prompt = file.prompt.is_some() && file.prompts.is_empty();
-        let many_prompts = file.prompt.is_none() && file.prompts.len() > 1;
-        let has_label = file.label.is_some();
-        let (endings, wanted) = match file.measure {
-            Measure::Choices if many_prompts => (
-                target.filter(|_| choices.is_none() && has_label),
-                "prompts with two templates or more need target and label, and no choices",
-            ),
-            Measure::Choices => (
-                choices.filter(|_| target.is_none() && one_prompt && has_label),
-                "measure = \"choices\" needs prompt, choices and label; or prompts, target and label",
-            ),
-            Measure::Continuation => (
-                target.filter(|_| one_prompt && !has_label),
-                "measure = \"continuation\" needs prompt and target, and no label",
-            ),
-            Measure::Generation => (
-                answers.clone().filter(|_| one_prompt && !has_label),
-                "measure = \"generation\" needs prompt and answers, and no label",
-            ),
-        };
-        let endings = endings.ok_or(wanted)?;
+        let prompts = templates(file.prompt.iter().chain(&file.prompts))?;
+        let endings = file.endings()?;
         if file.score != TextScore::default() && file.measure != Measure::Generation {
             return Err("score belongs to measure = \"generation\"".to_owned());
         }
         if (file.score == TextScore::Classification) != file.classes.is_some() {
             return Err("score = \"classification\" and classes, a column, belong together".to_owned());
         }
-        if answers.is_some() && file.measure != Measure::Generation {
+        if file.stop.iter().any(String::is_empty) {
+            return Err("stop has an empty text, at which every answer would end".to_owned());
+        }
+        if file.answers.is_some() && file.measure != Measure::Generation {
             return Err("answers belong to measure = \"generation\"".to_owned());
         }
         Ok(Self {
@@ -234,7 +246,7 @@ impl Task {
             description: template(&file.description)?,
             prompts,
             endings,
-            labels: source(&file.labels)?,
+            labels: file.labels.as_ref().map(Texts::compile).transpose()?,
             label: template(&file.label)?,
             filters: file
                 .filters
@@ -261,17 +273,17 @@ impl Task {
         &self.name
     }
 
-    /// A note: the question, the data set and its licence.
+    /// A line about the question, the data set and its licence.
     pub fn about(&self) -> &str {
         &self.about
     }
 
-    /// Solved examples before a question when nothing is said.
+    /// Default number of solved examples before a question.
     pub fn fewshot(&self) -> usize {
         self.fewshot
     }
 
-    /// Whether each choice has a prompt of its own, and all have one ending.
+    /// Whether each choice has its own prompt; all then have the same ending.
     pub(super) fn has_prompt_per_choice(&self) -> bool {
         self.prompts.len() > 1
     }
@@ -330,7 +342,7 @@ impl Task {
         })
     }
 
-    /// A row with its answer, as an example before a question.
+    /// A row with its answer, as a solved example.
     pub(super) fn shot(&self, row: &TableRow) -> Result<String, EvalError> {
         let question = self
             .question(row)
@@ -345,7 +357,7 @@ impl Task {
         ))
     }
 
-    /// What a model is to score: of each choice a context and what follows it.
+    /// The (context, continuation) pairs whose likelihood the model gives: one for each choice.
     pub(super) fn pairs(&self, question: &Question, before: &str) -> Vec<(String, String)> {
         let context = |prompt: &String| format!("{}{before}{prompt}", question.description);
         match self.measure {
@@ -373,7 +385,7 @@ fn counted(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-/// The choice that a label names: by its place in `labels`, or a number from 0.
+/// The index of the choice that a label names: its index in `labels`, or without `labels` a number from 0.
 fn position(label: &str, labels: Option<&[String]>, num_choices: usize) -> Result<usize, String> {
     match labels {
         Some(labels) if labels.len() != num_choices => Err(format!(

@@ -1,8 +1,8 @@
-//! `"Question: {question}\nAnswer:"`: text with places for the columns of a row.
+//! Templates such as `"Question: {question}\nAnswer:"`, in which `{name}` stands for a column of a row.
 use serde_json::Value;
 use sieve_data::TableRow;
 
-/// A text with places.
+/// A parsed template.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Template(Vec<Part>);
 
@@ -12,7 +12,8 @@ enum Part {
     Place { column: String, filters: Vec<Filter> },
 }
 
-/// Filters of a template's columns, as in `{column|filter}`; each does what lm-evaluation-harness's templates do.
+/// A filter of a column, as in `{column|filter}`. Each does the same as an expression in lm-evaluation-harness's
+/// templates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Filter {
     Strip,
@@ -73,7 +74,7 @@ impl Filter {
     }
 }
 
-/// Takes out what WikiHow's pages left in HellaSwag: `[title]`, `[step]` and other brackets on one line.
+/// Removes marks of WikiHow's pages from HellaSwag's texts: `[title]`, `[step]` and other brackets on one line.
 fn wikihow(text: &str) -> String {
     let text = text.trim().replace(" [title]", ". ");
     let (mut kept, mut rest) = (String::new(), text.as_str());
@@ -93,7 +94,8 @@ fn wikihow(text: &str) -> String {
 }
 
 impl Template {
-    /// Reads `{column}`, `{group.column}`, `{list.0}` and `{column|filter|filter}`; `{{` and `}}` are braces.
+    /// Parses a template. Places are `{column}`, `{group.column}`, `{list.0}` and `{column|filter|filter}`; `{{` and
+    /// `}}` are literal braces.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let (mut parts, mut literal, mut rest) = (Vec::new(), String::new(), text);
         while let Some(at) = rest.find(['{', '}']) {
@@ -130,7 +132,7 @@ impl Template {
         Ok(Self(parts))
     }
 
-    /// The text with the row's columns in their places.
+    /// Fills in a row's columns.
     pub(super) fn render(&self, row: &TableRow) -> Result<String, String> {
         let mut text = String::new();
         for part in &self.0 {
@@ -151,7 +153,7 @@ impl Template {
     }
 }
 
-/// A column's value; of groups and lists by a path such as `choices.text` or `choices.0`.
+/// A column's value. Values inside groups and lists have a path such as `choices.text` or `choices.0`.
 pub(super) fn look_up<'r>(row: &'r TableRow, column: &str) -> Result<&'r Value, String> {
     if let Some(value) = row.get(column) {
         return Ok(value);
@@ -168,7 +170,7 @@ pub(super) fn look_up<'r>(row: &'r TableRow, column: &str) -> Result<&'r Value, 
     })
 }
 
-/// A list of texts in a column.
+/// A column that holds a list of texts.
 pub(super) fn texts(row: &TableRow, column: &str) -> Result<Vec<String>, String> {
     match look_up(row, column)? {
         Value::Array(items) => items.iter().map(|item| text_of(column, item)).collect(),

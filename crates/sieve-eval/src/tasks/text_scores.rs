@@ -1,5 +1,5 @@
-//! Scores between 0 and 1 of a generated text against a reference: LongBench's (arXiv:2308.14508), by the rules of its
-//! scorer as lm-evaluation-harness has it, `rouge` 1.0.1 and `fuzzywuzzy` on Python's difflib.
+//! LongBench's scores (arXiv:2308.14508) of a generated text against a reference, from 0 to 1. They equal those of
+//! lm-evaluation-harness's scorer, which uses `rouge` 1.0.1 and `fuzzywuzzy` on Python's difflib.
 use serde::Deserialize;
 use std::collections::{HashMap, HashSet};
 
@@ -7,25 +7,25 @@ use std::collections::{HashMap, HashSet};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum TextScore {
-    /// Whether it is one of the answers.
+    /// 1 if the text is one of the answers, else 0.
     #[default]
     ExactMatch,
     /// F1 of the words, without articles and punctuation.
     QaF1,
-    /// F1 of ROUGE-L over sentences.
+    /// ROUGE-L F1 over sentences.
     RougeL,
-    /// 1 over the number of classes named, where the right one is among them.
+    /// 1 over the number of classes that the text names, if the right one is among them; else 0.
     Classification,
-    /// Share of the numbers named that are the paragraph's.
+    /// Share of the text's numbers that equal the paragraph's number.
     Retrieval,
-    /// Share of the numbers named that are the count.
+    /// Share of the text's numbers that equal the count.
     Count,
     /// Edit similarity of the first line of code, in whole percent.
     CodeSimilarity,
 }
 
 impl TextScore {
-    /// As lm-evaluation-harness calls it.
+    /// The score's name in lm-evaluation-harness.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::ExactMatch => "exact_match",
@@ -38,9 +38,9 @@ impl TextScore {
         }
     }
 
-    /// The best over the answers; `classes` are all classes of a classification.
+    /// The best score over the answers. `classes` are all classes of a classification.
     pub(super) fn best(self, text: &str, answers: &[String], classes: &[String]) -> f64 {
-        // White space at a line's beginning is a part of code.
+        // Indentation is part of code.
         let text = match self {
             Self::CodeSimilarity => text,
             _ => text.trim(),
@@ -104,7 +104,8 @@ fn f1(text: &[String], answer: &[String]) -> f64 {
     2.0 * precision * recall / (precision + recall)
 }
 
-/// Sentences end at each dot. A part of white space alone is a sentence of one empty word, as in `rouge`.
+/// Splits into sentences at each dot, and these into words. As in `rouge`, white space between two dots is a sentence
+/// of one empty word.
 fn sentences(text: &str) -> Vec<Vec<&str>> {
     let parts = text.split('.').filter(|part| !part.is_empty());
     let words = parts.map(|part| -> Vec<&str> { part.split_whitespace().collect() });
@@ -113,7 +114,7 @@ fn sentences(text: &str) -> Vec<Vec<&str>> {
         .collect()
 }
 
-/// Words are counted once: `rouge` works on sets.
+/// ROUGE-L F1. Each word counts once, as `rouge` works on sets.
 fn rouge_l(text: &str, answer: &str) -> f64 {
     let (text, answer) = (sentences(text), sentences(answer));
     if text.is_empty() || answer.is_empty() {
@@ -134,7 +135,7 @@ fn rouge_l(text: &str, answer: &str) -> f64 {
     2.0 * (precision * recall / (precision + recall + 1e-8))
 }
 
-/// A longest common subsequence; of several the one that `rouge` finds.
+/// A longest common subsequence: of several, the one that `rouge` finds.
 fn longest_common<'a>(x: &[&'a str], y: &[&str]) -> Vec<&'a str> {
     let width = y.len() + 1;
     let mut table = vec![0u32; (x.len() + 1) * width];
@@ -192,7 +193,7 @@ fn share_of_numbers(text: &str, answer: &str) -> f64 {
     right as f64 / all.len().max(1) as f64
 }
 
-/// Of the first line that is neither blank nor holds a mark of text or of a comment.
+/// Edit similarity of the first line of code: one that is not blank and contains neither a backtick nor a comment mark.
 fn code_similarity(text: &str, answer: &str) -> f64 {
     let is_code = |line: &&str| {
         let marks = ["`", "#", "//"];
@@ -207,13 +208,13 @@ fn code_similarity(text: &str, answer: &str) -> f64 {
     (100.0 * ratio).round_ties_even() / 100.0
 }
 
-/// Characters that Python's `difflib.SequenceMatcher` matches.
+/// Number of characters that Python's `difflib.SequenceMatcher` matches.
 fn matching(a: &[char], b: &[char]) -> usize {
     let mut places = HashMap::<char, Vec<usize>>::new();
     for (at, &c) in b.iter().enumerate() {
         places.entry(c).or_default().push(at);
     }
-    // Its "popular" characters of long texts, which begin no match.
+    // In long texts, difflib starts no match at "popular" characters: those in more than 1 % of the places.
     if b.len() >= 200 {
         places.retain(|_, places| places.len() <= b.len() / 100 + 1);
     }

@@ -1,4 +1,4 @@
-//! What a block keeps for its backward pass, and what that pass holds for a moment.
+//! Activations that a block keeps for its backward pass, and temporary tensors of that pass.
 
 use crate::context_parallel::RowShare;
 use crate::{Target, gpu_attention_gap};
@@ -9,9 +9,9 @@ use sieve_core::{BlockChoice, KeepOLow, Keeping};
 use sieve_kernels::oracle::SUPER_BLOCK;
 use sieve_kernels::{AttentionShape, ChoiceLists, Hardware, KernelFamily, KeyLists, KeySource};
 
-/// Bytes of an f32 or i32.
+/// Bytes of an f32, and of an i32.
 pub(super) const F32: u64 = 4;
-/// More than any machine has. Products of sizes end here, so that sums of them stay inside a u64.
+/// More bytes than any machine has. Products saturate here, so that their sums fit into a u64.
 const MOST_BYTES: u64 = 1 << 58;
 
 /// `count * bytes`, at most [`MOST_BYTES`].
@@ -19,28 +19,29 @@ pub(super) fn times(count: u64, bytes: u64) -> u64 {
     count.saturating_mul(bytes).min(MOST_BYTES)
 }
 
-/// Score matrices that the plain path of NSA on a GPU holds at once.
+/// n x n score matrices that a reference on a GPU holds at the same time.
 const PLAIN_SCORES: u64 = 4;
 
-/// Bytes of one token of a row of `seq_len` that one block keeps for its backward pass.
+/// Bytes per token that one block keeps for its backward pass, in rows of `seq_len` tokens.
 pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, keeping: Keeping) -> u64 {
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let (heads, kv_heads) = (shape.num_heads as u64, shape.num_kv_heads as u64);
     let packed = q + 2 * kv;
-    // The stream before either half, gate and up; where there is room the products' inputs and rotated heads.
+    // `common`: the inputs of the attention and feed-forward halves, gate and up. With room also `more`: the GEMMs'
+    // inputs and the rotated heads.
     let more = match keeping.recomputable {
         true => of_inputs(shape) + if joins_attention(shape) { packed } else { 0 },
         false => 0,
     };
     let common = 2 * d_model + 2 * d_ff + more;
-    // Where attention is several ops: its normed stream.
+    // The norm's output, unless attention is one op, which recomputes it.
     let normed = if joins_attention(shape) { 0 } else { d_model };
     let lse = F32 * heads;
     let (values, f32_bytes) = match shape.attention.form() {
-        // q, k and v, before q/k-norm and rotation where these are in the same op, and the output.
+        // q, k and v (before norm and rotation if these are in the same op), and the output.
         AttentionForm::Grouped { .. } => (common + normed + packed + q, lse),
-        // z and expire beside them, key lists, and the lower 16 bits of the output.
+        // Also z and expire, key lists, and `o_low`.
         form @ AttentionForm::Ranked(_) => {
             let o_low = if keeps_o_low(shape, target, seq_len, keeping.o_low) {
                 q
@@ -57,21 +58,21 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
         AttentionForm::Latent(mla) => {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             let queries = q + heads * rope;
-            // Normed stream; latent and rotated key, then normed; packed q, k and v; output. The packed tensor is kept
-            // where the backward pass recomputes its norms.
+            // The latent with the rotated key, the normed latent, packed q, k and v, and the output. With q/k-norm also
+            // the packed tensor before the norms, which the backward pass recomputes.
             let before_norms = if mla.qk_norm { queries + 2 * q } else { 0 };
             let attention = (rank + rope) + rank + before_norms + (2 * queries + q) + q;
             (common + normed + attention, lse)
         }
         AttentionForm::Branches(nsa) => {
             let branches = NUM_NSA_BRANCHES as u64;
-            // Packed tensors before and after norm and rotation: one pair for all branches or one for each. The tensor
-            // that is only normed, for compressed blocks, is not kept.
+            // Packed q, k, v before and after norm and rotation: one pair for all branches, or one for each. The normed
+            // but unrotated tensor, from which blocks are compressed, is not kept.
             let pairs = nsa.num_kv_copies() as u64;
             let stride = nsa.compress_stride as u64;
             let blocks = match nsa.compress_hidden_size {
-                // Keys and values concatenated, and again as each MLP's input; its hidden layer before and after the
-                // ReLU.
+                // Keys and values of each block concatenated, the inputs of the two MLPs, and their hidden layers
+                // before and after the ReLU.
                 Some(hidden) => {
                     let inputs = 4 * kv * nsa.compress_block_size as u64;
                     let hidden = 4 * kv_heads * hidden as u64;
@@ -82,7 +83,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
             let compressed = 4 * kv / stride + blocks;
             let packs = 2 * pairs * packed;
             let attention = packs + branches * (q + heads) + q + compressed;
-            // The queries that chose each block; a fixed order of sums keeps none.
+            // Lists of the queries that chose each block. (A deterministic run keeps none.)
             let lists = match target {
                 Target::Gpu(_) if gpu_attention_gap(shape).is_none() => {
                     2 * F32 * kv_heads * nsa.num_selected_blocks as u64
@@ -91,8 +92,8 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
             };
             (common + normed + attention, branches * lse + lists)
         }
-        // Packed before and after norm and rotation, and the output; the choice, and on a GPU its lists. For an indexer
-        // its projection, and two packed tensors.
+        // Packed q, k, v before and after norm and rotation, and the output; the chosen blocks, and on a GPU lists of
+        // them. For an indexer also its projection and two packed tensors.
         AttentionForm::Blocks(choice) => {
             let choices = num_choices(shape, choice);
             let indexer = match shape.has_indexer() {
@@ -112,24 +113,24 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
     values * target.value_bytes() + f32_bytes
 }
 
-/// Blocks that all heads read for a token, in the pieces that attention reads.
+/// Attended blocks per token, over all choosers.
 fn num_choices(shape: &ModelShape, choice: BlockChoice) -> u64 {
     let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
     (choosers * choice.attended().num_selected_blocks) as u64
 }
 
-/// Whether a block's attention is one op with its norm and products.
+/// Whether a block's attention is one op together with its norm and GEMMs.
 fn joins_attention(shape: &ModelShape) -> bool {
     shape.attention.form().is_one_op() && shape.qk_norm && !shape.qkv_bias
 }
 
-/// Numbers a token that a block's GEMMs read and its backward pass can recompute.
+/// Values per token of GEMM inputs that a block's backward pass can recompute.
 fn of_inputs(shape: &ModelShape) -> u64 {
     let norms = if joins_attention(shape) { 2 } else { 1 };
     (norms * shape.d_model + shape.d_ff) as u64
 }
 
-/// Weights of a block's fp8 GEMMs, and the widths of their inputs and outputs.
+/// (weights, [input width, output width]) of a block's fp8 GEMMs, summed over the GEMMs.
 pub(crate) fn fp8_products(shape: &ModelShape) -> (u64, [u64; 2]) {
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
@@ -143,8 +144,8 @@ pub(crate) fn fp8_products(shape: &ModelShape) -> (u64, [u64; 2]) {
     }
 }
 
-/// Bytes that a block in fp8 keeps beyond another: its rounded operands (held as f32 on a CPU) instead of the GEMMs'
-/// inputs.
+/// Bytes that an fp8 block keeps in addition to a bf16 one: its rounded operands (f32 on a CPU), minus the GEMMs'
+/// inputs that a bf16 block keeps.
 pub(super) fn fp8_kept(shape: &ModelShape, target: &Target, tokens: u64, keeping: Keeping) -> i64 {
     let (weights, [inner, _]) = fp8_products(shape);
     let bytes = match target {
@@ -175,15 +176,15 @@ fn keeps_o_low(shape: &ModelShape, target: &Target, seq_len: usize, o_low: KeepO
     family.keeps_o_low(o_low, seq_len)
 }
 
-/// Bytes a token of the GPU's key lists: one list for each super-block of queries and KV head.
+/// Bytes per token of the GPU's key lists. There is a list for each super-block of queries and KV head.
 fn key_list_bytes(shape: &ModelShape, seq_len: usize, window: usize) -> u64 {
     let row = KeyLists::shape(seq_len, window).map(|size| size as u64);
     let words = row.iter().product::<u64>() * shape.num_kv_heads as u64;
     (F32 * words).div_ceil(seq_len as u64)
 }
 
-/// Bytes that the forward pass keeps of one token of a row of `seq_len` over all blocks, when every block that
-/// `recomputed` names keeps its input alone.
+/// Bytes per token that all blocks keep after the forward pass, in rows of `seq_len` tokens. A block for which
+/// `recomputed` is true keeps only its input.
 pub fn activation_bytes_per_token(
     shape: &ModelShape,
     target: &Target,
@@ -199,8 +200,8 @@ pub fn activation_bytes_per_token(
     blocks.sum()
 }
 
-/// Most bytes that one block's backward pass holds in addition to what the forward pass kept, gradients of its weights
-/// included.
+/// Peak of a block's backward pass in addition to the kept activations, in bytes. It includes the gradients of the
+/// block's weights.
 pub(super) fn block_temporaries(
     shape: &ModelShape,
     target: &Target,
@@ -212,15 +213,16 @@ pub(super) fn block_temporaries(
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let matrix = F32 * d_model * d_ff;
-    // MLA: packed q, k and v and their gradient; gradients of what was packed come once the first of them is gone.
+    // MLA's packed q, k and v have wider heads. The gradients of the parts before packing exist only after the packed
+    // gradient is freed.
     let packed = match shape.attention.form() {
         AttentionForm::Latent(mla) => 3 * q + 2 * (shape.num_heads * mla.qk_rope_head_dim) as u64,
         _ => q + 2 * kv,
     };
 
-    // Feed-forward: gradient of the output, of the activation, of gate and up, and the recomputed activation; a GPU
-    // writes the last two in place of gate and up and of the activation's gradient. On a CPU the GEMM also copies the
-    // transposed gradient of gate and up; in fp8 that gradient also exists in bytes, twice.
+    // Feed-forward: the gradients of the output, of the activation and of gate and up, and the recomputed activation.
+    // `beside` is the part that a GPU writes in place (and a CPU does not): a CPU also copies the transposed gradient
+    // of gate and up for its GEMM; with fp8 a GPU holds two rounded copies of that gradient.
     let is_fp8 = !training.fp8_blocks(shape.num_layers).is_empty();
     let beside = match target {
         Target::Cpu { .. } => 5 * d_ff,
@@ -230,8 +232,9 @@ pub(super) fn block_temporaries(
     let swiglu = times(tokens, (d_model + d_ff + beside) * bytes) + matrix;
     let norm = times(tokens, 4 * d_model * bytes) + 3 * matrix;
 
-    // Attention: the feed-forward's gradients and the stream's; of the output; rotated heads, their gradient, f32 sums
-    // of dq. Gate and up, and the stream between the halves, are freed by then.
+    // Attention: the weights' gradients of the feed-forward; the gradients of the block's input and of the attention's
+    // output; rotated heads and their gradient; f32 sums of dq. By then gate and up and the feed-forward's input
+    // (`gone`) are freed.
     let kinds = shape.by_kind();
     let dense = (training.dense_steps > 0.0).then(|| shape.dense());
     let sums = kinds.iter().chain(&dense).map(|part| {
@@ -244,7 +247,7 @@ pub(super) fn block_temporaries(
     swiglu.max(norm).max(attention.saturating_sub(gone))
 }
 
-/// f32 buffers of an attention's backward pass over rows of this number and length.
+/// Bytes of f32 sums and other temporary buffers of attention's backward pass, for `[rows, tokens of a row]`.
 fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usize; 2]) -> u64 {
     let batch = num_rows as u64;
     let tokens = batch * seq_len as u64;
@@ -254,7 +257,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
         return 0;
     };
     let row_stats = times(tokens, 2 * F32 * heads);
-    // Where several blocks of threads share a tile of keys; as on an H100 or H200.
+    // Parts of dk and dv, where several thread blocks share a tile of keys. The GPU is assumed to be an H100 or H200.
     let key_parts = |rope_dim: usize, window: usize| {
         let (heads, widths) = (
             [shape.num_heads, shape.num_kv_heads],
@@ -268,7 +271,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
     match form {
         _ if plain_scores > 0 => plain_scores,
         AttentionForm::Blocks(choice) => {
-            // Keys and values that each chooser reads, and f32 sums of their gradients; a part of dq for each block
+            // `repeated`: K and V repeated for each chooser, and f32 sums of their gradients. `parts`: dq of each block
             // that a query chose, and lists of these choices.
             let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
             let kv = (choosers * shape.head_dim) as u64;
@@ -279,10 +282,10 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
             let choices = choice.attended().num_selected_blocks as u64;
             let a_query = choices * target.value_bytes() * q + 2 * F32 * num_choices(shape, choice);
             let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
-            // The indexer's loss: queries and keys with the indexer's keys as values, the attention's output in f32,
-            // and the gradients; the same for the indexer, with one head for each KV head.
+            // The indexer's loss runs attention twice, with the model's heads and with the indexer's: q, k, v, the
+            // output in f32, and the gradients.
             let indexer = match shape.has_indexer() {
-                // Scores of all heads, of some queries at a time.
+                // A pooled indexer's loss holds the scores of all heads for some queries at a time.
                 true if shape.has_pooled_indexer() => times(6 * SCORES_AT_ONCE as u64, F32),
                 true => times(tokens, (2 * target.value_bytes() + F32) * (q + 2 * kv + 3 * kv)),
                 false => 0,
@@ -291,12 +294,12 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
         }
         AttentionForm::Branches(nsa) => {
             let sums = times(tokens, 2 * F32 * kv);
-            // The compressed branch: keys, values and their two gradients with a row a token, sums of dq, key lists.
+            // The compressed branch: K, V and their gradients with a row per token, sums of dq, key lists.
             let rows = batch * KeyLists::dq_sum_queries(seq_len) as u64;
             let slots = nsa.blocks().num_slots(seq_len) as u64;
             let lists = 2 * F32 * slots * shape.num_kv_heads as u64 / SUPER_BLOCK as u64;
             let by_list = times(tokens, 4 * target.value_bytes() * kv + lists) + times(rows, F32 * q);
-            // The selected branch: a part of dq for each block that a query chose, and lists of these choices.
+            // The selected branch: dq of each block that a query chose, and lists of these choices.
             let choices = nsa.num_selected_blocks as u64;
             let a_query = choices * (target.value_bytes() * q + 2 * F32 * shape.num_kv_heads as u64);
             let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
@@ -315,7 +318,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
     }
 }
 
-/// Scores of all pairs that a GPU holds at once for sizes without kernels there; 0 for the others.
+/// Bytes of n x n scores that a GPU holds if this attention has no kernel; 0 if it has one.
 pub(super) fn plain_score_bytes(shape: &ModelShape, tokens: u64, seq_len: usize) -> u64 {
     match shape.attention.form().is_one_op() || gpu_attention_gap(shape).is_none() {
         true => 0,

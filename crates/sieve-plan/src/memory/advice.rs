@@ -1,21 +1,22 @@
-//! Settings with which a run that does not fit would.
+//! Finds settings with which a run fits into memory.
 
 use serde::Serialize;
 
 use super::MemoryPlan;
 use sieve_core::recipe::{ActivationCheckpointMode, GradientDtype, Recipe};
 
-/// One change of a recipe, and the memory it needs with it.
+/// A change of the recipe, and the memory with it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct FittingSetting {
-    /// As `--set` takes it; several are separated by a space.
+    /// The change in the form of `--set`. Several are separated by a space.
     pub setting: String,
-    /// Bytes with it.
+    /// Needed bytes with this setting.
     pub total_bytes: u64,
 }
 
-/// Another way to keep gradients; the least change of recomputation or of the micro-batch alone, and of both together
-/// where neither is enough. All leave the step's tokens as they are. `ranks` counts the processes that have rows apart.
+/// Up to three settings, each the smallest change of its sort that fits: of the gradients' sharding and type; of
+/// recomputation; of the micro-batch. If neither of the last two fits, both are changed together. The tokens of a step
+/// stay the same. `ranks` is the number of ranks with different rows.
 pub(super) fn settings_that_fit(
     recipe: &Recipe,
     ranks: usize,
@@ -51,7 +52,7 @@ pub(super) fn settings_that_fit(
     found
 }
 
-/// Recipes that keep gradients in less memory, the one that changes least first.
+/// Recipes with less memory for gradients, beginning with the smallest change.
 fn other_gradients(recipe: &Recipe, ranks: usize) -> impl Iterator<Item = (Recipe, String)> {
     let training = &recipe.training;
     let adds_up = training.global_batch_size > training.local_batch_size * ranks;
@@ -92,7 +93,7 @@ fn mode_setting(name: &str) -> String {
     format!("activation_checkpoint.mode={name}")
 }
 
-/// Divisors of the rows of a step below the present micro-batch, the largest first.
+/// Smaller micro-batches that divide a step's rows, the largest first.
 fn smaller_batches(recipe: &Recipe, ranks: usize) -> impl Iterator<Item = usize> {
     let rows = recipe.training.global_batch_size;
     let local = recipe.training.local_batch_size;

@@ -1,28 +1,28 @@
-//! Memory of using a model: reading its weights, a forward pass, caches.
+//! Memory of using a model: reading its weights, a forward pass, KV caches.
 
 use super::activations::{F32, block_kept, plain_score_bytes, times};
-use super::{CPU_PROGRAM_BYTES, GPU_PROGRAM_BYTES, MemoryPlan, MemoryVerdict, logit_bytes};
+use super::{MemoryParts, MemoryPlan, logit_bytes};
 use crate::{Target, cache_plan};
 use sieve_core::Keeping;
 use sieve_core::model::ModelShape;
 
-/// What a command does with a model.
+/// Sizes of a command's forward passes and caches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InferenceSize {
     /// Rows of one forward pass.
     pub rows: usize,
     /// Tokens of a row.
     pub seq_len: usize,
-    /// Tokens that the cache of a decoded sequence comes to hold; 0 where nothing is decoded.
+    /// Tokens of the KV cache of a decoded sequence; 0 without decoding.
     pub cached_tokens: usize,
-    /// Decoded sequences whose caches are held together; one at least.
+    /// KV caches held at the same time; at least 1.
     pub num_caches: usize,
-    /// Tokens whose logits are returned together; 0 where they are used block by block.
+    /// Tokens whose logits are returned together; 0 if logits are used chunk by chunk.
     pub logit_tokens: usize,
 }
 
 impl InferenceSize {
-    /// As many rows of `seq_len` tokens as `tokens` come to, at least one; nothing is decoded.
+    /// Forward passes of `tokens / seq_len` rows (at least one) of `seq_len` tokens, without decoding.
     pub fn rows_of(seq_len: usize, tokens: usize) -> Self {
         Self {
             rows: (tokens / seq_len.max(1)).max(1),
@@ -34,10 +34,10 @@ impl InferenceSize {
     }
 }
 
-/// Memory of reading the checkpoint of `shape` and of forward passes of `size`, with weights of `weight_bytes` each.
+/// Memory of reading a checkpoint and of forward passes of `size`. A weight takes `weight_bytes`.
 ///
-/// A checkpoint's weights are f32: one file of them is held in addition to the model while it is read, and a GPU holds
-/// all of them before they are rounded.
+/// A checkpoint's weights are f32. While they are read, a CPU holds the file in addition to the model, and a GPU holds
+/// all weights in f32 before it rounds them.
 pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target, weight_bytes: u64) -> MemoryPlan {
     let value_bytes = target.value_bytes();
     let parameters = shape.parameters().total();
@@ -48,7 +48,7 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
             times(size.num_caches.max(1) as u64, one)
         }
     };
-    let loaded = Moment {
+    let loaded = MemoryParts {
         parameter_bytes: match target {
             Target::Cpu { .. } => times(parameters, weight_bytes),
             Target::Gpu(_) => times(parameters, F32),
@@ -57,30 +57,28 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
             Target::Cpu { .. } => times(parameters, F32),
             Target::Gpu(_) => 0,
         },
-        ..Moment::named("reading the weights")
+        ..MemoryParts::default()
     };
-    let forward = Moment {
+    let forward = MemoryParts {
         parameter_bytes: times(parameters, weight_bytes),
         cache_bytes,
         activation_bytes: forward_bytes(shape, size, target),
-        ..Moment::named("a forward pass")
+        ..MemoryParts::default()
     };
-    let fullest = if loaded.total() > forward.total() {
-        loaded
-    } else {
-        forward
-    };
-    fullest.plan(target)
+    match loaded.total() > forward.total() {
+        true => loaded.plan("reading the weights", target, 1),
+        false => forward.plan("a forward pass", target, 1),
+    }
 }
 
-/// Activations of a forward pass that keeps none for a backward pass.
+/// Peak of a forward pass without a backward pass, in bytes of activations.
 pub(super) fn forward_bytes(shape: &ModelShape, size: InferenceSize, target: &Target) -> u64 {
     let value_bytes = target.value_bytes();
     let tokens = size.rows.saturating_mul(size.seq_len).max(1) as u64;
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let packed = (shape.q_width() + 2 * shape.kv_width()) as u64;
-    // Feed-forward: the stream, its norm and the sum; gate and up, and the activation. Attention: the tensors that a
-    // block keeps of it, three copies of the stream, and the rotated packed heads.
+    // Feed-forward: its input, the norm's output and the sum, each d_model wide; gate and up and the activation, each
+    // d_ff wide. Attention: the tensors that training would keep of it, three of d_model, and the rotated packed heads.
     let feed_forward = (3 * d_model + 3 * d_ff) * value_bytes;
     let kinds = shape.by_kind();
     let kept = kinds
@@ -101,71 +99,19 @@ pub(super) fn forward_bytes(shape: &ModelShape, size: InferenceSize, target: &Ta
     block.max(loss)
 }
 
-/// Logits that are returned together.
+/// Bytes of logits that are returned together.
 fn returned_logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
     times(tokens, shape.vocab_size as u64 * target.value_bytes())
 }
 
-/// Memory of importing a model: the weights as read, a new model, and a copy of its weights.
+/// Memory of importing a model: the weights that were read, a new model, and a copy of its weights.
 pub fn import_memory(shape: &ModelShape, target: &Target) -> MemoryPlan {
     let parameter_bytes = times(shape.parameters().total(), F32);
-    let moment = Moment {
+    let peak = MemoryParts {
         parameter_bytes,
         workspace_bytes: 2 * parameter_bytes,
-        ..Moment::named("the exchange of a new model's weights for those that were read")
+        ..MemoryParts::default()
     };
-    moment.plan(target)
-}
-
-/// One moment of a command that reads a model.
-struct Moment {
-    name: &'static str,
-    parameter_bytes: u64,
-    cache_bytes: u64,
-    activation_bytes: u64,
-    workspace_bytes: u64,
-}
-
-impl Moment {
-    fn named(name: &'static str) -> Self {
-        Self {
-            name,
-            parameter_bytes: 0,
-            cache_bytes: 0,
-            activation_bytes: 0,
-            workspace_bytes: 0,
-        }
-    }
-
-    fn total(&self) -> u64 {
-        self.parameter_bytes + self.cache_bytes + self.activation_bytes + self.workspace_bytes
-    }
-
-    fn plan(self, target: &Target) -> MemoryPlan {
-        let program_bytes = match target {
-            Target::Cpu { .. } => CPU_PROGRAM_BYTES,
-            Target::Gpu(_) => GPU_PROGRAM_BYTES,
-        };
-        let total_bytes = program_bytes + self.total();
-        let available_bytes = target.memory_bytes();
-        MemoryPlan {
-            parameter_bytes: self.parameter_bytes,
-            master_bytes: 0,
-            moment_bytes: 0,
-            cache_bytes: self.cache_bytes,
-            gradient_bytes: 0,
-            activation_bytes: self.activation_bytes,
-            workspace_bytes: self.workspace_bytes,
-            checkpoint_bytes: 0,
-            host_checkpoint_bytes: 0,
-            keeping: Keeping::NOTHING,
-            program_bytes,
-            total_bytes,
-            moment: self.name,
-            activations_by_mode: Vec::new(),
-            available_bytes,
-            verdict: MemoryVerdict::of(total_bytes, available_bytes),
-            would_fit: Vec::new(),
-        }
-    }
+    let moment = "the exchange of a new model's weights for those that were read";
+    peak.plan(moment, target, 1)
 }

@@ -1,23 +1,23 @@
-//! Whether what a command needs fits into the memory that is free.
+//! Whether the needed memory fits into the free memory.
 
 use serde::Serialize;
 
-/// The need beside the memory that is free.
+/// Comparison of the needed memory with the free memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryVerdict {
-    /// Less than what is free.
+    /// It needs less than is free.
     Fits,
-    /// Up to a fifth more than what is free, which is how far a prediction may be off: worth a warning.
+    /// It needs up to a fifth more than is free, which is within the plan's error: a warning.
     MayNotFit,
-    /// More than that: refused.
+    /// It needs even more: the command is refused.
     DoesNotFit,
-    /// Nothing says what is free.
+    /// The free memory is not known.
     Unknown,
 }
 
 impl MemoryVerdict {
-    /// The verdict on `needed` bytes where `available` are free; 0 stands for unknown.
+    /// Compares `needed` with `available` bytes; 0 available bytes mean unknown.
     pub fn of(needed: u64, available: u64) -> Self {
         if available == 0 {
             Self::Unknown
@@ -40,7 +40,7 @@ impl MemoryVerdict {
         }
     }
 
-    /// Whether something has to change for the command to be sure of its memory.
+    /// Whether the memory may be too small.
     pub fn needs_advice(self) -> bool {
         matches!(self, Self::MayNotFit | Self::DoesNotFit)
     }

@@ -91,16 +91,16 @@ fn memory_of_dma_80m_on_an_h200() {
     let layer = 2 * 768 * 1152 + 3 * 768 * 2304 + 2 * 896 + 3 * 385;
     assert_eq!(parameters, 50_304 * 768 + 12 * layer + 768);
     let memory = &plan.memory;
-    assert_eq!(memory.parameter_bytes, 2 * parameters);
-    assert_eq!(memory.master_bytes, 2 * parameters);
-    assert_eq!(memory.moment_bytes, 8 * parameters);
+    assert_eq!(memory.peak.parameter_bytes, 2 * parameters);
+    assert_eq!(memory.peak.master_bytes, 2 * parameters);
+    assert_eq!(memory.peak.moment_bytes, 8 * parameters);
     // f32 weights and moments; the files of them are written tensor by tensor.
     assert_eq!(
-        (memory.checkpoint_bytes, memory.host_checkpoint_bytes),
+        (memory.peak.checkpoint_bytes, memory.host_checkpoint_bytes),
         (0, 12 * parameters)
     );
     // Four micro-batches: the gradients of the ones before are there.
-    assert_eq!(memory.gradient_bytes, 4 * parameters);
+    assert_eq!(memory.peak.gradient_bytes, 4 * parameters);
     // A token in a block: the stream twice, gate and up, q, k and v, the output and its lower 16 bits, and, as there is
     // room, two normed streams, the gated activation and the rotated heads, 2 bytes each; f32: 6 lse, z and expire of
     // 3 KV heads, lists of 1024 + 1024 keys for 1024 queries of 3 KV heads, a key and its expiry in each entry.
@@ -108,11 +108,11 @@ fn memory_of_dma_80m_on_an_h200() {
     let block = 2 * (2 * 768 + 2 * 2304 + 1536 + 2 * 768 + more) + 4 * 6 + 8 * 3 + 8 * 2 * 3;
     let (tokens, stream) = (16 * 2048, 16 * 2048 * 768 * 2);
     assert_eq!(memory.moment, "the loss");
-    assert_eq!(memory.activation_bytes, tokens * 12 * block + stream);
+    assert_eq!(memory.peak.activation_bytes, tokens * 12 * block + stream);
     // The normed stream and its gradient, 8,192 rows of logits (32,768 in four even blocks), the embedding's new
     // gradient.
     let logits = 8192 * 50_304 * 2;
-    assert_eq!(memory.workspace_bytes, 2 * stream + logits + 4 * 50_304 * 768);
+    assert_eq!(memory.peak.workspace_bytes, 2 * stream + logits + 4 * 50_304 * 768);
     let modes = &memory.activations_by_mode;
     assert_eq!(modes[0], ("none", tokens * 12 * block));
     assert_eq!(modes[1], ("selective", tokens * (6 * block + 6 * 1536)));
@@ -197,15 +197,15 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     let parameters = shape.parameters().total();
     assert_eq!(memory.moment, "the loss");
     // A single micro-batch: of the gradients only the embedding's is there.
-    assert_eq!(memory.gradient_bytes, 4 * 50_304 * 2048);
+    assert_eq!(memory.peak.gradient_bytes, 4 * 50_304 * 2048);
     let block = 2 * (2 * 2048 + 2 * 6144 + 4096 + 2048) + 4 * 16;
     let stream = 16_384 * 2048 * 2;
-    assert_eq!(memory.activation_bytes, 16_384 * 28 * block + stream);
-    assert_eq!(memory.workspace_bytes, 2 * stream + 8192 * 50_304 * 2);
+    assert_eq!(memory.peak.activation_bytes, 16_384 * 28 * block + stream);
+    assert_eq!(memory.peak.workspace_bytes, 2 * stream + 8192 * 50_304 * 2);
     let sum: u64 = memory.parts().iter().map(|(_, bytes)| bytes).sum();
     assert_eq!(sum, memory.total_bytes);
     assert_eq!(
-        memory.parameter_bytes + memory.master_bytes + memory.moment_bytes,
+        memory.peak.parameter_bytes + memory.peak.master_bytes + memory.peak.moment_bytes,
         12 * parameters
     );
     let gib = memory.total_bytes as f64 / (1u64 << 30) as f64;
@@ -213,7 +213,10 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     // With room: two normed streams, rotated heads and the gated activation more.
     let roomy = memory_plan(&alone, &shape, &h200(), 1);
     let more = 2 * (2 * 2048 + 4096 + 6144);
-    assert_eq!(roomy.activation_bytes, memory.activation_bytes + 16_384 * 28 * more);
+    assert_eq!(
+        roomy.peak.activation_bytes,
+        memory.peak.activation_bytes + 16_384 * 28 * more
+    );
     assert!(roomy.keeping.recomputable && !memory.keeping.recomputable);
 
     // With few tokens the gradients are what counts, all of them at the end.
@@ -222,7 +225,7 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     alone.training.global_batch_size = 1;
     let memory = memory_plan(&alone, &shape, &h200(), 1);
     assert_eq!(memory.moment, "the first block's backward pass");
-    assert_eq!(memory.gradient_bytes, 4 * parameters);
+    assert_eq!(memory.peak.gradient_bytes, 4 * parameters);
 }
 
 #[test]
@@ -342,11 +345,14 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
     // The file beside the model while it is read; a few tokens need less.
     let memory = inference_memory(&shape, size, &CPU, CPU.value_bytes());
     assert_eq!(memory.moment, "reading the weights");
-    assert_eq!(memory.parameter_bytes + memory.workspace_bytes, 8 * parameters);
+    assert_eq!(
+        memory.peak.parameter_bytes + memory.peak.workspace_bytes,
+        8 * parameters
+    );
     // A GPU holds f32 weights before they are rounded; many tokens need more than that.
     let memory = inference_memory(&shape, size, &h200(), h200().value_bytes());
     assert_eq!(memory.moment, "reading the weights");
-    assert_eq!(memory.parameter_bytes, 4 * parameters);
+    assert_eq!(memory.peak.parameter_bytes, 4 * parameters);
     let memory = inference_memory(
         &shape,
         InferenceSize::rows_of(2048, 1 << 20),
@@ -354,9 +360,9 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
         h200().value_bytes(),
     );
     assert_eq!(memory.moment, "a forward pass");
-    assert_eq!(memory.parameter_bytes, 2 * parameters);
+    assert_eq!(memory.peak.parameter_bytes, 2 * parameters);
     // Three streams, gate and up and the activation, two bytes each, are less than the attention's.
-    assert!(memory.activation_bytes >= (1 << 20) * 2 * (3 * 768 + 3 * 2304));
+    assert!(memory.peak.activation_bytes >= (1 << 20) * 2 * (3 * 768 + 3 * 2304));
     let caches = InferenceSize::rows_of(2048, 1 << 20).num_caches;
     let [decoded, eleven] = [caches, 11].map(|num_caches| {
         let size = InferenceSize {
@@ -367,10 +373,10 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
         inference_memory(&shape, size, &h200(), h200().value_bytes())
     });
     let cache = cache_plan(&shape, 2048, 2).bytes_at_seq_len;
-    assert_eq!(decoded.cache_bytes, cache);
-    assert_eq!(eleven.cache_bytes, 11 * cache);
+    assert_eq!(decoded.peak.cache_bytes, cache);
+    assert_eq!(eleven.peak.cache_bytes, 11 * cache);
     assert_eq!(decoded.total_bytes, memory.total_bytes + cache);
-    assert_eq!(import_memory(&shape, &CPU).workspace_bytes, 8 * parameters);
+    assert_eq!(import_memory(&shape, &CPU).peak.workspace_bytes, 8 * parameters);
 }
 
 #[test]
@@ -383,7 +389,7 @@ fn logits_that_are_returned_together_are_held_together() {
     };
     let (streams, logits) = (2 * 8192 * 768, 8192 * 50_304);
     let memory = inference_memory(&shape, size, &h200(), h200().value_bytes());
-    assert_eq!(memory.activation_bytes, 2 * (streams + logits));
+    assert_eq!(memory.peak.activation_bytes, 2 * (streams + logits));
     // A CPU's are f32.
     let wide = ModelShape {
         vocab_size: 1 << 20,
@@ -391,7 +397,7 @@ fn logits_that_are_returned_together_are_held_together() {
     };
     let memory = inference_memory(&wide, size, &CPU, CPU.value_bytes());
     assert_eq!(memory.moment, "a forward pass");
-    assert_eq!(memory.activation_bytes, 4 * (streams + (8192 << 20)));
+    assert_eq!(memory.peak.activation_bytes, 4 * (streams + (8192 << 20)));
 }
 
 #[test]
@@ -562,14 +568,14 @@ fn several_processes_share_masters_and_moments() {
     let planned = |size: usize, hosts: usize| planned_of_ranks(&whole, size, hosts, &h200());
     let (alone, four, two_hosts) = (planned(1, 1), planned(4, 1), planned(8, 2));
     assert_eq!(alone, plan(&whole, 50_304, &h200()).expect("plans"));
-    assert_eq!(four.memory.moment_bytes, alone.memory.moment_bytes / 4);
+    assert_eq!(four.memory.peak.moment_bytes, alone.memory.peak.moment_bytes / 4);
     assert_eq!(
         four.memory.host_checkpoint_bytes,
         alone.memory.host_checkpoint_bytes / 4
     );
-    assert_eq!(four.memory.parameter_bytes, alone.memory.parameter_bytes);
+    assert_eq!(four.memory.peak.parameter_bytes, alone.memory.peak.parameter_bytes);
     // Rests of masters and the pieces of the leaves that they belong to.
-    assert_eq!(four.memory.master_bytes, alone.memory.master_bytes / 2);
+    assert_eq!(four.memory.peak.master_bytes, alone.memory.peak.master_bytes / 2);
     assert_eq!(four.stages[0].micro_batches * 4, alone.stages[0].micro_batches);
     let speed = |plan: &Plan| plan.stages[0].tokens_per_second.expect("a GPU");
     let share = speed(&four) / speed(&alone) / 4.0;
@@ -581,7 +587,7 @@ fn several_processes_share_masters_and_moments() {
         let rows = format!("training.global_batch_size={size}");
         let small = ["training.local_batch_size=1", "activation_checkpoint.mode=full", &rows];
         let plan = planned_of_ranks(&recipe(DMA_80M, &small), size, 1, &h200());
-        (plan.memory.moment, plan.memory.gradient_bytes)
+        (plan.memory.moment, plan.memory.peak.gradient_bytes)
     };
     let [(moment, alone), (_, four)] = [1, 4].map(gradients);
     assert_eq!(moment, "the first block's backward pass");

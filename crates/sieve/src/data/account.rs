@@ -7,8 +7,9 @@ use sieve_train::TrainingData;
 /// that the mean of a thousand is uncertain by a tenth of a nat.
 const FEW_TOKENS: u64 = 1000;
 
-/// How documents were held out where that is not the usual way, and what was left out, of a run's own text and of its
-/// stages'. `start` begins each line; `has_changed` is printed for a run that is resumed.
+/// Lines about a run's text and the texts of its stages: the held-out part where it is the end of the text instead of
+/// whole documents, and how many documents were left out. Each line begins with `start`. `has_changed` says that a
+/// resumed run's text files are no longer those its shards were made from.
 pub(crate) fn lines(start: &str, data: &TrainingData, has_changed: bool) -> Vec<String> {
     let words = "the text files have changed or are gone; the run continues with the shards made before";
     let mut lines = Vec::from_iter(has_changed.then(|| format!("{start}{words}")));
@@ -28,7 +29,7 @@ pub(crate) fn lines(start: &str, data: &TrainingData, has_changed: bool) -> Vec<
     lines
 }
 
-/// A warning where so little text is held out that its loss says little.
+/// A warning when fewer than [`FEW_TOKENS`] tokens are held out.
 pub(crate) fn too_little_held_out(meta: &PreparedMeta) -> Option<String> {
     let num_tokens = meta.validation.num_tokens;
     (num_tokens < FEW_TOKENS).then(|| {
@@ -41,7 +42,8 @@ pub(crate) fn too_little_held_out(meta: &PreparedMeta) -> Option<String> {
     })
 }
 
-/// `fates` say what becomes of text that is held out, of several bytes and of an end.
+/// Appends the lines about one text. `fates` is what happens to the held-out part: the predicate of "the last N % of
+/// the text" and of "the end of the text".
 fn lines_of(part: &str, meta: &PreparedMeta, fates: [&str; 2], lines: &mut Vec<String>) {
     let [are, is] = fates;
     if meta.is_cut && !meta.sources.is_empty() {
@@ -65,7 +67,8 @@ fn lines_of(part: &str, meta: &PreparedMeta, fates: [&str; 2], lines: &mut Vec<S
     }
 }
 
-/// What was left out, if anything.
+/// Appends the counts of blank, duplicate and invalid documents, and the first invalid one. Appends nothing where no
+/// document was left out.
 pub(crate) fn left_out(part: &str, report: &CorpusReport, lines: &mut Vec<String>) {
     if report.num_blank + report.num_duplicates + report.num_invalid > 0 {
         lines.push(format!(

@@ -24,7 +24,7 @@ pub(crate) struct BatchArgs {
     data_dir: Option<PathBuf>,
 }
 
-/// Writes one step's rows.
+/// Runs the command.
 pub(super) fn run(args: BatchArgs) -> Result<()> {
     let (recipe, text) = args.recipe.load_with_text()?;
     terminal::lines(text);
@@ -36,7 +36,7 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         training.steps
     );
     let dir = super::folder(&args.recipe, &recipe, args.data_dir)?;
-    // Never replaced: a run may be reading what is there.
+    // OnChange::Refuse: shards in this folder are never replaced, since a run may be reading them.
     let source = DataSource::open(&recipe, &crate::train::variable)?;
     let mut data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
     let place = (dir.as_path(), OnChange::Refuse);

@@ -1,4 +1,4 @@
-//! `sieve data generate`.
+//! `sieve data generate`: training samples of the tasks of `sieve eval ruler`.
 use crate::eval::SourceArgs;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
@@ -8,6 +8,9 @@ use sieve_eval::{LongSource, LongTask, Match, Split, long_texts};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
+
+/// Largest `--max-length`, in tokens: all lengths up to it are listed in memory.
+const MOST_LENGTH: usize = 1 << 24;
 
 /// Arguments of `sieve data generate`.
 #[derive(Args, Debug)]
@@ -47,6 +50,12 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
             args.max_length
         );
     }
+    if args.max_length > MOST_LENGTH {
+        bail!(
+            "--max-length {} is more than {MOST_LENGTH} tokens\n  hint: give the longest row that is trained on",
+            args.max_length
+        );
+    }
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Train)?;
     let tokenizer = Tokenizer::from_file(&args.tokenizer)?;
@@ -59,7 +68,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let tasks_and_lengths = (tasks.as_slice(), lengths.as_slice());
     let write = |path: &Path| write(args, path, tasks_and_lengths, &source, &tokenizer);
     match args.out.exists() && !args.out.is_file() {
-        // A pipe, or a folder, which is refused.
+        // A pipe is written in place; a folder fails here.
         true => write(&args.out)?,
         false => sieve_files::replace(&args.out, write)?,
     }
@@ -85,7 +94,7 @@ fn write(
     let bar = terminal::progress_bar(args.samples, "{bar:30} {human_pos}/{human_len} samples, {eta} left");
     for number in 0..args.samples {
         let task = tasks[(number % tasks.len() as u64) as usize];
-        // Steps of the golden ratio meet all lengths evenly.
+        // Multiples of the golden ratio, modulo 1, spread evenly over the lengths.
         let share = (number as f64 * 0.618_033_988_749_895 + args.seed as f64 * 0.37).fract();
         let length = lengths[(share * lengths.len() as f64) as usize];
         let split = (Split::Train, args.seed);

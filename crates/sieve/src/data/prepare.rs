@@ -24,7 +24,7 @@ pub(crate) struct PrepareArgs {
     replace: bool,
 }
 
-/// Tokenises, or finds that it was done.
+/// Runs the command: tokenises the text, or finds complete shards and leaves them.
 pub(super) fn run(args: PrepareArgs) -> Result<()> {
     let (recipe, text) = args.recipe.load_with_text()?;
     anyhow::ensure!(
@@ -90,9 +90,10 @@ fn print_split(name: &str, split: &SplitMeta) {
     ));
 }
 
-/// Progress: a bar on a terminal, else a line now and then if lines are enabled.
+/// Shows the progress of preparing data: a bar on a terminal; else, with `has_lines`, a line every
+/// [`BETWEEN_LINES`].
 pub(crate) struct Watch<'a> {
-    /// What lines about the tokenizer and about the data begin with.
+    /// Prefixes of the lines about the tokenizer and of the lines about the data.
     starts: [&'static str; 2],
     has_lines: bool,
     say: &'a dyn Fn(&str),
@@ -142,7 +143,7 @@ impl<'a> Watch<'a> {
                         "tokenising {bar:30} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left",
                     )
                 });
-                // The total is a guess for packed files, which may hold more.
+                // bytes_total is an estimate: the text in a compressed file may be longer.
                 bar.set_length(bytes_total.max(bytes_done));
                 bar.set_position(bytes_done);
                 let last = self.last_line;

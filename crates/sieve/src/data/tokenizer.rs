@@ -44,8 +44,10 @@ pub(crate) struct TrainArgs {
     out: PathBuf,
 }
 
+/// Tokens of a tokenizer, at most: training reserves memory for all of them.
+const MOST_TOKENS: usize = 1 << 24;
 const DEFAULT_SAMPLE_BYTES: u64 = 16 << 20;
-/// Text that the printed bytes per token are measured on.
+/// Bytes of text, from the corpus's start, over which the printed bytes per token are measured.
 const MEASURED_BYTES: usize = 1 << 20;
 
 /// Runs the command.
@@ -73,6 +75,10 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         .map(|vocab_size| vocab_size as usize)
         .or(from_recipe.as_ref().map(|training| training.vocab_size))
         .context("--vocab-size is missing, and no recipe with tokenizer.train names one")?;
+    anyhow::ensure!(
+        vocab_size <= MOST_TOKENS,
+        "--vocab-size {vocab_size} is more than {MOST_TOKENS}\n  hint: 32768 to 262144 are usual"
+    );
     let sample_bytes = args
         .sample_bytes
         .or(from_recipe.as_ref().map(|training| training.sample_bytes))
@@ -84,7 +90,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         args.out.join("tokenizer.json").display()
     );
     let mut corpus = Corpus::open(config)?;
-    // Fetched files lie beside the tokenizer.
+    // Files fetched from the hub are kept in OUT.hub, beside the tokenizer.
     corpus.connect(&HubConfig::from_variables(variable, args.out.with_extension("hub")))?;
     text_files::warn_of_json(&corpus);
     terminal::line(&format!(
@@ -109,7 +115,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     Ok(())
 }
 
-/// Bytes and tokens of the first documents.
+/// Bytes and tokens of the first documents, up to [`MEASURED_BYTES`].
 fn measure(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<(usize, usize)> {
     let (mut num_bytes, mut num_tokens) = (0, 0);
     for document in corpus.documents() {

@@ -15,9 +15,9 @@ use std::path::PathBuf;
 
 /// Tokens of the prompt, unless given or the model's context is shorter.
 const LENGTH: usize = 512;
-/// Most pixels of a head's side in the picture's data.
+/// Pixels of a side of a head's square, at most.
 const PIXELS: usize = 512;
-/// Weights below this are drawn as nothing.
+/// Attention weights up to this are drawn white.
 const FAINTEST: f64 = 1e-4;
 
 /// Name under which `--save` keeps the result.
@@ -49,9 +49,7 @@ pub(crate) struct AttentionArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: AttentionArgs) -> Result<()> {
-    if let Some(path) = &args.plot {
-        output::check_replaceable(path)?;
-    }
+    output::check(args.plot.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let length = length(&args, shape.max_seq_len);
@@ -92,7 +90,7 @@ fn run_on<B: DeviceBackend>(args: &AttentionArgs, device: &B::Device, kept: Kept
     Ok(())
 }
 
-/// A row for each layer, and what its columns mean.
+/// The printed table: a row for each layer, then a legend of the columns.
 fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
     let far: Vec<usize> = (0..DISTANCES.len()).filter(|&idx| DISTANCES[idx] < length).collect();
     let mut head = format!(
@@ -148,15 +146,14 @@ fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
     }
     lines.push(
         "means over heads and queries: share of causal pairs with a weight; weight on the fifth of the keys with most \
-         of it; \
-         nats; tokens back; weight on the own and on the first token; keys that two KV heads both see; weight on keys \
-         farther back"
+         of it; nats; tokens back; weight on the own and on the first token; keys that two KV heads both see; weight \
+         on keys farther back"
             .to_owned(),
     );
     lines
 }
 
-/// The weights of every head.
+/// An SVG of the attention weights of every head.
 fn picture(layers: &[LayerWeights], model: &str, length: usize) -> String {
     let squares = |layer: &LayerWeights| {
         let heads = layer.heads.iter().map(|head| square(&head.weights, length));
@@ -178,8 +175,8 @@ fn picture(layers: &[LayerWeights], model: &str, length: usize) -> String {
     picture.svg()
 }
 
-/// A head in greys: black is 1, white 1e-4 and less, in between by the logarithm. A pixel that stands for several
-/// pairs shows the largest weight.
+/// Grey values of one head: black is weight 1, white is [`FAINTEST`] or less, logarithmic between them. A pixel that
+/// covers several (query, key) pairs shows the largest weight. `weights` is `[length, length]`.
 fn square(weights: &[f32], length: usize) -> Square {
     let side = length.min(PIXELS);
     let mut largest = vec![0.0_f32; side * side];

@@ -1,71 +1,74 @@
-//! Answers by length and another axis as heat maps: two scores side by side, one row of maps for each method or task.
+//! Heat maps of answers by length and a second axis (depth or task), as an SVG. Each method or task has one row of two
+//! panels: the score and the rank.
 use crate::eval::svg::Svg;
 use sieve_eval::NUM_DISTRACTORS;
 
-/// What is drawn.
+/// The SVG's content.
 pub(super) struct Picture {
-    /// Over everything.
+    /// Heading of the whole picture.
     pub(super) title: String,
-    /// Tokens of a training row; marked where it lies inside the lengths.
+    /// Tokens of a training row. A dashed line marks it between the lengths.
     pub(super) trained_len: usize,
     /// One for each method or task.
     pub(super) maps: Vec<Map>,
 }
 
-/// Two maps side by side.
+/// A row of two panels, which show the same cells by score and by rank.
 pub(super) struct Map {
-    /// Its name.
+    /// Name of the method or task, left above the panels.
     pub(super) name: String,
-    /// At the right end of the name's line.
+    /// Its overall numbers, right above the panels.
     pub(super) summary: String,
-    /// From left to right.
+    /// Columns from left to right, in tokens.
     pub(super) lengths: Vec<usize>,
-    /// From top to bottom.
+    /// Labels of the rows from top to bottom.
     pub(super) rows: Vec<String>,
-    /// What the rows are.
+    /// Label of the vertical axis.
     pub(super) about_rows: &'static str,
-    /// Any number of them; what is missing stays white.
+    /// The measured cells; the others stay white.
     pub(super) cells: Vec<MapCell>,
 }
 
-/// A place of a map.
+/// One cell: a length and a row.
 pub(super) struct MapCell {
-    /// Number of the length.
+    /// Index into [`Map::lengths`].
     pub(super) column: usize,
-    /// Number of the row.
+    /// Index into [`Map::rows`].
     pub(super) row: usize,
-    /// From 0 to 1.
+    /// Share of the answer found, from 0 to 1.
     pub(super) score: f64,
-    /// From 1 to the number of answers.
+    /// Rank of the answer's likelihood, from 1 to `NUM_DISTRACTORS + 1`.
     pub(super) mean_rank: f64,
-    /// In full, for who points at it.
+    /// Tooltip with the numbers in words.
     pub(super) title: String,
 }
 
+// Sizes are in pixels.
 const LEFT: f64 = 130.0;
 const TOP: f64 = 34.0;
 const PANEL_WIDTH: f64 = 350.0;
 const PANEL_HEIGHT: f64 = 210.0;
-/// Between the panels, and at the right end.
+/// Space between the panels and at the right end.
 const GAP: f64 = 34.0;
-/// Above a row of panels, for its name.
+/// Space above a row of panels, for its name.
 const HEAD: f64 = 54.0;
-/// Below a row of panels, for the lengths.
+/// Space below a row of panels, for the lengths.
 const FOOT: f64 = 34.0;
 const LEGEND_HEIGHT: f64 = 58.0;
 
-/// Numbers are written into cells that are at least so large.
+/// A cell shows its number only if it is at least this wide and this high.
 const MIN_TEXT_WIDTH: f64 = 26.0;
 const MIN_TEXT_HEIGHT: f64 = 14.0;
 /// Labels on an axis, at most.
 const MAX_LABELS: usize = 11;
 
-/// Blue is good, grey is what a guess gets, orange is worse; told apart in most kinds of colour blindness.
+/// RGB: blue is good, grey is the score of a guess, orange is worse. The three differ in most kinds of colour
+/// blindness.
 const GOOD: [f64; 3] = [8.0, 81.0, 156.0];
 const NEUTRAL: [f64; 3] = [238.0, 238.0, 238.0];
 const BAD: [f64; 3] = [179.0, 88.0, 6.0];
 
-/// One of the two scores.
+/// What a panel shows.
 #[derive(Clone, Copy)]
 enum Score {
     Found,
@@ -80,7 +83,7 @@ impl Score {
         }
     }
 
-    /// From -1 (worst) over 0 (a guess) to 1 (best).
+    /// The colour's value: -1 is worst, 0 is a guess, 1 is best.
     fn value(self, cell: &MapCell) -> f64 {
         match self {
             Self::Found => cell.score,
@@ -98,7 +101,7 @@ impl Score {
         }
     }
 
-    /// Labels of the worst, the middle and the best end of the colours.
+    /// The value at the worst end of the legend, and the labels at its worst end, middle and best end.
     fn legend(self) -> (f64, [String; 3]) {
         match self {
             Self::Found => (0.0, ["0 %", "50 %", "100 %"].map(String::from)),
@@ -111,14 +114,14 @@ impl Score {
     }
 }
 
-/// Attributes of words.
+// SVG attributes of texts.
 const GREY: &str = "fill=\"#444\"";
 const MIDDLE: &str = "text-anchor=\"middle\"";
 const MIDDLE_GREY: &str = "text-anchor=\"middle\" fill=\"#444\"";
 const END_GREY: &str = "text-anchor=\"end\" fill=\"#444\"";
 
 impl Picture {
-    /// The picture.
+    /// The SVG's text.
     pub(super) fn svg(&self) -> String {
         let row_height = HEAD + PANEL_HEIGHT + FOOT;
         let width = LEFT + 2.0 * (PANEL_WIDTH + GAP);
@@ -150,7 +153,7 @@ impl Picture {
             let y = top + cell.row as f64 * cell_height;
             let value = score.value(cell);
             let fill = format!("fill=\"{}\"", colour(value));
-            // Neighbours overlap by a hair, so that no line shows between them.
+            // Neighbouring cells overlap by 0.2 pixels, so that no line shows between them.
             svg.rect([x, y], [cell_width + 0.2, cell_height + 0.2], &fill, &cell.title);
             if cell_width >= MIN_TEXT_WIDTH && cell_height >= MIN_TEXT_HEIGHT {
                 let fill = if value.abs() > 0.55 { "white" } else { "#222" };
@@ -175,7 +178,8 @@ impl Picture {
         self.trained_mark(svg, lengths, [left, top, cell_width]);
     }
 
-    /// A line between the lengths that the model was trained on and those beyond.
+    /// Draws a dashed line between the lengths up to `trained_len` and the longer ones, and the label of the length
+    /// axis.
     fn trained_mark(&self, svg: &mut Svg, lengths: &[usize], [left, top, cell_width]: [f64; 3]) {
         let within = lengths.partition_point(|&length| length <= self.trained_len);
         let text = match within {
@@ -198,7 +202,7 @@ impl Picture {
     }
 }
 
-/// A bar of colours with its ends and middle named.
+/// Draws a bar of the colours with labels at its ends and in the middle.
 fn legend(svg: &mut Svg, score: Score, left: f64, top: f64) {
     const STEPS: usize = 40;
     const WIDTH: f64 = 220.0;
@@ -215,7 +219,7 @@ fn legend(svg: &mut Svg, score: Score, left: f64, top: f64) {
     }
 }
 
-/// From -1 (bad) over 0 (neutral) to 1 (good).
+/// `#rrggbb` of a value from -1 (bad) over 0 (neutral) to 1 (good).
 fn colour(value: f64) -> String {
     let end = if value < 0.0 { BAD } else { GOOD };
     let share = value.abs().min(1.0);
@@ -223,7 +227,7 @@ fn colour(value: f64) -> String {
     format!("#{:02x}{:02x}{:02x}", r as u8, g as u8, b as u8)
 }
 
-/// A selector's settings can be many.
+/// `name`, cut to the width of the two panels: a selector's settings can be longer.
 fn shortened(name: &str) -> String {
     const MAX: usize = 66;
     match name.char_indices().nth(MAX) {

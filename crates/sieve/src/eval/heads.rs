@@ -3,14 +3,14 @@ use crate::eval::svg::Svg;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 
-/// What is drawn.
+/// The SVG's content.
 pub(super) struct Heads<'a> {
     pub(super) title: String,
-    /// In smaller letters below the title.
+    /// A line in smaller letters below the title.
     pub(super) about: String,
-    /// Tokens from end to end of both axes.
+    /// Length of both axes in tokens.
     pub(super) num_tokens: usize,
-    /// Layers by number, from top to bottom, with their heads from left to right.
+    /// Each layer's number with its heads. Layers go from top to bottom, heads from left to right.
     pub(super) layers: Vec<(usize, Vec<Square>)>,
     pub(super) legend: Legend<'a>,
 }
@@ -19,40 +19,40 @@ pub(super) struct Heads<'a> {
 pub(super) struct Square {
     /// Pixels of a side.
     pub(super) side: usize,
-    /// Row by row.
+    /// Grey values, `[side, side]`, one row per query.
     pub(super) pixels: Vec<u8>,
 }
 
-/// What the greys mean.
+/// Legend of the greys.
 pub(super) enum Legend<'a> {
-    /// From black to white: labels by their share of the way.
+    /// A gradient from black to white, with (position from 0 at black to 1 at white, label).
     Scale(&'a [(f64, &'a str)]),
-    /// Greys of the legend.
+    /// Boxes of one grey each, with (grey, label).
     Boxes(&'a [(u8, &'a str)]),
 }
 
-/// Pixels of all squares of a layer together, where each then has a side between these.
+/// Pixels that the squares of a layer share. The side of one square is limited to `SIDES`.
 const WIDTH: f64 = 1024.0;
 const SIDES: [f64; 2] = [132.0, 480.0];
-/// Squares with longer sides have a number in the middle of each axis.
+/// Squares at least this wide also have a number in the middle of each axis.
 const MIDDLE: f64 = 200.0;
 const LEFT: f64 = 108.0;
 const TOP: f64 = 88.0;
 const GAP: f64 = 10.0;
-/// Below the squares, for numbers and the name of the axis.
+/// Space below the squares, for the numbers and the name of the axis.
 const FOOT: f64 = 44.0;
 const LEGEND_WIDTH: f64 = 150.0;
-/// Attributes of words.
+/// SVG attribute of a centred text.
 const CENTRED: &str = "text-anchor=\"middle\"";
 
 impl Heads<'_> {
-    /// The picture.
+    /// The SVG's text.
     pub(super) fn svg(&self) -> String {
         let heads = self.layers.iter().map(|(_, heads)| heads.len()).max().unwrap_or(0);
         let side = (WIDTH / heads.max(1) as f64).floor().clamp(SIDES[0], SIDES[1]);
         let place = |n: usize| n as f64 * (side + GAP);
         let right = LEFT + place(heads);
-        // Nine pixels a letter of the title and seven of the line below it are enough for every font.
+        // No font needs more than 9 pixels a letter for the title and 7 for the smaller line below it.
         let letters = [(&self.title, 9), (&self.about, 7)].map(|(text, width)| width * text.chars().count());
         let width = (right + LEGEND_WIDTH).max(40.0 + letters[0].max(letters[1]) as f64);
         let bottom = TOP + place(self.layers.len());
@@ -74,7 +74,8 @@ impl Heads<'_> {
             svg.upright([20.0, y + side / 2.0], "", format!("layer {layer}"));
             svg.upright([44.0, y + side / 2.0], "", "query, token");
             for (share, text) in self.numbers(side) {
-                // The letters hang from the upper end and stand on the lower one.
+                // A text's y is its baseline: 9 pixels lower at the upper end, so that the number stays inside the
+                // axis.
                 let y = y + share * side + 9.0 * (1.0 - share);
                 svg.text([LEFT - 6.0, y], "text-anchor=\"end\" font-size=\"10\"", text);
             }
@@ -86,7 +87,7 @@ impl Heads<'_> {
         svg.end()
     }
 
-    /// The numbers of an axis, by their share of its length.
+    /// The numbers on an axis: (position from 0 to 1 along it, token).
     fn numbers(&self, side: f64) -> Vec<(f64, usize)> {
         let all = [(0.0, 0), (0.5, self.num_tokens / 2), (1.0, self.num_tokens)];
         let has_room = |(share, _): &(f64, usize)| *share != 0.5 || side >= MIDDLE;
@@ -122,7 +123,7 @@ impl Legend<'_> {
 }
 
 fn draw(svg: &mut Svg, square: &Square, [x, y]: [f64; 2], side: f64) {
-    // Few pixels stay squares; many are averaged where there is no room for each.
+    // A picture with fewer pixels than the side is drawn with sharp squares; a larger one is smoothed.
     let style = match (square.side as f64) < side {
         true => " style=\"image-rendering:pixelated\"",
         false => "",

@@ -1,4 +1,4 @@
-//! Lines over two axes, with a legend, as an SVG.
+//! A line chart with a legend, as an SVG.
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -6,24 +6,24 @@ use std::ops::Range;
 
 /// One line.
 pub(super) struct Curve {
-    /// For the legend.
+    /// Name in the legend.
     pub(super) name: String,
     /// Points from left to right.
     pub(super) points: Vec<(f64, f64)>,
 }
 
-/// One direction of the picture.
+/// One axis.
 pub(super) struct Axis<'a> {
     pub(super) label: &'a str,
     pub(super) range: Range<f64>,
-    /// Most numbers that are written beside it.
+    /// Numbers written along the axis, at most.
     pub(super) most_numbers: usize,
-    /// Text of one of them.
+    /// Formats such a number.
     pub(super) text: &'a dyn Fn(f64) -> String,
 }
 
 impl<'a> Axis<'a> {
-    /// Of curves over exponents of two, each power as a number.
+    /// The x axis of curves whose x values are exponents of two; the axis shows the powers.
     pub(super) fn powers_of_two(label: &'a str, curves: &[Curve]) -> Self {
         let powers = curves.iter().flat_map(|curve| &curve.points).map(|point| point.0);
         let low = powers.clone().reduce(f64::min).unwrap_or(0.0);
@@ -39,7 +39,7 @@ impl<'a> Axis<'a> {
         }
     }
 
-    /// The place of a value, which is an end where the value lies outside.
+    /// `value`, limited to the axis's range.
     pub(super) fn inside(&self, value: f64) -> f64 {
         value.clamp(self.range.start, self.range.end)
     }
@@ -50,7 +50,7 @@ const PLOT_WIDTH: u32 = 640;
 const ROW_HEIGHT: i32 = 18;
 pub(super) const FONT: &str = "sans-serif";
 
-/// Okabe and Ito's palette, whose colours stay apart for most eyes and in grey.
+/// Okabe and Ito's palette: its colours differ in most kinds of colour blindness and in grey.
 const COLOURS: [RGBColor; 8] = [
     RGBColor(0x00, 0x72, 0xb2),
     RGBColor(0xd5, 0x5e, 0x00),
@@ -72,7 +72,7 @@ const MARKS: [&[(i32, i32)]; 5] = [
     &[(-4, -3), (0, 4), (4, -3)],
 ];
 
-/// A picture.
+/// The chart's content.
 pub(super) struct Plot<'a> {
     pub(super) title: &'a str,
     pub(super) x: Axis<'a>,
@@ -80,8 +80,8 @@ pub(super) struct Plot<'a> {
     pub(super) curves: Vec<Curve>,
 }
 
-/// A plot with a legend. Points outside the axes are drawn at their edge. Past eight curves colours begin again, with
-/// open marks.
+/// The SVG's text. Points outside the axes are drawn at the edge. From the ninth curve on the colours repeat, with
+/// marks that are not filled.
 pub(super) fn svg(plot: &Plot<'_>) -> String {
     let mut svg = String::new();
     // Room for the longest name, at 7 pixels a letter.
@@ -141,7 +141,7 @@ fn look(n: usize) -> Look {
     let colour = COLOURS[n % COLOURS.len()];
     Look {
         colour,
-        // Later curves are thinner, so that one that they cover still shows at their sides.
+        // Later curves are thinner, so that an earlier curve under them still shows at both sides.
         width: if n < MARKS.len() { 3 } else { 1 },
         inner: if n < COLOURS.len() { colour } else { WHITE },
         mark: MARKS[n % MARKS.len()],

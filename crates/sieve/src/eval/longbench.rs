@@ -5,7 +5,7 @@ use clap::Args;
 use sieve_eval::READY_TASKS;
 use std::path::PathBuf;
 
-/// Before the data set's name in a task's.
+/// Prefix of the names of LongBench's tasks: `longbench_hotpotqa` reads the data set `hotpotqa`.
 const PREFIX: &str = "longbench_";
 
 /// Arguments of `sieve eval longbench`.

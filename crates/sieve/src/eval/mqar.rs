@@ -1,4 +1,4 @@
-//! `sieve eval mqar`.
+//! `sieve eval mqar`: accuracy on multi-query associative recall.
 
 use super::line_chart::{self, Axis, Curve, Plot};
 use super::output;
@@ -15,10 +15,10 @@ use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
-/// Tokens of one forward pass; more only takes memory.
+/// Tokens of one forward pass; more would take memory and gain no time.
 const BATCH_TOKENS: usize = 16_384;
 
-/// Samples of a kind where neither the command nor the recipe says.
+/// Samples of a kind where neither the command nor the recipe sets a number.
 const NUM_SAMPLES: u64 = 1000;
 
 /// Name under which `--save` keeps the result.
@@ -69,6 +69,7 @@ fn kind(text: &str) -> Result<(usize, usize), String> {
 
 /// Runs the command.
 pub(crate) fn run(args: MqarArgs) -> Result<()> {
+    output::check(args.plot.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let longest = args.kinds.iter().map(|(seq_len, _)| *seq_len).max();
@@ -78,7 +79,6 @@ pub(crate) fn run(args: MqarArgs) -> Result<()> {
 }
 
 fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, kept: Kept) -> Result<()> {
-    output::check(args.plot.as_deref())?;
     let (loaded, _tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let kinds = kinds(args, &loaded.recipe, loaded.model.shape().vocab_size)?;
     let trained = loaded.recipe.data.mqar.as_ref();
@@ -112,7 +112,7 @@ fn differ_in_vocabulary(report: &RecallReport) -> bool {
         .any(|pair| pair[0].vocab_size != pair[1].vocab_size)
 }
 
-/// One line a kind of sample: accuracy over the distance from value to question.
+/// An SVG of accuracy over the distance from value to question, with one line for each kind of sample.
 fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
     let curve = |kind: &RecallOfKind| Curve {
         name: match differ_in_vocabulary(report) {
@@ -140,7 +140,7 @@ fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
     })
 }
 
-/// What is asked: the kinds of the command, or those of the recipe.
+/// The kinds of samples to ask: those of `--kinds`, else those of the recipe.
 fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Vec<MqarConfig>> {
     let trained = recipe.data.mqar.as_ref();
     let noise = match (args.noise, trained.map(|mqar| mqar.noise)) {
@@ -148,7 +148,7 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
         (Some(NoiseArg::Uniform), _) | (None, Some(RecipeNoise::Uniform)) => MqarNoise::Uniform,
         (Some(NoiseArg::Disjoint), _) | (None, Some(RecipeNoise::Disjoint)) => MqarNoise::Disjoint,
     };
-    // Without the recipe's vocabulary, the largest even one that the model knows.
+    // MQAR needs an even vocabulary: half of it are keys, half values. Without [data] mqar it is the model's.
     let vocab_size = trained.map_or(model_vocab_size / 2 * 2, |mqar| mqar.vocab_size);
     let (sizes, vocab_sizes) = match (args.kinds.is_empty(), trained) {
         (false, _) => (args.kinds.clone(), vec![vocab_size; args.kinds.len()]),

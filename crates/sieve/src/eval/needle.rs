@@ -1,4 +1,4 @@
-//! `sieve eval needle`.
+//! `sieve eval needle`: a number hidden in a long text, asked for at its end.
 use super::grid::{Map, MapCell, Picture};
 use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
@@ -18,8 +18,9 @@ use std::path::PathBuf;
 /// Name under which `--save` keeps the result.
 const COMMAND: &str = "needle";
 
-/// Most lengths, and depths, of a grid; and most needles in all.
+/// Lengths of a grid at most; the same limit for depths.
 const MOST_STEPS: usize = 1000;
+/// Needles of all lengths and depths together, at most.
 const MOST_NEEDLES: usize = 1_000_000;
 
 /// Arguments of `sieve eval needle`.
@@ -71,6 +72,7 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
             args.grid
         );
     }
+    output::check(args.plot.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let longest = args.lengths.iter().max().copied();
@@ -86,7 +88,6 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
 }
 
 fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -> Result<()> {
-    output::check(args.plot.as_deref())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let config = config(args, loaded.shape.max_seq_len)?;
     config.check(loaded.shape.max_seq_len)?;
@@ -124,7 +125,7 @@ fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, kept: Kept) -
     Ok(())
 }
 
-/// A report as maps by length and depth.
+/// One method's report as a heat map by length and depth.
 fn map(config: &NeedleConfig, report: &NeedleReport, own: &str) -> Map {
     let num_depths = config.depths.len();
     let cells = report.cells.iter().enumerate().map(|(n, cell)| MapCell {
@@ -150,11 +151,11 @@ fn map(config: &NeedleConfig, report: &NeedleReport, own: &str) -> Map {
     }
 }
 
-/// The grid: what was listed, or even steps.
+/// Lengths and depths: the listed ones, or `--grid` even steps.
 fn config(args: &NeedleArgs, context: usize) -> Result<NeedleConfig> {
     let mut lengths = args.lengths.clone();
     if lengths.is_empty() {
-        // Half of the shortest text is haystack.
+        // The shortest text is twice the buffer, so half of it is haystack.
         let first = args.buffer.saturating_mul(2).max(context / args.grid).min(context);
         let even = linear_grid(first as f64, context as f64, args.grid);
         lengths = even.iter().map(|x| x.round() as usize).collect();
@@ -270,7 +271,7 @@ fn verdict(report: &NeedleReport) -> String {
     format!("{what}, {:+.1} standard errors", report.sigmas)
 }
 
-/// One line a length, over all depths.
+/// Prints a line for each length, with the mean over all depths.
 fn by_length(config: &NeedleConfig, report: &NeedleReport) {
     terminal::line("length    found  mean rank");
     for cells in report.cells.chunks(config.depths.len()) {

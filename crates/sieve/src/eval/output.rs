@@ -1,4 +1,4 @@
-//! Files that a measure writes when it is done.
+//! Files that the commands of `sieve eval` write at their end.
 use crate::terminal;
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -8,21 +8,21 @@ use sieve_hf::{Checkpoint, LoadedModel};
 use sieve_ops::DeviceBackend;
 use std::path::{Path, PathBuf};
 
-/// Folder of a run that holds what evaluations found; `sieve compare` reads it.
+/// Folder of a run's saved evaluations; `sieve compare` reads it.
 const FOLDER: &str = "eval";
 
-/// What a picture calls a model: the name of its run and the step, and no path.
+/// Name of a model in a picture: its run's name and its step, without a path.
 pub(super) fn model_name<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
     let folder = &loaded.recipe.checkpoint.folder;
     format!("{}, step {}", run_name(&loaded.path, folder), loaded.state.step)
 }
 
-/// What a report begins with: the checkpoint and its step.
+/// Heading of a printed report: the checkpoint's path and its step.
 pub(super) fn heading<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
     format!("{} (step {})", loaded.path.display(), loaded.state.step)
 }
 
-/// Where the numbers of a measure go.
+/// `--json` and `--save`: where a command's numbers go.
 #[derive(Args, Debug)]
 pub(super) struct ResultArgs {
     /// Print one JSON object
@@ -35,12 +35,13 @@ pub(super) struct ResultArgs {
 }
 
 impl ResultArgs {
-    /// Refuses what could not be kept before the work is done for it. `command` is what the file is called by itself.
+    /// Fails before the work begins if `--save` could not write its file. `command` is the file's name where `--save`
+    /// has no value.
     pub(super) fn check(&self, checkpoint: &Path, command: &str) -> Result<()> {
         if self.save.is_none() {
             return Ok(());
         }
-        // A folder of transformers is a model without a run.
+        // `peek` fails for a folder in the Hugging Face layout, which belongs to no run.
         let peeked = Checkpoint::peek(checkpoint).ok();
         let recipe = peeked.as_ref().map(Checkpoint::recipe_and_shape).transpose()?;
         let folder = recipe.map_or(String::new(), |(recipe, _)| recipe.checkpoint.folder);
@@ -48,7 +49,7 @@ impl ResultArgs {
         self.file(&checkpoint, &folder, command).map(|_| ())
     }
 
-    /// Where the object is kept.
+    /// Path of the JSON file that `--save` writes; `None` without `--save`.
     fn file(&self, checkpoint: &Path, folder: &str, command: &str) -> Result<Option<PathBuf>> {
         let name = match self.save.as_deref() {
             None => return Ok(None),
@@ -68,8 +69,8 @@ impl ResultArgs {
         Ok(Some(run.join(FOLDER).join(format!("{name}.json"))))
     }
 
-    /// Saves and prints the fields of a report as JSON, after the checkpoint and its step, as the flags say. Returns
-    /// false where plain lines are to be printed instead.
+    /// Writes `report`, with the checkpoint and its step, as one JSON object to the file of `--save` and, with
+    /// `--json`, to the standard output. Returns whether `--json` was given; if not, the caller prints plain lines.
     pub(super) fn report<B: DeviceBackend>(
         &self,
         loaded: &LoadedModel<B>,
@@ -95,7 +96,7 @@ impl ResultArgs {
     }
 }
 
-/// The run folder of `<run>/<checkpoint folder>/step-N`; `None` for a checkpoint elsewhere.
+/// `<run>` of a checkpoint `<run>/<folder>/step-N`; `None` for any other path.
 pub(super) fn run_folder(checkpoint: &Path, folder: &str) -> Option<PathBuf> {
     // A relative path such as `step-9` has fewer parents than levels.
     let absolute = std::path::absolute(checkpoint).unwrap_or_else(|_| checkpoint.to_owned());
@@ -112,11 +113,24 @@ fn run_name(checkpoint: &Path, folder: &str) -> String {
     name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
-/// Refuses a file that could not be written before the work is done for it.
-pub(crate) fn check(path: Option<&Path>) -> Result<()> {
-    let Some(path) = path else {
+/// Fails if [`write()`] could not replace the file at `path`. Tries it by making and removing the temporary file.
+/// Commands call this before they start to work.
+pub(crate) fn check<'a>(path: impl Into<Option<&'a Path>>) -> Result<()> {
+    let Some(path) = path.into() else {
         return Ok(());
     };
+    check_place(path)?;
+    if path.file_name().is_none() || (path.exists() && !path.is_file()) {
+        bail!(
+            "cannot write {}: it is not a file\n  hint: name a new file, or one to replace",
+            path.display()
+        );
+    }
+    sieve_files::check_replaceable(path).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Fails if `path` is a folder or lies in a folder that does not exist. A device or a pipe may be written in place.
+pub(crate) fn check_place(path: &Path) -> Result<()> {
     if path.is_dir() {
         bail!(
             "cannot write {}: it is a folder\n  hint: name a file in it",
@@ -131,18 +145,6 @@ pub(crate) fn check(path: Option<&Path>) -> Result<()> {
         ),
         _ => Ok(()),
     }
-}
-
-/// As [`check`], for a file that [`write()`] makes. Makes the temporary file beside it and removes that again.
-pub(crate) fn check_replaceable(path: &Path) -> Result<()> {
-    check(Some(path))?;
-    if path.file_name().is_none() || (path.exists() && !path.is_file()) {
-        bail!(
-            "cannot write {}: it is not a file\n  hint: name a new file, or one to replace",
-            path.display()
-        );
-    }
-    sieve_files::check_replaceable(path).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Writes a file whole or not at all.
@@ -179,10 +181,10 @@ mod tests {
         let folder = std::env::temp_dir().join(name);
         fs::create_dir(&folder).expect("a new folder");
         let path = folder.join("a.json");
-        check_replaceable(&path).expect("new");
+        check(path.as_path()).expect("new");
         assert!(!path.exists());
         write(&path, "one, and longer").expect("writable");
-        check_replaceable(&path).expect("there");
+        check(path.as_path()).expect("there");
         write(&path, "two").expect("writable");
         assert_eq!(fs::read_to_string(&path).expect("there"), "two");
         #[cfg(unix)]
@@ -192,13 +194,13 @@ mod tests {
             write(&link, "three").expect("writable");
             assert!(link.is_symlink());
             assert_eq!(fs::read_to_string(&path).expect("there"), "three");
-            check_replaceable(Path::new("/dev/null")).expect_err("a device");
+            check(Path::new("/dev/null")).expect_err("a device");
         }
         let left = fs::read_dir(&folder).expect("there").count();
         assert_eq!(left, if cfg!(unix) { 2 } else { 1 });
         for bad in ["", "no/where.json", "a.json/x"] {
             let path = folder.join(bad);
-            check_replaceable(&path).expect_err(bad);
+            check(path.as_path()).expect_err(bad);
         }
         fs::remove_dir_all(&folder).expect("its own folder");
     }

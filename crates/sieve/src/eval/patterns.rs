@@ -1,4 +1,4 @@
-//! `sieve eval patterns`: what `minference` and `dam` read from a file, found on a dense checkpoint.
+//! `sieve eval patterns`: searches, on a dense checkpoint, the patterns file of `minference` or the maps file of `dam`.
 use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
@@ -46,7 +46,7 @@ pub(crate) struct PatternsArgs {
     windows: Option<usize>,
     #[command(flatten)]
     result: output::ResultArgs,
-    // The search itself runs on the CPU.
+    // The model runs on this device; the search itself runs on the CPU.
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -67,7 +67,7 @@ impl Search {
     }
 }
 
-/// Reads `--method`.
+/// Parses `--method`.
 fn search(text: &str) -> std::result::Result<Search, String> {
     let name = text.split(':').next().unwrap_or_default();
     if !["minference", "dam"].contains(&name) {
@@ -101,7 +101,7 @@ pub(crate) fn run(args: PatternsArgs) -> Result<()> {
 }
 
 fn run_on<B: DeviceBackend>(args: &PatternsArgs, flag: &str, device: &B::Device, kept: Kept) -> Result<()> {
-    output::check_replaceable(&args.out)?;
+    output::check(args.out.as_path())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let length = length(args, &loaded.shape, loaded.recipe.training.seq_len)?;
     let windows = match args.method {
@@ -132,7 +132,7 @@ fn run_on<B: DeviceBackend>(args: &PatternsArgs, flag: &str, device: &B::Device,
     print(args, &loaded, [windows.len(), length], report, flag)
 }
 
-/// How the file is used.
+/// Checks the flags. Returns the `--selector` flag by which other commands read the written file.
 fn flag(args: &PatternsArgs) -> Result<String> {
     let path = args.out.display();
     if args.out.to_str().is_none_or(|path| path.contains(',')) {
@@ -152,7 +152,7 @@ fn flag(args: &PatternsArgs) -> Result<String> {
     }
     let selector = match &args.method {
         Search::Minference => format!("minference:pattern={path}"),
-        // Of a calibration's settings this one also counts beyond the map.
+        // The map holds all of a calibration's settings but `sink`, which also acts outside the map.
         Search::Dam(dam) if dam.sink != DamConfig::default().sink => {
             format!("dam:map={path},sink={}", dam.sink)
         }
@@ -161,7 +161,7 @@ fn flag(args: &PatternsArgs) -> Result<String> {
     Ok(format!("--selector {}", terminal::shell_word(&selector)))
 }
 
-/// Tokens of a prompt. Refuses what the model cannot do before any text is read.
+/// Tokens of a prompt. Fails, before any text is read, if the model has no dense layer or too short a context.
 fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usize> {
     if shape.num_layers_of_dense_attention() == 0 {
         return Err(EvalError::NotDense(args.method.name().to_owned()).into());
@@ -191,7 +191,7 @@ fn length(args: &PatternsArgs, shape: &ModelShape, trained: usize) -> Result<usi
     Ok(length)
 }
 
-/// What was found, as lines and as JSON.
+/// The result as printed lines and as JSON.
 struct Report {
     lines: Vec<String>,
     json: Value,

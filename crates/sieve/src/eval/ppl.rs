@@ -1,4 +1,4 @@
-//! `sieve eval ppl`.
+//! `sieve eval ppl`: perplexity and bits per byte on text.
 mod extrapolation;
 
 use super::line_chart::{self, Axis, Curve, Plot};
@@ -12,18 +12,19 @@ use clap::{ArgGroup, Args};
 use serde_json::json;
 use sieve_data::{Corpus, Prepared};
 use sieve_eval::{
-    EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport, Selection, first_tokens,
-    perplexity, prepared_documents, text_documents,
+    EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport, RollingPerplexity, Selection,
+    first_tokens, perplexity, prepared_documents, text_documents,
 };
 use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
-/// Tokens of one forward pass; more only takes memory.
+/// Tokens of one forward pass; more would take memory and gain no time.
 const BATCH_TOKENS: usize = 8192;
 
-/// Words of more tokens than this on the average have a perplexity that is a power of the tokens'.
+/// With more tokens a word than this on average, word perplexity is not printed: it is about the token perplexity to
+/// the power of that number, and says little.
 const TOKENS_PER_WORD: f64 = 2.0;
 
 /// Name under which `--save` keeps the result.
@@ -150,7 +151,8 @@ impl PplArgs {
     }
 }
 
-/// Loss over the tokens seen, from powers of two on; all tokens together as a second line.
+/// An SVG of the loss by the number of tokens seen, in bins that begin at powers of two. A second line is the mean
+/// loss.
 fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
     let bins = (report.by_position.iter()).filter(|bin| bin.mean.num_tokens > 0);
     let points: Vec<_> = bins
@@ -179,7 +181,7 @@ fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
     })
 }
 
-/// The report, with a bar while it is made.
+/// Measures perplexity with a progress bar; `total` is the number of tokens to predict, if known.
 fn with_progress<B: DeviceBackend>(
     loaded: &LoadedModel<B>,
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
@@ -199,7 +201,7 @@ fn with_progress<B: DeviceBackend>(
     Ok(report)
 }
 
-/// The shards that the run of this checkpoint read.
+/// The shards of this checkpoint's run.
 fn prepared_data<B: DeviceBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
     let (dir, hint) = match &loaded.recipe.data.cache_dir {
         Some(dir) => (
@@ -246,6 +248,25 @@ fn print<B: DeviceBackend>(
     if args.result.report(loaded, COMMAND, object)? {
         return Ok(());
     }
+    print_totals(loaded, report);
+    if let Some(rolling) = &report.lm_eval_rolling {
+        print_rolling(config, report.context, rolling);
+    }
+    print_breakdowns(args, report);
+    extrapolation::print(extrapolation);
+    if let Some(selection) = selection {
+        terminal::line(&selector::summary(selection));
+        if !selection.selectors().is_causal_map() {
+            terminal::line(
+                "this is prefill perplexity: the method chooses a row's keys by later rows too, so these are no \
+                 likelihoods",
+            );
+        }
+    }
+    Ok(())
+}
+
+fn print_totals<B: DeviceBackend>(loaded: &LoadedModel<B>, report: &PerplexityReport) {
     let count = terminal::thousands;
     terminal::line(&format!(
         "{}, context {}, stride {}\n\
@@ -277,23 +298,29 @@ fn print<B: DeviceBackend>(
             "tokens a second   {speed:>14}  from the second forward pass on"
         ));
     }
-    if let Some(rolling) = &report.lm_eval_rolling {
-        let before = match config.rolling_bos {
-            Some(_) => "two BOS tokens, the second one predicted,",
-            None => "an end-of-document token",
-        };
-        terminal::line(&format!(
-            "\nby lm-evaluation-harness's rolling likelihood ({before} before each text, none predicted behind it; \
-             windows of {})\n\
-             {}\n\
-             byte perplexity   {:>14.4}\n\
-             bits per byte     {:>14.4}",
-            report.context,
-            word_line(rolling.word_perplexity, rolling.num_tokens, rolling.num_words),
-            rolling.byte_perplexity,
-            rolling.bits_per_byte,
-        ));
-    }
+}
+
+/// Prints the perplexities by lm-evaluation-harness's definition, for windows of `context` tokens.
+fn print_rolling(config: &PerplexityConfig, context: usize, rolling: &RollingPerplexity) {
+    let before = match config.rolling_bos {
+        Some(_) => "two BOS tokens, the second one predicted,",
+        None => "an end-of-document token",
+    };
+    terminal::line(&format!(
+        "\nby lm-evaluation-harness's rolling likelihood ({before} before each text, none predicted behind it; \
+         windows of {context})\n\
+         {}\n\
+         byte perplexity   {:>14.4}\n\
+         bits per byte     {:>14.4}",
+        word_line(rolling.word_perplexity, rolling.num_tokens, rolling.num_words),
+        rolling.byte_perplexity,
+        rolling.bits_per_byte,
+    ));
+}
+
+/// Prints the tables of `--by-position` and `--far`.
+fn print_breakdowns(args: &PplArgs, report: &PerplexityReport) {
+    let count = terminal::thousands;
     if args.by_position {
         terminal::line("\ntokens seen                 tokens     loss");
         for bin in &report.by_position {
@@ -311,20 +338,9 @@ fn print<B: DeviceBackend>(
         terminal::line(&mean_line("new in the context", &report.by_word.new));
         terminal::line(&mean_line("no word", &report.by_word.no_word));
     }
-    extrapolation::print(extrapolation);
-    if let Some(selection) = selection {
-        terminal::line(&selector::summary(selection));
-        if !selection.selectors().is_causal_map() {
-            terminal::line(
-                "this is prefill perplexity: the method chooses a row's keys by later rows too, so these are no \
-                 likelihoods",
-            );
-        }
-    }
-    Ok(())
 }
 
-/// Word perplexity, where a word is about a token.
+/// The printed line of the word perplexity, which is left out with more than [`TOKENS_PER_WORD`] tokens a word.
 fn word_line(word_perplexity: f64, num_tokens: u64, num_words: u64) -> String {
     let tokens_per_word = num_tokens as f64 / num_words.max(1) as f64;
     match tokens_per_word > TOKENS_PER_WORD {

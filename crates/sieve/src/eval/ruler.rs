@@ -1,14 +1,15 @@
-//! `sieve eval ruler`.
+//! `sieve eval ruler`: RULER's tasks (arXiv:2404.06654) and others about long texts.
 use super::grid::{Map, MapCell, Picture};
 use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, shipped, terminal};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
+use indicatif::ProgressBar;
 use sieve_data::Tokenizer;
 use sieve_eval::{
     LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts, NUM_WRONG, QaData,
-    SampleScore, Split, TaskModel, ask_long, attention_label, long_texts, prompt_part, texts_together,
+    SampleScore, Selection, Split, TaskModel, ask_long, attention_label, long_texts, prompt_part, texts_together,
 };
 use sieve_hf::{Kept, LoadedModel, peek_model, peek_tokenizer};
 use sieve_ops::DeviceBackend;
@@ -55,7 +56,7 @@ pub(crate) struct RulerArgs {
     place: PlaceArgs,
 }
 
-/// What needles are hidden in where RULER takes essays.
+/// `--haystack`: the text around the needles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum HaystackArg {
     /// Sentences: of --data, else made up
@@ -119,7 +120,7 @@ impl SourceArgs {
         for document in corpus.documents() {
             all += &document?.text;
             all.push('\n');
-            // More than the longest length holds.
+            // 8 MiB are more text than a sample of any length needs.
             if all.len() > 8 << 20 {
                 break;
             }
@@ -127,7 +128,7 @@ impl SourceArgs {
         Ok(all)
     }
 
-    /// The tasks named, else RULER's thirteen that have what they need.
+    /// The named tasks. Without names: RULER's thirteen, but `qa_1` and `qa_2` only if their file is given.
     pub(crate) fn tasks(&self, names: &[String]) -> Result<Vec<LongTask>> {
         let mut chosen: Vec<&str> = names.iter().map(String::as_str).collect();
         if chosen.is_empty() {
@@ -184,10 +185,10 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     on_device!(place, run_on(&args, &checkpoint, &asked))
 }
 
-/// What is asked.
+/// The samples to ask the model.
 struct Asked {
     source: LongSource,
-    /// Task by task, length by length.
+    /// `[task][length]`.
     texts: Vec<Vec<LongTexts>>,
 }
 
@@ -228,33 +229,7 @@ fn run_on<B: DeviceBackend>(
     let all = asked.texts.iter().flatten().map(|texts| texts.samples.len());
     let total = (all.sum::<usize>() * selections.len()) as u64;
     let template = "{bar:30} {human_pos}/{human_len} samples, {eta} left";
-    let (mut reports, mut lines) = (Vec::new(), String::new());
-    terminal::with_bar(total, template, |bar| -> Result<()> {
-        let mut before = 0;
-        for mut selection in selections {
-            let name = selection.as_ref().map(|one| one.selectors().to_string());
-            let mut tasks = Vec::new();
-            for of_task in &asked.texts {
-                let mut scores = Vec::new();
-                for texts in of_task {
-                    let mut observe = |done: usize| bar.set_position((before + done) as u64);
-                    scores.extend(ask_long(&model, texts, selection.as_mut(), &mut observe)?);
-                    before += texts.samples.len();
-                }
-                for score in &scores {
-                    lines += &line(score, name.as_deref())?;
-                }
-                let report = |texts| LongTaskReport::new(texts, &asked.source, &scores);
-                tasks.extend(of_task.first().map(report));
-            }
-            reports.push(LongReport {
-                selector: name,
-                paths: selection.map_or(Vec::new(), |counted| counted.paths()),
-                tasks,
-            });
-        }
-        Ok(())
-    })?;
+    let (reports, lines) = terminal::with_bar(total, template, |bar| ask(&model, asked, selections, bar))?;
     if let Some(path) = &args.samples_file {
         output::write(path, &lines)?;
     }
@@ -262,6 +237,40 @@ fn run_on<B: DeviceBackend>(
         output::write(path, &picture(&loaded, &reports).svg())?;
     }
     print(args, &loaded, &reports)
+}
+
+/// Asks all samples with the model's own attention and with each selector. Returns a report for each of these, and the
+/// text of `--samples-file`.
+fn ask<B: DeviceBackend>(
+    model: &TaskModel<'_, B>,
+    asked: &Asked,
+    selections: Vec<Option<Selection>>,
+    bar: &ProgressBar,
+) -> Result<(Vec<LongReport>, String)> {
+    let (mut reports, mut lines, mut num_done) = (Vec::new(), String::new(), 0);
+    for mut selection in selections {
+        let selector = selection.as_ref().map(|one| one.selectors().to_string());
+        let mut tasks = Vec::new();
+        for of_task in &asked.texts {
+            let mut scores = Vec::new();
+            for texts in of_task {
+                let mut observe = |done: usize| bar.set_position((num_done + done) as u64);
+                scores.extend(ask_long(model, texts, selection.as_mut(), &mut observe)?);
+                num_done += texts.samples.len();
+            }
+            for score in &scores {
+                lines += &line(score, selector.as_deref())?;
+            }
+            let report = |texts| LongTaskReport::new(texts, &asked.source, &scores);
+            tasks.extend(of_task.first().map(report));
+        }
+        reports.push(LongReport {
+            selector,
+            paths: selection.map_or(Vec::new(), |counted| counted.paths()),
+            tasks,
+        });
+    }
+    Ok((reports, lines))
 }
 
 fn line(score: &SampleScore, selector: Option<&str>) -> Result<String> {
@@ -288,8 +297,7 @@ fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &
     terminal::line(&format!(
         "{}, trained on {} tokens; {} samples of each task and length\n\
          score: the answers in the generated text, in percent; rank: of the answer's likelihood among {NUM_WRONG} \
-         others, 1 is \
-         best, a guess {}",
+         others, 1 is best, a guess {}",
         output::heading(loaded),
         loaded.recipe.training.seq_len,
         args.samples,
@@ -327,7 +335,8 @@ fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &
     Ok(())
 }
 
-/// For each method all tasks by length, and each task that has depths by length and depth.
+/// For each method, a heat map of all tasks by length, and one by length and depth for each task that hides something
+/// at a depth.
 fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) -> Picture {
     let mut maps = Vec::new();
     for report in reports {

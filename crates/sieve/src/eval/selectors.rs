@@ -82,6 +82,8 @@ pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
     if args.lengths.iter().any(|&length| length < 2) || args.windows == 0 {
         bail!("--lengths and --windows must be positive\n  hint: prompts need at least 2 tokens");
     }
+    output::check(args.plot.as_deref())?;
+    output::check(args.scores.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, _| {
         let longest = args.lengths.iter().max().copied().unwrap_or(0);
@@ -91,8 +93,6 @@ pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
 }
 
 fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept) -> Result<()> {
-    output::check(args.plot.as_deref())?;
-    output::check(args.scores.as_deref())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let (selectors, left_out) = selectors(args, &loaded.shape)?;
     let selections: Vec<Selection> = selectors
@@ -154,7 +154,7 @@ fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, kept: Kept
     failed.end(args.result.json)
 }
 
-/// What failed, while the rest went on.
+/// Selectors and pictures that failed. The command still measures the others, and fails at its end.
 #[derive(Debug, Default, Serialize)]
 #[serde(transparent)]
 struct Failures(Vec<Failure>);
@@ -162,7 +162,7 @@ struct Failures(Vec<Failure>);
 #[derive(Debug, Serialize)]
 struct Failure {
     label: String,
-    /// What was wanted of it.
+    /// What was being done: the prompt's length, "map", "curve" or a file.
     wanted: String,
     error: String,
 }
@@ -177,7 +177,7 @@ impl Failures {
         });
     }
 
-    /// The command has failed where anything has, with everything else written.
+    /// Returns an error that lists the failures, if there are any.
     fn end(&self, json: bool) -> Result<()> {
         let told = self
             .0
@@ -195,7 +195,8 @@ impl Failures {
     }
 }
 
-/// The selectors asked for and the grid's, or all, as far as this model's context has room; why others are left out.
+/// The selectors to measure, and the errors of those that this model does not take. They are the ones of `--selector`
+/// and of `--grid`; without either, all prefill methods.
 fn selectors(args: &SelectorsArgs, shape: &ModelShape) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
     let mut asked = args.selector.clone();
     let (candidates, mut left_out) = match &args.grid {
@@ -217,7 +218,7 @@ fn selectors(args: &SelectorsArgs, shape: &ModelShape) -> Result<(Vec<LayerSelec
     Ok((asked, left_out))
 }
 
-/// The settings of a file, or of a grid of this name where there is no such file.
+/// Reads `--grid`: a TOML file, or a grid that comes with the program. Also returns why combinations were left out.
 fn read_grid(path: &Path) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
     let shown = path.display().to_string();
     let ready = READY_GRIDS.iter().find(|(name, _)| *name == shown);
@@ -233,8 +234,8 @@ fn read_grid(path: &Path) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
     Ok((found, forbidden.into_iter().map(Into::into).collect()))
 }
 
-/// Every prefill method with its defaults, but dense layers at the start off, so that small models show something, and
-/// calls as short as the chunks not dense.
+/// Every prefill method with its defaults, with two exceptions. No first layers stay dense, since small models have few
+/// layers. Calls as short as a chunk are made sparse too.
 fn all_prefill(chunk: Option<usize>) -> Result<Vec<LayerSelectors>> {
     let prefill = ENTRIES.iter().filter(|entry| entry.phase != Phase::Decode);
     prefill
@@ -255,13 +256,13 @@ struct Run<'a, B: DeviceBackend> {
     /// The first prompt of the longest length, and the token after it.
     tokens: &'a [u32],
     selectors: &'a [LayerSelectors],
-    /// What each selector is called in the table and its files.
+    /// Each selector's name in the table and in file names.
     labels: &'a [String],
     device: &'a B::Device,
 }
 
 impl<B: DeviceBackend> Run<'_, B> {
-    /// One picture a prefill method.
+    /// Writes one heat map for each prefill selector.
     fn draw_maps(&self, dir: &Path, failed: &mut Failures) -> Result<()> {
         let all = self.selectors.iter().zip(self.labels);
         let (selectors, labels): (Vec<LayerSelectors>, Vec<String>) = all
@@ -287,7 +288,8 @@ impl<B: DeviceBackend> Run<'_, B> {
         Ok(())
     }
 
-    /// One curve a method and setting, over the knob that trades density for recall.
+    /// Draws one curve for each method and setting. Its points are the values of the method's knob: the parameter that
+    /// trades density for recall.
     fn draw(&self, path: &Path, failed: &mut Failures) -> Result<()> {
         let mut curves = Vec::new();
         for sweep in self.sweeps() {
@@ -325,7 +327,8 @@ impl<B: DeviceBackend> Run<'_, B> {
         Ok(())
     }
 
-    /// The curves: settings that differ in the knob alone are points of one, whose label has no value of it.
+    /// The curves. Selectors that differ only in the knob's value are points of one curve; its label leaves that value
+    /// out.
     fn sweeps(&self) -> Vec<Sweep> {
         let mut sweeps: Vec<(Vec<Selector>, Sweep)> = Vec::new();
         for selector in self.selectors.iter().filter_map(LayerSelectors::only) {

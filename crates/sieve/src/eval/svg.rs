@@ -1,11 +1,11 @@
-//! The elements of an SVG, written one after the other.
+//! A writer of SVG elements.
 use std::fmt::{Display, Write};
 
-/// A picture on white in a sans-serif of 12 pixels.
+/// An SVG on a white background, with texts in a sans-serif font of 12 pixels.
 pub(super) struct Svg(String);
 
 impl Svg {
-    /// Nothing but the white.
+    /// An empty picture.
     pub(super) fn new(width: impl Display, height: impl Display) -> Self {
         Self(format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
@@ -14,19 +14,19 @@ impl Svg {
         ))
     }
 
-    /// Words at a place, with attributes such as `fill="#444"`.
+    /// Adds a text at a place, with attributes such as `fill="#444"`.
     pub(super) fn text(&mut self, [x, y]: [f64; 2], attributes: &str, words: impl Display) {
         let words = escape(&words.to_string());
         self.put(&format!("<text x=\"{x:.1}\" y=\"{y:.1}\" {attributes}>{words}</text>"));
     }
 
-    /// Words that are read from below, around their middle.
+    /// Adds a text turned by 90 degrees to the left, centred on a place.
     pub(super) fn upright(&mut self, [x, y]: [f64; 2], attributes: &str, words: impl Display) {
         let turned = format!("text-anchor=\"middle\" transform=\"rotate(-90 {x:.1} {y:.1})\" {attributes}");
         self.text([x, y], &turned, words);
     }
 
-    /// A rectangle from its corner, with its sides; `title` is shown to who points at it.
+    /// Adds a rectangle by its upper left corner and its sides. `title` is its tooltip.
     pub(super) fn rect(&mut self, [x, y]: [f64; 2], [width, height]: [f64; 2], attributes: &str, title: &str) {
         let title = match title {
             "" => String::new(),
@@ -37,18 +37,18 @@ impl Svg {
         ));
     }
 
-    /// Any element.
+    /// Adds any element.
     pub(super) fn put(&mut self, element: &str) {
         let _ = writeln!(self.0, "{element}");
     }
 
-    /// The whole picture.
+    /// The SVG's text.
     pub(super) fn end(self) -> String {
         self.0 + "</svg>\n"
     }
 }
 
-/// Text without the characters that XML gives a meaning.
+/// `text` with XML's special characters escaped.
 fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }

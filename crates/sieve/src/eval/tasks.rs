@@ -1,4 +1,4 @@
-//! `sieve eval tasks`.
+//! `sieve eval tasks`: language-model benchmarks on local files.
 use super::output;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
@@ -15,7 +15,7 @@ use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Letters of a score's name.
+/// Width of the column of scores' names, in letters.
 const SCORE: usize = 21;
 
 /// Arguments of `sieve eval tasks`.
@@ -55,7 +55,8 @@ pub(crate) struct TasksArgs {
     show: Option<String>,
     #[command(flatten)]
     place: PlaceArgs,
-    /// Name under which `--save` keeps the result, where the tasks are a benchmark's.
+    /// The benchmark whose tasks these are, set by `sieve eval longbench`; then `--save` keeps the result under its
+    /// name.
     #[arg(skip)]
     benchmark: Option<&'static str>,
 }
@@ -64,7 +65,7 @@ pub(crate) struct TasksArgs {
 const COMMAND: &str = "tasks";
 
 impl TasksArgs {
-    /// The same with the data of a benchmark, whose prompts are cut where they are too long.
+    /// The arguments with the data of a benchmark. Its prompts are cut if they are too long.
     pub(super) fn with_data(self, benchmark: &'static str, data: Vec<String>) -> Self {
         Self {
             data,
@@ -88,7 +89,7 @@ impl TasksArgs {
 struct Asked {
     task: Task,
     rows: TaskRows,
-    /// Where the rows are from.
+    /// The file of the rows.
     file: String,
 }
 
@@ -139,7 +140,7 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     on_device!(place, run_on(&args, &checkpoint, &texts))
 }
 
-/// The tasks with their rows, all read before the model is.
+/// Reads the tasks and their rows. This happens before the model is loaded, so that errors come early.
 fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
     let mut asked: Vec<Asked> = Vec::new();
     for (name, file) in pairs(&args.data)? {
@@ -164,12 +165,14 @@ fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
         let Some(asked) = asked.iter_mut().find(|asked| asked.task.name() == name) else {
             bail!("--fewshot-data names {name}, and --data does not");
         };
-        asked.rows.examples = Some(read_table(Path::new(file))?);
+        if asked.rows.examples.replace(read_table(Path::new(file))?).is_some() {
+            bail!("--fewshot-data names the task {name} twice\n  hint: one file a task");
+        }
     }
     Ok(asked)
 }
 
-/// `TASK=FILE`, taken apart.
+/// Splits each `TASK=FILE`.
 fn pairs(arguments: &[String]) -> Result<Vec<(&str, &str)>> {
     let pairs = arguments.iter().map(|argument| {
         let pair = argument
@@ -216,7 +219,7 @@ fn run_on<B: DeviceBackend>(
     print(args, &loaded, &reports, &seconds, selection.as_ref())
 }
 
-/// One line a row, with its task.
+/// The text of `--samples`: a JSON line for each row, with its task.
 fn samples(reports: &[TaskReport]) -> Result<String> {
     let mut text = String::new();
     for report in reports {
@@ -261,6 +264,25 @@ fn print<B: DeviceBackend>(
     if args.result.report(loaded, args.command(), json)? {
         return Ok(());
     }
+    print_table(loaded, reports, seconds);
+    if let Some(average) = average {
+        terminal::line(&format!(
+            "average {:.4} over {} of 16 data sets; {:.4} over their {} categories (LongBench's overall: the mean of \
+             each category's mean)",
+            average.mean,
+            average.num_data_sets,
+            average.overall,
+            average.categories.len()
+        ));
+    }
+    if let Some(selection) = selection {
+        terminal::line(&selector::summary(selection));
+    }
+    Ok(())
+}
+
+/// Prints a line for each score of each task.
+fn print_table<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[TaskReport], seconds: &[f64]) {
     let width = reports.iter().map(|report| report.task.len() + 2).fold(18, usize::max);
     terminal::line(&format!(
         "{}\n{:<width$}{:>8} {:>5}  {:<SCORE$}{:>14}  {:>7}{:>10}",
@@ -302,18 +324,4 @@ fn print<B: DeviceBackend>(
             terminal::line(&format!("{:<width$}{cut} texts were cut {place}", ""));
         }
     }
-    if let Some(average) = average {
-        terminal::line(&format!(
-            "average {:.4} over {} of 16 data sets; {:.4} over their {} categories (LongBench's overall: the mean of \
-             each category's mean)",
-            average.mean,
-            average.num_data_sets,
-            average.overall,
-            average.categories.len()
-        ));
-    }
-    if let Some(selection) = selection {
-        terminal::line(&selector::summary(selection));
-    }
-    Ok(())
 }

@@ -1,15 +1,15 @@
-//! Text that the measures read.
+//! Text that the commands of `sieve eval` read.
 use crate::text_files::{self, FormatArg};
 use anyhow::{Result, bail};
 use sieve_data::{Corpus, CorpusConfig, Tokenizer};
 use sieve_eval::text_documents;
 
-/// Files, folders and globs, each file read as its ending says.
+/// Opens files, folders and globs. A file's extension says its format; a document's text is in the column `text`.
 pub(super) fn corpus(paths: &[String]) -> Result<Corpus> {
     open(paths, None, "text", false)
 }
 
-/// The same in a format, with the column that holds the text, and with or without the documents that cannot be read.
+/// As [`corpus`], with a format and a text column. `skip_invalid` leaves out documents that cannot be read.
 pub(super) fn open(
     paths: &[String],
     format: Option<FormatArg>,
@@ -24,8 +24,8 @@ pub(super) fn open(
     Ok(corpus)
 }
 
-/// The first tokens of the documents laid end to end: enough for `windows` prompts of `length` tokens, each with the
-/// token after it.
+/// The first tokens of the concatenated documents: at least `windows * (length + 1)`, for prompts of `length` tokens
+/// with the token after each.
 pub(super) fn tokens(paths: &[String], tokenizer: &Tokenizer, length: usize, windows: usize) -> Result<Vec<u32>> {
     let wanted = length.saturating_add(1).saturating_mul(windows);
     let corpus = corpus(paths)?;
@@ -43,7 +43,7 @@ pub(super) fn tokens(paths: &[String], tokenizer: &Tokenizer, length: usize, win
     )
 }
 
-/// `windows` prompts, each with the token after it.
+/// The first `windows` prompts of `tokens`, of `length + 1` tokens each: the prompt and the token after it.
 pub(super) fn windows(tokens: &[u32], length: usize, windows: usize) -> Vec<Vec<u32>> {
     let prompts = tokens.chunks_exact(length + 1).take(windows);
     prompts.map(<[u32]>::to_vec).collect()

@@ -82,7 +82,7 @@ pub(crate) struct CheckArgs {
 }
 
 impl CheckArgs {
-    /// The part asked for.
+    /// The part of the check that the flags choose.
     pub(super) fn part(&self) -> CheckPart {
         let parts = [
             (self.attention, CheckPart::Attention),
@@ -95,7 +95,7 @@ impl CheckArgs {
     }
 }
 
-/// Rows whose sizes cannot be chosen.
+/// Flags of benchmarks whose sizes cannot be chosen.
 const NO_SIZES: [&str; 5] = ["table2", "scaling", "step", "sparse", "decode"];
 
 /// Arguments of `sieve kernels bench`.
@@ -177,7 +177,7 @@ struct BenchRowsArgs {
 }
 
 impl BenchArgs {
-    /// The rows asked for.
+    /// The benchmark that the flags choose.
     pub(super) fn rows(&self) -> BenchRows {
         let of = &self.rows;
         let rows = [
@@ -272,7 +272,7 @@ pub(crate) struct RunArgs {
 }
 
 impl RunArgs {
-    /// The form of native sparse attention, where something is said about it.
+    /// The form of native sparse attention; `None` without `--blocks` and `--pool`.
     pub(super) fn nsa(&self) -> Option<NsaForm> {
         let usual = NsaForm::default();
         (self.blocks.is_some() || self.pool.is_some()).then(|| NsaForm {
@@ -285,19 +285,19 @@ impl RunArgs {
     }
 }
 
-/// A whole number above 0.
+/// Parses a whole number above 0.
 fn positive(text: &str) -> Result<usize, String> {
     let number = text.trim().parse().ok().filter(|&number| number > 0);
     number.ok_or_else(|| "a whole number above 0 is needed".to_owned())
 }
 
-/// A factor on queries and keys whose products f32 can hold.
+/// Parses a factor on queries and keys. Its range keeps their dot products within f32.
 fn magnitude(text: &str) -> Result<f32, String> {
     let factor = text.parse::<f32>().ok().filter(|x| (1e-6..=1e6).contains(x));
     factor.ok_or_else(|| "a number from 1e-6 to 1e6 is needed".to_owned())
 }
 
-/// The names of ops, each with a line about it.
+/// A parser of the ops' names, whose help has a line about each.
 fn ops() -> impl TypedValueParser<Value = Op> {
     let named = Op::ALL.map(|(_, name, about)| PossibleValue::new(name).help(about));
     PossibleValuesParser::new(named).map(|given| {

@@ -1,4 +1,4 @@
-//! How often a run reads its text, where that is tokenised already.
+//! How many epochs a run reads of its text: exact if the text is tokenised, else estimated from the files' sizes.
 use crate::terminal;
 use crate::train::variable;
 use sieve_core::Recipe;
@@ -7,74 +7,74 @@ use sieve_data::{Corpus, Prepared};
 use sieve_train::corpus_configs;
 use std::path::Path;
 
-/// Text with an order of its own.
+/// A text that the loader shuffles on its own.
 #[derive(Debug, serde::Serialize)]
 pub(super) struct TextEpochs {
-    /// A folder of shards, or a path of `data.weights`.
+    /// Its folder of shards, or its path in a recipe with `data.weights`.
     text: String,
     /// Tokens to train on.
     num_tokens: u64,
-    /// How often the run reads all of them.
+    /// How many times the run reads all of them.
     epochs: f64,
 }
 
-/// The text of a run whose shards are in `dir`; `None` where a part of it is not there.
+/// The texts of a run whose shards are in `dir`: the run's own text, then those of its stages. `None` if some of the
+/// shards do not exist.
 pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
-    let one = |text: String, num_tokens: u64, read: f64| TextEpochs {
-        text,
-        num_tokens,
-        epochs: read / num_tokens.max(1) as f64,
-    };
-    // The run's own text, then the stages': each source and the tokens that are read of it.
-    let mut all = texts(recipe, dir)?;
+    let mut all = unread(recipe, dir)?;
     let num_own = all.len();
+    // `epochs` counts tokens first.
     for stage in recipe.stages() {
         let alone = recipe.at_stage(&stage);
-        let tokens = stage.section.steps as f64 * alone.training.tokens_per_step() as f64;
+        let num_tokens = stage.section.steps as f64 * alone.training.tokens_per_step() as f64;
         let of_stage = match stage.section.paths {
             Some(_) => {
                 let first = all.len();
-                all.extend(texts(&alone, &dir.join(format!("stage-{}", stage.index + 1)))?);
+                all.extend(unread(&alone, &dir.join(format!("stage-{}", stage.index + 1)))?);
                 &mut all[first..]
             }
             None => &mut all[..num_own],
         };
         let weights = alone.data.weights.unwrap_or_else(|| vec![1.0]);
         let total = weights.iter().sum::<f64>();
-        for ((.., read), weight) in of_stage.iter_mut().zip(weights) {
-            *read += tokens * weight / total;
+        for (text, weight) in of_stage.iter_mut().zip(weights) {
+            text.epochs += num_tokens * weight / total;
         }
     }
-    Some(
-        all.into_iter()
-            .map(|(text, num_tokens, read)| one(text, num_tokens, read))
-            .collect(),
-    )
+    for text in &mut all {
+        text.epochs /= text.num_tokens.max(1) as f64;
+    }
+    Some(all)
 }
 
-/// The sources of the shards in `dir`, with their tokens and none read yet: one for each path if they are weighted,
-/// else one for all; `None` if the shards do not exist.
-fn texts(recipe: &Recipe, dir: &Path) -> Option<Vec<(String, u64, f64)>> {
+/// The texts of the shards in `dir`, 0 epochs each: one for each weighted path, else one for all paths. `None` if the
+/// shards do not exist.
+fn unread(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let meta = Prepared::open(dir).ok()?.meta;
+    let text = |text: String, num_tokens: u64| TextEpochs {
+        text,
+        num_tokens,
+        epochs: 0.0,
+    };
     let sources = meta.sources.iter().zip(&recipe.data.paths);
-    let sources = sources.map(|(source, path)| (path.clone(), source.train.num_tokens, 0.0));
+    let sources = sources.map(|(source, path)| text(path.clone(), source.train.num_tokens));
     let sources = sources.collect::<Vec<_>>();
     match sources.is_empty() {
-        true => Some(vec![(dir.display().to_string(), meta.train.num_tokens, 0.0)]),
+        true => Some(vec![text(dir.display().to_string(), meta.train.num_tokens)]),
         false => Some(sources),
     }
 }
 
-/// About how often the run reads its text, by the size of its files; `None` where they are not here.
+/// Epochs estimated from the size of the text files; `None` if they are not on this machine.
 fn estimate(recipe: &Recipe) -> Option<f64> {
     let (config, _) = corpus_configs(recipe, &variable).ok()?;
     let corpus = Corpus::open(config).ok()?;
-    // A data set of the hub is listed when it is fetched.
+    // The files of a data set on the hub are not known before it is fetched.
     let num_bytes = Some(corpus.max_text_bytes()).filter(|_| !corpus.files().is_empty())?;
     Some(recipe.num_tokens() as f64 / tokens_of_text(num_bytes).max(1.0))
 }
 
-/// The same in lines, by what is tokenised or else by the size of the files.
+/// The lines about epochs, from the tokenised texts if `found`, else estimated.
 pub(super) fn lines(found: Option<&[TextEpochs]>, recipe: &Recipe) -> Vec<String> {
     if recipe.data.format == DataFormat::Mqar {
         return Vec::new();

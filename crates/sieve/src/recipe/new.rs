@@ -17,14 +17,14 @@ use std::path::{Path, PathBuf};
 
 /// Sizes for which the program holds recipes of all kinds.
 const SHIPPED_SIZES: [&str; 4] = ["80m", "200m", "680m", "1p7b"];
-/// Tokens of the tokenizer that is trained for those, and text that it is trained on.
+/// The tokenizer to train for a recipe of [`SHIPPED_SIZES`].
 const TRAINED: TokenizerTraining = TokenizerTraining {
     vocab_size: 32_768,
     sample_bytes: 64 << 20,
 };
-/// The text of a recipe where none is named.
+/// Path of the text in a recipe made without `--data`.
 const USUAL_TEXT: &str = "text.txt";
-/// Characters of the text's beginning that become the prompt of the samples, at most.
+/// The first characters of the text become the prompt of a run's samples: this many at most.
 const PROMPT_CHARACTERS: usize = 32;
 
 fn sizes() -> PossibleValuesParser {
@@ -75,7 +75,7 @@ pub(crate) struct ShowArgs {
     all: bool,
 }
 
-/// Prints a recipe, or the names of all.
+/// Runs `sieve recipe show`.
 pub(super) fn show(args: ShowArgs) -> Result<()> {
     let Some(name) = args.recipe else {
         for name in shipped::recipe_names() {
@@ -94,7 +94,7 @@ pub(super) fn show(args: ShowArgs) -> Result<()> {
     Ok(())
 }
 
-/// Writes a recipe to begin with.
+/// Runs `sieve recipe new`.
 pub(super) fn run(args: &NewArgs) -> Result<()> {
     if let Some(path) = &args.tokenizer {
         check_tokenizer(path).context("--tokenizer cannot be used")?;
@@ -120,7 +120,7 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
             ]));
         }
     }
-    // The usual name stands for a file to come.
+    // USUAL_TEXT is a name for a file that the user adds later, so it may be missing.
     if args.data != [USUAL_TEXT] {
         text_files::remark_on_missing("--data", &args.data);
     }
@@ -130,7 +130,7 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
     Ok(())
 }
 
-/// Reads a tokenizer that is on this machine; one of the hub is fetched when it is needed.
+/// Fails if a tokenizer file on this machine cannot be read. A tokenizer on the hub is not fetched yet.
 fn check_tokenizer(path: &str) -> Result<()> {
     let path = sieve_core::paths::expand(path, &variable)?;
     if !sieve_data::is_hub_tokenizer(&path) {
@@ -139,7 +139,7 @@ fn check_tokenizer(path: &str) -> Result<()> {
     Ok(())
 }
 
-/// Writes a file that is not there yet.
+/// Writes a new file; fails if `path` exists.
 pub(crate) fn write_new(path: &Path, text: &str) -> Result<()> {
     let created = OpenOptions::new().write(true).create_new(true).open(path);
     match created {
@@ -156,10 +156,10 @@ pub(crate) fn write_new(path: &Path, text: &str) -> Result<()> {
     .with_context(|| format!("writing {}", path.display()))
 }
 
-/// The text of a new recipe, where it is on this machine.
+/// The training text of a new recipe, if it is on this machine.
 struct OwnText {
     num_bytes: u64,
-    /// Its beginning: the model will have seen its like.
+    /// The text's first words, as a prompt for samples: the model is trained on such text.
     prompt: Option<String>,
 }
 
@@ -168,14 +168,14 @@ impl OwnText {
         let expanded = paths.iter().map(|path| sieve_core::paths::expand(path, &variable));
         let paths = expanded.collect::<Result<_, _>>().ok()?;
         let corpus = Corpus::open(text_files::config(paths, None, "text")).ok()?;
-        // A data set of the hub is listed when it is fetched.
+        // The files of a data set on the hub are not known before it is fetched.
         let num_bytes = Some(corpus.max_text_bytes()).filter(|_| !corpus.files().is_empty())?;
         let first = corpus.documents().next().and_then(Result::ok);
         let prompt = first.and_then(|first| text_files::beginning(&first.text, PROMPT_CHARACTERS));
         Some(Self { num_bytes, prompt })
     }
 
-    /// What to say of a run that reads the text often.
+    /// A line if the run reads the text for more epochs than teach something new.
     fn epochs(&self, recipe: &Recipe) -> Option<String> {
         let tokens = tokens_of_text(self.num_bytes);
         let epochs = recipe.num_tokens() as f64 / tokens;
@@ -198,7 +198,8 @@ impl OwnText {
     }
 }
 
-/// The recipe that is asked for.
+/// Builds the recipe of the arguments. `own` is the text, if it is on this machine; the number of steps is fitted to
+/// it.
 fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     let kind = AttentionKind::ALL.into_iter().find(|kind| kind.name() == args.kind);
     let kind = kind.context("clap takes known kinds alone")?;
@@ -208,7 +209,7 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     }
     sets.extend(args.tokenizer.iter().map(|path| format!("tokenizer.path={path}")));
     sets.extend(args.overrides.iter().cloned());
-    // Steps that are given are meant.
+    // Steps given by --set are not fitted to the text.
     let is_given = args.overrides.iter().any(|set| {
         let key = set.split('=').next().unwrap_or_default().trim();
         key == "training.steps" || key.starts_with("stage.") && key.ends_with(".steps")
@@ -242,7 +243,7 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
         set_context(&mut recipe, context)?;
     }
     if let Some(own) = own.filter(|_| !recipe.stage.is_empty()) {
-        // Stages have steps of their own, which only their reader can shorten.
+        // Each stage has its own steps; how to shorten these is left to the user.
         let tokens_per_step = recipe.training.tokens_per_step();
         if own.num_bytes < least_text(tokens_per_step) {
             return Err(own.too_little(&args.size, tokens_per_step, "stage.1.steps"));
@@ -263,7 +264,8 @@ fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     Ok(Recipe::load(&text, "the new recipe", &sets)?)
 }
 
-/// Gives a recipe rows of `seq_len` tokens, and about as many tokens a step and a micro-batch as before.
+/// Sets the row length to `seq_len`, and scales the batch sizes so that a step and a micro-batch keep about the same
+/// number of tokens.
 fn set_context(recipe: &mut Recipe, seq_len: usize) -> Result<()> {
     if !recipe.stage.is_empty() {
         bail!("--context is for recipes without [[stage]]\n  hint: --set stage.1.seq_len=N, and stage.2 alike");

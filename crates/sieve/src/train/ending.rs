@@ -10,17 +10,17 @@ use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_ops::{DMA_SCORE_CLAMP, TrainBackend};
 use sieve_train::{TrainSummary, Trainer, TrainingData};
 
-/// Tokens of held-out text that become the prompt to try, at most.
+/// Tokens of held-out text that the suggested prompt has, at most.
 const PROMPT_TOKENS: usize = 12;
 
-/// Nobody shall take a reference without knowing.
+/// Prints the ops that ran as their reference.
 pub(super) fn tell_references(log: &Log) {
     for line in crate::paths::reference_lines() {
         log.line(&line);
     }
 }
 
-/// What a finished run has come to, and what to do with it.
+/// Prints a finished run's losses and statistics of its masks.
 pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
     if let (Some(first), Some(last)) = (&summary.first_validation, &summary.last_validation) {
         log.always(&format!(
@@ -38,7 +38,7 @@ pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
             last.bits_per_byte / last.unigram_bits_per_byte,
         ));
     }
-    // Dense attention has no mask but the causal one.
+    // Dense attention has only the causal mask, of which there is nothing to report.
     if let Some(step) = &summary.last_step
         && shape.attention.kind() != AttentionKind::Mha
     {
@@ -53,7 +53,7 @@ pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
                 100.0 * share
             )
         });
-        // Only a mask that is learned can hide a key from all queries.
+        // `ages` is there only for a learned mask, which can hide a key from all queries.
         log.line(&match attention.ages {
             None => keys,
             Some(_) => format!(
@@ -73,7 +73,7 @@ pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
     }
 }
 
-/// A few lines of generated text, as the recipe asks for.
+/// Prints the samples of `generation.prompts`.
 pub(super) fn samples<B: TrainBackend>(
     log: &Log,
     recipe: &Recipe,
@@ -104,7 +104,7 @@ pub(super) fn samples<B: TrainBackend>(
     Ok(())
 }
 
-/// What to type next.
+/// Prints the commands to run next.
 pub(super) fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, data: &TrainingData) {
     let Some(checkpoint) = &summary.checkpoint else {
         return;
@@ -128,7 +128,7 @@ pub(super) fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, dat
     log.line(&terminal::next(&commands.collect::<Vec<_>>()));
 }
 
-/// The beginning of the first document that was held out.
+/// The first words of the first held-out document.
 fn held_out_words(prepared: &Prepared, tokenizer: &Tokenizer) -> Option<String> {
     let tokens = prepared.validation().ok()?.document(0).ok()?;
     let text = tokenizer.decode(&tokens[..tokens.len().min(PROMPT_TOKENS)]);

@@ -8,9 +8,10 @@ use std::str::FromStr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Time in which a request must be there, and its answer be taken: one is served at a time.
+/// Time limit for receiving a request, and again for sending its answer. One request is served at a time, so a slow
+/// client must not block the others.
 const LIMIT: Duration = Duration::from_secs(2);
-/// The longest request that is read.
+/// Bytes of a request, at most.
 const MAX_REQUEST: usize = 8 << 10;
 
 /// A parsed `--metrics-port`.
@@ -34,7 +35,7 @@ impl FromStr for MetricsPort {
 /// The metrics served, with their current values.
 #[derive(Debug, Default)]
 struct Numbers {
-    /// Name without its prefix, what it is, whether it only grows, its value.
+    /// (name without the prefix `sieve_`, help text, whether it is a counter, value).
     all: Vec<(&'static str, &'static str, bool, f64)>,
 }
 
@@ -52,7 +53,7 @@ impl Numbers {
         self.put(name, help, before + 1.0);
     }
 
-    /// The text form, version 0.0.4.
+    /// Prometheus' text format, version 0.0.4.
     fn text(&self) -> String {
         let mut text = String::new();
         for (name, help, only_grows, value) in &self.all {
@@ -62,7 +63,7 @@ impl Numbers {
                 value if value.is_infinite() => format!("{}Inf", if *value > 0.0 { '+' } else { '-' }),
                 value => value.to_string(),
             };
-            // Writing to a text does not fail.
+            // Writing to a String does not fail.
             let _ = write!(
                 text,
                 "# HELP sieve_{name} {help}\n# TYPE sieve_{name} {kind}\nsieve_{name} {value}\n"
@@ -72,7 +73,7 @@ impl Numbers {
     }
 }
 
-/// Receives a run's numbers; a thread serves them.
+/// Collects a run's numbers and serves them from a thread.
 #[derive(Clone, Default)]
 pub(super) struct Exporter(Arc<Mutex<Numbers>>);
 
@@ -81,7 +82,7 @@ impl Exporter {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to answer on `port`; returns where. The thread ends with the process.
+    /// Starts the serving thread, which ends with the process. Returns the address it listens on.
     pub(super) fn listen(&self, port: &MetricsPort) -> Result<SocketAddr> {
         let listener = TcpListener::bind(&port.0[..]).with_context(|| {
             let port = port.0.first().map_or(String::new(), SocketAddr::to_string);
@@ -92,9 +93,9 @@ impl Exporter {
         let serve = move || {
             loop {
                 match listener.accept() {
-                    // A client that disconnects is no error.
+                    // A client that disconnects is no error of the run.
                     Ok((stream, _)) => drop(this.answer(&stream, LIMIT)),
-                    // Too many open files, say.
+                    // For example, too many open files: wait, then try again.
                     Err(_) => std::thread::sleep(Duration::from_secs(1)),
                 }
             }
@@ -104,7 +105,7 @@ impl Exporter {
         Ok(address)
     }
 
-    /// Answers one request within `limit` for each of its two ways.
+    /// Reads one request and answers it, each within `limit`.
     fn answer(&self, mut stream: &TcpStream, limit: Duration) -> std::io::Result<()> {
         let until = Instant::now() + limit;
         let mut request = Vec::new();
@@ -136,7 +137,7 @@ impl Exporter {
         stream.write_all((head + &body).as_bytes())
     }
 
-    /// What has happened.
+    /// Updates the numbers from an event of the run.
     pub(super) fn see(&self, event: &TrainEvent<'_>) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let mut numbers = self.lock();

@@ -1,4 +1,4 @@
-//! What `sieve train` says, as text.
+//! The lines that `sieve train` prints.
 use crate::terminal::{self, gib};
 use sieve_core::Recipe;
 use sieve_kernels::LaunchCounts;
@@ -7,7 +7,7 @@ use sieve_train::{MemoryProbe, PeakMemory, SkippedStep, StepReport, TrainSummary
 use std::path::Path;
 use std::time::Duration;
 
-/// The model and the run in two lines.
+/// Two lines: the model, and the run.
 pub(super) fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, hardware: &str) -> String {
     let shape = trainer.shape();
     let parameters = shape.parameters();
@@ -26,7 +26,7 @@ pub(super) fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, h
     )
 }
 
-/// One step in less than 80 columns.
+/// A logged step, in at most 80 columns.
 pub(super) fn step_line(report: &StepReport) -> String {
     let mfu = report
         .mfu_percent
@@ -42,7 +42,7 @@ pub(super) fn step_line(report: &StepReport) -> String {
     )
 }
 
-/// A number of at least 0 in at most five characters, up to 9999.
+/// A number from 0 with four digits; from 9999.5 on, with one digit and an exponent.
 fn four_digits(number: f64) -> String {
     match number {
         x if x < 9.9995 => format!("{x:.3}"),
@@ -63,7 +63,7 @@ fn short_duration(seconds: f64) -> String {
     }
 }
 
-/// The same with all that is known: torchtitan's line, then density, percent done and time left.
+/// A logged step with all its numbers: torchtitan's line, then density, percent done and time left.
 pub(super) fn whole_step_line(report: &StepReport) -> String {
     let gib = report.memory_bytes as f64 / (1u64 << 30) as f64;
     let share = 100.0 * report.memory_bytes as f64 / report.memory_total_bytes.max(1) as f64;
@@ -95,7 +95,7 @@ pub(super) fn whole_step_line(report: &StepReport) -> String {
     )
 }
 
-/// From the program's start to work done.
+/// The line about the startup time.
 pub(super) fn startup_line(elapsed: Duration) -> String {
     format!(
         "started: {:.1} s from the start of the program to the end of the first step",
@@ -103,8 +103,8 @@ pub(super) fn startup_line(elapsed: Duration) -> String {
     )
 }
 
-/// Resources of a run: peak memory, and launches of our own kernels, in verbose output or where they took the slow
-/// path.
+/// Lines about a run's peak memory and, with `--verbose` or if they took the slow path, its launches of Sieve's
+/// kernels.
 pub(super) fn cost_lines(peak: Option<PeakMemory>, memory: MemoryProbe) -> Vec<String> {
     let memory = peak.map(|peak| {
         let in_use = gib(peak.in_use_bytes);
@@ -161,7 +161,7 @@ pub(super) fn skipped_line(report: &SkippedStep) -> String {
     )
 }
 
-/// One validation.
+/// The line of a validation.
 pub(super) fn validation_line(report: &ValidationReport) -> String {
     format!(
         "validate step: {:>5}  loss: {:>8.5}  perplexity: {:.2}  bits per byte: {:.4}  (unigram: {:.4}; {} tokens)",
@@ -174,10 +174,10 @@ pub(super) fn validation_line(report: &ValidationReport) -> String {
     )
 }
 
-/// Step and checkpoint of a stopped run.
+/// The lines of a run that was stopped before its last step.
 pub(super) fn stopped_line(recipe: &Recipe, summary: &TrainSummary, fallback: Option<&Path>) -> String {
     let checkpoint = summary.checkpoint.as_deref().unwrap_or(Path::new(""));
-    // Nothing but --resume=auto looks there.
+    // Only --resume=auto looks for a checkpoint in the folder of --checkpoint-fallback.
     let flag = match fallback.is_some_and(|fallback| checkpoint.starts_with(fallback)) {
         true => "--resume=auto",
         false => "--resume",

@@ -1,4 +1,4 @@
-//! What a run prints, kept in its `log` file.
+//! A run's printed lines, which also go into its `log` file.
 use crate::terminal;
 use anyhow::{Context, Result};
 use std::cell::RefCell;
@@ -6,9 +6,9 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::Path;
 
-/// Terminal lines, kept in `log` too. Lines from before the file is open are written when it is.
+/// Prints lines and appends them to the run's `log` file. Lines from before [`open`](Self::open) are written then.
 pub(super) struct Log {
-    /// False in a process that another one speaks for.
+    /// False on ranks other than 0, which neither print nor write.
     tells: bool,
     file: RefCell<Option<File>>,
     early: RefCell<String>,
@@ -21,6 +21,11 @@ impl Log {
             file: RefCell::default(),
             early: RefCell::default(),
         }
+    }
+
+    /// Whether this process prints.
+    pub(super) fn tells(&self) -> bool {
+        self.tells
     }
 
     pub(super) fn open(&mut self, path: &Path) -> Result<()> {
@@ -38,7 +43,7 @@ impl Log {
         Ok(())
     }
 
-    /// Prints and keeps.
+    /// Prints a line and logs it.
     pub(super) fn line(&self, text: &str) {
         self.short(text, text);
     }
@@ -51,7 +56,7 @@ impl Log {
         self.keep(text);
     }
 
-    /// Prints a short form and keeps the whole.
+    /// Prints `short`, or with `--verbose` `whole`, and logs `whole`.
     pub(super) fn short(&self, short: &str, whole: &str) {
         if self.tells {
             terminal::status(if terminal::is_verbose() { whole } else { short });
@@ -59,13 +64,13 @@ impl Log {
         self.keep(whole);
     }
 
-    /// Keeps without printing.
+    /// Logs a line without printing it.
     pub(super) fn keep(&self, text: &str) {
         if !self.tells {
             return;
         }
         match self.file.borrow_mut().as_mut() {
-            // The log repeats the terminal; losing a line of it is no reason to stop a run.
+            // A line that cannot be logged is dropped: it was printed too, and the run should go on.
             Some(file) => drop(writeln!(file, "{text}")),
             None => self.early.borrow_mut().push_str(&format!("{text}\n")),
         }

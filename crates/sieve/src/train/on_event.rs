@@ -1,4 +1,4 @@
-//! `--on-event`: a command of the operator's, run when a run ends or stalls.
+//! `--on-event`: the user's command, run when a training run ends or stalls.
 use crate::exit::Exit;
 use crate::terminal;
 use anyhow::{Context, Result};
@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-/// Longest time that a command may take; nothing waits for it longer.
+/// A command that takes longer is killed.
 const LIMIT: Duration = Duration::from_secs(60);
 /// A run counts as stalled after this many times its longest pause without an event.
 const LONGEST_PAUSES: u32 = 20;
@@ -23,7 +23,7 @@ pub(super) enum Event {
     Lost,
     /// Any other exit code.
     Failed,
-    /// Nothing has happened for long; the run is not ended.
+    /// No event for long; the run still exists.
     Stalled,
 }
 
@@ -39,7 +39,7 @@ impl Event {
     }
 }
 
-/// The command and the run it reports; clones report the same run.
+/// The command, and the output folder of the run it reports.
 #[derive(Clone, Debug)]
 pub(super) struct OnEvent {
     command: Option<String>,
@@ -56,7 +56,7 @@ impl OnEvent {
         }
     }
 
-    /// Runs the command, and waits for it. Whatever becomes of it changes nothing of the run.
+    /// Runs the command and waits for it. If it fails, prints a warning; the run is not affected.
     pub(super) fn tell(&self, event: Event, message: &str) {
         let Some(command) = &self.command else {
             return;
@@ -89,7 +89,7 @@ impl OnEvent {
         anyhow::bail!("the command was ended after {} s", self.limit.as_secs_f64())
     }
 
-    /// Tells how a command ended.
+    /// Runs the command for the end of a run, and returns the run's result.
     pub(super) fn ended(&self, result: Result<Exit>) -> Result<Exit> {
         match &result {
             Ok(Exit::Done) => self.tell(Event::Finished, ""),
@@ -134,12 +134,12 @@ impl OnEvent {
     }
 }
 
-/// Reports progress of a run.
+/// Receives the events of a watched run; dropping it ends the watch.
 pub(super) struct StallWatch(Sender<()>);
 
 impl StallWatch {
     pub(super) fn goes_on(&self) {
-        // Nobody listens where there is no command.
+        // Without a command there is no watching thread, and sending fails.
         let _ = self.0.send(());
     }
 }

@@ -1,4 +1,4 @@
-//! `--profile N`: where the GPU's time goes in N steps, kernel by kernel; with several processes, of rank 0's GPU.
+//! `--profile N`: times of each kernel in N steps. With several processes, rank 0's GPU is traced.
 use anyhow::{Result, bail};
 use sieve_core::ModelShape;
 use sieve_core::model::peak_bf16_flops;
@@ -6,22 +6,22 @@ use sieve_kernels::{KernelTrace, TraceResult};
 use sieve_train::StepReport;
 use std::fmt::Write;
 
-/// Steps that a run takes before it is traced: kernels are compiled and memory is found in the first ones.
+/// Steps before the trace. In the first steps kernels are compiled and memory is allocated.
 const WARM_UP_STEPS: u64 = 4;
 /// Kernels listed one by one.
 const LISTED: usize = 24;
-/// Kernels listed that the GPU waited for.
+/// Kernels listed by the idle time before them.
 const LISTED_GAPS: usize = 6;
 
-/// Steps a run has done, and its last.
+/// The steps of a run: those done before it (`first`), and its last.
 pub(super) struct StepRange {
     pub(super) first: u64,
     pub(super) last: u64,
 }
 
-/// Traces the steps between two reports of a run.
+/// Traces the steps between two logged steps of a run.
 pub(super) struct StepProfile {
-    /// Reports come at multiples of N; the first of them after the warm-up.
+    /// The trace starts after this step: the first multiple of N after the warm-up. Only multiples of N are logged.
     first_traced: u64,
     shape: ModelShape,
     tokens_per_step: f64,
@@ -63,7 +63,8 @@ impl StepProfile {
         })
     }
 
-    /// Follows the run. The report has been read back from the GPU, which therefore idles now. Returns the table once.
+    /// Called after each logged step, when the GPU is idle because the loss was read back. Starts the trace or ends it;
+    /// returns the table when it ends.
     pub(super) fn after(&mut self, report: &StepReport) -> Option<String> {
         match std::mem::replace(&mut self.state, State::Done) {
             State::Waiting if report.step < self.first_traced => {
@@ -145,7 +146,7 @@ impl StepProfile {
         text
     }
 
-    /// What a group achieved, where its work is known.
+    /// TFLOP/s or GB/s of a group whose operations or bytes are known.
     fn rate(&self, group: &str, work: &Work, ns: u64) -> String {
         let seconds = ns as f64 * 1e-9;
         let tflops = |flops: f64| {
@@ -169,12 +170,12 @@ impl StepProfile {
     }
 }
 
-/// Operations of the traced steps.
+/// The work of the traced steps.
 struct Work {
     tokens: f64,
-    /// Of products with weights, per token.
+    /// FLOPs per token of GEMMs with weights.
     linear: f64,
-    /// Of attention, per token.
+    /// FLOPs per token of attention.
     attention: f64,
     /// Parameters times steps.
     parameters: f64,
@@ -184,7 +185,8 @@ const PRODUCTS: &str = "products with weights";
 const ATTENTION: &str = "attention";
 const OPTIMIZER: &str = "AdamW and the gradient norm";
 
-/// What kernels are for, by what their names begin with, or hold behind a `*`; the first group that fits.
+/// Groups of kernels with the beginnings of their names; after a `*`, any part of the name. The first group that fits
+/// counts.
 const GROUPS: [(&str, &[&str]); 10] = [
     (PRODUCTS, &["*nvjet", "*cublas", "*gemm", "*cutlass", "*splitK"]),
     (ATTENTION, &["attention_", "hopper_", "dma_attention", "nsa_"]),

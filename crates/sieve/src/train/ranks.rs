@@ -1,4 +1,5 @@
-//! `sieve train` as one of several processes: who they are, and which of them says what.
+//! `sieve train` as one of several ranks: how they agree on the recipe, folder, checkpoint and device, how NCCL
+//! connects their GPUs, and which rank prints an error.
 use super::on_event::{Event, OnEvent};
 use super::{LAUNCHED, TrainArgs, exit_of, run_one, variable};
 use crate::device::{Device, DeviceChoice};
@@ -20,23 +21,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Where it is set, NCCL runs on Burn's stream and overlaps nothing: for comparisons, and to look for a fault.
+/// Environment variable with which NCCL runs on Burn's stream and overlaps nothing, for measurements and debugging.
 const INLINE: &str = "SIEVE_NCCL_INLINE";
 
-/// Seconds after which a file that rank 0 has written must be there for all.
+/// All ranks must see a file of rank 0 within this many seconds.
 const SHARED_SECONDS: u64 = 10;
 
-/// Time in which NCCL must have connected all GPUs, as in PyTorch, and after which a line says that it is waited for.
+/// NCCL must connect all GPUs within this time, the same as in PyTorch.
 const NCCL_START: Duration = Duration::from_secs(300);
+/// After this time a line says that the ranks still wait for NCCL.
 const CONNECTING: Duration = Duration::from_secs(20);
 
-/// Time without progress after which work other than a step counts as hung.
+/// Work other than a step (such as preparing text) counts as hung after this time without progress.
 pub(super) fn long_patience(seconds: u64) -> Duration {
     Duration::from_secs(20 * seconds)
 }
 
-/// Trains as one rank of `world`. Rank 0 alone prints, but for errors that only another rank knows, and runs the
-/// command of `--on-event`; where rank 0 is lost, rank 1 does.
+/// Trains as one rank of `world`. Rank 0 prints and runs the command of `--on-event`; other ranks print only errors
+/// that rank 0 cannot know. If rank 0 is lost, rank 1 takes over both.
 pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Exit> {
     let (rank, size) = (world.rank, world.size);
     if !args.sweep.is_empty() {
@@ -73,8 +75,8 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             let lost = match (error.downcast_ref(), error.downcast_ref(), mesh.check()) {
                 (Some(CommError::Lost(failure)), ..) => Some(failure.clone()),
                 (_, Some(TrainError::Comm(CommError::Lost(failure))), _) => Some(failure.clone()),
-                // Errors of a rank after another was lost, such as an aborted communicator, are consequences. If the
-                // other ended with an error, both may have the same one.
+                // After another rank was lost, errors of this one (such as an aborted communicator) are consequences.
+                // But if the other rank ended with an error, both may have the same error, and it is reported.
                 (.., Err(CommError::Lost(failure))) if !matches!(failure.loss, Loss::Error(_)) => Some(failure),
                 _ => None,
             };
@@ -86,24 +88,25 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             mesh.fail(text.trim_start_matches("error: "));
             match rank {
                 0 => events.ended(Err(error)),
-                // Rank 0 reports it.
+                // Rank 0 reports this rank's error.
                 _ => Ok(Exit::Failed),
             }
         }
     }
 }
 
-/// How a rank ends that has lost another: `sieve launch` tells that from a run which was asked to stop.
+/// Exit code of a rank that has lost another one. Under `sieve launch` it is a code of its own, so that the launcher
+/// can tell a lost rank from a signal to stop.
 fn other_lost() -> Exit {
     variable(LAUNCHED).map_or(Exit::StoppedEarly, |_| Exit::OtherLost)
 }
 
-/// Ends this process though a GPU may still wait for a rank that is lost: a usual end could wait for that GPU.
+/// Ends this process without cleaning up: its GPU may wait for a lost rank, and a normal exit would wait for the GPU.
 fn end_now(exit: Exit) -> ! {
     #[cfg(unix)]
     {
         unsafe extern "C" {
-            // SAFETY: of every C library; runs nothing on the way out.
+            // SAFETY: `_exit` is in every C library, takes any code and does not return.
             safe fn _exit(code: std::ffi::c_int) -> !;
         }
         _exit(exit.code())
@@ -115,7 +118,8 @@ fn end_now(exit: Exit) -> ! {
     }
 }
 
-/// Prints why all ranks stop, in one of them, and once; runs the command of `--on-event` there.
+/// Prints why all ranks stop and runs the command of `--on-event`. Only rank 0 does so, or rank 1 if rank 0 failed, and
+/// only once.
 fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
     static TOLD: AtomicBool = AtomicBool::new(false);
     if TOLD.swap(true, Ordering::Relaxed) {
@@ -124,7 +128,7 @@ fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
     let is_told = match failure.loss {
         // Rank 0 has printed its own error.
         Loss::Error(_) => failure.rank == 0,
-        // `sieve launch` sees how a process ended.
+        // `sieve launch` prints how its process ended.
         Loss::Ended => variable(LAUNCHED).is_some(),
         Loss::Silent(_) | Loss::Still(_) | Loss::AllStill { .. } => false,
     };
@@ -143,15 +147,14 @@ fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
     if !is_told {
         terminal::note(&format!("{text}{hint}"));
     }
-    // Rank 0 has reported its own error.
+    // Rank 0 has already run the command for its own error.
     if !(event == Event::Failed && failure.rank == 0) {
         events.tell(event, &text);
     }
 }
 
-/// The device of a rank: where others share the host, the GPU of its local number. One rank of each host compiles the
-/// kernels of `recipe` that the cache lacks, and the others read them: else each would compile all of them for
-/// itself.
+/// The device of a rank: the GPU of its `LOCAL_RANK`. The first rank of each host compiles the recipe's kernels into
+/// the cache before the others open it, so that each kernel is compiled once.
 pub(super) fn device(choice: DeviceChoice, mesh: &Mesh, recipe: &Recipe) -> Result<Device> {
     let world = mesh.world();
     let choice = own_choice(choice, world)?;
@@ -164,13 +167,12 @@ pub(super) fn device(choice: DeviceChoice, mesh: &Mesh, recipe: &Recipe) -> Resu
     Ok(found)
 }
 
-/// The error of a rank whose host has fewer GPUs than processes, in words of both.
+/// Rewords the error of a rank whose host has fewer GPUs than processes.
 fn without_gpu(error: anyhow::Error, world: &World) -> anyhow::Error {
     match error.downcast_ref() {
         Some(KernelError::WrongDevice { wanted, count }) if *count < world.local_size => anyhow!(
             "LOCAL_RANK {wanted} has no GPU: its host has {count}, and {} processes\n  \
-             hint: start {count} processes on it, or \
-             look at CUDA_VISIBLE_DEVICES",
+             hint: start {count} processes on it, or look at CUDA_VISIBLE_DEVICES",
             world.local_size
         ),
         _ => error,
@@ -178,7 +180,7 @@ fn without_gpu(error: anyhow::Error, world: &World) -> anyhow::Error {
 }
 
 fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
-    // Slurm can show each process its own GPU alone.
+    // Slurm can make only its own GPU visible to each process; that GPU has index 0.
     let shows_one = variable("CUDA_VISIBLE_DEVICES").is_some_and(|list| !list.contains(','));
     let own = if shows_one { 0 } else { world.local_rank };
     match choice {
@@ -193,7 +195,7 @@ fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
     }
 }
 
-/// Checks that all ranks were given one recipe.
+/// Fails if the ranks were given different recipes.
 pub(super) fn check_recipe(mesh: &Mesh, recipe: &Recipe) -> Result<()> {
     let all = mesh.gather(recipe.to_toml()?.as_bytes())?;
     let first = Recipe::load(&String::from_utf8_lossy(&all[0]), "the recipe of rank 0", &[])?;
@@ -210,25 +212,20 @@ pub(super) fn check_recipe(mesh: &Mesh, recipe: &Recipe) -> Result<()> {
     Ok(())
 }
 
-/// Whether the folder that rank 0 sees holds a run to resume.
+/// Whether the output folder holds a run to resume; rank 0's answer counts.
 pub(super) fn goes_on(mesh: &Mesh, holds_run: bool) -> Result<bool> {
     Ok(mesh.broadcast(&[u8::from(holds_run)])? == [1])
 }
 
-/// The checkpoint that a run resumes from. A run that sets damaged checkpoints aside locks the folder first.
-pub(super) fn find_origin(folder: &mut RunFolder, start: &Start, recipe: &Recipe) -> Result<Origin> {
-    if matches!(start, Start::ResumeAlone { .. }) {
-        folder.claim(start)?;
-    }
-    Ok(Origin::find(folder, start, recipe)?)
-}
-
-/// The folder and the checkpoint to continue from: rank 0 looks, the others open what it found.
-pub(super) fn open(mesh: &Mesh, out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
+/// Opens the output folder and the checkpoint to start from. Of several ranks, rank 0 finds the checkpoint and sends
+/// its path to the others.
+pub(super) fn open(mesh: Option<&Mesh>, out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
     let name = &recipe.checkpoint.folder;
+    let Some(mesh) = mesh else {
+        return open_first(out, start, recipe);
+    };
     if mesh.world().rank == 0 {
-        let mut folder = RunFolder::open(out, name, start)?;
-        let origin = find_origin(&mut folder, start, recipe)?;
+        let (folder, origin) = open_first(out, start, recipe)?;
         let path = origin.checkpoint.as_ref().map(|found| &found.path);
         let path = path.map(|path| path.canonicalize()).transpose()?;
         let path = path.unwrap_or_default();
@@ -245,7 +242,28 @@ pub(super) fn open(mesh: &Mesh, out: &Path, start: &Start, recipe: &Recipe) -> R
     Ok((folder, origin))
 }
 
-/// Checks that all processes see the folder that rank 0 has made for the run: they write one checkpoint into it.
+/// As [`open`], in rank 0 or the only process.
+fn open_first(out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
+    let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
+    // Looking for the latest checkpoint may rename damaged ones, so it locks the folder first.
+    if matches!(start, Start::ResumeAlone { .. }) {
+        folder.claim(start)?;
+    }
+    let origin = Origin::find(&folder, start, recipe)?;
+    Ok((folder, origin))
+}
+
+/// The subfolder of `--checkpoint-fallback` for the run in `out`. It is made from the folder's path, which may differ
+/// between hosts, so all ranks use rank 0's.
+pub(super) fn fallback_name(mesh: Option<&Mesh>, out: &Path) -> Result<String> {
+    let own = RunFolder::fallback_name(out);
+    match mesh {
+        Some(mesh) => Ok(String::from_utf8(mesh.broadcast(own.as_bytes())?)?),
+        None => Ok(own),
+    }
+}
+
+/// Fails if a rank does not see rank 0's output folder. All ranks write parts of each checkpoint into it.
 pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<()> {
     let sign = out.join("shared.tmp");
     let rank = mesh.world().rank;
@@ -261,20 +279,21 @@ pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<()> {
         std::thread::sleep(Duration::from_millis(100));
     }
     let place = out.canonicalize().unwrap_or_else(|_| out.to_owned());
-    let said = format!("{}{}", u8::from(sees()), place.display());
-    let all = mesh.gather(said.as_bytes())?;
+    // `1` or `0` for whether this rank sees the file, then the folder where it looks.
+    let answer = format!("{}{}", u8::from(sees()), place.display());
+    let answers = mesh.gather(answer.as_bytes())?;
     if rank == 0 {
         let _ = std::fs::remove_file(&sign);
     }
-    let all = all.iter().map(|said| String::from_utf8_lossy(said));
-    let all = all.collect::<Vec<_>>();
-    match all.iter().position(|said| !said.starts_with('1')) {
+    let answers = answers.iter().map(|answer| String::from_utf8_lossy(answer));
+    let answers = answers.collect::<Vec<_>>();
+    match answers.iter().position(|answer| !answer.starts_with('1')) {
         None => Ok(()),
         Some(blind) => bail!(
             "rank {blind} does not see the files of rank 0's run: rank 0 writes to {}, rank {blind} looks in {}\n  \
              hint: give --out a folder that all hosts of the job share, by the same path",
-            &all[0][1..],
-            all[blind].get(1..).unwrap_or_default()
+            &answers[0][1..],
+            answers[blind].get(1..).unwrap_or_default()
         ),
     }
 }
@@ -359,9 +378,9 @@ pub(super) fn on_cuda(
     })
 }
 
-/// Asks NCCL every second whether it has met an error, which ends all ranks at once, and reports to the other ranks how
-/// far this one's GPU is with the first of the groups. Where a rank is lost, NCCL's work is aborted: this rank's host
-/// may wait for its GPU, which waits for the lost rank.
+/// Starts a thread that checks NCCL every second. An error of NCCL ends all ranks. The first group's count of
+/// collectives is reported to the other ranks. If a rank is lost, NCCL's work is aborted, since this host may be
+/// waiting for its GPU, which waits for the lost rank.
 fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) -> Result<()> {
     let mesh = Arc::downgrade(mesh);
     let look = move || {
@@ -379,7 +398,7 @@ fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) ->
                 Err(_) if !mesh.is_at_work() => return,
                 Err(error) => {
                     let text = error.to_string();
-                    // Rank 0 prints what the others report.
+                    // Other ranks send the error to rank 0, which prints it.
                     if mesh.world().rank == 0 && mesh.check().is_ok() {
                         terminal::note(&format!("error: {text}"));
                         events.tell(Event::Failed, &text);
@@ -396,14 +415,14 @@ fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) ->
     thread.spawn(look).map(drop).context("starting a thread")
 }
 
-/// Speaks up while some work lasts that nothing can interrupt: after a while, and when its time is over.
+/// A time limit on work that cannot be interrupted. Dropping it says that the work is done.
 struct Limit {
-    /// Its end is the work's.
+    /// The watching thread ends when this sender is dropped.
     _work: Sender<()>,
 }
 
 impl Limit {
-    /// `speak` gets whether the time is over.
+    /// Calls `speak(false)` if the work still lasts after `soon`, and `speak(true)` after `limit`.
     fn start(soon: Duration, limit: Duration, speak: impl Fn(bool) + Send + 'static) -> Result<Self> {
         let (work, ended) = channel::<()>();
         let lasts = move |time| ended.recv_timeout(time) == Err(RecvTimeoutError::Timeout);
@@ -421,13 +440,13 @@ impl Limit {
     }
 }
 
-/// Once all ranks have the library, none waits in it for one that has not.
+/// Waits until all ranks have loaded NCCL. If one has not, all fail here instead of waiting for it inside NCCL.
 fn all_have_nccl(mesh: &Mesh, own: Result<(), KernelError>) -> Result<()> {
     own?;
     Ok(mesh.barrier()?)
 }
 
-/// Joins the NCCL group of this rank: `size` ranks, one after another, are one.
+/// Joins this rank's NCCL group. Each `size` consecutive ranks form a group.
 fn join(mesh: &Mesh, device: &CudaDevice, size: usize, overlaps: bool) -> Result<NcclGroup> {
     let rank = mesh.world().rank;
     let own = match rank % size {
@@ -439,7 +458,7 @@ fn join(mesh: &Mesh, device: &CudaDevice, size: usize, overlaps: bool) -> Result
     Ok(NcclGroup::join(device.index, &ids[first], place, overlaps)?)
 }
 
-/// The GPUs that hold the parts of this rank's rows.
+/// The context-parallel group: the GPUs that hold the parts of the same rows.
 #[derive(Debug)]
 struct RowOfGpus {
     nccl: NcclGroup,
@@ -465,7 +484,7 @@ impl RankGroup for RowOfGpus {
     }
 }
 
-/// The GPUs of all ranks.
+/// The group of all ranks' GPUs.
 struct Nccl {
     group: NcclGroup,
     size: usize,

@@ -8,10 +8,10 @@ use sieve_hf::Checkpoint;
 use sieve_train::{RunFolder, Start, TrainError, last_validation};
 use std::path::{Path, PathBuf};
 
-/// More runs than this are refused: a list of values was likely meant otherwise.
+/// Runs of a sweep, at most. More are likely a mistake in the values.
 const MAX_RUNS: usize = 1000;
 
-/// How an override of the seed begins. No seed is better than another.
+/// Beginning of an override of the seed. Seeds are averaged over: no seed is called best.
 const SEED: &str = "training.seed=";
 
 /// One run of the sweep.
@@ -19,12 +19,12 @@ struct Run {
     /// `section.key=value` of every swept key.
     overrides: Vec<String>,
     recipe: Recipe,
-    /// Says which text is read where the recipe leaves it open.
+    /// The line about the text that `data.fallback` chose, if any.
     text: Option<String>,
     out: PathBuf,
 }
 
-/// What came of it.
+/// Result of one run.
 #[derive(Serialize)]
 struct Row {
     overrides: Vec<String>,
@@ -34,6 +34,23 @@ struct Row {
     perplexity: Option<f64>,
     /// Why there is no loss.
     error: Option<String>,
+}
+
+impl Row {
+    /// The row of a run that has ended, with the last validation of its log; `error` is the reason if it diverged.
+    fn of(run: &Run, error: Option<String>) -> Self {
+        let report = error.is_none().then(|| last_validation(&run.out)).flatten();
+        let report = report.filter(|report| report.loss.is_finite() && report.perplexity.is_finite());
+        let not_finite = "the last validation's loss or perplexity is not finite";
+        let error = error.or_else(|| report.is_none().then(|| not_finite.to_owned()));
+        Self {
+            overrides: run.overrides.clone(),
+            folder: run.out.clone(),
+            loss: report.as_ref().map(|report| report.loss),
+            perplexity: report.as_ref().map(|report| report.perplexity),
+            error,
+        }
+    }
 }
 
 pub(super) fn run(args: TrainArgs) -> Result<Ending> {
@@ -63,7 +80,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
         ));
         terminal::lines(&run.text);
         let start = match args.start(&run.out, None)? {
-            // Runs that were not begun begin; the others resume.
+            // With --resume, a run of the sweep that has not started yet starts as a new one.
             Start::Resume | Start::ResumeAlone { .. } if !RunFolder::holds_run(&run.out) => Start::New,
             start => start,
         };
@@ -73,25 +90,13 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
                 terminal::line("the sweep stops here; the same command with --resume continues");
                 return Ok(Ending::Interrupted);
             }
-            // A value that does not train is a result of the sweep.
+            // A run that diverges is a result of the sweep, not an error.
             Err(error) => match error.downcast_ref::<TrainError>() {
                 Some(TrainError::Diverged(_)) => Some(error.to_string()),
                 _ => return Err(error).context(run.overrides.join(" ")),
             },
         };
-        let report = error.is_none().then(|| last_validation(&run.out)).flatten();
-        let report = report.filter(|report| report.loss.is_finite() && report.perplexity.is_finite());
-        let error = error.or_else(|| {
-            let not_finite = "the last validation's loss or perplexity is not finite";
-            report.is_none().then(|| not_finite.to_owned())
-        });
-        rows.push(Row {
-            overrides: run.overrides.clone(),
-            folder: run.out.clone(),
-            loss: report.as_ref().map(|report| report.loss),
-            perplexity: report.as_ref().map(|report| report.perplexity),
-            error,
-        });
+        rows.push(Row::of(run, error));
     }
     let path = base.join("sweep.json");
     std::fs::write(&path, serde_json::to_string_pretty(&rows)?)
@@ -105,7 +110,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     Ok(Ending::Finished)
 }
 
-/// All combinations of the swept values.
+/// One run for each combination of the swept values.
 fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
     let mut combinations: Vec<Vec<String>> = vec![Vec::new()];
     let mut shares_data = true;
@@ -120,7 +125,7 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
         if values.is_empty() || values.iter().any(String::is_empty) {
             bail!("--sweep {sweep} has an empty value\n  hint: write {key}=V1,V2 without spaces");
         }
-        // What the shards are made of; a stage's text lies beside them.
+        // Runs share one folder of shards unless a swept key changes the shards' content.
         let of_text = ["data.", "tokenizer.", "validation.paths"];
         let of_stage = [".paths", ".weights"];
         let is_text = of_text.iter().any(|begin| key.starts_with(begin));
@@ -167,7 +172,7 @@ fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
     Ok(runs)
 }
 
-/// Values between commas; those inside brackets or quotes belong to one value.
+/// Splits at commas that are not inside brackets or quotes.
 fn split(values: &str) -> Vec<String> {
     let mut split = vec![String::new()];
     let (mut depth, mut quoted) = (0usize, false);
@@ -189,7 +194,7 @@ fn split(values: &str) -> Vec<String> {
     split
 }
 
-/// `lr=1e-3,beta2=0.9`, with nothing a file system would mind.
+/// A folder name such as `lr=1e-3,beta2=0.9`. Characters that are unsafe in file names become `_`.
 fn folder_name(overrides: &[String]) -> String {
     let short = overrides.iter().map(|item| {
         let (key, value) = item.split_once('=').unwrap_or((item, ""));
@@ -203,15 +208,15 @@ fn folder_name(overrides: &[String]) -> String {
         .collect()
 }
 
-/// Runs that differ in their seed alone.
+/// Runs that differ only in their seed.
 struct Seeds<'a> {
-    /// The overrides but the seed; empty where nothing else is swept.
+    /// Their overrides without the seed; empty if only the seed is swept.
     name: String,
     rows: Vec<&'a Row>,
 }
 
 impl<'a> Seeds<'a> {
-    /// The rows by what they were given beside the seed, in the order of their first runs.
+    /// Groups rows by their overrides without the seed, in the order of each group's first run.
     fn of(rows: &'a [Row]) -> Vec<Self> {
         let mut all: Vec<Self> = Vec::new();
         for row in rows {
@@ -225,7 +230,7 @@ impl<'a> Seeds<'a> {
         all
     }
 
-    /// Mean loss and sample standard deviation, 0 for one seed; `None` where a run diverged.
+    /// Mean and sample standard deviation (0 for one seed) of the losses; `None` if a run diverged.
     fn mean_and_spread(&self) -> Option<(f64, f64)> {
         let losses = self.rows.iter().map(|row| row.loss).collect::<Option<Vec<_>>>()?;
         let mean = losses.iter().sum::<f64>() / losses.len() as f64;
@@ -235,28 +240,36 @@ impl<'a> Seeds<'a> {
     }
 }
 
-/// The losses of all runs, the means over seeds, and what is best: a value, never a seed.
+/// A group of seeds with its mean loss and spread.
+type Ranked<'a> = (&'a Seeds<'a>, (f64, f64));
+
+/// The printed table: each run's loss, the means over seeds, and the best combination of values.
 fn table(rows: &[Row]) -> Vec<String> {
     let groups = Seeds::of(rows);
     let has_seeds = groups.iter().any(|seeds| seeds.rows.len() > 1);
     let ranked = groups.iter();
     let ranked = ranked.filter_map(|seeds| Some((seeds, seeds.mean_and_spread()?)));
-    let mut ranked = ranked.collect::<Vec<_>>();
+    let mut ranked: Vec<Ranked<'_>> = ranked.collect();
     ranked.sort_by(|(_, (a, _)), (_, (b, _))| a.total_cmp(b));
-    // With seeds alone there is nothing to choose.
+    // If only the seed is swept, nothing is best.
     let best = ranked.first().filter(|_| groups.len() > 1 || !has_seeds);
+    let mark = |group: &Seeds<'_>| match best {
+        Some((best, _)) if best.name == group.name => "  best",
+        _ => "",
+    };
 
     let name_of = |row: &Row| row.overrides.join(" ");
-    let names = rows
-        .iter()
-        .map(name_of)
-        .chain(groups.iter().map(|seeds| seeds.name.clone()));
+    let names = rows.iter().map(name_of);
+    let names = names.chain(groups.iter().map(|seeds| seeds.name.clone()));
     let width = names.map(|name| name.chars().count()).max().unwrap_or(0).max(15);
     let mut lines = vec![format!("{:<width$}  {:>10}  {:>12}", "sweep", "loss", "perplexity")];
     for row in rows {
         let name = name_of(row);
-        let is_best = !has_seeds && best.is_some_and(|(seeds, _)| std::ptr::eq(seeds.rows[0], row));
-        let mark = if is_best { "  best" } else { "" };
+        // Without several seeds each group is one run.
+        let group = groups
+            .iter()
+            .find(|group| !has_seeds && std::ptr::eq(group.rows[0], row));
+        let mark = group.map_or("", mark);
         lines.push(match (row.loss, row.perplexity) {
             (Some(loss), Some(perplexity)) => format!("{name:<width$}  {loss:>10.5}  {perplexity:>12.3}{mark}"),
             _ => format!("{name:<width$}  diverged"),
@@ -264,32 +277,33 @@ fn table(rows: &[Row]) -> Vec<String> {
     }
     if has_seeds {
         lines.push(format!("{:<width$}  {:>10}  {:>12}", "mean of seeds", "loss", "spread"));
-        for seeds in &groups {
-            let name = match seeds.name.as_str() {
-                "" => "all",
-                name => name,
-            };
-            let mark = match best {
-                Some((best, _)) if std::ptr::eq(*best, seeds) => "  best",
-                _ => "",
-            };
-            lines.push(match seeds.mean_and_spread() {
-                Some((mean, spread)) => format!("{name:<width$}  {mean:>10.5}  {spread:>12.5}{mark}"),
-                None => format!("{name:<width$}  diverged for a seed"),
-            });
-        }
     }
-    match (best, ranked.get(1)) {
-        (Some((best, (mean, spread))), next) if has_seeds => {
-            lines.push(format!("best: {}, by the mean of {} seeds", best.name, best.rows.len()));
-            let spread = next.map_or(*spread, |(_, (_, other))| spread.max(*other));
-            let ahead = next.map(|(_, (other, _))| other - mean);
-            lines.extend(ahead.filter(|ahead| *ahead < spread).map(|ahead| {
-                format!("  {ahead:.5} below the next, less than the seeds' spread of {spread:.5}: try more seeds")
-            }));
+    for group in groups.iter().filter(|_| has_seeds) {
+        let name = if group.name.is_empty() { "all" } else { &group.name };
+        lines.push(match group.mean_and_spread() {
+            Some((mean, spread)) => format!("{name:<width$}  {mean:>10.5}  {spread:>12.5}{}", mark(group)),
+            None => format!("{name:<width$}  diverged for a seed"),
+        });
+    }
+    if let Some(best) = best {
+        lines.extend(best_lines(best, ranked.get(1), has_seeds));
+    }
+    lines
+}
+
+/// The lines about the best group, and whether it is ahead of the `next` one by more than the seeds' spread.
+fn best_lines((best, (mean, spread)): &Ranked<'_>, next: Option<&Ranked<'_>>, has_seeds: bool) -> Vec<String> {
+    if !has_seeds {
+        return vec![format!("best: {}", best.rows[0].folder.display())];
+    }
+    let mut lines = vec![format!("best: {}, by the mean of {} seeds", best.name, best.rows.len())];
+    if let Some((_, (next_mean, next_spread))) = next {
+        let (ahead, spread) = (next_mean - mean, spread.max(*next_spread));
+        if ahead < spread {
+            lines.push(format!(
+                "  {ahead:.5} below the next, less than the seeds' spread of {spread:.5}: try more seeds"
+            ));
         }
-        (Some((best, _)), _) => lines.push(format!("best: {}", best.rows[0].folder.display())),
-        (None, _) => {}
     }
     lines
 }

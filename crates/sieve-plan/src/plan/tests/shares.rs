@@ -26,7 +26,7 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
     assert!(ways.iter().all(|way| way.zero_stage == 0), "{ways:?}");
     assert_eq!(muon.zero_stages.len(), 2);
     let adamw = planned(2, &["parallelism.zero_stage=0"]);
-    let (one, two) = (muon.memory.moment_bytes, adamw.memory.moment_bytes);
+    let (one, two) = (muon.memory.peak.moment_bytes, adamw.memory.peak.moment_bytes);
     assert!(one < two && 2 * one > two, "{one} of {two}");
     assert_eq!(muon.zero_stages[0].total_bytes, muon.memory.total_bytes);
     // Nothing is cut: gradients are all-reduced, no weights are gathered, and rank 0 writes all of a checkpoint.

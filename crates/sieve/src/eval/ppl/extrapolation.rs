@@ -1,4 +1,4 @@
-//! `--extrapolate`: the same tokens behind more tokens than a row of training has.
+//! `--extrapolate`: the loss on the same tokens after contexts longer than a row in training.
 use super::{BATCH_TOKENS, PplArgs, prepared_data};
 use crate::terminal;
 use anyhow::{Result, bail};
@@ -7,10 +7,10 @@ use sieve_eval::{EvalDocument, EvalError, Extrapolation, extrapolation, prepared
 use sieve_hf::LoadedModel;
 use sieve_ops::DeviceBackend;
 
-/// Contexts, in rows of training.
+/// Lengths of the contexts, in multiples of a training row.
 const FACTORS: [usize; 3] = [1, 2, 4];
 
-/// Predicts the last tokens of long documents behind every context that the model has positions for.
+/// Measures the loss on the same tokens after each context of [`FACTORS`] that the model has positions for.
 pub(super) fn measure<B: DeviceBackend>(
     args: &PplArgs,
     loaded: &LoadedModel<B>,

@@ -8,19 +8,18 @@ use sieve_hf::{Kept, LoadedModel};
 use sieve_ops::DeviceBackend;
 use std::path::PathBuf;
 
-/// One row of the table.
+/// A compared model's row of the table.
 #[derive(Debug, Serialize)]
 pub(super) struct Trained {
     /// The checkpoint's folder.
     pub(super) checkpoint: String,
     /// Its step.
     pub(super) step: u64,
-    /// What was measured.
     #[serde(flatten)]
     pub(super) measure: TrainedMeasure,
 }
 
-/// The models, checked before any of them is measured.
+/// Loads the models. Fails if one has another tokenizer or a context shorter than the prompts.
 pub(super) fn load<B: DeviceBackend>(
     folders: &[PathBuf],
     tokenizer: &Tokenizer,
@@ -53,7 +52,7 @@ pub(super) fn load<B: DeviceBackend>(
     Ok(models)
 }
 
-/// Each model on the same windows.
+/// Measures each model on the same prompts.
 pub(super) fn measure<B: DeviceBackend>(
     models: &[LoadedModel<B>],
     windows: &[Vec<u32>],

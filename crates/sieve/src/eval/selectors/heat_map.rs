@@ -1,4 +1,4 @@
-//! Kept blocks of all layers and heads as a picture.
+//! An SVG of the key tiles that a prefill selector keeps, by layer and head.
 use crate::eval::heads::{Heads, Legend, Square};
 use sieve_select::{KeyMask, Selected};
 
@@ -7,8 +7,8 @@ const SIDE: usize = 1024;
 /// Grey of keys after the query.
 const LATER: u8 = 200;
 
-/// A row of heads per layer; black is kept, white is dropped. Rows and columns are tiles (with permutations, of the
-/// permuted sequence); a pixel that stands for several tiles shows their mean.
+/// The SVG's text: a row of heads for each layer. Black tiles are kept, white ones dropped. A method that permutes
+/// tokens is drawn in the permuted order. A pixel that covers several tiles shows their mean.
 pub(super) fn svg(label: &str, model: &str, chosen: &[Selected]) -> String {
     let masks: Vec<&KeyMask> = chosen.iter().map(|one| &one.mask).collect();
     let num_tokens = masks.first().map_or(0, |mask| mask.shape.num_queries);

@@ -2,10 +2,10 @@
 
 use sieve_select::LayerSelectors;
 
-/// Letters of a file's name.
+/// Letters of a file's name, at most.
 const LONGEST: usize = 120;
 
-/// Each selector as the flag would ask for it; one that is asked for twice is numbered.
+/// Each selector in the form that `--selector` reads; repeated ones are numbered.
 pub(super) fn of(selectors: &[LayerSelectors]) -> Vec<String> {
     distinct(selectors.iter().map(LayerSelectors::label))
 }

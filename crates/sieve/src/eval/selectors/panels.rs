@@ -1,4 +1,4 @@
-//! Curves over two axes as an SVG: a panel each, with the points of all others in grey behind it.
+//! An SVG of curves, one panel for each. A panel also shows the points of all other curves in grey.
 use crate::eval::line_chart::{Area, Axis, Drawn, FONT};
 use plotters::prelude::*;
 
@@ -7,7 +7,7 @@ pub(super) struct Section<'a> {
     pub(super) heading: &'a str,
     pub(super) x: Axis<'a>,
     pub(super) y: Axis<'a>,
-    /// What all others are compared with: a cross in every panel.
+    /// The point of dense attention: a cross in every panel.
     pub(super) dense: (f64, f64),
     pub(super) panels: Vec<Panel>,
 }
@@ -15,9 +15,9 @@ pub(super) struct Section<'a> {
 /// One panel.
 pub(super) struct Panel {
     pub(super) name: String,
-    /// The setting that differs among its points, from left to right.
+    /// The key that differs among its points and the key's values, from left to right.
     pub(super) says: String,
-    /// From left to right; those outside the axes are drawn at their edge.
+    /// Points from left to right. Points outside the axes are drawn at the edge.
     pub(super) points: Vec<(f64, f64)>,
 }
 
@@ -30,7 +30,7 @@ const LETTERS: usize = 48;
 const GREY: RGBColor = RGBColor(0xc4, 0xc4, 0xc4);
 const BLUE: RGBColor = RGBColor(0x00, 0x72, 0xb2);
 
-/// The sections of a picture, one below the other.
+/// The SVG's text: the sections, one below the other.
 pub(super) fn svg(title: &str, sections: &[Section<'_>]) -> String {
     let mut svg = String::new();
     let rows = |section: &Section<'_>| section.panels.len().div_ceil(COLUMNS) as i32;
@@ -56,7 +56,7 @@ fn draw(root: &Area<'_>, title: &str, sections: &[Section<'_>], heights: &[i32])
             let [row, column] = [at / COLUMNS, at % COLUMNS].map(|x| x as i32);
             let corner = (WIDTH * column, top + HEADING + HEIGHT * row);
             let area = root.clone().shrink(corner, (WIDTH, HEIGHT));
-            // A long name in small letters does not reach the next panel.
+            // A name longer than LETTERS is drawn smaller, so that it ends before the next panel.
             let letters = panel.name.chars().count().max(LETTERS);
             area.draw_text(&panel.name, &text(14 * LETTERS as i32 / letters as i32), (44, 2))?;
             area.draw_text(&panel.says, &text(12).color(&RGBColor(0x55, 0x55, 0x55)), (44, 19))?;

@@ -1,8 +1,8 @@
-//! Density against recall as an SVG.
+//! `--plot`: an SVG of recall over density.
 use crate::eval::line_chart::{self, Axis, Curve, Plot};
 
-/// The picture of curves over (density, recall), both in [0, 1]. Recall begins at the lowest value that occurs, rounded
-/// down to a tenth.
+/// The SVG's text. The curves' points are (density, recall), both in [0, 1]. The axis of recall begins at the lowest
+/// value, rounded down to a tenth.
 pub(super) fn svg(title: &str, curves: Vec<Curve>) -> String {
     let sorted = |mut curve: Curve| {
         curve.points.sort_by(|a, b| a.0.total_cmp(&b.0));

@@ -1,4 +1,4 @@
-//! The loss that each measured setting adds, against its density and against its time, as an SVG.
+//! `--scores`: an SVG of the loss that each selector adds to the dense model's, over its density and over its time.
 use super::Run;
 use super::compare::Trained;
 use super::panels::{self, Panel, Section};
@@ -8,26 +8,27 @@ use crate::eval::output;
 use sieve_ops::DeviceBackend;
 use sieve_select::LayerSelectors;
 
-/// One measured setting.
+/// One measured selector.
 #[derive(Clone, Debug, PartialEq)]
 struct Point {
-    /// The value that differs from other points of its curve.
+    /// The value of the curve's key.
     value: String,
     density: f64,
     prefill_ms: f64,
-    /// Nats per token beside the dense model's.
+    /// Loss minus the dense model's loss, in nats per token.
     added: f64,
 }
 
-/// Settings that differ in one key.
+/// Selectors that differ in the value of one key.
 struct Curve {
     name: String,
-    /// That key.
+    /// The key that differs.
     key: String,
     points: Vec<Point>,
 }
 
-/// The rows of the longest length; those that differ in the one key that trades density for recall are one curve.
+/// The SVG of the rows of the longest length. Selectors that differ only in their knob, the key that trades density for
+/// recall, form one curve.
 pub(super) fn svg<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[Trained]) -> String {
     let longest = run.tokens.len() - 1;
     let mut curves: Vec<Curve> = Vec::new();
@@ -72,7 +73,8 @@ pub(super) fn svg<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[T
     )
 }
 
-/// The curve that a label's point is on, the key that the curve moves along, and its value.
+/// `[curve, key, value]` of a selector's label: the label without its knob, the knob, and the knob's value. A selector
+/// without a knob has a curve of its own.
 fn place_of(label: &str) -> [String; 3] {
     let selectors = LayerSelectors::parse(label).ok();
     let selector = selectors.as_ref().and_then(LayerSelectors::only);
@@ -92,7 +94,7 @@ fn place_of(label: &str) -> [String; 3] {
 fn drawn(title: &str, dense_ms: f64, curves: Vec<Curve>) -> String {
     let all = || curves.iter().flat_map(|curve| &curve.points);
     let densest = all().map(|point| point.density).fold(1.0, f64::max);
-    // What is much slower than dense says no more than that.
+    // Points slower than three times dense attention are drawn at the edge.
     let slowest = all()
         .map(|point| point.prefill_ms)
         .fold(dense_ms, f64::max)
@@ -135,7 +137,7 @@ fn drawn(title: &str, dense_ms: f64, curves: Vec<Curve>) -> String {
     panels::svg(title, &sections)
 }
 
-/// A curve over one of its numbers.
+/// The panel of a curve; `of` gives a point's x value.
 fn panel(curve: &Curve, of: fn(&Point) -> f64) -> Panel {
     let mut points: Vec<&Point> = curve.points.iter().collect();
     points.sort_by(|a, b| of(a).total_cmp(&of(b)));
@@ -147,7 +149,7 @@ fn panel(curve: &Curve, of: fn(&Point) -> f64) -> Panel {
     }
 }
 
-/// Ends of the axis: all losses, but for those above four times the middle one of the positive ones.
+/// Range of the loss axis. Losses above four times the median of the positive ones do not widen it.
 fn added_range(mut added: Vec<f64>) -> std::ops::Range<f64> {
     added.sort_by(f64::total_cmp);
     let low = added.first().copied().unwrap_or(0.0).min(0.0);

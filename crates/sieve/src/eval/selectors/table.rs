@@ -1,4 +1,4 @@
-//! The measures as lines, or as one JSON object.
+//! The measured rows as printed lines and as one JSON object.
 use super::compare::Trained;
 use super::{Failures, Run};
 use crate::{selector, terminal};
@@ -10,14 +10,13 @@ use sieve_ops::DeviceBackend;
 /// One line of the table.
 #[derive(Debug, Serialize)]
 pub(super) struct Row {
-    /// The selector as it was asked for.
+    /// The selector in the form that `--selector` reads.
     pub(super) label: String,
-    /// What was measured.
     #[serde(flatten)]
     pub(super) measure: SelectorMeasure,
 }
 
-/// Everything as one object, kept and printed as was asked for.
+/// Writes everything as one JSON object, as `--json` and `--save` ask.
 pub(super) fn report<B: DeviceBackend>(
     run: &Run<'_, B>,
     rows: &[Row],
@@ -37,7 +36,7 @@ pub(super) fn report<B: DeviceBackend>(
     Ok(())
 }
 
-/// Prints all lengths.
+/// Prints a legend, then a table for each length.
 pub(super) fn print<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[Trained], left_out: &[anyhow::Error]) {
     let (args, loaded) = (run.args, run.loaded);
     let chunks = match args.chunk {
@@ -142,13 +141,13 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
     }
 }
 
-/// Whether the model is on a CPU and all its layers took one path.
+/// Whether the model is on the CPU and all its layers took the same path.
 fn is_on_cpu(measure: &SelectorMeasure) -> bool {
     let paths = &measure.paths;
     paths.len() == 1 && paths[0].path.ends_with("on the CPU") && measure.host_bytes == 0.0
 }
 
-/// What the rows of one length do not say by themselves.
+/// Lines below the table of one length: whether no method left anything out, and how much times varied.
 fn notes(rows: &[&Row]) -> Vec<String> {
     let mut notes = Vec::new();
     if rows.iter().all(|row| row.measure.tile_density == Some(1.0)) {
