@@ -53,7 +53,7 @@ fn of_kind(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
             let copies = nsa.num_kv_copies() as u64;
             // Copies of the compressed and selected branches grow; the window's own does not.
             let growing = if nsa.shared_kv { 1 } else { NUM_NSA_BRANCHES as u64 - 1 };
-            let blocks = nsa.num_compressed_blocks(seq_len) as u64;
+            let blocks = nsa.blocks().num_compressed_blocks(seq_len) as u64;
             let open_block = kv / 2 * nsa.compress_block_size as u64;
             let own_window = (copies - growing) * kv * held(nsa.window_size);
             let at = growing * kv * seq_len as u64 + own_window + blocks * kv + open_block;
