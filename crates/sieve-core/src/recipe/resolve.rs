@@ -104,7 +104,7 @@ fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Ve
     });
     derived(model, "head_dim", || {
         let (width, heads) = (width?, heads.filter(|&heads| heads > 0)?);
-        if width % (2 * heads) != 0 {
+        if width % heads.saturating_mul(2) != 0 {
             let what = format!(
                 "is missing, and hidden_size = {width} is not an even number times num_attention_heads = {heads}"
             );

@@ -167,12 +167,16 @@ impl Recipe {
         recipe
     }
 
-    /// Tokens of the whole run.
+    /// Tokens that the whole run reads; `u64::MAX` if they are more.
     pub fn num_tokens(&self) -> u64 {
-        let stages = self.stages().into_iter();
-        stages
-            .map(|Stage { section, .. }| (section.steps * section.global_batch_size * section.seq_len) as u64)
-            .sum()
+        self.stages().iter().fold(0, |sum: u64, Stage { section, .. }| {
+            let sizes = [section.steps, section.global_batch_size, section.seq_len];
+            sum.saturating_add(
+                sizes
+                    .iter()
+                    .fold(1, |tokens: u64, &size| tokens.saturating_mul(size as u64)),
+            )
+        })
     }
 
     /// The stages of steps `0..steps_done`, cut at `steps_done`. The local batch size is left out of the comparison: it
