@@ -351,21 +351,12 @@ impl<B: TrainBackend> Group<B> {
     /// # Errors
     /// A rank is lost, or has another value.
     pub(crate) fn check_equal(&self, text: &str) -> Result<(), TrainError> {
-        for (rank, other) in self.gather(text.as_bytes())?.iter().enumerate() {
-            let other = String::from_utf8_lossy(other);
+        for (rank, other) in self.gather_data(&text.to_owned())?.into_iter().enumerate() {
             if other != text {
-                return Err(apart(rank, other.into_owned(), text.to_owned()));
+                return Err(apart(rank, other, text.to_owned()));
             }
         }
         Ok(())
-    }
-
-    /// The bytes of every rank, by rank.
-    ///
-    /// # Errors
-    /// A rank is lost.
-    pub(crate) fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
-        Ok(self.mesh.gather(bytes)?)
     }
 
     /// The data of every rank, by rank.
@@ -376,14 +367,12 @@ impl<B: TrainBackend> Group<B> {
         gather_data(&self.mesh, own)
     }
 
-    /// The number that rank 0 passes; the other ranks' arguments are ignored.
+    /// The value that rank 0 passes; the other ranks' arguments are ignored.
     ///
     /// # Errors
     /// A rank is lost.
-    pub(crate) fn of_first(&self, number: Option<u64>) -> Result<Option<u64>, TrainError> {
-        let text = number.map_or(String::new(), |number| number.to_string());
-        let text = self.mesh.broadcast(text.as_bytes())?;
-        Ok(String::from_utf8_lossy(&text).parse().ok())
+    pub(crate) fn of_first(&self, own: bool) -> Result<bool, TrainError> {
+        Ok(self.mesh.broadcast(&[u8::from(own)])? == [1])
     }
 }
 

@@ -212,7 +212,7 @@ impl Metrics {
             // The next try opens the file again and cuts off an incomplete line that this write may have left.
             Err(error) => {
                 let pause = self.tries.fail().as_secs();
-                if self.tries.num_failed() == 1 {
+                if self.tries.num_failed == 1 {
                     self.messages.push(format!(
                         "warning: writing {}: {error}; training continues, and its lines wait (next try in {pause} s)",
                         path.display()
@@ -393,10 +393,10 @@ mod tests {
         let path = folder.metrics_path();
         std::fs::write(&path, "{\"kind\":\"step\",\"step\":1}\n").unwrap();
         let (mut metrics, _) = Metrics::open(&folder, 1, false).unwrap();
-        metrics.tries.set_limits(WriteLimits {
+        metrics.tries.limits = WriteLimits {
             first_pause: std::time::Duration::ZERO,
             ..WriteLimits::default()
-        });
+        };
         // A disk that is full, and half a line that still found room.
         metrics.file = Some(OpenOptions::new().append(true).open("/dev/full").unwrap());
         metrics.memory(2, PEAK, vec![7]);

@@ -20,7 +20,7 @@ use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
 use crate::origin::Begun;
 use crate::segments::{BlockSettings, MicroBatchResult, PassHooks, pass};
-use crate::validation::{check_labels, report, share_sums, sums_of_shares, sums_to_bytes};
+use crate::validation::{check_labels, report, share_sums, sums_of_shares};
 use crate::{
     AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Optimizer, Origin,
     Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram,
@@ -233,7 +233,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Changes how failed writes are retried. For tests.
     #[doc(hidden)]
     pub fn set_write_limits(&mut self, limits: WriteLimits) {
-        self.saving.tries.set_limits(limits);
+        self.saving.tries.limits = limits;
     }
 
     /// Whether the run must end before its next step.
@@ -355,7 +355,7 @@ impl<B: TrainBackend> Trainer<B> {
         let (mut reporter, history) = self.begin(observe)?;
         let is_validated = match &self.group {
             // Only rank 0 has read the metrics of an earlier process.
-            Some(group) => group.of_first(history.first.as_ref().map(|_| 1))?.is_some(),
+            Some(group) => group.of_first(history.first.is_some())?,
             None => history.first.is_some(),
         };
         let first_validation = match is_validated {
@@ -762,7 +762,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.finish_leaves()?;
         self.disturbance.at(self.step, Moment::Validating);
         let model = self.model().valid();
-        let mut sums = share_sums(
+        let sums = share_sums(
             self.share(),
             &model,
             &self.stage.validation_loader,
@@ -772,12 +772,9 @@ impl<B: TrainBackend> Trainer<B> {
             &self.device,
             &|| self.tick(),
         )?;
-        if let Some(group) = &self.group {
-            sums = sums_of_shares(&group.gather(&sums_to_bytes(&sums))?);
-        }
         let report = ValidationReport {
             step: self.step,
-            ..report(&sums)
+            ..report(&sums_of_shares(&self.gathered(sums)?))
         };
         if !self.writes() {
             return Ok(None);

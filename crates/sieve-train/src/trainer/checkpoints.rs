@@ -5,6 +5,8 @@ use crate::group::Group;
 use crate::optimizer::ReplicaSums;
 use crate::run_folder::rename_aside;
 use crate::{Origin, RunFolder, TrainError, TrainEvent};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use sieve_core::Recipe;
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
@@ -123,15 +125,21 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(Checkpoint::begin(folder, self.step)?)
     }
 
+    /// A value of every rank, by rank.
+    pub(super) fn gathered<T: Serialize + DeserializeOwned>(&self, own: T) -> Result<Vec<T>, TrainError> {
+        match &self.group {
+            Some(group) => group.gather_data(&own),
+            None => Ok(vec![own]),
+        }
+    }
+
     /// The problem of the first rank that has one; all ranks get the same answer.
     fn of_any(&self, own: Option<String>) -> Result<Option<String>, TrainError> {
         let Some(group) = &self.group else {
             return Ok(own);
         };
-        let all = group.gather(own.unwrap_or_default().as_bytes())?;
-        let mut problems = all.iter().enumerate().filter(|(_, text)| !text.is_empty());
-        let first = problems.next();
-        Ok(first.map(|(rank, text)| format!("rank {rank}: {}", String::from_utf8_lossy(text))))
+        let mut all = group.gather_data(&own)?.into_iter().enumerate();
+        Ok(all.find_map(|(rank, problem)| Some(format!("rank {rank}: {}", problem?))))
     }
 
     /// Records that the checkpoint of a step could not be written. All ranks call it.
@@ -143,7 +151,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Reports a checkpoint that failed, and whether training continues.
     pub(super) fn warn_unsaved(&mut self, reporter: &mut Reporter<'_>) {
         if let Some((step, problem)) = self.saving.problem.take() {
-            let (failed, most) = (self.saving.tries.num_failed(), self.saving.tries.limits().max_failures);
+            let (failed, most) = (self.saving.tries.num_failed, self.saving.tries.limits.max_failures);
             let next = match self.saving.gives_up() {
                 true => "the run stops".to_owned(),
                 false => "training continues, and soon tries again".to_owned(),
@@ -172,10 +180,7 @@ impl<B: TrainBackend> Trainer<B> {
                 Checkpoint::discard(&folder, step);
             }
         };
-        let all = match &self.group {
-            Some(group) => group.gather_data(&shard).inspect_err(|_| discard())?,
-            None => vec![shard],
-        };
+        let all = self.gathered(shard).inspect_err(|_| discard())?;
         let name = |(rank, shard): (usize, Result<Shard, String>)| {
             shard.map_err(|problem| match self.group {
                 Some(_) => format!("rank {rank}: {problem}"),
@@ -246,7 +251,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// # Errors
     /// It cannot be written; a rank or a device is lost.
     pub(super) fn save_last(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        let limits = self.saving.tries.limits();
+        let limits = self.saving.tries.limits;
         let (since, mut pause) = (Instant::now(), limits.first_pause);
         loop {
             self.start_checkpoint(reporter)?;
@@ -257,10 +262,10 @@ impl<B: TrainBackend> Trainer<B> {
             let has_other = self.saving.fallback.is_some() && !self.saving.uses_fallback;
             self.saving.uses_fallback = has_other;
             // Rank 0's clock decides, so that all ranks give up at the same try.
-            let is_over = u64::from(since.elapsed() + pause > limits.last);
+            let is_over = since.elapsed() + pause > limits.last;
             let is_over = match &self.group {
-                Some(group) => group.of_first(Some(is_over))? == Some(1),
-                None => is_over == 1,
+                Some(group) => group.of_first(is_over)?,
+                None => is_over,
             };
             let next = match (has_other, is_over) {
                 (true, _) => "it goes to the folder of --checkpoint-fallback".to_owned(),

@@ -53,10 +53,7 @@ impl<B: TrainBackend> Trainer<B> {
     pub(super) fn report_peak(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let peak = self.memory.peak();
         let own = peak.map_or(0, |peak| peak.in_use_bytes);
-        let by_rank = match &self.group {
-            Some(group) => group.gather_data(&own)?,
-            None => vec![own],
-        };
+        let by_rank = self.gathered(own)?;
         if let (MemoryProbe::Device(_), Some(peak)) = (self.memory, peak) {
             reporter.metrics.memory(self.step, peak, by_rank);
         }

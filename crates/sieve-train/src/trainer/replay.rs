@@ -106,11 +106,7 @@ impl<B: TrainBackend> Trainer<B> {
             Some(&mut hashes),
         )?;
         hashes.add::<B>(result.loss.into_primitive().tensor());
-        let own = hashes.0.digest();
-        match &self.group {
-            Some(group) => group.gather_data(&own),
-            None => Ok(vec![own]),
-        }
+        self.gathered(hashes.0.digest())
     }
 }
 

@@ -170,12 +170,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Enters a stage. If no rank can, the state before it is written as a checkpoint.
     pub(super) fn enter_or_save(&mut self, stage: Stage, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let entered = self.enter_stage(stage);
-        let own = u64::from(entered.is_err());
-        let failed = match &self.group {
-            Some(group) => group.gather_data(&own)?,
-            None => vec![own],
-        };
-        if failed.iter().all(|failed| *failed == 1) {
+        if !self.gathered(entered.is_ok())?.contains(&true) {
             self.save_last(reporter)?;
         }
         entered
