@@ -1,10 +1,10 @@
-//! What can go wrong between processes.
+//! The errors of communication between processes.
 use std::fmt;
 
-/// An error between processes.
+/// Why the processes of a group cannot work together.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CommError {
-    /// Variables that name a group, but not all of it.
+    /// Some of the environment variables that describe a group are set, others are not.
     #[error(
         "{set} is set and {missing} is not: the variables of a group of processes are set in part\n  \
          hint: sieve launch and torchrun set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; unset them to \
@@ -13,90 +13,90 @@ pub enum CommError {
     HalfSet {
         /// A variable that is set.
         set: &'static str,
-        /// One that is needed with it.
+        /// A variable that is needed with it and is not set.
         missing: &'static str,
     },
-    /// A variable with a value that makes no sense.
+    /// An environment variable has an invalid value.
     #[error("{name}={value} {problem}")]
     BadVariable {
-        /// Its name.
+        /// The variable's name.
         name: &'static str,
-        /// Its value.
+        /// The variable's value.
         value: String,
-        /// What is wrong.
+        /// What is wrong with the value.
         problem: String,
     },
-    /// Rank 0 cannot listen.
+    /// Rank 0 cannot listen on its port.
     #[error(
         "rank 0 cannot listen on {address} (MASTER_ADDR:MASTER_PORT): {problem}\n  \
          hint: another program may have the port; set MASTER_PORT to a free one"
     )]
     Listen {
-        /// The address.
+        /// Host and port.
         address: String,
-        /// Why not.
+        /// The system's error.
         problem: String,
     },
-    /// The name of rank 0's host says nothing to this one.
+    /// This host cannot resolve the name of rank 0's host.
     #[error(
         "rank {rank} does not know the host {host} (MASTER_ADDR): {problem}\n  \
          hint: give rank 0's host by a name or an address that all hosts know, with sieve launch --master HOST:PORT or \
          MASTER_ADDR"
     )]
     UnknownHost {
-        /// Who asked.
+        /// This rank.
         rank: usize,
-        /// For what.
+        /// The name of rank 0's host.
         host: String,
-        /// The system's answer.
+        /// The system's error.
         problem: String,
     },
-    /// Rank 0 does not answer.
+    /// Rank 0 did not answer before the timeout.
     #[error(
         "rank {rank} found no rank 0 at {address} (MASTER_ADDR:MASTER_PORT) within {seconds} s: {problem}\n  \
          hint: is rank 0 running, and does a firewall let the port through?"
     )]
     NoFirstRank {
-        /// Who asked.
+        /// This rank.
         rank: usize,
-        /// Where.
+        /// Host and port of rank 0.
         address: String,
-        /// How long.
+        /// The timeout.
         seconds: u64,
-        /// The last try's error.
+        /// The error of the last attempt.
         problem: String,
     },
-    /// Some ranks never came.
+    /// Some ranks did not connect to rank 0 before the timeout.
     #[error("{present} of {size} ranks came to {address} within {seconds} s; missing: {missing}")]
     Missing {
-        /// Ranks that came, rank 0 among them.
+        /// Number of ranks that have joined, rank 0 included.
         present: usize,
-        /// Ranks in all.
+        /// Number of ranks in the group.
         size: usize,
-        /// Where.
+        /// Host and port of rank 0.
         address: String,
-        /// How long.
+        /// The timeout.
         seconds: u64,
-        /// The others, with commas.
+        /// The other ranks, separated by commas.
         missing: String,
     },
-    /// A process that is no part of this group.
+    /// A process cannot be part of this group, for the reason given.
     #[error("{0}")]
     Refused(String),
-    /// A rank is lost; the work cannot continue.
+    /// A rank is lost, so the group cannot continue.
     #[error("{0}")]
     Lost(Failure),
-    /// Ranks call different collectives at the same time: a bug.
+    /// Ranks call different collectives at the same time, which is a bug.
     #[error("rank {rank} asks for \"{theirs}\" where this rank asks for \"{ours}\": the ranks do different work")]
     OutOfStep {
         /// The other rank.
         rank: usize,
         /// The collective it calls.
         theirs: String,
-        /// What this one does.
+        /// The collective that this rank calls.
         ours: String,
     },
-    /// A message that the receiver would refuse; nothing of it was sent.
+    /// The receiver would refuse a message of this length; no part of it was sent.
     #[error("{0}")]
     TooLong(String),
 }
@@ -104,28 +104,28 @@ pub enum CommError {
 /// Which rank was lost, and how.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Failure {
-    /// The rank.
+    /// The lost rank.
     pub rank: usize,
-    /// Its host and process id; empty where unknown.
+    /// The rank's host and process id; empty if unknown.
     pub place: String,
-    /// What happened to it.
+    /// What happened to the rank.
     pub loss: Loss,
 }
 
 /// What happened to a rank.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Loss {
-    /// It ended, or its host did, without a word.
+    /// Its connection closed without a goodbye message: the process or its host ended.
     Ended,
-    /// It gave no sign for this many seconds.
+    /// It sent no heartbeat for this many seconds.
     Silent(u64),
-    /// It lives, and has not gone on with a step for this many seconds while the others wait.
+    /// It sends heartbeats, but has made no progress for this many seconds while other ranks wait for it.
     Still(u64),
-    /// Neither it nor any other has gone on, though none waits for another.
+    /// No rank has made progress, though none waits for another.
     AllStill {
-        /// For how long.
+        /// How long no rank has made progress.
         seconds: u64,
-        /// Which rank's device is behind, in words; empty where that is not known.
+        /// A phrase that names the rank whose device is behind; empty if that is not known.
         behind: String,
     },
     /// It reported an error.
@@ -141,17 +141,12 @@ impl fmt::Display for Failure {
         let rank = self.rank;
         match &self.loss {
             Loss::Ended => write!(f, "rank {rank}{place} ended; all ranks stop"),
-            Loss::Silent(seconds) => {
-                write!(f, "no sign of rank {rank}{place} for {seconds} s; all ranks stop")
-            }
-            Loss::Still(seconds) => {
-                write!(
-                    f,
-                    "rank {rank}{place} has stood still for {seconds} s while others wait for it: look at \
-                     the files \
-                     and the devices of its host; all ranks stop"
-                )
-            }
+            Loss::Silent(seconds) => write!(f, "no sign of rank {rank}{place} for {seconds} s; all ranks stop"),
+            Loss::Still(seconds) => write!(
+                f,
+                "rank {rank}{place} has stood still for {seconds} s while others wait for it: look at the files and \
+                 the devices of its host; all ranks stop"
+            ),
             Loss::AllStill { seconds, behind } => {
                 let behind = match behind.as_str() {
                     "" => String::new(),

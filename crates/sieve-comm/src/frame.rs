@@ -1,40 +1,38 @@
-//! Messages on a TCP connection: a kind, a length, bytes.
+//! Messages on a TCP connection: one byte of kind, eight bytes of length, then the content.
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 
-/// The longest message: what a receiver allocates before it has read a byte.
+/// The longest content. A receiver allocates the whole content before it reads the first byte.
 const MAX_BYTES: u64 = 1 << 30;
-/// Bytes converted at a time on their way to or from `f32`.
-const PIECE: usize = 1 << 16;
+/// Numbers converted to or from bytes at a time.
+const CHUNK: usize = 1 << 16;
 
-/// Sends a message, or nothing of one that the receiver would refuse.
+/// Sends a message. Sends nothing, and fails with `InvalidInput`, if it is longer than receivers accept.
 pub(crate) fn send(mut stream: &TcpStream, kind: u8, bytes: &[u8]) -> io::Result<()> {
     require_length(bytes.len() as u64)?;
-    let mut message = Vec::with_capacity(9 + bytes.len());
-    message.push(kind);
-    message.extend((bytes.len() as u64).to_le_bytes());
-    message.extend(bytes);
-    stream.write_all(&message)
+    stream.write_all(&[&head(kind, bytes.len()), bytes].concat())
+}
+
+fn head(kind: u8, len: usize) -> Vec<u8> {
+    [&[kind][..], &(len as u64).to_le_bytes()].concat()
 }
 
 fn require_length(len: u64) -> io::Result<()> {
-    match len > MAX_BYTES {
-        true => Err(io::Error::new(
-            io::ErrorKind::InvalidInput,
-            format!(
-                "a message of {len} bytes, more than {MAX_BYTES}: shorter rows or more processes a row make it shorter"
-            ),
-        )),
-        false => Ok(()),
+    if len <= MAX_BYTES {
+        return Ok(());
     }
+    let text = format!(
+        "a message of {len} bytes, more than {MAX_BYTES}: shorter rows or more processes a row make it shorter"
+    );
+    Err(io::Error::new(io::ErrorKind::InvalidInput, text))
 }
 
-/// Waits for a message: its kind, and its bytes.
+/// Waits for a message, and returns its kind and its content.
 pub(crate) fn receive(mut stream: &TcpStream) -> io::Result<(u8, Vec<u8>)> {
     receive_at_most(MAX_BYTES, &mut stream)
 }
 
-/// The same for a message of `max_bytes` at most.
+/// As [`receive`], for a content of at most `max_bytes`.
 pub(crate) fn receive_at_most(max_bytes: u64, stream: &mut impl Read) -> io::Result<(u8, Vec<u8>)> {
     let (kind, len) = receive_head(stream)?;
     if len > max_bytes {
@@ -45,7 +43,7 @@ pub(crate) fn receive_at_most(max_bytes: u64, stream: &mut impl Read) -> io::Res
     Ok((kind, bytes))
 }
 
-/// The kind and the length of the next message.
+/// Reads the kind of the next message and the length of its content.
 pub(crate) fn receive_head(stream: &mut impl Read) -> io::Result<(u8, u64)> {
     let mut head = [0; 9];
     stream.read_exact(&mut head)?;
@@ -54,28 +52,27 @@ pub(crate) fn receive_head(stream: &mut impl Read) -> io::Result<(u8, u64)> {
     Ok((kind[0], u64::from_le_bytes(len)))
 }
 
-/// Sends numbers as one message.
+/// Sends numbers as one message, of any length.
 pub(crate) fn send_numbers(mut stream: &TcpStream, kind: u8, values: &[f32]) -> io::Result<()> {
-    let mut head = vec![kind];
-    head.extend((4 * values.len() as u64).to_le_bytes());
-    stream.write_all(&head)?;
-    let mut bytes = Vec::with_capacity(4 * PIECE);
-    for piece in values.chunks(PIECE) {
+    stream.write_all(&head(kind, 4 * values.len()))?;
+    let mut bytes = Vec::with_capacity(4 * CHUNK);
+    for chunk in values.chunks(CHUNK) {
         bytes.clear();
-        piece.iter().for_each(|value| bytes.extend(value.to_le_bytes()));
+        chunk.iter().for_each(|value| bytes.extend(value.to_le_bytes()));
         stream.write_all(&bytes)?;
     }
     Ok(())
 }
 
-/// Reads as many numbers as `values` has, after their head; `take` puts each where it belongs.
-pub(crate) fn receive_numbers(mut stream: &TcpStream, values: &mut [f32], take: fn(&mut f32, f32)) -> io::Result<()> {
-    let mut bytes = vec![0; 4 * PIECE.min(values.len())];
-    for piece in values.chunks_mut(PIECE) {
-        let bytes = &mut bytes[..4 * piece.len()];
+/// Reads as many numbers as `values` has, and applies `update` to each value and the number read for it. The caller has
+/// read kind and length with [`receive_head`].
+pub(crate) fn receive_numbers(mut stream: &TcpStream, values: &mut [f32], update: fn(&mut f32, f32)) -> io::Result<()> {
+    let mut bytes = vec![0; 4 * CHUNK.min(values.len())];
+    for chunk in values.chunks_mut(CHUNK) {
+        let bytes = &mut bytes[..4 * chunk.len()];
         stream.read_exact(bytes)?;
-        for (value, bytes) in piece.iter_mut().zip(bytes.chunks_exact(4)) {
-            take(value, f32::from_le_bytes(bytes.try_into().expect("four bytes")));
+        for (value, bytes) in chunk.iter_mut().zip(bytes.chunks_exact(4)) {
+            update(value, f32::from_le_bytes(bytes.try_into().expect("four bytes")));
         }
     }
     Ok(())

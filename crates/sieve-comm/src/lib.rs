@@ -1,9 +1,9 @@
 //! Several processes that train one model: ranks, collectives over TCP, heartbeats, and what happens when a rank is
 //! lost.
 //!
-//! Rank 0 is the middle of a star of TCP connections, two to each other rank. One carries the values of collectives.
-//! The other carries a heartbeat every two seconds, errors and goodbye messages, and is read by a thread of its own, so
-//! that a lost rank is noticed even while this one waits for it.
+//! Rank 0 holds two TCP connections to each other rank; the other ranks have none among themselves. One connection
+//! carries the values of collectives. The other carries a heartbeat every two seconds, errors and goodbye messages; a
+//! separate thread reads it, so a rank notices the loss of another one even while it waits for that one's values.
 
 mod error;
 mod frame;

@@ -1,4 +1,4 @@
-//! The connections of a group, and what all its ranks do together.
+//! The connections of a group, and the collectives over them.
 mod join;
 
 use crate::frame::{receive, receive_head, receive_numbers, send, send_numbers};
@@ -12,13 +12,13 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Numbers, to be added up or not.
+// Kinds of messages on the connections for values.
 const NUMBERS: u8 = 20;
 const GATHER: u8 = 21;
 const BROADCAST: u8 = 22;
 const EXCHANGE: u8 = 23;
 
-/// How much later than a broken connection its reason may come.
+/// A connection for values may break before the report of the reason arrives; this is how long to wait for the report.
 const REASON_WAIT: Duration = Duration::from_secs(3);
 
 /// How long a rank waits for others.
@@ -26,19 +26,17 @@ const REASON_WAIT: Duration = Duration::from_secs(3);
 pub struct Timeouts {
     /// Until all ranks have joined.
     pub join: Duration,
-    /// Without a heartbeat, and without progress in a step that others wait for.
+    /// For a heartbeat, and for progress of a rank in a step while others wait for it.
     pub silence: Duration,
-    /// Without progress of any rank in a step while none waits for another.
+    /// For progress of any rank in a step while none waits for another.
     pub still: Duration,
-    /// Without progress in other work of a run.
+    /// For progress of a rank in a checkpoint, a validation and other long work.
     pub long: Duration,
-    /// After another rank is lost, until this process must end.
+    /// Until a process must have ended after another rank is lost.
     pub goodbye: Duration,
 }
 
 impl Default for Timeouts {
-    /// Five minutes to join, 30 seconds without a heartbeat, 100 seconds without progress of any rank in a step, ten
-    /// minutes in long work, 10 seconds to end.
     fn default() -> Self {
         Self {
             join: Duration::from_secs(300),
@@ -53,23 +51,23 @@ impl Default for Timeouts {
 /// What a rank does while others may wait for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// An ordinary step: progress within [`Timeouts::silence`].
+    /// An ordinary step, which must make progress within [`Timeouts::silence`].
     Step,
-    /// A first step, a validation, a checkpoint: progress within [`Timeouts::long`].
+    /// A first step, a validation or a checkpoint, which must make progress within [`Timeouts::long`].
     Long,
-    /// Something without a limit, as reading and preparing data.
+    /// Work without a limit, such as reading and preparing data.
     Any,
 }
 
 /// This rank's connections. Every rank calls the same functions in the same order.
 pub struct Mesh {
     world: World,
-    /// Of rank 0 all others in order, of the others rank 0 alone.
+    /// On rank 0 all other ranks in order, on each other rank only rank 0.
     peers: Arc<Vec<Peer>>,
     watch: Arc<Watch>,
     timeouts: Timeouts,
-    /// One call at a time.
-    turn: Mutex<()>,
+    /// Held by the thread that calls a collective.
+    exclusive: Mutex<()>,
 }
 
 impl fmt::Debug for Mesh {
@@ -80,27 +78,27 @@ impl fmt::Debug for Mesh {
     }
 }
 
-/// This rank waits for the others as long as it lasts.
-struct Turn<'a> {
+/// A collective in progress. While it lives, the watch counts this rank as waiting for the others.
+struct Collective<'a> {
     watch: &'a Watch,
     _lock: MutexGuard<'a, ()>,
 }
 
-impl Drop for Turn<'_> {
+impl Drop for Collective<'_> {
     fn drop(&mut self) {
         self.watch.set_waiting(false);
     }
 }
 
 impl Mesh {
-    /// Connects this rank with the others of `world`, and returns when all are there. `version` must be the same for
-    /// all.
+    /// Connects this rank with the others of `world`, and returns when all have joined. `version` must be equal on all
+    /// ranks.
     ///
-    /// From then on every call fails once another rank is lost; a process that has not left some seconds later is ended
-    /// by `give_up`, since it may wait for a device that waits for the lost rank.
+    /// Once another rank is lost, every call fails. A process that has not ended [`Timeouts::goodbye`] later is ended
+    /// by `give_up`: it may wait for a device that waits for the lost rank's.
     ///
     /// # Errors
-    /// The port is taken, a rank does not come, one is twice there or of another version.
+    /// The port is taken, a rank does not join in time, two processes claim the same rank, or versions differ.
     pub fn join(
         world: World,
         version: &str,
@@ -116,7 +114,7 @@ impl Mesh {
         Self::start(world, peers, timeouts, Box::new(give_up))
     }
 
-    /// Watches over ranks that are all there.
+    /// Starts the watch over connected ranks.
     fn start(world: World, peers: Vec<Peer>, timeouts: Timeouts, give_up: GiveUp) -> Result<Self, CommError> {
         let peers = Arc::new(peers);
         let watch = Watch::start(world.rank, peers.clone(), timeouts, give_up);
@@ -126,17 +124,17 @@ impl Mesh {
             peers,
             watch,
             timeouts,
-            turn: Mutex::new(()),
+            exclusive: Mutex::new(()),
         })
     }
 
-    /// Who this rank is.
+    /// This rank's number, its group and its host.
     pub fn world(&self) -> &World {
         &self.world
     }
 
-    /// The sums of `values` over all ranks, added in the order of the ranks, with equal bits on all ranks. A rank gets
-    /// the sums in its ranges of `parts`, concatenated; `parts` must be equal on all ranks.
+    /// The sums of `values` over all ranks. Rank 0 adds them up in the order of the ranks, so every rank gets the same
+    /// bits. A rank gets the sums in its ranges, `parts(rank)`, concatenated; `parts` must be equal on all ranks.
     ///
     /// # Errors
     /// A rank is lost, or passes another number of values.
@@ -145,11 +143,11 @@ impl Mesh {
         mut values: Vec<f32>,
         parts: &dyn Fn(usize) -> Vec<Range<usize>>,
     ) -> Result<Vec<f32>, CommError> {
-        let _turn = self.turn()?;
+        let _collective = self.begin()?;
         let rank = self.world.rank;
         if rank > 0 {
             let first = &self.peers[0];
-            send_numbers(&first.data, NUMBERS, &values).map_err(|e| self.lost(first, &e))?;
+            self.send_values(first, &values)?;
             values.truncate(parts(rank).iter().map(Range::len).sum());
             self.receive_all(first, &mut values)?;
             return Ok(values);
@@ -160,13 +158,12 @@ impl Mesh {
             read.map_err(|e| self.lost(peer, &e))?;
         }
         for peer in self.peers.iter() {
-            let part = concatenated(&values, &parts(peer.rank));
-            send_numbers(&peer.data, NUMBERS, &part).map_err(|e| self.lost(peer, &e))?;
+            self.send_values(peer, &concatenated(&values, &parts(peer.rank)))?;
         }
         Ok(concatenated(&values, &parts(0)))
     }
 
-    /// As [`sum_parts`](Self::sum_parts), where every rank gets every sum, in place.
+    /// Replaces `values` by their sums over all ranks, as [`sum_parts`](Self::sum_parts) adds them.
     ///
     /// # Errors
     /// A rank is lost, or passes another number of values.
@@ -177,16 +174,16 @@ impl Mesh {
         Ok(())
     }
 
-    /// The values of every rank, one after another; `counts` gives how many each rank passes.
+    /// The values of all ranks, concatenated in the order of the ranks; `counts` gives how many each rank passes.
     ///
     /// # Errors
     /// A rank is lost, or passes another number of values.
     pub fn gather_values(&self, own: &[f32], counts: &dyn Fn(usize) -> usize) -> Result<Vec<f32>, CommError> {
-        let _turn = self.turn()?;
+        let _collective = self.begin()?;
         let mut all = vec![0.0; (0..self.world.size).map(counts).sum()];
         if self.world.rank > 0 {
             let first = &self.peers[0];
-            send_numbers(&first.data, NUMBERS, own).map_err(|e| self.lost(first, &e))?;
+            self.send_values(first, own)?;
             self.receive_all(first, &mut all)?;
             return Ok(all);
         }
@@ -198,7 +195,7 @@ impl Mesh {
             others = rest;
         }
         for peer in self.peers.iter() {
-            send_numbers(&peer.data, NUMBERS, &all).map_err(|e| self.lost(peer, &e))?;
+            self.send_values(peer, &all)?;
         }
         Ok(all)
     }
@@ -208,67 +205,66 @@ impl Mesh {
     /// # Errors
     /// A rank is lost.
     pub fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        let _turn = self.turn()?;
+        let _collective = self.begin()?;
         if self.world.rank > 0 {
             let first = &self.peers[0];
-            send(&first.data, GATHER, bytes).map_err(|e| self.lost(first, &e))?;
-            return self.split(first, GATHER);
+            self.send(first, GATHER, bytes)?;
+            return self.expect_parts(first, GATHER);
         }
         let mut all = vec![bytes.to_vec()];
         for peer in self.peers.iter() {
             all.push(self.expect(peer, GATHER)?);
         }
-        // One message a rank: a thousand ranks do this in every step.
+        // One message to each rank, since a thousand ranks may do this in every step.
         let joined = joined(&all);
         for peer in self.peers.iter() {
-            send(&peer.data, GATHER, &joined).map_err(|e| self.lost(peer, &e))?;
+            self.send(peer, GATHER, &joined)?;
         }
         Ok(all)
     }
 
-    /// The bytes of rank 0; those passed by other ranks are ignored.
+    /// The bytes that rank 0 passes; those that other ranks pass are ignored.
     ///
     /// # Errors
     /// A rank is lost.
     pub fn broadcast(&self, bytes: &[u8]) -> Result<Vec<u8>, CommError> {
-        let _turn = self.turn()?;
+        let _collective = self.begin()?;
         if self.world.rank > 0 {
             return self.expect(&self.peers[0], BROADCAST);
         }
         for peer in self.peers.iter() {
-            send(&peer.data, BROADCAST, bytes).map_err(|e| self.lost(peer, &e))?;
+            self.send(peer, BROADCAST, bytes)?;
         }
         Ok(bytes.to_vec())
     }
 
-    /// Sends each rank its bytes, and returns the bytes received from each, by rank. Empty messages are allowed.
+    /// Sends `bytes[rank]`, which may be empty, to each rank, and returns what each rank sent to this one, by rank.
     ///
     /// # Errors
     /// A rank is lost.
     pub fn exchange(&self, bytes: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, CommError> {
-        let _turn = self.turn()?;
+        let _collective = self.begin()?;
         if self.world.rank > 0 {
             let first = &self.peers[0];
-            send(&first.data, EXCHANGE, &joined(&bytes)).map_err(|e| self.lost(first, &e))?;
-            return self.split(first, EXCHANGE);
+            self.send(first, EXCHANGE, &joined(&bytes))?;
+            return self.expect_parts(first, EXCHANGE);
         }
         let mut all = vec![bytes];
         for peer in self.peers.iter() {
-            all.push(self.split(peer, EXCHANGE)?);
+            all.push(self.expect_parts(peer, EXCHANGE)?);
         }
         let mut for_rank = |rank: usize| {
             let from = all.iter_mut().map(|from| std::mem::take(&mut from[rank]));
             from.collect::<Vec<_>>()
         };
         for peer in self.peers.iter() {
-            let bytes = joined(&for_rank(peer.rank));
-            send(&peer.data, EXCHANGE, &bytes).map_err(|e| self.lost(peer, &e))?;
+            self.send(peer, EXCHANGE, &joined(&for_rank(peer.rank)))?;
         }
         Ok(for_rank(0))
     }
 
-    /// What a rank sends by [`joined`]: a part for each rank, or of each.
-    fn split(&self, peer: &Peer, kind: u8) -> Result<Vec<Vec<u8>>, CommError> {
+    /// The next message, taken apart into the parts that [`joined`] made one of, one for each rank.
+    fn expect_parts(&self, peer: &Peer, kind: u8) -> Result<Vec<Vec<u8>>, CommError> {
         let bytes = self.expect(peer, kind)?;
         let mut rest = bytes.as_slice();
         let parts = (0..self.world.size).map(|_| {
@@ -289,10 +285,10 @@ impl Mesh {
         self.gather(&[]).map(drop)
     }
 
-    /// Sets what this rank does from now on, and so its progress timeout. A rank that others wait for and that makes no
-    /// progress for the time of its [`Work`] counts as hung, even if its heartbeats arrive. Where no rank waits for
-    /// another, since all wait for their devices, the limit is [`Timeouts::still`] in a step, and [`Timeouts::long`]
-    /// plus [`Timeouts::silence`] in other work.
+    /// Sets what this rank does from now on, and with it the progress timeout. A rank that makes no progress for the
+    /// timeout of its [`Work`] while others wait for it counts as hung, even if its heartbeats arrive. If no rank waits
+    /// for another, because all wait for their devices, the timeout is [`Timeouts::still`] in a step, and
+    /// [`Timeouts::long`] plus [`Timeouts::silence`] in other work.
     pub fn set_work(&self, work: Work) {
         self.watch.set_limit(match work {
             Work::Step => Some(self.timeouts.silence),
@@ -301,18 +297,18 @@ impl Mesh {
         });
     }
 
-    /// Says that this rank has gone on with its work.
+    /// Reports that this rank has made progress.
     pub fn tick(&self) {
         self.watch.tick();
     }
 
-    /// Reports how many collectives this rank's device has completed; the heartbeat carries it to the others. If no
-    /// rank makes progress, the rank that is behind is named.
+    /// Reports how many collectives this rank's device has reached and completed; heartbeats carry the counts to the
+    /// others. If no rank makes progress, the error names the rank that is behind.
     pub fn set_collective_counts(&self, counts: CollectiveCounts) {
         self.watch.set_collective_counts(counts);
     }
 
-    /// Whether this rank has a progress timeout: between its first step and its last.
+    /// Whether this rank has a progress timeout, as between its first step and its last.
     pub fn is_at_work(&self) -> bool {
         self.watch.has_limit()
     }
@@ -322,19 +318,19 @@ impl Mesh {
         self.watch.waited()
     }
 
-    /// This thread's turn to exchange with the others. A rank that knows of a loss starts no exchange: data that the
-    /// others sent before may still be readable.
-    fn turn(&self) -> Result<Turn<'_>, CommError> {
+    /// Begins a collective, once no other thread is in one. Fails if a rank is known to be lost: data that it sent
+    /// before may still be readable, and the collective would seem to succeed.
+    fn begin(&self) -> Result<Collective<'_>, CommError> {
         self.check()?;
-        let turn = Turn {
+        let collective = Collective {
             watch: &self.watch,
-            _lock: self.turn.lock().unwrap_or_else(PoisonError::into_inner),
+            _lock: self.exclusive.lock().unwrap_or_else(PoisonError::into_inner),
         };
         self.watch.set_waiting(true);
-        Ok(turn)
+        Ok(collective)
     }
 
-    /// Whether all ranks are well, as far as this one knows.
+    /// Succeeds unless this rank knows that another one is lost.
     ///
     /// # Errors
     /// A rank is lost.
@@ -343,17 +339,25 @@ impl Mesh {
         failure.map_or(Ok(()), |failure| Err(CommError::Lost(failure)))
     }
 
-    /// Sends the others the error that ends this rank.
+    /// Tells the other ranks the error with which this rank ends.
     pub fn fail(&self, text: &str) {
         self.watch.fail(text);
     }
 
-    /// Sends a goodbye message, after which the others do not wait for this rank.
+    /// Sends a goodbye message, after which the others do not miss this rank's heartbeats.
     pub fn leave(&self) {
         self.watch.leave();
     }
 
-    /// The bytes of the next message, which must be of this kind.
+    fn send(&self, peer: &Peer, kind: u8, bytes: &[u8]) -> Result<(), CommError> {
+        send(&peer.data, kind, bytes).map_err(|e| self.lost(peer, &e))
+    }
+
+    fn send_values(&self, peer: &Peer, values: &[f32]) -> Result<(), CommError> {
+        send_numbers(&peer.data, NUMBERS, values).map_err(|e| self.lost(peer, &e))
+    }
+
+    /// The content of the next message, which must be of this kind.
     fn expect(&self, peer: &Peer, kind: u8) -> Result<Vec<u8>, CommError> {
         let (found, bytes) = receive(&peer.data).map_err(|e| self.lost(peer, &e))?;
         match found == kind {
@@ -362,13 +366,14 @@ impl Mesh {
         }
     }
 
-    /// As many values as there is room for.
+    /// Fills `values` from the next message, which must have as many.
     fn receive_all(&self, peer: &Peer, values: &mut [f32]) -> Result<(), CommError> {
         self.expect_numbers(peer, values.len())?;
-        let read = receive_numbers(&peer.data, values, |value, sum| *value = sum);
+        let read = receive_numbers(&peer.data, values, |value, new| *value = new);
         read.map_err(|e| self.lost(peer, &e))
     }
 
+    /// Reads the head of the next message, which must be of `count` numbers.
     fn expect_numbers(&self, peer: &Peer, count: usize) -> Result<(), CommError> {
         let (kind, len) = receive_head(&mut &peer.data).map_err(|e| self.lost(peer, &e))?;
         if kind != NUMBERS {
@@ -384,9 +389,9 @@ impl Mesh {
         Ok(())
     }
 
-    /// Why a connection for values broke.
+    /// The error to report where a connection for values returned `error`.
     fn lost(&self, peer: &Peer, error: &io::Error) -> CommError {
-        // Nothing was sent, and no rank is lost.
+        // The message was too long: nothing was sent, and no rank is lost.
         if error.kind() == io::ErrorKind::InvalidInput {
             return CommError::TooLong(error.to_string());
         }
@@ -402,7 +407,7 @@ impl Mesh {
     }
 }
 
-/// Each part behind its length.
+/// The parts as one message: each part's length, then its bytes.
 fn joined(parts: &[Vec<u8>]) -> Vec<u8> {
     let parts = parts.iter().map(|part| {
         let len = (part.len() as u64).to_le_bytes();

@@ -1,10 +1,12 @@
-//! Which part of a flattened tensor belongs to which rank.
+//! How a flattened tensor is divided among ranks.
 use std::ops::Range;
 
-/// Elements by which pieces grow: every piece of bf16 values begins at a multiple of 256 bytes, as kernels read them.
+/// A piece is a whole number of units, except that the last one also gets the remainder. So each piece of bf16 values
+/// begins at a multiple of 256 bytes, as kernels require.
 const UNIT: usize = 128;
 
-/// One contiguous piece of a flattened tensor for each rank, in their order, as equal as units of 128 elements allow.
+/// A flattened tensor divided into one contiguous piece for each rank, in their order, as equal as units of 128
+/// elements allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pieces {
     len: usize,
@@ -12,19 +14,18 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// Of a tensor of `len` elements among `size` ranks; `None` where it is too small to give each rank a unit.
+    /// Divides `len` elements among `size` ranks; `None` for a single rank, or too few elements for a unit on each.
     pub fn new(len: usize, size: usize) -> Option<Self> {
         (size > 1 && len / UNIT >= size).then_some(Self { len, size })
     }
 
-    /// The elements of a rank.
+    /// The elements of a rank's piece.
     pub fn of(&self, rank: usize) -> Range<usize> {
         self.start(rank)..self.start(rank + 1)
     }
 
     fn start(&self, rank: usize) -> usize {
         match rank == self.size {
-            // What is no whole unit is the last rank's.
             true => self.len,
             false => self.len / UNIT * rank / self.size * UNIT,
         }

@@ -1,13 +1,13 @@
-//! A port for rank 0, kept until it listens there.
+//! A free port for rank 0, reserved until rank 0 listens on it.
 use socket2::{Domain, Socket, Type};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 
-/// A port of 127.0.0.1 that rank 0 can listen on by its number, and that the system does not assign to other processes.
+/// A port of 127.0.0.1 on which rank 0 can listen, and which the system gives to no other process meanwhile.
 ///
 /// Between choosing a free port and listening on it another process could be given the same one. A socket that is bound
-/// to the port and never listens prevents that; it accepts no connections, also not through a copy inherited by a
-/// process that another thread starts.
+/// to the port and never listens prevents that. It accepts no connections, even where a child process that another
+/// thread starts inherits a copy of it.
 #[derive(Debug)]
 pub struct ReservedPort {
     number: u16,
@@ -15,13 +15,13 @@ pub struct ReservedPort {
 }
 
 impl ReservedPort {
-    /// Takes a port that is free. It is held as long as this lives.
+    /// Reserves a free port for as long as the returned value lives.
     ///
     /// # Errors
     /// No port is free.
     pub fn take() -> io::Result<Self> {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
-        // As rank 0's listener, so that both may be bound to it.
+        // Rank 0's listener sets this too, so that both can be bound to the port.
         socket.set_reuse_address(true)?;
         socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into())?;
         let address = socket.local_addr()?.as_socket();
@@ -32,7 +32,7 @@ impl ReservedPort {
         })
     }
 
-    /// Its number.
+    /// The port's number.
     pub fn number(&self) -> u16 {
         self.number
     }

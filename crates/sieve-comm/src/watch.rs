@@ -1,4 +1,4 @@
-//! Signs of life: which rank is lost, and what then happens to the others.
+//! Heartbeats: which rank is lost, and how the others then end.
 use crate::frame::{receive, send};
 use crate::mesh::Timeouts;
 use crate::{Failure, Loss};
@@ -8,28 +8,29 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+// Kinds of messages on the control connections.
 const BEAT: u8 = 1;
 const FAILED: u8 = 2;
 const BYE: u8 = 3;
 
 /// Time between two heartbeats.
 const BEAT_EVERY: Duration = Duration::from_secs(2);
-/// Fewest heartbeats that fit into the timeout after which a rank counts as lost.
+/// At least this many heartbeats must fit into the timeout after which a rank counts as lost.
 const BEATS: u32 = 3;
 
-/// Another rank as this one knows it.
+/// Another rank, and this rank's connections to it.
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) rank: usize,
     /// Host and process id.
     pub(crate) place: String,
-    /// Values.
+    /// For the values of collectives.
     pub(crate) data: TcpStream,
-    /// Signs of life.
+    /// For heartbeats, errors and goodbye messages.
     pub(crate) control: TcpStream,
 }
 
-/// What all threads of this rank know.
+/// What this rank knows of itself and the others, shared by all its threads.
 pub(crate) struct Watch {
     rank: usize,
     peers: Arc<Vec<Peer>>,
@@ -37,46 +38,46 @@ pub(crate) struct Watch {
     changed: Condvar,
 }
 
-/// How far a rank's device is with what all ranks do together.
+/// How many collectives a rank's device has reached and completed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CollectiveCounts {
-    /// Ended by all ranks.
+    /// Collectives that all ranks have completed.
     pub num_ended: u64,
-    /// Reached by this rank's device, which then waits for the others.
+    /// Collectives that this rank's device has reached, where it waits for the others.
     pub num_reached: u64,
 }
 
 #[derive(Default)]
 struct State {
-    /// Of the other ranks, in the order of `peers`.
+    /// The counts of the other ranks, in the order of `peers`.
     collectives: Vec<CollectiveCounts>,
     failure: Option<Failure>,
-    /// A listener has found a failure, which becomes `failure` as soon as the others are informed.
+    /// A thread has found a failure, which becomes `failure` as soon as the other ranks are informed.
     is_lost: bool,
-    /// This rank needs the others no more.
+    /// This rank has said goodbye or failed.
     has_left: bool,
-    /// Ranks that said so of themselves.
+    /// The ranks that have said goodbye.
     gone: Vec<usize>,
-    pace: Pace,
-    /// Time for which this rank has waited for others, those waits that are over.
+    progress: Progress,
+    /// How long this rank has waited for others in all, without a wait in progress.
     waited: Duration,
 }
 
-/// How this rank gets on.
+/// This rank's progress.
 #[derive(Clone, Copy, Default)]
-struct Pace {
-    /// Grows with everything that it has done.
+struct Progress {
+    /// Grows with every step of its work.
     ticks: u64,
-    /// Its progress timeout, where it waits for no other rank.
+    /// The timeout for its progress, which holds while it waits for no other rank.
     limit: Option<Duration>,
-    /// Since when it has waited for the others.
+    /// Since when it has waited for the others, if it does.
     waits_since: Option<Instant>,
     collectives: CollectiveCounts,
 }
 
-impl Pace {
-    /// The content of a heartbeat: counts of collectives, and, where the rank must make progress by itself, its ticks
-    /// and the timeout in milliseconds.
+impl Progress {
+    /// The content of a heartbeat, in 64-bit words: the counts of collectives, and, if the rank has a timeout and waits
+    /// for no other, its ticks and the timeout in milliseconds.
     fn to_bytes(self) -> Vec<u8> {
         let CollectiveCounts { num_ended, num_reached } = self.collectives;
         let mut words = vec![num_ended, num_reached];
@@ -87,13 +88,13 @@ impl Pace {
     }
 }
 
-/// Progress of this rank or another one, as heartbeats carry it, and since when it has not changed.
-struct Place {
+/// The last heartbeat of a rank, and since when its content has not changed.
+struct LastBeat {
     words: Vec<u64>,
     since: Instant,
 }
 
-impl Place {
+impl LastBeat {
     fn new() -> Self {
         Self {
             words: Vec::new(),
@@ -101,10 +102,10 @@ impl Place {
         }
     }
 
-    /// Where the rank waits for no other: its progress timeout, and the time of its last progress, its device's
-    /// included.
-    fn see(&mut self, pace: &[u8]) -> Option<(Duration, Instant)> {
-        let (words, _) = pace.as_chunks();
+    /// Takes in a heartbeat. If the rank has a timeout and waits for no other, returns the timeout and the time of the
+    /// last progress of the rank or its device.
+    fn update(&mut self, beat: &[u8]) -> Option<(Duration, Instant)> {
+        let (words, _) = beat.as_chunks();
         let words = words.iter().copied().map(u64::from_le_bytes).collect::<Vec<_>>();
         if words != self.words || words.len() < 4 {
             (self.words, self.since) = (words, Instant::now());
@@ -114,7 +115,7 @@ impl Place {
     }
 
     fn collectives(&self) -> CollectiveCounts {
-        let word = |place: usize| self.words.get(place).copied().unwrap_or(0);
+        let word = |index: usize| self.words.get(index).copied().unwrap_or(0);
         CollectiveCounts {
             num_ended: word(0),
             num_reached: word(1),
@@ -122,11 +123,12 @@ impl Place {
     }
 }
 
-/// Ends the process where the failure of another rank does not end it in time.
+/// Ends the process if it has not ended in time after the failure of another rank.
 pub(crate) type GiveUp = Box<dyn FnOnce(&Failure) + Send>;
 
 impl Watch {
-    /// Starts the threads that send and receive heartbeats. They end when this rank leaves.
+    /// Starts the threads that send and receive heartbeats, and the one that calls `give_up`. They end when this rank
+    /// leaves.
     pub(crate) fn start(
         rank: usize,
         peers: Arc<Vec<Peer>>,
@@ -151,12 +153,11 @@ impl Watch {
         let every = BEAT_EVERY.min(timeouts.silence / BEATS);
         spawn("sieve-beat", move || watch.beat(every, timeouts))?;
         let watch = this.clone();
-        spawn("sieve-give-up", move || watch.end(timeouts.goodbye, give_up))?;
+        spawn("sieve-give-up", move || watch.end_late(timeouts.goodbye, give_up))?;
         Ok(this)
     }
 
-    /// The lost rank, if any; waits a moment for the report, because a broken connection for values may be noticed
-    /// before its reason.
+    /// The lost rank, if any. Waits up to `wait` for a report of it.
     pub(crate) fn failure(&self, wait: Duration) -> Option<Failure> {
         let state = self.lock();
         let waited = self
@@ -166,7 +167,7 @@ impl Watch {
         state.failure.clone()
     }
 
-    /// Sends all ranks the error that ends this one.
+    /// Tells all ranks the error with which this one ends.
     pub(crate) fn fail(&self, text: &str) {
         let failure = Failure {
             rank: self.rank,
@@ -178,7 +179,7 @@ impl Watch {
         self.changed.notify_all();
     }
 
-    /// Tells all ranks that this one needs them no more.
+    /// Says goodbye to all ranks.
     pub(crate) fn leave(&self) {
         self.lock().has_left = true;
         for peer in self.peers.iter() {
@@ -187,59 +188,60 @@ impl Watch {
         self.changed.notify_all();
     }
 
-    /// This rank has done something.
+    /// Reports progress of this rank.
     pub(crate) fn tick(&self) {
-        self.lock().pace.ticks += 1;
+        self.lock().progress.ticks += 1;
     }
 
     /// Sets the progress timeout; `None` disables it.
     pub(crate) fn set_limit(&self, limit: Option<Duration>) {
-        let pace = &mut self.lock().pace;
-        pace.ticks += 1;
-        pace.limit = limit;
+        let progress = &mut self.lock().progress;
+        progress.ticks += 1;
+        progress.limit = limit;
     }
 
-    /// How far this rank's device is.
+    /// Sets the counts of this rank's device.
     pub(crate) fn set_collective_counts(&self, counts: CollectiveCounts) {
-        self.lock().pace.collectives = counts;
+        self.lock().progress.collectives = counts;
     }
 
-    /// From now on this rank waits for the others, or no more.
+    /// Sets whether this rank waits for the others from now on.
     pub(crate) fn set_waiting(&self, waits: bool) {
         let mut state = self.lock();
-        let since = std::mem::replace(&mut state.pace.waits_since, waits.then(Instant::now));
+        let since = std::mem::replace(&mut state.progress.waits_since, waits.then(Instant::now));
         state.waited += since.map_or(Duration::ZERO, |since| since.elapsed());
-        state.pace.ticks += 1;
+        state.progress.ticks += 1;
     }
 
     /// Whether this rank has a progress timeout.
     pub(crate) fn has_limit(&self) -> bool {
-        self.lock().pace.limit.is_some()
+        self.lock().progress.limit.is_some()
     }
 
-    /// Time for which this rank has waited.
+    /// How long this rank has waited for others so far, without a wait in progress.
     pub(crate) fn waited(&self) -> Duration {
         self.lock().waited
     }
 
+    /// Sends heartbeats, and notices when no rank makes progress.
     fn beat(&self, every: Duration, timeouts: Timeouts) {
-        let mut own = Place::new();
+        let mut own = LastBeat::new();
         // Rank 0 alone receives all heartbeats, so it reports first if no rank makes progress.
         let head_start = if self.rank == 0 { Duration::ZERO } else { BEATS * every };
         let mut state = self.lock();
         while !state.has_left && state.failure.is_none() {
-            let pace = state.pace.to_bytes();
+            let beat = state.progress.to_bytes();
             drop(state);
-            // A rank that waits for this one would have reported it earlier. If no rank makes progress and none waits
-            // for another, each waits for its GPU, and the GPUs for one that hangs.
-            if let Some((limit, since)) = own.see(&pace) {
+            // If a rank waited for this one, it would have reported this one earlier. So no rank waits for another:
+            // each waits for its GPU, and the GPUs wait for one that hangs.
+            if let Some((limit, since)) = own.update(&beat) {
                 let all_still = match limit <= timeouts.silence {
                     true => timeouts.still,
                     false => timeouts.long + timeouts.silence,
                 };
                 if since.elapsed() > all_still + head_start {
                     return self.lose(Failure {
-                        // Equal on all ranks that notice it; one of them reports it.
+                        // Not the rank at fault: all ranks that notice this must report the same failure.
                         rank: 0,
                         place: String::new(),
                         loss: Loss::AllStill {
@@ -250,14 +252,15 @@ impl Watch {
                 }
             }
             for peer in self.peers.iter() {
-                // A connection that broke is noticed by who listens to it.
-                let _ = send(&peer.control, BEAT, &pace);
+                // The thread that listens to the connection notices if it is broken.
+                let _ = send(&peer.control, BEAT, &beat);
             }
             let waited = self.changed.wait_timeout(self.lock(), every);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
+    /// Receives the heartbeats of a rank, until that rank says goodbye or is lost.
     fn listen(&self, index: usize, silence: Duration) {
         let peer = &self.peers[index];
         let lost = |loss| Failure {
@@ -265,17 +268,17 @@ impl Watch {
             place: peer.place.clone(),
             loss,
         };
-        let mut place = Place::new();
+        let mut last = LastBeat::new();
         let failure = loop {
             match receive(&peer.control) {
                 Ok((BEAT, bytes)) => {
-                    let met = place.see(&bytes);
+                    let timeout = last.update(&bytes);
                     let mut state = self.lock();
-                    state.collectives[index] = place.collectives();
-                    let waits = state.pace.waits_since;
+                    state.collectives[index] = last.collectives();
+                    let waits_since = state.progress.waits_since;
                     drop(state);
-                    if let Some((limit, since)) = met
-                        && waits.is_some_and(|waits| waits.max(since).elapsed() > limit)
+                    if let Some((limit, since)) = timeout
+                        && waits_since.is_some_and(|waits_since| waits_since.max(since).elapsed() > limit)
                     {
                         break lost(Loss::Still(limit.as_secs()));
                     }
@@ -294,10 +297,11 @@ impl Watch {
         self.lose(failure);
     }
 
-    /// The rank whose device has not reached what another one waits in, in words; empty where all are equally far.
+    /// A phrase that names the rank whose device has reached the fewest collectives; empty if all have reached equally
+    /// many.
     fn behind(&self) -> String {
         let state = self.lock();
-        let own = (state.pace.collectives, self.rank, "");
+        let own = (state.progress.collectives, self.rank, "");
         let others = self.peers.iter().zip(&state.collectives);
         let others = others.map(|(peer, found)| (*found, peer.rank, peer.place.as_str()));
         let all = others.chain([own]).collect::<Vec<_>>();
@@ -314,7 +318,7 @@ impl Watch {
         format!("rank {rank}{place} has reached collective {reached}, another waits in collective {most}")
     }
 
-    /// Ends the work of all ranks, where nothing has ended it before.
+    /// Makes all calls of this rank fail from now on, unless it has left or failed before.
     fn lose(&self, failure: Failure) {
         let mut state = self.lock();
         if state.has_left || state.is_lost {
@@ -329,13 +333,13 @@ impl Watch {
         }
         self.lock().failure = Some(failure);
         self.changed.notify_all();
-        // Whoever waits for values wakes up with an error.
+        // A thread that waits for values wakes up with an error.
         for peer in self.peers.iter() {
             let _ = peer.data.shutdown(Shutdown::Both);
         }
     }
 
-    /// Sends a failure to everybody who listens.
+    /// Sends a failure to all connected ranks.
     fn tell(&self, failure: &Failure) {
         let (kind, text) = match &failure.loss {
             Loss::Ended => ("ended", String::new()),
@@ -350,16 +354,11 @@ impl Watch {
         }
     }
 
-    /// Waits for a failure; the process then has the time `goodbye` to end by itself.
-    fn end(&self, goodbye: Duration, give_up: GiveUp) {
+    /// Waits for a failure, then for the time `goodbye`, in which the process should end, and then calls `give_up`.
+    fn end_late(&self, goodbye: Duration, give_up: GiveUp) {
         let is_well = |state: &mut State| !state.has_left && state.failure.is_none();
-        let waited = self.changed.wait_while(self.lock(), is_well);
-        drop(waited);
-        if self.lock().has_left {
-            return;
-        }
-        let waited = self.changed.wait_timeout_while(self.lock(), goodbye, |s| !s.has_left);
-        drop(waited);
+        drop(self.changed.wait_while(self.lock(), is_well));
+        drop(self.changed.wait_timeout_while(self.lock(), goodbye, |s| !s.has_left));
         let state = self.lock();
         if let (false, Some(failure)) = (state.has_left, state.failure.clone()) {
             drop(state);
@@ -393,7 +392,7 @@ fn read_failure(bytes: &[u8], from: &Peer) -> Failure {
     let rank = rank.parse().unwrap_or(from.rank);
     Failure {
         rank,
-        // A rank does not send its own place.
+        // A rank that reports its own error does not send its place.
         place: if rank == from.rank { from.place.clone() } else { place },
         loss: match kind.as_str() {
             "silent" => Loss::Silent(text.parse().unwrap_or(0)),

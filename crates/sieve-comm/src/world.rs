@@ -1,38 +1,38 @@
-//! Which of how many processes this one is, from what its launcher set.
+//! This process's rank and its group, from the environment variables that its launcher set.
 use crate::CommError;
 
 /// The group of processes that this one belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct World {
-    /// This process, from 0.
+    /// This process's number in the group, from 0.
     pub rank: usize,
-    /// All processes.
+    /// Number of processes in the group.
     pub size: usize,
-    /// This process among those of its host, from 0.
+    /// This process's number among those on its host, from 0.
     pub local_rank: usize,
-    /// Processes on this host.
+    /// Number of processes on this host.
     pub local_size: usize,
-    /// Host of rank 0.
+    /// Name or address of rank 0's host.
     pub master_addr: String,
     /// Port on which rank 0 listens.
     pub master_port: u16,
-    /// Keeps processes of another run out.
+    /// Equal on all ranks of a run, so that processes of another run are refused.
     pub run_id: String,
-    /// Keeps strangers out, who may guess the run's id: all ranks were given the same, or none.
+    /// A secret that the user gives to all ranks, so that programs that guess the run's id are refused; may be empty.
     pub token: String,
 }
 
 /// The variable that holds [`World::token`].
 pub(crate) const TOKEN: &str = "SIEVE_TOKEN";
 
-/// Slurm's jobs of one host share its ports: each job has its own.
+// Slurm jobs on one host share its ports, so each job gets a port computed from its number.
 const FIRST_SLURM_PORT: u64 = 15_000;
 const NUM_SLURM_PORTS: u64 = 20_000;
 /// More processes are a slip: rank 0 has a place for each before the first one comes.
 const MAX_SIZE: usize = 1 << 20;
 
 impl World {
-    /// A rank of `size` on this host alone, whose rank 0 listens on a port of 127.0.0.1.
+    /// A rank in a group of `size` processes that all run on this host; rank 0 listens on a port of 127.0.0.1.
     pub fn on_this_host(rank: usize, size: usize, port: u16) -> Self {
         Self {
             rank,
@@ -46,11 +46,11 @@ impl World {
         }
     }
 
-    /// The group that the environment names: torchrun's variables, which `sieve launch` and others set too, else those
-    /// of a Slurm step. `None` where there is no group, or one of a single process.
+    /// The group that the environment describes, by torchrun's variables, which `sieve launch` and others set too, or
+    /// by those of a Slurm step. `None` if there is no group, or only one process in it.
     ///
     /// # Errors
-    /// Variables set in part, values that do not fit together.
+    /// Some variables are missing or invalid, or contradict each other.
     pub fn from_env(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>, CommError> {
         let read = |name: &str| variable(name).filter(|value| !value.is_empty());
         let mut world = if read("RANK").is_some() || read("WORLD_SIZE").is_some() {
@@ -94,11 +94,11 @@ impl World {
         };
         let master_addr = read("MASTER_ADDR").ok_or_else(|| missing("MASTER_ADDR"))?;
         let mut master_port: u16 = number(read, "MASTER_PORT", "WORLD_SIZE")?;
-        // The store of torchrun's agent listens on the port itself.
+        // The store of torchrun's agent already listens on MASTER_PORT.
         if read("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True") {
             master_port = master_port.wrapping_add(1);
         }
-        // One process a host where nothing says otherwise.
+        // Without LOCAL_RANK there is one process on each host.
         let (local_rank, local_size) = match read("LOCAL_RANK") {
             None => (0, 1),
             Some(_) => {
@@ -135,8 +135,8 @@ impl World {
             missing: "SLURM_STEP_NODELIST",
         })?;
         let step = read("SLURM_STEP_ID").unwrap_or_default();
-        // "4(x2),3" is 4 processes on each of two hosts and 3 on a third. The first count is used for all hosts, to
-        // divide CPU threads. The GPU is chosen by SLURM_LOCALID alone.
+        // "4(x2),3" means 4 processes on each of two hosts and 3 on a third. The first number is used for all hosts: it
+        // only divides CPU threads. SLURM_LOCALID alone chooses the GPU.
         let local_rank = number(read, "SLURM_LOCALID", "SLURM_PROCID")?;
         let tasks = read("SLURM_STEP_TASKS_PER_NODE").unwrap_or_default();
         let digits = tasks.split(|c: char| !c.is_ascii_digit()).next();
@@ -169,13 +169,13 @@ impl World {
         }
     }
 
-    /// Where rank 0 listens.
+    /// Host and port on which rank 0 listens.
     pub fn address(&self) -> String {
         format!("{}:{}", self.master_addr, self.master_port)
     }
 }
 
-/// A variable's value as a number; `set` is one that asks for it.
+/// A variable's value as a number. `set` is a variable that is set and requires it.
 fn number<T: std::str::FromStr>(
     read: &dyn Fn(&str) -> Option<String>,
     name: &'static str,
@@ -189,7 +189,7 @@ fn number<T: std::str::FromStr>(
     })
 }
 
-/// The first host of a Slurm list such as `a[01-04,07],b3`.
+/// The first host of a Slurm host list: `a01` for `a[01-04,07],b3`.
 fn first_host(list: &str) -> String {
     let end = list.find([',', '[']).unwrap_or(list.len());
     let (name, rest) = list.split_at(end);

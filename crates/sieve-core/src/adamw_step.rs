@@ -1,7 +1,7 @@
-//! The numbers of one AdamW update, shared by every floor.
+//! The numbers of one AdamW update.
 
-/// Hyper-parameters of one AdamW update (arXiv:1711.05101), bias corrections already computed. They stay f64
-/// until a kernel rounds its own combinations of them.
+/// Hyper-parameters of one AdamW update (arXiv:1711.05101), with the bias corrections computed. They are f64; each
+/// kernel combines them in f64 and then rounds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamWStep {
     /// Learning rate of this step.

@@ -1,31 +1,32 @@
-//! How queries choose the blocks of keys whose tokens they read, whatever kind of attention they do it for.
+//! How queries choose the blocks of keys that they attend to, for all kinds of attention that choose blocks.
 
 use std::ops::Range;
 
 use crate::NsaBlocks;
 
-/// What makes a block important to a query.
+/// How the importance of a block to a query is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ChoiceRule {
-    /// NSA (arXiv:2502.11089, eq. 9, 10): probabilities of the pooled keys that overlap the block, each times the
-    /// strides that the two share, summed over the heads of the group.
+    /// NSA (arXiv:2502.11089, eq. 9, 10): the sum, over pooled keys that overlap the block, of the pooled key's
+    /// probability times the number of strides in the overlap; then summed over the heads of the group.
     WeightedProbability,
     /// InfLLM-V2 (arXiv:2509.24663, section 3.2): probabilities of the pooled keys summed over the heads of the group,
     /// then the largest of those that overlap the block.
     LargestProbability,
     /// MoBA (arXiv:2502.13189, eq. 5, 6): `q . mean of the block's keys` without a scale; each query head chooses.
     MeanKey,
-    /// MSA (arXiv:2606.13392): the largest `q . k` of the block's tokens up to the query, without a scale, of queries
-    /// and one key head that exist for this alone; each of these heads chooses for a KV head.
+    /// MSA (arXiv:2606.13392): the largest `q . k`, without a scale, over the block's tokens up to the query. q and k
+    /// are an indexer's, which has one query head for each KV head and one key head; each query head chooses for its KV
+    /// head.
     LargestScore,
-    /// QSA (Qwen3.8-Flash-Next): `max(0, q . k)` of the block's pooled key, summed over heads that exist for this
-    /// alone; all KV heads read the same choice. The pooled key is the normed and rotated mean of the block's raw keys.
-    /// An incomplete block has no score.
+    /// QSA (Qwen3.8-Flash-Next): `max(0, q . k)` with the block's pooled key k, summed over the indexer's query heads;
+    /// all KV heads read the same choice. The pooled key is the mean of the block's raw keys, normed and rotated. An
+    /// incomplete block has no score.
     SumOfHeads,
 }
 
 impl ChoiceRule {
-    /// Whether blocks are compared by `q . k` itself, not by probabilities, and each scored head chooses.
+    /// Whether blocks are compared by `q . k` instead of probabilities, separately for each query head.
     pub fn takes_scores(self) -> bool {
         matches!(self, Self::MeanKey | Self::LargestScore)
     }
@@ -34,47 +35,47 @@ impl ChoiceRule {
 /// Blocks that every query chooses, whatever their scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ForcedBlocks {
-    /// Whether the document's first block is one.
+    /// Whether the document's first block is forced.
     pub first: bool,
-    /// How many blocks up to the query's own one are, at least 1.
+    /// Number of forced blocks that end with the query's own, at least 1.
     pub local: usize,
 }
 
 impl ForcedBlocks {
-    /// NSA's: the first, the query's own and the one before.
+    /// NSA forces the first block, the query's own and the one before.
     pub const NSA: Self = Self { first: true, local: 2 };
 
-    /// The blocks that compete by their scores where the query's own block is `own`.
+    /// The blocks that compete by their scores, for a query in block `own`.
     pub fn free(self, own: usize) -> Range<usize> {
         let first = usize::from(self.first);
         first..(own + 1).saturating_sub(self.local).max(first)
     }
 
-    /// Forced blocks in all, where there are as many.
+    /// Number of forced blocks for a query late enough to see all of them.
     pub fn count(self) -> usize {
         self.local + usize::from(self.first)
     }
 }
 
-/// How queries choose blocks: of equal scores the later block, after the forced ones.
+/// How queries choose blocks: the forced ones, then those with the highest scores; of equal scores the later block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockChoice {
-    /// Pooled keys, and the blocks that are chosen. `num_selected_blocks` counts the forced ones.
+    /// Sizes of pooled keys and of the chosen blocks. `num_selected_blocks` includes the forced ones.
     pub blocks: NsaBlocks,
-    /// What makes a block important.
+    /// How scores are computed.
     pub rule: ChoiceRule,
-    /// What is chosen in any case.
+    /// The blocks that are chosen whatever their scores.
     pub forced: ForcedBlocks,
 }
 
-/// Scores that are computed at once, in f32, where no kernel computes them in registers.
+/// The most f32 scores in memory at a time, where no kernel computes them in registers: 64 MiB.
 pub const SCORES_AT_ONCE: usize = 1 << 24;
 
-/// Tokens of the largest block that the attention kernels read at a time.
+/// The largest block, in tokens, that the attention kernels read at a time.
 const ATTENDED_BLOCK: usize = 64;
 
 impl BlockChoice {
-    /// NSA's.
+    /// The choice of NSA.
     pub fn nsa(blocks: NsaBlocks) -> Self {
         Self {
             blocks,
@@ -83,12 +84,12 @@ impl BlockChoice {
         }
     }
 
-    /// Whether an indexer's queries and keys choose, instead of the attention's.
+    /// Whether scores are computed with an indexer's queries and keys instead of the attention's.
     pub fn has_indexer(&self) -> bool {
         matches!(self.rule, ChoiceRule::LargestScore | ChoiceRule::SumOfHeads)
     }
 
-    /// Query and key heads that choose in a layer of these heads: its own, or an indexer's.
+    /// Query and key heads that scores are computed with: the layer's own `[num_heads, num_kv_heads]`, or an indexer's.
     pub fn scored_heads(&self, [num_heads, num_kv_heads]: [usize; 2]) -> [usize; 2] {
         match self.has_indexer() {
             true => [num_kv_heads, 1],
@@ -96,7 +97,7 @@ impl BlockChoice {
         }
     }
 
-    /// Of the heads that are scored, those that choose for themselves.
+    /// Number of separate choices that these scored heads make: one for each query head or for each KV head.
     pub fn num_choosers(&self, num_heads: usize, num_kv_heads: usize) -> usize {
         match self.rule.takes_scores() {
             true => num_heads,
@@ -104,8 +105,8 @@ impl BlockChoice {
         }
     }
 
-    /// Choices of each token in a layer of these heads, as attention reads them: where all KV heads read one choice, it
-    /// is repeated for each.
+    /// Number of choices per token that attention reads, in a layer of these heads. A choice that all KV heads share is
+    /// repeated for each of them.
     pub fn choices_per_token(&self, heads: [usize; 2]) -> usize {
         let [num_heads, num_kv_heads] = self.scored_heads(heads);
         match self.rule {
@@ -114,7 +115,7 @@ impl BlockChoice {
         }
     }
 
-    /// Pieces that a chosen block is read in: one up to 64 tokens, else as many as it has 64 tokens.
+    /// Number of pieces in which attention reads a chosen block: pieces of 64 tokens, or one of up to 64.
     pub fn pieces(&self) -> usize {
         match self.blocks.select_block_size {
             size if size > ATTENDED_BLOCK && size.is_multiple_of(ATTENDED_BLOCK) => size / ATTENDED_BLOCK,
@@ -122,11 +123,11 @@ impl BlockChoice {
         }
     }
 
-    /// The blocks as attention reads them: the pieces of the chosen ones.
+    /// Sizes of the blocks as attention reads them, with the pieces of a chosen block as blocks.
     pub fn attended(&self) -> NsaBlocks {
         let pieces = self.pieces();
         let size = self.blocks.select_block_size / pieces;
-        // An indexer pools no keys of the attention: its pooled keys, or blocks of one token, are the choice's alone.
+        // An indexer's pooled keys (blocks of one token in MSA) are not keys of the attention.
         let [compress_block_size, compress_stride] = match self.has_indexer() {
             true => [size; 2],
             false => [self.blocks.compress_block_size, self.blocks.compress_stride],
@@ -151,25 +152,29 @@ impl BlockChoice {
 
     /// Why there are no CUDA kernels, as [`NsaBlocks::cuda_gap`].
     pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
-        let by_head = self.rule == ChoiceRule::MeanKey;
-        let group_size = if by_head { 1 } else { group_size };
-        // Attention reads the pieces; a block is scored as a whole, by one mean key.
-        let pieces = self.attended();
-        let attended = NsaBlocks {
-            compress_stride: pieces.select_block_size,
-            compress_block_size: pieces.select_block_size,
-            ..pieces
+        // In MoBA each query head chooses for itself.
+        let group_size = if self.rule == ChoiceRule::MeanKey {
+            1
+        } else {
+            group_size
         };
-        let strides = self.blocks.compress_stride;
+        let piece = self.attended();
+        let attended = NsaBlocks {
+            compress_stride: piece.select_block_size,
+            compress_block_size: piece.select_block_size,
+            ..piece
+        };
+        let stride = self.blocks.compress_stride;
+        // Scoring works on strides, so that a block of any number of tokens can be scored.
         let scored = NsaBlocks {
-            compress_block_size: self.blocks.compress_block_size / strides,
+            compress_block_size: self.blocks.compress_block_size / stride,
             compress_stride: 1,
-            select_block_size: self.blocks.select_block_size / strides,
+            select_block_size: self.blocks.select_block_size / stride,
             ..self.blocks
         };
         let gap = attended.cuda_gap(head_dim, group_size);
         match self.has_indexer() {
-            // Whole blocks of any size: their largest score is added to as tokens come.
+            // An indexer's kernels score blocks of any size.
             true => gap,
             false => gap.or_else(|| scored.cuda_gap(head_dim, group_size)),
         }

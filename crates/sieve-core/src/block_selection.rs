@@ -1,4 +1,4 @@
-//! How a selector chooses blocks of keys, in steps that a device can take.
+//! How a selector chooses blocks of keys, described as data, so that one set of GPU kernels can run every method.
 use crate::call_shape::{CallShape, Tiles};
 use crate::key_mask::{KeyMask, MaskPlaces};
 use crate::model::DmaWindow;
@@ -7,146 +7,148 @@ use std::ops::Range;
 /// How blocks of queries and of keys are compared.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum BlockScores {
-    /// Product of their means, and this many times the product of their variances.
+    /// `q . k` of the blocks' means, plus `variances` times the product of their variances.
     Means {
-        /// 0 where variances are not computed.
+        /// 0 if variances are not computed.
         variances: f32,
     },
-    /// The largest product of groups of this many tokens, each read as one long vector.
+    /// The largest `q . k` of groups of this many tokens, with the vectors of a group concatenated to one.
     LargestOfGroups(usize),
-    /// Softmax over cells of `stride` tokens a side, summed over each block.
+    /// Softmax over cells of `stride` queries and `stride` keys, summed over each block.
     Cells {
         /// Tokens of a cell.
         stride: usize,
-        /// Whether a cell's queries meet its keys in the opposite order: antidiagonals.
+        /// Whether query i of a cell meets key `stride - 1 - i`, as on an antidiagonal, instead of key i.
         reversed: bool,
-        /// Divides the logits, beside the stride.
+        /// Divides the logits, in addition to the stride.
         norm: f64,
     },
-    /// Single columns and diagonals that the last queries look at; `keep` does not act.
+    /// Single columns and diagonals with the most attention of the last queries; [`KeptBlocks::by`] is ignored.
     Lines {
-        /// Queries that look.
+        /// Number of last queries whose attention is computed.
         rows: usize,
-        /// Columns that stay, and how many of the first are among them.
+        /// Number of kept columns, and how many of these are the first columns of the prompt.
         columns: [usize; 2],
-        /// Diagonals that stay, and how many of the first are among them.
+        /// Number of kept diagonals, and how many of these are the nearest to the query.
         diagonals: [usize; 2],
     },
-    /// FlexPrefill: block columns and diagonals that the last block of queries attends to, or, where block means
-    /// predict them well, a map by products of means; `keep` is ignored.
+    /// FlexPrefill: block columns and diagonals that the last block of queries attends to; or, where block means
+    /// predict these well, blocks by the product of their means. [`KeptBlocks::by`] is ignored.
     Patterns {
-        /// Share of the mass that columns, diagonals or the map must hold.
+        /// Share of the attention probability that the kept blocks must hold.
         gamma: f64,
-        /// Distance below which the map is taken.
+        /// Blocks are chosen by their means if the prediction's Jensen-Shannon distance is below this.
         tau: f64,
-        /// Fewest and most blocks of columns and of diagonals.
+        /// Fewest and most kept blocks.
         blocks: [usize; 2],
     },
-    /// Log-sum-exps of dense probe rows, of which each chooses blocks; the best of a tile by their mean stay.
+    /// Log-sum-exps of dense probe rows. Each probe chooses blocks, and a tile of queries keeps the best by the mean
+    /// over its probes.
     Probes {
         /// One row in `gamma` is a probe.
         gamma: usize,
-        /// Blocks that a probe chooses, and how many of them are surely the best.
+        /// Number of blocks that a probe chooses, and how many of these are exactly its best.
         chosen: [usize; 2],
     },
-    /// Logits of a call of one query, with blocks of one key.
+    /// Logits of a call with one query, in blocks of one key.
     Logits,
-    /// Quest: upper bounds of `q . k` of one query with the keys of each block; the bounds of earlier blocks are kept
-    /// from earlier calls.
+    /// Quest: an upper bound of `q . k` over the keys of each block, for one query. The bounds of this many earlier
+    /// blocks are kept from earlier calls.
     Bounds(usize),
 }
 
-/// By what the keys of a segment are sorted.
+/// The order of the keys inside a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyScores {
-    /// The attention that this many last queries of the call give a key, the largest first.
+    /// By the attention from this many last queries of the call, the largest first.
     Attention(usize),
-    /// The length of a key's vector, the shortest first.
+    /// By the Euclidean norm of the key, the smallest first.
     Length,
 }
 
-/// How tokens are permuted before they are cut into blocks. A row always keeps the blocks of its own segment; the
-/// others compete.
+/// How tokens are permuted before they are divided into blocks. A row always keeps the blocks of its own segment; the
+/// other blocks compete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotOrder {
-    /// Tokens of a segment, inside which they move; blocks divide it.
+    /// Tokens of a segment, a multiple of the block. Tokens move only inside their segment.
     pub segment: usize,
-    /// By what keys move.
+    /// The order of the keys.
     pub keys: KeyScores,
-    /// Whether queries move too, by rising length.
+    /// Whether queries are sorted too, by rising Euclidean norm.
     pub moves_queries: bool,
     /// Whether every row keeps the block with the first key.
     pub keeps_first: bool,
 }
 
-/// Dense rows that correct the output of the others: one position in `gamma`, and the call's first row.
+/// Dense probe rows that correct the output of the other rows. Probes are the call's first row and every row whose
+/// position is a multiple of `gamma`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProbeCorrection {
-    /// Positions from one to the next.
+    /// Distance between two probes, in positions.
     pub gamma: usize,
-    /// Whether they replace their own rows alone, and correct no others.
+    /// Whether the probes replace their own rows and leave the other rows as they are.
     pub replaces_only: bool,
 }
 
-/// Which keys of a prompt stay for the tokens after it, by the attention that they received.
+/// Which keys of a prompt are kept for the tokens after it, by the attention that the keys received.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeavyKeys {
-    /// The observation window (SnapKV, H2O), in blocks of one token: its queries' attention ranks the keys before
-    /// `last`, and the best of these are kept.
+    /// How attention is observed (SnapKV, H2O), in blocks of one token. It ranks the keys before the `last` ones, and
+    /// the best of these are kept.
     pub selection: BlockSelection,
-    /// The last keys, which stay whatever they received.
+    /// Number of last keys, which are kept whatever attention they received.
     pub last: usize,
-    /// Neighbouring keys over which attention is smoothed, an odd number.
+    /// Number of neighbouring keys over which attention is smoothed, odd.
     pub width: usize,
-    /// Whether by the largest of them; else by their mean.
+    /// Whether smoothing takes the largest value of the neighbours instead of their mean.
     pub by_largest: bool,
-    /// H2O: number of keys held in all, and of recent keys that are never evicted, where later tokens evict keys. A
-    /// kept key goes on accumulating attention.
+    /// H2O, where later tokens evict keys: the number of keys held in all, and of recent keys that are never evicted. A
+    /// kept key accumulates the attention of later tokens.
     pub slots: Option<DmaWindow>,
 }
 
-/// Which of a row's blocks stay.
+/// Which of a row's competing blocks are kept.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum KeepBlocks {
-    /// The best, until they hold this share of the mass.
+    /// The best, until they hold this share of the attention probability.
     Mass(f64),
-    /// This number of the best.
+    /// This number of blocks with the highest scores.
     Top(usize),
-    /// This share of those that compete, rounded up.
+    /// This share of the competing blocks, rounded up.
     Share(f64),
 }
 
-/// How blocks are cut and compared.
+/// Sizes of the blocks, and how they are compared.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ScoredBlocks {
     /// Tokens of a block of keys.
     pub block: usize,
     /// Tokens of a block of queries.
     pub query_block: usize,
-    /// Rows missing in front of the first block of queries.
+    /// Number of rows by which the first block of queries is shorter.
     pub offset: usize,
     /// Factor on `q . k`.
     pub softmax_scale: f32,
-    /// How they are compared.
+    /// How blocks are compared.
     pub by: BlockScores,
 }
 
-/// What a row keeps, and the lists that it goes to.
+/// The blocks that a row keeps, and the lists that store them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KeptBlocks {
-    /// Which of the compared blocks stay.
+    /// Which of the competing blocks are kept.
     pub by: KeepBlocks,
-    /// Whether the first block and those that meet a row's queries count towards `by`, before all others.
+    /// Whether the first block and the blocks with the row's own positions count towards `by`, before all others.
     pub counts_own: bool,
-    /// Whether a row keeps the blocks that meet its queries in any case.
+    /// Whether a row keeps the blocks with its own positions whatever their scores.
     pub keeps_own: bool,
-    /// Query heads that share a list, which has what any of them keeps.
+    /// Number of query heads that share a list. The list holds every block that one of them keeps.
     pub heads_per_list: usize,
     /// Tokens of the mask's tiles; divides the block.
     pub tile: usize,
-    /// Tokens before a tile's first row that stay.
+    /// Number of tokens before a tile's first row that are kept whatever their scores.
     pub local_tokens: usize,
-    /// First tiles that stay.
+    /// Number of first key tiles that are kept whatever their scores.
     pub first_tiles: usize,
     /// Rows of the call that are dense.
     pub dense_rows: Vec<Range<usize>>,
@@ -157,16 +159,17 @@ pub struct KeptBlocks {
 pub struct BlockSelection {
     /// The call's sizes.
     pub shape: CallShape,
-    /// How blocks are cut and compared.
+    /// Sizes of the blocks, and how they are compared.
     pub scores: ScoredBlocks,
-    /// What stays.
+    /// The blocks that a row keeps.
     pub keep: KeptBlocks,
-    /// How tokens move before they are cut.
+    /// How tokens are permuted before they are divided into blocks.
     pub order: Option<SlotOrder>,
 }
 
 impl BlockSelection {
-    /// Blocks of `block` queries and keys, a list for each query head, which keeps its own block.
+    /// A selection with blocks of `block` queries and keys and a list for each query head; every row keeps its own
+    /// block.
     pub fn new(shape: CallShape, block: usize, scores: BlockScores, keep: KeepBlocks) -> Self {
         Self {
             shape,
@@ -198,7 +201,7 @@ impl BlockSelection {
         self.keep.dense_rows = first.map(|first| first..self.shape.num_queries).into_iter().collect();
     }
 
-    /// Blocks of queries and of keys.
+    /// Number of blocks of queries, and of keys.
     pub fn blocks(&self) -> [usize; 2] {
         let blocks = self.cut(self.scores.query_block, self.scores.block);
         [blocks.num_query_tiles(), blocks.num_key_tiles()]
@@ -217,18 +220,20 @@ impl BlockSelection {
         }
     }
 
-    /// Lists of the mask.
+    /// Number of lists of the mask.
     pub fn num_lists(&self) -> usize {
         self.shape.num_heads / self.keep.heads_per_list
     }
 
-    /// Key tiles that start no later than a query tile's last row, over all rows of a list: the most it can keep.
+    /// Number of key tiles that start no later than a query tile's last row, summed over the query tiles: the most
+    /// tiles of a list if tokens are not permuted.
     pub fn admissible_tiles(&self) -> usize {
         let tiles = self.tiles();
         (0..tiles.num_query_tiles()).map(|i| tiles.admissible(i)).sum()
     }
 
-    /// The most tiles that a list can hold: its own segments' too, where keys move.
+    /// The most tiles that a list can hold. If keys are permuted, that includes tiles of a row's own segment that start
+    /// after the row.
     fn most_tiles(&self) -> usize {
         let Some(order) = self.order else {
             return self.admissible_tiles();
@@ -251,15 +256,15 @@ impl BlockSelection {
         }
     }
 
-    /// The mask, with room for every tile and key that can be kept: a 0, then the arrays that there are.
+    /// The layout of the mask's buffer, with room for every tile and key that can be kept. Word 0 is unused.
     pub fn layout(&self) -> KeyMask<()> {
         let tiles = self.tiles();
         let rows = self.num_lists() * tiles.num_query_tiles();
-        let single = self.num_lists() * self.most_columns();
-        let mut words = 1;
+        let num_columns = self.num_lists() * self.most_columns();
+        let mut num_words = 1;
         let mut place = |size: usize| {
-            let first = if size == 0 { 0 } else { words };
-            words += size;
+            let first = if size == 0 { 0 } else { num_words };
+            num_words += size;
             first..first + size
         };
         let CallShape {
@@ -283,8 +288,8 @@ impl BlockSelection {
             places: MaskPlaces {
                 row_ptr: place(rows + 1),
                 tile_idx: place(self.num_lists() * self.most_tiles()),
-                col_ptr: place(if single > 0 { rows + 1 } else { 0 }),
-                col_idx: place(single),
+                col_ptr: place(if num_columns > 0 { rows + 1 } else { 0 }),
+                col_idx: place(num_columns),
                 key_order: place(self.order.map_or(0, |_| num_kv_heads * num_keys)),
                 query_order: place(usize::from(moves_queries) * num_heads * num_queries),
                 ..MaskPlaces::default()

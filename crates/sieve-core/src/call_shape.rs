@@ -1,4 +1,4 @@
-//! Sizes of one attention call, and how its rows and keys are cut into tiles.
+//! Sizes of one attention call, and how its rows and keys are divided into tiles.
 use std::ops::Range;
 
 /// Sizes of one call for one request. Query row `t` has position `context() + t`.
@@ -17,7 +17,7 @@ pub struct CallShape {
 }
 
 impl CallShape {
-    /// The sizes in the order of the fields.
+    /// A call with these sizes, in the order of the fields.
     pub const fn new(
         [num_queries, num_keys]: [usize; 2],
         [num_heads, num_kv_heads]: [usize; 2],
@@ -54,9 +54,10 @@ impl CallShape {
     }
 }
 
-/// How the rows of a call and the keys are cut: query tiles count from the call's first row, key tiles from key 0.
+/// How the rows of a call and the keys are divided into tiles. Query tiles count from the call's first row, key tiles
+/// from key 0.
 ///
-/// With `query_offset` the first query tile is that many rows shorter, so that tiles end where key tiles do.
+/// The first query tile is `query_offset` rows shorter than the others, so that query tiles can end where key tiles do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiles {
     /// Query rows of the call.
@@ -67,7 +68,7 @@ pub struct Tiles {
     pub query_tile: usize,
     /// Keys of a key tile.
     pub key_tile: usize,
-    /// Rows missing in front of the first query tile, less than `query_tile`.
+    /// Number of rows by which the first query tile is shorter, less than `query_tile`.
     pub query_offset: usize,
 }
 
@@ -96,7 +97,7 @@ impl Tiles {
         self.num_keys - self.num_queries
     }
 
-    /// Query tiles of the call.
+    /// Number of query tiles of the call.
     pub fn num_query_tiles(&self) -> usize {
         match self.num_queries {
             0 => 0,
@@ -104,7 +105,7 @@ impl Tiles {
         }
     }
 
-    /// Key tiles.
+    /// Number of key tiles.
     pub fn num_key_tiles(&self) -> usize {
         self.num_keys.div_ceil(self.key_tile)
     }
@@ -115,7 +116,7 @@ impl Tiles {
         end.saturating_sub(self.query_tile)..end.min(self.num_queries)
     }
 
-    /// Query tile of a row, or of a query slot.
+    /// Query tile of a row or query slot.
     pub fn tile_of_row(&self, row: usize) -> usize {
         (row + self.query_offset) / self.query_tile
     }
@@ -136,12 +137,12 @@ impl Tiles {
         self.context() + self.rows(query_tile).end - 1
     }
 
-    /// Key tiles that start no later than the last row: tiles `0..admissible`.
+    /// Number of key tiles that start no later than the query tile's last row: tiles `0..admissible`.
     pub fn admissible(&self, query_tile: usize) -> usize {
         self.last(query_tile) / self.key_tile + 1
     }
 
-    /// Key tiles that meet the positions of a query tile.
+    /// Key tiles that hold positions of a query tile.
     pub fn diagonal(&self, query_tile: usize) -> Range<usize> {
         self.first(query_tile) / self.key_tile..self.admissible(query_tile)
     }

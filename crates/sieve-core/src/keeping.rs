@@ -1,39 +1,39 @@
-//! What the blocks of a model keep for their backward pass beyond the minimum, to be faster: the memory plan decides
-//! it, and the trainer passes it to the ops.
+//! Optional activations that the blocks of a model keep for their backward pass, to make it faster. The memory plan
+//! chooses them, and the trainer passes the choice to the ops.
 use serde::Serialize;
 
-/// What blocks keep for their backward pass beside the least. Nothing of it is kept where nothing is differentiated.
+/// Optional activations that blocks keep for their backward pass. Without a backward pass nothing is kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Keeping {
-    /// For which rows `o_low`, the low bits that the bf16 o lacks, is kept.
+    /// In which rows `o_low` is kept: the low 16 bits of the f32 output that its bf16 `o` lacks.
     #[serde(rename = "rest")]
     pub o_low: KeepOLow,
-    /// Whether a block keeps what its backward pass would recompute: normed streams, rotated heads and gated
-    /// activations. It takes half as much memory as everything else that a block keeps, saves 1 to 2 % of a step on a
-    /// GPU, and does not change results.
+    /// Whether a block keeps the normed streams, rotated heads and gated activations that its backward pass would
+    /// recompute. They take half as much memory as all other activations of a block, save 1 to 2 % of a step on a GPU,
+    /// and do not change results.
     #[serde(rename = "made_again")]
     pub recomputable: bool,
 }
 
 impl Keeping {
-    /// Where nothing is differentiated.
+    /// Keeps nothing, for passes without a backward pass.
     pub const NOTHING: Self = Self {
         o_low: KeepOLow::Never,
         recomputable: false,
     };
 }
 
-/// In which rows a forward pass with a bias also stores the lower 16 bits of o, which takes as much memory as o itself
-/// and spares the backward pass the row sums, a quarter of its time. Only the Hopper kernels do.
+/// In which rows a forward pass with a bias also stores `o_low`. It takes as much memory as o itself, and saves the
+/// backward pass the row sums of P dP, a quarter of its time. Only the Hopper kernels store it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeepOLow {
-    /// In none.
+    /// In no row.
     Never,
-    /// In rows of up to 32,768 tokens. The default: longer rows skip it, as it doubles the memory of o.
+    /// In rows of up to 32,768 tokens, the default: in longer ones the memory matters more.
     #[default]
     ShortRows,
-    /// In all.
+    /// In all rows.
     Always,
 }
 
@@ -41,7 +41,7 @@ pub enum KeepOLow {
 const SHORT_ROW: usize = 32768;
 
 impl KeepOLow {
-    /// Whether it is kept in rows of this many tokens.
+    /// Whether `o_low` is kept in rows of this many tokens.
     pub fn in_row(self, seq_len: usize) -> bool {
         match self {
             Self::Never => false,

@@ -1,50 +1,53 @@
-//! Which keys each query of a call sees: the one form of every selector's mask, on the host or on a device.
+//! Which keys each query of a call sees: the mask of every selector, on the host or on a device.
 //!
-//! All arrays lie in one buffer of 32-bit words, as block-sparse kernels read it on any device: CSR of key tiles over
-//! (list, query tile), and the few extras that some methods need.
+//! All arrays lie in one buffer of 32-bit words, which block-sparse kernels read: the kept key tiles of each (list,
+//! query tile) in CSR form, and a few arrays that only some methods need. A *list* holds the tiles of one query head,
+//! or of the heads that share a KV head.
 use crate::call_shape::{CallShape, Tiles};
 use std::ops::Range;
 use thiserror::Error;
 
-/// A mask of one call of one request. `W` holds its words: on the host a vector, on a device a tensor of i32, or
-/// nothing where only the sizes are known.
+/// A mask of one call of one request. `W` holds its words: a vector on the host, an i32 tensor on a device, or `()` if
+/// only the layout is known.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KeyMask<W = Vec<i32>> {
     /// The call's sizes.
     pub shape: CallShape,
-    /// How query slots and key slots are cut into tiles. Slot i is row or key i, unless an order array says which one
-    /// it holds. `num_queries` counts the slots: fewer than the call's rows where `query_order` names some of them.
+    /// How query slots and key slots are divided into tiles. Slot i holds row or key i, unless `query_order` or
+    /// `key_order` names another. `num_queries` is the number of query slots: fewer than the call's rows if
+    /// `query_order` names only some rows.
     pub tiles: Tiles,
     /// Query heads that share a list: 1, or a KV head's whole group.
     pub heads_per_list: usize,
-    /// Query heads that share an order of keys, where there is one.
+    /// Query heads that share a row of `key_order`, if there is one.
     pub heads_per_order: usize,
-    /// Whether a key is visible only to positions not before it; false for bidirectional models.
+    /// Whether a query sees no later keys; false for bidirectional models.
     pub causal: bool,
-    /// Ranges of rows that see every key not after them, ascending and apart, for all heads.
+    /// Ranges of rows that see every key up to their own, in all heads; ascending and disjoint.
     pub dense_rows: Vec<Range<usize>>,
     /// Where the arrays are.
     pub places: MaskPlaces,
-    /// The arrays. Word 0 belongs to none of them.
+    /// The arrays. Word 0 is unused.
     pub words: W,
-    /// What the lists hold, where a device made them.
+    /// Counts over the lists, if a device made them.
     pub counts: Option<MaskCounts<W>>,
 }
 
-/// Where the arrays of a mask are among its words, an empty range for an absent one. On a device an array may have
+/// Where the arrays of a mask are among its words; an absent array has an empty range. On a device an array may have
 /// spare room after its last entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MaskPlaces {
-    /// Query tiles of each list by falling number of keys; without it later tiles have more keys.
+    /// Query tiles of each list, those with the most keys first, so that long tiles start early. If absent, kernels
+    /// start with the last tile.
     pub tile_order: Range<usize>,
-    /// Where the key tiles of (list, query tile) start in `tile_idx`, `[num_lists * num_query_tiles + 1]`; absent where
-    /// every key not after the query is visible.
+    /// Where the key tiles of (list, query tile) start in `tile_idx`, `[num_lists * num_query_tiles + 1]`; absent if
+    /// every key up to the query is visible.
     pub row_ptr: Range<usize>,
     /// Kept key tiles, ascending per row.
     pub tile_idx: Range<usize>,
-    /// Where the single slots of (list, query tile) start in `col_idx`.
+    /// Where the single key slots of (list, query tile) start in `col_idx`.
     pub col_ptr: Range<usize>,
-    /// Single key slots, ascending per row, none of them in a kept tile.
+    /// Single key slots outside the kept tiles, ascending per row.
     pub col_idx: Range<usize>,
     /// Which key each slot holds, `[num_heads / heads_per_order, num_keys]`.
     pub key_order: Range<usize>,
@@ -55,7 +58,7 @@ pub struct MaskPlaces {
 }
 
 impl MaskPlaces {
-    /// Words of the buffer.
+    /// Number of words of the buffer.
     pub fn num_words(&self) -> usize {
         let ends = [
             &self.tile_order,
@@ -71,36 +74,37 @@ impl MaskPlaces {
     }
 }
 
-/// What a device counted while it made the lists, i32.
+/// Counts that a device made with the lists, i32.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MaskCounts<W> {
-    /// Kept tiles of each row of each list, `[lists, query tiles]`.
+    /// Number of kept key tiles, `[num_lists, num_query_tiles]`.
     pub tiles: W,
-    /// Pairs of a query and a kept key not after it, likewise.
+    /// Number of visible (query, key) pairs, `[num_lists, num_query_tiles]`.
     pub pairs: W,
-    /// Rows of each head with a NaN score, `[num_heads]`; such heads are dense.
+    /// Number of rows with a NaN score, `[num_heads]`; a head with such a row is dense.
     pub nan_rows: W,
 }
 
-/// A rule on top of the tiles of one list: key `j` is visible to position `a` only where `j < init` or `j > a - local`.
+/// A rule that hides keys inside the kept tiles of one list: key `j` is visible to position `a` only if `j < init` or
+/// `j > a - local`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenWindow {
-    /// First keys that all queries see.
+    /// Number of first keys, which all queries see.
     pub init: i32,
-    /// Last keys a query sees, its own included; `i32::MAX` for all.
+    /// Number of last keys that a query sees, its own included; `i32::MAX` for all.
     pub local: i32,
 }
 
-/// Key tiles and single key slots that each query tile of a list keeps, in any order.
+/// For each query tile of a list, the kept key tiles and the kept single key slots, each in any order.
 pub type KeptRows = Vec<[Vec<i32>; 2]>;
 
 /// An array of a mask that breaks a rule.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("key mask: {array}: {problem}\n  hint: masks come from a selector; one built by hand must pass KeyMask::check")]
 pub struct MaskError {
-    /// The array.
+    /// Name of the array.
     pub array: &'static str,
-    /// What does not fit, and where.
+    /// The broken rule, and where it is broken.
     pub problem: String,
 }
 
@@ -130,7 +134,7 @@ impl<W> KeyMask<W> {
         })
     }
 
-    /// [`try_map`](Self::try_map) of what cannot fail.
+    /// As [`try_map`](Self::try_map), with a `put` that cannot fail.
     pub fn map<V>(self, mut put: impl FnMut(W) -> V) -> KeyMask<V> {
         let mapped = self.try_map(|words| Ok::<V, std::convert::Infallible>(put(words)));
         match mapped {
@@ -139,12 +143,12 @@ impl<W> KeyMask<W> {
         }
     }
 
-    /// Lists of the mask.
+    /// Number of lists of the mask.
     pub fn num_lists(&self) -> usize {
         self.shape.num_heads / self.heads_per_list
     }
 
-    /// Query heads a list is for.
+    /// Query heads that use a list.
     pub fn heads_of(&self, list: usize) -> Range<usize> {
         list * self.heads_per_list..(list + 1) * self.heads_per_list
     }
@@ -159,7 +163,7 @@ impl<W> KeyMask<W> {
         self.dense_rows.iter().any(|range| range.contains(&row))
     }
 
-    /// Adds a range of dense rows.
+    /// Adds a range of dense rows, and joins ranges that touch.
     pub fn add_dense_rows(&mut self, range: Range<usize>) {
         let range = range.start..range.end.min(self.shape.num_queries);
         if range.is_empty() {
@@ -179,8 +183,8 @@ impl<W> KeyMask<W> {
 }
 
 impl KeyMask {
-    /// The mask of the tiles and slots that each row of each list keeps, list by list. Entries are sorted, duplicates
-    /// and single slots inside kept tiles are removed.
+    /// A mask from the kept key tiles and single key slots of each query tile, list by list. Sorts the entries, and
+    /// removes duplicates and single slots inside kept tiles.
     pub fn new(
         shape: CallShape,
         tiles: Tiles,
@@ -194,10 +198,10 @@ impl KeyMask {
                 entries.sort_unstable();
                 entries.dedup();
             }
-            let [kept, mut single] = row;
-            single.retain(|slot| kept.binary_search(&(slot / tiles.key_tile as i32)).is_err());
-            tile_idx.extend(kept);
-            col_idx.extend(single);
+            let [kept_tiles, mut slots] = row;
+            slots.retain(|slot| kept_tiles.binary_search(&(slot / tiles.key_tile as i32)).is_err());
+            tile_idx.extend(kept_tiles);
+            col_idx.extend(slots);
             row_ptr.push(tile_idx.len() as i32);
             col_ptr.push(col_idx.len() as i32);
         }
@@ -226,7 +230,7 @@ impl KeyMask {
         mask
     }
 
-    /// Every key tile that starts no later than a query tile's last row, one list per KV head.
+    /// The mask of dense causal attention, with one list per KV head.
     pub fn dense(shape: CallShape) -> Self {
         let tiles = Tiles::new(shape, 128, 128);
         let row = |i: usize| [(0..tiles.admissible(i) as i32).collect(), Vec::new()];
@@ -234,10 +238,10 @@ impl KeyMask {
         Self::new(shape, tiles, shape.group_size(), rows)
     }
 
-    /// Sets which key each slot holds, `[heads, num_keys]` of as many heads as KV heads or query heads.
+    /// Sets which key each slot holds: `[num_kv_heads, num_keys]` or `[num_heads, num_keys]`.
     pub fn set_key_order(&mut self, order: &[i32]) {
-        let orders = (order.len() / self.shape.num_keys.max(1)).max(1);
-        self.heads_per_order = self.shape.num_heads / orders;
+        let num_orders = (order.len() / self.shape.num_keys.max(1)).max(1);
+        self.heads_per_order = self.shape.num_heads / num_orders;
         self.places.key_order = self.put(order);
     }
 
@@ -246,7 +250,7 @@ impl KeyMask {
         self.places.query_order = self.put(order);
     }
 
-    /// Sets the rule of each list.
+    /// Sets the [`TokenWindow`] of each list.
     pub fn set_windows(&mut self, windows: &[TokenWindow]) {
         let words: Vec<i32> = windows.iter().flat_map(|window| [window.init, window.local]).collect();
         self.places.windows = self.put(&words);
@@ -284,28 +288,28 @@ impl KeyMask {
         &self.words[bound(at)..bound(at + 1)]
     }
 
-    /// Kept key tiles of all rows of all lists.
+    /// Number of kept key tiles of all rows of all lists.
     pub fn num_tiles(&self) -> usize {
         self.array(&self.places.row_ptr).last().map_or(0, |&end| end as usize)
     }
 
-    /// The orders of keys, `[num_heads / heads_per_order, num_keys]`; empty when in order.
+    /// Which key each slot holds, `[num_heads / heads_per_order, num_keys]`; empty if slot i holds key i.
     pub fn key_order(&self) -> &[i32] {
         self.array(&self.places.key_order)
     }
 
-    /// The orders of rows, `[num_heads, slots]`; empty when in order.
+    /// Which row each query slot holds, `[num_heads, num_slots]`; empty if slot i holds row i.
     pub fn query_order(&self) -> &[i32] {
         self.array(&self.places.query_order)
     }
 
-    /// The permutation of a list's keys, `None` when in order.
+    /// Which key each slot of a list holds; `None` if slot i holds key i.
     pub fn key_order_of(&self, list: usize) -> Option<&[i32]> {
         let at = self.heads_of(list).start / self.heads_per_order;
         self.key_order().chunks_exact(self.shape.num_keys.max(1)).nth(at)
     }
 
-    /// Query row that a head's order of queries puts at position `slot`.
+    /// The row that a query slot of a head holds.
     pub fn query_row(&self, head: usize, slot: usize) -> usize {
         match self.query_order().get(head * self.tiles.num_queries + slot) {
             Some(&row) => row as usize,
@@ -313,13 +317,13 @@ impl KeyMask {
         }
     }
 
-    /// The token rule of a list.
+    /// The [`TokenWindow`] of a list.
     pub fn window_of(&self, list: usize) -> Option<TokenWindow> {
         let words = self.array(&self.places.windows).as_chunks::<2>().0;
         words.get(list).map(|&[init, local]| TokenWindow { init, local })
     }
 
-    /// Whether position `a` sees key `j` of a kept tile or column.
+    /// Whether position `a` sees key `j`, which a kept tile or single slot holds.
     pub fn visible(&self, list: usize, a: usize, j: usize) -> bool {
         if !self.causal {
             return true;
@@ -327,7 +331,7 @@ impl KeyMask {
         j <= a && (a as i64) < i64::from(self.expire(list, j))
     }
 
-    /// First position that no longer sees key `j`, `i32::MAX` for never.
+    /// First position that no longer sees key `j`; `i32::MAX` if every later one does.
     pub fn expire(&self, list: usize, j: usize) -> i32 {
         match self.window_of(list) {
             Some(window) if j as i64 >= i64::from(window.init) => (j as i32).saturating_add(window.local),
@@ -342,7 +346,7 @@ impl KeyMask {
                 .is_some_and(|window| (window.local as usize) < self.shape.num_keys)
         };
         let in_order = self.places.key_order.is_empty() && self.places.query_order.is_empty();
-        // Ascending, so that as many as there are, none of them later, are all.
+        // A row is ascending, so it holds all admissible tiles if it has their number and its last one is admissible.
         let is_whole = |list: usize, i: usize| {
             let (row, admissible) = (self.row(list, i), self.tiles.admissible(i));
             row.len() == admissible && row.last().is_some_and(|&j| (j as usize) < admissible)
@@ -353,10 +357,10 @@ impl KeyMask {
             && (0..self.num_lists()).all(|list| !hides(list) && rows.clone().all(|i| is_whole(list, i)))
     }
 
-    /// The mask as kernels take it: without lists where it keeps everything.
+    /// The mask as kernels take it: a mask that keeps everything has no lists.
     ///
     /// # Errors
-    /// A mask of a model that is not causal, which no kernel computes; a call without queries; a broken rule
+    /// A mask that is not causal, which no kernel supports; a call without queries; a broken rule
     /// ([`check`](Self::check)).
     pub fn for_kernels(&self) -> Result<Self, MaskError> {
         require(self.causal, "causal", || {
@@ -376,10 +380,11 @@ impl KeyMask {
         })
     }
 
-    /// Checks that every array fits the call and every index its array, and that no query tile names a key twice.
+    /// Checks that every array fits the call, that every index is inside its array, and that no query tile holds a key
+    /// twice.
     ///
     /// # Errors
-    /// The first broken rule and where it is broken.
+    /// The first broken rule, and where it is broken.
     pub fn check(&self) -> Result<(), MaskError> {
         let (shape, tiles) = (self.shape, self.tiles);
         let fits = shape.num_queries <= shape.num_keys
@@ -432,6 +437,7 @@ impl KeyMask {
         Ok(())
     }
 
+    /// Checks a CSR array: `ptr` divides the entries of `idx` into `rows` ascending rows of indices below `limit`.
     fn check_rows(
         &self,
         array: &'static str,
@@ -460,8 +466,7 @@ impl KeyMask {
     }
 }
 
-/// Query tiles of each list by falling number of keys, of equal ones the later first; without lists from the last tile
-/// down.
+/// Query tiles of each list, those with the most keys first; of tiles with equally many keys, the later first.
 fn tile_order(tiles: Tiles, row_ptr: &[i32], col_ptr: &[i32]) -> Vec<i32> {
     let num_tiles = tiles.num_query_tiles();
     let count = |ptr: &[i32], row: usize| ptr.get(row + 1).map_or(0, |end| end - ptr[row]) as usize;
@@ -485,6 +490,7 @@ fn require(fits: bool, array: &'static str, problem: impl FnOnce() -> String) ->
     }
 }
 
+/// Checks that `order` is empty, or holds no index twice in each chunk of `len`, for one of the numbers of heads.
 fn check_orders(array: &'static str, order: &[i32], len: usize, heads: &[usize]) -> Result<(), MaskError> {
     let fits = order.is_empty() || heads.iter().any(|heads| order.len() == heads * len);
     require(fits, array, || {

@@ -1,12 +1,14 @@
-//! A recipe's keys, each declared once: [`keys!`] makes a section's type and the list of its keys from the same lines.
+//! Declares each key of a recipe once: [`keys!`] generates a section's type and the list of its keys from the same
+//! lines.
 //!
-//! From the lists come the check of names and types, the bounds, the defaults, what may change on resume, and
-//! docs/recipe.md with its JSON schema.
+//! The lists are used to check names, types and bounds, to fill in defaults, to decide what may change on resume, and
+//! to write docs/recipe.md and the JSON schema.
 
 use serde::Serialize;
 use toml::Value;
 
-/// Token ids and positions are `i32` on devices, and products of sizes must stay inside `u64`.
+// Bounds of sizes: token ids and positions are `i32` on devices, and the products of sizes that a pass computes with
+// must fit `u64`.
 pub(crate) const MAX_WIDTH: usize = 1 << 20;
 pub(crate) const MAX_COUNT: usize = 1 << 14;
 pub(crate) const MAX_HEAD_DIM: usize = 1 << 12;
@@ -15,27 +17,27 @@ pub(crate) const MAX_SEQ_LEN: usize = 1 << 27;
 pub(crate) const MAX_BATCH: usize = 1 << 24;
 pub(crate) const MAX_STEPS: usize = 1 << 40;
 
-/// Numbers are f32 where they are computed with: smaller ones are 0 there, or lose digits; larger ones are infinite.
+// Bounds of real numbers, which are used as f32: smaller ones would become 0 or lose digits, larger ones infinite.
 pub(crate) const MIN_F32: f64 = 1.2e-38;
 pub(crate) const MAX_F32: f64 = 3.4e38;
 
-/// Of rotary frequencies: below 1 later pairs would turn faster than the first.
+// The rotary base; with a base below 1, later pairs would rotate faster than the first.
 pub(crate) const MAX_ROPE_THETA: f64 = 1e12;
 pub(crate) const USUAL_ROPE_THETA: &str = "10000 is usual, up to 1e7 for long rows";
 
 /// One key of a section, or a section.
 #[derive(Clone, Copy)]
 pub(crate) struct Key {
-    /// As written in a recipe.
+    /// Name of the key in a recipe.
     pub(crate) name: &'static str,
     /// The field's doc comment.
     pub(crate) doc: &'static str,
     pub(crate) kind: Kind,
-    /// Whether a recipe must give it.
+    /// Whether a recipe must give the key.
     pub(crate) required: bool,
-    /// The value where a recipe does not give it.
+    /// The value if a recipe leaves the key out.
     pub(crate) default: Option<fn() -> Option<Value>>,
-    /// Where the value comes from instead.
+    /// Where the value of a left-out key comes from, if not from `default`.
     pub(crate) source: Option<Source>,
     pub(crate) bound: Option<Bound>,
     /// Whether a resumed run may have another value.
@@ -73,25 +75,25 @@ pub(crate) struct Choices {
     pub(crate) docs: &'static [&'static str],
 }
 
-/// Where the value of a key comes from that the text leaves out, besides a default of its own.
+/// Where the value of a left-out key comes from.
 #[derive(Clone, Copy)]
 pub(crate) enum Source {
     /// Another key, `section.key`.
     Key(&'static str),
-    /// More than a key, in words.
+    /// Code in `recipe/resolve.rs`, described in words.
     Words(&'static str),
 }
 
-/// What a number must be. Rules between values are in `recipe/rules.rs`.
+/// The range of a number; the last field is the hint of the error. Rules between values are in `recipe/rules.rs`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Bound {
-    /// From the first number to the second; what the error says besides.
+    /// A whole number from the first to the second.
     Within(usize, usize, &'static str),
     /// 1 or more.
     AtLeastOne,
-    /// A real number from the first to the second; what the error says besides.
+    /// A real number from the first to the second.
     Between(f64, f64, &'static str),
-    /// From 0 to 1, with or without them: `[0, 1]`, `[0, 1)`, `(0, 1)`; what the error says besides.
+    /// A real number in one of the ranges `[0, 1]`, `[0, 1)`, `(0, 1)`.
     Share(&'static str, &'static str),
 }
 
@@ -105,16 +107,16 @@ pub(crate) enum Number {
 /// A type that a key's value can have.
 pub(crate) trait KeyValue {
     const KIND: Kind;
-    /// Whether it has a value of its own for a key that is not there.
+    /// Whether the type has a value for a key that is left out.
     const OPTIONAL: bool = false;
 
-    /// The number that a bound is for.
+    /// The number to check against the key's bound.
     fn number(&self) -> Option<Number> {
         None
     }
 }
 
-/// A type made by [`keys!`].
+/// A type that [`keys!`] generated.
 pub(crate) trait Section {
     const KEYS: &'static [Key];
 
@@ -123,7 +125,7 @@ pub(crate) trait Section {
 }
 
 impl Key {
-    /// A required key; one of an optional type is optional.
+    /// A key, required unless its type is optional.
     pub(crate) const fn new<T: KeyValue>(name: &'static str, doc: &'static str) -> Self {
         Self {
             name,
@@ -148,14 +150,14 @@ impl Key {
         self
     }
 
-    /// Taken from another key where the text does not give it.
+    /// A left-out key takes the value of another key.
     pub(crate) const fn from(mut self, key: &'static str) -> Self {
         self.required = false;
         self.source = Some(Source::Key(key));
         self
     }
 
-    /// Filled in by `resolve.rs`, from what the words say.
+    /// `recipe/resolve.rs` fills a left-out key in, as `words` say.
     pub(crate) const fn filled(mut self, words: &'static str) -> Self {
         self.source = Some(Source::Words(words));
         self
@@ -191,7 +193,7 @@ impl Key {
         self
     }
 
-    /// The keys inside, of a table.
+    /// The keys of a table; none for other types.
     pub(crate) fn keys(&self) -> &'static [Key] {
         match self.kind {
             Kind::Table(keys) | Kind::Tables(keys) => keys,
@@ -200,7 +202,7 @@ impl Key {
     }
 }
 
-/// A real number in few letters: 0.02, 1e-50.
+/// A real number in short form: 0.02, 1e-50.
 pub(crate) fn short_number(number: f64) -> String {
     match number.abs() {
         0.0 | 1e-4..1e6 => format!("{number}"),
@@ -213,7 +215,7 @@ pub(crate) fn value_of<T: Serialize>(value: T) -> Option<Value> {
     Value::try_from(value).ok()
 }
 
-/// `kind`, then the keys of all lists, none of them required; `N` is their number.
+/// `kind`, then the keys of all lists as optional ones; `N` is the number of all keys.
 pub(crate) const fn joined<const N: usize>(kind: Key, lists: &[&[Key]]) -> [Key; N] {
     let mut keys = [kind; N];
     let mut filled = 1;
@@ -264,11 +266,12 @@ impl<T: KeyValue> KeyValue for Option<T> {
     }
 }
 
-/// A section of a recipe: its type, and the list of its keys.
+/// Generates a section of a recipe: its type, and the list of its keys.
 ///
-/// A field is written as in a struct. `= value` after it is its default, `#[key(…)]` before it names methods of
-/// [`Key`]: its bound, another source of its value, whether it may change on resume. `text` instead of `pub` is a key
-/// that a recipe's text may hold but the type does not. `: Default` after the name implements that trait.
+/// A field is written as in a struct. `= value` after it is its default. `#[key(…)]` before it names methods of
+/// [`Key`], which set its bound, another source of its value, or that it may change on resume. `text` instead of `pub`
+/// declares a key that a recipe's text may hold but the type does not. `: Default` after the type's name implements
+/// that trait.
 macro_rules! keys {
     (
         $(#[$meta:meta])*
@@ -332,7 +335,7 @@ macro_rules! keys {
     (@default $type:ident $fields:tt) => {};
 }
 
-/// The names that a key takes: a type with one variant each.
+/// Generates a type with one variant for each name that a key can have as its value.
 macro_rules! choices {
     (
         $(#[$meta:meta])*

@@ -49,18 +49,18 @@ pub struct ModelShape {
     pub initializer_range: f64,
     /// Whether each block scales its residual inputs by learned vectors.
     pub residual_scale: bool,
-    /// Whether each head's queries and keys go through RMSNorm before the rotation; MLA has a setting of its own.
+    /// Whether each head's queries and keys go through RMSNorm before the rotation; MLA uses [`MlaShape::qk_norm`].
     pub qk_norm: bool,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
     /// How the rotary frequencies differ from those of `rope_theta`.
     pub rope_scaling: Option<RopeScaling>,
-    /// The attention of every layer that is not dense by `dense_layers`.
+    /// The attention of every layer that `dense_layers` does not make dense.
     pub attention: Attention,
-    /// A pattern that is repeated over the layers: true where a layer is dense (MHA) instead. Empty: none is.
+    /// A pattern that is repeated over the layers: true makes a layer dense (MHA). Empty if no layer is.
     pub dense_layers: Vec<bool>,
-    /// A pattern of the same form: true where a layer reads the blocks that the last choosing layer before it chose.
-    /// Empty: none does.
+    /// A pattern that is repeated over the layers: true makes a layer read the blocks that an earlier layer chose.
+    /// Empty if no layer does.
     pub shared_layers: Vec<bool>,
 }
 
@@ -80,13 +80,13 @@ impl ModelShape {
         self.num_kv_heads * self.head_dim
     }
 
-    /// Whether queries and keys are normed, without biases, and rotated by unscaled angles.
+    /// Whether attention has Qwen3's form: queries and keys normed, no biases, rotary frequencies not scaled.
     pub fn is_like_qwen3(&self) -> bool {
         self.qk_norm && !self.qkv_bias && self.rope_scaling.is_none()
     }
 
-    /// Angle per position of each channel pair of `width` rotated channels, and what cosines and sines are multiplied
-    /// by.
+    /// Rotary frequencies (radians per position) of the channel pairs of `width` rotated channels, `[width / 2]`, and a
+    /// factor on cosines and sines.
     pub fn rotary_frequencies(&self, width: usize) -> (Vec<f64>, f64) {
         let plain = (0..width / 2).map(|pair| self.rope_theta.powf(-2.0 * pair as f64 / width as f64));
         match self.rope_scaling {

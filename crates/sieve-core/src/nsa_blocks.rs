@@ -13,18 +13,18 @@ pub struct NsaBlocks {
     pub num_selected_blocks: usize,
 }
 
-/// What the CUDA kernels take.
+/// Limits of the CUDA kernels.
 const CUDA_HEAD_DIMS: [usize; 2] = [64, 128];
 const CUDA_MAX_SELECT_BLOCK: usize = 64;
 const CUDA_MAX_GROUP: usize = 64;
-/// Strides of a selected and a compressed block together.
+/// The most strides in a selected and a compressed block together.
 const CUDA_MAX_STRIDES: usize = 34;
 
 impl NsaBlocks {
     /// The sizes of arXiv:2502.11089, section 4.1.
     pub const PUBLISHED: Self = Self::of([32, 16, 64, 16]);
 
-    /// Sizes in the order of the fields.
+    /// These sizes, in the order of the fields.
     pub const fn of(sizes: [usize; 4]) -> Self {
         let [
             compress_block_size,
@@ -40,12 +40,12 @@ impl NsaBlocks {
         }
     }
 
-    /// Places for compressed blocks in a row of `seq_len` tokens, whatever its documents.
+    /// Number of slots for compressed blocks in a row of `seq_len` tokens, enough for any documents in it.
     pub fn num_slots(&self, seq_len: usize) -> usize {
         seq_len.div_ceil(self.compress_stride)
     }
 
-    /// Compressed blocks that lie in a document of `len` tokens whole.
+    /// Number of compressed blocks that lie completely in a document of `len` tokens.
     pub fn num_compressed_blocks(&self, len: usize) -> usize {
         match len.checked_sub(self.compress_block_size) {
             Some(rest) => rest / self.compress_stride + 1,
@@ -53,14 +53,14 @@ impl NsaBlocks {
         }
     }
 
-    /// First slot of the document that begins at `start`. The blocks of a document end before the next one's first
-    /// slot, because a block is at least as long as the stride.
+    /// First slot of the document that begins at token `start` of a row. The slots of two documents do not overlap,
+    /// because a block is at least as long as the stride.
     pub fn first_slot(&self, start: usize) -> usize {
         start.div_ceil(self.compress_stride)
     }
 
-    /// (Query, pooled key) pairs of one query head in a document of `seq_len` tokens: a query sees the compressed
-    /// blocks that end at or before it.
+    /// Number of (query, pooled key) pairs of one query head in a document of `seq_len` tokens. A query sees the
+    /// compressed blocks that end at or before it.
     pub fn compressed_pairs(&self, seq_len: usize) -> f64 {
         // Block c is seen by the queries from its last token on.
         let blocks = self.num_compressed_blocks(seq_len) as f64;
@@ -68,17 +68,17 @@ impl NsaBlocks {
             - self.compress_stride as f64 * blocks * (blocks - 1.0) / 2.0
     }
 
-    /// (Query, key) pairs of one query head that reads its own block up to the query and `num_selected_blocks - 1`
-    /// whole earlier ones.
+    /// Number of (query, key) pairs of one query head in a document of `seq_len` tokens. A query reads its own block up
+    /// to itself and `num_selected_blocks - 1` whole earlier blocks.
     pub fn selected_pairs(&self, seq_len: usize) -> f64 {
-        // The first k blocks see everything before them; a later query sees its own block so far and k - 1 whole ones.
         let block = self.select_block_size;
-        let all = seq_len.min(block.saturating_mul(self.num_selected_blocks));
-        let rest = seq_len - all;
-        let (whole, short) = ((rest / block) as f64, (rest % block) as f64);
+        // Queries in the first `num_selected_blocks` blocks see all keys before them.
+        let num_dense = seq_len.min(block.saturating_mul(self.num_selected_blocks));
+        let num_later = seq_len - num_dense;
+        let (whole, short) = ((num_later / block) as f64, (num_later % block) as f64);
         let own = whole * (block as f64 * (block as f64 + 1.0) / 2.0) + short * (short + 1.0) / 2.0;
-        let others = rest as f64 * ((self.num_selected_blocks - 1) * block) as f64;
-        all as f64 * (all as f64 + 1.0) / 2.0 + own + others
+        let others = num_later as f64 * ((self.num_selected_blocks - 1) * block) as f64;
+        num_dense as f64 * (num_dense as f64 + 1.0) / 2.0 + own + others
     }
 
     /// Panics unless the sizes fit each other.
@@ -100,8 +100,8 @@ impl NsaBlocks {
         assert!(num_selected_blocks > 0, "nsa: num_selected_blocks is 0");
     }
 
-    /// Why the compressed and the selected branch have no CUDA kernels: what is wrong, and what they take. `None` where
-    /// there are kernels.
+    /// Why there are no CUDA kernels for these sizes: the size that does not fit, and the sizes that kernels support.
+    /// `None` if there are kernels.
     pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
         let strides = (self.compress_block_size + self.select_block_size) / self.compress_stride;
         if !CUDA_HEAD_DIMS.contains(&head_dim) {

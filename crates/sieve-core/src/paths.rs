@@ -1,12 +1,12 @@
-//! Variables in the paths of a recipe.
+//! Expands environment variables in the paths of a recipe.
 
 use crate::recipe::RecipeError;
 
 /// Expands `~`, `$NAME`, `${NAME}`, `${NAME:-default}` and `$$` (a dollar sign) in one path or glob.
 ///
-/// `variable` looks an environment variable up; this crate does not read the environment itself. `~` stands for `HOME`,
-/// at the start of the path or of a default, before `/` or the end. An empty variable counts as not set where a default
-/// is given. A default is expanded too, but holds no braces.
+/// `variable` looks an environment variable up; this crate does not read the environment itself. `~` stands for `HOME`
+/// at the start of the path or of a default, if `/` or nothing follows it. If a default is given, an empty variable
+/// counts as not set. Variables in a default are expanded too, but it must not contain braces.
 ///
 /// # Errors
 /// [`RecipeError::UndefinedVariable`] and [`RecipeError::BadVariable`].
@@ -63,7 +63,7 @@ pub fn expand(path: &str, variable: &dyn Fn(&str) -> Option<String>) -> Result<S
     Ok(expanded)
 }
 
-/// Bytes of the variable name `text` begins with.
+/// Length in bytes of the variable name at the start of `text`; 0 if there is none.
 fn name_len(text: &str) -> usize {
     if text.starts_with(|first: char| first.is_ascii_digit()) {
         return 0;

@@ -1,7 +1,7 @@
-//! The score matrices of attention without a kernel: how large one may be.
+//! Limits the size of the score matrix that an attention op without a kernel holds.
 use std::fmt;
 
-/// Scores that one call of an attention reference may hold: 256 MiB in f32. A backward pass holds several of these
+/// The most scores that one call of an attention reference may hold: 256 MiB in f32. A backward pass holds several such
 /// matrices.
 pub const MOST_REFERENCE_SCORES: u64 = 1 << 26;
 
@@ -12,12 +12,12 @@ pub struct ScoreMatrix {
     pub batch: usize,
     /// Query heads.
     pub num_heads: usize,
-    /// Tokens of a row: as many queries as keys.
+    /// Tokens of a row, the number of its queries and of its keys.
     pub seq_len: usize,
 }
 
 impl ScoreMatrix {
-    /// Scores in it.
+    /// Number of scores.
     pub fn num_scores(&self) -> u64 {
         let sizes = [self.batch, self.num_heads, self.seq_len, self.seq_len];
         sizes
@@ -25,8 +25,7 @@ impl ScoreMatrix {
             .fold(1, |product, &size| product.saturating_mul(size as u64))
     }
 
-    /// Refuses a matrix of more than [`MOST_REFERENCE_SCORES`]; `device` and `reason` say where `op` has no kernel, and
-    /// why.
+    /// Refuses a matrix of more than [`MOST_REFERENCE_SCORES`]. `op` has no kernel on `device`, for `reason`.
     ///
     /// # Errors
     /// [`ReferenceTooLarge`].
@@ -54,7 +53,7 @@ impl fmt::Display for ScoreMatrix {
     }
 }
 
-/// An attention op without a kernel, on rows for which its reference needs too much memory.
+/// The reference of an attention op without a kernel would need too much memory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{op} has no kernel on {device} ({reason}), and its plain-Burn reference would hold {} scores ({scores}); at most \
@@ -65,13 +64,13 @@ impl fmt::Display for ScoreMatrix {
     .scores.num_scores()
 )]
 pub struct ReferenceTooLarge {
-    /// The op.
+    /// Name of the op.
     pub op: String,
-    /// Where it was to run.
+    /// Name of the device.
     pub device: String,
     /// Why there is no kernel for the call.
     pub reason: String,
-    /// The matrix.
+    /// The matrix that is too large.
     pub scores: ScoreMatrix,
 }
 

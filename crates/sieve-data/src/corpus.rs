@@ -1,4 +1,4 @@
-//! A corpus: which files, in which order, and under which limits.
+//! A corpus: its files, their order, and the limits on its documents.
 
 mod documents;
 mod files;
@@ -23,25 +23,25 @@ pub use hub::{HubConfig, HubLimits, hub_tokenizer, is_hub_tokenizer};
 pub use source::JsonText;
 pub use table::{TableRow, read_table};
 
-/// How documents lie in files. Text and JSONL may be packed: a file whose name ends in `.gz` or `.zst` is unpacked on
-/// the way.
+/// How files hold documents. Text and JSONL may be compressed: a file whose name ends in `.gz` or `.zst` is
+/// decompressed while it is read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Format {
     /// One file is one document.
     Text,
-    /// One line is one document: a JSON object with the text in `text_column`. Blank lines are passed over.
+    /// One line is one document: a JSON object with the text in `text_column`. Blank lines are skipped.
     Jsonl {
         /// Name of the column that holds the text; usually "text".
         text_column: String,
     },
     /// One row is one document, its text in `text_column`.
     Parquet {
-        /// Name of the column that holds the text; a column inside a group by its path, as "meta.text".
+        /// Name of the column that holds the text; the path of a column inside a group, as "meta.text".
         text_column: String,
     },
-    /// Each file by the end of its name: `.jsonl` and `.ndjson`, `.parquet`, and any other is text. One path names
-    /// files of one kind; several paths may name several kinds.
+    /// The format of each file follows from the end of its name: `.jsonl` and `.ndjson`, `.parquet`, and any other is
+    /// text. All files of one path have the same format; several paths may have different ones.
     ByEnding {
         /// Name of the column that holds the text of JSONL and Parquet files.
         text_column: String,
@@ -64,7 +64,7 @@ impl Format {
         }
     }
 
-    /// The same with another column; plain text has none.
+    /// The same format with another column; plain text has no column.
     fn with_column(&self, column: &str) -> Self {
         let mut changed = self.clone();
         match &mut changed {
@@ -76,7 +76,7 @@ impl Format {
         changed
     }
 
-    /// The endings of the files that are taken from folders.
+    /// File name endings that are read from folders.
     fn extensions(&self) -> Vec<String> {
         let endings: &[&str] = match self {
             Self::Text => &["txt", "md", "rs"],
@@ -87,7 +87,7 @@ impl Format {
         endings.iter().copied().map(String::from).collect()
     }
 
-    /// Its name in messages.
+    /// Name of the format in messages.
     fn name(&self) -> &'static str {
         match self {
             Self::Text => "text",
@@ -108,7 +108,7 @@ pub enum FileOrder {
     /// By a seeded hash of the path relative to its folder or glob, so that `max_bytes` takes a fair sample of all
     /// files, independent of the folder's location.
     Hashed {
-        /// Another seed, another sample.
+        /// Seed of the hash.
         seed: u64,
     },
 }
@@ -119,49 +119,51 @@ pub struct CorpusConfig {
     /// Files, folders and globs, with `~` and variables already expanded, and data sets of the Hugging Face hub
     /// (`hf://datasets/OWNER/NAME[@REVISION][/FILES]`). Each must match at least one file.
     pub paths: Vec<String>,
-    /// How documents lie in the files. [`Corpus::open`] replaces [`Format::ByEnding`] where all files are of one kind.
+    /// How files hold documents. [`Corpus::open`] replaces [`Format::ByEnding`] if all files have the same format.
     pub format: Format,
-    /// File name endings taken from *folders*, without the dot, and without the `.gz` or `.zst` of a packed file. Files
-    /// named alone or by a glob are always taken; hidden files and folders, and links to folders, never.
+    /// File name endings that are read from *folders*, without the dot, and without the `.gz` or `.zst` of a compressed
+    /// file. A file that a path or glob names is always read; hidden files and folders, and links to folders, never
+    /// are.
     pub extensions: Vec<String>,
     /// The order of the files.
     pub order: FileOrder,
-    /// Of JSONL and Parquet: the column with what comes before the text of a document and is not predicted.
+    /// For JSONL and Parquet: the column with a document's prompt, which comes before its text and is not predicted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_column: Option<String>,
     /// Stop before the document that would pass this many bytes of text.
     pub max_bytes: Option<u64>,
-    /// A larger document is invalid. The limit is for what is found in folders and by globs, and for rows: a text file
-    /// that a path names by itself may be larger.
+    /// A document of more bytes is invalid. The limit holds for rows, and for text files in folders or matched by a
+    /// glob; a text file that a path names directly may be larger.
     pub max_document_bytes: Option<u64>,
     /// Keep only the first of documents with equal text.
     pub deduplicate: bool,
-    /// Pass over and count invalid documents (too large, with a NUL, not UTF-8, not JSON, without the text column)
-    /// instead of failing.
+    /// Skip and count invalid documents (too large, with a NUL, not UTF-8, not JSON, without the text column) instead
+    /// of failing.
     pub skip_invalid: bool,
 }
 
 impl CorpusConfig {
-    /// Every text file of `paths`, strictly: nothing dropped, nothing skipped. From folders `.txt`, `.md` and `.rs`.
+    /// Every text file of `paths`, without limits; an invalid document is an error. From folders `.txt`, `.md` and
+    /// `.rs`.
     pub fn text(paths: Vec<String>) -> Self {
         Self::new(paths, Format::Text)
     }
 
-    /// Every line of `paths`, strictly: nothing dropped, nothing skipped. From folders `.jsonl`.
+    /// Every line of `paths`, without limits; an invalid document is an error. From folders `.jsonl`.
     pub fn jsonl(paths: Vec<String>, text_column: &str) -> Self {
         let text_column = text_column.to_owned();
         Self::new(paths, Format::Jsonl { text_column })
     }
 
-    /// Every row of `paths`, strictly: nothing dropped, nothing skipped. From folders `.parquet`.
+    /// Every row of `paths`, without limits; an invalid document is an error. From folders `.parquet`.
     pub fn parquet(paths: Vec<String>, text_column: &str) -> Self {
         let text_column = text_column.to_owned();
         Self::new(paths, Format::Parquet { text_column })
     }
 
-    /// Every document of `paths`, each file read as its ending says, strictly: nothing dropped, nothing skipped. A
-    /// corpus whose files are all of one kind is the one that [`text`](Self::text), [`jsonl`](Self::jsonl) or
-    /// [`parquet`](Self::parquet) names.
+    /// Every document of `paths`, with the format of each file from its ending, without limits; an invalid document is
+    /// an error. If all files have the same format, the corpus equals that of [`text`](Self::text),
+    /// [`jsonl`](Self::jsonl) or [`parquet`](Self::parquet).
     pub fn by_ending(paths: Vec<String>, text_column: &str) -> Self {
         let text_column = text_column.to_owned();
         Self::new(paths, Format::ByEnding { text_column })
@@ -185,28 +187,28 @@ impl CorpusConfig {
 /// One file of a corpus, as it was when the corpus was opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SourceFile {
-    /// Where it is.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Its size.
+    /// Size of the file.
     pub num_bytes: u64,
-    /// Its time of change, in nanoseconds since 1970; 0 where the system has none.
+    /// Modification time in nanoseconds since 1970; 0 if the system has none.
     pub modified_ns: u64,
-    /// `None` for a file on this disk.
+    /// The file on the hub; `None` for a file on this disk.
     remote: Option<RemoteFile>,
-    /// Whether a path is this file, and not a folder or glob that it was found by.
+    /// Whether a path names this file directly, not by a folder or glob.
     is_named: bool,
 }
 
 /// One document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Document {
-    /// Its text, never blank, without a byte order mark.
+    /// The text, never blank, without a byte order mark.
     pub text: String,
-    /// What comes before the text and is not predicted; `None` without [`CorpusConfig::prompt_column`].
+    /// The prompt, which comes before the text and is not predicted; `None` without [`CorpusConfig::prompt_column`].
     pub prompt: Option<String>,
-    /// Its file, an index into [`Corpus::files`].
+    /// Index of the document's file in [`Corpus::files`].
     pub file_idx: usize,
-    /// Its line or row in that file, from 1; always 1 in [`Format::Text`].
+    /// Line or row of the document in the file, from 1; always 1 in [`Format::Text`].
     pub line: u64,
 }
 
@@ -220,15 +222,14 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// Expands the paths. Where one names a data set of the hub, the list of files stays empty until
-    /// [`connect`](Self::connect).
+    /// Lists the files of the paths. If a path names a data set of the hub, the list stays empty until
+    /// [`connect`](Self::connect) is called.
     ///
     /// # Errors
     /// No paths, a bad glob, a path that matches no file, a folder that cannot be listed.
     pub fn open(config: CorpusConfig) -> Result<Self, DataError> {
-        let remote = config.paths.iter().filter(|path| hub::is_remote(path));
         let mut is_remote = false;
-        for path in remote {
+        for path in config.paths.iter().filter(|path| hub::is_remote(path)) {
             hub::check_path(path)?;
             is_remote = true;
         }
@@ -244,11 +245,11 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Resolves data sets of the hub that the paths name. The network is used the first time only, since the listing is
-    /// kept in `config.dir`.
+    /// Lists the data sets of the hub that the paths name. The network is used the first time only, because the listing
+    /// is kept in `config.dir`.
     ///
     /// # Errors
-    /// A data set that cannot be reached, or without a wanted file; those of [`open`](Self::open).
+    /// A data set that cannot be reached, or has no file that a path asks for; the errors of [`open`](Self::open).
     pub fn connect(&mut self, config: &HubConfig) -> Result<(), DataError> {
         if self.hub.is_none() && self.config.paths.iter().any(|path| hub::is_remote(path)) {
             let hub = Hub::new(config.clone())?;
@@ -258,7 +259,7 @@ impl Corpus {
         Ok(())
     }
 
-    /// Finds the files. Where all are of one kind, that is the format from then on, as if it had been named.
+    /// Lists the files. If all have the same format, that becomes the format of the corpus.
     fn list(&mut self, hub: Option<&Hub>) -> Result<(), DataError> {
         (self.files, self.passed_over) = files::expand(&self.config, hub)?;
         if matches!(self.config.format, Format::ByEnding { .. }) {
@@ -282,7 +283,7 @@ impl Corpus {
         }
     }
 
-    /// Where a file can be read; fetches it if need be.
+    /// Path at which a file can be read; fetches a file of the hub that is missing.
     fn local_path(&self, file: &SourceFile) -> Result<PathBuf, DataError> {
         match (&file.remote, &self.hub) {
             (Some(remote), Some(hub)) => hub.fetch(remote),
@@ -290,10 +291,10 @@ impl Corpus {
         }
     }
 
-    /// The limit of a file's documents.
+    /// The limit on the size of a file's documents.
     fn max_document_bytes(&self, file: &SourceFile) -> Option<u64> {
-        let is_meant = file.is_named && self.config.format.of(&file.path) == Format::Text;
-        self.config.max_document_bytes.filter(|_| !is_meant)
+        let is_exempt = file.is_named && self.config.format.of(&file.path) == Format::Text;
+        self.config.max_document_bytes.filter(|_| !is_exempt)
     }
 
     /// Removes the fetched copies of some files.
@@ -305,35 +306,37 @@ impl Corpus {
         }
     }
 
-    /// What it was opened with.
+    /// The settings that the corpus was opened with.
     pub fn config(&self) -> &CorpusConfig {
         &self.config
     }
 
-    /// The files, in reading order, each once.
+    /// The files in reading order, without duplicates.
     pub fn files(&self) -> &[SourceFile] {
         &self.files
     }
 
-    /// How many files of the folders are skipped because of their name's ending, by that ending without its dot. Hidden
-    /// files, and data sets of the hub, are not counted.
+    /// Number of files in folders that are skipped because of the ending of their name, by that ending without its dot.
+    /// Hidden files, and data sets of the hub, are not counted.
     pub fn passed_over(&self) -> &BTreeMap<String, usize> {
         &self.passed_over
     }
 
-    /// Estimated bytes of text, rather too many than too few: the files' sizes, four times the size of compressed ones,
-    /// at most `max_bytes`.
+    /// An estimate of the bytes of text that is rather too large than too small: the files' sizes, four times the size
+    /// of compressed ones, at most `max_bytes`.
     pub fn max_text_bytes(&self) -> u64 {
-        let total = self.files.iter().map(|file| {
+        let sizes = self.files.iter().map(|file| {
             let is_parquet = matches!(self.config.format.of(&file.path), Format::Parquet { .. });
             let is_packed = is_parquet || source::Packed::of(&file.path).0.is_some();
-            file.num_bytes * if is_packed { USUAL_PACKING } else { 1 }
+            file.num_bytes.saturating_mul(if is_packed { USUAL_PACKING } else { 1 })
         });
-        let total = total.sum::<u64>();
+        // A listing of the hub may name any sizes.
+        let total = sizes.fold(0, u64::saturating_add);
         self.config.max_bytes.map_or(total, |limit| total.min(limit))
     }
 
-    /// A file that is read as plain text though it holds objects of JSON: one of the first text files on this disk.
+    /// The first file that is read as plain text although it holds JSON objects, among the first
+    /// [`FILES_LOOKED_INTO`] text files on this disk.
     pub fn json_as_text(&self) -> Option<(&Path, JsonText)> {
         let local = self.files.iter().filter(|file| file.remote.is_none());
         let text = local.filter(|file| self.config.format.of(&file.path) == Format::Text);
@@ -343,12 +346,12 @@ impl Corpus {
 
     /// Reads the documents, always in the same order.
     ///
-    /// The first item is an error where a data set of the hub is named and was not [connected](Self::connect) to.
+    /// The first item is an error if a path names a data set of the hub and [`connect`](Self::connect) was not called.
     pub fn documents(&self) -> Documents<'_> {
         Documents::new(self)
     }
 
-    /// Changes when a file comes, goes or is changed (path, size or time), or when a setting is.
+    /// A hash that changes when a file is added, removed or changed (path, size or time), or when a setting is changed.
     pub fn fingerprint(&self) -> u128 {
         let mut hash = Xxh3::new();
         let settings = serde_json::to_vec(&self.config).expect("plain settings serialise");
@@ -360,7 +363,7 @@ impl Corpus {
             hash.update(path);
             hash.update(&file.num_bytes.to_le_bytes());
             hash.update(&file.modified_ns.to_le_bytes());
-            // Named by itself it is read, found in a folder it is not.
+            // A file above the limit is read if a path names it, and invalid if it was found in a folder.
             let limit = self.config.max_document_bytes;
             if limit.is_some_and(|limit| file.num_bytes > limit) && self.max_document_bytes(file).is_none() {
                 hash.update(b"named");
@@ -370,10 +373,10 @@ impl Corpus {
     }
 }
 
-/// How many text files are looked into for lines of JSON.
+/// How many text files are searched for lines of JSON.
 const FILES_LOOKED_INTO: usize = 8;
 
-/// Packed text takes about a quarter or a third of its bytes.
+/// Compression makes text three to four times smaller.
 const USUAL_PACKING: u64 = 4;
 
 #[cfg(test)]

@@ -4,8 +4,8 @@ use sieve_files::FileError;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
-/// What can go wrong between a text file and a batch. Every message says what, where, and how to fix it. A variant is
-/// what a caller can react to; the message is written where the error occurs.
+/// Any error of this crate. Every message says what is wrong, where, and how to fix it. Variants distinguish what a
+/// caller can react to; the message is written where the error occurs.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     /// The operating system refused: missing file, no permission, full disk.
@@ -19,7 +19,7 @@ pub enum DataError {
     NoFiles {
         /// The path or glob as given.
         pattern: String,
-        /// What was looked for, when it was a folder.
+        /// For a folder, the endings that were looked for.
         searched: String,
     },
     /// One document cannot be used; the others of its file can still be read (`skip_invalid`).
@@ -42,12 +42,12 @@ pub enum DataError {
         /// How to fix it.
         hint: Cow<'static, str>,
     },
-    /// The folder holds another preparation, or something else.
+    /// The folder holds other data than those that were to be prepared.
     #[error("{}: {what}\n  hint: choose another folder, or ask for the data to be replaced", dir.display())]
     OtherPreparation {
         /// The folder.
         dir: PathBuf,
-        /// What it holds, and what differs.
+        /// What the folder holds, and what differs.
         what: String,
     },
     /// A setting is out of its range.
@@ -58,7 +58,7 @@ pub enum DataError {
         /// What is wrong and what would be right.
         reason: String,
     },
-    /// No file or setting alone is at fault: a data set of the hub, a corpus without documents, a split without any.
+    /// A problem of no single file or setting: a data set of the hub, or a corpus or split without documents.
     #[error("{what}\n  hint: {hint}")]
     Refused {
         /// What is wrong, and where.
@@ -66,13 +66,13 @@ pub enum DataError {
         /// How to fix it.
         hint: Cow<'static, str>,
     },
-    /// A library or a thread failed in a way that no setting mends.
+    /// A library or a thread failed, and no setting would help.
     #[error("{0}")]
     Failed(String),
 }
 
 impl DataError {
-    /// For `map_err`: wraps an I/O error with what was tried on which path.
+    /// For `map_err`: adds action and path to an I/O error.
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| {
@@ -96,7 +96,7 @@ impl DataError {
         self
     }
 
-    /// Says in which line or row of its file an invalid document is.
+    /// Adds the line or row to the error of an invalid document.
     pub(crate) fn in_row(mut self, row: &str) -> Self {
         if let Self::InvalidDocument { what, .. } = &mut self {
             *what = format!("{row}: {what}");
@@ -109,7 +109,7 @@ impl DataError {
         Self::BadFile { path, what, hint }
     }
 
-    /// A shard file is malformed.
+    /// The error of a malformed shard file.
     pub(crate) fn shard(path: &Path, what: impl Into<String>) -> Self {
         let hint = "the file is damaged or no Megatron-LM shard; prepare the data again";
         Self::file(path, what, hint)
@@ -130,19 +130,19 @@ impl DataError {
         Self::Refused { what, hint }
     }
 
-    /// A pattern is not a valid glob.
+    /// The error of an invalid glob.
     pub(crate) fn glob(pattern: &str, error: &glob::PatternError) -> Self {
         let what = format!("{pattern:?} is not a valid glob: {error}");
         Self::refused(what, "write [[] for a bracket")
     }
 
-    /// A corpus names a data set of the hub, but it was opened without access to the hub.
+    /// The error of a corpus that names a data set of the hub but was opened without access to the hub.
     pub(crate) fn not_connected(path: &str) -> Self {
         let what = format!("{path:?} lies on the Hugging Face hub, which is not read here");
         Self::refused(what, "prepare the data first, or name local files")
     }
 
-    /// True when one document is at fault and the others can still be read.
+    /// Whether one document is invalid, so that the others can still be read.
     pub(crate) fn is_invalid_document(&self) -> bool {
         matches!(self, Self::InvalidDocument { .. })
     }

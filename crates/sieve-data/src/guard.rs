@@ -1,4 +1,4 @@
-//! Libraries that panic on damaged input, called so that a panic is an error like any other.
+//! Calls libraries that panic on damaged input, and turns their panics into errors.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,7 +13,7 @@ pub fn expects_panic() -> bool {
     IS_GUARDED.get()
 }
 
-/// What `work` gives, or `None` when it panicked. `work` must not leave anything behind that is used after a panic.
+/// The result of `work`, or `None` if it panicked. Nothing that `work` changed may be used after a panic.
 pub(crate) fn guarded<T>(work: impl FnOnce() -> T) -> Option<T> {
     let outer = IS_GUARDED.replace(true);
     let result = catch_unwind(AssertUnwindSafe(work));

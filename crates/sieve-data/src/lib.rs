@@ -1,11 +1,11 @@
-//! Text in, batches out: corpora, tokenizers, Megatron-LM shards and the stateless loader.
+//! From text to batches: corpora, tokenizers, Megatron-LM shards and a stateless loader.
 //!
 //! [`Corpus`] finds and reads documents (text, JSONL, Parquet, packed or not, on this disk or on the Hugging Face hub),
 //! [`Tokenizer`] turns text into token ids, [`prepare`] writes shards once and resumes after an interruption,
 //! [`ShardReader`] maps them, and [`Loader`] makes batches: from a shard, from a weighted mixture of shards, or from
 //! generated samples of associative recall ([`Mqar`]). A batch is a pure function of the number of its first sample, so
-//! the loader's whole state is that number. The crate prints nothing and reads no environment; waits for the hub are
-//! reported through `log`.
+//! that number is the loader's whole state. The crate prints nothing and reads no environment variables; waits for the
+//! hub are reported through `log`.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -1,9 +1,9 @@
-//! Batches as a pure function of the number of their first sample.
+//! Batches as a pure function of the index of their first sample.
 //!
-//! An epoch is a permutation of the documents, concatenated and cut into rows of `seq_len` tokens, which are permuted
-//! too: otherwise neighbouring rows of one long document would share a batch. Sample `i` belongs to epoch
-//! `i / samples_per_epoch`; there is no other state, so a run resumes from a number, and any split of the samples over
-//! ranks and micro-batches reads the same ones.
+//! In an epoch the documents are permuted and concatenated, and the tokens are divided into rows of `seq_len`. The rows
+//! are permuted too; otherwise neighbouring rows of one long document would be in the same batch. Sample `i` belongs to
+//! epoch `i / samples_per_epoch`. The loader has no other state, so a run resumes from an index, and any division of
+//! the samples among ranks and micro-batches reads the same samples.
 
 mod epoch;
 mod shard_rows;
@@ -22,50 +22,50 @@ pub const IGNORE_LABEL: i32 = -100;
 /// The document id of padding.
 pub const PAD_DOCUMENT: u32 = u32::MAX;
 
-/// In which order documents come.
+/// The order of the documents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// Another permutation in each epoch, fixed by the seed. The last tokens of an epoch that do not fill a row are
-    /// left out, different ones in each epoch. For training.
+    /// For training: another permutation in each epoch, determined by the seed. Tokens at the end of an epoch that do
+    /// not fill a row are left out; they differ from epoch to epoch.
     Shuffled {
-        /// Another seed, another order.
+        /// Seed of the permutations.
         seed: u64,
     },
-    /// As in the shard, each document once, the last row padded. To validate with.
+    /// For validation: the order of the shard, each document once, the last row padded.
     Sequential,
 }
 
 /// How documents fill rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packing {
-    /// Concatenated; a row may hold many documents, and a document may continue in the next row.
+    /// Documents are concatenated: a row may hold many, and a document may continue in the next row.
     Concatenated,
-    /// A row holds one document, or `seq_len` tokens of it, and then padding; a document's end, which has no label, is
-    /// left out. For comparison with programs without packing.
+    /// A row holds one document, or `seq_len` tokens of it, and then padding. The last token of a document, which has
+    /// no label, is left out. For comparison with programs without packing.
     OneDocumentPerRow,
 }
 
-/// What batches look like.
+/// Settings of a loader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderConfig {
     /// Tokens of a row.
     pub seq_len: usize,
-    /// In which order documents come.
+    /// The order of the documents.
     pub order: Order,
     /// How documents fill rows.
     pub packing: Packing,
-    /// The model's vocabulary; a larger token id is an error.
+    /// Rows of the model's embedding; a token id of this size or more is an error.
     pub vocab_size: usize,
-    /// The token of padding.
+    /// Token id of padding.
     pub pad_id: u32,
 }
 
-/// Rows of tokens. Every list has `batch * seq_len` entries, row after row.
+/// Rows of tokens. Every list is `[batch, seq_len]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// Number of the first row's sample.
+    /// Index of the first row's sample.
     pub first_sample: u64,
-    /// Rows.
+    /// Number of rows.
     pub batch: usize,
     /// Tokens of a row.
     pub seq_len: usize,
@@ -73,23 +73,23 @@ pub struct Batch {
     pub tokens: Vec<u32>,
     /// The next token of the same document, or [`IGNORE_LABEL`].
     pub labels: Vec<i32>,
-    /// Where in its row the token's segment begins. A segment is what the row holds of one document, or padding.
+    /// Column where the token's segment begins. A segment is the part of a row that holds one document, or padding.
     pub doc_start: Vec<u32>,
-    /// Where in its row the token's segment ends, exclusive.
+    /// Column where the token's segment ends, exclusive.
     pub doc_end: Vec<u32>,
-    /// Place in the segment, from 0, also where the document began in an earlier row.
+    /// Position in the segment, from 0, even if the document began in an earlier row.
     pub positions: Vec<u32>,
-    /// The token's document in the shard, or [`PAD_DOCUMENT`].
+    /// Index of the token's document in the shard, or [`PAD_DOCUMENT`].
     pub documents: Vec<u32>,
 }
 
 impl Batch {
-    /// Positions with a label.
+    /// Number of tokens with a label.
     pub fn num_labels(&self) -> usize {
         self.labels.iter().filter(|&&label| label != IGNORE_LABEL).count()
     }
 
-    /// Makes each token of padding a document of its own, whose query reads nothing but itself.
+    /// Makes each token of padding a document of its own, so that its query attends only to itself.
     pub fn part_padding(&mut self) {
         for at in (0..self.documents.len()).filter(|&at| self.documents[at] == PAD_DOCUMENT) {
             let column = (at % self.seq_len) as u32;
@@ -112,7 +112,7 @@ impl Batch {
         }
     }
 
-    /// Appends a segment at place `start` of the current row, all but `tokens` and `labels`.
+    /// Appends a segment at column `start` of the current row to all lists but `tokens` and `labels`.
     pub(crate) fn push_segment(&mut self, document: u32, start: usize, len: usize) {
         self.doc_start.extend(std::iter::repeat_n(start as u32, len));
         self.doc_end.extend(std::iter::repeat_n((start + len) as u32, len));
@@ -121,14 +121,14 @@ impl Batch {
     }
 }
 
-/// Makes batches from shards or from a generator. Shared between threads by reference.
+/// Makes batches from shards or from a generator. Threads can share it by reference.
 #[derive(Debug)]
 pub struct Loader {
     rows: Rows,
     config: LoaderConfig,
 }
 
-/// Where rows come from.
+/// The source of rows.
 #[derive(Debug)]
 enum Rows {
     Shard(ShardRows),
@@ -151,13 +151,13 @@ impl Loader {
         Ok(Self { rows, config })
     }
 
-    /// Mixes shards: of the first n rows, source s has its share `n w_s / (w_0 + w_1 + …)` with an error below one row,
-    /// for every n. Rows have equal length, so these are shares of tokens. Each source goes through its own epochs; a
-    /// small one with a large weight is repeated more often.
+    /// Mixes shards by weights w: for every n, the first n rows hold `n w_s / (w_0 + w_1 + …)` rows of shard s, with an
+    /// error below one row. Rows have equal length, so these are also shares of tokens. Each shard has its own epochs;
+    /// a small one with a large weight is repeated more often.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new) for each shard, a weight that is not positive, an order that is not shuffled (an
-    /// unshuffled pass ends, a mixture does not).
+    /// Those of [`new`](Self::new) for each shard; a weight that is not positive; an order that is not shuffled,
+    /// because a mixture has no end.
     pub fn mixture(sources: Vec<(Arc<ShardReader>, f64)>, config: LoaderConfig) -> Result<Self, DataError> {
         check(&config)?;
         if config.order == Order::Sequential {
@@ -174,7 +174,7 @@ impl Loader {
         Ok(Self { rows, config })
     }
 
-    /// Generates MQAR samples. The mixture decides the order; `config.order` and `config.packing` are not read.
+    /// Generates MQAR samples. The mixture determines the order; `config.order` and `config.packing` are ignored.
     ///
     /// # Errors
     /// A `seq_len` that is not the mixture's, a `pad_id` outside the vocabulary, a vocabulary smaller than the
@@ -198,12 +198,12 @@ impl Loader {
         Ok(Self { rows, config })
     }
 
-    /// What it was made with.
+    /// The settings of the loader.
     pub fn config(&self) -> &LoaderConfig {
         &self.config
     }
 
-    /// Samples of an epoch, the same for each. Of a mixture: as many as all its sources have together.
+    /// Number of samples of an epoch; for a mixture, the sum over its shards.
     pub fn samples_per_epoch(&self) -> u64 {
         match &self.rows {
             Rows::Shard(rows) => rows.samples_per_epoch(),
@@ -212,7 +212,7 @@ impl Loader {
         }
     }
 
-    /// The samples `first_sample..first_sample + count`, as rows. Depends on nothing else.
+    /// The samples `first_sample..first_sample + count`, as rows. The result depends on nothing else.
     ///
     /// # Errors
     /// A token id outside the vocabulary; the message names its document.
@@ -221,7 +221,7 @@ impl Loader {
         self.batch_of(&samples.collect::<Vec<_>>())
     }
 
-    /// These samples, in their order, as rows; [`Batch::first_sample`] is the first of them.
+    /// These samples as rows, in the given order.
     ///
     /// # Errors
     /// Those of [`batch`](Self::batch).
@@ -241,8 +241,8 @@ impl Loader {
         Ok(batch)
     }
 
-    /// The samples of an epoch that hold about this many tokens: whole rows, at least one, spread evenly over the
-    /// epoch, since the first documents may all be of one kind; the whole epoch if it is shorter.
+    /// Samples of an epoch that hold about this many tokens, at least one sample. They are spread evenly over the
+    /// epoch, because the first documents may all be of one kind. All samples of the epoch if it has fewer tokens.
     pub fn spread_samples(&self, num_tokens: u64) -> Vec<u64> {
         let all = self.samples_per_epoch();
         let count = num_tokens.div_ceil(self.config.seq_len as u64).max(1).min(all);
@@ -251,7 +251,7 @@ impl Loader {
     }
 }
 
-/// What holds for every source of rows.
+/// Checks the settings that every source of rows needs.
 fn check(config: &LoaderConfig) -> Result<(), DataError> {
     let bad = |name, reason| Err(DataError::BadSetting { name, reason });
     if config.seq_len == 0 || config.seq_len >= u32::MAX as usize {

@@ -1,4 +1,4 @@
-//! Read-only memory maps: the only `unsafe` of the crate.
+//! Read-only memory maps, the only `unsafe` code of the crate.
 
 use std::fs::File;
 use std::ops::Deref;
@@ -10,11 +10,11 @@ use crate::error::DataError;
 
 /// A whole file, mapped read-only; derefs to its bytes.
 ///
-/// The file must not be changed in place or cut while it is mapped. Preparation never does so: it writes new files and
-/// renames them, and a map keeps the old file alive.
+/// The file must not be changed in place or truncated while it is mapped. Preparation writes new files and renames
+/// them, and a map keeps the old file alive.
 #[derive(Debug)]
 pub(crate) struct MappedFile {
-    // None for an empty file, which some systems refuse to map.
+    /// `None` for an empty file, which some systems refuse to map.
     map: Option<Mmap>,
 }
 

@@ -1,23 +1,24 @@
-//! Which source each sample of a mixture comes from: exact shares over any prefix, and no state except the sample's
-//! number.
+//! Determines the source of each sample of a mixture: exact shares in any prefix, and no state besides the sample's
+//! index.
 
 use crate::error::DataError;
 
 /// A periodic sequence of sources.
 ///
-/// Of the first n samples source s has more than `n w_s - 1` and less than `n w_s + 1`, for every n: each step goes to
-/// the source whose next sample is due first among those far enough behind (Tijdeman, "The chairman assignment
-/// problem", 1980). One period is a table; a sample's place in its source follows from the table and the number of
-/// whole periods before.
+/// For every n, the first n samples hold more than `n w_s - 1` and less than `n w_s + 1` samples of source s, with
+/// weights w that add up to 1. Of the sources that are far enough behind their share, each step takes the one whose
+/// next sample is due first (Tijdeman, "The chairman assignment problem", 1980). A table holds one period; a sample's
+/// index in its source follows from the table and the number of whole periods before.
 #[derive(Debug, Clone)]
 pub(crate) struct Schedule {
-    /// Per place in the period: the source, and how many earlier places are its.
+    /// For each place in the period, the source, and the number of earlier places with that source.
     places: Vec<(u32, u32)>,
-    /// Places of each source in a period.
+    /// Number of places of each source in a period.
     counts: Vec<u64>,
 }
 
-/// Weights of up to six decimals whose sum fits are kept exactly; others are rounded to this many parts.
+/// The longest exact period. Weights of up to six decimals that need no longer one are exact; others are rounded to
+/// fractions of this period.
 const MAX_PERIOD: u64 = 1 << 20;
 
 impl Schedule {
@@ -48,7 +49,7 @@ impl Schedule {
         Ok(Self { places, counts })
     }
 
-    /// The source of a sample, and the sample's place in it.
+    /// The source of a sample, and the sample's index in that source.
     pub(crate) fn get(&self, sample: u64) -> (usize, u64) {
         let period = self.places.len() as u64;
         let (source, earlier) = self.places[(sample % period) as usize];
@@ -57,19 +58,20 @@ impl Schedule {
     }
 }
 
-/// Tijdeman's rule with k sources: among those at least 1 / (2k - 2) behind their share after this place, the one whose
-/// share first passes `given + 1 - 1 / (2k - 2)`.
+/// Tijdeman's rule for k sources: of the sources that would be at least 1 / (2k - 2) samples behind their share after
+/// this place, the one whose share first exceeds `given + 1 - 1 / (2k - 2)`. `given` are the samples that each source
+/// had.
 fn next_source(counts: &[u64], given: &[u64], period: u64, place: u64) -> usize {
     let slack = 2 * counts.len().max(2) as i128 - 2;
     let (period, place) = (i128::from(period), i128::from(place));
     let of = |list: &[u64], source: usize| i128::from(list[source]);
     let behind = |source: usize| place * of(counts, source) - of(given, source) * period;
-    // The next sample is due at place period * due(source) / (slack * counts(source)): compared without dividing.
+    // A source's next sample is due at place `period * due / (slack * counts)`; compared below without dividing.
     let due = |source: usize| slack * (of(given, source) + 1) - 1;
     (0..counts.len())
         .filter(|&source| behind(source) * slack >= period)
         .min_by(|&a, &b| (due(a) * of(counts, b)).cmp(&(due(b) * of(counts, a))))
-        .expect("the shares behind add up to one sample, so one of them is far enough")
+        .expect("together the sources are one sample behind, so one of them is far enough")
 }
 
 /// Whole numbers in the proportion of the weights, at least 1 each.

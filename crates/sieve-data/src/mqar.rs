@@ -1,16 +1,16 @@
-//! Multi-query associative recall (MQAR, arXiv:2312.04927): keys and values in alternation, then the keys again at
-//! random places, each to be answered with its value. Also the hard variant of arXiv:2508.02124, section 5.2.
+//! Multi-query associative recall (MQAR, arXiv:2312.04927): alternating keys and values, then the keys again at random
+//! places, where the model must answer each with its value. Also the hard variant of arXiv:2508.02124, section 5.2.
 //!
-//! A sample is a pure function of (configuration, split, number): nothing is stored, and no file is read.
+//! A sample is a pure function of configuration, split and index: nothing is stored, and no file is read.
 //!
 //! With vocabulary V, length L and D pairs, a sample is
 //!
-//! - tokens `0..2D`: key, value, key, value, …; the keys are D different ones of `1..V/2`, the values D different ones
-//!   of `V/2..V`;
-//! - then `(L - 2D) / 2` query slots of two tokens. D different slots are drawn one after another with weight `x^(a-1)`
-//!   for slot `x` from 1; key `r` stands first in the r-th slot drawn, and its label, *at the same position*, is its
-//!   value;
-//! - everywhere else the label is ignored, and the token is 0 or noise.
+//! - tokens `0..2D`: key, value, key, value, …; D different keys of `1..V/2` and D different values of `V/2..V`;
+//! - then `(L - 2D) / 2` query slots of two tokens. D different slots are drawn one after another, with weight
+//!   `x^(a-1)`
+//!   for slot `x`, counted from 1. The first token of the r-th drawn slot is key `r`, and its label, *at the same
+//!   position*, is the key's value;
+//! - all other tokens are 0 or noise and have no label.
 
 mod draw;
 mod packed;
@@ -20,7 +20,7 @@ use crate::loader::{Batch, IGNORE_LABEL, PAD_DOCUMENT};
 pub(crate) use draw::Draws;
 pub use packed::{MqarMixture, MqarPart};
 
-/// Tokens at the places without a key or a value.
+/// Tokens at positions without a key or value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MqarNoise {
     /// Token 0 (`random_non_queries = false`).
@@ -28,30 +28,30 @@ pub enum MqarNoise {
     Zeros,
     /// A uniform token of the whole vocabulary, which may be a key (`random_non_queries = true`).
     Uniform,
-    /// A uniform token other than this sample's keys. An extension: with [`Uniform`](Self::Uniform), noise may ask a
-    /// question that no label answers.
+    /// A uniform token other than this sample's keys. An extension of ours: with [`Uniform`](Self::Uniform), noise may
+    /// be a key whose query has no label.
     Disjoint,
 }
 
 /// One kind of MQAR sample.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MqarConfig {
-    /// V: token ids are below it. Keys come from the lower half, values from the upper.
+    /// V: token ids are below it. Keys are from the lower half, values from the upper.
     pub vocab_size: usize,
     /// L: tokens of a sample.
     pub seq_len: usize,
-    /// D: pairs of key and value, and so also queries.
+    /// D: pairs of key and value, and also the number of queries.
     pub num_pairs: usize,
-    /// a of the weight `x^(a-1)`: at 0.01 most queries come soon after the pairs, at 1 anywhere.
+    /// a of the weight `x^(a-1)`: at 0.01 most queries come soon after the pairs; at 1 all slots are equally likely.
     pub power: f64,
-    /// Tokens at the places without a key or a value.
+    /// Tokens at positions without a key or value.
     pub noise: MqarNoise,
-    /// Another seed, other samples.
+    /// Seed of the samples.
     pub seed: u64,
 }
 
 impl MqarConfig {
-    /// The paper's: vocabulary 8192, a = 0.01, zeros between the queries.
+    /// The paper's settings: vocabulary 8192, a = 0.01, zeros between the queries.
     pub fn new(seq_len: usize, num_pairs: usize, seed: u64) -> Self {
         Self {
             vocab_size: 8192,
@@ -111,18 +111,18 @@ impl MqarConfig {
         Ok(())
     }
 
-    /// Query slots of a sample.
+    /// Number of query slots of a sample.
     pub fn num_slots(&self) -> usize {
         (self.seq_len - 2 * self.num_pairs) / 2
     }
 }
 
-/// A stream of samples that shares none with another.
+/// A stream of samples; the two streams are drawn independently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MqarSplit {
-    /// To train on.
+    /// For training.
     Train,
-    /// To measure on.
+    /// For validation.
     Test,
 }
 
@@ -135,19 +135,19 @@ impl MqarSplit {
     }
 }
 
-/// One question of a sample.
+/// One query of a sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MqarQuery {
-    /// Which pair it asks for, from 0.
+    /// Index of the pair, from 0.
     pub pair: usize,
-    /// Where the key stands again, and where the label is.
+    /// Position of the repeated key and of the label.
     pub position: usize,
-    /// The answer.
+    /// The value to predict.
     pub value: u32,
 }
 
 impl MqarQuery {
-    /// Tokens from the pair's value back there to the query; the value stands at `2 * pair + 1`.
+    /// Distance in tokens from the pair's value, which is at `2 * pair + 1`, to the query.
     pub fn distance(&self) -> usize {
         self.position - (2 * self.pair + 1)
     }
@@ -158,12 +158,12 @@ impl MqarQuery {
 pub struct MqarSample {
     /// Token ids, `[seq_len]`.
     pub tokens: Vec<u32>,
-    /// The questions, pair by pair.
+    /// The queries, in the order of the pairs.
     pub queries: Vec<MqarQuery>,
 }
 
 impl MqarSample {
-    /// The answers at the queries' positions, [`IGNORE_LABEL`] elsewhere; `[seq_len]`.
+    /// The values at the positions of the queries, [`IGNORE_LABEL`] elsewhere; `[seq_len]`.
     pub fn labels(&self) -> Vec<i32> {
         let mut labels = vec![IGNORE_LABEL; self.tokens.len()];
         for query in &self.queries {
@@ -173,7 +173,7 @@ impl MqarSample {
     }
 }
 
-/// Makes samples of one kind. Shared between threads by reference.
+/// Generates samples with one configuration. Threads can share it by reference.
 #[derive(Debug, Clone)]
 pub struct Mqar {
     config: MqarConfig,
@@ -195,12 +195,12 @@ impl Mqar {
         })
     }
 
-    /// What it was made with.
+    /// The configuration of the samples.
     pub fn config(&self) -> &MqarConfig {
         &self.config
     }
 
-    /// Sample `index` of a split. Depends on nothing else.
+    /// Sample `index` of a split. The result depends on nothing else.
     pub fn sample(&self, split: MqarSplit, index: u64) -> MqarSample {
         let MqarConfig {
             vocab_size,
@@ -221,7 +221,7 @@ impl Mqar {
         let mut is_set = vec![false; seq_len];
         let mut queries = Vec::with_capacity(num_pairs);
         for pair in 0..num_pairs {
-            // Key 0 is left out: it would look like filling.
+            // No key is 0, which would look like a token of padding.
             let (key, value) = (keys[pair] as u32 + 1, (values[pair] + half) as u32);
             let position = 2 * num_pairs + 2 * slots[pair];
             for (place, token) in [(2 * pair, key), (2 * pair + 1, value), (position, key)] {
@@ -233,9 +233,13 @@ impl Mqar {
         if noise != MqarNoise::Zeros {
             let mut forbidden = keys.iter().map(|key| key + 1).collect::<Vec<_>>();
             forbidden.sort_unstable();
+            let allowed_before = (0..)
+                .zip(forbidden)
+                .map(|(index, key)| key - index)
+                .collect::<Vec<u64>>();
             for (token, _) in tokens.iter_mut().zip(is_set).filter(|(_, set)| !set) {
                 *token = match noise {
-                    MqarNoise::Disjoint => draws.below_without(vocab_size as u64, &forbidden) as u32,
+                    MqarNoise::Disjoint => draws.below_without(vocab_size as u64, &allowed_before) as u32,
                     _ => draws.below(vocab_size as u64) as u32,
                 };
             }
@@ -243,7 +247,7 @@ impl Mqar {
         MqarSample { tokens, queries }
     }
 
-    /// Samples `first_sample..first_sample + count` of a split, one a row.
+    /// Samples `first_sample..first_sample + count` of a split, one per row.
     pub fn batch(&self, split: MqarSplit, first_sample: u64, count: usize) -> Batch {
         let mut batch = Batch::empty(first_sample, count, self.config.seq_len);
         for index in first_sample..first_sample + count as u64 {
@@ -253,11 +257,11 @@ impl Mqar {
     }
 }
 
-/// Appends a sample as one document at place `start` of the batch's current row.
+/// Appends a sample as one document at column `start` of the batch's current row.
 fn push_sample(sample: &MqarSample, document: u32, start: usize, batch: &mut Batch) {
     batch.tokens.extend_from_slice(&sample.tokens);
     batch.labels.extend(sample.labels());
-    // Documents are numbered with 32 bits, of which one number means padding.
+    // Large indices are capped, because document ids have 32 bits and the largest one means padding.
     batch.push_segment(document.min(PAD_DOCUMENT - 1), start, sample.tokens.len());
 }
 

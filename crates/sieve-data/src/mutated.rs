@@ -28,12 +28,12 @@ fn each_mutated(name: &str, bytes: &[u8], check: impl Fn(&Path, &[u8]) -> bool +
         check(&path, &bytes)
     });
     let taken = taken.filter(|&taken| taken).count();
-    // All taken or none: then the mutations tested nothing.
+    // If all or none were accepted, the mutations tested nothing.
     assert!(taken < NUM_INPUTS as usize, "every mutation of {name} was taken");
     taken
 }
 
-/// The same of a reading, which is taken or refused with the file's name.
+/// As `each`, for a function that reads the file: an error must name the file.
 fn each_read(name: &str, bytes: &[u8], read: impl Fn(&Path, &[u8]) -> Result<(), DataError> + Sync) -> usize {
     each_mutated(name, bytes, |path, bytes| {
         let read = read(path, bytes);
@@ -41,7 +41,7 @@ fn each_read(name: &str, bytes: &[u8], read: impl Fn(&Path, &[u8]) -> Result<(),
     })
 }
 
-/// Documents of a corpus, blank ones too.
+/// The texts of a corpus, blank ones included.
 fn count(config: CorpusConfig) -> Result<u64, DataError> {
     let corpus = Corpus::open(config)?;
     let mut documents = corpus.documents();
@@ -54,7 +54,7 @@ fn path_of(path: &Path) -> Vec<String> {
     vec![path.to_str().unwrap().to_owned()]
 }
 
-/// An error names the file it is about.
+/// Checks that an error names its file.
 fn assert_named(error: &DataError, path: &Path) {
     let text = error.to_string();
     let name = path.file_name().unwrap().to_str().unwrap();
@@ -68,7 +68,7 @@ fn lines() -> String {
     (0..12).map(line).collect()
 }
 
-// What is taken is what another reading of the same bytes gives.
+// Accepted texts must be those that serde_json reads from the same bytes.
 #[test]
 fn damaged_jsonl_is_read_as_it_stands_or_refused() {
     let taken = each_read("a.jsonl", lines().as_bytes(), |path, bytes| {
@@ -79,7 +79,7 @@ fn damaged_jsonl_is_read_as_it_stands_or_refused() {
         let values = wanted.map(serde_json::from_str::<serde_json::Value>);
         let values = match values.collect::<Result<Vec<_>, _>>() {
             Ok(values) => values,
-            // JSON all the same, in a column that is not read.
+            // serde_json refuses the number as a value, but Sieve does not read this column.
             Err(error) => {
                 assert!(error.to_string().contains("number out of range"), "{error}");
                 return Ok(());
@@ -95,7 +95,7 @@ fn damaged_jsonl_is_read_as_it_stands_or_refused() {
     assert!(taken > 100, "{taken}");
 }
 
-// Packed files carry checksums: what is taken is the original, or a front part that was packed by itself.
+// Compressed files hold checksums: accepted text must be the original, or a front part that was compressed by itself.
 #[test]
 fn damaged_packed_files_are_the_original_or_refused() {
     let text = lines();
@@ -105,7 +105,7 @@ fn damaged_packed_files_are_the_original_or_refused() {
         ("a.jsonl.zst", zstd(text.as_bytes())),
     ] {
         each_read(name, &bytes, |path, _| {
-            // A changed time or name in gzip's header, or a piece doubled whole.
+            // The mutation changed the time or name in gzip's header, or doubled a complete part.
             assert_eq!(texts(CorpusConfig::jsonl(path_of(path), "text"))?, wanted);
             Ok(())
         });
@@ -119,7 +119,7 @@ fn texts_of(lines: &str) -> Vec<String> {
     values.map(|value| value["text"].as_str().unwrap().to_owned()).collect()
 }
 
-// A page may be damaged in a way that nothing in the file shows; what is taken has all its rows, and is text.
+// Parquet pages have no checksums, so damage may be accepted; an accepted file must have all its rows, as UTF-8.
 #[test]
 fn damaged_parquet_has_all_its_rows_or_is_refused() {
     let dir = quick_dir();
@@ -131,7 +131,7 @@ fn damaged_parquet_has_all_its_rows_or_is_refused() {
         let bytes = fs::read(&path).unwrap();
         each_read("a.parquet", &bytes, |path, _| {
             let found = count(CorpusConfig::parquet(path_of(path), "text"))?;
-            // Judged by the file's own account of itself.
+            // The number of rows that the file's metadata names.
             let file = fs::File::open(path).unwrap();
             let footer = SerializedFileReader::new(file).unwrap().metadata().clone();
             let groups = footer.row_groups().iter().map(|group| group.num_rows());
@@ -142,7 +142,7 @@ fn damaged_parquet_has_all_its_rows_or_is_refused() {
     }
 }
 
-/// A shard of 20 documents with two bytes a token.
+/// A shard of 20 documents with two bytes per token.
 fn shard(dir: &Path) -> PathBuf {
     let prefix = dir.join("s");
     let mut writer = ShardWriter::create(&prefix, 1000).unwrap();
@@ -153,7 +153,7 @@ fn shard(dir: &Path) -> PathBuf {
     prefix
 }
 
-/// Reads everything that an index names.
+/// Reads all documents of a shard.
 fn read_all(prefix: &Path) -> Result<Vec<Vec<u32>>, DataError> {
     let shard = ShardReader::open(prefix)?;
     let documents = (0..shard.num_documents()).map(|document| shard.document(document));
@@ -165,7 +165,7 @@ fn read_all(prefix: &Path) -> Result<Vec<Vec<u32>>, DataError> {
     Ok(documents)
 }
 
-// An index that is taken gives the tokens of the .bin file, each once and in their order, under whatever division.
+// With an accepted index, the documents together must be the tokens of the .bin file in order, however it divides them.
 #[test]
 fn a_damaged_index_divides_all_tokens_or_is_refused() {
     let dir = quick_dir();
@@ -176,13 +176,13 @@ fn a_damaged_index_divides_all_tokens_or_is_refused() {
     each_read("s.idx", &idx, |path, _| {
         fs::write(path.with_extension("bin"), &bin).unwrap();
         let found = read_all(&path.with_extension(""))?.concat();
-        // Read as four-byte tokens, the lengths no longer fit, so the dtype cannot have changed.
+        // The dtype is unchanged: as four-byte tokens, the lengths would not fit the .bin file.
         assert_eq!(found, tokens);
         Ok(())
     });
 }
 
-// The .bin file holds numbers, all of which are tokens; its length must fit the index.
+// Any bytes in a .bin file are tokens, so only its length can be checked, against the index.
 #[test]
 fn damaged_tokens_are_read_as_they_stand_or_refused() {
     let dir = quick_dir();
@@ -212,7 +212,7 @@ fn damaged_tokens_are_read_as_they_stand_or_refused() {
     });
 }
 
-// A tokenizer that is taken encodes and decodes without falling over, and stays below its own vocabulary size.
+// An accepted tokenizer must encode and decode without a panic, with ids below its vocabulary size.
 #[test]
 fn damaged_tokenizers_work_or_are_refused() {
     let merges = serde_json::json!([["a", "b"], ["ab", "c"], ["Ġ", "a"]]);

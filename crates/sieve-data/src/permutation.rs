@@ -1,10 +1,10 @@
 //! A seeded permutation of `0..n` that stores nothing: a Feistel network with cycle walking.
 
-/// A bijection on `0..len`, fixed by `(len, seed, epoch)`; any element is computed alone, in constant expected time.
+/// A permutation of `0..len` that is determined by `(len, seed, epoch)`. Each element is computed by itself, in
+/// constant expected time.
 ///
-/// A balanced Feistel network permutes `0..4^k`, the smallest power of four that holds `len`; values outside `0..len`
-/// are permuted again until one falls inside (cycle walking; Black and Rogaway, 2002), fewer than four times on
-/// average.
+/// A balanced Feistel network permutes `0..4^k`, with the smallest `4^k >= len`. A value outside `0..len` is permuted
+/// again until it falls inside (cycle walking; Black and Rogaway, 2002), fewer than four times on average.
 #[derive(Debug, Clone)]
 pub struct Permutation {
     len: u64,
@@ -12,7 +12,7 @@ pub struct Permutation {
     round_keys: [u64; NUM_ROUNDS],
 }
 
-/// Small domains need more than the four rounds that large ones need; eight cost nothing next to reading a document.
+/// Four rounds are enough for large domains; small ones need more.
 const NUM_ROUNDS: usize = 8;
 
 impl Permutation {
@@ -36,7 +36,7 @@ impl Permutation {
         self.len
     }
 
-    /// True when there is nothing to permute.
+    /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

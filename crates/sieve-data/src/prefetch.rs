@@ -1,4 +1,4 @@
-//! Batches made ahead on a background thread.
+//! Prepares batches ahead on a background thread.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -14,17 +14,17 @@ pub struct PrefetchPlan {
     pub first_sample: u64,
     /// Rows of a batch.
     pub batch: usize,
-    /// Samples from the first of one batch to the first of the next.
+    /// Distance between the first samples of two consecutive batches.
     pub stride: u64,
-    /// Number of batches; `None`: endless.
+    /// Number of batches; `None` for no end.
     pub num_batches: Option<u64>,
-    /// Batches made ahead, at least 1.
+    /// Number of batches prepared ahead, at least 1.
     pub depth: usize,
 }
 
 impl PrefetchPlan {
-    /// The micro-batches of rank `rank` of `size`, without end. All ranks together read the same rows from
-    /// `first_sample` on as one process would: each round of micro-batches is divided among the ranks in order.
+    /// The micro-batches of rank `rank` of `size`, without end: the batches rank, rank + size, … counted from
+    /// `first_sample`. Together the ranks read the rows that one process would.
     pub fn of_rank(first_sample: u64, batch: usize, [rank, size]: [usize; 2], depth: usize) -> Self {
         Self {
             first_sample: first_sample + (rank * batch) as u64,
@@ -36,10 +36,10 @@ impl PrefetchPlan {
     }
 }
 
-/// An iterator over batches that are made on a thread of their own. Dropping it ends the thread.
+/// An iterator over batches that a thread prepares. Dropping it ends the thread.
 #[derive(Debug)]
 pub struct Prefetch {
-    /// Taken by drop, so that the thread's next send fails.
+    /// `None` once dropped, so that the thread's next send fails.
     receiver: Option<Receiver<Result<Batch, DataError>>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -76,7 +76,7 @@ fn stopped(reason: &str) -> DataError {
 impl Iterator for Prefetch {
     type Item = Result<Batch, DataError>;
 
-    /// The next batch; `None` after the last, or after an error was given.
+    /// The next batch; `None` after the last, or after an error was returned.
     fn next(&mut self) -> Option<Self::Item> {
         match self.receiver.as_ref()?.recv() {
             Ok(batch) => Some(batch),
@@ -92,7 +92,7 @@ impl Drop for Prefetch {
     fn drop(&mut self) {
         self.receiver = None;
         if let Some(thread) = self.thread.take() {
-            // `next` has reported the thread's panic, or the loader is gone and its batches are unused.
+            // A panic was reported by `next`, or concerns batches that nobody reads any more.
             let _ = thread.join();
         }
     }

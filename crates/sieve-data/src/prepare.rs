@@ -1,16 +1,17 @@
-//! Preparation: a corpus becomes one shard to train on and one to validate on, once; several corpora that are to be
-//! mixed become a shard each to train on.
+//! Prepares data: tokenises a corpus once, into a training shard and a validation shard. Several corpora that a loader
+//! mixes get a training shard each and share a validation shard.
 //!
 //! ```text
-//! <dir>/train.bin, train.idx                 documents to train on, each ended by the end-of-document token; with
-//!                                            prompts, a document is two sequences: prompt and text
-//!       (train-000.bin, train-001.bin, …     one pair a corpus where several are mixed)
-//! <dir>/validation.bin, validation.idx       documents held out
-//! <dir>/validation.docs.json                 bytes and words of each held-out document, for numbers per byte and word
-//! <dir>/meta.json                            what it was made from and what came out; written last
-//! <dir>/prepare.journal.tmp, *.tmp           an unfinished preparation; the next one continues with the source file
-//!                                            that this one was reading
-//! <dir>/prepare.lock                         held while a process prepares here; marks files of these names as Sieve's
+//! <dir>/train.bin, train.idx              training documents, each followed by the end-of-document token; a document
+//!                                         with a prompt is two sequences, prompt and text
+//!       (train-000.bin, train-001.bin, …  one pair for each of several corpora)
+//! <dir>/validation.bin, validation.idx    held-out documents
+//! <dir>/validation.docs.json              bytes and words of each held-out document, for losses per byte and word
+//! <dir>/meta.json                         sources, settings and sizes; written last
+//! <dir>/prepare.journal.tmp, *.tmp        an unfinished preparation; the next one continues with the source file
+//!                                         that this one was reading
+//! <dir>/prepare.lock                      locked while a process prepares; its content says that the files of these
+//!                                         names are Sieve's
 //! ```
 
 mod check;
@@ -38,82 +39,82 @@ use meta::FORMAT_VERSION;
 use plan::{Plan, earlier_preparation, refuse_foreign_files, remove_leftovers};
 use tokenise::Pace;
 
-/// Where the documents for validation come from.
+/// Source of the validation documents.
 #[derive(Debug, Clone, Copy)]
 pub enum ValidationSource<'a> {
-    /// This fraction of the corpus, in (0, 1): a hash of its text alone decides whether a document is held out, so that
-    /// adding text moves no document between the splits, and equal documents stay together. Where that would leave one
-    /// split empty, the last bytes of the corpus are held out, and a document is cut ([`PreparedMeta::is_cut`]); no
-    /// other corpus is trained on these bytes.
+    /// This fraction of the corpus, in (0, 1). A hash of its text decides whether a document is held out, so that
+    /// adding text moves no document between the splits, and equal documents stay together. If this left one split
+    /// empty, the last bytes of the corpus are held out instead, and the document around the boundary is cut
+    /// ([`PreparedMeta::is_cut`]); no corpus that holds the same documents trains on these bytes.
     Fraction(f64),
-    /// Another corpus. Its documents are left out of the training split.
+    /// Another corpus, whose documents are left out of the training split.
     Corpus(&'a Corpus),
 }
 
-/// What to do with a folder that holds another preparation.
+/// What to do with a folder that holds data prepared from other sources or settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnChange {
-    /// Fail, and say what differs.
+    /// Fail with an error that says what differs.
     Refuse,
-    /// Prepare again and replace it.
+    /// Prepare again and replace the data.
     Replace,
 }
 
-/// How to prepare.
+/// Settings of [`prepare`].
 #[derive(Debug, Clone)]
 pub struct PrepareConfig<'a> {
-    /// The folder to write to; made if missing.
+    /// The folder to write to; created if missing.
     pub dir: PathBuf,
-    /// Where the documents for validation come from.
+    /// Source of the validation documents.
     pub validation: ValidationSource<'a>,
-    /// What to do with a folder that holds another preparation.
+    /// What to do if the folder holds data prepared from other sources or settings.
     pub on_change: OnChange,
-    /// The run's own text where this is a stage's: what that validates on is not trained on.
+    /// For the text of a stage, the run's data: the stage does not train on text that the run validates on.
     pub base: Option<&'a Prepared>,
 }
 
-/// How far preparation is. The callback is called from the calling thread, a few times a second at most.
+/// How far [`prepare`] is. The callback runs on the thread that called it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Progress {
     /// Another process prepares in the same folder.
     Waiting,
     /// Documents are read and tokenised.
     Tokenising {
-        /// "validation" (an own corpus) or "train" (with the held-out documents, if they come from the same corpus).
+        /// `"validation"` for a separate validation corpus, else `"train"`, whose corpus may have held-out documents.
         split: &'static str,
-        /// Bytes of text done.
+        /// Bytes of text tokenised.
         bytes_done: u64,
-        /// An upper bound of the bytes of text in all: sizes of files.
+        /// Upper bound of the bytes of text, from the sizes of the files.
         bytes_total: u64,
-        /// Documents done.
+        /// Documents tokenised.
         num_documents: u64,
         /// Tokens so far.
         num_tokens: u64,
         /// Files read to their end.
         num_files_done: usize,
-        /// Files in all.
+        /// Number of files.
         num_files: usize,
     },
-    /// Everything is tokenised; files are being fsynced.
+    /// All documents are tokenised; files are being fsynced.
     Writing,
 }
 
-/// A finished preparation.
+/// Prepared data in a folder.
 #[derive(Debug, Clone)]
 pub struct Prepared {
     /// The folder.
     pub dir: PathBuf,
     /// The contents of `meta.json`.
     pub meta: PreparedMeta,
-    /// True when an unchanged preparation was found and nothing was written.
+    /// Whether the data existed already and nothing was written.
     pub reused: bool,
 }
 
 impl Prepared {
-    /// Opens what was prepared earlier, whatever it was made from.
+    /// Opens data that was prepared earlier, from any sources.
     ///
     /// # Errors
-    /// No `meta.json`, one of another version, or files that do not have the sizes it names.
+    /// No `meta.json`, a `meta.json` of another version, or files of other sizes than it names.
     pub fn open(dir: &Path) -> Result<Self, DataError> {
         let meta = PreparedMeta::read(dir)?;
         meta.check_files(dir)?;
@@ -124,11 +125,11 @@ impl Prepared {
         })
     }
 
-    /// Starts reading the shards in the background to compare their checksums with the preparation's; opening compared
-    /// only their sizes.
+    /// Starts a thread that reads the shards and compares their checksums with those in `meta.json`; opening compared
+    /// only sizes.
     ///
     /// # Errors
-    /// The system gives no thread.
+    /// The system cannot create a thread.
     pub fn check_beside(&self) -> Result<ShardCheck, DataError> {
         let files = self.meta.shards().into_iter().map(|(name, split)| {
             let path = crate::shard::with_ending(&self.dir.join(name), ".bin");
@@ -137,7 +138,7 @@ impl Prepared {
         ShardCheck::start(files.collect())
     }
 
-    /// Maps the shard to train on.
+    /// Maps the training shard.
     ///
     /// # Errors
     /// Those of [`ShardReader::open`]; several corpora were prepared.
@@ -149,7 +150,7 @@ impl Prepared {
         self.shard(TRAIN)
     }
 
-    /// Maps the shards to train on, one for each corpus that was prepared.
+    /// Maps the training shards, one for each corpus.
     ///
     /// # Errors
     /// Those of [`ShardReader::open`].
@@ -166,7 +167,7 @@ impl Prepared {
         }
     }
 
-    /// Maps the shard to validate on.
+    /// Maps the validation shard.
     ///
     /// # Errors
     /// Those of [`ShardReader::open`].
@@ -174,7 +175,7 @@ impl Prepared {
         self.shard(VALIDATION)
     }
 
-    /// Bytes and words of each document of the validation shard, in its order.
+    /// Bytes and words of each document of the validation shard, in order.
     ///
     /// # Errors
     /// Those of [`read_document_sizes`].
@@ -188,7 +189,7 @@ const VALIDATION: &str = "validation";
 const VALIDATION_SIZES: &str = "validation.docs.json";
 const LOCK: &str = "prepare.lock";
 
-/// Names of the shards to train on.
+/// Names of the training shards.
 fn train_names(num_corpora: usize) -> Vec<String> {
     match num_corpora {
         1 => vec![TRAIN.to_owned()],
@@ -196,17 +197,17 @@ fn train_names(num_corpora: usize) -> Vec<String> {
     }
 }
 
-/// Tokenises `corpora` into `config.dir`, unless that was done before from the same files, tokenizer and settings. Each
-/// corpus gets a shard of its own; the held-out text of all of them goes into one.
+/// Tokenises `corpora` into `config.dir`, unless the folder holds data prepared from the same files, tokenizer and
+/// settings. Each corpus gets its own training shard; the held-out text of all of them goes into one shard.
 ///
-/// Files appear under their own names only when all of them are whole. After an error or a kill, a preparation with
-/// nothing changed keeps what finished source files gave (but for the last 128 MB of text) and begins the file that was
-/// being read again; the files are the same as without the interruption. Several processes may call this for one
-/// folder: one works, the others wait for it.
+/// Files get their final names when all of them are complete. After an error or a kill, the next call with the same
+/// arguments keeps the tokens of finished source files (except the last 128 MB of text) and reads the others again; the
+/// result is the same as without the interruption. If several processes call this for one folder, one works and the
+/// others wait for it.
 ///
 /// # Errors
-/// The corpora's and the tokenizer's errors, an empty split, a folder that holds something else, a full disk. After an
-/// error an earlier preparation is still whole.
+/// Errors of the corpora and the tokenizer, an empty split, a folder that holds other files, a full disk. After an
+/// error the data prepared earlier is unchanged.
 pub fn prepare(
     corpora: &[Corpus],
     tokenizer: &Tokenizer,
@@ -295,7 +296,7 @@ fn prepare_at_pace(
     })
 }
 
-/// One string for everything that decides the result.
+/// A hash of everything that the shards depend on, in hexadecimal.
 fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig, eos_id: u32) -> String {
     let mut hash = Xxh3::new();
     hash.update(&FORMAT_VERSION.to_le_bytes());
@@ -308,7 +309,7 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
         ValidationSource::Fraction(fraction) => {
             hash.update(&fraction.to_le_bytes());
             if corpora.len() > 1 {
-                // Once only some of them were held out of.
+                // An earlier version did not hold text out of every corpus; its data must not count as the same.
                 hash.update(b"of each");
             }
             for (document, most) in config.base.iter().flat_map(|base| &base.meta.train_bytes) {
@@ -326,7 +327,7 @@ fn content_hash(document: &Document) -> u128 {
     let hash = |text: &str| xxhash_rust::xxh3::xxh3_128_with_seed(text.as_bytes(), SEED);
     match &document.prompt {
         None => hash(&document.text),
-        // No text holds a NUL.
+        // No text holds a NUL, so prompt and text cannot be divided in another way with the same hash.
         Some(prompt) => hash(&[prompt.as_str(), "\0", &document.text].concat()),
     }
 }

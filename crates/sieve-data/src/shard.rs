@@ -1,6 +1,7 @@
-//! Megatron-LM's indexed data set, version 1: `<prefix>.bin` holds token ids, `<prefix>.idx` says where documents lie.
+//! Megatron-LM's indexed data set, version 1: `<prefix>.bin` holds token ids, `<prefix>.idx` the bounds of documents.
 //!
-//! The `.idx` file, all little-endian, nothing aligned (Megatron-LM, `megatron/core/datasets/indexed_dataset.py`):
+//! The `.idx` file is little-endian and its values are not aligned (Megatron-LM,
+//! `megatron/core/datasets/indexed_dataset.py`):
 //!
 //! | offset | type | what |
 //! |---|---|---|
@@ -13,9 +14,9 @@
 //! | 34 + 4S | i64 × S | byte offset of each sequence in `.bin` |
 //! | 34 + 12S | i64 × (D + 1) | first sequence of each document, then S |
 //!
-//! The writer makes every document one sequence, or two where documents have prompts: the prompt, and what follows it.
-//! The reader takes any split of documents into sequences. A multimodal
-//! shard, which appends one byte a sequence, is refused.
+//! The writer writes a document as one sequence, or as two if documents have prompts: the prompt, then the text. The
+//! reader accepts documents of any number of sequences. It refuses multimodal shards, which append one byte per
+//! sequence.
 
 mod layout;
 mod reader;
@@ -42,7 +43,7 @@ pub enum TokenDtype {
 }
 
 impl TokenDtype {
-    /// Megatron's choice: `U16` below a vocabulary of 65500.
+    /// The type that Megatron-LM chooses: `U16` for vocabularies below 65500.
     pub fn for_vocab_size(vocab_size: usize) -> Self {
         if vocab_size < 65_500 { Self::U16 } else { Self::I32 }
     }
@@ -63,7 +64,7 @@ impl TokenDtype {
     }
 }
 
-/// `prefix` with `ending` put behind it, dots in the prefix kept.
+/// `prefix` followed by `ending`; unlike `Path::with_extension`, keeps dots in the prefix.
 pub(crate) fn with_ending(prefix: &std::path::Path, ending: &str) -> std::path::PathBuf {
     let mut name = prefix.as_os_str().to_owned();
     name.push(ending);

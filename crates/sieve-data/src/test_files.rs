@@ -15,7 +15,7 @@ use parquet::schema::parser::parse_message_type;
 
 use crate::{Corpus, CorpusConfig, DataError};
 
-/// A folder in memory where the system has one: thousands of small files, and files fsynced again and again.
+/// A temporary folder, in memory if the system has one: tests write thousands of small files and fsync often.
 pub(crate) fn quick_dir() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     match memory.is_dir() {
@@ -46,7 +46,7 @@ pub(crate) fn zstd(bytes: &[u8]) -> Vec<u8> {
     encoder.finish().unwrap()
 }
 
-/// Columns `id`, `text` and `meta.note`, a row group for each list of texts.
+/// Writes a Parquet file with columns `id`, `text` and `meta.note`, and a row group for each list of texts.
 pub(crate) fn write_parquet(path: &Path, groups: &[&[Option<&[u8]>]], compression: Compression) {
     let schema = "message schema { REQUIRED INT64 id; OPTIONAL BYTE_ARRAY text (UTF8); \
                   OPTIONAL GROUP meta { REQUIRED BYTE_ARRAY note (UTF8); } REPEATED BYTE_ARRAY tags (UTF8); }";
@@ -83,7 +83,7 @@ pub(crate) fn write_parquet(path: &Path, groups: &[&[Option<&[u8]>]], compressio
     writer.close().unwrap();
 }
 
-/// Columns of texts, one row group.
+/// Writes a Parquet file with columns of texts in one row group.
 pub(crate) fn write_parquet_of(path: &Path, columns: &[(&str, Vec<&str>)], compression: Compression) {
     let field = |(name, _): &(&str, _)| format!("REQUIRED BYTE_ARRAY {name} (UTF8); ");
     let fields = columns.iter().map(field);

@@ -19,12 +19,12 @@ pub use stream::DecodeStream;
 pub use train::BpeConfig;
 use word_encoder::WordEncoder;
 
-/// End of a document, and so also the begin of the next; the name that the tokenizers trained here use.
+/// Name of the end-of-document token in the tokenizers that Sieve trains.
 const END_OF_TEXT: &str = "<|endoftext|>";
-/// Filling, never seen and never predicted.
+/// Name of the padding token, which no query attends to and no label names.
 const PAD: &str = "<|pad|>";
 
-/// The names of the end-of-document token among published tokenizers, the likelier first.
+/// Names of the end-of-document token in published tokenizers, most likely first.
 const END_OF_DOCUMENT_NAMES: [&str; 7] = [
     END_OF_TEXT,
     "<|end_of_text|>",
@@ -35,29 +35,29 @@ const END_OF_DOCUMENT_NAMES: [&str; 7] = [
     "<|im_end|>",
 ];
 
-/// A tokenizer. Cheap to share by reference between threads.
+/// A tokenizer. Threads can share it by reference.
 #[derive(Debug)]
 pub struct Tokenizer {
-    /// Takes the names of special tokens in a text for plain text.
+    /// Encodes the names of special tokens in a text as plain text.
     plain: HfTokenizer,
-    /// Takes the names of special tokens in a text for those tokens.
+    /// Encodes the names of special tokens in a text as these tokens.
     marked: HfTokenizer,
-    /// Gives what `plain` gives, many times faster, where the tokenizer is simple enough.
+    /// Encodes as `plain` does, many times faster; `None` for tokenizers that it does not support.
     fast: Option<WordEncoder>,
     vocab_size: usize,
     hash: u128,
-    /// What [`token_bytes`](Self::token_bytes) puts before a token.
+    /// A token of letters or digits, which [`token_bytes`](Self::token_bytes) puts before another token.
     plain_token: Option<u32>,
     bos_id: Option<u32>,
-    /// Name of the token that ends a document, where it was given.
+    /// Name of the end-of-document token, if the user gave one.
     eos_token: Option<String>,
 }
 
 impl Tokenizer {
-    /// Loads a Hugging Face `tokenizer.json`. Truncation and padding set in it are ignored: they would lose text.
+    /// Loads a Hugging Face `tokenizer.json`. Its truncation and padding are ignored: truncation would lose text.
     ///
     /// # Errors
-    /// A file that cannot be read, or that the `tokenizers` crate does not take.
+    /// A file that cannot be read, or that the `tokenizers` crate does not accept.
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
         let bytes = std::fs::read(path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => {
@@ -76,7 +76,7 @@ impl Tokenizer {
     }
 
     fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
-        // The crate panics on some damaged files.
+        // The `tokenizers` crate panics on some damaged files.
         let loaded = guarded(|| {
             let inner = HfTokenizer::from_bytes(bytes).map_err(|error| error.to_string())?;
             Self::from_inner(inner)
@@ -88,7 +88,7 @@ impl Tokenizer {
         inner.with_truncation(None).map_err(|error| error.to_string())?;
         inner.with_padding(None);
         inner.set_encode_special_tokens(false);
-        // Ids may have gaps: the largest id can exceed the count of tokens.
+        // Ids may have gaps, so the largest id can exceed the number of tokens.
         let vocab_size = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
         if vocab_size == 0 {
             return Err("its vocabulary is empty".into());
@@ -111,7 +111,7 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// What the template puts before a text of one plain token.
+    /// The token that the tokenizer's template puts before a text.
     fn find_bos(&self) -> Option<u32> {
         let text = self.decode(&[self.plain_token?]).ok()?;
         let ids = |with_template| self.plain.encode_fast(text.as_str(), with_template).ok();
@@ -120,8 +120,7 @@ impl Tokenizer {
         rest.starts_with(plain.get_ids()).then_some(first)
     }
 
-    /// Writes `tokenizer.json`, whole or not at all, as `transformers` reads it
-    /// (`PreTrainedTokenizerFast(tokenizer_file=…)`).
+    /// Writes a `tokenizer.json` atomically; `transformers` reads it (`PreTrainedTokenizerFast(tokenizer_file=…)`).
     ///
     /// # Errors
     /// A file that cannot be written.
@@ -138,10 +137,10 @@ impl Tokenizer {
         json.map_err(|error| DataError::Failed(format!("the tokenizer cannot write its tokenizer.json: {error}")))
     }
 
-    /// The token ids of a document's text: nothing is added, and the name of a special token in it is plain text.
+    /// The token ids of a document's text. No tokens are added, and names of special tokens in the text are plain text.
     ///
     /// # Errors
-    /// A text that the tokenizer cannot express.
+    /// A text that the tokenizer cannot encode.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
         match &self.fast {
             Some(fast) => fast.encode(text).map_err(|error| encode_error(text, &*error)),
@@ -149,43 +148,44 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of [`encode`](Self::encode) behind [`bos_id`](Self::bos_id), as lm-evaluation-harness reads a context.
+    /// [`bos_id`](Self::bos_id), if any, and the ids of [`encode`](Self::encode), as lm-evaluation-harness encodes a
+    /// context.
     ///
     /// # Errors
-    /// A text that the tokenizer cannot express.
+    /// A text that the tokenizer cannot encode.
     pub fn encode_with_bos(&self, text: &str) -> Result<Vec<u32>, DataError> {
         Ok(self.bos_id.into_iter().chain(self.encode(text)?).collect())
     }
 
-    /// The token ids of a prompt: nothing is added, and the name of a special token in it is that token.
+    /// The token ids of a prompt. No tokens are added, and names of special tokens in the text become these tokens.
     ///
     /// # Errors
-    /// A text that the tokenizer cannot express.
+    /// A text that the tokenizer cannot encode.
     pub fn encode_marked(&self, text: &str) -> Result<Vec<u32>, DataError> {
         encode(&self.marked, text)
     }
 
-    /// The text of token ids, special tokens left out; bytes that are not UTF-8 become U+FFFD.
+    /// The text of token ids without special tokens; bytes that are not UTF-8 become U+FFFD.
     ///
     /// # Errors
-    /// Ids that the tokenizer cannot express.
+    /// Ids that the tokenizer cannot decode.
     pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
         let failed = |error| DataError::Failed(format!("the tokenizer cannot decode {} ids: {error}", ids.len()));
         self.marked.decode(ids, true).map_err(failed)
     }
 
-    /// Decodes ids one by one, giving only whole characters.
+    /// A decoder that takes ids one by one and returns only whole characters.
     pub fn decode_stream(&self) -> DecodeStream<'_> {
         DecodeStream::new(self)
     }
 
-    /// One more than the largest id, added tokens included: the least number of rows for an embedding.
+    /// The largest id plus one, added tokens included: the fewest rows of an embedding for all tokens.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
 
-    /// One more than the largest id that is not an added token's. A model may lack rows for added tokens beyond it, as
-    /// long as no text holds one.
+    /// The largest id plus one, added tokens excluded. A model may lack rows for added tokens as long as no text holds
+    /// such a token.
     pub fn num_base_tokens(&self) -> usize {
         self.marked
             .get_vocab(false)
@@ -199,21 +199,21 @@ impl Tokenizer {
         self.marked.token_to_id(token)
     }
 
-    /// The token of an id, as it stands in the vocabulary (byte-level tokenizers write a space as `Ġ`).
+    /// The token of an id as the vocabulary writes it; byte-level tokenizers write a space as `Ġ`.
     pub fn id_token(&self, id: u32) -> Option<String> {
         self.marked.id_to_token(id)
     }
 
-    /// Whether every character of a token in the vocabulary stands for one byte (GPT-2's alphabet).
+    /// Whether each character of a token in the vocabulary stands for one byte, in GPT-2's alphabet.
     pub fn is_byte_level(&self) -> bool {
         matches!(self.marked.get_decoder(), Some(DecoderWrapper::ByteLevel(_)))
     }
 
-    /// Bytes of text that a token stands for, at the beginning of a text or behind another token; special tokens stand
-    /// for none. SentencePiece's `▁the` is the first word of a text without its space, and a later one with it.
+    /// Number of bytes that a token contributes to a text; 0 for special tokens. A token can contribute less as the
+    /// first token of a text (`is_first`): SentencePiece's `▁the` has no space there.
     ///
     /// # Errors
-    /// An id that the tokenizer cannot express.
+    /// An id that the tokenizer cannot decode.
     pub fn token_bytes(&self, id: u32, is_first: bool) -> Result<usize, DataError> {
         let before = self.plain_token.filter(|_| !is_first);
         let num_before = before.map_or(Ok(0), |before| self.decode(&[before]).map(|text| text.len()))?;
@@ -221,20 +221,20 @@ impl Tokenizer {
         let text = text.get(num_before..).unwrap_or_default();
         let is_part = text.contains(char::REPLACEMENT_CHARACTER);
         Ok(match self.id_token(id).filter(|_| is_part) {
-            // A part of a character, which alone decodes as U+FFFD.
+            // U+FFFD is a part of a character; its length is that of the token's bytes.
             Some(token) if is_byte_token(&token) => 1,
             Some(token) if self.is_byte_level() => token.chars().count(),
             _ => text.len(),
         })
     }
 
-    /// The token of an id that gives text: neither special nor unknown.
+    /// The token of an id; `None` for unknown ids and special tokens, which have no text.
     fn text_token(&self, id: u32) -> Option<String> {
         let added = self.marked.get_added_vocabulary();
         self.id_token(id).filter(|token| !added.is_special_token(token))
     }
 
-    /// A token that decodes to letters or digits alone: what stands behind it is no beginning of a text.
+    /// A token that decodes to ASCII letters or digits only. A token decoded after it is not the first of its text.
     fn find_plain_token(&self) -> Option<u32> {
         let is_plain = |text: String| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric());
         (0..self.vocab_size as u32).find(|&id| {
@@ -243,7 +243,7 @@ impl Tokenizer {
         })
     }
 
-    /// The same tokenizer with this name for the token that ends a document; `None` looks for a known one.
+    /// Sets the name of the end-of-document token; with `None`, [`eos_id`](Self::eos_id) looks for a known name.
     #[must_use]
     pub fn with_eos_token(self, name: Option<&str>) -> Self {
         Self {
@@ -252,8 +252,8 @@ impl Tokenizer {
         }
     }
 
-    /// The id of the end-of-document token: the one [named](Self::with_eos_token), or else the first known name that
-    /// the vocabulary has (`<|endoftext|>`, `<|end_of_text|>`, `</s>`, …).
+    /// The id of the end-of-document token: of the name [given](Self::with_eos_token), or else of the first known name
+    /// that the vocabulary has (`<|endoftext|>`, `<|end_of_text|>`, `</s>`, …).
     ///
     /// # Errors
     /// An unknown token; the message lists the special tokens.
@@ -277,8 +277,7 @@ impl Tokenizer {
         self.bos_id
     }
 
-    /// What stands before a text that has nothing before it: [`bos_id`](Self::bos_id), or else the end-of-document
-    /// token.
+    /// The token to put before a text that has no context: [`bos_id`](Self::bos_id), or else the end-of-document token.
     ///
     /// # Errors
     /// As [`eos_id`](Self::eos_id).
@@ -286,12 +285,12 @@ impl Tokenizer {
         self.bos_id.map_or_else(|| self.eos_id(), Ok)
     }
 
-    /// The id of `<|pad|>`, where there is one.
+    /// The id of `<|pad|>`, if the vocabulary has it.
     pub fn pad_id(&self) -> Option<u32> {
         self.token_id(PAD)
     }
 
-    /// A hash of everything that decides the token ids, equal for a tokenizer and its saved and loaded copy.
+    /// A hash of everything that the token ids depend on. A saved and reloaded tokenizer has the same hash.
     pub fn hash(&self) -> u128 {
         self.hash
     }
@@ -304,7 +303,7 @@ impl Tokenizer {
     }
 }
 
-/// Whether a token of the vocabulary is one byte, as SentencePiece writes it: `<0x0A>`.
+/// Whether a token of the vocabulary is a single byte in SentencePiece's form `<0x0A>`.
 fn is_byte_token(token: &str) -> bool {
     let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
     digits.is_some_and(|digits| digits.len() == 2 && u8::from_str_radix(digits, 16).is_ok())
@@ -318,7 +317,7 @@ fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {
         .map_err(|error| encode_error(text, &*error))
 }
 
-/// Training a tokenizer failed.
+/// The error of a failed training.
 fn not_trained(reason: String) -> DataError {
     DataError::Failed(format!("the tokenizer could not be trained: {reason}"))
 }

@@ -1,8 +1,8 @@
-//! A checkpoint: one folder `step-N` that is either whole or not there.
+//! A checkpoint: one folder `step-N` that is either complete or absent.
 //!
-//! Everything is written into `step-N.tmp`, synced, and renamed. `state.json` holds a checksum of every file and
-//! of its own other fields, so a damaged file is noticed and named. Each rank of a group writes files of its own, with
-//! its pieces of the tensors; all of them together are read as one.
+//! All files are written into `step-N.tmp` and synced; then the folder is renamed. `state.json` holds a checksum of
+//! every file and of its own other fields, so that a damaged file is detected and named. Each rank of a group writes
+//! its own files, with its pieces of the tensors; a reader joins the pieces.
 use crate::{CheckpointError, NamedTensor, TensorFiles, write_tensor_file};
 use serde::{Deserialize, Serialize};
 use sieve_files::{publish_folder, sync_folder, write_synced};
@@ -21,18 +21,18 @@ const OPTIMIZER: &str = "optimizer";
 const RECIPE: &str = "config.toml";
 const TOKENIZER: &str = "tokenizer.json";
 
-/// The running mean of the training loss. On disk as bits: the digits of a JSON number may be read as its neighbour.
+/// The running mean of the training loss. It is stored as bits, because reading decimal digits may round differently.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GuardState {
     /// Mean loss of the taken steps, nats.
     #[serde(rename = "mean_loss_bits", with = "bits")]
     pub mean_loss: f32,
-    /// How many there were.
+    /// Number of losses in the mean.
     #[serde(rename = "num_losses_bits", with = "bits")]
     pub num_losses: f32,
 }
 
-/// An f32 as the whole number of its bits.
+/// Serialises an f32 as a whole number with the same bits.
 mod bits {
     use serde::{Deserialize, Deserializer, Serializer};
 
@@ -45,35 +45,36 @@ mod bits {
     }
 }
 
-/// Where training stood.
+/// The state of training besides weights and moments: the contents of `state.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointState {
     /// [`FORMAT_VERSION`] of the writer.
     pub format_version: u32,
     /// Optimizer steps done.
     pub step: u64,
-    /// Rows of training data read in the present stage; the loader's whole state.
+    /// Index of the next training row in the present stage: the loader's whole state.
     pub next_sample: u64,
     /// Tokens trained on.
     pub tokens_seen: u64,
-    /// The mean of the training loss; absent where no step was taken.
+    /// The running mean of the training loss; absent before the first step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guard: Option<GuardState>,
     /// Rows of the embedding.
     pub vocab_size: usize,
-    /// Fingerprint of the prepared data the run reads.
+    /// Fingerprint of the prepared data that the run reads.
     pub data_fingerprint: String,
-    /// Hashes of their tokens; empty where an earlier version wrote the checkpoint.
+    /// Hashes of the data's tokens; empty in checkpoints of earlier versions.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub data_tokens: String,
-    /// Threads the run used; another number may round differently in Burn's own products.
+    /// Threads the run used; Burn's own GEMMs may round differently with another number.
     pub num_threads: usize,
     /// Version of the program.
     pub sieve_version: String,
-    /// Ranks that wrote weights and moments, each its own files.
+    /// Number of ranks that wrote their pieces of weights and moments.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub num_shards: usize,
-    /// XXH3 of every file beside this one; on disk also of this one without that entry.
+    /// XXH3 of every other file of the checkpoint, by name. On disk there is also an entry for `state.json` itself, a
+    /// hash of its JSON without that entry.
     #[serde(default)]
     pub checksums: BTreeMap<String, String>,
 }
@@ -106,12 +107,12 @@ fn is_one(count: &usize) -> bool {
     *count == 1
 }
 
-/// What goes into a checkpoint beside its state; of several ranks, what one of them writes.
+/// The contents of a checkpoint besides its state; with several ranks, the part that one of them writes.
 #[derive(Clone, Debug)]
 pub struct CheckpointFiles {
     /// Weights.
     pub model: Vec<NamedTensor>,
-    /// Optimizer state; empty when only the weights are kept.
+    /// Optimizer state; empty to store only the weights.
     pub optimizer: Vec<NamedTensor>,
     /// The resolved recipe.
     pub recipe_toml: String,
@@ -122,9 +123,9 @@ pub struct CheckpointFiles {
 /// A checkpoint on disk whose state and checksums were read and verified.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// The folder.
+    /// The folder `step-N`.
     pub path: PathBuf,
-    /// Where training stood.
+    /// The contents of `state.json`.
     pub state: CheckpointState,
 }
 
@@ -133,15 +134,15 @@ fn folder_name(step: u64) -> String {
     format!("step-{step}")
 }
 
-/// Where a checkpoint is written.
+/// The temporary folder that a checkpoint is written into.
 fn partial(folder: &Path, step: u64) -> PathBuf {
     folder.join(format!("{}.tmp", folder_name(step)))
 }
 
-/// All whole checkpoints under `folder`, by ascending step.
+/// All complete checkpoints in `folder`, by ascending step; none if the folder does not exist.
 ///
 /// # Errors
-/// An unreadable folder; one that does not exist holds none.
+/// An unreadable folder.
 pub fn list_checkpoints(folder: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
@@ -161,10 +162,10 @@ pub fn list_checkpoints(folder: &Path) -> Result<Vec<(u64, PathBuf)>, Checkpoint
 }
 
 impl Checkpoint {
-    /// Writes `folder/step-N`, atomically; an existing one of the same step is replaced.
+    /// Writes `folder/step-N` atomically, and replaces an existing checkpoint of the same step.
     ///
     /// # Errors
-    /// Any failure of the file system; then the folder under the final name is as it was before.
+    /// Any failure of the file system; an existing checkpoint is then unchanged.
     pub fn write(folder: &Path, state: CheckpointState, files: &CheckpointFiles) -> Result<PathBuf, CheckpointError> {
         let step = state.step;
         let written = Self::begin(folder, step)
@@ -209,7 +210,7 @@ impl Checkpoint {
             }
         }
         for (stem, tensors) in [(MODEL, &files.model), (OPTIMIZER, &files.optimizer)] {
-            // Of several ranks, which all train, each has a file, though it may hold nothing.
+            // With several ranks, a reader expects a file of each, even if it holds no tensor.
             if stem == MODEL || rank > 0 || !tensors.is_empty() {
                 let name = TensorFiles::name(stem, rank, size);
                 let sum = write_tensor_file(&partial.join(&name), tensors, None)?;
@@ -220,11 +221,11 @@ impl Checkpoint {
         Ok(checksums)
     }
 
-    /// Renames a checkpoint to its final name, once all its files are written; an existing one of the same step is
-    /// replaced.
+    /// Writes `state.json` and renames the folder to its final name, when all other files are written. Replaces an
+    /// existing checkpoint of the same step.
     ///
     /// # Errors
-    /// Any failure of the file system; then the folder under the final name is as it was before.
+    /// Any failure of the file system; an existing checkpoint is then unchanged.
     pub fn publish(
         folder: &Path,
         mut state: CheckpointState,
@@ -243,25 +244,24 @@ impl Checkpoint {
         Ok(path)
     }
 
-    /// Frees the space of a checkpoint that could not be written, as far as that can be done.
+    /// Removes the temporary folder of a checkpoint that could not be written; errors are ignored.
     pub fn discard(folder: &Path, step: u64) {
         let _ = fs::remove_dir_all(partial(folder, step));
     }
 
-    /// Bytes that are on disk of a checkpoint that is being written.
+    /// Bytes on disk in the temporary folder of a checkpoint that is being written.
     pub fn bytes_written(folder: &Path, step: u64) -> u64 {
         let files = fs::read_dir(partial(folder, step)).into_iter().flatten();
         let sizes = files.filter_map(|file| Some(file.ok()?.metadata().ok()?.len()));
         sizes.sum()
     }
 
-    /// Opens `path` (a `step-N` folder, a folder of them, or a run folder) and verifies every checksum.
+    /// Opens `path` (a `step-N` folder, a folder with several of them, or a run folder) and verifies every checksum.
     ///
-    /// If there are several, the latest is opened; a damaged one is an error that names the one before it, never
-    /// skipped silently.
+    /// Of several checkpoints, the latest is opened. If it is damaged, the error names the one before it.
     ///
     /// # Errors
-    /// Nothing there, a damaged or truncated file, a layout of another version.
+    /// No checkpoint, a damaged or truncated file, a layout of another version.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let (folder, previous) = Self::find(path)?;
         Self::open_verified(&folder, previous, |_| true)
@@ -276,8 +276,8 @@ impl Checkpoint {
         Self::open_verified(&folder, previous, |name| !name.starts_with(OPTIMIZER))
     }
 
-    /// As [`open_model`](Self::open_model), and calls `read` while the files are verified. A damaged file is the error
-    /// returned, even if `read` succeeded or failed otherwise.
+    /// As [`open_model`](Self::open_model), and calls `read` while the files are verified. If a file is damaged, that
+    /// is the returned error, whatever `read` returned.
     ///
     /// # Errors
     /// As [`open`](Self::open); the errors of `read`.
@@ -287,28 +287,27 @@ impl Checkpoint {
     ) -> Result<(Self, T), CheckpointError> {
         let (folder, previous) = Self::find(path)?;
         let checkpoint = Self::read_state(&folder, &previous)?;
-        let made = std::thread::scope(|scope| {
+        let result = std::thread::scope(|scope| {
             let verified = scope.spawn(|| Self::open_verified(&folder, previous, |name| !name.starts_with(OPTIMIZER)));
-            let made = read(&checkpoint);
+            let result = read(&checkpoint);
             match verified.join() {
-                Ok(verified) => verified.and(made),
+                Ok(verified) => verified.and(result),
                 Err(panic) => std::panic::resume_unwind(panic),
             }
         })?;
-        Ok((checkpoint, made))
+        Ok((checkpoint, result))
     }
 
-    /// As [`open`](Self::open), but reads `state.json` alone: enough for the model's sizes, before any of its tensors
-    /// is in memory.
+    /// As [`open`](Self::open), but reads only `state.json`, which is enough for the model's sizes.
     ///
     /// # Errors
-    /// Nothing there, a damaged state, a layout of another version.
+    /// No checkpoint, a damaged state, a layout of another version.
     pub fn peek(path: &Path) -> Result<Self, CheckpointError> {
         let (folder, previous) = Self::find(path)?;
         Self::read_state(&folder, &previous)
     }
 
-    /// The folder `step-N` that `path` names, and the one before it.
+    /// The folder `step-N` that `path` leads to, and the folder of the step before it.
     fn find(path: &Path) -> Result<(PathBuf, Option<PathBuf>), CheckpointError> {
         if path.join(STATE).is_file() {
             return Ok((path.to_owned(), previous_of(path)));
@@ -374,7 +373,8 @@ impl Checkpoint {
             let problem = "it lists no files, so nothing can be verified";
             return Err(damaged(file, problem.to_owned()));
         }
-        // Absent in a state edited by hand; a damaged name of the entry is a file that cannot be read, below.
+        // The entry may be missing, so that a state can be edited by hand. If damage changes the entry's name, it names
+        // a file that does not exist, which is reported when the files are verified.
         if let Some(own) = state.checksums.remove(STATE)
             && own != checksum_without_own(&value)
         {
@@ -403,7 +403,7 @@ impl Checkpoint {
         TensorFiles::open(&self.path, OPTIMIZER, self.state.num_shards)
     }
 
-    /// Whether it holds optimizer state; one of weights alone begins with none.
+    /// Whether the checkpoint holds optimizer state.
     pub fn has_optimizer(&self) -> bool {
         let first = TensorFiles::name(OPTIMIZER, 0, self.state.num_shards);
         self.state.checksums.contains_key(&first)
@@ -418,13 +418,13 @@ impl Checkpoint {
         fs::read_to_string(&path).map_err(CheckpointError::io("reading", path))
     }
 
-    /// Where the tokenizer lies.
+    /// Path of the tokenizer.
     pub fn tokenizer_path(&self) -> PathBuf {
         self.path.join(TOKENIZER)
     }
 }
 
-/// Why a file of a checkpoint cannot be read: it may be damaged, or another user's.
+/// The error of a file that cannot be read, because it is damaged or its permissions forbid it.
 fn unreadable(file: &Path, error: std::io::Error, previous: &Option<PathBuf>) -> CheckpointError {
     match error.kind() {
         ErrorKind::PermissionDenied => CheckpointError::io("reading", file)(error),
@@ -436,20 +436,20 @@ fn unreadable(file: &Path, error: std::io::Error, previous: &Option<PathBuf>) ->
     }
 }
 
-/// XXH3 of a file, read piece by piece.
+/// XXH3 of a file in hexadecimal.
 fn checksum_of(path: &Path) -> std::io::Result<String> {
     let mut file = File::open(path)?;
     let mut sum = Xxh3::new();
-    let mut piece = vec![0; 1 << 20];
+    let mut buffer = vec![0; 1 << 20];
     loop {
-        match file.read(&mut piece)? {
+        match file.read(&mut buffer)? {
             0 => return Ok(format!("{:016x}", sum.digest())),
-            len => sum.update(&piece[..len]),
+            len => sum.update(&buffer[..len]),
         }
     }
 }
 
-/// XXH3 of a state's JSON without the entry that holds it.
+/// XXH3 of a state's JSON without the entry for that checksum.
 fn checksum_without_own(state: &serde_json::Value) -> String {
     let mut rest = state.clone();
     if let Some(checksums) = rest.get_mut("checksums").and_then(|sums| sums.as_object_mut()) {

@@ -1,4 +1,4 @@
-//! What can be wrong with files of weights.
+//! Errors of reading and writing weights.
 use std::fmt::Display;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// An error of reading or writing weights.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// A file or folder that appears whole or not at all.
+    /// Writing a file or folder atomically.
     #[error(transparent)]
     File(#[from] sieve_files::FileError),
     /// A file system operation failed.
@@ -17,12 +17,12 @@ pub enum CheckpointError {
     Io {
         /// What was tried, as a present participle.
         action: &'static str,
-        /// On which path.
+        /// The file or folder.
         path: PathBuf,
-        /// Why it failed.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// A file is not what its checksum says.
+    /// A file does not have its checksum.
     #[error(
         "{} is damaged: {problem}\n  hint: {}",
         path.display(), previous.as_ref().map_or_else(|| "there is no checkpoint before it".to_owned(), |path| format!(
@@ -71,17 +71,17 @@ impl CheckpointError {
         }
     }
 
-    /// A file or folder of `transformers` that no recipe describes.
+    /// The error of a file or folder of `transformers` that no recipe can describe.
     pub(crate) fn not_importable(path: &Path, problem: impl Display, hint: &'static str) -> Self {
         Self::refused(format!("{} cannot be imported: {problem}", path.display()), hint)
     }
 
-    /// A file that cannot be understood.
+    /// The error of a malformed file.
     pub(crate) fn malformed(path: &Path, problem: impl Display) -> Self {
         Self::refused(format!("{}: {problem}", path.display()), "fetch or copy the file again")
     }
 
-    /// Tensors of a file that do not fit the model.
+    /// The error of tensors that do not fit the model.
     pub(crate) fn other_model(path: &Path, problem: impl Display) -> Self {
         Self::refused(
             format!("{} does not hold this model's weights: {problem}", path.display()),
@@ -89,7 +89,7 @@ impl CheckpointError {
         )
     }
 
-    /// Adapter for `map_err`.
+    /// For `map_err`: adds the path to an error of a recipe.
     pub(crate) fn bad_recipe(path: &Path) -> impl Fn(sieve_core::RecipeError) -> Self {
         move |source| Self::BadRecipe {
             path: path.to_owned(),
@@ -97,7 +97,7 @@ impl CheckpointError {
         }
     }
 
-    /// Adapter for `map_err`.
+    /// For `map_err`: adds action and path to an I/O error.
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { action, path, source }

@@ -1,11 +1,12 @@
 //! The Hugging Face layout: weights, configuration and tokenizer as stock `transformers` classes read them.
 //!
-//! Dense and sliding-window models are `Qwen3ForCausalLM`, without norms of queries and keys `LlamaForCausalLM`,
-//! `MistralForCausalLM` (every layer has the window) or `Qwen2ForCausalLM` (with biases), dynamic mask models
-//! `DogeForCausalLM`, latent ones without head norms `DeepseekV3ForCausalLM`; no remote code is needed. What no stock
-//! class computes (NSA; DMA or windows with dense layers between them, without norms or with biases) is computed by
-//! `modeling_sieve.py`, written next to the weights (`trust_remote_code=True`), as is DMA's published form on request.
-//! The same checkpoint always gives the same bytes.
+//! Stock classes need no remote code. Dense and sliding-window models are `Qwen3ForCausalLM`; without norms of queries
+//! and keys they are `LlamaForCausalLM`, `MistralForCausalLM` (every layer has the window) or `Qwen2ForCausalLM` (with
+//! biases). Dynamic mask models are `DogeForCausalLM`, and latent ones without head norms `DeepseekV3ForCausalLM`.
+//!
+//! Other models (NSA; DMA or windows with dense layers between them, without norms or with biases) are computed by
+//! `modeling_sieve.py`, which is written next to the weights (`trust_remote_code=True`); DMA's published form too, on
+//! request. The same checkpoint always gives the same bytes.
 
 pub(crate) mod config;
 mod folder;
@@ -27,10 +28,10 @@ use tensors::ExportTensor;
 /// Number type of the exported weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExportDtype {
-    /// As trained on the CPU, and as the masters of a GPU run.
+    /// The weights as trained on the CPU, or the masters of a GPU run.
     #[default]
     F32,
-    /// Rounded to nearest, ties to even. A dynamic mask may keep other keys where scores nearly tie.
+    /// Rounded to nearest, ties to even. A dynamic mask may then keep other keys whose scores are nearly equal.
     Bf16,
 }
 
@@ -42,7 +43,7 @@ impl ExportDtype {
         }
     }
 
-    /// PyTorch's name.
+    /// PyTorch's name of the type.
     fn name(self) -> &'static str {
         match self {
             Self::F32 => "float32",
@@ -51,47 +52,48 @@ impl ExportDtype {
     }
 }
 
-/// Whose class of `transformers` computes dynamic mask attention in its published form.
+/// The class that computes dynamic mask attention in its published form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExportForm {
     /// Stock `DogeForCausalLM`, which leaves the choice among equal scores to `torch.topk`.
     Doge,
-    /// `SieveForCausalLM` of the exported `modeling_sieve.py`, which keeps the later key, as in training.
+    /// `SieveForCausalLM` of the exported `modeling_sieve.py`, which of equal scores keeps the later key, as training
+    /// does.
     Sieve,
 }
 
-/// What an export needs beside the checkpoint.
+/// Settings of an export.
 #[derive(Clone, Copy, Debug)]
 pub struct ExportOptions {
     /// Number type of the weights.
     pub dtype: ExportDtype,
-    /// Largest size of one file's tensors, in bytes; a single larger tensor still gets a file.
+    /// Largest size of one file's tensors, in bytes; a larger tensor gets a file of its own.
     pub max_shard_bytes: u64,
-    /// The class to export for; `None`: a stock class where there is one.
+    /// The class to export for; `None` for a stock class if there is one.
     pub form: Option<ExportForm>,
-    /// The token that ends a document.
+    /// Id of the end-of-document token.
     pub eos_token_id: u32,
-    /// The token of padding, if there is one.
+    /// Id of the padding token, if there is one.
     pub pad_token_id: Option<u32>,
 }
 
 /// 5 GB, the size that the Hugging Face Hub recommends.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
-/// What was written.
+/// The result of an export.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportReport {
-    /// The class of `transformers` that reads it.
+    /// The class of `transformers` that reads the export.
     pub architecture: &'static str,
-    /// Whether the class leaves the choice among keys of equal score to `torch.topk`, so that logits differ where the
-    /// training kept another.
+    /// Whether the class leaves the choice among keys of equal score to `torch.topk`. Logits differ where training kept
+    /// another of these keys.
     pub leaves_ties_open: bool,
-    /// Whether the class is in the exported `modeling_sieve.py`, which `transformers` runs with
-    /// `trust_remote_code=True` alone.
+    /// Whether the class is in the exported `modeling_sieve.py`, which `transformers` runs only with
+    /// `trust_remote_code=True`.
     pub is_remote_code: bool,
-    /// Whether `AutoTokenizer` of transformers 5 splits words as Qwen2 does, though the model's tokenizer does not.
+    /// Whether `AutoTokenizer` of transformers 5 splits words as Qwen2 does, although the model's tokenizer does not.
     pub replaces_tokenizer: bool,
-    /// Why the class of its kind in `transformers` does not do, where there is one.
+    /// Why the stock class of the model's kind cannot compute it, if there is such a class.
     pub not_stock: Option<&'static str>,
     /// Names of the files, in the order of writing.
     pub files: Vec<String>,
@@ -101,7 +103,7 @@ pub struct ExportReport {
     pub num_bytes: u64,
 }
 
-/// The Python file that computes what no class of `transformers` does.
+/// The Python file with the class for models that no stock class computes.
 const MODELING: (&str, &str) = ("modeling_sieve.py", include_str!("export/modeling_sieve.py"));
 
 /// The class of `transformers` that computes a model.
@@ -113,21 +115,21 @@ pub(crate) enum Architecture {
     Qwen2,
     Doge,
     DeepseekV3,
-    /// Of `modeling_sieve.py`.
+    /// The class of `modeling_sieve.py`.
     Sieve,
 }
 
-/// What a class of `transformers` is named, and what of a block differs between the classes.
+/// A class of `transformers`: its names, and the properties in which the classes differ.
 #[derive(Debug)]
 pub(crate) struct Class {
     pub(crate) name: &'static str,
-    /// `model_type` of its `config.json`.
+    /// `model_type` in `config.json`.
     pub(crate) model_type: &'static str,
-    /// Norms of each head's queries and keys.
+    /// Whether each head's queries and keys are normed.
     pub(crate) qk_norm: bool,
-    /// Biases of queries, keys and values.
+    /// Whether queries, keys and values have biases.
     pub(crate) qkv_bias: bool,
-    /// Of grouped-query attention: which layers may have a window.
+    /// For grouped-query attention, which layers may have a window.
     pub(crate) windows: Windows,
 }
 
@@ -135,9 +137,9 @@ pub(crate) struct Class {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Windows {
     None,
-    /// All or none.
+    /// All layers, or none.
     Every,
-    /// Those that `layer_types` names.
+    /// The layers that `layer_types` names.
     Named,
 }
 
@@ -152,7 +154,7 @@ impl Architecture {
         Self::Sieve,
     ];
 
-    /// The table of the classes.
+    /// The names and properties of the class.
     pub(crate) fn class(self) -> Class {
         let (name, model_type, qk_norm, qkv_bias, windows) = match self {
             Self::Qwen3 => ("Qwen3ForCausalLM", "qwen3", true, false, Windows::Named),
@@ -177,7 +179,7 @@ impl Architecture {
         !matches!(self, Self::Doge | Self::DeepseekV3 | Self::Sieve)
     }
 
-    /// The class that expresses `shape` in the form asked for, or why there is none.
+    /// The class that computes a model of `shape`; with `form`, only that class.
     fn of(shape: &ModelShape, form: Option<ExportForm>) -> Result<Self, CheckpointError> {
         match (form, Self::usual(shape)) {
             (None, usual) => Ok(usual),
@@ -195,7 +197,7 @@ impl Architecture {
         }
     }
 
-    /// The class that expresses `shape`, a stock one where there is one.
+    /// The class that computes a model of `shape`, a stock one if there is one.
     fn usual(shape: &ModelShape) -> Self {
         match shape.attention.form() {
             AttentionForm::Grouped { .. } if shape.residual_scale => Self::Sieve,
@@ -211,12 +213,12 @@ impl Architecture {
                 };
                 let mut classes = Self::ALL.into_iter().filter(|architecture| architecture.is_grouped());
                 let found = classes.find(|architecture| computes(architecture.class()));
-                // Norms and biases at once, or windows beside dense layers without either.
+                // No class has both norms and biases, or windows beside dense layers without either.
                 found.unwrap_or(Self::Sieve)
             }
             AttentionForm::Latent(mla) if not_deepseek(shape, mla).is_none() => Self::DeepseekV3,
             AttentionForm::Latent(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_) => Self::Sieve,
-            // Doge has neither recency nor a local window, and adds the exponential of a score.
+            // Doge has neither recency nor a local window, and its bias is the exponential of the score.
             AttentionForm::Ranked(dma)
                 if dma.ranks_by_content_alone()
                     && dma.bias == DmaBias::Exp
@@ -230,7 +232,7 @@ impl Architecture {
     }
 }
 
-/// Why a latent model is no `DeepseekV3ForCausalLM`.
+/// Why `DeepseekV3ForCausalLM` cannot compute a latent model, if it cannot.
 fn not_deepseek(shape: &ModelShape, mla: MlaShape) -> Option<&'static str> {
     if mla.qk_norm {
         Some("DeepseekV3ForCausalLM has no norms of queries and keys in each head (attention.qk_norm)")
@@ -248,13 +250,14 @@ pub(crate) const DEEPSEEK_LATENT_EPS: f64 = 1e-6;
 
 /// Writes the model of `checkpoint` to the folder `out`, which must be new, empty, or an earlier export.
 ///
-/// An earlier export is replaced; other files beside it stay. A failure leaves no half-written file under a final name.
+/// An earlier export is replaced; other files in the folder stay. A failure leaves no incomplete file under a final
+/// name.
 ///
 /// # Errors
-/// A model that no stock class expresses, an indexer's warm-up, a folder that holds something else, weights that are
-/// not the recipe's model, any failure of the file system.
+/// A model that the class asked for cannot compute, an indexer's warm-up, a folder that holds something else, weights
+/// that do not fit the recipe's model, any failure of the file system.
 pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<ExportReport, CheckpointError> {
-    let (_, shape) = checkpoint.recipe_and_shape()?;
+    let (recipe, shape) = checkpoint.recipe_and_shape()?;
     if shape.attention.index_warmup() == Some(true) {
         return Err(CheckpointError::refused(
             format!(
@@ -270,7 +273,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     let tensors = tensors::tensors_of(&shape, architecture);
     tensors::check_complete(&tensors, &weights)?;
 
-    let beside = tokenizer_files::folder(&checkpoint.path, &checkpoint.recipe_and_shape()?.0);
+    let beside = tokenizer_files::folder(&checkpoint.path, &recipe);
     let generation = config::generation(options, tokenizer_files::object(&beside, tokenizer_files::GENERATION)?);
     let json_files = [
         ("config.json", config::model(&shape, architecture, options, &generation)),

@@ -1,9 +1,9 @@
-//! Weights of `transformers` become a checkpoint: Llama, Mistral, Qwen2, Qwen3, Doge and own exports, in one file or
-//! many.
+//! Imports weights of `transformers` as a checkpoint: Llama, Mistral, Qwen2, Qwen3, Doge and Sieve's own exports, in
+//! one file or many.
 //!
-//! The reverse of [`export`](crate::export), by the same list of tensors: importing what was exported gives the same
-//! weights to the last bit. A model may be imported with another attention kind, whose additional parameters are
-//! initialised as in a new model.
+//! An import is the reverse of an [`export`](crate::export) and uses the same list of tensors: importing an export
+//! gives the same weights to the last bit. A model may be imported with another attention kind, whose additional
+//! parameters are initialised as in a new model.
 
 mod config;
 
@@ -25,42 +25,42 @@ use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Most names in one message.
+/// The most names in one message.
 const MAX_NAMES: usize = 20;
-/// Tensors that hold nothing of their own: old files keep tables of rotary frequencies.
+/// Ending of tensors that are ignored: old files store tables of rotary frequencies.
 const IGNORED_ENDING: &str = "rotary_emb.inv_freq";
-/// An output of its own, and what it is where the model is tied.
+/// The output projection; in a tied model it equals [`EMBEDDING`].
 const OUTPUT: &str = "lm_head.weight";
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 
-/// What was imported.
+/// The result of an import.
 #[derive(Clone, Debug)]
 pub struct ImportReport {
-    /// The checkpoint, `step-0` in the folder asked for.
+    /// The checkpoint: `step-0` in the output folder.
     pub path: PathBuf,
-    /// Its recipe: the model, and a fine-tuning to edit, of which `transformers` says nothing.
+    /// The recipe of the checkpoint: the model, and settings of a fine-tuning for the user to edit.
     pub recipe: Recipe,
-    /// Numbers in all tensors.
+    /// Number of parameters.
     pub num_parameters: u64,
-    /// Parameters that the folder does not have; they start as in a new model.
+    /// Parameters that the folder does not have; they are initialised as in a new model.
     pub added: Vec<String>,
-    /// Tensors of the folder that say nothing new.
+    /// Redundant tensors of the folder.
     pub ignored: Vec<String>,
-    /// Whether every A of a DMA model is 0, so that all keys score alike.
+    /// Whether every A of a DMA model is 0, so that all keys have the same score.
     pub all_scores_tie: bool,
 }
 
 /// Writes the model in `from` as a checkpoint of step 0 into `out`.
 ///
-/// `attention` gives it another attention kind; `overrides` are `section.key=value`, as for a recipe. Parameters that
-/// the other kind adds are drawn as in a new model: DMA then starts as a window of `keep_window_size` (A is 0), NSA
-/// mostly as its window (its gates).
+/// `attention` selects another attention kind; `overrides` are `section.key=value`, as for a recipe. Parameters that
+/// the other kind adds are initialised as in a new model: DMA then starts as a window of `keep_window_size` (A is 0),
+/// and NSA mostly as its window (by its gates).
 ///
 /// # Errors
-/// A configuration no recipe expresses, missing, unknown or ill-shaped tensors (all of them named), an attention that
-/// cannot take the weights, a folder that holds a checkpoint, any failure of the file system.
+/// A configuration that no recipe can express; missing, unknown or ill-shaped tensors (all are named); an attention
+/// kind that cannot use the weights; a folder that holds a checkpoint; any failure of the file system.
 pub fn import<B: Backend>(
     from: &Path,
     out: &Path,
@@ -69,7 +69,7 @@ pub fn import<B: Backend>(
     device: &B::Device,
 ) -> Result<ImportReport, CheckpointError> {
     let path = out.join("step-0");
-    // A run's own checkpoints lie beside its config.toml.
+    // Files that show that the output folder holds a run or a checkpoint.
     for (name, found) in [
         ("step-0", "step-0"),
         ("recipe.toml", "recipe.toml"),
@@ -87,7 +87,7 @@ pub fn import<B: Backend>(
     let tokenizer_path = from.join("tokenizer.json");
     let tokenizer_json =
         fs::read_to_string(&tokenizer_path).map_err(CheckpointError::io("reading", &tokenizer_path))?;
-    // Training from here finds it from every working directory.
+    // An absolute path, because the recipe names it and training may run in any working directory.
     let kept = std::path::absolute(path.join("tokenizer.json")).map_err(CheckpointError::io("finding", &path))?;
     let settings = settings(from, &kept, attention, overrides)?;
     let (recipe, shape, mut read) = read_model(from, &settings, DType::F32.into())?;
@@ -133,7 +133,7 @@ pub fn import<B: Backend>(
     };
     fs::create_dir_all(out).map_err(CheckpointError::io("creating", out))?;
     let path = Checkpoint::write(out, state, &files)?;
-    // Beside the tokenizer, where an export of what is trained from here finds them.
+    // Copied beside the tokenizer, where a later export of the trained model finds them.
     for name in tokenizer_files::BESIDE {
         if let Some(text) = tokenizer_files::text_of(&from.join(name))? {
             write_synced(&path.join(name), text.as_bytes())?;
@@ -154,7 +154,7 @@ pub fn import<B: Backend>(
     })
 }
 
-/// The model of a folder of `transformers`, as [`load_model`](crate::load_model) gives one of a checkpoint.
+/// Loads the model of a folder of `transformers`, as [`load_model`](crate::load_model) loads that of a checkpoint.
 pub(crate) fn load<B: Backend>(from: &Path, device: &B::Device, kept: Kept) -> Result<LoadedModel<B>, CheckpointError> {
     let tokenizer_path = from.join("tokenizer.json");
     let (recipe, shape, mut read) = read_model(from, &settings(from, &tokenizer_path, None, &[])?, kept)?;
@@ -176,7 +176,7 @@ pub(crate) fn load<B: Backend>(from: &Path, device: &B::Device, kept: Kept) -> R
     })
 }
 
-/// The recipe, the sizes and the tensors of a folder.
+/// The recipe, the sizes and the tensors of a folder of `transformers`.
 fn read_model(
     from: &Path,
     settings: &[String],
@@ -187,7 +187,7 @@ fn read_model(
         let path = from.display();
         log::warn!("{path}: {OUTPUT} is not the embedding, though config.json ties them: the model is read untied");
     }
-    // Doge always has residual scales; whether they say something is known when they are read.
+    // Doge always has residual scales; they are dropped below if all of them are one.
     let is_doge = config.architecture == Architecture::Doge;
     let may_scale = is_doge || config.residual_scale;
     let (_, source_shape) = recipe_and_shape(from, &config, may_scale, &[])?;
@@ -197,8 +197,8 @@ fn read_model(
     Ok((recipe, shape, read))
 }
 
-/// The configuration, and whether it is untied here: its files hold an output of other values than the embedding's,
-/// which `transformers` reads too.
+/// The configuration, and whether it was changed to untied. If the files hold an output projection that differs from
+/// the embedding, `transformers` reads that one, although `config.json` ties them.
 fn read_config(from: &Path) -> Result<(HfConfig, bool), CheckpointError> {
     let mut config = HfConfig::read(&from.join("config.json"))?;
     let unties = config.is_tied && has_own_output(from)?;
@@ -216,10 +216,11 @@ fn has_own_output(from: &Path) -> Result<bool, CheckpointError> {
     })
 }
 
-/// The recipe and the sizes of the model that [`import`] would make, by its configuration and the output alone.
+/// The recipe and the sizes of the model that [`import`] would write. Of the weights, only the output projection and
+/// the embedding are read.
 ///
 /// # Errors
-/// A configuration that cannot be read or that no recipe expresses; weights that are not there.
+/// A configuration that cannot be read or that no recipe can express; missing files of weights.
 pub fn imported_model(
     from: &Path,
     attention: Option<AttentionKind>,
@@ -230,14 +231,14 @@ pub fn imported_model(
     recipe_and_shape(from, &config, config.residual_scale, &settings)
 }
 
-/// What the folder says of the tokenizer, and what the user changes in the model's recipe.
+/// Overrides for the model's recipe: the folder's tokenizer, then the user's changes.
 fn settings(
     from: &Path,
     tokenizer: &Path,
     attention: Option<AttentionKind>,
     overrides: &[String],
 ) -> Result<Vec<String>, CheckpointError> {
-    // Paths in a recipe have variables.
+    // In a recipe's paths `$` begins a variable, and `$$` is a dollar sign.
     let path = tokenizer.display().to_string().replace('$', "$$");
     let tokenizer = format!("tokenizer.path={path}");
     let eos = tokenizer_files::eos_token(from)?.map(|name| format!("tokenizer.eos_token={name}"));
@@ -253,8 +254,8 @@ fn recipe_and_shape(
     settings: &[String],
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
     let text = config.recipe_toml(residual_scale);
-    // Imports as DMA take the published form: while A is 0 it adds the same bias to all logits, so that only dropped
-    // keys change the output. A slope would change all weights.
+    // A model of another kind is imported as DMA in the published form. While A is 0, that form adds the same bias to
+    // all logits, so that only dropped keys change the output; a slope would change all attention weights.
     let published = [
         "attention.bias=exp",
         "attention.recency=none",
@@ -284,7 +285,7 @@ fn recipe_and_shape(
     Ok((recipe, shape))
 }
 
-/// The recipe of an imported model is generated, so the line numbers of its mistakes mean nothing.
+/// Removes line numbers from the mistakes of a recipe, because an imported model's recipe is generated.
 fn by_set(mut error: RecipeError) -> RecipeError {
     if let RecipeError::Invalid { mistakes, .. } = &mut error {
         for mistake in mistakes {
@@ -296,21 +297,22 @@ fn by_set(mut error: RecipeError) -> RecipeError {
     error
 }
 
-/// What a folder holds, under the names of this project: weights of GEMMs as they will be kept, all else in f32.
+/// The tensors of a folder by their names in Sieve: weights of GEMMs in the type that the model keeps, all others in
+/// f32.
 struct ReadTensors {
     tensors: HashMap<String, TensorData>,
     ignored: Vec<String>,
 }
 
 impl ReadTensors {
-    /// Whether all scores are equal.
+    /// Whether all scores of a DMA model are equal, because every A is 0.
     fn all_scores_tie(&self) -> bool {
         let is_a = |name: &str| name.ends_with("self_attn.a");
         let mut a = self.tensors.iter().filter(|(name, _)| is_a(name)).peekable();
         a.peek().is_some() && a.all(|(_, data)| data.iter::<f32>().all(|value| value == 0.0))
     }
 
-    /// Takes residual scales out when every one of them is exactly one, and says so.
+    /// Removes the residual scales if all of them are exactly one. Returns whether it did.
     fn drop_unit_scales(&mut self) -> bool {
         let is_scale = |name: &str| name.ends_with("input_residual") || name.ends_with("post_attention_residual");
         let mut scales = self.tensors.iter().filter(|(name, _)| is_scale(name));
@@ -322,7 +324,7 @@ impl ReadTensors {
     }
 }
 
-/// A tensor of ours while its parts arrive.
+/// A tensor of Sieve's while its parts are read.
 struct Packed {
     bytes: Vec<u8>,
     dtype: DType,
@@ -344,7 +346,7 @@ fn read_tensors(
         let file = TensorFile::open(&path)?;
         for name in file.names() {
             let Some(tensor) = by_name.get(name.as_str()) else {
-                // A tied output may be written a second time: it is the embedding, else the model is not tied.
+                // The output projection of a tied model equals the embedding; `read_config` has checked that.
                 if name.ends_with(IGNORED_ENDING) || (is_tied && name == OUTPUT) {
                     ignored.push(name);
                 } else {
@@ -401,7 +403,7 @@ fn read_tensors(
     })
 }
 
-/// Everything that does not fit, by kind.
+/// Names of tensors that do not fit the model, by kind of problem.
 #[derive(Default)]
 struct Problems {
     missing: BTreeSet<String>,
@@ -441,7 +443,7 @@ fn list(names: &BTreeSet<String>) -> String {
     text
 }
 
-/// The files of weights, each once, in the order of their names.
+/// The files of weights, sorted, without duplicates.
 fn weight_files(from: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let (index, single) = (from.join(INDEX), from.join(SINGLE));
     if !index.is_file() {

@@ -1,4 +1,4 @@
-//! A model as a checkpoint holds it.
+//! Loads the model of a checkpoint.
 use crate::export::tokenizer_files;
 use crate::{Checkpoint, CheckpointError, CheckpointState, Kept, load_parameters};
 use burn::tensor::backend::Backend;
@@ -7,29 +7,29 @@ use sieve_core::{ModelShape, Recipe};
 use sieve_nn::Qwen3;
 use std::path::{Path, PathBuf};
 
-/// Weights on a device, and what they were trained with.
+/// A model on a device, and the recipe and state of its run.
 #[derive(Debug)]
 pub struct LoadedModel<B: Backend> {
     /// The model.
     pub model: Qwen3<B>,
     /// The resolved recipe of the run, at the stage that the weights come from.
     pub recipe: Recipe,
-    /// The sizes the recipe and the vocabulary give.
+    /// Sizes of the model, by recipe and vocabulary.
     pub shape: ModelShape,
-    /// Where the tokenizer of the run lies.
+    /// Path of the run's tokenizer.
     pub tokenizer_path: PathBuf,
-    /// Where training stood.
+    /// State of training.
     pub state: CheckpointState,
     /// The folder `step-N` that was read.
     pub path: PathBuf,
 }
 
 impl<B: Backend> LoadedModel<B> {
-    /// The tokens that end a text: `eos_id`, and those that the `generation_config.json` of an imported model names
-    /// beside it, as chat models do.
+    /// The tokens that end a text: `eos_id`, and further end tokens in the `generation_config.json` of an imported
+    /// model, as chat models have.
     ///
     /// # Errors
-    /// A file that is there and cannot be read.
+    /// A file that exists and cannot be read.
     pub fn end_ids(&self, eos_id: u32) -> Result<Vec<u32>, CheckpointError> {
         let folder = tokenizer_files::folder(&self.path, &self.recipe);
         let source = folder.map(|folder| tokenizer_files::generation(&folder)).transpose()?;
@@ -41,7 +41,7 @@ impl<B: Backend> LoadedModel<B> {
     }
 }
 
-/// Whether a folder is one of `transformers` instead of a checkpoint.
+/// Whether a folder is one of `transformers`, not a checkpoint.
 fn is_of_transformers(path: &Path) -> bool {
     path.join("config.json").is_file()
 }
@@ -60,7 +60,7 @@ pub fn peek_model(path: &Path) -> Result<(Recipe, ModelShape), CheckpointError> 
 /// The `tokenizer.json` of the model that [`load_model`] would load.
 ///
 /// # Errors
-/// No checkpoint there.
+/// No checkpoint in the folder.
 pub fn peek_tokenizer(path: &Path) -> Result<PathBuf, CheckpointError> {
     match is_of_transformers(path) {
         true => Ok(path.join("tokenizer.json")),
@@ -68,12 +68,13 @@ pub fn peek_tokenizer(path: &Path) -> Result<PathBuf, CheckpointError> {
     }
 }
 
-/// Loads the model of a checkpoint: a folder `step-N`, a folder of them, or a run folder; of several the latest. A
-/// folder of `transformers` (Llama, Mistral, Qwen2, Qwen3, Doge, own exports) is read as an import of it would be. Of
-/// weights that are kept in bf16 no f32 copy is made.
+/// Loads the model of a checkpoint: a folder `step-N`, or the latest one in a folder of several or in a run folder. A
+/// folder of `transformers` (Llama, Mistral, Qwen2, Qwen3, Doge, Sieve's exports) is loaded as
+/// [`import`](crate::import) would import it. Weights that are kept in bf16 are converted without an f32 copy of the
+/// model.
 ///
 /// # Errors
-/// No checkpoint there, a damaged one, a recipe that cannot be read, weights that are not this recipe's model.
+/// No checkpoint, a damaged one, a recipe that cannot be read, weights that do not fit the recipe's model.
 pub fn load_model<B: Backend>(
     path: &Path,
     device: &B::Device,
@@ -103,10 +104,10 @@ pub fn load_model<B: Backend>(
 }
 
 impl Checkpoint {
-    /// The recipe of the stage that the weights come from, and the sizes of its model.
+    /// The recipe at the stage that the weights come from, and the sizes of its model.
     ///
     /// # Errors
-    /// A recipe that cannot be read, or one whose embedding has another number of rows than the state says.
+    /// A recipe that cannot be read, or whose embedding has another number of rows than the state.
     pub fn recipe_and_shape(&self) -> Result<(Recipe, ModelShape), CheckpointError> {
         let path = self.path.join("config.toml");
         let bad_recipe = CheckpointError::bad_recipe(&path);

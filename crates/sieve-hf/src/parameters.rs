@@ -7,23 +7,23 @@ use std::ops::Range;
 /// One parameter on the host.
 #[derive(Clone, Debug)]
 pub struct NamedTensor {
-    /// Path of the field, joined by dots; enum variants do not appear.
+    /// Path of the field, joined by dots, without variants of enums.
     pub name: String,
     /// Values, shape and dtype.
     pub data: TensorData,
 }
 
-/// What the parameters of a loaded model are kept in.
+/// The types in which the parameters of a loaded model are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kept {
-    /// All in one type.
+    /// All parameters in one type.
     All(DType),
-    /// On a CPU: GEMMs' weights in bf16, the rest in f32, which the sums are in too.
+    /// For a CPU: weights of GEMMs in bf16, all others in f32. GEMMs sum in f32.
     Bf16Weights,
 }
 
 impl Kept {
-    /// The type of the parameter of this name.
+    /// The type of the parameter with this name.
     pub fn dtype(self, name: &str) -> DType {
         match self {
             Self::All(dtype) => dtype,
@@ -42,7 +42,7 @@ impl From<DType> for Kept {
 /// Finds a tensor by name and shape.
 pub type TensorSource<'a, E> = dyn FnMut(&str, &[usize]) -> Result<TensorData, E> + 'a;
 
-/// The same, or some of the tensor's flattened elements.
+/// Finds a tensor by name and shape, or a range of its flattened elements.
 pub type PartSource<'a, E> = dyn FnMut(&str, &[usize], Option<Range<usize>>) -> Result<TensorData, E> + 'a;
 
 /// All float parameters, copied to the host, in module order.
@@ -50,7 +50,8 @@ pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<NamedTensor
     named_parameters_but(module, |_, _| None)
 }
 
-/// The same, but for those that `instead` has a tensor for, by name and shape; these are not drawn.
+/// As [`named_parameters`], with the tensors that `instead` returns by name and shape. For those no initial values are
+/// drawn.
 pub(crate) fn named_parameters_but<B: Backend, M: Module<B>>(
     module: &M,
     mut instead: impl FnMut(&str, &[usize]) -> Option<TensorData>,
@@ -70,14 +71,14 @@ pub fn parameter_names<B: Backend, M: Module<B>>(module: &M) -> Vec<String> {
     names
 }
 
-/// Calls `take` with the name and shape of each float parameter, and what copies it to the host.
+/// Calls `take` with the name and shape of each float parameter, and a function that copies its values to the host.
 fn visit<B: Backend, M: Module<B>>(module: &M, take: impl FnMut(String, &[usize], &dyn Fn() -> TensorData)) {
     let path = Vec::new();
     module.visit(&mut Reader { path, take });
 }
 
-/// Replaces every float parameter by what `source` gives for its name and shape, in the type of `kept`. Initial values
-/// are not drawn for them.
+/// Replaces every float parameter by the tensor that `source` returns for its name and shape, in the type of `kept`. No
+/// initial values are drawn.
 ///
 /// # Errors
 /// The first error of `source`; the module is consumed either way.
@@ -99,7 +100,7 @@ pub fn load_parameters<B: Backend, M: Module<B>, E>(
     }
 }
 
-/// Whether the container is a level of the name: variants of an enum are not.
+/// Whether a container adds a level to parameter names; variants of enums do not.
 fn is_level(container: &str) -> bool {
     !container.starts_with("Enum:")
 }

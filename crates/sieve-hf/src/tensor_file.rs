@@ -29,7 +29,7 @@ pub fn write_tensor_file(
     stream_tensor_file(path, &headers, metadata, |n| Ok(&tensors[n].data.bytes[..]))
 }
 
-/// What a file says of a tensor before its values.
+/// The entry of a tensor in the header of a file.
 #[derive(Clone, Debug)]
 pub(crate) struct TensorHeader {
     pub(crate) name: String,
@@ -37,18 +37,18 @@ pub(crate) struct TensorHeader {
     pub(crate) shape: Vec<usize>,
 }
 
-/// As [`write_tensor_file`], from values that `read` returns for each index of `headers`: at most one tensor is held at
-/// a time.
+/// As [`write_tensor_file`], with values that `read` returns for each index of `headers`, so that only one tensor is in
+/// memory at a time.
 ///
 /// # Errors
-/// Those of `read`; values of another length than their header says; any failure of the file system.
+/// The errors of `read`; values whose length does not fit their header; any failure of the file system.
 pub(crate) fn stream_tensor_file<D: Deref<Target = [u8]>>(
     path: &Path,
     headers: &[TensorHeader],
     metadata: Option<HashMap<String, String>>,
     mut read: impl FnMut(usize) -> Result<D, CheckpointError>,
 ) -> Result<String, CheckpointError> {
-    // The format's own order: the widest type first, so that all are aligned, then by name.
+    // The order of the safetensors library: the widest type first, so that all values are aligned, then by name.
     let mut order: Vec<usize> = (0..headers.len()).collect();
     order.sort_by_key(|&n| (Reverse(to_safetensors(headers[n].dtype)), &headers[n].name));
     let mut end = 0;
@@ -92,22 +92,22 @@ pub(crate) fn stream_tensor_file<D: Deref<Target = [u8]>>(
     Ok(format!("{:016x}", sum.digest()))
 }
 
-/// XXH3 of bytes, one slice after another.
+/// XXH3 of the concatenated slices.
 pub fn checksum<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
     let mut sum = Xxh3::new();
     parts.into_iter().for_each(|part| sum.update(part));
     sum.digest()
 }
 
-/// A safetensors file, mapped: what is read of it is in memory, and no more.
+/// A memory-mapped safetensors file: only the tensors that are read take memory.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
-    /// `None` of an empty file, which no system maps.
+    /// `None` for an empty file, which cannot be mapped.
     map: Option<Mmap>,
 }
 
-/// A tensor as a file holds it.
+/// A tensor in a mapped file.
 #[derive(PartialEq, Eq)]
 pub(crate) struct Stored<'a> {
     pub(crate) dtype: DType,
@@ -126,7 +126,8 @@ impl TensorFile {
         let len = metadata.map_err(CheckpointError::io("reading", path))?.len();
         let map = match len {
             0 => None,
-            // SAFETY: checkpoints are renamed into place and removed, never written again.
+            // SAFETY: files of a checkpoint are never changed in place: they are renamed to their final name, and
+            // removed.
             _ => Some(unsafe { Mmap::map(&file) }.map_err(CheckpointError::io("mapping", path))?),
         };
         let file = Self {
@@ -138,7 +139,7 @@ impl TensorFile {
         Ok(file)
     }
 
-    /// Where the file lies.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -163,7 +164,7 @@ impl TensorFile {
         names
     }
 
-    /// One tensor of the given shape.
+    /// Reads a tensor that must have this shape.
     ///
     /// # Errors
     /// It is missing or has another shape; an unknown dtype.
@@ -175,7 +176,7 @@ impl TensorFile {
         Ok(stored.data())
     }
 
-    /// One tensor of whatever shape.
+    /// Reads a tensor of any shape.
     ///
     /// # Errors
     /// It is missing; an unknown dtype.
@@ -183,13 +184,13 @@ impl TensorFile {
         Ok(self.stored(name)?.data())
     }
 
-    /// One tensor where it lies.
+    /// A tensor in the mapped file, without a copy.
     pub(crate) fn stored(&self, name: &str) -> Result<Stored<'_>, CheckpointError> {
         let found = self.find(name)?;
         found.ok_or_else(|| self.other_model(format!("tensor {name} is missing")))
     }
 
-    /// The same; `None` where it is missing.
+    /// As [`stored`](Self::stored); `None` if the tensor is missing.
     pub(crate) fn find(&self, name: &str) -> Result<Option<Stored<'_>>, CheckpointError> {
         let tensors = self.tensors();
         let Ok(view) = tensors.tensor(name) else {
@@ -217,24 +218,31 @@ impl TensorFile {
 /// Elements that a thread converts at a time.
 const PART_ELEMENTS: usize = 1 << 20;
 
-/// Numbers of one type as another, both little-endian.
-fn each<const N: usize, const M: usize>(from: &[u8], to: &mut [u8], value: impl Fn([u8; N]) -> [u8; M]) {
+/// Converts numbers of N bytes to numbers of M bytes, both little-endian.
+fn convert_each<const N: usize, const M: usize>(from: &[u8], to: &mut [u8], convert: impl Fn([u8; N]) -> [u8; M]) {
     let (from, to) = (from.as_chunks::<N>().0, to.as_chunks_mut::<M>().0);
-    from.iter().zip(to).for_each(|(from, to)| *to = value(*from));
+    from.iter().zip(to).for_each(|(from, to)| *to = convert(*from));
 }
 
 impl Stored<'_> {
-    /// All values in another type, by all cores; `to` has the bytes of as many. f32 is rounded to nearest even.
+    /// Writes all values in another type to `to`, on all cores. `to` must have the exact number of bytes. f32 is
+    /// rounded to the nearest bf16, ties to even.
     pub(crate) fn convert(&self, dtype: DType, to: &mut [u8]) {
-        let [of, into] = [self.dtype, dtype].map(|dtype| PART_ELEMENTS * dtype.size());
-        let parts = self.bytes.par_chunks(of).zip(to.par_chunks_mut(into));
+        let [from_bytes, to_bytes] = [self.dtype, dtype].map(|dtype| PART_ELEMENTS * dtype.size());
+        let parts = self.bytes.par_chunks(from_bytes).zip(to.par_chunks_mut(to_bytes));
         parts.for_each(|(from, to)| match (self.dtype, dtype) {
             (from_dtype, dtype) if from_dtype == dtype => to.copy_from_slice(from),
-            (DType::F32, DType::BF16) => each(from, to, |bytes| {
-                bf16::from_f32(f32::from_le_bytes(bytes)).to_le_bytes()
-            }),
-            (DType::BF16, DType::F32) => each(from, to, |bytes| bf16::from_le_bytes(bytes).to_f32().to_le_bytes()),
-            (DType::F16, DType::F32) => each(from, to, |bytes| f16::from_le_bytes(bytes).to_f32().to_le_bytes()),
+            (DType::F32, DType::BF16) => {
+                convert_each(from, to, |bytes| {
+                    bf16::from_f32(f32::from_le_bytes(bytes)).to_le_bytes()
+                });
+            }
+            (DType::BF16, DType::F32) => {
+                convert_each(from, to, |bytes| bf16::from_le_bytes(bytes).to_f32().to_le_bytes());
+            }
+            (DType::F16, DType::F32) => {
+                convert_each(from, to, |bytes| f16::from_le_bytes(bytes).to_f32().to_le_bytes());
+            }
             _ => {
                 let bytes = Bytes::from_bytes_vec(from.to_vec());
                 let part = TensorData::from_bytes(bytes, [from.len() / self.dtype.size()], self.dtype);

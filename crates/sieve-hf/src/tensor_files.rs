@@ -1,4 +1,4 @@
-//! The tensors of a checkpoint, in one file or in one for each rank that wrote it.
+//! Reads the tensors of a checkpoint, from one file or from one for each rank that wrote it.
 use crate::tensor_file::Stored;
 use crate::{CheckpointError, TensorFile};
 use burn::tensor::{Bytes, DType, TensorData};
@@ -6,7 +6,8 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
 
-/// A tensor for a model that computes in `dtype`: f32 is rounded to bf16 where the model keeps bf16, by all cores.
+/// A tensor for a model with parameters of `dtype`: f32 is rounded to bf16 for a bf16 model, on all cores; other types
+/// are not converted.
 pub(crate) fn rounded(data: TensorData, dtype: DType) -> TensorData {
     if data.dtype != DType::F32 || dtype != DType::BF16 {
         return data;
@@ -21,14 +22,14 @@ pub(crate) fn rounded(data: TensorData, dtype: DType) -> TensorData {
     TensorData::from_bytes(Bytes::from_bytes_vec(bytes), stored.shape, dtype)
 }
 
-/// Tensors that lie whole in the first file, or in flat pieces in all files, one after another.
+/// Tensors that are whole in the first file, or divided into flat pieces in all files.
 #[derive(Debug)]
 pub struct TensorFiles {
     files: Vec<TensorFile>,
 }
 
 impl TensorFiles {
-    /// Name of the file of a rank: `model.safetensors`, or `model-00001-of-00004.safetensors` of several.
+    /// Name of a rank's file: `model.safetensors`, or with several ranks `model-00001-of-00004.safetensors`.
     pub(crate) fn name(stem: &str, rank: usize, size: usize) -> String {
         match size {
             1 => format!("{stem}.safetensors"),
@@ -50,7 +51,7 @@ impl TensorFiles {
         })
     }
 
-    /// Where the first file lies.
+    /// Path of the first file.
     pub fn path(&self) -> &Path {
         self.files[0].path()
     }
@@ -61,7 +62,7 @@ impl TensorFiles {
         names.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
-    /// One tensor of the given shape.
+    /// Reads a tensor that must have this shape.
     ///
     /// # Errors
     /// It is missing or has another shape; an unknown dtype.
@@ -69,8 +70,8 @@ impl TensorFiles {
         self.part(name, shape, None)
     }
 
-    /// One tensor of the given shape for a model in `dtype`: for a bf16 model f32 values are rounded to nearest even
-    /// while reading, on all cores; others are returned as stored.
+    /// Reads a tensor of this shape for a model with parameters of `dtype`. For a bf16 model, f32 values are rounded
+    /// while they are read, on all cores; other types are not converted.
     ///
     /// # Errors
     /// As [`tensor`](Self::tensor).
@@ -94,10 +95,10 @@ impl TensorFiles {
         ))
     }
 
-    /// One tensor of the given shape, or a range of its flattened elements.
+    /// Reads a tensor of this shape, or a range of its flattened elements.
     ///
     /// # Errors
-    /// As [`tensor`](Self::tensor); a range that ends behind the tensor.
+    /// As [`tensor`](Self::tensor); a range beyond the end of the tensor.
     pub fn part(
         &self,
         name: &str,
@@ -128,7 +129,7 @@ impl TensorFiles {
         Ok(TensorData::from_bytes(Bytes::from_bytes_vec(bytes), shape, dtype))
     }
 
-    /// What the files hold of a tensor, in their order.
+    /// The pieces of a tensor in the order of the files; a single one if the first file holds the whole tensor.
     fn pieces(&self, name: &str, shape: &[usize]) -> Result<Vec<Stored<'_>>, CheckpointError> {
         let first = &self.files[0];
         let stored = first.stored(name)?;

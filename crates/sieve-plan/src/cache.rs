@@ -61,7 +61,7 @@ fn of_kind(part: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
             let growing_copies = if nsa.shared_kv { 1 } else { NUM_NSA_BRANCHES as u64 - 1 };
             let window_copies = nsa.num_kv_copies() as u64 - growing_copies;
             let window = window_copies * kv * nsa.window_size.min(seq_len) as u64;
-            let blocks = nsa.num_compressed_blocks(seq_len) as u64 * kv;
+            let blocks = nsa.blocks().num_compressed_blocks(seq_len) as u64 * kv;
             let open_block = kv / 2 * nsa.compress_block_size as u64;
             let growing = growing_copies * kv;
             [

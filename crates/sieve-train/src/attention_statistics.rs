@@ -1,4 +1,4 @@
-//! What a mask let through, for the log: DMA has no built-in locality, and a reader must see that in the numbers.
+//! Statistics of the attention masks for the log: density, ages of the visible keys, fit of MSA's indexers.
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use rayon::prelude::*;
@@ -11,13 +11,12 @@ use sieve_ops::DMA_SCORE_CLAMP;
 /// Shares over all layers and heads of one micro-batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct AttentionStatistics {
-    /// Active (query, key) pairs over causal pairs of the same documents; NSA's branches add up, a compressed block
-    /// being one key.
+    /// Active (query, key) pairs divided by the causal pairs of the same documents. NSA's three branches are added, and
+    /// a compressed block counts as one key.
     pub density: f64,
-    /// Active keys a query, on average.
+    /// Mean number of active keys per query.
     pub mean_active_keys: f64,
-    /// Share of keys, over all KV heads of DMA's layers, that no query ever sees: keys that expire at their own
-    /// position.
+    /// Share of keys, over all KV heads of DMA's layers, that no query sees, because they expire at their own position.
     pub never_active: f64,
     /// Share of queries that see their own key in no KV head of their layer, over DMA's layers.
     pub not_self_visible: f64,
@@ -25,33 +24,35 @@ pub struct AttentionStatistics {
     /// score has no gradient; absent for other biases.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clamped: Option<f64>,
-    /// How old the keys are that DMA's layers keep.
+    /// Ages of the active keys in DMA's layers.
     #[serde(flatten)]
     pub ages: Option<KeyAges>,
-    /// How well the indexers of MSA's layers fit.
+    /// How well the indexers of MSA's layers predict attention.
     #[serde(flatten)]
     pub indexer: Option<IndexerFit>,
 }
 
-/// How well the indexers of MSA's layers fit their attention: means over layers, KV heads and some queries of one row.
+/// How well the indexers of MSA's layers predict attention: means over layers, KV heads and sampled queries of one row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct IndexerFit {
-    /// KL of the indexer's probabilities from the mean ones of the KV head's query heads, over the tokens that are
-    /// read, in nats: the loss that the indexer learns from.
+    /// KL divergence, in nats, between the attention probabilities (mean over the KV head's query heads) and the
+    /// indexer's, over the tokens that the query attends to. The indexer is trained on this loss.
     pub index_kl: f64,
-    /// Dense attention's mass in the chosen blocks, over its mass in the best blocks, as many.
+    /// Dense attention's probability in the chosen blocks, divided by its probability in the same number of best
+    /// blocks.
     pub index_recall: f64,
     /// Entropy of the indexer's probabilities, in nats.
     pub index_entropy: f64,
 }
 
 impl IndexerFit {
-    /// From what [`sieve_ops::index_statistics`] gives for each layer; `None` without layers.
+    /// The mean of the `[3]` statistics that [`sieve_ops::index_statistics`] returned for each layer; `None` without
+    /// layers.
     pub fn of_layers<B: Backend>(layers: &[Tensor<B, 1>]) -> Option<Self> {
         if layers.is_empty() {
             return None;
         }
-        // One copy from the device, which waits meanwhile.
+        // Reduced on the device first: every copy to the host waits for the device.
         let mean = Tensor::stack::<2>(layers.to_vec(), 0).mean_dim(0);
         let mean: Vec<f64> = mean.into_data().iter::<f64>().collect();
         let [index_kl, index_recall, index_entropy] = mean[..] else {
@@ -68,77 +69,75 @@ impl IndexerFit {
 /// Ages of the active keys of DMA's layers, over all (query, key) pairs. A query's own key has age 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct KeyAges {
-    /// Half of the pairs are no older, in tokens.
+    /// Median age, in tokens.
     pub median_key_age: u64,
-    /// 95 % of the pairs are no older, in tokens.
+    /// 95th percentile of the ages, in tokens.
     pub late_key_age: u64,
-    /// Share of the active pairs outside a sliding window of as many keys. DMA and that window have equally many
-    /// pairs, so one minus this share is their overlap.
+    /// Share of the pairs outside a sliding window of as many keys as DMA keeps. DMA and that window have the same
+    /// number of pairs, so one minus this share is their overlap.
     pub beyond_window: f64,
 }
 
 impl KeyAges {
-    /// From the number of keys by lifetime: `keys[t]` are active for t queries, at the ages 0 to t - 1.
-    fn of(keys: &[u64], kept: usize) -> Self {
-        // Pairs of age a: the keys that live longer.
-        let mut pairs = vec![0; keys.len()];
-        let mut living = 0;
-        for age in (0..keys.len()).rev() {
-            pairs[age] = living;
-            living += keys[age];
+    /// `keys_by_lifetime[t]` keys are active for t queries each, at the ages 0 to t - 1. DMA keeps `num_kept` keys a
+    /// query.
+    fn of(keys_by_lifetime: &[u64], num_kept: usize) -> Self {
+        // Every key with a lifetime above `age` has one pair of that age.
+        let mut pairs_by_age = vec![0; keys_by_lifetime.len()];
+        let mut num_longer = 0;
+        for (pairs, keys) in pairs_by_age.iter_mut().zip(keys_by_lifetime).rev() {
+            *pairs = num_longer;
+            num_longer += keys;
         }
-        let total: u64 = pairs.iter().sum();
-        let age_of = |part: f64| {
-            let mut before = 0;
-            let age = pairs.iter().position(|&pairs| {
-                before += pairs;
-                before as f64 >= part * total as f64
+        let total: u64 = pairs_by_age.iter().sum();
+        let percentile = |share: f64| {
+            let mut num_pairs = 0;
+            let age = pairs_by_age.iter().position(|&pairs| {
+                num_pairs += pairs;
+                num_pairs as f64 >= share * total as f64
             });
             age.unwrap_or(0) as u64
         };
-        let beyond: u64 = pairs.iter().skip(kept).sum();
+        let beyond: u64 = pairs_by_age.iter().skip(num_kept).sum();
         Self {
-            median_key_age: age_of(0.5),
-            late_key_age: age_of(0.95),
+            median_key_age: percentile(0.5),
+            late_key_age: percentile(0.95),
             beyond_window: beyond as f64 / total.max(1) as f64,
         }
     }
 }
 
-/// Lifetimes of the keys of some rows.
+/// Counts over the keys of some rows. A key's lifetime is the number of queries that see it.
 struct Lifetimes {
-    /// Keys by lifetime.
+    /// Number of keys by lifetime.
     keys: Vec<u64>,
-    active: u64,
-    unseen: u64,
+    active_pairs: u64,
     /// Queries that see their own key in no head.
-    blind: u64,
+    blind_queries: u64,
 }
 
 impl Lifetimes {
     fn new(seq_len: usize) -> Self {
         Self {
             keys: vec![0; seq_len + 1],
-            active: 0,
-            unseen: 0,
-            blind: 0,
+            active_pairs: 0,
+            blind_queries: 0,
         }
     }
 
-    /// Adds the keys of one row of a layer, head by head.
+    /// Adds one row of a layer; `expire` is `[num_kv_heads, seq_len]`.
     fn and_row(mut self, expire: &[i32]) -> Self {
         let seq_len = self.keys.len() - 1;
         let mut sees_itself = vec![false; seq_len];
         for head in expire.chunks_exact(seq_len) {
             for ((token, &expire), sees) in head.iter().enumerate().zip(&mut sees_itself) {
                 let lifetime = (expire as usize).saturating_sub(token);
-                self.active += lifetime as u64;
+                self.active_pairs += lifetime as u64;
                 self.keys[lifetime] += 1;
-                self.unseen += u64::from(lifetime == 0);
                 *sees |= lifetime > 0;
             }
         }
-        self.blind += sees_itself.iter().filter(|sees| !**sees).count() as u64;
+        self.blind_queries += sees_itself.iter().filter(|sees| !**sees).count() as u64;
         self
     }
 
@@ -146,9 +145,8 @@ impl Lifetimes {
         for (keys, more) in self.keys.iter_mut().zip(other.keys) {
             *keys += more;
         }
-        self.active += other.active;
-        self.unseen += other.unseen;
-        self.blind += other.blind;
+        self.active_pairs += other.active_pairs;
+        self.blind_queries += other.blind_queries;
         self
     }
 }
@@ -160,15 +158,18 @@ fn clamped_share<B: Backend>(scores: &[Tensor<B, 3>]) -> Option<f64> {
         .iter()
         .map(|z| z.clone().greater_elem(DMA_SCORE_CLAMP).int().sum());
     let above = above.reduce(|sum, more| sum + more)?;
-    // One number from the device, which waits meanwhile.
+    // Reduced on the device first: every copy to the host waits for the device.
     let above = above.into_data().iter::<i64>().next()?;
     Some(above as f64 / all.max(1) as f64)
 }
 
 impl AttentionStatistics {
-    /// Of one micro-batch and all layers of a model, by DMA's masks and, where its bias clamps them, its scores. Where
-    /// a share of the steps is dense ([`dense_steps`](sieve_core::recipe::TrainingSection::dense_steps)), the mean over
-    /// steps.
+    /// Statistics of one micro-batch over all layers of a model, from DMA's masks by layer (`expire`, `[batch,
+    /// num_kv_heads, seq_len]` each) and, where the bias clamps large scores, DMA's scores of the same shape.
+    ///
+    /// `dense_steps` is the share of steps with dense attention
+    /// ([`TrainingSection::dense_steps`](sieve_core::recipe::TrainingSection::dense_steps)): density and mean active
+    /// keys are means over both kinds of step.
     pub fn of_model<B: Backend, S: Backend>(
         shape: &ModelShape,
         dense_steps: f64,
@@ -176,19 +177,19 @@ impl AttentionStatistics {
         expire: &[Tensor<B, 3, Int>],
         clamped_scores: &[Tensor<S, 3>],
     ) -> Self {
-        let own = Self::of(shape.attention, batch, expire);
+        let sparse = Self::of(shape.attention, batch, expire);
         let dense = Self::of::<B>(Attention::Mha, batch, &[]);
-        let mean = |own, dense| shape.mean_over_layers(own + (dense - own) * dense_steps, dense);
+        let mean = |sparse, dense| shape.mean_over_layers(sparse + (dense - sparse) * dense_steps, dense);
         Self {
-            density: mean(own.density, dense.density),
-            mean_active_keys: mean(own.mean_active_keys, dense.mean_active_keys),
+            density: mean(sparse.density, dense.density),
+            mean_active_keys: mean(sparse.mean_active_keys, dense.mean_active_keys),
             clamped: clamped_share(clamped_scores),
-            ..own
+            ..sparse
         }
     }
 
-    /// Of one micro-batch and layers of one kind: counted from DMA's masks, or known from the documents for the other
-    /// kinds.
+    /// Statistics of one micro-batch over layers of one kind: counted in DMA's masks, one per layer, or computed from
+    /// the lengths of the documents where `expire` is empty.
     pub fn of<B: Backend>(attention: Attention, batch: &Batch, expire: &[Tensor<B, 3, Int>]) -> Self {
         let causal: u64 = batch.positions.iter().map(|&p| u64::from(p) + 1).sum();
         let tokens = batch.positions.len() as f64;
@@ -201,38 +202,28 @@ impl AttentionStatistics {
             return Self {
                 density: mean_active_keys * tokens / causal as f64,
                 mean_active_keys,
-                never_active: 0.0,
-                not_self_visible: 0.0,
-                clamped: None,
-                ages: None,
-                indexer: None,
+                ..Self::default()
             };
         }
-        // One copy from the device, which waits meanwhile.
+        // All layers in one tensor: every copy to the host waits for the device.
         let all = Tensor::cat(expire.to_vec(), 0);
         let [rows, kv_heads, seq_len] = all.dims();
         let all = all.into_data().convert::<i32>();
         let all = all.as_slice::<i32>().expect("they were converted");
         let none = || Lifetimes::new(seq_len);
-        let Lifetimes {
-            keys,
-            active,
-            unseen,
-            blind,
-        } = all
+        let counts = all
             .par_chunks(kv_heads * seq_len)
             .fold(none, Lifetimes::and_row)
             .reduce(none, Lifetimes::and);
-        let heads = (rows / batch.batch * kv_heads) as f64;
-        let ages = attention.form().num_kept().map(|kept| KeyAges::of(&keys, kept));
+        let num_heads = (rows / batch.batch * kv_heads) as f64;
+        let num_kept = attention.form().num_kept();
         Self {
-            density: active as f64 / (causal as f64 * heads),
-            mean_active_keys: active as f64 / (tokens * heads),
-            never_active: unseen as f64 / (tokens * heads),
-            not_self_visible: blind as f64 / (tokens * expire.len() as f64),
-            clamped: None,
-            ages,
-            indexer: None,
+            density: counts.active_pairs as f64 / (causal as f64 * num_heads),
+            mean_active_keys: counts.active_pairs as f64 / (tokens * num_heads),
+            never_active: counts.keys[0] as f64 / (tokens * num_heads),
+            not_self_visible: counts.blind_queries as f64 / (tokens * expire.len() as f64),
+            ages: num_kept.map(|num_kept| KeyAges::of(&counts.keys, num_kept)),
+            ..Self::default()
         }
     }
 }

@@ -1,19 +1,19 @@
-//! What several processes do together with tensors.
+//! Collective operations on tensors: sums and gathers over all ranks.
 use crate::TrainError;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensorOps;
-use burn::tensor::{Tensor, TensorData, TensorMetadata, TensorPrimitive};
+use burn::tensor::{DType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use sieve_comm::{Mesh, Pieces};
 use sieve_ops::TrainBackend;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A tensor below the autodiff graph.
+/// A float tensor of the inner backend, outside any autodiff graph.
 pub type Primitive<B> =
     <<B as AutodiffBackend>::InnerBackend as burn::tensor::backend::BackendTypes>::FloatTensorPrimitive;
 
 /// A collective that has begun. Calling it makes later work on this rank's device wait for the collective, and returns
-/// its tensors, which must not be used before.
+/// the resulting tensors; nothing may read them before that.
 pub type Pending<B> = Box<dyn FnOnce() -> Result<Vec<Primitive<B>>, TrainError>>;
 
 /// A rank's operand of a gather.
@@ -21,30 +21,31 @@ pub type Pending<B> = Box<dyn FnOnce() -> Result<Vec<Primitive<B>>, TrainError>>
 pub struct Gathered<B: TrainBackend> {
     /// This rank's piece, flat.
     pub piece: Primitive<B>,
-    /// The tensor that all pieces make. Its values are written over.
+    /// The tensor that the pieces of all ranks make up. Its values are overwritten.
     pub whole: Primitive<B>,
-    /// How it is cut.
+    /// How `whole` is divided into the pieces.
     pub pieces: Pieces,
 }
 
-/// Reductions and gathers over all ranks, which pass tensors of the same shapes in the same order. Collectives overlap
-/// the device's other work and end in the order in which they began.
+/// Reductions and gathers over all ranks. All ranks must pass tensors of the same shapes in the same order. Collectives
+/// overlap the device's other work and end in the order in which they began.
 pub trait Collectives<B: TrainBackend> {
-    /// Starts summing f32 tensors over all ranks. A tensor that is cut is reduce-scattered: a rank gets the flat sum of
-    /// its piece; any other is all-reduced.
+    /// Starts summing f32 tensors over all ranks. A tensor with pieces is reduce-scattered: each rank gets the sum of
+    /// its own piece, flat. A tensor without pieces is all-reduced.
     ///
     /// # Errors
     /// A rank is lost; another element type.
     fn sum(&self, tensors: Vec<(Primitive<B>, Option<Pieces>)>) -> Result<Pending<B>, TrainError>;
-    /// Starts gathering the pieces of all ranks. Returns the whole tensors, or none where they were written in place.
+    /// Starts gathering the pieces of all ranks. The pending collective returns the whole tensors, or no tensors if the
+    /// implementation writes into [`Gathered::whole`] in place.
     ///
     /// # Errors
     /// A rank is lost.
     fn gather(&self, tensors: Vec<Gathered<B>>) -> Result<Pending<B>, TrainError>;
 }
 
-/// Over TCP, on the host: sums are added in the order of the ranks. Values are sent when a collective begins and become
-/// visible when it ends, as on a device.
+/// Collectives on the host, over TCP; sums are added in the order of the ranks. Values are exchanged when a collective
+/// begins, and the tensors with the result are created when it ends, as on a device.
 #[derive(Clone, Debug)]
 pub struct HostCollectives(pub Arc<Mesh>);
 
@@ -55,45 +56,32 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
         };
         let device = B::InnerBackend::float_device(first);
         let mut values = Vec::new();
-        let mut places = Vec::new();
+        let mut summands = Vec::new();
         for (tensor, pieces) in tensors {
-            let shape = tensor.shape();
-            let first = values.len();
+            let (shape, start) = (tensor.shape(), values.len());
             values.extend(values_of::<B>(tensor));
-            places.push((first..values.len(), pieces, shape));
+            let range = start..values.len();
+            summands.push(Summand { range, pieces, shape });
         }
-        let part = |(all, pieces): (&Range<usize>, &Option<Pieces>), rank: usize| match pieces {
-            Some(pieces) => {
-                let piece = pieces.of(rank);
-                all.start + piece.start..all.start + piece.end
-            }
-            None => all.clone(),
+        let ranges_of = |rank: usize| {
+            summands
+                .iter()
+                .map(|summand| summand.range_of(rank))
+                .collect::<Vec<_>>()
         };
-        let parts = |rank: usize| {
-            let places = places.iter().map(|(all, pieces, _)| (all, pieces));
-            places.map(|place| part(place, rank)).collect::<Vec<_>>()
-        };
-        let sums = self.0.sum_parts(values, &parts)?;
-        let rank = self.0.world().rank;
-        let own = parts(rank);
-        let mut rest = sums.as_slice();
-        let sums = places.into_iter().zip(own).map(|((_, pieces, shape), own)| {
-            let (values, others) = rest.split_at(own.len());
-            rest = others;
-            let shape = match pieces {
+        let own = ranges_of(self.0.world().rank);
+        let mut sums = self.0.sum_parts(values, &ranges_of)?.into_iter();
+        let sums = summands.into_iter().zip(own).map(|(summand, own)| {
+            let shape = match summand.pieces {
                 Some(_) => [own.len()].into(),
-                None => shape,
+                None => summand.shape,
             };
-            (values.to_vec(), shape)
+            (sums.by_ref().take(own.len()).collect(), shape)
         });
         let sums = sums.collect::<Vec<_>>();
         Ok(Box::new(move || {
             let sums = sums.into_iter();
-            let sums = sums.map(|(values, shape)| {
-                let data = TensorData::new(values, [shape.num_elements()]);
-                let flat = Tensor::<B::InnerBackend, 1>::from_data(data, &device);
-                B::InnerBackend::float_reshape(flat.into_primitive().tensor(), shape)
-            });
+            let sums = sums.map(|(values, shape)| tensor_of::<B>(values, shape, &device, DType::F32));
             Ok(sums.collect())
         }))
     }
@@ -106,34 +94,60 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
             own.extend(values_of::<B>(piece));
             wholes.push((whole, pieces));
         }
-        let count = |rank: usize| wholes.iter().map(|(_, cut)| cut.of(rank).len()).sum();
+        let count = |rank: usize| wholes.iter().map(|(_, pieces)| pieces.of(rank).len()).sum();
         let all = self.0.gather_values(&own, &count)?;
         Ok(Box::new(move || {
-            // Rank by rank, and in each tensor by tensor.
+            // `all` holds the ranks one after another, and for each rank its piece of every tensor.
+            let mut all = all.into_iter();
             let mut values: Vec<Vec<f32>> = wholes.iter().map(|_| Vec::new()).collect();
-            let mut rest = all.as_slice();
             for rank in 0..size {
                 for (values, (_, pieces)) in values.iter_mut().zip(&wholes) {
-                    let (piece, others) = rest.split_at(pieces.of(rank).len());
-                    values.extend(piece);
-                    rest = others;
+                    values.extend(all.by_ref().take(pieces.of(rank).len()));
                 }
             }
             let wholes = wholes.into_iter().zip(values).map(|((whole, _), values)| {
-                let (device, dtype) = (B::InnerBackend::float_device(&whole), whole.dtype());
-                let data = TensorData::new(values, [whole.shape().num_elements()]);
-                let data = data.convert_dtype(dtype);
-                let flat = Tensor::<B::InnerBackend, 1>::from_data(data, (&device, dtype));
-                B::InnerBackend::float_reshape(flat.into_primitive().tensor(), whole.shape())
+                let device = B::InnerBackend::float_device(&whole);
+                tensor_of::<B>(values, whole.shape(), &device, whole.dtype())
             });
             Ok(wholes.collect())
         }))
     }
 }
 
-fn values_of<B: TrainBackend>(tensor: Primitive<B>) -> Vec<f32> {
+/// One tensor of a sum.
+struct Summand {
+    /// Its place in the values of all tensors.
+    range: Range<usize>,
+    pieces: Option<Pieces>,
+    shape: Shape,
+}
+
+impl Summand {
+    /// The values whose sum a rank receives: its piece, or the whole tensor.
+    fn range_of(&self, rank: usize) -> Range<usize> {
+        match self.pieces {
+            Some(pieces) => {
+                let piece = pieces.of(rank);
+                self.range.start + piece.start..self.range.start + piece.end
+            }
+            None => self.range.clone(),
+        }
+    }
+}
+
+fn tensor_of<B: TrainBackend>(values: Vec<f32>, shape: Shape, device: &B::Device, dtype: DType) -> Primitive<B> {
+    let data = TensorData::new(values, [shape.num_elements()]).convert_dtype(dtype);
+    let flat = Tensor::<B::InnerBackend, 1>::from_data(data, (device, dtype));
+    B::InnerBackend::float_reshape(flat.into_primitive().tensor(), shape)
+}
+
+/// A tensor as one of rank 1.
+pub(crate) fn flat<B: TrainBackend>(tensor: Primitive<B>) -> Tensor<B::InnerBackend, 1> {
     let count = tensor.shape().num_elements();
     let flat = B::InnerBackend::float_reshape(tensor, [count].into());
-    let flat = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(flat));
-    flat.into_data().iter::<f32>().collect()
+    Tensor::from_primitive(TensorPrimitive::Float(flat))
+}
+
+fn values_of<B: TrainBackend>(tensor: Primitive<B>) -> Vec<f32> {
+    flat::<B>(tensor).into_data().iter::<f32>().collect()
 }

@@ -1,4 +1,4 @@
-//! From a recipe to a tokenizer and what rows come from: shards, or a synthetic task.
+//! Prepares a run's tokenizer and the source of its rows: shards of tokenised text, or a synthetic task.
 mod mqar;
 mod sources;
 pub(crate) mod stages;
@@ -18,24 +18,24 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// A tokenizer and what rows come from.
+/// A run's tokenizer, and the source of its rows.
 #[derive(Debug)]
 pub struct TrainingData {
     /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// Its `tokenizer.json`, kept because the file may go or change while a run lasts.
+    /// Text of its `tokenizer.json`, kept because the file may change or disappear during the run.
     pub tokenizer_json: String,
-    /// What rows come from.
+    /// Source of the rows of every stage that names no text.
     pub rows: RowSource,
-    /// The text of stages that have their own, by the place of the stage, from 0.
+    /// Text of the stages that name their own, by the index of the stage, from 0.
     pub stages: BTreeMap<usize, StageText>,
-    /// Time spent training the tokenizer; zero when it was there.
+    /// Time spent training the tokenizer; zero if it existed already.
     pub tokenizer_time: Duration,
-    /// Time spent on the shards.
+    /// Time spent writing or opening the shards.
     pub prepare_time: Duration,
 }
 
-/// Text of a stage's own.
+/// Text that one stage names for itself.
 #[derive(Debug)]
 pub struct StageText {
     /// The shards.
@@ -44,7 +44,7 @@ pub struct StageText {
     pub weights: Option<Vec<f64>>,
 }
 
-/// What rows come from.
+/// Source of training and validation rows.
 #[derive(Debug)]
 pub enum RowSource {
     /// Tokenised text.
@@ -56,15 +56,15 @@ pub enum RowSource {
     },
     /// Multi-query associative recall, generated.
     Mqar {
-        /// What is trained on.
+        /// Training samples.
         train: Vec<MqarPart>,
-        /// What is validated on: the same kinds, other samples.
+        /// Validation samples, drawn from the same distribution.
         test: Vec<MqarPart>,
     },
 }
 
-/// Rows that a recipe's embedding has at least. Tokens that were added to a tokenizer without a row in a model whose
-/// size is given are refused where the text holds one.
+/// The number of rows that a recipe's embedding needs at least. If `model.vocab_size` is set, tokens that were added to
+/// the tokenizer may lack a row; a text that holds such a token is refused later.
 pub(crate) fn rows_needed(recipe: &Recipe, tokenizer: &Tokenizer) -> usize {
     match recipe.model.vocab_size {
         Some(_) => tokenizer.num_base_tokens(),
@@ -75,39 +75,39 @@ pub(crate) fn rows_needed(recipe: &Recipe, tokenizer: &Tokenizer) -> usize {
 /// What is happening while data is prepared.
 #[derive(Clone, Copy, Debug)]
 pub enum DataEvent {
-    /// A tokenizer is being trained on about this many bytes.
+    /// A tokenizer is being trained.
     TrainingTokenizer {
-        /// Tokens wanted.
+        /// Size of its vocabulary.
         vocab_size: usize,
         /// Text read at most, in bytes.
         sample_bytes: u64,
     },
-    /// Text is becoming shards.
+    /// Text is being tokenised into shards.
     Preparing(Progress),
 }
 
-/// The files a recipe names, found and listed; nothing is written yet.
+/// The files that a recipe names, found and listed; nothing is written yet.
 #[derive(Debug)]
 pub struct DataSource {
     text: Option<TextSource>,
-    /// With its text; `None` where the recipe has one trained.
+    /// The tokenizer and the text of its file; `None` if the recipe asks for a new one to be trained.
     tokenizer: Option<(Tokenizer, String)>,
 }
 
 #[derive(Debug)]
 struct TextSource {
-    /// One; or one for each path, where the recipe weights them.
+    /// One corpus of all paths; with `data.weights`, one corpus per path.
     train: Vec<Corpus>,
-    /// All paths as one corpus: what a tokenizer is trained on.
+    /// All paths as one corpus, which a tokenizer is trained on.
     whole: Corpus,
     validation: Option<Corpus>,
-    /// Its folder is given when it is used.
+    /// Settings of the hub; [`connect`](Self::connect) sets its folder.
     hub: HubConfig,
 }
 
 impl DataSource {
-    /// Lists the files on this machine and reads the tokenizer, where the recipe names one. Writes nothing, and does
-    /// not contact the hub.
+    /// Lists the recipe's files on this machine and reads its tokenizer, if it names one. Writes nothing. `variable`
+    /// looks environment variables up.
     ///
     /// # Errors
     /// A path that matches no file, an unreadable tokenizer, a vocabulary that does not fit the model.
@@ -115,7 +115,8 @@ impl DataSource {
         Self::with_tokenizer_of(None, recipe, variable)
     }
 
-    /// The same for a run that begins with `checkpoint`: its tokenizer is read, the recipe's is not.
+    /// As [`open`](Self::open), for a run that begins with `checkpoint`: reads the checkpoint's tokenizer instead of
+    /// the recipe's.
     ///
     /// # Errors
     /// Those of [`open`](Self::open).
@@ -151,18 +152,18 @@ impl DataSource {
         Ok(Self { text, tokenizer })
     }
 
-    /// The text to train on, and the text to validate on where the recipe names it.
+    /// The training corpus, and the validation corpus if the recipe names one.
     pub fn corpora(&self) -> impl Iterator<Item = &Corpus> {
         let corpora = self.text.iter();
         corpora.flat_map(|text| std::iter::once(&text.whole).chain(&text.validation))
     }
 
-    /// Creates, or reopens, everything a run reads, in `dir`. Data sets of the Hugging Face hub are resolved here:
-    /// their list of files is kept in `dir`, and a file is fetched when it is read.
+    /// Creates or reopens the tokenizer and shards of a run in `dir`. Data sets of the Hugging Face hub are resolved
+    /// here: their list of files is kept in `dir`, and a file is fetched when it is read.
     ///
     /// # Errors
-    /// Broken files; a data set that cannot be reached; a folder that holds another preparation, unless `on_change` has
-    /// it replaced.
+    /// Broken files; a data set that cannot be reached; shards in `dir` that were made from other text or settings,
+    /// unless `on_change` says to replace them.
     pub fn prepare(
         self,
         recipe: &Recipe,
@@ -229,7 +230,7 @@ impl TextSource {
         })
     }
 
-    /// Makes shards in a folder, or finds them again.
+    /// Writes the shards into a folder, or reopens them.
     fn prepare(
         &self,
         recipe: &Recipe,
@@ -252,7 +253,7 @@ impl TextSource {
         prepare(&self.train, tokenizer, &config, &report).map_err(in_cache)
     }
 
-    /// Asks the hub for the data sets that the recipe names, if any.
+    /// Asks the hub for the file lists of the data sets that the recipe names, if any.
     fn connect(&mut self, dir: &Path) -> Result<(), TrainError> {
         let config = HubConfig {
             dir: dir.join("hub"),
@@ -267,7 +268,7 @@ impl TextSource {
 }
 
 impl TrainingData {
-    /// Found, not made.
+    /// Data that took no time to prepare, without text of stages.
     fn new((tokenizer, tokenizer_json): (Tokenizer, String), rows: RowSource) -> Self {
         Self {
             tokenizer,
@@ -285,8 +286,8 @@ impl TrainingData {
         self.prepared().into_iter().chain(of_stages)
     }
 
-    /// What the run of `checkpoint` reads: its tokenizer, and the shards in `dir`, which are prepared again from the
-    /// recipe's files only if they are missing. Existing files in `dir` are not changed.
+    /// The data of a run that resumes from `checkpoint`: the checkpoint's tokenizer, and the shards in `dir`, which are
+    /// prepared again from the recipe's files only if they are missing. Existing files in `dir` are not changed.
     ///
     /// # Errors
     /// Other shards in `dir`; files that have changed since the run began.
@@ -299,7 +300,7 @@ impl TrainingData {
     ) -> Result<Self, TrainError> {
         let state = &checkpoint.state;
         let saved = [&state.data_fingerprint, &state.data_tokens].map(|all| stages::base(all));
-        // The files may have changed or gone since: what counts is what was made of them.
+        // The text files may have changed or disappeared since; the shards that were made from them decide.
         if recipe.data.format != DataFormat::Mqar
             && let Ok(mut prepared) = Prepared::open(dir)
             && is_known(&mut prepared, saved)
@@ -324,9 +325,9 @@ impl TrainingData {
     }
 }
 
-/// Whether shards are those that a checkpoint names by the fingerprint of what they were made from and by their tokens.
-/// Files that were copied have other times, and so another fingerprint: equal tokens in equal order get the former one,
-/// by which the run knows its data.
+/// Whether shards are those of a checkpoint, which stores the fingerprint of their source files and settings, and a
+/// hash of their tokens. Copied files have new modification times and thus a new fingerprint; if the tokens are equal,
+/// the shards get the checkpoint's fingerprint back.
 fn is_known(prepared: &mut Prepared, [fingerprint, tokens]: [&str; 2]) -> bool {
     if prepared.meta.fingerprint != fingerprint && stages::tokens_of(prepared) == tokens {
         fingerprint.clone_into(&mut prepared.meta.fingerprint);
@@ -334,8 +335,8 @@ fn is_known(prepared: &mut Prepared, [fingerprint, tokens]: [&str; 2]) -> bool {
     prepared.meta.fingerprint == fingerprint
 }
 
-/// The file of a recipe's `[tokenizer] path`; one of the hub (`hf://OWNER/NAME`) is looked for in
-/// `huggingface_hub`'s own cache, and else fetched into a folder in it.
+/// The file that a recipe's `tokenizer.path` names. A tokenizer of the hub (`hf://OWNER/NAME`) is looked up in
+/// `huggingface_hub`'s own cache, and fetched into a folder of that cache if it is missing.
 ///
 /// # Errors
 /// A variable that is not set; a hub that cannot be reached.
@@ -357,7 +358,7 @@ fn read_tokenizer(path: &Path, recipe: &Recipe) -> Result<(Tokenizer, String), T
     Ok((tokenizer, json))
 }
 
-/// Says of a folder in use which key of the recipe names it.
+/// Turns the error of a folder with other data into one whose hint names `data.cache_dir`.
 fn in_cache(error: DataError) -> TrainError {
     match error {
         DataError::OtherPreparation { dir, what } => TrainError::CacheInUse { path: dir, what },

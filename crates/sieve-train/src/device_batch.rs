@@ -14,7 +14,7 @@ pub struct DeviceBatch<B: Backend> {
     pub labels: Tensor<B, 2, Int>,
     /// Where documents begin and end.
     pub documents: Documents<B>,
-    /// Context parallelism: the whole rows, where these tokens are one part of each.
+    /// With context parallelism, the ranks that hold the other parts of each row, and the bounds of whole rows.
     pub parts: Option<ContextParallel>,
     /// Tokens with a label.
     pub num_labels: usize,
@@ -23,54 +23,54 @@ pub struct DeviceBatch<B: Backend> {
 impl<B: Backend> DeviceBatch<B> {
     /// Copies this rank's part of each row to `device`.
     pub(crate) fn of_part(batch: &Batch, links: Arc<dyn RankGroup>, device: &B::Device) -> Self {
-        let (part, parts) = (links.part(), links.num_parts());
-        let (rows, len) = (batch.batch, batch.seq_len / parts);
-        let tokens = of_part(&batch.tokens, batch.seq_len, [part, parts]);
-        let tokens = tokens.map(|&token| token as i32).collect::<Vec<_>>();
-        let labels = of_part(&batch.labels, batch.seq_len, [part, parts]);
-        let labels = labels.copied().collect::<Vec<_>>();
-        let num_labels = num_labels_of_part(batch, [part, parts]);
+        let part = [links.part(), links.num_parts()];
         let bounds = [batch.doc_start.clone(), batch.doc_end.clone()];
-        let context_parallel = ContextParallel::new(links, bounds, [rows, batch.seq_len]);
-        let ints = |values| Tensor::from_data(TensorData::new(values, [rows, len]), device);
+        let context_parallel = ContextParallel::new(links, bounds, [batch.batch, batch.seq_len]);
+        let documents = Documents::of_part(&context_parallel, device);
         Self {
-            tokens: ints(tokens),
-            labels: ints(labels),
-            documents: Documents::of_part(&context_parallel, device),
             parts: Some(context_parallel),
-            num_labels,
+            ..Self::with_documents(batch, part, documents, device)
         }
     }
 
     /// Copies `batch` to `device`.
     pub fn new(batch: &Batch, device: &B::Device) -> Self {
         let shape = [batch.batch, batch.seq_len];
-        let tokens: Vec<i32> = batch.tokens.iter().map(|&token| token as i32).collect();
+        let documents = Documents::new(&batch.doc_start, &batch.doc_end, shape, device);
+        Self::with_documents(batch, [0, 1], documents, device)
+    }
+
+    /// Part `part[0]` of `part[1]` of each row.
+    fn with_documents(batch: &Batch, part: [usize; 2], documents: Documents<B>, device: &B::Device) -> Self {
+        let shape = [batch.batch, batch.seq_len / part[1]];
+        let tokens = of_part(&batch.tokens, batch.seq_len, part).map(|&token| token as i32);
+        let labels = of_part(&batch.labels, batch.seq_len, part).copied();
+        let ints = |values: Vec<i32>| Tensor::from_data(TensorData::new(values, shape), device);
         Self {
-            tokens: Tensor::from_data(TensorData::new(tokens, shape), device),
-            labels: Tensor::from_data(TensorData::new(batch.labels.clone(), shape), device),
-            documents: Documents::new(&batch.doc_start, &batch.doc_end, shape, device),
+            tokens: ints(tokens.collect()),
+            labels: ints(labels.collect()),
+            documents,
             parts: None,
-            num_labels: batch.num_labels(),
+            num_labels: num_labels_of_part(batch, part),
         }
     }
 }
 
-/// Tokens with a label in a part of each row; `part` is its number and the number of parts.
+/// Labels in part `part[0]` of `part[1]` of each row.
 pub(crate) fn num_labels_of_part(batch: &Batch, part: [usize; 2]) -> usize {
     let labels = of_part(&batch.labels, batch.seq_len, part);
     labels.filter(|&&label| label != IGNORE_LABEL).count()
 }
 
-/// Tokens besides padding in a part of each row, as [`num_labels_of_part`].
+/// Tokens besides padding in part `part[0]` of `part[1]` of each row.
 pub(crate) fn num_tokens_of_part(batch: &Batch, part: [usize; 2]) -> usize {
     let documents = of_part(&batch.documents, batch.seq_len, part);
     documents.filter(|&&document| document != PAD_DOCUMENT).count()
 }
 
-/// The values of part `part` of each row, which has `parts` parts.
-fn of_part<T>(values: &[T], seq_len: usize, [part, parts]: [usize; 2]) -> impl Iterator<Item = &T> {
-    let len = seq_len / parts;
+/// The values of part `part` of each row, which is divided into `num_parts`.
+fn of_part<T>(values: &[T], seq_len: usize, [part, num_parts]: [usize; 2]) -> impl Iterator<Item = &T> {
+    let len = seq_len / num_parts;
     let rows = values.chunks_exact(seq_len);
     rows.flat_map(move |row| &row[part * len..(part + 1) * len])
 }

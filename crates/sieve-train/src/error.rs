@@ -1,4 +1,4 @@
-//! What can stop a run.
+//! Errors that end a run.
 use sieve_core::Recipe;
 use sieve_core::recipe::TrainingSection;
 use std::borrow::Cow;
@@ -16,32 +16,32 @@ pub enum TrainError {
     /// Checkpoints.
     #[error(transparent)]
     Checkpoint(#[from] sieve_hf::CheckpointError),
-    /// The other processes of the run.
+    /// Communication with the other processes of the run.
     #[error(transparent)]
     Comm(#[from] sieve_comm::CommError),
-    /// What all ranks do together on their devices.
+    /// A collective operation on the ranks' devices.
     #[error("adding up gradients and gathering weights over all ranks: {0}")]
     Collective(String),
-    /// The device did not give its tensors.
+    /// The device could not return its tensors.
     #[error("reading weights and moments from the device: {0}")]
     Device(String),
     /// Another process trains in this output folder.
     #[error("another process is training in {}\n  \
         hint: wait for it or stop it, or name another folder with --out", .0.display())]
     FolderBusy(PathBuf),
-    /// Text was requested of a synthetic task.
+    /// The recipe names a synthetic task where text is needed.
     #[error(
         "the recipe's data are a synthetic task (data.format = \"mqar\"), which has no text\n  \
          hint: give data.mqar, or name text with data.paths and another data.format"
     )]
     NoText,
-    /// A synthetic task came without a tokenizer.
+    /// The recipe of a synthetic task names no tokenizer.
     #[error(
         "the recipe's data need a tokenizer that is there before them\n  \
          hint: set tokenizer.numbers for a synthetic task"
     )]
     NoTokenizer,
-    /// A folder of shards that may be another run's holds other data.
+    /// The folder for shards holds other data, perhaps another run's.
     #[error("the data folder {} {what}\n  \
         hint: name another with --set data.cache_dir=DIR; if no run needs this one, delete it, or replace what was \
         prepared there with sieve data prepare --replace", path.display())]
@@ -51,13 +51,15 @@ pub enum TrainError {
         /// What it holds.
         what: String,
     },
-    /// The loss or the gradient norm stays not finite, or the loss far above its mean: step, numbers, last checkpoint.
+    /// The loss or gradient norm was not finite, or the loss was far above its mean, for too many steps. The text names
+    /// the step, the numbers and the last checkpoint.
     #[error("{0}")]
     Diverged(String),
-    /// The last checkpoint could not be written after all retries: the reason, and the latest one on disk.
+    /// The last checkpoint could not be written after all retries. The text names the reason and the latest checkpoint
+    /// on disk.
     #[error("{0}")]
     Unsaved(String),
-    /// Folders, recipes, checkpoints or ranks that do not go together.
+    /// Folders, recipes, checkpoints or ranks that do not fit each other.
     #[error("{what}\n  hint: {hint}")]
     Refused {
         /// What is wrong, and where.
@@ -65,7 +67,7 @@ pub enum TrainError {
         /// How to fix it.
         hint: Cow<'static, str>,
     },
-    /// A file that appears whole or not at all.
+    /// Writing a file atomically.
     #[error(transparent)]
     File(#[from] sieve_files::FileError),
     /// A file of the run folder.
@@ -81,10 +83,10 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    /// Whether this number of processes can train a recipe.
+    /// Checks that this number of processes can train a recipe.
     ///
     /// # Errors
-    /// Rows that do not divide evenly, or shards of matrices that the optimizer needs whole.
+    /// The processes cannot share the rows evenly, or ZeRO would cut matrices that the optimizer needs whole.
     pub fn check_ranks(recipe: &Recipe, ranks: usize) -> Result<(), Self> {
         let degree = recipe.parallelism.context_parallel_degree;
         if !ranks.is_multiple_of(degree) {
@@ -106,10 +108,11 @@ impl TrainError {
         stages.try_for_each(|stage| Self::micro_batches(&recipe.at_stage(&stage).training, groups).map(drop))
     }
 
-    /// Micro-batches of a step of a stage, for each of the processes (or groups of them) that share its rows.
+    /// Micro-batches per step for each of `ranks` processes that share the rows of a step; with context parallelism,
+    /// for each of `ranks` groups of processes.
     ///
     /// # Errors
-    /// They share the rows unevenly.
+    /// The rows of a step cannot be shared evenly.
     pub fn micro_batches(training: &TrainingSection, ranks: usize) -> Result<usize, Self> {
         if let Some(number) = training.accumulation_steps(ranks) {
             return Ok(number);
@@ -139,7 +142,7 @@ impl TrainError {
         Self::Refused { what, hint }
     }
 
-    /// Says which stage, counted from 1, of a run that has not reached it.
+    /// Adds to an error the number, from 1, of the later stage that it concerns.
     pub(crate) fn in_stage(number: usize, error: Self) -> Self {
         let text = error.to_string();
         let (what, hint) = text
@@ -148,7 +151,7 @@ impl TrainError {
         Self::refused(format!("stage {number}: {what}"), hint.to_owned())
     }
 
-    /// The data found on resume are not the data the run began with.
+    /// On resume, `dir` does not hold the data that the run began with.
     pub(crate) fn other_data(dir: &Path, what: &str) -> Self {
         Self::refused(
             format!("the data in {} is not what this run began with: {what}", dir.display()),
@@ -156,7 +159,7 @@ impl TrainError {
         )
     }
 
-    /// Adapter for `map_err`.
+    /// For `map_err`: adds action and path to an I/O error.
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { action, path, source }

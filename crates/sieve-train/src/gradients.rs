@@ -15,20 +15,19 @@ pub struct GradientBuffer<B: TrainBackend> {
     by_id: HashMap<ParamId, Gradient<B>>,
     /// This rank's shards of gradients that were summed over all ranks, flat.
     shards: HashMap<ParamId, Primitive<B>>,
-    /// Type in which sums over micro-batches are kept, of matrices.
+    /// Type in which the sums of matrices over micro-batches are stored.
     dtype: GradientDtype,
-    /// Whether this micro-batch's gradients are summed over all ranks before they are kept: they stay f32 until then.
+    /// Whether this micro-batch's gradients are summed over all ranks before they are stored: they stay f32 until then.
     are_reduced: bool,
 }
 
-/// Gradients of earlier micro-batches, as [`sieve_nn::LayerContext::sums`] has them.
+/// Sums of matrix gradients over earlier micro-batches; see [`sieve_nn::LayerContext::sums`].
 pub(crate) type Sums<B> = RefCell<HashMap<ParamId, Tensor<B, 2>>>;
 
-/// A gradient.
 #[derive(Debug)]
 pub(crate) struct Gradient<B: TrainBackend> {
     pub(crate) values: Primitive<B>,
-    /// Whether it is this rank's piece alone, flat.
+    /// Whether `values` is only this rank's piece of the gradient, flat.
     pub(crate) is_piece: bool,
 }
 
@@ -39,7 +38,7 @@ impl<B: TrainBackend> Default for GradientBuffer<B> {
 }
 
 impl<B: TrainBackend> GradientBuffer<B> {
-    /// No gradients. Sums over micro-batches are added in f32; those of matrices are kept in `dtype`.
+    /// An empty buffer. Micro-batches are added in f32; sums of matrices are stored in `dtype`.
     pub fn kept_in(dtype: GradientDtype) -> Self {
         Self {
             by_id: HashMap::new(),
@@ -49,12 +48,12 @@ impl<B: TrainBackend> GradientBuffer<B> {
         }
     }
 
-    /// A micro-batch begins, whose gradients are summed over all ranks or not.
+    /// Begins a micro-batch; `are_reduced` says whether its gradients will be summed over all ranks.
     pub(crate) fn begin(&mut self, are_reduced: bool) {
         self.are_reduced = are_reduced;
     }
 
-    /// Takes the gradients of `module`'s parameters out of a backward pass and adds them to those held.
+    /// Takes the gradients of `module`'s parameters out of a backward pass and adds them to the sums so far.
     pub fn collect<M: Module<B>>(&mut self, module: &M, gradients: &mut B::Gradients) {
         module.visit(&mut Collector {
             buffer: self,
@@ -62,10 +61,10 @@ impl<B: TrainBackend> GradientBuffer<B> {
         });
     }
 
-    /// Holds a gradient.
+    /// Stores a gradient.
     ///
     /// # Panics
-    /// When there is one already: it arrived after the all-reduce had begun.
+    /// The buffer has a gradient of this parameter: that one was added after the all-reduce had begun.
     pub(crate) fn put(&mut self, id: ParamId, gradient: Gradient<B>) {
         let held = self.by_id.insert(id, gradient);
         assert!(held.is_none(), "a gradient came after its sum had begun");
@@ -76,22 +75,22 @@ impl<B: TrainBackend> GradientBuffer<B> {
         self.by_id.remove(&id)
     }
 
-    /// Adds this rank's shard of a gradient, flat, to that of earlier micro-batches.
+    /// Adds this rank's flat shard of a gradient to the shard of earlier micro-batches.
     pub(crate) fn add_shard(&mut self, id: ParamId, shard: Primitive<B>) {
         let shard = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(shard));
         let sum = sum_of::<B, 1>(self.shards.remove(&id), shard);
         self.shards.insert(id, rounded::<B, 1>(sum, self.dtype));
     }
 
-    /// The shards become this rank's gradients: nothing more is added to them.
+    /// Makes the shards this rank's gradients, once no more are added.
     pub(crate) fn close_shards(&mut self) {
         for (id, values) in std::mem::take(&mut self.shards) {
             self.put(id, Gradient { values, is_piece: true });
         }
     }
 
-    /// Takes the accumulated gradients of a module's matrices; none unless they are f32, since only then a GEMM adds to
-    /// them in place.
+    /// Takes the summed gradients of a module's matrices, so that the backward GEMMs add to them in place. GEMMs can do
+    /// so only in f32; with another dtype nothing is taken.
     pub(crate) fn take_sums<M: Module<B>>(&mut self, module: &M) -> Sums<B> {
         let is_f32 = self.dtype == GradientDtype::F32;
         let mut taker = Taker {
@@ -104,7 +103,7 @@ impl<B: TrainBackend> GradientBuffer<B> {
         RefCell::new(taker.taken)
     }
 
-    /// Holds those again that no layer has taken.
+    /// Stores the sums again that no layer has taken.
     pub(crate) fn give_back(&mut self, sums: Sums<B>) {
         for (id, sum) in sums.into_inner() {
             let gradient = Gradient {
@@ -115,12 +114,13 @@ impl<B: TrainBackend> GradientBuffer<B> {
         }
     }
 
-    /// Euclidean norm over all gradients of `module`, `[1]`.
+    /// Euclidean norm over all gradients of `module`: `[1]`, f32.
     pub fn norm<M: Module<B>>(&self, module: &M, device: &B::Device) -> Tensor<B::InnerBackend, 1> {
         self.norm_of(module, device, true)
     }
 
-    /// The same over pieces alone, or also over `whole` gradients, which all ranks hold.
+    /// As [`norm`](Self::norm), over this rank's pieces; gradients that every rank holds whole are included only if
+    /// `whole` is set.
     pub(crate) fn norm_of<M: Module<B>>(
         &self,
         module: &M,
@@ -155,7 +155,7 @@ impl<B: TrainBackend> GradientBuffer<B> {
     fn add<const D: usize>(&mut self, id: ParamId, gradient: Tensor<B::InnerBackend, D>) {
         let held = self.take(id).map(|held| held.values);
         let sum = sum_of::<B, D>(held, gradient);
-        // Vectors are few, and sums over all tokens: f32.
+        // Vectors take little memory, and each of their elements is a sum over all tokens: they stay f32.
         let stays_f32 = self.are_reduced || D < 2;
         let dtype = if stays_f32 { GradientDtype::F32 } else { self.dtype };
         let gradient = Gradient {
@@ -166,7 +166,7 @@ impl<B: TrainBackend> GradientBuffer<B> {
     }
 }
 
-/// A gradient and those before it, in f32: bf16 additions would lose small gradients.
+/// Adds a gradient to the sum so far, in f32: a bf16 sum would lose small gradients.
 fn sum_of<B: TrainBackend, const D: usize>(
     held: Option<Primitive<B>>,
     gradient: Tensor<B::InnerBackend, D>,
@@ -178,7 +178,7 @@ fn sum_of<B: TrainBackend, const D: usize>(
     }
 }
 
-/// A tensor in f32 where its type has fewer bits.
+/// Casts bf16 and f16 to f32.
 fn widened<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     match x.dtype() {
         DType::BF16 | DType::F16 => x.cast(DType::F32),

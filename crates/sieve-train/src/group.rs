@@ -1,10 +1,11 @@
-//! One rank of a run of several processes: which rows it reads, and its collectives.
+//! One rank of a run of several processes: its share of the rows, and its collectives.
 //!
-//! A step in ZeRO-1 (arXiv:1910.02054): the gradients of a segment are reduce-scattered as soon as the last micro-batch
-//! has added to them, overlapping the remaining backward pass. In ZeRO-2 this happens in every micro-batch, and each
-//! rank accumulates its pieces only; vectors, which are not cut, wait for the last micro-batch. Gradient norms are over
-//! all pieces. Each rank updates its pieces; the weights are gathered while later segments are updated and while the
-//! next forward pass runs, which waits for each segment's weights before it reads them.
+//! In ZeRO-1 (arXiv:1910.02054) the gradients of a segment are reduce-scattered as soon as the last micro-batch has
+//! added to them, while the backward pass goes on. In ZeRO-2 they are reduce-scattered in every micro-batch, so that a
+//! rank accumulates only its pieces; vectors, which are not divided, are all-reduced after the last micro-batch. The
+//! gradient norm is over the pieces of all ranks. Each rank updates its pieces. The weights are gathered while later
+//! segments are updated and while the next forward pass runs, which waits for each segment's weights before it reads
+//! them.
 mod health;
 mod step_times;
 
@@ -19,6 +20,8 @@ use crate::{GradientBuffer, TrainError};
 use burn::module::{ModuleMapper, Param, ParamId};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType, Tensor, TensorMetadata, TensorPrimitive};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use sieve_comm::{CommError, Mesh, Pieces, Work};
 use sieve_nn::Qwen3;
 use sieve_ops::{RankGroup, TrainBackend};
@@ -29,20 +32,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use step_times::StepTimes;
 
-/// Pending sums at most: each holds the gradients of a segment until it ends.
+/// The most pending sums: each holds the gradients of a segment in memory until it ends.
 const MAX_SUMS: usize = 2;
 
 /// The ranks that train one model together. Each holds the whole model and takes every step.
 pub struct Group<B: TrainBackend> {
     mesh: Arc<Mesh>,
     collectives: Box<dyn Collectives<B>>,
-    /// The ranks that share each row, where not the mesh connects them.
+    /// The ranks that share each row, on a GPU; `None` connects them over the mesh.
     rank_group: Option<Arc<dyn RankGroup>>,
-    /// The first failed exchange among the ranks of a row: ops inside a pass cannot return errors.
+    /// The first failed exchange among the ranks of a row, kept here because ops inside a pass cannot return errors.
     row_error: RowError,
     /// Whether the present micro-batch is its step's last.
     is_last: bool,
-    /// `parallelism.zero_stage`. With 2, gradients are reduce-scattered in every micro-batch, not in the last alone.
+    /// `parallelism.zero_stage`. With 2, gradients are reduce-scattered in every micro-batch, else only in the last.
     zero_stage: usize,
     /// Pending sums of gradients, oldest first.
     sums: VecDeque<Sums<B>>,
@@ -61,12 +64,12 @@ struct Sums<B: TrainBackend> {
     pending: Pending<B>,
 }
 
-/// Which of how many ranks this is.
+/// This rank and the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Share {
     pub(crate) rank: usize,
     pub(crate) size: usize,
-    /// Whether parameters are cut: not with `parallelism.zero_stage = 0`.
+    /// Whether matrices are divided into pieces: `parallelism.zero_stage` is 1 or 2.
     pub(crate) cuts: bool,
 }
 
@@ -78,7 +81,7 @@ impl Share {
         cuts: true,
     };
 
-    /// Which of how many shares of the rows, where `degree` ranks one after another share each row.
+    /// This rank's share of the rows where `degree` consecutive ranks share each row.
     pub(crate) fn of_rows(&self, degree: usize) -> Self {
         Self {
             rank: self.rank / degree,
@@ -87,28 +90,28 @@ impl Share {
         }
     }
 
-    /// How a parameter of this shape is cut; `None` for vectors and small matrices, which every rank updates whole.
+    /// The pieces of a parameter of this shape; `None` for vectors and small matrices, which every rank updates whole.
     pub(crate) fn pieces(&self, shape: &[usize]) -> Option<Pieces> {
         let count = shape.iter().product();
         (self.cuts && shape.len() > 1).then(|| Pieces::new(count, self.size))?
     }
 
-    /// This rank's piece of such a parameter.
+    /// This rank's range of the flattened parameter, if it is divided.
     pub(crate) fn range(&self, shape: &[usize]) -> Option<Range<usize>> {
         Some(self.pieces(shape)?.of(self.rank))
     }
 }
 
-/// What all ranks know of a step before they take it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What the ranks tell each other before a step: a rank's own values, or those of all ranks combined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Agreement {
-    /// Labels of all ranks' rows.
+    /// Labels in the step's rows.
     pub(crate) num_labels: usize,
-    /// Tokens of all ranks' rows besides padding.
+    /// Tokens besides padding in the step's rows.
     pub(crate) num_tokens: usize,
     /// Whether some rank was asked to stop.
     pub(crate) stops: bool,
-    /// Whether some rank's device may be far behind.
+    /// Whether some rank's device may need more than a minute for the steps that it was given.
     pub(crate) is_far_behind: bool,
     /// Whether all ranks have written their files of a checkpoint.
     pub(crate) all_written: bool,
@@ -116,8 +119,33 @@ pub(crate) struct Agreement {
     pub(crate) saves: bool,
 }
 
+impl Agreement {
+    fn and(self, other: Self) -> Self {
+        Self {
+            num_labels: self.num_labels + other.num_labels,
+            num_tokens: self.num_tokens + other.num_tokens,
+            stops: self.stops | other.stops,
+            is_far_behind: self.is_far_behind | other.is_far_behind,
+            all_written: self.all_written & other.all_written,
+            saves: self.saves | other.saves,
+        }
+    }
+}
+
+/// The message that each rank sends before a step.
+#[derive(Serialize, Deserialize)]
+struct StepMessage {
+    /// Steps done.
+    step: u64,
+    /// Bits of the guard's f32 mean loss: JSON has no NaN.
+    mean_loss_bits: u32,
+    /// Time of this rank's last step, without its waits for other ranks.
+    step_time: Duration,
+    own: Agreement,
+}
+
 impl<B: TrainBackend> Group<B> {
-    /// Ranks that work together on their tensors by `collectives`.
+    /// A group whose ranks reduce and gather tensors by `collectives`.
     pub fn new(mesh: Arc<Mesh>, collectives: Box<dyn Collectives<B>>) -> Self {
         Self {
             mesh,
@@ -132,12 +160,12 @@ impl<B: TrainBackend> Group<B> {
         }
     }
 
-    /// Ranks whose tensors are added up on the host, in the order of the ranks.
+    /// A group that sums tensors on the host, in the order of the ranks.
     pub fn on_host(mesh: Arc<Mesh>) -> Self {
         Self::new(mesh.clone(), Box::new(HostCollectives(mesh)))
     }
 
-    /// The same, where the parts of a row travel by `links`.
+    /// Exchanges the parts of a row by `links` instead of the mesh.
     pub fn with_rank_group(mut self, links: Arc<dyn RankGroup>) -> Self {
         self.rank_group = Some(links);
         self
@@ -152,9 +180,12 @@ impl<B: TrainBackend> Group<B> {
         }
     }
 
-    /// The ranks that share each row with this one, where `degree` do.
+    /// The `degree` ranks that share each row, this one among them; `None` if no row is shared.
     pub(crate) fn rank_group(&self, degree: usize) -> Option<Arc<dyn RankGroup>> {
-        let over_hosts = || {
+        if degree <= 1 {
+            return None;
+        }
+        let over_mesh = || {
             Arc::new(Neighbours {
                 mesh: self.mesh.clone(),
                 part: self.share().rank % degree,
@@ -162,8 +193,7 @@ impl<B: TrainBackend> Group<B> {
                 error: self.row_error.clone(),
             }) as Arc<dyn RankGroup>
         };
-        let links = self.rank_group.clone();
-        (degree > 1).then(|| links.unwrap_or_else(over_hosts))
+        Some(self.rank_group.clone().unwrap_or_else(over_mesh))
     }
 
     /// Sets the kind of work this rank begins, and with it the time within which it must report progress.
@@ -172,17 +202,28 @@ impl<B: TrainBackend> Group<B> {
         self.step_times.borrow_mut().set_work(work, self.mesh.waited());
     }
 
-    /// The rank whose host takes longest for a step, where that is a tenth more than usual: in words, and now and then.
+    /// A message that names the slowest rank, if its steps take a tenth longer than the median rank's; at most one a
+    /// minute.
     pub(crate) fn slow_rank(&self) -> Option<String> {
         self.step_times.borrow_mut().slow_rank()
     }
 
-    /// Reports progress.
+    /// Reports progress to the other ranks.
     pub(crate) fn tick(&self) {
         self.mesh.tick();
     }
 
-    /// Whether all ranks are well, as far as this one knows.
+    /// Reports progress inside a pass.
+    ///
+    /// # Errors
+    /// An exchange among the ranks of a row failed.
+    fn tick_in_pass(&self) -> Result<(), TrainError> {
+        self.mesh.tick();
+        let error = self.row_error.lock().unwrap_or_else(PoisonError::into_inner).take();
+        error.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// Checks that no rank is known to be lost.
     ///
     /// # Errors
     /// A rank is lost.
@@ -190,29 +231,28 @@ impl<B: TrainBackend> Group<B> {
         Ok(self.mesh.check()?)
     }
 
-    /// The ZeRO stage of the steps that follow.
+    /// Sets the ZeRO stage of later steps.
     pub(crate) fn set_zero_stage(&mut self, stage: usize) {
         self.zero_stage = stage;
     }
 
-    /// A micro-batch begins, a step's last or not.
+    /// Begins a micro-batch; `is_last` says whether it is its step's last.
     pub(crate) fn begin(&mut self, is_last: bool, gradients: &mut GradientBuffer<B>) {
         self.is_last = is_last;
         gradients.begin(is_last || self.zero_stage > 1);
     }
 
-    /// Waits for the sums of all gradients.
+    /// Waits for the sums of all gradients over the ranks.
     pub(crate) fn finish_sums(&mut self, gradients: &mut GradientBuffer<B>) -> Result<(), TrainError> {
         self.finish_sums_but(0, gradients)?;
         gradients.close_shards();
         Ok(())
     }
 
-    fn finish_sums_but(&mut self, under_way: usize, gradients: &mut GradientBuffer<B>) -> Result<(), TrainError> {
-        while self.sums.len() > under_way {
-            let Some(Sums { places, pending }) = self.sums.pop_front() else {
-                break;
-            };
+    /// Waits for the oldest sums until at most `num_pending` are left.
+    fn finish_sums_but(&mut self, num_pending: usize, gradients: &mut GradientBuffer<B>) -> Result<(), TrainError> {
+        let num_done = self.sums.len().saturating_sub(num_pending);
+        for Sums { places, pending } in self.sums.drain(..num_done) {
             for ((id, is_piece), values) in places.into_iter().zip(pending()?) {
                 match is_piece {
                     true => gradients.add_shard(id, values),
@@ -223,7 +263,7 @@ impl<B: TrainBackend> Group<B> {
         Ok(())
     }
 
-    /// The loss of all ranks, and the norm of their gradients of `model`, `[1]` each.
+    /// The loss summed over all ranks, and the norm of all their gradients, `[1]` each.
     pub(crate) fn totals(
         &self,
         loss: Tensor<B::InnerBackend, 1>,
@@ -231,7 +271,7 @@ impl<B: TrainBackend> Group<B> {
         gradients: &GradientBuffer<B>,
         device: &B::Device,
     ) -> Result<[Tensor<B::InnerBackend, 1>; 2], TrainError> {
-        // What all ranks hold is counted by rank 0.
+        // Gradients that every rank holds whole are counted once, by rank 0.
         let own = gradients.norm_of(model, device, self.share().rank == 0);
         let sums = self.sum_of(Tensor::cat(vec![loss, own.clone() * own], 0))?;
         let [loss, square] = [0, 1].map(|place| sums.clone().narrow(0, place, 1));
@@ -245,7 +285,7 @@ impl<B: TrainBackend> Group<B> {
         Ok(Tensor::from_primitive(TensorPrimitive::Float(sum)))
     }
 
-    /// Starts gathering the weights of a segment, of which each rank has updated its pieces.
+    /// Starts gathering the weights of a segment, after each rank has updated its pieces.
     pub(crate) fn gather_leaves(&mut self, segment: Segment, updated: Updated<B>) -> Result<(), TrainError> {
         let (ids, pieces): (Vec<_>, Vec<_>) = updated.into_iter().unzip();
         if !ids.is_empty() {
@@ -255,7 +295,8 @@ impl<B: TrainBackend> Group<B> {
         Ok(())
     }
 
-    /// Waits until the weights of all segments are gathered. Before, only a forward pass may read them.
+    /// Waits until the weights of all segments are gathered. Until then only a training pass may read them, because it
+    /// waits segment by segment.
     pub(crate) fn finish_leaves(&mut self, model: &mut Option<Qwen3<B>>) -> Result<(), TrainError> {
         let under_way = self.leaves.keys().copied().collect::<Vec<_>>();
         let Some(model) = model else {
@@ -278,48 +319,31 @@ impl<B: TrainBackend> Group<B> {
         Ok(())
     }
 
-    /// Exchanges what each rank knows before the step after `step`; `mean_loss` is the guard's and must be equal on all
-    /// ranks.
+    /// Exchanges and combines what each rank knows before the step that follows `step`. The guard's `mean_loss` must be
+    /// equal on all ranks.
     ///
     /// # Errors
     /// A rank is lost, or is at another step.
     pub(crate) fn agree(&self, step: u64, mean_loss: f32, own: Agreement) -> Result<Agreement, TrainError> {
-        let [labels, tokens] = [own.num_labels, own.num_tokens].map(|count| count as u64);
-        let flags = [own.stops, own.all_written, own.is_far_behind, own.saves].map(u64::from);
-        let flags = flags[0] | flags[1] << 1 | flags[2] << 2 | flags[3] << 3;
-        let own_time = self.step_times.borrow().own.as_nanos() as u64;
-        let words = [step, u64::from(mean_loss.to_bits()), labels, flags, own_time, tokens];
-        let all = self.gather(&words.map(u64::to_le_bytes).concat())?;
-        let mut sum = Agreement {
-            num_labels: 0,
-            num_tokens: 0,
-            stops: false,
-            is_far_behind: false,
-            all_written: true,
-            saves: false,
+        let message = StepMessage {
+            step,
+            mean_loss_bits: mean_loss.to_bits(),
+            step_time: self.step_times.borrow().own,
+            own,
         };
-        for (rank, bytes) in all.iter().enumerate() {
-            let word = |place: usize| {
-                let bytes = bytes.get(8 * place..8 * place + 8);
-                bytes.map_or(0, |bytes| u64::from_le_bytes(bytes.try_into().expect("eight bytes")))
-            };
-            let [theirs, ours] = [f32::from_bits(word(1) as u32), mean_loss];
-            if word(0) != step {
-                return Err(apart(rank, format!("step {}", word(0)), format!("step {step}")));
+        let messages = self.gather_data(&message)?;
+        for (rank, theirs) in messages.iter().enumerate() {
+            if theirs.step != step {
+                return Err(apart(rank, format!("step {}", theirs.step), format!("step {step}")));
             }
-            if theirs.to_bits() != ours.to_bits() {
-                let mean = |loss: f32| format!("a mean loss of {loss} at step {step}");
-                return Err(apart(rank, mean(theirs), mean(ours)));
+            if theirs.mean_loss_bits != message.mean_loss_bits {
+                let mean = |bits: u32| format!("a mean loss of {} at step {step}", f32::from_bits(bits));
+                return Err(apart(rank, mean(theirs.mean_loss_bits), mean(message.mean_loss_bits)));
             }
-            sum.num_labels += word(2) as usize;
-            sum.num_tokens += word(5) as usize;
-            sum.stops |= word(3) & 1 != 0;
-            sum.all_written &= word(3) & 2 != 0;
-            sum.is_far_behind |= word(3) & 4 != 0;
-            sum.saves |= word(3) & 8 != 0;
-            self.step_times.borrow_mut().add(rank, Duration::from_nanos(word(4)));
+            self.step_times.borrow_mut().add(rank, theirs.step_time);
         }
-        Ok(sum)
+        let all = messages.into_iter().map(|message| message.own);
+        Ok(all.reduce(Agreement::and).expect("this rank is one of them"))
     }
 
     /// Checks that a value, for example the fingerprint of the data, is equal on all ranks.
@@ -327,57 +351,36 @@ impl<B: TrainBackend> Group<B> {
     /// # Errors
     /// A rank is lost, or has another value.
     pub(crate) fn check_equal(&self, text: &str) -> Result<(), TrainError> {
-        for (rank, other) in self.gather(text.as_bytes())?.iter().enumerate() {
-            let other = String::from_utf8_lossy(other);
+        for (rank, other) in self.gather_data(&text.to_owned())?.into_iter().enumerate() {
             if other != text {
-                return Err(apart(rank, other.into_owned(), text.to_owned()));
+                return Err(apart(rank, other, text.to_owned()));
             }
         }
         Ok(())
     }
 
-    /// What each rank has, by rank.
+    /// The data of every rank, by rank.
     ///
     /// # Errors
     /// A rank is lost.
-    pub(crate) fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
-        Ok(self.mesh.gather(bytes)?)
+    pub(crate) fn gather_data<T: Serialize + DeserializeOwned>(&self, own: &T) -> Result<Vec<T>, TrainError> {
+        gather_data(&self.mesh, own)
     }
 
-    /// What rank 0 knows.
+    /// The value that rank 0 passes; the other ranks' arguments are ignored.
     ///
     /// # Errors
     /// A rank is lost.
-    pub(crate) fn of_first(&self, number: Option<u64>) -> Result<Option<u64>, TrainError> {
-        let text = number.map_or(String::new(), |number| number.to_string());
-        let text = self.mesh.broadcast(text.as_bytes())?;
-        Ok(String::from_utf8_lossy(&text).parse().ok())
-    }
-
-    /// A number of each rank.
-    ///
-    /// # Errors
-    /// A rank is lost.
-    pub(crate) fn numbers(&self, own: u64) -> Result<Vec<u64>, TrainError> {
-        let all = self.mesh.gather(&own.to_le_bytes())?;
-        let numbers = all.iter().map(|bytes| {
-            let bytes = bytes.first_chunk().copied().unwrap_or_default();
-            u64::from_le_bytes(bytes)
-        });
-        Ok(numbers.collect())
+    pub(crate) fn of_first(&self, own: bool) -> Result<bool, TrainError> {
+        Ok(self.mesh.broadcast(&[u8::from(own)])? == [1])
     }
 }
 
-impl<B: TrainBackend> Group<B> {
-    /// Reports progress inside a pass.
-    ///
-    /// # Errors
-    /// An exchange among the ranks of a row failed.
-    fn tick_in_pass(&self) -> Result<(), TrainError> {
-        self.mesh.tick();
-        let error = self.row_error.lock().unwrap_or_else(PoisonError::into_inner).take();
-        error.map_or(Ok(()), |error| Err(error.into()))
-    }
+/// Gathers plain data of every rank as JSON, by rank.
+fn gather_data<T: Serialize + DeserializeOwned>(mesh: &Mesh, own: &T) -> Result<Vec<T>, TrainError> {
+    let all = mesh.gather(&serde_json::to_vec(own).expect("plain data serialises"))?;
+    let all = all.iter().map(|bytes| serde_json::from_slice(bytes));
+    Ok(all.collect::<Result<_, _>>().expect("ranks of one version"))
 }
 
 impl<B: TrainBackend> PassHooks<B> for Group<B> {
@@ -452,7 +455,7 @@ impl RankGroup for Neighbours {
         for (bytes, values) in bytes[first..].iter_mut().zip(values) {
             *bytes = values.into_iter().flat_map(f32::to_le_bytes).collect();
         }
-        // A pass computes with zeros until its next segment, where `go_on` ends it with the error.
+        // After an error the pass computes with zeros until its next segment, where `tick_in_pass` returns the error.
         let found = self.mesh.exchange(bytes).unwrap_or_else(|error| {
             let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);
             first.get_or_insert(error);
@@ -487,8 +490,8 @@ impl<B: TrainBackend> ModuleMapper<B> for Leaves<B> {
     }
 }
 
-/// A gradient in the dtype in which ranks reduce gradients. One to which this micro-batch added nothing may still be
-/// stored in another.
+/// Casts a bf16 gradient to f32, the dtype in which ranks reduce. Gradients that this micro-batch added to are f32; one
+/// from an earlier micro-batch may be stored in bf16.
 fn f32_of<B: TrainBackend>(values: Primitive<B>) -> Primitive<B> {
     match values.dtype() {
         DType::BF16 => B::InnerBackend::float_cast(values, FloatDType::F32),
@@ -496,6 +499,7 @@ fn f32_of<B: TrainBackend>(values: Primitive<B>) -> Primitive<B> {
     }
 }
 
+/// The error of a rank whose state differs from this rank's.
 fn apart(rank: usize, theirs: String, ours: String) -> TrainError {
     CommError::OutOfStep { rank, theirs, ours }.into()
 }

@@ -1,23 +1,22 @@
-//! Skips steps with NaN or infinite gradients, and detects losses that show damaged weights.
+//! Skips steps whose loss or gradient norm is NaN or infinite, and detects losses far above their running mean.
 //!
-//! A step is skipped only if its loss or its gradient norm is not finite. [`gate`] decides that on the device, before
-//! the update, without reading a value back. The host reads the losses later, and [`LossMean`] finds those far above
-//! the running mean.
+//! [`gate`] decides on the device whether a step is skipped, before the update and without copying a value to the host.
+//! The host reads the losses later, and [`LossMean`] compares them with their mean.
 use burn::tensor::{Bool, Tensor};
 use sieve_core::recipe::TrainingSection;
 use sieve_hf::GuardState;
 use sieve_ops::TrainBackend;
 
-/// Losses that the mean needs before one can be far above it: the first ones fall fast.
+/// Number of losses before one can count as far above their mean: the first losses fall fast.
 const WARM_UP_STEPS: f32 = 20.0;
-/// Weight of a new loss in the mean, once there are more losses than its reciprocal.
+/// Weight of a new loss in the mean. The first 50 losses are averaged evenly.
 const NEW_LOSS_WEIGHT: f32 = 0.02;
 
 /// Device values of one step.
 pub(crate) struct GatedStep<B: TrainBackend> {
-    /// The clip scale, and 0 where the step must not be taken; never NaN. `[1]`.
+    /// `[1]`: the clip scale, or 0 if the step is skipped; never NaN.
     pub(crate) grad_scale: Tensor<B::InnerBackend, 1>,
-    /// Loss, gradient norm, 1 where the step is taken and else 0. `[3]`.
+    /// `[3]`: loss, gradient norm, and 1 if the step is taken, else 0.
     pub(crate) row: Tensor<B::InnerBackend, 1>,
 }
 
@@ -27,7 +26,7 @@ pub(crate) fn gate<B: TrainBackend>(
     grad_norm: Tensor<B::InnerBackend, 1>,
     clip_scale: Tensor<B::InnerBackend, 1>,
 ) -> GatedStep<B> {
-    // Infinity and NaN times 0 are NaN, which equals nothing.
+    // Infinity and NaN times 0 are NaN, which is not equal to 0.
     let zero = (loss.clone() + grad_norm.clone()).mul_scalar(0.0);
     let is_taken: Tensor<B::InnerBackend, 1, Bool> = zero.equal_elem(0.0);
     let grad_scale = clip_scale.zeros_like().mask_where(is_taken.clone(), clip_scale);
@@ -55,10 +54,10 @@ impl StepNumbers {
     }
 }
 
-/// The running mean of the losses of the steps that were taken, but for losses far above it.
+/// The running mean of the losses of steps that were taken. Losses far above the mean are left out of it.
 #[derive(Debug)]
 pub(crate) struct LossMean {
-    /// A loss is far above the mean where it is more than this above it, nats; infinite where no loss is.
+    /// A loss that exceeds the mean by more than this, in nats, is far above it; infinite if the check is off.
     margin: f32,
     state: GuardState,
 }
@@ -72,16 +71,15 @@ impl LossMean {
             } else {
                 f32::INFINITY
             },
-            // Old checkpoints have no mean loss: the mean begins anew.
-            state: if state.mean_loss == 0.0 {
-                GuardState::default()
-            } else {
-                state
+            state: match state.mean_loss {
+                // A checkpoint of an older version, which did not store the mean.
+                0.0 => GuardState::default(),
+                _ => state,
             },
         }
     }
 
-    /// Forgets all losses: those that come are of other data, or of another model.
+    /// Forgets all losses, because the next ones are of other data or of another model.
     pub(crate) fn restart(&mut self) {
         self.state = GuardState::default();
     }
@@ -90,7 +88,7 @@ impl LossMean {
         self.state
     }
 
-    /// Whether the loss of a step that was taken is far above the mean of those before. A loss that is not is counted.
+    /// Whether the loss of a step that was taken is far above the mean. If not, adds it to the mean.
     pub(crate) fn judge(&mut self, loss: f32) -> bool {
         let state = &mut self.state;
         if state.num_losses == 0.0 {
@@ -102,7 +100,7 @@ impl LossMean {
         }
         state.num_losses += 1.0;
         let weight = state.num_losses.recip().max(NEW_LOSS_WEIGHT);
-        // One wild loss of the first ones must not lift the mean above all that follow.
+        // Limited, so that one very high loss during the warm-up does not lift the mean above all later losses.
         state.mean_loss += rise.min(self.margin) * weight;
         false
     }

@@ -1,4 +1,4 @@
-//! What a run computes on.
+//! The device that a run computes on, and queries of its memory.
 use crate::memory::{process_available, process_memory, process_peak};
 use burn::tensor::backend::Backend;
 use serde::Serialize;
@@ -20,12 +20,12 @@ pub struct Hardware<B: Backend> {
     pub device: B::Device,
     /// Float type of the model.
     pub precision: Precision,
-    /// FLOP/s in that type, where known.
+    /// Peak FLOP/s in that type, if known.
     pub peak_flops: Option<f64>,
-    /// Returns `(in use, total)` memory in bytes; called at every report.
+    /// How to query the memory in use.
     pub memory: MemoryProbe,
-    /// Optional activations that blocks save for their backward pass: more where the device has room, as
-    /// `sieve_plan::MemoryPlan` says. [`Keeping::default`] is a fair choice without a plan.
+    /// Optional activations that blocks save for their backward pass. `sieve_plan::MemoryPlan` chooses them by the
+    /// device's memory; without a plan, [`Keeping::default`] suits most devices.
     pub keeping: Keeping,
 }
 
@@ -34,31 +34,31 @@ pub struct Hardware<B: Backend> {
 pub enum MemoryProbe {
     /// Resident memory of this process and memory of the machine.
     Process,
-    /// A device's own answers.
+    /// Memory of one device.
     Device(DeviceMemory),
 }
 
-/// Queries of a device.
+/// Queries of a device's memory.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceMemory {
-    /// Its number.
+    /// Index of the device.
     pub index: usize,
-    /// `(in use, total)` of the device of a number, in bytes.
+    /// `(in use, total)` memory in bytes of the device with an index.
     pub now: fn(usize) -> (u64, u64),
-    /// Begins to look for the most in use, which may slow the steps until `unwatch`.
+    /// Begins to measure the peak, which may slow the steps until `unwatch` is called.
     pub watch: fn(),
-    /// Ends that.
+    /// Ends the measurement that `watch` began.
     pub unwatch: fn(),
-    /// The most found.
+    /// The peak between `watch` and `unwatch`.
     pub peak: fn() -> Option<PeakMemory>,
 }
 
-/// Memory at its fullest, in bytes.
+/// Peak memory, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct PeakMemory {
-    /// Of tensors; on the CPU resident memory of the whole process.
+    /// Bytes of tensors; on the CPU, resident memory of the whole process.
     pub in_use_bytes: u64,
-    /// That the allocator held for them.
+    /// Bytes that the allocator had reserved for them.
     pub reserved_bytes: u64,
 }
 
@@ -71,7 +71,8 @@ impl MemoryProbe {
         }
     }
 
-    /// The most bytes this process could hold given everything else in memory; zero where unknown.
+    /// Bytes that this process can hold at most: on the CPU including those that it holds now, on a device the free
+    /// ones. Zero where unknown.
     pub fn available(self) -> u64 {
         match self {
             Self::Process => process_available(),
@@ -82,7 +83,7 @@ impl MemoryProbe {
         }
     }
 
-    /// The most so far: of a process since it began, of a device in the steps that were watched. `None` where unknown.
+    /// Peak of the process since it began, or of the device in the steps that were watched. `None` where unknown.
     pub fn peak(self) -> Option<PeakMemory> {
         match self {
             Self::Process => process_peak(),

@@ -10,7 +10,7 @@ pub(crate) fn process_memory() -> (u64, u64) {
     )
 }
 
-/// The most resident memory so far.
+/// Peak resident memory of this process.
 pub(crate) fn process_peak() -> Option<PeakMemory> {
     let bytes = field("/proc/self/status", "VmHWM:");
     (bytes > 0).then_some(PeakMemory {
@@ -19,8 +19,8 @@ pub(crate) fn process_peak() -> Option<PeakMemory> {
     })
 }
 
-/// The most memory this process can hold, in bytes, with what it holds now: the least of the machine's free memory,
-/// its memory cgroups' limits and the limit of address space (`ulimit -v`). Zero where the system reports none.
+/// Bytes of memory that this process can hold at most, including those that it holds now. The machine's free memory,
+/// the limits of memory cgroups and the limit of address space (`ulimit -v`) bound it; zero if the system reports none.
 pub(crate) fn process_available() -> u64 {
     let own = field("/proc/self/status", "RssAnon:");
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -32,8 +32,8 @@ pub(crate) fn process_available() -> u64 {
     left.map_or(0, |left| left + own)
 }
 
-/// Room left in the memory cgroups of a process and in their parents. `groups` is its `/proc/self/cgroup`, and the
-/// hierarchies are mounted below `root`; `None` where no group has a limit.
+/// Bytes left in the memory cgroups of a process and in their parents; `None` if no group has a limit. `groups` is the
+/// text of `/proc/self/cgroup`, and the cgroup hierarchies are mounted below `root`.
 fn cgroup_room(groups: &str, root: &Path) -> Option<u64> {
     let rooms = groups.lines().filter_map(|line| {
         let (_, rest) = line.split_once(':')?;
@@ -44,7 +44,7 @@ fn cgroup_room(groups: &str, root: &Path) -> Option<u64> {
             _ if has_memory => (root.join("memory"), LEGACY),
             _ => return None,
         };
-        // In a container the path may be the host's: the groups around it are looked at too, the hierarchy's root last.
+        // In a container the path may be the host's and not exist here: its parents up to the root are read too.
         let path = folder.join(path.trim_start_matches('/'));
         let around = path.ancestors().take_while(|group| group.starts_with(&folder));
         around.filter_map(|group| group_room(group, names)).min()
@@ -52,7 +52,8 @@ fn cgroup_room(groups: &str, root: &Path) -> Option<u64> {
     rooms.min()
 }
 
-/// Files of a memory cgroup: its limit, its use, and in `memory.stat` the cached pages of files that it can drop.
+/// Files of a memory cgroup with its limit and usage, and the field of `memory.stat` with the cached file pages that
+/// the kernel can drop.
 #[derive(Clone, Copy)]
 struct GroupFiles {
     limit: &'static str,
@@ -76,7 +77,7 @@ fn group_room(group: &Path, names: GroupFiles) -> Option<u64> {
         let text = std::fs::read_to_string(group.join(name)).ok()?;
         text.trim().parse::<u64>().ok()
     };
-    // A group without a limit says "max".
+    // Without a limit the file holds "max", which is no number.
     let limit = number(names.limit)?;
     let usage = number(names.usage)?;
     let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
@@ -87,13 +88,13 @@ fn group_room(group: &Path, names: GroupFiles) -> Option<u64> {
     Some((limit + droppable.unwrap_or(0)).saturating_sub(usage))
 }
 
-/// The soft limit of address space in `/proc/self/limits`; `None` where there is none.
+/// The soft limit of address space in the text of `/proc/self/limits`; `None` if it is unlimited.
 fn address_space(limits: &str) -> Option<u64> {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// A field of the form `NAME   123 kB`.
+/// Bytes of a field with the form `NAME   123 kB`; zero if it is missing.
 fn field(file: &str, name: &str) -> u64 {
     let text = std::fs::read_to_string(file).unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix(name));

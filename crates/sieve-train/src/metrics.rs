@@ -1,4 +1,4 @@
-//! `metrics.jsonl` and TensorBoard, with torchtitan's tags.
+//! Writes `metrics.jsonl` and TensorBoard files; the tags are torchtitan's.
 use crate::run_folder::is_same_file;
 use crate::tensorboard::{TensorBoard, fenced};
 use crate::trainer::Tries;
@@ -11,15 +11,15 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Writers of a run's numbers. A file that cannot be written ends no run: its lines wait.
+/// Writers of a run's numbers. If a file cannot be written, the run continues and the lines wait in memory.
 pub(crate) struct Metrics {
-    /// `None` where another process writes.
+    /// Path of `metrics.jsonl`; `None` if another process writes it.
     path: Option<PathBuf>,
-    /// `None` until it is opened again.
+    /// The open `metrics.jsonl`; `None` after a failed write, until the next try.
     file: Option<File>,
-    /// Bytes of whole lines in the file.
+    /// Bytes of complete lines in the file.
     len: u64,
-    /// Lines that are not in the file yet.
+    /// Lines that could not be written yet.
     waiting: String,
     tries: Tries,
     /// Failed and recovered writes, not yet reported.
@@ -36,7 +36,6 @@ enum Line<'a> {
     Memory(MemoryLine),
 }
 
-/// A line and when it was written.
 #[derive(Serialize)]
 struct Stamped<'a> {
     #[serde(flatten)]
@@ -44,7 +43,7 @@ struct Stamped<'a> {
     unix_seconds: f64,
 }
 
-/// The most memory that the watched steps had in use.
+/// Peak memory of the watched steps.
 #[derive(Serialize)]
 struct MemoryLine {
     step: u64,
@@ -61,7 +60,8 @@ pub(crate) struct History {
 }
 
 impl Metrics {
-    /// Opens both; lines of steps after `step`, and a half line left by a process that was killed, are dropped.
+    /// Opens `metrics.jsonl` and TensorBoard's file. Lines of steps after `step`, and an incomplete line of a killed
+    /// process, are dropped.
     pub(crate) fn open(folder: &RunFolder, step: u64, enable_tensorboard: bool) -> Result<(Self, History), TrainError> {
         let path = folder.metrics_path();
         let history = if path.exists() {
@@ -78,15 +78,17 @@ impl Metrics {
         } else {
             TensorBoard::nowhere()
         };
-        let mut metrics = Self::nowhere();
-        metrics.path = Some(path);
-        metrics.file = Some(file);
-        metrics.len = len;
-        metrics.tensorboard = tensorboard;
+        let metrics = Self {
+            path: Some(path),
+            file: Some(file),
+            len,
+            tensorboard,
+            ..Self::nowhere()
+        };
         Ok((metrics, history))
     }
 
-    /// Writes nothing: for a process whose numbers another one of its group writes.
+    /// Writes nothing: for the ranks besides rank 0.
     pub(crate) fn nowhere() -> Self {
         Self {
             path: None,
@@ -135,13 +137,13 @@ impl Metrics {
         self.tensorboard.scalars(&scalars, report.step);
     }
 
-    /// The recipe as text and hyperparameters in TensorBoard.
+    /// Writes the recipe to TensorBoard, as text and as hyperparameters.
     pub(crate) fn recipe(&mut self, recipe: &Recipe, step: u64) -> Result<(), TrainError> {
         self.tensorboard.recipe(recipe, &recipe.to_toml()?, step);
         Ok(())
     }
 
-    /// A text that the model wrote, for TensorBoard.
+    /// Writes a text that the model generated to TensorBoard.
     pub(crate) fn sample(&mut self, number: usize, text: &str, step: u64) {
         self.tensorboard.text(&format!("samples/{number}"), &fenced(text), step);
     }
@@ -150,7 +152,7 @@ impl Metrics {
         self.line(&Line::Skipped(report));
     }
 
-    /// The peak of the steps up to `step`.
+    /// Writes the peak memory of the steps up to `step`.
     pub(crate) fn memory(&mut self, step: u64, peak: PeakMemory, in_use_bytes_by_rank: Vec<u64>) {
         let line = MemoryLine {
             step,
@@ -207,10 +209,10 @@ impl Metrics {
                         .push(format!("{} is written again, and lacks no line", path.display()));
                 }
             }
-            // The next try takes another handle, without the half line that this one may have left.
+            // The next try opens the file again and cuts off an incomplete line that this write may have left.
             Err(error) => {
                 let pause = self.tries.fail().as_secs();
-                if self.tries.num_failed() == 1 {
+                if self.tries.num_failed == 1 {
                     self.messages.push(format!(
                         "warning: writing {}: {error}; training continues, and its lines wait (next try in {pause} s)",
                         path.display()
@@ -220,28 +222,28 @@ impl Metrics {
         }
     }
 
-    /// Takes the messages about writes that failed, and that succeed again.
+    /// Takes the messages about failed and recovered writes.
     pub(crate) fn take_messages(&mut self) -> Vec<String> {
         std::mem::take(&mut self.messages)
     }
 
-    /// Whether the file of later lines is no longer at its path: it was removed, moved or replaced.
+    /// Whether the open `metrics.jsonl` is no longer at its path, because it was removed, moved or replaced.
     pub(crate) fn is_elsewhere(&self) -> bool {
         let held = self.file.as_ref().zip(self.path.as_ref());
         held.is_some_and(|(file, path)| !is_same_file(file, path))
     }
 
-    /// Opens what is at the path now, or makes it, for the lines that follow.
+    /// Opens or creates the file that is now at the path, for later lines.
     pub(crate) fn reopen(&mut self) {
         let opened = self.path.as_ref().map(|path| open_lines(path, None));
         (self.file, self.len) = match opened {
             Some(Ok((file, len))) => (Some(file), len),
-            // The next line tries again, and cuts nothing off.
+            // The next line tries again; with this length it cuts nothing off.
             _ => (None, u64::MAX),
         };
     }
 
-    /// The last try for lines that wait.
+    /// Tries a last time to write the waiting lines.
     pub(crate) fn finish(&mut self) {
         if self.waiting.is_empty() {
             return;
@@ -255,10 +257,10 @@ impl Metrics {
     }
 }
 
-/// Lines beyond this do not wait, and are lost.
+/// When this many bytes of lines wait, further lines are lost.
 const MAX_WAITING_BYTES: usize = 64 << 20;
 
-/// Opens a file of lines to append to, without what is behind `len`; returns how long it is.
+/// Opens a file to append lines to, and cuts it off after `len` bytes. Returns the file and its length in bytes.
 fn open_lines(path: &Path, len: Option<u64>) -> io::Result<(File, u64)> {
     let file = OpenOptions::new().create(true).append(true).open(path)?;
     let found = file.metadata()?.len();
@@ -273,14 +275,14 @@ fn open_lines(path: &Path, len: Option<u64>) -> io::Result<(File, u64)> {
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// The last validation that the run in `folder` wrote; numbers that were not finite are NaN.
+/// The last validation that the run in `folder` wrote; a number that was NaN or infinite is NaN.
 pub fn last_validation(folder: &Path) -> Option<ValidationReport> {
     let text = std::fs::read_to_string(folder.join("metrics.jsonl")).ok()?;
     let mut lines = text.lines().rev();
     lines.find_map(|line| serde_json::from_str::<ValidationReport>(line).ok())
 }
 
-/// What is needed of a line written earlier.
+/// The fields of a written line that decide whether it stays.
 #[derive(Deserialize)]
 struct Written {
     kind: String,
@@ -391,10 +393,10 @@ mod tests {
         let path = folder.metrics_path();
         std::fs::write(&path, "{\"kind\":\"step\",\"step\":1}\n").unwrap();
         let (mut metrics, _) = Metrics::open(&folder, 1, false).unwrap();
-        metrics.tries.set_limits(WriteLimits {
+        metrics.tries.limits = WriteLimits {
             first_pause: std::time::Duration::ZERO,
             ..WriteLimits::default()
-        });
+        };
         // A disk that is full, and half a line that still found room.
         metrics.file = Some(OpenOptions::new().append(true).open("/dev/full").unwrap());
         metrics.memory(2, PEAK, vec![7]);

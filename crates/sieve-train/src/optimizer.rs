@@ -3,13 +3,12 @@ mod snapshot;
 
 pub use snapshot::{OptimizerSnapshot, ReplicaSums};
 
-use crate::collectives::Gathered;
+use crate::collectives::{Gathered, Primitive as Inner, flat};
 use crate::gradients::Gradient;
 use crate::group::Share;
 use crate::segment::Segment;
 use crate::{GradientBuffer, TrainError};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
-use burn::tensor::backend::{AutodiffBackend, BackendTypes};
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
 use sieve_core::recipe::{OptimizerName, OptimizerSection};
@@ -20,39 +19,37 @@ use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Moments of every parameter, and the low bits of its f32 master where the model holds bf16 weights. Matrices (rank 2
-/// and more) decay; norms, gates and scales do not.
+/// Moments of every parameter, and the low 16 bits of its f32 master if the model holds bf16 weights. Matrices (rank 2
+/// and more) have weight decay; norms, gates and scales do not.
 ///
-/// With several ranks each updates its piece of every matrix and holds moments and low bits of that piece alone
-/// (ZeRO-1, arXiv:1910.02054); tensors too small to be cut are updated by all ranks. Muon needs whole matrices, so
+/// With several ranks, each updates its piece of every matrix and holds the moments and low bits of that piece (ZeRO-1,
+/// arXiv:1910.02054). Vectors and small matrices are updated by all ranks. Muon needs whole matrices, so it runs with
 /// `zero_stage = 0`.
 #[derive(Debug)]
 pub struct Optimizer<B: TrainBackend> {
     settings: OptimizerSection,
     share: Share,
     num_updates: u64,
-    /// Parameters that Muon updates, and how many rows each projection in them has.
+    /// Parameters that Muon updates, and the number of rows of each projection that is packed in them.
     matrices: HashMap<ParamId, Vec<usize>>,
     moments: HashMap<ParamId, Moments<B>>,
     /// The 16 bits of the f32 master that the bf16 weight lacks, from [`sieve_ops::split_master`].
     masters: HashMap<ParamId, Inner<B>>,
-    /// This rank's flat piece of each weight that is cut: a copy, which updates change before all ranks gather the
+    /// A flat copy of this rank's piece of each divided weight. An update changes the copy; then all ranks gather the
     /// weight.
     pieces: HashMap<ParamId, Inner<B>>,
 }
 
 #[derive(Debug)]
 struct Moments<B: TrainBackend> {
-    /// Muon's momentum, where it updates the parameter.
+    /// AdamW's first moment, or Muon's momentum.
     exp_avg: Inner<B>,
-    /// AdamW's alone.
+    /// AdamW's second moment; `None` for parameters that Muon updates.
     exp_avg_sq: Option<Inner<B>>,
 }
 
-type Inner<B> = <<B as AutodiffBackend>::InnerBackend as BackendTypes>::FloatTensorPrimitive;
-
 impl<B: TrainBackend> Optimizer<B> {
-    /// Zero moments, made at each parameter's first update.
+    /// An optimizer whose moments are zero; they are allocated at each parameter's first update.
     pub fn new(settings: OptimizerSection) -> Self {
         Self::of_share(settings, Share::ALL)
     }
@@ -77,7 +74,7 @@ impl<B: TrainBackend> Optimizer<B> {
         module.map(&mut ToBf16 { optimizer: self })
     }
 
-    /// One update of every parameter that has a gradient; `grad_scale` `[1]` multiplies all gradients.
+    /// Updates every parameter that has a gradient. `grad_scale`, `[1]`, multiplies all gradients.
     pub fn step<M: Module<B>>(
         &mut self,
         module: M,
@@ -89,7 +86,8 @@ impl<B: TrainBackend> Optimizer<B> {
         module.map(&mut self.begin(gradients, grad_scale, lr))
     }
 
-    /// As [`step`](Self::step), segment by segment; `updated` gets the pieces of each, to gather its weights.
+    /// As [`step`](Self::step), segment by segment. `updated` receives the updated pieces of each segment, to gather
+    /// its weights.
     pub(crate) fn step_by_segment(
         &mut self,
         mut model: Qwen3<B>,
@@ -107,15 +105,16 @@ impl<B: TrainBackend> Optimizer<B> {
         Ok(model)
     }
 
-    /// Of a model for Muon, the matrices of its blocks, with the rows of each projection that a matrix holds: q, k and
-    /// v are packed in one, gate and up in another, k and v of an NSA branch, queries and key of an indexer. A side
-    /// below 32 belongs to gates and scores of a few heads; positions are vectors, one a row.
+    /// Under Muon, fills `matrices`: the matrices of the model's blocks, with the rows of each projection that is
+    /// packed in them. Packed are q, k and v; gate and up; k and v of an NSA branch; an indexer's queries and key.
+    /// AdamW updates matrices with a side below 32, which are gates and scores of a few heads, and position embeddings,
+    /// whose rows are independent vectors.
     fn find_matrices<M: Module<B>>(&mut self, module: &M) {
         if self.settings.name != OptimizerName::Muon || !self.matrices.is_empty() {
             return;
         }
         let all = parameter_ids(module);
-        let columns: HashMap<&str, usize> = all
+        let num_columns: HashMap<&str, usize> = all
             .iter()
             .map(|(name, _, shape)| (name.as_str(), shape[shape.len() - 1]))
             .collect();
@@ -123,16 +122,17 @@ impl<B: TrainBackend> Optimizer<B> {
             let is_projection = name.contains("layers.") && !name.ends_with(".positions");
             is_projection && shape.len() == 2 && shape.iter().all(|&side| side >= 32)
         });
-        let parts = |name: &str, rows: usize| {
+        let projections = |name: &str, rows: usize| {
             if let Some((attention, "qkv_proj.weight")) = name.split_once("qkv.") {
-                let queries = columns[format!("{attention}o_proj.weight").as_str()];
+                // o_proj has one column for each row of the query projection.
+                let queries = num_columns[format!("{attention}o_proj.weight").as_str()];
                 return vec![queries, (rows - queries) / 2, (rows - queries) / 2];
             }
             if let Some(indexer) = name
                 .strip_suffix("proj.weight")
                 .filter(|name| name.ends_with("indexer."))
             {
-                let key = columns[format!("{indexer}q_norm.weight").as_str()];
+                let key = num_columns[format!("{indexer}q_norm.weight").as_str()];
                 return vec![rows - key, key];
             }
             let of_two = [
@@ -145,7 +145,9 @@ impl<B: TrainBackend> Optimizer<B> {
                 false => vec![rows],
             }
         };
-        self.matrices = matrices.map(|(name, id, shape)| (*id, parts(name, shape[0]))).collect();
+        self.matrices = matrices
+            .map(|(name, id, shape)| (*id, projections(name, shape[0])))
+            .collect();
     }
 
     fn begin<'a>(
@@ -175,8 +177,8 @@ impl<B: TrainBackend> Optimizer<B> {
         }
     }
 
-    /// Restores the optimizer's part of a [`snapshot`](Self::snapshot); `read` finds a tensor by name and shape, or
-    /// some of its flattened elements.
+    /// Restores the moments and the number of updates from a saved [`snapshot`](Self::snapshot). `read` returns a
+    /// tensor by name and shape, or a range of its flattened elements.
     ///
     /// # Errors
     /// The first error of `read`.
@@ -190,7 +192,7 @@ impl<B: TrainBackend> Optimizer<B> {
         self.num_updates = updates.iter::<i64>().next().unwrap_or(0) as u64;
         self.moments.clear();
         if self.num_updates == 0 {
-            // A run saved before its first update has no moments yet; the next step makes them.
+            // A checkpoint from before the first update has no moments; the first step creates them.
             return Ok(());
         }
         self.find_matrices(module);
@@ -250,9 +252,10 @@ impl<B: TrainBackend> burn::module::ModuleVisitor<B> for Ids<B> {
     }
 }
 
-/// Leaves of a segment that were updated in pieces.
+/// Weights of a segment whose pieces were updated, ready to be gathered.
 pub(crate) type Updated<B> = Vec<(ParamId, Gathered<B>)>;
 
+/// One step of the optimizer, mapped over the model.
 struct Update<'a, B: TrainBackend> {
     optimizer: &'a mut Optimizer<B>,
     gradients: &'a mut GradientBuffer<B>,
@@ -262,9 +265,10 @@ struct Update<'a, B: TrainBackend> {
 }
 
 impl<B: TrainBackend> Update<'_, B> {
-    /// The next bf16 weight, whole or this rank's piece.
-    fn leaf(&mut self, id: ParamId, leaf: Inner<B>, gradient: Inner<B>, decays: bool) -> Inner<B> {
+    /// Updates a weight, or this rank's piece of it, with its moments and master, and returns it.
+    fn updated_leaf(&mut self, id: ParamId, leaf: Inner<B>, gradient: Inner<B>, decays: bool) -> Inner<B> {
         let optimizer = &mut *self.optimizer;
+        // With masters, `param` is the low bits and `leaf` the bf16 weight; without, `param` is the f32 weight.
         let (param, leaf) = match optimizer.masters.remove(&id) {
             Some(master) => (master, Some(leaf)),
             None => (leaf, None),
@@ -293,7 +297,7 @@ impl<B: TrainBackend> Update<'_, B> {
             let old = std::mem::replace(&mut moments.exp_avg, zeros());
             let next = muon::<B>(old, gradient, grad_scale, step.beta1, dtype, parts);
             (gradient, grad_scale, momentum) = (next.update, next.gate, Some(next.momentum));
-            // p -= lr (wd p + update): AdamW with the update as its first moment and nothing as its second.
+            // p -= lr (weight_decay p + update), by AdamW's kernel: the update as gradient and first moment, no second.
             step = AdamWStep {
                 beta1: 0.0,
                 beta2: 1.0,
@@ -331,49 +335,50 @@ impl<B: TrainBackend> Update<'_, B> {
     }
 }
 
-/// What Muon makes of a gradient.
+/// Muon's update of one matrix.
 struct Orthogonal<B: TrainBackend> {
     momentum: Inner<B>,
-    /// Of about the same root mean square as AdamW's updates, so that one learning rate serves both.
+    /// The update; its root mean square is about that of AdamW's updates, so that one learning rate serves both.
     update: Inner<B>,
-    /// `[1]`: 1, or 0 where the gradient's scale is zero or not finite; then nothing changes.
+    /// `[1]`: 0 if the step is skipped, which is known by a gradient scale of 0, or one that is not finite; else 1.
     gate: Inner<B>,
 }
 
-/// Nesterov momentum `m = beta m + g`, and `g + beta m` with each of its `parts` (numbers of rows) orthogonalised in
-/// `dtype` and times `0.2 sqrt(max(out, in))` (arXiv:2502.16982, equations 2 and 4).
+/// Nesterov momentum `m = beta m + g` of the gradient g times `scale`. The update is `g + beta m`, of which each
+/// projection is orthogonalised in `dtype` and multiplied by `0.2 sqrt(max(out, in))` (arXiv:2502.16982, equations 2
+/// and 4). `projections` are numbers of rows.
 fn muon<B: TrainBackend>(
     momentum: Inner<B>,
     gradient: Inner<B>,
     scale: Inner<B>,
     beta: f64,
     dtype: DType,
-    parts: &[usize],
+    projections: &[usize],
 ) -> Orthogonal<B> {
     let tensor = |x| Tensor::<B::InnerBackend, 2>::from_primitive(TensorPrimitive::Float(x));
     let scale = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(scale));
-    let spoilt = scale
+    let is_skipped = scale
         .clone()
         .equal_elem(0.0)
         .bool_or(scale.clone().is_finite().bool_not());
     let old = tensor(momentum);
-    let (shape, compute) = (old.dims(), old.dtype());
-    assert_eq!(parts.iter().sum::<usize>(), shape[0], "parts of all rows");
-    let gradient = tensor(gradient).cast(compute) * scale.cast(compute).reshape([1, 1]);
+    let (shape, master_dtype) = (old.dims(), old.dtype());
+    assert_eq!(projections.iter().sum::<usize>(), shape[0], "projections of all rows");
+    let gradient = tensor(gradient).cast(master_dtype) * scale.cast(master_dtype).reshape([1, 1]);
     let next = old.clone() * beta + gradient.clone();
     let update = (gradient + next.clone() * beta).cast(dtype);
-    let mut end = 0;
-    let parts = parts.iter().map(|&rows| {
-        end += rows;
-        let size = 0.2 * (rows.max(shape[1]) as f64).sqrt();
-        sieve_ops::orthogonalised(update.clone().narrow(0, end - rows, rows)).cast(compute) * size
+    let updates = update.split_with_sizes(projections.to_vec(), 0).into_iter();
+    let updates = updates.zip(projections).map(|(update, &rows)| {
+        let factor = 0.2 * (rows.max(shape[1]) as f64).sqrt();
+        sieve_ops::orthogonalised(update).cast(master_dtype) * factor
     });
-    let update = Tensor::cat(parts.collect(), 0);
-    let momentum = next.mask_where(spoilt.clone().reshape([1, 1]).expand(shape), old);
+    let update = Tensor::cat(updates.collect(), 0);
+    let momentum = next.mask_where(is_skipped.clone().reshape([1, 1]).expand(shape), old);
+    let gate = is_skipped.bool_not().float().cast(master_dtype);
     Orthogonal {
         momentum: momentum.into_primitive().tensor(),
         update: update.into_primitive().tensor(),
-        gate: spoilt.bool_not().float().cast(compute).into_primitive().tensor(),
+        gate: gate.into_primitive().tensor(),
     }
 }
 
@@ -385,7 +390,7 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
         };
         let decays = D >= 2;
         if !is_piece {
-            let leaf = self.leaf(id, tensor.inner().into_primitive().tensor(), values, decays);
+            let leaf = self.updated_leaf(id, tensor.inner().into_primitive().tensor(), values, decays);
             let leaf = Tensor::from_primitive(TensorPrimitive::Float(leaf));
             let leaf = Tensor::<B, D>::from_inner(leaf).require_grad();
             return Param::from_mapped_value(id, leaf, mapper);
@@ -395,7 +400,7 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
         let whole = tensor.clone().inner().into_primitive().tensor();
         let piece = self.optimizer.pieces.remove(&id);
         let piece = piece.unwrap_or_else(|| cut::<B>(whole.clone(), pieces.of(share.rank)));
-        let piece = self.leaf(id, piece, values, decays);
+        let piece = self.updated_leaf(id, piece, values, decays);
         self.optimizer.pieces.insert(id, piece.clone());
         let gathered = Gathered { piece, whole, pieces };
         self.updated.push((id, gathered));
@@ -403,12 +408,9 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
     }
 }
 
-/// Some elements of a tensor, flat.
+/// A range of the elements of a flattened tensor.
 fn cut<B: TrainBackend>(whole: Inner<B>, range: Range<usize>) -> Inner<B> {
-    let count = whole.shape().num_elements();
-    let flat = B::InnerBackend::float_reshape(whole, [count].into());
-    let flat = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(flat));
-    flat.slice([range]).into_primitive().tensor()
+    flat::<B>(whole).slice([range]).into_primitive().tensor()
 }
 
 struct ToBf16<'a, B: TrainBackend> {
@@ -422,7 +424,7 @@ impl<B: TrainBackend> ModuleMapper<B> for ToBf16<'_, B> {
         let master = tensor.inner();
         let (leaf, mut rest) = sieve_ops::split_master(master.clone());
         if let Some(range) = range {
-            // Split again: a view of the whole rest would keep all of it.
+            // The piece is split anew: a slice of `rest` would keep the whole tensor in memory.
             let piece = cut::<B>(master.into_primitive().tensor(), range);
             let piece = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(piece));
             let (piece, own) = sieve_ops::split_master(piece);

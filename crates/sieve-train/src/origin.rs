@@ -1,4 +1,5 @@
 //! The checkpoint a run resumes from.
+use crate::run_folder::rename_aside;
 use crate::{RunFolder, Start, TrainError};
 use serde::{Deserialize, Serialize};
 use sieve_core::model::AttentionForm;
@@ -9,8 +10,8 @@ use sieve_hf::{Checkpoint, CheckpointError, CheckpointState, list_checkpoints};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// Keys that change what a model computes with the same weights. Windows and block counts, which a branch often changes
-/// on purpose, are not included.
+/// Keys that change what a model computes with the same weights. Windows and block counts are left out, because a
+/// branch often changes them on purpose.
 const READS_WEIGHTS: [&str; 10] = [
     "attention.bias",
     "attention.compress_stride",
@@ -24,14 +25,15 @@ const READS_WEIGHTS: [&str; 10] = [
     "model.rope_theta",
 ];
 
-/// What a run has before its first step in this process.
+/// The state that a run begins with in this process.
 #[derive(Debug)]
 pub struct Origin {
-    /// The verified checkpoint; `None` starts from the seed.
+    /// The verified checkpoint; `None` initialises the weights from the seed.
     pub checkpoint: Option<Checkpoint>,
-    /// What a person should know of it.
+    /// Messages for the user about the checkpoint.
     pub notices: Vec<String>,
-    /// Whether another recipe begins with it: its tokenizer counts, its data does not.
+    /// Whether a new run with another recipe begins with the checkpoint: it uses the checkpoint's tokenizer, but its
+    /// own data.
     pub is_branch: bool,
 }
 
@@ -40,12 +42,12 @@ impl Origin {
     /// except that [`Start::ResumeAlone`] locks the folder and renames damaged checkpoints. A later checkpoint in the
     /// fallback folder is used if it belongs to this run.
     ///
-    /// A run that was killed before its first checkpoint begins again with the checkpoint that it began with, or with
-    /// the seed.
+    /// A run that was killed before its first checkpoint begins again with its first state: a checkpoint of another
+    /// run, or the seed.
     ///
     /// # Errors
-    /// A damaged checkpoint, a recipe that asks for another run; a checkpoint that the run began with and that is gone
-    /// or another one now.
+    /// A damaged checkpoint; a recipe that does not continue the run; the checkpoint that the run began with was
+    /// removed or replaced.
     pub fn find(folder: &RunFolder, start: &Start, recipe: &Recipe) -> Result<Self, TrainError> {
         let mut notices = Vec::new();
         let checkpoint = match start {
@@ -105,7 +107,7 @@ impl Origin {
         })
     }
 
-    /// Notes in the folder of a run which checkpoint it begins with, or that it begins with none.
+    /// Writes `origin.json` into the folder of a run, or removes the file if the run begins with no other checkpoint.
     ///
     /// # Errors
     /// Any failure of the file system.
@@ -123,7 +125,8 @@ impl Origin {
         }
     }
 
-    /// A run of `recipe` that begins with `checkpoint`, which may come from any recipe with the same parameters.
+    /// A new run of `recipe` that begins with `checkpoint`. The checkpoint's recipe may differ in everything but the
+    /// model's parameters.
     fn branch(checkpoint: Checkpoint, recipe: &Recipe) -> Result<Self, TrainError> {
         let (there, saved) = checkpoint.recipe_and_shape()?;
         let now = recipe.model_shape(checkpoint.state.vocab_size)?;
@@ -170,13 +173,13 @@ impl Origin {
             ));
         }
         for change in changes {
-            // Or a key inside one of these.
+            // `starts_with` also finds the keys of a table such as `model.rope_scaling`.
             if READS_WEIGHTS.iter().any(|key| change.key.starts_with(key)) {
                 notices.push(format!(
                     "warning: {change}; the weights were trained with the former, and what they compute changes at once"
                 ));
             } else if checkpoint.state.step > 0 {
-                // An import's recipe says nothing about training.
+                // At step 0 the checkpoint is an import, whose recipe has no training settings to compare with.
                 notices.push(format!("note: {change}"));
             }
         }
@@ -187,7 +190,7 @@ impl Origin {
         })
     }
 
-    /// A new run.
+    /// A new run with weights from the seed.
     pub fn seed() -> Self {
         Self {
             checkpoint: None,
@@ -196,8 +199,8 @@ impl Origin {
         }
     }
 
-    /// The recipe with the tokenizer that the run reads: that of the checkpoint where a run branches off it and its
-    /// recipe has another, and so in the run's folder from then on.
+    /// The recipe with the tokenizer that the run reads. A branch whose recipe names another tokenizer reads the
+    /// checkpoint's, and the recipe in the run's folder names that one.
     ///
     /// # Errors
     /// A recipe beside the checkpoint that cannot be read.
@@ -224,19 +227,19 @@ impl Origin {
     }
 }
 
-/// The checkpoint that a run began with, as `origin.json` of its folder has it.
+/// The contents of `origin.json`: the checkpoint of another folder that a run began with.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Begun {
-    /// Its absolute path.
+    /// Absolute path of the checkpoint.
     checkpoint: PathBuf,
     /// As [`Origin::is_branch`].
     is_branch: bool,
-    /// With the checksums of its files.
+    /// The checkpoint's state, which includes the checksums of its files.
     state: CheckpointState,
 }
 
 impl Begun {
-    /// Of a run that begins with `checkpoint`.
+    /// For a run that begins with `checkpoint`.
     pub(crate) fn with(checkpoint: &Checkpoint, is_branch: bool) -> Result<Self, TrainError> {
         let path = &checkpoint.path;
         Ok(Self {
@@ -246,7 +249,7 @@ impl Begun {
         })
     }
 
-    /// Of the run in `folder`; `None` where it began with the seed.
+    /// Reads the file of the run in `folder`; `None` if that run began with the seed.
     fn read(folder: &RunFolder) -> Result<Option<Self>, TrainError> {
         let path = folder.origin_path();
         match std::fs::read(&path).and_then(|text| Ok(serde_json::from_slice(&text)?)) {
@@ -256,7 +259,7 @@ impl Begun {
         }
     }
 
-    /// Opens it where it is still the same.
+    /// Opens the checkpoint if it has not changed.
     fn open(self, folder: &RunFolder) -> Result<Checkpoint, TrainError> {
         let problem = match Checkpoint::open(&self.checkpoint) {
             Ok(found) if found.state == self.state => return Ok(found),
@@ -271,7 +274,7 @@ impl Begun {
     }
 }
 
-/// The latest whole checkpoint of a run, in its own folder or in `fallback`; `None` if it has none.
+/// The latest whole checkpoint of a run, from its own folder or from `fallback`; `None` if the run has none.
 fn latest_of_two(
     folder: &RunFolder,
     fallback: Option<&Path>,
@@ -308,23 +311,25 @@ fn latest_of_two(
     own
 }
 
-/// Opens a checkpoint outside of the run's folder if it belongs to the run: the recipe continues it, and it is not
-/// older than the run. Another run may have used the same folder.
+/// Opens a checkpoint outside of the run's folder if it belongs to the run: `recipe` continues it, and it was written
+/// after the run began. Another run may have used the same folder before. An error is the reason, on one line.
 fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Checkpoint, String> {
-    let begin = |text: String, count: usize| {
+    let first_lines = |text: String, count: usize| {
         let lines = text.lines().take(count).map(str::trim);
         lines.collect::<Vec<_>>().join(" ")
     };
-    let checkpoint = Checkpoint::open(path).map_err(|error| begin(error.to_string(), 1))?;
-    let saved = checkpoint.recipe_toml().map_err(|error| begin(error.to_string(), 1))?;
+    let checkpoint = Checkpoint::open(path).map_err(|error| first_lines(error.to_string(), 1))?;
+    let saved = checkpoint
+        .recipe_toml()
+        .map_err(|error| first_lines(error.to_string(), 1))?;
     let saved = Recipe::load(&saved, &path.join("config.toml").display().to_string(), &[]);
     saved
         .and_then(|saved| {
             let recipe = with_tokenizer_of_branch(&saved, recipe);
             saved.check_resume(&recipe, checkpoint.state.step as usize).map(drop)
         })
-        // The second line names the first key that differs.
-        .map_err(|error| begin(error.to_string(), 2))?;
+        // The second line of the error names the first key that differs.
+        .map_err(|error| first_lines(error.to_string(), 2))?;
     let written = |path: &Path| std::fs::metadata(path).and_then(|found| found.modified()).ok();
     match (written(&folder.lock_path()), written(&path.join("state.json"))) {
         (Some(run), Some(own)) if own >= run => Ok(checkpoint),
@@ -332,13 +337,13 @@ fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Check
     }
 }
 
-/// The latest checkpoint of a folder that is whole; damaged ones that came after it get another name. Where none is
-/// whole, all stay as they are.
+/// The latest whole checkpoint of a folder. Damaged checkpoints of later steps are renamed; if no checkpoint is whole,
+/// all keep their names.
 fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, TrainError> {
     let mut damaged = Vec::new();
     for (_, path) in list_checkpoints(folder)?.into_iter().rev() {
         let checkpoint = match Checkpoint::open(&path) {
-            // Without its state it is none.
+            // A checkpoint without `state.json` is reported as not found.
             Err(error @ (CheckpointError::Damaged { .. } | CheckpointError::NotFound { .. })) => {
                 damaged.push((path, error));
                 continue;
@@ -346,12 +351,7 @@ fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, 
             opened => opened?,
         };
         for (path, error) in damaged {
-            let aside = (1..).map(|number| path.with_extension(format!("damaged-{number}")));
-            let aside = aside
-                .into_iter()
-                .find(|path| !path.exists())
-                .expect("some number is free");
-            std::fs::rename(&path, &aside).map_err(TrainError::io("renaming", &path))?;
+            let aside = rename_aside(&path, "damaged")?;
             let error = error.to_string();
             notices.push(format!(
                 "warning: {}\n  it is kept as {}, and the run continues from {}",
@@ -371,7 +371,7 @@ fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, 
     }
 }
 
-/// The learning rate of a run that is resumed with another number of steps.
+/// A message about the learning rate before and after a resume that changes the number of steps.
 fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> {
     let steps = now.training.steps;
     if steps_done == 0 || steps_done >= steps || saved.training.steps == steps {
@@ -393,13 +393,14 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
     ))
 }
 
-/// Whether a key says where the tokenizer comes from.
+/// Whether a recipe's key selects the tokenizer.
 fn names_tokenizer(key: &str) -> bool {
     let key = key.strip_prefix("tokenizer.");
     key.is_some_and(|key| key != "eos_token")
 }
 
-/// `recipe` with the tokenizer of `saved` where that is a checkpoint's: the run branched off it.
+/// `recipe` with the tokenizer of `saved`, if that is the `tokenizer.json` of a checkpoint, because the run is a
+/// branch.
 fn with_tokenizer_of_branch(saved: &Recipe, recipe: &Recipe) -> Recipe {
     let mut recipe = recipe.clone();
     let path = saved.tokenizer.path.as_ref().map(Path::new);
@@ -416,8 +417,8 @@ fn with_tokenizer_of_branch(saved: &Recipe, recipe: &Recipe) -> Recipe {
     recipe
 }
 
-/// Kinds with the parameters of dense attention, which can load any dense model: dense attention itself, and blocks
-/// chosen by pooled keys.
+/// Whether attention has exactly the parameters of dense attention, so that it can load any dense model: dense
+/// attention itself, and kinds that choose blocks by pooled keys.
 fn is_dense_or_chosen(attention: Attention) -> bool {
     match attention.form() {
         AttentionForm::Grouped { window } => window.is_none(),
@@ -426,7 +427,7 @@ fn is_dense_or_chosen(attention: Attention) -> bool {
     }
 }
 
-/// Two kinds of attention have other parameters, or read the same ones in another way.
+/// Problem and hint for a checkpoint with another kind of attention.
 fn other_kind(saved: AttentionKind, now: AttentionKind) -> (String, String) {
     let what = format!("attention.kind is {} there, {} here", saved.name(), now.name());
     let hint = match (saved, now) {
@@ -441,7 +442,8 @@ fn other_kind(saved: AttentionKind, now: AttentionKind) -> (String, String) {
     (what, hint)
 }
 
-/// The first size that differs: of the recipe's keys, else the parameters of a part of the model.
+/// Problem and hint for the first size that differs: a key of `[model]`, or the number of parameters of a part of the
+/// model.
 fn other_size(saved: &ModelShape, now: &ModelShape) -> Option<(String, String)> {
     let keys = |shape: &ModelShape| {
         [
@@ -459,7 +461,7 @@ fn other_size(saved: &ModelShape, now: &ModelShape) -> Option<(String, String)> 
     let key = pairs.find(|(saved, now)| saved != now);
     let what = key.map(|((key, saved), (_, now))| format!("{key} is {saved} there and {now} here"));
     let what = what.or_else(|| {
-        // A part that one of the two has not is absent from its list.
+        // A part that only one of the two models has counts as 0 parameters in the other.
         let parts = [saved, now].map(|shape| shape.parameters().by_part());
         let of = |index: usize, part: &str| {
             let found = parts[index].iter().find(|(name, _)| *name == part);

@@ -1,4 +1,4 @@
-//! Events of a run, for its caller.
+//! The events that a run reports to its caller.
 use crate::{AttentionStatistics, PeakMemory};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::path::{Path, PathBuf};
@@ -18,11 +18,11 @@ pub struct StepReport {
     pub lr: f64,
     /// Tokens trained on so far.
     pub tokens_seen: u64,
-    /// Tokens a second since the last report, steps only; of all processes together.
+    /// Tokens per second of all processes since the last report, without validations and checkpoints.
     pub tokens_per_second: f64,
-    /// Executed FLOPs a second on one device, in units of 10¹².
+    /// Executed TFLOP/s of one device.
     pub tflops: f64,
-    /// Executed FLOPs as a share of the device's peak, in percent; `None` where no peak is known, as of a CPU.
+    /// Executed FLOPs as a share of the device's peak, in percent; `None` where no peak is known, as for a CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mfu_percent: Option<f64>,
     /// FLOPs of the same model with dense causal attention as a share of the peak, in percent.
@@ -34,7 +34,7 @@ pub struct StepReport {
     pub memory_total_bytes: u64,
     /// Seconds left at the present speed.
     pub eta_seconds: f64,
-    /// What the mask did in this step's last micro-batch; of several processes in rank 0's.
+    /// Mask statistics of this step's last micro-batch; with several processes, of rank 0's.
     pub attention: AttentionStatistics,
 }
 
@@ -60,38 +60,38 @@ pub struct ValidationReport {
     pub num_bytes: u64,
 }
 
-/// JSON has `null` for a number that is not finite.
+/// Reads `null`, which stands for NaN and infinity in JSON, as NaN.
 fn nan_of_null<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
-/// A step that was not taken: the weights and moments are as before it.
+/// A step that was skipped: it changed neither weights nor moments.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SkippedStep {
     /// Number of the step.
     pub step: u64,
-    /// Its loss.
+    /// Loss of the step, nats per label.
     pub loss: f64,
-    /// Its gradient norm.
+    /// Gradient norm of the step.
     pub grad_norm: f64,
-    /// Mean loss of the steps taken before, nats.
+    /// Running mean of the losses before the step, nats per label.
     pub mean_loss: f64,
-    /// The first of its rows, in the stage's order.
+    /// Index of the step's first row in the order of the stage.
     pub first_row: u64,
-    /// Its rows.
+    /// Number of rows of the step.
     pub num_rows: u64,
-    /// Documents in it, by their numbers in the shard; the first of them.
+    /// The first documents in these rows, by their index in the shard.
     pub documents: Vec<u32>,
-    /// How many there are in all.
+    /// Number of all documents in these rows.
     pub num_documents: usize,
-    /// Gradient norm by part of the model; empty where the gradients were gone when the host learned of the step.
+    /// Gradient norm by part of the model; empty if the host read the step's numbers after its gradients were freed.
     pub grad_norms: Vec<(String, f64)>,
 }
 
 /// What happens during a run.
 #[derive(Clone, Debug)]
 pub enum TrainEvent<'a> {
-    /// A step worth a line.
+    /// A step that is logged (`metrics.log_freq`).
     Step(&'a StepReport),
     /// An optimizer step that the guard skipped.
     Skipped(&'a SkippedStep),
@@ -101,9 +101,9 @@ pub enum TrainEvent<'a> {
     Checkpoint(&'a Path),
     /// The device has done the first step of this process.
     FirstStep,
-    /// Something a person should know.
+    /// A message for the user.
     Notice(&'a str),
-    /// Something that is wrong though the run continues.
+    /// A problem after which the run continues.
     Warning(&'a str),
 }
 
@@ -112,9 +112,9 @@ pub enum TrainEvent<'a> {
 pub struct TrainSummary {
     /// Optimizer steps done.
     pub step: u64,
-    /// Whether a signal ended it before its last step.
+    /// Whether the run ended before its last step.
     pub interrupted: bool,
-    /// The run's first validation, also where an earlier process made it.
+    /// The run's first validation, which an earlier process may have written.
     pub first_validation: Option<ValidationReport>,
     /// The last validation.
     pub last_validation: Option<ValidationReport>,
@@ -122,6 +122,6 @@ pub struct TrainSummary {
     pub checkpoint: Option<PathBuf>,
     /// The last logged step.
     pub last_step: Option<StepReport>,
-    /// Memory at its fullest, where known.
+    /// Peak memory, where known.
     pub peak_memory: Option<PeakMemory>,
 }

@@ -1,11 +1,11 @@
-//! The rows a run trains and validates on, from its data.
+//! Loaders of training and validation rows.
 use crate::data::{RowSource, StageText};
 use crate::{TrainError, TrainingData};
 use sieve_core::recipe::Stage;
 use sieve_data::{Loader, LoaderConfig, MqarMixture, MqarPart, MqarSplit, Order, Prepared};
 use std::sync::Arc;
 
-/// What makes rows of shards, mixed by weights where there are any.
+/// A loader of training rows; with `weights`, rows are drawn from each shard by its weight.
 fn text_loader(prepared: &Prepared, weights: Option<&[f64]>, config: LoaderConfig) -> Result<Loader, TrainError> {
     let Some(weights) = weights else {
         return Ok(Loader::new(Arc::new(prepared.train()?), config)?);
@@ -24,7 +24,7 @@ fn add_counts(counts: &mut [u64], prepared: &Prepared) -> Result<(), TrainError>
     Ok(())
 }
 
-/// Rows of a synthetic task that its token statistics are taken from.
+/// Number of rows of a synthetic task in which its tokens are counted.
 const SAMPLED_ROWS: u64 = 1000;
 
 impl TrainingData {
@@ -40,7 +40,7 @@ impl TrainingData {
         }
     }
 
-    /// The loader of training rows, where no stage has text of its own.
+    /// The loader of training rows for stages that name no text and no weights.
     ///
     /// # Errors
     /// An unreadable shard, or one with too few tokens for a row.
@@ -88,10 +88,11 @@ impl TrainingData {
         }
     }
 
-    /// How often the token of each row of an embedding occurs in the training data.
+    /// How often each of the first `rows` tokens occurs in the training data; `rows` is the size of the embedding.
     ///
     /// # Errors
-    /// As [`token_counts`](Self::token_counts); a token of the tokenizer's without a row, also in a stage's own text.
+    /// Those of [`token_counts`](Self::token_counts); the data, or a stage's own text, holds a token without a row in
+    /// the embedding.
     pub(crate) fn counts_of_rows(&self, rows: usize) -> Result<Vec<u64>, TrainError> {
         let all = rows.max(self.tokenizer.vocab_size());
         let mut counts = self.token_counts(all)?;
@@ -123,7 +124,7 @@ impl TrainingData {
                 let seq_len = train.iter().map(|part| part.config.seq_len).max().unwrap_or(0);
                 let mixture = MqarMixture::shuffled(train, MqarSplit::Train, seq_len, 0)?;
                 for row in 0..SAMPLED_ROWS {
-                    // What is predicted are the labels: the statistics a guesser would use.
+                    // Only labels are predicted, so a unigram model is counted on them.
                     for label in mixture.batch(row, 1, 0).labels {
                         if let Some(count) = counts.get_mut(label as usize) {
                             *count += 1;

@@ -12,15 +12,15 @@ pub enum Start {
     New,
     /// From the latest checkpoint of the folder.
     Resume,
-    /// The same without a user: damaged checkpoints are renamed, and the last whole one is used.
+    /// As `Resume`, without a user who could help: damaged checkpoints are renamed, and the latest whole one is used.
     ResumeAlone {
-        /// The folder of this run alone where a later checkpoint may lie: see
+        /// This run's own fallback folder, which may hold a later checkpoint; see
         /// [`Trainer::set_fallback`](crate::Trainer::set_fallback).
         fallback: Option<PathBuf>,
     },
-    /// From a checkpoint named by the user: one of the folder's own, or one of another run to begin a new folder with.
+    /// From a checkpoint that the user names: one of this folder, or one of another folder that a new folder continues.
     ResumeFrom(PathBuf),
-    /// A new run with another recipe, in a folder that holds none, from a checkpoint's weights, moments and step.
+    /// A new run with another recipe, in a folder without a run, from a checkpoint's weights, moments and step.
     BranchFrom(PathBuf),
 }
 
@@ -29,7 +29,7 @@ pub enum Start {
 pub struct RunFolder {
     path: PathBuf,
     checkpoint_folder: String,
-    /// Another process of the same group has claimed it.
+    /// Whether another process of the same group, rank 0, has locked the folder.
     is_claimed: bool,
     /// Held until the run ends; the system releases it when the process is killed.
     lock: Option<File>,
@@ -42,10 +42,8 @@ impl RunFolder {
     /// A folder that holds another run; nothing to resume; a path that is no folder.
     pub fn open(path: &Path, checkpoint_folder: &str, start: &Start) -> Result<Self, TrainError> {
         let folder = Self {
-            path: path.to_owned(),
-            checkpoint_folder: checkpoint_folder.to_owned(),
             is_claimed: false,
-            lock: None,
+            ..Self::of_group(path, checkpoint_folder)
         };
         folder.check(start)?;
         Ok(folder)
@@ -56,7 +54,7 @@ impl RunFolder {
         path.join("config.toml").is_file()
     }
 
-    /// The folder of a run that another process has opened and writes: rank 0 of the same group.
+    /// The folder of a run that rank 0 of the same group has opened and writes to.
     pub fn of_group(path: &Path, checkpoint_folder: &str) -> Self {
         Self {
             path: path.to_owned(),
@@ -79,7 +77,8 @@ impl RunFolder {
         self.check(start)
     }
 
-    /// Creates and locks the folder again if it was removed, so that no other run begins there. Returns whether it was.
+    /// Creates and locks the folder again if it was removed, so that no other run begins there. Returns whether it had
+    /// been removed.
     ///
     /// # Errors
     /// A folder that cannot be made, or that another process has taken meanwhile.
@@ -138,14 +137,14 @@ impl RunFolder {
         }
     }
 
-    /// The first thing found that a run writes; data prepared beforehand is none of them.
+    /// A file or folder that only a run writes, if there is one. Data may have been prepared before the run.
     fn first_of_a_run(&self) -> Option<String> {
         let names = ["config.toml", "metrics.jsonl", &self.checkpoint_folder, "log", "tb"];
         let found = names.into_iter().find(|name| self.path.join(name).exists());
         found.map(str::to_owned)
     }
 
-    /// Whether `path` is this run, its folder of checkpoints, or one of them.
+    /// Whether `path` is this run's folder, its folder of checkpoints, or one of its checkpoints.
     fn holds(&self, path: &Path) -> bool {
         let (Ok(own), Ok(path)) = (self.path.canonicalize(), path.canonicalize()) else {
             return false;
@@ -159,7 +158,7 @@ impl RunFolder {
         &self.path
     }
 
-    /// A name for the run in folder `path`, by its absolute path: several runs may share a folder for last checkpoints.
+    /// A name for the run in `path`, made from its absolute path, because several runs may share a fallback folder.
     pub fn fallback_name(path: &Path) -> String {
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         format!("run-{:016x}", xxh3_64(path.as_os_str().as_encoded_bytes()))
@@ -170,12 +169,14 @@ impl RunFolder {
         self.path.join("config.toml")
     }
 
-    /// The checkpoint of elsewhere that the run began with: what it resumes from until it has one of its own.
+    /// Names the checkpoint of another folder that the run began with. The run resumes from it until it has a
+    /// checkpoint of its own.
     pub(crate) fn origin_path(&self) -> PathBuf {
         self.path.join("origin.json")
     }
 
-    /// Locked while a process trains here. Made when the run begins, and not written again.
+    /// Locked while a process trains here. Created when the run begins and never written, so its modification time is
+    /// the begin of the run.
     pub(crate) fn lock_path(&self) -> PathBuf {
         self.path.join("run.lock")
     }
@@ -190,7 +191,7 @@ impl RunFolder {
         self.path.join("tb")
     }
 
-    /// What the terminal showed, as plain lines.
+    /// The terminal's output as plain lines.
     pub fn log_path(&self) -> PathBuf {
         self.path.join("log")
     }
@@ -200,13 +201,22 @@ impl RunFolder {
         self.path.join(&self.checkpoint_folder)
     }
 
-    /// Where shards and a trained tokenizer go when the recipe names no cache.
+    /// Folder of the shards and a trained tokenizer, if the recipe names no `data.cache_dir`.
     pub fn data_path(&self) -> PathBuf {
         self.path.join("data")
     }
 }
 
-/// Whether `path` names the file that `held` is.
+/// Renames a folder `NAME` to `NAME.WORD-N`, with the first free number N. No run takes that for a checkpoint.
+pub(crate) fn rename_aside(path: &Path, word: &str) -> Result<PathBuf, TrainError> {
+    let names = (1..).map(|number| path.with_extension(format!("{word}-{number}")));
+    let aside = names.into_iter().find(|path| !path.exists());
+    let aside = aside.expect("some number is free");
+    fs::rename(path, &aside).map_err(TrainError::io("renaming", path))?;
+    Ok(aside)
+}
+
+/// Whether the file at `path` is the open file `held`. Outside of Unix, whether there is any file.
 pub(crate) fn is_same_file(held: &File, path: &Path) -> bool {
     #[cfg(unix)]
     {

@@ -1,4 +1,4 @@
-//! The parts of a model that have a graph of their own.
+//! The parts of a model that have an autodiff graph of their own.
 use crate::GradientBuffer;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, list_param_ids};
 use burn::tensor::{Tensor, TensorPrimitive};
@@ -25,7 +25,7 @@ impl Segment {
         first.chain(blocks).chain(Some(Self::Head))
     }
 
-    /// Ids of its parameters, in module order.
+    /// Ids of the segment's parameters, in module order.
     pub(crate) fn ids<B: TrainBackend>(self, model: &Qwen3<B>) -> Vec<ParamId> {
         match self {
             Self::Embedding => list_param_ids(&model.embed_tokens),
@@ -34,7 +34,7 @@ impl Segment {
         }
     }
 
-    /// Norm of its gradients; of pieces alone, or also of `whole` ones.
+    /// Norm of the segment's gradients, as [`GradientBuffer::norm_of`].
     pub(crate) fn norm<B: TrainBackend>(
         self,
         model: &Qwen3<B>,
@@ -49,20 +49,20 @@ impl Segment {
         }
     }
 
-    /// `model` with the parameters of another one of the same sizes, their ids among them.
+    /// `model` with the parameters and parameter ids of `other`, a model of the same sizes.
     pub(crate) fn with_parameters_of<B: TrainBackend>(model: Qwen3<B>, other: &Qwen3<B>) -> Qwen3<B> {
         let mut all = Parameters(VecDeque::new());
         other.visit(&mut all);
         model.map(&mut all)
     }
 
-    /// The model with its parameters mapped.
+    /// The model with this segment's parameters mapped.
     pub(crate) fn map<B: TrainBackend>(self, mut model: Qwen3<B>, mapper: &mut impl ModuleMapper<B>) -> Qwen3<B> {
         match self {
             Self::Embedding => model.embed_tokens = model.embed_tokens.map(mapper),
             Self::Head => model.head = model.head.map(mapper),
             Self::Block(layer) => {
-                // A clone would keep the parameters from being changed in place.
+                // Moved out and back: a clone would share the tensors, which could then not be updated in place.
                 let block = model.layers.swap_remove(layer);
                 model.layers.push(block.map(mapper));
                 let last = model.layers.len() - 1;

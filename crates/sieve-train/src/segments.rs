@@ -4,9 +4,9 @@
 //! from the last and seeds each with the gradient of its output. A block's graph is freed as soon as its gradient is
 //! known.
 //!
-//! Activation checkpointing lives here, because a graph cannot be built inside a backward pass: a recomputed block
-//! keeps its input alone, and its graph is built when the backward pass reaches it. The same ops run on the same
-//! numbers, so gradients are equal to the last bit.
+//! Activation checkpointing is part of this walk, because Burn cannot build a graph inside a backward pass. A
+//! recomputed block keeps only its input, and its graph is built when the backward pass reaches it. The same ops run on
+//! the same numbers, so gradients are equal to the last bit.
 use crate::segment::Segment;
 use crate::{DeviceBatch, GradientBuffer, TrainError};
 use burn::module::AutodiffModule;
@@ -27,26 +27,27 @@ pub struct MicroBatchResult<B: TrainBackend> {
     pub expire: Vec<Tensor<B, 3, Int>>,
     /// DMA's scores by layer, of the same shape, where its bias clamps large ones; empty elsewhere.
     pub clamped_scores: Vec<Tensor<B::InnerBackend, 3>>,
-    /// Fit of MSA's indexers by layer, if the settings measure it; see [`sieve_ops::index_statistics`].
+    /// Statistics of MSA's indexers by layer, `[3]` each, if the settings ask for them; see
+    /// [`sieve_ops::index_statistics`].
     pub indexers: Vec<Tensor<B::InnerBackend, 1>>,
 }
 
-/// How a pass computes the blocks.
+/// How a forward and backward pass computes the blocks.
 #[derive(Clone, Debug)]
 pub struct BlockSettings {
-    /// Which are computed a second time in the backward pass.
+    /// Which blocks are recomputed in the backward pass.
     pub checkpointing: ActivationCheckpointSection,
-    /// Blocks that run their GEMMs in fp8.
+    /// Indices of the blocks that run their GEMMs in fp8.
     pub fp8: Range<usize>,
     /// Optional activations that the blocks save for their backward pass.
     pub keeping: Keeping,
-    /// Which kernels attention takes on a GPU, and how these sum.
+    /// Which kernels attention takes on a GPU, and whether their sums have a fixed order.
     pub policy: KernelPolicy,
-    /// One over the tokens of an optimizer step: what a token weighs in the losses of layers.
+    /// Weight of a token in the losses inside layers, such as an indexer's: one over the tokens of an optimizer step.
     pub token_share: f64,
-    /// Whether layers with an indexer say how well it fits.
+    /// Whether layers with an indexer return its statistics.
     pub measures_indexers: bool,
-    /// Whether queries of kinds that choose blocks read all keys.
+    /// Whether kinds that choose blocks attend to all keys in this step.
     pub reads_all: bool,
 }
 
@@ -92,11 +93,11 @@ impl BlockSettings {
     }
 }
 
-/// What the backward pass of one block begins with.
+/// What is kept of a block for its backward pass.
 enum Block<B: TrainBackend> {
-    /// Its graph: the input that takes the gradient, and the output.
+    /// Both ends of its graph: the input, which receives a gradient, and the output.
     Graph(Tensor<B, 3>, Tensor<B, 3>),
-    /// Its input alone, and what layers before it chose.
+    /// For a block that is recomputed: its input, and the block choice that an earlier layer hands on to it.
     Input(Tensor<B::InnerBackend, 3>, LastChoice<B>),
 }
 
@@ -109,7 +110,7 @@ pub(crate) trait PassHooks<B: TrainBackend> {
         segment: Segment,
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError>;
-    /// Runs once this micro-batch has added all its gradients of a segment.
+    /// Runs when this micro-batch has added its last gradient of a segment.
     fn after(
         &mut self,
         model: &Qwen3<B>,
@@ -118,10 +119,10 @@ pub(crate) trait PassHooks<B: TrainBackend> {
     ) -> Result<(), TrainError>;
 }
 
-/// Adds the gradients of `loss_scale * sum of cross-entropies` of one micro-batch to `gradients`, with the blocks
-/// computed as `settings` say.
+/// Runs forward and backward pass of one micro-batch and adds the gradients of `loss_scale * sum of cross-entropies` to
+/// `gradients`.
 ///
-/// With `loss_scale = 1 / labels of the whole step`, micro-batches add up to the mean over the step.
+/// With `loss_scale = 1 / (labels of the whole step)`, the micro-batches add up to the mean over the step.
 pub fn accumulate_gradients_with<B: TrainBackend>(
     settings: &BlockSettings,
     model: &Qwen3<B>,
@@ -130,7 +131,7 @@ pub fn accumulate_gradients_with<B: TrainBackend>(
     loss_scale: f64,
     gradients: &mut GradientBuffer<B>,
 ) -> MicroBatchResult<B> {
-    // Tensors are shared, not copied.
+    // A clone of a module shares its tensors.
     let mut model = model.clone();
     let result = pass(settings, &mut model, batch, rope, loss_scale, gradients, None);
     result.expect("only hooks return errors")
@@ -187,7 +188,7 @@ pub(crate) fn pass<B: TrainBackend>(
         }
     }
 
-    // A block that is computed a second time is not measured again.
+    // Recomputed blocks must not return their statistics a second time.
     context.measures_indexers = false;
     before(model, Segment::Head, gradients)?;
     let model = &*model;
@@ -204,7 +205,7 @@ pub(crate) fn pass<B: TrainBackend>(
     let mut pass = loss.backward();
     gradients.collect(&model.head, &mut pass);
     after(Segment::Head, gradients)?;
-    // The tied embedding is a parameter of two segments.
+    // A tied embedding is a parameter of the head too.
     gradients.collect(&model.embed_tokens, &mut pass);
     let mut dy = input.grad_remove(&mut pass).expect("the loss depends on the stream");
 
@@ -239,7 +240,8 @@ pub(crate) fn pass<B: TrainBackend>(
     })
 }
 
-/// A block's forward pass; its backward pass adds to the gradients so far inside its GEMMs where it can.
+/// A block's forward pass with a graph. Where possible, the GEMMs of its backward pass add directly to the gradients of
+/// earlier micro-batches.
 fn with_graph<B: TrainBackend>(
     layer: &DecoderLayer<B>,
     x: Tensor<B, 3>,
@@ -256,7 +258,7 @@ fn with_graph<B: TrainBackend>(
     output
 }
 
-/// The block's output, with nothing kept of how it came about.
+/// A block's forward pass on the inner backend, which keeps no activations.
 fn without_graph<B: TrainBackend>(
     layer: &DecoderLayer<B>,
     x: Tensor<B::InnerBackend, 3>,

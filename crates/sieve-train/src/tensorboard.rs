@@ -12,13 +12,12 @@ use tensorboard_proto::tensor_shape::TensorShapeProto_Dim;
 use tensorboard_proto::types::DataType;
 use tensorboard_rs::summary_writer::FileWriter;
 
-/// Sections of a recipe whose keys decide what is learned: the columns of TensorBoard's table of hyperparameters.
+/// Sections of a recipe whose keys are shown in TensorBoard's table of hyperparameters.
 const HYPERPARAMETERS: [&str; 5] = ["model", "attention", "training", "optimizer", "lr_scheduler"];
 
-/// The file; `None` when the recipe wants none, or after it failed.
+/// The writer of the file; `None` if the recipe asks for no file, or after a write failed.
 ///
-/// TensorBoard's writer panics when its file cannot be written. A run must not end for that, so the file is then
-/// abandoned.
+/// tensorboard-rs panics when it cannot write. The panic is caught and the file abandoned, so that the run continues.
 pub(crate) struct TensorBoard(Option<FileWriter>);
 
 impl TensorBoard {
@@ -41,7 +40,7 @@ impl TensorBoard {
         self.write(scalars, step);
     }
 
-    /// Markdown, on the page of texts.
+    /// Writes a Markdown text for TensorBoard's text plugin.
     pub(crate) fn text(&mut self, tag: &str, markdown: &str, step: u64) {
         let mut value = of_plugin("text", tag);
         let mut size = TensorShapeProto_Dim::new();
@@ -53,7 +52,7 @@ impl TensorBoard {
         self.write([value], step);
     }
 
-    /// The recipe as a text, and its hyperparameters.
+    /// Writes the recipe as a text and as hyperparameters.
     pub(crate) fn recipe(&mut self, recipe: &Recipe, toml: &str, step: u64) {
         self.text("recipe", &fenced(toml), step);
         let mut session = SessionStartInfo::new();
@@ -87,7 +86,7 @@ impl TensorBoard {
         }));
         match written {
             Ok(()) => self.0 = Some(writer),
-            // Its destructor panics too.
+            // The writer's destructor would panic too.
             Err(_) => std::mem::forget(writer),
         }
     }
@@ -101,13 +100,13 @@ impl Drop for TensorBoard {
     }
 }
 
-/// Text that Markdown leaves as it is.
+/// The text as a Markdown code block, indented by four spaces.
 pub(crate) fn fenced(text: &str) -> String {
     let lines = text.lines().map(|line| format!("    {line}\n"));
     lines.collect()
 }
 
-/// A value that a plugin of TensorBoard shows.
+/// An empty value for a plugin of TensorBoard.
 fn of_plugin(plugin: &str, tag: &str) -> Summary_Value {
     let mut value = Summary_Value::new();
     value.set_tag(tag.to_owned());
@@ -116,7 +115,7 @@ fn of_plugin(plugin: &str, tag: &str) -> Summary_Value {
     value
 }
 
-/// A key's value as TensorBoard takes it; lists as their text.
+/// A recipe's value for TensorBoard; lists and tables become text.
 fn hyperparameter(value: &Value) -> Option<HyperParameter> {
     let mut parameter = HyperParameter::new();
     match value {

@@ -19,8 +19,8 @@ use crate::group::{Agreement, Share};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
 use crate::origin::Begun;
-use crate::segments::{BlockSettings, PassHooks, pass};
-use crate::validation::{check_labels, report, share_sums, sums_of_shares, sums_to_bytes};
+use crate::segments::{BlockSettings, MicroBatchResult, PassHooks, pass};
+use crate::validation::{check_labels, report, share_sums, sums_of_shares};
 use crate::{
     AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Optimizer, Origin,
     Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram,
@@ -43,12 +43,12 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use writer::CheckpointWriter;
 
-/// `Trainer::model` is `None` only while an update maps it to its next value; it never escapes `train_step`.
+/// `Trainer::model` is `None` only inside functions that move the model out to map it.
 const AWAY: &str = "the model is put back before an update returns";
 
-/// A run: model, optimizer, data, and the position in each.
+/// A run: model, optimizer, data, and how far the run is.
 pub struct Trainer<B: TrainBackend> {
-    /// All stages.
+    /// The recipe with all stages; [`StageState`] has that of the present stage.
     recipe: Recipe,
     stage: StageState,
     data: TrainingData,
@@ -67,33 +67,42 @@ pub struct Trainer<B: TrainBackend> {
     memory: MemoryProbe,
     keeping: Keeping,
     step: u64,
-    /// Next row of the stage.
+    /// Index of the next row in the order of the stage.
     next_sample: u64,
     tokens_seen: u64,
-    /// Steps without a label in this process, and the rows of the last ones in a row.
-    unlabelled: (u64, u64),
-    /// DMA's masks and scores of the last micro-batch, and the learning rate of the last step.
-    last_step: Option<StepOutcome<B>>,
-    /// The checkpoint of elsewhere that this process begins with.
+    unlabelled: Unlabelled,
+    /// Learning rate of the last step, and the result of its last micro-batch.
+    last_step: Option<(f64, MicroBatchResult<B>)>,
+    /// The checkpoint of another folder that this process begins with.
     begun: Option<Begun>,
-    /// Step of the last checkpoint of this run, and the folder that holds it.
+    /// Step of the last checkpoint of this run.
     last_checkpoint: Option<u64>,
+    /// Folder that holds the last checkpoint.
     last_folder: PathBuf,
     saving: Saving,
     writer: CheckpointWriter,
     /// Whether all processes have written their files of the checkpoint that is being written.
     all_written: bool,
-    /// Reported when the run begins.
+    /// Messages that are reported when the run begins.
     notices: Vec<String>,
     disturbance: FaultInjection,
-    /// The processes that train together; `None` where this one is alone.
+    /// The processes that train together; `None` if this process trains without others.
     group: Option<Group<B>>,
     /// Step after which this process stops, with a checkpoint.
     stop_at: Option<u64>,
     /// The metrics files, after the run.
     metrics: Option<Metrics>,
-    /// Reads the shards while training continues, in the process that writes.
+    /// On rank 0, threads that check the shards' checksums while training continues.
     shard_checks: Vec<ShardCheck>,
+}
+
+/// Steps whose rows hold no label.
+#[derive(Default)]
+struct Unlabelled {
+    /// Number of such steps in this process.
+    num_steps: u64,
+    /// Rows of such steps since the last step with a label, or since the stage began.
+    num_rows_in_a_row: u64,
 }
 
 /// Sends each event to the metrics files and to the caller's callback.
@@ -115,19 +124,11 @@ impl Reporter<'_> {
     }
 }
 
-/// What the last step left on the device.
-struct StepOutcome<B: TrainBackend> {
-    lr: f64,
-    expire: Vec<Tensor<B, 3, burn::tensor::Int>>,
-    clamped_scores: Vec<Tensor<B::InnerBackend, 3>>,
-    indexers: Vec<Tensor<B::InnerBackend, 1>>,
-}
-
 impl<B: TrainBackend> Trainer<B> {
-    /// A new run, or one restored from its checkpoint. Writes nothing: [`run`](Self::run) does.
+    /// A new run, or one restored from its checkpoint. Writes nothing; [`run`](Self::run) does.
     ///
-    /// The other processes of a `group` are given the same recipe, data and checkpoint: each takes its share of every
-    /// step's rows, of the update and of each checkpoint. Rank 0 alone writes the run's other files.
+    /// All processes of a `group` must be given the same recipe, data and checkpoint. Each takes its share of the rows
+    /// of every step, of the update and of each checkpoint. Only rank 0 writes the run's other files.
     ///
     /// # Errors
     /// A recipe that does not fit the tokenizer or the checkpoint, an unreadable shard; a batch that does not divide by
@@ -176,7 +177,7 @@ impl<B: TrainBackend> Trainer<B> {
             step: 0,
             next_sample: 0,
             tokens_seen: 0,
-            unlabelled: (0, 0),
+            unlabelled: Unlabelled::default(),
             last_step: None,
             begun: None,
             last_checkpoint: None,
@@ -208,7 +209,7 @@ impl<B: TrainBackend> Trainer<B> {
                 trainer.begun = Some(Begun::with(checkpoint, origin.is_branch)?);
             }
             if origin.is_branch {
-                // Another window or rotary base has another loss.
+                // With another window or rotary base the losses change.
                 trainer.loss_mean.restart();
             }
         } else if precision == Precision::Bf16 {
@@ -218,24 +219,24 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(trainer)
     }
 
-    /// Stops after this many steps of this process as a signal would: with a checkpoint to resume from.
+    /// Stops after this many steps of this process, with a checkpoint to resume from, as after a signal.
     pub fn stop_after(&mut self, num_steps: u64) {
         self.stop_at = Some(self.step.saturating_add(num_steps));
     }
 
-    /// Where the last checkpoint of this process goes when its own place fails: a folder of
-    /// [this run alone](RunFolder::fallback_name), the same for all processes of a run.
+    /// Sets the folder for the last checkpoint of this process if the run's own folder cannot be written to. No other
+    /// run may use it (see [`RunFolder::fallback_name`]), and it must be the same for all processes of the run.
     pub fn set_fallback(&mut self, folder: PathBuf) {
         self.saving.fallback = Some(folder);
     }
 
-    /// Has writes that fail tried in another rhythm. For tests.
+    /// Changes how failed writes are retried. For tests.
     #[doc(hidden)]
     pub fn set_write_limits(&mut self, limits: WriteLimits) {
-        self.saving.tries.set_limits(limits);
+        self.saving.tries.limits = limits;
     }
 
-    /// Whether the run is to end before its next step.
+    /// Whether the run must end before its next step.
     fn is_asked_to_stop(&self, stop: &AtomicBool) -> bool {
         stop.load(Ordering::Relaxed) || self.stop_at.is_some_and(|last| self.step >= last)
     }
@@ -254,7 +255,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.model.as_ref().expect(AWAY)
     }
 
-    /// Waits for the weights that all ranks gather after a step.
+    /// Waits until the weights of the last update are gathered from all ranks.
     fn finish_leaves(&mut self) -> Result<(), TrainError> {
         match &mut self.group {
             Some(group) => group.finish_leaves(&mut self.model),
@@ -277,13 +278,13 @@ impl<B: TrainBackend> Trainer<B> {
         self.step
     }
 
-    /// Makes some steps wrong on purpose. For tests of the guard.
+    /// Injects faults. For tests of the guard.
     #[doc(hidden)]
     pub fn disturb(&mut self, disturbance: FaultInjection) {
         self.disturbance = disturbance;
     }
 
-    /// The state of `checkpoint` in the present stage.
+    /// Restores the state of `checkpoint` in the present stage.
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<(), TrainError> {
         self.finish_leaves()?;
         let state = &checkpoint.state;
@@ -311,7 +312,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
         self.step = state.step;
         self.tokens_seen = state.tokens_seen;
-        // At the end of a stage the next one's rows begin; other data begins with its first row.
+        // The checkpoint's row counts only if its stage goes on with the same data; else the first row is next.
         let ended = self.recipe.stage_of_state(state.step as usize).index;
         let goes_on = ended == self.stage.stage.index;
         let [saved, now] = [&state.data_fingerprint, &self.data.fingerprint()]
@@ -324,7 +325,7 @@ impl<B: TrainBackend> Trainer<B> {
         };
         self.next_sample = next_sample;
         self.loss_mean = LossMean::new(&self.recipe.training, guard);
-        // A checkpoint of another run begins this one, and is written here before the first step.
+        // Unless the checkpoint is in this run's folder, the run has no checkpoint of its own yet.
         let own = self.folder.checkpoint_path().join(format!("step-{}", state.step));
         let [own, found] = [&own, &checkpoint.path].map(|path| path.canonicalize().ok());
         if own.is_some() && found == own {
@@ -333,10 +334,10 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// Trains until the last step, or until `stop` is set; then the state is on disk.
+    /// Trains until the last step, or until `stop` is set, and writes a last checkpoint.
     ///
     /// # Errors
-    /// A shard or checkpoint that fails, or a loss that stays NaN or infinite; earlier checkpoints stay.
+    /// A shard cannot be read, a checkpoint cannot be written, or training diverges. Earlier checkpoints stay.
     pub fn run(
         &mut self,
         stop: &AtomicBool,
@@ -353,8 +354,8 @@ impl<B: TrainBackend> Trainer<B> {
         self.set_work(Work::Long);
         let (mut reporter, history) = self.begin(observe)?;
         let is_validated = match &self.group {
-            // Rank 0 alone has read what an earlier process wrote.
-            Some(group) => group.of_first(history.first.as_ref().map(|_| 1))?.is_some(),
+            // Only rank 0 has read the metrics of an earlier process.
+            Some(group) => group.of_first(history.first.is_some())?,
             None => history.first.is_some(),
         };
         let first_validation = match is_validated {
@@ -377,7 +378,7 @@ impl<B: TrainBackend> Trainer<B> {
             self.warn_unsaved(&mut reporter);
         }
         let result = self.steps(stop, &mut reporter, &mut summary);
-        // A checkpoint being written is finished and reported, also when a step failed.
+        // A checkpoint that is being written is finished even if a step failed.
         let written = match result {
             Ok(()) => self.save_last(&mut reporter),
             Err(_) if self.group.is_none() => self.finish_checkpoint(&mut reporter),
@@ -397,13 +398,14 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(summary)
     }
 
-    /// Keeps a text that the model wrote after its [`run`](Self::run) among the run's TensorBoard files.
+    /// Writes a text that the model generated after its [`run`](Self::run) to the run's TensorBoard file.
     pub fn keep_sample(&mut self, number: usize, text: &str) {
         if let Some(metrics) = &mut self.metrics {
             metrics.sample(number, text, self.step);
         }
     }
 
+    /// The training loop.
     fn steps(
         &mut self,
         stop: &AtomicBool,
@@ -416,7 +418,8 @@ impl<B: TrainBackend> Trainer<B> {
         let mut watch = PeakWatch::start(self.memory);
         let mut peak_is_new = true;
         let mut is_first = true;
-        // A checkpoint among bad steps would be the one that the guard goes back to: it waits until they are over.
+        // Whether a checkpoint must be written. It waits until a streak of bad steps is over, because the guard would
+        // go back to it.
         let mut is_due = false;
         let stops_alone = self.group.is_none();
         while self.step < num_steps && !(stops_alone && self.is_asked_to_stop(stop)) {
@@ -430,7 +433,7 @@ impl<B: TrainBackend> Trainer<B> {
                 reporter.emit(TrainEvent::Notice(&self.stage_line()));
                 batches = self.stage.batches(self.next_sample)?;
             }
-            // A first step compiles kernels, which may last.
+            // A first step compiles kernels, so other ranks wait longer for it.
             self.set_work(if is_usual { Work::Step } else { Work::Long });
             let mut step_batches = self.take_batches(&mut batches)?;
             self.disturbance
@@ -447,7 +450,7 @@ impl<B: TrainBackend> Trainer<B> {
             } else {
                 self.replay(reporter)?;
                 self.train_step(&step_batches, [agreed.num_labels, agreed.num_tokens])?;
-                self.unlabelled.1 = 0;
+                self.unlabelled.num_rows_in_a_row = 0;
             }
             self.set_work(Work::Long);
             clock.step(self.stage.recipe.training.tokens_per_step() as u64);
@@ -456,31 +459,28 @@ impl<B: TrainBackend> Trainer<B> {
             let is_last = self.step == num_steps;
             let is_logged = self.is_logged(self.step) || is_last;
             let interval = self.recipe.checkpoint.interval as u64;
-            // One that failed is tried again after a pause, not at each interval; `save_last` writes the last one.
+            // A failed checkpoint is retried after a pause (`agreed.saves`) and not at each interval.
             is_due |= (is_last || self.step.is_multiple_of(interval)) && !self.saving.tries.has_failed();
-            // The next stage's losses have a mean of their own.
+            // All losses of a stage are read before the next stage begins, which has its own mean.
             let ends_stage = self.next_stage().is_some();
             let reads = is_logged || is_due || is_first || ends_stage || agreed.is_far_behind;
             let verdict = self.check_steps(reads, reporter)?;
             if std::mem::take(&mut is_first) {
                 reporter.emit(TrainEvent::FirstStep);
             }
-            match verdict {
-                Verdict::GoOn => {}
-                Verdict::WentBack => {
-                    drop(batches);
-                    batches = self.stage.batches(self.next_sample)?;
-                    clock = Clock::start();
-                    is_due = false;
-                    continue;
-                }
+            if verdict == Verdict::WentBack {
+                drop(batches);
+                batches = self.stage.batches(self.next_sample)?;
+                clock = Clock::start();
+                is_due = false;
+                continue;
             }
             if is_logged && let Some(report) = self.step_report(&step_batches, &mut clock) {
                 reporter.metrics.step(&report);
                 reporter.emit(TrainEvent::Step(&report));
                 summary.last_step = Some(report);
             }
-            // The device has done what was logged.
+            // The device has done a logged step, so the peak of the watched steps is complete.
             if is_logged && watch.is_over() && std::mem::take(&mut peak_is_new) {
                 self.report_peak(reporter)?;
             }
@@ -510,8 +510,7 @@ impl<B: TrainBackend> Trainer<B> {
             }
         }
         drop(batches);
-        // A signal may have ended the loop between two reads of the losses. If the guard rewinds now, its checkpoint
-        // exists.
+        // A signal may have ended the loop while losses were unread; the guard may still go back to a checkpoint now.
         self.check_steps(true, reporter)?;
         if peak_is_new {
             self.report_peak(reporter)?;
@@ -519,7 +518,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.finish_leaves()
     }
 
-    /// Sets how long other ranks wait for this one's progress.
+    /// Tells the other ranks which work begins, and with it how long they wait for a sign of progress.
     fn set_work(&self, work: Work) {
         if let Some(group) = &self.group {
             group.set_work(work);
@@ -538,7 +537,8 @@ impl<B: TrainBackend> Trainer<B> {
         let has_indexer = self.stage.recipe.attention.index_warmup().is_some();
         let taken = (0..self.stage.micro_batches).map(|_| {
             let mut batch = batches.next().expect("the plan has no end")?;
-            // A query that reads itself alone has no divergence: an indexer learns nothing from padding.
+            // Split into documents of one token, padding adds nothing to an indexer's loss: a query that attends only
+            // to itself has a divergence of 0.
             if has_indexer {
                 batch.part_padding();
             }
@@ -553,7 +553,7 @@ impl<B: TrainBackend> Trainer<B> {
         let own = Agreement {
             num_labels,
             num_tokens,
-            // A process alone has looked before it read the rows.
+            // A process without others checks before it reads the rows.
             stops: self.group.is_some() && self.is_asked_to_stop(stop),
             is_far_behind: self.guard_log.is_far_behind(),
             all_written: self.writer.step().is_some() && self.writer.is_done(),
@@ -565,14 +565,14 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// Labels, and tokens besides padding, of this process's part of batches.
+    /// Labels, and tokens besides padding, in this process's part of the batches.
     fn counts(&self, batches: &[Batch]) -> [usize; 2] {
         let degree = self.recipe.parallelism.context_parallel_degree;
         let part = [self.share().rank % degree, degree];
         [num_labels_of_part, num_tokens_of_part].map(|count| batches.iter().map(|batch| count(batch, part)).sum())
     }
 
-    /// Number, steps, row length and rotary base of the stage that begins.
+    /// The line of the log about the stage that begins.
     fn stage_line(&self) -> String {
         let stage = &self.stage.stage;
         let section = &stage.section;
@@ -590,7 +590,7 @@ impl<B: TrainBackend> Trainer<B> {
         )
     }
 
-    /// The first writes of a run: everything that could be refused has been by now.
+    /// Writes the first files of a run. All checks come before it, so that a refused run writes nothing.
     fn begin<'a>(&mut self, observe: &'a mut dyn FnMut(TrainEvent<'_>)) -> Result<(Reporter<'a>, History), TrainError> {
         self.write_config()?;
         let (metrics, history) = self.open_metrics()?;
@@ -610,7 +610,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok((reporter, history))
     }
 
-    /// Opens the metrics files, keeping what an earlier process of the run wrote.
+    /// Opens the metrics files and keeps the lines of an earlier process up to the present step.
     fn open_metrics(&self) -> Result<(Metrics, History), TrainError> {
         if !self.writes() {
             return Ok((Metrics::nowhere(), History::default()));
@@ -620,7 +620,8 @@ impl<B: TrainBackend> Trainer<B> {
         Ok((metrics, history))
     }
 
-    /// Gradients over all micro-batches, clipping, gate, update. Both counts are those of all processes.
+    /// Computes the gradients of all micro-batches, clips them, and updates the model if the guard's gate lets the step
+    /// pass. Labels and tokens are counted over all processes.
     fn train_step(&mut self, batches: &[Batch], [num_labels, num_tokens]: [usize; 2]) -> Result<(), TrainError> {
         let loss_scale = self.disturbance.at(self.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
@@ -634,7 +635,7 @@ impl<B: TrainBackend> Trainer<B> {
         };
         let mut gradients = GradientBuffer::kept_in(self.recipe.training.gradient_dtype);
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
-        let (mut expire, mut clamped_scores, mut indexers) = (Vec::new(), Vec::new(), Vec::new());
+        let mut last_result = None;
         for (place, batch) in batches.iter().enumerate() {
             let on_device = match &links {
                 Some(links) => DeviceBatch::<B>::of_part(batch, links.clone(), &self.device),
@@ -653,8 +654,8 @@ impl<B: TrainBackend> Trainer<B> {
                 &mut gradients,
                 hooks,
             )?;
-            loss = loss + result.loss;
-            (expire, clamped_scores, indexers) = (result.expire, result.clamped_scores, result.indexers);
+            loss = loss + result.loss.clone();
+            last_result = Some(result);
         }
         let model = self.model.take().expect(AWAY);
         let grad_norm = match &mut self.group {
@@ -693,50 +694,46 @@ impl<B: TrainBackend> Trainer<B> {
         }
 
         self.count_step();
-        self.last_step = Some(StepOutcome {
-            lr,
-            expire,
-            clamped_scores,
-            indexers,
-        });
+        self.last_step = last_result.map(|result| (lr, result));
         Ok(())
     }
 
-    /// Whether this step, counted from 1, has a line in the log, but that the last one always has.
+    /// Whether this step, counted from 1, is logged. The last step always is, which this does not consider.
     fn is_logged(&self, step: u64) -> bool {
         step.is_multiple_of(self.recipe.metrics.log_freq.max(1) as u64) || step == 1
     }
 
-    /// Learning rate of the step that comes next.
+    /// Learning rate of the next step.
     fn learning_rate(&self) -> f64 {
         let rate = self.recipe.learning_rate(self.step as usize);
         rate * self.disturbance.at(self.next_sample, Moment::Rate)
     }
 
-    /// The report of the last step; `None` where it was not taken: [`TrainEvent::Skipped`] has reported it.
+    /// The report of the last step; `None` if it was skipped, which [`TrainEvent::Skipped`] has reported.
     fn step_report(&self, batches: &[Batch], clock: &mut Clock) -> Option<StepReport> {
         let numbers = self.guard_log.last_taken(self.step)?;
-        let outcome = self.last_step.as_ref()?;
+        let (lr, result) = self.last_step.as_ref()?;
         let last = batches.last()?;
         let shape = &self.stage.shape;
         let attention = AttentionStatistics {
-            indexer: IndexerFit::of_layers(&outcome.indexers),
+            indexer: IndexerFit::of_layers(&result.indexers),
             ..AttentionStatistics::of_model(
                 shape,
                 self.recipe.training.dense_steps,
                 last,
-                &outcome.expire,
-                &outcome.clamped_scores,
+                &result.expire,
+                &result.clamped_scores,
             )
         };
         let labels: usize = batches.iter().map(Batch::num_labels).sum();
         let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
         let unlabelled = 1.0 - labels as f64 / tokens.max(1) as f64;
-        let spared = unlabelled * shape.unlabelled_training_flops();
+        // All FLOPs are per token; tokens without a label save part of the head's.
+        let saved = unlabelled * shape.unlabelled_training_flops();
         let keys = attention.mean_active_keys;
-        let executed = shape.flops_per_token(keys, keys / attention.density).training() - spared;
+        let executed = shape.flops_per_token(keys, keys / attention.density).training() - saved;
         let seq_len = self.stage.recipe.training.seq_len;
-        let dense = shape.dense_flops_per_token(seq_len).training() - spared;
+        let dense = shape.dense_flops_per_token(seq_len).training() - saved;
         let (tokens_per_second, step_seconds) = clock.restart();
         let device_rate = tokens_per_second / self.share().size as f64;
         let percent = |flops: f64| self.peak_flops.map(|peak| 100.0 * flops * device_rate / peak);
@@ -747,7 +744,7 @@ impl<B: TrainBackend> Trainer<B> {
             num_steps,
             loss: f64::from(numbers.loss),
             grad_norm: f64::from(numbers.grad_norm),
-            lr: outcome.lr,
+            lr: *lr,
             tokens_seen: self.tokens_seen,
             tokens_per_second,
             tflops: executed * device_rate / 1e12,
@@ -760,12 +757,12 @@ impl<B: TrainBackend> Trainer<B> {
         })
     }
 
-    /// The loss on held-out text; several processes share the batches, and rank 0 gets the report.
+    /// Validates the model. Several processes share the batches, and only rank 0 gets the report.
     fn validate(&mut self, reporter: &mut Reporter<'_>) -> Result<Option<ValidationReport>, TrainError> {
         self.finish_leaves()?;
         self.disturbance.at(self.step, Moment::Validating);
         let model = self.model().valid();
-        let mut sums = share_sums(
+        let sums = share_sums(
             self.share(),
             &model,
             &self.stage.validation_loader,
@@ -775,12 +772,9 @@ impl<B: TrainBackend> Trainer<B> {
             &self.device,
             &|| self.tick(),
         )?;
-        if let Some(group) = &self.group {
-            sums = sums_of_shares(&group.gather(&sums_to_bytes(&sums))?);
-        }
         let report = ValidationReport {
             step: self.step,
-            ..report(&sums)
+            ..report(&sums_of_shares(&self.gathered(sums)?))
         };
         if !self.writes() {
             return Ok(None);

@@ -1,4 +1,4 @@
-//! A unigram model: the least that a language model must beat.
+//! A unigram model, the baseline that validation reports beside the model's loss.
 
 /// Token probabilities counted on training documents, add-one smoothed.
 #[derive(Clone, Debug)]

@@ -1,11 +1,12 @@
 //! Loss on held-out documents.
 use crate::group::Share;
 use crate::{DeviceBatch, TrainError, Unigram, ValidationReport};
+use serde::{Deserialize, Serialize};
 use sieve_data::{IGNORE_LABEL, Loader, Tokenizer};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{RotaryEmbedding, SieveBackend};
 
-/// Bytes of text that each token stands for behind another one; special tokens stand for none.
+/// Number of bytes of text that each token decodes to after another token; 0 for special tokens.
 #[derive(Clone, Debug)]
 pub struct TokenBytes(Vec<u32>);
 
@@ -23,10 +24,10 @@ impl TokenBytes {
     }
 }
 
-/// Checks that a validation of `loader` reads a label, in the rows that it reads.
+/// Checks that the rows of a validation hold at least one label.
 ///
 /// # Errors
-/// It reads none; a shard that cannot be read.
+/// They hold none; a shard that cannot be read.
 pub(crate) fn check_labels(loader: &Loader, size: ValidationSize) -> Result<(), TrainError> {
     let samples = loader.spread_samples(size.num_tokens as u64);
     for samples in samples.chunks(size.batch_size.max(1)) {
@@ -60,7 +61,7 @@ pub fn validate<B: SieveBackend>(
     Ok(report(&sums))
 }
 
-/// How much text a validation reads, and how.
+/// How much text a validation reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ValidationSize {
     /// Tokens, rounded up to whole rows.
@@ -69,8 +70,9 @@ pub struct ValidationSize {
     pub batch_size: usize,
 }
 
-/// Sums over the predicted tokens of one batch.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+/// Sums over the predicted tokens of one batch. They are sent to other ranks as integers, because JSON has no NaN.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(from = "[u64; 4]", into = "[u64; 4]")]
 pub(crate) struct BatchSums {
     nats: f64,
     unigram_nats: f64,
@@ -78,52 +80,34 @@ pub(crate) struct BatchSums {
     num_bytes: u64,
 }
 
-impl BatchSums {
-    const BYTES: usize = 32;
-
-    fn to_bytes(self) -> [u8; Self::BYTES] {
-        let floats = [self.nats, self.unigram_nats].map(f64::to_bits);
-        let words = [floats[0], floats[1], self.num_labels, self.num_bytes];
-        let bytes = words.map(u64::to_le_bytes).concat();
-        bytes.try_into().expect("four words")
+impl From<BatchSums> for [u64; 4] {
+    fn from(sums: BatchSums) -> Self {
+        let [nats, unigram_nats] = [sums.nats, sums.unigram_nats].map(f64::to_bits);
+        [nats, unigram_nats, sums.num_labels, sums.num_bytes]
     }
+}
 
-    fn of_bytes(bytes: &[u8]) -> Self {
-        let word = |place: usize| {
-            let bytes = bytes[8 * place..8 * place + 8].try_into();
-            u64::from_le_bytes(bytes.expect("eight bytes"))
-        };
+impl From<[u64; 4]> for BatchSums {
+    fn from([nats, unigram_nats, num_labels, num_bytes]: [u64; 4]) -> Self {
         Self {
-            nats: f64::from_bits(word(0)),
-            unigram_nats: f64::from_bits(word(1)),
-            num_labels: word(2),
-            num_bytes: word(3),
+            nats: f64::from_bits(nats),
+            unigram_nats: f64::from_bits(unigram_nats),
+            num_labels,
+            num_bytes,
         }
     }
 }
 
-/// The sums of batches as bytes, to be sent.
-pub(crate) fn sums_to_bytes(sums: &[BatchSums]) -> Vec<u8> {
-    sums.iter().flat_map(|sums| sums.to_bytes()).collect()
+/// The sums of all batches in order, from the shares of all ranks: rank r of N has the batches r, r + N, ….
+pub(crate) fn sums_of_shares(shares: &[Vec<BatchSums>]) -> Vec<BatchSums> {
+    let (num_batches, size) = (shares.iter().map(Vec::len).sum::<usize>(), shares.len());
+    (0..num_batches)
+        .map(|batch| shares[batch % size][batch / size])
+        .collect()
 }
 
-/// The sums of all batches in order, merged from the ranks' shares.
-pub(crate) fn sums_of_shares(shares: &[Vec<u8>]) -> Vec<BatchSums> {
-    let mut shares = shares
-        .iter()
-        .map(|bytes| bytes.chunks_exact(BatchSums::BYTES).map(BatchSums::of_bytes))
-        .collect::<Vec<_>>();
-    let mut all = Vec::new();
-    while let Some(sums) = {
-        let next = all.len() % shares.len();
-        shares[next].next()
-    } {
-        all.push(sums);
-    }
-    all
-}
-
-/// The sums of this rank's batches: of N ranks, rank r has the batches r, r + N, …. `tick` is called after each.
+/// Validates this rank's batches and returns the sums of each: of N ranks, rank r has the batches r, r + N, …. `tick`
+/// is called after each batch.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn share_sums<B: SieveBackend>(
     share: Share,
@@ -160,7 +144,7 @@ pub(crate) fn share_sums<B: SieveBackend>(
     .collect()
 }
 
-/// What the sums of all batches come to, added in their order: the same digits however many ranks made them.
+/// Adds the sums of all batches in their order, so that the result does not depend on the number of ranks.
 pub(crate) fn report(batches: &[BatchSums]) -> ValidationReport {
     let mut sum = BatchSums::default();
     for batch in batches {
@@ -169,7 +153,7 @@ pub(crate) fn report(batches: &[BatchSums]) -> ValidationReport {
         sum.num_labels += batch.num_labels;
         sum.num_bytes += batch.num_bytes;
     }
-    // No labels have no mean.
+    // Without labels every mean is NaN.
     let nats = if sum.num_labels == 0 { f64::NAN } else { sum.nats };
     let loss = nats / sum.num_labels as f64;
     let bits = std::f64::consts::LN_2 * sum.num_bytes.max(1) as f64;
@@ -198,8 +182,18 @@ mod tests {
         );
     }
 
+    /// Sums as another rank receives them.
+    fn sent(sums: &[BatchSums]) -> Vec<BatchSums> {
+        serde_json::from_str(&serde_json::to_string(sums).expect("numbers")).expect("just written")
+    }
+
     #[test]
     fn shares_are_put_together_in_the_order_of_the_batches() {
+        let nan = BatchSums {
+            nats: f64::NAN,
+            ..BatchSums::default()
+        };
+        assert!(sent(&[nan])[0].nats.is_nan());
         let sums = |number: u64| BatchSums {
             nats: 0.1 * number as f64,
             unigram_nats: -1e-9,
@@ -209,7 +203,7 @@ mod tests {
         for (num_batches, size) in [(0, 2), (1, 2), (5, 1), (5, 2), (6, 3), (7, 3)] {
             let shares = (0..size).map(|rank| {
                 let own = (rank..num_batches).step_by(size as usize).map(sums);
-                sums_to_bytes(&own.collect::<Vec<_>>())
+                sent(&own.collect::<Vec<_>>())
             });
             let all = sums_of_shares(&shares.collect::<Vec<_>>());
             assert!(all.into_iter().eq((0..num_batches).map(sums)), "{num_batches}, {size}");

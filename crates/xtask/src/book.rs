@@ -1,16 +1,16 @@
-//! docs/ as pages to read in a browser, in target/book: where a page names another by its path, the book has a link.
+//! `cargo xtask book`: builds docs/ as HTML pages in target/book, where each path of a page becomes a link to it.
 use crate::workspace;
 use anyhow::{Context, Result};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// Copies the pages with their links to target/book-pages, and has mdbook make the book of them.
+/// Copies the pages, with links, to target/book-pages, and builds the book from them with mdbook.
 pub(crate) fn run() -> Result<()> {
     let root = workspace::root();
     let (docs, pages) = (root.join("docs"), root.join("target/book-pages"));
     if pages.exists() {
-        fs::remove_dir_all(&pages).context("removing the pages of before")?;
+        fs::remove_dir_all(&pages).context("removing the old pages")?;
     }
     fs::create_dir_all(&pages).context("making target/book-pages")?;
     let summary = read(&docs.join("SUMMARY.md"))?;
@@ -33,7 +33,7 @@ fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))
 }
 
-/// The titles that SUMMARY.md gives to the pages, by the pages' files.
+/// The title of each page in SUMMARY.md, by the page's file.
 fn titles(summary: &str) -> BTreeMap<&str, &str> {
     let entries = summary.lines().filter_map(|line| {
         let (title, file) = line.split_once("](")?;
@@ -42,7 +42,7 @@ fn titles(summary: &str) -> BTreeMap<&str, &str> {
     entries.collect()
 }
 
-/// `text` with a link for each page that it names by its path outside of code.
+/// `text` with each path of a page outside of code replaced by a link.
 fn linked(text: &str, titles: &BTreeMap<&str, &str>) -> String {
     let mut is_block = false;
     let lines = text.lines().map(|line| {
@@ -51,14 +51,9 @@ fn linked(text: &str, titles: &BTreeMap<&str, &str>) -> String {
         if fence || is_block {
             return line.to_owned();
         }
-        let mut is_code = false;
-        let parts = line.split('`').map(|part| {
-            let own = match is_code {
-                true => part.to_owned(),
-                false => with_links(part, titles),
-            };
-            is_code = !is_code;
-            own
+        let parts = line.split('`').enumerate().map(|(index, part)| match index % 2 {
+            0 => with_links(part, titles),
+            _ => part.to_owned(),
         });
         parts.collect::<Vec<_>>().join("`")
     });
@@ -66,11 +61,9 @@ fn linked(text: &str, titles: &BTreeMap<&str, &str>) -> String {
 }
 
 fn with_links(text: &str, titles: &BTreeMap<&str, &str>) -> String {
-    let mut found = text.to_owned();
-    for (file, title) in titles {
-        found = found.replace(&format!("docs/{file}"), &format!("[{title}]({file})"));
-    }
-    found
+    titles.iter().fold(text.to_owned(), |text, (file, title)| {
+        text.replace(&format!("docs/{file}"), &format!("[{title}]({file})"))
+    })
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What CI runs, cheapest first.
+//! `cargo xtask check`: what CI runs, cheapest first.
 use crate::{gpu, kernels, tidy, workspace};
 use anyhow::Result;
 
@@ -7,7 +7,7 @@ pub(crate) fn run(on_gpu: bool) -> Result<()> {
     if on_gpu {
         gpu::require()?;
     }
-    // The selectors of prefill are modules that a macro declares, which `cargo fmt` does not find by itself.
+    // A macro declares the selectors of prefill as modules, so `cargo fmt` does not find their files by itself.
     let files = workspace::files()?;
     let selectors = files
         .iter()

@@ -1,4 +1,4 @@
-//! `cargo xtask dist`: one archive that needs no Rust, and the proof that it does not.
+//! `cargo xtask dist`: makes an archive of the program, and checks that it runs without Rust and this machine's tools.
 use crate::workspace::{self, entries, root, target_folder};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
@@ -42,7 +42,7 @@ pub(crate) fn run() -> Result<()> {
     check(&archive, &name, &dist.join("empty"))
 }
 
-/// Strips symbols, which running the program does not need; does nothing where `strip` is missing.
+/// Strips the program's symbols, or prints that `strip` is missing.
 fn strip(program: &Path) -> Result<()> {
     match Command::new("strip").arg(program).status() {
         Ok(status) if !status.success() => bail!("strip failed ({status})"),
@@ -54,7 +54,8 @@ fn strip(program: &Path) -> Result<()> {
     }
 }
 
-/// Unpacks the archive where nothing else is, and goes through what a new user types, without PATH and without HOME.
+/// Unpacks the archive into an empty folder, and runs there what a new user types, with an empty PATH and a HOME that
+/// is the folder itself.
 fn check(archive: &Path, name: &str, empty: &Path) -> Result<()> {
     let _ = fs::remove_dir_all(empty);
     fs::create_dir_all(empty)?;
@@ -84,7 +85,7 @@ fn check(archive: &Path, name: &str, empty: &Path) -> Result<()> {
     fs::remove_dir_all(empty).with_context(|| format!("removing {}", empty.display()))
 }
 
-/// Runs a line of the unpacked program with nothing of this machine's environment.
+/// Runs the unpacked program with the arguments of `line` and an otherwise empty environment; returns the time it took.
 fn unaided(folder: &Path, line: &str) -> Result<Duration> {
     let started = Instant::now();
     let output = Command::new(folder.join("sieve"))
@@ -111,7 +112,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The files of a folder without folders of its own.
+/// Copies the files that lie directly in a folder.
 fn copy_all(from: &Path, to: &Path) -> Result<()> {
     fs::create_dir_all(to)?;
     for path in entries(from)? {
@@ -122,7 +123,7 @@ fn copy_all(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Bytes of a file, or of all files at and below a folder.
+/// Bytes of a file, or of all files below a folder.
 fn size(path: &Path) -> Result<u64> {
     if path.is_file() {
         return Ok(path.metadata()?.len());

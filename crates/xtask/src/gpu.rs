@@ -1,40 +1,47 @@
-//! What needs a GPU: every kernel against its reference, and each tool of compute-sanitizer over small cases.
+//! The checks that need a GPU: every kernel against its reference, and small cases under each tool of
+//! compute-sanitizer.
 use crate::workspace;
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Small cases of every kernel: a tool makes them hundreds of times slower.
+/// The cases that run under compute-sanitizer. They are small, since its tools make kernels hundreds of times slower.
 const SMALL: &str = "kernels check --device cuda --cases 5 --longest 150";
 
-/// A tool of compute-sanitizer, with options of its own and what `kernels check` needs beside its small cases.
+/// A tool of compute-sanitizer.
 struct Tool {
     name: &'static str,
+    /// Options for compute-sanitizer.
     options: &'static str,
-    check: &'static str,
+    /// Options for `kernels check`, besides those of [`SMALL`].
+    check_options: &'static str,
 }
 
-const fn tool(name: &'static str, options: &'static str, check: &'static str) -> Tool {
-    Tool { name, options, check }
+const fn tool(name: &'static str, options: &'static str, check_options: &'static str) -> Tool {
+    Tool {
+        name,
+        options,
+        check_options,
+    }
 }
 
 const TOOLS: &[Tool] = &[
-    // Failing driver calls are errors of `sieve`, or probes by which CubeCL detects features.
+    // Failing driver calls are not reported: CubeCL detects features by them, and `sieve` reports the others itself.
     tool("memcheck", "--report-api-errors no", ""),
     tool("synccheck", "", ""),
     tool("initcheck", "", ""),
-    // racecheck credits an arrival at a barrier to the arriving lane only, so for the Hopper backward's row statistics
-    // every lane arrives.
+    // racecheck orders only the arriving lane's accesses at a barrier, so every lane must arrive after it has read the
+    // Hopper backward's row statistics.
     tool("racecheck", "", "--every-lane-arrives"),
 ];
 
-/// What can be run alone besides the tools: every kernel against its reference, without a tool.
+/// The name of the check without a tool, of every kernel against its reference.
 const PLAIN: &str = "kernels";
 
-/// Where the sanitizer is looked for, beside PATH.
+/// Where compute-sanitizer may be: in PATH, or in CUDA's folder.
 const SANITIZER: &[&str] = &["compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer"];
 
-/// Fails at once where there is no GPU or no sanitizer, before anything is built.
+/// Fails if there is no GPU or no compute-sanitizer; called before anything is built.
 pub(crate) fn require() -> Result<()> {
     let driver = ["/dev/nvidiactl", "/proc/driver/nvidia/version"];
     if !driver.iter().any(|file| Path::new(file).exists()) && !starts("nvidia-smi", "-L") {
@@ -43,7 +50,7 @@ pub(crate) fn require() -> Result<()> {
     sanitizer().map(|_| ())
 }
 
-/// Builds `sieve` and runs all of it on this machine's first GPU.
+/// Builds `sieve`, and runs all checks on this machine's first GPU.
 pub(crate) fn run() -> Result<()> {
     workspace::cargo("build --release --bin sieve")?;
     workspace::cargo("test --release -p sieve-bench -- --ignored stored")?;
@@ -51,8 +58,8 @@ pub(crate) fn run() -> Result<()> {
     run_program(&program, &[])
 }
 
-/// Runs all of it, or only the tools named, with an existing `sieve`, on a machine without cargo or the sources. Words
-/// that begin with `--` go to `kernels check`, for example `--nsa`.
+/// Runs all checks, or those that `words` names, with an existing `sieve`; needs neither cargo nor the sources. Words
+/// that begin with `--`, for example `--nsa`, are passed to `kernels check`.
 pub(crate) fn run_program(program: &Path, words: &[&str]) -> Result<()> {
     let (options, only): (Vec<&str>, Vec<&str>) = words.iter().partition(|x| x.starts_with("--"));
     let known = |name: &&str| *name == PLAIN || TOOLS.iter().any(|tool| tool.name == *name);
@@ -81,14 +88,14 @@ pub(crate) fn run_program(program: &Path, words: &[&str]) -> Result<()> {
 }
 
 impl Tool {
-    /// Arguments of compute-sanitizer: a finding makes it exit with 9.
+    /// The arguments of compute-sanitizer. A finding makes it exit with status 9.
     fn words<'a>(&self, program: &'a str, options: &[&'a str]) -> Vec<&'a str> {
         let mut words = vec!["--tool", self.name];
         words.extend("--error-exitcode 9 --print-limit 50".split(' '));
         words.extend(self.options.split_whitespace());
         words.push(program);
         words.extend(SMALL.split(' '));
-        words.extend(self.check.split_whitespace());
+        words.extend(self.check_options.split_whitespace());
         words.extend(options);
         words
     }
@@ -105,7 +112,7 @@ fn sanitizer() -> Result<&'static str> {
     }
 }
 
-/// Whether a program can be started and is content.
+/// Whether a program starts with this argument and exits with status 0.
 fn starts(program: &str, argument: &str) -> bool {
     let mut command = Command::new(program);
     command.arg(argument).stdout(Stdio::null()).stderr(Stdio::null());

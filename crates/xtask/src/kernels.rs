@@ -1,4 +1,4 @@
-//! `cargo xtask kernels`: compiles what ships, without a GPU, and says what it costs.
+//! `cargo xtask kernels`: compiles the shipped kernels, without a GPU, and prints what each uses.
 mod nvcc;
 mod resources;
 pub(crate) mod shipped;
@@ -8,17 +8,17 @@ use crate::workspace;
 use anyhow::{Context, Result, bail};
 use nvcc::Nvcc;
 use rayon::prelude::*;
-use resources::Resources;
 use shipped::{Shipped, Specialisation};
 
-/// One compilation's outcome.
+/// A specialisation compiled for an architecture.
 struct Compiled<'a> {
     specialisation: &'a Specialisation,
     arch: &'a str,
+    /// nvcc's messages.
     log: Result<String>,
 }
 
-/// Compiles what ships for all its architectures, or for one.
+/// Compiles the shipped kernels for all their architectures, or only for one.
 pub(crate) fn run(only_arch: Option<&str>) -> Result<()> {
     let shipped = Shipped::load()?;
     let nvcc = Nvcc::find_or_install()?;
@@ -42,21 +42,17 @@ pub(crate) fn run(only_arch: Option<&str>) -> Result<()> {
     report(&shipped, &compiled.collect::<Vec<_>>())
 }
 
-/// Prints the table, then what must not be.
+/// Prints a table of what each kernel uses, then the problems.
 fn report(shipped: &Shipped, results: &[Compiled]) -> Result<()> {
     let mut problems = headers::not_shipped(shipped)?;
     println!(
         "{:7} {:44} {:>9} {:>15} {:>6} {:>7}  defines",
         "arch", "entry point", "registers", "spills st/ld B", "stack", "smem B"
     );
-    for Compiled {
-        specialisation,
-        arch,
-        log,
-    } in results
-    {
+    for compiled in results {
+        let (specialisation, arch) = (compiled.specialisation, compiled.arch);
         let name = format!("{} [{}] {arch}", specialisation.file, specialisation.text());
-        let log = match log {
+        let log = match &compiled.log {
             Ok(log) => log,
             Err(error) => {
                 problems.push(format!("{name}: {error:#}"));
@@ -68,25 +64,17 @@ fn report(shipped: &Shipped, results: &[Compiled]) -> Result<()> {
             problems.push(format!("{name}: no function was compiled"));
         }
         for function in &functions {
-            let Resources {
-                registers,
-                spill_store_bytes: store,
-                spill_load_bytes: load,
-                stack_bytes,
-                shared_bytes,
-                ..
-            } = function;
+            let spills = format!("{}/{}", function.spill_store_bytes, function.spill_load_bytes);
             println!(
-                "{arch:7} {:44} {registers:>9} {:>15} {stack_bytes:>6} {shared_bytes:>7}  {}",
+                "{arch:7} {:44} {:>9} {spills:>15} {:>6} {:>7}  {}",
                 function.name,
-                format!("{store}/{load}"),
+                function.registers,
+                function.stack_bytes,
+                function.shared_bytes,
                 specialisation.text()
             );
-            problems.extend(
-                shipped
-                    .over_allowance(specialisation, function, arch)
-                    .map(|problem| format!("{name}: {problem}")),
-            );
+            let problem = shipped.over_allowance(specialisation, function, arch);
+            problems.extend(problem.map(|problem| format!("{name}: {problem}")));
         }
         problems.extend(resources::warnings(log).map(|line| format!("{name}: {line}")));
     }
@@ -107,7 +95,7 @@ fn report(shipped: &Shipped, results: &[Compiled]) -> Result<()> {
     )
 }
 
-/// The folder with the kernels.
+/// The folder of the kernels' sources.
 pub(crate) fn folder() -> std::path::PathBuf {
     workspace::root().join("kernels")
 }

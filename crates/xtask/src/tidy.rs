@@ -1,4 +1,4 @@
-//! Rules of the repository that no compiler knows. All violations are listed, not only the first.
+//! `cargo xtask tidy`: the rules of the repository that no compiler checks. Lists all violations.
 mod arrows;
 mod dependencies;
 mod files;

@@ -1,15 +1,15 @@
-//! `cargo xtask wheel`: the Python package as one wheel for every Python 3 and every Linux with glibc 2.28.
+//! `cargo xtask wheel`: builds the Python package as one wheel, for every Python 3 on Linux with glibc 2.28 or newer.
 use crate::workspace::{self, entries, root, target_folder};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The oldest glibc that the wheel promises, and its name in wheels' tags.
+/// The oldest glibc with which the wheel works, and the tag that says so.
 const GLIBC: (u32, u32) = (2, 28);
 const TAG: &str = "manylinux_2_28_x86_64";
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// Tools from PyPI: a linker with an old glibc, and what makes and tags a wheel.
+/// Packages from PyPI: a linker for an old glibc, and what builds and tags wheels.
 const TOOLS: &[&str] = &[
     "cargo-zigbuild==0.24.0",
     "ziglang==0.15.2",
@@ -19,7 +19,7 @@ const TOOLS: &[&str] = &[
 
 const MOST_BYTES: u64 = 6_000_000;
 
-/// Builds the wheel, and imports it in an empty environment.
+/// Builds the wheel, and loads its library in an empty virtual environment.
 pub(crate) fn run() -> Result<()> {
     let venv = target_folder("wheel-venv")?;
     let bin = |venv: &Path, program: &str| venv.join("bin").join(program).display().to_string();
@@ -32,7 +32,7 @@ pub(crate) fn run() -> Result<()> {
     }
     let (major, minor) = GLIBC;
     let target = format!("{TARGET}.{major}.{minor}");
-    // zig is found as a module of this Python.
+    // cargo-zigbuild runs zig as a module of this Python.
     let python = format!("CARGO_ZIGBUILD_PYTHON_PATH={}", bin(&venv, "python"));
     let zigbuild = bin(&venv, "cargo-zigbuild");
     let build = "zigbuild --release -p sieve-capi --lib --target".split(' ');
@@ -80,7 +80,7 @@ pub(crate) fn run() -> Result<()> {
     check_in_empty_environment(&wheel, bin)
 }
 
-/// Without torch the import must end in a sentence that says so.
+/// Installs the wheel without torch. The library must load, and the import must say that torch is missing.
 fn check_in_empty_environment(wheel: &Path, bin: impl Fn(&Path, &str) -> String) -> Result<()> {
     let empty = target_folder("wheel")?.join("empty");
     workspace::run("python3", &["-m", "venv", "--clear", &empty.display().to_string()])?;
@@ -97,7 +97,7 @@ fn check_in_empty_environment(wheel: &Path, bin: impl Fn(&Path, &str) -> String)
     workspace::run(&python, &["-c", library])
 }
 
-/// The newest version of glibc whose symbols a library names.
+/// The newest version of glibc of which a library uses symbols.
 fn newest_glibc(library: &[u8]) -> (u32, u32) {
     const NAME: &[u8] = b"GLIBC_";
     let found = library
@@ -113,7 +113,7 @@ fn newest_glibc(library: &[u8]) -> (u32, u32) {
     versions.max().unwrap_or_default()
 }
 
-/// The files that setuptools reads: the module, its description and licences.
+/// Copies what setuptools reads: the module, its description and the licences.
 fn copy_package(from: &Path, to: &Path) -> Result<()> {
     let module = to.join("sieve_attention");
     let _ = fs::remove_dir_all(to);
@@ -131,6 +131,7 @@ fn copy_package(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
+/// The path of the only file in a folder.
 fn the_only(folder: &Path) -> Result<PathBuf> {
     let mut all = entries(folder)?;
     ensure!(

@@ -1,12 +1,11 @@
-//! Where the repository is, and how its commands are run.
+//! The repository's files, and commands run in its root.
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Root of the repository.
+/// The root of the repository, two levels above this crate.
 pub(crate) fn root() -> PathBuf {
-    // This file is in crates/xtask, two levels below the root, wherever the checkout lies.
     let mut root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     root.pop();
     root.pop();
@@ -18,7 +17,7 @@ pub(crate) fn run(program: &str, arguments: &[&str]) -> Result<()> {
     run_in(&root(), program, arguments)
 }
 
-/// The same in another folder.
+/// As [`run`], in another folder.
 pub(crate) fn run_in(folder: &Path, program: &str, arguments: &[&str]) -> Result<()> {
     let line = format!("{program} {}", arguments.join(" "));
     println!("$ {line}");
@@ -29,12 +28,12 @@ pub(crate) fn run_in(folder: &Path, program: &str, arguments: &[&str]) -> Result
     Ok(())
 }
 
-/// Runs cargo in the root with the words of a line.
+/// Runs cargo in the root, with the words of `line` as its arguments.
 pub(crate) fn cargo(line: &str) -> Result<()> {
     run("cargo", &line.split(' ').collect::<Vec<_>>())
 }
 
-/// Runs the words of a line as a command in the root and returns what it prints.
+/// Runs the command `line` in the root, and returns what it prints.
 pub(crate) fn output(line: &str) -> Result<String> {
     let mut words = line.split(' ');
     let mut command = Command::new(words.next().unwrap_or_default());
@@ -49,7 +48,7 @@ pub(crate) fn output(line: &str) -> Result<String> {
     String::from_utf8(output.stdout).with_context(|| format!("`{line}` printed text that is not UTF-8"))
 }
 
-/// What a call of `cargo metadata` says about each package.
+/// The packages that a command `cargo metadata` lists.
 pub(crate) fn packages(line: &str) -> Result<Vec<Value>> {
     let metadata = output(line)?;
     let mut metadata: Value = serde_json::from_str(&metadata).context("cargo metadata printed no JSON")?;
@@ -59,7 +58,7 @@ pub(crate) fn packages(line: &str) -> Result<Vec<Value>> {
     }
 }
 
-/// Files that belong to the repository: tracked, or new and not ignored. Relative to the root, with forward slashes.
+/// The repository's files, tracked or new and not ignored, as paths from the root with forward slashes.
 pub(crate) fn files() -> Result<Vec<String>> {
     let listing = output("git ls-files -z --cached --others --exclude-standard")?;
     let mut files: Vec<String> = listing
@@ -67,14 +66,14 @@ pub(crate) fn files() -> Result<Vec<String>> {
         .filter(|f| !f.is_empty())
         .map(str::to_owned)
         .collect();
-    // A file deleted but not yet committed is still listed.
+    // git still lists a file whose deletion is not committed.
     files.retain(|file| root().join(file).is_file());
     files.sort();
     files.dedup();
     Ok(files)
 }
 
-/// The build folder's subfolder of that name, made if missing.
+/// A folder in the build folder, created if missing.
 pub(crate) fn target_folder(name: &str) -> Result<PathBuf> {
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from);
     let folder = target.join(name);
@@ -82,13 +81,13 @@ pub(crate) fn target_folder(name: &str) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// What is in a folder.
+/// The paths of what is in a folder.
 pub(crate) fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries = std::fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
     Ok(entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?)
 }
 
-/// Reads a text file, its path absolute or relative to the root, naming it in the error.
+/// Reads a text file; its path is absolute or relative to the root.
 pub(crate) fn read(path: impl AsRef<Path>) -> Result<String> {
     let path = path.as_ref();
     std::fs::read_to_string(root().join(path)).with_context(|| format!("cannot read {}", path.display()))

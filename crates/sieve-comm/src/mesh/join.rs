@@ -1,4 +1,4 @@
-//! How the ranks of a group find each other: rank 0 listens, and the others come to it.
+//! How the ranks of a group find each other: rank 0 listens, and the others connect to it.
 use super::Timeouts;
 use crate::frame::{receive_at_most, send};
 use crate::watch::{Peer, is_timeout};
@@ -14,18 +14,18 @@ pub(super) const HELLO: u8 = 10;
 const WELCOME: u8 = 11;
 pub(super) const REFUSED: u8 = 12;
 
-/// First line of the first message; a program that sends another one is not a rank.
+/// First line of the first message. A program that sends another line is not a rank.
 const MAGIC: &str = "sieve-comm 2";
-/// A longer first message is not a rank's.
+/// The longest first message. A program that sends a longer one is not a rank.
 const MAX_HELLO_BYTES: u64 = 4 << 10;
-/// Between two tries to reach rank 0.
+/// Time between two attempts to reach rank 0.
 pub(super) const RETRY: Duration = Duration::from_millis(20);
-/// A connection without a first message after this time is dropped as foreign.
+/// Rank 0 drops a connection that has not sent its first message after this time.
 const HELLO_WAIT: Duration = Duration::from_secs(5);
-/// How many silent connections besides the ranks' are kept at a time; further ones wait until one is dropped.
+/// How many connections of other programs rank 0 keeps at a time. Further ones wait until one is dropped.
 const MAX_STRANGERS: usize = 256;
 
-/// What a rank says first, on each of its two connections.
+/// The first message on each of a rank's two connections.
 pub(super) struct Hello {
     version: String,
     run_id: String,
@@ -52,7 +52,7 @@ impl Hello {
         )
     }
 
-    /// `None` if it is not a rank's.
+    /// Reads the first message; `None` if it is not a rank's.
     fn read(stream: &TcpStream) -> Option<Self> {
         let (kind, bytes) = receive_until(stream, Instant::now() + HELLO_WAIT).ok()?;
         let text = String::from_utf8(bytes).ok()?;
@@ -71,7 +71,7 @@ impl Hello {
         })
     }
 
-    /// Why this rank cannot be one of `world`.
+    /// Why the sender cannot be a rank of `world`.
     fn problem(&self, world: &World, version: &str) -> Option<String> {
         let Self { rank, place, .. } = self;
         if self.version != version {
@@ -93,7 +93,7 @@ impl Hello {
     }
 }
 
-/// This host and process, as messages name them.
+/// This host and process, as error messages name them.
 pub fn place() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     match host.trim() {
@@ -102,7 +102,7 @@ pub fn place() -> String {
     }
 }
 
-/// The connections of another rank, as they come: for values, for heartbeats, and from where.
+/// What rank 0 has of another rank while the ranks join: its connections so far, for values and for heartbeats.
 #[derive(Default)]
 struct Arrival {
     data: Option<TcpStream>,
@@ -111,13 +111,13 @@ struct Arrival {
 }
 
 impl Arrival {
-    fn is_whole(&self) -> bool {
+    fn is_complete(&self) -> bool {
         self.data.is_some() && self.control.is_some()
     }
 }
 
-/// Rank 0: waits for all others. Each first message is read on a thread of its own, so that a silent or slow connection
-/// does not block the others.
+/// On rank 0: waits for all other ranks. A separate thread reads each first message, so that a silent or slow
+/// connection does not block the others.
 pub(super) fn accept_all(
     world: &World,
     listener: TcpListener,
@@ -127,9 +127,9 @@ pub(super) fn accept_all(
     let deadline = Instant::now() + timeouts.join;
     let mut found: Vec<Arrival> = (1..world.size).map(|_| Arrival::default()).collect();
     let (sender, hellos) = channel();
-    // One for each thread that reads, beside this one.
+    // Each reading thread holds a clone, so the reference count tells how many there are.
     let readers = Arc::new(());
-    while !found.iter().all(Arrival::is_whole) {
+    while !found.iter().all(Arrival::is_complete) {
         if let Ok((stream, hello)) = hellos.try_recv() {
             admit(world, version, &mut found, stream, hello)?;
             continue;
@@ -146,12 +146,12 @@ pub(super) fn accept_all(
         let read = move || {
             let ready = stream.set_nonblocking(false).and_then(|()| stream.set_nodelay(true));
             if let (Ok(()), Some(hello)) = (ready, Hello::read(&stream)) {
-                // The receiver is gone once the last rank has joined.
+                // Fails if the last rank has joined meanwhile, which is harmless.
                 let _ = sender.send((stream, hello));
             }
             drop(reader);
         };
-        // Without a thread the connection closes, and a rank comes again.
+        // If no thread can start, the connection closes, and the rank connects again.
         let _ = std::thread::Builder::new().name("sieve-hello".to_owned()).spawn(read);
     }
     let peers = (1..).zip(found).filter_map(|(rank, arrival)| {
@@ -164,16 +164,16 @@ pub(super) fn accept_all(
     });
     let peers = peers.collect::<Vec<_>>();
     for peer in &peers {
-        // A rank that ended meanwhile is noticed by its watch.
+        // If the rank has ended meanwhile, the watch will notice.
         let _ = send(&peer.data, WELCOME, place().as_bytes());
     }
     Ok(peers)
 }
 
-/// Adds a connection to its rank's, or rejects it.
+/// Stores a connection with its rank, or closes it if it belongs to another run.
 ///
 /// # Errors
-/// A process of this run that cannot be one of its ranks.
+/// A process of this run cannot be one of its ranks.
 fn admit(
     world: &World,
     version: &str,
@@ -191,20 +191,20 @@ fn admit(
     }
     let mut problem = hello.problem(world, version);
     if problem.is_none() && is_ended(&stream) {
-        // It has left; the connection it came again by may have been read first.
+        // The rank has closed this connection. It connects again, or already has.
         return Ok(());
     }
     if problem.is_none() {
         let arrival = &mut found[hello.rank - 1];
-        // A rank whose connection ended comes again.
+        // A rank that closed a connection connects again, which must not count as a second process.
         arrival.data.take_if(|stream| is_ended(stream));
         arrival.control.take_if(|stream| is_ended(stream));
-        let place = match hello.is_control {
+        let slot = match hello.is_control {
             true => &mut arrival.control,
             false => &mut arrival.data,
         };
-        if place.is_none() {
-            *place = Some(stream);
+        if slot.is_none() {
+            *slot = Some(stream);
             arrival.place = hello.place;
             return Ok(());
         }
@@ -213,7 +213,7 @@ fn admit(
             "two processes say that they are rank {rank}: {first}; {second}"
         ));
     }
-    // A rank reads its answer on the other connection, whose first message another thread may still read.
+    // A rank reads the answer on its data connection; a thread may still be reading the first message there.
     if hello.is_control {
         return Ok(());
     }
@@ -225,7 +225,7 @@ fn admit(
     Err(CommError::Refused(problem))
 }
 
-/// Waits until the name of rank 0's host resolves: a host that has just started may register late.
+/// Waits until the name of rank 0's host resolves, since a host that has just started may register late.
 pub(super) fn find_host(world: &World, timeouts: Timeouts) -> Result<(), CommError> {
     let deadline = Instant::now() + timeouts.silence.min(timeouts.join);
     loop {
@@ -243,7 +243,8 @@ pub(super) fn find_host(world: &World, timeouts: Timeouts) -> Result<(), CommErr
     }
 }
 
-/// Listens where the others look; on every address of this host where that name is a router's or a proxy's.
+/// Listens on the group's address. If that is not an address of this host, but of a router or proxy in front of it,
+/// listens on all addresses of this host.
 pub(super) fn listen(world: &World) -> Result<TcpListener, CommError> {
     let bound = match TcpListener::bind(world.address()) {
         Err(error) if error.kind() == ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", world.master_port)),
@@ -257,7 +258,7 @@ pub(super) fn listen(world: &World) -> Result<TcpListener, CommError> {
 }
 
 fn missing(world: &World, timeouts: Timeouts, found: &[Arrival]) -> CommError {
-    let missing = (1..).zip(found).filter(|(_, arrival)| !arrival.is_whole());
+    let missing = (1..).zip(found).filter(|(_, arrival)| !arrival.is_complete());
     let missing = missing
         .map(|(rank, _): (usize, _)| rank.to_string())
         .collect::<Vec<_>>();
@@ -270,8 +271,8 @@ fn missing(world: &World, timeouts: Timeouts, found: &[Arrival]) -> CommError {
     }
 }
 
-/// Any other rank: finds rank 0, and waits until all are there. A connection that ends without an answer was to another
-/// program, or rank 0 is restarting: this rank keeps trying.
+/// On the other ranks: finds rank 0, and waits until all ranks have joined. If a connection ends without an answer,
+/// another program had the port or rank 0 is restarting, so this rank tries again.
 pub(super) fn connect(world: &World, version: &str, timeouts: Timeouts) -> Result<Peer, CommError> {
     let deadline = Instant::now() + timeouts.join;
     loop {
@@ -289,24 +290,24 @@ pub(super) fn connect(world: &World, version: &str, timeouts: Timeouts) -> Resul
     }
 }
 
-/// What rank 0 says to another rank's first message.
+/// Rank 0's answer to another rank's first message.
 #[derive(Debug)]
 pub(super) enum Answer {
     Welcome(Box<Peer>),
     Refused(String),
-    /// No answer of a rank 0.
+    /// The answer is not a rank 0's.
     Strange,
 }
 
-/// Opens the second connection, and waits for rank 0's answer on the first one.
+/// Opens the second connection, and waits for rank 0's answer on `data`, the first one.
 ///
 /// # Errors
-/// A connection ended before the answer, or there was none until the deadline.
+/// A connection ended before the answer, or none arrived before the deadline.
 pub(super) fn wait_for_all(world: &World, version: &str, data: TcpStream, deadline: Instant) -> io::Result<Answer> {
     let control = loop {
         match open(world, version, true) {
             Ok(control) => break Some(control),
-            // Rank 0 refuses a rank at its first connection, and ends.
+            // Rank 0 has refused this rank on its first connection, and ended.
             Err(_) if is_answered(&data) => break None,
             Err(error) if Instant::now() >= deadline => return Err(error),
             Err(_) => {}
@@ -325,7 +326,7 @@ pub(super) fn wait_for_all(world: &World, version: &str, data: TcpStream, deadli
     })
 }
 
-/// One of the two connections to rank 0, and the first message on it.
+/// Opens one of the two connections to rank 0, and sends the first message on it.
 fn open(world: &World, version: &str, is_control: bool) -> io::Result<TcpStream> {
     let stream = TcpStream::connect(world.address())?;
     stream.set_nodelay(true)?;
@@ -334,14 +335,14 @@ fn open(world: &World, version: &str, is_control: bool) -> io::Result<TcpStream>
     Ok(stream)
 }
 
-/// Whether the other end has closed a connection, on which nothing is expected yet.
+/// Whether the other end has closed a connection, or sent data on it before it should.
 fn is_ended(stream: &TcpStream) -> bool {
     let peeked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
     let blocks = stream.set_nonblocking(false).is_ok();
     !blocks || !peeked.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
 }
 
-/// Whether a connection delivers data or closes within [`RETRY`].
+/// Whether data arrives on a connection, or the other end closes it, within [`RETRY`].
 fn is_answered(stream: &TcpStream) -> bool {
     let peeked = stream
         .set_read_timeout(Some(RETRY))
@@ -358,14 +359,14 @@ fn no_first_rank(world: &World, timeouts: Timeouts, error: &io::Error) -> CommEr
     }
 }
 
-/// One of the first messages, all of which must have arrived by `deadline`.
+/// Receives a short message, all of which must arrive before `deadline`.
 fn receive_until(stream: &TcpStream, deadline: Instant) -> io::Result<(u8, Vec<u8>)> {
     let found = receive_at_most(MAX_HELLO_BYTES, &mut Until { stream, deadline })?;
     stream.set_read_timeout(None)?;
     Ok(found)
 }
 
-/// Reads with one deadline for all reads together.
+/// A stream with one deadline for all its reads together.
 struct Until<'a> {
     stream: &'a TcpStream,
     deadline: Instant,

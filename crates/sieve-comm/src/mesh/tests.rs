@@ -15,14 +15,14 @@ const QUICK: Timeouts = Timeouts {
     goodbye: Duration::from_millis(200),
 };
 
-/// Where rank 0 listens already, so that nobody else takes its port, and the port.
+/// A listener for rank 0, which keeps its port from other programs, and the port.
 fn host() -> (TcpListener, u16) {
     let listener = listen(&World::on_this_host(0, 1, 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
     (listener, port)
 }
 
-/// As [`Mesh::join`], by a listener of rank 0.
+/// As [`Mesh::join`], with the listener of rank 0.
 fn join(
     world: World,
     listener: Option<TcpListener>,
@@ -36,12 +36,12 @@ fn join(
     Mesh::start(world, peers, timeouts, Box::new(give_up))
 }
 
-/// Runs `work` in each of `size` ranks, and gives what they return.
+/// Runs `work` on each of `size` ranks and returns the results.
 fn ranks<T: Send + 'static>(size: usize, work: impl Fn(&Mesh) -> T + Clone + Send + 'static) -> Vec<T> {
     ranks_of(QUICK, size, work)
 }
 
-/// The same with other timeouts.
+/// As [`ranks`], with other timeouts.
 fn ranks_of<T: Send + 'static>(
     timeouts: Timeouts,
     size: usize,
@@ -50,7 +50,7 @@ fn ranks_of<T: Send + 'static>(
     let (listener, port) = host();
     let mut listener = Some(listener);
     let threads = (0..size).map(|rank| {
-        // Rank 0 comes first, and takes it.
+        // Rank 0, the first of them, takes the listener.
         let (listener, work) = (listener.take(), work.clone());
         thread::spawn(move || {
             let mesh = join(World::on_this_host(rank, size, port), listener, timeouts, |_| {}).unwrap();
@@ -79,7 +79,7 @@ fn values(rank: usize, count: usize) -> Vec<f32> {
 fn sums_are_added_in_the_order_of_the_ranks_and_equal_everywhere() {
     for size in [2, 3, 4] {
         let found = ranks(size, |mesh| {
-            // Several sizes one after another, one of them longer than a piece.
+            // Several sizes one after another; the last is sent in many chunks.
             [0, 1, 5, MANY].map(|count| {
                 let mut sum = values(mesh.world().rank, count);
                 mesh.sum(&mut sum).unwrap();
@@ -149,7 +149,7 @@ fn each_rank_gets_what_the_others_have_for_it() {
     for size in [2, 3, 4] {
         let found = ranks(size, |mesh| {
             let (rank, size) = (mesh.world().rank, mesh.world().size);
-            // Nothing for some, more than a piece for others.
+            // No bytes for some ranks, many chunks for others.
             let bytes = |to: usize| vec![(10 * rank + to) as u8; (rank + to) % 3 * 2 * MANY];
             mesh.exchange((0..size).map(bytes).collect()).unwrap()
         });
@@ -167,7 +167,7 @@ fn each_rank_gets_what_the_others_have_for_it() {
 fn a_rank_that_ends_is_named_to_all_others() {
     let errors = ranks(3, |mesh| {
         if mesh.world().rank == 1 {
-            // As the system does when a process is killed.
+            // The system closes the connections of a killed process in this way.
             for peer in mesh.peers.iter() {
                 peer.data.shutdown(std::net::Shutdown::Both).unwrap();
                 peer.control.shutdown(std::net::Shutdown::Both).unwrap();
@@ -210,7 +210,7 @@ fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
         silence: Duration::from_millis(300),
         ..QUICK
     };
-    // A rank that is there and then stands still: it never starts its threads.
+    // This rank joins and sends no heartbeats, because it never starts its threads.
     let silent = thread::spawn(move || connect(&World::on_this_host(1, 2, port), "1", timeouts).unwrap());
     let (sender, receiver) = channel();
     let mesh = join(
@@ -223,12 +223,12 @@ fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
     );
     let _mesh = mesh.unwrap();
     let _silent = silent.join().unwrap();
-    // This rank never asks the mesh: it waits for its device, say.
+    // This rank does not use the mesh meanwhile, as if it waited for its device.
     let failure = receiver.recv_timeout(Duration::from_secs(10)).unwrap();
     assert_eq!((failure.rank, failure.loss), (1, Loss::Silent(0)));
 }
 
-/// What each of three ranks meets at a barrier to which `late` comes after `work`.
+/// The results of a barrier of three ranks, which rank `late` enters after `work`.
 fn late_at_a_barrier(late: usize, work: impl Fn(&Mesh) + Clone + Send + 'static) -> Vec<Result<(), CommError>> {
     let timeouts = Timeouts {
         silence: Duration::from_secs(1),
@@ -242,13 +242,13 @@ fn late_at_a_barrier(late: usize, work: impl Fn(&Mesh) + Clone + Send + 'static)
     })
 }
 
-/// Stands still until the others have told this rank that they gave it up.
+/// Makes no progress until the other ranks have given this one up.
 fn stand_still(mesh: &Mesh) {
     let told = mesh.watch.failure(Duration::from_secs(60));
     assert!(told.is_some(), "nobody gave this rank up");
 }
 
-/// Waits for several groups side by side, each of which takes some seconds.
+/// Runs several cases at the same time, because each takes some seconds.
 fn side_by_side<T: Sync>(cases: &[T], run: impl Fn(&T) + Sync) {
     thread::scope(|scope| {
         for case in cases {
@@ -273,7 +273,7 @@ fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
     });
 }
 
-/// As GPUs do that wait for one that hangs: each rank waits for its own, and none for another rank.
+/// If one GPU hangs in a collective, each rank waits for its own GPU and none for another rank.
 #[test]
 fn ranks_that_all_stand_still_end_though_none_waits_for_another_and_the_one_behind_is_named() {
     let timeouts = Timeouts {
@@ -303,7 +303,7 @@ fn ranks_that_all_stand_still_end_though_none_waits_for_another_and_the_one_behi
             let words = format!("rank {behind} (");
             match behind {
                 3 => assert_eq!(found, "", "all are equally far"),
-                // It does not know its own place.
+                // A rank does not know its own place.
                 0 => assert!(found.starts_with("rank 0 has reached collective 7"), "{found}"),
                 _ => assert!(
                     found.starts_with(&words) && found.contains("another waits in collective 8"),
@@ -319,7 +319,7 @@ fn also_what_may_last_has_a_limit() {
     side_by_side(&[(Work::Long, true), (Work::Any, false)], |&(work, is_lost)| {
         let late = move |mesh: &Mesh| {
             mesh.set_work(work);
-            // It goes on once, then no more.
+            // It makes progress once, then never again.
             thread::sleep(Duration::from_millis(1200));
             mesh.tick();
             let ticked = Instant::now();
@@ -387,7 +387,7 @@ fn a_rank_that_goes_on_or_does_something_long_is_waited_for() {
 fn strangers_and_double_ranks_are_refused() {
     let (listener, port) = host();
     let first = thread::spawn(move || join(World::on_this_host(0, 3, port), Some(listener), QUICK, |_| {}));
-    // A program that speaks something else, and a rank of another run, do not disturb.
+    // Another program and a rank of another run are ignored.
     let stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
     send(&stranger, 99, b"GET / HTTP/1.1").unwrap();
     let mut other = World::on_this_host(1, 3, port);
@@ -426,7 +426,7 @@ fn strangers_who_say_nothing_or_a_byte_now_and_then_hold_up_nobody() {
     let silent = [(); 6].map(|()| stranger());
     let mut slow = stranger();
     let drip = thread::spawn(move || {
-        // The head of a message of a gigabyte.
+        // The head of a message of one gigabyte.
         let head = [&[HELLO][..], &(1u64 << 30).to_le_bytes()].concat();
         slow.write_all(&head).unwrap();
         while slow.write_all(b"x").is_ok() {
@@ -470,7 +470,7 @@ fn each_rank_gets_one_message_with_what_all_have() {
     }
 }
 
-/// The connections of a rank of 3, without waiting for the others.
+/// The two connections of a rank in a group of 3, without waiting for the others.
 fn connect_quietly(port: u16, rank: usize) -> [TcpStream; 2] {
     let address = ("127.0.0.1", port);
     [false, true].map(|is_control| {
@@ -509,7 +509,7 @@ fn a_rank_that_is_refused_before_its_second_connection_says_why() {
     let data = TcpStream::connect(("127.0.0.1", port)).unwrap();
     let (first, _) = listener.accept().unwrap();
     send(&first, REFUSED, b"rank 1 runs version 2").unwrap();
-    // Rank 0 ends; another run may take the port.
+    // Rank 0 ends, and another run may take the port.
     drop((first, listener));
     let refused = World {
         run_id: "refused".to_owned(),
@@ -525,13 +525,13 @@ fn a_rank_that_is_refused_before_its_second_connection_says_why() {
 
 #[test]
 fn a_rank_whose_connection_ends_unanswered_comes_again() {
-    // Who listened first was not rank 0, and ends.
+    // The first listener is not rank 0, and ends.
     let (listener, port) = host();
     listener.set_nonblocking(false).unwrap();
     let second = thread::spawn(move || Mesh::join(World::on_this_host(1, 3, port), "1", QUICK, |_| {}));
     let (data, _) = listener.accept().unwrap();
     drop((listener, data));
-    // Rank 2 comes, leaves before all are there, and comes again.
+    // Rank 2 connects, leaves before all ranks have joined, and connects again.
     let first = thread::spawn(move || Mesh::join(World::on_this_host(0, 3, port), "1", QUICK, |_| {}));
     drop(connect_quietly(port, 2));
     let third = Mesh::join(World::on_this_host(2, 3, port), "1", QUICK, |_| {});
@@ -554,7 +554,7 @@ fn a_port_that_is_taken_and_ranks_that_never_come_are_told() {
         error.to_string().contains("1 of 3") && error.to_string().contains("missing: 1, 2"),
         "{error}"
     );
-    // A port that is held, and where nobody listens: a connection's own end.
+    // A port that is in use, but on which no program listens: the near end of a connection.
     let (other, port) = host();
     let held = TcpStream::connect(("127.0.0.1", port)).unwrap();
     let port = held.local_addr().unwrap().port();

@@ -1,5 +1,6 @@
 //! The attention kinds and their sizes.
 
+use super::flops::window_pairs;
 use crate::NsaBlocks;
 use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::keys::{MAX_SEQ_LEN, MAX_WIDTH, choices, keys};
@@ -36,7 +37,7 @@ choices! {
     }
 }
 
-/// Where a window comes from that a recipe leaves out.
+/// The default of a window, in words.
 pub(crate) const A_QUARTER_OF_THE_ROW: &str = "a quarter of `training.seq_len`";
 
 /// Bounds of a slope's period, in tokens.
@@ -86,17 +87,17 @@ keys! {
     }
 }
 
-/// Keys that DMA keeps for a query: the last ones whatever their rank, and the best-ranked of the older ones.
+/// Number of keys that DMA keeps for a query: the last ones whatever their rank, and the best-ranked of the older ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmaWindow {
-    /// Keys in all.
+    /// Number of all kept keys.
     pub keep_window_size: usize,
-    /// The last ones, the query's own included; at most `keep_window_size`.
+    /// Number of last keys among them, the query's own included; at most `keep_window_size`.
     pub local_window_size: usize,
 }
 
 impl DmaWindow {
-    /// Keys kept for their rank.
+    /// Number of keys that are kept for their rank.
     pub fn num_ranked(&self) -> usize {
         self.keep_window_size - self.local_window_size
     }
@@ -113,7 +114,7 @@ impl From<usize> for DmaWindow {
 }
 
 impl DmaShape {
-    /// What a query keeps.
+    /// Number of keys that a query keeps.
     pub fn window(&self) -> DmaWindow {
         DmaWindow {
             keep_window_size: self.keep_window_size,
@@ -139,7 +140,7 @@ impl DmaShape {
         self.recency == DmaRecency::None && self.local_window_size == 0
     }
 
-    /// The periods of the first and the last KV head's slope, given or by default.
+    /// The periods of the first and the last KV head's slope, in tokens.
     pub(crate) fn periods(&self) -> [f64; 2] {
         let last = self.longest_period.unwrap_or(4.0 * self.keep_window_size as f64);
         [self.shortest_period.unwrap_or(SHORTEST_PERIOD), last]
@@ -158,25 +159,25 @@ impl DmaShape {
         }
     }
 
-    /// What a key's rank gains per token of its position, by KV head, `[num_kv_heads]`; `None` without recency.
+    /// How much a key's rank grows per token of its position, `[num_kv_heads]`; `None` without recency.
     pub fn slopes(&self, num_kv_heads: usize) -> Option<Vec<f64>> {
         match self.recency {
             DmaRecency::None => None,
             DmaRecency::Slope => {
                 let [first, last] = self.periods();
-                // One KV head takes the last period, the longest of the default.
-                let part = |head: usize| match num_kv_heads {
+                // A single KV head takes the last period, which is the longest by default.
+                let exponent = |head: usize| match num_kv_heads {
                     1 => 1.0,
                     _ => head as f64 / (num_kv_heads - 1) as f64,
                 };
-                let period = |head| first * (last / first).powf(part(head));
+                let period = |head| first * (last / first).powf(exponent(head));
                 Some((0..num_kv_heads).map(|head| 1.0 / period(head)).collect())
             }
         }
     }
 }
 
-/// Period of the first KV head's slope where a recipe gives none, in tokens.
+/// Default period of the first KV head's slope, in tokens.
 const SHORTEST_PERIOD: f64 = 64.0;
 
 keys! {
@@ -209,7 +210,7 @@ keys! {
 }
 
 impl MlaShape {
-    /// Width of the norms of queries and keys where heads have `head_dim`; 0 without them.
+    /// Width of the norms of queries and keys, for heads of `head_dim`; 0 without norms.
     pub fn qk_norm_dim(&self, head_dim: usize) -> usize {
         match self.qk_norm {
             true => head_dim + self.qk_rope_head_dim,
@@ -226,7 +227,7 @@ impl MlaShape {
         }
     }
 
-    /// The rotated part where a recipe gives none: rotary embedding turns pairs.
+    /// Default width of the rotated part: half a head, rounded up to an even number because rotation works on pairs.
     pub(crate) fn half_a_head(head_dim: usize) -> usize {
         (head_dim / 2).next_multiple_of(2).max(2)
     }
@@ -313,12 +314,7 @@ impl NsaShape {
         }
     }
 
-    /// Compressed blocks of a document of `seq_len` tokens: those that lie in it whole.
-    pub fn num_compressed_blocks(&self, seq_len: usize) -> usize {
-        self.blocks().num_compressed_blocks(seq_len)
-    }
-
-    /// Sizes of its blocks.
+    /// Sizes of the compressed and the selected blocks.
     pub fn blocks(&self) -> NsaBlocks {
         NsaBlocks {
             compress_block_size: self.compress_block_size,
@@ -328,30 +324,28 @@ impl NsaShape {
         }
     }
 
-    /// Copies of the key and value projections.
+    /// Number of key and value projections: one, or one for each branch.
     pub fn num_kv_copies(&self) -> usize {
         if self.shared_kv { 1 } else { NUM_NSA_BRANCHES }
     }
 
-    /// (Query, key) pairs of one query head in a document of `seq_len` tokens, by branch: compressed, selected, window.
+    /// Number of (query, key) pairs of one query head in a document of `seq_len` tokens, by branch: compressed,
+    /// selected, window.
     ///
-    /// Query t sees the compressed blocks that end at or before t, `num_selected_blocks` blocks up to its own, whole
-    /// but for its own, and the window.
+    /// Query t sees the compressed blocks that end at or before t; its own block up to t and `num_selected_blocks - 1`
+    /// whole blocks before it; and the window.
     pub fn pairs(&self, seq_len: usize) -> [f64; NUM_NSA_BRANCHES] {
-        let n = seq_len as f64;
-        let window = self.window_size.min(seq_len) as f64;
         let blocks = self.blocks();
-        let window_pairs = window * (n - (window - 1.0) / 2.0);
         [
             blocks.compressed_pairs(seq_len),
             blocks.selected_pairs(seq_len),
-            window_pairs,
+            window_pairs(self.window_size, seq_len),
         ]
     }
 }
 
 const MOST_BLOCKS: &str = "a query chooses 64 blocks at most; larger blocks hold more tokens";
-/// Blocks that a query of InfLLM-V2, MoBA or MSA chooses at most.
+/// The most blocks that a query of InfLLM-V2, MoBA or MSA chooses.
 pub(crate) const MAX_CHOSEN_BLOCKS: usize = 64;
 
 keys! {
@@ -407,7 +401,7 @@ impl InfllmV2Shape {
         }
     }
 
-    /// How its queries choose.
+    /// How queries choose blocks.
     pub fn choice(&self) -> BlockChoice {
         BlockChoice {
             blocks: NsaBlocks {
@@ -455,7 +449,7 @@ impl MobaShape {
         }
     }
 
-    /// How its queries choose.
+    /// How queries choose blocks.
     pub fn choice(&self) -> BlockChoice {
         BlockChoice {
             blocks: NsaBlocks {
@@ -537,7 +531,7 @@ impl MsaShape {
         }
     }
 
-    /// How its indexer chooses.
+    /// How the indexer chooses blocks.
     pub fn choice(&self) -> BlockChoice {
         let (rule, pooled) = match self.indexer {
             IndexScores::Msa => (ChoiceRule::LargestScore, 1),
@@ -551,27 +545,27 @@ impl MsaShape {
     }
 }
 
-/// The form of an attention kind: which keys its layers hold and read. Parameters, operations, caches, memory and
-/// kernels follow from it.
+/// The form of an attention kind: which keys its layers hold and read. It determines parameters, operations, caches,
+/// memory and kernels.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum AttentionForm {
-    /// Keys and values of groups of heads: all earlier ones, or the last `window`, the query's own included.
+    /// Grouped-query attention: a query sees all earlier keys, or the last `window`.
     Grouped {
-        /// In tokens; `None`: all earlier keys.
+        /// Number of keys that a query sees, its own included; `None` for all earlier ones.
         window: Option<usize>,
     },
-    /// Keys and values made from a latent.
+    /// Multi-head latent attention: keys and values are projections of one latent per token.
     Latent(MlaShape),
-    /// Three gated branches.
+    /// Native sparse attention: three gated branches.
     Branches(NsaShape),
-    /// The keys of the highest ranks.
+    /// Dynamic mask attention: a query sees the keys of the highest ranks.
     Ranked(DmaShape),
-    /// All keys of chosen blocks.
+    /// A query sees all keys of chosen blocks.
     Blocks(BlockChoice),
 }
 
 impl AttentionForm {
-    /// Keys of a head that a query reads and a cache holds, at most; `None` where both grow with the text.
+    /// The most keys of a head that a query reads and a cache holds; `None` if both grow with the text.
     pub fn num_kept(&self) -> Option<usize> {
         match *self {
             Self::Grouped { window } => window,
@@ -580,7 +574,7 @@ impl AttentionForm {
         }
     }
 
-    /// Whether training computes a layer with the norm before it, its projections and the residual stream as one op.
+    /// Whether training computes the norm, the projections, attention and the residual addition of a layer as one op.
     pub fn is_one_op(&self) -> bool {
         match self {
             Self::Grouped { .. } | Self::Ranked(_) => true,
@@ -588,7 +582,7 @@ impl AttentionForm {
         }
     }
 
-    /// Its sizes in a few words; `None` of dense attention.
+    /// The sizes in a few words; `None` for dense attention.
     pub fn label(&self) -> Option<String> {
         let selected = |count, size| format!("{count} x {size} selected");
         Some(match *self {
@@ -652,7 +646,7 @@ mod tests {
             for seq_len in 0..90usize {
                 let mut counted = [0usize; 3];
                 for t in 0..seq_len {
-                    let blocks = shape.num_compressed_blocks(seq_len);
+                    let blocks = shape.blocks().num_compressed_blocks(seq_len);
                     counted[0] += (0..blocks).filter(|c| c * s + l - 1 <= t).count();
                     let own = t / select;
                     let first = (own + 1).saturating_sub(k);

@@ -3,58 +3,57 @@
 //! A multiply-add counts as two. GEMMs are counted; norms, softmax, activations, DMA's selection (comparisons) and the
 //! optimizer are left out, as is usual for MFU (arXiv:2204.02311, appendix B).
 //!
-//! - forward, linear: `2 * (weights of q, k, v, o, gate, up, down, output, and of the attention kind)`; the embedding
-//!   is a look-up, the output projection a GEMM whether tied or not; NSA's compression runs once every
-//!   `compress_stride` tokens
-//! - forward, attention, per layer: `2 * num_heads * (width of a query + width of a value) * keys`, for `Q K^T` and
-//!   `P V`, where `keys` is the mean number of keys a query sees, over NSA's three branches together
-//! - MSA's indexer: `2 * num_kv_heads * head_dim` for each key up to the query, without a backward pass; in the
-//!   backward pass `4 * num_kv_heads * head_dim` for each key that is seen; with QSA's scores for each block in place
-//!   of each key
-//! - tokens without a label have no output projection; the counts here are for labelled ones
-//! - backward: twice the forward (two GEMMs for each one). Scores that a backward kernel recomputes are not counted:
-//!   MFU counts what the mathematics needs, not what an implementation repeats.
+//! - Forward, linear: `2 * (weights of q, k, v, o, gate, up, down, output, and of the attention kind)`. The embedding
+//!   is
+//!   a look-up, and the output projection a GEMM whether tied or not. NSA's compression runs once every
+//!   `compress_stride` tokens.
+//! - Forward, attention, per layer: `2 * num_heads * (width of a query + width of a value) * keys`, for `Q K^T` and
+//!   `P V`, where `keys` is the mean number of keys a query sees, summed over NSA's three branches.
+//! - MSA's indexer: forward `2 * num_kv_heads * head_dim` for each key up to the query, whether seen or not; backward
+//!   `4 * num_kv_heads * head_dim` for each key that is seen. QSA has one score per block instead of per key.
+//! - Tokens without a label need no output projection; the counts here are for labelled tokens.
+//! - Backward: twice the forward (two GEMMs for each one). Scores that a backward kernel recomputes are not counted,
+//!   because MFU counts the operations that the mathematics needs.
 //!
-//! torchtitan counts `seq_len` keys for causal attention, twice what a causal mask leaves; ours is the mean over
-//! positions, `(seq_len + 1) / 2`, so our MFU is the lower one.
+//! torchtitan counts `seq_len` keys for causal attention; we count the mean over positions, `(seq_len + 1) / 2`, so our
+//! MFU is lower.
 
 use super::{Attention, AttentionForm, ModelShape, NUM_NSA_BRANCHES};
 
 /// Forward floating-point operations of one token, mean over the positions of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FlopsPerToken {
-    /// Products with weights.
+    /// GEMMs with weights.
     pub linear: f64,
-    /// Products of attention over the keys that are seen.
+    /// `Q K^T` and `P V` over the keys that are seen.
     pub attention: f64,
-    /// Scores of MSA's indexers with every key, which have no backward pass.
+    /// Scores of MSA's indexers, over all keys up to the query.
     pub index_scores: f64,
-    /// Of the backward pass: both products of the gradient of these scores, over the keys that are seen.
+    /// In the backward pass: both GEMMs for the gradient of these scores, over the keys that are seen.
     pub index_gradient: f64,
 }
 
 impl FlopsPerToken {
-    /// Operations of the forward pass.
+    /// FLOPs of the forward pass.
     pub fn forward(&self) -> f64 {
         self.linear + self.attention + self.index_scores
     }
 
-    /// FLOPs of the backward pass: twice the FLOPs of what has gradients in the forward pass, and the gradient of the
-    /// indexers' loss.
+    /// FLOPs of the backward pass: twice those of the forward pass without the indexers' scores, plus the gradient of
+    /// the indexers' loss.
     pub fn backward(&self) -> f64 {
         2.0 * (self.linear + self.attention) + self.index_gradient
     }
 
-    /// Operations of one training token.
+    /// FLOPs of one training token.
     pub fn training(&self) -> f64 {
         self.forward() + self.backward()
     }
 }
 
 impl ModelShape {
-    /// Operations per token when a query sees `mean_active_keys` keys on average (measured, or from
-    /// [`mean_active_keys`] and [`mean_active_keys_of_documents`]) of the `mean_keys` of its document up to its own,
-    /// and an indexer scores all of the latter.
+    /// FLOPs per token. A query sees `mean_active_keys` keys on average (measured, or from [`mean_active_keys`] and
+    /// [`mean_active_keys_of_documents`]). An indexer scores all `mean_keys` keys of the document up to the query.
     pub fn flops_per_token(&self, mean_active_keys: f64, mean_keys: f64) -> FlopsPerToken {
         let d_model = self.d_model as f64;
         let num_layers = self.num_layers as f64;
@@ -68,7 +67,7 @@ impl ModelShape {
             if let AttentionForm::Blocks(choice) = part.attention.form()
                 && part.has_indexer()
             {
-                // Of QSA's scores there is one for each block.
+                // QSA's stride is its block, which has one score; MSA's is 1.
                 indexers += (part.num_layers * part.kv_width()) as f64 / choice.blocks.compress_stride as f64;
             }
         }
@@ -80,7 +79,8 @@ impl ModelShape {
         }
     }
 
-    /// Weights that one layer of the model's kind multiplies a token with, and the widths of a pair's two products.
+    /// For one attention layer of the model's kind: the number of weights that a token is multiplied with, and the
+    /// multiply-adds of `Q K^T` and `P V` per (query, key) pair, over all heads.
     fn attention_widths(&self) -> (f64, f64) {
         let (d_model, q_width, kv_width) = (self.d_model as f64, self.q_width() as f64, self.kv_width() as f64);
         let grouped = 2.0 * d_model * (q_width + kv_width);
@@ -104,7 +104,7 @@ impl ModelShape {
                 let copies = (nsa.num_kv_copies() - 1) as f64;
                 let gates = d_model * (NUM_NSA_BRANCHES * self.num_heads) as f64;
                 let head_dim = self.head_dim as f64;
-                // One block begins every `compress_stride` tokens, per KV head, for keys and for values.
+                // A block begins every `compress_stride` tokens; each KV head compresses its keys and its values.
                 let compress = nsa.compress_hidden_size.unwrap_or(0) as f64
                     * (nsa.compress_block_size as f64 * head_dim + head_dim)
                     * 2.0
@@ -116,18 +116,18 @@ impl ModelShape {
         }
     }
 
-    /// Training operations that a token without a label spares: its output projection, forward and backward.
+    /// Training FLOPs that a token without a label saves: its output projection, forward and backward.
     pub fn unlabelled_training_flops(&self) -> f64 {
         3.0 * 2.0 * self.d_model as f64 * self.vocab_size as f64
     }
 
-    /// Operations executed per token: attention over the pairs the mask keeps, for one document of `seq_len` tokens.
+    /// FLOPs executed per token in one document of `seq_len` tokens, with attention over the pairs that the mask keeps.
     pub fn executed_flops_per_token(&self, seq_len: usize) -> FlopsPerToken {
         let mean_keys = mean_active_keys(Attention::Mha, seq_len);
         self.flops_per_token(self.mean_active_keys(seq_len), mean_keys)
     }
 
-    /// Operations per token of the dense equivalent: the same weights, attention over all causal pairs, no choice.
+    /// FLOPs per token of the dense equivalent: the same weights, attention over all causal pairs, no indexer's scores.
     pub fn dense_flops_per_token(&self, seq_len: usize) -> FlopsPerToken {
         let dense = self.flops_per_token(mean_active_keys(Attention::Mha, seq_len), 0.0);
         FlopsPerToken {
@@ -139,35 +139,34 @@ impl ModelShape {
 
 /// Mean number of keys a query sees in one document of `seq_len` tokens; 0 for an empty one.
 ///
-/// Query i (from 0) sees `min(i + 1, w)` keys, exactly, in a sliding window of w and in DMA that keeps w alike;
-/// `w >= seq_len` where there is no window. The mean is `(w / n)(n - (w - 1) / 2)` with `w = min(w, n)`. NSA's three
-/// branches add up; where blocks are chosen, a pooled key counts half
-/// ([`BlockChoice::pairs`](crate::BlockChoice::pairs)). The scores of MSA's indexer, a product of other heads with
-/// every key, are counted apart ([`FlopsPerToken`]).
+/// Query i (from 0) sees exactly `min(i + 1, w)` keys, both in a sliding window of w and in DMA that keeps w keys;
+/// without a window, `w = n`, the number of tokens. The mean is `(w / n)(n - (w - 1) / 2)` with `w = min(w, n)`. NSA's
+/// three branches are added; where blocks are chosen, a pooled key counts half
+/// ([`BlockChoice::pairs`](crate::BlockChoice::pairs)). The scores of MSA's indexer are counted separately
+/// ([`FlopsPerToken`]).
 pub fn mean_active_keys(attention: Attention, seq_len: usize) -> f64 {
     mean_active_keys_of_documents(attention, [seq_len])
 }
 
 /// Mean number of keys a query sees over packed documents of these lengths; 0 without tokens.
 pub fn mean_active_keys_of_documents(attention: Attention, lengths: impl IntoIterator<Item = usize>) -> f64 {
-    let of_pairs = |pairs: &dyn Fn(usize) -> f64, lengths: &mut dyn Iterator<Item = usize>| {
-        let (pairs, tokens) = lengths.fold((0.0, 0), |(sum, tokens), length| (sum + pairs(length), tokens + length));
-        if tokens == 0 { 0.0 } else { pairs / tokens as f64 }
-    };
-    let mut lengths = lengths.into_iter();
-    let window = match attention.form() {
-        _ if attention.index_warmup() == Some(true) => usize::MAX,
-        AttentionForm::Branches(nsa) => return of_pairs(&|length| nsa.pairs(length).iter().sum(), &mut lengths),
-        AttentionForm::Blocks(choice) => return of_pairs(&|length| choice.pairs(length), &mut lengths),
-        form => form.num_kept().unwrap_or(usize::MAX),
-    };
-    let (mut pairs, mut tokens) = (0.0, 0.0);
+    let reads_all = attention.index_warmup() == Some(true);
+    let (mut pairs, mut tokens) = (0.0, 0);
     for length in lengths {
-        let (n, w) = (length as f64, window.min(length) as f64);
-        pairs += w * (n - (w - 1.0) / 2.0);
-        tokens += n;
+        pairs += match attention.form() {
+            AttentionForm::Branches(nsa) => nsa.pairs(length).iter().sum(),
+            AttentionForm::Blocks(choice) if !reads_all => choice.pairs(length),
+            form => window_pairs(form.num_kept().unwrap_or(usize::MAX), length),
+        };
+        tokens += length;
     }
-    if tokens == 0.0 { 0.0 } else { pairs / tokens }
+    if tokens == 0 { 0.0 } else { pairs / tokens as f64 }
+}
+
+/// Number of (query, key) pairs in a document of `seq_len` tokens whose queries see the last `window` keys.
+pub(super) fn window_pairs(window: usize, seq_len: usize) -> f64 {
+    let window = window.min(seq_len) as f64;
+    window * (seq_len as f64 - (window - 1.0) / 2.0)
 }
 
 #[cfg(test)]

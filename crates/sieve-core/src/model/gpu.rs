@@ -1,38 +1,37 @@
-//! GPUs by name: peak rate, memory and its bandwidth, by the vendors' data sheets.
+//! GPUs by name: peak rate, memory and bandwidth from the vendors' data sheets.
 
 use serde::Serialize;
 
 /// One model of GPU.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Gpu {
-    /// Its name as asked for.
+    /// The name that [`find`] was called with.
     pub name: String,
     /// Peak dense bf16 rate in FLOP/s: tensor cores, f32 accumulation, no sparsity.
     pub bf16_flops: f64,
-    /// Memory in bytes. Of a model sold with two sizes, the larger.
+    /// Memory in bytes; the larger size if the model is sold with two.
     pub memory_bytes: u64,
-    /// Peak bandwidth of that memory in bytes a second.
+    /// Peak memory bandwidth in bytes per second.
     pub memory_bytes_per_second: f64,
-    /// What kernels are compiled for: `sm_80`, `sm_90a`.
+    /// The architecture that kernels are compiled for, as `sm_80` or `sm_90a`.
     pub arch: String,
 }
 
 impl Gpu {
-    /// Whether it has the tensor cores that the `sm_90a` kernels are written for.
+    /// Whether the GPU runs the `sm_90a` kernels.
     pub fn is_hopper(&self) -> bool {
         self.arch == "sm_90a"
     }
 }
 
-/// The GPU whose words are in `name`, as a driver (`NVIDIA H200`) or a person (`h200`, `3090`) writes it.
-///
-/// `None` for one that is not in the list; no guess is made.
+/// Finds a GPU by a name as a driver (`NVIDIA H200`) or a person (`h200`, `3090`) writes it. `None` if it is not in the
+/// list.
 pub fn find(name: &str) -> Option<Gpu> {
     let upper = name.to_ascii_uppercase();
     let in_a_word = |letter: &char| letter.is_ascii_alphanumeric();
     let words: Vec<&str> = upper.split(|letter| !in_a_word(&letter)).collect();
     let without_spaces: String = upper.chars().filter(in_a_word).collect();
-    // "RTX3090TI", or "3090ti" as people write it.
+    // "RTX3090TI" or "3090ti".
     let is_one_word = |row_words: &[&str]| {
         let row = row_words.concat();
         without_spaces == row || Some(without_spaces.as_str()) == row.strip_prefix("RTX")
@@ -51,13 +50,13 @@ pub fn find(name: &str) -> Option<Gpu> {
     })
 }
 
-/// Names [`find`] knows, lower case.
+/// All names that [`find`] knows, in lower case.
 pub fn names() -> Vec<String> {
     let names = GPUS.iter().map(|(marks, ..)| marks.join(" "));
     names.map(|name| name.to_ascii_lowercase()).collect()
 }
 
-/// The hint for a name that [`find`] does not know: why no such GPU runs the kernels, or the most similar name.
+/// The hint for a name that [`find`] does not know: that the GPU is too old, or the most similar known name.
 pub fn why_not(name: &str) -> String {
     let upper = name.to_ascii_uppercase();
     if BEFORE_AMPERE.iter().any(|old| upper.contains(old)) {
@@ -69,18 +68,18 @@ pub fn why_not(name: &str) -> String {
     format!("did you mean {}?", nearest.expect("GPUs are listed"))
 }
 
-/// Parts of the names of GPUs with tensor cores that lack bf16, or with none.
+/// Parts of the names of GPUs without bf16 tensor cores.
 const BEFORE_AMPERE: &[&str] = &[
     "V100", "T4", "P100", "P40", "TITAN", "RTX 20", "2060", "2070", "2080", "GTX", "1080", "K80",
 ];
 
-/// Peak dense bf16 rate of a GPU in FLOP/s, by the name the driver gives; `None` where it is not known.
+/// Peak dense bf16 rate of a GPU in FLOP/s, by the driver's name for it; `None` if the GPU is not in the list.
 pub fn peak_bf16_flops(device_name: &str) -> Option<f64> {
     find(device_name).map(|gpu| gpu.bf16_flops)
 }
 
-/// Words of a device's name, peak FLOP/s, memory in GB, bandwidth in GB/s, architecture; the first row whose words all
-/// occur in the name is taken.
+/// Words of a device's name, peak FLOP/s, memory in GB, bandwidth in GB/s, architecture. [`find`] takes the first row
+/// whose words all occur in the name.
 type Row = (&'static [&'static str], f64, u64, u64, &'static str);
 const GPUS: &[Row] = &[
     (&["B200"], 2250e12, 180, 8000, "sm_100a"),

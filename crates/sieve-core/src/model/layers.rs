@@ -1,27 +1,27 @@
-//! Models whose layers differ: some are dense in place of the model's kind of attention.
+//! Models whose layers differ: dense layers, and layers that share the blocks that an earlier layer chose.
 
 use crate::ChoiceRule;
 
 use super::{Attention, AttentionForm, ModelShape, mean_active_keys};
 
 impl ModelShape {
-    /// Whether layer `layer` (from 0) is dense in place of [`attention`](Self::attention).
+    /// Whether layer `layer` (from 0) is dense by [`dense_layers`](Self::dense_layers).
     pub fn is_dense_layer(&self, layer: usize) -> bool {
         is_marked(&self.dense_layers, layer)
     }
 
-    /// Whether layer `layer` (from 0) reads the blocks that the last layer before it chose, and chooses none itself.
+    /// Whether layer `layer` (from 0) reads the blocks that an earlier layer chose, and chooses none itself.
     pub fn is_shared_layer(&self, layer: usize) -> bool {
         is_marked(&self.shared_layers, layer)
     }
 
-    /// Layers that read the blocks of an earlier layer.
+    /// Number of layers that read the blocks that an earlier layer chose.
     pub fn num_shared_layers(&self) -> usize {
         let layers = 0..self.num_layers;
         layers.filter(|&layer| self.is_shared_layer(layer)).count()
     }
 
-    /// Whether the first layer has an indexer, which chooses blocks for it.
+    /// Whether the first layer has an indexer.
     pub fn has_indexer(&self) -> bool {
         match self.attention.form() {
             AttentionForm::Blocks(choice) => choice.has_indexer() && !self.is_shared_layer(0),
@@ -29,7 +29,7 @@ impl ModelShape {
         }
     }
 
-    /// Whether it scores blocks by one key each, as QSA does.
+    /// Whether the first layer has an indexer that scores blocks by one pooled key each, as QSA's does.
     pub fn has_pooled_indexer(&self) -> bool {
         match self.attention.form() {
             AttentionForm::Blocks(choice) => choice.rule == ChoiceRule::SumOfHeads && self.has_indexer(),
@@ -37,18 +37,18 @@ impl ModelShape {
         }
     }
 
-    /// Layers that are dense in place of [`attention`](Self::attention).
+    /// Number of layers that are dense by [`dense_layers`](Self::dense_layers).
     pub fn num_dense_layers(&self) -> usize {
         let layers = 0..self.num_layers;
         layers.filter(|&layer| self.is_dense_layer(layer)).count()
     }
 
-    /// Whether layer `layer` (from 0) has dense attention: its kind is, or the layer is dense in place of another.
+    /// Whether layer `layer` (from 0) has dense attention: the model's kind is dense, or this layer is.
     pub fn has_dense_attention(&self, layer: usize) -> bool {
         self.attention == Attention::Mha || self.is_dense_layer(layer)
     }
 
-    /// Layers with [dense attention](Self::has_dense_attention).
+    /// Number of layers with [dense attention](Self::has_dense_attention).
     pub fn num_layers_of_dense_attention(&self) -> usize {
         let layers = 0..self.num_layers;
         layers.filter(|&layer| self.has_dense_attention(layer)).count()
@@ -68,8 +68,8 @@ impl ModelShape {
         self.with(Attention::Mha, self.num_layers, false)
     }
 
-    /// The layers grouped by attention: for each kind the shape of a model with these layers alone. The model's own
-    /// kind is first, followed by its layers that share a choice of blocks.
+    /// The layers grouped by attention, each group as the shape of a model with only these layers. The groups are: the
+    /// model's own kind; layers of that kind that share an earlier choice of blocks, if any; dense layers, if any.
     pub fn by_kind(&self) -> Vec<Self> {
         let (num_dense, num_shared) = (self.num_dense_layers(), self.num_shared_layers());
         let mut kinds = vec![self.with(self.attention, self.num_layers - num_dense - num_shared, false)];
@@ -88,7 +88,7 @@ impl ModelShape {
         self.mean_over_layers(of(self.attention), of(Attention::Mha))
     }
 
-    /// Mean over the layers of a number that is `own` in layers of the model's kind and `dense` in dense ones.
+    /// Mean over all layers of a number that is `own` in layers of the model's kind and `dense` in dense layers.
     pub fn mean_over_layers(&self, own: f64, dense: f64) -> f64 {
         let all = self.num_layers.max(1) as f64;
         own + (dense - own) * self.num_dense_layers() as f64 / all
@@ -105,7 +105,7 @@ impl ModelShape {
     }
 }
 
-/// Whether a pattern that is repeated over the layers marks one.
+/// Whether a pattern that is repeated over the layers is true for `layer`.
 fn is_marked(pattern: &[bool], layer: usize) -> bool {
     !pattern.is_empty() && pattern[layer % pattern.len()]
 }

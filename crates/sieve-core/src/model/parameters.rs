@@ -3,7 +3,7 @@
 use super::{AttentionForm, ModelShape, NUM_NSA_BRANCHES};
 
 /// Numbers of parameters, by part. The parts are disjoint; [`total`](Self::total) is their sum.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ParameterCounts {
     /// The embedding: `vocab_size * d_model`.
     pub embedding: u64,
@@ -11,17 +11,17 @@ pub struct ParameterCounts {
     pub output: u64,
     /// Projections of queries, keys, values and attention output, all layers, with the biases of the first three.
     pub attention: u64,
-    /// DMA's own: A, one entry per KV head, and W_dt, `kv_width * num_kv_heads`, all layers.
+    /// DMA's A, one entry per KV head, and W_dt, `kv_width * num_kv_heads`, all layers.
     pub mask: u64,
-    /// NSA's own: the gates, and the compression of keys and values, all layers.
+    /// NSA's gates, and its compression of keys and values, all layers.
     pub branches: u64,
-    /// MSA's own: the projection of the indexer's queries and key, `d_model * (num_kv_heads + 1) * head_dim`, and its
+    /// MSA's projection of the indexer's queries and key, `d_model * (num_kv_heads + 1) * head_dim`, and the indexer's
     /// two norms over `head_dim`, all layers.
     pub indexer: u64,
     /// Gate, up and down projections, all layers.
     pub mlp: u64,
-    /// RMSNorm weights: two per layer over `d_model`, two per layer over `head_dim` with `qk_norm` (MLA: one over its
-    /// latent, and these two with its own), one at the end.
+    /// RMSNorm weights: two per layer over `d_model`; with `qk_norm` two per layer over `head_dim`; one at the end. MLA
+    /// has one more over its latent, and its own `qk_norm` decides about the two of heads.
     pub norms: u64,
     /// Learned residual scales: two vectors per layer over `d_model`; 0 without them.
     pub residual_scale: u64,
@@ -61,50 +61,57 @@ impl ModelShape {
         let layers = self.num_layers as u64;
         let d_model = self.d_model as u64;
         let embedding = self.vocab_size as u64 * d_model;
-        let (mut attention, mut mask, mut branches, mut indexer, mut head_norms) = (0, 0, 0, 0, 0);
+        let mut counts = ParameterCounts {
+            embedding,
+            output: if self.tie_word_embeddings { 0 } else { embedding },
+            mlp: layers * 3 * d_model * self.d_ff as u64,
+            norms: layers * 2 * d_model + d_model,
+            residual_scale: if self.residual_scale { layers * 2 * d_model } else { 0 },
+            ..ParameterCounts::default()
+        };
         for part in self.by_kind() {
             let layers = part.num_layers as u64;
             let of_layer = part.attention_parameters();
-            attention += layers * of_layer[0];
-            mask += layers * of_layer[1];
-            branches += layers * of_layer[2];
-            head_norms += layers * of_layer[3];
-            indexer += layers * of_layer[4];
+            counts.attention += layers * of_layer.attention;
+            counts.mask += layers * of_layer.mask;
+            counts.branches += layers * of_layer.branches;
+            counts.norms += layers * of_layer.norms;
+            counts.indexer += layers * of_layer.indexer;
         }
-        ParameterCounts {
-            embedding,
-            output: if self.tie_word_embeddings { 0 } else { embedding },
-            attention,
-            mask,
-            branches,
-            indexer,
-            mlp: layers * 3 * d_model * self.d_ff as u64,
-            norms: layers * 2 * d_model + head_norms + d_model,
-            residual_scale: if self.residual_scale { layers * 2 * d_model } else { 0 },
-        }
+        counts
     }
 
-    /// Of one layer of the model's kind: projections, DMA's mask, NSA's branches, norms of heads, MSA's indexer.
-    fn attention_parameters(&self) -> [u64; 5] {
+    /// The parameters of one attention layer of the model's kind; `norms` are those of its heads and latents.
+    fn attention_parameters(&self) -> ParameterCounts {
         let d_model = self.d_model as u64;
         let (q_width, kv_width) = (self.q_width() as u64, self.kv_width() as u64);
         let (num_heads, num_kv_heads) = (self.num_heads as u64, self.num_kv_heads as u64);
         let head_dim = self.head_dim as u64;
         let biases = if self.qkv_bias { q_width + 2 * kv_width } else { 0 };
         let grouped = 2 * d_model * (q_width + kv_width) + biases;
-        let head_norms = if self.qk_norm { 2 * head_dim } else { 0 };
+        let counts = ParameterCounts {
+            attention: grouped,
+            norms: if self.qk_norm { 2 * head_dim } else { 0 },
+            ..ParameterCounts::default()
+        };
         match self.attention.form() {
-            AttentionForm::Blocks(_) if self.has_indexer() => {
-                let indexer = d_model * (kv_width + head_dim) + 2 * head_dim;
-                [grouped, 0, 0, head_norms, indexer]
-            }
-            AttentionForm::Grouped { .. } | AttentionForm::Blocks(_) => [grouped, 0, 0, head_norms, 0],
-            AttentionForm::Ranked(_) => [grouped, num_kv_heads * (1 + kv_width), 0, head_norms, 0],
+            AttentionForm::Blocks(_) if self.has_indexer() => ParameterCounts {
+                indexer: d_model * (kv_width + head_dim) + 2 * head_dim,
+                ..counts
+            },
+            AttentionForm::Grouped { .. } | AttentionForm::Blocks(_) => counts,
+            AttentionForm::Ranked(_) => ParameterCounts {
+                mask: num_kv_heads * (1 + kv_width),
+                ..counts
+            },
             AttentionForm::Latent(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
                 let from_x = q_width + num_heads * rope + rank + rope;
-                let attention = d_model * (from_x + q_width) + 2 * rank * q_width;
-                [attention, 0, 0, rank + 2 * mla.qk_norm_dim(self.head_dim) as u64, 0]
+                ParameterCounts {
+                    attention: d_model * (from_x + q_width) + 2 * rank * q_width,
+                    norms: rank + 2 * mla.qk_norm_dim(self.head_dim) as u64,
+                    ..counts
+                }
             }
             AttentionForm::Branches(nsa) => {
                 let more_kv = 2 * (nsa.num_kv_copies() as u64 - 1) * d_model * kv_width;
@@ -113,7 +120,11 @@ impl ModelShape {
                 let compress = nsa
                     .compress_hidden_size
                     .map_or(0, |hidden| 2 * (block + hidden as u64 * (block + head_dim)));
-                [grouped + more_kv, 0, gates + compress, head_norms, 0]
+                ParameterCounts {
+                    attention: grouped + more_kv,
+                    branches: gates + compress,
+                    ..counts
+                }
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Rotary frequencies that reach past the positions a model was first trained on.
+//! Scaled rotary frequencies, for rows longer than those that a model was first trained on.
 use crate::keys::{MAX_SEQ_LEN, choices, keys};
 use std::f64::consts::TAU;
 
@@ -54,35 +54,28 @@ keys! {
 }
 
 impl RopeScaling {
-    /// The keys that only the other types have, by whether they are given.
+    /// The first given key that this type does not use.
     pub(crate) fn foreign(&self) -> Option<&'static str> {
-        let given = [
-            (
-                "original_max_position_embeddings",
-                self.original_max_position_embeddings.is_some(),
-                [false, true, true],
-            ),
-            ("low_freq_factor", self.low_freq_factor.is_some(), [false, true, false]),
-            (
-                "high_freq_factor",
-                self.high_freq_factor.is_some(),
-                [false, true, false],
-            ),
-            ("beta_fast", self.beta_fast.is_some(), [false, false, true]),
-            ("beta_slow", self.beta_slow.is_some(), [false, false, true]),
-            (
-                "attention_factor",
-                self.attention_factor.is_some(),
-                [false, false, true],
-            ),
+        let original = self.original_max_position_embeddings.is_some();
+        let of_both = [("original_max_position_embeddings", original)];
+        let of_llama3 = [
+            ("low_freq_factor", self.low_freq_factor.is_some()),
+            ("high_freq_factor", self.high_freq_factor.is_some()),
         ];
-        let own = given
-            .into_iter()
-            .find(|(_, given, of_type)| *given && !of_type[self.rope_type as usize]);
-        own.map(|(key, ..)| key)
+        let of_yarn = [
+            ("beta_fast", self.beta_fast.is_some()),
+            ("beta_slow", self.beta_slow.is_some()),
+            ("attention_factor", self.attention_factor.is_some()),
+        ];
+        let unused = match self.rope_type {
+            RopeType::Linear => [&of_both[..], &of_llama3, &of_yarn].concat(),
+            RopeType::Llama3 => of_yarn.to_vec(),
+            RopeType::Yarn => of_llama3.to_vec(),
+        };
+        unused.into_iter().find(|(_, is_given)| *is_given).map(|(key, _)| key)
     }
 
-    /// The turns between which frequencies are mixed, the smaller number first; `None` for `"linear"`.
+    /// The numbers of turns between which frequencies are mixed, the smaller first; `None` for `"linear"`.
     pub(crate) fn turns(&self) -> Option<[f64; 2]> {
         match self.rope_type {
             RopeType::Linear => None,
@@ -94,8 +87,8 @@ impl RopeScaling {
         }
     }
 
-    /// The same with the fields that its type always has filled in; `max_positions` becomes
-    /// `original_max_position_embeddings`, without which `transformers` refuses a `"llama3"`.
+    /// For `"llama3"`, fills in the fields that are left out, because `transformers` requires them; `max_positions`
+    /// becomes `original_max_position_embeddings`.
     #[must_use]
     pub fn filled(self, max_positions: usize) -> Self {
         match (self.rope_type, self.turns()) {
@@ -109,17 +102,17 @@ impl RopeScaling {
         }
     }
 
-    /// The scaled frequencies, from the unscaled ones of `theta` (`plain`), and the factor of cosines and sines, as
-    /// `transformers` computes them. `max_positions` is used where `original_max_position_embeddings` is absent.
+    /// The scaled frequencies and the factor on cosines and sines, as `transformers` computes them. `plain` are the
+    /// unscaled frequencies of `theta`; `max_positions` stands in for an absent `original_max_position_embeddings`.
     pub(crate) fn scaled(&self, plain: Vec<f64>, theta: f64, max_positions: usize) -> (Vec<f64>, f64) {
         let original = self.original_max_position_embeddings.unwrap_or(max_positions) as f64;
         let width = 2.0 * plain.len() as f64;
         let turns = self.turns();
-        // The share of a frequency that stays as it is.
+        // The share of a frequency that is not divided by `factor`.
         let kept = |pair: usize, frequency: f64| match (self.rope_type, turns) {
             (RopeType::Llama3, Some([low, high])) => (original * frequency / TAU - low) / (high - low),
             (RopeType::Yarn, Some([slow, fast])) => {
-                // The index of the pair that turns so often.
+                // Index of the channel pair that makes this many turns over the original positions.
                 let index = |turns: f64| width * (original / (turns * TAU)).ln() / (2.0 * theta.ln());
                 let first = index(fast).floor().max(0.0);
                 let last = index(slow).ceil().min(width - 1.0);

@@ -1,10 +1,10 @@
-//! Shapes that tests share, of this crate and of those above it.
+//! Shapes for the tests of this crate and of the crates that use it.
 
 use super::{
     Attention, DmaShape, IndexScores, InfllmV2Shape, MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression,
     NsaShape,
 };
-use crate::BlockChoice;
+use crate::{BlockChoice, NsaBlocks};
 
 /// Qwen3-0.6B, as its published config.json says.
 pub fn qwen3_0_6b() -> ModelShape {
@@ -50,7 +50,7 @@ pub fn tiny_dma() -> ModelShape {
     }
 }
 
-/// The small model with latent attention: 4 heads of 6, latent of 8, 2 rotated numbers.
+/// The small model with latent attention: 4 heads of width 6, a latent of width 8, 2 rotated channels.
 pub fn tiny_mla() -> ModelShape {
     ModelShape {
         num_kv_heads: 4,
@@ -83,23 +83,16 @@ pub fn tiny_nsa() -> ModelShape {
 }
 
 /// InfLLM-V2's choice by `[compress_block_size, compress_stride, select_block_size, num_selected_blocks]`.
-pub fn infllm_v2(
-    [
-        compress_block_size,
-        compress_stride,
-        select_block_size,
-        num_selected_blocks,
-    ]: [usize; 4],
-    num_local_blocks: usize,
-) -> BlockChoice {
-    InfllmV2Shape {
-        compress_block_size,
-        compress_stride,
-        select_block_size,
-        num_selected_blocks,
+pub fn infllm_v2(sizes: [usize; 4], num_local_blocks: usize) -> BlockChoice {
+    let published = InfllmV2Shape::published();
+    let shape = InfllmV2Shape {
         num_local_blocks,
+        ..published
+    };
+    BlockChoice {
+        blocks: NsaBlocks::of(sizes),
+        ..shape.choice()
     }
-    .choice()
 }
 
 /// MoBA's choice.

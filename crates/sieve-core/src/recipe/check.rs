@@ -1,4 +1,4 @@
-//! Names and types: every key known, every required key there, every value of its key's type.
+//! Checks names and types: every key is known, every required key is given, every value has its key's type.
 
 use toml::{Table, Value};
 
@@ -6,7 +6,7 @@ use super::mistake::{Mistake, quoted};
 use super::{AttentionKind, TokenizerSection, schema};
 use crate::keys::{Choices, Key, Kind};
 
-/// Checks `table` against the schema and removes what is unknown, so that the rest can still be converted.
+/// Checks `table` against the schema and removes unknown sections and keys, so that the rest can still be converted.
 pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     table.retain(|name, value| match schema::section(name) {
         Some(section) => check_section(section, value, mistakes),
@@ -42,7 +42,7 @@ pub(super) fn check_table(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     }
 }
 
-/// A section with an unknown name.
+/// The mistake of a section with an unknown name.
 pub(super) fn unknown_section(name: &str) -> Mistake {
     if schema::PLANNED.contains(&name) {
         return not_built(name);
@@ -60,7 +60,7 @@ fn did_you_mean(name: &str, known: &[&'static str]) -> String {
     nearest.map_or(String::new(), |name| format!(", did you mean {name}?"))
 }
 
-/// A key that `owner` (a section, or a table inside one) does not have.
+/// The mistake of a key that `owner` (a section, or a table inside one) does not have.
 pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mistake {
     let path = format!("{owner}.{name}");
     if schema::PLANNED.contains(&path.as_str()) {
@@ -85,7 +85,7 @@ fn not_built(key: &str) -> Mistake {
     Mistake::new(key, "is not built yet", hint)
 }
 
-/// Returns whether the value is a table at all.
+/// Checks a section. Returns `false` if the value is no table, so that the caller removes it.
 fn check_section(section: &'static Key, value: &mut Value, mistakes: &mut Vec<Mistake>) -> bool {
     let Some(table) = value.as_table_mut() else {
         mistakes.push(wrong_type(
@@ -104,7 +104,7 @@ fn check_section(section: &'static Key, value: &mut Value, mistakes: &mut Vec<Mi
     true
 }
 
-/// Returns whether the value is a list of stages.
+/// Checks all stages. Returns `false` if the value is no list of tables, so that the caller removes it.
 fn check_stages(value: &mut Value, mistakes: &mut Vec<Mistake>) -> bool {
     let name = schema::STAGE;
     if !is_list_of_tables(value) {
@@ -134,13 +134,13 @@ fn check_keys(owner: &str, keys: &'static [Key], table: &mut Table, mistakes: &m
     }
 }
 
-/// A key that must be there; `of` is what needs it.
+/// The mistake of a missing key; `of` is the end of its sentence, which may name what needs the key.
 fn missing(owner: &str, key: &Key, of: &str) -> Mistake {
     let what = format!("is missing; it must be {}{of}", wanted(key.kind));
     Mistake::new(format!("{owner}.{}", key.name), what, "")
 }
 
-/// A value of another type than the key has.
+/// The mistake of a value whose type is not its key's.
 fn wrong_type(path: &str, wanted: &str, value: &Value) -> Mistake {
     Mistake::new(path, format!("wanted {wanted}, got {}", describe(value)), "")
 }
@@ -155,7 +155,7 @@ fn check_value(path: &str, kind: Kind, value: &mut Value, mistakes: &mut Vec<Mis
             .iter()
             .all(|item| item.as_integer().is_some_and(|number| number >= 0)),
         (Kind::Numbers, Value::Array(items)) => {
-            // A list of mixed numbers is one of numbers: 1 is 1.0.
+            // Whole numbers among floats become floats: serde takes no integer for an f64.
             for item in items.iter_mut() {
                 if let Some(number) = item.as_integer() {
                     *item = Value::Float(number as f64);
@@ -186,13 +186,13 @@ fn check_choice(path: &str, name: &str, choices: &Choices, mistakes: &mut Vec<Mi
     }
 }
 
-/// The keys that go with the kind, and no others.
+/// Checks that `[attention]` has the required keys of its kind, and no keys of other kinds.
 fn check_attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     let Some(kind) = table.get("kind").and_then(Value::as_str).map(str::to_owned) else {
         return;
     };
     let Some(own) = schema::attention_kind(&kind).map(AttentionKind::keys) else {
-        return; // Reported as an unknown choice; what else belongs to it cannot be said.
+        return; // `check_choice` has reported the kind, and its keys are unknown.
     };
     table.retain(|name, _| {
         let belongs = name == "kind" || schema::key(own, name).is_some();
@@ -234,7 +234,7 @@ fn is_list_of_tables(value: &Value) -> bool {
         .is_some_and(|items| !items.is_empty() && items.iter().all(Value::is_table))
 }
 
-/// A kind in words.
+/// A type of values in words, for "wanted ...".
 fn wanted(kind: Kind) -> String {
     match kind {
         Kind::Integer => "a whole number of at least 0".to_owned(),
@@ -255,7 +255,7 @@ fn wanted(kind: Kind) -> String {
 /// A value in words, short enough for one line.
 fn describe(value: &Value) -> String {
     match value {
-        // TOML holds whole numbers of 64 bits; what --set cannot read as one stays a string.
+        // --set reads a number of more than 64 bits as a string, because TOML cannot hold it.
         Value::String(text) if !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit()) => {
             format!("{}, which is too large a number", shorten(text))
         }

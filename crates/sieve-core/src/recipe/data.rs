@@ -1,4 +1,4 @@
-//! `[data]`: what a run reads, and its rules.
+//! `[data]`: the text or synthetic task that a run trains on, and the rules of its keys.
 
 use super::rules::{Parts, Rules, check_paths};
 use super::{Recipe, TokenizerSection, TokenizerSource};
@@ -8,13 +8,13 @@ keys! {
     /// `[data]`: text files, or a synthetic task.
     pub struct DataSection {
         /// Globs; `~`, `$VAR`, `${VAR}` and `${VAR:-default}` are expanded. A data set of the Hugging Face hub is
-        /// `hf://datasets/OWNER/NAME[@REVISION][/FILES]`. Empty for `format = "mqar"` alone.
+        /// `hf://datasets/OWNER/NAME[@REVISION][/FILES]`. Empty only for `format = "mqar"`.
         #[serde(skip_serializing_if = "Vec::is_empty")]
         pub paths: Vec<String> = Vec::new(),
-        /// One for each of `paths`: its share of the tokens trained on, in proportion. Absent: every document once an
-        /// epoch.
+        /// One number for each of `paths`: the share of its text in the training tokens, relative to the other numbers.
+        /// Absent: every document is read once per epoch.
         pub weights: Option<Vec<f64>>,
-        /// What is read where `paths` names no file of this machine. Absent: nothing, the run ends.
+        /// What to read if `paths` matches no file. Absent: the run ends with an error.
         #[key(may_change)]
         pub fallback: Option<DataFallback>,
         /// How the files hold documents. A resumed run may go from or to `"auto"`.
@@ -76,30 +76,30 @@ choices! {
 }
 
 keys! {
-    /// `[data] mqar`: kinds of samples of multi-query associative recall (arXiv:2312.04927). The lists have one entry a
-    /// kind.
+    /// `[data] mqar`: kinds of samples of multi-query associative recall (arXiv:2312.04927). The lists have one entry
+    /// for each kind.
     pub struct MqarSection {
-        /// Token ids are below it; keys come from the lower half, values from the upper.
+        /// Number of token ids; keys come from the lower half of them, values from the upper half.
         pub vocab_size: usize,
-        /// The same for each kind alone, at most `vocab_size`. A small vocabulary is learned many times faster, and
-        /// what is learned there serves the large one. Absent: `vocab_size` for all.
+        /// Number of token ids for each kind, at most `vocab_size`. A small vocabulary is learned many times faster,
+        /// and prepares the model for the large one. Absent: `vocab_size` for all kinds.
         pub vocab_sizes: Option<Vec<usize>>,
         /// Tokens of a sample. Samples of one kind share a row as separate documents, as many as fit
         /// `training.seq_len`.
         pub seq_lens: Vec<usize>,
         /// Pairs of key and value in a sample; a sample has room for `seq_len / 4`.
         pub num_pairs: Vec<usize>,
-        /// Samples of an epoch of training.
+        /// Training samples of each kind in an epoch.
         pub num_samples: Vec<usize>,
-        /// Samples of each kind to validate on.
+        /// Validation samples of each kind.
         #[key(at_least_one)]
         pub num_test_samples: usize = 1000,
-        /// Tokens at the places without a key or a value.
+        /// Tokens at positions without a key or a value.
         pub noise: MqarNoise = MqarNoise::Zeros,
-        /// a of the weight `x^(a-1)` of query slot x.
+        /// Queries are placed in slot x with a probability proportional to `x^(power - 1)`.
         #[key(between(1e-6, 100.0, "0.01 is usual"))]
         pub power: f64 = 0.01,
-        /// Another seed, other samples; `training.seed` decides their order.
+        /// Seed of the samples; `training.seed` decides their order.
         pub seed: u64 = 0,
     }
 }
@@ -125,7 +125,7 @@ choices! {
 }
 
 impl Recipe {
-    /// Share of the tokens that have a label: all of a text, the queries of MQAR.
+    /// Share of the tokens that have a label: all tokens of a text, only the queries' tokens in MQAR.
     pub fn label_share(&self) -> f64 {
         let Some(mqar) = &self.data.mqar else {
             return 1.0;
@@ -205,7 +205,7 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts, rules: &mut Rules<'_
     );
 }
 
-/// Rules of weights, one for each of the paths that `(key, number)` names.
+/// Checks that `key` has a positive weight for each of `num_paths` paths, which the recipe gives as `paths`.
 pub(super) fn check_weights(key: &str, weights: &[f64], (paths, num_paths): (&str, usize), rules: &mut Rules<'_>) {
     rules.require(
         weights.len() == num_paths,

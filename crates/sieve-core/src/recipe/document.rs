@@ -1,4 +1,4 @@
-//! A recipe before it has types: the TOML table, where each key was written, and the overrides applied to it.
+//! A recipe as an unchecked TOML table: where each key was written, and the overrides applied to it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -27,7 +27,7 @@ pub(super) struct Document {
 }
 
 impl Document {
-    /// Reads TOML.
+    /// Parses a TOML text.
     ///
     /// # Errors
     /// [`RecipeError::Syntax`] with the line.
@@ -51,11 +51,11 @@ impl Document {
         })
     }
 
-    /// Applies `section.key=value` items in order; what cannot be applied becomes a mistake.
+    /// Applies `section.key=value` items in order; an item that cannot be applied becomes a mistake.
     ///
-    /// The value is read as TOML, else taken as a bare string. Choosing `attention.kind` here leaves out the keys of
-    /// other kinds, choosing another tokenizer source drops the text's, choosing a preset drops what it sets, and
-    /// another number of `data.paths` drops the text's `data.weights`, so that one override is enough.
+    /// The value is read as TOML, else taken as a bare string. So that one override is enough, it also removes what it
+    /// contradicts: `attention.kind` removes the keys of other kinds, a tokenizer source removes the text's source, a
+    /// preset removes the keys that it sets, and another number of `data.paths` removes the text's `data.weights`.
     pub(super) fn apply(&mut self, overrides: &[String]) {
         let mut set = BTreeSet::new();
         for item in overrides {
@@ -73,7 +73,7 @@ impl Document {
         self.drop_replaced(&set);
     }
 
-    /// Where `key` was written, or the nearest thing around it.
+    /// Where `key` was written, or else the innermost section or table around it.
     pub(super) fn locate(&self, key: &str) -> Option<Location> {
         let mut key = key;
         loop {
@@ -110,7 +110,7 @@ impl Document {
         for name in std::iter::once(section_name).chain(names[..names.len() - 1].iter().copied()) {
             let entry = target.entry(name).or_insert_with(|| Value::Table(toml::Table::new()));
             if !entry.is_table() {
-                // The text has something else where a table belongs; the override replaces it.
+                // The text has a value of another type instead of a table; the override replaces it.
                 *entry = Value::Table(toml::Table::new());
             }
             target = entry.as_table_mut().expect("made a table just above");
@@ -119,7 +119,7 @@ impl Document {
         Ok(path.to_owned())
     }
 
-    /// `stage.2.steps=…`: a key of one of the text's stages, counted from 1.
+    /// Applies an override such as `stage.2.steps=100`, whose stages are counted from 1.
     fn apply_to_stage(&mut self, path: &str, names: &[&str], text: &str) -> Result<String, Box<Mistake>> {
         let stages = self.table.get_mut(schema::STAGE);
         let mut stages = stages.and_then(Value::as_array_mut);
@@ -137,7 +137,7 @@ impl Document {
             return Err(Box::new(Mistake::new(path, what, hint)));
         };
         let kind = resolve_key(&format!("stage.{number}"), schema::STAGE_KEYS, &[key])?;
-        // One replaces the other.
+        // A stage has one of the two.
         match *key {
             "steps" => stage.remove("tokens"),
             "tokens" => stage.remove("steps"),
@@ -147,6 +147,7 @@ impl Document {
         Ok(path.to_owned())
     }
 
+    /// Removes keys of the text that contradict the overridden keys `set`.
     fn drop_replaced(&mut self, set: &BTreeSet<String>) {
         let tokenizer_source = |source: &str| {
             let prefix = format!("tokenizer.{source}");
@@ -170,7 +171,7 @@ impl Document {
             }
         }
         let Some(kind) = kind_of(&self.table) else {
-            return; // It is missing or misspelt, which the check says.
+            return; // It is missing or misspelt, which `check_table` reports.
         };
         if set.contains("attention.kind") {
             self.leave_out_other_kinds(kind, set);
@@ -192,8 +193,8 @@ impl Document {
         }
     }
 
-    /// Removes what does not apply to `kind`, which an override chose: keys of other kinds wherever they are given, and
-    /// settings of the text that only its own kind can have.
+    /// Removes what an override to `kind` makes invalid: the keys of other kinds, given in the text or by overrides;
+    /// and settings of the text elsewhere that go only with the text's kind.
     fn leave_out_other_kinds(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
         let left_out = &mut self.left_out;
         let of_text = |key: &str| !set.contains(key);
@@ -215,7 +216,7 @@ impl Document {
         for (number, stage) in (1..).zip(stages) {
             for (name, keys) in resolve::OF_ATTENTION {
                 let key = format!("{}.{number}.{name}", schema::STAGE);
-                // A window of the text is one of the text's kind, where that has windows.
+                // A stage's window in the text is meant for the text's kind, if that kind has a window.
                 let is_the_texts = of_text(&key) && self.kind.is_some_and(|own| resolve::has_any(own, keys));
                 let is_of_kind = resolve::has_any(kind, keys) && !is_the_texts;
                 if !is_of_kind && stage.remove(name).is_some() {
@@ -223,7 +224,7 @@ impl Document {
                 }
             }
         }
-        // A kind that chooses no blocks has none to share, and no step that reads all keys instead.
+        // Only kinds whose queries choose blocks have dense steps and layers that share a choice.
         let chooses = matches!(kind, AttentionKind::InfllmV2 | AttentionKind::Moba | AttentionKind::Msa);
         let dense_steps = "training.dense_steps";
         if !chooses && of_text(dense_steps) {
@@ -238,7 +239,7 @@ impl Document {
         let (types, kv_heads) = ("model.layer_types", "model.num_key_value_heads");
         if let Some(Value::Array(names)) = model.get_mut("layer_types").filter(|_| of_text(types)) {
             let is_dense = |name: &Value| name.as_str() == Some(AttentionKind::Mha.name());
-            // The text's kind by its name is the kind of `[attention]`.
+            // A layer type that names the text's kind means the kind of `[attention]`: it becomes "sparse".
             let own = self.kind.map(|own| Value::String(own.name().to_owned()));
             for name in names
                 .iter_mut()
@@ -262,18 +263,18 @@ impl Document {
     }
 }
 
-/// An override without a section, a key or a value.
+/// The mistake of an override without a section, a key or a value.
 fn override_form() -> Mistake {
     let what = "an override is written section.key=value";
     Mistake::new("override", what, "for example --set optimizer.lr=1e-3")
 }
 
-/// The kind of attention that a table names.
+/// The attention kind of a recipe's table.
 fn kind_of(table: &toml::Table) -> Option<AttentionKind> {
     schema::attention_kind(table.get("attention")?.get("kind")?.as_str()?)
 }
 
-/// The kind of the key that `names` leads to.
+/// The type of values of the key at the path `names` below `owner`.
 fn resolve_key(owner: &str, keys: &'static [Key], names: &[&str]) -> Result<Kind, Box<Mistake>> {
     let unknown = |owner: &str, keys, name| Box::new(check::unknown_key(owner, keys, name));
     let key = schema::key(keys, names[0]).ok_or_else(|| unknown(owner, keys, names[0]))?;
@@ -285,7 +286,7 @@ fn resolve_key(owner: &str, keys: &'static [Key], names: &[&str]) -> Result<Kind
     }
 }
 
-/// The value of an override: TOML, else a bare string; for a key that wants a string, the text itself.
+/// The value of an override, read as TOML if that gives the wanted type, else the text itself as a string.
 fn parse_value(text: &str, kind: Kind) -> Value {
     let parsed = format!("value = {text}")
         .parse::<toml::Table>()
@@ -311,7 +312,7 @@ impl LineStarts {
         )
     }
 
-    /// Line of a byte offset, counted from 1.
+    /// The line, from 1, of a byte offset.
     fn line(&self, offset: usize) -> usize {
         self.0.partition_point(|start| *start <= offset)
     }
@@ -326,7 +327,7 @@ fn record_lines(table: &DeTable<'_>, prefix: &str, lines: &LineStarts, locations
         };
         match value.get_ref() {
             DeValue::Table(inner) => record_lines(inner, &key, lines, locations),
-            // Blocks [[stage]] are stage.1, stage.2 and so on.
+            // Blocks [[stage]] are located as stage.1, stage.2 and so on.
             DeValue::Array(items) => {
                 for (number, item) in (1..).zip(items.iter()) {
                     if let DeValue::Table(inner) = item.get_ref() {

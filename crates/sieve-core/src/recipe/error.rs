@@ -1,25 +1,25 @@
-//! What can go wrong between a recipe's text and a run.
+//! The errors of reading and checking a recipe.
 
 use thiserror::Error;
 
 use super::mistake::Mistake;
 use super::resume::KeyChange;
 
-/// Every error of this crate.
+/// An error in a recipe or in the paths that it names.
 #[derive(Clone, Debug, PartialEq, Error)]
 pub enum RecipeError {
     /// The text is not TOML; the message shows the line.
     #[error("{origin} is not valid TOML\n{message}")]
     Syntax {
-        /// Where the text came from.
+        /// Name of the text, usually its path.
         origin: String,
-        /// What the TOML reader says, with line, column and excerpt.
+        /// The TOML reader's message, with line, column and excerpt.
         message: String,
     },
-    /// The recipe is TOML, but cannot be run. Holds every mistake, not only the first.
+    /// The recipe is TOML, but not valid.
     #[error("{origin} is not a valid recipe: {}", list(.mistakes))]
     Invalid {
-        /// Where the recipe came from.
+        /// Name of the recipe, usually its path.
         origin: String,
         /// Every mistake, in the order of the text.
         mistakes: Vec<Mistake>,
@@ -35,7 +35,7 @@ pub enum RecipeError {
         /// Tokens of the tokenizer.
         tokenizer: usize,
     },
-    /// A resumed run asks for a change that would make it another run.
+    /// A run is resumed with a recipe whose changes would make it another run.
     #[error(
         "the recipe is not the one this run began with:{}\n  \
          hint: take these values back; or begin a new run in another folder with this one's weights: \
@@ -43,7 +43,7 @@ pub enum RecipeError {
         changes(.refused)
     )]
     ResumeChanged {
-        /// The keys that differ and may not.
+        /// The keys that differ and may not change.
         refused: Vec<KeyChange>,
     },
     /// A path names a variable that is not set.
@@ -65,13 +65,13 @@ pub enum RecipeError {
     BadVariable {
         /// The path as written.
         path: String,
-        /// Where the `$` stands, counted from 1 in characters.
+        /// Position of the `$` in the path, in characters from 1.
         position: usize,
     },
-    /// A recipe built in code that TOML cannot hold.
+    /// A recipe built in code holds a value that TOML cannot express.
     #[error("the recipe cannot be written as TOML: {message}")]
     NotRepresentable {
-        /// What the TOML writer says.
+        /// The TOML writer's message.
         message: String,
     },
 }

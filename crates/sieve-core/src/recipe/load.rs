@@ -1,4 +1,4 @@
-//! From text and overrides to a checked recipe, and back.
+//! Reads a recipe from its text and overrides, checks it, and writes it as TOML.
 
 use toml::Table;
 
@@ -24,7 +24,8 @@ impl Recipe {
         Self::load_and_left_out(text, origin, overrides).map(|(recipe, _)| recipe)
     }
 
-    /// As [`load`](Self::load), and the keys that an overridden `attention.kind` left out.
+    /// As [`load`](Self::load). Also returns the keys that were removed because they do not go with the overridden
+    /// `attention.kind`.
     ///
     /// # Errors
     /// Those of [`load`](Self::load).
@@ -38,7 +39,7 @@ impl Recipe {
         Self::of_document(document, origin)
     }
 
-    /// The recipe of a text and its overrides, and the keys that an overridden kind left out.
+    /// The checked recipe of a document, and the keys that an overridden kind removed.
     fn of_document(mut document: Document, origin: &str) -> Result<(Self, Vec<String>), RecipeError> {
         let mut mistakes = std::mem::take(&mut document.mistakes);
         resolve::steps_of_stages(&mut document.table, &mut mistakes);
@@ -48,7 +49,7 @@ impl Recipe {
 
         rules::check(&Parts::from(&document.table), &mut mistakes);
         if mistakes.is_empty() {
-            match Self::deserialize_table(document.table.clone()) {
+            match document.table.clone().try_into() {
                 Ok(recipe) => return Ok((recipe, document.left_out)),
                 Err(error) => mistakes.push(Mistake::new("recipe", error.message(), "")),
             }
@@ -87,19 +88,15 @@ impl Recipe {
     /// # Errors
     /// [`RecipeError::NotRepresentable`] for a whole number above `i64::MAX`.
     pub fn to_toml(&self) -> Result<String, RecipeError> {
-        // The writer would print larger numbers, which no reader takes; the conversion refuses them.
+        // `toml::to_string` writes whole numbers above i64::MAX, which no TOML reader accepts; `try_from` refuses them.
         Table::try_from(self)
             .map_err(|error| error.to_string())
             .and_then(|_| toml::to_string(self).map_err(|error| error.to_string()))
             .map_err(|message| RecipeError::NotRepresentable { message })
     }
-
-    fn deserialize_table(table: Table) -> Result<Self, toml::de::Error> {
-        table.try_into()
-    }
 }
 
-/// In the order of the text; then the overrides; then what is written nowhere, in the order of the sections.
+/// Sorts mistakes by their line in the text; then come those of overrides, then missing keys in the order of sections.
 fn sort(mistakes: &mut [Mistake]) {
     let section_rank = |mistake: &Mistake| {
         let name = mistake.key.split('.').next().unwrap_or_default();

@@ -2,8 +2,8 @@
 
 use super::{DecayType, LrSchedulerSection, Recipe};
 
-/// Share of the steps after `after_step` that warm up, at most: a warm-up of the whole run's steps may be longer than
-/// they are.
+/// The largest share of the steps after `after_step` that a second schedule spends on warm-up. `warmup_steps` is meant
+/// for the whole run, and may be more than the steps that are left.
 const MOST_WARMUP_AGAIN: f64 = 0.2;
 
 impl Recipe {
@@ -22,9 +22,9 @@ impl LrSchedulerSection {
     /// `decay_ratio` has no default (1.0 is torchtitan's absent one: decay from the end of the warm-up), and a step
     /// past the end stays at the decay's floor instead of following the formula below it.
     ///
-    /// The steps before `after_step` have a schedule of their own. The schedule after it fits into the remaining steps:
-    /// a fifth of them warm up at most, `decay_ratio` of them decay (all behind a warm-up that was cut short), and the
-    /// last has the rate that the first schedule ended at, or a lower one.
+    /// With `after_step`, the steps before it have a schedule of their own, and a second schedule spans the steps after
+    /// it. At most a fifth of those warm up, and the last `decay_ratio` of them decay; if the warm-up was shortened,
+    /// all steps after it decay. The last step has at most the rate at which the first schedule ended.
     pub fn factor(&self, step: usize, total_steps: usize) -> f64 {
         let after = self.after_step.min(total_steps);
         if after == 0 || step < after {
@@ -33,13 +33,13 @@ impl LrSchedulerSection {
             let decay_steps = self.decay_steps(num_steps, warmup_steps);
             return self.factor_of_one(step, num_steps, warmup_steps, [decay_steps; 2]);
         }
-        let before = self.decay_steps(after, self.warmup_steps.min(after));
+        let first_decay = self.decay_steps(after, self.warmup_steps.min(after));
         let num_steps = total_steps - after;
-        let most = (num_steps as f64 * MOST_WARMUP_AGAIN) as usize;
-        let warmup_steps = self.warmup_steps.min(most);
-        // With so few steps that the warm-up is cut short, all steps after it decay: at the highest rate they would
+        let most_warmup = (num_steps as f64 * MOST_WARMUP_AGAIN) as usize;
+        let warmup_steps = self.warmup_steps.min(most_warmup);
+        // If the warm-up was shortened, there are few steps, and all after it decay: a phase at the highest rate would
         // lose what the first decay gained.
-        let decay_steps = match (self.decay_ratio > 0.0, most < self.warmup_steps) {
+        let decay_steps = match (self.decay_ratio > 0.0, most_warmup < self.warmup_steps) {
             (false, _) => 0,
             (true, true) => num_steps - warmup_steps,
             (true, false) => self.decay_steps(num_steps, warmup_steps).max(1),
@@ -48,12 +48,12 @@ impl LrSchedulerSection {
             step - after,
             num_steps,
             warmup_steps,
-            [decay_steps, before.max(decay_steps)],
+            [decay_steps, first_decay.max(decay_steps)],
         )
     }
 
-    /// [`factor`](Self::factor) of a schedule that begins at step 0. Its decay lasts the first number of steps and ends
-    /// at the rate where a decay over the second number, which is at least as large, ends.
+    /// [`factor`](Self::factor) of one schedule, which begins at step 0. Its decay takes `decay_steps`, and its last
+    /// step has the rate of the last step of a decay over `end_like` steps, which is at least `decay_steps`.
     fn factor_of_one(
         &self,
         step: usize,

@@ -1,11 +1,11 @@
-//! The keys of a recipe as a page to read (docs/recipe.md), and as a JSON schema for editors.
+//! Describes the keys of a recipe, as the page docs/recipe.md and as a JSON schema for editors.
 
 use serde_json::{Map, Value, json};
 
 use super::{AttentionKind, Recipe, TokenizerSection};
 use crate::keys::{Bound, Choices, Key, Kind, MAX_F32, Section, Source, short_number};
 
-/// What the page says before the first section.
+/// Text of the page before its first section.
 const HEAD: &str = "# Recipe keys
 A recipe is one TOML text that describes one complete run. `sieve recipe keys` prints this page; `sieve recipe schema`
 prints a JSON schema of the same keys, for editors. Unknown keys are refused with the nearest known name, and every
@@ -124,7 +124,7 @@ pub(super) fn value_words(key: &Key) -> String {
 pub(super) fn default_words(key: &Key) -> String {
     let default = key.default.and_then(|default| default());
     match (default, key.source) {
-        // 1e-8, which TOML's own writer spells out.
+        // Debug prints 1e-8; TOML's own writer would print 0.00000001.
         (Some(toml::Value::Float(number)), _) => format!("`{number:?}`"),
         (Some(value), _) => format!("`{value}`"),
         (None, Some(Source::Key(source))) => format!("`{source}`"),
@@ -135,7 +135,7 @@ pub(super) fn default_words(key: &Key) -> String {
     }
 }
 
-/// What the key means and, of a key with named values, what each value means.
+/// The meaning of a key, and that of each named value that it can have.
 fn meaning(key: &Key) -> String {
     let mut text = one_line(key.doc);
     if let Kind::Choice(Choices { names, docs }) = key.kind {

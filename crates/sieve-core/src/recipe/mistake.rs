@@ -5,13 +5,13 @@ use std::fmt;
 /// One mistake in a recipe.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Mistake {
-    /// Where the value was written; `None` when it is written nowhere (a missing key, or a recipe built in code).
+    /// Where the value was written; `None` for a missing key or a recipe built in code.
     pub location: Option<Location>,
-    /// The key as `section.key`, or the section.
+    /// The key as `section.key`, or a section's name.
     pub key: String,
-    /// What is wrong with it.
+    /// What is wrong with the value.
     pub what: String,
-    /// How to fix it; empty where there is no more to say.
+    /// How to fix it; may be empty.
     pub hint: String,
 }
 
@@ -57,7 +57,7 @@ impl fmt::Display for Location {
     }
 }
 
-/// `"a", "b"`.
+/// The names in quotation marks, separated by commas: `"a", "b"`.
 pub(super) fn quoted(names: &[&str]) -> String {
     names
         .iter()

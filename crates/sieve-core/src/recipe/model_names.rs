@@ -1,4 +1,4 @@
-//! Where recipe keys (Hugging Face's names) become the names of the Rust code; those of `[attention]` in `sections.rs`.
+//! Converts a recipe's `[model]`, with Hugging Face's names, into a [`ModelShape`] with Sieve's names.
 
 use super::sections::SHARED_LAYER;
 use super::{AttentionKind, Recipe, RecipeError, TokenizerSource};
@@ -7,8 +7,8 @@ use crate::model::ModelShape;
 impl Recipe {
     /// The model of this recipe for a tokenizer of `tokenizer_vocab_size` tokens.
     ///
-    /// The embedding has `model.vocab_size` rows where the recipe gives it (it may be padded above the tokenizer's),
-    /// else exactly the tokenizer's.
+    /// The embedding has `model.vocab_size` rows if the recipe gives that key, which may pad the vocabulary, else one
+    /// row per token.
     ///
     /// # Errors
     /// [`RecipeError::VocabularyTooSmall`] when `model.vocab_size` is below the tokenizer's.
@@ -53,7 +53,7 @@ impl Recipe {
         types.map(|name| name == AttentionKind::Mha.name()).collect()
     }
 
-    /// [`ModelShape::shared_layers`] of `model.layer_types`; empty where no layer shares a choice.
+    /// [`ModelShape::shared_layers`] of `model.layer_types`; empty if no layer shares a choice.
     pub fn shared_layers(&self) -> Vec<bool> {
         let types = self.model.layer_types.iter().flatten();
         let shared: Vec<bool> = types.map(|name| name == SHARED_LAYER).collect();
@@ -63,7 +63,7 @@ impl Recipe {
         }
     }
 
-    /// Rows of the embedding where the recipe says so itself; `None` when only the tokenizer's file does.
+    /// Rows of the embedding, if the recipe alone determines them; `None` if they depend on a tokenizer's file.
     pub fn stated_vocab_size(&self) -> Option<usize> {
         match (self.model.vocab_size, self.tokenizer.source()) {
             (Some(rows), _) => Some(rows),

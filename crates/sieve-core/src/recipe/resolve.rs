@@ -1,4 +1,4 @@
-//! Values that follow from others: the global batch, and what a stage leaves out.
+//! Writes defaults into a recipe's table, above all those that follow from other values.
 
 use serde::Serialize;
 use toml::{Table, Value};
@@ -11,9 +11,9 @@ use crate::model::{
     DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaCompression, NsaShape,
 };
 
-/// Turns a stage's `tokens` into steps, and fills `training.steps` in with their sum.
+/// Replaces a stage's `tokens` by `steps`, and sets a missing `training.steps` to the sum over the stages.
 ///
-/// Works on unchecked values: what has a wrong type is left to be reported.
+/// Works on unchecked values: values of a wrong type are left as they are, and reported later.
 pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     let training = table.get("training").and_then(Value::as_table);
     let of_training = |key: &str| training.and_then(|training| training.get(key)).cloned();
@@ -60,8 +60,8 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     }
 }
 
-/// Writes out the sizes of `[model]` that follow from others, and what `[attention]` leaves to its kind's defaults or
-/// to its preset. Works on checked values.
+/// Writes out the sizes of `[model]` that follow from others, and the keys of `[attention]` that follow from its preset
+/// or its kind's defaults. Works on checked values.
 ///
 /// `gives_window`: whether the text has kind DMA and sets its window, in which case recency and local window default to
 /// the published form.
@@ -104,14 +104,14 @@ fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Ve
     });
     derived(model, "head_dim", || {
         let (width, heads) = (width?, heads.filter(|&heads| heads > 0)?);
-        if width % (2 * heads) != 0 {
+        if width % heads.saturating_mul(2) != 0 {
             let what = format!(
                 "is missing, and hidden_size = {width} is not an even number times num_attention_heads = {heads}"
             );
             let hint = "give model.head_dim, or another hidden_size";
             mistakes.push(Mistake::new("model.head_dim", what, hint));
         }
-        // A second mistake, about a made-up value, would help nobody.
+        // Even and positive, so that the value made up here breaks no other rule.
         Some((width / heads / 2 * 2).max(2))
     });
 }
@@ -124,12 +124,12 @@ struct Sizes {
     head_dim: Option<usize>,
 }
 
-/// Rows from this length on have NSA's published blocks; shorter ones have blocks of half the size or less.
+/// From this number of tokens on, rows have NSA's published block sizes by default; shorter rows have smaller blocks.
 const LONG_ROW: usize = 2048;
-/// NSA selects a quarter of the row by default, in as many blocks.
+// By default, NSA selects as many blocks as hold a quarter of the row, between these numbers.
 const FEWEST_BLOCKS: usize = 4;
 const MOST_BLOCKS: usize = 16;
-/// NSA's window by default, at most.
+/// The largest default of NSA's window, in tokens.
 const MOST_WINDOW: i64 = 512;
 
 impl Sizes {
@@ -154,7 +154,7 @@ fn mla_sizes(attention: &mut Table, sizes: Sizes) {
     });
 }
 
-/// Pooled keys of two strides, and selected blocks of two; of four for long rows.
+/// A pooled key covers two strides. A selected block covers two strides, or four in long rows.
 fn pooled_sizes(attention: &mut Table, sizes: Sizes, most_blocks: usize) {
     derived(attention, "compress_stride", || {
         Some(if sizes.is_long() { 16 } else { 8 })
@@ -167,7 +167,7 @@ fn pooled_sizes(attention: &mut Table, sizes: Sizes, most_blocks: usize) {
     num_blocks(attention, sizes, most_blocks);
 }
 
-/// As many blocks as hold a quarter of the row.
+/// By default, as many blocks are selected as hold a quarter of the row.
 fn num_blocks(attention: &mut Table, sizes: Sizes, most: usize) {
     let block = number(attention, "select_block_size").and_then(|block| usize::try_from(block).ok());
     derived(attention, "num_selected_blocks", || {
@@ -210,7 +210,7 @@ fn nsa_sizes(attention: &mut Table, sizes: Sizes) {
     }
 }
 
-/// Whether a text of this kind is one of DMA that sets its window.
+/// Whether a recipe's text has kind DMA and sets its window.
 pub(super) fn gives_window(text: &Table, kind: Option<AttentionKind>) -> bool {
     kind == Some(AttentionKind::Dma) && text["attention"].get("keep_window_size").is_some()
 }
@@ -218,7 +218,7 @@ pub(super) fn gives_window(text: &Table, kind: Option<AttentionKind>) -> bool {
 fn dma_form(attention: &mut Table, sizes: Sizes, gives_window: bool) {
     derived(attention, "keep_window_size", || sizes.part_of_row(4));
     let is = |attention: &Table, key: &str, name: &str| attention.get(key).and_then(Value::as_str) == Some(name);
-    // What the results of docs/results.md rest on: without a slope much is lost on long rows.
+    // Without a recency slope DMA loses much quality on long rows (docs/results.md).
     let recency = match gives_window || is(attention, "bias", "exp") {
         true => DmaRecency::None,
         false => DmaRecency::Slope,
@@ -235,7 +235,7 @@ fn dma_form(attention: &mut Table, sizes: Sizes, gives_window: bool) {
     });
 }
 
-/// Writes out a name where none is given.
+/// Sets a missing key to a name.
 fn choice<T: Serialize>(table: &mut Table, key: &str, name: T) {
     if let Some(name) = value_of(name).filter(|_| !table.contains_key(key)) {
         table.insert(key.to_owned(), name);
@@ -264,10 +264,10 @@ fn preset(attention: &mut Table, kind: AttentionKind, sizes: Sizes, mistakes: &m
     }
 }
 
-/// The key whose value stands for others.
+/// The key of `[attention]` whose value stands for several others.
 pub(super) const PRESET: &str = "preset";
 
-/// The keys of `kind` that its preset sets, or that do not go with it.
+/// The keys of `kind` that its preset sets, or that must not be given together with the preset.
 pub(super) fn preset_keys(kind: AttentionKind) -> impl Iterator<Item = &'static str> {
     let names = kind.keys().iter().map(|key| key.name);
     names.filter(|name| {
@@ -282,7 +282,7 @@ pub(super) fn preset_keys(kind: AttentionKind) -> impl Iterator<Item = &'static 
     })
 }
 
-/// The published form of a kind as a table, for heads of `head_dim`.
+/// The keys of `[attention]` in a kind's published form, for heads of width `head_dim`.
 fn published(kind: AttentionKind, head_dim: usize) -> Table {
     let form = match kind {
         AttentionKind::Mha | AttentionKind::Swa => Ok(Table::new()),
@@ -296,7 +296,7 @@ fn published(kind: AttentionKind, head_dim: usize) -> Table {
     form.expect("its values are those of TOML")
 }
 
-/// Writes out what the text leaves to a default: a value of the key's own, another key's, or the attention's window.
+/// Writes out the remaining defaults: fixed values, values of other keys, and for stages the window of `[attention]`.
 pub(super) fn defaults(table: &mut Table) {
     let of_steps = value_at(table, "training.steps").and_then(|steps| steps.as_integer());
     let schedule = table.entry("lr_scheduler");
@@ -333,7 +333,8 @@ pub(super) fn defaults(table: &mut Table) {
     original_positions(table);
 }
 
-/// The positions that frequencies are scaled from: they stay when a run is resumed with a longer reach.
+/// Writes out the number of positions from which rotary frequencies are scaled, so that it stays the same when a run is
+/// resumed with a larger `max_position_embeddings`.
 fn original_positions(table: &mut Table) {
     let positions = value_at(table, "model.max_position_embeddings").and_then(|value| value.as_integer());
     let scaling = table.get_mut("model").and_then(|model| model.get_mut("rope_scaling"));
@@ -344,7 +345,7 @@ fn original_positions(table: &mut Table) {
     }
 }
 
-/// Keys of a stage, and the keys of `[attention]` that they stand for.
+/// Keys of a stage, each with the keys of `[attention]` that it replaces.
 pub(super) const OF_ATTENTION: [(&str, &[&str]); 2] = [
     ("window", &["sliding_window", "keep_window_size", "window_size"]),
     ("index_warmup", &["index_warmup"]),
@@ -356,15 +357,15 @@ pub(super) fn has_any(kind: AttentionKind, keys: &[&str]) -> bool {
     names.any(|name| keys.contains(&name))
 }
 
-/// Warm-up where a recipe gives none, at most.
+/// The longest default warm-up.
 const MOST_WARMUP_STEPS: i64 = 100;
 
-/// Warm-up steps of a run of `steps` steps whose recipe names none.
+/// The default of `lr_scheduler.warmup_steps` in a run of `steps` steps.
 pub(super) fn default_warmup(steps: i64) -> i64 {
     (steps / 5).min(MOST_WARMUP_STEPS)
 }
 
-/// Writes out a value that follows from others.
+/// Sets a missing key to `value()`, unless that is `None`.
 fn derived(table: &mut Table, key: &str, value: impl FnOnce() -> Option<i64>) {
     if !table.contains_key(key)
         && let Some(value) = value()
@@ -373,7 +374,7 @@ fn derived(table: &mut Table, key: &str, value: impl FnOnce() -> Option<i64>) {
     }
 }
 
-/// The defaults that a key has of its own, in this table and those inside.
+/// Writes out the fixed defaults of `keys` in this table and in the tables inside it.
 fn fill(table: &mut Table, keys: &'static [Key]) {
     for key in keys {
         if !table.contains_key(key.name)
@@ -382,7 +383,7 @@ fn fill(table: &mut Table, keys: &'static [Key]) {
             table.insert(key.name.to_owned(), value);
         }
         for table in tables(table, key.name) {
-            // Of [attention], the keys of its kind.
+            // [attention] is filled in with the keys of its kind only.
             let kind = table.get("kind").and_then(Value::as_str);
             let of_kind = kind.and_then(schema::attention_kind);
             fill(table, of_kind.map_or(key.keys(), AttentionKind::keys));
@@ -390,7 +391,7 @@ fn fill(table: &mut Table, keys: &'static [Key]) {
     }
 }
 
-/// The tables of a section: one, or each `[[stage]]`.
+/// The tables of a section: one table, or every `[[stage]]`.
 fn tables<'t>(table: &'t mut Table, name: &str) -> impl Iterator<Item = &'t mut Table> {
     let (one, many) = match table.get_mut(name) {
         Some(Value::Table(table)) => (Some(table), None),
@@ -401,7 +402,7 @@ fn tables<'t>(table: &'t mut Table, name: &str) -> impl Iterator<Item = &'t mut 
     one.into_iter().chain(many)
 }
 
-/// The value of `section.key`, or its default where the section is missing.
+/// The value of `section.key`, or its default if it is missing.
 fn value_at(table: &Table, path: &str) -> Option<Value> {
     let (section, key) = path.split_once('.')?;
     let written = table.get(section).and_then(|section| section.get(key));

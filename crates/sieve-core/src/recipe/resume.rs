@@ -19,20 +19,20 @@ pub struct KeyChange {
 }
 
 impl KeyChange {
-    /// Whether this key may change on resume: its line in the recipe's types says so, or it is `data.format` from or to
-    /// `auto`, which names a format too. If the text then reads differently, the shards' fingerprints say so.
+    /// Whether this key may change on resume: its declaration has `may_change`, or `data.format` changes from or to
+    /// `auto`, which may stand for the same format. If it does not, the shards have another fingerprint and are
+    /// refused.
     ///
-    /// None of the keys that may change alters what a step that was already taken computed, nor which tokens a later
-    /// step reads.
+    /// A key that may change alters neither the steps already taken nor the tokens that later steps read.
     ///
     /// - `training.steps` and the shape of the decay: a run is made longer, or its decay is tried again from a
     ///   checkpoint of the stable phase. A decay that has begun continues with the new numbers.
     /// - `model.max_position_embeddings`: how far the rotary tables reach; a longer stage may need more.
-    /// - `training.local_batch_size`: the same rows in other micro-batches (sums in another order); `global_batch_size`
-    ///   may not change.
+    /// - `training.local_batch_size`: the same rows in other micro-batches, whose gradients are added in another order;
+    ///   `global_batch_size` may not change.
     /// - `validation.paths` may not change: its documents are kept out of the training split.
     /// - `data.fallback`: it matters only where `data.paths` matches no file; `data.paths` itself may not change.
-    /// - all other keys decide what is written, measured and printed, not what is learned.
+    /// - the others decide what is written, measured and printed, not what is learned.
     pub fn is_allowed(&self) -> bool {
         let values = [&self.saved, &self.now].map(Option::as_deref);
         if self.key == "data.format" && values.contains(&Some("\"auto\"")) {
@@ -83,7 +83,7 @@ impl Recipe {
         let (allowed, refused) = self.diff(now)?.into_iter().partition::<Vec<_>, _>(|change| {
             change.is_allowed()
                     || (same_past && change.key.starts_with("stage."))
-                    // Both warm-ups are over: no step of them was computed by another rate.
+                    // Both warm-ups lie in the past and did not set the rates of steps to come.
                     || (change.key == WARMUP
                         && [self, now].iter().all(|r| r.lr_scheduler.warmup_steps <= steps_done))
         });
@@ -95,7 +95,7 @@ impl Recipe {
     }
 }
 
-/// `section.key` to its value as TOML.
+/// The values of a recipe as TOML by `section.key`, defaults included.
 fn flatten(recipe: &Recipe) -> Result<BTreeMap<String, String>, RecipeError> {
     let value = Value::try_from(recipe).map_err(|error| RecipeError::NotRepresentable {
         message: error.to_string(),

@@ -1,4 +1,5 @@
-//! Rules between values that have the right types. All are checked; none hides another.
+//! Rules between the values of a recipe, for values of the right types. All rules are checked, so that every broken
+//! rule is reported at once.
 
 mod attention;
 mod parallelism;
@@ -20,11 +21,11 @@ use super::{
 use crate::keys::{Bound, MAX_COUNT, Number, Section, short_number};
 use crate::model::RopeScaling;
 
-/// Makes from one list the sections of a recipe as parts, of a table and of a whole recipe.
+/// Defines [`Parts`] with one field per section, and its conversions from a TOML table and from a [`Recipe`].
 macro_rules! parts {
     ($($name:ident: $section:ty),+ $(,)?) => {
-        /// The sections to check; `None` for one that could not be read, whose rules are then left out: rules run even
-        /// when another section has a wrong type.
+        /// The sections to check. A section that could not be read, because a value has a wrong type, is `None`: its
+        /// rules are skipped, and the other sections are still checked.
         pub(super) struct Parts {
             $(pub(super) $name: Option<$section>,)+
         }
@@ -183,7 +184,7 @@ fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
 fn check_tokenizer(tokenizer: &TokenizerSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
     rules.bounds("tokenizer", tokenizer);
     match tokenizer.given() {
-        None => {} // Told where the text is read.
+        None => {} // `check::check_tokenizer` reports it.
         Some(TokenizerSource::Path(path)) => rules.require(
             !path.trim().is_empty(),
             "tokenizer.path",
@@ -198,7 +199,7 @@ fn check_tokenizer(tokenizer: &TokenizerSection, model: Option<&ModelSection>, r
     }
 }
 
-/// The embedding has a row for each token of the tokenizer, which `key` gives.
+/// Checks that the embedding has a row for each of `tokens`, the tokenizer's size that the recipe gives as `key`.
 fn check_rows(model: Option<&ModelSection>, tokens: usize, key: &str, rules: &mut Rules<'_>) {
     if let Some(rows) = model.and_then(|model| model.vocab_size) {
         let what = format!("is {rows}, below {key} = {tokens}");
@@ -228,7 +229,7 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
     rules.bounds("training", training);
     let (local, global) = (training.local_batch_size, training.global_batch_size);
     if (local, global) == (0, 0) {
-        // One mistake: the global batch is the local one where the text leaves it out.
+        // The global batch size defaults to the local one, so a local one of 0 would be reported twice.
         rules.0.retain(|mistake| mistake.key != "training.global_batch_size");
     }
     rules.require(
@@ -267,8 +268,8 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
     );
 }
 
-/// fp8 GEMMs need sizes that are multiples of 16. The tokens that a process has of a micro-batch are one of these
-/// sizes: a weight's gradient sums over them.
+/// Checks that the sizes of fp8 GEMMs are multiples of 16: the model's widths, and the number of tokens that a process
+/// computes in a micro-batch, over which the GEMM of a weight's gradient sums.
 fn check_fp8(training: &TrainingSection, parts: &Parts, rules: &mut Rules<'_>) {
     let degree = parts
         .parallelism
@@ -288,7 +289,7 @@ fn check_fp8(training: &TrainingSection, parts: &Parts, rules: &mut Rules<'_>) {
     });
     let mut sizes = sizes.collect::<Vec<_>>();
     if let Some(model) = parts.model.as_ref() {
-        // Of queries too: there are several heads of them for each of keys.
+        // If the KV heads' width is a multiple of 16, so is that of the query heads, whose number is a multiple.
         let width = model.num_key_value_heads.saturating_mul(model.head_dim);
         sizes.extend([
             ("model.hidden_size".to_owned(), "is", model.hidden_size),
@@ -350,17 +351,18 @@ fn check_folder(folder: &str, rules: &mut Rules<'_>) {
     );
 }
 
-/// Collects broken rules.
+/// Collects the rules that a recipe breaks.
 pub(super) struct Rules<'a>(&'a mut Vec<Mistake>);
 
 impl Rules<'_> {
+    /// Reports a mistake at `key` unless the rule `holds`; `what` is wrong and `hint` says how to fix it.
     pub(super) fn require(&mut self, holds: bool, key: &str, what: impl Into<String>, hint: impl Into<String>) {
         if !holds {
             self.0.push(Mistake::new(key, what, hint));
         }
     }
 
-    /// The bounds that stand at the keys of `section`, whose path is `owner`.
+    /// Checks the numbers of a section against the bounds of its keys; `owner` is the section's path in the recipe.
     pub(super) fn bounds<T: Section>(&mut self, owner: &str, section: &T) {
         for (key, number) in T::KEYS.iter().zip(section.numbers()) {
             let (Some(bound), Some(number)) = (key.bound, number) else {

@@ -9,14 +9,14 @@ pub(super) const STAGE_KEYS: &[Key] = StageSection::KEYS;
 /// The name of `[[stage]]`.
 pub(super) const STAGE: &str = "stage";
 
-/// Sections and keys the recipe format reserves for what is not built yet.
+/// Sections and keys that are reserved for features that are not built yet.
 pub(super) const PLANNED: &[&str] = &[
     "parallelism.data_parallel_shard_degree",
     "parallelism.tensor_parallel_degree",
     "parallelism.pipeline_parallel_degree",
 ];
 
-/// Every section but `[[stage]]`, in the order a recipe writes them.
+/// Every section except `[[stage]]`, in the order in which a recipe is written.
 pub(super) fn sections() -> impl Iterator<Item = &'static Key> {
     let keys = Recipe::KEYS.iter();
     keys.filter(|key| matches!(key.kind, Kind::Table(_)))
@@ -27,7 +27,7 @@ pub(super) fn attention_kind(name: &str) -> Option<AttentionKind> {
     AttentionKind::ALL.into_iter().find(|kind| kind.name() == name)
 }
 
-/// The attention kinds that know `key`.
+/// Names of the attention kinds that have a key called `name`.
 pub(super) fn attention_kinds_with(name: &str) -> Vec<&'static str> {
     let kinds = AttentionKind::ALL.into_iter();
     kinds
@@ -57,28 +57,28 @@ pub(super) fn key_at(path: &str) -> Option<&'static Key> {
     found
 }
 
-/// The section that holds a key called `name`, for keys written in the wrong place.
+/// The section that has a key called `name`, to help with keys written in the wrong section.
 pub(super) fn home_of(name: &str) -> Option<&'static str> {
     sections()
         .find(|section| key(section.keys(), name).is_some())
         .map(|section| section.name)
 }
 
-/// The candidate most like `name`, if any is like it at all.
+/// The candidate most similar to `name`, if any is similar enough to suggest.
 pub(super) fn nearest(name: &str, candidates: &[&'static str]) -> Option<&'static str> {
-    let likeness = |candidate: &str| {
+    let similarity = |candidate: &str| {
         let (short, long) = if name.len() < candidate.len() {
             (name, candidate)
         } else {
             (candidate, name)
         };
-        // `window` for `sliding_window`: a part of at least two fifths counts as like.
+        // `window` is similar to `sliding_window`: a substring of at least two fifths of the longer name.
         let is_part = 5 * short.len() >= 2 * long.len() && long.contains(short);
         strsim::jaro_winkler(name, candidate).max(if is_part { 0.85 } else { 0.0 })
     };
     candidates
         .iter()
-        .map(|candidate| (likeness(candidate), *candidate))
+        .map(|candidate| (similarity(candidate), *candidate))
         .filter(|(score, _)| *score >= 0.75)
         .max_by(|left, right| left.0.total_cmp(&right.0))
         .map(|(_, candidate)| candidate)

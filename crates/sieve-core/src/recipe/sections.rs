@@ -1,4 +1,4 @@
-//! The sections of a recipe, one type each. To add a key: its line here, and the code that uses it.
+//! The sections of a recipe, one type each. A new key needs a field here and the code that uses it.
 
 use super::rules::Rules;
 use crate::keys::{
@@ -71,14 +71,14 @@ keys! {
     }
 }
 
-/// What `model.layer_types` calls a layer that reads the blocks of an earlier one.
+/// The name in `model.layer_types` of a layer whose queries read the blocks that an earlier layer chose.
 pub(crate) const SHARED_LAYER: &str = "shared";
 
-/// Makes from one list the kinds of attention that a recipe can name: the section `[attention]`, the kinds alone, and
-/// the keys of each.
+/// Defines from one list of attention kinds: [`Attention`], the section with a kind's keys; [`AttentionKind`], the bare
+/// kind; and the keys of each kind.
 macro_rules! attention_kinds {
     ($($(#[doc = $doc:literal])+ $kind:ident $(($shape:ident))? = $name:literal,)+) => {
-        /// `[attention]`: the kind and what that kind needs.
+        /// `[attention]`: the kind and the values of its keys.
         #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
         #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
         pub enum Attention {$(
@@ -116,7 +116,7 @@ macro_rules! attention_kinds {
         }
 
         impl AttentionKind {
-            /// Every kind there is, in the order of the documentation.
+            /// All kinds, in the order of the documentation.
             pub const ALL: [Self; [$($name),+].len()] = [$(Self::$kind),+];
 
             /// The name a recipe uses.
@@ -126,7 +126,7 @@ macro_rules! attention_kinds {
                 }
             }
 
-            /// The keys of `[attention]` that go with the kind.
+            /// The keys of `[attention]` that the kind has, besides `kind`.
             pub(super) fn keys(self) -> &'static [Key] {
                 match self {
                     $($(Self::$kind => $shape::KEYS,)?)+
@@ -162,7 +162,7 @@ impl Attention {
         Self::Swa(SwaShape { sliding_window })
     }
 
-    /// The form of its layers.
+    /// The attention that layers of this kind compute, with its sizes.
     pub fn form(self) -> AttentionForm {
         match self {
             Self::Mha => AttentionForm::Grouped { window: None },
@@ -222,16 +222,19 @@ pub enum TokenizerSource<'a> {
 }
 
 impl TokenizerSection {
-    /// The keys of which a recipe gives exactly one.
+    /// The keys of a source; a recipe gives exactly one of them.
     pub(super) const SOURCES: [&'static str; 3] = ["path", "numbers", "train"];
 
-    /// The one that is given.
+    /// The source that the recipe gives.
+    ///
+    /// # Panics
+    /// The recipe gives no source; [`Recipe::load`](super::Recipe::load) refuses such a recipe.
     pub fn source(&self) -> TokenizerSource<'_> {
         let given = self.given();
         given.expect("a recipe without a tokenizer is refused")
     }
 
-    /// The same for a recipe whose rules are not checked yet.
+    /// The source, or `None` if a recipe that is not checked yet has none.
     pub(super) fn given(&self) -> Option<TokenizerSource<'_>> {
         match (&self.path, self.numbers, &self.train) {
             (Some(path), _, _) => Some(TokenizerSource::Path(path)),
@@ -242,13 +245,13 @@ impl TokenizerSection {
     }
 }
 
-/// 256 bytes, the token that ends a document, and the token that pads.
+/// 256 bytes, the token that ends a document, and the padding token.
 const MIN_TRAINED_VOCAB: usize = 258;
 const IN_A_TRAINED_VOCAB: &str =
     "a byte-level vocabulary holds 256 bytes, an end-of-text and a padding token, and the merges";
 
 keys! {
-    /// `[tokenizer] train = {…}`.
+    /// `[tokenizer] train = {…}`: a byte-level BPE tokenizer to train.
     pub struct TokenizerTraining {
         /// Tokens in the trained vocabulary, special ones included.
         #[key(within(MIN_TRAINED_VOCAB, MAX_VOCAB, IN_A_TRAINED_VOCAB))]
@@ -260,7 +263,7 @@ keys! {
 }
 
 keys! {
-    /// `[training]`.
+    /// `[training]`: steps, batch sizes, precision, and the guard against diverging losses.
     pub struct TrainingSection {
         /// Optimizer steps of the whole run.
         #[key(filled("the sum of the stages'"), size(MAX_STEPS), may_change)]
@@ -279,19 +282,19 @@ keys! {
         pub max_norm: f64 = 1.0,
         /// Seed of weights, data order and sampling.
         pub seed: u64 = 0,
-        /// Sums in a fixed order: two runs on as many GPUs of one kind are equal bit for bit. On Hopper GPUs it costs
-        /// up to 3 % of a step (MSA 1.4 %); on other GPUs more, as their kernels then sum in several
-        /// launches.
+        /// Whether kernels sum in a fixed order, so that two runs on the same number of GPUs of one kind are equal bit
+        /// for bit. It costs up to 3 % of a step on Hopper GPUs (MSA: 1.4 %), and more on other GPUs, whose kernels
+        /// then sum in several launches.
         #[key(may_change)]
         pub deterministic: bool = true,
-        /// Data type of the blocks' GEMMs in training. Weights, moments and checkpoints are the same in both.
+        /// Data type of the blocks' GEMMs in training. Weights, moments and checkpoints have the same types with both.
         #[key(may_change)]
         pub precision: TrainingPrecision = TrainingPrecision::Bf16,
         /// `precision = "fp8"`: how many blocks at each end of the model stay in bf16; less than half of them.
         #[key(may_change)]
         pub bf16_end_blocks: usize = 0,
-        /// Type of the matrices' gradients that are kept between micro-batches and until the update. Each
-        /// micro-batch's are computed, summed over all processes and added in f32.
+        /// Type in which gradients of matrices are stored between micro-batches and until the update. They are
+        /// computed, summed over all processes and added to the stored ones in f32.
         #[key(may_change)]
         pub gradient_dtype: GradientDtype = GradientDtype::F32,
         /// Whether a row holds one document (cut or padded) instead of packed ones.
@@ -302,8 +305,8 @@ keys! {
         /// chooses.
         #[key(between(0.0, 0.999, "0.5 takes every second step"))]
         pub dense_steps: f64 = 0.0,
-        /// A step's loss is far above the running mean loss where its perplexity is more than this many times the
-        /// mean's. The step is taken. 0: no loss is far above the mean.
+        /// A loss counts as far above the running mean loss if its perplexity is more than this many times the mean's.
+        /// The step is taken all the same. 0: no loss is far above the mean.
         #[key(may_change)]
         pub guard_spike_factor: f64 = 10.0,
         /// The run goes back to its last checkpoint, and skips the data since, after this many steps in a row that were
@@ -311,16 +314,16 @@ keys! {
         /// mean.
         #[key(at_least_one, may_change)]
         pub guard_patience: usize = 3,
-        /// Every so many steps all ranks compute the gradients of one micro-batch, with sums in a fixed order, and
-        /// compare them bit for bit: a device that computes wrong without an error is named, and the run ends. One
-        /// process computes it twice. 0: never.
+        /// Every this many steps all ranks compute the gradients of the same micro-batch, with sums in a fixed order,
+        /// and compare them bit for bit (a single process computes them twice). If they differ, the run ends and names
+        /// the faulty device. 0: never.
         #[key(may_change)]
         pub guard_replay: usize = 0,
     }
 }
 
 impl TrainingSection {
-    /// Tokens one optimizer step reads.
+    /// Tokens that one optimizer step reads.
     pub fn tokens_per_step(&self) -> usize {
         self.global_batch_size * self.seq_len
     }
@@ -331,7 +334,7 @@ impl TrainingSection {
         until(step + 1) > until(step)
     }
 
-    /// The blocks of `num_layers` that run their GEMMs in fp8.
+    /// The range of a model's `num_layers` blocks that run their GEMMs in fp8.
     pub fn fp8_blocks(&self, num_layers: usize) -> Range<usize> {
         let first = match self.precision {
             TrainingPrecision::Bf16 => num_layers,
@@ -340,9 +343,8 @@ impl TrainingSection {
         first..num_layers.saturating_sub(first).max(first)
     }
 
-    /// Micro-batches whose gradients add up to one step, on `world_size` devices.
-    ///
-    /// `None` when the global batch is not a multiple of one round over all devices.
+    /// Micro-batches per step on each of `world_size` devices; `None` if `global_batch_size` is not a multiple of
+    /// `local_batch_size * world_size`.
     pub fn accumulation_steps(&self, world_size: usize) -> Option<usize> {
         let rows = self.local_batch_size.checked_mul(world_size)?;
         (rows > 0 && self.global_batch_size.is_multiple_of(rows)).then(|| self.global_batch_size / rows)
@@ -382,11 +384,11 @@ impl GradientDtype {
     }
 }
 
-/// What an error says of another `beta1` or `beta2`.
+/// Hint of an error in `beta1` or `beta2`.
 const USUAL_BETAS: &str = "0.9 and 0.95 are usual";
 
 keys! {
-    /// `[optimizer]`.
+    /// `[optimizer]`: the optimizer and its hyper-parameters.
     pub struct OptimizerSection {
         /// Which optimizer.
         pub name: OptimizerName = OptimizerName::AdamW,
@@ -420,13 +422,13 @@ choices! {
 }
 
 impl OptimizerName {
-    /// Whether an update reads whole matrices, which ranks that shard the optimizer (ZeRO-1 and 2) do not have.
+    /// Whether an update reads whole matrices, of which ZeRO-1 and 2 leave each rank only a shard.
     pub fn needs_whole_matrices(self) -> bool {
         self == Self::Muon
     }
 }
 
-/// What an error says of a share that is none.
+/// Hint of an error in a key that must be a share.
 const A_SHARE: &str = "it is a share, not a number of steps";
 
 keys! {
@@ -464,15 +466,15 @@ choices! {
 }
 
 keys! {
-    /// `[checkpoint]`.
+    /// `[checkpoint]`: when checkpoints are written, and which are kept.
     pub struct CheckpointSection: Default {
         /// Steps between two checkpoints; the last step always writes one.
         #[key(at_least_one, may_change)]
         pub interval: usize = 500,
-        /// How many of the latest checkpoints stay. 0: all.
+        /// How many of the latest checkpoints are kept. 0: all.
         #[key(may_change)]
         pub keep_latest_k: usize = 3,
-        /// Checkpoints of steps that are multiples of this stay too, however many there are. 0: none for that reason.
+        /// Checkpoints of steps that are multiples of this are kept too, without a limit. 0: no others are kept.
         #[key(may_change)]
         pub keep_every: usize = 0,
         /// Whether the weights before the first step are written too.
@@ -484,7 +486,7 @@ keys! {
 }
 
 keys! {
-    /// `[metrics]`.
+    /// `[metrics]`: what is logged.
     pub struct MetricsSection: Default {
         /// Steps between two log lines.
         #[key(at_least_one, may_change)]
@@ -511,19 +513,19 @@ keys! {
 }
 
 keys! {
-    /// `[activation_checkpoint]`.
+    /// `[activation_checkpoint]`: which activations the backward pass recomputes.
     pub struct ActivationCheckpointSection: Default {
         /// What the backward pass recomputes.
         #[key(may_change)]
         pub mode: ActivationCheckpointMode = ActivationCheckpointMode::None,
-        /// `mode = "selective"`: every how many blocks one is recomputed.
+        /// `mode = "selective"`: one block in this many is recomputed.
         #[key(at_least_one, may_change)]
         pub selective_ac_option: usize = 2,
     }
 }
 
 impl ActivationCheckpointSection {
-    /// Whether block `layer_idx`, from 0, is computed a second time in the backward pass.
+    /// Whether the backward pass recomputes block `layer_idx`, counted from 0.
     pub fn recomputes(&self, layer_idx: usize) -> bool {
         match self.mode {
             ActivationCheckpointMode::None => false,
@@ -549,12 +551,12 @@ keys! {
     /// `[parallelism]`: how several processes share a step.
     #[derive(Copy, Eq)]
     pub struct ParallelismSection: Default {
-        /// Processes that share each row, a part of equal length each. The rest share out the rows.
+        /// Context parallelism: number of processes that share each row, in parts of equal length.
         #[key(at_least_one, may_change)]
         pub context_parallel_degree: usize = 1,
-        /// What the processes shard (ZeRO, arXiv:1910.02054). 0: nothing, each holds and updates all. 1: the
+        /// What the processes shard (ZeRO, arXiv:1910.02054). 0: nothing, each process holds and updates all. 1: the
         /// optimizer's moments and masters; gradients are reduce-scattered once a step, in its last micro-batch. 2:
-        /// gradients too: they are reduce-scattered after every micro-batch, and each process keeps its shard alone.
+        /// gradients too; they are reduce-scattered in every micro-batch, and each process keeps only its shard.
         #[key(within(0, 2, "weights are whole in every process: there is no stage 3"), may_change)]
         pub zero_stage: usize = 1,
     }

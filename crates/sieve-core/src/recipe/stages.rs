@@ -1,4 +1,4 @@
-//! `[[stage]]`: a run whose sequence length, rotary base, window or batch changes on the way.
+//! `[[stage]]`: a run whose sequence length, rotary base, window, text or batch size changes between its stages.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ keys! {
         /// Optimizer steps of the stage.
         #[key(filled("`tokens`, rounded up to whole steps"), size(MAX_STEPS))]
         pub steps: usize,
-        /// Tokens of the stage, in place of `steps`.
+        /// Tokens of the stage, instead of `steps`.
         text tokens: Option<usize>,
         /// Tokens in one row.
         #[key(from("training.seq_len"), size(MAX_SEQ_LEN))]
@@ -29,8 +29,8 @@ keys! {
         pub index_warmup: Option<bool>,
         /// Globs of text that this stage trains on instead of `data.paths`: the same format, settings and tokenizer.
         pub paths: Option<Vec<String>>,
-        /// One for each of the stage's paths, or of `data.paths` where it has none: its share of the stage's tokens, in
-        /// proportion. Without paths of its own, `data.weights` must be given too.
+        /// One number for each of the stage's `paths`, or of `data.paths` if the stage has none: the share of its text
+        /// in the stage's tokens, relative to the other numbers. A stage without `paths` needs `data.weights` too.
         pub weights: Option<Vec<f64>>,
         /// Rows one device holds at a time.
         #[key(from("training.local_batch_size"), size(MAX_BATCH))]
@@ -45,19 +45,19 @@ impl KeyValue for Vec<StageSection> {
     const KIND: Kind = Kind::Tables(StageSection::KEYS);
 }
 
-/// A stage and where it lies in the run.
+/// A stage and its steps.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stage {
-    /// Place among the stages, from 0.
+    /// Number of the stage, from 0.
     pub index: usize,
-    /// The steps it takes, counted from 0 over the whole run.
+    /// The steps of the stage, counted from 0 over the whole run.
     pub steps: Range<usize>,
-    /// Its values.
+    /// The values of the stage.
     pub section: StageSection,
 }
 
 impl Attention {
-    /// The window a stage may change, in tokens.
+    /// The window that a stage may change, in tokens; `None` for kinds without a window.
     pub fn window(&self) -> Option<usize> {
         match *self {
             Self::Swa(SwaShape { sliding_window }) => Some(sliding_window),
@@ -75,7 +75,8 @@ impl Attention {
         }
     }
 
-    /// Keys of that window that every query sees: the last ones. 0 for kinds without such a part.
+    /// Number of latest keys that every query sees whatever their scores: `local_window_size` of DMA, 0 for other
+    /// kinds.
     pub fn local_window(&self) -> usize {
         match self {
             Self::Dma(dma) => dma.local_window_size,
@@ -83,7 +84,7 @@ impl Attention {
         }
     }
 
-    /// The same attention with another window; unchanged where there is none.
+    /// The same attention with another window; unchanged for kinds without a window.
     pub fn with_window(&self, window: usize) -> Self {
         let mut changed = *self;
         match &mut changed {
@@ -126,7 +127,7 @@ impl Recipe {
             .collect()
     }
 
-    /// The stage that computes step `step`, counted from 0; the last one beyond the end.
+    /// The stage that computes step `step`, counted from 0; the last stage for a step past the run's end.
     pub fn stage_of_step(&self, step: usize) -> Stage {
         let stages = self.stages();
         let found = stages.iter().position(|stage| stage.steps.contains(&step));
@@ -134,7 +135,7 @@ impl Recipe {
         stages[index].clone()
     }
 
-    /// The stage that a state after `steps_done` steps was computed by: the first for a state before the first step.
+    /// The stage that computed the state after `steps_done` steps; the first stage for the state before the first step.
     pub fn stage_of_state(&self, steps_done: usize) -> Stage {
         self.stage_of_step(steps_done.saturating_sub(1))
     }
@@ -166,15 +167,20 @@ impl Recipe {
         recipe
     }
 
-    /// Tokens of the whole run.
+    /// Tokens that the whole run reads; `u64::MAX` if they are more.
     pub fn num_tokens(&self) -> u64 {
-        let stages = self.stages().into_iter();
-        stages
-            .map(|Stage { section, .. }| (section.steps * section.global_batch_size * section.seq_len) as u64)
-            .sum()
+        self.stages().iter().fold(0, |sum: u64, Stage { section, .. }| {
+            let sizes = [section.steps, section.global_batch_size, section.seq_len];
+            sum.saturating_add(
+                sizes
+                    .iter()
+                    .fold(1, |tokens: u64, &size| tokens.saturating_mul(size as u64)),
+            )
+        })
     }
 
-    /// What steps `0..steps_done` are computed by, with batches in whatever micro-batches.
+    /// The stages of steps `0..steps_done`, cut at `steps_done`. The local batch size is left out of the comparison: it
+    /// only divides the same rows into other micro-batches.
     pub(super) fn past(&self, steps_done: usize) -> Vec<StageSection> {
         let stages = self.stages().into_iter();
         stages

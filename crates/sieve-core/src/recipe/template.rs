@@ -1,4 +1,5 @@
-//! A recipe as a text to edit: every key with its meaning, its bounds and its default.
+//! Writes a recipe as a text to edit, in which a comment gives the meaning, bounds and default of every key; and
+//! recipes of some sizes to start from.
 
 use toml::{Table, Value};
 
@@ -6,11 +7,11 @@ use super::manual::{default_words, one_line, value_words};
 use super::{AttentionKind, Recipe, RecipeError, resolve};
 use crate::keys::{Bound, Choices, Key, Kind, Section};
 
-/// Columns of a comment.
+/// The longest comment line, in characters.
 const WIDTH: usize = 100;
 
 impl Recipe {
-    /// The recipe with every key and what it means; keys that have their default are commented out.
+    /// The recipe as TOML with a comment on every key; keys whose value is the default are commented out.
     ///
     /// # Errors
     /// [`RecipeError::NotRepresentable`], as [`to_toml`](Self::to_toml).
@@ -19,7 +20,7 @@ impl Recipe {
             message: error.to_string(),
         };
         let table = Table::try_from(self).map_err(not_representable)?;
-        // What follows from another key is a default too: then the other key may be changed alone.
+        // A warm-up that follows from the steps counts as a default, so that a user can change the steps alone.
         let warmup = resolve::default_warmup(self.training.steps as i64);
         let follows = Table::from_iter([("warmup_steps".to_owned(), Value::Integer(warmup))]);
         let mut text = String::new();
@@ -56,7 +57,7 @@ impl Recipe {
     }
 }
 
-/// The keys of one table, and an empty line.
+/// Writes the keys of one table and an empty line.
 fn write_keys(text: &mut String, keys: &[Key], table: &Table, follows: &Table) {
     write_keys_with(text, keys, table, follows);
     text.push('\n');
@@ -78,7 +79,7 @@ fn write_keys_with(text: &mut String, keys: &[Key], table: &Table, follows: &Tab
     }
 }
 
-/// What a key means, what it takes and what it is where it is left out.
+/// The meaning of a key, the values that it takes, and its default.
 fn about(key: &Key) -> String {
     let mut text = one_line(key.doc);
     if let Kind::Choice(Choices { names, docs }) = key.kind {
@@ -87,7 +88,7 @@ fn about(key: &Key) -> String {
         }
     } else if !matches!(key.kind, Kind::Table(_)) {
         text += &match key.bound {
-            // The most is a bound of the program's own numbers, which nobody meets.
+            // The upper bound, which protects the program from overflow, is too large to matter to a reader.
             Some(Bound::Within(least, ..)) => format!(" (whole number of at least {least})"),
             _ => format!(" ({})", value_words(key)),
         };
@@ -99,7 +100,7 @@ fn about(key: &Key) -> String {
     text
 }
 
-/// `text` as comment lines.
+/// Appends `text` to `to` as comment lines.
 fn comment(to: &mut String, text: &str) {
     let mut line = "#".to_owned();
     for word in text.split_whitespace() {
@@ -118,7 +119,7 @@ fn comment(to: &mut String, text: &str) {
 /// A value on one line.
 fn inline(value: &Value) -> String {
     match value {
-        // 1e-8, which TOML's own writer spells out.
+        // Debug prints 1e-8; TOML's own writer would print 0.00000001.
         Value::Float(number) => format!("{number:?}"),
         Value::Array(items) => {
             let items = items.iter().map(inline).collect::<Vec<_>>();
@@ -133,42 +134,42 @@ fn inline(value: &Value) -> String {
     }
 }
 
-/// Bytes of text in a token, about: 2.2 to 4.5, the more the larger the vocabulary.
+/// Estimated bytes of text per token. Tokenizers reach 2.2 to 4.5; a larger vocabulary has more bytes per token.
 const BYTES_PER_TOKEN: f64 = 3.0;
-/// Bytes of text for each merge that a tokenizer can learn from it, at least: more text repeats itself more.
+/// The fewest bytes of text from which a tokenizer can learn one merge.
 const BYTES_PER_MERGE: u64 = 64;
-/// Tokens of a trained tokenizer that are no merges.
+/// Tokens of a trained tokenizer that are no merges: 256 bytes, end of text, padding.
 const BYTE_TOKENS: u64 = 258;
-/// Text that is read up to four times teaches about as much as new text; beyond 16 times it is not worth its cost
-/// (arXiv:2305.16264).
+/// Up to this number of epochs, repeated text teaches about as much as new text (arXiv:2305.16264).
 pub const EPOCHS_AS_NEW: f64 = 4.0;
+/// From this number of epochs on, another epoch is not worth its cost (arXiv:2305.16264).
 const MOST_EPOCHS: f64 = 16.0;
-/// Fewer steps than this are no training.
+/// The fewest steps of a recipe to start from.
 const LEAST_STEPS: usize = 100;
 
-/// Tokens of a text of `num_bytes` that is not tokenised yet, about.
+/// Estimated number of tokens of a text of `num_bytes`.
 pub fn tokens_of_text(num_bytes: u64) -> f64 {
     num_bytes as f64 / BYTES_PER_TOKEN
 }
 
-/// `steps`, or as many as read a text of `num_bytes` 16 times; `None` where that is no training.
+/// `steps`, or fewer if those would read a text of `num_bytes` more than 16 times; `None` if that leaves too few steps.
 pub fn steps_for_text(num_bytes: u64, tokens_per_step: usize, steps: usize) -> Option<usize> {
     let most = MOST_EPOCHS * tokens_of_text(num_bytes) / tokens_per_step.max(1) as f64;
     let fit = steps.min(most as usize);
     (fit >= LEAST_STEPS.min(steps)).then_some(fit)
 }
 
-/// Bytes of text that [`steps_for_text`] takes for the fewest steps.
+/// The fewest bytes of text for which [`steps_for_text`] returns a number of steps.
 pub fn least_text(tokens_per_step: usize) -> u64 {
     ((LEAST_STEPS * tokens_per_step) as f64 / MOST_EPOCHS * BYTES_PER_TOKEN).ceil() as u64
 }
 
-/// Sizes of a model to begin with, and what goes well with them.
+/// Sizes of a model to start from, with a vocabulary, a batch size, steps and a learning rate that fit it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StartingSize {
-    /// Its name: parameters besides the embedding, about.
+    /// The approximate number of parameters without the embedding.
     pub name: &'static str,
-    /// One sentence.
+    /// How long and on what device it trains.
     pub about: &'static str,
     hidden_size: usize,
     num_layers: usize,
@@ -226,14 +227,14 @@ impl StartingSize {
         self.rows * self.seq_len
     }
 
-    /// The same with rows of `seq_len` tokens, and about as many tokens a step.
+    /// The same size with rows of `seq_len` tokens, and about the same number of tokens per step.
     pub fn with_context(self, seq_len: usize) -> Self {
         let rows = (self.rows * self.seq_len / seq_len.max(1)).max(1);
         Self { seq_len, rows, ..self }
     }
 
-    /// The same for a text of `num_bytes`: fewer steps, as [`steps_for_text`] says, and a tokenizer that the text can
-    /// train. `None` where the text is too small for the size; the smallest size takes any text.
+    /// The same size for a text of `num_bytes`: fewer steps by [`steps_for_text`], and no more merges than a tokenizer
+    /// can learn from the text. `None` if the text is too small for the size; the smallest size takes any text.
     pub fn for_text(self, num_bytes: u64) -> Option<Self> {
         let steps = match steps_for_text(num_bytes, self.tokens_per_step(), self.steps) {
             None if self.name == Self::ALL[0].name => LEAST_STEPS,
@@ -248,11 +249,11 @@ impl StartingSize {
         })
     }
 
-    /// A recipe of this size on the text of `paths`, with a tokenizer trained on it, and with `overrides` as of
+    /// A recipe of this size for the text of `paths`, with a tokenizer trained on that text. `overrides` are those of
     /// [`Recipe::load`].
     ///
     /// # Errors
-    /// Those of [`Recipe::load`], for paths that cannot be.
+    /// Those of [`Recipe::load`].
     pub fn recipe(&self, kind: AttentionKind, paths: &[String], overrides: &[String]) -> Result<Recipe, RecipeError> {
         let text = format!(
             "[model]\nhidden_size = {}\nnum_hidden_layers = {}\nnum_attention_heads = {}\ninitializer_range = {}\n\
@@ -262,7 +263,7 @@ impl StartingSize {
             self.hidden_size,
             self.num_layers,
             self.num_heads,
-            // About 1/sqrt(hidden_size), which a narrow model learns faster from.
+            // A narrow model learns faster from about 1/sqrt(hidden_size).
             if self.hidden_size < 384 { 0.06 } else { 0.02 },
             kind.name(),
             self.vocab_size,
@@ -290,7 +291,7 @@ mod tests {
                 let recipe = size.recipe(kind, &paths, &[]).expect("a valid start");
                 assert_eq!(recipe.data.paths, paths);
                 let text = recipe.to_template().expect("writable");
-                // The steps may be changed alone.
+                // Fewer steps than the default warm-up need no other change.
                 let few = ["training.steps=3".to_owned()];
                 let tried = Recipe::load(&text, "template", &few).expect("fewer steps");
                 assert_eq!(tried.lr_scheduler.warmup_steps, 0);

@@ -1,4 +1,4 @@
-//! Reading a corpus: limits, duplicates, invalid documents, and the account of them all.
+//! Reads the documents of a corpus, applies its limits, and counts duplicates and invalid documents.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -10,24 +10,24 @@ use super::source::{self, DocumentSource};
 use super::{Corpus, Document, Format, SourceFile};
 use crate::error::DataError;
 
-/// Where the documents went.
+/// How many documents were read and dropped.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CorpusReport {
     /// Files opened.
     pub num_files: u64,
-    /// Documents given.
+    /// Documents returned.
     pub num_documents: u64,
-    /// Bytes of their text.
+    /// Bytes of the returned documents' text.
     pub num_bytes: u64,
     /// Documents dropped because they are blank.
     pub num_blank: u64,
     /// Documents dropped because an earlier one has the same text.
     pub num_duplicates: u64,
-    /// Invalid documents passed over.
+    /// Invalid documents skipped.
     pub num_invalid: u64,
-    /// The first of them, as a message.
+    /// Message about the first invalid document.
     pub first_invalid: Option<String>,
-    /// True when `max_bytes` ended the reading.
+    /// Whether `max_bytes` ended the reading.
     pub reached_max_bytes: bool,
 }
 
@@ -65,11 +65,10 @@ impl std::ops::AddAssign<&Self> for CorpusReport {
     }
 }
 
-/// How far a reading has come. Between two files it is enough to continue from there, together with the hashes of the
-/// texts seen.
+/// How far a corpus was read. Between two files, the cursor and the hashes of the texts seen are enough to continue.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Cursor {
-    /// The file being read; those before it are done.
+    /// Index of the file being read.
     pub(crate) file_idx: usize,
     pub(crate) report: CorpusReport,
 }
@@ -78,13 +77,13 @@ pub(crate) struct Cursor {
 pub struct Documents<'a> {
     corpus: &'a Corpus,
     source: Option<Box<dyn DocumentSource>>,
-    /// The same file's prompts, one for each document, where documents have them.
+    /// A second reader of the same file, for the prompt of each document; `None` if documents have no prompts.
     prompts: Option<Box<dyn DocumentSource>>,
-    /// Where it reads.
+    /// Path of the open file on this disk.
     path: PathBuf,
     cursor: Cursor,
     seen: HashSet<u128>,
-    /// Hashes that were added to `seen` and not yet fetched by the caller.
+    /// Hashes added to `seen` since the last [`take_newly_seen`](Self::take_newly_seen).
     newly_seen: Vec<u128>,
     done: bool,
 }
@@ -94,7 +93,7 @@ impl<'a> Documents<'a> {
         Self::resume(corpus, Cursor::default(), HashSet::new())
     }
 
-    /// Continues with the file where `cursor` was taken; `seen` holds the hashes of the texts met before it.
+    /// Continues with the file of `cursor`; `seen` holds the hashes of the texts in earlier files.
     pub(crate) fn resume(corpus: &'a Corpus, cursor: Cursor, seen: HashSet<u128>) -> Self {
         Self {
             corpus,
@@ -108,32 +107,32 @@ impl<'a> Documents<'a> {
         }
     }
 
-    /// How far the reading has come.
+    /// How far the corpus was read.
     pub(crate) fn cursor(&self) -> &Cursor {
         &self.cursor
     }
 
-    /// The hashes of texts met since the last call, where duplicates are dropped.
+    /// The hashes of texts read since the last call; none unless duplicates are dropped.
     pub(crate) fn take_newly_seen(&mut self) -> Vec<u128> {
         std::mem::take(&mut self.newly_seen)
     }
 
-    /// All hashes of texts met, for the next corpus.
+    /// The hashes of all texts read, for the next corpus.
     pub(crate) fn into_seen(self) -> HashSet<u128> {
         self.seen
     }
 
-    /// The account so far.
+    /// Counts of the documents so far.
     pub fn report(&self) -> &CorpusReport {
         &self.cursor.report
     }
 
-    /// Whether the next document is the first of a file.
+    /// Whether no file is open: the next document is the first of a file.
     pub(crate) fn is_between_files(&self) -> bool {
         self.source.is_none()
     }
 
-    /// Whether the last document or an error was given.
+    /// Whether the last document or an error was returned.
     pub(crate) fn is_done(&self) -> bool {
         self.done
     }
@@ -143,7 +142,7 @@ impl<'a> Documents<'a> {
         self.cursor.report.reached_max_bytes || self.cursor.file_idx == self.corpus.files().len()
     }
 
-    /// Opens the file that the cursor is in.
+    /// Opens the cursor's file.
     fn open(&mut self, file: &SourceFile) -> Result<(), DataError> {
         let config = self.corpus.config();
         let path = self.corpus.local_path(file)?;
@@ -166,7 +165,7 @@ impl<'a> Documents<'a> {
         Ok(())
     }
 
-    /// The next document that counts, or `None` at the end of a file and of all.
+    /// The next document that is not dropped, or `None` at the end of a file or of the corpus.
     fn advance(&mut self) -> Result<Option<Document>, DataError> {
         let corpus = self.corpus;
         let config = corpus.config();
@@ -178,7 +177,7 @@ impl<'a> Documents<'a> {
             self.open(&corpus.files()[self.cursor.file_idx])?;
         }
         while let Some(source) = &mut self.source {
-            // One file read twice holds as many lines or rows both times, whether they are valid or not.
+            // Both readers return one item for each line or row, valid or not, so text and prompt stay together.
             let document = source.next_document();
             let prompt = self.prompts.as_mut().and_then(|prompts| prompts.next_document());
             let document = document.map(|document| -> Result<_, DataError> {
@@ -199,14 +198,14 @@ impl<'a> Documents<'a> {
                     continue;
                 }
                 Some(Err(error)) if error.is_invalid_document() => {
-                    // Before a text is blamed: it may be what damage made of another.
+                    // A damaged archive can decompress to invalid text; then the archive is the error.
                     return Err(source::broken_archive(&self.path).unwrap_or(error));
                 }
                 Some(document) => document?,
             };
             let hash = config.deduplicate.then(|| match &prompt {
                 None => xxh3_128(text.as_bytes()),
-                // No text holds a NUL.
+                // Valid texts hold no NUL, so it separates prompt and text.
                 Some(prompt) => xxh3_128([prompt.as_str(), "\0", &text].concat().as_bytes()),
             });
             if text.trim().is_empty() {
@@ -214,7 +213,6 @@ impl<'a> Documents<'a> {
             } else if hash.is_some_and(|hash| self.seen.contains(&hash)) {
                 report.num_duplicates += 1;
             } else {
-                // A text that no longer fits is remembered too: nothing comes after it.
                 if let Some(hash) = hash {
                     self.seen.insert(hash);
                     self.newly_seen.push(hash);
@@ -237,7 +235,7 @@ impl<'a> Documents<'a> {
         Ok(None)
     }
 
-    /// Like [`next`](Self::next), but also `None` at the end of each file.
+    /// As [`next`](Self::next), but also returns `None` at the end of each file.
     pub(crate) fn next_in_file(&mut self) -> Option<Result<Document, DataError>> {
         if self.done {
             return None;

@@ -1,4 +1,4 @@
-//! From paths, folders and globs to an ordered list of files.
+//! Expands paths, folders and globs to an ordered list of files.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -14,35 +14,39 @@ use super::source::Packed;
 use super::{CorpusConfig, FileOrder, Format, SourceFile};
 use crate::error::DataError;
 
-/// A file with its place below the folder or glob that named it.
+/// A file that a path of the corpus leads to.
 struct Found {
     path: PathBuf,
+    /// Path relative to the folder or glob that led to the file.
     relative: PathBuf,
     remote: Option<RemoteFile>,
-    /// Whether a path is this file, and not a folder or glob that it was found by.
+    /// Whether a path names this file directly, not by a folder or glob.
     is_named: bool,
 }
 
-/// How many files of folders were left alone, by the ending of their names.
+/// Number of files in folders that are not read, by the ending of their names.
 pub(super) type PassedOver = BTreeMap<String, usize>;
 
-/// `hub` is asked for the paths that name a data set of the hub.
+/// All files of a corpus. `hub` lists the data sets of the hub that paths name.
 pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<SourceFile>, PassedOver), DataError> {
     if config.paths.is_empty() {
         let hint = "name at least one file, folder or glob";
         return Err(DataError::refused("no data paths are given", hint));
     }
-    let (mut found, mut passed_over) = (Vec::new(), PassedOver::new());
+    let mut expansion = Expansion {
+        extensions: &config.extensions,
+        found: Vec::new(),
+        passed_over: PassedOver::new(),
+    };
     for pattern in &config.paths {
-        let before = found.len();
+        let before = expansion.found.len();
         match (is_remote(pattern), hub) {
-            (false, _) => {
-                expand_one(pattern, &config.extensions, &mut found, &mut passed_over)?;
-            }
-            (true, Some(hub)) => expand_remote(pattern, &config.extensions, hub, &mut found)?,
+            (false, _) => expansion.add_local(pattern)?,
+            (true, Some(hub)) => expansion.add_remote(pattern, hub)?,
             (true, None) => return Err(DataError::not_connected(pattern)),
         }
-        if found.len() == before {
+        let found = &expansion.found[before..];
+        if found.is_empty() {
             let searched = match Path::new(pattern).is_dir() || is_remote(pattern) {
                 true => format!(" ending in one of {:?}", config.extensions),
                 false => String::new(),
@@ -52,8 +56,11 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
                 searched,
             });
         }
-        check_one_kind(pattern, &config.format, &found[before..])?;
+        check_one_kind(pattern, &config.format, found)?;
     }
+    let Expansion {
+        mut found, passed_over, ..
+    } = expansion;
     found.sort_by(|a, b| a.path.cmp(&b.path).then_with(|| a.relative.cmp(&b.relative)));
     let mut found = each_once(found);
     if let FileOrder::Hashed { seed } = config.order {
@@ -63,7 +70,7 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
     Ok((files, passed_over))
 }
 
-/// Leaves out what leads to a file that is there already, by another path or by a link.
+/// Removes duplicates: files that several paths or links lead to.
 fn each_once(found: Vec<Found>) -> Vec<Found> {
     let mut places = HashMap::<PathBuf, usize>::new();
     let mut files = Vec::<Found>::with_capacity(found.len());
@@ -83,7 +90,7 @@ fn each_once(found: Vec<Found>) -> Vec<Found> {
     files
 }
 
-/// Refuses a path that names files of several kinds, where their endings decide.
+/// Refuses a path whose files have several formats by their endings.
 fn check_one_kind(pattern: &str, format: &Format, found: &[Found]) -> Result<(), DataError> {
     let mut kinds: Vec<(Format, usize, &Found)> = Vec::new();
     for file in found {
@@ -91,7 +98,7 @@ fn check_one_kind(pattern: &str, format: &Format, found: &[Found]) -> Result<(),
         match kinds.iter_mut().find(|kind| kind.0 == format) {
             Some(kind) => {
                 kind.1 += 1;
-                // Folders are listed in no order.
+                // The message names the first file by path, because folders are listed in no fixed order.
                 if file.path < kind.2.path {
                     kind.2 = file;
                 }
@@ -114,18 +121,7 @@ fn check_one_kind(pattern: &str, format: &Format, found: &[Found]) -> Result<(),
     Err(DataError::refused(what, hint))
 }
 
-fn expand_remote(pattern: &str, extensions: &[String], hub: &Hub, found: &mut Vec<Found>) -> Result<(), DataError> {
-    let files = hub.list(pattern, &|path| has_extension(path, extensions))?;
-    found.extend(files.into_iter().map(|file| Found {
-        path: file.display_path(),
-        relative: PathBuf::from(&file.name),
-        remote: Some(file),
-        is_named: false,
-    }));
-    Ok(())
-}
-
-/// Refuses what is not a file: a pipe or a device has no end, or can be read only once.
+/// Refuses pipes and devices, which may have no end or can be read only once.
 pub(super) fn require_file(path: &Path) -> Result<Metadata, DataError> {
     let metadata = fs::metadata(path).map_err(DataError::io("read", path))?;
     if !metadata.is_file() {
@@ -161,7 +157,7 @@ fn stat(found: Found) -> Result<SourceFile, DataError> {
         path, remote, is_named, ..
     } = found;
     if let Some(remote) = remote {
-        // The path names the commit, which tells versions apart without a modification time.
+        // The path holds the commit, which distinguishes versions without a modification time.
         return Ok(SourceFile {
             path,
             num_bytes: remote.num_bytes(),
@@ -185,57 +181,92 @@ fn stat(found: Found) -> Result<SourceFile, DataError> {
     })
 }
 
-fn expand_one(
-    pattern: &str,
-    extensions: &[String],
-    found: &mut Vec<Found>,
-    passed_over: &mut PassedOver,
-) -> Result<(), DataError> {
-    let path = Path::new(pattern);
-    // A path that exists is itself, even with a `[` in its name.
-    if path.is_dir() {
-        return walk(path, path, extensions, found, passed_over);
-    }
-    if path.exists() {
-        found.push(Found {
-            path: path.to_path_buf(),
-            relative: path.file_name().unwrap_or_default().into(),
-            remote: None,
-            is_named: true,
-        });
-        return Ok(());
-    }
-    let options = glob::MatchOptions {
-        require_literal_leading_dot: true,
-        ..Default::default()
-    };
-    let matches = glob::glob_with(pattern, options).map_err(|error| DataError::glob(pattern, &error))?;
-    let base = literal_base(path);
-    for entry in matches {
-        let path = entry.map_err(|error| {
-            let path = error.path().to_path_buf();
-            DataError::io("list", &path)(error.into())
-        })?;
-        // Links may lead round a loop.
-        if pattern.contains("**") && is_below_link(&path, &base) {
-            continue;
-        }
-        if path.is_dir() {
-            walk(&path, &base, extensions, found, passed_over)?;
-        } else {
-            let relative = path.strip_prefix(&base).unwrap_or(&path).to_path_buf();
-            found.push(Found {
-                path,
-                relative,
-                remote: None,
-                is_named: false,
-            });
-        }
-    }
-    Ok(())
+/// Collects the files that paths lead to.
+struct Expansion<'a> {
+    /// Endings of the files that are read in folders.
+    extensions: &'a [String],
+    found: Vec<Found>,
+    passed_over: PassedOver,
 }
 
-/// Whether a folder between `base` and a match, or the match if it is one, is a link.
+impl Expansion<'_> {
+    fn add_remote(&mut self, pattern: &str, hub: &Hub) -> Result<(), DataError> {
+        let files = hub.list(pattern, &|path| has_extension(path, self.extensions))?;
+        self.found.extend(files.into_iter().map(|file| Found {
+            path: file.display_path(),
+            relative: PathBuf::from(&file.name),
+            remote: Some(file),
+            is_named: false,
+        }));
+        Ok(())
+    }
+
+    fn add_local(&mut self, pattern: &str) -> Result<(), DataError> {
+        let path = Path::new(pattern);
+        // A path that exists is no glob, even with a `[` in its name.
+        if path.is_dir() {
+            return self.add_folder(path, path);
+        }
+        if path.exists() {
+            self.add_file(path, path.parent().unwrap_or(Path::new("")), true);
+            return Ok(());
+        }
+        let options = glob::MatchOptions {
+            require_literal_leading_dot: true,
+            ..Default::default()
+        };
+        let matches = glob::glob_with(pattern, options).map_err(|error| DataError::glob(pattern, &error))?;
+        let base = literal_base(path);
+        for entry in matches {
+            let path = entry.map_err(|error| {
+                let path = error.path().to_path_buf();
+                DataError::io("list", &path)(error.into())
+            })?;
+            // Links to folders may form a loop.
+            if pattern.contains("**") && is_below_link(&path, &base) {
+                continue;
+            }
+            match path.is_dir() {
+                true => self.add_folder(&path, &base)?,
+                false => self.add_file(&path, &base, false),
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the files below `folder` that have one of the endings, and counts the others.
+    fn add_folder(&mut self, folder: &Path, base: &Path) -> Result<(), DataError> {
+        for entry in fs::read_dir(folder).map_err(DataError::io("list", folder))? {
+            let entry = entry.map_err(DataError::io("list", folder))?;
+            let path = entry.path();
+            if entry.file_name().as_encoded_bytes().starts_with(b".") {
+                continue;
+            }
+            let kind = entry.file_type().map_err(DataError::io("read", &path))?;
+            if kind.is_dir() {
+                self.add_folder(&path, base)?;
+            } else if path.is_dir() || !path.exists() {
+                // A link to a folder, or a broken link.
+            } else if has_extension(&path, self.extensions) {
+                self.add_file(&path, base, false);
+            } else {
+                *self.passed_over.entry(ending(&path).to_owned()).or_default() += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn add_file(&mut self, path: &Path, base: &Path, is_named: bool) {
+        self.found.push(Found {
+            path: path.to_path_buf(),
+            relative: path.strip_prefix(base).unwrap_or(path).to_path_buf(),
+            remote: None,
+            is_named,
+        });
+    }
+}
+
+/// Whether `path`, or a folder between it and `base`, is a link to a folder.
 fn is_below_link(path: &Path, base: &Path) -> bool {
     let folders = path
         .ancestors()
@@ -257,49 +288,12 @@ fn literal_base(pattern: &Path) -> PathBuf {
         .collect()
 }
 
-fn walk(
-    dir: &Path,
-    base: &Path,
-    extensions: &[String],
-    found: &mut Vec<Found>,
-    passed_over: &mut PassedOver,
-) -> Result<(), DataError> {
-    for entry in fs::read_dir(dir).map_err(DataError::io("list", dir))? {
-        let entry = entry.map_err(DataError::io("list", dir))?;
-        let path = entry.path();
-        if entry.file_name().as_encoded_bytes().starts_with(b".") {
-            continue;
-        }
-        let kind = entry.file_type().map_err(DataError::io("read", &path))?;
-        if kind.is_dir() {
-            walk(&path, base, extensions, found, passed_over)?;
-            continue;
-        }
-        // Neither links to folders nor links to nothing.
-        if path.is_dir() || !path.exists() {
-            continue;
-        }
-        if !has_extension(&path, extensions) {
-            *passed_over.entry(ending(&path).to_owned()).or_default() += 1;
-        } else {
-            let relative = path.strip_prefix(base).unwrap_or(&path).to_path_buf();
-            found.push(Found {
-                path,
-                relative,
-                remote: None,
-                is_named: false,
-            });
-        }
-    }
-    Ok(())
-}
-
 fn has_extension(path: &Path, extensions: &[String]) -> bool {
     let ending = ending(path);
     extensions.iter().any(|wanted| wanted.eq_ignore_ascii_case(ending))
 }
 
-/// The ending of a file's name, without that of its packing.
+/// The ending of a file's name, before `.gz` or `.zst` if it has one of these.
 fn ending(path: &Path) -> &str {
     let ending = Packed::of(path).1.extension();
     ending.and_then(OsStr::to_str).unwrap_or_default()

@@ -1,12 +1,12 @@
 //! Data sets of the Hugging Face hub, named by paths.
 //!
-//! A path is `hf://datasets/OWNER/NAME[@REVISION][/FILES]`, as `huggingface_hub` writes it; FILES is a folder, a file
-//! or a glob, and without it all files with a wanted ending are taken. The listing is made once and kept: from then on
-//! the data set is pinned to that commit, and a preparation needs the network only for files that it has not read yet.
-//! A file is fetched when it is read, a broken transfer is resumed, and a file that was read to its end is removed.
+//! A path is `hf://datasets/OWNER/NAME[@REVISION][/FILES]`, as `huggingface_hub` writes it. FILES is a folder, a file
+//! or a glob; without it all files with an ending of the corpus are read. The listing is fetched once and kept, which
+//! pins the data set to that commit; after that the network is needed only for files that were not read yet. A file is
+//! fetched when it is read, a broken transfer is resumed, and a file that was read to its end is removed.
 //!
-//! A server is not trusted: the place of a fetched file on this disk comes from a hash of its name, and its bytes must
-//! have the listed checksum.
+//! The server is not trusted: the name of a fetched file on this disk is a hash of its name on the hub, and its bytes
+//! must have the listed checksum.
 
 mod client;
 
@@ -23,35 +23,34 @@ use crate::error::DataError;
 use client::{Checksum, Client, Download, is_hex};
 use sieve_files::{temporary_name, write_atomically};
 
-/// How to reach the hub, and where fetched files wait until they are read.
+/// How to reach the hub, and where fetched files are stored until they are read.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HubConfig {
-    /// Usually [`ENDPOINT`](Self::ENDPOINT).
+    /// Address of the hub, usually [`ENDPOINT`](Self::ENDPOINT).
     pub endpoint: String,
-    /// For data sets that are not public. It is sent to the endpoint's host alone, and over https alone.
+    /// Access token for data sets that are not public. It is sent only to the endpoint's host, and only over https.
     pub token: Option<String>,
-    /// Root certificates in PEM form, in place of the built-in web roots.
+    /// File with root certificates in PEM form, which replace the built-in web roots.
     pub certificates: Option<PathBuf>,
-    /// How long the hub is waited for.
+    /// How long to wait for the hub.
     pub limits: HubLimits,
-    /// A folder of one's own; made if missing.
+    /// Folder for listings and fetched files; nothing else may use it. Created if missing.
     pub dir: PathBuf,
 }
 
-/// How long the hub is waited for.
+/// How long to wait for the hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HubLimits {
     /// Longest wait for a connection, and for the next byte of an answer.
     pub silence: Duration,
-    /// How long a hub that has answered before may send no new byte until the transfer fails. A pause that the server
+    /// A transfer fails after this time without a new byte, if the hub has answered before. A pause that the server
     /// requests (`Retry-After`) is respected within this time.
     pub outage: Duration,
-    /// The same of a hub that has never answered: its address may be wrong.
+    /// As `outage`, for a hub that has never answered: its address may be wrong.
     pub first_outage: Duration,
 }
 
 impl Default for HubLimits {
-    /// One minute, a quarter of an hour, five seconds.
     fn default() -> Self {
         Self {
             silence: Duration::from_secs(60),
@@ -65,7 +64,7 @@ impl HubConfig {
     /// The public hub.
     pub const ENDPOINT: &'static str = "https://huggingface.co";
 
-    /// As the usual variables say: `HF_ENDPOINT`, `HF_TOKEN` and `SSL_CERT_FILE`, each of which may be unset or empty.
+    /// Reads the variables `HF_ENDPOINT`, `HF_TOKEN` and `SSL_CERT_FILE`, each of which may be unset or empty.
     pub fn from_variables(variable: &dyn Fn(&str) -> Option<String>, dir: PathBuf) -> Self {
         let set = |value: Option<String>| value.filter(|value| !value.is_empty());
         Self {
@@ -78,7 +77,7 @@ impl HubConfig {
     }
 }
 
-// By hand, so that no message ever holds the token.
+// Not derived, so that no message can contain the token.
 impl fmt::Debug for HubConfig {
     fn fmt(&self, formatter: &mut fmt::Formatter) -> fmt::Result {
         formatter
@@ -94,8 +93,8 @@ pub fn is_hub_tokenizer(path: &str) -> bool {
     is_remote(path)
 }
 
-/// The `tokenizer.json` of a model of the hub, `hf://OWNER/NAME[@REVISION][/FOLDER]`: found in `huggingface_hub`'s own
-/// cache, which the folder of `config` is, else fetched into a folder in it, once.
+/// The `tokenizer.json` of a model of the hub, `hf://OWNER/NAME[@REVISION][/FOLDER]`. The folder of `config` must be
+/// `huggingface_hub`'s own cache: the file is looked up there, and otherwise fetched once into its folder `sieve`.
 ///
 /// # Errors
 /// A path of another form; a hub that cannot be reached or has no such file.
@@ -136,7 +135,7 @@ pub fn hub_tokenizer(path: &str, mut config: HubConfig) -> Result<PathBuf, DataE
     hub.fetch(&hub.files(&remote, listing).swap_remove(place))
 }
 
-/// A file of a model where `huggingface_hub` keeps it.
+/// The path of a model's file in `huggingface_hub`'s cache, if it is there.
 fn in_python_cache(cache: &Path, remote: &RemotePath, name: &str) -> Option<PathBuf> {
     let model = cache.join(format!("models--{}", remote.repo.replace('/', "--")));
     let commit = match is_hex(&remote.revision, &[40]) {
@@ -148,10 +147,10 @@ fn in_python_cache(cache: &Path, remote: &RemotePath, name: &str) -> Option<Path
     path.is_file().then_some(path)
 }
 
-/// Where a remote file is.
+/// A file on the hub.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RemoteFile {
-    /// "datasets/OWNER/NAME", or "OWNER/NAME" of a model.
+    /// "datasets/OWNER/NAME", or "OWNER/NAME" for a model.
     repo: Arc<str>,
     commit: Arc<str>,
     /// Path in the repository.
@@ -170,8 +169,8 @@ impl RemoteFile {
         self.num_bytes.unwrap_or(0)
     }
 
-    /// Its name on this disk: a hash, and the end of its own name as far as that is harmless, for the file's format
-    /// and for messages.
+    /// Name of the file on this disk: a hash, then the end of its name on the hub, whose ending decides the format.
+    /// Characters other than ASCII letters, digits and `-_.` become `_`.
     fn local_name(&self) -> String {
         let hash = xxh3_128(self.display_path().as_os_str().as_encoded_bytes());
         let own = self.name.rsplit('/').next().unwrap_or_default().chars().map(|letter| {
@@ -184,7 +183,7 @@ impl RemoteFile {
 }
 
 const PREFIX: &str = "hf://datasets/";
-/// Letters of a remote file's name that its local one ends with.
+/// How many characters of a remote file's name the local name ends with.
 const MAX_KEPT_NAME: usize = 80;
 
 /// Whether a path names a data set of the hub.
@@ -192,7 +191,7 @@ pub(super) fn is_remote(path: &str) -> bool {
     path.starts_with("hf://")
 }
 
-/// A path, taken apart.
+/// The parts of a path that begins with `hf://`.
 #[derive(Debug, PartialEq, Eq)]
 struct RemotePath {
     repo: String,
@@ -202,7 +201,7 @@ struct RemotePath {
 }
 
 impl RemotePath {
-    /// The repository as addresses name it.
+    /// The repository's part of a URL.
     fn url_repo(&self) -> String {
         match self.is_model {
             true => self.repo.clone(),
@@ -253,7 +252,7 @@ impl RemotePath {
         })
     }
 
-    /// Whether FILES takes a file of the repository.
+    /// Whether FILES includes a file of the repository.
     fn takes(&self, file: &str, has_extension: &dyn Fn(&Path) -> bool) -> Result<bool, DataError> {
         let folder = self.files.trim_end_matches('/');
         if folder.is_empty() {
@@ -273,12 +272,12 @@ impl RemotePath {
     }
 }
 
-/// Says what is wrong with a path, without asking the hub.
+/// Checks the form of a path, without asking the hub.
 pub(super) fn check_path(path: &str) -> Result<(), DataError> {
     RemotePath::parse(path)?.takes("", &|_| true).map(drop)
 }
 
-/// What the hub says of a data set, as it is kept.
+/// The hub's list of a data set's files, as it is stored on this disk.
 #[derive(Debug, Serialize, Deserialize)]
 struct Listing {
     path: String,
@@ -294,7 +293,7 @@ struct Sibling {
     size: Option<u64>,
     #[serde(default, rename = "blobId", skip_serializing_if = "Option::is_none")]
     git_blob: Option<String>,
-    /// Of a file in large file storage.
+    /// Set for a file in Git's large file storage (LFS).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lfs: Option<LargeFile>,
 }
@@ -305,19 +304,19 @@ struct LargeFile {
     sha256: Option<String>,
 }
 
-/// The hub's answer to a question for a data set.
+/// The hub's answer to a request for a data set's files.
 #[derive(Deserialize)]
 struct Answer {
     sha: String,
     siblings: Vec<Sibling>,
 }
 
-/// A listing of a quarter of a million files is about this long, and takes about ten times as much memory.
+/// The longest answer that is read: about a quarter of a million files, which take about ten times as much memory.
 const MAX_ANSWER_BYTES: u64 = 64 << 20;
-/// No file system here takes a longer path.
+/// The longest file name that is accepted, as on Linux.
 const MAX_NAME_BYTES: usize = 4096;
 
-/// A way to the hub.
+/// A connection to the hub.
 pub(super) struct Hub {
     client: Client,
     config: HubConfig,
@@ -360,7 +359,7 @@ impl Hub {
             commit: commit.clone(),
             checksum: Checksum::of(
                 sibling.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref()),
-                // For an LFS file the blob's hash is the pointer file's.
+                // For an LFS file the Git blob is only a pointer to the contents.
                 sibling.git_blob.as_deref().filter(|_| sibling.lfs.is_none()),
             ),
             name: sibling.name,
@@ -369,7 +368,7 @@ impl Hub {
         listing.siblings.into_iter().map(file).collect()
     }
 
-    /// The kept listing, or a new one, which is then kept.
+    /// The stored listing; without one, asks the hub and stores the answer.
     fn listing(&self, path: &str, remote: &RemotePath) -> Result<Listing, DataError> {
         let kept_name = format!("listing-{:016x}.json", xxh3_64(path.as_bytes()));
         let kept = self.config.dir.join(kept_name);
@@ -419,7 +418,7 @@ impl Hub {
         DataError::meta(path, what)
     }
 
-    /// Where a fetched file lies.
+    /// Path of a fetched file on this disk.
     fn local_path(&self, file: &RemoteFile) -> PathBuf {
         self.config.dir.join("files").join(file.local_name())
     }
@@ -427,7 +426,7 @@ impl Hub {
     /// Fetches a file unless it exists, and returns its path.
     pub(super) fn fetch(&self, file: &RemoteFile) -> Result<PathBuf, DataError> {
         let path = self.local_path(file);
-        // It got its name when it was whole and checked.
+        // A file gets its final name only after it is complete and its checksum was verified.
         if path.is_file() {
             return Ok(path);
         }
@@ -445,10 +444,10 @@ impl Hub {
         Ok(download.path)
     }
 
-    /// Removes what a file takes on this disk, if anything.
+    /// Removes the fetched copy of a file, if there is one.
     pub(super) fn discard(&self, file: &RemoteFile) {
         let path = self.local_path(file);
-        // Best effort: what stays behind costs disk and nothing else.
+        // Errors are ignored: a copy that stays only takes disk space.
         let _ = fs::remove_file(temporary_name(&path));
         let _ = fs::remove_file(path);
     }
@@ -478,7 +477,7 @@ fn encoded(text: &str, kept: &str) -> String {
     letters.collect()
 }
 
-/// What a server sent, for a message.
+/// The beginning of a server's text, quoted for a message.
 fn shortened(text: &str) -> String {
     let start = text.chars().take(80).collect::<String>();
     match start.len() < text.len() {

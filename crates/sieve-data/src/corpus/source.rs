@@ -1,4 +1,4 @@
-//! Documents out of one file: plain text, JSONL, Parquet. Another format is another [`DocumentSource`].
+//! Reads the documents of one file: plain text, JSONL or Parquet. A new format implements [`DocumentSource`].
 
 mod jsonl;
 mod parquet;
@@ -27,7 +27,7 @@ pub(super) trait DocumentSource: Send {
     fn next_document(&mut self) -> Option<Result<(String, u64), DataError>>;
 }
 
-/// Opens `path` as `format` says.
+/// Opens a file of this format.
 pub(super) fn open(
     format: &Format,
     path: &Path,
@@ -57,9 +57,9 @@ fn check_size(path: &Path, bytes: u64, max_bytes: u64) -> Result<(), DataError> 
     Ok(())
 }
 
-/// Refuses text that says it is UTF-32 or UTF-16, little or big endian.
+/// Refuses text that begins with a byte order mark of UTF-32 or UTF-16.
 fn check_encoding(path: &Path, bytes: &[u8]) -> Result<(), DataError> {
-    // A mark of UTF-32 may begin as one of UTF-16.
+    // UTF-32 comes first, because its little-endian mark begins with that of UTF-16.
     let marks: [(&[u8], _, _); 4] = [
         (b"\xFF\xFE\0\0", "UTF-32", "four"),
         (b"\0\0\xFE\xFF", "UTF-32", "four"),
@@ -76,7 +76,7 @@ fn check_encoding(path: &Path, bytes: &[u8]) -> Result<(), DataError> {
     Ok(())
 }
 
-/// Bytes of a file from `offset` on as text.
+/// The bytes of a file from `offset` on, as UTF-8 text.
 fn check_utf8<'a>(path: &Path, bytes: &'a [u8], offset: u64) -> Result<&'a str, DataError> {
     std::str::from_utf8(bytes).map_err(|error| {
         let what = format!("not UTF-8 at byte {}", offset + error.valid_up_to() as u64);
@@ -85,20 +85,20 @@ fn check_utf8<'a>(path: &Path, bytes: &'a [u8], offset: u64) -> Result<&'a str, 
     })
 }
 
-/// A document holds a NUL byte: at this offset (text), or on the line that begins there (JSONL).
+/// The error of a document with a NUL byte, at this offset (text) or on the line that begins there (JSONL).
 fn nul_byte(path: &Path, offset: u64) -> DataError {
     let what = format!("NUL at byte {offset}, so this is probably not text");
     let hint = "leave the file out, or all such documents: skip_invalid";
     DataError::document(path, what, hint)
 }
 
-/// The text column holds something else than a string: "a number", "null".
+/// The error of a text column that is no string; `found` names its type, as "a number" or "null".
 fn column_not_text(path: &Path, line: u64, column: &str, found: &str) -> DataError {
     let what = format!("line {line}: column {column:?} is {found}, not a string");
     DataError::document(path, what, SET_COLUMN_OR_SKIP)
 }
 
-/// Hints where the text column is missing or no text, of a file and of one document.
+/// Hints about a text column that is missing or holds no text, for a file and for one document.
 const SET_COLUMN: &str = "set text_column to the column that holds the text (prompt_column: the prompt)";
 const SET_COLUMN_OR_SKIP: &str = "set text_column to the column that holds the text (prompt_column: the prompt), or \
     leave such rows out: skip_invalid";

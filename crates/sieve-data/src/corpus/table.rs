@@ -1,4 +1,4 @@
-//! A small table read whole: JSONL or Parquet with all its columns, lists and groups too.
+//! Reads all rows and columns of a small JSONL or Parquet file, including lists and groups.
 
 use std::fs::File;
 use std::path::Path;
@@ -11,11 +11,11 @@ use super::files::require_file;
 use super::source::{JsonLines, Packed, guarded};
 use crate::error::DataError;
 
-/// A row: its columns by name, in the file's order.
+/// The columns of a row by name, in the file's order.
 pub type TableRow = Map<String, Value>;
 
-/// All rows of a JSONL file (`.jsonl`, `.ndjson`, also packed as `.gz` or `.zst`) or of a Parquet file. Blank lines are
-/// passed over; binary values of Parquet are base64.
+/// All rows of a JSONL file (`.jsonl`, `.ndjson`, also compressed as `.gz` or `.zst`) or of a Parquet file. Blank lines
+/// are skipped; binary values of Parquet become base64.
 ///
 /// # Errors
 /// Another ending; a file that cannot be read, a line that is not a JSON object; a file without rows.

@@ -378,3 +378,21 @@ fn text_that_looks_like_json_is_told() {
         assert_eq!(Corpus::open(jsonl(&path)).unwrap().json_as_text(), None);
     }
 }
+
+#[test]
+fn sizes_that_a_listing_names_do_not_overflow() {
+    let file = |num_bytes| SourceFile {
+        path: "hf://a.gz".into(),
+        num_bytes,
+        modified_ns: 0,
+        remote: None,
+        is_named: false,
+    };
+    let corpus = Corpus {
+        config: text("hf://a.gz"),
+        files: vec![file(u64::MAX / 2), file(u64::MAX / 2)],
+        passed_over: PassedOver::new(),
+        hub: None,
+    };
+    assert_eq!(corpus.max_text_bytes(), u64::MAX);
+}

@@ -1,4 +1,4 @@
-//! One epoch: documents in their order, and which pieces of them make up a row.
+//! One epoch: the order of the documents, and which pieces of them make up each row.
 
 use std::ops::Range;
 
@@ -8,20 +8,21 @@ use super::{LoaderConfig, Order, Packing};
 use crate::permutation::Permutation;
 use crate::shard::ShardReader;
 
-/// Keeps the order of rows independent of the order of documents.
+/// Changes the seed, so that the order of rows is independent of the order of documents.
 const ROW_ORDER_SALT: u64 = 0x726F_775F_6F72_6465;
 
-/// Where each document ends when they are laid end to end in the epoch's order.
+/// The order of documents and rows of one epoch.
 #[derive(Debug)]
 pub(super) struct Epoch {
     number: u64,
-    /// `None` keeps the shard's order.
+    /// Order of the documents; `None` for the shard's order.
     permutation: Option<Permutation>,
-    /// Order of the rows, so that the rows of a batch come from many documents; `None` keeps them as they lie.
+    /// Order of the rows, so that the rows of a batch come from many documents; `None` for the order of their tokens.
     row_order: Option<Permutation>,
     packing: Packing,
     seq_len: u64,
-    /// Per place in the order: tokens (concatenated) or rows (one document per row) up to and with that document.
+    /// For each place in the order of documents, the number of tokens (concatenated) or rows (one document per row) up
+    /// to the end of that document.
     ends: Vec<u64>,
     num_samples: u64,
 }
@@ -84,7 +85,7 @@ impl Epoch {
         self.num_samples
     }
 
-    /// The pieces of one row, at most `seq_len` tokens in all.
+    /// The pieces of one row, which have at most `seq_len` tokens together.
     pub(super) fn row(&self, shard: &ShardReader, sample: u64) -> Vec<Piece> {
         let sample = self.row_order.as_ref().map_or(sample, |order| order.get(sample));
         match self.packing {
@@ -126,9 +127,9 @@ impl Epoch {
         }
     }
 
-    /// The place in the order that holds token or row number `unit`.
-    fn place_of(&self, unit: u64) -> usize {
-        self.ends.partition_point(|&end| end <= unit)
+    /// The place in the order of the document that holds this token (concatenated) or row (one document per row).
+    fn place_of(&self, token_or_row: u64) -> usize {
+        self.ends.partition_point(|&end| end <= token_or_row)
     }
 
     fn document(&self, place: usize) -> u64 {

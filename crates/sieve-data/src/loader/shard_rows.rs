@@ -1,4 +1,4 @@
-//! Rows out of one shard.
+//! Reads rows from one shard.
 
 use std::sync::{Arc, Mutex};
 
@@ -7,15 +7,16 @@ use super::{Batch, IGNORE_LABEL, LoaderConfig, Order, PAD_DOCUMENT};
 use crate::error::DataError;
 use crate::shard::{ShardReader, with_ending};
 
-/// A shard, cut into rows.
+/// A shard divided into rows.
 #[derive(Debug)]
 pub(super) struct ShardRows {
     shard: Arc<ShardReader>,
     samples_per_epoch: u64,
-    /// The epochs used last: eight bytes a document each. Two, since a batch may cross from one into the next.
+    /// The epochs used last, of eight bytes per document each.
     epochs: Mutex<Vec<Arc<Epoch>>>,
 }
 
+/// Two, because a batch may begin in one epoch and end in the next.
 const MAX_EPOCHS_HELD: usize = 2;
 
 impl ShardRows {
@@ -47,13 +48,13 @@ impl ShardRows {
         self.samples_per_epoch
     }
 
-    /// Appends row `sample`, counted over all epochs.
+    /// Appends row `sample`, counted over all epochs, to the batch.
     pub(super) fn push(&self, sample: u64, config: &LoaderConfig, batch: &mut Batch) -> Result<(), DataError> {
         let epoch = self.epoch(sample / self.samples_per_epoch, config);
         let mut filled = 0;
         let mut buffer = Vec::with_capacity(config.seq_len + 1);
         for piece in epoch.row(&self.shard, sample % self.samples_per_epoch) {
-            // One token more than the row takes, if the document has it: the last label.
+            // Reads one token more than the row holds, if the document has one, because it is the last label.
             let len = (piece.tokens.end - piece.tokens.start) as usize;
             let document_len = self.shard.document_len(piece.document);
             buffer.clear();
@@ -61,8 +62,8 @@ impl ShardRows {
             self.shard.read(piece.document, range, config.vocab_size, &mut buffer)?;
             batch.tokens.extend_from_slice(&buffer[..len]);
             let prompt_len = self.shard.prompt_len(piece.document);
-            let label = |(place, &token): (u64, &u32)| if place < prompt_len { IGNORE_LABEL } else { token as i32 };
-            // The label of a place is the token behind it.
+            // A token's label is the next token of the document; tokens of the prompt are not predicted.
+            let label = |(next, &token): (u64, &u32)| if next < prompt_len { IGNORE_LABEL } else { token as i32 };
             batch
                 .labels
                 .extend((piece.tokens.start + 1..).zip(&buffer[1..]).map(label));
@@ -84,7 +85,7 @@ impl ShardRows {
             Order::Sequential => 0,
             Order::Shuffled { .. } => number,
         };
-        // A panic elsewhere leaves the list whole: entries are only ever put in or taken out.
+        // A poisoned lock is harmless: no code can panic while an entry is half written.
         let mut epochs = self.epochs.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(epoch) = epochs.iter().find(|epoch| epoch.number() == number) {
             return Arc::clone(epoch);

@@ -40,7 +40,7 @@ fn config(seq_len: usize, order: Order, packing: Packing) -> LoaderConfig {
     }
 }
 
-/// `stride` samples lie between the beginnings of two batches.
+/// A plan whose batches begin `stride` samples apart.
 fn plan([first_sample, stride]: [u64; 2], batch: usize, num_batches: Option<u64>, depth: usize) -> PrefetchPlan {
     PrefetchPlan {
         first_sample,
@@ -114,7 +114,7 @@ fn settings_are_checked() {
     refusal(of(0, shuffled), "seq_len");
     refusal(of(8, shuffled), "7 tokens in 2 documents give no sample of seq_len 8");
     assert_eq!(of(7, shuffled).unwrap().samples_per_epoch(), 1);
-    // In order, a row is padded instead.
+    // A sequential loader pads the row instead.
     assert_eq!(of(8, Order::Sequential).unwrap().samples_per_epoch(), 1);
     let mut other = config(4, shuffled, Packing::Concatenated);
     other.pad_id = VOCAB_SIZE as u32;
@@ -139,7 +139,7 @@ fn prefetching_gives_the_same_batches_and_ends() {
     let wanted = wanted.collect::<Vec<_>>();
     assert_eq!(batches.collect::<Vec<_>>(), wanted);
 
-    // Dropped while the thread waits for room, it ends: the loader has one owner again.
+    // If dropped while its thread waits for room, the prefetch ends: the loader has one owner again.
     let mut endless = Prefetch::new(Arc::clone(&loader), plan([5, 6], 2, None, 3)).unwrap();
     assert_eq!(endless.next().unwrap().unwrap(), wanted[0]);
     drop(endless);
@@ -169,7 +169,7 @@ fn a_cut_file_is_refused_before_the_loader_sees_it() {
     assert!(ShardReader::open(&dir.path().join("s")).is_err());
 }
 
-/// What a row should be, by the plainest means: the epoch's whole stream as (document, place in it).
+/// The expected row as (document, index of the token in it), computed from the whole token stream of an epoch.
 fn brute_force_row(lengths: &[usize], config: LoaderConfig, sample: u64) -> Vec<Option<(usize, usize)>> {
     let num_documents = lengths.len() as u64;
     let order = |epoch| match config.order {
@@ -288,7 +288,7 @@ proptest! {
         let (_dir, shard) = shard(&lengths);
         let Ok(loader) = Loader::new(Arc::clone(&shard), config) else { return Ok(()) };
         let whole = loader.batch(first_sample, splits.iter().sum()).unwrap();
-        // A fresh loader, as after a resume, and the pieces read last one first.
+        // A new loader, as after a resume, reads the parts in reverse order.
         let fresh = Loader::new(shard, config).unwrap();
         let mut pieces = Vec::new();
         let mut end = first_sample + splits.iter().sum::<usize>() as u64;
@@ -299,7 +299,7 @@ proptest! {
         prop_assert_eq!(pieces.into_iter().rev().reduce(join).unwrap(), whole);
     }
 
-    // Each epoch gives each document's tokens once, but for the few that fill no row.
+    // Each epoch has every token once, except the few that fill no row.
     #[test]
     fn an_epoch_is_every_token_once(lengths in proptest::collection::vec(1usize..40, 1..12), config in any_config()) {
         let (_dir, shard) = shard(&lengths);
@@ -323,7 +323,7 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
-    // Ranks that each read their micro-batches read each row once, and together in the order of one process.
+    // Several ranks together read the same rows in the same order as one process.
     #[test]
     fn ranks_read_the_rows_of_one_process_in_its_order(
         sources in proptest::collection::vec((proptest::collection::vec(0usize..40, 1..12), 1usize..5), 1..4),
@@ -357,7 +357,7 @@ proptest! {
     }
 }
 
-// The same rows in batches of any size; all of a text that is small.
+// Validation reads evenly spread rows, or all rows of a small text.
 #[test]
 fn a_sample_of_the_rows_is_spread_evenly() {
     let lengths = vec![37usize; 30];

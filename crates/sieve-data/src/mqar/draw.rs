@@ -1,8 +1,8 @@
-//! Random draws that depend on a few numbers alone, the same on every machine.
+//! Random draws that depend only on a few numbers, and are the same on every machine.
 
 use crate::permutation::mix;
 
-/// SplitMix64 (Steele, Lea and Flood, 2014), begun from a hash of some numbers.
+/// SplitMix64 (Steele, Lea and Flood, 2014), seeded with a hash of some numbers.
 pub(crate) struct Draws {
     state: u64,
 }
@@ -33,19 +33,11 @@ impl Draws {
         }
     }
 
-    /// Uniform in `0..limit` without the numbers of `forbidden`, which is sorted.
-    pub(super) fn below_without(&mut self, limit: u64, forbidden: &[u64]) -> u64 {
-        let rank = self.below(limit - forbidden.len() as u64);
-        // Every forbidden number at or below the result pushes it up by one.
-        let (mut low, mut high) = (0, forbidden.len());
-        while low < high {
-            let middle = low.midpoint(high);
-            match forbidden[middle] - middle as u64 <= rank {
-                true => low = middle + 1,
-                false => high = middle,
-            }
-        }
-        rank + low as u64
+    /// Uniform in `0..limit` without some forbidden numbers. `allowed_before` has, for each forbidden number in
+    /// ascending order, how many allowed numbers are below it.
+    pub(super) fn below_without(&mut self, limit: u64, allowed_before: &[u64]) -> u64 {
+        let rank = self.below(limit - allowed_before.len() as u64);
+        rank + allowed_before.partition_point(|&allowed| allowed <= rank) as u64
     }
 
     /// `count` different numbers of `0..limit`, in random order.
@@ -59,27 +51,24 @@ impl Draws {
         numbers
     }
 
-    /// `count` different slots, drawn one after another with the weights given inverted.
+    /// Draws `count` different slots one after another, with the probability of a slot in proportion to its weight;
+    /// `inverse_weights` are `1 / weight`.
     ///
-    /// Each slot gets an exponential waiting time with its weight as rate; the order in which they ring is a draw
-    /// without replacement (the race of Efraimidis and Spirakis, 2006).
+    /// Each slot gets an exponentially distributed time with its weight as rate. The slots in the order of their times
+    /// are a weighted draw without replacement (Efraimidis and Spirakis, 2006).
     pub(super) fn weighted_slots(&mut self, inverse_weights: &[f64], count: usize) -> Vec<usize> {
-        let mut times = inverse_weights
-            .iter()
-            .enumerate()
-            // In (0, 1]: the logarithm of 0 is not finite.
-            .map(|(slot, inverse)| {
-                (
-                    -inverse * (((self.word() >> 11) + 1) as f64 * 2f64.powi(-53)).ln(),
-                    slot,
-                )
-            })
-            .collect::<Vec<_>>();
+        let time = |(slot, inverse_weight): (usize, &f64)| {
+            // Uniform in (0, 1], because the logarithm of 0 is not finite.
+            let uniform = ((self.word() >> 11) + 1) as f64 * 2f64.powi(-53);
+            (-inverse_weight * uniform.ln(), slot)
+        };
+        let mut times = inverse_weights.iter().enumerate().map(time).collect::<Vec<_>>();
+        let earlier = |a: &(f64, usize), b: &(f64, usize)| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1));
         if count < times.len() {
-            times.select_nth_unstable_by(count, |a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+            times.select_nth_unstable_by(count, earlier);
             times.truncate(count);
         }
-        times.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        times.sort_unstable_by(earlier);
         times.into_iter().map(|(_, slot)| slot).collect()
     }
 }

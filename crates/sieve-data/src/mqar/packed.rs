@@ -1,4 +1,4 @@
-//! Several kinds of MQAR samples as rows of one length.
+//! Packs several kinds of MQAR samples into rows of one length.
 
 use xxhash_rust::xxh3::Xxh3;
 
@@ -8,17 +8,17 @@ use crate::loader::{Batch, IGNORE_LABEL, PAD_DOCUMENT};
 use crate::mixture::Schedule;
 use crate::permutation::Permutation;
 
-/// One kind of sample in a mixture, and how many there are.
+/// One kind of sample in a mixture, and the number of its samples.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MqarPart {
-    /// The kind.
+    /// Configuration of the samples.
     pub config: MqarConfig,
-    /// Samples `0..num_samples` of the split make an epoch of this part.
+    /// An epoch of this part has the samples `0..num_samples` of the split.
     pub num_samples: u64,
 }
 
 impl MqarPart {
-    /// A string that differs for different parts.
+    /// A hash of the parts' settings.
     pub fn fingerprint(parts: &[Self]) -> String {
         let mut hash = Xxh3::new();
         for part in parts {
@@ -46,16 +46,16 @@ impl MqarPart {
     }
 }
 
-/// Kinds of samples in the proportion of their numbers, packed into rows.
+/// Several kinds of samples, mixed in proportion to their numbers and packed into rows.
 ///
-/// A row holds as many samples of *one* kind as fit, each a document of its own, so that attention does not cross from
-/// one to the next and packing changes nothing; then padding.
+/// A row holds as many samples of *one* kind as fit, then padding. Each sample is a document of its own, so that
+/// attention does not reach from one to the next.
 #[derive(Debug, Clone)]
 pub struct MqarMixture {
     parts: Vec<Part>,
     split: MqarSplit,
     seq_len: usize,
-    /// `None` reads part after part in order: to measure with.
+    /// The shuffled order; `None` reads part after part, for validation.
     shuffled: Option<Shuffled>,
 }
 
@@ -63,9 +63,9 @@ pub struct MqarMixture {
 struct Part {
     mqar: Mqar,
     num_samples: u64,
-    /// Samples of a row.
+    /// Samples per row.
     per_row: u64,
-    /// Number of the first sample, over all parts.
+    /// Document id of the part's first sample; ids count over all parts.
     first_document: u64,
 }
 
@@ -76,7 +76,7 @@ struct Shuffled {
 }
 
 impl MqarMixture {
-    /// Rows in a mixed order, fixed by `seed`, that never ends: to train with. Each part is permuted anew in each of
+    /// For training: an endless mixed order of rows, determined by `seed`. Each part has another permutation in each of
     /// its epochs.
     ///
     /// # Errors
@@ -90,7 +90,7 @@ impl MqarMixture {
         Ok(mixture)
     }
 
-    /// Every sample once, part after part; then again.
+    /// For validation: every sample once, part after part, and then from the beginning.
     ///
     /// # Errors
     /// Those of [`shuffled`](Self::shuffled).
@@ -100,7 +100,7 @@ impl MqarMixture {
             return bad("no kind of sample is named".to_owned());
         }
         let mut first_document = 0;
-        let mut made = Vec::with_capacity(parts.len());
+        let mut checked = Vec::with_capacity(parts.len());
         for part in parts {
             let mqar = Mqar::new(part.config)?;
             let len = part.config.seq_len;
@@ -112,7 +112,7 @@ impl MqarMixture {
                     "samples of {len} tokens do not fit rows of {seq_len}\n  hint: raise seq_len"
                 ));
             }
-            made.push(Part {
+            checked.push(Part {
                 mqar,
                 num_samples: part.num_samples,
                 per_row: (seq_len / len) as u64,
@@ -121,7 +121,7 @@ impl MqarMixture {
             first_document += part.num_samples;
         }
         Ok(Self {
-            parts: made,
+            parts: checked,
             split,
             seq_len,
             shuffled: None,
@@ -139,19 +139,19 @@ impl MqarMixture {
         sizes.max().expect("there is a part")
     }
 
-    /// Rows in which every sample comes once (in a mixed order: about once).
+    /// Number of rows that hold every sample once; in a shuffled order, about once.
     pub fn rows_per_epoch(&self) -> u64 {
         self.parts.iter().map(Part::num_rows).sum()
     }
 
-    /// The rows `first_row..first_row + count`. Depends on nothing else. A token of padding is `pad_id`.
+    /// The rows `first_row..first_row + count`, padded with `pad_id`. The result depends on nothing else.
     pub fn batch(&self, first_row: u64, count: usize, pad_id: u32) -> Batch {
         let mut batch = Batch::empty(first_row, count, self.seq_len);
         (first_row..first_row + count as u64).for_each(|row| self.push(row, pad_id, &mut batch));
         batch
     }
 
-    /// Appends one row.
+    /// Appends one row with its padding to the batch.
     pub(crate) fn push(&self, row: u64, pad_id: u32, batch: &mut Batch) {
         let filled = self.push_row(row, batch);
         let num_pads = self.seq_len - filled;
@@ -160,7 +160,7 @@ impl MqarMixture {
         batch.push_segment(PAD_DOCUMENT, filled, num_pads);
     }
 
-    /// Returns the tokens of the row.
+    /// Appends the samples of one row to the batch. Returns the number of their tokens.
     fn push_row(&self, row: u64, batch: &mut Batch) -> usize {
         let (part, samples) = match &self.shuffled {
             Some(shuffled) => {

@@ -1,4 +1,4 @@
-//! Reading shards while a run trains on them: what they hold must be what was prepared.
+//! Verifies checksums of shards in the background, while a run trains on them.
 
 use std::fs::File;
 use std::io::Read;
@@ -12,13 +12,13 @@ use xxhash_rust::xxh3::Xxh3;
 use super::hex;
 use crate::error::DataError;
 
-/// Bytes read between two pauses.
-const PIECE_BYTES: usize = 8 << 20;
-/// Pauses are this many times as long as the reads before them, since training reads the same disk.
+/// Number of bytes read between two pauses.
+const CHUNK_BYTES: usize = 8 << 20;
+/// A pause is this many times as long as the read before it, because training reads from the same disk.
 const PAUSES: u32 = 3;
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// A thread that reads shards once from their beginning to their end. Dropped, it stops.
+/// A thread that reads every shard once and compares its checksum. The thread stops when this is dropped.
 #[derive(Debug)]
 pub struct ShardCheck {
     found: Arc<OnceLock<(PathBuf, String)>>,
@@ -26,7 +26,7 @@ pub struct ShardCheck {
 }
 
 impl ShardCheck {
-    /// Begins to read files, each with the XXH3-128 that it must have, in hexadecimal.
+    /// Starts the thread. Each file comes with the XXH3-128 that it must have, in hexadecimal.
     pub(super) fn start(files: Vec<(PathBuf, String)>) -> Result<Self, DataError> {
         let this = Self {
             found: Arc::default(),
@@ -55,8 +55,10 @@ impl ShardCheck {
         Ok(this)
     }
 
+    /// The result so far; `Ok` also while files are still being read.
+    ///
     /// # Errors
-    /// A file that holds something else than was prepared, once that is known.
+    /// A file has another checksum or cannot be read.
     pub fn result(&self) -> Result<(), DataError> {
         match self.found.get().cloned() {
             None => Ok(()),
@@ -71,16 +73,16 @@ impl Drop for ShardCheck {
     }
 }
 
-/// XXH3-128 of a file in hexadecimal, read with pauses; `None` if it was stopped.
+/// XXH3-128 of a file in hexadecimal, read with pauses; `None` if `stops` was set.
 fn hash_slowly(path: &Path, stops: &AtomicBool) -> std::io::Result<Option<String>> {
     let mut file = File::open(path)?;
-    let (mut sum, mut piece) = (Xxh3::new(), vec![0; PIECE_BYTES]);
+    let (mut hash, mut chunk) = (Xxh3::new(), vec![0; CHUNK_BYTES]);
     loop {
         let since = Instant::now();
-        let len = file.read(&mut piece)?;
-        sum.update(&piece[..len]);
+        let len = file.read(&mut chunk)?;
+        hash.update(&chunk[..len]);
         if len == 0 {
-            return Ok(Some(hex(sum.digest128())));
+            return Ok(Some(hex(hash.digest128())));
         }
         std::thread::sleep((PAUSES * since.elapsed()).min(LONGEST_PAUSE));
         if stops.load(Ordering::Relaxed) {

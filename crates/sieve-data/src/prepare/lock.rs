@@ -1,4 +1,4 @@
-//! One process at a time prepares in a folder.
+//! The lock that lets one process at a time prepare data in a folder.
 
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
@@ -9,17 +9,17 @@ use sieve_files::{Taken, try_lock};
 use super::Progress;
 use crate::error::DataError;
 
-/// The folder's lock. The system releases it when the file is closed, also when the process is killed.
+/// The locked file `prepare.lock`. The system releases the lock when the file is closed or the process is killed.
 pub(super) struct Lock {
     file: File,
     path: PathBuf,
 }
 
-/// Written into the lock file before the first rename.
+/// Content of the lock file from the first rename on; an empty lock file says nothing about other files.
 const MARK: &[u8] = b"The files train.* and validation.* beside this one were written by sieve.\n";
 
 impl Lock {
-    /// Waits for it if need be.
+    /// Takes the lock. If another process holds it, reports [`Progress::Waiting`] and waits.
     pub(super) fn take(path: PathBuf, progress: &dyn Fn(Progress)) -> Result<Self, DataError> {
         let locked = try_lock(&path).and_then(|taken| match taken {
             Taken::Yes(file) => Ok(file),
@@ -32,7 +32,7 @@ impl Lock {
         Ok(Self { file, path })
     }
 
-    /// Says durably that files with our names are ours, also when only some of them have been renamed.
+    /// Writes the mark durably: files of a preparation's names are Sieve's, even if some of them are missing.
     pub(super) fn mark(&self) -> Result<(), DataError> {
         let mut file = &self.file;
         let written = file

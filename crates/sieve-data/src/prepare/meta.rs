@@ -1,4 +1,4 @@
-//! The side files of a preparation: `meta.json` and `validation.docs.json`.
+//! The side files of prepared data: `meta.json` and `validation.docs.json`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ pub(super) fn path(dir: &Path) -> PathBuf {
     dir.join("meta.json")
 }
 
-/// What a preparation was made from and what came out.
+/// The sources, settings and sizes of prepared data: the contents of `meta.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PreparedMeta {
     /// Version of the side files' format.
@@ -36,63 +36,63 @@ pub struct PreparedMeta {
     pub eos_id: u32,
     /// [`Corpus::fingerprint`](crate::Corpus::fingerprint), in hexadecimal.
     pub sources_hash: String,
-    /// The corpus's settings; of several, the first one's.
+    /// Settings of the corpus, or of the first of several.
     pub settings: CorpusConfig,
-    /// Several corpora, to be mixed: each by itself. Empty for one.
+    /// If several corpora were prepared, each of them; empty for one corpus.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sources: Vec<SourceMeta>,
-    /// Where the documents for validation came from.
+    /// Source of the validation documents.
     pub validation_settings: ValidationSettings,
-    /// True where there were too few documents to hold whole ones out, and the end of the text is held out.
+    /// Whether a corpus had too few documents to hold whole documents out, so that the end of its text is held out.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_cut: bool,
-    /// Of documents that a cut holds out from some byte of their text on: how many bytes may be trained on, by a hash.
+    /// For documents of cut corpora, by hash: how many bytes from their beginning may be trained on.
     #[serde(default, skip_serializing_if = "TrainBytes::is_empty")]
     pub(super) train_bytes: TrainBytes,
-    /// What is in `train.bin`, or in all of `train-000.bin`, `train-001.bin`, …
+    /// Contents of `train.bin`, or of `train-000.bin`, `train-001.bin`, … together.
     pub train: SplitMeta,
-    /// What is in `validation.bin`.
+    /// Contents of `validation.bin`.
     pub validation: SplitMeta,
-    /// Where the corpus's documents went.
+    /// Numbers of documents of the training corpora that were used or left out.
     pub report: CorpusReport,
-    /// Where the documents of an own validation corpus went.
+    /// Numbers of documents of a separate validation corpus that were used or left out.
     pub validation_report: Option<CorpusReport>,
 }
 
-/// Where the documents for validation came from.
+/// Source of the validation documents.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ValidationSettings {
-    /// A fraction of the corpus.
+    /// A fraction of the training corpora.
     Fraction(f64),
-    /// An own corpus.
+    /// A separate corpus.
     Corpus {
-        /// Its fingerprint, in hexadecimal.
+        /// The corpus's fingerprint, in hexadecimal.
         sources_hash: String,
-        /// Its settings.
+        /// The corpus's settings.
         settings: Box<CorpusConfig>,
     },
 }
 
-/// One of several corpora.
+/// One of several prepared corpora.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SourceMeta {
     /// [`Corpus::fingerprint`](crate::Corpus::fingerprint), in hexadecimal.
     pub sources_hash: String,
-    /// Its settings.
+    /// The corpus's settings.
     pub settings: CorpusConfig,
-    /// What is in its shard.
+    /// Contents of the corpus's training shard.
     pub train: SplitMeta,
-    /// Where its documents went.
+    /// Numbers of the corpus's documents that were used or left out.
     pub report: CorpusReport,
 }
 
-/// What is in one shard.
+/// Contents of one shard.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SplitMeta {
-    /// Documents.
+    /// Number of documents.
     pub num_documents: u64,
-    /// Tokens, with one end-of-document token a document.
+    /// Number of tokens, one end-of-document token per document included.
     pub num_tokens: u64,
     /// Bytes of UTF-8 text.
     pub num_bytes: u64,
@@ -102,12 +102,12 @@ pub struct SplitMeta {
     pub bin_bytes: u64,
     /// Size of the `.idx` file.
     pub idx_bytes: u64,
-    /// XXH3-128 of the `.bin` file, in hexadecimal: equal tokens in equal order, wherever they came from.
+    /// XXH3-128 of the `.bin` file, in hexadecimal. Equal hashes mean equal tokens, from whatever sources.
     pub tokens_hash: String,
 }
 
 impl SplitMeta {
-    /// Several shards as one; the hash is the hash of their hashes.
+    /// The sums over several shards; the hash is that of the concatenated hashes.
     pub(super) fn total(parts: &[Self]) -> Self {
         let sum = |number: fn(&Self) -> u64| parts.iter().map(number).sum();
         let hashes = parts.iter().map(|part| part.tokens_hash.as_str());
@@ -127,7 +127,7 @@ impl SplitMeta {
 }
 
 impl PreparedMeta {
-    /// Whether it was made from these corpora: the same settings and files, none of them changed since. Data sets of
+    /// Whether the data was prepared from these corpora: the same settings and the same, unchanged files. Data sets of
     /// the hub that were not resolved count as unchanged.
     pub fn is_made_of(&self, train: &[Corpus], validation: Option<&Corpus>) -> bool {
         let is_same =
@@ -148,7 +148,7 @@ impl PreparedMeta {
         let path = path(dir);
         let bytes = fs::read(&path).map_err(DataError::io("read", &path))?;
         let bad = |what: String| DataError::meta(&path, what);
-        // The version first: the rest of another version need not fit.
+        // Checked first, because another version may have other fields.
         let value: serde_json::Value = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
         match value.get("format_version").and_then(serde_json::Value::as_u64) {
             Some(version) if version == u64::from(FORMAT_VERSION) => {}
@@ -172,7 +172,7 @@ impl PreparedMeta {
         json
     }
 
-    /// Name and contents of every shard.
+    /// Name and contents of every shard, the validation shard last.
     pub(super) fn shards(&self) -> Vec<(String, &SplitMeta)> {
         let trains = match self.sources.as_slice() {
             [] => vec![&self.train],
@@ -204,7 +204,7 @@ impl PreparedMeta {
     }
 }
 
-/// How long a document's text is.
+/// Length of a document's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DocumentSize {
     /// Bytes of UTF-8 text.
@@ -222,7 +222,7 @@ impl DocumentSize {
     }
 }
 
-/// `validation.docs.json`: two lists as long as the shard has documents.
+/// `validation.docs.json`: two lists with one number for each document of the validation shard.
 #[derive(Serialize, Deserialize)]
 struct DocumentSizes {
     format_version: u32,

@@ -1,8 +1,8 @@
-//! What an unfinished preparation keeps, so that the next one reads no finished source file again.
+//! The journal of an unfinished preparation, so that the next one need not read finished source files again.
 //!
-//! `prepare.journal.tmp` gets a line between two source files: what the files since the line before gave. The shards
-//! are fsynced before their line is written, so the tokens of a whole line are on the disk. A line cut by a kill, and
-//! tokens behind the last whole line, are dropped, and the result is the same as without the kill.
+//! Between two source files, `prepare.journal.tmp` may get a line about the documents since the previous line. The
+//! shards are fsynced before the line is written, so the tokens of a complete line are on the disk. An incomplete line,
+//! and tokens after the last complete line, are dropped; the result is the same as without an interruption.
 
 use std::collections::HashSet;
 use std::fs;
@@ -21,10 +21,10 @@ use crate::error::DataError;
 use crate::shard::ShardWriter;
 use sieve_files::{AtomicFile, temporary_name};
 
-/// It keeps its temporary name until it is removed.
+/// The journal's name; it keeps the ending `.tmp` until it is removed.
 pub(super) const JOURNAL: &str = "prepare.journal";
 
-/// The first line: which preparation this is.
+/// The first line of the journal, which identifies the preparation.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Header {
     format_version: u32,
@@ -40,31 +40,32 @@ impl Header {
     }
 }
 
-/// Where in the corpora the preparation is.
+/// How far the corpora have been read.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Place {
-    /// Reports of the corpora that are done; the next one is being read.
+    /// Reports of the corpora that were read to their end.
     pub(super) done: Vec<CorpusReport>,
+    /// Position in the corpus after those.
     pub(super) cursor: Cursor,
-    /// What [`cuts`](super::split::cuts) found; kept because the files it read may be gone: fetched, used and removed.
+    /// Result of [`cuts`](super::split::cuts). It is kept because files of the hub may have been removed after use.
     pub(super) cuts: Option<Cuts>,
 }
 
-/// Any further line: where the preparation is, and what is new since the line before.
+/// Any further line of the journal: how far the preparation is, and what is new since the previous line.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Step {
     place: Place,
-    /// What is in each shard.
+    /// Contents of each shard.
     splits: Vec<SplitMeta>,
-    /// Of each shard: tokens of its new sequences.
+    /// For each shard, the tokens of each new sequence.
     lengths: Vec<Vec<i32>>,
-    /// New documents of the validation split.
+    /// Sizes of new documents in the validation split.
     pub(super) sizes: Vec<DocumentSize>,
-    /// Whether the hashes of texts that earlier lines have no longer count: the next corpus is not compared with them.
+    /// Whether `seen` of this and earlier lines is discarded, because later corpora are not compared with it.
     pub(super) clears_seen: bool,
-    /// Hashes of texts met, where duplicates are dropped.
+    /// If duplicates are dropped, hashes of the new texts.
     pub(super) seen: Vec<u128>,
-    /// Hashes of the validation corpus's documents.
+    /// Hashes of new documents of a separate validation corpus.
     pub(super) held_out: Vec<u128>,
 }
 
@@ -73,26 +74,27 @@ pub(super) struct Split {
     pub(super) name: String,
     pub(super) writer: ShardWriter,
     pub(super) meta: SplitMeta,
-    /// Sequences that the journal has.
+    /// Number of sequences that the journal lists.
     num_kept: usize,
 }
 
-/// All that an unfinished preparation has written.
+/// An unfinished preparation: its shards and its journal.
 pub(super) struct Partial {
-    /// The validation split last.
+    /// The training splits, then the validation split.
     pub(super) splits: Vec<Split>,
     pub(super) place: Place,
-    /// Of the documents of the validation split that the journal has.
+    /// Sizes of the documents in the validation split that the journal lists.
     pub(super) sizes: Vec<DocumentSize>,
-    /// Hashes of the validation corpus's documents that the journal has.
+    /// Hashes of the validation corpus's documents that the journal lists.
     pub(super) held_out: Vec<u128>,
-    /// What the journal has not yet.
+    /// What the journal does not list yet.
     pub(super) new: Step,
     journal: AtomicFile,
 }
 
 impl Partial {
-    /// Begins anew: a shard for each of `names`, of prompts and texts or of texts.
+    /// Begins a new preparation with an empty shard for each of `names`. With `has_prompts`, a document is two
+    /// sequences.
     pub(super) fn create(
         dir: &Path,
         names: &[String],
@@ -121,8 +123,9 @@ impl Partial {
         })
     }
 
-    /// Continues what the journal in `dir` describes, and gives the hashes of the texts seen; `None` where there is no
-    /// journal, or one of another preparation, or shards that do not fit it.
+    /// Continues the preparation of the journal in `dir`. Also returns the hashes of the texts that later duplicates
+    /// are compared with. `None` if there is no journal, if it belongs to another preparation, or if the shards are
+    /// shorter than it says.
     pub(super) fn resume(
         dir: &Path,
         names: &[String],
@@ -155,12 +158,12 @@ impl Partial {
             last = step;
         }
         let split = |((name, meta), lengths): ((&String, SplitMeta), Vec<i32>)| {
-            let sequences = 1 + usize::from(has_prompts);
+            let sequences_per_document = 1 + usize::from(has_prompts);
             Some(Split {
                 name: name.clone(),
                 meta,
                 num_kept: lengths.len(),
-                writer: ShardWriter::resume(&dir.join(name), vocab_size, lengths, sequences).ok()?,
+                writer: ShardWriter::resume(&dir.join(name), vocab_size, lengths, sequences_per_document).ok()?,
             })
         };
         let splits = names.iter().zip(last.splits).zip(lengths).map(split);
@@ -176,8 +179,8 @@ impl Partial {
         (partial.splits.len() == names.len()).then_some((partial, seen))
     }
 
-    /// Writes a document to the shard that it is for, to shard `train` where it is to be trained on. `remembers` says
-    /// whether one that is held out is to be known again in other corpora.
+    /// Appends a document to the validation shard or to training shard `train`. With `remembers`, the hashes of
+    /// held-out documents are collected, so that training corpora can leave these documents out.
     pub(super) fn take(&mut self, document: Encoded, train: usize, remembers: bool) -> Result<(), DataError> {
         let number = match document.target {
             Target::Train => train,
@@ -201,7 +204,7 @@ impl Partial {
         Ok(())
     }
 
-    /// Makes everything so far durable; from now on it outlives an error or a kill.
+    /// Makes all documents so far durable, so that they survive an error or a kill.
     pub(super) fn keep(&mut self) -> Result<(), DataError> {
         let mut step = std::mem::take(&mut self.new);
         step.place = self.place.clone();
@@ -220,13 +223,13 @@ impl Partial {
     }
 }
 
-/// A line of the journal: a hash, so that a damaged line is no line, and JSON.
+/// A line of the journal: JSON after its hash, by which a damaged line is recognised.
 fn line(content: &impl Serialize) -> Vec<u8> {
     let json = serde_json::to_string(content).expect("plain numbers and strings serialise");
     format!("{:016x} {json}\n", xxh3_64(json.as_bytes())).into_bytes()
 }
 
-/// What a whole line holds.
+/// The content of a line; `None` if the line is incomplete or damaged.
 fn content<T: DeserializeOwned>(line: &[u8]) -> Option<T> {
     let (hash, json) = line.strip_suffix(b"\n")?.split_at_checked(17)?;
     let wanted = format!("{:016x} ", xxh3_64(json));

@@ -1,4 +1,4 @@
-//! The work of a preparation, from documents to renamed files.
+//! The steps of a preparation, from reading documents to renaming the finished files.
 
 use std::collections::HashSet;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::lock::Lock;
 use super::meta::{self, FORMAT_VERSION, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings};
-use super::partial::{JOURNAL, Partial};
+use super::partial::{self, JOURNAL, Partial};
 use super::split::{Cuts, Split, TrainBytes, cuts};
 use super::tokenise::{Batch, Pace, encode};
 use super::{
@@ -55,7 +55,8 @@ impl Plan<'_> {
             && partial.place.done.is_empty()
         {
             self.read(corpus, None, &mut partial, seen, Split::AllHeldOut, progress)?;
-            // Held-out texts are not counted as duplicates of training texts: they are the same files.
+            // Duplicates are dropped separately in the validation corpus and in the training corpora: a training
+            // document that is also held out is left out by `Split::Without`, and is not a duplicate in the report.
             seen = HashSet::new();
             (partial.new.seen, partial.new.clears_seen) = (Vec::new(), true);
             self.keep(&mut partial, corpus)?;
@@ -78,31 +79,7 @@ impl Plan<'_> {
             let held_out = split(number);
             seen = self.read(corpus, Some(number), &mut partial, seen, held_out, progress)?;
         }
-        for (number, split) in partial.splits.iter().enumerate() {
-            if split.meta.num_documents == 0 {
-                let reports = &partial.place.done[num_before..];
-                let num_documents = match reports.get(number) {
-                    Some(report) => report.num_documents,
-                    None => reports.iter().map(|report| report.num_documents).sum(),
-                };
-                let name = &split.name;
-                let (why, hint) = match own_validation {
-                    Some(_) if name == VALIDATION => ("[validation] paths".to_owned(), "name text with documents"),
-                    Some(_) => (
-                        format!("{num_documents} documents, all of which are among [validation] paths"),
-                        "name other text to validate on with [validation] paths, or leave it out and a part of the \
-                            text is held out",
-                    ),
-                    None => (
-                        format!("{num_documents} documents, validation_fraction {fraction}"),
-                        "name text to validate on with [validation] paths, change validation_fraction, or give more \
-                            text",
-                    ),
-                };
-                let what = format!("the {name} split holds no document: {why}");
-                return Err(DataError::refused(what, hint));
-            }
-        }
+        self.require_documents(&partial.splits, &partial.place.done[num_before..])?;
         progress(Progress::Writing);
         let meta = self.publish(partial)?;
         for corpus in own_validation.into_iter().chain(self.corpora) {
@@ -111,7 +88,35 @@ impl Plan<'_> {
         Ok(meta)
     }
 
-    /// The cuts of these corpora. A document that the run's own data also cuts is trained on up to the earlier cut.
+    /// Refuses an empty split. `reports` are those of the training corpora, in the order of their splits.
+    fn require_documents(&self, splits: &[partial::Split], reports: &[CorpusReport]) -> Result<(), DataError> {
+        let Some(number) = splits.iter().position(|split| split.meta.num_documents == 0) else {
+            return Ok(());
+        };
+        let num_documents = match reports.get(number) {
+            Some(report) => report.num_documents,
+            None => reports.iter().map(|report| report.num_documents).sum(),
+        };
+        let name = &splits[number].name;
+        let (why, hint) = match self.config.validation {
+            ValidationSource::Corpus(_) if name == VALIDATION => {
+                ("[validation] paths".to_owned(), "name text with documents")
+            }
+            ValidationSource::Corpus(_) => (
+                format!("{num_documents} documents, all of which are among [validation] paths"),
+                "name other text to validate on with [validation] paths, or leave it out and a part of the text is \
+                 held out",
+            ),
+            ValidationSource::Fraction(fraction) => (
+                format!("{num_documents} documents, validation_fraction {fraction}"),
+                "name text to validate on with [validation] paths, change validation_fraction, or give more text",
+            ),
+        };
+        let what = format!("the {name} split holds no document: {why}");
+        Err(DataError::refused(what, hint))
+    }
+
+    /// The cuts of these corpora. A document that is also cut in the run's data is trained on up to the earlier cut.
     fn cuts_with_base(&self, fraction: f64) -> Result<Cuts, DataError> {
         let base = self.config.base;
         let mut cuts = cuts(self.corpora, fraction, base)?;
@@ -152,7 +157,7 @@ impl Plan<'_> {
                 num_files: corpus.files().len(),
             });
         };
-        // Before the first file is fetched, which may take a while.
+        // A report before the first file is fetched, which may take a while.
         report(bytes_done, 0, 0, documents.cursor().file_idx);
         let mut batch = Batch::read(&mut documents, self.pace, 0);
         loop {
@@ -171,7 +176,7 @@ impl Plan<'_> {
             }
             partial.new.seen.append(&mut batch.newly_seen);
             partial.place.cursor = batch.cursor;
-            // What was done is also worth keeping when the next file cannot be read: a network that fails, say.
+            // Also made durable if the next file cannot be read, for example because the network fails.
             if batch.ends_file && (bytes_since_kept >= self.pace.keep_bytes || batch.error.is_some()) {
                 self.keep(partial, corpus)?;
                 bytes_since_kept = 0;
@@ -191,16 +196,16 @@ impl Plan<'_> {
         Ok(documents.into_seen())
     }
 
-    /// Makes everything so far durable, up to a place between two files of `corpus`.
+    /// Makes durable what was tokenised so far, which ends between two files of `corpus`.
     fn keep(&self, partial: &mut Partial, corpus: &Corpus) -> Result<(), DataError> {
-        // The mark first: by it the next preparation knows that these temporary files are Sieve's.
+        // Written first, because the mark tells the next preparation that the temporary files are Sieve's.
         self.lock.mark()?;
         partial.keep()?;
         corpus.discard_fetched(0..partial.place.cursor.file_idx);
         Ok(())
     }
 
-    /// Fsyncs everything under temporary names, then renames, `meta.json` last.
+    /// Fsyncs all files under temporary names, then renames them, `meta.json` last.
     fn publish(&self, partial: Partial) -> Result<PreparedMeta, DataError> {
         let dir = &self.config.dir;
         let Partial { splits, place, .. } = &partial;
@@ -227,7 +232,7 @@ impl Plan<'_> {
         let meta_file = meta_file.finish()?;
 
         self.lock.mark()?;
-        // Without meta.json no reader takes the folder for complete while its files change one by one.
+        // While files are renamed one by one, the folder has no meta.json, without which no reader opens it.
         match fs::remove_file(meta::path(dir)) {
             Err(error) if error.kind() != ErrorKind::NotFound => {
                 return Err(DataError::io("remove", &meta::path(dir))(error));
@@ -297,7 +302,7 @@ impl Plan<'_> {
         }
     }
 
-    /// What is not as it was, for a message.
+    /// A sentence that says in what respect data prepared earlier differs from this preparation.
     pub(super) fn difference(&self, earlier: &PreparedMeta) -> String {
         let mut changed = Vec::new();
         if earlier.format_version != FORMAT_VERSION {
@@ -345,8 +350,10 @@ fn finish(partial: Partial) -> Result<(Vec<FinishedShard>, Vec<SplitMeta>), Data
     Ok(finished)
 }
 
-/// What a whole earlier preparation says of itself; refuses files that are not ours. A damaged `meta.json` counts as an
-/// unfinished preparation's.
+/// The `meta.json` of data prepared earlier, if there is one. A damaged one counts as an unfinished preparation's.
+///
+/// # Errors
+/// The folder has shards, but neither `meta.json` nor the mark in the lock file: other software may own them.
 pub(super) fn earlier_preparation(
     dir: &Path,
     has_mark: bool,
@@ -364,12 +371,12 @@ pub(super) fn earlier_preparation(
     }
 }
 
-/// Refuses files of our names that are not ours.
+/// Refuses shards without a `meta.json` and without the mark in the lock file.
 pub(super) fn refuse_foreign_files(dir: &Path, has_mark: bool) -> Result<(), DataError> {
     if has_mark || meta::path(dir).exists() || !dir.exists() {
         return Ok(());
     }
-    // A preparation killed between renames leaves its mark; other files of these names are somebody else's.
+    // A preparation that was killed between renames has left the mark.
     let mut files = own_names(dir)?;
     files.retain(|name| !name.ends_with(".tmp"));
     match files.first() {
@@ -387,30 +394,29 @@ pub(super) fn refuse_foreign_files(dir: &Path, has_mark: bool) -> Result<(), Dat
     }
 }
 
-/// Clears away what an unfinished preparation left.
+/// Removes the temporary files of an unfinished preparation.
 pub(super) fn remove_leftovers(dir: &Path) -> Result<(), DataError> {
-    for name in own_names(dir)? {
-        if name.ends_with(".tmp") {
-            let path = dir.join(name);
-            fs::remove_file(&path).map_err(DataError::io("remove", &path))?;
-        }
-    }
-    Ok(())
+    remove_own(dir, |name| name.ends_with(".tmp"))
 }
 
 /// Removes shards of an earlier preparation that the new one does not replace.
 fn remove_shards_of_earlier(dir: &Path, new_names: &[String]) -> Result<(), DataError> {
-    for name in own_names(dir)? {
+    remove_own(dir, |name| {
         let stem = name.trim_end_matches(".bin").trim_end_matches(".idx");
-        if !name.ends_with(".tmp") && !new_names.iter().any(|new| new == stem) {
-            let path = dir.join(&name);
-            fs::remove_file(&path).map_err(DataError::io("remove", &path))?;
-        }
+        !name.ends_with(".tmp") && !new_names.iter().any(|new| new == stem)
+    })
+}
+
+/// Removes the files of [`own_names`] that are selected.
+fn remove_own(dir: &Path, is_selected: impl Fn(&str) -> bool) -> Result<(), DataError> {
+    for name in own_names(dir)?.into_iter().filter(|name| is_selected(name)) {
+        let path = dir.join(name);
+        fs::remove_file(&path).map_err(DataError::io("remove", &path))?;
     }
     Ok(())
 }
 
-/// The files in `dir` with names that preparations give, temporary ones with their ending; sorted.
+/// Sorted names of the files in `dir` that a preparation could have written, finished or temporary (`.tmp`).
 fn own_names(dir: &Path) -> Result<Vec<String>, DataError> {
     let mut names = Vec::new();
     for entry in fs::read_dir(dir).map_err(DataError::io("list", dir))? {

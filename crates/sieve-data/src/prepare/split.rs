@@ -1,10 +1,10 @@
-//! Which text is held out for validation.
+//! Decides which text is held out for validation.
 //!
-//! A fraction is held out by a hash of each document's text. Where that leaves a split without documents, the corpus
-//! has too few: then the end of its text is held out, and the document that contains the boundary is cut there, between
-//! two characters. With several corpora text is held out of each, since the loss on one says nothing about the others.
-//! A document that a cut holds out, wholly or from some byte on, is trained on up to that byte at most wherever else it
-//! is found: in another corpus, twice in one, in the text of a stage.
+//! A hash of each document's text decides whether the document is held out. A corpus with too few documents for that,
+//! which would leave a split empty, is cut instead: the end of its text is held out, and the document that contains the
+//! boundary is divided there, between two characters. Each of several corpora is split by itself, so that all of them
+//! are validated on. If the same document occurs again (in another corpus, twice in one, or in the text of a stage), no
+//! more bytes of it are trained on there than before the cut.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -14,46 +14,46 @@ use super::{DocumentSize, Prepared, content_hash, hex};
 use crate::corpus::{Corpus, Cursor, Document, Documents};
 use crate::error::DataError;
 
-/// How many bytes of a document's text may be trained on, by the document's hash in hexadecimal.
+/// For documents of cut corpora, by hash in hexadecimal: how many bytes from their beginning may be trained on.
 pub(super) type TrainBytes = BTreeMap<String, u64>;
 
-/// Which corpora are cut, and where.
+/// The corpora that are cut, and where.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Cuts {
-    /// For each corpus the byte of its text from which on it is held out, or `None` where whole documents are.
+    /// For each corpus, the first held-out byte of its text; `None` if it is split by hashes of documents.
     pub(super) places: Vec<Option<u64>>,
-    /// The documents of cut corpora that are not trained on whole, or that their hash alone would hold out.
+    /// The documents of cut corpora that are not trained on as a whole, or whose hash would hold them out.
     pub(super) train_bytes: TrainBytes,
 }
 
-/// Which shard a text goes to.
+/// The split that a text goes to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Target {
     Train,
     Validation,
 }
 
-/// What is held out of one corpus.
+/// How one corpus is split.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Split<'a> {
-    /// This fraction of the documents, by a hash of their text.
+    /// This fraction of the documents is held out, by a hash of their text.
     Hash(f64, &'a TrainBytes),
-    /// The text from this byte on.
+    /// The corpus is cut: its text from this byte on is held out.
     End(u64, &'a TrainBytes),
-    /// Nothing: it is the validation corpus.
+    /// All of it is held out: this is the validation corpus.
     AllHeldOut,
-    /// Documents with these hashes are left out: the validation corpus has them.
+    /// It is trained on, except for documents with these hashes, which the validation corpus has.
     Without(&'a HashSet<u128>),
 }
 
 impl Split<'_> {
-    /// The shards that a document goes to, which begins at byte `start` of the corpus's text: none where it is left
-    /// out, two parts where it is cut.
+    /// Divides a document, which begins at byte `start` of the corpus's text, among the splits: the result is empty if
+    /// it is left out, and has two parts if it is cut.
     pub(super) fn parts(&self, start: u64, document: Document) -> Vec<(Target, Document)> {
         match *self {
             Self::Hash(fraction, cut) => match train_bytes(&document, cut) {
-                // The rest validates in the corpus that is cut.
-                Some(most) => Vec::from_iter(beginning(document, most)),
+                // The end of this document is held out in the corpus that is cut.
+                Some(limit) => Vec::from_iter(beginning(document, limit)),
                 None if is_held_out(content_hash(&document), fraction) => vec![(Target::Validation, document)],
                 None => vec![(Target::Train, document)],
             },
@@ -61,32 +61,33 @@ impl Split<'_> {
             Self::Without(held_out) if held_out.contains(&content_hash(&document)) => Vec::new(),
             Self::Without(_) => vec![(Target::Train, document)],
             Self::End(place, cut) => {
-                let most = train_bytes(&document, cut).unwrap_or(u64::MAX);
+                let limit = train_bytes(&document, cut).unwrap_or(u64::MAX);
                 let own = own_train_bytes([start, document.text.len() as u64], document.prompt.is_some(), place);
                 let mut end = document.clone();
                 end.text.drain(..end.text.floor_char_boundary(own as usize));
                 let end = Some((Target::Validation, end)).filter(|end| !end.1.text.is_empty());
-                beginning(document, own.min(most)).into_iter().chain(end).collect()
+                beginning(document, own.min(limit)).into_iter().chain(end).collect()
             }
         }
     }
 }
 
-/// How many bytes of a document lie before the cut of its own corpus. The end of an answer says little without its
-/// beginning: an answer is not cut.
-fn own_train_bytes([start, num_bytes]: [u64; 2], is_answer: bool, cut: u64) -> u64 {
-    match is_answer && start + num_bytes > cut {
+/// How many bytes of a document, which begins at byte `start` of its corpus, lie before the corpus's cut. A text after
+/// a prompt is not divided, because the end of an answer means little without its beginning: it counts 0 bytes unless
+/// all of it lies before the cut.
+fn own_train_bytes([start, num_bytes]: [u64; 2], has_prompt: bool, cut: u64) -> u64 {
+    match has_prompt && start + num_bytes > cut {
         true => 0,
         false => cut.saturating_sub(start).min(num_bytes),
     }
 }
 
-/// The beginning of a document, to train on; of an answer all or nothing.
-fn beginning(mut document: Document, most: u64) -> Option<(Target, Document)> {
-    let most = usize::try_from(most).unwrap_or(usize::MAX);
-    match document.prompt.is_some() && most < document.text.len() {
+/// The first `num_bytes` of a document for the training split; a text after a prompt goes there whole or not at all.
+fn beginning(mut document: Document, num_bytes: u64) -> Option<(Target, Document)> {
+    let num_bytes = usize::try_from(num_bytes).unwrap_or(usize::MAX);
+    match document.prompt.is_some() && num_bytes < document.text.len() {
         true => document.text.clear(),
-        false => document.text.truncate(document.text.floor_char_boundary(most)),
+        false => document.text.truncate(document.text.floor_char_boundary(num_bytes)),
     }
     (!document.text.is_empty()).then_some((Target::Train, document))
 }
@@ -98,8 +99,15 @@ fn train_bytes(document: &Document, cut: &TrainBytes) -> Option<u64> {
     cut.get(&hex(content_hash(document))).copied()
 }
 
-/// Finds the corpora that have to be cut. Stops reading one as soon as it has enough documents. `base` is the run's own
-/// text where these corpora are a stage's.
+/// A document of a corpus that may have to be cut.
+struct Found {
+    hash: u128,
+    size: DocumentSize,
+    has_prompt: bool,
+}
+
+/// Finds the corpora that have to be cut: those of which splitting by hashes would leave one split empty. Stops reading
+/// a corpus as soon as both splits have a document. `base` is the run's data if these corpora are a stage's.
 ///
 /// # Errors
 /// A document that cannot be read; a stage that trains on what the run validates on.
@@ -114,7 +122,11 @@ pub(super) fn cuts(corpora: &[Corpus], fraction: f64, base: Option<&Prepared>) -
             && let Some(document) = documents.next().transpose()?
         {
             let hash = content_hash(&document);
-            found.push((hash, DocumentSize::of(&document.text), document.prompt.is_some()));
+            found.push(Found {
+                hash,
+                size: DocumentSize::of(&document.text),
+                has_prompt: document.prompt.is_some(),
+            });
             match is_held_out(hash, fraction) {
                 true => any_held_out = true,
                 false => any_train = true,
@@ -129,30 +141,31 @@ pub(super) fn cuts(corpora: &[Corpus], fraction: f64, base: Option<&Prepared>) -
         if let Some(base) = base.filter(|_| any_held_out) {
             check_beside(corpus, base, &found)?;
         }
-        // The whole text was read.
+        // The corpus was read to its end, so `num_bytes` is all of its text.
         let cut = num_bytes - (num_bytes as f64 * fraction).round() as u64;
         cuts.places.push(Some(cut));
         let mut start = 0;
-        for (hash, size, is_answer) in found {
-            let own = own_train_bytes([start, size.num_bytes], is_answer, cut);
+        for Found { hash, size, has_prompt } in found {
+            let own = own_train_bytes([start, size.num_bytes], has_prompt, cut);
             start += size.num_bytes;
             // Equal documents are trained on up to the first of their cuts.
             if own < size.num_bytes || any_held_out {
-                let most = cuts.train_bytes.entry(hex(hash)).or_insert(own);
-                *most = own.min(*most);
+                let limit = cuts.train_bytes.entry(hex(hash)).or_insert(own);
+                *limit = own.min(*limit);
             }
         }
     }
     Ok(cuts)
 }
 
-/// Refuses the text of a stage whose documents their hash would all hold out, where the run validates on one of them.
-fn check_beside(corpus: &Corpus, base: &Prepared, found: &[(u128, DocumentSize, bool)]) -> Result<(), DataError> {
+/// Refuses to cut a stage's corpus, whose documents would all be held out by their hashes, if one of them has the size
+/// of a validation document of the run: the run holds documents out by the same hashes, so it may be the same document.
+fn check_beside(corpus: &Corpus, base: &Prepared, found: &[Found]) -> Result<(), DataError> {
     let validates = base.validation_sizes()?;
     let is_cut = |hash: u128| base.meta.train_bytes.contains_key(&hex(hash));
     if found
         .iter()
-        .any(|(hash, size, _)| validates.contains(size) && !is_cut(*hash))
+        .any(|document| validates.contains(&document.size) && !is_cut(document.hash))
     {
         let paths = &corpus.config().paths;
         let what = format!("a stage would train on text that the run validates on, in {paths:?}");

@@ -11,12 +11,12 @@ use crate::tokenizer::Tokenizer;
 /// A document on its way into a shard.
 pub(super) struct Encoded {
     pub(super) target: Target,
-    /// Where documents have prompts.
+    /// Token ids of the prompt, if documents have prompts.
     pub(super) prompt: Option<Vec<u32>>,
-    /// Ends with the end-of-document token.
+    /// Token ids of the text, then the end-of-document token.
     pub(super) ids: Vec<u32>,
     pub(super) size: DocumentSize,
-    /// Of its prompt and text.
+    /// [`content_hash`] of prompt and text.
     pub(super) hash: u128,
 }
 
@@ -27,12 +27,13 @@ impl Encoded {
     }
 }
 
-/// How much is done at a time.
+/// How much text is processed at a time.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pace {
-    /// Text held at once, twice over: one batch being read, one being tokenised. Ids take about as much again.
+    /// Bytes of text in a batch. Two batches are in memory, one being read and one being tokenised; their token ids
+    /// take about as much again.
     pub(super) batch_bytes: usize,
-    /// Text after which the work is made durable, when the file that it ends in was read.
+    /// The work is made durable at the end of the source file that is being read after this many bytes of text.
     pub(super) keep_bytes: usize,
 }
 
@@ -45,24 +46,24 @@ impl Default for Pace {
     }
 }
 
-/// Documents read together.
+/// Documents that are read, and then tokenised, together.
 pub(super) struct Batch {
     pub(super) documents: Vec<Document>,
-    /// How far the reading is behind them.
+    /// Position in the corpus after these documents.
     pub(super) cursor: Cursor,
-    /// Whether that is between two files.
+    /// Whether that position is between two files.
     pub(super) ends_file: bool,
-    /// Hashes of texts met, where duplicates are dropped.
+    /// If duplicates are dropped, hashes of these texts.
     pub(super) newly_seen: Vec<u128>,
-    /// Whether nothing comes behind them.
+    /// Whether the corpus ends after these documents.
     pub(super) is_last: bool,
-    /// Why nothing comes, where that is an error.
+    /// The error that ended the reading after these documents.
     pub(super) error: Option<DataError>,
 }
 
 impl Batch {
-    /// Reads the next documents. `bytes_since_kept` is the text before them that is not durable yet: when that is
-    /// enough, they end with their file.
+    /// Reads the next documents. `bytes_since_kept` counts the text before them that is not durable yet. Once this and
+    /// the batch reach `pace.keep_bytes`, the batch ends at the end of a file, where the work can be made durable.
     pub(super) fn read(documents: &mut Documents, pace: Pace, bytes_since_kept: usize) -> Self {
         let (mut taken, mut error) = (Vec::new(), None);
         let mut num_bytes = 0;
@@ -90,13 +91,14 @@ impl Batch {
         }
     }
 
-    /// Bytes of text.
+    /// Bytes of text, prompts not counted.
     pub(super) fn num_bytes(&self) -> usize {
         self.documents.iter().map(|document| document.text.len()).sum()
     }
 }
 
-/// Tokenises documents on all cores. `start` bytes of the corpus's text come before them.
+/// Splits documents into training and validation parts by `held_out` and tokenises them on all cores. `start` is the
+/// number of bytes of the corpus's text before them.
 pub(super) fn encode(
     tokenizer: &Tokenizer,
     eos_id: u32,
@@ -105,7 +107,7 @@ pub(super) fn encode(
     documents: Vec<Document>,
 ) -> Result<Vec<Encoded>, DataError> {
     let encode = |(target, document): (Target, Document)| {
-        // As a prompt of generation is read.
+        // Names of special tokens in a prompt become these tokens, as in `sieve generate`.
         let prompt = document.prompt.as_deref().map(|prompt| tokenizer.encode_marked(prompt));
         let prompt = prompt.transpose()?;
         let hash = content_hash(&document);

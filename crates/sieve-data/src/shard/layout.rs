@@ -1,10 +1,11 @@
-//! Checking an `.idx` file, and finding documents in it.
+//! Checks an `.idx` file and finds documents in it.
 
 use std::ops::Range;
 
 use super::{HEADER_BYTES, MAGIC, TokenDtype, VERSION};
 
-/// A checked `.idx` file: where its tables lie. Holds no bytes, so that the file can stay a map.
+/// The sizes in the header of a checked `.idx` file. The bytes of the file are passed to each method, so that they can
+/// stay memory-mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Layout {
     pub(super) dtype: TokenDtype,
@@ -17,7 +18,7 @@ impl Layout {
     /// Checks every entry of `idx` against the others and against the size of the `.bin` file.
     ///
     /// # Errors
-    /// A sentence that says what is wrong.
+    /// What is wrong with the file, in words.
     pub(super) fn check(idx: &[u8], bin_bytes: u64) -> Result<Self, String> {
         let idx_bytes = idx.len() as u64;
         if idx_bytes < HEADER_BYTES {
@@ -63,7 +64,7 @@ impl Layout {
         };
         layout.num_tokens = layout.check_sequences(idx)?;
         layout.check_documents(idx)?;
-        // No overflow: the sum of up to 2^60 lengths below 2^31 was checked on the way.
+        // No overflow: `check_sequences` has computed this product.
         if layout.num_tokens * dtype.num_bytes() != bin_bytes {
             return Err(format!(
                 "{} tokens of {} bytes, but the .bin file has {bin_bytes} bytes",
@@ -74,6 +75,7 @@ impl Layout {
         Ok(layout)
     }
 
+    /// Checks that the sequences lie one after another. Returns the number of their tokens.
     fn check_sequences(&self, idx: &[u8]) -> Result<u64, String> {
         let mut next_byte = 0i64;
         for sequence in 0..self.num_sequences {
@@ -95,6 +97,7 @@ impl Layout {
         Ok(next_byte as u64 / self.dtype.num_bytes())
     }
 
+    /// Checks that the documents' boundaries ascend from 0 to the number of sequences.
     fn check_documents(&self, idx: &[u8]) -> Result<(), String> {
         let mut before = 0;
         for document in 0..=self.num_documents {
@@ -118,21 +121,22 @@ impl Layout {
         Ok(())
     }
 
-    /// The tokens of a document, counted from the start of the shard. `idx` is the file that was checked.
+    /// The range of a document's tokens in the shard. `idx` is the checked file.
     pub(super) fn document_tokens(&self, idx: &[u8], document: u64) -> Range<u64> {
         self.boundary_token(idx, document)..self.boundary_token(idx, document + 1)
     }
 
-    /// Sequences of a document.
+    /// Number of sequences of a document.
     pub(super) fn num_sequences_of(&self, idx: &[u8], document: u64) -> i64 {
         self.boundary(idx, document + 1) - self.boundary(idx, document)
     }
 
-    /// Tokens of a document's first sequence.
+    /// Number of tokens in a document's first sequence.
     pub(super) fn first_sequence_len(&self, idx: &[u8], document: u64) -> u64 {
         read_i32(idx, HEADER_BYTES + 4 * self.boundary(idx, document) as u64) as u64
     }
 
+    /// The first token of a document, or the end of the last document.
     fn boundary_token(&self, idx: &[u8], document: u64) -> u64 {
         let sequence = self.boundary(idx, document) as u64;
         if sequence == self.num_sequences {
@@ -141,10 +145,12 @@ impl Layout {
         self.pointer(idx, sequence) as u64 / self.dtype.num_bytes()
     }
 
+    /// Byte offset of a sequence in the `.bin` file.
     fn pointer(&self, idx: &[u8], sequence: u64) -> i64 {
         read_u64(idx, HEADER_BYTES + 4 * self.num_sequences + 8 * sequence) as i64
     }
 
+    /// The first sequence of a document, or the number of sequences for `document = num_documents`.
     fn boundary(&self, idx: &[u8], document: u64) -> i64 {
         read_u64(idx, HEADER_BYTES + 12 * self.num_sequences + 8 * document) as i64
     }

@@ -1,4 +1,4 @@
-//! Reading a memory-mapped shard.
+//! Reads tokens from a memory-mapped shard.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -41,10 +41,10 @@ impl ShardReader {
         })
     }
 
-    /// The same shard with documents of two sequences, of which the first is the prompt.
+    /// Takes the first of a document's two sequences as its prompt.
     ///
     /// # Errors
-    /// A document of another number of sequences; the message names it.
+    /// A document has another number of sequences.
     pub fn with_prompts(self) -> Result<Self, DataError> {
         let num_sequences = |document: &u64| self.layout.num_sequences_of(&self.idx, *document);
         if let Some(document) = (0..self.num_documents()).find(|document| num_sequences(document) != 2) {
@@ -58,7 +58,7 @@ impl ShardReader {
         })
     }
 
-    /// Tokens of a document's prompt, which are read and not predicted.
+    /// Number of tokens in a document's prompt, which the model reads but is not trained to predict; 0 without prompts.
     ///
     /// # Panics
     /// When `document >= num_documents`.
@@ -69,7 +69,7 @@ impl ShardReader {
         }
     }
 
-    /// The path without `.bin` and `.idx`.
+    /// Path of the shard without `.bin` and `.idx`.
     pub fn prefix(&self) -> &Path {
         &self.prefix
     }
@@ -111,7 +111,7 @@ impl ShardReader {
         Ok(tokens)
     }
 
-    /// How often each token id occurs, prompts left out: `vocab_size` counts. Reads the whole shard, in parallel.
+    /// How often each of the `vocab_size` token ids occurs outside prompts. Reads the whole shard, in parallel.
     ///
     /// # Errors
     /// A token id outside the vocabulary.
@@ -127,21 +127,24 @@ impl ShardReader {
             left.iter_mut().zip(right).for_each(|(left, right)| *left += right);
             Ok(left)
         };
-        // Few, long pieces: each holds counts for the whole vocabulary.
-        let piece_len = (self.num_documents() / 64).max(1);
-        (0..self.num_documents().div_ceil(piece_len))
+        // At most 65 chunks, because each chunk has counts for the whole vocabulary.
+        let chunk_len = (self.num_documents() / 64).max(1);
+        (0..self.num_documents().div_ceil(chunk_len))
             .into_par_iter()
-            .map(|piece| {
-                let documents = piece * piece_len..((piece + 1) * piece_len).min(self.num_documents());
+            .map(|chunk| {
+                let documents = chunk * chunk_len..((chunk + 1) * chunk_len).min(self.num_documents());
                 documents.into_iter().try_fold(vec![0; vocab_size], count)
             })
             .try_reduce(|| vec![0; vocab_size], add)
     }
 
-    /// Appends the tokens `range` of a document to `out`, each checked against `vocab_size`.
+    /// Appends the tokens `range` of a document to `out`.
+    ///
+    /// # Errors
+    /// A token id outside `vocab_size`; `out` is then unchanged.
     ///
     /// # Panics
-    /// When the document or the range is outside.
+    /// The shard has no such document, or the document no such range.
     pub(crate) fn read(
         &self,
         document: u64,
@@ -166,7 +169,7 @@ impl ShardReader {
                     .iter()
                     .map(|&two| u32::from(u16::from_le_bytes(two))),
             ),
-            // A negative id turns into one above any vocabulary, and is refused below.
+            // A negative id becomes 2^31 or more, which the check below refuses.
             TokenDtype::I32 => out.extend(bytes.as_chunks().0.iter().map(|&four| u32::from_le_bytes(four))),
         }
         let limit = vocab_size.min(1 << 31) as u32;

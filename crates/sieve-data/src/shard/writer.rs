@@ -1,4 +1,4 @@
-//! Writes a shard: token ids as they arrive, the index at the end.
+//! Writes a shard: token ids as they come, and the index at the end.
 
 use std::fs::File;
 use std::io::Read;
@@ -10,7 +10,7 @@ use super::{MAGIC, TokenDtype, VERSION, with_ending};
 use crate::error::DataError;
 use sieve_files::{AtomicFile, FinishedFile, sync_folder, temporary_name};
 
-/// Writes `<prefix>.bin` and `<prefix>.idx` under temporary names; they get their own when all is written and fsynced.
+/// Writes `<prefix>.bin` and `<prefix>.idx` under temporary names, and renames both files when they are fsynced.
 pub struct ShardWriter {
     prefix: PathBuf,
     bin: AtomicFile,
@@ -18,13 +18,13 @@ pub struct ShardWriter {
     vocab_size: usize,
     /// Tokens of each sequence.
     lengths: Vec<i32>,
-    /// Two with prompts, else one.
+    /// 2 with prompts, else 1.
     sequences_per_document: usize,
     hash: Xxh3,
     bytes: Vec<u8>,
 }
 
-/// Both files whole under their temporary names.
+/// Both files of a shard, complete and fsynced under their temporary names.
 pub(crate) struct FinishedShard {
     bin: FinishedFile,
     idx: FinishedFile,
@@ -53,7 +53,7 @@ impl ShardWriter {
         })
     }
 
-    /// The same for documents of two sequences, a prompt and what follows it.
+    /// Makes documents two sequences, a prompt and a text.
     #[must_use]
     pub fn with_prompts(self) -> Self {
         Self {
@@ -62,7 +62,7 @@ impl ShardWriter {
         }
     }
 
-    /// Continues behind sequences of these lengths, which [`keep`](Self::keep) made durable.
+    /// Continues a shard after sequences of these lengths, which [`keep`](Self::keep) made durable.
     pub(crate) fn resume(
         prefix: &Path,
         vocab_size: usize,
@@ -86,7 +86,7 @@ impl ShardWriter {
         })
     }
 
-    /// Makes the documents so far durable, and has them stay under their temporary name when the writer is dropped.
+    /// Makes the documents so far durable. From then on the temporary file stays when the writer is dropped.
     pub(crate) fn keep(&mut self) -> Result<(), DataError> {
         Ok(self.bin.keep()?)
     }
@@ -96,25 +96,25 @@ impl ShardWriter {
         &self.lengths
     }
 
-    /// Appends one document.
+    /// Appends a document.
     ///
     /// # Errors
     /// A token id outside the vocabulary, a document of 2^31 tokens or more, a full disk.
     ///
     /// # Panics
-    /// When documents have [prompts](Self::with_prompts).
+    /// The shard has [prompts](Self::with_prompts).
     pub fn push(&mut self, document: &[u32]) -> Result<(), DataError> {
         assert_eq!(self.sequences_per_document, 1, "a document without its prompt");
         self.push_sequence(document)
     }
 
-    /// Appends one document; its prompt may be empty.
+    /// Appends a document with a prompt, which may be empty.
     ///
     /// # Errors
     /// The errors of [`push`](Self::push).
     ///
     /// # Panics
-    /// When documents have no [prompts](Self::with_prompts).
+    /// The shard has no [prompts](Self::with_prompts).
     pub fn push_with_prompt(&mut self, prompt: &[u32], text: &[u32]) -> Result<(), DataError> {
         assert_eq!(self.sequences_per_document, 2, "a prompt among documents without");
         self.push_sequence(prompt)?;
@@ -136,13 +136,10 @@ impl ShardWriter {
             )));
         }
         self.bytes.clear();
-        match self.dtype {
-            TokenDtype::U16 => self
-                .bytes
-                .extend(document.iter().flat_map(|&token| (token as u16).to_le_bytes())),
-            TokenDtype::I32 => self
-                .bytes
-                .extend(document.iter().flat_map(|&token| token.to_le_bytes())),
+        for token in document {
+            // The vocabulary fits the type, so the bytes left out are 0.
+            let num_bytes = self.dtype.num_bytes() as usize;
+            self.bytes.extend(&token.to_le_bytes()[..num_bytes]);
         }
         self.hash.update(&self.bytes);
         self.lengths.push(length);
@@ -159,7 +156,7 @@ impl ShardWriter {
         Ok(sync_folder(&dir)?)
     }
 
-    /// Like [`finish`](Self::finish), without the names.
+    /// As [`finish`](Self::finish), but leaves the files under their temporary names.
     pub(crate) fn finish_unnamed(self) -> Result<FinishedShard, DataError> {
         let num_sequences = self.lengths.len() as u64;
         let num_documents = num_sequences / self.sequences_per_document as u64;
@@ -192,7 +189,7 @@ impl ShardWriter {
 }
 
 impl FinishedShard {
-    /// Gives both files their names. The folder is not fsynced.
+    /// Renames both files to their final names. The folder is not fsynced.
     pub(crate) fn publish(self) -> Result<(), DataError> {
         self.bin.publish()?;
         Ok(self.idx.publish()?)
@@ -207,6 +204,7 @@ fn check_vocab_size(vocab_size: usize) -> Result<(), DataError> {
     Ok(())
 }
 
+/// The state of the hash after a file's bytes.
 fn hash_file(path: &Path) -> Result<Xxh3, DataError> {
     let mut file = File::open(path).map_err(DataError::io("open", path))?;
     let (mut hash, mut buffer) = (Xxh3::new(), vec![0; 1 << 20]);

@@ -1,4 +1,4 @@
-//! A tokenizer for synthetic tasks: token ids by their numbers.
+//! A tokenizer for synthetic tasks, whose tokens are the decimal numbers of their ids.
 
 use serde_json::{Map, Value, json};
 
@@ -6,8 +6,8 @@ use super::{END_OF_TEXT, Tokenizer, not_trained};
 use crate::error::DataError;
 
 impl Tokenizer {
-    /// Tokens `0..count`: token n is the word "n", separated by white space, except that token 0, the padding of
-    /// synthetic tasks, is `<|endoftext|>`. A text with another word is refused.
+    /// A tokenizer with `count` tokens. Token n is the word "n", and words are separated by white space; token 0, the
+    /// padding of synthetic tasks, is `<|endoftext|>`. Encoding fails for a text with another word.
     ///
     /// # Errors
     /// A `count` below 2.

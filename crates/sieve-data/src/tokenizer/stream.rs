@@ -1,27 +1,28 @@
-//! Decoding token by token, for text that is shown while it is generated.
+//! Decodes token by token, for text that is shown while it is generated.
 
 use super::{Tokenizer, is_byte_token};
 use crate::error::DataError;
 
-/// Turns ids into text as they arrive. A character whose bytes lie in several tokens is held back until it is whole,
-/// and a run of tokens of one byte each (`<0x0A>`, of Llama's and Gemma's tokenizers) until it ends: one bad byte in
-/// such a run makes U+FFFD of every byte in it.
+/// Decodes ids one by one. Text that later ids can change is held back: a character until all of its bytes are there,
+/// and a run of byte tokens (`<0x0A>`, in Llama's and Gemma's tokenizers) until it ends, because one invalid byte in
+/// the run turns every byte of it into U+FFFD.
 ///
-/// Special tokens give no text. All pieces together are what [`Tokenizer::decode`] gives for all ids.
+/// Special tokens have no text. The texts returned for all ids, concatenated, equal [`Tokenizer::decode`] of all ids.
 #[derive(Debug)]
 pub struct DecodeStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The ids of the last piece, which set the context (some tokenizers treat a first token differently), then the
-    /// ids whose text is not shown yet, or not all of it.
+    /// `num_context` ids whose text was returned, then the ids whose text was not, or only in part. The former are kept
+    /// because some tokenizers decode the first token of a text differently.
     ids: Vec<u32>,
     num_context: usize,
-    /// Bytes of the text of `ids` that were shown.
+    /// Number of bytes of the text of `ids` that were returned.
     num_shown: usize,
 }
 
-/// Ids kept while the text ends inside a character. More of them are a long run of bytes outside UTF-8.
+/// The most ids kept while the text ends inside a character. More ids mean a long run of bytes that are not UTF-8.
 const MAX_PENDING: usize = 64;
-/// Ids kept of such a run. A character has at most four bytes, so earlier ids do not change how the last bytes decode.
+/// Ids kept of a longer run. A character has at most four bytes, so earlier ids do not change how the last bytes
+/// decode.
 const PENDING_TAIL: usize = 8;
 
 impl<'a> DecodeStream<'a> {
@@ -34,10 +35,10 @@ impl<'a> DecodeStream<'a> {
         }
     }
 
-    /// Takes one more id and gives the text that no later id can change, possibly none.
+    /// Takes the next id and returns the text that later ids cannot change any more, which may be empty.
     ///
     /// # Errors
-    /// An id that the tokenizer cannot express.
+    /// An id that the tokenizer cannot decode.
     pub fn push(&mut self, id: u32) -> Result<String, DataError> {
         let Some(token) = self.tokenizer.text_token(id) else {
             return Ok(String::new());
@@ -66,10 +67,10 @@ impl<'a> DecodeStream<'a> {
         Ok(piece)
     }
 
-    /// Ends the stream and returns what was held back; bytes that are not UTF-8 become U+FFFD.
+    /// Ends the stream and returns the text held back; bytes that are not UTF-8 become U+FFFD.
     ///
     /// # Errors
-    /// Ids that the tokenizer cannot express.
+    /// Ids that the tokenizer cannot decode.
     pub fn finish(self) -> Result<String, DataError> {
         let text = self.tokenizer.decode(&self.ids)?;
         Ok(text.get(self.num_shown..).unwrap_or_default().to_owned())

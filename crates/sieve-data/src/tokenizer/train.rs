@@ -1,4 +1,4 @@
-//! Training a byte-level BPE.
+//! Trains a byte-level BPE tokenizer.
 
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
@@ -10,46 +10,47 @@ use super::{END_OF_TEXT, PAD, Tokenizer, not_trained};
 use crate::corpus::Corpus;
 use crate::error::DataError;
 
-/// How to train a byte-level BPE: GPT-2's splitting into words, every byte a token, and `vocab_size - 258` merges.
-/// `<|endoftext|>` is 0 and `<|pad|>` is 1.
+/// Settings of a byte-level BPE that splits text into words as GPT-2 does. Its tokens are `<|endoftext|>` (id 0),
+/// `<|pad|>` (id 1), the 256 bytes, and `vocab_size - 258` merges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BpeConfig {
-    /// Tokens in all, at least 258.
+    /// Number of tokens, at least 258.
     pub vocab_size: usize,
-    /// Train on about this many bytes of text, and never more: pieces of documents, chosen by a hash of their text.
+    /// The most bytes of text to train on, and about as many if the corpus has them: a sample of chunks of documents,
+    /// drawn by a hash of the chunk.
     pub sample_bytes: u64,
 }
 
-/// 256 bytes and two special tokens.
+/// The 256 bytes and two special tokens.
 const MIN_VOCAB_SIZE: usize = 258;
-/// Long documents are sampled in pieces of this many bytes.
-const PIECE_BYTES: usize = 1 << 16;
+/// Documents are sampled in chunks of at most this many bytes.
+const CHUNK_BYTES: usize = 1 << 16;
 const SAMPLE_SEED: u64 = 0x7461_736B_656E;
 
 impl Tokenizer {
-    /// Trains on a sample of a corpus. The same documents give the same tokenizer.
+    /// Trains a tokenizer on a sample of a corpus. The same documents give the same tokenizer.
     ///
     /// # Errors
     /// A `vocab_size` that is too small, or larger than the text gives merges for; the corpus's own errors.
     pub fn train(corpus: &Corpus, config: BpeConfig) -> Result<Self, DataError> {
-        let wanted = config.sample_bytes as f64 / corpus.max_text_bytes().max(1) as f64;
+        let share = config.sample_bytes as f64 / corpus.max_text_bytes().max(1) as f64;
         let mut sample = Vec::new();
         let mut free_bytes = config.sample_bytes;
         for document in corpus.documents() {
             let document = document?;
             let texts = document.prompt.iter().chain([&document.text]);
-            for piece in texts.flat_map(|text| pieces(text)) {
-                let place = xxh3_64_with_seed(piece.as_bytes(), SAMPLE_SEED) as f64 / 2f64.powi(64);
-                if place < wanted && piece.len() as u64 <= free_bytes {
-                    free_bytes -= piece.len() as u64;
-                    sample.push(piece.to_owned());
+            for chunk in texts.flat_map(|text| chunks(text)) {
+                let drawn = xxh3_64_with_seed(chunk.as_bytes(), SAMPLE_SEED) as f64 / 2f64.powi(64);
+                if drawn < share && chunk.len() as u64 <= free_bytes {
+                    free_bytes -= chunk.len() as u64;
+                    sample.push(chunk.to_owned());
                 }
             }
         }
         Self::train_on(sample.iter().map(String::as_str), config.vocab_size)
     }
 
-    /// Trains on all of `texts`; their order does not matter.
+    /// Trains a tokenizer on all of `texts`; their order does not matter.
     ///
     /// # Errors
     /// A `vocab_size` that is too small, or larger than the text gives merges for.
@@ -68,7 +69,7 @@ impl Tokenizer {
             .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
             .special_tokens(special_tokens.clone())
             .build();
-        // Ties between pairs are broken by their ids and the alphabet is sorted, so no hash order shows in the result.
+        // The result does not depend on the order of hash maps: the trainer sorts the alphabet and breaks ties by ids.
         let byte_chars = byte_chars();
         let mut model = BPE::default();
         trainer
@@ -78,7 +79,7 @@ impl Tokenizer {
             .and_then(|()| trainer.train(&mut model))
             .map_err(|error| not_trained(error.to_string()))?;
 
-        // No space is put before a text, so that decoding gives back exactly what was encoded.
+        // Without a space before each text (the first argument), decoding returns exactly the text that was encoded.
         let byte_level = ByteLevel::new(false, false, true);
         let mut inner = HfTokenizer::new(model);
         inner.with_pre_tokenizer(Some(byte_level));
@@ -96,12 +97,12 @@ impl Tokenizer {
     }
 }
 
-/// Cuts a text between characters into pieces of at most [`PIECE_BYTES`].
-fn pieces(mut text: &str) -> impl Iterator<Item = &str> {
+/// Cuts a text between characters into chunks of at most [`CHUNK_BYTES`].
+fn chunks(mut text: &str) -> impl Iterator<Item = &str> {
     std::iter::from_fn(move || {
-        let (piece, rest) = text.split_at(text.floor_char_boundary(PIECE_BYTES));
+        let (chunk, rest) = text.split_at(text.floor_char_boundary(CHUNK_BYTES));
         text = rest;
-        (!piece.is_empty()).then_some(piece)
+        (!chunk.is_empty()).then_some(chunk)
     })
 }
 
@@ -110,11 +111,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_are_the_whole_text_cut_between_characters() {
+    fn chunks_are_the_whole_text_cut_between_characters() {
         let text = "a世👩".repeat(40_000);
-        let cut = pieces(&text).collect::<Vec<_>>();
+        let cut = chunks(&text).collect::<Vec<_>>();
         assert_eq!(cut.concat(), text);
-        assert_eq!(cut.len(), text.len().div_ceil(PIECE_BYTES - 3));
-        assert_eq!(pieces("").count(), 0);
+        assert_eq!(cut.len(), text.len().div_ceil(CHUNK_BYTES - 3));
+        assert_eq!(chunks("").count(), 0);
     }
 }

@@ -1,5 +1,5 @@
-//! The fast way to encode with a byte-level BPE that splits as GPT-2 does: words are found without a regular
-//! expression, and each thread caches the ids of words. The ids of a new word come from the `tokenizers` crate.
+//! Fast encoding for byte-level BPE tokenizers that split text into words as GPT-2 does. Words are found without a
+//! regular expression, and their ids are cached; the `tokenizers` crate encodes words that are not in the cache.
 
 use std::sync::Mutex;
 
@@ -9,17 +9,18 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::words::{byte_chars, in_byte_chars, words};
 
-/// Encodes text exactly as the tokenizer that it was made from.
+/// Encodes text with the same ids as the tokenizer that it was created from.
 #[derive(Debug)]
 pub(super) struct WordEncoder {
     model: ModelWrapper,
     byte_chars: [char; 256],
-    /// One for each thread that is encoding; a text borrows one and returns it.
+    /// Idle caches. A call takes one, or creates one if there is none, and returns it at its end.
     caches: Mutex<Vec<WordCache>>,
 }
 
 impl WordEncoder {
-    /// `None` when the tokenizer does more than split as GPT-2 and merge bytes. `json` is the tokenizer serialised.
+    /// The encoder of a tokenizer, whose serialised form is `json`; `None` if the tokenizer does more than split as
+    /// GPT-2 does and merge bytes.
     pub(super) fn for_tokenizer(tokenizer: &HfTokenizer, json: &str) -> Option<Self> {
         let json: Value = serde_json::from_str(json).ok()?;
         let (model, splitting) = (&json["model"], &json["pre_tokenizer"]);
@@ -32,7 +33,7 @@ impl WordEncoder {
             && ["dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"]
                 .into_iter()
                 .all(absent)
-            // An added token that is not special is looked for in every text.
+            // The tokenizers crate looks for non-special added tokens in every text; this encoder does not.
             && json["added_tokens"].as_array()?.iter().all(|token| token["special"] == true);
         fits.then(|| Self {
             model: tokenizer.get_model().clone(),
@@ -57,13 +58,12 @@ impl WordEncoder {
     }
 
     fn caches(&self) -> std::sync::MutexGuard<'_, Vec<WordCache>> {
-        // A panic elsewhere leaves the list whole: caches are only ever put in or taken out.
+        // The list stays valid if a thread panics, because caches are only pushed and popped.
         self.caches.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
-/// A cache of the ids of words. Each word maps to one slot, which a later word overwrites: no bookkeeping, bounded
-/// memory.
+/// A direct-mapped cache of the ids of words: a word's hash selects its slot, and a new word overwrites the slot.
 #[derive(Debug)]
 struct WordCache {
     slots: Vec<Option<Slot>>,
@@ -76,9 +76,9 @@ struct Slot {
     ids: Box<[u32]>,
 }
 
-/// 2^17 slots of 40 bytes: 5 MiB, and some 8 MiB of words.
+/// 2^17 slots of 40 bytes are 5 MiB; the words and ids in them take some 8 MiB.
 const NUM_SLOTS: u64 = 1 << 17;
-/// Longer words seldom come twice.
+/// Longer words are not cached, because they seldom occur twice.
 const MAX_WORD_BYTES: usize = 64;
 
 impl WordCache {
@@ -88,7 +88,7 @@ impl WordCache {
         }
     }
 
-    /// Appends the ids of `word`, remembered or made by `encode`.
+    /// Appends the ids of `word`, which `encode` computes if they are not in the cache.
     fn ids(
         &mut self,
         word: &str,

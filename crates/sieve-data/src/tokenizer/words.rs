@@ -1,7 +1,7 @@
-//! GPT-2's splitting of text into words, without a regular expression engine.
+//! Splits text into words as GPT-2 does, without a regular expression engine.
 //!
 //! The pattern is `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+` (Radford et al., 2019),
-//! where the first matching alternative counts. Every character belongs to one of its classes, so words lie end to end.
+//! where the first matching alternative counts. Every character matches some alternative, so the words cover the text.
 
 use std::sync::LazyLock;
 
@@ -18,8 +18,8 @@ enum Class {
 
 const NUM_CHARS: usize = 0x11_0000;
 
-/// The class of every character, taken from the regex engine of the `tokenizers` crate, so that both use the same
-/// version of Unicode.
+/// The class of every character, computed with the regex engine of the `tokenizers` crate, so that Sieve and this crate
+/// use the same version of Unicode.
 static CLASSES: LazyLock<Vec<Class>> = LazyLock::new(|| {
     let every_char = (0..NUM_CHARS as u32).filter_map(char::from_u32).collect::<String>();
     let mut classes = vec![Class::Other; NUM_CHARS];
@@ -38,18 +38,18 @@ static CLASSES: LazyLock<Vec<Class>> = LazyLock::new(|| {
     classes
 });
 
-/// The words of `text`, end to end.
+/// The words of `text`, which cover it without gaps.
 pub(super) fn words(text: &str) -> impl Iterator<Item = &str> {
     let classes: &[Class] = &CLASSES;
     let mut rest = text;
     std::iter::from_fn(move || {
-        let (word, behind) = rest.split_at(word_len(rest, classes));
-        rest = behind;
+        let (word, others) = rest.split_at(word_len(rest, classes));
+        rest = others;
         (!word.is_empty()).then_some(word)
     })
 }
 
-/// Bytes of the first word of `text`; 0 only for an empty text.
+/// Length in bytes of the first word of `text`; 0 only for an empty text.
 fn word_len(text: &str, classes: &[Class]) -> usize {
     let class_of = |char: char| classes[char as usize];
     let mut chars = text.chars();
@@ -65,7 +65,7 @@ fn word_len(text: &str, classes: &[Class]) -> usize {
     }
     let second = chars.clone().next().map(class_of);
     let (start, class) = match (first, class_of(first), second) {
-        // One blank goes with what follows it.
+        // A single space belongs to the word after it.
         (' ', _, Some(class)) if class != Class::Space => (1, class),
         (_, Class::Space, _) => return space_len(text, classes),
         (_, class, _) => (0, class),
@@ -74,7 +74,8 @@ fn word_len(text: &str, classes: &[Class]) -> usize {
     len.map_or(text.len(), |len| start + len)
 }
 
-/// White space: all of it at the end of the text, else all but the last character, which is left to the next word.
+/// Length in bytes of a word of white space at the start of `text`: the whole run if the text ends after it, else the
+/// run without its last character, which belongs to the next word; but at least one character.
 fn space_len(text: &str, classes: &[Class]) -> usize {
     let is_space = |char: char| classes[char as usize] == Class::Space;
     let Some(run) = text.find(|char| !is_space(char)) else {
@@ -84,7 +85,7 @@ fn space_len(text: &str, classes: &[Class]) -> usize {
     if run == last { run } else { run - last }
 }
 
-/// GPT-2's alphabet: a printable byte is the character of that number, the others follow from U+0100 on.
+/// GPT-2's characters for the 256 bytes: a printable byte stands for itself, the others map to U+0100 and following.
 pub(super) fn byte_chars() -> [char; 256] {
     let mut next = 0x100;
     std::array::from_fn(|byte| {
@@ -99,7 +100,7 @@ pub(super) fn byte_chars() -> [char; 256] {
     })
 }
 
-/// A word as the vocabulary of a byte-level BPE writes it: one character a byte.
+/// A word as the vocabulary of a byte-level BPE writes it, with one character for each byte.
 pub(super) fn in_byte_chars(word: &str, byte_chars: &[char; 256]) -> String {
     word.bytes().map(|byte| byte_chars[usize::from(byte)]).collect()
 }

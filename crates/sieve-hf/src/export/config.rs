@@ -4,25 +4,25 @@ use serde_json::{Map, Value, json};
 use sieve_core::ModelShape;
 use sieve_core::model::{AttentionForm, RopeScaling};
 
-/// Of what `modeling_sieve.py` computes, the key that names the scaling its frequencies come from.
+/// The key of an export for `modeling_sieve.py` that holds the scaling of its rotary frequencies.
 pub(crate) const SCALING: &str = "rotary_scaling";
 
-/// Text of a JSON file: two spaces, a line end at the end, keys in the order given.
+/// Text of a JSON file: indented by two spaces, keys in the given order, with a line end at the end.
 pub(super) fn to_text(value: &Value) -> String {
     let mut text = serde_json::to_string_pretty(value).expect("plain data serialises");
     text.push('\n');
     text
 }
 
-/// `config.json`; `generation` is [`generation`]'s, whose ids of special tokens are repeated here.
+/// Text of `config.json`. `generation` is the result of [`generation`]; its ids of special tokens are repeated here.
 pub(super) fn model(
     shape: &ModelShape,
     architecture: Architecture,
     options: &ExportOptions,
     generation: &Value,
 ) -> String {
-    // Kinds without a class in transformers store the scaling in a key of their own: opening the tokenizer uses
-    // transformers' base configuration, which does not know it.
+    // Exports for `modeling_sieve.py` store the scaling under a key of their own ([`SCALING`]): opening their tokenizer
+    // uses transformers' base configuration, which would try to interpret the usual key.
     let scaling = shape.rope_scaling.filter(|_| architecture != Architecture::Sieve);
     let mut config = json!({
         "architectures": [architecture.class().name],
@@ -52,7 +52,7 @@ pub(super) fn model(
         "vocab_size": shape.vocab_size,
     });
     let mut of_kind = attention(shape, architecture);
-    // Of these classes the window alone is a key.
+    // Of the keys below, these classes have only `sliding_window`.
     if architecture.class().windows != Windows::Named && architecture.is_grouped() {
         of_kind.retain(|key, _| key == "sliding_window");
     }
@@ -94,7 +94,7 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
             "max_window_layers": shape.num_layers,
             "layer_types": layer_types("full_attention"),
         }),
-        // Layers from max_window_layers on have the window.
+        // Layers from index `max_window_layers` on have the window.
         AttentionForm::Grouped { window: Some(window) } => json!({
             "use_sliding_window": true,
             "sliding_window": window,
@@ -107,10 +107,10 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
             "qk_rope_head_dim": mla.qk_rope_head_dim,
             "qk_nope_head_dim": shape.head_dim,
             "v_head_dim": shape.head_dim,
-            // The class takes its rotary tables' width from here.
+            // The class reads the width of its rotary tables from `head_dim`.
             "head_dim": mla.qk_rope_head_dim,
             "rope_interleave": false,
-            // No layer has experts.
+            // Layers from this index on would have experts.
             "first_k_dense_replace": shape.num_layers,
             "num_nextn_predict_layers": 0,
         }),
@@ -126,7 +126,7 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
         AttentionForm::Blocks(_) => {
             let mut sizes = json!(shape.attention);
             let keys = sizes.as_object_mut().expect("a section of the recipe");
-            // The kind has a name of its own in the export; training alone reads the others.
+            // The export names the kind `attention_kind`; only training uses the other two.
             keys.retain(|key, _| !["kind", "index_loss_weight", "index_warmup"].contains(&key.as_str()));
             of_sieve(shape, shape.attention.kind().name(), sizes)
         }
@@ -178,8 +178,8 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
     keys
 }
 
-/// `generation_config.json`: that of an imported model's source, if the end-of-document token is still one of its end
-/// tokens.
+/// Contents of `generation_config.json`. `source` is that of an imported model; its end tokens are kept if the
+/// end-of-document token is still one of them.
 pub(super) fn generation(options: &ExportOptions, source: Map<String, Value>) -> Value {
     let eos = json!(options.eos_token_id);
     let theirs = tokenizer_files::ends(&source, options.eos_token_id);

@@ -1,4 +1,4 @@
-//! The folder of an export: claimed, filled under a temporary name, published file by file.
+//! The folder of an export: files are written under a temporary name, then renamed.
 use super::config::to_text;
 use crate::CheckpointError;
 
@@ -8,9 +8,9 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Lists the files of an export, so that a later one knows what it may replace.
+/// A file that lists the files of an export, so that a later export knows which it may replace.
 const MARKER: &str = "sieve_export.json";
-/// Holds files until all are whole.
+/// A folder that holds the files until all are complete.
 const PARTIAL: &str = ".sieve_export.partial";
 
 /// A folder that an export may write to.
@@ -22,7 +22,7 @@ pub(super) struct OutFolder {
 }
 
 impl OutFolder {
-    /// Makes the folder, or takes an empty one or one that an export wrote.
+    /// Creates the folder; an existing one must be empty or hold an earlier export.
     pub(super) fn claim(path: &Path) -> Result<Self, CheckpointError> {
         fs::create_dir_all(path).map_err(CheckpointError::io("creating", path))?;
         let earlier = listed_files(&path.join(MARKER));
@@ -47,7 +47,7 @@ impl OutFolder {
         Ok(folder)
     }
 
-    /// Where to write the file `name` until it is published.
+    /// Path for writing the file `name` until it is published.
     pub(super) fn partial(&self, name: &str) -> PathBuf {
         self.path.join(PARTIAL).join(name)
     }
@@ -60,7 +60,8 @@ impl OutFolder {
                 return Err(self.in_use(name));
             }
         }
-        // First a list of the old and the new, so that a kill below leaves a folder that is still known as an export.
+        // The marker first lists both the old and the new files, so that a kill during the renames leaves a folder that
+        // a later export recognises.
         self.write_marker(&now.union(&self.earlier).cloned().collect())?;
         for name in &now {
             let path = self.path.join(name);
@@ -93,7 +94,7 @@ impl OutFolder {
 
 impl Drop for OutFolder {
     fn drop(&mut self) {
-        // Best effort: free the space that a failed export holds.
+        // After a failed export; an error here only costs disk space.
         let _ = fs::remove_dir_all(self.path.join(PARTIAL));
     }
 }
@@ -102,7 +103,7 @@ impl Drop for OutFolder {
 fn listed_files(marker: &Path) -> Option<BTreeSet<String>> {
     let marker: Value = serde_json::from_str(&fs::read_to_string(marker).ok()?).ok()?;
     let files = marker["files"].as_array()?;
-    // A name with a path in it is not ours to touch.
+    // A name with a folder in it would lead to files outside of the export.
     let plain = |name: &&str| Path::new(name).file_name().is_some_and(|file| file == *name);
     Some(
         files

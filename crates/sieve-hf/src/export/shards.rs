@@ -1,4 +1,4 @@
-//! Weights cut into files of bounded size.
+//! Divides weights among files of bounded size.
 use super::tensors::ExportTensor;
 use burn::tensor::DType;
 use serde_json::{Map, Value, json};
@@ -6,13 +6,13 @@ use serde_json::{Map, Value, json};
 /// One file of weights.
 #[derive(Debug)]
 pub(super) struct Shard<'a> {
-    /// Its name.
+    /// File name.
     pub(super) file: String,
-    /// What it holds.
+    /// The tensors of the file.
     pub(super) tensors: &'a [ExportTensor],
 }
 
-/// Fills one file after another, in the order of the tensors.
+/// Divides the tensors among files, in their order: a file ends before the tensor that would exceed `max_bytes`.
 pub(super) fn plan(tensors: &[ExportTensor], dtype: DType, max_bytes: u64) -> Vec<Shard<'_>> {
     let mut ends = Vec::new();
     let mut filled = 0;
@@ -40,7 +40,7 @@ pub(super) fn plan(tensors: &[ExportTensor], dtype: DType, max_bytes: u64) -> Ve
         .collect()
 }
 
-/// `model.safetensors.index.json`: which tensor lies in which file.
+/// Text of `model.safetensors.index.json`, which names the file of each tensor.
 pub(super) fn index(shards: &[Shard<'_>], dtype: DType) -> String {
     let tensors = || {
         let all = shards.iter();

@@ -1,4 +1,4 @@
-//! Which tensor of a checkpoint becomes which tensor of `transformers`.
+//! Maps the tensors of a checkpoint to those of `transformers`.
 use super::Architecture;
 use crate::tensor_file::TensorHeader;
 use crate::{CheckpointError, TensorFiles};
@@ -11,23 +11,22 @@ use std::ops::Range;
 /// One tensor of the export.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ExportTensor {
-    /// Its name in `transformers`.
+    /// Name in `transformers`.
     pub(crate) name: String,
-    /// Its shape.
     pub(crate) shape: Vec<usize>,
     pub(crate) source: Source,
 }
 
-/// Where its values come from.
+/// Where the values of an exported tensor come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
-    /// These rows of a checkpoint's tensor, which has `num_rows` of them.
+    /// `rows` of a checkpoint's tensor, which has `num_rows` rows.
     Rows {
         name: String,
         rows: Range<usize>,
         num_rows: usize,
     },
-    /// No tensor: the model leaves out a factor of one.
+    /// All ones: the class multiplies by a tensor that the model does not have.
     Ones,
 }
 
@@ -56,7 +55,7 @@ impl ExportTensor {
         self.num_elements() * dtype.size() as u64
     }
 
-    /// What a file says of it.
+    /// Name, type and shape for the header of a file.
     pub(super) fn header(&self, dtype: DType) -> TensorHeader {
         TensorHeader {
             name: self.name.clone(),
@@ -65,7 +64,7 @@ impl ExportTensor {
         }
     }
 
-    /// The values as `dtype`; no other rows of the checkpoint's tensor are read.
+    /// Reads the values as `dtype`; other rows of the checkpoint's tensor are not read.
     pub(super) fn read(&self, weights: &TensorFiles, dtype: DType) -> Result<TensorData, CheckpointError> {
         let data = match &self.source {
             Source::Ones => TensorData::new(vec![1f32; self.num_elements() as usize], self.shape.clone()),
@@ -116,7 +115,7 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
     let ours = |name: &str| format!("layers.{layer_idx}.{name}");
 
     let whole = |name: &str, source: &str, shape: &[usize]| ExportTensor::whole(theirs(name), shape, ours(source));
-    // Packed products are split by rows, which is their output; `columns` is the shape of a row.
+    // Splits a packed projection into tensors of the given names and numbers of rows; `columns` is the shape of a row.
     let split_rows = |source: &str, parts: &[(&str, usize)], columns: &[usize]| {
         let num_rows = parts.iter().map(|(_, rows)| rows).sum();
         let mut start = 0;
@@ -211,26 +210,22 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
     ));
     let down_proj = "mlp.down_proj.weight";
     tensors.push(whole(down_proj, down_proj, &[d_model, d_ff]));
-    let scaled = architecture == Architecture::Sieve && shape.residual_scale;
-    if architecture == Architecture::Doge || scaled {
+    let has_scales = architecture == Architecture::Sieve && shape.residual_scale;
+    if architecture == Architecture::Doge || has_scales {
         for scale in ["input_residual", "post_attention_residual"] {
-            tensors.push(if shape.residual_scale {
-                whole(scale, scale, &[d_model])
-            } else {
-                ExportTensor {
-                    name: theirs(scale),
-                    shape: vec![d_model],
-                    source: Source::Ones,
-                }
-            });
+            let mut tensor = whole(scale, scale, &[d_model]);
+            if !shape.residual_scale {
+                tensor.source = Source::Ones;
+            }
+            tensors.push(tensor);
         }
     }
 }
 
-/// A tensor taken over whole: name there, name here, shape.
+/// Maps a whole tensor of a layer, by its name in `transformers`, its name in the checkpoint, and its shape.
 type Whole<'a> = dyn Fn(&str, &str, &[usize]) -> ExportTensor + 'a;
 
-/// MLA's projections but the last, in DeepSeek's names.
+/// MLA's projections and norms without the output projection, in DeepSeek's names.
 fn push_latent(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, mla: MlaShape, whole: &Whole<'_>) {
     let (d_model, num_heads, head_dim) = (shape.d_model, shape.num_heads, shape.head_dim);
     let MlaShape {
@@ -276,7 +271,7 @@ fn push_compression(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, nsa: Ns
     tensors.push(whole(theirs, ours, &[num_gates]));
 }
 
-/// Refuses weights with a tensor that the export would lose.
+/// Refuses weights with a tensor that the export would leave out.
 pub(super) fn check_complete(tensors: &[ExportTensor], weights: &TensorFiles) -> Result<(), CheckpointError> {
     let used: BTreeSet<&str> = tensors
         .iter()

@@ -99,7 +99,7 @@ fn trained_scale() -> Vec<f32> {
     (0..12).map(|n| n as f32).collect()
 }
 
-fn options() -> ExportOptions {
+pub(crate) fn options() -> ExportOptions {
     ExportOptions {
         dtype: ExportDtype::F32,
         max_shard_bytes: DEFAULT_SHARD_BYTES,

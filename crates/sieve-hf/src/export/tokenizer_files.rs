@@ -1,5 +1,5 @@
-//! The tokenizer, and the files that name its special tokens for `transformers`; chat templates, special tokens and
-//! generation settings of an imported model are carried through.
+//! The tokenizer, and the files that name its special tokens for `transformers`. Chat template, special tokens and
+//! generation settings of an imported model are exported again.
 use super::ExportOptions;
 use super::config::to_text;
 use crate::{Checkpoint, CheckpointError};
@@ -15,7 +15,7 @@ const CHAT_TEMPLATE: &str = "chat_template.jinja";
 pub(crate) const GENERATION: &str = "generation_config.json";
 /// Files next to a `tokenizer.json` that an import copies unchanged and an export reads.
 pub(crate) const BESIDE: [&str; 2] = [CONFIG, CHAT_TEMPLATE];
-/// Keys of `tokenizer_config.json` that are carried through as they are.
+/// Keys of an imported `tokenizer_config.json` that are exported unchanged.
 const CARRIED: [&str; 6] = [
     "chat_template",
     "bos_token",
@@ -25,7 +25,7 @@ const CARRIED: [&str; 6] = [
     "padding_side",
 ];
 
-/// Names and texts of the tokenizer's files; `beside` is [`folder`]'s.
+/// Names and texts of the tokenizer's files; `beside` is the result of [`folder`].
 pub(super) fn read(
     checkpoint: &Checkpoint,
     beside: &Option<PathBuf>,
@@ -51,8 +51,8 @@ pub(super) fn read(
     let all = config.as_object_mut().expect("built as an object above");
     all.extend(special.clone());
     let mut files = Vec::new();
-    let theirs = object(beside, CONFIG)?;
-    let carried = CARRIED.iter().filter_map(|key| theirs.get_key_value(*key));
+    let imported = object(beside, CONFIG)?;
+    let carried = CARRIED.iter().filter_map(|key| imported.get_key_value(*key));
     let carried = carried.filter(|(_, value)| !value.is_null());
     all.extend(carried.map(|(key, value)| (key.clone(), value.clone())));
     if let Some(folder) = beside
@@ -68,7 +68,7 @@ pub(super) fn read(
     Ok(files)
 }
 
-/// How Qwen2's tokenizer splits a text into words.
+/// The regular expression with which Qwen2's tokenizer splits a text into words.
 const QWEN2_WORDS: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
@@ -88,8 +88,8 @@ pub(super) fn splits_as_qwen2(files: &[(&'static str, String)]) -> bool {
         && words["pattern"]["Regex"] == QWEN2_WORDS
 }
 
-/// The folder of what an import keeps beside its tokenizer: the checkpoint's own, which may have been moved, or else
-/// that of the tokenizer file which the recipe names.
+/// The folder with the files that an import copied beside its tokenizer: the checkpoint itself if it has them,
+/// otherwise the folder of the tokenizer file that the recipe names.
 pub(crate) fn folder(checkpoint: &Path, recipe: &Recipe) -> Option<PathBuf> {
     match recipe.tokenizer.source() {
         _ if checkpoint.join(GENERATION).is_file() => Some(checkpoint.to_owned()),
@@ -98,7 +98,7 @@ pub(crate) fn folder(checkpoint: &Path, recipe: &Recipe) -> Option<PathBuf> {
     }
 }
 
-/// The tokens that `generation_config.json` ends a text at, where `eos_id` is one of them.
+/// The end tokens of `generation_config.json`, if `eos_id` is one of them.
 pub(crate) fn ends(source: &Map<String, Value>, eos_id: u32) -> Option<&Value> {
     let eos = json!(eos_id);
     source.get("eos_token_id").filter(|theirs| match theirs {
@@ -107,7 +107,7 @@ pub(crate) fn ends(source: &Map<String, Value>, eos_id: u32) -> Option<&Value> {
     })
 }
 
-/// The JSON object in the file `name` of a folder; empty where there is no such file.
+/// The JSON object in the file `name` of a folder; empty if there is no such file.
 pub(crate) fn object(folder: &Option<PathBuf>, name: &str) -> Result<Map<String, Value>, CheckpointError> {
     let Some(path) = folder.as_ref().map(|folder| folder.join(name)) else {
         return Ok(Map::new());
@@ -123,7 +123,7 @@ fn parsed(path: &Path, text: &str) -> Result<Value, CheckpointError> {
     serde_json::from_str(text).map_err(|error| CheckpointError::malformed(path, format!("it is not JSON ({error})")))
 }
 
-/// The text of a file that may be absent.
+/// The text of a file; `None` if there is no such file.
 pub(crate) fn text_of(path: &Path) -> Result<Option<String>, CheckpointError> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
@@ -132,8 +132,7 @@ pub(crate) fn text_of(path: &Path) -> Result<Option<String>, CheckpointError> {
     }
 }
 
-/// `generation_config.json` of a folder of `transformers`; ids of special tokens that it lacks are those of
-/// `config.json`.
+/// `generation_config.json` of a folder of `transformers`; missing ids of special tokens are taken from `config.json`.
 pub(crate) fn generation(from: &Path) -> Result<Map<String, Value>, CheckpointError> {
     let folder = Some(from.to_owned());
     let mut all = object(&folder, GENERATION)?;
@@ -148,8 +147,8 @@ pub(crate) fn generation(from: &Path) -> Result<Map<String, Value>, CheckpointEr
     Ok(all)
 }
 
-/// The token that ends a document in a folder of `transformers`: the name in `tokenizer_config.json`, or else the first
-/// id that generation ends at; `None` where neither says so or the tokenizer has no such token.
+/// The end-of-document token of a folder of `transformers`: the name in `tokenizer_config.json`, otherwise the first
+/// end token of `generation_config.json`; `None` if both are missing or unknown to the tokenizer.
 pub(crate) fn eos_token(from: &Path) -> Result<Option<String>, CheckpointError> {
     let path = from.join("tokenizer.json");
     let Some(tokenizer) = text_of(&path)?.map(|text| parsed(&path, &text)).transpose()? else {
@@ -187,7 +186,7 @@ fn content(tokenizer: &Value, id: u32, path: &Path) -> Result<Value, CheckpointE
     let added = added_tokens(tokenizer).iter().find(|token| token["id"] == id);
     let content = match added {
         Some(token) => token["content"].clone(),
-        // A token of the vocabulary itself: an object of text to id, or a list of (text, score).
+        // A token of the vocabulary, which is an object from text to id, or a list of (text, score).
         None => match &tokenizer["model"]["vocab"] {
             Value::Object(vocab) => vocab
                 .iter()
@@ -202,7 +201,7 @@ fn content(tokenizer: &Value, id: u32, path: &Path) -> Result<Value, CheckpointE
     }
 }
 
-/// Added tokens by id, as `tokenizer_config.json` repeats them.
+/// Added tokens by id, as `tokenizer_config.json` lists them.
 fn added_tokens_decoder(tokenizer: &Value) -> Value {
     let decoder: Map<String, Value> = added_tokens(tokenizer)
         .iter()

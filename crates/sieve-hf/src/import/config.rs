@@ -1,4 +1,4 @@
-//! `config.json` of `transformers` as a recipe.
+//! Converts `config.json` of `transformers` into a recipe.
 use crate::CheckpointError;
 use crate::export::config::SCALING;
 use crate::export::{Architecture, DEEPSEEK_LATENT_EPS, Windows};
@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 const HINT: &str = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (rotary embedding plain \
     or scaled as linear, llama3 or yarn), DogeForCausalLM and own exports can be imported, all with dense SiLU \
     feed-forward layers";
-/// `rope_theta` and `sliding_window` of the classes of `transformers` where `config.json` has no such key.
+/// Defaults of `rope_theta` and `sliding_window` in the classes of `transformers`.
 const USUAL_THETA: f64 = 10_000.0;
 const USUAL_WINDOW: usize = 4096;
-/// The keys of a scaled rotary embedding that a recipe has.
+/// The keys of a scaled rotary embedding that a recipe has too.
 const SCALING_KEYS: [&str; 7] = [
     "factor",
     "original_max_position_embeddings",
@@ -28,17 +28,17 @@ const SCALING_KEYS: [&str; 7] = [
 pub(super) struct HfConfig {
     pub(super) architecture: Architecture,
     pub(super) vocab_size: usize,
-    /// Whether it is an export of Sieve's with residual scales.
+    /// Whether the folder is an export of Sieve with residual scales.
     pub(super) residual_scale: bool,
     pub(super) is_tied: bool,
-    /// The lines of the recipe's `[model]`, as TOML, without these two.
+    /// The lines of the recipe's `[model]`, as TOML, without `residual_scale` and `tie_word_embeddings`.
     model: String,
     /// The lines of the recipe's `[attention]`, as TOML.
     attention: String,
     max_positions: usize,
 }
 
-/// A configuration and where it lies.
+/// A configuration and its path.
 struct Reader {
     path: PathBuf,
     value: Value,
@@ -70,7 +70,7 @@ impl Reader {
         }
     }
 
-    /// Version 5 writes `rope_parameters`, version 4 `rope_theta` and `rope_scaling`.
+    /// The rotary base: in `rope_parameters` as of transformers 5, otherwise `rope_theta`.
     fn rope_theta(&self) -> Result<f64, CheckpointError> {
         match (
             self.value["rope_parameters"]["rope_theta"].as_f64(),
@@ -82,7 +82,7 @@ impl Reader {
         }
     }
 
-    /// The line of `[model]` for scaled rotary frequencies; empty where they are plain.
+    /// The line of `[model]` for scaled rotary frequencies; empty if they are not scaled.
     fn rope_scaling(&self, architecture: Architecture) -> Result<String, CheckpointError> {
         let keys = [SCALING, "rope_parameters", "rope_scaling"];
         let forms = keys.map(|key| &self.value[key]);
@@ -105,13 +105,13 @@ impl Reader {
             return Ok(String::new());
         };
         let kind = scaling["rope_type"].as_str().or(scaling["type"].as_str());
-        let is_able = architecture.is_grouped() || architecture == Architecture::Sieve;
-        let known = kind.filter(|kind| ["linear", "llama3", "yarn"].contains(kind) && is_able);
-        let said = ["rope_type", "type", "rope_theta", "partial_rotary_factor"];
-        let own = |key: &str| said.contains(&key) || SCALING_KEYS.contains(&key);
-        let keys = scaling.as_object().into_iter().flatten();
-        let foreign = keys.into_iter().find(|(key, value)| !own(key) && !value.is_null());
-        let (Some(kind), None) = (known, foreign) else {
+        let may_scale = architecture.is_grouped() || architecture == Architecture::Sieve;
+        let known_kind = kind.filter(|kind| ["linear", "llama3", "yarn"].contains(kind) && may_scale);
+        let read_elsewhere = ["rope_type", "type", "rope_theta", "partial_rotary_factor"];
+        let is_known = |key: &str| read_elsewhere.contains(&key) || SCALING_KEYS.contains(&key);
+        let mut keys = scaling.as_object().into_iter().flatten();
+        let unknown_key = keys.find(|(key, value)| !is_known(key) && !value.is_null());
+        let (Some(kind), None) = (known_kind, unknown_key) else {
             return Err(self.refuse(format!("rotary embedding is scaled: {scaling}")));
         };
         let given = SCALING_KEYS.iter().filter(|key| !scaling[**key].is_null());
@@ -119,8 +119,8 @@ impl Reader {
         Ok(format!("rope_scaling = {{ rope_type = {kind:?}{given} }}\n"))
     }
 
-    /// The attention of a class with grouped queries, and which of its layers are dense: all, none, or those between
-    /// windows.
+    /// The lines of `[attention]` for a class with grouped-query attention, and for each layer whether it is dense. The
+    /// list is empty if all layers have the same attention, dense or with a window.
     fn grouped_attention(&self, windows: Windows, num_layers: usize) -> Result<(String, Vec<bool>), CheckpointError> {
         let is_dense: Vec<bool> = match self.value["layer_types"].as_array() {
             _ if windows == Windows::None => Vec::new(),
@@ -146,7 +146,7 @@ impl Reader {
         Ok((attention, is_dense))
     }
 
-    /// The attention of a DeepSeek-V3 model as an own export writes it.
+    /// The lines of `[attention]` for a DeepSeek-V3 model, in the form that Sieve exports.
     fn deepseek_attention(&self, num_layers: usize) -> Result<String, CheckpointError> {
         self.must_be_off("q_lora_rank")?;
         let (v_head_dim, epsilon) = (self.integer("v_head_dim")?, self.number("rms_norm_eps")?);
@@ -178,7 +178,7 @@ impl Reader {
         ))
     }
 
-    /// A pattern of layers of an own export: which are dense, or share a choice.
+    /// A pattern of layers in an export of Sieve: `dense_layers` or `shared_layers`.
     fn sieve_layers(&self, key: &str) -> Result<Vec<bool>, CheckpointError> {
         let pattern = match &self.value[key] {
             Value::Null => Some(Vec::new()),
@@ -202,7 +202,7 @@ fn keys_of_kind(kind: &str) -> Option<Vec<String>> {
 }
 
 impl Reader {
-    /// The attention of an own export: its keys are the recipe's.
+    /// The lines of `[attention]` for an export of Sieve, whose keys are the recipe's.
     fn sieve_attention(&self) -> Result<String, CheckpointError> {
         let Some(kind) = self.value["attention_kind"].as_str() else {
             return Err(self.refuse("attention_kind is missing"));
@@ -214,14 +214,14 @@ impl Reader {
         for key in keys {
             let value = match (kind, key.as_str()) {
                 ("swa", "sliding_window") => &self.value["window_size"],
-                // Exports without the key are of models without norms.
+                // Older exports do not have the key; their models have no norms.
                 ("mla", "qk_norm") if self.value["mla_qk_norm"].is_null() => &Value::Bool(false),
                 ("mla", "qk_norm") => &self.value["mla_qk_norm"],
                 _ => &self.value[&key],
             };
             match value {
                 Value::Null => {}
-                // Numbers, strings and truth values are written alike in JSON and TOML.
+                // Numbers, strings, booleans and lists of these have the same form in JSON and TOML.
                 value @ (Value::Number(_) | Value::Bool(_) | Value::String(_) | Value::Array(_)) => {
                     lines.push_str(&format!("\n{key} = {value}"));
                 }
@@ -272,7 +272,7 @@ impl HfConfig {
         let heads = reader.integer("num_attention_heads")?;
         let hidden_size = reader.integer("hidden_size")?;
         let head_dim = match &reader.value["head_dim"] {
-            // There it is the width of the rotary tables.
+            // In DeepSeek's configuration `head_dim` is the width of the rotary tables.
             _ if architecture == Architecture::DeepseekV3 => reader.integer("v_head_dim")?,
             Value::Null => hidden_size / heads.max(1),
             _ => reader.integer("head_dim")?,
@@ -293,12 +293,12 @@ impl HfConfig {
             reader.number("rms_norm_eps")?,
             reader.number("initializer_range").unwrap_or(0.02),
         );
-        // Own exports say of both; older ones are of models with norms and without biases.
-        let said = |key: &str, of_class: bool| match architecture {
+        // Exports of Sieve have both keys; older ones do not, and their models have norms and no biases.
+        let flag = |key: &str, of_class: bool| match architecture {
             Architecture::Sieve => reader.value[key].as_bool().unwrap_or(of_class),
             _ => of_class,
         };
-        let (qk_norm, qkv_bias) = (said("qk_norm", class.qk_norm), said("qkv_bias", class.qkv_bias));
+        let (qk_norm, qkv_bias) = (flag("qk_norm", class.qk_norm), flag("qkv_bias", class.qkv_bias));
         model.push_str(&format!("qk_norm = {qk_norm}\nqkv_bias = {qkv_bias}\n"));
         model.push_str(&reader.rope_scaling(architecture)?);
         let shared_layers = match architecture {
@@ -306,8 +306,8 @@ impl HfConfig {
             _ => Vec::new(),
         };
         if dense_layers.contains(&true) || shared_layers.contains(&true) {
-            let is_marked = |pattern: &[bool], at: usize| pattern.get(at) == Some(&true);
-            let name = |at| match (is_marked(&dense_layers, at), is_marked(&shared_layers, at)) {
+            let is_marked = |pattern: &[bool], layer: usize| pattern.get(layer) == Some(&true);
+            let name = |layer| match (is_marked(&dense_layers, layer), is_marked(&shared_layers, layer)) {
                 (true, _) => "mha",
                 (false, true) => "shared",
                 (false, false) => "sparse",
@@ -326,13 +326,13 @@ impl HfConfig {
         })
     }
 
-    /// Whether the model's attention is of this kind already.
+    /// Whether the model's attention is of this kind.
     pub(super) fn is_of(&self, kind: AttentionKind) -> bool {
         self.attention.starts_with(&format!("kind = {:?}", kind.name()))
     }
 
-    /// A recipe of the model. `transformers` configurations say nothing about training: these are the settings of a
-    /// careful fine-tuning, to be edited.
+    /// A recipe of the model, with settings of a careful fine-tuning for the user to edit, because configurations of
+    /// `transformers` have no training settings.
     pub(super) fn recipe_toml(&self, residual_scale: bool) -> String {
         let seq_len = self.max_positions.min(2048);
         format!(

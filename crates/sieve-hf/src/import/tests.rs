@@ -1,5 +1,5 @@
 use super::*;
-use crate::export::tests::{DMA, MHA, SWA, changed_checkpoint};
+use crate::export::tests::{self, DMA, MHA, SWA, changed_checkpoint};
 use crate::named_parameters;
 use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, export, load_model};
 use burn_flex::Flex;
@@ -26,9 +26,7 @@ fn options(dtype: ExportDtype, max_shard_bytes: u64) -> ExportOptions {
     ExportOptions {
         dtype,
         max_shard_bytes,
-        form: None,
-        eos_token_id: 1,
-        pad_token_id: None,
+        ..tests::options()
     }
 }
 

@@ -1,10 +1,10 @@
-//! From `[data] mqar` to the samples it names.
+//! Converts a recipe's `data.mqar` into the settings of the sample generator.
 use crate::TrainError;
 use sieve_core::Recipe;
 use sieve_core::recipe::MqarNoise as Noise;
 use sieve_data::{MqarConfig, MqarNoise, MqarPart};
 
-/// What a recipe trains on, and what it validates on.
+/// The training samples and the validation samples of a recipe.
 ///
 /// # Errors
 /// A recipe without `data.mqar`.

@@ -1,4 +1,4 @@
-//! From a recipe's `[data]` and `[validation]` to the corpora they name.
+//! Converts a recipe's `[data]` and `[validation]` into the settings of corpora.
 use crate::TrainError;
 use sieve_core::Recipe;
 use sieve_core::recipe::DataFormat;
@@ -7,12 +7,11 @@ use sieve_data::{CorpusConfig, FileOrder};
 /// Seed of the sample that `data.max_bytes` takes of a larger corpus.
 const CORPUS_SEED: u64 = 0;
 
-/// Settings of the training corpus, and of the validation corpus where the recipe names one.
-///
-/// `variable` looks environment variables up.
+/// Settings of the training corpus, and of the validation corpus if the recipe names one. `variable` looks environment
+/// variables up.
 ///
 /// # Errors
-/// A variable in a path that is not set; data that are no text.
+/// A path that uses an unset variable; a recipe of a synthetic task, which has no text.
 pub fn corpus_configs(
     recipe: &Recipe,
     variable: &dyn Fn(&str) -> Option<String>,
@@ -53,7 +52,8 @@ pub fn corpus_configs(
     Ok((train, validation))
 }
 
-/// `whole` as it is; or, with `data.weights`, a corpus for each path, `data.max_bytes` shared among them by weight.
+/// Without `data.weights`, `whole` alone; with it, one corpus per path, whose `max_bytes` is its weight's share of
+/// `data.max_bytes`.
 pub(super) fn weighted_configs(recipe: &Recipe, whole: &CorpusConfig) -> Vec<CorpusConfig> {
     let Some(weights) = &recipe.data.weights else {
         return vec![whole.clone()];

@@ -1,4 +1,4 @@
-//! Text of a stage's own.
+//! Text that a stage names for itself.
 use super::sources::weighted_configs;
 use super::{DataEvent, StageText, TextSource, TrainingData, corpus_configs};
 use crate::TrainError;
@@ -8,7 +8,7 @@ use sieve_data::{Corpus, OnChange, Prepared};
 use sieve_hf::Checkpoint;
 use std::path::Path;
 
-/// Between the fingerprints of the parts of a run's data.
+/// Separates the fingerprint of the run's text from those of the stages' text: `RUN+1:STAGE1+2:STAGE2`.
 const PART: char = '+';
 
 /// The stages that name text of their own.
@@ -27,10 +27,10 @@ pub(super) fn check_stages(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<St
 }
 
 impl TrainingData {
-    /// Prepares, or reopens, the text of stages that name their own, in `dir/stage-N`, with this data's tokenizer.
+    /// Prepares, or reopens, the text of the stages that name their own, in `dir/stage-N`, with this data's tokenizer.
     ///
-    /// A stage with the paths that it has in `resumed`, the checkpoint of a run that is resumed, reads what that run
-    /// does; one with other paths is prepared as in a new run.
+    /// `resumed` is the checkpoint of a run that is resumed. A stage whose paths and weights are those of its recipe
+    /// must find the same tokens again; a stage with other paths is prepared as in a new run.
     ///
     /// # Errors
     /// Those of [`DataSource::prepare`](super::DataSource::prepare); text that has changed under the same paths.
@@ -64,7 +64,7 @@ impl TrainingData {
                 ])
             });
             let on_change = saved.map_or(on_change, |_| OnChange::Refuse);
-            // The files may be gone since: what counts is what was made of them.
+            // The text files may have disappeared since; the shards that were made from them decide.
             let found = saved.and_then(|saved| {
                 let mut prepared = Prepared::open(&dir).ok()?;
                 super::is_known(&mut prepared, saved).then_some(prepared)
@@ -96,8 +96,8 @@ impl TrainingData {
         text.prepare(alone, &self.tokenizer, (dir, on_change), self.prepared(), observe)
     }
 
-    /// Whether the recipe's files differ from those that the shards were made from: a file was changed, removed or
-    /// added. Data sets of the hub are not checked.
+    /// Whether a file of the recipe was changed, removed or added since the shards were made. Data sets of the hub are
+    /// not checked.
     pub fn text_has_changed(&self, recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> bool {
         let is_made_of = |prepared: &Prepared, recipe: &Recipe| {
             let (whole, validation) = corpus_configs(recipe, variable)?;
@@ -110,7 +110,7 @@ impl TrainingData {
         let all = recipe.stages();
         let stages = self.stages.iter();
         let stages = stages.map(|(index, text)| (&text.prepared, recipe.at_stage(&all[*index])));
-        // A file that is gone makes an error.
+        // `is_made_of` returns an error if a file has disappeared.
         let mut parts = own.into_iter().chain(stages);
         parts.any(|(prepared, recipe)| !is_made_of(prepared, &recipe).unwrap_or(false))
     }
@@ -120,25 +120,26 @@ impl TrainingData {
         self.parts(self.base_fingerprint(), |prepared| prepared.meta.fingerprint.clone())
     }
 
-    /// The same of the tokens in the shards, wherever they came from.
+    /// Hashes of the tokens in the shards, in the form of [`fingerprint`](Self::fingerprint).
     pub(crate) fn tokens(&self) -> String {
         self.parts(self.prepared().map(tokens_of).unwrap_or_default(), tokens_of)
     }
 
-    fn parts(&self, own: String, of: impl Fn(&Prepared) -> String) -> String {
+    /// `run`, then `of` the shards of each stage that has its own.
+    fn parts(&self, run: String, of: impl Fn(&Prepared) -> String) -> String {
         let stages = self.stages.iter();
         let stages = stages.map(|(index, text)| format!("{PART}{index}:{}", of(&text.prepared)));
-        std::iter::once(own).chain(stages).collect()
+        std::iter::once(run).chain(stages).collect()
     }
 }
 
-/// The tokens that are trained on and those that are held out, as hashes.
+/// Hashes of the training tokens and of the held-out tokens.
 pub(super) fn tokens_of(prepared: &Prepared) -> String {
     let meta = &prepared.meta;
     format!("{}-{}", meta.train.tokens_hash, meta.validation.tokens_hash)
 }
 
-/// The fingerprint of a stage's own text.
+/// The fingerprint of the text that a stage names for itself; `None` if it names none.
 fn part(fingerprint: &str, stage_index: usize) -> Option<&str> {
     let mut parts = fingerprint.split(PART).skip(1);
     parts.find_map(|part| {
@@ -147,12 +148,12 @@ fn part(fingerprint: &str, stage_index: usize) -> Option<&str> {
     })
 }
 
-/// The fingerprint of the run's own text.
+/// The fingerprint of the run's text, without the stages'.
 pub(super) fn base(fingerprint: &str) -> &str {
     fingerprint.split(PART).next().unwrap_or_default()
 }
 
-/// The fingerprint of what stage `stage_index` reads.
+/// The fingerprint of the text that stage `stage_index` reads: its own, else the run's.
 pub(crate) fn of_stage(fingerprint: &str, stage_index: usize) -> &str {
     part(fingerprint, stage_index).unwrap_or_else(|| base(fingerprint))
 }

@@ -9,17 +9,17 @@ use sieve_comm::{Mesh, Work};
 use sieve_ops::{DeviceBackend, TrainBackend};
 use std::time::Instant;
 
-/// A rank is slow whose rate is below this share of the median's.
+/// A rank is slow if its rate is below this share of the median rate.
 const LEAST_SHARE: f64 = 0.8;
-/// Each rate is the best of this many tries, since other work on a host slows some of them.
+/// Each rate is the best of this many tries, because other work on the host slows some of them.
 const TRIES: usize = 5;
-/// How often all ranks measure again where one seems slow, and keep the better rates.
+/// How often all ranks measure again if one seems slow, keeping their best rates.
 const MORE_ROUNDS: usize = 3;
 
-/// What a GPU's driver says of it.
+/// The state of a GPU as its driver reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceState {
-    /// Present and highest clock of its multiprocessors, MHz.
+    /// Present and highest clock of the multiprocessors, MHz.
     pub clocks_mhz: Option<[u32; 2]>,
     /// Memory errors that ECC could not correct, since the driver was loaded.
     pub uncorrected_ecc_errors: Option<u64>,
@@ -27,10 +27,10 @@ pub struct DeviceState {
     pub temperature: Option<u32>,
 }
 
-/// Rates of the ranks of a group.
+/// The measured rates of all ranks, in words.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Health {
-    /// All of them in one line.
+    /// The range of every rate over the ranks, in one line.
     pub line: String,
     /// A line for each rank that is slow or has memory errors.
     pub warnings: Vec<String>,
@@ -41,27 +41,29 @@ pub struct Health {
 struct Rates {
     /// FLOP/s of a GEMM in the model's float type.
     gemm: f64,
-    /// Bytes read and written a second by an elementwise op.
+    /// Bytes read and written per second by an elementwise op.
     copy: f64,
-    /// Bytes a second and rank of an all-reduce, by nccl-tests' rule: of the slowest link.
+    /// Bus bandwidth of an all-reduce in bytes per second, as nccl-tests defines it.
     sum: f64,
-    /// Host and process.
+    /// Host and process id.
     place: String,
     state: Option<DeviceState>,
 }
 
-/// One thing whose rate is measured: its amount, and what does it to its end.
+/// One operation whose rate is measured.
 struct Probe<'a> {
+    /// FLOPs or bytes of one call of `work`.
     amount: f64,
+    /// Runs the operation and waits until the device has done it.
     work: Box<dyn FnMut() -> Result<(), TrainError> + 'a>,
 }
 
 impl Probe<'_> {
-    /// Amount a second, of the best try behind one that warms up.
+    /// FLOPs or bytes per second in the best of [`TRIES`], after one that warms up.
     fn rate(&mut self, mesh: &Mesh) -> Result<f64, TrainError> {
         let mut best = f64::INFINITY;
         for number in 0..=TRIES {
-            // All begin at once: a shared bus or power supply is loaded as in a step.
+            // All ranks begin at once, so that a shared bus or power supply is loaded as in a step.
             mesh.barrier()?;
             let began = Instant::now();
             (self.work)()?;
@@ -73,19 +75,19 @@ impl Probe<'_> {
     }
 }
 
-/// GEMM, copy and all-reduce of this rank. Sizes are such that a CPU needs a few milliseconds for each and a GPU is
-/// busy long enough to be measured.
+/// GEMM, copy and all-reduce of this rank. The sizes take a CPU a few milliseconds each, and keep a GPU busy long
+/// enough to be measured.
 fn probes<'a, B: TrainBackend>(
     collectives: &'a dyn Collectives<B>,
     num_ranks: usize,
     device: &'a B::Device,
     precision: Precision,
 ) -> [Probe<'a>; 3] {
-    let (width, repeats, copied, summed) = match precision {
+    let (width, repeats, num_copied, num_summed) = match precision {
         Precision::F32 => (256, 1, 1 << 20, 1 << 16),
         Precision::Bf16 => (4096, 16, 1 << 26, 1 << 24),
     };
-    let done = move || {
+    let wait = move || {
         let done = B::InnerBackend::sync(device);
         done.map_err(|error| TrainError::Device(error.to_string()))
     };
@@ -99,40 +101,41 @@ fn probes<'a, B: TrainBackend>(
         for _ in 0..repeats {
             let _product = B::InnerBackend::linear(matrix.clone(), matrix.clone(), None);
         }
-        done()
+        wait()
     };
-    let values = Tensor::<B::InnerBackend, 1>::ones([copied], device);
+    let values = Tensor::<B::InnerBackend, 1>::ones([num_copied], device);
     let copy = move || {
         for _ in 0..repeats {
             let _copy = values.clone().mul_scalar(2.0);
         }
-        done()
+        wait()
     };
     let sum = move || {
-        let ones = Tensor::<B::InnerBackend, 1>::ones([summed], device);
+        let ones = Tensor::<B::InnerBackend, 1>::ones([num_summed], device);
         let _sums = collectives.sum(vec![(ones.into_primitive().tensor(), None)])?()?;
-        done()
+        wait()
     };
-    let links = 2.0 * (num_ranks as f64 - 1.0) / num_ranks as f64;
+    // An f32 is read and written by a copy, 8 bytes; in a ring all-reduce, each link carries this share of the tensor.
+    let share_per_link = 2.0 * (num_ranks as f64 - 1.0) / num_ranks as f64;
     [
         Probe {
             amount: 2.0 * (width as f64).powi(3) * f64::from(repeats),
             work: Box::new(gemm),
         },
         Probe {
-            amount: 8.0 * copied as f64 * f64::from(repeats),
+            amount: 8.0 * num_copied as f64 * f64::from(repeats),
             work: Box::new(copy),
         },
         Probe {
-            amount: 4.0 * summed as f64 * links,
+            amount: 4.0 * num_summed as f64 * share_per_link,
             work: Box::new(sum),
         },
     ]
 }
 
 impl<B: TrainBackend> Group<B> {
-    /// Measures every rank's device, all at once, and compares them. `state` queries this rank's driver, directly after
-    /// the load.
+    /// Measures the devices of all ranks at the same time and compares them. `state` asks this rank's driver, directly
+    /// after the GEMMs.
     ///
     /// # Errors
     /// A rank is lost, or a device fails.
@@ -144,7 +147,7 @@ impl<B: TrainBackend> Group<B> {
     ) -> Result<Health, TrainError> {
         let collectives = self.collectives.as_ref();
         let probes = probes::<B>(collectives, self.share().size, device, precision);
-        // A device that hangs in its first work is named.
+        // From here on the other ranks report this one if its device hangs.
         self.mesh.set_work(Work::Long);
         let health = measure(&self.mesh, probes, state)?;
         self.mesh.set_work(Work::Any);
@@ -167,15 +170,12 @@ fn measure(
     for round in 0.. {
         let [gemm, copy, sum] = &mut probes;
         own.gemm = own.gemm.max(gemm.rate(mesh)?);
-        // Clocks rise under load.
+        // Read right after a load, since clocks fall when the device is idle.
         own.state = state();
         own.copy = own.copy.max(copy.rate(mesh)?);
         own.sum = own.sum.max(sum.rate(mesh)?);
-        let bytes = serde_json::to_vec(&own).expect("plain data serialises");
-        let all = mesh.gather(&bytes)?;
-        let all = all.iter().map(|bytes| serde_json::from_slice(bytes));
-        let all = all.collect::<Result<Vec<Rates>, _>>().expect("ranks of one version");
-        // All ranks see the same rates, so all of them measure again or none.
+        let all = super::gather_data(mesh, &own)?;
+        // All ranks see the same rates, so all of them measure again or none does.
         if round == MORE_ROUNDS || slow(&all).is_empty() {
             return Ok(Health {
                 line: line_of(&all),
@@ -186,7 +186,7 @@ fn measure(
     unreachable!("the rounds end above")
 }
 
-/// Ranks below the median's share, each with the rate and the median in words.
+/// The slow ranks, each with its rate and the median rate in words.
 fn slow(all: &[Rates]) -> Vec<(usize, String)> {
     type Rate = fn(&Rates) -> f64;
     let kinds = [
@@ -197,7 +197,7 @@ fn slow(all: &[Rates]) -> Vec<(usize, String)> {
     for (what, rate, unit) in kinds {
         let mut sorted = all.iter().map(rate).collect::<Vec<_>>();
         sorted.sort_by(f64::total_cmp);
-        // Of two ranks the faster one.
+        // The upper median: of two ranks, the faster one.
         let median = sorted[sorted.len() / 2];
         for (rank, rates) in all.iter().enumerate() {
             let own = rate(rates);

@@ -1,30 +1,32 @@
-//! Finds slow ranks by the time of each rank's host for a step, without its waits for other ranks.
+//! Finds slow ranks by the time that each rank's host takes for a step, without its waits for other ranks.
 use sieve_comm::Work;
 use std::time::{Duration, Instant};
 
-/// Steps until a mean says something.
+/// The fewest steps that a mean is taken of.
 const LEAST_STEPS: u32 = 5;
-/// A rank is slow that takes so much longer than the median, and longer by so much.
+/// A rank is slow if its mean time is more than this many times the median rank's, and longer by at least
+/// [`LEAST_DIFFERENCE`].
 const SLOW: f64 = 1.1;
 const LEAST_DIFFERENCE: Duration = Duration::from_millis(20);
-/// Between two lines about it.
+/// The shortest time between two messages.
 const BETWEEN_LINES: Duration = Duration::from_secs(60);
 
-/// Times of steps that were taken as steps usually are: a first step, which compiles kernels, is none of them.
+/// Times of steps of the kind [`Work::Step`]: those that compile kernels or are very slow do not count.
 #[derive(Debug, Default)]
 pub(super) struct StepTimes {
     /// When the present step began, and how long this rank had waited for others by then.
     began: Option<(Instant, Duration)>,
-    /// This rank's last step.
+    /// Time of this rank's last step.
     pub(super) own: Duration,
-    /// Of all ranks, since the last look.
+    /// Sum of the times of each rank since the last report.
     sums: Vec<Duration>,
     num_steps: u32,
     told: Option<Instant>,
 }
 
 impl StepTimes {
-    /// This rank does something else from now on; so far it has `waited` for others.
+    /// Begins work of this kind and ends the step before. `waited` is the time that this rank has waited for others
+    /// since the run began.
     pub(super) fn set_work(&mut self, work: Work, waited: Duration) {
         let now = Instant::now();
         if let Some((began, before)) = self.began.take() {
@@ -33,14 +35,14 @@ impl StepTimes {
         self.began = (work == Work::Step).then_some((now, waited));
     }
 
-    /// What a rank says of its last step.
+    /// Adds the time of a rank's last step.
     pub(super) fn add(&mut self, rank: usize, time: Duration) {
         self.sums.resize(self.sums.len().max(rank + 1), Duration::ZERO);
         self.sums[rank] += time;
         self.num_steps += u32::from(rank == 0);
     }
 
-    /// The slowest rank since the last call, if it is slow and was not reported lately.
+    /// A message about the slowest rank since the last call, if it is slow and the last message is old enough.
     pub(super) fn slow_rank(&mut self) -> Option<String> {
         if self.num_steps < LEAST_STEPS {
             return None;

@@ -9,15 +9,17 @@ use sieve_hf::NamedTensor;
 use sieve_ops::{DeviceBackend, Snapshot, SnapshotReader, TrainBackend};
 
 impl<B: TrainBackend> Optimizer<B> {
-    /// Weights and moments at this moment, to be read on any thread. Each rank takes its shards, and rank 0 the tensors
-    /// that are not sharded. Also takes the weights that show whether all ranks compute with the same ones: this rank's
-    /// own shard, its copy of the shard of the rank `distance` further, and every tensor that is not sharded.
+    /// Weights and moments at this moment, to be read on any thread. Each rank takes its shards; rank 0 also takes the
+    /// tensors that are not sharded.
     ///
-    /// On a GPU with room for a second copy nothing is read now: updates that follow write to copies. Without that room
+    /// The snapshot also holds weights for checksums, which show whether all ranks compute with the same weights: this
+    /// rank's own shard, its copy of the shard of rank + `distance`, and every tensor that is not sharded.
+    ///
+    /// On a GPU with room for a second copy nothing is read now, and later updates write to copies. Without that room
     /// every tensor is read before this returns.
     ///
     /// # Panics
-    /// The device reports an error, also one of work queued before.
+    /// The device reports an error of this or of earlier work.
     pub fn snapshot<M: Module<B>>(&self, module: &M, device: &B::Device, distance: usize) -> OptimizerSnapshot {
         let share = self.share;
         let parameters = parameter_ids(module).into_iter().filter_map(|parameter| {
@@ -30,12 +32,12 @@ impl<B: TrainBackend> Optimizer<B> {
         let parameters = parameters.collect::<Vec<_>>();
         let elements = parameters.iter().map(|(_, _, shape)| shape.iter().product::<usize>());
         // Two moments and the joined master, in f32, and a quarter more for training itself.
-        let needed = 3 * 4 * elements.sum::<usize>() as u64;
-        let waits = B::InnerBackend::snapshot_room(device) > needed + needed / 4;
+        let needed_bytes = 3 * 4 * elements.sum::<usize>() as u64;
+        let has_room = B::InnerBackend::snapshot_room(device) > needed_bytes + needed_bytes / 4;
         let mut taker = Taker::<B> {
             optimizer: self,
             device,
-            reader: (!waits).then(SnapshotReader::default),
+            reader: (!has_room).then(SnapshotReader::default),
             distance,
             weights: Vec::new(),
             replica: Replica::default(),
@@ -67,47 +69,38 @@ impl<B: TrainBackend> Optimizer<B> {
     }
 }
 
-/// What an optimizer and its model held at one moment.
+/// The weights and moments of one moment.
 #[derive(Debug)]
 pub struct OptimizerSnapshot {
-    /// Rank 0's alone.
+    /// `None` besides rank 0.
     num_updates: Option<u64>,
     weights: Vec<Held>,
     moments: Vec<Held>,
-    replica: Replica<Snapshot>,
+    replica: Replica,
 }
 
-/// Weights that one of several ranks computes with.
-#[derive(Debug)]
-struct Replica<T> {
-    own: Vec<T>,
-    other: Vec<T>,
-    whole: Vec<T>,
+/// Weights that one of several ranks computes with, as in [`ReplicaSums`].
+#[derive(Debug, Default)]
+struct Replica {
+    own: Vec<Snapshot>,
+    other: Vec<Snapshot>,
+    whole: Vec<Snapshot>,
 }
 
-impl<T> Default for Replica<T> {
-    fn default() -> Self {
-        Self {
-            own: Vec::new(),
-            other: Vec::new(),
-            whole: Vec::new(),
-        }
-    }
-}
-
-/// Checksums of what one of several ranks computes with.
+/// Checksums of the weights that one of several ranks computes with.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReplicaSums {
-    /// Of its own pieces.
+    /// Checksum of the pieces that this rank updates.
     own: u64,
-    /// Of the pieces of a rank further on.
+    /// Checksum of the pieces that another rank updates, in this rank's copy of the weights.
     other: u64,
-    /// Of weights that are not cut.
+    /// Checksum of the weights that are not divided.
     whole: u64,
 }
 
 impl ReplicaSums {
-    /// The first two ranks that compute with other weights; rank by rank, and how much further each has looked.
+    /// The first two ranks that compute with different weights. `all` are the sums of each rank, and rank r has
+    /// compared the pieces of rank r + `distance`.
     pub(crate) fn differ(all: &[Self], distance: usize) -> Option<[usize; 2]> {
         let first = all.first()?;
         (0..all.len()).find_map(|rank| {
@@ -121,15 +114,15 @@ impl ReplicaSums {
     }
 }
 
-/// Name, shape, values.
+/// Name, shape and values of a tensor.
 type Held = (String, Vec<usize>, Snapshot);
 
 impl OptimizerSnapshot {
-    /// `(weights, state, sums)`: the f32 weights by parameter name, in module order; the number of updates and the
-    /// moments; what is compared with other ranks.
+    /// Reads the snapshot as `(weights, state, sums)`: the f32 weights in module order; the number of updates and the
+    /// moments; the checksums to compare with other ranks.
     ///
     /// # Errors
-    /// The device's driver reports one.
+    /// The device's driver reports an error.
     pub fn read(self) -> Result<(Vec<NamedTensor>, Vec<NamedTensor>, ReplicaSums), String> {
         let mut reader = SnapshotReader::default();
         let mut sum = |held: Vec<Snapshot>| -> Result<u64, String> {
@@ -165,11 +158,11 @@ impl OptimizerSnapshot {
 struct Taker<'a, B: TrainBackend> {
     optimizer: &'a Optimizer<B>,
     device: &'a B::Device,
-    /// Where values are read at once.
+    /// Reads every tensor at once; `None` if the device has room to keep the values.
     reader: Option<SnapshotReader>,
     distance: usize,
     weights: Vec<Snapshot>,
-    replica: Replica<Snapshot>,
+    replica: Replica,
 }
 
 impl<B: TrainBackend> Taker<'_, B> {
@@ -184,7 +177,7 @@ impl<B: TrainBackend> Taker<'_, B> {
         Snapshot::of_data(data.unwrap_or_else(|error| panic!("{error}")))
     }
 
-    /// Until the device has run what is queued.
+    /// Waits until the device has done all queued work.
     fn wait(&self) {
         let done = B::InnerBackend::sync(self.device);
         done.unwrap_or_else(|error| panic!("{error:?}"));
@@ -202,7 +195,7 @@ impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
         let leaf = tensor.inner().into_primitive().tensor();
         if share.size > 1 {
             let further = (share.rank + self.distance) % share.size;
-            // A copy, since the weight is overwritten while the snapshot is read.
+            // A copy: the gather after the next update overwrites the weight in place while the snapshot is read.
             let copy = |part| B::InnerBackend::float_mul_scalar(part, 1f32.into());
             let now = |range| copy(cut::<B>(leaf.clone(), range));
             match cuts {
@@ -227,7 +220,7 @@ impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
         }
         let leaf = match (pieces.get(&param.id), range) {
             (Some(piece), _) => piece.clone(),
-            // Before the first update.
+            // f32 weights have no `pieces` before their first update.
             (None, Some(range)) => cut::<B>(leaf, range),
             (None, None) => leaf,
         };

@@ -1,9 +1,12 @@
-//! Checkpoints of a run, and its first files: when they may be written, which stay.
+//! Writes a run's recipe and checkpoints, and removes outdated checkpoints.
 use super::writer::{Shard, Written};
 use super::{Moment, Reporter, Trainer};
 use crate::group::Group;
 use crate::optimizer::ReplicaSums;
+use crate::run_folder::rename_aside;
 use crate::{Origin, RunFolder, TrainError, TrainEvent};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use sieve_core::Recipe;
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, list_checkpoints};
@@ -12,7 +15,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Between two tries to write the last checkpoint.
+/// The longest pause between two tries to write the last checkpoint.
 const LONGEST_LAST_PAUSE: Duration = Duration::from_secs(60);
 
 impl<B: TrainBackend> Trainer<B> {
@@ -27,7 +30,7 @@ impl<B: TrainBackend> Trainer<B> {
             return Ok(());
         }
         self.finish_checkpoint(reporter)?;
-        // Of the checkpoint before: this one's is its own.
+        // Reports a failure of the previous checkpoint before this one can replace it in `saving.problem`.
         self.warn_unsaved(reporter);
         self.finish_leaves()?;
         let folder = match (&self.saving.fallback, self.saving.uses_fallback) {
@@ -42,14 +45,14 @@ impl<B: TrainBackend> Trainer<B> {
             Err(error @ TrainError::FolderBusy(_)) => return Err(error),
             begun => begun.err().map(|error| error.to_string()),
         };
-        // The others write into the folder that rank 0 has made.
+        // The other ranks write into the folder that rank 0 has created.
         if let Some(problem) = self.of_any(problem)? {
             self.note_failure(self.step, problem);
             return Ok(());
         }
         let (recipe_toml, tokenizer_json) = (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
         let distance = self.distance(self.step);
-        let snapshot = (self.optimizer).snapshot(self.model(), &self.device, distance);
+        let snapshot = self.optimizer.snapshot(self.model(), &self.device, distance);
         let (step, disturbance) = (self.step, self.disturbance.clone());
         let files = move || {
             disturbance.at(step, Moment::Writing);
@@ -80,8 +83,8 @@ impl<B: TrainBackend> Trainer<B> {
         self.writer.start(&folder, state, share, files)
     }
 
-    /// Writes the recipe into the folder: the first file of a run, without which nothing else there can be resumed.
-    /// [`run`](Self::run) does it too; a caller who keeps files of its own there does it before them.
+    /// Writes the recipe into the run's folder. It is the first file of a run, and a run without it cannot be resumed.
+    /// [`run`](Self::run) writes it too; a caller that writes other files into the folder calls this first.
     ///
     /// # Errors
     /// Any failure of the file system.
@@ -117,32 +120,38 @@ impl<B: TrainBackend> Trainer<B> {
         fs::create_dir_all(folder).map_err(TrainError::io("creating", folder))?;
         let taken = folder.join(format!("step-{}", self.step));
         if self.saving.uses_fallback && taken.exists() {
-            set_aside(&taken)?;
+            rename_aside(&taken, "aside")?;
         }
         Ok(Checkpoint::begin(folder, self.step)?)
     }
 
-    /// What went wrong in any process, the same for all of them.
+    /// A value of every rank, by rank.
+    pub(super) fn gathered<T: Serialize + DeserializeOwned>(&self, own: T) -> Result<Vec<T>, TrainError> {
+        match &self.group {
+            Some(group) => group.gather_data(&own),
+            None => Ok(vec![own]),
+        }
+    }
+
+    /// The problem of the first rank that has one; all ranks get the same answer.
     fn of_any(&self, own: Option<String>) -> Result<Option<String>, TrainError> {
         let Some(group) = &self.group else {
             return Ok(own);
         };
-        let all = group.gather(own.unwrap_or_default().as_bytes())?;
-        let mut problems = all.iter().enumerate().filter(|(_, text)| !text.is_empty());
-        let first = problems.next();
-        Ok(first.map(|(rank, text)| format!("rank {rank}: {}", String::from_utf8_lossy(text))))
+        let mut all = group.gather_data(&own)?.into_iter().enumerate();
+        Ok(all.find_map(|(rank, problem)| Some(format!("rank {rank}: {}", problem?))))
     }
 
-    /// The checkpoint of a step could not be written: all processes know it.
+    /// Records that the checkpoint of a step could not be written. All ranks call it.
     fn note_failure(&mut self, step: u64, problem: String) {
         self.saving.tries.fail();
         self.saving.problem = Some((step, problem));
     }
 
-    /// Tells why the last checkpoint is not on disk, if it failed, and what follows.
+    /// Reports a checkpoint that failed, and whether training continues.
     pub(super) fn warn_unsaved(&mut self, reporter: &mut Reporter<'_>) {
         if let Some((step, problem)) = self.saving.problem.take() {
-            let (failed, most) = (self.saving.tries.num_failed(), self.saving.tries.limits().max_failures);
+            let (failed, most) = (self.saving.tries.num_failed, self.saving.tries.limits.max_failures);
             let next = match self.saving.gives_up() {
                 true => "the run stops".to_owned(),
                 false => "training continues, and soon tries again".to_owned(),
@@ -153,7 +162,8 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// Waits until all ranks have written the pending checkpoint, reports it, and removes those that are too old.
+    /// Waits until all ranks have written the pending checkpoint, gives it its final name, reports it, and removes
+    /// outdated checkpoints.
     ///
     /// # Errors
     /// A rank or a device is lost; ranks compute with different weights.
@@ -170,14 +180,7 @@ impl<B: TrainBackend> Trainer<B> {
                 Checkpoint::discard(&folder, step);
             }
         };
-        let mut all = vec![shard];
-        if let Some(group) = &self.group {
-            let own = serde_json::to_vec(&all[0]).expect("plain data serialises");
-            let found = group.gather(&own).inspect_err(|_| discard())?;
-            let found = found.iter().map(|text| serde_json::from_slice(text));
-            let found = found.collect::<Result<Vec<Result<Shard, String>>, _>>();
-            all = found.expect("ranks of one version");
-        }
+        let all = self.gathered(shard).inspect_err(|_| discard())?;
         let name = |(rank, shard): (usize, Result<Shard, String>)| {
             shard.map_err(|problem| match self.group {
                 Some(_) => format!("rank {rank}: {problem}"),
@@ -216,7 +219,7 @@ impl<B: TrainBackend> Trainer<B> {
                 }
             }
         }
-        // It has its name for all.
+        // Rank 0 tells the others whether the checkpoint has its final name.
         if let Some(problem) = self.of_any(problem)? {
             self.note_failure(step, problem);
             return Ok(());
@@ -230,9 +233,9 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// Waits for this process's files of the pending checkpoint, which gets no name: other ranks may not know yet that
-    /// this one fails, and would take its part in naming it for an answer to something else. Errors that all ranks
-    /// share finish the checkpoint first.
+    /// Waits for this process's files of the pending checkpoint and drops the checkpoint. It cannot be finished after
+    /// an error of this rank alone: the other ranks do not know of the error, and would take the messages that finish a
+    /// checkpoint for answers to others. Errors that occur on all ranks finish the checkpoint before they return.
     pub(super) fn discard_checkpoint(&mut self) -> Result<(), TrainError> {
         if let Some(Written { folder, state, .. }) = self.finish_writing()?
             && self.writes()
@@ -242,13 +245,13 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// Writes the last state, which is nowhere else: retries for minutes, in turns with the fallback folder if one was
-    /// named.
+    /// Writes the last state of the run. Failures are retried for [`WriteLimits::last`](super::WriteLimits::last),
+    /// alternating between the run's folder and the fallback folder if there is one.
     ///
     /// # Errors
     /// It cannot be written; a rank or a device is lost.
     pub(super) fn save_last(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        let limits = self.saving.tries.limits();
+        let limits = self.saving.tries.limits;
         let (since, mut pause) = (Instant::now(), limits.first_pause);
         loop {
             self.start_checkpoint(reporter)?;
@@ -258,11 +261,11 @@ impl<B: TrainBackend> Trainer<B> {
             };
             let has_other = self.saving.fallback.is_some() && !self.saving.uses_fallback;
             self.saving.uses_fallback = has_other;
-            // The clocks of several processes differ.
-            let is_over = u64::from(since.elapsed() + pause > limits.last);
+            // Rank 0's clock decides, so that all ranks give up at the same try.
+            let is_over = since.elapsed() + pause > limits.last;
             let is_over = match &self.group {
-                Some(group) => group.of_first(Some(is_over))? == Some(1),
-                None => is_over == 1,
+                Some(group) => group.of_first(is_over)?,
+                None => is_over,
             };
             let next = match (has_other, is_over) {
                 (true, _) => "it goes to the folder of --checkpoint-fallback".to_owned(),
@@ -296,29 +299,30 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// Waits for this process's files.
+    /// Waits until this process has written its files of the pending checkpoint.
     fn finish_writing(&mut self) -> Result<Option<Written>, TrainError> {
         let group = self.group.as_ref();
         let written = self.writer.finish(&|| group.into_iter().for_each(Group::tick));
-        // Where a rank is lost, rank 0 has removed the folder: that is no error of this rank.
+        // If a rank is lost, rank 0 has removed the folder, and writing into it failed. The lost rank is the error
+        // then.
         written.or_else(|error| {
             group.map_or(Ok(()), Group::check)?;
             Err(error)
         })
     }
 
-    /// How much further the rank is whose pieces this one compares at a step: over some checkpoints all others.
+    /// Rank r compares its copy of the weights with the pieces of rank r + distance. The distance changes from
+    /// checkpoint to checkpoint, so that in time every pair of ranks is compared.
     fn distance(&self, step: u64) -> usize {
         let others = self.share().size.saturating_sub(1).max(1) as u64;
         let interval = self.recipe.checkpoint.interval.max(1) as u64;
         1 + (step / interval % others) as usize
     }
 
-    /// As [`finish_checkpoint`](Self::finish_checkpoint), if it needs no waiting; with several processes, once all are
-    /// done.
+    /// Calls [`finish_checkpoint`](Self::finish_checkpoint) if all processes have written their files, else nothing.
     ///
     /// # Errors
-    /// Why it could not be written.
+    /// Those of [`finish_checkpoint`](Self::finish_checkpoint).
     pub(super) fn poll_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let is_done = match &self.group {
             Some(_) => self.all_written,
@@ -330,22 +334,22 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// Where the last checkpoint of this run lies.
+    /// Path of the last checkpoint of this run.
     pub(super) fn last_checkpoint_path(&self) -> Option<PathBuf> {
         let step = self.last_checkpoint?;
         Some(self.last_folder.join(format!("step-{step}")))
     }
 
-    /// Clears away what a killed process left half written, and sets checkpoints aside that belong to another
-    /// continuation of the run, because they are ahead of this one or have its step and are not its origin: the latest
-    /// must be this one's.
+    /// Removes half-written checkpoints of a killed process. Renames checkpoints of another continuation of the run,
+    /// which have a later step, or have this step and are not the one that this process resumed from: otherwise a later
+    /// resume would take them for this continuation's.
     pub(super) fn tidy_checkpoints(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let folder = self.folder.checkpoint_path();
         for (step, path) in list_checkpoints(&folder)? {
             if step < self.step || self.last_checkpoint == Some(step) {
                 continue;
             }
-            let aside = set_aside(&path)?;
+            let aside = rename_aside(&path, "aside")?;
             reporter.emit(TrainEvent::Notice(&format!(
                 "note: step-{step} belongs to another continuation; it is kept as {}",
                 aside.display()
@@ -355,16 +359,8 @@ impl<B: TrainBackend> Trainer<B> {
     }
 }
 
-/// Gives a checkpoint a name that no run takes for one of its own.
-fn set_aside(path: &Path) -> Result<PathBuf, TrainError> {
-    let aside = (1..).map(|number| path.with_extension(format!("aside-{number}")));
-    let aside = aside.into_iter().find(|path| !path.exists());
-    let aside = aside.expect("some number is free");
-    fs::rename(path, &aside).map_err(TrainError::io("renaming", path))?;
-    Ok(aside)
-}
-
-/// Finishes the cleanup of a finished run that was killed: removes outdated checkpoints and half-written files.
+/// Cleans up after a run that was killed when its last checkpoint existed: removes outdated checkpoints and
+/// half-written files.
 ///
 /// # Errors
 /// Any failure of the file system.
@@ -388,8 +384,8 @@ fn remove_half_written(folder: &Path) -> Result<(), TrainError> {
     Ok(())
 }
 
-/// Removes all but the latest checkpoints; the one before the first step, and one every so many steps, stay where the
-/// recipe asks for it.
+/// Removes all but the latest `checkpoint.keep_latest_k` checkpoints. The checkpoint before the first step
+/// (`at_start`) and every `keep_every` steps stays.
 fn prune(folder: &Path, recipe: &Recipe) -> Result<(), TrainError> {
     let keep = recipe.checkpoint.keep_latest_k;
     if keep == 0 {
@@ -404,10 +400,10 @@ fn prune(folder: &Path, recipe: &Recipe) -> Result<(), TrainError> {
     all.retain(|(step, _)| !always(*step));
     all.truncate(all.len().saturating_sub(keep));
     for (step, path) in all {
-        // Renamed first: a kill in the middle leaves no half checkpoint under a checkpoint's name.
-        let going = folder.join(format!("step-{step}.tmp"));
-        fs::rename(&path, &going)
-            .and_then(|()| fs::remove_dir_all(&going))
+        // Renamed first, so that a kill in the middle leaves no incomplete folder under a checkpoint's name.
+        let temporary = folder.join(format!("step-{step}.tmp"));
+        fs::rename(&path, &temporary)
+            .and_then(|()| fs::remove_dir_all(&temporary))
             .map_err(TrainError::io("removing", &path))?;
     }
     Ok(())

@@ -1,8 +1,8 @@
-//! Time of steps.
+//! Measures the time of steps.
 use std::time::{Duration, Instant};
 
-/// Time and tokens of steps alone, without validation and checkpoints: wall time between two reports, at each of which
-/// the device is synchronised.
+/// Wall time and tokens of steps since the last report, without validations and checkpoints. The device is synchronised
+/// at every report.
 pub(super) struct Clock {
     since: Instant,
     paused: Duration,
@@ -20,7 +20,7 @@ impl Clock {
         }
     }
 
-    /// A step was given to the device.
+    /// Counts a step that was queued on the device.
     pub(super) fn step(&mut self, tokens: u64) {
         self.tokens += tokens;
         self.steps += 1;

@@ -1,4 +1,4 @@
-//! What the host does about steps that were not taken, and about losses far above their mean.
+//! The host's part of the guard: reports skipped steps, and goes back to a checkpoint after too many bad ones.
 use super::{Reporter, Trainer};
 use crate::guard::{GatedStep, StepNumbers};
 use crate::segment::Segment;
@@ -14,46 +14,48 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Steps whose numbers may wait unread: reading them waits for the device.
+/// The most steps whose loss and gradient norm are left on the device: reading them waits for the device.
 const MAX_UNREAD: usize = 64;
-/// How far the device may be behind: a longer wait for its numbers would look like one for a device that hangs.
+/// The most work that the device may have queued. After a longer wait for a loss, other ranks would take this one for
+/// dead.
 const MAX_BEHIND: Duration = Duration::from_secs(60);
-/// A slower step could be taken for one that hangs.
+/// With slower steps, other ranks allow this one the longer time of [`Work::Long`](sieve_comm::Work::Long).
 const SLOW_STEP: Duration = Duration::from_secs(20);
-/// After a skipped step, the losses of this many steps are read one by one, so that gradient norms are known by layer.
+/// After a skipped step, this many steps are read one by one while their gradients exist: if one of them is skipped
+/// too, its gradient norms by layer are reported.
 const WATCHED_STEPS: u64 = 100;
-/// Documents of a step that are named.
+/// The most documents of a skipped step that a report names.
 const MAX_NAMED_DOCUMENTS: usize = 16;
-/// How many times as long a streak may be where steps are taken: a learning rate near the highest that trains makes the
-/// loss jump now and then, and the next steps lower it again.
+/// A streak of steps that were taken, with losses far above the mean, may be this many times `training.guard_patience`
+/// long: near the highest usable learning rate the loss jumps now and then, and comes down by itself.
 const PATIENCE_WITH_LOSS: usize = 10;
-/// How often a run rewinds to one checkpoint before it gives up.
+/// A run ends when it would go back to one checkpoint for the third time.
 const MAX_REWINDS: u32 = 2;
 
-/// Where a run may go wrong.
+/// A point at which tests inject a fault.
 #[doc(hidden)]
 #[derive(Debug)]
 pub enum Moment<'a> {
-    /// The loss of a step, and so its gradients, are multiplied.
+    /// The factor multiplies the loss of a step, and with it the gradients.
     Loss,
-    /// The loss of a micro-batch that ranks compute to compare their gradients is multiplied.
+    /// The factor multiplies the loss of the micro-batch whose gradients ranks compare.
     Replay,
-    /// The learning rate of a step is multiplied.
+    /// The factor multiplies the learning rate of a step.
     Rate,
-    /// The weights that this rank computes with are multiplied, after a step.
+    /// The factor multiplies the weights that this rank computes with, after a step.
     Leaves,
-    /// What a step reads.
+    /// The micro-batches of a step were read, and may be changed.
     Batches(&'a mut [Batch]),
     /// A validation begins.
     Validating,
     /// The thread that writes a checkpoint begins.
     Writing,
-    /// All ranks are about to give a checkpoint its name.
+    /// All ranks have written a checkpoint, which is about to get its final name.
     Naming,
 }
 
-/// Fault injection for tests: called at each moment, in a step with the number of the step's first row in its stage,
-/// else with the number of steps done. Returns a factor for loss or gradients; 1 changes nothing.
+/// Fault injection for tests: a function that is called at each [`Moment`]. Its number is the first row of the step, or
+/// outside of a step the number of steps done. It returns a factor, of which 1 changes nothing.
 #[doc(hidden)]
 #[derive(Clone)]
 pub struct FaultInjection(Arc<dyn Fn(u64, Moment<'_>) -> f64 + Send + Sync>);
@@ -65,39 +67,40 @@ impl Default for FaultInjection {
 }
 
 impl FaultInjection {
-    /// Calls `disturb` at every moment.
+    /// Calls `disturb` at every [`Moment`].
     pub fn new(disturb: impl Fn(u64, Moment<'_>) -> f64 + Send + Sync + 'static) -> Self {
         Self(Arc::new(disturb))
     }
 
-    /// The factor of a moment.
+    /// The factor of a [`Moment`].
     pub(super) fn at(&self, number: u64, moment: Moment<'_>) -> f64 {
         (self.0)(number, moment)
     }
 }
 
-/// What follows for the loop.
+/// Whether the state after a check is still that of the last step.
+#[derive(PartialEq)]
 pub(super) enum Verdict {
     GoOn,
-    /// The state is an earlier checkpoint's.
+    /// The state was restored from an earlier checkpoint.
     WentBack,
 }
 
-/// Steps whose numbers were not read yet, and what came of the others.
+/// The steps whose loss and gradient norm were not read yet, and the streak of bad steps.
 pub(super) struct GuardLog<B: TrainBackend> {
     unread: VecDeque<Unread<B>>,
     streak: Streak,
     last: Option<(u64, StepNumbers)>,
-    /// Steps up to this one are read at once.
+    /// Steps up to this one are read as soon as they are queued.
     watched_until: u64,
-    /// The checkpoint gone back to, and how often.
+    /// Step of the checkpoint that the run went back to last, and how often it did.
     returns: (u64, u32),
     pace: DevicePace,
 }
 
 /// How long the device takes for a step.
 struct DevicePace {
-    /// When it had done all it was given.
+    /// When the device had last done all queued steps.
     caught_up: Instant,
     step_time: Duration,
 }
@@ -110,42 +113,45 @@ impl DevicePace {
         }
     }
 
-    /// It has just done this many steps.
+    /// Records that the device has just done `num_steps` more steps, and all that were queued.
     fn catches_up(&mut self, num_steps: usize, now: Instant) {
         let num_steps = num_steps.max(1) as u32;
         self.step_time = now.duration_since(self.caught_up) / num_steps;
         self.caught_up = now;
     }
 
-    /// Whether this many steps may take it long.
+    /// Whether `num_steps` queued steps take the device at least [`MAX_BEHIND`].
     fn is_far_behind(&self, num_steps: usize) -> bool {
         self.step_time * num_steps as u32 >= MAX_BEHIND
     }
 }
 
-/// Bad steps in a row: not taken, or taken with a loss far above the mean.
+/// Bad steps in a row: skipped, or taken with a loss far above the mean.
 #[derive(Default)]
 struct Streak {
     num_steps: usize,
-    /// Those that were not taken.
+    /// The skipped steps among them.
     skipped: Vec<SkippedStep>,
 }
 
 impl Streak {
-    /// Whether the run must go back.
-    fn is_over(&self, patience: usize) -> bool {
+    /// Whether the streak is so long that the run must go back to a checkpoint.
+    fn exhausts(&self, patience: usize) -> bool {
         self.skipped.len() >= patience || self.num_steps >= patience.saturating_mul(PATIENCE_WITH_LOSS)
     }
 }
 
+/// A step whose numbers are still on the device.
 struct Unread<B: TrainBackend> {
     step: u64,
     lr: f64,
     first_sample: u64,
     num_rows: u64,
-    /// In the order of the rows, neighbours once.
+    /// Documents of this rank's rows, in their order, without repeated neighbours.
     documents: Vec<u32>,
+    /// As [`GatedStep::row`].
     row: Tensor<B::InnerBackend, 1>,
+    /// Gradient norms by part of the model; empty unless the step was read at once and was skipped.
     norms: Vec<(String, f64)>,
 }
 
@@ -156,7 +162,7 @@ impl<B: TrainBackend> GuardLog<B> {
             streak: Streak::default(),
             last: None,
             watched_until: match precision {
-                // Reading costs nothing where host and device are one.
+                // f32 runs on the CPU, where reading costs nothing.
                 Precision::F32 => u64::MAX,
                 Precision::Bf16 => 0,
             },
@@ -165,17 +171,17 @@ impl<B: TrainBackend> GuardLog<B> {
         }
     }
 
-    /// Whether the steps that were not read, and one more, may take the device long.
+    /// Whether the unread steps and one more take the device at least [`MAX_BEHIND`].
     pub(super) fn is_far_behind(&self) -> bool {
         self.pace.is_far_behind(self.unread.len() + 1)
     }
 
-    /// Whether one step takes the device so long that a wait for it says nothing.
+    /// Whether one step takes the device longer than [`SLOW_STEP`].
     pub(super) fn is_slow(&self) -> bool {
         self.pace.step_time > SLOW_STEP
     }
 
-    /// Remembers a step before its gradients go.
+    /// Remembers a step, whose gradients still exist, until its numbers are read.
     pub(super) fn note(
         &mut self,
         step: u64,
@@ -202,13 +208,13 @@ impl<B: TrainBackend> GuardLog<B> {
         Ok(())
     }
 
-    /// The numbers of `step`, where it was taken.
+    /// The numbers of `step`, if it is the last one that was read and it was taken.
     pub(super) fn last_taken(&self, step: u64) -> Option<StepNumbers> {
         let (last, numbers) = self.last?;
         (last == step && numbers.is_taken).then_some(numbers)
     }
 
-    /// Whether the last step that was read is a bad one.
+    /// Whether the last step that was read is bad.
     pub(super) fn in_streak(&self) -> bool {
         self.streak.num_steps > 0
     }
@@ -237,16 +243,16 @@ pub(super) fn norms_by_part<B: TrainBackend>(
 }
 
 impl<B: TrainBackend> Trainer<B> {
-    /// A step whose rows hold no label, on any rank: it changes no weight.
+    /// Counts a step whose rows hold no label on any rank, and therefore change no weight.
     ///
     /// # Errors
-    /// All rows of the stage were passed over.
+    /// An epoch's rows in a row had no label.
     pub(super) fn pass_over(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let (first, num_rows) = (self.next_sample, self.stage.recipe.training.global_batch_size as u64);
-        self.unlabelled.0 += 1;
-        self.unlabelled.1 += num_rows;
-        if self.unlabelled.1 >= self.stage.loader.samples_per_epoch() {
-            // All ranks have agreed on it.
+        self.unlabelled.num_steps += 1;
+        self.unlabelled.num_rows_in_a_row += num_rows;
+        if self.unlabelled.num_rows_in_a_row >= self.stage.loader.samples_per_epoch() {
+            // All ranks return this error at this step, so all of them can finish the checkpoint.
             self.finish_checkpoint(reporter)?;
             return Err(TrainError::refused(
                 format!("step {}: no row of the text holds a token with a label", self.step + 1),
@@ -255,7 +261,7 @@ impl<B: TrainBackend> Trainer<B> {
             ));
         }
         self.count_step();
-        let count = self.unlabelled.0;
+        let count = self.unlabelled.num_steps;
         if count.is_power_of_two() {
             reporter.emit(TrainEvent::Warning(&format!(
                 "warning: step {}: rows {first} to {} hold no token with a label and are passed over ({count} such \
@@ -267,7 +273,7 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// The rows of a step were read.
+    /// Advances step, next row and tokens by one step.
     pub(super) fn count_step(&mut self) {
         let training = &self.stage.recipe.training;
         self.step += 1;
@@ -275,7 +281,8 @@ impl<B: TrainBackend> Trainer<B> {
         self.tokens_seen += training.tokens_per_step() as u64;
     }
 
-    /// Reads the numbers of past steps: of all of them where `now` is set, else when they are many or watched.
+    /// Reads the losses and gradient norms of all unread steps, if `now` is set, a step is watched, or [`MAX_UNREAD`]
+    /// steps are unread. After too many bad steps, goes back to the last checkpoint.
     pub(super) fn check_steps(&mut self, now: bool, reporter: &mut Reporter<'_>) -> Result<Verdict, TrainError> {
         let is_watched = self.step <= self.guard_log.watched_until;
         if !(now || is_watched || self.guard_log.unread.len() >= MAX_UNREAD) {
@@ -284,7 +291,7 @@ impl<B: TrainBackend> Trainer<B> {
         let num_steps = self.guard_log.unread.len();
         while let Some(unread) = self.guard_log.unread.pop_front() {
             let numbers = StepNumbers::read::<B>(&unread.row);
-            // Where a rank is lost, the sums of its device's work are worthless.
+            // If a rank is lost, sums over the ranks are worthless.
             self.group.as_ref().map_or(Ok(()), Group::check)?;
             if self.guard_log.unread.is_empty() {
                 self.guard_log.pace.catches_up(num_steps, Instant::now());
@@ -309,7 +316,7 @@ impl<B: TrainBackend> Trainer<B> {
                 reporter.emit(TrainEvent::Skipped(&skipped));
                 self.guard_log.streak.skipped.push(skipped);
             }
-            if self.guard_log.streak.is_over(self.recipe.training.guard_patience) {
+            if self.guard_log.streak.exhausts(self.recipe.training.guard_patience) {
                 self.go_back(numbers, mean_loss, lr, reporter)?;
                 return Ok(Verdict::WentBack);
             }
@@ -317,7 +324,8 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(Verdict::GoOn)
     }
 
-    /// To the last checkpoint, but past the rows that were read since.
+    /// Restores the last checkpoint, and continues behind the rows that were read since, unless these belong to another
+    /// stage.
     fn go_back(
         &mut self,
         numbers: StepNumbers,
@@ -395,7 +403,7 @@ impl<B: TrainBackend> Trainer<B> {
     fn skipped_step(&self, unread: Unread<B>, numbers: StepNumbers, mean_loss: f32) -> Result<SkippedStep, TrainError> {
         let documents = match &self.group {
             None => unread.documents,
-            // Each rank knows the documents of its own rows only; rank 0 reads the rows of all.
+            // A rank knows only the documents of its own rows; rank 0, which writes the report, reads all rows again.
             Some(_) if self.writes() => {
                 let rows = unread.num_rows as usize;
                 self.stage.loader.batch(unread.first_sample, rows)?.documents

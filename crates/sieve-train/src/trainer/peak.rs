@@ -1,9 +1,10 @@
-//! The steps in which the most memory in use is looked for.
+//! Measures the peak memory in use during the first steps of a stage.
 use super::{Reporter, Trainer};
 use crate::{MemoryProbe, TrainError};
 use sieve_ops::TrainBackend;
 
-/// Steps of a stage that are watched: the first makes the moments at its end, the second has all there will ever be.
+/// Steps of a stage that are watched: the optimizer creates its moments at the end of the first, so the second is the
+/// first with all tensors in memory.
 const WATCHED_STEPS: u32 = 2;
 
 /// A watch over the first steps of a stage.
@@ -19,18 +20,18 @@ impl PeakWatch {
         watch
     }
 
-    /// Another stage begins, with other sizes.
+    /// Watches the first steps of another stage.
     pub(super) fn restart(&mut self) {
         self.steps_left = WATCHED_STEPS;
         self.memory.watch();
     }
 
-    /// Whether all watched steps of the stage were given to the device.
+    /// Whether all watched steps of the stage were queued on the device.
     pub(super) fn is_over(&self) -> bool {
         self.steps_left == 0
     }
 
-    /// A step was given to the device.
+    /// Counts a step that was queued on the device.
     pub(super) fn step(&mut self) {
         if self.steps_left > 0 {
             self.steps_left -= 1;
@@ -48,14 +49,11 @@ impl Drop for PeakWatch {
 }
 
 impl<B: TrainBackend> Trainer<B> {
-    /// Writes down the most memory of the watched steps, of every process.
+    /// Writes the peak memory of the watched steps, of every process, to the metrics.
     pub(super) fn report_peak(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let peak = self.memory.peak();
         let own = peak.map_or(0, |peak| peak.in_use_bytes);
-        let by_rank = match &self.group {
-            Some(group) => group.numbers(own)?,
-            None => vec![own],
-        };
+        let by_rank = self.gathered(own)?;
         if let (MemoryProbe::Device(_), Some(peak)) = (self.memory, peak) {
             reporter.metrics.memory(self.step, peak, by_rank);
         }

@@ -1,28 +1,23 @@
-//! Silent data corruption: a device that computes a wrong gradient without an error. All ranks compute the gradients of
-//! one micro-batch, and compare them bit for bit.
+//! Detects silent data corruption, a device that computes a wrong gradient without an error: all ranks compute the
+//! gradients of the same micro-batch and compare them bit for bit.
 use super::{AWAY, Moment, Reporter, Trainer};
-use crate::collectives::Primitive;
+use crate::collectives::{Primitive, flat};
 use crate::segment::Segment;
 use crate::segments::{BlockSettings, PassHooks, pass};
 use crate::{DeviceBatch, GradientBuffer, TrainError};
-use burn::tensor::ops::FloatTensorOps;
-use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
 use sieve_comm::Work;
 use sieve_nn::Qwen3;
 use sieve_ops::{KernelPolicy, SumOrder, TrainBackend};
 use xxhash_rust::xxh3::Xxh3;
 
-/// Consumes the gradients of each segment as soon as they are known and keeps one hash of all, so that no more memory
-/// is needed than in a step.
+/// Hashes and drops the gradients of each segment as soon as they are known, so that no more memory is needed than in a
+/// step.
 #[derive(Default)]
 struct Hashes(Xxh3);
 
 impl Hashes {
     fn add<B: TrainBackend>(&mut self, values: Primitive<B>) {
-        let count = values.shape().num_elements();
-        let flat = B::InnerBackend::float_reshape(values, [count].into());
-        let flat = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(flat));
-        self.0.update(flat.into_data().as_bytes());
+        self.0.update(flat::<B>(values).into_data().as_bytes());
     }
 }
 
@@ -45,8 +40,8 @@ impl<B: TrainBackend> PassHooks<B> for Hashes {
 }
 
 impl<B: TrainBackend> Trainer<B> {
-    /// Every `training.guard_replay` steps: computes the first micro-batch of the step that comes, in a fixed order of
-    /// sums, in all ranks, and compares loss and gradients bit for bit. A process alone computes it twice.
+    /// Every `training.guard_replay` steps, computes the first micro-batch of the next step on all ranks, with sums in
+    /// a fixed order, and compares loss and gradients bit for bit. A process without others computes it twice.
     ///
     /// # Errors
     /// Gradients differ; a rank is lost.
@@ -55,7 +50,7 @@ impl<B: TrainBackend> Trainer<B> {
         if every == 0 || !(self.step + 1).is_multiple_of(every) {
             return Ok(());
         }
-        // Kernels of a fixed order may be compiled now.
+        // The kernels that sum in a fixed order may have to be compiled first.
         self.set_work(Work::Long);
         self.finish_leaves()?;
         let first = self.replayed()?;
@@ -66,7 +61,7 @@ impl<B: TrainBackend> Trainer<B> {
         match at_fault(&first, &second) {
             ranks if ranks.is_empty() => Ok(()),
             ranks => {
-                // All ranks find the same, and none has another message to wait for.
+                // Every rank reaches this point with the same result, so all of them can finish the checkpoint.
                 self.finish_checkpoint(reporter)?;
                 let names = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
                 let (rank, differ) = match ranks.len() {
@@ -87,7 +82,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// The hash of every rank's loss and gradients.
+    /// Computes the micro-batch and returns the hash of loss and gradients of every rank.
     fn replayed(&mut self) -> Result<Vec<u64>, TrainError> {
         let rows = self.stage.recipe.training.local_batch_size;
         let batch = self.stage.loader.batch(self.next_sample, rows)?;
@@ -111,16 +106,12 @@ impl<B: TrainBackend> Trainer<B> {
             Some(&mut hashes),
         )?;
         hashes.add::<B>(result.loss.into_primitive().tensor());
-        let own = hashes.0.digest();
-        match &self.group {
-            Some(group) => group.numbers(own),
-            None => Ok(vec![own]),
-        }
+        self.gathered(hashes.0.digest())
     }
 }
 
-/// The suspect ranks, given two results of each: ranks whose own two results differ; else those that differ from the
-/// majority; else, without a majority, all ranks.
+/// The suspect ranks, given two hashes of each: ranks whose own two hashes differ. If there are none, ranks whose hash
+/// is not the majority's; without a majority, all ranks.
 fn at_fault(first: &[u64], second: &[u64]) -> Vec<usize> {
     let ranks = |is_wrong: &dyn Fn(usize) -> bool| (0..first.len()).filter(|rank| is_wrong(*rank)).collect::<Vec<_>>();
     let unsteady = ranks(&|rank| first[rank] != second[rank]);

@@ -1,24 +1,23 @@
-//! Writes that fail: what could not be written is tried again while training continues, and a run ends only after many
-//! failures.
+//! Retries failed writes while training continues; a run ends only after many failures.
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// How long writes that fail are tried again.
+/// How often and how long a failed write is retried.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct WriteLimits {
-    /// Until the second try; doubled from try to try.
+    /// Pause before the second try; it doubles with every try.
     pub first_pause: Duration,
-    /// Between two tries at most.
+    /// The longest pause between two tries.
     pub longest_pause: Duration,
-    /// Checkpoints that fail one after another until a run ends.
+    /// A run ends after this many failed checkpoints in a row.
     pub max_failures: u32,
-    /// How long the last checkpoint is tried.
+    /// How long the last checkpoint of a run is retried.
     pub last: Duration,
 }
 
 impl Default for WriteLimits {
-    /// From five seconds to ten minutes, ten failures: half an hour; the last checkpoint for ten minutes.
+    /// Ten failures take half an hour, with pauses from five seconds to ten minutes.
     fn default() -> Self {
         Self {
             first_pause: Duration::from_secs(5),
@@ -29,25 +28,18 @@ impl Default for WriteLimits {
     }
 }
 
-/// Growing pauses between the tries of a write that fails.
+/// The failures of a write, and when it is due again.
 #[derive(Debug, Default)]
 pub(crate) struct Tries {
-    limits: WriteLimits,
-    num_failed: u32,
+    pub(crate) limits: WriteLimits,
+    /// Number of failures since the last success.
+    pub(crate) num_failed: u32,
     /// When the next try is due; `None` where the last write succeeded.
     next: Option<Instant>,
 }
 
 impl Tries {
-    pub(crate) fn set_limits(&mut self, limits: WriteLimits) {
-        self.limits = limits;
-    }
-
-    pub(crate) fn limits(&self) -> WriteLimits {
-        self.limits
-    }
-
-    /// Whether the last write failed, and it is time for another.
+    /// Whether the last write failed and the pause after it is over.
     pub(crate) fn is_due(&self) -> bool {
         self.next.is_some_and(|next| Instant::now() >= next)
     }
@@ -57,12 +49,7 @@ impl Tries {
         self.next.is_some()
     }
 
-    /// How many writes failed one after another.
-    pub(crate) fn num_failed(&self) -> u32 {
-        self.num_failed
-    }
-
-    /// A write has failed. Returns the pause until the next one.
+    /// Records a failed write. Returns the pause until the next try.
     pub(crate) fn fail(&mut self) -> Duration {
         let WriteLimits {
             first_pause,
@@ -77,29 +64,29 @@ impl Tries {
         pause
     }
 
-    /// A write has succeeded. Returns whether the one before had failed.
+    /// Records a successful write. Returns whether the write before it had failed.
     pub(crate) fn succeed(&mut self) -> bool {
         self.num_failed = 0;
         self.next.take().is_some()
     }
 }
 
-/// Where checkpoints go, and what became of them.
+/// Where checkpoints are written, and the failures of doing so.
 #[derive(Debug, Default)]
 pub(super) struct Saving {
     pub(super) tries: Tries,
-    /// Where the last checkpoint of a process goes when its own place fails.
+    /// The folder for the last checkpoint of a process when the run's own folder cannot be written to.
     pub(super) fallback: Option<PathBuf>,
-    /// Whether checkpoints go there.
+    /// Whether checkpoints are written into `fallback`.
     pub(super) uses_fallback: bool,
-    /// Step and error of a failed try, until it is reported.
+    /// Step and error of a failed checkpoint, until they are reported.
     pub(super) problem: Option<(u64, String)>,
 }
 
 impl Saving {
     /// Whether enough checkpoints failed to end the run.
     pub(super) fn gives_up(&self) -> bool {
-        self.tries.num_failed() >= self.tries.limits().max_failures
+        self.tries.num_failed >= self.tries.limits.max_failures
     }
 }
 

@@ -1,4 +1,4 @@
-//! What belongs to one stage of a run, and going from one to the next.
+//! The state of the present stage, and the switch to the next one.
 use super::{AWAY, Reporter, Trainer};
 use crate::data::rows_needed;
 use crate::group::Share;
@@ -15,9 +15,9 @@ use sieve_nn::Qwen3;
 use sieve_ops::{RotaryEmbedding, TrainBackend};
 use std::sync::Arc;
 
-/// Batches made ahead of the step that needs them.
+/// Batches prepared ahead of the step that needs them.
 const PREFETCH_DEPTH: usize = 4;
-/// Keeps the order of each stage its own: the golden ratio in 64 bits.
+/// Times the index of a stage, this changes the seed of its row order: the golden ratio in 64 bits.
 const STAGE_SALT: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// Sizes and batches of one stage.
@@ -30,11 +30,11 @@ pub(super) struct StageState {
     pub(super) validation_loader: Loader,
     /// Micro-batches of a step in this process.
     pub(super) micro_batches: usize,
-    /// Which of each round of micro-batches, one for each process or for those that share a row, is this one's.
+    /// This process's share of the rows. Processes that share a row (context parallelism) have the same share.
     share: Share,
 }
 
-/// How `recipe`, which is one stage's, reads its training rows.
+/// How the training rows of a stage are read; `recipe` is the stage's.
 pub fn loader_config(recipe: &Recipe, shape: &ModelShape, data: &TrainingData) -> LoaderConfig {
     let training = &recipe.training;
     LoaderConfig {
@@ -62,7 +62,7 @@ impl StageState {
         let micro_batches = TrainError::micro_batches(&recipe.training, share.size)?;
         let mut config = loader_config(&recipe, &shape, data);
         if let Order::Shuffled { seed } = &mut config.order {
-            // Other rows in another order: a stage does not begin with what the one before began with.
+            // Without this every stage would begin with the same rows.
             *seed ^= STAGE_SALT.wrapping_mul(stage.index as u64);
         }
         let sequential = LoaderConfig {
@@ -80,8 +80,8 @@ impl StageState {
         })
     }
 
-    /// Reads from every stage after the one of this index as that stage will: what it cannot read would end the run in
-    /// its middle, and each time that it is resumed.
+    /// Checks the stages after `index` before the run begins: a stage that cannot be entered would end the run halfway,
+    /// and again whenever it is resumed.
     pub(super) fn check_later(
         recipe: &Recipe,
         index: usize,
@@ -97,7 +97,7 @@ impl StageState {
         Ok(())
     }
 
-    /// What a validation reads.
+    /// Tokens and batch size of a validation.
     pub(super) fn validation_size(&self) -> ValidationSize {
         ValidationSize {
             num_tokens: self.recipe.validation.tokens,
@@ -105,8 +105,8 @@ impl StageState {
         }
     }
 
-    /// The stage's batches from row `first_sample` on. With several processes each reads its micro-batch of every
-    /// round, so that all of them read the rows that one process would, in the same order.
+    /// The stage's batches from row `first_sample` on. Of N shares, share r reads the micro-batches r, r + N, …, so
+    /// that the number of processes does not change the rows of a step.
     pub(super) fn batches(&self, first_sample: u64) -> Result<Prefetch, TrainError> {
         let local = self.recipe.training.local_batch_size;
         let place = [self.share.rank, self.share.size];
@@ -144,18 +144,19 @@ impl<B: TrainBackend> Ropes<B> {
 }
 
 impl<B: TrainBackend> Trainer<B> {
-    /// The stage that computes the next step, where it is another than the present one.
+    /// The stage of the next step, if it is not the present one.
     pub(super) fn next_stage(&self) -> Option<Stage> {
         let next = self.recipe.stage_of_step(self.step as usize);
         (next.index != self.stage.stage.index).then_some(next)
     }
 
-    /// Switches to `stage`: the same weights and moments in a model with its window and rotary base. Its rows start
-    /// from the beginning.
+    /// Switches to `stage`: keeps weights and moments, in a model with the stage's window and rotary base, and begins
+    /// with the stage's first row.
     pub(super) fn enter_stage(&mut self, stage: Stage) -> Result<(), TrainError> {
         self.finish_leaves()?;
         self.stage = StageState::new(&self.recipe, stage, &self.data, self.share())?;
         self.next_sample = 0;
+        self.unlabelled.num_rows_in_a_row = 0;
         self.loss_mean.restart();
         let seed = self.recipe.training.seed;
         let next = Qwen3::new(&self.stage.shape, seed, &self.device);
@@ -166,21 +167,16 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    /// Enters a stage. Where no rank can, the state before it is written.
+    /// Enters a stage. If no rank can, the state before it is written as a checkpoint.
     pub(super) fn enter_or_save(&mut self, stage: Stage, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let entered = self.enter_stage(stage);
-        let own = u64::from(entered.is_err());
-        let failed = match &self.group {
-            Some(group) => group.numbers(own)?,
-            None => vec![own],
-        };
-        if failed.iter().all(|failed| *failed == 1) {
+        if !self.gathered(entered.is_ok())?.contains(&true) {
             self.save_last(reporter)?;
         }
         entered
     }
 
-    /// A model of the present stage with these weights, and moments where there are any.
+    /// Builds the model of the present stage from these weights, and loads the moments if they are given.
     pub(super) fn install(
         &mut self,
         weights: &mut TensorSource<'_, TrainError>,

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// At most one checkpoint that is being written. Training continues meanwhile.
+/// Writes at most one checkpoint at a time.
 #[derive(Debug, Default)]
 pub(super) struct CheckpointWriter {
     job: Option<Job>,
@@ -22,15 +22,15 @@ struct Job {
     thread: JoinHandle<Result<Shard, TrainError>>,
 }
 
-/// What this process has written of a checkpoint.
+/// The part of a checkpoint that this process has written.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Shard {
-    /// Checksums of its files, by name.
+    /// Checksums of the files, by name.
     pub(super) files: BTreeMap<String, String>,
     pub(super) replica: ReplicaSums,
 }
 
-/// A checkpoint whose files of this process are on disk, or why they are not; it has no name yet.
+/// A checkpoint after this process has written its files, or failed to. The folder still has its temporary name.
 #[derive(Debug)]
 pub(super) struct Written {
     pub(super) folder: PathBuf,
@@ -58,7 +58,7 @@ impl CheckpointWriter {
             .spawn(move || {
                 let written = write(&into, step, share, files);
                 if written.is_err() && share.rank == 0 {
-                    // At once: the run's other files need room too.
+                    // The disk may be full, and the run's other files need the room at once.
                     Checkpoint::discard(&into, step);
                 }
                 written
@@ -77,12 +77,12 @@ impl CheckpointWriter {
         self.job.as_ref().map(|job| job.state.step)
     }
 
-    /// Whether nothing is being written any more.
+    /// Whether no checkpoint is being written.
     pub(super) fn is_done(&self) -> bool {
         self.job.as_ref().is_none_or(|job| job.thread.is_finished())
     }
 
-    /// Waits until the files are written, and calls `tick` whenever they have grown.
+    /// Waits until the files are written. Calls `tick` each second in which they have grown.
     ///
     /// # Errors
     /// The device could not return its tensors, or a file could not be written.

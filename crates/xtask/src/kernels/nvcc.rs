@@ -1,4 +1,4 @@
-//! nvcc: found, or installed from its wheels, and run once for each distinct source.
+//! nvcc, installed from its wheels if missing. Its results are cached.
 use super::shipped::Specialisation;
 use crate::workspace;
 use anyhow::{Context, Result, bail};
@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// The compiler, headers and run-time compiler of CUDA 13.0, half a gigabyte; they need no driver.
+/// The wheels of CUDA 13.0 with the compiler, the headers and the run-time compiler: half a gigabyte. They need no
+/// driver.
 const WHEELS: &[&str] = &[
     "nvidia-cuda-nvcc==13.0.88",
     "nvidia-nvvm==13.0.88",
@@ -18,15 +19,17 @@ const WHEELS: &[&str] = &[
     "nvidia-cuda-cccl==13.0.85",
 ];
 
-/// An nvcc that works, and where its results are kept.
+/// An installed nvcc.
 pub(crate) struct Nvcc {
     program: PathBuf,
+    /// What `nvcc --version` prints.
     version: String,
+    /// Folder of the cached results.
     results: PathBuf,
 }
 
 impl Nvcc {
-    /// The nvcc in `target/cuda-venv`, which is made when missing.
+    /// The nvcc in the virtual environment `target/cuda-venv`, which is created if it has none.
     pub(crate) fn find_or_install() -> Result<Self> {
         let venv = workspace::target_folder("cuda-venv")?;
         let program = match find(&venv) {
@@ -46,8 +49,8 @@ impl Nvcc {
         })
     }
 
-    /// Compiles one specialisation for one architecture and returns nvcc's messages, cached from an earlier run if
-    /// nothing changed.
+    /// Compiles a specialisation for an architecture and returns nvcc's messages. If no source, define or version has
+    /// changed since an earlier run, returns that run's messages.
     pub(crate) fn compile(&self, specialisation: &Specialisation, arch: &str) -> Result<String> {
         let source = super::folder().join(&specialisation.file);
         let key = self.key(&source, specialisation, arch)?;
@@ -70,7 +73,7 @@ impl Nvcc {
                 specialisation
                     .defines
                     .iter()
-                    // nvcc cuts its arguments at commas.
+                    // nvcc splits its arguments at commas.
                     .map(|(name, value)| format!("-D{name}={}", value.replace(',', "\\,"))),
             )
             .arg("-o")
@@ -81,12 +84,12 @@ impl Nvcc {
         if !output.status.success() {
             bail!("nvcc refused it\n{log}");
         }
-        // The log is written last, so that its presence says the cubin is complete.
+        // Written last: a log that exists belongs to a complete cubin.
         fs::write(&log_file, &log).with_context(|| format!("cannot write {}", log_file.display()))?;
         Ok(log)
     }
 
-    /// A hash of all that decides the result.
+    /// A hash of everything that the result depends on.
     fn key(&self, source: &Path, specialisation: &Specialisation, arch: &str) -> Result<u128> {
         let mut files = BTreeSet::new();
         collect_includes(source, &super::folder(), &mut files)?;
@@ -99,7 +102,7 @@ impl Nvcc {
     }
 }
 
-/// nvcc below a venv, whatever its Python is called.
+/// The path of nvcc in a virtual environment, under any version of Python.
 fn find(venv: &Path) -> Option<PathBuf> {
     fs::read_dir(venv.join("lib")).ok()?.flatten().find_map(|python| {
         let program = python.path().join("site-packages/nvidia/cu13/bin/nvcc");
@@ -121,7 +124,8 @@ fn install(venv: &Path) -> Result<()> {
     workspace::run(pip, &arguments).context("nvcc could not be installed from its wheels")
 }
 
-/// The file and everything it includes by quotes, beside it or from `root`, directly or not.
+/// Adds to `files` the file and, recursively, what it includes in quotes; an include is a path from the file's folder
+/// or from `root`.
 fn collect_includes(file: &Path, root: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
     let file = file
         .canonicalize()
@@ -131,22 +135,20 @@ fn collect_includes(file: &Path, root: &Path, files: &mut BTreeSet<PathBuf>) -> 
     }
     let folder = file.parent().unwrap_or(root).to_owned();
     for line in workspace::read(&file)?.lines() {
-        let Some(rest) = line.trim_start().strip_prefix('#').map(str::trim_start) else {
-            continue;
-        };
-        let Some(name) = rest
-            .strip_prefix("include")
-            .map(str::trim_start)
-            .and_then(|r| r.strip_prefix('"'))
-        else {
-            continue;
-        };
-        let name = name.split('"').next().unwrap_or_default();
-        let beside = folder.join(name);
-        let included = if beside.is_file() { beside } else { root.join(name) };
-        collect_includes(&included, root, files)?;
+        if let Some(name) = included_name(line) {
+            let beside = folder.join(name);
+            let included = if beside.is_file() { beside } else { root.join(name) };
+            collect_includes(&included, root, files)?;
+        }
     }
     Ok(())
+}
+
+/// The name that a line `#include "name"` gives.
+fn included_name(line: &str) -> Option<&str> {
+    let directive = line.trim_start().strip_prefix('#')?.trim_start();
+    let quoted = directive.strip_prefix("include")?.trim_start().strip_prefix('"')?;
+    quoted.split('"').next()
 }
 
 #[cfg(test)]

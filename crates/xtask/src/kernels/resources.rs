@@ -1,12 +1,12 @@
-//! What `ptxas -v` says about a compiled kernel.
+//! What a compiled kernel uses, from the output of `ptxas -v`.
 use anyhow::{Context, Result};
 
-/// What one function uses.
+/// The registers and memory that one function uses.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(crate) struct Resources {
-    /// Name of the function, unmangled for entry points.
+    /// The function's name; that of a device function is mangled.
     pub(crate) name: String,
-    /// Registers of a thread; 0 for a function that is not an entry point.
+    /// Registers of a thread; 0 for a device function.
     pub(crate) registers: usize,
     /// Bytes of a thread's spill stores.
     pub(crate) spill_store_bytes: usize,
@@ -44,12 +44,12 @@ pub(crate) fn parse(log: &str) -> Result<Vec<Resources>> {
     Ok(functions)
 }
 
-/// Compiler warnings that the code is slower than its source suggests, or does something else.
+/// The compiler's warnings, about mistakes and about slow code.
 pub(crate) fn warnings(log: &str) -> impl Iterator<Item = &str> {
     log.lines()
         .map(str::trim)
         .filter(|line| line.contains("warning") || line.contains("Potential Performance Loss"))
-        // What nvcc says about warnings in general.
+        // A remark explains how to turn warnings off.
         .filter(|line| !line.starts_with("Remark:"))
 }
 

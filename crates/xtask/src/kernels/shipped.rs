@@ -1,14 +1,15 @@
-//! The specialisations that ship, as sieve-kernels lists them, and `kernels/allowances.toml`, what they may spill.
+//! The specialisations that ship, as sieve-kernels lists them, and the spills that `kernels/allowances.toml` allows
+//! them.
 use super::resources::Resources;
 use crate::workspace;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-/// What ships, and the spills and stack frames that are accepted.
+/// The specialisations that ship, and the spills and stack frames that are allowed.
 #[derive(Debug)]
 pub(crate) struct Shipped {
-    /// In the order of the list.
+    /// In the order of sieve-kernels' list.
     pub(crate) specialisations: Vec<Specialisation>,
     allowances: Vec<Allowance>,
 }
@@ -20,7 +21,7 @@ pub(crate) struct Specialisation {
     pub(crate) file: String,
     /// Architectures to compile for.
     pub(crate) arch: Vec<String>,
-    /// Its defines, by name.
+    /// The defines, by name.
     pub(crate) defines: BTreeMap<String, String>,
 }
 
@@ -30,37 +31,37 @@ struct Allowances {
     allow: Vec<Allowance>,
 }
 
-/// An accepted spill or stack frame.
+/// Allows the spills and the stack frame of a kernel.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Allowance {
-    /// Entry point it is for.
+    /// The kernel's entry point.
     pub(crate) entry: String,
-    /// Only variants with these defines; empty means all.
+    /// Restricts the allowance to specialisations with these defines; empty allows all.
     #[serde(default)]
     pub(crate) defines: BTreeMap<String, i64>,
-    /// Only this architecture; absent means all.
+    /// Restricts the allowance to this architecture; absent allows all.
     pub(crate) arch: Option<String>,
-    /// Most bytes of spill stores, and of spill loads.
+    /// Allowed bytes of spill stores, and of spill loads.
     #[serde(default)]
     pub(crate) spill_bytes: usize,
-    /// Most bytes of stack frame.
+    /// Allowed bytes of the stack frame.
     #[serde(default)]
     pub(crate) stack_bytes: usize,
-    /// Why that is better than not spilling, with the measurement.
+    /// Why this is better than code that does not spill, with a measurement.
     pub(crate) reason: String,
 }
 
 impl Shipped {
-    /// Asks sieve-kernels for its list, and reads the allowances.
+    /// Runs sieve-kernels' example `shipped`, which prints the list, and reads the allowances.
     pub(crate) fn load() -> Result<Self> {
-        let program = "cargo run --release --quiet --example shipped";
-        let list = workspace::output(program)?;
+        let list = workspace::output("cargo run --release --quiet --example shipped")?;
         let allowed = workspace::read("kernels/allowances.toml")?;
         Self::parse(&list, &allowed).context("kernels/allowances.toml")
     }
 
-    /// A specialisation is a line: the file, its architectures with commas between, and `NAME=value` of each define.
+    /// Each line of `list` is a specialisation: its file, its architectures separated by commas, and a `NAME=value` for
+    /// each define.
     fn parse(list: &str, allowed: &str) -> Result<Self> {
         let specialisations: Option<Vec<Specialisation>> = list.lines().map(Specialisation::parse).collect();
         let specialisations = specialisations.context("a line of the list that is not understood")?;
@@ -79,7 +80,7 @@ impl Shipped {
         })
     }
 
-    /// What a compiled function uses beyond its allowance.
+    /// A message if a compiled function uses more than its allowance.
     pub(crate) fn over_allowance(
         &self,
         specialisation: &Specialisation,

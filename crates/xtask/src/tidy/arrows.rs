@@ -1,14 +1,14 @@
-//! Which crate may use which, and which features must stay off.
+//! Checks which crate uses which, and that forbidden features are off.
 use crate::workspace;
 use anyhow::{Context, Result};
 
-/// The page with the crate map: a row of a table for each crate, and the arrows in a sentence.
+/// The page with the crate map: a table with a row for each crate, and a sentence that lists which uses which.
 const PAGE: &str = "ARCHITECTURE.md";
 
-/// Crates at the top: they may use all others.
+/// Crates that may use all others.
 const TOP: &[&str] = &["sieve", "sieve-tests"];
 
-/// Crates that must build without the tensor library, and all but those that launch without CUDA.
+/// Crates that must not depend on Burn or CUDA. Those that launch kernels may use cudarc.
 const WITHOUT_BURN: &[&str] = &[
     "sieve-capi",
     "sieve-core",
@@ -22,10 +22,13 @@ const WITHOUT_BURN: &[&str] = &[
     "xtask",
 ];
 
-/// Features of Burn's and CubeCL's crates that change tensor types or cost a minute at the first step.
+/// The crates among these that may use cudarc.
+const LAUNCHING: &[&str] = &["sieve-gpu", "sieve-capi"];
+
+/// Features of Burn's and CubeCL's crates: `fusion` changes tensor types, `autotune` costs a minute at the first step.
 const FORBIDDEN_FEATURES: &[&str] = &["autotune", "fusion"];
 
-/// Checks the dependencies of the workspace.
+/// Checks the dependencies between the workspace's crates, and the features of external ones.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     let page = workspace::read(PAGE)?;
     let map = Map::of(&page).with_context(|| format!("{PAGE} has no sentence `Arrows: ..`"))?;
@@ -45,7 +48,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
-/// The crates, and the crates of ours that each uses, no more and no fewer.
+/// The crate map: all crates, and for each the crates of the workspace that it uses.
 struct Map<'a> {
     crates: Vec<&'a str>,
     arrows: Vec<(String, Vec<String>)>,
@@ -69,6 +72,7 @@ impl<'a> Map<'a> {
     }
 }
 
+/// Checks a crate that depends on the crates `uses`: those of the workspace must be exactly those of the map.
 fn check_package(map: &Map, name: &str, uses: &[&str], problems: &mut Vec<String>) {
     if !TOP.contains(&name) {
         if !map.crates.contains(&name) {
@@ -89,22 +93,20 @@ fn check_package(map: &Map, name: &str, uses: &[&str], problems: &mut Vec<String
         }
     }
     if WITHOUT_BURN.contains(&name) {
-        for dependency in uses {
-            let launches = ["sieve-gpu", "sieve-capi"].contains(&name) && dependency.starts_with("cudarc");
-            if !launches
-                && ["burn", "cube", "cudarc"]
-                    .iter()
-                    .any(|start| dependency.starts_with(start))
-            {
-                problems.push(format!(
-                    "crate {name} must build without Burn and CUDA, but uses {dependency}"
-                ));
-            }
+        let is_forbidden = |dependency: &str| match dependency.starts_with("cudarc") {
+            true => !LAUNCHING.contains(&name),
+            false => dependency.starts_with("burn") || dependency.starts_with("cube"),
+        };
+        for dependency in uses.iter().filter(|dependency| is_forbidden(dependency)) {
+            problems.push(format!(
+                "crate {name} must build without Burn and CUDA, but uses {dependency}"
+            ));
         }
     }
 }
 
-/// `cargo tree -e features` prints one line for each feature that is on: `name feature "feature"`.
+/// Finds forbidden features in what `cargo tree -e features` prints: a line `name feature "feature"` for each feature
+/// that is on.
 fn check_features(tree: &str, problems: &mut Vec<String>) {
     let mut found: Vec<String> = tree
         .lines()

@@ -1,6 +1,5 @@
-//! External dependencies: licences, sources, duplicate versions, and dependencies that no file uses. The first three
-//! are what `cargo deny` checks without a network, from what `cargo metadata` prints, so that no further tool is
-//! installed.
+//! Checks external dependencies: their licences and sources, duplicate versions, and dependencies that no file uses.
+//! `cargo deny` checks the first three too; here they come from `cargo metadata`, so that it need not be installed.
 use crate::workspace;
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -24,7 +23,7 @@ const LICENCES: &[&str] = &[
     "Zlib",
 ];
 
-/// Crates that our manifests name and that the lock file holds in a second version too, each with who asks for it.
+/// Crates of our manifests of which the lock file holds a second version too, and what requires that version.
 const SECOND_VERSIONS: &[(&str, &str)] = &[
     ("base64", "tokenizers' spm_precompiled"),
     ("libloading", "graphics crates that are not built"),
@@ -35,7 +34,8 @@ const SECOND_VERSIONS: &[(&str, &str)] = &[
     ("zstd", "zip of crates that are not built"),
 ];
 
-/// Dependencies that no file names: proptest of sieve-tests, so that `cargo run` and `cargo test` share its features.
+/// Dependencies that no source file need name, with their crates. sieve-tests depends on proptest only so that
+/// `cargo run` and `cargo test` build with the same features.
 const NAMED_NOWHERE: &[(&str, &str)] = &[("sieve-tests", "proptest")];
 
 /// Checks all packages.
@@ -82,7 +82,7 @@ fn text<'a>(value: &'a Value, key: &str) -> &'a str {
     value[key].as_str().unwrap_or_default()
 }
 
-/// All Rust text of a package, in one string.
+/// The text of all Rust files of a package, in one string.
 fn sources(folder: &std::path::Path) -> Result<String> {
     let mut all = String::new();
     let root = workspace::root();
@@ -95,7 +95,7 @@ fn sources(folder: &std::path::Path) -> Result<String> {
     Ok(all)
 }
 
-/// Crates that we name must occur in one version or be in the list; those in the list must occur in two.
+/// Crates of our manifests must occur in one version, except those of [`SECOND_VERSIONS`], which must occur in two.
 fn check_versions(versions: &BTreeMap<&str, Vec<&str>>, named: &BTreeSet<&str>, problems: &mut Vec<String>) {
     let is_listed = |name: &str| SECOND_VERSIONS.iter().any(|(listed, _)| *listed == name);
     for (name, versions) in versions {
@@ -115,7 +115,7 @@ fn check_versions(versions: &BTreeMap<&str, Vec<&str>>, named: &BTreeSet<&str>, 
     }
 }
 
-/// Whether an SPDX expression can be met with licences of the list. A slash is an old way to write OR.
+/// Whether the allowed licences satisfy an SPDX expression. A slash is an old way to write OR.
 fn is_allowed(expression: &str) -> bool {
     let expression = expression.replace('/', " OR ");
     if let Some((before, rest)) = expression.split_once('(') {

@@ -1,31 +1,32 @@
-//! Rules about every file: its length, its name, and words that do not belong into a public repository.
+//! Checks every file: its length, its name, and that it has no words that do not belong into a public repository.
 use crate::workspace;
 use anyhow::Result;
 
-/// Longest source file, in lines.
+/// Most lines of a source file.
 const MAX_LINES: usize = 800;
 
-/// What may be longer, in lines: an export's code, which transformers takes as one file.
+/// Files that may have more lines: an export's code, since transformers takes only one file.
 const LONGER: &[(&str, usize)] = &[("crates/sieve-hf/src/export/modeling_sieve.py", 890)];
 
 /// Most columns of a line of Rust or CUDA, comments included.
 const MAX_COLUMNS: usize = 120;
 
-/// Endings of files whose lines end there.
+/// Endings of files to which this limit applies.
 const WRAPPED: &[&str] = &[".rs", ".cu", ".cuh"];
 
-/// What the line before a longer one says, with its reason: a string that cannot be broken.
+/// A comment that begins so, on the line before, allows a longer line and gives the reason.
 const LONG_LINE: &str = "// Long line: ";
 
-/// Endings of files that people write and read as source.
+/// Endings of source files, whose lines are counted.
 const SOURCES: &[&str] = &[".rs", ".cu", ".cuh", ".py", ".sh"];
 
-/// Endings of files that are text to look through for words.
+/// Endings of files that are searched for forbidden words.
 const TEXTS: &[&str] = &[
     ".rs", ".cu", ".cuh", ".py", ".sh", ".md", ".toml", ".yml", ".yaml", "run",
 ];
 
-/// Text that says where or how something was made instead of what it is; the pieces keep this file itself clean.
+/// Paths and addresses of the machines on which files were made. Each is written in two parts, so that this file itself
+/// does not contain it.
 const FORBIDDEN: &[&str] = &[
     concat!("..", "/shared"),
     concat!("/", "work/"),
@@ -34,7 +35,7 @@ const FORBIDDEN: &[&str] = &[
     concat!("files.", "pythonhosted.org"),
 ];
 
-/// The trained model that the repository carries, and the bytes that it may have.
+/// The folder of the trained model in the repository, and how large the folder may be.
 const MODEL: &str = "checkpoints/tiny/";
 const MAX_MODEL_BYTES: u64 = 8_000_000;
 
@@ -88,7 +89,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
-/// Numbers of the lines that are too long; tables in comments and lines with a reason are not.
+/// Numbers of the lines that are too long. Tables in comments and lines with a reason may be longer.
 fn long_lines(text: &str) -> impl Iterator<Item = usize> {
     let before = std::iter::once("").chain(text.lines());
     let lines = text.lines().zip(before).zip(1..);
@@ -99,7 +100,7 @@ fn long_lines(text: &str) -> impl Iterator<Item = usize> {
     })
 }
 
-/// A forbidden word, or a number that points into an issue tracker.
+/// The first forbidden word of a line, or reference to an issue by its number.
 fn forbidden_in(line: &str) -> Option<String> {
     if let Some(word) = FORBIDDEN.iter().find(|word| line.contains(**word)) {
         return Some((*word).to_owned());

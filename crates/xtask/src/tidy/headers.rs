@@ -1,12 +1,12 @@
-//! Every kernel opens with the header a reader needs, and ships.
+//! Checks that every kernel opens with a complete header, and that it ships.
 use crate::kernels::shipped::Shipped;
 use crate::workspace;
 use anyhow::Result;
 
-/// Fields of the header, in order.
+/// The fields of a kernel's header, in order.
 const FIELDS: &[&str] = &["Math", "Layout", "Defines", "Tiling", "Numerics", "Edges"];
 
-/// Checks that every kernel's header has its fields.
+/// Checks the headers of all kernels.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     for (name, text) in kernels()? {
         check_header(&name, &text, problems);
@@ -14,7 +14,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
-/// Kernels that do not ship.
+/// A problem for each kernel that does not ship.
 pub(crate) fn not_shipped(shipped: &Shipped) -> Result<Vec<String>> {
     let ships = |name: &str| shipped.specialisations.iter().any(|s| s.file == name);
     let missing = kernels()?.into_iter().filter(|(name, _)| !ships(name));
@@ -61,7 +61,7 @@ fn check_header(name: &str, text: &str, problems: &mut Vec<String>) {
     }
 }
 
-/// The comment lines that a file opens with.
+/// The comment lines at the start of a file.
 fn header_of(text: &str) -> Vec<&str> {
     text.lines().take_while(|line| line.starts_with("//")).collect()
 }

@@ -1,4 +1,5 @@
-//! Links between pages lead somewhere, docs/SUMMARY.md has every page of docs/, and diffs show lines that are there.
+//! Checks that links between pages lead somewhere, that docs/SUMMARY.md lists every page of docs/, and that the lines
+//! of diffs on pages exist.
 use crate::workspace;
 use anyhow::Result;
 use std::collections::BTreeSet;
@@ -6,7 +7,7 @@ use std::path::Path;
 
 /// The table of contents of the book.
 const SUMMARY: &str = "docs/SUMMARY.md";
-/// Files whose text names pages.
+/// Endings of files whose text may name pages.
 const NAMING: &[&str] = &[".md", ".rs", ".toml", ".cu", ".cuh"];
 
 /// Checks all files of the repository.
@@ -46,7 +47,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
-/// Targets of Markdown links outside of code.
+/// The targets of Markdown links outside of code.
 fn links(text: &str) -> impl Iterator<Item = &str> {
     let mut is_code = false;
     let lines = text.lines().filter(move |line| {
@@ -60,7 +61,7 @@ fn links(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Added lines of the diffs on a page, each with its file.
+/// The added lines of the diffs on a page, each after its file.
 fn shown_lines(text: &str) -> Vec<(&str, &str)> {
     let blocks = text
         .split("```diff\n")
@@ -79,11 +80,12 @@ fn shown_lines(text: &str) -> Vec<(&str, &str)> {
     shown
 }
 
+/// A message if a link on a page leads nowhere.
 fn broken(page: &str, link: &str, known: &BTreeSet<&str>, read: &dyn Fn(&str) -> String) -> Option<String> {
     let is_elsewhere = ["http://", "https://", "mailto:"]
         .iter()
         .any(|start| link.starts_with(start));
-    // Code such as `a[i](x)` is no link.
+    // Code such as `a[i](x)` looks like a link.
     let is_path = link.starts_with('#') || link.contains('.') || link.contains('/');
     if is_elsewhere || !is_path || link.contains(char::is_whitespace) {
         return None;
@@ -106,7 +108,7 @@ fn broken(page: &str, link: &str, known: &BTreeSet<&str>, read: &dyn Fn(&str) ->
     (!anchor.is_empty() && !slugs.any(|found| found == anchor)).then(|| format!("{target} has no heading #{anchor}"))
 }
 
-/// A heading as links name it.
+/// The anchor of a heading, as links name it.
 fn slug(heading: &str) -> String {
     let text = heading.trim_start_matches('#').trim().to_lowercase();
     let kept = text
@@ -115,7 +117,7 @@ fn slug(heading: &str) -> String {
     kept.map(|letter| if letter == ' ' { '-' } else { letter }).collect()
 }
 
-/// Names of pages of docs/ and notes/ in running text.
+/// The pages of docs/ and notes/ that a text names by their paths.
 fn named_pages(text: &str) -> Vec<String> {
     let names = ["docs/", "notes/"].into_iter().flat_map(|folder| {
         text.split(folder).skip(1).filter_map(move |rest| {

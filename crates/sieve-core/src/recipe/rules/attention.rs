@@ -132,7 +132,7 @@ fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>
             !given,
             key,
             "does not go with kind = \"mla\"",
-            "leave it out; whether MLA norms queries and keys says attention.qk_norm",
+            "leave it out; attention.qk_norm says whether MLA norms queries and keys",
         );
     }
     let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
@@ -165,7 +165,6 @@ fn check_infllm_v2(infllm: &InfllmV2Shape, rules: &mut Rules<'_>) {
     );
 }
 
-/// Attention reads up to 64 tokens of a block at a time.
 fn check_msa(msa: &MsaShape, rules: &mut Rules<'_>) {
     if msa.indexer == IndexScores::Msa {
         return check_pieces(msa.select_block_size, rules);
@@ -181,6 +180,7 @@ fn check_msa(msa: &MsaShape, rules: &mut Rules<'_>) {
     );
 }
 
+/// Checks that attention can read a block in equal pieces of at most 64 tokens.
 fn check_pieces(select_block_size: usize, rules: &mut Rules<'_>) {
     rules.require(
         select_block_size <= 64 || select_block_size.is_multiple_of(64),

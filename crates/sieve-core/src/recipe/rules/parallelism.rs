@@ -35,7 +35,8 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts, rul
         format!("computes whole rows in each process, and {DEGREE} = {degree} cuts them into parts"),
         "leave out one of the two",
     );
-    // Grouped attention and DMA also read the keys of earlier parts; the others exchange tokens for heads alone.
+    // Grouped attention and DMA gather keys of earlier parts. The other kinds exchange tokens for heads (all-to-all),
+    // so each process needs whole KV heads.
     let by_heads = parts.attention.filter(|attention| !attention.form().is_one_op());
     if let Some((attention, model)) = by_heads.zip(parts.model.as_ref()) {
         let heads = model.num_key_value_heads;

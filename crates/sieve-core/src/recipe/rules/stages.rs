@@ -20,7 +20,7 @@ pub(super) fn check_stages(stages: &[StageSection], parts: &Parts, rules: &mut R
     }
 }
 
-/// Dense steps are of kinds whose queries choose blocks in the others.
+/// Checks that only kinds whose queries choose blocks have dense steps.
 pub(super) fn check_dense_steps(parts: &Parts, rules: &mut Rules<'_>) {
     let (Some(training), Some(attention)) = (&parts.training, parts.attention) else {
         return;
@@ -36,7 +36,7 @@ pub(super) fn check_dense_steps(parts: &Parts, rules: &mut Rules<'_>) {
     );
 }
 
-/// A run ends with queries that choose what they read.
+/// Checks that the indexer's warm-up, in which queries read all keys, ends before the run does.
 pub(super) fn check_warmup(parts: &Parts, rules: &mut Rules<'_>) {
     let stages = parts.stage.as_deref().unwrap_or_default();
     let (key, warms_up) = match stages.last() {

@@ -46,6 +46,14 @@ fn what_a_stage_leaves_out_comes_from_the_sections() {
 }
 
 #[test]
+fn the_tokens_of_the_largest_run_do_not_overflow() {
+    let mut recipe = minimal();
+    let training = &mut recipe.training;
+    (training.steps, training.global_batch_size, training.seq_len) = (1 << 40, 1 << 24, 1 << 27);
+    assert_eq!(recipe.num_tokens(), u64::MAX);
+}
+
+#[test]
 fn steps_and_states_find_their_stage() {
     let recipe = staged();
     let index = |step| recipe.stage_of_step(step).index;

@@ -1,5 +1,5 @@
-//! Requests to the hub. Everything a server controls is limited: how long it is silent or down, how much it sends,
-//! where it redirects to.
+//! Requests to the hub, with limits on everything that a server controls: the time without an answer, the number of
+//! bytes, and the targets of redirects.
 
 use std::fs;
 use std::io::{self, Read};
@@ -17,15 +17,15 @@ use ureq::{Agent, Body};
 use super::{HubConfig, HubLimits};
 use crate::error::DataError;
 
-/// Bytes a second below which a download counts as broken in any case.
+/// A download fails if its mean rate is below this, in bytes per second.
 const LEAST_RATE: u64 = 16 << 10;
-/// The first pause between two tries, doubled from try to try.
+/// The first pause between two tries; it doubles with every try.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// Times that a file may come with another checksum than listed.
+/// A download fails when the file has arrived this many times with a wrong checksum.
 const MAX_DAMAGED: u32 = 2;
 
-/// What the bytes of a file must add up to.
+/// The checksum that a file must have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Checksum {
     kind: ChecksumKind,
@@ -34,14 +34,14 @@ pub(super) struct Checksum {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ChecksumKind {
-    /// Of the bytes: files in large file storage.
+    /// SHA-256 of the file's bytes, for files in large file storage.
     Sha256,
-    /// Git's name of a file: SHA-1 of its length and its bytes.
+    /// Git's blob id: SHA-1 of a header with the length, and the bytes.
     GitBlob,
 }
 
 impl Checksum {
-    /// What a listing says of a file; `None` where it gives no checksum that we know.
+    /// The checksum from a listing; `None` if the listing has neither kind.
     pub(super) fn of(sha256: Option<&str>, git_blob: Option<&str>) -> Option<Self> {
         let kinds = [
             (ChecksumKind::Sha256, 64, sha256),
@@ -61,7 +61,7 @@ impl Checksum {
         }
     }
 
-    /// Of a file on this disk, in hexadecimal digits.
+    /// The checksum of a file on this disk, in hexadecimal digits.
     fn measure(&self, path: &Path) -> io::Result<String> {
         let mut file = fs::File::open(path)?;
         let mut sum = match self.kind {
@@ -72,11 +72,11 @@ impl Checksum {
                 sum
             }
         };
-        let mut piece = vec![0; 1 << 20];
+        let mut buffer = vec![0; 1 << 20];
         loop {
-            match file.read(&mut piece)? {
+            match file.read(&mut buffer)? {
                 0 => break,
-                len => sum.update(&piece[..len]),
+                len => sum.update(&buffer[..len]),
             }
         }
         Ok(sum.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect())
@@ -90,11 +90,11 @@ pub(super) fn is_hex(text: &str, lengths: &[usize]) -> bool {
 
 /// A file to fetch.
 pub(super) struct Download<'a> {
-    /// Below the endpoint.
+    /// Path of the URL, after the endpoint.
     pub(super) url_path: String,
-    /// For messages.
+    /// Name for messages.
     pub(super) name: &'a str,
-    /// Where it goes.
+    /// Path on this disk.
     pub(super) path: PathBuf,
     pub(super) num_bytes: Option<u64>,
     pub(super) checksum: Option<&'a Checksum>,
@@ -102,11 +102,11 @@ pub(super) struct Download<'a> {
 
 /// Why a try failed.
 enum Failure {
-    /// The next one may succeed; the server may say when.
+    /// A temporary problem of server or network: its reason, and the pause that the server asks for, if any.
     Passing(String, Option<Duration>),
-    /// The server's last word.
+    /// A permanent problem of the server: its reason.
     Lasting(String),
-    /// This disk.
+    /// A problem of this disk.
     Here(DataError),
 }
 
@@ -127,13 +127,13 @@ impl From<sieve_files::FileError> for Failure {
     }
 }
 
-/// A way to one endpoint.
+/// Sends requests to one endpoint.
 pub(super) struct Client {
     agent: Agent,
     endpoint: String,
     token: Option<String>,
     limits: HubLimits,
-    /// Whether the endpoint has ever answered, however it did.
+    /// Whether the endpoint has ever answered, even with an error.
     has_answered: AtomicBool,
 }
 
@@ -145,7 +145,7 @@ impl Client {
         let is_https = is_https(&endpoint);
         let mut settings = Agent::config_builder()
             .http_status_as_error(false)
-            // What begins encrypted stays encrypted.
+            // A request over https must not be redirected to http.
             .https_only(is_https)
             .redirect_auth_headers(RedirectAuthHeaders::SameHost)
             .timeout_connect(Some(config.limits.silence))
@@ -159,7 +159,7 @@ impl Client {
         }
         Ok(Self {
             agent: settings.build().into(),
-            // Over plain http anyone on the way would read it.
+            // Plain http would expose the token.
             token: config.token.clone().filter(|_| is_https),
             endpoint,
             limits: config.limits,
@@ -167,7 +167,7 @@ impl Client {
         })
     }
 
-    /// The text at `url_path`, of `max_bytes` at most.
+    /// Fetches the text at `url_path`; a text of more than `max_bytes` is an error.
     ///
     /// # Errors
     /// The reason of the failure, turned into an error by `failed`.
@@ -199,6 +199,7 @@ impl Client {
         let mut num_damaged = 0;
         self.insist(&what, num_bytes, failed, &mut |budget, has_gone_on| {
             self.fetch_rest(file, budget, has_gone_on)?;
+            // A wrong checksum is the only temporary problem of `publish`.
             self.publish(file)
                 .inspect_err(|_| num_damaged += 1)
                 .map_err(|error| match error {
@@ -208,19 +209,19 @@ impl Client {
         })
     }
 
-    /// The bytes of a file that are not there yet. Sets `has_gone_on` where some came.
+    /// Fetches the bytes that the partial file lacks. Sets `has_gone_on` when bytes arrive.
     fn fetch_rest(&self, file: &Download<'_>, budget: Duration, has_gone_on: &mut bool) -> Result<(), Failure> {
         let temporary = temporary_name(&file.path);
-        let mut have = fs::metadata(&temporary).map_or(0, |metadata| metadata.len());
-        if file.num_bytes.is_some_and(|num_bytes| have > num_bytes) {
-            have = 0;
+        let mut num_fetched = fs::metadata(&temporary).map_or(0, |metadata| metadata.len());
+        if file.num_bytes.is_some_and(|num_bytes| num_fetched > num_bytes) {
+            num_fetched = 0;
         }
-        if have > 0 && Some(have) == file.num_bytes {
+        if num_fetched > 0 && Some(num_fetched) == file.num_bytes {
             return Ok(());
         }
-        let response = self.ask(&file.url_path, have, budget)?;
-        if have > 0 && !begins_at(&response, have) {
-            have = 0;
+        let response = self.ask(&file.url_path, num_fetched, budget)?;
+        if num_fetched > 0 && !begins_at(&response, num_fetched) {
+            num_fetched = 0;
             if response.status() != 200 {
                 let _ = fs::remove_file(&temporary);
                 return Err(Failure::passing("the server has another part than it was asked for"));
@@ -228,51 +229,53 @@ impl Client {
         }
         let body = response.into_body();
         let total = match (file.num_bytes, body.content_length()) {
-            (Some(wanted), Some(rest)) if have.saturating_add(rest) != wanted => {
+            (Some(wanted), Some(rest)) if num_fetched.saturating_add(rest) != wanted => {
                 let _ = fs::remove_file(&temporary);
-                let found = have.saturating_add(rest);
+                let found = num_fetched.saturating_add(rest);
                 return Err(Failure::Lasting(format!(
                     "{} came with {found} bytes, not {wanted}",
                     file.name
                 )));
             }
             (Some(wanted), _) => wanted,
-            (None, Some(rest)) => have.saturating_add(rest),
+            (None, Some(rest)) => num_fetched.saturating_add(rest),
             (None, None) => {
                 return Err(Failure::Lasting(
                     "neither listing nor answer says how long it is".to_owned(),
                 ));
             }
         };
-        let mut out = match have {
+        let mut out = match num_fetched {
             0 => AtomicFile::create(&file.path)?,
-            _ => AtomicFile::resume(&file.path, have)?,
+            _ => AtomicFile::resume(&file.path, num_fetched)?,
         };
-        // A body that is too long is cut here, and then fails its check.
-        let mut body = body.into_reader().take(total - have);
-        let mut piece = vec![0; 1 << 18];
+        // A longer body is cut off here; the checksum then decides.
+        let mut body = body.into_reader().take(total - num_fetched);
+        let mut buffer = vec![0; 1 << 18];
         let ended = loop {
-            match body.read(&mut piece) {
+            match body.read(&mut buffer) {
                 Ok(0) => break None,
                 Ok(len) => {
                     *has_gone_on = true;
-                    out.write(&piece[..len])?;
-                    have += len as u64;
+                    out.write(&buffer[..len])?;
+                    num_fetched += len as u64;
                 }
                 Err(error) => break Some(error.to_string()),
             }
         };
         out.keep()?;
         match ended {
-            None if have == total => Ok(()),
+            None if num_fetched == total => Ok(()),
             None => Err(Failure::passing(format!(
-                "the connection ended after {have} of {total} bytes"
+                "the connection ended after {num_fetched} of {total} bytes"
             ))),
-            Some(reason) => Err(Failure::passing(format!("{reason} after {have} of {total} bytes"))),
+            Some(reason) => Err(Failure::passing(format!(
+                "{reason} after {num_fetched} of {total} bytes"
+            ))),
         }
     }
 
-    /// Checks a completely fetched file, and renames it to its final name.
+    /// Verifies the checksum of a completely fetched file, and renames the file to its final name.
     fn publish(&self, file: &Download<'_>) -> Result<(), Failure> {
         let temporary = temporary_name(&file.path);
         if let Some(checksum) = file.checksum {
@@ -302,12 +305,12 @@ impl Client {
         failed: &dyn Fn(String) -> DataError,
         attempt: &mut dyn FnMut(Duration, &mut bool) -> Result<T, Failure>,
     ) -> Result<T, DataError> {
-        let whole = self.limits.outage + Duration::from_secs(num_bytes / LEAST_RATE);
+        let longest = self.limits.outage + Duration::from_secs(num_bytes / LEAST_RATE);
         let started = Instant::now();
         let (mut last_byte, mut pause) = (started, FIRST_PAUSE);
         loop {
             let mut has_gone_on = false;
-            let budget = whole.saturating_sub(started.elapsed());
+            let budget = longest.saturating_sub(started.elapsed());
             let (reason, asked) = match attempt(budget.max(Duration::from_millis(1)), &mut has_gone_on) {
                 Ok(found) => return Ok(found),
                 Err(Failure::Passing(reason, asked)) => (reason, asked),
@@ -322,7 +325,9 @@ impl Client {
                 false => self.limits.first_outage,
             };
             let wait = asked.unwrap_or(pause);
-            if last_byte.elapsed() + wait > outage || started.elapsed() + wait > whole {
+            // The server may ask for any pause, so these sums must not overflow.
+            let silence = last_byte.elapsed().saturating_add(wait);
+            if silence > outage || started.elapsed().saturating_add(wait) > longest {
                 let asked = asked.map_or(String::new(), |wait| {
                     format!("; the server asks to wait for {} s", wait.as_secs())
                 });
@@ -340,7 +345,7 @@ impl Client {
         }
     }
 
-    /// A `GET` of what is at `url_path` from byte `first` on.
+    /// Sends a `GET` request for `url_path`, from byte `first` on.
     fn ask(&self, url_path: &str, first: u64, budget: Duration) -> Result<Response<Body>, Failure> {
         let request = self.agent.get(format!("{}{url_path}", self.endpoint));
         let mut request = request.config().timeout_global(Some(budget)).build();
@@ -362,7 +367,7 @@ impl Client {
         self.has_answered.store(true, Ordering::Relaxed);
         let status = response.status();
         match status.as_u16() {
-            // 416: the partial file is no prefix of the file; the caller handles that.
+            // 416: the file ends before byte `first`; the caller removes its partial file.
             200 | 206 | 416 => Ok(response),
             408 | 429 | 500.. => {
                 let asked = response.headers().get(header::RETRY_AFTER);
@@ -382,14 +387,14 @@ fn is_https(endpoint: &str) -> bool {
     uri.is_ok_and(|uri| uri.scheme_str() == Some("https"))
 }
 
-/// Whether an answer is the part of a file that begins at byte `first`.
+/// Whether a response holds the part of a file that begins at byte `first`.
 fn begins_at(response: &Response<Body>, first: u64) -> bool {
     let range = response.headers().get(header::CONTENT_RANGE);
     let range = range.and_then(|range| range.to_str().ok()).unwrap_or_default();
     response.status() == 206 && range.starts_with(&format!("bytes {first}-"))
 }
 
-/// The certificates of a file in PEM form.
+/// Reads the certificates of a file in PEM form.
 fn certificates(path: &Path) -> Result<Vec<ureq::tls::Certificate<'static>>, DataError> {
     let text = fs::read(path).map_err(DataError::io("read", path))?;
     let items = parse_pem(&text).map(|item| match item {

@@ -1,4 +1,4 @@
-//! Against a server on this machine that answers as the hub does.
+//! Tests with a server on this machine that answers as the hub does.
 
 use sieve_testing::refusal;
 use std::collections::HashMap;
@@ -21,22 +21,22 @@ struct Server {
 #[derive(Default)]
 struct State {
     files: HashMap<String, Vec<u8>>,
-    /// Answers of a file are broken off after this many bytes, as often as this.
+    /// A file's answer is cut off after this number of bytes, this many times.
     break_off: Option<(usize, usize)>,
-    /// Requests so far: path and the first byte asked for.
+    /// Requests so far: path and first requested byte.
     requests: Vec<(String, usize)>,
     /// `Authorization` headers so far.
     tokens: Vec<String>,
     is_down: bool,
-    /// Takes connections and says nothing.
+    /// Whether connections are accepted and never answered.
     is_silent: bool,
-    /// Statuses and headers of the next answers, whatever is asked.
+    /// Statuses and headers of the next answers, for any requests.
     next: Vec<(&'static str, String)>,
-    /// Files come with a bit flipped, as often as this.
+    /// Files are sent with a flipped bit, this many times.
     num_flipped: usize,
-    /// Said of every file, instead of a hash of it.
+    /// `ETag` of every file, instead of a hash of it.
     etag: Option<String>,
-    /// Files are large ones, with a SHA-256; else they have names of Git's.
+    /// Whether the listing has SHA-256 checksums, as for large files, instead of Git blob ids.
     is_large: bool,
 }
 
@@ -52,7 +52,7 @@ impl Server {
             ..State::default()
         }));
         let shared = Arc::clone(&state);
-        // Ends with the test's process.
+        // The thread ends with the test's process.
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let shared = Arc::clone(&shared);
@@ -76,7 +76,7 @@ impl Server {
         }
     }
 
-    /// The corpus of a path, which reads from here.
+    /// The corpus of a path on this server.
     fn corpus(&self, path: &str, dir: &Path) -> Corpus {
         let mut corpus = corpus(path);
         corpus.connect(&self.config(dir)).unwrap();
@@ -94,7 +94,7 @@ impl Server {
     }
 }
 
-/// One request: the client is told to close.
+/// Answers one request and closes the connection.
 fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
     let mut lines = BufReader::new(stream).lines();
     let path = lines.next()?.ok()?.split(' ').nth(1)?.to_owned();
@@ -245,7 +245,7 @@ fn a_data_set_is_read_by_name_folder_and_glob() {
     assert_eq!(texts(&lines).unwrap(), ["packed"]);
     let shown = lines.files()[0].path.display().to_string();
     assert_eq!(shown, format!("hf://datasets/me/texts@{COMMIT}/lines/a.jsonl.gz"));
-    // Each file was fetched once, each listing asked for once.
+    // Each file and each listing was fetched once.
     let begun = server.requests("train-00001").into_iter().filter(|&first| first == 0);
     assert_eq!(begun.count(), 1);
     assert_eq!(server.requests("/api/").len(), 4);
@@ -262,7 +262,7 @@ fn what_is_there_needs_no_network() {
     assert_eq!(read().unwrap(), ["first", "second", "third"]);
     server.state.lock().unwrap().is_down = true;
     assert_eq!(read().unwrap(), ["first", "second", "third"]);
-    // Another path is another listing.
+    // Another path needs another listing.
     let mut other = corpus("hf://datasets/me/texts/two");
     refusal(
         other.connect(&server.config(dir.path())),
@@ -278,7 +278,7 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
     assert_eq!(texts(&corpus).unwrap(), ["other"]);
     let requests = server.requests("two/train");
     assert!(requests.contains(&100) && requests.contains(&200), "{requests:?}");
-    // A name that comes a second time is served from the disk.
+    // The second reading uses the fetched file.
     assert_eq!(texts(&corpus).unwrap(), ["other"]);
     assert_eq!(server.requests("two/train"), requests);
 }
@@ -293,7 +293,7 @@ fn a_fetched_file_killed_before_it_had_its_name_gets_it() {
     fs::write(temporary_name(&path), &bytes).unwrap();
     assert_eq!(texts(&corpus).unwrap(), ["other"]);
     assert!(server.requests("two/train").is_empty());
-    // One that holds something else is fetched again.
+    // A temporary file with other bytes is fetched again.
     fs::remove_file(&path).unwrap();
     fs::write(temporary_name(&path), vec![7; bytes.len()]).unwrap();
     assert_eq!(texts(&corpus).unwrap(), ["other"]);
@@ -311,7 +311,7 @@ fn a_file_that_fails_is_told_and_those_before_it_are_kept() {
     assert_eq!(documents.next().unwrap().unwrap().text, "first");
     assert_eq!(documents.next().unwrap().unwrap().text, "second");
     refusal(documents.next().unwrap(), "fetching one/train-00001.parquet | 404");
-    // A file of another size than listed is not taken.
+    // A file whose size is not the listed one is refused.
     put(gone[..gone.len() - 9].to_vec());
     refusal(texts(&corpus), "came with | train-00001");
     put(gone);
@@ -340,7 +340,7 @@ fn a_preparation_leaves_no_fetched_file_and_is_found_again_without_network() {
         }
         prepare(&corpora, &tokenizer, &config, &|_| {})
     };
-    // A file that does not come takes nothing from those before it.
+    // If a file cannot be fetched, the files before it are kept.
     let second = "one/train-00001.parquet";
     server.corpus("hf://datasets/me/texts/one", dir.path());
     let gone = server.state.lock().unwrap().files.remove(second).unwrap();
@@ -397,7 +397,7 @@ fn answers_that_are_none_are_told() {
     let error = refusal(refused, "at http://127.0.0.1:1");
     assert!(!error.contains("secret"), "{error}");
     assert!(!format!("{config:?}").contains("secret"));
-    // A listing with names that are none, or lead out of the folder, is not used.
+    // A listing with invalid names, or names that lead out of the folder, is refused.
     for (name, words) in [
         ("../../x.parquet".to_owned(), "\"../../x.parquet\" leads elsewhere"),
         ("/etc/x.parquet".to_owned(), "leads elsewhere"),
@@ -409,7 +409,7 @@ fn answers_that_are_none_are_told() {
         assert!(refusal(error, words).len() < 1000);
         server.set(|state| drop(state.files.remove(&name)));
     }
-    // Nor is one that has no end.
+    // A listing without an end is refused.
     let length = format!("Content-Length: {}\r\n", MAX_ANSWER_BYTES + 1);
     let head = format!("HTTP/1.1 200 OK\r\n{length}\r\n");
     let endless = raw_server(head, MAX_ANSWER_BYTES as usize + 1);
@@ -420,7 +420,7 @@ fn answers_that_are_none_are_told() {
     refusal(corpus("hf://datasets/me/texts").connect(&config), "longer than 64 MiB");
 }
 
-/// Answers every request with `head` and as many spaces.
+/// A server that answers every request with `head` and `num_spaces` spaces.
 fn raw_server(head: String, num_spaces: usize) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
@@ -435,7 +435,7 @@ fn raw_server(head: String, num_spaces: usize) -> String {
     endpoint
 }
 
-/// Where the first file of a corpus goes.
+/// Path on this disk of the first file of a corpus.
 fn local_path(corpus: &Corpus) -> PathBuf {
     let remote = corpus.files()[0].remote.as_ref().unwrap();
     corpus.hub.as_ref().unwrap().local_path(remote)
@@ -512,18 +512,20 @@ fn a_server_that_says_nothing_is_given_up() {
 #[test]
 fn a_server_that_asks_for_a_pause_gets_it() {
     let (server, dir) = (server(), tempfile::tempdir().unwrap());
-    let busy = |seconds: u32| ("429 Too Many Requests", format!("Retry-After: {seconds}\r\n"));
+    let busy = |seconds: u64| ("429 Too Many Requests", format!("Retry-After: {seconds}\r\n"));
     server.set(|state| state.next = vec![busy(1)]);
     let started = std::time::Instant::now();
     let corpus = server.corpus("hf://datasets/me/texts/two", dir.path());
     server.set(|state| state.next = vec![busy(1), ("503 Service Unavailable", String::new())]);
     assert_eq!(texts(&corpus).unwrap(), ["other"]);
     assert!(started.elapsed() >= Duration::from_secs(2), "{:?}", started.elapsed());
-    // Not longer than a run may wait.
+    // Not longer than a run may wait, whatever the server asks for.
     fs::remove_file(local_path(&corpus)).unwrap();
-    server.set(|state| state.next = vec![busy(3600)]);
-    let words = "429 Too Many Requests; the server asks to wait for 3600 s; given up";
-    refusal(texts(&corpus), words);
+    for seconds in [3600, u64::MAX] {
+        server.set(|state| state.next = vec![busy(seconds)]);
+        let words = format!("429 Too Many Requests; the server asks to wait for {seconds} s; given up");
+        refusal(texts(&corpus), &words);
+    }
 }
 
 #[test]
@@ -574,7 +576,7 @@ fn the_tokenizer_of_a_model_is_fetched_once() {
     }
     let gone = tokenizer("hf://some/model/other");
     refusal(gone, "other/tokenizer.json | model some/model at | no such model, or");
-    // What huggingface_hub has fetched needs no network.
+    // A file in huggingface_hub's cache needs no network.
     let model = dir.path().join("hub/models--other--model");
     let snapshot = model.join("snapshots").join(COMMIT);
     fs::create_dir_all(model.join("refs")).unwrap();

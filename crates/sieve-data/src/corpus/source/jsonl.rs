@@ -14,29 +14,30 @@ use super::{
 };
 use crate::error::DataError;
 
-/// Longest line where documents have no limit.
+/// The longest line, if documents have no limit.
 const MAX_LINE_BYTES: u64 = 256 << 20;
-/// Where they have one, a line may hold so much beside its text, whose letters take six bytes each at most (`\u0041`).
+/// With a limit on documents, a line may have six bytes for each byte of text (an escape like `\u0041`), and this many
+/// for its other columns.
 const OTHER_COLUMNS_BYTES: u64 = 16 << 20;
 
-/// The lines of a file that are not blank, one at a time.
+/// Reads the lines of a file one at a time, without blank ones.
 pub(in crate::corpus) struct JsonLines {
     reader: Unpacked,
     path: PathBuf,
     max_line_bytes: u64,
-    /// The line read last was too long, and its rest is still to come.
+    /// Whether the current line was too long, so that its rest must be skipped.
     skips_rest: bool,
-    /// The line read last, from 1.
+    /// Number of the current line, from 1.
     line: u64,
-    /// Its offset in the file.
+    /// Offset of the current line in the file, in bytes.
     line_offset: u64,
-    /// Offset of the next line in the file.
+    /// Offset of the next line in the file, in bytes.
     offset: u64,
     buffer: Vec<u8>,
 }
 
 impl JsonLines {
-    /// For documents of `max_bytes` at most.
+    /// Opens a file whose documents may have `max_bytes`; `u64::MAX` for no limit.
     pub(in crate::corpus) fn open(path: &Path, max_bytes: u64) -> Result<Self, DataError> {
         Ok(Self {
             reader: Unpacked::open(path)?,
@@ -75,7 +76,7 @@ impl JsonLines {
         }
     }
 
-    /// Bytes of the mark before the text of the line.
+    /// Length in bytes of the byte order mark at the beginning of the current line.
     fn mark(&self) -> usize {
         match self.line == 1 && self.buffer.starts_with(BYTE_ORDER_MARK) {
             true => BYTE_ORDER_MARK.len(),
@@ -83,7 +84,7 @@ impl JsonLines {
         }
     }
 
-    /// Reads the next line, of one that is too long its first bytes; returns how many, 0 at the end.
+    /// Reads the next line, or the first bytes of one that is too long. Returns the number of bytes, 0 at the end.
     fn read_line(&mut self) -> std::io::Result<u64> {
         while std::mem::take(&mut self.skips_rest) {
             let bytes = self.reader.fill_buf()?;
@@ -100,7 +101,7 @@ impl JsonLines {
         Ok(num_bytes)
     }
 
-    /// The line without a byte order mark.
+    /// The current line without a byte order mark.
     pub(in crate::corpus) fn text(&self) -> Result<&str, DataError> {
         if self.line == 1 {
             check_encoding(&self.path, &self.buffer)?;
@@ -110,13 +111,13 @@ impl JsonLines {
         Ok(&line[self.mark()..])
     }
 
-    /// An error of the line read last, with its number.
+    /// Adds the number of the current line to an error.
     fn in_line(&self, error: DataError) -> DataError {
         error.in_row(&format!("line {}", self.line))
     }
 
     pub(in crate::corpus) fn bad_json(&self, error: serde_json::Error) -> DataError {
-        // The parser counts lines too, from the start of this one.
+        // The parser was given one line, so its own line number is always 1.
         let reason = error.to_string().replace(" at line 1 column ", " at column ");
         let what = format!("line {} is not a JSON object: {reason}", self.line);
         DataError::document(&self.path, what, "mend the line, or leave such lines out: skip_invalid")
@@ -185,7 +186,7 @@ fn kind_of(value: &Value) -> &'static str {
     }
 }
 
-/// Takes one column out of a JSON object and builds nothing for the others. The last of equal names counts.
+/// Deserialises one column of a JSON object and skips the others. The last of several columns with that name counts.
 struct Column<'a> {
     name: &'a str,
 }

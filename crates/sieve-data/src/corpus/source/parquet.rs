@@ -1,4 +1,4 @@
-//! Parquet: one row is one document, its text in one column. Read page by page; the other columns are not touched.
+//! Parquet: one row is one document, its text in one column. Only that column is read, page by page.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -18,20 +18,20 @@ pub(super) struct ParquetSource {
     path: PathBuf,
     column: String,
     column_idx: usize,
-    /// The level at which a value is there; below it, it is null.
+    /// Definition level of a value that is not null.
     max_level: i16,
     max_bytes: u64,
     next_row_group: usize,
     current: Option<ColumnReaderImpl<ByteArrayType>>,
-    /// Rows of the current group that are still to come.
+    /// Rows of the current group that were not read yet.
     rows_left: i64,
-    /// Values of the rows read ahead, last row first; `None` is null.
+    /// Values of the rows read ahead, in reverse order; `None` is null.
     rows: Vec<Option<ByteArray>>,
-    /// The row given last, from 1.
+    /// Number of the row returned last, from 1.
     row: u64,
 }
 
-/// Rows decoded at once: their values are slices of one unpacked page or two.
+/// Rows decoded at a time. Their values are slices of decompressed pages.
 const ROWS_AT_ONCE: usize = 256;
 
 impl ParquetSource {
@@ -100,7 +100,7 @@ impl ParquetSource {
                     left => return Err(unreadable(&self.path, &format!("a row group lacks {left} rows"))),
                 }
             }
-            // A column that is never null has no levels.
+            // A column without nulls (level 0) has no definition levels.
             let mut values = values.into_iter();
             self.rows = match self.max_level {
                 0 => values.map(Some).collect(),
@@ -109,11 +109,11 @@ impl ParquetSource {
                     .map(|&found| if found == level { values.next() } else { None })
                     .collect(),
             };
-            let num_there = self.rows.iter().flatten().count();
-            if self.rows.len() != num_rows || num_there != num_values {
+            let num_found = self.rows.iter().flatten().count();
+            if self.rows.len() != num_rows || num_found != num_values {
                 let len = self.rows.len();
                 let reason =
-                    format!("{num_rows} rows hold {num_values} values, but their levels say {num_there} in {len}");
+                    format!("{num_rows} rows hold {num_values} values, but their levels say {num_found} in {len}");
                 return Err(unreadable(&self.path, &reason));
             }
             self.rows.reverse();
@@ -168,7 +168,7 @@ pub(in crate::corpus) fn guarded<T>(
     path: &Path,
     work: impl FnOnce() -> Result<T, ParquetError>,
 ) -> Result<T, DataError> {
-    // What the reader was doing is not used again after an error.
+    // After an error the reader is not used again, so a panic cannot leave it half changed.
     match guard::guarded(work) {
         Some(result) => result.map_err(|error| unreadable(path, &error.to_string())),
         None => Err(unreadable(path, "its pages contradict one another")),
@@ -177,7 +177,7 @@ pub(in crate::corpus) fn guarded<T>(
 
 fn unreadable(path: &Path, reason: &str) -> DataError {
     let what = format!("not a readable Parquet file: {reason}");
-    // The reader's words for a compression that it was built without.
+    // The parquet crate's message about a compression that it was built without.
     let hint = match reason.contains("Disabled feature at compile time") {
         true => "write the file with another compression: snappy, zstd, gzip, lz4 or none",
         false => "fetch or write the file again",

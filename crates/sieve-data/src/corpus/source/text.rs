@@ -13,30 +13,26 @@ pub(super) struct TextSource {
     pub(super) done: bool,
 }
 
-/// Text that is looked at for two lines of JSON.
+/// How much of a file is searched for JSON.
 const LOOKED_AT_BYTES: u64 = 1 << 20;
 
 /// How the text of a file holds JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum JsonText {
-    /// Each line is an object: the first two are.
+    /// Each line is an object, judged by the first two.
     Lines,
     /// The whole file is a list of objects.
     List,
 }
 
-/// How a file holds JSON, by its beginning; `None` where it holds none, and for a file that cannot be read.
+/// How a file holds JSON, judged by its beginning; `None` if it holds none or cannot be read.
 pub(in crate::corpus) fn json_of(path: &Path) -> Option<JsonText> {
     let reader = BufReader::new(Unpacked::open(path).ok()?.take(LOOKED_AT_BYTES));
     let lines = reader.lines().map_while(Result::ok);
     let mut lines = lines.filter(|line| !line.trim().is_empty());
     let mut next = || {
-        lines
-            .next()
-            .unwrap_or_default()
-            .trim_start_matches('\u{feff}')
-            .trim()
-            .to_owned()
+        let line = lines.next().unwrap_or_default();
+        line.trim_start_matches('\u{feff}').trim().to_owned()
     };
     let is_object = |line: &str| line.starts_with('{') && serde_json::from_str::<serde::de::IgnoredAny>(line).is_ok();
     let first = next();
@@ -62,7 +58,7 @@ impl TextSource {
         if let Some(num_bytes) = reader.known_bytes() {
             check_size(path, num_bytes, self.max_bytes)?;
         }
-        // One byte more than allowed shows that there is more, without unpacking all of it.
+        // Reading one byte more than allowed detects a file that is too large, without decompressing all of it.
         let mut bytes = Vec::new();
         let read = reader
             .by_ref()

@@ -9,7 +9,7 @@ use flate2::bufread::MultiGzDecoder;
 
 use crate::error::DataError;
 
-/// How a file is packed.
+/// How a file is compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::corpus) enum Packed {
     Gzip,
@@ -17,7 +17,7 @@ pub(in crate::corpus) enum Packed {
 }
 
 impl Packed {
-    /// The packing that a file's ending names, and the name without that ending.
+    /// The compression by a file's ending, and the path without that ending.
     pub(in crate::corpus) fn of(path: &Path) -> (Option<Self>, &Path) {
         let ending = path.extension().and_then(OsStr::to_str).unwrap_or_default();
         let packed = match ending.to_ascii_lowercase().as_str() {
@@ -39,12 +39,12 @@ impl Packed {
 
 const BUFFER_BYTES: usize = 1 << 18;
 
-/// The contents of a file, unpacked where its ending is `.gz` or `.zst`. Several packed pieces one after another are
-/// one file, as for `gzip` and `zstd` themselves.
+/// The contents of a file, decompressed if its ending is `.gz` or `.zst`. Concatenated archives are read as one file,
+/// as `gzip` and `zstd` do.
 pub(in crate::corpus) struct Unpacked {
     reader: Box<dyn BufRead + Send>,
     packed: Option<Packed>,
-    /// Unpacked bytes given so far.
+    /// Decompressed bytes read so far.
     offset: u64,
     file_bytes: u64,
 }
@@ -69,7 +69,7 @@ impl Unpacked {
             offset: 0,
             file_bytes,
         };
-        // Both decoders take a file of nothing for an archive of nothing, but it is one that was cut.
+        // Both decoders accept an empty file as an empty archive, but it is a truncated one.
         match packed {
             Some(_) if file_bytes == 0 => {
                 let cut = io::Error::new(io::ErrorKind::UnexpectedEof, "the file is empty");
@@ -79,12 +79,12 @@ impl Unpacked {
         }
     }
 
-    /// Bytes left to read, if the file's size says so.
+    /// Size of the contents in bytes; `None` for a compressed file.
     pub(super) fn known_bytes(&self) -> Option<u64> {
         self.packed.is_none().then_some(self.file_bytes)
     }
 
-    /// What to say when reading failed.
+    /// The error of a failed read.
     pub(in crate::corpus) fn error(&self, path: &Path, error: io::Error) -> DataError {
         match self.packed {
             None => DataError::io("read", path)(error),
@@ -97,7 +97,8 @@ impl Unpacked {
     }
 }
 
-/// What is wrong with a packed file, if anything: unpacks all of it. Damage in the middle shows as odd text first.
+/// The error of a damaged archive, if it is damaged. Decompresses all of it, because damage in the middle may first
+/// appear as invalid text.
 pub(in crate::corpus) fn broken_archive(path: &Path) -> Option<DataError> {
     Packed::of(path).0?;
     let mut reader = match Unpacked::open(path) {
