@@ -83,7 +83,7 @@ adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad
 #else
     *(float4*)(param + at) = p;
 #if HAS_LEAF
-    *(uint2*)(leaf + at) = make_uint2(round_bf16x2(p.x, p.y), round_bf16x2(p.z, p.w));
+    *(uint2*)(leaf + at) = make_uint2(pack_bf16(p.x, p.y), pack_bf16(p.z, p.w));
 #endif
 #endif
   } else {
@@ -97,7 +97,7 @@ adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad
 #else
       update(param[i], exp_avg[i], exp_avg_sq[i], grad[i]);
 #if HAS_LEAF
-      leaf[i].bits = (unsigned short)round_bf16x2(param[i], 0.f);
+      leaf[i].bits = (unsigned short)pack_bf16(param[i], 0.f);
 #endif
 #endif
     }

@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
               dweights[at] = fmaf(pair[i], slopes[h], dweights[at]);
               sums[i] = fmaf(weights[at], slopes[h], sums[i]);
             }
-          grads.words[w] = round_bf16x2(bf16_low(grads.words[w]) + sums[0], bf16_high(grads.words[w]) + sums[1]);
+          grads.words[w] = pack_bf16(bf16_low(grads.words[w]) + sums[0], bf16_high(grads.words[w]) + sums[1]);
         }
         store_channels(to + token * params.dv_token_stride, grads);
       }

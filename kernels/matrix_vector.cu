@@ -134,13 +134,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4
       for (int r = 0; r < X_ROWS; r++) {
         if (r >= (int)params.rows) continue;
 #if OUTPUT == 1
-        const float gate = bf16_low(round_bf16x2(gates[r], 0.f)), up = bf16_low(round_bf16x2(totals[r], 0.f));
+        const float gate = bf16_low(pack_bf16(gates[r], 0.f)), up = bf16_low(pack_bf16(totals[r], 0.f));
         totals[r] = gate / (1.f + expf(-gate)) * up;
 #endif
 #if RESIDUAL
         totals[r] += bf16_to_f32(residual[r * params.residual_stride + row]);
 #endif
-        y[r * params.n + row].bits = (unsigned short)round_bf16x2(totals[r], 0.f);
+        y[r * params.n + row].bits = (unsigned short)pack_bf16(totals[r], 0.f);
       }
     }
     if (WARPS_PER_ROW > 1) __syncthreads();  // the sums are read before the next turn's are written

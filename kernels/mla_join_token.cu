@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   for (int at = threadIdx.x; at < HEAD_DIM; at += THREADS) {
     float x = bf16_to_f32(q[at]);
 #if NORM
-    x = bf16_low(round_bf16x2(x * bf16_to_f32(norm[at]), 0.f));
+    x = bf16_low(pack_bf16(x * bf16_to_f32(norm[at]), 0.f));
 #endif
     query[at] = x;
   }

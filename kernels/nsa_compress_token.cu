@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int i = 0; i < 8; ++i) sum = fmaf(weights[i], x[i], sum);
     }
     sum = lanes_sum<32>(sum);
-    if (lane == 0) hidden[row] = bf16_low(round_bf16x2(fmaxf(sum, 0.f), 0.f));
+    if (lane == 0) hidden[row] = bf16_low(pack_bf16(fmaxf(sum, 0.f), 0.f));
   }
   __syncthreads();  // every hidden number is there
   const bf16* down = is_value ? v_down : k_down;
@@ -95,14 +95,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int at = lane; at < hidden_size; at += 32)
       sum = fmaf(bf16_to_f32(down[(i64)column * hidden_size + at]), hidden[at], sum);
     sum = lanes_sum<32>(sum);
-    if (lane == 0) to[column].bits = (unsigned short)round_bf16x2(sum, 0.f);
+    if (lane == 0) to[column].bits = (unsigned short)pack_bf16(sum, 0.f);
   }
 #else
   for (int column = threadIdx.x; column < width; column += THREADS) {
     float sum = 0.f;
     for (int t = 0; t + 1 < size; ++t) sum += bf16_to_f32(before_last[t * width + column]);
     sum += bf16_to_f32(token[column]);
-    to[column].bits = (unsigned short)round_bf16x2(sum * (1.0f / (float)size), 0.f);
+    to[column].bits = (unsigned short)pack_bf16(sum * (1.0f / (float)size), 0.f);
   }
 #endif
 }

@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int other = 0; other < PARTS; other++) sum += sums[other][column];
         row_pooled[(i64)(keys.num() - 1) * HEAD_DIM + column].bits =
-            (unsigned short)round_bf16x2(sum / (float)keys.size, 0.f);
+            (unsigned short)pack_bf16(sum / (float)keys.size, 0.f);
       }
     }
 #endif

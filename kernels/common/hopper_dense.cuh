@@ -21,7 +21,7 @@ struct DenseWork {
 
   // The producer warpgroup's part of one tile.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
-                      ProducerPlaces& places) const {
+                      StagePlaces& places) const {
     const int thread = (int)threadIdx.x % 128;
     place.tile = tiles - 1 - place.tile;  // late tiles see most keys
     place.head *= HEADS_PER_TILE;

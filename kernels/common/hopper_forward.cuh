@@ -157,7 +157,7 @@ DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& s
 // The warpgroup's rows of one tile while stages stream past them.
 struct RowsInWork {
   const ConsumerRows& rows;
-  ConsumerPlaces& places;
+  StagePlaces& places;
   u32 shared, q, bases;
   int warpgroup;
   float logit_scale;
@@ -295,7 +295,7 @@ struct ForwardConsumer {
   ForwardOutput out;
 
   // Attention of the warpgroup's 64 rows of one tile; false when there was none.
-  DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, ConsumerPlaces& places) const {
+  DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, StagePlaces& places) const {
     const u32 tile = tile_base(shared, done);
     barrier_wait(barrier_at(shared, FULL_Q), done & 1);
     if (SPARSE) fence_async_proxy();  // the queries came by cp.async
