@@ -47,7 +47,7 @@ adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad
 #endif
       , const __grid_constant__ AdamwParams params) {
   const float scale = *grad_scale;
-  if (!(fabsf(scale) < INFINITY_F32) || scale == 0.f) return;  // the gate; also taken for a NaN
+  if (!(fabsf(scale) < INFINITY_F32) || scale == 0.f) return;  // the gate, which is closed for a NaN too
   const Update update = {f32_word(params.beta1),
                          f32_word(params.beta2),
                          f32_word(params.eps),

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (threadIdx.x == 0 && kv_head == 0 && !is_value) count[batch] = keys.num();
   if (!keys.one_ends() || slot + 1 < size) return;
 
-  // Compress the block, whose last token is read from where it came.
+  // Compress the block; its last token is read from the input, not from the cache.
   const bf16* before_last = tail + (slot + 1 - size) * width;
   bf16* to = (is_value ? v_compressed : k_compressed) +
              (head * (i64)params.capacity + min((i64)keys.num() - 1, (i64)params.capacity - 1)) * width;
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < 8; ++i) x[i] += position[i];
     block_tokens[at] = pack_bf16x8(x);
   }
-  __syncthreads();  // the block's tokens are there
+  __syncthreads();  // the block's tokens are stored
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const bf16* up = is_value ? v_up : k_up;
   for (int row = warp; row < hidden_size; row += NUM_WARPS) {
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sum = lanes_sum<32>(sum);
     if (lane == 0) hidden[row] = bf16_low(pack_bf16(fmaxf(sum, 0.f), 0.f));
   }
-  __syncthreads();  // every hidden number is there
+  __syncthreads();  // every hidden number is stored
   const bf16* down = is_value ? v_down : k_down;
   for (int column = warp; column < width; column += NUM_WARPS) {
     float sum = 0.f;

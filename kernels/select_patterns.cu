@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int i = 0; i < 2; ++i) kept[i] = block_sum<256>(kept[i], places);
   if (thread != 0) return;
   distance = 0.0;
-  for (int i = 0; i < 256; ++i) distance += halves[i];  // all are there since the last sum
+  for (int i = 0; i < 256; ++i) distance += halves[i];  // stored before the barriers of the last sum
   const bool has_map = sqrt(fmax(distance / 2.0, 0.0)) < __longlong_as_double((i64)params.tau);
   for (int i = 0; i < 2; ++i) {
     const int needed = min(max((int)kept[i] / block + 1, (int)params.least), (int)params.most);

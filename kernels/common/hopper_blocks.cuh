@@ -14,7 +14,7 @@
 constexpr int ABSENT_BOX = (1 << 30) / KEY_BOX;  // behind all keys
 static_assert(KEY_BOX == HALF_KV || (KEY_BOX == BLOCK_KV && !PAIRS), "consumers of a pair see halves of a stage");
 
-// A list of key tiles, box by box, as a warp reads it: 32 boxes at a time, 32 more on their way.
+// A warp reads a list of key tiles as boxes: it holds 32 boxes and has loaded the next 32.
 struct BoxList {
   const i32* tiles;  // null: all boxes
   int count;         // boxes
@@ -86,7 +86,7 @@ struct BlockWork {
 
   DEVICE BlockWork(const SparseMask& mask) : schedule(mask) {}
 
-  // The producer warpgroup's part of one tile: its first warp loads keys and values, all warps load queries.
+  // The producer warpgroup loads one tile: its first warp loads keys and values, all warps load queries.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
                       StagePlaces& places) const {
     const SparseMask& mask = schedule.mask;
