@@ -89,7 +89,8 @@ struct KeysBefore {
   }
 };
 
-// Survivors that leave in this block go to the pool; those that outlive the document get its end, if it ends here.
+// Puts survivors (keys that the last block kept) that leave in this block into the pool. If the document ends in this
+// block, its end becomes the expire of the survivors that outlive it.
 struct CollectPool {
   Shared& shared;
   u64 before, after;

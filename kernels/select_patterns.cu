@@ -1,5 +1,5 @@
-// select_patterns: whether a head looks where the means of its blocks say, and how many columns and diagonals it needs
-// (FlexPrefill, arXiv:2502.20766).
+// select_patterns: for each head, whether its attention follows the products of block means, and how many columns and
+// diagonals it needs (FlexPrefill, arXiv:2502.20766).
 // Math       column_blocks, diagonal_blocks: sums of the probe's over blocks; e = softmax of the estimate; distance =
 //            sqrt((KL(e | m) + KL(c | m)) / 2) from the column blocks c, m their midpoint. Below tau: least columns and
 //            diagonals beside the map. Else as many blocks as the kept tokens fill, and one

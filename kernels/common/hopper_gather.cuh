@@ -17,7 +17,8 @@ struct KeyWindow {
   const int2* entries;
   int head_count, num_stages;
 
-  // Bytes to copy of 16. A tile that sees no key takes one stage of zeros, since rows of K and V may hold NaN.
+  // Bytes to copy of each 16-byte chunk. A tile that sees no key has one stage of zeros, since rows of K and V may hold
+  // NaN.
   DEVICE u32 row_bytes() const { return head_count > 0 ? 16 : 0; }
   DEVICE int2 entry(int stage, int at) const {
     if (stage == 0 ? at >= head_count : stage >= num_stages) return make_int2(entries[0].x, 0);

@@ -65,7 +65,7 @@ DEVICE void clear_bins(u32* bins) {
 
 // Fixes a digit of each selector from its histogram: the largest digit that at least `remaining` keys reach. Leaves the
 // bins empty.
-// `subset_in_first`: the last selector's keys of the subset were counted in histogram 0 only, for both.
+// `subset_in_first`: histogram 0 alone counted the subset's keys, for both selectors.
 template <int NUM_SELECTORS>
 DEVICE void radix_find_digit(RadixSelect<NUM_SELECTORS>& state, int shift, bool subset_in_first) {
   constexpr int THREADS_EACH = SELECT_THREADS / NUM_SELECTORS, BINS_EACH = SELECT_BINS / THREADS_EACH;

@@ -42,8 +42,8 @@ DEVICE void registers_shrink() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %
 template <int REGISTERS>
 DEVICE void registers_grow() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
-// d (+)= a b, d 64 x N: a and b from shared memory, or a from registers. TRANSPOSE: the descriptor is one of
-// wgmma_across. accumulate 0: d is set.
+// d = a b, or with `accumulate` d += a b, where d is 64 x N: a and b are read from shared memory, or a from registers.
+// TRANSPOSE 1: the descriptor of b comes from wgmma_across.
 
 template <int TRANSPOSE_A, int TRANSPOSE_B>
 DEVICE void wgmma(float (&d)[16], u64 a, u64 b, int accumulate) {
