@@ -8,7 +8,7 @@ use sieve_cpu::{ListedAttention, ListedTile};
 
 use crate::call::Call;
 use crate::error::SelectError;
-use crate::mask::{Correction, CorrectionMode, Selected};
+use crate::mask::{Correction, CorrectionMode, Selected, kept_keys};
 
 /// Result of an attention call.
 #[derive(Clone, Debug, PartialEq)]
@@ -118,11 +118,8 @@ fn run(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Task<'_
     let (first, last) = (positions().min().unwrap_or(0), positions().max().unwrap_or(0));
     let (kv_head, keys): (usize, Vec<(usize, i32)>) = match *task {
         Task::Listed(list, i) => {
-            let tiles = mask.row(list, i).iter().flat_map(|&j| mask.tiles.keys(j as usize));
-            let slots = tiles.chain(mask.columns(list, i).iter().map(|&slot| slot as usize));
-            let order = mask.key_order_of(list);
-            let keys = slots.map(|slot| order.map_or(slot, |order| order[slot] as usize));
-            let keys = keys.map(|key| (key, if mask.causal { mask.expire(list, key) } else { i32::MAX }));
+            let expire = |key| if mask.causal { mask.expire(list, key) } else { i32::MAX };
+            let keys = kept_keys(mask, list, i).map(|key| (key, expire(key)));
             // A key that no query sees is left out: it may hold NaN.
             let seen = |&(key, expire): &(usize, i32)| !mask.causal || (key <= last && expire as usize > first);
             (call.kv_head(mask.heads_of(list).start), keys.filter(seen).collect())

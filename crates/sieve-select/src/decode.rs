@@ -25,6 +25,7 @@ use crate::attention::{AttentionOutput, block_sparse_attention};
 use crate::call::Call;
 use crate::error::SelectError;
 use crate::mask::Selected;
+use crate::range::Rules;
 use crate::selector::{Method, Phase, Selector, names_of};
 use crate::vector::dot;
 
@@ -106,11 +107,10 @@ impl DecodeSession {
             )),
             Method::Dma(config) => State::Dma(dma::Dma::new(config.clone(), shape)?),
             _ => {
-                return Err(SelectError::Unsupported {
-                    selector: selector.name(),
-                    problem: "acts in prefill, not while decoding".to_owned(),
-                    hint: format!("decode methods are {}", names_of(Phase::Decode).join(", ")),
-                });
+                return Rules(selector.name()).fail(
+                    "acts in prefill, not while decoding".to_owned(),
+                    format!("decode methods are {}", names_of(Phase::Decode).join(", ")),
+                );
             }
         };
         Ok(Self {

@@ -29,7 +29,7 @@ pub enum SelectError {
         /// What is wrong with it.
         problem: String,
     },
-    /// A value outside its range, or values that do not go together.
+    /// A setting outside its range, settings that exclude each other, or a use that the method does not have.
     #[error("{selector}: {problem}\n  hint: {hint}")]
     Value {
         /// The selector.
@@ -37,16 +37,6 @@ pub enum SelectError {
         /// What is wrong, with the values.
         problem: String,
         /// How to fix it.
-        hint: String,
-    },
-    /// A method asked to do what it cannot.
-    #[error("{selector}: {problem}\n  hint: {hint}")]
-    Unsupported {
-        /// The selector.
-        selector: &'static str,
-        /// What was asked.
-        problem: String,
-        /// What to do instead.
         hint: String,
     },
     /// A name that no selector has, a key that this one does not take, sizes that cannot be.

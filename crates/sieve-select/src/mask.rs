@@ -109,7 +109,8 @@ impl Selected {
         Ok(())
     }
 
-    /// The rules of a causal row. With permutations a query's own key may lie in any tile.
+    /// Checks a row of a causal mask: each query sees its own key, and no kept tile lies after the row. Where queries
+    /// or keys are permuted, a query's own key may lie in any tile.
     fn check_own_keys(&self, list: usize, i: usize) -> Result<(), String> {
         let (mask, tiles) = (&self.mask, self.mask.tiles);
         let row = mask.row(list, i);
@@ -122,11 +123,7 @@ impl Selected {
                 false => Ok(()),
             };
         }
-        let order = mask.key_order_of(list);
-        let slots = row.iter().flat_map(|&j| tiles.keys(j as usize));
-        let kept: std::collections::HashSet<usize> = slots
-            .map(|slot| order.map_or(slot, |order| order[slot] as usize))
-            .collect();
+        let kept: std::collections::HashSet<usize> = kept_keys(mask, list, i).collect();
         for (head, slot) in mask
             .heads_of(list)
             .flat_map(|head| tiles.rows(i).map(move |slot| (head, slot)))
@@ -138,4 +135,16 @@ impl Selected {
         }
         Ok(())
     }
+}
+
+/// The key that a slot of a list holds.
+pub(crate) fn key_of(mask: &KeyMask, list: usize, slot: usize) -> usize {
+    mask.key_order_of(list).map_or(slot, |order| order[slot] as usize)
+}
+
+/// The keys in the tiles, then in the columns, that a list keeps for query tile `i`.
+pub(crate) fn kept_keys(mask: &KeyMask, list: usize, i: usize) -> impl Iterator<Item = usize> {
+    let tiles = mask.row(list, i).iter().flat_map(|&j| mask.tiles.keys(j as usize));
+    let slots = tiles.chain(mask.columns(list, i).iter().map(|&slot| slot as usize));
+    slots.map(move |slot| key_of(mask, list, slot))
 }

@@ -2,7 +2,7 @@
 
 use crate::attention::probe_window;
 use crate::call::Call;
-use crate::mask::{CorrectionMode, Selected};
+use crate::mask::{CorrectionMode, Selected, kept_keys};
 use sieve_core::KeyMask;
 use sieve_cpu::reference::{Attended, Key, Rounding, attend};
 
@@ -26,11 +26,8 @@ pub fn expanded_row(mask: &KeyMask, head: usize, row: usize) -> Vec<bool> {
         .find(|&slot| mask.query_row(head, slot) == row)
         .unwrap_or(row);
     let i = mask.tiles.tile_of_row(slot);
-    let tiles = mask.row(list, i).iter().flat_map(|&j| mask.tiles.keys(j as usize));
-    let columns = mask.columns(list, i).iter().map(|&slot| slot as usize);
     let mut shown = vec![false; num_keys];
-    for slot in tiles.chain(columns) {
-        let key = mask.key_order_of(list).map_or(slot, |order| order[slot] as usize);
+    for key in kept_keys(mask, list, i) {
         shown[key] = mask.visible(list, a, key);
     }
     shown

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use sieve_core::Tiles;
 use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
 
 use crate::call::Call;
@@ -57,24 +58,18 @@ where
     Pooled { mean, variance }
 }
 
-/// Vectors of consecutive rows of a head's queries.
-pub(crate) fn query_rows<'a>(
-    call: &Call<'a>,
-    head: usize,
-    rows: Range<usize>,
-) -> impl Iterator<Item = &'a [f32]> + use<'a> {
-    let call = *call;
-    rows.map(move |row| call.query(head, row))
+/// Means of the keys of each key tile, `[key tiles, head_dim]`; slot `i` holds key `key_of(i)`.
+pub(crate) fn key_means(call: &Call<'_>, kv_head: usize, tiles: Tiles, key_of: impl Fn(usize) -> usize) -> Vec<f32> {
+    let key = |slot| call.key(kv_head, key_of(slot));
+    let blocks = (0..tiles.num_key_tiles()).map(|j| tiles.keys(j).map(key));
+    mean_pool(blocks, call.shape.head_dim)
 }
 
-/// Vectors of consecutive keys of a KV head.
-pub(crate) fn key_rows<'a>(
-    call: &Call<'a>,
-    kv_head: usize,
-    keys: Range<usize>,
-) -> impl Iterator<Item = &'a [f32]> + use<'a> {
-    let call = *call;
-    keys.map(move |key| call.key(kv_head, key))
+/// Means of the queries of each query tile, `[query tiles, head_dim]`; slot `i` holds row `row_of(i)` of the call.
+pub(crate) fn query_means(call: &Call<'_>, head: usize, tiles: Tiles, row_of: impl Fn(usize) -> usize) -> Vec<f32> {
+    let query = |slot| call.query(head, row_of(slot));
+    let blocks = (0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query));
+    mean_pool(blocks, call.shape.head_dim)
 }
 
 /// `scale * a b^T`.
@@ -82,16 +77,15 @@ pub(crate) fn key_rows<'a>(
 /// # Shapes
 /// - a: `[rows, d]`, b: `[cols, d]`, returns `[rows, cols]`
 pub(crate) fn scores(a: &[f32], b: &[f32], d: usize, scale: f32) -> Vec<f32> {
-    let (rows, cols) = (a.len() / d, b.len() / d);
+    let (a, b) = (Matrix::new(a, a.len() / d, d), Matrix::new(b, b.len() / d, d));
+    products(a, b, scale)
+}
+
+/// `scale * a b^T` on one thread, `[rows of a, rows of b]`.
+fn products(a: Matrix<'_>, b: Matrix<'_>, scale: f32) -> Vec<f32> {
+    let (rows, cols) = (a.num_rows(), b.num_rows());
     let mut out = vec![0.0; rows * cols];
-    matmul(
-        Threads::One,
-        scale,
-        Matrix::new(a, rows, d),
-        Matrix::new(b, cols, d).t(),
-        0.0,
-        MatrixMut::new(&mut out, rows, cols),
-    );
+    matmul(Threads::One, scale, a, b.t(), 0.0, MatrixMut::new(&mut out, rows, cols));
     out
 }
 
@@ -118,18 +112,8 @@ pub(crate) fn for_each_prompt_row(call: &Call<'_>, kv_head: usize, mut add: impl
 
 /// Scaled products of some rows of a head, ascending, with the keys up to the last of them, `[rows, keys]`.
 pub(crate) fn logits(call: &Call<'_>, head: usize, rows: Matrix<'_>, keys: usize) -> Vec<f32> {
-    let (num_rows, keys) = (rows.num_rows(), call.keys(call.kv_head(head), 0..keys));
-    let cols = keys.num_rows();
-    let mut x = vec![0.0; num_rows * cols];
-    matmul(
-        Threads::One,
-        call.shape.softmax_scale(),
-        rows,
-        keys.t(),
-        0.0,
-        MatrixMut::new(&mut x, num_rows, cols),
-    );
-    x
+    let keys = call.keys(call.kv_head(head), 0..keys);
+    products(rows, keys, call.shape.softmax_scale())
 }
 
 /// Causal softmax of consecutive rows of a head over keys `0..=last position`, `[rows, last + 1]`; `None` on NaN.

@@ -19,6 +19,7 @@ use crate::gqa::GqaPolicy;
 use crate::mask::Selected;
 use crate::measure::dense_attention;
 use crate::prefill::PrefillMethod;
+use crate::range::Rules;
 
 /// A selector with its settings.
 #[derive(Clone, Debug, PartialEq)]
@@ -171,13 +172,12 @@ impl Selector {
         if segment <= max_tokens {
             return Ok(());
         }
-        Err(SelectError::Value {
-            selector: self.name(),
-            problem: format!(
+        Rules(self.name()).fail(
+            format!(
                 "segment={segment} is longer than the context of {max_tokens} tokens, so every call would be dense"
             ),
-            hint: "give a shorter segment or a longer context".to_owned(),
-        })
+            "give a shorter segment or a longer context",
+        )
     }
 
     /// What selecting for a prefill call of `num_queries` rows in a layer reads. A correction by probes reads all
@@ -250,14 +250,13 @@ impl Selector {
 
     fn select_untimed(&self, call: &Call<'_>) -> Result<Selected, SelectError> {
         if self.phase() == Phase::Decode {
-            return Err(SelectError::Unsupported {
-                selector: self.name(),
-                problem: "acts while decoding, not in prefill".to_owned(),
-                hint: format!(
+            return Rules(self.name()).fail(
+                "acts while decoding, not in prefill".to_owned(),
+                format!(
                     "use it where tokens are generated one by one; prefill methods are {}",
                     names_of(Phase::Prefill).join(", ")
                 ),
-            });
+            );
         }
         if self.is_dense(call.layer, call.shape.num_queries) {
             return Ok(Selected::dense(call.shape));

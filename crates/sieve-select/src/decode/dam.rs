@@ -256,14 +256,6 @@ impl DamConfig {
         rules.share("matching", self.matching)?;
         rules.above_zero("floor", self.floor, "give a small positive floor")
     }
-
-    /// Reads the maps, when a file is named.
-    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
-        if !self.map.is_empty() {
-            self.maps = Some(DamMaps::read(Path::new(&self.map))?);
-        }
-        Ok(())
-    }
 }
 
 /// State of `dam`.

@@ -56,14 +56,6 @@ impl DmaConfig {
     pub(crate) fn check(&self) -> Result<(), SelectError> {
         Rules("dma").positive("keep_window_size", self.keep_window_size)
     }
-
-    /// Reads the weights, when a file is named.
-    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
-        if !self.scores.is_empty() {
-            self.weights = Some(DmaWeights::read(Path::new(&self.scores))?);
-        }
-        Ok(())
-    }
 }
 
 impl DmaWeights {

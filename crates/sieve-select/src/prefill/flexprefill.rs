@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::keep::{falling, softmax, top_k_forced};
-use crate::pool::{block_sums, key_rows, last_rows, mean_pool, probe_sums, query_rows, scores};
+use crate::pool::{block_sums, key_means, last_rows, mean_pool, probe_sums, scores};
 use crate::prefill::meanpool::pooled_scores;
 use crate::prelude::*;
 
@@ -105,12 +105,8 @@ impl FlexprefillConfig {
         let diagonal = block_sums(&sums.diagonal, self.block);
 
         let d = call.shape.head_dim;
-        let kv_head = call.kv_head(head);
-        let q = mean_pool(std::iter::once(query_rows(call, head, probe)), d);
-        let k = mean_pool(
-            (0..tiles.num_key_tiles()).map(|j| key_rows(call, kv_head, tiles.keys(j))),
-            d,
-        );
+        let q = mean_pool(std::iter::once(probe.map(|row| call.query(head, row))), d);
+        let k = key_means(call, call.kv_head(head), tiles, |key| key);
         let mut estimate = scores(&q, &k, d, call.shape.softmax_scale());
         if !softmax(&mut estimate) {
             return None;

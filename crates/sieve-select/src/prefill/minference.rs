@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use sieve_core::TokenWindow;
@@ -15,15 +14,18 @@ use crate::prefill::block_sparse::best_blocks;
 use crate::prefill::vertical_slash::{TILE, VerticalSlashConfig};
 use crate::prelude::*;
 
-/// Settings of `minference`.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct MinferenceConfig {
-    /// File with a pattern per layer and head, as MInference writes it; empty: vertical-slash (1000, 6096) everywhere.
-    pub pattern: String,
-    /// What the file holds.
-    #[serde(skip)]
-    pub patterns: PatternFile,
+settings! {
+    /// Settings of `minference`.
+    pub struct MinferenceConfig {
+        /// File with a pattern per layer and head, as MInference writes it; empty: vertical-slash (1000, 6096)
+        /// everywhere.
+        pub pattern: String = String::new(),
+        /// The content of the file.
+        #[serde(skip)]
+        pub patterns: PatternFile = PatternFile::default(),
+    }
+    small "minference";
+    everything "minference";
 }
 
 /// What one head does.
@@ -90,12 +92,6 @@ const CANDIDATES: [Pattern; 6] = [
     Pattern::BlockSparseEighth,
 ];
 
-#[cfg(test)]
-impl MinferenceConfig {
-    pub(crate) const SMALL: &[&str] = &["minference"];
-    pub(crate) const EVERYTHING: &[&str] = &["minference"];
-}
-
 impl PrefillMethod for MinferenceConfig {
     fn select(&self, call: &Call<'_>, _: GqaPolicy) -> Selected {
         let patterns: Vec<Pattern> = (0..call.shape.num_heads)
@@ -116,16 +112,6 @@ impl PrefillMethod for MinferenceConfig {
 
     fn takes_gqa(&self) -> bool {
         false
-    }
-}
-
-impl MinferenceConfig {
-    /// Reads the pattern file, when there is one.
-    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
-        if !self.pattern.is_empty() {
-            self.patterns = PatternFile::read(Path::new(&self.pattern))?;
-        }
-        Ok(())
     }
 }
 

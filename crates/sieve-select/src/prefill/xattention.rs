@@ -131,16 +131,15 @@ impl PrefillMethod for XattentionConfig {
     }
 }
 
-impl XattentionConfig {
-    /// Reads the thresholds, when a file is named.
-    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
-        let hint = "the file is a JSON list with one list per layer: [[0.9, 0.85, …], …]";
-        if !self.taus.is_empty() {
-            self.head_taus = read_json(Path::new(&self.taus), hint)?;
-        }
-        Ok(())
-    }
+/// Reads a file of thresholds, `[layers][query heads]`.
+pub(crate) fn read_taus(path: &Path) -> Result<Vec<Vec<f64>>, SelectError> {
+    read_json(
+        path,
+        "the file is a JSON list with one list per layer: [[0.9, 0.85, …], …]",
+    )
+}
 
+impl XattentionConfig {
     fn tau_of(&self, layer: usize, head: usize) -> f64 {
         match self.head_taus.is_empty() {
             true => self.tau,

@@ -1,6 +1,7 @@
 //! `NAME:key=value,…`, read and written, and the help.
 
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 
 use serde::Serialize;
@@ -8,9 +9,14 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Number, Value};
 
 use super::{Common, ENTRIES, Method, Phase, Selector};
+use crate::decode::dam::DamMaps;
+use crate::decode::dma::DmaWeights;
 use crate::error::SelectError;
 use crate::gqa::GqaPolicy;
 use crate::prefill::delta::DeltaConfig;
+use crate::prefill::minference::PatternFile;
+use crate::prefill::xattention::read_taus;
+use crate::range::Rules;
 
 /// One key=value as written.
 pub(super) type Item<'t> = (&'t str, &'t str);
@@ -62,11 +68,10 @@ impl Selector {
         let (selector, key) = (self.name(), *key);
         let known: Vec<String> = self.all_items().into_iter().map(|item| item.0).collect();
         if known.is_empty() {
-            return Err(SelectError::Value {
-                selector: self.name(),
-                problem: format!("{key} is given, and it has no settings"),
-                hint: "leave the colon and what follows out".to_owned(),
-            });
+            return Rules(selector).fail(
+                format!("{key} is given, and it has no settings"),
+                "leave the colon and what follows out",
+            );
         }
         let problem = match common_items(&self.common).any(|item| item.0 == key) {
             true => format!("{selector} takes no {key}: it would change nothing"),
@@ -171,7 +176,7 @@ impl fmt::Display for Selector {
     }
 }
 
-/// Reads the method's own keys and takes them out of the list; settings get what the files they name hold.
+/// Reads the method's own keys and takes them out of the list; also reads the files that settings name.
 fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
     let Some(mut method) = Method::read(name, items)? else {
         let names = ENTRIES.iter().map(|entry| entry.name);
@@ -182,10 +187,14 @@ fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectErro
         return Err(SelectError::refused(problem, hint));
     };
     match &mut method {
-        Method::Xattention(config) => config.load()?,
-        Method::Minference(config) => config.load()?,
-        Method::Dam(config) => config.load()?,
-        Method::Dma(config) => config.load()?,
+        Method::Xattention(config) if !config.taus.is_empty() => config.head_taus = read_taus(Path::new(&config.taus))?,
+        Method::Minference(config) if !config.pattern.is_empty() => {
+            config.patterns = PatternFile::read(Path::new(&config.pattern))?;
+        }
+        Method::Dam(config) if !config.map.is_empty() => config.maps = Some(DamMaps::read(Path::new(&config.map))?),
+        Method::Dma(config) if !config.scores.is_empty() => {
+            config.weights = Some(DmaWeights::read(Path::new(&config.scores))?);
+        }
         _ => {}
     }
     Ok(method)
@@ -209,11 +218,10 @@ pub(super) fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
         _ => None,
     };
     if let Some(reason) = reason {
-        return Err(SelectError::Value {
-            selector: "delta",
-            problem: format!("base={} cannot be corrected: {reason}", config.base),
-            hint: "use a causal prefill method other than momo and delta".to_owned(),
-        });
+        return Rules("delta").fail(
+            format!("base={} cannot be corrected: {reason}", config.base),
+            "use a causal prefill method other than momo and delta",
+        );
     }
     Ok(Method::Delta(config, Box::new(base)))
 }
