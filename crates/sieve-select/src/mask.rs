@@ -1,4 +1,4 @@
-//! What a selector gives for one call: which keys each query sees, and what goes with it.
+//! The selection of one call: which keys each query sees, how the output is corrected, and statistics.
 
 use sieve_core::{CallShape, KeyMask, MaskError};
 
@@ -35,11 +35,11 @@ pub struct SelectStats {
     pub nan_lists: usize,
     /// The whole call runs dense (short, or a dense layer).
     pub dense_call: bool,
-    /// Seconds between q, k, v and the ready mask.
+    /// Seconds from q, k and v to the mask.
     pub select_seconds: f64,
-    /// Part of them that went into permutations.
+    /// Part of `select_seconds` that permutations took.
     pub permute_seconds: f64,
-    /// Patterns the heads took, where a method chooses among several: name and number of heads.
+    /// For methods that choose a pattern per head: each pattern's name and number of heads.
     pub patterns: Vec<(&'static str, usize)>,
 }
 
@@ -65,15 +65,15 @@ impl From<KeyMask> for Selected {
 }
 
 impl Selected {
-    /// Every key not after its query.
+    /// A selection in which a query sees every key that is not after it.
     pub fn dense(shape: CallShape) -> Self {
         let mut all = Self::from(KeyMask::dense(shape));
         all.stats.dense_call = true;
         all
     }
 
-    /// Checks the mask's own rules, and those of a selector against its call: every query sees itself and no key tile
-    /// after its own, probes are rows of the call.
+    /// Checks the mask's arrays, and that the selection fits the call: every query sees its own key and no key tile
+    /// after it, and probes are rows of the call.
     ///
     /// # Errors
     /// The first broken rule and where it is broken.

@@ -1,4 +1,4 @@
-//! The definition: dense attention under the expanded mask, row by row in f64. Slow, and what everything is tested by.
+//! The definition that tests compare with: dense attention under the expanded mask, row by row in f64.
 
 use crate::attention::probe_window;
 use crate::call::Call;
@@ -33,7 +33,7 @@ pub fn expanded_row(mask: &KeyMask, head: usize, row: usize) -> Vec<bool> {
     shown
 }
 
-/// Attention of one row over the keys `shown` says: the output `[head_dim]` and the log-sum-exp.
+/// Attention of one row over the keys with a true `shown`: the output `[head_dim]` and the log-sum-exp.
 pub fn oracle_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool]) -> (Vec<f64>, f64) {
     rounded_row(call, head, row, shown, Rounding::None)
 }

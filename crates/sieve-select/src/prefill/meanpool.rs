@@ -13,7 +13,7 @@ settings! {
         pub block: usize = 128,
         /// Share of the estimated mass that stays.
         pub tau: f64 = 0.9,
-        /// Blocks per row instead of a share.
+        /// Blocks per row; replaces `tau`.
         pub top_k: Option<usize> = None,
     }
     small "meanpool:block=16,tau=0.5", "meanpool:block=16,top_k=2,gqa=mean,last_dense_rows=20";

@@ -28,7 +28,7 @@ settings! {
     everything "minference";
 }
 
-/// What one head does.
+/// The pattern of one head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Pattern {
     /// First and last tokens.
@@ -54,14 +54,14 @@ pub enum Pattern {
     BlockSparseEighth,
 }
 
-/// Patterns per layer and head; what is missing is vertical-slash (1000, 6096).
+/// Patterns per layer and head; a head without one takes vertical-slash (1000, 6096).
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PatternFile {
     /// `[layers][heads]`.
     pub layers: Vec<Vec<Option<Pattern>>>,
 }
 
-/// What heads without a pattern do.
+/// Pattern of heads that the file does not name.
 const DEFAULT: Pattern = Pattern::VerticalSlash {
     vertical: 1000,
     slash: 6096,
@@ -100,7 +100,7 @@ impl PrefillMethod for MinferenceConfig {
         of_patterns(call, &patterns)
     }
 
-    /// Where all heads of the layer have the same columns and diagonals.
+    /// Only if all heads of the layer have vertical-slash with the same numbers.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let first = self.patterns.of(call.layer, 0);
         let Pattern::VerticalSlash { vertical, slash } = first else {
@@ -150,8 +150,8 @@ fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> Selected {
     chosen
 }
 
-/// The candidate that keeps the most dense mass, for each query head of one long sample. The kept mass is returned with
-/// it.
+/// For each query head of one long sample: the candidate that keeps the most probability mass of dense attention, and
+/// that mass, 0 to 1.
 ///
 /// # Errors
 /// None for a call that passed [`Call::new`].
