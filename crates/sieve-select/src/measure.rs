@@ -13,7 +13,7 @@ pub struct Density {
     pub token: f64,
     /// Kept tiles over admissible tiles.
     pub tile: f64,
-    /// Pairs of the probe rows of a correction over causal pairs, computed besides.
+    /// Pairs that the probe rows of a correction compute in addition, over causal pairs.
     pub probes: f64,
 }
 

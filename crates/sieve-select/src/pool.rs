@@ -1,4 +1,4 @@
-//! Blocks of tokens reduced to one vector, and the sampled scores that methods share.
+//! Means of blocks of tokens, and attention logits and probabilities of some rows.
 
 use std::ops::Range;
 
@@ -8,13 +8,13 @@ use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
 use crate::call::Call;
 use crate::keep::softmax;
 
-/// Mean and, on request, population variance per channel of each block, `[blocks, head_dim]`.
+/// Mean and population variance per channel of each block, `[blocks, head_dim]`.
 pub(crate) struct Pooled {
     pub(crate) mean: Vec<f32>,
     pub(crate) variance: Vec<f32>,
 }
 
-/// Means of blocks of tokens; each block is the list of its vectors, short blocks count their own tokens only.
+/// Means of blocks of tokens, `[blocks, head_dim]`; a block is the iterator over its vectors.
 pub(crate) fn mean_pool<'x, B>(blocks: impl Iterator<Item = B>, head_dim: usize) -> Vec<f32>
 where
     B: Iterator<Item = &'x [f32]>,
@@ -89,11 +89,11 @@ fn products(a: Matrix<'_>, b: Matrix<'_>, scale: f32) -> Vec<f32> {
     out
 }
 
-/// Rows whose probabilities [`for_each_prompt_row`] holds at once.
+/// Rows whose probabilities [`for_each_prompt_row`] computes at once.
 const CHUNK_ROWS: usize = 64;
 
-/// Calls `add` with every row of a prompt, once for each head of the group, and the row's causal probabilities. Rows
-/// that share a chunk with a NaN are left out.
+/// For each query head of the group, calls `add` with every row of a prompt and the row's causal probabilities. Rows
+/// that share a chunk of 64 rows with a NaN are left out.
 pub(crate) fn for_each_prompt_row(call: &Call<'_>, kv_head: usize, mut add: impl FnMut(usize, &[f32])) {
     let n = call.shape.num_keys;
     for head in call.group(kv_head) {
@@ -110,7 +110,7 @@ pub(crate) fn for_each_prompt_row(call: &Call<'_>, kv_head: usize, mut add: impl
     }
 }
 
-/// Scaled products of some rows of a head, ascending, with the keys up to the last of them, `[rows, keys]`.
+/// Logits of the queries `rows` of a head with the first `keys` keys, `[rows, keys]`.
 pub(crate) fn logits(call: &Call<'_>, head: usize, rows: Matrix<'_>, keys: usize) -> Vec<f32> {
     let keys = call.keys(call.kv_head(head), 0..keys);
     products(rows, keys, call.shape.softmax_scale())
@@ -131,16 +131,16 @@ pub(crate) fn causal_probabilities(call: &Call<'_>, head: usize, rows: Range<usi
     Some(p)
 }
 
-/// Rows of the probe most methods use: the last `count`, or all when there are fewer.
+/// The last `count` rows of a call, or all when there are fewer: the probe of most methods.
 pub(crate) fn last_rows(call: &Call<'_>, count: usize) -> Range<usize> {
     call.shape.num_queries.saturating_sub(count)..call.shape.num_queries
 }
 
-/// Sums per key and per distance from the diagonal of a probe's probabilities.
+/// Sums of the attention probabilities of probe rows, per key and per distance from the diagonal.
 pub(crate) struct ProbeSums {
     /// `[num_keys]`.
     pub(crate) column: Vec<f32>,
-    /// `[num_keys]`, by `a - j`.
+    /// `[num_keys]`, indexed by the query's position minus the key's.
     pub(crate) diagonal: Vec<f32>,
 }
 

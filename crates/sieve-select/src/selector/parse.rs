@@ -1,4 +1,4 @@
-//! `NAME:key=value,…`, read and written, and the help.
+//! Reads and writes `NAME:key=value,…`; the text of `--help`.
 
 use std::fmt;
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::prefill::minference::PatternFile;
 use crate::prefill::xattention::read_taus;
 use crate::range::Rules;
 
-/// One key=value as written.
+/// The key and the value of one `key=value`.
 pub(super) type Item<'t> = (&'t str, &'t str);
 
 impl Selector {
@@ -59,7 +59,7 @@ impl Selector {
         Ok(selector)
     }
 
-    /// Refuses keys that this method has not, or does not use.
+    /// Refuses a key that the method does not have or does not use.
     fn refuse_others(&self, items: &[Item<'_>]) -> Result<(), SelectError> {
         let used = self.method.common_keys();
         let Some((key, _)) = items.iter().find(|item| !used.contains(&item.0)) else {
@@ -200,7 +200,7 @@ fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectErro
     Ok(method)
 }
 
-/// The settings of delta's base are given as `base.key=value`.
+/// Reads delta and its base, whose settings are given as `base.key=value`.
 pub(super) fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
     let (base_items, rest): (Vec<Item<'_>>, Vec<Item<'_>>) =
         items.drain(..).partition(|item| item.0.starts_with("base."));
@@ -239,7 +239,7 @@ fn method_common(name: &str) -> Common {
     }
 }
 
-/// Reads the keys a settings struct has and takes them out of the list.
+/// Reads the fields of a settings struct from `items` and takes them out of the list.
 pub(super) fn own<T: Default + Serialize + DeserializeOwned>(
     name: &str,
     items: &mut Vec<Item<'_>>,
@@ -261,7 +261,7 @@ fn common_items(common: &Common) -> impl Iterator<Item = (String, String)> + use
     map.into_iter().map(|(key, value)| (key, text_of(&value)))
 }
 
-/// Defaults with the given values in their place.
+/// The defaults, overwritten by the given values.
 fn read<T: DeserializeOwned>(name: &str, items: &[Item<'_>], defaults: Option<Value>) -> Result<T, SelectError> {
     let mut map = match defaults {
         Some(Value::Object(map)) => map,
@@ -275,7 +275,7 @@ fn read<T: DeserializeOwned>(name: &str, items: &[Item<'_>], defaults: Option<Va
     for &(key, text) in items {
         let default = map.get(key).cloned().unwrap_or(Value::Null);
         let value = value_of(text, &default).map_err(|problem| wrong(key, text, problem))?;
-        // One at a time, so that the message names the key it is about.
+        // One value at a time, so that the message names the faulty key.
         let mut one = map.clone();
         one.insert(key.to_owned(), value.clone());
         if let Err(error) = serde_json::from_value::<T>(Value::Object(one)) {
@@ -286,7 +286,7 @@ fn read<T: DeserializeOwned>(name: &str, items: &[Item<'_>], defaults: Option<Va
     serde_json::from_value(Value::Object(map)).map_err(|error| wrong("", "", error.to_string()))
 }
 
-/// Text as the type its default has; a default of none takes a number or `none`.
+/// Parses a value as the type of its default. A key whose default is none takes a number or `none`.
 fn value_of(text: &str, default: &Value) -> Result<Value, String> {
     let float = |text: &str| {
         let number = text.parse::<f64>().ok().and_then(Number::from_f64);
