@@ -47,7 +47,7 @@ adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad
 #endif
       , const __grid_constant__ AdamwParams params) {
   const float scale = *grad_scale;
-  if (!(fabsf(scale) < INFINITY_F32) || scale == 0.f) return;  // the gate; also taken for a NaN
+  if (!(fabsf(scale) < INFINITY_F32) || scale == 0.f) return;  // the gate, which is closed for a NaN too
   const Update update = {f32_word(params.beta1),
                          f32_word(params.beta2),
                          f32_word(params.eps),
@@ -83,7 +83,7 @@ adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad
 #else
     *(float4*)(param + at) = p;
 #if HAS_LEAF
-    *(uint2*)(leaf + at) = make_uint2(round_bf16x2(p.x, p.y), round_bf16x2(p.z, p.w));
+    *(uint2*)(leaf + at) = make_uint2(pack_bf16(p.x, p.y), pack_bf16(p.z, p.w));
 #endif
 #endif
   } else {
@@ -97,7 +97,7 @@ adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad
 #else
       update(param[i], exp_avg[i], exp_avg_sq[i], grad[i]);
 #if HAS_LEAF
-      leaf[i].bits = (unsigned short)round_bf16x2(param[i], 0.f);
+      leaf[i].bits = (unsigned short)pack_bf16(param[i], 0.f);
 #endif
 #endif
     }

@@ -36,12 +36,12 @@
 #include "common/attention_backward.cuh"
 #include "common/query_share.cuh"
 
-constexpr u64 SECTION_BYTES = 64 << 20;  // queries and output gradients of the heads in work at a time
+constexpr u64 SECTION_BYTES = 64 << 20;  // queries and output gradients of the heads computed at a time
 
 #if SHARES
 typedef float gradient;
 
-// Writes the warp's columns of the pair's 32 rows of a part of one gradient.
+// Writes the warp's columns of the warp pair's 32 rows of one gradient: the f32 sums of this share of the queries.
 template <int ROW, int HALF_PAIRS>
 DEVICE void store_sums(const float (&sums)[2][2 * HALF_PAIRS][4], float* to, int num_rows) {
   const int half = (int)threadIdx.x / 32 % 2, first = half * HALF_PAIRS * 2;
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   KeyGradients sums;
   attention_backward_block(block, shared_memory, sums);
 
-  // Store. Places come from shared memory, where they cost the loop nothing.
+  // Store. The description is read again from shared memory: in registers it would slow the loop.
   const BackwardBlock& done = *(const BackwardBlock*)(shared_memory + BLOCK_AT);
   const int warp = (int)threadIdx.x / 32, pair = warp / 2, pair_key = done.first_key + pair * 32;
   [[maybe_unused]] const int seq_end = (int)params.seq_len;  // not read with SHARES

@@ -21,10 +21,10 @@
 struct AttentionBackwardConvertParams {
   u64 batch, seq_len, num_heads;
   u64 sum_len;      // queries a head in dq_sum, a multiple of 16
-  u64 first_query;  // the first of them
+  u64 first_query;  // the first of these queries
   u64 dq_offset, dq_token_stride, dq_batch_stride;
   u64 scale;          // f32 bits
-  u64 num_parts;      // of a sum; 1 but for SUM_PARTS
+  u64 num_parts;      // parts that each sum is stored in; 1 without SUM_PARTS
 };
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
 #include "common/begin_decode.cuh"
   wait_for_previous();
   const i64 batch = blockIdx.z, head = batch * params.num_kv_heads + kv_head, capacity = params.capacity;
-  const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first of the group
+  const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first query head of the group
 
   // Keys of this split, in whole tiles of the block.
 #if CHOSEN
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   decode.take_q(shared_address(shared_bytes), num_rows);
   for (int tile = 0; tile < num_tiles; tile++) {
     copy_async_wait<NUM_STAGES - 1>();
-    __syncwarp();  // the copies of all lanes have landed
+    __syncwarp();  // the copies of all lanes are complete
     const int num_valid = end - (warp_begin + tile * Decode::SPLIT_KEYS);
     decode.attend(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, scale,
                   lane % DECODE_KEYS < num_valid ? 0.f : -INFINITY_F32);
@@ -123,11 +123,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   const bf16* token_v = v_new + params.v_offset + batch * params.v_batch_stride + (i64)kv_head * HEAD_DIM_V;
   if (split == 0 && warp == 0) {
     copy_async_wait<0>();
-    __syncwarp();  // no copy into stage 0 is under way
+    __syncwarp();  // no copy into stage 0 is in flight
     Decode::load_tile(stages, token_k, token_v, 0, 1);
     copy_async_commit();
     copy_async_wait<0>();
-    __syncwarp();  // the row and the zeros below it have landed
+    __syncwarp();  // the copies of the row and of the zeros below it are complete
     decode.attend(stages, scale, lane % DECODE_KEYS == 0 ? 0.f : -INFINITY_F32);
     if (first_row == 0 && num_cached < capacity) {
       for (int chunk = lane; chunk < HEAD_DIM / 8; chunk += 32)
@@ -140,10 +140,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
 
   // Join the warps, then the splits.
   copy_async_wait<0>();
-  __syncthreads();  // every warp is done with its stages
+  __syncthreads();  // no warp reads its stages any more
   float* shared_partials = (float*)(shared_bytes + Decode::Q_BYTES);
   decode.store_warp(shared_partials);
-  __syncthreads();  // all partial rows are there
+  __syncthreads();  // all partial rows are stored
   decode_finish<HEAD_DIM_V, NUM_WARPS>(shared_partials, partials + query_head * num_splits * (HEAD_DIM_V + 2),
                                        o + query_head * HEAD_DIM_V, counters + head, &last_flag, split, num_splits,
                                        first_row, num_rows, group_size, num_splits == 1 ? 1 : num_splits * row_blocks);

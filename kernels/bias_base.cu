@@ -19,7 +19,7 @@
 #endif
 
 constexpr int BLOCK_QUERIES = 1024, LEVELS = 10;
-constexpr int LOADS = 3;  // of a thread at once
+constexpr int LOADS = 3;  // loads that a thread has in flight
 
 struct BiasBaseParams {
   u64 seq_len, padded_len;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1)
   __shared__ int starts[BLOCK_QUERIES];
   starts[thread] = thread < num_queries ? doc_start[(u64)blockIdx.z * seq_len + first_query + thread] : seq_len;
 #endif
-  __syncthreads();  // ranges are clear, starts are there
+  __syncthreads();  // the ranges are cleared and the document starts stored
 
   // Load: 1024 keys at a time, several loads in flight. Most keys are seen by every query of the block; their maximum
   // is kept in a register.
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1)
     for (int i = 0; i < LOADS; ++i) {
       const int key = first_key + i * BLOCK_QUERIES, low = max(key - first_query, 0);
       if (key >= end_key) break;
-      // The first query of a later document: among sorted starts the first that lies behind the key.
+      // The first query of a later document: the first of the sorted starts that is after the key.
       int end = BLOCK_QUERIES;
       if (starts[num_queries - 1] > key) {
         end = num_queries - 1;
@@ -116,14 +116,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1)
   if (thread % 32 == 0 && seen_by_all > 0) ranges.add(0, BLOCK_QUERIES, seen_by_all);
   __syncthreads();  // all keys have been counted
 
-  // From long ranges to their halves, down to single queries.
+  // Each range passes its maximum to its halves, down to single queries.
 #pragma unroll
   for (int level = LEVELS - 1; level > 0; --level) {
     const int half = 1 << (level - 1);
     u32 largest = max(ranges.largest[level - 1][thread], ranges.largest[level][thread]);
     if (thread >= half) largest = max(largest, ranges.largest[level][thread - half]);
     ranges.largest[level - 1][thread] = largest;
-    __syncthreads();  // the next level reads this one's
+    __syncthreads();  // the next level reads what this level wrote
   }
 
   // Store.

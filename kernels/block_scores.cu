@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   constexpr int MAX_GROUP = 64;
   __shared__ float largest[MAX_GROUP], inverse[MAX_GROUP];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  // Softmax: what each head's exponentials are multiplied by.
+  // Softmax: the factor of each head's exponentials.
   for (int h = warp; h < group_size; h += NUM_WARPS) {
     const float* row = rows + h * capacity;
     float most = -INFINITY_F32, sum = 0.f;
@@ -66,13 +66,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sum = lanes_sum<32>(sum);
     if (lane == 0) largest[h] = most, inverse[h] = 1.f / sum;
   }
-  __syncthreads();  // every head's maximum and sum are there
+  __syncthreads();  // every head's maximum and sum are stored
   for (i32 c = threadIdx.x; c < num; c += THREADS) {
     float p = 0.f;
     for (int h = 0; h < group_size; h++) p += expf(rows[h * capacity + c] - largest[h]) * inverse[h];
     rows[c] = p;
   }
-  __syncthreads();  // every probability is there
+  __syncthreads();  // every probability is stored
 
   const i32 per_select = (i32)params.select_size / stride, per_pooled = size / stride;
   for (i32 block = threadIdx.x; block <= own; block += THREADS) {

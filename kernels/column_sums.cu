@@ -27,7 +27,7 @@ column_sums(const float* partials, float* first, float* second, const __grid_con
     for (u64 p = share; p < params.num_partials; p += SHARES) sum += partials[p * params.width + column];
   }
   sums[share][lane] = sum;
-  __syncthreads();  // all shares of a column must be there
+  __syncthreads();  // all partial sums of a column are stored
 
   // Store
   if (share == 0 && exists) {

@@ -49,7 +49,7 @@ struct SoftmaxSum {
   float maximum, sum;
   DEVICE void merge(float other_maximum, float other_sum) {
     const float both = fmaxf(maximum, other_maximum);
-    // Nothing seen yet on either side: -inf minus -inf would be a NaN.
+    // Neither part has a logit above -inf yet: -inf minus -inf would be a NaN.
     const float shift = both == -INFINITY_F32 ? 0.f : both;
     sum = sum * exp2_fast(maximum - shift) + other_sum * exp2_fast(other_maximum - shift);
     maximum = both;
@@ -76,7 +76,7 @@ DEVICE void add_chunk(SoftmaxSum& running, float (&values)[8]) {
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; i++) sum += exp2_fast(fmaf(values[i], LOG2_E, -running.maximum));
-  // A chunk of nothing but -inf before anything else: its terms are NaN and count nothing.
+  // If all logits so far are -inf, the terms are NaN and are not added.
   if (running.maximum != -INFINITY_F32) running.sum += sum;
 }
 
@@ -143,7 +143,7 @@ cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_cons
     shared_maximum[threadIdx.x >> 5] = running.maximum;
     shared_sum[threadIdx.x >> 5] = running.sum;
   }
-  __syncthreads();  // every warp's part must be there; `picked` has been read by all
+  __syncthreads();  // every warp's part is stored, and every thread has read `picked`
   running = {shared_maximum[0], shared_sum[0]};
 #pragma unroll
   for (int warp = 1; warp < NUM_WARPS; warp++) running.merge(shared_maximum[warp], shared_sum[warp]);

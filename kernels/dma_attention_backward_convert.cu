@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int i = 0; i < 4; ++i) {
     if (first + i * 8 + lane / 4 >= end) continue;
 #if JOINED
-    // (batch, key, group); the batch's other sums lie behind its first.
+    // The index counts (batch, key, group). The other sums of a batch row are stored after its first.
     const u32 batch = (u32)((first + i * 8 + lane / 4) / GROUPS) / seq_len;
     const u64 apart = (u64)seq_len * GROUPS * 4, before = batch * (params.num_sums - 1) * apart;
     float4 sum = from[before + i * 32];

@@ -40,7 +40,7 @@
 #endif
 constexpr float MAX_EXPONENT = 60.f;  // exp overflows at 88.7, and one such key would own the softmax
 constexpr i32 NO_SLOT = -1;
-constexpr int EARLY = NUM_WARPS > 4 ? 2 : 4;  // vectors of scores a thread asks for at once: 2048 slots in all
+constexpr int EARLY = NUM_WARPS > 4 ? 2 : 4;  // vectors of scores that a thread loads at once: 2048 slots in all
 constexpr int K_CHUNKS = HEAD_DIM / 8, V_CHUNKS = HEAD_DIM_V / 8;
 static_assert(K_CHUNKS + V_CHUNKS <= NUM_THREADS, "a thread keeps one chunk of the new key or value");
 
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   __shared__ i32 warp_slot[NUM_WARPS];
   const i32 window = (i32)params.keep_window_size;
   const i64 batch = blockIdx.z, head = batch * params.num_kv_heads + kv_head;
-  const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first of the group
+  const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first query head of the group
 
   bf16* head_k = k_cache + head * window * HEAD_DIM;
   bf16* head_v = v_cache + head * window * HEAD_DIM_V;
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
     early_z[i] = *(const uint4*)(head_z + slot);
     early_position[i] = *(const uint4*)(head_position + slot);
   }
-  uint4 token_chunk = make_uint4(0, 0, 0, 0);  // of the new key and value, which the last block stores
+  uint4 token_chunk = make_uint4(0, 0, 0, 0);  // of the new key or value; stored by the last block
   if (threadIdx.x < K_CHUNKS) token_chunk = ((const uint4*)token_k)[threadIdx.x];
   else if (threadIdx.x < K_CHUNKS + V_CHUNKS) token_chunk = ((const uint4*)token_v)[threadIdx.x - K_CHUNKS];
   const float token_z = z_new[head];
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
                         is_token ? 1 : (int)min((i64)DECODE_KEYS, end - slot));
     copy_async_commit();
   };
-  // As if all slots were in use, before the length is known.
+  // The length is not known yet: copies as if all slots were in use.
   divide();
 #pragma unroll 1
   for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);
@@ -121,14 +121,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
       num_rows);
   if (position < window) {
     copy_async_wait<0>();
-    __syncwarp();  // no copy into the stages is under way
+    __syncwarp();  // no copy into the stages is in flight
     num_slots = position;
     divide();
 #pragma unroll 1
     for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);
   }
 
-  // Select: which slot does the new key take, if any? And the largest of all scores here.
+  // Select the slot that the new key takes, if any, and find the largest score.
   float largest = token_z;
   u64 smallest = ~0ull;
   i32 slot_of_smallest = NO_SLOT;
@@ -169,21 +169,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
   }
   if (lane == 0) warp_smallest[warp] = of_warp, warp_largest[warp] = largest;
-  // One lane, since keys are distinct; all of them say "none" where there is no candidate.
+  // One lane has it, since keys are distinct; without a candidate every lane has "none".
   if (smallest == of_warp) warp_slot[warp] = slot_of_smallest;
   __syncthreads();  // the queries, and every warp's smallest key and largest score, are in shared memory
-  i32 taken = num_slots;  // a free one
+  i32 taken = num_slots;  // a free slot
   if (num_slots == window) {
     const u64 token_key = order_key(order_of_score(token_z), (u32)position);
     u64 of_block = params.local_window_size == 0 ? token_key : ~0ull;
-    taken = NO_SLOT;  // popped by its own arrival
+    taken = NO_SLOT;  // the new key itself is the smallest and is not kept
 #pragma unroll
     for (int other = 0; other < NUM_WARPS; other++)
       if (warp_smallest[other] < of_block) of_block = warp_smallest[other], taken = warp_slot[other];
   }
 #pragma unroll
   for (int other = 0; other < NUM_WARPS; other++) largest = fmaxf(largest, warp_largest[other]);
-  // Biases count less the largest, in base 2: beside a large one q . k would lose its digits.
+  // The largest bias is subtracted from all (in base 2): next to a large one, q . k would lose its digits.
   const float base = bias_of_score(largest);
   auto bias_of = [base](float z) { return (bias_of_score(z) - base) * LOG2_E; };
 
@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   decode.take_q(shared_address(shared_bytes), num_rows);
   for (int tile = 0; tile < num_tiles + has_token; tile++) {
     copy_async_wait<NUM_STAGES - 1>();
-    __syncwarp();  // the copies of all lanes have landed
+    __syncwarp();  // the copies of all lanes are complete
     const i32 tile_begin = warp_begin + tile * Decode::SPLIT_KEYS;
     const bool is_token = tile == num_tiles;
     const int num_valid = is_token ? taken != NO_SLOT : end - tile_begin, left = is_token ? -1 : taken - tile_begin;
@@ -209,10 +209,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
 
   // Join the warps, then the splits.
   copy_async_wait<0>();
-  __syncthreads();  // every warp is done with its stages
+  __syncthreads();  // no warp reads its stages any more
   float* shared_partials = (float*)(shared_bytes + Decode::Q_BYTES);
   decode.store_warp(shared_partials);
-  __syncthreads();  // all partial rows are there
+  __syncthreads();  // all partial rows are stored
   const bool is_last = decode_finish<HEAD_DIM_V, NUM_WARPS>(
       shared_partials, partials + query_head * num_splits * (HEAD_DIM_V + 2), o + query_head * HEAD_DIM_V,
       counters + head, &last_flag, split, num_splits, first_row, num_rows, group_size, num_splits * row_blocks);

@@ -30,9 +30,9 @@
 #define MIN_BLOCKS (THREADS_PER_MULTIPROCESSOR >= 2048 ? 2 : 1)
 #endif
 
-constexpr int SUPER_BLOCK = 1024;    // queries a list serves: one thread per query
-constexpr int WINDOW_WORDS = 2048;   // leaving times handled at once, in words of 32
-constexpr int MAX_OLD = 2560;        // old keys remembered
+constexpr int SUPER_BLOCK = 1024;    // queries that share a list: one thread per query
+constexpr int WINDOW_WORDS = 2048;   // leaving times handled at once, in words of 32 bits
+constexpr int MAX_OLD = 2560;        // old keys kept in shared memory
 constexpr int WORDS_EACH = WINDOW_WORDS / SUPER_BLOCK;
 constexpr int LIST_ALIGNMENT = 128;
 static_assert(PREFIX_BLOCK % SUPER_BLOCK == 0, "a super-block must not straddle a boundary of dma_select_prefix");
@@ -43,9 +43,9 @@ struct DmaListsParams {
 
 struct Shared {
   u32 leaves[WINDOW_WORDS];       // bit t: an old key leaves at time t of the window
-  u32 later[WINDOW_WORDS];        // old keys of the window that leave in a word to the right
+  u32 later[WINDOW_WORDS];        // old keys of the window that leave at the times of a later word
   u32 entering[SUPER_BLOCK / 32]; // bit per key of the block: some query sees it
-  u32 entering_before[SUPER_BLOCK / 32];  // set bits of the words to the left
+  u32 entering_before[SUPER_BLOCK / 32];  // set bits of the earlier words
   int2 old[MAX_OLD];              // {key, expire}, any order
   u32 warp_sums[32];
   u32 num_old;
@@ -62,7 +62,7 @@ struct FindOldKeys {
   template <class Visit>
   DEVICE void operator()(Visit visit) const {
     for_each_pair<SUPER_BLOCK, 2>(survivors, num_survivors, [&](u32 key, u32) {
-      if (key >= (u32)q0) return;  // a place left over by dma_lists_prefix holds ~0
+      if (key >= (u32)q0) return;  // places that dma_lists_prefix did not fill hold ~0
       const i32 leaves = expire[key];
       if (leaves > q0) visit((i32)key, leaves);
     });
@@ -135,14 +135,14 @@ extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, MIN_BLOCKS)
   const i32 num_old = (i32)shared.num_old;
   const OldKeys for_each_old_key = {shared, find_old_keys, num_old, document, document_end};
 
-  u32 num_later = 0, num_above = 0;  // old keys in the windows done, and in those above the last
+  u32 num_later = 0, num_above = 0;  // old keys in the windows that are done, and in those after the last one
   const i32 num_times = document < q0 ? document_end - document - 1 : 0;
   const i32 num_windows = (num_times + WINDOW_WORDS * 32 - 1) / (WINDOW_WORDS * 32);
 #pragma unroll 1
   for (i32 window_idx = num_windows - 1; window_idx >= 0; window_idx--) {
     const i32 window_first = window_idx * (WINDOW_WORDS * 32);
     num_above = num_later;
-    __syncthreads();  // the window before is no longer read
+    __syncthreads();  // the last window is no longer read
 #pragma unroll
     for (int i = 0; i < WORDS_EACH; i++) shared.leaves[thread + i * SUPER_BLOCK] = 0;
     __syncthreads();  // no bit is set
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, MIN_BLOCKS)
       if (0 <= bit && bit < WINDOW_WORDS * 32) atomicOr(&shared.leaves[bit >> 5], 1u << (bit & 31));
     });
     __syncthreads();  // all leaving times are marked
-    // Count from the top: thread 0 holds the last words.
+    // Count from the last words, which thread 0 holds, to the first.
     u32 counts[WORDS_EACH], sum = 0, in_window;
 #pragma unroll
     for (int i = 0; i < WORDS_EACH; i++) {

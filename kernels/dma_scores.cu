@@ -26,7 +26,7 @@ constexpr int NUM_SUMS = NUM_KV_HEADS * TOKENS;
 // chunks of 8 channels whose part of W_dt is in shared memory at once: 48 KiB
 constexpr int TILE_CHUNKS = 1536 / NUM_KV_HEADS;
 constexpr int PADDED_SUMS = NUM_SUMS <= 4 ? 4 : NUM_SUMS <= 8 ? 8 : NUM_SUMS <= 16 ? 16 : 32;
-constexpr int HEADS_AT_ONCE = NUM_KV_HEADS % 4 == 0 ? 4 : 1;  // of a row of W_dt
+constexpr int HEADS_AT_ONCE = NUM_KV_HEADS % 4 == 0 ? 4 : 1;  // columns of a row of W_dt that a lane loads at once
 constexpr float LINEAR_SOFTPLUS = 20.f;  // softplus(x) = x beyond, to f32
 static_assert(NUM_SUMS <= 32, "a lane ends up with at most one sum");
 
@@ -71,19 +71,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
   const bool one_tile = num_chunks <= TILE_CHUNKS;
 #pragma unroll 1
   for (int group = 0; group < BLOCK_TOKENS; group += NUM_THREADS / 32 * TOKENS) {
-    const i32 first = block_first + group + warp * TOKENS;  // of this warp's tokens
+    const i32 first = block_first + group + warp * TOKENS;  // this warp's first token
     float sums[PADDED_SUMS];
 #pragma unroll
     for (int i = 0; i < PADDED_SUMS; i++) sums[i] = 0.f;
 
 #pragma unroll 1
     for (int tile = 0; tile < num_chunks; tile += TILE_CHUNKS) {
-      // Load W_dt, turned so that a float4 holds four channels of one head; all of it once, if it fits.
+      // Load W_dt, transposed so that a float4 holds four channels of one head; the whole of W_dt at once, if it fits.
       const int tile_chunks = min(TILE_CHUNKS, num_chunks - tile);
       if (group == 0 || !one_tile) {
-        __syncthreads();  // the tile before is no longer read
+        __syncthreads();  // the last tile is no longer read
         for (int half = threadIdx.x; half < tile_chunks * 2; half += NUM_THREADS) {
-          const float* rows = w_dt + (i64)(tile * 8 + half * 4) * NUM_KV_HEADS;  // of four channels
+          const float* rows = w_dt + (i64)(tile * 8 + half * 4) * NUM_KV_HEADS;  // the rows of four channels
 #pragma unroll 2
           for (int head = 0; head < NUM_KV_HEADS; head += HEADS_AT_ONCE) {
             float four[4][HEADS_AT_ONCE];
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
             values[t][2 * i + 1] = bf16_high(words[i]);
           }
         }
-        if (chunk + 32 < tile_chunks) load(chunk + 32);  // arrives while this chunk is multiplied
+        if (chunk + 32 < tile_chunks) load(chunk + 32);  // loaded while this chunk is multiplied
 #pragma unroll
         for (int head = 0; head < NUM_KV_HEADS; head++) {
           const float4 low = shared_w[head * 2 * tile_chunks + chunk],

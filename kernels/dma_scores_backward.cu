@@ -22,12 +22,12 @@
 #endif
 
 constexpr int NUM_THREADS = 128, TILE_TOKENS = 16;
-constexpr int CHANNELS = NUM_KV_HEADS <= 8 ? 8 : NUM_KV_HEADS <= 16 ? 4 : 2;  // of a thread
+constexpr int CHANNELS = NUM_KV_HEADS <= 8 ? 8 : NUM_KV_HEADS <= 16 ? 4 : 2;  // channels of a thread
 constexpr int WORDS = CHANNELS / 2, NUM_WEIGHTS = CHANNELS * NUM_KV_HEADS;
 // floats of W_dt and of partials that a thread moves at once; rows of partials begin on multiples of NUM_KV_HEADS, so
 // that four need NUM_KV_HEADS % 4 == 0
 constexpr int VECTOR = NUM_WEIGHTS % 4 == 0 && NUM_KV_HEADS % 4 == 0 ? 4 : 1;
-// pairs of head and token that a thread turns into dx
+// pairs of head and token for which a thread computes dx
 constexpr int PAIRS = (NUM_KV_HEADS * TILE_TOKENS + NUM_THREADS - 1) / NUM_THREADS;
 constexpr float LINEAR_SOFTPLUS = 20.f;  // as in dma_scores
 
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
     locate(group, row, first);
     if (group % TILE_GROUPS == 0) {
       // Score: dx of the tile. Neighbouring threads take neighbouring tokens of one head.
-      __syncthreads();  // the tile before is no longer read
+      __syncthreads();  // the last tile is no longer read
 #pragma unroll
       for (int p = 0; p < PAIRS; p++) {
         const int pair = p * NUM_THREADS + threadIdx.x, head = pair / TILE_TOKENS, token = pair % TILE_TOKENS;
@@ -144,9 +144,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
           dx[token][head] = result;
         }
       }
-      __syncthreads();  // dx of the tile is there
+      __syncthreads();  // dx of the tile is stored
     }
-    copy_async_wait<1>();  // this group's channels are there
+    copy_async_wait<1>();  // the copies of this group's channels are complete
     if (active) {
       bf16* to = dv + params.dv_offset + row * params.dv_batch_stride + (i64)first * params.dv_token_stride + channel;
       const int in_tile = (int)(group % TILE_GROUPS) * GROUP_TOKENS, count = min(GROUP_TOKENS, seq_len - first);
@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
               dweights[at] = fmaf(pair[i], slopes[h], dweights[at]);
               sums[i] = fmaf(weights[at], slopes[h], sums[i]);
             }
-          grads.words[w] = round_bf16x2(bf16_low(grads.words[w]) + sums[0], bf16_high(grads.words[w]) + sums[1]);
+          grads.words[w] = pack_bf16(bf16_low(grads.words[w]) + sums[0], bf16_high(grads.words[w]) + sums[1]);
         }
         store_channels(to + token * params.dv_token_stride, grads);
       }
@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
 #pragma unroll
     for (int p = 0; p < PAIRS; p++)
       if (p * NUM_THREADS + threadIdx.x < NUM_KV_HEADS * TILE_TOKENS) da_parts[p * NUM_THREADS + threadIdx.x] = da[p];
-    __syncthreads();  // every pair's sum must be there
+    __syncthreads();  // every pair's sum is stored
     if (threadIdx.x < NUM_KV_HEADS) {
       float sum = 0.f;
 #pragma unroll

@@ -41,7 +41,7 @@
 
 typedef unsigned short u16;
 
-constexpr int BLOCK = 1024;       // arrivals of a block: one per thread
+constexpr int BLOCK = 1024;       // arriving keys of a block: one per thread
 constexpr int TIME_BLOCK = 32;    // times between two rows of the bit matrix
 constexpr int NUM_WORDS = BLOCK / 32;
 constexpr int NUM_ROWS = BLOCK / TIME_BLOCK + 1;
@@ -57,10 +57,10 @@ struct DmaSelectParams {
 };
 
 struct Shared {
-  RadixSelect<2> select;               // 0: the keys before s, 1: those and the arrivals
+  RadixSelect<2> select;               // 0: the keys before s, 1: the keys before s and the arriving ones
   u64 pool[BLOCK];                     // keys that leave in this block
   u32 present[NUM_ROWS][NUM_WORDS];    // bit r of row k: the pool's key of rank r is born before time 32 k
-  u16 present_before[NUM_ROWS][NUM_WORDS];  // set bits of the words to the left
+  u16 present_before[NUM_ROWS][NUM_WORDS];  // set bits of the earlier words
   alignas(16) u16 rank_at[BLOCK];      // time -> rank in the pool of the key born then
   u16 time_of[BLOCK];                  // arrival -> time
   u16 arrival_at[BLOCK];               // time -> arrival
@@ -89,14 +89,15 @@ struct KeysBefore {
   }
 };
 
-// Survivors that leave in this block go to the pool; those that outlive the document get its end, if it ends here.
+// Puts survivors (keys that the last block kept) that leave in this block into the pool. If the document ends in this
+// block, its end becomes the expire of the survivors that outlive it.
 struct CollectPool {
   Shared& shared;
   u64 before, after;
   i32* expire;
-  i32 document_end;  // 0: it does not end here
+  i32 document_end;  // 0: the document does not end in this block
   DEVICE void operator()(u32 order, u32 position) const {
-    if (order < (u32)(before >> 32)) return;  // nearly all keys, by one word
+    if (order < (u32)(before >> 32)) return;  // rejects nearly all keys after loading one word
     const u64 key = order_key(order, position);
     if (key < before) return;
     if (key < after) shared.pool[atomicAdd(&shared.pool_size, 1u) & (BLOCK - 1)] = key;
@@ -104,7 +105,7 @@ struct CollectPool {
   }
 };
 
-// A thread's own arrival, if it has one.
+// The key that arrives at this thread, if any.
 struct OwnArrival {
   bool arrives;
   u32 order;
@@ -142,7 +143,7 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
   if (position < block_end) {
     const i32 start = doc_start[tokens + position], document_end = doc_end[tokens + position],
               end = min(document_end, block_end);
-    if (document_end - start <= window) row_expire[position] = document_end;  // nobody leaves
+    if (document_end - start <= window) row_expire[position] = document_end;  // no key leaves
     if (window == 0) row_expire[position] = min(position + local, document_end);
     if ((thread == 0 || start == position) && end - start > window && window > 0)
       shared.segment[atomicAdd(&shared.num_segments, 1u)] = (u16)thread;

@@ -15,7 +15,7 @@
 
 struct EmbeddingBackwardParams { u64 tokens, vocab_size, width, dy_stride, dweight_stride; };
 
-constexpr int BATCH = 8;  // rows on their way at once
+constexpr int BATCH = 8;  // rows that a thread loads at once
 
 extern "C" __global__ void __launch_bounds__(RUN_WARPS * 32)
 embedding_backward(const bf16* dy, const int2* order, float* dweight, float* begun, float* ended,
@@ -53,7 +53,7 @@ embedding_backward(const bf16* dy, const int2* order, float* dweight, float* beg
         }
         const bool is_last = at == count - 1;
         if (is_last || next != id) {
-          // Store: the run ends here, or its part in this chunk does.
+          // Store: the end of a run, or of its part in this chunk.
           if (active) {
             if (is_first_run && began_before) store_f32x8(begun + chunk * params.width + column, sum);
             else if (is_last && runs.goes_on(chunk, id)) store_f32x8(ended + chunk * params.width + column, sum);

@@ -11,7 +11,7 @@
 
 constexpr int NUM_THREADS = 1024, NUM_WARPS = NUM_THREADS / 32, DIGIT_BITS = 8, NUM_DIGITS = 1 << DIGIT_BITS;
 constexpr int PITCH = NUM_WARPS + 1;  // so that one warp's counters of different digits lie in different banks
-constexpr int BATCH = 8;  // of a lane's tokens, on their way at once
+constexpr int BATCH = 8;  // tokens that a lane loads at once
 constexpr int THREAD_COUNTS = NUM_DIGITS * NUM_WARPS / NUM_THREADS;  // counters a thread scans
 
 struct EmbeddingOrderParams { u64 tokens, vocab_size, num_bits; };
@@ -33,7 +33,7 @@ DEVICE u32 same_digit(int digit, bool valid) {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 embedding_order(const i32* ids, int2* order, int2* scratch, const __grid_constant__ EmbeddingOrderParams params) {
-  __shared__ u32 counts[NUM_DIGITS * PITCH];  // [digit][warp]: then, where the warp's next token of that digit goes
+  __shared__ u32 counts[NUM_DIGITS * PITCH];  // [digit][warp]: counts, then the next token's place
   __shared__ u32 warp_sums[32];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int tokens = (int)params.tokens, stretch = (tokens + NUM_THREADS - 1) / NUM_THREADS * 32;
@@ -59,7 +59,7 @@ embedding_order(const i32* ids, int2* order, int2* scratch, const __grid_constan
 
     // Count each warp's digits.
     for (int i = threadIdx.x; i < NUM_DIGITS * PITCH; i += NUM_THREADS) counts[i] = 0;
-    __syncthreads();  // counters are zero, and the pass before has written all entries
+    __syncthreads();  // the counters are zero, and the last pass has written all entries
 #pragma unroll 1
     for (int base = first; base < end; base += BATCH * 32) {
       int2 batch[BATCH];
@@ -70,10 +70,10 @@ embedding_order(const i32* ids, int2* order, int2* scratch, const __grid_constan
         const int digit = digit_of(batch[i]);
         const u32 same = same_digit(digit, valid);
         if (valid && (same & ((1u << lane) - 1)) == 0) counts[slot(digit, warp)] += __popc(same);
-        __syncwarp();  // the next round may meet the same counter from another lane
+        __syncwarp();  // in the next round another lane may add to the same counter
       }
     }
-    __syncthreads();  // all counts are there
+    __syncthreads();  // all counts are stored
 
     // Scan: all smaller digits come before, and of one digit the warps in order.
     const int own_digit = threadIdx.x * THREAD_COUNTS / NUM_WARPS, own_warp = threadIdx.x * THREAD_COUNTS % NUM_WARPS;
@@ -89,7 +89,7 @@ embedding_order(const i32* ids, int2* order, int2* scratch, const __grid_constan
       counts[slot(own_digit, own_warp + i)] = before;
       before += own[i];
     }
-    __syncthreads();  // every warp's places are there
+    __syncthreads();  // every warp's places are stored
 
     // Store
 #pragma unroll 1
@@ -103,12 +103,12 @@ embedding_order(const i32* ids, int2* order, int2* scratch, const __grid_constan
         const u32 same = same_digit(digit, valid), below = same & ((1u << lane) - 1);
         u32 place = 0;
         if (valid) place = counts[slot(digit, warp)] + __popc(below);
-        __syncwarp();  // all lanes have read the counter that one of them now moves on
+        __syncwarp();  // all lanes have read the counter that one of them now increases
         if (valid) {
           to[place] = batch[i];
           if (below == 0) counts[slot(digit, warp)] += __popc(same);
         }
-        __syncwarp();  // the next round reads it
+        __syncwarp();  // the next round reads the counter
       }
     }
     from = to;

@@ -33,7 +33,7 @@ fp8_amax(const bf16* x, u32* amax, const __grid_constant__ Fp8AmaxParams params)
   }
   largest = __reduce_max_sync(~0u, largest);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
-  __syncthreads();  // every warp's is there
+  __syncthreads();  // every warp's maximum is stored
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int warp = 1; warp < NUM_WARPS; warp++) largest = larger(largest, of_warps[warp]);

@@ -19,7 +19,7 @@ constexpr float LARGEST = E5M2 ? 57344.f : 448.f;
 
 struct Fp8QuantiseParams { u64 num_rows, width, num_partials; };
 
-// Two numbers as bytes; the first is the lower one.
+// Two numbers rounded to fp8, the first in the lower byte.
 DEVICE u32 round_fp8x2(float first, float second) {
   unsigned short pair;
 #if E5M2
@@ -33,7 +33,7 @@ DEVICE u32 round_fp8x4(const float* x, float factor) {
   return round_fp8x2(__fmul_rn(x[0], factor), __fmul_rn(x[1], factor)) |
          round_fp8x2(__fmul_rn(x[2], factor), __fmul_rn(x[3], factor)) << 16;
 }
-// Turns four words of four bytes: byte i of word j becomes byte j of word i.
+// Transposes four words of four bytes: byte i of word j becomes byte j of word i.
 DEVICE void turn(u32& a, u32& b, u32& c, u32& d) {
   const u32 ab_low = __byte_perm(a, b, 0x5140), ab_high = __byte_perm(a, b, 0x7362);
   const u32 cd_low = __byte_perm(c, d, 0x5140), cd_high = __byte_perm(c, d, 0x7362);
@@ -44,14 +44,14 @@ DEVICE void turn(u32& a, u32& b, u32& c, u32& d) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 fp8_quantise(const bf16* x, const u32* amax, unsigned char* rows, unsigned char* columns, float* scale,
              const __grid_constant__ Fp8QuantiseParams params) {
-  __shared__ uint2 tile[TILE][UNITS];  // [column][eight rows], eights of rows at other places by column
+  __shared__ uint2 tile[TILE][UNITS];  // [column][unit of eight rows]; units are permuted by the column
   __shared__ u32 of_warps[NUM_WARPS];
   const int column_unit = threadIdx.x % UNITS, row_unit = threadIdx.x / UNITS;
   const u64 first_row = (u64)(gridDim.y - 1 - blockIdx.y) * TILE, first_column = (u64)blockIdx.x * TILE;
   const u64 row = first_row + row_unit * SIDE, column = first_column + column_unit * SIDE;
   const bool is_inside = row < params.num_rows && column < params.width;
 
-  // Load, with the maxima under way beside.
+  // Load; the maxima are loaded at the same time.
   uint4 words[SIDE];
   if (is_inside) {
 #pragma unroll
@@ -62,13 +62,14 @@ fp8_quantise(const bf16* x, const u32* amax, unsigned char* rows, unsigned char*
     largest = amax[at] > largest ? amax[at] : largest;
   largest = __reduce_max_sync(~0u, largest);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
-  __syncthreads();  // every warp's maximum is there
+  __syncthreads();  // every warp's maximum is stored
 #pragma unroll
   for (int warp = 0; warp < NUM_WARPS; warp++) largest = of_warps[warp] > largest ? of_warps[warp] : largest;
   const float bound = __uint_as_float(largest), factor = LARGEST / bound;
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) scale[0] = bound / LARGEST;
 
-  // Round; rows are stored at once, and transposed in shared memory until the tile's other rows are there.
+  // Round. Rows are stored to global memory, and transposed in shared memory, where they wait for the tile's other
+  // rows.
   if (is_inside) {
     u32 low[SIDE], high[SIDE];
 #pragma unroll
@@ -85,7 +86,7 @@ fp8_quantise(const bf16* x, const u32* amax, unsigned char* rows, unsigned char*
       tile[column_unit * SIDE + j][row_unit ^ column_unit] =
           j < 4 ? make_uint2(low[j], low[j + 4]) : make_uint2(high[j - 4], high[j]);
   }
-  __syncthreads();  // all eights are there
+  __syncthreads();  // all units of eight rows are stored
 
 #pragma unroll
   for (int i = 0; i < TILE * UNITS / NUM_THREADS; i++) {

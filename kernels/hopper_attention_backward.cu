@@ -31,10 +31,11 @@
 #include "common/hopper_backward_wide.cuh"
 #include "common/query_share.cuh"
 
-// Queries and output gradients of the heads in work at a time; their sums of dq take as much again of the L2 cache.
+// Bytes of the queries and output gradients of the heads computed at a time; their sums of dq take as much of the L2
+// cache again.
 constexpr u64 SECTION_BYTES = 32 << 20;
 
-// 128 successive keys.
+// Keys of a block: 128 successive ones.
 struct DenseKeys {
   const i32* doc_end;
   int first_key, seq_len, window;
@@ -83,7 +84,7 @@ DEVICE void store_gradient(const float (&sums)[N], float scale, bf16* to, u64 st
 #if SHARES
 typedef float gradient;
 
-// Writes the warp's 16 rows of 2 N columns of a part of one gradient.
+// Writes the warp's 16 rows of 2 N columns of one gradient: the f32 sums of this share of the queries.
 template <int N>
 DEVICE void store_sums(const float (&sums)[N], float* to) {
 #pragma unroll

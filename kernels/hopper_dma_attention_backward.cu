@@ -22,7 +22,7 @@
 #ifndef HAS_BIAS
 #define HAS_BIAS 1
 #endif
-#define SPLIT_STATS 1  // gathered keys are faster so at every width
+#define SPLIT_STATS 1  // faster at every head_dim where keys are gathered
 #include "common/attention_params.cuh"
 #include "common/hopper_backward.cuh"
 #include "common/query_share.cuh"
@@ -35,10 +35,10 @@ static_assert(SUPER_BLOCK % BLOCK_Q == 0, "a step stays inside one super-block")
 // Up to 128 entries of a list, in shared memory; {0, 0} past their end.
 struct ListKeys {
   const int2* entries;
-  int first_query, end_query;  // of the super-block
+  int first_query, end_query;  // queries of the super-block
 #if ORDERED
-  const int* later_expires;  // of each warp, the last expire of the entries behind these that it has seen
-  const int2* list;          // the entries before these end here
+  const int* later_expires;  // [warps]: the largest expire that the warp has seen among the entries after these
+  const int2* list;          // the entries before these end at this address
   int num_before;
 #endif
 
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   if (at >= length) entry = make_int2(0, 0);
   __shared__ int2 entries[BLOCK_KV];
   if (threadIdx.x < BLOCK_KV) entries[threadIdx.x] = entry;
-  __syncthreads();  // the barriers are set up, the entries are there
+  __syncthreads();  // the barriers are set up, and the entries stored
   ListKeys keys;
   keys.entries = entries;
   keys.first_query = place.super_block * SUPER_BLOCK;
@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     }
 #endif
 #if ORDERED
-    fence_sums();  // the next one adds to what these adds left
+    fence_sums();  // the next block adds to the same rows
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       if (own[r].y > 0) atomicAdd(semaphores + own[r].x, 1);

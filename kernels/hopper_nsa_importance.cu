@@ -29,8 +29,8 @@ constexpr int TILE_BYTES = ROWS * HEAD_DIM * 2;
 // Where a thread's importances go: of rows g (0) and g + 8 (1) of its warp.
 struct ImportanceRows {
   float* all;
-  u32 to[2];   // a launch writes less than 2^31 of them
-  int own[2];  // the last block to write; -1: none
+  u32 to[2];   // a launch writes fewer than 2^31 importances
+  int own[2];  // the last block that is written; -1: none
 };
 
 // Adds up a step's probabilities, `p[4 n + 2 h + x]` of column 8 n + 2 t + x, over blocks and the MERGED neighbouring
@@ -41,7 +41,7 @@ DEVICE void write_step(float (&p)[4 * TILES], float (&carry)[2], const Importanc
   using Sums = RowSums<STEPS, 1>;
   const int lane = (int)threadIdx.x % 32, t = lane % 4;
   const bool odd = t % 2;
-  // of the thread's second column: half the last slot of a block is the next block's
+  // half the weight of the thread's second column: the last slot of a block is shared with the next block
   const float share = odd ? 0.5f : 1.0f;
   if (MERGED == 16) {
 #pragma unroll
@@ -142,7 +142,7 @@ DEVICE void write_scores(const float (&s)[4 * TILES], float (&carry)[2], const I
         largest = fmaxf(largest, fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
       if (BLOCKS == 1) carry[h] = largest;
       largest = quad_max(largest);
-      // neighbouring blocks by neighbouring lanes
+      // neighbouring lanes write neighbouring blocks
       if (t == i % 4 && first_block + i <= rows.own[h]) rows.all[rows.to[h] + first_block + i] = largest;
     }
   }
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, num_slots = (int)params.num_slots,
             warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
   const int range_end = min((int)(params.first_query + params.num_queries), seq_len);
-  // late queries see most slots: start them first
+  // late queries see the most slots, so they start first
   const int first_query = (int)params.first_query + (int)(gridDim.x - 1 - blockIdx.x) * tile_queries;
   const int end_query = min(first_query + tile_queries, range_end);
   if (first_query >= end_query) return;
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   const bf16* k = keys + ((u64)batch * num_slots * key_heads + kv_head / (int)params.key_group) * HEAD_DIM;
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
 
-  // Queries: eight warps bring 32 rows of 64 columns each.
+  // Queries: eight warps copy 32 rows of 64 columns each.
   {
     const int row = warp % 4 * 32 + lane, query = first_query + row / group;
     const bf16* from =
@@ -219,12 +219,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                          (u32)key_heads * HEAD_DIM * 2, slot, warp % 4);
       copy_async_commit();
     };
-    __syncthreads();  // nobody reads the last document's slots any more
+    __syncthreads();  // no thread reads the last document's slots any more
     load_slots(0);
     for (int step = 0; step < num_steps; ++step) {
       copy_async_wait<0>();
       fence_async_proxy();
-      __syncthreads();  // this step's slots are here for every warp, nobody reads the last step's
+      __syncthreads();  // every warp may read this step's slots, and no warp reads the last step's
       if (step + 1 < num_steps) load_slots(step + 1);
       float p[4 * TILES];
       const u64 a = wgmma_along(shared + warp / 4 * 64 * 128), b = wgmma_along(k_shared + step % 2 * TILE_BYTES);

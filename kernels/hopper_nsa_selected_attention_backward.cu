@@ -28,14 +28,15 @@
 DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* parts, float* dk_sum, float* dv_sum,
                     [[maybe_unused]] i32* key_semaphores, u32 shared, int warpgroup) {
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
-  u32 tiles = 0;  // so far, over all runs
+  u32 tiles = 0;  // tiles of all runs so far
   for (u32 runs = 0;; ++runs) {
     const RunInWork run(shared, runs);
     const int num_rows = run.num_rows();
     if (num_rows == 0) break;
-    // Rows of this token or a later one see all keys of the block; of a short block none does.
+    // A row of this token or a later one sees all 64 keys. In a short block no row does.
     const int whole_from = run.num_keys() < KEYS ? 0x7fffffff : run.first_key() + KEYS - 1;
-    const int half = (warpgroup + runs) % 2;  // the last tile's second half is often empty: warpgroups take it in turns
+    // The second half of the last tile is often empty: the warpgroups take it alternately.
+    const int half = (warpgroup + runs) % 2;
     float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = dv[i] = 0.0f;
@@ -48,7 +49,7 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
       }
       const u32 q = stage_at(shared, slot) + half * 64 * 128, d_out = q + ROW_TILE_BYTES,
                 places = places_at(shared, slot) + half * 64 * 8;
-      fence_async_proxy();  // keys and rows came by cp.async
+      fence_async_proxy();  // keys and rows were copied by cp.async
       const bool partial = load_shared_int(places) < whole_from;  // tokens ascend
       float scores[32], dp[32];
       wgmma_fence();
@@ -89,7 +90,7 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
     const int num_keys = run.num_keys(), key = (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
     const u64 first_row = (u64)run.list() * params.seq_len + run.first_key();
 #if ORDERED
-    // Of the thread's two keys and its columns, so that it waits for no other thread's adds.
+    // A semaphore for the thread's two keys and its columns, so that it does not wait for other threads' adds.
     i32* semaphore = key_semaphores + (first_row + key) * 4 + threadIdx.x % 4;
     const int own_turn = 2 * run.piece() + half;
     const bool waits = half * 64 < num_rows && key < num_keys && (half == 1 || !run.is_first());
@@ -102,7 +103,7 @@ DEVICE void consume(const NsaSelectedAttentionBackwardParams& params, bf16* part
       add_rows(dk_sum, first_row, key, num_keys, dk);
       add_rows(dv_sum, first_row, key, num_keys, dv);
 #if ORDERED
-      fence_sums();  // the next one adds to what these adds left
+      fence_sums();  // the next item adds to the same rows
       if (key < num_keys) write_semaphore(semaphore, num_rows > 64 ? own_turn + 1 : own_turn + 2);
 #endif
     }

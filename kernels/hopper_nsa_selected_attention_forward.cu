@@ -14,7 +14,7 @@
 #include "common/attention_params.cuh"
 #include "common/hopper_chosen.cuh"
 
-// The consumer warpgroup's part.
+// The consumer warpgroup.
 DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts, float* part_lse, u32 shared,
                     int warpgroup) {
   const int warp_row = (int)threadIdx.x % 128 / 32 * 16, lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -24,13 +24,14 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
     const RunInWork run(shared, runs);
     const int num_rows = run.num_rows(), first_key = run.first_key(), num_keys = run.num_keys();
     if (num_rows == 0) break;
-    const int half = (warpgroup + runs) % 2;  // the last tile's second half is often empty: warpgroups take it in turns
+    // The second half of the last tile is often empty: the warpgroups take it alternately.
+    const int half = (warpgroup + runs) % 2;
     const int num_tiles = ceil_div(num_rows, ROWS),
               work = num_rows > half * 64 ? ceil_div(num_rows - half * 64, ROWS) : 0;
     float score[32];
     const auto multiply = [&](const RingPlace<ROW_STAGES>& rows) {
       barrier_wait(barrier_at(shared, FULL_ROWS + rows.slot), rows.phase);
-      fence_async_proxy();  // keys and queries came by cp.async
+      fence_async_proxy();  // keys and queries were copied by cp.async
       wgmma_fence();
       multiply_rows<ROWS, KEYS>(score, stage_at(shared, rows.slot) + half * 64 * 128, run.keys());
     };
@@ -58,7 +59,7 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
               if (8 * n + x >= seen) score[4 * n + 2 * r + x] = -INFINITY_F32;
         }
       }
-      // Softmax of the block alone; the two rows side by side, so that one's shuffles cover the other's.
+      // Softmax over this block only. The two rows are computed together, so that their shuffles overlap.
       float largest[2], sum[2][2] = {};
 #pragma unroll
       for (int r = 0; r < 2; ++r) largest[r] = fmaxf(score[2 * r], score[2 * r + 1]);
@@ -72,7 +73,7 @@ DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts
 #pragma unroll
         for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], step));
 #pragma unroll
-      // none: a row past the end
+      // no key: a row past the end
       for (int r = 0; r < 2; ++r) largest[r] = largest[r] > -INFINITY_F32 ? largest[r] * scale_log2 : 0.0f;
 #pragma unroll
       for (int n = 0; n < 8; ++n)

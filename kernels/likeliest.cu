@@ -12,7 +12,7 @@ constexpr int THREADS = 1024, NUM_WARPS = THREADS / 32;
 
 struct LikeliestParams { u64 width, x_stride; };
 
-// A logit and its place; place -1: a NaN, which wins over all others.
+// A logit and its index; index -1 stands for a NaN, which counts as larger than all logits.
 struct Place {
   float value;
   i32 at;
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   join_warp(best);
   if (lane == 0) values[warp] = best.value, places[warp] = best.at;
-  __syncthreads();  // every warp's place is there
+  __syncthreads();  // every warp's result is stored
   if (warp > 0) return;
   best.value = values[lane], best.at = places[lane];
   join_warp(best);

@@ -18,7 +18,7 @@
 
 constexpr int NUM_WARPS = 8, UNROLL = 4, THREADS = NUM_WARPS * 32;
 constexpr int LANES = 32 * WARPS_PER_ROW, GROUPS = NUM_WARPS / WARPS_PER_ROW;
-constexpr int PARTS = OUTPUT == 1 ? 2 : 1;  // rows of w behind an element of y
+constexpr int PARTS = OUTPUT == 1 ? 2 : 1;  // rows of w for each element of y
 static_assert(!(OUTPUT && RESIDUAL), "an activation is not added to");
 
 struct MatrixVectorParams { u64 rows, n, k, x_stride, w_stride, residual_stride, epsilon; };
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4
   const u64 first = (u64)blockIdx.x * GROUPS, step = (u64)gridDim.x * GROUPS;
   u64 row = first + threadIdx.x / LANES;
 
-  // The first words of w do not depend on the kernel before, which writes x or the residual.
+  // The first words of w may be loaded before the last kernel, which writes x or the residual, has ended.
   uint4 next[UNROLL];
   load_piece(next, w, row, 0, 0, num_chunks, params);
   wait_for_previous();
@@ -85,9 +85,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4
       for (int chunk = threadIdx.x; chunk < num_chunks; chunk += THREADS) h[r * num_chunks + chunk] = zeros;
     }
   }
-  __syncthreads();  // h is whole, and the sums of its norms have been read
+  __syncthreads();  // h is stored, and the sums of its norms have been read
 
-  // Every group takes as many turns, so that all threads meet at the sums.
+  // Every group takes the same number of rounds, so that all threads reach the barriers.
   for (u64 base = first; base < params.n; base += step, row += step) {
     float totals[X_ROWS];
 #if OUTPUT == 1
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4
       if (part == 0) {
 #pragma unroll
         for (int r = 0; r < X_ROWS; r++) gates[r] = totals[r];
-        if (WARPS_PER_ROW > 1) __syncthreads();  // the sums are read before those of the second part are written
+        if (WARPS_PER_ROW > 1) __syncthreads();  // the sums are read before those of the second row of w are written
       }
 #endif
     }
@@ -134,15 +134,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4
       for (int r = 0; r < X_ROWS; r++) {
         if (r >= (int)params.rows) continue;
 #if OUTPUT == 1
-        const float gate = bf16_low(round_bf16x2(gates[r], 0.f)), up = bf16_low(round_bf16x2(totals[r], 0.f));
+        const float gate = bf16_low(pack_bf16(gates[r], 0.f)), up = bf16_low(pack_bf16(totals[r], 0.f));
         totals[r] = gate / (1.f + expf(-gate)) * up;
 #endif
 #if RESIDUAL
         totals[r] += bf16_to_f32(residual[r * params.residual_stride + row]);
 #endif
-        y[r * params.n + row].bits = (unsigned short)round_bf16x2(totals[r], 0.f);
+        y[r * params.n + row].bits = (unsigned short)pack_bf16(totals[r], 0.f);
       }
     }
-    if (WARPS_PER_ROW > 1) __syncthreads();  // the sums are read before the next turn's are written
+    if (WARPS_PER_ROW > 1) __syncthreads();  // the sums are read before those of the next round are written
   }
 }

@@ -31,8 +31,8 @@
 #define LENGTHS 0
 #endif
 
-constexpr int DECODE_ROWS = 16;  // heads a block serves
-constexpr int DECODE_KEYS = 16;  // keys a warp scores
+constexpr int DECODE_ROWS = 16;  // query heads of a block
+constexpr int DECODE_KEYS = 16;  // keys whose scores a warp computes
 
 constexpr int NUM_THREADS = NUM_WARPS * 32, TILE_KEYS = NUM_WARPS * DECODE_KEYS, NUM_STAGES = 2;
 static_assert(KEY_DIM % 16 == 0 && VALUE_DIM % 16 == 0 && VALUE_DIM <= KEY_DIM,
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   const int num_tiles = (end - begin + TILE_KEYS - 1) / TILE_KEYS;
   const bf16* keys = latents + batch * params.batch_stride;
 
-  // Load: two tiles under way, then the queries.
+  // Load: start the copies of two tiles, then of the queries.
   const u32 shared = shared_address(shared_bytes), stages = shared + Q_BYTES;
   auto load = [&](int tile) {
     constexpr int CHUNKS = KEY_DIM / 8;
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
   for (int tile = 0; tile < num_tiles; tile++) {
     copy_async_wait<NUM_STAGES - 1>();
-    __syncthreads();  // the tile is here for every warp, and so are the queries
+    __syncthreads();  // every warp may read the tile and the queries
     const u32 stage = stages + tile % NUM_STAGES * STAGE_BYTES;
 
     // Score 16 keys.
@@ -166,9 +166,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
       if ((lane & 3) == 0) maxima[warp * DECODE_ROWS + group + 8 * h] = top;
     }
-    __syncthreads();  // every warp needs the maxima of all
+    __syncthreads();  // every warp reads the maxima of all warps
 
-    // Weigh them by the maximum so far, which all warps share; a tile has a key, so it is finite.
+    // Exponentials relative to the maximum so far, which all warps share; every tile has a key, so it is finite.
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -187,9 +187,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             pack_bf16(first, second));
       }
     }
-    __syncthreads();  // the weights of all keys are there
+    __syncthreads();  // the weights of all keys are stored
 
-    // Add this warp's columns.
+    // Add the weighted values of this warp's columns.
 #pragma unroll
     for (int n = 0; n < WARP_STEPS * 2; n++)
 #pragma unroll
@@ -222,9 +222,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     row_sum[h] += __shfl_xor_sync(0xffffffffu, row_sum[h], 2);
     if ((lane & 3) == 0) sums[warp * DECODE_ROWS + group + 8 * h] = row_sum[h];
   }
-  __syncthreads();  // the sums are there
+  __syncthreads();  // the sums are stored
 
-  // Store: the result where there is one split, else its parts.
+  // Store: the result if there is one split, else partial results.
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int row = group + 8 * h;

@@ -16,7 +16,7 @@ constexpr int THREADS = 256, GROUPS = 4, COLUMNS = 128, MAX_SPLITS = 4096;
 
 struct MlaDecodeJoinParams { u64 num_splits; };
 
-// The largest, or the sum, over the block; every thread gets it.
+// The largest value, or the sum, over the block; every thread gets it.
 template <bool SUM>
 DEVICE float over_block(float x, float (&shared)[THREADS / 32]) {
   const int warp = threadIdx.x >> 5;
@@ -25,9 +25,9 @@ DEVICE float over_block(float x, float (&shared)[THREADS / 32]) {
     const float other = __shfl_xor_sync(0xffffffffu, x, distance);
     x = SUM ? x + other : fmaxf(x, other);
   }
-  __syncthreads();  // the values before have been read
+  __syncthreads();  // the last values have been read
   if ((threadIdx.x & 31) == 0) shared[warp] = x;
-  __syncthreads();  // every warp's value is there
+  __syncthreads();  // every warp's value is stored
   x = shared[0];
 #pragma unroll
   for (int i = 1; i < THREADS / 32; i++) x = SUM ? x + shared[i] : fmaxf(x, shared[i]);
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
   parts[group][pair] = first, parts[group][pair + 1] = second;
-  __syncthreads();  // every group's sums are there
+  __syncthreads();  // every group's sums are stored
   if (group > 0 || column >= VALUE_DIM) return;
 #pragma unroll
   for (int other = 1; other < GROUPS; other++) first += parts[other][pair], second += parts[other][pair + 1];

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                    const float* key_scale, const i32* length, bf16* latents, float* scales, bf16* folded,
                    const __grid_constant__ MlaJoinTokenParams params) {
   __shared__ float query[HEAD_DIM];
-  __shared__ float sums[SHARES][WORDS][8 + 1];  // a word of padding: shares are read side by side
+  __shared__ float sums[SHARES][WORDS][8 + 1];  // a word of padding, because lanes read neighbouring shares
   wait_for_previous();
   const int head = blockIdx.x, num_heads = (int)params.num_heads, rank = (int)params.rank, width = rank + ROPE_DIM;
   const i64 batch = blockIdx.z;
@@ -52,11 +52,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   for (int at = threadIdx.x; at < HEAD_DIM; at += THREADS) {
     float x = bf16_to_f32(q[at]);
 #if NORM
-    x = bf16_low(round_bf16x2(x * bf16_to_f32(norm[at]), 0.f));
+    x = bf16_low(pack_bf16(x * bf16_to_f32(norm[at]), 0.f));
 #endif
     query[at] = x;
   }
-  __syncthreads();  // the query is there
+  __syncthreads();  // the query is stored
   const int word = threadIdx.x % WORDS, share = threadIdx.x / WORDS, column = ((int)blockIdx.y * WORDS + word) * 8;
   float sum[8] = {};
   if (column < rank) {
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   }
 #pragma unroll
   for (int i = 0; i < 8; i++) sums[share][word][i] = sum[i];
-  __syncthreads();  // every share is there
+  __syncthreads();  // every share is stored
   if (share == 0 && column < rank) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {

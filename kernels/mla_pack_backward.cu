@@ -17,21 +17,21 @@
 // Numerics   f32 sums in a fixed order, which the grid is part of where there are norms; one rounding at each store;
 //            memory-bound, each input is read once
 // Edges      as in the forward
-#define HEAD_DIM ROPE_DIM  // what rotary_head lays over lanes
+#define HEAD_DIM ROPE_DIM  // the columns that rotary_head.cuh distributes over lanes
 #include "common/latent_head.cuh"
 
 constexpr int NUM_WARPS = 8, KEY_DIM = CONTENT_DIM + ROPE_DIM;
 static_assert(NORM_DIM == 0 || NORM_DIM == KEY_DIM, "norms are of whole heads");
-constexpr int MIN_BLOCKS = NORM_DIM > 0 ? 2 : 4;  // of a multiprocessor; sums of the weights' gradients need registers
+constexpr int MIN_BLOCKS = NORM_DIM > 0 ? 2 : 4;  // per multiprocessor; the norm weights' sums need registers
 
 struct MlaPackBackwardParams {
   u64 tokens, num_heads, q_stride, kv_stride, rope_stride, dy_stride, max_positions, table_stride, epsilon;
 };
 
 #if NORM_DIM > 0
-constexpr int BATCH = 2;  // heads of a lane on their way at once
+constexpr int BATCH = 2;  // heads that a lane loads at once
 
-// What a lane adds up of the gradient of a weight.
+// A lane's sums for the gradient of a weight.
 DEVICE void add_products(HeadColumns& sum, const HeadColumns& a, const HeadColumns& b) {
 #pragma unroll
   for (int i = 0; i < LANE_COLUMNS; i++) {
@@ -59,7 +59,7 @@ DEVICE float over_heads(float x) {
 DEVICE void store_weight_sums(const LatentColumns& sums, float (*shared)[KEY_DIM], float* to, const LatentLane& at) {
   const int warp = threadIdx.x >> 5;
   const bool writes = at.head == 0;
-  __syncthreads();  // the sums of the weight before have been read
+  __syncthreads();  // the sums of the last weight have been read
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const float sum = over_heads(sums.content[i]);
@@ -73,7 +73,7 @@ DEVICE void store_weight_sums(const LatentColumns& sums, float (*shared)[KEY_DIM
       shared[warp][CONTENT_DIM + HALF + at.rope + i] = high;
     }
   }
-  __syncthreads();  // every warp's sums must be there
+  __syncthreads();  // every warp's sums are stored
   for (int column = threadIdx.x; column < KEY_DIM; column += NUM_WARPS * 32) {
     float sum = 0.f;
 #pragma unroll
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, MIN_BLOCKS)
         rope_sum.low[i] = over_heads(rope_sum.low[i]);
         rope_sum.high[i] = over_heads(rope_sum.high[i]);
       }
-      if (lane < LANES) {  // one of the groups, which all have the same
+      if (lane < LANES) {  // one of the groups of lanes, which all hold the same sums
         const HeadColumns key = key_words.columns(), weight = rope_weight.columns();
         const HeadColumns sum = rotated_back(rope_sum, angles);
         add_products(k_sums.rope, sum, key);

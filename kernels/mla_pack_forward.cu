@@ -20,7 +20,7 @@
 //            read once; a position past the tables counts as the last
 // Edges      any number of heads; ROPE_DIM 48, 96, 192 leave lanes of each group idle, as does CONTENT_DIM 96 where
 //            heads are normed
-#define HEAD_DIM ROPE_DIM  // what rotary_head lays over lanes
+#define HEAD_DIM ROPE_DIM  // the columns that rotary_head.cuh distributes over lanes
 #include "common/latent_head.cuh"
 
 constexpr int NUM_WARPS = 8, KEY_DIM = CONTENT_DIM + ROPE_DIM;
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
   const i64 table_row = (asked < 0 ? 0 : asked > last ? last : asked) * (i64)params.table_stride;
 
 #if NORM_DIM > 0
-  constexpr int BATCH = 2;  // heads of a lane on their way at once
+  constexpr int BATCH = 2;  // heads that a lane loads at once
   const LatentLane at = latent_lane(lane);
   const float epsilon = f32_word(params.epsilon);
   HeadColumns angles = {};
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
     }
   }
 #else
-  // Ask for what the rotation waits for longest.
+  // First load what the rotation would wait for longest.
   const int column = lane % GROUP * LANE_COLUMNS;
   const bool holds = lane % GROUP < LANES;
   HeadColumns angles = {}, key = {};

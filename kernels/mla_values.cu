@@ -35,6 +35,6 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
       for (int i = 0; i < 8; i++) sum = fmaf(w[i], x[i], sum);
     }
     sum = lanes_sum<32>(sum);
-    if (lane == 0) o[row_of_batch * head_dim + row].bits = (unsigned short)round_bf16x2(sum, 0.f);
+    if (lane == 0) o[row_of_batch * head_dim + row].bits = (unsigned short)pack_bf16(sum, 0.f);
   }
 }

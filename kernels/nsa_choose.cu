@@ -17,7 +17,7 @@
 #include "common/order_key.cuh"
 #include "common/programmatic_launch.cuh"
 
-constexpr int HELD = 32, WARPS = 8;  // importances a lane keeps in registers at most; more are read again
+constexpr int HELD = 32, WARPS = 8;  // importances that a lane keeps in registers; further ones are read again
 constexpr int BOUND_BIT = 12;        // the bound need not be exact: lower bits are left out
 
 struct NsaChooseParams {
@@ -28,10 +28,10 @@ struct NsaChooseParams {
 // Order keys of importances, all above 0, which means none.
 DEVICE u32 order_of(float x) { return order_of_score(x); }
 
-// What a query takes, and where to.
+// The choice of a query, and the address of its list.
 struct Choice {
   const float* from;  // importance of block `first`
-  int count, needed;  // blocks to choose from, from `first` on; fewer than all
+  int count, needed;  // blocks to choose from, from `first` on, and how many to choose (fewer)
   i32* to;
   int first;
 };
@@ -69,7 +69,7 @@ DEVICE void choose(const Choice& choice, uint2* room) {
     for (int at = HELD * 32 + lane; at < choice.count; at += 32) most = max(most, order_of(choice.from[at]));
   }
 
-  // The largest number that `needed` of the lanes' largest reach, and all that reach it.
+  // A lower bound of the result: the largest number that the largest importances of `needed` lanes reach.
   u32 bound = 0;
   for (int bit = 31; bit >= BOUND_BIT; --bit) {
     const u32 tried = bound | 1u << bit;
@@ -85,7 +85,7 @@ DEVICE void choose(const Choice& choice, uint2* room) {
     reached += __popc(all);
   }
   if (bound > 0 && reached <= 32 && choice.count <= NUM * 32) {
-    __syncwarp();  // a lane reads what another has found
+    __syncwarp();  // a lane reads what another lane wrote
     const uint2 mine = lane < reached ? room[lane] : make_uint2(0, 0);
     int ahead = 0;
     for (int other = 0; other < reached; ++other) {
@@ -96,7 +96,7 @@ DEVICE void choose(const Choice& choice, uint2* room) {
     if (takers >> lane & 1) choice.to[__popc(takers & below)] = (int)mine.y;
     return;
   }
-  // The largest number that `needed` of all reach.
+  // The largest number that `needed` importances reach.
   u32 least = 0;
   reached = choice.count;
   for (int bit = 31; bit >= 0 && reached > choice.needed; --bit) {

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (threadIdx.x == 0 && kv_head == 0 && !is_value) count[batch] = keys.num();
   if (!keys.one_ends() || slot + 1 < size) return;
 
-  // Compress the block, whose last token is read from where it came.
+  // Compress the block; its last token is read from the input, not from the cache.
   const bf16* before_last = tail + (slot + 1 - size) * width;
   bf16* to = (is_value ? v_compressed : k_compressed) +
              (head * (i64)params.capacity + min((i64)keys.num() - 1, (i64)params.capacity - 1)) * width;
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < 8; ++i) x[i] += position[i];
     block_tokens[at] = pack_bf16x8(x);
   }
-  __syncthreads();  // the block's tokens are there
+  __syncthreads();  // the block's tokens are stored
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const bf16* up = is_value ? v_up : k_up;
   for (int row = warp; row < hidden_size; row += NUM_WARPS) {
@@ -86,23 +86,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int i = 0; i < 8; ++i) sum = fmaf(weights[i], x[i], sum);
     }
     sum = lanes_sum<32>(sum);
-    if (lane == 0) hidden[row] = bf16_low(round_bf16x2(fmaxf(sum, 0.f), 0.f));
+    if (lane == 0) hidden[row] = bf16_low(pack_bf16(fmaxf(sum, 0.f), 0.f));
   }
-  __syncthreads();  // every hidden number is there
+  __syncthreads();  // every hidden number is stored
   const bf16* down = is_value ? v_down : k_down;
   for (int column = warp; column < width; column += NUM_WARPS) {
     float sum = 0.f;
     for (int at = lane; at < hidden_size; at += 32)
       sum = fmaf(bf16_to_f32(down[(i64)column * hidden_size + at]), hidden[at], sum);
     sum = lanes_sum<32>(sum);
-    if (lane == 0) to[column].bits = (unsigned short)round_bf16x2(sum, 0.f);
+    if (lane == 0) to[column].bits = (unsigned short)pack_bf16(sum, 0.f);
   }
 #else
   for (int column = threadIdx.x; column < width; column += THREADS) {
     float sum = 0.f;
     for (int t = 0; t + 1 < size; ++t) sum += bf16_to_f32(before_last[t * width + column]);
     sum += bf16_to_f32(token[column]);
-    to[column].bits = (unsigned short)round_bf16x2(sum * (1.0f / (float)size), 0.f);
+    to[column].bits = (unsigned short)pack_bf16(sum * (1.0f / (float)size), 0.f);
   }
 #endif
 }

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (inside && lane == 0) {
       const float d_logit = dot * gate * (1.0f - gate);
       d_logits_exact[row * 3 + c] = d_logit;
-      d_logits[row * 3 + c].bits = (unsigned short)round_bf16x2(d_logit, 0.0f);
+      d_logits[row * 3 + c].bits = (unsigned short)pack_bf16(d_logit, 0.0f);
     }
   }
 }

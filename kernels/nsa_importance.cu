@@ -49,7 +49,7 @@ DEVICE void store_largest(const float (&score)[2][16], const int (&low)[2], cons
       }
 #pragma unroll
       for (int other = 1; other < 4; other *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
-      // The same lane wrote what an earlier step found.
+      // The result of an earlier step was written by the same lane.
       if (t == 0 && inside) to[h][block] = first < 0 ? fmaxf(to[h][block], largest) : largest;
     }
   }
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             tile_queries = ROWS / group, key_heads = heads / (int)params.key_group;
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, num_slots = (int)params.num_slots;
   const int range_end = min((int)(params.first_query + params.num_queries), seq_len);
-  // late queries see most slots: start them first
+  // late queries see the most slots, so they start first
   const int first_query = (int)params.first_query + (int)(gridDim.x - 1 - blockIdx.x) * tile_queries;
   const int end_query = min(first_query + tile_queries, range_end), num_rows = max(end_query - first_query, 0) * group;
   if (num_rows == 0) return;
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   for (int at = (int)threadIdx.x; at < ROWS * CARRY; at += THREADS)
     probabilities[at / CARRY * PITCH + at % CARRY] = 0.0f;
-  __syncthreads();  // the rows are described
+  __syncthreads();  // the descriptions of the rows are stored
   const int begin = row_first[0], end = row_first[num_rows - 1] + (row_own[num_rows - 1] + 1) * per_select;
   const bf16* k = keys + ((u64)batch * num_slots * key_heads + kv_head / (int)params.key_group) * HEAD_DIM;
   copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES, k, (u32)key_heads * HEAD_DIM, begin, num_slots);
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   float* to =
       importance + (((u64)batch * heads + kv_head) * params.num_queries + (first_query - (int)params.first_query)) *
                        params.num_blocks;
-  // The threads of a query take its blocks in turn.
+  // The query's blocks are distributed over its threads.
   const int team = THREADS / tile_queries, query = (int)threadIdx.x / team, query_row = min(query * group, ROWS - 1);
   const int document_first = row_first[query_row], own = row_own[query_row];
   int block = (int)threadIdx.x % team;
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   int slot = 0;
   for (int first = begin; first < end; first += SLOTS, slot ^= 1) {
     copy_async_wait<0>();
-    __syncthreads();  // these keys are here for every thread; the last step's probabilities have been read and moved
+    __syncthreads();  // every thread may read these keys; the last step's probabilities have been read and moved
     if (first + SLOTS < end)
       copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES + (slot ^ 1) * K_BYTES, k, (u32)key_heads * HEAD_DIM, first + SLOTS,
                                  num_slots);
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       continue;
     }
     if (RULE == 2) {
-      // A row is a query of its own, and a slot a block: nothing to add up.
+      // A row is a query and a slot is a block, so there is nothing to add up.
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = warp * 16 + h * 8 + g, first_block = first - row_first[row];
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       case 2: store_probabilities<2>(p, probabilities, warp); break;
       default: store_probabilities<1>(p, probabilities, warp);
     }
-    __syncthreads();  // all probabilities of the step are there
+    __syncthreads();  // all probabilities of the step are stored
 
     // Blocks whose last slot lies in this step.
     if (query < end_query - first_query) {
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         to[(u64)query * params.num_blocks + block] = sum;
       }
     }
-    __syncthreads();  // nobody reads the step's probabilities any more
+    __syncthreads();  // no thread reads the step's probabilities any more
     for (int row = warp; row < num_table_rows; row += NUM_WARPS) {
       if (lane < carry)
         probabilities[row * PITCH + CARRY - carry + lane] = probabilities[row * PITCH + CARRY - carry + SLOTS + lane];

@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const Choices choices(block_indices, doc_start, params);
   const int num_cells = (int)params.num_cells;
   for (int cell = (int)threadIdx.x; cell < num_cells; cell += 256) found[cell] = 0;
-  __syncthreads();  // the counts are clear
+  __syncthreads();  // the counts are zero
   for (int at = (int)threadIdx.x; at < choices.num_queries * choices.num_selected; at += 256) {
     const int cell = choices.cell(at / choices.num_selected, at % choices.num_selected);
     if (cell >= 0) atomicAdd(&found[cell], 1u);

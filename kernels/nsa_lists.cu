@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3)
     }
     first_entry += total_entries;
     first_item += total_items;
-    __syncthreads();  // the sums of this round have been read; behind the last one the cursors are there
+    __syncthreads();  // the sums of this round have been read; after the last round the cursors are stored
   }
   if (blockIdx.x == 0 && thread == 0) {
     num_items[choices.row()] = (i32)first_item;
@@ -95,15 +95,16 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS, 3)
     __syncthreads();  // every place has been read
     for (int slot = own; slot < end; slot += SLOTS) {
       const int cell = slot == own ? own_cell : choices.cell(query, slot);
-      // The first query of a cell counts for all; only it may clear the bits, when everybody else has looked.
+      // The first query of a cell adds the number of all its queries and clears the bits after all others have read
+      // them.
       const u32 all = cell >= 0 ? bits[cell] : 0;
       if (all != 0 && lane == __ffs((int)all) - 1) cursor[cell] += __popc(all);
     }
-    __syncthreads();  // the cursors moved on
+    __syncthreads();  // the cursors are advanced
     for (int slot = own; slot < end; slot += SLOTS) {
       const int cell = slot == own ? own_cell : choices.cell(query, slot);
       if (cell >= 0) bits[cell] = 0;
     }
-    __syncthreads();  // the bits are clear
+    __syncthreads();  // the bits are cleared
   }
 }

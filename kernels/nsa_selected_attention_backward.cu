@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   for (int first = 0, next; first < item.y; first = next) {
     const ChosenRun run = chosen_run(entries, first, item.y, item.z, (int)params.select_size, group,
                                      doc_start + batch * params.seq_len, doc_end + batch * params.seq_len, next);
-    __syncthreads();  // nobody reads the last run's keys any more
+    __syncthreads();  // no thread reads the last run's keys any more
     copy_rows<HEAD_DIM, BLOCK_KV>(shared, k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM,
                                   (u32)params.k_token_stride, run.first_key, run.end_key);
     copy_rows<HEAD_DIM, BLOCK_KV>(shared + K_BYTES,

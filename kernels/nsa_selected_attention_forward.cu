@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const ChosenRun run =
         chosen_run(entries, first, item.y, item.z, (int)params.select_size, group, doc_start, doc_end, next);
     const int num_tiles = ceil_div(run.num_rows, ROWS);
-    __syncthreads();  // nobody reads the last run's keys and rows any more
+    __syncthreads();  // no thread reads the last run's keys and rows any more
     rows[0][threadIdx.x] = chosen_row(run, (int)threadIdx.x, group, kv_head * group);
     rows[1][threadIdx.x] = chosen_row(run, ROWS + (int)threadIdx.x, group, kv_head * group);
     copy_rows<HEAD_DIM, KEYS>(shared, k, (u32)params.k_token_stride, run.first_key, run.end_key);
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp_row = thread / 32 * 32, g = lane / 4,
                 t = lane % 4;
       const ChosenRow* tile_rows = rows[it % 3] + warp_row;
-      if (tile_rows[0].token < 0) continue;  // rows end before this warp's
+      if (tile_rows[0].token < 0) continue;  // this warp has no rows
 
       // Score: S = Q K^T.
       float score[ROW_TILES][KEYS / 8][4] = {};
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
       }
 
-      // Softmax of the block alone.
+      // Softmax over this block only.
       u32 p[ROW_TILES][KEYS / 16][4];
       float inverse[ROW_TILES][2];
 #pragma unroll
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
           for (int x = 0; x < 4; ++x)
             p[m][step][x] = pack_bf16(score[m][2 * step + x / 2][x % 2 * 2], score[m][2 * step + x / 2][x % 2 * 2 + 1]);
 
-      // Weigh, 64 columns at a time, and store.
+      // Multiply by the values, 64 columns at a time, and store.
       const u32 v_at = v_shared + Tile::offset(lane % 16, lane / 16);
 #pragma unroll
       for (int column = 0; column < HEAD_DIM / 16; column += 4) {

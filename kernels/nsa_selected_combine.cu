@@ -45,9 +45,9 @@ extern "C" __global__ void __launch_bounds__(256)
       block_indices + ((blockIdx.y * params.seq_len + query) * params.num_kv_heads + kv_head) * params.num_selected;
   const u64 choice =
       (((u64)blockIdx.y * params.num_kv_heads + kv_head) * params.num_queries + in_range) * params.num_selected;
-  const u64 first = choice * group + head % group;  // of the parts; the next one is `group` further
+  const u64 first = choice * group + head % group;  // index of the first part; the next part is `group` further
 
-  // How many blocks the query chose, and the largest of their sums: a lane looks at every LANES-th.
+  // The number of blocks that the query chose and the largest of their log-sum-exps; a lane reads every LANES-th.
   int count = 0;
 #if !GRADIENT
   float largest = -INFINITY_F32, total = 0.0f;

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const bf16* head_q = q + params.q_offset + batch * params.q_batch_stride + (i64)kv_head * group_size * HEAD_DIM;
   for (int i = threadIdx.x; i < group_size * HEAD_DIM; i += THREADS) queries[i] = bf16_to_f32(head_q[i]);
 
-  // Store the token, and the mean that ends at it; no other block reads these rows in this launch.
+  // Store the token, and the mean of the pool that ends at it. No other thread block reads these rows in this launch.
   if (blockIdx.x == 0) {
     if (threadIdx.x < HEAD_DIM) {
       row_k[(i64)before * HEAD_DIM + threadIdx.x] = token_k[threadIdx.x];
@@ -71,13 +71,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (i32 j = keys.seen - keys.size + part; j < before; j += PARTS)
         sum += bf16_to_f32(row_k[(i64)j * HEAD_DIM + column]);
       sums[part][column] = sum;
-      __syncthreads();  // the sums of all parts are there
+      __syncthreads();  // the sums of all parts are stored
       if (part == 0) {
         sum = bf16_to_f32(token_k[column]);
 #pragma unroll
         for (int other = 0; other < PARTS; other++) sum += sums[other][column];
         row_pooled[(i64)(keys.num() - 1) * HEAD_DIM + column].bits =
-            (unsigned short)round_bf16x2(sum / (float)keys.size, 0.f);
+            (unsigned short)pack_bf16(sum / (float)keys.size, 0.f);
       }
     }
 #endif

@@ -24,9 +24,9 @@ struct QkNormRopeBackwardParams {
   u64 tokens, num_heads, num_kv_heads, in_stride, dy_stride, out_stride, max_positions, table_stride, epsilon;
 };
 
-constexpr int BATCH = 4;  // heads of a lane on their way at once
+constexpr int BATCH = 4;  // heads that a lane loads at once
 
-// What a lane knows of its token.
+// A lane's data of its token.
 struct Token {
   const bf16 *in, *grad;
   bf16* out;
@@ -98,13 +98,13 @@ DEVICE void store_weight_sums(HeadColumns& sums, float (*shared)[HEAD_DIM], floa
       sums.high[i] += __shfl_xor_sync(0xffffffffu, sums.high[i], distance);
     }
   }
-  __syncthreads();  // the sums of the weight before have been read
+  __syncthreads();  // the sums of the last weight have been read
   if (lane < LANES) {
 #pragma unroll
     for (int i = 0; i < LANE_COLUMNS; i++)
       shared[warp][column + i] = sums.low[i], shared[warp][HALF + column + i] = sums.high[i];
   }
-  __syncthreads();  // every warp's sums must be there
+  __syncthreads();  // every warp's sums are stored
   for (int at = threadIdx.x; at < HEAD_DIM; at += NUM_WARPS * 32) {
     float sum = 0.f;
 #pragma unroll
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
       angles = load_angles(cos, sin, (asked < 0 ? 0 : asked > last ? last : asked) * (i64)params.table_stride + column);
       weight = load_head(q_weight, column);
     }
-    if (index + step < params.tokens) asked = positions[index + step];  // of the next token, whose angles wait for it
+    if (index + step < params.tokens) asked = positions[index + step];  // of the next token
 #pragma unroll 1
     for (int base = 0; base < q_end; base += BATCH * HEADS_PER_WARP) {
       if (base > 0) heads.load(token, base, q_end);

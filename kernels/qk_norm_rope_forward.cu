@@ -26,9 +26,9 @@ struct QkNormRopeForwardParams {
   u64 tokens, num_heads, num_kv_heads, in_stride, out_stride, max_positions, table_stride, epsilon;
 };
 
-constexpr int BATCH = 4;  // heads of a lane on their way at once
+constexpr int BATCH = 4;  // heads that a lane loads at once
 
-// One of two, without putting them into memory.
+// Selects one of two arrays without moving them from registers to memory.
 DEVICE HeadWords selected(bool first, const HeadWords& a, const HeadWords& b) {
   HeadWords words;
 #pragma unroll

@@ -53,14 +53,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
   load_rows(stages, k + params.k_offset + (u64)kv_head * HEAD_DIM, params.k_token_stride, first_key, KEYS, num_keys);
   copy_async_commit();
   copy_async_wait<0>();
-  __syncthreads();  // every key is there
+  __syncthreads();  // the copies of all keys are complete
 #pragma unroll
   for (int m = 0; m < 2; m++)
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
       load_matrix_x4(keys[m][step],
                      stages + Tile::offset(warp * 32 + m * 16 + (lane & 15), step * 2 + (lane >> 4)));
-  __syncthreads();  // every warp has its keys before queries take their place
+  __syncthreads();  // every warp has loaded its keys; queries overwrite their place
 
   auto load = [&](int index) {
     if (index < tiles * heads) {
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
   for (int index = 0; index < tiles * heads; index++) {
     load(index + 1);
     copy_async_wait<1>();
-    __syncthreads();  // this stage's queries and offsets are there for every warp
+    __syncthreads();  // every warp may read this stage's queries and offsets
     const u32 stage = stages + index % 2 * STAGE_BYTES;
     const float* of_queries = offsets + index % 2 * QUERIES;
     const int first = first_row + index % tiles * QUERIES;
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     __syncthreads();  // every warp has read the stage before it is filled again
   }
 
-  // A key's queries lie in four lanes.
+  // The sums of a key are spread over four lanes.
 #pragma unroll
   for (int m = 0; m < 2; m++)
 #pragma unroll

@@ -44,13 +44,13 @@ struct RmsNormBackwardParams { u64 rows, width, x_stride, dy_stride, d_residual_
 #define OUTPUT_BUFFER
 #endif
 
-// Sums of two values over the warps of a row; a barrier of their own, so that rows need not wait for each other.
+// Sums of two values over the warps of a row. Each row has its own barrier and does not wait for other rows.
 DEVICE void row_sums(float& a, float& b, float2* shared, int row_in_block) {
   a = lanes_sum<32>(a), b = lanes_sum<32>(b);
   if constexpr (WARPS_PER_ROW > 1) {
     const int warp = threadIdx.x >> 5, first = row_in_block * WARPS_PER_ROW;
     if ((threadIdx.x & 31) == 0) shared[warp] = make_float2(a, b);
-    // Every warp's sums must be there before any warp of the row reads them.
+    // Every warp's sums are stored before a warp of the row reads them.
     barrier_sync(row_in_block + 1, CHUNK_STEP);
     a = b = 0.f;
 #pragma unroll
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
         }
       }
     }
-    // Two buffers in turn, so that one barrier a round is enough.
+    // Two buffers, used alternately, so that one barrier a round is enough.
     row_sums(squares, products, shared[round & 1], row_in_block);
     const float inverse = 1.f / sqrtf(squares / (float)params.width + f32_word(params.epsilon));
     const float mean = products * inverse / (float)params.width;

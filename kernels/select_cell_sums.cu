@@ -23,9 +23,9 @@ DEVICE float together(float x, float* places) {
   const auto combine = [](float a, float b) { return SUM ? a + b : fmaxf(a, b); };
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(~0u, x, step));
-  __syncthreads();  // all have read the last result
+  __syncthreads();  // all threads have read the last result
   if (threadIdx.x % 32 == 0) places[threadIdx.x / 32] = x;
-  __syncthreads();  // every warp's part is there
+  __syncthreads();  // every warp's part is stored
   return combine(combine(places[0], places[1]), combine(places[2], places[3]));
 }
 

@@ -40,7 +40,7 @@ DEVICE float warp_max(float x) {
   return x;
 }
 
-// What the block of threads knows together; `places` are two, so that one barrier is enough between two uses.
+// Shared memory of the thread block. Two `places` are used alternately, so that one barrier is enough between two uses.
 struct Together {
   double* places;
   int turn;
@@ -49,7 +49,7 @@ struct Together {
     double* place = places + turn * NUM_WARPS;
     turn ^= 1;
     if (threadIdx.x % 32 == 0) place[threadIdx.x / 32] = x;
-    __syncthreads();  // every warp's part is there; those of the last use but one have been read
+    __syncthreads();  // every warp's part is stored; the parts of the use before the last have been read
     x = place[0];
 #pragma unroll
     for (int warp = 1; warp < NUM_WARPS; ++warp) x = combine(x, place[warp]);
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
   const int admissible = blocks.competing(row, (int)params.segment), num_first = (int)params.num_first;
   int top = params.has_tops ? tops[head] : (int)params.top;
   const double share = __longlong_as_double((i64)params.share);
-  // 1 - 0.7 is a little more than 0.3; that must not round up.
+  // In f64 1 - 0.7 is a little more than 0.3, which must not round up.
   if (share > 0.0) top = (int)ceil(share * admissible - 1e-9);
   score += ((u64)blockIdx.y * blocks.num_rows() + row) * columns;
   kept += ((u64)head * blocks.num_rows() + row) * words;
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
   }
   largest = together.largest(largest);
   float own_total = 0.0f, own_forced = 0.0f, highest = 0.0f;
-  // Its place in the order of a row: of scores, or of masses up to a factor; 0: kept in any case.
+  // The order key of a score, or of a mass up to a factor; 0 for a block that is kept in any case.
   const auto weighed = [&](float x) {
     return by_mass && !IS_MASS ? (largest == -INFINITY_F32 ? 0.0f : exp2f((x - largest) * LOG2_E)) : x;
   };
@@ -123,15 +123,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
              strict = params.strict;
   const auto enough_of = [&](double sum) { return strict ? sum > goal : sum >= goal; };
   const bool only_forced = FORCED && enough_of(forced), searches = !all && !only_forced && has_others;
-  // A mass is not negative: its order is its bits and the highest one.
+  // A mass is not negative, so its order key is its bits with the highest bit set.
   const auto weight_of = [&](u32 order) { return by_mass ? __uint_as_float(order ^ 0x80000000u) : 1.0f; };
 
-  // The largest order that enough of the others reach: one at least, and with the forced ones the goal.
+  // The largest order key that enough of the other blocks reach: at least one, and enough to meet the goal with the
+  // forced ones.
   u32 least = 0;
   if (searches)
     for (int bit = 31; bit >= 0; --bit) {
       const u32 tried = least | 1u << bit;
-      // Masses are added up; one that is 0 counts as present.
+      // Sums masses; a mass of 0 counts as present.
       float own = 0.0f, present = 0.0f;
       for (int j = thread; j < admissible; j += NUM_THREADS) {
         const u32 place = order(j);
@@ -145,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
       if (enough && reached <= forced) enough = together.largest(present) > 0.0f;  // the same for all threads
       if (enough) least = tried;
     }
-  // How many of those that just reach it are needed beside the larger ones.
+  // How many blocks with exactly this order key are needed in addition to the larger ones.
   int needed = 1;
   if (searches) {
     float own_above = 0.0f, own_equal = 0.0f;
@@ -171,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
       before += __popc(__ballot_sync(~0u, is_equal(word * 32 + lane)));
     double* place = places + together.turn * NUM_WARPS;
     if (lane == 0) place[warp] = (double)before;
-    __syncthreads();  // every warp's number of equal ones is there
+    __syncthreads();  // every warp's number of equal scores is stored
     before = 0;
     for (int other = 0; other < warp; ++other) before += (int)place[other];
   }

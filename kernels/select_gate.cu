@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(64)
     return;
   }
   const int capacity = min((int)params.num_exact, (int)params.k);
-  // Of each thread its own column.
+  // Each thread writes its own column.
   __shared__ float all_best[MOST_EXACT][64];
   __shared__ int all_places[MOST_EXACT][64];
   const auto best = [&](int i) -> float& { return all_best[i][threadIdx.x]; };
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(64)
       score = out, at = out_at;
       find_worst();
     }
-    // The gate learns from every score that it is offered.
+    // The gate updates its mean and variance with every score.
     const double x = score, delta = x - mean;
     seen += 1.0;
     mean += delta / seen;

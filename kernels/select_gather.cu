@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(256)
             num_keys = (int)params.num_keys, count = (int)params.count, slots = (int)params.slots,
             head_dim = (int)params.head_dim, first_word = (int)blockIdx.x * 8;
   kept += (u64)head * ceil_div(count, 32);
-  // The tokens of a word that stay.
+  // The tokens of a mask word that are kept.
   const auto word_of = [&](int word) {
     const int first = word * 32, marked = min(max(count - first, 0), 32), there = min(max(num_keys - first, 0), 32);
     const u32 competing = marked == 32 ? ~0u : (1u << marked) - 1, all = there == 32 ? ~0u : (1u << there) - 1;
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(256)
   int before = 0;
   for (int word = (int)threadIdx.x; word < first_word; word += 256) before += __popc(word_of(word));
   if (before > 0) atomicAdd(&before_block, before);
-  __syncthreads();  // all have added theirs
+  __syncthreads();  // all threads have added their counts
   before = before_block;
   for (int word = first_word; word < first_word + warp; ++word) before += __popc(word_of(word));
   k += params.k_offset + (u64)head * head_dim;

@@ -1,5 +1,5 @@
-// select_patterns: whether a head looks where the means of its blocks say, and how many columns and diagonals it needs
-// (FlexPrefill, arXiv:2502.20766).
+// select_patterns: for each head, whether its attention follows the products of block means, and how many columns and
+// diagonals it needs (FlexPrefill, arXiv:2502.20766).
 // Math       column_blocks, diagonal_blocks: sums of the probe's over blocks; e = softmax of the estimate; distance =
 //            sqrt((KL(e | m) + KL(c | m)) / 2) from the column blocks c, m their midpoint. Below tau: least columns and
 //            diagonals beside the map. Else as many blocks as the kept tokens fill, and one
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int i = 0; i < 2; ++i) kept[i] = block_sum<256>(kept[i], places);
   if (thread != 0) return;
   distance = 0.0;
-  for (int i = 0; i < 256; ++i) distance += halves[i];  // all are there since the last sum
+  for (int i = 0; i < 256; ++i) distance += halves[i];  // stored before the barriers of the last sum
   const bool has_map = sqrt(fmax(distance / 2.0, 0.0)) < __longlong_as_double((i64)params.tau);
   for (int i = 0; i < 2; ++i) {
     const int needed = min(max((int)kept[i] / block + 1, (int)params.least), (int)params.most);

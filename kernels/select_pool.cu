@@ -21,7 +21,7 @@ struct SelectPoolParams {
   u64 has_order, has_variance;
 };
 
-// One block of tokens, as the threads that reduce it see it.
+// The part of a block of tokens that a thread reduces.
 struct PooledBlock {
   const bf16* from;  // this thread's columns of the first token
   const i32* order;
@@ -46,7 +46,7 @@ struct PooledBlock {
 #pragma unroll
       for (int i = 0; i < 8; ++i) parts[lane_token * head_dim + chunk * 8 + i] = sum[i];
     }
-    __syncthreads();  // every token's part is there
+    __syncthreads();  // every token's part is stored
     const float factor = 1.0f / (float)max(end - first, 1);
     for (int d = (int)threadIdx.x; d < head_dim; d += 128) {
       float total = 0.0f;
@@ -54,7 +54,7 @@ struct PooledBlock {
       to[d] = total * factor;
       if (!VARIANCE) means[d] = total * factor;
     }
-    __syncthreads();  // the results are there, and nobody reads the parts any more
+    __syncthreads();  // the results are stored, and no thread reads the parts any more
   }
 };
 

@@ -15,7 +15,7 @@ struct SelectScoresParams {
   u64 num_queries, num_keys, block, offset, query_block;
   u64 num_heads, num_kv_heads, head_dim, first_head;
   u64 scale;  // f32 bits
-  u64 adds;   // to the scores that are there
+  u64 adds;   // 1: adds to the stored scores
 };
 
 constexpr int SIDE = 64, DEPTH = 16, PITCH = SIDE + 4;
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(256) select_scores(const float* q_m
   for (int depth = 0; depth < head_dim; depth += DEPTH) {
     load_side(q, q_mean, num_rows, head_dim, depth);
     load_side(k, k_mean, num_columns, head_dim, depth);
-    __syncthreads();  // both sides are there
+    __syncthreads();  // both tiles are stored
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
       float a[4], b[4];
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(256) select_scores(const float* q_m
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[i][j] += a[i] * b[j];
     }
-    __syncthreads();  // all have read them
+    __syncthreads();  // all threads have read them
   }
   const float scale = f32_word(params.scale);
 #pragma unroll

@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const SparseMask sparse(mask, params);
   const int head = (int)blockIdx.y, kv_head = head / (sparse.num_heads / sparse.num_kv_heads);
   const int parts = ceil_div(sparse.query_tile, BLOCK_Q), tile_idx = sparse.tile_of_rank(head, (int)blockIdx.x / parts);
-  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
+  __shared__ QueryTile shared_tile;  // in shared memory, because the loop, which does not use it, lacks registers
   __shared__ SparseKeys shared_keys;
   const SparseQueries queries = sparse.queries(head, tile_idx, (int)blockIdx.x % parts, BLOCK_Q);
   if (queries.num_slots <= 0) return;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     shared_tile = tile;
     shared_keys = keys;
   }
-  __syncthreads();  // every thread reads them
+  __syncthreads();  // every thread reads what others stored
   // Outputs are the call's rows; positions count from the first key.
   const ForwardOutput out = {o - (u64)queries.context * sparse.num_heads * HEAD_DIM, lse - queries.context};
   attention_forward_tile(shared_tile, out, stream, shared_memory);

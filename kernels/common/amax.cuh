@@ -23,7 +23,7 @@ struct Amax {
     const u32 magnitude = __float_as_uint(x) & 0x7fffffffu;
     bits = magnitude > bits ? magnitude : bits;
   }
-  // Every thread of a warp calls it.
+  // All threads of a warp must call it.
   DEVICE void store(u32* amax) const {
     const u32 largest = __reduce_max_sync(~0u, bits);
     u32 rounded;

@@ -20,11 +20,11 @@ DEVICE void copy_async_4(u32 shared, const void* global, u32 bytes) {
 }
 // Closes this thread's group of copies; a group may be empty.
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most PENDING of this thread's newest groups are under way. Other threads' copies need a barrier after
+// Waits until at most PENDING of this thread's newest groups are in flight. Other threads' copies need a barrier after
 // it.
 template <int PENDING>
 DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
-// Hide where an address came from. Without it the compiler keeps everything it can derive from one (the address of
+// Hides from the compiler how an address was computed. Otherwise it keeps all that it derives from one (the address of
 // every row of a tile, every swizzled chunk) in registers across the main loop, and spills.
 DEVICE const void* opaque(const void* pointer) {
   asm volatile("" : "+l"(pointer));

@@ -2,15 +2,15 @@
 // algorithm 2, keys outermost).
 // Used by attention_backward.cu (dense, sliding window) and dma_attention_backward.cu (gathered lists), which document
 // the interface.
-// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (even; two warps own 32 keys), BLOCK_Q queries a step (32 or 64);
+// Defines    HEAD_DIM, HEAD_DIM_V; NUM_WARPS (even; a pair of warps owns 32 keys), BLOCK_Q queries a step (32 or 64);
 //            HAS_BIAS; GATHER; CHOSEN_ROWS: the query rows come from a list (nsa_rows.cuh) instead of all queries of
-//            all heads, and each writes a partial dQ of its own; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV: which gradients
+//            all heads, and each row has a partial dQ of its own; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV: which gradients
 //            this launch computes (large heads need two launches to fit into registers)
 // Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are A fragments of dV += P^T dO and dK +=
 // dS^T Q. Shared memory bandwidth limits this kernel, so a warp works on 32 keys: each fragment of Q or dO then serves
-// two MMAs. Of a pair of warps each scores half the queries of a step and keeps half the columns of dK and dV; they
-// swap their halves of P^T and dS^T through shared memory after multiplying with their own. dQ = dS K sums over all
-// keys: it is computed from the dS^T in shared memory one step later, so that the block needs one barrier a step.
+// two MMAs. Each warp of a pair scores half the queries of a step and keeps half the columns of dK and dV. After
+// multiplying with its own half of P^T and dS^T, it takes the other warp's half from shared memory. dQ = dS K sums over
+// all keys: it is computed from the dS^T in shared memory one step later, so that the block needs one barrier a step.
 #pragma once
 #include "common/copy_rows.cuh"
 #include "common/nsa_copy_rows.cuh"
@@ -44,10 +44,10 @@
 #define COMPUTE_DS (COMPUTE_DQ || COMPUTE_DK)
 
 constexpr int BLOCK_KV = NUM_WARPS * 16;
-constexpr int HALF_QUERY_TILES = BLOCK_Q / 16;            // tiles of 8 queries a warp scores
-// pairs of column tiles of dk a warp keeps; the second warp of a pair
+constexpr int HALF_QUERY_TILES = BLOCK_Q / 16;  // tiles of 8 queries that a warp scores
+// Groups of 16 columns of dK and of dV that a warp keeps; the second warp of a pair may have one less.
 constexpr int HALF_K_PAIRS = ceil_div(HEAD_DIM / 16, 2);
-constexpr int HALF_V_PAIRS = ceil_div(HEAD_DIM_V / 16, 2); // may have one less
+constexpr int HALF_V_PAIRS = ceil_div(HEAD_DIM_V / 16, 2);
 static_assert(NUM_WARPS % 2 == 0, "warps work in pairs");
 static_assert(BLOCK_Q == 32 || BLOCK_Q == 64, "a row of dS^T is one swizzled line of queries");
 
@@ -58,13 +58,13 @@ using DsTile = SwizzledTile<BLOCK_Q>;
 // Shared memory, in order.
 constexpr int K_BYTES = BLOCK_KV * HEAD_DIM * 2;
 constexpr int V_BYTES = BLOCK_KV * HEAD_DIM_V * 2;
-constexpr int Q_BYTES = BLOCK_Q * HEAD_DIM * 2;       // x 2 slots
-constexpr int DO_BYTES = BLOCK_Q * HEAD_DIM_V * 2;    // x 2
+constexpr int Q_BYTES = BLOCK_Q * HEAD_DIM * 2;       // two slots of these, and of DO_BYTES
+constexpr int DO_BYTES = BLOCK_Q * HEAD_DIM_V * 2;
 constexpr int DS_BYTES = BLOCK_KV * BLOCK_Q * 2;
 constexpr int P_BYTES = COMPUTE_DV ? BLOCK_KV * BLOCK_Q * 2 : 0;
-// dS^T: two slots where dQ needs it a step later
+// Bytes for dS^T: two slots if dQ reads it a step later, else one for the swap inside a pair of warps.
 constexpr int SWAP_BYTES = COMPUTE_DQ ? 2 * DS_BYTES : COMPUTE_DK ? BLOCK_KV * BLOCK_Q * 2 : 0;
-constexpr int STATS_BYTES = BLOCK_Q * (HAS_BIAS ? 12 : 8);  // x 2: {lse, D}, then bases
+constexpr int STATS_BYTES = BLOCK_Q * (HAS_BIAS ? 12 : 8);  // two slots: {lse, D} of each query, then its base
 constexpr int Q_AT = K_BYTES + V_BYTES;
 constexpr int DO_AT = Q_AT + 2 * Q_BYTES;
 constexpr int DS_AT = DO_AT + 2 * DO_BYTES;
@@ -74,13 +74,13 @@ constexpr int ENTRIES_AT = STATS_AT + 2 * STATS_BYTES;
 constexpr int BIAS_AT = ENTRIES_AT + BLOCK_KV * 8;
 constexpr int BLOCK_AT = BIAS_AT + (HAS_BIAS ? BLOCK_KV * 4 : 0);
 constexpr int BLOCK_BYTES = CHOSEN_ROWS ? 192 : 128;
-// CHOSEN_ROWS: the rows of four steps, of the last one to the one after the next
+// CHOSEN_ROWS: the descriptions of the rows of four steps, from the last step to the one after the next
 constexpr int ROWS_AT = BLOCK_AT + BLOCK_BYTES;
 constexpr int ROWS_BYTES = CHOSEN_ROWS ? 4 * BLOCK_Q * 16 : 0;
 static_assert(ROWS_AT + ROWS_BYTES <= 227 * 1024,
               "no device gives a block more shared memory; the caller checks its own limit");
 
-// How the warps share out a dQ tile of BLOCK_Q x HEAD_DIM: DQ_COLUMN_WARPS x DQ_ROW_WARPS of them, the others rest.
+// DQ_COLUMN_WARPS x DQ_ROW_WARPS warps compute a dQ tile of BLOCK_Q x HEAD_DIM; the other warps do not take part.
 constexpr int DQ_COLUMN_WARPS = HEAD_DIM % 64 == 0 && NUM_WARPS >= 8 ? 4 : HEAD_DIM % 32 == 0 ? 2 : 1;
 constexpr int DQ_ROW_WARPS = min_int(NUM_WARPS / DQ_COLUMN_WARPS, BLOCK_Q / 16);
 constexpr int DQ_ROW_TILES = BLOCK_Q / DQ_ROW_WARPS / 16;
@@ -88,37 +88,39 @@ constexpr int DQ_COLUMN_TILES = HEAD_DIM / DQ_COLUMN_WARPS / 8;
 static_assert(DQ_COLUMN_TILES % 2 == 0 && DQ_ROW_TILES >= 1,
               "fragments are loaded for 16 rows and 16 columns at a time");
 
-// Kept in shared memory: pointers that are needed once a step would cost the main loop ten registers.
+// The tensors that a thread block reads and adds to. Kept in shared memory: these pointers are used once a step and
+// would cost the main loop ten registers.
 struct BackwardBlock {
   const bf16* q;         // at the batch row and the KV head's first query head
   u32 q_stride;          // elements from token to token
   const bf16* d_out;     // as q; [seq_len, num_heads, HEAD_DIM_V]
-  const float2* stats;   // as q: [heads, padded_len] {lse * log2(e) or +inf, rowsum(do * o)}
+  const float2* stats;   // as q: [heads, padded_len] {lse * log2(e), or +inf if it sees no key; rowsum(do * o)}
   const float* base;     // HAS_BIAS: [padded_len] of the KV head, the largest bias that each query sees
-  float* dq_sum;         // as q: [heads, dq_len] x HEAD_DIM, in fragment order
+  float* dq_sum;         // as q: [heads, dq_len, HEAD_DIM], each 16 x 8 tile in the order of an accumulator fragment
   int num_heads, group_size, seq_len, padded_len;
-  int dq_first, dq_len;  // the queries dq_sum holds
-  int first_tile, num_tiles;  // query tiles (of BLOCK_Q positions) seen by a key of the block
+  int dq_first, dq_len;  // dq_sum holds the queries dq_first .. dq_first + dq_len
+  int first_tile, num_tiles;  // query tiles (of BLOCK_Q positions) that see a key of the block
   float scale_log2, bias_unit;  // bias_unit: 1 / softmax_scale
   int batch, kv_head, share, first_key;  // dense: for the stores at the end
 #if CHOSEN_ROWS
   ChosenRun run;
-  int last_token;  // of the run
-  bf16* dq_parts;  // [rows' parts, HEAD_DIM]; q, d_out and stats stand at the batch row then, with all heads
+  int last_token;  // the run's last
+  bf16* dq_parts;  // [parts, HEAD_DIM], by ChosenRow::part; q, d_out and stats then point at the whole batch row
 #endif
 };
-static_assert(sizeof(BackwardBlock) <= BLOCK_BYTES, "the block's description fits its place");
+static_assert(sizeof(BackwardBlock) <= BLOCK_BYTES, "the description fits its place in shared memory");
 
-// The keys of a pair of warps, or of the block, at a glance: their smallest and largest {position, expire}.
+// The positions and expires of a pair of warps' keys, or of a block's: by them a warp skips query tiles or their mask.
 struct alignas(16) KeyRange {
-  int lowest, highest, first_expire, last_expire;
+  int lowest, highest, first_expire, last_expire;  // smallest and largest position, smallest and largest expire
 };
 
-// Over `count` (16 .. BLOCK_KV) entries; fillers (expire 0) count for the smallest expire only.
+// The range of `count` (16 .. BLOCK_KV) entries {position, expire}, computed by a warp. Of padding, whose expire is 0,
+// only the smallest expire and the largest position count.
 DEVICE KeyRange key_range(const int2* entries, int count) {
   KeyRange range = {0x7fffffff, -1, 0x7fffffff, 0};
   for (int at = (int)threadIdx.x % 32; at < count; at += 32) {
-    int2 entry = entries[at];
+    const int2 entry = entries[at];
     if (entry.y > 0) range.lowest = min(range.lowest, entry.x);
     range.highest = max(range.highest, entry.x);
     range.first_expire = min(range.first_expire, entry.y);
@@ -132,9 +134,11 @@ DEVICE KeyRange key_range(const int2* entries, int count) {
 }
 
 #if CHOSEN_ROWS
+// The descriptions of a step's rows in shared memory.
 DEVICE ChosenRow* step_rows(unsigned char* memory, int step) {
   return (ChosenRow*)(memory + ROWS_AT) + step % 4 * BLOCK_Q;
 }
+// Writes them.
 DEVICE void describe_rows(const BackwardBlock& block, unsigned char* memory, int step) {
   if (threadIdx.x < BLOCK_Q)
     step_rows(memory, step)[threadIdx.x] =
@@ -142,7 +146,7 @@ DEVICE void describe_rows(const BackwardBlock& block, unsigned char* memory, int
 }
 #endif
 
-// Asks for a step's queries, output gradients and row statistics.
+// Starts the copies of a step's queries, output gradients and row statistics.
 DEVICE void load_queries(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, int head,
                          int query_tile) {
 #if CHOSEN_ROWS
@@ -172,17 +176,17 @@ DEVICE void load_queries(const BackwardBlock& block, unsigned char* memory, u32 
 }
 
 #if COMPUTE_DQ
-// dQ += dS K of one step, from dS^T in shared memory; added to the f32 sums as 16 x 8 fragments of 512 contiguous
-// bytes, or rounded to bf16 as parts of their own.
+// Computes dQ = dS K of one step from dS^T in shared memory. It is added to the f32 sums as 16 x 8 fragments of 512
+// contiguous bytes; with CHOSEN_ROWS it is rounded to bf16 and stored as the rows' partial dQ.
 DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared, int slot, int head, int query_tile) {
   const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32;
   if (warp >= DQ_COLUMN_WARPS * DQ_ROW_WARPS) return;
-  // in 16s, in 8s
+  // the warp's first row in units of 16, its first column in units of 8
   const int row = warp / DQ_COLUMN_WARPS * DQ_ROW_TILES, column = warp % DQ_COLUMN_WARPS * DQ_COLUMN_TILES;
   const u32 ds_at =
       opaque(shared + DS_AT + slot * DS_BYTES + DsTile::offset(lane % 8 + lane / 16 * 8, row * 2 + lane / 8 % 2));
   float dq[DQ_ROW_TILES][DQ_COLUMN_TILES][4] = {};
-  // the columns of a warp need not begin at a power of two, so each pair has its own address
+  // A warp's first column need not be a power of two, so each pair of column tiles needs an address of its own.
   u32 k_at[DQ_COLUMN_TILES / 2];
 #pragma unroll
   for (int n = 0; n < DQ_COLUMN_TILES / 2; ++n)
@@ -232,13 +236,13 @@ DEVICE void add_dq(const BackwardBlock& block, unsigned char* memory, u32 shared
 }
 #endif
 
-// A fragments of 32 keys x 16 queries, from the other warp's half of P^T or dS^T in shared memory.
+// Loads A fragments of 32 keys x 16 queries from the other warp's half of P^T or dS^T in shared memory.
 DEVICE void load_swapped(u32 (&a)[2][4], u32 at, int step) {
 #pragma unroll
   for (int m = 0; m < 2; ++m) load_matrix_x4(a[m], DsTile::step(at, m * 16, step * 2));
 }
 
-// C fragments of 32 keys x 16 queries as A fragments.
+// Rounds C fragments of 32 keys x 16 queries to A fragments.
 DEVICE void pack_fragments(u32 (&a)[2][4], const float (&c)[2][HALF_QUERY_TILES][4], int step) {
 #pragma unroll
   for (int m = 0; m < 2; ++m)
@@ -247,10 +251,10 @@ DEVICE void pack_fragments(u32 (&a)[2][4], const float (&c)[2][HALF_QUERY_TILES]
       a[m][x] = pack_bf16(c[m][2 * step + x / 2][x % 2 * 2], c[m][2 * step + x / 2][x % 2 * 2 + 1]);
 }
 
-// Where a lane finds the column pairs its warp keeps, in the first 16 rows of a tile of Q or dO.
+// Addresses, in the first 16 rows of a tile of Q or dO, of the groups of 16 columns that the warp keeps.
 template <class Tile, int HALF_PAIRS>
 struct HalfColumns {
-  // then the pairs differ from the first by an xor
+  // With a power of two of groups, each one's address is the first's with an xor.
   static constexpr bool ALIGNED = (HALF_PAIRS & (HALF_PAIRS - 1)) == 0;
   u32 first[ALIGNED ? 1 : HALF_PAIRS];
   DEVICE HalfColumns(u32 tile, int half) {
@@ -262,13 +266,13 @@ struct HalfColumns {
   DEVICE u32 at(int n) const { return ALIGNED ? Tile::step(first[0], 0, n * 2) : first[n]; }
 };
 
-// sums += a b over the 16 queries from `first_row` on; b the column pairs a warp keeps.
+// sums += a b over the 16 queries from `first_row` on; b has the groups of 16 columns that the warp keeps.
 template <class Tile, int HALF_PAIRS>
 DEVICE void accumulate_columns(float (&sums)[2][2 * HALF_PAIRS][4], const u32 (&a)[2][4],
                                const HalfColumns<Tile, HALF_PAIRS>& columns, int first_row, int num_pairs) {
 #pragma unroll
   for (int n = 0; n < HALF_PAIRS; ++n) {
-    if (Tile::CHUNKS / 2 % 2 != 0 && n >= num_pairs) break;  // an odd number of pairs: the second warp has one less
+    if (Tile::CHUNKS / 2 % 2 != 0 && n >= num_pairs) break;  // of an odd number of groups the second warp has one less
     u32 b[4];
     load_matrix_x4_transposed(b, columns.at(n) + first_row * Tile::ROW_BYTES);
 #pragma unroll
@@ -289,12 +293,12 @@ struct KeyGradients {
   float dv[2][2 * HALF_V_PAIRS][4];
 #endif
 #if HAS_BIAS
-  float ddelta[2][2];  // rows 16m + 8h + g
+  float ddelta[2][2];  // [m][h]: key 16 m + 8 h + g, where lane = 4 g + t
 #endif
 };
 
-// Precondition: copies of K and V to shared memory are in flight; the entries {position, expire} and the biases /
-// softmax_scale are there, with a barrier after their stores.
+// Computes the gradients of a block of keys. The caller has started the copies of K and V to shared memory; it has
+// stored the keys' entries {position, expire} and, with a bias, delta / softmax_scale there, and a barrier after that.
 DEVICE void attention_backward_block(const BackwardBlock& description, unsigned char* memory, KeyGradients& sums) {
   if (threadIdx.x == 0) *(BackwardBlock*)(memory + BLOCK_AT) = description;
   __syncthreads();  // every thread reads the description
@@ -303,7 +307,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
   __shared__ KeyRange pair_keys[NUM_WARPS / 2];
   {
     const KeyRange range = key_range((const int2*)(memory + ENTRIES_AT) + threadIdx.x / 64 * 32, 32);
-    if (threadIdx.x % 64 == 0) pair_keys[threadIdx.x / 64] = range;  // read behind the first step's barrier
+    if (threadIdx.x % 64 == 0) pair_keys[threadIdx.x / 64] = range;  // read after the first step's barrier
   }
 
 #pragma unroll
@@ -337,7 +341,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
   for (; step < block.num_tiles * (CHOSEN_ROWS ? 1 : block.group_size); ++step) {
     const int slot = step & 1;
 #if COMPUTE_DQ
-    // of the last step
+    // head and query tile of the last step
     const int dq_head = tile == 0 ? head - 1 : head,
               dq_tile = block.first_tile + (tile == 0 ? block.num_tiles : tile) - 1;
 #endif
@@ -347,11 +351,11 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     if (++tile == block.num_tiles) tile = 0, ++head;
 
     copy_async_wait<0>();
-    // this step's rows and the last step's dS^T are here for every thread; the other slot is no longer read
+    // after it every thread may read this step's rows and the last step's dS^T, and no thread reads the other slot
     __syncthreads();
 #if CHOSEN_ROWS
     const ChosenRow* rows = step_rows(memory, step);
-    // Tokens ascend; a step that ends past the list ends with its last one.
+    // Tokens of a list ascend. The last step may have rows past the list's end; it ends with the list's last token.
     const int first_query = rows[0].token,
               end_query = (rows[BLOCK_Q - 1].token < 0 ? block.last_token : rows[BLOCK_Q - 1].token) + 1;
     describe_rows(block, memory, step + 2);
@@ -362,8 +366,8 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
       load_queries(block, memory, shared, slot ^ 1, head, block.first_tile + tile);
     copy_async_commit();
 #if COMPUTE_DQ
-    // Of two warps on one scheduler one does this first and the other last, so that one's MMAs overlap the other's
-    // exponentials: 11 % of the kernel's time at head_dim 128 on an H200.
+    // Of two warps on one scheduler, one computes dQ at the beginning of a step and the other at its end, so that MMAs
+    // of one overlap exponentials of the other: 11 % of the kernel's time at head_dim 128 on an H200.
     const bool early = threadIdx.x < THREADS / 2;
     if (step > 0 && early) add_dq(block, memory, shared, slot ^ 1, dq_head, dq_tile);
 #endif
@@ -371,15 +375,15 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     // Values derived from the thread index are recomputed each step: held in registers they would spill.
     const int thread = (int)opaque(threadIdx.x), lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4,
               pair = warp / 2, half = warp % 2;
-    // Lane parts of the fragment addresses: A, and B transposed, by rows; B by columns.
+    // Offsets of this lane in the fragments' addresses: *_at for A operands, *_columns for B operands.
     const u32 k_columns = KTile::offset(half * BLOCK_Q / 2 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const u32 k_at = shared + pair * 32 * KTile::ROW_BYTES + KTile::offset(lane % 16, lane / 16);
 #if COMPUTE_DS
     const u32 v_columns = VTile::offset(half * BLOCK_Q / 2 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const u32 v_at = shared + K_BYTES + pair * 32 * VTile::ROW_BYTES + VTile::offset(lane % 16, lane / 16);
 #endif
-    // Offsets in shared memory: the warp pair's rows of P^T or dS^T, this lane's first word in its own warp's half, and
-    // its first row in the other warp's half.
+    // Offsets in P^T and dS^T in shared memory: the warp pair's rows, this lane's first word in the half of its own
+    // warp, and this lane's first row in the half of the other warp.
     const u32 swap_rows = pair * 32 * DsTile::ROW_BYTES, own_word = DsTile::offset(g, half * HALF_QUERY_TILES) + t * 4;
     const u32 other_rows = DsTile::offset(lane % 16, (half ^ 1) * HALF_QUERY_TILES + lane / 16);
     const int num_k_pairs = half ? HEAD_DIM / 16 - HALF_K_PAIRS : HALF_K_PAIRS,
@@ -397,12 +401,12 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
         for (int r = 0; r < 4; ++r) store_shared_32(DsTile::step(ds_word, r * 8, n), 0);
       if (step > 0 && !early) add_dq(block, memory, shared, slot ^ 1, dq_head, dq_tile);
 #endif
-      // nothing is swapped; but every pair passes its barrier once a step, which race checkers count on
+      // Nothing is swapped, but race checkers expect every pair to pass its barrier once a step.
       barrier_sync(1 + pair, 64);
       continue;
     }
     const u32 q_tile = shared + Q_AT + slot * Q_BYTES, do_tile = shared + DO_AT + slot * DO_BYTES;
-    // of queries 2t, 2t + 1
+    // {lse, D} of queries 2t and 2t + 1
     const float4* stats = (const float4*)(memory + STATS_AT + slot * STATS_BYTES) + half * BLOCK_Q / 4 + t;
 
     // Score: S^T = K Q^T, then P^T = 2^(S^T - lse). Scores begin with (delta - base) / softmax_scale (query_tile.cuh).
@@ -455,7 +459,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
           for (int x = 0; x < 4; ++x) p[m][n][x] = exp2_fast(p[m][n][x] * scale_log2 - (x % 2 ? stat.z : stat.x));
       }
     }
-    // Mask: only where some query of the step sees a key of the pair in part.
+    // Mask: needed only if some query of the step does not see some key of the pair.
     if (first_query < keys.highest || end_query > keys.first_expire) {
       const int2* entries = (const int2*)(memory + ENTRIES_AT) + pair * 32 + g;
 #pragma unroll
@@ -476,7 +480,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     }
 
 #if COMPUTE_DV
-    // P^T to shared memory for the other warp; dV += P^T dO over the own half of the queries.
+    // Store P^T in shared memory for the other warp; dV += P^T dO over this warp's half of the queries.
     const u32 p_tile = shared + P_AT + swap_rows, p_word = opaque(p_tile + own_word);
     const HalfColumns<VTile, HALF_V_PAIRS> do_transposed(do_tile, half);
 #pragma unroll
@@ -525,7 +529,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
         }
     }
 
-    // dS^T to shared memory for the other warp and for dQ; dK += dS^T Q over the own half of the queries.
+    // Store dS^T in shared memory for the other warp and for dQ; dK += dS^T Q over this warp's half of the queries.
 #if COMPUTE_DK
     const HalfColumns<KTile, HALF_K_PAIRS> q_transposed(q_tile, half);
 #endif
@@ -543,7 +547,7 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
     }
 #endif
 
-    // The other half of the queries, from the other warp.
+    // dV and dK over the other half of the queries, with the other warp's P^T and dS^T.
     barrier_sync(1 + pair, 64);
 #pragma unroll
     for (int k = 0; k < HALF_QUERY_TILES / 2; ++k) {
@@ -570,22 +574,21 @@ DEVICE void attention_backward_block(const BackwardBlock& description, unsigned 
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     float& sum = sums.ddelta[r / 2][r % 2];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
+    sum = quad_sum(sum);
   }
   const int lane = (int)threadIdx.x % 32, pair = (int)threadIdx.x / 64, half = (int)threadIdx.x / 32 % 2;
-  // After the barrier the statistics are no longer read, and the warp pair sums ddelta in their place.
+  // After the barrier no thread reads the statistics: their memory takes ddelta of the second warp of each pair.
   float* swapped = (float*)(memory + STATS_AT) + pair * 32 + lane / 4;
   if (half == 1 && lane % 4 == 0) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) swapped[r * 8] = sums.ddelta[r / 2][r % 2];
   }
-  __syncthreads();  // the other warp's ddelta; and every read of K and V is over
+  __syncthreads();  // the second warps have stored ddelta, and no thread reads K and V any more
   if (half == 0) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) sums.ddelta[r / 2][r % 2] += swapped[r * 8];
   }
 #else
-  __syncthreads();  // every read of K and V is over
+  __syncthreads();  // no thread reads K and V any more
 #endif
 }

@@ -14,7 +14,7 @@
 
 constexpr int KEY_TILES = BLOCK_KV / 8;
 constexpr int VALUE_TILES = HEAD_DIM_V / 8;
-constexpr int RING_AT = BLOCK_Q * HEAD_DIM * 2;  // behind the queries
+constexpr int RING_AT = BLOCK_Q * HEAD_DIM * 2;  // after the queries
 static_assert(RING_AT + KV_STREAM_BYTES <= 227 * 1024,
               "no device gives a block more shared memory; the caller checks its own limit");
 static_assert(HEAD_DIM_V <= HEAD_DIM, "the output tile is staged where the queries were");
@@ -22,9 +22,9 @@ static_assert(HEAD_DIM_V <= HEAD_DIM, "the output tile is staged where the queri
 // The online softmax keeps its reference maximum until a row outgrows it by this many powers of two; exp2 then stays
 // below 2^8.
 constexpr float RESCALE_AT = 8.0f;
-// "Nothing seen yet": finite, so that no infinity is subtracted from another. With a bias it must also exceed the
-// scores of masked keys (about -2^60), whose exponents would else be rounding errors of that magnitude; it stays below
-// a row's largest logit, which is at least the q . k of the key with the largest bias.
+// The maximum of a row that has seen no key: finite, so that no infinity is subtracted from another. With a bias it
+// exceeds the scores of masked keys (about -2^60), whose exponents would else be rounding errors of that magnitude; it
+// stays below a row's largest logit, which is at least the q . k of the key with the largest bias.
 constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : -3.0e38f;
 
 struct ForwardOutput {
@@ -42,7 +42,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
   stream.start();
 
   __shared__ WarpQueries all_queries[NUM_WARPS];
-  if (lane == 0) all_queries[threadIdx.x / 32] = warp_queries(tile, warp_row);  // read behind the first tile's barrier
+  if (lane == 0) all_queries[threadIdx.x / 32] = warp_queries(tile, warp_row);  // read after the first tile's barrier
 
   const u32 q_lane = q_shared + (u32)warp_row * KTile::ROW_BYTES;
 
@@ -116,9 +116,9 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
       }
     }
 
-    const float logit_scale = tile.scale_log2;  // it waits for the exponent's multiply-add
+    const float logit_scale = tile.scale_log2;  // applied in the multiply-add of the exponent
 
-    // Mask: only tiles that some query of the warp sees in part.
+    // Mask: needed only in tiles of which some query of the warp sees a part.
     if (mask == TILE_PARTIAL) {
 #pragma unroll
       for (int m = 0; m < ROW_TILES; ++m) mask_scores(tile, stream, it, warp_row + m * 16, score[m], -INFINITY_F32);
@@ -186,8 +186,8 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
     }
   }
 
-  // Store: rows go through this warp's part of the query tile, so that they leave as 16-byte pieces of whole lines.
-  copy_async_wait<0>();  // with no tile at all the queries may still be on their way there
+  // Store, through this warp's part of the query tile, so that a quad stores whole lines in 16-byte accesses.
+  copy_async_wait<0>();  // without any tile the copies of the queries may still be in flight
   __syncthreads();
 #pragma unroll
   for (int r = 0; r < 2 * ROW_TILES; ++r) {

@@ -47,20 +47,20 @@ struct AttentionBackwardPrepareParams {
 
 struct DmaAttentionForwardParams : AttentionParams {
   u64 softmax_scale;  // f32 bits
-  u64 list_capacity;  // entries a list has room for
+  u64 list_capacity;  // capacity of a list in entries
   u64 tile_queries;   // queries a row of tile_window stands for; divides SUPER_BLOCK
 };
 
 struct DmaAttentionRowSumsParams : AttentionParams {
   u64 softmax_scale;  // f32 bits
-  u64 list_capacity;  // entries a list has room for
+  u64 list_capacity;  // capacity of a list in entries
   u64 padded_len;     // rows of row_stats a head
   u64 tile_queries;   // as in DmaAttentionForwardParams
 };
 
 struct DmaAttentionBackwardQueryParams : AttentionParams {
   u64 softmax_scale;  // f32 bits
-  u64 list_capacity;  // entries a list has room for
+  u64 list_capacity;  // capacity of a list in entries
   u64 padded_len;     // rows of row_stats a head
   u64 dq_offset, dq_token_stride, dq_batch_stride;
   u64 tile_queries;   // as in DmaAttentionForwardParams
@@ -69,7 +69,7 @@ struct DmaAttentionBackwardQueryParams : AttentionParams {
 struct DmaAttentionBackwardParams : AttentionParams {
   u64 softmax_scale;  // f32 bits
   u64 padded_len;     // rows of row_stats a head
-  u64 list_capacity;  // entries a list has room for
+  u64 list_capacity;  // capacity of a list in entries
   u64 first_super_block;
   u64 dq_len;         // queries of the launch: super_blocks * SUPER_BLOCK
   u64 head_shares;    // blocks that share a chunk of a list: each takes some of the KV head's query heads

@@ -35,7 +35,8 @@ DEVICE void barrier_pass(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// A place in a ring of N slots, each used in turn; `phase` is the parity of the number of turns.
+// The current slot of a ring of N slots that are used cyclically; `phase` is the parity of the number of completed
+// cycles.
 template <int N>
 struct RingPlace {
   u32 slot = 0, phase = 0;

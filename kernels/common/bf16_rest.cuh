@@ -11,6 +11,6 @@ DEVICE u32 bf16_rest(u32 pair, float first, float second) {
   return __byte_perm((u32)low, (u32)high, 0x5410);
 }
 
-// The f32 again.
+// The f32 of the lower and of the higher half of a pair of bf16 and their low parts.
 DEVICE float join_low(u32 pair, u32 rest) { return __uint_as_float((pair << 16) + (u32)(int)(short)(rest & 0xffffu)); }
 DEVICE float join_high(u32 pair, u32 rest) { return __uint_as_float((pair & 0xffff0000u) + (u32)((int)rest >> 16)); }

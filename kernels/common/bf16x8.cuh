@@ -1,10 +1,10 @@
-// bf16x8: eight neighbouring bf16 (or f32) as 16-byte accesses, as f32 in registers.
+// bf16x8: eight neighbouring bf16 or f32, loaded and stored by 16-byte accesses, as f32 in registers.
 #pragma once
 #include "common/types.cuh"
 
 DEVICE uint4 load_16_bytes(const void* from) { return *reinterpret_cast<const uint4*>(from); }
 DEVICE void store_16_bytes(void* to, const uint4& words) {
-  // By name: nvcc 13.0 splits the assignment of a uint4 into four stores in places.
+  // Written as assembly, because nvcc 13.0 sometimes splits the assignment of a uint4 into four stores.
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
                "r"(words.w)
                : "memory");
@@ -16,15 +16,9 @@ DEVICE void unpack_bf16x8(const uint4& words, float (&to)[8]) {
   to[4] = bf16_low(words.z), to[5] = bf16_high(words.z);
   to[6] = bf16_low(words.w), to[7] = bf16_high(words.w);
 }
-// Rounds to nearest even; the first of a pair is the lower half.
-DEVICE u32 round_bf16x2(float first, float second) {
-  u32 word;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
-  return word;
-}
 DEVICE uint4 pack_bf16x8(const float (&from)[8]) {
-  return make_uint4(round_bf16x2(from[0], from[1]), round_bf16x2(from[2], from[3]), round_bf16x2(from[4], from[5]),
-                    round_bf16x2(from[6], from[7]));
+  return make_uint4(pack_bf16(from[0], from[1]), pack_bf16(from[2], from[3]), pack_bf16(from[4], from[5]),
+                    pack_bf16(from[6], from[7]));
 }
 
 DEVICE void load_f32x8(const float* from, float (&to)[8]) {

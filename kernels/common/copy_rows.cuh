@@ -7,7 +7,8 @@
 
 constexpr int THREADS = NUM_WARPS * 32;
 
-// Where a thread copies: row after row of one chunk when that comes out even, else chunk after chunk of the whole tile.
+// The chunks of 16 bytes that a thread copies. EVEN: always the same chunk of a row, in PASSES rows PASS_ROWS apart.
+// Else every THREADS-th chunk of the tile.
 template <int ROW, int ROWS>
 struct CopyPlan {
   static constexpr int CHUNKS = ROW / 8, TOTAL = ROWS * CHUNKS;

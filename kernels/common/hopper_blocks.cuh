@@ -14,7 +14,7 @@
 constexpr int ABSENT_BOX = (1 << 30) / KEY_BOX;  // behind all keys
 static_assert(KEY_BOX == HALF_KV || (KEY_BOX == BLOCK_KV && !PAIRS), "consumers of a pair see halves of a stage");
 
-// A list of key tiles, box by box, as a warp reads it: 32 boxes at a time, 32 more on their way.
+// A warp reads a list of key tiles as boxes: it holds 32 boxes and has loaded the next 32.
 struct BoxList {
   const i32* tiles;  // null: all boxes
   int count;         // boxes
@@ -86,9 +86,9 @@ struct BlockWork {
 
   DEVICE BlockWork(const SparseMask& mask) : schedule(mask) {}
 
-  // The producer warpgroup's part of one tile: its first warp loads keys and values, all warps load queries.
+  // The producer warpgroup loads one tile: its first warp loads keys and values, all warps load queries.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
-                      ProducerPlaces& places) const {
+                      StagePlaces& places) const {
     const SparseMask& mask = schedule.mask;
     const int thread = (int)threadIdx.x % 128, kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads),
               list = place.head / mask.heads_per_list;
@@ -190,7 +190,7 @@ struct PairConsumer {
   ForwardOutput out;
 
   // Attention of the warpgroup's 64 rows of one tile; false when there was none.
-  DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, ConsumerPlaces& places) const {
+  DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, StagePlaces& places) const {
     const u32 tile = tile_base(shared, done);
     barrier_wait(barrier_at(shared, FULL_Q), done & 1);
     fence_async_proxy();  // the queries came by cp.async

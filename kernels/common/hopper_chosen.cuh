@@ -1,13 +1,15 @@
-// hopper_chosen: blocks of 64 keys and the rows of the queries that chose them (nsa_rows.cuh), on Hopper (sm_90a), keys
-// outermost: shared memory, barriers and the producer, common to attention over chosen blocks and its backward.
-// Defines    HEAD_DIM (64, 128); GRADIENT 0|1: row statistics beside the queries, and dS^T; INDEXED (0): 0 output
-//            gradients beside the queries of a GRADIENT; 1 a row is a query, a tile of queries comes head by head of
-//            the group and then as the indexer's, and the indexer's one key head stands in place of the values; ORDERED
-//            (0) with GRADIENT, 1 where pieces of a list add to its keys' gradients in turns; ROW_STAGES tiles of rows;
+// hopper_chosen: attention over chosen blocks on Hopper (sm_90a) by blocks of 64 keys, each with the rows of the
+// queries that chose it (nsa_rows.cuh): shared memory, barriers and the producer of its forward and backward kernels.
+// Defines    HEAD_DIM (64, 128); GRADIENT 0|1: row statistics are loaded beside the queries, and dS^T has a place;
+//            INDEXED (0): with GRADIENT, 0: output gradients are loaded beside the queries; 1: for the indexer's
+//            gradient, where a row is a query, a tile of queries is loaded once for each head of the group and then for
+//            the indexer's head, and the indexer's key head takes the place of the values; ORDERED (0): with GRADIENT,
+//            1: the items of a list add to its keys' gradients in a fixed order; ROW_STAGES tiles of rows;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS
-// Thread blocks are persistent and take work items from a shared counter. The producer warpgroup loads a run's keys and
-// values, one run ahead, and gathers tiles of 128 rows of 256 bytes; the two consumer warpgroups work on the same keys,
-// each on 64 rows of a tile, without waiting for each other.
+// An item is a part of the list of queries that chose the blocks of one cell; a run is the part of an item that is of
+// one document, so that all its queries chose the same block. Thread blocks are persistent and take items from a shared
+// counter. The producer warpgroup loads a run's keys and values, one run ahead, and gathers tiles of 128 rows. The two
+// consumer warpgroups work on the same keys, each on 64 rows of a tile, without waiting for each other.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/mma.cuh"
@@ -30,21 +32,22 @@ static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168
 // Shared memory, from a 1024-byte boundary on.
 constexpr int KEY_TILE_BYTES = KEYS * HEAD_DIM * 2, ROW_TILE_BYTES = ROWS * HEAD_DIM * 2;
 constexpr int STAGE_BYTES = ROW_TILE_BYTES * (GRADIENT && !INDEXED ? 2 : 1);  // queries, then output gradients
-constexpr int STAGES_AT = KEY_SLOTS * 2 * KEY_TILE_BYTES;     // behind keys and values of each slot
+constexpr int STAGES_AT = KEY_SLOTS * 2 * KEY_TILE_BYTES;     // after the keys and values of all slots
 constexpr int DS_BYTES = GRADIENT ? KEYS * 64 * 2 : 0;        // dS^T of a warpgroup
 constexpr int DS_AT = STAGES_AT + ROW_STAGES * STAGE_BYTES;
 constexpr int PLACES_AT = DS_AT + NUM_CONSUMERS * DS_BYTES;   // {token or -1, part} of each row of a tile
 constexpr int STATS_AT = PLACES_AT + ROW_STAGES * ROWS * 8;   // GRADIENT: lse * log2(e) of each row, then D
 constexpr int RUNS_AT = STATS_AT + GRADIENT * ROW_STAGES * ROWS * 8;
-// two announcements of the producer's first warp to the others
+// The item taken by the producer's first warp, for the other producer warps; two places, used alternately.
 constexpr int ITEMS_AT = RUNS_AT + KEY_SLOTS * 16;
 constexpr int BARRIERS_AT = ITEMS_AT + 2 * 8;
 constexpr int FULL_KEYS = 0, EMPTY_KEYS = FULL_KEYS + KEY_SLOTS, FULL_ROWS = EMPTY_KEYS + KEY_SLOTS,
               EMPTY_ROWS = FULL_ROWS + ROW_STAGES;
 constexpr int SHARED_BYTES = BARRIERS_AT + (EMPTY_ROWS + ROW_STAGES) * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
-// One lane arrives for its consumer warp when the warp has read a stage. racecheck credits an arrival to that lane
-// alone and reports false races; with EVERY_LANE_ARRIVES each lane arrives, so that what it reports is a race.
+// One lane arrives for its consumer warp when the warp has read a stage. compute-sanitizer's racecheck credits the
+// arrival to that lane only and reports false races; with EVERY_LANE_ARRIVES every lane arrives, so that each reported
+// race is a true one.
 #ifndef EVERY_LANE_ARRIVES
 #define EVERY_LANE_ARRIVES 0
 #endif
@@ -53,7 +56,7 @@ DEVICE void release_slot(u32 barrier) {
   if (EVERY_LANE_ARRIVES) barrier_arrive(barrier);
   else release(barrier);
 }
-// Named barriers: of the producer warps; of a consumer warpgroup from the two numbers on.
+// Numbers of named barriers: of the producer warps; then, plus the number of a consumer warpgroup, those of its warps.
 constexpr int PRODUCERS_MEET = 1, DS_READY = 2, DS_FREE = 4, ROWS_READ = 6;
 
 struct ChosenInputs {
@@ -68,12 +71,12 @@ struct ChosenInputs {
   const i32 *doc_start, *doc_end;
   const int2* entries;
   const int4* items;
-  i32* num_items;  // of each list; behind them: how many of all are taken
+  i32* num_items;  // [num_lists + 1]: items of each list, then the counter of items that were taken
   u64 choices, max_items;
   int num_lists, num_kv_heads, group, seq_len, select_size;
 };
 
-// From the words that both params structs have.
+// Takes the members that the params structs of these kernels have in common.
 template <class Params>
 DEVICE ChosenInputs chosen_inputs(const bf16* q, const bf16* k, const bf16* v, const i32* doc_start, const i32* doc_end,
                                   const int2* entries, const int4* items, i32* num_items, const Params& params) {
@@ -107,20 +110,11 @@ DEVICE u32 stage_at(u32 shared, u32 slot) { return shared + STAGES_AT + slot * S
 DEVICE u32 places_at(u32 shared, u32 slot) { return shared + PLACES_AT + slot * ROWS * 8; }
 DEVICE u32 stats_at(u32 shared, u32 slot) { return shared + STATS_AT + slot * ROWS * 8; }
 
-DEVICE void store_shared_int2(u32 shared, int a, int b) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(a), "r"(b) : "memory");
-}
-DEVICE int2 load_shared_int2(u32 shared) {
-  int2 x;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(shared) : "memory");
-  return x;
-}
-
-// Sets up the barriers. Returns the aligned shared memory; followed by a __syncthreads.
+// Sets up the barriers and returns the aligned shared memory. A __syncthreads must follow.
 DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
-    // Arrivals: every producer thread's copies and stores; then the consumers'.
+    // A full barrier takes two arrivals of each producer thread, for its copies and for its stores.
     for (int i = 0; i < KEY_SLOTS; ++i) {
       barrier_init(barrier_at(shared, FULL_KEYS + i), 256);
       barrier_init(barrier_at(shared, EMPTY_KEYS + i), CONSUMER_ARRIVALS);
@@ -137,9 +131,10 @@ DEVICE u32 start_block(void* memory) {
 // ---- Producer
 // ---------------------------------------------------------------------------------------------------------------------
 
-// {list, item} of the item with number `index` in all lists, by a whole warp; {-1, 0} past the last.
+// {list, item} of the item with index `index` among those of all lists; {-1, 0} past the last. Called by a whole warp.
 #if ORDERED
-// Lists in turn, so that pieces of one list, which wait for each other, start far apart: {list, -1} past a list's last.
+// Consecutive indices go through the lists, so that items of one list, which wait for each other, start far apart. For
+// a list that has no such item the result is {list, -1}.
 DEVICE int2 find_item(const ChosenInputs& inputs, int index) {
   const int list = index % inputs.num_lists, item = index / inputs.num_lists;
   int most = 0;
@@ -169,10 +164,11 @@ DEVICE int2 find_item(const ChosenInputs& inputs, int index) {
 }
 #endif
 
-constexpr int UNIT = 8;  // elements of a copy: places of rows are counted in these, so that 32 bits hold them
+constexpr int UNIT = 8;  // elements of a 16-byte copy; offsets of rows count these, so that they fit 32 bits
 
 #if INDEXED
-// The tiles of a run: 128 queries of each head of the group, then of the indexer's head, each with its log-sum-exp.
+// Loads the tiles of a run: 128 queries, once for each head of the group and once for the indexer's head, each time
+// with their log-sum-exp.
 DEVICE void produce_indexed_rows(const ChosenInputs& inputs, u32 shared, RingPlace<ROW_STAGES>& place,
                                  const ChosenRun& run, int batch, int kv_head, int first_part) {
   const int thread = (int)threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), group = inputs.group;
@@ -201,10 +197,10 @@ DEVICE void produce_indexed_rows(const ChosenInputs& inputs, u32 shared, RingPla
 }
 #endif
 
-// The producer warpgroup's part.
+// The producer warpgroup.
 DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
   const int thread = (int)threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), group = inputs.group;
-  const int row_heads = INDEXED ? 1 : group;  // rows that a query has in a tile
+  const int row_heads = INDEXED ? 1 : group;  // rows of a query in a tile
   RingPlace<KEY_SLOTS> keys_place;
   RingPlace<ROW_STAGES> place;
   int taken = 0;
@@ -215,25 +211,25 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
       const int2 found = find_item(inputs, __shfl_sync(~0u, taken, 0));
       if (thread == 0) store_shared_int2(announced, found.x, found.y);
     }
-    // the item is announced to all four warps, which have all read the one before the last
+    // after it all four warps may read the item, and all have read the item before the last, whose place is reused next
     barrier_sync(PRODUCERS_MEET, 128);
     const int2 where = load_shared_int2(announced);
     if (where.x < 0) break;
-    // the next one; it is on its way while this one is worked on
+    // take the next item early: the atomic's latency overlaps the work on this one
     if (thread == 0) taken = atomicAdd(inputs.num_items + inputs.num_lists, 1);
     if (ORDERED && where.y < 0) continue;
     const int4 item = inputs.items[where.x * inputs.max_items + where.y];
     for (int first = 0, next; first < item.y; first = next) {
-      // Worked out anew for each run: kept, it would not fit into registers.
+      // Recomputed for each run: kept, these would not fit into registers.
       const int list = load_shared_int(announced), batch = list / inputs.num_kv_heads,
                 kv_head = list % inputs.num_kv_heads;
       const ChosenRun run = chosen_run(inputs.entries + list * inputs.choices + item.x, first, item.y, item.z,
                                        inputs.select_size, row_heads, inputs.doc_start + (u64)batch * inputs.seq_len,
                                        inputs.doc_end + (u64)batch * inputs.seq_len, next);
       const int last_row = run.num_rows - 1;
-      int2 entry = run.entries[min(thread, last_row) / row_heads];  // of this thread's row of the next tile
+      int2 entry = run.entries[min(thread, last_row) / row_heads];  // {query, choice} of this thread's next row
 
-      // Keys and values: two warps each.
+      // Two warps load the keys, two the values.
       const int num_keys = run.end_key - run.first_key, key = thread % 64;
       barrier_wait(barrier_at(shared, EMPTY_KEYS + keys_place.slot), keys_place.phase ^ 1);
       const bool is_value = warp >= 2;
@@ -245,7 +241,8 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
       if (thread == 0) {
         int keys_and_turn = num_keys;
 #if ORDERED
-        // The run's turn, and whether it is the first: the preceding piece has no row of its document.
+        // The item's index in the order of adds, and whether this run is the first that adds to its keys: it is, unless
+        // the preceding item ends with a query of the same document.
         const bool follows = first == 0 && item.w > 0 &&
                              run.entries[-1].x >= inputs.doc_start[(u64)batch * inputs.seq_len + run.entries[0].x];
         keys_and_turn |= item.w << 9 | (follows ? 0 : 1 << 8);
@@ -294,7 +291,7 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
 #endif
     }
   }
-  // A run without rows ends the consumers.
+  // A run without rows tells the consumers that there is no further one.
   barrier_wait(barrier_at(shared, EMPTY_KEYS + keys_place.slot), keys_place.phase ^ 1);
   if (thread == 0)
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared + RUNS_AT + keys_place.slot * 16), "r"(0)
@@ -307,7 +304,7 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
 // ---- Consumer
 // ---------------------------------------------------------------------------------------------------------------------
 
-// The run with number `runs`, as consumers see it: all but its place lies in shared memory, which costs no registers.
+// Run number `runs` for a consumer. Its description stays in shared memory, where it costs no registers.
 struct RunInWork {
   u32 shared, slot;
   DEVICE RunInWork(u32 shared, u32 runs) : shared(shared), slot(runs % KEY_SLOTS) {
@@ -315,16 +312,17 @@ struct RunInWork {
   }
   DEVICE u32 keys() const { return shared + slot * 2 * KEY_TILE_BYTES; }
   DEVICE u32 values() const { return keys() + KEY_TILE_BYTES; }
-  DEVICE u32 dq_keys() const { return INDEXED ? values() : keys(); }  // that gradients of scores weigh
+  DEVICE u32 dq_keys() const { return INDEXED ? values() : keys(); }  // K of dQ = dS K
   DEVICE int first_key() const { return load_shared_int(shared + RUNS_AT + slot * 16); }
 #if ORDERED
   DEVICE int num_keys() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) & 0xff; }
   DEVICE int piece() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) >> 9; }
-  DEVICE bool is_first() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) >> 8 & 1; }  // of its keys'
+  // Whether no run before it adds to its keys' gradients.
+  DEVICE bool is_first() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4) >> 8 & 1; }
 #else
   DEVICE int num_keys() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 4); }
 #endif
-  DEVICE int num_rows() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 8); }  // 0 behind the last run
+  DEVICE int num_rows() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 8); }  // 0 after the last run
   DEVICE int list() const { return load_shared_int(shared + RUNS_AT + slot * 16 + 12); }
   DEVICE u32 done() const { return barrier_at(shared, EMPTY_KEYS + slot); }
 };
@@ -340,7 +338,8 @@ DEVICE void multiply_rows(float (&d)[32], u32 a_tile, u32 b_tile) {
   wgmma_commit();
 }
 
-// sums (+)= weights rows: 64 x 64 weights in registers, 64 rows of a tile of TILE_ROWS.
+// sums = weights rows, or with `accumulate` sums += weights rows: 64 x 64 weights in registers, 64 rows of a tile of
+// TILE_ROWS.
 template <int TILE_ROWS>
 DEVICE void weigh_rows(float (&sums)[HEAD_DIM / 2], const u32 (&weights)[4][4], u32 rows, bool accumulate) {
   const u64 b = wgmma_across(rows, TILE_ROWS * 128);
@@ -350,7 +349,8 @@ DEVICE void weigh_rows(float (&sums)[HEAD_DIM / 2], const u32 (&weights)[4][4], 
   wgmma_commit();
 }
 
-// 64 columns, from column tile FIRST / 4 on, as the A operand of a product and as stmatrix takes them.
+// Rounds 64 columns of an accumulator, from element FIRST on, to bf16 in the order of a wgmma's A operand and of
+// stmatrix.
 template <int FIRST = 0, int N>
 DEVICE void pack_columns(u32 (&packed)[4][4], const float (&x)[N]) {
 #pragma unroll
@@ -360,24 +360,25 @@ DEVICE void pack_columns(u32 (&packed)[4][4], const float (&x)[N]) {
       packed[step][i] = pack_bf16(x[FIRST + 8 * step + 2 * i], x[FIRST + 8 * step + 2 * i + 1]);
 }
 
-// Four 8x8 matrices to shared memory: lanes 8m .. 8m + 7 give the rows of matrix m.
+// Stores four 8x8 matrices: lanes 8m .. 8m + 7 pass the addresses of the rows of matrix m (16 bytes each).
 DEVICE void store_matrix_x4(u32 shared, const u32 (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]), "r"(r[1]),
                "r"(r[2]), "r"(r[3])
                : "memory");
 }
-// The warp's 16 rows of 64 columns, into a swizzled tile.
+
+// Stores the warp's 16 rows of 64 columns in a swizzled tile of shared memory.
 DEVICE void store_warp_rows(u32 tile, const u32 (&packed)[4][4]) {
   const int thread = (int)opaque(threadIdx.x) % 128, lane = thread % 32;
-  // Where this lane's row of each 8x8 matrix begins; 16 columns further: two chunks, a xor.
+  // Address of this lane's row of the first 8x8 matrices; 16 columns further is an xor with two chunks (32 bytes).
   const u32 row = tile + (thread / 32 * 16 + lane / 8 % 2 * 8 + lane % 8) * 128 + (((lane / 16) ^ (lane % 8)) << 4);
 #pragma unroll
   for (int i = 0; i < 4; ++i) store_matrix_x4(row ^ (i << 5), packed[i]);
 }
 
-// Stores 64 columns of the warp's 16 rows as partial results, from `columns` on; `tile`: 64 rows of 128 bytes of shared
-// memory that no other warp uses any more. Stores whole cache lines with an evict-first hint, so that rows of q stay in
-// the cache.
+// Stores 64 columns of the warp's 16 rows as partial results, from `columns` on. `tile` is 64 rows of 128 bytes of
+// shared memory that no other warp uses any more; through it whole cache lines are stored, with an evict-first hint so
+// that rows of q stay in the cache.
 DEVICE void store_parts(bf16* columns, u32 tile, u32 places, const u32 (&packed)[4][4]) {
   store_warp_rows(tile, packed);
   __syncwarp();  // a lane reads what others stored

@@ -1,7 +1,7 @@
-// hopper_copy: what producers and consumers of the Hopper attention kernels share: tiles of keys, releases, shared
-// memory loads.
+// hopper_copy: device functions of producers and consumers in all Hopper attention kernels: copies of key tiles,
+// release of a slot, accesses to shared memory.
 // A tile of R rows of HEAD_DIM bf16 is HEAD_DIM / 64 blocks of R rows of 128 bytes, swizzled as wgmma.cuh says.
-// Defines    HEAD_DIM, HEAD_DIM_V (HEAD_DIM) of values
+// Defines    HEAD_DIM of q and k, HEAD_DIM_V (HEAD_DIM) of v
 #pragma once
 #include "common/async_copy.cuh"
 #include "common/barrier.cuh"
@@ -11,15 +11,15 @@
 #endif
 constexpr int DIM_BLOCKS = HEAD_DIM / 64, DIM_BLOCKS_V = HEAD_DIM_V / 64;  // 64-column blocks of a tile
 
-// Warp `warp` copies its 32 rows of a tile of TILE_ROWS, BLOCKS blocks of 64 columns: eight lanes load 128 bytes of a
-// row, so an instruction loads four rows. `key`: this lane's row; `row_bytes` 16, or 0 for zeros in place of the rows.
-// SOME_ABSENT: a `key` below 0 gives a row of zeros.
+// Warp `warp` copies its 32 rows of a tile of TILE_ROWS rows and BLOCKS blocks of 64 columns. Eight lanes copy 128
+// bytes of a row, so an instruction copies four rows. `key`: the row of global memory that this lane's row comes from.
+// `row_bytes`: 16, or 0 for zeros in place of all rows. With SOME_ABSENT a `key` below 0 gives a row of zeros.
 template <int BLOCKS = DIM_BLOCKS, bool SOME_ABSENT = false, int TILE_ROWS = 128>
 DEVICE void copy_key_rows(u32 tile, const bf16* rows, u32 stride_bytes, int key, int warp, u32 row_bytes = 16) {
-  // recomputed: held in registers, places would spill
+  // from an opaque thread index, so that these are recomputed: held in registers, they would spill
   const int lane = (int)opaque(threadIdx.x) % 32, row = lane / 8, chunk = lane % 8;
   const char* from = (const char*)rows + chunk * 16;
-  // rows 4 further: chunk bit 2 flips
+  // 4 rows further, bit 2 of the swizzled chunk flips
   const u32 even = tile + (warp * 32 + row) * 128 + ((chunk ^ row) << 4), odd = even ^ 64;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -35,13 +35,13 @@ DEVICE void copy_key_rows(u32 tile, const bf16* rows, u32 stride_bytes, int key,
   }
 }
 
-// A consumer warp has done reading.
+// Arrives at an empty barrier, once per warp, after the warp has read the slot.
 DEVICE void release(u32 barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
-// Values must be there at this point of the program.
+// Forces the compiler to have computed `x` at this point of the program.
 template <int N>
 DEVICE void keep_here(float (&x)[N]) {
 #pragma unroll
@@ -52,6 +52,14 @@ DEVICE int load_shared_int(u32 shared) {
   int x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
   return x;
+}
+DEVICE int2 load_shared_int2(u32 shared) {
+  int2 x;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(shared) : "memory");
+  return x;
+}
+DEVICE void store_shared_int2(u32 shared, int a, int b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(a), "r"(b) : "memory");
 }
 DEVICE float2 load_shared_float2(u32 shared) {
   float2 x;

@@ -19,11 +19,11 @@ struct DenseWork {
         schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch,
                  params.seq_len * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES) {}
 
-  // The producer warpgroup's part of one tile.
+  // The producer warpgroup loads one tile.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
-                      ProducerPlaces& places) const {
+                      StagePlaces& places) const {
     const int thread = (int)threadIdx.x % 128;
-    place.tile = tiles - 1 - place.tile;  // late tiles see most keys
+    place.tile = tiles - 1 - place.tile;  // the last tiles first: they see the most keys
     place.head *= HEADS_PER_TILE;
     const int kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads);
     TileHead tile = {};

@@ -20,9 +20,9 @@ constexpr int O_REGISTERS = HEAD_DIM_V / 2;
 // RESIDUAL it moves at once: the largest weight of a row is then exactly 1, so that o, a sum over bf16 weights, is more
 // accurate than bf16 and `o_low` carries information.
 constexpr float RESCALE_AT = RESIDUAL ? 0.0f : 8.0f;
-// "Nothing seen yet": finite, so that no infinity is subtracted from another. With a bias it must also exceed the
-// scores of masked keys (about -2^60), whose exponents would else be rounding errors of that magnitude; it stays below
-// a row's largest logit, which is at least the q . k of the key with the largest bias.
+// The maximum of a row that has seen no key: finite, so that no infinity is subtracted from another. With a bias it
+// exceeds the scores of masked keys (about -2^60), whose exponents would else be rounding errors of that magnitude; it
+// stays below a row's largest logit, which is at least the q . k of the key with the largest bias.
 constexpr float NO_MAXIMUM = HAS_BIAS ? -16777216.0f : -3.0e38f;
 // From this logit on (in powers of two) rounding it shows beside the 16 bits that o and o_low keep together.
 constexpr float LARGE_LOGIT = 16.0f;
@@ -40,7 +40,7 @@ struct SoftmaxState {
   float maximum[2], total[2];  // RESIDUAL: the maximum of scores, else of scores times logit_scale
 };
 
-// Turns scores into weights 2^(S - maximum); `factor` is what earlier sums and outputs must be multiplied by. Returns
+// Replaces scores by weights 2^(S - maximum); `factor` is what earlier sums and outputs must be multiplied by. Returns
 // whether any of it differs from 1.
 template <int N>
 DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor)[2], float logit_scale) {
@@ -157,7 +157,7 @@ DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& s
 // The warpgroup's rows of one tile while stages stream past them.
 struct RowsInWork {
   const ConsumerRows& rows;
-  ConsumerPlaces& places;
+  StagePlaces& places;
   u32 shared, q, bases;
   int warpgroup;
   float logit_scale;
@@ -295,7 +295,7 @@ struct ForwardConsumer {
   ForwardOutput out;
 
   // Attention of the warpgroup's 64 rows of one tile; false when there was none.
-  DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, ConsumerPlaces& places) const {
+  DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, StagePlaces& places) const {
     const u32 tile = tile_base(shared, done);
     barrier_wait(barrier_at(shared, FULL_Q), done & 1);
     if (SPARSE) fence_async_proxy();  // the queries came by cp.async

@@ -1,5 +1,5 @@
-// hopper_gather: tiles of queries and the listed keys they see, for exact dynamic mask attention and for compressed
-// blocks (HAS_BIAS 0).
+// hopper_gather: the producer of tiles of queries and of the keys in their list, for exact dynamic mask attention and,
+// with HAS_BIAS 0, for NSA's compressed blocks.
 // Defines    as hopper_tiles.cuh, with GATHER 1; SUPER_BLOCK (1024)
 #pragma once
 #include "common/hopper_tiles.cuh"
@@ -8,16 +8,17 @@
 #define SUPER_BLOCK 1024
 #endif
 
-constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
+constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads computed at a time: about half of the L2 cache
 constexpr int BLOCK_TILES = ceil_div(SUPER_BLOCK, TILE_QUERIES);
 
-// A tile's keys: a range of list entries, `head_count` of them in the first stage, then whole stages. Past the list's
-// end copies of the first entry with expire 0 fill the stage, so that no query sees them.
+// A tile's keys: a range of list entries. The first stage has `head_count` of them, later stages are whole. The rest of
+// the first stage is filled with the first entry's position and expire 0, which no query sees.
 struct KeyWindow {
   const int2* entries;
   int head_count, num_stages;
 
-  // A tile that sees no key takes one stage of zeros, since an unseen row of K or V may hold NaN.
+  // Bytes to copy of each 16-byte chunk. A tile that sees no key has one stage of zeros, since rows of K and V may hold
+  // NaN.
   DEVICE u32 row_bytes() const { return head_count > 0 ? 16 : 0; }
   DEVICE int2 entry(int stage, int at) const {
     if (stage == 0 ? at >= head_count : stage >= num_stages) return make_int2(entries[0].x, 0);
@@ -43,11 +44,11 @@ struct GatherWork {
         schedule((u32)tiles, (u32)params.num_heads / HEADS_PER_TILE, (u32)params.num_kv_heads, (u32)params.batch,
                  params.seq_len * HEAD_DIM * 4, SECTION_BYTES) {}
 
-  // The producer warpgroup's part of one tile.
+  // The producer warpgroup loads one tile.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const* maps, WorkPlace place, u32 done, u32 shared,
-                      ProducerPlaces& places) const {
+                      StagePlaces& places) const {
     const int thread = (int)threadIdx.x % 128, warp = thread / 32;
-    place.tile = tiles - 1 - place.tile;  // early tiles may see fewer keys
+    place.tile = tiles - 1 - place.tile;  // the last tiles first: early ones may see fewer keys
     place.head *= HEADS_PER_TILE;
     const int kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads), super_block = place.tile / BLOCK_TILES;
     TileHead tile = {};
@@ -77,8 +78,8 @@ struct GatherWork {
     const float* delta = tensors.delta + list_row * tensors.seq_len;
     const float inverse_scale = 1.0f / tensors.softmax_scale, base = load_base(tensors, tile, kv_head);
 #endif
-    int here = 0;                      // this thread's key of stage it
-    int2 next = window.entry(0, thread);  // its entry of stage it + 1; the loads run further ahead
+    int here = 0;                         // this thread's key of stage `it`
+    int2 next = window.entry(0, thread);  // its entries of stages it + 1 and it + 2, loaded ahead
     int2 after = window.entry(1, thread);
 #if HAS_BIAS
     float next_bias = delta[next.x];
@@ -96,12 +97,12 @@ struct GatherWork {
         if (it >= 0 || !tile.first_is_half || warp < HALF_KV / 32)
           copy_key_rows(shared + K_AT + places.k.slot * STAGE_BYTES, k, (u32)tensors.k_token_stride * 2, next.x, warp,
                         window.row_bytes());
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(keys + thread * 8), "r"(next.x), "r"(next.y) : "memory");
+        store_shared_int2(keys + thread * 8, next.x, next.y);
 #if HAS_BIAS
         store_split_column(keys + ENTRY_BYTES + thread * SPLIT_BYTES, in_scores(next_bias, inverse_scale), BF16_ONE);
 #endif
         barrier_arrive_copies(full);
-        barrier_arrive(full);  // for the entry and the bias, which were stored
+        barrier_arrive(full);  // for the stores of the entry and the bias
         places.k.advance();
         places.stage += 1;
       }

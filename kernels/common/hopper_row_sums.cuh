@@ -31,7 +31,7 @@ struct RowSumsConsumer {
   int padded_len;
 
   // The warpgroup's 64 rows of one tile; false when there was none.
-  DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, ConsumerPlaces& places) const {
+  DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, StagePlaces& places) const {
     const u32 tile = tile_base(shared, done), q = shared + warpgroup * 64 * 128, d_out = q + DO_AT;
     barrier_wait(barrier_at(shared, FULL_Q), done & 1);
     const int num_stages = load_shared_int(tile + 16);

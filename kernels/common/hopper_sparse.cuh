@@ -1,13 +1,13 @@
-// hopper_sparse: tiles of queries and the keys that a selector's mask names, key by key.
-// Defines    as hopper_tiles.cuh, with GATHER and SPARSE 1, HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS
-//            2
+// hopper_sparse: the producer of tiles of queries and of the keys that a selector's mask lists for them, key by key.
+// Defines    as hopper_tiles.cuh, with GATHER and SPARSE 1, HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS 2
 #pragma once
 #include "common/hopper_tiles.cuh"
 #include "common/hopper_listed.cuh"
 
 #if GATHER  // hopper_blocks.cuh has the other way to read keys
 
-// The usual schedule over (rank of a query tile, part of it), without the parts that a short query tile does not have.
+// WorkSchedule over the parts of BLOCK_Q rows of all query tiles, the tiles with most keys first. A short query tile
+// has fewer than `parts` parts; `find` skips the missing ones.
 struct SparseSchedule {
   SparseMask mask;
   int parts;
@@ -36,9 +36,9 @@ struct SparseWork {
 
   DEVICE SparseWork(const SparseMask& mask) : schedule(mask) {}
 
-  // The producer warpgroup's part of one tile.
+  // The producer warpgroup loads one tile.
   DEVICE void produce(const InputTensors& tensors, const TensorMap* const*, WorkPlace place, u32 done, u32 shared,
-                      ProducerPlaces& places) const {
+                      StagePlaces& places) const {
     const int thread = (int)threadIdx.x % 128, warp = thread / 32,
               kv_head = place.head / (tensors.num_heads / tensors.num_kv_heads);
     const int query_tile = schedule.query_tile(place);
@@ -49,7 +49,7 @@ struct SparseWork {
     tile.head = place.head;
     tile.first_query = queries.first;
     tile.end_query = queries.end;
-    // The first stage is the short one. A tile without keys takes one stage of zeros.
+    // The first stage may have fewer keys, later stages are whole. A tile without keys takes one stage of zeros.
     tile.num_stages = max(ceil_div(keys.count(), BLOCK_KV), 1);
     const int missing = tile.num_stages * BLOCK_KV - keys.count();
     tile.first_is_half = missing >= HALF_KV;
@@ -63,8 +63,8 @@ struct SparseWork {
     };
     // Rows that no query sees arrive as zeros, since in memory they may hold NaN.
     const auto row_of = [](int2 entry) { return entry.y > 0 ? entry.x : -1; };
-    int here = -1;                             // this thread's row of stage it
-    int2 next = entry(0), after = entry(1);  // its entries of the next two
+    int here = -1;                           // this thread's row of stage `it`
+    int2 next = entry(0), after = entry(1);  // its entries of the next two stages, loaded ahead
 
     for (int it = -1; it < tile.num_stages; ++it) {
       if (it + 1 < tile.num_stages) {
@@ -74,11 +74,9 @@ struct SparseWork {
         if (it >= 0 || !tile.first_is_half || warp < HALF_KV / 32)
           copy_key_rows<DIM_BLOCKS, true>(shared + K_AT + places.k.slot * STAGE_BYTES, k,
                                           (u32)tensors.k_token_stride * 2, row_of(next), warp);
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(key_slot(shared, places.stage) + thread * 8), "r"(next.x),
-                     "r"(next.y)
-                     : "memory");
+        store_shared_int2(key_slot(shared, places.stage) + thread * 8, next.x, next.y);
         barrier_arrive_copies(full);
-        barrier_arrive(full);  // for the entry, which was stored
+        barrier_arrive(full);  // for the store of the entry
         places.k.advance();
         places.stage += 1;
       }

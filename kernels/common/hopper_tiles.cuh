@@ -1,15 +1,16 @@
-// hopper_tiles: a tile of query rows and the stages of keys and values that stream past it, on Hopper (sm_90a): shared
-// memory, barriers, masks; common to the kernels that keep queries in place: attention (hopper_forward.cuh) and its
-// backward's row sums (hopper_row_sums.cuh).
-// Defines    HEAD_DIM, HEAD_DIM_V (64, 128; also 192 and 128, where nothing is gathered); NUM_CONSUMERS warpgroups of
-//            64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a group share a
-//            tile; HAS_BIAS; GATHER: keys and values by cp.async, else by TMA; queries always by TMA but for SPARSE;
-//            TAKE_TURNS: consumers issue their GEMMs in turns, 1: the next one's follow at once, 2: after this one's
-//            first product; CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: a selector's mask, with GATHER key by key,
-//            without in boxes of KEY_BOX keys by TMA; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a
-//            tile's first stage may be one of 64 keys
-// A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when
-// its copies are there; each consumer warp releases the slot after the products that read it.
+// hopper_tiles: a tile of query rows on Hopper (sm_90a), and the stages of keys and values that stream past it: shared
+// memory, barriers and masks of the kernels that keep queries in place, attention (hopper_forward.cuh) and the row sums
+// of its backward pass (hopper_row_sums.cuh).
+// Defines    HEAD_DIM, HEAD_DIM_V (64, 128; also 192 and 128 without GATHER); NUM_CONSUMERS warpgroups of 64 rows;
+//            BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a group share a tile;
+//            HAS_BIAS; GATHER: 1 keys and values are copied by cp.async, 0 by TMA (queries by TMA, with SPARSE by
+//            cp.async); TAKE_TURNS: consumers issue their GEMMs alternately, a consumer after the other has issued its
+//            GEMMs (1) or after the other's first GEMM is done (2); CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: the
+//            keys come from a selector's mask, with GATHER key by key, without GATHER in boxes of KEY_BOX keys;
+//            ROW_SUMS: output gradients are loaded beside the queries; HALF_STAGES: a tile's first stage may have 64
+//            keys
+// A producer thread waits until a stage's slot is empty (its empty barrier), copies, and arrives at the slot's full
+// barrier when its copies are done; each consumer warp arrives at the empty barrier after the GEMMs that read the slot.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/hopper_schedule.cuh"
@@ -47,11 +48,11 @@ constexpr int THREADS = 128 + NUM_CONSUMERS * 128;
 static_assert(HEAD_DIM_V == 64 || HEAD_DIM_V == 128,
               "output rows are 32 or 64 registers of a thread, and a producer thread copies whole chunks");
 static_assert(HEAD_DIM == HEAD_DIM_V || (HEAD_DIM == 192 && HEAD_DIM_V == 128 && !GATHER && !ROW_SUMS),
-              "wider keys come by the copy engine alone");
-static_assert(BLOCK_KV == 128, "scores are 64 registers of a thread; each of four producer warps brings 32 keys");
+              "keys wider than values are only copied by TMA");
+static_assert(BLOCK_KV == 128, "scores are 64 registers of a thread; each of four producer warps copies 32 keys");
 constexpr int HALF_KV = BLOCK_KV / 2;
 static_assert(BLOCK_Q % HEADS_PER_TILE == 0, "a tile holds whole heads");
-static_assert(K_STAGES >= 2 && K_STAGES <= 3 && V_STAGES >= 2, "stage k + 1 is scored while stage k is weighed");
+static_assert(K_STAGES >= 2 && K_STAGES <= 3 && V_STAGES >= 2, "S of stage k + 1 is computed beside P V of stage k");
 
 static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (NUM_CONSUMERS == 2 ? 3 * 168 : 4 * 128),
               "a block cannot hand out more registers than it is launched with");
@@ -62,18 +63,19 @@ constexpr int STAGE_BYTES = BLOCK_KV * HEAD_DIM * 2, V_STAGE_BYTES = BLOCK_KV * 
 constexpr int DO_AT = Q_BYTES;
 constexpr int K_AT = DO_AT + (ROW_SUMS ? Q_BYTES : 0);
 constexpr int V_AT = K_AT + K_STAGES * STAGE_BYTES;
-// Per key of a stage: {position, expire} (GATHER) and the bias (HAS_BIAS). They are needed longer than K's rows, until
-// the softmax, which precedes the release of the next stage's K. So K_STAGES + 1 slots need no barriers of their own;
-// four make the index a mask.
+// Key slots hold {position, expire} (GATHER) and the bias (HAS_BIAS) of each key of a stage. The softmax reads them
+// after the stage's K was released, but before the next stage's K is. So K_STAGES + 1 slots need no barriers of their
+// own; there are four, a power of two.
 constexpr int NUM_KEY_SLOTS = 4;
-// SPARSE without GATHER: what each consumer sees of the stage, and whether it is the tile's last (hopper_blocks.cuh).
+// SPARSE without GATHER: which keys of the stage each consumer sees, and whether it is the tile's last stage
+// (hopper_blocks.cuh).
 constexpr int ENTRY_BYTES = GATHER ? BLOCK_KV * 8 : SPARSE ? 32 : 0;
 constexpr int KEY_BYTES = ENTRY_BYTES + (HAS_BIAS ? BLOCK_KV * SPLIT_BYTES : 0);
 constexpr int KEYS_AT = V_AT + V_STAGES * V_STAGE_BYTES;
-// Two of these: the producer describes the next tile while the consumers store the last.
+// Two tile descriptions of TILE_BYTES: the producer describes the next tile while the consumers store the last one.
 constexpr int BASES_AT = 32 + (GATHER && !SPARSE ? 0 : TILE_QUERIES * 4);
 constexpr int TILE_BYTES = BASES_AT + (HAS_BIAS ? BLOCK_Q * SPLIT_BYTES : 0);
-static_assert(!HAS_BIAS || BLOCK_Q == 128, "a producer thread brings the base of one row");
+static_assert(!HAS_BIAS || BLOCK_Q == 128, "each producer thread loads the base of one row");
 constexpr int TILE_AT = KEYS_AT + NUM_KEY_SLOTS * KEY_BYTES;
 constexpr int BARRIERS_AT = TILE_AT + 2 * TILE_BYTES;
 constexpr int FULL_K = 0, EMPTY_K = FULL_K + K_STAGES, FULL_V = EMPTY_K + K_STAGES, EMPTY_V = FULL_V + V_STAGES,
@@ -83,14 +85,15 @@ constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
 static_assert(BARRIERS_AT % 16 == 0, "barriers and vectors are aligned");
 
-// What consumers need to know of a tile; followed by the lowest key of each query (dense) or the position of each
-// (SPARSE) and by each row's -base / softmax_scale (HAS_BIAS).
+// The description of a tile for the consumers. In shared memory it is followed by the lowest key that each query sees
+// (dense) or the position of each query (SPARSE), and by each row's -base / softmax_scale (HAS_BIAS).
 struct TileHead {
   int batch, head, first_query, end_query;
-  // num_stages: 0 behind the last tile; last_stage: dense, stages are visited from this one (key / BLOCK_KV) downwards
+  // num_stages: 0 tells the consumers that there is no further tile. last_stage (dense): stages are visited from this
+  // one (key / BLOCK_KV) downwards.
   int num_stages, last_stage;
-  int first_is_half;           // HALF_STAGES: the first stage holds HALF_KV keys
-  // SPARSE without GATHER: the tile's window; last_stage is its `init`, and num_stages is 1
+  int first_is_half;  // HALF_STAGES: the first stage holds HALF_KV keys
+  // SPARSE without GATHER: `local` of the window (SparseKeys); its `init` is in last_stage, and num_stages is 1.
   int local;
 };
 
@@ -107,7 +110,7 @@ struct InputTensors {
   float softmax_scale;
 };
 
-// From the words that all params structs here begin with.
+// Takes the members that all params structs of these kernels begin with.
 template <class Params>
 DEVICE InputTensors input_tensors(const bf16* q, const bf16* k, const bf16* v, const Params& params) {
   InputTensors tensors = {};
@@ -135,7 +138,8 @@ DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + b
 // ---------------------------------------------------------------------------------------------------------------------
 
 #if !SPARSE
-// Loads the tile's queries (and output gradients), by thread 0; `maps` of q, k, v, do.
+// Loads the tile's queries, and with ROW_SUMS its output gradients; thread 0 does it. `maps` are those of q, k, v and
+// do.
 DEVICE void copy_queries(u32 shared, const TensorMap* const* maps, const TileHead& tile) {
   if (threadIdx.x % 128 != 0) return;
   const u32 full = barrier_at(shared, FULL_Q);
@@ -151,19 +155,19 @@ DEVICE void copy_queries(u32 shared, const TensorMap* const* maps, const TileHea
 #endif
 
 #if HAS_BIAS
-// The base of this thread's row of the tile. Asked for long before it is stored.
+// Loads the base of this thread's row of the tile, well before store_base.
 DEVICE float load_base(const InputTensors& tensors, const TileHead& tile, int kv_head) {
   const int query = min(tile.first_query + (int)threadIdx.x % 128 % TILE_QUERIES, tensors.seq_len - 1),
             padded_len = (tensors.seq_len + 63) & ~63;
   return tensors.base[((u64)tile.batch * tensors.num_kv_heads + kv_head) * padded_len + query];
 }
-// Products read it after fence_async_proxy.
+// Stores it as an operand. Call fence_async_proxy before wgmma reads it.
 DEVICE void store_base(u32 tile, float base, float inverse_scale) {
   store_split_row(tile + BASES_AT + threadIdx.x % 128 * SPLIT_BYTES, -in_scores(base, inverse_scale));
 }
 #endif
 
-// Signals the consumers that there is no further tile, by one without stages, whose queries are not loaded.
+// Tells the consumers that there is no further tile, by the description of a tile without stages or queries.
 DEVICE void describe_end(u32 done, u32 shared) {
   const u32 full = barrier_at(shared, FULL_Q);
   barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
@@ -175,8 +179,9 @@ DEVICE void describe_end(u32 done, u32 shared) {
   barrier_arrive(full);
 }
 
-// A producer's place in the rings; `stage` counts stages over all tiles.
-struct ProducerPlaces {
+// Next slots of the producer, or of a consumer, in the rings of keys and values; `stage` counts the stages of all
+// tiles.
+struct StagePlaces {
   RingPlace<K_STAGES> k;
   RingPlace<V_STAGES> v;
   u32 stage = 0;
@@ -185,9 +190,9 @@ struct ProducerPlaces {
 // ---- Consumer
 // ---------------------------------------------------------------------------------------------------------------------
 
-// d = a b^T: the warpgroup's 64 rows of a tile of BLOCK_Q, against the 2 N keys of a stage, or of its first half. BIAS:
-// plus (delta - base) / softmax_scale as the first K step, base the largest bias that the query sees. Only differences
-// of biases matter, and an f32 near a bias of 2^29 would have no digits left for q . k.
+// d = a b^T: the warpgroup's 64 rows of a tile of BLOCK_Q times the 2 N keys of a stage, or of its first half. With
+// BIAS (delta - base) / softmax_scale is added as the first K step; base is the largest bias that the query sees. Only
+// differences of biases matter, and an f32 near a bias of 2^29 would have no digits left for q . k.
 template <int BIAS, int N>
 DEVICE void multiply_stage(float (&d)[N], u32 rows, u32 stage, [[maybe_unused]] u32 bases, [[maybe_unused]] u32 keys) {
   const u64 a = wgmma_along(rows), b = wgmma_along(stage);
@@ -199,12 +204,12 @@ DEVICE void multiply_stage(float (&d)[N], u32 rows, u32 stage, [[maybe_unused]] 
   wgmma_commit();
 }
 
-// The warpgroup's rows of a tile.
+// Positions of the warpgroup's rows of a tile.
 struct ConsumerRows {
-  int first_query, last_query;  // of the warpgroup's rows: what decides whether a stage needs the mask
-  int query[2];                 // of this thread's rows
+  int first_query, last_query;  // first and last of the warpgroup; they decide whether a stage needs the mask
+  int query[2];                 // positions of this thread's two rows
 #if SPARSE && !GATHER
-  int init, local;              // keys from `init` on are seen by `local` positions
+  int init, local;              // a key from `init` on is seen by the `local` queries from its own position on
 #elif !GATHER
   int highest_low;              // the lowest key seen by the last query: keys from here on need no lower bound
   int lowest[2];
@@ -213,12 +218,12 @@ struct ConsumerRows {
 };
 
 #if SPARSE
-// The position of a row of the tile; a row past the last slot has one that is no query's.
+// The position of a row of the tile; a row past the tile's last slot has a position past all queries.
 DEVICE int row_position(u32 tile, int row) { return load_shared_int(tile + 32 + row * 4); }
 #endif
 
-// The rows of this thread's warpgroup in the tile described at `tile`. SPARSE: bounds of this thread's warp, since rows
-// are in any order.
+// The rows of this thread's warpgroup in the tile described at `tile`. With SPARSE rows are in any order, so
+// first_query and last_query are those of this thread's warp.
 DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
   ConsumerRows rows;
 #if SPARSE
@@ -242,7 +247,7 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
 #else
   const int first_query = load_shared_int(tile + 8), end_query = load_shared_int(tile + 12),
             first_row = warpgroup * 64 % TILE_QUERIES;
-  constexpr bool WHOLE_TILE = TILE_QUERIES % 64 != 0;  // a warpgroup's rows then may be several heads
+  constexpr bool WHOLE_TILE = TILE_QUERIES % 64 != 0;  // a warpgroup's 64 rows may then belong to several heads
   rows.first_query = first_query + (WHOLE_TILE ? 0 : first_row);
   rows.last_query = min(rows.first_query + (WHOLE_TILE ? TILE_QUERIES : 64), end_query) - 1;
 #pragma unroll
@@ -263,10 +268,10 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
 }
 
 #if SPARSE && !GATHER
-constexpr int BOXES = BLOCK_KV / KEY_BOX;  // that a stage comes in
-constexpr int LAST_AT = 16;                // in a stage's key slot, with PAIRS: 1 in the tile's last stage
-// The first key of each half of a stage, for this thread's warpgroup; a position after all keys where its rows see no
-// key of a half.
+constexpr int BOXES = BLOCK_KV / KEY_BOX;  // boxes of a stage
+constexpr int LAST_AT = 16;                // with PAIRS: offset in a key slot of the flag of the tile's last stage
+// The first key of each half of a stage, for this thread's warpgroup. For a half of which its rows see no key this is a
+// position after all keys.
 DEVICE int2 first_keys(u32 keys) {
   int2 first;
   if (BOXES == 1) {
@@ -274,15 +279,11 @@ DEVICE int2 first_keys(u32 keys) {
     first.y = first.x + HALF_KV;
     return first;
   }
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-               : "=r"(first.x), "=r"(first.y)
-               : "r"(keys + (PAIRS ? threadIdx.x / 128 - 1 : 0) * 8)
-               : "memory");
-  return first;
+  return load_shared_int2(keys + (PAIRS ? threadIdx.x / 128 - 1 : 0) * 8);
 }
 #endif
 
-// Whether some row of the warp does not see some key of the stage. The keys must be there, their scores need not.
+// Whether some row of the warp does not see some key of the stage. It reads the key slot, not the scores.
 template <int KEYS = BLOCK_KV>
 DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
 #if GATHER
@@ -290,10 +291,7 @@ DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
 #pragma unroll
   for (int i = 0; i < KEYS / 32; ++i) {
     int2 entry;
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                 : "=r"(entry.x), "=r"(entry.y)
-                 : "r"(keys + (i * 32 + threadIdx.x % 32) * 8)
-                 : "memory");
+    entry = load_shared_int2(keys + (i * 32 + threadIdx.x % 32) * 8);
     all &= entry.x <= rows.first_query && entry.y > rows.last_query;
   }
   return !__all_sync(~0u, all);
@@ -313,7 +311,7 @@ DEVICE bool stage_is_partial(const ConsumerRows& rows, u32 keys, int it) {
 #endif
 }
 
-// Puts `masked` where a row does not see a key of the stage.
+// Sets the score to `masked` where a row does not see a key of the stage.
 template <int N>
 DEVICE void mask_stage(float (&score)[N], const ConsumerRows& rows, u32 keys, int it, float masked) {
   const int t = (int)threadIdx.x % 4;
@@ -353,27 +351,23 @@ DEVICE void mask_stage(float (&score)[N], const ConsumerRows& rows, u32 keys, in
 #endif
 }
 
-struct ConsumerPlaces {
-  RingPlace<K_STAGES> k;
-  RingPlace<V_STAGES> v;
-  u32 stage = 0;  // stages so far, over all tiles
-};
-
-// The first consumer's turn comes once the last one has passed it on.
+// With TAKE_TURNS a consumer waits at named barrier 1 + its number, at which the other consumer arrives. Here the last
+// consumer arrives for the first one's first turn.
 DEVICE void start_turns(int warpgroup) {
   if (TAKE_TURNS && warpgroup == NUM_CONSUMERS - 1) barrier_pass(1, 256);
 }
 DEVICE void end_turns(int warpgroup) {
-  if (TAKE_TURNS && warpgroup == 0) barrier_sync(1, 256);  // the last turn passed on, so that no arrival is left over
+  if (TAKE_TURNS && warpgroup == 0) barrier_sync(1, 256);  // waits for the last arrival, so that none is left over
 }
 
-// Sets up the barriers. Returns the aligned shared memory; followed by a __syncthreads.
+// Sets up the barriers and returns the aligned shared memory. A __syncthreads must follow.
 DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
-    // Arrivals: every producer thread's copies (one expect_tx with tensor maps); one of each consumer warp.
+    // A full barrier takes an arrival of each producer thread's copies (with TMA one expect_tx), and one of each
+    // producer thread that stores entries or biases; an empty barrier takes one of each consumer warp.
     constexpr int FILL = GATHER ? 128 : 1;
-    constexpr int KEY_ARRIVALS = FILL + (GATHER || HAS_BIAS ? 128 : 0);  // and entries and biases stored
+    constexpr int KEY_ARRIVALS = FILL + (GATHER || HAS_BIAS ? 128 : 0);
     for (int i = 0; i < K_STAGES; ++i) {
       barrier_init(barrier_at(shared, FULL_K + i), KEY_ARRIVALS);
       barrier_init(barrier_at(shared, EMPTY_K + i), NUM_CONSUMERS * 4);
@@ -382,7 +376,7 @@ DEVICE u32 start_block(void* memory) {
       barrier_init(barrier_at(shared, FULL_V + i), FILL);
       barrier_init(barrier_at(shared, EMPTY_V + i), NUM_CONSUMERS * 4);
     }
-    // the queries; every producer thread's stores of the tile's description
+    // the copies of the queries, and every producer thread's stores to the tile's description
     barrier_init(barrier_at(shared, FULL_Q), (SPARSE ? 128 : 1) + 128);
     barrier_init(barrier_at(shared, EMPTY_Q), NUM_CONSUMERS * 4);
     barrier_ready();
@@ -390,15 +384,15 @@ DEVICE u32 start_block(void* memory) {
   return shared;
 }
 
-// The main loop of a block, after `start_block` and a __syncthreads. `work` iterates over the tiles and loads them;
-// `consumer` computes one. Tiles of this block are numbered `done`.
+// The main loop of a thread block, after `start_block` and a __syncthreads. `work` finds the tiles and loads them,
+// `consumer` computes a tile. `done` is the number of tiles that this block has finished.
 template <class Work, class Consumer>
 DEVICE void run_block(const InputTensors& tensors, const Work& work, const Consumer& consumer,
                       const TensorMap* const* maps, u32 shared) {
   const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     registers_shrink<PRODUCER_REGISTERS>();
-    ProducerPlaces places;
+    StagePlaces places;
     WorkPlace place;
     u32 done = 0;
     for (u32 round = 0; round < work.schedule.num_rounds; ++round)
@@ -407,7 +401,7 @@ DEVICE void run_block(const InputTensors& tensors, const Work& work, const Consu
     copy_async_wait<0>();
   } else {
     registers_grow<CONSUMER_REGISTERS>();
-    ConsumerPlaces places;
+    StagePlaces places;
     start_turns(warpgroup - 1);
     for (u32 done = 0; consumer.consume(tensors, shared, done, warpgroup - 1, places); ++done) {
     }

@@ -21,7 +21,7 @@
 #define GATHER 0
 #endif
 #ifndef SPARSE
-#define SPARSE 0  // else sparse_keys.cuh comes first
+#define SPARSE 0  // with 1, include sparse_keys.cuh before
 #endif
 static_assert(BLOCK_KV % 16 == 0, "P x V takes 16 keys a step");
 static_assert(NUM_STAGES >= 2, "one tile is used while the next one arrives");
@@ -29,7 +29,7 @@ static_assert(NUM_STAGES >= 2, "one tile is used while the next one arrives");
 constexpr int K_TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
 constexpr int V_TILE_BYTES = BLOCK_KV * HEAD_DIM_V * 2;
 constexpr int KV_STAGE_BYTES = K_TILE_BYTES + V_TILE_BYTES;
-// tiles between asking for entries and using their rows' scores
+// tiles between the copy of entries and the use of their rows' scores
 constexpr int ENTRY_LEAD = 2 * (NUM_STAGES - 1);
 constexpr int ENTRY_SLOTS = NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16;  // a power of two above ENTRY_LEAD
 constexpr int BIAS_BYTES = HAS_BIAS ? NUM_STAGES * BLOCK_KV * 4 : 0;
@@ -52,7 +52,7 @@ struct KvStream {
   int num_tiles;
   int last_tile;           // dense: tiles are visited from this one (by key / BLOCK_KV) downwards
   unsigned char* ring;     // shared memory, KV_STREAM_BYTES
-  int slot;                // of the tile in use
+  int slot;                // slot of the tile in use
 
   DEVICE u32 k_slot(int slot) const { return shared_address(ring) + (u32)slot * KV_STAGE_BYTES; }
   DEVICE u32 v_slot(int slot) const { return k_slot(slot) + K_TILE_BYTES; }
@@ -63,7 +63,7 @@ struct KvStream {
   // Dense: the first key of the it-th tile visited.
   DEVICE int first_key(int it) const { return (last_tile - it) * BLOCK_KV; }
 
-  // Asks for the entries of tile `it`; entries past the window arrive as {0, 0}, which no query sees.
+  // Starts the copies of the entries of tile `it`; entries past the window arrive as {0, 0}, which no query sees.
   DEVICE void load_entries(int it) const {
 #if GATHER
     if (it < num_tiles) {
@@ -81,7 +81,7 @@ struct KvStream {
 #endif
   }
 
-  // Asks for the rows of tile `it`, whose entries must have arrived, to go to `slot`.
+  // Starts the copies of the rows of tile `it` into `slot`; the tile's entries must have arrived.
   DEVICE void load_rows(int it, int slot) const {
     if (it >= num_tiles) return;
 #if GATHER
@@ -127,7 +127,7 @@ struct KvStream {
   // Waits for tile `it` and starts loading the tile that takes the slot freed by the barrier.
   DEVICE void advance(int it) {
     copy_async_wait<NUM_STAGES - 2>();
-    __syncthreads();  // tile `it` is here for every thread, and nobody reads tile it - 1 any more
+    __syncthreads();  // every thread may read tile `it`, and no thread reads tile it - 1 any more
     const int freed = slot;
     slot = slot == NUM_STAGES - 1 ? 0 : slot + 1;
     load_rows(it + NUM_STAGES - 1, freed);

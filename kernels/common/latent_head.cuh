@@ -37,7 +37,7 @@ DEVICE float content_products(const float (&a)[8], const float (&b)[8]) {
   return sum;
 }
 
-// What a lane holds: columns of the two parts, where it has any.
+// The columns of the two parts of a head that a lane holds, if any.
 struct LatentLane {
   int head, content, rope;
   bool has_content, has_rope;
@@ -47,7 +47,7 @@ DEVICE LatentLane latent_lane(int lane) {
   return {lane / LATENT_GROUP, place * 8, place * LANE_COLUMNS, place < CONTENT_LANES, place < LANES};
 }
 
-// The columns as they lie in memory; not of this head where `holds` is false.
+// The columns in the types of memory; undefined where `holds` is false.
 DEVICE uint4 load_content(const bf16* content, const LatentLane& lane, bool holds) {
   return holds && lane.has_content ? load_16_bytes(content + lane.content) : make_uint4(0, 0, 0, 0);
 }

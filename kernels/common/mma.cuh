@@ -1,5 +1,5 @@
-// mma: warp-wide bf16 matrix products with f32 accumulators (m16n8k16), their fragments, and the swizzle of the tiles
-// they come from.
+// mma: warp-wide bf16 MMAs with f32 accumulators (m16n8k16), their fragments, and the swizzle of their tiles in shared
+// memory.
 // Fragments, lane = 4 * g + t:
 //   A 16x16  a[0] rows g, a[1] rows g + 8 (columns 2t, 2t + 1); a[2], a[3] the same rows, columns 2t + 8, 2t + 9
 //   B 16x8   b0 rows 2t, 2t + 1, b1 rows 2t + 8, 2t + 9; column g
@@ -16,13 +16,14 @@ DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four 8x8 matrices: lanes 8m .. 8m + 7 give the rows of matrix m (16 bytes each), r[m] receives its fragment.
+// Loads four 8x8 matrices: lanes 8m .. 8m + 7 pass the addresses of the rows of matrix m (16 bytes each), r[m] receives
+// its fragment.
 DEVICE void load_matrix_x4(u32 (&r)[4], u32 shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared));
 }
-// The same, each matrix transposed.
+// As load_matrix_x4, each matrix transposed.
 DEVICE void load_matrix_x4_transposed(u32 (&r)[4], u32 shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -41,12 +42,6 @@ DEVICE uint4 load_shared_128(u32 shared) {
   return r;
 }
 
-// Rounds two f32 to bf16 (to nearest even); `low` lands at the lower address.
-DEVICE u32 pack_bf16(float low, float high) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
 // 2^x on the special function unit; exp2(-inf) = 0.
 DEVICE float exp2_fast(float x) {
   float y;
@@ -54,24 +49,24 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// A tile of ROW_ELEMENTS bf16 a row in shared memory, no padding: the 16-byte chunks of a row are permuted by its
-// number, so that the same chunk of eight successive rows (what ldmatrix reads) lies in eight different groups of four
-// banks.
+// A tile of rows of ROW_ELEMENTS bf16 in shared memory, without padding. The 16-byte chunks of a row are permuted by
+// the row's index: ldmatrix reads the same chunk of eight successive rows, which then lie in eight different groups of
+// four banks.
 template <int ROW_ELEMENTS>
 struct SwizzledTile {
   static_assert(ROW_ELEMENTS % 16 == 0, "rows are whole pairs of 16-byte chunks");
   static constexpr int CHUNKS = ROW_ELEMENTS / 8;
   static constexpr int ROW_BYTES = ROW_ELEMENTS * 2;
-  // Bits of the chunk number that the row number is xored into, and the rows that share a 128-byte line.
+  // MASK: the bits of the chunk index that are xored with the row index; 2^SHIFT rows share a 128-byte line.
   static constexpr int MASK = CHUNKS % 8 == 0 ? 7 : CHUNKS % 4 == 0 ? 3 : 1;
   static constexpr int SHIFT = CHUNKS % 8 == 0 ? 0 : CHUNKS % 4 == 0 ? 1 : 2;
 
-  // Byte offset of a chunk.
+  // Byte offset of a chunk of a row.
   static DEVICE u32 offset(int row, int chunk) {
     return (u32)(row * ROW_BYTES + ((chunk ^ ((row >> SHIFT) & MASK)) << 4));
   }
-  // The address `row` rows (a multiple of 8) and `chunk` chunks further than `at`, which is a tile's address (a
-  // multiple of 128) plus the `offset` of a chunk whose number has no bit in common with `chunk`: one xor, the rest
+  // The address `row` rows (a multiple of 8) and `chunk` chunks further than `at`. `at` is a tile's address (a multiple
+  // of 128) plus the `offset` of a chunk whose index has no bit in common with `chunk`. It takes one xor; the rest
   // folds into the load's immediate.
   static DEVICE u32 step(u32 at, int row, int chunk) {
     return (at ^ (u32)((chunk & MASK) << 4)) + (u32)(row * ROW_BYTES + ((chunk & ~MASK) << 4));

@@ -8,7 +8,7 @@ constexpr int PART_QUERIES = 256;
 
 struct NsaCellsParams {
   u64 seq_len, num_kv_heads, num_selected, select_size, num_cells, first_query, num_queries;
-  u64 item_queries, max_items;  // nsa_lists: queries of an item at most, items there is room for
+  u64 item_queries, max_items;  // nsa_lists: most queries of an item, and the capacity in items
 };
 
 // The choices of a part of the queries, for the launch's (part, KV head, batch row).

@@ -5,7 +5,7 @@
 
 // A row of a tile, in shared memory. Past the end of a list the token is -1 and the row is zeros.
 struct alignas(16) ChosenRow {
-  int token, head;  // head of all query heads
+  int token, head;  // head: index among all query heads
   int part;         // row of the choice's output, or gradient of q
 };
 

@@ -3,10 +3,10 @@
 #include "common/types.cuh"
 
 struct PooledKeys {
-  i32 seen, size, stride;  // tokens so far, the new one too
+  i32 seen, size, stride;  // tokens so far, including the new one
 
-  // Those that have ended.
+  // The number of pools that have ended.
   DEVICE i32 num() const { return seen < size ? 0 : (seen - size) / stride + 1; }
-  // Whether one ends at the new token.
+  // Whether a pool ends at the new token.
   DEVICE bool one_ends() const { return seen >= size && (seen - size) % stride == 0; }
 };

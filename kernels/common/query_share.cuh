@@ -10,9 +10,9 @@
 #endif
 
 struct QueryShare {
-  int kv_head, place;         // place: of the block among the blocks of its tile and KV head
-  int first_head, num_heads;  // of the KV head's query heads
-  int part, num_parts;        // of the query tiles that see a key
+  int kv_head, place;         // place: index of the block among the blocks of its tile and KV head
+  int first_head, num_heads;  // this block's part of the KV head's query heads
+  int part, num_parts;        // this block's part of the query tiles that see a key
 
   // `at` counts KV heads and in each the blocks of a tile; head_shares <= group_size.
   DEVICE QueryShare(int at, int group_size, int head_shares, int query_shares) : num_parts(query_shares) {
@@ -38,7 +38,7 @@ DEVICE u64 share_bytes(u64 seq_len, int group_size, int head_shares, int row_byt
   return seq_len * ceil_div(group_size, head_shares) * row_bytes;
 }
 
-// Where a part of a sum over queries begins for a warp's keys: f32
+// Address of a part of a sum over queries, for a warp's keys: f32
 // [batch, num_kv_heads, blocks of a tile, padded_len / 16, WIDTH / 8, 32, 4], 16 x 8 tiles in the order of tensor core
 // accumulators.
 template <int WIDTH>

@@ -38,11 +38,11 @@ struct QueryTile {
   float bias_unit;         // HAS_BIAS: 1 / softmax_scale
 };
 
-// The tile in shared memory: what is needed at the ends of the loop only would cost it registers.
+// Copies the tile to shared memory. The loop does not use it and lacks registers for it.
 DEVICE const QueryTile& shared_copy(const QueryTile& tile) {
   __shared__ QueryTile shared_tile;
   if (threadIdx.x == 0) shared_tile = tile;
-  __syncthreads();  // every thread reads it
+  __syncthreads();  // every thread reads the tile
   return shared_tile;
 }
 
@@ -55,7 +55,7 @@ DEVICE int row_query(const QueryTile& tile, int row) { return tile.first_query +
 DEVICE int row_head(int row) { return row / TILE_QUERIES; }
 
 #if HAS_BIAS
-// What a query's base is in units of scores.
+// A query's base in the units of q . k.
 DEVICE float row_base(const QueryTile& tile, int query) {
   return query < tile.end_query ? in_scores(tile.base[query], tile.bias_unit) : 0.0f;
 }
@@ -85,7 +85,8 @@ DEVICE int lowest_key(const QueryTile& tile, int query) {
 }
 #endif
 
-// Asks for the tile's rows of q or do, from the batch row and the tile's first head; rows past the end arrive as zeros.
+// Starts the copies of the tile's rows of q or do, from the batch row and the tile's first head; rows past the end
+// arrive as zeros.
 template <int ROW>
 DEVICE void copy_query_rows(const QueryTile& tile, u32 shared, const bf16* base, u32 stride) {
   constexpr int CHUNKS = ROW / 8, TOTAL = BLOCK_Q * CHUNKS;
@@ -151,7 +152,7 @@ DEVICE WarpQueries warp_queries(const QueryTile& tile, int warp_row) {
   return queries;
 }
 
-// Puts `masked` where a row of the 16 from tile row `first_row` on does not see the key of tile `it`.
+// Sets the score to `masked` where a row of the 16 from tile row `first_row` on does not see the key of tile `it`.
 DEVICE void mask_scores(const QueryTile& tile, const KvStream& stream, int it, int first_row,
                         float (&score)[BLOCK_KV / 8][4], float masked) {
   const int lane = (int)opaque(threadIdx.x) % 32, g = lane / 4, t = lane % 4;

@@ -20,11 +20,11 @@ struct RadixSelect {
   alignas(16) u32 histogram[NUM_SELECTORS][SELECT_BINS];
   u64 threshold[NUM_SELECTORS];
   u32 remaining[NUM_SELECTORS];  // keys still to take among those that share the digits fixed so far
-  u32 num_tied[NUM_SELECTORS];   // keys that share them
+  u32 num_tied[NUM_SELECTORS];   // keys that share these digits
   u32 warp_sums[SELECT_THREADS / 32];
 };
 
-// The bits that passes 0 .. pass fix, of a key's 64.
+// The bits of a 64-bit key that passes 0 .. pass fix.
 DEVICE u64 radix_fixed_bits(int pass) {
   return pass < 0    ? 0ull
          : pass == 0 ? ~0ull << 53
@@ -48,7 +48,7 @@ DEVICE void radix_begin(RadixSelect<NUM_SELECTORS>& state, u32 k_of_subset, u32 
   __syncthreads();  // the state is complete
 }
 
-// Side by side bins, the last first: with one access, as separate ones four apart would meet in banks.
+// Neighbouring bins, the last first, in one access: separate accesses four bins apart would conflict in banks.
 DEVICE void load_bins(u32 (&counts)[4], const u32* bins) {
   const uint4 four = *(const uint4*)bins;
   counts[0] = four.w, counts[1] = four.z, counts[2] = four.y, counts[3] = four.x;
@@ -65,7 +65,7 @@ DEVICE void clear_bins(u32* bins) {
 
 // Fixes a digit of each selector from its histogram: the largest digit that at least `remaining` keys reach. Leaves the
 // bins empty.
-// `subset_in_first`: the last selector's keys of the subset were counted in histogram 0 only, for both.
+// `subset_in_first`: histogram 0 alone counted the subset's keys, for both selectors.
 template <int NUM_SELECTORS>
 DEVICE void radix_find_digit(RadixSelect<NUM_SELECTORS>& state, int shift, bool subset_in_first) {
   constexpr int THREADS_EACH = SELECT_THREADS / NUM_SELECTORS, BINS_EACH = SELECT_BINS / THREADS_EACH;

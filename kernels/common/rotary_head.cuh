@@ -26,10 +26,10 @@ DEVICE void load_pairs(u32 (&to)[PAIRS], const bf16* from) {
   to[0] = words.x, to[1] = words.y;
 }
 DEVICE void store_columns(bf16* to, const float (&from)[LANE_COLUMNS]) {
-  *reinterpret_cast<uint2*>(to) = make_uint2(round_bf16x2(from[0], from[1]), round_bf16x2(from[2], from[3]));
+  *reinterpret_cast<uint2*>(to) = make_uint2(pack_bf16(from[0], from[1]), pack_bf16(from[2], from[3]));
 }
 
-// The same as it lies in memory.
+// A lane's columns in the types of memory.
 struct HeadWords {
   u32 low[PAIRS], high[PAIRS];
   DEVICE HeadColumns columns() const {

@@ -1,6 +1,6 @@
 // row_vector: VECTOR neighbouring elements of a row, loaded and stored as f32 in one access.
 // Defines    IS_BF16 (1: bf16, 0: f32), VECTOR (1, or 16 bytes' worth: 8 bf16 or 4 f32)
-// Pointers must be aligned to VECTOR elements; the wrappers choose VECTOR = 1 where they cannot promise it.
+// Pointers must be aligned to VECTOR elements; for pointers that may not be, launch wrappers choose VECTOR = 1.
 #pragma once
 #include "common/types.cuh"
 
@@ -13,13 +13,9 @@ static_assert(VECTOR == 1 || VECTOR == 4, "a 16-byte access holds 4 f32");
 #endif
 
 #if VECTOR > 1
-// The four words of a 16-byte access.
+// Elements as one of the four words of a 16-byte access, and back.
 #if IS_BF16
-DEVICE u32 pack_word(const float* pair) {
-  u32 word;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(pair[1]), "f"(pair[0]));  // the first element is the low half
-  return word;
-}
+DEVICE u32 pack_word(const float* pair) { return pack_bf16(pair[0], pair[1]); }
 DEVICE void unpack_word(u32 word, float* pair) { pair[0] = bf16_low(word), pair[1] = bf16_high(word); }
 #else
 DEVICE u32 pack_word(const float* one) { return __float_as_uint(*one); }
@@ -27,14 +23,14 @@ DEVICE void unpack_word(u32 word, float* one) { *one = __uint_as_float(word); }
 #endif
 constexpr int WORD_ELEMENTS = VECTOR / 4;
 
-// Both need `from` and `to` aligned to 16 bytes: the wrapper's choice of VECTOR.
+// Global addresses must be aligned to 16 bytes.
 DEVICE void load_vector(const element* from, float (&to)[VECTOR]) {
   const uint4 words = *reinterpret_cast<const uint4*>(from);
   unpack_word(words.x, to), unpack_word(words.y, to + WORD_ELEMENTS);
   unpack_word(words.z, to + 2 * WORD_ELEMENTS), unpack_word(words.w, to + 3 * WORD_ELEMENTS);
 }
 DEVICE void store_vector(element* to, const float (&from)[VECTOR]) {
-  // By name: nvcc 13.0 splits the assignment of a uint4 into four stores here.
+  // Written as assembly, because nvcc 13.0 splits the assignment of a uint4 into four stores here.
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(pack_word(from)),
                "r"(pack_word(from + WORD_ELEMENTS)), "r"(pack_word(from + 2 * WORD_ELEMENTS)),
                "r"(pack_word(from + 3 * WORD_ELEMENTS))

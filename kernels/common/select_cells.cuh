@@ -15,7 +15,7 @@ struct SelectCellsParams {
 
 constexpr int SIDE = 128, STEP = 64, STAGES = 3, PITCH = SIDE + 1;
 constexpr int SIDE_BYTES = SIDE * STEP * 2, STAGE_BYTES = 2 * SIDE_BYTES;
-constexpr int ROWS_AT_ONCE = 32;  // of a side, that 256 threads bring
+constexpr int ROWS_AT_ONCE = 32;  // rows of a side that 256 threads copy at once
 using Tile = SwizzledTile<STEP>;
 static_assert(SIDE * PITCH * 4 <= STAGES * STAGE_BYTES, "scores lie where the ring was");
 static_assert(HEAD_DIM % STEP == 0, "a step stays inside a token");
@@ -26,7 +26,7 @@ struct CellSide {
   const bf16* from;  // this thread's chunk of its first cell's first token
   i64 token_stride;
   int token, cell, first, end;
-  u32 to;  // this thread's place in a step
+  u32 to;  // this thread's offset in a step
 
   DEVICE CellSide(const bf16* heads, u64 token_stride, i64 token, int cell, i64 first, i64 end)
       : token_stride((i64)token_stride), cell(cell), first((int)first), end((int)end) {
@@ -46,7 +46,7 @@ struct CellSide {
                     is_there ? here + (i64)(i * ROWS_AT_ONCE * cell) * token_stride : from_first(), is_there ? 16 : 0);
     }
   }
-  // An address that may be read, for what is not.
+  // A valid address for a copy of zero bytes.
   DEVICE const bf16* from_first() const { return from + (i64)(first - token) * token_stride; }
 };
 
@@ -60,7 +60,7 @@ DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Pa
   const int first_a = (int)blockIdx.y * SIDE, first_b = (int)blockIdx.x * SIDE;
   const i64 num_keys = (i64)params.num_keys, context = num_keys - (i64)params.num_queries,
             first_token = (i64)params.first_query + (i64)first_a * query_step;
-  // Blocks of keys that begin after the tile's last query: whole blocks, so that a row's own block is there.
+  // Skip key blocks that begin after the tile's last query; only whole blocks, so that a row's own block is computed.
   const i64 last_token = min(first_token + (i64)SIDE * query_step, num_keys) - 1, block_tokens = (i64)per_block * cell;
   if ((i64)first_b * cell > last_token / block_tokens * block_tokens) return;
   q += params.q_offset + (u64)head * HEAD_DIM;
@@ -90,10 +90,10 @@ DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Pa
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<STAGES - 2>();
 #if WGMMA
-    fence_async_proxy();  // products read what cp.async brought
+    fence_async_proxy();  // the GEMMs read what cp.async copied
     wgmma_wait<0>();
 #endif
-    __syncthreads();  // the step is there, and all have done with the one before
+    __syncthreads();  // every thread may read this step, and no thread reads the last one
     load_step(step + STAGES - 1);
     const u32 at = shared + step % STAGES * STAGE_BYTES;
 #if WGMMA
@@ -124,7 +124,7 @@ DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Pa
 #if WGMMA
   wgmma_wait<0>();
 #endif
-  __syncthreads();  // nobody reads the ring any more
+  __syncthreads();  // no thread reads the ring any more
 
   // Scores go to shared memory, where whole blocks of them are read. LSE: in base 2, and key cells after the query's
   // own are masked.
@@ -147,7 +147,7 @@ DEVICE void select_cells_tile(const bf16* q, const bf16* k, float* out, const Pa
       for (int i = 0; i < 4; ++i)
         put(warp_a + m * 16 + lane / 4 + i / 2 * 8, warp_b + n * 8 + lane % 4 * 2 + i % 2, sum[m][n][i]);
 #endif
-  __syncthreads();  // all scores are there
+  __syncthreads();  // all scores are stored
   const int rows = LSE ? SIDE : SIDE / per_block, columns = SIDE / per_block, deep = LSE ? 1 : per_block;
   for (int at = (int)threadIdx.x; at < rows * columns; at += 256) {
     const int row = at / columns, column = at % columns;

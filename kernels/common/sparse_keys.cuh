@@ -18,7 +18,7 @@ struct SparseKeys {
   int num_tile_keys;     // slots of the tiles, those past the last key included
   int num_columns, key_tile, num_keys;
   int first_query, last_query;  // positions; with permuted queries those of the whole call
-  int init, local;              // keys from `init` on are seen by `local` positions
+  int init, local;              // a key from `init` on is seen by the `local` queries from its own position on
 
   DEVICE int count() const { return num_tile_keys + num_columns; }
 
@@ -45,7 +45,7 @@ struct SparseQueries {
   const i32* order;        // from the tile's first slot on: the row of the call in each slot; null: in order
   int context;             // position of the call's first row
   int first, end;          // in order: positions of the tile. Permuted: 0 and one past the last key
-  int num_slots;           // slots of the tile; 0 or less: there is no such tile
+  int num_slots;           // slots of the tile; 0 or less: the tile does not exist
 
   // The position of a row of the tile; `none` past its last slot.
   DEVICE int position(int row, int none) const {
@@ -108,7 +108,7 @@ struct SparseMask {
     return queries;
   }
 
-  // The keys of those queries.
+  // The keys of these queries.
   DEVICE SparseKeys keys(int head, int tile, const SparseQueries& queries) const {
     const int list = head / heads_per_list;
     const u64 row = (u64)list * num_query_tiles + tile;

@@ -25,7 +25,7 @@
 #endif
 constexpr int NUM_THREADS = NUM_WARPS * 32;
 
-constexpr int DECODE_ROWS = 16;  // query heads a block serves
+constexpr int DECODE_ROWS = 16;  // query heads of a block
 constexpr int DECODE_KEYS = 16;  // keys of a warp's tile
 
 template <int K_DIM, int V_DIM, int WARPS, int STAGES>
@@ -37,7 +37,7 @@ struct SplitDecode {
   static constexpr int STAGE_BYTES = K_BYTES + V_BYTES + DECODE_KEYS * 4;
   static constexpr int Q_BYTES = DECODE_ROWS * K_PITCH;
   static constexpr int SHARED_BYTES = Q_BYTES + WARPS * STAGES * STAGE_BYTES;
-  static constexpr int SPLIT_KEYS = WARPS * DECODE_KEYS;  // granularity of a split
+  static constexpr int SPLIT_KEYS = WARPS * DECODE_KEYS;  // keys of a split are a multiple of this
   static constexpr int NUM_O = V_DIM / 8;
   static_assert(4096 * 4 <= WARPS * STAGES * STAGE_BYTES, "so do the weights of the splits");
   static_assert(WARPS * DECODE_ROWS * (V_DIM + 2) * 4 <= WARPS * STAGES * STAGE_BYTES,
@@ -82,7 +82,7 @@ struct SplitDecode {
       copy_async_4(stage + K_BYTES + V_BYTES + lane * 4, z + (lane < num_valid ? lane : 0), lane < num_valid ? 4 : 0);
   }
 
-  // Sixteen rows that lie side by side. What lies past the valid ones is named and not read.
+  // Sixteen contiguous rows. Rows past the valid ones are addressed but not read.
   template <int WIDTH, int PITCH>
   static DEVICE void copy_rows(u32 to, const bf16* from, int num_valid) {
     constexpr int CHUNKS = WIDTH / 8, STEP = 32 / CHUNKS;  // whole rows that the warp copies at once, if any
@@ -103,7 +103,7 @@ struct SplitDecode {
     }
   }
 
-  // Takes the queries from shared memory, where they stay.
+  // Sets the address of the queries in shared memory, and loads their fragments if registers have room for them.
   DEVICE void take_q(u32 shared_q, int num_rows) {
     const int lane = threadIdx.x & 31;
     q_lane = shared_q + (lane & 15) * K_PITCH + (lane >> 4) * 16;
@@ -149,7 +149,7 @@ struct SplitDecode {
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
       const float new_max = fmaxf(row_max[h], top);
-      const float base = new_max == -INFINITY_F32 ? 0.f : new_max;  // nothing seen yet: every exponential is 0
+      const float base = new_max == -INFINITY_F32 ? 0.f : new_max;  // no key seen yet: every exponential is 0
       const float rescale = exp2_fast(row_max[h] - base);
       row_max[h] = new_max;
       row_sum[h] *= rescale;
@@ -211,7 +211,7 @@ struct DecodeSum {
   float max, sum, value;
 };
 
-// The sum of two parts of a row; a part that saw nothing has max = -inf.
+// The sum of two parts of a row; a part without keys has max = -inf.
 DEVICE DecodeSum decode_join(DecodeSum a, DecodeSum b) {
   const float top = fmaxf(a.max, b.max), base = top == -INFINITY_F32 ? 0.f : top;
   const float scale_a = exp2_fast(a.max - base), scale_b = exp2_fast(b.max - base);
@@ -226,7 +226,7 @@ DEVICE bool decode_is_last_block(u32* counter, u32 num_blocks, u32* shared_flag)
   __syncthreads();   // all threads of the block have fenced
   if (threadIdx.x == 0) *shared_flag = atomicInc(counter, num_blocks - 1) == num_blocks - 1;
   __syncthreads();   // the flag is known to the block
-  if (*shared_flag != 0) __threadfence();  // and the others' results are read only after it
+  if (*shared_flag != 0) __threadfence();  // the results of the other blocks are read only after this fence
   return *shared_flag != 0;
 }
 
@@ -265,10 +265,10 @@ DEVICE bool decode_finish(float* shared_partials, float* partials, bf16* o, u32*
   if (!decode_is_last_block(counter, num_blocks, shared_flag)) return false;
   if (num_splits == 1) return true;
 
-  // The last block joins the splits, some rows at a time. Loads go past L1: other blocks wrote what they read.
+  // The last block joins the splits, some rows at a time. Loads bypass L1: other blocks wrote the data.
   const int join_rows = max(1, min(8, 4096 / num_splits));  // their weights fit into the stages
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  float* weights = shared_partials;  // [row][split]; the barrier of the ticket lies behind its last readers
+  float* weights = shared_partials;  // [row][split]; its last readers are before the barrier of the ticket
 #pragma unroll 1
   for (int block_row = 0; block_row < group_size; block_row += join_rows) {
     const int rows = min(group_size - block_row, join_rows);
@@ -289,7 +289,7 @@ DEVICE bool decode_finish(float* shared_partials, float* partials, bf16* o, u32*
       for (int other = lane; other < num_splits; other += 32)
         weights[row * num_splits + other] = exp2_fast(weights[row * num_splits + other] - base) * inverse;
     }
-    __syncthreads();  // the weights are there
+    __syncthreads();  // the weights are stored
     for (int i = threadIdx.x; i < rows * (V_DIM / 2); i += WARPS * 32) {
       const int row = i / (V_DIM / 2), column = i % (V_DIM / 2) * 2;
       const float* part = in + (i64)row * num_splits * ROW + 2 + column;

@@ -10,7 +10,7 @@ DEVICE float join_master(u32 leaf, u32 rest) {
 }
 
 DEVICE void split_master(float master, u32& leaf, u32& rest) {
-  // One NaN for all: the largest payloads would be rounded beyond NaN, to -0.
+  // Every NaN becomes the same NaN: rounding would turn the largest payloads into -0.
   const u32 bits = master == master ? __float_as_uint(master) : 0x7fc00000u;
   leaf = (bits + 0x8000u) >> 16;
   rest = bits & 0xffffu;

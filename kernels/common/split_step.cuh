@@ -7,7 +7,7 @@
 #include "common/async_copy.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int SPLIT_BYTES = 16;  // of a row or column
+constexpr int SPLIT_BYTES = 16;  // bytes of the operand of a row or column
 constexpr u32 BF16_ONE = 0x3f80u;
 
 // The three bf16 parts of an f32, each in the lower half of a word. The first two are truncated, not rounded, so that
@@ -39,7 +39,7 @@ DEVICE void store_split_row(u32 shared, float x) {
   store_split(shared, BF16_ONE | BF16_ONE << 16, BF16_ONE | parts.first << 16, parts.second | parts.third << 16);
 }
 
-// A row operand without numbers, in registers. Made before the products, so that none waits for it.
+// The operand of a row without a number: three ones, then zeros. Computed before the GEMMs, so that none waits for it.
 struct SplitWeights {
   u32 words[4];
   DEVICE SplitWeights() {

@@ -15,7 +15,7 @@ DEVICE void tensor_load_3d(u32 shared, const TensorMap* map, u32 barrier, int x,
       : "memory");
 }
 
-// Copies `bytes` (a multiple of 16), which count on `barrier`.
+// Copies `bytes` (a multiple of 16) to shared memory; completion is counted on `barrier`.
 DEVICE void bulk_load(u32 shared, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(from), "r"(bytes), "r"(barrier)
@@ -25,7 +25,7 @@ DEVICE void bulk_load(u32 shared, const void* from, u32 bytes, u32 barrier) {
 // Adds `bytes` (a multiple of 16) of f32 in shared memory to as many in global memory, each atomically. An L2
 // evict-last hint keeps the destination in the cache for the next adds.
 DEVICE void bulk_add_f32(float* to, u32 shared, u32 bytes) {
-  constexpr u64 EVICT_LAST = 0x14f0000000000000;  // as createpolicy.fractional makes it
+  constexpr u64 EVICT_LAST = 0x14f0000000000000;  // the encoding that createpolicy.fractional returns
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(to),
       "r"(shared), "r"(bytes), "l"(EVICT_LAST)

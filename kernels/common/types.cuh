@@ -1,4 +1,4 @@
-// types: the names every kernel here uses for numbers. No header is included, so NVRTC needs none either.
+// types: number types, constants and bf16 conversions of all kernels. It includes no header, so that NVRTC needs none.
 #pragma once
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -14,12 +14,19 @@ struct bf16 { unsigned short bits; };
   (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 ? 1536 : 2048)
 
 DEVICE float bf16_to_f32(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
-// A bias in the units of q . k, rounded: as part of a multiply-add with another bias, equal biases would not cancel.
+// A bias in the units of q . k. Rounded by itself: fused into a multiply-add with another bias, equal biases would not
+// cancel.
 DEVICE float in_scores(float bias, float inverse_scale) { return __fmul_rn(bias, inverse_scale); }
-// The two halves of a 32-bit word that holds two bf16, the lower address first.
+// The bf16 at the lower and at the higher address of a word of two.
 DEVICE float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-// An f32 that came as a 64-bit params word (its bits are the lower half).
+// Rounds two f32 to bf16 (to nearest even); `low` is at the lower address.
+DEVICE u32 pack_bf16(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+// The f32 whose bits are the lower half of a 64-bit params word.
 DEVICE float f32_word(u64 word) { return __uint_as_float((u32)word); }
 
 [[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f;

@@ -25,25 +25,25 @@ DEVICE u64 wgmma_step(u64 descriptor, u32 bytes) { return descriptor >> 32 << 32
 // The calling thread's warpgroup, in a form that the compiler sees is the same for a whole warp.
 DEVICE int warpgroup_index() { return __shfl_sync(~0u, (int)threadIdx.x / 128, 0); }
 
-// Before the first product, and after registers of one were written: orders those writes.
+// Orders writes of registers before the GEMMs that read them; needed before the first GEMM too.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Closes a group of products.
+// Closes a group of GEMMs.
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most PENDING of the newest groups are under way.
+// Waits until at most PENDING of the newest groups are in flight.
 template <int PENDING>
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
 // Makes shared memory written by ordinary stores and cp.async visible to this thread's wgmma and bulk copies.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Registers of each thread of the calling warpgroup from here on.
+// Sets the registers of each thread of the calling warpgroup.
 template <int REGISTERS>
 DEVICE void registers_shrink() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS>
 DEVICE void registers_grow() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
-// d (+)= a b, d 64 x N: a and b from shared memory, or a from registers. TRANSPOSE: the descriptor is one of
-// wgmma_across. accumulate 0: d is set.
+// d = a b, or with `accumulate` d += a b, where d is 64 x N: a and b are read from shared memory, or a from registers.
+// TRANSPOSE 1: the descriptor of b comes from wgmma_across.
 
 template <int TRANSPOSE_A, int TRANSPOSE_B>
 DEVICE void wgmma(float (&d)[16], u64 a, u64 b, int accumulate) {

@@ -24,14 +24,14 @@ pub type CudaPrimitive = CubeTensor<CudaRuntime>;
 /// A buffer of CubeCL's allocator.
 #[derive(Clone)]
 pub(crate) struct BurnMemory {
-    /// Without an offset: tensors keep their own.
+    /// Its `offset_start` is `None`: each tensor has the offset of its first element.
     handle: Handle,
     pub(crate) client: ComputeClient<CudaRuntime>,
     pub(crate) device: CudaDevice,
 }
 
-/// A tensor of Burn as the launch wrappers take it. It holds the buffer: while it lives, an op of Burn that would write
-/// there in place writes to a copy.
+/// Converts a Burn tensor to the launch wrappers' type, without a copy. Both share the buffer: while the result lives,
+/// Burn's in-place ops write to a copy.
 pub fn kernel_tensor(primitive: CudaPrimitive) -> CudaTensor {
     let (shape, strides) = (primitive.meta.shape().to_vec(), primitive.meta.strides().to_vec());
     let dtype = kernel_dtype(primitive.dtype);
@@ -45,9 +45,9 @@ pub fn kernel_tensor(primitive: CudaPrimitive) -> CudaTensor {
     CudaTensor::new(Arc::new(memory), offset, [&shape, &strides], dtype)
 }
 
-/// The way back.
+/// Converts a tensor of the launch wrappers to Burn's type.
 pub trait ToBurn {
-    /// The tensor as Burn takes it.
+    /// The Burn tensor with the same buffer, shape, strides and element type.
     ///
     /// # Panics
     /// For a tensor of a [`Recorder`](crate::Recorder), which has no memory.
@@ -63,10 +63,10 @@ impl ToBurn for CudaTensor {
     }
 }
 
-/// The type of Burn's elements.
+/// Burn's name of an element type.
 ///
 /// # Panics
-/// For a type that no kernel takes.
+/// For [`DType::Other`], which no kernel takes.
 pub fn burn_dtype(dtype: DType) -> burn::tensor::DType {
     match dtype {
         DType::F32 => burn::tensor::DType::F32,
@@ -78,7 +78,7 @@ pub fn burn_dtype(dtype: DType) -> burn::tensor::DType {
     }
 }
 
-/// The type of a kernel's elements.
+/// The launch wrappers' name of one of Burn's element types.
 pub fn kernel_dtype(dtype: burn::tensor::DType) -> DType {
     match dtype {
         burn::tensor::DType::F32 => DType::F32,
@@ -115,13 +115,13 @@ pub(crate) fn burn_memory(tensor: &CudaTensor) -> &BurnMemory {
     memory.expect("a recorded tensor has no memory on a GPU")
 }
 
-/// The memory from a tensor's first element on, as CubeCL's server takes it. Unlike a handle it does not keep the next
-/// op from writing in place.
+/// The tensor's buffer from its first element on, in the form that CubeCL's server takes. A binding keeps the memory
+/// alive, but does not count as an owner as a handle does: the next op may still write to the buffer in place.
 pub(crate) fn binding_of(tensor: &CudaTensor) -> Binding {
     handle_of(tensor).binding()
 }
 
-/// Whether Burn would write to the tensor in place.
+/// Whether the tensor is the only owner of its buffer, so that Burn's next op may write to it in place.
 pub(crate) fn can_mut(tensor: &CudaTensor) -> bool {
     tensor.is_only_holder() && burn_memory(tensor).handle.can_mut()
 }
@@ -147,12 +147,12 @@ impl BurnMemory {
     pub(crate) fn new_buffer(&self, shape: &[usize], dtype: DType) -> Self {
         let (client, device) = (self.client.clone(), self.device.clone());
         let shape = Shape::from(shape.to_vec());
-        let made = empty_device_contiguous_dtype(client, device, shape, burn_dtype(dtype));
+        let tensor = empty_device_contiguous_dtype(client, device, shape, burn_dtype(dtype));
         note_allocation(&self.client);
-        self.with(made.handle)
+        self.with_handle(tensor.handle)
     }
 
-    fn with(&self, handle: Handle) -> Self {
+    fn with_handle(&self, handle: Handle) -> Self {
         let (client, device) = (self.client.clone(), self.device.clone());
         Self { handle, client, device }
     }
@@ -182,18 +182,18 @@ impl Memory for BurnMemory {
     }
 
     fn filled(&self, shape: &[usize], dtype: DType, fill: Fill) -> Arc<dyn Memory> {
-        // One dimension, because Burn pads the rows of anything with more.
+        // One dimension: Burn pads the rows of a tensor with two or more.
         let flat = Shape::from(vec![shape.iter().product::<usize>()]);
         let (client, device, dtype) = (self.client.clone(), self.device.clone(), burn_dtype(dtype));
         let value = match fill {
             Fill::Zero => InputScalar::new(0u32, dtype),
             Fill::Nan => InputScalar::new(f32::NAN, dtype),
         };
-        Arc::new(self.with(full_device_dtype(client, flat, device, value, dtype).handle))
+        Arc::new(self.with_handle(full_device_dtype(client, flat, device, value, dtype).handle))
     }
 
     fn gathered(&self, tensor: &CudaTensor) -> Arc<dyn Memory> {
-        Arc::new(self.with(contiguous_copy(&tensor.clone().burn())))
+        Arc::new(self.with_handle(contiguous_copy(&tensor.clone().burn())))
     }
 
     unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError> {

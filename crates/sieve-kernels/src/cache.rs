@@ -11,10 +11,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// File in a cache folder whose lock says that a process writes there. The operating system frees it with the process.
+/// File in a cache folder that is locked by the process that writes there. The lock ends with the process.
 const LOCK_FILE: &str = "lock";
 
-/// File with the size that the compiled kernels had when they were last known to be whole.
+/// File with the total bytes of CubeCL's files after their last check or repair.
 const CHECKED_FILE: &str = "checked-bytes";
 
 /// An opened cache folder. Keep it for the life of the process: dropping it frees the folder for others.
@@ -22,7 +22,7 @@ const CHECKED_FILE: &str = "checked-bytes";
 pub struct KernelCache {
     folder: PathBuf,
     cubins: Cubins,
-    /// Held, never read: the lock goes with the file.
+    /// Never read; closing the file releases the lock.
     _lock: File,
 }
 
@@ -50,7 +50,7 @@ impl KernelCache {
         })
     }
 
-    /// The folder that CubeCL gets.
+    /// The folder that CubeCL writes to, locked by this process.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -60,8 +60,8 @@ impl KernelCache {
         &self.cubins
     }
 
-    /// Configures this process: kernels in this cache, everything else of CubeCL as it defaults, no `cubecl.toml` read.
-    /// Must run before the first CUDA tensor.
+    /// Configures CubeCL in this process: compiled kernels go to this cache, every other setting has CubeCL's default,
+    /// and no `cubecl.toml` is read. Must run before the first CUDA tensor is made.
     ///
     /// # Errors
     /// [`KernelError::Refused`] on a second call.
@@ -95,22 +95,20 @@ fn lock_folder(folder: &Path) -> Result<Option<File>, KernelError> {
     }
 }
 
-/// Repairs the files when an earlier process wrote to them: it may have been killed in the middle of an entry. A
-/// process that compiled nothing changes nothing, so the usual start costs nothing here.
+/// Repairs CubeCL's files if an earlier process added entries, because it may have been killed in the middle of one.
+/// A process that compiled nothing left the size as it was, so most starts skip the repair.
 fn repair_if_changed(folder: &Path) -> Result<(), KernelError> {
     let record = folder.join(CHECKED_FILE);
     let size = || total_bytes(&cubecl_folder(folder)).map_err(|e| cache_error(folder, e));
-    let checked = fs::read_to_string(&record)
-        .ok()
-        .and_then(|text| text.trim().parse().ok());
-    if checked == Some(size()?) {
+    let checked = fs::read_to_string(&record).unwrap_or_default();
+    if checked.trim() == size()?.to_string() {
         return Ok(());
     }
     repair(folder)?;
     fs::write(&record, size()?.to_string()).map_err(|e| cache_error(&record, e))
 }
 
-/// Bytes of all files below a folder that is not there, or is.
+/// Bytes of all files below a folder; 0 if there is no such folder.
 fn total_bytes(folder: &Path) -> io::Result<u64> {
     let entries = match fs::read_dir(folder) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(0),

@@ -14,12 +14,12 @@ pub(crate) struct CacheEntry {
     pub(crate) ptx: Vec<c_char>,
 }
 
-/// The compiled kernels below a folder, by key.
+/// CubeCL's cache of compiled kernels in a folder, by the hash of their source.
 pub(crate) type CacheFiles = CompilationCache<u128, CacheEntry>;
 
-/// Opens the files as cubecl-cuda does; makes them when missing.
+/// Opens a folder's cache under the names that cubecl-cuda uses, and creates what is missing.
 pub(crate) fn open_files(folder: &Path) -> CacheFiles {
-    // The name is cubecl-cuda's; the version directory is cubecl-common's own.
+    // Both names are those of cubecl-cuda; cubecl-common adds a folder for its version.
     CompilationCache::new("ptx", CacheOption::default().name("cuda").root(folder))
 }
 
@@ -35,7 +35,7 @@ pub(crate) fn repair(folder: &Path) -> Result<(), KernelError> {
         path: folder.to_owned(),
         reason: e.to_string(),
     };
-    // Beside the new files, so that moving is one step.
+    // In the same folder, hence on the same file system: the move below is one rename.
     let old = folder.join("before-repair");
     let _ = fs::remove_dir_all(&old);
     fs::create_dir_all(&old).map_err(error)?;
@@ -45,7 +45,8 @@ pub(crate) fn repair(folder: &Path) -> Result<(), KernelError> {
         }
         moved => moved.map_err(error)?,
     }
-    // The table of contents names what was written to the end; its text lines survive a torn one.
+    // CubeCL's table of contents has one line for each entry that was written to its end. A half-written last line does
+    // not keep the lines before it from being read.
     let mut contents: Cache<u128, String> =
         Cache::new("ptx/toc", CacheOption::default().name("cuda").root(old.clone()));
     let mut keys = Vec::new();

@@ -8,11 +8,10 @@ mod library;
 mod plan;
 mod problem;
 
-use crate::burn_memory::{binding_of, burn_memory};
-use crate::lane::{self, Server, late_error, lock, report_late};
+use crate::burn_memory::{binding_of, device_of};
+use crate::lane::{self, DEVICE_THREAD_GONE, device_queue, late_error, lock, report_late};
+use crate::probe::version_text;
 use crate::step_graph::{Work, tape_of};
-use cubecl::device::Device;
-use cubecl::device_handle::DeviceHandle;
 use cubecl::stream_id::StreamId;
 pub(crate) use library::Call;
 use library::Refusal;
@@ -25,19 +24,20 @@ use std::sync::{LazyLock, Mutex, OnceLock};
 
 const NAME: &str = "cublaslt";
 
-/// Where a product goes.
+/// Where the result of a GEMM is stored.
 #[derive(Debug, Clone, Copy)]
 pub enum MatmulOutput<'a> {
     /// A new contiguous tensor, bf16 or f32.
     New(DType),
-    /// A new contiguous tensor `product + this`, of this tensor's type: a residual stream's addition without a launch.
+    /// A new contiguous tensor of this tensor's type: the GEMM's result plus this tensor. It adds to the residual
+    /// stream without another launch.
     PlusC(&'a CudaTensor),
-    /// The same with a factor of the product and one of this tensor.
+    /// As [`PlusC`](Self::PlusC) with the factors `[alpha, beta]`: `alpha * result + beta * this`.
     AlphaBeta([f32; 2], &'a CudaTensor),
-    /// Overwrites this tensor in place, for every clone of it, a [`HostCopy`](crate::HostCopy)'s too; bf16 or f32, rows
-    /// one stride apart.
+    /// Overwrites this tensor in place; all its clones see the result, also one in a [`HostCopy`](crate::HostCopy).
+    /// bf16 or f32, with the same stride between all rows.
     Into(&'a CudaTensor),
-    /// Adds to this tensor in place, likewise for every clone of it: f32 sums of weight gradients over micro-batches.
+    /// Adds to this tensor in place, which all its clones see: f32 sums of weight gradients over micro-batches.
     AddTo(&'a CudaTensor),
 }
 
@@ -60,7 +60,7 @@ pub fn matmul(
 ) -> Result<CudaTensor, KernelError> {
     x.require_dtype(NAME, "x", DType::BF16)?;
     w.require_dtype(NAME, "w", DType::BF16)?;
-    queued((product, Operands::Bf16), [x, w], &[], output)
+    queue_gemm((product, Operands::Bf16), [x, w], &[], output)
 }
 
 /// `x [m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the two
@@ -74,10 +74,11 @@ pub fn fp8_matmul(x: &Fp8Matrix, w: &Fp8Matrix, output: MatmulOutput<'_>) -> Res
         w: w.format,
     };
     let (values, scales) = ([&x.values, &w.values], [&x.scale, &w.scale]);
-    queued((Product::Nt, operands), values, &scales, output)
+    queue_gemm((Product::Nt, operands), values, &scales, output)
 }
 
-fn queued(
+/// Checks the sizes, queues the GEMM and returns its output tensor. `scales` are those of fp8 operands.
+fn queue_gemm(
     (product, operands): (Product, Operands),
     [x, w]: [&CudaTensor; 2],
     scales: &[&CudaTensor],
@@ -99,7 +100,7 @@ fn queued(
         d_stride: target.d_stride,
         is_f32: target.d.dtype() == DType::F32,
     };
-    // Other architectures were not measured.
+    // The preferred tiles were measured on Hopper alone.
     let is_hopper = x.hardware().compute_capability == (9, 0);
     let call = Call {
         problem,
@@ -121,10 +122,10 @@ fn queued(
 }
 
 impl Cublaslt {
-    /// Is the library there? Asked once.
+    /// Checks that the library can be loaded; tried once per process.
     ///
     /// # Errors
-    /// [`KernelError::Installation`].
+    /// [`KernelError::Installation`] when it cannot.
     pub fn require() -> Result<(), KernelError> {
         static PRESENT: OnceLock<bool> = OnceLock::new();
         // SAFETY: only tries to open the library.
@@ -136,27 +137,21 @@ impl Cublaslt {
         }
     }
 
-    /// The library's version; `None` where it is not there.
+    /// The library's version; `None` if it cannot be loaded.
     pub fn version() -> Option<String> {
         Cublaslt::require().ok()?;
         // SAFETY: the library is loaded, and the call has no arguments.
-        let version = unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() };
-        Some(format!(
-            "{}.{}.{}",
-            version / 10_000,
-            version / 100 % 100,
-            version % 100
-        ))
+        Some(version_text(unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() }))
     }
 }
 
-/// C (read when its factor is not zero) and D (written) of a product.
+/// C and D of cuBLASLt's `D = alpha A B + beta C`: C is read if beta is not 0, D is written.
 struct Target {
     c: CudaTensor,
     d: CudaTensor,
     c_stride: usize,
     d_stride: usize,
-    /// Of the product and of C.
+    /// `[alpha, beta]`.
     factors: [f32; 2],
 }
 
@@ -225,15 +220,17 @@ fn require_matrix(
     Err(KernelError::shape(NAME, name, tensor.shape(), &expected))
 }
 
-// What has been planned; process-wide, because Burn's backend methods have no place for state.
+/// Problems that have an algorithm, with the index of their device. Process-wide, because Burn's backend methods have no
+/// place for state.
 static PLANNED: LazyLock<Mutex<HashSet<(usize, Problem)>>> = LazyLock::new(Mutex::default);
 
-/// Queues a product. The first of a shape waits until its algorithm is found, so that a refusal is this call's error.
+/// Queues a GEMM on the device of `like`. The first GEMM of a problem waits until cuBLASLt has chosen its algorithm, so
+/// that this call returns the error if there is none.
 fn submit(like: &CudaTensor, call: Call) -> Result<(), KernelError> {
     late_error()?;
     lane::open(like)?;
-    let queue: DeviceHandle<Server> = DeviceHandle::new(burn_memory(like).device.to_id());
-    let key = (burn_memory(like).device.index, call.problem);
+    let queue = device_queue(like);
+    let key = (device_of(like).index, call.problem);
     if lock(&PLANNED).contains(&key) {
         queue.submit(move |server| {
             if let Err(refusal) = call.run(server) {
@@ -262,7 +259,7 @@ fn submit(like: &CudaTensor, call: Call) -> Result<(), KernelError> {
         }),
         Err(_) => Err(KernelError::Launch {
             kernel: NAME,
-            reason: format!("{described}: the device thread is gone"),
+            reason: format!("{described}: {DEVICE_THREAD_GONE}"),
         }),
     }
 }

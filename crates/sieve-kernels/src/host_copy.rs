@@ -2,10 +2,8 @@
 //!
 //! CubeCL reads on the stream it computes on, into freshly allocated host memory: 1.6 GB/s, and no kernel runs
 //! meanwhile. Here any thread copies through one page-locked buffer on a stream of its own.
-use crate::burn_memory::{binding_of, burn_memory};
-use crate::lane::{Server, address_of, late_error};
-use cubecl::device::Device;
-use cubecl::device_handle::DeviceHandle;
+use crate::burn_memory::{binding_of, device_of};
+use crate::lane::{address_of, late_error, run_blocking};
 use cubecl::stream_id::StreamId;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{CUdevice, CUstream};
@@ -14,15 +12,15 @@ use std::ffi::c_void;
 
 const NAME: &str = "host_copy";
 
-/// Page-locked bytes that a copy goes through.
+/// Bytes of the page-locked buffer that a copy goes through.
 const STAGING_BYTES: usize = 64 << 20;
 
 /// A tensor whose values will be read by [`HostReader::read`], on any thread.
 ///
-/// It holds the tensor, so ops that write in place only if they own a tensor (Burn's own, the optimizer's) write to a
-/// copy: `read` returns the values that the tensor had when this was made, once everything queued before has run
-/// (`sync` the device before reading). Outputs that are overwritten *for every clone* ignore that: `MatmulOutput::Into`
-/// and `AddTo`, `NcclPiece::whole`. Make a copy of such a tensor only after its last write.
+/// It is one more owner of the tensor, so ops that write in place only to a tensor without other owners (Burn's, the
+/// optimizer's) write to a copy. `read` then returns the values of the moment when the `HostCopy` was made; `sync` the
+/// device first, so that the ops queued before that moment have run. `MatmulOutput::Into` and `AddTo` and
+/// `NcclPiece::whole` overwrite a tensor *whoever owns it*: make a `HostCopy` of such a tensor after its last write.
 #[derive(Debug)]
 pub struct HostCopy {
     tensor: CudaTensor,
@@ -38,11 +36,9 @@ impl HostCopy {
         let tensor = tensor.contiguous();
         let binding = binding_of(&tensor);
         let stream = StreamId::current();
-        let queue: DeviceHandle<Server> = DeviceHandle::new(burn_memory(&tensor).device.to_id());
-        let address = queue
-            .submit_blocking(move |server| address_of(server, stream, binding).map(|address| address.pointer))
-            .map_err(|_| failed("the device thread is gone".to_owned()))?
-            .map_err(failed)?;
+        let address = run_blocking(&tensor, NAME, move |server| {
+            address_of(server, stream, binding).map(|address| address.pointer)
+        })?;
         late_error()?;
         Ok(Self { tensor, address })
     }
@@ -62,13 +58,13 @@ impl HostCopy {
         self.tensor.dtype()
     }
 
-    /// The GPU.
+    /// Index of the tensor's GPU.
     pub fn device_index(&self) -> usize {
-        burn_memory(&self.tensor).device.index
+        device_of(&self.tensor).index
     }
 }
 
-/// A stream and a page-locked buffer, for the thread that made it.
+/// A stream and a page-locked buffer, used by the thread that opened it.
 #[derive(Debug)]
 pub struct HostReader {
     device: CUdevice,
@@ -102,7 +98,7 @@ impl HostReader {
     /// The values of a tensor, as bytes.
     ///
     /// # Errors
-    /// The driver reports one, also of work that ran before.
+    /// An error of the driver, which may be that of a kernel queued earlier.
     pub fn read(&mut self, copy: &HostCopy) -> Result<Vec<u8>, KernelError> {
         let num_bytes = copy.num_bytes();
         let mut bytes = Vec::with_capacity(num_bytes);
@@ -134,10 +130,7 @@ impl Drop for HostReader {
     }
 }
 
-fn failed(reason: String) -> KernelError {
-    KernelError::Launch { kernel: NAME, reason }
-}
-
 fn refused(call: &str, error: cudarc::driver::DriverError) -> KernelError {
-    failed(format!("{call}: {error:?}"))
+    let reason = format!("{call}: {error:?}");
+    KernelError::Launch { kernel: NAME, reason }
 }

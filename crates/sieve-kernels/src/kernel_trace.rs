@@ -2,6 +2,7 @@
 //!
 //! CUPTI is NVIDIA's tracing library and comes with the CUDA toolkit. It sees Burn's kernels, cuBLASLt's and ours
 //! alike, times them on the GPU and costs the host about a microsecond a launch.
+use crate::lane::lock;
 use cudarc::cupti::result::{CuptiError, activity};
 use cudarc::cupti::sys::{
     self, CUpti_Activity, CUpti_ActivityKernel9, CUpti_ActivityKind, CUpti_ActivityMemcpy5, CUpti_ActivityMemset4,
@@ -11,9 +12,9 @@ use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::ptr::addr_of;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
-/// Bytes of one buffer that CUPTI fills; some 30,000 records.
+/// Bytes of one buffer that CUPTI fills: some 30,000 records.
 const BUFFER_BYTES: usize = 8 << 20;
 const BUFFER_ALIGN: usize = 8;
 const FLUSH_FORCED: u32 = 1;
@@ -27,11 +28,11 @@ const KINDS: [CUpti_ActivityKind; 3] = [
 /// One kernel, copy or fill.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelRecord {
-    /// The entry point as the driver knows it; `memcpy` and `memset` for those.
+    /// The kernel's entry point, or `memcpy` or `memset`.
     pub name: String,
-    /// When it began on the GPU, ns.
+    /// Start on the GPU, in ns of CUPTI's clock.
     pub start_ns: u64,
-    /// When it ended, ns.
+    /// End on the same clock.
     pub end_ns: u64,
 }
 
@@ -40,9 +41,9 @@ pub struct KernelRecord {
 pub struct KernelTotal {
     /// The entry point.
     pub name: String,
-    /// Launches.
+    /// Number of launches.
     pub count: usize,
-    /// Sum of their times, ns.
+    /// Sum of the launches' times on the GPU, ns.
     pub total_ns: u64,
 }
 
@@ -50,18 +51,18 @@ pub struct KernelTotal {
 #[derive(Debug)]
 pub struct KernelTrace(());
 
-/// What a trace saw.
+/// The records of a finished trace.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TraceResult {
-    /// Every kernel, by the time it began.
+    /// Every kernel, copy and fill, by start.
     pub records: Vec<KernelRecord>,
 }
 
-// CUPTI's callbacks carry no pointer of the caller's.
+// Process-wide, because CUPTI's callbacks have no argument for state.
 static RECORDS: Mutex<Vec<KernelRecord>> = Mutex::new(Vec::new());
 
 impl KernelTrace {
-    /// Begins to record. Do it after the device is in use and idle.
+    /// Starts to record. Call it once the device has been used and is idle.
     ///
     /// # Errors
     /// [`KernelError::Installation`] where the library is missing or refuses (another profiler has it, or a container
@@ -71,7 +72,7 @@ impl KernelTrace {
         if !unsafe { sys::is_culib_present() } {
             return Err(no_cupti("libcupti.so cannot be loaded"));
         }
-        lock().clear();
+        lock(&RECORDS).clear();
         activity::register_callbacks(Some(buffer_requested), Some(buffer_completed)).map_err(refused)?;
         for kind in KINDS {
             activity::enable(kind).map_err(refused)?;
@@ -79,7 +80,7 @@ impl KernelTrace {
         Ok(Self(()))
     }
 
-    /// Stops and returns what ran. Wait for the GPU first: what is still running is not in it.
+    /// Stops and returns the records. Wait for the GPU first: kernels that still run are not among them.
     ///
     /// # Errors
     /// [`KernelError::Installation`] when CUPTI cannot hand out its records.
@@ -88,19 +89,19 @@ impl KernelTrace {
         for kind in KINDS {
             activity::disable(kind).map_err(refused)?;
         }
-        Ok(TraceResult::new(std::mem::take(&mut *lock())))
+        Ok(TraceResult::new(std::mem::take(&mut *lock(&RECORDS))))
     }
 }
 
 impl TraceResult {
-    /// In order, without what CUPTI could not time: such a record begins at 0.
+    /// Sorts the records by start, and drops those that CUPTI could not time, which start at 0.
     fn new(mut records: Vec<KernelRecord>) -> Self {
         records.retain(|record| record.start_ns > 0);
         records.sort_by_key(|record| (record.start_ns, record.end_ns));
         Self { records }
     }
 
-    /// Sums by kernel, the longest first.
+    /// Launches and time of each kernel, the longest total first.
     pub fn totals(&self) -> Vec<KernelTotal> {
         let mut by_name = BTreeMap::<&str, (usize, u64)>::new();
         for record in &self.records {
@@ -120,34 +121,34 @@ impl TraceResult {
         totals
     }
 
-    /// Time in which no kernel ran, by the kernel that ended it, the longest first.
+    /// Gaps in which nothing ran, summed by the kernel that started after the gap, the longest total first.
     pub fn idle_before(&self) -> Vec<KernelTotal> {
         let mut gaps = Vec::new();
-        let mut until = self.records.first().map_or(0, |first| first.start_ns);
+        let mut last_end = self.records.first().map_or(0, |first| first.start_ns);
         for record in &self.records {
-            if record.start_ns > until {
+            if record.start_ns > last_end {
                 gaps.push(KernelRecord {
                     name: record.name.clone(),
-                    start_ns: until,
+                    start_ns: last_end,
                     end_ns: record.start_ns,
                 });
             }
-            until = until.max(record.end_ns);
+            last_end = last_end.max(record.end_ns);
         }
         Self { records: gaps }.totals()
     }
 
     /// Time in which at least one kernel ran, ns.
     pub fn busy_ns(&self) -> u64 {
-        let (mut busy, mut until) = (0, 0);
+        let (mut busy, mut last_end) = (0, 0);
         for record in &self.records {
-            busy += record.end_ns.saturating_sub(record.start_ns.max(until));
-            until = until.max(record.end_ns);
+            busy += record.end_ns.saturating_sub(record.start_ns.max(last_end));
+            last_end = last_end.max(record.end_ns);
         }
         busy
     }
 
-    /// From the first kernel's begin to the last one's end, ns.
+    /// From the first start to the last end, ns.
     pub fn span_ns(&self) -> u64 {
         let start = self.records.iter().map(|record| record.start_ns).min();
         let end = self.records.iter().map(|record| record.end_ns).max();
@@ -167,18 +168,14 @@ fn no_cupti(reason: &str) -> KernelError {
     ))
 }
 
-fn lock() -> std::sync::MutexGuard<'static, Vec<KernelRecord>> {
-    RECORDS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn layout() -> Layout {
+fn buffer_layout() -> Layout {
     Layout::from_size_align(BUFFER_BYTES, BUFFER_ALIGN).expect("a power of two")
 }
 
 extern "C" fn buffer_requested(buffer: *mut *mut u8, size: *mut usize, max_records: *mut usize) {
-    // SAFETY: CUPTI hands out three valid places; the memory is freed in buffer_completed.
+    // SAFETY: CUPTI passes three valid pointers; the memory is freed in buffer_completed.
     unsafe {
-        *buffer = alloc(layout());
+        *buffer = alloc(buffer_layout());
         *size = if (*buffer).is_null() { 0 } else { BUFFER_BYTES };
         *max_records = 0;
     }
@@ -195,56 +192,52 @@ extern "C" fn buffer_completed(
         return;
     }
     let mut record: *mut CUpti_Activity = std::ptr::null_mut();
-    // SAFETY: the buffer holds `valid_bytes` of records; CUPTI steps through them and says when there are no more.
+    // SAFETY: the buffer holds `valid_bytes` of records; the call returns an error after the last one.
     while unsafe { activity::get_next_record(buffer, valid_bytes, &mut record) }.is_ok() {
         // SAFETY: the record is one of the kinds enabled above or is skipped.
-        lock().extend(unsafe { read(record) });
+        lock(&RECORDS).extend(unsafe { read_record(record) });
     }
     // SAFETY: allocated in buffer_requested with this layout.
-    unsafe { dealloc(buffer, layout()) };
+    unsafe { dealloc(buffer, buffer_layout()) };
 }
 
+/// The record of a kernel, copy or fill; `None` for another kind.
+///
 /// # Safety
-/// `record` points to a CUPTI activity record. The members read stand at the same place in every version of their
-/// record.
-unsafe fn read(record: *const CUpti_Activity) -> Option<KernelRecord> {
-    // SAFETY: by the caller's promise; packed members are read by copy.
-    unsafe {
-        let kind = addr_of!((*record).kind).read_unaligned();
-        match kind {
+/// `record` points to a CUPTI activity record. The members read have the same offset in every version of their record.
+unsafe fn read_record(record: *const CUpti_Activity) -> Option<KernelRecord> {
+    // Each kind's record has `start` and `end` at its own offset. Members are packed, so they are copied out unaligned.
+    macro_rules! times {
+        ($kind:ty) => {{
+            let typed: *const $kind = record.cast();
+            [
+                addr_of!((*typed).start).read_unaligned(),
+                addr_of!((*typed).end).read_unaligned(),
+            ]
+        }};
+    }
+    // SAFETY: by the caller's promise.
+    let (name, [start_ns, end_ns]) = unsafe {
+        match addr_of!((*record).kind).read_unaligned() {
             CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL => {
                 let kernel: *const CUpti_ActivityKernel9 = record.cast();
                 let name = addr_of!((*kernel).name).read_unaligned();
-                let name = if name.is_null() {
-                    "unknown".into()
-                } else {
-                    CStr::from_ptr(name).to_string_lossy()
+                let name = match name.is_null() {
+                    true => "unknown".into(),
+                    false => CStr::from_ptr(name).to_string_lossy(),
                 };
-                Some(KernelRecord {
-                    name: name.into_owned(),
-                    start_ns: addr_of!((*kernel).start).read_unaligned(),
-                    end_ns: addr_of!((*kernel).end).read_unaligned(),
-                })
+                (name, times!(CUpti_ActivityKernel9))
             }
-            CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_MEMCPY => {
-                let copy: *const CUpti_ActivityMemcpy5 = record.cast();
-                Some(KernelRecord {
-                    name: "memcpy".to_owned(),
-                    start_ns: addr_of!((*copy).start).read_unaligned(),
-                    end_ns: addr_of!((*copy).end).read_unaligned(),
-                })
-            }
-            CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_MEMSET => {
-                let fill: *const CUpti_ActivityMemset4 = record.cast();
-                Some(KernelRecord {
-                    name: "memset".to_owned(),
-                    start_ns: addr_of!((*fill).start).read_unaligned(),
-                    end_ns: addr_of!((*fill).end).read_unaligned(),
-                })
-            }
-            _ => None,
+            CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_MEMCPY => ("memcpy".into(), times!(CUpti_ActivityMemcpy5)),
+            CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_MEMSET => ("memset".into(), times!(CUpti_ActivityMemset4)),
+            _ => return None,
         }
-    }
+    };
+    Some(KernelRecord {
+        name: name.into_owned(),
+        start_ns,
+        end_ns,
+    })
 }
 
 #[cfg(test)]

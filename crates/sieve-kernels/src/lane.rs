@@ -1,12 +1,13 @@
 //! The CUDA stream of Burn's ops, for work that does not go through CubeCL: our kernels, cuBLASLt's and NCCL's.
 //!
-//! **Which stream.** CubeCL keeps its streams private. A stream of our own would need two events for each launch, so
-//! that it waits for what Burn queued before and Burn waits for it. That is correct, costs about 10 µs of the GPU's
-//! time each way, and is the fallback, reported once. Instead we read the addresses of CubeCL's streams off the
-//! server's `Debug` text, once, and *prove* which is ours: one is put into capture, the server is given a small copy to
-//! a scratch buffer, and if the captured graph holds it, that is where the server queues our work. A captured copy does
-//! not run. With a later CubeCL whose text lacks the addresses the fallback is taken.
-use crate::burn_memory::{binding_of, burn_memory};
+//! **Which stream.** CubeCL keeps its streams private. A stream of our own would need two events for each launch: it
+//! would wait for what Burn queued before, and Burn would wait for it. This is the fallback, correct but slower by about
+//! 10 µs of GPU time each way, and reported once. Instead we read the addresses of CubeCL's streams from the `Debug`
+//! text of its server, once, and *prove* which of them is the caller's: a candidate is put into capture, and the server
+//! queues a small copy to a scratch buffer. If the captured graph contains the copy, the candidate is the stream to which
+//! the server queues the caller's work. A captured copy does not run. If a later CubeCL's text has no addresses, the
+//! fallback is taken.
+use crate::burn_memory::{binding_of, device_of};
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
@@ -14,6 +15,7 @@ use cubecl::server::{Binding, CopyDescriptor};
 use cubecl::stream_id::StreamId;
 use cubecl_common::bytes::Bytes;
 use cubecl_runtime::server::ComputeServer;
+use cudarc::driver::DriverError;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{self as cuda, CUcontext, CUevent, CUevent_flags, CUevent_wait_flags, CUresult, CUstream};
 use sieve_gpu::{CudaTensor, DType, KernelError};
@@ -24,26 +26,30 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 const NAME: &str = "stream";
 
-/// Bytes of the copy that proves a stream.
+/// Bytes of the copy by which a stream is recognised.
 const PROBE_BYTES: usize = 128;
 
 /// CubeCL's server, which lives on the device thread.
 pub(crate) type Server = <CudaRuntime as cubecl::Runtime>::Server;
 
-/// The stream behind one of CubeCL's stream ids.
+/// Reason of the error when CubeCL's device thread has ended.
+pub(crate) const DEVICE_THREAD_GONE: &str = "the device thread is gone";
+
+/// The CUDA stream behind one of CubeCL's stream ids.
 struct Lane {
     stream: CUstream,
     order: Order,
-    /// Buffers of other streams that a launch uses, until the event behind that launch has passed.
+    /// Buffers that were allocated on other streams, kept until the event recorded after their launch has passed.
     foreign: VecDeque<(CUevent, Vec<Box<dyn Any>>)>,
 }
 
 /// What keeps our work in order with CubeCL's launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Order {
-    /// It is on their stream.
+    /// Our work is queued on CubeCL's own stream.
     Inline,
-    /// Events of the whole context, before and after.
+    /// Our work is queued on another stream: it waits for `before`, recorded over the whole context, and the context
+    /// waits for `after`.
     Events {
         context: CUcontext,
         before: CUevent,
@@ -52,26 +58,27 @@ enum Order {
 }
 
 thread_local! {
-    // On the device thread only; CubeCL runs one for each device.
+    // By stream id. Used by device threads only; CubeCL runs one for each device.
     static LANES: RefCell<HashMap<u64, Lane>> = RefCell::default();
 }
 
-/// Streams with a lane, by device and stream id, and whether work goes straight to them.
+/// For each device index and stream id with an open lane: whether its order is [`Order::Inline`].
 static OPEN: LazyLock<Mutex<HashMap<(usize, u64), bool>>> = LazyLock::new(Mutex::default);
 
-/// The first error of work whose call had returned. Process-wide, because Burn's backend methods have no place for it.
+/// The first error of queued work that came after its call had returned. Process-wide, because Burn's backend methods
+/// have no place for it.
 static LATE_ERROR: Mutex<Option<KernelError>> = Mutex::new(None);
 
-/// The address of a buffer, and what keeps its memory.
+/// The address of a buffer.
 pub(crate) struct Address {
     pub(crate) pointer: u64,
-    /// Set for a buffer that was allocated on another stream: the allocator may reuse it there before a launch here
-    /// has run.
+    /// Keeps the memory of a buffer that was allocated on another stream: without it the allocator may reuse the memory
+    /// on that stream before a launch on this one has run.
     foreign: Option<Box<dyn Any>>,
 }
 
-/// True when our launches go straight to Burn's streams, false when some use a stream of their own between two events;
-/// `None` before the first launch.
+/// True if all our launches go to Burn's own streams, false if some go to another stream between two events; `None`
+/// before the first launch.
 pub(crate) fn is_inline() -> Option<bool> {
     let open = lock(&OPEN);
     (!open.is_empty()).then(|| open.values().all(|inline| *inline))
@@ -82,47 +89,60 @@ pub(crate) fn report_late(error: KernelError) {
     lock(&LATE_ERROR).get_or_insert(error);
 }
 
-/// The error of work that was queued earlier; returned once.
+/// Fails once after queued work has failed.
 ///
 /// # Errors
-/// That error; it names its kernel.
+/// The error of the queued work, which names its kernel.
 pub(crate) fn late_error() -> Result<(), KernelError> {
     lock(&LATE_ERROR).take().map_or(Ok(()), Err)
 }
 
-/// Opens the lane of the caller's stream, if it is not open yet, and returns that stream's id.
+/// The queue of the device thread of a tensor's GPU.
+pub(crate) fn device_queue(tensor: &CudaTensor) -> DeviceHandle<Server> {
+    DeviceHandle::new(device_of(tensor).to_id())
+}
+
+/// Runs `work` on the device thread of a tensor's GPU and waits for it; its error is that of a launch of `kernel`.
+pub(crate) fn run_blocking<T: Send + 'static>(
+    tensor: &CudaTensor,
+    kernel: &'static str,
+    work: impl FnOnce(&mut Server) -> Result<T, String> + Send + 'static,
+) -> Result<T, KernelError> {
+    let outcome = device_queue(tensor).submit_blocking(work);
+    outcome
+        .unwrap_or_else(|_| Err(DEVICE_THREAD_GONE.to_owned()))
+        .map_err(|reason| KernelError::Launch { kernel, reason })
+}
+
+/// Opens the lane of the caller's stream, if it is not open yet, and returns the stream's id.
 ///
 /// # Errors
 /// The device thread is gone, or an operation queued before has failed.
 pub(crate) fn open(like: &CudaTensor) -> Result<StreamId, KernelError> {
     let stream = StreamId::current();
-    let key = (burn_memory(like).device.index, stream.value);
+    let key = (device_of(like).index, stream.value);
     if lock(&OPEN).contains_key(&key) {
         return Ok(stream);
     }
     let scratch = like.empty_contiguous(&[PROBE_BYTES / 4], DType::F32);
     let binding = binding_of(&scratch);
-    let queue: DeviceHandle<Server> = DeviceHandle::new(burn_memory(like).device.to_id());
-    let opened = queue.submit_blocking(move |server| open_lane(server, stream, &binding));
-    let failed = |reason: String| KernelError::Launch { kernel: NAME, reason };
-    let inline = opened
-        .map_err(|_| failed("the device thread is gone".to_owned()))?
-        .map_err(failed)?;
-    lock(&OPEN).insert(key, inline);
+    let is_inline = run_blocking(like, NAME, move |server| open_lane(server, stream, &binding))?;
+    lock(&OPEN).insert(key, is_inline);
     Ok(stream)
 }
 
-/// Queues `work` in order with Burn's launches on `stream`, whose lane is open; on the device thread.
+/// Queues `work` in order with Burn's launches on `stream`. Runs on the device thread, after [`open`] of the stream.
 pub(crate) fn on_lane<T>(stream: StreamId, work: impl FnOnce(CUstream) -> Result<T, String>) -> Result<T, String> {
     with_lane(stream, |lane| {
         lane.enter()?;
-        let done = work(lane.stream)?;
+        let result = work(lane.stream)?;
         lane.leave()?;
-        Ok(done)
+        Ok(result)
     })
 }
 
-/// As [`on_lane`], with the addresses of the buffers that the work uses, which stay until it has run.
+/// As [`on_lane`], for work on the buffers of `bindings`: it is given their addresses, and their memory is kept until it
+/// has run on the GPU.
 pub(crate) fn on_lane_with(
     server: &mut Server,
     stream: StreamId,
@@ -139,8 +159,8 @@ pub(crate) fn on_lane_with(
     with_lane(stream, |lane| lane.keep(foreign))
 }
 
-/// The address of a buffer, once `stream` waits for what other streams have queued for it; on the device thread, whose
-/// context this makes current.
+/// The address of a buffer. Makes `stream` wait for what other streams have queued on the buffer, and the device's
+/// context current. Runs on the device thread.
 pub(crate) fn address_of(server: &mut Server, stream: StreamId, binding: Binding) -> Result<Address, String> {
     let is_foreign = binding.stream != stream;
     let resource = server.get_resource(binding, stream);
@@ -158,8 +178,10 @@ fn with_lane<T>(stream: StreamId, action: impl FnOnce(&mut Lane) -> Result<T, St
     })
 }
 
+/// Finds the CUDA stream of `stream`, or makes one between events, and keeps it as a lane. Returns whether its order is
+/// [`Order::Inline`].
 fn open_lane(server: &mut Server, stream: StreamId, scratch: &Binding) -> Result<bool, String> {
-    // Pending errors and copies would otherwise turn up under capture.
+    // Without the flush, errors and copies that are pending would appear during the capture below.
     server
         .flush(stream)
         .map_err(|e| format!("an operation queued before: {e}"))?;
@@ -175,12 +197,12 @@ fn open_lane(server: &mut Server, stream: StreamId, scratch: &Binding) -> Result
         },
         None => Lane::with_events()?,
     };
-    let inline = lane.order == Order::Inline;
+    let is_inline = lane.order == Order::Inline;
     LANES.with_borrow_mut(|lanes| lanes.insert(stream.value, lane));
-    Ok(inline)
+    Ok(is_inline)
 }
 
-/// Does the server queue the work of `stream` on `candidate`?
+/// Whether the server queues the work of `stream` on the CUDA stream `candidate`: captures a copy to `scratch`.
 fn copy_lands_on(server: &mut Server, candidate: CUstream, stream: StreamId, scratch: &Binding) -> bool {
     let copy = CopyDescriptor {
         handle: scratch.clone(),
@@ -189,7 +211,7 @@ fn copy_lands_on(server: &mut Server, candidate: CUstream, stream: StreamId, scr
         elem_size: 1,
     };
     let mode = cuda::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: the address is one that the server printed of a stream it owns.
+    // SAFETY: the server printed this address as that of a stream it owns.
     if unsafe { cuda::cuStreamBeginCapture_v2(candidate, mode) } != CUresult::CUDA_SUCCESS {
         return false;
     }
@@ -208,9 +230,9 @@ fn copy_lands_on(server: &mut Server, candidate: CUstream, stream: StreamId, scr
 }
 
 impl Lane {
-    /// A stream of our own, ordered against the whole context.
+    /// A new stream, ordered by events with everything else in the context.
     fn with_events() -> Result<Self, String> {
-        let failed = |what: &str, e: cudarc::driver::DriverError| format!("{what}: {e:?}");
+        let failed = |what: &str, e: DriverError| format!("{what}: {e:?}");
         let mut context = std::ptr::null_mut();
         // SAFETY: writes one pointer.
         check("cuCtxGetCurrent", unsafe { cuda::cuCtxGetCurrent(&mut context) })?;
@@ -227,7 +249,7 @@ impl Lane {
         })
     }
 
-    /// Everything queued so far comes before what follows.
+    /// Makes the lane's next work wait for everything that is queued in the context.
     fn enter(&self) -> Result<(), String> {
         let Order::Events { context, before, .. } = self.order else {
             return Ok(());
@@ -240,7 +262,7 @@ impl Lane {
         }
     }
 
-    /// What follows comes after everything on this lane.
+    /// Makes everything that is queued in the context from now on wait for the lane's work.
     fn leave(&self) -> Result<(), String> {
         let Order::Events { context, after, .. } = self.order else {
             return Ok(());
@@ -252,7 +274,8 @@ impl Lane {
         }
     }
 
-    /// Keeps buffers of other streams until what this lane has queued has run, and lets go of those whose work has.
+    /// Keeps buffers of other streams until the work queued on this lane has run, and frees earlier ones whose work has
+    /// run.
     fn keep(&mut self, foreign: Vec<Box<dyn Any>>) -> Result<(), String> {
         while let Some((event, _)) = self.foreign.front() {
             // SAFETY: recorded below.
@@ -269,15 +292,21 @@ impl Lane {
             return Ok(());
         }
         crate::launch::FOREIGN.fetch_add(foreign.len(), std::sync::atomic::Ordering::Relaxed);
-        let event = driver::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING)
-            .map_err(|e| format!("cuEventCreate: {e:?}"))?;
-        self.foreign.push_back((event, foreign));
-        // SAFETY: event and stream are alive, in the current context.
-        check("cuEventRecord", unsafe { cuda::cuEventRecord(event, self.stream) })
+        self.foreign.push_back((record_event(self.stream)?, foreign));
+        Ok(())
     }
 }
 
-/// The distinct addresses after `sys: 0x` in a text, in order.
+/// A new event, recorded after everything that a stream of the current context has queued.
+pub(crate) fn record_event(stream: CUstream) -> Result<CUevent, String> {
+    let failed = |error: DriverError| format!("recording an event: {error:?}");
+    let event = driver::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(failed)?;
+    // SAFETY: event and stream are alive, in the current context.
+    unsafe { driver::event::record(event, stream) }.map_err(failed)?;
+    Ok(event)
+}
+
+/// The distinct addresses after `sys: 0x` in a text, by first occurrence.
 fn stream_addresses(text: &str) -> Vec<u64> {
     let mut seen = HashSet::new();
     text.split("sys: 0x")
@@ -290,14 +319,15 @@ fn stream_addresses(text: &str) -> Vec<u64> {
         .collect()
 }
 
-fn check(what: &str, result: CUresult) -> Result<(), String> {
-    if result == CUresult::CUDA_SUCCESS {
-        Ok(())
-    } else {
-        Err(format!("{what}: {result:?}"))
+/// The result of the driver's function `call`, whose name begins the error.
+pub(crate) fn check(call: &str, result: CUresult) -> Result<(), String> {
+    match result {
+        CUresult::CUDA_SUCCESS => Ok(()),
+        error => Err(format!("{call}: {error:?}")),
     }
 }
 
+/// Locks a mutex, also after a panic of another holder.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -3,36 +3,34 @@
 //! A launch is a closure for CubeCL's device thread: it runs there between the ops before and after it, resolves the
 //! addresses of all its buffers and calls the driver on Burn's own stream, so no synchronisation is needed and a buffer
 //! that is freed afterwards may be reused at once.
-use crate::burn_memory::{binding_of, burn_memory, kernel_tensor};
-use crate::lane::{self, Server, late_error, on_lane_with, report_late};
-use cubecl::device::Device;
-use cubecl::device_handle::DeviceHandle;
+use crate::burn_memory::{binding_of, device_of, kernel_tensor};
+use crate::lane::{self, DEVICE_THREAD_GONE, Server, device_queue, late_error, on_lane_with, report_late};
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 use sieve_gpu::{DeviceLaunch, KernelError, LaunchRequest, LoadedKernel, MapLayout, TileMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Launches of this process.
+/// Number of launches of this process.
 static LAUNCHES: AtomicUsize = AtomicUsize::new(0);
 
-/// Buffers of launches, products and collectives that were allocated on another stream than the work ran on.
+/// Number of buffers of launches, GEMMs and collectives that were allocated on another stream than the work ran on.
 pub(crate) static FOREIGN: AtomicUsize = AtomicUsize::new(0);
 
-/// How much was queued so far.
+/// Launches of this process so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LaunchCounts {
-    /// Launches of our kernels.
+    /// Number of launches of our kernels.
     pub launches: usize,
-    /// Buffers that came from another stream, each kept until an event behind its launch had passed.
+    /// Number of their buffers that were allocated on another stream; each was kept until its launch had run.
     pub foreign_buffers: usize,
-    /// False when launches use a stream of their own between two events, because Burn's was not found: correct, and
-    /// some 20 µs a launch slower; `None` before the first launch.
+    /// False if Burn's stream was not found: launches then go to another stream between two events, which is correct and
+    /// about 20 µs slower each. `None` before the first launch.
     pub is_inline: Option<bool>,
 }
 
 impl LaunchCounts {
-    /// Whether launches of the caller's thread go straight to Burn's stream on this GPU. Launches nothing.
+    /// Whether launches of the caller's thread go to Burn's own stream on this GPU. Launches nothing.
     ///
     /// # Errors
     /// The GPU cannot be used.
@@ -43,7 +41,7 @@ impl LaunchCounts {
         Ok(lane::is_inline() == Some(true))
     }
 
-    /// Of this process, so far.
+    /// The counts up to now.
     pub fn so_far() -> Self {
         Self {
             launches: LAUNCHES.load(Ordering::Relaxed),
@@ -63,20 +61,21 @@ pub(crate) struct QueuedLaunch {
     threads: u32,
     shared_bytes: usize,
     maps: Vec<MapLayout>,
-    /// Of the maps' tensors, then of the pointer arguments.
+    /// Buffers of the tensor maps, then those of the pointer arguments.
     pub(crate) bindings: Vec<Binding>,
+    /// The kernel's params struct.
     words: Vec<u64>,
-    /// Whether it starts before the launch before it has ended.
+    /// Whether it may start before the previous launch has ended (programmatic dependent launch).
     starts_early: bool,
 }
 
-/// Counts launches that a graph queues.
+/// Adds to the number of launches.
 pub(crate) fn count(launches: usize) {
     LAUNCHES.fetch_add(launches, Ordering::Relaxed);
 }
 
-/// Queues a launch on the caller's stream, and returns it so that a captured step can repeat it. The first of each
-/// kernel waits until it is queued.
+/// Queues a launch on the caller's stream, and returns it so that a captured step can repeat it. The first launch of a
+/// kernel waits until the driver has accepted it, so that this call returns its error.
 ///
 /// # Errors
 /// Those of loading the kernel; [`KernelError::Launch`] of an earlier launch, or of the first of this kernel.
@@ -93,12 +92,12 @@ pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<QueuedLaunch, 
         words,
     } = request;
     let (first, key) = (tensors[0], kernel.code_key()?);
-    let device = burn_memory(first).device.clone();
-    let known = LoadedKernel::find(device.index, key);
+    let device_index = device_of(first).index;
+    let known = LoadedKernel::find(device_index, key);
     let is_known = known.is_some();
     let loaded = match known {
         Some(loaded) => loaded,
-        None => LoadedKernel::load(kernel, device.index, &first.hardware().arch())?,
+        None => LoadedKernel::load(kernel, device_index, &first.hardware().arch())?,
     };
     let stream = lane::open(first)?;
     let of_maps = maps.iter().map(|map| {
@@ -120,12 +119,13 @@ pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<QueuedLaunch, 
         starts_early: false,
     };
     count(1);
-    // Only the kernels of a step leave alone what a kernel reads early: weights.
+    // A repetition in a captured step may start early, this launch may not: what a kernel reads before its predecessor
+    // has ended are weights, and only in a captured step is it certain that no kernel before it writes them.
     let queued = QueuedLaunch {
         starts_early: kernel.may_start_early() && first.hardware().compute_capability >= (9, 0),
         ..call.clone()
     };
-    let queue: DeviceHandle<Server> = DeviceHandle::new(device.to_id());
+    let queue = device_queue(first);
     if is_known {
         queue.submit(move |server| {
             // SAFETY: the caller's promise.
@@ -140,14 +140,17 @@ pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<QueuedLaunch, 
     let outcome = outcome.unwrap_or_else(|_| {
         Err(KernelError::Launch {
             kernel: kernel.name(),
-            reason: "the device thread is gone".to_owned(),
+            reason: DEVICE_THREAD_GONE.to_owned(),
         })
     });
     outcome.map(|()| queued)
 }
 
 impl QueuedLaunch {
-    /// On the device thread.
+    /// Resolves the buffers' addresses and passes the launch to the driver. Runs on the device thread.
+    ///
+    /// # Safety
+    /// As [`queue`].
     pub(crate) unsafe fn run(self, server: &mut Server, stream: StreamId) -> Result<(), KernelError> {
         let queued = on_lane_with(server, stream, self.bindings, |lane, pointers| {
             let launch = DeviceLaunch {

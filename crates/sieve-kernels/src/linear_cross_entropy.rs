@@ -1,16 +1,16 @@
-//! Projection to the vocabulary and cross-entropy, a block of tokens at a time: GEMMs by cuBLASLt around
-//! `kernels/cross_entropy.cu`. The logits of all tokens never exist together.
+//! Projection to the vocabulary and cross-entropy, one block of tokens after another: GEMMs by cuBLASLt around
+//! `kernels/cross_entropy.cu`. Only one block's logits are in memory at a time.
 use crate::cublaslt::{MatmulOutput, Product, matmul};
 use sieve_gpu::step::{FixedSum, LogitRows, cross_entropy, padded_width};
 use sieve_gpu::{CudaTensor, DType, KernelError, operand, require_non_empty};
 
 const NAME: &str = "linear_cross_entropy";
 
-/// Most bytes of a block of logits: 8192 tokens of a vocabulary of 50,304 in bf16. Smaller blocks leave processors
-/// idle in the gradient of h where d_model is small, and read the weight's f32 gradient more often.
+/// Most bytes of one block's logits: 8192 tokens of a vocabulary of 50,304 in bf16. Smaller blocks would leave
+/// multiprocessors idle in the GEMM of dh where d_model is small, and read and write the f32 dweight more often.
 const BLOCK_BYTES: usize = 800 << 20;
 
-/// Tokens of a block are a multiple of this, a tile of the products.
+/// The number of a block's tokens is a multiple of this, the height of a GEMM's tile.
 const TOKEN_STEP: usize = 128;
 
 /// What [`linear_cross_entropy_with_gradients`] returns.
@@ -35,13 +35,7 @@ pub fn token_losses(h: &CudaTensor, weight: &CudaTensor, labels: &CudaTensor) ->
     let logits = LogitRows::new(h, block, input.vocab_size, DType::F32);
     let losses = h.empty_contiguous(&[input.tokens], DType::F32);
     for first in (0..input.tokens).step_by(block) {
-        let count = block.min(input.tokens - first);
-        let into = logits.matrix(count)?;
-        let h = input.h.row_range(NAME, "h", first, count)?;
-        matmul(Product::Nt, &h, &input.weight, MatmulOutput::Into(&into))?;
-        let labels = input.labels.row_range(NAME, "labels", first, count)?;
-        let losses = losses.row_range(NAME, "losses", first, count)?;
-        cross_entropy(&logits, &labels, &losses)?;
+        input.block_losses([first, block.min(input.tokens - first)], &logits, &losses)?;
     }
     Ok(losses)
 }
@@ -64,20 +58,15 @@ pub fn linear_cross_entropy_with_gradients(
     let dweight = h.empty_contiguous(&[input.vocab_size, d_model], DType::F32);
     for first in (0..tokens).step_by(block) {
         let count = block.min(tokens - first);
-        let rows = logits.matrix(count)?;
-        let h = input.h.row_range(NAME, "h", first, count)?;
-        matmul(Product::Nt, &h, &input.weight, MatmulOutput::Into(&rows))?;
-        let labels = input.labels.row_range(NAME, "labels", first, count)?;
-        let losses = losses.row_range(NAME, "losses", first, count)?;
-        cross_entropy(&logits, &labels, &losses)?;
+        let [h, dlogits] = input.block_losses([first, count], &logits, &losses)?;
         let dh = dh.row_range(NAME, "dh", first, count)?;
-        matmul(Product::Nn, &rows, &input.weight, MatmulOutput::Into(&dh))?;
-        // The first block overwrites the sum, so it needs no clearing.
+        matmul(Product::Nn, &dlogits, &input.weight, MatmulOutput::Into(&dh))?;
+        // The first block overwrites dweight, so it needs no clearing.
         let into = match first {
             0 => MatmulOutput::Into(&dweight),
             _ => MatmulOutput::AddTo(&dweight),
         };
-        matmul(Product::Tn, &rows, &h, into)?;
+        matmul(Product::Tn, &dlogits, &h, into)?;
     }
     Ok(LinearCrossEntropyGradients {
         loss: FixedSum::of(&losses)?,
@@ -86,7 +75,7 @@ pub fn linear_cross_entropy_with_gradients(
     })
 }
 
-/// The operands, contiguous and checked against each other.
+/// The operands, checked and made contiguous.
 struct Input {
     h: CudaTensor,
     weight: CudaTensor,
@@ -112,23 +101,40 @@ impl Input {
             vocab_size,
         })
     }
+
+    /// Computes `count` tokens' logits from token `first` on, and their losses. Returns those rows of h and of `logits`;
+    /// bf16 logits have then been overwritten by their gradients.
+    fn block_losses(
+        &self,
+        [first, count]: [usize; 2],
+        logits: &LogitRows,
+        losses: &CudaTensor,
+    ) -> Result<[CudaTensor; 2], KernelError> {
+        let rows = logits.matrix(count)?;
+        let h = self.h.row_range(NAME, "h", first, count)?;
+        matmul(Product::Nt, &h, &self.weight, MatmulOutput::Into(&rows))?;
+        let labels = self.labels.row_range(NAME, "labels", first, count)?;
+        let losses = losses.row_range(NAME, "losses", first, count)?;
+        cross_entropy(logits, &labels, &losses)?;
+        Ok([h, rows])
+    }
 }
 
-/// Tokens whose bf16 logits exist at once in [`linear_cross_entropy_with_gradients`] of `tokens` tokens, at least one.
+/// Tokens of a block in [`linear_cross_entropy_with_gradients`], whose logits are bf16; `tokens` is at least one.
 pub fn loss_block_tokens(tokens: usize, vocab_size: usize) -> usize {
     block_tokens(tokens, vocab_size, 2)
 }
 
-/// Tokens whose logits exist at once.
+/// Tokens of a block, whose logits of `logit_bytes` bytes each take at most [`BLOCK_BYTES`].
 fn block_tokens(tokens: usize, vocab_size: usize, logit_bytes: usize) -> usize {
-    let most = BLOCK_BYTES / (padded_width(vocab_size) * logit_bytes);
-    let step = (most / TOKEN_STEP * TOKEN_STEP).max(TOKEN_STEP);
-    // Blocks of even size: a short last one would run at a fraction of the speed.
-    let blocks = tokens.div_ceil(step);
+    let fitting = BLOCK_BYTES / (padded_width(vocab_size) * logit_bytes);
+    let most = (fitting / TOKEN_STEP * TOKEN_STEP).max(TOKEN_STEP);
+    // Blocks of nearly equal size: a short last block would run at a fraction of the speed.
+    let num_blocks = tokens.div_ceil(most);
     tokens
-        .div_ceil(blocks)
+        .div_ceil(num_blocks)
         .next_multiple_of(TOKEN_STEP)
-        .min(step)
+        .min(most)
         .min(tokens)
 }
 

@@ -6,7 +6,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::prelude::ComputeClient;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Bytes at the fullest moment seen.
+/// The largest values seen, each by itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryPeak {
     /// Held by tensors.
@@ -21,7 +21,7 @@ static IN_USE: AtomicU64 = AtomicU64::new(0);
 static RESERVED: AtomicU64 = AtomicU64::new(0);
 
 impl MemoryPeak {
-    /// Begins to watch; the peak so far counts on.
+    /// Starts to watch; the peak of earlier watches is kept.
     pub fn watch() {
         IS_ON.store(true, Ordering::Relaxed);
     }
@@ -31,7 +31,7 @@ impl MemoryPeak {
         IS_ON.store(false, Ordering::Relaxed);
     }
 
-    /// The most seen while a watch was on; `None` where nothing was.
+    /// The peak while a watch was on; `None` if nothing was allocated.
     pub fn seen() -> Option<MemoryPeak> {
         let peak = MemoryPeak {
             in_use_bytes: IN_USE.load(Ordering::Relaxed),
@@ -41,12 +41,12 @@ impl MemoryPeak {
     }
 }
 
-/// Asks the allocator, where a watch is on.
+/// Queries the allocator if a watch is on.
 pub(crate) fn note_allocation(client: &ComputeClient<CudaRuntime>) {
     if !IS_ON.load(Ordering::Relaxed) {
         return;
     }
-    // A device thread that does not answer fails the step by itself; this is only a count.
+    // An error is left to the step itself, which fails when the device thread does not answer.
     if let Ok(usage) = client.memory_usage() {
         note(usage.bytes_in_use, usage.bytes_reserved);
     }

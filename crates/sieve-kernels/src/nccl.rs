@@ -1,24 +1,24 @@
 //! Reductions and gathers over the GPUs of several processes, by NCCL.
 //!
-//! NCCL works on a stream of its own: it begins once Burn's stream has run what was queued before, and Burn's stream
-//! waits for it where the caller asks for the results, so that both run concurrently in between. Only events of these
-//! two streams order them, so a checkpoint's copies on a third stream delay nothing, and the host never waits. One call
-//! takes all tensors of a segment as an NCCL group. NCCL does not report a rank that died: its collectives never end,
-//! and the watcher of the processes must end this one. Errors that NCCL does detect, such as a broken link, are read by
-//! [`NcclWatch`].
+//! NCCL works on a stream of its own. A collective starts once Burn's stream has run what was queued before it, and
+//! [`NcclWork::finish`] makes Burn's stream wait for its end; in between both streams run concurrently. Only events of
+//! these two streams order them, so a checkpoint's copies on a third stream delay nothing, and the host never waits. One
+//! call takes all tensors of a segment as an NCCL group. NCCL does not report a rank that died: the collectives of the
+//! other ranks then never end, and whoever watches the processes must end them. Errors that NCCL does detect, such as a
+//! broken link, are read by [`NcclWatch`].
 mod library;
 mod watch;
 
 pub use watch::NcclWatch;
 
-use crate::burn_memory::{binding_of, burn_memory, can_mut};
-use crate::lane::{self, Server, address_of, lock, on_lane};
-use cubecl::device::Device;
+use crate::burn_memory::{binding_of, can_mut};
+use crate::lane::{self, Server, address_of, device_queue, lock, on_lane, record_event};
+use crate::probe::version_text;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 use cudarc::driver::result as driver;
-use cudarc::driver::sys::{CUcontext, CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
+use cudarc::driver::sys::{CUcontext, CUevent, CUevent_wait_flags, CUstream};
 use cudarc::nccl::sys;
 use library::Nccl;
 use sieve_gpu::{CudaTensor, DType, KernelError};
@@ -29,64 +29,65 @@ use watch::Marks;
 
 const NAME: &str = "nccl";
 
-/// Bytes of what rank 0 gives to the others, so that they find each other.
+/// Bytes of a group's unique id, which one rank creates and sends to the others so that they can join.
 pub(crate) const NCCL_ID_BYTES: usize = 128;
 
-/// This process's part in a group of GPUs. It lasts as long as the process.
+/// This process's rank in a group of GPUs. NCCL's communicator is kept until the process ends.
 #[derive(Debug)]
 pub struct NcclGroup {
     link: Link,
     rank: usize,
-    /// An error that came after its call had returned.
+    /// The first error of queued work that came after its call had returned.
     late_error: Arc<Mutex<Option<String>>>,
     marks: Arc<Marks>,
 }
 
-/// What the device thread works with.
+/// The handles with which the device thread queues collectives.
 #[derive(Clone, Copy, Debug)]
 struct Link {
     nccl: &'static Nccl,
     communicator: sys::ncclComm_t,
-    /// NCCL's stream; `None` where it works on Burn's.
+    /// NCCL's stream; `None` if collectives are queued on Burn's.
     stream: Option<CUstream>,
     context: CUcontext,
 }
 
-// SAFETY: after `join` the device thread alone queues work with the handles; `NcclWatch` queries errors, which NCCL
-// allows from any thread, and makes the context current on its own thread, which any thread may.
+// SAFETY: after `join` only the device thread queues work with the handles. `NcclWatch` queries errors, which NCCL
+// allows from any thread, and makes the context current on its own thread, which the driver allows.
 unsafe impl Send for Link {}
 // SAFETY: as above.
 unsafe impl Sync for Link {}
 
-/// A rank's part of an all-gather.
+/// One rank's operands of an all-gather.
 #[derive(Clone, Debug)]
 pub struct NcclPiece {
-    /// This rank's piece, contiguous.
+    /// This rank's elements, contiguous.
     pub piece: CudaTensor,
-    /// The contiguous tensor that the pieces are gathered into; overwritten in place for every clone of it, also one
-    /// that a [`HostCopy`](crate::HostCopy) holds.
+    /// The contiguous tensor into which the pieces of all ranks are gathered. It is overwritten in place, which all its
+    /// clones see, also one in a [`HostCopy`](crate::HostCopy).
     pub whole: CudaTensor,
-    /// Which elements of the flattened whole are whose, by rank.
+    /// Each rank's range of the flattened `whole`.
     pub ranges: Vec<Range<usize>>,
 }
 
-/// Work of all ranks that has begun.
+/// Collectives that were queued and may still run.
 pub struct NcclWork {
     results: Vec<CudaTensor>,
+    /// The device thread's queue; `None` if there was nothing to do.
     queue: Option<DeviceHandle<Server>>,
-    /// They keep the memory until Burn's stream waits for the work, without keeping the next op from writing in place.
+    /// Keep the memory until Burn's stream waits for the work; the next op may still write to it in place.
     bindings: Vec<Binding>,
-    /// What is read and others may hold too: an op of theirs that would write in place writes to a copy meanwhile.
-    read: Vec<CudaTensor>,
+    /// Inputs that may have other owners: while they are held here, in-place ops of those owners write to a copy.
+    inputs: Vec<CudaTensor>,
     end: Arc<Mutex<Option<End>>>,
     late_error: Arc<Mutex<Option<String>>>,
 }
 
-/// Recorded behind the work.
+/// The event recorded after the work on NCCL's stream.
 #[derive(Debug)]
 struct End(CUevent);
 
-// SAFETY: made, waited for and destroyed on the device thread alone.
+// SAFETY: only the device thread records, waits for and destroys the event.
 unsafe impl Send for End {}
 
 impl fmt::Debug for NcclWork {
@@ -96,23 +97,17 @@ impl fmt::Debug for NcclWork {
 }
 
 impl NcclGroup {
-    /// Is the library there? Asked once.
+    /// Checks that the library can be loaded; tried once per process.
     ///
     /// # Errors
-    /// [`KernelError::Installation`].
+    /// [`KernelError::Installation`] when it cannot.
     pub fn require() -> Result<(), KernelError> {
         Nccl::get().map(drop)
     }
 
-    /// The library's version; `None` where it is not there.
+    /// The library's version; `None` if it cannot be loaded.
     pub fn version() -> Option<String> {
-        let version = Nccl::get().ok()?.version()?;
-        Some(format!(
-            "{}.{}.{}",
-            version / 10_000,
-            version / 100 % 100,
-            version % 100
-        ))
+        Some(version_text(Nccl::get().ok()?.version()? as usize))
     }
 
     /// The id of a new group, created by one rank and sent to all others.
@@ -125,13 +120,14 @@ impl NcclGroup {
             internal: [0; NCCL_ID_BYTES],
         };
         // SAFETY: writes one id.
-        let made = unsafe { (nccl.get_unique_id)(&mut id) };
-        nccl.require("ncclGetUniqueId", made)?;
+        let result = unsafe { (nccl.get_unique_id)(&mut id) };
+        nccl.require("ncclGetUniqueId", result)?;
         Ok(id.internal.map(|byte| byte as u8))
     }
 
-    /// Joins the group of `id` as `rank` of `size`, with a GPU on which tensors were made before. Waits for all ranks.
-    /// Without `overlaps` NCCL uses Burn's stream, so that nothing overlaps its collectives.
+    /// Joins the group of `id` as `rank` of `size` ranks, and waits for all others. Tensors must already have been made
+    /// on the GPU. With `overlaps` collectives get a stream of their own and run beside Burn's ops; without it they are
+    /// queued on Burn's stream.
     ///
     /// # Errors
     /// No library; an id of another length; GPUs that cannot reach each other, or one GPU for two ranks.
@@ -152,8 +148,8 @@ impl NcclGroup {
             let context = driver::primary_ctx::retain(device)
                 .and_then(|context| driver::ctx::set_current(context).map(|()| context))
                 .map_err(|error| failed(format!("the primary context: {error:?}")))?;
-            let made = || driver::stream::create(driver::stream::StreamKind::NonBlocking);
-            let stream = overlaps.then(made).transpose();
+            let new_stream = || driver::stream::create(driver::stream::StreamKind::NonBlocking);
+            let stream = overlaps.then(new_stream).transpose();
             let stream = stream.map_err(|error| failed(format!("cuStreamCreate: {error:?}")))?;
             let (size, rank) = (size as i32, rank as i32);
             let joined = (nccl.comm_init_rank)(&mut communicator, size, id, rank);
@@ -173,57 +169,60 @@ impl NcclGroup {
         })
     }
 
-    /// Polled by another thread: whether NCCL has had an error, and how many collectives the GPU has completed.
+    /// A watch that another thread polls for NCCL's errors and the number of completed collectives.
     pub fn watch(&self) -> NcclWatch {
         NcclWatch::new(self.link, self.marks.clone())
     }
 
-    /// Starts summing f32 tensors over all ranks, which pass the same shapes in the same order. A tensor with ranges is
-    /// reduce-scattered: a rank gets the flat sums of its own range; any other is all-reduced.
+    /// Starts to sum f32 tensors over all ranks; each rank passes the same shapes in the same order. A tensor with ranges
+    /// of its flattened elements by rank is reduce-scattered: each rank gets the sums of its own range, flat. A tensor
+    /// without ranges is all-reduced.
     ///
     /// # Errors
     /// Tensors that are not f32; an error of an earlier call.
     pub fn sum(&self, tensors: Vec<(CudaTensor, Option<Vec<Range<usize>>>)>) -> Result<NcclWork, KernelError> {
         let mut jobs = Vec::with_capacity(tensors.len());
-        let (mut results, mut read) = (Vec::with_capacity(tensors.len()), Vec::new());
+        let (mut results, mut inputs) = (Vec::with_capacity(tensors.len()), Vec::new());
         for (tensor, ranges) in tensors {
             tensor.require_dtype(NAME, "a tensor", DType::F32)?;
-            let is_own = tensor.is_contiguous() && can_mut(&tensor);
+            let has_no_other_owner = tensor.is_contiguous() && can_mut(&tensor);
             let from = tensor.contiguous();
             drop(tensor);
             let to = match &ranges {
                 Some(ranges) => from.empty_contiguous(&[ranges[self.rank].len()], DType::F32),
-                None if is_own => from.clone(),
+                None if has_no_other_owner => from.clone(),
                 None => from.empty_contiguous(from.shape(), DType::F32),
             };
             jobs.push(Job {
-                bindings: [&from, &to].map(binding_of),
+                from: binding_of(&from),
+                to: binding_of(&to),
                 count: from.num_elements(),
                 work: Work::Sum,
                 ranges,
             });
             results.push(to);
-            if !is_own {
-                read.push(from);
+            if !has_no_other_owner {
+                inputs.push(from);
             }
         }
-        self.begin(jobs, results, read)
+        self.begin(jobs, results, inputs)
     }
 
-    /// Starts gathering the pieces of all ranks into `whole`. The returned work has no results of its own.
+    /// Starts to gather the pieces of all ranks into each [`NcclPiece::whole`]. The work has no other results.
     ///
     /// # Errors
     /// Tensors with gaps, or of other types than f32 and bf16; an error of an earlier call.
     pub fn gather(&self, tensors: Vec<NcclPiece>) -> Result<NcclWork, KernelError> {
         let mut jobs = Vec::with_capacity(tensors.len());
-        let mut read = Vec::with_capacity(tensors.len());
+        let mut inputs = Vec::with_capacity(tensors.len());
         for NcclPiece { piece, whole, ranges } in tensors {
             whole.require_contiguous(NAME, "the whole tensor")?;
             piece.require_contiguous(NAME, "a piece")?;
             piece.require_dtype(NAME, "a piece", whole.dtype())?;
             piece.require_shape(NAME, "a piece", &[ranges[self.rank].len()])?;
             jobs.push(Job {
-                bindings: [&piece, &whole].map(binding_of),
+                from: binding_of(&piece),
+                to: binding_of(&whole),
                 count: whole.num_elements(),
                 work: match whole.dtype() {
                     DType::BF16 => Work::GatherBf16,
@@ -234,13 +233,13 @@ impl NcclGroup {
                 },
                 ranges: Some(ranges),
             });
-            read.push(piece);
+            inputs.push(piece);
         }
-        self.begin(jobs, Vec::new(), read)
+        self.begin(jobs, Vec::new(), inputs)
     }
 
-    /// Sends tensors of `shape` to other ranks, and returns those received from the ranks of `from`; `like` has their
-    /// type and is on this GPU. Neither list contains this rank.
+    /// Sends tensors to other ranks, given with their rank, and returns one tensor received from each rank of `from`.
+    /// All have the shape `shape` and the type of `like`, which is on this GPU. This rank is in neither list.
     ///
     /// # Errors
     /// Tensors of other types or shapes; an error of an earlier call.
@@ -254,7 +253,8 @@ impl NcclGroup {
         let dtype = like.dtype();
         let count = shape.iter().product::<usize>() * dtype.size();
         let job = |tensor: &CudaTensor, work| Job {
-            bindings: [tensor, tensor].map(binding_of),
+            from: binding_of(tensor),
+            to: binding_of(tensor),
             count,
             work,
             ranges: None,
@@ -265,20 +265,20 @@ impl NcclGroup {
             tensor.require_shape(NAME, "a given tensor", shape)?;
             jobs.push(job(&tensor.contiguous(), Work::Send(rank)));
         }
-        let found = from.map(|rank| {
+        let received = from.map(|rank| {
             let tensor = like.empty_contiguous(shape, dtype);
             jobs.push(job(&tensor, Work::Receive(rank)));
             tensor
         });
-        let found = found.collect();
+        let received = received.collect();
         if jobs.is_empty() {
-            return Ok(found);
+            return Ok(received);
         }
         self.begin(jobs, vec![like.clone()], Vec::new())?.finish();
-        Ok(found)
+        Ok(received)
     }
 
-    /// Sends each rank a slice of the outermost dimension of `tensor`, and returns the slices received, by rank.
+    /// Sends each rank its slice of the outermost dimension of `tensor`, and returns the slices received, by rank.
     ///
     /// # Errors
     /// A tensor without a slice for each rank; an error of an earlier call.
@@ -290,7 +290,8 @@ impl NcclGroup {
             return Err(failed(format!("rank {} of {slices} slices", self.rank)));
         }
         let job = Job {
-            bindings: [&from, &to].map(binding_of),
+            from: binding_of(&from),
+            to: binding_of(&to),
             count: from.num_elements() * from.dtype().size(),
             work: Work::AllToAll(slices),
             ranges: None,
@@ -299,37 +300,37 @@ impl NcclGroup {
         Ok(to)
     }
 
-    fn begin(&self, jobs: Vec<Job>, results: Vec<CudaTensor>, read: Vec<CudaTensor>) -> Result<NcclWork, KernelError> {
+    /// Queues the jobs on the device thread as one NCCL group.
+    fn begin(
+        &self,
+        jobs: Vec<Job<Binding>>,
+        results: Vec<CudaTensor>,
+        inputs: Vec<CudaTensor>,
+    ) -> Result<NcclWork, KernelError> {
         if let Some(reason) = lock(&self.late_error).take() {
             return Err(failed(reason));
         }
+        let bindings = jobs.iter().flat_map(|job| [&job.from, &job.to]).cloned().collect();
         let mut work = NcclWork {
             queue: None,
-            bindings: jobs.iter().flat_map(|job| job.bindings.clone()).collect(),
+            bindings,
             end: Arc::default(),
             late_error: self.late_error.clone(),
             results,
-            read,
+            inputs,
         };
-        let Some(first) = work.results.iter().chain(&work.read).next() else {
+        let Some(first) = work.results.iter().chain(&work.inputs).next() else {
             return Ok(work);
         };
-        let queue: DeviceHandle<Server> = DeviceHandle::new(burn_memory(first).device.to_id());
-        let (link, rank, stream) = (self.link, self.rank, lane::open(first)?);
+        let queue = device_queue(first);
+        let (link, stream) = (self.link, lane::open(first)?);
         let (end, late_error, marks) = (work.end.clone(), self.late_error.clone(), self.marks.clone());
         queue.submit(move |server| {
-            let addresses = jobs.into_iter().map(|job| {
-                // The work's own bindings keep the memory.
-                let [from, to] = job.bindings.map(|binding| address_of(server, stream, binding));
-                let (from, to) = (from?.pointer, to?.pointer);
-                let address = Address { from, to };
-                Ok((address, job.count, job.work, job.ranges))
-            });
-            let addresses = addresses.collect::<Result<Vec<_>, String>>();
-            let queued = addresses.and_then(|jobs| {
+            let resolved = jobs.into_iter().map(|job| job.resolve(server, stream));
+            let queued = resolved.collect::<Result<Vec<_>, _>>().and_then(|jobs| {
                 on_lane(stream, |lane| {
-                    // SAFETY: the bindings hold the tensors until the caller's stream waits for the work.
-                    let ended = unsafe { link.queue(lane, rank, &jobs, &marks) }?;
+                    // SAFETY: the work's bindings keep the memory until the caller's stream waits for the work.
+                    let ended = unsafe { link.queue(lane, &jobs, &marks) }?;
                     *lock(&end) = ended.map(End);
                     Ok(())
                 })
@@ -338,7 +339,7 @@ impl NcclGroup {
                 lock(&late_error).get_or_insert(reason);
             }
         });
-        // Other ranks wait for this one: the closure must not wait for ops that come later.
+        // Other ranks wait for this one, so the closure must run now instead of with later ops.
         queue.flush_queue();
         work.queue = Some(queue);
         Ok(work)
@@ -346,13 +347,13 @@ impl NcclGroup {
 }
 
 impl NcclWork {
-    /// Makes Burn's stream wait for the work, and gives its results.
+    /// Makes Burn's stream wait for the work, and returns its results.
     pub fn finish(self) -> Vec<CudaTensor> {
         let Self {
             results,
             queue,
             bindings,
-            read,
+            inputs,
             end,
             late_error,
         } = self;
@@ -367,22 +368,25 @@ impl NcclWork {
                     lock(&late_error).get_or_insert(reason);
                 }
             }
-            // What frees or writes the memory from here on comes behind the wait.
+            // The wait is queued: ops that free or write to the memory from here on run after the collective.
             drop(bindings);
         });
-        // Behind the wait: what writes there from now on comes after it.
-        drop(read);
+        // The closure above is queued: in-place ops from here on are queued behind its wait.
+        drop(inputs);
         results
     }
 }
 
-/// A tensor's part in a call.
-struct Job {
-    /// Read, written.
-    bindings: [Binding; 2],
-    /// Elements of the whole tensor.
+/// The work on one tensor; `Buffer` is its binding, or its address on the GPU.
+struct Job<Buffer> {
+    /// The buffer that is read.
+    from: Buffer,
+    /// The buffer that is written, which may be the same.
+    to: Buffer,
+    /// Elements of the whole tensor; bytes where the work is to send or receive.
     count: usize,
     work: Work,
+    /// The elements of each rank in a reduce-scatter or an all-gather.
     ranges: Option<Vec<Range<usize>>>,
 }
 
@@ -391,162 +395,161 @@ enum Work {
     Sum,
     GatherF32,
     GatherBf16,
-    /// To a rank, or from one; counts are of bytes.
+    /// Sends to this rank.
     Send(usize),
+    /// Receives from this rank.
     Receive(usize),
-    /// A slice to each of this number of ranks, and one from each.
+    /// Sends a slice to each of this number of ranks, and receives one from each.
     AllToAll(usize),
 }
 
-#[derive(Clone, Copy)]
-struct Address {
-    from: u64,
-    to: u64,
+impl Job<Binding> {
+    fn resolve(self, server: &mut Server, stream: StreamId) -> Result<Job<u64>, String> {
+        let mut address = |binding| Ok::<_, String>(address_of(server, stream, binding)?.pointer);
+        Ok(Job {
+            from: address(self.from)?,
+            to: address(self.to)?,
+            count: self.count,
+            work: self.work,
+            ranges: self.ranges,
+        })
+    }
 }
 
-type Addressed = (Address, usize, Work, Option<Vec<Range<usize>>>);
-
 impl Link {
-    /// Queues the work of all tensors as one group, after what `lane` has queued. Returns the event recorded after it,
-    /// unless it is on that stream.
+    /// Queues all jobs as one group, after what `lane` has queued. Returns the event recorded after the group on NCCL's
+    /// stream; `None` if the group was queued on `lane` itself.
     ///
     /// # Safety
-    /// The addresses hold as many values as the ranges and counts say, until the work is waited for.
-    unsafe fn queue(
-        &self,
-        lane: CUstream,
-        rank: usize,
-        jobs: &[Addressed],
-        marks: &Marks,
-    ) -> Result<Option<CUevent>, String> {
-        let _communicator = marks.hold()?;
+    /// Until the work is waited for, the addresses hold as many values as the ranges and counts say.
+    unsafe fn queue(&self, lane: CUstream, jobs: &[Job<u64>], marks: &Marks) -> Result<Option<CUevent>, String> {
+        let _not_aborted = marks.hold()?;
         let stream = self.stream.unwrap_or(lane);
         let mut reached = None;
         if self.stream.is_some() {
-            let before = record(lane)?;
-            wait_for(stream, before)?;
-            reached = Some(record(stream)?);
+            wait_for(stream, record_event(lane)?)?;
+            reached = Some(record_event(stream)?);
         }
         let nccl = self.nccl;
         // SAFETY: no arguments.
         nccl.check("ncclGroupStart", unsafe { (nccl.group_start)() })?;
         let queued = jobs.iter().try_for_each(|job| {
-            // SAFETY: see above.
-            unsafe { self.queue_one(stream, rank, job) }
+            // SAFETY: by the caller's promise.
+            unsafe { self.queue_one(stream, job) }
         });
-        // Also after an error: a group left open would swallow the next one.
+        // The group is ended after an error too: left open, it would take in the collectives of the next call.
         // SAFETY: no arguments.
         let ended = nccl.check("ncclGroupEnd", unsafe { (nccl.group_end)() });
         queued.and(ended)?;
         if let Some(reached) = reached {
-            marks.push(reached, record(stream)?);
+            marks.push(reached, record_event(stream)?);
         }
-        match self.stream {
-            Some(stream) => record(stream).map(Some),
-            None => Ok(None),
-        }
+        self.stream.map(record_event).transpose()
     }
 
+    /// Queues one job of the open group.
+    ///
     /// # Safety
     /// As [`queue`](Self::queue).
-    unsafe fn queue_one(
-        &self,
-        stream: CUstream,
-        rank: usize,
-        (address, count, work, ranges): &Addressed,
-    ) -> Result<(), String> {
+    unsafe fn queue_one(&self, stream: CUstream, job: &Job<u64>) -> Result<(), String> {
         let (nccl, comm, stream) = (self.nccl, self.communicator, stream as sys::cudaStream_t);
-        let Address { from, to } = *address;
+        let bytes = sys::ncclDataType_t::ncclUint8;
+        let &Job { from, to, count, .. } = job;
+        let send = |from: u64, count, peer: usize| {
+            // SAFETY: `count` bytes at the address, by the caller's promise.
+            let result = unsafe { (nccl.send)(from as _, count, bytes, peer as i32, comm, stream) };
+            nccl.check("ncclSend", result)
+        };
+        let receive = |to: u64, count, peer: usize| {
+            // SAFETY: as in `send`.
+            let result = unsafe { (nccl.receive)(to as _, count, bytes, peer as i32, comm, stream) };
+            nccl.check("ncclRecv", result)
+        };
+        match job.work {
+            Work::Send(peer) => send(from, count, peer),
+            Work::Receive(peer) => receive(to, count, peer),
+            Work::AllToAll(num_ranks) => (0..num_ranks).try_for_each(|peer| {
+                let slice = count / num_ranks;
+                let offset = (peer * slice) as u64;
+                send(from + offset, slice, peer)?;
+                receive(to + offset, slice, peer)
+            }),
+            // SAFETY: by the caller's promise.
+            Work::Sum => unsafe { self.sum(stream, job) },
+            // SAFETY: as above.
+            Work::GatherF32 => unsafe { self.gather(stream, job, (sys::ncclDataType_t::ncclFloat32, 4)) },
+            // SAFETY: as above.
+            Work::GatherBf16 => unsafe { self.gather(stream, job, (sys::ncclDataType_t::ncclBfloat16, 2)) },
+        }
+    }
+
+    /// All-reduces a tensor, or reduce-scatters it by the job's ranges.
+    ///
+    /// # Safety
+    /// As [`queue`](Self::queue).
+    unsafe fn sum(&self, stream: sys::cudaStream_t, job: &Job<u64>) -> Result<(), String> {
+        let (nccl, comm) = (self.nccl, self.communicator);
         let (f32s, sum) = (sys::ncclDataType_t::ncclFloat32, sys::ncclRedOp_t::ncclSum);
-        let (kind, bytes) = match work {
-            Work::GatherBf16 => (sys::ncclDataType_t::ncclBfloat16, 2),
-            Work::Sum | Work::GatherF32 => (f32s, 4),
-            Work::Send(_) | Work::Receive(_) | Work::AllToAll(_) => (sys::ncclDataType_t::ncclUint8, 1),
-        };
-        if let Work::AllToAll(ranks) = *work {
-            let count = count / ranks;
-            for peer in 0..ranks {
-                let offset = (peer * count) as u64;
-                let (from, to, peer) = ((from + offset) as _, (to + offset) as _, peer as i32);
-                // SAFETY: a slice of `count` bytes at each address, one for each rank.
-                let moved = unsafe {
-                    [
-                        (nccl.send)(from, count, kind, peer, comm, stream),
-                        (nccl.receive)(to, count, kind, peer, comm, stream),
-                    ]
-                };
-                for moved in moved {
-                    nccl.check("ncclSend or ncclRecv", moved)?;
-                }
-            }
-            return Ok(());
-        }
-        // SAFETY: `count` bytes at the address.
-        let moved = unsafe {
-            match *work {
-                Work::Send(peer) => Some((nccl.send)(from as _, *count, kind, peer as i32, comm, stream)),
-                Work::Receive(peer) => Some((nccl.receive)(to as _, *count, kind, peer as i32, comm, stream)),
-                _ => None,
-            }
-        };
-        if let Some(moved) = moved {
-            return nccl.check("ncclSend or ncclRecv", moved);
-        }
-        let Some(ranges) = ranges else {
+        let &Job { from, to, count, .. } = job;
+        let Some(ranges) = &job.ranges else {
             // SAFETY: `count` values at both addresses.
-            let queued = unsafe { (nccl.all_reduce)(from as _, to as _, *count, f32s, sum, comm, stream) };
-            return nccl.check("ncclAllReduce", queued);
+            let result = unsafe { (nccl.all_reduce)(from as _, to as _, count, f32s, sum, comm, stream) };
+            return nccl.check("ncclAllReduce", result);
         };
-        let own = ranges[rank].len();
-        if ranges.iter().all(|range| range.len() == own) {
-            // SAFETY: the whole tensor at one address, a piece at the other.
-            let queued = unsafe {
-                match work {
-                    Work::Sum => (nccl.reduce_scatter)(from as _, to as _, own, f32s, sum, comm, stream),
-                    _ => (nccl.all_gather)(from as _, to as _, own, kind, comm, stream),
-                }
-            };
-            return nccl.check("a collective", queued);
+        if let Some(len) = common_len(ranges) {
+            // SAFETY: the whole tensor at `from`, `len` values at `to`.
+            let result = unsafe { (nccl.reduce_scatter)(from as _, to as _, len, f32s, sum, comm, stream) };
+            return nccl.check("ncclReduceScatter", result);
         }
-        // Pieces of several sizes: to or from each rank on its own, in one group.
-        for (root, range) in ranges.iter().enumerate() {
-            let (count, offset, root) = (range.len(), bytes * range.start as u64, root as i32);
-            // SAFETY: the range lies inside the whole tensor, and each rank's own address holds its piece.
-            let queued = unsafe {
-                match work {
-                    Work::Sum => {
-                        let from = (from + offset) as _;
-                        (nccl.reduce)(from, to as _, count, f32s, sum, root, comm, stream)
-                    }
-                    _ => {
-                        let to = (to + offset) as _;
-                        (nccl.broadcast)(from as _, to, count, kind, root, comm, stream)
-                    }
-                }
-            };
-            nccl.check("a collective of one rank", queued)?;
+        ranges.iter().zip(0..).try_for_each(|(range, root)| {
+            let from = from + 4 * range.start as u64;
+            // SAFETY: the range lies inside the tensor that is read; rank `root` has room for its sums at `to`.
+            let result = unsafe { (nccl.reduce)(from as _, to as _, range.len(), f32s, sum, root, comm, stream) };
+            nccl.check("ncclReduce", result)
+        })
+    }
+
+    /// All-gathers a tensor by the job's ranges; its elements are given with their size in bytes.
+    ///
+    /// # Safety
+    /// As [`queue`](Self::queue).
+    unsafe fn gather(
+        &self,
+        stream: sys::cudaStream_t,
+        job: &Job<u64>,
+        (dtype, element_bytes): (sys::ncclDataType_t, u64),
+    ) -> Result<(), String> {
+        let (nccl, comm) = (self.nccl, self.communicator);
+        let &Job { from, to, .. } = job;
+        let ranges = job.ranges.as_deref().unwrap_or_default();
+        if let Some(len) = common_len(ranges) {
+            // SAFETY: `len` values at `from`, the whole tensor at `to`.
+            let result = unsafe { (nccl.all_gather)(from as _, to as _, len, dtype, comm, stream) };
+            return nccl.check("ncclAllGather", result);
         }
-        Ok(())
+        ranges.iter().zip(0..).try_for_each(|(range, root)| {
+            let to = to + element_bytes * range.start as u64;
+            // SAFETY: rank `root` has its elements at `from`; the range lies inside the tensor that is written.
+            let result = unsafe { (nccl.broadcast)(from as _, to as _, range.len(), dtype, root, comm, stream) };
+            nccl.check("ncclBroadcast", result)
+        })
     }
 }
 
-/// What is recorded behind everything that a stream has queued.
-fn record(stream: CUstream) -> Result<CUevent, String> {
-    let told = |error| format!("an event: {error:?}");
-    let event = driver::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(told)?;
-    // SAFETY: both were made by the driver in the current context.
-    unsafe { driver::event::record(event, stream) }.map_err(told)?;
-    Ok(event)
+/// The length that all ranges have; `None` if they differ, as one collective can then not serve all ranks.
+fn common_len(ranges: &[Range<usize>]) -> Option<usize> {
+    let len = ranges.first()?.len();
+    ranges.iter().all(|range| range.len() == len).then_some(len)
 }
 
-/// Makes a stream wait for an event, which is not used again.
+/// Makes a stream wait for an event, and destroys the event.
 fn wait_for(stream: CUstream, event: CUevent) -> Result<(), String> {
-    let told = |error| format!("waiting for an event: {error:?}");
+    let failed = |error| format!("waiting for an event: {error:?}");
     let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-    // SAFETY: both were made by the driver in the current context; a wait that is queued outlives the event.
+    // SAFETY: stream and event are alive, in the current context; a queued wait outlives its event.
     unsafe {
-        driver::stream::wait_event(stream, event, flags).map_err(told)?;
-        driver::event::destroy(event).map_err(told)
+        driver::stream::wait_event(stream, event, flags).map_err(failed)?;
+        driver::event::destroy(event).map_err(failed)
     }
 }
 

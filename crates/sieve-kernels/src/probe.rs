@@ -1,4 +1,6 @@
-//! Is there a usable CUDA here? Asked before any client is made, because CubeCL answers with a panic.
+//! Checks that CUDA can be used on this machine. It runs before any CubeCL client is made, because making one without
+//! CUDA panics.
+use crate::lane::lock;
 use cubecl::cuda::install;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{self as driver_sys, CUdevice_attribute};
@@ -6,20 +8,17 @@ use sieve_gpu::ahead_of_time::installed_nvrtc;
 use sieve_gpu::{CudaVersion, KernelError};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex};
 
-/// The header every kernel, Burn's and ours, needs at run time.
-const HEADER: &str = "cuda_bf16.h";
+/// Headers that Burn's kernels include when they are compiled at run time.
+const HEADERS: [&str; 2] = ["cuda_bf16.h", "cuda_runtime.h"];
 
-/// Burn's own kernels include this one too.
-const RUNTIME_HEADER: &str = "cuda_runtime.h";
-
-/// What a working CUDA installation looks like.
+/// A working CUDA installation: versions, headers and GPUs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CudaReport {
     /// Newest CUDA version that the driver supports.
     pub driver: CudaVersion,
-    /// Version of the run-time compiler.
+    /// Version of the run-time compiler NVRTC.
     pub nvrtc: CudaVersion,
     /// Folder of the CUDA headers.
     pub include_folder: PathBuf,
@@ -30,7 +29,7 @@ pub struct CudaReport {
 /// One GPU.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DeviceReport {
-    /// Number, as in `--device cuda:N`.
+    /// Index, as in `--device cuda:N`.
     pub index: usize,
     /// Name, as `nvidia-smi` prints it.
     pub name: String,
@@ -38,27 +37,27 @@ pub struct DeviceReport {
     pub major: u32,
     /// Compute capability, minor part.
     pub minor: u32,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub num_multiprocessors: usize,
-    /// Memory of the card.
+    /// Memory of the GPU.
     pub total_memory_bytes: u64,
 }
 
 impl DeviceReport {
-    /// The architecture as compilers spell it and CubeCL compiles for it: `sm_80`, `sm_90a`.
+    /// The architecture for which CubeCL compiles, as nvcc spells it: `sm_80`, `sm_90a`.
     pub fn arch(&self) -> String {
         let suffix = if self.major >= 9 { "a" } else { "" };
         format!("sm_{}{}{suffix}", self.major, self.minor)
     }
 
-    /// Free and total memory of a device in bytes, now. Makes the device's primary context, which a client then shares
-    /// (about 0.2 s on first use).
+    /// Bytes of a device's memory that are free now, and bytes in total. Creates the device's primary context (about
+    /// 0.2 s on first use), which CubeCL's client later shares.
     ///
     /// # Errors
     /// [`KernelError::Installation`] when the driver does not answer.
     pub fn memory_bytes(device: usize) -> Result<(u64, u64), KernelError> {
         let handle = driver::device::get(device as i32).map_err(init_error)?;
-        // SAFETY: the handle comes from the driver. The context stays retained on purpose: the client takes it over.
+        // SAFETY: the handle comes from the driver. The context is never released, because the client shares it.
         let context = unsafe { driver::primary_ctx::retain(handle) }.map_err(init_error)?;
         // SAFETY: the context was just retained.
         unsafe { driver::ctx::set_current(context) }.map_err(init_error)?;
@@ -68,10 +67,10 @@ impl DeviceReport {
 }
 
 impl CudaReport {
-    /// The device with that index, if it exists and is new enough.
+    /// The device of index `wanted`.
     ///
     /// # Errors
-    /// [`KernelError::WrongDevice`] with the number of devices; a GPU older than the kernels.
+    /// [`KernelError::WrongDevice`] if there is none; a GPU of a compute capability below 8.0.
     pub fn device(&self, wanted: usize) -> Result<&DeviceReport, KernelError> {
         let count = self.devices.len();
         let device = self
@@ -94,11 +93,11 @@ impl CudaReport {
         Ok(device)
     }
 
-    /// Looks for the driver, the run-time compiler, the headers and the GPUs, in this order. Makes no client and no
-    /// context.
+    /// Looks for the driver, the run-time compiler, the headers and the GPUs, in this order. Creates neither a client
+    /// nor a context.
     ///
     /// # Errors
-    /// The first thing that is missing, with how to get it.
+    /// The first of them that is missing, with how to install it.
     pub fn probe() -> Result<CudaReport, KernelError> {
         // SAFETY: only tries to open the library.
         if !unsafe { driver_sys::is_culib_present() } {
@@ -122,10 +121,15 @@ impl CudaReport {
     }
 }
 
-/// Major and minor compute capability of a device in use; queried once.
+/// Text of a version that NVIDIA's libraries report as one number: `2.31.2` for 23102.
+pub(crate) fn version_text(number: usize) -> String {
+    format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
+}
+
+/// Major and minor compute capability of a device; the driver is queried once for each device.
 pub(crate) fn compute_capability(device: usize) -> Option<(u32, u32)> {
     static KNOWN: LazyLock<Mutex<HashMap<usize, (u32, u32)>>> = LazyLock::new(Mutex::default);
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = lock(&KNOWN);
     if let Some(found) = known.get(&device) {
         return Some(*found);
     }
@@ -146,7 +150,7 @@ fn driver_version() -> Result<CudaVersion, KernelError> {
     })
 }
 
-/// A driver loads PTX of its own CUDA version and older.
+/// Fails if NVRTC is newer than the driver, which loads only PTX of its own CUDA version or an older one.
 fn check_versions(driver: CudaVersion, nvrtc: CudaVersion) -> Result<(), KernelError> {
     match nvrtc > driver {
         true => Err(KernelError::nvrtc_too_new(nvrtc, driver)),
@@ -154,7 +158,7 @@ fn check_versions(driver: CudaVersion, nvrtc: CudaVersion) -> Result<(), KernelE
     }
 }
 
-/// The include folder that CubeCL will pass to NVRTC, checked for the headers.
+/// The include folder that CubeCL passes to NVRTC. Fails if one of [`HEADERS`] is missing there.
 pub(crate) fn check_headers(cuda_path: Option<&Path>) -> Result<PathBuf, KernelError> {
     let missing = |header: &str, searched: &str| {
         KernelError::Installation(format!(
@@ -163,17 +167,15 @@ pub(crate) fn check_headers(cuda_path: Option<&Path>) -> Result<PathBuf, KernelE
              nvidia-cuda-cccl` and CUDA_PATH=<site-packages>/nvidia/cu13"
         ))
     };
-    let path = cuda_path.ok_or_else(|| missing(HEADER, "$CUDA_PATH, /usr/local/cuda, /opt/cuda or /usr"))?;
+    let path = cuda_path.ok_or_else(|| missing(HEADERS[0], "$CUDA_PATH, /usr/local/cuda, /opt/cuda or /usr"))?;
     let folder = path.join("include");
-    match [HEADER, RUNTIME_HEADER]
-        .into_iter()
-        .find(|header| !folder.join(header).is_file())
-    {
+    match HEADERS.into_iter().find(|header| !folder.join(header).is_file()) {
         Some(header) => Err(missing(header, &folder.display().to_string())),
         None => Ok(folder),
     }
 }
 
+/// Queries a GPU's properties.
 fn describe(index: usize) -> Result<DeviceReport, KernelError> {
     let device = driver::device::get(index as i32).map_err(init_error)?;
     // SAFETY: the handle comes from the driver, the attributes are plain integers.
@@ -268,7 +270,7 @@ mod tests {
             "{missing}"
         );
         std::fs::create_dir(folder.path().join("include")).expect("created");
-        for header in [HEADER, RUNTIME_HEADER] {
+        for header in HEADERS {
             std::fs::write(folder.path().join("include").join(header), "").expect("written");
         }
         assert_eq!(check_headers(Some(folder.path())), Ok(folder.path().join("include")));

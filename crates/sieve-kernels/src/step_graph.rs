@@ -1,29 +1,29 @@
 //! A decoding step as one CUDA graph.
 //!
-//! A step of one token is hundreds of launches of a few microseconds each, and queueing one from Rust takes longer than
-//! running it. So a step runs once on tensors of a [`StepTape`], which records every launch and every GEMM with its
-//! buffers; [`StepTape::graph`] captures them, and [`StepGraph::replay`] queues all of them with one call. What changes
-//! from token to token is read on the device: the token ids and their position.
+//! A step of one token is hundreds of launches of a few microseconds each, and queueing a launch from Rust takes longer
+//! than running it. So the first step runs on tensors of a [`StepTape`], which records every launch and every GEMM with
+//! its buffers; [`StepTape::graph`] captures them, and [`StepGraph::replay`] queues all of them with one call. Kernels
+//! read the token ids and their position, which change from step to step, from device memory.
 //!
-//! A graph is valid as long as its buffers are: it keeps their memory, and the owner of the caches drops it before
-//! anything else writes to them.
+//! A graph keeps the memory of its buffers. The owner of the KV caches drops the graph before anything else writes to
+//! the caches.
 use crate::burn_memory::{BurnMemory, binding_of, burn_memory};
 use crate::cublaslt::Call;
-use crate::lane::{self, Server, late_error, lock, on_lane, on_lane_with, report_late};
+use crate::lane::{
+    self, Server, check, device_queue, late_error, lock, on_lane, on_lane_with, report_late, run_blocking,
+};
 use crate::launch::{self, QueuedLaunch};
-use cubecl::device::Device;
-use cubecl::device_handle::DeviceHandle;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 use cudarc::driver::result::graph as driver_graph;
-use cudarc::driver::sys::{self as cuda, CUgraphExec, CUresult, CUstream};
+use cudarc::driver::sys::{self as cuda, CUgraphExec, CUstream};
 use sieve_gpu::{CudaTensor, DType, Fill, Hardware, KernelError, LaunchRequest, Memory};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
 const NAME: &str = "step_graph";
 
-/// One piece of a step. Its bindings keep the buffers.
+/// A launch or a GEMM of a step. Its bindings keep the buffers' memory.
 #[derive(Clone)]
 pub(crate) enum Work {
     Launch(QueuedLaunch),
@@ -39,7 +39,8 @@ impl Work {
     }
 }
 
-/// What a step does, noted while it runs: everything on tensors of [`StepTape::noted`], and on tensors made of those.
+/// Records the launches and GEMMs of a step while it runs: those on tensors of [`StepTape::noted`] and on tensors that
+/// were allocated from them.
 #[derive(Clone, Default)]
 pub struct StepTape {
     notes: Arc<Mutex<Notes>>,
@@ -48,11 +49,11 @@ pub struct StepTape {
 #[derive(Default)]
 struct Notes {
     work: Vec<Work>,
-    /// Work that no graph can hold.
+    /// The first work that a graph cannot hold.
     refused: Option<&'static str>,
 }
 
-/// A buffer whose launches a tape notes.
+/// A buffer; a tape records the launches on it.
 struct TapedMemory {
     memory: BurnMemory,
     tape: StepTape,
@@ -63,9 +64,10 @@ struct TapedMemory {
 pub struct StepInputs {
     /// Token ids, i32 `[batch, 1]`.
     pub ids: CudaTensor,
-    /// Their position, the same in every row, which is also the number of tokens before: i32 `[batch, 1]`.
+    /// Position of the token in its row, which is the number of tokens before it; the same in every row. i32
+    /// `[batch, 1]`.
     pub position: CudaTensor,
-    /// Its negative: where the row's text began, counted from the token.
+    /// `-position`: the first token of the row's document, relative to this token. i32 `[batch, 1]`.
     pub start: CudaTensor,
 }
 
@@ -73,25 +75,25 @@ pub struct StepInputs {
 pub struct StepGraph {
     exec: Arc<Exec>,
     inputs: StepInputs,
-    /// What the step returns.
+    /// The tensor that the captured step writes.
     output: CudaTensor,
     num_launches: usize,
     stream: StreamId,
-    /// Keeps every buffer of the graph.
+    /// Keeps the memory of the graph's buffers.
     _work: Vec<Work>,
 }
 
 /// An executable graph of the device's primary context.
 struct Exec(CUgraphExec);
 
-// SAFETY: the driver's graph calls may come from any thread; it is launched by the device thread alone.
+// SAFETY: the driver allows graph calls from any thread; only the device thread launches the graph.
 unsafe impl Send for Exec {}
 // SAFETY: as above.
 unsafe impl Sync for Exec {}
 
 impl Drop for Exec {
     fn drop(&mut self) {
-        // SAFETY: made by the driver, destroyed once.
+        // SAFETY: created by the driver, destroyed once.
         let _ = unsafe { driver_graph::exec_destroy(self.0) };
     }
 }
@@ -111,14 +113,15 @@ impl fmt::Debug for TapedMemory {
 }
 
 impl StepTape {
-    /// The same tensor with its launches noted. Unlike the graph, it hinders Burn from writing in place.
+    /// The same tensor on a buffer whose launches the tape records. It counts as an owner of the buffer, so that Burn's
+    /// in-place ops write to a copy while it lives; the graph does not.
     pub fn noted(&self, tensor: &CudaTensor) -> CudaTensor {
         let memory = self.taped(burn_memory(tensor).clone());
         let layout = [tensor.shape(), tensor.strides()];
         CudaTensor::new(memory, tensor.offset_bytes(), layout, tensor.dtype()).under(tensor.policy())
     }
 
-    /// Notes work that was queued on tensors of this tape.
+    /// Records work that was queued on tensors of this tape.
     pub(crate) fn note(&self, work: Work) {
         lock(&self.notes).work.push(work);
     }
@@ -128,15 +131,16 @@ impl StepTape {
         Arc::new(TapedMemory { memory, tape })
     }
 
+    /// Keeps the name of the first work that a graph cannot hold.
     fn refuse(&self, what: &'static str) {
         lock(&self.notes).refused.get_or_insert(what);
     }
 
-    /// Captures the recorded launches. `inputs` and `output` are the tensors that the step read and wrote.
+    /// Captures the recorded work. `inputs` and `output` are the tensors that the step read and wrote.
     ///
     /// # Errors
-    /// [`KernelError::Refused`] where the step did something that a graph cannot hold, or where launches do not go
-    /// straight to Burn's stream; [`KernelError::Launch`] of the driver.
+    /// [`KernelError::Refused`] if the step did something that a graph cannot hold, or if launches do not go to Burn's
+    /// own stream; [`KernelError::Launch`] if the driver refuses the graph.
     pub fn graph(self, inputs: StepInputs, output: CudaTensor) -> Result<StepGraph, KernelError> {
         late_error()?;
         let Notes { work, refused } = std::mem::take(&mut *lock(&self.notes));
@@ -155,13 +159,8 @@ impl StepTape {
                 "launches and GEMMs on Burn's stream",
             ));
         }
-        let queue: DeviceHandle<Server> = DeviceHandle::new(burn_memory(&output).device.to_id());
-        let of_step = work.clone();
-        let captured = queue.submit_blocking(move |server| capture(server, stream, of_step));
-        let failed = |reason: String| KernelError::Launch { kernel: NAME, reason };
-        let exec = captured
-            .map_err(|_| failed("the device thread is gone".to_owned()))?
-            .map_err(failed)?;
+        let to_capture = work.clone();
+        let exec = run_blocking(&output, NAME, move |server| capture(server, stream, to_capture))?;
         Ok(StepGraph {
             exec: Arc::new(exec),
             inputs,
@@ -173,12 +172,12 @@ impl StepTape {
     }
 }
 
-/// The tape of a tensor's launches, if there is one.
+/// The tape that records a tensor's launches, if there is one.
 pub(crate) fn tape_of(tensor: &CudaTensor) -> Option<&StepTape> {
     tensor.memory::<TapedMemory>().map(|memory| &memory.tape)
 }
 
-/// The buffer below a tape.
+/// The buffer of a tensor whose launches a tape records.
 pub(crate) fn below_tape(tensor: &CudaTensor) -> Option<&BurnMemory> {
     tensor.memory::<TapedMemory>().map(|memory| &memory.memory)
 }
@@ -215,16 +214,16 @@ impl Memory for TapedMemory {
 }
 
 impl StepInputs {
-    /// Inputs of a step that hold these tokens: ids i32 `[batch, 1]`, all at `position`.
+    /// New inputs with these tokens: ids i32 `[batch, 1]`, all at `position`.
     ///
     /// # Errors
-    /// Those of the stream.
+    /// [`KernelError::Launch`] if Burn's stream cannot be used.
     pub fn new(tape: &StepTape, ids: &CudaTensor, position: usize) -> Result<Self, KernelError> {
-        let new = || tape.noted(&ids.empty_contiguous(ids.shape(), DType::I32));
+        let new_input = || tape.noted(&ids.empty_contiguous(ids.shape(), DType::I32));
         let inputs = Self {
-            ids: new(),
-            position: new(),
-            start: new(),
+            ids: new_input(),
+            position: new_input(),
+            start: new_input(),
         };
         let (rows, stream) = (ids.num_elements(), lane::open(ids)?);
         submit(ids, stream, inputs.bindings(ids), move |lane, pointers| {
@@ -233,6 +232,7 @@ impl StepInputs {
         Ok(inputs)
     }
 
+    /// The buffers that [`set_inputs`] takes; it copies from the first.
     fn bindings(&self, ids: &CudaTensor) -> Vec<Binding> {
         [ids, &self.ids, &self.position, &self.start].map(binding_of).to_vec()
     }
@@ -245,22 +245,22 @@ impl StepGraph {
     }
 
     /// Queues the step, on the thread that captured it, for other tokens: ids i32 `[batch, 1]`, all at `position`.
-    /// Returns a copy of its output.
+    /// Returns a copy of the step's output.
     ///
     /// # Errors
-    /// [`KernelError::Launch`] of work queued earlier; another number of rows.
+    /// [`KernelError::Launch`] if work queued earlier has failed; ids of another batch size.
     pub fn replay(&self, ids: &CudaTensor, position: usize) -> Result<CudaTensor, KernelError> {
         late_error()?;
         ids.require_shape(NAME, "ids", self.inputs.ids.shape())?;
         ids.require_contiguous(NAME, "ids")?;
-        let made = ids.empty_contiguous(self.output.shape(), self.output.dtype());
-        let (rows, bytes) = (ids.num_elements(), made.num_elements() * made.dtype().size());
+        let copy = ids.empty_contiguous(self.output.shape(), self.output.dtype());
+        let (rows, bytes) = (ids.num_elements(), copy.num_elements() * copy.dtype().size());
         let mut bindings = self.inputs.bindings(ids);
-        bindings.extend([&self.output, &made].map(binding_of));
+        bindings.extend([&self.output, &copy].map(binding_of));
         let exec = self.exec.clone();
         submit(ids, self.stream, bindings, move |lane, pointers| {
             set_inputs(lane, &pointers[..4], rows, position)?;
-            // SAFETY: a graph of this context whose buffers are kept, and two buffers of `num_bytes` bytes.
+            // SAFETY: the graph is of this context and its buffers are kept; output and copy have `bytes` bytes.
             unsafe {
                 let launched = driver_graph::launch(exec.0, lane);
                 launched.map_err(|error| format!("cuGraphLaunch: {error:?}"))?;
@@ -269,58 +269,52 @@ impl StepGraph {
             }
         });
         launch::count(self.num_launches);
-        Ok(made)
+        Ok(copy)
     }
 }
 
-/// Queues `work` with the addresses of its buffers on the device thread; its error is a later call's.
+/// Queues `work` with the addresses of its buffers on the device thread; a later call returns its error.
 fn submit(
     like: &CudaTensor,
     stream: StreamId,
     bindings: Vec<Binding>,
     work: impl FnOnce(CUstream, &[u64]) -> Result<(), String> + Send + 'static,
 ) {
-    let queue: DeviceHandle<Server> = DeviceHandle::new(burn_memory(like).device.to_id());
-    queue.submit(move |server| {
+    device_queue(like).submit(move |server| {
         if let Err(reason) = on_lane_with(server, stream, bindings, work) {
             report_late(KernelError::Launch { kernel: NAME, reason });
         }
     });
 }
 
-/// Copies the ids and sets the positions of so many rows; addresses as [`StepInputs::bindings`] orders them.
+/// Copies the ids of `rows` rows and sets their positions; addresses in the order of [`StepInputs::bindings`].
 fn set_inputs(stream: CUstream, pointers: &[u64], rows: usize, position: usize) -> Result<(), String> {
-    let &[from, ids, at, start] = pointers else {
+    let &[new_ids, ids, positions, starts] = pointers else {
         return Err(format!("four buffers, not {}", pointers.len()));
     };
     let position = position as i32;
-    // SAFETY: four buffers of `rows` words.
+    // SAFETY: each of the four buffers has `rows` words of 32 bits.
     unsafe {
-        check(
-            "cuMemcpyDtoDAsync",
-            cuda::cuMemcpyDtoDAsync_v2(ids, from, 4 * rows, stream),
-        )?;
-        check(
-            "cuMemsetD32Async",
-            cuda::cuMemsetD32Async(at, position as u32, rows, stream),
-        )?;
-        check(
-            "cuMemsetD32Async",
-            cuda::cuMemsetD32Async(start, position.wrapping_neg() as u32, rows, stream),
-        )
+        let copied = cuda::cuMemcpyDtoDAsync_v2(ids, new_ids, 4 * rows, stream);
+        check("cuMemcpyDtoDAsync", copied)?;
+        for (address, value) in [(positions, position), (starts, position.wrapping_neg())] {
+            let set = cuda::cuMemsetD32Async(address, value as u32, rows, stream);
+            check("cuMemsetD32Async", set)?;
+        }
     }
+    Ok(())
 }
 
-/// Queues the work into a capture of its stream, which runs nothing; on the device thread.
+/// Captures the work as a graph, without running it. Runs on the device thread.
 fn capture(server: &mut Server, stream: StreamId, work: Vec<Work>) -> Result<Exec, String> {
     let lane = on_lane(stream, Ok)?;
     let mode = cuda::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: Burn's stream, on the thread that alone queues work on it; whatever happens, the capture ends below.
+    // SAFETY: only this thread queues work on Burn's stream, and the capture is ended below in every case.
     check("cuStreamBeginCapture", unsafe {
         cuda::cuStreamBeginCapture_v2(lane, mode)
     })?;
     let queued = work.into_iter().try_for_each(|work| match work {
-        // SAFETY: as when it was noted.
+        // SAFETY: the launch was sound when it was recorded, and its bindings keep its buffers.
         Work::Launch(call) => unsafe { call.run(server, stream) }.map_err(|error| error.to_string()),
         Work::Product(call) => call.run(server).map_err(|refusal| refusal.to_string()),
     });
@@ -328,17 +322,13 @@ fn capture(server: &mut Server, stream: StreamId, work: Vec<Work>) -> Result<Exe
     // SAFETY: ends the capture begun above; the graph is ours, and the executable does not need it.
     unsafe {
         let ended = check("cuStreamEndCapture", cuda::cuStreamEndCapture(lane, &mut graph));
-        queued?;
-        ended?;
-        let exec = driver_graph::instantiate(graph, cuda::CUgraphInstantiate_flags(0));
-        let _ = driver_graph::destroy(graph);
-        exec.map(Exec).map_err(|error| format!("cuGraphInstantiate: {error:?}"))
-    }
-}
-
-fn check(what: &str, result: CUresult) -> Result<(), String> {
-    match result {
-        CUresult::CUDA_SUCCESS => Ok(()),
-        error => Err(format!("{what}: {error:?}")),
+        let exec = queued.and(ended).and_then(|()| {
+            let exec = driver_graph::instantiate(graph, cuda::CUgraphInstantiate_flags(0));
+            exec.map(Exec).map_err(|error| format!("cuGraphInstantiate: {error:?}"))
+        });
+        if !graph.is_null() {
+            let _ = driver_graph::destroy(graph);
+        }
+        exec
     }
 }

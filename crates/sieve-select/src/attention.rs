@@ -1,4 +1,4 @@
-//! Block-sparse attention on the CPU: computes only what a mask names.
+//! Block-sparse attention on the CPU: computes only the pairs that a mask keeps.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use sieve_cpu::{ListedAttention, ListedTile};
 
 use crate::call::Call;
 use crate::error::SelectError;
-use crate::mask::{Correction, CorrectionMode, Selected};
+use crate::mask::{Correction, CorrectionMode, Selected, kept_keys};
 
 /// Result of an attention call.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,7 +19,7 @@ pub struct AttentionOutput {
     pub lse: Vec<f32>,
 }
 
-/// Query rows handled together in dense rows: rows of the call times heads of the group.
+/// Rows of a task of dense rows: rows of the call times heads of the group.
 const DENSE_TILE_ROWS: usize = 192;
 
 /// Attention over the kept pairs of a selection, with its dense rows and its correction.
@@ -59,11 +59,12 @@ pub fn dense_rows_attention(call: &Call<'_>, rows: &[usize]) -> Vec<f32> {
         .collect()
 }
 
-/// Rows that attend together.
+/// Rows whose attention is computed together.
 enum Task<'r> {
-    /// Those of a query tile of a list, but for dense rows.
+    /// A list and a query tile: the tile's rows except dense rows, over the keys that the list keeps.
     Listed(usize, usize),
-    /// Some rows of the call, of the heads of a KV head: over all keys that the mask's causality lets them see.
+    /// A KV head and rows of the call: these rows of all its query heads, over all keys (up to the row, if the mask is
+    /// causal).
     Dense(usize, &'r [usize]),
 }
 
@@ -78,7 +79,7 @@ fn dense_tasks<'r>(call: &Call<'_>, rows: &'r [usize]) -> Vec<Task<'r>> {
 /// Rows of one task, as (head, row of the call), with their results.
 type TaskResult = (Vec<(usize, usize)>, Vec<f32>, Vec<f32>);
 
-/// All tasks, each row at its place; rows of no task are zero, their log-sum-exp -inf.
+/// Runs all tasks and puts each row into the output. A row of no task has zeros and a log-sum-exp of -inf.
 fn attend(call: &Call<'_>, mask: &KeyMask, tasks: Vec<Task<'_>>) -> AttentionOutput {
     let (shape, d) = (call.shape, call.shape.head_dim);
     let engine = ListedAttention::new(d, shape.softmax_scale());
@@ -118,11 +119,8 @@ fn run(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Task<'_
     let (first, last) = (positions().min().unwrap_or(0), positions().max().unwrap_or(0));
     let (kv_head, keys): (usize, Vec<(usize, i32)>) = match *task {
         Task::Listed(list, i) => {
-            let tiles = mask.row(list, i).iter().flat_map(|&j| mask.tiles.keys(j as usize));
-            let slots = tiles.chain(mask.columns(list, i).iter().map(|&slot| slot as usize));
-            let order = mask.key_order_of(list);
-            let keys = slots.map(|slot| order.map_or(slot, |order| order[slot] as usize));
-            let keys = keys.map(|key| (key, if mask.causal { mask.expire(list, key) } else { i32::MAX }));
+            let expire = |key| if mask.causal { mask.expire(list, key) } else { i32::MAX };
+            let keys = kept_keys(mask, list, i).map(|key| (key, expire(key)));
             // A key that no query sees is left out: it may hold NaN.
             let seen = |&(key, expire): &(usize, i32)| !mask.causal || (key <= last && expire as usize > first);
             (call.kv_head(mask.heads_of(list).start), keys.filter(seen).collect())
@@ -149,7 +147,7 @@ fn run(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Task<'_
     (rows, o, lse)
 }
 
-/// Rows a probe serves: from itself to the next one.
+/// Rows that a probe corrects: from its own to the one before the next probe.
 pub(crate) fn probe_window(correction: &Correction, index: usize, num_queries: usize) -> Range<usize> {
     let first = correction.probe_rows[index] as usize;
     let end = correction
@@ -159,7 +157,8 @@ pub(crate) fn probe_window(correction: &Correction, index: usize, num_queries: u
     first..end
 }
 
-/// Adds what the probes know (MOMO, eq. 3); probe rows become the dense output itself.
+/// Adds each probe's difference of dense and sparse output to the rows after it (MOMO, eq. 3); the probe rows become
+/// the dense output.
 fn correct(mask: &KeyMask, correction: &Correction, o: &mut [f32]) {
     if correction.mode == CorrectionMode::SparseOnly {
         return;
@@ -170,7 +169,7 @@ fn correct(mask: &KeyMask, correction: &Correction, o: &mut [f32]) {
         let probe = window.start;
         if correction.mode == CorrectionMode::Correct {
             let sparse = o[probe * width..(probe + 1) * width].to_vec();
-            // A probe inside the dense rows has no sparse output to compare with; the rows after it keep theirs.
+            // A probe among the dense rows has no sparse output to compare with: the rows after it are not corrected.
             if !mask.is_dense_row(probe) {
                 for row in window.skip(1).filter(|&row| !mask.is_dense_row(row)) {
                     let o = &mut o[row * width..(row + 1) * width];

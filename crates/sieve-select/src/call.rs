@@ -7,7 +7,7 @@ use sieve_cpu::Matrix;
 
 use crate::error::SelectError;
 
-/// Refuses sizes that cannot be.
+/// Refuses impossible sizes.
 fn check_shape(shape: &CallShape) -> Result<(), SelectError> {
     let problem = if shape.num_heads == 0 || shape.num_kv_heads == 0 || shape.head_dim == 0 {
         format!(
@@ -45,11 +45,11 @@ pub struct Call<'a> {
     pub k: &'a [f32],
     /// `[num_keys, num_kv_heads, head_dim]`; empty in a call made by [`Call::without_values`].
     pub v: &'a [f32],
-    /// Means of blocks, where they came in place of q and k.
+    /// Means of blocks, in a call made by [`Call::of_means`].
     pub(crate) means: Option<BlockMeans<'a>>,
 }
 
-/// Means of the blocks of a call, a short last block's over its own tokens.
+/// Means of the blocks of a call. The mean of a short last block is over its own tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockMeans<'a> {
     /// Tokens of a block.
@@ -140,7 +140,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Some rows as a call of their own, over the keys up to the last of them.
+    /// A call of some rows only, over the keys up to the last row's position.
     ///
     /// # Panics
     /// When the range leaves the call.
@@ -164,12 +164,12 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Where the vector of a query starts in q.
+    /// Offset in q of a query's vector.
     pub fn query_at(&self, head: usize, row: usize) -> usize {
         (row * self.shape.num_heads + head) * self.shape.head_dim
     }
 
-    /// Where the vector of a key starts in k and v.
+    /// Offset in k and v of a token's vector.
     pub fn key_at(&self, kv_head: usize, key: usize) -> usize {
         (key * self.shape.num_kv_heads + kv_head) * self.shape.head_dim
     }

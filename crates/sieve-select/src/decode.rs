@@ -25,6 +25,7 @@ use crate::attention::{AttentionOutput, block_sparse_attention};
 use crate::call::Call;
 use crate::error::SelectError;
 use crate::mask::Selected;
+use crate::range::Rules;
 use crate::selector::{Method, Phase, Selector, names_of};
 use crate::vector::dot;
 
@@ -59,7 +60,7 @@ pub(crate) struct Cache {
     pub(crate) len: usize,
 }
 
-/// What each method remembers.
+/// State of each method.
 #[derive(Clone, Debug)]
 enum State {
     Dense,
@@ -74,7 +75,7 @@ enum State {
     Dma(dma::Dma),
 }
 
-/// Attention of one query row of one head over a list, and the probabilities it came from.
+/// Attention of one query head over a list of keys: output `[head_dim]` and probabilities `[keys of the list]`.
 pub(crate) struct RowAttention {
     pub(crate) o: Vec<f32>,
     pub(crate) p: Vec<f32>,
@@ -87,7 +88,7 @@ impl DecodeSession {
     /// A prefill method; a method that needs a file it was not given.
     pub fn new(selector: &Selector, shape: LayerShape) -> Result<Self, SelectError> {
         let empty: &[f32] = &[];
-        // Checks the sizes.
+        // Only to check the sizes.
         Call::new(shape.call(0, 0), empty, empty, empty)?;
         let dense = selector.is_dense_layer(shape.layer);
         let state = match &selector.method {
@@ -106,11 +107,10 @@ impl DecodeSession {
             )),
             Method::Dma(config) => State::Dma(dma::Dma::new(config.clone(), shape)?),
             _ => {
-                return Err(SelectError::Unsupported {
-                    selector: selector.name(),
-                    problem: "acts in prefill, not while decoding".to_owned(),
-                    hint: format!("decode methods are {}", names_of(Phase::Decode).join(", ")),
-                });
+                return Rules(selector.name()).fail(
+                    "acts in prefill, not while decoding".to_owned(),
+                    format!("decode methods are {}", names_of(Phase::Decode).join(", ")),
+                );
             }
         };
         Ok(Self {
@@ -136,13 +136,12 @@ impl DecodeSession {
         self.cache.len == 0
     }
 
-    /// Keys the last token read, ascending, per KV head (per query head for `exact_top`, `dam`
-    /// and `infinitehip`).
+    /// Keys that the last token read, ascending, per KV head (per query head for `exact_top`, `dam` and `infinitehip`).
     pub fn kept(&self) -> &[Vec<u32>] {
         &self.kept
     }
 
-    /// Pairs of a token and a key that steps have computed, over all query heads.
+    /// Pairs of a query and a key computed by all steps so far, over all query heads.
     pub fn pairs_read(&self) -> u64 {
         self.pairs_read
     }
@@ -184,7 +183,7 @@ impl DecodeSession {
         Ok(())
     }
 
-    /// A prompt as a call.
+    /// The call of a prompt; refuses a session that has tokens.
     fn prompt_call<'a>(&self, q: &'a [f32], k: &'a [f32], v: &'a [f32]) -> Result<Call<'a>, SelectError> {
         let shape = self.cache.shape;
         if self.cache.len > 0 {
@@ -196,7 +195,8 @@ impl DecodeSession {
         Ok(Call::new(shape.call(tokens, tokens), q, k, v)?.in_layer(shape.layer, 0))
     }
 
-    /// One token: stores its key and value, chooses what its query reads, attends. Returns `[num_heads, head_dim]`.
+    /// Decodes one token: stores its key and value, chooses the keys that its query reads and computes its attention.
+    /// Returns `[num_heads, head_dim]`.
     ///
     /// # Shapes
     /// - q: `[num_heads, head_dim]`; k, v: `[num_kv_heads, head_dim]`
@@ -210,6 +210,7 @@ impl DecodeSession {
         Ok(o)
     }
 
+    /// [`step`](Self::step) without the count of pairs.
     fn step_uncounted(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Vec<f32>, SelectError> {
         let shape = self.cache.shape;
         Call::new(shape.call(1, 1), q, k, v)?;
@@ -252,8 +253,8 @@ impl DecodeSession {
         Ok(rows.into_iter().flat_map(|row| row.o).collect())
     }
 
-    /// Feeds tokens one by one; `[tokens, num_heads, head_dim]`. Every output depends on earlier tokens alone, except
-    /// that `infllm` with a `chunk` above 1 chooses blocks by the queries of a whole chunk.
+    /// Decodes tokens one by one; returns `[tokens, num_heads, head_dim]`. Every output depends only on its own and
+    /// earlier tokens, except that `infllm` with a `chunk` above 1 chooses blocks by the queries of a whole chunk.
     ///
     /// # Errors
     /// Operands of another size.
@@ -335,7 +336,7 @@ impl Cache {
         self.weigh(kv_head, self.logits(kv_head, q, list), list)
     }
 
-    /// Softmax of given logits and the weighted values.
+    /// Softmax of logits over a list (given in `p`), and the sum of values weighted by it.
     pub(crate) fn weigh(&self, kv_head: usize, mut p: Vec<f32>, list: &[u32]) -> RowAttention {
         let max = p.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let mut sum = 0.0;
@@ -354,14 +355,14 @@ impl Cache {
     }
 }
 
-/// A number of tokens: a share of `tokens` when below 1, else itself; at least 1.
+/// A setting that is a share of `tokens` if below 1, else a number of tokens. At least 1.
 pub(crate) fn amount(value: f64, tokens: usize) -> usize {
     let amount = if value < 1.0 { value * tokens as f64 } else { value };
     // No text is longer, and sums of amounts fit an i32.
     (amount.round() as usize).clamp(1, 1 << 29)
 }
 
-/// Ascending keys of a set.
+/// Keys in ascending order, each once.
 pub(crate) fn ascending(keys: impl Iterator<Item = usize>) -> Vec<u32> {
     let mut keys: Vec<u32> = keys.map(|key| key as u32).collect();
     keys.sort_unstable();

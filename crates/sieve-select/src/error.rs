@@ -10,7 +10,7 @@ use thiserror::Error;
 /// Everything a selector can refuse.
 #[derive(Debug, Error)]
 pub enum SelectError {
-    /// Layers that a choice by layer does not name as it must.
+    /// Selectors by layer whose ranges leave a layer out, name one twice, or go past the model's last layer.
     #[error("selectors by layer: {problem}\n  hint: write every layer once, in order, for example 0-3=dense/4-=bfla")]
     Layers {
         /// What is wrong, with the layers.
@@ -24,12 +24,12 @@ pub enum SelectError {
     Form {
         /// The selector.
         selector: String,
-        /// The piece that cannot be read.
+        /// The part of the text that cannot be read.
         item: String,
         /// What is wrong with it.
         problem: String,
     },
-    /// A value outside its range, or values that do not go together.
+    /// A setting outside its range, settings that exclude each other, or a use that the method does not have.
     #[error("{selector}: {problem}\n  hint: {hint}")]
     Value {
         /// The selector.
@@ -39,17 +39,7 @@ pub enum SelectError {
         /// How to fix it.
         hint: String,
     },
-    /// A method asked to do what it cannot.
-    #[error("{selector}: {problem}\n  hint: {hint}")]
-    Unsupported {
-        /// The selector.
-        selector: &'static str,
-        /// What was asked.
-        problem: String,
-        /// What to do instead.
-        hint: String,
-    },
-    /// A name that no selector has, a key that this one does not take, sizes that cannot be.
+    /// An unknown selector, a key that the selector does not take, or impossible sizes.
     #[error("{problem}\n  hint: {hint}")]
     Refused {
         /// What is wrong, with the values.
@@ -78,7 +68,7 @@ impl SelectError {
         Self::Refused { problem, hint }
     }
 
-    /// Something wrong with a file that a setting names.
+    /// The error about a file that a setting names.
     pub(crate) fn file(path: &Path, hint: &'static str, problem: impl ToString) -> Self {
         Self::File {
             path: path.display().to_string(),

@@ -1,4 +1,4 @@
-//! How the query heads of a group come to their lists, and how lists become a mask.
+//! How the query heads of a GQA group choose their lists of kept keys, and how the lists become a mask.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -21,8 +21,9 @@ pub enum GqaPolicy {
     Mean,
 }
 
-/// Runs `select` for each query head (or each group, with [`GqaPolicy::Mean`]: it then averages the scores of the heads
-/// it is given). Where it returns `None` (a NaN), the head is dense. Diagonal tiles are added to every row.
+/// The mask of what `select` keeps for each query head. With [`GqaPolicy::Mean`] `select` gets all heads of a group and
+/// averages their scores. Heads for which it returns `None` (a score was NaN) are dense. Diagonal tiles are added to
+/// every row.
 pub(crate) fn mask(
     call: &Call<'_>,
     tiles: Tiles,
@@ -39,7 +40,8 @@ pub(crate) fn mask(
     mask_as_selected(call, tiles, policy, select, |i| (0..tiles.admissible(i)).collect())
 }
 
-/// As [`mask`], without adding diagonal tiles and with a given fallback, for methods that have their own.
+/// As [`mask`], without adding diagonal tiles. `otherwise(i)` gives the key tiles of query tile `i` where `select`
+/// returns `None`.
 pub(crate) fn mask_as_selected(
     call: &Call<'_>,
     tiles: Tiles,
@@ -71,18 +73,19 @@ pub(crate) fn mask_as_selected(
     chosen
 }
 
-/// Rows from a function of the query tile.
+/// A list in which query tile `i` keeps the key tiles `row(i)`.
 pub(crate) fn rows(tiles: Tiles, row: impl Fn(usize) -> Vec<usize> + Sync) -> KeptRows {
     let query_tiles = (0..tiles.num_query_tiles()).into_par_iter();
     query_tiles.map(|i| tiles_alone(row(i))).collect()
 }
 
-/// Rows from a function of the query tile that may meet a NaN.
+/// As [`rows`], for a `row` that returns `None` where a score is NaN; the list is then `None`.
 pub(crate) fn rows_or_nan(tiles: Tiles, row: impl Fn(usize) -> Option<Vec<usize>> + Sync) -> Option<KeptRows> {
     let query_tiles = (0..tiles.num_query_tiles()).into_par_iter();
     query_tiles.map(|i| row(i).map(tiles_alone)).collect()
 }
 
+/// A row of key tiles without single keys.
 fn tiles_alone(row: Vec<usize>) -> [Vec<i32>; 2] {
     [row.into_iter().map(|j| j as i32).collect(), Vec::new()]
 }

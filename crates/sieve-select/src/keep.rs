@@ -1,17 +1,17 @@
-//! Which of a row's scores stay: by mass or by number. Sorting is stable, sums are f32 in a fixed order.
+//! Which of a row's scores are kept, by their sum or by number. Sorting is stable, sums are f32 in a fixed order.
 
 use std::cmp::Ordering;
 
 use sieve_cpu::{exp_row, max_of_row};
 
-/// The shortest prefix, in falling order, whose sum reaches `gamma` times the whole; ascending indices.
+/// The fewest largest scores whose sum reaches `gamma` times the sum of all; ascending indices.
 ///
 /// Equal scores keep their order, `gamma >= 1` keeps all, and at least one stays.
 pub fn keep_mass(p: &[f32], gamma: f64) -> Vec<usize> {
     keep_mass_forced(p, &[], gamma)
 }
 
-/// As [`keep_mass`], with the sum starting at the forced ones.
+/// As [`keep_mass`], but the `forced` indices are kept first and count towards the sum.
 pub fn keep_mass_forced(p: &[f32], forced: &[usize], gamma: f64) -> Vec<usize> {
     if gamma >= 1.0 {
         return (0..p.len()).collect();
@@ -50,7 +50,7 @@ pub fn top_k(scores: &[f32], k: usize) -> Vec<usize> {
     kept
 }
 
-/// The `k` largest, the forced ones first (they count towards k, the lower ones first when they are more).
+/// As [`top_k`], but forced indices are kept first and count towards `k`; of more than `k`, the lowest are kept.
 pub fn top_k_forced(scores: &[f32], k: usize, forced: impl Fn(usize) -> bool) -> Vec<usize> {
     let raised: Vec<f32> = scores
         .iter()
@@ -73,7 +73,8 @@ pub(crate) fn descending(a: f32, b: f32) -> Ordering {
     b.partial_cmp(&a).unwrap_or_else(unordered)
 }
 
-/// Softmax in place; a row of -inf becomes zeros. False when an element is NaN or +inf: the row is then worthless.
+/// Softmax in place; a row of -inf becomes zeros. False when an element is NaN or +inf: the row then holds no
+/// probabilities.
 #[must_use]
 pub fn softmax(row: &mut [f32]) -> bool {
     let max = max_of_row(row);

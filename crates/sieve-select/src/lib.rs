@@ -17,9 +17,9 @@
 //! ```
 //!
 //! Prefill selectors look at a whole call at once: most of them choose a row's keys by later rows too, so the map
-//! from text to logits is not causal. Likelihoods under them are "prefill perplexity", never scores of rows
-//! ([`Selector::is_causal_map`]). Decode methods ([`DecodeSession`]) are causal, but for `infllm` with a `chunk`
-//! above 1.
+//! from text to logits is not causal ([`Selector::is_causal_map`]). A likelihood under such a selector is a "prefill
+//! perplexity"; it must not be used to score single rows. Decode methods ([`DecodeSession`]) are causal, except
+//! `infllm` with a `chunk` above 1.
 
 pub mod call;
 pub mod error;

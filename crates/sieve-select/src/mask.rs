@@ -1,4 +1,4 @@
-//! What a selector gives for one call: which keys each query sees, and what goes with it.
+//! The selection of one call: which keys each query sees, how the output is corrected, and statistics.
 
 use sieve_core::{CallShape, KeyMask, MaskError};
 
@@ -35,11 +35,11 @@ pub struct SelectStats {
     pub nan_lists: usize,
     /// The whole call runs dense (short, or a dense layer).
     pub dense_call: bool,
-    /// Seconds between q, k, v and the ready mask.
+    /// Seconds from q, k and v to the mask.
     pub select_seconds: f64,
-    /// Part of them that went into permutations.
+    /// Part of `select_seconds` that permutations took.
     pub permute_seconds: f64,
-    /// Patterns the heads took, where a method chooses among several: name and number of heads.
+    /// For methods that choose a pattern per head: each pattern's name and number of heads.
     pub patterns: Vec<(&'static str, usize)>,
 }
 
@@ -65,15 +65,15 @@ impl From<KeyMask> for Selected {
 }
 
 impl Selected {
-    /// Every key not after its query.
+    /// A selection in which a query sees every key that is not after it.
     pub fn dense(shape: CallShape) -> Self {
         let mut all = Self::from(KeyMask::dense(shape));
         all.stats.dense_call = true;
         all
     }
 
-    /// Checks the mask's own rules, and those of a selector against its call: every query sees itself and no key tile
-    /// after its own, probes are rows of the call.
+    /// Checks the mask's arrays, and that the selection fits the call: every query sees its own key and no key tile
+    /// after it, and probes are rows of the call.
     ///
     /// # Errors
     /// The first broken rule and where it is broken.
@@ -109,7 +109,8 @@ impl Selected {
         Ok(())
     }
 
-    /// The rules of a causal row. With permutations a query's own key may lie in any tile.
+    /// Checks a row of a causal mask: each query sees its own key, and no kept tile lies after the row. Where queries
+    /// or keys are permuted, a query's own key may lie in any tile.
     fn check_own_keys(&self, list: usize, i: usize) -> Result<(), String> {
         let (mask, tiles) = (&self.mask, self.mask.tiles);
         let row = mask.row(list, i);
@@ -122,11 +123,7 @@ impl Selected {
                 false => Ok(()),
             };
         }
-        let order = mask.key_order_of(list);
-        let slots = row.iter().flat_map(|&j| tiles.keys(j as usize));
-        let kept: std::collections::HashSet<usize> = slots
-            .map(|slot| order.map_or(slot, |order| order[slot] as usize))
-            .collect();
+        let kept: std::collections::HashSet<usize> = kept_keys(mask, list, i).collect();
         for (head, slot) in mask
             .heads_of(list)
             .flat_map(|head| tiles.rows(i).map(move |slot| (head, slot)))
@@ -138,4 +135,16 @@ impl Selected {
         }
         Ok(())
     }
+}
+
+/// The key that a slot of a list holds.
+pub(crate) fn key_of(mask: &KeyMask, list: usize, slot: usize) -> usize {
+    mask.key_order_of(list).map_or(slot, |order| order[slot] as usize)
+}
+
+/// The keys in the tiles, then in the columns, that a list keeps for query tile `i`.
+pub(crate) fn kept_keys(mask: &KeyMask, list: usize, i: usize) -> impl Iterator<Item = usize> {
+    let tiles = mask.row(list, i).iter().flat_map(|&j| mask.tiles.keys(j as usize));
+    let slots = tiles.chain(mask.columns(list, i).iter().map(|&slot| slot as usize));
+    slots.map(move |slot| key_of(mask, list, slot))
 }

@@ -3,7 +3,7 @@
 use crate::attention::{AttentionOutput, block_sparse_attention};
 use crate::call::Call;
 use crate::error::SelectError;
-use crate::mask::Selected;
+use crate::mask::{Selected, kept_keys, key_of};
 use sieve_core::KeyMask;
 
 /// Shares of the causal work, over all query heads.
@@ -13,7 +13,7 @@ pub struct Density {
     pub token: f64,
     /// Kept tiles over admissible tiles.
     pub tile: f64,
-    /// Pairs of the probe rows of a correction over causal pairs, computed besides.
+    /// Pairs that the probe rows of a correction compute in addition, over causal pairs.
     pub probes: f64,
 }
 
@@ -57,11 +57,6 @@ pub fn density(selected: &Selected) -> Density {
     }
 }
 
-/// The key that a slot of a list holds.
-fn key_of(mask: &KeyMask, list: usize, slot: usize) -> usize {
-    mask.key_order_of(list).map_or(slot, |order| order[slot] as usize)
-}
-
 /// Visible pairs of the rows of one query tile that are not dense rows, over all heads of the list.
 fn pairs_of_tile(mask: &KeyMask, list: usize, i: usize) -> usize {
     let heads = mask.heads_of(list);
@@ -76,13 +71,11 @@ fn pairs_of_tile(mask: &KeyMask, list: usize, i: usize) -> usize {
         let mut positions: Vec<i64> = rows.map(|row| (mask.shape.context() + row) as i64).collect();
         positions.sort_unstable();
         let before = |end: i64| positions.partition_point(|&a| a < end);
-        let tiles = mask.row(list, i).iter().flat_map(|&j| mask.tiles.keys(j as usize));
-        let slots = tiles.chain(mask.columns(list, i).iter().map(|&slot| slot as usize));
-        let seen = |slot: usize| match (mask.causal, key_of(mask, list, slot)) {
-            (true, key) => before(mask.expire(list, key).into()).saturating_sub(before(key as i64)),
-            (false, _) => positions.len(),
+        let rows_that_see = |key: usize| match mask.causal {
+            true => before(mask.expire(list, key).into()).saturating_sub(before(key as i64)),
+            false => positions.len(),
         };
-        slots.map(seen).sum()
+        kept_keys(mask, list, i).map(rows_that_see).sum()
     };
     same * heads.take(distinct).map(pairs_of_head).sum::<usize>()
 }

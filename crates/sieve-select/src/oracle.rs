@@ -1,8 +1,8 @@
-//! The definition: dense attention under the expanded mask, row by row in f64. Slow, and what everything is tested by.
+//! The definition that tests compare with: dense attention under the expanded mask, row by row in f64.
 
 use crate::attention::probe_window;
 use crate::call::Call;
-use crate::mask::{CorrectionMode, Selected};
+use crate::mask::{CorrectionMode, Selected, kept_keys};
 use sieve_core::KeyMask;
 use sieve_cpu::reference::{Attended, Key, Rounding, attend};
 
@@ -26,17 +26,14 @@ pub fn expanded_row(mask: &KeyMask, head: usize, row: usize) -> Vec<bool> {
         .find(|&slot| mask.query_row(head, slot) == row)
         .unwrap_or(row);
     let i = mask.tiles.tile_of_row(slot);
-    let tiles = mask.row(list, i).iter().flat_map(|&j| mask.tiles.keys(j as usize));
-    let columns = mask.columns(list, i).iter().map(|&slot| slot as usize);
     let mut shown = vec![false; num_keys];
-    for slot in tiles.chain(columns) {
-        let key = mask.key_order_of(list).map_or(slot, |order| order[slot] as usize);
+    for key in kept_keys(mask, list, i) {
         shown[key] = mask.visible(list, a, key);
     }
     shown
 }
 
-/// Attention of one row over the keys `shown` says: the output `[head_dim]` and the log-sum-exp.
+/// Attention of one row over the keys with a true `shown`: the output `[head_dim]` and the log-sum-exp.
 pub fn oracle_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool]) -> (Vec<f64>, f64) {
     rounded_row(call, head, row, shown, Rounding::None)
 }

@@ -6,35 +6,42 @@ use std::time::Instant;
 use sieve_core::KeyMask;
 
 use crate::keep::falling;
-use crate::pool::{mean_pool, scores};
+use crate::pool::scores;
 use crate::prelude::*;
 use crate::vector::norm;
 
-/// Segments `[g * segment, (g + 1) * segment)` of absolute positions.
+/// Segments `[g * segment, (g + 1) * segment)` of absolute positions, each cut into blocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Segments {
+    /// Tokens of a segment, a multiple of the block.
     pub(crate) segment: usize,
-    pub(crate) block: usize,
+    /// Query and key tiles of one block each.
+    pub(crate) tiles: Tiles,
 }
 
 impl Segments {
-    /// Blocks of segments before those of a query tile: `0..earlier`.
-    pub(crate) fn earlier(self, tiles: Tiles, i: usize) -> usize {
-        tiles.first(i) / self.segment * (self.segment / self.block)
+    pub(crate) fn new(call: &Call<'_>, segment: usize, block: usize) -> Self {
+        let tiles = Tiles::new(call.shape, block, block);
+        Self { segment, tiles }
     }
 
-    /// Blocks of the segments that a query tile meets.
-    pub(crate) fn own(self, tiles: Tiles, i: usize) -> Range<usize> {
-        let end = (tiles.last(i) / self.segment + 1) * (self.segment / self.block);
-        self.earlier(tiles, i)..end.min(tiles.num_key_tiles())
+    /// The number of key tiles in the segments before the first segment of query tile `i`.
+    pub(crate) fn earlier(self, i: usize) -> usize {
+        self.tiles.first(i) / self.segment * (self.segment / self.tiles.key_tile)
     }
 
-    /// Positions of whole segments of a sequence, one range each.
+    /// Key tiles of the segments that query tile `i` overlaps.
+    pub(crate) fn own(self, i: usize) -> Range<usize> {
+        let end = (self.tiles.last(i) / self.segment + 1) * (self.segment / self.tiles.key_tile);
+        self.earlier(i)..end.min(self.tiles.num_key_tiles())
+    }
+
+    /// Positions of each whole segment of a sequence; a short last segment has no range.
     pub(crate) fn whole(self, num_keys: usize) -> impl Iterator<Item = Range<usize>> {
         (0..num_keys / self.segment).map(move |g| g * self.segment..(g + 1) * self.segment)
     }
 
-    /// Rows of the call in each segment it meets.
+    /// Rows of the call in each segment that the call overlaps.
     pub(crate) fn rows(self, call: &Call<'_>) -> Vec<Range<usize>> {
         let (context, n) = (call.shape.context(), call.shape.num_keys);
         (context / self.segment..n.div_ceil(self.segment))
@@ -46,7 +53,8 @@ impl Segments {
     }
 }
 
-/// Sorts slots of each range by falling score, stable; the rest keeps its order.
+/// The token of each slot, `[len]`: inside each range the tokens are sorted by falling score (a stable sort), all other
+/// slots hold the token of their own index.
 pub(crate) fn sort_ranges(len: usize, ranges: impl Iterator<Item = Range<usize>>, score: &[f32]) -> Vec<i32> {
     let mut order: Vec<i32> = (0..len as i32).collect();
     for range in ranges {
@@ -58,20 +66,12 @@ pub(crate) fn sort_ranges(len: usize, ranges: impl Iterator<Item = Range<usize>>
     order
 }
 
-/// Means of the blocks of permuted keys, `[key tiles, head_dim]`.
-pub(crate) fn key_means(call: &Call<'_>, kv_head: usize, tiles: Tiles, order: &[i32]) -> Vec<f32> {
-    let key = |slot: usize| call.key(kv_head, order[slot] as usize);
-    mean_pool(
-        (0..tiles.num_key_tiles()).map(|j| tiles.keys(j).map(key)),
-        call.shape.head_dim,
-    )
-}
-
-/// Order of a head's queries by the block of keys each resembles most (arXiv:2510.21270, key-aware query
-/// permutation).
+/// The row of the call that each slot of a head holds: the queries of a segment are sorted by the key block that they
+/// are assigned to (arXiv:2510.21270, key-aware query permutation). `means` are the key blocks' means, `[blocks,
+/// head_dim]`.
 ///
-/// Pairs of a query and a block are visited by falling cosine; a block takes at most `segments.block` queries of a
-/// segment.
+/// Pairs of a query and a block are visited by falling cosine. A query goes to the first block of its pairs that has
+/// taken fewer than a block's length of queries of the segment.
 pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, means: &[f32]) -> Vec<i32> {
     let d = call.shape.head_dim;
     let norm = |x: &[f32]| norm(x).max(f32::MIN_POSITIVE);
@@ -87,8 +87,9 @@ pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, me
         if rows.is_empty() {
             continue;
         }
-        let last = call.shape.context() + rows.end - 1;
-        let blocks = last / segments.block + 1;
+        let block_len = segments.tiles.key_tile;
+        let last_position = call.shape.context() + rows.end - 1;
+        let blocks = last_position / block_len + 1;
         let queries: Vec<f32> = rows
             .clone()
             .flat_map(|row| {
@@ -102,7 +103,7 @@ pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, me
         let mut taken = vec![0; blocks];
         for pair in falling(&cosine) {
             let (query, block) = (pair / blocks, pair % blocks);
-            if block_of[query] == usize::MAX && taken[block] < segments.block {
+            if block_of[query] == usize::MAX && taken[block] < block_len {
                 block_of[query] = block;
                 taken[block] += 1;
             }
@@ -114,51 +115,61 @@ pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, me
     order
 }
 
-/// The selection of a method that moves tokens: their orders, the lists over the slots, and both as a mask.
+/// The selection of a method that permutes tokens. `orders` computes the permutations, `rows` the key tiles that some
+/// heads keep, in terms of slots; `rows` gives `None` where a score is NaN.
 pub(crate) fn select(
     call: &Call<'_>,
     segments: Segments,
     gqa: GqaPolicy,
     causal: bool,
-    orders: impl FnOnce(Tiles) -> Orders,
-    rows: impl Fn(Tiles, &[usize], &Orders) -> Option<KeptRows> + Sync,
+    orders: impl FnOnce() -> Orders,
+    rows: impl Fn(&[usize], &Orders) -> Option<KeptRows> + Sync,
 ) -> Selected {
-    let tiles = Tiles::new(call.shape, segments.block, segments.block);
+    let tiles = segments.tiles;
     let started = Instant::now();
-    let orders = orders(tiles);
+    let orders = orders();
     let permute_seconds = started.elapsed().as_secs_f64();
-    // The dense fallback of other methods knows nothing of segments.
+    // A row that runs dense because of a NaN keeps whole segments: a key of its past may be in any of their tiles.
     let end = |i| match causal {
-        true => segments.own(tiles, i).end,
+        true => segments.own(i).end,
         false => tiles.num_key_tiles(),
     };
-    let rows = |heads: &[usize]| rows(tiles, heads, &orders);
-    let lists = gqa::mask_as_selected(call, tiles, gqa, rows, |i| (0..end(i)).collect());
+    let lists = gqa::mask_as_selected(
+        call,
+        tiles,
+        gqa,
+        |heads| rows(heads, &orders),
+        |i| (0..end(i)).collect(),
+    );
     let mut chosen = orders.mask(lists, causal);
     chosen.stats.permute_seconds = permute_seconds;
     chosen
 }
 
-/// Orders of all heads.
+/// The permutations of all heads.
 pub(crate) struct Orders {
-    /// Which key a slot holds, per KV head or per query head.
+    /// The key of each slot, `[num_kv_heads or num_heads][num_keys]`.
     pub(crate) keys: Vec<Vec<i32>>,
-    /// Which row a slot holds, per query head; empty when in order.
+    /// The row of the call in each slot, `[num_heads][num_queries]`; empty when queries keep their order.
     pub(crate) queries: Vec<Vec<i32>>,
 }
 
 impl Orders {
+    /// The key of each slot for one of `num_heads` query heads.
+    pub(crate) fn keys_of(&self, head: usize, num_heads: usize) -> &[i32] {
+        &self.keys[head * self.keys.len() / num_heads]
+    }
+
     /// The row of the call that a query slot holds.
     pub(crate) fn query_row(&self, head: usize, slot: usize) -> usize {
         self.queries.get(head).map_or(slot, |order| order[slot] as usize)
     }
 
-    /// The lists over these slots as a mask. Identity orders are omitted, and in a causal mask also tiles that hold
-    /// only keys after the last row of a query tile.
+    /// The selection, whose tiles count slots, as a mask with these permutations. Permutations that move nothing are
+    /// omitted. In a causal mask so are tiles with only keys after the last row of the query tile.
     pub(crate) fn mask(&self, mut selected: Selected, causal: bool) -> Selected {
         let lists = &selected.mask;
-        let of_list = |list: usize| &self.keys[lists.heads_of(list).start * self.keys.len() / lists.shape.num_heads];
-        let last_of = |list: usize, i: usize| {
+        let last_position = |list: usize, i: usize| {
             let rows = |head| lists.tiles.rows(i).map(move |slot| self.query_row(head, slot));
             lists
                 .heads_of(list)
@@ -167,7 +178,8 @@ impl Orders {
                 .map_or(0, |row| lists.shape.context() + row)
         };
         let kept = |list: usize, i: usize| {
-            let (order, last) = (of_list(list), last_of(list, i));
+            let order = self.keys_of(lists.heads_of(list).start, lists.shape.num_heads);
+            let last = last_position(list, i);
             let first_key = |j: i32| order[lists.tiles.keys(j as usize)].iter().copied().min();
             let seen = |&j: &i32| !causal || first_key(j).is_some_and(|key| key as usize <= last);
             [lists.row(list, i).iter().copied().filter(seen).collect(), Vec::new()]

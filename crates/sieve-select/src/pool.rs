@@ -1,19 +1,20 @@
-//! Blocks of tokens reduced to one vector, and the sampled scores that methods share.
+//! Means of blocks of tokens, and attention logits and probabilities of some rows.
 
 use std::ops::Range;
 
+use sieve_core::Tiles;
 use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
 
 use crate::call::Call;
 use crate::keep::softmax;
 
-/// Mean and, on request, population variance per channel of each block, `[blocks, head_dim]`.
+/// Mean and population variance per channel of each block, `[blocks, head_dim]`.
 pub(crate) struct Pooled {
     pub(crate) mean: Vec<f32>,
     pub(crate) variance: Vec<f32>,
 }
 
-/// Means of blocks of tokens; each block is the list of its vectors, short blocks count their own tokens only.
+/// Means of blocks of tokens, `[blocks, head_dim]`; a block is the iterator over its vectors.
 pub(crate) fn mean_pool<'x, B>(blocks: impl Iterator<Item = B>, head_dim: usize) -> Vec<f32>
 where
     B: Iterator<Item = &'x [f32]>,
@@ -57,24 +58,18 @@ where
     Pooled { mean, variance }
 }
 
-/// Vectors of consecutive rows of a head's queries.
-pub(crate) fn query_rows<'a>(
-    call: &Call<'a>,
-    head: usize,
-    rows: Range<usize>,
-) -> impl Iterator<Item = &'a [f32]> + use<'a> {
-    let call = *call;
-    rows.map(move |row| call.query(head, row))
+/// Means of the keys of each key tile, `[key tiles, head_dim]`; slot `i` holds key `key_of(i)`.
+pub(crate) fn key_means(call: &Call<'_>, kv_head: usize, tiles: Tiles, key_of: impl Fn(usize) -> usize) -> Vec<f32> {
+    let key = |slot| call.key(kv_head, key_of(slot));
+    let blocks = (0..tiles.num_key_tiles()).map(|j| tiles.keys(j).map(key));
+    mean_pool(blocks, call.shape.head_dim)
 }
 
-/// Vectors of consecutive keys of a KV head.
-pub(crate) fn key_rows<'a>(
-    call: &Call<'a>,
-    kv_head: usize,
-    keys: Range<usize>,
-) -> impl Iterator<Item = &'a [f32]> + use<'a> {
-    let call = *call;
-    keys.map(move |key| call.key(kv_head, key))
+/// Means of the queries of each query tile, `[query tiles, head_dim]`; slot `i` holds row `row_of(i)` of the call.
+pub(crate) fn query_means(call: &Call<'_>, head: usize, tiles: Tiles, row_of: impl Fn(usize) -> usize) -> Vec<f32> {
+    let query = |slot| call.query(head, row_of(slot));
+    let blocks = (0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query));
+    mean_pool(blocks, call.shape.head_dim)
 }
 
 /// `scale * a b^T`.
@@ -82,24 +77,23 @@ pub(crate) fn key_rows<'a>(
 /// # Shapes
 /// - a: `[rows, d]`, b: `[cols, d]`, returns `[rows, cols]`
 pub(crate) fn scores(a: &[f32], b: &[f32], d: usize, scale: f32) -> Vec<f32> {
-    let (rows, cols) = (a.len() / d, b.len() / d);
+    let (a, b) = (Matrix::new(a, a.len() / d, d), Matrix::new(b, b.len() / d, d));
+    products(a, b, scale)
+}
+
+/// `scale * a b^T` on one thread, `[rows of a, rows of b]`.
+fn products(a: Matrix<'_>, b: Matrix<'_>, scale: f32) -> Vec<f32> {
+    let (rows, cols) = (a.num_rows(), b.num_rows());
     let mut out = vec![0.0; rows * cols];
-    matmul(
-        Threads::One,
-        scale,
-        Matrix::new(a, rows, d),
-        Matrix::new(b, cols, d).t(),
-        0.0,
-        MatrixMut::new(&mut out, rows, cols),
-    );
+    matmul(Threads::One, scale, a, b.t(), 0.0, MatrixMut::new(&mut out, rows, cols));
     out
 }
 
-/// Rows whose probabilities [`for_each_prompt_row`] holds at once.
+/// Rows whose probabilities [`for_each_prompt_row`] computes at once.
 const CHUNK_ROWS: usize = 64;
 
-/// Calls `add` with every row of a prompt, once for each head of the group, and the row's causal probabilities. Rows
-/// that share a chunk with a NaN are left out.
+/// For each query head of the group, calls `add` with every row of a prompt and the row's causal probabilities. Rows
+/// that share a chunk of 64 rows with a NaN are left out.
 pub(crate) fn for_each_prompt_row(call: &Call<'_>, kv_head: usize, mut add: impl FnMut(usize, &[f32])) {
     let n = call.shape.num_keys;
     for head in call.group(kv_head) {
@@ -116,20 +110,10 @@ pub(crate) fn for_each_prompt_row(call: &Call<'_>, kv_head: usize, mut add: impl
     }
 }
 
-/// Scaled products of some rows of a head, ascending, with the keys up to the last of them, `[rows, keys]`.
+/// Logits of the queries `rows` of a head with the first `keys` keys, `[rows, keys]`.
 pub(crate) fn logits(call: &Call<'_>, head: usize, rows: Matrix<'_>, keys: usize) -> Vec<f32> {
-    let (num_rows, keys) = (rows.num_rows(), call.keys(call.kv_head(head), 0..keys));
-    let cols = keys.num_rows();
-    let mut x = vec![0.0; num_rows * cols];
-    matmul(
-        Threads::One,
-        call.shape.softmax_scale(),
-        rows,
-        keys.t(),
-        0.0,
-        MatrixMut::new(&mut x, num_rows, cols),
-    );
-    x
+    let keys = call.keys(call.kv_head(head), 0..keys);
+    products(rows, keys, call.shape.softmax_scale())
 }
 
 /// Causal softmax of consecutive rows of a head over keys `0..=last position`, `[rows, last + 1]`; `None` on NaN.
@@ -147,16 +131,16 @@ pub(crate) fn causal_probabilities(call: &Call<'_>, head: usize, rows: Range<usi
     Some(p)
 }
 
-/// Rows of the probe most methods use: the last `count`, or all when there are fewer.
+/// The last `count` rows of a call, or all when there are fewer: the probe of most methods.
 pub(crate) fn last_rows(call: &Call<'_>, count: usize) -> Range<usize> {
     call.shape.num_queries.saturating_sub(count)..call.shape.num_queries
 }
 
-/// Sums per key and per distance from the diagonal of a probe's probabilities.
+/// Sums of the attention probabilities of probe rows, per key and per distance from the diagonal.
 pub(crate) struct ProbeSums {
     /// `[num_keys]`.
     pub(crate) column: Vec<f32>,
-    /// `[num_keys]`, by `a - j`.
+    /// `[num_keys]`, indexed by the query's position minus the key's.
     pub(crate) diagonal: Vec<f32>,
 }
 

@@ -8,7 +8,7 @@ use crate::gqa::GqaPolicy;
 use crate::mask::Selected;
 use crate::selector::{Reads, all_methods};
 
-/// A key that trades density for recall, and its values over a curve.
+/// The key of a setting that trades density for recall, and its values along a curve.
 pub(crate) type Knob = (&'static str, &'static [&'static str]);
 
 /// Values of a knob that is a share.
@@ -16,7 +16,7 @@ pub(crate) const SHARES: &[&str] = &["0.5", "0.7", "0.9", "0.95", "0.99"];
 /// Values of a knob that is a number of tokens.
 pub(crate) const TOKENS: &[&str] = &["64", "128", "256", "512", "1024"];
 
-/// What a method of prefill is, beside its settings.
+/// A prefill method, implemented by its settings.
 pub(crate) trait PrefillMethod {
     /// Refuses settings outside their range.
     fn check(&self, _: GqaPolicy) -> Result<(), SelectError> {
@@ -28,21 +28,21 @@ pub(crate) trait PrefillMethod {
         Ok(())
     }
 
-    /// What the call keeps.
+    /// The selection of a call.
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected;
 
-    /// The choice as steps of a device, from the call's sizes and layer alone, so that queries and keys stay on the
-    /// device. `None` where the method, or one of its settings, selects on the host.
+    /// The selection as device steps, so that queries and keys stay on the device. It depends on the call's sizes and
+    /// layer only. `None` if the method, or one of its settings, selects on the host.
     fn steps(&self, _: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         None
     }
 
-    /// What selecting reads of a call.
+    /// What the selection reads of a call.
     fn reads(&self) -> Reads {
         Reads::Tokens
     }
 
-    /// Whether it has a policy for the heads of a group: not where one list serves all heads.
+    /// Whether the setting `gqa` has an effect; it has none if one list serves all heads.
     fn takes_gqa(&self) -> bool {
         self.reads() != Reads::Nothing
     }
@@ -52,14 +52,14 @@ pub(crate) trait PrefillMethod {
         false
     }
 
-    /// The setting to draw curves over.
+    /// The setting that curves vary.
     fn knob(&self) -> Option<Knob> {
         None
     }
 }
 
-/// The modules of the methods of prefill. `cargo fmt` does not find modules that a macro declares; `cargo xtask check`
-/// names their files to it.
+/// Declares the modules of the prefill methods. `cargo fmt` does not find modules that a macro declares; `cargo xtask
+/// check` passes it their files.
 macro_rules! modules {
     (prefill { $($phase:ident $name:ident in $module:ident::$kind:ident $row:tt;)+ } $($decode:tt)*) => {
         $(pub mod $module;)+

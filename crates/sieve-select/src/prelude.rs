@@ -1,4 +1,4 @@
-//! What the file of a method begins with.
+//! Imports of every method's file.
 
 pub(crate) use sieve_core::{BlockScores, BlockSelection, CallShape, KeepBlocks, KeptRows, Tiles};
 

@@ -2,7 +2,7 @@
 
 use crate::error::SelectError;
 
-/// The settings of one selector, while they are checked.
+/// Checks of the settings of the selector with this name.
 #[derive(Clone, Copy)]
 pub(crate) struct Rules(pub(crate) &'static str);
 
@@ -15,7 +15,7 @@ impl Rules {
         })
     }
 
-    /// A threshold or a share.
+    /// Refuses a threshold or share outside [0, 1].
     pub(crate) fn share(self, key: &str, value: f64) -> Result<(), SelectError> {
         if (0.0..=1.0).contains(&value) {
             return Ok(());
@@ -26,7 +26,7 @@ impl Rules {
         )
     }
 
-    /// The base of a rotary embedding, where it is given.
+    /// Refuses a base of a rotary embedding that is not finite and above 1; `None` passes.
     pub(crate) fn rope_theta(self, value: Option<f64>) -> Result<(), SelectError> {
         match value {
             Some(theta) if !(theta > 1.0 && theta.is_finite()) => self.fail(
@@ -37,7 +37,7 @@ impl Rules {
         }
     }
 
-    /// The base of a rotary embedding, which must be known now.
+    /// The base of a rotary embedding; refuses `None`.
     pub(crate) fn need_rope_theta(self, value: Option<f64>) -> Result<f64, SelectError> {
         match value {
             Some(theta) => Ok(theta),
@@ -48,7 +48,7 @@ impl Rules {
         }
     }
 
-    /// A size must be above 0.
+    /// Refuses a size of 0.
     pub(crate) fn positive(self, key: &str, value: usize) -> Result<(), SelectError> {
         if value > 0 {
             return Ok(());
@@ -56,7 +56,7 @@ impl Rules {
         self.fail(format!("{key}=0 makes no sense"), format!("give {key} at least 1"))
     }
 
-    /// A number that may be a share.
+    /// Refuses a number that is not above 0.
     pub(crate) fn above_zero(self, key: &str, value: f64, hint: &str) -> Result<(), SelectError> {
         match value > 0.0 {
             true => Ok(()),
@@ -64,7 +64,7 @@ impl Rules {
         }
     }
 
-    /// A size that others are cut by.
+    /// Refuses sizes of 0, and a `value` that does not divide `whole`.
     pub(crate) fn divides(self, key: &str, value: usize, whole_key: &str, whole: usize) -> Result<(), SelectError> {
         self.positive(key, value)?;
         self.positive(whole_key, whole)?;

@@ -19,13 +19,14 @@ use crate::gqa::GqaPolicy;
 use crate::mask::Selected;
 use crate::measure::dense_attention;
 use crate::prefill::PrefillMethod;
+use crate::range::Rules;
 
 /// A selector with its settings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Selector {
     /// The method.
     pub method: Method,
-    /// What every method has.
+    /// Settings that methods share.
     pub common: Common,
 }
 
@@ -39,66 +40,66 @@ pub struct Common {
     pub first_dense_layers: usize,
     /// Rows at the end of a call that are dense.
     pub last_dense_rows: usize,
-    /// What the query heads of a group do.
+    /// How the query heads of a group choose.
     pub gqa: GqaPolicy,
 }
 
 /// What a selection reads of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reads {
-    /// Its sizes alone.
+    /// Only its sizes.
     Nothing,
     /// Means of blocks of this many queries, and of as many keys.
     BlockMeans(usize),
     /// Queries and keys.
     Tokens,
-    /// Values too, for dense outputs of some rows.
+    /// Queries, keys and values, for dense outputs of some rows.
     Values,
 }
 
 impl Method {
-    /// The settings of [`Common`] that change what the method does; the flag takes and prints these alone.
+    /// The settings of [`Common`] that change what the method does; a selector's text takes and prints only these.
     pub fn common_keys(&self) -> &'static [&'static str] {
         const KEYS: [&str; 4] = ["first_dense_layers", "last_dense_rows", "min_prefill_tokens", "gqa"];
         match self.of_prefill() {
             _ if matches!(self, Self::Dense) => &[],
             _ if self.is_token_by_token() => &KEYS[..1],
             Some(method) if method.takes_gqa() => &KEYS,
-            // The base of a correction has a policy of its own.
+            // One list serves all heads, or (delta) the base has a `gqa` of its own.
             _ => &KEYS[..3],
         }
     }
 
-    /// Whether it runs token by token only: decode methods, and `streamingllm` with positions of its own.
+    /// Whether the method runs token by token only: decode methods, and `streamingllm` with `reindex`.
     fn is_token_by_token(&self) -> bool {
         let reindexed = matches!(self, Self::Streamingllm(config) if config.reindex);
         self.phase() == Phase::Decode || reindexed
     }
 }
 
-/// A prefill call done.
+/// Result of a prefill call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prefill {
-    /// The attention.
+    /// The attention's output.
     pub output: AttentionOutput,
-    /// What was kept, with its statistics.
+    /// The selection.
     pub selected: Selected,
     /// Seconds from q, k, v to the output, selection included.
     pub seconds: f64,
 }
 
 impl Selector {
-    /// The method's name on the flag.
+    /// The method's name.
     pub fn name(&self) -> &'static str {
         self.method.name()
     }
 
-    /// When it acts.
+    /// When the method acts.
     pub fn phase(&self) -> Phase {
         self.method.phase()
     }
 
-    /// Whether it runs token by token only: decode methods, and `streamingllm` with positions of its own.
+    /// Whether the method runs token by token only: decode methods, and `streamingllm` with `reindex`.
     pub fn is_token_by_token(&self) -> bool {
         self.method.is_token_by_token()
     }
@@ -107,7 +108,7 @@ impl Selector {
     pub fn is_causal_map(&self) -> bool {
         match &self.method {
             Method::Dense => true,
-            // The queries of a chunk choose together, later ones for earlier ones.
+            // The queries of a chunk choose blocks together, so an earlier one reads blocks that later ones chose.
             Method::Infllm(config) => config.chunk == 1,
             method => match method.of_prefill() {
                 Some(method) => method.is_causal_map(),
@@ -137,7 +138,7 @@ impl Selector {
         }
     }
 
-    /// Tells the methods that move keys the base of the model's rotary embedding, where the user did not.
+    /// Sets the base of the model's rotary embedding in methods that rotate keys, unless the user gave one.
     #[must_use]
     pub fn for_rope_theta(mut self, rope_theta: f64) -> Self {
         match &mut self.method {
@@ -148,7 +149,7 @@ impl Selector {
         self
     }
 
-    /// Whether it rotates keys to other positions, by the base that [`for_rope_theta`](Self::for_rope_theta) gives.
+    /// Whether the method rotates keys to other positions; it then needs [`for_rope_theta`](Self::for_rope_theta).
     pub fn moves_keys(&self) -> bool {
         match &self.method {
             Method::Infllm(_) => true,
@@ -171,27 +172,25 @@ impl Selector {
         if segment <= max_tokens {
             return Ok(());
         }
-        Err(SelectError::Value {
-            selector: self.name(),
-            problem: format!(
+        Rules(self.name()).fail(
+            format!(
                 "segment={segment} is longer than the context of {max_tokens} tokens, so every call would be dense"
             ),
-            hint: "give a shorter segment or a longer context".to_owned(),
-        })
+            "give a shorter segment or a longer context",
+        )
     }
 
-    /// What selecting for a prefill call of `num_queries` rows in a layer reads. A correction by probes reads all
-    /// operands as well.
+    /// What the selection of a prefill call of `num_queries` rows reads in a layer. A correction by probes, which also
+    /// reads all operands, is not counted.
     pub fn reads(&self, layer: usize, num_queries: usize) -> Reads {
         match &self.method {
             _ if self.is_dense(layer, num_queries) => Reads::Nothing,
-            // Beside what the probes read.
             Method::Delta(_, base) => base.reads(layer, num_queries),
             method => method.of_prefill().map_or(Reads::Tokens, PrefillMethod::reads),
         }
     }
 
-    /// The first layer from which on what is made of [`Reads::Nothing`] is the same in every layer.
+    /// The first layer from which a selection that [reads nothing](Reads::Nothing) is the same in all layers.
     pub fn first_alike_layer(&self) -> usize {
         let first = self.common.first_dense_layers;
         match &self.method {
@@ -210,7 +209,7 @@ impl Selector {
         matches!(self.method, Method::Dense) || layer < self.common.first_dense_layers
     }
 
-    /// The pairs that a prefill call computes under this selector.
+    /// The selection of a prefill call.
     ///
     /// # Errors
     /// A decode method; settings that do not fit the call.
@@ -224,7 +223,7 @@ impl Selector {
         Ok(chosen)
     }
 
-    /// The same without a correction, which [`correction`](Self::correction) describes.
+    /// As [`select`](Self::select), without the correction that [`correction`](Self::correction) describes.
     ///
     /// # Errors
     /// As [`select`](Self::select).
@@ -234,7 +233,7 @@ impl Selector {
         Ok(chosen)
     }
 
-    /// The mask, with the correction of methods whose choice makes it.
+    /// The mask and its time; of the corrections only momo's, which is computed by its selection.
     fn selected(&self, call: &Call<'_>) -> Result<Selected, SelectError> {
         let started = Instant::now();
         let mut chosen = self.select_untimed(call)?;
@@ -250,14 +249,13 @@ impl Selector {
 
     fn select_untimed(&self, call: &Call<'_>) -> Result<Selected, SelectError> {
         if self.phase() == Phase::Decode {
-            return Err(SelectError::Unsupported {
-                selector: self.name(),
-                problem: "acts while decoding, not in prefill".to_owned(),
-                hint: format!(
+            return Rules(self.name()).fail(
+                "acts while decoding, not in prefill".to_owned(),
+                format!(
                     "use it where tokens are generated one by one; prefill methods are {}",
                     names_of(Phase::Prefill).join(", ")
                 ),
-            });
+            );
         }
         if self.is_dense(call.layer, call.shape.num_queries) {
             return Ok(Selected::dense(call.shape));
@@ -276,7 +274,7 @@ impl Selector {
         Ok(method.select(call, self.common.gqa))
     }
 
-    /// Selects and attends. A mask that keeps everything runs dense.
+    /// Selects, then computes the attention. A mask that keeps everything runs dense.
     ///
     /// # Errors
     /// As [`select`](Self::select).
@@ -296,10 +294,10 @@ impl Selector {
         })
     }
 
-    /// The same in chunks of `chunk_tokens` rows, each over all keys before its end, as a server with bounded memory
-    /// runs a prompt. The outputs of the chunks are those of the rows in order.
+    /// As [`prefill`](Self::prefill), in chunks of `chunk_tokens` rows, each over all keys before its end, as a server
+    /// with bounded memory runs a prompt. Returns one result per chunk.
     ///
-    /// Chunks give the whole call's choice only where a method guarantees it, and only if they are at least
+    /// Chunks keep the same keys as the whole call only for methods that guarantee it, and only if chunks are at least
     /// `min_prefill_tokens` long.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
-//! Settings of a method: each key with its default.
+//! Macros that declare the settings of a method: each key with its default.
 
-/// A struct of settings, read key by key; `= value` after a field is its default. A prefill method ends with two texts
-/// that the tests of all methods use: `small` settings for a few hundred tokens, and settings that keep `everything`.
+/// Declares a struct of settings; `= value` after a field is its default. A prefill method adds two lists of selectors
+/// for the tests of all methods: `small` ones suit a few hundred tokens, `everything` ones keep every key.
 macro_rules! settings {
     ($(#[$about:meta])* pub struct $name:ident {
         $($(#[$about_field:meta])* $seen:vis $field:ident: $type:ty = $default:expr,)+
@@ -27,7 +27,7 @@ macro_rules! settings {
     };
 }
 
-/// The values of settings, each written in snake_case on the flag.
+/// Declares enums of setting values; the command line takes the names in snake_case.
 macro_rules! choices {
     ($($(#[$about:meta])* pub enum $name:ident { $($values:tt)+ })+) => {$(
         $(#[$about])*

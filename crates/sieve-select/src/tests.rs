@@ -1,7 +1,7 @@
-//! Tests of all methods. `cargo test bfla` runs those of one method: checks of its own are named `bfla_…`, those that
-//! hold for all methods run as `bfla::…`.
+//! Tests of all methods. `cargo test bfla` runs the tests of one method: its own tests are named `bfla_…`, the checks
+//! of all methods run as `bfla::…`.
 
-/// Tests that call checks of a module with some texts.
+/// Declares tests that call the checks of a module with some texts.
 macro_rules! checks {
     ($($texts:expr => $module:ident: $($check:ident)+;)+) => {$($(
         #[test]
@@ -26,7 +26,7 @@ mod trained;
 use crate::selector::{Selector, all_methods};
 use crate::test_data::TestCall;
 
-/// Those of some texts that are of one method.
+/// The texts of one method among `texts`.
 fn of<'t>(texts: &[&'t str], method: &str) -> Vec<&'t str> {
     let texts = texts.iter().copied();
     let mine: Vec<&str> = texts.filter(|text| text.split(':').next() == Some(method)).collect();
@@ -94,7 +94,7 @@ pub(super) fn prefill(text: &str, call: &crate::Call<'_>) -> crate::Prefill {
     done.unwrap_or_else(|error| panic!("{text}: {error}"))
 }
 
-/// Attention under a mask that keeps the rules of its form.
+/// Attention under a valid mask.
 pub(super) fn attend(data: &TestCall, chosen: &crate::Selected) -> crate::AttentionOutput {
     crate::block_sparse_attention(&data.call(), chosen).expect("valid")
 }

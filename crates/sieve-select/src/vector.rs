@@ -1,6 +1,6 @@
 //! Arithmetic on vectors that methods share.
 
-/// Product in eight lanes, so that it vectorises with a fixed order.
+/// Dot product, by eight partial sums: it vectorises, and the order of additions is fixed.
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0.0_f32; 8];
     let ((a8, a1), (b8, b1)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
@@ -13,7 +13,7 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     lanes.iter().sum::<f32>() + tail
 }
 
-/// Sum in eight lanes, so that it vectorises with a fixed order.
+/// Sum, by eight partial sums: it vectorises, and the order of additions is fixed.
 pub(crate) fn sum(x: &[f32]) -> f32 {
     let mut lanes = [0.0_f32; 8];
     let (x8, x1) = x.as_chunks::<8>();
@@ -39,7 +39,7 @@ pub(crate) fn add(sum: &mut Vec<f32>, x: Vec<f32>) {
     }
 }
 
-/// One step of splitmix64: a hash of a number, as good as random.
+/// One step of splitmix64, as a hash of `x`.
 pub(crate) fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -11,10 +11,10 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
 
-/// Why a product did not run.
+/// Why a GEMM was not queued.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Refusal {
-    /// cuBLASLt has no algorithm for it: another path may take it.
+    /// cuBLASLt has no algorithm for it; the caller may compute it without cuBLASLt.
     NoAlgorithm(String),
     /// The library, the driver or the server failed.
     Failed(String),
@@ -32,11 +32,11 @@ impl fmt::Display for Refusal {
 #[derive(Clone)]
 pub(crate) struct Call {
     pub(super) problem: Problem,
-    /// The tiles to take where they are offered, the best first.
+    /// [`Problem::preferred_tiles`], or none.
     pub(super) tiles: &'static [Tile],
     /// x, w, C and D; then, where x and w are fp8, their scales.
     pub(crate) bindings: Vec<Binding>,
-    /// Of the product and of C.
+    /// `[alpha, beta]` of `D = alpha A B + beta C`.
     pub(super) factors: [f32; 2],
     pub(super) stream: StreamId,
 }
@@ -44,18 +44,20 @@ pub(crate) struct Call {
 /// What the device thread keeps for the life of the process.
 struct Library {
     handle: cublasLtHandle_t,
-    /// By CUDA stream, of which CubeCL has a fixed number; every thread has a stream id of its own.
+    /// Address of the workspace of [`WORKSPACE_BYTES`] of each CUDA stream. CubeCL has a fixed number of them; stream ids
+    /// differ by thread.
     workspaces: HashMap<CUstream, u64>,
+    /// By problem and by the alignments of x, w, C and D in bytes.
     plans: HashMap<(Problem, [u32; 4]), Plan>,
 }
 
 thread_local! {
-    // On the device thread only; CubeCL runs one for each device.
+    // Used by device threads only; CubeCL runs one for each device.
     static LIBRARY: RefCell<Option<Library>> = const { RefCell::new(None) };
 }
 
 impl Call {
-    /// Queues the product on its stream, whose lane is open; on the device thread.
+    /// Queues the GEMM on its stream. Runs on the device thread, after [`lane::open`](crate::lane::open) of the stream.
     pub(crate) fn run(mut self, server: &mut Server) -> Result<(), Refusal> {
         let (bindings, stream) = (std::mem::take(&mut self.bindings), self.stream);
         let mut no_algorithm = None;
@@ -91,10 +93,10 @@ impl Library {
             Some(workspace) => *workspace,
             None => {
                 // SAFETY: an allocation on the current context, kept for the life of the process.
-                let made = unsafe { driver::malloc_sync(WORKSPACE_BYTES) };
-                let made = made.map_err(|e| Refusal::Failed(format!("a workspace of 64 MiB: {e:?}")))?;
-                self.workspaces.insert(stream, made);
-                made
+                let allocated = unsafe { driver::malloc_sync(WORKSPACE_BYTES) };
+                let workspace = allocated.map_err(|e| Refusal::Failed(format!("a workspace of 64 MiB: {e:?}")))?;
+                self.workspaces.insert(stream, workspace);
+                workspace
             }
         };
         let operands = Operands {
@@ -115,7 +117,7 @@ impl Library {
     }
 }
 
-/// Alignment of a pointer in bytes: a power of two, at most 256 (the most that algorithms require).
+/// Alignment of a pointer in bytes: a power of two, at most 256, because no algorithm requires more.
 fn alignment(pointer: u64) -> u32 {
     1 << pointer.trailing_zeros().min(8)
 }

@@ -1,4 +1,4 @@
-//! One product's descriptors and algorithm, made once per shape and kept.
+//! cuBLASLt's descriptors and algorithm for one GEMM, created once per shape and kept.
 use super::library::Refusal;
 use super::problem::{Layout, Operands as OperandTypes, Problem, Tile};
 use cudarc::cublaslt::result as lt;
@@ -13,13 +13,13 @@ use sieve_gpu::step::Fp8Format;
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 
-/// How many algorithms are requested from the heuristic.
-const ASKED: usize = 16;
+/// How many algorithms are requested from cuBLASLt's heuristic.
+const MAX_ALGORITHMS: usize = 16;
 
-/// Memory that algorithms may use: what NVIDIA recommends for Hopper, doubled.
+/// Workspace that an algorithm may use: twice the 32 MiB that NVIDIA recommends for Hopper.
 pub(super) const WORKSPACE_BYTES: usize = 64 << 20;
 
-/// Descriptors of a product with the algorithm that runs it.
+/// Descriptors of a GEMM with the algorithm that runs it.
 #[derive(Debug)]
 pub(super) struct Plan {
     operation: cublasLtMatmulDesc_t,
@@ -33,17 +33,17 @@ pub(super) struct Plan {
 pub(super) struct Operands {
     /// Addresses of x, w, C and D.
     pub(super) pointers: [u64; 4],
-    /// Addresses of the scales of x and w; for fp8 alone.
+    /// Addresses of the scales of x and w; 0 for bf16.
     pub(super) scales: [u64; 2],
-    /// Of the product and of C.
+    /// `[alpha, beta]`.
     pub(super) factors: [f32; 2],
     pub(super) workspace: u64,
     pub(super) stream: CUstream,
 }
 
 impl Plan {
-    /// Queries cuBLASLt's algorithms, and takes the one with the first of `tiles` that is offered, else cuBLASLt's
-    /// first.
+    /// Asks cuBLASLt's heuristic for algorithms and takes the first of `tiles` that one of them has; else the
+    /// heuristic's first.
     ///
     /// `alignments` are the alignments of x, w, C and D in bytes.
     pub(super) fn find(
@@ -57,13 +57,12 @@ impl Plan {
         let first = found
             .first()
             .ok_or_else(|| Refusal::NoAlgorithm("the heuristic knows none".to_owned()))?;
-        let offered = |tile: &Tile| found.iter().find(|found| has_tile(found, *tile));
-        let offered = tiles.iter().find_map(offered);
-        plan.algorithm = *offered.unwrap_or(first);
+        let with_tile = |tile: &Tile| found.iter().find(|algorithm| has_tile(algorithm, *tile));
+        plan.algorithm = *tiles.iter().find_map(with_tile).unwrap_or(first);
         Ok(plan)
     }
 
-    /// Queues the product.
+    /// Queues the GEMM.
     ///
     /// # Safety
     /// The addresses must hold matrices of the plan's layouts, the workspace [`WORKSPACE_BYTES`], on the current
@@ -98,19 +97,20 @@ impl Plan {
                 operands.stream.cast(),
             )
         }
-        .map_err(|e| Refusal::Failed(format!("cublasLtMatmul: {e}")))
+        .map_err(failed("cublasLtMatmul"))
     }
 
+    /// The descriptors of a problem, without an algorithm.
     fn describe(problem: &Problem) -> Result<Self, Refusal> {
         let [a, b, c, d] = problem.layouts();
         let bf16 = cudaDataType_t::CUDA_R_16BF;
-        let eight_bits = |format| match format {
+        let fp8 = |format| match format {
             Fp8Format::E4m3 => cudaDataType_t::CUDA_R_8F_E4M3,
             Fp8Format::E5m2 => cudaDataType_t::CUDA_R_8F_E5M2,
         };
         let [x_type, w_type] = match problem.operands {
             OperandTypes::Bf16 => [bf16; 2],
-            OperandTypes::Fp8 { x, w } => [x, w].map(eight_bits),
+            OperandTypes::Fp8 { x, w } => [x, w].map(fp8),
         };
         let output = if problem.is_f32 {
             cudaDataType_t::CUDA_R_32F
@@ -118,17 +118,17 @@ impl Plan {
             bf16
         };
         let operation = lt::create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType_t::CUDA_R_32F)
-            .map_err(|e| Refusal::Failed(format!("cublasLtMatmulDescCreate: {e}")))?;
-        // The layouts follow one by one, so that a failure half way frees what there is.
+            .map_err(failed("cublasLtMatmulDescCreate"))?;
+        // The layouts are created one by one below: if one fails, dropping `plan` destroys those before it.
         let mut plan = Self {
             operation,
             layouts: [std::ptr::null_mut(); 4],
             algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
             operands: problem.operands,
         };
-        let [is_a, is_b] = [a, b].map(|layout| i32::from(layout.is_transposed));
-        plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &is_a)?;
-        plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &is_b)?;
+        let [transpose_a, transpose_b] = [a, b].map(|layout| i32::from(layout.is_transposed));
+        plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &transpose_a)?;
+        plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &transpose_b)?;
         if problem.operands.sum_fast() {
             plan.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1i8)?;
         }
@@ -140,8 +140,8 @@ impl Plan {
             let Layout {
                 rows, cols, leading, ..
             } = layout;
-            *slot = lt::create_matrix_layout(dtype, rows, cols, leading)
-                .map_err(|e| Refusal::Failed(format!("cublasLtMatrixLayoutCreate: {e}")))?;
+            *slot =
+                lt::create_matrix_layout(dtype, rows, cols, leading).map_err(failed("cublasLtMatrixLayoutCreate"))?;
         }
         Ok(plan)
     }
@@ -150,33 +150,34 @@ impl Plan {
     fn set<T: Copy>(&self, attribute: Attribute, value: &T) -> Result<(), Refusal> {
         // SAFETY: the descriptor is alive, and the value has the size that is passed.
         unsafe { lt::set_matmul_desc_attribute(self.operation, attribute, (&raw const *value).cast(), size_of::<T>()) }
-            .map_err(|e| Refusal::Failed(format!("cublasLtMatmulDescSetAttribute: {e}")))
+            .map_err(failed("cublasLtMatmulDescSetAttribute"))
     }
 
+    /// The algorithms that cuBLASLt's heuristic offers, its favourite first; `[x, w, c, d]` are alignments in bytes.
     fn heuristic(
         &self,
         library: cublasLtHandle_t,
         [x, w, c, d]: [u32; 4],
     ) -> Result<Vec<cublasLtMatmulAlgo_t>, Refusal> {
-        use cublasLtMatmulPreferenceAttributes_t as Attribute;
+        use cublasLtMatmulPreferenceAttributes_t as Limit;
         let preference = Preference::new()?;
-        preference.set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE_BYTES)?;
-        // Parts of a product may be added up in f32 only: some algorithms would add them in the output's bf16.
+        preference.set(Limit::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE_BYTES)?;
+        // Split-K partial sums must be added in f32: some algorithms would add them in the output's bf16.
         let scheme = cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
-        preference.set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme)?;
-        // A is w and B is x.
-        for (attribute, bytes) in [
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, w),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, x),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d),
+        preference.set(Limit::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme)?;
+        // cuBLASLt's A is our w, its B is our x.
+        for (limit, bytes) in [
+            (Limit::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, w),
+            (Limit::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, x),
+            (Limit::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
+            (Limit::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d),
         ] {
-            preference.set(attribute, &bytes)?;
+            preference.set(limit, &bytes)?;
         }
-        let mut found = [const { MaybeUninit::<cublasLtMatmulHeuristicResult_t>::uninit() }; ASKED];
+        let mut found = [const { MaybeUninit::<cublasLtMatmulHeuristicResult_t>::uninit() }; MAX_ALGORITHMS];
         let mut count = 0;
         let [a, b, c, d] = self.layouts;
-        // SAFETY: the descriptors are alive, and the array has room for as many results as are asked for.
+        // SAFETY: the descriptors are alive, and the array has room for MAX_ALGORITHMS results.
         let status = unsafe {
             cublasLtMatmulAlgoGetHeuristic(
                 library,
@@ -186,7 +187,7 @@ impl Plan {
                 c,
                 d,
                 preference.0,
-                ASKED as i32,
+                MAX_ALGORITHMS as i32,
                 found.as_mut_ptr().cast(),
                 &mut count,
             )
@@ -202,12 +203,12 @@ impl Plan {
     }
 }
 
-/// Whether an algorithm has this tile and cluster.
-fn has_tile(algorithm: &cublasLtMatmulAlgo_t, cut: Tile) -> bool {
-    use cublasLtMatmulAlgoConfigAttributes_t as Attribute;
-    let (tile, cluster) = cut.numbers();
-    configured(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID) == Some(tile)
-        && configured(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID) == Some(cluster)
+/// Whether an algorithm has this tile and its cluster.
+fn has_tile(algorithm: &cublasLtMatmulAlgo_t, tile: Tile) -> bool {
+    use cublasLtMatmulAlgoConfigAttributes_t as Setting;
+    let (tile_id, cluster_id) = tile.ids();
+    configured(algorithm, Setting::CUBLASLT_ALGO_CONFIG_TILE_ID) == Some(tile_id)
+        && configured(algorithm, Setting::CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID) == Some(cluster_id)
 }
 
 /// A setting of an algorithm; `T` is the setting's type.
@@ -232,7 +233,7 @@ fn configured<T: Copy + Default>(
 impl Drop for Plan {
     fn drop(&mut self) {
         for layout in self.layouts.into_iter().filter(|layout| !layout.is_null()) {
-            // SAFETY: made by `describe`, dropped once. A failure leaves a few bytes behind.
+            // SAFETY: created by `describe`, destroyed once. A failure only leaks a few bytes.
             let _ = unsafe { lt::destroy_matrix_layout(layout) };
         }
         // SAFETY: as above.
@@ -240,26 +241,32 @@ impl Drop for Plan {
     }
 }
 
-/// What an algorithm must respect.
+/// cuBLASLt's descriptor of the limits within which its heuristic looks for algorithms.
 struct Preference(cublasLtMatmulPreference_t);
 
 impl Preference {
     fn new() -> Result<Self, Refusal> {
         lt::create_matmul_pref()
             .map(Self)
-            .map_err(|e| Refusal::Failed(format!("cublasLtMatmulPreferenceCreate: {e}")))
+            .map_err(failed("cublasLtMatmulPreferenceCreate"))
     }
 
-    fn set<T: Copy>(&self, attribute: cublasLtMatmulPreferenceAttributes_t, value: &T) -> Result<(), Refusal> {
+    /// Sets a limit; `value` must be of the limit's type.
+    fn set<T: Copy>(&self, limit: cublasLtMatmulPreferenceAttributes_t, value: &T) -> Result<(), Refusal> {
         // SAFETY: the preference is alive, and the value has the size that is passed.
-        unsafe { lt::set_matmul_pref_attribute(self.0, attribute, (&raw const *value).cast(), size_of::<T>()) }
-            .map_err(|e| Refusal::Failed(format!("cublasLtMatmulPreferenceSetAttribute: {e}")))
+        unsafe { lt::set_matmul_pref_attribute(self.0, limit, (&raw const *value).cast(), size_of::<T>()) }
+            .map_err(failed("cublasLtMatmulPreferenceSetAttribute"))
     }
+}
+
+/// The refusal for an error of cuBLASLt's function `name`.
+fn failed(name: &str) -> impl FnOnce(lt::CublasError) -> Refusal {
+    move |error| Refusal::Failed(format!("{name}: {error}"))
 }
 
 impl Drop for Preference {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, dropped once.
+        // SAFETY: created by `new`, destroyed once.
         let _ = unsafe { lt::destroy_matmul_pref(self.0) };
     }
 }

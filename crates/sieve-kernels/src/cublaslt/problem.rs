@@ -1,10 +1,10 @@
-//! The sizes of a product, and what cuBLASLt's column-major words for it are.
+//! The sizes of a row-major GEMM, and its matrices in cuBLASLt's column-major terms.
 use super::NAME;
 use sieve_gpu::KernelError;
 use sieve_gpu::step::Fp8Format;
 use std::fmt;
 
-/// Which operands of a row-major product are transposed.
+/// Which operands of a row-major GEMM are transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Product {
     /// `x wᵀ`: `x [m, k]`, `w [n, k]`. A projection with a `[out, in]` weight.
@@ -15,11 +15,11 @@ pub enum Product {
     Tn,
 }
 
-/// What x and w hold.
+/// Element types of x and w.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Operands {
     Bf16,
-    /// Bytes with a scale each; [`Product::Nt`] alone.
+    /// fp8 values with one scale for each tensor; only with [`Product::Nt`].
     Fp8 {
         x: Fp8Format,
         w: Fp8Format,
@@ -27,22 +27,22 @@ pub(super) enum Operands {
 }
 
 impl Operands {
-    /// Whether tensor cores may accumulate in less than f32 (cuBLASLt's fast accumulation of fp8), which is faster:
-    /// usual in forward passes, never for gradients.
+    /// Whether tensor cores may accumulate in less precision than f32 (cuBLASLt's fast accumulation of fp8), which is
+    /// faster. Forward passes, where x and w are both e4m3, allow it; gradients, which are e5m2, do not.
     pub(super) fn sum_fast(self) -> bool {
         let e4m3 = Fp8Format::E4m3;
         self == Self::Fp8 { x: e4m3, w: e4m3 }
     }
 }
 
-/// Everything that an algorithm depends on, addresses' alignment aside.
+/// What the choice of an algorithm depends on, besides the alignment of the addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Problem {
     pub(super) product: Product,
     pub(super) operands: Operands,
     /// `[m, n, k]`.
     pub(super) sizes: [usize; 3],
-    /// Elements from row to row.
+    /// Elements from one row of x to the next; those of w, C and D follow.
     pub(super) x_stride: usize,
     pub(super) w_stride: usize,
     pub(super) c_stride: usize,
@@ -51,7 +51,8 @@ pub(super) struct Problem {
     pub(super) is_f32: bool,
 }
 
-/// Columns by rows of a product's output that one block of threads makes. Clusters of two blocks share operands.
+/// The part of the row-major output that one block of threads computes: `C176x128` is 176 columns of 128 rows. Clusters
+/// of two blocks of threads share operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tile {
     C128x128,
@@ -61,9 +62,9 @@ pub(super) enum Tile {
 }
 
 impl Tile {
-    /// cuBLASLt's numbers of the tile and of the cluster: 3 is two blocks by one, 5 one by two (`cublasLtMatmulTile_t`,
-    /// `cublasLtClusterShape_t`).
-    pub(super) fn numbers(self) -> (u32, u16) {
+    /// cuBLASLt's ids of the tile (`cublasLtMatmulTile_t`) and of the cluster (`cublasLtClusterShape_t`: 3 is 2 x 1
+    /// blocks, 5 is 1 x 2).
+    pub(super) fn ids(self) -> (u32, u16) {
         match self {
             Self::C128x128 => (20, 3),
             Self::C128x160 => (29, 3),
@@ -73,7 +74,7 @@ impl Tile {
     }
 }
 
-/// A matrix as cuBLASLt sees it: column-major, so our rows are its columns.
+/// A matrix in cuBLASLt's terms: column-major, so that our rows are its columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Layout {
     pub(super) rows: u64,
@@ -83,7 +84,7 @@ pub(super) struct Layout {
 }
 
 impl Problem {
-    /// A, B, C, D of the column-major product `Dᵀ = op(A) op(B) + beta Cᵀ`: A is w and B is x.
+    /// A, B, C and D of the column-major GEMM `Dᵀ = op(A) op(B) + beta Cᵀ`: A is w and B is x.
     pub(super) fn layouts(&self) -> [Layout; 4] {
         let [m, n, k] = self.sizes.map(|size| size as u64);
         let layout = |rows, cols, leading: usize, is_transposed| Layout {
@@ -102,19 +103,19 @@ impl Problem {
         [a, b, c, d]
     }
 
-    /// The tiles (with their clusters) to take where cuBLASLt offers them, the best first; else its own first choice.
+    /// Tiles that were faster than the heuristic's first choice, the best first; empty where none was.
     ///
-    /// Measured on an H200 at its power limit, each cut for a quarter of a second, on the GEMMs of a step of a 1.7B and
-    /// an 80M model (notes/experiments.md). With a small k much of a tile's time is its store: these tiles overlap it
-    /// with the next tile, where the first choice waits. Everywhere else the first choice was fastest.
+    /// Measured on an H200 at its power limit, a quarter of a second each, on the GEMMs of a step of a 1.7B and an 80M
+    /// model (notes/experiments.md). With a small k, storing a tile takes much of its time: algorithms with these tiles
+    /// overlap the store with the next tile's GEMM, the heuristic's first choice does not.
     pub(super) fn preferred_tiles(&self) -> &'static [Tile] {
         let [m, n, k] = self.sizes;
         let is_forward = matches!(self.operands, Operands::Bf16) || self.operands.sum_fast();
-        let stores_much = is_forward && m >= 4096 && (n > k || k < 1024);
+        let is_store_heavy = is_forward && m >= 4096 && (n > k || k < 1024);
         match self.product {
-            Product::Nt if stores_much && n >= 8192 => &[Tile::C176x128, Tile::C128x160],
-            Product::Nt if stores_much => &[Tile::C128x160],
-            Product::Nn if stores_much => &[Tile::C128x128, Tile::C128x160],
+            Product::Nt if is_store_heavy && n >= 8192 => &[Tile::C176x128, Tile::C128x160],
+            Product::Nt if is_store_heavy => &[Tile::C128x160],
+            Product::Nn if is_store_heavy => &[Tile::C128x128, Tile::C128x160],
             Product::Tn if m > n && m * n >= 1 << 23 => &[Tile::C256x128],
             _ => &[],
         }

@@ -1,6 +1,7 @@
 //! NCCL's functions, loaded at first use.
 //!
-//! cudarc would look for `libnccl.so` alone; the packages that run programs hold `libnccl.so.2` alone.
+//! They are not loaded through cudarc, which looks for `libnccl.so` only: NCCL's run-time packages contain
+//! `libnccl.so.2` only.
 use super::{NAME, failed};
 use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use libloading::Library;
@@ -8,7 +9,7 @@ use sieve_gpu::KernelError;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-/// Names of the library, the first found is taken.
+/// File names of the library; the first that can be opened is used.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 type From = *const c_void;
@@ -16,7 +17,7 @@ type To = *mut c_void;
 
 type Sum = unsafe extern "C" fn(From, To, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t) -> c_int;
 
-/// The functions that are used. Results are numbers of `ncclResult_t`.
+/// The functions that are used. They return an `ncclResult_t`, 0 for success.
 pub(super) struct Nccl {
     pub(super) get_unique_id: unsafe extern "C" fn(*mut ncclUniqueId) -> c_int,
     pub(super) comm_init_rank: unsafe extern "C" fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int) -> c_int,
@@ -32,7 +33,7 @@ pub(super) struct Nccl {
     pub(super) send: unsafe extern "C" fn(From, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
     pub(super) receive: unsafe extern "C" fn(To, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
     pub(super) comm_abort: unsafe extern "C" fn(ncclComm_t) -> c_int,
-    /// Writes a number of `ncclResult_t`.
+    /// Writes an `ncclResult_t`.
     pub(super) get_async_error: unsafe extern "C" fn(ncclComm_t, *mut c_int) -> c_int,
     get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
@@ -53,9 +54,9 @@ impl Nccl {
             // SAFETY: NCCL's initialisers run, as in every program that links it.
             match unsafe { Library::new(*name) } {
                 Ok(library) => {
-                    return Self::of(library).map_err(|error| format!("{name}: {}", told(&error)));
+                    return Self::of(library).map_err(|error| format!("{name}: {}", with_source(&error)));
                 }
-                Err(error) => reasons.push(told(&error)),
+                Err(error) => reasons.push(with_source(&error)),
             }
         }
         Err(reasons.join("; "))
@@ -93,17 +94,17 @@ impl Nccl {
         (result == 0).then_some(version)
     }
 
-    /// A result as an error in words.
+    /// NCCL's own text for a result of `call` that is not success.
     pub(super) fn check(&self, call: &str, result: c_int) -> Result<(), String> {
         if result == 0 {
             return Ok(());
         }
-        // SAFETY: NCCL gives a static text for any number.
+        // SAFETY: NCCL returns a static text for any number.
         let text = unsafe { CStr::from_ptr((self.get_error_string)(result)) };
         Err(format!("{call}: {}", text.to_string_lossy()))
     }
 
-    /// The same, as an error of a launch with a hint.
+    /// As [`check`](Self::check), as a [`KernelError`] with a hint.
     pub(super) fn require(&self, call: &str, result: c_int) -> Result<(), KernelError> {
         self.check(call, result).map_err(|reason| {
             failed(format!(
@@ -113,8 +114,8 @@ impl Nccl {
     }
 }
 
-/// The error with what the system said of it.
-fn told(error: &libloading::Error) -> String {
+/// An error with the system's reason for it.
+fn with_source(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(source) => format!("{error}: {source}"),
         None => error.to_string(),

@@ -6,27 +6,27 @@ use sieve_gpu::KernelError;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
-/// `ncclInProgress`: no error.
+/// `ncclInProgress`, which is not an error.
 const IN_PROGRESS: i32 = 7;
 
-/// What the device thread and a group's watch share.
+/// State of a group that the device thread and the group's watch share.
 #[derive(Debug, Default)]
 pub(super) struct Marks {
-    /// Collectives that were queued and have not ended yet, first queued first. Those on Burn's stream have none.
+    /// A mark for each group of collectives that was queued and has not ended, the oldest first. Collectives on Burn's
+    /// stream have no marks.
     queued: Mutex<VecDeque<Mark>>,
-    /// Whether the communicator was aborted. Locked while NCCL queues work, since an abort would free what it uses.
+    /// Whether the communicator was aborted. Locked while NCCL queues work, because an abort frees the communicator.
     is_aborted: Mutex<bool>,
 }
 
-/// Recorded on NCCL's stream before a collective and behind it.
+/// Events recorded on NCCL's stream before a group of collectives and after it.
 #[derive(Clone, Copy, Debug)]
 struct Mark {
     reached: CUevent,
     ended: CUevent,
 }
 
-// SAFETY: the driver's handles of events may be used by any thread; each is destroyed once, by the thread that removes
-// it.
+// SAFETY: any thread may use the driver's event handles; the thread that removes a mark destroys its events, once.
 unsafe impl Send for Mark {}
 
 impl Marks {
@@ -34,10 +34,10 @@ impl Marks {
         lock(&self.queued).push_back(Mark { reached, ended });
     }
 
-    /// Locks the communicator for the life of the guard.
+    /// Keeps the communicator from being aborted while the guard lives.
     ///
     /// # Errors
-    /// It was aborted.
+    /// The communicator was aborted before.
     pub(super) fn hold(&self) -> Result<MutexGuard<'_, bool>, String> {
         let is_aborted = lock(&self.is_aborted);
         match *is_aborted {
@@ -47,7 +47,7 @@ impl Marks {
     }
 }
 
-/// Asks after a group's work.
+/// Polls the progress and the errors of a group's collectives.
 #[derive(Debug)]
 pub struct NcclWatch {
     link: Link,
@@ -64,11 +64,11 @@ impl NcclWatch {
         }
     }
 
-    /// How many collectives have ended on this GPU, and how many have started: if one more has started, it is waiting
-    /// for other ranks. Always called by the same thread.
+    /// Numbers of collectives that have ended and that have started on this GPU. One that has started and not ended may
+    /// be waiting for other ranks. Call it from one thread only.
     ///
     /// # Errors
-    /// NCCL has met an error, a link that broke, say: collectives will never end.
+    /// NCCL has detected an error, such as a broken link: the collectives will never end.
     pub fn look(&mut self) -> Result<[u64; 2], KernelError> {
         let Link {
             nccl,
@@ -76,14 +76,14 @@ impl NcclWatch {
             context,
             ..
         } = self.link;
-        let mut met = 0;
-        // SAFETY: the communicator lasts as long as the process, and NCCL lets any thread ask; writes one number.
-        let asked = unsafe { (nccl.get_async_error)(communicator, &mut met) };
-        nccl.require("ncclCommGetAsyncError", asked)?;
-        if met != IN_PROGRESS {
-            nccl.require("NCCL has met an error", met)?;
+        let mut async_error = 0;
+        // SAFETY: only `abort`, which consumes the watch, frees the communicator; NCCL allows the call from any thread.
+        let result = unsafe { (nccl.get_async_error)(communicator, &mut async_error) };
+        nccl.require("ncclCommGetAsyncError", result)?;
+        if async_error != IN_PROGRESS {
+            nccl.require("NCCL has met an error", async_error)?;
         }
-        // SAFETY: the primary context, which is retained for the life of the process.
+        // SAFETY: the primary context, which is retained until the process ends.
         if unsafe { driver::ctx::set_current(context) }.is_err() {
             return Ok([0; 2]);
         }
@@ -95,7 +95,7 @@ impl NcclWatch {
             marks.pop_front();
             self.num_ended += 1;
             for event in [reached, ended] {
-                // SAFETY: no other owner is left. A leaked event costs a few bytes.
+                // SAFETY: the mark was removed, so nothing else uses its events. An error only leaks a few bytes.
                 let _ = unsafe { driver::event::destroy(event) };
             }
         }
@@ -103,8 +103,8 @@ impl NcclWatch {
         Ok([self.num_ended, self.num_ended + num_reached])
     }
 
-    /// Aborts the group's collectives, also those that wait for a lost rank, so that the GPU runs what was queued after
-    /// them, on invalid inputs. Does nothing while NCCL is queuing work, which may block.
+    /// Aborts the group's collectives, also those that wait for a lost rank. The GPU then runs what was queued after
+    /// them, on invalid inputs. Does nothing while the device thread queues collectives, since it may be blocked there.
     pub fn abort(self) {
         let mut is_aborted = match self.marks.is_aborted.try_lock() {
             Ok(is_aborted) => is_aborted,
@@ -113,15 +113,15 @@ impl NcclWatch {
         };
         if !std::mem::replace(&mut is_aborted, true) {
             let Link { nccl, communicator, .. } = self.link;
-            // SAFETY: the lock keeps the device thread from using the communicator now, and the flag later; the watch,
-            // which asks it for errors, ends here.
+            // SAFETY: the device thread cannot use the communicator now because of the lock, nor later because of the
+            // flag; the watch, which polls it, ends here.
             let _ = unsafe { (nccl.comm_abort)(communicator) };
         }
     }
 }
 
-/// Also false for an event with an error, which the reader of the results reports.
+/// Whether the GPU has reached an event. False after an error of the GPU, which whoever reads the results reports.
 fn has_happened(event: CUevent) -> bool {
-    // SAFETY: it was recorded, and is not destroyed yet.
+    // SAFETY: the event was recorded and is not destroyed yet.
     unsafe { driver::event::query(event) }.is_ok()
 }

@@ -19,18 +19,18 @@ settings! {
     pub struct DamConfig {
         /// File with the maps of a calibration run; empty: each text calibrates itself, by the settings below.
         pub map: String = String::new(),
-        /// What it holds.
+        /// The content of that file.
         #[serde(skip)]
         pub maps: Option<DamMaps> = None,
         /// Longest sequence of the calibration, side of the maps.
         pub capture: usize = 512,
         /// Share of causal pairs that are on.
         pub density: f64 = 0.25,
-        /// Exponent of the Box-Cox transform; it keeps the order, so at a given density it moves ties only.
+        /// Exponent of the Box-Cox transform. The transform keeps the order of scores, so it only changes ties.
         pub lambda: f64 = 0.5,
         /// Floor of the mean probabilities.
         pub floor: f64 = 1e-6,
-        /// Share of its rows in which a column or diagonal must be on to go beyond the map.
+        /// A column or diagonal is extended beyond the map if it is on in at least this share of its rows.
         pub matching: f64 = 0.8,
         /// First keys that are always on.
         pub sink: usize = 4,
@@ -57,13 +57,13 @@ pub struct DamMap {
     pub offsets: Vec<u32>,
 }
 
-/// Mean attention of calibration sequences, one head each.
+/// Sums of the attention probabilities of calibration sequences, per query head of one layer.
 #[derive(Clone, Debug)]
 pub struct DamCapture {
     calibration: DamConfig,
     /// `[heads][capture, capture]`.
     sums: Vec<Vec<f64>>,
-    /// Sequences that reached each row.
+    /// Number of sequences that have each row, `[capture]`.
     rows: Vec<usize>,
 }
 
@@ -106,7 +106,7 @@ impl DamCapture {
         Ok(())
     }
 
-    /// Adds the first `n` rows of all heads; those of a head with NaN stay out.
+    /// Adds the first `n` rows of all heads; a head with NaN is left out.
     fn add_rows(&mut self, call: &Call<'_>, n: usize) {
         for head in 0..self.sums.len() {
             let Some(p) = causal_probabilities(call, head, 0..n) else {
@@ -118,7 +118,7 @@ impl DamCapture {
         }
     }
 
-    /// Adds one row of one head: what a token gave to the keys up to itself.
+    /// Adds one row of one head: a token's probabilities over the keys up to itself.
     fn add_row(&mut self, head: usize, row: usize, p: &[f32]) {
         let at = row * self.calibration.capture;
         let sums = &mut self.sums[head][at..at + p.len()];
@@ -130,6 +130,7 @@ impl DamCapture {
         self.sums.iter().map(|sums| self.map(sums)).collect()
     }
 
+    /// The map of a head with these sums, `[capture, capture]`.
     fn map(&self, sums: &[f64]) -> DamMap {
         let (side, settings) = (self.calibration.capture, &self.calibration);
         let n = self.rows.iter().take_while(|&&rows| rows > 0).count();
@@ -154,7 +155,7 @@ impl DamCapture {
             .iter()
             .map(|x| ((x - low) / (high - low).max(f64::MIN_POSITIVE)) as f32)
             .collect();
-        // The threshold that meets the density.
+        // The pairs with the highest scores, as many as the density asks for.
         let wanted = (settings.density * scaled.len() as f64).ceil() as usize;
         let mut rows: Vec<Vec<u32>> = vec![Vec::new(); n];
         for at in falling(&scaled).into_iter().take(wanted) {
@@ -182,8 +183,8 @@ impl DamCapture {
 }
 
 impl DamMap {
-    /// What is wrong with a map from a file: a key after its row, keys that do not ascend, a column or distance outside
-    /// the rows.
+    /// Checks a map from a file. An error describes the fault: a key after its row, keys that do not ascend, a column
+    /// or distance outside the rows.
     fn check(&self) -> Result<(), String> {
         let ascends = |keys: &[u32]| keys.windows(2).all(|pair| pair[0] < pair[1]);
         for (at, row) in self.rows.iter().enumerate() {
@@ -239,7 +240,7 @@ impl DamMaps {
     }
 }
 
-/// Where a file of maps comes from.
+/// Hint of errors about a file of maps.
 const MAPS: &str = "sieve eval patterns --method dam writes the maps of a calibration run";
 
 impl DamConfig {
@@ -256,14 +257,6 @@ impl DamConfig {
         rules.share("matching", self.matching)?;
         rules.above_zero("floor", self.floor, "give a small positive floor")
     }
-
-    /// Reads the maps, when a file is named.
-    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
-        if !self.map.is_empty() {
-            self.maps = Some(DamMaps::read(Path::new(&self.map))?);
-        }
-        Ok(())
-    }
 }
 
 /// State of `dam`.
@@ -278,7 +271,7 @@ pub(crate) struct Dam {
 enum Source {
     /// Calibrated maps, one per query head.
     Maps(Vec<DamMap>),
-    /// The text is still calibrating itself.
+    /// The text's own first `capture` tokens, which are still being added.
     Text(DamCapture),
 }
 
@@ -309,7 +302,7 @@ impl Dam {
         })
     }
 
-    /// The beginning of a prompt, for a text that calibrates itself.
+    /// Adds the first rows of a prompt, if the text calibrates itself.
     pub(crate) fn prompt(&mut self, call: &Call<'_>) {
         if let Source::Text(capture) = &mut self.source {
             let n = call.shape.num_queries.min(capture.calibration.capture);
@@ -331,7 +324,7 @@ impl Dam {
         }
     }
 
-    /// Takes in what a token of the calibration gave.
+    /// Adds the newest token's attention, while the text calibrates itself.
     pub(crate) fn after(&mut self, cache: &Cache, rows: &[RowAttention]) {
         if let Source::Text(capture) = &mut self.source {
             for (head, row) in rows.iter().enumerate() {

@@ -30,7 +30,7 @@ settings! {
         /// A `model.safetensors` of a DMA model, for its scores z, without its recency and local window; empty: all
         /// scores are 0.
         pub scores: String = String::new(),
-        /// What it holds.
+        /// The content of that file.
         #[serde(skip)]
         pub weights: Option<DmaWeights> = None,
     }
@@ -55,14 +55,6 @@ pub struct DmaLayerWeights {
 impl DmaConfig {
     pub(crate) fn check(&self) -> Result<(), SelectError> {
         Rules("dma").positive("keep_window_size", self.keep_window_size)
-    }
-
-    /// Reads the weights, when a file is named.
-    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
-        if !self.scores.is_empty() {
-            self.weights = Some(DmaWeights::read(Path::new(&self.scores))?);
-        }
-        Ok(())
     }
 }
 
@@ -121,7 +113,7 @@ pub(crate) fn floats(tensor: &safetensors::tensor::TensorView<'_>) -> Option<Vec
     }
 }
 
-/// `exp(z)` is finite up to here.
+/// Larger z are cut to this, so that `exp(z)` stays finite.
 const MAX_EXPONENT: f32 = 60.0;
 
 /// State of `dma`.
@@ -129,7 +121,7 @@ const MAX_EXPONENT: f32 = 60.0;
 pub(crate) struct Dma {
     config: DmaConfig,
     weights: DmaLayerWeights,
-    /// [`rank_key`] of the kept keys per KV head, the next to be evicted on top.
+    /// [`rank_key`] of the kept keys per KV head; the key to be evicted next is on top of the heap.
     slots: Vec<BinaryHeap<Reverse<u64>>>,
     /// Scores of all keys, `[keys, num_kv_heads]`.
     z: Vec<f32>,
@@ -167,7 +159,7 @@ impl Dma {
         })
     }
 
-    /// Scores the keys it has not seen, each in its turn.
+    /// Scores the cache's keys that have no score yet, in the order of their positions, and evicts.
     pub(crate) fn extend(&mut self, cache: &Cache) {
         let heads = cache.shape.num_kv_heads;
         let width = heads * cache.shape.head_dim;
@@ -198,7 +190,7 @@ impl Dma {
             head_dim,
             softmax_scale: cache.scale(),
         };
-        // The op reads values behind queries and keys.
+        // The function reads the values from a packed [q, k, v].
         let mut qkv = vec![0.0; 2 * v.len()];
         qkv.extend_from_slice(v);
         dma_scores_forward(shape, &qkv, &self.weights.w_dt, &self.weights.a, &mut z);

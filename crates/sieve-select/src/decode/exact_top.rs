@@ -8,7 +8,7 @@ use crate::prelude::*;
 settings! {
     /// Settings of `exact_top`.
     pub struct ExactTopConfig {
-        /// Keys per query and head, or a share of those so far when below 1.
+        /// Keys that each query head reads, or a share of the keys so far when below 1.
         pub k: f64 = 1024.0,
     }
 }
@@ -19,7 +19,7 @@ impl ExactTopConfig {
         Rules("exact_top").above_zero("k", self.k, hint)
     }
 
-    /// The keys of the last of `shape.num_keys` tokens, in steps of a device.
+    /// The selection of the last of `shape.num_keys` tokens as device steps.
     pub(super) fn step(&self, shape: CallShape) -> Step {
         let top = amount(self.k, shape.num_keys);
         let mut selection = BlockSelection::new(shape, 1, BlockScores::Logits, KeepBlocks::Top(top));
@@ -28,7 +28,7 @@ impl ExactTopConfig {
     }
 }
 
-/// Lists per query head; ties go to the later key.
+/// The kept keys per query head; of equal logits the later key is kept.
 pub(crate) fn choose(config: &ExactTopConfig, cache: &Cache, q: &[f32]) -> Vec<Vec<u32>> {
     let (d, m) = (cache.shape.head_dim, cache.shape.group_size());
     let all: Vec<u32> = (0..cache.len as u32).collect();

@@ -33,7 +33,7 @@ impl H2oConfig {
     pub(super) fn heavy_keys(&self, shape: CallShape) -> HeavyKeys {
         let n = shape.num_keys;
         let (heavy, recent) = (amount(self.heavy, n), amount(self.recent, n));
-        // The lightest of these leaves when a token comes, which is then the one key too many.
+        // One key more than stays: when a token comes, the key with the least attention leaves.
         let slots = DmaWindow {
             keep_window_size: heavy + recent + 1,
             local_window_size: recent + 1,
@@ -50,7 +50,7 @@ impl H2oConfig {
 pub(crate) struct H2o {
     config: H2oConfig,
     kept: Vec<Vec<(u32, f32)>>,
-    /// Length the shares are of; 0 while it is the tokens so far.
+    /// Tokens of the prompt, of which the settings give shares; 0 without a prompt (shares are of the tokens so far).
     prompt_tokens: usize,
 }
 
@@ -63,7 +63,7 @@ impl H2o {
         }
     }
 
-    /// Attention received from all rows of the prompt; keeps once.
+    /// Sums the attention that each key received from all rows of the prompt, then evicts.
     pub(crate) fn prompt(&mut self, call: &Call<'_>) {
         let n = call.shape.num_keys;
         self.prompt_tokens = n;
@@ -88,7 +88,7 @@ impl H2o {
             .collect()
     }
 
-    /// Adds what the new token gave, then evicts.
+    /// Adds the attention of the new token to the kept keys, then evicts.
     pub(crate) fn after(&mut self, cache: &Cache, kept: &[Vec<u32>], rows: &[RowAttention]) {
         let m = cache.shape.group_size();
         for kv_head in 0..kept.len() {
@@ -101,7 +101,7 @@ impl H2o {
         }
     }
 
-    /// Drops the keys with the least attention outside the recent ones; of equal ones the older goes.
+    /// Evicts the keys with the least attention that are not recent; of equal ones the older.
     fn evict(&mut self, kv_head: usize, tokens: usize) {
         let of = if self.prompt_tokens > 0 {
             self.prompt_tokens

@@ -13,12 +13,12 @@ use crate::vector::dot;
 #[derive(Clone, Debug)]
 pub(crate) struct Infinitehip {
     config: InfinitehipConfig,
-    /// Whether the heads of a group read what any of them chose.
+    /// Whether all heads of a group read the keys that any of them chose.
     union: bool,
     steps: usize,
     /// One past the last key that the first stage has seen.
     end: usize,
-    /// What each stage left to the next, `[num_heads][stages]`.
+    /// Chunks that each stage kept, `[num_heads][stages]`.
     chunks: Vec<[Vec<Chunk>; 3]>,
     /// Heads that read all keys until their next choice, because a score was NaN.
     dense: Vec<bool>,

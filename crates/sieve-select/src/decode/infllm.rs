@@ -19,11 +19,11 @@ settings! {
         pub block: usize = 128,
         /// Blocks read.
         pub topk: usize = 16,
-        /// Keys whose mean represents a block.
+        /// Keys of a block whose mean represents the block.
         pub repr: usize = 4,
-        /// Queries that choose together in `stream` form, the earlier ones of a chunk by the later ones too; while
-        /// decoding each chooses alone. The paper's prefill has 512; 1 keeps every row a function of earlier tokens
-        /// alone.
+        /// Queries that choose blocks together in `stream` form, so that an earlier query's blocks depend on later
+        /// ones; while decoding each query chooses alone. The paper's prefill has 512; with 1 every row depends on
+        /// earlier tokens only.
         pub chunk: usize = 1,
         /// Base of the rotary embedding; the model's when not given.
         pub rope_theta: Option<f64> = None,
@@ -51,13 +51,13 @@ pub(crate) struct Infllm {
     config: InfllmConfig,
     shape: LayerShape,
     rope_theta: f64,
-    /// Keys at position 0, as the cache's keys.
+    /// The cache's keys, `[keys, num_kv_heads, head_dim]`, rotated back to position 0.
     unrotated: Vec<f32>,
-    /// Attention each key received while local, `[num_kv_heads][keys]`.
+    /// Attention that each key received while it was in the local window, `[num_kv_heads][keys]`.
     received: Vec<Vec<f32>>,
     /// Representative per block, `[blocks, num_kv_heads, head_dim]`.
     representatives: Vec<f32>,
-    /// The choice of a chunk of queries, while it lasts.
+    /// Blocks that the current chunk of queries chose together.
     chosen: Option<Vec<usize>>,
 }
 
@@ -78,7 +78,7 @@ impl Infllm {
         self.config.chunk
     }
 
-    /// Attention every key of the prompt received from the queries it was local to.
+    /// Sums the attention that each key of the prompt received from the queries whose local window it was in.
     pub(crate) fn prompt(&mut self, call: &Call<'_>) {
         let n = call.shape.num_keys;
         for kv_head in 0..call.shape.num_kv_heads {
@@ -173,7 +173,7 @@ impl Infllm {
         &self.unrotated[at..at + self.shape.head_dim]
     }
 
-    /// A query at `position`, turned as if its keys at position 0 were `local` away.
+    /// A query at `position`, rotated to position `local`: keys at position 0 are then `local` tokens away.
     fn at_distance(&self, q: &[f32], position: usize) -> Vec<f32> {
         let shift = self.config.local as f64 - position as f64;
         q.chunks_exact(self.shape.head_dim)
@@ -181,7 +181,7 @@ impl Infllm {
             .collect()
     }
 
-    /// Blocks of keys that have left the window of the `n`-th token.
+    /// Forms blocks of the keys that have left the local window of the `n`-th token.
     fn form_blocks(&mut self, n: usize) {
         let local = n.saturating_sub(self.config.local);
         loop {

@@ -9,9 +9,9 @@ settings! {
     pub struct QuestConfig {
         /// Tokens of a page.
         pub page: usize = 16,
-        /// Tokens read, or a share of those so far when below 1.
+        /// Tokens that a query reads, or a share of the tokens so far when below 1.
         pub budget: f64 = 1024.0,
-        /// Layers at the start that read all.
+        /// First layers of the model, which read all keys.
         pub dense_layers: usize = 2,
     }
 }
@@ -23,26 +23,27 @@ impl QuestConfig {
         Rules("quest").above_zero("budget", self.budget, hint)
     }
 
-    /// The pages of the last of `shape.num_keys` tokens, of which `known` have bounds already, in steps of a device.
+    /// The selection of the last of `shape.num_keys` tokens as device steps; the first `known` pages have bounds
+    /// already.
     pub(super) fn step(&self, shape: CallShape, known: usize) -> Step {
         let n = shape.num_keys;
         let (last, all) = ((n - 1) / self.page, n.div_ceil(self.page));
         let pages = self.num_pages(n);
         let keys = n - last * self.page + (pages.min(all) - 1) * self.page;
-        // The last page is one of them.
+        // The last page is always read and is one of `pages`.
         let others = KeepBlocks::Top(pages - 1);
         let mut selection = BlockSelection::new(shape, self.page, BlockScores::Bounds(known), others);
         selection.keep.heads_per_list = shape.group_size();
         Step::Blocks(Box::new(selection), keys)
     }
 
-    /// Pages that one of `n` tokens reads.
+    /// Pages that the last of `n` tokens reads.
     fn num_pages(&self, n: usize) -> usize {
         (amount(self.budget, n) / self.page).max(MIN_PAGES)
     }
 }
 
-/// Pages that are read at least.
+/// A query reads at least this many pages.
 const MIN_PAGES: usize = 3;
 
 /// State of `quest`: minima and maxima per page, KV head and channel.
@@ -67,7 +68,7 @@ impl Quest {
         }
     }
 
-    /// Takes in the keys it has not seen.
+    /// Updates the minima and maxima with the cache's new keys.
     pub(crate) fn extend(&mut self, cache: &Cache) {
         let width = cache.shape.num_kv_heads * cache.shape.head_dim;
         for key in self.len..cache.len {
@@ -85,7 +86,8 @@ impl Quest {
         self.len = cache.len;
     }
 
-    /// Upper bounds of the products of a query head with each page, added over the heads of a group.
+    /// Upper bounds of a query head's products with the keys of each page, summed over the heads of the group,
+    /// `[pages]`.
     pub(crate) fn page_scores(&self, cache: &Cache, q: &[f32], kv_head: usize) -> Vec<f32> {
         let (d, m) = (cache.shape.head_dim, cache.shape.group_size());
         let width = cache.shape.num_kv_heads * d;

@@ -1,4 +1,5 @@
-//! SnapKV (arXiv:2404.14469): what the last queries of the prompt look at, smoothed, once.
+//! SnapKV (arXiv:2404.14469): at the end of a prompt, keeps the keys that its last queries attend to most, after
+//! smoothing over neighbouring keys.
 
 use sieve_core::HeavyKeys;
 
@@ -51,7 +52,7 @@ impl SnapkvConfig {
         rules.fail(format!("kernel={} is even", self.kernel), "give an odd width")
     }
 
-    /// What stays of a prompt of `shape.num_keys` tokens, in steps of a device.
+    /// The selection of the keys kept of a prompt of `shape.num_keys` tokens as device steps.
     pub(super) fn heavy_keys(&self, shape: CallShape) -> HeavyKeys {
         HeavyKeys {
             width: self.kernel,
@@ -68,7 +69,7 @@ pub(crate) struct Snapkv {
     shape: LayerShape,
     kept: Vec<Vec<u32>>,
     queries: Vec<Vec<f32>>,
-    /// After a prompt it never acts again.
+    /// Whether a prompt was given: the method acts at its end and never again.
     acted: bool,
 }
 
@@ -140,7 +141,7 @@ impl Snapkv {
         }
     }
 
-    /// Keeps the best by smoothed votes, and the window.
+    /// Keeps the keys with the most smoothed votes, and the window.
     fn keep(&mut self, kv_head: usize, votes: &[f32]) {
         let best = top_k(&self.smooth(votes), self.config.capacity - self.config.window);
         let kept = &self.kept[kv_head];
@@ -178,7 +179,7 @@ mod tests {
             };
             Snapkv::new(config, shape).smooth(&[-3.0, -6.0, 9.0, -12.0])
         };
-        // Padding is zero for the mean, nothing for the maximum.
+        // At the ends the mean counts missing keys as zero; the maximum leaves them out.
         assert_eq!(smooth(Pool::Avg), [-3.0, 0.0, -3.0, -1.0]);
         assert_eq!(smooth(Pool::Max), [-3.0, 9.0, 9.0, 9.0]);
     }

@@ -1,4 +1,4 @@
-//! What a device does for one token while a model writes.
+//! The selections of decoded tokens as device steps.
 use sieve_core::{HeavyKeys, KeyMask};
 
 use super::quest::QuestConfig;
@@ -6,25 +6,25 @@ use crate::prefill::a_shape::ranges;
 use crate::prelude::*;
 use crate::selector::{Method, Selector};
 
-/// How the keys that one token reads are found.
+/// How a device finds the keys that a decoded token reads.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
-    /// By their positions.
+    /// By this mask, which depends on positions only.
     Mask(Box<KeyMask>),
-    /// By steps of a device; and the keys that a query head reads.
+    /// By this selection; the number is how many keys a query head reads.
     Blocks(Box<BlockSelection>, usize),
 }
 
 impl Selector {
-    /// Whether every token that is written reads all keys before it in a layer.
+    /// Whether every decoded token reads all keys before it in a layer.
     pub fn reads_all(&self, layer: usize) -> bool {
         let is_dense = |quest: &QuestConfig| layer < quest.dense_layers;
         self.is_dense_layer(layer) || matches!(&self.method, Method::Quest(quest) if is_dense(quest))
     }
 
-    /// How a device chooses the keys that the last of `shape.num_keys` tokens reads; `None` where that is
-    /// [everything](Self::reads_all), where the method decodes on the host, or by [`heavy_keys`](Self::heavy_keys).
-    /// `known` pages have bounds from earlier tokens.
+    /// How a device chooses the keys that the last of `shape.num_keys` tokens reads. `None` if it reads
+    /// [all keys](Self::reads_all), if the method decodes on the host, or if it chooses only once, by
+    /// [`heavy_keys`](Self::heavy_keys). The first `known` pages have bounds from earlier tokens.
     pub fn step(&self, shape: CallShape, layer: usize, known: usize) -> Option<Step> {
         let shape = CallShape {
             num_queries: 1,
@@ -44,8 +44,8 @@ impl Selector {
         }
     }
 
-    /// The keys kept of a prompt of `shape.num_keys` tokens on a device, for methods that choose once; later tokens
-    /// read these and all newer keys. `None` where [`step`](Self::step) chooses.
+    /// How a device chooses the keys to keep of a prompt of `shape.num_keys` tokens, for methods that choose once;
+    /// later tokens read these and all newer keys. `None` for other methods.
     pub fn heavy_keys(&self, shape: CallShape, layer: usize) -> Option<HeavyKeys> {
         if self.is_dense_layer(layer) {
             return None;
@@ -57,7 +57,8 @@ impl Selector {
         }
     }
 
-    /// Whether [`step`](Self::step) or [`heavy_keys`](Self::heavy_keys) has an answer for heads of this width.
+    /// Whether the method decodes on a device for heads of this width, by [`step`](Self::step) or
+    /// [`heavy_keys`](Self::heavy_keys).
     pub fn steps_on_device(&self, head_dim: usize) -> bool {
         match &self.method {
             Method::Streamingllm(config) => !config.reindex,
@@ -68,7 +69,7 @@ impl Selector {
         }
     }
 
-    /// Tokens of a page whose bounds are kept from token to token, where the method has such.
+    /// Tokens of a page, for a method (quest) that keeps bounds of pages from token to token.
     pub fn page(&self) -> Option<usize> {
         match &self.method {
             Method::Quest(config) => Some(config.page),
@@ -77,8 +78,8 @@ impl Selector {
     }
 }
 
-/// Keys with the most attention from the last `rows` queries of a prompt, as they received it, and the `last` ones:
-/// `most` in all.
+/// The selection of `most` keys of a prompt: its `last` keys, and those with the most attention from its last `rows`
+/// queries.
 pub(super) fn most_attended(shape: CallShape, rows: usize, [most, last]: [usize; 2]) -> HeavyKeys {
     let n = shape.num_keys;
     let shape = CallShape {
@@ -131,7 +132,7 @@ mod tests {
             let selection = heavy.selection;
             (selection.shape.num_queries, selection.keep.by, heavy.last)
         };
-        // 30 heavy ones, and one that the next token pushes out; 15 recent ones.
+        // 30 heavy keys, one more that the next token evicts, and 15 recent keys.
         let h2o = "h2o:heavy=0.1,recent=15";
         assert_eq!(kept(h2o), (300, KeepBlocks::Top(31), 15));
         let slots = of(h2o, 0).and_then(|heavy| heavy.slots);
@@ -139,7 +140,7 @@ mod tests {
         assert_eq!(slots, Some([46, 16]));
         let snapkv = "snapkv:capacity=100,window=20";
         assert_eq!(kept(snapkv), (20, KeepBlocks::Top(80), 20));
-        // A prompt that fits stays as it is.
+        // Of a prompt within the capacity all keys are kept.
         assert_eq!(kept("snapkv"), (32, KeepBlocks::Top(300), 0));
         let selector = Selector::parse(h2o).expect("valid");
         assert_eq!(

@@ -1,4 +1,5 @@
-//! StreamingLLM while decoding: the first tokens and the last; positions stay, or become those of the cache.
+//! StreamingLLM while decoding: the first and the last tokens, at their own positions or (`reindex`) at their positions
+//! in the cache.
 
 use super::rope::rotate;
 use super::{Cache, RowAttention};
@@ -31,13 +32,13 @@ impl Streaming {
         vec![list; cache.shape.num_kv_heads]
     }
 
-    /// With `reindex`, the first keys are as near as their place in the cache says.
+    /// Attention of a query head. With `reindex`, distances are those between kept keys.
     pub(crate) fn attend(&self, cache: &Cache, head: usize, q: &[f32], list: &[u32]) -> RowAttention {
         let Some(rope_theta) = self.rope_theta else {
             return cache.attend(head, q, list);
         };
         let kv_head = head / cache.shape.group_size();
-        // Local keys keep their distances; only the first ones come nearer, by the tokens between.
+        // The local keys are contiguous and keep their distances. The first keys come nearer by the tokens left out.
         let gap = cache.len - list.len();
         let near = rotate(q, -(gap as f64), rope_theta);
         let logits = list

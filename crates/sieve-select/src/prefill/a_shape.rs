@@ -50,7 +50,7 @@ pub(crate) fn ranges(call: &Call<'_>, n_init: usize, n_local: usize) -> KeyMask 
     mask
 }
 
-/// The token rule of the two ranges.
+/// The two ranges as a rule for tokens.
 pub(crate) fn window(n_init: usize, n_local: usize) -> TokenWindow {
     let word = |tokens: usize| i32::try_from(tokens).unwrap_or(i32::MAX);
     TokenWindow {
@@ -59,7 +59,7 @@ pub(crate) fn window(n_init: usize, n_local: usize) -> TokenWindow {
     }
 }
 
-/// Tiles that the two ranges meet.
+/// Tiles that the two ranges overlap.
 pub(crate) fn tiles_of_ranges(tiles: Tiles, n_init: usize, n_local: usize) -> KeptRows {
     gqa::rows(tiles, |i| {
         let init = n_init.div_ceil(tiles.key_tile).min(tiles.admissible(i));

@@ -100,15 +100,12 @@ impl PrefillMethod for BaAttConfig {
         if self.causal && n <= self.segment {
             return Selected::dense(call.shape);
         }
-        let segments = Segments {
-            segment: self.segment,
-            block: self.block,
-        };
-        let orders = |_| Orders {
+        let segments = Segments::new(call, self.segment, self.block);
+        let orders = || Orders {
             keys: self.key_orders(call, segments),
             queries: self.query_orders(call, segments),
         };
-        let rows = |tiles, heads: &[usize], orders: &Orders| self.rows(call, tiles, segments, heads, orders);
+        let rows = |heads: &[usize], orders: &Orders| self.rows(call, segments, heads, orders);
         permute::select(call, segments, gqa, self.causal, orders, rows)
     }
 
@@ -187,18 +184,11 @@ impl BaAttConfig {
         }
     }
 
-    /// Tiles of one list; `None` on NaN.
-    fn rows(
-        &self,
-        call: &Call<'_>,
-        tiles: Tiles,
-        segments: Segments,
-        heads: &[usize],
-        orders: &Orders,
-    ) -> Option<KeptRows> {
-        let d = call.shape.head_dim;
+    /// The key tiles that some heads of a group keep together; `None` on NaN.
+    fn rows(&self, call: &Call<'_>, segments: Segments, heads: &[usize], orders: &Orders) -> Option<KeptRows> {
+        let (d, tiles) = (call.shape.head_dim, segments.tiles);
         let kv_head = call.kv_head(heads[0]);
-        let order = &orders.keys[kv_head];
+        let order = orders.keys_of(heads[0], call.shape.num_heads);
         let key = |slot: usize| call.key(kv_head, order[slot] as usize);
         let k = mean_and_variance((0..tiles.num_key_tiles()).map(|j| tiles.keys(j).map(key)), d);
         let mut sum: Vec<f32> = Vec::new();
@@ -212,13 +202,13 @@ impl BaAttConfig {
         }
         let cols = tiles.num_key_tiles();
         Some(gqa::rows(tiles, |i| {
-            let competing = if self.causal { segments.earlier(tiles, i) } else { cols };
-            // The softmax over blocks keeps their order, so the logits decide.
-            // 1 - 0.7 is a little more than 0.3; that must not round up.
-            let kappa = ((1.0 - self.sparsity) * competing as f64 - 1e-9).ceil() as usize;
-            let mut kept = top_k(&sum[i * cols..][..competing], kappa);
+            let competing = if self.causal { segments.earlier(i) } else { cols };
+            // In f64 1 - 0.7 is a little more than 0.3; without the 1e-9, 0.3 of 10 blocks would round up to 4.
+            let num_kept = ((1.0 - self.sparsity) * competing as f64 - 1e-9).ceil() as usize;
+            // Ranked by logits, without the softmax over blocks, which would not change their order.
+            let mut kept = top_k(&sum[i * cols..][..competing], num_kept);
             if self.causal {
-                kept.extend(segments.own(tiles, i));
+                kept.extend(segments.own(i));
             }
             kept
         }))

@@ -17,7 +17,7 @@ choices! {
         Mean,
         /// Its middle token.
         Center,
-        /// Per channel the value of the largest size.
+        /// Per channel the value with the largest magnitude.
         Maxabs,
     }
 
@@ -192,7 +192,8 @@ impl BflaConfig {
         }
     }
 
-    /// Tiles of the coarse blocks, with band, sink and rescue. The list's number is the head in the hashes.
+    /// Tiles of the coarse blocks that a list keeps, with the local band, the sink and rescued tiles. The hashes take
+    /// the list's index as the head.
     fn expand(&self, coarse: &KeyMask, list: usize, tiles: Tiles) -> KeptRows {
         let (per_block, blocks) = (self.block / self.tile, coarse.tiles);
         gqa::rows(tiles, |i| {
@@ -218,6 +219,8 @@ impl BflaConfig {
         })
     }
 
+    /// Whether a dropped tile or block is kept after all: by the stride rule `(131 row + 17 column + seed) mod stride =
+    /// 0`, or at random.
     fn rescued(&self, head: u64, row: u64, column: u64) -> bool {
         let strided = self.stride > 0
             && 131_u64
@@ -253,7 +256,7 @@ fn largest(products: &[f32], per_block: usize, blocks: usize) -> Vec<f32> {
     let mut best = vec![f32::NEG_INFINITY; blocks];
     for (at, &x) in products.iter().enumerate() {
         let best = &mut best[at / per_block % blocks];
-        // A NaN must not be lost: it makes the head dense.
+        // A NaN stays, because it makes the head dense.
         if x > *best || x.is_nan() {
             *best = x;
         }

@@ -14,7 +14,7 @@ settings! {
         pub gamma: usize = 16,
         /// Also compute the last `(N mod gamma) + max(128, gamma)` rows densely.
         pub dense_tail: bool = true,
-        /// What the probes do.
+        /// How the probes' dense outputs are used.
         pub mode: CorrectionMode = CorrectionMode::Correct,
     }
     small
@@ -30,7 +30,7 @@ impl DeltaConfig {
         Rules("delta").positive("gamma", self.gamma)
     }
 
-    /// Adds probes to a selection of the base.
+    /// Adds the probes' dense outputs to a selection of the base.
     pub(crate) fn correct(&self, call: &Call<'_>, chosen: &mut Selected) {
         let rows = probe_rows(call, self.gamma);
         chosen.correction = Some(Correction {
@@ -40,7 +40,7 @@ impl DeltaConfig {
         });
     }
 
-    /// The first row of the dense end.
+    /// The first of the last rows that are computed densely; `None` without `dense_tail`.
     pub(crate) fn tail(&self, shape: CallShape) -> Option<usize> {
         let tail = shape.num_keys % self.gamma + self.gamma.max(128);
         self.dense_tail.then_some(shape.num_queries.saturating_sub(tail))

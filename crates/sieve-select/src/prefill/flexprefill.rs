@@ -1,9 +1,9 @@
-//! A pattern and a budget per head from what the last queries look at: FlexPrefill (arXiv:2502.20766).
+//! A pattern and a budget per head from the attention of the last queries: FlexPrefill (arXiv:2502.20766).
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::keep::{falling, softmax, top_k_forced};
-use crate::pool::{block_sums, key_rows, last_rows, mean_pool, probe_sums, query_rows, scores};
+use crate::pool::{block_sums, key_means, last_rows, mean_pool, probe_sums, scores};
 use crate::prefill::meanpool::pooled_scores;
 use crate::prelude::*;
 
@@ -87,7 +87,7 @@ impl PrefillMethod for FlexprefillConfig {
 }
 
 impl FlexprefillConfig {
-    /// Whether so few keys are all kept.
+    /// Whether there are so few keys that all are kept.
     fn is_short(&self, num_keys: usize) -> bool {
         num_keys <= (2 * self.block).max(self.min_budget.next_multiple_of(self.block))
     }
@@ -105,12 +105,8 @@ impl FlexprefillConfig {
         let diagonal = block_sums(&sums.diagonal, self.block);
 
         let d = call.shape.head_dim;
-        let kv_head = call.kv_head(head);
-        let q = mean_pool(std::iter::once(query_rows(call, head, probe)), d);
-        let k = mean_pool(
-            (0..tiles.num_key_tiles()).map(|j| key_rows(call, kv_head, tiles.keys(j))),
-            d,
-        );
+        let q = mean_pool(std::iter::once(probe.map(|row| call.query(head, row))), d);
+        let k = key_means(call, call.kv_head(head), tiles, |key| key);
         let mut estimate = scores(&q, &k, d, call.shape.softmax_scale());
         if !softmax(&mut estimate) {
             return None;
@@ -129,11 +125,11 @@ impl FlexprefillConfig {
         ))
     }
 
-    /// Blocks that hold as many tokens as are needed to pass gamma in sorted order.
+    /// Number of blocks that hold as many tokens as the largest probabilities that together exceed gamma.
     fn num_blocks(&self, p: &[f32]) -> usize {
         let most = self.max_budget.map_or(usize::MAX, |max| max / self.block);
         if self.gamma >= 1.0 {
-            // A rounded sum may pass 1 before the end.
+            // A rounded sum may exceed 1 before the end.
             return p.len().div_ceil(self.block).min(most);
         }
         let mut sum = 0.0_f32;
@@ -148,7 +144,8 @@ impl FlexprefillConfig {
         blocks.max(self.min_budget / self.block).min(most)
     }
 
-    /// Adds the largest entries of the whole block map until they reach gamma times the number of rows.
+    /// Adds the largest entries of the whole block map until their sum reaches gamma times the number of rows. `None`
+    /// on NaN.
     fn add_query_aware(&self, call: &Call<'_>, tiles: Tiles, head: usize, kept: &mut [Vec<bool>]) -> Option<()> {
         let cols = tiles.num_key_tiles();
         let mut map = pooled_scores(call, tiles, &[head]);
@@ -201,11 +198,12 @@ fn slashes(tiles: Tiles, column: &[f32], diagonal: &[f32], num_columns: usize, n
         .collect()
 }
 
+/// The list of the kept tiles.
 fn list_of(tiles: Tiles, kept: &[Vec<bool>]) -> KeptRows {
     gqa::rows(tiles, |i| (0..kept[i].len()).filter(|&j| kept[i][j]).collect())
 }
 
-/// Square root of the mean of both divergences from the midpoint; 0 log 0 = 0.
+/// Jensen-Shannon distance: the square root of the mean of both divergences from the midpoint, with 0 log 0 = 0.
 fn jensen_shannon(p: &[f32], q: &[f32]) -> f64 {
     let half = |x: f32, m: f64| {
         let x = f64::from(x);

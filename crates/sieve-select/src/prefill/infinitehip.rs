@@ -30,14 +30,14 @@ settings! {
         pub stride_3: usize = 1,
         /// Keys of a chunk, stage 3; the tile of the mask.
         pub chunk_3: usize = 8,
-        /// Tokens that stay at the end, beside sink and window.
+        /// Tokens that the last stage keeps, beside sink and window.
         pub budget: usize = 2048,
         /// First tokens that stay.
         pub sink: usize = 256,
         /// Last tokens before each query that stay.
         pub window: usize = 1024,
-        /// With fewer keys a prefill call is dense; early chunks of a long prompt too, so chunks are not the whole
-        /// there.
+        /// A prefill call with fewer keys is dense. So are the early chunks of a long prompt: there a prompt in chunks
+        /// differs from the whole prompt.
         pub prefill_dense_below: usize = 8192,
         /// In decode, steps between two runs of stage 1.
         pub refresh_1: usize = 32,
@@ -62,9 +62,9 @@ pub(crate) type Chunk = (usize, usize);
 pub(crate) struct Stage {
     /// One query in this many is sampled.
     pub(crate) stride: usize,
-    /// Chunks that stay.
+    /// Chunks that the stage keeps.
     pub(crate) num_kept: usize,
-    /// Keys they are then cut to.
+    /// Keys of the chunks that the kept ones are then cut into.
     pub(crate) next_chunk: usize,
     /// Steps between two runs in decode.
     pub(crate) refresh: usize,
@@ -149,7 +149,7 @@ impl InfinitehipConfig {
         cut(std::iter::once(candidates), self.chunk_1)
     }
 
-    /// Tiles of one query block; `None` on NaN.
+    /// Key tiles that a query block keeps; `None` on NaN.
     fn row(&self, call: &Call<'_>, tiles: Tiles, head: usize, i: usize) -> Option<Vec<usize>> {
         let candidates = self.candidates(tiles.first(i));
         let admissible = tiles.admissible(i);
@@ -191,8 +191,8 @@ fn cut(ranges: impl Iterator<Item = Chunk>, chunk: usize) -> Vec<Chunk> {
         .collect()
 }
 
-/// Score of the key each chunk is narrowed to: the half whose first key has the larger score, again and again; the
-/// first half on a tie. All chunks are halved at once, so that a step is one GEMM.
+/// The score of each chunk's representative. A chunk is halved until one key is left; of two halves stays the one whose
+/// first key has the larger score, the first half on a tie. All chunks are halved at once, so that a step is one GEMM.
 fn representatives(chunks: &[Chunk], scores_of: impl Fn(&[usize]) -> Vec<f32>) -> Vec<f32> {
     let firsts: Vec<usize> = chunks.iter().map(|chunk| chunk.0).collect();
     let mut best = scores_of(&firsts);
@@ -218,7 +218,7 @@ fn representatives(chunks: &[Chunk], scores_of: impl Fn(&[usize]) -> Vec<f32>) -
     }
 }
 
-/// Largest product of each key with some queries, `[queries, head_dim]`; NaN when there is one.
+/// The largest product of each key with any of the queries `[queries, head_dim]`; NaN if any product is NaN.
 fn best_products(call: &Call<'_>, head: usize, queries: &[f32], keys: &[usize]) -> Vec<f32> {
     let (d, kv_head) = (call.shape.head_dim, call.kv_head(head));
     let keys: Vec<f32> = keys

@@ -2,7 +2,7 @@
 //! baseline of MOMO).
 
 use crate::keep::{keep_mass, softmax, top_k};
-use crate::pool::{key_rows, mean_pool, query_rows, scores};
+use crate::pool::{key_means, query_means, scores};
 use crate::prelude::*;
 use crate::vector::add;
 
@@ -13,7 +13,7 @@ settings! {
         pub block: usize = 128,
         /// Share of the estimated mass that stays.
         pub tau: f64 = 0.9,
-        /// Blocks per row instead of a share.
+        /// Blocks per row; replaces `tau`.
         pub top_k: Option<usize> = None,
     }
     small "meanpool:block=16,tau=0.5", "meanpool:block=16,top_k=2,gqa=mean,last_dense_rows=20";
@@ -67,27 +67,21 @@ impl PrefillMethod for MeanpoolConfig {
 pub(crate) fn pooled_scores(call: &Call<'_>, tiles: Tiles, heads: &[usize]) -> Vec<f32> {
     let d = call.shape.head_dim;
     let kv_head = call.kv_head(heads[0]);
-    // The means of one head, if they were already computed for all.
-    let of_head = |means: &[f32], heads: usize, head: usize| -> Vec<f32> {
-        let blocks = means.chunks_exact(heads * d);
+    // One head of the means `[blocks, num_heads, head_dim]` that came with the call.
+    let of_head = |means: &[f32], num_heads: usize, head: usize| -> Vec<f32> {
+        let blocks = means.chunks_exact(num_heads * d);
         let of_block = |block: &[f32]| block[head * d..(head + 1) * d].to_vec();
         blocks.flat_map(of_block).collect()
     };
     let k = match call.means {
         Some(means) => of_head(means.k, call.shape.num_kv_heads, kv_head),
-        None => mean_pool(
-            (0..tiles.num_key_tiles()).map(|j| key_rows(call, kv_head, tiles.keys(j))),
-            d,
-        ),
+        None => key_means(call, kv_head, tiles, |key| key),
     };
     let mut sum: Vec<f32> = Vec::new();
     for &head in heads {
         let q = match call.means {
             Some(means) => of_head(means.q, call.shape.num_heads, head),
-            None => mean_pool(
-                (0..tiles.num_query_tiles()).map(|i| query_rows(call, head, tiles.rows(i))),
-                d,
-            ),
+            None => query_means(call, head, tiles, |row| row),
         };
         add(
             &mut sum,

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use sieve_core::TokenWindow;
@@ -15,18 +14,21 @@ use crate::prefill::block_sparse::best_blocks;
 use crate::prefill::vertical_slash::{TILE, VerticalSlashConfig};
 use crate::prelude::*;
 
-/// Settings of `minference`.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct MinferenceConfig {
-    /// File with a pattern per layer and head, as MInference writes it; empty: vertical-slash (1000, 6096) everywhere.
-    pub pattern: String,
-    /// What the file holds.
-    #[serde(skip)]
-    pub patterns: PatternFile,
+settings! {
+    /// Settings of `minference`.
+    pub struct MinferenceConfig {
+        /// File with a pattern per layer and head, as MInference writes it; empty: vertical-slash (1000, 6096)
+        /// everywhere.
+        pub pattern: String = String::new(),
+        /// The content of the file.
+        #[serde(skip)]
+        pub patterns: PatternFile = PatternFile::default(),
+    }
+    small "minference";
+    everything "minference";
 }
 
-/// What one head does.
+/// The pattern of one head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Pattern {
     /// First and last tokens.
@@ -52,14 +54,14 @@ pub enum Pattern {
     BlockSparseEighth,
 }
 
-/// Patterns per layer and head; what is missing is vertical-slash (1000, 6096).
+/// Patterns per layer and head; a head without one takes vertical-slash (1000, 6096).
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PatternFile {
     /// `[layers][heads]`.
     pub layers: Vec<Vec<Option<Pattern>>>,
 }
 
-/// What heads without a pattern do.
+/// Pattern of heads that the file does not name.
 const DEFAULT: Pattern = Pattern::VerticalSlash {
     vertical: 1000,
     slash: 6096,
@@ -90,12 +92,6 @@ const CANDIDATES: [Pattern; 6] = [
     Pattern::BlockSparseEighth,
 ];
 
-#[cfg(test)]
-impl MinferenceConfig {
-    pub(crate) const SMALL: &[&str] = &["minference"];
-    pub(crate) const EVERYTHING: &[&str] = &["minference"];
-}
-
 impl PrefillMethod for MinferenceConfig {
     fn select(&self, call: &Call<'_>, _: GqaPolicy) -> Selected {
         let patterns: Vec<Pattern> = (0..call.shape.num_heads)
@@ -104,7 +100,7 @@ impl PrefillMethod for MinferenceConfig {
         of_patterns(call, &patterns)
     }
 
-    /// Where all heads of the layer have the same columns and diagonals.
+    /// Only if all heads of the layer have vertical-slash with the same numbers.
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
         let first = self.patterns.of(call.layer, 0);
         let Pattern::VerticalSlash { vertical, slash } = first else {
@@ -116,16 +112,6 @@ impl PrefillMethod for MinferenceConfig {
 
     fn takes_gqa(&self) -> bool {
         false
-    }
-}
-
-impl MinferenceConfig {
-    /// Reads the pattern file, when there is one.
-    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
-        if !self.pattern.is_empty() {
-            self.patterns = PatternFile::read(Path::new(&self.pattern))?;
-        }
-        Ok(())
     }
 }
 
@@ -164,8 +150,8 @@ fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> Selected {
     chosen
 }
 
-/// The candidate that keeps the most dense mass, for each query head of one long sample. The kept mass is returned with
-/// it.
+/// For each query head of one long sample: the candidate that keeps the most probability mass of dense attention, and
+/// that mass, 0 to 1.
 ///
 /// # Errors
 /// None for a call that passed [`Call::new`].

@@ -46,9 +46,9 @@ settings! {
         pub chi: usize = 128,
         /// Blocks per probe.
         pub k: usize = 128,
-        /// Those of them found exactly with `topk=hybrid`.
+        /// With `topk=hybrid`: how many of the `k` blocks are found exactly.
         pub k_exact: usize = 8,
-        /// How they are found.
+        /// How a probe's blocks are found.
         pub topk: TopK = TopK::Hybrid,
         /// Blocks per query tile; as many as `k` when not given.
         pub k_trim: Option<usize> = None,
@@ -56,7 +56,7 @@ settings! {
         pub sink_blocks: usize = 1,
         /// What is compared between probes.
         pub score: ProbeScore = ProbeScore::Raw,
-        /// What the probes' dense outputs do.
+        /// How the probes' dense outputs are used.
         pub mode: CorrectionMode = CorrectionMode::Correct,
     }
     small
@@ -65,13 +65,13 @@ settings! {
     everything "momo:gamma=4,beta=8,chi=16,k=1000,first_dense_layers=0";
 }
 
-/// Probes multiplied at once.
+/// Probes whose logits are computed at once.
 const CHUNK_PROBES: usize = 32;
 
 /// The blocks that a probe chose, with their scores.
 type Chosen = Vec<(usize, f32)>;
 
-/// Blocks that a probe's buffer of the surely best holds on a device.
+/// Most blocks that a device can find exactly for a probe (`k_exact`).
 const MOST_EXACT: usize = 32;
 
 impl PrefillMethod for MomoConfig {
@@ -158,8 +158,8 @@ impl PrefillMethod for MomoConfig {
 }
 
 impl MomoConfig {
-    /// Blocks a probe chooses among: complete ones between the sink and the last complete block of the tile's first
-    /// probe.
+    /// Blocks that a probe chooses from: those after the sink and before the last complete block at the first probe of
+    /// the tile.
     fn stream(&self, tiles: Tiles, probe: usize, probes: &[usize]) -> std::ops::Range<usize> {
         let first = first_probe(tiles, tiles.tile_of_row(probe), probes);
         let complete = (tiles.context() + probes[first] + 1) / self.beta;
@@ -167,7 +167,7 @@ impl MomoConfig {
         self.sink_blocks.min(end)..end
     }
 
-    /// What some probes of a head choose, by the log-sum-exps of their logits in each block; `None` on NaN.
+    /// The blocks that some probes of a head choose, by the log-sum-exp of their logits in each block; `None` on NaN.
     fn choices(
         &self,
         call: &Call<'_>,
@@ -202,6 +202,7 @@ impl MomoConfig {
         rows.iter().zip(x.chunks_exact_mut(end)).map(choice).collect()
     }
 
+    /// The `k` blocks that a probe chooses by their scores, ascending.
     fn best(&self, scores: &[f32]) -> Vec<usize> {
         if scores.len() <= self.k {
             return (0..scores.len()).collect();
@@ -221,7 +222,7 @@ impl MomoConfig {
         let mut sum = vec![0.0_f32; blocks];
         let mut votes = vec![0_u32; blocks];
         for (probe, found) in probes.iter().zip(found).skip(first) {
-            // The first one may stand before the tile: it then serves this tile alone.
+            // The first one may lie before the tile, which then has no other probe.
             if *probe >= rows.end {
                 break;
             }
@@ -255,7 +256,7 @@ fn first_probe(tiles: Tiles, i: usize, probes: &[usize]) -> usize {
     }
 }
 
-/// Of a row of logits, which is used up; `None` where one is NaN or infinite.
+/// Log-sum-exp of a row of logits, which is overwritten; `None` if one is NaN or +inf.
 fn log_sum_exp(x: &mut [f32]) -> Option<f32> {
     let max = max_of_row(x);
     if max.is_nan() || max == f32::INFINITY {

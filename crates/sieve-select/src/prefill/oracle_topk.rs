@@ -12,7 +12,7 @@ settings! {
         pub block: usize = 32,
         /// Blocks per row.
         pub k: usize = 128,
-        /// Share of the mass instead of a number.
+        /// Share of the mass that is kept; replaces `k`.
         pub tau: Option<f64> = None,
     }
     small "oracle_topk:block=8,k=3";

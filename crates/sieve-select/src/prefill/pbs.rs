@@ -4,8 +4,8 @@ use rayon::prelude::*;
 use sieve_core::{KeyScores, SlotOrder};
 
 use crate::keep::{keep_mass, softmax};
-use crate::permute::{self, Orders, Segments, key_means, order_queries, sort_ranges};
-use crate::pool::{causal_probabilities, last_rows, mean_pool, scores};
+use crate::permute::{self, Orders, Segments, order_queries, sort_ranges};
+use crate::pool::{causal_probabilities, key_means, last_rows, query_means, scores};
 use crate::prefill::xattention::{XattentionConfig, add_block_softmax};
 use crate::prelude::*;
 use crate::vector::add;
@@ -39,7 +39,7 @@ choices! {
         QueriesFirst,
     }
 
-    /// Whose permutation of the keys it is.
+    /// Which heads share a permutation of the keys.
     pub enum PermutePer {
         /// One per KV head; importance is averaged over its query heads.
         Kv,
@@ -63,9 +63,9 @@ settings! {
         pub stride: usize = 8,
         /// What is permuted.
         pub permute: Permute = Permute::Keys,
-        /// Which comes first with `permute=both`.
+        /// Which permutation comes first with `permute=both`.
         pub order: PermuteOrder = PermuteOrder::KeysFirst,
-        /// Whose permutation of the keys it is.
+        /// Which heads share a permutation of the keys.
         pub perm: PermutePer = PermutePer::Kv,
     }
     small
@@ -107,12 +107,9 @@ impl PrefillMethod for PbsConfig {
         if call.shape.num_keys <= self.segment {
             return Selected::dense(call.shape);
         }
-        let segments = Segments {
-            segment: self.segment,
-            block: self.block,
-        };
-        let orders = |tiles| self.orders(call, tiles, segments);
-        let rows = |tiles, heads: &[usize], orders: &Orders| self.rows(call, tiles, segments, heads, orders);
+        let segments = Segments::new(call, self.segment, self.block);
+        let orders = || self.orders(call, segments);
+        let rows = |heads: &[usize], orders: &Orders| self.rows(call, segments, heads, orders);
         permute::select(call, segments, gqa, true, orders, rows)
     }
 
@@ -138,7 +135,8 @@ impl PrefillMethod for PbsConfig {
 }
 
 impl PbsConfig {
-    fn orders(&self, call: &Call<'_>, tiles: Tiles, segments: Segments) -> Orders {
+    /// The permutations that `permute`, `order` and `perm` ask for. A head whose importance is NaN keeps its order.
+    fn orders(&self, call: &Call<'_>, segments: Segments) -> Orders {
         let (heads, kv_heads) = (call.shape.num_heads, call.shape.num_kv_heads);
         let identity: Vec<i32> = (0..call.shape.num_keys as i32).collect();
         let unmoved = vec![identity.clone(); kv_heads];
@@ -161,7 +159,8 @@ impl PbsConfig {
                 return Vec::new();
             }
             let order = |head: usize| {
-                let means = key_means(call, call.kv_head(head), tiles, &keys[head * keys.len() / heads]);
+                let order = &keys[head * keys.len() / heads];
+                let means = key_means(call, call.kv_head(head), segments.tiles, |slot| order[slot] as usize);
                 order_queries(call, head, segments, &means)
             };
             (0..heads).into_par_iter().map(order).collect()
@@ -180,22 +179,16 @@ impl PbsConfig {
         }
     }
 
-    /// Tiles of one list; `None` on NaN.
-    fn rows(
-        &self,
-        call: &Call<'_>,
-        tiles: Tiles,
-        segments: Segments,
-        heads: &[usize],
-        orders: &Orders,
-    ) -> Option<KeptRows> {
-        let order = &orders.keys[heads[0] * orders.keys.len() / call.shape.num_heads];
-        let token_0 = order.iter().position(|&key| key == 0).unwrap_or(0) / self.block;
+    /// The key tiles that some heads of a group keep together; `None` on NaN.
+    fn rows(&self, call: &Call<'_>, segments: Segments, heads: &[usize], orders: &Orders) -> Option<KeptRows> {
+        let tiles = segments.tiles;
+        let order = orders.keys_of(heads[0], call.shape.num_heads);
+        let tile_of_token_0 = order.iter().position(|&key| key == 0).unwrap_or(0) / self.block;
         let mut p: Vec<Vec<f32>> = vec![Vec::new(); tiles.num_query_tiles()];
         for &head in heads {
             let rows = match self.select {
-                PbsSelect::Meanpool => self.pooled(call, tiles, segments, head, order, orders)?,
-                PbsSelect::Xattention => self.antidiagonals(call, tiles, segments, head, order, orders)?,
+                PbsSelect::Meanpool => self.pooled(call, segments, head, orders)?,
+                PbsSelect::Xattention => self.antidiagonals(call, segments, head, orders)?,
             };
             for (p, row) in p.iter_mut().zip(rows) {
                 add(p, row);
@@ -206,70 +199,62 @@ impl PbsConfig {
                 true => Vec::new(),
                 false => keep_mass(&p[i], self.tau),
             };
-            kept.extend(segments.own(tiles, i));
-            kept.push(token_0);
+            kept.extend(segments.own(i));
+            kept.push(tile_of_token_0);
             kept
         }))
     }
 
     /// Softmax over blocks of earlier segments by products of means, `[query tiles][earlier blocks]`.
-    fn pooled(
-        &self,
-        call: &Call<'_>,
-        tiles: Tiles,
-        segments: Segments,
-        head: usize,
-        order: &[i32],
-        orders: &Orders,
-    ) -> Option<Vec<Vec<f32>>> {
-        let d = call.shape.head_dim;
-        let k = key_means(call, call.kv_head(head), tiles, order);
-        let query = |slot: usize| call.query(head, orders.query_row(head, slot));
-        let q = mean_pool((0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query)), d);
-        let mut all = scores(&q, &k, d, call.shape.softmax_scale());
+    fn pooled(&self, call: &Call<'_>, segments: Segments, head: usize, orders: &Orders) -> Option<Vec<Vec<f32>>> {
+        let (shape, tiles) = (call.shape, segments.tiles);
+        let order = orders.keys_of(head, shape.num_heads);
+        let k = key_means(call, call.kv_head(head), tiles, |slot| order[slot] as usize);
+        let q = query_means(call, head, tiles, |slot| orders.query_row(head, slot));
+        let mut all = scores(&q, &k, shape.head_dim, shape.softmax_scale());
         all.chunks_exact_mut(tiles.num_key_tiles())
             .enumerate()
             .map(|(i, row)| {
-                let row = &mut row[..segments.earlier(tiles, i)];
+                let row = &mut row[..segments.earlier(i)];
                 softmax(row).then(|| row.to_vec())
             })
             .collect()
     }
 
-    /// The same by antidiagonal sums; cells of queries count from the tile's first row.
+    /// Softmax over blocks of earlier segments by antidiagonal sums, `[query tiles][earlier blocks]`. The cells of
+    /// queries count from the tile's first row.
     fn antidiagonals(
         &self,
         call: &Call<'_>,
-        tiles: Tiles,
         segments: Segments,
         head: usize,
-        order: &[i32],
         orders: &Orders,
     ) -> Option<Vec<Vec<f32>>> {
+        let (tiles, order) = (segments.tiles, orders.keys_of(head, call.shape.num_heads));
         let cells = XattentionConfig {
             block: self.block,
             stride: self.stride,
             ..XattentionConfig::default()
         };
-        let (s, width) = (self.stride, self.stride * call.shape.head_dim);
+        let (stride, width) = (self.stride, self.stride * call.shape.head_dim);
         let keys = cells.cells_of_keys(call, head, |slot| order[slot] as usize);
         (0..tiles.num_query_tiles())
             .into_par_iter()
             .map(|i| {
-                let earlier = segments.earlier(tiles, i);
+                let earlier = segments.earlier(i);
                 let rows = tiles.rows(i);
-                let queries = cells.cells_of_queries(call, 0..rows.len().div_ceil(s), |offset| {
+                let queries = cells.cells_of_queries(call, 0..rows.len().div_ceil(stride), |offset| {
                     let slot = rows.start + offset;
                     (slot < rows.end).then(|| call.query(head, orders.query_row(head, slot)))
                 });
-                let cols = earlier * self.block / s;
+                let cols = earlier * self.block / stride;
                 let mut sum = vec![0.0; earlier];
                 if cols == 0 {
                     return Some(sum);
                 }
-                let scale = call.shape.softmax_scale() / s as f32;
+                let scale = call.shape.softmax_scale() / stride as f32;
                 for row in scores(&queries, &keys[..cols * width], width, scale).chunks_exact_mut(cols) {
-                    add_block_softmax(row, self.block / s, &mut sum)?;
+                    add_block_softmax(row, self.block / stride, &mut sum)?;
                 }
                 Some(sum)
             })
@@ -281,10 +266,10 @@ impl PbsConfig {
 /// token rule inside that block). `None` on NaN.
 fn key_order(call: &Call<'_>, segments: Segments, heads: &[usize], queries: &[Vec<i32>]) -> Option<Vec<i32>> {
     let n = call.shape.num_keys;
-    let rows = last_rows(call, segments.block);
+    let rows = last_rows(call, segments.tiles.key_tile);
     let mut importance = vec![0.0; n];
     for &head in heads {
-        // Permuted queries: the last block of slots, whose rows need not be the last ones.
+        // Where queries are permuted, these are the rows in the last block of slots, not the last rows of the call.
         let rows: Vec<usize> = match queries.get(head) {
             Some(order) => order[rows.clone()].iter().map(|&row| row as usize).collect(),
             None => rows.clone().collect(),

@@ -1,4 +1,4 @@
-//! Columns and diagonals that the last queries look at: vertical-slash (arXiv:2407.02490).
+//! The columns and diagonals with the most attention of the last queries: vertical-slash (arXiv:2407.02490).
 
 use crate::keep::top_k_forced;
 use crate::pool::{last_rows, probe_sums};
@@ -8,9 +8,9 @@ use crate::prelude::*;
 pub(crate) const TILE: usize = 64;
 /// Queries of the probe.
 const PROBE: usize = 64;
-/// First columns that always stay, and the fewest that stay.
+/// The first columns, which are always kept; a smaller `vertical` is raised to their number.
 const FORCED_COLUMNS: usize = 30;
-/// First offsets that always stay, as far as their number allows.
+/// The first offsets (distances), which are kept before others.
 const FORCED_OFFSETS: usize = 100;
 /// Fewest offsets that stay.
 const MIN_OFFSETS: usize = 50;
@@ -67,7 +67,7 @@ impl VerticalSlashConfig {
         Some((0..tiles.num_query_tiles()).map(row).collect())
     }
 
-    /// The same as steps of a device.
+    /// The selection as device steps.
     pub(crate) fn lines(&self, shape: CallShape) -> BlockSelection {
         let scores = BlockScores::Lines {
             rows: PROBE,

@@ -34,10 +34,10 @@ settings! {
         pub tau: f64 = 0.9,
         /// File with a share for each layer and query head in place of `tau`, a JSON list of lists; empty: none.
         pub taus: String = String::new(),
-        /// What it holds, `[layers][heads]`.
+        /// The content of that file, `[layers][query heads]`.
         #[serde(skip)]
         pub head_taus: Vec<Vec<f64>> = Vec::new(),
-        /// Divides the estimated logits, beside the stride.
+        /// The estimated logits are divided by this and by the stride.
         pub norm: f64 = 1.0,
         /// Which pairs are sampled.
         pub mode: SampleMode = SampleMode::Antidiagonal,
@@ -126,21 +126,20 @@ impl PrefillMethod for XattentionConfig {
     }
 
     fn knob(&self) -> Option<Knob> {
-        // Thresholds of a file take the place of tau.
+        // With thresholds from a file tau has no effect.
         self.head_taus.is_empty().then_some(("tau", SHARES))
     }
 }
 
-impl XattentionConfig {
-    /// Reads the thresholds, when a file is named.
-    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
-        let hint = "the file is a JSON list with one list per layer: [[0.9, 0.85, …], …]";
-        if !self.taus.is_empty() {
-            self.head_taus = read_json(Path::new(&self.taus), hint)?;
-        }
-        Ok(())
-    }
+/// Reads a file of thresholds, `[layers][query heads]`.
+pub(crate) fn read_taus(path: &Path) -> Result<Vec<Vec<f64>>, SelectError> {
+    read_json(
+        path,
+        "the file is a JSON list with one list per layer: [[0.9, 0.85, …], …]",
+    )
+}
 
+impl XattentionConfig {
     fn tau_of(&self, layer: usize, head: usize) -> f64 {
         match self.head_taus.is_empty() {
             true => self.tau,
@@ -148,10 +147,10 @@ impl XattentionConfig {
         }
     }
 
-    /// Adds the softmax of a head's cells of some rows to the mass of each block; `None` on NaN.
+    /// Adds the softmax over cells, for some rows of a head, to the mass of each block; `None` on NaN.
     fn add_mass(&self, call: &Call<'_>, rows: Range<usize>, head: usize, keys: &[f32], mass: &mut [f32]) -> Option<()> {
         let (s, context) = (self.stride, call.shape.context());
-        // Cells in absolute positions: the first one of a call may reach before it.
+        // Cells are counted from position 0, so the first cell of a call may begin before the call.
         let cells = (context + rows.start) / s..(context + rows.end).div_ceil(s);
         let queries = self.cells_of_queries(call, cells.clone(), |position| {
             let row = position.checked_sub(context)?;
@@ -166,7 +165,8 @@ impl XattentionConfig {
         Some(())
     }
 
-    /// Keys of a cell side by side, `[cells, stride * head_dim]`; slot `i` holds key `order(i)`; missing keys are zero.
+    /// The keys of each cell, concatenated, `[cells, stride * head_dim]`. Slot `i` holds key `order(i)`; missing keys
+    /// are zero.
     pub(crate) fn cells_of_keys(&self, call: &Call<'_>, head: usize, order: impl Fn(usize) -> usize) -> Vec<f32> {
         let (s, d, kv_head) = (self.stride, call.shape.head_dim, call.kv_head(head));
         let mut cells = vec![0.0; call.shape.num_keys.div_ceil(s) * s * d];
@@ -176,7 +176,8 @@ impl XattentionConfig {
         cells
     }
 
-    /// Queries of a cell side by side in the sampled order, `[cells, stride * head_dim]`; missing queries are zero.
+    /// The queries of each cell, concatenated in the sampled order, `[cells, stride * head_dim]`; missing queries are
+    /// zero.
     pub(crate) fn cells_of_queries<'q>(
         &self,
         call: &Call<'_>,
@@ -196,7 +197,7 @@ impl XattentionConfig {
         out
     }
 
-    /// Which query of a cell meets its keys 0, 1, ….
+    /// The query of a cell that is paired with the cell's key 0, 1, ….
     fn order(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.stride).collect();
         match self.mode {
@@ -214,7 +215,7 @@ impl XattentionConfig {
     }
 }
 
-/// Adds the softmax of a row of cells to sums per block; `None` on NaN. The row is used up.
+/// Adds the softmax of a row of cell logits to the sum of each block; `None` on NaN. Overwrites the row.
 pub(crate) fn add_block_softmax(row: &mut [f32], cells_per_block: usize, sums: &mut [f32]) -> Option<()> {
     let max = max_of_row(row);
     if max == f32::NEG_INFINITY {

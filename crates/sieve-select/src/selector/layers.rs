@@ -13,11 +13,11 @@ pub struct LayerSelectors {
     parts: Vec<Part>,
 }
 
-/// Neighbouring layers and what selects in them.
+/// Neighbouring layers and their selector.
 #[derive(Clone, Debug, PartialEq)]
 struct Part {
     first: usize,
-    /// The model's last one where absent.
+    /// `None`: up to the model's last layer.
     last: Option<usize>,
     selector: Selector,
 }
@@ -69,10 +69,10 @@ impl LayerSelectors {
         Ok(Self { parts })
     }
 
-    /// For a model of `num_layers` layers.
+    /// Checks that the ranges name each layer of a model of `num_layers` layers.
     ///
     /// # Errors
-    /// Layers beyond the model's; layers of it that are left out.
+    /// Layers past the model's last; layers of the model that are left out.
     pub fn for_layers(self, num_layers: usize) -> Result<Self, SelectError> {
         let wrong = |problem| Err(SelectError::Layers { problem });
         let Some(part) = self.parts.last() else {
@@ -92,18 +92,18 @@ impl LayerSelectors {
         Ok(self)
     }
 
-    /// A layer's.
+    /// The selector of a layer.
     pub fn of(&self, layer: usize) -> &Selector {
         let after = self.parts.partition_point(|part| part.first <= layer);
         &self.parts[after.max(1) - 1].selector
     }
 
-    /// Each once, in the order of the layers.
+    /// The selector of each range of layers, in order.
     pub fn iter(&self) -> impl Iterator<Item = &Selector> {
         self.parts.iter().map(|part| &part.selector)
     }
 
-    /// The one of all layers, where there is but one.
+    /// The selector of all layers, if no layers are named.
     pub fn only(&self) -> Option<&Selector> {
         match &self.parts[..] {
             [part] if part.first == 0 && part.last.is_none() => Some(&part.selector),
@@ -121,7 +121,7 @@ impl LayerSelectors {
         Self { parts: parts.collect() }
     }
 
-    /// Names of the methods, `dense` only where there is no other.
+    /// Names of the methods joined by `+`; `dense` only if there is no other.
     pub fn name(&self) -> String {
         let mut names: Vec<&str> = Vec::new();
         for selector in self.iter().filter(|one| one.method != Method::Dense) {
@@ -135,7 +135,7 @@ impl LayerSelectors {
         }
     }
 
-    /// As the flag would ask for it, with the settings that are not the defaults.
+    /// The shortest text that [`parse`](Self::parse) reads as these selectors: without settings at their defaults.
     pub fn label(&self) -> String {
         self.text(Selector::label)
     }
@@ -194,8 +194,8 @@ fn shown(first: usize, last: Option<usize>) -> String {
     }
 }
 
-/// The pieces `LAYERS=TEXT` between slashes; nothing where the text does not begin with layers. A slash in a file's
-/// name is no separator unless layers and an equals sign follow it.
+/// The parts `LAYERS=TEXT` between slashes, as (layers, text); none if the text does not begin with layers. A slash in
+/// a file's name is no separator unless layers and an equals sign follow it.
 fn pieces(text: &str) -> Vec<(&str, &str)> {
     let begins = |text: &str| -> Option<usize> {
         let end = text.find('=')?;

@@ -18,16 +18,16 @@ pub enum Phase {
     Both,
 }
 
-/// What is known of a method beside its settings.
+/// A method's name, phase and description.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Its name on the flag.
+    /// The method's name in a selector's text.
     pub name: &'static str,
-    /// When it acts.
+    /// When the method acts.
     pub phase: Phase,
-    /// What it chooses.
+    /// What the method keeps.
     pub about: &'static str,
-    /// Where it comes from.
+    /// The paper that it comes from.
     pub paper: &'static str,
 }
 
@@ -89,7 +89,7 @@ macro_rules! methods {
     (@of_prefill prefill $settings:ident) => {
         Some($settings)
     };
-    // A decode method, or one whose settings alone do not make it.
+    // Decode methods; and delta, which needs its base beside its settings.
     (@of_prefill $group:ident $settings:ident $($read:ident)?) => {{
         let _ = $settings;
         None
@@ -100,7 +100,7 @@ macro_rules! methods {
         #[derive(Clone, Debug, PartialEq)]
         #[allow(missing_docs, reason = "each is documented by its settings")]
         pub enum Method {
-            /// Every key; for layers that a selector leaves alone.
+            /// Every query reads every key before it; for layers without a sparse method.
             Dense,
             $($($kind(crate::$group::$module::$settings $(, $base)?),)+)+
         }
@@ -126,7 +126,7 @@ macro_rules! methods {
                 }
             }
 
-            /// What it does in prefill, where its settings say it all.
+            /// The settings as a prefill method; `None` for dense, decode methods and delta (which needs its base too).
             pub(super) fn of_prefill(&self) -> Option<&dyn PrefillMethod> {
                 match self {
                     Self::Dense => None,
@@ -143,7 +143,7 @@ macro_rules! methods {
                 settings.unwrap_or_default()
             }
 
-            /// The method of a name, whose keys are taken out of the list; `None` where there is none.
+            /// Reads the method `name` and takes its keys out of `items`; `None` if there is no such method.
             pub(super) fn read(
                 name: &str,
                 items: &mut Vec<Item<'_>>,

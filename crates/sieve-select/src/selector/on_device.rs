@@ -8,8 +8,8 @@ use crate::mask::CorrectionMode;
 use crate::selector::{Method, Reads, Selector};
 
 impl Selector {
-    /// The selection of a call in a layer as steps of a device; `None` where the method, or one of its settings,
-    /// selects on the host. `None` too for a call that is dense for any operands.
+    /// The selection of a call in a layer as device steps; `None` if the method, or one of its settings, selects on the
+    /// host, and for a call that is dense whatever its operands are.
     pub fn block_selection(&self, shape: CallShape, layer: usize, num_layers: usize) -> Option<BlockSelection> {
         if self.is_dense(layer, shape.num_queries) {
             return None;
@@ -31,7 +31,7 @@ impl Selector {
                 selection
             }
         };
-        // Kernels keep one competing block at least.
+        // The kernels keep at least one block.
         if [KeepBlocks::Top(0), KeepBlocks::Share(0.0)].contains(&selection.keep.by) {
             return None;
         }
@@ -40,7 +40,7 @@ impl Selector {
         Some(selection)
     }
 
-    /// Whether a call's attention can run on a device with kernels for it: a correction by probes among them.
+    /// Whether a device has kernels for a call's attention and for its correction by probes.
     pub fn runs_on_device(&self, shape: CallShape, layer: usize, num_layers: usize) -> bool {
         let corrects = |correction: ProbeCorrection| correction.gamma > 1 && shape.num_queries > correction.gamma;
         let (values, made) = match &self.method {
@@ -56,7 +56,7 @@ impl Selector {
         fits && made && (!values || matches!(self.method, Method::Momo(_)))
     }
 
-    /// How dense rows correct the output of a call, where the method does that and the call is no dense one.
+    /// How probe rows correct the output of a call; `None` for methods without a correction and for dense calls.
     pub fn correction(&self, shape: CallShape, layer: usize) -> Option<ProbeCorrection> {
         if self.is_dense(layer, shape.num_queries) {
             return None;

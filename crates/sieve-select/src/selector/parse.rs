@@ -1,6 +1,7 @@
-//! `NAME:key=value,…`, read and written, and the help.
+//! Reads and writes `NAME:key=value,…`; the text of `--help`.
 
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 
 use serde::Serialize;
@@ -8,11 +9,16 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Number, Value};
 
 use super::{Common, ENTRIES, Method, Phase, Selector};
+use crate::decode::dam::DamMaps;
+use crate::decode::dma::DmaWeights;
 use crate::error::SelectError;
 use crate::gqa::GqaPolicy;
 use crate::prefill::delta::DeltaConfig;
+use crate::prefill::minference::PatternFile;
+use crate::prefill::xattention::read_taus;
+use crate::range::Rules;
 
-/// One key=value as written.
+/// The key and the value of one `key=value`.
 pub(super) type Item<'t> = (&'t str, &'t str);
 
 impl Selector {
@@ -53,7 +59,7 @@ impl Selector {
         Ok(selector)
     }
 
-    /// Refuses keys that this method has not, or does not use.
+    /// Refuses a key that the method does not have or does not use.
     fn refuse_others(&self, items: &[Item<'_>]) -> Result<(), SelectError> {
         let used = self.method.common_keys();
         let Some((key, _)) = items.iter().find(|item| !used.contains(&item.0)) else {
@@ -62,11 +68,10 @@ impl Selector {
         let (selector, key) = (self.name(), *key);
         let known: Vec<String> = self.all_items().into_iter().map(|item| item.0).collect();
         if known.is_empty() {
-            return Err(SelectError::Value {
-                selector: self.name(),
-                problem: format!("{key} is given, and it has no settings"),
-                hint: "leave the colon and what follows out".to_owned(),
-            });
+            return Rules(selector).fail(
+                format!("{key} is given, and it has no settings"),
+                "leave the colon and what follows out",
+            );
         }
         let problem = match common_items(&self.common).any(|item| item.0 == key) {
             true => format!("{selector} takes no {key}: it would change nothing"),
@@ -171,7 +176,7 @@ impl fmt::Display for Selector {
     }
 }
 
-/// Reads the method's own keys and takes them out of the list; settings get what the files they name hold.
+/// Reads the method's own keys and takes them out of the list; also reads the files that settings name.
 fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
     let Some(mut method) = Method::read(name, items)? else {
         let names = ENTRIES.iter().map(|entry| entry.name);
@@ -182,16 +187,20 @@ fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectErro
         return Err(SelectError::refused(problem, hint));
     };
     match &mut method {
-        Method::Xattention(config) => config.load()?,
-        Method::Minference(config) => config.load()?,
-        Method::Dam(config) => config.load()?,
-        Method::Dma(config) => config.load()?,
+        Method::Xattention(config) if !config.taus.is_empty() => config.head_taus = read_taus(Path::new(&config.taus))?,
+        Method::Minference(config) if !config.pattern.is_empty() => {
+            config.patterns = PatternFile::read(Path::new(&config.pattern))?;
+        }
+        Method::Dam(config) if !config.map.is_empty() => config.maps = Some(DamMaps::read(Path::new(&config.map))?),
+        Method::Dma(config) if !config.scores.is_empty() => {
+            config.weights = Some(DmaWeights::read(Path::new(&config.scores))?);
+        }
         _ => {}
     }
     Ok(method)
 }
 
-/// The settings of delta's base are given as `base.key=value`.
+/// Reads delta and its base, whose settings are given as `base.key=value`.
 pub(super) fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
     let (base_items, rest): (Vec<Item<'_>>, Vec<Item<'_>>) =
         items.drain(..).partition(|item| item.0.starts_with("base."));
@@ -209,11 +218,10 @@ pub(super) fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
         _ => None,
     };
     if let Some(reason) = reason {
-        return Err(SelectError::Value {
-            selector: "delta",
-            problem: format!("base={} cannot be corrected: {reason}", config.base),
-            hint: "use a causal prefill method other than momo and delta".to_owned(),
-        });
+        return Rules("delta").fail(
+            format!("base={} cannot be corrected: {reason}", config.base),
+            "use a causal prefill method other than momo and delta",
+        );
     }
     Ok(Method::Delta(config, Box::new(base)))
 }
@@ -231,7 +239,7 @@ fn method_common(name: &str) -> Common {
     }
 }
 
-/// Reads the keys a settings struct has and takes them out of the list.
+/// Reads the fields of a settings struct from `items` and takes them out of the list.
 pub(super) fn own<T: Default + Serialize + DeserializeOwned>(
     name: &str,
     items: &mut Vec<Item<'_>>,
@@ -253,7 +261,7 @@ fn common_items(common: &Common) -> impl Iterator<Item = (String, String)> + use
     map.into_iter().map(|(key, value)| (key, text_of(&value)))
 }
 
-/// Defaults with the given values in their place.
+/// The defaults, overwritten by the given values.
 fn read<T: DeserializeOwned>(name: &str, items: &[Item<'_>], defaults: Option<Value>) -> Result<T, SelectError> {
     let mut map = match defaults {
         Some(Value::Object(map)) => map,
@@ -267,7 +275,7 @@ fn read<T: DeserializeOwned>(name: &str, items: &[Item<'_>], defaults: Option<Va
     for &(key, text) in items {
         let default = map.get(key).cloned().unwrap_or(Value::Null);
         let value = value_of(text, &default).map_err(|problem| wrong(key, text, problem))?;
-        // One at a time, so that the message names the key it is about.
+        // One value at a time, so that the message names the faulty key.
         let mut one = map.clone();
         one.insert(key.to_owned(), value.clone());
         if let Err(error) = serde_json::from_value::<T>(Value::Object(one)) {
@@ -278,7 +286,7 @@ fn read<T: DeserializeOwned>(name: &str, items: &[Item<'_>], defaults: Option<Va
     serde_json::from_value(Value::Object(map)).map_err(|error| wrong("", "", error.to_string()))
 }
 
-/// Text as the type its default has; a default of none takes a number or `none`.
+/// Parses a value as the type of its default. A key whose default is none takes a number or `none`.
 fn value_of(text: &str, default: &Value) -> Result<Value, String> {
     let float = |text: &str| {
         let number = text.parse::<f64>().ok().and_then(Number::from_f64);

@@ -1,4 +1,4 @@
-//! The one setting of each method that trades density for recall, moved over its values: a curve.
+//! The main setting of each method, which trades density for recall, and its values along a curve.
 
 use super::{Method, Selector};
 use crate::error::SelectError;
@@ -37,15 +37,15 @@ impl Selector {
         selector.with(key, value)
     }
 
-    /// As the flag would ask for it: the name, and the settings that are not its defaults.
+    /// The shortest text that [`parse`](Self::parse) reads as this selector: without settings at their defaults.
     pub fn label(&self) -> String {
         self.label_without("")
     }
 
-    /// The same without one key.
+    /// As [`label`](Self::label), without one key.
     pub fn label_without(&self, key: &str) -> String {
         let name = match &self.method {
-            // The base's defaults are those of its method.
+            // The defaults of the base's settings depend on the base.
             Method::Delta(config, _) => format!("delta:base={}", config.base),
             _ => self.name().to_owned(),
         };

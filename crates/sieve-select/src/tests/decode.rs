@@ -417,7 +417,7 @@ fn decode_mistakes_are_told() {
     }
 }
 
-/// All of it once more, by the definition, in f64.
+/// InfLLM, token by token from its definition, in f64.
 #[test]
 fn infllm_equals_a_naive_version() {
     let (n, init, local, block, topk, repr) = (70, 3, 9, 4, 2, 2);

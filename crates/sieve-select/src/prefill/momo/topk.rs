@@ -1,13 +1,15 @@
-//! Choosing about the k best of a stream of block scores while it passes: the variants of MOMO with a gate. The
-//! variants without one keep the k best (`keep::top_k`), whatever finds them.
+//! Chooses roughly the k best of a stream of block scores in one pass: MOMO's variants with a gate. The variants
+//! without a gate keep exactly the k best (`keep::top_k`).
 
 use crate::keep::descending;
 
-/// A running Gaussian that lets a score through when it is likely among the best that are left.
+/// Accepts a score that is likely to be among the best `slots` of the remaining stream, if scores are Gaussian with the
+/// mean and variance so far.
 struct Gate {
     slots: usize,
     count: f64,
     mean: f64,
+    /// Sum of squared differences from the mean (Welford).
     m2: f64,
 }
 
@@ -21,7 +23,7 @@ impl Gate {
         }
     }
 
-    /// Whether a score stays; `remaining` scores are left to come, this one included.
+    /// Whether a score is accepted; `remaining` counts the scores from this one to the end of the stream.
     fn accepts(&mut self, score: f32, remaining: usize) -> bool {
         let score = f64::from(score);
         self.count += 1.0;
@@ -38,15 +40,15 @@ impl Gate {
     }
 }
 
-/// About the k best: the `k_exact` best so far in a buffer (eq. 5); blocks that the buffer rejects or evicts pass
-/// through a gate to the other slots (to all k where `k_exact` is 0).
+/// Roughly the k best, ascending. A buffer holds the `k_exact` best so far (eq. 5); a block that the buffer rejects or
+/// evicts goes to a gate, which fills the other `k - k_exact` slots.
 pub(crate) fn hybrid(scores: &[f32], k: usize, k_exact: usize) -> Vec<usize> {
     let k_exact = k_exact.min(k);
     let (mut gate, mut best, mut kept) = (Gate::new(k - k_exact), Vec::new(), Vec::new());
     for j in 0..scores.len() {
         best.push(j);
         if best.len() > k_exact {
-            // The smallest goes, of equal ones the later.
+            // The buffer gives up its smallest score, of equal ones the later.
             best.sort_by(|&a, &b| descending(scores[a], scores[b]).then(a.cmp(&b)));
             kept.extend(best.pop().filter(|&out| gate.accepts(scores[out], scores.len() - j)));
         }
