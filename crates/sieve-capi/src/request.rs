@@ -180,8 +180,8 @@ pub enum Call {
         #[serde(default)]
         fixed_order: bool,
     },
-    /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads * 3]`, gate_bias
-    /// `[heads * 3]`, d_o → d_compressed, d_selected, d_window, d_logits, d_bias
+    /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads, 3]`, gate_bias
+    /// `[heads, 3]`, d_o → d_compressed, d_selected, d_window, d_logits, d_bias
     NsaGatesBackward {},
     /// All of NSA: q, k, v, compressed, logits, gate_bias, doc_start, doc_end → o, and unless it is alone
     /// compressed_o, compressed_lse, block_indices, selected_o, selected_lse, window_o, window_lse
