@@ -55,7 +55,11 @@ def _open():
 
 _library = _open()
 _run = _library.sieve_plan_run
-_stream = torch._C._cuda_getCurrentRawStream if torch.cuda.is_available() else None
+# Without a GPU torch may lack these; on one, scratch memory as a tensor costs the host about twice as much.
+_stream, _device, _allocate, _free = (
+    getattr(torch._C, f"_cuda_{name}", None)
+    for name in ("getCurrentRawStream", "getDevice", "cudaCachingAllocator_raw_alloc", "cudaCachingAllocator_raw_delete")
+)
 
 
 def _check(status):
@@ -129,8 +133,6 @@ class Plan:
         # Strides too: torch.empty takes half as long again as empty_strided.
         empty = partial(torch.empty_strided, device=device)
         self.empty = [partial(empty, shape, _contiguous(shape), dtype=dtype) for _, shape, dtype in self.outputs]
-        size = self.workspace_bytes
-        self.workspace = partial(empty, (size,), (1,), dtype=torch.uint8) if size else None
         self.packed = struct.Struct(f"{self.count}Q").pack
 
     def run(self, inputs):
@@ -138,13 +140,24 @@ class Plan:
         pointers = [x.data_ptr() for x in inputs]
         pointers += self.filled_pointers
         pointers += [x.data_ptr() for x in outputs]
-        workspace = self.workspace and self.workspace()
-        pointers.append(0 if workspace is None else workspace.data_ptr())
+        stream = _stream(self.index)
+        workspace = self.workspace(stream) if self.workspace_bytes else 0
+        pointers.append(workspace)
         if self.capacity_of is not None:
             pointers.append(inputs[self.capacity_of].shape[2])
-        if _run(self.handle, self.packed(*pointers), self.count, _stream(self.index)):
-            raise SieveError(_library.sieve_error().decode())
+        try:
+            if _run(self.handle, self.packed(*pointers), self.count, stream):
+                raise SieveError(_library.sieve_error().decode())
+        finally:
+            if workspace:
+                _free(workspace)
         return outputs
+
+    def workspace(self, stream):
+        """Scratch memory for the work that is queued on the stream until `_free`."""
+        if _device() == self.index:
+            return _allocate(self.workspace_bytes, stream)
+        return torch.cuda.caching_allocator_alloc(self.workspace_bytes, self.index, stream)
 
     def __del__(self):
         # A plan that was refused has none.

@@ -524,6 +524,7 @@ def without_a_gpu():
         return plan, copied
 
     _library.Op._prepared, _library._run, _library._stream = prepared, lambda *_: 0, lambda index: 0
+    _library._device, _library._allocate, _library._free = lambda: 0, lambda *_: 256, lambda address: None
 
 
 def empty_launch():
@@ -598,6 +599,15 @@ def host():
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         ),
     }
+    z, w, dtype = rank_of(128), torch.zeros(8, 1024, device=DEVICE), torch.bfloat16
+    alone = {
+        "an output": lambda: torch.empty_strided(q.shape, q.stride(), dtype=dtype, device=q.device),
+        "scratch memory": lambda: _library._free(_library._allocate(8192, _library._stream(0))),
+        "a plan's key": lambda: _library.Op._key((0.1, None, True), (q, k, v, None, None)),
+        "detach": q.detach, "view": lambda: q.view(2048, 128), "clamp": lambda: z.clamp(max=60.0), "exp_": z.exp_,
+        "transpose": lambda: w.t().contiguous(), "cat": lambda: torch.cat((k, k), 3),
+    }  # fmt: skip
+    print(", ".join(f"{name} {micros(call, 1):.1f} us" for name, call in alone.items()))
     print(f"{'':24} launches memsets    call   plans  empty launches, us")
     for name, call in made.items():
         for _ in range(20):

@@ -41,7 +41,7 @@ WRONG = {
     "stride divide both sizes": lambda: sieve.nsa_mean_pool(*tensors()[1:], blocks=sieve.NsaBlocks(30, 16)),
     "logits must end with heads and 3 branches": lambda: nsa_of(gates=(1, 32, 3, 4)),
     "[2, 1, 2, 4, 64], which does not fit tokens and blocks": lambda: nsa_of(compressed=(1, 2, 4, 64)),
-    "number of q/k/v heads 4/0/0": lambda: sieve.moba(*tensors(kv_heads=0), block=32),
+    "number of q/k/v heads 0/0/0": lambda: sieve.moba(*tensors(kv_heads=0), block=32),
     "has no gradient": lambda: sieve.block_sparse(*[x.requires_grad_() for x in tensors()], None),
     "block 32 x 32 is not supported": lambda: sieve.block_sparse(
         *tensors(), sieve.block_mask(torch.ones(4, 1, 1, device=DEVICE), 32)
