@@ -55,10 +55,15 @@ def _open():
 
 _library = _open()
 _run = _library.sieve_plan_run
-# Without a GPU torch may lack these; on one, scratch memory as a tensor costs the host about twice as much.
+# A torch without CUDA lacks these. Scratch memory is a block of torch's allocator: a tensor costs the host more.
 _stream, _device, _allocate, _free = (
-    getattr(torch._C, f"_cuda_{name}", None)
-    for name in ("getCurrentRawStream", "getDevice", "cudaCachingAllocator_raw_alloc", "cudaCachingAllocator_raw_delete")
+    getattr(torch._C, name, None)
+    for name in (
+        "_cuda_getCurrentRawStream",
+        "_cuda_getDevice",
+        "_cuda_cudaCachingAllocator_raw_alloc",
+        "_cuda_cudaCachingAllocator_raw_delete",
+    )
 )
 
 

@@ -116,8 +116,8 @@ def capture_of_new_shapes():
 
 
 def graphs_of_plans():
-    """Runs at the same addresses launch a CUDA graph from the fourth on: what that saves the host, equal bits, new values
-    of inputs, other addresses, threads on streams of their own, a bounded number of graphs.
+    """Runs at the same addresses launch a CUDA graph from the fourth on: what that saves the host, equal bits, new
+    values of inputs, other addresses, threads on streams of their own, a bounded number of graphs.
     """
     import threading
 

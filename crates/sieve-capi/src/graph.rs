@@ -14,7 +14,7 @@ const FEWEST_LAUNCHES: usize = 3;
 /// allocator returns to an address by chance too.
 const RECORDED_RUN: u32 = 4;
 
-/// Sets of addresses remembered in the process. Each graph takes some tens of KiB of the host's and of the GPU's memory.
+/// Sets of addresses remembered in the process. Each graph takes some tens of KiB of the host's and the GPU's memory.
 const MOST_SETS: usize = 512;
 
 /// Runs at other addresses, counted from when the table was full, after which it is emptied: a program that has moved
