@@ -12,6 +12,7 @@ returns the same sentence instead. There is no fallback.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -238,8 +239,7 @@ def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, de
     return _Attention.apply(q, k, v, bias, start, end, scale, window, deterministic)
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The keys that each query keeps: query i sees key j exactly where `j <= i < expire[j]`.
 
     expire: int32 `[batch, KV heads, tokens]`. lists: the same as the attention kernels read it; None where every key
@@ -259,7 +259,8 @@ def select(rank, *, keep, local=0, documents=None):
     2^22 tokens. A key that has left never returns, as a key's rank is the same for every query (arXiv:2508.02124).
     """
     start, end = documents or (None, None)
-    expire, *lists = ops.dma_select(rank.detach(), start, end, keep, local)
+    rank = rank.detach() if rank.requires_grad else rank
+    expire, *lists = ops.dma_select(rank, start, end, keep, local)
     return Selection(expire, tuple(lists) or None, documents)
 
 
@@ -272,6 +273,9 @@ def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=Fa
     scale = _scale(scale, q)
     if bias is None:
         bias = torch.zeros(selection.expire.shape, dtype=torch.float32, device=q.device)
+    elif bias.shape != selection.expire.shape:
+        sizes = f"the selection is {list(selection.expire.shape)}, and bias {list(bias.shape)}"
+        raise SieveError(f"expiring_attention: {sizes}")
     if selection.lists is None:
         return attention(q, k, v, scale=scale, bias=bias, documents=selection.documents, deterministic=deterministic)
     if not _tracks(q, k, v, bias):

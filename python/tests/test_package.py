@@ -41,6 +41,9 @@ WRONG = {
     "stride divide both sizes": lambda: sieve.nsa_mean_pool(*tensors()[1:], blocks=sieve.NsaBlocks(30, 16)),
     "logits must end with heads and 3 branches": lambda: nsa_of(gates=(1, 32, 3, 4)),
     "[2, 1, 2, 4, 64], which does not fit tokens and blocks": lambda: nsa_of(compressed=(1, 2, 4, 64)),
+    "the selection is [1, 2, 64], and bias [1, 2, 32]": lambda: sieve.expiring_attention(
+        *tensors(), torch.zeros(1, 2, 32, device=DEVICE), sieve.select(torch.zeros(1, 2, 64, device=DEVICE), keep=8)
+    ),
     "number of q/k/v heads 0/0/0": lambda: sieve.moba(*tensors(kv_heads=0), block=32),
     "has no gradient": lambda: sieve.block_sparse(*[x.requires_grad_() for x in tensors()], None),
     "block 32 x 32 is not supported": lambda: sieve.block_sparse(
