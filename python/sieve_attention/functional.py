@@ -56,17 +56,17 @@ class _Attention(torch.autograd.Function):
 
 class _DmaAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias, list, list_len, tile_window, scale, deterministic):
-        o, lse, *kept = ops.dma_attention_forward(q, k, v, bias, list, list_len, tile_window, scale)
+    def forward(ctx, q, k, v, bias, lists, scale, deterministic):
+        o, lse, *kept = ops.dma_attention_forward(q, k, v, bias, lists, scale)
         kept = [*[None] * (2 - len(kept)), *kept]
-        ctx.save_for_backward(q, k, v, bias, list, list_len, tile_window, o, lse, *kept)
+        ctx.save_for_backward(q, k, v, bias, lists, o, lse, *kept)
         ctx.settings = scale, deterministic
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o):
-        return (*ops.dma_attention_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 5)
+        return (*ops.dma_attention_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 3)
 
 
 class _Dma(torch.autograd.Function):
@@ -74,8 +74,8 @@ class _Dma(torch.autograd.Function):
     def forward(ctx, q, k, v, w_dt, a, start, end, slopes, linear, scale, keep, local, deterministic):
         x, z, bias, weights = _ranked(v, w_dt, a, start, slopes, linear)
         o, lse, *kept = ops.dma_forward(q, k, v, z, bias, start, end, scale, keep, local)
-        # Where keys leave, lists of those that stay come last.
-        count = len(kept) - (3 if keep < k.shape[1] else 0)
+        # Where keys leave, the lists of those that stay come last.
+        count = len(kept) - (1 if keep < k.shape[1] else 0)
         kept, lists = [*[None] * (2 - count), *kept[:count]], kept[count:]
         ctx.save_for_backward(q, k, v, bias, o, lse, *kept, start, end, w_dt, weights, a, x, z, *lists)
         ctx.settings = linear, scale, deterministic
@@ -242,12 +242,12 @@ def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, de
 class Selection(NamedTuple):
     """The keys that each query keeps: query i sees key j exactly where `j <= i < expire[j]`.
 
-    expire: int32 `[batch, KV heads, tokens]`. lists: the same as the attention kernels read it; None where every key
-    is kept.
+    expire: int32 `[batch, KV heads, tokens]`. lists: the same as the attention kernels read it, int32 in a row; None
+    where every key is kept.
     """
 
     expire: torch.Tensor
-    lists: tuple | None
+    lists: torch.Tensor | None
     documents: tuple | None
 
 
@@ -261,7 +261,7 @@ def select(rank, *, keep, local=0, documents=None):
     start, end = documents or (None, None)
     rank = rank.detach() if rank.requires_grad else rank
     expire, *lists = ops.dma_select(rank, start, end, keep, local)
-    return Selection(expire, tuple(lists) or None, documents)
+    return Selection(expire, lists[0] if lists else None, documents)
 
 
 def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=False):
@@ -279,8 +279,8 @@ def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=Fa
     if selection.lists is None:
         return attention(q, k, v, scale=scale, bias=bias, documents=selection.documents, deterministic=deterministic)
     if not _tracks(q, k, v, bias):
-        return ops.dma_attention_forward(q, k, v, bias, *selection.lists, scale, True)[0]
-    return _DmaAttention.apply(q, k, v, bias, *selection.lists, scale, deterministic)
+        return ops.dma_attention_forward(q, k, v, bias, selection.lists, scale, True)[0]
+    return _DmaAttention.apply(q, k, v, bias, selection.lists, scale, deterministic)
 
 
 def dma_scores(v, w_dt, a, *, slopes=None, documents=None):

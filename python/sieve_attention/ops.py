@@ -10,7 +10,6 @@ from ._library import Op
 
 QKV = ("q", "k", "v")
 BRANCHES = ("compressed", "selected", "window")
-LISTS = ("list", "list_len", "tile_window")
 CHOICE = ("float scale", "int[] blocks", "str rule", "bool first", "int local", "bool only_o=False")
 
 # Tensors, which of them may be None, settings with their types. A tensor with ! is written in place.
@@ -23,9 +22,9 @@ TABLE = {
     "dma_scores": (("v", "w_dt", "a", "doc_start?"), ("float[] slopes",)),
     "dma_scores_backward": (("v", "w_dt", "a", "x", "dz"), ()),
     "dma_select": (("rank", "doc_start?", "doc_end?"), ("int keep", "int local")),
-    "dma_attention_forward": ((*QKV, "bias", *LISTS), ("float scale", "bool only_o=False")),
+    "dma_attention_forward": ((*QKV, "bias", "lists"), ("float scale", "bool only_o=False")),
     "dma_attention_backward": (
-        (*QKV, "bias", *LISTS, "o", "lse", "o_low?", "base?", "d_o"),
+        (*QKV, "bias", "lists", "o", "lse", "o_low?", "base?", "d_o"),
         ("float scale", "bool fixed_order"),
     ),
     "nsa_mean_pool": (("k", "v", "doc_start?", "doc_end?"), ("int[] blocks",)),

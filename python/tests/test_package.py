@@ -44,6 +44,9 @@ WRONG = {
     "the selection is [1, 2, 64], and bias [1, 2, 32]": lambda: sieve.expiring_attention(
         *tensors(), torch.zeros(1, 2, 32, device=DEVICE), sieve.select(torch.zeros(1, 2, 64, device=DEVICE), keep=8)
     ),
+    "lists are not those of a selection for this bias": lambda: ops.dma_attention_forward(
+        *tensors(), torch.zeros(1, 2, 32, device=DEVICE), torch.zeros(9, dtype=torch.int32, device=DEVICE), 0.1
+    ),
     "number of q/k/v heads 0/0/0": lambda: sieve.moba(*tensors(kv_heads=0), block=32),
     "has no gradient": lambda: sieve.block_sparse(*[x.requires_grad_() for x in tensors()], None),
     "block 32 x 32 is not supported": lambda: sieve.block_sparse(

@@ -1,4 +1,5 @@
 //! From a request to the launches of sieve-gpu's wrappers, op by op.
+use crate::plan::ALIGNMENT;
 use crate::request::{Blocks, Call, Choice, PlanError, Request};
 use sieve_core::{BlockChoice, CallShape, DmaWindow, ForcedBlocks, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
 use sieve_gpu::{
@@ -8,7 +9,7 @@ use sieve_gpu::{
 };
 use std::cell::Cell;
 
-/// Inputs or outputs by name, in the order of their pointers.
+/// Inputs or outputs by name, in the order of their pointers. Outputs of one name are parts of one buffer.
 pub(crate) type Named = Vec<(String, CudaTensor)>;
 
 /// Records an op; returns its inputs and outputs.
@@ -380,13 +381,9 @@ fn o_low(only_o: bool) -> KeepOLow {
     }
 }
 
-/// A selection's lists as outputs.
+/// A selection's lists as one output.
 fn of_lists(lists: KeyLists) -> [(&'static str, CudaTensor); 3] {
-    [
-        ("list", lists.list),
-        ("list_len", lists.list_len),
-        ("tile_window", lists.tile_window),
-    ]
+    [lists.list_len, lists.tile_window, lists.list].map(|part| ("lists", part))
 }
 
 /// The mask of all query heads' own lists of blocks; `words` on the device hold it.
@@ -576,11 +573,31 @@ impl Inputs {
         Ok([self.get("doc_start")?, self.get("doc_end")?])
     }
 
+    /// A selection's lists, which are one input as they were one output (`of_lists`).
     fn lists(&self) -> Result<KeyLists, PlanError> {
+        let lists = self.get("lists")?;
+        let [num_words] = lists.dims(self.op, "lists")?;
+        let [batch, kv_heads, seq_len] = self.get("bias")?.dims(self.op, "bias")?;
+        let [blocks, _, pair] = KeyLists::shape(seq_len, 1);
+        let (rows, tiles) = (batch * kv_heads, seq_len.div_ceil(KeyLists::TILE_QUERIES));
+        let word = DType::I32.size();
+        let padded = |words: usize| (words * word).next_multiple_of(ALIGNMENT) / word;
+        // The first words of tile_window and list; list_len begins at 0.
+        let windows = padded(rows * blocks);
+        let list = windows + padded(rows * tiles * 2);
+        let words_per_entry = rows * blocks * pair;
+        let capacity = num_words.saturating_sub(list) / words_per_entry.max(1);
+        if list + words_per_entry * capacity != num_words {
+            return Err(wrong(self.op, "lists", "are not those of a selection for this bias"));
+        }
+        let part = |first: usize, shape: &[usize]| {
+            let words = lists.row_range(self.op, "lists", first, shape.iter().product())?;
+            words.reshaped(self.op, "lists", shape)
+        };
         Ok(KeyLists {
-            list: self.get("list")?,
-            list_len: self.get("list_len")?,
-            tile_window: self.get("tile_window")?,
+            list: part(list, &[batch, kv_heads, blocks, capacity, pair])?,
+            list_len: part(0, &[batch, kv_heads, blocks])?,
+            tile_window: part(windows, &[batch, kv_heads, tiles, 2])?,
             tile_queries: KeyLists::TILE_QUERIES,
         })
     }
