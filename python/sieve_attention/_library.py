@@ -5,6 +5,7 @@ import json
 import math
 import os
 import struct
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BITS = {"o_low": torch.int16}
 
 # Inputs that kernels walk by strides: heads side by side, tokens and rows anywhere.
-STRIDED = ("q", "k", "v", "latents")
+STRIDED = ("q", "k", "v", "index_q", "index_k", "latents")
 
 
 class SieveError(ValueError):
@@ -54,7 +55,16 @@ def _open():
 
 _library = _open()
 _run = _library.sieve_plan_run
-_stream = torch._C._cuda_getCurrentRawStream if torch.cuda.is_available() else None
+# A torch without CUDA lacks these. Scratch memory is a block of torch's allocator: a tensor costs the host more.
+_stream, _device, _allocate, _free = (
+    getattr(torch._C, name, None)
+    for name in (
+        "_cuda_getCurrentRawStream",
+        "_cuda_getDevice",
+        "_cuda_cudaCachingAllocator_raw_alloc",
+        "_cuda_cudaCachingAllocator_raw_delete",
+    )
+)
 
 
 def _check(status):
@@ -103,42 +113,60 @@ class Plan:
 
     def __init__(self, call, gpu, tensors):
         self.request = {"call": call, "gpu": gpu, "tensors": tensors}
-        self.handle = ctypes.c_void_p()
-        _check(_library.sieve_plan(json.dumps(self.request).encode(), ctypes.byref(self.handle)))
+        handle = ctypes.c_void_p()
+        _check(_library.sieve_plan(json.dumps(self.request).encode(), ctypes.byref(handle)))
+        self.handle = handle.value
         described = json.loads(_library.sieve_plan_describe(self.handle))
         self.launches = [launch["kernel"] for launch in described["launches"]]
         self.outputs = [
             (x["name"], tuple(x["shape"]), BITS.get(x["name"]) or DTYPES[x["dtype"]]) for x in described["outputs"]
         ]
-        # Strides too: torch.empty takes half as long again as empty_strided.
-        self.empty = [(shape, _contiguous(shape), dtype) for _, shape, dtype in self.outputs]
         self.workspace_bytes = described["workspace_bytes"]
         # The input whose number of keys each run gives.
         self.capacity_of = described["capacity_of"]
         self.count = len(tensors) + len(self.outputs) + 1 + (self.capacity_of is not None)
-        self.packed = struct.Struct(f"{self.count}Q").pack
 
     def load(self, index):
         path = nvrtc_path()
         paths = (str(path).encode() if path else None, str(cache_folder()).encode())
         _check(_library.sieve_plan_load(self.handle, index, *paths))
 
-    def run(self, inputs, device, index):
-        empty = torch.empty_strided
-        outputs = [empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.empty]
+    def prepare(self, device, index, filled):
+        """Prepares what every run needs. `filled`: the plan's last inputs, the same tensors in every run."""
+        self.index, self.filled = index, filled
+        self.filled_pointers = [x.data_ptr() for x in filled]
+        # Strides too: torch.empty takes half as long again as empty_strided.
+        empty = partial(torch.empty_strided, device=device)
+        self.empty = [partial(empty, shape, _contiguous(shape), dtype=dtype) for _, shape, dtype in self.outputs]
+        self.packed = struct.Struct(f"{self.count}Q").pack
+
+    def run(self, inputs):
+        outputs = [empty() for empty in self.empty]
         pointers = [x.data_ptr() for x in inputs]
+        pointers += self.filled_pointers
         pointers += [x.data_ptr() for x in outputs]
-        size = self.workspace_bytes
-        workspace = empty((size,), (1,), dtype=torch.uint8, device=device) if size else None
-        pointers.append(workspace.data_ptr() if size else 0)
+        stream = _stream(self.index)
+        workspace = self.workspace(stream) if self.workspace_bytes else 0
+        pointers.append(workspace)
         if self.capacity_of is not None:
             pointers.append(inputs[self.capacity_of].shape[2])
-        if _run(self.handle.value, self.packed(*pointers), self.count, _stream(index)):
-            raise SieveError(_library.sieve_error().decode())
+        try:
+            if _run(self.handle, self.packed(*pointers), self.count, stream):
+                raise SieveError(_library.sieve_error().decode())
+        finally:
+            if workspace:
+                _free(workspace)
         return outputs
 
+    def workspace(self, stream):
+        """Scratch memory for the work that is queued on the stream until `_free`."""
+        if _device() == self.index:
+            return _allocate(self.workspace_bytes, stream)
+        return torch.cuda.caching_allocator_alloc(self.workspace_bytes, self.index, stream)
+
     def __del__(self):
-        _library.sieve_plan_free(self.handle)
+        # A plan that was refused has none.
+        _library.sieve_plan_free(getattr(self, "handle", None))
 
 
 class Op:
@@ -153,28 +181,26 @@ class Op:
     def __init__(self, name, tensors, settings):
         self.name, self.settings = name, settings
         self.tensors = [x.rstrip("?!") for x in tensors]
+        self.count = len(tensors)
         self.written = {x.rstrip("!") for x in tensors if x.endswith("!")}
         self.plans = {}
         self.key = self._growing_key if name in GROWING else self._key
 
     def __call__(self, *arguments):
-        """Runs the op on real tensors."""
-        count = len(self.tensors)
-        tensors, settings = arguments[:count], arguments[count:]
-        device = tensors[0].device
-        key = self.key(device, settings, tensors)
+        """Runs the op on real tensors. Settings are hashed: a list must come as a tuple."""
+        tensors, settings = arguments[: self.count], arguments[self.count :]
+        key = self.key(settings, tensors)
         try:
-            prepared = self.plans[key]
+            plan, copied = self.plans[key]
         except KeyError:
-            prepared = self.plans[key] = self._prepared(tensors, settings)
-        plan, given, copied, index = prepared
-        inputs = [x if y is None else y for x, y in zip(tensors, given) if x is not None or y is not None]
+            plan, copied = self.plans[key] = self._prepared(tensors, settings)
+        inputs = [x for x in tensors if x is not None]
         for at in copied:
             inputs[at] = inputs[at].contiguous()
-        if index is None:
-            return Op.emulator(plan, inputs)
+        if Op.emulator is not None:
+            return Op.emulator(plan, inputs + plan.filled)
         try:
-            return plan.run(inputs, device, index)
+            return plan.run(inputs)
         except SieveError:
             # Kernels read 16 bytes at a time.
             unaligned = {name: x for name, x in zip(self.tensors, tensors) if x is not None and x.data_ptr() % 16}
@@ -185,22 +211,28 @@ class Op:
         return self(*[x.clone() if name in unaligned else x for name, x in zip(self.tensors, tensors)], *settings)
 
     @staticmethod
-    def _key(device, settings, tensors):
+    def _key(settings, tensors):
         """What a plan depends on."""
-        return (device, settings, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
+        key = [settings]
+        for x in tensors:
+            if x is None:
+                key.append(None)
+            else:
+                key += (x.shape, x.stride(), x.dtype, x.device)
+        return tuple(key)
 
-    def _growing_key(self, device, settings, tensors):
-        """The same, equal for caches of nearly as many keys."""
+    def _growing_key(self, settings, tensors):
+        """As `_key`, but equal for caches whose numbers of keys round up to the same multiple of PLANNED_KEYS."""
         others = [None if name.endswith("_cache") else x for name, x in zip(self.tensors, tensors)]
-        found = self._key(device, settings, others)
+        found = self._key(settings, others)
         for name, x in zip(self.tensors, tensors):
             if name.endswith("_cache"):
                 keys = -(-x.shape[2] // PLANNED_KEYS) if x.dim() == 4 else -1
-                found += ((*x.shape[:2], keys, *x.shape[3:]), x.is_contiguous(), x.dtype)
+                found += ((*x.shape[:2], keys, *x.shape[3:]), x.is_contiguous(), x.dtype, x.device)
         return found
 
     def _prepared(self, tensors, settings):
-        """A plan on its GPU, tensors in place of absent ones, and which inputs need a copy."""
+        """A plan that is loaded on its GPU, and the indices of inputs that must be copied to contiguous memory."""
         device = tensors[0].device
         for name, x in zip(self.tensors, tensors):
             if x is not None and x.device != device:
@@ -210,16 +242,15 @@ class Op:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise SieveError(f"{self.name}: a call of new shapes under graph capture; run it once before the capture")
         while len(self.plans) >= MOST_PLANS:
-            del self.plans[next(iter(self.plans))]
+            # Another thread may have removed it.
+            self.plans.pop(next(iter(self.plans)), None)
         plan, copied = self.plan(tensors, settings, gpu_of(device) if Op.emulator is None else EMULATED)
-        given = self._absent(tensors, device)
-        if Op.emulator is not None:
-            return plan, given, copied, None
-        index = torch.cuda.current_device() if device.index is None else device.index
-        plan.load(index)
-        # What was filled here on this stream is read on others.
-        torch.cuda.current_stream(device).synchronize()
-        return plan, given, copied, index
+        plan.prepare(device, device.index, self._absent(tensors, device))
+        if Op.emulator is None:
+            plan.load(device.index)
+            # Runs on other streams read the tensors that were filled on this one.
+            torch.cuda.current_stream(device).synchronize()
+        return plan, copied
 
     def _not_in_place(self, name, wanted):
         return SieveError(f"{self.name}: {name} is written in place: it must {wanted}")
@@ -228,20 +259,18 @@ class Op:
         return SieveError(f"{self.name}: {self.tensors[0]} is on {device}; the kernels need tensors on a CUDA GPU")
 
     def _absent(self, tensors, device):
-        """What stands for tensors that were not given: bounds of one document a row, gates without a bias."""
-        found = []
-        for spec in self._filled(tensors):
-            shape, value, dtype = spec or (None,) * 3
-            found.append(spec and torch.full(shape, value, dtype=DTYPES[dtype], device=device))
-        return found
+        """Tensors in place of those that were not given: bounds of one document a row, a bias of 0 for gates."""
+        filled = self._filled(tensors).values()
+        return [torch.full(shape, value, dtype=DTYPES[dtype], device=device) for shape, value, dtype in filled]
 
     def _filled(self, tensors):
-        """Shape, value and type of each such tensor, else None."""
+        """Shape, value and type of each tensor of `_absent`, by name."""
         batch, count = self._tokens(tensors)
         known = {"doc_start": ((batch, count), 0, "i32"), "doc_end": ((batch, count), count, "i32")}
-        if "logits" in self.tensors:
-            known["gate_bias"] = (tuple(tensors[self.tensors.index("logits")].shape[-1:]), 0, "f32")
-        return [known.get(name) if x is None else None for name, x in zip(self.tensors, tensors)]
+        given = dict(zip(self.tensors, tensors))
+        if "gate_bias" in given:
+            known["gate_bias"] = (tuple(map(int, given["logits"].shape[2:])), 0, "f32")
+        return {name: known[name] for name, x in given.items() if x is None and name in known}
 
     def _tokens(self, tensors):
         """Rows and tokens of a row: of q, k or v, or of ranks [batch, KV heads, tokens]."""
@@ -249,12 +278,12 @@ class Op:
         return (int(shape[0]), int(shape[2] if self.tensors[0] == "rank" else shape[1])) if len(shape) > 2 else (1, 1)
 
     def plan(self, tensors, settings, gpu):
-        """The plan for tensors (or fakes), and the indices of inputs that it takes as contiguous copies."""
+        """The plan for tensors (or fakes), and the indices of inputs that must be copied to contiguous memory. Tensors
+        that the package fills are the plan's last inputs.
+        """
         described, copied = [], []
-        for name, x, filled in zip(self.tensors, tensors, self._filled(tensors)):
+        for name, x in zip(self.tensors, tensors):
             if x is None:
-                if filled:
-                    described.append({"name": name, "shape": [int(size) for size in filled[0]], "dtype": filled[2]})
                 continue
             dtype = "bf16" if BITS.get(name) == x.dtype else NAMES.get(x.dtype, str(x.dtype)[6:])
             spec = {"name": name, "shape": [int(size) for size in x.shape], "dtype": dtype}
@@ -267,6 +296,8 @@ class Op:
             else:
                 copied.append(len(described))
             described.append(spec)
+        for name, (shape, _, dtype) in self._filled(tensors).items():
+            described.append({"name": name, "shape": shape, "dtype": dtype})
         call = {self.name: dict(zip(self.settings, settings))}
         return Plan(call, gpu, described), copied
 

@@ -12,8 +12,10 @@ returns the same sentence instead. There is no fallback.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import ops
@@ -54,17 +56,17 @@ class _Attention(torch.autograd.Function):
 
 class _DmaAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias, list, list_len, tile_window, scale, deterministic):
-        o, lse, *kept = ops.dma_attention_forward(q, k, v, bias, list, list_len, tile_window, scale)
+    def forward(ctx, q, k, v, bias, lists, scale, deterministic):
+        o, lse, *kept = ops.dma_attention_forward(q, k, v, bias, lists, scale)
         kept = [*[None] * (2 - len(kept)), *kept]
-        ctx.save_for_backward(q, k, v, bias, list, list_len, tile_window, o, lse, *kept)
+        ctx.save_for_backward(q, k, v, bias, lists, o, lse, *kept)
         ctx.settings = scale, deterministic
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o):
-        return (*ops.dma_attention_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 5)
+        return (*ops.dma_attention_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 3)
 
 
 class _Dma(torch.autograd.Function):
@@ -72,8 +74,8 @@ class _Dma(torch.autograd.Function):
     def forward(ctx, q, k, v, w_dt, a, start, end, slopes, linear, scale, keep, local, deterministic):
         x, z, bias, weights = _ranked(v, w_dt, a, start, slopes, linear)
         o, lse, *kept = ops.dma_forward(q, k, v, z, bias, start, end, scale, keep, local)
-        # Where keys leave, lists of those that stay come last.
-        count = len(kept) - (3 if keep < k.shape[1] else 0)
+        # Where keys leave, the lists of those that stay come last.
+        count = len(kept) - (1 if keep < k.shape[1] else 0)
         kept, lists = [*[None] * (2 - count), *kept[:count]], kept[count:]
         ctx.save_for_backward(q, k, v, bias, o, lse, *kept, start, end, w_dt, weights, a, x, z, *lists)
         ctx.settings = linear, scale, deterministic
@@ -159,21 +161,21 @@ class _NsaSelected(torch.autograd.Function):
 class _Nsa(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, *rest):
-        *compressed, logits, bias, start, end, scale, blocks, window, deterministic = rest
+        *compressed, gates, bias, start, end, scale, blocks, window, deterministic = rest
         compressed = _compressed(*compressed)
-        o, *kept = ops.nsa_forward(q, k, v, compressed, logits, bias, start, end, scale, blocks, window)
-        ctx.save_for_backward(q, k, v, compressed, logits, bias, start, end, *kept)
+        o, *kept = ops.nsa_forward(q, k, v, compressed, gates, bias, start, end, scale, blocks, window)
+        ctx.save_for_backward(q, k, v, compressed, gates, bias, start, end, *kept)
         ctx.settings = scale, blocks, window, deterministic
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o):
-        q, k, v, compressed, logits, bias, start, end, *kept = ctx.saved_tensors
+        q, k, v, compressed, gates, bias, start, end, *kept = ctx.saved_tensors
         coarse, coarse_lse, indices, chosen, chosen_lse, near, near_lse = kept
         scale, blocks, window, deterministic = ctx.settings
-        gradients = ops.nsa_gates_backward(coarse, chosen, near, logits, bias, d_o.contiguous())
-        d_coarse, d_chosen, d_near, d_logits, d_bias = gradients
+        gradients = ops.nsa_gates_backward(coarse, chosen, near, gates, bias, d_o)
+        d_coarse, d_chosen, d_near, d_gates, d_bias = gradients
         of_chosen = ops.nsa_selected_backward(
             q, k, v, indices, start, end, chosen, chosen_lse, d_chosen, scale, blocks, deterministic
         )
@@ -184,9 +186,8 @@ class _Nsa(torch.autograd.Function):
             q, compressed, start, end, coarse, coarse_lse, d_coarse, scale, blocks, deterministic
         )
         dq, dk, dv = (x + y for x, y in zip(of_near, of_chosen))
-        d_compressed = d_compressed.view(2, k.shape[0], -1, *k.shape[2:]).unbind(0)
         d_bias = None if bias is None else d_bias
-        return (dq + of_coarse[:, :, : q.shape[2]], dk, dv, *d_compressed, d_logits, d_bias, *[None] * 6)
+        return (dq + of_coarse[:, :, : q.shape[2]], dk, dv, *d_compressed.unbind(0), d_gates, d_bias, *[None] * 6)
 
 
 class _Chosen(torch.autograd.Function):
@@ -208,8 +209,15 @@ class _Chosen(torch.autograd.Function):
 
 
 def _tracks(*tensors):
-    """Whether a backward pass may follow."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    """Whether a backward pass may follow; a tensor may be None.
+
+    Under forward-mode AD too: autograd.Function then refuses tensors with tangents, which the kernels would drop.
+    """
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return forward_ad._current_level >= 0
 
 
 def _scale(scale, q):
@@ -226,21 +234,20 @@ def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, de
     """
     start, end = documents or (None, None)
     scale = _scale(scale, q)
-    if not _tracks(q, k, v) and (bias is None or not bias.requires_grad):
+    if not _tracks(q, k, v, bias):
         return ops.attention_forward(q, k, v, start, bias, scale, window, True)[0]
     return _Attention.apply(q, k, v, bias, start, end, scale, window, deterministic)
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The keys that each query keeps: query i sees key j exactly where `j <= i < expire[j]`.
 
-    expire: int32 `[batch, KV heads, tokens]`. lists: the same as the attention kernels read it; None where every key
-    is kept.
+    expire: int32 `[batch, KV heads, tokens]`. lists: the same as the attention kernels read it, int32 in a row; None
+    where every key is kept.
     """
 
     expire: torch.Tensor
-    lists: tuple | None
+    lists: torch.Tensor | None
     documents: tuple | None
 
 
@@ -252,8 +259,9 @@ def select(rank, *, keep, local=0, documents=None):
     2^22 tokens. A key that has left never returns, as a key's rank is the same for every query (arXiv:2508.02124).
     """
     start, end = documents or (None, None)
-    expire, *lists = ops.dma_select(rank.detach(), start, end, keep, local)
-    return Selection(expire, tuple(lists) or None, documents)
+    rank = rank.detach() if rank.requires_grad else rank
+    expire, *lists = ops.dma_select(rank, start, end, keep, local)
+    return Selection(expire, lists[0] if lists else None, documents)
 
 
 def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=False):
@@ -265,11 +273,14 @@ def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=Fa
     scale = _scale(scale, q)
     if bias is None:
         bias = torch.zeros(selection.expire.shape, dtype=torch.float32, device=q.device)
+    elif bias.shape != selection.expire.shape:
+        sizes = f"the selection is {list(selection.expire.shape)}, and bias {list(bias.shape)}"
+        raise SieveError(f"expiring_attention: {sizes}")
     if selection.lists is None:
         return attention(q, k, v, scale=scale, bias=bias, documents=selection.documents, deterministic=deterministic)
     if not _tracks(q, k, v, bias):
-        return ops.dma_attention_forward(q, k, v, bias, *selection.lists, scale, True)[0]
-    return _DmaAttention.apply(q, k, v, bias, *selection.lists, scale, deterministic)
+        return ops.dma_attention_forward(q, k, v, bias, selection.lists, scale, True)[0]
+    return _DmaAttention.apply(q, k, v, bias, selection.lists, scale, deterministic)
 
 
 def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
@@ -280,7 +291,7 @@ def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
     added, so that recent keys rank higher. arXiv:2508.02124, eq. 3.
     """
     start = None if documents is None else documents[0]
-    return _DmaScores.apply(v, _transposed(w_dt), a.float(), start, list(slopes or ()))
+    return _DmaScores.apply(v, _transposed(w_dt), a.float(), start, tuple(slopes or ()))
 
 
 def dma_attention(
@@ -296,9 +307,9 @@ def dma_attention(
     (start, end), scale = documents or (None, None), _scale(scale, q)
     given = q, k, v, w_dt, a
     if _tracks(*given):
-        settings = list(slopes or ()), linear, scale, keep, local, deterministic
+        settings = tuple(slopes or ()), linear, scale, keep, local, deterministic
         return _Dma.apply(*given, start, end, *settings)
-    _, rank, added, _ = _ranked(v, w_dt, a, start, list(slopes or ()), linear)
+    _, rank, added, _ = _ranked(v, w_dt, a, start, tuple(slopes or ()), linear)
     return ops.dma_forward(q, k, v, rank, added, start, end, scale, keep, local, True)[0]
 
 
@@ -332,7 +343,7 @@ class NsaBlocks:
     num_selected: int = 16
 
     def sizes(self):
-        return [self.compressed, self.stride, self.selected, self.num_selected]
+        return self.compressed, self.stride, self.selected, self.num_selected
 
 
 def nsa_mean_pool(k, v, *, blocks=NsaBlocks(), documents=None):
@@ -342,8 +353,7 @@ def nsa_mean_pool(k, v, *, blocks=NsaBlocks(), documents=None):
         pooled = _NsaMeanPool.apply(k, v, start, end, blocks.sizes())
     else:
         pooled = ops.nsa_mean_pool(k, v, start, end, blocks.sizes())[0]
-    shape = (2, k.shape[0], -(-k.shape[1] // blocks.stride), *k.shape[2:])
-    return pooled.view(shape).unbind(0)
+    return pooled.unbind(0)
 
 
 def nsa_compressed(
@@ -367,9 +377,8 @@ def _compressed(k, v):
         is_one = k.is_contiguous() and v.is_contiguous() and k.shape == v.shape and k.dtype == v.dtype
         if is_one and v.data_ptr() - k.data_ptr() == k.numel() * k.element_size() and k.numel():
             if k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr():
-                width = k.shape[-1]
-                return k.as_strided((2, k.numel() // width, width), (k.numel(), width, 1))
-    return torch.cat((k, v)).view(2, -1, k.shape[-1])
+                return k.as_strided((2, *k.shape), (k.numel(), *k.stride()))
+    return torch.stack((k, v))
 
 
 def nsa_selected(q, k, v, indices, *, blocks=NsaBlocks(), scale=None, documents=None, deterministic=False):
@@ -389,12 +398,11 @@ def nsa(
     and 128, groups of 1 to 64 heads. scale, documents, deterministic as in `attention`.
     """
     (start, end), scale, sizes = documents or (None, None), _scale(scale, q), blocks.sizes()
-    logits, bias = gates.flatten(2), None if gate_bias is None else gate_bias.flatten()
-    given = q, k, v, compressed_k, compressed_v, logits
-    if _tracks(*given) or (bias is not None and bias.requires_grad):
-        return _Nsa.apply(*given, bias, start, end, scale, sizes, window, deterministic)
+    given = q, k, v, compressed_k, compressed_v, gates, gate_bias
+    if _tracks(*given):
+        return _Nsa.apply(*given, start, end, scale, sizes, window, deterministic)
     compressed = _compressed(compressed_k, compressed_v)
-    return ops.nsa_forward(q, k, v, compressed, logits, bias, start, end, scale, sizes, window, True)[0]
+    return ops.nsa_forward(q, k, v, compressed, gates, gate_bias, start, end, scale, sizes, window, True)[0]
 
 
 def _of_chosen(q, k, v, choice, settings, index_q=None, index_k=None):
@@ -407,31 +415,36 @@ def _of_chosen(q, k, v, choice, settings, index_q=None, index_k=None):
 
 def _read_chosen(q, k, v, index_q, index_k, start, end, scale, choice, only_o=False):
     """o, lse, the chosen blocks and their sizes, or o alone; blocks over 64 tokens are read in pieces."""
-    (pooled, stride, size, count), rule, *_ = choice
-    pieces = size // 64 if size > 64 and size % 64 == 0 else 1
-    if rule != "mean_key" and pieces == 1:
+    (_, _, size, count), rule, *_ = choice
+    if rule == "mean_key":
+        index_q, index_k = q, k
+        k, v = _by_chooser(k, v, q)
+    if size <= 64 or size % 64:
         forward = ops.chosen_forward(q, k, v, index_q, index_k, start, end, scale, *choice, only_o)
-        return *forward, [size, size, size, count]
+        return *forward, (size, size, size, count)
     by = (q, k) if index_q is None else (index_q, index_k)
     (chosen,) = ops.choose_blocks(*by, start, end, scale, *choice)
-    if pieces > 1:
-        size = 64
-        piece = torch.arange(pieces, dtype=torch.int32, device=q.device)
-        chosen = torch.where(chosen[..., None] < 0, -1, chosen[..., None] * pieces + piece).flatten(-2)
-        # Of a query's own block, the last one it chose, the pieces behind its own hold no key for it.
-        position = torch.arange(q.shape[1], device=q.device) - (0 if start is None else start)
-        chosen = torch.where(chosen > (position // size)[..., None, None], -1, chosen)
-    blocks = [size, size, size, count * pieces]
-    o, lse = ops.nsa_selected_forward(q, *_by_chooser(k, v, chosen), chosen, start, end, scale, blocks)
+    pieces, size = size // 64, 64
+    # Of a query's own block, the last one it chose, the pieces behind its own hold no key for it.
+    position = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
+    own = (position if start is None else position - start) // size
+    piece = torch.arange(pieces, dtype=torch.int32, device=q.device)
+    chosen = torch.add(piece, chosen.unsqueeze(-1), alpha=pieces).flatten(-2)
+    # Pieces of no block are below 0 and become -1.
+    chosen = torch.where(chosen > own[..., None, None], -1, chosen).clamp_(min=-1)
+    blocks = size, size, size, count * pieces
+    o, lse = ops.nsa_selected_forward(q, k, v, chosen, start, end, scale, blocks)
     return o, lse, chosen, blocks
 
 
-def _by_chooser(k, v, chosen):
-    """Keys and values of each head that chooses."""
-    if chosen.shape[2] == k.shape[2]:
+def _by_chooser(k, v, chooser):
+    """Keys and values of each head that chooses, `chooser` a tensor `[batch, tokens, choosers, ..]`."""
+    choosers, kv_heads = chooser.shape[2], k.shape[2]
+    group = choosers // max(kv_heads, 1)
+    if group < 2 or group * kv_heads != choosers:
+        # The plan refuses numbers of heads that do not divide.
         return k, v
-    group = chosen.shape[2] // k.shape[2]
-    return [x.unsqueeze(3).expand(-1, -1, -1, group, -1).flatten(2, 3) for x in (k, v)]
+    return [torch.cat((x,) * group, 3).view(*x.shape[:2], choosers, x.shape[3]) for x in (k, v)]
 
 
 def infllm_v2(
@@ -452,7 +465,7 @@ def moba(q, k, v, *, block=512, num_selected=3, scale=None, documents=None, dete
 
     num_selected counts the query's own block. Shapes, widths and settings as in `nsa`; no gradient through the choice.
     """
-    choice = [block, block, block, num_selected], "mean_key", False, 1
+    choice = (block, block, block, num_selected), "mean_key", False, 1
     return _of_chosen(q, k, v, choice, (scale, documents, deterministic))
 
 
@@ -462,8 +475,9 @@ def msa(q, k, v, index_q, index_k, *, block=128, num_selected=16, scale=None, do
     index_q: bf16 `[batch, tokens, KV heads, width]`, index_k: `[batch, tokens, 1, width]`; they choose and get no
     gradient. num_selected counts the query's own block. Shapes, widths and settings as in `nsa`.
     """
-    choice = [1, 1, block, num_selected], "largest_score", False, 1
-    return _of_chosen(q, k, v, choice, (scale, documents, deterministic), index_q.detach(), index_k.detach())
+    choice = (1, 1, block, num_selected), "largest_score", False, 1
+    by = [x.detach() if x.requires_grad else x for x in (index_q, index_k)]
+    return _of_chosen(q, k, v, choice, (scale, documents, deterministic), *by)
 
 
 @dataclass(frozen=True)
@@ -499,7 +513,7 @@ def block_sparse(q, k, v, mask, *, scale=None):
     if mask.shape != (q.shape[2], blocks, blocks):
         wanted = f"{q.shape[2]} query heads, {blocks} x {blocks} blocks of {mask.block}"
         raise SieveError(f"block_sparse: the mask is {list(mask.shape)}; these tensors need {wanted}")
-    return ops.block_sparse(q, k, v, mask.words, _scale(scale, q), [mask.block] * 2)[0]
+    return ops.block_sparse(q, k, v, mask.words, _scale(scale, q), (mask.block, mask.block))[0]
 
 
 def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen=None, block=None):

@@ -10,7 +10,6 @@ from ._library import Op
 
 QKV = ("q", "k", "v")
 BRANCHES = ("compressed", "selected", "window")
-LISTS = ("list", "list_len", "tile_window")
 CHOICE = ("float scale", "int[] blocks", "str rule", "bool first", "int local", "bool only_o=False")
 
 # Tensors, which of them may be None, settings with their types. A tensor with ! is written in place.
@@ -23,9 +22,9 @@ TABLE = {
     "dma_scores": (("v", "w_dt", "a", "doc_start?"), ("float[] slopes",)),
     "dma_scores_backward": (("v", "w_dt", "a", "x", "dz"), ()),
     "dma_select": (("rank", "doc_start?", "doc_end?"), ("int keep", "int local")),
-    "dma_attention_forward": ((*QKV, "bias", *LISTS), ("float scale", "bool only_o=False")),
+    "dma_attention_forward": ((*QKV, "bias", "lists"), ("float scale", "bool only_o=False")),
     "dma_attention_backward": (
-        (*QKV, "bias", *LISTS, "o", "lse", "o_low?", "base?", "d_o"),
+        (*QKV, "bias", "lists", "o", "lse", "o_low?", "base?", "d_o"),
         ("float scale", "bool fixed_order"),
     ),
     "nsa_mean_pool": (("k", "v", "doc_start?", "doc_end?"), ("int[] blocks",)),
@@ -62,6 +61,7 @@ TABLE = {
 }
 
 _modes = torch._C._len_torch_dispatch_stack
+_is_compiling = torch.compiler.is_compiling
 
 _torch_library = torch.library.Library("sieve", "DEF")
 IMPLEMENTATIONS = {}
@@ -77,12 +77,10 @@ def _schema(name, tensors, settings):
 
 def _define(name, tensors, settings):
     op = Op(name, tensors, [x.split()[-1].split("=")[0] for x in settings])
-    call = op.__call__
-    if any("[]" in setting for setting in settings):
-        # Lists cannot be part of a plan's key.
-        call = lambda *arguments: op(*[tuple(x) if isinstance(x, list) else x for x in arguments])  # noqa: E731
     _torch_library.define(_schema(name, tensors, settings))
     for key in ("CUDA", "CPU"):
+        # Lists cannot be part of a plan's key.
+        call = lambda *arguments: op(*[tuple(x) if isinstance(x, list) else x for x in arguments])  # noqa: E731
         _torch_library.impl(name, call, key)
     torch.library.register_fake(f"sieve::{name}", op.fake, lib=_torch_library)
     IMPLEMENTATIONS[name] = op
@@ -90,9 +88,9 @@ def _define(name, tensors, settings):
 
     def run(*arguments):
         """The operator; in plain eager calls without torch's dispatcher, which costs as much as a launch."""
-        if torch.compiler.is_compiling() or type(arguments[0]) is not torch.Tensor or _modes():
+        if _is_compiling() or type(arguments[0]) is not torch.Tensor or _modes():
             return through_torch(*arguments)
-        return call(*arguments)
+        return op(*arguments)
 
     return run
 

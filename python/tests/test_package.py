@@ -21,6 +21,11 @@ def tensors(dtype=torch.bfloat16, tokens=32, kv_tokens=None, kv_heads=2, width=6
     return q, *[torch.zeros(1, kv_tokens or tokens, kv_heads, width, dtype=dtype, device=device) for _ in range(2)]
 
 
+def nsa_of(compressed=(1, 4, 2, 64), gates=(1, 32, 4, 3)):
+    compressed, gates = (torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for shape in (compressed, gates))
+    return sieve.nsa(*tensors(), compressed, compressed, gates, blocks=BLOCKS)
+
+
 WRONG = {
     "float16; the kernels take bf16": lambda: sieve.attention(*tensors(torch.float16)),
     "q is f32, expected bf16": lambda: sieve.attention(*tensors(torch.float32)),
@@ -34,6 +39,15 @@ WRONG = {
     '"rank", and must be "exp"': lambda: sieve.dma_attention(*tensors(), None, None, keep=4, bias="rank"),
     'dma_decode: bias is "liner", and must be': lambda: sieve.dma_decode(*[None] * 9, bias="liner"),
     "stride divide both sizes": lambda: sieve.nsa_mean_pool(*tensors()[1:], blocks=sieve.NsaBlocks(30, 16)),
+    "logits must end with heads and 3 branches": lambda: nsa_of(gates=(1, 32, 3, 4)),
+    "[2, 1, 2, 4, 64], which does not fit tokens and blocks": lambda: nsa_of(compressed=(1, 2, 4, 64)),
+    "the selection is [1, 2, 64], and bias [1, 2, 32]": lambda: sieve.expiring_attention(
+        *tensors(), torch.zeros(1, 2, 32, device=DEVICE), sieve.select(torch.zeros(1, 2, 64, device=DEVICE), keep=8)
+    ),
+    "lists are not those of a selection for this bias": lambda: ops.dma_attention_forward(
+        *tensors(), torch.zeros(1, 2, 32, device=DEVICE), torch.zeros(9, dtype=torch.int32, device=DEVICE), 0.1
+    ),
+    "number of q/k/v heads 0/0/0": lambda: sieve.moba(*tensors(kv_heads=0), block=32),
     "has no gradient": lambda: sieve.block_sparse(*[x.requires_grad_() for x in tensors()], None),
     "block 32 x 32 is not supported": lambda: sieve.block_sparse(
         *tensors(), sieve.block_mask(torch.ones(4, 1, 1, device=DEVICE), 32)
@@ -62,6 +76,21 @@ def test_tensors_on_a_cpu_are_refused(no_emulator):
         False,
         "attention_forward: q is on cpu; the kernels need tensors on a CUDA GPU",
     )
+
+
+def test_a_tensor_on_another_device_is_refused_where_a_plan_is_known():
+    q, k, v = tensors()
+    sieve.attention(q, k, v)
+    with pytest.raises(sieve.SieveError, match=f"k is on meta, and q on {q.device}"):
+        sieve.attention(q, k.to("meta"), v)
+
+
+def test_tangents_of_forward_mode_are_refused():
+    q, k, v = tensors()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises((RuntimeError, NotImplementedError), match="jvp|forward AD|forward mode"):
+            sieve.attention(dual, k, v)
 
 
 def test_supports_runs_nothing(monkeypatch):

@@ -35,7 +35,9 @@ int sieve_plan_load(sieve_plan_t *plan, int device, const char *nvrtc_path, cons
 
 /* Queues the plan's launches on a CUstream. `pointers`: inputs, then outputs, then workspace_bytes of scratch memory,
  * all device addresses that are multiples of 16; behind them, where capacity_of is not null, the number of keys of
- * that input and of the one after it. Allocates nothing, compiles nothing, waits for nothing. */
+ * that input and of the one after it. Compiles nothing and waits for nothing. The fourth run of three or more launches
+ * at the same addresses records a CUDA graph (at most 512 are kept), which later runs launch; a stream that is being
+ * captured gets plain launches. */
 int sieve_plan_run(const sieve_plan_t *plan, const uint64_t *pointers, size_t num_pointers, void *stream);
 
 /* Frees a plan; NULL is fine. Kernels stay loaded. */

@@ -1,5 +1,6 @@
 //! Plans on a GPU.
 use crate::capacity::Capacity;
+use crate::graph::graph_of;
 use crate::plan::Plan;
 use crate::request::PlanError;
 use cudarc::driver::result as driver;
@@ -13,13 +14,19 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Kernels read 16 bytes at a time.
 const POINTER_ALIGNMENT: u64 = 16;
 
+/// Plans that were loaded.
+static NUM_LOADED: AtomicU64 = AtomicU64::new(0);
+
 /// A plan whose kernels are on a GPU.
 #[derive(Debug)]
 pub struct Loaded {
+    /// Differs from every other plan's in the process.
+    number: u64,
     device: usize,
     num_pointers: usize,
     /// The most keys of the caches, where a run gives their number behind the pointers.
@@ -114,6 +121,7 @@ impl Loaded {
         };
         let work = on_device(device, || plan.steps.iter().map(load).collect::<Result<Vec<_>, _>>())??;
         Ok(Self {
+            number: NUM_LOADED.fetch_add(1, Ordering::Relaxed),
             device,
             num_pointers: plan.buffers.len(),
             capacity: plan.capacity.clone(),
@@ -127,8 +135,9 @@ impl Loaded {
     }
 
     /// Queues the plan on a stream of its GPU. `pointers`: inputs, outputs, scratch memory, and behind them, where the
-    /// plan has a [`Capacity`], the number of keys of its caches. It allocates no GPU memory, compiles nothing and does
-    /// not synchronise.
+    /// plan has a [`Capacity`], the number of keys of its caches. It compiles nothing and does not synchronise. The
+    /// fourth run at the same addresses records a CUDA graph, which later ones launch; a stream that is being captured
+    /// gets plain launches.
     ///
     /// # Errors
     /// Another number of pointers, an address that is not a multiple of 16, more keys than planned, what the driver
@@ -143,6 +152,7 @@ impl Loaded {
             let got = pointers.len();
             return Err(PlanError::Call(format!("{got} pointers for a plan of {expected}")));
         }
+        let run = [&[self.number], pointers].concat();
         let (pointers, keys) = pointers.split_at(self.num_pointers);
         let capacity = self.capacity.as_ref().zip(keys.first());
         let capacity = capacity.map(|(planned, &keys)| Ok::<_, PlanError>((planned, planned.checked(keys)?)));
@@ -156,13 +166,21 @@ impl Loaded {
                 "pointer {at} is {address:#x}: tensors must begin at a multiple of 16 bytes\n  hint: clone the tensor"
             )));
         }
-        on_device(self.device, || {
+        let queue = |stream: CUstream| -> Result<(), PlanError> {
             for (step, work) in self.work.iter().enumerate() {
                 let of_step = capacity.map(|(planned, keys)| (planned, step, keys));
                 // SAFETY: the caller's promise.
                 unsafe { work.queue(pointers, of_step, stream) }?;
             }
             Ok(())
+        };
+        on_device(self.device, || {
+            // SAFETY: the caller's promise; launches depend on the plan, the pointers and the number of keys alone.
+            match unsafe { graph_of(&run, self.work.len(), stream, queue) } {
+                // SAFETY: the caller's promise.
+                Some(graph) => unsafe { graph.launch(stream) },
+                None => queue(stream),
+            }
         })?
     }
 }

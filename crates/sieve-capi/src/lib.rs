@@ -3,10 +3,11 @@
 //!
 //! A request in JSON becomes a [`Plan`]: every launch of an op for given shapes, as the wrappers of sieve-gpu record
 //! them, sharing one scratch buffer. That needs no GPU. [`Loaded`] is a plan with its kernels on a GPU; running it
-//! queues launches and nothing else, so a CUDA graph can capture it.
+//! queues launches, or one CUDA graph of them, and a caller's own graph can capture it.
 
 pub mod abi;
 mod capacity;
+mod graph;
 mod launch;
 mod ops;
 mod plan;

@@ -1,4 +1,5 @@
 //! From a request to the launches of sieve-gpu's wrappers, op by op.
+use crate::plan::ALIGNMENT;
 use crate::request::{Blocks, Call, Choice, PlanError, Request};
 use sieve_core::{BlockChoice, CallShape, DmaWindow, ForcedBlocks, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
 use sieve_gpu::{
@@ -8,7 +9,7 @@ use sieve_gpu::{
 };
 use std::cell::Cell;
 
-/// Inputs or outputs by name, in the order of their pointers.
+/// Inputs or outputs by name, in the order of their pointers. Outputs of one name are parts of one buffer.
 pub(crate) type Named = Vec<(String, CudaTensor)>;
 
 /// Records an op; returns its inputs and outputs.
@@ -122,17 +123,23 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         }
         Call::NsaMeanPool { blocks } => {
             let (k, v, [start, end]) = (t.get("k")?, t.get("v")?, t.documents()?);
-            let pooled = Qkv::separate(&k, &k, &v).nsa_mean_pool([&start, &end], blocks.checked()?)?;
+            let blocks = blocks.checked()?;
+            let pooled = Qkv::separate(&k, &k, &v).nsa_mean_pool([&start, &end], blocks)?;
+            let [batch, seq_len, kv_heads, head_dim] = k.dims("nsa_mean_pool", "k")?;
+            let shape = [2, batch, blocks.num_slots(seq_len), kv_heads, head_dim];
+            let pooled = pooled.reshaped("nsa_mean_pool", "compressed", &shape)?;
             Ok(vec![("compressed", pooled)])
         }
         Call::NsaMeanPoolBackward { blocks } => {
-            let (k, [start, end], d_compressed) = (t.get("k")?, t.documents()?, t.get("d_compressed")?);
+            let (k, [start, end], blocks) = (t.get("k")?, t.documents()?, blocks.checked()?);
+            let d_compressed = t.compressed("d_compressed", blocks)?;
             let shape = Qkv::separate(&k, &k, &k).shape("nsa_mean_pool")?;
-            let dqkv = nsa_mean_pool_backward(&shape, [&start, &end], blocks.checked()?, &d_compressed)?;
+            let dqkv = nsa_mean_pool_backward(&shape, [&start, &end], blocks, &d_compressed)?;
             Ok(vec![("dqkv", dqkv)])
         }
         Call::NsaCompressedForward { scale, blocks } => {
-            let (compressed, [start, end], blocks) = (t.get("compressed")?, t.documents()?, blocks.checked()?);
+            let ([start, end], blocks) = (t.documents()?, blocks.checked()?);
+            let compressed = t.compressed("compressed", blocks)?;
             let queries = t.queries_of_blocks(&t.q_in(false)?, &compressed, blocks)?;
             let forward = queries.nsa_compressed_attention_forward([&start, &end], &compressed, blocks, *scale);
             let (forward, indices) = forward?;
@@ -143,7 +150,8 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             blocks,
             fixed_order,
         } => {
-            let (compressed, [start, end], blocks) = (t.get("compressed")?, t.documents()?, blocks.checked()?);
+            let ([start, end], blocks) = (t.documents()?, blocks.checked()?);
+            let compressed = t.compressed("compressed", blocks)?;
             let queries = t.queries_of_blocks(&t.q_in(*fixed_order)?, &compressed, blocks)?;
             let [dqkv, d_compressed] = queries.nsa_compressed_attention_backward(
                 [&start, &end],
@@ -153,6 +161,8 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 &t.result()?,
                 &t.get("d_o")?,
             )?;
+            let shape = t.get("compressed")?;
+            let d_compressed = d_compressed.reshaped(t.op, "d_compressed", shape.shape())?;
             Ok(vec![("dqkv", dqkv), ("d_compressed", d_compressed)])
         }
         Call::NsaSelectedForward { scale, blocks } => {
@@ -177,11 +187,15 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         }
         Call::NsaGatesBackward {} => {
             let [a, b, c] = [t.get("compressed")?, t.get("selected")?, t.get("window")?];
-            let (logits, bias) = (t.get("logits")?, t.get("gate_bias")?);
+            let [logits, bias] = t.gates()?;
             let gradients = nsa_gates_backward([&a, &b, &c], &logits, &bias, &t.get("d_o")?)?;
             let names = ["d_compressed", "d_selected", "d_window"];
             let mut outputs: Outputs = names.into_iter().zip(gradients.branches).collect();
-            outputs.extend([("d_logits", gradients.logits), ("d_bias", gradients.bias)]);
+            let [logits, bias] = [t.get("logits")?, t.get("gate_bias")?];
+            outputs.extend([
+                ("d_logits", gradients.logits.reshaped(t.op, "d_logits", logits.shape())?),
+                ("d_bias", gradients.bias.reshaped(t.op, "d_bias", bias.shape())?),
+            ]);
             Ok(outputs)
         }
         &Call::NsaForward {
@@ -190,14 +204,14 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             window,
             only_o,
         } => {
-            let (qkv, compressed, [start, end]) = (t.qkv()?, t.get("compressed")?, t.documents()?);
-            let (documents, blocks) = ([&start, &end], blocks.checked()?);
+            let (qkv, [start, end], blocks) = (t.qkv()?, t.documents()?, blocks.checked()?);
+            let (documents, compressed) = ([&start, &end], t.compressed("compressed", blocks)?);
             let queries = t.queries_of_blocks(&t.q_in(false)?, &compressed, blocks)?;
             let (coarse, indices) = queries.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
             let (selected, _) = qkv.nsa_selected_attention_forward(documents, &indices, blocks, scale)?;
             let near = qkv.attention_forward(&start, Some(window), scale, None)?;
-            let gates = [&t.get("logits")?, &t.get("gate_bias")?];
-            let o = nsa_gates([&coarse.o, &selected.o, &near.o], gates[0], gates[1])?;
+            let [logits, bias] = t.gates()?;
+            let o = nsa_gates([&coarse.o, &selected.o, &near.o], &logits, &bias)?;
             let mut outputs = vec![("o", o)];
             let kept = [
                 ("compressed_o", coarse.o),
@@ -367,13 +381,9 @@ fn o_low(only_o: bool) -> KeepOLow {
     }
 }
 
-/// A selection's lists as outputs.
+/// A selection's lists as one output.
 fn of_lists(lists: KeyLists) -> [(&'static str, CudaTensor); 3] {
-    [
-        ("list", lists.list),
-        ("list_len", lists.list_len),
-        ("tile_window", lists.tile_window),
-    ]
+    [lists.list_len, lists.tile_window, lists.list].map(|part| ("lists", part))
 }
 
 /// The mask of all query heads' own lists of blocks; `words` on the device hold it.
@@ -488,6 +498,38 @@ impl Inputs {
         Ok(Qkv::separate(q, &unread, &unread))
     }
 
+    /// Compressed keys, then values, or their gradients, as `[2, rows, width]`; a caller may have rows as batch, blocks
+    /// and KV heads.
+    fn compressed(&self, name: &'static str, blocks: NsaBlocks) -> Result<CudaTensor, PlanError> {
+        let (tensor, of_tokens) = (self.get(name)?, self.maybe("q").map_or_else(|| self.get("k"), Ok)?);
+        let [batch, seq_len, ..] = of_tokens.dims::<4>(self.op, "q or k")?;
+        match *tensor.shape() {
+            [halves, b, slots, heads, width] if [b, slots] == [batch, blocks.num_slots(seq_len)] => {
+                Ok(tensor.reshaped(self.op, name, &[halves, b * slots * heads, width])?)
+            }
+            [_, _, _] => Ok(tensor),
+            _ => {
+                let problem = format!("has shape {:?}, which does not fit tokens and blocks", tensor.shape());
+                Err(wrong(self.op, name, &problem))
+            }
+        }
+    }
+
+    /// Logits of NSA's gates `[batch, tokens, heads * 3]` and their bias `[heads * 3]`; a caller may have heads and
+    /// branches as two dimensions.
+    fn gates(&self) -> Result<[CudaTensor; 2], PlanError> {
+        let joined = |name, tokens: usize| -> Result<CudaTensor, PlanError> {
+            let tensor = self.get(name)?;
+            let (kept, gates) = tensor.shape().split_at(tokens.min(tensor.shape().len()));
+            if !matches!(gates, [_] | [_, 3]) {
+                return Err(wrong(self.op, name, "must end with heads and 3 branches"));
+            }
+            let shape = [kept, &[gates.iter().product()]].concat();
+            Ok(tensor.reshaped(self.op, name, &shape)?)
+        };
+        Ok([joined("logits", 2)?, joined("gate_bias", 0)?])
+    }
+
     /// The blocks that each query chooses by means of the keys, `by` the tensors of these names.
     fn chosen(&self, choice: &Choice, by: [&str; 2], [start, end]: &[CudaTensor; 2]) -> Result<CudaTensor, PlanError> {
         let &Choice { first, local, .. } = choice;
@@ -531,11 +573,31 @@ impl Inputs {
         Ok([self.get("doc_start")?, self.get("doc_end")?])
     }
 
+    /// A selection's lists, which are one input as they were one output (`of_lists`).
     fn lists(&self) -> Result<KeyLists, PlanError> {
+        let lists = self.get("lists")?;
+        let [num_words] = lists.dims(self.op, "lists")?;
+        let [batch, kv_heads, seq_len] = self.get("bias")?.dims(self.op, "bias")?;
+        let [blocks, _, pair] = KeyLists::shape(seq_len, 1);
+        let (rows, tiles) = (batch * kv_heads, seq_len.div_ceil(KeyLists::TILE_QUERIES));
+        let word = DType::I32.size();
+        let padded = |words: usize| (words * word).next_multiple_of(ALIGNMENT) / word;
+        // The first words of tile_window and list; list_len begins at 0.
+        let windows = padded(rows * blocks);
+        let list = windows + padded(rows * tiles * 2);
+        let words_per_entry = rows * blocks * pair;
+        let capacity = num_words.saturating_sub(list) / words_per_entry.max(1);
+        if list + words_per_entry * capacity != num_words {
+            return Err(wrong(self.op, "lists", "are not those of a selection for this bias"));
+        }
+        let part = |first: usize, shape: &[usize]| {
+            let words = lists.row_range(self.op, "lists", first, shape.iter().product())?;
+            words.reshaped(self.op, "lists", shape)
+        };
         Ok(KeyLists {
-            list: self.get("list")?,
-            list_len: self.get("list_len")?,
-            tile_window: self.get("tile_window")?,
+            list: part(list, &[batch, kv_heads, blocks, capacity, pair])?,
+            list_len: part(0, &[batch, kv_heads, blocks])?,
+            tile_window: part(windows, &[batch, kv_heads, tiles, 2])?,
             tile_queries: KeyLists::TILE_QUERIES,
         })
     }

@@ -3,12 +3,12 @@ use crate::capacity::Capacity;
 use crate::ops::{Named, record};
 use crate::request::{PlanError, Request};
 use serde_json::{Value, json};
-use sieve_gpu::{BufferView, Hardware, Recorder, Step, recorded_at};
+use sieve_gpu::{BufferView, CudaTensor, Hardware, Recorder, Step, recorded_at};
 use std::collections::HashMap;
 use std::ffi::CString;
 
-/// Bytes that every buffer in scratch memory begins at a multiple of.
-const ALIGNMENT: usize = 256;
+/// Bytes that every buffer in scratch memory, and every part of an output, begins at a multiple of.
+pub(crate) const ALIGNMENT: usize = 256;
 
 /// The launches of an op for given shapes on a kind of GPU, in order. The buffers of its steps are numbered as
 /// [`run`](crate::Loaded::run) takes pointers: inputs, outputs, and scratch memory as the last.
@@ -52,14 +52,14 @@ impl Plan {
             places.rewrite(step);
         }
         let described = json!({
-            "inputs": described(&inputs),
-            "outputs": described(&outputs),
+            "inputs": described(&inputs, &places.bytes),
+            "outputs": described(&outputs, &places.bytes[inputs.len()..]),
             "workspace_bytes": places.workspace_bytes,
             "capacity_of": capacity.as_ref().map(|capacity| capacity.input),
             "launches": steps.iter().map(launch_of).collect::<Vec<_>>(),
         });
         let description = CString::new(described.to_string()).expect("JSON escapes NUL");
-        let mut buffers: Vec<usize> = places.pointers.iter().map(|&buffer| sizes[buffer]).collect();
+        let mut buffers = places.bytes;
         buffers.push(places.workspace_bytes);
         Ok(Self {
             hardware,
@@ -79,8 +79,8 @@ impl Plan {
 
 /// Where each buffer of a recording is in the plan.
 struct Places {
-    /// Recorded buffers of inputs and outputs, in the order of the pointers.
-    pointers: Vec<usize>,
+    /// Of inputs and outputs, in the order of the pointers.
+    bytes: Vec<usize>,
     /// Of a recorded buffer: the pointer, and bytes from it.
     of: HashMap<usize, BufferView>,
     workspace_bytes: usize,
@@ -94,25 +94,35 @@ impl Places {
         sizes: &[usize],
         steps: &[Step],
     ) -> Result<Self, PlanError> {
-        let mut pointers = Vec::new();
-        for (name, tensor) in inputs.iter().chain(outputs) {
-            let at = recorded_at(tensor).expect("a tensor of the recorder");
-            assert!(
-                at.offset_bytes == 0 && !pointers.contains(&at.buffer),
-                "{op}: {name} has no buffer of its own"
-            );
-            pointers.push(at.buffer);
+        let (mut bytes, mut of) = (Vec::new(), HashMap::new());
+        for parts in inputs.chunks(1).chain(by_name(outputs)) {
+            let mut end = 0;
+            for (name, tensor) in parts {
+                let at = recorded_at(tensor).expect("a tensor of the recorder");
+                let place = BufferView {
+                    buffer: bytes.len(),
+                    offset_bytes: usize::next_multiple_of(end, ALIGNMENT),
+                };
+                assert!(
+                    at.offset_bytes == 0 && of.insert(at.buffer, place).is_none(),
+                    "{op}: {name} has no buffer of its own"
+                );
+                end = place.offset_bytes + sizes[at.buffer];
+            }
+            bytes.push(end);
         }
-        let whole = |pointer: usize| BufferView {
-            buffer: pointer,
-            offset_bytes: 0,
-        };
-        let mut of: HashMap<usize, BufferView> = pointers.iter().enumerate().map(|(n, &b)| (b, whole(n))).collect();
         // First and last step of each buffer of scratch memory, in the order of the first.
         let mut lives: Vec<(usize, [usize; 2])> = Vec::new();
         for (index, step) in steps.iter().enumerate() {
             if let Step::Gather { from, .. } = step {
                 return Err(gathered(op, inputs, from.buffer));
+            }
+            if let Step::Fill { buffer, .. } = step {
+                let is_whole = of.get(buffer).is_some_and(|at| bytes[at.buffer] == sizes[*buffer]);
+                assert!(
+                    is_whole,
+                    "{op}: a fill of what is not an output by itself would need a length"
+                );
             }
             for buffer in buffers_of(step).filter(|buffer| !of.contains_key(buffer)) {
                 match lives.iter_mut().find(|(known, _)| *known == buffer) {
@@ -142,13 +152,13 @@ impl Places {
             placed.push((life, [start, start + size]));
             workspace_bytes = workspace_bytes.max(start + size);
             let place = BufferView {
-                buffer: pointers.len(),
+                buffer: bytes.len(),
                 offset_bytes: start,
             };
             of.insert(buffer, place);
         }
         Ok(Self {
-            pointers,
+            bytes,
             of,
             workspace_bytes,
         })
@@ -165,12 +175,7 @@ impl Places {
                 launch.maps.iter_mut().for_each(|map| place(&mut map.at));
                 launch.tensors.iter_mut().for_each(place);
             }
-            // Only outputs are filled whole: a fill of scratch memory would need a length.
-            Step::Fill { buffer, .. } => {
-                let base = self.of[buffer];
-                assert!(base.buffer < self.pointers.len(), "a fill of scratch memory");
-                *buffer = base.buffer;
-            }
+            Step::Fill { buffer, .. } => *buffer = self.of[buffer].buffer,
             Step::Gather { .. } => unreachable!("refused before"),
         }
     }
@@ -207,14 +212,21 @@ fn gathered(op: &'static str, inputs: &Named, buffer: usize) -> PlanError {
     PlanError::Tensor { op, tensor, problem }
 }
 
-fn described(tensors: &Named) -> Value {
-    let described = tensors.iter().map(|(name, tensor)| {
-        json!({
-            "name": name,
-            "shape": tensor.shape(),
-            "strides": tensor.strides(),
-            "dtype": tensor.dtype().name(),
-        })
+/// Outputs, those together that are parts of one.
+fn by_name(outputs: &Named) -> impl Iterator<Item = &[(String, CudaTensor)]> {
+    outputs.chunk_by(|(one, _), (other, _)| one == other)
+}
+
+/// Inputs or outputs with the bytes of each; several parts of one are elements in a row.
+fn described(tensors: &Named, bytes: &[usize]) -> Value {
+    let described = by_name(tensors).zip(bytes).map(|(parts, bytes)| {
+        let (name, tensor) = &parts[0];
+        let elements = [bytes / tensor.dtype().size()];
+        let (shape, strides): (&[usize], &[usize]) = match parts.len() {
+            1 => (tensor.shape(), tensor.strides()),
+            _ => (&elements, &[1]),
+        };
+        json!({ "name": name, "shape": shape, "strides": strides, "dtype": tensor.dtype().name() })
     });
     described.collect()
 }

@@ -112,7 +112,7 @@ pub enum Call {
     },
     /// v, w_dt, a, x, dz → dv, dw_dt, da
     DmaScoresBackward {},
-    /// rank, doc_start, doc_end → expire, and list, list_len, tile_window where `keep` is below the tokens of a row
+    /// rank, doc_start, doc_end → expire, and lists where `keep` is below the tokens of a row
     DmaSelect {
         /// Keys that a query keeps.
         keep: usize,
@@ -120,7 +120,7 @@ pub enum Call {
         #[serde(default)]
         local: usize,
     },
-    /// q, k, v, bias, list, list_len, tile_window → o, lse, o_low?, base
+    /// q, k, v, bias, lists (of `dma_select`) → o, lse, o_low?, base
     DmaAttentionForward {
         /// Factor on `q . k`.
         scale: f32,
@@ -180,8 +180,8 @@ pub enum Call {
         #[serde(default)]
         fixed_order: bool,
     },
-    /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads * 3]`, gate_bias
-    /// `[heads * 3]`, d_o → d_compressed, d_selected, d_window, d_logits, d_bias
+    /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads, 3]`, gate_bias
+    /// `[heads, 3]`, d_o → d_compressed, d_selected, d_window, d_logits, d_bias
     NsaGatesBackward {},
     /// All of NSA: q, k, v, compressed, logits, gate_bias, doc_start, doc_end → o, and unless it is alone
     /// compressed_o, compressed_lse, block_indices, selected_o, selected_lse, window_o, window_lse
@@ -197,7 +197,7 @@ pub enum Call {
         only_o: bool,
     },
     /// Selection and attention: q, k, v, rank, bias, doc_start, doc_end → o, and unless it is alone lse, o_low?, base,
-    /// and list, list_len, tile_window where `keep` is below the tokens of a row
+    /// and lists where `keep` is below the tokens of a row
     DmaForward {
         /// Factor on `q . k`.
         scale: f32,
