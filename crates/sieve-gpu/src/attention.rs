@@ -25,8 +25,8 @@ pub(crate) use decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};
 pub(crate) use forward::{AttentionResult, launch_forward, require_per_key, require_scale};
 pub(crate) use heads::{AttentionShape, Heads, Qkv};
 pub(crate) use hopper_tiling::{
-    BACKWARD_BLOCK_Q, BLOCK_KV, HopperTiling, KernelFamily, arriving, backward_maps,
-    has_hopper_form, head_map, hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
+    BACKWARD_BLOCK_Q, BLOCK_KV, HopperTiling, KernelFamily, arriving, backward_maps, has_hopper_form, head_map,
+    hopper_attention_backward_prepare_kernel, hopper_backward_kernel,
 };
 pub(crate) use launch::PassInputs;
 pub(crate) use query_shares::{KeyTiles, QueryShares, sharing};

@@ -1,8 +1,8 @@
 //! Launches of `kernels/dma_attention_backward*.cu`: gradients of attention over DMA's key lists.
 use crate::KernelError;
 use crate::attention::{
-    AttentionGradients, BACKWARD_BLOCK_Q, BackwardTiling, Bias, Heads, KernelFamily, PassInputs, QueryPass, QueryShares,
-    convert_dq, dq_sum_shape, padded_len, require_gradients, row_stats,
+    AttentionGradients, BACKWARD_BLOCK_Q, BackwardTiling, Bias, Heads, KernelFamily, PassInputs, QueryPass,
+    QueryShares, convert_dq, dq_sum_shape, padded_len, require_gradients, row_stats,
 };
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::dma::{KeyLists, listed_bias, listed_source, require_lists};

@@ -37,7 +37,7 @@ fn sharded_gradients_need_a_share_of_their_memory_and_cross_in_every_micro_batch
     let written = |stage: &str, size: usize| {
         let recipe = recipe(DMA_80M, &["training.local_batch_size=1", stage]);
         let plan = planned_of_ranks(&recipe, size, 1, &CPU);
-        plan.memory.checkpoint_bytes
+        plan.memory.peak.checkpoint_bytes
     };
     let [one, four] = [1, 4].map(|size| written("parallelism.zero_stage=0", size));
     assert_eq!(
