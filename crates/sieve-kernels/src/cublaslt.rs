@@ -220,8 +220,8 @@ fn require_matrix(
     Err(KernelError::shape(NAME, name, tensor.shape(), &expected))
 }
 
-/// Problems that have an algorithm, with the index of their device. Process-wide, because Burn's backend methods have no
-/// place for state.
+/// Problems that have an algorithm, with the index of their device. Process-wide, because Burn's backend methods have
+/// no place for state.
 static PLANNED: LazyLock<Mutex<HashSet<(usize, Problem)>>> = LazyLock::new(Mutex::default);
 
 /// Queues a GEMM on the device of `like`. The first GEMM of a problem waits until cuBLASLt has chosen its algorithm, so

@@ -1,12 +1,12 @@
 //! The CUDA stream of Burn's ops, for work that does not go through CubeCL: our kernels, cuBLASLt's and NCCL's.
 //!
 //! **Which stream.** CubeCL keeps its streams private. A stream of our own would need two events for each launch: it
-//! would wait for what Burn queued before, and Burn would wait for it. This is the fallback, correct but slower by about
-//! 10 µs of GPU time each way, and reported once. Instead we read the addresses of CubeCL's streams from the `Debug`
-//! text of its server, once, and *prove* which of them is the caller's: a candidate is put into capture, and the server
-//! queues a small copy to a scratch buffer. If the captured graph contains the copy, the candidate is the stream to which
-//! the server queues the caller's work. A captured copy does not run. If a later CubeCL's text has no addresses, the
-//! fallback is taken.
+//! would wait for what Burn queued before, and Burn would wait for it. This is the fallback, correct but slower by
+//! about 10 µs of GPU time each way, and reported once. Instead we read the addresses of CubeCL's streams from the
+//! `Debug` text of its server, once, and *prove* which of them is the caller's: a candidate is put into capture, and
+//! the server queues a small copy to a scratch buffer. If the captured graph contains the copy, the candidate is the
+//! stream to which the server queues the caller's work. A captured copy does not run. If a later CubeCL's text has no
+//! addresses, the fallback is taken.
 use crate::burn_memory::{binding_of, device_of};
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::Device;
@@ -141,8 +141,8 @@ pub(crate) fn on_lane<T>(stream: StreamId, work: impl FnOnce(CUstream) -> Result
     })
 }
 
-/// As [`on_lane`], for work on the buffers of `bindings`: it is given their addresses, and their memory is kept until it
-/// has run on the GPU.
+/// As [`on_lane`], for work on the buffers of `bindings`: it is given their addresses, and their memory is kept until
+/// it has run on the GPU.
 pub(crate) fn on_lane_with(
     server: &mut Server,
     stream: StreamId,

@@ -24,8 +24,8 @@ pub struct LaunchCounts {
     pub launches: usize,
     /// Number of their buffers that were allocated on another stream; each was kept until its launch had run.
     pub foreign_buffers: usize,
-    /// False if Burn's stream was not found: launches then go to another stream between two events, which is correct and
-    /// about 20 µs slower each. `None` before the first launch.
+    /// False if Burn's stream was not found: launches then go to another stream between two events, which is correct
+    /// and about 20 µs slower each. `None` before the first launch.
     pub is_inline: Option<bool>,
 }
 

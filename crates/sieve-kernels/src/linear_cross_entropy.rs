@@ -102,8 +102,8 @@ impl Input {
         })
     }
 
-    /// Computes `count` tokens' logits from token `first` on, and their losses. Returns those rows of h and of `logits`;
-    /// bf16 logits have then been overwritten by their gradients.
+    /// Computes `count` tokens' logits from token `first` on, and their losses. Returns those rows of h and of
+    /// `logits`; bf16 logits have then been overwritten by their gradients.
     fn block_losses(
         &self,
         [first, count]: [usize; 2],

@@ -2,10 +2,10 @@
 //!
 //! NCCL works on a stream of its own. A collective starts once Burn's stream has run what was queued before it, and
 //! [`NcclWork::finish`] makes Burn's stream wait for its end; in between both streams run concurrently. Only events of
-//! these two streams order them, so a checkpoint's copies on a third stream delay nothing, and the host never waits. One
-//! call takes all tensors of a segment as an NCCL group. NCCL does not report a rank that died: the collectives of the
-//! other ranks then never end, and whoever watches the processes must end them. Errors that NCCL does detect, such as a
-//! broken link, are read by [`NcclWatch`].
+//! these two streams order them, so a checkpoint's copies on a third stream delay nothing, and the host never waits.
+//! One call takes all tensors of a segment as an NCCL group. NCCL does not report a rank that died: the collectives of
+//! the other ranks then never end, and whoever watches the processes must end them. Errors that NCCL does detect, such
+//! as a broken link, are read by [`NcclWatch`].
 mod library;
 mod watch;
 
@@ -174,9 +174,9 @@ impl NcclGroup {
         NcclWatch::new(self.link, self.marks.clone())
     }
 
-    /// Starts to sum f32 tensors over all ranks; each rank passes the same shapes in the same order. A tensor with ranges
-    /// of its flattened elements by rank is reduce-scattered: each rank gets the sums of its own range, flat. A tensor
-    /// without ranges is all-reduced.
+    /// Starts to sum f32 tensors over all ranks; each rank passes the same shapes in the same order. A tensor with
+    /// ranges of its flattened elements by rank is reduce-scattered: each rank gets the sums of its own range, flat. A
+    /// tensor without ranges is all-reduced.
     ///
     /// # Errors
     /// Tensors that are not f32; an error of an earlier call.

@@ -44,8 +44,8 @@ pub(crate) struct Call {
 /// What the device thread keeps for the life of the process.
 struct Library {
     handle: cublasLtHandle_t,
-    /// Address of the workspace of [`WORKSPACE_BYTES`] of each CUDA stream. CubeCL has a fixed number of them; stream ids
-    /// differ by thread.
+    /// Address of the workspace of [`WORKSPACE_BYTES`] of each CUDA stream. CubeCL has a fixed number of them; stream
+    /// ids differ by thread.
     workspaces: HashMap<CUstream, u64>,
     /// By problem and by the alignments of x, w, C and D in bytes.
     plans: HashMap<(Problem, [u32; 4]), Plan>,

@@ -34,6 +34,7 @@ pub(crate) struct TrainArgs {
     #[arg(long, default_value = "text", conflicts_with = "recipe")]
     text_column: String,
     /// Tokens in all, special ones included; the recipe's when absent
+    // Training reserves memory for all of them.
     #[arg(long, value_parser = clap::value_parser!(u32).range(258..=1 << 24))]
     vocab_size: Option<u32>,
     /// Text to train on, at most, in bytes; the recipe's when absent, else 16 MiB
@@ -44,8 +45,6 @@ pub(crate) struct TrainArgs {
     out: PathBuf,
 }
 
-/// Tokens of a tokenizer, at most: training reserves memory for all of them.
-const MOST_TOKENS: usize = 1 << 24;
 const DEFAULT_SAMPLE_BYTES: u64 = 16 << 20;
 /// Bytes of text, from the corpus's start, over which the printed bytes per token are measured.
 const MEASURED_BYTES: usize = 1 << 20;
@@ -75,10 +74,6 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         .map(|vocab_size| vocab_size as usize)
         .or(from_recipe.as_ref().map(|training| training.vocab_size))
         .context("--vocab-size is missing, and no recipe with tokenizer.train names one")?;
-    anyhow::ensure!(
-        vocab_size <= MOST_TOKENS,
-        "--vocab-size {vocab_size} is more than {MOST_TOKENS}\n  hint: 32768 to 262144 are usual"
-    );
     let sample_bytes = args
         .sample_bytes
         .or(from_recipe.as_ref().map(|training| training.sample_bytes))
