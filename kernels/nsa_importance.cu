@@ -216,7 +216,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();  // all probabilities of the step are stored
 
-    // Blocks whose last slot lies in this step.
+    // Writes the importance of the blocks whose last slot is one of this step's. The probabilities of the earlier slots
+    // that overlap such a block are in the table's CARRY columns, to the left of the step's own.
     if (query < end_query - first_query) {
       for (; block <= own && document_first + (block + 1) * per_select <= first + SLOTS; block += team) {
         const float* from =

@@ -79,12 +79,15 @@ pub struct StepGraph {
     output: CudaTensor,
     num_launches: usize,
     stream: StreamId,
-    /// Keeps the memory of the graph's buffers.
-    _work: Vec<Work>,
 }
 
 /// An executable graph of the device's primary context.
-struct Exec(CUgraphExec);
+struct Exec {
+    graph: CUgraphExec,
+    /// Keeps the memory of the graph's buffers. A queued replay holds the `Exec` until the device thread has launched
+    /// it: the owner of the [`StepGraph`] may be many replays ahead when it drops it.
+    _work: Vec<Work>,
+}
 
 // SAFETY: the driver allows graph calls from any thread; only the device thread launches the graph.
 unsafe impl Send for Exec {}
@@ -94,7 +97,7 @@ unsafe impl Sync for Exec {}
 impl Drop for Exec {
     fn drop(&mut self) {
         // SAFETY: created by the driver, destroyed once.
-        let _ = unsafe { driver_graph::exec_destroy(self.0) };
+        let _ = unsafe { driver_graph::exec_destroy(self.graph) };
     }
 }
 
@@ -159,15 +162,14 @@ impl StepTape {
                 "launches and GEMMs on Burn's stream",
             ));
         }
-        let to_capture = work.clone();
-        let exec = run_blocking(&output, NAME, move |server| capture(server, stream, to_capture))?;
+        let num_launches = work.len();
+        let exec = run_blocking(&output, NAME, move |server| capture(server, stream, work))?;
         Ok(StepGraph {
             exec: Arc::new(exec),
             inputs,
             output,
-            num_launches: work.len(),
+            num_launches,
             stream,
-            _work: work,
         })
     }
 }
@@ -262,7 +264,7 @@ impl StepGraph {
             set_inputs(lane, &pointers[..4], rows, position)?;
             // SAFETY: the graph is of this context and its buffers are kept; output and copy have `bytes` bytes.
             unsafe {
-                let launched = driver_graph::launch(exec.0, lane);
+                let launched = driver_graph::launch(exec.graph, lane);
                 launched.map_err(|error| format!("cuGraphLaunch: {error:?}"))?;
                 let copied = cuda::cuMemcpyDtoDAsync_v2(pointers[5], pointers[4], bytes, lane);
                 check("cuMemcpyDtoDAsync", copied)
@@ -313,7 +315,7 @@ fn capture(server: &mut Server, stream: StreamId, work: Vec<Work>) -> Result<Exe
     check("cuStreamBeginCapture", unsafe {
         cuda::cuStreamBeginCapture_v2(lane, mode)
     })?;
-    let queued = work.into_iter().try_for_each(|work| match work {
+    let queued = work.iter().cloned().try_for_each(|work| match work {
         // SAFETY: the launch was sound when it was recorded, and its bindings keep its buffers.
         Work::Launch(call) => unsafe { call.run(server, stream) }.map_err(|error| error.to_string()),
         Work::Product(call) => call.run(server).map_err(|refusal| refusal.to_string()),
@@ -324,7 +326,8 @@ fn capture(server: &mut Server, stream: StreamId, work: Vec<Work>) -> Result<Exe
         let ended = check("cuStreamEndCapture", cuda::cuStreamEndCapture(lane, &mut graph));
         let exec = queued.and(ended).and_then(|()| {
             let exec = driver_graph::instantiate(graph, cuda::CUgraphInstantiate_flags(0));
-            exec.map(Exec).map_err(|error| format!("cuGraphInstantiate: {error:?}"))
+            let graph = exec.map_err(|error| format!("cuGraphInstantiate: {error:?}"))?;
+            Ok(Exec { graph, _work: work })
         });
         if !graph.is_null() {
             let _ = driver_graph::destroy(graph);

@@ -76,21 +76,28 @@ fn dense_tasks<'r>(call: &Call<'_>, rows: &'r [usize]) -> Vec<Task<'r>> {
         .collect()
 }
 
-/// Rows of one task, as (head, row of the call), with their results.
-type TaskResult = (Vec<(usize, usize)>, Vec<f32>, Vec<f32>);
+/// Attention of the rows of one task.
+struct TaskResult {
+    /// Query head and row of the call.
+    rows: Vec<(usize, usize)>,
+    /// `[rows, head_dim]`.
+    o: Vec<f32>,
+    /// `[rows]`.
+    lse: Vec<f32>,
+}
 
 /// Runs all tasks and puts each row into the output. A row of no task has zeros and a log-sum-exp of -inf.
 fn attend(call: &Call<'_>, mask: &KeyMask, tasks: Vec<Task<'_>>) -> AttentionOutput {
     let (shape, d) = (call.shape, call.shape.head_dim);
     let engine = ListedAttention::new(d, shape.softmax_scale());
     let tasks = tasks.into_par_iter().with_max_len(1);
-    let results: Vec<TaskResult> = tasks.map(|task| run(call, mask, &engine, &task)).collect();
+    let results: Vec<TaskResult> = tasks.map(|task| run_task(call, mask, &engine, &task)).collect();
     let mut output = AttentionOutput {
         o: vec![0.0; call.q.len()],
         lse: vec![f32::NEG_INFINITY; shape.num_heads * shape.num_queries],
     };
-    for (rows, o, lse) in &results {
-        for ((&(head, row), o), lse) in rows.iter().zip(o.chunks_exact(d)).zip(lse) {
+    for result in &results {
+        for ((&(head, row), o), lse) in result.rows.iter().zip(result.o.chunks_exact(d)).zip(&result.lse) {
             let at = call.query_at(head, row);
             output.o[at..at + d].copy_from_slice(o);
             output.lse[head * shape.num_queries + row] = *lse;
@@ -99,7 +106,7 @@ fn attend(call: &Call<'_>, mask: &KeyMask, tasks: Vec<Task<'_>>) -> AttentionOut
     output
 }
 
-fn run(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Task<'_>) -> TaskResult {
+fn run_task(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Task<'_>) -> TaskResult {
     let context = call.shape.context();
     let rows: Vec<(usize, usize)> = match *task {
         Task::Listed(list, i) => {
@@ -144,7 +151,7 @@ fn run(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Task<'_
         key_expire: &keys.iter().map(|key| key.1).collect::<Vec<_>>(),
     };
     engine.run(tile, &mut o, &mut lse);
-    (rows, o, lse)
+    TaskResult { rows, o, lse }
 }
 
 /// Rows that a probe corrects: from its own to the one before the next probe.

@@ -60,8 +60,8 @@ pub fn density(selected: &Selected) -> Density {
 /// Visible pairs of the rows of one query tile that are not dense rows, over all heads of the list.
 fn pairs_of_tile(mask: &KeyMask, list: usize, i: usize) -> usize {
     let heads = mask.heads_of(list);
-    // Rows in order are those of every head.
-    let (same, distinct) = match mask.query_order().is_empty() {
+    // Unless queries are permuted, all heads of the list have the same rows in a tile: one is counted for all.
+    let (factor, counted_heads) = match mask.query_order().is_empty() {
         true => (heads.len(), 1),
         false => (1, heads.len()),
     };
@@ -77,7 +77,7 @@ fn pairs_of_tile(mask: &KeyMask, list: usize, i: usize) -> usize {
         };
         kept_keys(mask, list, i).map(rows_that_see).sum()
     };
-    same * heads.take(distinct).map(pairs_of_head).sum::<usize>()
+    factor * heads.take(counted_heads).map(pairs_of_head).sum::<usize>()
 }
 
 /// Mean over rows and heads of the dense softmax mass on the kept pairs, from the log-sum-exps of both.

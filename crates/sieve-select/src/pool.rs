@@ -155,8 +155,8 @@ pub(crate) fn probe_sums(call: &Call<'_>, heads: &[usize], rows: Range<usize>) -
         let p = causal_probabilities(call, head, rows.clone())?;
         let cols = call.shape.context() + rows.end;
         for (r, p) in p.chunks_exact(cols).enumerate() {
-            let a = call.shape.context() + rows.start + r;
-            let seen = &p[..=a];
+            let position = call.shape.context() + rows.start + r;
+            let seen = &p[..=position];
             for (sum, &p) in sums.column.iter_mut().zip(seen) {
                 *sum += p;
             }

@@ -104,7 +104,8 @@ impl Selector {
         self.method.is_token_by_token()
     }
 
-    /// Whether the output of a row depends on no later token, so that likelihoods may be scored row by row.
+    /// Whether the output at each position depends on no later token. Only then are the probabilities that one prefill
+    /// gives to a text's tokens a likelihood of the text.
     pub fn is_causal_map(&self) -> bool {
         match &self.method {
             Method::Dense => true,

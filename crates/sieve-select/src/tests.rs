@@ -81,6 +81,13 @@ fn every_prefill_method_is_checked() {
     assert_eq!(tested, known);
 }
 
+/// A temporary file with this text.
+pub(super) fn file(text: &str) -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new().expect("a temporary file");
+    std::fs::write(file.path(), text).expect("written");
+    file
+}
+
 /// A selector from its text, without the shortcut for short calls.
 pub(super) fn selector(text: &str) -> Selector {
     let mut selector = Selector::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));

@@ -24,7 +24,7 @@ pub enum Start {
     BranchFrom(PathBuf),
 }
 
-/// Paths inside an output folder.
+/// A run's output folder: the paths in it, and the lock that keeps other processes from training in it.
 #[derive(Debug)]
 pub struct RunFolder {
     path: PathBuf,

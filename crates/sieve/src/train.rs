@@ -160,7 +160,10 @@ pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
     match World::from_env(&variable)? {
         Some(world) => ranks::run(&args, world, &events),
         None if !args.sweep.is_empty() => events.ended(sweep::run(args).map(Exit::from)),
-        None => events.ended(exit_of(run_one(&args, None), true)),
+        None => {
+            let ending = Interrupt::install(true).and_then(|interrupt| run_one(&args, None, interrupt));
+            events.ended(exit_of(ending, true))
+        }
     }
 }
 
@@ -179,7 +182,7 @@ fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
 }
 
 /// One run, by this process alone or as a rank of `mesh`.
-fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
+fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> Result<Ending> {
     let (mut recipe, text) = args.recipe.load_with_text()?;
     let out = args.out_folder();
     if let Some(steps) = args.extend {
@@ -188,7 +191,7 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     if let Some(mesh) = &mesh {
         ranks::check_recipe(mesh, &recipe)?;
     }
-    let session = Session::open(args, &recipe, mesh)?;
+    let session = Session::open(args, &recipe, mesh, interrupt)?;
     text.iter()
         .filter(|_| session.tells())
         .for_each(|line| terminal::status(line));
@@ -291,16 +294,15 @@ impl TrainArgs {
 }
 
 impl<'a> Session<'a> {
-    /// Opens the device and the signal handler, for this process alone or for a rank of `mesh`.
-    fn open(args: &'a TrainArgs, recipe: &Recipe, mesh: Option<Arc<Mesh>>) -> Result<Self> {
-        let tells = mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0);
+    /// Opens the device, for this process alone or for a rank of `mesh`.
+    fn open(args: &'a TrainArgs, recipe: &Recipe, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> Result<Self> {
         Ok(Self {
             args,
             found: match &mesh {
                 Some(mesh) => ranks::device(args.device, mesh, recipe)?,
                 None => crate::kernels::device_for(args.device, recipe)?,
             },
-            interrupt: Interrupt::install(tells)?,
+            interrupt,
             events: args.events(),
             mesh,
         })

@@ -93,7 +93,8 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Sums the attention of the queries at `positions` and of some heads into `sums`.
+    /// Sums the attention of the queries at `positions` in the query heads `heads` into `sums`. `nan_rows`, i32
+    /// `[num_heads]`, counts each head's rows with a NaN logit or an infinite largest one; this adds to it.
     fn probe_sums(
         &self,
         positions: Range<usize>,

@@ -285,7 +285,9 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
             // The indexer's loss runs attention twice, with the model's heads and with the indexer's: q, k, v, the
             // output in f32, and the gradients.
             let indexer = match shape.has_indexer() {
-                // A pooled indexer's loss holds the scores of all heads for some queries at a time.
+                // With one pooled key a block (QSA), the loss takes some queries at a time: so many that the logits of
+                // one KV head's query heads are at most SCORES_AT_ONCE. Six f32 tensors of that size are counted: the
+                // logits, the probabilities and temporaries.
                 true if shape.has_pooled_indexer() => times(6 * SCORES_AT_ONCE as u64, F32),
                 true => times(tokens, (2 * target.value_bytes() + F32) * (q + 2 * kv + 3 * kv)),
                 false => 0,

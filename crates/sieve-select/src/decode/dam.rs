@@ -169,14 +169,14 @@ impl DamCapture {
             row.dedup();
         }
         let on = |i: usize, j: usize| rows[i].binary_search(&(j as u32)).is_ok();
-        let enough = |hits: usize, of: usize| hits as f64 >= settings.matching * of as f64;
+        let enough = |on: usize, rows: usize| on as f64 >= settings.matching * rows as f64;
         let columns = (0..n).filter(|&j| enough((j..n).filter(|&i| on(i, j)).count(), n - j));
         let offsets = (0..n).filter(|&o| enough((o..n).filter(|&i| on(i, i - o)).count(), n - o));
-        // A distance or column of a single row says nothing.
-        let most = n.saturating_sub(n / 8);
+        // Columns and distances with at most an eighth of the rows are left out: so few rows are no evidence.
+        let limit = n.saturating_sub(n / 8);
         DamMap {
-            columns: columns.filter(|&j| j < most).map(|j| j as u32).collect(),
-            offsets: offsets.filter(|&o| o < most).map(|o| o as u32).collect(),
+            columns: columns.filter(|&j| j < limit).map(|j| j as u32).collect(),
+            offsets: offsets.filter(|&o| o < limit).map(|o| o as u32).collect(),
             rows: rows.clone(),
         }
     }
@@ -201,14 +201,14 @@ impl DamMap {
         Ok(())
     }
 
-    /// Keys that the token at position `a` reads, ascending.
-    pub fn keys(&self, a: usize, sink: usize) -> Vec<u32> {
-        if let Some(row) = self.rows.get(a) {
+    /// Keys that the token at `position` reads, ascending. `sink`: first keys that are read beyond the map.
+    pub fn keys(&self, position: usize, sink: usize) -> Vec<u32> {
+        if let Some(row) = self.rows.get(position) {
             return row.clone();
         }
         let columns = self.columns.iter().map(|&j| j as usize);
-        let diagonals = self.offsets.iter().map(|&o| a - o as usize);
-        ascending(columns.chain(diagonals).chain(0..sink.min(a)).chain([a]))
+        let diagonals = self.offsets.iter().map(|&o| position - o as usize);
+        ascending(columns.chain(diagonals).chain(0..sink.min(position)).chain([position]))
     }
 }
 

@@ -62,7 +62,11 @@ pub(crate) struct Infllm {
 }
 
 impl Infllm {
-    pub(crate) fn new(config: InfllmConfig, shape: LayerShape) -> Result<Self, SelectError> {
+    pub(crate) fn new(mut config: InfllmConfig, shape: LayerShape) -> Result<Self, SelectError> {
+        // Positions are u32; larger settings mean the same, but their sums would overflow.
+        for tokens in [&mut config.init, &mut config.local, &mut config.block] {
+            *tokens = (*tokens).min(u32::MAX as usize);
+        }
         Ok(Self {
             rope_theta: Rules("infllm").need_rope_theta(config.rope_theta)?,
             config,

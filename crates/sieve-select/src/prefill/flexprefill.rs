@@ -111,18 +111,16 @@ impl FlexprefillConfig {
         if !softmax(&mut estimate) {
             return None;
         }
-        if jensen_shannon(&estimate, &column) < self.tau {
-            let least = self.min_budget / self.block;
-            let mut kept = slashes(tiles, &column, &diagonal, least, least);
+        let is_query_aware = jensen_shannon(&estimate, &column) < self.tau;
+        let numbers = match is_query_aware {
+            true => [self.min_budget / self.block; 2],
+            false => [&sums.column, &sums.diagonal].map(|sums| self.num_blocks(sums)),
+        };
+        let mut kept = slashes(tiles, [&column, &diagonal], numbers);
+        if is_query_aware {
             self.add_query_aware(call, tiles, head, &mut kept)?;
-            return Some((list_of(tiles, &kept), true));
         }
-        let columns = self.num_blocks(&sums.column);
-        let diagonals = self.num_blocks(&sums.diagonal);
-        Some((
-            list_of(tiles, &slashes(tiles, &column, &diagonal, columns, diagonals)),
-            false,
-        ))
+        Some((list_of(tiles, &kept), is_query_aware))
     }
 
     /// Number of blocks that hold as many tokens as the largest probabilities that together exceed gamma.
@@ -175,10 +173,11 @@ impl FlexprefillConfig {
     }
 }
 
-/// The best block columns (0 among them) and block diagonals (0 among them), on every row.
-fn slashes(tiles: Tiles, column: &[f32], diagonal: &[f32], num_columns: usize, num_diagonals: usize) -> Vec<Vec<bool>> {
-    let columns = top_k_forced(column, num_columns.max(1), |j| j == 0);
-    let diagonals = top_k_forced(diagonal, num_diagonals.max(1), |o| o == 0);
+/// Whether each tile is in one of the best block columns or block diagonals, `[query tiles][admissible key tiles]`.
+/// Column 0 and diagonal 0 are always among the best.
+fn slashes(tiles: Tiles, sums: [&[f32]; 2], numbers: [usize; 2]) -> Vec<Vec<bool>> {
+    let best = |sums: &[f32], number: usize| top_k_forced(sums, number.max(1), |at| at == 0);
+    let (columns, diagonals) = (best(sums[0], numbers[0]), best(sums[1], numbers[1]));
     (0..tiles.num_query_tiles())
         .map(|i| {
             let admissible = tiles.admissible(i);

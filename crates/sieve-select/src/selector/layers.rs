@@ -55,7 +55,7 @@ impl LayerSelectors {
             match next {
                 Some(next) if first == next => {}
                 Some(next) if first > next => {
-                    let gap = shown(next, Some(first - 1));
+                    let gap = shown(next, first - 1);
                     return wrong(format!("nothing is said of {gap}"));
                 }
                 _ => return wrong(format!("{layers} names layer {first} a second time")),
@@ -86,7 +86,7 @@ impl LayerSelectors {
             ));
         }
         if part.last.is_some() && named + 1 < num_layers {
-            let gap = shown(named + 1, Some(num_layers - 1));
+            let gap = shown(named + 1, num_layers - 1);
             return wrong(format!("nothing is said of {gap}"));
         }
         Ok(self)
@@ -160,11 +160,11 @@ impl LayerSelectors {
             return of(only);
         }
         let parts = self.parts.iter().map(|part| {
-            let last = part.last.map_or(String::new(), |last| last.to_string());
-            match part.last {
-                Some(last) if last == part.first => format!("{last}={}", of(&part.selector)),
-                _ => format!("{}-{last}={}", part.first, of(&part.selector)),
-            }
+            let layers = match part.last {
+                Some(last) if last == part.first => last.to_string(),
+                last => format!("{}-{}", part.first, last.map_or(String::new(), |last| last.to_string())),
+            };
+            format!("{layers}={}", of(&part.selector))
         });
         parts.collect::<Vec<_>>().join("/")
     }
@@ -186,11 +186,10 @@ impl fmt::Display for LayerSelectors {
 }
 
 /// Layers as a message names them.
-fn shown(first: usize, last: Option<usize>) -> String {
-    match last {
-        Some(last) if last == first => format!("layer {first}"),
-        Some(last) => format!("layers {first}-{last}"),
-        None => format!("layers {first}-"),
+fn shown(first: usize, last: usize) -> String {
+    match last == first {
+        true => format!("layer {first}"),
+        false => format!("layers {first}-{last}"),
     }
 }
 

@@ -43,17 +43,15 @@ impl Selector {
     /// Whether a device has kernels for a call's attention and for its correction by probes.
     pub fn runs_on_device(&self, shape: CallShape, layer: usize, num_layers: usize) -> bool {
         let corrects = |correction: ProbeCorrection| correction.gamma > 1 && shape.num_queries > correction.gamma;
-        let (values, made) = match &self.method {
+        let probes_on_device = match &self.method {
             _ if self.is_dense(layer, shape.num_queries) => return true,
-            Method::Momo(_) => (true, self.block_selection(shape, layer, num_layers).is_some()),
-            Method::Delta(_, base) => (
-                base.reads(layer, shape.num_queries) == Reads::Values,
-                base.correction(shape, layer).is_none(),
-            ),
+            Method::Momo(_) => self.block_selection(shape, layer, num_layers).is_some(),
+            Method::Delta(_, base) => {
+                base.reads(layer, shape.num_queries) != Reads::Values && base.correction(shape, layer).is_none()
+            }
             _ => return true,
         };
-        let fits = self.correction(shape, layer).is_none_or(corrects);
-        fits && made && (!values || matches!(self.method, Method::Momo(_)))
+        probes_on_device && self.correction(shape, layer).is_none_or(corrects)
     }
 
     /// How probe rows correct the output of a call; `None` for methods without a correction and for dense calls.

@@ -92,12 +92,9 @@ impl Selector {
     /// As [`parse`](Self::parse).
     pub fn with(&self, key: &str, value: &str) -> Result<Self, SelectError> {
         let others = self.all_items().into_iter();
-        let mut items: Vec<String> = others
-            .filter(|(other, value)| other != key && !value.is_empty())
-            .map(|(key, value)| format!("{key}={value}"))
-            .collect();
-        items.push(format!("{key}={value}"));
-        Self::parse(&format!("{}:{}", self.name(), items.join(",")))
+        let others = others.filter(|(other, value)| other != key && !value.is_empty());
+        let changed = (key.to_owned(), value.to_owned());
+        Self::parse(&text_of_items(self.name(), others.chain([changed])))
     }
 
     /// Names, keys with defaults, and papers of all methods.
@@ -115,14 +112,9 @@ impl Selector {
                     ""
                 };
                 text += &format!("  {:15} {}{both}  [{}]\n", entry.name, entry.about, entry.paper);
-                let keys = Self::parse(entry.name).map(|selector| selector.own_items());
-                let keys: Vec<String> = keys
-                    .into_iter()
-                    .flatten()
-                    .map(|(key, value)| format!("{key}={value}"))
-                    .collect();
-                if !keys.is_empty() {
-                    text += &format!("  {:15} {}\n", "", keys.join(","));
+                let keys = Self::parse(entry.name).map(|selector| text_of_items("", selector.own_items()));
+                if let Some((_, keys)) = keys.unwrap_or_default().split_once(':') {
+                    text += &format!("  {:15} {keys}\n", "");
                 }
             }
         }
@@ -168,11 +160,7 @@ impl FromStr for Selector {
 impl fmt::Display for Selector {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let items = self.all_items().into_iter().filter(|(_, value)| !value.is_empty());
-        let items: Vec<String> = items.map(|(key, value)| format!("{key}={value}")).collect();
-        match items.is_empty() {
-            true => write!(out, "{}", self.name()),
-            false => write!(out, "{}:{}", self.name(), items.join(",")),
-        }
+        out.write_str(&text_of_items(self.name(), items))
     }
 }
 
@@ -307,6 +295,15 @@ fn value_of(text: &str, default: &Value) -> Result<Value, String> {
         Value::Null if text == "none" => Ok(Value::Null),
         Value::Null => whole(text).or_else(|_| float(text)),
         _ => Ok(Value::String(text.to_owned())),
+    }
+}
+
+/// `NAME:key=value,…`; without items only the name.
+pub(super) fn text_of_items(name: &str, items: impl IntoIterator<Item = (String, String)>) -> String {
+    let items: Vec<String> = items.into_iter().map(|(key, value)| format!("{key}={value}")).collect();
+    match items.is_empty() {
+        true => name.to_owned(),
+        false => format!("{name}:{}", items.join(",")),
     }
 }
 

@@ -1,5 +1,6 @@
 //! The main setting of each method, which trades density for recall, and its values along a curve.
 
+use super::parse::text_of_items;
 use super::{Method, Selector};
 use crate::error::SelectError;
 use crate::prefill::Knob;
@@ -56,16 +57,11 @@ impl Selector {
             defaults.retain(|item| item.0 != "base");
             defaults.extend(base);
         }
-        let own: Vec<String> = self
-            .all_items()
-            .into_iter()
-            .filter(|item| item.0 != key && !defaults.contains(item))
-            .map(|(key, value)| format!("{key}={value}"))
-            .collect();
-        match own.is_empty() {
-            true => self.name().to_owned(),
-            false => format!("{}:{}", self.name(), own.join(",")),
-        }
+        let own = self.all_items().into_iter();
+        text_of_items(
+            self.name(),
+            own.filter(|item| item.0 != key && !defaults.contains(item)),
+        )
     }
 }
 

@@ -4,7 +4,7 @@ use super::{prefill, selector};
 use crate::mask::Selected;
 use crate::oracle_dense;
 use crate::test_data::TestCall;
-use sieve_testing::{Random, assert_close_relative, refusal};
+use sieve_testing::{Random, assert_close_relative, refusal, wide};
 
 /// Methods whose lists do not depend on how a prompt is cut, and a chunk they agree for.
 const SAME: &[(&str, usize)] = &[
@@ -70,8 +70,7 @@ pub(super) fn chunks_agree_as_far_as_promised(method: &&str) {
                 assert_eq!(joined, rows(&whole.selected), "{text}, chunks of {chunk}");
             }
             let o: Vec<f32> = parts.into_iter().flat_map(|part| part.output.o).collect();
-            let expected: Vec<f64> = whole.output.o.iter().map(|&x| f64::from(x)).collect();
-            assert_close_relative(text, &o, &expected, 1e-5);
+            assert_close_relative(text, &o, &wide(&whole.output.o), 1e-5);
         }
     }
 }

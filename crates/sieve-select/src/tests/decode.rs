@@ -4,10 +4,11 @@ mod causality;
 mod dma_slots;
 mod infinitehip_refresh;
 
+use super::file;
 use crate::decode::dam::{DamCapture, DamConfig, DamMap, DamMaps};
 use crate::test_data::TestCall;
 use crate::{DecodeSession, LayerShape, Method, Selector, oracle_dense};
-use sieve_testing::{Random, assert_close_relative, refusal};
+use sieve_testing::{Random, assert_close_relative, refusal, wide};
 
 const SMALL: &[&str] = &[
     "h2o:heavy=6,recent=4",
@@ -260,11 +261,26 @@ fn streamingllm_decode_agrees_with_its_prefill_mask() {
     selector.common.min_prefill_tokens = 0;
     let prefill = selector.prefill(&data.call()).expect("valid");
     let (o, _) = stream("streamingllm:n_init=3,n_local=9", &data);
-    let expected: Vec<f64> = prefill.output.o.iter().map(|&x| f64::from(x)).collect();
-    assert_close_relative("streamingllm", &o, &expected, 1e-5);
+    assert_close_relative("streamingllm", &o, &wide(&prefill.output.o), 1e-5);
     let (moved, _) = stream("streamingllm:n_init=3,n_local=9,reindex=true", &data);
     assert_eq!(o[..12 * 16], moved[..12 * 16]);
     assert_ne!(o[20 * 16..], moved[20 * 16..]);
+}
+
+#[test]
+fn infllm_of_settings_beyond_any_text_reads_all_keys() {
+    let data = TestCall::random(&mut Random(97), 20, 20, [2, 1], 8);
+    let most = u64::MAX;
+    for sizes in [
+        format!("init={most},local=5,block=4"),
+        format!("init=2,local={most},block=4"),
+        format!("init=2,local=5,block={most}"),
+    ] {
+        let text = format!("infllm:{sizes},topk=9,repr=2");
+        let (o, kept) = stream(&text, &data);
+        assert!(o.iter().all(|x| x.is_finite()), "{text}");
+        assert_eq!(kept[19], [(0..20).collect::<Vec<u32>>()], "{text}");
+    }
 }
 
 #[test]
@@ -307,26 +323,24 @@ fn dam_maps_meet_their_density_and_extend() {
         let keys = map.keys(100, 4);
         assert!(keys.contains(&100) && keys.contains(&0) && keys.iter().all(|&key| key <= 100));
     }
-    let path = std::env::temp_dir().join(format!("sieve-dam-{}.json", std::process::id()));
-    maps.write(&path).expect("a temporary file");
-    let selector = Selector::parse(&format!("dam:map={}", path.display())).expect("valid");
-    std::fs::remove_file(&path).expect("it was there");
+    let written = file("");
+    maps.write(written.path()).expect("a temporary file");
+    let selector = Selector::parse(&format!("dam:map={}", written.path().display())).expect("valid");
     assert!(matches!(&selector.method, Method::Dam(config) if config.maps.as_ref() == Some(&maps)));
     let long = TestCall::structured(&mut Random(101), 90, [2, 1], 8);
     let mut session = DecodeSession::new(&selector, layer(&long)).expect("valid");
     let o = feed(&mut session, &long, 0..90);
     assert!(o.iter().all(|x| x.is_finite()));
     assert_eq!(session.kept()[0], maps.layers[0][0].keys(89, 4));
-    let wide = TestCall::structured(&mut Random(101), 90, [4, 2], 8);
+    let four_heads = TestCall::structured(&mut Random(101), 90, [4, 2], 8);
     refusal(
-        DecodeSession::new(&selector, layer(&wide)),
+        DecodeSession::new(&selector, layer(&four_heads)),
         "the maps of layer 0 are of 2 heads, the model has 4",
     );
 }
 
 #[test]
 fn dam_maps_that_name_keys_outside_their_rows_are_refused() {
-    let path = std::env::temp_dir().join(format!("sieve-dam-bad-{}.json", std::process::id()));
     let whole = r#"{"rows": [[0], [0, 1]], "columns": [0], "offsets": [0, 1]}"#;
     let faults = [
         ("[0, 1]], \"columns", "[0, 2]], \"columns", "row 1 has keys"),
@@ -334,13 +348,7 @@ fn dam_maps_that_name_keys_outside_their_rows_are_refused() {
         ("\"columns\": [0]", "\"columns\": [2]", "columns do not ascend"),
         ("\"offsets\": [0, 1]", "\"offsets\": [7]", "offsets do not ascend"),
     ];
-    let read = |map: &str| {
-        let text = format!(r#"{{"layers": [[{map}]]}}"#);
-        std::fs::write(&path, text).expect("a temporary file");
-        let maps = DamMaps::read(&path);
-        std::fs::remove_file(&path).expect("it was there");
-        maps
-    };
+    let read = |map: &str| DamMaps::read(file(&format!(r#"{{"layers": [[{map}]]}}"#)).path());
     read(whole).expect("a good file");
     for (good, bad, words) in faults {
         assert!(whole.contains(good), "{good}");
@@ -425,14 +433,13 @@ fn infllm_equals_a_naive_version() {
     let text = format!("infllm:init={init},local={local},block={block},topk={topk},repr={repr},chunk=1");
     let (o, kept) = stream(&text, &data);
     let call = data.call();
-    let wide = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| f64::from(x)).collect() };
-    let turned = |x: &[f32], by: i64| wide(&crate::decode::rope::rotate(x, by as f64, 1e4));
+    let rotated = |x: &[f32], by: i64| wide(&crate::decode::rope::rotate(x, by as f64, 1e4));
     let product = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
     let mut received = vec![0.0_f64; n];
     let mut representatives: Vec<Vec<f64>> = Vec::new();
     for t in 0..n {
         let first_local = (t + 1).saturating_sub(local);
-        let flat = |j: usize| turned(call.key(0, j), -(j as i64));
+        let flat = |j: usize| rotated(call.key(0, j), -(j as i64));
         while init + (representatives.len() + 1) * block <= first_local {
             let start = init + representatives.len() * block;
             let mut keys: Vec<usize> = (start..start + block).collect();
@@ -445,7 +452,7 @@ fn infllm_equals_a_naive_version() {
             }
             representatives.push(mean);
         }
-        let far = |head: usize| turned(call.query(head, t), local as i64 - t as i64);
+        let far = |head: usize| rotated(call.query(head, t), local as i64 - t as i64);
         let mut order: Vec<usize> = (0..representatives.len()).collect();
         let score = |b: usize| (0..2).map(|head| product(&far(head), &representatives[b])).sum::<f64>();
         order.sort_by(|&a, &b| score(b).total_cmp(&score(a)));

@@ -1,6 +1,6 @@
 //! The check lines of the specification, method by method: those that have no file of their own.
 
-use super::{attend, prefill, select, selector};
+use super::{attend, file, prefill, select, selector};
 use crate::density;
 use crate::keep::{falling, keep_mass_forced};
 use crate::oracle::expanded_row;
@@ -96,7 +96,7 @@ fn flexprefill_takes_the_estimate_when_it_is_close() {
 
 #[test]
 fn minference_patterns_of_a_file_and_the_search() {
-    let file = PatternFile {
+    let patterns = PatternFile {
         layers: vec![vec![
             Some(Pattern::AShape { n_init: 8, n_local: 40 }),
             Some(Pattern::VerticalSlash {
@@ -107,12 +107,10 @@ fn minference_patterns_of_a_file_and_the_search() {
             Some(Pattern::BlockSparse { topk: 2 }),
         ]],
     };
-    let path = std::env::temp_dir().join(format!("sieve-patterns-{}.json", std::process::id()));
-    std::fs::write(&path, file.to_json()).expect("a temporary file");
-    assert_eq!(PatternFile::read(&path).expect("what it wrote"), file);
+    let written = file(&patterns.to_json());
+    assert_eq!(PatternFile::read(written.path()).expect("what it wrote"), patterns);
     let data = TestCall::random(&mut Random(63), 400, 400, [4, 2], 8);
-    let chosen = select(&format!("minference:pattern={}", path.display()), &data);
-    std::fs::remove_file(&path).expect("it was there");
+    let chosen = select(&format!("minference:pattern={}", written.path().display()), &data);
     assert_eq!(shown(&chosen, 0, 300).len(), 48);
     assert_eq!(shown(&chosen, 2, 300).len(), 301);
     assert!(chosen.mask.row(3, 5).len() <= 3);
@@ -120,9 +118,7 @@ fn minference_patterns_of_a_file_and_the_search() {
     assert_close_relative("mixed", &a.o, &crate::oracle_attention(&data.call(), &chosen).o, 2e-5);
 
     for bad in ["[{\"x\": [1]}]", "[{\"0\": [\"spiral\", 1, 2]}]", "{}"] {
-        let path = std::env::temp_dir().join(format!("sieve-bad-{}.json", std::process::id()));
-        std::fs::write(&path, bad).expect("a temporary file");
-        assert!(PatternFile::read(&path).is_err(), "{bad}");
+        assert!(PatternFile::read(file(bad).path()).is_err(), "{bad}");
     }
 }
 
@@ -177,8 +173,8 @@ fn xattention_forced_first_equals_the_published_loop() {
 
 #[test]
 fn xattention_thresholds_of_a_file_and_the_norm() {
-    let path = std::env::temp_dir().join(format!("sieve-taus-{}.json", std::process::id()));
-    std::fs::write(&path, "[[0.0, 1.0], [0.3, 0.3], [0.5, 0.5]]").expect("a temporary file");
+    let taus = file("[[0.0, 1.0], [0.3, 0.3], [0.5, 0.5]]");
+    let path = taus.path().to_owned();
     let text = format!("xattention:block=16,stride=4,tau=0.5,taus={}", path.display());
     let data = TestCall::structured(&mut Random(143), 256, [2, 1], 16);
     let select_in = |text: &str, layer: usize| selector(text).select(&data.call().in_layer(layer, 3)).expect("valid");
@@ -222,7 +218,7 @@ fn xattention_thresholds_of_a_file_and_the_norm() {
     }
     std::fs::write(&path, "{}").expect("a temporary file");
     assert!(crate::Selector::parse(&text).is_err());
-    std::fs::remove_file(&path).expect("it was there");
+    taus.close().expect("it was there");
     refusal(crate::Selector::parse(&text), "one list per layer");
     // A larger norm flattens the estimate, so that the same mass needs more blocks.
     let kept = |norm: &str| {
@@ -362,13 +358,11 @@ fn minference_gives_each_head_the_keys_of_its_pattern() {
         ),
         (Pattern::BlockSparse { topk: 2 }, "block_sparse:topk=2"),
     ];
-    let file = PatternFile {
+    let pattern_file = PatternFile {
         layers: vec![patterns.iter().map(|(pattern, _)| Some(*pattern)).collect()],
     };
-    let path = std::env::temp_dir().join(format!("sieve-brute-{}.json", std::process::id()));
-    std::fs::write(&path, file.to_json()).expect("a temporary file");
-    let chosen = select(&format!("minference:pattern={}", path.display()), &data);
-    std::fs::remove_file(&path).expect("it was there");
+    let written = file(&pattern_file.to_json());
+    let chosen = select(&format!("minference:pattern={}", written.path().display()), &data);
     for (head, (_, text)) in patterns.iter().enumerate() {
         let alone = select(text, &data);
         let mut hidden = 0;

@@ -7,7 +7,7 @@ use crate::prefill::ba_att::{BaAttConfig, CompensateLayers, Compensation};
 use crate::test_data::TestCall;
 use crate::vector::{dot, norm};
 use crate::{Method, oracle_attention, oracle_dense};
-use sieve_testing::{Random, assert_close_relative, refusal};
+use sieve_testing::{Random, assert_close_relative, refusal, wide};
 
 #[test]
 fn ba_att_bidirectional_equals_its_definition() {
@@ -85,10 +85,7 @@ fn rank_correlation(q: &[f32], k: &[f32], d: usize, compensation: Option<Compens
                     .ln()
             })
             .collect();
-        let estimate: Vec<f64> = logits[i * blocks..(i + 1) * blocks]
-            .iter()
-            .map(|&x| f64::from(x))
-            .collect();
+        let estimate = wide(&logits[i * blocks..(i + 1) * blocks]);
         let (a, b) = (ranks(&exact), ranks(&estimate));
         let squares: f64 = a.iter().zip(&b).map(|(a, b)| (a - b) * (a - b)).sum();
         let n = blocks as f64;

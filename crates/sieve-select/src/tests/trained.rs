@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 
 use super::{attend, select};
-use crate::mask::Selected;
+use crate::mask::{Selected, key_of};
 use crate::pool::causal_probabilities;
 use crate::test_data::{Inputs, TestCall};
 use crate::{KeyMask, dense_attention, density, recall};
@@ -52,7 +52,7 @@ fn as_many_tiles(data: &TestCall, chosen: &Selected, order: &dyn Fn(&[f32]) -> V
             let p = causal_probabilities(&call, head, tiles.rows(i)).expect("finite");
             let mass = |j: usize| -> f32 {
                 let slots = tiles.keys(j);
-                let keys = slots.map(|slot| key_of(chosen, list, slot));
+                let keys = slots.map(|slot| key_of(&chosen.mask, list, slot));
                 keys.filter(|&key| key < end)
                     .map(|key| p.chunks_exact(end).map(|row| row[key]).sum::<f32>())
                     .sum()
@@ -85,13 +85,7 @@ fn as_many_tiles(data: &TestCall, chosen: &Selected, order: &dyn Fn(&[f32]) -> V
 fn holds_an_own_key(chosen: &Selected, list: usize, i: usize, j: usize) -> bool {
     let positions = chosen.mask.tiles.first(i)..chosen.mask.tiles.last(i) + 1;
     let mut slots = chosen.mask.tiles.keys(j);
-    slots.any(|slot| positions.contains(&key_of(chosen, list, slot)))
-}
-
-/// The key of a slot, in the list's own order of keys.
-fn key_of(chosen: &Selected, list: usize, slot: usize) -> usize {
-    let order = chosen.mask.key_order_of(list);
-    order.map_or(slot, |order| order[slot] as usize)
+    slots.any(|slot| positions.contains(&key_of(&chosen.mask, list, slot)))
 }
 
 #[test]

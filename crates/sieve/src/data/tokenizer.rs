@@ -49,7 +49,8 @@ const DEFAULT_SAMPLE_BYTES: u64 = 16 << 20;
 /// Bytes of text, from the corpus's start, over which the printed bytes per token are measured.
 const MEASURED_BYTES: usize = 1 << 20;
 
-/// Runs the command.
+/// Runs `sieve tokenizer train`: trains on the recipe's text or on `--data`, writes the tokenizer.json and prints how
+/// many bytes of text a token holds.
 pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     let TokenizerCommand::Train(args) = command;
     let variable = &crate::train::variable;

@@ -4,6 +4,7 @@ use super::on_event::{Event, OnEvent};
 use super::{LAUNCHED, TrainArgs, exit_of, run_one, variable};
 use crate::device::{Device, DeviceChoice};
 use crate::exit::Exit;
+use crate::interrupt::Interrupt;
 use crate::terminal;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::backend::Autodiff;
@@ -58,12 +59,14 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
         long: long_patience(args.patience),
         ..Timeouts::default()
     };
+    // Before it waits for the other ranks: a launcher that dies has perhaps not started all of them.
+    let interrupt = Interrupt::install(rank == 0)?;
     let mesh = match Mesh::join(world, env!("CARGO_PKG_VERSION"), timeouts, give_up) {
         Ok(mesh) => Arc::new(mesh),
         Err(error) if rank == 0 => return events.ended(Err(error.into())),
         Err(error) => return Err(error.into()),
     };
-    match exit_of(run_one(args, Some(mesh.clone())), rank == 0) {
+    match exit_of(run_one(args, Some(mesh.clone()), interrupt), rank == 0) {
         Ok(exit) => {
             mesh.leave();
             match rank {

@@ -1,5 +1,6 @@
 //! `sieve train --sweep`: one run for each value, and a table.
 use super::{Ending, Session, TrainArgs, train_on};
+use crate::interrupt::Interrupt;
 use crate::terminal;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -69,7 +70,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
             );
         }
     }
-    let session = Session::open(&args, &runs[0].recipe, None)?;
+    let session = Session::open(&args, &runs[0].recipe, None, Interrupt::install(true)?)?;
     let mut rows = Vec::new();
     for (number, run) in (1..).zip(&runs) {
         terminal::line(&format!(

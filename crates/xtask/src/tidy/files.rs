@@ -1,4 +1,5 @@
-//! Checks every file: its length, its name, and that it has no words that do not belong into a public repository.
+//! Checks every file: the number and the width of its lines, that it is not named mod.rs, and that it names no path of
+//! a build machine, no package registry and no issue by its number; and the size of the trained model's folder.
 use crate::workspace;
 use anyhow::Result;
 

@@ -1,11 +1,11 @@
 //! DMA's own decoding: its slots, its scores, and where they come from.
 
-use super::{layer, stream, tokens};
+use super::{file, layer, stream, tokens};
 use crate::decode::dma::{DmaLayerWeights, DmaWeights};
 use crate::test_data::TestCall;
 use crate::{DecodeSession, Method, Selector};
 use sieve_cpu::reference::{Key, Rounding, attend};
-use sieve_testing::{Random, assert_close, assert_close_relative, refusal};
+use sieve_testing::{Random, assert_close, assert_close_relative, refusal, wide};
 
 /// The `w` keys with the largest (z, position) so far, and attention over them with the bias, by sorting all keys at
 /// every token.
@@ -71,13 +71,13 @@ fn dma_without_scores_is_a_sliding_window() {
     let (a, kept) = stream("dma:keep_window_size=9", &data);
     let (b, window) = stream("streamingllm:n_init=0,n_local=9", &data);
     assert_eq!(kept, window);
-    let b: Vec<f64> = b.iter().map(|&x| f64::from(x)).collect();
-    assert_close_relative("dma", &a, &b, 1e-5);
+    assert_close_relative("dma", &a, &wide(&b), 1e-5);
 }
 
 #[test]
 fn dma_scores_come_from_a_checkpoint_or_its_export() {
-    let path = std::env::temp_dir().join(format!("sieve-dma-{}.safetensors", std::process::id()));
+    let written = file("");
+    let path = written.path().to_owned();
     let (a, w_dt): (Vec<u8>, Vec<u8>) = (
         [0.5_f32, -1.0].iter().flat_map(|x| x.to_le_bytes()).collect(),
         (0..32).flat_map(|i| (i as f32).to_le_bytes()).collect(),
@@ -116,7 +116,7 @@ fn dma_scores_come_from_a_checkpoint_or_its_export() {
     }
     std::fs::write(&path, [0; 8]).expect("a temporary file");
     assert!(Selector::parse(&text).is_err());
-    std::fs::remove_file(&path).expect("it was there");
+    written.close().expect("it was there");
     refusal(Selector::parse(&text), "model.safetensors of a DMA checkpoint");
     assert!(Selector::parse("dma:keep_window_size=0").is_err());
 }
