@@ -96,13 +96,13 @@ const FORMS: [Form; 2] = [
     }),
 ];
 
-/// Models whose fp8 gradients are compared with the CPU's fp8 gradients. The other kinds use the same fp8 GEMMs. Where DMA
-/// leaves keys out, rounding decides between two keys of nearly equal scores, and the gradient of `a` jumps.
+/// Models whose fp8 gradients are compared with the CPU's fp8 gradients. The other kinds use the same fp8 GEMMs. Where
+/// DMA leaves keys out, rounding decides between two keys of nearly equal scores, and the gradient of `a` jumps.
 const IN_FP8: [&str; 3] = ["mha", "swa", "dma of all keys"];
 
-/// Tolerance of a gradient in fp8, as a share of the distance between the CPU's fp8 gradient and its exact one. In every
-/// layer a bf16 difference may round an operand to the other of two neighbouring fp8 numbers, so both backends' gradients
-/// are about as far from the exact one, and at most twice as far from each other.
+/// Tolerance of a gradient in fp8, as a share of the distance between the CPU's fp8 gradient and its exact one. In
+/// every layer a bf16 difference may round an operand to the other of two neighbouring fp8 numbers, so both backends'
+/// gradients are about as far from the exact one, and at most twice as far from each other.
 const FP8_SHARE_OF_DISTANCE: f64 = 2.0;
 /// Tolerance of a gradient in fp8 besides, as a share of its norm: the bf16 results between fp8 GEMMs.
 const FP8_SHARE: f64 = 0.02;
