@@ -43,7 +43,7 @@ def main():
             text = file.read()
         if "test" in path:
             continue
-        code = text.split("#[cfg(test)]\nmod tests")[0].split("\n")
+        code = text.split("#[cfg(test)]\n")[0].split("\n")
         found = blocks(path, code)
         comments += [(path, *block) for block in found[0]]
         functions += [(path, *block) for block in found[1]]

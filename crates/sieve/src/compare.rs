@@ -16,7 +16,7 @@ pub(crate) struct CompareArgs {
     out: PathBuf,
 }
 
-/// Runs the command.
+/// Runs `sieve compare`: draws the metrics of several runs on one page.
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     crate::eval::output::check(args.out.as_path())?;
     let mut named = args

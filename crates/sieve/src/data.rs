@@ -24,7 +24,6 @@ pub(crate) enum DataCommand {
     Batch(batch::BatchArgs),
 }
 
-/// Runs the command.
 pub(crate) fn run(command: DataCommand) -> Result<()> {
     match command {
         DataCommand::Prepare(args) => prepare::run(args),

@@ -47,7 +47,6 @@ pub(crate) enum EvalCommand {
     Patterns(patterns::PatternsArgs),
 }
 
-/// Runs the command.
 pub(crate) fn run(command: EvalCommand) -> Result<()> {
     match command {
         EvalCommand::Ppl(args) => ppl::run(args),

@@ -33,7 +33,7 @@ enum FormArg {
     Sieve,
 }
 
-/// Runs the command.
+/// Runs `sieve export`: writes a checkpoint as a model of transformers.
 pub(crate) fn run(args: ExportArgs) -> Result<()> {
     let checkpoint = Checkpoint::open_model(&args.checkpoint)?;
     let (recipe, _) = checkpoint.recipe_and_shape()?;

@@ -64,7 +64,7 @@ pub(crate) struct GenerateArgs {
     place: PlaceArgs,
 }
 
-/// Runs the command.
+/// Runs `sieve generate`: continues a prompt with a checkpoint's model.
 pub(crate) fn run(args: GenerateArgs) -> Result<()> {
     let prompt = prompt(&args)?;
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {

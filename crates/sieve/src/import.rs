@@ -32,7 +32,7 @@ pub(crate) struct ImportArgs {
     memory: MemoryArgs,
 }
 
-/// Runs the command.
+/// Runs `sieve import`: makes a checkpoint from a published model.
 pub(crate) fn run(args: ImportArgs) -> Result<()> {
     let kind = args.attention.as_deref().map(kind).transpose()?;
     check_folder(&args.from)?;

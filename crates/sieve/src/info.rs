@@ -64,7 +64,7 @@ struct Gpu {
     launches_inline: std::result::Result<bool, String>,
 }
 
-/// Runs the command.
+/// Runs `sieve info`: prints the devices, libraries and versions that this program finds.
 pub(crate) fn run(args: InfoArgs) -> Result<()> {
     let info = Info::new();
     terminal::line(&match args.json {

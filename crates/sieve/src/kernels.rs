@@ -20,7 +20,6 @@ use sieve_ops::DeviceBackend;
 use std::path::Path;
 use std::time::Instant;
 
-/// Runs the command.
 pub(crate) fn run(command: KernelsCommand) -> Result<()> {
     match command {
         KernelsCommand::Build(args) => build(args),

@@ -160,7 +160,7 @@ fn number(name: &str) -> Result<Option<u16>> {
     value.transpose()
 }
 
-/// Runs the command.
+/// Runs `sieve launch`: starts one process for each GPU, and again if one is lost.
 pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
     if args.command[0] != "train" {
         bail!(

@@ -28,7 +28,7 @@ pub(crate) struct LogitsArgs {
     place: PlaceArgs,
 }
 
-/// Runs the command.
+/// Runs `sieve logits`: writes the logits of a checkpoint for given tokens to `--out`.
 pub(crate) fn run(args: LogitsArgs) -> Result<()> {
     crate::eval::output::check_place(&args.out)?;
     let tokens = match &args.tokens_file {

@@ -55,7 +55,7 @@ pub(crate) struct PlanArgs {
     json: bool,
 }
 
-/// Runs the command.
+/// Runs `sieve plan`: predicts memory, time and disk space of a recipe's run.
 pub(crate) fn run(args: PlanArgs) -> Result<()> {
     let source = args.recipe;
     let recipe = source.load()?;

@@ -26,7 +26,6 @@ pub(crate) enum RecipeCommand {
     Schema,
 }
 
-/// Runs the command.
 pub(crate) fn run(command: RecipeCommand) -> Result<()> {
     match command {
         RecipeCommand::New(args) => return new::run(&args),

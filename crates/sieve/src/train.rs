@@ -152,7 +152,7 @@ impl From<Ending> for Exit {
     }
 }
 
-/// Runs the command.
+/// Runs `sieve train`: as one process, as one rank of several, or as a sweep over settings.
 pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
     args.check();
     respect_nohup();

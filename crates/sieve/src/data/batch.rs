@@ -24,7 +24,7 @@ pub(crate) struct BatchArgs {
     data_dir: Option<PathBuf>,
 }
 
-/// Runs the command.
+/// Runs `sieve data batch`: prints or writes the rows that a training step would read.
 pub(super) fn run(args: BatchArgs) -> Result<()> {
     let (recipe, text) = args.recipe.load_with_text()?;
     terminal::lines(text);

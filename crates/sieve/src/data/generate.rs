@@ -41,7 +41,7 @@ pub(crate) struct GenerateArgs {
     out: PathBuf,
 }
 
-/// Runs the command.
+/// Runs `sieve data generate`: writes documents of a synthetic task as JSON lines.
 pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     if args.min_length > args.max_length {
         bail!(

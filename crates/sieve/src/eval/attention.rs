@@ -47,7 +47,7 @@ pub(crate) struct AttentionArgs {
     place: PlaceArgs,
 }
 
-/// Runs the command.
+/// Runs `sieve eval attention`: which keys a checkpoint's heads look at on a text.
 pub(crate) fn run(args: AttentionArgs) -> Result<()> {
     output::check(args.plot.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;

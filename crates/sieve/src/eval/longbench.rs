@@ -22,7 +22,7 @@ pub(crate) struct LongbenchArgs {
     tasks: TasksArgs,
 }
 
-/// Runs the command.
+/// Runs `sieve eval longbench`: a model's scores on LongBench.
 pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
     if args.tasks.names_tasks() {
         bail!(

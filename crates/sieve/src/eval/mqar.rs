@@ -67,7 +67,7 @@ fn kind(text: &str) -> Result<(usize, usize), String> {
     }
 }
 
-/// Runs the command.
+/// Runs `sieve eval mqar`: a model's accuracy on multi-query associative recall.
 pub(crate) fn run(args: MqarArgs) -> Result<()> {
     output::check(args.plot.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;

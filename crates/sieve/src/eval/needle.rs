@@ -61,7 +61,7 @@ pub(crate) struct NeedleArgs {
     place: PlaceArgs,
 }
 
-/// Runs the command.
+/// Runs `sieve eval needle`: how many inserted sentences a model finds, by length and depth.
 pub(crate) fn run(args: NeedleArgs) -> Result<()> {
     if args.lengths.contains(&0) {
         bail!("--lengths must be positive\n  hint: a text also has to be longer than --buffer");

@@ -89,7 +89,7 @@ fn search(text: &str) -> std::result::Result<Search, String> {
     }
 }
 
-/// Runs the command.
+/// Runs `sieve eval patterns`: calibrates a selector that needs patterns by layer and head, and writes them.
 pub(crate) fn run(args: PatternsArgs) -> Result<()> {
     let flag = flag(&args)?;
     args.result.check(&args.checkpoint, COMMAND)?;

@@ -88,7 +88,7 @@ pub(crate) struct PplArgs {
     place: PlaceArgs,
 }
 
-/// Runs the command.
+/// Runs `sieve eval ppl`: perplexity and bits per byte on a text.
 pub(crate) fn run(args: PplArgs) -> Result<()> {
     output::check(args.plot.as_deref())?;
     args.result.check(&args.checkpoint, COMMAND)?;

@@ -144,7 +144,7 @@ impl SourceArgs {
     }
 }
 
-/// Runs the command.
+/// Runs `sieve eval ruler`: a model's scores on RULER's tasks.
 pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     if args.list {
         terminal::lines(LONG_TASKS);

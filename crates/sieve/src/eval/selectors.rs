@@ -73,7 +73,7 @@ pub(crate) struct SelectorsArgs {
     place: PlaceArgs,
 }
 
-/// Runs the command.
+/// Runs `sieve eval selectors`: what each selector keeps and costs on a checkpoint, beside dense attention.
 pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
     if args.lengths.is_empty() {
         let context = sieve_hf::peek_model(&args.checkpoint).map(|(_, shape)| shape.max_seq_len);

@@ -93,7 +93,7 @@ struct Asked {
     file: String,
 }
 
-/// Runs the command.
+/// Runs `sieve eval tasks`: a model's scores on multiple-choice and other tasks.
 pub(crate) fn run(args: TasksArgs) -> Result<()> {
     if let Some(name) = &args.show {
         Task::ready(name)?;
