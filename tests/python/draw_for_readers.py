@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 
+TESTS = re.compile(r"#\[cfg\(test\)\]\n(?:pub(?:\(crate\))? )?mod tests")
 FUNCTION = re.compile(r"^ *(pub(\([a-z]+\))? )?(const )?(unsafe )?fn \w+")
 
 
@@ -43,7 +44,7 @@ def main():
             text = file.read()
         if "test" in path:
             continue
-        code = text.split("#[cfg(test)]\n")[0].split("\n")
+        code = TESTS.split(text)[0].split("\n")
         found = blocks(path, code)
         comments += [(path, *block) for block in found[0]]
         functions += [(path, *block) for block in found[1]]
