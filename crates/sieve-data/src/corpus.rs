@@ -336,7 +336,7 @@ impl Corpus {
     }
 
     /// The first file that is read as plain text although it holds JSON objects, among the first
-    /// [`FILES_LOOKED_INTO`] text files on this disk.
+    /// `FILES_LOOKED_INTO` text files on this disk.
     pub fn json_as_text(&self) -> Option<(&Path, JsonText)> {
         let local = self.files.iter().filter(|file| file.remote.is_none());
         let text = local.filter(|file| self.config.format.of(&file.path) == Format::Text);

@@ -30,7 +30,7 @@ pub struct Suggestion {
 }
 
 impl Suggestion {
-    /// A suggestion for the model of `plan` on `num_tokens` tokens; `None` takes [`TOKENS_PER_PARAMETER`] per
+    /// A suggestion for the model of `plan` on `num_tokens` tokens; `None` takes `TOKENS_PER_PARAMETER` per
     /// parameter.
     ///
     /// DMA's training follows Step Law (arXiv:2508.02124, section 5.1). The suggested rates are within 20 % of that
