@@ -137,6 +137,7 @@ pub fn run<E: From<BenchError>>(
     target: impl FnOnce() -> Result<Target, E>,
 ) -> Result<(Vec<String>, String), E> {
     let mut case = case(settings)?;
+    // With --periods the case holds ranks in place of scores; the file then has the scores, `z`, beside them.
     let z = sloped(settings, &mut case)?;
     let target = target()?;
     let mut metadata = metadata(settings, &case, &target.name());

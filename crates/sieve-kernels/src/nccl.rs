@@ -125,9 +125,9 @@ impl NcclGroup {
         Ok(id.internal.map(|byte| byte as u8))
     }
 
-    /// Joins the group of `id` as `rank` of `size` ranks, and waits for all others. Tensors must already have been made
-    /// on the GPU. With `overlaps` collectives get a stream of their own and run beside Burn's ops; without it they are
-    /// queued on Burn's stream.
+    /// Joins the group of `id` as `rank` of `size` ranks, and waits for all others. Burn must have put a tensor on the
+    /// GPU before: the first one creates the CUDA context that NCCL works in. With `overlaps` collectives get a stream
+    /// of their own and run beside Burn's ops; without it they are queued on Burn's stream.
     ///
     /// # Errors
     /// No library; an id of another length; GPUs that cannot reach each other, or one GPU for two ranks.

@@ -249,7 +249,8 @@ impl<B: SieveBackend> Attention<B> {
         }
     }
 
-    /// The blocks that each query reads; see `block_indices` of the layers. `None` for kinds without blocks.
+    /// The blocks that each query reads, `[batch, seq_len, choosers, blocks]`; see `block_indices` of the layers.
+    /// `None` for kinds without blocks, which do not compute `x`, and where queries read all keys.
     pub fn block_indices(
         &self,
         x: impl FnOnce() -> Tensor<B, 3>,

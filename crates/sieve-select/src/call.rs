@@ -159,6 +159,7 @@ impl<'a> Call<'a> {
             },
             q: &self.q[rows.start * q_len..rows.end * q_len],
             k: &self.k[..num_keys * k_len],
+            // A call without values has an empty v.
             v: &self.v[..(num_keys * k_len).min(self.v.len())],
             ..*self
         }

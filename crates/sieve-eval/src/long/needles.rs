@@ -88,6 +88,8 @@ impl Needles {
         self.num_keys * self.num_values
     }
 
+    /// Draws a sample: a needle for each value of each key, inserted between `parts` sentences or lines of the haystack
+    /// at random places, and a question about some of the keys, whose values are the answer.
     pub(super) fn sample(self, text: &LongText, random: &mut Random, parts: usize) -> LongSample {
         let mut keys: Vec<String> = Vec::new();
         while keys.len() < self.num_keys {
@@ -106,6 +108,7 @@ impl Needles {
         random.shuffle(&mut needles);
         let asked = random.sample(self.num_keys, self.num_queries);
         let (sentences, joint) = self.sentences(text, random, parts, &keys);
+        // The n-th needle stands before part `places[n]`.
         let places = match self.hay {
             Hay::Essay => {
                 let depths = random.sample(NUM_DEPTHS, needles.len()).into_iter();
@@ -114,6 +117,7 @@ impl Needles {
             }
             Hay::Noise | Hay::Needles => sorted(random.sample(parts, needles.len())),
         };
+        // An answer of several needles has no single depth.
         let first_asked = &keys[asked[0]];
         let at = needles.iter().position(|(_, key)| key == first_asked);
         let depth = match self.num_queries * self.num_values {

@@ -119,7 +119,8 @@ impl PrefillMethod for BflaConfig {
 impl BflaConfig {
     /// Coarse blocks kept by mass; `None` on NaN.
     fn kept_blocks(&self, call: &Call<'_>, blocks: Tiles, heads: &[usize]) -> Option<KeptRows> {
-        // Behind the last token a block and a group hold nothing but zeros.
+        // A block or group longer than the call is cut to the call's tokens: the rest would be padding with zeros,
+        // which takes memory and adds nothing to a product.
         let (tokens, group) = (call.shape.num_keys.max(1), self.group.min(call.shape.num_keys.max(1)));
         let this = Self {
             group,
