@@ -61,19 +61,26 @@ def one(runs, name, words, done):
         runs.sieve("import", "--from", args.model, "--out", base / "in", "--data", args.text, *words, log=log)
     sets = {"training.seq_len": args.row, "training.local_batch_size": args.rows, "training.global_batch_size": args.rows,
             "training.steps": args.steps[-1], "optimizer.lr": args.lr, "lr_scheduler.warmup_steps": args.steps[0] // 2,
-            "checkpoint.interval": args.steps[0], "checkpoint.keep_latest_k": 0, "validation.interval": args.steps[0],
+            "checkpoint.interval": args.steps[0], "checkpoint.keep_latest_k": 1, "validation.interval": args.steps[0],
             "data.format": "jsonl", "validation.tokens": args.validation}
     sets = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
-    began = time.monotonic()
-    if any((name, step) not in done for step in args.steps):
-        resumed = ["--resume"] if (run / "checkpoint").exists() else ["--branch-from", base / "in/step-0"]
-        runs.sieve("train", "--recipe", base / "in/recipe.toml", *resumed, "--out", run, *sets, *place, log=log)
-    trained = round(time.monotonic() - began, 1)
     for step in [0, *args.steps]:
         if (name, step) in done:
             continue
+        # One checkpoint is kept, so each step's model is measured before training goes on; step 0's loss is that of
+        # the validation before the first step.
+        began, wanted = time.monotonic(), max(step, 1)
+        at = max((int(saved.name[len("step-"):]) for saved in (run / "checkpoint").glob("step-*")), default=0)
+        if at < wanted:
+            resumed = ["--resume"] if at else ["--branch-from", base / "in/step-0"]
+            runs.sieve("train", "--recipe", base / "in/recipe.toml", *resumed, "--out", run, *sets, *place,
+                       "--stop-after", wanted - at, log=log)
         model = base / "in/step-0" if step == 0 else run / f"checkpoint/step-{step}"
-        row = {"kind": name, "step": step, "row": args.row, "w": args.w, "loss": last_validation(run, step), "train_seconds": trained}
+        row = {"kind": name, "step": step, "row": args.row, "w": args.w, "loss": last_validation(run, step),
+               "train_seconds": round(time.monotonic() - began, 1)}
+        if args.english:
+            words = ["--data", args.english, "--context", args.row, "--stride", args.row, "--max-tokens", 8 * args.row]
+            row["english"] = json.loads(runs.sieve("eval", "ppl", "--checkpoint", model, *words, "--json", *place, log=log))["loss"]
         if step in (0, args.steps[-1]):
             words = ["--lengths", args.row - args.row // 32, "--depths", "0,20,40,60,80,100", "--needles", args.needles]
             needles = json.loads(runs.sieve("eval", "needle", "--checkpoint", model, *words, "--json", *place, log=log))
@@ -96,12 +103,13 @@ def cache(kind, row, w, layers=30, width=2 * 3 * 64 * 2):
 
 
 def table(found):
-    print("| attention | steps | loss, held out | needles found (mean rank) | ms a token | cache, MB |\n|---|---|---|---|---|---|")
+    print("| attention | steps | loss, held out | English | needles found (mean rank) | ms a token | cache, MB |\n|---|" + "---|" * 6)
     for row in found:
         asked = "- | -"
         if "needles" in row:
             asked = f"{row['needles'][0]} of {row['needles'][1]} ({row['mean_rank']}) | {1e3 * row['median_token_seconds']:.2f}"
-        print(f"| {row['kind']} | {row['step']} | {row['loss']:.4f} | {asked} | {cache(row['kind'], row['row'], row['w']) / 1e6:.1f} |")
+        english = f"{row['english']:.4f}" if "english" in row else "-"
+        print(f"| {row['kind']} | {row['step']} | {row['loss']:.4f} | {english} | {asked} | {cache(row['kind'], row['row'], row['w']) / 1e6:.1f} |")
 
 
 def main():
@@ -109,12 +117,13 @@ def main():
     parser.add_argument("--sieve", default="target/release/sieve")
     parser.add_argument("--model", type=pathlib.Path)
     parser.add_argument("--text", type=pathlib.Path)
+    parser.add_argument("--english", type=pathlib.Path, help="a text file whose loss is measured beside the held-out text's")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--row", type=int, default=8192)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--w", type=int, default=1024)
-    parser.add_argument("--steps", type=int, nargs="+", default=[50, 200])
+    parser.add_argument("--steps", type=int, nargs="+", default=[50, 200, 1000])
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--validation", type=int, default=262144)
     parser.add_argument("--needles", type=int, default=3)
