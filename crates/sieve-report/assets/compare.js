@@ -141,6 +141,11 @@
     return size > 0 && size < 1e-2 ? value.toExponential(2).replace(/\.?0*e/, "e") : String(+value.toPrecision(4));
   };
 
+  const axisStyle = () => ({
+    stroke: style("--soft"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line"), width: 1 },
+    font: "12px system-ui", labelFont: "12px system-ui", labelSize: 18, values: (_, splits) => splits.map((v) => v === null ? "" : short(v)),
+  });
+
   class Chart {
     constructor(name) {
       this.name = name;
@@ -177,8 +182,7 @@
         for (let edge = 0; edge < 2; edge++) series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
         if (state.band) bands.push({ series: [3 + 3 * i, 2 + 3 * i], fill: stroke + "30" });
       });
-      const axis = { stroke: style("--soft"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line"), width: 1 },
-        font: "12px system-ui", labelFont: "12px system-ui", labelSize: 18, values: (_, splits) => splits.map((v) => v === null ? "" : short(v)) };
+      const axis = axisStyle();
       const drawn = data.slice(1).filter((_, i) => state.band || i % 3 === 0);
       let least = Infinity, most = -Infinity;
       for (const column of drawn) for (const value of column) if (value !== null) { least = Math.min(least, value); most = Math.max(most, value); }
@@ -221,6 +225,37 @@
     }
   }
 
+  // An evaluation by tokens seen or by distance: a line a run over its bins, on a logarithmic axis.
+  class Curve {
+    constructor(name) {
+      this.name = name;
+      this.box = document.createElement("div");
+      this.box.className = "chart";
+      this.box.innerHTML = "<h3></h3><div></div>";
+      this.box.firstChild.textContent = name;
+      byId("evaluationCharts").append(this.box);
+    }
+    draw() {
+      if (this.plot) this.plot.destroy();
+      const shown = runs.filter((run) => !state.hidden.has(run) && run.curves[this.name]);
+      // A bin that begins at token 0 has no place on a logarithmic axis and is drawn at token 1.
+      const tables = shown.map((run) => new Map(run.curves[this.name].map(([from, value]) => [Math.max(from, 1), value])));
+      const x = [...new Set(tables.flatMap((table) => [...table.keys()]))].sort((a, b) => a - b);
+      if (x.length < 2) return;
+      const data = [x, ...tables.map((table) => x.map((at) => table.get(at) ?? null))];
+      const axis = axisStyle();
+      const series = shown.map((run) => {
+        const stroke = colour(lineOf(run));
+        return { stroke, width: 1.5, dash: dash(lineOf(run)), spanGaps: true, points: { show: true, size: 5, fill: stroke } };
+      });
+      this.plot = new uPlot({
+        width: Math.max(240, this.box.clientWidth), height: 280, series: [{}, ...series], legend: { show: false },
+        scales: { x: { time: false, distr: 3, log: 2 } },
+        axes: [{ ...axis, label: "tokens from which a bin begins" }, { ...axis, size: 58 }],
+      }, data, this.box.children[1]);
+    }
+  }
+
   const mark = (idx) => {
     const span = document.createElement("span");
     span.className = "swatch";
@@ -240,6 +275,7 @@
   // Which curves there are: the main ones first, the rest on demand.
   const all = [...new Set(runs.flatMap((run) => Object.keys(run.series)))];
   for (const name of MAIN) if (all.includes(name)) state.charts.push(new Chart(name));
+  for (const name of new Set(runs.flatMap((run) => Object.keys(run.curves)))) state.charts.push(new Curve(name));
   const more = byId("more");
   for (const name of all.filter((name) => !MAIN.includes(name)).sort()) more.add(new Option(UNITS[name] || name, name));
   more.addEventListener("change", () => {

@@ -21,6 +21,8 @@ pub(crate) struct Scores {
     pub(crate) file: String,
     /// (path of the number in the JSON, number).
     pub(crate) rows: Vec<(String, f64)>,
+    /// (path of an array of bins in the JSON, (first token of a bin, its value)): the loss by tokens seen, say.
+    pub(crate) curves: Vec<(String, Vec<(f64, f64)>)>,
 }
 
 /// A picture as a data URI.
@@ -66,17 +68,18 @@ pub(crate) fn scores(folder: &Path) -> Result<Vec<Scores>, ReportError> {
                 format!("no JSON result: {error}\n  hint: write it with `sieve eval … --save`"),
             )
         })?;
-        let mut rows = Vec::new();
-        collect("", &value, &mut rows);
-        all.push(Scores {
+        let mut scores = Scores {
             file: name.trim_end_matches(".json").to_owned(),
-            rows,
-        });
+            rows: Vec::new(),
+            curves: Vec::new(),
+        };
+        collect("", &value, &mut scores);
+        all.push(scores);
     }
     Ok(all)
 }
 
-fn collect(name: &str, value: &Value, rows: &mut Vec<(String, f64)>) {
+fn collect(name: &str, value: &Value, scores: &mut Scores) {
     let below = |key: &str| {
         if name.is_empty() {
             key.to_owned()
@@ -85,17 +88,19 @@ fn collect(name: &str, value: &Value, rows: &mut Vec<(String, f64)>) {
         }
     };
     match value {
-        Value::Number(number) => rows.push((name.to_owned(), number.as_f64().unwrap_or(f64::NAN))),
+        Value::Number(number) => scores.rows.push((name.to_owned(), number.as_f64().unwrap_or(f64::NAN))),
         Value::Object(fields) => {
             for (key, value) in fields {
-                collect(&below(key), value, rows);
+                collect(&below(key), value, scores);
             }
         }
         Value::Array(items) if items.len() <= MOST_ROWS => {
+            let mut points = Vec::new();
             for (idx, item) in items.iter().enumerate() {
                 // A bin with borders is shown as one row instead of one for each of its fields.
-                if let Some((range, value)) = bin(item) {
-                    rows.push((below(&range), value));
+                if let Some((from, to, value)) = bin(item) {
+                    scores.rows.push((below(&format!("{from} to {}", to - 1.0)), value));
+                    points.push((from, value));
                     continue;
                 }
                 let label = LABELS.iter().find_map(|label| match &item[*label] {
@@ -103,18 +108,21 @@ fn collect(name: &str, value: &Value, rows: &mut Vec<(String, f64)>) {
                     Value::Number(number) => Some(format!("{label} {number}")),
                     _ => None,
                 });
-                collect(&below(&label.unwrap_or_else(|| (idx + 1).to_string())), item, rows);
+                collect(&below(&label.unwrap_or_else(|| (idx + 1).to_string())), item, scores);
+            }
+            if points.len() > 1 {
+                scores.curves.push((name.to_owned(), points));
             }
         }
         _ => {}
     }
 }
 
-/// (range, value) of a bin: the mean loss by tokens seen, or the accuracy by distance.
-fn bin(item: &Value) -> Option<(String, f64)> {
+/// (first token, token behind the last one, value) of a bin: the mean loss by tokens seen, or the accuracy by distance.
+fn bin(item: &Value) -> Option<(f64, f64, f64)> {
     let number = |key: &str| item[key].as_f64();
     let value = number("loss").or_else(|| number("accuracy"))?;
-    Some((format!("{} to {}", number("from")?, number("to")? - 1.0), value))
+    Some((number("from")?, number("to")?, value))
 }
 
 pub(crate) fn pictures(folder: &Path) -> Result<Vec<Picture>, ReportError> {
@@ -138,7 +146,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let json = r#"{"tasks":[{"task":"piqa","acc":0.5,"rows":[1]},{"task":"arc_easy","acc":0.25}],
             "loss":2.0,"text":"x","by":[{"length":64,"hit":1}],
-            "by_position":[{"from":4,"to":8,"num_tokens":3,"loss":1.5}]}"#;
+            "by_position":[{"from":4,"to":8,"num_tokens":3,"loss":1.5},{"from":8,"to":16,"num_tokens":3,"loss":1.25}]}"#;
         fs::write(folder.path().join("tasks.json"), json).unwrap();
         fs::write(folder.path().join("notes.txt"), "x").unwrap();
         fs::write(folder.path().join("map.svg"), "<svg/>").unwrap();
@@ -160,7 +168,12 @@ mod tests {
                 ("by / length 64 / length", 64.0),
                 ("by / length 64 / hit", 1.0),
                 ("by_position / 4 to 7", 1.5),
+                ("by_position / 8 to 15", 1.25),
             ]
+        );
+        assert_eq!(
+            all[0].curves,
+            [("by_position".to_owned(), vec![(4.0, 1.5), (8.0, 1.25)])]
         );
         let pictures = pictures(folder.path()).unwrap();
         assert_eq!(

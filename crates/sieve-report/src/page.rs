@@ -1,4 +1,5 @@
 //! Builds the HTML page. Tables are HTML; charts are drawn in the browser by uPlot.
+use crate::evaluations::Scores;
 use crate::groups::groups;
 use crate::series::{Knots, Series};
 use crate::tables::{commands, config, escaped, pictures, scores, summary};
@@ -20,6 +21,8 @@ struct Charted<'a> {
     group: usize,
     knots: Knots,
     series: BTreeMap<&'a str, Series>,
+    /// `eval/FILE.json: path` to (first token, value) of each bin.
+    curves: BTreeMap<String, &'a [(f64, f64)]>,
 }
 
 /// A page that compares `runs`: recipes' differences, curves, speed, memory, evaluations.
@@ -107,11 +110,17 @@ fn charted(run: &Run, group: usize) -> Charted<'_> {
         "validation bits per byte",
         run.validations.iter().map(|check| check.bits_per_byte).collect(),
     );
+    let of_file = |scores: &'_ Scores, name: &str| format!("{}: {}", scores.file, name.replace('_', " "));
+    let curves = run.scores.iter().flat_map(|scores| {
+        let of = scores.curves.iter();
+        of.map(move |(name, points)| (of_file(scores, name), points.as_slice()))
+    });
     Charted {
         name: &run.name,
         group,
         knots: Knots::new(&run.steps, &run.sums()),
         series,
+        curves: curves.collect(),
     }
 }
 
