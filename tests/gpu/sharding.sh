@@ -1,19 +1,29 @@
 #!/usr/bin/env bash
-# ZeRO-1 beside ZeRO-2 on the same rows, the memory of 8.2B parameters under ZeRO-2, and rows of 65,536 tokens in two parts
-# beside whole ones: three steps each, on two GPUs. One line a run: losses, norms, tokens/s, and memory beside `sieve plan`'s.
+# Runs of a few steps on one and two GPUs. One line a run: losses, norms, tokens/s and memory beside `sieve plan`'s, and
+# how many times as fast as one GPU.
 #
-#   tests/gpu/sharding.sh SIEVE TEXT.jsonl OUT [zero|memory|rows]…
+#   tests/gpu/sharding.sh SIEVE TEXT.jsonl OUT [zero|memory|rows|scale]…
 #
-# KINDS of the last part (infllm_v2 moba msa). DEVICE=cpu with SETS="section.key=value …", a small shape, tries the script.
-# About 40, 90 and 100 seconds.
+# zero     1.7B under ZeRO-1, ZeRO-2 and ZeRO-2 with bf16 gradients on the same rows; about 40 s
+# memory   8.2B under ZeRO-2; about 90 s
+# rows     KINDS (infllm_v2 moba msa), 12 layers, rows of 65,536 whole and in two parts; about 100 s
+# scale    CELLS (mha:2048:1 dma:2048:1 nsa:2048:1), KIND:TOKENS OF A ROW:MICRO-BATCHES, 1.7B on one GPU and on all GPUS (2);
+#          about 30 s a cell
+#
+# STEPS (3), LIMIT of seconds a run (150). DEVICE=cpu with SETS="section.key=value …", a small shape, tries the script.
 set -uo pipefail
 sieve="$1" text="$2" out="$3"
 shift 3
 parts=("$@")
 [ "$#" -gt 0 ] || parts=(zero memory rows)
-device="${DEVICE:-cuda}" steps="${STEPS:-3}"
+device="${DEVICE:-cuda}" steps="${STEPS:-3}" gpus="${GPUS:-2}"
 mkdir -p "$out"
-failed=0
+failed=0 jobs=() sessions="$out/sessions"
+# A script that is stopped leaves no run behind.
+: > "$sessions"
+trap 'while read -r job; do pkill -KILL -s "$job"; done < "$sessions"' EXIT
+trap 'exit 143' INT TERM
+cached=(--set "data.cache_dir=\"$out/cache\"" --set "tokenizer.train={ vocab_size = 2048, sample_bytes = 4_000_000 }")
 
 # run NAME KIND PROCESSES GPU key=value…
 run() {
@@ -24,9 +34,10 @@ run() {
   done
   # Without stages, whose steps would not add up.
   "$sieve" recipe new --size 1p7b --kind "$kind" --data "$text" 2> /dev/null | sed '/^\[\[stage\]\]/,$d' > "$out/$name.toml"
-  local all=(--recipe "$out/$name.toml" --set "data.cache_dir=\"$out/cache\""
-    --set "tokenizer.train={ vocab_size = 2048, sample_bytes = 4_000_000 }" "${sets[@]}")
-  "$sieve" plan "${all[@]}" --gpu h200 --nproc "$nproc" > "$out/$name.plan" 2>&1
+  local all=(--recipe "$out/$name.toml" "${cached[@]}" "${sets[@]}")
+  rm -rf "${out:?}/$name"
+  "$sieve" plan "${all[@]}" --gpu h200 --nproc "$nproc" > "$out/$name.plan" 2>&1 &
+  local planner=$!
   local train=(train "${all[@]}" --out "$out/$name")
   if [ "$nproc" = 1 ]; then
     [ "$device" = cpu ] && gpu="$device" || gpu="$device:$gpu"
@@ -35,28 +46,70 @@ run() {
     setsid "$sieve" launch --nproc "$nproc" -- "${train[@]}" --device "$device" > "$out/$name.txt" 2>&1 &
   fi
   # Killed behind the last step: a checkpoint of 8.2B parameters is 98 GB.
-  local job=$!
-  while kill -0 "$job" 2> /dev/null && [ "$(cat "$out/$name/metrics.jsonl" 2> /dev/null | grep -c '"kind":"step"')" -lt "$steps" ]; do
-    sleep 0.2
+  local job=$! code=1 end=$((SECONDS + ${LIMIT:-150})) metrics="$out/$name/metrics.jsonl"
+  echo "$job" >> "$sessions"
+  disown "$job"
+  while kill -0 "$job" 2> /dev/null && [ "$SECONDS" -lt "$end" ]; do
+    if [ "$(grep -c '"kind":"step"' "$metrics" 2> /dev/null)" -ge "$steps" ] 2> /dev/null; then
+      code=0
+      break
+    fi
+    sleep 0.1
   done
-  local code=0
-  kill -0 "$job" 2> /dev/null || { code=1; echo "$name: FAILED, see $out/$name.txt: $(tail -1 "$out/$name.txt")"; }
-  # Each rank has a process group of its own, all have the session of `setsid`.
-  while pkill -KILL -s "$job"; do sleep 0.2; done
-  wait "$job" 2> /dev/null
+  [ "$code" = 0 ] || echo "$name: FAILED, see $out/$name.txt: $(tail -1 "$out/$name.txt")"
+  # Each rank has a process group of its own, all have the session of `setsid`. The next run needs their memory.
+  while ps -o stat= -s "$job" | grep -qv '^Z'; do
+    pkill -KILL -s "$job"
+    sleep 0.1
+  done
+  wait "$planner" || { code=1; echo "$name: FAILED to plan: $(tail -1 "$out/$name.plan")"; }
   python3 - "$out/$name" "$steps" << 'PYTHON' || code=1
-import json, re, sys
+import json, math, os, re, sys
+from statistics import median
 name, count = sys.argv[1], int(sys.argv[2])
-lines = [json.loads(line) for line in open(name + "/metrics.jsonl", encoding="utf-8")]
-steps = [line for line in lines if line["kind"] == "step"][:count]
-memory = [line for line in lines if line["kind"] == "memory"]
+
+def read(name):
+    lines = [json.loads(line) for line in open(name + "/metrics.jsonl", encoding="utf-8")]
+    return [line for line in lines if line["kind"] == "step"][:count], [line for line in lines if line["kind"] == "memory"]
+
+steps, memory = read(name)
 of = lambda key, digits: ", ".join(f"{line[key]:.{digits}f}" for line in steps)
+# The first step compiles kernels.
+speed = lambda steps: median(line["tokens_per_second"] for line in steps[1:] or steps)
 gib = lambda key: f"{max(line[key] for line in memory) / 2**30:.2f} GiB" if memory else "not known"
-plan = re.search(r"^memory +([0-9.]+ GiB)", open(name + ".plan", encoding="utf-8").read(), re.M)
-print(f"{name.split('/')[-1]:12} loss {of('loss', 5)}; norm {of('grad_norm', 4)}; tokens/s {of('tokens_per_second', 0)}; "
-      f"tensors {gib('in_use_bytes')}, reserved {gib('reserved_bytes')}, plan with the program {plan and plan[1]}", flush=True)
+plan = open(name + ".plan", encoding="utf-8").read()
+planned = lambda pattern: float(found[1].replace(",", "")) if (found := re.search(pattern, plan, re.M)) else math.nan
+tensors = planned(r"^memory +([0-9.]+) GiB") - planned(r"^  program +([0-9.]+) GiB")
+parts, times = re.fullmatch(r"(.*)-([0-9]+)", name), ""
+if parts and parts[2] != "1" and os.path.exists(parts[1] + "-1/metrics.jsonl"):
+    ratio = speed(steps) / speed(read(parts[1] + "-1")[0])
+    times = f" ({ratio:.2f} times one GPU, {100 * ratio / int(parts[2]):.1f} %)"
+print(f"{name.split('/')[-1]:12} loss {of('loss', 5)}; norm {of('grad_norm', 4)}; tokens/s {of('tokens_per_second', 0)}{times}, "
+      f"plan {planned(r'about ([0-9,]+) tokens/s'):.0f}; tensors {gib('in_use_bytes')}, plan {tensors:.2f} GiB; "
+      f"reserved {gib('reserved_bytes')}", flush=True)
 PYTHON
   return "$code"
+}
+
+# alone NAME KIND key=value…: on a GPU of its own, two such runs at a time
+alone() {
+  run "$1" "$2" 1 "${#jobs[@]}" "${@:3}" &
+  jobs+=($!)
+  [ "${#jobs[@]}" -lt 2 ] || settle
+}
+
+settle() {
+  local job
+  for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+  jobs=()
+}
+
+# Before two runs would prepare the text at once.
+prepare() {
+  rm -f "$out/text.toml"
+  "$sieve" recipe new --size 1p7b --data "$text" --out "$out/text.toml" > "$out/text.txt" 2>&1 &&
+    "$sieve" data prepare --recipe "$out/text.toml" "${cached[@]}" >> "$out/text.txt" 2>&1 ||
+    { echo "FAILED to prepare the text: $(tail -1 "$out/text.txt")"; exit 1; }
 }
 
 for part in "${parts[@]}"; do
@@ -76,22 +129,33 @@ for part in "${parts[@]}"; do
     rows) # whole rows, two kinds at a time, then in two parts
       shape=(model.num_hidden_layers=12 model.max_position_embeddings=65536 training.seq_len=65536
         training.local_batch_size=1 training.global_batch_size=2)
-      "$sieve" recipe new --size 1p7b --data "$text" --out "$out/text.toml" > "$out/text.txt" 2>&1
-      "$sieve" data prepare --recipe "$out/text.toml" --set "data.cache_dir=\"$out/cache\"" \
-        --set "tokenizer.train={ vocab_size = 2048, sample_bytes = 4_000_000 }" >> "$out/text.txt" 2>&1 || failed=1
-      jobs=()
-      for kind in ${KINDS:-infllm_v2 moba msa}; do
-        run "$kind-1" "$kind" 1 "${#jobs[@]}" "${shape[@]}" &
-        jobs+=($!)
-        [ "${#jobs[@]}" -lt 2 ] || { for job in "${jobs[@]}"; do wait "$job" || failed=1; done; jobs=(); }
-      done
-      for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+      prepare
+      for kind in ${KINDS:-infllm_v2 moba msa}; do alone "$kind-1" "$kind" "${shape[@]}"; done
+      settle
       for kind in ${KINDS:-infllm_v2 moba msa}; do
         run "$kind-2" "$kind" 2 - "${shape[@]}" parallelism.context_parallel_degree=2 || failed=1
       done
       ;;
+    scale) # 16,384 tokens a micro-batch
+      prepare
+      cells=(${CELLS:-mha:2048:1 dma:2048:1 nsa:2048:1})
+      for count in 1 $gpus; do
+        for cell in "${cells[@]}"; do
+          IFS=: read -r kind len micro <<< "$cell"
+          rows=$((16384 / len))
+          shape=(training.seq_len="$len" model.max_position_embeddings=8192 training.local_batch_size="$rows"
+            training.global_batch_size=$((rows * micro * count)))
+          if [ "$count" = 1 ]; then
+            alone "${cell//:/-}-1" "$kind" "${shape[@]}"
+          else
+            run "${cell//:/-}-$count" "$kind" "$count" - "${shape[@]}" || failed=1
+          fi
+        done
+        settle
+      done
+      ;;
     *)
-      echo "there is no part '$part': zero, memory or rows"
+      echo "there is no part '$part': zero, memory, rows or scale"
       exit 2
       ;;
   esac
