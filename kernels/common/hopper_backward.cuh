@@ -106,7 +106,7 @@ constexpr int KEY_SPLIT_AT = DO_STATS_AT + DO_STAGES * DO_STATS_BYTES;
 constexpr int BARRIERS_AT = KEY_SPLIT_AT + (HAS_BIAS ? BLOCK_KV * SPLIT_BYTES : 0);
 constexpr int FULL_KV = 0, FULL_Q = 1, EMPTY_Q = FULL_Q + Q_STAGES, FULL_DO = EMPTY_Q + Q_STAGES,
               EMPTY_DO = FULL_DO + DO_STAGES, FULL_DQ = EMPTY_DO + DO_STAGES;
-// ORDERED: parts in which a dQ tile is staged; barriers of dQ, each of which belongs to one buffer and one sender's tiles
+// ORDERED: parts in which a dQ tile is staged; barriers of dQ, each for one buffer and the tiles of one sender
 constexpr int DQ_PARTS = IS_WIDE ? 2 : 1, DQ_BARRIERS = DQ_STAGES > SENDERS ? DQ_STAGES : SENDERS;
 constexpr int EMPTY_DQ = FULL_DQ + DQ_BARRIERS, NUM_BARRIERS = FULL_DQ + (ORDERED ? 2 * DQ_BARRIERS : 0);
 static_assert(DQ_BARRIERS % DQ_STAGES == 0 && DQ_BARRIERS % SENDERS == 0 && (DQ_STAGES == 1 || DQ_PARTS == 1),
@@ -253,7 +253,7 @@ struct DqPlace {
 // the next one add. At head_dim 64 these take longer than a step, so two threads in different warps take turns. A block
 // that reads its own number in a query tile's semaphore adds to the sum that the block before left there: that block's
 // bulk adds are done, and its fence orders them before the semaphore for every multiprocessor. The wait for bulk adds
-// alone does not: without the fence, dq differs in one of some thousand passes (with fence.proxy.async in one of sixty).
+// alone does not: without the fence, dq differs in one of some thousand passes (fence.proxy.async: one of sixty).
 DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
   const int num_tiles = block.group_size * block.num_tiles;
   if (sender >= num_tiles) return;
@@ -308,7 +308,7 @@ DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
 #endif
 
 #if SPLIT_STATS
-// Statistics of every STATS_THREADS-th query of each tile, from query `first` on, loaded before the tile's slot is free.
+// Statistics of every STATS_THREADS-th query of a tile, from query `first` on, loaded before the tile's slot is free.
 DEVICE void produce_stats(const BackwardBlock& block, u32 first, u32 shared) {
   constexpr int OWN = BLOCK_Q / STATS_THREADS;
   RingPlace<Q_STAGES> q_place;
@@ -350,7 +350,8 @@ DEVICE void produce_stats(const BackwardBlock& block, u32 first, u32 shared) {
       const u32 at = first + i * STATS_THREADS;
       store_split_column(do_stats + at * SPLIT_BYTES, -stats[i].y, 0);
 #if HAS_BIAS
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(do_stats + BLOCK_Q * SPLIT_BYTES + at * 4), "f"(stats[i].x) : "memory");
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(do_stats + BLOCK_Q * SPLIT_BYTES + at * 4), "f"(stats[i].x)
+                   : "memory");
 #endif
     }
     fence_async_proxy();
