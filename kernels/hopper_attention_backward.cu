@@ -14,14 +14,15 @@
 //            [batch, num_heads, padded_len / 64], zero before the launch
 // Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS,
 //            ORDERED (0; 1: a fixed order of dq's sums too, which need not be zero before), HEAD_BY_HEAD (0; 1 with
-//            ORDERED where there is a window), DQ_BULK, Q_STAGES, DO_STAGES,
+//            ORDERED where there is a window), DQ_BULK, DQ_STAGES (1), SENDERS (1), Q_STAGES, DO_STAGES,
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SHARES (0): as attention_backward
 // Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads * head_shares * query_shares, batch), early keys
 //            (most queries) first (block_order.cuh); 384 threads, one block a multiprocessor; dynamic shared bytes =
 //            (256 + Q_STAGES * 128) * HEAD_DIM + (256 + DO_STAGES * 128) * HEAD_DIM_V + 32768 +
-//            DQ_BULK * 256 * HEAD_DIM
+//            DQ_BULK * DQ_STAGES * 256 * min(HEAD_DIM, 128)
 //              + (HAS_BIAS ? Q_STAGES * 1024 + DO_STAGES * 1280 + 2048 : HEAD_DIM == 64 ? (Q_STAGES + DO_STAGES) * 1024
-//              : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 2 * ORDERED + 1) * 8 + 1024
+//              : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 1
+//              + 2 * ORDERED * max(DQ_STAGES, SENDERS)) * 8 + 1024
 // Numerics   as attention_backward; ORDERED: tiles of keys add to a tile of dq one after the other, the first stores.
 //            A block waits for blocks with smaller numbers alone, which have started before it
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing

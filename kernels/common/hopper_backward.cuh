@@ -3,8 +3,9 @@
 // hopper_dma_attention_backward.cu (gathered lists), which document it.
 // Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias: hopper_backward_wide.cuh has
 //            the consumer); HAS_BIAS; DQ_BULK 0|1: dq leaves through shared memory by bulk adds, or
-//            from registers; ORDERED 0|1: dq is summed in the order of the tiles of keys (DQ_BULK); HEAD_BY_HEAD 0|1;
-//            Q_STAGES, DO_STAGES; CONSUMER_REGISTERS, PRODUCER_REGISTERS
+//            from registers; ORDERED 0|1: dq is summed in the order of the tiles of keys (DQ_BULK), with DQ_STAGES (1)
+//            buffers and SENDERS (1) threads that send them; HEAD_BY_HEAD 0|1; Q_STAGES, DO_STAGES;
+//            CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // A producer warpgroup streams tiles of 64 queries and output gradients; two consumer warpgroups own 64 keys each.
 // Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are the A operands of dV += P^T dO and dK
 // += dS^T Q, whose sums stay in registers. dS^T also goes through shared memory, for dQ = dS K, of which each warpgroup
@@ -12,7 +13,7 @@
 // extra K steps (split_step.cuh). Order of a step's GEMMs, so that tensor cores are busy during exponentials, sums and
 // the warpgroups' barrier: dP | exp S | dV | send the last step's dQ | dS | dK | barrier | dQ and S of the next step |
 // stage dQ. Steps visit the query tiles of one head after the other. ORDERED: from the last query tile down, all heads
-// at each tile; a thread of the producer sends dQ. Blocks start with the first key tiles; in this order each block
+// at each tile; threads of the producer send dQ. Blocks start with the first key tiles; in this order each block
 // follows the block of the preceding key tile by a step and a half and never waits for its turn. Head by head it would
 // wait at each head's end, since later keys are seen by fewer queries. In a window all keys are seen by equally many
 // queries: there HEAD_BY_HEAD is faster, since the L2 cache then holds the queries of the head that all blocks work
@@ -35,6 +36,12 @@
 #endif
 #ifndef ORDERED
 #define ORDERED 0
+#endif
+#ifndef DQ_STAGES
+#define DQ_STAGES 1
+#endif
+#ifndef SENDERS
+#define SENDERS 1
 #endif
 #ifndef HEAD_BY_HEAD
 #define HEAD_BY_HEAD !ORDERED
@@ -75,7 +82,10 @@ constexpr int DO_STATS_BYTES = SPLIT_STATS ? BLOCK_Q * SPLIT_BYTES + (HAS_BIAS ?
 #ifndef EVERY_LANE_ARRIVES
 #define EVERY_LANE_ARRIVES 0
 #endif
-constexpr int STATS_ARRIVALS = EVERY_LANE_ARRIVES ? BLOCK_Q : BLOCK_Q / 32;
+// Threads that load the stats, from warp 1 on; the producer's last SENDERS warps send dQ.
+constexpr int STATS_THREADS = SENDERS > 1 ? 32 : BLOCK_Q;
+constexpr int STATS_ARRIVALS = EVERY_LANE_ARRIVES ? STATS_THREADS : STATS_THREADS / 32;
+static_assert(32 + STATS_THREADS + 32 * SENDERS <= 128, "warps of the producer: tiles, stats, dQ");
 DEVICE void release_stats(u32 barrier) {
   if (EVERY_LANE_ARRIVES) barrier_arrive(barrier);
   else release(barrier);
@@ -88,14 +98,19 @@ constexpr int Q_AT = V_AT + VALUE_TILE_BYTES;
 constexpr int DO_AT = Q_AT + Q_STAGES * QUERY_TILE_BYTES;
 constexpr int DS_AT = DO_AT + DO_STAGES * DO_TILE_BYTES;
 constexpr int DQ_AT = DS_AT + 2 * DS_BYTES;
-constexpr int STATS_AT = DQ_AT + (DQ_BULK ? NUM_CONSUMERS * 4 * WARP_DQ_BYTES : 0);
+constexpr int DQ_BYTES = NUM_CONSUMERS * 4 * WARP_DQ_BYTES;
+constexpr int STATS_AT = DQ_AT + (DQ_BULK ? DQ_STAGES * DQ_BYTES : 0);
 constexpr int DO_STATS_AT = STATS_AT + Q_STAGES * Q_STATS_BYTES;
 // HAS_BIAS: each key's delta / softmax_scale, for the products' steps
 constexpr int KEY_SPLIT_AT = DO_STATS_AT + DO_STAGES * DO_STATS_BYTES;
 constexpr int BARRIERS_AT = KEY_SPLIT_AT + (HAS_BIAS ? BLOCK_KV * SPLIT_BYTES : 0);
 constexpr int FULL_KV = 0, FULL_Q = 1, EMPTY_Q = FULL_Q + Q_STAGES, FULL_DO = EMPTY_Q + Q_STAGES,
-              EMPTY_DO = FULL_DO + DO_STAGES, FULL_DQ = EMPTY_DO + DO_STAGES, EMPTY_DQ = FULL_DQ + 1;
-constexpr int NUM_BARRIERS = FULL_DQ + (ORDERED ? 2 : 0);
+              EMPTY_DO = FULL_DO + DO_STAGES, FULL_DQ = EMPTY_DO + DO_STAGES;
+// ORDERED: parts in which a dQ tile is staged; barriers of dQ, each for one buffer and the tiles of one sender
+constexpr int DQ_PARTS = IS_WIDE ? 2 : 1, DQ_BARRIERS = DQ_STAGES > SENDERS ? DQ_STAGES : SENDERS;
+constexpr int EMPTY_DQ = FULL_DQ + DQ_BARRIERS, NUM_BARRIERS = FULL_DQ + (ORDERED ? 2 * DQ_BARRIERS : 0);
+static_assert(DQ_BARRIERS % DQ_STAGES == 0 && DQ_BARRIERS % SENDERS == 0 && (DQ_STAGES == 1 || DQ_PARTS == 1),
+              "a barrier belongs to one buffer and one sender");
 constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
 static_assert(!ORDERED || DQ_BULK, "adds in order leave through shared memory");
@@ -165,9 +180,9 @@ DEVICE u32 start_block(void* memory) {
       barrier_init(barrier_at(shared, FULL_DO + i), 1 + (SPLIT_STATS ? STATS_ARRIVALS : 0));
       barrier_init(barrier_at(shared, EMPTY_DO + i), NUM_CONSUMERS * 4);
     }
-    if (ORDERED) {
-      barrier_init(barrier_at(shared, FULL_DQ), NUM_CONSUMERS * 4);
-      barrier_init(barrier_at(shared, EMPTY_DQ), 1);
+    for (int i = 0; ORDERED && i < DQ_BARRIERS; ++i) {
+      barrier_init(barrier_at(shared, FULL_DQ + i), NUM_CONSUMERS * 4);
+      barrier_init(barrier_at(shared, EMPTY_DQ + i), 1);
     }
     barrier_ready();
   }
@@ -224,35 +239,49 @@ DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
 }
 
 #if ORDERED
-// Adds staged tiles of dQ to the f32 sums: one thread's part. It waits for what would stall the consumers: the block
-// of the preceding key tile, the copy engine, and the fence before this block lets the next one add. A block that
-// reads its own number in a query tile's semaphore adds to the sum that the block before left there: that block's bulk
-// adds are done, and its fence orders them before the semaphore for every multiprocessor. The wait for bulk adds alone
-// does not: without the fence, dq differs in one of some thousand passes (with fence.proxy.async in one of sixty).
-DEVICE void send_tiles(const BackwardBlock& block, u32 shared) {
-  const u32 staging = shared + DQ_AT;
-  u32 phase = 0;
-  auto staged = [&] { barrier_wait(barrier_at(shared, FULL_DQ), phase); };
-  auto sent = [&] {
-    bulk_commit();
-    bulk_wait_read();
-    barrier_arrive(barrier_at(shared, EMPTY_DQ));
-    phase ^= 1;
-  };
+// Where part `number` of the block's dQ, in the order of staging, is handed over. A fresh barrier counts as complete in
+// the phase of numbers before 0.
+struct DqPlace {
+  u32 barrier, phase;
+  DEVICE explicit DqPlace(u32 number)
+      : barrier(number / DQ_PARTS % DQ_BARRIERS),
+        phase((number / DQ_PARTS / DQ_BARRIERS * DQ_PARTS + number % DQ_PARTS) & 1) {}
+};
+
+// Adds every SENDERS-th staged tile of dQ, from tile `sender` on, to the f32 sums: one thread's part. It waits for what
+// would stall the consumers: the block of the preceding key tile, the copy engine, and the fence before this block lets
+// the next one add. At head_dim 64 these take longer than a step, so two threads in different warps take turns. A block
+// that reads its own number in a query tile's semaphore adds to the sum that the block before left there: that block's
+// bulk adds are done, and its fence orders them before the semaphore for every multiprocessor. The wait for bulk adds
+// alone does not: without the fence, dq differs in one of some thousand passes (fence.proxy.async: one of sixty).
+DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
+  const int num_tiles = block.group_size * block.num_tiles;
+  if (sender >= num_tiles) return;
   StepPlace place(block);
+  for (int i = 0; i < sender; ++i) place.advance(block);
   // of a tile among the sums
   auto row_of = [&block](const StepPlace& at) { return at.head * block.dq_len + at.tile * BLOCK_Q - block.dq_first; };
   i32* semaphore = block.semaphores + row_of(place) / BLOCK_Q;
   int seen = read_semaphore(semaphore);
 #pragma unroll 1
-  for (int left = block.group_size * block.num_tiles; left > 0; --left) {
+  for (int tile = sender; tile < num_tiles; tile += SENDERS) {
     float* to = block.dq_sum + (i64)row_of(place) * HEAD_DIM;
+    const u32 staging = shared + DQ_AT + tile % DQ_STAGES * DQ_BYTES;
     const bool is_first = place.tile >= block.other_end;  // no block has written there yet
     auto add = [is_first](float* sums, u32 from, u32 bytes) {
       if (is_first) bulk_store(sums, from, bytes);
       else bulk_add_f32(sums, from, bytes);
     };
-    staged();
+    auto staged = [tile, shared](int part) {
+      const DqPlace at(tile * DQ_PARTS + part);
+      barrier_wait(barrier_at(shared, FULL_DQ + at.barrier), at.phase);
+    };
+    auto sent = [tile, shared] {
+      bulk_commit();
+      bulk_wait_read();
+      barrier_arrive(barrier_at(shared, EMPTY_DQ + DqPlace(tile * DQ_PARTS).barrier));
+    };
+    staged(0);
     while (!is_first && seen != block.own_turn) seen = read_semaphore(semaphore);
 #if IS_WIDE
     // Of 16 rows each: columns 0 to 63 and 128 to 191, then those between.
@@ -260,7 +289,7 @@ DEVICE void send_tiles(const BackwardBlock& block, u32 shared) {
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) add(to + i / 2 * ROWS + i % 2 * 2 * PART, staging + i * PART * 4, PART * 4);
     sent();
-    staged();
+    staged(1);
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) add(to + i * ROWS + PART, staging + i * PART * 4, PART * 4);
 #else
@@ -268,8 +297,8 @@ DEVICE void send_tiles(const BackwardBlock& block, u32 shared) {
 #endif
     sent();
     i32* const done = semaphore;
-    place.advance(block);
-    if (left > 1) semaphore = block.semaphores + row_of(place) / BLOCK_Q;
+    for (int i = 0; i < SENDERS; ++i) place.advance(block);
+    if (tile + SENDERS < num_tiles) semaphore = block.semaphores + row_of(place) / BLOCK_Q;
     seen = read_semaphore(semaphore);  // on its way while the adds and the fence are waited for
     bulk_wait();
     fence_sums();
@@ -279,33 +308,52 @@ DEVICE void send_tiles(const BackwardBlock& block, u32 shared) {
 #endif
 
 #if SPLIT_STATS
-// Statistics of query `own` of each tile, loaded before the tile's slot is free, by warps 1 and 2.
-DEVICE void produce_stats(const BackwardBlock& block, u32 own, u32 shared) {
+// Statistics of every STATS_THREADS-th query of a tile, from query `first` on, loaded before the tile's slot is free.
+DEVICE void produce_stats(const BackwardBlock& block, u32 first, u32 shared) {
+  constexpr int OWN = BLOCK_Q / STATS_THREADS;
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
   StepPlace place(block);
 #pragma unroll 1
   for (int left = block.group_size * block.num_tiles; left > 0; --left) {
-    const u32 query = place.tile * BLOCK_Q + own;
-    const float2 stat = block.stats[(u64)place.head * block.padded_len + query];
-    const u32 q_stats = shared + STATS_AT + q_place.slot * Q_STATS_BYTES + own * SPLIT_BYTES,
+    const u32 query = place.tile * BLOCK_Q + first;
+    const u32 q_stats = shared + STATS_AT + q_place.slot * Q_STATS_BYTES + first * SPLIT_BYTES,
               do_stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
+    float2 stats[OWN];
 #if HAS_BIAS
-    const float base = block.base[query];
-    barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
-    store_split_column(q_stats, -in_scores(base, block.bias_unit), BF16_ONE);
+    float base[OWN];
 #else
     const float inverse_scale = 1.0f / block.scale_log2;
-    barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
-    store_split_column(q_stats, stat.x != INFINITY_F32 ? -stat.x * inverse_scale : NEVER, 0);
 #endif
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      stats[i] = block.stats[(u64)place.head * block.padded_len + query + i * STATS_THREADS];
+#if HAS_BIAS
+      base[i] = block.base[query + i * STATS_THREADS];
+#endif
+    }
+    barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const u32 to = q_stats + i * STATS_THREADS * SPLIT_BYTES;
+#if HAS_BIAS
+      store_split_column(to, -in_scores(base[i], block.bias_unit), BF16_ONE);
+#else
+      store_split_column(to, stats[i].x != INFINITY_F32 ? -stats[i].x * inverse_scale : NEVER, 0);
+#endif
+    }
     fence_async_proxy();
     release_stats(barrier_at(shared, FULL_Q + q_place.slot));
     barrier_wait(barrier_at(shared, EMPTY_DO + do_place.slot), do_place.phase ^ 1);
-    store_split_column(do_stats + own * SPLIT_BYTES, -stat.y, 0);
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const u32 at = first + i * STATS_THREADS;
+      store_split_column(do_stats + at * SPLIT_BYTES, -stats[i].y, 0);
 #if HAS_BIAS
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(do_stats + BLOCK_Q * SPLIT_BYTES + own * 4), "f"(stat.x) : "memory");
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(do_stats + BLOCK_Q * SPLIT_BYTES + at * 4), "f"(stats[i].x)
+                   : "memory");
 #endif
+    }
     fence_async_proxy();
     release_stats(barrier_at(shared, FULL_DO + do_place.slot));
     q_place.advance();
@@ -333,12 +381,11 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
   keys.find_tiles(block);
   if (block.num_tiles > 0) {
     if (thread == 0) produce_tiles(block, shared);
-#if ORDERED
-    if (thread == 96) send_tiles(block, shared);
-#endif
 #if SPLIT_STATS
-    const u32 own = thread - 32;
-    if (own < BLOCK_Q) produce_stats(block, own, shared);
+    if (thread >= 32 && thread < 32 + STATS_THREADS) produce_stats(block, thread - 32, shared);
+#endif
+#if ORDERED
+    if (warp >= 4 - SENDERS && thread % 32 == 0) send_tiles(block, warp - (4 - SENDERS), shared);
 #endif
   }
   copy_async_wait<0>();
@@ -426,19 +473,21 @@ DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) 
 // The warp's part of the staging memory. ORDERED: rows in the order of the sums, and nothing between them; else a part
 // that no other warp writes to, whatever N is.
 template <int N>
-DEVICE u32 staging_of_warp(u32 shared) {
+DEVICE u32 staging_of_warp(u32 shared, u32 number) {
   const int thread = (int)threadIdx.x - 128, warp = thread / 32 % 4, warpgroup = thread / 128;
-  return shared + DQ_AT + (warp * NUM_CONSUMERS + warpgroup) * (ORDERED ? N * 128 : WARP_DQ_BYTES);
+  return shared + DQ_AT + number % DQ_STAGES * DQ_BYTES +
+         (warp * NUM_CONSUMERS + warpgroup) * (ORDERED ? N * 128 : WARP_DQ_BYTES);
 }
-// `number`: of the tile in the order of staging.
+// `number`: of the part in the order of staging.
 template <int N>
-DEVICE void stage_dq(const float (&dq)[N], u32 shared, [[maybe_unused]] int number) {
+DEVICE void stage_dq(const float (&dq)[N], u32 shared, u32 number) {
   const int lane = (int)threadIdx.x % 32;
-  const u32 to = staging_of_warp<N>(shared) + lane * 16;
-  // The tile before has been read. One lane waits: where all do, no branch is left, and the wide kernel spills 66
-  // registers.
+  const u32 to = staging_of_warp<N>(shared, number) + lane * 16;
+  // What the buffer held before has been read. One lane waits: where all do, no branch is left, and the wide kernel
+  // spills 66 registers.
 #if ORDERED
-  if (lane == 0) barrier_wait(barrier_at(shared, EMPTY_DQ), (number & 1) ^ 1);
+  const DqPlace before(number - DQ_STAGES);
+  if (lane == 0) barrier_wait(barrier_at(shared, EMPTY_DQ + before.barrier), before.phase);
 #else
   if (lane == 0) bulk_wait_read();
 #endif
@@ -447,17 +496,17 @@ DEVICE void stage_dq(const float (&dq)[N], u32 shared, [[maybe_unused]] int numb
   for (int n = 0; n < N / 4; ++n)
     store_shared_float4(to + n * 512, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
-// Adds the staged rows to the sums at `to`; ORDERED: hands them to send_tiles. Adds by one thread of the producer take
-// 3 to 14 % longer in a free order.
+// Adds part `number` to the sums at `to`; ORDERED: hands it to send_tiles. Adds by one thread of the producer take 3 to
+// 14 % longer in a free order.
 template <int N>
-DEVICE void send_dq([[maybe_unused]] float* to, u32 shared) {
+DEVICE void send_dq([[maybe_unused]] float* to, u32 shared, u32 number) {
   fence_async_proxy();  // the copy engine reads what every lane stored
 #if ORDERED
-  release(barrier_at(shared, FULL_DQ));
+  release(barrier_at(shared, FULL_DQ + DqPlace(number).barrier));
 #else
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
-    bulk_add_f32(to, staging_of_warp<N>(shared), N * 128);
+    bulk_add_f32(to, staging_of_warp<N>(shared, number), N * 128);
     bulk_commit();
   }
 #endif
@@ -578,7 +627,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     accumulate_queries(sums.dv, weights, d_out);  // dV += P^T dO
 #if DQ_BULK
     if (step > 0) {
-      send_dq<DQ_COLUMNS / 2>(dq_to, shared);
+      send_dq<DQ_COLUMNS / 2>(dq_to, shared, step - 1);
 #if !ORDERED
       next_tile();
 #endif
@@ -651,7 +700,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   }
   wgmma_wait<0>();
 #if DQ_BULK
-  send_dq<DQ_COLUMNS / 2>(dq_to, shared);
+  send_dq<DQ_COLUMNS / 2>(dq_to, shared, num_steps - 1);
 #if !ORDERED
   if (lane == 0) bulk_wait_read();  // shared memory must last until the adds have read it
 #endif

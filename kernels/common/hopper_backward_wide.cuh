@@ -116,13 +116,13 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     multiply_keys(dq_block, ds, k_block);
     multiply_keys(dq_half, ds, k_half);
     wgmma_wait<1>();
-    stage_dq(dq_block, shared, 0);
-    send_dq<32>(dq_to + warpgroup * 16 * 128, shared);
+    stage_dq(dq_block, shared, 2 * step);
+    send_dq<32>(dq_to + warpgroup * 16 * 128, shared, 2 * step);
     wgmma_fence();
     multiply_queries<SPLIT_NONE>(scores, k, next_queries, key_split, 0);
     wgmma_wait<1>();
-    stage_dq(dq_half, shared, 1);
-    send_dq<16>(dq_to + (8 + warpgroup * 4) * 128, shared);
+    stage_dq(dq_half, shared, 2 * step + 1);
+    send_dq<16>(dq_to + (8 + warpgroup * 4) * 128, shared, 2 * step + 1);
     place.advance(block);
 #if !ORDERED
     // The same rows of the next tile, or of the next head's first.

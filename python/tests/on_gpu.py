@@ -34,10 +34,13 @@ def calls(tokens, grad=False, **order):
     gates = random(1, tokens, 16, 3, device=DEVICE, seed=8)
     *wide, _ = qkv(tokens, kv_heads=16, width=192, grad=grad)
     narrow = random(1, tokens, 16, 128, device=DEVICE, seed=10).requires_grad_(grad)
+    q64, k64, v64 = qkv(tokens, width=64, grad=grad)
     keep = min(1024, tokens // 4)
     return {
         "dense": lambda: sieve.attention(q, k, v, **order),
         "window": lambda: sieve.attention(q, k, v, window=keep, **order),
+        "dense, width 64": lambda: sieve.attention(q64, k64, v64, **order),
+        "window, width 64": lambda: sieve.attention(q64, k64, v64, window=keep, **order),
         "latent": lambda: sieve.attention(*wide, narrow, **order),
         "expiring": lambda: sieve.expiring_attention(q, k, v, rank, sieve.select(rank, keep=keep), **order),
         "dma": lambda: sieve.dma_attention(q, k, v, w_dt, a, keep=keep, local=keep // 8, slopes=[0.01] * 8, **order),
@@ -45,7 +48,7 @@ def calls(tokens, grad=False, **order):
         "infllm_v2": lambda: sieve.infllm_v2(q, k, v, blocks=sieve.NsaBlocks(), local=8, **order),
         "moba": lambda: sieve.moba(q, k, v, block=64, num_selected=16, **order),
         "msa": lambda: sieve.msa(q, k, v, v, k[:, :, :1], block=64, num_selected=16, **order),
-    }, [q, k, v, w_dt, a, *wide, narrow]
+    }, [q, k, v, w_dt, a, *wide, narrow, q64, k64, v64]
 
 
 def side_stream():
@@ -148,14 +151,14 @@ def graphs_of_plans():
             assert torch.equal(got, expected), f"{name}: run {turn}"
             del got
         with torch.no_grad():
-            inputs[0].neg_()
-            inputs[5].neg_()
+            for x in (inputs[0], inputs[5], inputs[8]):
+                x.neg_()
         got = [call() for _ in range(4)]
         # Outputs that stay alive are at other addresses, which get plain launches.
         assert not torch.equal(got[0], expected) and all(torch.equal(x, got[0]) for x in got), f"{name}: new values"
         with torch.no_grad():
-            inputs[0].neg_()
-            inputs[5].neg_()
+            for x in (inputs[0], inputs[5], inputs[8]):
+                x.neg_()
         assert torch.equal(call(), expected), f"{name}: the first values again"
 
     wrong = []
@@ -269,7 +272,8 @@ def deterministic():
                 if x is not None:
                     differ[n] += (x != y).any()
         if differ.any():
-            wrong[name] = dict(zip(("o", "q", "k", "v", "w_dt", "a", "wide q", "wide k", "narrow v"), differ.tolist()))
+            names = ("o", "q", "k", "v", "w_dt", "a", "wide q", "wide k", "narrow v", "q64", "k64", "v64")
+            wrong[name] = dict(zip(names, differ.tolist()))
     assert not wrong, f"passes of 1,000 with other bits: {wrong}"
 
 

@@ -7,7 +7,7 @@ from="--python-version 3.12 --only-binary=:all: --no-deps -q"; for libc in 2_28 
 dsl=4.8.1
 pip download $from --pre flash-attn-4==4.0.0b36 nvidia-cutlass-dsl==$dsl nvidia-cutlass-dsl-libs-{base,core,cu13}==$dsl quack-kernels==0.6.5 apache-tvm-ffi torch-c-dlpack-ext
 mkdir -p pk; for wheel in *.whl; do unzip -q -o "$wheel" -d pk; done
-tar -cf - pk | xz -3 -T0 | split -b 24M - "$dir/piece."
+tar -cf - pk | xz -9e -T0 | split -b 24M - "$dir/piece."
 cd "$dir"; rm -rf wheels
 echo 'cd "$(dirname "$0")"; cat piece.* | tar -xJf -' > unpack.sh
 du -sm piece.*

@@ -221,10 +221,16 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
         128 => (3, 2, 1),
         _ => (2, 2, 1),
     };
+    // In a fixed order a thread's adds, fence and signal of a tile of dq take longer than a step of 64 columns.
+    let (dq_stages, senders) = match (d, order) {
+        (64, SumOrder::Fixed) => (2, 2),
+        _ => (1, 1),
+    };
     let stages = q_stages + do_stages;
     // Each warp stages its part of dQ in shared memory before a bulk add to the sums: so many columns at a time.
     let dq_columns = if d > 128 { 128 } else { d };
-    let dq_bytes = 256 * dq_columns * dq_bulk;
+    let dq_bytes = 256 * dq_columns * dq_bulk * dq_stages;
+    let dq_barriers = if is_ordered { senders.max(dq_stages) } else { 0 };
     // Log-sum-exp and row sum of 64 queries: one f32 each, or 16 bytes each where they enter the GEMMs as one more K
     // step. With a bias also 16 bytes for each query's base and each key's bias.
     let stats_bytes = match source {
@@ -234,7 +240,7 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
         KeySource::Dense => do_stages * 512,
     };
     let tiles = (256 + 128 * q_stages) * d + (256 + 128 * do_stages) * d_v;
-    let shared = tiles + 32768 + dq_bytes + stats_bytes + (2 * (stages + is_ordered as usize) + 1) * 8 + 1024;
+    let shared = tiles + 32768 + dq_bytes + stats_bytes + (2 * (stages + dq_barriers) + 1) * 8 + 1024;
     let [consumer, producer] = if d == 192 { [240, 24] } else { [232, 40] };
     let name = match source.is_gathered() {
         true => "hopper_dma_attention_backward",
@@ -250,7 +256,10 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
         .shared_bytes(shared);
     let kernel = match order {
         SumOrder::Any => kernel,
-        SumOrder::Fixed => kernel.define("ORDERED", 1),
+        SumOrder::Fixed => kernel
+            .define("ORDERED", 1)
+            .define("DQ_STAGES", dq_stages)
+            .define("SENDERS", senders),
     };
     define_bias(kernel, source)
 }
