@@ -16,7 +16,7 @@ import json
 import shutil
 import statistics
 
-from learning_table import ROWS, base, metrics
+from learning_table import ROWS, WARMUP, base, metrics, recipe_of
 from runs import add_arguments, chart, finished, parsed, prepare, train
 
 KINDS = {
@@ -29,6 +29,7 @@ KINDS = {
     "InfLLM-V2": "InfLLM-V2",
     "MoBA": "MoBA",
     "MSA": "MSA",
+    WARMUP: WARMUP,
     "MLA": "MLA",
     "window + slope, 1 of 4 dense": "window 1024 + slope, 1 of 4 dense",
     "DMA, 1 of 4 dense": "DMA 1024, slope, r 128, 1 of 4 dense",
@@ -75,6 +76,7 @@ def run(job, runs, arguments, out):
     settings += [*ROWS["8192"][KINDS[kind]], f"optimizer.lr={rate}", f"training.seed={seed}", f"training.steps={steps}",
                  f"checkpoint.interval={steps}", f"validation.interval={steps}", *arguments.set]
     with open(f"{folder}.log", "a", encoding="utf-8") as log:
+        recipe = recipe_of(KINDS[kind], recipe, steps, out)
         command = [arguments.sieve, "train", "--recipe", recipe, "--out", str(folder)]
         if runs.run(command + [part for key in settings for part in ("--set", key)], log, log) != 0:
             return None
