@@ -16,7 +16,7 @@ import statistics
 import time
 
 from needle_corpus import document
-from runs import on_devices, prepare
+from runs import metrics, num_steps, on_devices, prepare, trained
 
 SLOPE = ["attention.bias=linear", "attention.recency=slope"]
 PUBLISHED = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"]
@@ -184,13 +184,6 @@ def base(kind, arguments, out):
     ]
 
 
-def metrics(folder):
-    try:
-        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    except OSError:
-        return []
-
-
 def line(kind, name, folder):
     rows = metrics(folder)
     checks = [row for row in rows if row["kind"] == "validation"]
@@ -230,19 +223,11 @@ def train(job, runs, arguments, out):
     folder = out / f"{label}-{name.replace(' ', '-').replace(',', '')}-{seed}"
     recipe, settings = base(kind, arguments, out)
     settings = settings + [f"training.seed={seed}"] + ROWS[kind][name] + arguments.set
-    wanted = int(next(value.split("=")[1] for value in settings if value.startswith("training.steps=")))
-
-    def done():
-        return wanted in [row["step"] for row in metrics(folder) if row["kind"] == "validation"]
-
+    recipe = recipe_of(name, recipe, num_steps(settings), out)
+    is_done = trained(folder, recipe, settings, runs, arguments) is not None
     with open(f"{folder}.log", "a", encoding="utf-8") as log:
-        if not done():
-            command = [arguments.sieve, "train", "--recipe", recipe_of(name, recipe, wanted, out), "--out", str(folder)]
-            command += [part for setting in settings for part in ("--set", setting)]
-            command += ["--resume"] if (folder / "checkpoint").exists() else []
-            runs.run(command, log, log)
         report = pathlib.Path(f"{folder}.eval.json")
-        if arguments.evaluate and done() and not report.exists():
+        if arguments.evaluate and is_done and not report.exists():
             lengths = [int(value.split("=")[1]) for value in settings if value.startswith("training.seq_len=")]
             # Half a row apart, so that most predictions see much.
             words = WORDS + ["--stride", str((lengths or [2048])[-1] // 2)]
