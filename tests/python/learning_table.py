@@ -53,7 +53,7 @@ NEEDLES = ["needle", "--depths", "0,10,20,30,40,50,60,70,80,90,100", "--needles"
 SHORT_NSA = [
     "attention.kind=nsa", "attention.compress_block_size=16", "attention.compress_stride=8", "attention.compress=mlp",
     "attention.compress_hidden_size=32", "attention.select_block_size=16", "attention.num_selected_blocks=4",
-    "attention.window_size=64", "attention.shared_kv=true",
+    "attention.window_size=64", "attention.shared_kv=true", "model.intermediate_size=384",
 ]
 
 
