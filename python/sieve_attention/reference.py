@@ -112,8 +112,9 @@ def nsa_branches(q, k, v, compressed_k, compressed_v, blocks, *, window, chosen=
     return (coarse, masked_attention(q, k, v, tile), attention(q, k, v, window=window)), chosen
 
 
-def chosen_blocks(q, k, blocks, rule, first, local, scale=None):
-    """Which blocks each query chooses, [batch, choosers, tokens, blocks]; one document a row.
+def block_importance(q, k, blocks, rule, first, local, scale=None):
+    """How much each query wants a block, [batch, choosers, tokens, blocks]; one document a row. Blocks that are chosen
+    in any case have inf, later blocks -inf.
 
     A KV head chooses by "largest_probability", a query head else. q and k by "largest_score" are an indexer's.
     """
@@ -141,10 +142,16 @@ def chosen_blocks(q, k, blocks, rule, first, local, scale=None):
         importance = (p[..., None] * meets).amax(-2)
     own = (i // blocks.selected)[:, None]
     forced = (block > own - local) | ((block == 0) & first)
-    importance = importance.masked_fill(forced, float("inf")).masked_fill(block > own, float("-inf"))
+    return importance.masked_fill(forced, float("inf")).masked_fill(block > own, float("-inf"))
+
+
+def chosen_blocks(q, k, blocks, rule, first, local, scale=None):
+    """Which blocks each query chooses, of the shape of `block_importance`; of equal blocks the later ones."""
+    importance = block_importance(q, k, blocks, rule, first, local, scale)
     order = importance.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-    best = count - 1 - order[..., : blocks.num_selected]
-    return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True) & (block <= own)
+    best = importance.shape[-1] - 1 - order[..., : blocks.num_selected]
+    later = importance == float("-inf")
+    return torch.zeros_like(later).scatter_(-1, best, True) & ~later
 
 
 def block_attention(q, k, v, chosen, size, scale=None):

@@ -7,8 +7,7 @@
 Run from the repository's root. Each kind is trained with --rate-steps steps and seed 0 at each rate of --rates, and at
 one further rate while the best one is an edge; then with --steps steps at its best rate with every seed. Text and rows
 are those of learning_table.py. OUT/rates.jsonl gets a line for each finished run; runs that have one are not repeated,
-so a call that was cut off resumes. A device named twice takes two
-runs at a time. docs/rates.jsonl holds the runs of docs/results.md. Needs nothing but Python.
+so a call that was cut off resumes. A device named twice takes two runs at a time. docs/rates.jsonl holds the runs of docs/results.md. Needs nothing but Python.
 """
 
 import argparse
@@ -16,8 +15,8 @@ import json
 import shutil
 import statistics
 
-from learning_table import ROWS, base, metrics
-from runs import add_arguments, chart, finished, parsed, prepare, train
+from learning_table import ROWS, WARMUP, base, recipe_of
+from runs import add_arguments, chart, finished, parsed, prepare, train, trained
 
 KINDS = {
     "dense": "dense",
@@ -29,6 +28,7 @@ KINDS = {
     "InfLLM-V2": "InfLLM-V2",
     "MoBA": "MoBA",
     "MSA": "MSA",
+    WARMUP: WARMUP,
     "MLA": "MLA",
     "window + slope, 1 of 4 dense": "window 1024 + slope, 1 of 4 dense",
     "DMA, 1 of 4 dense": "DMA 1024, slope, r 128, 1 of 4 dense",
@@ -70,15 +70,12 @@ def run(job, runs, arguments, out):
     """The line of one run, or None: at the deadline, or where training failed (its log says why)."""
     kind, rate, seed, steps = job
     folder = out / f"{kind.replace(' ', '-').replace(',', '')}-{rate}-{seed}-{steps}"
-    shutil.rmtree(folder, ignore_errors=True)  # cut off before
     recipe, settings = base("8192", arguments, out)
     settings += [*ROWS["8192"][KINDS[kind]], f"optimizer.lr={rate}", f"training.seed={seed}", f"training.steps={steps}",
-                 f"checkpoint.interval={steps}", f"validation.interval={steps}", *arguments.set]
-    with open(f"{folder}.log", "a", encoding="utf-8") as log:
-        command = [arguments.sieve, "train", "--recipe", recipe, "--out", str(folder)]
-        if runs.run(command + [part for key in settings for part in ("--set", key)], log, log) != 0:
-            return None
-    lines = metrics(folder)
+                 f"checkpoint.interval={max(steps // 2, 1)}", f"validation.interval={steps}", *arguments.set]
+    lines = trained(folder, recipe_of(KINDS[kind], recipe, steps, out), settings, runs, arguments)
+    if lines is None:
+        return None
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     check = [line for line in lines if line["kind"] == "validation"][-1]
     return {"kind": kind, "rate": rate, "seed": seed, "steps": steps, "loss": round(check["loss"], 4),

@@ -8,7 +8,9 @@ Run from the repository's root. A first run of --probe-steps steps measures a ki
 their learning-rate schedule follow; its rate is the kind's best of docs/rates.jsonl. Every step holds 32,768 tokens, or
 one row where that is longer. The time is that of training steps: starting, preparing data and validation are not
 counted, and the line says how long the steps took. OUT/equal_time.jsonl gets a line for each finished run; runs that
-have one are not repeated. Needs nothing but Python.
+have one are not repeated, and a run that was cut off goes on from its last checkpoint, one a minute. A line has the
+training loss over seconds, with --evaluate the loss by tokens seen and on words last used far back, and of MSA the
+indexer's KL, recall and entropy, whose curves --draw adds. Needs nothing but Python.
 """
 
 import argparse
@@ -18,23 +20,17 @@ import shutil
 import statistics
 
 from best_rates import KINDS as NAMES
-from learning_table import ROWS, base, metrics
-from runs import add_arguments, chart, finished, parsed, prepare, train_missing
+from learning_table import ROWS, WARMUP, base, recipe_of
+from runs import add_arguments, chart, finished, num_steps, parsed, prepare, train_missing, trained
 
 # Kind: its best learning rate in docs/rates.jsonl.
 RATES = {"dense": 1.5e-3, "window": 1.5e-3, "window + slope": 1.5e-3, "DMA": 1.5e-3, "NSA": 7.5e-4, "InfLLM-V2": 7.5e-4,
-         "MoBA": 1.5e-3, "MSA": 3e-3, "MLA": 3.75e-4, "window + slope, 1 of 4 dense": 1.5e-3, "DMA, 1 of 4 dense": 1.5e-3}
+         "MoBA": 1.5e-3, "MSA": 3e-3, WARMUP: 3e-3, "MLA": 3.75e-4, "window + slope, 1 of 4 dense": 1.5e-3, "DMA, 1 of 4 dense": 1.5e-3}
 KEY = ("kind", "length", "minutes", "seed")
 
 
-def trained(folder, keys, runs, arguments):
-    """The metrics of one training run, or None where it failed or was cut off."""
-    shutil.rmtree(folder, ignore_errors=True)
-    recipe, settings = base("8192", arguments, arguments.out)
-    command = [arguments.sieve, "train", "--recipe", recipe, "--out", str(folder)]
-    command += [part for key in settings + keys + arguments.set for part in ("--set", key)]
-    with open(f"{folder}.log", "a", encoding="utf-8") as log:
-        return metrics(folder) if runs.run(command, log, log) == 0 else None
+FAR = ["1024", "4096", "16384", "65536"]
+INDEXER = {"index_kl": "KL of the indexer, nats", "index_recall": "its recall", "index_entropy": "its entropy, nats"}
 
 
 def steps_of(lines):
@@ -49,35 +45,55 @@ def run(job, runs, arguments):
     keys = [f"training.seq_len={length}", f"training.local_batch_size={batch}", f"training.seed={seed}",
             f"model.max_position_embeddings={max(length, 8192)}", f"optimizer.lr={RATES[kind]}",
             *ROWS["8192"][NAMES[kind]]]
-    length_of = lambda count: [f"training.steps={count}", f"checkpoint.interval={count}", f"validation.interval={count}",
-                               f"lr_scheduler.warmup_steps={max(count // 8, 1)}"]
-    probe = trained(arguments.out / f"{name}-probe", keys + length_of(arguments.probe_steps) + ["metrics.log_freq=1"], runs, arguments)
-    if probe is None:
-        return None
-    late = steps_of(probe)[arguments.probe_steps // 2:]
-    speed = statistics.median(line["tokens_per_second"] for line in late)
-    count = max(int(minutes * 60 * speed / (length * batch)), 2)
-    lines = trained(folder, keys + length_of(count), runs, arguments)
+    recipe, settings = base("8192", arguments, arguments.out)
+    in_steps = lambda count, saved: [
+        *settings, *keys, f"training.steps={count}", f"checkpoint.interval={max(count // saved, 1)}",
+        "checkpoint.keep_latest_k=1", f"validation.interval={count}", f"lr_scheduler.warmup_steps={max(count // 8, 1)}",
+        *arguments.set]
+    planned = pathlib.Path(f"{folder}.steps")  # a run that was cut off keeps the steps of its probe
+    if not planned.exists():
+        probe = in_steps(arguments.probe_steps, 1) + ["metrics.log_freq=1"]
+        lines = trained(arguments.out / f"{name}-probe", recipe, probe, runs, arguments)
+        if lines is None:
+            return None
+        late = steps_of(lines)[arguments.probe_steps // 2:]
+        speed = statistics.median(line["tokens_per_second"] for line in late)
+        planned.write_text(str(max(int(minutes * 60 * speed / (length * batch)), 2)))
+    settings = in_steps(int(planned.read_text()), max(round(minutes), 1))
+    count = num_steps(settings)
+    lines = trained(folder, recipe_of(NAMES[kind], recipe, count, arguments.out), settings, runs, arguments)
     if lines is None:
         return None
     steps = steps_of(lines)
-    report, words = None, ["--recipe-validation", "--by-position", "--far", "1024", "4096", "16384", "--stride", str(length // 2)]
+    report, words = None, ["--recipe-validation", "--by-position", "--far", *FAR, "--stride", str(length // 2)]
     if arguments.evaluate:
-        with open(f"{folder}.eval.json", "w", encoding="utf-8") as output, open(f"{folder}.log", "a", encoding="utf-8") as log:
-            if runs.run([arguments.sieve, "eval", "ppl", *words, "--checkpoint", str(folder), "--json"], output, log) == 0:
-                report = json.loads(pathlib.Path(f"{folder}.eval.json").read_text())
+        command = [arguments.sieve, "eval", "ppl", *words, "--checkpoint", str(folder), "--json"]
+        with open(f"{folder}.eval.json", "w", encoding="utf-8") as output, open(f"{folder}.log", "a") as log:
+            if runs.run(command, output, log) != 0:
+                return None
+        report = json.loads(pathlib.Path(f"{folder}.eval.json").read_text())
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     check = [line for line in lines if line["kind"] == "validation"][-1]
     rates = [line["tokens_per_second"] for line in steps]
     far = {str(one["more_than"]): round(one["far"]["loss"], 4) for one in report["by_word"]["again"]
            if one["far"]["num_tokens"]} if report else {}
+    positions = [[bin["from"], round(bin["loss"], 4)] for bin in report["by_position"]
+                 if bin["num_tokens"]] if report else []
+    # The median step, but of a warm-up's dense steps, a tenth of all, their own.
+    dense = rates[:len(rates) // 10] if NAMES[kind] == WARMUP else []
+    each = [statistics.median(part) for part in (dense, rates[len(dense):]) for _ in part]
+    seconds = count * length * batch * statistics.mean(1 / rate for rate in each)
     size = -(-len(steps) // 24)  # means of that many logged steps, by the seconds that training had taken
-    curve = [[round(statistics.mean(line["step"] for line in part) * length * batch / statistics.median(rates), 1),
-              round(statistics.mean(line["loss"] for line in part), 4)]
-             for part in (steps[at:at + size] for at in range(0, len(steps), size))]
+    parts = [steps[at:at + size] for at in range(0, len(steps), size)]
+    means = lambda part, value: [round(statistics.mean(line["step"] for line in part) * seconds / count, 1),
+                                 round(statistics.mean(map(value, part)), 4)]
+    curve = [means(part, lambda line: line["loss"]) for part in parts]
+    of_indexer = {key: [means(part, lambda line: line["attention"][key]) for part in parts] for key in INDEXER
+                  if all(key in (line["attention"] or {}) for line in steps)}
     return {"kind": kind, "length": length, "minutes": minutes, "seed": seed, "steps": count, "tokens": count * length * batch,
-            "tokens_per_second": round(statistics.median(rates)), "seconds": round(count * length * batch / statistics.median(rates), 1),
-            "loss": round(check["loss"], 4), "bits_per_byte": round(check["bits_per_byte"], 4), "far": far, "curve": curve}
+            "tokens_per_second": round(statistics.median(rates)), "seconds": round(seconds, 1),
+            "loss": round(check["loss"], 4), "bits_per_byte": round(check["bits_per_byte"], 4), "far": far,
+            "by_position": positions, "curve": curve, **of_indexer}
 
 
 def chosen(rows, arguments):
@@ -90,10 +106,10 @@ def chosen(rows, arguments):
 
 
 def table(rows, arguments):
-    far = ["1024", "4096", "16384"]
+    far = FAR
     print(f"rows of {arguments.length}, {arguments.minutes:g} minutes of training each\n")
     print("| attention | loss, a number a seed | bits per byte | tokens/s | tokens | " + " | ".join(f"far > {x}" for x in far) + " |")
-    print("|---|" + "---|" * 7)
+    print("|---|" + "---|" * (4 + len(far)))
     order = sorted(chosen(rows, arguments).items(), key=lambda pair: statistics.mean(row["loss"] for row in pair[1]))
     for kind, runs in order:
         mean = lambda values: f"{statistics.mean(values):.3f}" if values else ""
@@ -108,10 +124,14 @@ def drawn(rows, arguments):
     """Training loss over minutes (the first seed), and the last validation losses."""
     found = chosen(rows, arguments)
     ends = sorted(found, key=lambda kind: statistics.mean(row["loss"] for row in found[kind]))
-    curves = {kind: [(seconds / 60, [loss]) for seconds, loss in runs[0]["curve"][2:]] for kind, runs in found.items()}
-    return chart([(f"training loss, rows of {arguments.length}", curves, None, "minutes, logarithmic"),
-                  (f"validation loss after {arguments.minutes:g} minutes",
-                   {kind: [(kind, [row["loss"] for row in found[kind]])] for kind in ends}, ends, "a dot a seed")], list(found))
+    over_minutes = lambda key: {kind: [(seconds / 60, [value]) for seconds, value in runs[0][key][2:]]
+                                for kind, runs in found.items() if key in runs[0]}
+    minutes = "minutes, logarithmic"
+    panels = [(f"training loss, rows of {arguments.length}", over_minutes("curve"), None, minutes),
+              (f"validation loss after {arguments.minutes:g} minutes",
+               {kind: [(kind, [row["loss"] for row in found[kind]])] for kind in ends}, ends, "a dot a seed")]
+    panels += [(title, over_minutes(key), None, minutes) for key, title in INDEXER.items() if over_minutes(key)]
+    return chart(panels, list(found))
 
 
 def main():

@@ -16,7 +16,7 @@ import statistics
 import time
 
 from needle_corpus import document
-from runs import on_devices, prepare
+from runs import metrics, num_steps, on_devices, prepare, trained
 
 SLOPE = ["attention.bias=linear", "attention.recency=slope"]
 PUBLISHED = ["attention.bias=exp", "attention.recency=none", "attention.local_window_size=0"]
@@ -46,7 +46,15 @@ MLA = [
     "attention.kind=mla", "attention.kv_lora_rank=192", "attention.qk_rope_head_dim=64", "model.num_key_value_heads=6",
     "model.intermediate_size=2224",
 ]
-NEEDLES = ["needle", "--lengths", "512,1024", "--depths", "0,10,20,30,40,50,60,70,80,90,100", "--needles", "9"]
+# The same, and a tenth of the steps dense before it, in which the indexer learns from all keys.
+WARMUP = "MSA, warm-up"
+NEEDLES = ["needle", "--depths", "0,10,20,30,40,50,60,70,80,90,100", "--needles", "9", "--lengths"]
+# As many keys as a window of 128: half in the window, half in blocks of 16.
+SHORT_NSA = [
+    "attention.kind=nsa", "attention.compress_block_size=16", "attention.compress_stride=8", "attention.compress=mlp",
+    "attention.compress_hidden_size=32", "attention.select_block_size=16", "attention.num_selected_blocks=4",
+    "attention.window_size=64", "attention.shared_kv=true", "model.intermediate_size=384",
+]
 
 
 def dma(window, local, *settings):
@@ -84,6 +92,7 @@ ROWS = {
         "InfLLM-V2": INFLLM_V2,
         "MoBA": MOBA,
         "MSA": MSA,
+        WARMUP: MSA,
     },
     "2048": {
         "dense": ["attention.kind=mha"],
@@ -121,48 +130,58 @@ ROWS = {
         "DMA 128 as published": dma(128, 0, *PUBLISHED),
         "DMA 128, slope, r 32, 1 of 4 dense": dma(128, 32, *SLOPE, *ONE_DENSE),
         "window 128 + slope, 1 of 4 dense": dma(128, 128, *SLOPE, *ONE_DENSE),
+        "NSA": SHORT_NSA,
     },
 }
 
 
-def restated_numbers(path):
-    """The documents of the set "recall", as JSON lines."""
-    draw = random.Random(0)
+def restated_numbers(path, length):
+    """The documents of the set "recall", as JSON lines: 20 to 60 sentences for each 1024 tokens of a row."""
+    draw, scale = random.Random(0), length // 1024
     with open(path, "w", encoding="utf-8") as file:
-        for _ in range(12_000):
-            file.write(json.dumps({"text": document(draw, draw.randrange(20, 60))}) + "\n")
+        for _ in range(12_000 // scale):
+            file.write(json.dumps({"text": document(draw, draw.randrange(20 * scale, 60 * scale))}) + "\n")
+
+
+def staged(path, stages):
+    """The recipe of the 80M runs with `stages`, each the lines of a [[stage]]."""
+    text = pathlib.Path("recipes/code_80m.toml").read_text()
+    path.write_text(text + "".join(f"[[stage]]\n{stage}\n" for stage in stages))
+    return str(path)
+
+
+def recipe_of(name, recipe, steps, out):
+    """The recipe of a row of `steps` steps: `recipe`, with a stage before it where the indexer warms up."""
+    if name != WARMUP:
+        return recipe
+    warmup = max(steps // 10, 1)
+    stages = [f"steps = {warmup}\nindex_warmup = true", f"steps = {steps - warmup}"]
+    return staged(out / f"warm-up-{steps}.toml", stages)
 
 
 def base(kind, arguments, out):
     """Recipe and settings that the rows of a set share."""
-    text, cache = (out / "facts.jsonl", out / "facts") if kind == "recall" else (arguments.text, out / "code")
+    facts = f"facts-{arguments.recall_length}" if kind == "recall" else ""
+    text, cache = (out / f"{facts}.jsonl", out / facts) if facts else (arguments.text, out / "code")
     settings = ['model.layer_types=["sparse"]', f'data.paths=["{text}"]', "data.format=jsonl", f'data.cache_dir="{cache}"']
     if kind != "recall":
         steps = arguments.steps
         if kind == "lengthened":
-            recipe = out / "lengthened.toml"
-            stages = f"[[stage]]\nsteps = {steps // 4}\n[[stage]]\nsteps = 50\nseq_len = 8192\nrope_theta = 100000.0\n"
-            stages += "local_batch_size = 4\n"
-            recipe.write_text(pathlib.Path("recipes/code_80m.toml").read_text() + stages)
-            return str(recipe), settings + [
+            long = "steps = 50\nseq_len = 8192\nrope_theta = 100000.0\nlocal_batch_size = 4"
+            recipe = staged(out / "lengthened.toml", [f"steps = {steps // 4}", long])
+            return recipe, settings + [
                 f"training.steps={steps // 4 + 50}", f"checkpoint.interval={steps // 4 + 50}",
                 "validation.interval=50", "metrics.log_freq=1"]
         steps = int(steps * STEPS.get(kind, 1))
         return "recipes/code_80m.toml", settings + (LONG if kind != "2048" else []) + [
             f"training.steps={steps}", f"checkpoint.interval={max(steps // 2, 1)}"]
-    steps = int(arguments.steps * STEPS[kind])
+    steps, length = int(arguments.steps * STEPS[kind]), arguments.recall_length
     return "recipes/quickstart.toml", settings + [
-        "tokenizer.train.vocab_size=512", "model.max_position_embeddings=1024", "training.seq_len=1024",
-        "training.local_batch_size=16", f"training.steps={steps}", "optimizer.lr=2e-3",
+        "tokenizer.train.vocab_size=512", f"model.max_position_embeddings={max([length, *arguments.needle_lengths])}",
+        f"training.seq_len={length}", f"training.local_batch_size={max(16384 // length, 1)}",
+        f"training.steps={steps}", "optimizer.lr=2e-3",
         f"validation.interval={max(steps // 4, 1)}", f"checkpoint.interval={max(steps // 4, 1)}",
     ]
-
-
-def metrics(folder):
-    try:
-        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    except OSError:
-        return []
 
 
 def line(kind, name, folder):
@@ -200,26 +219,20 @@ def evaluation(kind, folder):
 
 def train(job, runs, arguments, out):
     kind, name, seed = job
-    folder = out / f"{kind}-{name.replace(' ', '-').replace(',', '')}-{seed}"
+    label = f"recall-{arguments.recall_length}" if kind == "recall" else kind
+    folder = out / f"{label}-{name.replace(' ', '-').replace(',', '')}-{seed}"
     recipe, settings = base(kind, arguments, out)
     settings = settings + [f"training.seed={seed}"] + ROWS[kind][name] + arguments.set
-    wanted = int(next(value.split("=")[1] for value in settings if value.startswith("training.steps=")))
-
-    def done():
-        return wanted in [row["step"] for row in metrics(folder) if row["kind"] == "validation"]
-
+    recipe = recipe_of(name, recipe, num_steps(settings), out)
+    is_done = trained(folder, recipe, settings, runs, arguments) is not None
     with open(f"{folder}.log", "a", encoding="utf-8") as log:
-        if not done():
-            command = [arguments.sieve, "train", "--recipe", recipe, "--out", str(folder)]
-            command += [part for setting in settings for part in ("--set", setting)]
-            command += ["--resume"] if (folder / "checkpoint").exists() else []
-            runs.run(command, log, log)
         report = pathlib.Path(f"{folder}.eval.json")
-        if arguments.evaluate and done() and not report.exists():
+        if arguments.evaluate and is_done and not report.exists():
             lengths = [int(value.split("=")[1]) for value in settings if value.startswith("training.seq_len=")]
             # Half a row apart, so that most predictions see much.
             words = WORDS + ["--stride", str((lengths or [2048])[-1] // 2)]
-            what = NEEDLES if kind == "recall" else words
+            needles = [*NEEDLES, ",".join(map(str, arguments.needle_lengths))]
+            what = needles if kind == "recall" else words
             unfinished = report.with_suffix(".part")
             with open(unfinished, "w", encoding="utf-8") as output:
                 status = runs.run([arguments.sieve, "eval", *what, "--checkpoint", str(folder), "--json"], output, log)
@@ -238,6 +251,8 @@ def main():
     parser.add_argument("--steps", type=int, default=1600, help="of the 80M runs; restated numbers: 2.5 times as many")
     parser.add_argument("--rows", nargs="+", metavar="SET/NAME/SEED", help="these rows alone, in this order")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for every row")
+    parser.add_argument("--recall-length", type=int, default=1024, help="tokens of the set recall's rows, 1024 or more")
+    parser.add_argument("--needle-lengths", nargs="+", type=int, default=[512, 1024], help="of the set recall")
     parser.add_argument("--evaluate", action="store_true", help="read each trained model with sieve eval")
     parser.add_argument("--seconds", type=float, default=1e6, help="stop after this time; the next call goes on")
     parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="one process each: cuda:0 cuda:1 …, or cpu")
@@ -253,8 +268,9 @@ def main():
         if unknown:
             parser.error(f"no such row: {', '.join(unknown)}")
     kinds = {kind for kind, _, _ in jobs}
-    if "recall" in kinds and not (out / "facts.jsonl").exists():
-        restated_numbers(out / "facts.jsonl")
+    facts = out / f"facts-{arguments.recall_length}.jsonl"
+    if "recall" in kinds and not facts.exists():
+        restated_numbers(facts, arguments.recall_length)
     for kind in sorted({kind if kind == "recall" else "8192" for kind in kinds}):  # tokenised once, before all runs
         recipe, settings = base(kind, arguments, out)
         prepare(arguments, recipe, settings + arguments.set)

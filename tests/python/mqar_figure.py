@@ -5,9 +5,10 @@
 
 Run from the repository's root. Each run trains recipes/mqar_mha.toml with one kind of attention on samples of LENGTH
 tokens with LENGTH / 16 pairs, and easier kinds of samples beside them, then `sieve eval mqar` asks 200 unseen samples.
-A window, DMA's slots and what NSA reads are a quarter of the length. OUT/mqar.jsonl gets a line for each finished run;
-runs that have one are not repeated, so a call that was cut off resumes. A device named twice takes two runs at a time.
-The table has the mean over the seeds, and every seed. Needs nothing but Python.
+A window, DMA's slots and what NSA, InfLLM-V2, MoBA and MSA (without its warm-up) read are a quarter of the length.
+OUT/mqar.jsonl gets a line for each finished run; runs that have one are not repeated, so a call that was cut off
+resumes. A device named twice takes two runs at a time. The table has the mean over the seeds, and every seed. Needs
+nothing but Python.
 """
 
 import argparse
@@ -38,6 +39,19 @@ def nsa(kept):
             "attention.shared_kv=true"]
 
 
+def blocks(kind, kept, *settings):
+    """A quarter of the keys in blocks of the same size as NSA's."""
+    block = 8 if kept < 128 else 32
+    return [f"attention.kind={kind}", f"attention.select_block_size={block}",
+            f"attention.num_selected_blocks={kept // block}", *settings]
+
+
+def infllm_v2(kept):
+    block = 8 if kept < 128 else 32
+    return blocks("infllm_v2", kept, f"attention.compress_block_size={block}",
+                  f"attention.compress_stride={block // 2}", f"attention.num_local_blocks={kept // block // 2}")
+
+
 # Name, then settings for a quarter of the length and a width.
 KINDS = {
     "dense": lambda kept, width: ["attention.kind=mha"],
@@ -48,6 +62,9 @@ KINDS = {
     "NSA": lambda kept, width: nsa(kept),
     "DMA as published": lambda kept, width: dma(kept, 0, "exp", "none"),
     "DMA": lambda kept, width: dma(kept, kept // 8, "linear", "slope"),
+    "InfLLM-V2": lambda kept, width: infllm_v2(kept),
+    "MoBA": lambda kept, width: blocks("moba", kept),
+    "MSA": lambda kept, width: blocks("msa", kept),
 }
 
 

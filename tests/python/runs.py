@@ -96,6 +96,32 @@ def prepare(arguments, recipe, settings):
                    + [part for setting in settings for part in ("--set", setting)], check=True)
 
 
+def metrics(folder):
+    """The lines of a run's metrics.jsonl, or none."""
+    try:
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    except OSError:
+        return []
+
+
+def num_steps(settings):
+    return int([key.split("=")[1] for key in settings if key.startswith("training.steps=")][-1])
+
+
+def trained(folder, recipe, settings, runs, arguments):
+    """Trains in `folder`, from its last checkpoint where an earlier call was cut off, up to the validation after the
+    last step. Returns the metrics, or None where the run failed or was cut off (its log says why)."""
+    steps = num_steps(settings)
+    done = lambda: any(line["kind"] == "validation" and line["step"] == steps for line in metrics(folder))
+    command = [arguments.sieve, "train", "--recipe", recipe, "--out", str(folder)]
+    command += [part for key in settings for part in ("--set", key)]
+    command += ["--resume"] if (folder / "config.toml").exists() else []
+    if not done():
+        with open(f"{folder}.log", "a", encoding="utf-8") as log:
+            runs.run(command, log, log)
+    return metrics(folder) if done() else None
+
+
 def train_missing(jobs, run, arguments, path, rows):
     """Trains the jobs that have no line yet, in their order; see `train`."""
     train(lambda rows: [job for job in jobs if job not in rows], run, arguments, path, rows)

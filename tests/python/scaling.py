@@ -6,7 +6,7 @@
 
 Run from the repository's root. A run trains one kind at one size (millions of parameters besides the embedding, the same
 for all kinds to 1 %: the feed-forward layers give up what a kind's attention takes) with 20 tokens a parameter, or fewer
-where --max-tokens ends it, rows of 2048, windows and DMA's slots 512. The learning rate is the size's, times what the
+where --max-tokens ends it (marked *), rows of 2048, windows and DMA's slots 512. The learning rate is the size's, times what the
 kind wanted in docs/rates.jsonl. OUT/scaling.jsonl gets a line for each finished run; runs that have one are not
 repeated. A device named twice takes two runs at a time. The slope is nats by which the loss falls when parameters
 double, from a line through the sizes that were trained in full. Needs nothing but Python.
@@ -19,11 +19,12 @@ import shutil
 import statistics
 import subprocess
 
-from learning_table import INFLLM_V2, MOBA, MSA, PUBLISHED, SLOPE, dma, metrics, window
-from runs import add_arguments, chart, finished, parsed, prepare, train_missing
+from learning_table import INFLLM_V2, MOBA, MSA, PUBLISHED, SLOPE, dma, window
+from runs import add_arguments, chart, finished, metrics, parsed, prepare, train_missing, trained
 
 # Size in millions: layers, width, heads of 64, rate.
-SIZES = {2: (4, 192, 3, 4e-3), 5: (6, 256, 4, 3e-3), 10: (8, 320, 5, 2e-3), 20: (10, 384, 6, 2e-3)}
+SIZES = {2: (4, 192, 3, 4e-3), 5: (6, 256, 4, 3e-3), 10: (8, 320, 5, 2e-3), 20: (10, 384, 6, 2e-3),
+         80: (12, 768, 12, 1.5e-3)}
 NSA = ["attention.kind=nsa", "attention.compress_block_size=32", "attention.compress_stride=16", "attention.compress=mlp",
        "attention.compress_hidden_size=32", "attention.select_block_size=64", "attention.num_selected_blocks=8",
        "attention.window_size=256", "attention.shared_kv=true"]
@@ -82,8 +83,8 @@ def settings(kind, size, seed, arguments):
     rate = SIZES[size][3] * KINDS[kind][1]
     return keys + [
         "training.seq_len=2048", f"training.local_batch_size={rows}", f"training.steps={steps}", f"training.seed={seed}",
-        f"optimizer.lr={rate}", f"lr_scheduler.warmup_steps={max(min(steps // 20, 200), 1)}", f"checkpoint.interval={steps}",
-        f"validation.interval={steps}", "metrics.log_freq=50", "generation.max_new_tokens=1",
+        f"optimizer.lr={rate}", f"lr_scheduler.warmup_steps={max(min(steps // 20, 200), 1)}", 
+        f"checkpoint.interval={max(steps // 4, 1)}", "checkpoint.keep_latest_k=1", f"validation.interval={steps}", "metrics.log_freq=50", "generation.max_new_tokens=1",
     ]
 
 
@@ -96,13 +97,10 @@ def run(job, runs, arguments):
     """The line of one run, or None."""
     kind, size, seed = job
     folder = arguments.out / f"{kind.replace(' ', '-')}-{size}-{seed}"
-    shutil.rmtree(folder, ignore_errors=True)  # cut off before
     keys = settings(kind, size, seed, arguments) + text(arguments)
-    with open(f"{folder}.log", "a", encoding="utf-8") as log:
-        command = [arguments.sieve, "train", "--recipe", "recipes/code_80m.toml", "--out", str(folder)]
-        if runs.run(command + [part for key in keys for part in ("--set", key)], log, log) != 0:
-            return None
-    lines = metrics(folder)
+    lines = trained(folder, "recipes/code_80m.toml", keys, runs, arguments)
+    if lines is None:
+        return None
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     ahead = plan(arguments, keys)
     check = [line for line in lines if line["kind"] == "validation"][-1]
@@ -117,6 +115,10 @@ def cells(rows):
     for (kind, size, _), row in sorted(rows.items(), key=lambda pair: pair[0][1:]):
         found.setdefault((kind, size), []).append(row)
     return found
+
+
+def is_full(row):
+    return row["tokens"] > 19.9 * row["parameters"]
 
 
 def slope(points):
@@ -135,10 +137,11 @@ def table(rows, arguments):
     found = cells(rows)
     print("| attention | " + " | ".join(f"{size}M" for size in SIZES) + " | nats a doubling |\n|---|" + "---|" * (len(SIZES) + 1))
     for kind in arguments.kinds:
-        losses = [[row["loss"] for row in found.get((kind, size), [])] for size in SIZES]
-        full = [(row["parameters"], row["loss"]) for size in SIZES for row in found.get((kind, size), [])
-                if row["tokens"] > 19.9 * row["parameters"]]
-        print(f"| {kind} | " + " | ".join(", ".join(f"{loss:.3f}" for loss in one) for one in losses) + f" | {slope(full) if full else ''} |")
+        runs = [found.get((kind, size), []) for size in SIZES]
+        losses = [", ".join(f"{row['loss']:.3f}{'' if is_full(row) else '*'}" for row in one) for one in runs]
+        full = [(row["parameters"], row["loss"]) for one in runs for row in one if is_full(row)]
+        print(f"| {kind} | " + " | ".join(losses) + f" | {slope(full) if full else ''} |")
+    print("\n* under-trained: fewer than 20 tokens a parameter; not in the slope")
 
 
 def drawn(rows, arguments):

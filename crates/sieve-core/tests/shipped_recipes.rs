@@ -254,7 +254,7 @@ fn mqar_recipes_differ_in_their_attention_alone() {
     let recipes = shipped();
     for (task, kinds) in [
         ("mqar", &["swa", "mla", "nsa", "dma", "infllm_v2", "moba", "msa"][..]),
-        ("mqar_hard", &["nsa", "dma"]),
+        ("mqar_hard", &["swa", "nsa", "dma", "infllm_v2", "moba", "msa"]),
     ] {
         let (_, mha) = &recipes[&format!("{task}_mha")];
         for kind in kinds {

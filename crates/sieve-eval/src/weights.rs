@@ -26,8 +26,8 @@ pub struct LayerWeights {
     pub overlap: Option<f64>,
     /// How long DMA keeps a key; `None` for other kinds.
     pub life: Option<KeyLifetimes>,
-    /// Statistics of the keys in chosen blocks; `None` for kinds without block choice, and for NSA, whose branches have
-    /// a softmax each.
+    /// Statistics of the chosen keys, DMA's or a chosen block's; `None` for kinds without a choice, and for NSA, whose
+    /// branches have a softmax each.
     pub chosen: Option<ChosenKeys>,
 }
 
@@ -55,7 +55,7 @@ pub struct HeadWeights {
     pub beyond: [Option<f64>; DISTANCES.len()],
 }
 
-/// Statistics of the keys in the chosen blocks: means over query heads and queries.
+/// Statistics of the chosen keys: means over query heads and queries.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct ChosenKeys {
     /// Mean distance from the query to a key that it reads, in tokens.
@@ -398,6 +398,21 @@ mod tests {
         assert!(
             life.percentiles.is_some() && life.to_the_end <= 5.0 / 40.0 + 1e-12,
             "{life:?}"
+        );
+        // With A = 0 all scores are equal, and a query keeps the last 5 keys, on average 2 tokens back.
+        let chosen = all[0].chosen.expect("DMA chooses keys");
+        let age = (0.0 + 0.5 + 1.0 + 1.5 + 36.0 * 2.0) / 40.0;
+        assert!((chosen.age - age).abs() < 1e-9 && chosen.in_window == 1.0, "{chosen:?}");
+        let scored = DmaShape {
+            a_init: 3.0,
+            ..DmaShape::published(5)
+        };
+        let model = tiny_model(Attention::Dma(scored), 64);
+        let all = attention_weights(&model, &words(40), &[1], &device, &mut |_| {}).expect("valid");
+        let chosen = all[0].chosen.expect("DMA chooses keys");
+        assert!(
+            chosen.age > age && chosen.in_window < 1.0 && chosen.mass < 0.99,
+            "{chosen:?}"
         );
     }
 

@@ -15,7 +15,7 @@ use sieve_core::recipe::{OptimizerName, OptimizerSection};
 use sieve_hf::PartSource;
 use sieve_nn::Qwen3;
 use sieve_ops::{AdamWStep, AdamWTensors, DeviceBackend, TrainBackend};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -32,6 +32,8 @@ pub struct Optimizer<B: TrainBackend> {
     num_updates: u64,
     /// Parameters that Muon updates, and the number of rows of each projection that is packed in them.
     matrices: HashMap<ParamId, Vec<usize>>,
+    /// Parameters of indexers, if they have a learning rate of their own.
+    indexers: HashSet<ParamId>,
     moments: HashMap<ParamId, Moments<B>>,
     /// The 16 bits of the f32 master that the bf16 weight lacks, from [`sieve_ops::split_master`].
     masters: HashMap<ParamId, Inner<B>>,
@@ -61,6 +63,7 @@ impl<B: TrainBackend> Optimizer<B> {
             share,
             num_updates: 0,
             matrices: HashMap::new(),
+            indexers: HashSet::new(),
             moments: HashMap::new(),
             masters: HashMap::new(),
             pieces: HashMap::new(),
@@ -82,7 +85,7 @@ impl<B: TrainBackend> Optimizer<B> {
         grad_scale: Tensor<B::InnerBackend, 1>,
         lr: f64,
     ) -> M {
-        self.find_matrices(&module);
+        self.find_groups(&module);
         module.map(&mut self.begin(gradients, grad_scale, lr))
     }
 
@@ -96,13 +99,23 @@ impl<B: TrainBackend> Optimizer<B> {
         lr: f64,
         updated: &mut dyn FnMut(Segment, Updated<B>) -> Result<(), TrainError>,
     ) -> Result<Qwen3<B>, TrainError> {
-        self.find_matrices(&model);
+        self.find_groups(&model);
         let mut update = self.begin(gradients, grad_scale, lr);
         for segment in Segment::all(&model) {
             model = segment.map(model, &mut update);
             updated(segment, std::mem::take(&mut update.updated))?;
         }
         Ok(model)
+    }
+
+    /// Fills `matrices` and `indexers`, at the first call.
+    fn find_groups<M: Module<B>>(&mut self, module: &M) {
+        self.find_matrices(module);
+        if self.settings.indexer_scale().is_some() && self.indexers.is_empty() {
+            let all = parameter_ids(module).into_iter();
+            let of_indexers = all.filter(|(name, ..)| name.contains("indexer."));
+            self.indexers = of_indexers.map(|(_, id, _)| id).collect();
+        }
     }
 
     /// Under Muon, fills `matrices`: the matrices of the model's blocks, with the rows of each projection that is
@@ -195,7 +208,7 @@ impl<B: TrainBackend> Optimizer<B> {
             // A checkpoint from before the first update has no moments; the first step creates them.
             return Ok(());
         }
-        self.find_matrices(module);
+        self.find_groups(module);
         for (name, id, shape) in parameter_ids(module) {
             let range = self.share.range(&shape);
             let mut part = |part: &str| -> Result<Inner<B>, E> {
@@ -282,7 +295,12 @@ impl<B: TrainBackend> Update<'_, B> {
             B::InnerBackend::float_zeros(param.shape(), &device, dtype.into())
         };
         let weight_decay = if decays { optimizer.settings.weight_decay } else { 0.0 };
+        let lr_scale = optimizer
+            .settings
+            .indexer_scale()
+            .filter(|_| optimizer.indexers.contains(&id));
         let mut step = AdamWStep {
+            lr: self.step.lr * lr_scale.unwrap_or(1.0),
             weight_decay,
             ..self.step
         };
@@ -443,23 +461,68 @@ mod tests {
     use burn_flex::{Flex, FlexDevice};
     use sieve_core::Recipe;
 
-    /// The packed matrices of a block that Muon updates, by name, with the rows of their projections.
-    fn packed(recipe: &str, more: &[&str]) -> Vec<(String, Vec<usize>)> {
-        let small = "optimizer.name=Muon model.num_hidden_layers=1 model.hidden_size=96 model.intermediate_size=40 \
+    /// A model of one layer, and its optimizer.
+    fn small(recipe: &str, more: &[&str]) -> (Qwen3<Autodiff<Flex>>, Optimizer<Autodiff<Flex>>) {
+        let small = "model.num_hidden_layers=1 model.hidden_size=96 model.intermediate_size=40 \
             model.num_attention_heads=4 model.num_key_value_heads=2 model.head_dim=32 model.vocab_size=64";
         let overrides = small.split_whitespace().chain(more.iter().copied());
         let overrides = overrides.map(str::to_owned).collect::<Vec<_>>();
         let recipe = Recipe::load(recipe, "a recipe", &overrides).unwrap();
         let shape = recipe.model_shape(64).unwrap();
-        let model = Qwen3::<Autodiff<Flex>>::new(&shape, 0, &FlexDevice);
-        let mut optimizer = Optimizer::new(recipe.optimizer);
-        optimizer.find_matrices(&model);
+        let model = Qwen3::new(&shape, 0, &FlexDevice);
+        (model, Optimizer::new(recipe.optimizer))
+    }
+
+    /// The packed matrices of a block that Muon updates, by name, with the rows of their projections.
+    fn packed(recipe: &str, more: &[&str]) -> Vec<(String, Vec<usize>)> {
+        let (model, mut optimizer) = small(recipe, &[&["optimizer.name=Muon"], more].concat());
+        optimizer.find_groups(&model);
         let all = parameter_ids(&model).into_iter();
         let parts = all.filter_map(|(name, id, _)| Some((name, optimizer.matrices.get(&id)?.clone())));
         let short = parts.map(|(name, parts)| (name.split("self_attn.").last().unwrap().to_owned(), parts));
         short
             .filter(|(name, parts)| parts.len() > 1 || name.contains("compress"))
             .collect()
+    }
+
+    /// Every parameter's name and values after an update whose gradients are all 1.
+    fn updated(more: &[&str]) -> Vec<(String, Vec<f32>)> {
+        let (model, mut optimizer) = small(include_str!("../../../recipes/msa_80m.toml"), more);
+        let mut gradients = GradientBuffer::default();
+        for (_, id, shape) in parameter_ids(&model) {
+            let values = <Flex as FloatTensorOps<Flex>>::float_ones(shape.into(), &FlexDevice, DType::F32.into());
+            gradients.put(
+                id,
+                Gradient {
+                    values,
+                    is_piece: false,
+                },
+            );
+        }
+        let scale = Tensor::from_floats([1.0], &FlexDevice);
+        let model = optimizer.step(model, &mut gradients, scale, 1e-3);
+        let named = sieve_hf::named_parameters(&model).into_iter();
+        named
+            .map(|tensor| (tensor.name, tensor.data.iter::<f32>().collect()))
+            .collect()
+    }
+
+    #[test]
+    fn an_indexer_has_a_learning_rate_of_its_own() {
+        let rate = |scale: f64| format!("optimizer.indexer_lr={}", 3e-3 * scale);
+        let [same, still, double] = [1.0, 0.0, 2.0].map(|scale| updated(&[&rate(scale)]));
+        assert_eq!(same, updated(&[]));
+        let (before, _) = small(include_str!("../../../recipes/msa_80m.toml"), &[]);
+        let before = sieve_hf::named_parameters(&before);
+        let mut num_of_indexer = 0;
+        for (at, (name, values)) in same.iter().enumerate() {
+            let is_of_indexer = name.contains("indexer.");
+            let begun = before[at].data.iter::<f32>().collect::<Vec<_>>();
+            assert_eq!(still[at].1 == begun, is_of_indexer, "{name}");
+            assert_eq!(double[at].1 != *values, is_of_indexer, "{name}");
+            num_of_indexer += usize::from(is_of_indexer);
+        }
+        assert_eq!(num_of_indexer, 3, "a projection and two norms");
     }
 
     #[test]

@@ -126,8 +126,8 @@ fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     )
 }
 
-/// InfLLM-V2, MoBA and MSA with the blocks of NSA's row, and MSA with the published budget.
-fn choices() -> [(&'static str, BlockChoice); 4] {
+/// InfLLM-V2, MoBA and MSA with the blocks of NSA's row, and each with its published budget.
+fn choices() -> [(&'static str, BlockChoice); 6] {
     let num_selected_blocks = BLOCKS.num_selected_blocks;
     let infllm = InfllmV2Shape {
         num_selected_blocks,
@@ -152,6 +152,8 @@ fn choices() -> [(&'static str, BlockChoice); 4] {
         ("infllm_v2 ", infllm.choice()),
         ("moba ", moba.choice()),
         ("msa ", msa.choice()),
+        ("infllm_v2, 4096 keys, ", InfllmV2Shape::published().choice()),
+        ("moba, 1536 keys, ", MobaShape::published().choice()),
         ("msa, 2048 keys, ", as_many_keys.choice()),
     ]
 }

@@ -224,13 +224,19 @@ impl Document {
                 }
             }
         }
-        // Only kinds whose queries choose blocks have dense steps and layers that share a choice.
+        // Only kinds whose queries choose blocks have dense steps and layers that share a choice; only MSA an indexer.
         let chooses = matches!(kind, AttentionKind::InfllmV2 | AttentionKind::Moba | AttentionKind::Msa);
-        let dense_steps = "training.dense_steps";
-        if !chooses && of_text(dense_steps) {
-            let training = self.table.get_mut("training").and_then(Value::as_table_mut);
-            if training.is_some_and(|training| training.remove("dense_steps").is_some()) {
-                left_out.push(dense_steps.to_owned());
+        for (section, name, is_of_kind) in [
+            ("training", "dense_steps", chooses),
+            ("optimizer", "indexer_lr", kind == AttentionKind::Msa),
+        ] {
+            let key = format!("{section}.{name}");
+            if is_of_kind || !of_text(&key) {
+                continue;
+            }
+            let section = self.table.get_mut(section).and_then(Value::as_table_mut);
+            if section.is_some_and(|section| section.remove(name).is_some()) {
+                left_out.push(key);
             }
         }
         let Some(Value::Table(model)) = self.table.get_mut("model") else {

@@ -91,6 +91,18 @@ pub(super) fn check(parts: &Parts, mistakes: &mut Vec<Mistake>) {
     }
     if let Some(optimizer) = &parts.optimizer {
         rules.bounds("optimizer", optimizer);
+        let attention = parts.attention.filter(|_| optimizer.indexer_lr.is_some());
+        rules.require(
+            attention.is_none_or(|attention| matches!(attention, Attention::Msa(_))),
+            "optimizer.indexer_lr",
+            attention.map_or(String::new(), |attention| {
+                format!(
+                    "does not go with kind = {:?}, which has no indexer",
+                    attention.kind().name()
+                )
+            }),
+            "leave it out, or set attention.kind = \"msa\"",
+        );
     }
     if let Some(lr_scheduler) = &parts.lr_scheduler {
         check_lr_scheduler(lr_scheduler, parts.training.as_ref(), &mut rules);

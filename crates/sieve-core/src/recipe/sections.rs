@@ -395,6 +395,9 @@ keys! {
         /// Highest learning rate.
         #[key(between(0.0, MAX_F32, "1e-4 to 1e-2 is usual"))]
         pub lr: f64,
+        /// Highest learning rate of the indexer of `msa`, whose schedule is that of `lr`. Absent: `lr`.
+        #[key(between(0.0, MAX_F32, "lr to four times lr is usual; 0 leaves the indexer as it is"))]
+        pub indexer_lr: Option<f64>,
         /// Decay of the first moment; of Muon's momentum too, where 0.95 is usual.
         #[key(share("[0, 1)", USUAL_BETAS))]
         pub beta1: f64 = 0.9,
@@ -425,6 +428,13 @@ impl OptimizerName {
     /// Whether an update reads whole matrices, of which ZeRO-1 and 2 leave each rank only a shard.
     pub fn needs_whole_matrices(self) -> bool {
         self == Self::Muon
+    }
+}
+
+impl OptimizerSection {
+    /// The indexer's learning rate as a multiple of the other parameters'; `None` if it is the same.
+    pub fn indexer_scale(&self) -> Option<f64> {
+        self.indexer_lr.filter(|_| self.lr > 0.0).map(|rate| rate / self.lr)
     }
 }
 

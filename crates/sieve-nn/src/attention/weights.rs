@@ -9,13 +9,15 @@ use burn::tensor::{Tensor, TensorData};
 use sieve_ops::{AttentionSpec, SieveBackend};
 
 impl<B: SieveBackend> Attention<B> {
-    /// As [`weights`](Self::weights), but the weights of dense attention with the same queries and keys. `None` except
-    /// for [`Attention::Chosen`].
+    /// As [`weights`](Self::weights), but the weights of dense attention with the same queries and keys and without
+    /// DMA's bias. `None` except for kinds that choose keys under one softmax: DMA and [`Attention::Chosen`].
     pub fn dense_weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Option<Tensor<B, 3>> {
-        let Self::Chosen(layer) = self else {
-            return None;
+        let (qkv, spec) = match self {
+            Self::Chosen(layer) => (&layer.qkv, layer.spec()),
+            Self::Dma(layer) => (&layer.qkv, layer.spec()),
+            Self::Grouped(_) | Self::Mla(_) | Self::Nsa(_) => return None,
         };
-        Some(dense(&layer.qkv, layer.spec(), x, context))
+        Some(dense(qkv, spec, x, context))
     }
 }
 

@@ -44,10 +44,17 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &Attention, rul
         );
     }
     let has_shared = types.iter().any(|name| name == SHARED_LAYER);
+    let reason = match attention.form() {
+        AttentionForm::Branches(_) => {
+            "choose blocks by the scores of their own compressed branch, which they need anyway"
+        }
+        AttentionForm::Ranked(_) => "choose single keys by scores of their own values, not blocks",
+        _ => "choose no blocks to share",
+    };
     rules.require(
         !has_shared || matches!(attention.form(), AttentionForm::Blocks(_)),
         KEY,
-        format!("holds \"shared\", but layers of attention.kind = \"{kind}\" choose no blocks to share"),
+        format!("holds \"shared\", but layers of attention.kind = \"{kind}\" {reason}"),
         "take kind infllm_v2, moba or msa, or name \"sparse\" in its place",
     );
     let first = types.iter().find(|name| is_own(name));

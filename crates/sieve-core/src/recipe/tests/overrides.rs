@@ -179,6 +179,11 @@ fn each_kind_that_a_paper_gives_sizes_has_them_as_a_preset() {
         ..MsaShape::published()
     };
     assert_eq!(msa, Attention::Msa(published));
+    // The indexer's learning rate goes with its kind.
+    let text = with_attention("kind = \"msa\"").replacen("lr = 1e-3", "lr = 1e-3\nindexer_lr = 2e-3", 1);
+    let of_indexer = |recipe: Recipe| recipe.optimizer.indexer_lr;
+    assert_eq!(load_with(&text, &[]).map(of_indexer), Ok(Some(2e-3)));
+    assert_eq!(load_with(&text, &["attention.kind=moba"]).map(of_indexer), Ok(None));
     for kind in ["mha", "swa"] {
         let kind = format!("attention.kind={kind}");
         let overrides = [kind, paper.to_owned()];

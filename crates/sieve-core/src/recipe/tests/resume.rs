@@ -49,6 +49,7 @@ fn refused_changes_are_all_named() {
     now.training.steps = 80;
     now.model.hidden_size = 96;
     now.optimizer.lr = 2e-3;
+    now.optimizer.indexer_lr = Some(4e-3);
     now.checkpoint.folder = "elsewhere".to_owned();
     now.validation.paths = Some(vec!["held/*.md".to_owned()]);
     now.attention = Attention::Swa(SwaShape { sliding_window: 16 });
@@ -58,7 +59,7 @@ fn refused_changes_are_all_named() {
     let keys = refused.iter().map(|change| change.key.as_str()).collect::<Vec<_>>();
     let wanted = "attention.a_init attention.bias attention.keep_window_size attention.kind \
         attention.local_window_size attention.recency attention.sliding_window checkpoint.folder \
-        model.hidden_size optimizer.lr validation.paths";
+        model.hidden_size optimizer.indexer_lr optimizer.lr validation.paths";
     assert_eq!(keys.join(" "), wanted);
     let text = RecipeError::ResumeChanged { refused }.to_string();
     says(&text, "\n  optimizer.lr was 0.001, is now 0.002\n");
