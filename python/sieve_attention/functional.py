@@ -424,17 +424,25 @@ def _read_chosen(q, k, v, index_q, index_k, start, end, scale, choice, only_o=Fa
         return *forward, (size, size, size, count)
     by = (q, k) if index_q is None else (index_q, index_k)
     (chosen,) = ops.choose_blocks(*by, start, end, scale, *choice)
-    pieces, size = size // 64, 64
+    chosen, blocks = _in_pieces(chosen, size, start)
+    o, lse = ops.nsa_selected_forward(q, k, v, chosen, start, end, scale, blocks)
+    return o, lse, chosen, blocks
+
+
+def _in_pieces(chosen, size, start=None):
+    """Blocks over 64 tokens as pieces of 64, which the kernels read, and sizes as NsaBlocks has them.
+
+    chosen: int32 `[batch, tokens, choosers, blocks]`, ascending, then -1.
+    """
+    pieces, size = (1, size) if size <= 64 or size % 64 else (size // 64, 64)
     # Of a query's own block, the last one it chose, the pieces behind its own hold no key for it.
-    position = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
+    position = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device)
     own = (position if start is None else position - start) // size
-    piece = torch.arange(pieces, dtype=torch.int32, device=q.device)
+    piece = torch.arange(pieces, dtype=torch.int32, device=chosen.device)
     chosen = torch.add(piece, chosen.unsqueeze(-1), alpha=pieces).flatten(-2)
     # Pieces of no block are below 0 and become -1.
     chosen = torch.where(chosen > own[..., None, None], -1, chosen).clamp_(min=-1)
-    blocks = size, size, size, count * pieces
-    o, lse = ops.nsa_selected_forward(q, k, v, chosen, start, end, scale, blocks)
-    return o, lse, chosen, blocks
+    return chosen, (size, size, size, chosen.shape[3])
 
 
 def _by_chooser(k, v, chooser):
