@@ -1,6 +1,8 @@
 """What the package is without a GPU: sentences for what it refuses, fakes, operators under torch's own checks."""
 
+import ctypes.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +114,33 @@ def test_a_machine_without_a_driver_is_named():
     plan, _ = op.plan((*tensors(), None, None), (0.1, None), _library.EMULATED)
     with pytest.raises(sieve.SieveError, match="driver"):
         plan.load(0)
+
+
+@pytest.mark.skipif(DEVICE != "cpu" or shutil.which("cc") is None, reason="a GPU has its driver; or no C compiler")
+@pytest.mark.parametrize("nvrtc", ["none", "of torch"])
+def test_a_machine_without_nvrtc_or_with_an_old_driver_is_named(nvrtc, tmp_path):
+    """Beside a libcuda of CUDA 11.4, which the test compiles: it starts and has no other function."""
+    if nvrtc == "none" and ctypes.util.find_library("nvrtc"):
+        pytest.skip("the dynamic linker finds an NVRTC")
+    if nvrtc == "of torch" and _library.nvrtc_path() is None:
+        pytest.skip("a torch without CUDA")
+    driver = "int cuInit(unsigned f) { return 0; } int cuDriverGetVersion(int *v) { *v = 11040; return 0; }"
+    built = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", tmp_path / "libcuda.so.1"]
+    subprocess.run(built, input=driver, text=True, check=True)
+    code = (
+        "import torch\nfrom sieve_attention import _library, functional\n"
+        f"if {nvrtc == 'none'}: _library.nvrtc_path = lambda: None\n"
+        "tensors = *(torch.zeros(1, 32, 2, 64, dtype=torch.bfloat16) for _ in range(3)), None, None\n"
+        "op = functional.ops.IMPLEMENTATIONS['attention_forward']\n"
+        "op.plan(tensors, (0.1, None), _library.EMULATED)[0].load(0)"
+    )
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), LD_LIBRARY_PATH=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    sentence = {
+        "none": "SieveError: CUDA: the run-time compiler libnvrtc was not found\n  hint: install the CUDA toolkit",
+        "of torch": "but the driver supports CUDA 11.4 only, so it would refuse the compiled kernels\n  hint: update",
+    }
+    assert done.returncode and sentence[nvrtc] in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("broken, sentence", [("torch", "pip install torch"), ("library", "cargo xtask wheel")])
