@@ -225,7 +225,7 @@ def _scale(scale, q):
 
 
 def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, deterministic=False):
-    """Causal attention, dense or over the last `window` keys.
+    """Causal attention, dense or over the last `window` keys, tile by tile (arXiv:2307.08691, algorithms 1 and 2).
 
     q: bf16 `[batch, tokens, heads, width]`; k: `[batch, tokens, KV heads, width]`; v: as k, or narrower (MLA: keys of
     192, values of 128). Widths are multiples of 16 up to 256. bias: f32 `[batch, KV heads, tokens]`, added to every
@@ -513,7 +513,7 @@ def block_mask(mask, block=128):
 def block_sparse(q, k, v, mask, *, scale=None):
     """Causal attention over chosen blocks of keys, forward only: `mask` is `block_mask(bools, 64 or 128)`.
 
-    One row: q `[1, tokens, heads, width]`; a query that sees no key gets 0.
+    As in arXiv:2205.14135, section 3.3, with a mask for each query head. One row: q `[1, tokens, heads, width]`; a query that sees no key gets 0.
     """
     if _tracks(q, k, v):
         raise SieveError("block_sparse: has no gradient\n  hint: call it under torch.no_grad()")
@@ -525,7 +525,9 @@ def block_sparse(q, k, v, mask, *, scale=None):
 
 
 def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen=None, block=None):
-    """One new token a row against its cache, which gets the token's key and value.
+    """One new token a row against its cache, which gets the token's key and value: the row of `attention` for it.
+
+    Keys are divided among thread blocks, whose results are joined by their log-sum-exps (arXiv:2307.08691, section 2).
 
     q, k, v: `[batch, 1, heads, width]`; k_cache, v_cache: bf16 `[batch, KV heads, capacity, width]`, written in place;
     length: int32 `[batch]`, keys of each row in the cache before this token, below the capacity.
@@ -542,7 +544,7 @@ def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen
 
 
 def dma_decode(q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, local=0, bias="exp", scale=None):
-    """One new token a row against the keys that DMA keeps: the row of `dma_attention` for it.
+    """One new token a row against the keys that DMA keeps (arXiv:2508.02124): the row of `dma_attention` for it.
 
     z: f32 `[batch, KV heads]`, the token's rank. Caches of `keep` places, written in place: k_cache, v_cache bf16
     `[batch, KV heads, keep, width]`, z_cache f32 and positions int32 `[batch, KV heads, keep]`. length: int32
@@ -554,7 +556,9 @@ def dma_decode(q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, loca
 
 
 def mla_decode(q, latents, rank, *, scale, key_scale=None, length=None):
-    """The last tokens of each row over its latents (MLA with the up-projections folded into q and out of the result).
+    """The last tokens of each row over its latents, MLA with the up-projections folded into q and out of the result.
+
+    arXiv:2405.04434, section 2.1.2.
 
     q: bf16 `[batch, new, heads, width]`; latents: bf16 `[batch, tokens, width]`, whose first `rank` columns are values
     too; key_scale: f32 `[batch, tokens, heads]`, a factor on `q . k`. length: int32 `[batch]`, tokens of each row

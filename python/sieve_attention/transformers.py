@@ -1,5 +1,6 @@
 """attn_implementation="sieve" in Hugging Face transformers, and Doge without its n x n masks."""
 
+import math
 import weakref
 
 import torch
@@ -12,8 +13,8 @@ def register(name="sieve"):
     """Adds the attention and its mask to transformers: `from_pretrained(..., attn_implementation=name)`.
 
     Dense causal models and sliding windows, padding on either side, packed rows by position_ids or cu_seq_lens_q. One
-    token a row behind a cache without padding is read by the decode kernels; other queries behind a cache are computed
-    by torch's SDPA under transformers' own mask. MSA layers (MiniMax M3) read the blocks that their indexer chose.
+    token a row behind a cache without padding is read by the decode kernels; other queries behind a cache, and models
+    that pass a mask of their own, are computed by torch's SDPA under that mask. MSA layers (MiniMax M3) read the blocks that their indexer chose.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -95,11 +96,14 @@ def attention_forward(
         attention_mask = ((index < seen) & (index >= begin))[:, None, None]
     if attention_mask is not None and attention_mask.dim() == 2:
         key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
-    if query.shape[2] != key.shape[2]:
+    has_own_mask = attention_mask is not None and attention_mask.dim() == 4
+    if query.shape[2] != key.shape[2] or has_own_mask:
         if attention_mask is None:
             raise SieveError("attention: queries behind a cache come without a mask\n  hint: call register() first")
         if chosen is not None:
-            attention_mask = attention_mask & _keys_of(chosen, block, query, key)
+            in_blocks = _keys_of(chosen, block, query, key)
+            is_added = attention_mask.is_floating_point()
+            attention_mask = attention_mask.where(in_blocks, -math.inf) if is_added else attention_mask & in_blocks
         o = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
         )

@@ -1,6 +1,7 @@
 """What the package is without a GPU: sentences for what it refuses, fakes, operators under torch's own checks."""
 
 import ctypes.util
+import json
 import os
 import shutil
 import subprocess
@@ -117,30 +118,37 @@ def test_a_machine_without_a_driver_is_named():
 
 
 @pytest.mark.skipif(DEVICE != "cpu" or shutil.which("cc") is None, reason="a GPU has its driver; or no C compiler")
-@pytest.mark.parametrize("nvrtc", ["none", "of torch"])
-def test_a_machine_without_nvrtc_or_with_an_old_driver_is_named(nvrtc, tmp_path):
+@pytest.mark.parametrize(
+    "nvrtc, sentence",
+    [
+        (False, "CUDA: the run-time compiler libnvrtc was not found\n  hint: install the CUDA toolkit"),
+        (True, "the driver supports CUDA 11.4 only, so it would refuse the compiled kernels\n  hint: update"),
+    ],
+)
+def test_a_machine_without_nvrtc_or_with_an_old_driver_is_named(nvrtc, sentence, tmp_path):
     """Beside a libcuda of CUDA 11.4, which the test compiles: it starts and has no other function."""
-    if nvrtc == "none" and ctypes.util.find_library("nvrtc"):
-        pytest.skip("the dynamic linker finds an NVRTC")
-    if nvrtc == "of torch" and _library.nvrtc_path() is None:
-        pytest.skip("a torch without CUDA")
+    path, found = _library.nvrtc_path(), ctypes.util.find_library("nvrtc")
+    if path is None if nvrtc else found is not None:
+        pytest.skip("a torch without CUDA" if nvrtc else f"the dynamic linker finds {found}")
     driver = "int cuInit(unsigned f) { return 0; } int cuDriverGetVersion(int *v) { *v = 11040; return 0; }"
     built = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", tmp_path / "libcuda.so.1"]
     subprocess.run(built, input=driver, text=True, check=True)
-    code = (
-        "import torch\nfrom sieve_attention import _library, functional\n"
-        f"if {nvrtc == 'none'}: _library.nvrtc_path = lambda: None\n"
-        "tensors = *(torch.zeros(1, 32, 2, 64, dtype=torch.bfloat16) for _ in range(3)), None, None\n"
-        "op = functional.ops.IMPLEMENTATIONS['attention_forward']\n"
-        "op.plan(tensors, (0.1, None), _library.EMULATED)[0].load(0)"
+    # Without torch, which brings an NVRTC into the process.
+    code = """
+import ctypes, sys
+library, plan, (request, nvrtc) = ctypes.CDLL(sys.argv[1]), ctypes.c_void_p(), map(str.encode, sys.argv[2:])
+library.sieve_error.restype = ctypes.c_char_p
+assert not library.sieve_plan(request, ctypes.byref(plan))
+assert library.sieve_plan_load(plan, 0, nvrtc or None, None)
+print(library.sieve_error().decode())
+"""
+    plan, _ = functional.ops.IMPLEMENTATIONS["attention_forward"].plan(
+        (*tensors(), None, None), (0.1, None), _library.EMULATED
     )
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), LD_LIBRARY_PATH=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    sentence = {
-        "none": "SieveError: CUDA: the run-time compiler libnvrtc was not found\n  hint: install the CUDA toolkit",
-        "of torch": "but the driver supports CUDA 11.4 only, so it would refuse the compiled kernels\n  hint: update",
-    }
-    assert done.returncode and sentence[nvrtc] in done.stderr, done.stderr
+    arguments = os.environ["SIEVE_ATTENTION_LIBRARY"], json.dumps(plan.request), str(path if nvrtc else "")
+    environment = dict(os.environ, LD_LIBRARY_PATH=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
+    assert sentence in done.stdout, done
 
 
 @pytest.mark.parametrize("broken, sentence", [("torch", "pip install torch"), ("library", "cargo xtask wheel")])

@@ -92,6 +92,18 @@ def test_padding_inside_a_row_is_refused():
         models(qwen3())[2](tokens(), attention_mask=mask)
 
 
+def test_a_mask_of_the_models_own_is_kept():
+    """Bools, or numbers that are added, `[batch, 1, tokens, tokens]`: not of documents, so by SDPA."""
+    own = torch.rand(2, 1, 40, 40, generator=torch.Generator().manual_seed(4)).to(DEVICE) < 0.5
+    own = own.tril() | torch.eye(40, dtype=torch.bool, device=DEVICE)
+    added = torch.where(own, 0.0, torch.finfo(torch.float32).min)
+    compare(models(qwen3()), tokens(), attention_mask=added)
+    q, k, v = heads_first(40, 40)
+    module, settings = layer_of(16), {"scaling": 0.2, "block_indices": indices_of(2, 16, 2, 40, 40)}
+    results = [integration.attention_forward(module, q, k, v, mask, **settings)[0] for mask in (own, added)]
+    assert torch.equal(*results)
+
+
 def test_inference_mode():
     ours = models(qwen3())[2]
     with torch.inference_mode():
