@@ -72,19 +72,21 @@ class _DmaAttention(torch.autograd.Function):
 class _Dma(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, w_dt, a, start, end, slopes, linear, scale, keep, local, deterministic):
-        x, z, bias, weights = _ranked(v, w_dt, a, start, slopes, linear)
-        o, lse, *kept = ops.dma_forward(q, k, v, z, bias, start, end, scale, keep, local)
+        given = q, k, v, w_dt.float(), a.float(), start, end
+        o, lse, *kept = ops.dma_forward(*given, scale, keep, local, slopes, linear)
         # Where keys leave, the lists of those that stay come last.
-        count = len(kept) - (1 if keep < k.shape[1] else 0)
-        kept, lists = [*[None] * (2 - count), *kept[:count]], kept[count:]
-        ctx.save_for_backward(q, k, v, bias, o, lse, *kept, start, end, w_dt, weights, a, x, z, *lists)
+        lists = [kept.pop()] if keep < k.shape[1] else []
+        bias = None if linear else kept.pop()
+        *kept, x, z = kept
+        kept = [*[None] * (2 - len(kept)), *kept]
+        ctx.save_for_backward(q, k, v, z if linear else bias, o, lse, *kept, start, end, w_dt, a, x, z, *lists)
         ctx.settings = linear, scale, deterministic
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o):
-        q, k, v, bias, o, lse, o_low, base, start, end, w_dt, weights, a, x, z, *lists = ctx.saved_tensors
+        q, k, v, bias, o, lse, o_low, base, start, end, w_dt, a, x, z, *lists = ctx.saved_tensors
         linear, *settings = ctx.settings
         kept = o, lse, o_low, base, d_o
         if lists:
@@ -94,7 +96,7 @@ class _Dma(torch.autograd.Function):
             dq, dk, dv, dz = ops.attention_backward(q, k, v, start, end, bias, *kept, scale, None, deterministic)
         if not linear:
             dz = torch.where(z <= MOST_RANK, dz * bias, 0.0)
-        dv_of_scores, d_w, d_a = ops.dma_scores_backward(v, weights, a.float(), x, dz)
+        dv_of_scores, d_w, d_a = ops.dma_scores_backward(v, _transposed(w_dt), a.float(), x, dz)
         return (dq, dk, dv + dv_of_scores, d_w.t().to(w_dt.dtype), d_a.to(a.dtype), *[None] * 8)
 
 
@@ -309,8 +311,8 @@ def dma_attention(
     if _tracks(*given):
         settings = tuple(slopes or ()), linear, scale, keep, local, deterministic
         return _Dma.apply(*given, start, end, *settings)
-    _, rank, added, _ = _ranked(v, w_dt, a, start, tuple(slopes or ()), linear)
-    return ops.dma_forward(q, k, v, rank, added, start, end, scale, keep, local, True)[0]
+    given = q, k, v, w_dt.float(), a.float(), start, end
+    return ops.dma_forward(*given, scale, keep, local, tuple(slopes or ()), linear, True)[0]
 
 
 def _is_linear(function, bias):
@@ -319,15 +321,8 @@ def _is_linear(function, bias):
     return bias == "linear"
 
 
-def _ranked(v, w_dt, a, start, slopes, linear):
-    """x and z of the scores, the biases of logits, and the weights as the kernels read them."""
-    weights = _transposed(w_dt)
-    x, z = ops.dma_scores(v, weights, a.float(), start, slopes)
-    return x, z, z if linear else z.clamp(max=MOST_RANK).exp_(), weights
-
-
 def _transposed(w):
-    """A linear layer's weight in f32 as the kernels read it, by one copy."""
+    """A linear layer's weight in f32 as the kernels of scores alone and of gradients read it, by one copy."""
     if w.dtype == torch.float32:
         return w.t().contiguous()
     return w.t().to(torch.float32, memory_format=torch.contiguous_format)

@@ -368,7 +368,7 @@ def opcheck():
         "nsa_selected_forward": (q, k, v, c[2], None, None, scale, blocks),
         "nsa_gates_backward": (c[0], s[0], s[0], *gates, s[0]),
         "nsa_forward": (q, k, v, compressed, *gates, None, None, scale, blocks, 50),
-        "dma_forward": (q, k, v, rank, rank, None, None, scale, 64, 8, True),
+        "dma_forward": (q, k, v, w.t().contiguous(), a, None, None, scale, 64, 8, [0.1, 0.2], False, True),
         "choose_blocks": (q, k, None, None, scale, blocks, "largest_probability", True, 1),
         "chosen_forward": (q, k, v, *[None] * 4, scale, blocks, "largest_probability", True, 1),
         "nsa_selected_backward": (q, k, v, c[2], None, None, s[0], s[1], s[0], scale, blocks, True),

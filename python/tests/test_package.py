@@ -183,7 +183,7 @@ def test_opcheck():
     rank = random(1, 2, 70, device=DEVICE, dtype=torch.float32, seed=2)
     _, *lists = ops.dma_select(rank, None, None, 16, 2)
     (pooled,) = ops.nsa_mean_pool(k, v, None, None, BLOCKS.sizes())
-    gates = random(1, 70, 12, device=DEVICE, seed=3)
+    gates, w_dt = random(1, 70, 12, device=DEVICE, seed=3), torch.ones(2, 128, device=DEVICE)
     length = torch.full((1,), 70, dtype=torch.int32, device=DEVICE)
     for name, arguments in {
         "attention_forward": (q, k, v, None, None, 0.1, 20),
@@ -191,7 +191,7 @@ def test_opcheck():
         "dma_select": (rank, None, None, 16, 2),
         "dma_attention_forward": (q, k, v, rank, *lists, 0.1),
         "nsa_mean_pool": (k, v, None, None, BLOCKS.sizes()),
-        "dma_forward": (q, k, v, rank, rank, None, None, 0.1, 16, 2, True),
+        "dma_forward": (q, k, v, w_dt, rank[0, :, 0].contiguous(), None, None, 0.1, 16, 2, [0.1, 0.2], False),
         "nsa_forward": (q, k, v, pooled, gates, None, None, None, 0.1, BLOCKS.sizes(), 20),
         "chosen_forward": (q, k, v, *[None] * 4, 0.1, BLOCKS.sizes(), "largest_probability", True, 1),
         "cached_decode": (q[:, :1], *(x.transpose(1, 2).contiguous() for x in (k, v)), length, None, 0.1, None, None),
