@@ -1,16 +1,18 @@
 // dma_scores: what DMA ranks keys by, from the values.
 // Math       x[b,h,t] = sum_c v[b,t,c] W_dt[c,h], c over the concatenated KV heads; z = A[h] softplus(x), softplus(x) =
 //            x for x > 20; with SLOPES z + SLOPES[h] p, p the token's position: first_position + t, less start[b,t]
-//            where has_start is set
+//            where has_start is set; with BIAS, bias = exp(min(z, 60)), which logits get
 // Layout     v bf16 [batch, seq_len, NUM_KV_HEADS * head_dim], a row contiguous, with an element offset, a token and a
-//            batch stride (multiples of 8); w_dt f32 [NUM_KV_HEADS * head_dim, NUM_KV_HEADS]; a f32 [NUM_KV_HEADS]; x,
-//            z f32 [batch, NUM_KV_HEADS, seq_len], contiguous; start i32 [batch, seq_len]
-// Buffers    v, w_dt, a, start (not read without has_start), x, z
-// Defines    NUM_KV_HEADS (1 to 32), SLOPES (absent, or NUM_KV_HEADS numbers with commas between)
+//            batch stride (multiples of 8); w_dt f32 [NUM_KV_HEADS * head_dim, NUM_KV_HEADS], with HEAD_ROWS its
+//            transpose; a f32 [NUM_KV_HEADS]; x, z, bias f32 [batch, NUM_KV_HEADS, seq_len], contiguous; start i32
+//            [batch, seq_len]
+// Buffers    v, w_dt, a, start (not read without has_start), x, z, (BIAS: bias)
+// Defines    NUM_KV_HEADS (1 to 32), SLOPES (absent, or NUM_KV_HEADS numbers with commas between), HEAD_ROWS, BIAS
+//            (absent, or 1)
 // Tiling     grid (ceil(seq_len / 64), 1, batch); 256 threads; a warp takes TOKENS tokens at once, a lane 8 channels of
 //            every 256; tiles of W_dt in shared memory: dynamic shared bytes = 32 NUM_KV_HEADS min(NUM_KV_HEADS
 //            head_dim / 8, floor(1536 / NUM_KV_HEADS)), at most 48 KiB; v is read once, memory-bound
-// Numerics   f32 products and sums in a fixed order; writes every element of x and z; slope times position and
+// Numerics   f32 products and sums in a fixed order; writes every element of x, z and bias; slope times position and
 //            the sum are rounded one after the other. Ranking uses these z alone: computed once, stored, shared by
 //            forward, backward and decode, since another rounding would swap near ties
 // Edges      seq_len not a multiple of 64; head_dim a multiple of 8
@@ -28,6 +30,7 @@ constexpr int TILE_CHUNKS = 1536 / NUM_KV_HEADS;
 constexpr int PADDED_SUMS = NUM_SUMS <= 4 ? 4 : NUM_SUMS <= 8 ? 8 : NUM_SUMS <= 16 ? 16 : 32;
 constexpr int HEADS_AT_ONCE = NUM_KV_HEADS % 4 == 0 ? 4 : 1;  // columns of a row of W_dt that a lane loads at once
 constexpr float LINEAR_SOFTPLUS = 20.f;  // softplus(x) = x beyond, to f32
+constexpr float MAX_EXPONENT = 60.f;     // as in dma_decode
 static_assert(NUM_SUMS <= 32, "a lane ends up with at most one sum");
 
 struct DmaScoresParams {
@@ -59,6 +62,9 @@ DEVICE void sum_over_warp(float (&sums)[PADDED_SUMS]) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
     dma_scores(const bf16* __restrict__ v, const float* __restrict__ w_dt, const float* __restrict__ a,
                const i32* __restrict__ start, float* __restrict__ x, float* __restrict__ z,
+#ifdef BIAS
+               float* __restrict__ bias,
+#endif
                const __grid_constant__ DmaScoresParams params) {
   // [head][half of a chunk][chunk]: lanes on successive chunks meet different banks
   extern __shared__ float4 shared_w[];
@@ -83,6 +89,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
       if (group == 0 || !one_tile) {
         __syncthreads();  // the last tile is no longer read
         for (int half = threadIdx.x; half < tile_chunks * 2; half += NUM_THREADS) {
+#ifdef HEAD_ROWS
+          const float* channels = w_dt + tile * 8 + half * 4;
+#pragma unroll 4
+          for (int head = 0; head < NUM_KV_HEADS; head++)
+            shared_w[(head * 2 + half % 2) * tile_chunks + half / 2] =
+                *(const float4*)(channels + (i64)head * num_chunks * 8);
+#else
           const float* rows = w_dt + (i64)(tile * 8 + half * 4) * NUM_KV_HEADS;  // the rows of four channels
 #pragma unroll 2
           for (int head = 0; head < NUM_KV_HEADS; head += HEADS_AT_ONCE) {
@@ -95,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
               shared_w[((head + i) * 2 + half % 2) * tile_chunks + half / 2] =
                   make_float4(four[0][i], four[1][i], four[2][i], four[3][i]);
           }
+#endif
         }
         __syncthreads();  // the tile is in shared memory
       }
@@ -159,6 +173,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
       rank += __fmul_rn((float)position, slope);
 #endif
       z[out] = rank;
+#ifdef BIAS
+      bias[out] = expf(rank > MAX_EXPONENT ? MAX_EXPONENT : rank);
+#endif
     }
   }
 }

@@ -72,19 +72,21 @@ class _DmaAttention(torch.autograd.Function):
 class _Dma(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, w_dt, a, start, end, slopes, linear, scale, keep, local, deterministic):
-        x, z, bias, weights = _ranked(v, w_dt, a, start, slopes, linear)
-        o, lse, *kept = ops.dma_forward(q, k, v, z, bias, start, end, scale, keep, local)
+        given = q, k, v, w_dt.float(), a.float(), start, end
+        o, lse, *kept = ops.dma_forward(*given, scale, keep, local, slopes, linear)
         # Where keys leave, the lists of those that stay come last.
-        count = len(kept) - (1 if keep < k.shape[1] else 0)
-        kept, lists = [*[None] * (2 - count), *kept[:count]], kept[count:]
-        ctx.save_for_backward(q, k, v, bias, o, lse, *kept, start, end, w_dt, weights, a, x, z, *lists)
+        lists = [kept.pop()] if keep < k.shape[1] else []
+        bias = None if linear else kept.pop()
+        *kept, x, z = kept
+        kept = [*[None] * (2 - len(kept)), *kept]
+        ctx.save_for_backward(q, k, v, z if linear else bias, o, lse, *kept, start, end, w_dt, a, x, z, *lists)
         ctx.settings = linear, scale, deterministic
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o):
-        q, k, v, bias, o, lse, o_low, base, start, end, w_dt, weights, a, x, z, *lists = ctx.saved_tensors
+        q, k, v, bias, o, lse, o_low, base, start, end, w_dt, a, x, z, *lists = ctx.saved_tensors
         linear, *settings = ctx.settings
         kept = o, lse, o_low, base, d_o
         if lists:
@@ -94,7 +96,7 @@ class _Dma(torch.autograd.Function):
             dq, dk, dv, dz = ops.attention_backward(q, k, v, start, end, bias, *kept, scale, None, deterministic)
         if not linear:
             dz = torch.where(z <= MOST_RANK, dz * bias, 0.0)
-        dv_of_scores, d_w, d_a = ops.dma_scores_backward(v, weights, a.float(), x, dz)
+        dv_of_scores, d_w, d_a = ops.dma_scores_backward(v, _transposed(w_dt), a.float(), x, dz)
         return (dq, dk, dv + dv_of_scores, d_w.t().to(w_dt.dtype), d_a.to(a.dtype), *[None] * 8)
 
 
@@ -225,7 +227,7 @@ def _scale(scale, q):
 
 
 def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, deterministic=False):
-    """Causal attention, dense or over the last `window` keys.
+    """Causal attention, dense or over the last `window` keys, tile by tile (arXiv:2307.08691, algorithms 1 and 2).
 
     q: bf16 `[batch, tokens, heads, width]`; k: `[batch, tokens, KV heads, width]`; v: as k, or narrower (MLA: keys of
     192, values of 128). Widths are multiples of 16 up to 256. bias: f32 `[batch, KV heads, tokens]`, added to every
@@ -309,8 +311,8 @@ def dma_attention(
     if _tracks(*given):
         settings = tuple(slopes or ()), linear, scale, keep, local, deterministic
         return _Dma.apply(*given, start, end, *settings)
-    _, rank, added, _ = _ranked(v, w_dt, a, start, tuple(slopes or ()), linear)
-    return ops.dma_forward(q, k, v, rank, added, start, end, scale, keep, local, True)[0]
+    given = q, k, v, w_dt.float(), a.float(), start, end
+    return ops.dma_forward(*given, scale, keep, local, tuple(slopes or ()), linear, True)[0]
 
 
 def _is_linear(function, bias):
@@ -319,15 +321,8 @@ def _is_linear(function, bias):
     return bias == "linear"
 
 
-def _ranked(v, w_dt, a, start, slopes, linear):
-    """x and z of the scores, the biases of logits, and the weights as the kernels read them."""
-    weights = _transposed(w_dt)
-    x, z = ops.dma_scores(v, weights, a.float(), start, slopes)
-    return x, z, z if linear else z.clamp(max=MOST_RANK).exp_(), weights
-
-
 def _transposed(w):
-    """A linear layer's weight in f32 as the kernels read it, by one copy."""
+    """A linear layer's weight in f32 as the kernels of scores alone and of gradients read it, by one copy."""
     if w.dtype == torch.float32:
         return w.t().contiguous()
     return w.t().to(torch.float32, memory_format=torch.contiguous_format)
@@ -424,17 +419,25 @@ def _read_chosen(q, k, v, index_q, index_k, start, end, scale, choice, only_o=Fa
         return *forward, (size, size, size, count)
     by = (q, k) if index_q is None else (index_q, index_k)
     (chosen,) = ops.choose_blocks(*by, start, end, scale, *choice)
-    pieces, size = size // 64, 64
+    chosen, blocks = _in_pieces(chosen, size, start)
+    o, lse = ops.nsa_selected_forward(q, k, v, chosen, start, end, scale, blocks)
+    return o, lse, chosen, blocks
+
+
+def _in_pieces(chosen, size, start=None):
+    """Blocks over 64 tokens as pieces of 64, which the kernels read, and sizes as NsaBlocks has them.
+
+    chosen: int32 `[batch, tokens, choosers, blocks]`, ascending, then -1.
+    """
+    pieces, size = (1, size) if size <= 64 or size % 64 else (size // 64, 64)
     # Of a query's own block, the last one it chose, the pieces behind its own hold no key for it.
-    position = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
+    position = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device)
     own = (position if start is None else position - start) // size
-    piece = torch.arange(pieces, dtype=torch.int32, device=q.device)
+    piece = torch.arange(pieces, dtype=torch.int32, device=chosen.device)
     chosen = torch.add(piece, chosen.unsqueeze(-1), alpha=pieces).flatten(-2)
     # Pieces of no block are below 0 and become -1.
     chosen = torch.where(chosen > own[..., None, None], -1, chosen).clamp_(min=-1)
-    blocks = size, size, size, count * pieces
-    o, lse = ops.nsa_selected_forward(q, k, v, chosen, start, end, scale, blocks)
-    return o, lse, chosen, blocks
+    return chosen, (size, size, size, chosen.shape[3])
 
 
 def _by_chooser(k, v, chooser):
@@ -505,7 +508,7 @@ def block_mask(mask, block=128):
 def block_sparse(q, k, v, mask, *, scale=None):
     """Causal attention over chosen blocks of keys, forward only: `mask` is `block_mask(bools, 64 or 128)`.
 
-    One row: q `[1, tokens, heads, width]`; a query that sees no key gets 0.
+    As in arXiv:2205.14135, section 3.3, with a mask for each query head. One row: q `[1, tokens, heads, width]`; a query that sees no key gets 0.
     """
     if _tracks(q, k, v):
         raise SieveError("block_sparse: has no gradient\n  hint: call it under torch.no_grad()")
@@ -517,7 +520,9 @@ def block_sparse(q, k, v, mask, *, scale=None):
 
 
 def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen=None, block=None):
-    """One new token a row against its cache, which gets the token's key and value.
+    """One new token a row against its cache, which gets the token's key and value: the row of `attention` for it.
+
+    Keys are divided among thread blocks, whose results are joined by their log-sum-exps (arXiv:2307.08691, section 2).
 
     q, k, v: `[batch, 1, heads, width]`; k_cache, v_cache: bf16 `[batch, KV heads, capacity, width]`, written in place;
     length: int32 `[batch]`, keys of each row in the cache before this token, below the capacity.
@@ -534,7 +539,7 @@ def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None, chosen
 
 
 def dma_decode(q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, local=0, bias="exp", scale=None):
-    """One new token a row against the keys that DMA keeps: the row of `dma_attention` for it.
+    """One new token a row against the keys that DMA keeps (arXiv:2508.02124): the row of `dma_attention` for it.
 
     z: f32 `[batch, KV heads]`, the token's rank. Caches of `keep` places, written in place: k_cache, v_cache bf16
     `[batch, KV heads, keep, width]`, z_cache f32 and positions int32 `[batch, KV heads, keep]`. length: int32
@@ -546,7 +551,9 @@ def dma_decode(q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, loca
 
 
 def mla_decode(q, latents, rank, *, scale, key_scale=None, length=None):
-    """The last tokens of each row over its latents (MLA with the up-projections folded into q and out of the result).
+    """The last tokens of each row over its latents, MLA with the up-projections folded into q and out of the result.
+
+    arXiv:2405.04434, section 2.1.2.
 
     q: bf16 `[batch, new, heads, width]`; latents: bf16 `[batch, tokens, width]`, whose first `rank` columns are values
     too; key_scale: f32 `[batch, tokens, heads]`, a factor on `q . k`. length: int32 `[batch]`, tokens of each row

@@ -45,8 +45,8 @@ TABLE = {
         ("float scale", "int[] blocks", "int window", "bool only_o=False"),
     ),
     "dma_forward": (
-        (*QKV, "rank", "bias", "doc_start?", "doc_end?"),
-        ("float scale", "int keep", "int local", "bool only_o=False"),
+        (*QKV, "w_dt", "a", "doc_start?", "doc_end?"),
+        ("float scale", "int keep", "int local", "float[] slopes", "bool linear", "bool only_o=False"),
     ),
     "choose_blocks": (("q", "k", "doc_start?", "doc_end?"), CHOICE),
     "chosen_forward": ((*QKV, "index_q?", "index_k?", "doc_start?", "doc_end?"), CHOICE),

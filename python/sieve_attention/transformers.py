@@ -1,5 +1,6 @@
 """attn_implementation="sieve" in Hugging Face transformers, and Doge without its n x n masks."""
 
+import math
 import weakref
 
 import torch
@@ -12,8 +13,8 @@ def register(name="sieve"):
     """Adds the attention and its mask to transformers: `from_pretrained(..., attn_implementation=name)`.
 
     Dense causal models and sliding windows, padding on either side, packed rows by position_ids or cu_seq_lens_q. One
-    token a row behind a cache without padding is read by the decode kernels; other queries behind a cache are computed
-    by torch's SDPA under transformers' own mask.
+    token a row behind a cache without padding is read by the decode kernels; other queries behind a cache, and models
+    that pass a mask of their own, are computed by torch's SDPA under that mask. MSA layers (MiniMax M3) read the blocks that their indexer chose.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -26,7 +27,8 @@ def attention_mask(**call):
     """None or `[batch, tokens]` for whole rows. Behind a cache, one query a row without padding: how many keys it sees,
     int32 `[batch]`; other queries: bools `[batch, 1, queries, keys]`.
 
-    The first pass into a cache of fixed size has as many keys as the cache has places; its mask has the prompt's length.
+    The first pass into a cache of fixed size has as many keys as the cache has places; its mask is as long as the
+    prompt.
     """
     from transformers.masking_utils import causal_mask_function, flash_attention_mask, sdpa_mask
 
@@ -57,7 +59,11 @@ def attention_mask(**call):
 def attention_forward(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, is_causal=None, **kwargs
 ):
-    """As transformers calls it: query `[batch, heads, tokens, width]`; attention_mask as the function of this name."""
+    """As transformers calls it: query `[batch, heads, tokens, width]`; attention_mask as the function of this name.
+
+    block_indices of MiniMax M3 (arXiv:2606.13392), `[batch, (choosers,) tokens, blocks]` in any order, -1 for none, are
+    the blocks of `module.indexer.block_size` keys that each query sees.
+    """
     for setting in ("softcap", "s_aux", "sinks"):
         if kwargs.get(setting) is not None:
             raise SieveError(f"attention: {setting} has no kernel\n  hint: attn_implementation='sdpa'")
@@ -71,9 +77,18 @@ def attention_forward(
         raise SieveError(f"attention: the mask is {shape}; it must be {expected}")
     if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    chosen, block = kwargs.get("block_indices"), None
+    if chosen is not None:
+        chosen, block = _chosen_blocks(module, chosen, query, key, sliding_window)
     if attention_mask is not None and attention_mask.dim() == 1:
-        if not functional._tracks(query, key, value):
+        # The decode kernels read a query's own block with the others.
+        has_own = chosen is None or getattr(module.indexer, "local_blocks", 0) > 0
+        if has_own and not functional._tracks(query, key, value):
             q, settings = query.transpose(1, 2), {"window": sliding_window, "scale": scaling}
+            if chosen is not None:
+                # There the length is without the query's own key.
+                attention_mask = attention_mask - 1
+                settings = {"scale": scaling, "chosen": chosen[:, :, 0].contiguous(), "block": block}
             return functional.decode(q, None, None, key, value, attention_mask, **settings), None
         # The decode kernels have no gradient.
         index, seen = torch.arange(key.shape[2], device=key.device), attention_mask[:, None]
@@ -81,16 +96,71 @@ def attention_forward(
         attention_mask = ((index < seen) & (index >= begin))[:, None, None]
     if attention_mask is not None and attention_mask.dim() == 2:
         key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
-    if query.shape[2] != key.shape[2]:
+    has_own_mask = attention_mask is not None and attention_mask.dim() == 4
+    if query.shape[2] != key.shape[2] or has_own_mask:
         if attention_mask is None:
             raise SieveError("attention: queries behind a cache come without a mask\n  hint: call register() first")
+        if chosen is not None:
+            in_blocks = _keys_of(chosen, block, query, key)
+            is_added = attention_mask.is_floating_point()
+            attention_mask = attention_mask.where(in_blocks, -math.inf) if is_added else attention_mask & in_blocks
         o = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
         )
         return o.transpose(1, 2), None
     bounds = row_documents(module, attention_mask, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"), query)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if chosen is not None:
+        _require_blocks_from_0(module, attention_mask, bounds)
+        chosen, sizes = functional._in_pieces(chosen.transpose(1, 2), block)
+        k, v = functional._by_chooser(k, v, chosen)
+        blocks = functional.NsaBlocks(*sizes)
+        return functional.nsa_selected(q, k, v, chosen.contiguous(), blocks=blocks, scale=scaling), None
     return functional.attention(q, k, v, window=sliding_window, scale=scaling, documents=bounds), None
+
+
+def _chosen_blocks(module, chosen, query, key, window):
+    """Blocks of each query, int32 `[batch, choosers, queries, blocks]`, ascending, then -1, and keys of a block."""
+    block = getattr(getattr(module, "indexer", None), "block_size", None)
+    if block is None:
+        raise SieveError("attention: block_indices come without module.indexer.block_size, the keys of a block")
+    if window is not None:
+        raise SieveError(f"attention: block_indices with a window of {window} keys have no kernel")
+    if chosen.dim() == 3:
+        chosen = chosen[:, None].expand(-1, key.shape[1], -1, -1)
+    (batch, heads, queries, _), kv_heads, shape = query.shape, key.shape[1], list(chosen.shape)
+    choosers = shape[1] if len(shape) == 4 else 0
+    if not choosers or shape[::2] != [batch, queries] or choosers % kv_heads or heads % choosers:
+        expected = f"[{batch}, choosers, {queries}, blocks], choosers a multiple of {kv_heads} that divides {heads}"
+        raise SieveError(f"attention: block_indices are {shape}; they must be {expected}")
+    none = torch.iinfo(torch.int32).max
+    chosen = chosen.to(torch.int32).masked_fill(chosen < 0, none).sort(-1).values
+    return chosen.masked_fill(chosen == none, -1), block
+
+
+def _keys_of(chosen, block, query, key):
+    """Whether a key is in a block that the query chose: `[batch, heads, queries, keys]`."""
+    num_blocks = -(-key.shape[2] // block)
+    # -1 marks one more block, which is cut off.
+    marked = chosen.new_zeros((*chosen.shape[:3], num_blocks + 1), dtype=torch.bool)
+    marked = marked.scatter_(-1, torch.where(chosen < 0, num_blocks, chosen).long(), True)[..., :num_blocks]
+    return marked.repeat_interleave(block, -1)[..., : key.shape[2]].repeat_interleave(
+        query.shape[1] // chosen.shape[1], 1
+    )
+
+
+def _require_blocks_from_0(module, attention_mask, bounds):
+    """Refuses rows with a document that begins behind token 0, from where transformers counts the blocks of all."""
+    if bounds is None:
+        return
+    if torch.compiler.is_compiling() or (bounds[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        problem = "block_indices have no kernel under torch.compile or a capture, where rows may be packed or padded"
+        raise SieveError(f"attention: {problem}\n  hint: attn_implementation='sdpa'")
+    # Padding on the right is documents of one token each, which nothing reads.
+    later = (lambda start: bool(start.any())) if attention_mask is None else lambda _: not attention_mask[:, 0].all()
+    if _once(module, bounds[0], later):
+        problem = "block_indices of packed rows, or of rows with padding on the left, have no kernel"
+        raise SieveError(f"attention: {problem}\n  hint: pad on the right, or attn_implementation='sdpa'")
 
 
 _known = {}

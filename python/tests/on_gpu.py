@@ -51,6 +51,41 @@ def calls(tokens, grad=False, **order):
     }, [q, k, v, w_dt, a, *wide, narrow, q64, k64, v64]
 
 
+def parts(tokens, grad=False):
+    """What functions of `calls` consist of, alone; `select` has no gradient."""
+    q, k, v = qkv(tokens, grad=grad)
+    rank, keep = rank_of(tokens), min(1024, tokens // 4)
+    gates = random(1, tokens, 16, 3, device=DEVICE, seed=8)
+    pooled, selection = [x.detach() for x in sieve.nsa_mean_pool(k, v)], sieve.select(rank, keep=keep)
+    return {
+        "nsa_mean_pool": lambda: sieve.nsa_mean_pool(k, v)[0],
+        "nsa alone": lambda: sieve.nsa(q, k, v, *pooled, gates),
+        "select": lambda: sieve.select(rank, keep=keep).expire,
+        "expiring alone": lambda: sieve.expiring_attention(q, k, v, rank, selection),
+    }, [q, k, v]
+
+
+def decoding(batch, tokens):
+    """Steps behind `tokens` keys, latents or, of DMA, 2,048 kept keys, as `sieve kernels bench` has them."""
+    one = [x.expand(batch, -1, -1, -1).contiguous() for x in qkv(1)]
+    on = {"device": DEVICE, "dtype": torch.bfloat16}
+    caches, kept = ([torch.randn(batch, 8, count, 128, **on) for _ in range(2)] for count in (tokens, 2048))
+    kept.append(torch.randn(batch, 8, 2048, device=DEVICE))
+    kept.append(torch.arange(2048, dtype=torch.int32, device=DEVICE).expand(batch, 8, -1).contiguous())
+    length = torch.full((batch,), tokens - 1, dtype=torch.int32, device=DEVICE)
+    # Above the lowest rank in the cache, whose key it evicts.
+    rank = torch.full((batch, 8), 0.5, device=DEVICE)
+    return {
+        "decode": lambda: sieve.decode(*one, *caches, length),
+        "dma_decode": lambda: sieve.dma_decode(*one, rank, *kept, length),
+    }
+
+
+def latent_decoding(batch, tokens):
+    q, latents = random(batch, 1, 16, 576, device=DEVICE, seed=1), random(batch, tokens, 576, device=DEVICE, seed=2)
+    return lambda: sieve.mla_decode(q, latents, 512, scale=0.07)
+
+
 def side_stream():
     for name, call in calls(3000)[0].items():
         expected = call()
@@ -200,7 +235,7 @@ def graphs_of_plans():
 
 def compiled():
     for mode in (None, "reduce-overhead"):
-        for name in ("dense", "window", "expiring", "dma", "nsa", "infllm_v2", "moba", "msa"):
+        for name in calls(2048)[0]:
             made, inputs = calls(2048, grad=True)
             call = made[name]
             torch._dynamo.reset()
@@ -217,14 +252,22 @@ def compiled():
             for x, y in zip(got, expected):
                 assert (x is None) == (y is None)
                 assert x is None or (x.float() - y.float()).norm() <= 2e-2 * y.float().norm() + 1e-6, f"{name}, {mode}"
+        step, expected = latent_decoding(2, 500), None
+        for call in (step, torch.compile(step, fullgraph=True, mode=mode)):
+            torch.compiler.cudagraph_mark_step_begin()
+            o = call().clone()
+            expected = o if expected is None else expected
+        assert torch.equal(o, expected), f"mla_decode, {mode}"
 
 
 def no_growth():
-    made, inputs = calls(2048, grad=True)
-    for name, call in made.items():
-        for n in range(2000 if name in ("dense", "dma") else 200):
+    found = [calls(2048, grad=True), parts(2048, grad=True), (decoding(2, 2048), [])]
+    found.append(({"mla_decode": latent_decoding(2, 2048)}, []))
+    for name, call, inputs in [(name, call, inputs) for made, inputs in found for name, call in made.items()]:
+        for n in range(2000):
             o = call()
-            torch.autograd.grad(o, inputs, o, allow_unused=True)
+            if o.requires_grad:
+                torch.autograd.grad(o, inputs, o, allow_unused=True)
             if n == 20:
                 torch.cuda.synchronize()
                 free, before = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
@@ -329,7 +372,7 @@ def opcheck():
         "nsa_selected_forward": (q, k, v, c[2], None, None, scale, blocks),
         "nsa_gates_backward": (c[0], s[0], s[0], *gates, s[0]),
         "nsa_forward": (q, k, v, compressed, *gates, None, None, scale, blocks, 50),
-        "dma_forward": (q, k, v, rank, rank, None, None, scale, 64, 8, True),
+        "dma_forward": (q, k, v, w.t().contiguous(), a, None, None, scale, 64, 8, [0.1, 0.2], False, True),
         "choose_blocks": (q, k, None, None, scale, blocks, "largest_probability", True, 1),
         "chosen_forward": (q, k, v, *[None] * 4, scale, blocks, "largest_probability", True, 1),
         "nsa_selected_backward": (q, k, v, c[2], None, None, s[0], s[1], s[0], scale, blocks, True),
@@ -428,10 +471,39 @@ def speed():
     both("nsa", lambda: sieve.nsa(q, k, v, ck, cv, gates), (q, k, v, ck, cv, gates), d_o)
     both("infllm_v2", lambda: sieve.infllm_v2(q, k, v, blocks=sieve.NsaBlocks(), local=8), (q, k, v), d_o)
     both("moba", lambda: sieve.moba(q, k, v, block=64, num_selected=16), (q, k, v), d_o)
+    index_q, index_k = (random(1, tokens, n, 128, device=DEVICE, seed=20 + n) for n in (8, 1))
+    both("msa", lambda: sieve.msa(q, k, v, index_q, index_k, block=64, num_selected=16), (q, k, v), d_o)
+    with torch.no_grad():
+        found["moba, copies of k and v"] = milliseconds(lambda: sieve.functional._by_chooser(k, v, q))
     _, indices = sieve.nsa_compressed(q, ck, cv)
     both("nsa_compressed", lambda: sieve.nsa_compressed(q, ck, cv)[0], (q, ck, cv), d_o)
     both("nsa_selected", lambda: sieve.nsa_selected(q, k, v, indices), (q, k, v), d_o)
     found["cudnn / (select + expiring)"] = found["cudnn dense, both"] / found["select + expiring, both"]
+    *wide, _ = qkv(tokens, kv_heads=16, width=192, grad=True)
+    narrow = random(1, tokens, 16, 128, device=DEVICE, seed=10).requires_grad_()
+    both("latent", lambda: sieve.attention(*wide, narrow), (*wide, narrow), d_o)
+    found |= speed_of_block_sparse(tokens)
+    for batch in (16, 1):
+        for name, call in decoding(batch, 131_072).items():
+            found[f"{name}, {batch} x 131072"] = milliseconds(call)
+    for batch, latents in ((1, 8192), (1, 131_072), (16, 8192)):
+        found[f"mla_decode, {batch} x {latents}"] = milliseconds(latent_decoding(batch, latents))
+    return found
+
+
+def speed_of_block_sparse(tokens):
+    """32 query heads over 8 under random masks: the diagonal block and a share `density` of the earlier ones."""
+    found, (q, k, v) = {}, qkv(tokens, heads=32)
+    for block, density in ((128, 1.0), (128, 0.125), (128, 0.0625), (64, 0.125)):
+        count = tokens // block
+        row = torch.arange(count, device=DEVICE)
+        number = torch.rand(32, count, count, generator=torch.Generator(DEVICE).manual_seed(5), device=DEVICE)
+        # The place of each earlier block in a random order.
+        place = number.masked_fill(row >= row[:, None], 2.0).argsort(-1).argsort(-1)
+        wanted = (density * (row + 1)).round().clamp(min=1) - 1
+        mask = sieve.block_mask((place < wanted[:, None]) | (row == row[:, None]), block)
+        name = f"block_sparse, blocks of {block}, density {density}"
+        found[name] = milliseconds(lambda: sieve.block_sparse(q, k, v, mask))
     return found
 
 
@@ -587,16 +659,13 @@ def host():
         # Ten of them, as the queue holds about a thousand.
         ten = lambda call: lambda: [call() for _ in range(10)]  # noqa: E731
         one = micros(ten(launch), 10) - micros(ten(nothing), 10)
-    made, with_grad = calls(128)[0], calls(128, grad=True)[0]
+    made, with_grad = ({**calls(128, grad)[0], **parts(128, grad)[0]} for grad in (False, True))
+    del with_grad["select"]
     q, k, v = qkv(128)
-    rank = rank_of(128)
-    selection = sieve.select(rank, keep=32)
     caches = [x.transpose(1, 2).contiguous() for x in (k, v)]
     length = torch.full((1,), 100, dtype=torch.int32, device=DEVICE)
     made |= {f"{name}, autograd": call for name, call in with_grad.items()}
     made |= {
-        "select": lambda: sieve.select(rank, keep=32),
-        "expiring alone": lambda: sieve.expiring_attention(q, k, v, rank, selection),
         "decode": lambda: sieve.decode(q[:, :1], None, None, *caches, length),
         "operator of torch": lambda: torch.ops.sieve.attention_forward(q, k, v, None, None, 0.1, None),
         "torch sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(

@@ -110,11 +110,12 @@ def test_expiring_attention(keep, local, documents, deterministic, device):
     assert_close("no bias", unbiased, exact, reference.masked_attention(*inputs[:3], kept))
 
 
+@pytest.mark.parametrize("scale", [1.0, 12.0])
 @pytest.mark.parametrize("bias, slopes", [("exp", None), ("linear", [0.25, 0.03125])])
-def test_dma_attention(bias, slopes, device):
+def test_dma_attention(bias, slopes, scale, device):
     tokens = 130
     inputs = (
-        *qkv(2, tokens, 4, 2, 64, device=device),
+        *qkv(2, tokens, 4, 2, 64, device=device, scale=scale),
         random(2, 128, device=device, scale=0.1, dtype=torch.float32, seed=9),
         random(2, device=device, dtype=torch.float32, seed=10).abs(),
     )
@@ -172,11 +173,14 @@ CHOOSERS = {
 }
 
 
-@pytest.mark.parametrize("name", CHOOSERS)
-def test_chosen_blocks(name, device):
+LARGE = [("infllm_v2", 12.0), ("moba in pieces", 12.0), ("msa", 12.0)]
+
+
+@pytest.mark.parametrize("name, scale", [*((name, 1.0) for name in CHOOSERS), *LARGE])
+def test_chosen_blocks(name, scale, device):
     blocks, rule, first, local = CHOOSERS[name]
     tokens = 500 if blocks.selected > 64 else 200
-    q, k, v = qkv(1, tokens, 4, 2, 64, device=device)
+    q, k, v = qkv(1, tokens, 4, 2, 64, device=device, scale=scale)
     by = q, k
     if name == "infllm_v2":
         ours = lambda q, k, v: sieve.infllm_v2(q, k, v, blocks=blocks, local=local)  # noqa: E731
@@ -194,6 +198,53 @@ def test_chosen_blocks(name, device):
     assert (got == chosen).float().mean() > 0.99, "rounding may swap blocks of nearly equal importance"
     plain = lambda q, k, v: reference.block_attention(q, k, v, got, blocks.selected)  # noqa: E731
     compare(name, ours, plain, (q, k, v), names="qkv")
+
+
+def in_a_packed_row(device):
+    """Functions of q, k, v, gates, an indexer's queries and its keys."""
+    w_dt = random(2, 128, device=device, scale=0.1, dtype=torch.float32, seed=9)
+    a = random(2, device=device, dtype=torch.float32, seed=10).abs()
+    ranks = {"keep": 20, "local": 4, "slopes": [0.25, 0.03125]}
+    infllm = {"blocks": sieve.NsaBlocks(16, 8, 32, 3), "local": 1}
+    sizes = {"block": 32, "num_selected": 2}
+
+    def nsa(q, k, v, gates, index_q, index_k, **documents):
+        pooled = sieve.nsa_mean_pool(k, v, blocks=BLOCKS, **documents)
+        return sieve.nsa(q, k, v, *pooled, gates, blocks=BLOCKS, window=24, **documents)
+
+    return {
+        "dma_attention": lambda q, k, v, *_, **documents: sieve.dma_attention(q, k, v, w_dt, a, **ranks, **documents),
+        "nsa": nsa,
+        "infllm_v2": lambda q, k, v, *_, **documents: sieve.infllm_v2(q, k, v, **infllm, **documents),
+        "moba": lambda q, k, v, *_, **documents: sieve.moba(q, k, v, **sizes, **documents),
+        "msa": lambda q, k, v, _, *by, **documents: sieve.msa(q, k, v, *by, **sizes, **documents),
+    }
+
+
+KINDS = in_a_packed_row("cpu")
+
+
+@pytest.mark.parametrize("name, scale", [*((name, 1.0) for name in KINDS), ("dma_attention", 12.0), ("msa", 12.0)])
+def test_documents_of_sparse_kinds(name, scale, device):
+    """Each document alone equals its part of the packed row, in the gradients too."""
+    tokens, ends = 150, (0, 61, 62, 150)
+    call = in_a_packed_row(device)[name]
+    more = [random(1, tokens, *size, device=device, seed=30 + at) for at, size in enumerate([(4, 3), (2, 64), (1, 64)])]
+    inputs = [*qkv(1, tokens, 4, 2, 64, device=device, scale=scale), *more]
+    d_o = random(1, tokens, 4, 64, device=device, seed=99)
+
+    def passes(first, end, **documents):
+        mine = [x[:, first:end].detach().clone().requires_grad_() for x in inputs]
+        o = call(*mine, **documents)
+        return o.detach(), *torch.autograd.grad(o, mine[:3], d_o[:, first:end])
+
+    packed = passes(0, tokens, documents=two_documents(tokens, device, ends[:-1]))
+    for first, end in zip(ends, ends[1:]):
+        for part, whole, alone in zip(("o", "dq", "dk", "dv"), packed, passes(first, end)):
+            whole, alone = whole[:, first:end].float(), alone.float()
+            # The rounding of P and of partial results depends on which tile a key is in.
+            worst, size = (whole - alone).norm(dim=-1).max(), alone.norm(dim=-1).max()
+            assert worst <= 0.02 * size + 1e-5, f"{name}, tokens {first} to {end}, {part}: {worst:.3g} of {size:.3g}"
 
 
 def test_nsa_mean_pool_gradient(device):

@@ -1,6 +1,9 @@
 """What the package is without a GPU: sentences for what it refuses, fakes, operators under torch's own checks."""
 
+import ctypes.util
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +117,40 @@ def test_a_machine_without_a_driver_is_named():
         plan.load(0)
 
 
+@pytest.mark.skipif(DEVICE != "cpu" or shutil.which("cc") is None, reason="a GPU has its driver; or no C compiler")
+@pytest.mark.parametrize(
+    "nvrtc, sentence",
+    [
+        (False, "CUDA: the run-time compiler libnvrtc was not found\n  hint: install the CUDA toolkit"),
+        (True, "the driver supports CUDA 11.4 only, so it would refuse the compiled kernels\n  hint: update"),
+    ],
+)
+def test_a_machine_without_nvrtc_or_with_an_old_driver_is_named(nvrtc, sentence, tmp_path):
+    """Beside a libcuda of CUDA 11.4, which the test compiles: it starts and has no other function."""
+    path, found = _library.nvrtc_path(), ctypes.util.find_library("nvrtc")
+    if path is None if nvrtc else found is not None:
+        pytest.skip("a torch without CUDA" if nvrtc else f"the dynamic linker finds {found}")
+    driver = "int cuInit(unsigned f) { return 0; } int cuDriverGetVersion(int *v) { *v = 11040; return 0; }"
+    built = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", tmp_path / "libcuda.so.1"]
+    subprocess.run(built, input=driver, text=True, check=True)
+    # Without torch, which brings an NVRTC into the process.
+    code = """
+import ctypes, sys
+library, plan, (request, nvrtc) = ctypes.CDLL(sys.argv[1]), ctypes.c_void_p(), map(str.encode, sys.argv[2:])
+library.sieve_error.restype = ctypes.c_char_p
+assert not library.sieve_plan(request, ctypes.byref(plan))
+assert library.sieve_plan_load(plan, 0, nvrtc or None, None)
+print(library.sieve_error().decode())
+"""
+    plan, _ = functional.ops.IMPLEMENTATIONS["attention_forward"].plan(
+        (*tensors(), None, None), (0.1, None), _library.EMULATED
+    )
+    arguments = os.environ["SIEVE_ATTENTION_LIBRARY"], json.dumps(plan.request), str(path if nvrtc else "")
+    environment = dict(os.environ, LD_LIBRARY_PATH=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
+    assert sentence in done.stdout, done
+
+
 @pytest.mark.parametrize("broken, sentence", [("torch", "pip install torch"), ("library", "cargo xtask wheel")])
 def test_imports_that_cannot_work_say_why(broken, sentence, tmp_path):
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
@@ -146,7 +183,7 @@ def test_opcheck():
     rank = random(1, 2, 70, device=DEVICE, dtype=torch.float32, seed=2)
     _, *lists = ops.dma_select(rank, None, None, 16, 2)
     (pooled,) = ops.nsa_mean_pool(k, v, None, None, BLOCKS.sizes())
-    gates = random(1, 70, 12, device=DEVICE, seed=3)
+    gates, w_dt = random(1, 70, 12, device=DEVICE, seed=3), torch.ones(2, 128, device=DEVICE)
     length = torch.full((1,), 70, dtype=torch.int32, device=DEVICE)
     for name, arguments in {
         "attention_forward": (q, k, v, None, None, 0.1, 20),
@@ -154,7 +191,7 @@ def test_opcheck():
         "dma_select": (rank, None, None, 16, 2),
         "dma_attention_forward": (q, k, v, rank, *lists, 0.1),
         "nsa_mean_pool": (k, v, None, None, BLOCKS.sizes()),
-        "dma_forward": (q, k, v, rank, rank, None, None, 0.1, 16, 2, True),
+        "dma_forward": (q, k, v, w_dt, rank[0, :, 0].contiguous(), None, None, 0.1, 16, 2, [0.1, 0.2], False),
         "nsa_forward": (q, k, v, pooled, gates, None, None, None, 0.1, BLOCKS.sizes(), 20),
         "chosen_forward": (q, k, v, *[None] * 4, 0.1, BLOCKS.sizes(), "largest_probability", True, 1),
         "cached_decode": (q[:, :1], *(x.transpose(1, 2).contiguous() for x in (k, v)), length, None, 0.1, None, None),

@@ -6,9 +6,11 @@ import importlib.util
 import types
 from pathlib import Path
 
+import parity
 import pytest
 import torch
 from conftest import DEVICE
+from parity import random
 
 transformers = pytest.importorskip("transformers")
 
@@ -88,6 +90,18 @@ def test_padding_inside_a_row_is_refused():
     mask[0, 7] = 0
     with pytest.raises(ValueError, match="padding between a row's tokens"):
         models(qwen3())[2](tokens(), attention_mask=mask)
+
+
+def test_a_mask_of_the_models_own_is_kept():
+    """Bools, or numbers that are added, `[batch, 1, tokens, tokens]`: not of documents, so by SDPA."""
+    own = torch.rand(2, 1, 40, 40, generator=torch.Generator().manual_seed(4)).to(DEVICE) < 0.5
+    own = own.tril() | torch.eye(40, dtype=torch.bool, device=DEVICE)
+    added = torch.where(own, 0.0, torch.finfo(torch.float32).min)
+    compare(models(qwen3()), tokens(), attention_mask=added)
+    q, k, v = heads_first(40, 40)
+    module, settings = layer_of(16), {"scaling": 0.2, "block_indices": indices_of(2, 16, 2, 40, 40)}
+    results = [integration.attention_forward(module, q, k, v, mask, **settings)[0] for mask in (own, added)]
+    assert torch.equal(*results)
 
 
 def test_inference_mode():
@@ -221,6 +235,130 @@ def test_doge(keep):
     first = three[2](tokens()[:, :39], use_cache=True)
     step = three[2](tokens()[:, 39:], past_key_values=first.past_key_values, use_cache=True).logits
     assert (step[:, 0] - whole[:, 39]).abs().max() < 0.15 * whole.abs().max()
+
+
+# An indexer: choosers (0: one choice for all heads, without that dimension), keys of a block, blocks of a query.
+INDEXERS = {
+    "pieces": (2, 128, 2), "one choice": (0, 128, 2), "blocks of 32": (2, 32, 4), "each query head": (4, 64, 2),
+}  # fmt: skip
+
+
+def layer_of(block, local=1):
+    """A layer with an indexer, as transformers calls attention with it."""
+    return types.SimpleNamespace(is_causal=True, indexer=types.SimpleNamespace(block_size=block, local_blocks=local))
+
+
+def indices_of(choosers, block, count, keys, queries, own=True):
+    """Blocks up to each query's own, `[batch, (choosers,) queries, count]`, in no order, then -1."""
+    shape = (2, max(choosers, 1), queries)
+    scores = torch.rand(*shape, -(-keys // block), generator=torch.Generator().manual_seed(8))
+    at = (torch.arange(keys - queries, keys) // block)[:, None]
+    number = torch.arange(scores.shape[-1])
+    scores = scores.masked_fill(number == at, 0.5 if not own else 2.0).masked_fill(number > at, -1.0)
+    best = scores.topk(min(count, scores.shape[-1]))
+    chosen = best.indices.masked_fill(best.values < 0, -1).to(DEVICE)
+    return chosen if choosers else chosen[:, 0]
+
+
+def heads_first(queries, keys):
+    """q, k, v `[batch, heads, tokens, width]` of 4 query and 2 KV heads."""
+    sizes = ((4, queries), (2, keys), (2, keys))
+    return [random(2, heads, count, 64, device=DEVICE, seed=seed) for seed, (heads, count) in enumerate(sizes)]
+
+
+def of_blocks(q, k, v, chosen, block):
+    """Attention under the mask that the blocks spell out; q, k, v `[batch, heads, tokens, width]`."""
+    chosen, (queries, keys) = chosen if chosen.dim() == 4 else chosen[:, None], (q.shape[2], k.shape[2])
+    key, at = torch.arange(keys, device=q.device), torch.arange(keys - queries, keys, device=q.device)
+    mask = (chosen[..., None] == key // block).any(3) & (key <= at[:, None])
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    mask = mask.repeat_interleave(q.shape[1] // mask.shape[1], 1)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.2)
+    return o.transpose(1, 2)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("name", INDEXERS)
+def test_blocks_of_an_indexer(name, own):
+    """What MiniMax M3's layers pass: whole rows with gradients."""
+    choosers, block, count = INDEXERS[name]
+    module, chosen = layer_of(block), indices_of(choosers, block, count, 300, 300, own)
+    inputs = heads_first(300, 300)
+
+    def ours(q, k, v):
+        return integration.attention_forward(module, q, k, v, None, scaling=0.2, block_indices=chosen)[0]
+
+    parity.compare(name, ours, lambda q, k, v: of_blocks(q, k, v, chosen, block), inputs)
+    mask = torch.ones(2, 300, dtype=torch.bool, device=DEVICE)
+    mask[1, 290:] = False
+    settings = {"scaling": 0.2, "block_indices": chosen}
+    padded = integration.attention_forward(module, *inputs, mask, **settings)[0]
+    assert torch.equal(padded[1, :290], ours(*inputs)[1, :290])
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("name", INDEXERS)
+def test_blocks_of_an_indexer_behind_a_cache(name, queries, own, monkeypatch):
+    choosers, block, count = INDEXERS[name]
+    chosen = indices_of(choosers, block, count, 300, queries, own)
+    q, k, v = heads_first(queries, 300)
+    if queries == 1:
+        mask = torch.full((2,), 300, dtype=torch.int32, device=DEVICE)
+    else:
+        mask = torch.ones(2, 1, queries, 300, dtype=torch.bool, device=DEVICE).tril(300 - queries)
+    ran = count_runs(monkeypatch)
+    settings = {"scaling": 0.2, "block_indices": chosen}
+    o = integration.attention_forward(layer_of(block, int(own)), q, k, v, mask, **settings)[0]
+    assert ran["cached_decode"] == (queries == 1 and own), ran
+    exact, plain = (of_blocks(*(x.to(dtype) for x in (q, k, v)), chosen, block) for dtype in (torch.float32, q.dtype))
+    parity.assert_close(name, o, exact, plain, floor=4e-3)
+
+
+def test_blocks_of_an_indexer_that_have_no_kernel_are_refused():
+    q, k, v = heads_first(70, 70)
+    chosen = indices_of(2, 64, 2, 70, 70)
+    left = torch.ones(2, 70, dtype=torch.bool, device=DEVICE)
+    left[0, :3] = False
+    positions = torch.cat([torch.arange(30), torch.arange(40)]).expand(2, -1).to(DEVICE)
+    for sentence, module, mask, settings in (
+        ("without module.indexer.block_size", types.SimpleNamespace(is_causal=True), None, {}),
+        ("padding on the left", layer_of(64), left, {}),
+        ("packed rows", layer_of(64), None, {"position_ids": positions}),
+        ("a window of 9 keys", layer_of(64), None, {"sliding_window": 9}),
+        ("choosers a multiple of 2", layer_of(64), None, {"block_indices": chosen[:, :1]}),
+        ("select_block_size 96", layer_of(96), None, {}),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            integration.attention_forward(module, q, k, v, mask, **{"block_indices": chosen, **settings})
+
+
+def test_minimax_m3():
+    """The model itself, an MSA layer and a dense one, beside transformers' eager attention."""
+    if not hasattr(transformers, "MiniMaxM3VLTextConfig"):
+        pytest.skip("transformers without MiniMax M3")
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLTextModel
+
+    config = transformers.MiniMaxM3VLTextConfig(
+        **SIZES, dense_intermediate_size=96, shared_intermediate_size=96, rotary_dim=32, num_local_experts=2,
+        num_experts_per_tok=1, index_n_heads=2, index_head_dim=64, index_block_size=16, index_topk_blocks=2,
+        layer_types=["minimax_m3_sparse", "full_attention"], mlp_layer_types=["dense", "dense"],
+    )  # fmt: skip
+    found, chosen = [], []
+    for model in models(config, MiniMaxM3VLTextModel):
+        indexer = model.layers[0].self_attn.indexer
+        # Rounding may swap blocks of nearly equal scores: all three read those that f32 chose.
+        indexer.register_forward_hook(lambda *given: chosen.append(given[-1]) or chosen[0])
+        with torch.no_grad():
+            found.append(model(tokens(), use_cache=False).last_hidden_state.float())
+    exact, plain, ours = found
+    assert (ours - exact).norm() <= 2 * (plain - exact).norm() + 1e-3 * exact.norm()
+    dense = copy.deepcopy(model)
+    dense.layers[0].self_attn.indexer = None
+    with torch.no_grad():
+        other = dense(tokens(), use_cache=False).last_hidden_state.float()
+    assert (other - exact).norm() > 4 * (ours - exact).norm(), "dense attention would show"
 
 
 def exported():

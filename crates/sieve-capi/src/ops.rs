@@ -75,21 +75,8 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         }
         Call::DmaScores { slopes } => {
             let (v, w_dt, a) = (t.get("v")?, t.get("w_dt")?, t.get("a")?);
-            let qkv = Qkv::separate(&v, &v, &v);
-            let start = t.maybe("doc_start");
-            let recency = (!slopes.is_empty()).then(|| Recency {
-                slopes,
-                origin: match &start {
-                    Some(start) => PositionOrigin::DocumentStart(start),
-                    None => PositionOrigin::First(0),
-                },
-            });
-            if slopes.iter().any(|slope| !slope.is_finite()) {
-                return Err(
-                    KernelError::unsupported("dma_scores", "slope", "that is not finite", "finite ones").into(),
-                );
-            }
-            let scores = qkv.dma_ranks(&w_dt, &a, recency.as_ref())?;
+            let (qkv, start) = (Qkv::separate(&v, &v, &v), t.maybe("doc_start"));
+            let scores = qkv.dma_ranks(&w_dt, &a, recency(slopes, start.as_ref())?.as_ref())?;
             Ok(vec![("x", scores.x), ("z", scores.z)])
         }
         Call::DmaScoresBackward {} => {
@@ -106,7 +93,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             Ok(vec![("dv", dv), ("dw_dt", dw_dt), ("da", da)])
         }
         &Call::DmaSelect { keep, local } => {
-            let (expire, lists) = t.selection(keep, local, &t.documents()?)?;
+            let (expire, lists) = selection(&t.get("rank")?, keep, local, &t.documents()?)?;
             let lists = lists.into_iter().flat_map(of_lists);
             Ok([("expire", expire)].into_iter().chain(lists).collect())
         }
@@ -229,17 +216,25 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             scale,
             keep,
             local,
+            ref slopes,
+            linear,
             only_o,
         } => {
-            let (qkv, bias, documents) = (t.qkv()?, t.get("bias")?, t.documents()?);
-            let (_, lists) = t.selection(keep, local, &documents)?;
+            let (qkv, w_dt, a, documents) = (t.qkv()?, t.get("w_dt")?, t.get("a")?, t.documents()?);
+            let recency = recency(slopes, Some(&documents[0]))?;
+            let (scores, bias) = qkv.dma_ranks_and_bias(&w_dt, &a, recency.as_ref(), score_bias(linear))?;
+            let (_, lists) = selection(&scores.z, keep, local, &documents)?;
             let o_low = o_low(only_o);
             let forward = match &lists {
                 Some(lists) => qkv.dma_attention_forward(&bias, lists, scale, o_low)?,
                 None => qkv.attention_forward(&documents[0], None, scale, Some((&bias, o_low)))?,
             };
             let mut outputs = result(forward, only_o);
-            outputs.extend(lists.into_iter().flat_map(of_lists).filter(|_| !only_o));
+            if !only_o {
+                outputs.extend([("x", scores.x), ("z", scores.z)]);
+                outputs.extend((!linear).then_some(("bias", bias)));
+                outputs.extend(lists.into_iter().flat_map(of_lists));
+            }
             Ok(outputs)
         }
         Call::ChooseBlocks(choice) => {
@@ -344,7 +339,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 positions: t.get("positions")?,
                 local_window_size: local,
             };
-            let bias = if linear { ScoreBias::Linear } else { ScoreBias::Exp };
+            let bias = score_bias(linear);
             let o = slots.dma_decode(&token, &t.get("z")?, &t.get("length")?, scale, bias, &scratch)?;
             Ok(vec![("o", o)])
         }
@@ -379,6 +374,44 @@ fn o_low(only_o: bool) -> KeepOLow {
         true => KeepOLow::Never,
         false => KeepOLow::ShortRows,
     }
+}
+
+fn score_bias(linear: bool) -> ScoreBias {
+    match linear {
+        true => ScoreBias::Linear,
+        false => ScoreBias::Exp,
+    }
+}
+
+/// The recency term of ranks; no slopes are none. Positions count from `start`, else from the row's first token.
+fn recency<'a>(slopes: &'a [f32], start: Option<&'a CudaTensor>) -> Result<Option<Recency<'a>>, KernelError> {
+    if slopes.iter().any(|slope| !slope.is_finite()) {
+        let (got, supported) = ("that is not finite", "finite ones");
+        return Err(KernelError::unsupported("dma_scores", "slope", got, supported));
+    }
+    let origin = start.map_or(PositionOrigin::First(0), PositionOrigin::DocumentStart);
+    Ok((!slopes.is_empty()).then_some(Recency { slopes, origin }))
+}
+
+/// When each key leaves by its rank, and the lists of attention where not every key is kept.
+fn selection(
+    rank: &CudaTensor,
+    keep: usize,
+    local: usize,
+    [start, end]: &[CudaTensor; 2],
+) -> Result<(CudaTensor, Option<KeyLists>), PlanError> {
+    rank.require_dtype("dma_select", "rank", DType::F32)?;
+    let window = DmaWindow {
+        keep_window_size: keep,
+        local_window_size: local,
+    };
+    let selection = dma_select(rank, start, end, window)?;
+    let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
+    let lists = match keep < seq_len {
+        true => Some(selection.dma_lists(start, end, KeyLists::TILE_QUERIES)?),
+        false => None,
+    };
+    Ok((selection.expire.clone(), lists))
 }
 
 /// A selection's lists as one output.
@@ -545,28 +578,6 @@ impl Inputs {
         let by = BlockChoice { blocks, rule, forced };
         let queries = self.queries_of_blocks(&q, &pooled, blocks)?;
         Ok(queries.choose_key_blocks([start, end], &pooled, by, choice.scale)?)
-    }
-
-    /// When each key leaves by its rank, and the lists of attention where not every key is kept.
-    fn selection(
-        &self,
-        keep: usize,
-        local: usize,
-        [start, end]: &[CudaTensor; 2],
-    ) -> Result<(CudaTensor, Option<KeyLists>), PlanError> {
-        let rank = self.get("rank")?;
-        rank.require_dtype("dma_select", "rank", DType::F32)?;
-        let window = DmaWindow {
-            keep_window_size: keep,
-            local_window_size: local,
-        };
-        let selection = dma_select(&rank, start, end, window)?;
-        let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
-        let lists = match keep < seq_len {
-            true => Some(selection.dma_lists(start, end, KeyLists::TILE_QUERIES)?),
-            false => None,
-        };
-        Ok((selection.expire.clone(), lists))
     }
 
     fn documents(&self) -> Result<[CudaTensor; 2], PlanError> {

@@ -196,8 +196,9 @@ pub enum Call {
         #[serde(default)]
         only_o: bool,
     },
-    /// Selection and attention: q, k, v, rank, bias, doc_start, doc_end → o, and unless it is alone lse, o_low?, base,
-    /// and lists where `keep` is below the tokens of a row
+    /// Scores, selection and attention: q, k, v, w_dt `[KV heads, KV heads * width]`, a, doc_start, doc_end → o, and
+    /// unless it is alone lse, o_low?, base, x, z, bias unless it is z, and lists where `keep` is below the tokens of a
+    /// row
     DmaForward {
         /// Factor on `q . k`.
         scale: f32,
@@ -206,6 +207,12 @@ pub enum Call {
         /// The last of them, which are kept whatever their rank.
         #[serde(default)]
         local: usize,
+        /// What recency adds a token, one number a KV head; none is no recency.
+        #[serde(default)]
+        slopes: Vec<f32>,
+        /// Whether the bias is z itself.
+        #[serde(default)]
+        linear: bool,
         /// Whether `o` is the only output.
         #[serde(default)]
         only_o: bool,

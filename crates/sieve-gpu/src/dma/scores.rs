@@ -13,7 +13,7 @@ impl ScoreBias {
     pub const MAX_KV_HEADS: usize = 32;
 }
 
-/// How decoding computes the bias of a key's logits from its score z.
+/// How the bias of a key's logits comes from its score z.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScoreBias {
     /// `exp(min(z, 60))`, as in arXiv:2508.02124.
@@ -72,7 +72,52 @@ impl Qkv {
         let shape = self.shape(NAME)?;
         let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
         require_kv_heads(NAME, kv_heads)?;
-        operands!(NAME, w_dt: F32[kv_heads * head_dim, kv_heads], a: F32[kv_heads]);
+        operands!(NAME, w_dt: F32[kv_heads * head_dim, kv_heads]);
+        let kernel = |slopes: &[f32]| dma_scores_kernel(kv_heads, head_dim, slopes);
+        self.ranked_by(kernel, &w_dt, a, recency, None)
+    }
+
+    /// [`dma_ranks`](Self::dma_ranks) by a linear layer's weight, `w_dt` f32 `[num_kv_heads, num_kv_heads * head_dim]`,
+    /// with the biases of logits, f32 `[batch, num_kv_heads, seq_len]`: z itself where `bias` is linear.
+    ///
+    /// # Errors
+    /// The errors of [`dma_ranks`](Self::dma_ranks).
+    pub fn dma_ranks_and_bias(
+        &self,
+        w_dt: &CudaTensor,
+        a: &CudaTensor,
+        recency: Option<&Recency<'_>>,
+        bias: ScoreBias,
+    ) -> Result<(Scores, CudaTensor), KernelError> {
+        let shape = self.shape(NAME)?;
+        let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
+        require_kv_heads(NAME, kv_heads)?;
+        operands!(NAME, w_dt: F32[kv_heads, kv_heads * head_dim]);
+        let exponentials = (bias == ScoreBias::Exp).then(|| w_dt.empty_contiguous(&shape.per_key(), DType::F32));
+        let kernel = |slopes: &[f32]| {
+            let kernel = dma_scores_kernel(kv_heads, head_dim, slopes).define("HEAD_ROWS", 1);
+            match bias {
+                ScoreBias::Exp => kernel.define("BIAS", 1),
+                ScoreBias::Linear => kernel,
+            }
+        };
+        let scores = self.ranked_by(kernel, &w_dt, a, recency, exponentials.as_ref())?;
+        let bias = exponentials.unwrap_or_else(|| scores.z.clone());
+        Ok((scores, bias))
+    }
+
+    /// Launches `kernel`, which gets the slopes, on a checked weight.
+    fn ranked_by(
+        &self,
+        kernel: impl FnOnce(&[f32]) -> SourceKernel,
+        w_dt: &CudaTensor,
+        a: &CudaTensor,
+        recency: Option<&Recency<'_>>,
+        bias: Option<&CudaTensor>,
+    ) -> Result<Scores, KernelError> {
+        let shape = self.shape(NAME)?;
+        let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
+        operands!(NAME, a: F32[kv_heads]);
         let qkv = self.with_kernel_strides();
         let [_, _, v] = qkv.head_words(NAME)?;
         let slopes = recency.map_or(&[][..], |recency| recency.slopes);
@@ -96,10 +141,10 @@ impl Qkv {
             has_start: start.is_some(),
         });
         let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
-        let kernel = dma_scores_kernel(kv_heads, head_dim, slopes);
         let start = start.as_ref().unwrap_or(&a);
-        // SAFETY: sizes, strides and types checked above; writes every element of x and z.
-        unsafe { kernel.launch(grid, &[qkv.v.tensor(), &w_dt, &a, start, &x, &z], &params) }?;
+        let tensors = [qkv.v.tensor(), w_dt, &a, start, &x, &z].into_iter().chain(bias);
+        // SAFETY: sizes, strides and types checked above and by the callers; writes every element of x, z and bias.
+        unsafe { kernel(slopes).launch(grid, &tensors.collect::<Vec<_>>(), &params) }?;
         Ok(Scores { x, z })
     }
 }
