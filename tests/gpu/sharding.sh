@@ -136,14 +136,14 @@ for part in "${parts[@]}"; do
         run "$kind-2" "$kind" 2 - "${shape[@]}" parallelism.context_parallel_degree=2 || failed=1
       done
       ;;
-    scale) # 16,384 tokens a micro-batch
+    scale) # 16,384 tokens a micro-batch and the vocabulary of tests/gpu/rivals/ranks.py
       prepare
       cells=(${CELLS:-mha:2048:1 dma:2048:1 nsa:2048:1})
       for count in 1 $gpus; do
         for cell in "${cells[@]}"; do
           IFS=: read -r kind len micro <<< "$cell"
           rows=$((16384 / len))
-          shape=(training.seq_len="$len" model.max_position_embeddings=8192 training.local_batch_size="$rows"
+          shape=(model.vocab_size=50304 training.seq_len="$len" model.max_position_embeddings=8192 training.local_batch_size="$rows"
             training.global_batch_size=$((rows * micro * count)))
           if [ "$count" = 1 ]; then
             alone "${cell//:/-}-1" "$kind" "${shape[@]}"
