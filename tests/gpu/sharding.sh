@@ -6,11 +6,12 @@
 #
 # zero     1.7B under ZeRO-1, ZeRO-2 and ZeRO-2 with bf16 gradients on the same rows; about 40 s
 # memory   8.2B under ZeRO-2; about 90 s
-# rows     KINDS (infllm_v2 moba msa), 12 layers, rows of 65,536 whole and in two parts; about 100 s
-# scale    CELLS (mha:2048:1 dma:2048:1 nsa:2048:1), KIND:TOKENS OF A ROW:MICRO-BATCHES, 1.7B on one GPU and on all GPUS (2);
-#          about 30 s a cell
+# rows     KINDS (infllm_v2 moba msa), 12 layers, rows of 65,536 whole (but WHOLE=no) and in two parts; about 100 s
+# scale    CELLS (mha:2048:1 dma:2048:1 nsa:2048:1), KIND:TOKENS OF A ROW:MICRO-BATCHES, 1.7B on one GPU and on all GPUS
+#          (2); about 30 s a cell
 #
-# STEPS (3), LIMIT of seconds a run (150). DEVICE=cpu with SETS="section.key=value …", a small shape, tries the script.
+# STEPS (3), LIMIT of seconds a run (150), FLAGS of train ("--profile 3"). DEVICE=cpu with SETS="section.key=value …", a
+# small shape, tries the script.
 set -uo pipefail
 sieve="$1" text="$2" out="$3"
 shift 3
@@ -29,16 +30,18 @@ cached=(--set "data.cache_dir=\"$out/cache\"" --set "tokenizer.train={ vocab_siz
 run() {
   local name="$1" kind="$2" nproc="$3" gpu="$4" sets=() set
   shift 4
-  for set in training.steps=1000 lr_scheduler.warmup_steps=100 metrics.log_freq=1 validation.tokens=8192 "$@" ${SETS:-}; do
+  for set in training.steps=1000 lr_scheduler.warmup_steps=100 metrics.log_freq=1 validation.tokens=8192 "$@" \
+    ${SETS:-}; do
     sets+=(--set "$set")
   done
   # Without stages, whose steps would not add up.
-  "$sieve" recipe new --size 1p7b --kind "$kind" --data "$text" 2> /dev/null | sed '/^\[\[stage\]\]/,$d' > "$out/$name.toml"
+  "$sieve" recipe new --size 1p7b --kind "$kind" --data "$text" 2> /dev/null |
+    sed '/^\[\[stage\]\]/,$d' > "$out/$name.toml"
   local all=(--recipe "$out/$name.toml" "${cached[@]}" "${sets[@]}")
   rm -rf "${out:?}/$name"
   "$sieve" plan "${all[@]}" --gpu h200 --nproc "$nproc" > "$out/$name.plan" 2>&1 &
   local planner=$!
-  local train=(train "${all[@]}" --out "$out/$name")
+  local train=(train "${all[@]}" --out "$out/$name" ${FLAGS:-})
   if [ "$nproc" = 1 ]; then
     [ "$device" = cpu ] && gpu="$device" || gpu="$device:$gpu"
     setsid "$sieve" "${train[@]}" --device "$gpu" > "$out/$name.txt" 2>&1 &
@@ -70,9 +73,10 @@ name, count = sys.argv[1], int(sys.argv[2])
 
 def read(name):
     lines = [json.loads(line) for line in open(name + "/metrics.jsonl", encoding="utf-8")]
-    return [line for line in lines if line["kind"] == "step"][:count], [line for line in lines if line["kind"] == "memory"]
+    return [[line for line in lines if line["kind"] == kind] for kind in ("step", "memory")]
 
 steps, memory = read(name)
+steps = steps[:count]
 of = lambda key, digits: ", ".join(f"{line[key]:.{digits}f}" for line in steps)
 # The first step compiles kernels.
 speed = lambda steps: median(line["tokens_per_second"] for line in steps[1:] or steps)
@@ -84,8 +88,9 @@ parts, times = re.fullmatch(r"(.*)-([0-9]+)", name), ""
 if parts and parts[2] != "1" and os.path.exists(parts[1] + "-1/metrics.jsonl"):
     ratio = speed(steps) / speed(read(parts[1] + "-1")[0])
     times = f" ({ratio:.2f} times one GPU, {100 * ratio / int(parts[2]):.1f} %)"
-print(f"{name.split('/')[-1]:12} loss {of('loss', 5)}; norm {of('grad_norm', 4)}; tokens/s {of('tokens_per_second', 0)}{times}, "
-      f"plan {planned(r'about ([0-9,]+) tokens/s'):.0f}; tensors {gib('in_use_bytes')}, plan {tensors:.2f} GiB; "
+print(f"{name.split('/')[-1]:12} loss {of('loss', 5)}; norm {of('grad_norm', 4)}; "
+      f"tokens/s {of('tokens_per_second', 0)}{times}, plan {planned(r'about ([0-9,]+) tokens/s'):.0f}; "
+      f"tensors {gib('in_use_bytes')}, plan {tensors:.2f} GiB; "
       f"reserved {gib('reserved_bytes')}", flush=True)
 PYTHON
   return "$code"
@@ -130,21 +135,23 @@ for part in "${parts[@]}"; do
       shape=(model.num_hidden_layers=12 model.max_position_embeddings=65536 training.seq_len=65536
         training.local_batch_size=1 training.global_batch_size=2)
       prepare
-      for kind in ${KINDS:-infllm_v2 moba msa}; do alone "$kind-1" "$kind" "${shape[@]}"; done
+      for kind in ${KINDS:-infllm_v2 moba msa}; do
+        [ "${WHOLE:-yes}" = no ] || alone "$kind-1" "$kind" "${shape[@]}"
+      done
       settle
       for kind in ${KINDS:-infllm_v2 moba msa}; do
         run "$kind-2" "$kind" 2 - "${shape[@]}" parallelism.context_parallel_degree=2 || failed=1
       done
       ;;
-    scale) # 16,384 tokens a micro-batch
+    scale) # 16,384 tokens a micro-batch and the vocabulary of tests/gpu/rivals/ranks.py
       prepare
       cells=(${CELLS:-mha:2048:1 dma:2048:1 nsa:2048:1})
       for count in 1 $gpus; do
         for cell in "${cells[@]}"; do
           IFS=: read -r kind len micro <<< "$cell"
           rows=$((16384 / len))
-          shape=(training.seq_len="$len" model.max_position_embeddings=8192 training.local_batch_size="$rows"
-            training.global_batch_size=$((rows * micro * count)))
+          shape=(model.vocab_size=50304 training.seq_len="$len" model.max_position_embeddings=8192
+            training.local_batch_size="$rows" training.global_batch_size=$((rows * micro * count)))
           if [ "$count" = 1 ]; then
             alone "${cell//:/-}-1" "$kind" "${shape[@]}"
           else

@@ -9,8 +9,8 @@
 # kill      kill -9 of a rank in a step, continued on one GPU; under ZeRO-1 and under ZeRO-2
 # slow      another training run on the second GPU: does the health test name rank 1?
 #
-# KIND (dma), STEPS (60), LIMIT of seconds a run (60). DEVICE=cpu with SETS="section.key=value …", a small shape, tries the
-# script. About 170 s on two H200s.
+# KIND (dma), STEPS (60), LIMIT of seconds a run (60). DEVICE=cpu with SETS="section.key=value …", a small shape, tries
+# the script. About 170 s on two H200s.
 set -uo pipefail
 sieve="$1" text="$2" out="$3"
 shift 3
@@ -55,13 +55,13 @@ first, other = losses(sys.argv[1]), losses(sys.argv[2])
 both, tolerance = sorted(first.keys() & other.keys()), float(sys.argv[3])
 apart = max((abs(first[step] - other[step]) for step in both), default=float("nan"))
 ok = len(both) >= 5 and apart <= tolerance
-print(f"{sys.argv[2].split('/')[-1]}: {'ok' if ok else 'FAILED'}: {len(both)} steps to step {max(both, default=0)}, losses at most "
-      f"{apart:.3g} apart; {sys.argv[4]}", flush=True)
+print(f"{sys.argv[2].split('/')[-1]}: {'ok' if ok else 'FAILED'}: {len(both)} steps to step {max(both, default=0)}, "
+      f"losses at most {apart:.3g} apart; {sys.argv[4]}", flush=True)
 sys.exit(not ok)
 PYTHON
 }
 
-# as_hosts NAME COMMAND…: the same command as host 1 and as host 0, each with one GPU. NODE_RANK and PORT stand in it.
+# as_hosts NAME COMMAND…: the same command as host 1 and as host 0, each with one GPU; NODE_RANK in it is the host.
 as_hosts() {
   local name="$1" rank pids=()
   shift
@@ -74,8 +74,10 @@ as_hosts() {
     pids+=($!)
   done
   finished "$name" 0 "${pids[@]}" || return
-  [ "$device" = cpu ] || grep -q 'via NET/Socket' "$out/$name".nccl.* || fail "$name" "no NET/Socket in $out/$name.nccl.*"
-  near "$name" "${TOLERANCE:-0}" "$(grep -ho 'via [A-Z0-9a-z/]*' "$out/$name".nccl.* 2> /dev/null | sort | uniq -c | xargs)"
+  local ways
+  ways="$(grep -ho 'via [A-Z0-9a-z/]*' "$out/$name".nccl.* 2> /dev/null | sort | uniq -c | xargs)"
+  [ "$device" = cpu ] || [[ "$ways" = *NET/Socket* ]] || fail "$name" "no NET/Socket in $out/$name.nccl.*"
+  near "$name" "${TOLERANCE:-0}" "$ways"
 }
 
 # Waits for a run's STEP, or the end of its PID.
@@ -95,7 +97,8 @@ for part in "${parts[@]}"; do
   case "$part" in
     hosts)
       train hosts "$device" --stop-after "$steps"
-      as_hosts hosts "$sieve" launch --nproc 1 --nnodes 2 --node-rank NODE_RANK --master "127.0.0.1:$((port + 1))" -- "${words[@]}"
+      as_hosts hosts "$sieve" launch --nproc 1 --nnodes 2 --node-rank NODE_RANK --master "127.0.0.1:$((port + 1))" \
+        -- "${words[@]}"
       ;;
     torchrun)
       train torchrun "$device" --stop-after "$steps"
@@ -111,7 +114,9 @@ for part in "${parts[@]}"; do
         train "$name" "$device" --set parallelism.zero_stage="$stage" --set checkpoint.interval=5
         limited "$sieve" launch --nproc 2 -- "${words[@]}" > "$out/$name.txt" 2>&1 &
         job=$!
-        until ls "$out/$name/checkpoint" 2> /dev/null | grep -q 'step-[0-9]*$' || ! kill -0 "$job" 2> /dev/null; do sleep 0.05; done
+        until ls "$out/$name/checkpoint" 2> /dev/null | grep -q 'step-[0-9]*$' || ! kill -0 "$job" 2> /dev/null; do
+          sleep 0.05
+        done
         reaches "$name" 8 "$job"
         kill -KILL "$(pgrep -f "^$sieve train .*--out $out/$name " | tail -1)"
         since="$(date +%s%N)"
@@ -121,7 +126,8 @@ for part in "${parts[@]}"; do
         limited "$sieve" train "${recipe[@]}" --device "$one" --out "$out/$name" --set parallelism.zero_stage="$stage" \
           --resume --stop-after 10 > "$out/$name-one.txt" 2>&1 &
         finished "$name-one" 0 $! || continue
-        near "$name" 0.02 "$((took / 1000000)) ms from kill -9 to exit code 75 ($line); $(grep -h 'continuing at' "$out/$name/log")"
+        near "$name" 0.02 \
+          "$((took / 1000000)) ms from kill -9 to exit code 75 ($line); $(grep -h 'continuing at' "$out/$name/log")"
       done
       ;;
     slow)

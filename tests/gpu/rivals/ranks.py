@@ -15,21 +15,21 @@ import time
 
 import torch
 import torch.distributed as dist
-from step import CASES, TINY, VOCAB, head_loss
+from step import CASES, TINY, head_loss
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 class Net(torch.nn.Module):
     def __init__(self, sizes, compiled):
         super().__init__()
-        layers, width, heads, kv_heads, ff, seq_len, _ = sizes
-        config = Qwen3Config(vocab_size=VOCAB, hidden_size=width, intermediate_size=ff, num_hidden_layers=layers, num_attention_heads=heads,
-                             num_key_value_heads=kv_heads, head_dim=128, max_position_embeddings=seq_len, tie_word_embeddings=True, use_cache=False,
-                             attn_implementation="sdpa")
-        self.lm = Qwen3ForCausalLM(config).train()
+        family, vocabulary, layers, width, heads, kv_heads, head_dim, ff, seq_len, _ = sizes
+        config = AutoConfig.for_model(family, vocab_size=vocabulary, hidden_size=width, intermediate_size=ff, num_hidden_layers=layers,
+                                      num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
+                                      max_position_embeddings=seq_len, tie_word_embeddings=True, use_cache=False)
+        self.lm = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
         self.loss = head_loss
         if compiled:
             for layer in self.lm.model.layers:
@@ -71,8 +71,8 @@ def main():
         model = fully_shard(net, mesh=mesh, mp_policy=policy)
         precision = contextlib.nullcontext
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
-    seq_len, rows = sizes[-2:]
-    tokens = torch.randint(0, VOCAB, (rows, seq_len + 1), device=device)
+    vocabulary, seq_len, rows = sizes[1], *sizes[-2:]
+    tokens = torch.randint(0, vocabulary, (rows, seq_len + 1), device=device)
     backends = [SDPBackend.CUDNN_ATTENTION] if device == "cuda" else [SDPBackend.MATH]
 
     def step(micro):
