@@ -47,7 +47,7 @@ pub struct CheckSettings {
 /// A part of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CheckPart {
-    /// Everything.
+    /// All parts.
     All,
     /// Dense, windowed and dynamic mask attention.
     Attention,

@@ -90,12 +90,12 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Rows.
+    /// Number of rows of the view, which [`t`](Self::t) swaps with its columns.
     pub fn num_rows(&self) -> usize {
         self.rows
     }
 
-    /// Columns.
+    /// Number of columns of the view.
     pub fn num_columns(&self) -> usize {
         self.cols
     }

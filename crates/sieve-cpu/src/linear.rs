@@ -52,7 +52,7 @@ const PANEL_WEIGHTS: usize = 1 << 22;
 const MIN_PANEL_OUTPUTS: usize = 128;
 
 impl Weight<'_> {
-    /// Elements.
+    /// Number of elements, whatever their type.
     pub fn len(&self) -> usize {
         match self {
             Self::F32(weight) => weight.len(),

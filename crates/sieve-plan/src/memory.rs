@@ -97,7 +97,7 @@ pub struct MemoryParts {
     pub moment_bytes: u64,
     /// KV caches of decoded sequences; 0 in training.
     pub cache_bytes: u64,
-    /// Gradients.
+    /// Gradients of the parameters, f32.
     pub gradient_bytes: u64,
     /// Activations, with the recipe's activation checkpointing.
     pub activation_bytes: u64,

@@ -25,7 +25,7 @@ const LONG_DENSE_PAIRS: f64 = 0.51;
 const WINDOW_PAIRS: f64 = 0.62;
 /// DMA's gathered keys.
 const GATHERED_PAIRS: f64 = 0.52;
-/// MLA.
+/// Latent attention (MLA), keys wider than values.
 const LATENT_PAIRS: f64 = 0.6;
 /// NSA's three branches, including the choice of blocks, lists, and joining the parts of o and dq.
 const BLOCK_PAIRS: f64 = 0.3;

@@ -34,7 +34,7 @@ pub(crate) fn forward_flops(shape: AttentionShape, window: usize) -> f64 {
 /// In longer rows a DMA training run keeps `o_low` only where memory is free, so both forms are timed.
 const LONG_ROW: usize = 32768;
 
-/// FLOPs of a backward pass divided by those of a forward pass: five GEMMs against two.
+/// A backward pass's FLOPs divided by the forward pass's: five GEMMs against two.
 const BACKWARD: f64 = 2.5;
 
 /// [`BACKWARD`] for values narrower than keys: three of the five GEMMs, and one of the two, are as wide as keys.

@@ -1,4 +1,4 @@
-//! Scaled rotary frequencies, for rows longer than those that a model was first trained on.
+//! Scaled rotary frequencies, for rows longer than a model's first training rows.
 use crate::keys::{MAX_SEQ_LEN, choices, keys};
 use std::f64::consts::TAU;
 
@@ -9,7 +9,7 @@ choices! {
         /// Every frequency is divided by `factor` (arXiv:2306.15595).
         Linear = "linear",
         /// Frequencies that turn less than `low_freq_factor` times in `original_max_position_embeddings` are divided by
-        /// `factor`, those that turn more than `high_freq_factor` times stay, and between them a linear mix
+        /// `factor`, frequencies that turn more than `high_freq_factor` times stay, and between them a linear mix
         /// (Llama 3.1).
         Llama3 = "llama3",
         /// Frequencies between `beta_slow` and `beta_fast` turns in `original_max_position_embeddings` are mixed by

@@ -63,7 +63,7 @@ pub(super) fn product_gradients<B: DeviceBackend>(
 
 /// Backward pass of the `linear(rms_norm(x))` that begins a layer: gradients of x, the norm's weight and the linear
 /// weight. `d_product` is the gradient of the GEMM's output; with a residual stream, `dy`, the gradient of the layer's
-/// output, is added to that of x.
+/// output, is added to the gradient of x.
 pub(super) fn begin_gradients<B: DeviceBackend>(
     norm: RmsNormCall<B>,
     (operands, weight): (Operands<B>, Weight<B>),

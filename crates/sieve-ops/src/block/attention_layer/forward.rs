@@ -51,7 +51,7 @@ pub(super) struct AttentionLayerCall<B: Backend> {
 pub(super) enum Attended<B: Backend> {
     /// Dense or sliding-window attention.
     Recent(AttentionOutput<B>),
-    /// DMA.
+    /// Dynamic mask attention, with its selection.
     Selected(DmaForward<B>),
     /// Attention of a part of each row (context parallelism).
     Parted(Parted<B>),
