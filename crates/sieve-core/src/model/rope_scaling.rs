@@ -9,7 +9,7 @@ choices! {
         /// Every frequency is divided by `factor` (arXiv:2306.15595).
         Linear = "linear",
         /// Frequencies that turn less than `low_freq_factor` times in `original_max_position_embeddings` are divided by
-        /// `factor`, frequencies that turn more than `high_freq_factor` times stay, and between them a linear mix
+        /// `factor`, those that turn more than `high_freq_factor` times stay, and between them a linear mix
         /// (Llama 3.1).
         Llama3 = "llama3",
         /// Frequencies between `beta_slow` and `beta_fast` turns in `original_max_position_embeddings` are mixed by
