@@ -25,7 +25,7 @@ use serde::Serialize;
 use crate::Target;
 use crate::context_parallel::RowShare;
 use crate::disk::num_moments;
-pub(crate) use activations::fp8_products;
+pub(crate) use activations::fp8_gemms;
 use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;

@@ -69,7 +69,7 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
 }
 
 /// Checks cuBLASLt's GEMMs.
-pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent) {
+pub(crate) fn check_gemms(report: &mut Report, device: &Gpu, extent: &Extent) {
     if let Err(error) = Cublaslt::require() {
         report.add_missing(NAME, &error.to_string());
         return;
