@@ -57,7 +57,7 @@ adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad
                          scale};
   const u64 at = ((u64)blockIdx.x * 256 + threadIdx.x) * 4;
   if (at + 4 <= params.num_elements) {
-    // Load
+    // Load four elements: parameters, both moments and gradients.
 #if SPLIT_MASTER
     uint2 leaves = *(const uint2*)(leaf + at), rests = *(const uint2*)(param + at);
     float4 p;
@@ -72,7 +72,7 @@ adamw(param_element* param, float* exp_avg, float* exp_avg_sq, const float* grad
     update(p.y, m.y, v.y, g.y);
     update(p.z, m.z, v.z, g.z);
     update(p.w, m.w, v.w, g.w);
-    // Store
+    // Store the moments, then the parameters (with a split master: bf16 leaf and its lower 16 bits).
     *(float4*)(exp_avg + at) = m;
     *(float4*)(exp_avg_sq + at) = v;
 #if SPLIT_MASTER

@@ -4,15 +4,15 @@
 //            row `length` of the cache is k_new, v_new, written here (APPEND=1). APPEND=0: over [max(0, length -
 //            window_size), length), nothing is written. CHOSEN=1: over the tokens up to `length` of the blocks that are
 //            listed for each chooser, the last of them the token's own; nothing is written
-// Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16
-//            [batch, num_kv_heads, HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed
-//            row, multiples of 8); k_cache bf16 [batch, num_kv_heads, capacity, HEAD_DIM], v_cache bf16
-//            [.., HEAD_DIM_V]; length i32 [batch], tokens before this one, of which the first num_dropped are
-//            no longer in the cache (CHOSEN=0); chosen i32 [batch,
-//            num_kv_heads, num_chosen]: blocks of select_size keys, ascending, then -1; with CHOSEN, num_kv_heads
-//            counts choosers, and the caches have cache_heads of them; o bf16 [batch, num_heads, HEAD_DIM_V]; partials
-//            f32 [batch, num_heads, num_splits, HEAD_DIM_V + 2] (any content, unused and of any size when num_splits =
-//            1); counters u32 [batch, num_kv_heads], zero before the first launch, zero again after each
+// Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16 [batch,
+//            num_kv_heads, HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed row,
+//            multiples of 8); k_cache bf16 [batch, num_kv_heads, capacity, HEAD_DIM], v_cache bf16 [.., HEAD_DIM_V];
+//            length i32 [batch], tokens before this one, whose first num_dropped are no longer in the cache (CHOSEN=0);
+//            chosen i32 [batch, num_kv_heads, num_chosen]: blocks of select_size keys, ascending, then -1; with CHOSEN,
+//            num_kv_heads counts choosers, and the caches have cache_heads of them; o bf16 [batch, num_heads,
+//            HEAD_DIM_V]; partials f32 [batch, num_heads, num_splits, HEAD_DIM_V + 2] (any content, unused and of any
+//            size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before the first launch, zero again
+//            after each
 // Buffers    q, k_new, v_new, k_cache, v_cache, chosen, length, o, partials, counters; APPEND=0: without k_new and
 //            v_new; CHOSEN=0: without chosen
 // Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), CHOSEN (0; 1 with APPEND=0), NUM_STAGES (4 for HEAD_DIM <= 64,

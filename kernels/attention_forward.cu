@@ -1,8 +1,8 @@
 // attention_forward: dense causal or sliding-window attention inside packed documents, with an optional bias per key.
 // Math       logit_ij = softmax_scale * q_i . k_j + (delta_j - base_i); o_i = sum_j softmax_j(logit_ij) v_j over the
 //            keys max(doc_start_i, i - window + 1) <= j <= i;
-//            lse_i = log sum_j exp(logit_ij). delta (HAS_BIAS) is that of DMA with every key kept (w >= the longest
-//            document), base the largest of the row's (bias_base.cu)
+//            lse_i = log sum_j exp(logit_ij). delta (HAS_BIAS) is DMA's bias with every key kept (w >= the longest
+//            document), base the largest bias that a row sees (bias_base.cu)
 // Layout     q [batch, seq_len, num_heads, HEAD_DIM], k [.., num_kv_heads, HEAD_DIM], v [.., num_kv_heads, HEAD_DIM_V]
 //            bf16: any token and batch stride and an element offset, all multiples of 8 (slices of one packed tensor:
 //            pass it three times); doc_start i32 [batch, seq_len];

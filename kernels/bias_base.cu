@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_QUERIES, 1)
     __syncthreads();  // the next level reads what this level wrote
   }
 
-  // Store.
+  // Store the largest bias that each query of the block sees; 0 for a query without a key and for padding.
   const u32 order = ranges.largest[0][thread];
   if (first_query + thread < (int)params.padded_len)
     base[row * params.padded_len + first_query + thread] =

@@ -29,7 +29,7 @@ column_sums(const float* partials, float* first, float* second, const __grid_con
   sums[share][lane] = sum;
   __syncthreads();  // all partial sums of a column are stored
 
-  // Store
+  // Add up the shares of each column in a fixed order, and store the sum.
   if (share == 0 && exists) {
     sum = 0.f;
 #pragma unroll

@@ -151,7 +151,7 @@ cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_cons
   if (threadIdx.x == 0) losses[row] = lse - picked;
 
 #if GRADIENT
-  // Store
+  // Store the gradient of the logits, probability minus label, over the logits.
   const float shift = running.maximum + log2f(running.sum);
   auto store_chunk = [&](int chunk, const Words& words) {
     float values[8];

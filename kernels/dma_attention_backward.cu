@@ -19,7 +19,7 @@
 //            0 and a launch covers one super-block (launches in ascending order fix the order of every sum; dq comes
 //            from dma_attention_backward_query)
 // Tiling     grid (super_blocks * ceil(list_capacity / BLOCK_KV), num_kv_heads * head_shares, batch),
-//            super_blocks = those of this launch: any number from first_super_block on (fewer need less dq_sum);
+//            super_blocks = the launch's number of them, any from first_super_block on (fewer need less dq_sum);
 //            blocks past a list's end leave at once. NUM_WARPS * 32 threads;
 //            dynamic shared bytes as attention_backward with HAS_BIAS
 // Numerics   as attention_backward; dk_sum, dv_sum, ddelta: one f32 atomic add per key and super-block; never-active
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   KeyGradients sums;
   attention_backward_block(block, shared_memory, sums);
 
-  // Accumulate.
+  // Accumulate: the gradients of the block's keys are added to f32 sums, which other super-blocks add to as well.
   entries += warp / 2 * 32;
 #if COMPUTE_DK
   add_rows<HEAD_DIM, HALF_K_PAIRS>(dk_sum + list_row * seq_len * HEAD_DIM, sums.dk, entries);

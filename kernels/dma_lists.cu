@@ -53,7 +53,7 @@ struct Shared {
 
 // Key sources are structs with a templated call: NVRTC takes a generic lambda of a kernel for host code and refuses it.
 
-// The old keys: among the survivors at the last boundary and the keys from `first` on, those that leave after q0.
+// The old keys: survivors at the last boundary, and keys from `first` on, that expire after q0.
 struct FindOldKeys {
   const u64* survivors;
   i32 num_survivors;

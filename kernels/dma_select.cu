@@ -24,9 +24,8 @@
 // Tiling     grid (ceil(seq_len / 1024), num_kv_heads, batch); 1024 threads, one per arrival; 37 KiB static shared
 //            memory; dynamic shared bytes = 8 * PREFIX_BLOCK - 4096 (both together fit a device's 99 KiB)
 // Numerics   integer comparisons only: exact; writes every element of expire, each once
-// Edges      seq_len below 2^22; any number of documents a block (those of at most w keys so far cost nothing); w = 0
-//            with r > 0:
-//            every key is popped by its own arrival
+// Edges      seq_len below 2^22; any number of documents a block (documents of at most w keys so far cost nothing);
+//            w = 0 with r > 0: every key is popped by its own arrival
 #include "common/block_rank.cuh"
 #include "common/block_stream.cuh"
 #include "common/radix_select.cuh"

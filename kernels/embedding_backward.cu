@@ -33,7 +33,7 @@ embedding_backward(const bf16* dy, const int2* order, float* dweight, float* beg
   bool is_first_run = true;
 #pragma unroll 1
   for (int base = 0; base < count; base += BATCH) {
-    // Load
+    // Load BATCH rows of dy before the first is added, to overlap their latencies.
     uint4 words[BATCH];
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {

@@ -91,7 +91,7 @@ embedding_order(const i32* ids, int2* order, int2* scratch, const __grid_constan
     }
     __syncthreads();  // every warp's places are stored
 
-    // Store
+    // Store each pair at its digit's next place.
 #pragma unroll 1
     for (int base = first; base < end; base += BATCH * 32) {
       int2 batch[BATCH];

@@ -13,7 +13,7 @@
 // Defines    as hopper_attention_backward, HAS_BIAS (1); SHARES (0; 1: head_shares blocks share a chunk of a list);
 //            SUPER_BLOCK (1024); ORDERED 0|1: a fixed order of all sums; launches are in ascending order
 // Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads * head_shares, batch),
-//            super_blocks = those of this launch; blocks past a list's end leave at once; threads and dynamic shared
+//            super_blocks: number in this launch; blocks past a list's end leave at once; threads and dynamic shared
 //            bytes as hopper_attention_backward, and 1 KiB of static shared memory
 // Numerics   as dma_attention_backward; never-active keys are not touched. ORDERED: to a tile of dq a list's chunks add
 //            one after the other, the last first, and to a key's rows its lists in ascending order, in each of them the
@@ -49,7 +49,7 @@ struct ListKeys {
     int lowest = range.lowest, last_expire = range.last_expire;
 #if ORDERED
     // Chunks add to dq from the list's end on: old keys, soonest to expire first, then entering keys, earliest first.
-    // From then on no chunk's last query tile precedes that of an earlier chunk, so that the chunks that see a tile are
+    // From then on no chunk's last query tile precedes an earlier chunk's, so that the chunks that see a tile are
     // consecutive and each knows whether it is the first. A chunk of padding begins where the next chunk does.
     for (int at = num_before - 1; lowest == 0x7fffffff && at >= 0; --at)
       if (list[at].y > 0) lowest = list[at].x;

@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4
       if (part == 0) {
 #pragma unroll
         for (int r = 0; r < X_ROWS; r++) gates[r] = totals[r];
-        if (WARPS_PER_ROW > 1) __syncthreads();  // the sums are read before those of the second row of w are written
+        if (WARPS_PER_ROW > 1) __syncthreads();  // the sums are read before the second row of w overwrites them
       }
 #endif
     }
@@ -143,6 +143,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4
         y[r * params.n + row].bits = (unsigned short)pack_bf16(totals[r], 0.f);
       }
     }
-    if (WARPS_PER_ROW > 1) __syncthreads();  // the sums are read before those of the next round are written
+    if (WARPS_PER_ROW > 1) __syncthreads();  // the sums are read before the next round overwrites them
   }
 }

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #endif
   }
 
-  // Fold.
+  // Fold the weight of the keys' norm into the query.
   for (int at = threadIdx.x; at < HEAD_DIM; at += THREADS) {
     float x = bf16_to_f32(q[at]);
 #if NORM

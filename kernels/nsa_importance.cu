@@ -29,7 +29,7 @@ constexpr int ROWS = 64, SLOTS = 64, CARRY = 32, PITCH = CARRY + SLOTS + 1;
 using Tile = SwizzledTile<HEAD_DIM>;
 constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, K_BYTES = SLOTS * HEAD_DIM * 2;
 
-// The largest of a warp's 16 x 64 scores of each block that they belong to, and of those of earlier steps. `low`,
+// The largest score of each block, over a warp's 16 x 64 scores and the scores of earlier steps. `low`,
 // `high`: the columns that rows g (0) and g + 8 (1) see, counted from the step's first; `own`: the rows' last block.
 DEVICE void store_largest(const float (&score)[2][16], const int (&low)[2], const int (&high)[2], const int (&own)[2],
                           int per_select, float* (&to)[2]) {
@@ -55,7 +55,7 @@ DEVICE void store_largest(const float (&score)[2][16], const int (&low)[2], cons
   }
 }
 
-// Puts the probabilities of a warp's 16 rows, with those of MERGED neighbouring heads added up, into the table.
+// Puts the probabilities of a warp's 16 rows, summed over MERGED neighbouring heads, into the table.
 template <int MERGED>
 DEVICE void store_probabilities(float (&p)[2][16], float* table, int warp) {
   constexpr int STEPS = MERGED >= 8 ? 3 : MERGED == 4 ? 2 : MERGED == 2 ? 1 : 0;

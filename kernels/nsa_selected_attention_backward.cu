@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     KeyGradients sums;
     attention_backward_block(block, shared_memory, sums);
 
-    // Accumulate.
+    // Accumulate: dk and dv of the piece's queries are added to the block's f32 sums.
     keys += (int)threadIdx.x / 64 * 32;
     add_rows<HEAD_DIM, HALF_K_PAIRS>(dk_sum + list * params.seq_len * HEAD_DIM, sums.dk, keys);
     add_rows<HEAD_DIM, HALF_V_PAIRS>(dv_sum + list * params.seq_len * HEAD_DIM, sums.dv, keys);

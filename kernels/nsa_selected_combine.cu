@@ -6,7 +6,7 @@
 //            bf16 [batch, num_kv_heads, num_queries * num_selected, group, HEAD_DIM], part_lse f32 without HEAD_DIM, of
 //            the queries from first_query on; o bf16 [batch, seq_len, num_heads, HEAD_DIM], any token and batch stride
 //            and an element offset, all multiples of 8; lse f32 [batch, num_heads, seq_len]
-//            num_items i32, of which the number behind those of num_lists lists is set to 0: no piece of a list is
+//            num_items i32 [num_lists + 1]: the last number, behind the lists', is set to 0: no piece of a list is
 //            taken any more, so that another pass can walk the lists
 // Buffers    block_indices, num_items, parts, (GRADIENT 0: part_lse,) o or dq, (GRADIENT 0: lse)
 // Defines    HEAD_DIM 64|128, GRADIENT 0|1
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256)
   }
   if (!inside) return;
 
-  // Sum.
+  // Sum the parts of the row's chosen blocks, in the order of the blocks.
   float sum[8] = {};
 #pragma unroll 4
   for (int s = 0; s < count; ++s) {

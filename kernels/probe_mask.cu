@@ -1,4 +1,4 @@
-// probe_mask: the mask of dense probe rows, of which every gamma-th position is one (Delta Attention,
+// probe_mask: the mask of dense probe rows: every gamma-th position is a probe (Delta Attention,
 // arXiv:2505.11254).
 // Math       tile t: the probes 128 t .. 128 t + 127 and all tiles of 128 keys that begin no later than the last of
 //            them; probe p is row max(p * gamma - offset, 0)

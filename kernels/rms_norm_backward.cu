@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
     const bool exists = row < params.rows;
     const int here = exists ? num_chunks : 0;
 
-    // Load
+    // Load the row of x and dy (and of the residual stream's gradient).
     uint4 x_words[CHUNKS], dy_words[CHUNKS];
 #if HAS_RESIDUAL
     uint4 residual_words[CHUNKS];
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 2)
     const float inverse = 1.f / sqrtf(squares / (float)params.width + f32_word(params.epsilon));
     const float mean = products * inverse / (float)params.width;
 
-    // Store
+    // Store dx, and add dy * x / rms to the lane's sums of dweight.
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       const int chunk = first + c * CHUNK_STEP;

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
   squares = warps_sum<WARPS_PER_ROW>(squares, shared);
   const float inverse = 1.f / sqrtf(squares / (float)params.width + f32_word(params.epsilon));
 
-  // Store
+  // Store the normed row, times the weight.
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int chunk = first + c * CHUNK_STEP;

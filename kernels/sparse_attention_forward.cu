@@ -18,7 +18,7 @@
 //              + BLOCK_KV * 8 * (NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16)
 // Numerics   as attention_forward; the order of a row's sums follows the list
 // Edges      any sizes of tiles; rows of K and V that no query of the block sees are never read (with permuted queries:
-//            those of tiles that are not listed).
+//            rows of tiles that are not listed).
 //            A launch may compute some rows alone: the range first_row, num_slots, or the num_slots rows of query_order
 #define GATHER 1
 #define SPARSE 1

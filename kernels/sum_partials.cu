@@ -69,6 +69,6 @@ sum_partials(const element* x, float* partials, const __grid_constant__ SumParti
   }
   sum = warps_sum<NUM_WARPS>(sum, shared);
 
-  // Store
+  // Store the block's sum.
   if (threadIdx.x == 0) partials[params.first_partial + blockIdx.x] = sum;
 }

@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const u64 column = (u64(blockIdx.y) * 256 + threadIdx.x) * VECTOR;
   Amax largest;
   if (column < params.d_ff) {
-    // Load
+    // Load gate, up and the output's gradient.
     float gate[VECTOR], up[VECTOR], grad[VECTOR];
     load_vector(gate_up + row * params.row_stride + column, gate);
     load_vector(gate_up + row * params.row_stride + params.d_ff + column, up);
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #endif
     }
 
-    // Store
+    // Store both gradients side by side, and the output where it is recomputed.
     element* out = dgate_up + row * 2 * params.d_ff;
     store_vector(out + column, dgate);
     store_vector(out + params.d_ff + column, dup);

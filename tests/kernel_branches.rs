@@ -75,7 +75,7 @@ fn nsa_s_file_agrees_with_its_definition() {
 }
 
 /// Compares each rank's tensors with attention over whole rows. The halo (`border`) must hold every earlier key that
-/// the rank's queries see, with its score; outputs and gradients must equal those of whole rows.
+/// the rank's queries see, with its score; outputs and gradients must equal the whole rows'.
 #[test]
 fn a_file_of_two_ranks_agrees_with_its_definition() {
     let tiny = TinyRun::dma();

@@ -110,7 +110,7 @@ fn transformers_computes_the_same_logits() {
             eprintln!("    {what}: {difference:.2e}");
             assert!(difference < f64::from(TOLERANCE), "{kind}, {what}: {difference}");
         }
-        // Of keys with equal scores, Doge in transformers keeps those that `torch.topk` happens to return. Generated
+        // Of keys with equal scores, Doge in transformers keeps the keys that `torch.topk` happens to return. Generated
         // text repeats tokens and thus scores, so it is not compared.
         if report.architecture != "DogeForCausalLM" {
             assert_eq!(line["generated"], serde_json::json!(continued), "{kind}");

@@ -184,8 +184,8 @@ pub(crate) fn tokens(len: usize, seed: u64) -> Vec<u32> {
     (0..len).map(|_| random.next_u32() % VOCAB_SIZE as u32).collect()
 }
 
-/// `len` different tokens. Equal tokens have equal scores in the first layer, of which Sieve keeps the later one and
-/// `torch.topk` an undefined one.
+/// `len` different tokens. Equal tokens have equal scores in the first layer: Sieve keeps the later token, `torch.topk`
+/// an undefined one.
 pub(crate) fn distinct_tokens(len: usize, seed: u64) -> Vec<u32> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     let mut all: Vec<u32> = (0..VOCAB_SIZE as u32).collect();
@@ -212,7 +212,7 @@ pub(crate) fn greedy(max_new_tokens: usize) -> GenerateConfig {
     }
 }
 
-/// Options of an export into one file. Its end token is that of [`tokenizer_json`].
+/// Options of an export into one file. Its end token is [`tokenizer_json`]'s.
 pub(crate) fn export_options(dtype: ExportDtype) -> ExportOptions {
     ExportOptions {
         dtype,

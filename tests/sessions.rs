@@ -242,8 +242,8 @@ fn assertion(tiny: &TinyRun, words: &str) {
     }
 }
 
-/// Asserts that AdamW's first moments after one step (a tenth of the clipped gradients) equal those of a run by one
-/// process, up to a share of each tensor's norm.
+/// Asserts that AdamW's first moments after one step (a tenth of the clipped gradients) equal the moments of a run by
+/// one process, up to a share of each tensor's norm.
 fn assert_same_moments(tiny: &TinyRun, out: &str, reference: &str) {
     let [found, expected] = [out, reference].map(|out| {
         let mut tensors = tiny.checkpoint_like(out, reference, 1);

@@ -1,4 +1,4 @@
-//! The command `sieve eval tasks`: its numbers are those of lm-evaluation-harness; also with selectors, with
+//! The command `sieve eval tasks`: its numbers equal lm-evaluation-harness's; also with selectors, with
 //! generation, and with mistakes.
 use crate::python;
 use crate::random_model::{VOCAB_SIZE, kinds, random_model, recipe, write_checkpoint};

@@ -197,7 +197,7 @@ fn micro_batches_give_the_mean_over_all_labels() {
     }
 }
 
-// Inside its backward pass a layer adds its gradients to those of earlier micro-batches.
+// Inside its backward pass a layer adds its gradients to the sums of earlier micro-batches.
 #[test]
 fn further_micro_batches_are_added_to_the_last_bit() {
     use ActivationCheckpointMode::{Full, None, Selective};

@@ -140,9 +140,9 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
         assert_eq!(outcome.result.expect("it goes on").step, 12, "{out}");
     }
     match mode {
-        // The weights equal those of one process.
+        // The weights equal one process's.
         0 => tiny.assert_same_at(&out, "reference", 12),
-        // The weights equal those of two ranks that were not killed.
+        // The weights equal the weights of two ranks that were not killed.
         _ => {
             for file in ["model", "optimizer"] {
                 let of = |run: &str, part: usize| {

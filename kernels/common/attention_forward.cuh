@@ -118,7 +118,7 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
 
     const float logit_scale = tile.scale_log2;  // applied in the multiply-add of the exponent
 
-    // Mask: needed only in tiles of which some query of the warp sees a part.
+    // Mask: needed only in tiles that some query of the warp sees partly.
     if (mask == TILE_PARTIAL) {
 #pragma unroll
       for (int m = 0; m < ROW_TILES; ++m) mask_scores(tile, stream, it, warp_row + m * 16, score[m], -INFINITY_F32);

@@ -122,7 +122,7 @@ DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, K
       for (int m = 0; m < ROW_TILES; ++m) mask_scores(tile, stream, it, warp_row + m * 16, p[m], 0.0f);
     }
 
-    // Accumulate.
+    // Accumulate p * dp into the two rows of each lane.
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -131,7 +131,7 @@ DEVICE void attention_row_sums_tile(const QueryTile& tile, const RowSums& out, K
         for (int x = 0; x < 4; ++x) dot[m][x / 2] += p[m][n][x] * dp[m][n][x];
   }
 
-  // Store.
+  // Store: four lanes hold a row's columns; their sums are added and written as D.
   copy_async_wait<0>();
 #pragma unroll
   for (int r = 0; r < 2 * ROW_TILES; ++r) {

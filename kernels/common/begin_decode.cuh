@@ -1,5 +1,5 @@
-// begin_decode: statements with which the decoding entry kernels begin, as begin_tile: which rows of which head a block
-// serves, and which split of the keys.
+// begin_decode: statements with which the decoding entry kernels begin, as begin_tile: the head, the rows and the split
+// of the keys that a block serves.
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ u32 last_flag;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;

@@ -19,7 +19,7 @@ template <int NUM_SELECTORS>
 struct RadixSelect {
   alignas(16) u32 histogram[NUM_SELECTORS][SELECT_BINS];
   u64 threshold[NUM_SELECTORS];
-  u32 remaining[NUM_SELECTORS];  // keys still to take among those that share the digits fixed so far
+  u32 remaining[NUM_SELECTORS];  // keys still to take among keys with the digits fixed so far
   u32 num_tied[NUM_SELECTORS];   // keys that share these digits
   u32 warp_sums[SELECT_THREADS / 32];
 };

@@ -16,11 +16,11 @@ struct SelectBlocks {
   DEVICE int last(int row) const { return context() + min((row + 1) * query_block - offset, num_queries) - 1; }
   // Blocks of keys that begin no later than its last query: 0 .. admissible - 1.
   DEVICE int admissible(int row) const { return last(row) / block + 1; }
-  // Blocks that compete for a row's mass: all that the row admits, or those of the segments before its own.
+  // Blocks that compete for a row's mass: all blocks that the row admits, or the blocks of the segments before its own.
   DEVICE int competing(int row, int segment) const {
     return segment > 0 ? first(row) / segment * (segment / block) : admissible(row);
   }
-  // The blocks that a row keeps in any case: those that overlap its queries, or its segments.
+  // The blocks that a row keeps in any case: blocks that overlap its queries, or its segments.
   DEVICE int own(int row, int segment) const { return segment > 0 ? competing(row, segment) : first(row) / block; }
   DEVICE int own_end(int row, int segment) const {
     return segment > 0 ? min((last(row) / segment + 1) * (segment / block), num_columns()) : admissible(row);

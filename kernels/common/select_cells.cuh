@@ -20,7 +20,7 @@ using Tile = SwizzledTile<STEP>;
 static_assert(SIDE * PITCH * 4 <= STAGES * STAGE_BYTES, "scores lie where the ring was");
 static_assert(HEAD_DIM % STEP == 0, "a step stays inside a token");
 
-// One side of a tile: 128 cells that begin `cell` tokens apart, of which a step brings 64 columns of one token each.
+// One side of a tile: 128 cells that begin `cell` tokens apart. A step loads 64 columns of one token of each cell.
 // Tokens outside first .. end arrive as zeros.
 struct CellSide {
   const bf16* from;  // this thread's chunk of its first cell's first token

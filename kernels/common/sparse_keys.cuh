@@ -17,7 +17,7 @@ struct SparseKeys {
   const i32* order;      // the key in each slot; null: in order
   int num_tile_keys;     // slots of the tiles, those past the last key included
   int num_columns, key_tile, num_keys;
-  int first_query, last_query;  // positions; with permuted queries those of the whole call
+  int first_query, last_query;  // positions; with permuted queries of the whole call
   int init, local;              // a key from `init` on is seen by the `local` queries from its own position on
 
   DEVICE int count() const { return num_tile_keys + num_columns; }
@@ -59,7 +59,7 @@ struct SparseMask {
   const i32* data;
   int num_heads, num_kv_heads, num_keys, num_queries;
   int first_row, num_slots;               // rows of the call that this launch computes: all, or some
-  int order_stride;                       // of heads in query_order: an order of some rows only is that of all heads
+  int order_stride;                       // of heads in query_order: an order of some rows only is shared by all heads
   int query_tile, query_offset, key_tile, num_query_tiles;
   int heads_per_list, heads_per_order;
   u64 tile_order, row_ptr, tile_idx, col_ptr, col_idx, key_order, query_order, windows;

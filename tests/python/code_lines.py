@@ -1,9 +1,12 @@
-"""Counts lines of code by crate: no blank lines, comments or tests.
+"""Counts lines of code by crate: no blank lines, comments or tests. Then the share of verification.
 
     python3 tests/python/code_lines.py [REVISION ...]      one column for each revision; HEAD when none is named
 
 Rust: `//` comments and `#[cfg(test)]` items go, and files that hold nothing but tests (tests.rs, tests/, testing.rs,
 test_*.rs, the crates sieve-tests and sieve-testing). CUDA: `//` comments go. Python: comments and doc strings go.
+
+Verification is Rust tests and sieve-bench. Its share is of all Rust with the tests, then of Rust and CUDA, then of
+Rust, CUDA and Python, in percent.
 """
 
 import collections
@@ -13,6 +16,7 @@ import subprocess
 import sys
 import tokenize
 
+TESTS = "Rust tests"
 TEST_FILE = re.compile(r"(^|/)(tests/|tests\.rs$|testing\.rs$|test_\w+\.(rs|py)$|sieve-testing/)")
 
 
@@ -63,13 +67,25 @@ def count(revision):
     totals = collections.Counter()
     for path in git("ls-tree", "-r", "--name-only", revision).split("\n"):
         ending = path.rsplit(".", 1)[-1]
-        if ending not in COUNTERS or (TEST_FILE.search(path) and ending == "rs"):
+        if ending not in COUNTERS:
             continue
         place = path.split("/")[1] if path.startswith("crates/") else path.split("/")[0]
         if ending == "py":
             place = "Python"
-        totals[place] += COUNTERS[ending](git("show", f"{revision}:{path}"))
+        text = git("show", f"{revision}:{path}")
+        lines = 0 if TEST_FILE.search(path) and ending == "rs" else COUNTERS[ending](text)
+        if lines:
+            totals[place] += lines
+        if ending == "rs":
+            totals[TESTS] += cuda_lines(text) - lines
     return totals
+
+
+def shares(totals):
+    """Percent of verification in Rust; in Rust and CUDA; in Rust, CUDA and Python."""
+    verification = totals[TESTS] + totals["sieve-bench"]
+    without = [totals["kernels"] + totals["Python"], totals["Python"], 0]
+    return [100 * verification / (totals.total() - lines) for lines in without]
 
 
 def main():
@@ -77,11 +93,14 @@ def main():
         sys.exit(__doc__)
     revisions = sys.argv[1:] or ["HEAD"]
     columns = [count(revision) for revision in revisions]
-    places = sorted(set().union(*columns))
+    places = sorted(set().union(*columns) - {TESTS})
     print(f"{'':16}", *(f"{revision[:9]:>9}" for revision in revisions))
     for place in places:
         print(f"{place:16}", *(f"{column[place]:>9}" for column in columns))
-    print(f"{'all':16}", *(f"{column.total():>9}" for column in columns))
+    print(f"{'all':16}", *(f"{column.total() - column[TESTS]:>9}" for column in columns))
+    print(f"{TESTS:16}", *(f"{column[TESTS]:>9}" for column in columns))
+    for name, row in zip(["verified, Rust", "  and CUDA", "  and Python"], zip(*map(shares, columns))):
+        print(f"{name:16}", *(f"{share:>8.1f}%" for share in row))
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ where
 
 /// Position of the key with a NaN in [`check_nan`].
 const NAN_KEY: usize = 70;
-/// Tokens of the row of [`check_nan`].
+/// Row length in [`check_nan`], in tokens.
 const NAN_TOKENS: usize = 150;
 
 /// Puts a NaN into one key. Every later query sees that key, so its o, lse and dq must be NaN. Each key is seen by such

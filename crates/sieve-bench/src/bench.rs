@@ -91,8 +91,8 @@ impl BenchSettings {
         !self.heads.is_empty() || self.width.is_some() || !self.lengths.is_empty()
     }
 
-    /// Shapes of batch 1 for every combination of heads and length: those of the settings, or these where the settings
-    /// have none.
+    /// Shapes of batch 1 for every combination of heads and length: the settings' heads and lengths, or the given ones
+    /// where the settings have none.
     fn shapes(&self, heads: &[[usize; 2]], lengths: &[usize], width: usize) -> Vec<AttentionShape> {
         let heads: Vec<[usize; 2]> = match self.heads[..] {
             [] => heads.to_vec(),
@@ -109,7 +109,7 @@ impl BenchSettings {
     }
 }
 
-/// Events of a benchmark while it runs.
+/// What a running benchmark reports to the program, which prints it at once.
 #[derive(Clone, Debug)]
 pub enum BenchEvent {
     /// The GPU's peak rates, before the first row.

@@ -209,7 +209,8 @@ fn compile_into(
     Ok(compiled)
 }
 
-/// The named architectures (or those of this machine), each once, with the bytes of shared memory that a block may use.
+/// The named architectures (this machine's if none is named), each once, with the bytes of shared memory that a block
+/// may use.
 fn architectures(named: &[String]) -> Result<Vec<(String, usize)>> {
     let mut list = named.to_vec();
     if list.is_empty() {

@@ -43,7 +43,7 @@ pub fn capture<B: DeviceBackend>(
 }
 
 /// Writes "q", "k" and "v" of one row as long as a training row, `[tokens, heads, head_dim]` in f32 after norms and
-/// RoPE. The heads are those of [`MAX_HEADS`] `/ num_heads` layers, spread evenly over the model.
+/// RoPE. The heads come from [`MAX_HEADS`] `/ num_heads` layers, spread evenly over the model.
 fn operands<B: DeviceBackend>(
     loaded: &LoadedModel<B>,
     mut tokens: Vec<u32>,

@@ -47,7 +47,7 @@ pub struct CheckSettings {
 /// A part of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CheckPart {
-    /// Everything.
+    /// All parts.
     All,
     /// Dense, windowed and dynamic mask attention.
     Attention,
@@ -299,7 +299,7 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
             })?;
             progress.wrappers("portable kernels", ONLY_PORTABLE, &portable, &extent)?;
             progress.part("products".to_owned(), |report| {
-                check_products(report, &portable, &extent, gpu);
+                check_gemms(report, &portable, &extent, gpu);
                 Ok(())
             })?;
         }
@@ -319,9 +319,9 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
     Ok(())
 }
 
-fn check_products(report: &mut Report, device: &Gpu, extent: &Extent, gpu: &DeviceReport) {
-    step::check_products(report, device, extent);
-    step::check_fp8_products(report, device, extent, (gpu.major, gpu.minor));
+fn check_gemms(report: &mut Report, device: &Gpu, extent: &Extent, gpu: &DeviceReport) {
+    step::check_gemms(report, device, extent);
+    step::check_fp8_gemms(report, device, extent, (gpu.major, gpu.minor));
 }
 
 /// Runs a part of the check; returns false when it panicked, as Burn does when the GPU reports an error.
@@ -363,7 +363,7 @@ pub fn short_check(
     };
     let check = |report: &mut Report| {
         if rows == BenchRows::Step {
-            check_products(report, device, &extent, gpu);
+            check_gemms(report, device, &extent, gpu);
         }
         parts.iter().try_for_each(|(_, check)| check(report, device, &extent))
     };

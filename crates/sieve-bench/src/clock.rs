@@ -54,7 +54,7 @@ extern \"C\" __global__ void __launch_bounds__(1024) bench_copy(
 /// Milliseconds of some repetitions.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Times {
-    /// Median.
+    /// Median of the repetitions.
     pub median_ms: f64,
     /// Tenth percentile.
     pub p10_ms: f64,
@@ -62,7 +62,7 @@ pub struct Times {
     pub p90_ms: f64,
 }
 
-/// The clock and what it needs on the device.
+/// Times work on the GPU: kernels around it write time stamps, and reading `flushed` evicts the L2 cache before it.
 pub(crate) struct Clock {
     stamps: CudaTensor,
     flushed: CudaTensor,

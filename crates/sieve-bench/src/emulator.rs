@@ -136,7 +136,8 @@ impl Emulator {
     }
 
     /// Creates buffers of these `sizes`, fills the first ones with `held`, runs `steps` over them and returns all
-    /// buffers' contents. The emulator must have no buffers yet, so that numbers in `steps` are those of `sizes`.
+    /// buffers' contents. The emulator must have no buffers yet, so that buffer numbers in `steps` are indices into
+    /// `sizes`.
     pub(crate) fn replay(
         &self,
         sizes: &[usize],

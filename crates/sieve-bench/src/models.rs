@@ -452,7 +452,7 @@ impl Setup {
         ]
     }
 
-    /// Logits of the first row through the cache. They are kept until the last is there; those of tokens from
+    /// Logits of the first row through the cache. They are kept until the last is there; logits of tokens from
     /// `moved_at` on are computed on another thread, which reads each at once.
     fn through_the_cache<B: DeviceBackend>(
         &self,

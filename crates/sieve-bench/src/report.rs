@@ -121,7 +121,7 @@ impl Report {
         &self.rows
     }
 
-    /// Cases compared so far, and those that failed.
+    /// Numbers of cases compared so far and of failed ones.
     pub(crate) fn counts(&self) -> [usize; 2] {
         let sum = |of: fn(&Row) -> usize| self.rows.iter().map(of).sum();
         [sum(|row| row.cases), sum(|row| row.failures.len())]

@@ -100,7 +100,7 @@ impl Op {
 pub struct RunSettings {
     /// The op to compute.
     pub op: Op,
-    /// Sizes.
+    /// Batch, lengths, heads and widths.
     pub shape: CaseShape,
     /// Keys a query sees (swa, decode) or keeps (dma, dma_select, dma_decode).
     pub window: Option<usize>,

@@ -1,4 +1,4 @@
-//! Compares the selections that a device makes with those of sieve-select on the CPU, from the same bf16 operands.
+//! Compares a device's selections with sieve-select's on the CPU, from the same bf16 operands.
 #[cfg(test)]
 mod golden;
 mod heavy;

@@ -49,7 +49,7 @@ struct Case {
     label: String,
 }
 
-/// Exact results, and those of a plain bf16 computation.
+/// Exact results, and the results of a plain bf16 computation.
 struct Expected {
     o: [Vec<f32>; 2],
     lse: [Vec<f32>; 2],

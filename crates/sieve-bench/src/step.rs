@@ -3,18 +3,18 @@
 mod activation;
 mod embedding;
 mod fp8;
+mod gemms;
 mod losses;
 mod matrix_vector;
 mod optimizer;
-mod products;
 mod queue;
 mod rotation;
 mod scores;
 mod stream;
 mod wrappers;
 
-pub(crate) use fp8::check_products as check_fp8_products;
-pub(crate) use products::check_products;
+pub(crate) use fp8::check_gemms as check_fp8_gemms;
+pub(crate) use gemms::check_gemms;
 pub(crate) use queue::check_order;
 
 use crate::bench::Bench;
@@ -72,7 +72,7 @@ pub(crate) fn bench(bench: &mut Bench<'_>) -> BenchResult<()> {
     for size in [VOCAB * 2048, 2048] {
         optimizer::bench(bench, size);
     }
-    products::bench(bench);
+    gemms::bench(bench);
     Ok(())
 }
 

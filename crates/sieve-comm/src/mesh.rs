@@ -223,7 +223,7 @@ impl Mesh {
         Ok(all)
     }
 
-    /// The bytes that rank 0 passes; those that other ranks pass are ignored.
+    /// The bytes that rank 0 passes; other ranks' bytes are ignored.
     ///
     /// # Errors
     /// A rank is lost.

@@ -47,7 +47,7 @@ impl World {
     }
 
     /// The group that the environment describes, by torchrun's variables, which `sieve launch` and others set too, or
-    /// by those of a Slurm step. `None` if there is no group, or only one process in it.
+    /// by a Slurm step's variables. `None` if there is no group, or only one process in it.
     ///
     /// # Errors
     /// Some variables are missing or invalid, or contradict each other.

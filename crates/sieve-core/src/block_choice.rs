@@ -11,7 +11,7 @@ pub enum ChoiceRule {
     /// probability times the number of strides in the overlap; then summed over the heads of the group.
     WeightedProbability,
     /// InfLLM-V2 (arXiv:2509.24663, section 3.2): probabilities of the pooled keys summed over the heads of the group,
-    /// then the largest of those that overlap the block.
+    /// then the largest probability among pooled keys that overlap the block.
     LargestProbability,
     /// MoBA (arXiv:2502.13189, eq. 5, 6): `q . mean of the block's keys` without a scale; each query head chooses.
     MeanKey,

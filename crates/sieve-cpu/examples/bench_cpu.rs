@@ -47,15 +47,15 @@ fn main() {
     if std::env::args().nth(1).as_deref() == Some("chosen") {
         return chosen_blocks();
     }
-    println!("kernel | shape | median ms | rate | % of the 2048^3 product, by wall clock | by CPU time");
-    let reference = product(2048);
+    println!("kernel | shape | median ms | rate | % of the 2048^3 GEMM, by wall clock | by CPU time");
+    let reference = gemm_rate(2048);
     attention(reference);
     cross_entropy(reference);
     pointwise();
     chosen_blocks();
 }
 
-fn product(n: usize) -> Reference {
+fn gemm_rate(n: usize) -> Reference {
     let (a, b) = (values(n * n, 1), values(n * n, 2));
     let mut c = vec![0.0; n * n];
     let time = measure(|| {

@@ -168,7 +168,7 @@ impl AttentionShape {
 #[derive(Clone, Copy, Debug)]
 pub struct PackedShape {
     shape: AttentionShape,
-    /// Width of a value, at most that of a key.
+    /// Width of a value, at most a key's width.
     pub head_dim_v: usize,
 }
 

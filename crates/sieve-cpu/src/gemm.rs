@@ -22,7 +22,7 @@ pub struct MatrixMut<'a> {
     col_stride: usize,
 }
 
-/// Whether a product may use the other threads of the current rayon pool.
+/// Whether a GEMM may use the other threads of the current rayon pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threads {
     /// The calling thread alone.
@@ -36,7 +36,7 @@ const MIN_SHARED_PRODUCT: usize = 192 * 192 * 192;
 
 impl Threads {
     /// The faster choice for `a b`.
-    pub fn of_product(a: Matrix<'_>, b: Matrix<'_>) -> Self {
+    pub fn of_gemm(a: Matrix<'_>, b: Matrix<'_>) -> Self {
         match a.rows * a.cols * b.cols {
             few if few < MIN_SHARED_PRODUCT => Self::One,
             _ => Self::All,
@@ -90,12 +90,12 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Rows.
+    /// Number of rows of the view, which [`t`](Self::t) swaps with its columns.
     pub fn num_rows(&self) -> usize {
         self.rows
     }
 
-    /// Columns.
+    /// Number of columns of the view.
     pub fn num_columns(&self) -> usize {
         self.cols
     }
@@ -245,7 +245,7 @@ mod tests {
     }
 
     /// `a b` of whole matrices, with a `c` that holds NaN before.
-    fn product(threads: Threads, a: &[f32], b: &[f32], [m, k, k_of_b, n]: [usize; 4]) -> Vec<f32> {
+    fn gemm_of(threads: Threads, a: &[f32], b: &[f32], [m, k, k_of_b, n]: [usize; 4]) -> Vec<f32> {
         let mut c = vec![f32::NAN; m * n];
         let (a, b) = (Matrix::new(a, m, k), Matrix::new(b, k_of_b, n));
         matmul(threads, 1.0, a, b, 0.0, MatrixMut::new(&mut c, m, n));
@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn beta_zero_does_not_read_c() {
-        let c = product(Threads::One, &[1.0, 2.0], &[3.0, 4.0], [2, 1, 1, 2]);
+        let c = gemm_of(Threads::One, &[1.0, 2.0], &[3.0, 4.0], [2, 1, 1, 2]);
         assert_eq!(c, [3.0, 4.0, 6.0, 8.0]);
     }
 
@@ -263,7 +263,7 @@ mod tests {
         let mut random = Random(2);
         let (m, n, k) = (333, 257, 1100);
         let (a, b) = (random.vector(m * k), random.vector(k * n));
-        let run = |threads: Threads| product(threads, &a, &b, [m, k, k, n]);
+        let run = |threads: Threads| gemm_of(threads, &a, &b, [m, k, k, n]);
         let one = run(Threads::One);
         for count in [1, 2, 3, 7] {
             assert_eq!(threads(count).install(|| run(Threads::All)), one);
@@ -279,7 +279,7 @@ mod tests {
             Matrix::strided(&zeros, usize::MAX, 2, usize::MAX, 1)
         });
         sieve_testing::panics("rows overlap", || MatrixMut::strided(&mut [0.0; 10], 3, 3, 2).rows);
-        let product = || product(Threads::One, &zeros[..4], &zeros[..6], [2, 2, 3, 2]);
-        sieve_testing::panics("inner size", product);
+        let wrong = || gemm_of(Threads::One, &zeros[..4], &zeros[..6], [2, 2, 3, 2]);
+        sieve_testing::panics("inner size", wrong);
     }
 }

@@ -52,7 +52,7 @@ const PANEL_WEIGHTS: usize = 1 << 22;
 const MIN_PANEL_OUTPUTS: usize = 128;
 
 impl Weight<'_> {
-    /// Elements.
+    /// Number of elements, whatever their type.
     pub fn len(&self) -> usize {
         match self {
             Self::F32(weight) => weight.len(),
@@ -95,7 +95,7 @@ pub fn linear(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
         _ => panels(weight, d_in, |first, panel| {
             let outputs = panel.num_rows();
             let y = MatrixMut::strided(&mut y[first..], rows, outputs, d_out);
-            product(Matrix::new(x, rows, d_in), panel.t(), y);
+            gemm_into(Matrix::new(x, rows, d_in), panel.t(), y);
         }),
     }
 }
@@ -115,7 +115,7 @@ fn by_columns(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
     panels(weight, d_in, |first, panel| {
         let outputs = panel.num_rows();
         let columns = &mut columns[first * rows..][..outputs * rows];
-        product(panel, x, MatrixMut::new(columns, outputs, rows));
+        gemm_into(panel, x, MatrixMut::new(columns, outputs, rows));
     });
     for (row, y) in y.chunks_exact_mut(d_out).enumerate() {
         for (y, column) in y.iter_mut().zip(columns.chunks_exact(rows)) {
@@ -125,8 +125,8 @@ fn by_columns(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
 }
 
 /// `c = a b`.
-fn product(a: Matrix<'_>, b: Matrix<'_>, c: MatrixMut<'_>) {
-    matmul(Threads::of_product(a, b), 1.0, a, b, 0.0, c);
+fn gemm_into(a: Matrix<'_>, b: Matrix<'_>, c: MatrixMut<'_>) {
+    matmul(Threads::of_gemm(a, b), 1.0, a, b, 0.0, c);
 }
 
 /// Calls `with(first output, panel)` for consecutive panels of the weight's rows in f32; an f32 weight is one panel.

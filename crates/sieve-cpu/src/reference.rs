@@ -9,7 +9,7 @@ use rayon::prelude::*;
 /// Which intermediate results are rounded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rounding {
-    /// Nothing.
+    /// No result is rounded: all arithmetic is f64.
     None,
     /// The results of GEMMs, the probabilities and their gradients are rounded to bf16, as in a framework's attention.
     Bf16,
@@ -38,9 +38,9 @@ impl Rounding {
 /// A key that a query sees.
 #[derive(Clone, Copy, Debug)]
 pub struct Key<'a, T> {
-    /// `[head_dim]`.
+    /// The key, `[head_dim]`.
     pub k: &'a [T],
-    /// `[head_dim_v]`.
+    /// Its value, `[head_dim_v]`.
     pub v: &'a [T],
     /// Added to the logit.
     pub bias: f64,
@@ -139,11 +139,11 @@ impl<'a> Heads<'a> {
 pub struct AttentionCall<'a> {
     /// Sizes; `head_dim` is the width of q and k.
     pub shape: AttentionShape,
-    /// Queries.
+    /// Queries of all tokens, `num_heads` heads of `head_dim`.
     pub q: Heads<'a>,
-    /// Keys.
+    /// Keys of all tokens, `num_kv_heads` heads of `head_dim`.
     pub k: Heads<'a>,
-    /// Values.
+    /// Values of all tokens, `num_kv_heads` heads of `head_dim_v`.
     pub v: Heads<'a>,
     /// Gradient of the output.
     pub d_o: Heads<'a>,

@@ -162,7 +162,7 @@ impl CorpusConfig {
     }
 
     /// Every document of `paths`, with the format of each file from its ending, without limits; an invalid document is
-    /// an error. If all files have the same format, the corpus equals that of [`text`](Self::text),
+    /// an error. If all files have the same format, the corpus equals the one from [`text`](Self::text),
     /// [`jsonl`](Self::jsonl) or [`parquet`](Self::parquet).
     pub fn by_ending(paths: Vec<String>, text_column: &str) -> Self {
         let text_column = text_column.to_owned();

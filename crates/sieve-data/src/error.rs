@@ -42,7 +42,7 @@ pub enum DataError {
         /// How to fix it.
         hint: Cow<'static, str>,
     },
-    /// The folder holds other data than those that were to be prepared.
+    /// The folder holds other data than the data to prepare.
     #[error("{}: {what}\n  hint: choose another folder, or ask for the data to be replaced", dir.display())]
     OtherPreparation {
         /// The folder.

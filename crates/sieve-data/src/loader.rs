@@ -156,7 +156,7 @@ impl Loader {
     /// a small one with a large weight is repeated more often.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new) for each shard; a weight that is not positive; an order that is not shuffled,
+    /// The errors of [`new`](Self::new) for each shard; a weight that is not positive; an order that is not shuffled,
     /// because a mixture has no end.
     pub fn mixture(sources: Vec<(Arc<ShardReader>, f64)>, config: LoaderConfig) -> Result<Self, DataError> {
         check(&config)?;
@@ -224,7 +224,7 @@ impl Loader {
     /// These samples as rows, in the given order.
     ///
     /// # Errors
-    /// Those of [`batch`](Self::batch).
+    /// The errors of [`batch`](Self::batch).
     pub fn batch_of(&self, samples: &[u64]) -> Result<Batch, DataError> {
         let first_sample = samples.first().copied().unwrap_or_default();
         let mut batch = Batch::empty(first_sample, samples.len(), self.config.seq_len);

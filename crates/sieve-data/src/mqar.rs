@@ -185,7 +185,7 @@ impl Mqar {
     /// Checks the settings and computes the slots' weights.
     ///
     /// # Errors
-    /// Those of [`MqarConfig::validate`].
+    /// The errors of [`MqarConfig::validate`].
     pub fn new(config: MqarConfig) -> Result<Self, DataError> {
         config.validate()?;
         let slots = 1..=config.num_slots();

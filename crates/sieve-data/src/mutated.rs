@@ -68,7 +68,7 @@ fn lines() -> String {
     (0..12).map(line).collect()
 }
 
-// Accepted texts must be those that serde_json reads from the same bytes.
+// Accepted texts must equal the texts that serde_json reads from the same bytes.
 #[test]
 fn damaged_jsonl_is_read_as_it_stands_or_refused() {
     let taken = each_read("a.jsonl", lines().as_bytes(), |path, bytes| {

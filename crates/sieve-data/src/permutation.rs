@@ -124,7 +124,7 @@ mod tests {
         }
     }
 
-    // 3 elements have 6 orders, each of which should occur.
+    // 3 elements have 6 orders, and each order should occur.
     #[test]
     fn every_order_of_three_is_met() {
         let mut orders = std::collections::HashMap::new();

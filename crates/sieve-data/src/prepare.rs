@@ -125,8 +125,8 @@ impl Prepared {
         })
     }
 
-    /// Starts a thread that reads the shards and compares their checksums with those in `meta.json`; opening compared
-    /// only sizes.
+    /// Starts a thread that reads the shards and compares their checksums with the ones in `meta.json`; opening
+    /// compared only sizes.
     ///
     /// # Errors
     /// The system cannot create a thread.
@@ -141,7 +141,7 @@ impl Prepared {
     /// Maps the training shard.
     ///
     /// # Errors
-    /// Those of [`ShardReader::open`]; several corpora were prepared.
+    /// The errors of [`ShardReader::open`]; several corpora were prepared.
     pub fn train(&self) -> Result<ShardReader, DataError> {
         if !self.meta.sources.is_empty() {
             let what = format!("{} sources to be mixed, not one", self.meta.sources.len());
@@ -153,7 +153,7 @@ impl Prepared {
     /// Maps the training shards, one for each corpus.
     ///
     /// # Errors
-    /// Those of [`ShardReader::open`].
+    /// The errors of [`ShardReader::open`].
     pub fn train_shards(&self) -> Result<Vec<ShardReader>, DataError> {
         let names = train_names(self.meta.sources.len().max(1));
         names.iter().map(|name| self.shard(name)).collect()
@@ -170,7 +170,7 @@ impl Prepared {
     /// Maps the validation shard.
     ///
     /// # Errors
-    /// Those of [`ShardReader::open`].
+    /// The errors of [`ShardReader::open`].
     pub fn validation(&self) -> Result<ShardReader, DataError> {
         self.shard(VALIDATION)
     }
@@ -178,7 +178,7 @@ impl Prepared {
     /// Bytes and words of each document of the validation shard, in order.
     ///
     /// # Errors
-    /// Those of [`read_document_sizes`].
+    /// The errors of [`read_document_sizes`].
     pub fn validation_sizes(&self) -> Result<Vec<DocumentSize>, DataError> {
         read_document_sizes(&self.dir.join(VALIDATION_SIZES))
     }

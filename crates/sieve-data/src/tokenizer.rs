@@ -221,7 +221,7 @@ impl Tokenizer {
         let text = text.get(num_before..).unwrap_or_default();
         let is_part = text.contains(char::REPLACEMENT_CHARACTER);
         Ok(match self.id_token(id).filter(|_| is_part) {
-            // U+FFFD is a part of a character; its length is that of the token's bytes.
+            // U+FFFD is a part of a character; its length is the length of the token's bytes.
             Some(token) if is_byte_token(&token) => 1,
             Some(token) if self.is_byte_level() => token.chars().count(),
             _ => text.len(),

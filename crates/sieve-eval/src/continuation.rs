@@ -139,7 +139,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok(logits)
     }
 
-    /// The text of greedy decoding after `logits`, which are those of this text's next token. Decoding ends when
+    /// The text of greedy decoding after `logits`, the logits of this text's next token. Decoding ends when
     /// `is_enough` of the decoded text, before an end token of `model`, and after `max_tokens` tokens, which is at
     /// least 1.
     ///
@@ -200,7 +200,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Ok(logits.chunks(row).map(<[f32]>::to_vec).collect())
     }
 
-    /// The likelihood of each ending after this text. `logits` are those of the text's next token; no ending is empty.
+    /// The likelihood of each ending after this text. `logits` belong to the text's next token; no ending is empty.
     ///
     /// # Errors
     /// A token outside the vocabulary, an output that is not finite, operands that the selector refuses.

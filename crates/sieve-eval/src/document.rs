@@ -21,7 +21,7 @@ pub struct EvalDocument {
 /// A text without the end-of-document token, in the units of lm-evaluation-harness.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TextSize {
-    /// Tokens.
+    /// Number of tokens.
     pub num_tokens: usize,
     /// Bytes of UTF-8.
     pub num_bytes: u64,
@@ -172,7 +172,7 @@ mod tests {
         let first = |word: &str| bytes.encode(word).expect("bytes")[0];
         let firsts = ["€", "abc"].map(|word| bytes.id_token(first(word)).expect("known").chars().count());
         check(&bytes, &corpus, texts, firsts);
-        // The blank that begins a text is none of its bytes, and those that follow are.
+        // The blank that begins a text does not count as one of its bytes; the bytes that follow do.
         check(&llama_tokenizer(), &corpus, texts, [0, 1]);
     }
 

@@ -67,8 +67,8 @@ pub fn search_minference<B: DeviceBackend>(
 }
 
 /// DAM's calibration (arXiv:2506.11104): a map for each head from its mean attention over the prompts. All tokens of a
-/// window but the last are its prompt, of which the first `calibration.capture` count. `observe` is called with the
-/// number of prompts read.
+/// window but the last are its prompt; the prompt's first `calibration.capture` tokens count. `observe` is called with
+/// the number of prompts read.
 ///
 /// # Errors
 /// As [`search_minference`]; settings of the calibration outside their ranges; maps that take too much memory.

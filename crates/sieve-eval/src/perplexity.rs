@@ -40,7 +40,7 @@ pub struct PerplexityConfig {
     pub rolling_bos: Option<u32>,
 }
 
-/// Results.
+/// Losses and perplexities of all documents, by several definitions.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PerplexityReport {
     /// Documents read.

@@ -45,7 +45,7 @@ pub struct LayerPath {
 pub struct SelectionTotals {
     /// Number of calls. A layer has one for each chunk of a prompt, and one for each generated token.
     pub calls: u64,
-    /// Calls that ran dense: short ones, those in a dense layer, and those in which the method keeps everything.
+    /// Calls that ran dense: short calls, calls in a dense layer, and calls in which the method keeps everything.
     pub dense_calls: u64,
     /// Calls whose attention a GPU kernel computed; the others ran on the CPU.
     pub kernel_calls: u64,

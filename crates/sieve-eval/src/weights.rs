@@ -205,7 +205,7 @@ fn head_weights(weights: &[f32], num_tokens: usize) -> HeadWeights {
     }
 }
 
-/// [`ChosenKeys`] from a layer's weights and those of dense attention, both `[num_heads, num_tokens, num_tokens]`. A
+/// [`ChosenKeys`] from a layer's weights and dense attention's weights, both `[num_heads, num_tokens, num_tokens]`. A
 /// key with a weight above 0 counts as read.
 fn chosen_keys(weights: &[f32], dense: &[f32], num_tokens: usize) -> ChosenKeys {
     let rows = weights.chunks(num_tokens).zip(dense.chunks(num_tokens));

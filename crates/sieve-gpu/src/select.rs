@@ -97,7 +97,7 @@ pub struct LongChoice<'a> {
     pub scores: &'a CudaTensor,
     /// One bit for each chosen entry, i32 `[all heads, length / 32 rounded up]`; the rows of `heads` are written.
     pub kept: &'a CudaTensor,
-    /// i32 `[all heads]`: 1 is added for a head with a NaN score, of which nothing is chosen.
+    /// i32 `[all heads]`: 1 is added for a head with a NaN score; such a head chooses nothing.
     pub nan_rows: &'a CudaTensor,
     /// `top` of each head, i32 `[all heads]`: with 0 the entries are chosen by `goal`, without regard to `num_first`;
     /// below 0 nothing is chosen.

@@ -110,7 +110,7 @@ fn is_one(count: &usize) -> bool {
 /// The contents of a checkpoint besides its state; with several ranks, the part that one of them writes.
 #[derive(Clone, Debug)]
 pub struct CheckpointFiles {
-    /// Weights.
+    /// Weights of the model, by name.
     pub model: Vec<NamedTensor>,
     /// Optimizer state; empty to store only the weights.
     pub optimizer: Vec<NamedTensor>,

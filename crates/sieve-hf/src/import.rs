@@ -154,7 +154,7 @@ pub fn import<B: Backend>(
     })
 }
 
-/// Loads the model of a folder of `transformers`, as [`load_model`](crate::load_model) loads that of a checkpoint.
+/// Loads the model of a folder of `transformers`, as [`load_model`](crate::load_model) loads a checkpoint's model.
 pub(crate) fn load<B: Backend>(from: &Path, device: &B::Device, kept: Kept) -> Result<LoadedModel<B>, CheckpointError> {
     let tokenizer_path = from.join("tokenizer.json");
     let (recipe, shape, mut read) = read_model(from, &settings(from, &tokenizer_path, None, &[])?, kept)?;

@@ -1,4 +1,4 @@
-//! Conversion between Burn's CUDA tensors and those of the launch wrappers.
+//! Conversion between Burn's CUDA tensors and the launch wrappers' tensors.
 use crate::launch;
 use crate::memory_watch::note_allocation;
 use crate::probe::compute_capability;

@@ -1,7 +1,7 @@
 //! The folder of compiled kernels, and the settings CubeCL runs with.
 //!
-//! Our own kernels are [`Cubins`], which any number of processes share. CubeCL keeps those of Burn's ops in append-only
-//! files that only one process may write: each process takes the first folder that no other has locked.
+//! Our own kernels are [`Cubins`], which any number of processes share. CubeCL keeps the kernels of Burn's ops in
+//! append-only files that only one process may write: each process takes the first folder that no other has locked.
 use crate::cache_files::{cubecl_folder, repair};
 use cubecl_runtime::config::cache::CacheConfig;
 use cubecl_runtime::config::{CubeClRuntimeConfig, RuntimeConfig};

@@ -19,7 +19,7 @@ pub(crate) type CacheFiles = CompilationCache<u128, CacheEntry>;
 
 /// Opens a folder's cache under the names that cubecl-cuda uses, and creates what is missing.
 pub(crate) fn open_files(folder: &Path) -> CacheFiles {
-    // Both names are those of cubecl-cuda; cubecl-common adds a folder for its version.
+    // Both names are cubecl-cuda's; cubecl-common adds a folder for its version.
     CompilationCache::new("ptx", CacheOption::default().name("cuda").root(folder))
 }
 

@@ -77,7 +77,7 @@ pub fn fp8_matmul(x: &Fp8Matrix, w: &Fp8Matrix, output: MatmulOutput<'_>) -> Res
     queue_gemm((Product::Nt, operands), values, &scales, output)
 }
 
-/// Checks the sizes, queues the GEMM and returns its output tensor. `scales` are those of fp8 operands.
+/// Checks the sizes, queues the GEMM and returns its output tensor. `scales` belongs to fp8 operands.
 fn queue_gemm(
     (product, operands): (Product, Operands),
     [x, w]: [&CudaTensor; 2],

@@ -98,7 +98,7 @@ impl HostReader {
     /// The values of a tensor, as bytes.
     ///
     /// # Errors
-    /// An error of the driver, which may be that of a kernel queued earlier.
+    /// An error of the driver; the cause may be a kernel queued earlier.
     pub fn read(&mut self, copy: &HostCopy) -> Result<Vec<u8>, KernelError> {
         let num_bytes = copy.num_bytes();
         let mut bytes = Vec::with_capacity(num_bytes);

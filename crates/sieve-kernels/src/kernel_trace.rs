@@ -94,7 +94,7 @@ impl KernelTrace {
 }
 
 impl TraceResult {
-    /// Sorts the records by start, and drops those that CUPTI could not time, which start at 0.
+    /// Sorts the records by start, and drops records that CUPTI could not time: they start at 0.
     fn new(mut records: Vec<KernelRecord>) -> Self {
         records.retain(|record| record.start_ns > 0);
         records.sort_by_key(|record| (record.start_ns, record.end_ns));

@@ -102,7 +102,8 @@ pub(crate) fn device_queue(tensor: &CudaTensor) -> DeviceHandle<Server> {
     DeviceHandle::new(device_of(tensor).to_id())
 }
 
-/// Runs `work` on the device thread of a tensor's GPU and waits for it; its error is that of a launch of `kernel`.
+/// Runs `work` on the device thread of a tensor's GPU and waits for it; it reports an error as a launch of `kernel`
+/// would.
 pub(crate) fn run_blocking<T: Send + 'static>(
     tensor: &CudaTensor,
     kernel: &'static str,
@@ -211,7 +212,7 @@ fn copy_lands_on(server: &mut Server, candidate: CUstream, stream: StreamId, scr
         elem_size: 1,
     };
     let mode = cuda::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: the server printed this address as that of a stream it owns.
+    // SAFETY: the server printed this address as the address of a stream it owns.
     if unsafe { cuda::cuStreamBeginCapture_v2(candidate, mode) } != CUresult::CUDA_SUCCESS {
         return false;
     }

@@ -61,7 +61,7 @@ pub(crate) struct QueuedLaunch {
     threads: u32,
     shared_bytes: usize,
     maps: Vec<MapLayout>,
-    /// Buffers of the tensor maps, then those of the pointer arguments.
+    /// The tensor maps' buffers, then the pointer arguments' buffers.
     pub(crate) bindings: Vec<Binding>,
     /// The kernel's params struct.
     words: Vec<u64>,
@@ -78,7 +78,7 @@ pub(crate) fn count(launches: usize) {
 /// kernel waits until the driver has accepted it, so that this call returns its error.
 ///
 /// # Errors
-/// Those of loading the kernel; [`KernelError::Launch`] of an earlier launch, or of the first of this kernel.
+/// The errors of loading the kernel; [`KernelError::Launch`] of an earlier launch, or of the first of this kernel.
 ///
 /// # Safety
 /// As [`Memory::launch`](sieve_gpu::Memory::launch).
@@ -162,7 +162,7 @@ impl QueuedLaunch {
                 words: &self.words,
                 starts_early: self.starts_early,
             };
-            // SAFETY: the caller's promise; the buffers stay until the launch is queued, those of other streams until
+            // SAFETY: the caller's promise; the buffers stay until the launch is queued, buffers of other streams until
             // it has run.
             unsafe { self.kernel.launch(lane, &launch) }
         });

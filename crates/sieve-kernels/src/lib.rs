@@ -3,8 +3,8 @@
 //!
 //! Start with [`CudaReport::probe`], which says in one sentence what is missing, then [`KernelCache::open`] and
 //! [`KernelCache::init_runtime`], all before the first CUDA tensor of the process. One thread per process touches
-//! device tensors. [`kernel_tensor`] and [`ToBurn`] convert between Burn's tensors and those of sieve-gpu's launch
-//! wrappers, which are re-exported here.
+//! device tensors. [`kernel_tensor`] and [`ToBurn`] convert between Burn's tensors and the tensors of sieve-gpu's
+//! launch wrappers, which are re-exported here.
 mod burn_memory;
 mod cache;
 mod cache_files;

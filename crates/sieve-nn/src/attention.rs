@@ -39,7 +39,7 @@ pub struct LayerContext<'a, B: Backend> {
     pub positions: Tensor<B, 2, Int>,
     /// Rotary tables.
     pub rope: &'a RotaryEmbedding<B>,
-    /// With context parallelism: the whole rows, of which these tokens are one part.
+    /// With context parallelism: the whole rows that these tokens are one rank's part of.
     pub parts: Option<&'a ContextParallel>,
     /// With prompts that several endings share: the rows and documents that attention sees in place of `documents`.
     pub shared: Option<&'a SharedPrompts<B>>,

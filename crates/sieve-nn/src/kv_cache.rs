@@ -1,4 +1,5 @@
-//! Caches of earlier tokens: the keys and values that the attention can still see, or what it computes them from.
+//! Caches of earlier tokens: the keys and values that the attention can still see, or (MLA) the latents that they are
+//! computed from.
 mod blocks;
 mod chosen;
 mod latents;

@@ -1,7 +1,7 @@
 //! Whole layers as single nodes of the autodiff graph.
 mod attention_layer;
 mod feed_forward;
-mod product;
+mod gemm;
 mod residual;
 mod seed_gradient;
 

@@ -125,7 +125,7 @@ pub fn chosen_attention<B: SieveBackend>(
     }))
 }
 
-/// Which tokens of its document each query reads: all up to itself, or those of chosen blocks.
+/// Which tokens of its document each query reads: all tokens up to itself, or the tokens of chosen blocks.
 #[derive(Clone, Debug)]
 struct Reads<D: DeviceBackend> {
     documents: DocumentBounds<D>,

@@ -188,11 +188,11 @@ impl<B: Backend> DmaSelection<B> {
 pub struct DmaScoresCall<B: Backend> {
     /// The packed tensor; only its values are read.
     pub qkv: Float<B>,
-    /// `[num_kv_heads * head_dim, num_kv_heads]`.
+    /// Projection W_dt of the values, `[num_kv_heads * head_dim, num_kv_heads]`.
     pub w_dt: Float<B>,
-    /// `[num_kv_heads]`.
+    /// Factor A of each KV head, `[num_kv_heads]`.
     pub a: Float<B>,
-    /// Heads.
+    /// Numbers of heads, and their width.
     pub spec: AttentionSpec,
 }
 

@@ -148,14 +148,14 @@ pub(crate) mod cpu {
     pub(crate) fn linear_input_gradient(weight: FlexTensor, dy: FlexTensor) -> FlexTensor {
         unless_f32!(&dy, "linear_input_gradient": reference::linear_input_gradient::<Flex>(weight, dy));
         let (weight, dy) = (contiguous(weight), contiguous(dy));
-        with_columns(&dy, last_dim(&weight), product(rows(&dy), rows(&weight)))
+        with_columns(&dy, last_dim(&weight), gemm_to_vec(rows(&dy), rows(&weight)))
     }
 
     pub(crate) fn linear_weight_gradient(x: FlexTensor, dy: FlexTensor, sum: Option<FlexTensor>) -> FlexTensor {
         unless_f32!(&x, "linear_weight_gradient":
             added::<Flex>(sum, reference::linear_weight_gradient::<Flex>(x, dy)));
         let (x, dy) = (contiguous(x), contiguous(dy));
-        let gradient = product(rows(&dy).t(), rows(&x));
+        let gradient = gemm_to_vec(rows(&dy).t(), rows(&x));
         added::<Flex>(sum, from_vec(gradient, [last_dim(&dy), last_dim(&x)]))
     }
 
@@ -169,8 +169,8 @@ pub(crate) mod cpu {
         };
         let sizes = [a.num_rows(), b.num_columns()];
         let y = match sum {
-            Some((factors, c)) => scaled_product(factors, a, b, floats(&contiguous(c)).to_vec()),
-            None => product(a, b),
+            Some((factors, c)) => gemm_plus_c(factors, a, b, floats(&contiguous(c)).to_vec()),
+            None => gemm_to_vec(a, b),
         };
         from_vec(y, sizes)
     }
@@ -186,22 +186,15 @@ pub(crate) mod cpu {
     }
 
     /// `a b`, row-major.
-    fn product(a: Matrix<'_>, b: Matrix<'_>) -> Vec<f32> {
+    fn gemm_to_vec(a: Matrix<'_>, b: Matrix<'_>) -> Vec<f32> {
         let c = vec![0.0; a.num_rows() * b.num_columns()];
-        scaled_product([1.0, 0.0], a, b, c)
+        gemm_plus_c([1.0, 0.0], a, b, c)
     }
 
     /// `alpha a b + beta c`, row-major.
-    fn scaled_product(factors: [f64; 2], a: Matrix<'_>, b: Matrix<'_>, mut c: Vec<f32>) -> Vec<f32> {
+    fn gemm_plus_c(factors: [f64; 2], a: Matrix<'_>, b: Matrix<'_>, mut c: Vec<f32>) -> Vec<f32> {
         let ([alpha, beta], m, n) = (factors.map(|factor| factor as f32), a.num_rows(), b.num_columns());
-        matmul(
-            Threads::of_product(a, b),
-            alpha,
-            a,
-            b,
-            beta,
-            MatrixMut::new(&mut c, m, n),
-        );
+        matmul(Threads::of_gemm(a, b), alpha, a, b, beta, MatrixMut::new(&mut c, m, n));
         c
     }
 
@@ -225,7 +218,7 @@ pub(crate) mod cuda {
         let [a, b] = tensors([&x, &weight]);
         let (op, attempt) = match residual.clone().map(kernel_tensor) {
             None => ("linear", matmul(Product::Nt, &a, &b, MatmulOutput::New(BF16))),
-            Some(residual) => ("linear_add", product_and_sum([a, b, residual])),
+            Some(residual) => ("linear_add", gemm_plus_residual([a, b, residual])),
         };
         kernel_or(op, attempt.map(ToBurn::burn), || {
             added::<Cuda>(residual, reference::linear::<Cuda>(x, weight))
@@ -274,7 +267,7 @@ pub(crate) mod cuda {
     }
 
     /// `residual + x Wᵀ`; the GEMM adds the residual where that takes no longer.
-    pub(crate) fn product_and_sum([x, weight, residual]: [CudaTensor; 3]) -> Result<CudaTensor, KernelError> {
+    pub(crate) fn gemm_plus_residual([x, weight, residual]: [CudaTensor; 3]) -> Result<CudaTensor, KernelError> {
         let [out, inner] = weight.dims("linear_add", "weight")?;
         // Measured on an H200 at 16384 x 2048 x 6144: a GEMM that also adds a residual takes 0.1 ms longer, twice the
         // cost of a separate addition; a square one takes no longer.

@@ -143,7 +143,7 @@ pub struct MlaPackCall<B: Backend> {
     pub rope: RopeTables<B>,
     /// Norms of queries and keys, if any.
     pub norm: Option<MlaNorm<B>>,
-    /// Sizes.
+    /// Numbers of heads, ranks and widths.
     pub spec: MlaSpec,
 }
 

@@ -32,9 +32,9 @@ pub fn rms_norm<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor
 /// Operands of [`crate::rms_norm`].
 #[derive(Clone, Debug)]
 pub struct RmsNormCall<B: Backend> {
-    /// `[.., d_model]`.
+    /// Input, `[.., d_model]`.
     pub x: Float<B>,
-    /// `[d_model]`.
+    /// Factor of each column, `[d_model]`.
     pub weight: Float<B>,
     /// Added to the mean square.
     pub epsilon: f64,

@@ -21,9 +21,9 @@ use sieve_kernels::{ToBurn, kernel_tensor};
 /// The RMSNorms of each head's query and key.
 #[derive(Clone, Debug)]
 pub struct QkNorm<B: Backend> {
-    /// `[head_dim]`.
+    /// Weight of the norm of each query head, `[head_dim]`.
     pub q_weight: Tensor<B, 1>,
-    /// `[head_dim]`.
+    /// Weight of the norm of each key head, `[head_dim]`.
     pub k_weight: Tensor<B, 1>,
     /// Added to the mean square.
     pub epsilon: f64,
@@ -78,9 +78,9 @@ pub fn rope<B: SieveBackend>(
 /// Operands of [`crate::qk_norm_rope`] other than the packed tensor.
 #[derive(Clone, Debug)]
 pub struct QkNormRopeCall<B: Backend> {
-    /// `[head_dim]`.
+    /// Weight of the norm of each query head, `[head_dim]`.
     pub q_weight: Float<B>,
-    /// `[head_dim]`.
+    /// Weight of the norm of each key head, `[head_dim]`.
     pub k_weight: Float<B>,
     /// Row of the tables for each token, `[batch, seq_len]`.
     pub positions: Ints<B>,

@@ -49,7 +49,7 @@ impl Input {
         self
     }
 
-    /// The same values in every row of the first dimension: those of row 0.
+    /// Row 0's values in every row of the first dimension.
     fn with_equal_rows(&self) -> Self {
         let row = self.values.len() / self.dims[0];
         Self {

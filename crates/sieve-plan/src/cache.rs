@@ -20,7 +20,7 @@ pub struct CachePlan {
 /// The cache at `seq_len` tokens, with values of `value_bytes`.
 ///
 /// A layer caches, by kind:
-/// - dense: K and V of every token; sliding window: those of the last w tokens;
+/// - dense: K and V of every token; sliding window: K and V of the last w tokens;
 /// - MLA: the latent and the rotated key of every token and, if keys are normed, an f32 factor for each head;
 /// - DMA: K and V of the kept keys of each KV head, with an f32 score and an i32 position;
 /// - NSA: K and V of every token, of every compressed block, and the un-rotated keys of the block that is not full;

@@ -185,7 +185,7 @@ impl RowShare {
         }
     }
 
-    /// Values that a layer with [`Exchange::Heads`] keeps in addition to those of its own tokens.
+    /// Values that a layer with [`Exchange::Heads`] keeps in addition to its own tokens' values.
     fn kept_values_of_heads(&self, layer: &ModelShape) -> u64 {
         let (degree, [_, shared]) = (self.degree as u64, exchanged_values(layer));
         // The output for whole rows of some heads. NSA's own activations already count its branches' outputs.

@@ -3,8 +3,8 @@
 //! Parameters and FLOPs are counted exactly. Memory is the sum of the tensors at a training step's peak, without the
 //! allocator's overhead. Time is an estimate.
 //!
-//! Which shapes a kernel takes and what it allocates is asked of sieve-kernels and sieve-cpu, which have these rules
-//! beside the launches.
+//! sieve-kernels and sieve-cpu say which shapes a kernel takes and what it allocates: these rules are beside the
+//! launches.
 
 mod plan;
 

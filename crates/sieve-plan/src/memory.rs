@@ -25,7 +25,7 @@ use serde::Serialize;
 use crate::Target;
 use crate::context_parallel::RowShare;
 use crate::disk::num_moments;
-pub(crate) use activations::fp8_products;
+pub(crate) use activations::fp8_gemms;
 use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
@@ -97,7 +97,7 @@ pub struct MemoryParts {
     pub moment_bytes: u64,
     /// KV caches of decoded sequences; 0 in training.
     pub cache_bytes: u64,
-    /// Gradients.
+    /// Gradients of the parameters, f32.
     pub gradient_bytes: u64,
     /// Activations, with the recipe's activation checkpointing.
     pub activation_bytes: u64,

@@ -19,7 +19,7 @@ pub struct Suggestion {
     pub lr: f64,
     /// Rows of a step, of the first stage: a multiple of its `local_batch_size` and of the plan's processes.
     pub global_batch_size: usize,
-    /// Steps.
+    /// Steps of the run, all stages together.
     pub steps: usize,
     /// Steps and rows of a step of each `[[stage]]`; empty without stages.
     #[serde(skip_serializing_if = "Vec::is_empty")]

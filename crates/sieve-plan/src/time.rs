@@ -5,7 +5,7 @@
 //! compares the estimate with 21 measured runs. Other GPUs are assumed to reach the same shares.
 
 use crate::gpu_training_gap;
-use crate::memory::fp8_products;
+use crate::memory::fp8_gemms;
 use sieve_core::model::gpu::Gpu;
 use sieve_core::model::{Attention, AttentionForm, FlopsPerToken, ModelShape};
 use std::ops::Range;
@@ -25,7 +25,7 @@ const LONG_DENSE_PAIRS: f64 = 0.51;
 const WINDOW_PAIRS: f64 = 0.62;
 /// DMA's gathered keys.
 const GATHERED_PAIRS: f64 = 0.52;
-/// MLA.
+/// Latent attention (MLA), keys wider than values.
 const LATENT_PAIRS: f64 = 0.6;
 /// NSA's three branches, including the choice of blocks, lists, and joining the parts of o and dq.
 const BLOCK_PAIRS: f64 = 0.3;
@@ -118,7 +118,7 @@ pub(super) fn tokens_per_second(
     bytes += 2.0 * 4.0 * shape.vocab_size as f64;
     let mut products = (passes * executed.linear - spared_flops) / (PRODUCTS * gpu.bf16_flops);
     for layer_idx in size.fp8.clone() {
-        let (weights, [inner, outer]) = fp8_products(&shape.of_layer(layer_idx));
+        let (weights, [inner, outer]) = fp8_gemms(&shape.of_layer(layer_idx));
         let seconds = passes * 2.0 * weights as f64 / (PRODUCTS * gpu.bf16_flops);
         products -= seconds * (1.0 - 1.0 / FP8_SPEED);
         bytes += FP8_BYTES * (inner + outer) as f64;

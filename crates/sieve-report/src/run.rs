@@ -55,7 +55,7 @@ impl Run {
     /// with `name` before it. Runs of a sweep without a logged step are left out.
     ///
     /// # Errors
-    /// Those of [`open`](Self::open).
+    /// The errors of [`open`](Self::open).
     pub fn open_all(folder: &Path, name: Option<&str>) -> Result<Vec<Self>, ReportError> {
         let holds_run = |path: &PathBuf| path.join(CONFIG).is_file() && path.join(METRICS).is_file();
         let mut inside = Vec::new();

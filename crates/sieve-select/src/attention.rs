@@ -80,9 +80,9 @@ fn dense_tasks<'r>(call: &Call<'_>, rows: &'r [usize]) -> Vec<Task<'r>> {
 struct TaskResult {
     /// Query head and row of the call.
     rows: Vec<(usize, usize)>,
-    /// `[rows, head_dim]`.
+    /// Outputs, `[rows, head_dim]`.
     o: Vec<f32>,
-    /// `[rows]`.
+    /// Log-sum-exp of the visible logits, `[rows]`.
     lse: Vec<f32>,
 }
 

@@ -119,7 +119,7 @@ impl DataSource {
     /// the recipe's.
     ///
     /// # Errors
-    /// Those of [`open`](Self::open).
+    /// The errors of [`open`](Self::open).
     pub fn with_tokenizer_of(
         checkpoint: Option<&Checkpoint>,
         recipe: &Recipe,
@@ -325,9 +325,9 @@ impl TrainingData {
     }
 }
 
-/// Whether shards are those of a checkpoint, which stores the fingerprint of their source files and settings, and a
-/// hash of their tokens. Copied files have new modification times and thus a new fingerprint; if the tokens are equal,
-/// the shards get the checkpoint's fingerprint back.
+/// Whether shards equal the shards of a checkpoint, which stores the fingerprint of their source files and settings,
+/// and a hash of their tokens. Copied files have new modification times and thus a new fingerprint; if the tokens are
+/// equal, the shards get the checkpoint's fingerprint back.
 fn is_known(prepared: &mut Prepared, [fingerprint, tokens]: [&str; 2]) -> bool {
     if prepared.meta.fingerprint != fingerprint && stages::tokens_of(prepared) == tokens {
         fingerprint.clone_into(&mut prepared.meta.fingerprint);

@@ -13,7 +13,7 @@ pub enum TrainError {
     /// Data or tokenizer.
     #[error(transparent)]
     Data(#[from] sieve_data::DataError),
-    /// Checkpoints.
+    /// A checkpoint cannot be written or read.
     #[error(transparent)]
     Checkpoint(#[from] sieve_hf::CheckpointError),
     /// Communication with the other processes of the run.

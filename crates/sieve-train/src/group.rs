@@ -102,7 +102,7 @@ impl Share {
     }
 }
 
-/// What the ranks tell each other before a step: a rank's own values, or those of all ranks combined.
+/// What the ranks tell each other before a step: a rank's own values, or all ranks' values combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Agreement {
     /// Labels in the step's rows.

@@ -71,8 +71,8 @@ impl MemoryProbe {
         }
     }
 
-    /// Bytes that this process can hold at most: on the CPU including those that it holds now, on a device the free
-    /// ones. Zero where unknown.
+    /// Bytes that this process can hold at most: on the CPU including the bytes that it holds now, on a device the free
+    /// bytes. Zero where unknown.
     pub fn available(self) -> u64 {
         match self {
             Self::Process => process_available(),

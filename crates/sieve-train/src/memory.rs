@@ -19,8 +19,9 @@ pub(crate) fn process_peak() -> Option<PeakMemory> {
     })
 }
 
-/// Bytes of memory that this process can hold at most, including those that it holds now. The machine's free memory,
-/// the limits of memory cgroups and the limit of address space (`ulimit -v`) bound it; zero if the system reports none.
+/// Bytes of memory that this process can hold at most, including the bytes that it holds now. The machine's free
+/// memory, the limits of memory cgroups and the limit of address space (`ulimit -v`) bound it; zero if the system
+/// reports none.
 pub(crate) fn process_available() -> u64 {
     let own = field("/proc/self/status", "RssAnon:");
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();

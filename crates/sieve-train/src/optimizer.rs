@@ -356,13 +356,13 @@ impl<B: TrainBackend> Update<'_, B> {
 /// Muon's update of one matrix.
 struct Orthogonal<B: TrainBackend> {
     momentum: Inner<B>,
-    /// The update; its root mean square is about that of AdamW's updates, so that one learning rate serves both.
+    /// The update; its root mean square is about the same as of AdamW's updates, so that one learning rate serves both.
     update: Inner<B>,
     /// `[1]`: 0 if the step is skipped, which is known by a gradient scale of 0, or one that is not finite; else 1.
     gate: Inner<B>,
 }
 
-/// Nesterov momentum `m = beta m + g` of the gradient g times `scale`. The update is `g + beta m`, of which each
+/// Nesterov momentum `m = beta m + g` of the gradient g times `scale`. The update is `g + beta m`; the update of each
 /// projection is orthogonalised in `dtype` and multiplied by `0.2 sqrt(max(out, in))` (arXiv:2502.16982, equations 2
 /// and 4). `projections` are numbers of rows.
 fn muon<B: TrainBackend>(

@@ -91,8 +91,8 @@ impl TrainingData {
     /// How often each of the first `rows` tokens occurs in the training data; `rows` is the size of the embedding.
     ///
     /// # Errors
-    /// Those of [`token_counts`](Self::token_counts); the data, or a stage's own text, holds a token without a row in
-    /// the embedding.
+    /// The errors of [`token_counts`](Self::token_counts); the data, or a stage's own text, holds a token without a row
+    /// in the embedding.
     pub(crate) fn counts_of_rows(&self, rows: usize) -> Result<Vec<u64>, TrainError> {
         let all = rows.max(self.tokenizer.vocab_size());
         let mut counts = self.token_counts(all)?;

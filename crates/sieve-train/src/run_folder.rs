@@ -196,7 +196,7 @@ impl RunFolder {
         self.path.join("log")
     }
 
-    /// Checkpoints.
+    /// Folder of the checkpoints `step-N`.
     pub fn checkpoint_path(&self) -> PathBuf {
         self.path.join(&self.checkpoint_folder)
     }

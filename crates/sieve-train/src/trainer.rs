@@ -48,7 +48,7 @@ const AWAY: &str = "the model is put back before an update returns";
 
 /// A run: model, optimizer, data, and how far the run is.
 pub struct Trainer<B: TrainBackend> {
-    /// The recipe with all stages; [`StageState`] has that of the present stage.
+    /// The recipe with all stages; [`StageState`] has the present stage's recipe.
     recipe: Recipe,
     stage: StageState,
     data: TrainingData,

@@ -13,7 +13,7 @@ struct Tool {
     name: &'static str,
     /// Options for compute-sanitizer.
     options: &'static str,
-    /// Options for `kernels check`, besides those of [`SMALL`].
+    /// Options for `kernels check`, besides [`SMALL`].
     check_options: &'static str,
 }
 
@@ -58,8 +58,8 @@ pub(crate) fn run() -> Result<()> {
     run_program(&program, &[])
 }
 
-/// Runs all checks, or those that `words` names, with an existing `sieve`; needs neither cargo nor the sources. Words
-/// that begin with `--`, for example `--nsa`, are passed to `kernels check`.
+/// Runs all checks, or the checks that `words` names, with an existing `sieve`; needs neither cargo nor the sources.
+/// Words that begin with `--`, for example `--nsa`, are passed to `kernels check`.
 pub(crate) fn run_program(program: &Path, words: &[&str]) -> Result<()> {
     let (options, only): (Vec<&str>, Vec<&str>) = words.iter().partition(|x| x.starts_with("--"));
     let known = |name: &&str| *name == PLAIN || TOOLS.iter().any(|tool| tool.name == *name);

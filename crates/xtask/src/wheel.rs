@@ -97,7 +97,7 @@ fn check_in_empty_environment(wheel: &Path, bin: impl Fn(&Path, &str) -> String)
     workspace::run(&python, &["-c", library])
 }
 
-/// The newest version of glibc of which a library uses symbols.
+/// The newest glibc version among the versioned symbols that a library imports.
 fn newest_glibc(library: &[u8]) -> (u32, u32) {
     const NAME: &[u8] = b"GLIBC_";
     let found = library

@@ -61,7 +61,7 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
                 };
                 text.sparse_attention_forward(&mask, scale).map(drop)
             };
-            // The first call computes the bounds of all pages; a later token finds those of the whole pages.
+            // The first call computes the bounds of all pages; a later token finds the bounds of whole pages.
             token(0)?;
             let known = page.map_or(0, |page| (TOKENS - 1) / page);
             bench.row(name, shape, Work::Time, || token(known));

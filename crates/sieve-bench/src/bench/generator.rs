@@ -10,7 +10,7 @@ use std::f64::consts::{FRAC_PI_2, PI};
 /// What queries look for, in the order of [`Weights`].
 pub(super) const PARTS: [&str; 5] = ["sinks", "lines", "local", "diagonals", "regions"];
 
-/// For one query head: what each of [`PARTS`] adds to a logit; for regions, the standard deviation of what it adds.
+/// For one query head: each of the [`PARTS`]' share of a logit; for regions, the standard deviation of that share.
 pub(super) type Weights = [f32; PARTS.len()];
 
 /// Width of the heads.

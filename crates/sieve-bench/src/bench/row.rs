@@ -95,7 +95,7 @@ pub struct Rate {
 pub enum Outcome {
     /// It was timed.
     Timed {
-        /// Milliseconds.
+        /// Times of one call.
         times: Times,
         /// Work a second; `None` where the row is a time alone.
         rate: Option<Rate>,

@@ -34,11 +34,11 @@ pub(crate) fn forward_flops(shape: AttentionShape, window: usize) -> f64 {
 /// In longer rows a DMA training run keeps `o_low` only where memory is free, so both forms are timed.
 const LONG_ROW: usize = 32768;
 
-/// FLOPs of a backward pass divided by those of a forward pass: five GEMMs against two.
+/// A backward pass's FLOPs divided by the forward pass's: five GEMMs against two.
 const BACKWARD: f64 = 2.5;
 
 /// [`BACKWARD`] for values narrower than keys: three of the five GEMMs, and one of the two, are as wide as keys.
-fn backward_products(shape: AttentionShape) -> f64 {
+fn backward_gemms(shape: AttentionShape) -> f64 {
     let (keys, values) = (shape.head_dim as f64, shape.head_dim_v as f64);
     (3.0 * keys + 2.0 * values) / (keys + values)
 }
@@ -112,13 +112,13 @@ pub(super) fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option
     passes(
         bench,
         (&what, shape),
-        [flops, backward_products(shape) * flops],
+        [flops, backward_gemms(shape) * flops],
         &ORDERS,
         || inputs.forward(window, None),
         |result, order| inputs.backward(result, window, None, order),
     )?;
     let result = inputs.forward(window, None)?;
-    shared_tiles(bench, &inputs, (&what, flops * backward_products(shape)), |inputs| {
+    shared_tiles(bench, &inputs, (&what, flops * backward_gemms(shape)), |inputs| {
         inputs.backward(&result, window, None, SumOrder::Any)
     })
 }

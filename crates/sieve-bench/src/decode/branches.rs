@@ -94,7 +94,7 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
     let hidden = calls.random.one_of(&[24, width]);
     let mlp = has_mlp.then(|| [(); 2].map(|()| Mlp::draw(calls, [size, width, hidden])));
     // All rows have one length, as in a captured decoding step. The tail (the last keys of the compressed branch) may
-    // have dropped all tokens but those of the last block.
+    // have dropped all tokens but the last block's.
     let len = calls.random.below(300);
     let num_dropped = calls.random.below(len.saturating_sub(size) + 1);
     let window = calls.random.between(1, 100);

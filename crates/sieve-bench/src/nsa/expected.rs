@@ -179,8 +179,8 @@ fn selected(inputs: &Inputs) -> Vec<Output> {
 }
 
 /// The gradient of an indexer's loss over the blocks `inputs.chosen`, by its definition: `dS = I - mean_h P^h` over the
-/// tokens that a query reads, with I the indexer's probabilities and P^h those of head h; then `dS k` and `dS^T q`. The
-/// plain computation rounds dS and the results to bf16.
+/// tokens that a query reads, with I the indexer's probabilities and P^h head h's probabilities; then `dS k` and `dS^T
+/// q`. The plain computation rounds dS and the results to bf16.
 fn index_gradient(inputs: &Inputs) -> Output {
     let (shape, count, size) = (
         shape_of(inputs),

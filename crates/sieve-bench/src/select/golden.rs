@@ -29,7 +29,7 @@ type Counts = [usize; 2];
 #[derive(Default)]
 struct Compared {
     calls: Counts,
-    /// How many calls were run: those that select on the device and are `wanted`.
+    /// How many calls were run: `wanted` calls that select on the device.
     run: usize,
     /// A message for each list that differs from the stored one.
     wrong: Vec<String>,

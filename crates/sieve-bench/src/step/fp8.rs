@@ -25,7 +25,7 @@ pub(super) fn check_rounding(report: &mut Report, device: &dyn Device, extent: &
 }
 
 /// Checks fp8 GEMMs. Where the GPU has no fp8 or cuBLASLt is missing, the report says why they were not checked.
-pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent, cc: (u32, u32)) {
+pub(crate) fn check_gemms(report: &mut Report, device: &Gpu, extent: &Extent, cc: (u32, u32)) {
     if let Err(error) = Cublaslt::require().and_then(|()| Fp8Format::require(cc)) {
         report.add_missing(PRODUCT, &error.to_string());
         return;
@@ -34,7 +34,7 @@ pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent,
         for formats in [[0, 0], [1, 0], [0, 1]] {
             let formats = formats.map(|at: usize| FORMATS[at]);
             let case = format!("{m} x {n} x {k}, {formats:?}");
-            let outcome = product(LaunchCheck::new(device, extent.seed), [m, n, k], formats);
+            let outcome = check_gemm(LaunchCheck::new(device, extent.seed), [m, n, k], formats);
             report.add(PRODUCT, "cuBLASLt", &case, outcome);
         }
     }
@@ -126,22 +126,27 @@ fn operand(values: &[f32], format: Fp8Format) -> Operand {
 }
 
 /// `x wᵀ` of operands with rows of `k` numbers; `sum` computes the dot product of two rows.
-fn products((x, x_scale): &Operand, (w, w_scale): &Operand, k: usize, sum: impl Fn(&[f64], &[f64]) -> f64) -> Vec<f64> {
+fn gemm_of_rows(
+    (x, x_scale): &Operand,
+    (w, w_scale): &Operand,
+    k: usize,
+    sum: impl Fn(&[f64], &[f64]) -> f64,
+) -> Vec<f64> {
     let rows = x.chunks(k);
     let of_row = |x| w.chunks(k).map(move |w| (x, w));
     let scaled = |(x, w): (&[f64], &[f64])| sum(x, w) * x_scale * w_scale;
     rows.flat_map(of_row).map(scaled).collect()
 }
 
-fn product(mut calls: LaunchCheck<'_>, [m, n, k]: [usize; 3], formats: [Fp8Format; 2]) -> Outcome {
+fn check_gemm(mut calls: LaunchCheck<'_>, [m, n, k]: [usize; 3], formats: [Fp8Format; 2]) -> Outcome {
     let mut quantised = |rows, format| -> Result<(Fp8Matrix, Operand), Wrong> {
         let x = calls.flat(&[rows, k], DType::BF16);
         let matrix = fp8_quantise(&x.tensor, format, None)?.rows;
         Ok((matrix, operand(&x.values, format)))
     };
     let ((x, x_exact), (w, w_exact)) = (quantised(m, formats[0])?, quantised(n, formats[1])?);
-    let exact = products(&x_exact, &w_exact, k, exact_sum);
-    let kept = products(&x_exact, &w_exact, k, kept_on_hopper);
+    let exact = gemm_of_rows(&x_exact, &w_exact, k, exact_sum);
+    let kept = gemm_of_rows(&x_exact, &w_exact, k, kept_on_hopper);
     let addend = calls.flat(&[m, n], DType::BF16);
     let before = calls.flat(&[m, n], DType::F32);
     let nothing = vec![0.0; m * n];
@@ -181,7 +186,7 @@ mod tests {
         let mut drawn = |rows: usize, format| operand(&random.bf16_normals(rows * k), format);
         let (x, w) = (drawn(64, FORMATS[0]), drawn(48, FORMATS[1]));
         let of = |sum: &dyn Fn(&[f64], &[f64]) -> f64| -> Vec<f32> {
-            products(&x, &w, k, sum).iter().map(|&x| x as f32).collect()
+            gemm_of_rows(&x, &w, k, sum).iter().map(|&x| x as f32).collect()
         };
         let (exact, kept) = (of(&exact_sum), of(&kept_on_hopper));
         // An H200 gave the first number for this dot product; the second is exact.

@@ -247,7 +247,7 @@ choices! {
 keys! {
     /// Sizes of native sparse attention (arXiv:2502.11089): compressed, selected and window branches, gated.
     ///
-    /// Parameters of a layer, besides those of grouped-query attention with its per-head q/k norms: the gate
+    /// Parameters of a layer, besides the projections and per-head q/k norms of grouped-query attention: the gate
     /// `[num_heads * 3, d_model]` and its bias `[num_heads * 3]`; with `shared_kv = false` two more pairs of key and
     /// value projections (the key norm is shared); with `compress = "mlp"`, once for keys and once for values, shared
     /// by all heads and without biases: positions `[compress_block_size, head_dim]`, first matrix
@@ -350,7 +350,7 @@ pub(crate) const MAX_CHOSEN_BLOCKS: usize = 64;
 
 keys! {
     /// Sizes of InfLLM-V2 (arXiv:2509.24663): one exact attention over the tokens of a few blocks, without a parameter
-    /// of its own, so that a dense model's weights are those of this kind.
+    /// of its own, so a dense model's weights fit this kind unchanged.
     ///
     /// `c_m` is the mean of the keys `[s m, s m + l)` of a document; `p_m = softmax_m(q . c_m / sqrt(head_dim))` over
     /// the pooled keys that have ended, summed over the heads of a group; a block's score is the largest `p_m` of the
@@ -489,7 +489,7 @@ keys! {
     /// over all heads, normalised over the complete blocks that are read, and the loss the mean over tokens of `KL(P ||
     /// softmax_b(score))` over these.
     ///
-    /// Parameters of a layer, besides those of grouped-query attention: W_q and W_k
+    /// Parameters of a layer, besides grouped-query attention's: the indexer's W_q and W_k
     /// `[(num_kv_heads + 1) * head_dim, d_model]` and two norms `[head_dim]`.
     #[derive(Copy)]
     pub struct MsaShape {

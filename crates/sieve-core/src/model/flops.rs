@@ -39,7 +39,7 @@ impl FlopsPerToken {
         self.linear + self.attention + self.index_scores
     }
 
-    /// FLOPs of the backward pass: twice those of the forward pass without the indexers' scores, plus the gradient of
+    /// FLOPs of the backward pass: twice the forward pass's FLOPs without the indexers' scores, plus the gradient of
     /// the indexers' loss.
     pub fn backward(&self) -> f64 {
         2.0 * (self.linear + self.attention) + self.index_gradient

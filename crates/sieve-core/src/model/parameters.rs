@@ -81,7 +81,7 @@ impl ModelShape {
         counts
     }
 
-    /// The parameters of one attention layer of the model's kind; `norms` are those of its heads and latents.
+    /// The parameters of one attention layer of the model's kind; `norms` counts the norms of its heads and latents.
     fn attention_parameters(&self) -> ParameterCounts {
         let d_model = self.d_model as u64;
         let (q_width, kv_width) = (self.q_width() as u64, self.kv_width() as u64);

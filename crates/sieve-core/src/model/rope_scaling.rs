@@ -1,4 +1,4 @@
-//! Scaled rotary frequencies, for rows longer than those that a model was first trained on.
+//! Scaled rotary frequencies, for rows longer than a model's first training rows.
 use crate::keys::{MAX_SEQ_LEN, choices, keys};
 use std::f64::consts::TAU;
 

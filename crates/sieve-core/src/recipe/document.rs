@@ -53,9 +53,10 @@ impl Document {
 
     /// Applies `section.key=value` items in order; an item that cannot be applied becomes a mistake.
     ///
-    /// The value is read as TOML, else taken as a bare string. So that one override is enough, it also removes what it
-    /// contradicts: `attention.kind` removes the keys of other kinds, a tokenizer source removes the text's source, a
-    /// preset removes the keys that it sets, and another number of `data.paths` removes the text's `data.weights`.
+    /// The value is read as TOML, else taken as a bare string. So that one override is enough, it also removes the keys
+    /// that it contradicts: `attention.kind` removes the keys of other kinds, a tokenizer source removes the text's
+    /// source, a preset removes the keys that it sets, and another number of `data.paths` removes the text's
+    /// `data.weights`.
     pub(super) fn apply(&mut self, overrides: &[String]) {
         let mut set = BTreeSet::new();
         for item in overrides {

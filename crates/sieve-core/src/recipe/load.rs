@@ -15,7 +15,7 @@ impl Recipe {
     /// `origin` names the text in messages, usually its path. An override's value is read as TOML, else taken as a bare
     /// string. Overriding `attention.kind` removes keys that only other kinds have, from the text and the overrides;
     /// overriding one of `tokenizer.path` and `tokenizer.train` drops the other; overriding `attention.preset` drops
-    /// what it sets; another number of `data.paths` drops `data.weights`.
+    /// the keys that a preset sets; another number of `data.paths` drops `data.weights`.
     ///
     /// # Errors
     /// [`RecipeError::Syntax`] when the text is not TOML, else [`RecipeError::Invalid`] with every mistake of the text
@@ -28,7 +28,7 @@ impl Recipe {
     /// `attention.kind`.
     ///
     /// # Errors
-    /// Those of [`load`](Self::load).
+    /// The errors of [`load`](Self::load).
     pub fn load_and_left_out(
         text: &str,
         origin: &str,
@@ -96,7 +96,8 @@ impl Recipe {
     }
 }
 
-/// Sorts mistakes by their line in the text; then come those of overrides, then missing keys in the order of sections.
+/// Sorts mistakes by their line in the text; then come mistakes in overrides, then missing keys in the order of
+/// sections.
 fn sort(mistakes: &mut [Mistake]) {
     let section_rank = |mistake: &Mistake| {
         let name = mistake.key.split('.').next().unwrap_or_default();

@@ -135,7 +135,7 @@ pub(super) fn default_words(key: &Key) -> String {
     }
 }
 
-/// The meaning of a key, and that of each named value that it can have.
+/// The meaning of a key and of each named value that it can have.
 fn meaning(key: &Key) -> String {
     let mut text = one_line(key.doc);
     if let Kind::Choice(Choices { names, docs }) = key.kind {

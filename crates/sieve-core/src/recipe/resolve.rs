@@ -1,4 +1,4 @@
-//! Writes defaults into a recipe's table, above all those that follow from other values.
+//! Writes defaults into a recipe's table, above all defaults that follow from other values.
 
 use serde::Serialize;
 use toml::{Table, Value};

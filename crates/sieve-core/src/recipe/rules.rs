@@ -301,7 +301,8 @@ fn check_fp8(training: &TrainingSection, parts: &Parts, rules: &mut Rules<'_>) {
     });
     let mut sizes = sizes.collect::<Vec<_>>();
     if let Some(model) = parts.model.as_ref() {
-        // If the KV heads' width is a multiple of 16, so is that of the query heads, whose number is a multiple.
+        // If the KV heads' width is a multiple of 16, so is the query heads' width: their number is a multiple of the
+        // KV heads'.
         let width = model.num_key_value_heads.saturating_mul(model.head_dim);
         sizes.extend([
             ("model.hidden_size".to_owned(), "is", model.hidden_size),

@@ -217,7 +217,7 @@ pub enum TokenizerSource<'a> {
     Path(&'a str),
     /// Numbers below this.
     Numbers(usize),
-    /// Training.
+    /// A tokenizer trained on the text.
     Train(&'a TokenizerTraining),
 }
 
@@ -425,7 +425,7 @@ choices! {
 }
 
 impl OptimizerName {
-    /// Whether an update reads whole matrices, of which ZeRO-1 and 2 leave each rank only a shard.
+    /// Whether an update reads whole matrices. ZeRO-1 and ZeRO-2 leave each rank only a shard of each.
     pub fn needs_whole_matrices(self) -> bool {
         self == Self::Muon
     }

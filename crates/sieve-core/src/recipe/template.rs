@@ -249,11 +249,11 @@ impl StartingSize {
         })
     }
 
-    /// A recipe of this size for the text of `paths`, with a tokenizer trained on that text. `overrides` are those of
+    /// A recipe of this size for the text of `paths`, with a tokenizer trained on that text. `overrides` as in
     /// [`Recipe::load`].
     ///
     /// # Errors
-    /// Those of [`Recipe::load`].
+    /// The errors of [`Recipe::load`].
     pub fn recipe(&self, kind: AttentionKind, paths: &[String], overrides: &[String]) -> Result<Recipe, RecipeError> {
         let text = format!(
             "[model]\nhidden_size = {}\nnum_hidden_layers = {}\nnum_attention_heads = {}\ninitializer_range = {}\n\

@@ -26,11 +26,11 @@ pub(crate) struct GroupRows<'g> {
 pub(crate) struct KeySums {
     /// The first key of the sums.
     pub(crate) first: usize,
-    /// `[keys, head_dim]`.
+    /// Gradient of the keys, `[keys, head_dim]`.
     pub(crate) dk: Vec<f32>,
-    /// `[keys, head_dim_v]`.
+    /// Gradient of the values, `[keys, head_dim_v]`.
     pub(crate) dv: Vec<f32>,
-    /// `[keys]`.
+    /// Gradient of the bias, `[keys]`.
     pub(crate) d_delta: Vec<f32>,
 }
 

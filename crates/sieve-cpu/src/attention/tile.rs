@@ -108,7 +108,7 @@ impl<const W: usize> RowPanels<W> {
 /// Panels are transposed in squares of this side, the number of f32 lanes of the widest vectors.
 const SQUARE: usize = 16;
 
-/// Transposes by four rounds of perfect shuffles, each of which is one instruction per vector.
+/// Transposes by four rounds of perfect shuffles; a shuffle is one instruction per vector.
 #[inline(always)]
 fn transpose_square(mut x: [[f32; SQUARE]; SQUARE]) -> [[f32; SQUARE]; SQUARE] {
     for _ in 0..SQUARE.ilog2() {

@@ -64,7 +64,7 @@ impl HubConfig {
     /// The public hub.
     pub const ENDPOINT: &'static str = "https://huggingface.co";
 
-    /// Reads the variables `HF_ENDPOINT`, `HF_TOKEN` and `SSL_CERT_FILE`, each of which may be unset or empty.
+    /// Reads the variables `HF_ENDPOINT`, `HF_TOKEN` and `SSL_CERT_FILE`; each may be unset or empty.
     pub fn from_variables(variable: &dyn Fn(&str) -> Option<String>, dir: PathBuf) -> Self {
         let set = |value: Option<String>| value.filter(|value| !value.is_empty());
         Self {

@@ -59,7 +59,7 @@ fn check_size(path: &Path, bytes: u64, max_bytes: u64) -> Result<(), DataError> 
 
 /// Refuses text that begins with a byte order mark of UTF-32 or UTF-16.
 fn check_encoding(path: &Path, bytes: &[u8]) -> Result<(), DataError> {
-    // UTF-32 comes first, because its little-endian mark begins with that of UTF-16.
+    // UTF-32 comes first, because its little-endian mark begins with UTF-16's.
     let marks: [(&[u8], _, _); 4] = [
         (b"\xFF\xFE\0\0", "UTF-32", "four"),
         (b"\0\0\xFE\xFF", "UTF-32", "four"),

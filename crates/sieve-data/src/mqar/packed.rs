@@ -80,7 +80,8 @@ impl MqarMixture {
     /// its epochs.
     ///
     /// # Errors
-    /// No parts, a part without samples or with samples longer than `seq_len`, and those of [`MqarConfig::validate`].
+    /// No parts, a part without samples or with samples longer than `seq_len`, and the errors of
+    /// [`MqarConfig::validate`].
     pub fn shuffled(parts: &[MqarPart], split: MqarSplit, seq_len: usize, seed: u64) -> Result<Self, DataError> {
         let mut mixture = Self::sequential(parts, split, seq_len)?;
         let rows = |part: &Part| part.num_samples as f64 / part.per_row as f64;
@@ -93,7 +94,7 @@ impl MqarMixture {
     /// For validation: every sample once, part after part, and then from the beginning.
     ///
     /// # Errors
-    /// Those of [`shuffled`](Self::shuffled).
+    /// The errors of [`shuffled`](Self::shuffled).
     pub fn sequential(parts: &[MqarPart], split: MqarSplit, seq_len: usize) -> Result<Self, DataError> {
         let bad = |reason| Err(DataError::BadSetting { name: "mqar", reason });
         if parts.is_empty() {

@@ -221,7 +221,7 @@ fn mixture() -> Vec<MqarPart> {
 #[test]
 fn a_sequential_mixture_holds_every_sample_once() {
     let mixture = MqarMixture::sequential(&mixture(), MqarSplit::Test, 256).unwrap();
-    // 10 samples of which 4 fill a row, 7 of which 2 do, 5 of which 1 does.
+    // 10 samples, 4 to a row; 7 samples, 2 to a row; 5 samples, 1 to a row.
     assert_eq!(mixture.rows_per_epoch(), 3 + 4 + 5);
     let batch = mixture.batch(0, 12, 0);
     assert_eq!(batch.num_labels(), 10 * 4 + 7 * 8 + 5 * 16);

@@ -107,7 +107,7 @@ pub struct SplitMeta {
 }
 
 impl SplitMeta {
-    /// The sums over several shards; the hash is that of the concatenated hashes.
+    /// The sums over several shards; the hash is taken of the concatenated hashes.
     pub(super) fn total(parts: &[Self]) -> Self {
         let sum = |number: fn(&Self) -> u64| parts.iter().map(number).sum();
         let hashes = parts.iter().map(|part| part.tokens_hash.as_str());

@@ -88,7 +88,7 @@ impl Plan<'_> {
         Ok(meta)
     }
 
-    /// Refuses an empty split. `reports` are those of the training corpora, in the order of their splits.
+    /// Refuses an empty split. `reports` has one of each training corpus, in the order of the corpora's splits.
     fn require_documents(&self, splits: &[partial::Split], reports: &[CorpusReport]) -> Result<(), DataError> {
         let Some(number) = splits.iter().position(|split| split.meta.num_documents == 0) else {
             return Ok(());

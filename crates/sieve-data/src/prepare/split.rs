@@ -106,7 +106,7 @@ struct Found {
     has_prompt: bool,
 }
 
-/// Finds the corpora that have to be cut: those of which splitting by hashes would leave one split empty. Stops reading
+/// Finds the corpora that have to be cut, because splitting them by hashes would leave one split empty. Stops reading
 /// a corpus as soon as both splits have a document. `base` is the run's data if these corpora are a stage's.
 ///
 /// # Errors

@@ -16,7 +16,7 @@ struct Place {
 }
 
 impl Place {
-    /// 200 small files of which some repeat one another.
+    /// 200 small files, some with equal contents.
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("text")).unwrap();

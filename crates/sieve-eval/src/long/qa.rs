@@ -16,8 +16,8 @@ pub struct QaData {
 struct Question {
     query: String,
     answers: Vec<String>,
-    /// Indices of documents that are always included. SQuAD: the one with the answer. HotpotQA: all of the question's,
-    /// some of which answer it.
+    /// Indices of documents that are always included. SQuAD: the one with the answer. HotpotQA: all of the question's
+    /// documents; some hold the answer.
     gold: Vec<usize>,
     /// Indices of other documents of the same article, which are added first.
     near: Vec<usize>,

@@ -85,7 +85,7 @@ fn copied(random: &mut Random, parts: usize, places: Vec<usize>, about: &str) ->
     }
 }
 
-/// Induction: random words, the last of which occurred before; the word that followed it then is asked for.
+/// Induction: random words. The last word occurred before, and the word that followed it then is asked for.
 pub(super) fn induce(random: &mut Random, parts: usize) -> LongSample {
     let words = random.words(parts + 1 + 20);
     let (words, others) = words.split_at(parts + 1);

@@ -260,7 +260,7 @@ fn words_are_as_frequent_as_their_task_says() {
             .into_iter()
             .collect();
         found.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
-        // 1000 k^-2 6/pi^2 of rank k, rounded down; 80 words, of which those beyond rank 24 round to none.
+        // 1000 k^-2 6/pi^2 of rank k, rounded down; 80 words; counts beyond rank 24 round to 0.
         let top: Vec<usize> = found.iter().take(5).map(|(_, count)| *count).collect();
         assert_eq!(top, [607, 151, 67, 37, 24]);
         assert_eq!((found[0].0.as_str(), found.len()), ("...", 24));

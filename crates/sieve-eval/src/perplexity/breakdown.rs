@@ -131,10 +131,11 @@ impl Breakdown {
             .collect()
     }
 
+    /// The loss of words used before (near or far, at each border), of new words, and of tokens that are no words.
     pub(super) fn words(&self) -> WordLoss {
-        let again = self.again.iter().zip(&self.borders);
+        let used_before = self.again.iter().zip(&self.borders);
         WordLoss {
-            again: again
+            again: used_before
                 .map(|([near, far], &more_than)| LossByDistance {
                     more_than,
                     far: far.mean(),

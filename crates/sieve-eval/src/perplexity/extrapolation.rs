@@ -28,7 +28,7 @@ pub struct Extrapolation {
 /// context, the model reads only that many tokens at the end of the piece. `max_pieces` limits the number of pieces.
 ///
 /// # Errors
-/// Those of [`perplexity`](super::perplexity); no document longer than the longest context.
+/// The errors of [`perplexity`](super::perplexity); no document longer than the longest context.
 pub fn extrapolation<B: DeviceBackend>(
     model: &Qwen3<B>,
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,

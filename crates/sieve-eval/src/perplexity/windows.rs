@@ -42,7 +42,7 @@ pub(super) fn windows(len: usize, context: usize, stride: usize) -> impl Iterato
 }
 
 /// The windows of lm-evaluation-harness's `loglikelihood_rolling` (`get_rolling_token_windows` with a context of one
-/// token, then `make_disjoint_window`) over `len` tokens, of which the first is the prefix. Each other token is scored
+/// token, then `make_disjoint_window`) over `len` tokens; the first token is the prefix. Each other token is scored
 /// in exactly one window. Windows do not overlap, except that the last one begins earlier, so that it is as long as the
 /// others.
 pub(super) fn rolling_windows(len: usize, context: usize) -> impl Iterator<Item = Window> {

@@ -1,4 +1,4 @@
-//! Reads a grid of selectors from TOML: single selectors, and tables of which every combination of values is taken.
+//! Reads a grid of selectors from TOML: single selectors, and tables that stand for every combination of their values.
 use crate::EvalError;
 use serde::Deserialize;
 use sieve_select::{LayerSelectors, SelectError};

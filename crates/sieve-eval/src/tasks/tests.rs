@@ -297,7 +297,7 @@ fn kinds() -> [Attention; 3] {
     [Attention::Mha, Attention::swa(6), Attention::Dma(dma)]
 }
 
-/// Prompts of one question that go in once, and prompts read through the cache, give each ending what it gets alone.
+/// An ending gets the same score alone as behind a prompt read once for all endings, and behind a cached prompt.
 #[test]
 fn endings_of_a_shared_prompt_get_what_they_get_alone() {
     let tokenizer = tokenizer();

@@ -1,4 +1,4 @@
-//! LongBench's scores (arXiv:2308.14508) of a generated text against a reference, from 0 to 1. They equal those of
+//! LongBench's scores (arXiv:2308.14508) of a generated text against a reference, from 0 to 1. They equal the scores of
 //! lm-evaluation-harness's scorer, which uses `rouge` 1.0.1 and `fuzzywuzzy` on Python's difflib.
 use serde::Deserialize;
 use std::collections::{HashMap, HashSet};
@@ -214,7 +214,7 @@ fn matching(a: &[char], b: &[char]) -> usize {
     for (at, &c) in b.iter().enumerate() {
         places.entry(c).or_default().push(at);
     }
-    // In long texts, difflib starts no match at "popular" characters: those in more than 1 % of the places.
+    // In long texts, difflib starts no match at "popular" characters: characters in more than 1 % of the places.
     if b.len() >= 200 {
         places.retain(|_, places| places.len() <= b.len() / 100 + 1);
     }

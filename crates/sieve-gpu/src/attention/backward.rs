@@ -278,7 +278,7 @@ pub(crate) fn row_stats(
     Ok(stats)
 }
 
-/// Converts `rows` queries of `dq_sum`, the first of which is query `first_query` of its row, to bf16 dq.
+/// Converts `rows` queries of `dq_sum`, from query `first_query` of a row on, to bf16 dq.
 pub(crate) fn convert_dq(
     dq_sum: &CudaTensor,
     call: &AttentionGradients,

@@ -12,7 +12,7 @@ pub(crate) struct GradientSet {
     pub(crate) dq: bool,
     /// dk, and the gradient of the bias.
     pub(crate) dk: bool,
-    /// dv.
+    /// Gradient of the values.
     pub(crate) dv: bool,
 }
 
@@ -54,7 +54,8 @@ impl BackwardTiling {
             dk: true,
             dv: true,
         };
-        // Steps of 32 queries fit the shared memory of an A100 (163 KiB), 64 keys also that of consumer GPUs (99 KiB).
+        // Steps of 32 queries fit the shared memory of an A100 (163 KiB), steps of 64 keys also fit the shared memory
+        // of consumer GPUs (99 KiB).
         for candidate in [tiling, of(8, 32, 1), small] {
             if candidate.shared_bytes(shape, source, all) <= max_shared_bytes {
                 return Ok(candidate);

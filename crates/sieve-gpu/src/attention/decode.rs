@@ -79,10 +79,9 @@ impl KvCache {
         launch(token, self, length, step, scratch, Seen::Cached)
     }
 
-    /// [`attention_decode_cached`](Self::attention_decode_cached) over those of the first `length` keys that lie in the
-    /// blocks of `chosen`, i32 `[batch, choosers, num_chosen]`: ascending indices of blocks of `block_size` keys, then
-    /// -1. The query heads are divided evenly among the choosers. `scratch` must be made with one KV head for each
-    /// chooser.
+    /// [`attention_decode_cached`](Self::attention_decode_cached) over the keys before `length` that lie in the blocks
+    /// of `chosen`, i32 `[batch, choosers, num_chosen]`: ascending indices of blocks of `block_size` keys, then -1. The
+    /// query heads are divided evenly among the choosers. `scratch` must be made with one KV head for each chooser.
     ///
     /// `block_size` is a multiple of [`WARP_KEYS`].
     ///

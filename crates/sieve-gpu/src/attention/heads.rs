@@ -19,9 +19,9 @@ pub struct Heads {
 /// The three inputs of an attention call.
 #[derive(Debug, Clone)]
 pub struct Qkv {
-    /// Queries.
+    /// Queries, of `num_heads` heads.
     pub q: Heads,
-    /// Keys.
+    /// Keys, of `num_kv_heads` heads.
     pub k: Heads,
     /// Values; their width may be smaller than the keys'.
     pub v: Heads,

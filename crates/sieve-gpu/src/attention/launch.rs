@@ -15,7 +15,7 @@ pub(crate) struct PassInputs<'a> {
     pub(crate) qkv: &'a Qkv,
     /// Gradient of the output, for the passes that read it.
     pub(crate) d_o: Option<&'a CudaTensor>,
-    /// Sizes.
+    /// Batch, tokens, heads and widths.
     pub(crate) shape: &'a AttentionShape,
     /// How keys are read.
     pub(crate) source: KeySource,

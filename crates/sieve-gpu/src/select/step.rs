@@ -27,7 +27,7 @@ impl Call<'_> {
     }
 
     /// Marks the pages with the largest upper bounds. `bounds` already holds the minima and maxima of the first `known`
-    /// pages; those of later pages are written.
+    /// pages; bounds of later pages are written.
     pub(super) fn pages(
         &self,
         bits: KeptBits<'_>,

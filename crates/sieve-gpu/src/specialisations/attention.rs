@@ -152,7 +152,7 @@ pub(super) enum Part {
     Gradients(SumOrder),
     /// Conversion of the f32 sums of dq, which a pass in any order has.
     ConvertDq,
-    /// Decoding.
+    /// Attention of one new query, and the merge of its splits.
     Decode,
 }
 

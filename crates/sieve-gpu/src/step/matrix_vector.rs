@@ -27,7 +27,7 @@ pub enum Vectors<'a> {
 /// What is done with the product before it is stored.
 #[derive(Debug, Clone, Copy)]
 pub enum Epilogue<'a> {
-    /// Nothing.
+    /// The product is stored as it is.
     Stored,
     /// A residual, bf16 `[.., n]`, is added.
     Added(&'a CudaTensor),

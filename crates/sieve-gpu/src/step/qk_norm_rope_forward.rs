@@ -28,7 +28,7 @@ pub struct QkNormRope<'a> {
     pub cos: &'a CudaTensor,
     /// f32 `[max_positions, head_dim / 2]`.
     pub sin: &'a CudaTensor,
-    /// Number of key heads, and of value heads. They follow the query heads, of which there may be none.
+    /// Number of key heads, and of value heads. They follow the query heads; there may be no query head.
     pub num_kv_heads: usize,
     /// Epsilon of the norms.
     pub epsilon: f32,

@@ -87,7 +87,7 @@ fn launch(
 /// What a launch computes beside the gradient of the norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NormResidual {
-    /// Nothing.
+    /// There is no residual stream: dx is the gradient of the norm alone.
     None,
     /// The gradient of the residual stream is added to dx.
     Added,

@@ -178,7 +178,7 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
     keys
 }
 
-/// Contents of `generation_config.json`. `source` is that of an imported model; its end tokens are kept if the
+/// Contents of `generation_config.json`. `source` is an imported model's file; its end tokens are kept if the
 /// end-of-document token is still one of them.
 pub(super) fn generation(options: &ExportOptions, source: Map<String, Value>) -> Value {
     let eos = json!(options.eos_token_id);

@@ -1,4 +1,4 @@
-//! Maps the tensors of a checkpoint to those of `transformers`.
+//! Maps a checkpoint's tensors to the tensors of `transformers`.
 use super::Architecture;
 use crate::tensor_file::TensorHeader;
 use crate::{CheckpointError, TensorFiles};

@@ -88,7 +88,7 @@ impl Exported {
         json(self.out.join("config.json"))
     }
 
-    /// The weights of the checkpoint, and those of the export.
+    /// The checkpoint's weights, and the export's.
     fn weights(&self) -> [TensorFile; 2] {
         [&self.checkpoint.path, &self.out].map(|folder| weights(folder))
     }

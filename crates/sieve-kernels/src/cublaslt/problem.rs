@@ -42,7 +42,7 @@ pub(super) struct Problem {
     pub(super) operands: Operands,
     /// `[m, n, k]`.
     pub(super) sizes: [usize; 3],
-    /// Elements from one row of x to the next; those of w, C and D follow.
+    /// Elements from one row of x to the next; the strides of w, C and D follow.
     pub(super) x_stride: usize,
     pub(super) w_stride: usize,
     pub(super) c_stride: usize,

@@ -63,7 +63,7 @@ impl Nccl {
     }
 
     fn of(library: Library) -> Result<Self, libloading::Error> {
-        // SAFETY: the types are those of nccl.h, which no release since 2.0 has changed for these functions.
+        // SAFETY: the types are nccl.h's; no release since 2.0 has changed them for these functions.
         unsafe {
             Ok(Self {
                 get_unique_id: *library.get(b"ncclGetUniqueId")?,

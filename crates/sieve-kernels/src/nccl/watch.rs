@@ -103,8 +103,9 @@ impl NcclWatch {
         Ok([self.num_ended, self.num_ended + num_reached])
     }
 
-    /// Aborts the group's collectives, also those that wait for a lost rank. The GPU then runs what was queued after
-    /// them, on invalid inputs. Does nothing while the device thread queues collectives, since it may be blocked there.
+    /// Aborts the group's collectives, also collectives that wait for a lost rank. The GPU then runs what was queued
+    /// after them, on invalid inputs. Does nothing while the device thread queues collectives, since it may be blocked
+    /// there.
     pub fn abort(self) {
         let mut is_aborted = match self.marks.is_aborted.try_lock() {
             Ok(is_aborted) => is_aborted,

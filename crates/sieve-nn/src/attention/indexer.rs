@@ -13,9 +13,9 @@ use sieve_ops::{AttentionSpec, Documents, NsaCall, QkNorm, RotaryEmbedding, Siev
 pub struct Indexer<B: Backend> {
     /// `[(num_kv_heads + 1) * head_dim, d_model]`: rows of the query heads, then of the key head.
     pub proj: Linear<B>,
-    /// `[head_dim]`.
+    /// Norm of each query head, `[head_dim]`.
     pub q_norm: RmsNorm<B>,
-    /// `[head_dim]`.
+    /// Norm of the key head, `[head_dim]`.
     pub k_norm: RmsNorm<B>,
     num_heads: usize,
 }
@@ -56,7 +56,7 @@ impl<B: SieveBackend> Indexer<B> {
     ) -> Tensor<B, 3> {
         let [batch, seq_len, _, d] = index.dims();
         let num_slots = blocks.num_slots(seq_len);
-        // Index 1 of the means are those of the packed tensor's values: the keys before their norm.
+        // Index 1 of the means has the packed tensor's values: the keys before their norm.
         let means = sieve_ops::nsa_mean_pool(index, &NsaCall::new(documents, spec, blocks)).narrow(0, 1, 1);
         let positions = sieve_ops::block_positions(documents, blocks);
         self.keys_of(means.reshape([batch, num_slots, 1, d]), positions, rope)

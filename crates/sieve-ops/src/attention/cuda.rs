@@ -63,8 +63,8 @@ pub(crate) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
     }
 }
 
-/// Calls `launch` with the operands of a backward kernel and a new tensor for dqkv, of which it writes every element.
-/// Returns dqkv and what `launch` returned.
+/// Calls `launch` with the operands of a backward kernel and a new tensor for dqkv; `launch` writes every element of
+/// it. Returns dqkv and what `launch` returned.
 pub(crate) fn with_gradients<T>(
     qkv: &Float,
     spec: AttentionSpec,

@@ -19,7 +19,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use forward::{AttentionLayerCall, forward};
 
-/// DMA's mask (`expire`) and its ranks of the keys, each `[batch, num_kv_heads, seq_len]`.
+/// DMA's mask (`expire`: the first query that no longer sees a key) and the rank of each key, both
+/// `[batch, num_kv_heads, seq_len]`.
 pub type MaskAndRanks<B> = (Tensor<B, 3, Int>, Tensor<B, 3>);
 
 /// Positions and documents of a layer's tokens.
@@ -31,7 +32,7 @@ pub struct LayerTokens<'a, B: Backend> {
     pub rope: &'a RotaryEmbedding<B>,
     /// Documents of the tokens.
     pub documents: &'a Documents<B>,
-    /// With context parallelism: the whole rows, of which these tokens are one part.
+    /// With context parallelism: the whole rows that these tokens are one rank's part of.
     pub parts: Option<&'a ContextParallel>,
 }
 

@@ -4,7 +4,7 @@
 //! Weight gradients also need the normed stream and the gated activation; the backward kernels of the norm and of
 //! SwiGLU recompute these from inputs that they read anyway. The norm's kernel also adds the gradient of the residual
 //! stream.
-use super::product::{Operands, Weight, begin_gradients, product, product_gradients};
+use super::gemm::{Operands, Weight, begin_gradients, gemm, gemm_gradients};
 use super::residual::Residual;
 use super::{WeightSums, kept_by};
 use crate::tensors::{Float, primitive, tensor, value};
@@ -85,13 +85,13 @@ fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Resid
         epsilon: layer.epsilon,
     }));
     let how = (layer.precision, layer.keeping);
-    let (gate_up, first) = product::<B>(how, normed, primitive(layer.gate_up.clone()), None);
+    let (gate_up, first) = gemm::<B>(how, normed, primitive(layer.gate_up.clone()), None);
     let hidden = match layer.precision {
         GemmPrecision::Fp8 => B::fp8_swiglu(gate_up.clone()),
         GemmPrecision::Tensors => ToQuantise::new(B::swiglu(gate_up.clone())),
     };
     let added = (residual == Residual::Stream).then(|| x.clone());
-    let (y, second) = product::<B>(how, hidden, primitive(layer.down.clone()), added);
+    let (y, second) = gemm::<B>(how, hidden, primitive(layer.down.clone()), added);
     let kept = Kept {
         x,
         gate_up,
@@ -123,7 +123,7 @@ fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> [Float<B>; 4] {
     } = layer;
     let down = Weight::new(down, down_sum);
     let d_output = ToQuantise::new(dy.clone());
-    let (d_gate_up, d_down) = match product_gradients(second, &down, d_output) {
+    let (d_gate_up, d_down) = match gemm_gradients(second, &down, d_output) {
         Some([d_hidden, d_down]) if precision == GemmPrecision::Fp8 => {
             (B::fp8_swiglu_backward(gate_up, d_hidden), d_down)
         }

@@ -1,6 +1,6 @@
 //! Attention whose blocks an indexer chooses (MSA, arXiv:2606.13392), with the gradient of the indexer's loss.
 //!
-//! P are the probabilities of the attention and I those of the indexer, both over the tokens that the query reads. The
+//! P are the attention's probabilities and I the indexer's, both over the tokens that the query reads. The
 //! loss of a query is `KL(mean_h P^h || I)`, with h over the group's heads; its gradient in the indexer's scores is `dS
 //! = I - mean_h P^h`. Both GEMMs with dS are attention with the indexer's keys k as values:
 //!
@@ -150,7 +150,7 @@ const MEASURED_QUERIES: usize = 16;
 ///
 /// With `block_keys`, divergence and entropy are over blocks, as `pooled.rs` defines them.
 ///
-/// Shapes are those of [`indexed_attention`].
+/// Shapes as in [`indexed_attention`].
 pub fn index_statistics<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     index: Tensor<B, 4>,

@@ -29,7 +29,8 @@ impl<B: Backend> KeyCache<B> {
         Self { k, v }
     }
 
-    /// A cache without a key; `shape`, `[batch, num_kv_heads, room, head_dim]`, is that of its keys, and of its values.
+    /// A cache without a key; `shape`, `[batch, num_kv_heads, room, head_dim]`, is the shape of its keys and of its
+    /// values.
     pub fn empty(shape: [usize; 4], options: (&B::Device, DType)) -> Self {
         let [k, v] = [(); 2].map(|()| TokenBuffer::empty(shape, KEY_AXIS, options));
         Self { k, v }

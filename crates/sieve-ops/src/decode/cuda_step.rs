@@ -2,7 +2,7 @@
 use super::cuda::{Recent, SCRATCH_KEYS, score_bias, slots_of, writable};
 use super::{KeyCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep};
 use crate::device::{cast, kernel_or, kernel_or_refusal};
-use crate::linear::cuda::product_and_sum;
+use crate::linear::cuda::gemm_plus_residual;
 use crate::tensors::{Float, Ints, primitive};
 use crate::{Cuda, QkNorm};
 use burn::tensor::{Int, Tensor, TensorData};
@@ -568,7 +568,7 @@ fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Epilogue<'_>) -> Resu
     let product = |h: &CudaTensor| matmul(Product::Nt, h, weight, MatmulOutput::New(DType::BF16));
     match finish {
         Epilogue::Stored => product(&h),
-        Epilogue::Added(residual) => product_and_sum([h, weight.clone(), residual.clone()]),
+        Epilogue::Added(residual) => gemm_plus_residual([h, weight.clone(), residual.clone()]),
         Epilogue::SwiGlu => swiglu_forward(&product(&h)?),
     }
 }

@@ -65,7 +65,7 @@ pub struct TokenAttention<B: Backend> {
 /// Weights that only one kind of attention has.
 #[derive(Debug)]
 pub enum TokenExtra<B: Backend> {
-    /// Nothing.
+    /// The kind has no further weights.
     None,
     /// MSA's indexer.
     Indexer {
@@ -90,8 +90,8 @@ pub enum TokenExtra<B: Backend> {
     },
 }
 
-/// Weights of NSA's branches. Queries come from [`TokenAttention::qkv`], as do the window branch's keys and values, and
-/// those of a branch without weights here.
+/// Weights of NSA's branches. Queries come from [`TokenAttention::qkv`], as do the keys and values of the window branch
+/// and of any branch without weights here.
 #[derive(Debug)]
 pub struct TokenBranches<B: Backend> {
     /// Projection to the compressed branch's keys and values, `[2 * num_kv_heads * head_dim, d_model]`.
@@ -111,7 +111,7 @@ pub struct TokenBranches<B: Backend> {
 /// A layer's cache of earlier tokens.
 #[derive(Debug)]
 pub enum TokenCache<'a, B: Backend> {
-    /// All keys, or at least those of the window.
+    /// All keys, or at least the window's.
     Recent(&'a mut KeyCache<B>),
     /// DMA's slots.
     Slots(&'a mut DmaCache<B>),
@@ -127,7 +127,7 @@ pub enum TokenCache<'a, B: Backend> {
     },
     /// NSA's branches.
     Branches {
-        /// Compressed keys and values. The step writes those of a block that ends, and the caller counts them.
+        /// Compressed keys and values. The step writes the pair of a block that ends, and the caller counts the pairs.
         compressed: &'a mut KeyCache<B>,
         /// All keys of the selected branch.
         selected: &'a mut KeyCache<B>,

@@ -68,14 +68,14 @@ fn forward(
     *shape.last_mut().expect("fp8_quantise wants a width") = out;
     let x = rounded(x, Fp8Format::E4m3)?;
     let weight = fp8_quantise(&weight, Fp8Format::E4m3, None)?;
-    let product = |output| fp8_matmul(&x.rows, &weight.rows, output);
+    let gemm = |output| fp8_matmul(&x.rows, &weight.rows, output);
     let y = match residual.map(|residual| kernel_tensor(residual.clone())) {
-        None => product(MatmulOutput::New(BF16))?,
-        // As in bf16 (`product_and_sum` of `linear.rs`), a GEMM with `inner <= out` adds the residual without extra
+        None => gemm(MatmulOutput::New(BF16))?,
+        // As in bf16 (`gemm_plus_residual` of `linear.rs`), a GEMM with `inner <= out` adds the residual without extra
         // time.
-        Some(residual) if inner <= out => product(MatmulOutput::PlusC(&residual))?,
+        Some(residual) if inner <= out => gemm(MatmulOutput::PlusC(&residual))?,
         Some(residual) => {
-            let y = product(MatmulOutput::New(BF16))?.reshaped(NAME, "y", &shape)?;
+            let y = gemm(MatmulOutput::New(BF16))?.reshaped(NAME, "y", &shape)?;
             residual_add(&residual, &y)?
         }
     };

@@ -32,7 +32,7 @@ fn round(x: f32, format: Fp8Format) -> f32 {
 /// The fp8 numbers for `values`, and the scale by which they must be multiplied to approximate `values`.
 pub fn fp8_quantise(values: &[f32], format: Fp8Format) -> (Vec<f32>, f32) {
     let (_, _, largest) = limits(format);
-    // As integers, the bits of a NaN are larger than those of any number, so a NaN makes the bound NaN.
+    // As integers, a NaN's bits are larger than any number's bits, so a NaN makes the bound NaN.
     let bits = values.iter().map(|x| x.abs().to_bits()).max();
     let bound = f32::from_bits(bits.unwrap_or(0).max(SMALLEST_BOUND.to_bits()));
     let factor = largest / bound;

@@ -82,7 +82,7 @@ fn scales_bring_the_largest_to_the_formats_largest() {
 }
 
 #[test]
-fn products_and_gradients_are_those_of_rounded_operands() {
+fn gemms_and_gradients_have_rounded_operands() {
     let (tokens, d_in, d_out) = (6, 5, 4);
     let mut random = Random(2);
     let [x, w, dy, residual] =

@@ -67,9 +67,9 @@ impl<B: Backend> RotaryEmbedding<B> {
 /// Cosine and sine tables of rotary position embeddings, each `[max_positions, head_dim / 2]`.
 #[derive(Clone, Debug)]
 pub struct RopeTables<B: Backend> {
-    /// Cosines.
+    /// Cosine of position times frequency.
     pub cos: Float<B>,
-    /// Sines.
+    /// Sine of position times frequency.
     pub sin: Float<B>,
 }
 

@@ -131,7 +131,7 @@ fn of_inputs(shape: &ModelShape) -> u64 {
 }
 
 /// (weights, [input width, output width]) of a block's fp8 GEMMs, summed over the GEMMs.
-pub(crate) fn fp8_products(shape: &ModelShape) -> (u64, [u64; 2]) {
+pub(crate) fn fp8_gemms(shape: &ModelShape) -> (u64, [u64; 2]) {
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let (weights, inner, outer) = (3 * d_model * d_ff, d_model + d_ff, 2 * d_ff + d_model);
@@ -147,7 +147,7 @@ pub(crate) fn fp8_products(shape: &ModelShape) -> (u64, [u64; 2]) {
 /// Bytes that an fp8 block keeps in addition to a bf16 one: its rounded operands (f32 on a CPU), minus the GEMMs'
 /// inputs that a bf16 block keeps.
 pub(super) fn fp8_kept(shape: &ModelShape, target: &Target, tokens: u64, keeping: Keeping) -> i64 {
-    let (weights, [inner, _]) = fp8_products(shape);
+    let (weights, [inner, _]) = fp8_gemms(shape);
     let bytes = match target {
         Target::Cpu { .. } => F32,
         Target::Gpu(_) => 1,

@@ -41,7 +41,7 @@ fn planned_of_ranks(recipe: &Recipe, size: usize, hosts: usize, target: &Target)
     plan_of_ranks(recipe, 50_304, target, Ranks { size, hosts }).expect("plans")
 }
 
-/// An H200 of which so much is free.
+/// An H200 with `gib` GiB free.
 fn h200_of(gib: f64) -> Target {
     let mut gpu = gpu::find("h200").expect("known");
     gpu.memory_bytes = (gib * (1u64 << 30) as f64) as u64;
@@ -649,7 +649,7 @@ fn rows_in_parts_need_what_was_measured() {
     assert!((short - long).abs() < 1e-9, "{short} {long}");
 }
 
-// Each process validates on whole rows, of which it has a part in training.
+// Each process validates on whole rows; in training it has a part of each row.
 #[test]
 fn whole_rows_of_a_validation_count_beside_rows_in_parts() {
     let mut recipe = recipe(

@@ -1,10 +1,10 @@
-//! DMA's own decoding (arXiv:2508.02124): `keep_window_size` slots a KV head, of which a new key overwrites the one
-//! with the smallest (score, position).
+//! DMA's own decoding (arXiv:2508.02124): `keep_window_size` slots a KV head. A new key overwrites the slot of the
+//! smallest (score, position).
 //!
-//! A key's score is that of its value, `z = A softplus(concat_kv(v) W_dt)`; of equal scores the earlier key is evicted,
-//! and a new key may itself be the smallest. `exp(z)` (or z) is added to the logit of a kept key. `scores` names a
-//! checkpoint of a DMA model, for `A` and `W_dt`; a dense checkpoint has none, and without them `A` is 0 as at the
-//! start of DMA's training: all scores tie, which gives a sliding window.
+//! A key's score is computed from its value, `z = A softplus(concat_kv(v) W_dt)`; of equal scores the earlier key is
+//! evicted, and a new key may itself be the smallest. `exp(z)` (or z) is added to the logit of a kept key. `scores`
+//! names a checkpoint of a DMA model, for `A` and `W_dt`; a dense checkpoint has none, and without them `A` is 0 as at
+//! the start of DMA's training: all scores tie, which gives a sliding window.
 //!
 //! This is the published form: a model's `attention.recency` and `local_window_size` are not in the file, so keys rank
 //! by z alone.
@@ -39,7 +39,7 @@ settings! {
 /// Weights of the scores of all layers.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DmaWeights {
-    /// `[layers]`.
+    /// One for each layer of the model.
     pub layers: Vec<DmaLayerWeights>,
 }
 

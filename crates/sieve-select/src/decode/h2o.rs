@@ -50,7 +50,7 @@ impl H2oConfig {
 pub(crate) struct H2o {
     config: H2oConfig,
     kept: Vec<Vec<(u32, f32)>>,
-    /// Tokens of the prompt, of which the settings give shares; 0 without a prompt (shares are of the tokens so far).
+    /// The prompt's tokens, which the settings' shares multiply; 0 without a prompt (shares are of the tokens so far).
     prompt_tokens: usize,
 }
 

@@ -14,7 +14,7 @@ choices! {
     pub enum Pool {
         /// Mean; divides by the kernel also at the ends.
         Avg,
-        /// Maximum.
+        /// Largest value in the kernel.
         Max,
     }
 }
@@ -28,7 +28,7 @@ settings! {
         pub capacity: usize = 2048,
         /// Width of the smoothing, odd.
         pub kernel: usize = 5,
-        /// Smoothing.
+        /// How votes of neighbouring keys are smoothed.
         pub pool: Pool = Pool::Avg,
     }
 }

@@ -78,20 +78,20 @@ impl Selector {
     }
 }
 
-/// The selection of `most` keys of a prompt: its `last` keys, and those with the most attention from its last `rows`
-/// queries.
-pub(super) fn most_attended(shape: CallShape, rows: usize, [most, last]: [usize; 2]) -> HeavyKeys {
-    let n = shape.num_keys;
+/// The selection of `num_kept` keys of a prompt: its `num_last` last keys, and the earlier keys with the most attention
+/// from its last `num_queries` queries. A prompt of at most `num_kept` keys keeps all.
+pub(super) fn most_attended(shape: CallShape, num_queries: usize, [num_kept, num_last]: [usize; 2]) -> HeavyKeys {
+    let num_keys = shape.num_keys;
     let shape = CallShape {
-        num_queries: rows.min(n),
+        num_queries: num_queries.min(num_keys),
         ..shape
     };
-    let [top, last] = match n <= most {
-        true => [n, 0],
-        false => [most - last, last],
+    let [num_ranked, last] = match num_keys <= num_kept {
+        true => [num_keys, 0],
+        false => [num_kept - num_last, num_last],
     };
     HeavyKeys {
-        selection: BlockSelection::new(shape, 1, BlockScores::Logits, KeepBlocks::Top(top)),
+        selection: BlockSelection::new(shape, 1, BlockScores::Logits, KeepBlocks::Top(num_ranked)),
         last,
         width: 1,
         by_largest: false,

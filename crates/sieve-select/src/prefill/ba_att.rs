@@ -15,13 +15,13 @@ use crate::vector::{add, norm};
 choices! {
     /// Which sequences are sorted by norm.
     pub enum NormSort {
-        /// Queries.
+        /// Queries, within a row of the call.
         Q,
-        /// Keys.
+        /// Keys, within a row of the call.
         K,
         /// Queries and keys.
         Qk,
-        /// Neither.
+        /// No sequence: queries and keys keep their order.
         None,
     }
 
@@ -37,9 +37,9 @@ choices! {
     pub enum CompensateLayers {
         /// The first and the last (the last only where the depth is known).
         FirstLast,
-        /// All.
+        /// Every layer.
         All,
-        /// None.
+        /// No layer: blocks are scored by their means alone.
         None,
     }
 }

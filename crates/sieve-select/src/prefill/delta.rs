@@ -6,7 +6,7 @@ use crate::mask::{Correction, CorrectionMode};
 use crate::prelude::*;
 
 settings! {
-    /// Settings of `delta`, beside those of its base.
+    /// Settings of `delta`, beside its base selector's.
     pub struct DeltaConfig {
         /// The method it corrects; its settings are given as `base.key=value`.
         pub base: String = "streamingllm".to_owned(),

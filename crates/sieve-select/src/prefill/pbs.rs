@@ -21,9 +21,9 @@ choices! {
 
     /// What is permuted.
     pub enum Permute {
-        /// Keys.
+        /// Keys alone.
         Keys,
-        /// Queries.
+        /// Queries alone.
         Queries,
         /// Queries and keys.
         Both,

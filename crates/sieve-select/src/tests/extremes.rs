@@ -77,7 +77,7 @@ pub(super) fn one_finite_score_takes_everything(texts: &[&str]) {
 pub(super) fn a_nan_makes_its_head_dense_and_leaves_the_others_alone(texts: &[&str]) {
     let clean = TestCall::structured(&mut Random(34), 256, [2, 2], 16);
     let mut data = clean.clone();
-    // Late queries of head 1, some of which all probes see.
+    // Late queries of head 1; all probes see some of them.
     for row in 192..256 {
         data.q[(row * 2 + 1) * 16] = f32::NAN;
     }

@@ -1,4 +1,4 @@
-//! The check lines of the specification, method by method: those that have no file of their own.
+//! Checks of each method against its paper, for methods without a test file of their own.
 
 use super::{attend, file, prefill, select, selector};
 use crate::density;

@@ -8,7 +8,7 @@ use sieve_data::{Corpus, OnChange, Prepared};
 use sieve_hf::Checkpoint;
 use std::path::Path;
 
-/// Separates the fingerprint of the run's text from those of the stages' text: `RUN+1:STAGE1+2:STAGE2`.
+/// Separates the fingerprint of the run's text from the fingerprints of the stages' texts: `RUN+1:STAGE1+2:STAGE2`.
 const PART: char = '+';
 
 /// The stages that name text of their own.
@@ -29,11 +29,11 @@ pub(super) fn check_stages(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<St
 impl TrainingData {
     /// Prepares, or reopens, the text of the stages that name their own, in `dir/stage-N`, with this data's tokenizer.
     ///
-    /// `resumed` is the checkpoint of a run that is resumed. A stage whose paths and weights are those of its recipe
-    /// must find the same tokens again; a stage with other paths is prepared as in a new run.
+    /// `resumed` is the checkpoint of a run that is resumed. A stage whose paths and weights are its recipe's must find
+    /// the same tokens again; a stage with other paths is prepared as in a new run.
     ///
     /// # Errors
-    /// Those of [`DataSource::prepare`](super::DataSource::prepare); text that has changed under the same paths.
+    /// The errors of [`DataSource::prepare`](super::DataSource::prepare); text that has changed under the same paths.
     pub fn prepare_stages(
         &mut self,
         recipe: &Recipe,

@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_whose_products_are_slow_is_named() {
+    fn a_rank_whose_gemms_are_slow_is_named() {
         let health = of_three(Duration::from_millis(100));
         let slow = health
             .warnings

@@ -11,7 +11,7 @@ const LEAST_DIFFERENCE: Duration = Duration::from_millis(20);
 /// The shortest time between two messages.
 const BETWEEN_LINES: Duration = Duration::from_secs(60);
 
-/// Times of steps of the kind [`Work::Step`]: those that compile kernels or are very slow do not count.
+/// Times of steps of the kind [`Work::Step`]: steps that compile kernels or are very slow do not count.
 #[derive(Debug, Default)]
 pub(super) struct StepTimes {
     /// When the present step began, and how long this rank had waited for others by then.

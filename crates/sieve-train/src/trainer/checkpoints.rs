@@ -322,7 +322,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Calls [`finish_checkpoint`](Self::finish_checkpoint) if all processes have written their files, else nothing.
     ///
     /// # Errors
-    /// Those of [`finish_checkpoint`](Self::finish_checkpoint).
+    /// The errors of [`finish_checkpoint`](Self::finish_checkpoint).
     pub(super) fn poll_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let is_done = match &self.group {
             Some(_) => self.all_written,

@@ -55,7 +55,7 @@ pub enum Moment<'a> {
 }
 
 /// Fault injection for tests: a function that is called at each [`Moment`]. Its number is the first row of the step, or
-/// outside of a step the number of steps done. It returns a factor, of which 1 changes nothing.
+/// outside of a step the number of steps done. It returns a factor; 1 changes nothing.
 #[doc(hidden)]
 #[derive(Clone)]
 pub struct FaultInjection(Arc<dyn Fn(u64, Moment<'_>) -> f64 + Send + Sync>);
@@ -78,7 +78,7 @@ impl FaultInjection {
     }
 }
 
-/// Whether the state after a check is still that of the last step.
+/// Whether the state after a check is still the state after the last step.
 #[derive(PartialEq)]
 pub(super) enum Verdict {
     GoOn,

@@ -195,8 +195,8 @@ impl Failures {
     }
 }
 
-/// The selectors to measure, and the errors of those that this model does not take. They are the ones of `--selector`
-/// and of `--grid`; without either, all prefill methods.
+/// The selectors to measure, and errors for selectors that this model does not take. They come from `--selector` and
+/// `--grid`; without either, all prefill methods.
 fn selectors(args: &SelectorsArgs, shape: &ModelShape) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
     let mut asked = args.selector.clone();
     let (candidates, mut left_out) = match &args.grid {

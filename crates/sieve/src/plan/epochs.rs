@@ -18,7 +18,7 @@ pub(super) struct TextEpochs {
     epochs: f64,
 }
 
-/// The texts of a run whose shards are in `dir`: the run's own text, then those of its stages. `None` if some of the
+/// The texts of a run whose shards are in `dir`: the run's own text, then its stages' texts. `None` if some of the
 /// shards do not exist.
 pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let mut all = unread(recipe, dir)?;

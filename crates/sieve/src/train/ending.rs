@@ -38,7 +38,7 @@ pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
             last.bits_per_byte / last.unigram_bits_per_byte,
         ));
     }
-    // Dense attention has only the causal mask, of which there is nothing to report.
+    // Dense attention has only the causal mask: there is nothing to report of it.
     if let Some(step) = &summary.last_step
         && shape.attention.kind() != AttentionKind::Mha
     {

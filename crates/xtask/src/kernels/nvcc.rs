@@ -124,8 +124,8 @@ fn install(venv: &Path) -> Result<()> {
     workspace::run(pip, &arguments).context("nvcc could not be installed from its wheels")
 }
 
-/// Adds to `files` the file and, recursively, what it includes in quotes; an include is a path from the file's folder
-/// or from `root`.
+/// Adds to `files` the file and, recursively, the files that it includes in quotes; an include is a path from the
+/// file's folder or from `root`.
 fn collect_includes(file: &Path, root: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
     let file = file
         .canonicalize()

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 /// The registers and memory that one function uses.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(crate) struct Resources {
-    /// The function's name; that of a device function is mangled.
+    /// The function's name; a device function's name is mangled.
     pub(crate) name: String,
     /// Registers of a thread; 0 for a device function.
     pub(crate) registers: usize,

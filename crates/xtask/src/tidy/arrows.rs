@@ -8,7 +8,7 @@ const PAGE: &str = "ARCHITECTURE.md";
 /// Crates that may use all others.
 const TOP: &[&str] = &["sieve", "sieve-tests"];
 
-/// Crates that must not depend on Burn or CUDA. Those that launch kernels may use cudarc.
+/// Crates that must not depend on Burn or CUDA. Crates that launch kernels may use cudarc.
 const WITHOUT_BURN: &[&str] = &[
     "sieve-capi",
     "sieve-core",
@@ -72,7 +72,8 @@ impl<'a> Map<'a> {
     }
 }
 
-/// Checks a crate that depends on the crates `uses`: those of the workspace must be exactly those of the map.
+/// Checks a crate that depends on the crates `uses`: the workspace's crates among them must be exactly the map's
+/// arrows.
 fn check_package(map: &Map, name: &str, uses: &[&str], problems: &mut Vec<String>) {
     if !TOP.contains(&name) {
         if !map.crates.contains(&name) {

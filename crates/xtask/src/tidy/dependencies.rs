@@ -23,7 +23,7 @@ const LICENCES: &[&str] = &[
     "Zlib",
 ];
 
-/// Crates of our manifests of which the lock file holds a second version too, and what requires that version.
+/// Crates of our manifests that the lock file holds in a second version too, and what requires that version.
 const SECOND_VERSIONS: &[(&str, &str)] = &[
     ("base64", "tokenizers' spm_precompiled"),
     ("libloading", "graphics crates that are not built"),
@@ -95,7 +95,7 @@ fn sources(folder: &std::path::Path) -> Result<String> {
     Ok(all)
 }
 
-/// Crates of our manifests must occur in one version, except those of [`SECOND_VERSIONS`], which must occur in two.
+/// Crates of our manifests must occur in one version, except the [`SECOND_VERSIONS`], which must occur in two.
 fn check_versions(versions: &BTreeMap<&str, Vec<&str>>, named: &BTreeSet<&str>, problems: &mut Vec<String>) {
     let is_listed = |name: &str| SECOND_VERSIONS.iter().any(|(listed, _)| *listed == name);
     for (name, versions) in versions {

@@ -227,7 +227,7 @@ fn rules_of_norms_biases_and_scaled_rotation() {
     let recipe = with("qk_norm = false\nrope_scaling = { rope_type = \"yarn\", factor = 4, beta_fast = 16 }");
     let shape = recipe.expect("a model").model_shape(512).expect("it fits");
     assert!(!shape.qk_norm && !shape.qkv_bias);
-    // Pairs that turn more than 16 times in the row stay, those that turn less than once are divided by 4.
+    // Pairs that turn more than 16 times in the row stay, pairs that turn less than once are divided by 4.
     let (frequencies, amplitude) = shape.rotary_frequencies(48);
     assert_eq!(frequencies[0], 1.0);
     let slowest = shape.rope_theta.powf(-46.0 / 48.0);

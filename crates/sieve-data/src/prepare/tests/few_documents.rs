@@ -103,7 +103,7 @@ fn enough_documents_are_not_cut() {
     assert!(!meta.contains("is_cut"), "{meta}");
 }
 
-// The shards of a corpus that has documents to hold out are those that every earlier version wrote.
+// The shards of a corpus that has documents to hold out equal the shards of every earlier version.
 #[test]
 fn the_split_by_hash_is_as_it_ever_was() {
     let place = Place::new();

@@ -145,7 +145,7 @@ fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
 }
 
 // The progress callback stops the work after each of its calls in turn, as a kill would; whatever the moment, the next
-// call reads no finished source file again, and the files are those of an uninterrupted preparation.
+// call reads no finished source file again, and the files equal an uninterrupted preparation's.
 #[test]
 fn interrupted_anywhere_it_goes_on_and_ends_the_same() {
     let mixture = Mixture::new();

@@ -1,6 +1,6 @@
 //! The backward pass of an attention layer.
 use super::forward::{Attended, Kept, merge_heads, rotation};
-use crate::block::product::{Operands, Weight, begin_gradients, product_gradients};
+use crate::block::gemm::{Operands, Weight, begin_gradients, gemm_gradients};
 use crate::dma::composed;
 use crate::tensors::{Float, primitive};
 use crate::{DeviceBackend, RmsNormCall, ToQuantise, context_parallel};
@@ -26,7 +26,7 @@ pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float
     };
     let [qkv_sum, o_sum] = layer.sums;
     let d_output = ToQuantise::new(dy.clone());
-    let gradients = product_gradients(second, &Weight::new(layer.o, o_sum), d_output);
+    let gradients = gemm_gradients(second, &Weight::new(layer.o, o_sum), d_output);
     let [d_o, d_o_weight] = gradients.expect("x or the rounded operands are there");
     let d_o = B::float_reshape(d_o, o_shape);
 

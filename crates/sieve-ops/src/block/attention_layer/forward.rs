@@ -1,5 +1,5 @@
 //! The forward pass of an attention layer.
-use crate::block::product::{Operands, product};
+use crate::block::gemm::{Operands, gemm};
 use crate::context_parallel::{self, Parted};
 use crate::dma::composed::{self, DmaForward};
 use crate::tensors::{Float, Ints, primitive};
@@ -51,7 +51,7 @@ pub(super) struct AttentionLayerCall<B: Backend> {
 pub(super) enum Attended<B: Backend> {
     /// Dense or sliding-window attention.
     Recent(AttentionOutput<B>),
-    /// DMA.
+    /// Dynamic mask attention, with its selection.
     Selected(DmaForward<B>),
     /// Attention of a part of each row (context parallelism).
     Parted(Parted<B>),
@@ -101,7 +101,7 @@ pub(super) fn forward<B: DeviceBackend>(
         epsilon: layer.epsilon,
     }));
     let (how, o_low) = ((layer.precision, layer.keeping), layer.keeping.o_low);
-    let (qkv, first) = product::<B>(how, normed, primitive(layer.qkv.clone()), None);
+    let (qkv, first) = gemm::<B>(how, normed, primitive(layer.qkv.clone()), None);
     let qkv = split_heads::<B>(qkv, call.attention.spec);
     let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call));
     let kept_rotated = layer.keeping.recomputable.then(|| rotated.clone());
@@ -115,7 +115,7 @@ pub(super) fn forward<B: DeviceBackend>(
     };
     let heads = ToQuantise::new(merge_heads::<B>(attended.o()));
     let added = (call.residual == Residual::Stream).then(|| x.clone());
-    let (y, second) = product::<B>(how, heads, primitive(layer.o.clone()), added);
+    let (y, second) = gemm::<B>(how, heads, primitive(layer.o.clone()), added);
     let kept = Kept {
         x,
         qkv,

@@ -1,7 +1,7 @@
 use super::{
     AttentionCall, AttentionLayer, AttentionLayerCall, DmaLayer, LayerTokens, Residual, attention_layer, forward,
 };
-use crate::block::product::Operands;
+use crate::block::gemm::Operands;
 use crate::dma::tests::reference_run as dma_reference;
 use crate::linear::added;
 use crate::testing::{

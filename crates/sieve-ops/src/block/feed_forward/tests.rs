@@ -1,5 +1,5 @@
 use super::{FeedForward, Residual, feed_forward, forward};
-use crate::block::product::Operands;
+use crate::block::gemm::Operands;
 use crate::linear::added;
 use crate::testing::{Ad, Float, Input, Random, RandomInput, check_op, evaluate, float, primitive};
 use crate::{GemmPrecision, RmsNormCall, linear, linear_add, reference, rms_norm, swiglu};

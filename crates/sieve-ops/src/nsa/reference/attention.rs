@@ -1,7 +1,7 @@
 //! Attention of the compressed and the selected branch.
 //!
 //! A compressed key takes the position of its block's last token. The compressed branch is then masked attention in a
-//! row of tokens, of which most have no key.
+//! row of tokens; most of these tokens have no key.
 use crate::attention::reference::{masked_attention, masked_attention_backward};
 use crate::chosen::{ChoiceCall, reference::choose_key_blocks};
 use crate::dma::reference::{dma_attention, dma_attention_backward};

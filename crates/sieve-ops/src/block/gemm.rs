@@ -18,7 +18,7 @@ pub(super) enum Operands<B: Backend> {
 }
 
 /// `x wᵀ`, plus the residual if there is one.
-pub(super) fn product<B: DeviceBackend>(
+pub(super) fn gemm<B: DeviceBackend>(
     (precision, keeping): (GemmPrecision, Keeping),
     x: ToQuantise<B>,
     weight: Float<B>,
@@ -46,7 +46,7 @@ impl<B: Backend> Weight<B> {
 }
 
 /// `[dx, dweight]` of a GEMM; `None` where x was not kept.
-pub(super) fn product_gradients<B: DeviceBackend>(
+pub(super) fn gemm_gradients<B: DeviceBackend>(
     operands: Operands<B>,
     Weight(weight, sum): &Weight<B>,
     dy: ToQuantise<B>,
@@ -62,20 +62,20 @@ pub(super) fn product_gradients<B: DeviceBackend>(
 }
 
 /// Backward pass of the `linear(rms_norm(x))` that begins a layer: gradients of x, the norm's weight and the linear
-/// weight. `d_product` is the gradient of the GEMM's output; with a residual stream, `dy`, the gradient of the layer's
-/// output, is added to that of x.
+/// weight. `d_gemm` is the gradient of the GEMM's output; with a residual stream, `dy`, the gradient of the layer's
+/// output, is added to the gradient of x.
 pub(super) fn begin_gradients<B: DeviceBackend>(
     norm: RmsNormCall<B>,
     (operands, weight): (Operands<B>, Weight<B>),
-    d_product: ToQuantise<B>,
+    d_gemm: ToQuantise<B>,
     (residual, dy): (Residual, Float<B>),
 ) -> [Float<B>; 3] {
-    let gradients = product_gradients(operands, &weight, d_product.clone());
+    let gradients = gemm_gradients(operands, &weight, d_gemm.clone());
     let Some([d_normed, d_weight]) = gradients else {
-        let (Weight(weight, sum), d_product) = (weight, d_product.0);
-        let d_normed = B::linear_input_gradient(weight, d_product.clone());
+        let (Weight(weight, sum), d_gemm) = (weight, d_gemm.0);
+        let d_normed = B::linear_input_gradient(weight, d_gemm.clone());
         let [dx, d_norm, normed] = norm_gradient::<B>(norm, d_normed, (residual, dy));
-        return [dx, d_norm, B::linear_weight_gradient(normed, d_product, sum)];
+        return [dx, d_norm, B::linear_weight_gradient(normed, d_gemm, sum)];
     };
     let beside = (residual == Residual::Stream).then_some(dy);
     let [dx, d_norm] = B::rms_norm_backward(norm, d_normed, beside);

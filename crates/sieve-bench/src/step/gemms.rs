@@ -69,7 +69,7 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
 }
 
 /// Checks cuBLASLt's GEMMs.
-pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent) {
+pub(crate) fn check_gemms(report: &mut Report, device: &Gpu, extent: &Extent) {
     if let Err(error) = Cublaslt::require() {
         report.add_missing(NAME, &error.to_string());
         return;
@@ -159,7 +159,7 @@ fn within(calls: &mut LaunchCheck<'_>, name: &str, got: &CudaTensor, exact: &[f3
     calls.within(Tolerance::new(0.0, 0.0, share), name, got, [exact, exact])
 }
 
-/// Chains GEMMs and Burn's operations, each of which reads the result of the one before. The chain must give the same
+/// Chains GEMMs and Burn's operations: each reads the previous one's result. The chain must give the same
 /// bits with a device synchronisation after each round and without.
 fn in_order(mut calls: LaunchCheck<'_>, device: &Gpu) -> Outcome {
     const WIDTH: usize = 512;
