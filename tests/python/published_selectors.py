@@ -53,6 +53,10 @@ GROUPS = {
     "ba_att": ("BA-Att, what is sorted, by the share that is dropped; compensation", [
         [f"ba_att:sort={what},sparsity={share}" for what in ("none", "q", "k", "qk") for share in (0.9, 0.5)]
         + [f"ba_att:compensate_layers={what},sparsity=0.9" for what in ("none", "all")]]),
+    "bfla_group": ("BFLA, queries and keys a score (its cost, eq. 22 to 27)", [[f"bfla:group={n}" for n in (32, 64, 128, 256)]]),
+    "ba_att_far": ("BA-Att, shares of 0.9 and more dropped", [
+        [f"ba_att:sparsity={share}" for share in (0.9, 0.95, 0.98, 0.99)]
+        + [f"ba_att:block=32,segment=128,sparsity={share}" for share in (0.9, 0.95, 0.98, 0.99)]]),
     "delta": ("Each base without and with Delta Attention's correction", [
         [text for base, key in (("xattention", "tau=0.5"), ("xattention", "tau=0.7"), ("streamingllm", "n_local=512"),
                                 ("block_sparse", "topk=16"))

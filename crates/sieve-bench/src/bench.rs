@@ -34,6 +34,7 @@ use sieve_kernels::{
     AttentionShape, Cublaslt, CudaTensor, DeviceReport, KernelError, MatmulOutput, Product, ToBurn, client_of, matmul,
 };
 use sieve_ops::Cuda;
+use sieve_select::Selector;
 use std::path::PathBuf;
 
 /// Which rows a benchmark times.
@@ -74,6 +75,8 @@ pub struct BenchSettings {
     pub repetitions: usize,
     /// Captured q, k and v for the rows of selectors.
     pub operands: Option<PathBuf>,
+    /// Prefill methods for the rows of selectors; empty: the usual ones.
+    pub selectors: Vec<Selector>,
     /// Tokens of a row; empty: the usual lengths. For selectors: tokens of the generated operands.
     pub lengths: Vec<usize>,
     /// Query and KV heads of the standard, DMA, latent and NSA rows; empty: the usual heads.

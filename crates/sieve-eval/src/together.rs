@@ -59,13 +59,17 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
             prompt,
             config,
             ends,
+            remaining,
             ..
         } = &mut self.start;
         let (num_texts, vocab_size) = (self.samplers.len(), text.vocab_size());
         let logits = match self.last.is_empty() {
             true => {
                 let logits = text.read(prompt)?;
-                text.repeat(num_texts);
+                // The caches of texts of one token are never read.
+                if *remaining > 0 {
+                    text.repeat(num_texts);
+                }
                 self.last = vec![0; num_texts];
                 logits
             }

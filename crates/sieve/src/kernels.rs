@@ -165,6 +165,7 @@ fn bench(args: BenchArgs) -> Result<()> {
         portable: args.portable,
         repetitions: args.repetitions,
         operands: args.operands,
+        selectors: args.selector,
         lengths: args.lengths,
         heads: args.heads,
         width: args.width,

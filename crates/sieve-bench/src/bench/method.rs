@@ -2,11 +2,11 @@
 //! dense attention's pairs and mass that the mask keeps.
 use super::operands::Operands;
 use crate::device::{Device, Gpu, upload_mask};
-use crate::error::{BenchError, Result};
+use crate::error::{BenchError, Result, refused};
 use crate::shape::prompt_shape;
 use sieve_core::{BlockSelection, KeyMask};
 use sieve_kernels::{AttentionResult, CudaTensor, KernelError};
-use sieve_select::{Call, CallShape, Selector, density};
+use sieve_select::{Call, CallShape, Reads, Selector, density};
 use std::time::Instant;
 
 /// A selector and the call it acts on.
@@ -37,6 +37,9 @@ impl<'a> Method<'a> {
         let call = prompt_shape(&operands.shape);
         let kind = match selector.block_selection(call, 0, 0) {
             Some(selection) => Kind::Chooses(Box::new(selection)),
+            None if selector.reads(0, call.num_queries) != Reads::Nothing => {
+                return refused("this setting chooses on the host\n  hint: eval selectors times it in a model");
+            }
             None => {
                 let refused = |error: sieve_select::SelectError| BenchError::Refused(error.to_string());
                 let started = Instant::now();

@@ -145,17 +145,19 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
             "tflops": dense_ms.map(|ms| forward_flops(shape, seq_len) / ms * 1e-9),
         }),
     );
-    for name in SELECTORS {
-        let name = match name {
-            "xattention" if seq_len >= LONG => "xattention:stride=16",
-            "delta:base=xattention" if seq_len >= LONG => "delta:base=xattention,base.stride=16",
-            name => name,
-        };
-        let selector = Selector::parse(name).expect("the names above are right");
+    for selector in asked(&bench.settings.selectors, seq_len) {
+        let name = selector.label();
         let row = |part: &str| format!("{of}, {name}: {part}");
-        let Some(method) = Method::of(&selector, operands, &device)? else {
-            bench.skip(&row("whole"), shape, "dense at this length");
-            continue;
+        let method = match Method::of(&selector, operands, &device) {
+            Ok(Some(method)) => method,
+            Ok(None) => {
+                bench.skip(&row("whole"), shape, "layer 0 is dense at this length");
+                continue;
+            }
+            Err(error) => {
+                bench.fail(&row("whole"), shape, &error.to_string());
+                continue;
+            }
         };
         let lists = match method.select() {
             Ok(lists) => lists,
@@ -193,6 +195,21 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// The selectors that the user named, or [`SELECTORS`].
+fn asked(named: &[Selector], seq_len: usize) -> Vec<Selector> {
+    if !named.is_empty() {
+        return named.to_vec();
+    }
+    let usual = SELECTORS.map(|name| match name {
+        "xattention" if seq_len >= LONG => "xattention:stride=16",
+        "delta:base=xattention" if seq_len >= LONG => "delta:base=xattention,base.stride=16",
+        name => name,
+    });
+    usual
+        .map(|name| Selector::parse(name).expect("the names above are right"))
+        .to_vec()
 }
 
 /// Median milliseconds on the GPU's clock; for operands longer than [`OFTEN_UP_TO`], one run on the host's clock.

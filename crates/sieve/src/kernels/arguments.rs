@@ -5,7 +5,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use sieve_bench::{BenchHeads, BenchRows, CaseBlocks, CaseShape, CheckPart, NsaForm, Op, Scores};
 use sieve_core::model::NsaCompression;
-use sieve_select::Selector;
+use sieve_select::{Phase, Selector};
 use std::path::PathBuf;
 
 /// Subcommands of `sieve kernels`.
@@ -115,6 +115,9 @@ pub(crate) struct BenchArgs {
     /// operands to them
     #[arg(long, value_name = "FILE", requires = "selectors", conflicts_with = "scores")]
     pub(super) operands: Option<PathBuf>,
+    /// A prefill method to time instead of the usual ones, NAME:key=value,…; may be repeated
+    #[arg(long, value_name = "NAME:…", requires = "selectors", value_parser = prefill)]
+    pub(super) selector: Vec<Selector>,
     /// Tokens of each row: of the usual rows, which are then dense attention, a window and DMA, of --dma, --nsa and
     /// --mla; with --selectors of the generated operands, rounded up to multiples of 1024
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = positive, conflicts_with_all = NO_SIZES)]
@@ -289,6 +292,18 @@ impl RunArgs {
 fn positive(text: &str) -> Result<usize, String> {
     let number = text.trim().parse().ok().filter(|&number| number > 0);
     number.ok_or_else(|| "a whole number above 0 is needed".to_owned())
+}
+
+/// Parses a selector that acts on prompts.
+fn prefill(text: &str) -> Result<Selector, String> {
+    let selector = selector::parse_one(text)?;
+    match selector.phase() {
+        Phase::Decode => Err(format!(
+            "{} acts while decoding\n  hint: kernels bench --decode times those methods",
+            selector.name()
+        )),
+        _ => Ok(selector),
+    }
 }
 
 /// Parses a factor on queries and keys. Its range keeps their dot products within f32.
