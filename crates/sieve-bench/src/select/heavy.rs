@@ -53,8 +53,8 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
     session.take_prompt(q, k, v).expect("sizes fit");
     let prompt = drawn.upload(device, 0..PROMPT);
     let doc_start = device.int(&[0; PROMPT], &[1, PROMPT]);
-    let lse = prompt.attention_forward(&doc_start, None, shape.softmax_scale(), None)?.lse;
-    let kept = prompt.keep_heavy_keys(&heavy, &lse)?;
+    let dense = prompt.attention_forward(&doc_start, None, shape.softmax_scale(), None)?;
+    let kept = prompt.keep_heavy_keys(&heavy, &dense.lse)?;
     let slots = drawn.slots(device, &kept, &heavy)?;
     let mut worst = 0.0_f32;
     for token in PROMPT..all {
