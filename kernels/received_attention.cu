@@ -17,6 +17,8 @@
 
 constexpr int NUM_WARPS = 4, THREADS = NUM_WARPS * 32, KEYS = NUM_WARPS * 32, QUERIES = 64, STEPS = HEAD_DIM / 16;
 constexpr int STAGE_BYTES = QUERIES * HEAD_DIM * 2, CHUNKS = HEAD_DIM / 8;
+// Slices of 16 queries whose products and exponentials overlap, as far as registers last.
+constexpr int SLICES_AT_ONCE = HEAD_DIM > 64 ? 2 : 4;
 static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= 128, "a warp's keys stay in registers");
 typedef SwizzledTile<HEAD_DIM> Tile;
 
@@ -34,14 +36,57 @@ DEVICE void load_rows(u32 shared, const bf16* from, u64 stride, int first, int c
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+// Adds the probabilities of a tile's queries to the sums of the lane's keys. IS_DIAGONAL: some queries come before keys
+// of the block; the lane's first key is seen from the tile's query `first_seeing` on. Two forms, as a branch at each
+// probability would part the products from the exponentials that hide them.
+template <bool IS_DIAGONAL>
+DEVICE void add_tile(float (&sums)[2][2], const u32 (&keys)[2][STEPS][4], u32 stage, const float* of_queries,
+                     float scale, int first_seeing) {
+  const int lane = threadIdx.x & 31, column = (lane & 3) * 2;
+  float of_tile[2][2] = {};
+#pragma unroll SLICES_AT_ONCE
+  for (int slice = 0; slice < QUERIES / 16; slice++) {
+    float s[2][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+      u32 b[4];
+      load_matrix_x4(b, stage + Tile::offset(slice * 16 + (lane & 7) + (lane >> 4) * 8, step * 2 + ((lane >> 3) & 1)));
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        mma_bf16(s[m][0], keys[m][step], b[0], b[1]);
+        mma_bf16(s[m][1], keys[m][step], b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const int at = slice * 16 + n * 8 + column;
+      const float2 pair = *(const float2*)(of_queries + at);
+#pragma unroll
+      for (int x = 0; x < 2; x++)
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            float p = exp2_fast(s[m][n][2 * h + x] * scale - (x ? pair.y : pair.x));
+            if (IS_DIAGONAL && at + x < first_seeing + m * 16 + h * 8) p = 0.f;
+            of_tile[m][h] += p;
+          }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) sums[m][h] += of_tile[m][h];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM > 64 ? 3 : 4)
     received_attention(const bf16* q, const bf16* k, const float* lse, float* received, i32* nan,
                        const __grid_constant__ ReceivedAttentionParams params) {
   extern __shared__ unsigned char shared_memory[];
   const u32 stages = (shared_address(shared_memory) + 127) & ~127u;
   // [2][QUERIES]
   float* offsets = (float*)(shared_memory + (stages - shared_address(shared_memory)) + 2 * STAGE_BYTES);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, column = (lane & 3) * 2;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2;
   const int num_keys = (int)params.num_keys, kv_head = blockIdx.y, first_key = blockIdx.x * KEYS,
             heads = (int)(params.num_heads / params.num_kv_heads), first_query = (int)params.first_query;
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
@@ -85,42 +130,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     const u32 stage = stages + index % 2 * STAGE_BYTES;
     const float* of_queries = offsets + index % 2 * QUERIES;
     const int first = first_row + index % tiles * QUERIES;
-    const bool is_diagonal = first < first_key + KEYS;
-    float of_tile[2][2] = {};
-#pragma unroll
-    for (int slice = 0; slice < QUERIES / 16; slice++) {
-      float s[2][2][4] = {};
-#pragma unroll
-      for (int step = 0; step < STEPS; step++) {
-        u32 b[4];
-        load_matrix_x4(b,
-                       stage + Tile::offset(slice * 16 + (lane & 7) + (lane >> 4) * 8, step * 2 + ((lane >> 3) & 1)));
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-          mma_bf16(s[m][0], keys[m][step], b[0], b[1]);
-          mma_bf16(s[m][1], keys[m][step], b[2], b[3]);
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int x = 0; x < 2; x++) {
-          const int at = slice * 16 + n * 8 + column + x;
-          const float offset = of_queries[at];
-#pragma unroll
-          for (int m = 0; m < 2; m++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-              float p = exp2_fast(s[m][n][2 * h + x] * scale - offset);
-              if (is_diagonal && first + at < first_key + warp * 32 + m * 16 + h * 8 + group) p = 0.f;
-              of_tile[m][h] += p;
-            }
-        }
-    }
-#pragma unroll
-    for (int m = 0; m < 2; m++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) sums[m][h] += of_tile[m][h];
+    const int first_seeing = first_key + warp * 32 + group - first;
+    if (first < first_key + KEYS) add_tile<true>(sums, keys, stage, of_queries, scale, first_seeing);
+    else add_tile<false>(sums, keys, stage, of_queries, scale, first_seeing);
     __syncthreads();  // every warp has read the stage before it is filled again
   }
 

@@ -41,6 +41,8 @@ const SELECTORS: &[&str] = &[
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=12,k_exact=4,k_trim=9",
     // One slot for dozens of blocks: the gate's quantile lies in the tail of its approximation.
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=5,k_exact=4",
+    // Streams of several chunks of 32 scores.
+    "momo:first_dense_layers=0,gamma=5,chi=10,beta=2,k=21,k_exact=3",
     "momo:first_dense_layers=0,gamma=8,chi=64,beta=16,k=6,topk=gauss,sink_blocks=2,gqa=union",
     "delta:base=meanpool,base.block=32,base.tau=TAU,base.min_prefill_tokens=0",
 ];

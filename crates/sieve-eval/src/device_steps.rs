@@ -3,14 +3,21 @@ use crate::EvalError;
 use burn::tensor::{DType, Tensor};
 use sieve_nn::{LayerCache, LayerOperands, PackedCache};
 use sieve_ops::{
-    DeviceBackend, SparseOutput, TokenBuffer, cached_attention, heavy_decode, keep_heavy_keys, select_blocks,
-    sparse_attention, upload_mask,
+    DeviceBackend, Documents, SparseOutput, TokenBuffer, attention_with_lse, cached_attention, heavy_decode,
+    keep_heavy_keys, select_blocks, sparse_attention, upload_mask,
 };
 use sieve_select::{CallShape, SelectError, Selected, Selector, Step};
 
+/// Dense attention by the model's usual op.
+pub(crate) fn dense<B: DeviceBackend>(operands: &LayerOperands<B>) -> SparseOutput<B> {
+    let documents = Documents::whole_rows([1, operands.num_tokens()], &operands.qkv.device());
+    attention_with_lse(operands.qkv.clone(), &documents, operands.spec())
+}
+
 /// Fills a layer's cache from its prompt. There are four forms: all keys, if the layer is dense; all keys, packed, if
 /// each token will choose its own; the keys chosen at the prompt's end, to which later keys are added (SnapKV); or a
-/// fixed-size cache, where a new key evicts the one with the least accumulated attention (H2O).
+/// fixed-size cache, where a new key evicts the one with the least accumulated attention (H2O). Returns the prompt's
+/// dense output if the choice of keys read its log-sum-exp.
 ///
 /// # Errors
 /// Operands that a kernel refuses.
@@ -18,7 +25,7 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     cache: &mut LayerCache<B>,
-) -> Result<(), EvalError> {
+) -> Result<Option<Tensor<B, 4>>, EvalError> {
     let num_tokens = operands.num_tokens();
     match selector.heavy_keys(shape_of(operands, num_tokens), operands.layer) {
         None if selector.reads_all(operands.layer) => cache.keep_recent(&operands.qkv, operands.spec()),
@@ -29,7 +36,8 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
             })
         }
         Some(heavy) => {
-            let kept = keep_heavy_keys(&operands.qkv, &heavy);
+            let SparseOutput { o, lse } = dense(operands);
+            let kept = keep_heavy_keys(&operands.qkv, lse, &heavy);
             let kept = kept.map_err(|reason| refused(selector, reason))?;
             *cache = match heavy.slots {
                 Some(_) => LayerCache::Selected {
@@ -41,9 +49,10 @@ pub(crate) fn keep_prompt<B: DeviceBackend>(
                     window_size: None,
                 },
             };
+            return Ok(Some(o));
         }
     }
-    Ok(())
+    Ok(None)
 }
 
 /// One decoding step, for token number `num_tokens` of a text: stores its key and value, chooses the keys for its
@@ -136,7 +145,7 @@ mod tests {
     use super::*;
     use burn::tensor::Distribution;
     use burn_flex::{Flex, FlexDevice};
-    use sieve_ops::{Documents, attention};
+    use sieve_ops::attention;
 
     #[test]
     fn a_layer_that_reads_everything_decodes_as_dense_attention_does() {

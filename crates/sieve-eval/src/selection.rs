@@ -1,12 +1,12 @@
 //! A selector in place of a dense model's attention, with statistics of its calls.
 use crate::EvalError;
 use crate::chunks::{Cost, KeptMasks, calls_of, prefill, prefill_on_device};
-use crate::device_steps;
+use crate::device_steps::{self, dense};
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::ModelShape;
 use sieve_nn::{HostOperands, LayerCache, LayerOperands};
-use sieve_ops::{DeviceBackend, Documents, attention, has_sparse_attention};
+use sieve_ops::{DeviceBackend, has_sparse_attention};
 use sieve_select::{DecodeSession, LayerSelectors, LayerShape, Method, Phase, Selector};
 use std::ops::AddAssign;
 use std::time::Instant;
@@ -337,7 +337,7 @@ impl Selection {
         let (tokens, layer) = (operands.num_tokens(), operands.layer);
         if self.selectors.of(layer).is_dense_layer(layer) {
             let started = Instant::now();
-            let o = dense(operands);
+            let o = dense(operands).o;
             let pairs = dense_pairs(tokens, operands.num_heads);
             let totals = &mut self.totals[layer];
             totals.calls += 1;
@@ -419,10 +419,10 @@ impl Selection {
             return operands.on_host(|operands| self.continue_on_host(operands));
         }
         if cache.is_empty() {
-            device_steps::keep_prompt(self.steps.of(layer), operands, cache)?;
+            let o = device_steps::keep_prompt(self.steps.of(layer), operands, cache)?;
             return match self.selects_prompts(layer) {
                 true => self.attend(operands),
-                false => Ok(dense(operands)),
+                false => Ok(o.unwrap_or_else(|| dense(operands).o)),
             };
         }
         let (o, pairs, is_chosen) = device_steps::step(self.steps.of(layer), operands, num_tokens, cache, scratch)?;
@@ -464,12 +464,6 @@ impl Selection {
         totals.seconds += started.elapsed().as_secs_f64();
         Ok(o)
     }
-}
-
-/// Dense attention by the model's usual op.
-fn dense<B: DeviceBackend>(operands: &LayerOperands<B>) -> Tensor<B, 4> {
-    let documents = Documents::whole_rows([1, operands.num_tokens()], &operands.qkv.device());
-    attention(operands.qkv.clone(), &documents, operands.spec())
 }
 
 /// (query, key) pairs of dense causal attention, over all heads.

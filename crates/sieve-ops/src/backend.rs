@@ -381,7 +381,11 @@ device_ops! {
             softmax_scale: f64,
         ) -> Result<Float<Self>, String>;
         /// See [`crate::keep_heavy_keys`].
-        fn keep_heavy_keys(qkv: Float<Self>, heavy: &HeavyKeys) -> Result<DmaCache<Self>, String>;
+        fn keep_heavy_keys(
+            qkv: Float<Self>,
+            lse: Float<Self>,
+            heavy: &HeavyKeys,
+        ) -> Result<DmaCache<Self>, String>;
         /// See [`crate::heavy_decode`].
         fn heavy_decode(
             cache: &mut DmaCache<Self>,

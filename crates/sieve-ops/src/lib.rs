@@ -74,8 +74,8 @@ pub use optimizer::{
 };
 pub use rope::{QkNorm, QkNormRopeCall, RopeCall, RopeTables, RotaryEmbedding, qk_norm_rope, rope};
 pub use sparse::{
-    SparseOutput, correct_by_probes, has_sparse_attention, heavy_decode, keep_heavy_keys, select_blocks,
-    sparse_attention, upload_mask,
+    SparseOutput, attention_with_lse, correct_by_probes, has_sparse_attention, heavy_decode, keep_heavy_keys,
+    select_blocks, sparse_attention, upload_mask,
 };
 pub use swiglu::swiglu;
 pub use tensors::split_heads;

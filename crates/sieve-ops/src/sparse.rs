@@ -3,7 +3,7 @@ pub(crate) mod cpu;
 pub(crate) mod cuda;
 
 use crate::tensors::{primitive, tensor};
-use crate::{DeviceBackend, DmaCache};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaCache, Documents};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{BlockSelection, HeavyKeys, KeyMask, MaskError, ProbeCorrection};
@@ -21,7 +21,7 @@ pub fn upload_mask<B: Backend>(mask: &KeyMask, device: &B::Device) -> Result<Key
     Ok(mask.for_kernels()?.map(upload))
 }
 
-/// Output of [`sparse_attention`].
+/// Output of [`sparse_attention`] and [`attention_with_lse`].
 #[derive(Clone, Debug)]
 pub struct SparseOutput<B: Backend> {
     /// `[1, num_queries, num_heads, head_dim]`.
@@ -54,6 +54,22 @@ pub fn sparse_attention<B: DeviceBackend>(
         o: tensor(o),
         lse: tensor(lse),
     })
+}
+
+/// As [`crate::attention`], without gradient.
+///
+/// # Shapes
+/// - qkv: `[1, num_tokens, num_heads + 2 * num_kv_heads, head_dim]`
+pub fn attention_with_lse<B: DeviceBackend>(
+    qkv: Tensor<B, 4>,
+    documents: &Documents<B>,
+    spec: AttentionSpec,
+) -> SparseOutput<B> {
+    let output = <B as DeviceBackend>::attention(primitive(qkv), &AttentionCall::new(documents.bounds(), spec));
+    SparseOutput {
+        o: tensor(output.o),
+        lse: tensor(output.lse),
+    }
 }
 
 /// Chooses the blocks that a selector keeps, from queries and keys, on the device; nothing is copied to the host.
@@ -99,11 +115,16 @@ pub fn correct_by_probes<B: DeviceBackend>(
 ///
 /// # Shapes
 /// - qkv: as [`sparse_attention`]
+/// - lse: log-sum-exp of the prompt's dense attention, f32 `[1, num_heads, num_keys]`
 ///
 /// # Errors
 /// The reason why the kernels refuse the call, or that the backend has none.
-pub fn keep_heavy_keys<B: DeviceBackend>(qkv: &Tensor<B, 4>, heavy: &HeavyKeys) -> Result<DmaCache<B>, String> {
-    B::keep_heavy_keys(primitive(qkv.clone()), heavy)
+pub fn keep_heavy_keys<B: DeviceBackend>(
+    qkv: &Tensor<B, 4>,
+    lse: Tensor<B, 3>,
+    heavy: &HeavyKeys,
+) -> Result<DmaCache<B>, String> {
+    B::keep_heavy_keys(primitive(qkv.clone()), primitive(lse), heavy)
 }
 
 /// Adds the key and value of the token at `position` to the kept keys, evicting the key with the least accumulated

@@ -51,7 +51,10 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
     let mut session = DecodeSession::new(&selector, layer).expect("a decode method");
     let [q, k, v] = drawn.rows(0..PROMPT);
     session.take_prompt(q, k, v).expect("sizes fit");
-    let kept = drawn.upload(device, 0..PROMPT).keep_heavy_keys(&heavy)?;
+    let prompt = drawn.upload(device, 0..PROMPT);
+    let doc_start = device.int(&[0; PROMPT], &[1, PROMPT]);
+    let dense = prompt.attention_forward(&doc_start, None, shape.softmax_scale(), None)?;
+    let kept = prompt.keep_heavy_keys(&heavy, &dense.lse)?;
     let slots = drawn.slots(device, &kept, &heavy)?;
     let mut worst = 0.0_f32;
     for token in PROMPT..all {

@@ -5,7 +5,7 @@ use super::{Call, LongChoice};
 use crate::KernelError;
 use crate::attention::{DecodeScratch, DecodeTiling, Qkv};
 use crate::dma::{DmaSlots, dma_decode_kernel, slots_decode};
-use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
+use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
 use sieve_core::{HeavyKeys, KeepBlocks};
 
 const NAME: &str = "keep_heavy_keys";
@@ -36,13 +36,15 @@ impl Qkv {
     ///
     /// # Shapes
     /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
+    /// - lse: log-sum-exp of the prompt's dense attention, f32 `[1, num_heads, num_keys]`
     ///
     /// # Errors
     /// Sizes that do not fit the selection; heads whose width is not a multiple of 64.
-    pub fn keep_heavy_keys(&self, heavy: &HeavyKeys) -> Result<KeptKeys, KernelError> {
+    pub fn keep_heavy_keys(&self, heavy: &HeavyKeys, lse: &CudaTensor) -> Result<KeptKeys, KernelError> {
         let s = &heavy.selection;
         let call = Call::new(self, s)?;
-        let num_keys = s.shape.num_keys;
+        let (num_heads, num_keys) = (s.shape.num_heads, s.shape.num_keys);
+        operands!(NAME, lse: F32[1, num_heads, num_keys]);
         let (KeepBlocks::Top(top), true, true) = (s.keep.by, s.scores.block == 1, heavy.last < num_keys) else {
             let supported = "a top of blocks of one key, fewer last keys than there are";
             let got = format!("{heavy:?}");
@@ -51,8 +53,8 @@ impl Qkv {
         // The last keys are always kept; the others compete.
         let count = num_keys - heavy.last;
         let like = call.qkv.q.tensor();
-        let nan_rows = like.zeros_contiguous(&[s.shape.num_heads], DType::I32);
-        let received = call.received(&nan_rows)?;
+        let nan_rows = like.zeros_contiguous(&[num_heads], DType::I32);
+        let received = call.received(&lse, &nan_rows)?;
         let score = call.smoothed(&received, heavy, count)?;
         let words = count.div_ceil(u32::BITS as usize);
         let marks = like.empty_contiguous(&[s.shape.num_kv_heads, words], DType::I32);
@@ -124,12 +126,12 @@ impl Call<'_> {
 
     /// The attention that each key received from the selection's queries, summed over the query heads of a KV head, f32
     /// `[num_kv_heads, num_keys]`.
-    fn received(&self, nan_rows: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    fn received(&self, lse: &CudaTensor, nan_rows: &CudaTensor) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let all = self.new_f32(&[s.shape.num_kv_heads, s.shape.num_keys]);
         let first = self.context();
         if s.shape.num_keys - first > ROWS_AT_ONCE && self.shape.head_dim <= WIDEST_RECEIVING {
-            self.received_of_all(first, &all, nan_rows)?;
+            self.received_of_all(first, lse, &all, nan_rows)?;
             return Ok(all);
         }
         for start in (first..s.shape.num_keys).step_by(ROWS_AT_ONCE) {
@@ -139,22 +141,26 @@ impl Call<'_> {
         Ok(all)
     }
 
-    /// The attention that each key received from all queries from `first` on, without storing logits: a dense pass
-    /// computes each query's log-sum-exp first.
-    fn received_of_all(&self, first: usize, all: &CudaTensor, nan_rows: &CudaTensor) -> Result<(), KernelError> {
+    /// The attention that each key received from all queries from `first` on, from each query's log-sum-exp, without
+    /// storing logits.
+    fn received_of_all(
+        &self,
+        first: usize,
+        lse: &CudaTensor,
+        all: &CudaTensor,
+        nan_rows: &CudaTensor,
+    ) -> Result<(), KernelError> {
         let s = self.selection;
-        let (n, softmax_scale) = (s.shape.num_keys, s.scores.softmax_scale);
-        let doc_start = all.zeros_contiguous(&[1, n], DType::I32);
-        let lse = self.qkv.attention_forward(&doc_start, None, softmax_scale, None)?.lse;
+        let n = s.shape.num_keys;
         let params = params!(ReceivedAttentionParams {
             num_keys: n,
             { num_heads, num_kv_heads }: s.shape,
             first_query: first,
-            softmax_scale,
+            softmax_scale: s.scores.softmax_scale,
             [q_offset, q_token_stride]: self.q,
             [k_offset, k_token_stride]: self.k,
         });
-        let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), &lse, all, nan_rows];
+        let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), lse, all, nan_rows];
         let grid = [n.div_ceil(RECEIVING_KEYS), s.shape.num_kv_heads, 1];
         // SAFETY: tokens and strides are the tensors' own; writes every sum and adds to nan_rows.
         unsafe { received_attention_kernel(self.shape.head_dim).launch(grid, &tensors, &params) }

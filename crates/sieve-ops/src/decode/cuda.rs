@@ -278,8 +278,8 @@ fn dma_step(
 }
 
 /// The kept keys of a prompt, in slots; as many slots as keys if `heavy` sets no number.
-pub(crate) fn kept_cache(qkv: &Qkv, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, KernelError> {
-    let kept = qkv.keep_heavy_keys(heavy)?;
+pub(crate) fn kept_cache(qkv: &Qkv, lse: &CudaTensor, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, KernelError> {
+    let kept = qkv.keep_heavy_keys(heavy, lse)?;
     let [_, _, len] = kept.positions.dims(NAME, "positions")?;
     let window = heavy.slots.unwrap_or(len.into());
     let keys = [kept.k, kept.v].map(|x| tensor(x.burn()));

@@ -35,7 +35,11 @@ pub(crate) fn correct_by_probes(
     Err("the CPU corrects slices (sieve_select::block_sparse_attention)".to_owned())
 }
 
-pub(crate) fn keep_heavy_keys(_qkv: FlexTensor, _heavy: &HeavyKeys) -> Result<DmaCache<Flex>, String> {
+pub(crate) fn keep_heavy_keys(
+    _qkv: FlexTensor,
+    _lse: FlexTensor,
+    _heavy: &HeavyKeys,
+) -> Result<DmaCache<Flex>, String> {
     Err("the CPU chooses from slices (sieve_select::DecodeSession)".to_owned())
 }
 

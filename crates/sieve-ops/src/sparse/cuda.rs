@@ -56,10 +56,10 @@ pub(crate) fn correct_by_probes(
     kernel_or_refusal("correct_by_probes", result.map(|()| o.burn()))
 }
 
-pub(crate) fn keep_heavy_keys(qkv: Float, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, String> {
+pub(crate) fn keep_heavy_keys(qkv: Float, lse: Float, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, String> {
     let shape = heavy.selection.shape;
     let qkv = packed_heads(&qkv, [shape.num_heads, shape.num_kv_heads]);
-    kernel_or_refusal("keep_heavy_keys", kept_cache(&qkv, heavy))
+    kernel_or_refusal("keep_heavy_keys", kept_cache(&qkv, &kernel_tensor(lse), heavy))
 }
 
 pub(crate) fn heavy_decode(
