@@ -33,8 +33,9 @@
 #include "common/query_share.cuh"
 
 // Bytes of the queries and output gradients of the heads computed at a time; their sums of dq take as much of the L2
-// cache again.
-constexpr u64 SECTION_BYTES = 32 << 20;
+// cache again. Where the key tiles of a head follow each other through the same queries, the last of those that start
+// together waits longest: more heads at a time are fewer tiles of each, and the queries in work still fit the cache.
+constexpr u64 SECTION_BYTES = (ORDERED && !HEAD_BY_HEAD ? 64 : 32) << 20;
 
 // Keys of a block: 128 successive ones.
 struct DenseKeys {

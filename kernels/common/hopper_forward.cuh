@@ -36,21 +36,51 @@ DEVICE void weigh_stage(float (&output)[O_REGISTERS], const u32 (&weights)[STEPS
   wgmma_commit();
 }
 
+// Whether a row's largest logit is computed only where one outgrows the reference maximum or keys are masked. In all
+// other stages this saves half the instructions of the maximum, and its shuffles.
+constexpr bool LAZY_MAXIMUM = !RESIDUAL && !HAS_BIAS && !GATHER && !SPARSE;
+static_assert(!LAZY_MAXIMUM || TILE_QUERIES % 64 == 0, "the stage with a row's first key is partial");
+
+// Whether a logit of the warp, relative to its row's reference maximum, exceeds RESCALE_AT. Floats of which one is
+// positive have the same largest as integers, and the largest of three integers is one instruction. A NaN counts.
+template <int N>
+DEVICE bool outgrows(const float (&logit)[N]) {
+  int largest[4];
+#pragma unroll
+  for (int x = 0; x < 4; ++x) largest[x] = __float_as_int(logit[x]);
+#pragma unroll
+  for (int i = 4; i + 8 <= N; i += 8)
+#pragma unroll
+    for (int x = 0; x < 4; ++x)
+      largest[x] = max(max(largest[x], __float_as_int(logit[i + x])), __float_as_int(logit[i + 4 + x]));
+#pragma unroll
+  for (int x = 0; x < 4; ++x) largest[x] = max(largest[x], __float_as_int(logit[N - 4 + x]));
+  return __any_sync(~0u, max(max(largest[0], largest[1]), max(largest[2], largest[3])) > __float_as_int(RESCALE_AT));
+}
+
+// The largest of a row's scores, over the quad.
+template <int N>
+DEVICE float row_maximum(const float (&score)[N], int r) {
+  float largest = fmaxf(score[2 * r], score[2 * r + 1]);
+#pragma unroll
+  for (int n = 1; n < N / 4; ++n) largest = fmaxf(largest, fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
+  return quad_max(largest);
+}
+
 struct SoftmaxState {
   float maximum[2], total[2];  // RESIDUAL: the maximum of scores, else of scores times logit_scale
 };
 
 // Replaces scores by weights 2^(S - maximum); `factor` is what earlier sums and outputs must be multiplied by. Returns
-// whether any of it differs from 1.
+// whether any of it differs from 1. `is_partial`: keys are masked, or the stage is the tile's first.
 template <int N>
-DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor)[2], float logit_scale) {
+DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor)[2], float logit_scale,
+                          bool is_partial = true) {
   bool outgrown = false;
+  factor[0] = factor[1] = 1.0f;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float largest = fmaxf(score[2 * r], score[2 * r + 1]);
-#pragma unroll
-    for (int n = 1; n < N / 4; ++n) largest = fmaxf(largest, fmaxf(score[4 * n + 2 * r], score[4 * n + 2 * r + 1]));
-    largest = quad_max(largest);
+  for (int r = 0; r < 2 && (is_partial || !LAZY_MAXIMUM); ++r) {
+    const float largest = row_maximum(score, r);
 #if RESIDUAL
     const float grown = largest, old = state.maximum[r];
     const bool grows = grown > old;
@@ -81,8 +111,23 @@ DEVICE bool softmax_stage(float (&score)[N], SoftmaxState& state, float (&factor
       for (int n = 0; n < N / 4; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x)
-          score[4 * n + 2 * r + x] = exp2_fast(score[4 * n + 2 * r + x] * logit_scale - maximum);
+          score[4 * n + 2 * r + x] = score[4 * n + 2 * r + x] * logit_scale - maximum;
     }
+    if (LAZY_MAXIMUM && !is_partial && outgrows(score)) {
+      outgrown = true;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float largest = row_maximum(score, r), growth = largest > RESCALE_AT ? largest : 0.0f;
+        factor[r] = exp2_fast(-growth);
+        state.maximum[r] += growth;
+#pragma unroll
+        for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+          for (int x = 0; x < 2; ++x) score[4 * n + 2 * r + x] -= growth;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) score[i] = exp2_fast(score[i]);
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -213,7 +258,7 @@ struct RowsInWork {
 #endif
     release_keys(is_last);
     if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
-    const bool outgrown = softmax_stage(score, state, factor, logit_scale);
+    const bool outgrown = softmax_stage(score, state, factor, logit_scale, partial);
     // The exponentials must stay before the wait for O += P V, which hides them; this call and the loop inside
     // barrier_wait keep the compiler from moving them after it.
     keep_here(score);

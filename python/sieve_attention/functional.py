@@ -75,8 +75,8 @@ class _Dma(torch.autograd.Function):
         given = q, k, v, w_dt.float(), a.float(), start, end
         o, lse, *kept = ops.dma_forward(*given, scale, keep, local, slopes, linear)
         # Where keys leave, the lists of those that stay come last.
-        lists = [kept.pop()] if keep < k.shape[1] else []
-        bias = None if linear else kept.pop()
+        kept, lists = (kept[:-1], kept[-1:]) if keep < k.shape[1] else (kept, [])
+        kept, bias = (kept, None) if linear else (kept[:-1], kept[-1])
         *kept, x, z = kept
         kept = [*[None] * (2 - len(kept)), *kept]
         ctx.save_for_backward(q, k, v, z if linear else bias, o, lse, *kept, start, end, w_dt, a, x, z, *lists)

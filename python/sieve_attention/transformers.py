@@ -100,9 +100,11 @@ def attention_forward(
     if query.shape[2] != key.shape[2] or has_own_mask:
         if attention_mask is None:
             raise SieveError("attention: queries behind a cache come without a mask\n  hint: call register() first")
+        if is_added := attention_mask.is_floating_point():
+            # A kernel of SDPA on a GPU gives NaN where the mask has another type than the queries.
+            attention_mask = attention_mask.to(query.dtype)
         if chosen is not None:
             in_blocks = _keys_of(chosen, block, query, key)
-            is_added = attention_mask.is_floating_point()
             attention_mask = attention_mask.where(in_blocks, -math.inf) if is_added else attention_mask & in_blocks
         o = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
