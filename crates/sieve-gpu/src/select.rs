@@ -46,12 +46,15 @@ impl Qkv {
         bounds: Option<&CudaTensor>,
     ) -> Result<KeyMask<CudaTensor>, KernelError> {
         let call = Call::new(self, selection)?;
+        let layout = selection.layout();
+        let most = layout.places.tile_idx.len().max(layout.places.col_idx.len());
+        require!(i32::try_from(most).is_ok(), NAME, "mask": format!("of up to {most} entries"),
+            "fewer than 2^31 tiles or keys that could be kept; larger tiles have fewer");
         let [block_rows, columns] = selection.blocks();
         let like = call.qkv.q.tensor();
         let heads = selection.shape.num_heads;
         let kept = like.empty_contiguous(&[heads, block_rows, columns.div_ceil(u32::BITS as usize)], DType::I32);
         let nan_rows = like.zeros_contiguous(&[heads], DType::I32);
-        let layout = selection.layout();
         let words = like.empty_contiguous(&[layout.places.num_words()], DType::I32);
         let mask = layout.map(|()| words.clone());
         let orders = call.orders(&mask, &nan_rows)?;
@@ -198,10 +201,6 @@ impl<'a> Call<'a> {
         require!(fits, NAME, "selection": format!("{shape:?} with {s:?}"),
             "one row as long as the selection says, tiles that divide blocks");
         require_order(s)?;
-        let places = s.layout().places;
-        let most = places.tile_idx.len().max(places.col_idx.len());
-        require!(i32::try_from(most).is_ok(), NAME, "mask": format!("of up to {most} entries"),
-            "fewer than 2^31 tiles or keys that could be kept; larger tiles have fewer");
         require_probes(s)?;
         require_cells(s, shape.head_dim)?;
         let qkv = qkv.with_kernel_strides();

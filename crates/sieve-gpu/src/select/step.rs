@@ -103,7 +103,7 @@ pub(super) const SELECT_PAGES: SourceKernel = SourceKernel::new("select_pages").
 #[cfg(test)]
 mod tests {
     use crate::{DType, Hardware, KernelError, Qkv, Recorder, Step};
-    use sieve_core::{BlockScores, BlockSelection, CallShape, KeepBlocks, KeyScores, SlotOrder};
+    use sieve_core::{BlockScores, BlockSelection, CallShape, HeavyKeys, KeepBlocks, KeyScores, SlotOrder};
 
     /// Runs `selection` on packed heads. Returns the dynamic shared memory of each launch of `select_choose`, which is
     /// 0 where it reads scores from global memory.
@@ -130,6 +130,31 @@ mod tests {
             let selection = BlockSelection::new(shape, 1, BlockScores::Bounds(0), KeepBlocks::Top(7));
             assert_eq!(choose(&selection).expect("taken"), [shared], "{num_keys}");
         }
+    }
+
+    #[test]
+    fn keys_of_a_long_prompt_are_kept_though_no_mask_of_them_has_room() {
+        let shape = CallShape::new([126_334, 126_334], [6, 3], 64);
+        let cells = BlockScores::Cells {
+            stride: 1,
+            reversed: false,
+            norm: 1.0,
+        };
+        let selection = BlockSelection::new(shape, 1, cells, KeepBlocks::Top(1_000));
+        let refused = choose(&selection).map_err(|error| error.to_string());
+        assert!(refused.is_err_and(|text| text.contains("2^31")));
+        let gpu = Recorder::new(Hardware::HOPPER);
+        let packed = gpu.tensor(&[1, shape.num_keys, 12, 64], DType::BF16);
+        let lse = gpu.tensor(&[1, 6, shape.num_keys], DType::F32);
+        let heavy = HeavyKeys {
+            selection,
+            last: 1_000,
+            width: 1,
+            by_largest: false,
+            slots: None,
+        };
+        let kept = Qkv::packed(&packed, 6, 3).keep_heavy_keys(&heavy, &lse).expect("kept");
+        assert_eq!(kept.k.shape(), [1, 3, 2_000, 64]);
     }
 
     #[test]
