@@ -10,8 +10,7 @@
 //            that is no number, by mass also one that is infinite; tops i32 [num_heads], read where has_tops
 // Buffers    score, kept, nan, tops
 // Defines    IS_MASS 0|1, FORCED 0|1; LONG 0|1: scores are read where they are, by rows of one block of queries
-// Tiling     grid (rows, heads, 1); 128 threads a row, LONG 1024, each with several loads in flight; two bits of the
-//            least order key to keep are found a pass; dynamic shared bytes = LONG ? 0 : columns * 4
+// Tiling     grid (rows, heads, 1); 128 threads a row, LONG 1024; dynamic shared bytes = LONG ? 0 : columns * 4
 // Numerics   exact order of f32; a thread adds its masses in f32 and the threads' sums are added in f64, in a fixed
 //            order, which is not that of the CPU: a prefix may differ where its mass meets the goal to 1e-6. Numbers of
 //            entries are exact up to 2^24 a thread; of equal masses as many stay as the goal needs, by division in f64
@@ -21,10 +20,6 @@
 #include "common/select_blocks.cuh"
 
 constexpr int NUM_THREADS = LONG ? 1024 : 128, NUM_WARPS = NUM_THREADS / 32;
-// Values that a thread loads before it uses the first, so that global memory's latency is paid once for all.
-constexpr int AT_ONCE = LONG ? 6 : 1;
-// Order keys that a pass of the search tries.
-constexpr int TRIED = 3;
 
 struct SelectChooseParams {
   u64 num_queries, num_keys, block, offset, query_block;
@@ -45,86 +40,35 @@ DEVICE float warp_max(float x) {
   return x;
 }
 
-// Shared memory of the thread block, [2][TRIED][NUM_WARPS]. Its halves are used alternately, so that one barrier is
-// enough between two uses.
+// Shared memory of the thread block. Two `places` are used alternately, so that one barrier is enough between two uses.
 struct Together {
   double* places;
   int turn;
-  template <int COUNT, class Combine>
-  DEVICE void of(double (&x)[COUNT], Combine combine) {
-    static_assert(COUNT <= TRIED, "a value of every warp has a place");
-    double* place = places + turn * TRIED * NUM_WARPS;
+  template <class Combine>
+  DEVICE double of(double x, Combine combine) {
+    double* place = places + turn * NUM_WARPS;
     turn ^= 1;
-    if (threadIdx.x % 32 == 0)
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) place[i * NUM_WARPS + threadIdx.x / 32] = x[i];
+    if (threadIdx.x % 32 == 0) place[threadIdx.x / 32] = x;
     __syncthreads();  // every warp's part is stored; the parts of the use before the last have been read
+    x = place[0];
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      x[i] = place[i * NUM_WARPS];
-#pragma unroll
-      for (int warp = 1; warp < NUM_WARPS; ++warp) x[i] = combine(x[i], place[i * NUM_WARPS + warp]);
-    }
-  }
-  template <int COUNT>
-  DEVICE void sum(double (&sums)[COUNT], const float (&own)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) sums[i] = warp_sum(own[i]);
-    of(sums, [](double a, double b) { return a + b; });
+    for (int warp = 1; warp < NUM_WARPS; ++warp) x = combine(x, place[warp]);
+    return x;
   }
   DEVICE double sum(float x) {
-    const float own[1] = {x};
-    double sums[1];
-    sum(sums, own);
-    return sums[0];
+    return of(warp_sum(x), [](double a, double b) { return a + b; });
   }
-  DEVICE double largest(double of_warp) {
-    double x[1] = {of_warp};
-    of(x, [](double a, double b) { return a < b ? b : a; });
-    return x[0];
+  DEVICE float largest(float x) {
+    return (float)of(warp_max(x), [](double a, double b) { return a < b ? b : a; });
   }
-  DEVICE float largest(float x) { return (float)largest((double)warp_max(x)); }
-  DEVICE u32 largest(u32 x) { return (u32)largest((double)__reduce_max_sync(~0u, x)); }
 };
-
-// Calls visit(j, value_of(j)) for the thread's blocks of the first `count`, in rising order.
-template <class ValueOf, class Visit>
-DEVICE void for_values(int count, ValueOf value_of, Visit visit) {
-  for (int first = threadIdx.x; first < count; first += AT_ONCE * NUM_THREADS) {
-    decltype(value_of(0)) values[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-      if (first + i * NUM_THREADS < count) values[i] = value_of(first + i * NUM_THREADS);
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-      if (first + i * NUM_THREADS < count) visit(first + i * NUM_THREADS, values[i]);
-  }
-}
-
-// Calls visit(word, block of the lane, its order key) for the words begin .. end - 1 of a warp; blocks from `count` on
-// have the order key 0.
-template <class Order, class Visit>
-DEVICE void for_words(int begin, int end, int count, Order order, Visit visit) {
-  const int lane = threadIdx.x % 32;
-  for (int first = begin; first < end; first += AT_ONCE) {
-    u32 orders[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int j = (first + i) * 32 + lane;
-      orders[i] = first + i < end && j < count ? order(j) : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-      if (first + i < end) visit(first + i, (first + i) * 32 + lane, orders[i]);
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
     select_choose(const float* score, u32* kept, i32* nan, const i32* tops,
                   const __grid_constant__ SelectChooseParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   u32* stored = (u32*)shared_memory;
-  __shared__ double places[2 * TRIED * NUM_WARPS];
+  __shared__ double places[2 * NUM_WARPS];
   Together together = {places, 0};
   const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
                                (int)params.query_block};
@@ -142,13 +86,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
   // Load: masses relative to the largest, or scores as they are.
   const bool none = top < 0 || (share > 0.0 && top == 0), by_mass = top == 0;
   float bad = 0.0f, largest = -INFINITY_F32;
-  const auto loaded = [&](int j) { return score[j]; };
-  if (!none)
-    for_values(admissible, loaded, [&](int j, float x) {
-      if (!LONG) stored[j] = __float_as_uint(x);
-      if (x != x || (by_mass && x == INFINITY_F32)) bad = 1.0f;
-      largest = fmaxf(largest, x);
-    });
+  for (int j = thread; j < admissible && !none; j += NUM_THREADS) {
+    const float x = score[j];
+    if (!LONG) stored[j] = __float_as_uint(x);
+    if (x != x || (by_mass && x == INFINITY_F32)) bad = 1.0f;
+    largest = fmaxf(largest, x);
+  }
   const bool is_bad = together.sum(bad) > 0.0;
   if (is_bad || none) {
     if (thread == 0 && is_bad) atomicAdd(nan + head, 1);
@@ -156,8 +99,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
     return;
   }
   largest = together.largest(largest);
-  float own_total = 0.0f, own_forced = 0.0f;
-  u32 highest = 0;
+  float own_total = 0.0f, own_forced = 0.0f, highest = 0.0f;
   // The order key of a score, or of a mass up to a factor; 0 for a block that is kept in any case.
   const auto weighed = [&](float x) {
     return by_mass && !IS_MASS ? (largest == -INFINITY_F32 ? 0.0f : exp2f((x - largest) * LOG2_E)) : x;
@@ -165,24 +107,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
   const auto order_of = [&](int j, float x) {
     return is_forced(j) ? 0 : !by_mass && j < num_first ? ~0u : order_of_score(weighed(x));
   };
-  for_values(admissible, [&](int j) { return LONG ? score[j] : __uint_as_float(stored[j]); }, [&](int j, float x) {
-    const float weight = by_mass ? weighed(x) : 1.0f;
+  for (int j = thread; j < admissible; j += NUM_THREADS) {
+    const float x = LONG ? score[j] : __uint_as_float(stored[j]), weight = by_mass ? weighed(x) : 1.0f;
     own_total += weight;
     if (is_forced(j)) own_forced += weight;
-    const u32 place = order_of(j, x);
-    highest = max(highest, place);
-    if (!LONG) stored[j] = place;
-  });
+    else highest = 1.0f;
+    if (!LONG) stored[j] = order_of(j, x);
+  }
   const auto order = [&](int j) { return LONG ? order_of(j, score[j]) : stored[j]; };
   const double total = together.sum(own_total), forced = together.sum(own_forced);
-  // The order key of the best block that is not forced; 0: all are.
-  highest = together.largest(highest);
+  const bool has_others = together.largest(highest) > 0.0f;
   const float given = f32_word(params.goal);
   const double goal = !by_mass ? (double)top : params.absolute ? (double)given : given * total;
   const bool all = by_mass ? (params.absolute ? given == INFINITY_F32 : given >= 1.0f) : top >= admissible,
              strict = params.strict;
   const auto enough_of = [&](double sum) { return strict ? sum > goal : sum >= goal; };
-  const bool only_forced = FORCED && enough_of(forced), searches = !all && !only_forced && highest > 0;
+  const bool only_forced = FORCED && enough_of(forced), searches = !all && !only_forced && has_others;
   // A mass is not negative, so its order key is its bits with the highest bit set.
   const auto weight_of = [&](u32 order) { return by_mass ? __uint_as_float(order ^ 0x80000000u) : 1.0f; };
 
@@ -190,32 +130,31 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
   // forced ones.
   u32 least = 0;
   if (searches)
-    for (int bit = 30; bit >= 0; bit -= 2) {
-      float own[TRIED] = {};
-      for_values(admissible, order, [&](int, u32 place) {
-#pragma unroll
-        for (int i = 0; i < TRIED; ++i)
-          if (place >= (least | (u32)(i + 1) << bit)) own[i] += weight_of(place);
-      });
-      double sums[TRIED];
-      together.sum(sums, own);
-      u32 digit = 0;
-      // Smaller keys reach at least as much. A block with a mass of 0 counts as present.
-#pragma unroll
-      for (int i = 0; i < TRIED; ++i) {
-        const double reached = sums[i] + forced;
-        digit += enough_of(reached) && (reached > forced || highest >= (least | (u32)(i + 1) << bit));
+    for (int bit = 31; bit >= 0; --bit) {
+      const u32 tried = least | 1u << bit;
+      // Sums masses; a mass of 0 counts as present.
+      float own = 0.0f, present = 0.0f;
+      for (int j = thread; j < admissible; j += NUM_THREADS) {
+        const u32 place = order(j);
+        if (place >= tried) {
+          own += weight_of(place);
+          present = 1.0f;
+        }
       }
-      least |= digit << bit;
+      const double reached = together.sum(own) + forced;
+      bool enough = enough_of(reached);
+      if (enough && reached <= forced) enough = together.largest(present) > 0.0f;  // the same for all threads
+      if (enough) least = tried;
     }
   // How many blocks with exactly this order key are needed in addition to the larger ones.
   int needed = 1;
   if (searches) {
     float own_above = 0.0f, own_equal = 0.0f;
-    for_values(admissible, order, [&](int, u32 place) {
+    for (int j = thread; j < admissible; j += NUM_THREADS) {
+      const u32 place = order(j);
       if (place > least) own_above += weight_of(place);
       if (place == least) own_equal += 1.0f;
-    });
+    }
     const double above = together.sum(own_above) + forced, equal = together.sum(own_equal), mass = weight_of(least);
     // Added one by one in f32, small masses would stop growing long before the goal.
     const double wanted = (goal - above) / mass, whole = strict ? floor(wanted) + 1.0 : ceil(wanted);
@@ -224,29 +163,29 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
 
   // Each warp writes neighbouring words; of equal scores the first `needed` stay.
   const int lane = thread % 32, warp = thread / 32, per_warp = ceil_div(words, NUM_WARPS),
-            begin = warp * per_warp, end = min(begin + per_warp, words);
-  const auto is_equal = [&](int j, u32 place) { return j < admissible && place == least && !is_forced(j); };
+            end = min((warp + 1) * per_warp, words);
+  const auto is_equal = [&](int j) { return j < admissible && order(j) == least && !is_forced(j); };
   const u32 absent = params.drops_absent ? order_of_score(-INFINITY_F32) : 0;
   int before = 0;
   if (searches) {
-    for_words(begin, end, admissible, order, [&](int, int j, u32 place) {
-      before += __popc(__ballot_sync(~0u, is_equal(j, place)));
-    });
-    double* of_warps = places + together.turn * TRIED * NUM_WARPS;
-    if (lane == 0) of_warps[warp] = (double)before;
+    for (int word = warp * per_warp; word < end; ++word)
+      before += __popc(__ballot_sync(~0u, is_equal(word * 32 + lane)));
+    double* place = places + together.turn * NUM_WARPS;
+    if (lane == 0) place[warp] = (double)before;
     __syncthreads();  // every warp's number of equal scores is stored
     before = 0;
-    for (int other = 0; other < warp; ++other) before += (int)of_warps[other];
+    for (int other = 0; other < warp; ++other) before += (int)place[other];
   }
-  for_words(begin, end, admissible, order, [&](int word, int j, u32 place) {
-    const bool same = searches && is_equal(j, place);
+  for (int word = warp * per_warp; word < end; ++word) {
+    const int j = word * 32 + lane;
+    const bool same = searches && is_equal(j);
     const u32 equals = __ballot_sync(~0u, same);
     bool taken = j < admissible && (all || is_forced(j));
     if (j < admissible && searches)
-      taken |= place > least || (same && before + __popc(equals & ((1u << lane) - 1)) < needed);
-    if (taken && absent) taken = place != absent;
+      taken |= order(j) > least || (same && before + __popc(equals & ((1u << lane) - 1)) < needed);
+    if (taken && absent) taken = order(j) != absent;
     const u32 bits = __ballot_sync(~0u, taken);
     if (lane == 0) kept[word] = bits;
     before += __popc(equals);
-  });
+  }
 }
