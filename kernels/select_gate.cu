@@ -9,20 +9,17 @@
 //            nan i32 [num_heads], added to: probes with a score of a block they see that is no number or infinite
 // Buffers    lse, chosen, nan
 // Defines    none
-// Tiling     grid (ceil(probes / 8), heads, 1); 256 threads, a warp a probe: lanes hold 32 neighbouring scores, and the
-//            best so far one each; no shared memory
-// Numerics   f32 scores, f64 gate, its sums in the order of a warp's scan and relative to the first score; the quantile
-//            is Acklam's rational approximation
+// Tiling     grid (ceil(probes / 64), heads, 1); 64 threads, a probe each; no dynamic shared memory
+// Numerics   f32 scores, f64 gate; the quantile is Acklam's rational approximation
 // Edges      num_exact at most 32; equal scores: the earlier block is the better one
-#include "common/order_key.cuh"
+#include "common/types.cuh"
 
 struct SelectGateParams {
   u64 num_probes, num_blocks, block, context, gamma, tile, first_head;
   u64 sinks, k, num_exact;
 };
 
-constexpr int NUM_WARPS = 8, LAST_LANE = 31;
-constexpr u32 ALL_LANES = ~0u;
+constexpr int MOST_EXACT = 32;
 
 // The x below which a standard normal variable stays with probability p.
 DEVICE double normal_quantile(double p) {
@@ -53,102 +50,68 @@ DEVICE double normal_quantile(double p) {
           1.0);
 }
 
-// Adds to `x` the values of the lanes below.
-DEVICE double warp_inclusive_sum(double x) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const double below = __shfl_up_sync(ALL_LANES, x, distance);
-    if (lane >= distance) x += below;
-  }
-  return x;
-}
-
-extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
+extern "C" __global__ void __launch_bounds__(64)
     select_gate(const float* lse, u32* chosen, i32* nan, const __grid_constant__ SelectGateParams params) {
-  const int lane = threadIdx.x % 32, probe = (int)(blockIdx.x * NUM_WARPS + threadIdx.x / 32),
-            probes = (int)params.num_probes, blocks = (int)params.num_blocks, block = (int)params.block;
+  const int probe = (int)(blockIdx.x * 64 + threadIdx.x), probes = (int)params.num_probes,
+            blocks = (int)params.num_blocks, block = (int)params.block;
   if (probe >= probes) return;
   const int gamma = (int)params.gamma, context = (int)params.context, tile = (int)params.tile,
             head = (int)params.first_head + (int)blockIdx.y, words = ceil_div(blocks, 32);
   lse += ((u64)blockIdx.y * probes + probe) * blocks;
   chosen += ((u64)head * probes + probe) * words;
+  for (int word = 0; word < words; ++word) chosen[word] = 0;
   bool bad = false;
-  for (int j = lane; j <= (context + probe * gamma) / block; j += 32) bad |= !(lse[j] < INFINITY_F32);
-  bad = __any_sync(ALL_LANES, bad);
-  if (bad && lane == 0) atomicAdd(nan + head, 1);
+  for (int j = 0; j <= (context + probe * gamma) / block; ++j) bad |= !(lse[j] < INFINITY_F32);
+  if (bad) {
+    atomicAdd(nan + head, 1);
+    return;
+  }
   const int first_probe = probe * gamma / tile * tile, end = max((context + first_probe + 1) / block - 1, 0),
             begin = min((int)params.sinks, end), count = end - begin;
-  // Few blocks are all chosen; otherwise bits are set one by one.
-  const bool all = !bad && count <= (int)params.k;
-  for (int word = lane; word < words; word += 32) {
-    const int from = max(begin - word * 32, 0), to = min(end - word * 32, 32);
-    chosen[word] = all && from < to ? ~0u >> (32 - to + from) << from : 0;
+  const auto choose = [&](int j) { chosen[j / 32] |= 1u << j % 32; };
+  if (count <= (int)params.k) {
+    for (int j = begin; j < end; ++j) choose(j);
+    return;
   }
-  if (bad || all) return;
-  __syncwarp();  // every word is 0 before bits are set
-  const auto choose = [&](int j) { atomicOr(chosen + j / 32, 1u << j % 32); };
-
-  // The best so far: the first scores begin. `worst` is the lane that holds the least of them, of equal ones the last.
   const int capacity = min((int)params.num_exact, (int)params.k);
-  float best = lane < capacity ? lse[begin + lane] : INFINITY_F32, worst_score = INFINITY_F32;
-  int place = begin + lane, worst = 0;
+  // Each thread writes its own column.
+  __shared__ float all_best[MOST_EXACT][64];
+  __shared__ int all_places[MOST_EXACT][64];
+  const auto best = [&](int i) -> float& { return all_best[i][threadIdx.x]; };
+  const auto place = [&](int i) -> int& { return all_places[i][threadIdx.x]; };
+  int held = 0, worst = 0, slots = (int)params.k - capacity;
+  double seen = 0.0, mean = 0.0, squares = 0.0;
   const auto find_worst = [&] {
-    const u32 order = lane < capacity ? order_of_score(best) : ~0u;
-    const bool is_least = order == __reduce_min_sync(ALL_LANES, order);
-    const int last = __reduce_max_sync(ALL_LANES, is_least ? place : -1);
-    worst = __ffs(__ballot_sync(ALL_LANES, is_least && place == last)) - 1;
-    worst_score = __shfl_sync(ALL_LANES, best, worst);
+    worst = 0;
+    for (int i = 1; i < held; ++i)
+      if (best(i) < best(worst) || (best(i) == best(worst) && place(i) > place(worst))) worst = i;
   };
-  if (capacity > 0) find_worst();
-
-  int slots = (int)params.k - capacity;
-  double anchor = 0.0, sum = 0.0, squares = 0.0;
-  for (int start = begin + capacity; start < end; start += 32) {
-    const int j = start + lane;
-    const bool valid = j < end;
-    float score = valid ? lse[j] : -INFINITY_F32;
+  for (int j = begin; j < end; ++j) {
+    float score = lse[j];
     int at = j;
-    // Keep: a score above the worst takes its place, in the order of the blocks, and the gate sees what it evicts.
-    u32 later = ALL_LANES;
-    for (;;) {
-      const u32 above = __ballot_sync(ALL_LANES, score > worst_score) & later;
-      if (above == 0) break;
-      const int next = __ffs(above) - 1;
-      const float entering = __shfl_sync(ALL_LANES, score, next), leaving = worst_score;
-      const int leaving_at = __shfl_sync(ALL_LANES, place, worst);
-      if (lane == worst) best = entering, place = start + next;
-      if (lane == next) score = leaving, at = leaving_at;
-      later &= ~((2u << next) - 1);
+    if (held < capacity) {
+      best(held) = score, place(held) = at, held += 1;
+      find_worst();
+      continue;
+    }
+    if (capacity > 0 && score > best(worst)) {
+      const float out = best(worst);
+      const int out_at = place(worst);
+      best(worst) = score, place(worst) = at;
+      score = out, at = out_at;
       find_worst();
     }
+    // The gate updates its mean and variance with every score.
+    const double x = score, delta = x - mean;
+    seen += 1.0;
+    mean += delta / seen;
+    squares += delta * (x - mean);
     if (slots == 0) continue;
-
-    // Gate: mean and variance of all scores up to each lane's.
-    if (start == begin + capacity) anchor = __shfl_sync(ALL_LANES, score, 0);
-    const double x = score, delta = valid ? x - anchor : 0.0;
-    const double sums = sum + warp_inclusive_sum(delta), all_squares = squares + warp_inclusive_sum(delta * delta);
-    sum = __shfl_sync(ALL_LANES, sums, LAST_LANE);
-    squares = __shfl_sync(ALL_LANES, all_squares, LAST_LANE);
-    const double seen = j - (begin + capacity) + 1, left = end - j, mean = sums / seen,
-                 variance = all_squares / seen - mean * mean;
-    // Rounding may leave it below 0. Behind a score of minus infinity it is NaN, and nothing passes.
-    const double deviation = sqrt(variance < 0.0 ? 0.0 : variance);
-    // With fewer slots the gate is higher: only the lanes behind the first that passes, and that pass too, are asked
-    // again.
-    bool passes = valid;
-    while (slots > 0) {
-      if (passes) {
-        const double p = 1.0 - (double)slots / left;
-        passes = p <= 0.0 || x > anchor + mean + deviation * normal_quantile(p);
-      }
-      const u32 passing = __ballot_sync(ALL_LANES, passes);
-      if (passing == 0) break;
-      const int next = __ffs(passing) - 1;
-      if (lane == next) choose(at);
+    const double p = 1.0 - (double)slots / (double)(end - j);
+    if (p <= 0.0 || x > mean + sqrt(squares / seen) * normal_quantile(p)) {
       slots -= 1;
-      passes = passes && lane > next;
+      choose(at);
     }
   }
-  if (lane < capacity) choose(place);
+  for (int i = 0; i < held; ++i) choose(place(i));
 }

@@ -11,9 +11,6 @@ use std::ops::Range;
 /// Most blocks that select_gate chooses exactly for a probe: its buffer holds so many.
 pub(super) const MOST_EXACT: usize = 32;
 
-/// Probes of a thread block of select_gate.
-const PROBES_AT_ONCE: usize = 8;
-
 /// Probes of a query tile, and keys of a key tile, in the dense attention of the probes.
 const SIDE: usize = 128;
 
@@ -57,7 +54,7 @@ impl Call<'_> {
                 k,
                 num_exact,
             });
-            let grid = [num_probes.div_ceil(PROBES_AT_ONCE), heads.len(), 1];
+            let grid = [num_probes.div_ceil(64), heads.len(), 1];
             let tensors = [&lse, &chosen, nan_rows];
             // SAFETY: reads scores of blocks that a probe sees; writes every word of these heads.
             unsafe { SELECT_GATE.launch(grid, &tensors, &params) }?;
@@ -179,7 +176,7 @@ impl Qkv {
     }
 }
 
-const SELECT_GATE: SourceKernel = SourceKernel::new("select_gate").threads(32 * PROBES_AT_ONCE);
+const SELECT_GATE: SourceKernel = SourceKernel::new("select_gate").threads(64);
 const SELECT_VOTES: SourceKernel = SourceKernel::new("select_votes").threads(128);
 const PROBE_MASK: SourceKernel = SourceKernel::new("probe_mask").threads(128);
 const PROBE_CORRECT: SourceKernel = SourceKernel::new("probe_correct").threads(128);
