@@ -146,7 +146,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let json = r#"{"tasks":[{"task":"piqa","acc":0.5,"rows":[1]},{"task":"arc_easy","acc":0.25}],
             "loss":2.0,"text":"x","by":[{"length":64,"hit":1}],
-            "by_position":[{"from":4,"to":8,"num_tokens":3,"loss":1.5},{"from":8,"to":16,"num_tokens":3,"loss":1.25}]}"#;
+            "by_position":[{"from":4,"to":8,"num_tokens":3,"loss":1.5},
+            {"from":8,"to":16,"num_tokens":3,"loss":1.25}]}"#;
         fs::write(folder.path().join("tasks.json"), json).unwrap();
         fs::write(folder.path().join("notes.txt"), "x").unwrap();
         fs::write(folder.path().join("map.svg"), "<svg/>").unwrap();

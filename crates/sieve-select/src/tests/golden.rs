@@ -122,8 +122,8 @@ fn golden_pbs() {
     });
 }
 
-/// Keys are where the stored order has them, or have the importance of the key stored there: sums in another order, as on
-/// a processor with other vector instructions, exchange keys whose importances differ by rounding alone.
+/// Keys are where the stored order has them, or have the importance of the key stored there: sums in another order, as
+/// on a processor with other vector instructions, exchange keys whose importances differ by rounding alone.
 fn same_order(found: &[i32], stored: &[i32], call: &Call<'_>, case: &str) {
     let num_keys = call.shape.num_keys;
     assert_eq!(found.len(), stored.len(), "{case}");
