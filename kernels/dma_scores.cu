@@ -30,7 +30,9 @@ constexpr int TILE_CHUNKS = 1536 / NUM_KV_HEADS;
 constexpr int PADDED_SUMS = NUM_SUMS <= 4 ? 4 : NUM_SUMS <= 8 ? 8 : NUM_SUMS <= 16 ? 16 : 32;
 constexpr int HEADS_AT_ONCE = NUM_KV_HEADS % 4 == 0 ? 4 : 1;  // columns of a row of W_dt that a lane loads at once
 constexpr float LINEAR_SOFTPLUS = 20.f;  // softplus(x) = x beyond, to f32
-constexpr float MAX_EXPONENT = 60.f;     // as in dma_decode
+#ifdef BIAS
+constexpr float MAX_EXPONENT = 60.f;  // as in dma_decode
+#endif
 static_assert(NUM_SUMS <= 32, "a lane ends up with at most one sum");
 
 struct DmaScoresParams {
