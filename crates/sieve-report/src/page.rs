@@ -21,7 +21,7 @@ struct Charted<'a> {
     group: usize,
     knots: Knots,
     series: BTreeMap<&'a str, Series>,
-    /// `eval/FILE.json: path` to (first token, value) of each bin.
+    /// `FILE: path` of an array of bins in `eval/FILE.json` to (first token, value) of each bin.
     curves: BTreeMap<String, &'a [(f64, f64)]>,
 }
 

@@ -395,7 +395,7 @@ keys! {
         /// Highest learning rate.
         #[key(between(0.0, MAX_F32, "1e-4 to 1e-2 is usual"))]
         pub lr: f64,
-        /// Highest learning rate of the indexer of `msa`, whose schedule is that of `lr`. Absent: `lr`.
+        /// Highest learning rate of the indexer of `msa`, with the schedule of `lr`. Absent: `lr`.
         #[key(between(0.0, MAX_F32, "lr to four times lr is usual; 0 leaves the indexer as it is"))]
         pub indexer_lr: Option<f64>,
         /// Decay of the first moment; of Muon's momentum too, where 0.95 is usual.
