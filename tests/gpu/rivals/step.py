@@ -32,16 +32,22 @@ CASES = {
 TINY = ("qwen2", 500, 2, 64, 2, 1, 32, 96, 32, 2)
 
 
+def config_of(sizes):
+    """Of transformers, for one of CASES."""
+    family, vocabulary, layers, width, heads, kv_heads, head_dim, ff, seq_len, _ = sizes
+    return AutoConfig.for_model(family, vocab_size=vocabulary, hidden_size=width, intermediate_size=ff, num_hidden_layers=layers,
+                                num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, use_cache=False,
+                                max_position_embeddings=seq_len, tie_word_embeddings=True)
+
+
 def head_loss(hidden, weight, labels):
     logits = torch.nn.functional.linear(hidden, weight).float()
     return torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 def run(name, sizes, device, steps, warm, float8=False):
-    family, vocabulary, layers, width, heads, kv_heads, head_dim, ff, seq_len, rows = sizes
-    config = AutoConfig.for_model(family, vocab_size=vocabulary, hidden_size=width, intermediate_size=ff, num_hidden_layers=layers,
-                                  num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, use_cache=False,
-                                  max_position_embeddings=seq_len, tie_word_embeddings=True)
+    seq_len, rows = sizes[-2:]
+    vocabulary, config = sizes[1], config_of(sizes)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
     loss_of = head_loss
