@@ -31,7 +31,7 @@ pub struct AttentionNeeds {
 /// How a model chooses its keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NeededKeys {
-    /// Neighbouring keys: dense or sliding-window attention.
+    /// Consecutive keys: dense or sliding-window attention.
     Neighbours,
     /// DMA; with the form of its bias in decoding.
     Chosen(ScoreBias),
