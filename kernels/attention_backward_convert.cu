@@ -7,8 +7,8 @@
 //            [batch, seq_len, num_heads, HEAD_DIM], any strides that are multiples of 8
 // Buffers    dq_sum, dq
 // Defines    HEAD_DIM; SUM_PARTS (0)
-// Tiling     grid (ceil(batch * num_heads * sum_len / 16 * ceil(HEAD_DIM / 32) / 8)); 256 threads; a warp turns 16 rows
-//            of 32 columns; no shared memory
+// Tiling     grid (ceil(batch * num_heads * sum_len / 16 * ceil(HEAD_DIM / 32) / 8)); 256 threads; a warp converts 16
+//            rows of 32 columns; no shared memory
 // Numerics   one rounding; memory-bound
 // Edges      queries at or past seq_len are skipped
 #include "common/mma.cuh"

@@ -57,7 +57,7 @@ pub struct Request {
 pub struct Gpu {
     /// Compute capability, major and minor.
     pub capability: (u32, u32),
-    /// Its multiprocessors.
+    /// Number of multiprocessors.
     pub multiprocessors: usize,
     /// Most shared memory that a thread block may use, in bytes.
     pub shared_bytes: usize,

@@ -209,7 +209,7 @@ impl LongTask {
         Ok(Self { name, kind })
     }
 
-    /// Its name.
+    /// Name of the task, as `--tasks` takes it.
     pub fn name(&self) -> &'static str {
         self.name
     }

@@ -23,7 +23,7 @@ pub use spec::{READY_TASKS, Task};
 pub struct TaskModel<'a, B: DeviceBackend> {
     /// The model.
     pub model: &'a Qwen3<B>,
-    /// Its tokenizer.
+    /// The model's tokenizer.
     pub tokenizer: &'a Tokenizer,
     /// The tokens that end a text, the end-of-document token first.
     pub ends: &'a [u32],

@@ -35,7 +35,7 @@ pub enum NeededKeys {
     Neighbours,
     /// DMA; with the form of its bias in decoding.
     Chosen(ScoreBias),
-    /// DMA in rows where every key is kept: neighbouring keys with a bias.
+    /// DMA in rows where every key is kept: consecutive keys with a bias.
     AllBiased,
     /// NSA's compressed and selected branches. Its window branch takes [`Neighbours`](Self::Neighbours).
     Blocks,
