@@ -236,7 +236,7 @@ fn kept_by_blocks(recipe: &Recipe, shape: &ModelShape, target: &Target, keeping:
 
 /// Bytes of gradients at the moments of a training step.
 struct GradientBytes {
-    /// In the loss.
+    /// Gradients that exist while the loss is computed.
     loss: u64,
     /// In the loss, in addition: the head's new gradient until it is added to the one of earlier micro-batches.
     new_in_loss: u64,

@@ -104,7 +104,7 @@ impl DmaWindow {
 }
 
 impl From<usize> for DmaWindow {
-    /// Without a local window.
+    /// A selection without a local window.
     fn from(keep_window_size: usize) -> Self {
         Self {
             keep_window_size,
