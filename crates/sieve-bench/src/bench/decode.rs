@@ -12,7 +12,7 @@ use sieve_select::{CallShape, Selector, Step};
 /// Tokens of a text, the new one among them.
 const TOKENS: usize = 131_072;
 
-/// Keys that DMA's cache holds.
+/// Slots of DMA.
 const KEPT: usize = 2048;
 
 /// Decode selectors at their papers' settings.

@@ -340,7 +340,7 @@ impl Layer<'_> {
                 let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
                 let index = match &self.attention.extra {
                     TokenExtra::Indexer { proj, norm } => {
-                        // The key is repeated where a packed tensor has values.
+                        // The key stands where a packed tensor has values, too.
                         let [rows, _] = proj.dims();
                         let key = proj.clone().narrow(0, rows - shape.head_dim, shape.head_dim);
                         let proj = Tensor::cat(vec![proj.clone(), key], 0);

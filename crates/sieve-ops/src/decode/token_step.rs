@@ -10,7 +10,7 @@ use sieve_core::BlockChoice;
 /// One token through a model, which has no residual scales.
 #[derive(Debug)]
 pub struct TokenStep<'a, B: Backend> {
-    /// The token's id in each row, `[batch, 1]`.
+    /// `[batch, 1]`.
     pub ids: Tensor<B, 2, Int>,
     /// Tokens of every row before this one.
     pub position: usize,
