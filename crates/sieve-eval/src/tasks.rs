@@ -270,7 +270,7 @@ fn shots(task: &Task, data: &TaskRows, fewshot: usize, row: &TableRow) -> Result
     }
     if taken < fewshot {
         let reason = format!(
-            "{fewshot} examples are asked for, and only {taken} rows can be examples\n  \
+            "{fewshot} examples are asked for, and {taken} rows can be examples\n  \
              hint: use --fewshot {taken} or less, or name more with --fewshot-data"
         );
         return Err(EvalError::task(task.name(), reason));
