@@ -3,12 +3,12 @@
 // Math       dq = scale * dq_sum; SUM_PARTS: dk = scale * sum over p of dk_sum[p], in the order of p
 // Layout     dq_sum f32 [batch, num_heads, (SUM_PARTS: num_parts,) sum_len / 16, HEAD_DIM / 8, 32, 4]: lane 4g + t of a
 //            16 x 8 tile holds row g, columns 2t, 2t + 1, then row g + 8;
-//            it stands for the queries first_query .. first_query + sum_len; dq bf16
+//            it holds the queries first_query .. first_query + sum_len; dq bf16
 //            [batch, seq_len, num_heads, HEAD_DIM], any strides that are multiples of 8
 // Buffers    dq_sum, dq
 // Defines    HEAD_DIM; SUM_PARTS (0)
-// Tiling     grid (ceil(batch * num_heads * sum_len / 16 * ceil(HEAD_DIM / 32) / 8)); 256 threads; a warp turns 16 rows
-//            of 32 columns; no shared memory
+// Tiling     grid (ceil(batch * num_heads * sum_len / 16 * ceil(HEAD_DIM / 32) / 8)); 256 threads; a warp converts 16
+//            rows of 32 columns; no shared memory
 // Numerics   one rounding; memory-bound
 // Edges      queries at or past seq_len are skipped
 #include "common/mma.cuh"

@@ -5,7 +5,7 @@
 // Layout     as dma_border_keys_forward, with gradients in the place of values
 // Buffers    d_packed, d_rank (both read and written), kept, d_keys, d_ranks
 // Defines    IS_BF16 (1), VECTOR (8)
-// Tiling     grid (slots, batch); 256 threads; 8 neighbouring columns each
+// Tiling     grid (slots, batch); 256 threads; 8 consecutive columns each
 // Numerics   f32 sums, one rounding; a key is in at most one slot of its head, so no two threads add to one element;
 //            memory-bound
 // Edges      head_dim is a multiple of 8; kept is below seq_len

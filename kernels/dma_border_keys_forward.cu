@@ -6,7 +6,7 @@
 //            [batch, G, slots]; all contiguous
 // Buffers    packed, rank, kept, keys, ranks
 // Defines    IS_BF16 (1), VECTOR (8)
-// Tiling     grid (slots, batch); 256 threads; 8 neighbouring columns each
+// Tiling     grid (slots, batch); 256 threads; 8 consecutive columns each
 // Numerics   copies; writes every element of keys and ranks; memory-bound
 // Edges      head_dim is a multiple of 8; kept is below seq_len
 #include "common/row_vector.cuh"

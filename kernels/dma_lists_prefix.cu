@@ -1,4 +1,4 @@
-// dma_lists_prefix: the keys alive at each boundary of PREFIX_BLOCK positions, from `expire` alone. dma_lists wants
+// dma_lists_prefix: the keys alive at each boundary of PREFIX_BLOCK positions, from `expire` alone. dma_lists reads
 // them; after dma_select they exist already (the survivors of dma_select_prefix), so this runs only for an `expire`
 // from elsewhere.
 // Math       alive(S) = { j : doc_start[S] <= j < S <= expire[j] }, at most w of them; written where S -

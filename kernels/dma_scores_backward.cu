@@ -8,7 +8,7 @@
 //            [gridDim.x, C NUM_KV_HEADS + NUM_KV_HEADS], dA's columns last
 // Buffers    v, w_dt, a, x, dz, dv (read and written), partials
 // Defines    NUM_KV_HEADS (1 to 32)
-// Tiling     grid (any number of blocks, ceil(C / (128 CHANNELS))); 128 threads; a thread owns CHANNELS neighbouring
+// Tiling     grid (any number of blocks, ceil(C / (128 CHANNELS))); 128 threads; a thread owns CHANNELS consecutive
 //            channels, their W_dt and dW_dt in registers; block b takes tiles of 16 tokens b, b + gridDim.x, ..;
 //            dynamic shared bytes = 8192 CHANNELS: the thread's channels of v and dv for two groups of 8 tokens, one
 //            being multiplied while the other arrives
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
     i32 first;
     locate(group, row, first);
     if (group % TILE_GROUPS == 0) {
-      // Score: dx of the tile. Neighbouring threads take neighbouring tokens of one head.
+      // Score: dx of the tile. Consecutive threads take consecutive tokens of one head.
       __syncthreads();  // the last tile is no longer read
 #pragma unroll
       for (int p = 0; p < PAIRS; p++) {

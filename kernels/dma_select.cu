@@ -44,7 +44,7 @@ constexpr int BLOCK = 1024;       // arriving keys of a block: one per thread
 constexpr int TIME_BLOCK = 32;    // times between two rows of the bit matrix
 constexpr int NUM_WORDS = BLOCK / 32;
 constexpr int NUM_ROWS = BLOCK / TIME_BLOCK + 1;
-// Dynamic shared memory: the keys before a block, and where survivors stand for old ones room for those.
+// Dynamic shared memory: the keys before a block, and where survivors replace older keys room for the survivors.
 constexpr i32 STAGED_KEYS = 2 * PREFIX_BLOCK - BLOCK, STAGED_SURVIVORS = (STAGED_KEYS - PREFIX_BLOCK) / 2;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr u16 NOT_IN_POOL = 0xffff;

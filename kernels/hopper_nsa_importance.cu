@@ -33,7 +33,7 @@ struct ImportanceRows {
   int own[2];  // the last block that is written; -1: none
 };
 
-// Adds up a step's probabilities, `p[4 n + 2 h + x]` of column 8 n + 2 t + x, over blocks and the MERGED neighbouring
+// Adds up a step's probabilities, `p[4 n + 2 h + x]` of column 8 n + 2 t + x, over blocks and the MERGED consecutive
 // heads, and writes them. `carry`: the last slot's of the step before, in lanes t = 3.
 template <int MERGED>
 DEVICE void write_step(float (&p)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block) {
@@ -142,7 +142,7 @@ DEVICE void write_scores(const float (&s)[4 * TILES], float (&carry)[2], const I
         largest = fmaxf(largest, fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
       if (BLOCKS == 1) carry[h] = largest;
       largest = quad_max(largest);
-      // neighbouring lanes write neighbouring blocks
+      // consecutive lanes write consecutive blocks
       if (t == i % 4 && first_block + i <= rows.own[h]) rows.all[rows.to[h] + first_block + i] = largest;
     }
   }

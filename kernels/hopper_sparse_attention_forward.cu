@@ -9,7 +9,7 @@
 //            one, for any mask; 0: tiles of keys by TMA, for masks without single keys and order of keys whose key
 //            tiles are multiples of KEY_BOX (64, 128), PAIRS 1: whose query tiles have 64 rows, with KEY_BOX 64; maps
 //            of bf16 [1, seq_len, num_kv_heads * HEAD_DIM], box 1 x KEY_BOX x 64, 128-byte swizzle
-// Tiling     a tile is 128 rows of one query tile, or with PAIRS two neighbouring ones.
+// Tiling     a tile is 128 rows of one query tile, or with PAIRS two consecutive ones.
 //            Persistent: grid (multiprocessors, 1, 1);
 //            384 threads; dynamic shared bytes = 256 * HEAD_DIM + (K_STAGES + V_STAGES) * 256 * HEAD_DIM + (GATHER
 //            ? 4096 : 128) + 2 * (32 + 512)

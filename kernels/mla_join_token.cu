@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                    const float* key_scale, const i32* length, bf16* latents, float* scales, bf16* folded,
                    const __grid_constant__ MlaJoinTokenParams params) {
   __shared__ float query[HEAD_DIM];
-  __shared__ float sums[SHARES][WORDS][8 + 1];  // a word of padding, because lanes read neighbouring shares
+  __shared__ float sums[SHARES][WORDS][8 + 1];  // a word of padding, because lanes read consecutive shares
   wait_for_previous();
   const int head = blockIdx.x, num_heads = (int)params.num_heads, rank = (int)params.rank, width = rank + ROPE_DIM;
   const i64 batch = blockIdx.z;

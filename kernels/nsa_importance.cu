@@ -55,7 +55,7 @@ DEVICE void store_largest(const float (&score)[2][16], const int (&low)[2], cons
   }
 }
 
-// Puts the probabilities of a warp's 16 rows, summed over MERGED neighbouring heads, into the table.
+// Puts the probabilities of a warp's 16 rows, summed over MERGED consecutive heads, into the table.
 template <int MERGED>
 DEVICE void store_probabilities(float (&p)[2][16], float* table, int warp) {
   constexpr int STEPS = MERGED >= 8 ? 3 : MERGED == 4 ? 2 : MERGED == 2 ? 1 : 0;

@@ -45,7 +45,7 @@ DEVICE void take_group(bf16* to, const float* from, bool exists, float scale) {
 #else
 constexpr int SUPER_BLOCK = 1024;
 
-// Sixteen columns: two words.
+// Copies sixteen columns, two words of 16 bytes; zeros where the token does not exist.
 DEVICE void copy_group(bf16* to, const bf16* from, bool exists) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) store_16_bytes(to + i * 8, exists ? load_16_bytes(from + i * 8) : make_uint4(0, 0, 0, 0));

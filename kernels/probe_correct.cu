@@ -7,7 +7,7 @@
 //            offset, 0); rows dense_first .. dense_end are dense
 // Buffers    o, dense
 // Defines    none
-// Tiling     grid (probes, ceil(width / 1024), 1); 128 threads, eight neighbouring columns each; no dynamic shared
+// Tiling     grid (probes, ceil(width / 1024), 1); 128 threads, eight consecutive columns each; no dynamic shared
 //            memory
 // Numerics   f32, one rounding to bf16
 // Edges      width a multiple of 8

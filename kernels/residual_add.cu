@@ -3,7 +3,7 @@
 // Layout     a, b [rows, width], rows a_stride and b_stride apart; y [rows, width] contiguous; all bf16
 // Buffers    a, b, y; y may be a or b where that is contiguous
 // Defines    IS_BF16 (1), VECTOR (1, 8) (set by sieve-gpu/src/step/residual_add.rs)
-// Tiling     grid (rows, ceil(width / (256 VECTOR))); 256 threads; VECTOR neighbouring columns each
+// Tiling     grid (rows, ceil(width / (256 VECTOR))); 256 threads; VECTOR consecutive columns each
 // Numerics   f32 inside, one rounding; memory-bound
 // Edges      the last block of columns may be short
 #include "common/row_vector.cuh"

@@ -3,7 +3,7 @@
 // Layout     x [rows, width], rows stride apart; bf16 or f32; factor f32 [1]
 // Buffers    factor, x
 // Defines    IS_BF16, VECTOR (set by sieve-gpu/src/step/scale.rs)
-// Tiling     grid (rows, ceil(width / (256 VECTOR))); 256 threads; VECTOR neighbouring columns each
+// Tiling     grid (rows, ceil(width / (256 VECTOR))); 256 threads; VECTOR consecutive columns each
 // Numerics   f32 inside, one rounding; memory-bound
 // Edges      the last block of columns may be short
 #include "common/row_vector.cuh"

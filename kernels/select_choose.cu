@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
     if (!enough_of(above + mass)) needed = (int)(mass > 0.0 ? fmin(whole, equal) : equal);
   }
 
-  // Each warp writes neighbouring words; of equal scores the first `needed` stay.
+  // Each warp writes consecutive words; of equal scores the first `needed` stay.
   const int lane = thread % 32, warp = thread / 32, per_warp = ceil_div(words, NUM_WARPS),
             end = min((warp + 1) * per_warp, words);
   const auto is_equal = [&](int j) { return j < admissible && order(j) == least && !is_forced(j); };

@@ -3,7 +3,7 @@
 // Layout     counts i32 [rows]; mask i32: row_ptr [rows + 1] from word row_ptr_at on
 // Buffers    counts, mask
 // Defines    none
-// Tiling     grid (1, 1, 1); 1024 threads, neighbouring rows each; no dynamic shared memory
+// Tiling     grid (1, 1, 1); 1024 threads, consecutive rows each; no dynamic shared memory
 // Numerics   integers
 // Edges      any number of rows; the sum stays below 2^31, as the mask has room for no more
 #include "common/block_scan.cuh"

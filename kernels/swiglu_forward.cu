@@ -7,7 +7,7 @@
 // Defines    AMAX_PARTIALS (0; else the number of partial maxima of |y|, common/amax.cuh), IS_BF16 (1), VECTOR
 //            (elements a thread loads at once: 8, or 1 when d_ff or row_stride is no multiple of 8) (set by
 //            sieve-gpu/src/step/swiglu_forward.rs)
-// Tiling     grid (rows, ceil(d_ff / (256*VECTOR))); 256 threads; a thread owns VECTOR neighbouring columns of one row;
+// Tiling     grid (rows, ceil(d_ff / (256*VECTOR))); 256 threads; a thread owns VECTOR consecutive columns of one row;
 //            no shared memory
 // Numerics   f32 inside, one rounding at the store; writes every element of y, accumulates into nothing; memory-bound,
 //            each input is read once

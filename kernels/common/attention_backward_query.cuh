@@ -18,7 +18,7 @@ struct BackwardQueries {
 constexpr int RING_AT = BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2;  // behind queries and output gradients
 static_assert(RING_AT + KV_STREAM_BYTES <= 227 * 1024,
               "no device gives a block more shared memory");
-static_assert(WARP_ROWS == 16, "one row tile a warp: scores and their gradients stand in registers together");
+static_assert(WARP_ROWS == 16, "one row tile a warp: scores and their gradients are in registers at the same time");
 
 template <class Params>
 DEVICE BackwardQueries backward_queries(const bf16* d_out, const float2* row_stats, bf16* dq, const Params& params,

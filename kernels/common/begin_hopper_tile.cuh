@@ -1,7 +1,7 @@
 // begin_hopper_tile: statements with which the Hopper entry kernels that keep queries in place begin, as begin_tile:
 // they declare `shared`, `tensors`, `work` and `maps` from the buffers, maps and params by the names these kernels give
 // them.
-// Defines    GATHER: keys by DMA's lists, else neighbouring keys; HAS_BIAS, ROW_SUMS as hopper_tiles.cuh
+// Defines    GATHER: keys by DMA's lists, else consecutive keys; HAS_BIAS, ROW_SUMS as hopper_tiles.cuh
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   InputTensors tensors = input_tensors(q, k, v, params);

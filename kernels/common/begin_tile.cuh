@@ -2,7 +2,7 @@
 // and `stream` from the buffers and params by the names these kernels give them. Included inside a kernel, because as a
 // function of references the same lines change registers (24 bytes spill at a head_dim of 128).
 // Defines    GATHER: keys by DMA's lists, and a tile stays inside one super-block of SUPER_BLOCK (1024) queries; else
-//            neighbouring keys; RING_AT: where the stream's stages begin in shared memory
+//            consecutive keys; RING_AT: where the stream's stages begin in shared memory
 #ifndef SUPER_BLOCK
 #define SUPER_BLOCK 1024
 #endif

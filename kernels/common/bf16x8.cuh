@@ -1,4 +1,4 @@
-// bf16x8: eight neighbouring bf16 or f32, loaded and stored by 16-byte accesses, as f32 in registers.
+// bf16x8: eight consecutive bf16 or f32, loaded and stored by 16-byte accesses, as f32 in registers.
 #pragma once
 #include "common/types.cuh"
 

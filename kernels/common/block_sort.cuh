@@ -32,7 +32,7 @@ DEVICE u64 block_sort(u64 key, u64* front, u64* back, int size) {
   }
 #pragma unroll 1
   for (int run = 32; run < size; run *= 2) {
-    __syncthreads();  // the runs are in `front`; nobody reads `back` any more
+    __syncthreads();  // the runs are in `front`; no thread reads `back` any more
     if (takes_part) {
       const bool is_right = thread & run;
       const u64* other = front + ((thread & ~(run - 1)) ^ run);

@@ -2,7 +2,7 @@
 #pragma once
 #include "common/types.cuh"
 
-// Sum over groups of LANES neighbouring lanes (a power of two); every lane receives it. The whole warp must call.
+// Sum over groups of LANES consecutive lanes (a power of two); every lane receives it. The whole warp must call.
 template <int LANES>
 DEVICE float lanes_sum(float value) {
 #pragma unroll
@@ -10,7 +10,7 @@ DEVICE float lanes_sum(float value) {
   return value;
 }
 
-// Sum over WARPS neighbouring warps that work on one row; every thread receives it. `shared` holds a float a warp of
+// Sum over WARPS consecutive warps that work on one row; every thread receives it. `shared` holds a float a warp of
 // the block; all threads of the block must call, and a barrier must lie between two calls that share it.
 template <int WARPS>
 DEVICE float warps_sum(float value, float* shared) {

@@ -239,8 +239,8 @@ DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
 }
 
 #if ORDERED
-// Where part `number` of the block's dQ, in the order of staging, is handed over. A fresh barrier counts as complete in
-// the phase of numbers before 0.
+// Where part `number` of the block's dQ, in the order of staging, is passed to send_tiles. A fresh barrier counts as
+// complete in the phase of numbers before 0.
 struct DqPlace {
   u32 barrier, phase;
   DEVICE explicit DqPlace(u32 number)
@@ -496,8 +496,8 @@ DEVICE void stage_dq(const float (&dq)[N], u32 shared, u32 number) {
   for (int n = 0; n < N / 4; ++n)
     store_shared_float4(to + n * 512, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
-// Adds part `number` to the sums at `to`; ORDERED: hands it to send_tiles. Adds by one thread of the producer take 3 to
-// 14 % longer in a free order.
+// Adds part `number` to the sums at `to`; ORDERED: passes it to send_tiles. Adds by one thread of the producer take 3
+// to 14 % longer in a free order.
 template <int N>
 DEVICE void send_dq([[maybe_unused]] float* to, u32 shared, u32 number) {
   fence_async_proxy();  // the copy engine reads what every lane stored

@@ -291,7 +291,7 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
 #endif
     }
   }
-  // A run without rows tells the consumers that there is no further one.
+  // A run without rows is the end mark: the consumers stop there.
   barrier_wait(barrier_at(shared, EMPTY_KEYS + keys_place.slot), keys_place.phase ^ 1);
   if (thread == 0)
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared + RUNS_AT + keys_place.slot * 16), "r"(0)

@@ -5,7 +5,7 @@
 #include "common/hopper_tiles.cuh"
 #include "common/sparse_keys.cuh"
 
-static_assert(BLOCK_Q == 128 && HEADS_PER_TILE == 1, "a producer thread brings one query, as a row of a tile of 128");
+static_assert(BLOCK_Q == 128 && HEADS_PER_TILE == 1, "a producer thread loads one query, as a row of a tile of 128");
 
 constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
 

@@ -85,7 +85,6 @@ struct RowSumsConsumer {
       places.v.advance();
       places.stage += 1;
 
-      // Accumulate.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float sum[2] = {0.0f, 0.0f};
@@ -97,7 +96,6 @@ struct RowSumsConsumer {
       }
     }
 
-    // Store.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(sums[r]);

@@ -89,7 +89,7 @@ static_assert(BARRIERS_AT % 16 == 0, "barriers and vectors are aligned");
 // (dense) or the position of each query (SPARSE), and by each row's -base / softmax_scale (HAS_BIAS).
 struct TileHead {
   int batch, head, first_query, end_query;
-  // num_stages: 0 tells the consumers that there is no further tile. last_stage (dense): stages are visited from this
+  // num_stages: 0 is the end mark, at which the consumers stop. last_stage (dense): stages are visited from this
   // one (key / BLOCK_KV) downwards.
   int num_stages, last_stage;
   int first_is_half;  // HALF_STAGES: the first stage holds HALF_KV keys

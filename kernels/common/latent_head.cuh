@@ -1,5 +1,5 @@
 // latent_head: how MLA's packing kernels lay a head [content ; rotary part] over lanes where it is normed. A lane holds
-// eight neighbouring columns of the content and the columns of the rotary part that rotary_head gives it; LATENT_GROUP
+// eight consecutive columns of the content and the columns of the rotary part that rotary_head gives it; LATENT_GROUP
 // lanes hold a head, a warp LATENT_HEADS heads at once.
 // Defines    CONTENT_DIM (a multiple of 8; with norms at most 256), HEAD_DIM (of the rotary part), NORM_DIM (0: none)
 #pragma once

@@ -1,5 +1,5 @@
-// norm_row: how the RMSNorm kernels lay rows over warps. A row belongs to WARPS_PER_ROW neighbouring warps; a lane
-// holds up to CHUNKS groups of eight neighbouring columns of it.
+// norm_row: how the RMSNorm kernels lay rows over warps. A row belongs to WARPS_PER_ROW consecutive warps; a lane
+// holds up to CHUNKS groups of eight consecutive columns of it.
 // Defines    WARPS_PER_ROW (a power of two), CHUNKS_PER_LANE (8)
 #pragma once
 #include "common/types.cuh"

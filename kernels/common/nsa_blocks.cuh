@@ -1,5 +1,5 @@
 // nsa_blocks: where the compressed blocks of native sparse attention lie. They are counted from each document's first
-// token: block c of a document covers its tokens [c stride, c stride + size), and stands in slot ceil(document
+// token: block c of a document covers its tokens [c stride, c stride + size), and has slot ceil(document
 // start / stride) + c of the row.
 #pragma once
 #include "common/types.cuh"

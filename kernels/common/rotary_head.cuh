@@ -1,4 +1,4 @@
-// rotary_head: how the q/k-norm kernels lay a head over lanes. A lane holds LANE_COLUMNS neighbouring columns of the
+// rotary_head: how the q/k-norm kernels lay a head over lanes. A lane holds LANE_COLUMNS consecutive columns of the
 // first half of a head and the columns of the second half that rotate with them; GROUP lanes hold a head, a warp
 // HEADS_PER_WARP heads at once.
 // Defines    HEAD_DIM (a multiple of 16, at most 256)

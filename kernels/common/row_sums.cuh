@@ -1,4 +1,4 @@
-// row_sums: sums over neighbouring rows of an accumulator fragment, whose columns the lanes of those rows then share
+// row_sums: sums over consecutive rows of an accumulator fragment, whose columns the lanes of those rows then share
 // out.
 #pragma once
 #include "common/types.cuh"

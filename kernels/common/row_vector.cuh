@@ -1,4 +1,4 @@
-// row_vector: VECTOR neighbouring elements of a row, loaded and stored as f32 in one access.
+// row_vector: VECTOR consecutive elements of a row, loaded and stored as f32 in one access.
 // Defines    IS_BF16 (1: bf16, 0: f32), VECTOR (1, or 16 bytes' worth: 8 bf16 or 4 f32)
 // Pointers must be aligned to VECTOR elements; for pointers that may not be, launch wrappers choose VECTOR = 1.
 #pragma once

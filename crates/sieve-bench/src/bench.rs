@@ -62,12 +62,12 @@ pub enum BenchRows {
     Dma,
 }
 
-/// What to time.
+/// Rows and sizes of a benchmark.
 #[derive(Clone, Debug)]
 pub struct BenchSettings {
-    /// Which rows.
+    /// The kernels whose rows are timed.
     pub rows: BenchRows,
-    /// DMA's scores.
+    /// How DMA's scores are drawn: a row for each.
     pub scores: Vec<Scores>,
     /// Time the portable kernels, also where the device has a family of its own.
     pub portable: bool,

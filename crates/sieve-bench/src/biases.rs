@@ -168,7 +168,7 @@ fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -
             *expire = if key < 1024 { key } else { seq_len } as i32;
         }
         let expire = case.expire.clone();
-        let label = format!("nobody sees the first 1024 keys, {widths:?}");
+        let label = format!("no query sees the first 1024 keys, {widths:?}");
         let prepared = Prepared::new(case, Layout::Contiguous, label);
         let lists = |call: &OnDevice<'_>| {
             let expire = device.int(&expire, &shape.per_key());

@@ -25,7 +25,7 @@ use std::time::Instant;
 /// Random calls of attention in a short check; selections and caches get a fifth of them.
 const SHORT_CHECK_CASES: usize = 25;
 
-/// What to check.
+/// The kernels that a check covers, and how thoroughly.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckSettings {
     /// Random calls of attention's launch wrappers; a fifth as many of other kernels.
@@ -40,7 +40,7 @@ pub struct CheckSettings {
     pub portable: bool,
     /// Whether one lane or every lane of a warp arrives at a barrier of the Hopper backward kernels.
     pub arrivals: Arrivals,
-    /// What to check.
+    /// The kernels to check.
     pub part: CheckPart,
 }
 
@@ -224,7 +224,7 @@ pub struct CheckedPart {
     pub cases: usize,
     /// Cases that failed.
     pub failures: usize,
-    /// How long it took.
+    /// Duration of the check.
     pub seconds: f64,
 }
 

@@ -156,7 +156,7 @@ impl Emulator {
         (0..sizes.len()).map(read).collect()
     }
 
-    /// Creates the files of buffers that have none yet. Every byte is 0xff, so that a float nobody wrote is NaN.
+    /// Creates the files of buffers that have none yet. Every byte is 0xff, so that an unwritten float is NaN.
     fn make_buffers(&self) -> io::Result<()> {
         let buffers = self.recorder.buffers();
         let made = std::mem::replace(&mut self.state.borrow_mut().made, buffers.len());

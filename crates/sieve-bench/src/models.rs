@@ -125,7 +125,7 @@ type Found = (String, usize, Vec<f32>);
 struct Setup {
     recipe: Recipe,
     shape: ModelShape,
-    /// Exact in bf16.
+    /// Initial weights, exact in bf16.
     weights: Vec<NamedTensor>,
     tokens: Vec<i32>,
     labels: Vec<i32>,

@@ -168,7 +168,7 @@ impl<'a> OnDevice<'a> {
     pub(crate) fn decode(&self) -> Result<Vec<f32>, KernelError> {
         let shape = self.case.shape;
         let like = self.inputs.qkv.q.tensor();
-        // Room for one more token than the row has.
+        // One place more than the row has tokens, so that the cache's stride and the row's length differ.
         let cache = KvCache::new(like, &shape, shape.seq_len + 1);
         let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
         let mut rows = Vec::new();

@@ -173,7 +173,7 @@ pub(crate) struct PathWatch {
 }
 
 impl PathWatch {
-    /// Begins to watch.
+    /// Starts watching which paths ops take.
     pub(crate) fn start() -> Self {
         let before = op_paths();
         Self { before }

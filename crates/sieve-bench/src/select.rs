@@ -317,7 +317,7 @@ impl Case {
     fn on_host(&self, tau: f64) -> Selected {
         let call = Call::without_values(self.shape, &self.q, &self.k).expect("sizes fit");
         let mask = match self.name.starts_with("momo") || self.name.starts_with("delta") {
-            // These selectors want values, which change their correction but not their lists.
+            // These selectors read values, which change their correction but not their lists.
             true => {
                 let call = Call::new(self.shape, &self.q, &self.k, &self.k).expect("sizes fit");
                 self.selector(tau).select(&call)

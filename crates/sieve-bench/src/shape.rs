@@ -131,8 +131,8 @@ impl FromStr for BenchHeads {
     }
 }
 
-/// `--blocks 32,16,64,16`: tokens of a compressed block, of its stride and of a selected block, and blocks of a query;
-/// checked.
+/// NSA's blocks as in `--blocks 32,16,64,16`: size of a compressed block, stride, size of a selected block, in tokens,
+/// and number of blocks that a query selects. `from_str` checks them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CaseBlocks(pub NsaBlocks);
 

@@ -11,7 +11,7 @@ const PLANNED_KEYS: usize = 256;
 pub struct Capacity {
     /// The input, `[batch, KV heads, keys, width]`, whose number of keys each run gives; values follow it.
     pub input: usize,
-    /// The most keys.
+    /// Most keys that a run may give.
     pub keys: usize,
     /// Steps and their words: each is the number of keys and a constant.
     words: Vec<[usize; 2]>,

@@ -24,7 +24,7 @@ pub struct Plan {
     pub steps: Vec<Step>,
     /// Where each run says how many keys its caches hold.
     pub capacity: Option<Capacity>,
-    /// As JSON.
+    /// The plan's description, as JSON.
     pub(crate) description: CString,
 }
 

@@ -1,4 +1,4 @@
-//! What a caller asks for, as JSON.
+//! A caller's request for a plan, as JSON.
 use serde::{Deserialize, Serialize};
 use sieve_core::{ChoiceRule, NsaBlocks};
 use sieve_gpu::{DType, Hardware, KernelError};
@@ -6,7 +6,7 @@ use sieve_gpu::{DType, Hardware, KernelError};
 /// Elements of the largest tensor: keeps every product of sizes far below 64 bits.
 const MOST_ELEMENTS: usize = 1 << 40;
 
-/// Why there is no plan, or it does not run.
+/// Why a request has no plan, or why a plan cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
     /// The text is no request.
@@ -57,9 +57,9 @@ pub struct Request {
 pub struct Gpu {
     /// Compute capability, major and minor.
     pub capability: (u32, u32),
-    /// Its multiprocessors.
+    /// Number of multiprocessors.
     pub multiprocessors: usize,
-    /// Shared memory that a block may ask for, in bytes.
+    /// Most shared memory that a thread block may use, in bytes.
     pub shared_bytes: usize,
 }
 

@@ -37,7 +37,7 @@ impl Reference {
     }
 }
 
-/// Normal values.
+/// Normally distributed values.
 fn values(len: usize, seed: u64) -> Vec<f32> {
     Random(seed).vector(len)
 }

@@ -21,7 +21,7 @@ pub struct MlaDecode {
     pub rank: usize,
     /// Width of the rotated key.
     pub rope_dim: usize,
-    /// Factor on `q . k`.
+    /// Factor of `q . k` in the logits.
     pub softmax_scale: f32,
 }
 

@@ -102,7 +102,7 @@ impl Format {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FileOrder {
-    /// By path.
+    /// Files in the order of their paths.
     #[default]
     Sorted,
     /// By a seeded hash of the path relative to its folder or glob, so that `max_bytes` takes a fair sample of all

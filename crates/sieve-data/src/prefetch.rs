@@ -92,7 +92,7 @@ impl Drop for Prefetch {
     fn drop(&mut self) {
         self.receiver = None;
         if let Some(thread) = self.thread.take() {
-            // A panic was reported by `next`, or concerns batches that nobody reads any more.
+            // A panic was reported by `next`, or concerns batches that will not be read.
             let _ = thread.join();
         }
     }

@@ -33,7 +33,7 @@ pub enum EvalError {
     /// A setting outside its range.
     #[error("{name} is {value}\n  hint: {hint}")]
     BadSetting {
-        /// Its flag without dashes.
+        /// The setting's flag, without dashes.
         name: &'static str,
         /// The given value.
         value: String,

@@ -59,7 +59,7 @@ pub enum Match {
 }
 
 impl Match {
-    /// From 0 to 1.
+    /// Score of a generated text, from 0 to 1.
     pub fn score(self, text: &str, references: &[String]) -> f64 {
         let text = text.to_lowercase();
         let holds = |reference: &&String| text.contains(&reference.to_lowercase());
@@ -209,7 +209,7 @@ impl LongTask {
         Ok(Self { name, kind })
     }
 
-    /// Its name.
+    /// Name of the task, as `--tasks` takes it.
     pub fn name(&self) -> &'static str {
         self.name
     }

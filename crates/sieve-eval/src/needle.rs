@@ -31,7 +31,7 @@ pub struct NeedleConfig {
     pub num_needles: usize,
     /// Tokens of each length that are reserved for needle, question and answer; the rest is haystack.
     pub buffer: usize,
-    /// Draws the needles.
+    /// Seed of the needles' numbers and places.
     pub seed: u64,
 }
 

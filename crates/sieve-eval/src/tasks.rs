@@ -23,7 +23,7 @@ pub use spec::{READY_TASKS, Task};
 pub struct TaskModel<'a, B: DeviceBackend> {
     /// The model.
     pub model: &'a Qwen3<B>,
-    /// Its tokenizer.
+    /// The model's tokenizer.
     pub tokenizer: &'a Tokenizer,
     /// The tokens that end a text, the end-of-document token first.
     pub ends: &'a [u32],
@@ -263,15 +263,15 @@ pub fn run_task<B: DeviceBackend>(
 fn shots(task: &Task, data: &TaskRows, fewshot: usize, row: &TableRow) -> Result<String, EvalError> {
     let examples = data.examples.as_ref().unwrap_or(&data.rows).iter();
     let others = examples.filter(|example| data.examples.is_some() || *example != row);
-    let (mut text, mut left) = (String::new(), 0);
+    let (mut text, mut taken) = (String::new(), 0);
     for example in others.take(fewshot) {
         text += &task.shot(example)?;
-        left += 1;
+        taken += 1;
     }
-    if left < fewshot {
+    if taken < fewshot {
         let reason = format!(
-            "{fewshot} examples are asked for, and {left} rows are there to take them from\n  \
-             hint: use --fewshot {left} or less, or name more with --fewshot-data"
+            "{fewshot} examples are asked for, and {taken} rows can be examples\n  \
+             hint: use --fewshot {taken} or less, or name more with --fewshot-data"
         );
         return Err(EvalError::task(task.name(), reason));
     }

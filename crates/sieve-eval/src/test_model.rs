@@ -10,7 +10,7 @@ pub(crate) fn tiny_model(attention: Attention, max_seq_len: usize) -> Qwen3<Flex
     Qwen3::new(&tiny_shape(attention, max_seq_len), 4, &Default::default())
 }
 
-/// Its shape.
+/// Shape of the test model.
 pub(crate) fn tiny_shape(attention: Attention, max_seq_len: usize) -> ModelShape {
     ModelShape {
         d_model: 16,

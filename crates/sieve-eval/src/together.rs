@@ -8,7 +8,7 @@ use sieve_ops::DeviceBackend;
 #[derive(Debug)]
 pub struct BatchGenerator<'a, B: DeviceBackend> {
     start: Start<'a, B>,
-    /// One for each text.
+    /// A sampler for each text.
     samplers: Vec<Sampler>,
     /// The last token of each text; empty before the prompt is read.
     last: Vec<u32>,

@@ -1,4 +1,4 @@
-//! Attention over neighbouring keys (dense, windows, additive biases) and under a selector's mask, with the tilings
+//! Attention over consecutive keys (dense, windows, additive biases) and under a selector's mask, with the tilings
 //! that DMA's and NSA's kernels share.
 pub(crate) mod backward;
 pub(crate) mod backward_tiling;

@@ -85,7 +85,7 @@ impl KernelError {
         Self::refused(kernel, format!("{tensor} has shape {got:?}, expected {expected:?}"))
     }
 
-    /// `what` is zero.
+    /// An error about a size `what` that is 0.
     pub fn empty(kernel: &str, what: &str) -> Self {
         Self::refused(
             kernel,

@@ -58,7 +58,7 @@ pub enum CheckpointError {
     #[error("{} holds no checkpoint\n  \
         hint: name a folder step-N, or a run folder with checkpoint/step-N inside", path.display())]
     NotFound {
-        /// Where was looked.
+        /// The path that was searched.
         path: PathBuf,
     },
 }

@@ -137,7 +137,7 @@ pub(crate) struct Class {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Windows {
     None,
-    /// All layers, or none.
+    /// The window is in all layers, or in none.
     Every,
     /// The layers that `layer_types` names.
     Named,

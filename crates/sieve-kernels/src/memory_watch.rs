@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// The largest values seen, each by itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryPeak {
-    /// Held by tensors.
+    /// Bytes held by tensors.
     pub in_use_bytes: u64,
     /// Reserved by the allocator, its slack included.
     pub reserved_bytes: u64,

@@ -381,7 +381,7 @@ impl NcclWork {
 struct Job<Buffer> {
     /// The buffer that is read.
     from: Buffer,
-    /// The buffer that is written, which may be the same.
+    /// The buffer that is written; it may be `from` itself.
     to: Buffer,
     /// Elements of the whole tensor; bytes where the work is to send or receive.
     count: usize,

@@ -217,7 +217,7 @@ pub(crate) mod cuda {
         })
     }
 
-    /// dweight is f32.
+    /// The loss, dh and dweight; dweight is f32.
     pub(crate) fn linear_cross_entropy_with_gradients(
         h: CudaPrimitive,
         weight: CudaPrimitive,
@@ -231,7 +231,7 @@ pub(crate) mod cuda {
         })
     }
 
-    /// In place if x has no other owner.
+    /// `x * factor`, in place if x has no other owner.
     pub(crate) fn scale(x: CudaPrimitive, factor: CudaPrimitive) -> CudaPrimitive {
         let x = writable(x);
         let outcome = sieve_kernels::step::scale(&x, &cast(&factor, DType::F32));

@@ -236,7 +236,7 @@ fn kept_by_blocks(recipe: &Recipe, shape: &ModelShape, target: &Target, keeping:
 
 /// Bytes of gradients at the moments of a training step.
 struct GradientBytes {
-    /// In the loss.
+    /// Gradients that exist while the loss is computed.
     loss: u64,
     /// In the loss, in addition: the head's new gradient until it is added to the one of earlier micro-batches.
     new_in_loss: u64,
@@ -258,8 +258,8 @@ impl GradientBytes {
         let block = times(shape.parameters().non_embedding() / shape.num_layers.max(1) as u64, F32);
         let has_micro_batches =
             training.global_batch_size * RowShare::of(recipe).degree > training.local_batch_size * ranks;
-        // With several ranks, gradients are reduced while the backward pass goes on: in the last micro-batch, and with
-        // ZeRO-2 in every one.
+        // With several ranks, gradients are reduced while the backward pass continues: in the last micro-batch, and
+        // with ZeRO-2 in every one.
         let keeps_shards = ranks > 1 && zero_stage > 0 && (!has_micro_batches || zero_stage > 1);
         // From the second micro-batch on every weight has a gradient, or a shard of one.
         let (loss, new_in_loss) = match (has_micro_batches, keeps_shards) {

@@ -1,8 +1,8 @@
 //! Times selection and sparse prefill attention against dense attention, and how selection scales with the prompt.
 //!
 //! `cargo run --release -p sieve-select --example bench_select -- [tokens] [heads] [kv heads] [head_dim] [selector…]`;
-//! 32768 tokens, 2 heads on 1 KV head of 128 by default. Queries and keys have a sink, wanted columns, topics that
-//! return and nearness; a trained model's operands may behave differently.
+//! 32768 tokens, 2 heads on 1 KV head of 128 by default. Queries and keys have a sink, columns of high attention,
+//! topics that return and nearness; a trained model's operands may behave differently.
 
 #![allow(clippy::print_stdout, reason = "an example")]
 
@@ -140,7 +140,7 @@ impl Operands {
                     head.iter_mut()
                         .zip(topic)
                         .for_each(|(x, topic)| *x = 0.7 * *x + 0.8 * topic);
-                    // One channel for columns: a sink, and one key in 499 that many queries want.
+                    // One channel for columns: a sink, and one key in 499 that many queries attend to.
                     head[0] = match (is_key, t) {
                         (false, _) => 6.0,
                         (true, 0) => 22.0,

@@ -67,7 +67,7 @@ pub fn falling(scores: &[f32]) -> Vec<usize> {
     order
 }
 
-/// Larger first, NaN last; zeros of both signs are equal.
+/// Orders larger numbers first and NaN last; 0 and -0 are equal.
 pub(crate) fn descending(a: f32, b: f32) -> Ordering {
     let unordered = || a.is_nan().cmp(&b.is_nan());
     b.partial_cmp(&a).unwrap_or_else(unordered)

@@ -40,7 +40,7 @@ impl TestCall {
         }
     }
 
-    /// As trained heads look: a sink, a few keys that many queries want, topics that come and go, and nearness.
+    /// As trained heads look: a sink, a few keys that many queries attend to, topics that come and go, and nearness.
     pub(crate) fn structured(random: &mut Random, num_tokens: usize, heads: [usize; 2], head_dim: usize) -> Self {
         let mut call = Self::random(random, num_tokens, num_tokens, heads, head_dim);
         let topics: Vec<Vec<f32>> = (0..7).map(|_| random.vector(head_dim)).collect();

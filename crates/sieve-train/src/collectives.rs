@@ -116,7 +116,7 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
 
 /// One tensor of a sum.
 struct Summand {
-    /// Its place in the values of all tensors.
+    /// The tensor's range in the concatenated values of all tensors.
     range: Range<usize>,
     pieces: Option<Pieces>,
     shape: Shape,

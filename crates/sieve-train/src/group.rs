@@ -1,8 +1,8 @@
 //! One rank of a run of several processes: its share of the rows, and its collectives.
 //!
 //! In ZeRO-1 (arXiv:1910.02054) the gradients of a segment are reduce-scattered as soon as the last micro-batch has
-//! added to them, while the backward pass goes on. In ZeRO-2 they are reduce-scattered in every micro-batch, so that a
-//! rank accumulates only its pieces; vectors, which are not divided, are all-reduced after the last micro-batch. The
+//! added to them, while the backward pass continues. In ZeRO-2 they are reduce-scattered in every micro-batch, so that
+//! a rank accumulates only its pieces; vectors, which are not divided, are all-reduced after the last micro-batch. The
 //! gradient norm is over the pieces of all ranks. Each rank updates its pieces. The weights are gathered while later
 //! segments are updated and while the next forward pass runs, which waits for each segment's weights before it reads
 //! them.
@@ -102,7 +102,7 @@ impl Share {
     }
 }
 
-/// What the ranks tell each other before a step: a rank's own values, or all ranks' values combined.
+/// What the ranks exchange before a step: a rank's own values, or all ranks' values combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Agreement {
     /// Labels in the step's rows.

@@ -97,7 +97,7 @@ impl BlockSettings {
 enum Block<B: TrainBackend> {
     /// Both ends of its graph: the input, which receives a gradient, and the output.
     Graph(Tensor<B, 3>, Tensor<B, 3>),
-    /// For a block that is recomputed: its input, and the block choice that an earlier layer hands on to it.
+    /// For a block that is recomputed: its input, and the block choice of an earlier layer that it reads.
     Input(Tensor<B::InnerBackend, 3>, LastChoice<B>),
 }
 

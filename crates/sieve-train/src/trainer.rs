@@ -312,13 +312,13 @@ impl<B: TrainBackend> Trainer<B> {
         }
         self.step = state.step;
         self.tokens_seen = state.tokens_seen;
-        // The checkpoint's row counts only if its stage goes on with the same data; else the first row is next.
+        // The run continues at the checkpoint's next row if stage and data are the same, else at the first row.
         let ended = self.recipe.stage_of_state(state.step as usize).index;
-        let goes_on = ended == self.stage.stage.index;
+        let same_stage = ended == self.stage.stage.index;
         let [saved, now] = [&state.data_fingerprint, &self.data.fingerprint()]
             .map(|all| crate::data::stages::of_stage(all, ended).to_owned());
         let same_data = saved == now;
-        let (next_sample, guard) = if goes_on && same_data {
+        let (next_sample, guard) = if same_stage && same_data {
             (state.next_sample, state.guard.unwrap_or_default())
         } else {
             (0, GuardState::default())
@@ -461,7 +461,7 @@ impl<B: TrainBackend> Trainer<B> {
             let interval = self.recipe.checkpoint.interval as u64;
             // A failed checkpoint is retried after a pause (`agreed.saves`) and not at each interval.
             is_due |= (is_last || self.step.is_multiple_of(interval)) && !self.saving.tries.has_failed();
-            // All losses of a stage are read before the next stage begins, which has its own mean.
+            // The guard compares a loss with the mean of its stage, so all losses are read before the stage ends.
             let ends_stage = self.next_stage().is_some();
             let reads = is_logged || is_due || is_first || ends_stage || agreed.is_far_behind;
             let verdict = self.check_steps(reads, reporter)?;

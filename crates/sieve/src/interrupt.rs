@@ -14,8 +14,8 @@ pub(crate) struct Interrupt {
 }
 
 impl Interrupt {
-    /// Installs the signal handler. `tells` says whether it prints what happens next; one rank of a run does.
-    pub(crate) fn install(tells: bool) -> Result<Self> {
+    /// Installs the signal handler. With `prints`, as on one rank of a run, it prints what happens next.
+    pub(crate) fn install(prints: bool) -> Result<Self> {
         let this = Self {
             stop: Arc::new(AtomicBool::new(false)),
             has_state: Arc::new(AtomicBool::new(false)),
@@ -23,7 +23,7 @@ impl Interrupt {
         let (stop, has_state) = (this.stop.clone(), this.has_state.clone());
         let ask = move || {
             if !has_state.load(Ordering::Relaxed) {
-                if tells {
+                if prints {
                     terminal::line("stopped before the first step; nothing is lost, the same command starts again");
                 }
                 Exit::Interrupted.now();
@@ -31,7 +31,7 @@ impl Interrupt {
             if stop.swap(true, Ordering::Relaxed) {
                 Exit::Interrupted.now();
             }
-            if tells {
+            if prints {
                 terminal::line("stopping after this step and writing a checkpoint; once more to quit at once");
             }
         };
@@ -39,7 +39,7 @@ impl Interrupt {
             let ask = ask.clone();
             std::thread::spawn(move || {
                 // The launcher writes nothing to this pipe. It closes when the launcher dies, and that counts as a
-                // signal: nobody is left to forward one.
+                // signal, since no other process forwards one any more.
                 let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
                 ask();
             });

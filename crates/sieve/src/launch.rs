@@ -235,7 +235,7 @@ fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16
         .env("TORCHELASTIC_RUN_ID", &place.run_id)
         .env_remove("TORCHELASTIC_USE_AGENT_STORE")
         .env(LAUNCHED, "1")
-        // The pipe closes when the launcher dies, which tells the process to stop (interrupt.rs).
+        // The pipe closes when the launcher dies, and then the process stops (interrupt.rs).
         .stdin(Stdio::piped());
     if let Some(token) = &place.token {
         command.env("SIEVE_TOKEN", token);

@@ -181,12 +181,12 @@ fn run(command: Command) -> anyhow::Result<Exit> {
             launch::run(&args)
         }
         Command::Plan(args) => done(plan::run(args)),
-        Command::Generate(args) => done(paths::told(generate::run(args))),
-        Command::Eval(command) => done(paths::told(eval::run(command))),
+        Command::Generate(args) => done(paths::with_reference_lines(generate::run(args))),
+        Command::Eval(command) => done(paths::with_reference_lines(eval::run(command))),
         Command::Compare(args) => done(compare::run(&args)),
         Command::Export(args) => done(export::run(args)),
         Command::Import(args) => done(import::run(args)),
-        Command::Logits(args) => done(paths::told(logits::run(args))),
+        Command::Logits(args) => done(paths::with_reference_lines(logits::run(args))),
         Command::Data(command) => done(data::run(command)),
         Command::Recipe(command) => done(recipe::run(command)),
         Command::Tokenizer(command) => done(data::run_tokenizer(command)),

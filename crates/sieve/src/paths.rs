@@ -17,7 +17,7 @@ pub(crate) fn reference_lines() -> Vec<String> {
 }
 
 /// Prints [`reference_lines`] after a command, whether it failed or not, and returns its result.
-pub(crate) fn told(result: Result<()>) -> Result<()> {
+pub(crate) fn with_reference_lines(result: Result<()>) -> Result<()> {
     for line in reference_lines() {
         terminal::note(&line);
     }

@@ -140,8 +140,8 @@ pub(crate) fn summary(selection: &Selection) -> String {
     }
     if totals.kernel_calls > 0 || totals.host_bytes > 0 {
         text += &format!(
-            "\nattention         {:>14}  of {} calls by the GPU's kernel, the others by the CPU; masks of {} made \
-             on the GPU; {:.1} MB of q, k and v handed to the CPU",
+            "\nattention         {:>14}  of {} calls by the GPU's kernel, the others by the CPU; masks of {} chosen \
+             on the GPU; {:.1} MB of q, k and v copied to the CPU",
             totals.kernel_calls,
             totals.calls,
             totals.device_selections,

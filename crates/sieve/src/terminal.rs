@@ -33,7 +33,7 @@ static LOST: OnceLock<String> = OnceLock::new();
 
 /// Records that output was lost. The work continues: a run must not lose its steps because its lines cannot be written.
 fn lose(place: &str, error: &std::io::Error) {
-    // A closed pipe is no loss: its reader, such as `head`, wants no more.
+    // A closed pipe is no loss: its reader, such as `head`, has read enough.
     if error.kind() != std::io::ErrorKind::BrokenPipe {
         LOST.get_or_init(|| format!("{place} could not be written: {error}"));
     }

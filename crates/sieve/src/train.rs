@@ -254,14 +254,15 @@ impl TrainArgs {
         OnEvent::new(self.on_event.clone(), &self.out_folder())
     }
 
+    /// Where the run starts, by the flags and, with `--resume=auto`, by what the output folder holds.
     fn start(&self, out: &Path, mesh: Option<&Mesh>) -> Result<Start> {
         if self.resume == Some(Resume::Auto) {
             let holds_run = RunFolder::holds_run(out);
-            let goes_on = match mesh {
-                Some(mesh) => ranks::goes_on(mesh, holds_run)?,
+            let resumes = match mesh {
+                Some(mesh) => ranks::resumes(mesh, holds_run)?,
                 None => holds_run,
             };
-            if goes_on {
+            if resumes {
                 let fallback = self.checkpoint_fallback.as_ref();
                 let fallback = fallback.map(|dir| dir.join(RunFolder::fallback_name(out)));
                 return Ok(Start::ResumeAlone { fallback });
@@ -624,7 +625,7 @@ fn run_steps<B: TrainBackend>(
     let result = trainer.run(session.interrupt.keep_state(), &mut |event| {
         show(log, &bar, &event);
         exporter.see(&event);
-        stalls.iter().for_each(StallWatch::goes_on);
+        stalls.iter().for_each(StallWatch::restart);
         if let (Some(profile), TrainEvent::Step(report)) = (&mut profile, &event)
             && let Some(table) = profile.after(report)
         {

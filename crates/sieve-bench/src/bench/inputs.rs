@@ -15,7 +15,7 @@ use sieve_ops::Cuda;
 pub(crate) struct Inputs {
     pub(crate) shape: AttentionShape,
     pub(crate) qkv: Qkv,
-    /// Where the gradients go.
+    /// The tensor that the gradients are written to.
     pub(crate) grads: Qkv,
     pub(crate) d_o: CudaTensor,
     pub(crate) doc_start: CudaTensor,

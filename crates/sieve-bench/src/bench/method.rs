@@ -32,7 +32,7 @@ enum Kind {
 }
 
 impl<'a> Method<'a> {
-    /// `None` where the method is dense at this length.
+    /// How this selector runs on a prompt of `operands`' length; `None` if it is dense at that length.
     pub(super) fn of(selector: &Selector, operands: &'a Operands, device: &'a Gpu) -> Result<Option<Self>> {
         let call = prompt_shape(&operands.shape);
         let kind = match selector.block_selection(call, 0, 0) {

@@ -71,9 +71,9 @@ impl<'a> From<&'a String> for Sizes {
 /// One row.
 #[derive(Clone, Debug)]
 pub struct BenchRow {
-    /// What was timed.
+    /// Name of the kernel or op that was timed.
     pub name: String,
-    /// `2x8192 h16/8 d128`.
+    /// Shape of the operands, for example `2x8192 h16/8 d128`.
     pub shape: String,
     /// What was measured, or why nothing was.
     pub outcome: Outcome,
@@ -82,7 +82,7 @@ pub struct BenchRow {
 /// Work a second.
 #[derive(Clone, Copy, Debug)]
 pub struct Rate {
-    /// In `unit`.
+    /// Operations or bytes a second, in `unit`.
     pub per_second: f64,
     /// TFLOP/s or GB/s.
     pub unit: &'static str,
@@ -93,7 +93,7 @@ pub struct Rate {
 /// What a row measured, or why it measured nothing.
 #[derive(Clone, Debug)]
 pub enum Outcome {
-    /// It was timed.
+    /// The call was timed.
     Timed {
         /// Times of one call.
         times: Times,
@@ -113,7 +113,7 @@ pub enum Outcome {
     Growth(Growth),
     /// It was not timed, for a reason known before.
     Skipped(String),
-    /// It failed.
+    /// The call failed, with this error.
     Failed(String),
 }
 
@@ -133,7 +133,7 @@ pub struct Growth {
 }
 
 impl Growth {
-    /// `8192 to 131072 tokens`.
+    /// The range of lengths in words, for example `8192 to 131072 tokens`.
     pub(crate) fn over(&self) -> String {
         format!("{} to {} {}", self.from, self.to, self.with)
     }

@@ -10,7 +10,7 @@ use sieve_cpu::reference::{AttentionCall, Results, Rounding};
 use sieve_cpu::{AttentionShape, ChosenBlocks, Documents, Mask};
 use sieve_testing::round_bf16;
 
-/// One output.
+/// An output and the values that it is compared with.
 struct Output {
     name: &'static str,
     exact: Vec<f32>,

@@ -139,7 +139,7 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    /// None yet.
+    /// An empty list.
     pub(super) fn new(own: DType) -> Self {
         Self { list: Vec::new(), own }
     }

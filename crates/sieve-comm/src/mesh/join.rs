@@ -127,7 +127,7 @@ pub(super) fn accept_all(
     let deadline = Instant::now() + timeouts.join;
     let mut found: Vec<Arrival> = (1..world.size).map(|_| Arrival::default()).collect();
     let (sender, hellos) = channel();
-    // Each reading thread holds a clone, so the reference count tells how many there are.
+    // Each reading thread holds a clone, so the reference count is their number plus one.
     let readers = Arc::new(());
     while !found.iter().all(Arrival::is_complete) {
         if let Ok((stream, hello)) = hellos.try_recv() {

@@ -104,7 +104,7 @@ impl DmaWindow {
 }
 
 impl From<usize> for DmaWindow {
-    /// Without a local window.
+    /// A selection without a local window.
     fn from(keep_window_size: usize) -> Self {
         Self {
             keep_window_size,
@@ -514,7 +514,7 @@ keys! {
         pub index_loss_weight: f64 = 1.0,
         /// Whether queries read all keys while the indexer learns from all of them, so that a choice begins with a
         /// trained indexer. A `[[stage]]` has a key of the same name: the first stage of a run, and the first of a
-        /// dense model that goes on as MSA.
+        /// dense model that trains on as MSA.
         pub index_warmup: bool = false,
     }
 }

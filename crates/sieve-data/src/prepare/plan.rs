@@ -198,7 +198,7 @@ impl Plan<'_> {
 
     /// Makes durable what was tokenised so far, which ends between two files of `corpus`.
     fn keep(&self, partial: &mut Partial, corpus: &Corpus) -> Result<(), DataError> {
-        // Written first, because the mark tells the next preparation that the temporary files are Sieve's.
+        // Written first, because by this mark the next preparation recognises the temporary files as Sieve's.
         self.lock.mark()?;
         partial.keep()?;
         corpus.discard_fetched(0..partial.place.cursor.file_idx);

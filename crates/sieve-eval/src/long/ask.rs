@@ -42,7 +42,7 @@ pub struct LongCell {
     pub num_samples: usize,
     /// Mean score.
     pub score: f64,
-    /// Mean rank.
+    /// Mean rank of the first reference's likelihood.
     pub mean_rank: f64,
     /// Mean log-likelihood of the answer per token.
     pub log_likelihood: f64,

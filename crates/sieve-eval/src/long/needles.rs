@@ -108,7 +108,7 @@ impl Needles {
         random.shuffle(&mut needles);
         let asked = random.sample(self.num_keys, self.num_queries);
         let (sentences, joint) = self.sentences(text, random, parts, &keys);
-        // The n-th needle stands before part `places[n]`.
+        // The n-th needle is placed before part `places[n]`.
         let places = match self.hay {
             Hay::Essay => {
                 let depths = random.sample(NUM_DEPTHS, needles.len()).into_iter();

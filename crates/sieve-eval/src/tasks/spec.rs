@@ -268,7 +268,7 @@ impl Task {
         })
     }
 
-    /// Its name.
+    /// Name of the task.
     pub fn name(&self) -> &str {
         &self.name
     }

@@ -180,7 +180,7 @@ fn classification(text: &str, answer: &str, classes: &[String]) -> f64 {
     }
 }
 
-/// Runs of digits.
+/// The runs of digits in a text.
 fn numbers(text: &str) -> impl Iterator<Item = String> {
     let runs = text.split(|c: char| !c.is_ascii_digit());
     let runs: Vec<String> = runs.filter(|run| !run.is_empty()).map(str::to_owned).collect();

@@ -8,11 +8,11 @@ const BF16: usize = 2;
 /// The gradients that one launch of a key-stationary kernel computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct GradientSet {
-    /// Sums of dq.
+    /// Whether it adds to the sums of dq.
     pub(crate) dq: bool,
-    /// dk, and the gradient of the bias.
+    /// Whether it computes dk and the gradient of the bias.
     pub(crate) dk: bool,
-    /// Gradient of the values.
+    /// Whether it computes dv.
     pub(crate) dv: bool,
 }
 

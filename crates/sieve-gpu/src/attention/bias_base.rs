@@ -11,7 +11,7 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
 pub(crate) enum SeenKeys<'a> {
     /// Inside documents (`doc_start`) and a window.
     Neighbours(&'a CudaTensor, usize),
-    /// In DMA's key lists.
+    /// Keys of DMA's lists.
     Listed(&'a KeyLists),
 }
 

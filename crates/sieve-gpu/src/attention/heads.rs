@@ -8,7 +8,7 @@ use crate::runtime::{
 /// Heads and tokens must begin at multiples of so many elements: attention kernels copy 16 bytes at a time.
 const ALIGN_ELEMENTS: usize = 8;
 
-/// Some neighbouring heads of a `[batch, seq_len, heads, head_dim]` bf16 tensor.
+/// A range of consecutive heads of a `[batch, seq_len, heads, head_dim]` bf16 tensor.
 #[derive(Debug, Clone)]
 pub struct Heads {
     tensor: CudaTensor,

@@ -300,7 +300,7 @@ fn output_map<'a>(d_o: &'a CudaTensor, shape: &AttentionShape, rows: usize) -> T
     }
 }
 
-/// A tensor map of `width` columns of neighbouring heads, in tiles of `rows` tokens and 64 columns.
+/// A tensor map of `width` columns of consecutive heads, in tiles of `rows` tokens and 64 columns.
 pub(crate) fn head_map<'a>(
     heads: &'a Heads,
     [offset, token_stride, batch_stride]: [u64; 3],

@@ -75,7 +75,7 @@ impl QueryShares {
         }
     }
 
-    /// The shares with which a pass over neighbouring keys takes the least time, where queries see at most `window`
+    /// The shares with which a pass over consecutive keys takes the least time, where queries see at most `window`
     /// keys.
     pub(crate) fn of_neighbours(shape: &AttentionShape, window: usize, tiles: KeyTiles) -> Self {
         let num_tiles = shape.seq_len.div_ceil(tiles.block_kv) * shape.num_kv_heads * shape.batch;
@@ -119,7 +119,7 @@ impl QueryShares {
 }
 
 impl AttentionShape {
-    /// Bytes of the partial dk and dv of blocks that share key tiles, in a backward pass with `window` neighbouring
+    /// Bytes of the partial dk and dv of blocks that share key tiles, in a backward pass with `window` consecutive
     /// keys a query on a Hopper GPU.
     pub fn key_part_bytes(&self, window: usize, num_multiprocessors: usize) -> usize {
         let tiles = KeyTiles {
@@ -166,7 +166,7 @@ fn first_to_end(
     }
 }
 
-/// Time of each thread block of a pass over neighbouring keys, in steps, in the order in which blocks start: sections
+/// Time of each thread block of a pass over consecutive keys, in steps, in the order in which blocks start: sections
 /// of KV heads whose queries fit the L2 cache; in a section key tiles from the first on; for a key tile all its shares.
 fn neighbour_blocks(
     shape: &AttentionShape,

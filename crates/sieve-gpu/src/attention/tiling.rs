@@ -11,18 +11,18 @@ const F32: usize = 4;
 /// How a kernel reads its keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeySource {
-    /// Neighbouring keys, no bias.
+    /// Consecutive keys, without a bias.
     Dense,
-    /// Neighbouring keys with an additive bias each.
+    /// Consecutive keys with an additive bias each.
     Biased,
     /// Keys gathered from a list, with a bias each.
     Gathered,
-    /// Keys gathered from a list, no bias. The portable kernels add a bias of zeros instead.
+    /// Keys gathered from a list, without a bias. The portable kernels add a bias of zeros instead.
     GatheredUnbiased,
 }
 
 impl KeySource {
-    /// Neighbouring keys, with a bias or without.
+    /// Consecutive keys, with a bias or without.
     pub(crate) fn of_neighbours(has_bias: bool) -> Self {
         if has_bias { Self::Biased } else { Self::Dense }
     }

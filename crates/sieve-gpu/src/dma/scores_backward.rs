@@ -79,7 +79,7 @@ pub(crate) fn dma_scores_backward_kernel(num_kv_heads: usize) -> SourceKernel {
         .shared_bytes(shared_bytes(num_kv_heads))
 }
 
-/// Neighbouring channels of a thread, which holds their weights and sums for all KV heads in registers.
+/// Consecutive channels of a thread, which holds their weights and sums for all KV heads in registers.
 fn channels_per_thread(num_kv_heads: usize) -> usize {
     match num_kv_heads {
         ..=8 => 8,

@@ -145,7 +145,7 @@ mod tests {
         assert_eq!(
             survivors_shape(2, 3, 8192, 7),
             [2, 3, 1, 7],
-            "one block: a place nobody writes"
+            "one block: a place that no kernel writes"
         );
         assert_eq!(survivors_shape(2, 3, 8193, 7), [2, 3, 1, 7]);
         assert_eq!(survivors_shape(2, 3, 16385, 7), [2, 3, 2, 7]);

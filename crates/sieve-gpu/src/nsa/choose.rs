@@ -11,7 +11,7 @@ const NAME: &str = "nsa_choose";
 /// launches.
 const IMPORTANCE_BYTES: usize = 256 << 20;
 
-/// Rows of a tile of the portable nsa_importance: the heads of a query are neighbouring rows.
+/// Rows of a tile of the portable nsa_importance: the heads of a query are consecutive rows.
 const TILE_ROWS: usize = 64;
 /// Columns of nsa_importance's table of probabilities in shared memory, padded.
 const TILE_PITCH: usize = 64 + 32 + 1;

@@ -80,7 +80,7 @@ impl ChoiceLists {
         most_cells(shared_bytes) * select_block_size
     }
 
-    /// Capacity of a KV head: choices, items.
+    /// Capacity of the lists of a KV head: number of (query, block) choices, and number of work items.
     pub(super) fn capacity(&self) -> [usize; 2] {
         [&self.entries, &self.items].map(|x| x.shape()[2])
     }

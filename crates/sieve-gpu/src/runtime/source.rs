@@ -98,7 +98,7 @@ fn paste(file: &str, source: &str, seen: &mut Vec<String>, out: &mut String) -> 
                 if let Some(name) = quoted(d) {
                     if depth > 0 {
                         let words =
-                            format!("include \"{name}\" stands inside #if; includes are pasted once, so put it above");
+                            format!("include \"{name}\" is inside #if; includes are pasted once, so put it above");
                         return Err(KernelError::refused(&format!("{file}, line {number}"), words));
                     }
                     let (name, text) = resolve(file, name, number)?;

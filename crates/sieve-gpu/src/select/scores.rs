@@ -1,4 +1,4 @@
-//! Scores of pairs of query and key blocks: dot products of block means, or of cells of neighbouring tokens.
+//! Scores of pairs of query and key blocks: dot products of block means, or of cells of consecutive tokens.
 use super::order::Orders;
 use super::{Call, SELECT_CELL_SUMS, SELECT_POOL, SELECT_SCORES, select_cells_kernel};
 use crate::KernelError;
@@ -47,7 +47,7 @@ pub(super) struct Cut {
     pub(super) offset: usize,
 }
 
-/// Operands of select_cells: dot products of query cells with key cells. A cell is `cell` neighbouring tokens.
+/// Operands of select_cells: dot products of query cells with key cells. A cell is `cell` consecutive tokens.
 pub(super) struct Cells {
     /// Position of the first query cell.
     pub(super) first: usize,

@@ -31,11 +31,11 @@ pub struct AttentionNeeds {
 /// How a model chooses its keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NeededKeys {
-    /// Neighbouring keys: dense or sliding-window attention.
+    /// Consecutive keys: dense or sliding-window attention.
     Neighbours,
     /// DMA; with the form of its bias in decoding.
     Chosen(ScoreBias),
-    /// DMA in rows where every key is kept: neighbouring keys with a bias.
+    /// DMA in rows where every key is kept: consecutive keys with a bias.
     AllBiased,
     /// NSA's compressed and selected branches. Its window branch takes [`Neighbours`](Self::Neighbours).
     Blocks,

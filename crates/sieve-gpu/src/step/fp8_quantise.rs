@@ -42,9 +42,9 @@ pub struct Fp8Matrix {
 /// A matrix and its transpose.
 #[derive(Debug, Clone)]
 pub struct Fp8Pair {
-    /// `[rows, width]`.
+    /// The matrix, `[rows, width]`.
     pub rows: Fp8Matrix,
-    /// `[width, rows]`.
+    /// Its transpose, `[width, rows]`.
     pub columns: Fp8Matrix,
 }
 

@@ -143,7 +143,7 @@ pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize) -> SourceKernel {
         .starts_early()
 }
 
-/// A packed `[batch, seq_len, heads, head_dim]` tensor with the same stride between any two neighbouring tokens, also
+/// A packed `[batch, seq_len, heads, head_dim]` tensor with the same stride between any two consecutive tokens, also
 /// from one batch row to the next.
 #[derive(Debug, Clone)]
 pub(crate) struct PackedTokens {

@@ -149,7 +149,7 @@ impl<B: Backend> ChosenCache<B> {
         if first == end {
             return None;
         }
-        // A pooled key is the mean of neighbouring strides' means, so these are computed first.
+        // A pooled key is the mean of consecutive strides' means, so these are computed first.
         let (count, strides) = (end - first, size / stride);
         let num_strides = count + strides - 1;
         let keys = self

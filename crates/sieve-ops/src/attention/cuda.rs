@@ -96,7 +96,7 @@ pub(crate) fn forward(
         .map(output)
 }
 
-/// `(dqkv, dbias)`.
+/// The gradients `(dqkv, dbias)`.
 pub(crate) fn backward(
     qkv: &Float,
     call: &AttentionCall<Cuda>,

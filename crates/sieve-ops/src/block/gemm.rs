@@ -11,7 +11,7 @@ use sieve_core::Keeping;
 pub(super) enum Operands<B: Backend> {
     /// Both rounded operands of an fp8 GEMM.
     Fp8(Fp8Kept<B>),
-    /// Its input x.
+    /// The GEMM's input x.
     X(Float<B>),
     /// Nothing: the block recomputes x.
     None,

@@ -35,7 +35,7 @@ pub(crate) struct DmaInputs<B: Backend> {
 pub(crate) struct DmaForward<B: Backend> {
     /// Attention output and log-sum-exp.
     pub(crate) output: AttentionOutput<B>,
-    /// The mask.
+    /// The selected keys.
     pub(crate) selection: DmaSelection<B>,
     /// Ranks of the keys: scores plus the recency term, f32 `[batch, num_kv_heads, seq_len]`.
     pub(crate) rank: Float<B>,

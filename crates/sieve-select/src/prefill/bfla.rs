@@ -15,7 +15,7 @@ choices! {
         Flat,
         /// Mean of the block.
         Mean,
-        /// Its middle token.
+        /// The middle token of the block.
         Center,
         /// Per channel the value with the largest magnitude.
         Maxabs,

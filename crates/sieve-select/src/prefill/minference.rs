@@ -31,7 +31,7 @@ settings! {
 /// The pattern of one head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Pattern {
-    /// First and last tokens.
+    /// The first and the last tokens of the text.
     AShape {
         /// First tokens.
         n_init: usize,

@@ -13,7 +13,7 @@ pub struct LayerSelectors {
     parts: Vec<Part>,
 }
 
-/// Neighbouring layers and their selector.
+/// Consecutive layers and their selector.
 #[derive(Clone, Debug, PartialEq)]
 struct Part {
     first: usize,

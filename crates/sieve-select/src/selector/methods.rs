@@ -110,7 +110,7 @@ macro_rules! methods {
             [$($(Entry { name: stringify!($name), phase: Phase::$phase, about: $about, paper: $paper }),+),+];
 
         impl Method {
-            /// Its name on the flag.
+            /// The method's name in `--selector`.
             pub(super) fn name(&self) -> &'static str {
                 match self {
                     Self::Dense => "dense",

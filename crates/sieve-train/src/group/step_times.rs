@@ -21,12 +21,12 @@ pub(super) struct StepTimes {
     /// Sum of the times of each rank since the last report.
     sums: Vec<Duration>,
     num_steps: u32,
-    told: Option<Instant>,
+    last_message: Option<Instant>,
 }
 
 impl StepTimes {
-    /// Begins work of this kind and ends the step before. `waited` is the time that this rank has waited for others
-    /// since the run began.
+    /// Notes that `work` begins, and stores the time of the step that ends, if one was timed. `waited` is the time that
+    /// this rank has waited for others since the run began.
     pub(super) fn set_work(&mut self, work: Work, waited: Duration) {
         let now = Instant::now();
         if let Some((began, before)) = self.began.take() {
@@ -57,10 +57,10 @@ impl StepTimes {
         let (slowest, rank) = *means.last()?;
         let (median, _) = means[(means.len() - 1) / 2];
         let is_slow = slowest > median.mul_f64(SLOW) && slowest - median > LEAST_DIFFERENCE;
-        if !is_slow || self.told.is_some_and(|told| told.elapsed() < BETWEEN_LINES) {
+        if !is_slow || self.last_message.is_some_and(|at| at.elapsed() < BETWEEN_LINES) {
             return None;
         }
-        self.told = Some(Instant::now());
+        self.last_message = Some(Instant::now());
         let [slowest, median] = [slowest, median].map(|time| time.as_secs_f64());
         Some(format!(
             "slow: rank {rank} takes {slowest:.3} s a step without its waits for others, the median rank {median:.3} s"

@@ -219,7 +219,7 @@ impl<B: TrainBackend> Trainer<B> {
                 }
             }
         }
-        // Rank 0 tells the others whether the checkpoint has its final name.
+        // All ranks learn from rank 0 whether the checkpoint has its final name.
         if let Some(problem) = self.of_any(problem)? {
             self.note_failure(step, problem);
             return Ok(());

@@ -50,7 +50,7 @@ pub(crate) struct TasksArgs {
     /// Name the tasks inside the program
     #[arg(long)]
     list: bool,
-    /// Print a task of --list as TOML, to make another of it
+    /// Print a task of --list as TOML, to write a task of your own from it
     #[arg(long, value_name = "TASK")]
     show: Option<String>,
     #[command(flatten)]

@@ -26,7 +26,7 @@ pub(crate) enum KernelsCommand {
 /// Arguments of `sieve kernels build`.
 #[derive(Args, Debug)]
 pub(crate) struct BuildArgs {
-    /// What this recipe's training and decoding launch; everything that ships when absent
+    /// The recipe whose training and decoding kernels are compiled; all kernels that ship when absent
     #[arg(long, value_name = "FILE")]
     pub(super) recipe: Option<String>,
     /// Override a key of the recipe, for example training.deterministic=true; may be repeated

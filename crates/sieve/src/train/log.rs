@@ -70,7 +70,7 @@ impl Log {
             return;
         }
         match self.file.borrow_mut().as_mut() {
-            // A line that cannot be logged is dropped: it was printed too, and the run should go on.
+            // A line that cannot be logged is dropped: it was printed too, and the run should continue.
             Some(file) => drop(writeln!(file, "{text}")),
             None => self.early.borrow_mut().push_str(&format!("{text}\n")),
         }

@@ -138,7 +138,8 @@ impl OnEvent {
 pub(super) struct StallWatch(Sender<()>);
 
 impl StallWatch {
-    pub(super) fn goes_on(&self) {
+    /// Restarts the time without an event.
+    pub(super) fn restart(&self) {
         // Without a command there is no watching thread, and sending fails.
         let _ = self.0.send(());
     }
@@ -208,7 +209,7 @@ mod tests {
         assert_eq!(lines(&kept).len(), 1, "{:?}", lines(&kept));
         drop(watch);
         let watch = events.watch(Duration::from_millis(50)).expect("a thread");
-        watch.goes_on();
+        watch.restart();
         wait_for(2);
         let told = lines(&kept);
         assert!(

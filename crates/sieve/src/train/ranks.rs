@@ -99,7 +99,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
 }
 
 /// Exit code of a rank that has lost another one. Under `sieve launch` it is a code of its own, so that the launcher
-/// can tell a lost rank from a signal to stop.
+/// can distinguish a lost rank from a signal to stop.
 fn other_lost() -> Exit {
     variable(LAUNCHED).map_or(Exit::StoppedEarly, |_| Exit::OtherLost)
 }
@@ -216,7 +216,7 @@ pub(super) fn check_recipe(mesh: &Mesh, recipe: &Recipe) -> Result<()> {
 }
 
 /// Whether the output folder holds a run to resume; rank 0's answer counts.
-pub(super) fn goes_on(mesh: &Mesh, holds_run: bool) -> Result<bool> {
+pub(super) fn resumes(mesh: &Mesh, holds_run: bool) -> Result<bool> {
     Ok(mesh.broadcast(&[u8::from(holds_run)])? == [1])
 }
 

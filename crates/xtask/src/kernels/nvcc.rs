@@ -36,7 +36,7 @@ impl Nvcc {
             Some(program) => program,
             None => {
                 install(&venv)?;
-                find(&venv).with_context(|| format!("the wheels brought no nvcc into {}", venv.display()))?
+                find(&venv).with_context(|| format!("the wheels installed no nvcc in {}", venv.display()))?
             }
         };
         let output = Command::new(&program).arg("--version").output();

@@ -64,7 +64,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
         let most = longer.map_or(MAX_LINES, |(_, most)| *most);
         if is(SOURCES) && text.lines().count() > most {
             problems.push(format!(
-                "{file}: {} lines, at most {most}; look for the seam",
+                "{file}: {} lines, at most {most}; split it by topic",
                 text.lines().count()
             ));
         }

@@ -135,7 +135,8 @@ fn kinds_that_exchange_heads_need_a_share_of_their_memory() {
     }
 }
 
-// docs/scale.md: the most that tensors took on one and two H200s, 8.2B parameters, rows of 2048, full recomputation.
+// notes/experiments.md, "Moved from docs/scale.md": peak of the tensors on one and two H200s, 8.2B parameters, rows of
+// 2048, full recomputation.
 #[test]
 fn a_model_of_8b_needs_what_was_measured() {
     let eight = "model.hidden_size=4096 model.intermediate_size=12288 model.num_hidden_layers=36 \

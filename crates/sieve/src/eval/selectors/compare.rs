@@ -13,7 +13,7 @@ use std::path::PathBuf;
 pub(super) struct Trained {
     /// The checkpoint's folder.
     pub(super) checkpoint: String,
-    /// Its step.
+    /// The checkpoint's step.
     pub(super) step: u64,
     #[serde(flatten)]
     pub(super) measure: TrainedMeasure,

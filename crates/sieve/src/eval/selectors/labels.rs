@@ -1,4 +1,4 @@
-//! Names that tell the rows, lines and files of several settings apart.
+//! Names that distinguish the rows, lines and files of several settings.
 
 use sieve_select::LayerSelectors;
 

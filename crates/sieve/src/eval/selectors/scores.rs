@@ -22,7 +22,7 @@ struct Point {
 /// Selectors that differ in the value of one key.
 struct Curve {
     name: String,
-    /// The key that differs.
+    /// The setting in which the points differ.
     key: String,
     points: Vec<Point>,
 }
