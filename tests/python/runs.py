@@ -59,7 +59,7 @@ def on_devices(jobs, arguments, out, work):
     return list(waiting.queue)
 
 
-def add_arguments(parser, lines, reads_text=True):
+def add_arguments(parser, lines, reads_text=True, draws=True):
     """The arguments of every script here; `lines` is the name of its file of finished runs."""
     if reads_text:
         parser.add_argument("--text", type=pathlib.Path, help="crates.jsonl")
@@ -68,7 +68,8 @@ def add_arguments(parser, lines, reads_text=True):
     parser.add_argument("--out", required=True, type=pathlib.Path, help=f"folder of the runs and of {lines}")
     parser.add_argument("--seconds", type=float, default=1e6, help="stop after this time; the next call resumes")
     parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="one run at a time each: cuda:0 cuda:1 …, or cpu")
-    parser.add_argument("--draw", type=pathlib.Path, help="an SVG of what is finished")
+    if draws:
+        parser.add_argument("--draw", type=pathlib.Path, help="an SVG of what is finished")
 
 
 def parsed(parser):

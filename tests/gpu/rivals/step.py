@@ -45,12 +45,11 @@ def head_loss(hidden, weight, labels):
     return torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
 
 
-def run(name, sizes, device, steps, warm, float8=False):
-    seq_len, rows = sizes[-2:]
-    vocabulary, config = sizes[1], config_of(sizes)
+def built(config, device, float8=False):
+    """A model of this configuration and its loss of tokens and labels, compiled on a GPU."""
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    loss_of = head_loss
+    head = head_loss
     if float8:
         from torchao.float8 import convert_to_float8_training
 
@@ -58,17 +57,28 @@ def run(name, sizes, device, steps, warm, float8=False):
     if device == "cuda":
         for layer in model.model.layers:
             layer.compile(dynamic=False)
-        loss_of = torch.compile(head_loss, dynamic=False)
-        torch.cuda.reset_peak_memory_stats()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
-    tokens = torch.randint(0, vocabulary, (rows, seq_len + 1), device=device)
+        head = torch.compile(head_loss, dynamic=False)
     backends = [SDPBackend.CUDNN_ATTENTION] if device == "cuda" else [SDPBackend.MATH]
+
+    def loss(tokens, labels):
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), sdpa_kernel(backends):
+            hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+            return head(hidden, model.lm_head.weight, labels)
+
+    return model, loss
+
+
+def run(name, sizes, device, steps, warm, float8=False):
+    seq_len, rows = sizes[-2:]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model, loss = built(config_of(sizes), device, float8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
+    tokens = torch.randint(0, sizes[1], (rows, seq_len + 1), device=device)
     times = []
     for _ in range(warm + steps):
         started = time.perf_counter()
-        with torch.autocast(device, torch.bfloat16), sdpa_kernel(backends):
-            hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
-            loss_of(hidden, model.lm_head.weight, tokens[:, 1:]).backward()
+        loss(tokens[:, :-1], tokens[:, 1:]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
