@@ -22,8 +22,8 @@ import statistics
 import subprocess
 import time
 
-# Each fourth layer is dense: the list is repeated over the layers.
-HYBRID = 'model.layer_types=["sparse","sparse","sparse","mha"]'
+# Each fourth of the 30 layers is dense.
+HYBRID = f"model.layer_types={json.dumps([*['sparse', 'sparse', 'sparse', 'mha'] * 7, 'sparse', 'sparse'])}"
 # What the lines of one folder have in common.
 SETTINGS = ("row", "rows", "w", "steps", "lr", "validation", "needles")
 
