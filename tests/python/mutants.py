@@ -8,7 +8,7 @@
                                          a JSON line each
 
 A fault of Rust becomes `(if SIEVE_MUTANT is its id { new } else { old })`. One of a kernel is a changed line of the
-text that the copy's sieve-kernels puts together, so the emulator and NVRTC compile it. Faults whose `run` is "gpu" are
+text that the copy's sieve-gpu puts together, so the emulator and NVRTC compile it. Faults whose `run` is "gpu" are
 found by `sieve kernels check` of the instrumented program on a GPU alone.
 """
 
