@@ -245,6 +245,8 @@ fn a_step_that_is_not_finite_leaves_weights_and_moments_alone() {
         found.result.as_ref().expect("the run continues");
         assert!(found.weights == expected.weights, "{factor}: weights changed");
         assert_eq!(found.steps, (1..=10).collect::<Vec<_>>());
+        let metrics = run.read(&format!("{out}/metrics.jsonl"));
+        assert_eq!(metrics.matches("\"kind\":\"skipped\"").count(), 1, "{metrics}");
         let [skipped] = found.skipped.as_slice() else {
             panic!("{factor}: {:?}", found.skipped)
         };
@@ -256,20 +258,6 @@ fn a_step_that_is_not_finite_leaves_weights_and_moments_alone() {
         // Only the sizes of the moments are compared: AdamW's count of updates includes the skipped attempt.
         assert_eq!(found.moments.len(), expected.moments.len());
     }
-}
-
-#[test]
-fn training_goes_on_after_a_bad_batch() {
-    let run = TinyRun::dma();
-    let bad = |row: u64| if row == 40 { f64::NAN } else { 1.0 };
-    let found = train(&run, "out", TWELVE, bad);
-    let summary = found.result.expect("the run continues");
-    assert_eq!(summary.step, 12);
-    assert!(found.steps.iter().copied().eq([1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]));
-    let metrics = run.read("out/metrics.jsonl");
-    assert_eq!(metrics.matches("\"kind\":\"skipped\"").count(), 1, "{metrics}");
-    let losses = summary.last_step.expect("a step").loss;
-    assert!(losses.is_finite());
 }
 
 #[test]

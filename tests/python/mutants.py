@@ -4,10 +4,11 @@
     mutants.py check TREE                which faults no longer apply to a tree
     mutants.py instrument TREE           writes all faults into a tree (a copy!), each off until SIEVE_MUTANT names it
     mutants.py build TREE                builds it once: tests, examples, program; put a lock's name before as a word
-    mutants.py run TREE OUT [ID ...]     runs tests under each fault until one fails; OUT gets a JSON line each
+    mutants.py run TREE OUT [ID ...]     runs `found_by` and then other tests under each fault until one fails; OUT gets
+                                         a JSON line each
 
 A fault of Rust becomes `(if SIEVE_MUTANT is its id { new } else { old })`. One of a kernel is a changed line of the
-text that the copy's sieve-kernels puts together, so the emulator and NVRTC compile it. Faults whose `run` is "gpu" are
+text that the copy's sieve-gpu puts together, so the emulator and NVRTC compile it. Faults whose `run` is "gpu" are
 found by `sieve kernels check` of the instrumented program on a GPU alone.
 """
 
@@ -192,6 +193,11 @@ def run(tree, out, wanted):
         others = sorted({row["package"] for row in binaries} - {own, "tests"})
         packages = ["sieve-bench"] if kernel else [own, *others, "tests"]
         steps = emulate * kernel + [step for package in packages for step in tests(package)]
+        # The test that found the fault last time runs first, alone.
+        where, _, test = mutant["found_by"].partition(": ")
+        first = [(name, [*command[:1], "--exact", test.split(" ")[0]], folder, failed)
+                 for name, command, folder, failed in steps if failed is TEST and name == where]
+        steps = first + steps
         found, where, begin = None, "", time.time()
         for where, command, folder, failed in steps:
             if found := first_failure(command, folder, mutant["id"], 900, failed):

@@ -310,7 +310,7 @@ pub(crate) fn documents<B: burn::tensor::backend::Backend>(
 pub(crate) type RowOp<'a> = &'a dyn Fn(&[Float], &Documents<Ad>) -> Float;
 
 /// Output rows of a batch of one with documents of these lengths, in f32.
-pub(crate) fn rows_of(inputs: &[Input], lengths: &[usize], op: RowOp) -> Vec<Vec<f64>> {
+fn rows_of(inputs: &[Input], lengths: &[usize], op: RowOp) -> Vec<Vec<f64>> {
     let seq_len = inputs[0].dims[1];
     let leaves: Vec<Float> = inputs
         .iter()

@@ -1,7 +1,5 @@
-use sieve_testing::refusal;
-use std::fs;
-
 use proptest::prelude::*;
+use sieve_testing::refusal;
 
 use super::*;
 use crate::mqar::{MqarConfig, MqarPart, MqarSplit};
@@ -160,15 +158,6 @@ fn prefetching_gives_an_error_once() {
     assert!(batches.next().is_none());
 }
 
-#[test]
-fn a_cut_file_is_refused_before_the_loader_sees_it() {
-    let (dir, _) = shard(&[3, 4]);
-    let bin = dir.path().join("s.bin");
-    let bytes = fs::read(&bin).unwrap();
-    fs::write(&bin, &bytes[..10]).unwrap();
-    assert!(ShardReader::open(&dir.path().join("s")).is_err());
-}
-
 /// The expected row as (document, index of the token in it), computed from the whole token stream of an epoch.
 fn brute_force_row(lengths: &[usize], config: LoaderConfig, sample: u64) -> Vec<Option<(usize, usize)>> {
     let num_documents = lengths.len() as u64;
@@ -276,27 +265,6 @@ proptest! {
                 prop_assert_eq!(batch.positions[at], (column - start) as u32);
             }
         }
-    }
-
-    #[test]
-    fn any_split_of_the_samples_gives_the_same_rows(
-        lengths in proptest::collection::vec(0usize..40, 1..12),
-        config in any_config(),
-        first_sample in 0u64..200,
-        splits in proptest::collection::vec(1usize..5, 1..6),
-    ) {
-        let (_dir, shard) = shard(&lengths);
-        let Ok(loader) = Loader::new(Arc::clone(&shard), config) else { return Ok(()) };
-        let whole = loader.batch(first_sample, splits.iter().sum()).unwrap();
-        // A new loader, as after a resume, reads the parts in reverse order.
-        let fresh = Loader::new(shard, config).unwrap();
-        let mut pieces = Vec::new();
-        let mut end = first_sample + splits.iter().sum::<usize>() as u64;
-        for &count in splits.iter().rev() {
-            end -= count as u64;
-            pieces.push(fresh.batch(end, count).unwrap());
-        }
-        prop_assert_eq!(pieces.into_iter().rev().reduce(join).unwrap(), whole);
     }
 
     // Each epoch has every token once, except the few that fill no row.

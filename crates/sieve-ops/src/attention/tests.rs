@@ -1,7 +1,7 @@
 use super::attention;
 use crate::testing::{
     Ad, Float, Input, Random, RandomInput, assert_close, check_finite_differences, check_later_tokens_change_nothing,
-    check_other_documents_change_nothing, check_parity, check_views, documents, float, host, primitive, rows_of,
+    check_other_documents_change_nothing, check_parity, check_views, documents, float, host, primitive,
 };
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, reference};
 use burn::tensor::DType;
@@ -98,13 +98,6 @@ fn document_bounds_may_be_views() {
     );
 }
 
-/// Output rows of a batch of one, `[seq_len][heads * head_dim]`.
-fn rows(qkv: &Input, lengths: &[usize], spec: AttentionSpec) -> Vec<Vec<f64>> {
-    rows_of(std::slice::from_ref(qkv), lengths, &|inputs, documents| {
-        run(&inputs[0], documents, spec)
-    })
-}
-
 #[test]
 fn later_tokens_and_other_documents_change_no_bit_of_a_row() {
     for window_size in [None, Some(1), Some(40)] {
@@ -116,40 +109,5 @@ fn later_tokens_and_other_documents_change_no_bit_of_a_row() {
         let spec = spec(2, 16, window_size);
         let op = |inputs: &[Float], documents: &Documents<Ad>| run(&inputs[0], documents, spec);
         check_other_documents_change_nothing([packed(spec, [1, 120, 16], 7)], 0.0, &op);
-    }
-}
-
-#[test]
-fn a_document_gives_the_bits_it_gives_alone() {
-    let spec = spec(2, 16, Some(20));
-    let qkv = packed(spec, [1, 100, 16], 8);
-    let packed_rows = rows(&qkv, &[37, 40], spec);
-    let token = qkv.values.len() / 100;
-    let alone = Input {
-        values: qkv.values[37 * token..77 * token].to_vec(),
-        dims: vec![1, 40, spec.packed_heads(), 16],
-    };
-    for (row, alone) in rows(&alone, &[], spec).iter().enumerate() {
-        let got = &packed_rows[37 + row];
-        assert_close(&format!("row {row}"), got, alone, 2e-6);
-    }
-}
-
-#[test]
-fn a_window_of_the_whole_length_is_dense() {
-    let dense = spec(2, 16, None);
-    let qkv = packed(dense, [1, 70, 16], 9);
-    let (all, one) = (spec(2, 16, Some(70)), spec(2, 16, Some(1)));
-    let (a, b) = (rows(&qkv, &[], dense), rows(&qkv, &[], all));
-    assert_close("window", &a.concat(), &b.concat(), 2e-6);
-    // A window of one copies the values.
-    let o = rows(&qkv, &[], one);
-    let heads = dense.packed_heads();
-    for (token, row) in o.iter().enumerate() {
-        for head in 0..dense.num_heads {
-            let value_head = dense.num_heads + 3 + head / 2;
-            let at = (token * heads + value_head) * 16;
-            assert_eq!(&row[head * 16..][..16], &qkv.values[at..at + 16]);
-        }
     }
 }

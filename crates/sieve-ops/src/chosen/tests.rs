@@ -291,27 +291,6 @@ fn the_indexer_learns_from_its_loss_alone_and_the_attention_from_the_output_alon
 }
 
 #[test]
-fn all_blocks_of_an_indexer_are_dense_attention_and_its_warm_up() {
-    for call in calls() {
-        let inputs = [call.qkv(8), call.index(9)];
-        let run = |choice: BlockChoice, chooses: Option<&Input>| {
-            let indexed = call.indexed(choice, chooses, 1.0);
-            let op = |inputs: &[AdFloat]| of_ad(indexed_attention(float(&inputs[0]), float(&inputs[1]), &indexed));
-            evaluate(&op, &inputs, 3, DType::F32, View::Contiguous)
-        };
-        let (all, warm_up) = (run(msa(4, 64), Some(&inputs[1])), run(msa(4, 2), None));
-        let op = |inputs: &[AdFloat]| of_ad(attention(float::<4>(&inputs[0]), &call.documents, call.spec));
-        let dense = evaluate(&op, &inputs[..1], 3, DType::F32, View::Contiguous);
-        assert_eq!(warm_up.output, dense.output);
-        assert_eq!(warm_up.gradients[0], dense.gradients[0]);
-        assert_close("all blocks", &all.output, &warm_up.output, 1e-5);
-        for (all, warm_up) in all.gradients.iter().zip(&warm_up.gradients) {
-            assert_close("all blocks' gradients", all, warm_up, 2e-5);
-        }
-    }
-}
-
-#[test]
 fn statistics_are_those_of_every_score() {
     // 16 tokens, the number of queries that are measured, so that the mean is over all queries.
     for (lengths, heads) in [(&[][..], [4, 2]), (&[5][..], [3, 3]), (&[1, 9][..], [2, 1])] {

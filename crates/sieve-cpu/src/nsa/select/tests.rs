@@ -198,9 +198,9 @@ impl Case {
 fn choices() -> [BlockChoice; 14] {
     let nsa = |sizes| BlockChoice::nsa(NsaBlocks::of(sizes));
     [
-        nsa([4, 2, 4, 3]),
+        nsa([4, 2, 4, 6]),
         nsa([8, 8, 16, 5]),
-        nsa([6, 2, 4, 3]),
+        nsa([6, 2, 4, 5]),
         nsa([32, 16, 112, 1]),
         infllm_v2([4, 2, 4, 3], 1),
         infllm_v2([8, 4, 16, 5], 3),
@@ -319,25 +319,4 @@ fn nsa_choice_of_blocks_prefers_forced_then_large_then_late() {
     assert_eq!(chosen(&importance, 8, 20)[..9], [0, 1, 2, 3, 4, 5, 6, 7, 8]);
     assert_eq!(chosen(&[1.0; 9], 8, 1), [8]);
     assert_eq!(chosen(&[1.0; 9], 8, 2), [7, 8]);
-}
-
-#[test]
-fn nsa_weights_count_the_papers_double_sum() {
-    for (l, s, select) in [(32, 16, 64), (4, 2, 4), (6, 2, 4), (8, 8, 8), (4, 4, 12)] {
-        let blocks = NsaBlocks::of([l, s, select, 1]);
-        for block in 0..5 {
-            for c in 0..30 {
-                let mut count = 0;
-                for a in 0..select / s {
-                    for b in 0..l / s {
-                        count += usize::from(block * (select / s) + a == c + b);
-                    }
-                }
-                assert_eq!(overlap_weight(blocks, c, block), count, "{l} {s} {select}");
-                // A compressed block counts exactly for the selected blocks it overlaps.
-                let overlap = c * s < (block + 1) * select && c * s + l > block * select;
-                assert_eq!(count > 0, overlap);
-            }
-        }
-    }
 }

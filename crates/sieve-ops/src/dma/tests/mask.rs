@@ -1,11 +1,11 @@
-use super::{dma, inputs, layer, run, spec};
+use super::{dma, inputs, run, spec};
 use crate::testing::{
-    Ad, Input, Random, RandomInput, assert_close, check_later_tokens_change_nothing,
-    check_other_documents_change_nothing, documents, float, host, primitive,
+    Ad, Input, Random, RandomInput, check_later_tokens_change_nothing, check_other_documents_change_nothing, documents,
+    host,
 };
 use crate::{
     AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaBias, DmaCall, DmaScoresCall, DmaSelection,
-    Documents, attention, dma_select, reference,
+    Documents, dma_select, reference,
 };
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::Flex;
@@ -142,82 +142,6 @@ fn a_query_that_sees_nothing_gives_zeros() {
                 assert_eq!(sum == f64::NEG_INFINITY, blind, "{token} {head}");
                 let dq = &all.dqkv[(token * 12 + head) * head_dim..][..head_dim];
                 assert!(!blind || dq.iter().all(|&x| x == 0.0));
-            }
-        }
-    }
-}
-
-/// Output and gradients of the op.
-fn through(
-    inputs: &[Input],
-    dtype: DType,
-    op: impl Fn(&[crate::testing::Float]) -> crate::testing::Float,
-) -> crate::testing::Evaluation {
-    crate::testing::evaluate(&op, inputs, 11, dtype, crate::testing::View::Contiguous)
-}
-
-#[test]
-fn at_zero_it_is_a_sliding_window() {
-    let (head_dim, keep_window_size) = (16, 7);
-    let spec = spec(2, head_dim);
-    let documents = documents::<Ad>(&[31, 1], [2, 63]);
-    let mut inputs = inputs(spec, [2, 63, head_dim], 3);
-    inputs[2] = inputs[2].clone().affine(0.0, 0.0);
-    let windowed = AttentionSpec {
-        window_size: Some(keep_window_size),
-        ..spec
-    };
-    let window = through(&inputs[..1], DType::F32, |inputs| {
-        primitive(attention(float(&inputs[0]), &documents, windowed))
-    });
-    // All keys have the same bias, exp(0) = 1 or 0, which cancels in the softmax.
-    for bias in [DmaBias::Exp, DmaBias::Linear] {
-        let dma = through(&inputs, DType::F32, |inputs| {
-            run(inputs, &documents, spec, dma(keep_window_size, bias))
-        });
-        assert_close("o", &dma.output, &window.output, 4e-6);
-        // At A = 0 the scores pass no gradient to the values.
-        assert_close("dqkv", &dma.gradients[0], &window.gradients[0], 1e-5);
-    }
-}
-
-#[test]
-fn with_room_for_all_keys_it_is_dense_attention_with_a_bias() {
-    let (seq_len, head_dim) = (63, 16);
-    let spec = spec(2, head_dim);
-    let all = documents::<Ad>(&[31, 1], [2, seq_len]);
-    let inputs = inputs(spec, [2, seq_len, head_dim], 4);
-    // The mask of dense attention: keys expire at the end of their document.
-    let end = all.end.clone().into_data();
-    let ends: Vec<i32> = end.iter::<i64>().map(|end| end as i32).collect();
-    let expire: Vec<i32> = ends
-        .chunks(seq_len)
-        .flat_map(|row| row.repeat(spec.num_kv_heads))
-        .collect();
-    for bias in [DmaBias::Exp, DmaBias::Linear] {
-        let dense = through(&inputs, DType::F64, |inputs| {
-            let qkv = inputs[0].clone();
-            let z = reference::dma_scores(&layer(inputs, dma(seq_len, bias)).scores(qkv.clone(), spec));
-            let delta = primitive(crate::dma_bias(float::<3>(&z), bias));
-            let selection =
-                DmaSelection::of_expire(crate::testing::ints(expire.clone(), [2, 3, seq_len]).into_primitive());
-            let call = DmaCall::<Ad> {
-                qkv,
-                delta,
-                selection,
-                attention: AttentionCall::new(all.bounds(), spec),
-            };
-            reference::dma_attention(&call).o
-        });
-        for keep_window_size in [62, 63, 1000] {
-            let dma = through(&inputs, DType::F32, |inputs| {
-                run(inputs, &all, spec, dma(keep_window_size, bias))
-            });
-            let what = format!("{bias:?}, room for {keep_window_size}");
-            assert_close(&what, &dma.output, &dense.output, 1e-5);
-            for (dma, dense) in dma.gradients.iter().zip(&dense.gradients) {
-                let scale = dense.iter().fold(1.0, |max: f64, x| max.max(x.abs()));
-                assert_close(&what, dma, dense, 1e-5 * scale);
             }
         }
     }
