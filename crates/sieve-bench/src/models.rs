@@ -71,6 +71,7 @@ const KINDS: &str = r"
     infllm_v2 => nsa => chosen => kind = 'infllm_v2'\ncompress_block_size = 16\ncompress_stride = 8\n\
         select_block_size = 16\nnum_selected_blocks = 4\nnum_local_blocks = 1
     moba => nsa => chosen => kind = 'moba'\nselect_block_size = 16\nnum_selected_blocks = 4
+    moba in blocks of 128 => nsa => chosen => kind = 'moba'\nselect_block_size = 128\nnum_selected_blocks = 1
     msa => nsa => chosen => kind = 'msa'\nselect_block_size = 16\nnum_selected_blocks = 4
     msa with QSA's scores => nsa => chosen => kind = 'msa'\nindexer = 'qsa'\nselect_block_size = 16\n\
         num_selected_blocks = 4

@@ -127,16 +127,10 @@ impl BlockChoice {
     pub fn attended(&self) -> NsaBlocks {
         let pieces = self.pieces();
         let size = self.blocks.select_block_size / pieces;
-        // An indexer's pooled keys (blocks of one token in MSA) are not keys of the attention.
-        let [compress_block_size, compress_stride] = match self.has_indexer() {
-            true => [size; 2],
-            false => [self.blocks.compress_block_size, self.blocks.compress_stride],
-        };
         NsaBlocks {
-            compress_block_size,
-            compress_stride,
-            select_block_size: size,
             num_selected_blocks: self.blocks.num_selected_blocks * pieces,
+            // Pooled keys have scores alone: attention does not read them.
+            ..NsaBlocks::of([size; 4])
         }
     }
 
@@ -158,12 +152,6 @@ impl BlockChoice {
         } else {
             group_size
         };
-        let piece = self.attended();
-        let attended = NsaBlocks {
-            compress_stride: piece.select_block_size,
-            compress_block_size: piece.select_block_size,
-            ..piece
-        };
         let stride = self.blocks.compress_stride;
         // Scoring works on strides, so that a block of any number of tokens can be scored.
         let scored = NsaBlocks {
@@ -172,7 +160,7 @@ impl BlockChoice {
             select_block_size: self.blocks.select_block_size / stride,
             ..self.blocks
         };
-        let gap = attended.cuda_gap(head_dim, group_size);
+        let gap = self.attended().cuda_gap(head_dim, group_size);
         match self.has_indexer() {
             // An indexer's kernels score blocks of any size.
             true => gap,
@@ -211,6 +199,7 @@ mod tests {
             let attended = choice.attended();
             assert_eq!(attended.select_block_size * pieces, size);
             assert_eq!(attended.num_selected_blocks, 4 * pieces);
+            attended.check();
             // The same tokens either way.
             let tokens = |blocks: NsaBlocks| blocks.num_selected_blocks * blocks.select_block_size;
             assert_eq!(tokens(attended), tokens(choice.blocks));

@@ -180,10 +180,12 @@ fn count_by_expire(expire: &[i64], num_tokens: usize) -> Counted {
 /// the window. Other kinds: also half a key for each pooled key, which has a score but no value. An indexer's scores
 /// are not counted.
 fn count_by_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Counted {
-    let (sizes, window_size, of_pooled) = match form {
-        AttentionForm::Branches(nsa) => (nsa.blocks(), nsa.window_size, 1.0),
-        AttentionForm::Blocks(choice) if choice.has_indexer() => (choice.attended(), 0, 0.0),
-        AttentionForm::Blocks(choice) => (choice.attended(), 0, 0.5),
+    let (sizes, pooled, window_size, of_pooled) = match form {
+        AttentionForm::Branches(nsa) => (nsa.blocks(), nsa.blocks(), nsa.window_size, 1.0),
+        AttentionForm::Blocks(choice) => {
+            let of_pooled = if choice.has_indexer() { 0.0 } else { 0.5 };
+            (choice.attended(), choice.blocks, 0, of_pooled)
+        }
         _ => unreachable!("a kind without blocks"),
     };
     let per_query = sizes.num_selected_blocks;
@@ -191,7 +193,7 @@ fn count_by_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Co
     let (mut computed, mut distinct) = (0.0, 0);
     for (row, blocks) in chosen.chunks(per_query).enumerate() {
         let query = row / heads;
-        let compressed = sizes.num_compressed_blocks(query + 1);
+        let compressed = pooled.num_compressed_blocks(query + 1);
         let window_start = (query + 1).saturating_sub(window_size);
         let window = query + 1 - window_start;
         let (mut selected, mut before_window) = (0, 0);
