@@ -3,7 +3,7 @@ use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection, TaskModel};
 use burn::tensor::{DType, Tensor};
 use sieve_core::ModelShape;
-use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3};
+use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3, TextRows};
 use sieve_ops::{DeviceBackend, RotaryEmbedding, first_of_largest};
 
 /// Tokens in the caches of texts that are decoded as one batch, at most. More would take memory and save little time.
@@ -38,6 +38,8 @@ pub(crate) struct Continuation<'a, B: DeviceBackend> {
     device: B::Device,
     rope: RotaryEmbedding<B>,
     cache: KvCache<B>,
+    /// The row of [`TextRows`] that has the text's keys in place of `cache`.
+    row: Option<usize>,
     selection: Option<Selection>,
 }
 
@@ -47,6 +49,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Self {
             rope: model.rope(max_tokens, device),
             cache: KvCache::new(model.layers.len()),
+            row: None,
             selection: None,
             model,
             device: device.clone(),
@@ -113,6 +116,15 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         let num_tokens = cache.num_tokens + tokens.len();
         type Operands<'a, B> = &'a LayerOperands<B>;
         let logits = match &mut self.selection {
+            Some(selection)
+                if selection.acts_in_decode()
+                    && tokens.len() == 1
+                    && Selection::only_appends(model.shape(), &cache.layers) =>
+            {
+                let logits = model.next_logits(ids_of(tokens, &self.device), cache, rope);
+                selection.count_appended(model.shape(), &cache.layers, num_tokens);
+                logits
+            }
             Some(selection) if selection.acts_in_decode() => {
                 let attend = &mut |operands: Operands<'_, B>, cache: &mut LayerCache<B>, scratch: &mut _| {
                     selection.continue_text(operands, num_tokens, cache, scratch)
@@ -180,19 +192,58 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         on_host(self.model.next_logits(ids, &mut self.cache, &self.rope))
     }
 
+    /// Moves a text that has read its prompt into a row of `rows`, if there are rows.
+    pub(crate) fn join(&mut self, rows: &mut Option<TextRows<B>>) {
+        self.row = rows.as_mut().map(|rows| rows.put(&mut self.cache));
+    }
+
+    /// Frees the row of a text that has ended.
+    pub(crate) fn leave(&mut self, rows: &mut Option<TextRows<B>>) {
+        if let (Some(rows), Some(row)) = (rows, self.row.take()) {
+            rows.free(row);
+        }
+    }
+
     /// Reads one more token of each of several texts with the same number of positions; one forward pass unless a
-    /// selector acts in decoding. Returns the logits of each text's next token.
+    /// selector acts in decoding. Returns the logits of each text's next token. With `rows` all texts have joined them,
+    /// and the pass is one call where the device has one; else the texts get their own caches back, and `rows` is
+    /// `None` from then on.
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub(crate) fn read_each(texts: &mut [&mut Self], tokens: &[u32]) -> Result<Vec<Vec<f32>>, EvalError> {
+    pub(crate) fn read_each(
+        texts: &mut [&mut Self],
+        tokens: &[u32],
+        rows: &mut Option<TextRows<B>>,
+    ) -> Result<Vec<Vec<f32>>, EvalError> {
         let acts = |text: &&mut Self| (text.selection.as_ref()).is_some_and(|s| s.acts_in_decode());
         let Some(first) = texts.first().filter(|_| !texts.iter().any(acts)) else {
             let each = texts.iter_mut().zip(tokens);
             return each.map(|(text, token)| text.read(&[*token])).collect();
         };
-        let (model, rope) = (first.model, first.rope.clone());
-        let ids = ids(tokens, [texts.len(), 1], &first.device);
+        let (model, rope, device) = (first.model, first.rope.clone(), first.device.clone());
+        if let Some(in_rows) = rows {
+            let row_of = |text: &Self| text.row.expect("every text has joined");
+            let mut next = vec![0; in_rows.num_rows()];
+            for (text, token) in texts.iter().zip(tokens) {
+                next[row_of(text)] = *token;
+            }
+            let next = ids(&next, [next.len(), 1], &device);
+            if let Some(logits) = model.next_logits_of_texts(&next, in_rows, &rope) {
+                let (logits, vocab_size) = (on_host(logits), model.shape().vocab_size);
+                let of_text = |text: &mut &mut Self| {
+                    text.cache.num_tokens += 1;
+                    logits[row_of(text) * vocab_size..][..vocab_size].to_vec()
+                };
+                return Ok(texts.iter_mut().map(of_text).collect());
+            }
+            for text in texts.iter_mut() {
+                text.cache = in_rows.take(row_of(text));
+                text.row = None;
+            }
+            *rows = None;
+        }
+        let ids = ids(tokens, [texts.len(), 1], &device);
         let mut caches: Vec<_> = texts.iter_mut().map(|text| &mut text.cache).collect();
         let logits = model.next_logits_of_rows(ids, &mut caches, &rope);
         let logits = on_host(logits);
@@ -224,7 +275,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
                 let going = some.partition_point(|&n| endings[n].len() > step);
                 let tokens: Vec<u32> = (some[..going].iter()).map(|&n| endings[n][step - 1]).collect();
                 let mut going: Vec<_> = texts[..going].iter_mut().collect();
-                let logits = Self::read_each(&mut going, &tokens)?;
+                let logits = Self::read_each(&mut going, &tokens, &mut None)?;
                 for (&n, logits) in some.iter().zip(&logits) {
                     found[n] = found[n].and(logits, endings[n][step]);
                 }
@@ -367,6 +418,23 @@ mod tests {
             whole.as_stream(),
             "meanpool, which reads a prompt whole | hint: leave --stream out",
         );
+    }
+
+    #[test]
+    fn a_method_that_only_adds_keys_to_kept_ones_takes_the_models_step() {
+        let (model, shape) = (tiny_model(Attention::Mha, 64), tiny_shape(Attention::Mha, 64));
+        // Caches as a device that keeps snapkv's keys has them; the CPU keeps them elsewhere.
+        let mut dense = Continuation::new(&model, 40, &Default::default());
+        dense.read(&words(30)).expect("a prompt");
+        let selector = Selector::parse("snapkv:window=2,capacity=30").expect("valid");
+        let selection = Selection::new(selector, &shape).expect("it fits");
+        let mut kept = dense.clone().with_selection(Some(selection));
+        for token in [3, 11, 7] {
+            assert_eq!(kept.read(&[token]).expect("a token"), dense.read(&[token]).expect("a token"));
+        }
+        let totals = kept.selection().expect("it has one").totals();
+        assert_eq!([totals.calls, totals.kernel_calls, totals.device_selections], [2 * 3; 3]);
+        assert_eq!((totals.dense_calls, totals.pairs), (2 * 3, (31 + 32 + 33) as f64 * 2.0 * shape.num_heads as f64));
     }
 
     #[test]

@@ -6,6 +6,7 @@ use crate::continuation::{Continuation, texts_together};
 use crate::input::check_vocabulary;
 use crate::{EvalError, Selection};
 use sieve_data::DecodeStream;
+use sieve_nn::TextRows;
 use sieve_ops::DeviceBackend;
 use sieve_ops::first_of_largest;
 
@@ -25,6 +26,9 @@ pub(super) fn answers<B: DeviceBackend>(
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0).max(1);
     let room = longest + matching.max_new_tokens;
     let empty = Continuation::new(model.model, room, model.device);
+    let num_rows = texts_together(room).min(prompts.len());
+    let acts_in_decode = selection.as_ref().is_some_and(|selection| selection.acts_in_decode());
+    let mut rows = (num_rows > 1 && !acts_in_decode).then(|| TextRows::new(num_rows, room));
     let mut answers = vec![String::new(); prompts.len()];
     let (mut open, mut num_done) = (Vec::<OpenAnswer<'_, '_, B>>::new(), 0);
     let mut unread = prompts.iter().enumerate();
@@ -38,6 +42,7 @@ pub(super) fn answers<B: DeviceBackend>(
             check_vocabulary(prompt, model.model.shape().vocab_size)?;
             let mut text = empty.clone().with_copy_of(selection.as_deref());
             let logits = text.read(prompt)?;
+            text.join(&mut rows);
             open.push(OpenAnswer {
                 prompt_idx,
                 text,
@@ -54,6 +59,7 @@ pub(super) fn answers<B: DeviceBackend>(
                 still_open.push(answer);
                 continue;
             }
+            answer.text.leave(&mut rows);
             answer.text.add_totals_to(selection.as_deref_mut());
             let prompt_idx = answer.prompt_idx;
             answers[prompt_idx] = answer.finish(&matching.stop)?;
@@ -62,7 +68,7 @@ pub(super) fn answers<B: DeviceBackend>(
         }
         open = still_open;
         let mut texts: Vec<_> = open.iter_mut().map(|answer| &mut answer.text).collect();
-        let logits = Continuation::read_each(&mut texts, &tokens)?;
+        let logits = Continuation::read_each(&mut texts, &tokens, &mut rows)?;
         for (answer, logits) in open.iter_mut().zip(logits) {
             answer.logits = logits;
         }
