@@ -116,20 +116,21 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         let num_tokens = cache.num_tokens + tokens.len();
         type Operands<'a, B> = &'a LayerOperands<B>;
         let logits = match &mut self.selection {
-            Some(selection)
-                if selection.acts_in_decode()
-                    && tokens.len() == 1
-                    && Selection::only_appends(model.shape(), &cache.layers) =>
-            {
-                let logits = model.next_logits(ids_of(tokens, &self.device), cache, rope);
-                selection.count_appended(model.shape(), &cache.layers, num_tokens);
-                logits
-            }
             Some(selection) if selection.acts_in_decode() => {
+                let ids = ids_of(tokens, &self.device);
+                // snapkv and h2o chose keys at the prompt's end; a token is added to their caches as to a model's own.
+                let in_one_call = match tokens {
+                    [_] => model.token_step(&ids, cache, rope),
+                    _ => None,
+                };
+                if let Some(logits) = in_one_call {
+                    selection.count_call(model.shape(), &cache.layers, num_tokens);
+                    return Ok(logits);
+                }
                 let attend = &mut |operands: Operands<'_, B>, cache: &mut LayerCache<B>, scratch: &mut _| {
                     selection.continue_text(operands, num_tokens, cache, scratch)
                 };
-                model.next_logits_attending(ids_of(tokens, &self.device), cache, rope, attend)?
+                model.next_logits_attending(ids, cache, rope, attend)?
             }
             Some(selection) if cache.num_tokens == 0 => {
                 let attend = &mut |operands: Operands<'_, B>, cache: &mut LayerCache<B>, _: &mut _| {
@@ -204,10 +205,8 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         }
     }
 
-    /// Reads one more token of each of several texts with the same number of positions; one forward pass unless a
-    /// selector acts in decoding. Returns the logits of each text's next token. With `rows` all texts have joined them,
-    /// and the pass is one call where the device has one; else the texts get their own caches back, and `rows` is
-    /// `None` from then on.
+    /// Reads one more token of each of several texts with the same number of positions. Returns the logits of each
+    /// text's next token.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -216,39 +215,70 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         tokens: &[u32],
         rows: &mut Option<TextRows<B>>,
     ) -> Result<Vec<Vec<f32>>, EvalError> {
-        let acts = |text: &&mut Self| (text.selection.as_ref()).is_some_and(|s| s.acts_in_decode());
-        let Some(first) = texts.first().filter(|_| !texts.iter().any(acts)) else {
-            let each = texts.iter_mut().zip(tokens);
-            return each.map(|(text, token)| text.read(&[*token])).collect();
-        };
+        let (logits, row_of) = Self::logits_each(texts, tokens, rows)?;
+        let [_, vocab_size] = logits.dims();
+        let logits = on_host(logits);
+        let of_text = |row: usize| logits[row * vocab_size..][..vocab_size].to_vec();
+        Ok(row_of.into_iter().map(of_text).collect())
+    }
+
+    /// As [`read_each`](Self::read_each), but returns only the likeliest tokens, as
+    /// [`read_likeliest`](Self::read_likeliest).
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub(crate) fn read_each_likeliest(
+        texts: &mut [&mut Self],
+        tokens: &[u32],
+        rows: &mut Option<TextRows<B>>,
+        num_tokens: usize,
+    ) -> Result<Vec<Option<u32>>, EvalError> {
+        let (logits, row_of) = Self::logits_each(texts, tokens, rows)?;
+        let likeliest = sieve_ops::likeliest(logits, num_tokens);
+        Ok(row_of.into_iter().map(|row| likeliest[row]).collect())
+    }
+
+    /// The logits after one more token of each text, and the texts' rows in them; one forward pass unless a selector
+    /// acts in decoding. With `rows` all texts have joined them, and the pass is one call where the device has such a
+    /// call; else the texts get their own caches back, and `rows` is `None` from then on.
+    ///
+    /// Panics without a text.
+    fn logits_each(
+        texts: &mut [&mut Self],
+        tokens: &[u32],
+        rows: &mut Option<TextRows<B>>,
+    ) -> Result<(Tensor<B, 2>, Vec<usize>), EvalError> {
+        let in_order = (0..texts.len()).collect();
+        if texts
+            .iter()
+            .any(|text| text.selection.as_ref().is_some_and(Selection::acts_in_decode))
+        {
+            let each = texts.iter_mut().zip(tokens).map(|(text, token)| text.logits(&[*token]));
+            return Ok((Tensor::cat(each.collect::<Result<_, _>>()?, 0), in_order));
+        }
+        let first = &texts[0];
         let (model, rope, device) = (first.model, first.rope.clone(), first.device.clone());
         if let Some(in_rows) = rows {
-            let row_of = |text: &Self| text.row.expect("every text has joined");
+            let row_of = texts.iter().map(|text| text.row.expect("every text has joined"));
+            let row_of: Vec<usize> = row_of.collect();
             let mut next = vec![0; in_rows.num_rows()];
-            for (text, token) in texts.iter().zip(tokens) {
-                next[row_of(text)] = *token;
+            for (&row, &token) in row_of.iter().zip(tokens) {
+                next[row] = token;
             }
             let next = ids(&next, [next.len(), 1], &device);
             if let Some(logits) = model.next_logits_of_texts(&next, in_rows, &rope) {
-                let (logits, vocab_size) = (on_host(logits), model.shape().vocab_size);
-                let of_text = |text: &mut &mut Self| {
-                    text.cache.num_tokens += 1;
-                    logits[row_of(text) * vocab_size..][..vocab_size].to_vec()
-                };
-                return Ok(texts.iter_mut().map(of_text).collect());
+                texts.iter_mut().for_each(|text| text.cache.num_tokens += 1);
+                return Ok((logits, row_of));
             }
-            for text in texts.iter_mut() {
-                text.cache = in_rows.take(row_of(text));
+            for (text, row) in texts.iter_mut().zip(row_of) {
+                text.cache = in_rows.take(row);
                 text.row = None;
             }
             *rows = None;
         }
         let ids = ids(tokens, [texts.len(), 1], &device);
         let mut caches: Vec<_> = texts.iter_mut().map(|text| &mut text.cache).collect();
-        let logits = model.next_logits_of_rows(ids, &mut caches, &rope);
-        let logits = on_host(logits);
-        let row = logits.len() / tokens.len();
-        Ok(logits.chunks(row).map(<[f32]>::to_vec).collect())
+        Ok((model.next_logits_of_rows(ids, &mut caches, &rope), in_order))
     }
 
     /// The likelihood of each ending after this text. `logits` belong to the text's next token; no ending is empty.
@@ -421,20 +451,27 @@ mod tests {
     }
 
     #[test]
-    fn a_method_that_only_adds_keys_to_kept_ones_takes_the_models_step() {
+    fn a_token_of_one_call_counts_for_each_layer_with_the_keys_that_it_read() {
         let (model, shape) = (tiny_model(Attention::Mha, 64), tiny_shape(Attention::Mha, 64));
-        // Caches as a device that keeps snapkv's keys has them; the CPU keeps them elsewhere.
-        let mut dense = Continuation::new(&model, 40, &Default::default());
-        dense.read(&words(30)).expect("a prompt");
-        let selector = Selector::parse("snapkv:window=2,capacity=30").expect("valid");
-        let selection = Selection::new(selector, &shape).expect("it fits");
-        let mut kept = dense.clone().with_selection(Some(selection));
-        for token in [3, 11, 7] {
-            assert_eq!(kept.read(&[token]).expect("a token"), dense.read(&[token]).expect("a token"));
+        let mut text = Continuation::new(&model, 40, &Default::default());
+        text.read(&words(7)).expect("a prompt");
+        for (selector, chosen) in [("0=dense/1-=snapkv", 1), ("h2o:heavy=4,recent=4", 2)] {
+            let selectors = LayerSelectors::parse(selector).expect("valid");
+            let mut selection = Selection::new(selectors, &shape).expect("it fits");
+            selection.count_call(&shape, &text.cache().layers, 30);
+            let totals = selection.totals();
+            let counts = [
+                totals.calls,
+                totals.kernel_calls,
+                totals.device_selections,
+                totals.dense_calls,
+            ];
+            assert_eq!(counts, [2, 2, chosen, 0], "{selector}");
+            assert_eq!(
+                [totals.pairs, totals.dense_pairs],
+                [7, 30].map(|keys| (2 * keys * shape.num_heads) as f64)
+            );
         }
-        let totals = kept.selection().expect("it has one").totals();
-        assert_eq!([totals.calls, totals.kernel_calls, totals.device_selections], [2 * 3; 3]);
-        assert_eq!((totals.dense_calls, totals.pairs), (2 * 3, (31 + 32 + 33) as f64 * 2.0 * shape.num_heads as f64));
     }
 
     #[test]

@@ -438,15 +438,9 @@ impl Selection {
         Ok(o)
     }
 
-    /// Whether the next token's attention is the model's usual one over `caches`, the layers' caches: every dense layer
-    /// kept keys of the prompt on the device once and for all (snapkv, dense), and tokens only add theirs.
-    pub(crate) fn only_appends<B: DeviceBackend>(shape: &ModelShape, caches: &[LayerCache<B>]) -> bool {
-        let mut caches = caches.iter().enumerate().filter(|(layer, _)| shape.has_dense_attention(*layer));
-        caches.all(|(_, cache)| matches!(cache, LayerCache::Recent { .. }))
-    }
-
-    /// Counts a token after which [`only_appends`](Self::only_appends) was true, number `num_tokens` of its text.
-    pub(crate) fn count_appended<B: DeviceBackend>(
+    /// Counts a token that went through the whole model in one call, number `num_tokens` of its text; `caches` are the
+    /// layers' caches after it.
+    pub(crate) fn count_call<B: DeviceBackend>(
         &mut self,
         shape: &ModelShape,
         caches: &[LayerCache<B>],

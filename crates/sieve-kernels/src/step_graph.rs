@@ -323,7 +323,12 @@ fn set_inputs(stream: CUstream, pointers: &[u64], rows: usize, same: Option<usiz
     // SAFETY: each of the buffers has `rows` words of 32 bits; `new_positions` has twice as many where it is read.
     unsafe {
         let copy = |to, from| check("cuMemcpyDtoDAsync", cuda::cuMemcpyDtoDAsync_v2(to, from, bytes, stream));
-        let set = |to, value: i32| check("cuMemsetD32Async", cuda::cuMemsetD32Async(to, value as u32, rows, stream));
+        let set = |to, value: i32| {
+            check(
+                "cuMemsetD32Async",
+                cuda::cuMemsetD32Async(to, value as u32, rows, stream),
+            )
+        };
         copy(ids, new_ids)?;
         match same.map(|position| position as i32) {
             Some(position) => {

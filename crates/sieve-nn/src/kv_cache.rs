@@ -16,7 +16,8 @@ use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::DmaWindow;
 use sieve_ops::{
     AttentionSpec, DeviceBackend, DmaAttention, DmaCache, DmaLayer, DmaToken, Documents, KeyCache, PositionOrigin,
-    Recency, RowsOf, TokenBuffer, TokenCache, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks, split_heads,
+    Recency, RowsOf, TokenBuffer, TokenCache, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks,
+    split_heads,
 };
 
 /// One cache per layer, and the number of tokens processed. A clone copies the buffers.
@@ -124,7 +125,8 @@ impl<B: Backend> LayerCache<B> {
         }
     }
 
-    /// The cache as an operand of [`sieve_ops::token_step`]; `None` if it is empty or a selector's.
+    /// The cache as an operand of [`sieve_ops::token_step`]; `None` if it is empty or its keys are chosen for each
+    /// token.
     pub(crate) fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
         match self {
             Self::Recent { cache, .. } => Some(TokenCache::Recent(cache)),

@@ -1,14 +1,13 @@
 //! One new token of every row, through the whole model in one piece where the device can.
 use crate::{DecoderLayer, KvCache, LayerCache, Qwen3, TextRows};
 use burn::tensor::{Int, Tensor};
-use sieve_ops::{
-    DeviceBackend, RotaryEmbedding, TokenLayer, TokenStep, TokensBefore, repeat_token_step, token_step,
-};
+use sieve_ops::{DeviceBackend, RotaryEmbedding, TokenLayer, TokenStep, TokensBefore, repeat_token_step, token_step};
 
 impl<B: DeviceBackend> Qwen3<B> {
-    /// Logits of the next token of every row, `[batch, vocab_size]`, and the cache with the tokens `ids`, `[batch, 1]`;
-    /// `None` where the layers have to be called one by one.
-    pub(crate) fn token_step(
+    /// Logits of the next token of every row, `[batch, vocab_size]`, and the cache with the tokens `ids`, `[batch, 1]`.
+    /// `None` where the layers have to be called one by one: the first token that comes alone, a device or a model
+    /// without such a step, a selector whose launches change from token to token.
+    pub fn token_step(
         &self,
         ids: &Tensor<B, 2, Int>,
         cache: &mut KvCache<B>,
@@ -27,8 +26,8 @@ impl<B: DeviceBackend> Qwen3<B> {
     }
 
     /// Logits of the next token of every row of `texts`, `[num_rows, vocab_size]`, and the texts with the tokens `ids`,
-    /// `[num_rows, 1]`; a free row's id may be any, and its logits mean nothing. `None`, with nothing changed, where the
-    /// device or the model needs a call for each layer: each text then continues in a cache of its own.
+    /// `[num_rows, 1]`; a free row's id may be any, and its logits mean nothing. `None`, with nothing changed, where
+    /// the device or the model needs a call for each layer: each text then continues in a cache of its own.
     ///
     /// Panics if a text has no room for a token.
     pub fn next_logits_of_texts(
@@ -61,6 +60,8 @@ impl<B: DeviceBackend> Qwen3<B> {
         if let Some(logits) = repeat_token_step::<B>(graph, ids, before) {
             return Some(logits);
         }
+        let caches = layers.iter_mut().map(LayerCache::for_token_step);
+        let caches = caches.collect::<Option<_>>()?;
         let step = TokenStep {
             ids: ids.clone(),
             before,
@@ -70,10 +71,7 @@ impl<B: DeviceBackend> Qwen3<B> {
                 .iter()
                 .map(DecoderLayer::for_token_step)
                 .collect::<Option<_>>()?,
-            caches: layers
-                .iter_mut()
-                .map(LayerCache::for_token_step)
-                .collect::<Option<_>>()?,
+            caches,
             norm: self.head.norm.weight.val(),
             output: self.head.weight(&self.embed_tokens),
             epsilon: self.head.norm.epsilon,

@@ -106,11 +106,7 @@ fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
     Ok(vec![text?])
 }
 
-fn run_on<B: DeviceBackend>(
-    (args, prompts): (&GenerateArgs, &[String]),
-    device: &B::Device,
-    kept: Kept,
-) -> Result<()> {
+fn run_on<B: DeviceBackend>((args, prompts): (&GenerateArgs, &[String]), device: &B::Device, kept: Kept) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
     let tokens = prompts.iter().map(|prompt| tokenizer.encode_marked(prompt));
     let tokens = tokens.collect::<Result<Vec<_>, _>>()?;

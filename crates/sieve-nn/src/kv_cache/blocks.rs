@@ -7,8 +7,8 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::BlockChoice;
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, Documents, KeyCache, NsaBlocks, RowsOf, TokenCache, attention_decode, cached_attention,
-    split_heads,
+    AttentionSpec, DeviceBackend, Documents, KeyCache, NsaBlocks, RowsOf, TokenCache, attention_decode,
+    cached_attention, split_heads,
 };
 
 /// Computes compressed keys and values, `[2, rows, head_dim]`, from packed tokens.

@@ -5,8 +5,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
 use sieve_core::{BlockChoice, ChoiceRule};
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, KeyCache, RowsOf, TokenBuffer, TokenCache, attention_decode, choose_blocks, indexer_spec,
-    overlap_weight, split_heads,
+    AttentionSpec, DeviceBackend, KeyCache, RowsOf, TokenBuffer, TokenCache, attention_decode, choose_blocks,
+    indexer_spec, overlap_weight, split_heads,
 };
 
 /// Keys and values of all tokens, and the keys by which blocks are chosen.

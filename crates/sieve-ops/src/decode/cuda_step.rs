@@ -48,6 +48,14 @@ pub(crate) fn repeat_token_step(
 
 pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGraph) -> Option<Float<Cuda>> {
     *graph = CudaStepGraph::default();
+    if !step
+        .layers
+        .iter()
+        .zip(&step.caches)
+        .all(|(layer, cache)| is_lasting(&step, layer, cache))
+    {
+        return None;
+    }
     kernel_or_refusal(NAME, require_kernels(&step)).ok()?;
     let pairs = step.layers.iter().zip(&mut step.caches);
     let left = match step.before {
@@ -75,6 +83,17 @@ fn positions_of(before: TokensBefore<'_>, like: &CudaTensor) -> StepPositions {
     let words: Vec<i32> = lengths.clone().chain(lengths.map(|length| -length)).collect();
     let words = Tensor::<Cuda, 1, Int>::from_data(words.as_slice(), device_of(like));
     StepPositions::Each(kernel_tensor(words.into_primitive()))
+}
+
+/// Whether the launches of a layer are the same for the next tokens. Those over the slots of accumulated attention are,
+/// once all slots are in use; they take one text.
+fn is_lasting(step: &TokenStep<'_, Cuda>, layer: &TokenLayer<Cuda>, cache: &TokenCache<'_, Cuda>) -> bool {
+    let TokenCache::Slots(slots) = cache else {
+        return true;
+    };
+    let [batch, _, room, head_dim] = slots.keys.k.buffer().dims();
+    let is_full = matches!(step.before, TokensBefore::Same(before) if before >= room);
+    layer.attention.dma.is_some() || (is_full && batch == 1 && head_dim.is_multiple_of(32))
 }
 
 /// Refuses weights and sizes that the kernels do not take.
@@ -331,7 +350,20 @@ impl Layer<'_> {
                 let (step, kv, seen) = self.recent(keys);
                 kv.attention_decode(&token, &length, step, &scratch_of(scratch, &kv.k, shape, seen)?)?
             }
-            (TokenCache::Slots(cache), Some(dma)) => {
+            (TokenCache::Slots(cache), dma) => {
+                let (window, slots) = (cache.window.keep_window_size, slots_of(cache));
+                let buffers = scratch_of(scratch, &slots.kv.k, shape, window)?;
+                let slots = DmaSlots {
+                    z: self.tape.noted(&slots.z),
+                    positions: self.tape.noted(&slots.positions),
+                    kv: self.noted_cache(&slots.kv),
+                    ..slots
+                };
+                let Some(dma) = dma else {
+                    // So many tokens came before as fill the slots, at least.
+                    let o = slots.heavy_decode(&token, &length, window, scale, &buffers)?;
+                    return o.reshaped(NAME, "o", &[batch, 1, num_heads * shape.head_dim]);
+                };
                 let (w_dt, a) = (self.f32s(&dma.w_dt), self.f32s(&dma.a));
                 let slopes = dma.spec.slopes(num_kv_heads);
                 let slopes = slopes.map(|slopes| slopes.iter().map(|&slope| slope as f32).collect::<Vec<_>>());
@@ -341,14 +373,6 @@ impl Layer<'_> {
                 });
                 let rank = token.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
                 let rank = rank.reshaped(NAME, "rank", &[batch, num_kv_heads])?;
-                let (window, slots) = (cache.window.keep_window_size, slots_of(cache));
-                let buffers = scratch_of(scratch, &slots.kv.k, shape, window)?;
-                let slots = DmaSlots {
-                    z: self.tape.noted(&slots.z),
-                    positions: self.tape.noted(&slots.positions),
-                    kv: self.noted_cache(&slots.kv),
-                    ..slots
-                };
                 slots.dma_decode(&token, &rank, &length, scale, score_bias(dma.spec.bias), &buffers)?
             }
             (TokenCache::Chosen { keys, pooled, choice }, _) => {
@@ -420,7 +444,7 @@ impl Layer<'_> {
                 let logits = project(normed, &self.noted(&weights.gate), Epilogue::Stored)?;
                 nsa_gates(branches.each_ref(), &logits, &self.f32s(&weights.gate_bias))?
             }
-            (TokenCache::Slots(_), None) | (TokenCache::Latents(..), _) => unreachable!("slots are DMA's"),
+            (TokenCache::Latents(..), _) => unreachable!("taken above"),
         };
         o.reshaped(NAME, "o", &[batch, 1, num_heads * shape.head_dim])
     }

@@ -62,7 +62,7 @@ pub struct TokenAttention<B: Backend> {
     pub qkv_bias: Option<Tensor<B, 1>>,
     /// Norms of queries and keys; `None` as in Llama.
     pub qk_norm: Option<QkNorm<B>>,
-    /// What DMA computes ranks from; with it the cache is [`TokenCache::Slots`].
+    /// What DMA computes ranks from; its cache is [`TokenCache::Slots`].
     pub dma: Option<DmaLayer<B>>,
     /// Further weights of other kinds of attention.
     pub extra: TokenExtra<B>,
@@ -123,7 +123,7 @@ pub struct TokenBranches<B: Backend> {
 pub enum TokenCache<'a, B: Backend> {
     /// All keys, or at least the window's.
     Recent(&'a mut KeyCache<B>),
-    /// DMA's slots.
+    /// DMA's slots; without DMA, those of [`heavy_decode`](crate::heavy_decode).
     Slots(&'a mut DmaCache<B>),
     /// All keys, in blocks from which queries choose.
     Chosen {
