@@ -3,6 +3,7 @@ use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection, TaskModel};
 use burn::tensor::{DType, Tensor};
 use sieve_core::ModelShape;
+use sieve_core::model::AttentionForm;
 use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3, TextRows};
 use sieve_ops::{DeviceBackend, RotaryEmbedding, first_of_largest};
 
@@ -29,6 +30,18 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
     let kept = parts.map(|part| part.attention.form().num_kept());
     let most = kept.reduce(|a, b| a.zip(b).map(|(a, b)| a.max(b))).flatten();
     most.map_or(num_tokens, |most| num_tokens.min(PROMPT_PART.max(PARTS_OF_KEPT * most)))
+}
+
+/// Rows for texts of at most `room` tokens each that are decoded as one batch. `None` for a single text, and where rows
+/// take far more memory than the texts' own caches: a row holds all tokens of a window's layer.
+pub(crate) fn rows_of_texts<B: DeviceBackend>(shape: &ModelShape, texts: usize, room: usize) -> Option<TextRows<B>> {
+    let windows = shape.by_kind().into_iter().map(|part| match part.attention.form() {
+        AttentionForm::Grouped { window } => window,
+        AttentionForm::Branches(nsa) => Some(nsa.window_size),
+        _ => None,
+    });
+    let fits = windows.flatten().all(|window| room <= PARTS_OF_KEPT * window);
+    (texts > 1 && fits).then(|| TextRows::new(texts, room))
 }
 
 /// A text with its KV cache. A clone continues independently.

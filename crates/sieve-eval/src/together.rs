@@ -1,5 +1,5 @@
 //! Generates several texts as a batch.
-use crate::continuation::Continuation;
+use crate::continuation::{Continuation, rows_of_texts};
 use crate::generator::Start;
 use crate::{EvalError, GenerateConfig, Sampler};
 use sieve_nn::{Qwen3, TextRows};
@@ -67,7 +67,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         let num_texts = starts.len();
         Ok(Self {
             starts,
-            rows: (num_texts > 1).then(|| TextRows::new(num_texts, room)),
+            rows: rows_of_texts(model.shape(), num_texts, room),
             samplers: (0..num_texts)
                 .map(|_| Sampler::new(config.sampling))
                 .collect::<Result<_, _>>()?,

@@ -2,11 +2,10 @@
 use super::TaskModel;
 use super::spec::Matching;
 use super::text_scores::TextScore;
-use crate::continuation::{Continuation, texts_together};
+use crate::continuation::{Continuation, rows_of_texts, texts_together};
 use crate::input::check_vocabulary;
 use crate::{EvalError, Selection};
 use sieve_data::DecodeStream;
-use sieve_nn::TextRows;
 use sieve_ops::DeviceBackend;
 
 /// The result of [`number_after`] without a number, as in lm-evaluation-harness. No answer equals it.
@@ -29,7 +28,10 @@ pub(super) fn answers<B: DeviceBackend>(
     let empty = Continuation::new(model.model, room, model.device);
     let num_rows = texts_together(room).min(prompts.len());
     let acts_in_decode = selection.as_ref().is_some_and(|selection| selection.acts_in_decode());
-    let mut rows = (num_rows > 1 && !acts_in_decode).then(|| TextRows::new(num_rows, room));
+    let mut rows = match acts_in_decode {
+        true => None,
+        false => rows_of_texts(model.model.shape(), num_rows, room),
+    };
     let mut answers = vec![String::new(); prompts.len()];
     let (mut open, mut num_done) = (Vec::<OpenAnswer<'_, '_, B>>::new(), 0);
     let mut unread = prompts.iter().enumerate();

@@ -48,17 +48,14 @@ pub(crate) fn repeat_token_step(
 
 pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGraph) -> Option<Float<Cuda>> {
     *graph = CudaStepGraph::default();
-    if !step
-        .layers
-        .iter()
-        .zip(&step.caches)
-        .all(|(layer, cache)| is_lasting(&step, layer, cache))
-    {
+    let before = step.before;
+    let mut pairs = step.layers.iter().zip(&step.caches);
+    if !pairs.all(|(layer, cache)| is_lasting(before, layer, cache)) {
         return None;
     }
     kernel_or_refusal(NAME, require_kernels(&step)).ok()?;
     let pairs = step.layers.iter().zip(&mut step.caches);
-    let left = match step.before {
+    let left = match before {
         TokensBefore::Same(_) => pairs.map(|(layer, cache)| tokens_until_growth(layer, cache)).min(),
         TokensBefore::Each(_) => Some(usize::MAX),
     };
@@ -87,12 +84,12 @@ fn positions_of(before: TokensBefore<'_>, like: &CudaTensor) -> StepPositions {
 
 /// Whether the launches of a layer are the same for the next tokens. Those over the slots of accumulated attention are,
 /// once all slots are in use; they take one text.
-fn is_lasting(step: &TokenStep<'_, Cuda>, layer: &TokenLayer<Cuda>, cache: &TokenCache<'_, Cuda>) -> bool {
+fn is_lasting(before: TokensBefore<'_>, layer: &TokenLayer<Cuda>, cache: &TokenCache<'_, Cuda>) -> bool {
     let TokenCache::Slots(slots) = cache else {
         return true;
     };
     let [batch, _, room, head_dim] = slots.keys.k.buffer().dims();
-    let is_full = matches!(step.before, TokensBefore::Same(before) if before >= room);
+    let is_full = matches!(before, TokensBefore::Same(tokens) if tokens >= room);
     layer.attention.dma.is_some() || (is_full && batch == 1 && head_dim.is_multiple_of(32))
 }
 
@@ -360,7 +357,7 @@ impl Layer<'_> {
                     ..slots
                 };
                 let Some(dma) = dma else {
-                    // So many tokens came before as fill the slots, at least.
+                    // The slots are full: any number of tokens from there on gives the same launches.
                     let o = slots.heavy_decode(&token, &length, window, scale, &buffers)?;
                     return o.reshaped(NAME, "o", &[batch, 1, num_heads * shape.head_dim]);
                 };
