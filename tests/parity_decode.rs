@@ -160,6 +160,47 @@ fn texts_that_grow_together_are_those_that_grow_alone() {
 }
 
 #[test]
+fn texts_of_several_prompts_are_those_of_each_alone() {
+    for [kind, model_lines, attention] in kinds() {
+        let model = random_model(&recipe(model_lines, attention), 3);
+        let (all, device) = (tokens(40, 4), Default::default());
+        let prompts: Vec<Vec<u32>> = [0..29, 3..4, 5..5, 11..22].map(|range| all[range].to_vec()).into();
+        let config = |eos_id| GenerateConfig {
+            sampling: Sampling {
+                temperature: 0.9,
+                top_p: 0.95,
+                top_k: None,
+                seed: 6,
+            },
+            eos_id,
+            ..greedy(24)
+        };
+        let alone = |prompt, eos_id| -> Vec<u32> {
+            Generator::new(&model, prompt, config(eos_id), &device)
+                .expect("it fits")
+                .collect::<Result<_, _>>()
+                .expect("finite")
+        };
+        // One of the texts ends before the others.
+        let eos = alone(&prompts[0], VOCAB_SIZE as u32)[9];
+        let expected: Vec<_> = prompts.iter().map(|prompt| alone(prompt, eos)).collect();
+        let together = BatchGenerator::of_prompts(&model, &prompts, config(eos), &device);
+        let mut texts = vec![Vec::new(); prompts.len()];
+        for step in together.expect("they fit") {
+            for (text, token) in texts.iter_mut().zip(step.expect("finite")) {
+                text.extend(token);
+            }
+        }
+        assert_eq!(texts, expected, "{kind}");
+        assert!(texts[0].len() < 10, "{kind}");
+    }
+    let model = random_model(&recipe(kinds()[0][1], kinds()[0][2]), 3);
+    let long = [vec![1], tokens(60, 1)];
+    let error = BatchGenerator::of_prompts(&model, &long, greedy(5), &Default::default()).expect_err("too long");
+    assert!(error.to_string().contains("at most 4 new tokens"), "{error}");
+}
+
+#[test]
 fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
     let [_, model_lines, attention] = kinds()[2];
     let model = random_model(&recipe(model_lines, attention), 3);

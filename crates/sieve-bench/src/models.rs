@@ -20,7 +20,7 @@ use sieve_core::{ModelShape, Recipe};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
 use sieve_kernels::step::Fp8Format;
 use sieve_kernels::{Cublaslt, DeviceReport, KernelPolicy, NeededKernels, SumOrder};
-use sieve_nn::{KvCache, LayerContext, Qwen3};
+use sieve_nn::{KvCache, LayerContext, Qwen3, TextRows};
 use sieve_ops::{DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding, TrainBackend};
 use sieve_testing::{Random, cases, round_bf16};
 use sieve_train::{BlockSettings, DeviceBatch, GradientBuffer, Optimizer, accumulate_gradients_with};
@@ -36,6 +36,9 @@ const PREFILLED: usize = 37;
 
 /// The first token whose rotary tables are longer, with the same cache.
 const LONGER_FROM: usize = 48;
+
+/// Prompts of texts of different lengths that are decoded together. The third begins when the first has ended.
+const PROMPTS: [usize; 3] = [63, PREFILLED, 50];
 
 /// Tokens from which on another thread decodes: with the cache, and with the model alone.
 const MOVED_AT: [usize; 2] = [72, 0];
@@ -200,6 +203,17 @@ pub(crate) fn check<B: TrainBackend>(
             let [plain, exact] = [&plain, &exact].map(|found| found.last().expect("logits through the cache"));
             let own = own.map(|own| (case.clone(), VOCAB_SIZE, own));
             add(&case, own.and_then(|own| judge(&kind, is_bf16, [&own, plain, exact])));
+        }
+        let (texts, calls) = setup.in_rows(&decoder, on.dtype, device);
+        for (prompt, own) in PROMPTS.into_iter().zip(texts) {
+            let case = format!("logits of a text in a row, {prompt} tokens before, {calls}");
+            let [plain, exact] = [&plain, &exact].map(|found| {
+                let (_, _, logits) = found.last().expect("logits through the cache");
+                let decoded = logits[(prompt + 1 - PREFILLED) * VOCAB_SIZE..].to_vec();
+                (case.clone(), VOCAB_SIZE, decoded)
+            });
+            let own = (case.clone(), VOCAB_SIZE, own);
+            add(&case, judge(&kind, is_bf16, [&own, &plain, &exact]));
         }
         for (case, outcome) in [("fixed order, repeated", repeated), ("fp8", in_fp8)] {
             outcome.into_iter().for_each(|outcome| add(case, outcome));
@@ -489,6 +503,67 @@ impl Setup {
         found.extend(rest.map_err(|_| Wrong::from("the other thread panicked".to_owned()))?);
         Ok(found)
     }
+
+    /// The decoded logits of the first row behind each of [`PROMPTS`], two such texts at a time in the three rows of
+    /// one cache, and how steps were called.
+    fn in_rows<B: DeviceBackend>(
+        &self,
+        model: &Qwen3<B>,
+        dtype: DType,
+        device: &B::Device,
+    ) -> ([Vec<f32>; 3], &'static str) {
+        let rope = rope(model, SEQ_LEN, dtype, device);
+        let ids = rows_of(&self.tokens, device).narrow(0, 0, 1);
+        let next = |first, count, cache: &mut KvCache<B>| {
+            let logits = model.next_logits(ids.clone().narrow(1, first, count), cache, &rope);
+            floats(logits.into_data())
+        };
+        let (mut rows, mut found) = (TextRows::new(PROMPTS.len(), SEQ_LEN), PROMPTS.map(|_| Vec::new()));
+        let (mut texts, mut waiting, mut calls) = (Vec::new(), PROMPTS.iter().enumerate(), "one call a step");
+        loop {
+            for (text, &at) in waiting.by_ref().take(2 - texts.len()) {
+                let mut cache = KvCache::new(model.layers.len());
+                next(0, at, &mut cache);
+                let row = rows.put(&mut cache);
+                texts.push(InRow { text, row, at });
+            }
+            if texts.is_empty() {
+                return (found, calls);
+            }
+            let mut tokens = [0; PROMPTS.len()];
+            for InRow { row, at, .. } in &texts {
+                tokens[*row] = self.tokens[*at];
+            }
+            let tokens = Tensor::<B, 1, Int>::from_data(tokens, device).unsqueeze_dim(1);
+            let logits = model.next_logits_of_texts(&tokens, &mut rows, &rope);
+            let logits = logits.map(|logits| floats(logits.into_data()));
+            for InRow { text, row, at } in &mut texts {
+                match &logits {
+                    Some(logits) => found[*text].extend(&logits[*row * VOCAB_SIZE..][..VOCAB_SIZE]),
+                    None => {
+                        calls = "a call for each layer";
+                        let mut own = rows.take(*row);
+                        found[*text].extend(next(*at, 1, &mut own));
+                        *row = rows.put(&mut own);
+                    }
+                }
+                *at += 1;
+                if *at == SEQ_LEN {
+                    rows.free(*row);
+                }
+            }
+            texts.retain(|text| text.at < SEQ_LEN);
+        }
+    }
+}
+
+/// A text that is decoded in a row of [`TextRows`].
+struct InRow {
+    /// Its place in [`PROMPTS`].
+    text: usize,
+    row: usize,
+    /// The token that it reads next.
+    at: usize,
 }
 
 fn rows_of<B: Backend>(values: &[i32], device: &B::Device) -> Tensor<B, 2, Int> {

@@ -3,7 +3,8 @@ use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection, TaskModel};
 use burn::tensor::{DType, Tensor};
 use sieve_core::ModelShape;
-use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3};
+use sieve_core::model::AttentionForm;
+use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3, TextRows};
 use sieve_ops::{DeviceBackend, RotaryEmbedding, first_of_largest};
 
 /// Tokens in the caches of texts that are decoded as one batch, at most. More would take memory and save little time.
@@ -31,6 +32,18 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
     most.map_or(num_tokens, |most| num_tokens.min(PROMPT_PART.max(PARTS_OF_KEPT * most)))
 }
 
+/// Rows for texts of at most `room` tokens each that are decoded as one batch. `None` for a single text, and where rows
+/// take far more memory than the texts' own caches: a row holds all tokens of a window's layer.
+pub(crate) fn rows_of_texts<B: DeviceBackend>(shape: &ModelShape, texts: usize, room: usize) -> Option<TextRows<B>> {
+    let windows = shape.by_kind().into_iter().map(|part| match part.attention.form() {
+        AttentionForm::Grouped { window } => window,
+        AttentionForm::Branches(nsa) => Some(nsa.window_size),
+        _ => None,
+    });
+    let fits = windows.flatten().all(|window| room <= PARTS_OF_KEPT * window);
+    (texts > 1 && fits).then(|| TextRows::new(texts, room))
+}
+
 /// A text with its KV cache. A clone continues independently.
 #[derive(Clone, Debug)]
 pub(crate) struct Continuation<'a, B: DeviceBackend> {
@@ -38,6 +51,8 @@ pub(crate) struct Continuation<'a, B: DeviceBackend> {
     device: B::Device,
     rope: RotaryEmbedding<B>,
     cache: KvCache<B>,
+    /// The row of [`TextRows`] that has the text's keys in place of `cache`.
+    row: Option<usize>,
     selection: Option<Selection>,
 }
 
@@ -47,6 +62,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Self {
             rope: model.rope(max_tokens, device),
             cache: KvCache::new(model.layers.len()),
+            row: None,
             selection: None,
             model,
             device: device.clone(),
@@ -114,10 +130,20 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         type Operands<'a, B> = &'a LayerOperands<B>;
         let logits = match &mut self.selection {
             Some(selection) if selection.acts_in_decode() => {
+                let ids = ids_of(tokens, &self.device);
+                // snapkv and h2o chose keys at the prompt's end; a token is added to their caches as to a model's own.
+                let in_one_call = match tokens {
+                    [_] => model.token_step(&ids, cache, rope),
+                    _ => None,
+                };
+                if let Some(logits) = in_one_call {
+                    selection.count_call(model.shape(), &cache.layers, num_tokens);
+                    return Ok(logits);
+                }
                 let attend = &mut |operands: Operands<'_, B>, cache: &mut LayerCache<B>, scratch: &mut _| {
                     selection.continue_text(operands, num_tokens, cache, scratch)
                 };
-                model.next_logits_attending(ids_of(tokens, &self.device), cache, rope, attend)?
+                model.next_logits_attending(ids, cache, rope, attend)?
             }
             Some(selection) if cache.num_tokens == 0 => {
                 let attend = &mut |operands: Operands<'_, B>, cache: &mut LayerCache<B>, _: &mut _| {
@@ -180,24 +206,92 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         on_host(self.model.next_logits(ids, &mut self.cache, &self.rope))
     }
 
-    /// Reads one more token of each of several texts with the same number of positions; one forward pass unless a
-    /// selector acts in decoding. Returns the logits of each text's next token.
+    /// Moves a text that has read its prompt into a row of `rows`, if there are rows.
+    pub(crate) fn join(&mut self, rows: &mut Option<TextRows<B>>) {
+        self.row = rows.as_mut().map(|rows| rows.put(&mut self.cache));
+    }
+
+    /// Frees the row of a text that has ended.
+    pub(crate) fn leave(&mut self, rows: &mut Option<TextRows<B>>) {
+        if let (Some(rows), Some(row)) = (rows, self.row.take()) {
+            rows.free(row);
+        }
+    }
+
+    /// Reads one more token of each of several texts with the same number of positions. Returns the logits of each
+    /// text's next token.
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub(crate) fn read_each(texts: &mut [&mut Self], tokens: &[u32]) -> Result<Vec<Vec<f32>>, EvalError> {
-        let acts = |text: &&mut Self| (text.selection.as_ref()).is_some_and(|s| s.acts_in_decode());
-        let Some(first) = texts.first().filter(|_| !texts.iter().any(acts)) else {
-            let each = texts.iter_mut().zip(tokens);
-            return each.map(|(text, token)| text.read(&[*token])).collect();
-        };
-        let (model, rope) = (first.model, first.rope.clone());
-        let ids = ids(tokens, [texts.len(), 1], &first.device);
-        let mut caches: Vec<_> = texts.iter_mut().map(|text| &mut text.cache).collect();
-        let logits = model.next_logits_of_rows(ids, &mut caches, &rope);
+    pub(crate) fn read_each(
+        texts: &mut [&mut Self],
+        tokens: &[u32],
+        rows: &mut Option<TextRows<B>>,
+    ) -> Result<Vec<Vec<f32>>, EvalError> {
+        let (logits, row_of) = Self::logits_each(texts, tokens, rows)?;
+        let [_, vocab_size] = logits.dims();
         let logits = on_host(logits);
-        let row = logits.len() / tokens.len();
-        Ok(logits.chunks(row).map(<[f32]>::to_vec).collect())
+        let of_text = |row: usize| logits[row * vocab_size..][..vocab_size].to_vec();
+        Ok(row_of.into_iter().map(of_text).collect())
+    }
+
+    /// As [`read_each`](Self::read_each), but returns only the likeliest tokens, as
+    /// [`read_likeliest`](Self::read_likeliest).
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub(crate) fn read_each_likeliest(
+        texts: &mut [&mut Self],
+        tokens: &[u32],
+        rows: &mut Option<TextRows<B>>,
+        num_tokens: usize,
+    ) -> Result<Vec<Option<u32>>, EvalError> {
+        let (logits, row_of) = Self::logits_each(texts, tokens, rows)?;
+        let likeliest = sieve_ops::likeliest(logits, num_tokens);
+        Ok(row_of.into_iter().map(|row| likeliest[row]).collect())
+    }
+
+    /// The logits after one more token of each text, and the texts' rows in them; one forward pass unless a selector
+    /// acts in decoding. With `rows` all texts have joined them, and the pass is one call where the device has such a
+    /// call; else the texts get their own caches back, and `rows` is `None` from then on.
+    ///
+    /// Panics without a text.
+    fn logits_each(
+        texts: &mut [&mut Self],
+        tokens: &[u32],
+        rows: &mut Option<TextRows<B>>,
+    ) -> Result<(Tensor<B, 2>, Vec<usize>), EvalError> {
+        let in_order = (0..texts.len()).collect();
+        if texts
+            .iter()
+            .any(|text| text.selection.as_ref().is_some_and(Selection::acts_in_decode))
+        {
+            let each = texts.iter_mut().zip(tokens).map(|(text, token)| text.logits(&[*token]));
+            return Ok((Tensor::cat(each.collect::<Result<_, _>>()?, 0), in_order));
+        }
+        let first = &texts[0];
+        let (model, rope, device) = (first.model, first.rope.clone(), first.device.clone());
+        if let Some(in_rows) = rows {
+            let row_of = texts.iter().map(|text| text.row.expect("every text has joined"));
+            let row_of: Vec<usize> = row_of.collect();
+            let mut next = vec![0; in_rows.num_rows()];
+            for (&row, &token) in row_of.iter().zip(tokens) {
+                next[row] = token;
+            }
+            let next = ids(&next, [next.len(), 1], &device);
+            if let Some(logits) = model.next_logits_of_texts(&next, in_rows, &rope) {
+                texts.iter_mut().for_each(|text| text.cache.num_tokens += 1);
+                return Ok((logits, row_of));
+            }
+            for (text, row) in texts.iter_mut().zip(row_of) {
+                text.cache = in_rows.take(row);
+                text.row = None;
+            }
+            *rows = None;
+        }
+        let ids = ids(tokens, [texts.len(), 1], &device);
+        let mut caches: Vec<_> = texts.iter_mut().map(|text| &mut text.cache).collect();
+        Ok((model.next_logits_of_rows(ids, &mut caches, &rope), in_order))
     }
 
     /// The likelihood of each ending after this text. `logits` belong to the text's next token; no ending is empty.
@@ -224,7 +318,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
                 let going = some.partition_point(|&n| endings[n].len() > step);
                 let tokens: Vec<u32> = (some[..going].iter()).map(|&n| endings[n][step - 1]).collect();
                 let mut going: Vec<_> = texts[..going].iter_mut().collect();
-                let logits = Self::read_each(&mut going, &tokens)?;
+                let logits = Self::read_each(&mut going, &tokens, &mut None)?;
                 for (&n, logits) in some.iter().zip(&logits) {
                     found[n] = found[n].and(logits, endings[n][step]);
                 }
@@ -367,6 +461,30 @@ mod tests {
             whole.as_stream(),
             "meanpool, which reads a prompt whole | hint: leave --stream out",
         );
+    }
+
+    #[test]
+    fn a_token_of_one_call_counts_for_each_layer_with_the_keys_that_it_read() {
+        let (model, shape) = (tiny_model(Attention::Mha, 64), tiny_shape(Attention::Mha, 64));
+        let mut text = Continuation::new(&model, 40, &Default::default());
+        text.read(&words(7)).expect("a prompt");
+        for (selector, chosen) in [("0=dense/1-=snapkv", 1), ("h2o:heavy=4,recent=4", 2)] {
+            let selectors = LayerSelectors::parse(selector).expect("valid");
+            let mut selection = Selection::new(selectors, &shape).expect("it fits");
+            selection.count_call(&shape, &text.cache().layers, 30);
+            let totals = selection.totals();
+            let counts = [
+                totals.calls,
+                totals.kernel_calls,
+                totals.device_selections,
+                totals.dense_calls,
+            ];
+            assert_eq!(counts, [2, 2, chosen, 0], "{selector}");
+            assert_eq!(
+                [totals.pairs, totals.dense_pairs],
+                [7, 30].map(|keys| (2 * keys * shape.num_heads) as f64)
+            );
+        }
     }
 
     #[test]

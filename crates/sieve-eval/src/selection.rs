@@ -102,6 +102,13 @@ impl SelectionTotals {
         self.dense_pairs += dense_pairs;
     }
 
+    /// Adds one generated token whose attention, and with `is_chosen` whose choice of keys, ran on the device.
+    fn add_device_step(&mut self, is_chosen: bool, pairs: f64, dense_pairs: f64) {
+        self.kernel_calls += 1;
+        self.device_selections += u64::from(is_chosen);
+        self.add_step(pairs, dense_pairs);
+    }
+
     /// Words for where a layer's keys were chosen and where its attention ran.
     fn path(&self, selector: &Selector, layer: usize) -> String {
         if selector.is_dense_layer(layer) {
@@ -427,11 +434,24 @@ impl Selection {
         }
         let (o, pairs, is_chosen) = device_steps::step(self.steps.of(layer), operands, num_tokens, cache, scratch)?;
         let dense = (num_tokens * operands.num_heads) as f64;
-        let totals = &mut self.totals[layer];
-        totals.kernel_calls += 1;
-        totals.device_selections += u64::from(is_chosen);
-        totals.add_step(pairs, dense);
+        self.totals[layer].add_device_step(is_chosen, pairs, dense);
         Ok(o)
+    }
+
+    /// Counts a token that went through the whole model in one call, number `num_tokens` of its text; `caches` are the
+    /// layers' caches after it.
+    pub(crate) fn count_call<B: DeviceBackend>(
+        &mut self,
+        shape: &ModelShape,
+        caches: &[LayerCache<B>],
+        num_tokens: usize,
+    ) {
+        let layers = (0..caches.len()).filter(|&layer| shape.has_dense_attention(layer));
+        for layer in layers {
+            let is_chosen = !self.steps.of(layer).reads_all(layer);
+            let [read, all] = [caches[layer].num_keys(), num_tokens].map(|keys| (keys * shape.num_heads) as f64);
+            self.totals[layer].add_device_step(is_chosen, read, all);
+        }
     }
 
     fn continue_on_host(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {

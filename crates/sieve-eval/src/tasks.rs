@@ -200,11 +200,13 @@ impl<'a> TaskTexts<'a> {
             Texts::Prompts(prompts) => {
                 let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
                 let cached = longest + self.task.matching.max_new_tokens;
+                let together = texts_together(cached).min(prompts.len());
                 TaskSize {
                     longest,
                     pass: longest,
                     cached,
-                    num_caches: texts_together(cached).min(prompts.len()),
+                    // A prompt has a cache of its own before it moves to its row of the others' cache.
+                    num_caches: together + usize::from(together > 1),
                 }
             }
         }

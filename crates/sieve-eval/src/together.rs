@@ -1,13 +1,17 @@
-//! Generates several texts from one prompt as a batch.
+//! Generates several texts as a batch.
+use crate::continuation::{Continuation, rows_of_texts};
 use crate::generator::Start;
 use crate::{EvalError, GenerateConfig, Sampler};
-use sieve_nn::Qwen3;
+use sieve_nn::{Qwen3, TextRows};
 use sieve_ops::DeviceBackend;
 
-/// Samples several continuations of a prompt as a batch: each forward pass gives one token of every text.
+/// Continues several prompts, or one prompt several times, as a batch: each forward pass gives one token of every text.
 #[derive(Debug)]
 pub struct BatchGenerator<'a, B: DeviceBackend> {
-    start: Start<'a, B>,
+    /// One start for all texts, or one for each.
+    starts: Vec<Start<'a, B>>,
+    /// The rows that texts with a start each move to.
+    rows: Option<TextRows<B>>,
     /// A sampler for each text.
     samplers: Vec<Sampler>,
     /// The last token of each text; empty before the prompt is read.
@@ -16,8 +20,8 @@ pub struct BatchGenerator<'a, B: DeviceBackend> {
 }
 
 impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
-    /// Prepares `num_texts` texts: the first has the seed of `config`, each later one the next seed. Checks everything
-    /// before the model runs.
+    /// Prepares `num_texts` texts of one prompt: the first has the seed of `config`, each later one the next seed.
+    /// Checks everything before the model runs.
     ///
     /// # Errors
     /// As [`Generator::new`](crate::Generator::new).
@@ -34,8 +38,39 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
             Sampler::new(sampling)
         };
         Ok(Self {
-            start: Start::new(model, prompt, config, device)?,
+            starts: vec![Start::new(model, prompt, config, device)?],
+            rows: None,
             samplers: (0..num_texts).map(of_text).collect::<Result<_, _>>()?,
+            last: Vec::new(),
+            is_done: vec![false; num_texts],
+        })
+    }
+
+    /// Prepares a text of each of several prompts, all with the seed of `config`. Checks everything before the model
+    /// runs.
+    ///
+    /// # Errors
+    /// As [`Generator::new`](crate::Generator::new).
+    pub fn of_prompts(
+        model: &'a Qwen3<B>,
+        prompts: &[Vec<u32>],
+        config: GenerateConfig,
+        device: &B::Device,
+    ) -> Result<Self, EvalError> {
+        let starts = prompts.iter().map(|prompt| Start::new(model, prompt, config, device));
+        let mut starts = starts.collect::<Result<Vec<_>, _>>()?;
+        let longest = starts.iter().map(|start| start.prompt.len()).max().unwrap_or(0);
+        // All texts use the rotary tables of one.
+        let room = longest + config.max_new_tokens;
+        let empty = Continuation::new(model, room, device);
+        starts.iter_mut().for_each(|start| start.text = empty.clone());
+        let num_texts = starts.len();
+        Ok(Self {
+            starts,
+            rows: rows_of_texts(model.shape(), num_texts, room),
+            samplers: (0..num_texts)
+                .map(|_| Sampler::new(config.sampling))
+                .collect::<Result<_, _>>()?,
             last: Vec::new(),
             is_done: vec![false; num_texts],
         })
@@ -44,7 +79,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
     /// As [`Generator::ending_at`](crate::Generator::ending_at).
     #[must_use]
     pub fn ending_at(mut self, ids: &[u32]) -> Self {
-        self.start.ends.extend(ids);
+        self.starts.iter_mut().for_each(|start| start.ends.extend(ids));
         self
     }
 
@@ -53,32 +88,60 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         self.is_done[text] = true;
     }
 
-    fn step(&mut self) -> Result<Vec<Option<u32>>, EvalError> {
-        let Start {
-            text,
-            prompt,
-            config,
-            ends,
-            remaining,
-            ..
-        } = &mut self.start;
-        let (num_texts, vocab_size) = (self.samplers.len(), text.vocab_size());
-        let logits = match self.last.is_empty() {
-            true => {
-                let logits = text.read(prompt)?;
-                // The caches of texts of one token are never read.
-                if *remaining > 0 {
-                    text.repeat(num_texts);
-                }
-                self.last = vec![0; num_texts];
-                logits
+    /// The logits of each text's next token. After a prompt of all texts there is one row for all; a text of its own
+    /// prompt that has ended has none.
+    fn logits(&mut self) -> Result<Vec<Vec<f32>>, EvalError> {
+        let num_texts = self.samplers.len();
+        let is_prompt = self.last.is_empty();
+        self.last.resize(num_texts, 0);
+        // The caches of texts of one token are never read.
+        let goes_on = self.starts[0].remaining > 0;
+        if let [Start { text, prompt, .. }] = &mut self.starts[..] {
+            let logits = match is_prompt {
+                true => text.read(prompt)?,
+                false => text.read_rows(&self.last),
+            };
+            if is_prompt && goes_on {
+                text.repeat(num_texts);
             }
-            false => text.read_rows(&self.last),
-        };
-        // After the prompt there is one row of logits for all texts; `cycle` repeats it.
-        let rows = logits.chunks(vocab_size).cycle();
-        let mut tokens = vec![None; num_texts];
-        for (at, logits) in (0..num_texts).zip(rows) {
+            return Ok(logits.chunks(text.vocab_size()).map(<[f32]>::to_vec).collect());
+        }
+        if is_prompt {
+            let read = |Start { text, prompt, .. }: &mut Start<'a, B>| {
+                let logits = text.read(prompt)?;
+                if goes_on {
+                    text.join(&mut self.rows);
+                }
+                Ok(logits)
+            };
+            return self.starts.iter_mut().map(read).collect();
+        }
+        let (mut open, mut texts, mut tokens) = (Vec::new(), Vec::new(), Vec::new());
+        for (at, Start { text, .. }) in self.starts.iter_mut().enumerate() {
+            match self.is_done[at] {
+                true => text.leave(&mut self.rows),
+                false => {
+                    open.push(at);
+                    texts.push(text);
+                    tokens.push(self.last[at]);
+                }
+            }
+        }
+        let mut logits = vec![Vec::new(); num_texts];
+        for (at, row) in open
+            .into_iter()
+            .zip(Continuation::read_each(&mut texts, &tokens, &mut self.rows)?)
+        {
+            logits[at] = row;
+        }
+        Ok(logits)
+    }
+
+    fn step(&mut self) -> Result<Vec<Option<u32>>, EvalError> {
+        let rows = self.logits()?;
+        let Start { text, config, ends, .. } = &self.starts[0];
+        let mut tokens = vec![None; self.samplers.len()];
+        for (at, logits) in (0..tokens.len()).zip(rows.iter().cycle()) {
             if self.is_done[at] {
                 continue;
             }
@@ -104,10 +167,11 @@ impl<B: DeviceBackend> Iterator for BatchGenerator<'_, B> {
         if self.is_done.iter().all(|done| *done) {
             return None;
         }
-        self.start.remaining = self.start.remaining.checked_sub(1)?;
+        let remaining = &mut self.starts[0].remaining;
+        *remaining = remaining.checked_sub(1)?;
         let tokens = self.step();
         if tokens.is_err() {
-            self.start.remaining = 0;
+            self.starts[0].remaining = 0;
         }
         Some(tokens)
     }

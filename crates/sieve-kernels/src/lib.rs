@@ -35,4 +35,4 @@ pub use memory_watch::MemoryPeak;
 pub use nccl::{NcclGroup, NcclPiece, NcclWatch, NcclWork};
 pub use nvml::GpuState;
 pub use probe::{CudaReport, DeviceReport};
-pub use step_graph::{StepGraph, StepInputs, StepTape};
+pub use step_graph::{StepGraph, StepInputs, StepPositions, StepTape};

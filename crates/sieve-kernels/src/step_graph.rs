@@ -64,11 +64,19 @@ struct TapedMemory {
 pub struct StepInputs {
     /// Token ids, i32 `[batch, 1]`.
     pub ids: CudaTensor,
-    /// Position of the token in its row, which is the number of tokens before it; the same in every row. i32
-    /// `[batch, 1]`.
+    /// Position of the token in its row, which is the number of tokens before it. i32 `[batch, 1]`.
     pub position: CudaTensor,
     /// `-position`: the first token of the row's document, relative to this token. i32 `[batch, 1]`.
     pub start: CudaTensor,
+}
+
+/// The positions of a step's tokens.
+#[derive(Debug)]
+pub enum StepPositions {
+    /// All rows have this one.
+    Same(usize),
+    /// i32 `[2 * batch]`: the position of each row's token, then minus each position.
+    Each(CudaTensor),
 }
 
 /// A captured step.
@@ -216,11 +224,11 @@ impl Memory for TapedMemory {
 }
 
 impl StepInputs {
-    /// New inputs with these tokens: ids i32 `[batch, 1]`, all at `position`.
+    /// New inputs with these tokens: ids i32 `[batch, 1]`.
     ///
     /// # Errors
-    /// [`KernelError::Launch`] if Burn's stream cannot be used.
-    pub fn new(tape: &StepTape, ids: &CudaTensor, position: usize) -> Result<Self, KernelError> {
+    /// [`KernelError::Launch`] if Burn's stream cannot be used; positions of another batch size.
+    pub fn new(tape: &StepTape, ids: &CudaTensor, positions: &StepPositions) -> Result<Self, KernelError> {
         let new_input = || tape.noted(&ids.empty_contiguous(ids.shape(), DType::I32));
         let inputs = Self {
             ids: new_input(),
@@ -228,15 +236,31 @@ impl StepInputs {
             start: new_input(),
         };
         let (rows, stream) = (ids.num_elements(), lane::open(ids)?);
-        submit(ids, stream, inputs.bindings(ids), move |lane, pointers| {
-            set_inputs(lane, pointers, rows, position)
+        let (bindings, same) = inputs.bindings(ids, positions)?;
+        submit(ids, stream, bindings, move |lane, pointers| {
+            set_inputs(lane, pointers, rows, same)
         });
         Ok(inputs)
     }
 
-    /// The buffers that [`set_inputs`] takes; it copies from the first.
-    fn bindings(&self, ids: &CudaTensor) -> Vec<Binding> {
-        [ids, &self.ids, &self.position, &self.start].map(binding_of).to_vec()
+    /// The buffers that [`set_inputs`] takes, and the position that all rows have, if they have one. It copies from the
+    /// first two buffers; of one position it reads no buffer, and the ids stand in for it.
+    fn bindings(
+        &self,
+        ids: &CudaTensor,
+        positions: &StepPositions,
+    ) -> Result<(Vec<Binding>, Option<usize>), KernelError> {
+        let (positions, same) = match positions {
+            StepPositions::Same(position) => (ids, Some(*position)),
+            StepPositions::Each(positions) => {
+                positions.require_dtype(NAME, "positions", DType::I32)?;
+                positions.require_shape(NAME, "positions", &[2 * ids.num_elements()])?;
+                positions.require_contiguous(NAME, "positions")?;
+                (positions, None)
+            }
+        };
+        let buffers = [ids, positions, &self.ids, &self.position, &self.start];
+        Ok((buffers.map(binding_of).to_vec(), same))
     }
 }
 
@@ -246,27 +270,27 @@ impl StepGraph {
         self.stream == StreamId::current()
     }
 
-    /// Queues the step, on the thread that captured it, for other tokens: ids i32 `[batch, 1]`, all at `position`.
-    /// Returns a copy of the step's output.
+    /// Queues the step, on the thread that captured it, for other tokens: ids i32 `[batch, 1]`. Returns a copy of the
+    /// step's output.
     ///
     /// # Errors
-    /// [`KernelError::Launch`] if work queued earlier has failed; ids of another batch size.
-    pub fn replay(&self, ids: &CudaTensor, position: usize) -> Result<CudaTensor, KernelError> {
+    /// [`KernelError::Launch`] if work queued earlier has failed; ids or positions of another batch size.
+    pub fn replay(&self, ids: &CudaTensor, positions: &StepPositions) -> Result<CudaTensor, KernelError> {
         late_error()?;
         ids.require_shape(NAME, "ids", self.inputs.ids.shape())?;
         ids.require_contiguous(NAME, "ids")?;
         let copy = ids.empty_contiguous(self.output.shape(), self.output.dtype());
         let (rows, bytes) = (ids.num_elements(), copy.num_elements() * copy.dtype().size());
-        let mut bindings = self.inputs.bindings(ids);
+        let (mut bindings, same) = self.inputs.bindings(ids, positions)?;
         bindings.extend([&self.output, &copy].map(binding_of));
         let exec = self.exec.clone();
         submit(ids, self.stream, bindings, move |lane, pointers| {
-            set_inputs(lane, &pointers[..4], rows, position)?;
+            set_inputs(lane, &pointers[..5], rows, same)?;
             // SAFETY: the graph is of this context and its buffers are kept; output and copy have `bytes` bytes.
             unsafe {
                 let launched = driver_graph::launch(exec.graph, lane);
                 launched.map_err(|error| format!("cuGraphLaunch: {error:?}"))?;
-                let copied = cuda::cuMemcpyDtoDAsync_v2(pointers[5], pointers[4], bytes, lane);
+                let copied = cuda::cuMemcpyDtoDAsync_v2(pointers[6], pointers[5], bytes, lane);
                 check("cuMemcpyDtoDAsync", copied)
             }
         });
@@ -289,22 +313,34 @@ fn submit(
     });
 }
 
-/// Copies the ids of `rows` rows and sets their positions; addresses in the order of [`StepInputs::bindings`].
-fn set_inputs(stream: CUstream, pointers: &[u64], rows: usize, position: usize) -> Result<(), String> {
-    let &[new_ids, ids, positions, starts] = pointers else {
-        return Err(format!("four buffers, not {}", pointers.len()));
+/// Copies the ids of `rows` rows and sets their positions, to `same` or to each row's own; addresses in the order of
+/// [`StepInputs::bindings`].
+fn set_inputs(stream: CUstream, pointers: &[u64], rows: usize, same: Option<usize>) -> Result<(), String> {
+    let &[new_ids, new_positions, ids, positions, starts] = pointers else {
+        return Err(format!("five buffers, not {}", pointers.len()));
     };
-    let position = position as i32;
-    // SAFETY: each of the four buffers has `rows` words of 32 bits.
+    let bytes = 4 * rows;
+    // SAFETY: each of the buffers has `rows` words of 32 bits; `new_positions` has twice as many where it is read.
     unsafe {
-        let copied = cuda::cuMemcpyDtoDAsync_v2(ids, new_ids, 4 * rows, stream);
-        check("cuMemcpyDtoDAsync", copied)?;
-        for (address, value) in [(positions, position), (starts, position.wrapping_neg())] {
-            let set = cuda::cuMemsetD32Async(address, value as u32, rows, stream);
-            check("cuMemsetD32Async", set)?;
+        let copy = |to, from| check("cuMemcpyDtoDAsync", cuda::cuMemcpyDtoDAsync_v2(to, from, bytes, stream));
+        let set = |to, value: i32| {
+            check(
+                "cuMemsetD32Async",
+                cuda::cuMemsetD32Async(to, value as u32, rows, stream),
+            )
+        };
+        copy(ids, new_ids)?;
+        match same.map(|position| position as i32) {
+            Some(position) => {
+                set(positions, position)?;
+                set(starts, position.wrapping_neg())
+            }
+            None => {
+                copy(positions, new_positions)?;
+                copy(starts, new_positions + bytes as u64)
+            }
         }
     }
-    Ok(())
 }
 
 /// Captures the work as a graph, without running it. Runs on the device thread.

@@ -3,18 +3,21 @@
 mod blocks;
 mod chosen;
 mod latents;
+mod text_rows;
 
 pub use blocks::BlockCache;
 pub use chosen::ChosenCache;
 pub use latents::LatentCache;
 pub(crate) use latents::NewLatents;
+pub use text_rows::TextRows;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::DmaWindow;
 use sieve_ops::{
     AttentionSpec, DeviceBackend, DmaAttention, DmaCache, DmaLayer, DmaToken, Documents, KeyCache, PositionOrigin,
-    Recency, TokenBuffer, TokenCache, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks, split_heads,
+    Recency, RowsOf, TokenBuffer, TokenCache, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks,
+    split_heads,
 };
 
 /// One cache per layer, and the number of tokens processed. A clone copies the buffers.
@@ -50,7 +53,7 @@ impl<B: DeviceBackend> KvCache<B> {
     pub fn repeat(&mut self, rows: usize) {
         self.graph = Default::default();
         for layer in &mut self.layers {
-            layer.repeat(rows);
+            *layer = layer.rows(RowsOf::Copies(rows));
         }
     }
 
@@ -122,7 +125,8 @@ impl<B: Backend> LayerCache<B> {
         }
     }
 
-    /// The cache as an operand of [`sieve_ops::token_step`]; `None` if it is empty or a selector's.
+    /// The cache as an operand of [`sieve_ops::token_step`]; `None` if it is empty or its keys are chosen for each
+    /// token.
     pub(crate) fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
         match self {
             Self::Recent { cache, .. } => Some(TokenCache::Recent(cache)),
@@ -149,15 +153,38 @@ impl<B: Backend> LayerCache<B> {
         }
     }
 
-    fn repeat(&mut self, rows: usize) {
+    /// As [`TokenBuffer::rows`].
+    fn rows(&self, rows: RowsOf) -> Self {
         match self {
-            Self::Empty => {}
-            Self::Recent { cache, .. } => cache.repeat(rows),
-            Self::Selected { cache, .. } => cache.repeat(rows),
-            Self::Blocks(cache) => cache.repeat(rows),
-            Self::Chosen(cache) => cache.repeat(rows),
-            Self::Latent(cache) => cache.repeat(rows),
+            Self::Empty => Self::Empty,
+            Self::Recent { cache, window_size } => Self::Recent {
+                cache: cache.rows(rows, |tokens| [tokens; 2]),
+                window_size: *window_size,
+            },
+            Self::Selected { cache, next_position } => Self::Selected {
+                cache: cache.rows(rows),
+                next_position: match rows {
+                    RowsOf::Text { tokens, .. } => tokens,
+                    _ => *next_position,
+                },
+            },
+            Self::Blocks(cache) => Self::Blocks(cache.rows(rows)),
+            Self::Chosen(cache) => Self::Chosen(cache.rows(rows)),
+            Self::Latent(cache) => Self::Latent(cache.rows(rows)),
             Self::Packed(_) => panic!("a selector's cache has one row"),
+        }
+    }
+
+    /// Writes a text of `tokens` tokens into a row. A token lies at its position, also where a text keeps only its last
+    /// tokens; DMA's slots, pooled and compressed keys lie from the first place on.
+    fn put(&mut self, row: usize, text: &Self, tokens: usize) {
+        match (self, text) {
+            (Self::Recent { cache, .. }, Self::Recent { cache: text, .. }) => cache.put(row, text, tokens),
+            (Self::Selected { cache, .. }, Self::Selected { cache: text, .. }) => cache.put(row, text),
+            (Self::Blocks(cache), Self::Blocks(text)) => cache.put(row, text, tokens),
+            (Self::Chosen(cache), Self::Chosen(text)) => cache.put(row, text, tokens),
+            (Self::Latent(cache), Self::Latent(text)) => cache.put(row, text, tokens),
+            _ => panic!("texts of one model, without selectors, after their prompts"),
         }
     }
 

@@ -1,12 +1,13 @@
 //! One new token of every row, through the whole model in one piece where the device can.
-use crate::{DecoderLayer, KvCache, LayerCache, Qwen3};
+use crate::{DecoderLayer, KvCache, LayerCache, Qwen3, TextRows};
 use burn::tensor::{Int, Tensor};
-use sieve_ops::{DeviceBackend, RotaryEmbedding, TokenLayer, TokenStep, repeat_token_step, token_step};
+use sieve_ops::{DeviceBackend, RotaryEmbedding, TokenLayer, TokenStep, TokensBefore, repeat_token_step, token_step};
 
 impl<B: DeviceBackend> Qwen3<B> {
-    /// Logits of the next token of every row, `[batch, vocab_size]`, and the cache with the tokens `ids`, `[batch, 1]`;
-    /// `None` where the layers have to be called one by one.
-    pub(crate) fn token_step(
+    /// Logits of the next token of every row, `[batch, vocab_size]`, and the cache with the tokens `ids`, `[batch, 1]`.
+    /// `None` where the layers have to be called one by one: the first token that comes alone, a device or a model
+    /// without such a step, a selector whose launches change from token to token.
+    pub fn token_step(
         &self,
         ids: &Tensor<B, 2, Int>,
         cache: &mut KvCache<B>,
@@ -17,44 +18,66 @@ impl<B: DeviceBackend> Qwen3<B> {
         if cache.single_tokens == 1 {
             return None;
         }
+        let before = TokensBefore::Same(cache.num_tokens);
+        let logits = self.one_call(ids, cache, before, rope)?;
+        cache.num_tokens += 1;
+        cache.layers.iter_mut().for_each(LayerCache::count_token);
+        Some(logits)
+    }
+
+    /// Logits of the next token of every row of `texts`, `[num_rows, vocab_size]`, and the texts with the tokens `ids`,
+    /// `[num_rows, 1]`; a free row's id may be any, and its logits mean nothing. `None`, with nothing changed, where
+    /// the device or the model needs a call for each layer: each text then continues in a cache of its own.
+    ///
+    /// Panics if a text has no room for a token.
+    pub fn next_logits_of_texts(
+        &self,
+        ids: &Tensor<B, 2, Int>,
+        texts: &mut TextRows<B>,
+        rope: &RotaryEmbedding<B>,
+    ) -> Option<Tensor<B, 2>> {
+        assert!(texts.have_room(), "a text fits in its row");
+        let before = TokensBefore::Each(&texts.lengths);
+        let logits = self.one_call(ids, &mut texts.cache, before, rope)?;
+        texts.count_tokens();
+        Some(logits)
+    }
+
+    /// Repeats the captured step, or runs and captures a new one.
+    fn one_call(
+        &self,
+        ids: &Tensor<B, 2, Int>,
+        cache: &mut KvCache<B>,
+        before: TokensBefore<'_>,
+        rope: &RotaryEmbedding<B>,
+    ) -> Option<Tensor<B, 2>> {
         // A graph holds the tables that it was captured with.
         let rope_rows = rope.cos.dims()[0];
         if std::mem::replace(&mut cache.rope_rows, rope_rows) != rope_rows {
             cache.graph = Default::default();
         }
-        let KvCache {
-            layers,
-            num_tokens,
-            graph,
-            ..
-        } = cache;
-        let logits = match repeat_token_step::<B>(graph, ids, *num_tokens) {
-            Some(logits) => logits,
-            None => {
-                let step = TokenStep {
-                    ids: ids.clone(),
-                    position: *num_tokens,
-                    embedding: self.embed_tokens.weight.val(),
-                    layers: self
-                        .layers
-                        .iter()
-                        .map(DecoderLayer::for_token_step)
-                        .collect::<Option<_>>()?,
-                    caches: layers
-                        .iter_mut()
-                        .map(LayerCache::for_token_step)
-                        .collect::<Option<_>>()?,
-                    norm: self.head.norm.weight.val(),
-                    output: self.head.weight(&self.embed_tokens),
-                    epsilon: self.head.norm.epsilon,
-                    rope,
-                };
-                token_step::<B>(step, graph)?
-            }
+        let KvCache { layers, graph, .. } = cache;
+        if let Some(logits) = repeat_token_step::<B>(graph, ids, before) {
+            return Some(logits);
+        }
+        let caches = layers.iter_mut().map(LayerCache::for_token_step);
+        let caches = caches.collect::<Option<_>>()?;
+        let step = TokenStep {
+            ids: ids.clone(),
+            before,
+            embedding: self.embed_tokens.weight.val(),
+            layers: self
+                .layers
+                .iter()
+                .map(DecoderLayer::for_token_step)
+                .collect::<Option<_>>()?,
+            caches,
+            norm: self.head.norm.weight.val(),
+            output: self.head.weight(&self.embed_tokens),
+            epsilon: self.head.norm.epsilon,
+            rope,
         };
-        *num_tokens += 1;
-        layers.iter_mut().for_each(LayerCache::count_token);
-        Some(logits)
+        token_step::<B>(step, graph)
     }
 }
 

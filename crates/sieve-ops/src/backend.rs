@@ -9,7 +9,7 @@ use crate::{
     AdamWTensors, AttentionCall, AttentionOutput, AttentionSpec, BackwardPass, ChoiceCall, Cuda, DmaCache, DmaCall,
     DmaScoresCall, DmaSelection, DmaToken, DocumentBounds, Fp8Kept, IndexGradientCall, KeyCache, MlaCall, MlaPackCall,
     NsaCall, NsaCompressed, NsaSelected, QkNormRopeCall, RankGroup, Recency, RmsNormCall, RopeCall, SendRecv, Snapshot,
-    ToQuantise, TokenStep,
+    ToQuantise, TokenStep, TokensBefore,
 };
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn_flex::Flex;
@@ -321,7 +321,9 @@ device_ops! {
         /// See [`crate::token_step`].
         fn token_step(step: TokenStep<'_, Self>, graph: &mut Self::StepGraph) -> Option<Float<Self>>;
         /// See [`crate::repeat_token_step`].
-        fn repeat_token_step(graph: &mut Self::StepGraph, ids: Ints<Self>, position: usize) -> Option<Float<Self>>;
+        fn repeat_token_step(
+            graph: &mut Self::StepGraph, ids: Ints<Self>, before: TokensBefore<'_>
+        ) -> Option<Float<Self>>;
         /// See [`crate::likeliest`]; token ids, `[rows, 1]`, -1 where there is none.
         fn likeliest(logits: Float<Self>, num_tokens: usize) -> Ints<Self>;
         /// See [`crate::attention_decode`].

@@ -11,9 +11,10 @@ mod token_step;
 
 pub use cache::{DmaCache, KeyCache};
 pub use sieve_cpu::first_of_largest;
-pub use token_buffer::TokenBuffer;
+pub use token_buffer::{RowsOf, TokenBuffer};
 pub use token_step::{
-    TokenAttention, TokenBranches, TokenCache, TokenExtra, TokenLayer, TokenStep, repeat_token_step, token_step,
+    TokenAttention, TokenBranches, TokenCache, TokenExtra, TokenLayer, TokenStep, TokensBefore, repeat_token_step,
+    token_step,
 };
 
 use crate::tensors::{Float, primitive, tensor};

@@ -46,9 +46,9 @@ pub use chosen::{
 };
 pub use context_parallel::{ContextParallel, Heads, RankGroup, SendRecv, ThreadGroup, TracedPart};
 pub use decode::{
-    DmaCache, DmaToken, KeyCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer,
-    TokenStep, attention_decode, cached_attention, dma_decode, first_of_largest, likeliest, mla_decode,
-    repeat_token_step, token_step,
+    DmaCache, DmaToken, KeyCache, RowsOf, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra,
+    TokenLayer, TokenStep, TokensBefore, attention_decode, cached_attention, dma_decode, first_of_largest, likeliest,
+    mla_decode, repeat_token_step, token_step,
 };
 pub use device::autodiff::BackwardPass;
 pub use device::cuda::Cuda;

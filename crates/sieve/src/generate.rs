@@ -28,9 +28,10 @@ pub(crate) struct GenerateArgs {
     /// Mistral, Qwen2, Qwen3 or Doge
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
-    /// Text to continue; when empty, the text begins at a document's start; `-` reads standard input
+    /// Text to continue; when empty, the text begins at a document's start; `-` reads standard input; may be repeated:
+    /// up to 64 texts are written at once, a token of each a pass
     #[arg(long, value_name = "TEXT", required_unless_present = "prompt_file")]
-    prompt: Option<String>,
+    prompt: Vec<String>,
     /// Continue the text of this file; `-` reads standard input
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
@@ -49,7 +50,8 @@ pub(crate) struct GenerateArgs {
     /// End where this text would come; may be repeated
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// How many texts to write, each with the next seed; without a selector up to 64 at once, a token of each a pass
+    /// How many texts of a prompt to write, each with the next seed; without a selector up to 64 at once, a token of
+    /// each a pass
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     samples: u64,
     /// Print one JSON object a text
@@ -66,46 +68,55 @@ pub(crate) struct GenerateArgs {
 
 /// Runs `sieve generate`: continues a prompt with a checkpoint's model.
 pub(crate) fn run(args: GenerateArgs) -> Result<()> {
-    let prompt = prompt(&args)?;
+    let prompts = prompts(&args)?;
+    let is_single = prompts.len() == 1;
+    anyhow::ensure!(
+        is_single || args.sparse.selector.is_none(),
+        "--selector acts on one --prompt, and there are {}\n  hint: run the command once for each prompt",
+        prompts.len()
+    );
     let place = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
-        let prompt = prompt.len() / BYTES_A_TOKEN + 1;
+        let prompt = prompts.iter().map(String::len).max().unwrap_or(0) / BYTES_A_TOKEN + 1;
         let new = args.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS);
         InferenceSize {
             rows: 1,
             seq_len: prompt_part(shape, prompt),
             cached_tokens: prompt.saturating_add(new),
             num_caches: match args.sparse.selector {
-                None => args.samples.min(MOST_TOGETHER) as usize,
+                None if is_single => args.samples.min(MOST_TOGETHER) as usize,
+                // A prompt is read into a cache of its own.
+                None => prompts.len().min(MOST_TOGETHER as usize) + 1,
                 Some(_) => 1,
             },
             logit_tokens: 0,
         }
     })?;
-    on_device!(place, run_on((&args, &prompt)))
+    on_device!(place, run_on((&args, &prompts)))
 }
 
-/// The text to continue.
-fn prompt(args: &GenerateArgs) -> Result<String> {
-    match (&args.prompt_file, args.prompt.as_deref()) {
+/// The texts to continue.
+fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
+    let text = match (&args.prompt_file, args.prompt.as_slice()) {
         (Some(path), _) if path.as_os_str() != "-" => {
             std::fs::read_to_string(path).with_context(|| format!("reading the prompt {}", path.display()))
         }
-        (Some(_), _) | (None, Some("-")) => {
-            std::io::read_to_string(std::io::stdin()).context("reading the prompt from standard input")
-        }
-        (None, prompt) => Ok(prompt.unwrap_or_default().to_owned()),
-    }
+        (None, prompts) if prompts != ["-"] => return Ok(prompts.to_vec()),
+        _ => std::io::read_to_string(std::io::stdin()).context("reading the prompt from standard input"),
+    };
+    Ok(vec![text?])
 }
 
-fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::Device, kept: Kept) -> Result<()> {
+fn run_on<B: DeviceBackend>((args, prompts): (&GenerateArgs, &[String]), device: &B::Device, kept: Kept) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, kept)?;
-    let tokens = tokenizer.encode_marked(prompt)?;
+    let tokens = prompts.iter().map(|prompt| tokenizer.encode_marked(prompt));
+    let tokens = tokens.collect::<Result<Vec<_>, _>>()?;
+    let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);
     // An empty prompt takes one position for the token it starts from.
-    let room = loaded.shape.max_seq_len.saturating_sub(tokens.len().max(1));
+    let room = loaded.shape.max_seq_len.saturating_sub(longest.max(1));
     let eos_id = tokenizer.eos_id()?;
     let run = Run {
         args,
-        prompt,
+        prompts,
         tokens,
         config: GenerateConfig {
             max_new_tokens: args.max_new_tokens.unwrap_or(room.clamp(1, DEFAULT_NEW_TOKENS)),
@@ -123,7 +134,7 @@ fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::D
         tokenizer: &tokenizer,
         device,
     };
-    match args.samples > 1 && args.sparse.selector.is_none() {
+    match prompts.len() > 1 || (args.samples > 1 && args.sparse.selector.is_none()) {
         true => run.in_batches(),
         false => run.one_by_one(),
     }
@@ -132,9 +143,9 @@ fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::D
 /// One run of the command.
 struct Run<'a, B: DeviceBackend> {
     args: &'a GenerateArgs,
-    prompt: &'a str,
-    /// The prompt's tokens.
-    tokens: Vec<u32>,
+    prompts: &'a [String],
+    /// Tokens of each prompt.
+    tokens: Vec<Vec<u32>>,
     /// Settings of the first sample.
     config: GenerateConfig,
     /// Tokens that end a text.
@@ -158,23 +169,37 @@ impl<B: DeviceBackend> Run<'_, B> {
         }
     }
 
-    /// Decodes up to [`MOST_TOGETHER`] samples at once.
+    /// Decodes up to [`MOST_TOGETHER`] texts at once: samples of one prompt, or one sample of several prompts.
     fn in_batches(&self) -> Result<()> {
         let (mut later_tokens, mut seconds) = (0, 0.0);
-        for first in (0..self.args.samples).step_by(MOST_TOGETHER as usize) {
-            let count = (self.args.samples - first).min(MOST_TOGETHER) as usize;
-            let (model, config) = (&self.loaded.model, self.config(first));
-            let generator = BatchGenerator::new(model, &self.tokens, config, count, self.device)?;
+        let (model, num_prompts) = (&self.loaded.model, self.prompts.len());
+        let num_texts = num_prompts * self.args.samples as usize;
+        let place = |text: usize| (text % num_prompts, (text / num_prompts) as u64);
+        let mut first = 0;
+        while first < num_texts {
+            let (prompt, sample) = place(first);
+            let config = self.config(sample);
+            let most = match num_prompts {
+                1 => num_texts - first,
+                _ => num_prompts - prompt,
+            };
+            let count = most.min(MOST_TOGETHER as usize);
+            let generator = match num_prompts {
+                1 => BatchGenerator::new(model, &self.tokens[0], config, count, self.device)?,
+                _ => BatchGenerator::of_prompts(model, &self.tokens[prompt..prompt + count], config, self.device)?,
+            };
             let texts = write_together(self.args, self.tokenizer, generator.ending_at(&self.ends), count)?;
-            for (sample, written) in (first..).zip(&texts) {
-                self.print_head(sample);
+            for (text, written) in (first..).zip(&texts) {
+                let (prompt, sample) = place(text);
+                self.print_head(prompt, sample);
                 if !self.args.json {
-                    terminal::text(&format!("{}{}\n", self.prompt, written.text));
+                    terminal::text(&format!("{}{}\n", self.prompts[prompt], written.text));
                 }
-                self.print_numbers(sample, written, None);
+                self.print_numbers(prompt, sample, written, None);
                 later_tokens += written.token_times.len().saturating_sub(1);
             }
             seconds += texts.iter().map(Written::seconds).fold(0.0, f64::max);
+            first += count;
         }
         if !self.args.json {
             let speed = later_tokens as f64 / f64::max(seconds, 1e-9);
@@ -186,13 +211,13 @@ impl<B: DeviceBackend> Run<'_, B> {
     fn one_by_one(&self) -> Result<()> {
         for sample in 0..self.args.samples {
             let (model, config) = (&self.loaded.model, self.config(sample));
-            let mut generator = Generator::new(model, &self.tokens, config, self.device)?.ending_at(&self.ends);
+            let mut generator = Generator::new(model, &self.tokens[0], config, self.device)?.ending_at(&self.ends);
             if let Some(selection) = self.args.sparse.selection(&self.loaded.shape)? {
                 generator = generator.with_selection(selection);
             }
-            self.print_head(sample);
-            let written = write(self.args, self.prompt, self.tokenizer, &mut generator)?;
-            self.print_numbers(sample, &written, generator.selection());
+            self.print_head(0, sample);
+            let written = write(self.args, &self.prompts[0], self.tokenizer, &mut generator)?;
+            self.print_numbers(0, sample, &written, generator.selection());
             let Some(selection) = generator.selection() else {
                 continue;
             };
@@ -211,8 +236,11 @@ impl<B: DeviceBackend> Run<'_, B> {
         Ok(())
     }
 
-    /// With several samples, prints the line above a sample.
-    fn print_head(&self, sample: u64) {
+    /// With several texts, prints the line above a text.
+    fn print_head(&self, prompt: usize, sample: u64) {
+        if self.prompts.len() > 1 && !self.args.json {
+            terminal::line(&format!("--- prompt {} of {}", prompt + 1, self.prompts.len()));
+        }
         if self.args.samples > 1 && !self.args.json {
             let (number, all) = (sample + 1, self.args.samples);
             let seed = self.args.seed.wrapping_add(sample);
@@ -221,12 +249,12 @@ impl<B: DeviceBackend> Run<'_, B> {
     }
 
     /// Prints a sample's numbers, as JSON with its text or as a line.
-    fn print_numbers(&self, sample: u64, written: &Written, selection: Option<&Selection>) {
-        let num_prompt_tokens = self.tokens.len();
+    fn print_numbers(&self, prompt: usize, sample: u64, written: &Written, selection: Option<&Selection>) {
+        let num_prompt_tokens = self.tokens[prompt].len();
         if !self.args.json {
             return terminal::remark(&written.speed(num_prompt_tokens));
         }
-        let (seed, prompt) = (self.args.seed.wrapping_add(sample), self.prompt);
+        let (seed, prompt) = (self.args.seed.wrapping_add(sample), &self.prompts[prompt]);
         let selector = self.args.sparse.selector.as_ref().map(ToString::to_string);
         let json = serde_json::json!({
             "prompt": prompt, "text": written.text, "seed": seed, "stopped": written.stopped,

@@ -93,16 +93,17 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
     );
     let hidden = calls.random.one_of(&[24, width]);
     let mlp = has_mlp.then(|| [(); 2].map(|()| Mlp::draw(calls, [size, width, hidden])));
-    // All rows have one length, as in a captured decoding step. The tail (the last keys of the compressed branch) may
-    // have dropped all tokens but the last block's.
-    let len = calls.random.below(300);
-    let num_dropped = calls.random.below(len.saturating_sub(size) + 1);
+    // Rows of different lengths. The tail (the last keys of the compressed branch) and the window may have dropped all
+    // tokens that the shortest row no longer reads.
+    let lengths: Vec<usize> = (0..batch).map(|_| calls.random.below(300)).collect();
+    let [shortest, longest] = [lengths.iter().min(), lengths.iter().max()].map(|len| *len.expect("a row"));
+    let num_dropped = calls.random.below(shortest.saturating_sub(size) + 1);
     let window = calls.random.between(1, 100);
-    let window_dropped = (len + 1).saturating_sub(window);
-    let capacity = len + steps + calls.random.between(1, 20);
+    let window_dropped = (shortest + 1).saturating_sub(window);
+    let capacity = longest + steps + calls.random.between(1, 20);
     let mut keys = [(); 3].map(|()| -> Vec<Vec<Key>> {
-        let row = |calls: &mut TokenCheck<'_>| (0..len).map(|_| calls.drawn_key(0.0, (0.0, 0))).collect();
-        (0..rows).map(|_| row(calls)).collect()
+        let drawn = |calls: &mut TokenCheck<'_>, len| (0..len).map(|_| calls.drawn_key(0.0, (0.0, 0))).collect();
+        (0..rows).map(|row| drawn(calls, lengths[row / num_kv_heads])).collect()
     });
     let placed = |keys: &[Vec<Key>], dropped: usize| -> Vec<Vec<(usize, Key)>> {
         keys.iter()
@@ -142,21 +143,21 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
                 keys.push(calls.key_of(token, row, 0.0, (0.0, 0)));
             }
         }
-        let before = len + at;
+        let before = lengths.iter().map(|len| (len + at) as i32);
         let all = DecodeStep {
             window: None,
             softmax_scale: calls.scale(),
-            max_length: before,
+            max_length: longest + at,
             num_dropped: 0,
         };
         let near = DecodeStep {
             window: Some(window),
-            max_length: before - window_dropped,
+            max_length: longest + at - window_dropped,
             num_dropped: window_dropped,
             ..all
         };
-        let start = device.int(&vec![-(before as i32); batch], &[batch, 1]);
-        let length = device.int(&vec![before as i32; batch], &[batch]);
+        let start = device.int(&before.clone().map(|len| -len).collect::<Vec<_>>(), &[batch, 1]);
+        let length = device.int(&before.collect::<Vec<_>>(), &[batch]);
         let weights = mlp
             .as_ref()
             .map(|mlp| mlp.each_ref().map(|mlp| mlp.on_device.each_ref()));
@@ -195,13 +196,13 @@ fn decode(calls: &mut TokenCheck<'_>, blocks: NsaBlocks, has_mlp: bool) -> Resul
             }
             coarse.push(of_row);
         }
-        if coarse[0].is_empty() {
-            if device.floats(&o[0])?.iter().any(|x| *x != 0.0) {
-                return wrong("the compressed branch is not zero before a block has ended");
-            }
-        } else {
-            calls.judge(&o[0], &tokens[0], &coarse)?;
+        let of_row = device.floats(&o[0])?;
+        let of_row = of_row.chunks_exact(shape.group_size() * width).zip(&coarse);
+        let is_zero = |(o, keys): (&[f32], &Vec<Key>)| !keys.is_empty() || o.iter().all(|x| *x == 0.0);
+        if !of_row.clone().all(is_zero) {
+            return wrong("the compressed branch is not zero before a block has ended");
         }
+        calls.judge(&o[0], &tokens[0], &coarse)?;
         let fine: Vec<Vec<Key>> = (0..rows)
             .map(|row| {
                 let group = shape.group_size() * width;

@@ -2,12 +2,11 @@
 use super::TaskModel;
 use super::spec::Matching;
 use super::text_scores::TextScore;
-use crate::continuation::{Continuation, texts_together};
+use crate::continuation::{Continuation, rows_of_texts, texts_together};
 use crate::input::check_vocabulary;
 use crate::{EvalError, Selection};
 use sieve_data::DecodeStream;
 use sieve_ops::DeviceBackend;
-use sieve_ops::first_of_largest;
 
 /// The result of [`number_after`] without a number, as in lm-evaluation-harness. No answer equals it.
 const NO_NUMBER: &str = "[invalid]";
@@ -22,9 +21,17 @@ pub(super) fn answers<B: DeviceBackend>(
     observe: &mut dyn FnMut(usize),
 ) -> Result<Vec<String>, EvalError> {
     let prefix_id = model.tokenizer.prefix_id()?;
+    // Logits beyond the tokenizer's vocabulary are padding.
+    let num_tokens = model.tokenizer.vocab_size().min(model.model.shape().vocab_size);
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0).max(1);
     let room = longest + matching.max_new_tokens;
     let empty = Continuation::new(model.model, room, model.device);
+    let num_rows = texts_together(room).min(prompts.len());
+    let acts_in_decode = selection.as_ref().is_some_and(|selection| selection.acts_in_decode());
+    let mut rows = match acts_in_decode {
+        true => None,
+        false => rows_of_texts(model.model.shape(), num_rows, room),
+    };
     let mut answers = vec![String::new(); prompts.len()];
     let (mut open, mut num_done) = (Vec::<OpenAnswer<'_, '_, B>>::new(), 0);
     let mut unread = prompts.iter().enumerate();
@@ -37,11 +44,12 @@ pub(super) fn answers<B: DeviceBackend>(
             };
             check_vocabulary(prompt, model.model.shape().vocab_size)?;
             let mut text = empty.clone().with_copy_of(selection.as_deref());
-            let logits = text.read(prompt)?;
+            let next = text.read_likeliest(prompt, num_tokens)?;
+            text.join(&mut rows);
             open.push(OpenAnswer {
                 prompt_idx,
                 text,
-                logits,
+                next,
                 stream: model.tokenizer.decode_stream(),
                 answer: String::new(),
                 num_tokens: 0,
@@ -49,11 +57,12 @@ pub(super) fn answers<B: DeviceBackend>(
         }
         let (mut tokens, mut still_open) = (Vec::new(), Vec::new());
         for mut answer in open {
-            if let Some(token) = answer.next_token(model, matching)? {
+            if let Some(token) = answer.next_token(model.ends, matching)? {
                 tokens.push(token);
                 still_open.push(answer);
                 continue;
             }
+            answer.text.leave(&mut rows);
             answer.text.add_totals_to(selection.as_deref_mut());
             let prompt_idx = answer.prompt_idx;
             answers[prompt_idx] = answer.finish(&matching.stop)?;
@@ -61,10 +70,13 @@ pub(super) fn answers<B: DeviceBackend>(
             observe(num_done);
         }
         open = still_open;
+        if open.is_empty() {
+            continue;
+        }
         let mut texts: Vec<_> = open.iter_mut().map(|answer| &mut answer.text).collect();
-        let logits = Continuation::read_each(&mut texts, &tokens)?;
-        for (answer, logits) in open.iter_mut().zip(logits) {
-            answer.logits = logits;
+        let next = Continuation::read_each_likeliest(&mut texts, &tokens, &mut rows, num_tokens)?;
+        for (answer, next) in open.iter_mut().zip(next) {
+            answer.next = next;
         }
     }
     Ok(answers)
@@ -75,8 +87,8 @@ struct OpenAnswer<'a, 't, B: DeviceBackend> {
     prompt_idx: usize,
     /// Prompt and answer, without the answer's last token.
     text: Continuation<'a, B>,
-    /// Logits of the next token.
-    logits: Vec<f32>,
+    /// The likeliest next token; `None` after a NaN logit.
+    next: Option<u32>,
     stream: DecodeStream<'t>,
     answer: String,
     /// Tokens of the answer.
@@ -85,12 +97,9 @@ struct OpenAnswer<'a, 't, B: DeviceBackend> {
 
 impl<B: DeviceBackend> OpenAnswer<'_, '_, B> {
     /// Appends the likeliest token to the answer and returns it; `None` if the answer is complete.
-    fn next_token(&mut self, model: &TaskModel<'_, B>, matching: &Matching) -> Result<Option<u32>, EvalError> {
-        // Logits beyond the tokenizer's vocabulary are padding.
-        let vocab_size = model.tokenizer.vocab_size().min(self.logits.len());
-        let token = first_of_largest(&self.logits[..vocab_size]);
-        let token = token.ok_or(EvalError::NotFinite(self.text.cache().num_tokens))?;
-        if model.ends.contains(&token) || self.num_tokens == matching.max_new_tokens {
+    fn next_token(&mut self, ends: &[u32], matching: &Matching) -> Result<Option<u32>, EvalError> {
+        let token = self.next.ok_or(EvalError::NotFinite(self.text.cache().num_tokens))?;
+        if ends.contains(&token) || self.num_tokens == matching.max_new_tokens {
             return Ok(None);
         }
         self.num_tokens += 1;

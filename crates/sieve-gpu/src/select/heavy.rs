@@ -6,6 +6,7 @@ use crate::KernelError;
 use crate::attention::{DecodeScratch, DecodeTiling, Qkv};
 use crate::dma::{DmaSlots, dma_decode_kernel, slots_decode};
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require};
+use crate::step::empty_zero;
 use sieve_core::{HeavyKeys, KeepBlocks};
 
 const NAME: &str = "keep_heavy_keys";
@@ -190,7 +191,7 @@ impl DmaSlots {
         require!(fits, NAME, "shape": format!("{shape:?}"), "one sequence, heads of a multiple of 32 columns");
         let token = token.with_kernel_strides();
         // The new key has accumulated no attention yet.
-        let z = self.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);
+        let z = empty_zero(&self.z, &[1, num_kv_heads])?;
         let o = slots_decode(&token, &z, self, length, softmax_scale, None, scratch)?;
         // The softmax of the token's logits with all slots is added to z.
         let used = (tokens + 1).min(room);
@@ -208,7 +209,8 @@ impl DmaSlots {
         let tensors = [token.q.tensor(), &self.kv.k, &logits];
         // SAFETY: slots_decode checked the slots against the token; writes logits of the slots in use.
         unsafe { SLOT_LOGITS.launch(grid, &tensors, &params) }?;
-        let nan_rows = z.zeros_contiguous(&[shape.num_heads], DType::I32);
+        // Counts are 32-bit integers; zero has the same bits as an f32.
+        let nan_rows = empty_zero(&z, &[shape.num_heads])?;
         let columns = self.z.reshaped(NAME, "received", &[num_kv_heads, room])?;
         let sums = ProbeSums {
             group,

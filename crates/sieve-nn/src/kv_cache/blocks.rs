@@ -7,8 +7,8 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::BlockChoice;
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, Documents, KeyCache, NsaBlocks, TokenCache, attention_decode, cached_attention,
-    split_heads,
+    AttentionSpec, DeviceBackend, Documents, KeyCache, NsaBlocks, RowsOf, TokenCache, attention_decode,
+    cached_attention, split_heads,
 };
 
 /// Computes compressed keys and values, `[2, rows, head_dim]`, from packed tokens.
@@ -39,15 +39,25 @@ impl<B: Backend> BlockCache<B> {
         self.compressed.len()
     }
 
-    /// Replaces each row by `rows` copies of it.
-    pub(super) fn repeat(&mut self, rows: usize) {
-        let caches = [
-            &mut self.selected,
-            &mut self.window,
-            &mut self.compressed,
-            &mut self.tail,
-        ];
-        caches.into_iter().for_each(|cache| cache.repeat(rows));
+    /// As [`TokenBuffer::rows`](sieve_ops::TokenBuffer::rows).
+    pub(super) fn rows(&self, rows: RowsOf) -> Self {
+        let of_tokens = |cache: &KeyCache<B>| cache.rows(rows, |tokens| [tokens; 2]);
+        let num_compressed = |tokens| [self.blocks.num_compressed_blocks(tokens); 2];
+        Self {
+            selected: of_tokens(&self.selected),
+            window: of_tokens(&self.window),
+            compressed: self.compressed.rows(rows, num_compressed),
+            tail: of_tokens(&self.tail),
+            blocks: self.blocks,
+        }
+    }
+
+    /// Writes a text of `tokens` tokens into a row.
+    pub(super) fn put(&mut self, row: usize, text: &Self, tokens: usize) {
+        self.selected.put(row, &text.selected, tokens);
+        self.window.put(row, &text.window, tokens);
+        self.compressed.put(row, &text.compressed, text.num_compressed());
+        self.tail.put(row, &text.tail, tokens);
     }
 
     /// The cache as an operand of [`sieve_ops::token_step`].

@@ -5,8 +5,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
 use sieve_core::{BlockChoice, ChoiceRule};
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, KeyCache, TokenBuffer, TokenCache, attention_decode, choose_blocks, indexer_spec,
-    overlap_weight, split_heads,
+    AttentionSpec, DeviceBackend, KeyCache, RowsOf, TokenBuffer, TokenCache, attention_decode, choose_blocks,
+    indexer_spec, overlap_weight, split_heads,
 };
 
 /// Keys and values of all tokens, and the keys by which blocks are chosen.
@@ -40,10 +40,24 @@ impl<B: Backend> ChosenCache<B> {
         self.keys.len()
     }
 
-    /// Replaces each row by `rows` copies of it.
-    pub(super) fn repeat(&mut self, rows: usize) {
-        self.keys.repeat(rows);
-        self.pooled.repeat(rows);
+    /// As [`TokenBuffer::rows`].
+    pub(super) fn rows(&self, rows: RowsOf) -> Self {
+        let num_pooled = |tokens| match self.choice.has_indexer() {
+            _ if !self.pools => 0,
+            true => tokens,
+            false => self.choice.blocks.num_compressed_blocks(tokens),
+        };
+        Self {
+            keys: self.keys.rows(rows, |tokens| [tokens; 2]),
+            pooled: self.pooled.rows(rows, |tokens| [num_pooled(tokens); 2]),
+            ..*self
+        }
+    }
+
+    /// Writes a text of `tokens` tokens into a row.
+    pub(super) fn put(&mut self, row: usize, text: &Self, tokens: usize) {
+        self.keys.put(row, &text.keys, tokens);
+        self.pooled.put(row, &text.pooled, text.pooled.len());
     }
 
     /// The cache as an operand of [`sieve_ops::token_step`].

@@ -1,7 +1,7 @@
 //! MLA's cache: the latent and the rotated key of every token; where keys are normed, also 1 / rms of each head's key.
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_ops::{TokenBuffer, TokenCache};
+use sieve_ops::{RowsOf, TokenBuffer, TokenCache};
 
 /// New tokens' entries of MLA's cache.
 #[derive(Clone, Debug)]
@@ -50,10 +50,21 @@ impl<B: Backend> LatentCache<B> {
         self.latents.len()
     }
 
-    /// Replaces each row by `rows` copies of it.
-    pub(super) fn repeat(&mut self, rows: usize) {
-        let buffers = std::iter::once(&mut self.latents).chain(&mut self.key_scale);
-        buffers.for_each(|buffer| buffer.repeat(rows));
+    /// As [`TokenBuffer::rows`].
+    pub(super) fn rows(&self, rows: RowsOf) -> Self {
+        let of = |buffer: &TokenBuffer<B, 3>| buffer.rows(rows, |tokens| [tokens; 2]);
+        Self {
+            latents: of(&self.latents),
+            key_scale: self.key_scale.as_ref().map(of),
+        }
+    }
+
+    /// Writes a text of `tokens` tokens into a row.
+    pub(super) fn put(&mut self, row: usize, text: &Self, tokens: usize) {
+        self.latents.put(row, &text.latents, tokens);
+        if let (Some(scales), Some(text)) = (&mut self.key_scale, &text.key_scale) {
+            scales.put(row, text, tokens);
+        }
     }
 
     /// The cache as an operand of [`sieve_ops::token_step`].

@@ -1,5 +1,5 @@
 //! Keys and values of earlier tokens, in buffers that kernels write to in place.
-use super::token_buffer::TokenBuffer;
+use super::token_buffer::{RowsOf, TokenBuffer};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Int, Tensor};
 use sieve_core::DmaWindow;
@@ -72,10 +72,17 @@ impl<B: Backend> KeyCache<B> {
         self.v.reserve(new, kept);
     }
 
-    /// Replaces each row by `rows` copies of it.
-    pub fn repeat(&mut self, rows: usize) {
-        self.k.repeat(rows);
-        self.v.repeat(rows);
+    /// As [`TokenBuffer::rows`].
+    #[must_use]
+    pub fn rows(&self, rows: RowsOf, size: impl Fn(usize) -> [usize; 2]) -> Self {
+        let [k, v] = [&self.k, &self.v].map(|x| x.rows(rows, &size));
+        Self { k, v }
+    }
+
+    /// As [`TokenBuffer::put`].
+    pub fn put(&mut self, row: usize, text: &Self, end: usize) {
+        self.k.put(row, &text.k, end);
+        self.v.put(row, &text.v, end);
     }
 
     /// Counts one token that a kernel has written after the others.
@@ -152,11 +159,24 @@ impl<B: Backend> DmaCache<B> {
         Self::new(keys, rank, positions, self.window)
     }
 
-    /// Replaces each row by `rows` copies of it.
-    pub fn repeat(&mut self, rows: usize) {
-        self.keys.repeat(rows);
-        self.rank.repeat(rows);
-        self.positions.repeat(rows);
+    /// As [`TokenBuffer::rows`].
+    #[must_use]
+    pub fn rows(&self, rows: RowsOf) -> Self {
+        let slots = self.window.keep_window_size;
+        let size = |tokens: usize| [tokens.min(slots), slots];
+        Self {
+            keys: self.keys.rows(rows, size),
+            rank: self.rank.rows(rows, size),
+            positions: self.positions.rows(rows, size),
+            window: self.window,
+        }
+    }
+
+    /// As [`TokenBuffer::put`], from the first slot on.
+    pub fn put(&mut self, row: usize, text: &Self) {
+        self.keys.put(row, &text.keys, text.len());
+        self.rank.put(row, &text.rank, text.len());
+        self.positions.put(row, &text.positions, text.len());
     }
 
     /// Counts one token that a kernel has added: the length grows only while slots are free.

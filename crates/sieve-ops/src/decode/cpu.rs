@@ -1,5 +1,5 @@
 //! Attention of one new query on the CPU.
-use super::{DmaCache, DmaToken, KeyCache, TokenStep, reference};
+use super::{DmaCache, DmaToken, KeyCache, TokenStep, TokensBefore, reference};
 use crate::AttentionSpec;
 use crate::device::{contiguous, floats, from_vec, ints, is_f32, last_dim, unless_f32, zeros_like};
 use crate::dma::dma_bias;
@@ -14,7 +14,7 @@ pub(crate) fn token_step(_: TokenStep<'_, Flex>, (): &mut ()) -> Option<FlexTens
     None
 }
 
-pub(crate) fn repeat_token_step((): &mut (), _: FlexTensor, _: usize) -> Option<FlexTensor> {
+pub(crate) fn repeat_token_step((): &mut (), _: FlexTensor, _: TokensBefore<'_>) -> Option<FlexTensor> {
     None
 }
 

@@ -1,6 +1,8 @@
 //! A step of one token on CUDA: run once, then replayed as a graph.
 use super::cuda::{Recent, SCRATCH_KEYS, score_bias, slots_of, writable};
-use super::{KeyCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep};
+use super::{
+    KeyCache, TokenAttention, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep, TokensBefore,
+};
 use crate::device::{cast, kernel_or, kernel_or_refusal};
 use crate::linear::cuda::gemm_plus_residual;
 use crate::tensors::{Float, Ints, primitive};
@@ -14,7 +16,7 @@ use sieve_kernels::step::{
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, LatentToken,
     MatmulOutput, MlaNorm, MlaPack, NsaToken, PooledStep, PositionOrigin, Product, Qkv, Recency, StepGraph, StepInputs,
-    StepTape, ToBurn, device_of, kernel_tensor, matmul, nsa_gates, require_chosen_decode,
+    StepPositions, StepTape, ToBurn, device_of, kernel_tensor, matmul, nsa_gates, require_chosen_decode,
 };
 
 const NAME: &str = "token_step";
@@ -30,10 +32,15 @@ impl Clone for CudaStepGraph {
     }
 }
 
-pub(crate) fn repeat_token_step(graph: &mut CudaStepGraph, ids: Ints<Cuda>, position: usize) -> Option<Float<Cuda>> {
+pub(crate) fn repeat_token_step(
+    graph: &mut CudaStepGraph,
+    ids: Ints<Cuda>,
+    before: TokensBefore<'_>,
+) -> Option<Float<Cuda>> {
     let (step, left) = graph.0.as_mut().filter(|(step, _)| step.is_of_this_thread())?;
     *left = left.checked_sub(1)?;
-    let logits = step.replay(&kernel_tensor(ids), position);
+    let ids = kernel_tensor(ids);
+    let logits = step.replay(&ids, &positions_of(before, &ids));
     Some(kernel_or(NAME, logits.map(ToBurn::burn), || {
         unreachable!("the graph took these rows")
     }))
@@ -41,12 +48,18 @@ pub(crate) fn repeat_token_step(graph: &mut CudaStepGraph, ids: Ints<Cuda>, posi
 
 pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGraph) -> Option<Float<Cuda>> {
     *graph = CudaStepGraph::default();
+    let before = step.before;
+    let mut pairs = step.layers.iter().zip(&step.caches);
+    if !pairs.all(|(layer, cache)| is_lasting(before, layer, cache)) {
+        return None;
+    }
     kernel_or_refusal(NAME, require_kernels(&step)).ok()?;
     let pairs = step.layers.iter().zip(&mut step.caches);
-    let left = pairs
-        .map(|(layer, cache)| tokens_until_growth(layer, cache))
-        .min()
-        .unwrap_or(0);
+    let left = match before {
+        TokensBefore::Same(_) => pairs.map(|(layer, cache)| tokens_until_growth(layer, cache)).min(),
+        TokensBefore::Each(_) => Some(usize::MAX),
+    };
+    let left = left.unwrap_or(0);
     let tape = StepTape::default();
     // Caches have changed where it fails, so that no other path could take over.
     let (inputs, logits) = run(&mut step, &tape).unwrap_or_else(|error| panic!("a decoding step: {error}"));
@@ -56,6 +69,28 @@ pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGrap
     // A replay overwrites the graph's own output.
     result.handle = sieve_cuda::contiguous_copy(&result);
     Some(result)
+}
+
+/// The positions of a step's tokens; those of rows of different lengths are copied to the device of `like`.
+fn positions_of(before: TokensBefore<'_>, like: &CudaTensor) -> StepPositions {
+    let lengths = match before {
+        TokensBefore::Same(position) => return StepPositions::Same(position),
+        TokensBefore::Each(lengths) => lengths.iter().map(|&length| length as i32),
+    };
+    let words: Vec<i32> = lengths.clone().chain(lengths.map(|length| -length)).collect();
+    let words = Tensor::<Cuda, 1, Int>::from_data(words.as_slice(), device_of(like));
+    StepPositions::Each(kernel_tensor(words.into_primitive()))
+}
+
+/// Whether the launches of a layer are the same for the next tokens. Those over the slots of accumulated attention are,
+/// once all slots are in use; they take one text.
+fn is_lasting(before: TokensBefore<'_>, layer: &TokenLayer<Cuda>, cache: &TokenCache<'_, Cuda>) -> bool {
+    let TokenCache::Slots(slots) = cache else {
+        return true;
+    };
+    let [batch, _, room, head_dim] = slots.keys.k.buffer().dims();
+    let is_full = matches!(before, TokensBefore::Same(tokens) if tokens >= room);
+    layer.attention.dma.is_some() || (is_full && batch == 1 && head_dim.is_multiple_of(32))
 }
 
 /// Refuses weights and sizes that the kernels do not take.
@@ -165,7 +200,7 @@ fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda
 /// Runs the step on tensors of a tape. Returns its inputs and the logits.
 fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, CudaTensor), KernelError> {
     let ids = kernel_tensor(step.ids.clone().into_primitive());
-    let inputs = StepInputs::new(tape, &ids, step.position)?;
+    let inputs = StepInputs::new(tape, &ids, &positions_of(step.before, &ids))?;
     let tables = [&step.rope.cos, &step.rope.sin];
     let tables = tables.map(|table| tape.noted(&cast(&primitive(table.clone()), burn::tensor::DType::F32)));
     let epsilon = step.epsilon as f32;
@@ -176,7 +211,7 @@ fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, C
             inputs: &inputs,
             tables: tables.each_ref(),
             epsilon,
-            position: step.position,
+            before: step.before,
             tape,
             layer,
             attention: &layer.attention,
@@ -198,7 +233,7 @@ struct Layer<'s> {
     tables: [&'s CudaTensor; 2],
     epsilon: f32,
     /// Tokens before this one when the step is recorded.
-    position: usize,
+    before: TokensBefore<'s>,
     tape: &'s StepTape,
     layer: &'s TokenLayer<Cuda>,
     attention: &'s TokenAttention<Cuda>,
@@ -224,6 +259,14 @@ impl Layer<'_> {
         let x = project(Vectors::Plain(&attended), &o, Epilogue::Added(&x))?;
         let h = project(Vectors::Normed(&x, &norms[1], epsilon), &gate_up, Epilogue::SwiGlu)?;
         project(Vectors::Plain(&h), &down, Epilogue::Added(&x))
+    }
+
+    /// Tokens of the longest row in a cache, and how many tokens before them it has dropped.
+    fn held(&self, keys: &KeyCache<Cuda>) -> [usize; 2] {
+        match self.before {
+            TokensBefore::Same(position) => [keys.len(), position - keys.len()],
+            TokensBefore::Each(_) => [keys.k.room() - 1, 0],
+        }
     }
 
     fn batch(&self) -> usize {
@@ -304,7 +347,20 @@ impl Layer<'_> {
                 let (step, kv, seen) = self.recent(keys);
                 kv.attention_decode(&token, &length, step, &scratch_of(scratch, &kv.k, shape, seen)?)?
             }
-            (TokenCache::Slots(cache), Some(dma)) => {
+            (TokenCache::Slots(cache), dma) => {
+                let (window, slots) = (cache.window.keep_window_size, slots_of(cache));
+                let buffers = scratch_of(scratch, &slots.kv.k, shape, window)?;
+                let slots = DmaSlots {
+                    z: self.tape.noted(&slots.z),
+                    positions: self.tape.noted(&slots.positions),
+                    kv: self.noted_cache(&slots.kv),
+                    ..slots
+                };
+                let Some(dma) = dma else {
+                    // The slots are full: any number of tokens from there on gives the same launches.
+                    let o = slots.heavy_decode(&token, &length, window, scale, &buffers)?;
+                    return o.reshaped(NAME, "o", &[batch, 1, num_heads * shape.head_dim]);
+                };
                 let (w_dt, a) = (self.f32s(&dma.w_dt), self.f32s(&dma.a));
                 let slopes = dma.spec.slopes(num_kv_heads);
                 let slopes = slopes.map(|slopes| slopes.iter().map(|&slope| slope as f32).collect::<Vec<_>>());
@@ -314,18 +370,10 @@ impl Layer<'_> {
                 });
                 let rank = token.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
                 let rank = rank.reshaped(NAME, "rank", &[batch, num_kv_heads])?;
-                let (window, slots) = (cache.window.keep_window_size, slots_of(cache));
-                let buffers = scratch_of(scratch, &slots.kv.k, shape, window)?;
-                let slots = DmaSlots {
-                    z: self.tape.noted(&slots.z),
-                    positions: self.tape.noted(&slots.positions),
-                    kv: self.noted_cache(&slots.kv),
-                    ..slots
-                };
                 slots.dma_decode(&token, &rank, &length, scale, score_bias(dma.spec.bias), &buffers)?
             }
             (TokenCache::Chosen { keys, pooled, choice }, _) => {
-                let (len, kv) = (keys.len(), self.cache(keys));
+                let (len, kv) = (self.held(keys)[0], self.cache(keys));
                 let pooled = PooledStep {
                     pooled: &self.buffer(pooled),
                     start: &self.inputs.start,
@@ -370,7 +418,7 @@ impl Layer<'_> {
                     self.coarse(&token, qkv, normed, weights)?,
                 );
                 let (near_step, near, near_seen) = self.recent(window);
-                let (len, all, dropped) = (selected.len(), self.cache(selected), self.position - tail.len());
+                let ([len, _], [_, dropped], all) = (self.held(selected), self.held(tail), self.cache(selected));
                 let room = compressed.k.room();
                 let (compressed, tail) = (self.cache(compressed), self.cache(tail));
                 let mlp = weights
@@ -393,19 +441,19 @@ impl Layer<'_> {
                 let logits = project(normed, &self.noted(&weights.gate), Epilogue::Stored)?;
                 nsa_gates(branches.each_ref(), &logits, &self.f32s(&weights.gate_bias))?
             }
-            (TokenCache::Slots(_), None) | (TokenCache::Latents(..), _) => unreachable!("slots are DMA's"),
+            (TokenCache::Latents(..), _) => unreachable!("taken above"),
         };
         o.reshaped(NAME, "o", &[batch, 1, num_heads * shape.head_dim])
     }
 
     /// The step of a cache of a window or of all keys, its buffers, and keys that it sees at most.
     fn recent(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep, KvCache, usize) {
-        let (len, window) = (keys.len(), self.attention.spec.window_size);
+        let ([len, num_dropped], window) = (self.held(keys), self.attention.spec.window_size);
         let step = DecodeStep {
             window,
             softmax_scale: self.attention.spec.softmax_scale as f32,
             max_length: len,
-            num_dropped: self.position - len,
+            num_dropped,
         };
         (step, self.cache(keys), window.unwrap_or(len + 1).min(len + 1))
     }

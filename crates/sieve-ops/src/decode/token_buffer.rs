@@ -9,6 +9,27 @@ use std::ops::Range;
 const LEAST_ROOM: usize = 256;
 const ROOM_SHARE: usize = 16;
 
+/// Which rows a new buffer has.
+#[derive(Clone, Copy, Debug)]
+pub enum RowsOf {
+    /// So many copies of each row.
+    Copies(usize),
+    /// Rows for texts of at most `tokens` tokens each, contents undefined. The buffer counts all of its room as in use.
+    Texts {
+        /// How many rows.
+        rows: usize,
+        /// Tokens of a text, at most.
+        tokens: usize,
+    },
+    /// A copy of one row of [`Texts`](Self::Texts).
+    Text {
+        /// The row.
+        row: usize,
+        /// Tokens of its text.
+        tokens: usize,
+    },
+}
+
 /// Tokens along one axis of a contiguous buffer with room for more, so that most additions do not copy earlier tokens.
 ///
 /// Kernels write to the buffer in place, so that a clone copies it.
@@ -90,9 +111,46 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
         }
     }
 
-    /// Replaces each row by `rows` copies of it.
-    pub fn repeat(&mut self, rows: usize) {
-        *self = self.moved(self.len, self.room(), rows);
+    /// A new buffer with these rows. `size` is the number of entries that a text of so many tokens has here, and the
+    /// room for them.
+    pub fn rows(&self, rows: RowsOf, size: impl Fn(usize) -> [usize; 2]) -> Self {
+        let (old, mut shape) = (self.buffer(), self.buffer().dims());
+        let options = (&old.device(), old.dtype());
+        match rows {
+            RowsOf::Copies(rows) => self.moved(self.len, self.room(), rows),
+            RowsOf::Texts { rows, tokens } => {
+                shape[0] = rows;
+                shape[self.axis] = size(tokens)[1].max(1);
+                let mut texts = Self::empty(shape, self.axis, options);
+                texts.count(shape[self.axis]);
+                texts
+            }
+            RowsOf::Text { row, tokens } => {
+                let [len, room] = size(tokens);
+                shape[0] = 1;
+                shape[self.axis] = room.max(1);
+                let mut text = Self::empty(shape, self.axis, options);
+                if len > 0 {
+                    text.append(old.clone().narrow(0, row, 1).narrow(self.axis, 0, len));
+                }
+                text
+            }
+        }
+    }
+
+    /// Writes the entries of `text`, a buffer of one row, into row `row` of [`RowsOf::Texts`], where the last becomes
+    /// entry `end - 1`. This buffer stays at its address: no other tensor shares it.
+    pub fn put(&mut self, row: usize, text: &Self, end: usize) {
+        if text.is_empty() {
+            return;
+        }
+        let shape = text.buffer().dims();
+        let ranges: [Range<usize>; D] = std::array::from_fn(|dim| match dim {
+            0 => row..row + 1,
+            dim if dim == self.axis => end - text.len..end,
+            dim => 0..shape[dim],
+        });
+        self.write(|buffer| buffer.slice_assign(ranges, text.tokens()));
     }
 
     /// A copy of the last `kept` tokens in a buffer with this room, each row `rows` times.
@@ -169,7 +227,7 @@ mod tests {
                 grown += usize::from(buffer.room() != room);
             }
             assert_eq!(grown, 2, "a buffer with room is not copied");
-            buffer.repeat(2);
+            let buffer = buffer.rows(RowsOf::Copies(2), |n| [n; 2]);
             assert_eq!(data(buffer.tokens()), data(all.clone().repeat_dim(0, 2)));
         }
     }
@@ -177,7 +235,7 @@ mod tests {
     #[test]
     fn a_buffer_without_a_token_is_copied_repeated_and_made_larger() {
         let mut buffer = TokenBuffer::<Flex, 2>::empty([1, 2], 1, (&FlexDevice, DType::F32));
-        buffer.repeat(3);
+        buffer = buffer.rows(RowsOf::Copies(3), |n| [n; 2]);
         let mut other = buffer.clone();
         other.reserve(5, 0);
         assert_eq!((buffer.buffer().dims(), buffer.len()), ([3, 2], 0));
@@ -185,6 +243,22 @@ mod tests {
         let all = Tensor::<Flex, 2>::random([3, 7], Distribution::Default, &FlexDevice);
         buffer.append(all.clone());
         assert_eq!(data(buffer.tokens()), data(all));
+    }
+
+    #[test]
+    fn a_text_in_a_row_of_several_comes_back_as_it_was() {
+        let all = Tensor::<Flex, 3>::random([1, 2, 9], Distribution::Default, &FlexDevice);
+        let text = |first, len| TokenBuffer::new(all.clone().narrow(2, first, len), 2, None);
+        let texts = RowsOf::Texts { rows: 3, tokens: 9 };
+        let mut rows = text(0, 4).rows(texts, |n| [n; 2]);
+        assert_eq!((rows.buffer().dims(), rows.len()), ([3, 2, 9], 9));
+        // The second text has lost its first five tokens.
+        rows.put(2, &text(0, 4), 4);
+        rows.put(0, &text(5, 3), 8);
+        rows.put(1, &TokenBuffer::empty([1, 2, 1], 2, (&FlexDevice, DType::F32)), 0);
+        let taken = |row, tokens| rows.rows(RowsOf::Text { row, tokens }, |n| [n; 2]).tokens();
+        assert_eq!(data(taken(2, 4)), data(all.clone().narrow(2, 0, 4)));
+        assert_eq!(data(taken(0, 8).narrow(2, 5, 3)), data(all.narrow(2, 5, 3)));
     }
 
     #[test]

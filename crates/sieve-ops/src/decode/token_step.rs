@@ -7,13 +7,23 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::BlockChoice;
 
+/// Tokens of each row before a step's.
+#[derive(Clone, Copy, Debug)]
+pub enum TokensBefore<'a> {
+    /// All rows have so many.
+    Same(usize),
+    /// Each row's own number. The caches are [`RowsOf::Texts`](crate::RowsOf::Texts): they have room for all tokens of
+    /// every row, where a token lies at its position.
+    Each(&'a [usize]),
+}
+
 /// One token through a model, which has no residual scales.
 #[derive(Debug)]
 pub struct TokenStep<'a, B: Backend> {
     /// `[batch, 1]`.
     pub ids: Tensor<B, 2, Int>,
-    /// Tokens of every row before this one.
-    pub position: usize,
+    /// Tokens of each row before this one.
+    pub before: TokensBefore<'a>,
     /// `[vocab_size, d_model]`.
     pub embedding: Tensor<B, 2>,
     /// The model's layers, from the first to the last.
@@ -26,7 +36,7 @@ pub struct TokenStep<'a, B: Backend> {
     pub output: Tensor<B, 2>,
     /// Epsilon of the norms of width `d_model`.
     pub epsilon: f64,
-    /// Tables that reach beyond `position`.
+    /// Tables that reach beyond the token's position.
     pub rope: &'a RotaryEmbedding<B>,
 }
 
@@ -52,7 +62,7 @@ pub struct TokenAttention<B: Backend> {
     pub qkv_bias: Option<Tensor<B, 1>>,
     /// Norms of queries and keys; `None` as in Llama.
     pub qk_norm: Option<QkNorm<B>>,
-    /// What DMA computes ranks from; with it the cache is [`TokenCache::Slots`].
+    /// What DMA computes ranks from; its cache is [`TokenCache::Slots`].
     pub dma: Option<DmaLayer<B>>,
     /// Further weights of other kinds of attention.
     pub extra: TokenExtra<B>,
@@ -113,7 +123,7 @@ pub struct TokenBranches<B: Backend> {
 pub enum TokenCache<'a, B: Backend> {
     /// All keys, or at least the window's.
     Recent(&'a mut KeyCache<B>),
-    /// DMA's slots.
+    /// DMA's slots; without DMA, those of [`heavy_decode`](crate::heavy_decode).
     Slots(&'a mut DmaCache<B>),
     /// All keys, in blocks from which queries choose.
     Chosen {
@@ -150,12 +160,13 @@ pub fn token_step<B: DeviceBackend>(step: TokenStep<'_, B>, graph: &mut B::StepG
     B::token_step(step, graph).map(tensor)
 }
 
-/// The step in `graph` for other tokens, ids `[batch, 1]`, at the next position; otherwise as [`token_step`]. Returns
-/// `None` if `graph` is empty or one of its buffers is full. Nothing else may write to the caches between two steps.
+/// The step in `graph` for other tokens, ids `[batch, 1]`; otherwise as [`token_step`]. Returns `None` if `graph` is
+/// empty or one of its buffers is full. With [`TokensBefore::Same`] the tokens are at the next position, and nothing
+/// else may write to the caches between two steps; with [`TokensBefore::Each`] the caches must be the same buffers.
 pub fn repeat_token_step<B: DeviceBackend>(
     graph: &mut B::StepGraph,
     ids: &Tensor<B, 2, Int>,
-    position: usize,
+    before: TokensBefore<'_>,
 ) -> Option<Tensor<B, 2>> {
-    B::repeat_token_step(graph, ids.clone().into_primitive(), position).map(tensor)
+    B::repeat_token_step(graph, ids.clone().into_primitive(), before).map(tensor)
 }
