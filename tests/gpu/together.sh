@@ -37,7 +37,7 @@ answers() {
     same=$(paste -d '\n' "$out/$name-1.jsonl" "$said.jsonl" |
       awk 'NR % 2 { first = $0; next } first == $0 { n++ } END { print n + 0 }')
     printf '%-32s program %d: %6.2f s, %d of %d answers as the first program\n' "$name" "$number" \
-      "$(echo "$(date +%s.%N) - $began" | bc)" "$same" "$(wc -l < "$said.jsonl")"
+      "$(awk "BEGIN { print $(date +%s.%N) - $began }")" "$same" "$(wc -l < "$said.jsonl")"
   done
 }
 programs=("$@")
