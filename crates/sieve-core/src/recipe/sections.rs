@@ -283,7 +283,7 @@ keys! {
         /// Seed of weights, data order and sampling.
         pub seed: u64 = 0,
         /// Whether kernels sum in a fixed order, so that two runs on the same number of GPUs of one kind are equal bit
-        /// for bit. It costs up to 3 % of a step on Hopper GPUs with heads of 128 (MSA: 1.4 %), and more on other GPUs,
+        /// for bit. It costs up to 3 % of a step on Hopper GPUs with heads of 64 and 128, and more on other GPUs,
         /// whose kernels then sum in several launches.
         #[key(may_change)]
         pub deterministic: bool = true,
