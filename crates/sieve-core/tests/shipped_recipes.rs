@@ -172,7 +172,7 @@ fn recipes_have_the_sizes_their_names_say() {
     // Besides the embedding; the 1.7B counts its vocabulary of 151,936 tokens in the paper's model, Qwen3-1.7B.
     // Beside one recipe of each kind there are these many.
     for (size, millions, more) in [
-        ("80m", 85.0, 4), // the published form of DMA, another text, code, dense steps
+        ("80m", 85.0, 5), // the published form of DMA, another text, code, dense steps, the board
         ("200m", 201.0, 1),
         ("680m", 680.0, 1),
         ("1p7b", 1410.0, 1),
