@@ -14,7 +14,7 @@ pub const WARP_KEYS: usize = 16;
 /// Warps that saturate a multiprocessor's memory bandwidth.
 const WARPS_PER_MULTIPROCESSOR: usize = 8;
 
-/// The tiling of a decode kernel.
+/// Tile sizes of a decode kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DecodeTiling {
     head_dims: [usize; 2],
@@ -114,7 +114,7 @@ impl DecodeScratch {
         Ok(())
     }
 
-    /// The grid of a decode kernel.
+    /// Grid of the decode kernel, in thread blocks.
     pub(crate) fn grid(&self) -> [usize; 3] {
         [self.num_splits, row_blocks(&self.shape), self.shape.batch]
     }

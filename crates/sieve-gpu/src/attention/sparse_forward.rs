@@ -15,7 +15,7 @@ const HOPPER_ROWS: usize = 128;
 /// How the Hopper kernel reads keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SparseKeyReads {
-    /// One by one, for any mask.
+    /// Reads key by key, for any mask.
     Keys,
     /// Whole tiles by TMA, for masks with key tiles of a multiple of 64 keys in order, without single columns. All keys
     /// of a listed tile are read, also keys that no query sees.

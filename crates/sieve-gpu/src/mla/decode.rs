@@ -25,7 +25,7 @@ const MAX_KEY_DIM: usize = 576;
 pub struct LatentKeys<'a> {
     /// bf16 `[batch, len, width]`: of each token the latent, `rank` columns, then the rotated key.
     pub latents: &'a CudaTensor,
-    /// Columns of the latent.
+    /// Columns of the latent, which are also the values.
     pub rank: usize,
     /// Where keys are normed: the factor on `q·k` of each key and head, f32 `[batch, len, num_heads]`.
     pub key_scale: Option<&'a CudaTensor>,
@@ -146,7 +146,7 @@ pub struct LatentToken<'a> {
     pub norm: Option<[&'a CudaTensor; 3]>,
     /// Number of tokens before this one, i32 `[batch]`.
     pub length: &'a CudaTensor,
-    /// `[num_heads, head_dim, rope_dim]`.
+    /// `[num_heads, head_dim, rope_dim]` of the query heads.
     pub heads: [usize; 3],
 }
 

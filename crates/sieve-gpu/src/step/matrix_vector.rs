@@ -18,7 +18,7 @@ const BLOCKS: usize = 4;
 /// The rows by which a weight matrix is multiplied, up to [`MAX_VECTORS`].
 #[derive(Debug, Clone, Copy)]
 pub enum Vectors<'a> {
-    /// bf16 `[.., k]`.
+    /// bf16 rows `[.., k]`, as they are.
     Plain(&'a CudaTensor),
     /// The RMSNorm of bf16 `[.., k]`, with its weight, bf16 `[k]`, and epsilon.
     Normed(&'a CudaTensor, &'a CudaTensor, f32),
@@ -91,7 +91,7 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
     Ok(y)
 }
 
-/// The epilogue of a specialisation.
+/// What a specialisation does with the products: its epilogue.
 #[derive(Clone, Copy)]
 pub(crate) enum Form {
     Stored,
