@@ -146,7 +146,7 @@ pub(crate) fn select(
     chosen
 }
 
-/// The permutations of all heads.
+/// The permutations of the tokens, for all heads.
 pub(crate) struct Orders {
     /// The key of each slot, `[num_kv_heads or num_heads][num_keys]`.
     pub(crate) keys: Vec<Vec<i32>>,

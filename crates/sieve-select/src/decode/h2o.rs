@@ -12,7 +12,7 @@ settings! {
     pub struct H2oConfig {
         /// Keys kept for the attention they received.
         pub heavy: f64 = 0.1,
-        /// Last keys.
+        /// Last keys that stay whatever their sum.
         pub recent: f64 = 0.1,
     }
 }

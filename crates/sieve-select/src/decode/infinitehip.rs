@@ -9,7 +9,7 @@ use crate::prefill::infinitehip::{Chunk, InfinitehipConfig};
 use crate::prelude::*;
 use crate::vector::dot;
 
-/// State of `infinitehip`.
+/// Decode state of `infinitehip` in one layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Infinitehip {
     config: InfinitehipConfig,
@@ -18,7 +18,7 @@ pub(crate) struct Infinitehip {
     steps: usize,
     /// One past the last key that the first stage has seen.
     end: usize,
-    /// Chunks that each stage kept, `[num_heads][stages]`.
+    /// Ranges of keys that each stage kept, `[num_heads][stages]`.
     chunks: Vec<[Vec<Chunk>; 3]>,
     /// Heads that read all keys until their next choice, because a score was NaN.
     dense: Vec<bool>,

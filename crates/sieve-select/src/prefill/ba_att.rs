@@ -13,13 +13,13 @@ use crate::prelude::*;
 use crate::vector::{add, norm};
 
 choices! {
-    /// Which sequences are sorted by norm.
+    /// Whether queries, keys or both are sorted by their norm.
     pub enum NormSort {
         /// Queries, within a row of the call.
         Q,
         /// Keys, within a row of the call.
         K,
-        /// Queries and keys.
+        /// Queries and keys, both within a row of the call.
         Qk,
         /// No sequence: queries and keys keep their order.
         None,
@@ -27,13 +27,13 @@ choices! {
 
     /// The term added to the products of means.
     pub enum Compensation {
-        /// `tr(Sigma_Q Sigma_K) / d`, diagonal.
+        /// `tr(Sigma_Q Sigma_K) / d` of diagonal covariances of queries and keys.
         Covariance,
         /// Half the variance of the block's logits, diagonal: what lifts their log-mean-exp.
         Variance,
     }
 
-    /// Layers with a compensation.
+    /// Layers whose block scores get the compensation.
     pub enum CompensateLayers {
         /// The first and the last (the last only where the depth is known).
         FirstLast,
@@ -45,19 +45,19 @@ choices! {
 }
 
 settings! {
-    /// Settings of `ba_att`.
+    /// Settings of the prefill method `ba_att`.
     pub struct BaAttConfig {
-        /// Tokens of a block; divides `segment`.
+        /// Block size in tokens; divides `segment`.
         pub block: usize = 128,
         /// Share of the competing blocks that are dropped.
         pub sparsity: f64 = 0.5,
-        /// Which sequences are sorted.
+        /// Whether queries, keys or both are sorted by their norm.
         pub sort: NormSort = NormSort::Qk,
-        /// Factor on the compensation.
+        /// Factor on the compensation of the block scores.
         pub beta: f64 = 1.0,
         /// What the estimate of a block adds to the product of its means.
         pub compensation: Compensation = Compensation::Covariance,
-        /// Layers with the compensation.
+        /// Layers whose block scores get the compensation.
         pub compensate_layers: CompensateLayers = CompensateLayers::FirstLast,
         /// Tokens of a segment, inside which tokens move in the causal form.
         pub segment: usize = 512,
@@ -122,7 +122,7 @@ impl PrefillMethod for BaAttConfig {
             && call.shape.num_keys > self.segment
             && match self.sort {
                 NormSort::K => true,
-                // Queries of a group move apart.
+                // Sorting separates the queries of a group.
                 NormSort::Qk => gqa == GqaPolicy::PerQuery,
                 NormSort::Q | NormSort::None => false,
             };
@@ -214,7 +214,7 @@ impl BaAttConfig {
         }))
     }
 
-    /// Whether a layer has a compensation.
+    /// Whether a layer's block scores get the compensation.
     fn compensates(&self, layer: usize, num_layers: usize) -> bool {
         let wanted = match self.compensate_layers {
             CompensateLayers::All => true,

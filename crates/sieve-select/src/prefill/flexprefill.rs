@@ -8,7 +8,7 @@ use crate::prefill::meanpool::pooled_scores;
 use crate::prelude::*;
 
 settings! {
-    /// Settings of `flexprefill`.
+    /// Settings of the prefill method `flexprefill`.
     pub struct FlexprefillConfig {
         /// Tokens of a block, and queries of the probe.
         pub block: usize = 128,
@@ -197,7 +197,7 @@ fn slashes(tiles: Tiles, sums: [&[f32]; 2], numbers: [usize; 2]) -> Vec<Vec<bool
         .collect()
 }
 
-/// The list of the kept tiles.
+/// The kept tiles as a list for each row of tiles.
 fn list_of(tiles: Tiles, kept: &[Vec<bool>]) -> KeptRows {
     gqa::rows(tiles, |i| (0..kept[i].len()).filter(|&j| kept[i][j]).collect())
 }
