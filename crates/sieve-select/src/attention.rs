@@ -59,7 +59,7 @@ pub fn dense_rows_attention(call: &Call<'_>, rows: &[usize]) -> Vec<f32> {
         .collect()
 }
 
-/// Query rows whose attention one thread computes together.
+/// A unit of work: query rows whose attention is computed together.
 enum Task<'r> {
     /// A list and a query tile: the tile's rows except dense rows, over the keys that the list keeps.
     Listed(usize, usize),

@@ -21,7 +21,7 @@ pub(super) struct Slots<B: Backend> {
     start: Tensor<B, 2, Int>,
     /// First token of each slot's block, `[batch, num_slots]`; -1 in empty slots.
     first: Tensor<B, 2, Int>,
-    /// Tokens of a block.
+    /// Block size in tokens.
     size: usize,
 }
 

@@ -40,9 +40,9 @@ impl Reach {
 #[derive(Clone, Debug)]
 pub(super) struct Halo<B: Backend> {
     spec: AttentionSpec,
-    /// Tokens of the part.
+    /// Tokens of this rank's part of a sequence.
     len: usize,
-    /// Slots of a row.
+    /// Slots of the halo in each row, one key each.
     pub(super) slots: usize,
     /// K, then V, `[batch, slots, 2 * num_kv_heads, head_dim]`; `None` without slots.
     pub(super) keys: Option<Float<B>>,
@@ -52,9 +52,9 @@ pub(super) struct Halo<B: Backend> {
     documents: Option<DocumentBounds<B>>,
     /// Keys per row and head that each part sends to later parts.
     share: usize,
-    /// Parts whose keys this one receives.
+    /// Parts from which this rank receives halo keys.
     from: Range<usize>,
-    /// Parts that receive this one's keys.
+    /// Parts to which this rank sends its keys.
     to: Range<usize>,
     /// With DMA, the keys of this part that were sent, as `dma_last_kept` gives them; otherwise the last ones were
     /// sent.
@@ -186,7 +186,7 @@ impl<B: DeviceBackend> Halo<B> {
         primitive(Tensor::cat(vec![halo, tensor::<B, 4>(qkv)], 1))
     }
 
-    /// Ranks of the longer rows.
+    /// Ranks of the keys, with the halo's in front.
     pub(super) fn with_ranks(&self, own: Float<B>) -> Float<B> {
         let Some(ranks) = &self.ranks else {
             return own;

@@ -18,14 +18,14 @@ pub enum Heads {
 }
 
 impl Heads {
-    /// Heads of all ranks.
+    /// Number of heads of all ranks together.
     fn all(self) -> usize {
         match self {
             Self::Split(heads) | Self::Shared(heads) => heads,
         }
     }
 
-    /// Heads of one rank of `parts`.
+    /// Number of heads that one of `parts` ranks computes.
     fn own(self, parts: usize) -> usize {
         match self {
             Self::Split(heads) => heads / parts,
@@ -81,7 +81,7 @@ impl ContextParallel {
     }
 }
 
-/// See [`ContextParallel::to_heads`].
+/// Implements [`ContextParallel::to_heads`].
 pub(super) fn to_heads<B: DeviceBackend>(links: &dyn RankGroup, x: Tensor<B, 4>, kinds: &[Heads]) -> Tensor<B, 4> {
     let (parts, [batch, len, _, width]) = (links.num_parts(), x.dims());
     let own = kinds.iter().map(|kind| kind.own(parts)).sum();

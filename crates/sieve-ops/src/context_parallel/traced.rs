@@ -17,7 +17,7 @@ pub struct TracedPart<B: Backend> {
     pub documents: DocumentBounds<B>,
     /// DMA's mask over the longer rows, `[batch, num_kv_heads, slots + len]`.
     pub expire: Option<Ints<B>>,
-    /// `[batch, len, num_heads, head_dim]`.
+    /// Attention output, `[batch, len, num_heads, head_dim]`.
     pub o: Float<B>,
     /// Gradient of the part's packed tensor, with what later parts contribute.
     pub d_qkv: Float<B>,

@@ -25,7 +25,7 @@ const NAME: &str = "token_step";
 #[derive(Debug, Default)]
 pub struct CudaStepGraph(Option<(StepGraph, usize)>);
 
-/// A copy has other caches.
+/// A clone starts without a captured graph, because its caches lie elsewhere.
 impl Clone for CudaStepGraph {
     fn clone(&self) -> Self {
         Self::default()
@@ -287,7 +287,7 @@ impl Layer<'_> {
         self.tape.noted(&tensor.contiguous())
     }
 
-    /// Tokens before this one, `[batch]`.
+    /// Number of tokens before this one, for each row, `[batch]`.
     fn length(&self) -> Result<CudaTensor, KernelError> {
         self.inputs.position.reshaped(NAME, "length", &[self.batch()])
     }
@@ -572,7 +572,7 @@ impl Layer<'_> {
         KvCache { k, v }
     }
 
-    /// A cache's buffers, written in place.
+    /// The buffers of a layer's KV cache, which kernels write in place.
     fn cache(&self, keys: &mut KeyCache<Cuda>) -> KvCache {
         self.noted_cache(&writable(keys))
     }

@@ -43,7 +43,7 @@ pub fn attention_decode<B: Backend>(
     primitive(o.reshape([batch, num_heads, head_dim]).cast(dtype))
 }
 
-/// See [`crate::cached_attention`].
+/// Reference of [`crate::cached_attention`].
 pub(crate) fn cached_attention<B: Backend>(cache: &mut KeyCache<B>, qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
     append_and_attend(cache, qkv, spec, attention_decode)
 }

@@ -71,7 +71,7 @@ pub(crate) fn zeros_like(x: &FlexTensor) -> Vec<f32> {
     vec![0.0; x.shape().num_elements()]
 }
 
-/// Size of the last dimension.
+/// Size of a tensor's last dimension.
 pub(crate) fn last_dim(x: &FlexTensor) -> usize {
     let shape = x.shape();
     shape[shape.num_dims() - 1]

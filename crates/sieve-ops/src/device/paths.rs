@@ -6,12 +6,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
-/// Where an op ran.
+/// The sort of device that an op ran on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
-    /// The CPU.
+    /// A CPU.
     Cpu,
-    /// A CUDA device.
+    /// A CUDA GPU.
     Cuda,
 }
 
@@ -27,7 +27,7 @@ impl fmt::Display for Place {
 /// Number of calls of one op on one device since the process began. Calls of CPU kernels are not counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OpPath {
-    /// Calls that ran the kernel.
+    /// Calls that took the op's kernel.
     pub kernel_calls: u64,
     /// Calls that ran the plain-Burn reference, or that the kernel refused and the caller computed otherwise.
     pub reference_calls: u64,

@@ -10,9 +10,9 @@ use burn::tensor::{DType, Tensor, TensorData};
 /// unless a context extension scales it. Angles are computed in f64, the tables are f32.
 #[derive(Clone, Debug)]
 pub struct RotaryEmbedding<B: Backend> {
-    /// `[max_positions, head_dim / 2]`.
+    /// Cosines of position times frequency, `[max_positions, head_dim / 2]`.
     pub cos: Tensor<B, 2>,
-    /// `[max_positions, head_dim / 2]`.
+    /// Sines of position times frequency, `[max_positions, head_dim / 2]`.
     pub sin: Tensor<B, 2>,
 }
 
@@ -50,12 +50,12 @@ impl<B: Backend> RotaryEmbedding<B> {
         }
     }
 
-    /// Number of positions the tables hold.
+    /// Number of positions that the tables hold.
     pub fn max_positions(&self) -> usize {
         self.cos.dims()[0]
     }
 
-    /// The tables as backend primitives.
+    /// The two tables as backend primitives.
     pub fn tables(&self) -> RopeTables<B> {
         RopeTables {
             cos: primitive(self.cos.clone()),
@@ -67,9 +67,9 @@ impl<B: Backend> RotaryEmbedding<B> {
 /// Cosine and sine tables of rotary position embeddings, each `[max_positions, head_dim / 2]`.
 #[derive(Clone, Debug)]
 pub struct RopeTables<B: Backend> {
-    /// Cosine of position times frequency.
+    /// Cosines of position times frequency.
     pub cos: Float<B>,
-    /// Sine of position times frequency.
+    /// Sines of position times frequency.
     pub sin: Float<B>,
 }
 

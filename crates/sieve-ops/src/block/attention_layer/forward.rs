@@ -14,15 +14,15 @@ use sieve_core::Keeping;
 /// Weights and settings of [`attention_layer`](super::attention_layer).
 #[derive(Clone, Debug)]
 pub struct AttentionLayer<B: Backend> {
-    /// Weight of the norm, `[d_model]`.
+    /// Weight of the RMSNorm before attention, `[d_model]`.
     pub norm: Tensor<B, 1>,
-    /// Added to the norm's mean square.
+    /// Epsilon that the norm adds to the mean square.
     pub epsilon: f64,
     /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`, rows in the order q, k, v.
     pub qkv: Tensor<B, 2>,
-    /// Per-head norms.
+    /// RMSNorms of each query head and key head.
     pub qk_norm: QkNorm<B>,
-    /// `[d_model, num_heads * head_dim]`.
+    /// Weight of the output projection, `[d_model, num_heads * head_dim]`.
     pub o: Tensor<B, 2>,
     /// `None`: dense or windowed attention, as the call's spec says.
     pub dma: Option<DmaLayer<B>>,
@@ -30,14 +30,14 @@ pub struct AttentionLayer<B: Backend> {
     pub precision: GemmPrecision,
     /// What the backward pass gets beyond the minimum.
     pub keeping: Keeping,
-    /// Earlier gradients of `qkv` and `o`.
+    /// Sums of earlier micro-batches' gradients of `qkv` and `o`.
     pub sums: WeightSums<B>,
 }
 
 /// Operands of a layer other than x and the weights.
 #[derive(Clone, Debug)]
 pub(super) struct AttentionLayerCall<B: Backend> {
-    /// Positions to rotate by, `[batch, seq_len]`.
+    /// Position of each token, for RoPE, `[batch, seq_len]`.
     pub(super) positions: Ints<B>,
     pub(super) rope: RopeTables<B>,
     pub(super) attention: AttentionCall<B>,
@@ -49,9 +49,9 @@ pub(super) struct AttentionLayerCall<B: Backend> {
 /// What an attention call keeps for its backward pass.
 #[derive(Clone, Debug)]
 pub(super) enum Attended<B: Backend> {
-    /// Dense or sliding-window attention.
+    /// Of dense or sliding-window attention.
     Recent(AttentionOutput<B>),
-    /// Dynamic mask attention, with its selection.
+    /// Of dynamic mask attention, with the selected keys.
     Selected(DmaForward<B>),
     /// Attention of a part of each row (context parallelism).
     Parted(Parted<B>),
@@ -66,7 +66,7 @@ impl<B: Backend> Attended<B> {
         }
     }
 
-    /// DMA's mask and ranks.
+    /// DMA's mask (`expire`) and ranks; `None` for other kinds.
     pub(super) fn chosen(&self) -> Option<(Ints<B>, Float<B>)> {
         match self {
             Self::Recent(_) | Self::Parted(_) => None,
@@ -75,7 +75,7 @@ impl<B: Backend> Attended<B> {
     }
 }
 
-/// What the backward pass needs.
+/// What the forward pass keeps for the backward pass.
 #[derive(Clone, Debug)]
 pub(super) struct Kept<B: Backend> {
     pub(super) x: Float<B>,
