@@ -95,12 +95,12 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         self.selection.as_ref()
     }
 
-    /// Logits per token.
+    /// Number of logits that the model gives for a token.
     pub(crate) fn vocab_size(&self) -> usize {
         self.model.shape().vocab_size
     }
 
-    /// The KV cache.
+    /// The model's KV cache after the tokens so far.
     pub(crate) fn cache(&self) -> &KvCache<B> {
         &self.cache
     }
@@ -343,7 +343,7 @@ fn on_host<B: DeviceBackend>(logits: Tensor<B, 2>) -> Vec<f32> {
 /// A model's likelihood of a text's ending.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ending {
-    /// Natural logarithm of its probability.
+    /// Natural logarithm of the ending's probability.
     pub(crate) log_likelihood: f64,
     /// Whether greedy decoding gives this ending. Of equal logits the first token counts.
     pub(crate) is_greedy: bool,

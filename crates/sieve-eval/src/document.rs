@@ -21,9 +21,9 @@ pub struct EvalDocument {
 /// A text without the end-of-document token, in the units of lm-evaluation-harness.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TextSize {
-    /// Number of tokens.
+    /// Number of tokens of the text.
     pub num_tokens: usize,
-    /// Bytes of UTF-8.
+    /// Length of the text in bytes of UTF-8.
     pub num_bytes: u64,
     /// `len(re.split(r"\s+", text))` of Python: the words, and an empty string for white space at either end.
     pub num_words: u64,

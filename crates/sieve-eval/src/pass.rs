@@ -10,12 +10,12 @@ use std::time::Instant;
 /// Positions whose logits are held at once.
 pub(crate) const LOGIT_TOKENS: usize = 256;
 
-/// Result of a forward pass.
+/// Result of a forward pass over one window.
 #[derive(Clone, Debug)]
 pub(crate) struct Pass<B: DeviceBackend> {
     /// The last block's output `[1, num_tokens, d_model]`.
     pub(crate) hidden: Tensor<B, 3>,
-    /// Cross-entropy of the window's predictions, summed.
+    /// Sum of the window's cross-entropies, in nats.
     pub(crate) nats: f64,
     /// Milliseconds from token ids to the last block's output.
     pub(crate) prefill_ms: f64,

@@ -22,7 +22,7 @@ struct Row<P> {
 /// The rows, padded to equal length and concatenated.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PackedRows<P> {
-    /// `[rows, tokens of a row]`.
+    /// Shape of the batch, `[rows, tokens of a row]`.
     pub(crate) shape: [usize; 2],
     pub(crate) tokens: Vec<u32>,
     /// The token to predict after each input, or `IGNORE_LABEL`.

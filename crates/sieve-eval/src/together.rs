@@ -1,4 +1,4 @@
-//! Generates several texts as a batch.
+//! Generates several texts in one batch.
 use crate::continuation::{Continuation, rows_of_texts};
 use crate::generator::Start;
 use crate::{EvalError, GenerateConfig, Sampler};
@@ -12,7 +12,7 @@ pub struct BatchGenerator<'a, B: DeviceBackend> {
     starts: Vec<Start<'a, B>>,
     /// The rows that texts with a start each move to.
     rows: Option<TextRows<B>>,
-    /// A sampler for each text.
+    /// One sampler for each text.
     samplers: Vec<Sampler>,
     /// The last token of each text; empty before the prompt is read.
     last: Vec<u32>,
@@ -76,7 +76,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         })
     }
 
-    /// As [`Generator::ending_at`](crate::Generator::ending_at).
+    /// Sets the end tokens, as [`Generator::ending_at`](crate::Generator::ending_at).
     #[must_use]
     pub fn ending_at(mut self, ids: &[u32]) -> Self {
         self.starts.iter_mut().for_each(|start| start.ends.extend(ids));

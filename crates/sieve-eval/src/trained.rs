@@ -14,9 +14,9 @@ use std::convert::Infallible;
 /// Measures of one model at one prompt length, over all layers and prompts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TrainedMeasure {
-    /// The model's attention, by [`attention_label`].
+    /// Name of the model's attention, from [`attention_label`].
     pub attention: String,
-    /// Tokens of a prompt.
+    /// Number of tokens of each prompt.
     pub num_tokens: usize,
     /// Number of prompts.
     pub num_windows: usize,
@@ -26,11 +26,11 @@ pub struct TrainedMeasure {
     /// For kinds with blocks: causal (query, token) pairs in the chosen blocks or the window, each counted once, over
     /// all causal pairs. For other kinds: the same as `density`.
     pub distinct_density: f64,
-    /// Cross-entropy, nats per token.
+    /// Mean cross-entropy of a token, in nats.
     pub loss: f64,
     /// Milliseconds from token ids to the last block's output, for the fastest prompt.
     pub prefill_ms: f64,
-    /// `density` by layer.
+    /// `density` of each layer.
     pub layers: Vec<f64>,
 }
 
@@ -52,7 +52,7 @@ pub fn attention_label(shape: &ModelShape) -> String {
     label
 }
 
-/// As [`attention_label`], for one layer.
+/// Name of one layer's attention, like [`attention_label`].
 pub(crate) fn layer_label(shape: &ModelShape, layer: usize) -> String {
     let own = ModelShape {
         shared_layers: Vec::new(),

@@ -10,10 +10,10 @@ use sieve_ops::DeviceBackend;
 /// Depths are grouped into this many equal ranges.
 const NUM_DEPTHS: usize = 5;
 
-/// Result of one sample.
+/// A model's answer to one sample, and its score.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SampleScore {
-    /// The task.
+    /// Name of the task.
     pub task: &'static str,
     /// Tokens of prompt and answer, at most.
     pub length: usize,
@@ -25,9 +25,9 @@ pub struct SampleScore {
     pub rank: f64,
     /// Log-likelihood of the first reference per token.
     pub log_likelihood: f64,
-    /// The generated text.
+    /// The answer that the model generated.
     pub answer: String,
-    /// Strings that a right answer contains.
+    /// Strings that a right answer has to contain.
     pub references: Vec<String>,
 }
 
@@ -40,7 +40,7 @@ pub struct LongCell {
     pub depth: Option<f64>,
     /// Number of samples.
     pub num_samples: usize,
-    /// Mean score.
+    /// Mean score of the samples, from 0 to 1.
     pub score: f64,
     /// Mean rank of the first reference's likelihood.
     pub mean_rank: f64,
@@ -48,18 +48,18 @@ pub struct LongCell {
     pub log_likelihood: f64,
 }
 
-/// A task's scores.
+/// Scores of one task.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LongTaskReport {
-    /// The task.
+    /// Name of the task.
     pub task: &'static str,
     /// Name of what the task's texts consist of.
     pub haystack: String,
-    /// Mean score over all samples.
+    /// Mean score over all samples of the task.
     pub score: f64,
-    /// Mean rank over all samples.
+    /// Mean rank of the right answers, over all samples.
     pub mean_rank: f64,
-    /// The mean rank of a guess.
+    /// The mean rank that guessing would give.
     pub chance_rank: f64,
     /// One cell for each length, over all depths.
     pub lengths: Vec<LongCell>,
@@ -74,7 +74,7 @@ pub struct LongReport {
     pub selector: Option<String>,
     /// The path that each layer took with the selector.
     pub paths: Vec<LayerPath>,
-    /// One report for each task.
+    /// One report for each task, in order.
     pub tasks: Vec<LongTaskReport>,
 }
 

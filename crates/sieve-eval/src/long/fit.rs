@@ -7,7 +7,7 @@ use sieve_data::Tokenizer;
 /// Samples of a task at one length.
 #[derive(Clone, Debug)]
 pub struct LongTexts {
-    /// The task.
+    /// The task of the samples.
     pub task: LongTask,
     /// Tokens that a prompt and the tokens generated after it may take.
     pub length: usize,

@@ -81,7 +81,7 @@ impl QaData {
         }
     }
 
-    /// Number of different documents.
+    /// Number of distinct documents of the data set.
     pub(super) fn num_documents(&self) -> usize {
         self.documents.len()
     }

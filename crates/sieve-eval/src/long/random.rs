@@ -97,7 +97,7 @@ impl Random {
         (first + self.below(9 * first)).to_string()
     }
 
-    /// A UUID of version 4.
+    /// A random UUID of version 4.
     pub(super) fn uuid(&mut self) -> String {
         let (a, b) = (self.random.next_u64(), self.random.next_u64());
         let (a, b) = ((a & !0xf000) | 0x4000, (b & !(3 << 62)) | (2 << 62));

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use std::collections::{HashMap, HashSet};
 
-/// How a generated text is scored.
+/// The metric that scores a generated text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum TextScore {
@@ -12,7 +12,7 @@ pub(super) enum TextScore {
     ExactMatch,
     /// F1 of the words, without articles and punctuation.
     QaF1,
-    /// ROUGE-L F1 over sentences.
+    /// F1 of ROUGE-L over sentences.
     RougeL,
     /// 1 over the number of classes that the text names, if the right one is among them; else 0.
     Classification,
@@ -25,7 +25,7 @@ pub(super) enum TextScore {
 }
 
 impl TextScore {
-    /// The score's name in lm-evaluation-harness.
+    /// Name of the metric, as in lm-evaluation-harness.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::ExactMatch => "exact_match",
@@ -40,7 +40,7 @@ impl TextScore {
 
     /// The best score over the answers. `classes` are all classes of a classification.
     pub(super) fn best(self, text: &str, answers: &[String], classes: &[String]) -> f64 {
-        // Indentation is part of code.
+        // In code, indentation must stay.
         let text = match self {
             Self::CodeSimilarity => text,
             _ => text.trim(),
