@@ -317,7 +317,7 @@ fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {
         .map_err(|error| encode_error(text, &*error))
 }
 
-/// The error of a failed training.
+/// The error when training a tokenizer failed.
 fn not_trained(reason: String) -> DataError {
     DataError::Failed(format!("the tokenizer could not be trained: {reason}"))
 }

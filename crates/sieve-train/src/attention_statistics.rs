@@ -69,7 +69,7 @@ impl IndexerFit {
 /// Ages of the active keys of DMA's layers, over all (query, key) pairs. A query's own key has age 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct KeyAges {
-    /// Median age, in tokens.
+    /// Median age of an active key, in tokens.
     pub median_key_age: u64,
     /// 95th percentile of the ages, in tokens.
     pub late_key_age: u64,
@@ -109,7 +109,7 @@ impl KeyAges {
 
 /// Counts over the keys of some rows. A key's lifetime is the number of queries that see it.
 struct Lifetimes {
-    /// Number of keys by lifetime.
+    /// Number of keys with each lifetime.
     keys: Vec<u64>,
     active_pairs: u64,
     /// Queries that see their own key in no head.

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 /// A run's tokenizer, and the source of its rows.
 #[derive(Debug)]
 pub struct TrainingData {
-    /// The tokenizer.
+    /// The run's tokenizer.
     pub tokenizer: Tokenizer,
     /// Text of its `tokenizer.json`, kept because the file may change or disappear during the run.
     pub tokenizer_json: String,
@@ -38,25 +38,25 @@ pub struct TrainingData {
 /// Text that one stage names for itself.
 #[derive(Debug)]
 pub struct StageText {
-    /// The shards.
+    /// The tokenised text of the stage.
     pub prepared: Prepared,
     /// The stage's `weights`: one for each shard to train on.
     pub weights: Option<Vec<f64>>,
 }
 
-/// Source of training and validation rows.
+/// Where training and validation rows come from.
 #[derive(Debug)]
 pub enum RowSource {
-    /// Tokenised text.
+    /// From text that was tokenised into shards.
     Shards {
-        /// The shards.
+        /// The folder of shards and its `meta.json`.
         prepared: Box<Prepared>,
         /// `data.weights`: one for each shard to train on.
         weights: Option<Vec<f64>>,
     },
-    /// Multi-query associative recall, generated.
+    /// From generated samples of multi-query associative recall.
     Mqar {
-        /// Training samples.
+        /// Kinds of training samples and their numbers.
         train: Vec<MqarPart>,
         /// Validation samples, drawn from the same distribution.
         test: Vec<MqarPart>,
@@ -77,9 +77,9 @@ pub(crate) fn rows_needed(recipe: &Recipe, tokenizer: &Tokenizer) -> usize {
 pub enum DataEvent {
     /// A tokenizer is being trained.
     TrainingTokenizer {
-        /// Size of its vocabulary.
+        /// Vocabulary size of the tokenizer.
         vocab_size: usize,
-        /// Text read at most, in bytes.
+        /// Most bytes of text that the training reads.
         sample_bytes: u64,
     },
     /// Text is being tokenised into shards.
@@ -280,7 +280,7 @@ impl TrainingData {
         }
     }
 
-    /// All shards that the run reads.
+    /// The shards of all texts that the run reads.
     pub(crate) fn shards(&self) -> impl Iterator<Item = &Prepared> {
         let of_stages = self.stages.values().map(|text| &text.prepared);
         self.prepared().into_iter().chain(of_stages)

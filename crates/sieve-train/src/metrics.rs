@@ -43,7 +43,7 @@ struct Stamped<'a> {
     unix_seconds: f64,
 }
 
-/// Peak memory of the watched steps.
+/// The line of `metrics.jsonl` with the peak memory.
 #[derive(Serialize)]
 struct MemoryLine {
     step: u64,

@@ -353,7 +353,7 @@ impl<B: TrainBackend> Update<'_, B> {
     }
 }
 
-/// Muon's update of one matrix.
+/// Muon's orthogonalised update of one weight matrix.
 struct Orthogonal<B: TrainBackend> {
     momentum: Inner<B>,
     /// The update; its root mean square is about the same as of AdamW's updates, so that one learning rate serves both.

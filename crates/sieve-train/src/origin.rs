@@ -221,7 +221,7 @@ impl Origin {
         Ok(own)
     }
 
-    /// Optimizer steps done.
+    /// Number of optimizer steps before the checkpoint.
     pub fn step(&self) -> u64 {
         self.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.step)
     }
@@ -232,7 +232,7 @@ impl Origin {
 pub(crate) struct Begun {
     /// Absolute path of the checkpoint.
     checkpoint: PathBuf,
-    /// As [`Origin::is_branch`].
+    /// Whether the run branches off, as [`Origin::is_branch`].
     is_branch: bool,
     /// The checkpoint's state, which includes the checksums of its files.
     state: CheckpointState,

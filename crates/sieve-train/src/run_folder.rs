@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// How a run begins.
+/// Whether a run starts anew or resumes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Start {
     /// In a folder that holds no run.
@@ -153,7 +153,7 @@ impl RunFolder {
         path == own || path == checkpoints || path.parent() == Some(&checkpoints)
     }
 
-    /// The folder itself.
+    /// Path of the run folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -164,7 +164,7 @@ impl RunFolder {
         format!("run-{:016x}", xxh3_64(path.as_os_str().as_encoded_bytes()))
     }
 
-    /// The resolved recipe.
+    /// Path of the resolved recipe.
     pub fn config_path(&self) -> PathBuf {
         self.path.join("config.toml")
     }
@@ -186,17 +186,17 @@ impl RunFolder {
         self.path.join("metrics.jsonl")
     }
 
-    /// TensorBoard event files.
+    /// Folder of the TensorBoard event files.
     pub fn tensorboard_path(&self) -> PathBuf {
         self.path.join("tb")
     }
 
-    /// The terminal's output as plain lines.
+    /// Path of the log: the terminal's output as plain lines.
     pub fn log_path(&self) -> PathBuf {
         self.path.join("log")
     }
 
-    /// Folder of the checkpoints `step-N`.
+    /// Folder that holds the checkpoints `step-N`.
     pub fn checkpoint_path(&self) -> PathBuf {
         self.path.join(&self.checkpoint_folder)
     }

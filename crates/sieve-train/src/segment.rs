@@ -11,9 +11,9 @@ use std::collections::VecDeque;
 pub(crate) enum Segment {
     /// The token embedding.
     Embedding,
-    /// One decoder layer.
+    /// The decoder layer with this index.
     Block(usize),
-    /// Final norm and output projection.
+    /// Final norm, output projection and loss.
     Head,
 }
 

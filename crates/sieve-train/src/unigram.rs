@@ -17,7 +17,7 @@ impl Unigram {
         Self { nats }
     }
 
-    /// Cross-entropy of one token, nats.
+    /// Cross-entropy of one token in nats.
     pub fn nats(&self, token: usize) -> f64 {
         self.nats[token]
     }

@@ -45,7 +45,7 @@ impl Header {
 pub(super) struct Place {
     /// Reports of the corpora that were read to their end.
     pub(super) done: Vec<CorpusReport>,
-    /// Position in the corpus after those.
+    /// Position in the corpus that is being read.
     pub(super) cursor: Cursor,
     /// Result of [`cuts`](super::split::cuts). It is kept because files of the hub may have been removed after use.
     pub(super) cuts: Option<Cuts>,
@@ -55,7 +55,7 @@ pub(super) struct Place {
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Step {
     place: Place,
-    /// Contents of each shard.
+    /// Sizes of each shard so far.
     splits: Vec<SplitMeta>,
     /// For each shard, the tokens of each new sequence.
     lengths: Vec<Vec<i32>>,
@@ -69,7 +69,7 @@ pub(super) struct Step {
     pub(super) held_out: Vec<u128>,
 }
 
-/// One shard being written.
+/// A shard that is being written.
 pub(super) struct Split {
     pub(super) name: String,
     pub(super) writer: ShardWriter,

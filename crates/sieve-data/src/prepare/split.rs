@@ -33,7 +33,7 @@ pub(super) enum Target {
     Validation,
 }
 
-/// How one corpus is split.
+/// Which documents of a corpus are validation documents.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Split<'a> {
     /// This fraction of the documents is held out, by a hash of their text.

@@ -16,9 +16,9 @@ pub struct ShardWriter {
     bin: AtomicFile,
     dtype: TokenDtype,
     vocab_size: usize,
-    /// Tokens of each sequence.
+    /// Number of tokens of each sequence.
     lengths: Vec<i32>,
-    /// 2 with prompts, else 1.
+    /// 2 if documents have prompts, else 1.
     sequences_per_document: usize,
     hash: Xxh3,
     bytes: Vec<u8>,
@@ -30,7 +30,7 @@ pub(crate) struct FinishedShard {
     idx: FinishedFile,
     pub(crate) bin_bytes: u64,
     pub(crate) idx_bytes: u64,
-    /// XXH3-128 of the `.bin` file.
+    /// XXH3-128 hash of the `.bin` file.
     pub(crate) bin_hash: u128,
 }
 
@@ -91,7 +91,7 @@ impl ShardWriter {
         Ok(self.bin.keep()?)
     }
 
-    /// Tokens of each sequence so far.
+    /// Number of tokens of each sequence written so far.
     pub(crate) fn lengths(&self) -> &[i32] {
         &self.lengths
     }

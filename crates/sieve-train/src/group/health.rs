@@ -23,7 +23,7 @@ pub struct DeviceState {
     pub clocks_mhz: Option<[u32; 2]>,
     /// Memory errors that ECC could not correct, since the driver was loaded.
     pub uncorrected_ecc_errors: Option<u64>,
-    /// Degrees Celsius.
+    /// GPU temperature in degrees Celsius.
     pub temperature: Option<u32>,
 }
 
@@ -45,12 +45,12 @@ struct Rates {
     copy: f64,
     /// Bus bandwidth of an all-reduce in bytes per second, as nccl-tests defines it.
     sum: f64,
-    /// Host and process id.
+    /// The rank's host name and process id.
     place: String,
     state: Option<DeviceState>,
 }
 
-/// One operation whose rate is measured.
+/// An operation and the rate at which this rank runs it.
 struct Probe<'a> {
     /// FLOPs or bytes of one call of `work`.
     amount: f64,

@@ -72,7 +72,7 @@ impl<B: TrainBackend> Optimizer<B> {
 /// The weights and moments of one moment.
 #[derive(Debug)]
 pub struct OptimizerSnapshot {
-    /// `None` besides rank 0.
+    /// Number of updates so far; `None` on ranks other than 0.
     num_updates: Option<u64>,
     weights: Vec<Held>,
     moments: Vec<Held>,

@@ -67,12 +67,12 @@ impl Default for FaultInjection {
 }
 
 impl FaultInjection {
-    /// Calls `disturb` at every [`Moment`].
+    /// Fault injection that calls `disturb` at every [`Moment`].
     pub fn new(disturb: impl Fn(u64, Moment<'_>) -> f64 + Send + Sync + 'static) -> Self {
         Self(Arc::new(disturb))
     }
 
-    /// The factor of a [`Moment`].
+    /// The factor that `disturb` returns for a [`Moment`].
     pub(super) fn at(&self, number: u64, moment: Moment<'_>) -> f64 {
         (self.0)(number, moment)
     }
@@ -130,7 +130,7 @@ impl DevicePace {
 #[derive(Default)]
 struct Streak {
     num_steps: usize,
-    /// The skipped steps among them.
+    /// The steps of the streak that were skipped.
     skipped: Vec<SkippedStep>,
 }
 
@@ -149,7 +149,7 @@ struct Unread<B: TrainBackend> {
     num_rows: u64,
     /// Documents of this rank's rows, in their order, without repeated neighbours.
     documents: Vec<u32>,
-    /// As [`GatedStep::row`].
+    /// The step's numbers on the device, as [`GatedStep::row`].
     row: Tensor<B::InnerBackend, 1>,
     /// Gradient norms by part of the model; empty unless the step was read at once and was skipped.
     norms: Vec<(String, f64)>,
@@ -428,7 +428,7 @@ impl<B: TrainBackend> Trainer<B> {
     }
 }
 
-/// Multiplies all parameters, for [`FaultInjection`].
+/// A factor on all parameters, for [`FaultInjection`].
 pub(super) struct Scaled(pub(super) f64);
 
 impl<B: TrainBackend> ModuleMapper<B> for Scaled {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 pub struct WriteLimits {
     /// Pause before the second try; it doubles with every try.
     pub first_pause: Duration,
-    /// The longest pause between two tries.
+    /// Longest pause between two attempts to write.
     pub longest_pause: Duration,
     /// A run ends after this many failed checkpoints in a row.
     pub max_failures: u32,
@@ -44,7 +44,7 @@ impl Tries {
         self.next.is_some_and(|next| Instant::now() >= next)
     }
 
-    /// Whether the last write failed.
+    /// Whether the last attempt to write failed.
     pub(crate) fn has_failed(&self) -> bool {
         self.next.is_some()
     }
@@ -77,7 +77,7 @@ pub(super) struct Saving {
     pub(super) tries: Tries,
     /// The folder for the last checkpoint of a process when the run's own folder cannot be written to.
     pub(super) fallback: Option<PathBuf>,
-    /// Whether checkpoints are written into `fallback`.
+    /// Whether checkpoints go to the fallback folder.
     pub(super) uses_fallback: bool,
     /// Step and error of a failed checkpoint, until they are reported.
     pub(super) problem: Option<(u64, String)>,

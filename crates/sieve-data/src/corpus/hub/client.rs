@@ -88,25 +88,25 @@ pub(super) fn is_hex(text: &str, lengths: &[usize]) -> bool {
     lengths.contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// A file to fetch.
+/// A file to download.
 pub(super) struct Download<'a> {
     /// Path of the URL, after the endpoint.
     pub(super) url_path: String,
-    /// Name for messages.
+    /// Name of the file in messages.
     pub(super) name: &'a str,
-    /// Path on this disk.
+    /// Where the file is stored on the local disk.
     pub(super) path: PathBuf,
     pub(super) num_bytes: Option<u64>,
     pub(super) checksum: Option<&'a Checksum>,
 }
 
-/// Why a try failed.
+/// Why an attempt to download failed.
 enum Failure {
     /// A temporary problem of server or network: its reason, and the pause that the server asks for, if any.
     Passing(String, Option<Duration>),
     /// A permanent problem of the server: its reason.
     Lasting(String),
-    /// A problem of this disk.
+    /// An error of the local disk, which a repetition does not fix.
     Here(DataError),
 }
 
@@ -127,7 +127,7 @@ impl From<sieve_files::FileError> for Failure {
     }
 }
 
-/// Sends requests to one endpoint.
+/// HTTP client of one endpoint.
 pub(super) struct Client {
     agent: Agent,
     endpoint: String,
@@ -159,7 +159,7 @@ impl Client {
         }
         Ok(Self {
             agent: settings.build().into(),
-            // Plain http would expose the token.
+            // Over plain http the token could be read.
             token: config.token.clone().filter(|_| is_https),
             endpoint,
             limits: config.limits,
