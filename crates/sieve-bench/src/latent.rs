@@ -30,13 +30,13 @@ const WIDTHS: &[[usize; 2]] = &[[128, 64], [128, 64], [64, 32], [96, 48], [32, 1
 /// Columns of the latent that lies before `k_rope` in memory; NaN here, since no packing kernel may read it.
 const RANK: usize = 24;
 
-/// Base of the rotation's frequencies.
+/// Theta of the rotary embedding.
 pub(crate) const ROPE_THETA: f32 = 100.0;
 
 /// Added to the mean square of a normed head.
 const EPSILON: f32 = 1e-6;
 
-/// How large a call's numbers are.
+/// How large the random inputs of a call are.
 #[derive(Clone, Copy, Debug)]
 enum Size {
     Usual,
@@ -411,7 +411,7 @@ struct Expected {
     exact: Results,
     plain: Results,
     terms: [(&'static str, Vec<f64>); 4],
-    /// See [`RowTolerance::of_a_row`].
+    /// As in [`RowTolerance::of_a_row`].
     of_a_row: f64,
 }
 

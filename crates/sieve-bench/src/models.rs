@@ -559,10 +559,10 @@ impl Setup {
 
 /// A text that is decoded in a row of [`TextRows`].
 struct InRow {
-    /// Its place in [`PROMPTS`].
+    /// Index of the text in [`PROMPTS`].
     text: usize,
     row: usize,
-    /// The token that it reads next.
+    /// Index of the token that is decoded next.
     at: usize,
 }
 

@@ -6,7 +6,7 @@ use crate::report::{Outcome, Wrong, wrong};
 pub(crate) struct Tolerance {
     /// Factor on the largest error of the plain bf16 computation; 0 for f32 paths.
     pub(crate) plain: f32,
-    /// Absolute error that is always allowed.
+    /// Absolute error that is tolerated in every case.
     pub(crate) floor: f32,
     /// Error that is always allowed, as a share of the largest expected value: among few numbers the plain computation
     /// may be exact by luck.
@@ -201,7 +201,7 @@ fn largest_gap(a: &[f32], b: &[f32]) -> (f32, usize) {
     worst
 }
 
-/// Root of the sum of squares.
+/// Euclidean norm of a vector.
 fn length(values: &[f64]) -> f64 {
     values.iter().map(|x| x * x).sum::<f64>().sqrt()
 }

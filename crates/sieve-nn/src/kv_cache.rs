@@ -37,7 +37,7 @@ pub struct KvCache<B: DeviceBackend> {
 }
 
 impl<B: DeviceBackend> KvCache<B> {
-    /// An empty cache.
+    /// An empty cache for a model of `num_layers` layers.
     pub fn new(num_layers: usize) -> Self {
         Self {
             layers: (0..num_layers).map(|_| LayerCache::Empty).collect(),
@@ -70,18 +70,18 @@ impl<B: DeviceBackend> KvCache<B> {
 /// Cache of one layer. A call may add any number of tokens, and its output equals the rows of one pass over all tokens.
 #[derive(Clone, Debug)]
 pub enum LayerCache<B: Backend> {
-    /// Nothing yet.
+    /// No token was processed yet.
     Empty,
     /// The most recent keys: all keys for dense attention, at least `window_size` for a sliding window.
     Recent {
-        /// The keys.
+        /// Keys and values, the latest last.
         cache: KeyCache<B>,
         /// Most keys that a query sees; `None`: all.
         window_size: Option<usize>,
     },
     /// The keys that DMA's mask still shows, at most `keep_window_size` per KV head.
     Selected {
-        /// The slots.
+        /// Keys, values and scores of the fixed-size cache.
         cache: DmaCache<B>,
         /// Position of the next token.
         next_position: usize,
@@ -153,7 +153,7 @@ impl<B: Backend> LayerCache<B> {
         }
     }
 
-    /// As [`TokenBuffer::rows`].
+    /// Copies rows of the batch, as [`TokenBuffer::rows`].
     fn rows(&self, rows: RowsOf) -> Self {
         match self {
             Self::Empty => Self::Empty,

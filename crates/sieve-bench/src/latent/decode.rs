@@ -26,13 +26,13 @@ struct Call {
     len: usize,
     /// Rank of the latent, and width of the rotated key.
     widths: [usize; 2],
-    /// `[batch, new, heads, rank + rope_dim]`.
+    /// Queries of new tokens, `[batch, new, heads, rank + rope_dim]`.
     q: Vec<f32>,
-    /// `[batch, len, rank + rope_dim]`.
+    /// Latent cache, `[batch, len, rank + rope_dim]`.
     latents: Vec<f32>,
     /// Factors of normed keys, `[batch, len, heads]`.
     key_scale: Option<Vec<f32>>,
-    /// Factor on the queries.
+    /// Factor on the random queries.
     size: f32,
     label: String,
 }

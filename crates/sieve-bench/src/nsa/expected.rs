@@ -17,7 +17,7 @@ struct Output {
     plain: Vec<f32>,
     /// Size of the terms that each row sums; empty for a log-sum-exp, which is compared number by number.
     terms: Vec<f64>,
-    /// See [`RowTolerance::lost_digits`].
+    /// As in [`RowTolerance::lost_digits`].
     lost_digits: f64,
 }
 

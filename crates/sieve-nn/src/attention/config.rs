@@ -79,7 +79,7 @@ impl AttentionConfig {
         Err(AttentionConfigError(problem))
     }
 
-    /// Rotary tables for positions `0..max_positions`.
+    /// RoPE tables for positions `0..max_positions`.
     pub fn rope<B: Backend>(&self, max_positions: usize, device: &B::Device) -> RotaryEmbedding<B> {
         RotaryEmbedding::new(self.head_dim, max_positions, self.rope_theta, device)
     }

@@ -14,7 +14,7 @@ use sieve_ops::{
 /// Computes compressed keys and values, `[2, rows, head_dim]`, from packed tokens.
 type Compress<'a, B> = dyn Fn(Tensor<B, 4>, &Documents<B>) -> Tensor<B, 3> + 'a;
 
-/// Keys and values of NSA's branches.
+/// Keys and values of NSA's three branches.
 #[derive(Clone, Debug)]
 pub struct BlockCache<B: Backend> {
     /// The selected branch's keys and values of all tokens.
@@ -29,17 +29,17 @@ pub struct BlockCache<B: Backend> {
 }
 
 impl<B: Backend> BlockCache<B> {
-    /// Tokens processed so far.
+    /// Number of tokens processed so far.
     pub fn num_tokens(&self) -> usize {
         self.selected.len()
     }
 
-    /// Compressed keys per head.
+    /// Number of compressed keys of each head.
     pub fn num_compressed(&self) -> usize {
         self.compressed.len()
     }
 
-    /// As [`TokenBuffer::rows`](sieve_ops::TokenBuffer::rows).
+    /// Copies rows of the batch, as [`TokenBuffer::rows`](sieve_ops::TokenBuffer::rows).
     pub(super) fn rows(&self, rows: RowsOf) -> Self {
         let of_tokens = |cache: &KeyCache<B>| cache.rows(rows, |tokens| [tokens; 2]);
         let num_compressed = |tokens| [self.blocks.num_compressed_blocks(tokens); 2];

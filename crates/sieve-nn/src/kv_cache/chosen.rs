@@ -35,12 +35,12 @@ fn at_least_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
 }
 
 impl<B: Backend> ChosenCache<B> {
-    /// Tokens processed so far.
+    /// Number of tokens processed so far.
     pub fn num_tokens(&self) -> usize {
         self.keys.len()
     }
 
-    /// As [`TokenBuffer::rows`].
+    /// Copies rows of the batch, as [`TokenBuffer::rows`].
     pub(super) fn rows(&self, rows: RowsOf) -> Self {
         let num_pooled = |tokens| match self.choice.has_indexer() {
             _ if !self.pools => 0,
@@ -113,7 +113,7 @@ impl<B: Backend> ChosenCache<B> {
         }
     }
 
-    /// Appends new tokens.
+    /// Appends keys and values of new tokens.
     pub(crate) fn append(&mut self, packed: &Packed<B>, spec: AttentionSpec) {
         let [_, k, v] = split_heads(packed.qkv.clone(), spec.num_kv_heads);
         self.keys.append(k, v);
