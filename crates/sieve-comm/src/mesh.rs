@@ -24,7 +24,7 @@ const REASON_WAIT: Duration = Duration::from_secs(3);
 /// How long a rank waits for others.
 #[derive(Clone, Copy, Debug)]
 pub struct Timeouts {
-    /// Until all ranks have joined.
+    /// Time until all ranks must have joined.
     pub join: Duration,
     /// For a heartbeat, and for progress of a rank in a step while others wait for it.
     pub silence: Duration,
@@ -114,7 +114,7 @@ impl Mesh {
         Self::start(world, peers, timeouts, Box::new(give_up))
     }
 
-    /// Starts the watch over connected ranks.
+    /// Starts the threads that watch the connected ranks.
     fn start(world: World, peers: Vec<Peer>, timeouts: Timeouts, give_up: GiveUp) -> Result<Self, CommError> {
         let peers = Arc::new(peers);
         let watch = Watch::start(world.rank, peers.clone(), timeouts, give_up);

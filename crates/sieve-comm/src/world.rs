@@ -14,7 +14,7 @@ pub struct World {
     pub local_size: usize,
     /// Name or address of rank 0's host.
     pub master_addr: String,
-    /// Port on which rank 0 listens.
+    /// TCP port on which rank 0 listens.
     pub master_port: u16,
     /// Equal on all ranks of a run, so that processes of another run are refused.
     pub run_id: String,
@@ -22,7 +22,7 @@ pub struct World {
     pub token: String,
 }
 
-/// The variable that holds [`World::token`].
+/// Name of the environment variable for [`World::token`].
 pub(crate) const TOKEN: &str = "SIEVE_TOKEN";
 
 // Slurm jobs on one host share its ports, so each job gets a port computed from its number.

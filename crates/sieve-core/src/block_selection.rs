@@ -9,14 +9,14 @@ use std::ops::Range;
 pub enum BlockScores {
     /// `q . k` of the blocks' means, plus `variances` times the product of their variances.
     Means {
-        /// 0 if variances are not computed.
+        /// Factor on the products of variances; 0 does not compute them.
         variances: f32,
     },
     /// The largest `q . k` of groups of this many tokens, with the vectors of a group concatenated to one.
     LargestOfGroups(usize),
     /// Softmax over cells of `stride` queries and `stride` keys, summed over each block.
     Cells {
-        /// Tokens of a cell.
+        /// Queries of a cell, and keys of a cell.
         stride: usize,
         /// Whether query i of a cell meets key `stride - 1 - i`, as on an antidiagonal, instead of key i.
         reversed: bool,
@@ -39,7 +39,7 @@ pub enum BlockScores {
         gamma: f64,
         /// Blocks are chosen by their means if the prediction's Jensen-Shannon distance is below this.
         tau: f64,
-        /// Fewest and most kept blocks.
+        /// Fewest and most blocks that a row keeps.
         blocks: [usize; 2],
     },
     /// Log-sum-exps of dense probe rows. Each probe chooses blocks, and a tile of queries keeps the best by the mean
@@ -72,7 +72,7 @@ pub enum KeyScores {
 pub struct SlotOrder {
     /// Tokens of a segment, a multiple of the block. Tokens move only inside their segment.
     pub segment: usize,
-    /// The order of the keys.
+    /// The scores by which keys are sorted.
     pub keys: KeyScores,
     /// Whether queries are sorted too, by rising Euclidean norm.
     pub moves_queries: bool,
@@ -121,15 +121,15 @@ pub enum KeepBlocks {
 /// Sizes of the blocks, and how they are compared.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ScoredBlocks {
-    /// Tokens of a block of keys.
+    /// Size of a block of keys, in tokens.
     pub block: usize,
-    /// Tokens of a block of queries.
+    /// Size of a block of queries, in tokens.
     pub query_block: usize,
     /// Number of rows by which the first block of queries is shorter.
     pub offset: usize,
-    /// Factor on `q . k`.
+    /// Factor on the dot products `q . k`.
     pub softmax_scale: f32,
-    /// How blocks are compared.
+    /// How the score of two blocks is computed.
     pub by: BlockScores,
 }
 
@@ -157,11 +157,11 @@ pub struct KeptBlocks {
 /// A selection of one call. Queries are the last `shape.num_queries` of `shape.num_keys` tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockSelection {
-    /// The call's sizes.
+    /// Sizes of the attention call.
     pub shape: CallShape,
     /// Sizes of the blocks, and how they are compared.
     pub scores: ScoredBlocks,
-    /// The blocks that a row keeps.
+    /// The blocks that each row keeps.
     pub keep: KeptBlocks,
     /// How tokens are permuted before they are divided into blocks.
     pub order: Option<SlotOrder>,
@@ -207,7 +207,7 @@ impl BlockSelection {
         [blocks.num_query_tiles(), blocks.num_key_tiles()]
     }
 
-    /// The mask's tiles.
+    /// How the mask divides queries and keys into tiles.
     pub fn tiles(&self) -> Tiles {
         let per_block = self.scores.block / self.keep.tile;
         self.cut(self.scores.query_block / per_block, self.keep.tile)
@@ -220,7 +220,7 @@ impl BlockSelection {
         }
     }
 
-    /// Number of lists of the mask.
+    /// Number of the mask's lists of key tiles.
     pub fn num_lists(&self) -> usize {
         self.shape.num_heads / self.keep.heads_per_list
     }

@@ -30,7 +30,7 @@ pub(crate) const USUAL_ROPE_THETA: &str = "10000 is usual, up to 1e7 for long ro
 pub(crate) struct Key {
     /// Name of the key in a recipe.
     pub(crate) name: &'static str,
-    /// The field's doc comment.
+    /// Doc comment of the field.
     pub(crate) doc: &'static str,
     pub(crate) kind: Kind,
     /// Whether a recipe must give the key.
@@ -44,12 +44,12 @@ pub(crate) struct Key {
     pub(crate) may_change: bool,
 }
 
-/// The type of a key's value.
+/// The type of a recipe key's value.
 #[derive(Clone, Copy)]
 pub(crate) enum Kind {
     /// A whole number of at least 0.
     Integer,
-    /// A number, whole or not.
+    /// A number, integer or not.
     Number,
     /// `true` or `false`.
     Bool,
@@ -61,7 +61,7 @@ pub(crate) enum Kind {
     Integers,
     /// A list of numbers.
     Numbers,
-    /// One of some names.
+    /// One name out of a list.
     Choice(&'static Choices),
     /// A table with its own keys.
     Table(&'static [Key]),
@@ -78,7 +78,7 @@ pub(crate) struct Choices {
 /// Where the value of a left-out key comes from.
 #[derive(Clone, Copy)]
 pub(crate) enum Source {
-    /// Another key, `section.key`.
+    /// The value of another key, `section.key`.
     Key(&'static str),
     /// Code in `recipe/resolve.rs`, described in words.
     Words(&'static str),
@@ -89,7 +89,7 @@ pub(crate) enum Source {
 pub(crate) enum Bound {
     /// A whole number from the first to the second.
     Within(usize, usize, &'static str),
-    /// 1 or more.
+    /// An integer of at least 1.
     AtLeastOne,
     /// A real number from the first to the second.
     Between(f64, f64, &'static str),
@@ -97,7 +97,7 @@ pub(crate) enum Bound {
     Share(&'static str, &'static str),
 }
 
-/// A number whose bound is checked.
+/// A number that is compared with its key's bound.
 #[derive(Clone, Copy)]
 pub(crate) enum Number {
     Whole(u64),
@@ -116,7 +116,7 @@ pub(crate) trait KeyValue {
     }
 }
 
-/// A type that [`keys!`] generated.
+/// A section of the recipe, which [`keys!`] generated.
 pub(crate) trait Section {
     const KEYS: &'static [Key];
 

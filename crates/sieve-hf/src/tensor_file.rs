@@ -1,4 +1,4 @@
-//! Safetensors files.
+//! Reads and writes safetensors files.
 use crate::{CheckpointError, NamedTensor};
 use burn::tensor::{Bytes, DType, TensorData, bf16, f16};
 use memmap2::Mmap;
@@ -92,7 +92,7 @@ pub(crate) fn stream_tensor_file<D: Deref<Target = [u8]>>(
     Ok(format!("{:016x}", sum.digest()))
 }
 
-/// XXH3 of the concatenated slices.
+/// XXH3 hash of the concatenated slices.
 pub fn checksum<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
     let mut sum = Xxh3::new();
     parts.into_iter().for_each(|part| sum.update(part));
@@ -107,7 +107,7 @@ pub struct TensorFile {
     map: Option<Mmap>,
 }
 
-/// A tensor in a mapped file.
+/// A tensor in a memory-mapped file.
 #[derive(PartialEq, Eq)]
 pub(crate) struct Stored<'a> {
     pub(crate) dtype: DType,
@@ -139,7 +139,7 @@ impl TensorFile {
         Ok(file)
     }
 
-    /// Path of the file.
+    /// Path of the safetensors file.
     pub fn path(&self) -> &Path {
         &self.path
     }

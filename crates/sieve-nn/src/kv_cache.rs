@@ -74,7 +74,7 @@ pub enum LayerCache<B: Backend> {
     Empty,
     /// The most recent keys: all keys for dense attention, at least `window_size` for a sliding window.
     Recent {
-        /// Keys and values, the latest last.
+        /// Keys and values of these tokens.
         cache: KeyCache<B>,
         /// Most keys that a query sees; `None`: all.
         window_size: Option<usize>,

@@ -11,7 +11,7 @@ pub struct CachePlan {
     pub bytes_per_token: u64,
     /// Tokens after which the cache stops growing; `None` if it never does.
     pub stops_at_tokens: Option<usize>,
-    /// Tokens for which `bytes_at_seq_len` is given.
+    /// Number of tokens for which `bytes_at_seq_len` is given.
     pub seq_len: usize,
     /// Bytes of the cache at `seq_len` tokens.
     pub bytes_at_seq_len: u64,

@@ -90,7 +90,7 @@ keys! {
 /// Number of keys that DMA keeps for a query: the last ones whatever their rank, and the best-ranked of the older ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmaWindow {
-    /// Number of all kept keys.
+    /// Number of keys that a query sees.
     pub keep_window_size: usize,
     /// Number of last keys among them, the query's own included; at most `keep_window_size`.
     pub local_window_size: usize,
@@ -104,7 +104,7 @@ impl DmaWindow {
 }
 
 impl From<usize> for DmaWindow {
-    /// A selection without a local window.
+    /// A DMA window without keys kept for their recency alone.
     fn from(keep_window_size: usize) -> Self {
         Self {
             keep_window_size,
@@ -292,11 +292,11 @@ keys! {
     }
 }
 
-/// Blocks that every query selects.
+/// Number of blocks that every query selects.
 const NUM_FORCED_BLOCKS: usize = 3;
 const FORCED_BLOCKS: &str = "the first block, the query's own and the one before are always selected";
 
-/// Branches of NSA: compressed, selected, window.
+/// Number of NSA's branches: compressed, selected, window.
 pub const NUM_NSA_BRANCHES: usize = 3;
 
 impl NsaShape {
@@ -401,7 +401,7 @@ impl InfllmV2Shape {
         }
     }
 
-    /// How queries choose blocks.
+    /// How a query chooses blocks.
     pub fn choice(&self) -> BlockChoice {
         BlockChoice {
             blocks: NsaBlocks {
@@ -449,7 +449,7 @@ impl MobaShape {
         }
     }
 
-    /// How queries choose blocks.
+    /// How a query chooses blocks.
     pub fn choice(&self) -> BlockChoice {
         BlockChoice {
             blocks: NsaBlocks {
@@ -556,7 +556,7 @@ pub enum AttentionForm {
     },
     /// Multi-head latent attention: keys and values are projections of one latent per token.
     Latent(MlaShape),
-    /// Native sparse attention: three gated branches.
+    /// Three gated branches, as in native sparse attention.
     Branches(NsaShape),
     /// Dynamic mask attention: a query sees the keys of the highest ranks.
     Ranked(DmaShape),

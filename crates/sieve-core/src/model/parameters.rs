@@ -1,11 +1,11 @@
-//! Parameter counts, by part.
+//! Numbers of parameters of each part of a model.
 
 use super::{AttentionForm, ModelShape, NUM_NSA_BRANCHES};
 
 /// Numbers of parameters, by part. The parts are disjoint; [`total`](Self::total) is their sum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ParameterCounts {
-    /// The embedding: `vocab_size * d_model`.
+    /// Parameters of the embedding: `vocab_size * d_model`.
     pub embedding: u64,
     /// The output projection, of the embedding's size; 0 when tied to it.
     pub output: u64,
@@ -56,7 +56,7 @@ impl ParameterCounts {
 }
 
 impl ModelShape {
-    /// Counts the parameters.
+    /// Counts the model's parameters by part.
     pub fn parameters(&self) -> ParameterCounts {
         let layers = self.num_layers as u64;
         let d_model = self.d_model as u64;

@@ -39,12 +39,12 @@ impl fmt::Display for Mistake {
     }
 }
 
-/// Where a value was written.
+/// Where a mistaken value was written.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Location {
     /// A line of the recipe's text, counted from 1.
     Line(usize),
-    /// An override, as given.
+    /// In an override with this text.
     Override(String),
 }
 

@@ -357,7 +357,7 @@ pub(super) fn has_any(kind: AttentionKind, keys: &[&str]) -> bool {
     names.any(|name| keys.contains(&name))
 }
 
-/// The longest default warm-up.
+/// Most steps of a default warm-up.
 const MOST_WARMUP_STEPS: i64 = 100;
 
 /// The default of `lr_scheduler.warmup_steps` in a run of `steps` steps.

@@ -99,7 +99,7 @@ macro_rules! attention_kinds {
         );
 
         impl Attention {
-            /// The kind alone.
+            /// The kind without its settings.
             pub fn kind(self) -> AttentionKind {
                 match self {
                     $(Self::$kind { .. } => AttentionKind::$kind,)+
@@ -119,7 +119,7 @@ macro_rules! attention_kinds {
             /// All kinds, in the order of the documentation.
             pub const ALL: [Self; [$($name),+].len()] = [$(Self::$kind),+];
 
-            /// The name a recipe uses.
+            /// Name of the kind in recipes.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$kind => $name,)+
@@ -210,14 +210,14 @@ keys! {
     }
 }
 
-/// Where a tokenizer comes from.
+/// Where a run's tokenizer comes from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum TokenizerSource<'a> {
-    /// A file.
+    /// A `tokenizer.json` at this path.
     Path(&'a str),
-    /// Numbers below this.
+    /// No tokenizer: tokens are numbers below this one.
     Numbers(usize),
-    /// A tokenizer trained on the text.
+    /// A tokenizer that is trained on the run's text.
     Train(&'a TokenizerTraining),
 }
 
@@ -323,7 +323,7 @@ keys! {
 }
 
 impl TrainingSection {
-    /// Tokens that one optimizer step reads.
+    /// Number of tokens that one optimizer step reads.
     pub fn tokens_per_step(&self) -> usize {
         self.global_batch_size * self.seq_len
     }
@@ -375,7 +375,7 @@ choices! {
 }
 
 impl GradientDtype {
-    /// Bytes of one gradient.
+    /// Size of one gradient element in bytes.
     pub fn bytes(self) -> u64 {
         match self {
             Self::F32 => 4,

@@ -35,7 +35,7 @@ pub(super) struct Operands {
     pub(super) pointers: [u64; 4],
     /// Addresses of the scales of x and w; 0 for bf16.
     pub(super) scales: [u64; 2],
-    /// `[alpha, beta]`.
+    /// The factors `[alpha, beta]`.
     pub(super) factors: [f32; 2],
     pub(super) workspace: u64,
     pub(super) stream: CUstream,

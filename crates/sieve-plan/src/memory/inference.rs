@@ -11,7 +11,7 @@ use sieve_core::model::ModelShape;
 pub struct InferenceSize {
     /// Rows of one forward pass.
     pub rows: usize,
-    /// Tokens of a row.
+    /// Tokens of each row.
     pub seq_len: usize,
     /// Tokens of the KV cache of a decoded sequence; 0 without decoding.
     pub cached_tokens: usize,
