@@ -1,4 +1,4 @@
-//! `--device`: where a command computes.
+//! The flag `--device`: where a command computes.
 use crate::loaded::{DtypeArg, Place};
 use anyhow::{Context, Result};
 use burn::tensor::{Distribution, Tensor};
@@ -19,7 +19,7 @@ pub(crate) enum DeviceChoice {
     Auto,
     /// The CPU.
     Cpu,
-    /// A CUDA device by index.
+    /// The CUDA GPU with this index.
     Cuda(usize),
 }
 
@@ -185,7 +185,7 @@ pub(crate) fn load() -> Option<f64> {
     text.split(' ').next()?.parse().ok()
 }
 
-/// Threads that compute on the CPU.
+/// Number of threads that compute on the CPU.
 pub(crate) fn num_threads() -> usize {
     rayon::current_num_threads()
 }

@@ -94,7 +94,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
     on_device!(place, run_on((&args, &prompts)))
 }
 
-/// The texts to continue.
+/// The texts that the flags say to continue.
 fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
     let text = match (&args.prompt_file, args.prompt.as_slice()) {
         (Some(path), _) if path.as_os_str() != "-" => {
@@ -140,15 +140,15 @@ fn run_on<B: DeviceBackend>((args, prompts): (&GenerateArgs, &[String]), device:
     }
 }
 
-/// One run of the command.
+/// Model, prompts and settings of one run of the command.
 struct Run<'a, B: DeviceBackend> {
     args: &'a GenerateArgs,
     prompts: &'a [String],
-    /// Tokens of each prompt.
+    /// Token ids of each prompt.
     tokens: Vec<Vec<u32>>,
-    /// Settings of the first sample.
+    /// Generation settings of the first sample.
     config: GenerateConfig,
-    /// Tokens that end a text.
+    /// Token ids that end a text.
     ends: Vec<u32>,
     loaded: &'a LoadedModel<B>,
     tokenizer: &'a Tokenizer,
@@ -267,7 +267,7 @@ impl<B: DeviceBackend> Run<'_, B> {
     }
 }
 
-/// A finished sample.
+/// A finished sample, as it is printed.
 struct Written {
     text: String,
     /// Why it ended: "stop text", "end of document" or "max_new_tokens".
@@ -358,7 +358,7 @@ impl<'t> Growing<'t> {
     }
 }
 
-/// Decodes `count` samples as one batch.
+/// Generates `count` samples of a prompt in one batch.
 fn write_together<B: DeviceBackend>(
     args: &GenerateArgs,
     tokenizer: &Tokenizer,

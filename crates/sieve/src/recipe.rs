@@ -126,7 +126,7 @@ impl RecipeArgs {
 /// Folder, below the current one, in which recipes are looked up by name.
 const FOLDER: &str = "recipes";
 
-/// The name of the standard input.
+/// The file name that stands for standard input.
 const STANDARD_INPUT: &str = "-";
 /// Name of a recipe that has no file.
 const PIPED: &str = "recipe";

@@ -31,7 +31,7 @@ pub(crate) struct SelectorArgs {
 }
 
 impl SelectorArgs {
-    /// The selector, prepared for a model.
+    /// The selectors of the flags, checked for a model.
     pub(crate) fn selection(&self, shape: &ModelShape) -> Result<Option<Selection>> {
         let selector = self.selector.as_ref();
         let of = |one| reading(one, self.chunk, self.stream, shape);

@@ -116,7 +116,7 @@ pub(crate) struct TrainArgs {
     memory: MemoryArgs,
 }
 
-/// `--resume`.
+/// Values of `--resume`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Resume {
     /// Resume the run in the output folder; without one, begin a run.
@@ -135,9 +135,9 @@ struct Session<'a> {
     mesh: Option<Arc<Mesh>>,
 }
 
-/// How one run ended.
+/// How one run of the trainer ended.
 enum Ending {
-    /// All steps are done.
+    /// All steps of the run are done.
     Finished,
     /// A signal stopped it before its last step.
     Interrupted,

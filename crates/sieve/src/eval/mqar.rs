@@ -58,7 +58,7 @@ enum NoiseArg {
     Disjoint,
 }
 
-/// Reads `LENGTH:PAIRS`.
+/// Parses one `LENGTH:PAIRS`.
 fn kind(text: &str) -> Result<(usize, usize), String> {
     let parts = text.split_once(':').map(|(a, b)| (a.parse(), b.parse()));
     match parts {

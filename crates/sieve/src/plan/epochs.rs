@@ -12,7 +12,7 @@ use std::path::Path;
 pub(super) struct TextEpochs {
     /// Its folder of shards, or its path in a recipe with `data.weights`.
     text: String,
-    /// Tokens to train on.
+    /// Number of training tokens of the text.
     num_tokens: u64,
     /// How many times the run reads all of them.
     epochs: f64,
@@ -23,7 +23,7 @@ pub(super) struct TextEpochs {
 pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let mut all = unread(recipe, dir)?;
     let num_own = all.len();
-    // `epochs` counts tokens first.
+    // First counts tokens; the loop below turns them into epochs.
     for stage in recipe.stages() {
         let alone = recipe.at_stage(&stage);
         let num_tokens = stage.section.steps as f64 * alone.training.tokens_per_step() as f64;

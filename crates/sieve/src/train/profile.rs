@@ -8,7 +8,7 @@ use std::fmt::Write;
 
 /// Steps before the trace. In the first steps kernels are compiled and memory is allocated.
 const WARM_UP_STEPS: u64 = 4;
-/// Kernels listed one by one.
+/// Number of kernels that get a line of their own.
 const LISTED: usize = 24;
 /// Kernels listed by the idle time before them.
 const LISTED_GAPS: usize = 6;
@@ -170,14 +170,14 @@ impl StepProfile {
     }
 }
 
-/// The work of the traced steps.
+/// FLOPs and tokens of the traced steps.
 struct Work {
     tokens: f64,
     /// FLOPs per token of GEMMs with weights.
     linear: f64,
-    /// FLOPs per token of attention.
+    /// Attention's FLOPs per token.
     attention: f64,
-    /// Parameters times steps.
+    /// Number of parameters times number of traced steps.
     parameters: f64,
 }
 

@@ -91,7 +91,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             mesh.fail(text.trim_start_matches("error: "));
             match rank {
                 0 => events.ended(Err(error)),
-                // Rank 0 reports this rank's error.
+                // Rank 0 prints this rank's error.
                 _ => Ok(Exit::Failed),
             }
         }
@@ -487,7 +487,7 @@ impl RankGroup for RowOfGpus {
     }
 }
 
-/// The group of all ranks' GPUs.
+/// The NCCL group of all ranks' GPUs.
 struct Nccl {
     group: NcclGroup,
     size: usize,
