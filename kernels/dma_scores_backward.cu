@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
     }
   }
 
-  // Store
+  // Store the block's partial sums.
   float* out = partials + (u64)blockIdx.x * (num_channels + 1) * NUM_KV_HEADS;
   if (active) store_weights(out + (i64)channel * NUM_KV_HEADS, dweights);
   if (blockIdx.y == 0) {

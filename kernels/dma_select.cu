@@ -208,7 +208,7 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
                                &shared.present[0][0]};
     const u64 key = block_rank(unsorted, pool_size, memory);
 
-    // Rank `thread`: when was it born?
+    // The key with rank `thread`: the time at which it enters the pool.
     const int rank = thread;
     const bool in_pool = rank < pool_size;
     const i32 key_position = (i32)(u32)key;

@@ -26,7 +26,7 @@ struct QkNormRopeBackwardParams {
 
 constexpr int BATCH = 4;  // heads that a lane loads at once
 
-// A lane's data of its token.
+// The pointers and the column by which a lane reads its token.
 struct Token {
   const bf16 *in, *grad;
   bf16* out;

@@ -138,7 +138,7 @@ DEVICE KeyRange key_range(const int2* entries, int count) {
 DEVICE ChosenRow* step_rows(unsigned char* memory, int step) {
   return (ChosenRow*)(memory + ROWS_AT) + step % 4 * BLOCK_Q;
 }
-// Writes them.
+// Writes the descriptions of a step's rows.
 DEVICE void describe_rows(const BackwardBlock& block, unsigned char* memory, int step) {
   if (threadIdx.x < BLOCK_Q)
     step_rows(memory, step)[threadIdx.x] =

@@ -259,7 +259,7 @@ DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
   if (sender >= num_tiles) return;
   StepPlace place(block);
   for (int i = 0; i < sender; ++i) place.advance(block);
-  // of a tile among the sums
+  // row of a tile in the buffer of dq's sums
   auto row_of = [&block](const StepPlace& at) { return at.head * block.dq_len + at.tile * BLOCK_Q - block.dq_first; };
   i32* semaphore = block.semaphores + row_of(place) / BLOCK_Q;
   int seen = read_semaphore(semaphore);

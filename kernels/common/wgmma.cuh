@@ -27,7 +27,7 @@ DEVICE int warpgroup_index() { return __shfl_sync(~0u, (int)threadIdx.x / 128, 0
 
 // Orders writes of registers before the GEMMs that read them; needed before the first GEMM too.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Closes a group of GEMMs.
+// Closes a group of asynchronous GEMMs, which wgmma_wait counts.
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most PENDING of the newest groups are in flight.
 template <int PENDING>

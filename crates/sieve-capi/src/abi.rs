@@ -10,7 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Version of the interface.
+/// Version of the C interface.
 const ABI: u32 = 2;
 
 thread_local! {
@@ -24,7 +24,7 @@ pub struct PlanHandle {
     loaded: OnceLock<Loaded>,
 }
 
-/// Version of this interface.
+/// Returns the version of the C interface.
 #[unsafe(no_mangle)]
 pub extern "C" fn sieve_abi() -> u32 {
     ABI

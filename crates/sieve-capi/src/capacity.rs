@@ -79,7 +79,7 @@ impl Capacity {
         }
     }
 
-    /// Checks a run's number of keys.
+    /// Checks the number of keys that a run was given.
     pub(crate) fn checked(&self, keys: u64) -> Result<usize, PlanError> {
         let keys = usize::try_from(keys).ok().filter(|keys| (1..=self.keys).contains(keys));
         keys.ok_or_else(|| PlanError::Call(format!("the caches must hold 1 to {} keys, as planned", self.keys)))

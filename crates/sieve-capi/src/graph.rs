@@ -57,7 +57,7 @@ pub(crate) unsafe fn graph_of(
     }
 }
 
-/// How a run is queued.
+/// Whether a run launches its kernels, is also recorded as a graph, or replays one.
 #[derive(Debug, PartialEq)]
 enum Next<G> {
     Launches,
@@ -65,7 +65,7 @@ enum Next<G> {
     Graph(Arc<G>),
 }
 
-/// Runs of plans by their addresses.
+/// Earlier runs of plans, by the addresses they used.
 #[derive(Debug)]
 struct Runs<G> {
     known: HashMap<Box<[u64]>, Known<G>>,

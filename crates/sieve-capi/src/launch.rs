@@ -1,4 +1,4 @@
-//! Plans on a GPU.
+//! Loads plans on a GPU and runs them.
 use crate::capacity::Capacity;
 use crate::graph::graph_of;
 use crate::plan::Plan;
@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Kernels read 16 bytes at a time.
 const POINTER_ALIGNMENT: u64 = 16;
 
-/// Plans that were loaded.
+/// Number of plans that were loaded.
 static NUM_LOADED: AtomicU64 = AtomicU64::new(0);
 
 /// A plan whose kernels are on a GPU.
@@ -129,7 +129,7 @@ impl Loaded {
         })
     }
 
-    /// The GPU.
+    /// Index of the GPU that the plan was loaded on.
     pub fn device(&self) -> usize {
         self.device
     }

@@ -286,7 +286,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let (q, cache, length) = (t.get("q")?, t.cache()?, t.get("length")?);
             let [batch, tokens, _, head_dim] = q.dims("cached_decode", "q")?;
             let [_, kv_heads, capacity, head_dim_v] = cache.v.dims("cached_decode", "v_cache")?;
-            // No launch reads them.
+            // Stand in for the new token's k and v, which no launch reads.
             let unread = [head_dim, head_dim_v].map(|d| q.empty_contiguous(&[batch, tokens, kv_heads, d], DType::BF16));
             let token = Qkv::separate(&q, &unread[0], &unread[1]);
             let shape = token.shape("cached_decode")?;
@@ -414,7 +414,7 @@ fn selection(
     Ok((selection.expire.clone(), lists))
 }
 
-/// A selection's lists as one output.
+/// The lists of a selection as outputs of a plan.
 fn of_lists(lists: KeyLists) -> [(&'static str, CudaTensor); 3] {
     [lists.list_len, lists.tile_window, lists.list].map(|part| ("lists", part))
 }
@@ -432,7 +432,7 @@ fn block_mask(
         num_kv_heads: shape.num_kv_heads,
         head_dim: shape.head_dim,
     };
-    // Whole stages of the kernels.
+    // Tiles must be whole stages of the kernels' shared memory.
     if ![64, 128].contains(&query_tile) || ![64, 128].contains(&key_tile) {
         let got = format!("{query_tile} x {key_tile}");
         return Err(KernelError::unsupported("block_sparse", "block", got, "64 or 128 queries and keys").into());

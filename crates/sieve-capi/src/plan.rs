@@ -14,17 +14,17 @@ pub(crate) const ALIGNMENT: usize = 256;
 /// [`run`](crate::Loaded::run) takes pointers: inputs, outputs, and scratch memory as the last.
 #[derive(Debug)]
 pub struct Plan {
-    /// The GPU that it is for.
+    /// The GPU that the plan was made for.
     pub hardware: Hardware,
     /// Bytes of each input and output; scratch memory is the last.
     pub buffers: Vec<usize>,
-    /// Inputs among the buffers; outputs follow.
+    /// Number of inputs; they are the first buffers, outputs follow.
     pub num_inputs: usize,
     /// Fills, copies and launches, in their order.
     pub steps: Vec<Step>,
     /// Where each run says how many keys its caches hold.
     pub capacity: Option<Capacity>,
-    /// The plan's description, as JSON.
+    /// Description of the plan as JSON.
     pub(crate) description: CString,
 }
 

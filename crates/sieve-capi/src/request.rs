@@ -9,20 +9,20 @@ const MOST_ELEMENTS: usize = 1 << 40;
 /// Why a request has no plan, or why a plan cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
-    /// The text is no request.
+    /// The request is not valid JSON.
     #[error("request: {0}")]
     Json(#[from] serde_json::Error),
     /// A tensor is missing, named twice, or of impossible sizes.
     #[error("{op}: {tensor} {problem}")]
     Tensor {
-        /// The op.
+        /// Name of the op.
         op: &'static str,
-        /// The tensor's name.
+        /// Name of the tensor.
         tensor: String,
-        /// What is wrong with it.
+        /// What is wrong with the tensor.
         problem: String,
     },
-    /// What a launch wrapper refuses.
+    /// A launch wrapper refuses the call.
     #[error(transparent)]
     Kernel(#[from] KernelError),
     /// A call in the wrong order, or with the wrong arguments.
@@ -334,7 +334,7 @@ impl Blocks {
 }
 
 impl Gpu {
-    /// As launch wrappers know it.
+    /// The GPU's properties as launch wrappers take them.
     pub(crate) fn hardware(self) -> Result<Hardware, PlanError> {
         let (major, minor) = self.capability;
         if (major, minor) < (8, 0) || major > 99 || minor > 9 {

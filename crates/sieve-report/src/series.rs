@@ -18,7 +18,7 @@ impl Packed {
     }
 }
 
-/// A logged number over steps.
+/// A metric over the steps of a run.
 #[derive(Debug, Serialize)]
 pub(crate) struct Series {
     step: Packed,
@@ -32,7 +32,7 @@ pub(crate) struct Series {
 }
 
 impl Series {
-    /// All numbers, without binning.
+    /// A series of all numbers, without binning.
     pub(crate) fn whole(steps: &[f32], values: &[f32]) -> Self {
         Self {
             step: Packed::new(steps.iter().copied()),

@@ -24,7 +24,7 @@ pub(crate) struct GroupRows<'g> {
 
 /// Gradients of keys and values, summed over the queries of one segment.
 pub(crate) struct KeySums {
-    /// The first key of the sums.
+    /// Position of the first key that has sums.
     pub(crate) first: usize,
     /// Gradient of the keys, `[keys, head_dim]`.
     pub(crate) dk: Vec<f32>,

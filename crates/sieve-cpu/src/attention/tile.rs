@@ -26,9 +26,9 @@ pub(crate) fn panel_width(head_dim: usize) -> usize {
 pub(crate) struct Tile {
     pub(crate) row: usize,
     pub(crate) kv_head: usize,
-    /// First token of the tile.
+    /// First token of the query tile.
     pub(crate) first: usize,
-    /// One past the last token.
+    /// One past the last token of the query tile.
     pub(crate) end: usize,
 }
 
@@ -50,9 +50,9 @@ impl Tile {
 
 /// Rows of one operand (q or d_o), cut into panels of [`LANES`] rows; unused rows are zero.
 pub(crate) struct RowPanels<const W: usize> {
-    /// `[num_panels, head_dim panels, W, LANES]`.
+    /// Rows transposed, `[num_panels, head_dim panels, W, LANES]`.
     pub(crate) transposed: Vec<Aligned<[[f32; LANES]; W]>>,
-    /// `[num_panels, head_dim panels, LANES, W]`.
+    /// Rows as they are, `[num_panels, head_dim panels, LANES, W]`.
     pub(crate) natural: Vec<Aligned<[[f32; W]; LANES]>>,
 }
 
@@ -154,7 +154,7 @@ pub(crate) struct Pairs<'s> {
     pub(crate) delta: Option<&'s [f32]>,
     /// Subtracted from the biases of each row: the largest bias that the row sees.
     pub(crate) base: &'s [f32; LANES],
-    /// Whether some pair is not visible.
+    /// Whether the mask hides some of these pairs.
     pub(crate) masked: bool,
 }
 
@@ -170,9 +170,9 @@ impl Pairs<'_> {
 
 /// Keys and values gathered from the packed tensor; unused slots are zero and hidden from every query.
 pub(crate) struct KeyBlock<const W: usize> {
-    /// `[head_dim panels, BLOCK_KEYS, W]`.
+    /// Keys, `[head_dim panels, BLOCK_KEYS, W]`.
     pub(crate) k: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
-    /// `[head_dim panels, BLOCK_KEYS, W]`.
+    /// Values, `[head_dim panels, BLOCK_KEYS, W]`.
     pub(crate) v: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
     pub(crate) position: [i32; BLOCK_KEYS],
     pub(crate) expire: [i32; BLOCK_KEYS],
