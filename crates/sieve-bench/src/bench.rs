@@ -54,7 +54,7 @@ pub enum BenchRows {
     Sparse,
     /// Whole prefill selectors, beside dense attention.
     Selectors,
-    /// One new token, under each method that acts while a model writes.
+    /// Decoding of one new token, under each decode selector.
     Decode,
     /// Native sparse attention, InfLLM-V2, MoBA and MSA, and dense attention.
     Nsa,
@@ -117,7 +117,7 @@ impl BenchSettings {
 pub enum BenchEvent {
     /// The GPU's peak rates, before the first row.
     Ceilings(Ceilings),
-    /// A row, as soon as it is measured.
+    /// A row was measured.
     Row(BenchRow),
 }
 

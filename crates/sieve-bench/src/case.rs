@@ -18,7 +18,7 @@ const SCORE_CLAMP: f32 = 60.0;
 pub(crate) enum Keys {
     /// All keys up to the query's own.
     Dense,
-    /// All keys up to its own, each with a bias.
+    /// All keys up to the query's own, each with a bias.
     Biased,
     /// The last this many keys, the query's own included.
     Window(usize),
@@ -157,7 +157,7 @@ impl Case {
         Ok(case)
     }
 
-    /// The same case, computed under a kernel policy.
+    /// A copy whose ops run under another kernel policy.
     pub(crate) fn under(self, policy: KernelPolicy) -> Self {
         Self { policy, ..self }
     }

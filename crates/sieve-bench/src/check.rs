@@ -74,7 +74,7 @@ impl CheckPart {
 }
 
 impl BenchRows {
-    /// Every specialisation that these rows, and the short check before them, launch.
+    /// The specialisations that this benchmark, and the short check before it, launch.
     pub fn kernels(self, gpu: &DeviceReport) -> NeededKernels {
         match self {
             Self::Sparse | Self::Selectors => CheckPart::Sparse.kernels(gpu),
@@ -218,7 +218,7 @@ impl CheckPart {
 /// A part of a check that has ended.
 #[derive(Debug)]
 pub struct CheckedPart {
-    /// Kernels or ops, and which of them.
+    /// Names of the kernels or ops that the part checked.
     pub name: String,
     /// Number of cases compared.
     pub cases: usize,

@@ -77,7 +77,7 @@ impl Emulator {
         Self::with_shared_bytes(programs, Hardware::AMPERE.max_shared_bytes)
     }
 
-    /// As [`new`](Self::new), with another limit of shared memory a block.
+    /// An emulator with another limit of shared memory for a thread block.
     fn with_shared_bytes(programs: &Path, max_shared_bytes: usize) -> io::Result<Self> {
         static MADE: AtomicUsize = AtomicUsize::new(0);
         let number = MADE.fetch_add(1, Ordering::Relaxed);

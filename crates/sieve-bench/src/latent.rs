@@ -46,7 +46,7 @@ enum Size {
     Large,
 }
 
-/// One call; its numbers are exact in bf16.
+/// Operands of one call of latent attention, exact in bf16.
 struct Call {
     spec: MlaSpec,
     case: Case,
@@ -411,7 +411,7 @@ struct Expected {
     exact: Results,
     plain: Results,
     terms: [(&'static str, Vec<f64>); 4],
-    /// As in [`RowTolerance::of_a_row`].
+    /// Tolerance of a whole row, as [`RowTolerance::of_a_row`].
     of_a_row: f64,
 }
 
@@ -487,7 +487,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     for call in draws(extent) {
         let call = call?;
         let expected = Expected::of(&call);
-        // The family of the forward pass names the row.
+        // The row of the report is named after the kernel family of the forward pass.
         let family = on_device::family(&call.case, device);
         for order in [SumOrder::Any, SumOrder::Fixed] {
             let name = match order {

@@ -104,7 +104,7 @@ impl Inputs {
         Ok((inputs, label))
     }
 
-    /// Draws the operands that NSA has besides the case's.
+    /// Draws NSA's operands that a dense case lacks.
     fn of(case: Case, blocks: NsaBlocks, random: &mut Random) -> Self {
         let (shape, size) = (case.shape, blocks.compress_block_size);
         let head_dim = shape.head_dim;

@@ -2,7 +2,7 @@
 use crate::shape::sizes;
 use sieve_kernels::AttentionShape;
 
-/// Outputs and gradients in f32, whatever they were computed in.
+/// Outputs and gradients of attention, converted to f32.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Outputs {
     /// Attention output, `[batch, seq_len, num_heads, head_dim_v]`.

@@ -8,7 +8,7 @@ use std::fmt;
 /// Most failures of a row that the printed table shows; the JSON has all.
 const SHOWN: usize = 3;
 
-/// One kernel or op, over all its cases.
+/// The results of one kernel or op over all its cases.
 #[derive(Debug, Default, Serialize)]
 pub struct Row {
     /// Name of the kernel or op.

@@ -12,7 +12,7 @@ pub enum Scores {
     Independent,
     /// Nearly every key has a higher score than all before it, so all are kept: the worst case.
     Rising,
-    /// Nearly every key has a lower score than all before it.
+    /// Falling scores: nearly every key has a lower one than all before it.
     Falling,
     /// All scores are equal: DMA becomes a sliding window.
     Tied,

@@ -7,7 +7,7 @@ use crate::shape::packed_of;
 pub(crate) enum Layout {
     /// Contiguous, without gaps between rows.
     Contiguous,
-    /// Each head is followed by a gap, as Burn pads rows.
+    /// Each head is followed by a gap, as in Burn's pitched tensors.
     Pitched,
     /// A slice of a larger tensor with more heads and tokens: the token stride is over heads * width.
     Sliced,

@@ -17,7 +17,7 @@ thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// A plan, and its kernels once it was loaded.
+/// A plan, and its loaded kernels once it was loaded on a GPU.
 #[derive(Debug)]
 pub struct PlanHandle {
     plan: Plan,

@@ -118,7 +118,7 @@ impl<G> Runs<G> {
     }
 }
 
-/// An executable graph. The driver does not lock it.
+/// An executable CUDA graph, behind a lock because the driver has none.
 #[derive(Debug)]
 pub(crate) struct Graph(Mutex<CUgraphExec>);
 

@@ -34,7 +34,7 @@ pub struct Loaded {
     work: Vec<Work>,
 }
 
-/// One step, resolved but for the addresses.
+/// One step of a plan, complete except for addresses.
 #[derive(Debug)]
 enum Work {
     Launch {
@@ -44,7 +44,7 @@ enum Work {
         threads: u32,
         shared_bytes: usize,
         maps: Vec<MapLayout>,
-        /// Of the maps' tensors, then of the pointer arguments.
+        /// Buffers of the TMA maps' tensors, then of the pointer arguments.
         places: Vec<BufferView>,
         words: Vec<u64>,
     },

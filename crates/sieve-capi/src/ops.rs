@@ -1,4 +1,4 @@
-//! From a request to the launches of sieve-gpu's wrappers, op by op.
+//! Turns a request into launches by sieve-gpu's wrappers, op by op.
 use crate::plan::ALIGNMENT;
 use crate::request::{Blocks, Call, Choice, PlanError, Request};
 use sieve_core::{BlockChoice, CallShape, DmaWindow, ForcedBlocks, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
@@ -368,7 +368,7 @@ fn result(result: AttentionResult, only_o: bool) -> Outputs {
     outputs
 }
 
-/// Where a forward pass keeps `o_low`: where a backward pass may follow.
+/// Where a forward pass keeps `o_low`: only if a backward pass may follow.
 fn o_low(only_o: bool) -> KeepOLow {
     match only_o {
         true => KeepOLow::Never,
@@ -462,7 +462,7 @@ fn block_mask(
     })
 }
 
-/// The tensors of a request, each with whether the op read it.
+/// The tensors of a request, and whether the op has read each.
 struct Inputs {
     op: &'static str,
     tensors: Vec<(String, CudaTensor, Cell<bool>)>,

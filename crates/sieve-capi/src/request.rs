@@ -47,7 +47,7 @@ pub struct Request {
     pub call: Call,
     /// The GPU to plan for.
     pub gpu: Gpu,
-    /// Its inputs, in the order in which their pointers will come.
+    /// Inputs of the op, in the order in which `run` gets their pointers.
     pub tensors: Vec<TensorSpec>,
 }
 
@@ -67,11 +67,11 @@ pub struct Gpu {
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorSpec {
-    /// Its name, as the op's docs have it.
+    /// Name of the tensor in the op's documentation.
     pub name: String,
     /// Sizes, outermost first.
     pub shape: Vec<usize>,
-    /// Distances in elements; without them the tensor is contiguous.
+    /// Strides in elements; `None` for a contiguous tensor.
     #[serde(default)]
     pub strides: Option<Vec<usize>>,
     /// `f32`, `bf16`, `i32`.
@@ -116,7 +116,7 @@ pub enum Call {
     DmaSelect {
         /// Keys that a query keeps.
         keep: usize,
-        /// The last of them, which are kept whatever their rank.
+        /// Keys among these that are kept because they are the last ones.
         #[serde(default)]
         local: usize,
     },
@@ -204,7 +204,7 @@ pub enum Call {
         scale: f32,
         /// Keys that a query keeps.
         keep: usize,
-        /// The last of them, which are kept whatever their rank.
+        /// Keys among these that are kept because they are the last ones.
         #[serde(default)]
         local: usize,
         /// What recency adds a token, one number a KV head; none is no recency.
@@ -317,7 +317,7 @@ impl From<Rule> for ChoiceRule {
 pub struct Blocks(pub usize, pub usize, pub usize, pub usize);
 
 impl Blocks {
-    /// The sizes, where they fit each other.
+    /// The block sizes, if they are consistent.
     pub(crate) fn checked(self) -> Result<NsaBlocks, PlanError> {
         let Self(compressed, stride, selected, count) = self;
         let sizes = [compressed, stride, selected, count];

@@ -13,7 +13,7 @@ pub enum CommError {
     HalfSet {
         /// Name of a variable that is set, although others are missing.
         set: &'static str,
-        /// A variable that is needed with it and is not set.
+        /// Name of a variable that is needed too and is not set.
         missing: &'static str,
     },
     /// An environment variable has an invalid value.
@@ -117,7 +117,7 @@ pub struct Failure {
 pub enum Loss {
     /// Its connection closed without a goodbye message: the process or its host ended.
     Ended,
-    /// It sent no heartbeat for this many seconds.
+    /// The rank sent no heartbeat for this many seconds.
     Silent(u64),
     /// It sends heartbeats, but has made no progress for this many seconds while other ranks wait for it.
     Still(u64),

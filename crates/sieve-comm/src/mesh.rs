@@ -1,4 +1,4 @@
-//! The connections of a group, and the collectives over them.
+//! The TCP connections of a group of ranks, and collectives over them.
 mod join;
 
 use crate::frame::{receive, receive_head, receive_numbers, send, send_numbers};
@@ -32,7 +32,7 @@ pub struct Timeouts {
     pub still: Duration,
     /// For progress of a rank in a checkpoint, a validation and other long work.
     pub long: Duration,
-    /// Until a process must have ended after another rank is lost.
+    /// Time in which a process must end after another rank is lost.
     pub goodbye: Duration,
 }
 
@@ -48,14 +48,14 @@ impl Default for Timeouts {
     }
 }
 
-/// What a rank does while others may wait for it.
+/// The work of a rank, by which its progress timeout is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     /// An ordinary step, which must make progress within [`Timeouts::silence`].
     Step,
     /// A first step, a validation or a checkpoint, which must make progress within [`Timeouts::long`].
     Long,
-    /// Work without a limit, such as reading and preparing data.
+    /// Work without a timeout, such as reading and preparing data.
     Any,
 }
 

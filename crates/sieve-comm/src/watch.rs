@@ -70,7 +70,7 @@ struct Progress {
     ticks: u64,
     /// The timeout for its progress, which holds while it waits for no other rank.
     limit: Option<Duration>,
-    /// Since when it has waited for the others, if it does.
+    /// Time at which the rank began to wait for others; `None` if it does not wait.
     waits_since: Option<Instant>,
     collectives: CollectiveCounts,
 }

@@ -45,7 +45,7 @@ pub enum BlockScores {
     /// Log-sum-exps of dense probe rows. Each probe chooses blocks, and a tile of queries keeps the best by the mean
     /// over its probes.
     Probes {
-        /// One row in `gamma` is a probe.
+        /// Distance between two probe rows.
         gamma: usize,
         /// Number of blocks that a probe chooses, and how many of these are exactly its best.
         chosen: [usize; 2],
@@ -62,7 +62,7 @@ pub enum BlockScores {
 pub enum KeyScores {
     /// By the attention from this many last queries of the call, the largest first.
     Attention(usize),
-    /// By the Euclidean norm of the key, the smallest first.
+    /// By the Euclidean norm of the keys, the smallest first.
     Length,
 }
 
@@ -110,7 +110,7 @@ pub struct HeavyKeys {
 /// Which of a row's competing blocks are kept.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum KeepBlocks {
-    /// The best, until they hold this share of the attention probability.
+    /// The best blocks, until they hold this share of the attention probability.
     Mass(f64),
     /// This number of blocks with the highest scores.
     Top(usize),

@@ -17,7 +17,7 @@ pub struct CallShape {
 }
 
 impl CallShape {
-    /// A call with these sizes, in the order of the fields.
+    /// The sizes of a call, in the order of the fields.
     pub const fn new(
         [num_queries, num_keys]: [usize; 2],
         [num_heads, num_kv_heads]: [usize; 2],

@@ -29,7 +29,7 @@ pub struct KeyMask<W = Vec<i32>> {
     pub places: MaskPlaces,
     /// All arrays in one buffer. Word 0 is unused.
     pub words: W,
-    /// Counts over the lists, if a device made them.
+    /// Numbers of entries of the lists, if a device made them.
     pub counts: Option<MaskCounts<W>>,
 }
 
@@ -45,7 +45,7 @@ pub struct MaskPlaces {
     pub row_ptr: Range<usize>,
     /// Indices of kept key tiles, ascending in each row.
     pub tile_idx: Range<usize>,
-    /// Where the single key slots of (list, query tile) start in `col_idx`.
+    /// Index in `col_idx` of the first single key of each (list, query tile).
     pub col_ptr: Range<usize>,
     /// Single key slots outside the kept tiles, ascending per row.
     pub col_idx: Range<usize>,
@@ -104,7 +104,7 @@ pub type KeptRows = Vec<[Vec<i32>; 2]>;
 pub struct MaskError {
     /// Name of the invalid array.
     pub array: &'static str,
-    /// The broken rule, and where it is broken.
+    /// The rule that the array breaks, and where.
     pub problem: String,
 }
 
@@ -134,7 +134,7 @@ impl<W> KeyMask<W> {
         })
     }
 
-    /// As [`try_map`](Self::try_map), with a `put` that cannot fail.
+    /// Like [`try_map`](Self::try_map), with a `put` that cannot fail.
     pub fn map<V>(self, mut put: impl FnMut(W) -> V) -> KeyMask<V> {
         let mapped = self.try_map(|words| Ok::<V, std::convert::Infallible>(put(words)));
         match mapped {

@@ -25,7 +25,7 @@ pub(crate) const MAX_F32: f64 = 3.4e38;
 pub(crate) const MAX_ROPE_THETA: f64 = 1e12;
 pub(crate) const USUAL_ROPE_THETA: &str = "10000 is usual, up to 1e7 for long rows";
 
-/// One key of a section, or a section.
+/// One key of a recipe section, or a section.
 #[derive(Clone, Copy)]
 pub(crate) struct Key {
     /// Name of the key in a recipe.
@@ -63,9 +63,9 @@ pub(crate) enum Kind {
     Numbers,
     /// One name out of a list.
     Choice(&'static Choices),
-    /// A table with its own keys.
+    /// A table with keys of its own.
     Table(&'static [Key]),
-    /// One or more tables of the same keys.
+    /// An array of tables with the same keys.
     Tables(&'static [Key]),
 }
 
@@ -75,7 +75,7 @@ pub(crate) struct Choices {
     pub(crate) docs: &'static [&'static str],
 }
 
-/// Where the value of a left-out key comes from.
+/// Where the value of a key comes from that the recipe leaves out.
 #[derive(Clone, Copy)]
 pub(crate) enum Source {
     /// The value of another key, `section.key`.

@@ -24,7 +24,7 @@ use few_rows::{FEW_ROWS, few_rows};
 pub enum Weight<'a> {
     /// A weight stored in f32.
     F32(&'a [f32]),
-    /// In bf16; each number is widened to f32 where it is multiplied.
+    /// A weight stored in bf16, whose elements are widened to f32 where they are multiplied.
     Bf16(&'a [bf16]),
 }
 

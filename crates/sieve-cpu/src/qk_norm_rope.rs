@@ -36,7 +36,7 @@ pub struct QkNormRope<'a> {
     pub cos: &'a [f32],
     /// Sines, `[max_positions, head_dim / 2]`.
     pub sin: &'a [f32],
-    /// Added to every position; when decoding, the number of tokens before these.
+    /// Offset of all positions: when decoding, the number of tokens before these.
     pub position_offset: usize,
 }
 

@@ -118,7 +118,7 @@ pub struct Heads<'a> {
 }
 
 impl<'a> Heads<'a> {
-    /// The heads of a tensor that holds nothing else.
+    /// The heads of a tensor that is not packed.
     pub fn new(values: &'a [f32], heads: usize, width: usize) -> Self {
         let token_len = heads * width;
         Self {

@@ -35,7 +35,7 @@ pub enum Format {
         /// Name of the column that holds the text; usually "text".
         text_column: String,
     },
-    /// One row is one document, its text in `text_column`.
+    /// Apache Parquet: one row is one document, its text in `text_column`.
     Parquet {
         /// Name of the column that holds the text; the path of a column inside a group, as "meta.text".
         text_column: String,
@@ -64,7 +64,7 @@ impl Format {
         }
     }
 
-    /// The same format with another column; plain text has no column.
+    /// The same format with its text in another column; plain text has no column.
     fn with_column(&self, column: &str) -> Self {
         let mut changed = self.clone();
         match &mut changed {

@@ -19,7 +19,7 @@ pub enum DataError {
     NoFiles {
         /// The path or glob as it was given.
         pattern: String,
-        /// For a folder, the endings that were looked for.
+        /// The file endings that were looked for, if the path is a folder.
         searched: String,
     },
     /// One document cannot be used; the others of its file can still be read (`skip_invalid`).
@@ -72,7 +72,7 @@ pub enum DataError {
 }
 
 impl DataError {
-    /// For `map_err`: adds action and path to an I/O error.
+    /// For `map_err`: adds operation and path to an I/O error.
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| {

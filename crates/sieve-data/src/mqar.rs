@@ -200,7 +200,7 @@ impl Mqar {
         &self.config
     }
 
-    /// Sample `index` of a split. The result depends on nothing else.
+    /// Sample `index` of a split. The result depends on these two and the settings.
     pub fn sample(&self, split: MqarSplit, index: u64) -> MqarSample {
         let MqarConfig {
             vocab_size,

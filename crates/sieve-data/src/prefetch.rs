@@ -39,7 +39,7 @@ impl PrefetchPlan {
 /// An iterator over batches that a thread prepares. Dropping it ends the thread.
 #[derive(Debug)]
 pub struct Prefetch {
-    /// `None` once dropped, so that the thread's next send fails.
+    /// Prepared batches; `None` once dropped, so that the thread's next send fails.
     receiver: Option<Receiver<Result<Batch, DataError>>>,
     thread: Option<JoinHandle<()>>,
 }

@@ -35,12 +35,12 @@ const END_OF_DOCUMENT_NAMES: [&str; 7] = [
     "<|im_end|>",
 ];
 
-/// A tokenizer. Threads can share it by reference.
+/// A BPE tokenizer. Threads can share it by reference.
 #[derive(Debug)]
 pub struct Tokenizer {
     /// Encodes the names of special tokens in a text as plain text.
     plain: HfTokenizer,
-    /// Encodes the names of special tokens in a text as these tokens.
+    /// Encodes a text in which names of special tokens become these tokens.
     marked: HfTokenizer,
     /// Encodes as `plain` does, many times faster; `None` for tokenizers that it does not support.
     fast: Option<WordEncoder>,

@@ -384,7 +384,7 @@ fn block_means<B: DeviceBackend>(qkv: &Tensor<B, 4>, shape: CallShape, block: us
     })
 }
 
-/// One call on a whole document in one layer.
+/// A selector's call on a whole document in one layer.
 pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
     let shape = CallShape::new(
         [operands.num_tokens; 2],

@@ -359,7 +359,7 @@ impl Default for Ending {
 }
 
 impl Ending {
-    /// The ending with one more token, given the logits that predict it.
+    /// The likelihood of the ending with one more token, given the logits that predict it.
     fn and(self, logits: &[f32], token: u32) -> Self {
         let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
         let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();

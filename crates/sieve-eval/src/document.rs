@@ -3,7 +3,7 @@ use crate::EvalError;
 use crate::words::{WordUse, word_uses};
 use sieve_data::{DataError, Document, Prepared, Tokenizer};
 
-/// One tokenised document.
+/// A document as token ids, with its size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EvalDocument {
     /// Token ids, with the end-of-document token last.
@@ -69,7 +69,7 @@ pub fn text_documents<'a>(
     })
 }
 
-/// The held-out documents of a preparation, in the shard's order.
+/// The held-out documents of prepared data, in the shard's order.
 ///
 /// # Errors
 /// Shards made with another tokenizer, or that cannot be read.

@@ -83,7 +83,7 @@ pub struct LongSample {
     /// Percent of the text before the passage with the answer. `None` if the question is about the whole text or the
     /// passage is not known.
     pub depth: Option<f64>,
-    /// Wrong answers, [`NUM_WRONG`] of them, to rank the first reference among.
+    /// [`NUM_WRONG`] wrong answers, among which the first reference is ranked.
     pub wrong: Vec<String>,
 }
 
@@ -138,7 +138,7 @@ impl LongText {
         }
     }
 
-    /// The first `count` parts; if there are fewer, they repeat.
+    /// The first `count` sentences or lines, repeated if there are fewer.
     fn first(&self, count: usize) -> Vec<&str> {
         let parts = self.parts.iter().map(String::as_str);
         parts.cycle().take(count).collect()

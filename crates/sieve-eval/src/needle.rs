@@ -83,7 +83,7 @@ pub struct NeedleReport {
     pub sigmas: f64,
     /// Computed pairs over causal pairs of the prompts, for a prefill selector.
     pub density: Option<f64>,
-    /// One cell for each length and depth; depths vary fastest.
+    /// The result at each length and depth; depths vary fastest.
     pub cells: Vec<NeedleCell>,
     /// Texts of the first needle, as an example.
     pub example: NeedleExample,

@@ -42,7 +42,7 @@ pub(crate) fn attending_pass<B: DeviceBackend>(
     layers_pass(model, window, device, attend)
 }
 
-/// As [`attending_pass`], but `attend` gets the operands on the model's device.
+/// Like [`attending_pass`], but `attend` gets the operands on the model's device.
 pub(crate) fn layers_pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],

@@ -86,7 +86,7 @@ pub struct PerplexityReport {
 pub struct RollingPerplexity {
     /// Number of predicted tokens.
     pub num_tokens: u64,
-    /// Words as Python's `re.split(r"\s+", text)` counts them.
+    /// Number of words, as Python's `re.split(r"\s+", text)` counts them.
     pub num_words: u64,
     /// Number of bytes of the texts.
     pub num_bytes: u64,
@@ -214,7 +214,7 @@ fn check(config: &PerplexityConfig, max_seq_len: usize) -> Result<(), EvalError>
     Ok(())
 }
 
-/// Packs windows into forward passes, runs these, and sums up the losses.
+/// Packs windows into forward passes, runs the passes, and sums up the losses.
 struct Pass<'a, B: DeviceBackend> {
     model: &'a Qwen3<B>,
     rope: RotaryEmbedding<B>,

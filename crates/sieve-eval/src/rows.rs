@@ -27,11 +27,11 @@ pub(crate) struct PackedRows<P> {
     pub(crate) tokens: Vec<u32>,
     /// The token to predict after each input, or `IGNORE_LABEL`.
     pub(crate) labels: Vec<i32>,
-    /// For each token, the first position of its part in the row.
+    /// First position of the text that each token belongs to, within its row.
     pub(crate) start: Vec<u32>,
-    /// For each token, the position after its part in the row.
+    /// Position after the text that each token belongs to, within its row.
     pub(crate) end: Vec<u32>,
-    /// One entry for each label that is not ignored, in order.
+    /// The place of each label that is not ignored, in order.
     pub(crate) places: Vec<P>,
 }
 

@@ -213,7 +213,7 @@ pub fn selector_masks<B: DeviceBackend>(
     Ok(masks)
 }
 
-/// The prompts, and measures of the dense model on them; see [`SelectorMeasure`].
+/// The prompts, and the dense model's measures on them; see [`SelectorMeasure`].
 struct Dense {
     num_tokens: usize,
     num_windows: usize,

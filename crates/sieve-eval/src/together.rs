@@ -8,11 +8,11 @@ use sieve_ops::DeviceBackend;
 /// Continues several prompts, or one prompt several times, as a batch: each forward pass gives one token of every text.
 #[derive(Debug)]
 pub struct BatchGenerator<'a, B: DeviceBackend> {
-    /// One start for all texts, or one for each.
+    /// The prompt of all texts, or one prompt for each text.
     starts: Vec<Start<'a, B>>,
     /// The rows that texts with a start each move to.
     rows: Option<TextRows<B>>,
-    /// One sampler for each text.
+    /// The sampler of each text.
     samplers: Vec<Sampler>,
     /// The last token of each text; empty before the prompt is read.
     last: Vec<u32>,

@@ -105,7 +105,7 @@ pub fn measure_trained<B: DeviceBackend>(
     })
 }
 
-/// One layer's pairs over its causal pairs.
+/// Computed pairs of one layer, divided by its causal pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Counted {
     computed: f64,
@@ -113,7 +113,7 @@ struct Counted {
 }
 
 impl Counted {
-    /// From the numbers of pairs of one head.
+    /// The share, from the numbers of pairs of one head.
     fn of(computed: f64, distinct: f64, num_tokens: usize) -> Self {
         let causal = num_tokens as f64 * (num_tokens + 1) as f64 / 2.0;
         Self {

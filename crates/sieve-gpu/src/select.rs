@@ -111,11 +111,11 @@ pub struct LongChoice<'a> {
     pub length: usize,
     /// How many entries are chosen; with 0 so many of the largest that their sum reaches `goal`.
     pub top: usize,
-    /// So many first entries are always chosen; they count towards `top`.
+    /// Number of first entries that are always chosen; they count towards `top`.
     pub num_first: usize,
     /// The sum to reach; infinity chooses all entries.
     pub goal: f32,
-    /// Whether the sum must exceed `goal`, not only reach it.
+    /// Whether the sum must exceed `goal` rather than reach it.
     pub strict: bool,
     /// Whether entries of minus infinity are never chosen.
     pub drops_absent: bool,
@@ -248,7 +248,7 @@ impl<'a> Call<'a> {
         self.selection.order.map_or(0, |order| order.segment)
     }
 
-    /// Scores all blocks and chooses among them.
+    /// Scores all blocks and chooses the blocks to keep.
     fn compare(&self, bits: KeptBits<'_>, orders: &Orders) -> Result<(), KernelError> {
         let s = self.selection;
         let means = match s.scores.by {

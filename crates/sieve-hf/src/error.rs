@@ -97,7 +97,7 @@ impl CheckpointError {
         }
     }
 
-    /// For `map_err`: adds action and path to an I/O error.
+    /// For `map_err`: adds operation and path to an I/O error.
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { action, path, source }

@@ -129,7 +129,7 @@ pub(crate) struct Class {
     pub(crate) qk_norm: bool,
     /// Whether queries, keys and values have biases.
     pub(crate) qkv_bias: bool,
-    /// For grouped-query attention, which layers may have a window.
+    /// Layers that may have a sliding window, with grouped-query attention.
     pub(crate) windows: Windows,
 }
 
@@ -232,7 +232,7 @@ impl Architecture {
     }
 }
 
-/// Why `DeepseekV3ForCausalLM` cannot compute a latent model, if it cannot.
+/// Why `DeepseekV3ForCausalLM` cannot compute a latent model; `None` if it can.
 fn not_deepseek(shape: &ModelShape, mla: MlaShape) -> Option<&'static str> {
     if mla.qk_norm {
         Some("DeepseekV3ForCausalLM has no norms of queries and keys in each head (attention.qk_norm)")

@@ -103,7 +103,7 @@ pub fn checksum<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
-    /// `None` for an empty file, which cannot be mapped.
+    /// The mapping; `None` for an empty file, which cannot be mapped.
     map: Option<Mmap>,
 }
 
@@ -190,7 +190,7 @@ impl TensorFile {
         found.ok_or_else(|| self.other_model(format!("tensor {name} is missing")))
     }
 
-    /// As [`stored`](Self::stored); `None` if the tensor is missing.
+    /// Like [`stored`](Self::stored), but `None` if the tensor is missing.
     pub(crate) fn find(&self, name: &str) -> Result<Option<Stored<'_>>, CheckpointError> {
         let tensors = self.tensors();
         let Ok(view) = tensors.tensor(name) else {

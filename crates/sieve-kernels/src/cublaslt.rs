@@ -137,7 +137,7 @@ impl Cublaslt {
         }
     }
 
-    /// The library's version; `None` if it cannot be loaded.
+    /// The version of cuBLASLt; `None` if it cannot be loaded.
     pub fn version() -> Option<String> {
         Cublaslt::require().ok()?;
         // SAFETY: the library is loaded, and the call has no arguments.

@@ -148,7 +148,7 @@ impl TraceResult {
         busy
     }
 
-    /// From the first start to the last end, ns.
+    /// Nanoseconds from the first start to the last end.
     pub fn span_ns(&self) -> u64 {
         let start = self.records.iter().map(|record| record.start_ns).min();
         let end = self.records.iter().map(|record| record.end_ns).max();

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub struct MemoryPeak {
     /// Most bytes that tensors held at once.
     pub in_use_bytes: u64,
-    /// Reserved by the allocator, its slack included.
+    /// Most bytes that the allocator had reserved, its slack included.
     pub reserved_bytes: u64,
 }
 

@@ -66,7 +66,7 @@ pub struct NcclPiece {
     /// The contiguous tensor into which the pieces of all ranks are gathered. It is overwritten in place, which all its
     /// clones see, also one in a [`HostCopy`](crate::HostCopy).
     pub whole: CudaTensor,
-    /// Each rank's range of the flattened `whole`.
+    /// Each rank's range of elements of the flattened `whole`.
     pub ranges: Vec<Range<usize>>,
 }
 
@@ -105,7 +105,7 @@ impl NcclGroup {
         Nccl::get().map(drop)
     }
 
-    /// The library's version; `None` if it cannot be loaded.
+    /// The version of NCCL; `None` if it cannot be loaded.
     pub fn version() -> Option<String> {
         Some(version_text(Nccl::get().ok()?.version()? as usize))
     }
@@ -381,7 +381,7 @@ impl NcclWork {
 struct Job<Buffer> {
     /// The buffer that the collective reads.
     from: Buffer,
-    /// The buffer that is written; it may be `from` itself.
+    /// The buffer that the collective writes; it may be `from` itself.
     to: Buffer,
     /// Elements of the whole tensor; bytes where the work is to send or receive.
     count: usize,

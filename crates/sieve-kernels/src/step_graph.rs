@@ -53,7 +53,7 @@ struct Notes {
     refused: Option<&'static str>,
 }
 
-/// A buffer; a tape records the launches on it.
+/// A buffer whose launches are recorded on a tape.
 struct TapedMemory {
     memory: BurnMemory,
     tape: StepTape,

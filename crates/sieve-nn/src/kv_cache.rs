@@ -248,7 +248,7 @@ pub struct LayerCaches<'a, B: DeviceBackend> {
     scratch: &'a mut B::DecodeScratch,
 }
 
-/// One cache, and the rows of the batch that it holds.
+/// A cache, and the rows of the batch that it holds.
 pub(crate) struct CachedRows<'a, B: DeviceBackend> {
     /// The first row, and how many there are.
     pub(crate) rows: [usize; 2],

@@ -35,7 +35,7 @@ impl<B: SieveBackend> Linear<B> {
         sieve_ops::linear(x, self.weight.val())
     }
 
-    /// As [`forward`](Self::forward), added to `residual`, `[.., out]`.
+    /// Like [`forward`](Self::forward), and adds `residual`, `[.., out]`.
     pub fn forward_add<const D: usize>(&self, x: Tensor<B, D>, residual: Tensor<B, D>) -> Tensor<B, D> {
         sieve_ops::linear_add(x, self.weight.val(), residual)
     }

@@ -124,7 +124,7 @@ device_ops! {
     DeviceBackend:
 
     linear {
-        /// See [`crate::linear`] and, with a residual, [`crate::linear_add`].
+        /// The op [`crate::linear`]; with a residual, [`crate::linear_add`].
         fn linear(x: Float<Self>, weight: Float<Self>, residual: Option<Float<Self>>) -> Float<Self>;
         /// Gradient `dx` of [`crate::linear`].
         fn linear_input_gradient(weight: Float<Self>, dy: Float<Self>) -> Float<Self>;
@@ -187,7 +187,7 @@ device_ops! {
         fn qk_norm_rope(qkv: Float<Self>, call: QkNormRopeCall<Self>) -> Float<Self>;
         /// Gradients `[dqkv, dq_weight, dk_weight]` of [`crate::qk_norm_rope`].
         fn qk_norm_rope_backward(qkv: Float<Self>, call: QkNormRopeCall<Self>, dy: Float<Self>) -> [Float<Self>; 3];
-        /// See [`crate::rope`]; its gradient is the rotation by the negative angles.
+        /// The op [`crate::rope`]; its gradient is the rotation by the negative angles.
         fn rope(qkv: Float<Self>, call: RopeCall<Self>) -> Float<Self>;
     }
 
@@ -234,7 +234,7 @@ device_ops! {
     }
 
     nsa {
-        /// See [`crate::nsa_blocks`]; `positions` are the learned vectors of keys, then of values.
+        /// The op [`crate::nsa_blocks`]; `positions` are the learned vectors of keys, then of values.
         fn nsa_blocks(qkv: Float<Self>, positions: [Float<Self>; 2], call: &NsaCall<Self>) -> Float<Self>;
         /// `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`](Self::nsa_blocks); `dims` are qkv's.
         fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: Float<Self>) -> [Float<Self>; 3];
@@ -297,7 +297,7 @@ device_ops! {
     }
 
     mla {
-        /// See [`crate::mla_pack`]; inputs are q, kv, k_rope.
+        /// The op [`crate::mla_pack`]; inputs are q, kv, k_rope.
         fn mla_pack(inputs: [Float<Self>; 3], call: MlaPackCall<Self>) -> (Float<Self>, Option<[Float<Self>; 2]>);
         /// Gradients of the inputs of [`mla_pack`](Self::mla_pack) and, with norms, of the norms' weights; then
         /// `normed` holds the inputs.
@@ -324,7 +324,7 @@ device_ops! {
         fn repeat_token_step(
             graph: &mut Self::StepGraph, ids: Ints<Self>, before: TokensBefore<'_>
         ) -> Option<Float<Self>>;
-        /// See [`crate::likeliest`]; token ids, `[rows, 1]`, -1 where there is none.
+        /// The op [`crate::likeliest`]; token ids, `[rows, 1]`, -1 where a logit is NaN or infinite.
         fn likeliest(logits: Float<Self>, num_tokens: usize) -> Ints<Self>;
         /// The op [`crate::attention_decode`].
         fn attention_decode(

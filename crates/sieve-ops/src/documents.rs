@@ -45,7 +45,7 @@ impl<B: Backend> Documents<B> {
         }
     }
 
-    /// One document per row, as long as the row.
+    /// Documents that each fill a whole row.
     pub fn whole_rows([batch, seq_len]: [usize; 2], device: &B::Device) -> Self {
         Self::new(
             &vec![0; batch * seq_len],

@@ -25,7 +25,7 @@ pub enum Target {
         /// Free memory in bytes; 0 if unknown.
         memory_bytes: u64,
     },
-    /// One GPU, in bf16 over f32 masters.
+    /// One GPU, with the model in bf16 over f32 master weights.
     Gpu(gpu::Gpu),
 }
 
@@ -70,7 +70,7 @@ pub struct Plan {
     pub num_tokens: u64,
     /// Ratio `num_tokens / num_non_embedding`.
     pub tokens_per_parameter: f64,
-    /// One entry for each stage; one for a recipe without stages.
+    /// The plan of each stage; one for a recipe without stages.
     pub stages: Vec<StagePlan>,
     /// Training FLOPs executed in the whole run.
     pub total_flops: f64,

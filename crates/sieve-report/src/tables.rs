@@ -148,7 +148,7 @@ fn swatch(run: &Run, idx: usize) -> String {
     )
 }
 
-/// For each group, the indices of its runs.
+/// The indices of the runs in each group.
 fn members(groups: &[usize]) -> Vec<Vec<usize>> {
     let num = groups.iter().max().map_or(0, |most| most + 1);
     (0..num)

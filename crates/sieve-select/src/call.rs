@@ -130,7 +130,7 @@ impl<'a> Call<'a> {
         Ok(Self { q, k, v, ..call })
     }
 
-    /// The same call in another layer of a model of `num_layers`.
+    /// A copy of the call in another layer of a model of `num_layers`.
     #[must_use]
     pub fn in_layer(self, layer: usize, num_layers: usize) -> Self {
         Self {

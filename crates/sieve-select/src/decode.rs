@@ -42,7 +42,7 @@ pub struct LayerShape {
     pub layer: usize,
 }
 
-/// One layer of one request while it decodes.
+/// State of a selector that decodes one text in one layer.
 #[derive(Clone, Debug)]
 pub struct DecodeSession {
     cache: Cache,

@@ -1,4 +1,4 @@
-//! What can go wrong, and how to fix it.
+//! Errors of selectors, with hints to fix them.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -44,7 +44,7 @@ pub enum SelectError {
     Refused {
         /// What was refused, with its values.
         problem: String,
-        /// How to fix it.
+        /// How to fix the refused text or sizes.
         hint: Cow<'static, str>,
     },
     /// A mask whose arrays break the rules of its form.

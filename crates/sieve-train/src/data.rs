@@ -29,7 +29,7 @@ pub struct TrainingData {
     pub rows: RowSource,
     /// Text of the stages that name their own, by the index of the stage, from 0.
     pub stages: BTreeMap<usize, StageText>,
-    /// Time spent training the tokenizer; zero if it existed already.
+    /// Time spent on training the tokenizer; zero if there was one already.
     pub tokenizer_time: Duration,
     /// Time spent writing or opening the shards.
     pub prepare_time: Duration,
@@ -96,7 +96,7 @@ pub struct DataSource {
 
 #[derive(Debug)]
 struct TextSource {
-    /// One corpus of all paths; with `data.weights`, one corpus per path.
+    /// One corpus of all paths, or with `data.weights` a corpus for each path.
     train: Vec<Corpus>,
     /// All paths as one corpus, which a tokenizer is trained on.
     whole: Corpus,

@@ -62,7 +62,7 @@ pub(crate) fn num_labels_of_part(batch: &Batch, part: [usize; 2]) -> usize {
     labels.filter(|&&label| label != IGNORE_LABEL).count()
 }
 
-/// Tokens besides padding in part `part[0]` of `part[1]` of each row.
+/// Number of tokens without padding in part `part[0]` of `part[1]` of each row.
 pub(crate) fn num_tokens_of_part(batch: &Batch, part: [usize; 2]) -> usize {
     let documents = of_part(&batch.documents, batch.seq_len, part);
     documents.filter(|&&document| document != PAD_DOCUMENT).count()

@@ -96,7 +96,7 @@ impl Share {
         (self.cuts && shape.len() > 1).then(|| Pieces::new(count, self.size))?
     }
 
-    /// This rank's range of the flattened parameter, if it is divided.
+    /// This rank's range of the flattened parameter; `None` if ranks do not divide it.
     pub(crate) fn range(&self, shape: &[usize]) -> Option<Range<usize>> {
         Some(self.pieces(shape)?.of(self.rank))
     }
@@ -107,7 +107,7 @@ impl Share {
 pub(crate) struct Agreement {
     /// Labels in the rows of the step.
     pub(crate) num_labels: usize,
-    /// Tokens besides padding in the step's rows.
+    /// Tokens in the step's rows, without padding.
     pub(crate) num_tokens: usize,
     /// Whether some rank was asked to stop.
     pub(crate) stops: bool,
@@ -236,7 +236,7 @@ impl<B: TrainBackend> Group<B> {
         self.zero_stage = stage;
     }
 
-    /// Begins a micro-batch; `is_last` says whether it is its step's last.
+    /// Begins a micro-batch; `is_last` marks the last one of a step.
     pub(crate) fn begin(&mut self, is_last: bool, gradients: &mut GradientBuffer<B>) {
         self.is_last = is_last;
         gradients.begin(is_last || self.zero_stage > 1);

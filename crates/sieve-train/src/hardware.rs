@@ -13,7 +13,7 @@ pub enum Precision {
     Bf16,
 }
 
-/// A device and what is known about it.
+/// A device, and its properties as far as they are known.
 #[derive(Clone, Debug)]
 pub struct Hardware<B: Backend> {
     /// The device that holds the model.
@@ -58,7 +58,7 @@ pub struct DeviceMemory {
 pub struct PeakMemory {
     /// Bytes of tensors; on the CPU, resident memory of the whole process.
     pub in_use_bytes: u64,
-    /// Bytes that the allocator had reserved for them.
+    /// Bytes that the allocator had reserved for the tensors.
     pub reserved_bytes: u64,
 }
 

@@ -239,7 +239,7 @@ pub(crate) struct Begun {
 }
 
 impl Begun {
-    /// For a run that begins with `checkpoint`.
+    /// The origin of a run that begins with `checkpoint`.
     pub(crate) fn with(checkpoint: &Checkpoint, is_branch: bool) -> Result<Self, TrainError> {
         let path = &checkpoint.path;
         Ok(Self {
@@ -259,7 +259,7 @@ impl Begun {
         }
     }
 
-    /// Opens the checkpoint if it has not changed.
+    /// Opens the checkpoint, if it is still the one that the run began with.
     fn open(self, folder: &RunFolder) -> Result<Checkpoint, TrainError> {
         let problem = match Checkpoint::open(&self.checkpoint) {
             Ok(found) if found.state == self.state => return Ok(found),

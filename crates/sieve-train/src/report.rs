@@ -52,7 +52,7 @@ pub struct ValidationReport {
     /// Cross-entropy in bits per byte of the predicted tokens' text.
     #[serde(deserialize_with = "nan_of_null")]
     pub bits_per_byte: f64,
-    /// The same for a unigram model counted on the training documents.
+    /// Bits per byte of a unigram model that was counted on the training documents.
     pub unigram_bits_per_byte: f64,
     /// Number of predicted tokens.
     pub num_labels: u64,
@@ -80,7 +80,7 @@ pub struct SkippedStep {
     pub first_row: u64,
     /// Number of rows that the step read.
     pub num_rows: u64,
-    /// The first documents in these rows, by their index in the shard.
+    /// Indices in the shard of the first documents in these rows.
     pub documents: Vec<u32>,
     /// Number of all documents in these rows.
     pub num_documents: usize,

@@ -8,9 +8,9 @@ use xxhash_rust::xxh3::xxh3_64;
 /// Whether a run starts anew or resumes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Start {
-    /// In a folder that holds no run.
+    /// The run starts anew, in a folder that holds no run.
     New,
-    /// From the latest checkpoint of the folder.
+    /// The run resumes from the latest checkpoint of the folder.
     Resume,
     /// As `Resume`, without a user who could help: damaged checkpoints are renamed, and the latest whole one is used.
     ResumeAlone {
@@ -181,7 +181,7 @@ impl RunFolder {
         self.path.join("run.lock")
     }
 
-    /// One JSON object per logged step and validation.
+    /// Path of the metrics: one JSON object for each logged step and validation.
     pub fn metrics_path(&self) -> PathBuf {
         self.path.join("metrics.jsonl")
     }

@@ -99,7 +99,7 @@ pub struct Trainer<B: TrainBackend> {
 /// Steps whose rows hold no label, so that no loss exists.
 #[derive(Default)]
 struct Unlabelled {
-    /// Number of such steps in this process.
+    /// Number of steps without a label in this process.
     num_steps: u64,
     /// Rows of such steps since the last step with a label, or since the stage began.
     num_rows_in_a_row: u64,

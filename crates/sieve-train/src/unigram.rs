@@ -7,7 +7,7 @@ pub struct Unigram {
 }
 
 impl Unigram {
-    /// From the number of times each token occurs.
+    /// A model of the frequencies with which tokens occur.
     pub fn new(counts: &[u64]) -> Self {
         let total: u64 = counts.iter().sum::<u64>() + counts.len() as u64;
         let nats = counts

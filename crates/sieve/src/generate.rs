@@ -156,7 +156,7 @@ struct Run<'a, B: DeviceBackend> {
 }
 
 impl<B: DeviceBackend> Run<'_, B> {
-    /// Settings of a sample, which has a seed of its own.
+    /// Generation settings of a sample, with a seed of its own.
     fn config(&self, sample: u64) -> GenerateConfig {
         let seed = self.args.seed.wrapping_add(sample);
         let sampling = Sampling {
@@ -236,7 +236,7 @@ impl<B: DeviceBackend> Run<'_, B> {
         Ok(())
     }
 
-    /// With several texts, prints the line above a text.
+    /// Prints the line above a text, if there are several texts.
     fn print_head(&self, prompt: usize, sample: u64) {
         if self.prompts.len() > 1 && !self.args.json {
             terminal::line(&format!("--- prompt {} of {}", prompt + 1, self.prompts.len()));
@@ -270,7 +270,7 @@ impl<B: DeviceBackend> Run<'_, B> {
 /// A finished sample, as it is printed.
 struct Written {
     text: String,
-    /// Why it ended: "stop text", "end of document" or "max_new_tokens".
+    /// Why the sample ended: "stop text", "end of document" or "max_new_tokens".
     stopped: &'static str,
     begun: Instant,
     /// When each token was generated. The forward pass over the prompt gives the first token.
@@ -312,7 +312,7 @@ impl Written {
     }
 }
 
-/// A sample while it is being generated.
+/// A sample that is still being generated.
 struct Growing<'t> {
     stream: DecodeStream<'t>,
     stop: StopTexts,

@@ -58,7 +58,7 @@ struct Gpu {
     name: String,
     arch: String,
     memory_bytes: u64,
-    /// Whether it can train with `training.precision = "fp8"`.
+    /// Whether the GPU can train with `training.precision = "fp8"`.
     trains_in_fp8: bool,
     /// Whether launches of Sieve's kernels go straight to Burn's stream; the reason where that could not be tried.
     launches_inline: std::result::Result<bool, String>,

@@ -17,7 +17,7 @@ pub(crate) enum Loudness {
     Quiet,
     /// Results, warnings, errors and progress.
     Usual,
-    /// Also the device, and all numbers of each logged step.
+    /// Also the device's name, and all numbers of each logged step.
     Verbose,
 }
 
@@ -266,7 +266,7 @@ pub(crate) fn with_bar<T>(len: u64, template: &str, work: impl FnOnce(&ProgressB
     result
 }
 
-/// Bytes in a fitting unit, such as `1.23 GiB`.
+/// Formats a number of bytes in a fitting unit, such as `1.23 GiB`.
 pub(crate) fn bytes(count: u64) -> String {
     indicatif::BinaryBytes(count).to_string()
 }

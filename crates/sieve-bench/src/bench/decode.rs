@@ -9,7 +9,7 @@ use sieve_kernels::DType;
 use sieve_kernels::{DecodeScratch, KernelError, Qkv};
 use sieve_select::{CallShape, Selector, Step};
 
-/// Tokens of a text, the new one among them.
+/// Tokens of a decoded text, the new token among them.
 const TOKENS: usize = 131_072;
 
 /// Keys that DMA's cache holds for each KV head.

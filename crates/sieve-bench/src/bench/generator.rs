@@ -27,7 +27,7 @@ const DIAGONALS: usize = 2;
 const DISTANCES: std::ops::Range<f64> = 128.0..8192.0;
 /// First tokens that act as attention sinks.
 const SINKS: usize = 4;
-/// One key in this many is a vertical line.
+/// One key in this many is a vertical line: many queries attend to it.
 const LINE_EVERY: usize = 512;
 /// Tokens of a region: no multiple of a tile.
 const REGION: usize = 160;

@@ -1,4 +1,4 @@
-//! One attention call's tensors on a device, and its passes.
+//! The tensors of one attention call on a device, and its forward and backward pass.
 use crate::device::{Device, Gpu};
 use crate::shape::{packed_of, queries_of};
 use burn::tensor::{Distribution, Tensor};

@@ -24,7 +24,7 @@ pub struct Ceilings {
     pub copy_bytes_per_s: f64,
     /// Measured FLOP/s of a large bf16 GEMM.
     pub matmul_flops: f64,
-    /// Whose GEMM it is: cuBLASLt's or Burn's.
+    /// Whether cuBLASLt or Burn ran that GEMM.
     pub matmul_by: &'static str,
 }
 
@@ -111,13 +111,13 @@ pub enum Outcome {
     },
     /// How time and memory of earlier rows grow together.
     Growth(Growth),
-    /// It was not timed, for a reason known before.
+    /// The call was not timed, for this reason.
     Skipped(String),
     /// The call failed with this error text.
     Failed(String),
 }
 
-/// By which power of a size time and memory grow.
+/// Exponents by which time and memory grow with a size.
 #[derive(Clone, Copy, Debug)]
 pub struct Growth {
     /// What the size counts: tokens, or kept keys.

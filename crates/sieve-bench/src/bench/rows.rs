@@ -194,7 +194,7 @@ pub(crate) fn dma_forms(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// DMA as the `dma_*` recipes train it.
+/// DMA with the settings of the `dma_*` recipes.
 fn trained(keep_window_size: usize) -> DmaShape {
     DmaShape {
         bias: DmaBias::Linear,
@@ -204,7 +204,7 @@ fn trained(keep_window_size: usize) -> DmaShape {
     }
 }
 
-/// `z` plus what recency adds to it, `[batch, num_kv_heads, seq_len]`.
+/// Ranks of keys: `z` plus the recency term, `[batch, num_kv_heads, seq_len]`.
 fn ranks(mut z: Vec<f32>, form: DmaShape, shape: AttentionShape) -> Vec<f32> {
     let slopes = form.slopes(shape.num_kv_heads).unwrap_or_default();
     let rows = z.chunks_exact_mut(shape.seq_len);

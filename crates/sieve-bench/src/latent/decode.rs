@@ -14,15 +14,15 @@ use sieve_testing::{Random, round_bf16};
 /// Ranks of latents, and widths of the rotated key.
 pub(super) const WIDTHS: &[[usize; 2]] = &[[512, 64], [256, 64], [192, 64], [96, 32], [48, 16], [16, 16]];
 
-/// Elements between two latents in memory; they hold NaN.
+/// Elements between two latents in memory, which hold NaN.
 const GAP: usize = 8;
 
 struct Call {
     batch: usize,
-    /// New tokens; they are the last ones of `len`.
+    /// Number of new tokens, the last ones of `len`.
     new: usize,
     heads: usize,
-    /// Cached tokens, the new ones among them.
+    /// Number of cached tokens, the new ones included.
     len: usize,
     /// Rank of the latent, and width of the rotated key.
     widths: [usize; 2],

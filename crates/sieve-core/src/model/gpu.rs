@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// One model of GPU.
+/// Name and properties of a GPU model.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Gpu {
     /// The name that [`find`] was called with.

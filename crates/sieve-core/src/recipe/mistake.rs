@@ -11,7 +11,7 @@ pub struct Mistake {
     pub key: String,
     /// What is wrong with the value.
     pub what: String,
-    /// How to fix it; may be empty.
+    /// How to fix the mistake; may be empty.
     pub hint: String,
 }
 

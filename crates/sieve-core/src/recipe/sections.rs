@@ -126,7 +126,7 @@ macro_rules! attention_kinds {
                 }
             }
 
-            /// The keys of `[attention]` that the kind has, besides `kind`.
+            /// The recipe keys of `[attention]` that the kind has, besides `kind`.
             pub(super) fn keys(self) -> &'static [Key] {
                 match self {
                     $($(Self::$kind => $shape::KEYS,)?)+
@@ -222,7 +222,7 @@ pub enum TokenizerSource<'a> {
 }
 
 impl TokenizerSection {
-    /// The keys of a source; a recipe gives exactly one of them.
+    /// The keys that name a source; a recipe gives exactly one.
     pub(super) const SOURCES: [&'static str; 3] = ["path", "numbers", "train"];
 
     /// The source that the recipe gives.
@@ -245,7 +245,7 @@ impl TokenizerSection {
     }
 }
 
-/// 256 bytes, the token that ends a document, and the padding token.
+/// Smallest vocabulary: 256 bytes, the token that ends a document, and the padding token.
 const MIN_TRAINED_VOCAB: usize = 258;
 const IN_A_TRAINED_VOCAB: &str =
     "a byte-level vocabulary holds 256 bytes, an end-of-text and a padding token, and the merges";

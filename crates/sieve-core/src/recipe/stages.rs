@@ -167,7 +167,7 @@ impl Recipe {
         recipe
     }
 
-    /// Tokens that the whole run reads; `u64::MAX` if they are more.
+    /// Tokens that the whole run reads, at most `u64::MAX`.
     pub fn num_tokens(&self) -> u64 {
         self.stages().iter().fold(0, |sum: u64, Stage { section, .. }| {
             let sizes = [section.steps, section.global_batch_size, section.seq_len];

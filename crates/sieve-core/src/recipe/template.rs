@@ -169,7 +169,7 @@ pub fn least_text(tokens_per_step: usize) -> u64 {
 pub struct StartingSize {
     /// The approximate number of parameters without the embedding.
     pub name: &'static str,
-    /// How long and on what device it trains.
+    /// How long a model of this size trains, and on what device.
     pub about: &'static str,
     hidden_size: usize,
     num_layers: usize,

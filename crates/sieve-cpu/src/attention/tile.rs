@@ -21,7 +21,7 @@ pub(crate) fn panel_width(head_dim: usize) -> usize {
     }
 }
 
-/// One tile of queries of one KV head.
+/// A tile of queries of one KV head.
 #[derive(Clone, Copy)]
 pub(crate) struct Tile {
     pub(crate) row: usize,
@@ -140,7 +140,7 @@ pub(crate) fn row_positions(num_rows: usize, position: impl Fn(usize) -> i32, po
 pub(crate) struct SeenKeys {
     /// Slots of the block; both ends are multiples of [`KEY_STEP`].
     pub(crate) slots: Range<usize>,
-    /// Whether some row does not see some of these keys.
+    /// Whether the mask hides some of these keys from some row.
     pub(crate) masked: bool,
 }
 

@@ -222,7 +222,7 @@ impl<S: Transpose> Task<'_, S> {
         }
     }
 
-    /// For at most `ROWS` rows.
+    /// Computes the task for at most `ROWS` rows.
     #[inline(always)]
     fn run<W: Element, const ROWS: usize>(self, weight: &[W]) {
         let Self {

@@ -235,7 +235,7 @@ impl<'a> Documents<'a> {
         Ok(None)
     }
 
-    /// As [`next`](Self::next), but also returns `None` at the end of each file.
+    /// Like [`next`](Self::next), but also returns `None` at the end of each file.
     pub(crate) fn next_in_file(&mut self) -> Option<Result<Document, DataError>> {
         if self.done {
             return None;

@@ -38,7 +38,7 @@ pub struct PreparedMeta {
     pub sources_hash: String,
     /// Settings of the corpus, or of the first of several.
     pub settings: CorpusConfig,
-    /// If several corpora were prepared, each of them; empty for one corpus.
+    /// Each corpus, if there are several; empty for one corpus.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sources: Vec<SourceMeta>,
     /// Where the validation documents come from.

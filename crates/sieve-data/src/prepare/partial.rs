@@ -21,7 +21,7 @@ use crate::error::DataError;
 use crate::shard::ShardWriter;
 use sieve_files::{AtomicFile, temporary_name};
 
-/// The journal's name; it keeps the ending `.tmp` until it is removed.
+/// File name of the journal, followed by `.tmp` until the journal is removed.
 pub(super) const JOURNAL: &str = "prepare.journal";
 
 /// The first line of the journal, which identifies the preparation.
@@ -57,13 +57,13 @@ pub(super) struct Step {
     place: Place,
     /// Sizes of each shard so far.
     splits: Vec<SplitMeta>,
-    /// For each shard, the tokens of each new sequence.
+    /// Tokens of each new sequence, for each shard.
     lengths: Vec<Vec<i32>>,
     /// Sizes of new documents in the validation split.
     pub(super) sizes: Vec<DocumentSize>,
     /// Whether `seen` of this and earlier lines is discarded, because later corpora are not compared with it.
     pub(super) clears_seen: bool,
-    /// If duplicates are dropped, hashes of the new texts.
+    /// Hashes of the new texts, if duplicates are dropped.
     pub(super) seen: Vec<u128>,
     /// Hashes of new documents of a separate validation corpus.
     pub(super) held_out: Vec<u128>,

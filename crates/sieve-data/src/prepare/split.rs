@@ -40,7 +40,7 @@ pub(super) enum Split<'a> {
     Hash(f64, &'a TrainBytes),
     /// The corpus is cut: its text from this byte on is held out.
     End(u64, &'a TrainBytes),
-    /// All of it is held out: this is the validation corpus.
+    /// All documents are held out: this is the validation corpus.
     AllHeldOut,
     /// It is trained on, except for documents with these hashes, which the validation corpus has.
     Without(&'a HashSet<u128>),

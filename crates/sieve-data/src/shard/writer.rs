@@ -156,7 +156,7 @@ impl ShardWriter {
         Ok(sync_folder(&dir)?)
     }
 
-    /// As [`finish`](Self::finish), but leaves the files under their temporary names.
+    /// Like [`finish`](Self::finish), but leaves the files under their temporary names.
     pub(crate) fn finish_unnamed(self) -> Result<FinishedShard, DataError> {
         let num_sequences = self.lengths.len() as u64;
         let num_documents = num_sequences / self.sequences_per_document as u64;

@@ -42,7 +42,7 @@ pub struct LongCell {
     pub num_samples: usize,
     /// Mean score of the samples, from 0 to 1.
     pub score: f64,
-    /// Mean rank of the first reference's likelihood.
+    /// Mean rank of the right answer by likelihood among wrong ones; 1 is the best.
     pub mean_rank: f64,
     /// Mean log-likelihood of the answer per token.
     pub log_likelihood: f64,
@@ -61,7 +61,7 @@ pub struct LongTaskReport {
     pub mean_rank: f64,
     /// The mean rank that guessing would give.
     pub chance_rank: f64,
-    /// One cell for each length, over all depths.
+    /// Mean scores at each length, over all depths.
     pub lengths: Vec<LongCell>,
     /// One cell for each length and range of depths; empty if the task has no depths.
     pub cells: Vec<LongCell>,
@@ -74,7 +74,7 @@ pub struct LongReport {
     pub selector: Option<String>,
     /// The path that each layer took with the selector.
     pub paths: Vec<LayerPath>,
-    /// One report for each task, in order.
+    /// The report of each task.
     pub tasks: Vec<LongTaskReport>,
 }
 

@@ -9,7 +9,7 @@ use sieve_data::Tokenizer;
 pub struct LongTexts {
     /// The task of the samples.
     pub task: LongTask,
-    /// Tokens that a prompt and the tokens generated after it may take.
+    /// Most tokens of a prompt and its answer together.
     pub length: usize,
     /// The samples, each with its prompt's tokens.
     pub samples: Vec<(LongSample, Vec<u32>)>,

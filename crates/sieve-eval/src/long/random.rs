@@ -6,9 +6,9 @@ use chacha20::rand_core::Rng;
 /// Whether texts are for testing or for training. The two share neither words nor seeds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// For testing: words at even places of the lists.
+    /// Samples for testing: words at even places of the lists.
     Test,
-    /// For training: words at odd places of the lists.
+    /// Samples for training: words at odd places of the lists.
     Train,
 }
 

@@ -83,7 +83,7 @@ impl Sample {
         longest + SPARE_TOKENS
     }
 
-    /// Tokens besides the haystack and a BOS token.
+    /// Number of the sample's tokens besides the haystack and a BOS token.
     fn num_tokens(&self) -> usize {
         self.statement.len() + self.question.len() + self.max_new_tokens()
     }

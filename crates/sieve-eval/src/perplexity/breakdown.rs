@@ -71,7 +71,7 @@ impl Sum {
 #[derive(Debug)]
 pub(super) struct Breakdown {
     all: Sum,
-    /// By the binary logarithm of the number of tokens seen, rounded down.
+    /// Sums by the binary logarithm of the number of tokens seen, rounded down.
     by_power: Vec<Sum>,
     /// For each of `borders`, in tokens: words last used at most that far back, and words last used farther back.
     again: Vec<[Sum; 2]>,

@@ -263,7 +263,7 @@ struct Layout {
 /// A token of a continuation, whose likelihood is asked.
 struct ScoredToken {
     token: u32,
-    /// Index in [`Layout::tokens`] of the input that predicts it.
+    /// Index in [`Layout::tokens`] of the input that predicts this token.
     input: usize,
     /// Index of its pair among the pairs of all questions.
     pair: usize,

@@ -49,7 +49,7 @@ pub const READY_TASKS: [(&str, &str); 29] = tasks! {
 pub(super) enum Measure {
     /// Which of several endings the model gives the largest likelihood.
     Choices,
-    /// The likelihood of one ending, and whether greedy decoding gives it.
+    /// The likelihood of one ending, and whether greedy decoding would generate it.
     Continuation,
     /// Whether a greedily generated text is the answer.
     Generation,
@@ -179,7 +179,7 @@ pub(super) struct Matching {
     pub(super) ignore_case: bool,
     pub(super) ignore_punctuation: bool,
     pub(super) score: TextScore,
-    /// Only the first line that is not empty counts.
+    /// Only the first line of the answer that is not empty counts.
     pub(super) first_line: bool,
 }
 
@@ -188,7 +188,7 @@ pub(super) struct Matching {
 pub(super) struct Question {
     /// Text before the solved examples.
     pub(super) description: String,
-    /// One prompt, or one for each choice.
+    /// One prompt, or a prompt for each choice.
     pub(super) prompts: Vec<String>,
     /// The choices, or the one continuation, or the right answers of a generation. With a prompt for each choice there
     /// is one ending.

@@ -7,7 +7,7 @@ use std::collections::{HashMap, HashSet};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum TextScore {
-    /// 1 if the text is one of the answers, else 0.
+    /// 1 if the text equals one of the right answers, else 0.
     #[default]
     ExactMatch,
     /// F1 of the words, without articles and punctuation.

@@ -8,9 +8,9 @@ const BF16: usize = 2;
 /// The gradients that one launch of a key-stationary kernel computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct GradientSet {
-    /// Whether it adds to the sums of dq.
+    /// Whether the launch adds to the sums of dq.
     pub(crate) dq: bool,
-    /// Whether it computes dk and the gradient of the bias.
+    /// Whether the launch computes dk and the gradient of the bias.
     pub(crate) dk: bool,
     /// Whether the launch computes dv.
     pub(crate) dv: bool,

@@ -5,7 +5,7 @@ use crate::attention::AttentionShape;
 use crate::runtime::{CudaTensor, DType, SourceKernel, require};
 use crate::step::empty_zero;
 
-/// Query heads of a thread block; they share its keys.
+/// Query heads of a thread block, which share its keys.
 const DECODE_ROWS: usize = 16;
 
 /// Keys of a warp's tile. A split has at least one tile for each of its warps.

@@ -136,12 +136,12 @@ impl Qkv {
         self.q.tensor.policy()
     }
 
-    /// The same inputs for calls whose backward kernels sum in this order.
+    /// A copy whose backward kernels add their sums in this order.
     pub fn in_order(&self, sums: SumOrder) -> Self {
         self.under(KernelPolicy { sums, ..self.policy() })
     }
 
-    /// The same inputs for calls under a policy.
+    /// A copy whose calls run under another kernel policy.
     pub fn under(&self, policy: KernelPolicy) -> Self {
         let mut queries = self.clone();
         queries.q.tensor = queries.q.tensor.under(policy);

@@ -50,7 +50,7 @@ const SECTION_BYTES: usize = 32 << 20;
 const MOST_BLOCKS: usize = 8;
 
 impl QueryShares {
-    /// Each key tile has one thread block.
+    /// One thread block for each key tile.
     pub(crate) const ONE: Self = Self { heads: 1, queries: 1 };
 
     /// Number of thread blocks that share one key tile.
@@ -58,7 +58,7 @@ impl QueryShares {
         self.heads * self.queries
     }
 
-    /// The form of a backward kernel for these shares.
+    /// Adds the `#define`s of a backward kernel for these shares.
     pub(crate) fn define(self, kernel: SourceKernel) -> SourceKernel {
         match self {
             Self::ONE => kernel,

@@ -167,7 +167,7 @@ impl Qkv {
 /// The queries that one launch computes, and where their lists lie in the mask's words.
 struct Rows<'a> {
     first: usize,
-    /// Its `num_queries` counts the queries of this launch.
+    /// Tiles of the mask; `num_queries` counts the queries of this launch.
     tiles: Tiles,
     heads_per_list: usize,
     places: &'a MaskPlaces,

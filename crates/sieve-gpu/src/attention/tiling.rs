@@ -43,7 +43,7 @@ impl KeySource {
 pub(crate) enum QueryPass {
     /// The attention output and its log-sum-exp.
     Output,
-    /// o, lse and `o_low`. The portable kernels have no such form.
+    /// o, lse and `o_low`; only Hopper kernels have this form.
     OutputAndOLow,
     /// Row sums P dP in f32 for the backward pass with a bias, whose gradients need their precision.
     RowSums,
@@ -240,7 +240,7 @@ pub(crate) fn list_entries_in_flight(num_stages: usize) -> usize {
     }
 }
 
-/// The define HEAD_DIM, and HEAD_DIM_V where it differs.
+/// Adds the `#define` HEAD_DIM, and HEAD_DIM_V if values differ in width.
 pub(crate) fn define_head_dims(kernel: SourceKernel, [keys, values]: [usize; 2]) -> SourceKernel {
     let kernel = kernel.define("HEAD_DIM", keys);
     match keys == values {

@@ -15,7 +15,7 @@ pub struct DmaSlots {
     pub z: CudaTensor,
     /// Positions of the cached keys, i32 `[batch, num_kv_heads, keep_window_size]`.
     pub positions: CudaTensor,
-    /// So many last keys of a row are never evicted.
+    /// Number of last keys of a row that are never evicted.
     pub local_window_size: usize,
 }
 

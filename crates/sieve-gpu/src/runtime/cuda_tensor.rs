@@ -82,7 +82,7 @@ impl CudaTensor {
         self.policy
     }
 
-    /// The allocation, where it is of this type.
+    /// The allocation as an `M`; `None` if it has another type.
     pub fn memory<M: Memory>(&self) -> Option<&M> {
         (self.memory.as_ref() as &dyn Any).downcast_ref()
     }

@@ -8,7 +8,7 @@ use std::fmt::Write;
 struct ParamsStruct {
     /// The base struct, whose fields come first.
     base: Option<String>,
-    /// Names of its own fields, in order.
+    /// Names of the struct's own fields, in order.
     words: Vec<String>,
 }
 

@@ -59,7 +59,7 @@ pub struct Recorder {
     recording: Arc<Mutex<Recording>>,
 }
 
-/// The launches and copies of a recorder.
+/// The launches and copies that a recorder has written down.
 #[derive(Debug, Default)]
 pub(crate) struct Recording {
     /// Size in bytes of each recorded buffer.
@@ -68,7 +68,7 @@ pub(crate) struct Recording {
     pub steps: Vec<Step>,
 }
 
-/// One piece of work on the stream.
+/// A launch or a copy on the stream.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Step {
@@ -142,7 +142,7 @@ struct RecordedMemory {
 }
 
 impl Recorder {
-    /// A recorder for a GPU with these properties.
+    /// A recorder that stands for a GPU with these properties.
     pub fn new(hardware: Hardware) -> Self {
         let recording = Arc::default();
         Self { hardware, recording }

@@ -125,7 +125,7 @@ impl SourceKernel {
         self
     }
 
-    /// Whether a captured step may [start it early](Self::starts_early).
+    /// Whether a captured step may start the kernel early; see [`starts_early`](Self::starts_early).
     pub fn may_start_early(&self) -> bool {
         self.starts_early
     }

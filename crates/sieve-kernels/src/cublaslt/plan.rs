@@ -28,7 +28,7 @@ pub(super) struct Plan {
     operands: OperandTypes,
 }
 
-/// What a launch needs besides its plan.
+/// The operands of a launch, which differ between calls with one plan.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Operands {
     /// Addresses of x, w, C and D.

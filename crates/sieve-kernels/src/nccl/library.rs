@@ -104,7 +104,7 @@ impl Nccl {
         Err(format!("{call}: {}", text.to_string_lossy()))
     }
 
-    /// As [`check`](Self::check), as a [`KernelError`] with a hint.
+    /// Like [`check`](Self::check), but returns a [`KernelError`] with a hint.
     pub(super) fn require(&self, call: &str, result: c_int) -> Result<(), KernelError> {
         self.check(call, result).map_err(|reason| {
             failed(format!(

@@ -22,7 +22,7 @@ use std::rc::Rc;
 /// The blocks that the queries of a layer chose.
 #[derive(Clone, Debug)]
 pub(crate) enum LayerChoice<B: Backend> {
-    /// For all tokens of the rows, `[batch, seq_len, choosers, attended blocks]`.
+    /// Block indices for all tokens of the rows, `[batch, seq_len, choosers, attended blocks]`.
     Rows(Tensor<B, 4, Int>),
     /// For one new token per row: one list per row and chooser, ascending, then -1.
     Token(Vec<Vec<i32>>),

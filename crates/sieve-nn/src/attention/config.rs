@@ -30,7 +30,7 @@ pub struct AttentionConfig {
     pub seed: u64,
 }
 
-/// Invalid sizes, and how to fix them.
+/// The sizes of an attention layer are invalid; its text says how to fix them.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("attention: {0}")]
 pub struct AttentionConfigError(String);

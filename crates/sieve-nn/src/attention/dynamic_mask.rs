@@ -121,8 +121,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         })
     }
 
-    /// See [`Attention::forward_cached`](crate::Attention::forward_cached); the cache has `keep_window_size` slots per
-    /// head.
+    /// Implements [`Attention::forward_cached`](crate::Attention::forward_cached) with a fixed-size cache.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

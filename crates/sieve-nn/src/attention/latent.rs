@@ -245,7 +245,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         })
     }
 
-    /// Norms of queries and keys, if the layer has them.
+    /// The norms of queries and keys; `None` if the layer has none.
     fn qk_norm(&self) -> Option<QkNorm<B>> {
         let norms = self.q_norm.as_ref().zip(self.k_norm.as_ref());
         norms.map(|(q_norm, k_norm)| QkNorm {
@@ -255,7 +255,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         })
     }
 
-    /// As [`rotated`](Self::rotated), with all heads at the context's positions.
+    /// Like [`rotated`](Self::rotated), with all heads at the context's positions.
     fn packed(
         &self,
         x: Tensor<B, 3>,

@@ -19,7 +19,7 @@ impl<B: Backend> Grouped<B> {
         Self::of(split_heads(qkv, spec.num_kv_heads), spec)
     }
 
-    /// From q, k and v `[batch, seq_len, heads, width]`.
+    /// Groups q, k and v `[batch, seq_len, heads, width]` by KV head.
     pub(crate) fn of([q, k, v]: [Tensor<B, 4>; 3], spec: AttentionSpec) -> Self {
         Self {
             q: group(q, spec),

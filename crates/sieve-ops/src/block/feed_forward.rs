@@ -72,7 +72,7 @@ impl<B: SieveBackend> FeedForward<B> {
 struct Kept<B: Backend> {
     x: Float<B>,
     gate_up: Float<B>,
-    /// Of the GEMMs with `gate_up` and with `down`.
+    /// Inputs of the GEMMs with `gate_up` and with `down`.
     operands: [Operands<B>; 2],
     layer: FeedForward<B>,
     residual: Residual,

@@ -172,7 +172,7 @@ impl<B: Backend> DmaCache<B> {
         }
     }
 
-    /// As [`TokenBuffer::put`], from the first slot on.
+    /// Writes a row like [`TokenBuffer::put`], from the first slot on.
     pub fn put(&mut self, row: usize, text: &Self) {
         self.keys.put(row, &text.keys, text.len());
         self.rank.put(row, &text.rank, text.len());

@@ -17,7 +17,7 @@ pub enum TokensBefore<'a> {
     Each(&'a [usize]),
 }
 
-/// One token through a model, which has no residual scales.
+/// Operands of one decoding step of a model without residual scales.
 #[derive(Debug)]
 pub struct TokenStep<'a, B: Backend> {
     /// Token id of each row, `[batch, 1]`.
@@ -123,7 +123,7 @@ pub struct TokenBranches<B: Backend> {
 pub enum TokenCache<'a, B: Backend> {
     /// All keys, or at least the window's.
     Recent(&'a mut KeyCache<B>),
-    /// DMA's slots; without DMA, those of [`heavy_decode`](crate::heavy_decode).
+    /// DMA's fixed-size cache; without DMA, the cache of [`heavy_decode`](crate::heavy_decode).
     Slots(&'a mut DmaCache<B>),
     /// All keys, in blocks from which queries choose.
     Chosen {
@@ -143,7 +143,7 @@ pub enum TokenCache<'a, B: Backend> {
         selected: &'a mut KeyCache<B>,
         /// At least the last keys of the window branch that its window holds.
         window: &'a mut KeyCache<B>,
-        /// At least the last `compress_block_size` keys of the compressed branch, before compression.
+        /// At least the last `compress_block_size` uncompressed keys of the compressed branch.
         tail: &'a mut KeyCache<B>,
         /// Block sizes of the compressed and the selected branch.
         blocks: NsaBlocks,

@@ -24,7 +24,7 @@ pub(crate) fn plain<T>(op: &'static str, run: impl FnOnce() -> T) -> T {
     paths::reference((Place::Cpu, op), NOT_F32, Memory::Linear, run)
 }
 
-/// As [`plain`] for an op whose reference holds `scores`.
+/// Like [`plain`], for an op whose reference holds a score matrix of this size.
 pub(crate) fn plain_scores<T>(op: &'static str, scores: ScoreMatrix, run: impl FnOnce() -> T) -> T {
     paths::reference((Place::Cpu, op), NOT_F32, Memory::Quadratic(scores), run)
 }

@@ -80,7 +80,7 @@ pub(crate) fn kernel_or<T>(op: &'static str, attempt: Result<T, KernelError>, ru
     kernel_result(op, attempt).unwrap_or_else(|reason| reference((Place::Cuda, op), &reason, Memory::Linear, run))
 }
 
-/// As [`kernel_or`] for an op whose reference holds `scores`.
+/// Like [`kernel_or`], for an op whose reference holds a score matrix of this size.
 pub(crate) fn kernel_or_scores<T>(
     op: &'static str,
     attempt: Result<T, KernelError>,

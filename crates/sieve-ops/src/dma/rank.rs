@@ -37,7 +37,7 @@ pub struct Recency<B: Backend> {
     pub origin: PositionOrigin<B>,
 }
 
-/// From where the positions of a call's tokens are counted.
+/// From which token on the positions of a call are counted.
 #[derive(Debug)]
 pub enum PositionOrigin<B: Backend> {
     /// From the first token of each token's document, whose position in the row is here, `[batch, seq_len]`.

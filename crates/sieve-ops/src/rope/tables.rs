@@ -22,7 +22,7 @@ impl<B: Backend> RotaryEmbedding<B> {
         Self::with_dtype(head_dim, max_positions, theta, device, DType::F32)
     }
 
-    /// As [`new`](Self::new) in another float dtype, for references in f64.
+    /// Like [`new`](Self::new) in another float dtype, for references in f64.
     pub fn with_dtype(head_dim: usize, max_positions: usize, theta: f64, device: &B::Device, dtype: DType) -> Self {
         let frequencies = (0..head_dim / 2).map(|pair| theta.powf(-2.0 * pair as f64 / head_dim as f64));
         Self::of_frequencies((&frequencies.collect::<Vec<_>>(), 1.0), max_positions, device, dtype)

@@ -10,7 +10,7 @@ pub enum MemoryVerdict {
     Fits,
     /// It needs up to a fifth more than is free, which is within the plan's error: a warning.
     MayNotFit,
-    /// It needs even more: the command is refused.
+    /// The run needs even more: the command is refused.
     DoesNotFit,
     /// The free memory is not known.
     Unknown,

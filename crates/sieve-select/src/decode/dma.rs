@@ -39,7 +39,7 @@ settings! {
 /// Weights of the scores of all layers.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DmaWeights {
-    /// One for each layer of the model.
+    /// The weights of each layer of the model.
     pub layers: Vec<DmaLayerWeights>,
 }
 

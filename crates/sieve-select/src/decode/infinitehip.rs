@@ -16,7 +16,7 @@ pub(crate) struct Infinitehip {
     /// Whether all heads of a group read the keys that any of them chose.
     union: bool,
     steps: usize,
-    /// One past the last key that the first stage has seen.
+    /// One past the last key that the first stage has ranked.
     end: usize,
     /// Ranges of keys that each stage kept, `[num_heads][stages]`.
     chunks: Vec<[Vec<Chunk>; 3]>,

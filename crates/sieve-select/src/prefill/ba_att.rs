@@ -156,7 +156,7 @@ impl BaAttConfig {
             .collect()
     }
 
-    /// Queries by rising norm, per query head; empty when they stay.
+    /// Queries by ascending norm, for each query head; empty if they are not sorted.
     fn query_orders(&self, call: &Call<'_>, segments: Segments) -> Vec<Vec<i32>> {
         if matches!(self.sort, NormSort::K | NormSort::None) {
             return Vec::new();

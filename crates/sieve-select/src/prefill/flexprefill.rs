@@ -92,7 +92,7 @@ impl FlexprefillConfig {
         num_keys <= (2 * self.block).max(self.min_budget.next_multiple_of(self.block))
     }
 
-    /// Tiles of one head, and whether they are query-aware; `None` on NaN.
+    /// Kept tiles of a head, and whether its pattern is query-aware; `None` on NaN.
     fn rows(&self, call: &Call<'_>, tiles: Tiles, head: usize) -> Option<(KeptRows, bool)> {
         let probe = last_rows(call, self.block);
         let factor = 1.0 / probe.len() as f32;

@@ -11,7 +11,7 @@ settings! {
     pub struct MeanpoolConfig {
         /// Block size in tokens.
         pub block: usize = 128,
-        /// Share of the estimated mass that stays.
+        /// Share of the estimated attention mass that the kept blocks hold.
         pub tau: f64 = 0.9,
         /// Number of blocks that a row keeps; replaces `tau`.
         pub top_k: Option<usize> = None,

@@ -30,7 +30,7 @@ choices! {
     pub enum ProbeScore {
         /// Log-sum-exp of the block's logits (the paper's).
         Raw,
-        /// The same minus the log-sum-exp of the row.
+        /// Log-sum-exp of the block's logits minus the log-sum-exp of the row.
         Normalised,
     }
 }
@@ -38,7 +38,7 @@ choices! {
 settings! {
     /// Settings of the prefill method `momo`.
     pub struct MomoConfig {
-        /// One row in this many is a probe.
+        /// Distance between two probe rows.
         pub gamma: usize = 16,
         /// Size of a key block, in tokens.
         pub beta: usize = 64,
@@ -245,7 +245,7 @@ impl MomoConfig {
     }
 }
 
-/// The first probe inside a tile, or the last one before it.
+/// Index of the first probe inside a tile, or of the last one before it.
 fn first_probe(tiles: Tiles, i: usize, probes: &[usize]) -> usize {
     let rows = tiles.rows(i);
     let inside = probes.partition_point(|&row| row < rows.start);

@@ -41,9 +41,9 @@ choices! {
 
     /// Which heads share a permutation of the keys.
     pub enum PermutePer {
-        /// One per KV head; importance is averaged over its query heads.
+        /// One permutation for each KV head; importance is averaged over its query heads.
         Kv,
-        /// One per query head, as the published code does.
+        /// One permutation for each query head, as in the published code.
         Query,
     }
 }

@@ -9,7 +9,7 @@ use crate::error::SelectError;
 /// A selector for each layer of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerSelectors {
-    /// In the order of the layers, without gaps.
+    /// The parts in the order of the layers, without gaps.
     parts: Vec<Part>,
 }
 
@@ -17,7 +17,7 @@ pub struct LayerSelectors {
 #[derive(Clone, Debug, PartialEq)]
 struct Part {
     first: usize,
-    /// `None`: up to the model's last layer.
+    /// Index of the last layer; `None`: up to the model's last layer.
     last: Option<usize>,
     selector: Selector,
 }
@@ -178,7 +178,7 @@ impl FromStr for LayerSelectors {
     }
 }
 
-/// The whole setting; [`LayerSelectors::parse`] reads it back.
+/// Writes the whole setting, which [`LayerSelectors::parse`] reads back.
 impl fmt::Display for LayerSelectors {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(&self.text(ToString::to_string))

@@ -1,4 +1,4 @@
-//! The table of all methods, and what follows from it.
+//! The table of all methods and of their properties.
 
 use serde_json::Value;
 
@@ -10,11 +10,11 @@ use crate::prefill::PrefillMethod;
 /// Whether a method acts on prompts or on new tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// On whole prompts or chunks of them.
+    /// The method acts on whole prompts or chunks of them.
     Prefill,
-    /// On one new token at a time.
+    /// The method acts on one new token at a time.
     Decode,
-    /// On a prompt, and on the tokens after it.
+    /// The method acts on a prompt and on the tokens after it.
     Both,
 }
 

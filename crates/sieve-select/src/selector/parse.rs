@@ -156,7 +156,7 @@ impl FromStr for Selector {
     }
 }
 
-/// The whole setting, every key with its value; [`Selector::parse`] reads it back.
+/// Writes every key with its value, which [`Selector::parse`] reads back.
 impl fmt::Display for Selector {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let items = self.all_items().into_iter().filter(|(_, value)| !value.is_empty());

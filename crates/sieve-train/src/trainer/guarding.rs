@@ -72,7 +72,7 @@ impl FaultInjection {
         Self(Arc::new(disturb))
     }
 
-    /// The factor that `disturb` returns for a [`Moment`].
+    /// The factor by which `disturb` falsifies a number at a [`Moment`].
     pub(super) fn at(&self, number: u64, moment: Moment<'_>) -> f64 {
         (self.0)(number, moment)
     }
@@ -100,7 +100,7 @@ pub(super) struct GuardLog<B: TrainBackend> {
 
 /// How long the device takes for a step.
 struct DevicePace {
-    /// When the device had last done all queued steps.
+    /// Time at which the device had last done all queued steps.
     caught_up: Instant,
     step_time: Duration,
 }

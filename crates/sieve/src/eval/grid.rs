@@ -17,7 +17,7 @@ pub(super) struct Picture {
 pub(super) struct Map {
     /// Name of the method or task, left above the panels.
     pub(super) name: String,
-    /// Its overall numbers, right above the panels.
+    /// Overall numbers of the method or task, right above the panels.
     pub(super) summary: String,
     /// Columns from left to right, in tokens.
     pub(super) lengths: Vec<usize>,
@@ -29,7 +29,7 @@ pub(super) struct Map {
     pub(super) cells: Vec<MapCell>,
 }
 
-/// One cell: a length and a row.
+/// A measured length and depth, or length and task.
 pub(super) struct MapCell {
     /// Column of the cell, an index into [`Map::lengths`].
     pub(super) column: usize,

@@ -10,11 +10,11 @@ use std::path::Path;
 /// A text that the loader shuffles on its own.
 #[derive(Debug, serde::Serialize)]
 pub(super) struct TextEpochs {
-    /// Its folder of shards, or its path in a recipe with `data.weights`.
+    /// Folder of the text's shards, or its path in a recipe with `data.weights`.
     text: String,
     /// Number of training tokens of the text.
     num_tokens: u64,
-    /// How many times the run reads all of them.
+    /// How many times the run reads the text.
     epochs: f64,
 }
 

@@ -39,7 +39,7 @@ impl Event {
     }
 }
 
-/// The command, and the output folder of the run it reports.
+/// The command of `--on-event`, and the output folder of its run.
 #[derive(Clone, Debug)]
 pub(super) struct OnEvent {
     command: Option<String>,

@@ -10,7 +10,7 @@ use std::fmt::Write;
 const WARM_UP_STEPS: u64 = 4;
 /// Number of kernels that get a line of their own.
 const LISTED: usize = 24;
-/// Kernels listed by the idle time before them.
+/// Number of kernels that are listed by the idle time before them.
 const LISTED_GAPS: usize = 6;
 
 /// The steps of a run: those done before it (`first`), and its last.

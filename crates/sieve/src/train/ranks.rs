@@ -245,7 +245,7 @@ pub(super) fn open(mesh: Option<&Mesh>, out: &Path, start: &Start, recipe: &Reci
     Ok((folder, origin))
 }
 
-/// As [`open`], in rank 0 or the only process.
+/// Like [`open`], in rank 0 or the only process.
 fn open_first(out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
     let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
     // Looking for the latest checkpoint may rename damaged ones, so it locks the folder first.

@@ -111,7 +111,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     Ok(Ending::Finished)
 }
 
-/// One run for each combination of the swept values.
+/// The runs of a sweep, one for each combination of values.
 fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
     let mut combinations: Vec<Vec<String>> = vec![Vec::new()];
     let mut shares_data = true;
@@ -211,7 +211,7 @@ fn folder_name(overrides: &[String]) -> String {
 
 /// Runs that differ only in their seed.
 struct Seeds<'a> {
-    /// Their overrides without the seed; empty if only the seed is swept.
+    /// The runs' overrides without the seed; empty if only the seed is swept.
     name: String,
     rows: Vec<&'a Row>,
 }

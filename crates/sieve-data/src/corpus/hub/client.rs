@@ -19,7 +19,7 @@ use crate::error::DataError;
 
 /// A download fails if its mean rate is below this, in bytes per second.
 const LEAST_RATE: u64 = 16 << 10;
-/// The first pause between two tries; it doubles with every try.
+/// Pause before the second attempt; it doubles with every further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// A download fails when the file has arrived this many times with a wrong checksum.

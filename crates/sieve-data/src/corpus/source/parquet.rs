@@ -76,7 +76,7 @@ impl ParquetSource {
         })
     }
 
-    /// Fills `rows`; leaves it empty at the end of the file.
+    /// Reads the next rows into `rows`; at the end of the file none.
     fn read_rows(&mut self) -> Result<(), DataError> {
         while self.rows.is_empty() {
             let Some(column) = &mut self.current else {

@@ -19,7 +19,7 @@ const LOOKED_AT_BYTES: u64 = 1 << 20;
 /// How the text of a file holds JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum JsonText {
-    /// Each line is an object, judged by the first two.
+    /// Each line is a JSON object, judged by the first two lines.
     Lines,
     /// The whole file is a list of objects.
     List,

@@ -24,7 +24,7 @@ pub struct AttentionLayer<B: Backend> {
     pub qk_norm: QkNorm<B>,
     /// Weight of the output projection, `[d_model, num_heads * head_dim]`.
     pub o: Tensor<B, 2>,
-    /// `None`: dense or windowed attention, as the call's spec says.
+    /// DMA's parameters; `None` for dense or windowed attention, as the call's spec says.
     pub dma: Option<DmaLayer<B>>,
     /// Data type of the GEMMs with `qkv` and `o`.
     pub precision: GemmPrecision,
@@ -49,9 +49,9 @@ pub(super) struct AttentionLayerCall<B: Backend> {
 /// What an attention call keeps for its backward pass.
 #[derive(Clone, Debug)]
 pub(super) enum Attended<B: Backend> {
-    /// Of dense or sliding-window attention.
+    /// Output of dense or sliding-window attention.
     Recent(AttentionOutput<B>),
-    /// Of dynamic mask attention, with the selected keys.
+    /// Output of dynamic mask attention, with the selected keys.
     Selected(DmaForward<B>),
     /// Attention of a part of each row (context parallelism).
     Parted(Parted<B>),
@@ -84,7 +84,7 @@ pub(super) struct Kept<B: Backend> {
     /// `qkv` after norms and rotation; `None` where the backward pass recomputes it.
     pub(super) rotated: Option<Float<B>>,
     pub(super) attended: Attended<B>,
-    /// Of the GEMMs with the weights `qkv` and `o`.
+    /// Inputs of the GEMMs with the weights `qkv` and `o`.
     pub(super) operands: [Operands<B>; 2],
     pub(super) layer: AttentionLayer<B>,
     pub(super) call: AttentionLayerCall<B>,

@@ -85,7 +85,7 @@ pub fn nsa_compressed_attention<B: Backend>(
     compressed_attention(qkv, compressed, call, dma_attention)
 }
 
-/// As [`nsa_compressed_attention`]; `attend` computes the attention over the placed keys.
+/// Like [`nsa_compressed_attention`], with `attend` for the attention over the placed keys.
 pub(crate) fn compressed_attention<B: Backend>(
     qkv: Float<B>,
     compressed: Float<B>,
