@@ -55,7 +55,7 @@ pub static BINARY: &[fn(Primitive, Primitive) -> Primitive] = &[
     Cuda::int_sub,
 ];
 
-/// Ops of a tensor and a number.
+/// Burn's float ops of a tensor and a number.
 pub static SCALAR: &[fn(Primitive, Scalar) -> Primitive] = &[
     Cuda::float_add_scalar,
     Cuda::float_div_scalar,

@@ -95,7 +95,7 @@ pub(crate) struct Agreement {
     pub(crate) kl: f64,
     /// Positions whose likeliest token is the dense model's.
     pub(crate) same_first: f64,
-    /// Cosine between the two outputs of the last block.
+    /// Cosine similarity of the last block's output, dense and under the selector.
     pub(crate) cosine: f64,
 }
 

@@ -1,4 +1,4 @@
-//! `cargo xtask kernels`: compiles the shipped kernels, without a GPU, and prints what each uses.
+//! `cargo xtask kernels`: compiles the shipped kernels, without a GPU, and prints the registers and memory that each uses.
 mod nvcc;
 mod resources;
 pub(crate) mod shipped;

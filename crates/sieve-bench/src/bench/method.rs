@@ -26,7 +26,7 @@ enum Kind {
         mask: Box<KeyMask<CudaTensor>>,
         /// Kept pairs of query and key, divided by causal pairs.
         density: f64,
-        /// How long the host took for the mask.
+        /// Time that the host took to compute the mask.
         host_ms: f64,
     },
 }

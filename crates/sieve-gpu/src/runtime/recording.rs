@@ -183,7 +183,7 @@ impl Recorder {
         std::mem::take(&mut self.recording().steps)
     }
 
-    /// Bytes of every buffer so far, by its index.
+    /// Sizes in bytes of all buffers so far, by index.
     pub fn buffers(&self) -> Vec<usize> {
         self.recording().buffers.clone()
     }

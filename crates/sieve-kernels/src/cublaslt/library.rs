@@ -16,7 +16,7 @@ use std::fmt;
 pub(crate) enum Refusal {
     /// cuBLASLt has no algorithm for it; the caller may compute it without cuBLASLt.
     NoAlgorithm(String),
-    /// The library, the driver or the server failed.
+    /// cuBLASLt, the driver or CubeCL's server failed.
     Failed(String),
 }
 

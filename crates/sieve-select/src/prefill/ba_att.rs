@@ -25,7 +25,7 @@ choices! {
         None,
     }
 
-    /// The term added to the products of means.
+    /// The term that is added to the product of two blocks' means.
     pub enum Compensation {
         /// `tr(Sigma_Q Sigma_K) / d` of diagonal covariances of queries and keys.
         Covariance,
