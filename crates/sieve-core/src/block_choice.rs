@@ -144,7 +144,7 @@ impl BlockChoice {
         self.blocks.selected_pairs(seq_len) + scored
     }
 
-    /// Why there are no CUDA kernels, as [`NsaBlocks::cuda_gap`].
+    /// Why no CUDA kernel takes this choice, as [`NsaBlocks::cuda_gap`]; `None` if kernels do.
     pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
         // In MoBA each query head chooses for itself.
         let group_size = if self.rule == ChoiceRule::MeanKey {

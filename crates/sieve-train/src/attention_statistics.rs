@@ -125,7 +125,7 @@ impl Lifetimes {
         }
     }
 
-    /// Adds one row of a layer; `expire` is `[num_kv_heads, seq_len]`.
+    /// Adds the key lifetimes of one row in one layer; `expire` is `[num_kv_heads, seq_len]`.
     fn and_row(mut self, expire: &[i32]) -> Self {
         let seq_len = self.keys.len() - 1;
         let mut sees_itself = vec![false; seq_len];

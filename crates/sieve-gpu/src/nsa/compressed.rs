@@ -19,7 +19,7 @@ struct Placed {
 }
 
 impl Placed {
-    /// Places keys and makes the lists. `sums`: f32 sums of dk and dv of a backward pass, whose listed rows are cleared.
+    /// Places keys and makes their lists. `sums`: f32 sums of dk and dv in a backward pass; listed rows are cleared.
     fn new(
         qkv: &Qkv,
         shape: &AttentionShape,
