@@ -39,7 +39,7 @@ pub(crate) unsafe fn graph_of(
     if num_launches < FEWEST_LAUNCHES {
         return None;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of this function.
     let status = unsafe { driver::stream::is_capturing(stream) };
     if !matches!(status, Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)) {
         return None;
@@ -174,7 +174,7 @@ impl Graph {
     /// until the graph has run.
     pub(crate) unsafe fn launch(&self, stream: CUstream) -> Result<(), PlanError> {
         let exec = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         unsafe { driver::graph::launch(*exec, stream) }.map_err(failed)
     }
 }

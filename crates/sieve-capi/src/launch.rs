@@ -169,7 +169,7 @@ impl Loaded {
         let queue = |stream: CUstream| -> Result<(), PlanError> {
             for (step, work) in self.work.iter().enumerate() {
                 let of_step = capacity.map(|(planned, keys)| (planned, step, keys));
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller keeps the contract of this function.
                 unsafe { work.queue(pointers, of_step, stream) }?;
             }
             Ok(())
@@ -177,7 +177,7 @@ impl Loaded {
         on_device(self.device, || {
             // SAFETY: the caller's promise; launches depend on the plan, the pointers and the number of keys alone.
             match unsafe { graph_of(&run, self.work.len(), stream, queue) } {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller keeps the contract of this function.
                 Some(graph) => unsafe { graph.launch(stream) },
                 None => queue(stream),
             }

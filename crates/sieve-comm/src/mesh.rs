@@ -26,11 +26,11 @@ const REASON_WAIT: Duration = Duration::from_secs(3);
 pub struct Timeouts {
     /// Time until all ranks must have joined.
     pub join: Duration,
-    /// For a heartbeat, and for progress of a rank in a step while others wait for it.
+    /// Time without a heartbeat, or without progress of a rank in a step for which others wait.
     pub silence: Duration,
-    /// For progress of any rank in a step while none waits for another.
+    /// Time without progress of any rank in a step, while none waits for another.
     pub still: Duration,
-    /// For progress of a rank in a checkpoint, a validation and other long work.
+    /// Time without progress of a rank in a checkpoint, a validation or other long work.
     pub long: Duration,
     /// Time in which a process must end after another rank is lost.
     pub goodbye: Duration,

@@ -392,7 +392,7 @@ fn read_failure(bytes: &[u8], from: &Peer) -> Failure {
     let rank = rank.parse().unwrap_or(from.rank);
     Failure {
         rank,
-        // A rank that reports its own error does not send its place.
+        // A rank that reports its own error does not send its host name and process id.
         place: if rank == from.rank { from.place.clone() } else { place },
         loss: match kind.as_str() {
             "silent" => Loss::Silent(text.parse().unwrap_or(0)),

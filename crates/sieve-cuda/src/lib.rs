@@ -87,7 +87,7 @@ pub static COMPARE_SCALAR: &[fn(Primitive, Scalar, BoolDType) -> Primitive] = &[
     Cuda::int_lower_elem,
 ];
 
-/// Reductions along a dimension.
+/// Burn's reductions along a dimension.
 pub static REDUCE: &[fn(Primitive, usize) -> Primitive] = &[
     Cuda::float_max_dim,
     Cuda::float_mean_dim,
@@ -98,7 +98,7 @@ pub static REDUCE: &[fn(Primitive, usize) -> Primitive] = &[
     Cuda::int_sum_dim,
 ];
 
-/// Where an extreme is along a dimension.
+/// Index of the largest or smallest element along a dimension.
 pub static ARG: &[fn(Primitive, usize, IntDType) -> Primitive] = &[Cuda::float_argmax, Cuda::float_argmin];
 
 /// Ops that take a tensor, a mask and values.

@@ -79,7 +79,7 @@ type KeptBits<'a> = [&'a CudaTensor; 2];
 /// Operands of a launch of select_choose.
 #[derive(Clone, Copy)]
 struct Choice<'a> {
-    /// f32 `[num_heads, rows, columns]` of the heads from `first_head` on.
+    /// Scores of the heads from `first_head` on, f32 `[num_heads, rows, columns]`.
     scores: &'a CudaTensor,
     bits: KeptBits<'a>,
     first_head: usize,

@@ -197,7 +197,7 @@ impl Memory for BurnMemory {
     }
 
     unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         unsafe { launch::queue(launch) }.map(drop)
     }
 }

@@ -128,14 +128,14 @@ pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<QueuedLaunch, 
     let queue = device_queue(first);
     if is_known {
         queue.submit(move |server| {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps the contract of this function.
             if let Err(error) = unsafe { call.run(server, stream) } {
                 report_late(error);
             }
         });
         return Ok(queued);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of this function.
     let outcome = queue.submit_blocking(move |server| unsafe { call.run(server, stream) });
     let outcome = outcome.unwrap_or_else(|_| {
         Err(KernelError::Launch {

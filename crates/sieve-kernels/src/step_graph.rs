@@ -216,7 +216,7 @@ impl Memory for TapedMemory {
     }
 
     unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         let queued = unsafe { launch::queue(launch) }?;
         self.tape.note(Work::Launch(queued));
         Ok(())

@@ -434,7 +434,7 @@ device_ops! {
         fn global_norm(tensors: Vec<Float<Self>>) -> Float<Self>;
         /// The current values of a tensor, readable later on any thread.
         fn snapshot(tensor: Float<Self>) -> Snapshot;
-        /// Free bytes on a device that snapshots may hold; 0 where snapshots are copied to the host at once.
+        /// Bytes of device memory free for snapshots; 0 where snapshots are copied to the host at once.
         fn snapshot_room(device: &Self::Device) -> u64;
     }
 

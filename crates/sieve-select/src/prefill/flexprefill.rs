@@ -16,9 +16,9 @@ settings! {
         pub gamma: f64 = 0.95,
         /// Distance below which the estimated block map is trusted.
         pub tau: f64 = 0.1,
-        /// Fewest tokens of columns and of diagonals.
+        /// Fewest tokens in the kept columns, and in the kept diagonals.
         pub min_budget: usize = 512,
-        /// Most tokens of columns and of diagonals.
+        /// Most tokens in the kept columns, and in the kept diagonals.
         pub max_budget: Option<usize> = None,
     }
     small
