@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
     }
   }
 #else
-  // First load what the rotation would wait for longest.
+  // Load first what the rotation would otherwise wait for longest.
   const int column = lane % GROUP * LANE_COLUMNS;
   const bool holds = lane % GROUP < LANES;
   HeadColumns angles = {}, key = {};

@@ -41,7 +41,7 @@ impl LaunchCounts {
         Ok(lane::is_inline() == Some(true))
     }
 
-    /// Reads the counts.
+    /// The counts of this process at this moment.
     pub fn so_far() -> Self {
         Self {
             launches: LAUNCHES.load(Ordering::Relaxed),

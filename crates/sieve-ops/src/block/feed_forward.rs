@@ -26,7 +26,7 @@ pub struct FeedForward<B: Backend> {
     pub epsilon: f64,
     /// Data type in which both GEMMs multiply: bf16 or fp8.
     pub precision: GemmPrecision,
-    /// What the backward pass gets beyond the minimum.
+    /// Tensors that are kept for the backward pass although it could recompute them.
     pub keeping: Keeping,
     /// Sums of earlier micro-batches' gradients of `gate_up` and `down`.
     pub sums: WeightSums<B>,

@@ -28,7 +28,7 @@ pub struct AttentionLayer<B: Backend> {
     pub dma: Option<DmaLayer<B>>,
     /// Data type of the GEMMs with `qkv` and `o`.
     pub precision: GemmPrecision,
-    /// What the backward pass gets beyond the minimum.
+    /// Tensors that are kept for the backward pass although it could recompute them.
     pub keeping: Keeping,
     /// Sums of earlier micro-batches' gradients of `qkv` and `o`.
     pub sums: WeightSums<B>,
