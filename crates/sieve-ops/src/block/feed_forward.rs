@@ -26,7 +26,7 @@ pub struct FeedForward<B: Backend> {
     pub epsilon: f64,
     /// Data type in which both GEMMs multiply: bf16 or fp8.
     pub precision: GemmPrecision,
-    /// Tensors that are kept for the backward pass although it could recompute them.
+    /// What is kept for the backward pass beyond the minimum: `o_low`, and activations that it could recompute.
     pub keeping: Keeping,
     /// Sums of earlier micro-batches' gradients of `gate_up` and `down`.
     pub sums: WeightSums<B>,

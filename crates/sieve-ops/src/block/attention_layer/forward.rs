@@ -28,7 +28,7 @@ pub struct AttentionLayer<B: Backend> {
     pub dma: Option<DmaLayer<B>>,
     /// Data type of the GEMMs with `qkv` and `o`.
     pub precision: GemmPrecision,
-    /// Tensors that are kept for the backward pass although it could recompute them.
+    /// What is kept for the backward pass beyond the minimum: `o_low`, and activations that it could recompute.
     pub keeping: Keeping,
     /// Sums of earlier micro-batches' gradients of `qkv` and `o`.
     pub sums: WeightSums<B>,
