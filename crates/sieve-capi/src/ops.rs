@@ -507,12 +507,12 @@ impl Inputs {
         Ok(Qkv::separate(&self.get("q")?, &self.get("k")?, &self.get("v")?))
     }
 
-    /// The queries, whose calls sum in this order.
+    /// The queries. Ops on them sum in a fixed order if `fixed_order`, else in any.
     fn q_in(&self, fixed_order: bool) -> Result<CudaTensor, PlanError> {
         self.get_in(fixed_order, "q")
     }
 
-    /// A tensor whose calls sum in this order.
+    /// A tensor by name. Ops on it sum in a fixed order if `fixed_order`, else in any.
     fn get_in(&self, fixed_order: bool, name: &str) -> Result<CudaTensor, PlanError> {
         let sums = if fixed_order { SumOrder::Fixed } else { SumOrder::Any };
         let policy = KernelPolicy {
@@ -531,8 +531,8 @@ impl Inputs {
         Ok(Qkv::separate(q, &unread, &unread))
     }
 
-    /// Compressed keys, then values, or their gradients, as `[2, rows, width]`; a caller may have rows as batch, blocks
-    /// and KV heads.
+    /// Compressed keys, then values, or their gradients, `[2, rows, width]`. `[2, batch, slots, kv_heads, width]` is
+    /// accepted too and flattened.
     fn compressed(&self, name: &'static str, blocks: NsaBlocks) -> Result<CudaTensor, PlanError> {
         let (tensor, of_tokens) = (self.get(name)?, self.maybe("q").map_or_else(|| self.get("k"), Ok)?);
         let [batch, seq_len, ..] = of_tokens.dims::<4>(self.op, "q or k")?;
@@ -548,8 +548,8 @@ impl Inputs {
         }
     }
 
-    /// Logits of NSA's gates `[batch, tokens, heads * 3]` and their bias `[heads * 3]`; a caller may have heads and
-    /// branches as two dimensions.
+    /// Logits of NSA's gates, `[batch, tokens, heads * 3]`, and their bias, `[heads * 3]`. Either may end with
+    /// `[heads, 3]` instead, which is flattened.
     fn gates(&self) -> Result<[CudaTensor; 2], PlanError> {
         let joined = |name, tokens: usize| -> Result<CudaTensor, PlanError> {
             let tensor = self.get(name)?;

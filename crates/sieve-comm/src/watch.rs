@@ -102,11 +102,12 @@ impl LastBeat {
         }
     }
 
-    /// Takes in a heartbeat. If the rank has a timeout and waits for no other, returns the timeout and the time of the
-    /// last progress of the rank or its device.
+    /// Stores a heartbeat, the words of `Progress::to_bytes`. If the rank has a timeout and waits for no other, returns
+    /// the timeout and the time of the last progress of the rank or its device.
     fn update(&mut self, beat: &[u8]) -> Option<(Duration, Instant)> {
         let (words, _) = beat.as_chunks();
         let words = words.iter().copied().map(u64::from_le_bytes).collect::<Vec<_>>();
+        // Two words alone: the rank waits or has no timeout, and lack of change is no lack of progress.
         if words != self.words || words.len() < 4 {
             (self.words, self.since) = (words, Instant::now());
         }

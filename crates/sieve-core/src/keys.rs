@@ -21,7 +21,7 @@ pub(crate) const MAX_STEPS: usize = 1 << 40;
 pub(crate) const MIN_F32: f64 = 1.2e-38;
 pub(crate) const MAX_F32: f64 = 3.4e38;
 
-// The rotary base; with a base below 1, later pairs would rotate faster than the first.
+// Upper bound of the rotary base. The lower bound is 1: below it, later pairs would rotate faster than the first.
 pub(crate) const MAX_ROPE_THETA: f64 = 1e12;
 pub(crate) const USUAL_ROPE_THETA: &str = "10000 is usual, up to 1e7 for long rows";
 

@@ -175,8 +175,9 @@ impl<B: Backend> LayerCache<B> {
         }
     }
 
-    /// Writes a text of `tokens` tokens into a row. A token lies at its position, also where a text keeps only its last
-    /// tokens; DMA's slots, pooled and compressed keys lie from the first place on.
+    /// Copies `text`, the one-row cache of a prompt of `tokens` tokens, into row `row`. The key of a token goes to its
+    /// position, also where a window keeps only the last tokens. What is not stored per token (DMA's slots, pooled and
+    /// compressed keys) fills the row from place 0.
     fn put(&mut self, row: usize, text: &Self, tokens: usize) {
         match (self, text) {
             (Self::Recent { cache, .. }, Self::Recent { cache: text, .. }) => cache.put(row, text, tokens),
@@ -184,7 +185,7 @@ impl<B: Backend> LayerCache<B> {
             (Self::Blocks(cache), Self::Blocks(text)) => cache.put(row, text, tokens),
             (Self::Chosen(cache), Self::Chosen(text)) => cache.put(row, text, tokens),
             (Self::Latent(cache), Self::Latent(text)) => cache.put(row, text, tokens),
-            _ => panic!("texts of one model, without selectors, after their prompts"),
+            _ => panic!("both caches must be of one model, without a selector, and filled by a prompt"),
         }
     }
 

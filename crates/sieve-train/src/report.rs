@@ -20,12 +20,13 @@ pub struct StepReport {
     pub tokens_seen: u64,
     /// Tokens per second of all processes since the last report, without validations and checkpoints.
     pub tokens_per_second: f64,
-    /// Executed TFLOP/s of one device.
+    /// TFLOP/s of one device: the model's FLOPs, with attention counted over the pairs that the mask keeps and without
+    /// recomputation.
     pub tflops: f64,
-    /// Executed FLOPs as a share of the device's peak, in percent; `None` where no peak is known, as for a CPU.
+    /// `tflops` as a share of the device's peak, in percent; `None` where no peak is known, as for a CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mfu_percent: Option<f64>,
-    /// FLOPs of the same model with dense causal attention as a share of the peak, in percent.
+    /// The same share if the step had computed dense causal attention in this time; `None` where no peak is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dense_mfu_percent: Option<f64>,
     /// Device memory in use, in bytes.

@@ -109,7 +109,7 @@ pub enum Outcome {
         /// Bytes of q, k, v and o.
         inputs: f64,
     },
-    /// How time and memory of earlier rows grow together.
+    /// By which power of the size the time and memory of earlier rows grow.
     Growth(Growth),
     /// The call was not timed, for this reason.
     Skipped(String),
@@ -122,13 +122,13 @@ pub enum Outcome {
 pub struct Growth {
     /// What the size counts: tokens, or kept keys.
     pub with: &'static str,
-    /// The smallest size that the fit uses.
+    /// The smallest size that was measured.
     pub from: usize,
-    /// The largest size that the fit uses.
+    /// The largest size that was measured.
     pub to: usize,
-    /// Exponent of the time of a forward and backward pass.
+    /// Exponent p of the time of a forward and backward pass, fitted as `size^p`.
     pub time: f64,
-    /// Exponent of the memory that the forward pass keeps for the backward pass.
+    /// Exponent p of the memory that the forward pass keeps for the backward pass, fitted as `size^p`.
     pub memory: f64,
 }
 

@@ -40,7 +40,7 @@ choices! {
 /// The default of a window, in words.
 pub(crate) const A_QUARTER_OF_THE_ROW: &str = "a quarter of `training.seq_len`";
 
-/// Bounds of a slope's period, in tokens.
+/// Bounds of a period (1 / slope of a KV head's recency), in tokens.
 const PERIODS: [f64; 2] = [1.0, 1e9];
 const A_PERIOD: &str = "a period is a number of tokens; 64 is usual for the shortest";
 
@@ -73,10 +73,10 @@ keys! {
             optional
         )]
         pub recency: DmaRecency,
-        /// Period of the first KV head's slope, in tokens. Absent: 64.
+        /// Tokens over which recency raises a key's rank by 1 in the first KV head. Absent: 64.
         #[key(between(PERIODS[0], PERIODS[1], A_PERIOD))]
         pub shortest_period: Option<f64>,
-        /// Period of the last KV head's slope, in tokens; those between are spaced geometrically. Absent: four times
+        /// The same for the last KV head; periods of the heads between are spaced geometrically. Absent: four times
         /// `keep_window_size`.
         #[key(between(PERIODS[0], PERIODS[1], A_PERIOD))]
         pub longest_period: Option<f64>,
@@ -140,7 +140,7 @@ impl DmaShape {
         self.recency == DmaRecency::None && self.local_window_size == 0
     }
 
-    /// The periods of the first and the last KV head's slope, in tokens.
+    /// The first and the last KV head's period: tokens over which recency raises a key's rank by 1 (1 / slope).
     pub(crate) fn periods(&self) -> [f64; 2] {
         let last = self.longest_period.unwrap_or(4.0 * self.keep_window_size as f64);
         [self.shortest_period.unwrap_or(SHORTEST_PERIOD), last]

@@ -193,7 +193,8 @@ impl<const W: usize> KeyBlock<W> {
         }
     }
 
-    /// Gathers `list` (at most [`BLOCK_KEYS`] keys) of one KV head from a batch row of qkv.
+    /// Copies the keys and values of the tokens in `list`, at most [`BLOCK_KEYS`], for the tile's KV head; `qkv_row` is
+    /// the tile's batch row of the packed tensor. Empties the slots that an earlier, longer list has filled.
     #[inline(always)]
     pub(crate) fn gather(&mut self, qkv_row: &[f32], shape: PackedShape, keys: &Keys<'_>, tile: Tile, list: &[u32]) {
         let (d, d_v) = (shape.head_dim, shape.head_dim_v);
@@ -223,7 +224,7 @@ impl<const W: usize> KeyBlock<W> {
     /// The keys that rows at these positions see; `None` when they see none of the block. Rows at -1 see nothing.
     #[inline(always)]
     pub(crate) fn seen_by(&self, positions: &[i32; LANES]) -> Option<SeenKeys> {
-        // As unsigned numbers, -1 is the largest.
+        // The smallest position but -1, which as an unsigned number is the largest.
         let first = positions.iter().fold(u32::MAX, |first, &at| first.min(at as u32)) as i32;
         let [least, last] = positions
             .iter()

@@ -16,6 +16,7 @@ const SCORE_SIDE: usize = 64;
 /// Means, and optionally variances, of query blocks and of key blocks.
 pub(super) struct Means {
     means: [CudaTensor; 2],
+    /// `None` if the method scores means alone.
     variances: Option<[CudaTensor; 2]>,
 }
 
@@ -159,7 +160,8 @@ impl Call<'_> {
         })
     }
 
-    /// Scaled dot products of means, f32 `[heads, rows, columns]`; with variances also the products of these.
+    /// Scores of each query block with each key block, f32 `[heads, rows, columns]`: the scaled dot product of their
+    /// means, plus that of their variances where the method has them.
     pub(super) fn scores_by_means(&self, means: &Means, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let [rows, columns] = s.blocks();
@@ -177,7 +179,8 @@ impl Call<'_> {
         Ok(scores)
     }
 
-    /// Scaled dot products of each query block's vector with each key block's, added to `scores` or written.
+    /// Scaled dot products of each query block's vector with each key block's, written to `scores`, or added with
+    /// `adds`.
     pub(super) fn dot_products(
         &self,
         [q, k]: &[CudaTensor; 2],

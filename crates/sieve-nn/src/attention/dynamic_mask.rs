@@ -70,8 +70,10 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         let (mut expire, mut scores) = (None, None);
         let o = context.attend(qkv, |qkv, documents| {
             let result = self.attend(qkv, documents, context.under_policy(self.spec()));
+            // With shared prompts the mask is of rows with repeated prompts, not of the batch's tokens: not reported.
             if context.shared.is_none() {
                 expire = Some(result.expire);
+                // `exp(min(z, 60))` alone clamps scores; the linear bias is z itself.
                 scores = Some(result.rank).filter(|_| self.dma.bias == DmaBias::Exp);
             }
             result.o

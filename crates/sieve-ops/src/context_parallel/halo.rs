@@ -46,7 +46,7 @@ pub(super) struct Halo<B: Backend> {
     pub(super) slots: usize,
     /// K, then V, `[batch, slots, 2 * num_kv_heads, head_dim]`; `None` without slots.
     pub(super) keys: Option<Float<B>>,
-    /// DMA's ranks of the keys, `[batch, num_kv_heads, slots]`.
+    /// DMA's ranks of the keys, `[batch, num_kv_heads, slots]`; `None` without DMA or without slots.
     pub(super) ranks: Option<Float<B>>,
     /// Document bounds of the longer rows (halo, then part); `None` without slots.
     documents: Option<DocumentBounds<B>>,
@@ -56,10 +56,11 @@ pub(super) struct Halo<B: Backend> {
     from: Range<usize>,
     /// Parts to which this rank sends its keys.
     to: Range<usize>,
-    /// With DMA, the keys of this part that were sent, as `dma_last_kept` gives them; otherwise the last ones were
-    /// sent.
+    /// Positions in this part of the keys that were sent, `[batch, num_kv_heads, share]`, ascending; -1 in the first
+    /// places of a head that keeps fewer. `None`: the last `share` keys were sent (no DMA), or none were (last part).
     sent: Option<Ints<B>>,
-    /// With DMA, which of the received keys fill the slots, as `dma_last_kept` gives them; `None`: all, or the last.
+    /// Indices of the keys that fill the slots among the `from.len() * share` received keys, `[batch, num_kv_heads,
+    /// slots]`, ascending; -1 in empty slots. `None`: the last received keys fill them (no DMA), or all do (they fit).
     chosen: Option<Ints<B>>,
 }
 

@@ -120,8 +120,11 @@ impl PrefillMethod for XattentionConfig {
             norm: self.norm,
         };
         let mut selection = BlockSelection::new(call.shape, self.block, cells, KeepBlocks::Mass(self.tau));
+        // As in `select`: blocks of queries end at multiples of the block, and the first block and the diagonal are
+        // kept first and count towards tau.
         selection.scores.offset = Tiles::aligned(call.shape, self.block).query_offset;
         selection.keep.counts_own = true;
+        // With a tau per head or a random order only the host can select.
         (self.head_taus.is_empty() && self.mode != SampleMode::Random).then_some(selection)
     }
 

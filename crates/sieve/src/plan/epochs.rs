@@ -7,7 +7,8 @@ use sieve_data::{Corpus, Prepared};
 use sieve_train::corpus_configs;
 use std::path::Path;
 
-/// A text that the loader shuffles on its own.
+/// A text and how often the run reads it. The loader shuffles each text separately, so each has its own number of
+/// epochs.
 #[derive(Debug, serde::Serialize)]
 pub(super) struct TextEpochs {
     /// Folder of the text's shards, or its path in a recipe with `data.weights`.
