@@ -411,7 +411,7 @@ struct Expected {
     exact: Results,
     plain: Results,
     terms: [(&'static str, Vec<f64>); 4],
-    /// Tolerance of a whole row, as [`RowTolerance::of_a_row`].
+    /// Share of its terms that a single row may lose when one number rounds the other way.
     of_a_row: f64,
 }
 

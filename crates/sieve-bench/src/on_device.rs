@@ -186,7 +186,7 @@ impl<'a> OnDevice<'a> {
         Ok(by_token(&rows, shape))
     }
 
-    /// Decodes like [`decode`](Self::decode), against DMA's fixed-size cache.
+    /// Decodes token by token against DMA's fixed-size cache; the output is `[batch, seq_len, heads, width]`.
     pub(crate) fn dma_decode(&self) -> Result<Vec<f32>, KernelError> {
         let shape = self.case.shape;
         let like = self.inputs.qkv.q.tensor();
@@ -224,7 +224,7 @@ fn nan_like(qkv: &Qkv, shape: AttentionShape) -> Qkv {
     }
 }
 
-/// Rows of `[batch, heads, width]` for each token, as `[batch, seq_len, heads, width]`.
+/// Joins the outputs of decoded tokens, each `[batch, heads, width]`, to `[batch, seq_len, heads, width]`.
 fn by_token(rows: &[Vec<f32>], shape: AttentionShape) -> Vec<f32> {
     let width = shape.num_heads * shape.head_dim_v;
     (0..shape.batch)

@@ -144,7 +144,8 @@ impl BlockChoice {
         self.blocks.selected_pairs(seq_len) + scored
     }
 
-    /// Why no CUDA kernel takes this choice, as [`NsaBlocks::cuda_gap`]; `None` if kernels do.
+    /// Why no CUDA kernel takes this choice: the size that does not fit, and the sizes that kernels support. `None` if
+    /// kernels take it.
     pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
         // In MoBA each query head chooses for itself.
         let group_size = if self.rule == ChoiceRule::MeanKey {

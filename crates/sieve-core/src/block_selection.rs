@@ -163,7 +163,7 @@ pub struct BlockSelection {
     pub scores: ScoredBlocks,
     /// The blocks that each row keeps.
     pub keep: KeptBlocks,
-    /// How tokens are permuted before they are divided into blocks.
+    /// How tokens are permuted before they are divided into blocks; `None`: they keep their order.
     pub order: Option<SlotOrder>,
 }
 

@@ -39,6 +39,7 @@ pub(crate) struct Key {
     pub(crate) default: Option<fn() -> Option<Value>>,
     /// Where the value of a left-out key comes from, if not from `default`.
     pub(crate) source: Option<Source>,
+    /// Range of the value; `None` if any value of the kind is allowed.
     pub(crate) bound: Option<Bound>,
     /// Whether a resumed run may have another value.
     pub(crate) may_change: bool,

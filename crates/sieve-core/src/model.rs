@@ -53,7 +53,7 @@ pub struct ModelShape {
     pub qk_norm: bool,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// How the rotary frequencies differ from `rope_theta`'s.
+    /// How the rotary frequencies differ from `rope_theta`'s; `None` if they do not.
     pub rope_scaling: Option<RopeScaling>,
     /// The attention of every layer that `dense_layers` does not make dense.
     pub attention: Attention,

@@ -168,8 +168,8 @@ pub struct Results {
     pub dv: Vec<f64>,
     /// Gradient of the bias, `sum_i dS_ij`, `[batch, num_kv_heads, seq_len]`.
     pub d_delta: Vec<f64>,
-    /// `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of each key, shaped as `d_delta`. `d_delta` is the same sum without
-    /// absolute values, so its rounding error is proportional to this even where its terms cancel.
+    /// `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of each key, `[batch, num_kv_heads, seq_len]`. `d_delta` is the same
+    /// sum without absolute values, so its rounding error is proportional to this even where its terms cancel.
     pub d_delta_terms: Vec<f64>,
     /// Magnitudes of the terms that each row of the other results sums.
     pub terms: Terms,

@@ -218,6 +218,7 @@ pub struct Corpus {
     config: CorpusConfig,
     files: Vec<SourceFile>,
     passed_over: PassedOver,
+    /// Where remote files come from; `None` before [`connect`](Self::connect).
     hub: Option<Arc<Hub>>,
 }
 

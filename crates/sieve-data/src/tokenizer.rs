@@ -46,8 +46,10 @@ pub struct Tokenizer {
     fast: Option<WordEncoder>,
     vocab_size: usize,
     hash: u128,
-    /// A token of letters or digits, which [`token_bytes`](Self::token_bytes) puts before another token.
+    /// A token of letters or digits, which [`token_bytes`](Self::token_bytes) puts before another token; `None` if the
+    /// vocabulary has none.
     plain_token: Option<u32>,
+    /// The token before a text's first one; `None` if the tokenizer's template has none.
     bos_id: Option<u32>,
     /// Name of the end-of-document token, if the user gave one.
     eos_token: Option<String>,

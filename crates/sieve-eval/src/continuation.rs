@@ -51,8 +51,9 @@ pub(crate) struct Continuation<'a, B: DeviceBackend> {
     device: B::Device,
     rope: RotaryEmbedding<B>,
     cache: KvCache<B>,
-    /// The row of [`TextRows`] that has the text's keys in place of `cache`.
+    /// The row of [`TextRows`] that has the text's keys; `None`: `cache` has them.
     row: Option<usize>,
+    /// The selector in place of the model's own attention; `None` without one.
     selection: Option<Selection>,
 }
 
@@ -170,7 +171,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     /// least 1.
     ///
     /// # Errors
-    /// A NaN logit; as [`read`](Self::read).
+    /// A NaN logit; operands that the selector refuses.
     pub(crate) fn greedy_text(
         &mut self,
         model: &TaskModel<'_, B>,

@@ -230,6 +230,7 @@ struct Sums {
     tiles: f64,
     select_ms: f64,
     attention_ms: f64,
+    /// Least and most of one prompt; like `prefill_ms`, the fastest prompt's, `None` before the first prompt.
     attention_ms_range: Option<[f64; 2]>,
     prefill_ms: Option<f64>,
     nan_lists: u64,

@@ -68,13 +68,13 @@ pub struct Score {
 pub struct RowScore {
     /// Number of the row, from 1.
     pub row: usize,
-    /// Index of the right choice, from 0.
+    /// Index of the right choice, from 0; `None` in tasks without choices.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub label: Option<usize>,
     /// Likelihood of each choice, or of the one continuation.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub likelihoods: Vec<Likelihood>,
-    /// The answer that the model generated.
+    /// The answer that the model generated; `None` in tasks that measure likelihoods.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub answer: Option<String>,
     /// Score of the generated text between 0 and 1, if the task's answers are not simply right or wrong.

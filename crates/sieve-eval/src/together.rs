@@ -76,7 +76,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         })
     }
 
-    /// Sets the end tokens, as [`Generator::ending_at`](crate::Generator::ending_at).
+    /// Also ends each text at these tokens. Such a token is not returned.
     #[must_use]
     pub fn ending_at(mut self, ids: &[u32]) -> Self {
         self.starts.iter_mut().for_each(|start| start.ends.extend(ids));
@@ -88,13 +88,13 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         self.is_done[text] = true;
     }
 
-    /// The logits of each text's next token. After a prompt of all texts there is one row for all; a text of its own
-    /// prompt that has ended has none.
+    /// The logits of each text's next token, one row for each text. After a prompt that all texts share, one row stands
+    /// for all of them. With prompts of their own, the row of a text that has ended is empty.
     fn logits(&mut self) -> Result<Vec<Vec<f32>>, EvalError> {
         let num_texts = self.samplers.len();
         let is_prompt = self.last.is_empty();
         self.last.resize(num_texts, 0);
-        // The caches of texts of one token are never read.
+        // Where each text gets one token alone, the prompt's logits are all that is needed: caches are not read again.
         let goes_on = self.starts[0].remaining > 0;
         if let [Start { text, prompt, .. }] = &mut self.starts[..] {
             let logits = match is_prompt {

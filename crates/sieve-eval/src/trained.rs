@@ -52,7 +52,7 @@ pub fn attention_label(shape: &ModelShape) -> String {
     label
 }
 
-/// Name of one layer's attention, like [`attention_label`].
+/// One layer's attention in words: its kind and sizes, and whether it takes an earlier layer's choice.
 pub(crate) fn layer_label(shape: &ModelShape, layer: usize) -> String {
     let own = ModelShape {
         shared_layers: Vec::new(),

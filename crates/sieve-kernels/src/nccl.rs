@@ -386,7 +386,7 @@ struct Job<Buffer> {
     /// Elements of the whole tensor; bytes where the work is to send or receive.
     count: usize,
     work: Work,
-    /// The elements of each rank in a reduce-scatter or an all-gather.
+    /// The elements of each rank in a reduce-scatter or an all-gather; `None` for other work.
     ranges: Option<Vec<Range<usize>>>,
 }
 

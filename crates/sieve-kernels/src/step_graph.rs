@@ -49,7 +49,7 @@ pub struct StepTape {
 #[derive(Default)]
 struct Notes {
     work: Vec<Work>,
-    /// The first work that a graph cannot hold.
+    /// The first work that a graph cannot hold; `None` while it can hold all.
     refused: Option<&'static str>,
 }
 

@@ -134,10 +134,11 @@ pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
 pub struct LayerOutput<B: SieveBackend> {
     /// The residual stream with the layer's output added, `[batch, seq_len, d_model]`.
     pub x: Tensor<B, 3>,
-    /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key.
+    /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key. `None` for other
+    /// kinds and with shared prompts.
     pub expire: Option<Tensor<B, 3, Int>>,
-    /// DMA's scores, `[batch, num_kv_heads, seq_len]`, without gradient; only with a bias that clamps large scores,
-    /// [`DmaBias::Exp`](sieve_core::DmaBias::Exp).
+    /// DMA's scores, `[batch, num_kv_heads, seq_len]`, without gradient; `None` as `expire` is, and with a bias that
+    /// does not clamp large scores, unlike [`DmaBias::Exp`](sieve_core::DmaBias::Exp).
     pub clamped_scores: Option<Tensor<B, 3>>,
     /// Statistics of an indexer, see [`sieve_ops::index_statistics`]; only with `measures_indexers` in the context.
     pub indexer: Option<Tensor<B::Inner, 1>>,

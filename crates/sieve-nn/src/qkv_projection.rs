@@ -13,7 +13,7 @@ use sieve_ops::{AttentionLayer, AttentionSpec, QkNorm, SieveBackend, TokenAttent
 pub struct QkvProjection<B: Backend> {
     /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`, rows in the order q, k, v.
     pub qkv_proj: Linear<B>,
-    /// `[(num_heads + 2 * num_kv_heads) * head_dim]`; in models like Qwen2.
+    /// Bias of the projection, `[(num_heads + 2 * num_kv_heads) * head_dim]`, in models like Qwen2; `None` in others.
     pub qkv_bias: Option<Param<Tensor<B, 1>>>,
     /// RMSNorm of query heads, weight `[head_dim]`; absent in models like Llama.
     pub q_norm: Option<RmsNorm<B>>,

@@ -68,7 +68,7 @@ pub(crate) mod reference {
         (x * r.clone(), r)
     }
 
-    /// `(dx, dweight)` as in [`rms_norm_backward`], of rows.
+    /// Gradients `(dx, dweight)` of the norm of rows x.
     pub(crate) fn normalise_backward<B: Backend>(
         x: Tensor<B, 2>,
         weight: Tensor<B, 1>,

@@ -122,7 +122,7 @@ pub struct StagePlan {
     #[serde(rename = "row_parts")]
     pub context_parallel: Option<ContextParallelPlan>,
     /// NSA on a GPU: the shortest rows, among powers of two, whose training is estimated to be faster than dense
-    /// attention.
+    /// attention. `None` elsewhere, or if there are no such rows.
     pub pays_from: Option<usize>,
 }
 

@@ -21,7 +21,7 @@ pub struct Run {
     pub(crate) config: BTreeMap<String, String>,
     /// The recipe: the text of `config.toml`.
     pub(crate) recipe: String,
-    /// Rows of the embedding, from a checkpoint or the run's data.
+    /// Rows of the embedding, from a checkpoint or the run's data; `None` if neither gives it.
     pub(crate) vocab_size: Option<usize>,
     /// Numbers of the logged steps.
     pub(crate) steps: Vec<f32>,

@@ -45,7 +45,7 @@ pub struct Call<'a> {
     pub k: &'a [f32],
     /// `[num_keys, num_kv_heads, head_dim]`; empty in a call made by [`Call::without_values`].
     pub v: &'a [f32],
-    /// Means of blocks, in a call made by [`Call::of_means`].
+    /// Means of blocks; `None` unless the call was made by [`Call::of_means`].
     pub(crate) means: Option<BlockMeans<'a>>,
 }
 

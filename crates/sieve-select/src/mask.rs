@@ -48,7 +48,7 @@ pub struct SelectStats {
 pub struct Selected {
     /// The keys that each query sees.
     pub mask: KeyMask,
-    /// Dense outputs that correct the sparse ones.
+    /// Dense outputs that correct the sparse ones; `None` in methods without a correction.
     pub correction: Option<Correction>,
     /// What the selection did and how long it took.
     pub stats: SelectStats,

@@ -24,10 +24,10 @@ pub struct AttentionStatistics {
     /// score has no gradient; absent for other biases.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clamped: Option<f64>,
-    /// Ages of the active keys in DMA's layers.
+    /// Ages of the active keys in DMA's layers; `None` without such layers.
     #[serde(flatten)]
     pub ages: Option<KeyAges>,
-    /// How well the indexers of MSA's layers predict attention.
+    /// How well the indexers of MSA's layers predict attention; `None` without such layers.
     #[serde(flatten)]
     pub indexer: Option<IndexerFit>,
 }

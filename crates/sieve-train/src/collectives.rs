@@ -118,6 +118,7 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
 struct Summand {
     /// The tensor's range in the concatenated values of all tensors.
     range: Range<usize>,
+    /// The piece of each rank in a reduce-scatter; `None` in an all-reduce.
     pieces: Option<Pieces>,
     shape: Shape,
 }

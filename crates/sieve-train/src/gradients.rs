@@ -119,8 +119,8 @@ impl<B: TrainBackend> GradientBuffer<B> {
         self.norm_of(module, device, true)
     }
 
-    /// As [`norm`](Self::norm), over this rank's pieces; gradients that every rank holds whole are included only if
-    /// `whole` is set.
+    /// Euclidean norm over this rank's pieces of the gradients, `[1]`, f32; gradients that every rank holds whole are
+    /// included only if `whole` is set.
     pub(crate) fn norm_of<M: Module<B>>(
         &self,
         module: &M,

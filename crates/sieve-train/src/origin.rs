@@ -232,7 +232,7 @@ impl Origin {
 pub(crate) struct Begun {
     /// Absolute path of the checkpoint.
     checkpoint: PathBuf,
-    /// Whether the run branches off, as [`Origin::is_branch`].
+    /// Whether the run is a new one with another recipe: it takes the checkpoint's tokenizer, but its own data.
     is_branch: bool,
     /// The checkpoint's state, which includes the checksums of its files.
     state: CheckpointState,

@@ -115,13 +115,13 @@ pub struct TrainSummary {
     pub step: u64,
     /// Whether the run ended before its last step.
     pub interrupted: bool,
-    /// The run's first validation, which an earlier process may have written.
+    /// The run's first validation, which an earlier process may have written; `None` before it.
     pub first_validation: Option<ValidationReport>,
-    /// Result of the last validation.
+    /// Result of the last validation; `None` before the first one.
     pub last_validation: Option<ValidationReport>,
-    /// Folder of the last checkpoint.
+    /// Folder of the last checkpoint, if one was written.
     pub checkpoint: Option<PathBuf>,
-    /// Metrics of the last logged step.
+    /// Metrics of the last logged step, if one was logged.
     pub last_step: Option<StepReport>,
     /// Peak memory of the run, if it was measured.
     pub peak_memory: Option<PeakMemory>,

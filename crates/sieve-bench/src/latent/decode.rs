@@ -30,7 +30,7 @@ struct Call {
     q: Vec<f32>,
     /// Latent cache, `[batch, len, rank + rope_dim]`.
     latents: Vec<f32>,
-    /// Factors of normed keys, `[batch, len, heads]`.
+    /// Factors 1 / rms of each head's key, `[batch, len, heads]`; `None` without norms.
     key_scale: Option<Vec<f32>>,
     /// Factor on the random queries.
     size: f32,

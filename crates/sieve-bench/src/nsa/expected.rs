@@ -17,7 +17,7 @@ struct Output {
     plain: Vec<f32>,
     /// Size of the terms that each row sums; empty for a log-sum-exp, which is compared number by number.
     terms: Vec<f64>,
-    /// Tolerance for cancelled digits, as [`RowTolerance::lost_digits`].
+    /// Share of the terms that is allowed because f32 logits are large and lose digits.
     lost_digits: f64,
 }
 

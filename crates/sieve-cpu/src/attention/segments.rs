@@ -19,6 +19,7 @@ pub(crate) struct GroupRows<'g> {
     pub(crate) dq: Vec<&'g mut [f32]>,
     pub(crate) dk: Vec<&'g mut [f32]>,
     pub(crate) dv: Vec<&'g mut [f32]>,
+    /// Gradient of each key's bias; `None` without biases.
     pub(crate) d_delta: Option<&'g mut [f32]>,
 }
 

@@ -25,7 +25,7 @@ pub struct CorpusReport {
     pub num_duplicates: u64,
     /// Number of invalid documents that were skipped.
     pub num_invalid: u64,
-    /// Error message about the first invalid document.
+    /// Error message about the first invalid document, if there was one.
     pub first_invalid: Option<String>,
     /// Whether reading stopped at the limit `max_bytes`.
     pub reached_max_bytes: bool,
@@ -76,6 +76,7 @@ pub(crate) struct Cursor {
 /// The documents of a corpus, in order. Ends after its first error; a corpus without any document is an error too.
 pub struct Documents<'a> {
     corpus: &'a Corpus,
+    /// The reader of the open file; `None` between files.
     source: Option<Box<dyn DocumentSource>>,
     /// A second reader of the same file, for the prompt of each document; `None` if documents have no prompts.
     prompts: Option<Box<dyn DocumentSource>>,

@@ -155,6 +155,7 @@ pub(super) struct RemoteFile {
     commit: Arc<str>,
     /// Path of the file in the repository.
     pub(super) name: String,
+    /// Size and checksum in the hub's list of files; `None` where the list lacks them.
     num_bytes: Option<u64>,
     checksum: Option<Checksum>,
 }

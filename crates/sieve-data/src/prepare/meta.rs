@@ -55,7 +55,7 @@ pub struct PreparedMeta {
     pub validation: SplitMeta,
     /// Numbers of documents of the training corpora that were used or left out.
     pub report: CorpusReport,
-    /// Numbers of documents of a separate validation corpus that were used or left out.
+    /// The same of the separate validation corpus; `None` if validation documents come from the training corpora.
     pub validation_report: Option<CorpusReport>,
 }
 

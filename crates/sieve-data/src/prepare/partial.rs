@@ -47,7 +47,8 @@ pub(super) struct Place {
     pub(super) done: Vec<CorpusReport>,
     /// Position in the corpus that is being read.
     pub(super) cursor: Cursor,
-    /// Result of [`cuts`](super::split::cuts). It is kept because files of the hub may have been removed after use.
+    /// Where files are cut into training and validation text ([`cuts`](super::split::cuts)); `None` before that is
+    /// decided. It is kept because files of the hub may have been removed after use.
     pub(super) cuts: Option<Cuts>,
 }
 

@@ -57,7 +57,7 @@ pub(super) struct Batch {
     pub(super) newly_seen: Vec<u128>,
     /// Whether the corpus ends after these documents.
     pub(super) is_last: bool,
-    /// The error that ended the reading after these documents.
+    /// The error that ended the reading after these documents, if one did.
     pub(super) error: Option<DataError>,
 }
 

@@ -30,7 +30,7 @@ pub struct MlaPack<'a> {
     pub cos: &'a CudaTensor,
     /// Rotary sines, f32 `[max_positions, rope_dim / 2]`.
     pub sin: &'a CudaTensor,
-    /// Norms of each head's query and key, before the rotation.
+    /// Norms of each head's query and key, before the rotation; `None` without q/k-norm.
     pub norm: Option<MlaNorm<'a>>,
 }
 

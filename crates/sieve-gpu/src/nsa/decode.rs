@@ -43,7 +43,7 @@ pub struct NsaToken<'a> {
     /// The compression MLPs of keys and of values: position embeddings bf16 `[size, head_dim]`, first weight bf16
     /// `[hidden, size * head_dim]`, second weight bf16 `[head_dim, hidden]`. `None` compresses by the mean.
     pub mlp: Option<[[&'a CudaTensor; 3]; 2]>,
-    /// Position of the first token, as [`PooledStep::start`].
+    /// Position of the sequence's first token relative to the new token, i32 `[batch, 1]`: never positive.
     pub start: &'a CudaTensor,
     /// Block sizes of the compressed and the selected branch.
     pub blocks: NsaBlocks,

@@ -62,6 +62,7 @@ pub struct SourceKernel {
     #[serde(rename = "file", serialize_with = "file_name")]
     name: &'static str,
     entry: &'static str,
+    /// CUDA C++ of [`from_text`](Self::from_text); `None` for an embedded file.
     #[serde(skip)]
     text: Option<Arc<str>>,
     defines: Vec<(&'static str, String)>,

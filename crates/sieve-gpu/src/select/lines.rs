@@ -20,7 +20,7 @@ pub(super) struct ProbeSums<'a> {
     pub(super) adds: bool,
     /// Sums of probabilities by key, f32 `[groups, num_keys]`.
     pub(super) columns: &'a CudaTensor,
-    /// Sums by distance between query and key, f32 `[groups, num_keys]`.
+    /// Sums by distance between query and key, f32 `[groups, num_keys]`; `None` if only sums by key are needed.
     pub(super) diagonals: Option<&'a CudaTensor>,
 }
 

@@ -9,7 +9,8 @@ use std::ops::Range;
 /// Most tokens of a segment: a thread block sorts a segment.
 pub(super) const MOST_IN_SEGMENT: usize = 512;
 
-/// The permutations of a selection, views of the mask's buffer: the token of each slot.
+/// The permutations of a selection, views of the mask's buffer: the token of each slot; `None` where slots hold the
+/// tokens in order.
 #[derive(Default)]
 pub(super) struct Orders {
     /// Token of each key slot, `[num_kv_heads, num_keys]`.

@@ -23,7 +23,7 @@ pub struct AdamwTensors<'a> {
     pub grad: &'a CudaTensor,
     /// Factor on the gradient, f32 `[1]`. If it is 0 or not finite, the update is skipped.
     pub grad_scale: &'a CudaTensor,
-    /// bf16 weights of the model, overwritten by the rounded master weights.
+    /// bf16 weights of the model, overwritten by the rounded master weights; `None` without a bf16 copy.
     pub leaf: Option<&'a CudaTensor>,
 }
 

@@ -82,7 +82,7 @@ pub struct ChosenBlocksAttention<B: Backend> {
     pub qkv: QkvProjection<B>,
     /// Output projection, `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
-    /// Chooses blocks in place of the queries and pooled keys.
+    /// Chooses the blocks; `None`: the queries choose by pooled keys.
     pub indexer: Option<Indexer<B>>,
     #[module(skip)]
     choice: BlockChoice,

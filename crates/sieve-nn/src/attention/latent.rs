@@ -27,9 +27,9 @@ pub struct LatentAttention<B: Backend> {
     pub kv_b_proj: Linear<B>,
     /// Output projection, `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
-    /// Norm of each head's query before rotation, `[head_dim + qk_rope_head_dim]`; not in the paper.
+    /// Norm of each head's query before rotation, `[head_dim + qk_rope_head_dim]`; `None` as in the paper.
     pub q_norm: Option<RmsNorm<B>>,
-    /// Norm of each head's key before rotation, `[head_dim + qk_rope_head_dim]`; not in the paper.
+    /// Norm of each head's key before rotation, `[head_dim + qk_rope_head_dim]`; `None` as in the paper.
     pub k_norm: Option<RmsNorm<B>>,
     num_heads: usize,
     head_dim: usize,

@@ -15,6 +15,7 @@ pub struct MultiHeadAttention<B: Backend> {
     pub qkv: QkvProjection<B>,
     /// Output projection, `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
+    /// Number of last tokens that a query sees; `None`: all.
     window_size: Option<usize>,
 }
 

@@ -27,11 +27,11 @@ pub struct IndexedCall<'a, B: SieveBackend> {
     pub spec: AttentionSpec,
     /// How the indexer chooses blocks of keys.
     pub choice: BlockChoice,
-    /// The blocks whose tokens are read, as [`choose_key_blocks`](crate::choose_key_blocks) gives them from the
-    /// indexer's tensor; `None`: all tokens up to the query.
+    /// The blocks whose tokens are read, `[batch, seq_len, num_kv_heads, count]`, ascending, then -1, chosen by
+    /// [`choose_key_blocks`](crate::choose_key_blocks) on the indexer's tensor; `None`: all tokens up to the query.
     pub chosen: Option<Tensor<B, 4, Int>>,
     /// One key per block, `[batch, num_slots, head_dim]`, for an indexer that scores blocks by them
-    /// ([`ChoiceRule::SumOfHeads`](sieve_core::ChoiceRule::SumOfHeads)).
+    /// ([`ChoiceRule::SumOfHeads`](sieve_core::ChoiceRule::SumOfHeads)); `None` for one with a key per token.
     pub block_keys: Option<Tensor<B, 3>>,
     /// Weight in the loss of the divergence of one query and KV head; with `block_keys`, of one query.
     pub loss_weight: f64,
@@ -148,7 +148,8 @@ const MEASURED_QUERIES: usize = 16;
 ///   many blocks, which includes the query's own;
 /// - the entropy of I, in nats.
 ///
-/// With `block_keys`, divergence and entropy are over blocks, as `pooled.rs` defines them.
+/// With `block_keys`, divergence and entropy are over complete blocks. A block's share of the attention is its largest
+/// token probability, normalised over these blocks.
 ///
 /// Shapes as in [`indexed_attention`].
 pub fn index_statistics<B: SieveBackend>(

@@ -36,7 +36,7 @@ enum Way<B: Backend> {
 struct WithHalo<B: Backend> {
     halo: Halo<B>,
     output: AttentionOutput<B>,
-    /// DMA's selection, and the ranks of keys that it was made from.
+    /// DMA's selection, and the ranks of keys that it was made from; `None` for other kinds.
     selection: Option<(DmaSelection<B>, Float<B>)>,
 }
 

@@ -79,7 +79,7 @@ impl<B: Backend> KeyCache<B> {
         Self { k, v }
     }
 
-    /// Writes a row of the batch, as [`TokenBuffer::put`].
+    /// Copies `text`, a cache of one row, into row `row`, where its last token becomes token `end - 1`.
     pub fn put(&mut self, row: usize, text: &Self, end: usize) {
         self.k.put(row, &text.k, end);
         self.v.put(row, &text.v, end);
@@ -172,7 +172,7 @@ impl<B: Backend> DmaCache<B> {
         }
     }
 
-    /// Writes a row like [`TokenBuffer::put`], from the first slot on.
+    /// Copies `text`, a cache of one row, into row `row`, from the first slot on.
     pub fn put(&mut self, row: usize, text: &Self) {
         self.keys.put(row, &text.keys, text.len());
         self.rank.put(row, &text.rank, text.len());

@@ -58,11 +58,11 @@ pub struct TokenLayer<B: Backend> {
 pub struct TokenAttention<B: Backend> {
     /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`; of latent attention the queries alone.
     pub qkv: Tensor<B, 2>,
-    /// Bias of the projection, `[(num_heads + 2 * num_kv_heads) * head_dim]`, as in Qwen2.
+    /// Bias of the projection, `[(num_heads + 2 * num_kv_heads) * head_dim]`, in models like Qwen2; `None` in others.
     pub qkv_bias: Option<Tensor<B, 1>>,
-    /// Norms of queries and keys; `None` as in Llama.
+    /// Norms of queries and keys; `None` in models without them, like Llama.
     pub qk_norm: Option<QkNorm<B>>,
-    /// What DMA computes ranks from; its cache is [`TokenCache::Slots`].
+    /// What DMA computes ranks from; its cache is [`TokenCache::Slots`]. `None` for other kinds.
     pub dma: Option<DmaLayer<B>>,
     /// Further weights of other kinds of attention.
     pub extra: TokenExtra<B>,

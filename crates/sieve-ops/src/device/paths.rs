@@ -31,7 +31,7 @@ pub struct OpPath {
     pub kernel_calls: u64,
     /// Calls that ran the plain-Burn reference, or that the kernel refused and the caller computed otherwise.
     pub reference_calls: u64,
-    /// Why the first of the `reference_calls` did not run the kernel.
+    /// Why the first of the `reference_calls` did not run the kernel; `None` without such calls.
     pub reason: Option<String>,
 }
 

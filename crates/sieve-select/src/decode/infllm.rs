@@ -57,7 +57,7 @@ pub(crate) struct Infllm {
     received: Vec<Vec<f32>>,
     /// Representative key of each block, `[blocks, num_kv_heads, head_dim]`.
     representatives: Vec<f32>,
-    /// Blocks that the current chunk of queries chose together.
+    /// Blocks that the current chunk of queries chose together; `None` while decoding, where each query chooses alone.
     chosen: Option<Vec<usize>>,
 }
 

@@ -16,7 +16,7 @@ const TRIES: usize = 5;
 /// How often all ranks measure again if one seems slow, keeping their best rates.
 const MORE_ROUNDS: usize = 3;
 
-/// The state of a GPU as its driver reports it.
+/// The state of a GPU; `None` for a value that the driver does not report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceState {
     /// Present and highest clock of the multiprocessors, MHz.

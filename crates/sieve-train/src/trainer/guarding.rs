@@ -90,6 +90,7 @@ pub(super) enum Verdict {
 pub(super) struct GuardLog<B: TrainBackend> {
     unread: VecDeque<Unread<B>>,
     streak: Streak,
+    /// Number and results of the last step that was read; `None` if none was since the start or a return.
     last: Option<(u64, StepNumbers)>,
     /// Steps up to this one are read as soon as they are queued.
     watched_until: u64,
@@ -149,7 +150,7 @@ struct Unread<B: TrainBackend> {
     num_rows: u64,
     /// Documents of this rank's rows, in their order, without repeated neighbours.
     documents: Vec<u32>,
-    /// The step's numbers on the device, as [`GatedStep::row`].
+    /// On the device, `[3]`: loss, gradient norm, and 1 if the step is taken, else 0.
     row: Tensor<B::InnerBackend, 1>,
     /// Gradient norms by part of the model; empty unless the step was read at once and was skipped.
     norms: Vec<(String, f64)>,

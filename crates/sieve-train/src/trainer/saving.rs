@@ -79,7 +79,7 @@ pub(super) struct Saving {
     pub(super) fallback: Option<PathBuf>,
     /// Whether checkpoints go to the fallback folder.
     pub(super) uses_fallback: bool,
-    /// Step and error of a failed checkpoint, until they are reported to the user.
+    /// Step and error of a failed checkpoint; `None` once the user was told, and without a failure.
     pub(super) problem: Option<(u64, String)>,
 }
 

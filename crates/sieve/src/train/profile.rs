@@ -25,6 +25,7 @@ pub(super) struct StepProfile {
     first_traced: u64,
     shape: ModelShape,
     tokens_per_step: f64,
+    /// The GPU's peak bf16 FLOP/s; `None` for an unknown GPU.
     peak_flops: Option<f64>,
     state: State,
 }

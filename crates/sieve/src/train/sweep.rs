@@ -33,7 +33,7 @@ struct Row {
     /// Validation loss in nats; absent where the run diverged.
     loss: Option<f64>,
     perplexity: Option<f64>,
-    /// Why the run has no loss.
+    /// Why the run has no loss; `None` if it has one.
     error: Option<String>,
 }
 

@@ -96,6 +96,7 @@ pub(super) struct Download<'a> {
     pub(super) name: &'a str,
     /// Where the file is stored on the local disk.
     pub(super) path: PathBuf,
+    /// Expected size and checksum; `None` where the hub does not list them.
     pub(super) num_bytes: Option<u64>,
     pub(super) checksum: Option<&'a Checksum>,
 }

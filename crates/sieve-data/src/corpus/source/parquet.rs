@@ -22,6 +22,7 @@ pub(super) struct ParquetSource {
     max_level: i16,
     max_bytes: u64,
     next_row_group: usize,
+    /// The reader of the current row group; `None` between row groups.
     current: Option<ColumnReaderImpl<ByteArrayType>>,
     /// Rows of the current group that were not read yet.
     rows_left: i64,
