@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
   const i32 row_tiles = (seq_len + TILE_TOKENS - 1) / TILE_TOKENS;
   const i64 num_tiles = (i64)params.batch * row_tiles;
 
-  // Entry c NUM_KV_HEADS + h: channel c and head h, as they lie in memory.
+  // Entry c * NUM_KV_HEADS + h belongs to channel c and head h, as in memory.
   float weights[NUM_WEIGHTS], dweights[NUM_WEIGHTS], da[PAIRS];
 #pragma unroll
   for (int i = 0; i < NUM_WEIGHTS; i++) weights[i] = dweights[i] = 0.f;

@@ -34,7 +34,7 @@ struct Token {
   bool holds;
 };
 
-// Heads base .. of a token, up to `end`.
+// x and dy of BATCH heads of a token for each group of lanes, from head `base` on; zeros from head `end` on.
 struct HeadBatch {
   HeadWords x[BATCH], dy[BATCH];
 

@@ -138,6 +138,7 @@ impl RowTolerance {
         let rows = rows.zip(exact.chunks_exact(width)).zip(terms);
         for (at, (((got, plain), exact), &terms)) in rows.enumerate() {
             let (error, plain) = (norm(got, exact), norm(plain, exact));
+            // 1 / 128: the relative distance between neighbouring bf16 numbers.
             let own = match self.is_bf16 {
                 true => twice_plain(plain, terms) + terms / 128.0,
                 false => 1e-4 * terms,

@@ -18,7 +18,8 @@ pub struct Capacity {
 }
 
 impl Capacity {
-    /// Rounds the caches of a request up, where its op takes any number of keys.
+    /// Rounds the caches of a request up, so that one plan serves several numbers of keys. `None` if the op is not
+    /// decoding against a cache.
     pub(crate) fn planned(request: &mut Request) -> Option<Self> {
         let Call::CachedDecode { .. } = request.call else {
             return None;

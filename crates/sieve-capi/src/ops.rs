@@ -393,7 +393,8 @@ fn recency<'a>(slopes: &'a [f32], start: Option<&'a CudaTensor>) -> Result<Optio
     Ok((!slopes.is_empty()).then_some(Recency { slopes, origin }))
 }
 
-/// When each key leaves by its rank, and the lists of attention where not every key is kept.
+/// DMA's mask `expire`, i32 `[batch, num_kv_heads, seq_len]`, from ranks of that shape, and the key lists of attention;
+/// `None` in place of lists if every key is kept.
 fn selection(
     rank: &CudaTensor,
     keep: usize,

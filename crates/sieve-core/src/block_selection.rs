@@ -262,6 +262,7 @@ impl BlockSelection {
         let rows = self.num_lists() * tiles.num_query_tiles();
         let num_columns = self.num_lists() * self.most_columns();
         let mut num_words = 1;
+        // The words of the next array; an empty array gets 0..0.
         let mut place = |size: usize| {
             let first = if size == 0 { 0 } else { num_words };
             num_words += size;

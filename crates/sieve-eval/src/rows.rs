@@ -57,6 +57,7 @@ impl<P: Copy> Rows<P> {
         let fits = |row: &Row<P>| row.tokens.len() + len <= self.row_len;
         let row = self.rows.iter().position(fits);
         if row.is_none() {
+            // Full: the caller runs these rows first.
             if self.rows.len() == self.max_rows || len > self.row_len {
                 return false;
             }

@@ -112,6 +112,7 @@ impl Sampler {
         let wanted = self.sampling.top_p * total;
         let (mut sum, mut sorted) = (0.0, 0);
         while sorted < weights.len() {
+            // Each round sorts the largest of the rest, so that four times as many are sorted as before.
             let end = (4 * sorted).max(FIRST_SORTED).min(weights.len());
             if end < weights.len() {
                 weights[sorted..].select_nth_unstable_by(end - sorted, likelier);

@@ -454,6 +454,7 @@ impl Selection {
         }
     }
 
+    /// Attention of a layer on the host: the first call of a layer has its prompt, each later one a new token.
     fn continue_on_host(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
         let HostOperands { q, k, v, layer, .. } = operands;
         let Some(session) = &mut self.sessions[layer] else {

@@ -196,6 +196,7 @@ fn count_by_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Co
         let compressed = pooled.num_compressed_blocks(query + 1);
         let window_start = (query + 1).saturating_sub(window_size);
         let window = query + 1 - window_start;
+        // Tokens of the blocks up to the query, and those of them that the window does not hold.
         let (mut selected, mut before_window) = (0, 0);
         for &block in blocks.iter().filter(|&&block| block >= 0) {
             let first = block as usize * sizes.select_block_size;

@@ -99,6 +99,7 @@ pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, me
             })
             .collect();
         let cosine = scores(&queries, &directions[..blocks * d], d, 1.0);
+        // The block of each query, usize::MAX before it has one.
         let mut block_of = vec![usize::MAX; rows.len()];
         let mut taken = vec![0; blocks];
         for pair in falling(&cosine) {

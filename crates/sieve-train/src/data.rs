@@ -89,6 +89,7 @@ pub enum DataEvent {
 /// The files that a recipe names, found and listed; nothing is written yet.
 #[derive(Debug)]
 pub struct DataSource {
+    /// `None` for rows that are generated (MQAR).
     text: Option<TextSource>,
     /// The tokenizer and the text of its file; `None` if the recipe asks for a new one to be trained.
     tokenizer: Option<(Tokenizer, String)>,
@@ -100,6 +101,7 @@ struct TextSource {
     train: Vec<Corpus>,
     /// All paths as one corpus, which a tokenizer is trained on.
     whole: Corpus,
+    /// A corpus of its own for validation; `None`: a part of the training text.
     validation: Option<Corpus>,
     /// Settings of the hub; [`connect`](Self::connect) sets its folder.
     hub: HubConfig,

@@ -371,7 +371,8 @@ fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, 
     }
 }
 
-/// A message about the learning rate before and after a resume that changes the number of steps.
+/// A message about the learning rate before and after a resume that changes the number of steps. `None` if the run did
+/// no step yet or is complete, or if the number stays.
 fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> {
     let steps = now.training.steps;
     if steps_done == 0 || steps_done >= steps || saved.training.steps == steps {

@@ -65,6 +65,7 @@ impl ModelShape {
             embedding,
             output: if self.tie_word_embeddings { 0 } else { embedding },
             mlp: layers * 3 * d_model * self.d_ff as u64,
+            // Two in each layer and the final one; those inside attention are added below.
             norms: layers * 2 * d_model + d_model,
             residual_scale: if self.residual_scale { layers * 2 * d_model } else { 0 },
             ..ParameterCounts::default()

@@ -76,6 +76,7 @@ pub(crate) fn segments_of(shape: PackedShape, keys: &Keys<'_>, row: usize, kv_he
     for first in (0..n).step_by(tile_tokens) {
         done += cost(first);
         let end = (first + tile_tokens).min(n);
+        // Segment s ends at the first tile border that reaches (s + 1) / count of the total cost.
         if end == n || done * count as u64 >= total * (segments.len() as u64 + 1) {
             segments.push(start..end);
             start = end;

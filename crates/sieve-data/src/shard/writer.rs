@@ -166,6 +166,7 @@ impl ShardWriter {
         idx.write(&[self.dtype.code()])?;
         idx.write(&num_sequences.to_le_bytes())?;
         idx.write(&(num_documents + 1).to_le_bytes())?;
+        // Tables: length of each sequence in tokens, its first byte in `.bin`, and first sequence of each document.
         for length in &self.lengths {
             idx.write(&length.to_le_bytes())?;
         }

@@ -142,6 +142,7 @@ impl LongTaskReport {
                 let width = 100.0 / NUM_DEPTHS as f64;
                 let number = |depth: f64| ((depth / width) as usize).min(NUM_DEPTHS - 1);
                 let inside = of(length).filter(|one| one.depth.is_some_and(|d| number(d) == part));
+                // The cell stands for the middle of its depths, in percent.
                 let depth = Some(width * (part as f64 + 0.5));
                 cells.extend(LongCell::new(length, depth, inside));
             }

@@ -138,6 +138,7 @@ fn rouge_l(text: &str, answer: &str) -> f64 {
 /// A longest common subsequence: of several, the one that `rouge` finds.
 fn longest_common<'a>(x: &[&'a str], y: &[&str]) -> Vec<&'a str> {
     let width = y.len() + 1;
+    // Entry (i, j): length of the longest common subsequence of the first i words of x and the first j of y.
     let mut table = vec![0u32; (x.len() + 1) * width];
     for i in 1..=x.len() {
         for j in 1..=y.len() {
@@ -147,6 +148,7 @@ fn longest_common<'a>(x: &[&'a str], y: &[&str]) -> Vec<&'a str> {
             };
         }
     }
+    // From the end, along the entries that the lengths came from.
     let (mut i, mut j, mut found) = (x.len(), y.len(), Vec::new());
     while i > 0 && j > 0 {
         if x[i - 1] == y[j - 1] {

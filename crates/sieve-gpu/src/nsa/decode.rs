@@ -74,6 +74,7 @@ impl NsaToken<'_> {
             ..step
         };
         let by_blocks = compressed.attention_decode_cached(coarse, &count, in_compressed, scratch[0])?;
+        // One launch appends the selected branch's key and value, and scores compressed keys by the compressed queries.
         let joined = Qkv {
             q: coarse.q.clone(),
             k: fine.k.clone(),

@@ -152,6 +152,7 @@ impl<B: DeviceBackend> BlockCache<B> {
         self.selected.append(k, v);
         let window = cached_attention(&mut self.window, new.window.clone(), spec, scratch);
         let size = blocks.compress_block_size;
+        // This token completes a compressed block, whose other size - 1 tokens are the last ones of `tail`.
         if blocks.num_compressed_blocks(self.num_tokens()) > self.num_compressed() {
             let documents = Documents::whole_rows([batch, size], &q.device());
             let pair = compress(self.tail.before(&new.compressed, size - 1), &documents);
@@ -163,6 +164,7 @@ impl<B: DeviceBackend> BlockCache<B> {
         self.tail.append(k, v);
         let one = |x: Tensor<B, 4>| x.reshape([batch, spec.num_heads, d]);
         let coarse_q = one(coarse_q);
+        // Before the first complete block the compressed branch adds nothing.
         let coarse = match self.compressed.is_empty() {
             true => coarse_q.zeros_like(),
             false => attention_decode(coarse_q.clone(), &self.compressed, None, spec.softmax_scale, scratch),

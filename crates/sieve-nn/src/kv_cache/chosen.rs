@@ -305,8 +305,8 @@ pub(super) fn keys_of_blocks<B: Backend>(
     KeyCache::with_capacity(k, v, Some(count))
 }
 
-/// Scores of the first `num_blocks` blocks from `row`, the scores of the pooled keys or their probabilities summed over
-/// a group of heads, as the rule of `choice` has it.
+/// Scores of the first `num_blocks` blocks by the rule of `choice`. `row` has a number for each pooled key: its score,
+/// or under the rules with probabilities its probability summed over a group of heads.
 fn block_scores(row: &[f32], choice: BlockChoice, num_blocks: usize) -> Vec<f32> {
     let blocks = choice.blocks;
     let (size, stride) = (blocks.select_block_size, blocks.compress_stride);

@@ -155,9 +155,10 @@ fn pooled_room(room: usize, blocks: NsaBlocks, seen: usize) -> usize {
     blocks.compress_block_size + room * blocks.compress_stride - 1 - seen
 }
 
-/// Makes room for this token in a layer's cache; how many more come before the step needs other buffers.
+/// Makes room for this token in a layer's cache. Returns how many further tokens fit before a buffer must grow.
 fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda>) -> usize {
     match cache {
+        // A new key takes the slot of an old one.
         TokenCache::Slots(_) => usize::MAX,
         TokenCache::Recent(cache) => {
             let window = layer.attention.spec.window_size;

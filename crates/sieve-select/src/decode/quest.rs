@@ -100,6 +100,7 @@ impl Quest {
                         let bounds = self.min[at..at + d].iter().zip(&self.max[at..at + d]);
                         q.iter()
                             .zip(bounds)
+                            // The largest product that a key between the page's minimum and maximum can have.
                             .map(|(q, (min, max))| (q * min).max(q * max))
                             .sum::<f32>()
                     })
@@ -108,6 +109,7 @@ impl Quest {
             .collect()
     }
 
+    /// The keys that the newest token reads, a list for each KV head: those of the best pages and of the last page.
     pub(crate) fn choose(&mut self, cache: &Cache, q: &[f32]) -> Vec<Vec<u32>> {
         self.extend(cache);
         let n = cache.len;

@@ -128,6 +128,7 @@ impl Snapkv {
         }
         let (d, m) = (self.shape.head_dim, self.shape.group_size());
         for kv_head in 0..self.kept.len() {
+            // The last `window` keys stay; the queries vote on the earlier ones.
             let earlier = self.kept[kv_head].len() - self.config.window;
             let mut votes = vec![0.0_f32; earlier];
             for (age, q) in self.queries.iter().enumerate() {

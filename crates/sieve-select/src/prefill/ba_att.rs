@@ -224,7 +224,8 @@ impl BaAttConfig {
         wanted && self.beta != 0.0
     }
 
-    /// Products of means, with the compensation where this layer has one.
+    /// Logits of all pairs of a query block and a key block: scaled dot products of their means, plus in layers with
+    /// compensation a term from their variances.
     pub(crate) fn block_logits(&self, call: &Call<'_>, q: &Pooled, k: &Pooled) -> Vec<f32> {
         let d = call.shape.head_dim;
         let mut logits = scores(&q.mean, &k.mean, d, call.shape.softmax_scale());

@@ -237,6 +237,7 @@ impl BflaConfig {
         match self.hash {
             RescueHash::Mix => {
                 let mixed = mix(mix(mix(mix(head).wrapping_add(row)).wrapping_add(column)).wrapping_add(self.seed));
+                // The upper 24 bits of the hash, as a fraction.
                 (mixed >> 40) as f64 / f64::from(1 << 24)
             }
             RescueHash::Linear => {

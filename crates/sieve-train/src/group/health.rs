@@ -240,6 +240,7 @@ fn words_of(state: &DeviceState) -> String {
     clocks.unwrap_or_default() + &degrees.unwrap_or_default()
 }
 
+/// One line about all ranks: the range of each rate, and the state of the first rank's GPU.
 fn line_of(all: &[Rates]) -> String {
     let range = |rate: &dyn Fn(&Rates) -> f64, digits: usize| {
         let rates = all.iter().map(rate);

@@ -42,7 +42,8 @@ impl StepTimes {
         self.num_steps += u32::from(rank == 0);
     }
 
-    /// A message about the slowest rank since the last call, if it is slow and the last message is old enough.
+    /// A message about the slowest rank since the last report. `None` after too few steps, if no rank is slow, or if
+    /// the last message is recent.
     pub(super) fn slow_rank(&mut self) -> Option<String> {
         if self.num_steps < LEAST_STEPS {
             return None;

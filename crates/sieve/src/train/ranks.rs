@@ -232,6 +232,7 @@ pub(super) fn open(mesh: Option<&Mesh>, out: &Path, start: &Start, recipe: &Reci
         let path = origin.checkpoint.as_ref().map(|found| &found.path);
         let path = path.map(|path| path.canonicalize()).transpose()?;
         let path = path.unwrap_or_default();
+        // "1" for a branch, else "0", then the checkpoint's path; no path: the run starts from its seed.
         mesh.broadcast(format!("{}{}", u8::from(origin.is_branch), path.display()).as_bytes())?;
         return Ok((folder, origin));
     }
