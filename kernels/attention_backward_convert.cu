@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(256)
             num_heads = (u32)params.num_heads;
   const u32 head_row = row_tile / tiles, batch = head_row / num_heads, head = head_row - batch * num_heads;
   if (batch >= params.batch) return;
-  // the column tile this lane stores
+  // the column tile that this lane stores
   const u32 part = at % PARTS, lane = threadIdx.x % 32, g = lane / 4, column = part * 4 + lane % 4;
   const u64 query = params.first_query + (row_tile - head_row * tiles) * 16 + g;
   const float scale = f32_word(params.scale);

@@ -1,4 +1,4 @@
-// attention_backward_prepare: what the backward kernels need of each query row.
+// attention_backward_prepare: computes what the backward kernels read for each query row.
 // Math       row_stats_i = {lse_i * log2(e), sum_c o_ic do_ic}; a row that sees nothing (lse -inf) and the padding get
 //            {+inf, 0}, so that 2^(S - lse) is 0
 // Layout     o, do bf16 [batch, seq_len, num_heads, HEAD_DIM_V]; lse f32 [batch, num_heads, seq_len]; row_stats f32

@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   const i32 whole_blocks = min((i32)params.num_chosen, token / select_size + 1) - 1;
   const i32 num_cached = whole_blocks * select_size + token % select_size + 1;
   const i64 cache_head = batch * params.cache_heads + kv_head / (params.num_kv_heads / params.cache_heads);
-  // A tile lies in one block.
+  // Where a chosen key lies in the cache. All keys of a tile are in one block.
   auto place = [&](i64 key) { return (i64)blocks[key / select_size] * select_size + key % select_size; };
 #else
   const i32 num_cached = min(length[batch] - (i32)params.num_dropped, (i32)capacity);
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   }
 #endif
 
-  // Join the warps, then the splits.
+  // Join the results of the warps, then of the thread blocks that share the keys.
   copy_async_wait<0>();
   __syncthreads();  // no warp reads its stages any more
   float* shared_partials = (float*)(shared_bytes + Decode::Q_BYTES);

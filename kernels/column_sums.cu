@@ -20,7 +20,7 @@ column_sums(const float* partials, float* first, float* second, const __grid_con
   const u64 column = (u64)blockIdx.x * COLUMNS + lane;
   const bool exists = column < params.width;
 
-  // Load and add up
+  // Load the partial sums of a column and add them up.
   float sum = 0.f;
   if (exists) {
 #pragma unroll 8

@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
     load(tile + NUM_STAGES);
   }
 
-  // Join the warps, then the splits.
+  // Join the results of the warps, then of the thread blocks that share the keys.
   copy_async_wait<0>();
   __syncthreads();  // no warp reads its stages any more
   float* shared_partials = (float*)(shared_bytes + Decode::Q_BYTES);

@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, MIN_BLOCKS)
   const i64 list_idx = head * gridDim.x + blockIdx.x;
   int2* out = list + list_idx * capacity;
 
-  // Entering keys, latest first.
+  // Append the entering keys, the latest first.
   if (thread == 0) shared.num_old = 0;
   const i32 document = doc_start[tokens + q0], document_end = doc_end[tokens + q0];  // of the old keys
   const i32 position = q0 + thread;

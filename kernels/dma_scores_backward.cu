@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
   const i32 row_tiles = (seq_len + TILE_TOKENS - 1) / TILE_TOKENS;
   const i64 num_tiles = (i64)params.batch * row_tiles;
 
-  // Entry c NUM_KV_HEADS + h: channel c and head h, as they lie in memory.
+  // Entry c * NUM_KV_HEADS + h belongs to channel c and head h, as in memory.
   float weights[NUM_WEIGHTS], dweights[NUM_WEIGHTS], da[PAIRS];
 #pragma unroll
   for (int i = 0; i < NUM_WEIGHTS; i++) weights[i] = dweights[i] = 0.f;
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
     }
   }
 
-  // Store
+  // Store the block's partial sums.
   float* out = partials + (u64)blockIdx.x * (num_channels + 1) * NUM_KV_HEADS;
   if (active) store_weights(out + (i64)channel * NUM_KV_HEADS, dweights);
   if (blockIdx.y == 0) {

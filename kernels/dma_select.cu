@@ -115,7 +115,7 @@ struct OwnArrival {
   }
 };
 
-// Keys of rank below `rank` born before time 32 * row.
+// Number of keys of a rank below `rank` that were born before time 32 * row.
 DEVICE int born_below(const Shared& shared, int row, int rank) {
   const u32 word = shared.present[row][rank >> 5];
   return shared.present_before[row][rank >> 5] + __popc(word & ((1u << (rank & 31)) - 1));
@@ -167,7 +167,7 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
     const bool full = s - document >= window;            // every arrival pops one key
     const int free = full ? 0 : window - (s - document);  // else the first `free` pop none
 
-    // Thresholds: T(s) over the keys before s, T(e) over those and the arrivals, one a thread.
+    // Find the thresholds: T(s) over the keys before s, T(e) also over the arrivals, of which a thread holds one.
     if (thread == 0) shared.pool_size = 0;
     shared.rank_at[thread] = NOT_IN_POOL;
     const bool arrives = s <= position && position < e;
@@ -208,7 +208,7 @@ dma_select(const float* __restrict__ z, const i32* __restrict__ doc_start, const
                                &shared.present[0][0]};
     const u64 key = block_rank(unsorted, pool_size, memory);
 
-    // Rank `thread`: when was it born?
+    // The key with rank `thread`: the time at which it enters the pool.
     const int rank = thread;
     const bool in_pool = rank < pool_size;
     const i32 key_position = (i32)(u32)key;

@@ -41,7 +41,7 @@ struct NoKeys {
   DEVICE void operator()(Visit) const {}
 };
 
-// All keys before the boundary.
+// Visits all keys before the boundary.
 struct PrefixKeys {
   const u32* z;
   i32 first, boundary;

@@ -71,7 +71,7 @@ DEVICE void consume(const IndexGradientParams& params, bf16* parts, float* dk_su
               ds[4 * n + x] += weight * exp2_fast(scores[4 * n + x] * scale_log2 - (x % 2 ? lse.y : lse.x) * LOG2_E);
           }
         }
-        // The indexer's rows are read below.
+        // The indexer's rows are kept: the code below reads them.
         if (first >= num_rows || head < group) release_slot(barrier_at(shared, EMPTY_ROWS + slot));
       }
       if (first >= num_rows) continue;

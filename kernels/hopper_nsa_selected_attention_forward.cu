@@ -14,7 +14,7 @@
 #include "common/attention_params.cuh"
 #include "common/hopper_chosen.cuh"
 
-// The consumer warpgroup.
+// Work of a consumer warpgroup: scores, softmax and parts of o.
 DEVICE void consume(const NsaSelectedAttentionForwardParams& params, bf16* parts, float* part_lse, u32 shared,
                     int warpgroup) {
   const int warp_row = (int)threadIdx.x % 128 / 32 * 16, lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;

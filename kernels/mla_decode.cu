@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     __syncthreads();  // every warp may read the tile and the queries
     const u32 stage = stages + tile % NUM_STAGES * STAGE_BYTES;
 
-    // Score 16 keys.
+    // Score the 16 keys of a warp.
     float s[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
     const u32 q_lane = shared + (lane & 15) * KEY_PITCH + (lane >> 4) * 16;
     const u32 k_lane = stage + (warp * DECODE_KEYS + (lane & 7) + (lane >> 4) * 8) * KEY_PITCH + ((lane >> 3) & 1) * 16;

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int num_splits = (int)params.num_splits;
   const float* row = partials + (i64)blockIdx.x * num_splits * ROW;
 
-  // The weight of each part.
+  // Compute the weight of each part.
   float largest = -INFINITY_F32, total = 0.f;
   for (int split = threadIdx.x; split < num_splits; split += THREADS) {
     weights[split] = row[(i64)split * ROW];

@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   const bf16* q = packed + batch * params.q_stride + (i64)head * (HEAD_DIM + ROPE_DIM);
   bf16* to = folded + (batch * num_heads + head) * width;
 
-  // Store the token.
+  // Store the token in the latent cache.
   if (head == 0 && blockIdx.y == 0) {
     const i64 row = batch * params.capacity + min((i64)length[batch], (i64)params.capacity - 1);
     const bf16* key = rotated + params.rotated_offset + batch * params.rotated_stride;

@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, MIN_BLOCKS)
       }
     }
 
-    // Values: copied.
+    // Copy the gradients of the values.
 #pragma unroll 4
     for (int i = lane; i < num_heads * CONTENT_LANES; i += 32) {
       const int head = i / CONTENT_LANES, column = i % CONTENT_LANES * 8;

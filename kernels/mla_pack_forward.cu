@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
   HeadColumns angles = {};
   if (at.has_rope) angles = load_angles(cos, sin, table_row + at.rope);
 
-  // Queries: norm, rotate.
+  // Norm and rotate the queries.
   {
     const uint4 content_weight = load_content(q_weight, at, true);
     const HeadWords rope_weight = load_rope(q_weight + CONTENT_DIM, at, true);
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
     }
   }
 #else
-  // First load what the rotation would wait for longest.
+  // Load first what the rotation would otherwise wait for longest.
   const int column = lane % GROUP * LANE_COLUMNS;
   const bool holds = lane % GROUP < LANES;
   HeadColumns angles = {}, key = {};

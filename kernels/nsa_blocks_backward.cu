@@ -1,8 +1,9 @@
 // nsa_blocks_backward: gradients of nsa_blocks to keys and values.
 // Math       dx_w[token, head, c] = sum over the blocks that hold the token, first to last, of
-//            dy[w, row, place in the block, c] (MEAN 0), or of dy[w, row, c] / size (MEAN 1); queries get 0
-// Layout     dy as nsa_blocks' y; dqkv bf16 [batch, seq_len, num_heads + 2 * num_kv_heads, width]; doc_start, doc_end
-//            i32 [batch, seq_len]; contiguous
+//            dy[w, row, place in the block, c] (MEAN 0), or of dy[w, row, c] / size (MEAN 1); w = 0 keys, 1 values;
+//            row = (batch * num_slots + slot) * num_kv_heads + head, slot as in common/nsa_blocks.cuh; queries get 0
+// Layout     dy bf16 [2, rows, size, width] (MEAN 0) or [2, rows, width] (MEAN 1); dqkv bf16 [batch, seq_len,
+//            num_heads + 2 * num_kv_heads, width]; doc_start, doc_end i32 [batch, seq_len]; contiguous
 // Buffers    dy, doc_start, doc_end, dqkv
 // Defines    MEAN 0|1
 // Tiling     grid (seq_len, batch): a block writes a token; 128 threads, 8 columns each; no shared memory

@@ -25,7 +25,7 @@ struct NsaChooseParams {
   u64 num_first, num_local;  // forced blocks
 };
 
-// Order keys of importances, all above 0, which means none.
+// An integer that sorts as the importance does. It is above 0 for every importance; 0 stands for no block.
 DEVICE u32 order_of(float x) { return order_of_score(x); }
 
 // The choice of a query, and the address of its list.
@@ -96,7 +96,7 @@ DEVICE void choose(const Choice& choice, uint2* room) {
     if (takers >> lane & 1) choice.to[__popc(takers & below)] = (int)mine.y;
     return;
   }
-  // The largest number that `needed` importances reach.
+  // Finds the largest integer that at least `needed` importances reach, bit by bit from the top.
   u32 least = 0;
   reached = choice.count;
   for (int bit = 31; bit >= 0 && reached > choice.needed; --bit) {
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(256)
                 __shfl_sync(~0u, (query - doc_start[(u64)batch * params.seq_len + query]) / (int)params.select_size, 0),
             num_selected = (int)params.num_selected;
   i32* chosen = block_indices + (((u64)batch * params.seq_len + query) * params.num_kv_heads + kv_head) * num_selected;
-  // the blocks up to its own end the list, the document's first begin it
+  // The list begins with the document's first blocks and ends with the last ones up to the query's own.
   const int count = min(num_selected, own + 1), last = min(count, (int)params.num_local),
             first = min(count - last, (int)params.num_first);
   const int needed = count - last - first;

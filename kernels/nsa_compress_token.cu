@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   token += kv_head * width;
   bf16* tail = (is_value ? v_tail : k_tail) + head * (i64)params.tail_capacity * width;
 
-  // Store the token.
+  // Store the token in the cache.
   for (int at = threadIdx.x; at < chunks; at += THREADS)
     store_16_bytes(tail + slot * width + at * 8, load_16_bytes(token + at * 8));
   if (threadIdx.x == 0 && kv_head == 0 && !is_value) count[batch] = keys.num();

@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   bf16* row_k = k_cache + head * capacity * HEAD_DIM;
   bf16* row_pooled = pooled + head * (i64)params.pooled_capacity * HEAD_DIM;
 
-  // Load the queries.
+  // Load the queries and convert them to f32.
   const bf16* head_q = q + params.q_offset + batch * params.q_batch_stride + (i64)kv_head * group_size * HEAD_DIM;
   for (int i = threadIdx.x; i < group_size * HEAD_DIM; i += THREADS) queries[i] = bf16_to_f32(head_q[i]);
 

@@ -26,7 +26,7 @@ struct QkNormRopeBackwardParams {
 
 constexpr int BATCH = 4;  // heads that a lane loads at once
 
-// A lane's data of its token.
+// The pointers and the column by which a lane reads its token.
 struct Token {
   const bf16 *in, *grad;
   bf16* out;
@@ -34,7 +34,7 @@ struct Token {
   bool holds;
 };
 
-// Heads base .. of a token, up to `end`.
+// x and dy of BATCH heads of a token for each group of lanes, from head `base` on; zeros from head `end` on.
 struct HeadBatch {
   HeadWords x[BATCH], dy[BATCH];
 

@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM > 64 ? 3 : 4)
                        const __grid_constant__ ReceivedAttentionParams params) {
   extern __shared__ unsigned char shared_memory[];
   const u32 stages = (shared_address(shared_memory) + 127) & ~127u;
-  // [2][QUERIES]
+  // lse of the queries in log2, of two stages: [2][QUERIES]
   float* offsets = (float*)(shared_memory + (stages - shared_address(shared_memory)) + 2 * STAGE_BYTES);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2;
   const int num_keys = (int)params.num_keys, kv_head = blockIdx.y, first_key = blockIdx.x * KEYS,

@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(64)
     return;
   }
   const int capacity = min((int)params.num_exact, (int)params.k);
-  // Each thread writes its own column.
+  // One column a thread: the best scores and their blocks.
   __shared__ float all_best[MOST_EXACT][64];
   __shared__ int all_places[MOST_EXACT][64];
   const auto best = [&](int i) -> float& { return all_best[i][threadIdx.x]; };

@@ -15,7 +15,7 @@
 #define AMAX_BUFFER
 #endif
 
-// A thread's largest number so far.
+// The largest absolute value that a thread has seen.
 struct Amax {
 #if AMAX_PARTIALS
   u32 bits = 0;

@@ -10,11 +10,11 @@ DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_s
 DEVICE void copy_async_16(u32 shared, const void* global, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
-// As above with 8 bytes.
+// Like copy_async_16, with 8 bytes.
 DEVICE void copy_async_8(u32 shared, const void* global, u32 bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
-// As above with 4 bytes.
+// Like copy_async_16, with 4 bytes.
 DEVICE void copy_async_4(u32 shared, const void* global, u32 bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }

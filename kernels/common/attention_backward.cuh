@@ -74,7 +74,7 @@ constexpr int ENTRIES_AT = STATS_AT + 2 * STATS_BYTES;
 constexpr int BIAS_AT = ENTRIES_AT + BLOCK_KV * 8;
 constexpr int BLOCK_AT = BIAS_AT + (HAS_BIAS ? BLOCK_KV * 4 : 0);
 constexpr int BLOCK_BYTES = CHOSEN_ROWS ? 192 : 128;
-// CHOSEN_ROWS: the descriptions of the rows of four steps, from the last step to the one after the next
+// With CHOSEN_ROWS memory holds the descriptions of the rows of four steps, from the last step to the one after next.
 constexpr int ROWS_AT = BLOCK_AT + BLOCK_BYTES;
 constexpr int ROWS_BYTES = CHOSEN_ROWS ? 4 * BLOCK_Q * 16 : 0;
 static_assert(ROWS_AT + ROWS_BYTES <= 227 * 1024,
@@ -138,7 +138,7 @@ DEVICE KeyRange key_range(const int2* entries, int count) {
 DEVICE ChosenRow* step_rows(unsigned char* memory, int step) {
   return (ChosenRow*)(memory + ROWS_AT) + step % 4 * BLOCK_Q;
 }
-// Writes them.
+// Writes the descriptions of a step's rows.
 DEVICE void describe_rows(const BackwardBlock& block, unsigned char* memory, int step) {
   if (threadIdx.x < BLOCK_Q)
     step_rows(memory, step)[threadIdx.x] =

@@ -1,4 +1,4 @@
-// backward_prepare: what the backward kernels need of each query row, {lse * log2(e), sum_c o_c do_c}.
+// backward_prepare: computes what the backward kernels read for each query row, {lse * log2(e), sum_c o_c do_c}.
 // Used by attention_backward_prepare.cu and hopper_attention_backward_prepare.cu, which document the interface.
 // Defines    HEAD_DIM_V, a multiple of 8, at most 256
 #pragma once
@@ -8,7 +8,8 @@ __host__ __device__ constexpr int power_of_two(int least) { return least <= 2 ? 
 constexpr u32 ROW_LANES = power_of_two(HEAD_DIM_V / 8);
 static_assert(ROW_LANES <= 32, "a row is summed inside one warp");
 
-// One block's rows; `o_low`: the lower 16 bits of o in f32, read with HAS_LOW.
+// Computes `row_stats` of the rows of one thread block. With HAS_LOW the output in f32 has the bits
+// (o << 16) + o_low, o_low signed; otherwise it is o.
 template <bool HAS_LOW>
 DEVICE void prepare_rows(const bf16* o, const short* o_low, const bf16* d_out, const float* lse, float2* row_stats,
                          const AttentionBackwardPrepareParams& params) {

@@ -8,7 +8,7 @@
 constexpr int RANK_BUCKETS = 2048;
 constexpr u32 MOST_IN_BUCKET = 32;  // more in one bucket: the keys are sorted instead
 
-// Shared memory of a ranking.
+// The shared memory that ranking the values of a block needs.
 struct RankMemory {
   u32* counts;     // [RANK_BUCKETS], zero; 16-byte aligned, left with anything in it
   u32* starts;     // [RANK_BUCKETS], 8-byte aligned

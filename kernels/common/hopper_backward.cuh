@@ -58,7 +58,7 @@
 constexpr int BLOCK_KV = 128, BLOCK_Q = 64, NUM_CONSUMERS = 2;
 constexpr int THREADS = 128 + NUM_CONSUMERS * 128;
 #define IS_WIDE (HEAD_DIM == 192)
-// of dV, and of dK's first HEAD_DIM_V columns: 64 keys over 128 threads
+// Registers of a thread for the sums of dV, and for dK's first HEAD_DIM_V columns: 64 keys over 128 threads.
 constexpr int SUM_REGISTERS = HEAD_DIM_V / 2;
 constexpr int DQ_COLUMNS = HEAD_DIM / NUM_CONSUMERS;
 static_assert(HEAD_DIM_V == 64 || HEAD_DIM_V == 128, "a thread keeps 64 or 128 registers of sums, or 160");
@@ -170,7 +170,8 @@ DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + b
 DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
-    // Arrivals: one for the copies, one of each warp that stores statistics; one of each consumer warp.
+    // FULL barriers count an arrival for the copies and one of each warp that stores statistics, EMPTY barriers one of
+    // each consumer warp.
     barrier_init(barrier_at(shared, FULL_KV), HAS_BIAS ? 256 : 128);  // copies; biases stored
     for (int i = 0; i < Q_STAGES; ++i) {
       barrier_init(barrier_at(shared, FULL_Q + i), 1 + (SPLIT_STATS ? STATS_ARRIVALS : 0));
@@ -259,7 +260,7 @@ DEVICE void send_tiles(const BackwardBlock& block, int sender, u32 shared) {
   if (sender >= num_tiles) return;
   StepPlace place(block);
   for (int i = 0; i < sender; ++i) place.advance(block);
-  // of a tile among the sums
+  // row of a tile in the buffer of dq's sums
   auto row_of = [&block](const StepPlace& at) { return at.head * block.dq_len + at.tile * BLOCK_Q - block.dq_first; };
   i32* semaphore = block.semaphores + row_of(place) / BLOCK_Q;
   int seen = read_semaphore(semaphore);
@@ -363,7 +364,8 @@ DEVICE void produce_stats(const BackwardBlock& block, u32 first, u32 shared) {
 }
 #endif
 
-// The producer warpgroup's part. `bias`: of this thread's key, times bias_unit.
+// Work of the producer warpgroup: loads keys, values, queries and dO. `bias` is the bias of this thread's key, times
+// bias_unit.
 template <class Keys>
 DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] float bias, u32 shared) {
   const int thread = (int)threadIdx.x % 128, warp = thread / 32;
@@ -530,7 +532,8 @@ struct KeyGradients {
   float ddelta[2];
 };
 
-// lse (WHICH 0) or D (1) of this thread's two queries of eight, number n. With a bias lse alone, as plain numbers.
+// Loads lse (WHICH 0) or D (1) of the two queries that this thread has of the n-th eight. With SPLIT_STATS only lse is
+// loaded, which lies alone.
 template <int WHICH>
 DEVICE void load_stats(float (&values)[2], u32 stats, int n) {
   const int t = (int)threadIdx.x % 4;
@@ -567,7 +570,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   const u32 k = shared + warpgroup * 64 * 128, v = k + V_AT;
   const KeySplit key_split(shared, warpgroup);
   const u32 k_columns = shared + (HEAD_DIM == 128 ? warpgroup * BLOCK_KV * 128 : warpgroup * 64);
-  // Where this lane's row of each 8x8 matrix of dS^T begins; 16 queries further: two chunks, a xor.
+  // Address of this lane's row of each 8x8 matrix of dS^T. 16 queries further are two swizzled chunks further: xor 32.
   const u32 ds_row = shared + DS_AT + (warpgroup * 64 + warp * 16 + lane / 8 % 2 * 8 + lane % 8) * 128 +
                      (((lane / 16) ^ (lane % 8)) << 4);
 
@@ -579,7 +582,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #if !ORDERED
   const u64 first_row = place.tile * BLOCK_Q - block.dq_first + warp * 16;
   float* dq_to = block.dq_sum + (first_row * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
-  // The same rows of this step's tile, behind the step before.
+  // Moves `dq_to` from the last step's tile to the same rows of this step's tile, which may be the next head's first.
   auto next_tile = [&] {
     const i64 rows = place.tile == block.first_tile ? block.dq_len - (block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
     dq_to += rows * HEAD_DIM;

@@ -7,7 +7,7 @@
 #if IS_WIDE
 static_assert(Q_STAGES == 2 && DO_STAGES == 2, "a step's number is its place in both rings");
 
-// The consumer warpgroup's part. Leaves complete sums.
+// Work of a consumer warpgroup. Leaves the complete sums of dk and dv in `sums`.
 template <class Keys>
 DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warpgroup, KeyGradients& sums) {
   const KeyRange range = key_range(keys, warpgroup * 64, 64);
@@ -29,7 +29,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 #if ORDERED
   float* const dq_to = nullptr;
 #else
-  // fragments of 16 x 8: 128 numbers
+  // dq_sum holds fragments of 16 queries x 8 columns, 128 numbers each.
   const int warp = __shfl_sync(~0u, (int)threadIdx.x % 128 / 32, 0);
   float* dq_to = block.dq_sum + (u64)(place.tile * BLOCK_Q - block.dq_first + warp * 16) * HEAD_DIM;
 #endif
@@ -90,7 +90,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     }
     release(barrier_at(shared, EMPTY_DO + slot));
     {
-      // Where this lane's row of each 8x8 matrix of dS^T begins; 16 queries further: two chunks, a xor.
+      // Address of this lane's row of each 8x8 matrix of dS^T. 16 queries further are two swizzled chunks further.
       const int thread = (int)opaque(threadIdx.x) - 128, in_warp = thread % 32;
       const u32 ds_row = shared + DS_AT + slot * DS_BYTES +
                          (thread / 32 * 16 + in_warp / 8 % 2 * 8 + in_warp % 8) * 128 +
@@ -125,7 +125,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     send_dq<16>(dq_to + (8 + warpgroup * 4) * 128, shared, 2 * step + 1);
     place.advance(block);
 #if !ORDERED
-    // The same rows of the next tile, or of the next head's first.
+    // Moves `dq_to` to the same rows of the next tile, or of the next head's first tile.
     const i64 rows = place.tile == block.first_tile ? block.dq_len - (block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
     dq_to += rows * HEAD_DIM;
 #endif

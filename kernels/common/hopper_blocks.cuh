@@ -71,7 +71,7 @@ struct BlockSchedule {
     if (PAIRS) return (ceil_div(mask.num_query_tiles, 2) - 1 - place.tile) * 2 + consumer;
     return mask.tile_of_rank(place.head, place.tile / parts);
   }
-  // A consumer's rows.
+  // The query rows of a consumer warpgroup.
   DEVICE SparseQueries queries(WorkPlace place, int consumer) const {
     return mask.queries(place.head, query_tile(place, consumer), PAIRS ? 0 : place.tile % parts * 2 + consumer, 64);
   }

@@ -197,7 +197,7 @@ DEVICE void produce_indexed_rows(const ChosenInputs& inputs, u32 shared, RingPla
 }
 #endif
 
-// The producer warpgroup.
+// Work of the producer warpgroup: loads keys, values and rows.
 DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
   const int thread = (int)threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), group = inputs.group;
   const int row_heads = INDEXED ? 1 : group;  // rows of a query in a tile

@@ -40,7 +40,7 @@ DEVICE void query_gradient(float (&dk)[HEAD_DIM / 2], const u32 (&gradient)[4][4
   weigh_rows<ROWS>(dk, gradient, q, true);  // needs no other warp and covers the barrier
   fence_async_proxy();                      // for dS^T
   barrier_sync(DS_READY + warpgroup, 128);
-  // 64 columns after 64, for want of registers.
+  // dQ is computed 64 columns at a time: all of them would not fit the registers.
   float dq[32];
   u32 packed[4][4];
   wgmma_fence();

@@ -19,7 +19,7 @@ DEVICE void copy_key_rows(u32 tile, const bf16* rows, u32 stride_bytes, int key,
   // from an opaque thread index, so that these are recomputed: held in registers, they would spill
   const int lane = (int)opaque(threadIdx.x) % 32, row = lane / 8, chunk = lane % 8;
   const char* from = (const char*)rows + chunk * 16;
-  // 4 rows further, bit 2 of the swizzled chunk flips
+  // Four rows further, bit 2 of the swizzled chunk flips, which is bit 6 of the address.
   const u32 even = tile + (warp * 32 + row) * 128 + ((chunk ^ row) << 4), odd = even ^ 64;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {

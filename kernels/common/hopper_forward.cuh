@@ -322,7 +322,7 @@ struct RowsInWork {
   }
 #endif
 
-  // O of the last stage.
+  // Adds P V of the last stage to the output.
   template <int STEPS>
   DEVICE void finish(const u32 (&weights)[STEPS][4]) {
     if (GATHER) fence_async_proxy();

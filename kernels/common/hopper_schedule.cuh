@@ -15,7 +15,7 @@ struct WorkPlace {
 struct WorkSchedule {
   u32 heads_per_unit, units, kv_heads, section_units, section_items, section_rounds, num_rounds;
 
-  // tiles, heads: of a batch row; unit_bytes: keys and values of one KV head.
+  // `tiles` and `heads` count those of a batch row; `unit_bytes` is the size of one KV head's keys and values.
   DEVICE WorkSchedule(u32 tiles, u32 heads, u32 kv_heads, u32 batch, u64 unit_bytes, u64 cache_bytes)
       : heads_per_unit(heads / kv_heads), units(kv_heads * batch), kv_heads(kv_heads) {
     const u32 capacity = (u32)max(cache_bytes / unit_bytes, (u64)1), sections = (units + capacity - 1) / capacity;

@@ -29,7 +29,7 @@ static_assert(NUM_STAGES >= 2, "one tile is used while the next one arrives");
 constexpr int K_TILE_BYTES = BLOCK_KV * HEAD_DIM * 2;
 constexpr int V_TILE_BYTES = BLOCK_KV * HEAD_DIM_V * 2;
 constexpr int KV_STAGE_BYTES = K_TILE_BYTES + V_TILE_BYTES;
-// tiles between the copy of entries and the use of their rows' scores
+// Number of tiles between the copy of list entries and the use of the scores of their rows.
 constexpr int ENTRY_LEAD = 2 * (NUM_STAGES - 1);
 constexpr int ENTRY_SLOTS = NUM_STAGES == 2 ? 4 : NUM_STAGES <= 4 ? 8 : 16;  // a power of two above ENTRY_LEAD
 constexpr int BIAS_BYTES = HAS_BIAS ? NUM_STAGES * BLOCK_KV * 4 : 0;

@@ -23,7 +23,7 @@ struct LatentColumns {
   HeadColumns rope;
 };
 
-// Dot product over a lane's columns.
+// Dot product of the rotated columns that a lane holds.
 DEVICE float rope_products(const HeadColumns& a, const HeadColumns& b) {
   float sum = 0.f;
 #pragma unroll
@@ -82,7 +82,7 @@ DEVICE HeadColumns rotated(const HeadColumns& x, const HeadColumns& angles) {
   return y;
 }
 
-// x weight factor, column by column.
+// Multiplies x by weight and factor, column by column.
 DEVICE HeadColumns weighed(const HeadColumns& x, const HeadColumns& weight, float factor) {
   HeadColumns y;
 #pragma unroll

@@ -7,7 +7,7 @@
 #pragma once
 #include "common/types.cuh"
 
-// d += a b.
+// The GEMM d += a b of one mma instruction, bf16 with f32 sums.
 DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -23,7 +23,7 @@ DEVICE void load_matrix_x4(u32 (&r)[4], u32 shared) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared));
 }
-// As load_matrix_x4, each matrix transposed.
+// Like load_matrix_x4, with each matrix transposed.
 DEVICE void load_matrix_x4_transposed(u32 (&r)[4], u32 shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

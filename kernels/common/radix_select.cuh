@@ -24,7 +24,7 @@ struct RadixSelect {
   u32 warp_sums[SELECT_THREADS / 32];
 };
 
-// The bits of a 64-bit key that passes 0 .. pass fix.
+// Mask of the bits of a 64-bit key that are known after passes 0 to `pass`.
 DEVICE u64 radix_fixed_bits(int pass) {
   return pass < 0    ? 0ull
          : pass == 0 ? ~0ull << 53

@@ -16,7 +16,7 @@ constexpr int GROUP = LANES <= 1 ? 1 : LANES <= 2 ? 2 : LANES <= 4 ? 4 : LANES <
 constexpr int HEADS_PER_WARP = 32 / GROUP;
 static_assert(HEAD_DIM % 16 == 0 && LANES <= 32, "a head is whole lanes, on at most a warp");
 
-// A lane's columns of a head: the same of each half.
+// A lane's columns of a head: the same columns of the lower and of the upper half, which rotation pairs.
 struct HeadColumns {
   float low[LANE_COLUMNS], high[LANE_COLUMNS];
 };

@@ -40,7 +40,7 @@ struct SparseKeys {
   }
 };
 
-// The queries of one tile.
+// The query rows of one tile, in the order of the call or permuted.
 struct SparseQueries {
   const i32* order;        // from the tile's first slot on: the row of the call in each slot; null: in order
   int context;             // position of the call's first row
@@ -108,7 +108,7 @@ struct SparseMask {
     return queries;
   }
 
-  // The keys of these queries.
+  // The keys that the mask shows to these queries.
   DEVICE SparseKeys keys(int head, int tile, const SparseQueries& queries) const {
     const int list = head / heads_per_list;
     const u64 row = (u64)list * num_query_tiles + tile;

@@ -33,7 +33,7 @@ DEVICE void store_split_column(u32 shared, float x, u32 one) {
   const SplitParts parts(0.5f * x);
   store_split(shared, parts.first | parts.second << 16, parts.third | one << 16, one | one << 16);
 }
-// Stores the number of a row.
+// Stores the split number of one row as an operand.
 DEVICE void store_split_row(u32 shared, float x) {
   const SplitParts parts(0.5f * x);
   store_split(shared, BF16_ONE | BF16_ONE << 16, BF16_ONE | parts.first << 16, parts.second | parts.third << 16);

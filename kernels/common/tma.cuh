@@ -31,7 +31,7 @@ DEVICE void bulk_add_f32(float* to, u32 shared, u32 bytes) {
       "r"(shared), "r"(bytes), "l"(EVICT_LAST)
       : "memory");
 }
-// Copies `bytes` (a multiple of 16) to global memory, with the same hint.
+// Copies `bytes` (a multiple of 16) from shared to global memory, with the same L2 evict-last hint.
 DEVICE void bulk_store(float* to, u32 shared, u32 bytes) {
   constexpr u64 EVICT_LAST = 0x14f0000000000000;
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(shared),

@@ -10,24 +10,24 @@
 #pragma once
 #include "common/types.cuh"
 
-// Descriptor of a tile whose 64-column blocks run along the summed dimension. 16 columns further: 32 bytes further.
+// Descriptor of a tile whose 64-column blocks run along the summed dimension. The next 16 columns begin 32 bytes later.
 DEVICE u64 wgmma_along(u32 shared) { return (u64)0x40000040u << 32 | (shared >> 4 | 1u << 16); }
 // Descriptor of a tile whose rows are the summed dimension (TRANSPOSE 1); the next 64 columns lie `block_bytes`
-// further. 16 rows further: 2048 bytes.
+// further, the next 16 rows 2048 bytes.
 DEVICE u64 wgmma_across(u32 shared, u32 block_bytes) {
   return (u64)0x40000040u << 32 | (shared >> 4 | block_bytes >> 4 << 16);
 }
 // Descriptor of a tile of 8 columns without a swizzle, rows of 16 bytes side by side. It covers 8 of the K = 16
 // columns; columns 8 to 15 read the same data again, so A must be zero there.
 DEVICE u64 wgmma_unswizzled(u32 shared) { return (u64)8 << 32 | shared >> 4; }
-// A descriptor `bytes` further; addresses of shared memory never carry into the other fields.
+// Moves a descriptor `bytes` further; the sum never carries from the address into the other fields.
 DEVICE u64 wgmma_step(u64 descriptor, u32 bytes) { return descriptor >> 32 << 32 | ((u32)descriptor + (bytes >> 4)); }
 // The calling thread's warpgroup, in a form that the compiler sees is the same for a whole warp.
 DEVICE int warpgroup_index() { return __shfl_sync(~0u, (int)threadIdx.x / 128, 0); }
 
 // Orders writes of registers before the GEMMs that read them; needed before the first GEMM too.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Closes a group of GEMMs.
+// Closes a group of asynchronous GEMMs, which wgmma_wait counts.
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most PENDING of the newest groups are in flight.
 template <int PENDING>

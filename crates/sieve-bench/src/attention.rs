@@ -21,7 +21,7 @@ use std::ops::Range;
 /// It is no share of `ddelta` itself, whose true value is 0 where a query sees a single key.
 const DDELTA_TERMS: f32 = 1.0 / 65536.0;
 
-/// A case with its two references.
+/// A case with its references in f32 and in bf16.
 pub(super) struct Prepared {
     case: Case,
     layout: Layout,
@@ -49,7 +49,7 @@ struct Draw {
     cuts: Cuts,
     scores: Scores,
     layout: Layout,
-    /// Factor on queries and keys.
+    /// Factor on the random queries and keys.
     magnitude: f32,
     seed: u64,
     policy: KernelPolicy,

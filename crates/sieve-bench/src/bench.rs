@@ -42,7 +42,7 @@ use std::path::PathBuf;
 pub enum BenchRows {
     /// Attention, selection and decoding: the rows of the table in docs/benchmarks.md.
     Standard,
-    /// The shapes of arXiv:2508.02124, Table 2.
+    /// The shapes of Table 2 of arXiv:2508.02124.
     Table2,
     /// How time and memory grow with the length of a row, and with the keys that DMA keeps.
     Scaling,
@@ -52,9 +52,9 @@ pub enum BenchRows {
     Latent,
     /// Attention under random masks, and dense attention.
     Sparse,
-    /// Whole selectors, and dense attention.
+    /// Whole prefill selectors, beside dense attention.
     Selectors,
-    /// One new token, under each method that acts while a model writes.
+    /// Decoding of one new token, under each decode selector.
     Decode,
     /// Native sparse attention, InfLLM-V2, MoBA and MSA, and dense attention.
     Nsa,
@@ -62,16 +62,16 @@ pub enum BenchRows {
     Dma,
 }
 
-/// Rows and sizes of a benchmark.
+/// Which kernels a benchmark times, and at which sizes.
 #[derive(Clone, Debug)]
 pub struct BenchSettings {
-    /// The kernels whose rows are timed.
+    /// Which kernels are timed.
     pub rows: BenchRows,
     /// How DMA's scores are drawn: a row for each.
     pub scores: Vec<Scores>,
     /// Time the portable kernels, also where the device has a family of its own.
     pub portable: bool,
-    /// Timed repetitions of a row.
+    /// Timed repetitions of each row.
     pub repetitions: usize,
     /// Captured q, k and v for the rows of selectors.
     pub operands: Option<PathBuf>,
@@ -117,16 +117,16 @@ impl BenchSettings {
 pub enum BenchEvent {
     /// The GPU's peak rates, before the first row.
     Ceilings(Ceilings),
-    /// A row, as soon as it is measured.
+    /// A row was measured.
     Row(BenchRow),
 }
 
-/// Results of a benchmark.
+/// The measured rows of a benchmark.
 #[derive(Clone, Debug)]
 pub struct BenchResult {
-    /// Everything measured, for programs.
+    /// All measurements as JSON, for programs.
     pub json: Value,
-    /// Rows that failed.
+    /// Number of rows that failed.
     pub failed: usize,
 }
 
@@ -158,11 +158,11 @@ pub fn bench(settings: &BenchSettings, gpu: &DeviceReport, say: &mut dyn FnMut(B
 /// A running benchmark: device, clock, settings, and the rows so far as JSON.
 pub(crate) struct Bench<'a> {
     say: &'a mut dyn FnMut(BenchEvent),
-    /// The GPU.
+    /// The GPU that is measured.
     pub(crate) device: Gpu,
     gpu: usize,
     clock: Clock,
-    /// What was asked for.
+    /// Which kernels to time, and at which sizes.
     pub(crate) settings: BenchSettings,
     copy_bytes_per_s: f64,
     matmul_flops: f64,

@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use sieve_kernels::{AttentionShape, KeyLists, Selection};
 use sieve_testing::Random;
 
-/// How biases are drawn.
+/// How the biases of a case are drawn.
 #[derive(Clone, Copy, Debug)]
 enum Biases {
     /// `exp(min(z, 60))`: ten keys with this z, the others 0.
@@ -27,7 +27,7 @@ enum Biases {
     Anywhere,
     /// z itself, from -8192 in the first key to 8192 in the last.
     Rising,
-    /// z itself, -8192 or 8192.
+    /// z is -8192 or 8192, and the bias is z.
     Ends,
     /// z itself, normal numbers around this one.
     Around(f32),

@@ -18,20 +18,20 @@ pub struct BuildSettings {
     pub recipe: Option<Recipe>,
     /// Architectures such as `sm_90a`; those of this machine's GPUs when empty.
     pub arch: Vec<String>,
-    /// The folder of caches to fill.
+    /// Folder that gets one cache of cubins for each architecture.
     pub root: PathBuf,
 }
 
-/// Events of compiling while it runs.
+/// What is reported while kernels are compiled.
 #[derive(Clone, Debug)]
 pub enum BuildEvent {
     /// How many kernels are done, and out of how many.
     Progress(usize, usize),
     /// All kernels of an architecture are done; what each uses follows.
     Table,
-    /// One kernel's line of the table.
+    /// A kernel was compiled: its line of the table.
     Kernel(String),
-    /// An architecture is done.
+    /// All kernels of an architecture were compiled.
     Done(String),
 }
 

@@ -152,7 +152,7 @@ fn each_layer<B: DeviceBackend>(
     hidden.map(drop)
 }
 
-/// Scores of one row of tokens, for each layer and KV head.
+/// DMA's scores z of one row of tokens, for each layer and KV head.
 fn scores_of_row<B: DeviceBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::Device) -> Result<Vec<Vec<f32>>> {
     let mut rows = Vec::new();
     each_layer(model, tokens, device, &mut |_, layer, x, context| {

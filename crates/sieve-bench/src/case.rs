@@ -16,9 +16,9 @@ const SCORE_CLAMP: f32 = 60.0;
 /// Which keys a query sees, and with what bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Keys {
-    /// All keys up to its own.
+    /// All keys up to the query's own.
     Dense,
-    /// All keys up to its own, each with a bias.
+    /// All keys up to the query's own, each with a bias.
     Biased,
     /// The last this many keys, the query's own included.
     Window(usize),
@@ -79,7 +79,7 @@ impl std::fmt::Display for Keys {
     }
 }
 
-/// How rows are cut into documents.
+/// How rows are divided into documents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cuts {
     /// This number of documents a row, cut at random places.
@@ -88,7 +88,7 @@ pub(crate) enum Cuts {
     Few,
     /// Documents of random lengths up to a quarter of the row, a third of them of one token.
     Mixed,
-    /// Documents of one token each.
+    /// Documents of one token.
     Tokens,
 }
 
@@ -97,32 +97,32 @@ pub(crate) enum Cuts {
 pub(crate) struct Case {
     pub(crate) shape: AttentionShape,
     pub(crate) keys: Keys,
-    /// Factor on `q.k`.
+    /// Factor on the dot products `q.k`.
     pub(crate) scale: f32,
-    /// `[batch, seq_len, num_heads, head_dim]`.
+    /// Queries, `[batch, seq_len, num_heads, head_dim]`.
     pub(crate) q: Vec<f32>,
-    /// `[batch, seq_len, num_kv_heads, head_dim]`.
+    /// Keys, `[batch, seq_len, num_kv_heads, head_dim]`.
     pub(crate) k: Vec<f32>,
-    /// `[batch, seq_len, num_kv_heads, head_dim_v]`.
+    /// Values, `[batch, seq_len, num_kv_heads, head_dim_v]`.
     pub(crate) v: Vec<f32>,
-    /// `[batch, seq_len, num_heads, head_dim_v]`.
+    /// Gradient of the output, `[batch, seq_len, num_heads, head_dim_v]`.
     pub(crate) d_o: Vec<f32>,
     /// DMA's scores of the keys, `[batch, num_kv_heads, seq_len]`; empty unless DMA chooses keys.
     pub(crate) z: Vec<f32>,
     /// `[batch, num_kv_heads, seq_len]`; empty where there is no bias.
     pub(crate) delta: Vec<f32>,
-    /// `[batch, seq_len]`.
+    /// First token of each token's document, `[batch, seq_len]`.
     pub(crate) doc_start: Vec<i32>,
-    /// `[batch, seq_len]`.
+    /// End of each token's document, `[batch, seq_len]`.
     pub(crate) doc_end: Vec<i32>,
     /// The mask `active(i, j) <=> j <= i < expire[j]`, `[batch, num_kv_heads, seq_len]`, by the CPU's definition.
     pub(crate) expire: Vec<i32>,
-    /// Which kernels the ops take.
+    /// Kernel family and order of sums that the ops use.
     pub(crate) policy: KernelPolicy,
 }
 
 impl Case {
-    /// Draws everything for a seed.
+    /// Draws all inputs of a case from a seed.
     pub(crate) fn draw(shape: AttentionShape, keys: Keys, cuts: Cuts, scores: &Scores, seed: u64) -> Result<Self> {
         let mut random = Random(seed);
         let sizes = [queries_of(shape), keys_of(shape), values_of(shape), shape.output()];
@@ -157,7 +157,7 @@ impl Case {
         Ok(case)
     }
 
-    /// The same case, computed under a kernel policy.
+    /// A copy whose ops run under another kernel policy.
     pub(crate) fn under(self, policy: KernelPolicy) -> Self {
         Self { policy, ..self }
     }
@@ -178,7 +178,7 @@ impl Case {
         self.expire = self.oracle();
     }
 
-    /// Whether logits get a bias.
+    /// Whether a bias is added to the logits.
     pub(crate) fn has_bias(&self) -> bool {
         !self.delta.is_empty()
     }
@@ -211,7 +211,7 @@ impl Case {
         }
     }
 
-    /// The documents as ops take them.
+    /// The document bounds as ops take them.
     pub(crate) fn documents<B: Backend>(&self, device: &B::Device) -> sieve_ops::Documents<B> {
         let bounds = |x: &[i32]| x.iter().map(|&x| x as u32).collect::<Vec<u32>>();
         let (start, end) = (bounds(&self.doc_start), bounds(&self.doc_end));

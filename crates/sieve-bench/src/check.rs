@@ -40,22 +40,22 @@ pub struct CheckSettings {
     pub portable: bool,
     /// Whether one lane or every lane of a warp arrives at a barrier of the Hopper backward kernels.
     pub arrivals: Arrivals,
-    /// The kernels to check.
+    /// The part of the kernels to check.
     pub part: CheckPart,
 }
 
-/// A part of a check.
+/// A group of kernels to check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CheckPart {
-    /// All parts.
+    /// All groups.
     All,
-    /// Dense, windowed and dynamic mask attention.
+    /// Kernels of dense, windowed and dynamic mask attention.
     Attention,
     /// Attention under selectors' masks, on a GPU.
     Sparse,
-    /// Native sparse attention.
+    /// Kernels of native sparse attention.
     Nsa,
-    /// Latent attention.
+    /// Kernels of multi-head latent attention.
     Mla,
 }
 
@@ -74,7 +74,7 @@ impl CheckPart {
 }
 
 impl BenchRows {
-    /// Every specialisation that these rows, and the short check before them, launch.
+    /// The specialisations that this benchmark, and the short check before it, launch.
     pub fn kernels(self, gpu: &DeviceReport) -> NeededKernels {
         match self {
             Self::Sparse | Self::Selectors => CheckPart::Sparse.kernels(gpu),
@@ -86,17 +86,17 @@ impl BenchRows {
     }
 }
 
-/// Where a check runs.
+/// The device that a check runs on.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Target {
-    /// The CPU.
+    /// The CPU, with the kernels of sieve-cpu.
     Cpu,
     /// A CUDA device whose runtime is ready.
     Cuda(DeviceReport),
 }
 
 impl Target {
-    /// The device in words.
+    /// Name of the device.
     pub fn name(&self) -> String {
         match self {
             Self::Cpu => "cpu".to_owned(),
@@ -218,13 +218,13 @@ impl CheckPart {
 /// A part of a check that has ended.
 #[derive(Debug)]
 pub struct CheckedPart {
-    /// Kernels or ops, and which of them.
+    /// Names of the kernels or ops that the part checked.
     pub name: String,
-    /// Cases compared.
+    /// Number of cases compared.
     pub cases: usize,
-    /// Cases that failed.
+    /// Number of cases that failed.
     pub failures: usize,
-    /// Duration of the check.
+    /// Duration of the check in seconds.
     pub seconds: f64,
 }
 
@@ -419,7 +419,7 @@ pub(crate) fn add_attention(list: &mut NeededKernels, gpu: &DeviceReport, shape:
     }
 }
 
-/// A report as JSON, for programs.
+/// The report of a check as JSON, for programs.
 pub fn check_json(report: &Report, settings: &CheckSettings, target: &Target) -> Value {
     json!({
         "device": target.name(),

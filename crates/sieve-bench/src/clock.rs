@@ -51,14 +51,14 @@ extern \"C\" __global__ void __launch_bounds__(1024) bench_copy(
     to[i] = from[i];
 }";
 
-/// Milliseconds of some repetitions.
+/// Median and percentiles of a call's time, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Times {
-    /// Median of the repetitions.
+    /// Median of the repetitions, in milliseconds.
     pub median_ms: f64,
-    /// Tenth percentile.
+    /// Tenth percentile of the repetitions, in milliseconds.
     pub p10_ms: f64,
-    /// Ninetieth percentile.
+    /// Ninetieth percentile of the repetitions, in milliseconds.
     pub p90_ms: f64,
 }
 

@@ -13,10 +13,10 @@ use std::ops::Deref;
 
 /// A device that the launch wrappers can be called on.
 pub(crate) trait Device {
-    /// Host values as a contiguous tensor.
+    /// Copies floats of the host to a contiguous tensor.
     fn float(&self, values: &[f32], shape: &[usize], dtype: DType) -> CudaTensor;
 
-    /// Host integers as a contiguous tensor.
+    /// Copies integers of the host to a contiguous tensor.
     fn int(&self, values: &[i32], shape: &[usize]) -> CudaTensor;
 
     /// Fills the memory that the allocator will give to a call's outputs with NaN, so that an element that a kernel
@@ -81,7 +81,7 @@ pub(crate) struct Gpu {
 }
 
 impl Gpu {
-    /// The GPU number `index`.
+    /// Opens the GPU number `index`.
     pub(crate) fn new(index: usize, policy: KernelPolicy) -> Self {
         Self {
             device: CudaDevice::new(index),

@@ -30,7 +30,7 @@ const FLAGS: [&str; 6] = [
     "-w",
 ];
 
-/// Bytes of a page of memory.
+/// Size of a memory page in bytes.
 const PAGE: usize = 4096;
 
 /// Runs a plan's steps on the CPU. `sizes` are the bytes of each buffer, `held` the contents of the first ones; the
@@ -64,7 +64,7 @@ struct State {
     made: usize,
     /// Number of launches so far; it seeds the order in which a launch runs its warps.
     launches: u64,
-    /// Names of the kernels that ran.
+    /// Names of the kernels that the emulator ran.
     kernels: Vec<&'static str>,
 }
 
@@ -77,7 +77,7 @@ impl Emulator {
         Self::with_shared_bytes(programs, Hardware::AMPERE.max_shared_bytes)
     }
 
-    /// As [`new`](Self::new), with another limit of shared memory a block.
+    /// An emulator with another limit of shared memory for a thread block.
     fn with_shared_bytes(programs: &Path, max_shared_bytes: usize) -> io::Result<Self> {
         static MADE: AtomicUsize = AtomicUsize::new(0);
         let number = MADE.fetch_add(1, Ordering::Relaxed);
@@ -320,7 +320,7 @@ impl Device for Emulator {
         self.put(&bytes, shape, DType::I32)
     }
 
-    /// New buffers hold NaN already.
+    /// Nothing to do: new buffers of the emulator hold NaN.
     fn poison(&self, _shape: AttentionShape) {}
 
     fn floats(&self, tensor: &CudaTensor) -> Result<Vec<f32>, KernelError> {

@@ -2,7 +2,7 @@
 use sieve_hf::CheckpointError;
 use sieve_kernels::KernelError;
 
-/// Every error of this crate.
+/// Every error of a check or benchmark.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
     /// A request that makes no sense, or that this machine cannot fulfil.
@@ -11,7 +11,7 @@ pub enum BenchError {
     /// A kernel was not compiled or not launched.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// One call that no kernel takes.
+    /// No kernel takes the requested call.
     #[error("no kernel takes this call")]
     NotTaken(#[source] KernelError),
     /// No architecture was named, and there is no GPU.
@@ -20,7 +20,7 @@ pub enum BenchError {
     /// No compiler was named, and none is installed.
     #[error("no compiler\n  hint: install the run-time compiler of a CUDA toolkit (NVRTC)")]
     NoCompiler(#[source] KernelError),
-    /// A file of tensors.
+    /// A file of tensors could not be read or written.
     #[error(transparent)]
     File(#[from] CheckpointError),
     /// Work on the GPU ended with an error.
@@ -35,10 +35,10 @@ impl BenchError {
     }
 }
 
-/// A result of this crate.
+/// A result with this crate's error.
 pub(crate) type Result<T, E = BenchError> = std::result::Result<T, E>;
 
-/// Refuses a request with a sentence.
+/// Refuses a request, for the reason given.
 pub(crate) fn refused<T>(reason: impl Into<String>) -> Result<T> {
     Err(BenchError::Refused(reason.into()))
 }

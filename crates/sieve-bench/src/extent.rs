@@ -12,7 +12,7 @@ const WIDTHS: &[(usize, usize)] = &[
     (256, 256),
 ];
 
-/// Query heads a KV head.
+/// Numbers of query heads for each KV head.
 const GROUPS: &[usize] = &[1, 2, 3, 4, 7, 8, 16];
 
 /// Tokens of the rows of DMA's selection: less than a super-block (1024), several super-blocks, several blocks of
@@ -36,7 +36,7 @@ const MAGNITUDES: [f32; 7] = [1.0, 8.0, 1.0, 0.01, 1.0, 64.0, 1.0];
 /// The number of random calls of a check, and the sizes that they are drawn from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent {
-    /// Random calls of attention.
+    /// Number of random attention calls.
     pub(crate) cases: usize,
     /// Tokens of the longest random row of attention.
     pub(crate) longest: usize,
@@ -44,9 +44,9 @@ pub(crate) struct Extent {
     pub(crate) seed: u64,
     /// Head widths of keys and of values.
     pub(crate) widths: &'static [(usize, usize)],
-    /// Query heads a KV head.
+    /// Numbers of query heads for each KV head.
     pub(crate) groups: &'static [usize],
-    /// Tokens of a selection.
+    /// Row lengths of selections, in tokens.
     pub(crate) lengths: &'static [usize],
     /// Tokens, kept keys and local window of further selections.
     pub(crate) local_windows: &'static [[usize; 3]],
@@ -56,12 +56,12 @@ pub(crate) struct Extent {
     pub(crate) magnitude: Option<f32>,
     /// Whether the user checks one part alone; it then gets as many calls as attention.
     pub(crate) is_part: bool,
-    /// Which kernels the ops take.
+    /// Kernel family and order of sums that the ops use.
     pub(crate) policy: KernelPolicy,
 }
 
 impl Extent {
-    /// Every width, group and length.
+    /// An extent with every head width, group size and length.
     pub(crate) const fn all(cases: usize, longest: usize, seed: u64) -> Self {
         Self {
             cases,
@@ -91,7 +91,7 @@ impl Extent {
         }
     }
 
-    /// `emulated` on the emulator, else `all`.
+    /// Returns `emulated` on the emulator, otherwise `all`.
     pub(crate) fn pick<T>(&self, emulated: T, all: T) -> T {
         if self.is_emulated { emulated } else { all }
     }

@@ -30,13 +30,13 @@ const WIDTHS: &[[usize; 2]] = &[[128, 64], [128, 64], [64, 32], [96, 48], [32, 1
 /// Columns of the latent that lies before `k_rope` in memory; NaN here, since no packing kernel may read it.
 const RANK: usize = 24;
 
-/// Base of the rotation's frequencies.
+/// Theta of the rotary embedding.
 pub(crate) const ROPE_THETA: f32 = 100.0;
 
 /// Added to the mean square of a normed head.
 const EPSILON: f32 = 1e-6;
 
-/// How large a call's numbers are.
+/// How large the random inputs of a call are.
 #[derive(Clone, Copy, Debug)]
 enum Size {
     Usual,
@@ -46,7 +46,7 @@ enum Size {
     Large,
 }
 
-/// One call; its numbers are exact in bf16.
+/// Operands of one call of latent attention, exact in bf16.
 struct Call {
     spec: MlaSpec,
     case: Case,
@@ -411,7 +411,7 @@ struct Expected {
     exact: Results,
     plain: Results,
     terms: [(&'static str, Vec<f64>); 4],
-    /// See [`RowTolerance::of_a_row`].
+    /// Share of its terms that a single row may lose when one number rounds the other way.
     of_a_row: f64,
 }
 
@@ -487,7 +487,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     for call in draws(extent) {
         let call = call?;
         let expected = Expected::of(&call);
-        // The family of the forward pass names the row.
+        // The row of the report is named after the kernel family of the forward pass.
         let family = on_device::family(&call.case, device);
         for order in [SumOrder::Any, SumOrder::Fixed] {
             let name = match order {

@@ -94,7 +94,7 @@ const WIDE: HeadSizes = [3, 1, 128];
 /// A way to compute the blocks of a training step: the suffix of a result's name, and a change of the settings.
 type Form = (&'static str, fn(&mut BlockSettings));
 
-/// Forms besides the default one; their gradients have the same tolerance.
+/// Forms of a model beside the default one; the same tolerance holds for their gradients.
 const FORMS: [Form; 2] = [
     (", recomputed", |settings| {
         settings.checkpointing.mode = ActivationCheckpointMode::Full;
@@ -129,7 +129,7 @@ const CANCELLING_SHARE: f64 = 0.15;
 /// A result of a model: name, width of a row, values.
 type Found = (String, usize, Vec<f32>);
 
-/// One model's sizes, weights and tokens, the same on every backend.
+/// Sizes, weights and tokens of one model, the same on every backend.
 struct Setup {
     recipe: Recipe,
     shape: ModelShape,
@@ -559,10 +559,10 @@ impl Setup {
 
 /// A text that is decoded in a row of [`TextRows`].
 struct InRow {
-    /// Its place in [`PROMPTS`].
+    /// Index of the text in [`PROMPTS`].
     text: usize,
     row: usize,
-    /// The token that it reads next.
+    /// Index of the token that is decoded next.
     at: usize,
 }
 

@@ -26,7 +26,7 @@ use sieve_kernels::{
 use sieve_ops::{AttentionSpec, ChoiceCall, DeviceBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
 
-/// Query heads of a KV head.
+/// Numbers of query heads for each KV head.
 const GROUPS: [usize; 6] = [1, 2, 3, 4, 8, 16];
 
 /// Query heads of a KV head of the long call; few, since the host computes its reference.
@@ -47,7 +47,7 @@ const LONG: usize = 12_345;
 /// Share of the queries whose chosen blocks may differ, where two blocks are nearly equally important.
 const NEAR_TIES: f64 = 0.01;
 
-/// One call's inputs on the host.
+/// Inputs of one call of native sparse attention, on the host.
 struct Inputs {
     case: Case,
     qkv: Vec<f32>,
@@ -104,7 +104,7 @@ impl Inputs {
         Ok((inputs, label))
     }
 
-    /// Draws the operands that NSA has besides the case's.
+    /// Draws NSA's operands that a dense case lacks.
     fn of(case: Case, blocks: NsaBlocks, random: &mut Random) -> Self {
         let (shape, size) = (case.shape, blocks.compress_block_size);
         let head_dim = shape.head_dim;
@@ -602,7 +602,7 @@ pub(crate) fn nsa_check_kernels(gpu: &DeviceReport) -> NeededKernels {
     list
 }
 
-/// Checks the launch wrappers of NSA.
+/// Checks the launch wrappers of native sparse attention.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     for case in cases(extent) {
         let (inputs, expected, label) = case?;

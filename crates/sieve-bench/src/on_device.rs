@@ -86,7 +86,7 @@ impl<'a> OnDevice<'a> {
         (self.case.keys == Keys::Biased).then_some(&self.delta)
     }
 
-    /// Runs DMA's selection.
+    /// Runs DMA's selection of keys.
     pub(crate) fn select(&self) -> Result<Selection, KernelError> {
         self.inputs.select(&self.z, self.case.dma_window())
     }
@@ -99,7 +99,7 @@ impl<'a> OnDevice<'a> {
         self.inputs.lists_of(&self.select()?, tile_queries).map(Some)
     }
 
-    /// The forward pass.
+    /// Runs the forward pass of attention.
     pub(crate) fn forward(&self, lists: Option<&KeyLists>) -> Result<AttentionResult, KernelError> {
         match lists {
             Some(lists) => self.inputs.dma_forward(&self.delta, lists),
@@ -186,7 +186,7 @@ impl<'a> OnDevice<'a> {
         Ok(by_token(&rows, shape))
     }
 
-    /// As [`decode`](Self::decode), against DMA's slots.
+    /// Decodes token by token against DMA's fixed-size cache; the output is `[batch, seq_len, heads, width]`.
     pub(crate) fn dma_decode(&self) -> Result<Vec<f32>, KernelError> {
         let shape = self.case.shape;
         let like = self.inputs.qkv.q.tensor();
@@ -224,7 +224,7 @@ fn nan_like(qkv: &Qkv, shape: AttentionShape) -> Qkv {
     }
 }
 
-/// Rows of `[batch, heads, width]` for each token, as `[batch, seq_len, heads, width]`.
+/// Joins the outputs of decoded tokens, each `[batch, heads, width]`, to `[batch, seq_len, heads, width]`.
 fn by_token(rows: &[Vec<f32>], shape: AttentionShape) -> Vec<f32> {
     let width = shape.num_heads * shape.head_dim_v;
     (0..shape.batch)

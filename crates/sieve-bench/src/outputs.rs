@@ -2,18 +2,18 @@
 use crate::shape::sizes;
 use sieve_kernels::AttentionShape;
 
-/// Outputs and gradients in f32, whatever they were computed in.
+/// Outputs and gradients of attention, converted to f32.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Outputs {
-    /// `[batch, seq_len, num_heads, head_dim_v]`.
+    /// Attention output, `[batch, seq_len, num_heads, head_dim_v]`.
     pub(crate) o: Vec<f32>,
-    /// `[batch, num_heads, seq_len]`.
+    /// Log-sum-exp, `[batch, num_heads, seq_len]`.
     pub(crate) lse: Vec<f32>,
-    /// `[batch, seq_len, num_heads, head_dim]`.
+    /// Gradient of q, `[batch, seq_len, num_heads, head_dim]`.
     pub(crate) dq: Vec<f32>,
-    /// `[batch, seq_len, num_kv_heads, head_dim]`.
+    /// Gradient of k, `[batch, seq_len, num_kv_heads, head_dim]`.
     pub(crate) dk: Vec<f32>,
-    /// `[batch, seq_len, num_kv_heads, head_dim_v]`.
+    /// Gradient of v, `[batch, seq_len, num_kv_heads, head_dim_v]`.
     pub(crate) dv: Vec<f32>,
     /// `[batch, num_kv_heads, seq_len]`; empty without a bias.
     pub(crate) ddelta: Vec<f32>,

@@ -8,18 +8,18 @@ use std::fmt;
 /// Most failures of a row that the printed table shows; the JSON has all.
 const SHOWN: usize = 3;
 
-/// One kernel or op, over all its cases.
+/// The results of one kernel or op over all its cases.
 #[derive(Debug, Default, Serialize)]
 pub struct Row {
-    /// Kernel or op.
+    /// Name of the kernel or op.
     pub name: String,
     /// The path that its calls took: a kernel family, or the reference.
     pub path: String,
-    /// Cases compared.
+    /// Number of cases compared.
     pub cases: usize,
     /// Largest error as a share of its tolerance.
     pub worst: f32,
-    /// One line for each failed case.
+    /// Error text of each failed case.
     pub failures: Vec<String>,
     /// Cases that this device has no kernel for.
     pub not_on_this_device: usize,
@@ -34,7 +34,7 @@ pub(crate) enum Wrong {
     /// A result outside its tolerance, or otherwise wrong.
     #[error("{0}")]
     Result(String),
-    /// A launch that was refused.
+    /// The launch wrapper refused the call.
     #[error(transparent)]
     Refused(#[from] KernelError),
 }
@@ -45,12 +45,12 @@ impl From<String> for Wrong {
     }
 }
 
-/// Fails a case with these words.
+/// Fails a case with this error text.
 pub(crate) fn wrong<T>(text: impl Into<String>) -> Result<T, Wrong> {
     Err(Wrong::Result(text.into()))
 }
 
-/// All rows of a check.
+/// The results of a check: one row for each kernel or op.
 #[derive(Debug, Default)]
 pub struct Report {
     rows: Vec<Row>,
@@ -116,7 +116,7 @@ impl Report {
         &mut self.rows[at]
     }
 
-    /// Rows so far.
+    /// The rows so far.
     pub fn rows(&self) -> &[Row] {
         &self.rows
     }
@@ -127,7 +127,7 @@ impl Report {
         [sum(|row| row.cases), sum(|row| row.failures.len())]
     }
 
-    /// Rows with a failure.
+    /// Number of rows with a failed case.
     pub fn failed(&self) -> usize {
         self.rows.iter().filter(|row| !row.failures.is_empty()).count()
     }
@@ -173,7 +173,7 @@ pub(crate) struct PathWatch {
 }
 
 impl PathWatch {
-    /// Starts watching which paths ops take.
+    /// Starts counting which paths ops take.
     pub(crate) fn start() -> Self {
         let before = op_paths();
         Self { before }

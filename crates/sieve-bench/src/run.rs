@@ -29,7 +29,7 @@ use sieve_select::Selector;
 use std::collections::HashMap;
 use std::path::Path;
 
-/// What `sieve kernels run` can compute.
+/// An op that `sieve kernels run` can compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     /// Dense causal attention.
@@ -38,17 +38,17 @@ pub enum Op {
     Swa,
     /// Dynamic mask attention.
     Dma,
-    /// DMA's selection.
+    /// DMA's selection of keys.
     DmaSelect,
-    /// Decoding against a key-value cache.
+    /// Decoding one token against a KV cache.
     Decode,
-    /// Decoding against DMA's slots.
+    /// Decoding one token against DMA's fixed-size cache.
     DmaDecode,
-    /// Native sparse attention.
+    /// Native sparse attention (NSA).
     Nsa,
-    /// Latent attention.
+    /// Multi-head latent attention (MLA).
     Mla,
-    /// Attention under a selector's mask.
+    /// Block-sparse attention under a selector's mask.
     BlockSparse,
     /// A GEMM with a weight in fp8.
     Fp8,
@@ -95,12 +95,12 @@ impl Op {
     }
 }
 
-/// One call to compute.
+/// The op to compute, its sizes and inputs.
 #[derive(Clone, Debug)]
 pub struct RunSettings {
     /// The op to compute.
     pub op: Op,
-    /// Batch, lengths, heads and widths.
+    /// Batch size, row length, numbers of heads and head widths.
     pub shape: CaseShape,
     /// Keys a query sees (swa, decode) or keeps (dma, dma_select, dma_decode).
     pub window: Option<usize>,
@@ -110,15 +110,15 @@ pub struct RunSettings {
     pub periods: Vec<f64>,
     /// Documents a row is cut into, at random places.
     pub documents: usize,
-    /// DMA's scores; independent ones when absent.
+    /// How DMA's scores are drawn; `None` draws them independently.
     pub scores: Option<Scores>,
-    /// Seed of all inputs.
+    /// Seed of all random inputs.
     pub seed: u64,
-    /// Factor on queries and keys.
+    /// Factor on the random queries and keys.
     pub magnitude: f32,
     /// Sum in a fixed order, as training.deterministic does.
     pub deterministic: bool,
-    /// What chooses the keys of block_sparse.
+    /// The selector that chooses the keys of block_sparse.
     pub selector: Option<Selector>,
     /// Parts that the rows of dma and swa are cut into, one for each rank; 1: whole rows.
     pub parts: usize,

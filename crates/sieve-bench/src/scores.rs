@@ -5,33 +5,33 @@ use sieve_testing::Random;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// Where scores come from.
+/// How DMA's scores of a case are drawn.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scores {
     /// Independent normal numbers: query i keeps its own key with probability `w / i`.
     Independent,
     /// Nearly every key has a higher score than all before it, so all are kept: the worst case.
     Rising,
-    /// Nearly every key has a lower score than all before it.
+    /// Falling scores: nearly every key has a lower one than all before it.
     Falling,
     /// All scores are equal: DMA becomes a sliding window.
     Tied,
     /// Three values, so that most keys tie.
     FewValues,
-    /// +0 and -0, which are equal.
+    /// Zeros of both signs, which rank as equal.
     SignedZeros,
     /// Close to each other, all above 0, as a trained model's scores.
     Narrow,
     /// Constant over 37 tokens at a time, rising or falling from step to step.
     Steps,
-    /// A slow wave with some noise.
+    /// A slow wave over positions, with some noise.
     Drifting,
     /// Tensor `z` of a safetensors file, `[…, seq_len]`.
     Captured(PathBuf),
 }
 
 impl Scores {
-    /// All kinds that need no file.
+    /// The kinds that are drawn without a file.
     pub const RANDOM: [Self; 9] = [
         Self::Independent,
         Self::Rising,
@@ -44,7 +44,7 @@ impl Scores {
         Self::Drifting,
     ];
 
-    /// Name, as `--scores` takes it.
+    /// Name of the kind, as `--scores` takes it.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Independent => "independent",
@@ -60,7 +60,7 @@ impl Scores {
         }
     }
 
-    /// Draws `rows` rows of `seq_len` scores.
+    /// Draws scores `[rows, seq_len]`.
     pub(crate) fn draw(&self, rows: usize, seq_len: usize, random: &mut Random) -> Result<Vec<f32>> {
         if let Self::Captured(path) = self {
             return captured(path, rows, seq_len);

@@ -386,7 +386,7 @@ impl Case {
             }
         }
         let share = differing as f64 / (exact.num_lists() * rows) as f64;
-        // With few rows one may differ.
+        // A share of few rows may be less than one row.
         let allowed = MOST_ROWS_AT_THE_MARGIN.max(1.0 / (exact.num_lists() * rows) as f64);
         Ok((share / allowed) as f32)
     }

@@ -1,4 +1,4 @@
-//! `--shape batch=2,seq_len=300,heads=4,kv_heads=2,head_dim=64`.
+//! Parses `--shape batch=2,seq_len=300,heads=4,kv_heads=2,head_dim=64`.
 use sieve_core::NsaBlocks;
 use sieve_kernels::AttentionShape;
 use sieve_select::CallShape;
@@ -55,7 +55,7 @@ const KEYS: [&str; 6] = ["batch", "seq_len", "heads", "kv_heads", "head_dim", "h
 /// Most elements of one tensor; at this size no index overflows.
 const MAX_ELEMENTS: usize = 1 << 34;
 
-/// Sizes of a call, checked.
+/// Checked sizes of an attention call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CaseShape(pub AttentionShape);
 

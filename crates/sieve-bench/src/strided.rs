@@ -5,9 +5,9 @@ use crate::shape::packed_of;
 /// Memory layout of a `[batch, seq_len, heads, width]` tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Layout {
-    /// Without gaps.
+    /// Contiguous, without gaps between rows.
     Contiguous,
-    /// Each head is followed by a gap, as Burn pads rows.
+    /// Each head is followed by a gap, as in Burn's pitched tensors.
     Pitched,
     /// A slice of a larger tensor with more heads and tokens: the token stride is over heads * width.
     Sliced,
@@ -80,7 +80,7 @@ impl Strided {
         index.iter().zip(self.strides).map(|(i, stride)| i * stride).sum()
     }
 
-    /// The values in index order.
+    /// The tensor's values in index order.
     pub(crate) fn gathered(&self) -> Vec<f32> {
         let count = self.shape.iter().product();
         (0..count).map(|at| self.buffer[self.place(at)]).collect()

@@ -18,7 +18,7 @@ impl Computes for Cuda {
     const DTYPE: DType = DType::BF16;
 }
 
-/// A contiguous tensor of [`Computes::DTYPE`].
+/// A contiguous tensor of the element type [`Computes::DTYPE`].
 pub(crate) fn typed<B: Computes, const D: usize>(
     values: &[f32],
     shape: [usize; D],
@@ -27,7 +27,7 @@ pub(crate) fn typed<B: Computes, const D: usize>(
     cast::<B, D>(values, shape, B::DTYPE, device)
 }
 
-/// A contiguous tensor of `dtype`.
+/// A contiguous tensor of the element type `dtype`.
 pub(crate) fn cast<B: DeviceBackend, const D: usize>(
     values: &[f32],
     shape: [usize; D],
@@ -46,7 +46,7 @@ pub(crate) fn floats<B: DeviceBackend, const D: usize>(x: FloatTensor<B>) -> Vec
     values.expect("data converted to f32 is read as f32")
 }
 
-/// An integer tensor's values.
+/// The values of an integer tensor.
 pub(crate) fn indices<B: DeviceBackend, const D: usize>(x: IntTensor<B>) -> Vec<i32> {
     let data = Tensor::<B, D, Int>::from_primitive(x).into_data();
     let values = data.convert::<i32>().to_vec();

@@ -6,7 +6,7 @@ use crate::report::{Outcome, Wrong, wrong};
 pub(crate) struct Tolerance {
     /// Factor on the largest error of the plain bf16 computation; 0 for f32 paths.
     pub(crate) plain: f32,
-    /// Absolute error that is always allowed.
+    /// Absolute error that is tolerated in every case.
     pub(crate) floor: f32,
     /// Error that is always allowed, as a share of the largest expected value: among few numbers the plain computation
     /// may be exact by luck.
@@ -138,6 +138,7 @@ impl RowTolerance {
         let rows = rows.zip(exact.chunks_exact(width)).zip(terms);
         for (at, (((got, plain), exact), &terms)) in rows.enumerate() {
             let (error, plain) = (norm(got, exact), norm(plain, exact));
+            // 1 / 128: the relative distance between neighbouring bf16 numbers.
             let own = match self.is_bf16 {
                 true => twice_plain(plain, terms) + terms / 128.0,
                 false => 1e-4 * terms,
@@ -201,7 +202,7 @@ fn largest_gap(a: &[f32], b: &[f32]) -> (f32, usize) {
     worst
 }
 
-/// Root of the sum of squares.
+/// Euclidean norm of a vector.
 fn length(values: &[f64]) -> f64 {
     values.iter().map(|x| x * x).sum::<f64>().sqrt()
 }

@@ -10,21 +10,21 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Version of the interface.
+/// Version of the C interface.
 const ABI: u32 = 2;
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// A plan, and its kernels once it was loaded.
+/// A plan, and its loaded kernels once it was loaded on a GPU.
 #[derive(Debug)]
 pub struct PlanHandle {
     plan: Plan,
     loaded: OnceLock<Loaded>,
 }
 
-/// Version of this interface.
+/// Returns the version of the C interface.
 #[unsafe(no_mangle)]
 pub extern "C" fn sieve_abi() -> u32 {
     ABI
@@ -46,13 +46,13 @@ pub unsafe extern "C" fn sieve_plan(request_json: *const c_char, plan: *mut *mut
         if request_json.is_null() || plan.is_null() {
             return Err(null("request_json and plan"));
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         let text = unsafe { CStr::from_ptr(request_json) }.to_string_lossy();
         let handle = PlanHandle {
             plan: Plan::new(&text)?,
             loaded: OnceLock::new(),
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         unsafe { *plan = Box::into_raw(Box::new(handle)) };
         Ok(())
     })
@@ -64,7 +64,7 @@ pub unsafe extern "C" fn sieve_plan(request_json: *const c_char, plan: *mut *mut
 /// `plan` comes from [`sieve_plan`], or is NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sieve_plan_describe(plan: *const PlanHandle) -> *const c_char {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of this function.
     match unsafe { plan.as_ref() } {
         Some(handle) => handle.plan.description.as_ptr(),
         None => c"{}".as_ptr(),
@@ -85,7 +85,7 @@ pub unsafe extern "C" fn sieve_plan_load(
     guarded(|| {
         // SAFETY: the caller's promise; shared, as other threads may load or run it too.
         let handle = unsafe { plan.cast_const().as_ref() }.ok_or_else(|| null("plan"))?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         let [nvrtc, cache] = [nvrtc_path, cache_folder].map(|path| unsafe { path_of(path) });
         let device = usize::try_from(device).map_err(|_| PlanError::Call(format!("device {device} is below 0")))?;
         if handle.loaded.get().is_none() {
@@ -115,7 +115,7 @@ pub unsafe extern "C" fn sieve_plan_run(
     stream: *mut c_void,
 ) -> c_int {
     guarded(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         let handle = unsafe { plan.as_ref() }.ok_or_else(|| null("plan"))?;
         let loaded = handle.loaded.get();
         let loaded =
@@ -123,9 +123,9 @@ pub unsafe extern "C" fn sieve_plan_run(
         if pointers.is_null() {
             return Err(null("pointers"));
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         let pointers = unsafe { std::slice::from_raw_parts(pointers, num_pointers) };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         unsafe { loaded.run(pointers, stream.cast()) }
     })
 }
@@ -137,7 +137,7 @@ pub unsafe extern "C" fn sieve_plan_run(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sieve_plan_free(plan: *mut PlanHandle) {
     if !plan.is_null() {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         drop(unsafe { Box::from_raw(plan) });
     }
 }
@@ -171,7 +171,7 @@ unsafe fn path_of<'a>(path: *const c_char) -> Option<&'a Path> {
     if path.is_null() {
         return None;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of this function.
     let bytes = unsafe { CStr::from_ptr(path) }.to_bytes();
     Some(Path::new(OsStr::from_bytes(bytes)))
 }

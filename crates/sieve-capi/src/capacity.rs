@@ -18,7 +18,8 @@ pub struct Capacity {
 }
 
 impl Capacity {
-    /// Rounds the caches of a request up, where its op takes any number of keys.
+    /// Rounds the caches of a request up, so that one plan serves several numbers of keys. `None` if the op is not
+    /// decoding against a cache.
     pub(crate) fn planned(request: &mut Request) -> Option<Self> {
         let Call::CachedDecode { .. } = request.call else {
             return None;
@@ -79,7 +80,7 @@ impl Capacity {
         }
     }
 
-    /// Checks a run's number of keys.
+    /// Checks the number of keys that a run was given.
     pub(crate) fn checked(&self, keys: u64) -> Result<usize, PlanError> {
         let keys = usize::try_from(keys).ok().filter(|keys| (1..=self.keys).contains(keys));
         keys.ok_or_else(|| PlanError::Call(format!("the caches must hold 1 to {} keys, as planned", self.keys)))

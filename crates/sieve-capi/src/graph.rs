@@ -39,7 +39,7 @@ pub(crate) unsafe fn graph_of(
     if num_launches < FEWEST_LAUNCHES {
         return None;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of this function.
     let status = unsafe { driver::stream::is_capturing(stream) };
     if !matches!(status, Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)) {
         return None;
@@ -57,7 +57,7 @@ pub(crate) unsafe fn graph_of(
     }
 }
 
-/// How a run is queued.
+/// Whether a run launches its kernels, is also recorded as a graph, or replays one.
 #[derive(Debug, PartialEq)]
 enum Next<G> {
     Launches,
@@ -65,7 +65,7 @@ enum Next<G> {
     Graph(Arc<G>),
 }
 
-/// Runs of plans by their addresses.
+/// Earlier runs of plans, by the addresses they used.
 #[derive(Debug)]
 struct Runs<G> {
     known: HashMap<Box<[u64]>, Known<G>>,
@@ -118,7 +118,7 @@ impl<G> Runs<G> {
     }
 }
 
-/// An executable graph. The driver does not lock it.
+/// An executable CUDA graph, behind a lock because the driver has none.
 #[derive(Debug)]
 pub(crate) struct Graph(Mutex<CUgraphExec>);
 
@@ -174,7 +174,7 @@ impl Graph {
     /// until the graph has run.
     pub(crate) unsafe fn launch(&self, stream: CUstream) -> Result<(), PlanError> {
         let exec = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         unsafe { driver::graph::launch(*exec, stream) }.map_err(failed)
     }
 }

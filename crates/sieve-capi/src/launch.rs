@@ -1,4 +1,4 @@
-//! Plans on a GPU.
+//! Loads plans on a GPU and runs them.
 use crate::capacity::Capacity;
 use crate::graph::graph_of;
 use crate::plan::Plan;
@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Kernels read 16 bytes at a time.
 const POINTER_ALIGNMENT: u64 = 16;
 
-/// Plans that were loaded.
+/// Number of plans that were loaded.
 static NUM_LOADED: AtomicU64 = AtomicU64::new(0);
 
 /// A plan whose kernels are on a GPU.
@@ -34,7 +34,7 @@ pub struct Loaded {
     work: Vec<Work>,
 }
 
-/// One step, resolved but for the addresses.
+/// One step of a plan, complete except for addresses.
 #[derive(Debug)]
 enum Work {
     Launch {
@@ -44,7 +44,7 @@ enum Work {
         threads: u32,
         shared_bytes: usize,
         maps: Vec<MapLayout>,
-        /// Of the maps' tensors, then of the pointer arguments.
+        /// Buffers of the TMA maps' tensors, then of the pointer arguments.
         places: Vec<BufferView>,
         words: Vec<u64>,
     },
@@ -129,7 +129,7 @@ impl Loaded {
         })
     }
 
-    /// The GPU.
+    /// Index of the GPU that the plan was loaded on.
     pub fn device(&self) -> usize {
         self.device
     }
@@ -169,7 +169,7 @@ impl Loaded {
         let queue = |stream: CUstream| -> Result<(), PlanError> {
             for (step, work) in self.work.iter().enumerate() {
                 let of_step = capacity.map(|(planned, keys)| (planned, step, keys));
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller keeps the contract of this function.
                 unsafe { work.queue(pointers, of_step, stream) }?;
             }
             Ok(())
@@ -177,7 +177,7 @@ impl Loaded {
         on_device(self.device, || {
             // SAFETY: the caller's promise; launches depend on the plan, the pointers and the number of keys alone.
             match unsafe { graph_of(&run, self.work.len(), stream, queue) } {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller keeps the contract of this function.
                 Some(graph) => unsafe { graph.launch(stream) },
                 None => queue(stream),
             }

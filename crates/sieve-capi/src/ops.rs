@@ -1,4 +1,4 @@
-//! From a request to the launches of sieve-gpu's wrappers, op by op.
+//! Turns a request into launches by sieve-gpu's wrappers, op by op.
 use crate::plan::ALIGNMENT;
 use crate::request::{Blocks, Call, Choice, PlanError, Request};
 use sieve_core::{BlockChoice, CallShape, DmaWindow, ForcedBlocks, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
@@ -286,7 +286,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             let (q, cache, length) = (t.get("q")?, t.cache()?, t.get("length")?);
             let [batch, tokens, _, head_dim] = q.dims("cached_decode", "q")?;
             let [_, kv_heads, capacity, head_dim_v] = cache.v.dims("cached_decode", "v_cache")?;
-            // No launch reads them.
+            // Stand in for the new token's k and v, which no launch reads.
             let unread = [head_dim, head_dim_v].map(|d| q.empty_contiguous(&[batch, tokens, kv_heads, d], DType::BF16));
             let token = Qkv::separate(&q, &unread[0], &unread[1]);
             let shape = token.shape("cached_decode")?;
@@ -368,7 +368,7 @@ fn result(result: AttentionResult, only_o: bool) -> Outputs {
     outputs
 }
 
-/// Where a forward pass keeps `o_low`: where a backward pass may follow.
+/// Where a forward pass keeps `o_low`: only if a backward pass may follow.
 fn o_low(only_o: bool) -> KeepOLow {
     match only_o {
         true => KeepOLow::Never,
@@ -393,7 +393,8 @@ fn recency<'a>(slopes: &'a [f32], start: Option<&'a CudaTensor>) -> Result<Optio
     Ok((!slopes.is_empty()).then_some(Recency { slopes, origin }))
 }
 
-/// When each key leaves by its rank, and the lists of attention where not every key is kept.
+/// DMA's mask `expire`, i32 `[batch, num_kv_heads, seq_len]`, from ranks of that shape, and the key lists of attention;
+/// `None` in place of lists if every key is kept.
 fn selection(
     rank: &CudaTensor,
     keep: usize,
@@ -414,7 +415,7 @@ fn selection(
     Ok((selection.expire.clone(), lists))
 }
 
-/// A selection's lists as one output.
+/// The lists of a selection as outputs of a plan.
 fn of_lists(lists: KeyLists) -> [(&'static str, CudaTensor); 3] {
     [lists.list_len, lists.tile_window, lists.list].map(|part| ("lists", part))
 }
@@ -432,7 +433,7 @@ fn block_mask(
         num_kv_heads: shape.num_kv_heads,
         head_dim: shape.head_dim,
     };
-    // Whole stages of the kernels.
+    // Tiles must be whole stages of the kernels' shared memory.
     if ![64, 128].contains(&query_tile) || ![64, 128].contains(&key_tile) {
         let got = format!("{query_tile} x {key_tile}");
         return Err(KernelError::unsupported("block_sparse", "block", got, "64 or 128 queries and keys").into());
@@ -462,7 +463,7 @@ fn block_mask(
     })
 }
 
-/// The tensors of a request, each with whether the op read it.
+/// The tensors of a request, and whether the op has read each.
 struct Inputs {
     op: &'static str,
     tensors: Vec<(String, CudaTensor, Cell<bool>)>,
@@ -507,12 +508,12 @@ impl Inputs {
         Ok(Qkv::separate(&self.get("q")?, &self.get("k")?, &self.get("v")?))
     }
 
-    /// The queries, whose calls sum in this order.
+    /// The queries. Ops on them sum in a fixed order if `fixed_order`, else in any.
     fn q_in(&self, fixed_order: bool) -> Result<CudaTensor, PlanError> {
         self.get_in(fixed_order, "q")
     }
 
-    /// A tensor whose calls sum in this order.
+    /// A tensor by name. Ops on it sum in a fixed order if `fixed_order`, else in any.
     fn get_in(&self, fixed_order: bool, name: &str) -> Result<CudaTensor, PlanError> {
         let sums = if fixed_order { SumOrder::Fixed } else { SumOrder::Any };
         let policy = KernelPolicy {
@@ -531,8 +532,8 @@ impl Inputs {
         Ok(Qkv::separate(q, &unread, &unread))
     }
 
-    /// Compressed keys, then values, or their gradients, as `[2, rows, width]`; a caller may have rows as batch, blocks
-    /// and KV heads.
+    /// Compressed keys, then values, or their gradients, `[2, rows, width]`. `[2, batch, slots, kv_heads, width]` is
+    /// accepted too and flattened.
     fn compressed(&self, name: &'static str, blocks: NsaBlocks) -> Result<CudaTensor, PlanError> {
         let (tensor, of_tokens) = (self.get(name)?, self.maybe("q").map_or_else(|| self.get("k"), Ok)?);
         let [batch, seq_len, ..] = of_tokens.dims::<4>(self.op, "q or k")?;
@@ -548,8 +549,8 @@ impl Inputs {
         }
     }
 
-    /// Logits of NSA's gates `[batch, tokens, heads * 3]` and their bias `[heads * 3]`; a caller may have heads and
-    /// branches as two dimensions.
+    /// Logits of NSA's gates, `[batch, tokens, heads * 3]`, and their bias, `[heads * 3]`. Either may end with
+    /// `[heads, 3]` instead, which is flattened.
     fn gates(&self) -> Result<[CudaTensor; 2], PlanError> {
         let joined = |name, tokens: usize| -> Result<CudaTensor, PlanError> {
             let tensor = self.get(name)?;

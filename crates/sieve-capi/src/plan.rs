@@ -14,17 +14,17 @@ pub(crate) const ALIGNMENT: usize = 256;
 /// [`run`](crate::Loaded::run) takes pointers: inputs, outputs, and scratch memory as the last.
 #[derive(Debug)]
 pub struct Plan {
-    /// The GPU that it is for.
+    /// The GPU that the plan was made for.
     pub hardware: Hardware,
     /// Bytes of each input and output; scratch memory is the last.
     pub buffers: Vec<usize>,
-    /// Inputs among the buffers; outputs follow.
+    /// Number of inputs; they are the first buffers, outputs follow.
     pub num_inputs: usize,
     /// Fills, copies and launches, in their order.
     pub steps: Vec<Step>,
-    /// Where each run says how many keys its caches hold.
+    /// How a run may set the number of keys in its caches; `None` if it may not.
     pub capacity: Option<Capacity>,
-    /// The plan's description, as JSON.
+    /// Description of the plan as JSON.
     pub(crate) description: CString,
 }
 
@@ -77,11 +77,11 @@ impl Plan {
     }
 }
 
-/// Where each buffer of a recording is in the plan.
+/// The place of each recorded buffer in the plan's memory.
 struct Places {
-    /// Of inputs and outputs, in the order of the pointers.
+    /// Sizes of inputs and outputs in bytes, in the order of the pointers.
     bytes: Vec<usize>,
-    /// Of a recorded buffer: the pointer, and bytes from it.
+    /// For each recorded buffer: the pointer that holds it, and the offset from it.
     of: HashMap<usize, BufferView>,
     workspace_bytes: usize,
 }
@@ -212,7 +212,7 @@ fn gathered(op: &'static str, inputs: &Named, buffer: usize) -> PlanError {
     PlanError::Tensor { op, tensor, problem }
 }
 
-/// Outputs, those together that are parts of one.
+/// The outputs, grouped so that parts of one output are together.
 fn by_name(outputs: &Named) -> impl Iterator<Item = &[(String, CudaTensor)]> {
     outputs.chunk_by(|(one, _), (other, _)| one == other)
 }

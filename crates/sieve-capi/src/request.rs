@@ -9,20 +9,20 @@ const MOST_ELEMENTS: usize = 1 << 40;
 /// Why a request has no plan, or why a plan cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
-    /// The text is no request.
+    /// The request is not valid JSON.
     #[error("request: {0}")]
     Json(#[from] serde_json::Error),
     /// A tensor is missing, named twice, or of impossible sizes.
     #[error("{op}: {tensor} {problem}")]
     Tensor {
-        /// The op.
+        /// Name of the op.
         op: &'static str,
-        /// The tensor's name.
+        /// Name of the tensor.
         tensor: String,
-        /// What is wrong with it.
+        /// What is wrong with the tensor.
         problem: String,
     },
-    /// What a launch wrapper refuses.
+    /// A launch wrapper refuses the call.
     #[error(transparent)]
     Kernel(#[from] KernelError),
     /// A call in the wrong order, or with the wrong arguments.
@@ -47,7 +47,7 @@ pub struct Request {
     pub call: Call,
     /// The GPU to plan for.
     pub gpu: Gpu,
-    /// Its inputs, in the order in which their pointers will come.
+    /// Inputs of the op, in the order in which `run` gets their pointers.
     pub tensors: Vec<TensorSpec>,
 }
 
@@ -67,11 +67,11 @@ pub struct Gpu {
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorSpec {
-    /// Its name, as the op's docs have it.
+    /// Name of the tensor in the op's documentation.
     pub name: String,
     /// Sizes, outermost first.
     pub shape: Vec<usize>,
-    /// Distances in elements; without them the tensor is contiguous.
+    /// Strides in elements; `None` for a contiguous tensor.
     #[serde(default)]
     pub strides: Option<Vec<usize>>,
     /// `f32`, `bf16`, `i32`.
@@ -116,7 +116,7 @@ pub enum Call {
     DmaSelect {
         /// Keys that a query keeps.
         keep: usize,
-        /// The last of them, which are kept whatever their rank.
+        /// Keys among these that are kept because they are the last ones.
         #[serde(default)]
         local: usize,
     },
@@ -204,7 +204,7 @@ pub enum Call {
         scale: f32,
         /// Keys that a query keeps.
         keep: usize,
-        /// The last of them, which are kept whatever their rank.
+        /// Keys among these that are kept because they are the last ones.
         #[serde(default)]
         local: usize,
         /// What recency adds a token, one number a KV head; none is no recency.
@@ -317,7 +317,7 @@ impl From<Rule> for ChoiceRule {
 pub struct Blocks(pub usize, pub usize, pub usize, pub usize);
 
 impl Blocks {
-    /// The sizes, where they fit each other.
+    /// The block sizes, if they are consistent.
     pub(crate) fn checked(self) -> Result<NsaBlocks, PlanError> {
         let Self(compressed, stride, selected, count) = self;
         let sizes = [compressed, stride, selected, count];
@@ -334,7 +334,7 @@ impl Blocks {
 }
 
 impl Gpu {
-    /// As launch wrappers know it.
+    /// The GPU's properties as launch wrappers take them.
     pub(crate) fn hardware(self) -> Result<Hardware, PlanError> {
         let (major, minor) = self.capability;
         if (major, minor) < (8, 0) || major > 99 || minor > 9 {

@@ -11,17 +11,17 @@ pub enum CommError {
          train in one process"
     )]
     HalfSet {
-        /// A variable that is set.
+        /// Name of a variable that is set, although others are missing.
         set: &'static str,
-        /// A variable that is needed with it and is not set.
+        /// Name of a variable that is needed too and is not set.
         missing: &'static str,
     },
     /// An environment variable has an invalid value.
     #[error("{name}={value} {problem}")]
     BadVariable {
-        /// The variable's name.
+        /// Name of the environment variable.
         name: &'static str,
-        /// The variable's value.
+        /// Value of the environment variable.
         value: String,
         /// What is wrong with the value.
         problem: String,
@@ -32,9 +32,9 @@ pub enum CommError {
          hint: another program may have the port; set MASTER_PORT to a free one"
     )]
     Listen {
-        /// Host and port.
+        /// Host and port that rank 0 listens on.
         address: String,
-        /// The system's error.
+        /// Error text of the operating system.
         problem: String,
     },
     /// This host cannot resolve the name of rank 0's host.
@@ -44,11 +44,11 @@ pub enum CommError {
          MASTER_ADDR"
     )]
     UnknownHost {
-        /// This rank.
+        /// Number of this rank.
         rank: usize,
-        /// The name of rank 0's host.
+        /// Name of the host of rank 0.
         host: String,
-        /// The system's error.
+        /// Error text of the operating system.
         problem: String,
     },
     /// Rank 0 did not answer before the timeout.
@@ -57,13 +57,13 @@ pub enum CommError {
          hint: is rank 0 running, and does a firewall let the port through?"
     )]
     NoFirstRank {
-        /// This rank.
+        /// Number of this rank.
         rank: usize,
         /// Host and port of rank 0.
         address: String,
-        /// The timeout.
+        /// Seconds that this rank has tried to connect.
         seconds: u64,
-        /// The error of the last attempt.
+        /// Error text of the last attempt.
         problem: String,
     },
     /// Some ranks did not connect to rank 0 before the timeout.
@@ -75,9 +75,9 @@ pub enum CommError {
         size: usize,
         /// Host and port of rank 0.
         address: String,
-        /// The timeout.
+        /// Seconds that rank 0 has waited.
         seconds: u64,
-        /// The other ranks, separated by commas.
+        /// The ranks that did not connect, separated by commas.
         missing: String,
     },
     /// A process cannot be part of this group, for the reason given.
@@ -89,9 +89,9 @@ pub enum CommError {
     /// Ranks call different collectives at the same time, which is a bug.
     #[error("rank {rank} asks for \"{theirs}\" where this rank asks for \"{ours}\": the ranks do different work")]
     OutOfStep {
-        /// The other rank.
+        /// Number of the other rank.
         rank: usize,
-        /// The collective it calls.
+        /// The collective that the other rank calls.
         theirs: String,
         /// The collective that this rank calls.
         ours: String,
@@ -101,10 +101,10 @@ pub enum CommError {
     TooLong(String),
 }
 
-/// Which rank was lost, and how.
+/// The rank that was lost, and how.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Failure {
-    /// The lost rank.
+    /// Number of the lost rank.
     pub rank: usize,
     /// The rank's host and process id; empty if unknown.
     pub place: String,
@@ -112,12 +112,12 @@ pub struct Failure {
     pub loss: Loss,
 }
 
-/// What happened to a rank.
+/// How a rank was lost.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Loss {
     /// Its connection closed without a goodbye message: the process or its host ended.
     Ended,
-    /// It sent no heartbeat for this many seconds.
+    /// The rank sent no heartbeat for this many seconds.
     Silent(u64),
     /// It sends heartbeats, but has made no progress for this many seconds while other ranks wait for it.
     Still(u64),
@@ -128,7 +128,7 @@ pub enum Loss {
         /// A phrase that names the rank whose device is behind; empty if that is not known.
         behind: String,
     },
-    /// It reported an error.
+    /// The rank reported an error with this text.
     Error(String),
 }
 

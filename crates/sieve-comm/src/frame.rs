@@ -32,7 +32,7 @@ pub(crate) fn receive(mut stream: &TcpStream) -> io::Result<(u8, Vec<u8>)> {
     receive_at_most(MAX_BYTES, &mut stream)
 }
 
-/// As [`receive`], for a content of at most `max_bytes`.
+/// Like [`receive`], for a message of at most `max_bytes`.
 pub(crate) fn receive_at_most(max_bytes: u64, stream: &mut impl Read) -> io::Result<(u8, Vec<u8>)> {
     let (kind, len) = receive_head(stream)?;
     if len > max_bytes {

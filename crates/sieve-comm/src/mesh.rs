@@ -1,4 +1,4 @@
-//! The connections of a group, and the collectives over them.
+//! The TCP connections of a group of ranks, and collectives over them.
 mod join;
 
 use crate::frame::{receive, receive_head, receive_numbers, send, send_numbers};
@@ -24,15 +24,15 @@ const REASON_WAIT: Duration = Duration::from_secs(3);
 /// How long a rank waits for others.
 #[derive(Clone, Copy, Debug)]
 pub struct Timeouts {
-    /// Until all ranks have joined.
+    /// Time until all ranks must have joined.
     pub join: Duration,
-    /// For a heartbeat, and for progress of a rank in a step while others wait for it.
+    /// Time without a heartbeat, or without progress of a rank in a step for which others wait.
     pub silence: Duration,
-    /// For progress of any rank in a step while none waits for another.
+    /// Time without progress of any rank in a step, while none waits for another.
     pub still: Duration,
-    /// For progress of a rank in a checkpoint, a validation and other long work.
+    /// Time without progress of a rank in a checkpoint, a validation or other long work.
     pub long: Duration,
-    /// Until a process must have ended after another rank is lost.
+    /// Time in which a process must end after another rank is lost.
     pub goodbye: Duration,
 }
 
@@ -48,14 +48,14 @@ impl Default for Timeouts {
     }
 }
 
-/// What a rank does while others may wait for it.
+/// The work of a rank, by which its progress timeout is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     /// An ordinary step, which must make progress within [`Timeouts::silence`].
     Step,
     /// A first step, a validation or a checkpoint, which must make progress within [`Timeouts::long`].
     Long,
-    /// Work without a limit, such as reading and preparing data.
+    /// Work without a timeout, such as reading and preparing data.
     Any,
 }
 
@@ -114,7 +114,7 @@ impl Mesh {
         Self::start(world, peers, timeouts, Box::new(give_up))
     }
 
-    /// Starts the watch over connected ranks.
+    /// Starts the threads that watch the connected ranks.
     fn start(world: World, peers: Vec<Peer>, timeouts: Timeouts, give_up: GiveUp) -> Result<Self, CommError> {
         let peers = Arc::new(peers);
         let watch = Watch::start(world.rank, peers.clone(), timeouts, give_up);

@@ -19,7 +19,7 @@ impl Pieces {
         (size > 1 && len / UNIT >= size).then_some(Self { len, size })
     }
 
-    /// The elements of a rank's piece.
+    /// Range of the tensor's elements that a rank holds.
     pub fn of(&self, rank: usize) -> Range<usize> {
         self.start(rank)..self.start(rank + 1)
     }

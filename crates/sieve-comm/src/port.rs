@@ -32,7 +32,7 @@ impl ReservedPort {
         })
     }
 
-    /// The port's number.
+    /// Number of the reserved port.
     pub fn number(&self) -> u16 {
         self.number
     }

@@ -13,7 +13,7 @@ const BEAT: u8 = 1;
 const FAILED: u8 = 2;
 const BYE: u8 = 3;
 
-/// Time between two heartbeats.
+/// Time between two heartbeats of a rank.
 const BEAT_EVERY: Duration = Duration::from_secs(2);
 /// At least this many heartbeats must fit into the timeout after which a rank counts as lost.
 const BEATS: u32 = 3;
@@ -22,11 +22,11 @@ const BEATS: u32 = 3;
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) rank: usize,
-    /// Host and process id.
+    /// Host name and process id of the rank.
     pub(crate) place: String,
-    /// For the values of collectives.
+    /// Connection for the values of collectives.
     pub(crate) data: TcpStream,
-    /// For heartbeats, errors and goodbye messages.
+    /// Connection for heartbeats, errors and goodbye messages.
     pub(crate) control: TcpStream,
 }
 
@@ -41,7 +41,7 @@ pub(crate) struct Watch {
 /// How many collectives a rank's device has reached and completed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CollectiveCounts {
-    /// Collectives that all ranks have completed.
+    /// Number of collectives that all ranks have completed.
     pub num_ended: u64,
     /// Collectives that this rank's device has reached, where it waits for the others.
     pub num_reached: u64,
@@ -63,14 +63,14 @@ struct State {
     waited: Duration,
 }
 
-/// This rank's progress.
+/// How far this rank is.
 #[derive(Clone, Copy, Default)]
 struct Progress {
     /// Grows with every step of its work.
     ticks: u64,
     /// The timeout for its progress, which holds while it waits for no other rank.
     limit: Option<Duration>,
-    /// Since when it has waited for the others, if it does.
+    /// Time at which the rank began to wait for others; `None` if it does not wait.
     waits_since: Option<Instant>,
     collectives: CollectiveCounts,
 }
@@ -102,11 +102,12 @@ impl LastBeat {
         }
     }
 
-    /// Takes in a heartbeat. If the rank has a timeout and waits for no other, returns the timeout and the time of the
-    /// last progress of the rank or its device.
+    /// Stores a heartbeat, the words of `Progress::to_bytes`. If the rank has a timeout and waits for no other, returns
+    /// the timeout and the time of the last progress of the rank or its device.
     fn update(&mut self, beat: &[u8]) -> Option<(Duration, Instant)> {
         let (words, _) = beat.as_chunks();
         let words = words.iter().copied().map(u64::from_le_bytes).collect::<Vec<_>>();
+        // Two words alone: the rank waits or has no timeout, and lack of change is no lack of progress.
         if words != self.words || words.len() < 4 {
             (self.words, self.since) = (words, Instant::now());
         }
@@ -179,7 +180,7 @@ impl Watch {
         self.changed.notify_all();
     }
 
-    /// Says goodbye to all ranks.
+    /// Sends a goodbye message to all ranks.
     pub(crate) fn leave(&self) {
         self.lock().has_left = true;
         for peer in self.peers.iter() {
@@ -188,7 +189,7 @@ impl Watch {
         self.changed.notify_all();
     }
 
-    /// Reports progress of this rank.
+    /// Notes that this rank made progress; heartbeats report it.
     pub(crate) fn tick(&self) {
         self.lock().progress.ticks += 1;
     }
@@ -392,7 +393,7 @@ fn read_failure(bytes: &[u8], from: &Peer) -> Failure {
     let rank = rank.parse().unwrap_or(from.rank);
     Failure {
         rank,
-        // A rank that reports its own error does not send its place.
+        // A rank that reports its own error does not send its host name and process id.
         place: if rank == from.rank { from.place.clone() } else { place },
         loss: match kind.as_str() {
             "silent" => Loss::Silent(text.parse().unwrap_or(0)),

@@ -8,13 +8,13 @@ pub struct World {
     pub rank: usize,
     /// Number of processes in the group.
     pub size: usize,
-    /// This process's number among those on its host, from 0.
+    /// Number of this process among those of its host, from 0.
     pub local_rank: usize,
     /// Number of processes on this host.
     pub local_size: usize,
     /// Name or address of rank 0's host.
     pub master_addr: String,
-    /// Port on which rank 0 listens.
+    /// TCP port on which rank 0 listens.
     pub master_port: u16,
     /// Equal on all ranks of a run, so that processes of another run are refused.
     pub run_id: String,
@@ -22,7 +22,7 @@ pub struct World {
     pub token: String,
 }
 
-/// The variable that holds [`World::token`].
+/// Name of the environment variable for [`World::token`].
 pub(crate) const TOKEN: &str = "SIEVE_TOKEN";
 
 // Slurm jobs on one host share its ports, so each job gets a port computed from its number.

@@ -4,11 +4,11 @@
 /// kernel combines them in f64 and then rounds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamWStep {
-    /// Learning rate of this step.
+    /// Learning rate of the step.
     pub lr: f64,
-    /// Decay of the first moment.
+    /// Decay rate of the first moment.
     pub beta1: f64,
-    /// Decay of the second moment.
+    /// Decay rate of the second moment.
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
@@ -16,6 +16,6 @@ pub struct AdamWStep {
     pub weight_decay: f64,
     /// `1 - beta1^t` with t the number of this step, counted from 1.
     pub bias_correction1: f64,
-    /// `1 - beta2^t`.
+    /// Bias correction of the second moment: `1 - beta2^t`.
     pub bias_correction2: f64,
 }

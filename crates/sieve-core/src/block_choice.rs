@@ -62,7 +62,7 @@ impl ForcedBlocks {
 pub struct BlockChoice {
     /// Sizes of pooled keys and of the chosen blocks. `num_selected_blocks` includes the forced ones.
     pub blocks: NsaBlocks,
-    /// How scores are computed.
+    /// How a block's score is computed.
     pub rule: ChoiceRule,
     /// The blocks that are chosen whatever their scores.
     pub forced: ForcedBlocks,
@@ -75,7 +75,7 @@ pub const SCORES_AT_ONCE: usize = 1 << 24;
 const ATTENDED_BLOCK: usize = 64;
 
 impl BlockChoice {
-    /// The choice of NSA.
+    /// How NSA's queries choose blocks.
     pub fn nsa(blocks: NsaBlocks) -> Self {
         Self {
             blocks,
@@ -144,7 +144,8 @@ impl BlockChoice {
         self.blocks.selected_pairs(seq_len) + scored
     }
 
-    /// Why there are no CUDA kernels, as [`NsaBlocks::cuda_gap`].
+    /// Why no CUDA kernel takes this choice: the size that does not fit, and the sizes that kernels support. `None` if
+    /// kernels take it.
     pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
         // In MoBA each query head chooses for itself.
         let group_size = if self.rule == ChoiceRule::MeanKey {

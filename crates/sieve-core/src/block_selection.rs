@@ -9,14 +9,14 @@ use std::ops::Range;
 pub enum BlockScores {
     /// `q . k` of the blocks' means, plus `variances` times the product of their variances.
     Means {
-        /// 0 if variances are not computed.
+        /// Factor on the products of variances; 0 does not compute them.
         variances: f32,
     },
     /// The largest `q . k` of groups of this many tokens, with the vectors of a group concatenated to one.
     LargestOfGroups(usize),
     /// Softmax over cells of `stride` queries and `stride` keys, summed over each block.
     Cells {
-        /// Tokens of a cell.
+        /// Queries of a cell, and keys of a cell.
         stride: usize,
         /// Whether query i of a cell meets key `stride - 1 - i`, as on an antidiagonal, instead of key i.
         reversed: bool,
@@ -39,13 +39,13 @@ pub enum BlockScores {
         gamma: f64,
         /// Blocks are chosen by their means if the prediction's Jensen-Shannon distance is below this.
         tau: f64,
-        /// Fewest and most kept blocks.
+        /// Fewest and most blocks that a row keeps.
         blocks: [usize; 2],
     },
     /// Log-sum-exps of dense probe rows. Each probe chooses blocks, and a tile of queries keeps the best by the mean
     /// over its probes.
     Probes {
-        /// One row in `gamma` is a probe.
+        /// Distance between two probe rows.
         gamma: usize,
         /// Number of blocks that a probe chooses, and how many of these are exactly its best.
         chosen: [usize; 2],
@@ -62,7 +62,7 @@ pub enum BlockScores {
 pub enum KeyScores {
     /// By the attention from this many last queries of the call, the largest first.
     Attention(usize),
-    /// By the Euclidean norm of the key, the smallest first.
+    /// By the Euclidean norm of the keys, the smallest first.
     Length,
 }
 
@@ -72,7 +72,7 @@ pub enum KeyScores {
 pub struct SlotOrder {
     /// Tokens of a segment, a multiple of the block. Tokens move only inside their segment.
     pub segment: usize,
-    /// The order of the keys.
+    /// The scores by which keys are sorted.
     pub keys: KeyScores,
     /// Whether queries are sorted too, by rising Euclidean norm.
     pub moves_queries: bool,
@@ -110,7 +110,7 @@ pub struct HeavyKeys {
 /// Which of a row's competing blocks are kept.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum KeepBlocks {
-    /// The best, until they hold this share of the attention probability.
+    /// The best blocks, until they hold this share of the attention probability.
     Mass(f64),
     /// This number of blocks with the highest scores.
     Top(usize),
@@ -121,15 +121,15 @@ pub enum KeepBlocks {
 /// Sizes of the blocks, and how they are compared.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ScoredBlocks {
-    /// Tokens of a block of keys.
+    /// Size of a block of keys, in tokens.
     pub block: usize,
-    /// Tokens of a block of queries.
+    /// Size of a block of queries, in tokens.
     pub query_block: usize,
     /// Number of rows by which the first block of queries is shorter.
     pub offset: usize,
-    /// Factor on `q . k`.
+    /// Factor on the dot products `q . k`.
     pub softmax_scale: f32,
-    /// How blocks are compared.
+    /// How the score of two blocks is computed.
     pub by: BlockScores,
 }
 
@@ -157,13 +157,13 @@ pub struct KeptBlocks {
 /// A selection of one call. Queries are the last `shape.num_queries` of `shape.num_keys` tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockSelection {
-    /// The call's sizes.
+    /// Sizes of the attention call.
     pub shape: CallShape,
     /// Sizes of the blocks, and how they are compared.
     pub scores: ScoredBlocks,
-    /// The blocks that a row keeps.
+    /// The blocks that each row keeps.
     pub keep: KeptBlocks,
-    /// How tokens are permuted before they are divided into blocks.
+    /// How tokens are permuted before they are divided into blocks; `None`: they keep their order.
     pub order: Option<SlotOrder>,
 }
 
@@ -207,7 +207,7 @@ impl BlockSelection {
         [blocks.num_query_tiles(), blocks.num_key_tiles()]
     }
 
-    /// The mask's tiles.
+    /// How the mask divides queries and keys into tiles.
     pub fn tiles(&self) -> Tiles {
         let per_block = self.scores.block / self.keep.tile;
         self.cut(self.scores.query_block / per_block, self.keep.tile)
@@ -220,7 +220,7 @@ impl BlockSelection {
         }
     }
 
-    /// Number of lists of the mask.
+    /// Number of the mask's lists of key tiles.
     pub fn num_lists(&self) -> usize {
         self.shape.num_heads / self.keep.heads_per_list
     }
@@ -262,6 +262,7 @@ impl BlockSelection {
         let rows = self.num_lists() * tiles.num_query_tiles();
         let num_columns = self.num_lists() * self.most_columns();
         let mut num_words = 1;
+        // The words of the next array; an empty array gets 0..0.
         let mut place = |size: usize| {
             let first = if size == 0 { 0 } else { num_words };
             num_words += size;

@@ -4,20 +4,20 @@ use std::ops::Range;
 /// Sizes of one call for one request. Query row `t` has position `context() + t`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallShape {
-    /// Query rows of this call.
+    /// Number of query rows of this call.
     pub num_queries: usize,
-    /// Keys so far, this call's included.
+    /// Number of keys so far, this call's included.
     pub num_keys: usize,
     /// Query heads, a multiple of `num_kv_heads`; head p reads KV head `p / group_size()`.
     pub num_heads: usize,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub num_kv_heads: usize,
-    /// Width of a head.
+    /// Columns of a head.
     pub head_dim: usize,
 }
 
 impl CallShape {
-    /// A call with these sizes, in the order of the fields.
+    /// The sizes of a call, in the order of the fields.
     pub const fn new(
         [num_queries, num_keys]: [usize; 2],
         [num_heads, num_kv_heads]: [usize; 2],
@@ -42,7 +42,7 @@ impl CallShape {
         self.num_keys - self.num_queries
     }
 
-    /// Factor on `q . k`.
+    /// The usual factor on `q . k`: one over the root of `head_dim`.
     pub fn softmax_scale(&self) -> f32 {
         1.0 / (self.head_dim as f32).sqrt()
     }
@@ -60,9 +60,9 @@ impl CallShape {
 /// The first query tile is `query_offset` rows shorter than the others, so that query tiles can end where key tiles do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiles {
-    /// Query rows of the call.
+    /// Number of query rows of the call.
     pub num_queries: usize,
-    /// Keys so far.
+    /// Number of keys so far, this call's included.
     pub num_keys: usize,
     /// Rows of a query tile.
     pub query_tile: usize,
@@ -73,7 +73,7 @@ pub struct Tiles {
 }
 
 impl Tiles {
-    /// Tiles of a call.
+    /// Divides the queries and keys of a call into tiles.
     pub fn new(shape: CallShape, query_tile: usize, key_tile: usize) -> Self {
         Self {
             num_queries: shape.num_queries,
@@ -92,7 +92,7 @@ impl Tiles {
         }
     }
 
-    /// Keys before the first query.
+    /// Number of keys before the first query.
     pub fn context(&self) -> usize {
         self.num_keys - self.num_queries
     }
@@ -121,7 +121,7 @@ impl Tiles {
         (row + self.query_offset) / self.query_tile
     }
 
-    /// Keys of a key tile.
+    /// The keys of one key tile.
     pub fn keys(&self, key_tile: usize) -> Range<usize> {
         let first = key_tile * self.key_tile;
         first..(first + self.key_tile).min(self.num_keys)

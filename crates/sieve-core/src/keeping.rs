@@ -28,16 +28,16 @@ impl Keeping {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeepOLow {
-    /// In no row.
+    /// `o_low` is kept for no row.
     Never,
     /// In rows of up to 32,768 tokens, the default: in longer ones the memory matters more.
     #[default]
     ShortRows,
-    /// In all rows.
+    /// `o_low` is kept for rows of any length.
     Always,
 }
 
-/// The longest row of [`KeepOLow::ShortRows`].
+/// Most tokens of a row that [`KeepOLow::ShortRows`] keeps `o_low` for.
 const SHORT_ROW: usize = 32768;
 
 impl KeepOLow {

@@ -11,7 +11,7 @@ use thiserror::Error;
 /// only the layout is known.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KeyMask<W = Vec<i32>> {
-    /// The call's sizes.
+    /// Sizes of the attention call.
     pub shape: CallShape,
     /// How query slots and key slots are divided into tiles. Slot i holds row or key i, unless `query_order` or
     /// `key_order` names another. `num_queries` is the number of query slots: fewer than the call's rows if
@@ -25,11 +25,11 @@ pub struct KeyMask<W = Vec<i32>> {
     pub causal: bool,
     /// Ranges of rows that see every key up to their own, in all heads; ascending and disjoint.
     pub dense_rows: Vec<Range<usize>>,
-    /// Where the arrays are.
+    /// Where each array lies in `words`.
     pub places: MaskPlaces,
-    /// The arrays. Word 0 is unused.
+    /// All arrays in one buffer. Word 0 is unused.
     pub words: W,
-    /// Counts over the lists, if a device made them.
+    /// Numbers of entries of the lists, if a device made them.
     pub counts: Option<MaskCounts<W>>,
 }
 
@@ -43,9 +43,9 @@ pub struct MaskPlaces {
     /// Where the key tiles of (list, query tile) start in `tile_idx`, `[num_lists * num_query_tiles + 1]`; absent if
     /// every key up to the query is visible.
     pub row_ptr: Range<usize>,
-    /// Kept key tiles, ascending per row.
+    /// Indices of kept key tiles, ascending in each row.
     pub tile_idx: Range<usize>,
-    /// Where the single key slots of (list, query tile) start in `col_idx`.
+    /// Index in `col_idx` of the first single key of each (list, query tile).
     pub col_ptr: Range<usize>,
     /// Single key slots outside the kept tiles, ascending per row.
     pub col_idx: Range<usize>,
@@ -58,7 +58,7 @@ pub struct MaskPlaces {
 }
 
 impl MaskPlaces {
-    /// Number of words of the buffer.
+    /// Number of 32-bit words of the buffer.
     pub fn num_words(&self) -> usize {
         let ends = [
             &self.tile_order,
@@ -102,9 +102,9 @@ pub type KeptRows = Vec<[Vec<i32>; 2]>;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("key mask: {array}: {problem}\n  hint: masks come from a selector; one built by hand must pass KeyMask::check")]
 pub struct MaskError {
-    /// Name of the array.
+    /// Name of the invalid array.
     pub array: &'static str,
-    /// The broken rule, and where it is broken.
+    /// The rule that the array breaks, and where.
     pub problem: String,
 }
 
@@ -134,7 +134,7 @@ impl<W> KeyMask<W> {
         })
     }
 
-    /// As [`try_map`](Self::try_map), with a `put` that cannot fail.
+    /// Like [`try_map`](Self::try_map), with a `put` that cannot fail.
     pub fn map<V>(self, mut put: impl FnMut(W) -> V) -> KeyMask<V> {
         let mapped = self.try_map(|words| Ok::<V, std::convert::Infallible>(put(words)));
         match mapped {
@@ -143,22 +143,22 @@ impl<W> KeyMask<W> {
         }
     }
 
-    /// Number of lists of the mask.
+    /// Number of the mask's lists of key tiles.
     pub fn num_lists(&self) -> usize {
         self.shape.num_heads / self.heads_per_list
     }
 
-    /// Query heads that use a list.
+    /// The query heads that use a list.
     pub fn heads_of(&self, list: usize) -> Range<usize> {
         list * self.heads_per_list..(list + 1) * self.heads_per_list
     }
 
-    /// List of a query head.
+    /// The list that a query head uses.
     pub fn list_of(&self, head: usize) -> usize {
         head / self.heads_per_list
     }
 
-    /// Whether a row is computed densely.
+    /// Whether a query row is computed with all keys.
     pub fn is_dense_row(&self, row: usize) -> bool {
         self.dense_rows.iter().any(|range| range.contains(&row))
     }

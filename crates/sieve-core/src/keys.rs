@@ -21,16 +21,16 @@ pub(crate) const MAX_STEPS: usize = 1 << 40;
 pub(crate) const MIN_F32: f64 = 1.2e-38;
 pub(crate) const MAX_F32: f64 = 3.4e38;
 
-// The rotary base; with a base below 1, later pairs would rotate faster than the first.
+// Upper bound of the rotary base. The lower bound is 1: below it, later pairs would rotate faster than the first.
 pub(crate) const MAX_ROPE_THETA: f64 = 1e12;
 pub(crate) const USUAL_ROPE_THETA: &str = "10000 is usual, up to 1e7 for long rows";
 
-/// One key of a section, or a section.
+/// One key of a recipe section, or a section.
 #[derive(Clone, Copy)]
 pub(crate) struct Key {
     /// Name of the key in a recipe.
     pub(crate) name: &'static str,
-    /// The field's doc comment.
+    /// Doc comment of the field.
     pub(crate) doc: &'static str,
     pub(crate) kind: Kind,
     /// Whether a recipe must give the key.
@@ -39,17 +39,18 @@ pub(crate) struct Key {
     pub(crate) default: Option<fn() -> Option<Value>>,
     /// Where the value of a left-out key comes from, if not from `default`.
     pub(crate) source: Option<Source>,
+    /// Range of the value; `None` if any value of the kind is allowed.
     pub(crate) bound: Option<Bound>,
     /// Whether a resumed run may have another value.
     pub(crate) may_change: bool,
 }
 
-/// The type of a key's value.
+/// The type of a recipe key's value.
 #[derive(Clone, Copy)]
 pub(crate) enum Kind {
     /// A whole number of at least 0.
     Integer,
-    /// A number, whole or not.
+    /// A number, integer or not.
     Number,
     /// `true` or `false`.
     Bool,
@@ -61,11 +62,11 @@ pub(crate) enum Kind {
     Integers,
     /// A list of numbers.
     Numbers,
-    /// One of some names.
+    /// One name out of a list.
     Choice(&'static Choices),
-    /// A table with its own keys.
+    /// A table with keys of its own.
     Table(&'static [Key]),
-    /// One or more tables of the same keys.
+    /// An array of tables with the same keys.
     Tables(&'static [Key]),
 }
 
@@ -75,10 +76,10 @@ pub(crate) struct Choices {
     pub(crate) docs: &'static [&'static str],
 }
 
-/// Where the value of a left-out key comes from.
+/// Where the value of a key comes from that the recipe leaves out.
 #[derive(Clone, Copy)]
 pub(crate) enum Source {
-    /// Another key, `section.key`.
+    /// The value of another key, `section.key`.
     Key(&'static str),
     /// Code in `recipe/resolve.rs`, described in words.
     Words(&'static str),
@@ -89,7 +90,7 @@ pub(crate) enum Source {
 pub(crate) enum Bound {
     /// A whole number from the first to the second.
     Within(usize, usize, &'static str),
-    /// 1 or more.
+    /// An integer of at least 1.
     AtLeastOne,
     /// A real number from the first to the second.
     Between(f64, f64, &'static str),
@@ -97,7 +98,7 @@ pub(crate) enum Bound {
     Share(&'static str, &'static str),
 }
 
-/// A number whose bound is checked.
+/// A number that is compared with its key's bound.
 #[derive(Clone, Copy)]
 pub(crate) enum Number {
     Whole(u64),
@@ -116,7 +117,7 @@ pub(crate) trait KeyValue {
     }
 }
 
-/// A type that [`keys!`] generated.
+/// A section of the recipe, which [`keys!`] generated.
 pub(crate) trait Section {
     const KEYS: &'static [Key];
 

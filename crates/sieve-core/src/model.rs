@@ -23,9 +23,9 @@ pub use rope_scaling::{RopeScaling, RopeType};
 /// Everything that fixes a model's mathematics and parameter shapes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelShape {
-    /// Width of the residual stream.
+    /// Columns of the residual stream.
     pub d_model: usize,
-    /// Width of the SwiGLU layer.
+    /// Columns between the SwiGLU layer's projections.
     pub d_ff: usize,
     /// Number of transformer blocks.
     pub num_layers: usize,
@@ -33,11 +33,11 @@ pub struct ModelShape {
     pub num_heads: usize,
     /// Number of key and value heads.
     pub num_kv_heads: usize,
-    /// Width of one head.
+    /// Columns of one head.
     pub head_dim: usize,
-    /// Rows of the embedding.
+    /// Rows of the embedding matrix.
     pub vocab_size: usize,
-    /// Base of the rotary frequencies.
+    /// Theta of the rotary embedding.
     pub rope_theta: f64,
     /// Added to the mean square inside RMSNorm.
     pub rms_norm_eps: f64,
@@ -45,7 +45,7 @@ pub struct ModelShape {
     pub tie_word_embeddings: bool,
     /// Longest sequence the rotary tables cover, in tokens.
     pub max_seq_len: usize,
-    /// Standard deviation of the normal initialisation.
+    /// Standard deviation of initial weights.
     pub initializer_range: f64,
     /// Whether each block scales its residual inputs by learned vectors.
     pub residual_scale: bool,
@@ -53,7 +53,7 @@ pub struct ModelShape {
     pub qk_norm: bool,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// How the rotary frequencies differ from `rope_theta`'s.
+    /// How the rotary frequencies differ from `rope_theta`'s; `None` if they do not.
     pub rope_scaling: Option<RopeScaling>,
     /// The attention of every layer that `dense_layers` does not make dense.
     pub attention: Attention,

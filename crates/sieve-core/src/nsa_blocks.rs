@@ -3,17 +3,17 @@
 /// Block sizes of the compressed and the selected branch, in tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NsaBlocks {
-    /// Tokens of a compressed block (l).
+    /// Size of a compressed block (l), in tokens.
     pub compress_block_size: usize,
     /// Tokens between the starts of two compressed blocks (s); divides both block sizes.
     pub compress_stride: usize,
-    /// Tokens of a selected block (l').
+    /// Size of a selected block (l'), in tokens.
     pub select_block_size: usize,
     /// Blocks a query selects per KV head (k).
     pub num_selected_blocks: usize,
 }
 
-/// Limits of the CUDA kernels.
+/// Head widths that the CUDA kernels of NSA take.
 const CUDA_HEAD_DIMS: [usize; 2] = [64, 128];
 const CUDA_MAX_SELECT_BLOCK: usize = 64;
 const CUDA_MAX_GROUP: usize = 64;
@@ -21,7 +21,7 @@ const CUDA_MAX_GROUP: usize = 64;
 const CUDA_MAX_STRIDES: usize = 34;
 
 impl NsaBlocks {
-    /// The sizes of arXiv:2502.11089, section 4.1.
+    /// The block sizes of arXiv:2502.11089, section 4.1.
     pub const PUBLISHED: Self = Self::of([32, 16, 64, 16]);
 
     /// These sizes, in the order of the fields.

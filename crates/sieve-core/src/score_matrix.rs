@@ -8,16 +8,16 @@ pub const MOST_REFERENCE_SCORES: u64 = 1 << 26;
 /// One score for each row, head, query and key of an attention call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScoreMatrix {
-    /// Rows of the batch.
+    /// Sequences in the batch.
     pub batch: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub num_heads: usize,
     /// Tokens of a row, the number of its queries and of its keys.
     pub seq_len: usize,
 }
 
 impl ScoreMatrix {
-    /// Number of scores.
+    /// Number of scores in the matrix.
     pub fn num_scores(&self) -> u64 {
         let sizes = [self.batch, self.num_heads, self.seq_len, self.seq_len];
         sizes
@@ -64,13 +64,13 @@ impl fmt::Display for ScoreMatrix {
     .scores.num_scores()
 )]
 pub struct ReferenceTooLarge {
-    /// Name of the op.
+    /// Name of the op whose reference was called.
     pub op: String,
-    /// Name of the device.
+    /// Name of the device that has no kernel for it.
     pub device: String,
     /// Why there is no kernel for the call.
     pub reason: String,
-    /// The matrix that is too large.
+    /// Sizes of the score matrix that would be too large.
     pub scores: ScoreMatrix,
 }
 

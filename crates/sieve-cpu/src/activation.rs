@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::simd::{on_arch, sigmoid};
 
-/// Rows one task handles.
+/// Rows of the matrix that one task handles.
 const ROWS: usize = 16;
 
 /// `y = silu(gate) * up`.

@@ -25,7 +25,7 @@ pub struct MatrixMut<'a> {
 /// Whether a GEMM may use the other threads of the current rayon pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threads {
-    /// The calling thread alone.
+    /// Only the calling thread.
     One,
     /// All threads of the pool; the result is the same.
     All,
@@ -35,7 +35,7 @@ pub enum Threads {
 const MIN_SHARED_PRODUCT: usize = 192 * 192 * 192;
 
 impl Threads {
-    /// The faster choice for `a b`.
+    /// Whether one thread or all compute `a b` faster.
     pub fn of_gemm(a: Matrix<'_>, b: Matrix<'_>) -> Self {
         match a.rows * a.cols * b.cols {
             few if few < MIN_SHARED_PRODUCT => Self::One,
@@ -100,7 +100,7 @@ impl<'a> Matrix<'a> {
         self.cols
     }
 
-    /// The transposed view.
+    /// The transpose of the matrix, as a view.
     #[must_use]
     pub fn t(self) -> Self {
         Self {

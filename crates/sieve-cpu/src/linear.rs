@@ -19,12 +19,12 @@ use crate::simd::{arch, on_arch};
 #[cfg(target_arch = "x86_64")]
 use few_rows::{FEW_ROWS, few_rows};
 
-/// A weight `[out, in]`, row-major.
+/// Weight of a linear layer, `[out, in]`, row-major.
 #[derive(Clone, Copy, Debug)]
 pub enum Weight<'a> {
-    /// In f32.
+    /// A weight stored in f32.
     F32(&'a [f32]),
-    /// In bf16; each number is widened to f32 where it is multiplied.
+    /// A weight stored in bf16, whose elements are widened to f32 where they are multiplied.
     Bf16(&'a [bf16]),
 }
 
@@ -37,7 +37,7 @@ const MIN_GEMM_SIDE: usize = 65;
 /// and 16 rows on two cores of a Zen 5 this takes 54 ms, and `x Wᵀ` 297 ms; at 256 rows both take as long.
 const MAX_COLUMN_ROWS: usize = 256;
 
-/// Outputs of a task.
+/// Columns of the output that one task computes.
 const TASK_OUTPUTS: usize = 128;
 
 /// The `gemm` crate splits the inner length into equal blocks of at most this size (`kc` in its `cache.rs`) and adds
@@ -48,11 +48,11 @@ const MAX_DEPTH: usize = 512;
 /// large.
 const PANEL_WEIGHTS: usize = 1 << 22;
 
-/// Minimum outputs of a panel.
+/// Fewest output columns of a panel.
 const MIN_PANEL_OUTPUTS: usize = 128;
 
 impl Weight<'_> {
-    /// Number of elements, whatever their type.
+    /// Number of elements of the weight.
     pub fn len(&self) -> usize {
         match self {
             Self::F32(weight) => weight.len(),
@@ -60,7 +60,7 @@ impl Weight<'_> {
         }
     }
 
-    /// Whether there is no element.
+    /// Whether the weight has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -124,7 +124,7 @@ fn by_columns(x: &[f32], weight: Weight<'_>, [rows, d_in, d_out]: [usize; 3], y:
     }
 }
 
-/// `c = a b`.
+/// Computes the GEMM `c = a b`.
 fn gemm_into(a: Matrix<'_>, b: Matrix<'_>, c: MatrixMut<'_>) {
     matmul(Threads::of_gemm(a, b), 1.0, a, b, 0.0, c);
 }
@@ -160,7 +160,7 @@ on_arch! {
     fn widen<'a>(from: &'a [bf16], to: &'a mut [f32]) -> () = widen_simd;
 }
 
-/// `to = from`, exactly.
+/// Converts bf16 to f32, which is exact.
 #[inline(always)]
 fn widen_simd<S: Simd>(_simd: S, from: &[bf16], to: &mut [f32]) {
     for (to, from) in to.iter_mut().zip(from) {

@@ -34,7 +34,7 @@ pub fn chunk_rows(vocab_size: usize) -> usize {
 pub struct CrossEntropy {
     /// Sum of `lse - logit[label]`, in nats.
     pub loss_sum: f64,
-    /// Rows with a label.
+    /// Number of rows with a label.
     pub num_labels: usize,
 }
 
@@ -91,7 +91,7 @@ pub fn linear_cross_entropy_with_gradients(
     run(h, Weight::F32(weight), labels, d_model, Some(gradients), None)
 }
 
-/// Where the gradients are written.
+/// The tensors that receive the gradients.
 struct Gradients<'a> {
     /// The weight in f32, which the gradients need.
     weight: &'a [f32],

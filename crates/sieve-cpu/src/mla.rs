@@ -9,17 +9,17 @@ use crate::simd::{dot, on_arch};
 /// Sizes of a decoding step. The cache holds a latent and a rotated key for each token, `rank + rope_dim` numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct MlaDecode {
-    /// Rows of the batch.
+    /// Sequences in the batch.
     pub batch: usize,
     /// New tokens of each row, the last ones of its `len` tokens.
     pub num_queries: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub num_heads: usize,
     /// Tokens of each row, including the new ones.
     pub len: usize,
-    /// Width of a latent.
+    /// Columns of a latent.
     pub rank: usize,
-    /// Width of the rotated key.
+    /// Columns of the rotated key.
     pub rope_dim: usize,
     /// Factor of `q . k` in the logits.
     pub softmax_scale: f32,

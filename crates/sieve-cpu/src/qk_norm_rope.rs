@@ -13,30 +13,30 @@ use crate::simd::on_arch;
 /// Tokens of a task. Each task has partial weight gradients, so this also fixes the order of that sum.
 const TOKENS: usize = 32;
 
-/// Sizes and weights of the op.
+/// Sizes and weights of q/k-norm and RoPE.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNormRope<'a> {
-    /// Rows of the batch.
+    /// Sequences in the batch.
     pub batch: usize,
-    /// Tokens per row.
+    /// Tokens of each sequence.
     pub seq_len: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub num_heads: usize,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub num_kv_heads: usize,
-    /// Width of a head, even.
+    /// Columns of a head, an even number.
     pub head_dim: usize,
     /// Norm weight of the queries, `[head_dim]`; not read by [`rope`].
     pub q_weight: &'a [f32],
     /// Norm weight of the keys, `[head_dim]`; not read by [`rope`].
     pub k_weight: &'a [f32],
-    /// Added to the mean square.
+    /// Epsilon that the norms add to the mean square.
     pub eps: f32,
     /// Cosines, `[max_positions, head_dim / 2]`.
     pub cos: &'a [f32],
     /// Sines, `[max_positions, head_dim / 2]`.
     pub sin: &'a [f32],
-    /// Added to every position; when decoding, the number of tokens before these.
+    /// Offset of all positions: when decoding, the number of tokens before these.
     pub position_offset: usize,
 }
 
@@ -265,7 +265,7 @@ fn backward_tokens_simd<S: Simd>(
     }
 }
 
-/// As [`forward_of_width`].
+/// The backward pass of [`forward_of_width`].
 #[inline(always)]
 fn backward_of_width<S: Simd, const HEAD_DIM: usize>(
     simd: S,

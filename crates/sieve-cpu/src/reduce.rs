@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::simd::on_arch;
 
-/// Elements of a partial sum.
+/// Elements that one partial sum adds up.
 const BLOCK: usize = 1 << 15;
 
 /// `sum x_i^2` in f64, in a fixed order whatever the number of threads.

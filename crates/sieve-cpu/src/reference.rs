@@ -6,7 +6,7 @@ use crate::simd::on_arch;
 use pulp::Simd;
 use rayon::prelude::*;
 
-/// Which intermediate results are rounded.
+/// Which intermediate results are rounded to bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rounding {
     /// No result is rounded: all arithmetic is f64.
@@ -38,11 +38,11 @@ impl Rounding {
 /// A key that a query sees.
 #[derive(Clone, Copy, Debug)]
 pub struct Key<'a, T> {
-    /// The key, `[head_dim]`.
+    /// The key vector, `[head_dim]`.
     pub k: &'a [T],
-    /// Its value, `[head_dim_v]`.
+    /// The value vector, `[head_dim_v]`.
     pub v: &'a [T],
-    /// Added to the logit.
+    /// Bias that is added to the logit.
     pub bias: f64,
 }
 
@@ -85,7 +85,7 @@ pub fn attend<T: Copy + Into<f64>>(
     Attended { lse, p }
 }
 
-/// `sum a_i b_i`.
+/// Dot product `sum a_i b_i`.
 #[inline(always)]
 pub(crate) fn dot<T: Copy + Into<f64>>(a: &[T], b: &[T]) -> f64 {
     // Eight independent sums, which the compiler vectorises.
@@ -100,7 +100,7 @@ pub(crate) fn dot<T: Copy + Into<f64>>(a: &[T], b: &[T]) -> f64 {
     sums.into_iter().chain(tail).sum()
 }
 
-/// `to += factor * x`.
+/// Adds a multiple of a vector: `to += factor * x`.
 #[inline(always)]
 fn add<T: Copy + Into<f64>>(to: &mut [f64], factor: f64, x: &[T]) {
     to.iter_mut().zip(x).for_each(|(to, &x)| *to += factor * x.into());
@@ -113,12 +113,12 @@ pub struct Heads<'a> {
     pub values: &'a [f32],
     /// Elements from a token to the next one.
     pub token_len: usize,
-    /// Width of a head.
+    /// Columns of a head.
     pub width: usize,
 }
 
 impl<'a> Heads<'a> {
-    /// The heads of a tensor that holds nothing else.
+    /// The heads of a tensor that is not packed.
     pub fn new(values: &'a [f32], heads: usize, width: usize) -> Self {
         let token_len = heads * width;
         Self {
@@ -145,9 +145,9 @@ pub struct AttentionCall<'a> {
     pub k: Heads<'a>,
     /// Values of all tokens, `num_kv_heads` heads of `head_dim_v`.
     pub v: Heads<'a>,
-    /// Gradient of the output.
+    /// Gradient of the attention output.
     pub d_o: Heads<'a>,
-    /// Documents of the batch.
+    /// Document bounds of the batch.
     pub documents: Documents<'a>,
     /// Which keys each query sees, and their biases.
     pub mask: Mask<'a>,
@@ -156,7 +156,7 @@ pub struct AttentionCall<'a> {
 /// Output and gradients of an attention call, and the sizes of the terms that they sum.
 #[derive(Clone, Debug, Default)]
 pub struct Results {
-    /// Output, `[batch, seq_len, num_heads, head_dim_v]`.
+    /// Attention output, `[batch, seq_len, num_heads, head_dim_v]`.
     pub o: Vec<f64>,
     /// Log-sum-exp of each row's logits, `[batch, num_heads, seq_len]`.
     pub lse: Vec<f64>,
@@ -168,8 +168,8 @@ pub struct Results {
     pub dv: Vec<f64>,
     /// Gradient of the bias, `sum_i dS_ij`, `[batch, num_kv_heads, seq_len]`.
     pub d_delta: Vec<f64>,
-    /// `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of each key, shaped as `d_delta`. `d_delta` is the same sum without
-    /// absolute values, so its rounding error is proportional to this even where its terms cancel.
+    /// `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of each key, `[batch, num_kv_heads, seq_len]`. `d_delta` is the same
+    /// sum without absolute values, so its rounding error is proportional to this even where its terms cancel.
     pub d_delta_terms: Vec<f64>,
     /// Magnitudes of the terms that each row of the other results sums.
     pub terms: Terms,
@@ -180,13 +180,13 @@ pub struct Results {
 /// gradient of a score counts with `P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` plus P_ij times the typical size of `do . v`.
 #[derive(Clone, Debug, Default)]
 pub struct Terms {
-    /// `[batch, seq_len, num_heads]`.
+    /// Size of the terms of o, `[batch, seq_len, num_heads]`.
     pub o: Vec<f64>,
-    /// `[batch, seq_len, num_heads]`.
+    /// Size of the terms of dq, `[batch, seq_len, num_heads]`.
     pub dq: Vec<f64>,
-    /// `[batch, seq_len, num_kv_heads]`.
+    /// Size of the terms of dk, `[batch, seq_len, num_kv_heads]`.
     pub dk: Vec<f64>,
-    /// `[batch, seq_len, num_kv_heads]`.
+    /// Size of the terms of dv, `[batch, seq_len, num_kv_heads]`.
     pub dv: Vec<f64>,
 }
 

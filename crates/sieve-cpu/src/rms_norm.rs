@@ -105,7 +105,7 @@ pub(crate) fn reciprocal_rms<S: Simd>(simd: S, x: &[f32], eps: f32) -> f32 {
     1.0 / (dot(simd, x, x) / x.len() as f32 + eps).sqrt()
 }
 
-/// One row of the backward pass: writes dx, adds to dweight.
+/// Backward pass of one row: writes dx and adds to dweight.
 #[inline(always)]
 pub(crate) fn norm_row_backward<S: Simd>(
     simd: S,

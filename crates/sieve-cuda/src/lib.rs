@@ -28,7 +28,7 @@ type Quantize = fn(Primitive, &QuantScheme, QuantizationParametersPrimitive<Cuda
 type SelectAdd = fn(Primitive, usize, Primitive, Primitive) -> Primitive;
 type SliceAssign = fn(Primitive, &[Slice], Primitive) -> Primitive;
 
-/// Ops of one tensor.
+/// Burn's float ops of one tensor.
 pub static UNARY: &[fn(Primitive) -> Primitive] = &[
     Cuda::float_abs,
     Cuda::float_exp,
@@ -41,7 +41,7 @@ pub static UNARY: &[fn(Primitive) -> Primitive] = &[
     Cuda::float_sum,
 ];
 
-/// Ops of two tensors.
+/// Burn's float ops of two tensors.
 pub static BINARY: &[fn(Primitive, Primitive) -> Primitive] = &[
     Cuda::bool_and,
     Cuda::bool_or,
@@ -55,7 +55,7 @@ pub static BINARY: &[fn(Primitive, Primitive) -> Primitive] = &[
     Cuda::int_sub,
 ];
 
-/// Ops of a tensor and a number.
+/// Burn's float ops of a tensor and a number.
 pub static SCALAR: &[fn(Primitive, Scalar) -> Primitive] = &[
     Cuda::float_add_scalar,
     Cuda::float_div_scalar,
@@ -87,7 +87,7 @@ pub static COMPARE_SCALAR: &[fn(Primitive, Scalar, BoolDType) -> Primitive] = &[
     Cuda::int_lower_elem,
 ];
 
-/// Reductions along a dimension.
+/// Burn's reductions along a dimension.
 pub static REDUCE: &[fn(Primitive, usize) -> Primitive] = &[
     Cuda::float_max_dim,
     Cuda::float_mean_dim,
@@ -98,28 +98,28 @@ pub static REDUCE: &[fn(Primitive, usize) -> Primitive] = &[
     Cuda::int_sum_dim,
 ];
 
-/// Where an extreme is along a dimension.
+/// Index of the largest or smallest element along a dimension.
 pub static ARG: &[fn(Primitive, usize, IntDType) -> Primitive] = &[Cuda::float_argmax, Cuda::float_argmin];
 
-/// A tensor, a mask and values.
+/// Ops that take a tensor, a mask and values.
 pub static MASK: &[fn(Primitive, Primitive, Primitive) -> Primitive] = &[Cuda::float_mask_where, Cuda::int_mask_where];
 
 /// A tensor, a mask and a number.
 pub static MASK_FILL: &[fn(Primitive, Primitive, Scalar) -> Primitive] = &[Cuda::float_mask_fill, Cuda::int_mask_fill];
 
-/// A dimension, a tensor and indices.
+/// Ops that take a dimension, a tensor and indices.
 pub static GATHER: &[fn(usize, Primitive, Primitive) -> Primitive] = &[Cuda::float_gather, Cuda::int_gather];
 
-/// A tensor, a dimension and indices.
+/// Ops that take a tensor, a dimension and indices.
 pub static SELECT: &[fn(Primitive, usize, Primitive) -> Primitive] = &[Cuda::float_select, Cuda::int_select];
 
 /// A tensor, a dimension, indices and values.
 pub static SELECT_ADD: SelectAdd = Cuda::float_select_add;
 
-/// A tensor and ranges.
+/// Ops that take a tensor and ranges.
 pub static SLICE: &[fn(Primitive, &[Slice]) -> Primitive] = &[Cuda::float_slice, Cuda::int_slice];
 
-/// A tensor, ranges and values.
+/// Ops that take a tensor, ranges and values.
 pub static SLICE_ASSIGN: &[SliceAssign] = &[Cuda::float_slice_assign, Cuda::int_slice_assign];
 
 /// A dimension, a tensor, indices and values.
@@ -128,7 +128,7 @@ pub static SCATTER_ADD: fn(usize, Primitive, Primitive, Primitive) -> Primitive 
 /// Tests of each element.
 pub static TEST: &[fn(Primitive, BoolDType) -> Primitive] = &[Cuda::float_is_inf, Cuda::float_is_nan];
 
-/// A tensor in another float type.
+/// Casts of a tensor to another float type.
 pub static CAST: &[fn(Primitive, FloatDType) -> Primitive] = &[Cuda::bool_into_float, Cuda::float_cast];
 
 /// Eight-bit integers, which Sieve does not use and every product of Burn can take.

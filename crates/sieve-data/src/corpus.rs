@@ -28,14 +28,14 @@ pub use table::{TableRow, read_table};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Format {
-    /// One file is one document.
+    /// Plain text: one file is one document.
     Text,
     /// One line is one document: a JSON object with the text in `text_column`. Blank lines are skipped.
     Jsonl {
         /// Name of the column that holds the text; usually "text".
         text_column: String,
     },
-    /// One row is one document, its text in `text_column`.
+    /// Apache Parquet: one row is one document, its text in `text_column`.
     Parquet {
         /// Name of the column that holds the text; the path of a column inside a group, as "meta.text".
         text_column: String,
@@ -49,7 +49,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// The format of the file `path`.
+    /// The format of a file, by its name's ending.
     fn of(&self, path: &Path) -> Self {
         let Self::ByEnding { text_column } = self else {
             return self.clone();
@@ -64,7 +64,7 @@ impl Format {
         }
     }
 
-    /// The same format with another column; plain text has no column.
+    /// The same format with its text in another column; plain text has no column.
     fn with_column(&self, column: &str) -> Self {
         let mut changed = self.clone();
         match &mut changed {
@@ -87,7 +87,7 @@ impl Format {
         endings.iter().copied().map(String::from).collect()
     }
 
-    /// Name of the format in messages.
+    /// Name of the format in error messages.
     fn name(&self) -> &'static str {
         match self {
             Self::Text => "text",
@@ -108,12 +108,12 @@ pub enum FileOrder {
     /// By a seeded hash of the path relative to its folder or glob, so that `max_bytes` takes a fair sample of all
     /// files, independent of the folder's location.
     Hashed {
-        /// Seed of the hash.
+        /// Seed of the hash that orders files.
         seed: u64,
     },
 }
 
-/// Which documents make up a corpus.
+/// Which documents of which files make up a corpus.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CorpusConfig {
     /// Files, folders and globs, with `~` and variables already expanded, and data sets of the Hugging Face hub
@@ -125,7 +125,7 @@ pub struct CorpusConfig {
     /// file. A file that a path or glob names is always read; hidden files and folders, and links to folders, never
     /// are.
     pub extensions: Vec<String>,
-    /// The order of the files.
+    /// The order in which files are read.
     pub order: FileOrder,
     /// For JSONL and Parquet: the column with a document's prompt, which comes before its text and is not predicted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -189,7 +189,7 @@ impl CorpusConfig {
 pub struct SourceFile {
     /// Path of the file.
     pub path: PathBuf,
-    /// Size of the file.
+    /// Size of the file in bytes.
     pub num_bytes: u64,
     /// Modification time in nanoseconds since 1970; 0 if the system has none.
     pub modified_ns: u64,
@@ -199,7 +199,7 @@ pub struct SourceFile {
     is_named: bool,
 }
 
-/// One document.
+/// One document of a corpus.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Document {
     /// The text, never blank, without a byte order mark.
@@ -218,6 +218,7 @@ pub struct Corpus {
     config: CorpusConfig,
     files: Vec<SourceFile>,
     passed_over: PassedOver,
+    /// Where remote files come from; `None` before [`connect`](Self::connect).
     hub: Option<Arc<Hub>>,
 }
 

@@ -17,35 +17,35 @@ pub enum DataError {
          hint: check the path; in folders only files with a known ending are taken, a glob takes any"
     )]
     NoFiles {
-        /// The path or glob as given.
+        /// The path or glob as it was given.
         pattern: String,
-        /// For a folder, the endings that were looked for.
+        /// The file endings that were looked for, if the path is a folder.
         searched: String,
     },
     /// One document cannot be used; the others of its file can still be read (`skip_invalid`).
     #[error("{}: {what}\n  hint: {hint}", path.display())]
     InvalidDocument {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// What is wrong, with the line, row or byte.
         what: String,
-        /// How to fix it.
+        /// How to fix the document.
         hint: Cow<'static, str>,
     },
     /// A file of any kind cannot be used: text, tokenizer, shard or side file.
     #[error("{}: {what}\n  hint: {hint}", path.display())]
     BadFile {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// What is wrong with the file.
         what: String,
-        /// How to fix it.
+        /// How to fix the file.
         hint: Cow<'static, str>,
     },
     /// The folder holds other data than the data to prepare.
     #[error("{}: {what}\n  hint: choose another folder, or ask for the data to be replaced", dir.display())]
     OtherPreparation {
-        /// The folder.
+        /// Folder of the prepared data.
         dir: PathBuf,
         /// What the folder holds, and what differs.
         what: String,
@@ -63,7 +63,7 @@ pub enum DataError {
     Refused {
         /// What is wrong, and where.
         what: String,
-        /// How to fix it.
+        /// How to fix the problem.
         hint: Cow<'static, str>,
     },
     /// A library or a thread failed, and no setting would help.
@@ -72,7 +72,7 @@ pub enum DataError {
 }
 
 impl DataError {
-    /// For `map_err`: adds action and path to an I/O error.
+    /// For `map_err`: adds operation and path to an I/O error.
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| {
@@ -130,7 +130,7 @@ impl DataError {
         Self::Refused { what, hint }
     }
 
-    /// The error of an invalid glob.
+    /// The error for an invalid glob pattern.
     pub(crate) fn glob(pattern: &str, error: &glob::PatternError) -> Self {
         let what = format!("{pattern:?} is not a valid glob: {error}");
         Self::refused(what, "write [[] for a bracket")

@@ -19,23 +19,23 @@ use shard_rows::ShardRows;
 /// The label of a position without a prediction: before a token of a prompt, at the end of a document, and in padding.
 pub const IGNORE_LABEL: i32 = -100;
 
-/// The document id of padding.
+/// Document id of padding tokens.
 pub const PAD_DOCUMENT: u32 = u32::MAX;
 
-/// The order of the documents.
+/// The order in which documents are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// For training: another permutation in each epoch, determined by the seed. Tokens at the end of an epoch that do
     /// not fill a row are left out; they differ from epoch to epoch.
     Shuffled {
-        /// Seed of the permutations.
+        /// Seed of the epochs' permutations.
         seed: u64,
     },
     /// For validation: the order of the shard, each document once, the last row padded.
     Sequential,
 }
 
-/// How documents fill rows.
+/// How documents are packed into rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packing {
     /// Documents are concatenated: a row may hold many, and a document may continue in the next row.
@@ -45,31 +45,31 @@ pub enum Packing {
     OneDocumentPerRow,
 }
 
-/// Settings of a loader.
+/// Settings of a data loader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderConfig {
-    /// Tokens of a row.
+    /// Tokens of each row.
     pub seq_len: usize,
-    /// The order of the documents.
+    /// The order in which documents are read.
     pub order: Order,
-    /// How documents fill rows.
+    /// How documents are packed into rows.
     pub packing: Packing,
     /// Rows of the model's embedding; a token id of this size or more is an error.
     pub vocab_size: usize,
-    /// Token id of padding.
+    /// Token id that fills rows up.
     pub pad_id: u32,
 }
 
 /// Rows of tokens. Every list is `[batch, seq_len]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// Index of the first row's sample.
+    /// Index of the first row among all rows of the run.
     pub first_sample: u64,
     /// Number of rows.
     pub batch: usize,
-    /// Tokens of a row.
+    /// Tokens of each row.
     pub seq_len: usize,
-    /// Token ids.
+    /// Token ids, `[batch, seq_len]`.
     pub tokens: Vec<u32>,
     /// The next token of the same document, or [`IGNORE_LABEL`].
     pub labels: Vec<i32>,
@@ -128,7 +128,7 @@ pub struct Loader {
     config: LoaderConfig,
 }
 
-/// The source of rows.
+/// Where the rows of a loader come from.
 #[derive(Debug)]
 enum Rows {
     Shard(ShardRows),
@@ -198,7 +198,7 @@ impl Loader {
         Ok(Self { rows, config })
     }
 
-    /// The settings of the loader.
+    /// The loader's settings.
     pub fn config(&self) -> &LoaderConfig {
         &self.config
     }

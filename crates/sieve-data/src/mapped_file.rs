@@ -14,7 +14,7 @@ use crate::error::DataError;
 /// them, and a map keeps the old file alive.
 #[derive(Debug)]
 pub(crate) struct MappedFile {
-    /// `None` for an empty file, which some systems refuse to map.
+    /// The mapping; `None` for an empty file, which some systems refuse to map.
     map: Option<Mmap>,
 }
 

@@ -23,7 +23,7 @@ pub use packed::{MqarMixture, MqarPart};
 /// Tokens at positions without a key or value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MqarNoise {
-    /// Token 0 (`random_non_queries = false`).
+    /// Token 0, as with `random_non_queries = false` in the published code.
     #[default]
     Zeros,
     /// A uniform token of the whole vocabulary, which may be a key (`random_non_queries = true`).
@@ -33,12 +33,12 @@ pub enum MqarNoise {
     Disjoint,
 }
 
-/// One kind of MQAR sample.
+/// Settings of one kind of MQAR samples.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MqarConfig {
     /// V: token ids are below it. Keys are from the lower half, values from the upper.
     pub vocab_size: usize,
-    /// L: tokens of a sample.
+    /// Tokens of a sample, L in the paper.
     pub seq_len: usize,
     /// D: pairs of key and value, and also the number of queries.
     pub num_pairs: usize,
@@ -46,7 +46,7 @@ pub struct MqarConfig {
     pub power: f64,
     /// Tokens at positions without a key or value.
     pub noise: MqarNoise,
-    /// Seed of the samples.
+    /// Seed of the random samples.
     pub seed: u64,
 }
 
@@ -120,9 +120,9 @@ impl MqarConfig {
 /// A stream of samples; the two streams are drawn independently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MqarSplit {
-    /// For training.
+    /// Samples for training.
     Train,
-    /// For validation.
+    /// Samples for validation.
     Test,
 }
 
@@ -135,14 +135,14 @@ impl MqarSplit {
     }
 }
 
-/// One query of a sample.
+/// One query of a sample, and its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MqarQuery {
-    /// Index of the pair, from 0.
+    /// Index of the queried key-value pair, from 0.
     pub pair: usize,
     /// Position of the repeated key and of the label.
     pub position: usize,
-    /// The value to predict.
+    /// The value that the model has to predict.
     pub value: u32,
 }
 
@@ -153,7 +153,7 @@ impl MqarQuery {
     }
 }
 
-/// One sample.
+/// One sample, with its queries.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MqarSample {
     /// Token ids, `[seq_len]`.
@@ -177,7 +177,7 @@ impl MqarSample {
 #[derive(Debug, Clone)]
 pub struct Mqar {
     config: MqarConfig,
-    /// `1 / weight` of each slot.
+    /// `1 / weight` of each position that a query may take.
     inverse_weights: Vec<f64>,
 }
 
@@ -195,12 +195,12 @@ impl Mqar {
         })
     }
 
-    /// The configuration of the samples.
+    /// Settings of the samples.
     pub fn config(&self) -> &MqarConfig {
         &self.config
     }
 
-    /// Sample `index` of a split. The result depends on nothing else.
+    /// Sample `index` of a split. The result depends on these two and the settings.
     pub fn sample(&self, split: MqarSplit, index: u64) -> MqarSample {
         let MqarConfig {
             vocab_size,

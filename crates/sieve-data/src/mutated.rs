@@ -153,7 +153,7 @@ fn shard(dir: &Path) -> PathBuf {
     prefix
 }
 
-/// Reads all documents of a shard.
+/// Reads the tokens of all documents of a shard.
 fn read_all(prefix: &Path) -> Result<Vec<Vec<u32>>, DataError> {
     let shard = ShardReader::open(prefix)?;
     let documents = (0..shard.num_documents()).map(|document| shard.document(document));

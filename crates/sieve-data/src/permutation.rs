@@ -31,12 +31,12 @@ impl Permutation {
         }
     }
 
-    /// Number of elements.
+    /// Number of permuted elements.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Whether the permutation has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

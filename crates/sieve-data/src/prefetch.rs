@@ -10,9 +10,9 @@ use crate::loader::{Batch, Loader};
 /// Which batches to make: `first_sample`, `first_sample + stride`, and so on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PrefetchPlan {
-    /// First sample of the first batch.
+    /// Index of the first batch's first row.
     pub first_sample: u64,
-    /// Rows of a batch.
+    /// Rows of each batch.
     pub batch: usize,
     /// Distance between the first samples of two consecutive batches.
     pub stride: u64,
@@ -39,7 +39,7 @@ impl PrefetchPlan {
 /// An iterator over batches that a thread prepares. Dropping it ends the thread.
 #[derive(Debug)]
 pub struct Prefetch {
-    /// `None` once dropped, so that the thread's next send fails.
+    /// Prepared batches; `None` once dropped, so that the thread's next send fails.
     receiver: Option<Receiver<Result<Batch, DataError>>>,
     thread: Option<JoinHandle<()>>,
 }

@@ -39,7 +39,7 @@ use meta::FORMAT_VERSION;
 use plan::{Plan, earlier_preparation, refuse_foreign_files, remove_leftovers};
 use tokenise::Pace;
 
-/// Source of the validation documents.
+/// Where the validation documents come from.
 #[derive(Debug, Clone, Copy)]
 pub enum ValidationSource<'a> {
     /// This fraction of the corpus, in (0, 1). A hash of its text decides whether a document is held out, so that
@@ -56,16 +56,16 @@ pub enum ValidationSource<'a> {
 pub enum OnChange {
     /// Fail with an error that says what differs.
     Refuse,
-    /// Prepare again and replace the data.
+    /// Prepare again and replace the folder's data.
     Replace,
 }
 
-/// Settings of [`prepare`].
+/// Sources and settings of [`prepare`].
 #[derive(Debug, Clone)]
 pub struct PrepareConfig<'a> {
     /// The folder to write to; created if missing.
     pub dir: PathBuf,
-    /// Source of the validation documents.
+    /// Where the validation documents come from.
     pub validation: ValidationSource<'a>,
     /// What to do if the folder holds data prepared from other sources or settings.
     pub on_change: OnChange,
@@ -82,27 +82,27 @@ pub enum Progress {
     Tokenising {
         /// `"validation"` for a separate validation corpus, else `"train"`, whose corpus may have held-out documents.
         split: &'static str,
-        /// Bytes of text tokenised.
+        /// Bytes of text tokenised so far.
         bytes_done: u64,
         /// Upper bound of the bytes of text, from the sizes of the files.
         bytes_total: u64,
-        /// Documents tokenised.
+        /// Number of documents tokenised so far.
         num_documents: u64,
-        /// Tokens so far.
+        /// Number of tokens written so far.
         num_tokens: u64,
-        /// Files read to their end.
+        /// Number of files read to their end.
         num_files_done: usize,
-        /// Number of files.
+        /// Number of files of all corpora.
         num_files: usize,
     },
     /// All documents are tokenised; files are being fsynced.
     Writing,
 }
 
-/// Prepared data in a folder.
+/// A folder of prepared data.
 #[derive(Debug, Clone)]
 pub struct Prepared {
-    /// The folder.
+    /// Path of the folder.
     pub dir: PathBuf,
     /// The contents of `meta.json`.
     pub meta: PreparedMeta,
@@ -189,7 +189,7 @@ const VALIDATION: &str = "validation";
 const VALIDATION_SIZES: &str = "validation.docs.json";
 const LOCK: &str = "prepare.lock";
 
-/// Names of the training shards.
+/// File names of the training shards, without suffix.
 fn train_names(num_corpora: usize) -> Vec<String> {
     match num_corpora {
         1 => vec![TRAIN.to_owned()],

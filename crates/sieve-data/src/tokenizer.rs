@@ -35,19 +35,21 @@ const END_OF_DOCUMENT_NAMES: [&str; 7] = [
     "<|im_end|>",
 ];
 
-/// A tokenizer. Threads can share it by reference.
+/// A BPE tokenizer. Threads can share it by reference.
 #[derive(Debug)]
 pub struct Tokenizer {
     /// Encodes the names of special tokens in a text as plain text.
     plain: HfTokenizer,
-    /// Encodes the names of special tokens in a text as these tokens.
+    /// Encodes a text in which names of special tokens become these tokens.
     marked: HfTokenizer,
     /// Encodes as `plain` does, many times faster; `None` for tokenizers that it does not support.
     fast: Option<WordEncoder>,
     vocab_size: usize,
     hash: u128,
-    /// A token of letters or digits, which [`token_bytes`](Self::token_bytes) puts before another token.
+    /// A token of letters or digits, which [`token_bytes`](Self::token_bytes) puts before another token; `None` if the
+    /// vocabulary has none.
     plain_token: Option<u32>,
+    /// The token before a text's first one; `None` if the tokenizer's template has none.
     bos_id: Option<u32>,
     /// Name of the end-of-document token, if the user gave one.
     eos_token: Option<String>,
@@ -317,7 +319,7 @@ fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {
         .map_err(|error| encode_error(text, &*error))
 }
 
-/// The error of a failed training.
+/// The error when training a tokenizer failed.
 fn not_trained(reason: String) -> DataError {
     DataError::Failed(format!("the tokenizer could not be trained: {reason}"))
 }

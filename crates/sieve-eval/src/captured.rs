@@ -22,15 +22,15 @@ pub(crate) struct Captured<B: DeviceBackend> {
     pub(crate) dense_ms: f64,
 }
 
-/// Output of attention.
+/// Attention output, on the device or on the host.
 enum Output<B: DeviceBackend> {
-    /// A kernel took the call.
+    /// Computed by a GPU kernel, stays on the device.
     Device(SparseOutput<B>),
     /// o `[num_tokens, num_heads, head_dim]`, lse `[num_heads, num_tokens]`. Reading token by token gives no lse.
     Host(Vec<f32>, Option<Vec<f32>>),
 }
 
-/// A selector's attention in one layer.
+/// Result of a selector's attention in one layer.
 pub(crate) struct Done<B: DeviceBackend> {
     output: Output<B>,
     pub(crate) cost: Cost,

@@ -13,7 +13,7 @@ use std::time::Instant;
 
 /// Output of a layer's attention on one document under a prefill selector, all calls together.
 pub(crate) struct Prefilled {
-    /// `[num_tokens, num_heads, head_dim]`.
+    /// Attention output, `[num_tokens, num_heads, head_dim]`.
     pub(crate) o: Vec<f32>,
     /// Log-sum-exp over the kept pairs, `[num_heads, num_tokens]`.
     pub(crate) lse: Vec<f32>,
@@ -27,7 +27,7 @@ pub(crate) struct Cost {
     pub(crate) density: f64,
     /// Kept tiles over causal tiles. For several calls, their mean weighted by causal pairs.
     pub(crate) tile_density: f64,
-    /// Seconds until the masks were ready.
+    /// Seconds spent on choosing the masks.
     pub(crate) select_seconds: f64,
     pub(crate) calls: u64,
     /// Calls whose masks were made on the device.
@@ -384,7 +384,7 @@ fn block_means<B: DeviceBackend>(qkv: &Tensor<B, 4>, shape: CallShape, block: us
     })
 }
 
-/// One call on a whole document in one layer.
+/// A selector's call on a whole document in one layer.
 pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
     let shape = CallShape::new(
         [operands.num_tokens; 2],

@@ -51,8 +51,9 @@ pub(crate) struct Continuation<'a, B: DeviceBackend> {
     device: B::Device,
     rope: RotaryEmbedding<B>,
     cache: KvCache<B>,
-    /// The row of [`TextRows`] that has the text's keys in place of `cache`.
+    /// The row of [`TextRows`] that has the text's keys; `None`: `cache` has them.
     row: Option<usize>,
+    /// The selector in place of the model's own attention; `None` without one.
     selection: Option<Selection>,
 }
 
@@ -95,12 +96,12 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         self.selection.as_ref()
     }
 
-    /// Logits per token.
+    /// Number of logits that the model gives for a token.
     pub(crate) fn vocab_size(&self) -> usize {
         self.model.shape().vocab_size
     }
 
-    /// The KV cache.
+    /// The model's KV cache after the tokens so far.
     pub(crate) fn cache(&self) -> &KvCache<B> {
         &self.cache
     }
@@ -170,7 +171,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     /// least 1.
     ///
     /// # Errors
-    /// A NaN logit; as [`read`](Self::read).
+    /// A NaN logit; operands that the selector refuses.
     pub(crate) fn greedy_text(
         &mut self,
         model: &TaskModel<'_, B>,
@@ -343,7 +344,7 @@ fn on_host<B: DeviceBackend>(logits: Tensor<B, 2>) -> Vec<f32> {
 /// A model's likelihood of a text's ending.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ending {
-    /// Natural logarithm of its probability.
+    /// Natural logarithm of the ending's probability.
     pub(crate) log_likelihood: f64,
     /// Whether greedy decoding gives this ending. Of equal logits the first token counts.
     pub(crate) is_greedy: bool,
@@ -359,7 +360,7 @@ impl Default for Ending {
 }
 
 impl Ending {
-    /// The ending with one more token, given the logits that predict it.
+    /// The likelihood of the ending with one more token, given the logits that predict it.
     fn and(self, logits: &[f32], token: u32) -> Self {
         let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
         let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();

@@ -3,7 +3,7 @@ use crate::EvalError;
 use crate::words::{WordUse, word_uses};
 use sieve_data::{DataError, Document, Prepared, Tokenizer};
 
-/// One tokenised document.
+/// A document as token ids, with its size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EvalDocument {
     /// Token ids, with the end-of-document token last.
@@ -21,9 +21,9 @@ pub struct EvalDocument {
 /// A text without the end-of-document token, in the units of lm-evaluation-harness.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TextSize {
-    /// Number of tokens.
+    /// Number of tokens of the text.
     pub num_tokens: usize,
-    /// Bytes of UTF-8.
+    /// Length of the text in bytes of UTF-8.
     pub num_bytes: u64,
     /// `len(re.split(r"\s+", text))` of Python: the words, and an empty string for white space at either end.
     pub num_words: u64,
@@ -69,7 +69,7 @@ pub fn text_documents<'a>(
     })
 }
 
-/// The held-out documents of a preparation, in the shard's order.
+/// The held-out documents of prepared data, in the shard's order.
 ///
 /// # Errors
 /// Shards made with another tokenizer, or that cannot be read.

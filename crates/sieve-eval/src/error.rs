@@ -1,13 +1,13 @@
-//! Errors of this crate.
+//! Errors of sieve-eval.
 use std::borrow::Cow;
 
-/// Every error of this crate.
+/// Every error of an evaluation.
 #[derive(Debug, thiserror::Error)]
 pub enum EvalError {
-    /// From the data or the tokenizer.
+    /// An error of the data or the tokenizer.
     #[error(transparent)]
     Data(#[from] sieve_data::DataError),
-    /// From a selector.
+    /// An error of a selector.
     #[error(transparent)]
     Select(#[from] sieve_select::SelectError),
     /// A selector (its name) for a model without a dense layer.
@@ -16,16 +16,16 @@ pub enum EvalError {
          hint: use a checkpoint with kind = \"mha\", or with dense layers among others"
     )]
     NotDense(String),
-    /// No token was given.
+    /// A forward pass was given no token.
     #[error("there is no token to start from\n  hint: give at least one")]
     NoTokens,
-    /// More tokens than positions.
+    /// A text has more tokens than the model has positions.
     #[error(
         "{num_tokens} tokens do not fit into the model's context of {context} (max_position_embeddings)\n  \
          hint: shorten the input"
     )]
     TooLong {
-        /// Tokens given.
+        /// Number of tokens of the text.
         num_tokens: usize,
         /// The model's context, in tokens.
         context: usize,
@@ -33,11 +33,11 @@ pub enum EvalError {
     /// A setting outside its range.
     #[error("{name} is {value}\n  hint: {hint}")]
     BadSetting {
-        /// The setting's flag, without dashes.
+        /// Flag of the command line, without dashes.
         name: &'static str,
-        /// The given value.
+        /// The value that was given.
         value: String,
-        /// Allowed values.
+        /// The values that are possible.
         hint: &'static str,
     },
     /// The model's output after this number of tokens is NaN or infinite.
@@ -54,7 +54,7 @@ pub enum EvalError {
     NeedleTooLong {
         /// Tokens of the longest needle with question and answer.
         needed: usize,
-        /// Tokens of `--buffer`.
+        /// The value of `--buffer`, in tokens.
         buffer: usize,
     },
     /// A task whose TOML is invalid, or whose columns the rows do not have.
@@ -64,25 +64,25 @@ pub enum EvalError {
             key",
     })]
     Task {
-        /// The task's name.
+        /// Name of the task.
         task: String,
-        /// What is wrong, and where.
+        /// What is wrong with the task, and where.
         reason: String,
     },
     /// Files, rows or sizes that contradict each other.
     #[error("{what}\n  hint: {hint}")]
     Refused {
-        /// What is wrong, and where.
+        /// What contradicts, and where.
         what: String,
-        /// How to fix it.
+        /// How to fix the problem.
         hint: Cow<'static, str>,
     },
     /// A kernel refused a selector's mask.
     #[error("{selector}: attention under its mask: {reason}\n  hint: use --device cpu, and report this")]
     Kernel {
-        /// The selector.
+        /// Name of the selector.
         selector: &'static str,
-        /// The kernel's message.
+        /// The error text of the kernel.
         reason: String,
     },
 }

@@ -5,12 +5,12 @@ use crate::{EvalError, Sampler, Sampling, Selection};
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
 
-/// Settings of generation.
+/// Settings of text generation.
 #[derive(Clone, Copy, Debug)]
 pub struct GenerateConfig {
-    /// Tokens after the prompt, at most.
+    /// Most tokens that are generated after the prompt.
     pub max_new_tokens: usize,
-    /// How tokens are drawn.
+    /// How the next token is drawn: greedily or at random.
     pub sampling: Sampling,
     /// The token that ends a document: generation stops at it, and begins with it when the prompt is empty (the model
     /// was never trained to predict what follows it, so such text starts anywhere).
@@ -26,9 +26,9 @@ pub(crate) struct Start<'a, B: DeviceBackend> {
     pub(crate) prompt: Vec<u32>,
     /// The settings, with `num_tokens` limited to the model's vocabulary.
     pub(crate) config: GenerateConfig,
-    /// New tokens still allowed.
+    /// Number of tokens that may still be generated.
     pub(crate) remaining: usize,
-    /// Tokens that end the text.
+    /// Token ids that end the text.
     pub(crate) ends: Vec<u32>,
 }
 
@@ -112,7 +112,7 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
         self
     }
 
-    /// Tokens after the prompt, at most.
+    /// Most tokens that are generated after the prompt.
     pub fn max_new_tokens(&self) -> usize {
         self.start.config.max_new_tokens
     }

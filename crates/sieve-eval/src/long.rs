@@ -52,9 +52,9 @@ pub const LONG_TASKS: [&str; 18] = [
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Match {
-    /// RULER's `string_match_all`.
+    /// All references must be found: RULER's `string_match_all`.
     All,
-    /// RULER's `string_match_part`.
+    /// One found reference is enough: RULER's `string_match_part`.
     Any,
 }
 
@@ -76,14 +76,14 @@ impl Match {
 pub struct LongSample {
     /// Text, question, and the first words of the answer's sentence. The answer itself follows after a space.
     pub prompt: String,
-    /// Strings that a right answer contains.
+    /// Strings that a right answer has to contain.
     pub references: Vec<String>,
-    /// How the generated text is scored.
+    /// Whether an answer needs all references or one.
     pub matching: Match,
     /// Percent of the text before the passage with the answer. `None` if the question is about the whole text or the
     /// passage is not known.
     pub depth: Option<f64>,
-    /// Wrong answers, [`NUM_WRONG`] of them, to rank the first reference among.
+    /// [`NUM_WRONG`] wrong answers, among which the first reference is ranked.
     pub wrong: Vec<String>,
 }
 
@@ -92,14 +92,14 @@ pub struct LongSample {
 pub struct LongText {
     /// Name of the text in reports.
     pub name: String,
-    /// Sentences, or lines of code.
+    /// Sentences of prose, or lines of code.
     pub parts: Vec<String>,
-    /// Separator between two parts.
+    /// Separator between two sentences or lines.
     pub joint: &'static str,
 }
 
 impl LongText {
-    /// Random English sentences.
+    /// A text of random English sentences.
     pub fn made_up(split: Split) -> Self {
         Self {
             name: "made-up sentences".to_owned(),
@@ -129,7 +129,7 @@ impl LongText {
         }
     }
 
-    /// Lines of code, with empty lines.
+    /// A text of the lines of code in `text`.
     pub fn code(name: String, text: &str) -> Self {
         Self {
             name,
@@ -138,7 +138,7 @@ impl LongText {
         }
     }
 
-    /// The first `count` parts; if there are fewer, they repeat.
+    /// The first `count` sentences or lines, repeated if there are fewer.
     fn first(&self, count: usize) -> Vec<&str> {
         let parts = self.parts.iter().map(String::as_str);
         parts.cycle().take(count).collect()
@@ -148,13 +148,13 @@ impl LongText {
 /// Texts and questions that samples are made from.
 #[derive(Clone, Debug)]
 pub struct LongSource {
-    /// The text that replaces RULER's essays.
+    /// The filler text, in place of RULER's essays.
     pub text: LongText,
     /// Questions of `qa_1` (SQuAD) and `qa_2` (HotpotQA); `None` without their file.
     pub qa: [Option<QaData>; 2],
 }
 
-/// One of the tasks.
+/// A task of RULER's kind, with its settings.
 #[derive(Clone, Copy, Debug)]
 pub struct LongTask {
     name: &'static str,
@@ -175,7 +175,7 @@ enum Kind {
     Induce,
 }
 
-/// Size of a sample's text.
+/// How long a sample's text is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Size {
     /// Number of sentences, needles, words or documents.
@@ -214,7 +214,7 @@ impl LongTask {
         self.name
     }
 
-    /// Tokens to generate, as in RULER.
+    /// Tokens to generate for an answer, as in RULER.
     pub fn max_new_tokens(&self) -> usize {
         match self.kind {
             Kind::Needles(_) => 128,
@@ -239,7 +239,7 @@ impl LongTask {
         }
     }
 
-    /// `[fewest, most]` parts of a text.
+    /// `[fewest, most]` sentences or lines of a sample's text.
     fn bounds(&self, source: &LongSource) -> [usize; 2] {
         match self.kind {
             Kind::Needles(needles) => [needles.fewest(), usize::MAX],

@@ -20,14 +20,14 @@ use sieve_ops::DeviceBackend;
 /// Wrong numbers that the answer is ranked among.
 pub const NUM_DISTRACTORS: usize = 10;
 
-/// The grid of lengths and depths.
+/// Lengths and depths at which needles are hidden.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NeedleConfig {
     /// Tokens of the whole text, question and answer included.
     pub lengths: Vec<usize>,
     /// Positions of the needle in percent of the haystack: 0 is before all of it, 100 after all of it.
     pub depths: Vec<f64>,
-    /// Needles of each cell.
+    /// Needles at each length and depth.
     pub num_needles: usize,
     /// Tokens of each length that are reserved for needle, question and answer; the rest is haystack.
     pub buffer: usize,
@@ -35,14 +35,14 @@ pub struct NeedleConfig {
     pub seed: u64,
 }
 
-/// Result at one length and depth.
+/// Results of the needles at one length and depth.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct NeedleCell {
-    /// Tokens of the whole text.
+    /// Tokens of the whole text, needle included.
     pub length: usize,
     /// Percent of the haystack before the needle.
     pub depth: f64,
-    /// Needles asked for.
+    /// Number of needles at this length and depth.
     pub num_needles: usize,
     /// Needles whose number the greedy continuation contains.
     pub num_found: usize,
@@ -51,41 +51,41 @@ pub struct NeedleCell {
     pub mean_rank: f64,
 }
 
-/// A needle as text.
+/// One needle and its answer, as an example for reports.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct NeedleExample {
-    /// The hidden sentence.
+    /// The sentence that is hidden in the text.
     pub statement: String,
     /// The beginning of the sentence, to be continued.
     pub question: String,
-    /// The number that continues it.
+    /// The number that completes the question.
     pub answer: String,
 }
 
-/// Results of all needles.
+/// Results of the needles at all lengths and depths.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct NeedleReport {
     /// The selector with its settings; absent for the model's own attention.
     pub selector: Option<String>,
     /// The path that each layer took with the selector.
     pub paths: Vec<LayerPath>,
-    /// Needles asked for.
+    /// Number of needles at each length and depth.
     pub num_needles: usize,
     /// Share of needles whose number the greedy continuation contains.
     pub found: f64,
     /// Mean rank of the answers, 1 is the best.
     pub mean_rank: f64,
-    /// Share of answers with rank 1.
+    /// Share of needles whose answer ranks first.
     pub first: f64,
-    /// The mean rank of a guess.
+    /// The mean rank that guessing would give.
     pub chance_rank: f64,
     /// How far the mean rank is better than a guess, in standard errors of guesses; negative when worse.
     pub sigmas: f64,
     /// Computed pairs over causal pairs of the prompts, for a prefill selector.
     pub density: Option<f64>,
-    /// One cell for each length and depth; depths vary fastest.
+    /// The result at each length and depth; depths vary fastest.
     pub cells: Vec<NeedleCell>,
-    /// The first needle.
+    /// Texts of the first needle, as an example.
     pub example: NeedleExample,
 }
 

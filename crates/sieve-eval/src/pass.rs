@@ -10,12 +10,12 @@ use std::time::Instant;
 /// Positions whose logits are held at once.
 pub(crate) const LOGIT_TOKENS: usize = 256;
 
-/// Result of a forward pass.
+/// Result of a forward pass over one window.
 #[derive(Clone, Debug)]
 pub(crate) struct Pass<B: DeviceBackend> {
     /// The last block's output `[1, num_tokens, d_model]`.
     pub(crate) hidden: Tensor<B, 3>,
-    /// Cross-entropy of the window's predictions, summed.
+    /// Sum of the window's cross-entropies, in nats.
     pub(crate) nats: f64,
     /// Milliseconds from token ids to the last block's output.
     pub(crate) prefill_ms: f64,
@@ -42,7 +42,7 @@ pub(crate) fn attending_pass<B: DeviceBackend>(
     layers_pass(model, window, device, attend)
 }
 
-/// As [`attending_pass`], but `attend` gets the operands on the model's device.
+/// Like [`attending_pass`], but `attend` gets the operands on the model's device.
 pub(crate) fn layers_pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
@@ -95,7 +95,7 @@ pub(crate) struct Agreement {
     pub(crate) kl: f64,
     /// Positions whose likeliest token is the dense model's.
     pub(crate) same_first: f64,
-    /// Cosine between the two outputs of the last block.
+    /// Cosine similarity of the last block's output, dense and under the selector.
     pub(crate) cosine: f64,
 }
 

@@ -21,15 +21,15 @@ use sieve_ops::{DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding};
 use std::time::{Duration, Instant};
 use windows::{Place, Window, push, rolling_windows, windows};
 
-/// How documents are cut into windows.
+/// How documents are divided into windows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PerplexityConfig {
-    /// Tokens the model sees at most.
+    /// Most tokens that the model sees at once.
     pub context: usize,
     /// Distance in tokens between the beginnings of neighbouring windows: from the second window on, each prediction
     /// sees at least `context - stride` tokens.
     pub stride: usize,
-    /// Tokens of one forward pass.
+    /// Most tokens of one forward pass.
     pub batch_tokens: usize,
     /// For each of these distances in tokens, words used before are counted as near or far.
     pub far: Vec<usize>,
@@ -43,33 +43,33 @@ pub struct PerplexityConfig {
 /// Losses and perplexities of all documents, by several definitions.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PerplexityReport {
-    /// Documents read.
+    /// Number of documents read.
     pub num_documents: u64,
     /// Tokens predicted: all but the first of each document.
     pub num_tokens: u64,
-    /// Words of the documents.
+    /// Number of words of the documents.
     pub num_words: u64,
     /// Bytes of text of the predicted tokens.
     pub num_bytes: u64,
-    /// Cross-entropy of all predictions, nats.
+    /// Sum of the predictions' cross-entropies, in nats.
     pub nats: f64,
-    /// Mean cross-entropy, nats per token.
+    /// Mean cross-entropy of a token, in nats.
     pub loss: f64,
-    /// `exp(nats / num_tokens)`.
+    /// Perplexity per token: `exp(nats / num_tokens)`.
     pub token_perplexity: f64,
-    /// `exp(nats / num_words)`.
+    /// Perplexity per word: `exp(nats / num_words)`.
     pub word_perplexity: f64,
-    /// `exp(nats / num_bytes)`.
+    /// Perplexity per byte: `exp(nats / num_bytes)`.
     pub byte_perplexity: f64,
-    /// `nats / ln(2) / num_bytes`.
+    /// Bits per byte: `nats / ln(2) / num_bytes`.
     pub bits_per_byte: f64,
-    /// Tokens the model saw at most.
+    /// Most tokens that the model saw at once.
     pub context: usize,
-    /// Tokens between two windows.
+    /// Tokens between the starts of two windows.
     pub stride: usize,
     /// Predictions per second without the first forward pass, which loads kernels. `None` for a single pass.
     pub tokens_per_second: Option<f64>,
-    /// Perplexity by lm-evaluation-harness's definition.
+    /// Perplexity as lm-evaluation-harness defines it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lm_eval_rolling: Option<RollingPerplexity>,
     /// The loss by the number of tokens that a prediction sees, in powers of two.
@@ -84,19 +84,19 @@ pub struct PerplexityReport {
 /// harness's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct RollingPerplexity {
-    /// Tokens predicted.
+    /// Number of predicted tokens.
     pub num_tokens: u64,
-    /// Words as Python's `re.split(r"\s+", text)` counts them.
+    /// Number of words, as Python's `re.split(r"\s+", text)` counts them.
     pub num_words: u64,
-    /// Bytes of the texts.
+    /// Number of bytes of the texts.
     pub num_bytes: u64,
-    /// Natural logarithm of the texts' probability.
+    /// Natural logarithm of the probability of all texts.
     pub log_likelihood: f64,
-    /// `exp(-log_likelihood / num_words)`.
+    /// Perplexity per word: `exp(-log_likelihood / num_words)`.
     pub word_perplexity: f64,
-    /// `exp(-log_likelihood / num_bytes)`.
+    /// Perplexity per byte: `exp(-log_likelihood / num_bytes)`.
     pub byte_perplexity: f64,
-    /// `-log_likelihood / num_bytes / ln(2)`.
+    /// Bits per byte: `-log_likelihood / num_bytes / ln(2)`.
     pub bits_per_byte: f64,
 }
 
@@ -214,7 +214,7 @@ fn check(config: &PerplexityConfig, max_seq_len: usize) -> Result<(), EvalError>
     Ok(())
 }
 
-/// Packs windows into forward passes, runs these, and sums up the losses.
+/// Packs windows into forward passes, runs the passes, and sums up the losses.
 struct Pass<'a, B: DeviceBackend> {
     model: &'a Qwen3<B>,
     rope: RotaryEmbedding<B>,
@@ -248,7 +248,7 @@ impl Speed {
     }
 }
 
-/// Measures [`RollingPerplexity`] beside the usual one.
+/// Measures [`RollingPerplexity`] while the usual one is measured.
 struct Rolling<'a, B: DeviceBackend> {
     prefix: Vec<u32>,
     pass: Pass<'a, B>,

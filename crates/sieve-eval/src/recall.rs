@@ -10,7 +10,7 @@ use sieve_ops::{DeviceBackend, Documents};
 /// Number of questions and of right answers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Answers {
-    /// Questions asked.
+    /// Number of questions asked.
     pub num_queries: u64,
     /// Questions whose value had the largest logit of the whole vocabulary.
     pub num_correct: u64,
@@ -33,41 +33,41 @@ impl Answers {
 pub struct DistanceAnswers {
     /// Smallest distance: tokens between the value and the question.
     pub from: usize,
-    /// Largest distance, plus 1.
+    /// Largest distance of a question, plus 1.
     pub to: usize,
-    /// Numbers of answers.
+    /// Numbers of questions and of right answers.
     #[serde(flatten)]
     pub answers: Answers,
-    /// Share of right answers.
+    /// Right answers divided by questions.
     pub accuracy: f64,
 }
 
-/// Results of one kind of sample.
+/// Answers to the samples of one kind.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RecallOfKind {
-    /// Tokens of a sample.
+    /// Tokens of each sample.
     pub seq_len: usize,
     /// Pairs of key and value in a sample; each is asked for once.
     pub num_pairs: usize,
-    /// Tokens that samples are drawn from.
+    /// Number of token ids that samples are drawn from.
     pub vocab_size: usize,
     /// Number of samples.
     pub num_samples: u64,
-    /// Numbers of answers.
+    /// Numbers of questions and of right answers.
     #[serde(flatten)]
     pub answers: Answers,
-    /// Share of right answers.
+    /// Right answers divided by questions.
     pub accuracy: f64,
     /// Answers by distance, in powers of two; ranges without a question are left out.
     pub by_distance: Vec<DistanceAnswers>,
 }
 
-/// Results of all kinds of samples.
+/// Answers to the samples of all kinds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RecallReport {
     /// Results of each kind, in the order asked.
     pub kinds: Vec<RecallOfKind>,
-    /// Answers to all kinds together.
+    /// Answers to the samples of all kinds together.
     pub all: Answers,
     /// Share of right answers over all kinds.
     pub accuracy: f64,

@@ -22,16 +22,16 @@ struct Row<P> {
 /// The rows, padded to equal length and concatenated.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PackedRows<P> {
-    /// `[rows, tokens of a row]`.
+    /// Shape of the batch, `[rows, tokens of a row]`.
     pub(crate) shape: [usize; 2],
     pub(crate) tokens: Vec<u32>,
     /// The token to predict after each input, or `IGNORE_LABEL`.
     pub(crate) labels: Vec<i32>,
-    /// For each token, the first position of its part in the row.
+    /// First position of the text that each token belongs to, within its row.
     pub(crate) start: Vec<u32>,
-    /// For each token, the position after its part in the row.
+    /// Position after the text that each token belongs to, within its row.
     pub(crate) end: Vec<u32>,
-    /// One entry for each label that is not ignored, in order.
+    /// The place of each label that is not ignored, in order.
     pub(crate) places: Vec<P>,
 }
 
@@ -57,6 +57,7 @@ impl<P: Copy> Rows<P> {
         let fits = |row: &Row<P>| row.tokens.len() + len <= self.row_len;
         let row = self.rows.iter().position(fits);
         if row.is_none() {
+            // Full: the caller runs these rows first.
             if self.rows.len() == self.max_rows || len > self.row_len {
                 return false;
             }

@@ -8,7 +8,7 @@ use std::cmp::Ordering;
 /// Tokens that nucleus sampling sorts first. If they do not reach `top_p`, it sorts four times as many, and so on.
 const FIRST_SORTED: usize = 256;
 
-/// How tokens are drawn.
+/// How the next token is drawn from the logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
     /// Logits are divided by this. At 0, decoding is greedy.
@@ -17,12 +17,12 @@ pub struct Sampling {
     pub top_p: f64,
     /// Draw only from this number of likeliest tokens; `None` draws from all.
     pub top_k: Option<usize>,
-    /// Seed of the random draws.
+    /// Seed of the random number generator.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// Greedy decoding.
+    /// Always the token with the largest logit.
     pub const GREEDY: Self = Self {
         temperature: 0.0,
         top_p: 1.0,
@@ -31,7 +31,7 @@ impl Sampling {
     };
 }
 
-/// Draws tokens one after another.
+/// Draws the tokens of a text one after another.
 #[derive(Debug)]
 pub struct Sampler {
     sampling: Sampling,
@@ -69,7 +69,7 @@ impl Sampler {
         Ok(Self { sampling, random })
     }
 
-    /// Whether decoding is greedy.
+    /// Whether the token with the largest logit is always taken.
     pub(crate) fn is_greedy(&self) -> bool {
         self.sampling.temperature == 0.0
     }
@@ -112,6 +112,7 @@ impl Sampler {
         let wanted = self.sampling.top_p * total;
         let (mut sum, mut sorted) = (0.0, 0);
         while sorted < weights.len() {
+            // Each round sorts the largest of the rest, so that four times as many are sorted as before.
             let end = (4 * sorted).max(FIRST_SORTED).min(weights.len());
             if end < weights.len() {
                 weights[sorted..].select_nth_unstable_by(end - sorted, likelier);

@@ -21,7 +21,7 @@ pub struct Selection {
     chunk: Option<usize>,
     /// Whether decode methods also read the prompt, token by token; otherwise their prompts are dense.
     streams: bool,
-    /// Statistics of each layer.
+    /// Statistics of each layer's selector.
     totals: Vec<SelectionTotals>,
     /// For each layer, the host's state of the text being generated. Layers that decode on the device have none.
     sessions: Vec<Option<DecodeSession>>,
@@ -29,18 +29,18 @@ pub struct Selection {
     kept: KeptMasks,
 }
 
-/// The path that consecutive layers took.
+/// The code path that consecutive layers took.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LayerPath {
-    /// First layer.
+    /// Index of the first of the layers.
     pub first: usize,
-    /// Last layer.
+    /// Index of the last of the layers.
     pub last: usize,
     /// The selector, and where the selection and the attention ran.
     pub path: String,
 }
 
-/// Statistics, summed over calls.
+/// Statistics of a selector, summed over calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct SelectionTotals {
     /// Number of calls. A layer has one for each chunk of a prompt, and one for each generated token.
@@ -57,9 +57,9 @@ pub struct SelectionTotals {
     pub nan_lists: u64,
     /// Computed pairs of a query and a key, of all query heads.
     pub pairs: f64,
-    /// Pairs that dense attention computes.
+    /// Query-key pairs that dense attention would compute.
     pub dense_pairs: f64,
-    /// Seconds of selection on the host.
+    /// Seconds spent on choosing masks on the host.
     pub select_seconds: f64,
     /// Seconds of selection and attention on the host. GPU time is not included.
     pub seconds: f64,
@@ -94,7 +94,7 @@ impl SelectionTotals {
         Ok(o)
     }
 
-    /// Adds one generated token.
+    /// Adds the statistics of one generated token.
     fn add_step(&mut self, pairs: f64, dense_pairs: f64) {
         self.calls += 1;
         self.dense_calls += u64::from(pairs >= dense_pairs);
@@ -252,7 +252,7 @@ impl Selection {
         self.chunk
     }
 
-    /// The selectors.
+    /// The selector of each layer.
     pub fn selectors(&self) -> &LayerSelectors {
         &self.selectors
     }
@@ -454,6 +454,7 @@ impl Selection {
         }
     }
 
+    /// Attention of a layer on the host: the first call of a layer has its prompt, each later one a new token.
     fn continue_on_host(&mut self, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
         let HostOperands { q, k, v, layer, .. } = operands;
         let Some(session) = &mut self.sessions[layer] else {
@@ -492,7 +493,7 @@ fn dense_pairs(num_tokens: usize, num_heads: usize) -> f64 {
     tokens * (tokens + 1.0) / 2.0 * num_heads as f64
 }
 
-/// Sizes of a layer's heads.
+/// Head counts, head width and index of a layer.
 pub(crate) fn layer_shape(operands: HostOperands<'_>) -> LayerShape {
     LayerShape::new(
         [operands.num_heads, operands.num_kv_heads],

@@ -18,13 +18,13 @@ use sieve_select::{LayerSelectors, Selected, dense_attention};
 /// Measures of one selector at one prompt length, over all layers and prompts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SelectorMeasure {
-    /// Name of the method.
+    /// Name of the selector's method.
     pub name: String,
     /// All settings, in the form that `--selector` reads.
     pub selector: String,
     /// Tokens of a prompt's chunk, if prompts are read in chunks.
     pub chunk: Option<usize>,
-    /// Tokens of a prompt.
+    /// Number of tokens of each prompt.
     pub num_tokens: usize,
     /// Number of prompts.
     pub num_windows: usize,
@@ -46,11 +46,11 @@ pub struct SelectorMeasure {
     pub dense_attention_ms: f64,
     /// Milliseconds from token ids to the last block's output under the selector, for the fastest prompt.
     pub prefill_ms: f64,
-    /// `prefill_ms` without a selector.
+    /// Milliseconds of a prefill with dense attention.
     pub dense_prefill_ms: f64,
     /// Cross-entropy under the selector, nats per token. It is no likelihood if `causal` is false.
     pub loss: f64,
-    /// Cross-entropy without a selector.
+    /// Cross-entropy with dense attention, nats per token.
     pub dense_loss: f64,
     /// Kullback-Leibler divergence of the predictions from the dense model's, nats per token.
     pub kl: f64,
@@ -66,16 +66,16 @@ pub struct SelectorMeasure {
     pub device_selections: f64,
     /// Bytes of q, k, v and their means copied to the host, mean per prompt.
     pub host_bytes: f64,
-    /// The path that each layer took.
+    /// The code path that each layer took.
     pub paths: Vec<LayerPath>,
     /// Measures of each dense layer, in order.
     pub layers: Vec<LayerMeasure>,
 }
 
-/// A layer's part of a [`SelectorMeasure`].
+/// One layer's share of a [`SelectorMeasure`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct LayerMeasure {
-    /// Computed pairs over causal pairs.
+    /// Computed query-key pairs divided by causal pairs.
     pub density: f64,
     /// Share of dense attention's probability on the kept pairs; `None` for decode methods.
     pub recall: Option<f64>,
@@ -213,7 +213,7 @@ pub fn selector_masks<B: DeviceBackend>(
     Ok(masks)
 }
 
-/// The prompts, and measures of the dense model on them; see [`SelectorMeasure`].
+/// The prompts, and the dense model's measures on them; see [`SelectorMeasure`].
 struct Dense {
     num_tokens: usize,
     num_windows: usize,
@@ -230,6 +230,7 @@ struct Sums {
     tiles: f64,
     select_ms: f64,
     attention_ms: f64,
+    /// Least and most of one prompt; like `prefill_ms`, the fastest prompt's, `None` before the first prompt.
     attention_ms_range: Option<[f64; 2]>,
     prefill_ms: Option<f64>,
     nan_lists: u64,
@@ -282,7 +283,7 @@ impl Sums {
         Ok(())
     }
 
-    /// The means over all prompts.
+    /// The measures as means over all prompts.
     fn measure(self, selection: &Selection, dense: &Dense) -> SelectorMeasure {
         let selectors = selection.selectors();
         let count = dense.num_windows as f64;

@@ -18,32 +18,32 @@ use sieve_ops::DeviceBackend;
 use spec::{Measure, Question};
 pub use spec::{READY_TASKS, Task};
 
-/// The model that is evaluated.
+/// The evaluated model, its tokenizer and device.
 #[derive(Debug)]
 pub struct TaskModel<'a, B: DeviceBackend> {
-    /// The model.
+    /// The model that answers.
     pub model: &'a Qwen3<B>,
     /// The model's tokenizer.
     pub tokenizer: &'a Tokenizer,
     /// The tokens that end a text, the end-of-document token first.
     pub ends: &'a [u32],
-    /// The model's device.
+    /// The device that holds the model.
     pub device: &'a B::Device,
 }
 
-/// The rows of a task.
+/// The table of questions of a task.
 #[derive(Clone, Debug)]
 pub struct TaskRows {
-    /// The rows to ask.
+    /// Rows of the table, one question each.
     pub rows: Vec<TableRow>,
     /// The solved examples are the first of these rows. `None`: the first of `rows`, without the row that is asked.
     pub examples: Option<Vec<TableRow>>,
 }
 
-/// Settings of an evaluation.
+/// Settings of a task's evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TaskRun {
-    /// Solved examples before each question.
+    /// Number of solved examples before each question.
     pub fewshot: usize,
     /// Number of rows to ask; `None` asks all.
     pub limit: Option<usize>,
@@ -55,26 +55,26 @@ pub struct TaskRun {
 /// A score of a task: a mean over rows, or a function of one (perplexity).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Score {
-    /// The score's name in lm-evaluation-harness.
+    /// Name of the score, as in lm-evaluation-harness.
     pub name: &'static str,
-    /// The value.
+    /// Value of the score.
     pub value: f64,
-    /// Standard error of a mean.
+    /// Standard error of the score, if it is a mean.
     pub stderr: Option<f64>,
 }
 
-/// Result of one row.
+/// The model's answer to one row of the table.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RowScore {
-    /// The row, from 1.
+    /// Number of the row, from 1.
     pub row: usize,
-    /// The right choice, from 0.
+    /// Index of the right choice, from 0; `None` in tasks without choices.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub label: Option<usize>,
     /// Likelihood of each choice, or of the one continuation.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub likelihoods: Vec<Likelihood>,
-    /// The generated text.
+    /// The answer that the model generated; `None` in tasks that measure likelihoods.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub answer: Option<String>,
     /// Score of the generated text between 0 and 1, if the task's answers are not simply right or wrong.
@@ -84,23 +84,23 @@ pub struct RowScore {
     pub is_right: bool,
 }
 
-/// A task's scores.
+/// Scores of one task.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TaskReport {
-    /// The task.
+    /// Name of the task.
     pub task: String,
-    /// Number of rows asked.
+    /// Number of rows that were asked.
     pub num_rows: usize,
-    /// Solved examples before each question.
+    /// Number of solved examples before each question.
     pub fewshot: usize,
-    /// Texts that were cut.
+    /// Number of texts cut to fit into the context.
     pub num_truncated: usize,
     /// Whether texts are cut in the middle instead of at the beginning.
     #[serde(skip)]
     pub cuts_middle: bool,
-    /// The scores.
+    /// The task's scores.
     pub scores: Vec<Score>,
-    /// Result of each row.
+    /// The answer to each row.
     #[serde(skip)]
     pub rows: Vec<RowScore>,
 }
@@ -126,7 +126,7 @@ enum Texts {
 pub struct TaskSize {
     /// Tokens of the longest text of a forward pass.
     pub longest: usize,
-    /// Tokens of a forward pass.
+    /// Most tokens of one forward pass.
     pub pass: usize,
     /// Tokens of a KV cache; 0 without one.
     pub cached: usize,
@@ -135,7 +135,7 @@ pub struct TaskSize {
 }
 
 impl TaskSize {
-    /// The larger of each size.
+    /// The larger of two sizes, each by itself.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         Self {
@@ -379,7 +379,7 @@ fn best(likelihoods: &[Likelihood], length: impl Fn(usize) -> f64) -> usize {
     (1..likelihoods.len()).fold(0, |best, n| if score(n) > score(best) { n } else { best })
 }
 
-/// A mean with its standard error.
+/// The mean of `values` with its standard error.
 fn mean_of(name: &'static str, values: Vec<f64>) -> Score {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;

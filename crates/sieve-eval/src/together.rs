@@ -1,4 +1,4 @@
-//! Generates several texts as a batch.
+//! Generates several texts in one batch.
 use crate::continuation::{Continuation, rows_of_texts};
 use crate::generator::Start;
 use crate::{EvalError, GenerateConfig, Sampler};
@@ -8,11 +8,11 @@ use sieve_ops::DeviceBackend;
 /// Continues several prompts, or one prompt several times, as a batch: each forward pass gives one token of every text.
 #[derive(Debug)]
 pub struct BatchGenerator<'a, B: DeviceBackend> {
-    /// One start for all texts, or one for each.
+    /// The prompt of all texts, or one prompt for each text.
     starts: Vec<Start<'a, B>>,
     /// The rows that texts with a start each move to.
     rows: Option<TextRows<B>>,
-    /// A sampler for each text.
+    /// The sampler of each text.
     samplers: Vec<Sampler>,
     /// The last token of each text; empty before the prompt is read.
     last: Vec<u32>,
@@ -76,7 +76,7 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         })
     }
 
-    /// As [`Generator::ending_at`](crate::Generator::ending_at).
+    /// Also ends each text at these tokens. Such a token is not returned.
     #[must_use]
     pub fn ending_at(mut self, ids: &[u32]) -> Self {
         self.starts.iter_mut().for_each(|start| start.ends.extend(ids));
@@ -88,13 +88,13 @@ impl<'a, B: DeviceBackend> BatchGenerator<'a, B> {
         self.is_done[text] = true;
     }
 
-    /// The logits of each text's next token. After a prompt of all texts there is one row for all; a text of its own
-    /// prompt that has ended has none.
+    /// The logits of each text's next token, one row for each text. After a prompt that all texts share, one row stands
+    /// for all of them. With prompts of their own, the row of a text that has ended is empty.
     fn logits(&mut self) -> Result<Vec<Vec<f32>>, EvalError> {
         let num_texts = self.samplers.len();
         let is_prompt = self.last.is_empty();
         self.last.resize(num_texts, 0);
-        // The caches of texts of one token are never read.
+        // Where each text gets one token alone, the prompt's logits are all that is needed: caches are not read again.
         let goes_on = self.starts[0].remaining > 0;
         if let [Start { text, prompt, .. }] = &mut self.starts[..] {
             let logits = match is_prompt {

@@ -14,9 +14,9 @@ use std::convert::Infallible;
 /// Measures of one model at one prompt length, over all layers and prompts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TrainedMeasure {
-    /// The model's attention, by [`attention_label`].
+    /// Name of the model's attention, from [`attention_label`].
     pub attention: String,
-    /// Tokens of a prompt.
+    /// Number of tokens of each prompt.
     pub num_tokens: usize,
     /// Number of prompts.
     pub num_windows: usize,
@@ -26,11 +26,11 @@ pub struct TrainedMeasure {
     /// For kinds with blocks: causal (query, token) pairs in the chosen blocks or the window, each counted once, over
     /// all causal pairs. For other kinds: the same as `density`.
     pub distinct_density: f64,
-    /// Cross-entropy, nats per token.
+    /// Mean cross-entropy of a token, in nats.
     pub loss: f64,
     /// Milliseconds from token ids to the last block's output, for the fastest prompt.
     pub prefill_ms: f64,
-    /// `density` by layer.
+    /// `density` of each layer.
     pub layers: Vec<f64>,
 }
 
@@ -52,7 +52,7 @@ pub fn attention_label(shape: &ModelShape) -> String {
     label
 }
 
-/// As [`attention_label`], for one layer.
+/// One layer's attention in words: its kind and sizes, and whether it takes an earlier layer's choice.
 pub(crate) fn layer_label(shape: &ModelShape, layer: usize) -> String {
     let own = ModelShape {
         shared_layers: Vec::new(),
@@ -105,7 +105,7 @@ pub fn measure_trained<B: DeviceBackend>(
     })
 }
 
-/// One layer's pairs over its causal pairs.
+/// Computed pairs of one layer, divided by its causal pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Counted {
     computed: f64,
@@ -113,7 +113,7 @@ struct Counted {
 }
 
 impl Counted {
-    /// From the numbers of pairs of one head.
+    /// The share, from the numbers of pairs of one head.
     fn of(computed: f64, distinct: f64, num_tokens: usize) -> Self {
         let causal = num_tokens as f64 * (num_tokens + 1) as f64 / 2.0;
         Self {
@@ -196,6 +196,7 @@ fn count_by_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Co
         let compressed = pooled.num_compressed_blocks(query + 1);
         let window_start = (query + 1).saturating_sub(window_size);
         let window = query + 1 - window_start;
+        // Tokens of the blocks up to the query, and those of them that the window does not hold.
         let (mut selected, mut before_window) = (0, 0);
         for &block in blocks.iter().filter(|&&block| block >= 0) {
             let first = block as usize * sizes.select_block_size;

@@ -9,17 +9,17 @@ use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
 
-/// Distances of [`HeadWeights::beyond`], in tokens.
+/// Distances between query and key, in tokens, for [`HeadWeights::beyond`].
 pub const DISTANCES: [usize; 4] = [16, 64, 256, 1024];
 
 /// The attention of one layer on one prompt.
 #[derive(Clone, Debug, Serialize)]
 pub struct LayerWeights {
-    /// The layer, from 0.
+    /// Index of the layer, from 0.
     pub layer: usize,
-    /// The layer's attention in words.
+    /// Name of the layer's attention.
     pub attention: String,
-    /// Query heads.
+    /// Attention weights of each query head.
     pub heads: Vec<HeadWeights>,
     /// Mean over pairs of KV heads and over queries: keys that both see over keys that at least one of them sees.
     /// `None` with one KV head.
@@ -34,7 +34,7 @@ pub struct LayerWeights {
 /// Attention weights of one query head, and means over the queries.
 #[derive(Clone, Debug, Serialize)]
 pub struct HeadWeights {
-    /// Weights `[num_tokens, num_tokens]`, keys last.
+    /// Weights `[queries, keys]`, both `num_tokens`.
     #[serde(skip)]
     pub weights: Vec<f32>,
     /// Share of the causal pairs with a weight above 0.
@@ -46,7 +46,7 @@ pub struct HeadWeights {
     pub entropy: f64,
     /// Mean distance from the query to the key in tokens, weighted by the attention weights.
     pub distance: f64,
-    /// Weight on the query's own token.
+    /// Mean weight of a query on its own token.
     pub own: f64,
     /// Weight on the first token; the first query is left out.
     pub first: f64,

@@ -28,7 +28,7 @@ pub(crate) fn word_uses(tokenizer: &Tokenizer, tokens: &[u32]) -> Vec<WordUse> {
     uses(texts.map(Option::unwrap_or_default))
 }
 
-/// A word, and the range of tokens that contain parts of it.
+/// A word of the text, and the range of tokens that contain parts of it.
 struct Word {
     text: String,
     tokens: Range<usize>,

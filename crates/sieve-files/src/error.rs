@@ -1,4 +1,4 @@
-//! Errors of the file system.
+//! The error of a failed file operation.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {action} {}: {source}", path.display())]
 pub struct FileError {
-    /// What was tried: "create", "write", "rename".
+    /// The operation that failed: "create", "write", "rename".
     pub action: &'static str,
-    /// The file or folder.
+    /// Path of the file or folder.
     pub path: PathBuf,
-    /// The system's reason.
+    /// Error of the operating system.
     pub source: io::Error,
 }
 

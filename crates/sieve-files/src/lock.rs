@@ -3,7 +3,7 @@ use std::fs::{File, TryLockError};
 use std::io::{self, ErrorKind};
 use std::path::Path;
 
-/// Result of [`try_lock`].
+/// Whether [`try_lock`] took the lock.
 pub enum Taken {
     /// This process holds the lock until the file is dropped.
     Yes(File),

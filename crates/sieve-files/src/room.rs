@@ -1,4 +1,4 @@
-//! Free disk space.
+//! Measures the free disk space of a folder.
 use std::path::Path;
 
 /// Bytes that this user may still write on the disk of `path`, which need not exist yet. `None` if that is not known.

@@ -10,7 +10,7 @@ pub enum KernelError {
     Refused {
         /// Kernel, or file of kernels, that refused.
         kernel: String,
-        /// What is wrong, in words.
+        /// The complete message: what was refused and how to fix it.
         words: String,
     },
     /// The CUDA compiler refused the source; its log follows.
@@ -19,20 +19,20 @@ pub enum KernelError {
          hint: a Sieve kernel that does not compile is a bug; please report it with the CUDA version"
     )]
     Compile {
-        /// Kernel that failed.
+        /// Kernel that did not compile.
         kernel: &'static str,
-        /// The compiler's log.
+        /// NVRTC's log.
         log: String,
     },
     /// The driver refused the launch, or an earlier operation on the stream failed.
     #[error("{kernel}: the launch failed, or an operation queued before it did\n{reason}")]
     Launch {
-        /// Kernel whose launch reported it.
+        /// Kernel whose launch reported the error.
         kernel: &'static str,
-        /// The driver's or CubeCL's words.
+        /// The error text of the driver or of CubeCL.
         reason: String,
     },
-    /// libcuda is not on this machine.
+    /// The library libcuda is not on this machine.
     #[error(
         "CUDA: the driver library libcuda was not found\n  hint: install NVIDIA's driver, or run with --device cpu"
     )]
@@ -49,18 +49,18 @@ pub enum KernelError {
     #[error("CUDA: there is no device {wanted}; this machine has {count}, numbered from 0\n  \
         hint: use --device cuda:{} at most", count.saturating_sub(1))]
     WrongDevice {
-        /// The number asked for.
+        /// Number of the device that was asked for.
         wanted: usize,
-        /// How many devices there are.
+        /// Number of CUDA devices of this machine.
         count: usize,
     },
     /// A file of the kernel cache could not be used.
     #[error("kernel cache {path}: {reason}\n  \
         hint: make the folder writable, or name another with XDG_CACHE_HOME", path = path.display())]
     Cache {
-        /// File or folder.
+        /// File or folder of the kernel cache.
         path: PathBuf,
-        /// What went wrong.
+        /// Why the file operation failed.
         reason: String,
     },
 }
@@ -106,12 +106,12 @@ impl KernelError {
         ))
     }
 
-    /// NVRTC is not on this machine.
+    /// The error when the NVRTC library is not on this machine.
     pub fn no_nvrtc() -> Self {
         Self::no_library("the run-time compiler libnvrtc was not found", "cuda-nvrtc")
     }
 
-    /// cuBLASLt is not on this machine.
+    /// The error when the cuBLASLt library is not on this machine.
     pub fn no_cublaslt() -> Self {
         Self::no_library("the library libcublasLt was not found", "cublas")
     }
@@ -143,9 +143,9 @@ impl KernelError {
 /// A CUDA version, `major.minor`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CudaVersion {
-    /// Major part.
+    /// Major version number.
     pub major: u32,
-    /// Minor part.
+    /// Minor version number.
     pub minor: u32,
 }
 

@@ -24,9 +24,9 @@ const NAME: &str = "select_blocks";
 /// Most bytes of scores in memory at a time; more heads take several launches.
 const SCORE_BYTES: usize = 1 << 30;
 
-/// Columns of a step of select_cells.
+/// Columns of q and k that select_cells multiplies in a step.
 const CELL_STEP: usize = 64;
-/// Shared memory of select_cells.
+/// Bytes of shared memory that select_cells takes.
 const CELL_SHARED_BYTES: usize = 98_304;
 
 impl Qkv {
@@ -76,10 +76,10 @@ impl Qkv {
 /// `[num_heads, rows, ceil(columns / 32)]`, and the number of rows of each head with a NaN score, `[num_heads]`.
 type KeptBits<'a> = [&'a CudaTensor; 2];
 
-/// A call of select_choose.
+/// Operands of a launch of select_choose.
 #[derive(Clone, Copy)]
 struct Choice<'a> {
-    /// f32 `[num_heads, rows, columns]` of the heads from `first_head` on.
+    /// Scores of the heads from `first_head` on, f32 `[num_heads, rows, columns]`.
     scores: &'a CudaTensor,
     bits: KeptBits<'a>,
     first_head: usize,
@@ -107,15 +107,15 @@ pub struct LongChoice<'a> {
     pub tops: Option<&'a CudaTensor>,
     /// The first head, and the number of heads.
     pub heads: [usize; 2],
-    /// Entries of a row.
+    /// Scores of a row.
     pub length: usize,
     /// How many entries are chosen; with 0 so many of the largest that their sum reaches `goal`.
     pub top: usize,
-    /// So many first entries are always chosen; they count towards `top`.
+    /// Number of first entries that are always chosen; they count towards `top`.
     pub num_first: usize,
     /// The sum to reach; infinity chooses all entries.
     pub goal: f32,
-    /// Whether the sum must exceed `goal`, not only reach it.
+    /// Whether the sum must exceed `goal` rather than reach it.
     pub strict: bool,
     /// Whether entries of minus infinity are never chosen.
     pub drops_absent: bool,
@@ -176,7 +176,7 @@ impl<'a> LongChoice<'a> {
 /// Most blocks in the segments that a row of blocks meets: select_lists has a 64-bit mask of them.
 const MOST_OWN_BLOCKS: usize = 64;
 
-/// A selection with its checked operands.
+/// A selector's call with its checked operands.
 struct Call<'a> {
     selection: &'a BlockSelection,
     shape: AttentionShape,
@@ -248,7 +248,7 @@ impl<'a> Call<'a> {
         self.selection.order.map_or(0, |order| order.segment)
     }
 
-    /// Scores all blocks and chooses among them.
+    /// Scores all blocks and chooses the blocks to keep.
     fn compare(&self, bits: KeptBits<'_>, orders: &Orders) -> Result<(), KernelError> {
         let s = self.selection;
         let means = match s.scores.by {

@@ -14,7 +14,7 @@ use crate::runtime::SourceKernel;
 /// Specialisations to compile, without duplicates, and kernels that a device cannot run.
 #[derive(Debug, Clone, Default)]
 pub struct NeededKernels {
-    /// The specialisations.
+    /// Kernels with their `#define`s, to compile.
     pub kernels: Vec<SourceKernel>,
     /// Errors of kernels whose tiles do not fit the device's shared memory; their ops run the reference there.
     pub refused: Vec<KernelError>,
@@ -40,7 +40,7 @@ impl NeededKernels {
         }
     }
 
-    /// Adds a kernel or an error.
+    /// Adds a kernel to compile, or the reason that it cannot run.
     fn add(&mut self, kernel: Result<SourceKernel, KernelError>) {
         match kernel {
             Ok(kernel) => self.extend_kernels([kernel]),

@@ -77,7 +77,7 @@ impl NeededKernels {
             scale::scale_kernel(false, 4),
             fill_zero::FILL_ZERO,
         ];
-        // fp8 needs compute capability 8.9.
+        // fp8 needs compute capability 8.9; 8.0 and 8.6 lack it.
         if !["sm_80", "sm_86"].contains(&arch) {
             kernels.extend([
                 fp8_quantise::FP8_AMAX,

@@ -27,7 +27,7 @@ pub struct GuardState {
     /// Mean loss of the taken steps, nats.
     #[serde(rename = "mean_loss_bits", with = "bits")]
     pub mean_loss: f32,
-    /// Number of losses in the mean.
+    /// Number of losses that the mean is taken over.
     #[serde(rename = "num_losses_bits", with = "bits")]
     pub num_losses: f32,
 }
@@ -48,18 +48,18 @@ mod bits {
 /// The state of training besides weights and moments: the contents of `state.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointState {
-    /// [`FORMAT_VERSION`] of the writer.
+    /// The writer's [`FORMAT_VERSION`].
     pub format_version: u32,
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     pub step: u64,
     /// Index of the next training row in the present stage: the loader's whole state.
     pub next_sample: u64,
-    /// Tokens trained on.
+    /// Number of tokens trained on.
     pub tokens_seen: u64,
     /// The running mean of the training loss; absent before the first step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guard: Option<GuardState>,
-    /// Rows of the embedding.
+    /// Rows of the embedding matrix.
     pub vocab_size: usize,
     /// Fingerprint of the prepared data that the run reads.
     pub data_fingerprint: String,
@@ -68,7 +68,7 @@ pub struct CheckpointState {
     pub data_tokens: String,
     /// Threads the run used; Burn's own GEMMs may round differently with another number.
     pub num_threads: usize,
-    /// Version of the program.
+    /// Version of Sieve that wrote the checkpoint.
     pub sieve_version: String,
     /// Number of ranks that wrote their pieces of weights and moments.
     #[serde(default = "one", skip_serializing_if = "is_one")]
@@ -80,7 +80,7 @@ pub struct CheckpointState {
 }
 
 impl CheckpointState {
-    /// The state before the first step.
+    /// The state of a model before its first step.
     pub fn untrained(vocab_size: usize) -> Self {
         Self {
             format_version: FORMAT_VERSION,
@@ -114,22 +114,22 @@ pub struct CheckpointFiles {
     pub model: Vec<NamedTensor>,
     /// Optimizer state; empty to store only the weights.
     pub optimizer: Vec<NamedTensor>,
-    /// The resolved recipe.
+    /// The resolved recipe as TOML.
     pub recipe_toml: String,
-    /// The tokenizer.
+    /// The contents of `tokenizer.json`.
     pub tokenizer_json: String,
 }
 
 /// A checkpoint on disk whose state and checksums were read and verified.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// The folder `step-N`.
+    /// Path of the folder `step-N`.
     pub path: PathBuf,
     /// The contents of `state.json`.
     pub state: CheckpointState,
 }
 
-/// Folder name of a step.
+/// Name of the folder for a step: `step-N`.
 fn folder_name(step: u64) -> String {
     format!("step-{step}")
 }
@@ -418,7 +418,7 @@ impl Checkpoint {
         fs::read_to_string(&path).map_err(CheckpointError::io("reading", path))
     }
 
-    /// Path of the tokenizer.
+    /// Path of the checkpoint's `tokenizer.json`.
     pub fn tokenizer_path(&self) -> PathBuf {
         self.path.join(TOKENIZER)
     }
@@ -436,7 +436,7 @@ fn unreadable(file: &Path, error: std::io::Error, previous: &Option<PathBuf>) ->
     }
 }
 
-/// XXH3 of a file in hexadecimal.
+/// XXH3 hash of a file, in hexadecimal.
 fn checksum_of(path: &Path) -> std::io::Result<String> {
     let mut file = File::open(path)?;
     let mut sum = Xxh3::new();

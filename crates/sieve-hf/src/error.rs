@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// An error of reading or writing weights.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// Writing a file or folder atomically.
+    /// A file or folder could not be written as a whole.
     #[error(transparent)]
     File(#[from] sieve_files::FileError),
     /// A file system operation failed.
@@ -17,9 +17,9 @@ pub enum CheckpointError {
     Io {
         /// What was tried, as a present participle.
         action: &'static str,
-        /// The file or folder.
+        /// Path of the file or folder.
         path: PathBuf,
-        /// The system's error.
+        /// Error of the operating system.
         source: std::io::Error,
     },
     /// A file does not have its checksum.
@@ -31,34 +31,34 @@ pub enum CheckpointError {
         ))
     )]
     Damaged {
-        /// The damaged file.
+        /// Path of the damaged file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// What is wrong with the file.
         problem: String,
-        /// The checkpoint before it, if any.
+        /// The previous checkpoint of the run, if there is one.
         previous: Option<PathBuf>,
     },
     /// The recipe beside the weights cannot be used.
     #[error("{}: {source}", path.display())]
     BadRecipe {
-        /// The recipe.
+        /// Path of the recipe.
         path: PathBuf,
-        /// What is wrong with it.
+        /// What is wrong with the recipe.
         source: Box<sieve_core::RecipeError>,
     },
     /// Files, folders or models that cannot be read, exported or imported.
     #[error("{what}\n  hint: {hint}")]
     Refused {
-        /// What is wrong, and where.
+        /// What was refused, and where.
         what: String,
-        /// How to fix it.
+        /// How to fix the problem.
         hint: &'static str,
     },
-    /// No checkpoint where one was expected.
+    /// A path holds no checkpoint.
     #[error("{} holds no checkpoint\n  \
         hint: name a folder step-N, or a run folder with checkpoint/step-N inside", path.display())]
     NotFound {
-        /// The path that was searched.
+        /// The path that was given.
         path: PathBuf,
     },
 }
@@ -76,7 +76,7 @@ impl CheckpointError {
         Self::refused(format!("{} cannot be imported: {problem}", path.display()), hint)
     }
 
-    /// The error of a malformed file.
+    /// The error for a file with invalid content.
     pub(crate) fn malformed(path: &Path, problem: impl Display) -> Self {
         Self::refused(format!("{}: {problem}", path.display()), "fetch or copy the file again")
     }
@@ -97,7 +97,7 @@ impl CheckpointError {
         }
     }
 
-    /// For `map_err`: adds action and path to an I/O error.
+    /// For `map_err`: adds operation and path to an I/O error.
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { action, path, source }

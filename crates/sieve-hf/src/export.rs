@@ -25,7 +25,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use tensors::ExportTensor;
 
-/// Number type of the exported weights.
+/// Float type of the exported weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExportDtype {
     /// The weights as trained on the CPU, or the masters of a GPU run.
@@ -43,7 +43,7 @@ impl ExportDtype {
         }
     }
 
-    /// PyTorch's name of the type.
+    /// Name of the type in PyTorch.
     fn name(self) -> &'static str {
         match self {
             Self::F32 => "float32",
@@ -62,16 +62,16 @@ pub enum ExportForm {
     Sieve,
 }
 
-/// Settings of an export.
+/// Settings of an export to the Hugging Face layout.
 #[derive(Clone, Copy, Debug)]
 pub struct ExportOptions {
-    /// Number type of the weights.
+    /// Float type of the weights.
     pub dtype: ExportDtype,
     /// Largest size of one file's tensors, in bytes; a larger tensor gets a file of its own.
     pub max_shard_bytes: u64,
     /// The class to export for; `None` for a stock class if there is one.
     pub form: Option<ExportForm>,
-    /// Id of the end-of-document token.
+    /// Id of the token that ends a document.
     pub eos_token_id: u32,
     /// Id of the padding token, if there is one.
     pub pad_token_id: Option<u32>,
@@ -80,7 +80,7 @@ pub struct ExportOptions {
 /// 5 GB, the size that the Hugging Face Hub recommends.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
-/// The result of an export.
+/// What an export wrote.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportReport {
     /// The class of `transformers` that reads the export.
@@ -97,9 +97,9 @@ pub struct ExportReport {
     pub not_stock: Option<&'static str>,
     /// Names of the files, in the order of writing.
     pub files: Vec<String>,
-    /// Numbers in all tensors.
+    /// Number of parameters in all tensors.
     pub num_parameters: u64,
-    /// Bytes of all tensors.
+    /// Size of all tensors in bytes.
     pub num_bytes: u64,
 }
 
@@ -115,7 +115,7 @@ pub(crate) enum Architecture {
     Qwen2,
     Doge,
     DeepseekV3,
-    /// The class of `modeling_sieve.py`.
+    /// The class in `modeling_sieve.py`, which is exported with the weights.
     Sieve,
 }
 
@@ -123,13 +123,13 @@ pub(crate) enum Architecture {
 #[derive(Debug)]
 pub(crate) struct Class {
     pub(crate) name: &'static str,
-    /// `model_type` in `config.json`.
+    /// Value of `model_type` in `config.json`.
     pub(crate) model_type: &'static str,
     /// Whether each head's queries and keys are normed.
     pub(crate) qk_norm: bool,
     /// Whether queries, keys and values have biases.
     pub(crate) qkv_bias: bool,
-    /// For grouped-query attention, which layers may have a window.
+    /// Layers that may have a sliding window, with grouped-query attention.
     pub(crate) windows: Windows,
 }
 
@@ -139,7 +139,7 @@ pub(crate) enum Windows {
     None,
     /// The window is in all layers, or in none.
     Every,
-    /// The layers that `layer_types` names.
+    /// The layers that `layer_types` of `config.json` names.
     Named,
 }
 
@@ -232,7 +232,7 @@ impl Architecture {
     }
 }
 
-/// Why `DeepseekV3ForCausalLM` cannot compute a latent model, if it cannot.
+/// Why `DeepseekV3ForCausalLM` cannot compute a latent model; `None` if it can.
 fn not_deepseek(shape: &ModelShape, mla: MlaShape) -> Option<&'static str> {
     if mla.qk_norm {
         Some("DeepseekV3ForCausalLM has no norms of queries and keys in each head (attention.qk_norm)")

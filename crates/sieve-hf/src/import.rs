@@ -25,7 +25,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The most names in one message.
+/// Most tensor names in one error message.
 const MAX_NAMES: usize = 20;
 /// Ending of tensors that are ignored: old files store tables of rotary frequencies.
 const IGNORED_ENDING: &str = "rotary_emb.inv_freq";
@@ -35,18 +35,18 @@ const EMBEDDING: &str = "model.embed_tokens.weight";
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 
-/// The result of an import.
+/// What an import found and converted.
 #[derive(Clone, Debug)]
 pub struct ImportReport {
     /// The checkpoint: `step-0` in the output folder.
     pub path: PathBuf,
     /// The recipe of the checkpoint: the model, and settings of a fine-tuning for the user to edit.
     pub recipe: Recipe,
-    /// Number of parameters.
+    /// Number of parameters of the model.
     pub num_parameters: u64,
     /// Parameters that the folder does not have; they are initialised as in a new model.
     pub added: Vec<String>,
-    /// Redundant tensors of the folder.
+    /// Names of tensors that the import does not need.
     pub ignored: Vec<String>,
     /// Whether every A of a DMA model is 0, so that all keys have the same score.
     pub all_scores_tie: bool,

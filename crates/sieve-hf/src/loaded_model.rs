@@ -10,17 +10,17 @@ use std::path::{Path, PathBuf};
 /// A model on a device, and the recipe and state of its run.
 #[derive(Debug)]
 pub struct LoadedModel<B: Backend> {
-    /// The model.
+    /// The model with its weights.
     pub model: Qwen3<B>,
     /// The resolved recipe of the run, at the stage that the weights come from.
     pub recipe: Recipe,
     /// Sizes of the model, by recipe and vocabulary.
     pub shape: ModelShape,
-    /// Path of the run's tokenizer.
+    /// Path of the run's `tokenizer.json`.
     pub tokenizer_path: PathBuf,
-    /// State of training.
+    /// State of training: the contents of `state.json`.
     pub state: CheckpointState,
-    /// The folder `step-N` that was read.
+    /// Path of the folder `step-N` that was read.
     pub path: PathBuf,
 }
 

@@ -4,7 +4,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
 use std::ops::Range;
 
-/// One parameter on the host.
+/// A named parameter of a model, on the host.
 #[derive(Clone, Debug)]
 pub struct NamedTensor {
     /// Path of the field, joined by dots, without variants of enums.
@@ -16,7 +16,7 @@ pub struct NamedTensor {
 /// The types in which the parameters of a loaded model are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kept {
-    /// All parameters in one type.
+    /// All parameters are kept in one type.
     All(DType),
     /// For a CPU: weights of GEMMs in bf16, all others in f32. GEMMs sum in f32.
     Bf16Weights,

@@ -1,4 +1,4 @@
-//! Safetensors files.
+//! Reads and writes safetensors files.
 use crate::{CheckpointError, NamedTensor};
 use burn::tensor::{Bytes, DType, TensorData, bf16, f16};
 use memmap2::Mmap;
@@ -92,7 +92,7 @@ pub(crate) fn stream_tensor_file<D: Deref<Target = [u8]>>(
     Ok(format!("{:016x}", sum.digest()))
 }
 
-/// XXH3 of the concatenated slices.
+/// XXH3 hash of the concatenated slices.
 pub fn checksum<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
     let mut sum = Xxh3::new();
     parts.into_iter().for_each(|part| sum.update(part));
@@ -103,11 +103,11 @@ pub fn checksum<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
-    /// `None` for an empty file, which cannot be mapped.
+    /// The mapping; `None` for an empty file, which cannot be mapped.
     map: Option<Mmap>,
 }
 
-/// A tensor in a mapped file.
+/// A tensor in a memory-mapped file.
 #[derive(PartialEq, Eq)]
 pub(crate) struct Stored<'a> {
     pub(crate) dtype: DType,
@@ -139,7 +139,7 @@ impl TensorFile {
         Ok(file)
     }
 
-    /// Path of the file.
+    /// Path of the safetensors file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -190,7 +190,7 @@ impl TensorFile {
         found.ok_or_else(|| self.other_model(format!("tensor {name} is missing")))
     }
 
-    /// As [`stored`](Self::stored); `None` if the tensor is missing.
+    /// Like [`stored`](Self::stored), but `None` if the tensor is missing.
     pub(crate) fn find(&self, name: &str) -> Result<Option<Stored<'_>>, CheckpointError> {
         let tensors = self.tensors();
         let Ok(view) = tensors.tensor(name) else {

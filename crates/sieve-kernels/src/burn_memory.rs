@@ -18,10 +18,10 @@ use std::sync::Arc;
 /// Number of multiprocessors assumed if the driver does not report it.
 const DEFAULT_MULTIPROCESSORS: usize = 132;
 
-/// The tensor primitive of `burn_cuda::Cuda<f32, i32>`.
+/// A tensor primitive of `burn_cuda::Cuda<f32, i32>`.
 pub type CudaPrimitive = CubeTensor<CudaRuntime>;
 
-/// A buffer of CubeCL's allocator.
+/// A tensor's buffer in CubeCL's allocator.
 #[derive(Clone)]
 pub(crate) struct BurnMemory {
     /// Its `offset_start` is `None`: each tensor has the offset of its first element.
@@ -197,7 +197,7 @@ impl Memory for BurnMemory {
     }
 
     unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         unsafe { launch::queue(launch) }.map(drop)
     }
 }

@@ -41,7 +41,7 @@ pub enum MatmulOutput<'a> {
     AddTo(&'a CudaTensor),
 }
 
-/// cuBLASLt, loaded at its first use.
+/// The library cuBLASLt, loaded at its first use.
 #[derive(Debug)]
 pub struct Cublaslt;
 
@@ -137,7 +137,7 @@ impl Cublaslt {
         }
     }
 
-    /// The library's version; `None` if it cannot be loaded.
+    /// The version of cuBLASLt; `None` if it cannot be loaded.
     pub fn version() -> Option<String> {
         Cublaslt::require().ok()?;
         // SAFETY: the library is loaded, and the call has no arguments.
@@ -151,7 +151,7 @@ struct Target {
     d: CudaTensor,
     c_stride: usize,
     d_stride: usize,
-    /// `[alpha, beta]`.
+    /// The factors `[alpha, beta]`.
     factors: [f32; 2],
 }
 

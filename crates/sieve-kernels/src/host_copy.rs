@@ -43,22 +43,22 @@ impl HostCopy {
         Ok(Self { tensor, address })
     }
 
-    /// Bytes of the values.
+    /// Size of the values in bytes.
     pub fn num_bytes(&self) -> usize {
         self.tensor.num_elements() * self.tensor.dtype().size()
     }
 
-    /// Sizes, outermost first.
+    /// Sizes of the dimensions, outermost first.
     pub fn shape(&self) -> &[usize] {
         self.tensor.shape()
     }
 
-    /// Element type.
+    /// Type of the elements.
     pub fn dtype(&self) -> sieve_gpu::DType {
         self.tensor.dtype()
     }
 
-    /// Index of the tensor's GPU.
+    /// Index of the GPU that holds the tensor.
     pub fn device_index(&self) -> usize {
         device_of(&self.tensor).index
     }

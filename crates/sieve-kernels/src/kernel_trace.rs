@@ -25,21 +25,21 @@ const KINDS: [CUpti_ActivityKind; 3] = [
     CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_MEMSET,
 ];
 
-/// One kernel, copy or fill.
+/// One kernel, copy or fill that the GPU ran.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelRecord {
     /// The kernel's entry point, or `memcpy` or `memset`.
     pub name: String,
     /// Start on the GPU, in ns of CUPTI's clock.
     pub start_ns: u64,
-    /// End on the same clock.
+    /// End in nanoseconds on the same clock.
     pub end_ns: u64,
 }
 
-/// All launches of one kernel.
+/// All launches of one kernel in a trace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelTotal {
-    /// The entry point.
+    /// Name of the kernel's entry point.
     pub name: String,
     /// Number of launches.
     pub count: usize,
@@ -47,11 +47,11 @@ pub struct KernelTotal {
     pub total_ns: u64,
 }
 
-/// A trace in progress.
+/// A trace of GPU work that is being recorded.
 #[derive(Debug)]
 pub struct KernelTrace(());
 
-/// The records of a finished trace.
+/// The GPU work that a finished trace recorded.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TraceResult {
     /// Every kernel, copy and fill, by start.
@@ -148,7 +148,7 @@ impl TraceResult {
         busy
     }
 
-    /// From the first start to the last end, ns.
+    /// Nanoseconds from the first start to the last end.
     pub fn span_ns(&self) -> u64 {
         let start = self.records.iter().map(|record| record.start_ns).min();
         let end = self.records.iter().map(|record| record.end_ns).max();

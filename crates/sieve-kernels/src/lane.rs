@@ -69,7 +69,7 @@ static OPEN: LazyLock<Mutex<HashMap<(usize, u64), bool>>> = LazyLock::new(Mutex:
 /// have no place for it.
 static LATE_ERROR: Mutex<Option<KernelError>> = Mutex::new(None);
 
-/// The address of a buffer.
+/// Where a buffer lies on the GPU.
 pub(crate) struct Address {
     pub(crate) pointer: u64,
     /// Keeps the memory of a buffer that was allocated on another stream: without it the allocator may reuse the memory

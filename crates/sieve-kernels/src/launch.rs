@@ -11,16 +11,16 @@ use sieve_gpu::{DeviceLaunch, KernelError, LaunchRequest, LoadedKernel, MapLayou
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Number of launches of this process.
+/// Number of kernel launches of this process.
 static LAUNCHES: AtomicUsize = AtomicUsize::new(0);
 
 /// Number of buffers of launches, GEMMs and collectives that were allocated on another stream than the work ran on.
 pub(crate) static FOREIGN: AtomicUsize = AtomicUsize::new(0);
 
-/// Launches of this process so far.
+/// Numbers of kernel launches of this process so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LaunchCounts {
-    /// Number of launches of our kernels.
+    /// Launches of Sieve's own kernels.
     pub launches: usize,
     /// Number of their buffers that were allocated on another stream; each was kept until its launch had run.
     pub foreign_buffers: usize,
@@ -41,7 +41,7 @@ impl LaunchCounts {
         Ok(lane::is_inline() == Some(true))
     }
 
-    /// The counts up to now.
+    /// The counts of this process at this moment.
     pub fn so_far() -> Self {
         Self {
             launches: LAUNCHES.load(Ordering::Relaxed),
@@ -63,13 +63,13 @@ pub(crate) struct QueuedLaunch {
     maps: Vec<MapLayout>,
     /// The tensor maps' buffers, then the pointer arguments' buffers.
     pub(crate) bindings: Vec<Binding>,
-    /// The kernel's params struct.
+    /// The kernel's params struct, as 64-bit words.
     words: Vec<u64>,
     /// Whether it may start before the previous launch has ended (programmatic dependent launch).
     starts_early: bool,
 }
 
-/// Adds to the number of launches.
+/// Adds `launches` to this process's count.
 pub(crate) fn count(launches: usize) {
     LAUNCHES.fetch_add(launches, Ordering::Relaxed);
 }
@@ -128,14 +128,14 @@ pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<QueuedLaunch, 
     let queue = device_queue(first);
     if is_known {
         queue.submit(move |server| {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps the contract of this function.
             if let Err(error) = unsafe { call.run(server, stream) } {
                 report_late(error);
             }
         });
         return Ok(queued);
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of this function.
     let outcome = queue.submit_blocking(move |server| unsafe { call.run(server, stream) });
     let outcome = outcome.unwrap_or_else(|_| {
         Err(KernelError::Launch {

@@ -13,14 +13,14 @@ const BLOCK_BYTES: usize = 800 << 20;
 /// The number of a block's tokens is a multiple of this, the height of a GEMM's tile.
 const TOKEN_STEP: usize = 128;
 
-/// What [`linear_cross_entropy_with_gradients`] returns.
+/// Loss and gradients that [`linear_cross_entropy_with_gradients`] returns.
 #[derive(Debug, Clone)]
 pub struct LinearCrossEntropyGradients {
-    /// Sum of the losses, f32 `[1]`.
+    /// Sum of the tokens' losses, f32 `[1]`.
     pub loss: CudaTensor,
-    /// bf16 `[tokens, d_model]`.
+    /// Gradient of the hidden states, bf16 `[tokens, d_model]`.
     pub dh: CudaTensor,
-    /// f32 `[vocab_size, d_model]`.
+    /// Gradient of the output weight, f32 `[vocab_size, d_model]`.
     pub dweight: CudaTensor,
 }
 
@@ -75,7 +75,7 @@ pub fn linear_cross_entropy_with_gradients(
     })
 }
 
-/// The operands, checked and made contiguous.
+/// Operands of the loss, checked and made contiguous.
 struct Input {
     h: CudaTensor,
     weight: CudaTensor,

@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// The largest values seen, each by itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryPeak {
-    /// Bytes held by tensors.
+    /// Most bytes that tensors held at once.
     pub in_use_bytes: u64,
-    /// Reserved by the allocator, its slack included.
+    /// Most bytes that the allocator had reserved, its slack included.
     pub reserved_bytes: u64,
 }
 
@@ -26,7 +26,7 @@ impl MemoryPeak {
         IS_ON.store(true, Ordering::Relaxed);
     }
 
-    /// Stops watching.
+    /// Stops watching the GPU's memory.
     pub fn unwatch() {
         IS_ON.store(false, Ordering::Relaxed);
     }

@@ -58,15 +58,15 @@ unsafe impl Send for Link {}
 // SAFETY: as above.
 unsafe impl Sync for Link {}
 
-/// One rank's operands of an all-gather.
+/// What one rank contributes to an all-gather.
 #[derive(Clone, Debug)]
 pub struct NcclPiece {
-    /// This rank's elements, contiguous.
+    /// This rank's elements of the tensor, contiguous.
     pub piece: CudaTensor,
     /// The contiguous tensor into which the pieces of all ranks are gathered. It is overwritten in place, which all its
     /// clones see, also one in a [`HostCopy`](crate::HostCopy).
     pub whole: CudaTensor,
-    /// Each rank's range of the flattened `whole`.
+    /// Each rank's range of elements of the flattened `whole`.
     pub ranges: Vec<Range<usize>>,
 }
 
@@ -105,7 +105,7 @@ impl NcclGroup {
         Nccl::get().map(drop)
     }
 
-    /// The library's version; `None` if it cannot be loaded.
+    /// The version of NCCL; `None` if it cannot be loaded.
     pub fn version() -> Option<String> {
         Some(version_text(Nccl::get().ok()?.version()? as usize))
     }
@@ -379,14 +379,14 @@ impl NcclWork {
 
 /// The work on one tensor; `Buffer` is its binding, or its address on the GPU.
 struct Job<Buffer> {
-    /// The buffer that is read.
+    /// The buffer that the collective reads.
     from: Buffer,
-    /// The buffer that is written; it may be `from` itself.
+    /// The buffer that the collective writes; it may be `from` itself.
     to: Buffer,
     /// Elements of the whole tensor; bytes where the work is to send or receive.
     count: usize,
     work: Work,
-    /// The elements of each rank in a reduce-scatter or an all-gather.
+    /// The elements of each rank in a reduce-scatter or an all-gather; `None` for other work.
     ranges: Option<Vec<Range<usize>>>,
 }
 
@@ -395,9 +395,9 @@ enum Work {
     Sum,
     GatherF32,
     GatherBf16,
-    /// Sends to this rank.
+    /// Sends the buffer to this rank.
     Send(usize),
-    /// Receives from this rank.
+    /// Receives the buffer from this rank.
     Receive(usize),
     /// Sends a slice to each of this number of ranks, and receives one from each.
     AllToAll(usize),

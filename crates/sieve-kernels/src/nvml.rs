@@ -6,11 +6,11 @@ use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 
 const NAMES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
-/// `NVML_CLOCK_SM` of nvml.h.
+/// Clock of the multiprocessors: `NVML_CLOCK_SM` of nvml.h.
 const CLOCK_OF_MULTIPROCESSORS: c_int = 1;
-/// `NVML_TEMPERATURE_GPU` of nvml.h: degrees Celsius.
+/// Sensor of the GPU's temperature: `NVML_TEMPERATURE_GPU` of nvml.h, in degrees Celsius.
 const TEMPERATURE_OF_GPU: c_int = 0;
-/// `NVML_MEMORY_ERROR_TYPE_UNCORRECTED` of nvml.h.
+/// Errors that ECC could not correct: `NVML_MEMORY_ERROR_TYPE_UNCORRECTED` of nvml.h.
 const UNCORRECTED: c_int = 1;
 /// `NVML_VOLATILE_ECC`: errors since the driver was loaded.
 const SINCE_DRIVER_LOAD: c_int = 0;
@@ -25,7 +25,7 @@ pub struct GpuState {
     pub clocks_mhz: Option<[u32; 2]>,
     /// Memory errors that ECC could not correct, since the driver was loaded.
     pub uncorrected_ecc_errors: Option<u64>,
-    /// Degrees Celsius.
+    /// GPU temperature in degrees Celsius.
     pub temperature: Option<u32>,
 }
 

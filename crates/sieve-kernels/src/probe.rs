@@ -22,24 +22,24 @@ pub struct CudaReport {
     pub nvrtc: CudaVersion,
     /// Folder of the CUDA headers.
     pub include_folder: PathBuf,
-    /// The GPUs, in the driver's order.
+    /// The GPUs of this machine, in the driver's order.
     pub devices: Vec<DeviceReport>,
 }
 
-/// One GPU.
+/// Properties of one GPU.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DeviceReport {
-    /// Index, as in `--device cuda:N`.
+    /// Index of the GPU, as in `--device cuda:N`.
     pub index: usize,
-    /// Name, as `nvidia-smi` prints it.
+    /// Name of the GPU, as `nvidia-smi` prints it.
     pub name: String,
-    /// Compute capability, major part.
+    /// Major number of the compute capability.
     pub major: u32,
-    /// Compute capability, minor part.
+    /// Minor number of the compute capability.
     pub minor: u32,
     /// Number of streaming multiprocessors.
     pub num_multiprocessors: usize,
-    /// Memory of the GPU.
+    /// Size of the GPU's memory in bytes.
     pub total_memory_bytes: u64,
 }
 
@@ -175,7 +175,7 @@ pub(crate) fn check_headers(cuda_path: Option<&Path>) -> Result<PathBuf, KernelE
     }
 }
 
-/// Queries a GPU's properties.
+/// Asks the driver for a GPU's properties.
 fn describe(index: usize) -> Result<DeviceReport, KernelError> {
     let device = driver::device::get(index as i32).map_err(init_error)?;
     // SAFETY: the handle comes from the driver, the attributes are plain integers.

@@ -49,11 +49,11 @@ pub struct StepTape {
 #[derive(Default)]
 struct Notes {
     work: Vec<Work>,
-    /// The first work that a graph cannot hold.
+    /// The first work that a graph cannot hold; `None` while it can hold all.
     refused: Option<&'static str>,
 }
 
-/// A buffer; a tape records the launches on it.
+/// A buffer whose launches are recorded on a tape.
 struct TapedMemory {
     memory: BurnMemory,
     tape: StepTape,
@@ -62,7 +62,7 @@ struct TapedMemory {
 /// The tokens of a step, on the device.
 #[derive(Debug)]
 pub struct StepInputs {
-    /// Token ids, i32 `[batch, 1]`.
+    /// Token id of each row, i32 `[batch, 1]`.
     pub ids: CudaTensor,
     /// Position of the token in its row, which is the number of tokens before it. i32 `[batch, 1]`.
     pub position: CudaTensor,
@@ -73,13 +73,13 @@ pub struct StepInputs {
 /// The positions of a step's tokens.
 #[derive(Debug)]
 pub enum StepPositions {
-    /// All rows have this one.
+    /// All rows have this position.
     Same(usize),
     /// i32 `[2 * batch]`: the position of each row's token, then minus each position.
     Each(CudaTensor),
 }
 
-/// A captured step.
+/// A decoding step, captured as a CUDA graph.
 pub struct StepGraph {
     exec: Arc<Exec>,
     inputs: StepInputs,
@@ -216,7 +216,7 @@ impl Memory for TapedMemory {
     }
 
     unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of this function.
         let queued = unsafe { launch::queue(launch) }?;
         self.tape.note(Work::Launch(queued));
         Ok(())

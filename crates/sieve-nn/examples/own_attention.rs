@@ -74,7 +74,7 @@ impl<B: SieveBackend> Model<B> {
         }
     }
 
-    /// Summed cross-entropy in nats.
+    /// Sum of the tokens' cross-entropies, in nats.
     fn loss(&self, ids: Tensor<B, 2, Int>, labels: Tensor<B, 2, Int>, context: &LayerContext<'_, B>) -> Tensor<B, 1> {
         let x = self.embedding.forward(ids);
         let x = self.attention.forward(self.norm.forward(x.clone()), x, context);

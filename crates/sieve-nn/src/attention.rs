@@ -33,11 +33,11 @@ use std::collections::HashMap;
 /// Operands and settings that all layers of a forward pass share.
 #[derive(Clone, Debug)]
 pub struct LayerContext<'a, B: Backend> {
-    /// Document bounds of the rows.
+    /// Document bounds and positions of the tokens.
     pub documents: &'a Documents<B>,
     /// Positions to rotate by, `[batch, seq_len]`: positions in the documents, plus the cache's length when decoding.
     pub positions: Tensor<B, 2, Int>,
-    /// Rotary tables.
+    /// Cosine and sine tables of RoPE.
     pub rope: &'a RotaryEmbedding<B>,
     /// With context parallelism: the whole rows that these tokens are one rank's part of.
     pub parts: Option<&'a ContextParallel>,
@@ -86,7 +86,7 @@ impl<'a, B: Backend> LayerContext<'a, B> {
 }
 
 impl<B: Backend> LayerContext<'_, B> {
-    /// Positions, tables and documents for [`sieve_ops::attention_layer`].
+    /// Positions, RoPE tables and documents for [`sieve_ops::attention_layer`].
     pub(crate) fn tokens(&self) -> LayerTokens<'_, B> {
         LayerTokens {
             positions: self.positions.clone(),
@@ -96,7 +96,7 @@ impl<B: Backend> LayerContext<'_, B> {
         }
     }
 
-    /// `spec` with this pass's kernel policy.
+    /// A copy of `spec` with this pass's kernel policy.
     pub(crate) fn under_policy(&self, spec: AttentionSpec) -> AttentionSpec {
         let policy = self.policy;
         AttentionSpec { policy, ..spec }
@@ -134,10 +134,11 @@ pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
 pub struct LayerOutput<B: SieveBackend> {
     /// The residual stream with the layer's output added, `[batch, seq_len, d_model]`.
     pub x: Tensor<B, 3>,
-    /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key.
+    /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key. `None` for other
+    /// kinds and with shared prompts.
     pub expire: Option<Tensor<B, 3, Int>>,
-    /// DMA's scores, `[batch, num_kv_heads, seq_len]`, without gradient; only with a bias that clamps large scores,
-    /// [`DmaBias::Exp`](sieve_core::DmaBias::Exp).
+    /// DMA's scores, `[batch, num_kv_heads, seq_len]`, without gradient; `None` as `expire` is, and with a bias that
+    /// does not clamp large scores, unlike [`DmaBias::Exp`](sieve_core::DmaBias::Exp).
     pub clamped_scores: Option<Tensor<B, 3>>,
     /// Statistics of an indexer, see [`sieve_ops::index_statistics`]; only with `measures_indexers` in the context.
     pub indexer: Option<Tensor<B::Inner, 1>>,
@@ -155,7 +156,7 @@ impl<B: SieveBackend> LayerOutput<B> {
     }
 }
 
-/// An attention layer of any kind.
+/// An attention layer of one of the kinds.
 #[derive(Module, Debug)]
 #[allow(clippy::large_enum_variant)]
 pub enum Attention<B: Backend> {
@@ -167,7 +168,7 @@ pub enum Attention<B: Backend> {
     Nsa(NativeSparseAttention<B>),
     /// Dynamic mask attention.
     Dma(DynamicMaskAttention<B>),
-    /// InfLLM-V2, MoBA and MSA.
+    /// InfLLM-V2, MoBA or MSA: queries choose blocks of keys.
     Chosen(ChosenBlocksAttention<B>),
 }
 

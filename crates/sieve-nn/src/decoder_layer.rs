@@ -9,13 +9,13 @@ use sieve_ops::{DeviceBackend, Residual, SieveBackend};
 /// Pre-norm block as in Qwen3; with residual scales as in Doge.
 #[derive(Module, Debug)]
 pub struct DecoderLayer<B: Backend> {
-    /// Norm before the attention.
+    /// RMSNorm before the attention layer.
     pub input_layernorm: RmsNorm<B>,
-    /// The attention.
+    /// The attention layer, of any kind.
     pub self_attn: Attention<B>,
-    /// Norm before the feed-forward layer.
+    /// RMSNorm before the feed-forward layer.
     pub post_attention_layernorm: RmsNorm<B>,
-    /// The feed-forward layer.
+    /// The SwiGLU feed-forward layer.
     pub mlp: SwigluMlp<B>,
     /// Scale of the residual around the attention, `[d_model]`; `None`: 1.
     pub input_residual: Option<Param<Tensor<B, 1>>>,
@@ -109,7 +109,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         self.feed_forward(scaled(x, &self.input_residual) + y, context)
     }
 
-    /// Norm, feed-forward layer and residual.
+    /// Applies norm, feed-forward layer and residual.
     pub(crate) fn feed_forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let norm = &self.post_attention_layernorm;
         let layer = |x, residual| self.mlp.forward(x, norm, residual, context);

@@ -37,7 +37,7 @@ pub struct KvCache<B: DeviceBackend> {
 }
 
 impl<B: DeviceBackend> KvCache<B> {
-    /// An empty cache.
+    /// An empty cache for a model of `num_layers` layers.
     pub fn new(num_layers: usize) -> Self {
         Self {
             layers: (0..num_layers).map(|_| LayerCache::Empty).collect(),
@@ -70,18 +70,18 @@ impl<B: DeviceBackend> KvCache<B> {
 /// Cache of one layer. A call may add any number of tokens, and its output equals the rows of one pass over all tokens.
 #[derive(Clone, Debug)]
 pub enum LayerCache<B: Backend> {
-    /// Nothing yet.
+    /// No token was processed yet.
     Empty,
     /// The most recent keys: all keys for dense attention, at least `window_size` for a sliding window.
     Recent {
-        /// The keys.
+        /// Keys and values of these tokens.
         cache: KeyCache<B>,
         /// Most keys that a query sees; `None`: all.
         window_size: Option<usize>,
     },
     /// The keys that DMA's mask still shows, at most `keep_window_size` per KV head.
     Selected {
-        /// The slots.
+        /// Keys, values and scores of the fixed-size cache.
         cache: DmaCache<B>,
         /// Position of the next token.
         next_position: usize,
@@ -153,7 +153,7 @@ impl<B: Backend> LayerCache<B> {
         }
     }
 
-    /// As [`TokenBuffer::rows`].
+    /// Copies rows of the batch, as [`TokenBuffer::rows`].
     fn rows(&self, rows: RowsOf) -> Self {
         match self {
             Self::Empty => Self::Empty,
@@ -175,8 +175,9 @@ impl<B: Backend> LayerCache<B> {
         }
     }
 
-    /// Writes a text of `tokens` tokens into a row. A token lies at its position, also where a text keeps only its last
-    /// tokens; DMA's slots, pooled and compressed keys lie from the first place on.
+    /// Copies `text`, the one-row cache of a prompt of `tokens` tokens, into row `row`. The key of a token goes to its
+    /// position, also where a window keeps only the last tokens. What is not stored per token (DMA's slots, pooled and
+    /// compressed keys) fills the row from place 0.
     fn put(&mut self, row: usize, text: &Self, tokens: usize) {
         match (self, text) {
             (Self::Recent { cache, .. }, Self::Recent { cache: text, .. }) => cache.put(row, text, tokens),
@@ -184,7 +185,7 @@ impl<B: Backend> LayerCache<B> {
             (Self::Blocks(cache), Self::Blocks(text)) => cache.put(row, text, tokens),
             (Self::Chosen(cache), Self::Chosen(text)) => cache.put(row, text, tokens),
             (Self::Latent(cache), Self::Latent(text)) => cache.put(row, text, tokens),
-            _ => panic!("texts of one model, without selectors, after their prompts"),
+            _ => panic!("both caches must be of one model, without a selector, and filled by a prompt"),
         }
     }
 
@@ -248,7 +249,7 @@ pub struct LayerCaches<'a, B: DeviceBackend> {
     scratch: &'a mut B::DecodeScratch,
 }
 
-/// One cache, and the rows of the batch that it holds.
+/// A cache, and the rows of the batch that it holds.
 pub(crate) struct CachedRows<'a, B: DeviceBackend> {
     /// The first row, and how many there are.
     pub(crate) rows: [usize; 2],

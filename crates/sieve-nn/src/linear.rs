@@ -5,10 +5,10 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_ops::SieveBackend;
 
-/// `y = x Wᵀ`.
+/// The linear layer `y = x Wᵀ`.
 #[derive(Module, Debug)]
 pub struct Linear<B: Backend> {
-    /// `[out, in]`.
+    /// Weight W, `[out, in]`.
     pub weight: Param<Tensor<B, 2>>,
 }
 
@@ -21,7 +21,7 @@ pub fn may_be_bf16(name: &str) -> bool {
 }
 
 impl<B: Backend> Linear<B> {
-    /// Normal weights from `init`.
+    /// A layer with normal random weights from `init`.
     pub fn new(d_in: usize, d_out: usize, init: &mut WeightInit, device: &B::Device) -> Self {
         Self {
             weight: init.normal([d_out, d_in], device),
@@ -30,12 +30,12 @@ impl<B: Backend> Linear<B> {
 }
 
 impl<B: SieveBackend> Linear<B> {
-    /// `[.., in]` to `[.., out]`.
+    /// Maps x `[.., in]` to y `[.., out]`.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         sieve_ops::linear(x, self.weight.val())
     }
 
-    /// As [`forward`](Self::forward), added to `residual`, `[.., out]`.
+    /// Like [`forward`](Self::forward), and adds `residual`, `[.., out]`.
     pub fn forward_add<const D: usize>(&self, x: Tensor<B, D>, residual: Tensor<B, D>) -> Tensor<B, D> {
         sieve_ops::linear_add(x, self.weight.val(), residual)
     }

@@ -13,36 +13,36 @@ use std::ops::Range;
 /// Operands of one document's attention in one layer, on the host. Queries and keys are normed and rotated.
 #[derive(Clone, Copy, Debug)]
 pub struct HostOperands<'a> {
-    /// Index of the layer.
+    /// Index of the layer in the model.
     pub layer: usize,
     /// Number of layers of the model.
     pub num_layers: usize,
-    /// Tokens of the document.
+    /// Number of tokens of the document.
     pub num_tokens: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub num_heads: usize,
-    /// KV heads.
+    /// Number of key and value heads.
     pub num_kv_heads: usize,
-    /// Width of a head.
+    /// Columns of a head.
     pub head_dim: usize,
-    /// `[num_tokens, num_heads, head_dim]`.
+    /// Queries, `[num_tokens, num_heads, head_dim]`.
     pub q: &'a [f32],
-    /// `[num_tokens, num_kv_heads, head_dim]`.
+    /// Keys, `[num_tokens, num_kv_heads, head_dim]`.
     pub k: &'a [f32],
-    /// `[num_tokens, num_kv_heads, head_dim]`.
+    /// Values, `[num_tokens, num_kv_heads, head_dim]`.
     pub v: &'a [f32],
 }
 
 /// Operands of one document's attention in one layer, on the device. Queries and keys are normed and rotated.
 #[derive(Clone, Debug)]
 pub struct LayerOperands<B: Backend> {
-    /// Index of the layer.
+    /// Index of the layer in the model.
     pub layer: usize,
     /// Number of layers of the model.
     pub num_layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub num_heads: usize,
-    /// KV heads.
+    /// Number of key and value heads.
     pub num_kv_heads: usize,
     /// `[1, num_tokens, num_heads + 2 * num_kv_heads, head_dim]`.
     pub qkv: Tensor<B, 4>,
@@ -60,7 +60,7 @@ pub type CachedLayerAttention<'a, B, E> =
 type Scratch<B> = <B as DeviceBackend>::DecodeScratch;
 
 impl<B: Backend> LayerOperands<B> {
-    /// Tokens of the document.
+    /// Number of tokens of the document.
     pub fn num_tokens(&self) -> usize {
         self.qkv.dims()[1]
     }
@@ -71,12 +71,12 @@ impl<B: Backend> LayerOperands<B> {
         AttentionSpec::dense([self.num_heads, self.num_kv_heads], head_dim)
     }
 
-    /// Queries, copied to the host.
+    /// Copies the queries to the host.
     pub fn queries(&self) -> Vec<f32> {
         self.copied(0, self.num_heads)
     }
 
-    /// Keys, copied to the host.
+    /// Copies the keys to the host.
     pub fn keys(&self) -> Vec<f32> {
         self.copied(self.num_heads, self.num_kv_heads)
     }

@@ -13,11 +13,11 @@ use sieve_ops::{AttentionLayer, AttentionSpec, QkNorm, SieveBackend, TokenAttent
 pub struct QkvProjection<B: Backend> {
     /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`, rows in the order q, k, v.
     pub qkv_proj: Linear<B>,
-    /// `[(num_heads + 2 * num_kv_heads) * head_dim]`; in models like Qwen2.
+    /// Bias of the projection, `[(num_heads + 2 * num_kv_heads) * head_dim]`, in models like Qwen2; `None` in others.
     pub qkv_bias: Option<Param<Tensor<B, 1>>>,
-    /// `[head_dim]`; absent in models like Llama.
+    /// RMSNorm of query heads, weight `[head_dim]`; absent in models like Llama.
     pub q_norm: Option<RmsNorm<B>>,
-    /// `[head_dim]`; absent in models like Llama.
+    /// RMSNorm of key heads, weight `[head_dim]`; absent in models like Llama.
     pub k_norm: Option<RmsNorm<B>>,
     num_heads: usize,
     num_kv_heads: usize,
@@ -102,7 +102,7 @@ impl<B: SieveBackend> QkvProjection<B> {
         }
     }
 
-    /// As [`forward`](Self::forward), without norms and rotation.
+    /// Projects like [`forward`](Self::forward), without norms and rotation.
     pub fn project(&self, x: Tensor<B, 3>) -> Tensor<B, 4> {
         let [batch, seq_len, _d_model] = x.dims();
         let heads = self.num_heads + 2 * self.num_kv_heads;

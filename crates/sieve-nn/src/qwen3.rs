@@ -8,10 +8,10 @@ use sieve_core::ModelShape;
 use sieve_ops::{DeviceBackend, Documents, RotaryEmbedding, SieveBackend};
 use std::convert::Infallible;
 
-/// Token embedding.
+/// Embedding of token ids as rows of a matrix.
 #[derive(Module, Debug)]
 pub struct TokenEmbedding<B: Backend> {
-    /// `[vocab_size, d_model]`.
+    /// One row for each token id, `[vocab_size, d_model]`.
     pub weight: Param<Tensor<B, 2>>,
 }
 
@@ -22,10 +22,10 @@ impl<B: SieveBackend> TokenEmbedding<B> {
     }
 }
 
-/// Final norm and output projection.
+/// Final norm and projection to logits.
 #[derive(Module, Debug)]
 pub struct LmHead<B: Backend> {
-    /// The norm before the projection.
+    /// RMSNorm before the projection.
     pub norm: RmsNorm<B>,
     /// `[vocab_size, d_model]`; `None`: the embedding's weight is used (tied).
     pub lm_head: Option<Linear<B>>,
@@ -45,7 +45,7 @@ impl<B: SieveBackend> LmHead<B> {
         sieve_ops::token_losses(h, self.weight(tied), labels.flatten(0, 1)).reshape([batch, seq_len])
     }
 
-    /// `[batch, seq_len, vocab_size]`.
+    /// Logits of all tokens, `[batch, seq_len, vocab_size]`.
     pub fn logits(&self, x: Tensor<B, 3>, tied: &TokenEmbedding<B>) -> Tensor<B, 3> {
         sieve_ops::linear(self.norm.forward(x), self.weight(tied))
     }
@@ -63,7 +63,7 @@ impl<B: SieveBackend> LmHead<B> {
 pub struct Qwen3<B: Backend> {
     /// Token embedding, the first segment of a training step.
     pub embed_tokens: TokenEmbedding<B>,
-    /// The blocks, one segment each.
+    /// The decoder layers, one segment each.
     pub layers: Vec<DecoderLayer<B>>,
     /// Final norm and output projection, the last segment.
     pub head: LmHead<B>,
@@ -103,7 +103,7 @@ impl<B: Backend> Qwen3<B> {
         &self.shape
     }
 
-    /// Rotary tables for `max_positions` positions.
+    /// RoPE tables for `max_positions` positions.
     pub fn rope(&self, max_positions: usize, device: &B::Device) -> RotaryEmbedding<B> {
         let (frequencies, amplitude) = self.shape.rotary_frequencies(rope_dim(&self.shape));
         RotaryEmbedding::of_frequencies((&frequencies, amplitude), max_positions, device, DType::F32)
@@ -134,7 +134,7 @@ impl<B: SieveBackend> Qwen3<B> {
         x
     }
 
-    /// `[batch, seq_len, vocab_size]`.
+    /// Logits of all tokens, `[batch, seq_len, vocab_size]`.
     pub fn logits(&self, ids: Tensor<B, 2, Int>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         self.head.logits(self.hidden(ids, context), &self.embed_tokens)
     }

@@ -8,7 +8,7 @@ use sieve_ops::SieveBackend;
 /// `y = x / sqrt(mean(x²) + epsilon) * weight` (arXiv:1910.07467).
 #[derive(Module, Debug)]
 pub struct RmsNorm<B: Backend> {
-    /// Factor of each column, `[d_model]`.
+    /// Weight of the norm, one factor a column, `[d_model]`.
     pub weight: Param<Tensor<B, 1>>,
     pub(crate) epsilon: f64,
 }

@@ -8,14 +8,14 @@ use sieve_ops::{FeedForward, Residual, SieveBackend};
 /// SwiGLU layer whose gate and up projections are one packed GEMM, gate first.
 #[derive(Module, Debug)]
 pub struct SwigluMlp<B: Backend> {
-    /// `[2 * d_ff, d_model]`.
+    /// Gate and up projections, `[2 * d_ff, d_model]`.
     pub gate_up_proj: Linear<B>,
-    /// `[d_model, d_ff]`.
+    /// Down projection, `[d_model, d_ff]`.
     pub down_proj: Linear<B>,
 }
 
 impl<B: Backend> SwigluMlp<B> {
-    /// Normal weights from `init`.
+    /// A layer with normal random weights from `init`.
     pub fn new(d_model: usize, d_ff: usize, init: &mut WeightInit, device: &B::Device) -> Self {
         Self {
             gate_up_proj: Linear::new(d_model, 2 * d_ff, init, device),

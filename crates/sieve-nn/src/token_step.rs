@@ -82,7 +82,7 @@ impl<B: DeviceBackend> Qwen3<B> {
 }
 
 impl<B: DeviceBackend> DecoderLayer<B> {
-    /// The block for a step; `None` of a kind that no step takes.
+    /// The block's weights for a decoding step; `None` for kinds of blocks that no step takes.
     fn for_token_step(&self) -> Option<TokenLayer<B>> {
         if self.input_residual.is_some() || self.post_attention_residual.is_some() {
             return None;

@@ -29,7 +29,7 @@ impl WeightInit {
         }
     }
 
-    /// The next parameter, with normal values.
+    /// The next parameter, with normal random values.
     pub fn normal<B: Backend, const D: usize>(&mut self, shape: [usize; D], device: &B::Device) -> Param<Tensor<B, D>> {
         let (seed, standard_deviation, first_stream) = (self.seed, self.standard_deviation, self.num_drawn << 32);
         self.num_drawn += 1;

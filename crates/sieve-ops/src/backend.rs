@@ -124,9 +124,9 @@ device_ops! {
     DeviceBackend:
 
     linear {
-        /// See [`crate::linear`] and, with a residual, [`crate::linear_add`].
+        /// The op [`crate::linear`]; with a residual, [`crate::linear_add`].
         fn linear(x: Float<Self>, weight: Float<Self>, residual: Option<Float<Self>>) -> Float<Self>;
-        /// `dx` of [`crate::linear`].
+        /// Gradient `dx` of [`crate::linear`].
         fn linear_input_gradient(weight: Float<Self>, dy: Float<Self>) -> Float<Self>;
         /// `dweight` of [`crate::linear`], added to `sum` if there is one; `sum` may be changed in place.
         fn linear_weight_gradient(x: Float<Self>, dy: Float<Self>, sum: Option<Float<Self>>) -> Float<Self>;
@@ -150,21 +150,21 @@ device_ops! {
         /// `[dx, dweight]` from dy rounded to e5m2 and the rounded operands of the forward pass; the gradient of
         /// rounding is taken to be 1 (straight-through). dweight is added to `sum` if there is one, possibly in place.
         fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: ToQuantise<Self>, sum: Option<Float<Self>>) -> [Float<Self>; 2];
-        /// [`crate::swiglu`] for a following fp8 GEMM.
+        /// [`crate::swiglu`], its output prepared for a following fp8 GEMM.
         fn fp8_swiglu(gate_up: Float<Self>) -> ToQuantise<Self>;
         /// Gradient of [`crate::swiglu`] for a following fp8 GEMM.
         fn fp8_swiglu_backward(gate_up: Float<Self>, dy: Float<Self>) -> ToQuantise<Self>;
     }
 
     embedding {
-        /// See [`crate::embedding`].
+        /// The op [`crate::embedding`].
         fn embedding(weight: Float<Self>, ids: Ints<Self>) -> Float<Self>;
-        /// `dweight` of [`crate::embedding`], `[vocab_size, d_model]`.
+        /// Gradient `dweight` of [`crate::embedding`], `[vocab_size, d_model]`.
         fn embedding_backward(dy: Float<Self>, ids: Ints<Self>, vocab_size: usize) -> Float<Self>;
     }
 
     norm {
-        /// See [`crate::rms_norm`].
+        /// The op [`crate::rms_norm`].
         fn rms_norm(call: RmsNormCall<Self>) -> Float<Self>;
         /// `[dx, dweight]` of [`crate::rms_norm`]. `d_residual`, the gradient of the residual connection around the
         /// norm, is added to dx.
@@ -183,16 +183,16 @@ device_ops! {
     }
 
     rope {
-        /// See [`crate::qk_norm_rope`].
+        /// The op [`crate::qk_norm_rope`].
         fn qk_norm_rope(qkv: Float<Self>, call: QkNormRopeCall<Self>) -> Float<Self>;
-        /// `[dqkv, dq_weight, dk_weight]` of [`crate::qk_norm_rope`].
+        /// Gradients `[dqkv, dq_weight, dk_weight]` of [`crate::qk_norm_rope`].
         fn qk_norm_rope_backward(qkv: Float<Self>, call: QkNormRopeCall<Self>, dy: Float<Self>) -> [Float<Self>; 3];
-        /// See [`crate::rope`]; its gradient is the rotation by the negative angles.
+        /// The op [`crate::rope`]; its gradient is the rotation by the negative angles.
         fn rope(qkv: Float<Self>, call: RopeCall<Self>) -> Float<Self>;
     }
 
     swiglu {
-        /// See [`crate::swiglu`].
+        /// The op [`crate::swiglu`].
         fn swiglu(gate_up: Float<Self>) -> Float<Self>;
         /// Gradient of [`crate::swiglu`].
         fn swiglu_backward(gate_up: Float<Self>, dy: Float<Self>) -> Float<Self>;
@@ -201,9 +201,9 @@ device_ops! {
     }
 
     attention {
-        /// See [`crate::attention`].
+        /// The op [`crate::attention`].
         fn attention(qkv: Float<Self>, call: &AttentionCall<Self>) -> AttentionOutput<Self>;
-        /// `dqkv` of [`crate::attention`].
+        /// Gradient `dqkv` of [`crate::attention`].
         fn attention_backward(
             qkv: Float<Self>,
             call: &AttentionCall<Self>,
@@ -220,12 +220,12 @@ device_ops! {
         /// The backward pass of [`dma_scores`](Self::dma_scores): `[dqkv, dw_dt, da]`, where the gradient of the values
         /// is added to the `dqkv` that is passed in.
         fn dma_scores_backward(call: &DmaScoresCall<Self>, dz: Float<Self>, dqkv: Float<Self>) -> [Float<Self>; 3];
-        /// See [`crate::dma_select`].
+        /// The op [`crate::dma_select`].
         fn dma_select(rank: Float<Self>, documents: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self>;
         /// Attention over the selected keys with an additive bias per key. Where `o_low` asks for it and the kernel
         /// supports it, the output includes `o_low`.
         fn dma_attention(call: &DmaCall<Self>, o_low: KeepOLow) -> AttentionOutput<Self>;
-        /// `[dqkv, ddelta]` of [`dma_attention`](Self::dma_attention).
+        /// Gradients `[dqkv, ddelta]` of [`dma_attention`](Self::dma_attention).
         fn dma_attention_backward(
             call: &DmaCall<Self>,
             output: AttentionOutput<Self>,
@@ -234,15 +234,15 @@ device_ops! {
     }
 
     nsa {
-        /// See [`crate::nsa_blocks`]; `positions` are the learned vectors of keys, then of values.
+        /// The op [`crate::nsa_blocks`]; `positions` are the learned vectors of keys, then of values.
         fn nsa_blocks(qkv: Float<Self>, positions: [Float<Self>; 2], call: &NsaCall<Self>) -> Float<Self>;
         /// `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`](Self::nsa_blocks); `dims` are qkv's.
         fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: Float<Self>) -> [Float<Self>; 3];
-        /// See [`crate::nsa_mean_pool`].
+        /// The op [`crate::nsa_mean_pool`].
         fn nsa_mean_pool(qkv: Float<Self>, call: &NsaCall<Self>) -> Float<Self>;
-        /// `dqkv` of [`nsa_mean_pool`](Self::nsa_mean_pool); `dims` are qkv's.
+        /// Gradient `dqkv` of [`nsa_mean_pool`](Self::nsa_mean_pool); `dims` is the shape of qkv.
         fn nsa_mean_pool_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: Float<Self>) -> Float<Self>;
-        /// See [`crate::nsa_compressed_attention`].
+        /// The op [`crate::nsa_compressed_attention`].
         fn nsa_compressed_attention(
             qkv: Float<Self>,
             compressed: Float<Self>,
@@ -257,13 +257,13 @@ device_ops! {
             output: AttentionOutput<Self>,
             d_o: Float<Self>,
         ) -> [Float<Self>; 2];
-        /// See [`crate::nsa_selected_attention`].
+        /// The op [`crate::nsa_selected_attention`].
         fn nsa_selected_attention(
             qkv: Float<Self>,
             block_indices: Ints<Self>,
             call: &NsaCall<Self>,
         ) -> NsaSelected<Self>;
-        /// `dqkv` of [`nsa_selected_attention`](Self::nsa_selected_attention).
+        /// Gradient `dqkv` of [`nsa_selected_attention`](Self::nsa_selected_attention).
         fn nsa_selected_attention_backward(
             qkv: Float<Self>,
             block_indices: Ints<Self>,
@@ -271,7 +271,7 @@ device_ops! {
             selected: NsaSelected<Self>,
             d_o: Float<Self>,
         ) -> Float<Self>;
-        /// See [`crate::nsa_gates`].
+        /// The op [`crate::nsa_gates`].
         fn nsa_gates(branches: [Float<Self>; 3], logits: Float<Self>, bias: Float<Self>) -> Float<Self>;
         /// Gradients of the branches, the logits and the bias of [`nsa_gates`](Self::nsa_gates).
         fn nsa_gates_backward(
@@ -297,7 +297,7 @@ device_ops! {
     }
 
     mla {
-        /// See [`crate::mla_pack`]; inputs are q, kv, k_rope.
+        /// The op [`crate::mla_pack`]; inputs are q, kv, k_rope.
         fn mla_pack(inputs: [Float<Self>; 3], call: MlaPackCall<Self>) -> (Float<Self>, Option<[Float<Self>; 2]>);
         /// Gradients of the inputs of [`mla_pack`](Self::mla_pack) and, with norms, of the norms' weights; then
         /// `normed` holds the inputs.
@@ -306,9 +306,9 @@ device_ops! {
             normed: Option<[Float<Self>; 3]>,
             dy: Float<Self>,
         ) -> ([Float<Self>; 3], Option<[Float<Self>; 2]>);
-        /// See [`crate::mla_attention`].
+        /// The op [`crate::mla_attention`].
         fn mla_attention(packed: Float<Self>, call: &MlaCall<Self>) -> AttentionOutput<Self>;
-        /// Gradient of [`mla_attention`](Self::mla_attention).
+        /// Gradient of the packed tensor of [`mla_attention`](Self::mla_attention).
         fn mla_attention_backward(
             packed: Float<Self>,
             call: &MlaCall<Self>,
@@ -318,15 +318,15 @@ device_ops! {
     }
 
     decode {
-        /// See [`crate::token_step`].
+        /// The op [`crate::token_step`].
         fn token_step(step: TokenStep<'_, Self>, graph: &mut Self::StepGraph) -> Option<Float<Self>>;
-        /// See [`crate::repeat_token_step`].
+        /// The op [`crate::repeat_token_step`].
         fn repeat_token_step(
             graph: &mut Self::StepGraph, ids: Ints<Self>, before: TokensBefore<'_>
         ) -> Option<Float<Self>>;
-        /// See [`crate::likeliest`]; token ids, `[rows, 1]`, -1 where there is none.
+        /// The op [`crate::likeliest`]; token ids, `[rows, 1]`, -1 where a logit is NaN or infinite.
         fn likeliest(logits: Float<Self>, num_tokens: usize) -> Ints<Self>;
-        /// See [`crate::attention_decode`].
+        /// The op [`crate::attention_decode`].
         fn attention_decode(
             q: Float<Self>,
             keys: &KeyCache<Self>,
@@ -341,7 +341,7 @@ device_ops! {
             spec: AttentionSpec,
             scratch: &mut Self::DecodeScratch,
         ) -> Float<Self>;
-        /// See [`crate::mla_decode`].
+        /// The op [`crate::mla_decode`].
         fn mla_decode(
             q: Float<Self>,
             latents: Float<Self>,
@@ -360,21 +360,21 @@ device_ops! {
     }
 
     sparse {
-        /// See [`crate::has_sparse_attention`].
+        /// The op [`crate::has_sparse_attention`].
         fn has_sparse_attention(qkv: &Float<Self>) -> bool;
-        /// See [`crate::sparse_attention`]; `[o, lse]`.
+        /// The op [`crate::sparse_attention`]; returns `[o, lse]`.
         fn sparse_attention(
             qkv: Float<Self>,
             mask: KeyMask<Ints<Self>>,
             softmax_scale: f64,
         ) -> Result<[Float<Self>; 2], String>;
-        /// See [`crate::select_blocks`].
+        /// The op [`crate::select_blocks`].
         fn select_blocks(
             qkv: Float<Self>,
             selection: &BlockSelection,
             bounds: Option<Float<Self>>,
         ) -> Result<KeyMask<Ints<Self>>, String>;
-        /// See [`crate::correct_by_probes`].
+        /// The op [`crate::correct_by_probes`].
         fn correct_by_probes(
             qkv: Float<Self>,
             o: Float<Self>,
@@ -382,13 +382,13 @@ device_ops! {
             dense_rows: Range<usize>,
             softmax_scale: f64,
         ) -> Result<Float<Self>, String>;
-        /// See [`crate::keep_heavy_keys`].
+        /// The op [`crate::keep_heavy_keys`].
         fn keep_heavy_keys(
             qkv: Float<Self>,
             lse: Float<Self>,
             heavy: &HeavyKeys,
         ) -> Result<DmaCache<Self>, String>;
-        /// See [`crate::heavy_decode`].
+        /// The op [`crate::heavy_decode`].
         fn heavy_decode(
             cache: &mut DmaCache<Self>,
             qkv: Float<Self>,
@@ -402,7 +402,7 @@ device_ops! {
         /// Per-token cross-entropy in nats, f32 `[tokens]`, zero where the label is [`crate::IGNORE_LABEL`]; without
         /// gradient.
         fn token_losses(h: Float<Self>, weight: Float<Self>, labels: Ints<Self>) -> Float<Self>;
-        /// See [`crate::linear_cross_entropy`].
+        /// The op [`crate::linear_cross_entropy`].
         fn linear_cross_entropy(h: Float<Self>, weight: Float<Self>, labels: Ints<Self>) -> Float<Self>;
         /// Summed cross-entropy and its gradients in one pass: `[loss [1], dh, dweight]`.
         fn linear_cross_entropy_with_gradients(
@@ -426,7 +426,7 @@ device_ops! {
         /// Splits f32 master weights into the bf16 weights that a model computes with (the leaf) and the bits that the
         /// leaf lacks (the rest); [`adamw`](Self::adamw) updates both.
         fn split_master(master: Float<Self>) -> (Float<Self>, Float<Self>);
-        /// The inverse of [`split_master`](Self::split_master), exact.
+        /// The exact inverse of [`split_master`](Self::split_master): f32 master weights.
         fn join_master(leaf: Float<Self>, rest: Float<Self>) -> Float<Self>;
         /// Sum of squares in a fixed order, `[1]`.
         fn sum_of_squares(x: Float<Self>) -> Float<Self>;
@@ -434,7 +434,7 @@ device_ops! {
         fn global_norm(tensors: Vec<Float<Self>>) -> Float<Self>;
         /// The current values of a tensor, readable later on any thread.
         fn snapshot(tensor: Float<Self>) -> Snapshot;
-        /// Free bytes on a device that snapshots may hold; 0 where snapshots are copied to the host at once.
+        /// Bytes of device memory free for snapshots; 0 where snapshots are copied to the host at once.
         fn snapshot_room(device: &Self::Device) -> u64;
     }
 

@@ -103,11 +103,11 @@ pub fn choose_scored_blocks<B: SieveBackend>(
     Tensor::from_primitive(chosen).repeat_dim(2, spec.num_kv_heads)
 }
 
-/// Causal attention of each query over the tokens of its blocks, as [`choose_key_blocks`] gives them.
+/// Causal attention of each query over the tokens of its blocks, which [`choose_key_blocks`] chose.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
-/// - block_indices: as [`choose_key_blocks`] returns them
+/// - block_indices: attended blocks, `[batch, seq_len, choosers, count]`, ascending, then -1
 /// - returns: `[batch, seq_len, num_heads, head_dim]`
 pub fn chosen_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,

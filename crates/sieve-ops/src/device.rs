@@ -1,4 +1,4 @@
-//! What ops of every family share on a device. Nothing here knows an op.
+//! Code that the ops of all families share on a device; it knows no op.
 pub(crate) mod autodiff;
 pub(crate) mod cuda;
 pub(crate) mod flex;

@@ -45,7 +45,7 @@ impl<B: Backend> Documents<B> {
         }
     }
 
-    /// One document per row, as long as the row.
+    /// Documents that each fill a whole row.
     pub fn whole_rows([batch, seq_len]: [usize; 2], device: &B::Device) -> Self {
         Self::new(
             &vec![0; batch * seq_len],
@@ -61,7 +61,7 @@ impl<B: Backend> Documents<B> {
     }
 }
 
-/// Document bounds on the host.
+/// Document bounds copied to the host.
 pub(crate) struct HostBounds {
     pub(crate) start: Vec<i32>,
     pub(crate) end: Vec<i32>,
@@ -82,7 +82,7 @@ impl HostBounds {
         }
     }
 
-    /// The bounds for ops of `sieve-cpu`.
+    /// The bounds as slices, for ops of `sieve-cpu`.
     pub(crate) fn slices(&self) -> sieve_cpu::Documents<'_> {
         sieve_cpu::Documents::new(&self.start, &self.end)
     }

@@ -28,7 +28,7 @@ pub(crate) mod reference {
     //! Rows of a table, and their gradient.
     use super::*;
 
-    /// `weight[ids]`.
+    /// Looks up the rows `weight[ids]`.
     pub fn embedding<B: Backend>(weight: Float<B>, ids: Ints<B>) -> Float<B> {
         let ids: Tensor<B, 2, Int> = Tensor::from_primitive(ids);
         let [batch, seq_len] = ids.dims();

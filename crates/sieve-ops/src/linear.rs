@@ -66,7 +66,7 @@ pub fn add_bias<B: SieveBackend, const D: usize>(x: Tensor<B, D>, bias: Tensor<B
     }))
 }
 
-/// `[dx, dweight]`.
+/// Gradients `[dx, dweight]` of `y = x Wᵀ`.
 fn backward<D: DeviceBackend>(x: Float<D>, weight: Float<D>, dy: Float<D>) -> [Float<D>; 2] {
     let dx = D::linear_input_gradient(weight, dy.clone());
     [dx, D::linear_weight_gradient(x, dy, None)]
@@ -100,7 +100,7 @@ pub(crate) mod reference {
         B::float_reshape(primitive(x.matmul(weight.transpose())), shape.into())
     }
 
-    /// `dx = dy W` of [`linear`].
+    /// Input gradient `dx = dy W` of [`linear`].
     pub fn linear_input_gradient<B: Backend>(weight: Float<B>, dy: Float<B>) -> Float<B> {
         let (dy, mut shape) = flatten::<B>(dy);
         let weight = tensor::<B, 2>(weight);
@@ -109,7 +109,7 @@ pub(crate) mod reference {
         B::float_reshape(primitive(dy.matmul(weight)), shape.into())
     }
 
-    /// `dW = dyᵀ x` of [`linear`].
+    /// Weight gradient `dW = dyᵀ x` of [`linear`].
     pub fn linear_weight_gradient<B: Backend>(x: Float<B>, dy: Float<B>) -> Float<B> {
         let (x, _) = flatten::<B>(x);
         let (dy, _) = flatten::<B>(dy);
@@ -185,7 +185,7 @@ pub(crate) mod cpu {
         Matrix::strided(floats(x), num_rows(x), last_dim(x), last_dim(x), 1)
     }
 
-    /// `a b`, row-major.
+    /// The GEMM `a b` as a row-major vector.
     fn gemm_to_vec(a: Matrix<'_>, b: Matrix<'_>) -> Vec<f32> {
         let c = vec![0.0; a.num_rows() * b.num_columns()];
         gemm_plus_c([1.0, 0.0], a, b, c)
@@ -208,7 +208,7 @@ pub(crate) mod cpu {
 }
 
 pub(crate) mod cuda {
-    //! GEMMs by cuBLASLt.
+    //! The GEMMs of linear layers, by cuBLASLt.
     use super::*;
     use sieve_kernels::DType::{BF16, F32};
     use sieve_kernels::matmul;

@@ -11,7 +11,7 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_kernels::{KernelError, ToBurn};
 
-/// Label of a token without loss.
+/// Label of a token that the loss leaves out.
 pub const IGNORE_LABEL: i32 = -100;
 
 /// Summed cross-entropy in nats, `[1]`: `sum over labelled tokens of lse(h Wᵀ) - (h Wᵀ)[label]`.
@@ -52,7 +52,7 @@ pub(crate) mod reference {
     struct Logits<B: Backend> {
         h: Tensor<B, 2>,
         weight: Tensor<B, 2>,
-        /// `[tokens, vocab_size]`.
+        /// Logits, `[tokens, vocab_size]`.
         logits: Tensor<B, 2>,
         /// Log-sum-exp of each token's logits, `[tokens, 1]`.
         lse: Tensor<B, 2>,
@@ -93,7 +93,7 @@ pub(crate) mod reference {
         primitive(losses(&logits::<B>(h, weight, labels)).squeeze_dim::<1>(1))
     }
 
-    /// The sum of all losses, `[1]`.
+    /// The sum of all tokens' cross-entropies, `[1]`.
     pub fn linear_cross_entropy<B: Backend>(h: Float<B>, weight: Float<B>, labels: Ints<B>) -> Float<B> {
         primitive(losses(&logits::<B>(h, weight, labels)).sum())
     }
@@ -238,7 +238,7 @@ pub(crate) mod cuda {
         kernel_on("scale", x.burn(), outcome, |x| reference::scale::<Cuda>(x, factor))
     }
 
-    /// The summed cross-entropy, `[1]`.
+    /// The cross-entropy summed over all tokens, `[1]`.
     fn summed(operands: [&CudaPrimitive; 3]) -> Result<CudaPrimitive, KernelError> {
         let [h, weight, labels] = tensors(operands);
         let losses = sieve_kernels::token_losses(&h, &weight, &labels)?;

@@ -32,11 +32,11 @@ pub fn rms_norm<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor
 /// Operands of [`crate::rms_norm`].
 #[derive(Clone, Debug)]
 pub struct RmsNormCall<B: Backend> {
-    /// Input, `[.., d_model]`.
+    /// Input of the norm, `[.., d_model]`.
     pub x: Float<B>,
-    /// Factor of each column, `[d_model]`.
+    /// Weight of the norm, one factor a column, `[d_model]`.
     pub weight: Float<B>,
-    /// Added to the mean square.
+    /// Epsilon that the norm adds to the mean square.
     pub epsilon: f64,
 }
 
@@ -68,7 +68,7 @@ pub(crate) mod reference {
         (x * r.clone(), r)
     }
 
-    /// `(dx, dweight)` as in [`rms_norm_backward`], of rows.
+    /// Gradients `(dx, dweight)` of the norm of rows x.
     pub(crate) fn normalise_backward<B: Backend>(
         x: Tensor<B, 2>,
         weight: Tensor<B, 1>,

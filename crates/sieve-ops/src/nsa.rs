@@ -91,7 +91,7 @@ pub fn nsa_compressed_attention<B: SieveBackend>(
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
-/// - block_indices: as [`CompressedAttention::block_indices`]
+/// - block_indices: `[batch, seq_len, num_kv_heads, num_selected_blocks]`, ascending, then -1
 /// - returns: `[batch, seq_len, num_heads, head_dim]`
 pub fn nsa_selected_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,

@@ -24,7 +24,7 @@ pub fn upload_mask<B: Backend>(mask: &KeyMask, device: &B::Device) -> Result<Key
 /// Output of [`sparse_attention`] and [`attention_with_lse`].
 #[derive(Clone, Debug)]
 pub struct SparseOutput<B: Backend> {
-    /// `[1, num_queries, num_heads, head_dim]`.
+    /// Attention output, `[1, num_queries, num_heads, head_dim]`.
     pub o: Tensor<B, 4>,
     /// Log-sum-exp of the kept logits, f32 `[1, num_heads, num_queries]`.
     pub lse: Tensor<B, 3>,

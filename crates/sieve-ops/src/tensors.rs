@@ -11,7 +11,7 @@ pub(crate) fn tensor<B: Backend, const D: usize>(primitive: Float<B>) -> Tensor<
     Tensor::from_primitive(TensorPrimitive::Float(primitive))
 }
 
-/// A tensor's primitive.
+/// The backend primitive of a tensor.
 pub(crate) fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Float<B> {
     tensor.into_primitive().tensor()
 }
@@ -47,7 +47,7 @@ pub(crate) fn unrows<B: Backend>(flat: Tensor<B, 2>, dtype: DType, shape: Vec<us
     B::float_reshape(primitive(flat.cast(dtype)), shape.into())
 }
 
-/// Host integers as a tensor.
+/// Integers of the host as a tensor.
 pub(crate) fn ints<B: Backend, const D: usize>(
     values: Vec<i32>,
     dims: [usize; D],

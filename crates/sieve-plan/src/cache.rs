@@ -9,9 +9,9 @@ use sieve_core::model::{AttentionForm, ModelShape, NUM_NSA_BRANCHES};
 pub struct CachePlan {
     /// Bytes that one more token adds while the cache still grows.
     pub bytes_per_token: u64,
-    /// Tokens after which the cache stops growing; `None` if it never does.
+    /// Number of tokens after which the cache stops growing; `None` if it never does.
     pub stops_at_tokens: Option<usize>,
-    /// Tokens for which `bytes_at_seq_len` is given.
+    /// Number of tokens for which `bytes_at_seq_len` is given.
     pub seq_len: usize,
     /// Bytes of the cache at `seq_len` tokens.
     pub bytes_at_seq_len: u64,

@@ -8,7 +8,7 @@ use sieve_core::recipe::Recipe;
 pub(crate) struct RowShare {
     /// Ranks that share a row, each with an equal part; 1 without context parallelism.
     pub(crate) degree: usize,
-    /// Tokens of a whole row.
+    /// Tokens of a whole row, on all its ranks.
     pub(crate) seq_len: usize,
     /// Rows of a micro-batch.
     pub(crate) batch: usize,

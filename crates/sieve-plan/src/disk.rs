@@ -1,4 +1,4 @@
-//! Disk space of a run's checkpoints.
+//! Disk space that a run's checkpoints take.
 use serde::Serialize;
 use sieve_core::Recipe;
 use sieve_core::model::ParameterCounts;
@@ -24,13 +24,13 @@ impl DiskPlan {
         };
         let always = steps.checked_div(checkpoint.keep_every as u64).unwrap_or(0);
         Self {
-            // On every device in f32.
+            // Weights and moments are stored in f32, whatever the device.
             checkpoint_bytes: 4 * (parameters.total() + num_moments(recipe, parameters)),
             num_checkpoints: (latest + always).min(all) + u64::from(checkpoint.at_start),
         }
     }
 
-    /// Bytes of all checkpoints.
+    /// Size of all checkpoints in bytes.
     pub fn total_bytes(&self) -> u64 {
         self.checkpoint_bytes.saturating_mul(self.num_checkpoints)
     }

@@ -54,15 +54,15 @@ pub struct MemoryPlan {
     pub keeping: Keeping,
     /// The program and its libraries: an assumption.
     pub program_bytes: u64,
-    /// Sum of all parts.
+    /// Memory of all parts, in bytes.
     pub total_bytes: u64,
     /// Name of the moment of the peak.
     pub moment: &'static str,
     /// Activations of all blocks by `activation_checkpoint.mode`, to choose with.
     pub activations_by_mode: Vec<(&'static str, u64)>,
-    /// Free memory; 0 if unknown.
+    /// Free memory in bytes; 0 if unknown.
     pub available_bytes: u64,
-    /// Whether it fits.
+    /// Whether the run fits into the free memory.
     pub verdict: MemoryVerdict,
     /// If it may not fit: settings with which it fits into nine tenths of the free memory.
     pub would_fit: Vec<FittingSetting>,
@@ -93,15 +93,15 @@ pub struct MemoryParts {
     pub parameter_bytes: u64,
     /// Bits of the f32 master weights that the parameters lack, and the ranks' copies; 0 for f32 parameters.
     pub master_bytes: u64,
-    /// The optimizer's moments, f32.
+    /// Bytes of the optimizer's moments, f32.
     pub moment_bytes: u64,
     /// KV caches of decoded sequences; 0 in training.
     pub cache_bytes: u64,
-    /// Gradients of the parameters, f32.
+    /// Bytes of the parameters' gradients, f32.
     pub gradient_bytes: u64,
-    /// Activations, with the recipe's activation checkpointing.
+    /// Bytes of activations, with the recipe's activation checkpointing.
     pub activation_bytes: u64,
-    /// Temporary tensors.
+    /// Bytes of temporary tensors.
     pub workspace_bytes: u64,
     /// A checkpoint being written, on a CPU.
     pub checkpoint_bytes: u64,
@@ -240,11 +240,11 @@ struct GradientBytes {
     loss: u64,
     /// In the loss, in addition: the head's new gradient until it is added to the one of earlier micro-batches.
     new_in_loss: u64,
-    /// In the last block's backward pass.
+    /// Bytes during the last block's backward pass.
     last_block: u64,
-    /// In the first block's backward pass.
+    /// Bytes during the first block's backward pass.
     first_block: u64,
-    /// In the embedding's backward pass.
+    /// Bytes during the embedding's backward pass.
     embedding: u64,
 }
 
@@ -310,7 +310,7 @@ fn moments(
     let tokens = rows.tokens() as u64;
     let gradients = GradientBytes::new(recipe, shape, ranks);
     let blocks = kept_by_blocks(recipe, shape, target, keeping);
-    // The residual stream of a micro-batch.
+    // Bytes of a micro-batch's residual stream.
     let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
     let exchanged = shape.by_kind().into_iter();
     let exchanged = exchanged.map(|part| rows.temporary_bytes(&part, target.value_bytes()));

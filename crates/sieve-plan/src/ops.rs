@@ -8,7 +8,7 @@ use sieve_core::recipe::Recipe;
 use sieve_core::{ReferenceTooLarge, ScoreMatrix};
 use sieve_kernels::{AttentionNeeds, AttentionShape, ChoiceLists, NeededKernels, NeededKeys, ScoreBias, SumOrder};
 
-/// An op and its path.
+/// An op, and whether it runs as a kernel or as the reference.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OpPlan {
     /// Name of the op.

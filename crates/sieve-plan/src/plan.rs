@@ -15,7 +15,7 @@ use sieve_core::recipe::{GradientDtype, Recipe, RecipeError, Stage, TrainingPrec
 /// measured here.
 pub const ASSUMED_MFU: f64 = 0.4;
 
-/// The device of a run.
+/// The device that a run is planned for.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Target {
     /// The CPU, in f32.
@@ -25,7 +25,7 @@ pub enum Target {
         /// Free memory in bytes; 0 if unknown.
         memory_bytes: u64,
     },
-    /// One GPU, in bf16 over f32 masters.
+    /// One GPU, with the model in bf16 over f32 master weights.
     Gpu(gpu::Gpu),
 }
 
@@ -58,19 +58,19 @@ impl Target {
 /// The plan of a run, as `sieve plan` prints it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Plan {
-    /// Kind of attention.
+    /// Name of the attention kind.
     pub attention: &'static str,
     /// Parameters by part, in the order of the forward pass.
     pub parameters: Vec<(&'static str, u64)>,
-    /// All parameters.
+    /// Number of all parameters.
     pub num_parameters: u64,
-    /// Parameters without embedding and output.
+    /// Number of parameters without embedding and output projection.
     pub num_non_embedding: u64,
-    /// Tokens of the whole run.
+    /// Number of tokens of the whole run.
     pub num_tokens: u64,
-    /// `num_tokens / num_non_embedding`.
+    /// Ratio `num_tokens / num_non_embedding`.
     pub tokens_per_parameter: f64,
-    /// One entry for each stage; one for a recipe without stages.
+    /// The plan of each stage; one for a recipe without stages.
     pub stages: Vec<StagePlan>,
     /// Training FLOPs executed in the whole run.
     pub total_flops: f64,
@@ -82,9 +82,9 @@ pub struct Plan {
     pub zero_stages: Vec<ZeroPlan>,
     /// Memory of each rank, in the stage that needs most.
     pub memory: MemoryPlan,
-    /// Disk space of checkpoints.
+    /// Disk space that checkpoints take.
     pub disk: DiskPlan,
-    /// KV cache of one decoded sequence.
+    /// Memory of one decoded sequence's KV cache.
     pub cache: CachePlan,
     /// Words for the speed that the estimated time assumes; `None` without an estimate.
     pub assumption: Option<String>,
@@ -92,18 +92,18 @@ pub struct Plan {
     pub seconds: Option<f64>,
     /// Why `sieve train` refuses the run on this device; `None` if it does not.
     pub refused: Option<String>,
-    /// The path of each op.
+    /// For each op whether it runs as a kernel or as the reference.
     pub ops: Vec<OpPlan>,
 }
 
-/// The plan of one stage.
+/// Sizes and time of one stage of the run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StagePlan {
-    /// Optimizer steps.
+    /// Number of optimizer steps.
     pub steps: usize,
     /// Tokens in one row.
     pub seq_len: usize,
-    /// Tokens in one step.
+    /// Tokens in one optimizer step.
     pub tokens_per_step: usize,
     /// Micro-batches in one step, on each rank.
     pub micro_batches: usize,
@@ -117,34 +117,34 @@ pub struct StagePlan {
     pub attention_share: f64,
     /// Estimated tokens per second of all ranks; `None` if no such attention was measured.
     pub tokens_per_second: Option<f64>,
-    /// Context parallelism; `None` for whole rows.
+    /// How ranks share a row; `None` if each has whole rows.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[serde(rename = "row_parts")]
     pub context_parallel: Option<ContextParallelPlan>,
     /// NSA on a GPU: the shortest rows, among powers of two, whose training is estimated to be faster than dense
-    /// attention.
+    /// attention. `None` elsewhere, or if there are no such rows.
     pub pays_from: Option<usize>,
 }
 
 /// A type and sharding of gradients, and its memory in the stage with the highest peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ZeroPlan {
-    /// `parallelism.zero_stage`.
+    /// Value of `parallelism.zero_stage`.
     pub zero_stage: usize,
-    /// `training.gradient_dtype`.
+    /// Value of `training.gradient_dtype`.
     pub gradient_dtype: GradientDtype,
     /// Memory of each rank, in bytes.
     pub total_bytes: u64,
     /// Bytes of gradients that each rank sends in a step; it receives as many.
     pub sum_bytes: f64,
-    /// Whether it fits.
+    /// Whether the run fits into each device's memory.
     pub verdict: MemoryVerdict,
 }
 
 /// Context parallelism: the ranks divide each row.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ContextParallelPlan {
-    /// Ranks that share a row.
+    /// Number of ranks that share a row.
     pub degree: usize,
     /// Tokens of a row on each rank.
     pub tokens: usize,

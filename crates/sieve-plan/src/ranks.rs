@@ -19,13 +19,13 @@ const LENGTHENING: f64 = 0.8;
 /// Number of ranks and hosts of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Ranks {
-    /// Number of ranks.
+    /// Number of ranks of the run.
     pub size: usize,
-    /// Number of hosts.
+    /// Number of hosts of the run.
     pub hosts: usize,
 }
 
-/// Communication of a step.
+/// Bytes and seconds that a step spends on communication.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct RanksPlan {
     /// Number of ranks and hosts.
@@ -35,9 +35,9 @@ pub struct RanksPlan {
     pub sum_bytes: f64,
     /// Bytes of weights that each rank sends in a step; it receives as many. 0 if each rank updates all of them.
     pub gather_bytes: f64,
-    /// Seconds of reducing gradients.
+    /// Seconds that a step spends on reducing gradients.
     pub sum_seconds: f64,
-    /// Seconds of gathering weights.
+    /// Seconds that a step spends on gathering weights.
     pub gather_seconds: f64,
 }
 
@@ -65,7 +65,7 @@ impl Ranks {
         // In a ring all-gather each link carries every shard but one.
         let share = (self.size - 1) as f64 / self.size as f64;
         let sent = |bytes: u64| share * (num_parameters * bytes) as f64;
-        // Gradients are f32.
+        // Gradients are reduced in f32.
         let (sum_bytes, gather_bytes) = match zero_stage {
             0 => (2.0 * sent(4), 0.0),
             _ => (num_sums as f64 * sent(4), sent(value_bytes)),

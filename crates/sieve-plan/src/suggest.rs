@@ -8,14 +8,14 @@ use crate::Plan;
 /// Default budget: tokens per parameter without the embedding (arXiv:2203.15556, table 3).
 const TOKENS_PER_PARAMETER: u64 = 20;
 
-/// Suggested settings of a run.
+/// Suggested settings for a new run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Suggestion {
-    /// Tokens of the run.
+    /// Number of tokens to train on.
     pub num_tokens: u64,
-    /// FLOPs of the run.
+    /// Training FLOPs of the run.
     pub total_flops: f64,
-    /// Learning rate.
+    /// Suggested learning rate.
     pub lr: f64,
     /// Rows of a step, of the first stage: a multiple of its `local_batch_size` and of the plan's processes.
     pub global_batch_size: usize,

@@ -21,9 +21,9 @@ const DENSE_PAIRS: f64 = 0.6;
 const LONG_ROW: usize = 32_768;
 /// Dense attention over 131,072 keys, in a step on four H200s (docs/scale.md).
 const LONG_DENSE_PAIRS: f64 = 0.51;
-/// Sliding windows.
+/// Attention with a sliding window.
 const WINDOW_PAIRS: f64 = 0.62;
-/// DMA's gathered keys.
+/// DMA's attention over gathered keys.
 const GATHERED_PAIRS: f64 = 0.52;
 /// Latent attention (MLA), keys wider than values.
 const LATENT_PAIRS: f64 = 0.6;
@@ -31,7 +31,7 @@ const LATENT_PAIRS: f64 = 0.6;
 const BLOCK_PAIRS: f64 = 0.3;
 /// Chosen blocks, including choice, lists and parts: one choice for each group of heads, and one for each head.
 const CHOSEN_PAIRS: [f64; 2] = [0.22, 0.14];
-/// An indexer's scores of every key.
+/// An indexer's scores over all causal pairs.
 const INDEX_SCORES: f64 = 0.42;
 /// An indexer's loss over attention's pairs, whose scores it recomputes.
 const INDEX_LOSS: f64 = 0.145;

@@ -1,4 +1,4 @@
-//! Errors of this crate.
+//! Errors of sieve-report.
 use std::path::{Path, PathBuf};
 
 /// An error of reading runs or of writing their page.
@@ -11,7 +11,7 @@ pub enum ReportError {
         path.display()
     )]
     NoRun {
-        /// The folder.
+        /// Path of the folder.
         path: PathBuf,
         /// The missing file, which every run has.
         missing: &'static str,
@@ -19,13 +19,13 @@ pub enum ReportError {
     /// A run that has not logged a step.
     #[error("{}: no step has been logged yet\n  hint: leave this run out, or wait for its first step", path.display())]
     NoSteps {
-        /// The run's metrics.jsonl.
+        /// Path of the run's metrics.jsonl.
         path: PathBuf,
     },
     /// A file with invalid content.
     #[error("{}: {what}", path.display())]
     Content {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// What is wrong, with the line number if known.
         what: String,
@@ -33,18 +33,18 @@ pub enum ReportError {
     /// A file that cannot be read.
     #[error("reading {}: {source}", path.display())]
     Io {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The system's reason.
+        /// Error of the operating system.
         source: std::io::Error,
     },
     /// Two runs with the same name.
     #[error("two runs are called {name}\n  hint: name them apart: NAME=FOLDER")]
     SameName {
-        /// The shared name.
+        /// The name that both runs have.
         name: String,
     },
-    /// No run was given.
+    /// The report was given no run.
     #[error("no run to compare\n  hint: name at least one run folder")]
     Nothing,
 }

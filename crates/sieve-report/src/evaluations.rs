@@ -14,10 +14,10 @@ const LABELS: [&str; 9] = [
     "task", "method", "selector", "name", "kind", "length", "tokens", "depth", "position",
 ];
 
-/// The numbers of one JSON file.
+/// The scores in one JSON file of an evaluation.
 #[derive(Debug)]
 pub(crate) struct Scores {
-    /// Name of the file without `.json`.
+    /// Name of the JSON file without `.json`.
     pub(crate) file: String,
     /// (path of the number in the JSON, number).
     pub(crate) rows: Vec<(String, f64)>,
@@ -25,7 +25,7 @@ pub(crate) struct Scores {
     pub(crate) curves: Vec<(String, Vec<(f64, f64)>)>,
 }
 
-/// A picture as a data URI.
+/// A picture of an evaluation, as a data URI.
 #[derive(Debug)]
 pub(crate) struct Picture {
     pub(crate) file: String,

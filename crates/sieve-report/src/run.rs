@@ -12,35 +12,35 @@ const METRICS: &str = "metrics.jsonl";
 /// Numbers of a logged step that are not charted, since they do not describe the training.
 const NOT_SHOWN: [&str; 4] = ["step", "num_steps", "memory_total_bytes", "eta_seconds"];
 
-/// A run, read from its folder.
+/// The metrics, recipe and evaluations of one run folder.
 #[derive(Debug)]
 pub struct Run {
     pub(crate) name: String,
     pub(crate) folder: PathBuf,
     /// The resolved recipe, `section.key` to value as TOML.
     pub(crate) config: BTreeMap<String, String>,
-    /// The text of `config.toml`.
+    /// The recipe: the text of `config.toml`.
     pub(crate) recipe: String,
-    /// Rows of the embedding, from a checkpoint or the run's data.
+    /// Rows of the embedding, from a checkpoint or the run's data; `None` if neither gives it.
     pub(crate) vocab_size: Option<usize>,
-    /// The logged steps.
+    /// Numbers of the logged steps.
     pub(crate) steps: Vec<f32>,
     /// By name, a number for each of `steps`; NaN if the step did not log it.
     pub(crate) numbers: BTreeMap<String, Vec<f64>>,
-    /// Planned steps of the whole run.
+    /// Number of steps that the whole run plans.
     pub(crate) num_steps: u64,
-    /// Steps that the guard skipped.
+    /// Number of steps that the guard skipped.
     pub(crate) num_skipped: usize,
     pub(crate) validations: Vec<Validation>,
     pub(crate) scores: Vec<Scores>,
     pub(crate) pictures: Vec<Picture>,
 }
 
-/// One validation.
+/// The loss of one validation.
 #[derive(Clone, Copy, Debug, serde::Deserialize)]
 pub(crate) struct Validation {
     pub(crate) step: f64,
-    /// Nats per token.
+    /// Mean cross-entropy of a token, in nats.
     pub(crate) loss: f64,
     #[serde(default = "not_logged")]
     pub(crate) bits_per_byte: f64,
@@ -122,7 +122,7 @@ impl Run {
         Ok(run)
     }
 
-    /// Name of the run.
+    /// Name of the run in the report.
     pub fn name(&self) -> &str {
         &self.name
     }

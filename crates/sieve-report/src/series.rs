@@ -18,7 +18,7 @@ impl Packed {
     }
 }
 
-/// A logged number over steps.
+/// A metric over the steps of a run.
 #[derive(Debug, Serialize)]
 pub(crate) struct Series {
     step: Packed,
@@ -32,7 +32,7 @@ pub(crate) struct Series {
 }
 
 impl Series {
-    /// All numbers, without binning.
+    /// A series of all numbers, without binning.
     pub(crate) fn whole(steps: &[f32], values: &[f32]) -> Self {
         Self {
             step: Packed::new(steps.iter().copied()),
@@ -95,7 +95,7 @@ pub(crate) struct Knots {
 }
 
 impl Knots {
-    /// From `[tokens, seconds, FLOPs]` at every logged step.
+    /// Rates from the sums `[tokens, seconds, FLOPs]` at every logged step.
     pub(crate) fn new(steps: &[f32], sums: &[[f64; 3]]) -> Self {
         let stride = steps.len().div_ceil(NUM_BINS).max(1);
         let last = steps.len().saturating_sub(1);

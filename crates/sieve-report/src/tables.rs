@@ -41,7 +41,7 @@ fn thousands(value: f64) -> String {
 struct Column {
     title: &'static str,
     about: &'static str,
-    /// Chooses the better of two values (`f64::min` or `f64::max`); the best one is printed bold.
+    /// Chooses the better of two values (`f64::min` or `f64::max`); the best one is printed bold. `None`: no value is.
     best: Option<fn(f64, f64) -> f64>,
     of: fn(&Run) -> f64,
 }
@@ -148,7 +148,7 @@ fn swatch(run: &Run, idx: usize) -> String {
     )
 }
 
-/// For each group, the indices of its runs.
+/// The indices of the runs in each group.
 fn members(groups: &[usize]) -> Vec<Vec<usize>> {
     let num = groups.iter().max().map_or(0, |most| most + 1);
     (0..num)

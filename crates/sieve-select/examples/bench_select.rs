@@ -10,7 +10,7 @@ use sieve_cpu::{AttentionShape, Documents, Mask, attention_forward};
 use sieve_select::{Call, CallShape, Selector, dense_attention, density, recall};
 use sieve_testing::{Random, Time, timed};
 
-/// Selectors timed when none is named.
+/// Selectors timed when the command names none.
 const DEFAULT: [&str; 4] = ["bfla", "xattention", "pbs", "meanpool"];
 
 /// Prompts of the growth measurement, in tokens.
@@ -160,7 +160,7 @@ impl Operands {
         Self { shape, q, k, v }
     }
 
-    /// The first tokens.
+    /// A selector's call with the first `tokens` tokens alone.
     fn call(&self, tokens: usize) -> Result<Call<'_>, sieve_select::SelectError> {
         let shape = CallShape {
             num_queries: tokens,

@@ -10,10 +10,10 @@ use crate::call::Call;
 use crate::error::SelectError;
 use crate::mask::{Correction, CorrectionMode, Selected, kept_keys};
 
-/// Result of an attention call.
+/// Output and log-sum-exp of an attention call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionOutput {
-    /// `[num_queries, num_heads, head_dim]`.
+    /// Attention output, `[num_queries, num_heads, head_dim]`.
     pub o: Vec<f32>,
     /// Log-sum-exp of the kept logits, `[num_heads, num_queries]`; a correction does not change it.
     pub lse: Vec<f32>,
@@ -59,7 +59,7 @@ pub fn dense_rows_attention(call: &Call<'_>, rows: &[usize]) -> Vec<f32> {
         .collect()
 }
 
-/// Rows whose attention is computed together.
+/// A unit of work: query rows whose attention is computed together.
 enum Task<'r> {
     /// A list and a query tile: the tile's rows except dense rows, over the keys that the list keeps.
     Listed(usize, usize),
@@ -80,7 +80,7 @@ fn dense_tasks<'r>(call: &Call<'_>, rows: &'r [usize]) -> Vec<Task<'r>> {
 struct TaskResult {
     /// Query head and row of the call.
     rows: Vec<(usize, usize)>,
-    /// Outputs, `[rows, head_dim]`.
+    /// Attention outputs, `[rows, head_dim]`.
     o: Vec<f32>,
     /// Log-sum-exp of the visible logits, `[rows]`.
     lse: Vec<f32>,

@@ -1,4 +1,4 @@
-//! One attention call: its operands.
+//! The operands of one attention call.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use sieve_cpu::Matrix;
 
 use crate::error::SelectError;
 
-/// Refuses impossible sizes.
+/// Refuses a call of impossible sizes.
 fn check_shape(shape: &CallShape) -> Result<(), SelectError> {
     let problem = if shape.num_heads == 0 || shape.num_kv_heads == 0 || shape.head_dim == 0 {
         format!(
@@ -33,30 +33,30 @@ fn check_shape(shape: &CallShape) -> Result<(), SelectError> {
 /// The operands of one call: q and k after RoPE.
 #[derive(Clone, Copy, Debug)]
 pub struct Call<'a> {
-    /// The sizes.
+    /// Sizes of q, k and v.
     pub shape: CallShape,
     /// Layer of the model, for settings that differ by layer.
     pub layer: usize,
     /// Layers of the model, 0 when unknown.
     pub num_layers: usize,
-    /// `[num_queries, num_heads, head_dim]`.
+    /// Queries, `[num_queries, num_heads, head_dim]`.
     pub q: &'a [f32],
-    /// `[num_keys, num_kv_heads, head_dim]`.
+    /// Keys, `[num_keys, num_kv_heads, head_dim]`.
     pub k: &'a [f32],
     /// `[num_keys, num_kv_heads, head_dim]`; empty in a call made by [`Call::without_values`].
     pub v: &'a [f32],
-    /// Means of blocks, in a call made by [`Call::of_means`].
+    /// Means of blocks; `None` unless the call was made by [`Call::of_means`].
     pub(crate) means: Option<BlockMeans<'a>>,
 }
 
 /// Means of the blocks of a call. The mean of a short last block is over its own tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockMeans<'a> {
-    /// Tokens of a block.
+    /// Block size in tokens.
     pub block: usize,
     /// Blocks count from the call's first row: `[query blocks, num_heads, head_dim]`.
     pub q: &'a [f32],
-    /// `[key blocks, num_kv_heads, head_dim]`.
+    /// Mean of each key block, `[key blocks, num_kv_heads, head_dim]`.
     pub k: &'a [f32],
 }
 
@@ -130,7 +130,7 @@ impl<'a> Call<'a> {
         Ok(Self { q, k, v, ..call })
     }
 
-    /// The same call in another layer of a model of `num_layers`.
+    /// A copy of the call in another layer of a model of `num_layers`.
     #[must_use]
     pub fn in_layer(self, layer: usize, num_layers: usize) -> Self {
         Self {
@@ -181,13 +181,13 @@ impl<'a> Call<'a> {
         &self.q[at..at + self.shape.head_dim]
     }
 
-    /// The key of a token, `[head_dim]`.
+    /// The key of one token and KV head, `[head_dim]`.
     pub fn key(&self, kv_head: usize, key: usize) -> &'a [f32] {
         let at = self.key_at(kv_head, key);
         &self.k[at..at + self.shape.head_dim]
     }
 
-    /// The value of a token, `[head_dim]`.
+    /// The value of one token and KV head, `[head_dim]`.
     pub fn value(&self, kv_head: usize, key: usize) -> &'a [f32] {
         let at = self.key_at(kv_head, key);
         &self.v[at..at + self.shape.head_dim]
@@ -204,12 +204,12 @@ impl<'a> Call<'a> {
         matrix(self.k, self.shape.head_dim, self.shape.num_kv_heads, kv_head, keys)
     }
 
-    /// KV head of a query head.
+    /// The KV head that a query head reads.
     pub fn kv_head(&self, head: usize) -> usize {
         head / self.shape.group_size()
     }
 
-    /// Query heads of a KV head.
+    /// The query heads that read a KV head.
     pub fn group(&self, kv_head: usize) -> Range<usize> {
         let m = self.shape.group_size();
         kv_head * m..(kv_head + 1) * m

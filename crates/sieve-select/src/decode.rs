@@ -29,20 +29,20 @@ use crate::range::Rules;
 use crate::selector::{Method, Phase, Selector, names_of};
 use crate::vector::dot;
 
-/// Sizes of a layer.
+/// Head counts and head width of one attention layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerShape {
-    /// Query heads, a multiple of `num_kv_heads`.
+    /// Number of query heads, a multiple of `num_kv_heads`.
     pub num_heads: usize,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub num_kv_heads: usize,
-    /// Width of a head.
+    /// Columns of a head.
     pub head_dim: usize,
-    /// Layer of the model.
+    /// Index of the layer in the model.
     pub layer: usize,
 }
 
-/// One layer of one request while it decodes.
+/// State of a selector that decodes one text in one layer.
 #[derive(Clone, Debug)]
 pub struct DecodeSession {
     cache: Cache,
@@ -51,7 +51,7 @@ pub struct DecodeSession {
     pairs_read: u64,
 }
 
-/// All keys and values so far.
+/// All keys and values of one layer so far.
 #[derive(Clone, Debug)]
 pub(crate) struct Cache {
     pub(crate) shape: LayerShape,
@@ -60,7 +60,7 @@ pub(crate) struct Cache {
     pub(crate) len: usize,
 }
 
-/// State of each method.
+/// What each decode method remembers between tokens.
 #[derive(Clone, Debug)]
 enum State {
     Dense,
@@ -88,7 +88,7 @@ impl DecodeSession {
     /// A prefill method; a method that needs a file it was not given.
     pub fn new(selector: &Selector, shape: LayerShape) -> Result<Self, SelectError> {
         let empty: &[f32] = &[];
-        // Only to check the sizes.
+        // An empty call: `Call::new` checks the sizes.
         Call::new(shape.call(0, 0), empty, empty, empty)?;
         let dense = selector.is_dense_layer(shape.layer);
         let state = match &selector.method {
@@ -126,12 +126,12 @@ impl DecodeSession {
         })
     }
 
-    /// Tokens so far.
+    /// Number of tokens that the session has seen.
     pub fn len(&self) -> usize {
         self.cache.len
     }
 
-    /// Whether the cache is still empty.
+    /// Whether the session has seen no token.
     pub fn is_empty(&self) -> bool {
         self.cache.len == 0
     }
@@ -210,7 +210,7 @@ impl DecodeSession {
         Ok(o)
     }
 
-    /// [`step`](Self::step) without the count of pairs.
+    /// [`step`](Self::step) without counting the computed pairs.
     fn step_uncounted(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Vec<f32>, SelectError> {
         let shape = self.cache.shape;
         Call::new(shape.call(1, 1), q, k, v)?;
@@ -362,7 +362,7 @@ pub(crate) fn amount(value: f64, tokens: usize) -> usize {
     (amount.round() as usize).clamp(1, 1 << 29)
 }
 
-/// Keys in ascending order, each once.
+/// Key positions in ascending order, without duplicates.
 pub(crate) fn ascending(keys: impl Iterator<Item = usize>) -> Vec<u32> {
     let mut keys: Vec<u32> = keys.map(|key| key as u32).collect();
     keys.sort_unstable();

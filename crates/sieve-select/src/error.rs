@@ -1,4 +1,4 @@
-//! What can go wrong, and how to fix it.
+//! Errors of selectors, with hints to fix them.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -7,44 +7,44 @@ use serde::de::DeserializeOwned;
 use sieve_core::MaskError;
 use thiserror::Error;
 
-/// Everything a selector can refuse.
+/// Every error of a selector.
 #[derive(Debug, Error)]
 pub enum SelectError {
     /// Selectors by layer whose ranges leave a layer out, name one twice, or go past the model's last layer.
     #[error("selectors by layer: {problem}\n  hint: write every layer once, in order, for example 0-3=dense/4-=bfla")]
     Layers {
-        /// What is wrong, with the layers.
+        /// What is wrong, with the layers' numbers.
         problem: String,
     },
-    /// Text that is not `NAME:key=value,…`.
+    /// A selector's text is not `NAME:key=value,…`.
     #[error(
         "{selector}: cannot read {item:?}: {problem}\n  \
          hint: write NAME:key=value,key=value, for example pbs:select=xattention,tau=0.9"
     )]
     Form {
-        /// The selector.
+        /// The selector's text as given.
         selector: String,
         /// The part of the text that cannot be read.
         item: String,
-        /// What is wrong with it.
+        /// What is wrong with the unreadable item.
         problem: String,
     },
     /// A setting outside its range, settings that exclude each other, or a use that the method does not have.
     #[error("{selector}: {problem}\n  hint: {hint}")]
     Value {
-        /// The selector.
+        /// Name of the selector.
         selector: &'static str,
-        /// What is wrong, with the values.
+        /// What is wrong, with the settings' values.
         problem: String,
-        /// How to fix it.
+        /// How to fix the setting.
         hint: String,
     },
     /// An unknown selector, a key that the selector does not take, or impossible sizes.
     #[error("{problem}\n  hint: {hint}")]
     Refused {
-        /// What is wrong, with the values.
+        /// What was refused, with its values.
         problem: String,
-        /// How to fix it.
+        /// How to fix the refused text or sizes.
         hint: Cow<'static, str>,
     },
     /// A mask whose arrays break the rules of its form.
@@ -53,11 +53,11 @@ pub enum SelectError {
     /// A file that could not be read or written.
     #[error("{path}: {problem}\n  hint: {hint}")]
     File {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What happened.
+        /// Why reading or writing failed.
         problem: String,
-        /// How to fix it.
+        /// How to fix the file.
         hint: &'static str,
     },
 }

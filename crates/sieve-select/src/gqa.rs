@@ -13,11 +13,11 @@ use crate::mask::Selected;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GqaPolicy {
-    /// Each query head has its own list.
+    /// Each query head has a list of keys of its own.
     PerQuery,
-    /// One list: the union of the heads' lists.
+    /// One list for the group: the union of its query heads' lists.
     Union,
-    /// One list, by scores averaged over the group.
+    /// One list for the group, by scores averaged over its query heads.
     Mean,
 }
 

@@ -13,7 +13,7 @@ pub enum CorrectionMode {
     Correct,
     /// Replace the sparse output of the probe rows only.
     Recompute,
-    /// Ignore the dense outputs.
+    /// Ignore the dense outputs of the probes.
     SparseOnly,
 }
 
@@ -28,7 +28,7 @@ pub struct Correction {
     pub probe_o: Vec<f32>,
 }
 
-/// What a selection did, for reports.
+/// What a selection did and how long it took.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SelectStats {
     /// Lists that run dense because a score was NaN.
@@ -37,20 +37,20 @@ pub struct SelectStats {
     pub dense_call: bool,
     /// Seconds from q, k and v to the mask.
     pub select_seconds: f64,
-    /// Part of `select_seconds` that permutations took.
+    /// Part of `select_seconds` spent on permuting tokens.
     pub permute_seconds: f64,
     /// For methods that choose a pattern per head: each pattern's name and number of heads.
     pub patterns: Vec<(&'static str, usize)>,
 }
 
-/// A selection of one call.
+/// The result of a selector for one call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Selected {
     /// The keys that each query sees.
     pub mask: KeyMask,
-    /// Dense outputs that correct the sparse ones.
+    /// Dense outputs that correct the sparse ones; `None` in methods without a correction.
     pub correction: Option<Correction>,
-    /// Statistics of the selection.
+    /// What the selection did and how long it took.
     pub stats: SelectStats,
 }
 

@@ -11,13 +11,13 @@ use sieve_core::KeyMask;
 pub struct Density {
     /// Visible (row, key) pairs of the mask over causal pairs; dense rows count whole.
     pub token: f64,
-    /// Kept tiles over admissible tiles.
+    /// Kept tiles divided by causally visible tiles.
     pub tile: f64,
     /// Pairs that the probe rows of a correction compute in addition, over causal pairs.
     pub probes: f64,
 }
 
-/// Counts what a selection computes.
+/// Counts the tiles and pairs that a selection computes.
 pub fn density(selected: &Selected) -> Density {
     let (mask, shape) = (&selected.mask, selected.mask.shape);
     let row_pairs = |row: usize| match mask.causal {

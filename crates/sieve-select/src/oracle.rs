@@ -6,10 +6,10 @@ use crate::mask::{CorrectionMode, Selected, kept_keys};
 use sieve_core::KeyMask;
 use sieve_cpu::reference::{Attended, Key, Rounding, attend};
 
-/// Result of the oracle.
+/// Output of attention in f64, to compare others with.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OracleOutput {
-    /// `[num_queries, num_heads, head_dim]`.
+    /// Attention output, `[num_queries, num_heads, head_dim]`.
     pub o: Vec<f64>,
     /// Log-sum-exp of the visible logits, `[num_heads, num_queries]`.
     pub lse: Vec<f64>,
@@ -38,7 +38,7 @@ pub fn oracle_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool]) -> (
     rounded_row(call, head, row, shown, Rounding::None)
 }
 
-/// [`oracle_row`] with intermediate results rounded.
+/// [`oracle_row`] with its intermediate results rounded.
 pub fn rounded_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool], rounding: Rounding) -> (Vec<f64>, f64) {
     let (kv_head, d) = (call.kv_head(head), call.shape.head_dim);
     let scale = 1.0 / (d as f64).sqrt();

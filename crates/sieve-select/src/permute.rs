@@ -99,6 +99,7 @@ pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, me
             })
             .collect();
         let cosine = scores(&queries, &directions[..blocks * d], d, 1.0);
+        // The block of each query, usize::MAX before it has one.
         let mut block_of = vec![usize::MAX; rows.len()];
         let mut taken = vec![0; blocks];
         for pair in falling(&cosine) {
@@ -146,7 +147,7 @@ pub(crate) fn select(
     chosen
 }
 
-/// The permutations of all heads.
+/// The permutations of the tokens, for all heads.
 pub(crate) struct Orders {
     /// The key of each slot, `[num_kv_heads or num_heads][num_keys]`.
     pub(crate) keys: Vec<Vec<i32>>,

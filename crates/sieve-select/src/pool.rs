@@ -138,7 +138,7 @@ pub(crate) fn last_rows(call: &Call<'_>, count: usize) -> Range<usize> {
 
 /// Sums of the attention probabilities of probe rows, per key and per distance from the diagonal.
 pub(crate) struct ProbeSums {
-    /// Sum over each key's column, `[num_keys]`.
+    /// Sum of the probabilities of each key, `[num_keys]`.
     pub(crate) column: Vec<f32>,
     /// `[num_keys]`, indexed by the query's position minus the key's.
     pub(crate) diagonal: Vec<f32>,

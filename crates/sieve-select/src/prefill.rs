@@ -28,7 +28,7 @@ pub(crate) trait PrefillMethod {
         Ok(())
     }
 
-    /// The selection of a call.
+    /// The mask that the method chooses for a call.
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected;
 
     /// The selection as device steps, so that queries and keys stay on the device. It depends on the call's sizes and
@@ -52,7 +52,7 @@ pub(crate) trait PrefillMethod {
         false
     }
 
-    /// The setting that curves vary.
+    /// The setting that a speed-quality curve varies.
     fn knob(&self) -> Option<Knob> {
         None
     }

@@ -1,4 +1,4 @@
-//! Imports of every method's file.
+//! Imports that the file of every selector needs.
 
 pub(crate) use sieve_core::{BlockScores, BlockSelection, CallShape, KeepBlocks, KeptRows, Tiles};
 

@@ -1,4 +1,4 @@
-//! Rules for the values of settings.
+//! Checks that selectors' settings are in range.
 
 use crate::error::SelectError;
 
@@ -48,7 +48,7 @@ impl Rules {
         }
     }
 
-    /// Refuses a size of 0.
+    /// Refuses a setting of 0.
     pub(crate) fn positive(self, key: &str, value: usize) -> Result<(), SelectError> {
         if value > 0 {
             return Ok(());

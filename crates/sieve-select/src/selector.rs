@@ -21,12 +21,12 @@ use crate::measure::dense_attention;
 use crate::prefill::PrefillMethod;
 use crate::range::Rules;
 
-/// A selector with its settings.
+/// A method with its settings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Selector {
-    /// The method.
+    /// The method and its own settings.
     pub method: Method,
-    /// Settings that methods share.
+    /// Settings that all methods have.
     pub common: Common,
 }
 
@@ -34,7 +34,7 @@ pub struct Selector {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Common {
-    /// Shorter prefill calls are dense.
+    /// Prefill calls with fewer tokens run dense.
     pub min_prefill_tokens: usize,
     /// Layers at the start that stay dense.
     pub first_dense_layers: usize,
@@ -47,11 +47,11 @@ pub struct Common {
 /// What a selection reads of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reads {
-    /// Only its sizes.
+    /// Only the sizes of q, k and v.
     Nothing,
     /// Means of blocks of this many queries, and of as many keys.
     BlockMeans(usize),
-    /// Queries and keys.
+    /// All queries and keys.
     Tokens,
     /// Queries, keys and values, for dense outputs of some rows.
     Values,
@@ -77,24 +77,24 @@ impl Method {
     }
 }
 
-/// Result of a prefill call.
+/// Attention output and mask of a prefill call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prefill {
     /// The attention's output.
     pub output: AttentionOutput,
-    /// The selection.
+    /// The mask, and what the selection did.
     pub selected: Selected,
     /// Seconds from q, k, v to the output, selection included.
     pub seconds: f64,
 }
 
 impl Selector {
-    /// The method's name.
+    /// Name of the method, as in `--selector`.
     pub fn name(&self) -> &'static str {
         self.method.name()
     }
 
-    /// When the method acts.
+    /// Whether the method acts on prompts or token by token.
     pub fn phase(&self) -> Phase {
         self.method.phase()
     }

@@ -1,4 +1,4 @@
-//! Arithmetic on vectors that methods share.
+//! Vector arithmetic that several selectors use.
 
 /// Dot product, by eight partial sums: it vectorises, and the order of additions is fixed.
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
@@ -25,7 +25,7 @@ pub(crate) fn sum(x: &[f32]) -> f32 {
     lanes.iter().sum::<f32>() + x1.iter().sum::<f32>()
 }
 
-/// Euclidean length.
+/// Euclidean norm of a vector.
 pub(crate) fn norm(x: &[f32]) -> f32 {
     x.iter().map(|x| x * x).sum::<f32>().sqrt()
 }

@@ -24,10 +24,10 @@ pub struct AttentionStatistics {
     /// score has no gradient; absent for other biases.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clamped: Option<f64>,
-    /// Ages of the active keys in DMA's layers.
+    /// Ages of the active keys in DMA's layers; `None` without such layers.
     #[serde(flatten)]
     pub ages: Option<KeyAges>,
-    /// How well the indexers of MSA's layers predict attention.
+    /// How well the indexers of MSA's layers predict attention; `None` without such layers.
     #[serde(flatten)]
     pub indexer: Option<IndexerFit>,
 }
@@ -69,7 +69,7 @@ impl IndexerFit {
 /// Ages of the active keys of DMA's layers, over all (query, key) pairs. A query's own key has age 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct KeyAges {
-    /// Median age, in tokens.
+    /// Median age of an active key, in tokens.
     pub median_key_age: u64,
     /// 95th percentile of the ages, in tokens.
     pub late_key_age: u64,
@@ -109,7 +109,7 @@ impl KeyAges {
 
 /// Counts over the keys of some rows. A key's lifetime is the number of queries that see it.
 struct Lifetimes {
-    /// Number of keys by lifetime.
+    /// Number of keys with each lifetime.
     keys: Vec<u64>,
     active_pairs: u64,
     /// Queries that see their own key in no head.
@@ -125,7 +125,7 @@ impl Lifetimes {
         }
     }
 
-    /// Adds one row of a layer; `expire` is `[num_kv_heads, seq_len]`.
+    /// Adds the key lifetimes of one row in one layer; `expire` is `[num_kv_heads, seq_len]`.
     fn and_row(mut self, expire: &[i32]) -> Self {
         let seq_len = self.keys.len() - 1;
         let mut sees_itself = vec![false; seq_len];

@@ -16,10 +16,10 @@ pub type Primitive<B> =
 /// the resulting tensors; nothing may read them before that.
 pub type Pending<B> = Box<dyn FnOnce() -> Result<Vec<Primitive<B>>, TrainError>>;
 
-/// A rank's operand of a gather.
+/// What a rank contributes to an all-gather.
 #[derive(Debug)]
 pub struct Gathered<B: TrainBackend> {
-    /// This rank's piece, flat.
+    /// This rank's piece, as a tensor of one dimension.
     pub piece: Primitive<B>,
     /// The tensor that the pieces of all ranks make up. Its values are overwritten.
     pub whole: Primitive<B>,
@@ -114,10 +114,11 @@ impl<B: TrainBackend> Collectives<B> for HostCollectives {
     }
 }
 
-/// One tensor of a sum.
+/// One tensor of an all-reduce or reduce-scatter.
 struct Summand {
     /// The tensor's range in the concatenated values of all tensors.
     range: Range<usize>,
+    /// The piece of each rank in a reduce-scatter; `None` in an all-reduce.
     pieces: Option<Pieces>,
     shape: Shape,
 }

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 /// A run's tokenizer, and the source of its rows.
 #[derive(Debug)]
 pub struct TrainingData {
-    /// The tokenizer.
+    /// The run's tokenizer.
     pub tokenizer: Tokenizer,
     /// Text of its `tokenizer.json`, kept because the file may change or disappear during the run.
     pub tokenizer_json: String,
@@ -29,7 +29,7 @@ pub struct TrainingData {
     pub rows: RowSource,
     /// Text of the stages that name their own, by the index of the stage, from 0.
     pub stages: BTreeMap<usize, StageText>,
-    /// Time spent training the tokenizer; zero if it existed already.
+    /// Time spent on training the tokenizer; zero if there was one already.
     pub tokenizer_time: Duration,
     /// Time spent writing or opening the shards.
     pub prepare_time: Duration,
@@ -38,25 +38,25 @@ pub struct TrainingData {
 /// Text that one stage names for itself.
 #[derive(Debug)]
 pub struct StageText {
-    /// The shards.
+    /// The tokenised text of the stage.
     pub prepared: Prepared,
     /// The stage's `weights`: one for each shard to train on.
     pub weights: Option<Vec<f64>>,
 }
 
-/// Source of training and validation rows.
+/// Where training and validation rows come from.
 #[derive(Debug)]
 pub enum RowSource {
-    /// Tokenised text.
+    /// From text that was tokenised into shards.
     Shards {
-        /// The shards.
+        /// The folder of shards and its `meta.json`.
         prepared: Box<Prepared>,
         /// `data.weights`: one for each shard to train on.
         weights: Option<Vec<f64>>,
     },
-    /// Multi-query associative recall, generated.
+    /// From generated samples of multi-query associative recall.
     Mqar {
-        /// Training samples.
+        /// Kinds of training samples and their numbers.
         train: Vec<MqarPart>,
         /// Validation samples, drawn from the same distribution.
         test: Vec<MqarPart>,
@@ -77,9 +77,9 @@ pub(crate) fn rows_needed(recipe: &Recipe, tokenizer: &Tokenizer) -> usize {
 pub enum DataEvent {
     /// A tokenizer is being trained.
     TrainingTokenizer {
-        /// Size of its vocabulary.
+        /// Vocabulary size of the tokenizer.
         vocab_size: usize,
-        /// Text read at most, in bytes.
+        /// Most bytes of text that the training reads.
         sample_bytes: u64,
     },
     /// Text is being tokenised into shards.
@@ -89,6 +89,7 @@ pub enum DataEvent {
 /// The files that a recipe names, found and listed; nothing is written yet.
 #[derive(Debug)]
 pub struct DataSource {
+    /// `None` for rows that are generated (MQAR).
     text: Option<TextSource>,
     /// The tokenizer and the text of its file; `None` if the recipe asks for a new one to be trained.
     tokenizer: Option<(Tokenizer, String)>,
@@ -96,10 +97,11 @@ pub struct DataSource {
 
 #[derive(Debug)]
 struct TextSource {
-    /// One corpus of all paths; with `data.weights`, one corpus per path.
+    /// One corpus of all paths, or with `data.weights` a corpus for each path.
     train: Vec<Corpus>,
     /// All paths as one corpus, which a tokenizer is trained on.
     whole: Corpus,
+    /// A corpus of its own for validation; `None`: a part of the training text.
     validation: Option<Corpus>,
     /// Settings of the hub; [`connect`](Self::connect) sets its folder.
     hub: HubConfig,
@@ -280,7 +282,7 @@ impl TrainingData {
         }
     }
 
-    /// All shards that the run reads.
+    /// The shards of all texts that the run reads.
     pub(crate) fn shards(&self) -> impl Iterator<Item = &Prepared> {
         let of_stages = self.stages.values().map(|text| &text.prepared);
         self.prepared().into_iter().chain(of_stages)

@@ -8,15 +8,15 @@ use std::sync::Arc;
 /// Tokens, labels and document bounds of one micro-batch on the device.
 #[derive(Clone, Debug)]
 pub struct DeviceBatch<B: Backend> {
-    /// `[batch, seq_len]`.
+    /// Token ids, `[batch, seq_len]`.
     pub tokens: Tensor<B, 2, Int>,
     /// `[batch, seq_len]`, [`sieve_ops::IGNORE_LABEL`] where there is none.
     pub labels: Tensor<B, 2, Int>,
-    /// Where documents begin and end.
+    /// Where the documents of each row begin and end.
     pub documents: Documents<B>,
     /// With context parallelism, the ranks that hold the other parts of each row, and the bounds of whole rows.
     pub parts: Option<ContextParallel>,
-    /// Tokens with a label.
+    /// Number of tokens with a label.
     pub num_labels: usize,
 }
 
@@ -33,7 +33,7 @@ impl<B: Backend> DeviceBatch<B> {
         }
     }
 
-    /// Copies `batch` to `device`.
+    /// Copies a batch of the loader to `device`.
     pub fn new(batch: &Batch, device: &B::Device) -> Self {
         let shape = [batch.batch, batch.seq_len];
         let documents = Documents::new(&batch.doc_start, &batch.doc_end, shape, device);
@@ -62,7 +62,7 @@ pub(crate) fn num_labels_of_part(batch: &Batch, part: [usize; 2]) -> usize {
     labels.filter(|&&label| label != IGNORE_LABEL).count()
 }
 
-/// Tokens besides padding in part `part[0]` of `part[1]` of each row.
+/// Number of tokens without padding in part `part[0]` of `part[1]` of each row.
 pub(crate) fn num_tokens_of_part(batch: &Batch, part: [usize; 2]) -> usize {
     let documents = of_part(&batch.documents, batch.seq_len, part);
     documents.filter(|&&document| document != PAD_DOCUMENT).count()

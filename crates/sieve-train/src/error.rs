@@ -4,13 +4,13 @@ use sieve_core::recipe::TrainingSection;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
-/// An error of the training loop.
+/// An error that ends a training run.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
-    /// The recipe.
+    /// An error in the recipe.
     #[error(transparent)]
     Recipe(#[from] sieve_core::RecipeError),
-    /// Data or tokenizer.
+    /// An error of the data or the tokenizer.
     #[error(transparent)]
     Data(#[from] sieve_data::DataError),
     /// A checkpoint cannot be written or read.
@@ -46,9 +46,9 @@ pub enum TrainError {
         hint: name another with --set data.cache_dir=DIR; if no run needs this one, delete it, or replace what was \
         prepared there with sieve data prepare --replace", path.display())]
     CacheInUse {
-        /// Folder of the shards.
+        /// Folder of the prepared shards.
         path: PathBuf,
-        /// What it holds.
+        /// What the folder holds.
         what: String,
     },
     /// The loss or gradient norm was not finite, or the loss was far above its mean, for too many steps. The text names
@@ -62,22 +62,22 @@ pub enum TrainError {
     /// Folders, recipes, checkpoints or ranks that do not fit each other.
     #[error("{what}\n  hint: {hint}")]
     Refused {
-        /// What is wrong, and where.
+        /// What does not fit, and where.
         what: String,
-        /// How to fix it.
+        /// How to fix the problem.
         hint: Cow<'static, str>,
     },
-    /// Writing a file atomically.
+    /// A file of the run could not be replaced as a whole.
     #[error(transparent)]
     File(#[from] sieve_files::FileError),
-    /// A file of the run folder.
+    /// An operation on a file of the run folder failed.
     #[error("{action} {}: {source}", path.display())]
     Io {
         /// What was tried, as a present participle.
         action: &'static str,
-        /// On which path.
+        /// Path of the file.
         path: PathBuf,
-        /// Why it failed.
+        /// Why the operation failed.
         source: std::io::Error,
     },
 }
@@ -159,7 +159,7 @@ impl TrainError {
         )
     }
 
-    /// For `map_err`: adds action and path to an I/O error.
+    /// For `map_err`: adds operation and path to an I/O error.
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { action, path, source }

@@ -70,7 +70,7 @@ impl<B: TrainBackend> GradientBuffer<B> {
         assert!(held.is_none(), "a gradient came after its sum had begun");
     }
 
-    /// Removes and returns one gradient.
+    /// Removes the gradient of a parameter and returns it.
     pub(crate) fn take(&mut self, id: ParamId) -> Option<Gradient<B>> {
         self.by_id.remove(&id)
     }
@@ -119,8 +119,8 @@ impl<B: TrainBackend> GradientBuffer<B> {
         self.norm_of(module, device, true)
     }
 
-    /// As [`norm`](Self::norm), over this rank's pieces; gradients that every rank holds whole are included only if
-    /// `whole` is set.
+    /// Euclidean norm over this rank's pieces of the gradients, `[1]`, f32; gradients that every rank holds whole are
+    /// included only if `whole` is set.
     pub(crate) fn norm_of<M: Module<B>>(
         &self,
         module: &M,
@@ -178,7 +178,7 @@ fn sum_of<B: TrainBackend, const D: usize>(
     }
 }
 
-/// Casts bf16 and f16 to f32.
+/// Casts bf16 and f16 tensors to f32.
 fn widened<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     match x.dtype() {
         DType::BF16 | DType::F16 => x.cast(DType::F32),

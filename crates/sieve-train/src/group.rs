@@ -47,14 +47,14 @@ pub struct Group<B: TrainBackend> {
     is_last: bool,
     /// `parallelism.zero_stage`. With 2, gradients are reduce-scattered in every micro-batch, else only in the last.
     zero_stage: usize,
-    /// Pending sums of gradients, oldest first.
+    /// All-reduces or reduce-scatters of gradients that still run, oldest first.
     sums: VecDeque<Sums<B>>,
-    /// Pending gathers of updated weights.
+    /// All-gathers of updated weights that still run, by segment.
     leaves: BTreeMap<Segment, (Vec<ParamId>, Pending<B>)>,
     step_times: RefCell<StepTimes>,
 }
 
-/// The first error of [`Neighbours`].
+/// The first error that [`Neighbours`] met, shared between threads.
 type RowError = Arc<Mutex<Option<CommError>>>;
 
 /// A pending sum of a segment's gradients.
@@ -74,7 +74,7 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// A run in one process.
+    /// The share of a run in one process: everything.
     pub(crate) const ALL: Self = Self {
         rank: 0,
         size: 1,
@@ -96,7 +96,7 @@ impl Share {
         (self.cuts && shape.len() > 1).then(|| Pieces::new(count, self.size))?
     }
 
-    /// This rank's range of the flattened parameter, if it is divided.
+    /// This rank's range of the flattened parameter; `None` if ranks do not divide it.
     pub(crate) fn range(&self, shape: &[usize]) -> Option<Range<usize>> {
         Some(self.pieces(shape)?.of(self.rank))
     }
@@ -105,9 +105,9 @@ impl Share {
 /// What the ranks exchange before a step: a rank's own values, or all ranks' values combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Agreement {
-    /// Labels in the step's rows.
+    /// Labels in the rows of the step.
     pub(crate) num_labels: usize,
-    /// Tokens besides padding in the step's rows.
+    /// Tokens in the step's rows, without padding.
     pub(crate) num_tokens: usize,
     /// Whether some rank was asked to stop.
     pub(crate) stops: bool,
@@ -135,7 +135,7 @@ impl Agreement {
 /// The message that each rank sends before a step.
 #[derive(Serialize, Deserialize)]
 struct StepMessage {
-    /// Steps done.
+    /// Number of steps that the rank has taken.
     step: u64,
     /// Bits of the guard's f32 mean loss: JSON has no NaN.
     mean_loss_bits: u32,
@@ -208,7 +208,7 @@ impl<B: TrainBackend> Group<B> {
         self.step_times.borrow_mut().slow_rank()
     }
 
-    /// Reports progress to the other ranks.
+    /// Tells the other ranks that this one is making progress.
     pub(crate) fn tick(&self) {
         self.mesh.tick();
     }
@@ -236,7 +236,7 @@ impl<B: TrainBackend> Group<B> {
         self.zero_stage = stage;
     }
 
-    /// Begins a micro-batch; `is_last` says whether it is its step's last.
+    /// Begins a micro-batch; `is_last` marks the last one of a step.
     pub(crate) fn begin(&mut self, is_last: bool, gradients: &mut GradientBuffer<B>) {
         self.is_last = is_last;
         gradients.begin(is_last || self.zero_stage > 1);

@@ -12,7 +12,7 @@ const WARM_UP_STEPS: f32 = 20.0;
 /// Weight of a new loss in the mean. The first 50 losses are averaged evenly.
 const NEW_LOSS_WEIGHT: f32 = 0.02;
 
-/// Device values of one step.
+/// Loss and gradient norm of a step, still on the device.
 pub(crate) struct GatedStep<B: TrainBackend> {
     /// `[1]`: the clip scale, or 0 if the step is skipped; never NaN.
     pub(crate) grad_scale: Tensor<B::InnerBackend, 1>,

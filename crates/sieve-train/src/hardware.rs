@@ -7,18 +7,18 @@ use sieve_core::Keeping;
 /// The float type of the model's parameters and activations. Masters, moments, losses and norms are f32 in both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
-    /// f32 throughout.
+    /// All tensors in f32.
     F32,
     /// bf16 parameters and activations over f32 masters.
     Bf16,
 }
 
-/// A device and what is known about it.
+/// A device, and its properties as far as they are known.
 #[derive(Clone, Debug)]
 pub struct Hardware<B: Backend> {
-    /// Where tensors live.
+    /// The device that holds the model.
     pub device: B::Device,
-    /// Float type of the model.
+    /// Float type of parameters and activations.
     pub precision: Precision,
     /// Peak FLOP/s in that type, if known.
     pub peak_flops: Option<f64>,
@@ -34,31 +34,31 @@ pub struct Hardware<B: Backend> {
 pub enum MemoryProbe {
     /// Resident memory of this process and memory of the machine.
     Process,
-    /// Memory of one device.
+    /// Functions that ask a device's driver.
     Device(DeviceMemory),
 }
 
-/// Queries of a device's memory.
+/// Functions that query the memory of one GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceMemory {
-    /// Index of the device.
+    /// Index of the GPU, as in `cuda:N`.
     pub index: usize,
     /// `(in use, total)` memory in bytes of the device with an index.
     pub now: fn(usize) -> (u64, u64),
     /// Begins to measure the peak, which may slow the steps until `unwatch` is called.
     pub watch: fn(),
-    /// Ends the measurement that `watch` began.
+    /// Ends the measurement of peak memory that `watch` began.
     pub unwatch: fn(),
-    /// The peak between `watch` and `unwatch`.
+    /// The peak memory between `watch` and `unwatch`.
     pub peak: fn() -> Option<PeakMemory>,
 }
 
-/// Peak memory, in bytes.
+/// Peak memory of a device or a process, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct PeakMemory {
     /// Bytes of tensors; on the CPU, resident memory of the whole process.
     pub in_use_bytes: u64,
-    /// Bytes that the allocator had reserved for them.
+    /// Bytes that the allocator had reserved for the tensors.
     pub reserved_bytes: u64,
 }
 

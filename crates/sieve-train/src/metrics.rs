@@ -43,7 +43,7 @@ struct Stamped<'a> {
     unix_seconds: f64,
 }
 
-/// Peak memory of the watched steps.
+/// The line of `metrics.jsonl` with the peak memory.
 #[derive(Serialize)]
 struct MemoryLine {
     step: u64,
@@ -88,7 +88,7 @@ impl Metrics {
         Ok((metrics, history))
     }
 
-    /// Writes nothing: for the ranks besides rank 0.
+    /// A writer that writes nothing, for ranks other than 0.
     pub(crate) fn nowhere() -> Self {
         Self {
             path: None,
@@ -282,7 +282,7 @@ pub fn last_validation(folder: &Path) -> Option<ValidationReport> {
     lines.find_map(|line| serde_json::from_str::<ValidationReport>(line).ok())
 }
 
-/// The fields of a written line that decide whether it stays.
+/// The fields by which a written line is kept or removed.
 #[derive(Deserialize)]
 struct Written {
     kind: String,

@@ -56,7 +56,7 @@ impl<B: TrainBackend> Optimizer<B> {
         Self::of_share(settings, Share::ALL)
     }
 
-    /// As [`new`](Self::new), for one of several ranks.
+    /// Like [`new`](Self::new), for one of several ranks.
     pub(crate) fn of_share(settings: OptimizerSection, share: Share) -> Self {
         Self {
             settings,
@@ -268,7 +268,7 @@ impl<B: TrainBackend> burn::module::ModuleVisitor<B> for Ids<B> {
 /// Weights of a segment whose pieces were updated, ready to be gathered.
 pub(crate) type Updated<B> = Vec<(ParamId, Gathered<B>)>;
 
-/// One step of the optimizer, mapped over the model.
+/// One update of the optimizer, mapped over the model's parameters.
 struct Update<'a, B: TrainBackend> {
     optimizer: &'a mut Optimizer<B>,
     gradients: &'a mut GradientBuffer<B>,
@@ -353,7 +353,7 @@ impl<B: TrainBackend> Update<'_, B> {
     }
 }
 
-/// Muon's update of one matrix.
+/// Muon's orthogonalised update of one weight matrix.
 struct Orthogonal<B: TrainBackend> {
     momentum: Inner<B>,
     /// The update; its root mean square is about the same as of AdamW's updates, so that one learning rate serves both.

@@ -221,7 +221,7 @@ impl Origin {
         Ok(own)
     }
 
-    /// Optimizer steps done.
+    /// Number of optimizer steps before the checkpoint.
     pub fn step(&self) -> u64 {
         self.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.step)
     }
@@ -232,14 +232,14 @@ impl Origin {
 pub(crate) struct Begun {
     /// Absolute path of the checkpoint.
     checkpoint: PathBuf,
-    /// As [`Origin::is_branch`].
+    /// Whether the run is a new one with another recipe: it takes the checkpoint's tokenizer, but its own data.
     is_branch: bool,
     /// The checkpoint's state, which includes the checksums of its files.
     state: CheckpointState,
 }
 
 impl Begun {
-    /// For a run that begins with `checkpoint`.
+    /// The origin of a run that begins with `checkpoint`.
     pub(crate) fn with(checkpoint: &Checkpoint, is_branch: bool) -> Result<Self, TrainError> {
         let path = &checkpoint.path;
         Ok(Self {
@@ -259,7 +259,7 @@ impl Begun {
         }
     }
 
-    /// Opens the checkpoint if it has not changed.
+    /// Opens the checkpoint, if it is still the one that the run began with.
     fn open(self, folder: &RunFolder) -> Result<Checkpoint, TrainError> {
         let problem = match Checkpoint::open(&self.checkpoint) {
             Ok(found) if found.state == self.state => return Ok(found),
@@ -371,7 +371,8 @@ fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, 
     }
 }
 
-/// A message about the learning rate before and after a resume that changes the number of steps.
+/// A message about the learning rate before and after a resume that changes the number of steps. `None` if the run did
+/// no step yet or is complete, or if the number stays.
 fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> {
     let steps = now.training.steps;
     if steps_done == 0 || steps_done >= steps || saved.training.steps == steps {

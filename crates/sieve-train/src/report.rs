@@ -3,60 +3,61 @@ use crate::{AttentionStatistics, PeakMemory};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::path::{Path, PathBuf};
 
-/// One logged step.
+/// The metrics of one logged step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StepReport {
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     pub step: u64,
-    /// Optimizer steps of the whole run.
+    /// Number of optimizer steps of the whole run.
     pub num_steps: u64,
     /// Mean cross-entropy over the step's labels, nats.
     pub loss: f64,
-    /// Global gradient norm before clipping.
+    /// Global L2 norm of the gradients before clipping.
     pub grad_norm: f64,
-    /// Learning rate.
+    /// Learning rate of this step.
     pub lr: f64,
-    /// Tokens trained on so far.
+    /// Number of tokens trained on so far.
     pub tokens_seen: u64,
     /// Tokens per second of all processes since the last report, without validations and checkpoints.
     pub tokens_per_second: f64,
-    /// Executed TFLOP/s of one device.
+    /// TFLOP/s of one device: the model's FLOPs, with attention counted over the pairs that the mask keeps and without
+    /// recomputation.
     pub tflops: f64,
-    /// Executed FLOPs as a share of the device's peak, in percent; `None` where no peak is known, as for a CPU.
+    /// `tflops` as a share of the device's peak, in percent; `None` where no peak is known, as for a CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mfu_percent: Option<f64>,
-    /// FLOPs of the same model with dense causal attention as a share of the peak, in percent.
+    /// The same share if the step had computed dense causal attention in this time; `None` where no peak is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dense_mfu_percent: Option<f64>,
-    /// Memory in use, in bytes.
+    /// Device memory in use, in bytes.
     pub memory_bytes: u64,
     /// Memory of the device or machine, in bytes; 0 where unknown.
     pub memory_total_bytes: u64,
-    /// Seconds left at the present speed.
+    /// Estimated seconds until the run ends.
     pub eta_seconds: f64,
     /// Mask statistics of this step's last micro-batch; with several processes, of rank 0's.
     pub attention: AttentionStatistics,
 }
 
-/// One validation.
+/// The loss of one validation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ValidationReport {
-    /// Optimizer steps done before it.
+    /// Number of optimizer steps before this validation.
     pub step: u64,
-    /// Mean cross-entropy, nats per token.
+    /// Mean cross-entropy of a token, in nats.
     #[serde(deserialize_with = "nan_of_null")]
     pub loss: f64,
-    /// `exp(loss)`.
+    /// Perplexity per token: `exp(loss)`.
     #[serde(deserialize_with = "nan_of_null")]
     pub perplexity: f64,
     /// Cross-entropy in bits per byte of the predicted tokens' text.
     #[serde(deserialize_with = "nan_of_null")]
     pub bits_per_byte: f64,
-    /// The same for a unigram model counted on the training documents.
+    /// Bits per byte of a unigram model that was counted on the training documents.
     pub unigram_bits_per_byte: f64,
-    /// Predicted tokens.
+    /// Number of predicted tokens.
     pub num_labels: u64,
-    /// Bytes of text of those tokens.
+    /// Bytes of text that the predicted tokens stand for.
     pub num_bytes: u64,
 }
 
@@ -68,19 +69,19 @@ fn nan_of_null<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
 /// A step that was skipped: it changed neither weights nor moments.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SkippedStep {
-    /// Number of the step.
+    /// Number of the skipped step.
     pub step: u64,
     /// Loss of the step, nats per label.
     pub loss: f64,
-    /// Gradient norm of the step.
+    /// Global gradient norm of the skipped step.
     pub grad_norm: f64,
     /// Running mean of the losses before the step, nats per label.
     pub mean_loss: f64,
     /// Index of the step's first row in the order of the stage.
     pub first_row: u64,
-    /// Number of rows of the step.
+    /// Number of rows that the step read.
     pub num_rows: u64,
-    /// The first documents in these rows, by their index in the shard.
+    /// Indices in the shard of the first documents in these rows.
     pub documents: Vec<u32>,
     /// Number of all documents in these rows.
     pub num_documents: usize,
@@ -88,16 +89,16 @@ pub struct SkippedStep {
     pub grad_norms: Vec<(String, f64)>,
 }
 
-/// What happens during a run.
+/// What a run reports to its caller while it trains.
 #[derive(Clone, Debug)]
 pub enum TrainEvent<'a> {
-    /// A step that is logged (`metrics.log_freq`).
+    /// A step was logged (every `metrics.log_freq` steps).
     Step(&'a StepReport),
     /// An optimizer step that the guard skipped.
     Skipped(&'a SkippedStep),
-    /// A validation.
+    /// A validation has ended.
     Validation(&'a ValidationReport),
-    /// A checkpoint is on disk.
+    /// A checkpoint was written to this folder.
     Checkpoint(&'a Path),
     /// The device has done the first step of this process.
     FirstStep,
@@ -107,21 +108,21 @@ pub enum TrainEvent<'a> {
     Warning(&'a str),
 }
 
-/// How a run ended.
+/// How far a run came, and its last results.
 #[derive(Clone, Debug)]
 pub struct TrainSummary {
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     pub step: u64,
     /// Whether the run ended before its last step.
     pub interrupted: bool,
-    /// The run's first validation, which an earlier process may have written.
+    /// The run's first validation, which an earlier process may have written; `None` before it.
     pub first_validation: Option<ValidationReport>,
-    /// The last validation.
+    /// Result of the last validation; `None` before the first one.
     pub last_validation: Option<ValidationReport>,
-    /// The last checkpoint.
+    /// Folder of the last checkpoint, if one was written.
     pub checkpoint: Option<PathBuf>,
-    /// The last logged step.
+    /// Metrics of the last logged step, if one was logged.
     pub last_step: Option<StepReport>,
-    /// Peak memory, where known.
+    /// Peak memory of the run, if it was measured.
     pub peak_memory: Option<PeakMemory>,
 }

@@ -80,7 +80,7 @@ impl TrainingData {
         }
     }
 
-    /// Fingerprint of the run's own data.
+    /// Hash of the run's own data, without that of stages.
     pub(crate) fn base_fingerprint(&self) -> String {
         match &self.rows {
             RowSource::Shards { prepared, .. } => prepared.meta.fingerprint.clone(),

@@ -5,12 +5,12 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// How a run begins.
+/// Whether a run starts anew or resumes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Start {
-    /// In a folder that holds no run.
+    /// The run starts anew, in a folder that holds no run.
     New,
-    /// From the latest checkpoint of the folder.
+    /// The run resumes from the latest checkpoint of the folder.
     Resume,
     /// As `Resume`, without a user who could help: damaged checkpoints are renamed, and the latest whole one is used.
     ResumeAlone {
@@ -153,7 +153,7 @@ impl RunFolder {
         path == own || path == checkpoints || path.parent() == Some(&checkpoints)
     }
 
-    /// The folder itself.
+    /// Path of the run folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -164,7 +164,7 @@ impl RunFolder {
         format!("run-{:016x}", xxh3_64(path.as_os_str().as_encoded_bytes()))
     }
 
-    /// The resolved recipe.
+    /// Path of the resolved recipe.
     pub fn config_path(&self) -> PathBuf {
         self.path.join("config.toml")
     }
@@ -181,22 +181,22 @@ impl RunFolder {
         self.path.join("run.lock")
     }
 
-    /// One JSON object per logged step and validation.
+    /// Path of the metrics: one JSON object for each logged step and validation.
     pub fn metrics_path(&self) -> PathBuf {
         self.path.join("metrics.jsonl")
     }
 
-    /// TensorBoard event files.
+    /// Folder of the TensorBoard event files.
     pub fn tensorboard_path(&self) -> PathBuf {
         self.path.join("tb")
     }
 
-    /// The terminal's output as plain lines.
+    /// Path of the log: the terminal's output as plain lines.
     pub fn log_path(&self) -> PathBuf {
         self.path.join("log")
     }
 
-    /// Folder of the checkpoints `step-N`.
+    /// Folder that holds the checkpoints `step-N`.
     pub fn checkpoint_path(&self) -> PathBuf {
         self.path.join(&self.checkpoint_folder)
     }

@@ -11,9 +11,9 @@ use std::collections::VecDeque;
 pub(crate) enum Segment {
     /// The token embedding.
     Embedding,
-    /// One decoder layer.
+    /// The decoder layer with this index.
     Block(usize),
-    /// Final norm and output projection.
+    /// Final norm, output projection and loss.
     Head,
 }
 
@@ -34,7 +34,8 @@ impl Segment {
         }
     }
 
-    /// Norm of the segment's gradients, as [`GradientBuffer::norm_of`].
+    /// Euclidean norm over this rank's pieces of the segment's gradients, `[1]`; gradients that every rank holds whole
+    /// are included only if `whole` is set.
     pub(crate) fn norm<B: TrainBackend>(
         self,
         model: &Qwen3<B>,

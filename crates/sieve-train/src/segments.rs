@@ -21,7 +21,7 @@ use std::ops::Range;
 /// Loss, masks and statistics of one micro-batch; its gradients go to the buffer.
 #[derive(Clone, Debug)]
 pub struct MicroBatchResult<B: TrainBackend> {
-    /// Summed cross-entropy times `loss_scale`, `[1]`.
+    /// Sum of the cross-entropies times `loss_scale`, `[1]`.
     pub loss: Tensor<B::InnerBackend, 1>,
     /// DMA's masks by layer, `[batch, num_kv_heads, seq_len]` each; empty for other kinds.
     pub expire: Vec<Tensor<B, 3, Int>>,
@@ -101,7 +101,7 @@ enum Block<B: TrainBackend> {
     Input(Tensor<B::InnerBackend, 3>, LastChoice<B>),
 }
 
-/// Collectives that run during a pass.
+/// Collectives that run while a forward or backward pass runs.
 pub(crate) trait PassHooks<B: TrainBackend> {
     /// Runs before the forward pass of a segment.
     fn before(

@@ -21,7 +21,7 @@ const HYPERPARAMETERS: [&str; 5] = ["model", "attention", "training", "optimizer
 pub(crate) struct TensorBoard(Option<FileWriter>);
 
 impl TensorBoard {
-    /// A new file in `folder`.
+    /// Opens a new event file in `folder`.
     pub(crate) fn create(folder: &Path) -> Self {
         Self(catch_unwind(|| FileWriter::new(folder)).ok())
     }
@@ -86,7 +86,7 @@ impl TensorBoard {
         }));
         match written {
             Ok(()) => self.0 = Some(writer),
-            // The writer's destructor would panic too.
+            // Not dropped: the writer's destructor would panic too.
             Err(_) => std::mem::forget(writer),
         }
     }

@@ -62,7 +62,7 @@ pub struct Trainer<B: TrainBackend> {
     unigram: Unigram,
     loss_mean: LossMean,
     guard_log: GuardLog<B>,
-    /// FLOP/s of the device, where known.
+    /// Peak FLOP/s of the device, if it is known.
     peak_flops: Option<f64>,
     memory: MemoryProbe,
     keeping: Keeping,
@@ -77,7 +77,7 @@ pub struct Trainer<B: TrainBackend> {
     begun: Option<Begun>,
     /// Step of the last checkpoint of this run.
     last_checkpoint: Option<u64>,
-    /// Folder that holds the last checkpoint.
+    /// Folder to which the last checkpoint was written.
     last_folder: PathBuf,
     saving: Saving,
     writer: CheckpointWriter,
@@ -90,16 +90,16 @@ pub struct Trainer<B: TrainBackend> {
     group: Option<Group<B>>,
     /// Step after which this process stops, with a checkpoint.
     stop_at: Option<u64>,
-    /// The metrics files, after the run.
+    /// Writers of the metrics files, for the time after the run.
     metrics: Option<Metrics>,
     /// On rank 0, threads that check the shards' checksums while training continues.
     shard_checks: Vec<ShardCheck>,
 }
 
-/// Steps whose rows hold no label.
+/// Steps whose rows hold no label, so that no loss exists.
 #[derive(Default)]
 struct Unlabelled {
-    /// Number of such steps in this process.
+    /// Number of steps without a label in this process.
     num_steps: u64,
     /// Rows of such steps since the last step with a label, or since the stage began.
     num_rows_in_a_row: u64,
@@ -250,7 +250,7 @@ impl<B: TrainBackend> Trainer<B> {
         self.share().rank == 0
     }
 
-    /// The model after the last step.
+    /// The model with the weights after the last step.
     pub fn model(&self) -> &Qwen3<B> {
         self.model.as_ref().expect(AWAY)
     }
@@ -268,12 +268,12 @@ impl<B: TrainBackend> Trainer<B> {
         &self.stage.shape
     }
 
-    /// The tokenizer and the shards.
+    /// The tokenizer and the source of rows.
     pub fn data(&self) -> &TrainingData {
         &self.data
     }
 
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     pub fn step(&self) -> u64 {
         self.step
     }
@@ -405,7 +405,7 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// The training loop.
+    /// Trains step by step, until all steps are done or a stop is requested.
     fn steps(
         &mut self,
         stop: &AtomicBool,
@@ -525,14 +525,14 @@ impl<B: TrainBackend> Trainer<B> {
         }
     }
 
-    /// Reports progress to the other ranks.
+    /// Tells the other ranks that this one is making progress.
     fn tick(&self) {
         if let Some(group) = &self.group {
             group.tick();
         }
     }
 
-    /// The micro-batches of one step.
+    /// The micro-batches of the next step.
     fn take_batches(&self, batches: &mut Prefetch) -> Result<Vec<Batch>, TrainError> {
         let has_indexer = self.stage.recipe.attention.index_warmup().is_some();
         let taken = (0..self.stage.micro_batches).map(|_| {
@@ -703,7 +703,7 @@ impl<B: TrainBackend> Trainer<B> {
         step.is_multiple_of(self.recipe.metrics.log_freq.max(1) as u64) || step == 1
     }
 
-    /// Learning rate of the next step.
+    /// Learning rate of the next step, by the schedule.
     fn learning_rate(&self) -> f64 {
         let rate = self.recipe.learning_rate(self.step as usize);
         rate * self.disturbance.at(self.next_sample, Moment::Rate)

@@ -7,7 +7,7 @@ pub struct Unigram {
 }
 
 impl Unigram {
-    /// From the number of times each token occurs.
+    /// A model of the frequencies with which tokens occur.
     pub fn new(counts: &[u64]) -> Self {
         let total: u64 = counts.iter().sum::<u64>() + counts.len() as u64;
         let nats = counts
@@ -17,7 +17,7 @@ impl Unigram {
         Self { nats }
     }
 
-    /// Cross-entropy of one token, nats.
+    /// Cross-entropy of one token in nats.
     pub fn nats(&self, token: usize) -> f64 {
         self.nats[token]
     }

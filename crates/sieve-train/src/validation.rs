@@ -1,4 +1,4 @@
-//! Loss on held-out documents.
+//! Computes the loss on held-out documents.
 use crate::group::Share;
 use crate::{DeviceBatch, TrainError, Unigram, ValidationReport};
 use serde::{Deserialize, Serialize};
@@ -61,12 +61,12 @@ pub fn validate<B: SieveBackend>(
     Ok(report(&sums))
 }
 
-/// How much text a validation reads.
+/// How much text one validation reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ValidationSize {
-    /// Tokens, rounded up to whole rows.
+    /// Number of tokens, rounded up to whole rows.
     pub num_tokens: usize,
-    /// Rows of a batch.
+    /// Rows of one batch.
     pub batch_size: usize,
 }
 
@@ -153,7 +153,7 @@ pub(crate) fn report(batches: &[BatchSums]) -> ValidationReport {
         sum.num_labels += batch.num_labels;
         sum.num_bytes += batch.num_bytes;
     }
-    // Without labels every mean is NaN.
+    // With no label, every mean is NaN.
     let nats = if sum.num_labels == 0 { f64::NAN } else { sum.nats };
     let loss = nats / sum.num_labels as f64;
     let bits = std::f64::consts::LN_2 * sum.num_bytes.max(1) as f64;

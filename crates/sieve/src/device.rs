@@ -1,4 +1,4 @@
-//! `--device`: where a command computes.
+//! The flag `--device`: where a command computes.
 use crate::loaded::{DtypeArg, Place};
 use anyhow::{Context, Result};
 use burn::tensor::{Distribution, Tensor};
@@ -15,11 +15,11 @@ use std::time::Instant;
 /// A parsed `--device`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DeviceChoice {
-    /// The first CUDA device where there is one, else the CPU.
+    /// The first CUDA GPU if there is one, otherwise the CPU.
     Auto,
     /// The CPU.
     Cpu,
-    /// A CUDA device by index.
+    /// The CUDA GPU with this index.
     Cuda(usize),
 }
 
@@ -143,7 +143,7 @@ fn open_cuda(
     Ok(Device::Cuda(device))
 }
 
-/// `$XDG_CACHE_HOME/sieve`, else `~/.cache/sieve`.
+/// Folder of caches: `$XDG_CACHE_HOME/sieve`, else `~/.cache/sieve`.
 pub(crate) fn cache_root() -> Result<PathBuf> {
     let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
     let base = variable("XDG_CACHE_HOME")
@@ -167,7 +167,7 @@ pub(crate) fn cuda_memory_peak() -> Option<PeakMemory> {
     })
 }
 
-/// FLOP/s of f32 GEMMs on this CPU: the best of five of 1024 x 1024 x 1024.
+/// FLOP/s of f32 GEMMs on this CPU: the best of five GEMMs of 1024 x 1024 x 1024.
 pub(crate) fn cpu_peak_flops() -> f64 {
     const SIZE: usize = 1024;
     let a = Tensor::<Flex, 2>::random([SIZE, SIZE], Distribution::Default, &FlexDevice);
@@ -185,7 +185,7 @@ pub(crate) fn load() -> Option<f64> {
     text.split(' ').next()?.parse().ok()
 }
 
-/// Threads that compute on the CPU.
+/// Number of threads that compute on the CPU.
 pub(crate) fn num_threads() -> usize {
     rayon::current_num_threads()
 }

@@ -1,7 +1,7 @@
 //! Exit codes, for scripts and job queues. docs/command-line.md lists them.
 use std::process::ExitCode;
 
-/// How the program ended.
+/// How the program ended, as its exit code says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exit {
     /// The command succeeded.
@@ -20,12 +20,12 @@ pub(crate) enum Exit {
 }
 
 impl Exit {
-    /// The number.
+    /// The exit code as a number.
     pub(crate) const fn code(self) -> i32 {
         self as i32
     }
 
-    /// Ends the process.
+    /// Ends the process with this exit code.
     pub(crate) fn now(self) -> ! {
         std::process::exit(self.code())
     }

@@ -94,7 +94,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
     on_device!(place, run_on((&args, &prompts)))
 }
 
-/// The texts to continue.
+/// The texts that the flags say to continue.
 fn prompts(args: &GenerateArgs) -> Result<Vec<String>> {
     let text = match (&args.prompt_file, args.prompt.as_slice()) {
         (Some(path), _) if path.as_os_str() != "-" => {
@@ -140,15 +140,15 @@ fn run_on<B: DeviceBackend>((args, prompts): (&GenerateArgs, &[String]), device:
     }
 }
 
-/// One run of the command.
+/// Model, prompts and settings of one run of the command.
 struct Run<'a, B: DeviceBackend> {
     args: &'a GenerateArgs,
     prompts: &'a [String],
-    /// Tokens of each prompt.
+    /// Token ids of each prompt.
     tokens: Vec<Vec<u32>>,
-    /// Settings of the first sample.
+    /// Generation settings of the first sample.
     config: GenerateConfig,
-    /// Tokens that end a text.
+    /// Token ids that end a text.
     ends: Vec<u32>,
     loaded: &'a LoadedModel<B>,
     tokenizer: &'a Tokenizer,
@@ -156,7 +156,7 @@ struct Run<'a, B: DeviceBackend> {
 }
 
 impl<B: DeviceBackend> Run<'_, B> {
-    /// Settings of a sample, which has a seed of its own.
+    /// Generation settings of a sample, with a seed of its own.
     fn config(&self, sample: u64) -> GenerateConfig {
         let seed = self.args.seed.wrapping_add(sample);
         let sampling = Sampling {
@@ -236,7 +236,7 @@ impl<B: DeviceBackend> Run<'_, B> {
         Ok(())
     }
 
-    /// With several texts, prints the line above a text.
+    /// Prints the line above a text, if there are several texts.
     fn print_head(&self, prompt: usize, sample: u64) {
         if self.prompts.len() > 1 && !self.args.json {
             terminal::line(&format!("--- prompt {} of {}", prompt + 1, self.prompts.len()));
@@ -267,10 +267,10 @@ impl<B: DeviceBackend> Run<'_, B> {
     }
 }
 
-/// A finished sample.
+/// A finished sample, as it is printed.
 struct Written {
     text: String,
-    /// Why it ended: "stop text", "end of document" or "max_new_tokens".
+    /// Why the sample ended: "stop text", "end of document" or "max_new_tokens".
     stopped: &'static str,
     begun: Instant,
     /// When each token was generated. The forward pass over the prompt gives the first token.
@@ -312,7 +312,7 @@ impl Written {
     }
 }
 
-/// A sample while it is being generated.
+/// A sample that is still being generated.
 struct Growing<'t> {
     stream: DecodeStream<'t>,
     stop: StopTexts,
@@ -358,7 +358,7 @@ impl<'t> Growing<'t> {
     }
 }
 
-/// Decodes `count` samples as one batch.
+/// Generates `count` samples of a prompt in one batch.
 fn write_together<B: DeviceBackend>(
     args: &GenerateArgs,
     tokenizer: &Tokenizer,

@@ -15,7 +15,7 @@ use std::path::Path;
 
 /// Commit that the program was built from, by build.rs.
 pub(crate) const COMMIT: &str = env!("SIEVE_COMMIT");
-/// Head widths of the table.
+/// Head widths for which the paths of ops are listed.
 const WIDTHS: [usize; 7] = [16, 32, 64, 96, 128, 192, 256];
 
 /// Arguments of `sieve info`.
@@ -26,7 +26,7 @@ pub(crate) struct InfoArgs {
     json: bool,
 }
 
-/// What the command prints.
+/// What `sieve info` prints.
 #[derive(Serialize)]
 struct Info {
     version: &'static str,
@@ -47,7 +47,7 @@ struct Info {
     /// (name, bytes) of the kernel cache's folders: one for each architecture and compiler version.
     compiled: Vec<(String, u64)>,
     num_recipes: usize,
-    /// Head widths that `paths` lists.
+    /// The head widths for which `paths` lists ops.
     widths: [usize; WIDTHS.len()],
     /// Each kind of attention with its path (kernel family, "reference" or "cpu") for each of `widths`.
     paths: Vec<(&'static str, Vec<&'static str>)>,
@@ -58,7 +58,7 @@ struct Gpu {
     name: String,
     arch: String,
     memory_bytes: u64,
-    /// Whether it can train with `training.precision = "fp8"`.
+    /// Whether the GPU can train with `training.precision = "fp8"`.
     trains_in_fp8: bool,
     /// Whether launches of Sieve's kernels go straight to Burn's stream; the reason where that could not be tried.
     launches_inline: std::result::Result<bool, String>,

@@ -53,7 +53,7 @@ pub(crate) struct LaunchArgs {
     pub(crate) command: Vec<String>,
 }
 
-/// One process, and how it ended.
+/// The process of one rank, and its exit status once it has ended.
 struct Rank {
     child: Child,
     status: Option<ExitStatus>,
@@ -71,7 +71,7 @@ struct Place {
     token: Option<String>,
 }
 
-/// 128 random bits in hexadecimal.
+/// A random 128-bit number in hexadecimal.
 fn random_token() -> String {
     // The standard library seeds its hash tables from the system's random numbers.
     let word = || RandomState::new().hash_one(std::process::id());

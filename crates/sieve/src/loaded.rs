@@ -25,7 +25,7 @@ pub(crate) struct PlaceArgs {
     pub(crate) memory: MemoryArgs,
 }
 
-/// Number type of weights.
+/// Number type of the loaded weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DtypeArg {
     F32,

@@ -21,7 +21,7 @@ pub(crate) struct ManArgs {
     out: PathBuf,
 }
 
-/// Prints a script for a shell.
+/// Prints a shell's completion script.
 pub(crate) fn completions(args: CompletionsArgs, mut command: Command) -> Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "sieve", &mut script);
@@ -29,7 +29,7 @@ pub(crate) fn completions(args: CompletionsArgs, mut command: Command) -> Result
     Ok(())
 }
 
-/// Writes a page for each command.
+/// Writes one manual page for each command.
 pub(crate) fn man(args: &ManArgs, command: Command) -> Result<()> {
     let writing = || format!("writing manual pages to {}", args.out.display());
     std::fs::create_dir_all(&args.out).with_context(writing)?;

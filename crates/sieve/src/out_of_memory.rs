@@ -166,7 +166,7 @@ pub(crate) fn target(device: &Device, cpu_flops: Option<f64>) -> Target {
     }
 }
 
-/// `12.34 GiB of 23.00 GiB available`.
+/// The needed and the free memory: `12.34 GiB of 23.00 GiB available`.
 pub(crate) fn need(memory: &MemoryPlan) -> String {
     let needed = gib(memory.total_bytes);
     match memory.available_bytes {

@@ -2,7 +2,7 @@
 use crate::terminal;
 use anyhow::Result;
 
-/// One line for each op that ran without a kernel.
+/// A line for each op that ran as the reference instead of a kernel.
 pub(crate) fn reference_lines() -> Vec<String> {
     let paths = sieve_ops::op_paths();
     let slow = paths.iter().filter(|(_, path)| path.reference_calls > 0);

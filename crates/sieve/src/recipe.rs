@@ -36,7 +36,7 @@ pub(crate) fn run(command: RecipeCommand) -> Result<()> {
     Ok(())
 }
 
-/// Which recipe, and what to change in it.
+/// The recipe that a command reads, and changes to it.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct RecipeArgs {
     /// A recipe: a path, else a name in recipes/, else the name of one inside the program; - reads the standard input
@@ -50,7 +50,7 @@ pub(crate) struct RecipeArgs {
     found: Arc<OnceLock<Found>>,
 }
 
-/// The text of a recipe, and what messages call it.
+/// The text of a recipe, and its name in messages.
 #[derive(Clone, Debug)]
 pub(crate) struct Found {
     text: String,
@@ -126,7 +126,7 @@ impl RecipeArgs {
 /// Folder, below the current one, in which recipes are looked up by name.
 const FOLDER: &str = "recipes";
 
-/// The name of the standard input.
+/// The file name that stands for standard input.
 const STANDARD_INPUT: &str = "-";
 /// Name of a recipe that has no file.
 const PIPED: &str = "recipe";

@@ -31,7 +31,7 @@ pub(crate) struct SelectorArgs {
 }
 
 impl SelectorArgs {
-    /// The selector, prepared for a model.
+    /// The selectors of the flags, checked for a model.
     pub(crate) fn selection(&self, shape: &ModelShape) -> Result<Option<Selection>> {
         let selector = self.selector.as_ref();
         let of = |one| reading(one, self.chunk, self.stream, shape);
@@ -52,7 +52,7 @@ pub(crate) struct SelectorsArgs {
 }
 
 impl SelectorsArgs {
-    /// `None` for the model's own attention, then each selector.
+    /// `None` for the model's own attention, then the selectors one by one.
     pub(crate) fn own_and_each(&self, shape: &ModelShape) -> Result<Vec<Option<Selection>>> {
         let each = self.selector.iter();
         let each = each.map(|one| reading(one, self.chunk, self.stream, shape).map(Some));
@@ -89,7 +89,7 @@ pub(crate) fn parse(text: &str) -> std::result::Result<LayerSelectors, String> {
     LayerSelectors::parse(text).map_err(|error| error.to_string())
 }
 
-/// As [`parse`], for a single selector of all layers.
+/// Like [`parse`], for a single selector of all layers.
 pub(crate) fn parse_one(text: &str) -> std::result::Result<Selector, String> {
     help(text);
     Selector::parse(text).map_err(|error| error.to_string())
@@ -151,7 +151,7 @@ pub(crate) fn summary(selection: &Selection) -> String {
     text + "\npaths             " + &paths(&selection.paths())
 }
 
-/// One line about the path that each layer took.
+/// A line about the path that each layer took.
 pub(crate) fn paths(paths: &[LayerPath]) -> String {
     let paths = paths.iter().map(|of| match of.first == of.last {
         true => format!("layer {} {}", of.first, of.path),

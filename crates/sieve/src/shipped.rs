@@ -13,7 +13,7 @@ include!(concat!(env!("OUT_DIR"), "/shipped.rs"));
 /// Folder that the embedded text is written to, since a run reads files.
 const FOLDER: &str = "out/sieve-text";
 
-/// File names of the recipes.
+/// File names of the recipes inside the program.
 pub(crate) fn recipe_names() -> impl Iterator<Item = &'static str> {
     RECIPES.iter().map(|recipe| recipe.0)
 }

@@ -34,7 +34,7 @@ pub(crate) fn check_threads(value: Option<String>) -> Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let most = (MOST_THREADS_A_CORE * cores).max(MOST_THREADS);
     match value.parse::<usize>() {
-        // rayon takes 0 as "all cores".
+        // rayon takes 0 threads as "all cores".
         Ok(threads) if threads <= most => Ok(()),
         Ok(_) => bail!(
             "RAYON_NUM_THREADS={value} asks for too many threads: this machine has {cores} cores\n  \

@@ -10,14 +10,14 @@ use std::path::Path;
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// How much is printed.
+/// How much the program prints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Loudness {
-    /// Results, warnings and errors.
+    /// Only results, warnings and errors.
     Quiet,
-    /// Also progress.
+    /// Results, warnings, errors and progress.
     Usual,
-    /// Also the device, and all numbers of each logged step.
+    /// Also the device's name, and all numbers of each logged step.
     Verbose,
 }
 
@@ -139,7 +139,7 @@ pub(crate) fn note(text: &str) {
     errors(&format!("{text}\n"));
 }
 
-/// As [`note`], but not with `--quiet`.
+/// Prints like [`note`], but not with `--quiet`.
 pub(crate) fn remark(text: &str) {
     if loudness() > Loudness::Quiet {
         note(text);
@@ -234,7 +234,7 @@ pub(crate) fn print_error(error: &anyhow::Error) {
     errors(&format!("{}\n", error_text(error)));
 }
 
-/// Prints a warning; the work continues.
+/// Prints a warning; the command continues.
 pub(crate) fn warning(text: &str) {
     errors(&format!("warning: {text}\n"));
 }
@@ -266,22 +266,22 @@ pub(crate) fn with_bar<T>(len: u64, template: &str, work: impl FnOnce(&ProgressB
     result
 }
 
-/// Bytes in a fitting unit, such as `1.23 GiB`.
+/// Formats a number of bytes in a fitting unit, such as `1.23 GiB`.
 pub(crate) fn bytes(count: u64) -> String {
     indicatif::BinaryBytes(count).to_string()
 }
 
-/// Bytes in GiB, whatever the size.
+/// Formats a number of bytes in GiB, whatever its size.
 pub(crate) fn gib(count: u64) -> String {
     format!("{:.2} GiB", count as f64 / (1u64 << 30) as f64)
 }
 
-/// `12,345`.
+/// Formats a number with separators: `12,345`.
 pub(crate) fn thousands(count: u64) -> String {
     indicatif::HumanCount(count).to_string()
 }
 
-/// `980`, `12.3K`, `85.0M`, `1.72B`.
+/// Formats a number in short: `980`, `12.3K`, `85.0M`, `1.72B`.
 pub(crate) fn short_count(number: f64) -> String {
     match number {
         n if n >= 1e9 => format!("{:.2}B", n / 1e9),
@@ -291,7 +291,7 @@ pub(crate) fn short_count(number: f64) -> String {
     }
 }
 
-/// `1m 05s`, `2h 03m`.
+/// Formats a time in seconds: `1m 05s`, `2h 03m`.
 pub(crate) fn duration(seconds: f64) -> String {
     let total = seconds.max(0.0).round() as u64;
     match total {

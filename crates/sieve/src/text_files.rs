@@ -27,7 +27,7 @@ pub(crate) fn config(paths: Vec<String>, format: Option<FormatArg>, text_column:
     }
 }
 
-/// Prints [`json_as_text`] as a warning.
+/// Prints the message of [`json_as_text`] as a warning.
 pub(crate) fn warn_of_json(corpus: &Corpus) {
     if let Some(words) = json_as_text(corpus) {
         crate::terminal::warning(&words);

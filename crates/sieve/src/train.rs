@@ -116,7 +116,7 @@ pub(crate) struct TrainArgs {
     memory: MemoryArgs,
 }
 
-/// `--resume`.
+/// Values of `--resume`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Resume {
     /// Resume the run in the output folder; without one, begin a run.
@@ -135,11 +135,11 @@ struct Session<'a> {
     mesh: Option<Arc<Mesh>>,
 }
 
-/// How one run ended.
+/// How one run of the trainer ended.
 enum Ending {
-    /// All steps are done.
+    /// All steps of the run are done.
     Finished,
-    /// A signal stopped it before its last step.
+    /// A signal stopped the run before its last step.
     Interrupted,
 }
 
@@ -181,7 +181,7 @@ fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
     }
 }
 
-/// One run, by this process alone or as a rank of `mesh`.
+/// Trains one run, in this process alone or as a rank of `mesh`.
 fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>, interrupt: Interrupt) -> Result<Ending> {
     let (mut recipe, text) = args.recipe.load_with_text()?;
     let out = args.out_folder();
@@ -719,7 +719,7 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
     Ok(data)
 }
 
-/// An environment variable; `None` if it is unset or not UTF-8.
+/// Value of an environment variable; `None` if it is unset or not UTF-8.
 pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }

@@ -1,4 +1,4 @@
-//! `cargo xtask kernels`: compiles the shipped kernels, without a GPU, and prints what each uses.
+//! `cargo xtask kernels`: compiles the shipped kernels, without a GPU, and prints each one's registers and memory.
 mod nvcc;
 mod resources;
 pub(crate) mod shipped;

@@ -9,13 +9,13 @@ use sieve_kernels::DType;
 use sieve_kernels::{DecodeScratch, KernelError, Qkv};
 use sieve_select::{CallShape, Selector, Step};
 
-/// Tokens of a text, the new one among them.
+/// Tokens of a decoded text, the new token among them.
 const TOKENS: usize = 131_072;
 
-/// Slots of DMA.
+/// Keys that DMA's cache holds for each KV head.
 const KEPT: usize = 2048;
 
-/// Decode selectors at their papers' settings.
+/// Decode selectors that are timed, at their papers' settings.
 const SELECTORS: [&str; 5] = ["streamingllm", "quest", "exact_top", "snapkv", "h2o"];
 
 /// Index of the layer: some methods leave the first layers dense, none this one.

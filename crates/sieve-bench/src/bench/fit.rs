@@ -24,7 +24,7 @@ const LARGEST_WEIGHT: f64 = 16.0;
 
 /// The weights of the round with the smallest error.
 pub(super) struct Fit {
-    /// One entry a head.
+    /// Fitted weights of each head.
     pub(super) weights: Vec<Weights>,
     /// Kept mass of the operands that these weights generate, one entry a head.
     pub(super) masses: Vec<Masses>,

@@ -13,7 +13,7 @@ pub(super) const PARTS: [&str; 5] = ["sinks", "lines", "local", "diagonals", "re
 /// For one query head: each of the [`PARTS`]' share of a logit; for regions, the standard deviation of that share.
 pub(super) type Weights = [f32; PARTS.len()];
 
-/// Width of the heads.
+/// Columns of each head.
 pub(super) const HEAD_DIM: usize = 128;
 
 /// Frequencies of a position code (cosines and sines of the position); keys have two codes, for local mass and for
@@ -21,13 +21,13 @@ pub(super) const HEAD_DIM: usize = 128;
 const FREQUENCIES: usize = 24;
 /// Distance in tokens at which the logit of local mass has fallen to 1 / e.
 const LOCAL_RANGE: f64 = 64.0;
-/// Diagonals of each KV head.
+/// Diagonals with high scores in each KV head.
 const DIAGONALS: usize = 2;
 /// Between which distances diagonals lie, in tokens.
 const DISTANCES: std::ops::Range<f64> = 128.0..8192.0;
-/// First tokens that are sinks.
+/// First tokens that act as attention sinks.
 const SINKS: usize = 4;
-/// One key in this many is a vertical line.
+/// One key in this many is a vertical line: many queries attend to it.
 const LINE_EVERY: usize = 512;
 /// Tokens of a region: no multiple of a tile.
 const REGION: usize = 160;
@@ -42,9 +42,9 @@ pub(super) const STEP: usize = 1024;
 
 /// Generated keys and values, and queries to which no head's weights were applied yet.
 pub(super) struct Generated<B: Backend> {
-    /// `[num_heads, seq_len, HEAD_DIM]`.
+    /// Queries, `[num_heads, seq_len, HEAD_DIM]`.
     queries: Tensor<B, 3>,
-    /// `[num_kv_heads, seq_len, HEAD_DIM]`.
+    /// Keys, `[num_kv_heads, seq_len, HEAD_DIM]`.
     pub(super) keys: Tensor<B, 3>,
     pub(super) values: Tensor<B, 3>,
 }

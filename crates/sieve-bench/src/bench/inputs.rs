@@ -1,4 +1,4 @@
-//! One attention call's tensors on a device, and its passes.
+//! The tensors of one attention call on a device, and its forward and backward pass.
 use crate::device::{Device, Gpu};
 use crate::shape::{packed_of, queries_of};
 use burn::tensor::{Distribution, Tensor};
@@ -110,12 +110,12 @@ impl Inputs {
         Ok((selection, lists))
     }
 
-    /// The key lists of a selection.
+    /// The key lists of a DMA selection.
     pub(crate) fn lists_of(&self, selection: &Selection, tile_queries: usize) -> Result<KeyLists, KernelError> {
         selection.dma_lists(&self.doc_start, &self.doc_end, tile_queries)
     }
 
-    /// Selects keys by the scores `z`.
+    /// Runs DMA's selection on the scores `z`.
     pub(crate) fn select(&self, z: &CudaTensor, window: DmaWindow) -> Result<Selection, KernelError> {
         dma_select(z, &self.doc_start, &self.doc_end, window)
     }

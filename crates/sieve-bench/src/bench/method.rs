@@ -9,7 +9,7 @@ use sieve_kernels::{AttentionResult, CudaTensor, KernelError};
 use sieve_select::{Call, CallShape, Reads, Selector, density};
 use std::time::Instant;
 
-/// A selector and the call it acts on.
+/// A prefill selector and the attention call that it masks.
 pub(super) struct Method<'a> {
     operands: &'a Operands,
     device: &'a Gpu,
@@ -26,7 +26,7 @@ enum Kind {
         mask: Box<KeyMask<CudaTensor>>,
         /// Kept pairs of query and key, divided by causal pairs.
         density: f64,
-        /// How long the host took for the mask.
+        /// Time that the host took to compute the mask.
         host_ms: f64,
     },
 }

@@ -8,23 +8,23 @@ use std::fmt;
 /// The GPU of a run and its measured peak rates, which the rows' rates are compared with.
 #[derive(Clone, Debug)]
 pub struct Ceilings {
-    /// The GPU in words.
+    /// Name of the GPU.
     pub device: String,
     /// The GPU's architecture, such as `sm_90a`.
     pub arch: String,
-    /// Multiprocessors of the GPU.
+    /// Number of streaming multiprocessors.
     pub num_multiprocessors: usize,
-    /// The family of attention kernels.
+    /// Family of the attention kernels: portable or Hopper.
     pub family: &'static str,
-    /// Timed repetitions of a row.
+    /// Timed repetitions of each row.
     pub repetitions: usize,
-    /// Microseconds that reading the clock takes.
+    /// Microseconds of a measurement of nothing: the clock's own time.
     pub clock_us: f64,
     /// Bytes a second of a copy, read and write counted.
     pub copy_bytes_per_s: f64,
-    /// FLOP/s of a large bf16 GEMM.
+    /// Measured FLOP/s of a large bf16 GEMM.
     pub matmul_flops: f64,
-    /// Whose GEMM it is: cuBLASLt's or Burn's.
+    /// Whether cuBLASLt or Burn ran that GEMM.
     pub matmul_by: &'static str,
 }
 
@@ -68,7 +68,7 @@ impl<'a> From<&'a String> for Sizes {
     }
 }
 
-/// One row.
+/// One row of a benchmark's table.
 #[derive(Clone, Debug)]
 pub struct BenchRow {
     /// Name of the kernel or op that was timed.
@@ -79,12 +79,12 @@ pub struct BenchRow {
     pub outcome: Outcome,
 }
 
-/// Work a second.
+/// Work per second.
 #[derive(Clone, Copy, Debug)]
 pub struct Rate {
     /// Operations or bytes a second, in `unit`.
     pub per_second: f64,
-    /// TFLOP/s or GB/s.
+    /// Unit of the rate: TFLOP/s or GB/s.
     pub unit: &'static str,
     /// Share of this run's peak rate ([`Ceilings`]).
     pub of_peak: f64,
@@ -95,40 +95,40 @@ pub struct Rate {
 pub enum Outcome {
     /// The call was timed.
     Timed {
-        /// Times of one call.
+        /// Percentiles of the call's time.
         times: Times,
         /// Work a second; `None` where the row is a time alone.
         rate: Option<Rate>,
     },
     /// Memory that the result keeps in use.
     Memory {
-        /// Bytes before the call.
+        /// GPU memory in use before the call, in bytes.
         before: u64,
-        /// Bytes while its result lives.
+        /// GPU memory in use while the result lives, in bytes.
         after: u64,
         /// Bytes of q, k, v and o.
         inputs: f64,
     },
-    /// How time and memory of earlier rows grow together.
+    /// By which power of the size the time and memory of earlier rows grow.
     Growth(Growth),
-    /// It was not timed, for a reason known before.
+    /// The call was not timed, for this reason.
     Skipped(String),
-    /// The call failed, with this error.
+    /// The call failed with this error text.
     Failed(String),
 }
 
-/// By which power of a size time and memory grow.
+/// Exponents by which time and memory grow with a size.
 #[derive(Clone, Copy, Debug)]
 pub struct Growth {
     /// What the size counts: tokens, or kept keys.
     pub with: &'static str,
-    /// The smallest size of the fit.
+    /// The smallest size that was measured.
     pub from: usize,
-    /// The largest size of the fit.
+    /// The largest size that was measured.
     pub to: usize,
-    /// Exponent of the time of a forward and backward pass.
+    /// Exponent p of the time of a forward and backward pass, fitted as `size^p`.
     pub time: f64,
-    /// Exponent of the memory that the forward pass keeps for the backward pass.
+    /// Exponent p of the memory that the forward pass keeps for the backward pass, fitted as `size^p`.
     pub memory: f64,
 }
 
@@ -210,7 +210,7 @@ impl fmt::Display for BenchRow {
     }
 }
 
-/// `1.23 GiB` and the like.
+/// Formats a number of bytes, such as `1.23 GiB`.
 pub(crate) fn bytes(count: u64) -> String {
     const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
     let mut size = count as f64 / 1024.0;

@@ -15,10 +15,10 @@ use std::result::Result as StdResult;
 /// Query and KV heads of the usual rows.
 pub(super) const HEADS: [usize; 2] = [16, 8];
 
-/// Seed of scores.
+/// Seed of the random scores.
 pub(super) const SEED: u64 = 7;
 
-/// Sizes of a row.
+/// The sizes of a row's attention call.
 pub(crate) fn shape(batch: usize, seq_len: usize, heads: [usize; 2], width: usize) -> AttentionShape {
     AttentionShape::new(batch, seq_len, [heads[0], heads[1]], [width, width])
 }
@@ -194,7 +194,7 @@ pub(crate) fn dma_forms(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// DMA as the `dma_*` recipes train it.
+/// DMA with the settings of the `dma_*` recipes.
 fn trained(keep_window_size: usize) -> DmaShape {
     DmaShape {
         bias: DmaBias::Linear,
@@ -204,7 +204,7 @@ fn trained(keep_window_size: usize) -> DmaShape {
     }
 }
 
-/// `z` plus what recency adds to it, `[batch, num_kv_heads, seq_len]`.
+/// Ranks of keys: `z` plus the recency term, `[batch, num_kv_heads, seq_len]`.
 fn ranks(mut z: Vec<f32>, form: DmaShape, shape: AttentionShape) -> Vec<f32> {
     let slopes = form.slopes(shape.num_kv_heads).unwrap_or_default();
     let rows = z.chunks_exact_mut(shape.seq_len);
@@ -312,7 +312,7 @@ fn memory(bench: &mut Bench<'_>, inputs: &Inputs, [z, delta]: [&CudaTensor; 2], 
 /// Times one new token a row against `seq_len` cached keys.
 pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape) -> Result<()> {
     let keys = (shape.batch * shape.num_kv_heads * shape.seq_len * shape.head_dim) as f64;
-    // K and V in bf16.
+    // K and V, two bytes an element.
     let bytes = 2.0 * 2.0 * keys;
     if !bench.fits(name, shape, 3.0 * bytes)? {
         return Ok(());

@@ -2,7 +2,7 @@
 //! (docs/benchmarks.md names the model and the error of the fit).
 use super::generator::Weights;
 
-/// One line a head: sinks, lines, local, diagonals, regions ([`PARTS`](super::generator::PARTS)).
+/// Weights of each head: sinks, lines, local, diagonals, regions ([`PARTS`](super::generator::PARTS)).
 pub(super) const FITTED: [Weights; 32] = [
     [3.25, 3.02, 5.63, 1.26, 0.43],
     [2.70, 2.85, 4.68, 1.95, 0.67],

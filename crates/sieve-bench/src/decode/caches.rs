@@ -22,7 +22,7 @@ pub(super) struct Key {
     pub(super) k: Vec<f32>,
     pub(super) v: Vec<f32>,
     pub(super) bias: f32,
-    /// DMA's score and the key's position.
+    /// Score z of DMA and position of the key.
     pub(super) rank: (f32, i32),
 }
 
@@ -87,7 +87,7 @@ const CHOICES: [([usize; 4], ChoiceRule, bool, usize); 4] = [
 pub(super) struct TokenCheck<'a> {
     pub(super) device: &'a dyn Device,
     pub(super) shape: AttentionShape,
-    /// Factor on queries and keys.
+    /// Factor on the random queries and keys.
     pub(super) magnitude: f32,
     pub(super) random: Random,
     pub(super) worst: f32,
@@ -127,7 +127,7 @@ impl<'a> TokenCheck<'a> {
         Token { on, q, k, v }
     }
 
-    /// A key of an earlier token.
+    /// Draws the key and value of an earlier token.
     pub(super) fn drawn_key(&mut self, bias: f32, rank: (f32, i32)) -> Key {
         let mut k = self.random.bf16_normals(self.shape.head_dim);
         magnify(&mut k, self.magnitude);

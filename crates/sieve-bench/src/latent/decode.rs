@@ -14,25 +14,25 @@ use sieve_testing::{Random, round_bf16};
 /// Ranks of latents, and widths of the rotated key.
 pub(super) const WIDTHS: &[[usize; 2]] = &[[512, 64], [256, 64], [192, 64], [96, 32], [48, 16], [16, 16]];
 
-/// Elements between two latents in memory; they hold NaN.
+/// Elements between two latents in memory, which hold NaN.
 const GAP: usize = 8;
 
 struct Call {
     batch: usize,
-    /// New tokens; they are the last ones of `len`.
+    /// Number of new tokens, the last ones of `len`.
     new: usize,
     heads: usize,
-    /// Cached tokens, the new ones among them.
+    /// Number of cached tokens, the new ones included.
     len: usize,
     /// Rank of the latent, and width of the rotated key.
     widths: [usize; 2],
-    /// `[batch, new, heads, rank + rope_dim]`.
+    /// Queries of new tokens, `[batch, new, heads, rank + rope_dim]`.
     q: Vec<f32>,
-    /// `[batch, len, rank + rope_dim]`.
+    /// Latent cache, `[batch, len, rank + rope_dim]`.
     latents: Vec<f32>,
-    /// Factors of normed keys, `[batch, len, heads]`.
+    /// Factors 1 / rms of each head's key, `[batch, len, heads]`; `None` without norms.
     key_scale: Option<Vec<f32>>,
-    /// Factor on the queries.
+    /// Factor on the random queries.
     size: f32,
     label: String,
 }

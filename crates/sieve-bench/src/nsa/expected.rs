@@ -10,14 +10,14 @@ use sieve_cpu::reference::{AttentionCall, Results, Rounding};
 use sieve_cpu::{AttentionShape, ChosenBlocks, Documents, Mask};
 use sieve_testing::round_bf16;
 
-/// An output and the values that it is compared with.
+/// The exact output of a call, and what its tolerance follows from.
 struct Output {
     name: &'static str,
     exact: Vec<f32>,
     plain: Vec<f32>,
     /// Size of the terms that each row sums; empty for a log-sum-exp, which is compared number by number.
     terms: Vec<f64>,
-    /// See [`RowTolerance::lost_digits`].
+    /// Share of the terms that is allowed because f32 logits are large and lose digits.
     lost_digits: f64,
 }
 

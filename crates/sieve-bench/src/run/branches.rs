@@ -19,13 +19,13 @@ use sieve_testing::{Random, round_bf16};
 /// Blocks of native sparse attention, and how a block is compressed to one key and one value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NsaForm {
-    /// Sizes of the blocks.
+    /// Block sizes of the compressed and the selected branch.
     pub blocks: NsaBlocks,
-    /// Mean or MLP.
+    /// Whether blocks are compressed by their mean or by an MLP.
     pub pool: NsaCompression,
 }
 
-/// The paper's blocks, and their means.
+/// The block sizes of arXiv:2502.11089, compressed by their mean.
 impl Default for NsaForm {
     fn default() -> Self {
         Self {
@@ -62,11 +62,11 @@ fn primitive<B: Computes, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
 
 /// The weights of the two compression MLPs, for keys and for values; exact in bf16.
 struct MlpWeights {
-    /// `[compress_block_size, head_dim]`.
+    /// Position embeddings, `[compress_block_size, head_dim]`.
     positions: [Vec<f32>; 2],
-    /// `[hidden, compress_block_size * head_dim]`.
+    /// First matrix, `[hidden, compress_block_size * head_dim]`.
     up: [Vec<f32>; 2],
-    /// `[head_dim, hidden]`.
+    /// Second matrix, `[head_dim, hidden]`.
     down: [Vec<f32>; 2],
     /// Block size, width of a head, hidden width.
     sizes: [usize; 3],
@@ -134,12 +134,12 @@ fn pooled<B: Computes>(
 /// The tensors of a file, in order.
 pub(super) struct Tensors {
     pub(super) list: Vec<NamedTensor>,
-    /// Type of the ops' outputs.
+    /// Element type of the ops' outputs.
     own: DType,
 }
 
 impl Tensors {
-    /// An empty list.
+    /// A list without tensors.
     pub(super) fn new(own: DType) -> Self {
         Self { list: Vec::new(), own }
     }

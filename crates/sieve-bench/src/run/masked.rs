@@ -16,7 +16,7 @@ pub(super) struct Masked {
     mask: KeyMask,
     o: Vec<f32>,
     lse: Vec<f32>,
-    /// Whether the GPU chose the blocks, and whether it computed attention.
+    /// Whether the GPU chose the blocks, and whether it computed the attention.
     on_device: [bool; 2],
 }
 

@@ -29,9 +29,9 @@ pub(super) fn check(parts: usize, case: &Case) -> Result<()> {
 
 /// Inputs and results of one rank, on the host; each tensor that needs it with its shape.
 struct Part {
-    /// Keys and values of the halo.
+    /// Keys and values of the halo, and their shape; `None` without a halo.
     halo: Option<(Vec<f32>, Vec<usize>)>,
-    /// DMA's ranks of the halo's keys.
+    /// DMA's ranks of the halo's keys, and their shape; like `expire` and `d_dma`, `None` without DMA.
     ranks: Option<(Vec<f32>, Vec<usize>)>,
     expire: Option<(Vec<i32>, Vec<usize>)>,
     documents: [(Vec<i32>, Vec<usize>); 2],

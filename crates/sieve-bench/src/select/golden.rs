@@ -25,7 +25,7 @@ const METHODS: &[(&str, Counts)] = &[
 /// How many stored calls select on the device, and how many on the host.
 type Counts = [usize; 2];
 
-/// Result of [`compare`].
+/// What [`compare`] found.
 #[derive(Default)]
 struct Compared {
     calls: Counts,
@@ -77,7 +77,7 @@ struct Tokens {
 }
 
 impl Tokens {
-    /// Keeps every `step`-th head.
+    /// A copy with every `step`-th head.
     fn some(&self, step: usize) -> Self {
         let heads = self.values.chunks_exact(self.width).enumerate();
         let kept = heads.filter(|(at, _)| (at % self.heads).is_multiple_of(step));
@@ -88,7 +88,7 @@ impl Tokens {
         }
     }
 
-    /// One head of a token.
+    /// The vector of one token and head.
     fn of(&self, token: usize, head: usize) -> &[f32] {
         &self.values[(token * self.heads + head) * self.width..][..self.width]
     }

@@ -24,7 +24,7 @@ pub(super) const HEAVY: &[&str] = &[
 
 /// Tokens of the prompt; the kernel sums the attention of fewer queries at a time.
 const PROMPT: usize = 203;
-/// Tokens decoded after the prompt.
+/// Number of tokens decoded after the prompt.
 const WRITTEN: usize = 12;
 const KV_HEADS: usize = 2;
 const HEADS: usize = 4;

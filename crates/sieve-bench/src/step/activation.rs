@@ -1,4 +1,4 @@
-//! Checks and times SwiGLU.
+//! Checks and times the SwiGLU kernels.
 use super::wrappers::{LaunchCheck, same};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
@@ -14,7 +14,7 @@ use sieve_kernels::step::{
 };
 use sieve_ops::reference;
 
-/// Checks SwiGLU at sizes `[rows, d_ff]`.
+/// Checks the SwiGLU wrappers at sizes `[rows, d_ff]`.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &[rows, d_ff] in extent.sizes(&[[1, 8], [3, 40], [2, 99], [777, 1032], [1024, 6144]]) {
         let outcome = swiglu_launches(LaunchCheck::new(device, extent.seed), rows, d_ff);

@@ -38,7 +38,7 @@ fn drawn(seed: u64, [vocab, width]: [usize; 2]) -> Vec<f32> {
     (0..vocab).into_par_iter().flat_map_iter(row).collect()
 }
 
-/// Which token ids are looked up.
+/// How the token ids of a case are drawn.
 #[derive(Clone, Copy, Debug)]
 enum Ids {
     /// Uniform over the vocabulary.

@@ -68,7 +68,7 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
     }
 }
 
-/// Checks cuBLASLt's GEMMs.
+/// Compares cuBLASLt's GEMMs with a reference.
 pub(crate) fn check_gemms(report: &mut Report, device: &Gpu, extent: &Extent) {
     if let Err(error) = Cublaslt::require() {
         report.add_missing(NAME, &error.to_string());
@@ -87,7 +87,7 @@ pub(crate) fn check_gemms(report: &mut Report, device: &Gpu, extent: &Extent) {
     report.add(NAME, path(), "sizes that do not fit", outcome);
 }
 
-/// A GEMM with a bf16 result.
+/// A GEMM whose result is rounded to bf16.
 fn rounded(product: Product, x: &CudaTensor, w: &CudaTensor) -> Result<CudaTensor, KernelError> {
     matmul(product, x, w, MatmulOutput::New(DType::BF16))
 }

@@ -26,7 +26,7 @@ const SIZES: &[[usize; 2]] = &[
 /// The emulator checks this many of the sizes.
 const EMULATED: usize = 3;
 
-/// Checks every size in both types.
+/// Checks the loss kernels at every size, with f32 and bf16 logits.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &[rows, vocab] in &SIZES[..extent.pick(EMULATED, SIZES.len())] {
         for dtype in [DType::BF16, DType::F32] {

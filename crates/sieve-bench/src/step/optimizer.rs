@@ -20,7 +20,7 @@ const UPDATE: AdamWStep = AdamWStep {
     bias_correction2: 0.05,
 };
 
-/// Checks the optimizer's kernels on tensors of so many elements.
+/// Checks the optimizer's kernels on tensors of given numbers of elements.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &size in extent.sizes(&[1027, 1, 5, 65536, 65537, 1_234_567]) {
         let (case, calls) = (size.to_string(), || LaunchCheck::new(device, extent.seed));

@@ -61,7 +61,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, [heads, kv_heads]: [us
     bench.row(name, &shape, work, || backward(Reuse::InPlace));
 }
 
-/// The call without its norms.
+/// A copy of the call without the per-head norms.
 fn without_norms<B: DeviceBackend>(call: QkNormRopeCall<B>) -> RopeCall<B> {
     RopeCall {
         positions: call.positions,

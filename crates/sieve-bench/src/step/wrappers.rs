@@ -57,7 +57,7 @@ impl<'a> LaunchCheck<'a> {
         Ok(Input { tensor, values })
     }
 
-    /// Draws a contiguous tensor.
+    /// Draws the values of a contiguous tensor.
     pub(super) fn flat(&mut self, shape: &[usize], dtype: DType) -> Input {
         let values = self.random.bf16_normals(shape.iter().product());
         let tensor = self.device.float(&values, shape, dtype);

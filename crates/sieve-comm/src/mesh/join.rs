@@ -52,7 +52,7 @@ impl Hello {
         )
     }
 
-    /// Reads the first message; `None` if it is not a rank's.
+    /// Reads a connection's first message; `None` if no rank sent it.
     fn read(stream: &TcpStream) -> Option<Self> {
         let (kind, bytes) = receive_until(stream, Instant::now() + HELLO_WAIT).ok()?;
         let text = String::from_utf8(bytes).ok()?;
@@ -93,7 +93,7 @@ impl Hello {
     }
 }
 
-/// This host and process, as error messages name them.
+/// Host name and process id of this process, for error messages.
 pub fn place() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     match host.trim() {

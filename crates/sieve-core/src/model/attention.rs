@@ -40,7 +40,7 @@ choices! {
 /// The default of a window, in words.
 pub(crate) const A_QUARTER_OF_THE_ROW: &str = "a quarter of `training.seq_len`";
 
-/// Bounds of a slope's period, in tokens.
+/// Bounds of a period (1 / slope of a KV head's recency), in tokens.
 const PERIODS: [f64; 2] = [1.0, 1e9];
 const A_PERIOD: &str = "a period is a number of tokens; 64 is usual for the shortest";
 
@@ -73,10 +73,10 @@ keys! {
             optional
         )]
         pub recency: DmaRecency,
-        /// Period of the first KV head's slope, in tokens. Absent: 64.
+        /// Tokens over which recency raises a key's rank by 1 in the first KV head. Absent: 64.
         #[key(between(PERIODS[0], PERIODS[1], A_PERIOD))]
         pub shortest_period: Option<f64>,
-        /// Period of the last KV head's slope, in tokens; those between are spaced geometrically. Absent: four times
+        /// The same for the last KV head; periods of the heads between are spaced geometrically. Absent: four times
         /// `keep_window_size`.
         #[key(between(PERIODS[0], PERIODS[1], A_PERIOD))]
         pub longest_period: Option<f64>,
@@ -90,7 +90,7 @@ keys! {
 /// Number of keys that DMA keeps for a query: the last ones whatever their rank, and the best-ranked of the older ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmaWindow {
-    /// Number of all kept keys.
+    /// Number of keys that a query sees.
     pub keep_window_size: usize,
     /// Number of last keys among them, the query's own included; at most `keep_window_size`.
     pub local_window_size: usize,
@@ -104,7 +104,7 @@ impl DmaWindow {
 }
 
 impl From<usize> for DmaWindow {
-    /// A selection without a local window.
+    /// A DMA window without keys kept for their recency alone.
     fn from(keep_window_size: usize) -> Self {
         Self {
             keep_window_size,
@@ -140,7 +140,7 @@ impl DmaShape {
         self.recency == DmaRecency::None && self.local_window_size == 0
     }
 
-    /// The periods of the first and the last KV head's slope, in tokens.
+    /// The first and the last KV head's period: tokens over which recency raises a key's rank by 1 (1 / slope).
     pub(crate) fn periods(&self) -> [f64; 2] {
         let last = self.longest_period.unwrap_or(4.0 * self.keep_window_size as f64);
         [self.shortest_period.unwrap_or(SHORTEST_PERIOD), last]
@@ -292,11 +292,11 @@ keys! {
     }
 }
 
-/// Blocks that every query selects.
+/// Number of blocks that every query selects.
 const NUM_FORCED_BLOCKS: usize = 3;
 const FORCED_BLOCKS: &str = "the first block, the query's own and the one before are always selected";
 
-/// Branches of NSA: compressed, selected, window.
+/// Number of NSA's branches: compressed, selected, window.
 pub const NUM_NSA_BRANCHES: usize = 3;
 
 impl NsaShape {
@@ -401,7 +401,7 @@ impl InfllmV2Shape {
         }
     }
 
-    /// How queries choose blocks.
+    /// How a query chooses blocks.
     pub fn choice(&self) -> BlockChoice {
         BlockChoice {
             blocks: NsaBlocks {
@@ -449,7 +449,7 @@ impl MobaShape {
         }
     }
 
-    /// How queries choose blocks.
+    /// How a query chooses blocks.
     pub fn choice(&self) -> BlockChoice {
         BlockChoice {
             blocks: NsaBlocks {
@@ -556,7 +556,7 @@ pub enum AttentionForm {
     },
     /// Multi-head latent attention: keys and values are projections of one latent per token.
     Latent(MlaShape),
-    /// Native sparse attention: three gated branches.
+    /// Three gated branches, as in native sparse attention.
     Branches(NsaShape),
     /// Dynamic mask attention: a query sees the keys of the highest ranks.
     Ranked(DmaShape),

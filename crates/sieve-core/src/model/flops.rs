@@ -23,7 +23,7 @@ use super::{Attention, AttentionForm, ModelShape, NUM_NSA_BRANCHES};
 /// Forward floating-point operations of one token, mean over the positions of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FlopsPerToken {
-    /// GEMMs with weights.
+    /// FLOPs of the GEMMs with weights.
     pub linear: f64,
     /// `Q K^T` and `P V` over the keys that are seen.
     pub attention: f64,
@@ -34,7 +34,7 @@ pub struct FlopsPerToken {
 }
 
 impl FlopsPerToken {
-    /// FLOPs of the forward pass.
+    /// FLOPs of a token's forward pass.
     pub fn forward(&self) -> f64 {
         self.linear + self.attention + self.index_scores
     }
@@ -45,7 +45,7 @@ impl FlopsPerToken {
         2.0 * (self.linear + self.attention) + self.index_gradient
     }
 
-    /// FLOPs of one training token.
+    /// FLOPs of a token in training, forward and backward.
     pub fn training(&self) -> f64 {
         self.forward() + self.backward()
     }

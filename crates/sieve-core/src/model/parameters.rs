@@ -1,11 +1,11 @@
-//! Parameter counts, by part.
+//! Numbers of parameters of each part of a model.
 
 use super::{AttentionForm, ModelShape, NUM_NSA_BRANCHES};
 
 /// Numbers of parameters, by part. The parts are disjoint; [`total`](Self::total) is their sum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ParameterCounts {
-    /// The embedding: `vocab_size * d_model`.
+    /// Parameters of the embedding: `vocab_size * d_model`.
     pub embedding: u64,
     /// The output projection, of the embedding's size; 0 when tied to it.
     pub output: u64,
@@ -56,7 +56,7 @@ impl ParameterCounts {
 }
 
 impl ModelShape {
-    /// Counts the parameters.
+    /// Counts the model's parameters by part.
     pub fn parameters(&self) -> ParameterCounts {
         let layers = self.num_layers as u64;
         let d_model = self.d_model as u64;
@@ -65,6 +65,7 @@ impl ModelShape {
             embedding,
             output: if self.tie_word_embeddings { 0 } else { embedding },
             mlp: layers * 3 * d_model * self.d_ff as u64,
+            // Two in each layer and the final one; those inside attention are added below.
             norms: layers * 2 * d_model + d_model,
             residual_scale: if self.residual_scale { layers * 2 * d_model } else { 0 },
             ..ParameterCounts::default()

@@ -12,10 +12,10 @@ use super::sections::SHARED_LAYER;
 use super::{AttentionKind, TokenizerSection, resolve, schema};
 use crate::keys::{Key, Kind};
 
-/// A parsed text with its overrides.
+/// A parsed recipe text with its overrides.
 pub(super) struct Document {
     pub(super) table: toml::Table,
-    /// Mistakes in the overrides themselves.
+    /// Mistakes in the overrides, not in the text.
     pub(super) mistakes: Vec<Mistake>,
     /// Keys that do not go with the kind of attention that an override chose.
     pub(super) left_out: Vec<String>,

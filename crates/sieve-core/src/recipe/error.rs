@@ -30,9 +30,9 @@ pub enum RecipeError {
          hint: remove model.vocab_size from the recipe, or set it to at least {tokenizer}"
     )]
     VocabularyTooSmall {
-        /// `model.vocab_size`.
+        /// Value of `model.vocab_size`.
         model: usize,
-        /// Tokens of the tokenizer.
+        /// Number of tokens of the tokenizer.
         tokenizer: usize,
     },
     /// A run is resumed with a recipe whose changes would make it another run.
@@ -52,9 +52,9 @@ pub enum RecipeError {
          hint: set it, or give a default: ${{{variable}:-some/folder}}"
     )]
     UndefinedVariable {
-        /// The path as written.
+        /// The path as the recipe writes it.
         path: String,
-        /// The variable.
+        /// Name of the variable.
         variable: String,
     },
     /// A path holds a `$` that begins no variable.
@@ -63,7 +63,7 @@ pub enum RecipeError {
          hint: write $NAME, ${{NAME}}, or $$ for a dollar sign"
     )]
     BadVariable {
-        /// The path as written.
+        /// The path as the recipe writes it.
         path: String,
         /// Position of the `$` in the path, in characters from 1.
         position: usize,
@@ -71,7 +71,7 @@ pub enum RecipeError {
     /// A recipe built in code holds a value that TOML cannot express.
     #[error("the recipe cannot be written as TOML: {message}")]
     NotRepresentable {
-        /// The TOML writer's message.
+        /// Error text of the TOML writer.
         message: String,
     },
 }

@@ -69,6 +69,7 @@ impl LrSchedulerSection {
             return 1.0;
         }
         let decayed = (step - before_decay) as f64;
+        // With `end_like` the last step has progress (end_like - 1) / end_like, and the others are spaced evenly.
         let progress = match (end_like == decay_steps, decay_steps) {
             (true, _) => decayed / decay_steps as f64,
             (false, 1) => (end_like - 1) as f64 / end_like as f64 + decayed,

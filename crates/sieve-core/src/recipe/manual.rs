@@ -15,7 +15,7 @@ Whole numbers are at least 0. A default of *none* leaves the key without a value
 may have another value when a run is resumed.
 ";
 
-/// Every section and key, as Markdown.
+/// Documentation of every section and key, as Markdown.
 pub fn keys_page() -> String {
     let mut page = HEAD.to_owned();
     for section in Recipe::KEYS {
@@ -146,7 +146,7 @@ fn meaning(key: &Key) -> String {
     text
 }
 
-/// A doc comment on one line.
+/// Joins the lines of a doc comment.
 pub(super) fn one_line(doc: &str) -> String {
     doc.split_whitespace().collect::<Vec<_>>().join(" ")
 }

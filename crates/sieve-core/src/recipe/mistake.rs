@@ -11,7 +11,7 @@ pub struct Mistake {
     pub key: String,
     /// What is wrong with the value.
     pub what: String,
-    /// How to fix it; may be empty.
+    /// How to fix the mistake; may be empty.
     pub hint: String,
 }
 
@@ -39,12 +39,12 @@ impl fmt::Display for Mistake {
     }
 }
 
-/// Where a value was written.
+/// Where a mistaken value was written.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Location {
     /// A line of the recipe's text, counted from 1.
     Line(usize),
-    /// An override, as given.
+    /// In an override with this text.
     Override(String),
 }
 

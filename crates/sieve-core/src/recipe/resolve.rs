@@ -133,7 +133,7 @@ const MOST_BLOCKS: usize = 16;
 const MOST_WINDOW: i64 = 512;
 
 impl Sizes {
-    /// One `part`th of a row, at least one token.
+    /// A fraction 1 / `part` of a row's tokens, at least one token.
     fn part_of_row(self, part: usize) -> Option<i64> {
         whole((self.seq_len? / part).max(1))
     }
@@ -357,7 +357,7 @@ pub(super) fn has_any(kind: AttentionKind, keys: &[&str]) -> bool {
     names.any(|name| keys.contains(&name))
 }
 
-/// The longest default warm-up.
+/// Most steps of a default warm-up.
 const MOST_WARMUP_STEPS: i64 = 100;
 
 /// The default of `lr_scheduler.warmup_steps` in a run of `steps` steps.

@@ -10,7 +10,7 @@ use super::{Recipe, RecipeError, schema};
 /// A key whose value differs between two recipes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyChange {
-    /// The key as `section.key`.
+    /// Name of the key, as `section.key`.
     pub key: String,
     /// The value the run began with, as TOML; `None` when absent.
     pub saved: Option<String>,

@@ -3,10 +3,10 @@
 use super::{AttentionKind, Recipe, StageSection};
 use crate::keys::{Key, Kind, Section};
 
-/// The keys of one `[[stage]]`.
+/// The keys of a recipe's `[[stage]]`.
 pub(super) const STAGE_KEYS: &[Key] = StageSection::KEYS;
 
-/// The name of `[[stage]]`.
+/// Name of the section `[[stage]]`.
 pub(super) const STAGE: &str = "stage";
 
 /// Sections and keys that are reserved for features that are not built yet.
@@ -22,7 +22,7 @@ pub(super) fn sections() -> impl Iterator<Item = &'static Key> {
     keys.filter(|key| matches!(key.kind, Kind::Table(_)))
 }
 
-/// The attention kind called `name`.
+/// The attention kind with this name.
 pub(super) fn attention_kind(name: &str) -> Option<AttentionKind> {
     AttentionKind::ALL.into_iter().find(|kind| kind.name() == name)
 }
@@ -36,12 +36,12 @@ pub(super) fn attention_kinds_with(name: &str) -> Vec<&'static str> {
         .collect()
 }
 
-/// The section called `name`.
+/// The recipe section with this name.
 pub(super) fn section(name: &str) -> Option<&'static Key> {
     sections().find(|section| section.name == name)
 }
 
-/// The key called `name` among `keys`.
+/// The key with this name, out of `keys`.
 pub(super) fn key(keys: &'static [Key], name: &str) -> Option<&'static Key> {
     keys.iter().find(|key| key.name == name)
 }

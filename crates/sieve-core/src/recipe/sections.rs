@@ -99,7 +99,7 @@ macro_rules! attention_kinds {
         );
 
         impl Attention {
-            /// The kind alone.
+            /// The kind without its settings.
             pub fn kind(self) -> AttentionKind {
                 match self {
                     $(Self::$kind { .. } => AttentionKind::$kind,)+
@@ -119,14 +119,14 @@ macro_rules! attention_kinds {
             /// All kinds, in the order of the documentation.
             pub const ALL: [Self; [$($name),+].len()] = [$(Self::$kind),+];
 
-            /// The name a recipe uses.
+            /// Name of the kind in recipes.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$kind => $name,)+
                 }
             }
 
-            /// The keys of `[attention]` that the kind has, besides `kind`.
+            /// The recipe keys of `[attention]` that the kind has, besides `kind`.
             pub(super) fn keys(self) -> &'static [Key] {
                 match self {
                     $($(Self::$kind => $shape::KEYS,)?)+
@@ -210,19 +210,19 @@ keys! {
     }
 }
 
-/// Where a tokenizer comes from.
+/// Where a run's tokenizer comes from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum TokenizerSource<'a> {
-    /// A file.
+    /// A `tokenizer.json` at this path.
     Path(&'a str),
-    /// Numbers below this.
+    /// No tokenizer: tokens are numbers below this one.
     Numbers(usize),
-    /// A tokenizer trained on the text.
+    /// A tokenizer that is trained on the run's text.
     Train(&'a TokenizerTraining),
 }
 
 impl TokenizerSection {
-    /// The keys of a source; a recipe gives exactly one of them.
+    /// The keys that name a source; a recipe gives exactly one.
     pub(super) const SOURCES: [&'static str; 3] = ["path", "numbers", "train"];
 
     /// The source that the recipe gives.
@@ -245,7 +245,7 @@ impl TokenizerSection {
     }
 }
 
-/// 256 bytes, the token that ends a document, and the padding token.
+/// Smallest vocabulary: 256 bytes, the token that ends a document, and the padding token.
 const MIN_TRAINED_VOCAB: usize = 258;
 const IN_A_TRAINED_VOCAB: &str =
     "a byte-level vocabulary holds 256 bytes, an end-of-text and a padding token, and the merges";
@@ -323,7 +323,7 @@ keys! {
 }
 
 impl TrainingSection {
-    /// Tokens that one optimizer step reads.
+    /// Number of tokens that one optimizer step reads.
     pub fn tokens_per_step(&self) -> usize {
         self.global_batch_size * self.seq_len
     }
@@ -375,7 +375,7 @@ choices! {
 }
 
 impl GradientDtype {
-    /// Bytes of one gradient.
+    /// Size of one gradient element in bytes.
     pub fn bytes(self) -> u64 {
         match self {
             Self::F32 => 4,

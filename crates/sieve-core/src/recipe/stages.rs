@@ -45,14 +45,14 @@ impl KeyValue for Vec<StageSection> {
     const KIND: Kind = Kind::Tables(StageSection::KEYS);
 }
 
-/// A stage and its steps.
+/// A stage of a run, with its place in the run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stage {
-    /// Number of the stage, from 0.
+    /// Index of the stage, from 0.
     pub index: usize,
     /// The steps of the stage, counted from 0 over the whole run.
     pub steps: Range<usize>,
-    /// The values of the stage.
+    /// Settings of the stage.
     pub section: StageSection,
 }
 
@@ -167,7 +167,7 @@ impl Recipe {
         recipe
     }
 
-    /// Tokens that the whole run reads; `u64::MAX` if they are more.
+    /// Tokens that the whole run reads, at most `u64::MAX`.
     pub fn num_tokens(&self) -> u64 {
         self.stages().iter().fold(0, |sum: u64, Stage { section, .. }| {
             let sizes = [section.steps, section.global_batch_size, section.seq_len];

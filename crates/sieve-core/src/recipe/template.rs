@@ -7,7 +7,7 @@ use super::manual::{default_words, one_line, value_words};
 use super::{AttentionKind, Recipe, RecipeError, resolve};
 use crate::keys::{Bound, Choices, Key, Kind, Section};
 
-/// The longest comment line, in characters.
+/// Longest comment line of a new recipe, in characters.
 const WIDTH: usize = 100;
 
 impl Recipe {
@@ -116,7 +116,7 @@ fn comment(to: &mut String, text: &str) {
     to.push('\n');
 }
 
-/// A value on one line.
+/// Writes a TOML value on one line.
 fn inline(value: &Value) -> String {
     match value {
         // Debug prints 1e-8; TOML's own writer would print 0.00000001.
@@ -169,7 +169,7 @@ pub fn least_text(tokens_per_step: usize) -> u64 {
 pub struct StartingSize {
     /// The approximate number of parameters without the embedding.
     pub name: &'static str,
-    /// How long and on what device it trains.
+    /// How long a model of this size trains, and on what device.
     pub about: &'static str,
     hidden_size: usize,
     num_layers: usize,
@@ -182,7 +182,7 @@ pub struct StartingSize {
 }
 
 impl StartingSize {
-    /// Every size, the smallest first.
+    /// All sizes, the smallest first.
     pub const ALL: [Self; 3] = [
         Self {
             name: "1m",
@@ -222,7 +222,7 @@ impl StartingSize {
         },
     ];
 
-    /// Tokens one optimizer step reads.
+    /// Number of tokens that one optimizer step reads.
     pub fn tokens_per_step(&self) -> usize {
         self.rows * self.seq_len
     }

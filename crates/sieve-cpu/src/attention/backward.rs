@@ -17,7 +17,7 @@ use crate::simd::{dot, exp, on_arch, reduce_sum};
 /// Vectors that one loop processes, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
 
-/// What the backward pass reads.
+/// Tensors that the backward pass reads.
 #[derive(Clone, Copy)]
 struct Inputs<'a> {
     shape: PackedShape,
@@ -37,7 +37,7 @@ struct Scratch<const W: usize> {
     positions: Vec<[i32; LANES]>,
     statistics: Vec<RowStatistics>,
     block: KeyBlock<W>,
-    /// Keys of the tile.
+    /// Positions of the keys of the present tile.
     list: Vec<u32>,
     p: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
     ds: Aligned<[[f32; LANES]; BLOCK_KEYS]>,

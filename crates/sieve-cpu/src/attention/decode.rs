@@ -11,13 +11,13 @@ use crate::simd::{dot, exp_and_sum, on_arch};
 pub struct DecodeShape {
     /// Query heads that read one KV head.
     pub group_size: usize,
-    /// Width of a head.
+    /// Columns of a head.
     pub head_dim: usize,
     /// Slots of each head in the cache.
     pub capacity: usize,
     /// Slots that are read: the first ones.
     pub kv_len: usize,
-    /// Factor on `q . k`.
+    /// Factor on the dot products `q . k`.
     pub softmax_scale: f32,
 }
 

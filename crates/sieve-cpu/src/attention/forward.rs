@@ -23,7 +23,7 @@ pub(crate) struct TileState<const W: usize> {
     softmax: Vec<Softmax>,
     pub(crate) block: KeyBlock<W>,
     scores: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
-    /// Column panels of the output.
+    /// Number of column panels of the output.
     columns_v: usize,
     /// Output without the softmax denominator, `[row panels, column panels, LANES, W]`.
     o: Vec<Aligned<[[f32; W]; LANES]>>,
@@ -123,7 +123,7 @@ struct Softmax {
 }
 
 impl Softmax {
-    /// The state before the first key.
+    /// The softmax state before the first key.
     fn new() -> Self {
         Self {
             max: Aligned([f32::NEG_INFINITY; LANES]),
@@ -146,13 +146,13 @@ impl Softmax {
 
 /// One tile of tokens with all heads, and where its results are written.
 struct Task<'t> {
-    /// Row of the batch.
+    /// Index of the sequence in the batch.
     row: usize,
-    /// First token of the tile.
+    /// First token of the task's tile.
     first: usize,
-    /// `[tokens, num_heads, head_dim_v]`.
+    /// Output of the tile, `[tokens, num_heads, head_dim_v]`.
     o: &'t mut [f32],
-    /// `[tokens]` for each head.
+    /// Log-sum-exp of the tile, `[tokens]` for each head.
     lse: Vec<&'t mut [f32]>,
 }
 

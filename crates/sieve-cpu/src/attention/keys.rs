@@ -91,7 +91,7 @@ impl<'a> Keys<'a> {
         &self.expire[at * n..(at + 1) * n]
     }
 
-    /// Biases on the logits, where the mask has them.
+    /// Biases of a KV head's keys, if the mask has biases.
     pub(super) fn delta(&self, row: usize, kv_head: usize) -> Option<&'a [f32]> {
         let n = self.shape.seq_len;
         let at = row * self.shape.num_kv_heads + kv_head;

@@ -14,13 +14,13 @@ use crate::simd::on_arch;
 /// Every listed key must be visible to some row: a hidden key costs time, and a NaN in its value would spread.
 #[derive(Clone, Copy, Debug)]
 pub struct ListedTile<'a> {
-    /// Holds the query vectors.
+    /// Slice that holds the query vectors.
     pub q: &'a [f32],
     /// Index in `q` where each row's vector starts, `[rows]`.
     pub query_at: &'a [usize],
     /// Position of each row, not negative, `[rows]`.
     pub query_position: &'a [i32],
-    /// Holds the keys.
+    /// Slice that holds the key vectors.
     pub k: &'a [f32],
     /// Holds the values, laid out as `k`.
     pub v: &'a [f32],

@@ -155,7 +155,7 @@ fn start<S: Simd, const MR: usize, const NV: usize, const W: usize>(
     sum
 }
 
-/// Writes the accumulators to c.
+/// Stores the accumulators in c.
 #[inline(always)]
 fn finish<S: Simd, const MR: usize, const NV: usize, const W: usize>(
     sum: [[S::f32s; NV]; MR],

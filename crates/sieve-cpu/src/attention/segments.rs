@@ -19,12 +19,13 @@ pub(crate) struct GroupRows<'g> {
     pub(crate) dq: Vec<&'g mut [f32]>,
     pub(crate) dk: Vec<&'g mut [f32]>,
     pub(crate) dv: Vec<&'g mut [f32]>,
+    /// Gradient of each key's bias; `None` without biases.
     pub(crate) d_delta: Option<&'g mut [f32]>,
 }
 
 /// Gradients of keys and values, summed over the queries of one segment.
 pub(crate) struct KeySums {
-    /// The first key of the sums.
+    /// Position of the first key that has sums.
     pub(crate) first: usize,
     /// Gradient of the keys, `[keys, head_dim]`.
     pub(crate) dk: Vec<f32>,
@@ -75,6 +76,7 @@ pub(crate) fn segments_of(shape: PackedShape, keys: &Keys<'_>, row: usize, kv_he
     for first in (0..n).step_by(tile_tokens) {
         done += cost(first);
         let end = (first + tile_tokens).min(n);
+        // Segment s ends at the first tile border that reaches (s + 1) / count of the total cost.
         if end == n || done * count as u64 >= total * (segments.len() as u64 + 1) {
             segments.push(start..end);
             start = end;

@@ -21,14 +21,14 @@ pub(crate) fn panel_width(head_dim: usize) -> usize {
     }
 }
 
-/// One tile of queries of one KV head.
+/// A tile of queries of one KV head.
 #[derive(Clone, Copy)]
 pub(crate) struct Tile {
     pub(crate) row: usize,
     pub(crate) kv_head: usize,
-    /// First token of the tile.
+    /// First token of the query tile.
     pub(crate) first: usize,
-    /// One past the last token.
+    /// One past the last token of the query tile.
     pub(crate) end: usize,
 }
 
@@ -50,9 +50,9 @@ impl Tile {
 
 /// Rows of one operand (q or d_o), cut into panels of [`LANES`] rows; unused rows are zero.
 pub(crate) struct RowPanels<const W: usize> {
-    /// `[num_panels, head_dim panels, W, LANES]`.
+    /// Rows transposed, `[num_panels, head_dim panels, W, LANES]`.
     pub(crate) transposed: Vec<Aligned<[[f32; LANES]; W]>>,
-    /// `[num_panels, head_dim panels, LANES, W]`.
+    /// Rows as they are, `[num_panels, head_dim panels, LANES, W]`.
     pub(crate) natural: Vec<Aligned<[[f32; W]; LANES]>>,
 }
 
@@ -140,7 +140,7 @@ pub(crate) fn row_positions(num_rows: usize, position: impl Fn(usize) -> i32, po
 pub(crate) struct SeenKeys {
     /// Slots of the block; both ends are multiples of [`KEY_STEP`].
     pub(crate) slots: Range<usize>,
-    /// Whether some row does not see some of these keys.
+    /// Whether the mask hides some of these keys from some row.
     pub(crate) masked: bool,
 }
 
@@ -154,7 +154,7 @@ pub(crate) struct Pairs<'s> {
     pub(crate) delta: Option<&'s [f32]>,
     /// Subtracted from the biases of each row: the largest bias that the row sees.
     pub(crate) base: &'s [f32; LANES],
-    /// Whether some pair is not visible.
+    /// Whether the mask hides some of these pairs.
     pub(crate) masked: bool,
 }
 
@@ -170,9 +170,9 @@ impl Pairs<'_> {
 
 /// Keys and values gathered from the packed tensor; unused slots are zero and hidden from every query.
 pub(crate) struct KeyBlock<const W: usize> {
-    /// `[head_dim panels, BLOCK_KEYS, W]`.
+    /// Keys, `[head_dim panels, BLOCK_KEYS, W]`.
     pub(crate) k: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
-    /// `[head_dim panels, BLOCK_KEYS, W]`.
+    /// Values, `[head_dim panels, BLOCK_KEYS, W]`.
     pub(crate) v: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
     pub(crate) position: [i32; BLOCK_KEYS],
     pub(crate) expire: [i32; BLOCK_KEYS],
@@ -193,7 +193,8 @@ impl<const W: usize> KeyBlock<W> {
         }
     }
 
-    /// Gathers `list` (at most [`BLOCK_KEYS`] keys) of one KV head from a batch row of qkv.
+    /// Copies the keys and values of the tokens in `list`, at most [`BLOCK_KEYS`], for the tile's KV head; `qkv_row` is
+    /// the tile's batch row of the packed tensor. Empties the slots that an earlier, longer list has filled.
     #[inline(always)]
     pub(crate) fn gather(&mut self, qkv_row: &[f32], shape: PackedShape, keys: &Keys<'_>, tile: Tile, list: &[u32]) {
         let (d, d_v) = (shape.head_dim, shape.head_dim_v);
@@ -223,7 +224,7 @@ impl<const W: usize> KeyBlock<W> {
     /// The keys that rows at these positions see; `None` when they see none of the block. Rows at -1 see nothing.
     #[inline(always)]
     pub(crate) fn seen_by(&self, positions: &[i32; LANES]) -> Option<SeenKeys> {
-        // As unsigned numbers, -1 is the largest.
+        // The smallest position but -1, which as an unsigned number is the largest.
         let first = positions.iter().fold(u32::MAX, |first, &at| first.min(at as u32)) as i32;
         let [least, last] = positions
             .iter()

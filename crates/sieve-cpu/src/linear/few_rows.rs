@@ -10,13 +10,13 @@ use std::arch::x86_64::{__m256, __m256d, __m512, __m512d, _MM_HINT_T0, _mm_prefe
 
 use super::{MAX_DEPTH, TASK_OUTPUTS, Weight};
 
-/// Maximum number of rows.
+/// Most rows of x that this form takes.
 pub(super) const FEW_ROWS: usize = 8;
 
 /// Number of weights from which all threads are used.
 const MIN_SHARED_WEIGHTS: usize = 1 << 17;
 
-/// Lanes of the widest vectors.
+/// Lanes of the widest SIMD vectors.
 const MAX_LANES: usize = 16;
 
 /// A square matrix: one vector for each lane. Only the first `F32_LANES` of the [`MAX_LANES`] vectors are used.
@@ -187,15 +187,15 @@ pub(super) fn few_rows<S: Transpose>(
     }
 }
 
-/// Computes some outputs of all rows.
+/// Computes some columns of the output for all rows.
 struct Task<'a, S> {
     simd: S,
     x: &'a [f32],
     weight: Weight<'a>,
     d_in: usize,
-    /// The first output.
+    /// The task's first output column.
     first: usize,
-    /// `[rows, outputs]`.
+    /// Output of the task, `[rows, outputs]`.
     y: &'a mut [f32],
 }
 
@@ -222,7 +222,7 @@ impl<S: Transpose> Task<'_, S> {
         }
     }
 
-    /// For at most `ROWS` rows.
+    /// Computes the task for at most `ROWS` rows.
     #[inline(always)]
     fn run<W: Element, const ROWS: usize>(self, weight: &[W]) {
         let Self {

@@ -13,21 +13,21 @@ use crate::error::DataError;
 /// How many documents were read and dropped.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CorpusReport {
-    /// Files opened.
+    /// Number of files opened.
     pub num_files: u64,
-    /// Documents returned.
+    /// Number of documents returned.
     pub num_documents: u64,
-    /// Bytes of the returned documents' text.
+    /// Bytes of UTF-8 text of the returned documents.
     pub num_bytes: u64,
-    /// Documents dropped because they are blank.
+    /// Number of documents dropped because they are blank.
     pub num_blank: u64,
     /// Documents dropped because an earlier one has the same text.
     pub num_duplicates: u64,
-    /// Invalid documents skipped.
+    /// Number of invalid documents that were skipped.
     pub num_invalid: u64,
-    /// Message about the first invalid document.
+    /// Error message about the first invalid document, if there was one.
     pub first_invalid: Option<String>,
-    /// Whether `max_bytes` ended the reading.
+    /// Whether reading stopped at the limit `max_bytes`.
     pub reached_max_bytes: bool,
 }
 
@@ -68,7 +68,7 @@ impl std::ops::AddAssign<&Self> for CorpusReport {
 /// How far a corpus was read. Between two files, the cursor and the hashes of the texts seen are enough to continue.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Cursor {
-    /// Index of the file being read.
+    /// Index of the file that is being read.
     pub(crate) file_idx: usize,
     pub(crate) report: CorpusReport,
 }
@@ -76,6 +76,7 @@ pub(crate) struct Cursor {
 /// The documents of a corpus, in order. Ends after its first error; a corpus without any document is an error too.
 pub struct Documents<'a> {
     corpus: &'a Corpus,
+    /// The reader of the open file; `None` between files.
     source: Option<Box<dyn DocumentSource>>,
     /// A second reader of the same file, for the prompt of each document; `None` if documents have no prompts.
     prompts: Option<Box<dyn DocumentSource>>,
@@ -107,7 +108,7 @@ impl<'a> Documents<'a> {
         }
     }
 
-    /// How far the corpus was read.
+    /// Position up to which the corpus was read.
     pub(crate) fn cursor(&self) -> &Cursor {
         &self.cursor
     }
@@ -122,7 +123,7 @@ impl<'a> Documents<'a> {
         self.seen
     }
 
-    /// Counts of the documents so far.
+    /// Counts of the documents read so far.
     pub fn report(&self) -> &CorpusReport {
         &self.cursor.report
     }
@@ -142,7 +143,7 @@ impl<'a> Documents<'a> {
         self.cursor.report.reached_max_bytes || self.cursor.file_idx == self.corpus.files().len()
     }
 
-    /// Opens the cursor's file.
+    /// Opens the file at the cursor's position.
     fn open(&mut self, file: &SourceFile) -> Result<(), DataError> {
         let config = self.corpus.config();
         let path = self.corpus.local_path(file)?;
@@ -235,7 +236,7 @@ impl<'a> Documents<'a> {
         Ok(None)
     }
 
-    /// As [`next`](Self::next), but also returns `None` at the end of each file.
+    /// Like [`next`](Self::next), but also returns `None` at the end of each file.
     pub(crate) fn next_in_file(&mut self) -> Option<Result<Document, DataError>> {
         if self.done {
             return None;

@@ -19,6 +19,7 @@ struct Found {
     path: PathBuf,
     /// Path relative to the folder or glob that led to the file.
     relative: PathBuf,
+    /// The file on the hub; `None` for a file on this disk.
     remote: Option<RemoteFile>,
     /// Whether a path names this file directly, not by a folder or glob.
     is_named: bool,

@@ -26,7 +26,7 @@ use sieve_files::{temporary_name, write_atomically};
 /// How to reach the hub, and where fetched files are stored until they are read.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HubConfig {
-    /// Address of the hub, usually [`ENDPOINT`](Self::ENDPOINT).
+    /// URL of the hub, usually [`ENDPOINT`](Self::ENDPOINT).
     pub endpoint: String,
     /// Access token for data sets that are not public. It is sent only to the endpoint's host, and only over https.
     pub token: Option<String>,
@@ -61,7 +61,7 @@ impl Default for HubLimits {
 }
 
 impl HubConfig {
-    /// The public hub.
+    /// URL of the public Hugging Face hub.
     pub const ENDPOINT: &'static str = "https://huggingface.co";
 
     /// Reads the variables `HF_ENDPOINT`, `HF_TOKEN` and `SSL_CERT_FILE`; each may be unset or empty.
@@ -147,14 +147,15 @@ fn in_python_cache(cache: &Path, remote: &RemotePath, name: &str) -> Option<Path
     path.is_file().then_some(path)
 }
 
-/// A file on the hub.
+/// A file of a repository on the hub.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RemoteFile {
-    /// "datasets/OWNER/NAME", or "OWNER/NAME" for a model.
+    /// Repository: "datasets/OWNER/NAME", or "OWNER/NAME" for a model.
     repo: Arc<str>,
     commit: Arc<str>,
-    /// Path in the repository.
+    /// Path of the file in the repository.
     pub(super) name: String,
+    /// Size and checksum in the hub's list of files; `None` where the list lacks them.
     num_bytes: Option<u64>,
     checksum: Option<Checksum>,
 }
@@ -201,7 +202,7 @@ struct RemotePath {
 }
 
 impl RemotePath {
-    /// The repository's part of a URL.
+    /// The repository as it is written in URLs.
     fn url_repo(&self) -> String {
         match self.is_model {
             true => self.repo.clone(),
@@ -316,7 +317,7 @@ const MAX_ANSWER_BYTES: u64 = 64 << 20;
 /// The longest file name that is accepted, as on Linux.
 const MAX_NAME_BYTES: usize = 4096;
 
-/// A connection to the hub.
+/// A connection to the hub, with its settings.
 pub(super) struct Hub {
     client: Client,
     config: HubConfig,

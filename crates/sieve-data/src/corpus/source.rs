@@ -27,7 +27,7 @@ pub(super) trait DocumentSource: Send {
     fn next_document(&mut self) -> Option<Result<(String, u64), DataError>>;
 }
 
-/// Opens a file of this format.
+/// Opens a file and reads its documents in this format.
 pub(super) fn open(
     format: &Format,
     path: &Path,

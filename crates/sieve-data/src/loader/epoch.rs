@@ -31,7 +31,7 @@ pub(super) struct Epoch {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) document: u64,
-    /// Tokens of the document, not empty.
+    /// Range of the document's tokens, not empty.
     pub(super) tokens: Range<u64>,
 }
 

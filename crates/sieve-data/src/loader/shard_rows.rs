@@ -1,4 +1,4 @@
-//! Reads rows from one shard.
+//! Reads rows of tokens from one shard.
 
 use std::sync::{Arc, Mutex};
 
@@ -7,7 +7,7 @@ use super::{Batch, IGNORE_LABEL, LoaderConfig, Order, PAD_DOCUMENT};
 use crate::error::DataError;
 use crate::shard::{ShardReader, with_ending};
 
-/// A shard divided into rows.
+/// A shard of documents, divided into rows.
 #[derive(Debug)]
 pub(super) struct ShardRows {
     shard: Arc<ShardReader>,

@@ -11,14 +11,14 @@ use crate::permutation::Permutation;
 /// One kind of sample in a mixture, and the number of its samples.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MqarPart {
-    /// Configuration of the samples.
+    /// Settings of the samples.
     pub config: MqarConfig,
     /// An epoch of this part has the samples `0..num_samples` of the split.
     pub num_samples: u64,
 }
 
 impl MqarPart {
-    /// A hash of the parts' settings.
+    /// Hash of the settings of all parts.
     pub fn fingerprint(parts: &[Self]) -> String {
         let mut hash = Xxh3::new();
         for part in parts {
@@ -63,7 +63,7 @@ pub struct MqarMixture {
 struct Part {
     mqar: Mqar,
     num_samples: u64,
-    /// Samples per row.
+    /// Samples that fit into one row.
     per_row: u64,
     /// Document id of the part's first sample; ids count over all parts.
     first_document: u64,
@@ -129,12 +129,12 @@ impl MqarMixture {
         })
     }
 
-    /// Tokens of a row.
+    /// Tokens of each row.
     pub fn seq_len(&self) -> usize {
         self.seq_len
     }
 
-    /// The largest vocabulary among the parts.
+    /// The largest vocabulary of the parts.
     pub fn vocab_size(&self) -> usize {
         let sizes = self.parts.iter().map(|part| part.mqar.config().vocab_size);
         sizes.max().expect("there is a part")

@@ -19,7 +19,7 @@ pub(super) struct Lock {
 const MARK: &[u8] = b"The files train.* and validation.* beside this one were written by sieve.\n";
 
 impl Lock {
-    /// Takes the lock. If another process holds it, reports [`Progress::Waiting`] and waits.
+    /// Takes a folder's lock. If another process holds it, reports [`Progress::Waiting`] and waits.
     pub(super) fn take(path: PathBuf, progress: &dyn Fn(Progress)) -> Result<Self, DataError> {
         let locked = try_lock(&path).and_then(|taken| match taken {
             Taken::Yes(file) => Ok(file),

@@ -26,22 +26,22 @@ pub struct PreparedMeta {
     pub format_version: u32,
     /// A hash of everything that decides the result: source files (path, size, time), settings, tokenizer.
     pub fingerprint: String,
-    /// [`Tokenizer::hash`](crate::Tokenizer::hash), in hexadecimal.
+    /// Hash of the tokenizer ([`Tokenizer::hash`](crate::Tokenizer::hash)), in hexadecimal.
     pub tokenizer_hash: String,
     /// Size of the tokenizer's vocabulary.
     pub vocab_size: usize,
-    /// How tokens are stored.
+    /// Integer type in which token ids are stored.
     pub dtype: TokenDtype,
-    /// The token that ends each document.
+    /// Id of the token that ends each document.
     pub eos_id: u32,
-    /// [`Corpus::fingerprint`](crate::Corpus::fingerprint), in hexadecimal.
+    /// Hash of the corpora ([`Corpus::fingerprint`](crate::Corpus::fingerprint)), in hexadecimal.
     pub sources_hash: String,
     /// Settings of the corpus, or of the first of several.
     pub settings: CorpusConfig,
-    /// If several corpora were prepared, each of them; empty for one corpus.
+    /// Each corpus, if there are several; empty for one corpus.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sources: Vec<SourceMeta>,
-    /// Source of the validation documents.
+    /// Where the validation documents come from.
     pub validation_settings: ValidationSettings,
     /// Whether a corpus had too few documents to hold whole documents out, so that the end of its text is held out.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -51,56 +51,56 @@ pub struct PreparedMeta {
     pub(super) train_bytes: TrainBytes,
     /// Contents of `train.bin`, or of `train-000.bin`, `train-001.bin`, … together.
     pub train: SplitMeta,
-    /// Contents of `validation.bin`.
+    /// Sizes of the validation shard, `validation.bin`.
     pub validation: SplitMeta,
     /// Numbers of documents of the training corpora that were used or left out.
     pub report: CorpusReport,
-    /// Numbers of documents of a separate validation corpus that were used or left out.
+    /// The same of the separate validation corpus; `None` if validation documents come from the training corpora.
     pub validation_report: Option<CorpusReport>,
 }
 
-/// Source of the validation documents.
+/// Where the validation documents come from.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ValidationSettings {
-    /// A fraction of the training corpora.
+    /// This fraction of the training corpora.
     Fraction(f64),
-    /// A separate corpus.
+    /// A corpus of its own.
     Corpus {
-        /// The corpus's fingerprint, in hexadecimal.
+        /// Fingerprint of the corpus, in hexadecimal.
         sources_hash: String,
-        /// The corpus's settings.
+        /// Settings of the corpus.
         settings: Box<CorpusConfig>,
     },
 }
 
-/// One of several prepared corpora.
+/// One of several corpora in a folder of prepared data.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SourceMeta {
-    /// [`Corpus::fingerprint`](crate::Corpus::fingerprint), in hexadecimal.
+    /// Hash of the corpus ([`Corpus::fingerprint`](crate::Corpus::fingerprint)), in hexadecimal.
     pub sources_hash: String,
-    /// The corpus's settings.
+    /// Settings of the corpus.
     pub settings: CorpusConfig,
-    /// Contents of the corpus's training shard.
+    /// Sizes of the corpus's training shard.
     pub train: SplitMeta,
     /// Numbers of the corpus's documents that were used or left out.
     pub report: CorpusReport,
 }
 
-/// Contents of one shard.
+/// Number of documents and sizes of one shard.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SplitMeta {
-    /// Number of documents.
+    /// Number of documents in the shard.
     pub num_documents: u64,
     /// Number of tokens, one end-of-document token per document included.
     pub num_tokens: u64,
-    /// Bytes of UTF-8 text.
+    /// Bytes of UTF-8 text that were tokenised.
     pub num_bytes: u64,
     /// Words: runs of characters that are not white space.
     pub num_words: u64,
-    /// Size of the `.bin` file.
+    /// Size of the `.bin` file in bytes.
     pub bin_bytes: u64,
-    /// Size of the `.idx` file.
+    /// Size of the `.idx` file in bytes.
     pub idx_bytes: u64,
     /// XXH3-128 of the `.bin` file, in hexadecimal. Equal hashes mean equal tokens, from whatever sources.
     pub tokens_hash: String,
@@ -204,10 +204,10 @@ impl PreparedMeta {
     }
 }
 
-/// Length of a document's text.
+/// Length of one document's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DocumentSize {
-    /// Bytes of UTF-8 text.
+    /// Bytes of UTF-8 text of the document.
     pub num_bytes: u64,
     /// Words: runs of characters that are not white space.
     pub num_words: u64,

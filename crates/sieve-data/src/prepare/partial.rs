@@ -21,7 +21,7 @@ use crate::error::DataError;
 use crate::shard::ShardWriter;
 use sieve_files::{AtomicFile, temporary_name};
 
-/// The journal's name; it keeps the ending `.tmp` until it is removed.
+/// File name of the journal, followed by `.tmp` until the journal is removed.
 pub(super) const JOURNAL: &str = "prepare.journal";
 
 /// The first line of the journal, which identifies the preparation.
@@ -45,9 +45,10 @@ impl Header {
 pub(super) struct Place {
     /// Reports of the corpora that were read to their end.
     pub(super) done: Vec<CorpusReport>,
-    /// Position in the corpus after those.
+    /// Position in the corpus that is being read.
     pub(super) cursor: Cursor,
-    /// Result of [`cuts`](super::split::cuts). It is kept because files of the hub may have been removed after use.
+    /// Where files are cut into training and validation text ([`cuts`](super::split::cuts)); `None` before that is
+    /// decided. It is kept because files of the hub may have been removed after use.
     pub(super) cuts: Option<Cuts>,
 }
 
@@ -55,21 +56,21 @@ pub(super) struct Place {
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Step {
     place: Place,
-    /// Contents of each shard.
+    /// Sizes of each shard so far.
     splits: Vec<SplitMeta>,
-    /// For each shard, the tokens of each new sequence.
+    /// Tokens of each new sequence, for each shard.
     lengths: Vec<Vec<i32>>,
     /// Sizes of new documents in the validation split.
     pub(super) sizes: Vec<DocumentSize>,
     /// Whether `seen` of this and earlier lines is discarded, because later corpora are not compared with it.
     pub(super) clears_seen: bool,
-    /// If duplicates are dropped, hashes of the new texts.
+    /// Hashes of the new texts, if duplicates are dropped.
     pub(super) seen: Vec<u128>,
     /// Hashes of new documents of a separate validation corpus.
     pub(super) held_out: Vec<u128>,
 }
 
-/// One shard being written.
+/// A shard that is being written.
 pub(super) struct Split {
     pub(super) name: String,
     pub(super) writer: ShardWriter,

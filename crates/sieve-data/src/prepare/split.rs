@@ -33,14 +33,14 @@ pub(super) enum Target {
     Validation,
 }
 
-/// How one corpus is split.
+/// Which documents of a corpus are validation documents.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Split<'a> {
     /// This fraction of the documents is held out, by a hash of their text.
     Hash(f64, &'a TrainBytes),
     /// The corpus is cut: its text from this byte on is held out.
     End(u64, &'a TrainBytes),
-    /// All of it is held out: this is the validation corpus.
+    /// All documents are held out: this is the validation corpus.
     AllHeldOut,
     /// It is trained on, except for documents with these hashes, which the validation corpus has.
     Without(&'a HashSet<u128>),

@@ -53,11 +53,11 @@ pub(super) struct Batch {
     pub(super) cursor: Cursor,
     /// Whether that position is between two files.
     pub(super) ends_file: bool,
-    /// If duplicates are dropped, hashes of these texts.
+    /// Hashes of these texts, if duplicates are dropped.
     pub(super) newly_seen: Vec<u128>,
     /// Whether the corpus ends after these documents.
     pub(super) is_last: bool,
-    /// The error that ended the reading after these documents.
+    /// The error that ended the reading after these documents, if one did.
     pub(super) error: Option<DataError>,
 }
 

@@ -74,17 +74,17 @@ impl ShardReader {
         &self.prefix
     }
 
-    /// How tokens are stored.
+    /// Integer type in which token ids are stored.
     pub fn dtype(&self) -> TokenDtype {
         self.layout.dtype
     }
 
-    /// Documents in the shard.
+    /// Number of documents in the shard.
     pub fn num_documents(&self) -> u64 {
         self.layout.num_documents
     }
 
-    /// Tokens in the shard.
+    /// Number of tokens in the shard.
     pub fn num_tokens(&self) -> u64 {
         self.layout.num_tokens
     }

@@ -16,9 +16,9 @@ pub struct ShardWriter {
     bin: AtomicFile,
     dtype: TokenDtype,
     vocab_size: usize,
-    /// Tokens of each sequence.
+    /// Number of tokens of each sequence.
     lengths: Vec<i32>,
-    /// 2 with prompts, else 1.
+    /// 2 if documents have prompts, else 1.
     sequences_per_document: usize,
     hash: Xxh3,
     bytes: Vec<u8>,
@@ -30,7 +30,7 @@ pub(crate) struct FinishedShard {
     idx: FinishedFile,
     pub(crate) bin_bytes: u64,
     pub(crate) idx_bytes: u64,
-    /// XXH3-128 of the `.bin` file.
+    /// XXH3-128 hash of the `.bin` file.
     pub(crate) bin_hash: u128,
 }
 
@@ -91,7 +91,7 @@ impl ShardWriter {
         Ok(self.bin.keep()?)
     }
 
-    /// Tokens of each sequence so far.
+    /// Number of tokens of each sequence written so far.
     pub(crate) fn lengths(&self) -> &[i32] {
         &self.lengths
     }
@@ -156,7 +156,7 @@ impl ShardWriter {
         Ok(sync_folder(&dir)?)
     }
 
-    /// As [`finish`](Self::finish), but leaves the files under their temporary names.
+    /// Like [`finish`](Self::finish), but leaves the files under their temporary names.
     pub(crate) fn finish_unnamed(self) -> Result<FinishedShard, DataError> {
         let num_sequences = self.lengths.len() as u64;
         let num_documents = num_sequences / self.sequences_per_document as u64;
@@ -166,6 +166,7 @@ impl ShardWriter {
         idx.write(&[self.dtype.code()])?;
         idx.write(&num_sequences.to_le_bytes())?;
         idx.write(&(num_documents + 1).to_le_bytes())?;
+        // Tables: length of each sequence in tokens, its first byte in `.bin`, and first sequence of each document.
         for length in &self.lengths {
             idx.write(&length.to_le_bytes())?;
         }

@@ -14,7 +14,7 @@ use crate::error::DataError;
 /// `<|pad|>` (id 1), the 256 bytes, and `vocab_size - 258` merges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BpeConfig {
-    /// Number of tokens, at least 258.
+    /// Number of tokens of the vocabulary, at least 258.
     pub vocab_size: usize,
     /// The most bytes of text to train on, and about as many if the corpus has them: a sample of chunks of documents,
     /// drawn by a hash of the chunk.

@@ -38,7 +38,7 @@ static CLASSES: LazyLock<Vec<Class>> = LazyLock::new(|| {
     classes
 });
 
-/// The words of `text`, which cover it without gaps.
+/// Divides `text` into words, without gaps between them.
 pub(super) fn words(text: &str) -> impl Iterator<Item = &str> {
     let classes: &[Class] = &CLASSES;
     let mut rest = text;

@@ -10,10 +10,10 @@ use sieve_ops::DeviceBackend;
 /// Depths are grouped into this many equal ranges.
 const NUM_DEPTHS: usize = 5;
 
-/// Result of one sample.
+/// A model's answer to one sample, and its score.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SampleScore {
-    /// The task.
+    /// Name of the task.
     pub task: &'static str,
     /// Tokens of prompt and answer, at most.
     pub length: usize,
@@ -25,9 +25,9 @@ pub struct SampleScore {
     pub rank: f64,
     /// Log-likelihood of the first reference per token.
     pub log_likelihood: f64,
-    /// The generated text.
+    /// The answer that the model generated.
     pub answer: String,
-    /// Strings that a right answer contains.
+    /// Strings that a right answer has to contain.
     pub references: Vec<String>,
 }
 
@@ -40,28 +40,28 @@ pub struct LongCell {
     pub depth: Option<f64>,
     /// Number of samples.
     pub num_samples: usize,
-    /// Mean score.
+    /// Mean score of the samples, from 0 to 1.
     pub score: f64,
-    /// Mean rank of the first reference's likelihood.
+    /// Mean rank of the right answer by likelihood among wrong ones; 1 is the best.
     pub mean_rank: f64,
     /// Mean log-likelihood of the answer per token.
     pub log_likelihood: f64,
 }
 
-/// A task's scores.
+/// Scores of one task.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LongTaskReport {
-    /// The task.
+    /// Name of the task.
     pub task: &'static str,
     /// Name of what the task's texts consist of.
     pub haystack: String,
-    /// Mean score over all samples.
+    /// Mean score over all samples of the task.
     pub score: f64,
-    /// Mean rank over all samples.
+    /// Mean rank of the right answers, over all samples.
     pub mean_rank: f64,
-    /// The mean rank of a guess.
+    /// The mean rank that guessing would give.
     pub chance_rank: f64,
-    /// One cell for each length, over all depths.
+    /// Mean scores at each length, over all depths.
     pub lengths: Vec<LongCell>,
     /// One cell for each length and range of depths; empty if the task has no depths.
     pub cells: Vec<LongCell>,
@@ -74,7 +74,7 @@ pub struct LongReport {
     pub selector: Option<String>,
     /// The path that each layer took with the selector.
     pub paths: Vec<LayerPath>,
-    /// One report for each task.
+    /// The report of each task.
     pub tasks: Vec<LongTaskReport>,
 }
 
@@ -142,6 +142,7 @@ impl LongTaskReport {
                 let width = 100.0 / NUM_DEPTHS as f64;
                 let number = |depth: f64| ((depth / width) as usize).min(NUM_DEPTHS - 1);
                 let inside = of(length).filter(|one| one.depth.is_some_and(|d| number(d) == part));
+                // The cell stands for the middle of its depths, in percent.
                 let depth = Some(width * (part as f64 + 0.5));
                 cells.extend(LongCell::new(length, depth, inside));
             }

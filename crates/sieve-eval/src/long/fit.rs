@@ -7,9 +7,9 @@ use sieve_data::Tokenizer;
 /// Samples of a task at one length.
 #[derive(Clone, Debug)]
 pub struct LongTexts {
-    /// The task.
+    /// The task of the samples.
     pub task: LongTask,
-    /// Tokens that a prompt and the tokens generated after it may take.
+    /// Most tokens of a prompt and its answer together.
     pub length: usize,
     /// The samples, each with its prompt's tokens.
     pub samples: Vec<(LongSample, Vec<u32>)>,

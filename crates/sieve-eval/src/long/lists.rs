@@ -3,7 +3,7 @@ use super::needles::NOISE;
 use super::random::Random;
 use super::{LongSample, Match, Size, wrong};
 
-/// Assignments of a chain, one for each of its variables.
+/// Assignments in a chain of RULER's variable tracking, one for each variable.
 pub(super) const CHAIN: usize = 5;
 /// Most common words that are asked for.
 pub(super) const NUM_COMMON: usize = 10;

@@ -2,7 +2,7 @@
 use super::random::Random;
 use super::{LongSample, LongSource, LongText, Match, depth, wrong};
 
-/// RULER's filler text.
+/// The filler sentences of RULER's noise haystack.
 pub(super) const NOISE: &str =
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.";
 /// Needles in essays are placed at depths drawn from this many even steps from 0 to 100 %.

@@ -81,7 +81,7 @@ impl QaData {
         }
     }
 
-    /// Number of different documents.
+    /// Number of distinct documents of the data set.
     pub(super) fn num_documents(&self) -> usize {
         self.documents.len()
     }
@@ -128,7 +128,7 @@ impl QaData {
         }
     }
 
-    /// A random question with `parts` documents: its own, then others.
+    /// A random question with `parts` documents: the one with its answer, then others.
     pub(super) fn sample(&self, random: &mut Random, parts: usize) -> LongSample {
         let asked = random.below(self.questions.len());
         let question = &self.questions[asked];

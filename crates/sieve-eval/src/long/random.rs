@@ -6,9 +6,9 @@ use chacha20::rand_core::Rng;
 /// Whether texts are for testing or for training. The two share neither words nor seeds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// For testing: words at even places of the lists.
+    /// Samples for testing: words at even places of the lists.
     Test,
-    /// For training: words at odd places of the lists.
+    /// Samples for training: words at odd places of the lists.
     Train,
 }
 
@@ -97,7 +97,7 @@ impl Random {
         (first + self.below(9 * first)).to_string()
     }
 
-    /// A UUID of version 4.
+    /// A random UUID of version 4.
     pub(super) fn uuid(&mut self) -> String {
         let (a, b) = (self.random.next_u64(), self.random.next_u64());
         let (a, b) = ((a & !0xf000) | 0x4000, (b & !(3 << 62)) | (2 << 62));

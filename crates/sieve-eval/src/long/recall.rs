@@ -3,7 +3,7 @@ use super::needles::NOISE;
 use super::random::Random;
 use super::{LongSample, Match, depth, wrong};
 
-/// Words to copy.
+/// Number of words that the model has to copy.
 pub(super) const NUM_COPIED: usize = 8;
 
 /// A pass key of five digits, hidden in filler text.

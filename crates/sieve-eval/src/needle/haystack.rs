@@ -121,7 +121,7 @@ impl Haystack {
         Ok(Self { tokens, ends })
     }
 
-    /// Number of tokens.
+    /// Number of tokens of the haystack.
     pub fn num_tokens(&self) -> usize {
         self.tokens.len()
     }
@@ -163,7 +163,7 @@ fn sentence(random: &mut ChaCha8Rng) -> String {
     format!("The {first} {verb} the {second}{ending}.")
 }
 
-/// Random English sentences.
+/// Random English sentences as filler.
 pub(crate) fn made_up_sentences(count: usize, seed: u64) -> Vec<String> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     (0..count).map(|_| sentence(&mut random)).collect()

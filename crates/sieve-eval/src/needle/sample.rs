@@ -17,15 +17,15 @@ const ANIMALS: [&str; 12] = [
 /// A greedy continuation may take this many tokens more than the longest answer has.
 const SPARE_TOKENS: usize = 8;
 
-/// The texts of one needle.
+/// Sentence, question and answers of one needle.
 pub(super) struct Texts {
     /// The sentence that is hidden in the haystack.
     pub(super) statement: String,
     /// The beginning of that sentence, after the haystack; the answer comes next.
     pub(super) question: String,
-    /// A number of seven digits.
+    /// The answer: a number of seven digits.
     pub(super) answer: String,
-    /// Wrong numbers of seven digits.
+    /// Wrong answers: other numbers of seven digits.
     pub(super) distractors: Vec<String>,
 }
 
@@ -83,7 +83,7 @@ impl Sample {
         longest + SPARE_TOKENS
     }
 
-    /// Tokens besides the haystack and a BOS token.
+    /// Number of the sample's tokens besides the haystack and a BOS token.
     fn num_tokens(&self) -> usize {
         self.statement.len() + self.question.len() + self.max_new_tokens()
     }

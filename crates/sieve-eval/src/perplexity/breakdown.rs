@@ -6,7 +6,7 @@ use serde::Serialize;
 /// Number and mean loss of a group of predictions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct MeanLoss {
-    /// Number of predictions.
+    /// Number of predicted tokens.
     pub num_tokens: u64,
     /// Mean cross-entropy, nats per token; 0 without predictions.
     pub loss: f64,
@@ -15,11 +15,11 @@ pub struct MeanLoss {
 /// The loss of predictions that see at least `from` and fewer than `to` tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PositionLoss {
-    /// Least number of tokens seen.
+    /// Fewest tokens that a prediction sees.
     pub from: usize,
     /// Largest number of tokens seen, plus 1.
     pub to: usize,
-    /// Number and mean loss.
+    /// Number and mean loss of these predictions.
     #[serde(flatten)]
     pub mean: MeanLoss,
 }
@@ -71,7 +71,7 @@ impl Sum {
 #[derive(Debug)]
 pub(super) struct Breakdown {
     all: Sum,
-    /// By the binary logarithm of the number of tokens seen, rounded down.
+    /// Sums by the binary logarithm of the number of tokens seen, rounded down.
     by_power: Vec<Sum>,
     /// For each of `borders`, in tokens: words last used at most that far back, and words last used farther back.
     again: Vec<[Sum; 2]>,

@@ -13,9 +13,9 @@ pub struct Extrapolation {
     pub context: usize,
     /// Tokens predicted, the same ones for every context.
     pub num_tokens: u64,
-    /// Mean cross-entropy, nats per token.
+    /// Mean cross-entropy of a token, in nats.
     pub loss: f64,
-    /// `exp(loss)`.
+    /// Perplexity per token: `exp(loss)`.
     pub perplexity: f64,
     /// This perplexity divided by the first context's. Above 1, the longer context made predictions worse.
     pub ratio: f64,

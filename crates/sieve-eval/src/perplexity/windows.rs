@@ -6,14 +6,14 @@ use std::ops::Range;
 /// A part of a document that the model reads at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Window {
-    /// Positions of the inputs.
+    /// Range of the document's tokens that the model reads.
     pub(super) input: Range<usize>,
     /// From this input to the last one, the next token is scored. Earlier inputs were scored in an earlier window.
     pub(super) first_scored: usize,
 }
 
 impl Window {
-    /// Predictions of this window.
+    /// Number of predictions that count in this window.
     #[cfg(test)]
     fn num_scored(&self) -> usize {
         self.input.end - self.first_scored
@@ -56,7 +56,7 @@ pub(super) fn rolling_windows(len: usize, context: usize) -> impl Iterator<Item 
     })
 }
 
-/// Context of a prediction.
+/// How many tokens a prediction sees, and where it lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     /// Tokens of the document that the prediction sees.

@@ -14,7 +14,7 @@ pub const READY_GRIDS: [(&str, &str); 6] = [
     ("all", include_str!("../../grids/all.toml")),
 ];
 
-/// The TOML file.
+/// The contents of the TOML file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {

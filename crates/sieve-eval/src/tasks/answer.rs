@@ -82,7 +82,7 @@ pub(super) fn answers<B: DeviceBackend>(
     Ok(answers)
 }
 
-/// An answer that is being generated.
+/// A text whose answer is still being generated.
 struct OpenAnswer<'a, 't, B: DeviceBackend> {
     prompt_idx: usize,
     /// Prompt and answer, without the answer's last token.
@@ -91,7 +91,7 @@ struct OpenAnswer<'a, 't, B: DeviceBackend> {
     next: Option<u32>,
     stream: DecodeStream<'t>,
     answer: String,
-    /// Tokens of the answer.
+    /// Number of tokens generated so far.
     num_tokens: usize,
 }
 
@@ -118,7 +118,7 @@ impl<B: DeviceBackend> OpenAnswer<'_, '_, B> {
     }
 }
 
-/// Position of the first stop string.
+/// Byte at which the first stop string begins.
 fn end(text: &str, stop: &[String]) -> Option<usize> {
     stop.iter().filter_map(|stop| text.find(stop)).min()
 }

@@ -28,9 +28,9 @@ const MIN_ROW_TOKENS: usize = 512;
 /// Likelihood of a text after its context.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Likelihood {
-    /// Natural logarithm of the text's probability.
+    /// Natural logarithm of the text's probability given its context.
     pub log_likelihood: f64,
-    /// Tokens of the text.
+    /// Number of tokens of the text.
     pub num_tokens: usize,
     /// Whether greedy decoding gives the text; `None` if the measure does not need it.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -194,7 +194,7 @@ pub(super) fn size(questions: &[Vec<Pair>], with_selector: bool) -> TaskSize {
     size
 }
 
-/// The pairs of one question.
+/// The (context, text) pairs of one question.
 struct Question<'a> {
     pairs: &'a [Pair],
     /// Index of the first pair among the pairs of all questions.
@@ -263,7 +263,7 @@ struct Layout {
 /// A token of a continuation, whose likelihood is asked.
 struct ScoredToken {
     token: u32,
-    /// Index in [`Layout::tokens`] of the input that predicts it.
+    /// Index in [`Layout::tokens`] of the input that predicts this token.
     input: usize,
     /// Index of its pair among the pairs of all questions.
     pair: usize,

@@ -1,4 +1,4 @@
-//! LongBench's averages (arXiv:2308.14508).
+//! Averages of scores as LongBench defines them (arXiv:2308.14508).
 use super::TaskReport;
 use serde::Serialize;
 

@@ -43,13 +43,13 @@ pub const READY_TASKS: [(&str, &str); 29] = tasks! {
     "longbench2"
 };
 
-/// What a task measures.
+/// How a task scores a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Measure {
     /// Which of several endings the model gives the largest likelihood.
     Choices,
-    /// The likelihood of one ending, and whether greedy decoding gives it.
+    /// The likelihood of one ending, and whether greedy decoding would generate it.
     Continuation,
     /// Whether a greedily generated text is the answer.
     Generation,
@@ -179,21 +179,21 @@ pub(super) struct Matching {
     pub(super) ignore_case: bool,
     pub(super) ignore_punctuation: bool,
     pub(super) score: TextScore,
-    /// Only the first line that is not empty counts.
+    /// Only the first line of the answer that is not empty counts.
     pub(super) first_line: bool,
 }
 
-/// A question made from a row.
+/// A question to the model, made from a table row.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Question {
     /// Text before the solved examples.
     pub(super) description: String,
-    /// One prompt, or one for each choice.
+    /// One prompt, or a prompt for each choice.
     pub(super) prompts: Vec<String>,
     /// The choices, or the one continuation, or the right answers of a generation. With a prompt for each choice there
     /// is one ending.
     pub(super) endings: Vec<String>,
-    /// Index of the right choice.
+    /// Index of the right choice, from 0.
     pub(super) label: Option<usize>,
     /// All classes, for a classification of generated text.
     pub(super) classes: Vec<String>,
@@ -380,7 +380,7 @@ impl Task {
     }
 }
 
-/// `1 choice`, `2 choices`.
+/// A count with its noun: `1 choice`, `2 choices`.
 fn counted(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }

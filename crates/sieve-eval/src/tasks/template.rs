@@ -2,7 +2,7 @@
 use serde_json::Value;
 use sieve_data::TableRow;
 
-/// A parsed template.
+/// A parsed template: text with places for columns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Template(Vec<Part>);
 
@@ -132,7 +132,7 @@ impl Template {
         Ok(Self(parts))
     }
 
-    /// Fills in a row's columns.
+    /// The template's text with the row's columns filled in.
     pub(super) fn render(&self, row: &TableRow) -> Result<String, String> {
         let mut text = String::new();
         for part in &self.0 {

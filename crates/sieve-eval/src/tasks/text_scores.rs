@@ -3,16 +3,16 @@
 use serde::Deserialize;
 use std::collections::{HashMap, HashSet};
 
-/// How a generated text is scored.
+/// The metric that scores a generated text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum TextScore {
-    /// 1 if the text is one of the answers, else 0.
+    /// 1 if the text equals one of the right answers, else 0.
     #[default]
     ExactMatch,
     /// F1 of the words, without articles and punctuation.
     QaF1,
-    /// ROUGE-L F1 over sentences.
+    /// F1 of ROUGE-L over sentences.
     RougeL,
     /// 1 over the number of classes that the text names, if the right one is among them; else 0.
     Classification,
@@ -25,7 +25,7 @@ pub(super) enum TextScore {
 }
 
 impl TextScore {
-    /// The score's name in lm-evaluation-harness.
+    /// Name of the metric, as in lm-evaluation-harness.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::ExactMatch => "exact_match",
@@ -40,7 +40,7 @@ impl TextScore {
 
     /// The best score over the answers. `classes` are all classes of a classification.
     pub(super) fn best(self, text: &str, answers: &[String], classes: &[String]) -> f64 {
-        // Indentation is part of code.
+        // In code, indentation must stay.
         let text = match self {
             Self::CodeSimilarity => text,
             _ => text.trim(),
@@ -138,6 +138,7 @@ fn rouge_l(text: &str, answer: &str) -> f64 {
 /// A longest common subsequence: of several, the one that `rouge` finds.
 fn longest_common<'a>(x: &[&'a str], y: &[&str]) -> Vec<&'a str> {
     let width = y.len() + 1;
+    // Entry (i, j): length of the longest common subsequence of the first i words of x and the first j of y.
     let mut table = vec![0u32; (x.len() + 1) * width];
     for i in 1..=x.len() {
         for j in 1..=y.len() {
@@ -147,6 +148,7 @@ fn longest_common<'a>(x: &[&'a str], y: &[&str]) -> Vec<&'a str> {
             };
         }
     }
+    // From the end, along the entries that the lengths came from.
     let (mut i, mut j, mut found) = (x.len(), y.len(), Vec::new());
     while i > 0 && j > 0 {
         if x[i - 1] == y[j - 1] {

@@ -18,15 +18,15 @@ const ROW_ALIGNMENT: usize = 64;
 /// Operands of a backward attention call.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionGradients<'a> {
-    /// The inputs of the forward call.
+    /// q, k and v of the forward call.
     pub qkv: &'a Qkv,
-    /// The result of the forward call.
+    /// Output and log-sum-exp of the forward call.
     pub result: &'a AttentionResult,
     /// Gradient of the output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
     pub d_o: &'a CudaTensor,
     /// The heads that receive dq, dk and dv; every element is written. Contiguous tensors, packed or separate.
     pub grads: &'a Qkv,
-    /// The scale of the forward call.
+    /// Factor on `q.k`, as in the forward call.
     pub softmax_scale: f32,
 }
 

@@ -8,11 +8,11 @@ const BF16: usize = 2;
 /// The gradients that one launch of a key-stationary kernel computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct GradientSet {
-    /// Whether it adds to the sums of dq.
+    /// Whether the launch adds to the sums of dq.
     pub(crate) dq: bool,
-    /// Whether it computes dk and the gradient of the bias.
+    /// Whether the launch computes dk and the gradient of the bias.
     pub(crate) dk: bool,
-    /// Whether it computes dv.
+    /// Whether the launch computes dv.
     pub(crate) dv: bool,
 }
 
@@ -66,7 +66,7 @@ impl BackwardTiling {
         Err(KernelError::over_limit(kernel, what, got, max_shared_bytes))
     }
 
-    /// Keys of a thread block.
+    /// Keys of a thread block's tile.
     pub(crate) fn block_kv(&self) -> usize {
         16 * self.num_warps
     }
@@ -94,7 +94,7 @@ impl BackwardTiling {
         tiles + exchanged + query_bytes * queries + key_bytes * keys + 128
     }
 
-    /// The specialisation.
+    /// The kernel with this tiling's `#define`s.
     pub(crate) fn kernel(
         &self,
         shape: &AttentionShape,

@@ -6,12 +6,12 @@ use crate::dma::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
 
-/// The keys that queries see.
+/// The keys that queries see, of which the largest bias is taken.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum SeenKeys<'a> {
-    /// Inside documents (`doc_start`) and a window.
+    /// Keys of the query's document (by `doc_start`) and of a window of so many tokens.
     Neighbours(&'a CudaTensor, usize),
-    /// Keys of DMA's lists.
+    /// Keys in DMA's key lists.
     Listed(&'a KeyLists),
 }
 

@@ -5,7 +5,7 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require,
 
 const NAME: &str = "attention_decode";
 
-/// A layer's cached keys and values.
+/// One layer's KV cache on the GPU.
 #[derive(Debug, Clone)]
 pub struct KvCache {
     /// bf16 `[batch, num_kv_heads, capacity, head_dim]`, written in place.
@@ -19,7 +19,7 @@ pub struct KvCache {
 pub struct DecodeStep {
     /// Size of the sliding window in keys, the new key included; `None` is all keys.
     pub window: Option<usize>,
-    /// Factor on `q.k`.
+    /// Factor on the dot products `q.k`.
     pub softmax_scale: f32,
     /// Largest number of keys that any row has cached before this token.
     pub max_length: usize,
@@ -101,11 +101,11 @@ impl KvCache {
     }
 }
 
-/// The keys that a query sees.
+/// The keys that a decoded query sees.
 enum Seen<'a> {
     /// All keys of the cache, and the token's own, which is appended to the cache.
     Appended,
-    /// All keys of the cache.
+    /// All keys in the KV cache.
     Cached,
     /// The keys of the chosen blocks of the cache.
     Chosen { chosen: &'a CudaTensor, block_size: usize },

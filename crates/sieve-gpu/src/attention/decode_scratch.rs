@@ -5,7 +5,7 @@ use crate::attention::AttentionShape;
 use crate::runtime::{CudaTensor, DType, SourceKernel, require};
 use crate::step::empty_zero;
 
-/// Query heads of a thread block; they share its keys.
+/// Query heads of a thread block, which share its keys.
 const DECODE_ROWS: usize = 16;
 
 /// Keys of a warp's tile. A split has at least one tile for each of its warps.
@@ -14,7 +14,7 @@ pub const WARP_KEYS: usize = 16;
 /// Warps that saturate a multiprocessor's memory bandwidth.
 const WARPS_PER_MULTIPROCESSOR: usize = 8;
 
-/// The tiling of a decode kernel.
+/// Tile sizes of a decode kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DecodeTiling {
     head_dims: [usize; 2],
@@ -114,7 +114,7 @@ impl DecodeScratch {
         Ok(())
     }
 
-    /// The grid of a decode kernel.
+    /// Grid of the decode kernel, in thread blocks.
     pub(crate) fn grid(&self) -> [usize; 3] {
         [self.num_splits, row_blocks(&self.shape), self.shape.batch]
     }

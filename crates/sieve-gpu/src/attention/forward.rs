@@ -6,10 +6,10 @@ use sieve_core::KeepOLow;
 
 const NAME: &str = "attention_forward";
 
-/// Results of a forward attention pass.
+/// Output and log-sum-exp of a forward attention pass.
 #[derive(Debug, Clone)]
 pub struct AttentionResult {
-    /// Output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
+    /// Attention output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
     pub o: CudaTensor,
     /// Log-sum-exp of each query's logits, f32 `[batch, num_heads, seq_len]`; `-inf` where a query sees no key. With a
     /// bias, the logits are without [`base`](Self::base), so that the log-sum-exp keeps its digits when biases are

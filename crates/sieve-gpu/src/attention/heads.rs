@@ -19,28 +19,28 @@ pub struct Heads {
 /// The three inputs of an attention call.
 #[derive(Debug, Clone)]
 pub struct Qkv {
-    /// Queries, of `num_heads` heads.
+    /// Queries `[batch, seq_len, num_heads, head_dim]`.
     pub q: Heads,
-    /// Keys, of `num_kv_heads` heads.
+    /// Keys `[batch, seq_len, num_kv_heads, head_dim]`.
     pub k: Heads,
     /// Values; their width may be smaller than the keys'.
     pub v: Heads,
 }
 
-/// Sizes of an attention call.
+/// Sizes of the tensors of an attention call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionShape {
-    /// Rows of the batch.
+    /// Sequences in the batch.
     pub batch: usize,
-    /// Tokens of a row.
+    /// Tokens of each sequence.
     pub seq_len: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub num_heads: usize,
-    /// Key and value heads; divides `num_heads`.
+    /// Number of key and value heads; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Width of queries and keys.
+    /// Columns of a query head and of a key head.
     pub head_dim: usize,
-    /// Width of values and outputs.
+    /// Columns of a value head and of an output head.
     pub head_dim_v: usize,
 }
 
@@ -83,25 +83,25 @@ impl AttentionShape {
         [self.batch, self.seq_len, self.num_heads, self.head_dim_v]
     }
 
-    /// Shape of the log-sum-exp.
+    /// Shape of the log-sum-exp, `[batch, num_heads, seq_len]`.
     pub fn lse(&self) -> [usize; 3] {
         [self.batch, self.num_heads, self.seq_len]
     }
 
-    /// Shape of scores, biases and `expire`.
+    /// Shape of a tensor with one number for each key: `[batch, num_kv_heads, seq_len]`.
     pub fn per_key(&self) -> [usize; 3] {
         [self.batch, self.num_kv_heads, self.seq_len]
     }
 }
 
 impl Heads {
-    /// All heads of a tensor.
+    /// All heads of a tensor `[batch, seq_len, heads, head_dim]`.
     pub fn all(tensor: &CudaTensor) -> Self {
         let num_heads = tensor.shape().get(2).copied().unwrap_or(0);
         Self::some(tensor, 0, num_heads)
     }
 
-    /// `num_heads` heads from `first_head` on.
+    /// `num_heads` heads of a tensor, from `first_head` on.
     pub fn some(tensor: &CudaTensor, first_head: usize, num_heads: usize) -> Self {
         Self {
             tensor: tensor.clone(),
@@ -115,7 +115,7 @@ impl Heads {
         &self.tensor
     }
 
-    /// How many heads these are.
+    /// Number of heads in this view.
     pub(crate) fn num_heads(&self) -> usize {
         self.num_heads
     }
@@ -136,12 +136,12 @@ impl Qkv {
         self.q.tensor.policy()
     }
 
-    /// The same inputs for calls whose backward kernels sum in this order.
+    /// A copy whose backward kernels add their sums in this order.
     pub fn in_order(&self, sums: SumOrder) -> Self {
         self.under(KernelPolicy { sums, ..self.policy() })
     }
 
-    /// The same inputs for calls under a policy.
+    /// A copy whose calls run under another kernel policy.
     pub fn under(&self, policy: KernelPolicy) -> Self {
         let mut queries = self.clone();
         queries.q.tensor = queries.q.tensor.under(policy);
@@ -157,7 +157,7 @@ impl Qkv {
         }
     }
 
-    /// Three tensors `[batch, seq_len, heads, head_dim]`.
+    /// q, k and v from three tensors `[batch, seq_len, heads, head_dim]`.
     pub fn separate(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor) -> Self {
         Self {
             q: Heads::all(q),

@@ -28,7 +28,7 @@ pub enum KernelFamily {
 pub(crate) const BLOCK_KV: usize = 128;
 /// Queries of a step of the backward kernels.
 pub(crate) const BACKWARD_BLOCK_Q: usize = 64;
-/// Threads of a warpgroup.
+/// Threads of a warpgroup, which issues WGMMA together.
 const WARPGROUP: usize = 128;
 
 /// Defines how threads of a Hopper backward kernel arrive at barriers, by the policy.
@@ -153,7 +153,7 @@ impl HopperTiling {
             + 1024
     }
 
-    /// The specialisation.
+    /// The kernel with this tiling's `#define`s.
     pub(crate) fn kernel(&self) -> SourceKernel {
         let [_, name] = query_kernel_names(self.pass, self.source);
         let kernel = define_head_dims(SourceKernel::new(name), [self.head_dim, self.head_dim_v])

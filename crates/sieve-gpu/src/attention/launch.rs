@@ -9,15 +9,15 @@ use crate::runtime::{CudaTensor, SourceKernel, TileMap};
 /// The tensors and sizes of an attention call. `d_o`, where a pass reads it, must be contiguous.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PassInputs<'a> {
-    /// Name of the op in errors.
+    /// Name of the op, for error messages.
     pub(crate) name: &'static str,
     /// Heads with strides that the kernels take.
     pub(crate) qkv: &'a Qkv,
     /// Gradient of the output, for the passes that read it.
     pub(crate) d_o: Option<&'a CudaTensor>,
-    /// Batch, tokens, heads and widths.
+    /// Batch size, sequence length, numbers of heads and head widths.
     pub(crate) shape: &'a AttentionShape,
-    /// How keys are read.
+    /// How kernels read keys: consecutively or from a list.
     pub(crate) source: KeySource,
 }
 
@@ -85,7 +85,7 @@ impl<'a> PassInputs<'a> {
         Ok((shares.define(kernel), Vec::new()))
     }
 
-    /// The family of the pass's kernels.
+    /// The family of the pass's kernels: portable or Hopper.
     pub(crate) fn family(&self) -> KernelFamily {
         KernelFamily::of(self.shape, self.source, self.qkv.q.tensor())
     }

@@ -23,9 +23,9 @@ pub(crate) struct QueryShares {
 /// The thread blocks of a key-stationary backward pass.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct KeyTiles {
-    /// Keys of a block.
+    /// Keys of a thread block's tile.
     pub(crate) block_kv: usize,
-    /// Blocks that run at a time.
+    /// Thread blocks that the GPU runs at the same time.
     pub(crate) at_once: usize,
 }
 
@@ -50,15 +50,15 @@ const SECTION_BYTES: usize = 32 << 20;
 const MOST_BLOCKS: usize = 8;
 
 impl QueryShares {
-    /// Each key tile has one thread block.
+    /// One thread block for each key tile.
     pub(crate) const ONE: Self = Self { heads: 1, queries: 1 };
 
-    /// Thread blocks of a key tile.
+    /// Number of thread blocks that share one key tile.
     pub(crate) fn count(self) -> usize {
         self.heads * self.queries
     }
 
-    /// The form of a backward kernel for these shares.
+    /// Adds the `#define`s of a backward kernel for these shares.
     pub(crate) fn define(self, kernel: SourceKernel) -> SourceKernel {
         match self {
             Self::ONE => kernel,

@@ -15,7 +15,7 @@ const HOPPER_ROWS: usize = 128;
 /// How the Hopper kernel reads keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SparseKeyReads {
-    /// One by one, for any mask.
+    /// Reads key by key, for any mask.
     Keys,
     /// Whole tiles by TMA, for masks with key tiles of a multiple of 64 keys in order, without single columns. All keys
     /// of a listed tile are read, also keys that no query sees.
@@ -167,7 +167,7 @@ impl Qkv {
 /// The queries that one launch computes, and where their lists lie in the mask's words.
 struct Rows<'a> {
     first: usize,
-    /// Its `num_queries` counts the queries of this launch.
+    /// Tiles of the mask; `num_queries` counts the queries of this launch.
     tiles: Tiles,
     heads_per_list: usize,
     places: &'a MaskPlaces,

@@ -11,7 +11,7 @@ const F32: usize = 4;
 /// How a kernel reads its keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeySource {
-    /// Consecutive keys, without a bias.
+    /// Consecutive keys, without a bias on the logits.
     Dense,
     /// Consecutive keys with an additive bias each.
     Biased,
@@ -27,7 +27,7 @@ impl KeySource {
         if has_bias { Self::Biased } else { Self::Dense }
     }
 
-    /// Whether keys come from a list.
+    /// Whether the kernel gathers keys from a list.
     pub(crate) fn is_gathered(self) -> bool {
         matches!(self, Self::Gathered | Self::GatheredUnbiased)
     }
@@ -41,13 +41,13 @@ impl KeySource {
 /// What a query-stationary kernel, which loops over keys, computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum QueryPass {
-    /// o and lse.
+    /// The attention output and its log-sum-exp.
     Output,
-    /// o, lse and `o_low`. The portable kernels have no such form.
+    /// o, lse and `o_low`; only Hopper kernels have this form.
     OutputAndOLow,
     /// Row sums P dP in f32 for the backward pass with a bias, whose gradients need their precision.
     RowSums,
-    /// dq, summed in a fixed order.
+    /// The gradient of q, summed in a fixed order.
     Gradient,
 }
 
@@ -70,7 +70,7 @@ pub(crate) struct QueryTiling {
     warp_rows: usize,
     /// Warps of a thread block.
     num_warps: usize,
-    /// Keys of a tile.
+    /// Keys of a tile in shared memory.
     pub(crate) block_kv: usize,
     /// Key tiles in shared memory at a time.
     pub(crate) num_stages: usize,
@@ -134,7 +134,7 @@ impl QueryTiling {
         self.warp_rows * self.num_warps
     }
 
-    /// Queries of a tile.
+    /// Queries of a thread block's tile.
     pub(crate) fn tile_queries(&self) -> usize {
         self.block_rows() / self.heads_per_tile
     }
@@ -159,7 +159,7 @@ impl QueryTiling {
         tiles + bias + entries
     }
 
-    /// The grid over a whole sequence.
+    /// Grid, in thread blocks, over a whole sequence.
     pub(crate) fn grid(&self, shape: &AttentionShape, source: KeySource) -> [usize; 3] {
         let tiles = match source.is_gathered() {
             true => shape.seq_len.div_ceil(SUPER_BLOCK) * SUPER_BLOCK.div_ceil(self.tile_queries()),
@@ -168,7 +168,7 @@ impl QueryTiling {
         [tiles, shape.num_heads / self.heads_per_tile, shape.batch]
     }
 
-    /// The specialisation.
+    /// The kernel with this tiling's `#define`s.
     pub(crate) fn kernel(&self, shape: &AttentionShape, source: KeySource) -> SourceKernel {
         let [name, _] = query_kernel_names(self.pass, source);
         self.apply(SourceKernel::new(name), shape, source)
@@ -240,7 +240,7 @@ pub(crate) fn list_entries_in_flight(num_stages: usize) -> usize {
     }
 }
 
-/// The define HEAD_DIM, and HEAD_DIM_V where it differs.
+/// Adds the `#define` HEAD_DIM, and HEAD_DIM_V if values differ in width.
 pub(crate) fn define_head_dims(kernel: SourceKernel, [keys, values]: [usize; 2]) -> SourceKernel {
     let kernel = kernel.define("HEAD_DIM", keys);
     match keys == values {

@@ -11,11 +11,11 @@ const NAME: &str = "dma_decode";
 pub struct DmaSlots {
     /// Keys and values; the capacity is `keep_window_size`.
     pub kv: KvCache,
-    /// Scores, f32 `[batch, num_kv_heads, keep_window_size]`.
+    /// Scores of the cached keys, f32 `[batch, num_kv_heads, keep_window_size]`.
     pub z: CudaTensor,
-    /// Positions, i32 `[batch, num_kv_heads, keep_window_size]`.
+    /// Positions of the cached keys, i32 `[batch, num_kv_heads, keep_window_size]`.
     pub positions: CudaTensor,
-    /// So many last keys of a row are never evicted.
+    /// Number of last keys of a row that are never evicted.
     pub local_window_size: usize,
 }
 
@@ -51,7 +51,7 @@ impl DmaSlots {
     }
 }
 
-/// [`DmaSlots::dma_decode`] with a bias or without.
+/// Launches [`DmaSlots::dma_decode`], with a bias or without.
 pub(crate) fn slots_decode(
     token: &Qkv,
     z: &CudaTensor,

@@ -24,12 +24,12 @@ pub struct KeyLists {
     pub list_len: CudaTensor,
     /// `{begin, end}` of the list entries that a tile of queries may see, i32 `[batch, num_kv_heads, tiles, 2]`.
     pub tile_window: CudaTensor,
-    /// Queries of a tile.
+    /// Queries of an attention kernel's tile.
     pub tile_queries: usize,
 }
 
 impl KeyLists {
-    /// Entries a list has room for.
+    /// Entries that one key list has room for.
     pub fn capacity(&self) -> usize {
         self.list.shape()[3]
     }
@@ -151,7 +151,7 @@ impl Selection {
     }
 }
 
-/// The kernel that builds the lists.
+/// The entry kernel that builds the key lists.
 pub(crate) fn dma_lists_kernel() -> SourceKernel {
     SourceKernel::new(NAME)
         .define("PREFIX_BLOCK", PREFIX_BLOCK)

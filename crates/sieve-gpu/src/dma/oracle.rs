@@ -9,7 +9,7 @@ pub const SUPER_BLOCK: usize = 1024;
 /// first, then older keys by descending `expire`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyList {
-    /// `{position, expire}` of each key.
+    /// `[position, expire]` of each key.
     pub entries: Vec<[i32; 2]>,
     /// How many of the entries are entering keys.
     pub num_entering: usize,

@@ -5,7 +5,7 @@ use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params, require,
 
 const NAME: &str = "dma_scores";
 
-/// Tokens of a thread block.
+/// Tokens that a thread block scores.
 const BLOCK_TOKENS: usize = 64;
 
 impl ScoreBias {
@@ -16,9 +16,9 @@ impl ScoreBias {
 /// How the bias of a key's logits comes from its score z.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScoreBias {
-    /// `exp(min(z, 60))`, as in arXiv:2508.02124.
+    /// The bias is `exp(min(z, 60))`, as in arXiv:2508.02124.
     Exp,
-    /// `z` itself.
+    /// The bias is z itself.
     Linear,
 }
 
@@ -36,7 +36,7 @@ pub struct Scores {
 pub struct Recency<'a> {
     /// A slope for each KV head, as f32.
     pub slopes: &'a [f32],
-    /// The token with position 0.
+    /// The token that counts as position 0.
     pub origin: PositionOrigin<'a>,
 }
 
@@ -159,7 +159,7 @@ pub(crate) fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, slopes: &[
     if slopes.is_empty() {
         return kernel;
     }
-    // Nine significant digits identify every f32.
+    // Nine significant decimal digits identify every f32.
     let slopes: Vec<String> = slopes.iter().map(|slope| format!("{slope:.8e}f")).collect();
     kernel.define("SLOPES", slopes.join(","))
 }

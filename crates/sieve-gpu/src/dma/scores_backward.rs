@@ -10,17 +10,17 @@ const NAME: &str = "dma_scores_backward";
 /// Tokens that a block takes at once.
 const TILE_TOKENS: usize = 16;
 
-/// Threads of a block.
+/// Threads of a thread block.
 const THREADS: usize = 128;
 
-/// Operands of [`dma_scores_backward`](crate::ScoresBackward::dma_scores_backward).
+/// Operands of the gradient kernel [`dma_scores_backward`](crate::ScoresBackward::dma_scores_backward).
 #[derive(Debug, Clone, Copy)]
 pub struct ScoresBackward<'a> {
-    /// The heads that [`dma_scores`](crate::Qkv::dma_scores) read.
+    /// The packed heads whose values [`dma_scores`](crate::Qkv::dma_scores) scored.
     pub qkv: &'a Qkv,
-    /// f32 `[num_kv_heads * head_dim, num_kv_heads]`.
+    /// Weight of the scores, f32 `[num_kv_heads * head_dim, num_kv_heads]`.
     pub w_dt: &'a CudaTensor,
-    /// f32 `[num_kv_heads]`.
+    /// Factor A of each KV head's scores, f32 `[num_kv_heads]`.
     pub a: &'a CudaTensor,
     /// `Scores::x` of the forward pass, f32 `[batch, num_kv_heads, seq_len]`.
     pub x: &'a CudaTensor,

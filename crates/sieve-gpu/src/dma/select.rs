@@ -17,7 +17,7 @@ const BLOCK: usize = 1024;
 /// Positions must fit the kernels' 22-bit fields.
 pub(crate) const MAX_SEQ_LEN: usize = 1 << 22;
 
-/// Result of [`dma_select`].
+/// The keys that [`dma_select`] chose.
 #[derive(Debug, Clone)]
 pub struct Selection {
     /// `active(i, j)` holds exactly when `j <= i < expire[j]`; i32 `[batch, num_kv_heads, seq_len]`.
@@ -26,7 +26,7 @@ pub struct Selection {
     /// `[batch, num_kv_heads, boundaries, keep_window_size]`. [`dma_lists`](crate::Selection::dma_lists) reads them for
     /// sequences of more than 16384 tokens.
     pub survivors: CudaTensor,
-    /// Keys a query may keep.
+    /// Most keys that a query sees.
     pub keep_window_size: usize,
 }
 
@@ -111,7 +111,7 @@ pub(crate) fn dma_select_kernels() -> [SourceKernel; 2] {
     })
 }
 
-/// Shape of the survivors' tensor.
+/// Shape of the tensor of survivors, the best keys before each boundary.
 pub(crate) fn survivors_shape(batch: usize, num_kv_heads: usize, seq_len: usize, window: usize) -> [usize; 4] {
     let boundaries = seq_len.div_ceil(PREFIX_BLOCK) - 1;
     [batch, num_kv_heads, boundaries.max(1), window]

@@ -25,9 +25,9 @@ const MAX_KEY_DIM: usize = 576;
 pub struct LatentKeys<'a> {
     /// bf16 `[batch, len, width]`: of each token the latent, `rank` columns, then the rotated key.
     pub latents: &'a CudaTensor,
-    /// Columns of the latent.
+    /// Columns of the latent, which are also the values.
     pub rank: usize,
-    /// Where keys are normed: the factor on `q·k` of each key and head, f32 `[batch, len, num_heads]`.
+    /// The factor on `q·k` of each key and head, f32 `[batch, len, num_heads]`; `None` if keys are not normed.
     pub key_scale: Option<&'a CudaTensor>,
     /// Number of tokens of each row before the new ones, i32 `[batch]`, where `len` is the capacity of the cache.
     /// `None` where all `len` tokens are seen.
@@ -141,12 +141,12 @@ pub struct LatentToken<'a> {
     pub up: &'a CudaTensor,
     /// The normalised latent, bf16 `[batch, 1, rank]`.
     pub latent: &'a CudaTensor,
-    /// Where keys are normed: the weight of the norm, bf16 `[head_dim + rope_dim]`; and from the packing the rotated
-    /// key, bf16 `[batch, 1, rope_dim]`, and the factors 1 / rms, f32 `[batch, 1, num_heads]`.
+    /// The weight of the key norm, bf16 `[head_dim + rope_dim]`, and from the packing the rotated key, bf16 `[batch, 1,
+    /// rope_dim]`, and the factors 1 / rms, f32 `[batch, 1, num_heads]`. `None` if keys are not normed.
     pub norm: Option<[&'a CudaTensor; 3]>,
     /// Number of tokens before this one, i32 `[batch]`.
     pub length: &'a CudaTensor,
-    /// `[num_heads, head_dim, rope_dim]`.
+    /// `[num_heads, head_dim, rope_dim]` of the query heads.
     pub heads: [usize; 3],
 }
 
@@ -156,7 +156,7 @@ impl LatentToken<'_> {
     /// `W_UV`, bf16 `[batch, 1, num_heads * head_dim]`.
     ///
     /// # Errors
-    /// Types or sizes that do not fit, as [`mla_decode`].
+    /// Types or sizes that do not fit or have no kernel.
     pub fn decode(
         &self,
         latents: &CudaTensor,

@@ -26,22 +26,22 @@ pub struct MlaPack<'a> {
     pub rope_dim: usize,
     /// Position of each token, i32 `[batch, seq_len]`, a row of the tables; positions past their end take the last row.
     pub positions: &'a CudaTensor,
-    /// f32 `[max_positions, rope_dim / 2]`.
+    /// Rotary cosines, f32 `[max_positions, rope_dim / 2]`.
     pub cos: &'a CudaTensor,
-    /// f32 `[max_positions, rope_dim / 2]`.
+    /// Rotary sines, f32 `[max_positions, rope_dim / 2]`.
     pub sin: &'a CudaTensor,
-    /// Norms of each head's query and key, before the rotation.
+    /// Norms of each head's query and key, before the rotation; `None` without q/k-norm.
     pub norm: Option<MlaNorm<'a>>,
 }
 
 /// Weights of the two norms, which all heads share.
 #[derive(Debug, Clone, Copy)]
 pub struct MlaNorm<'a> {
-    /// bf16 `[head_dim + rope_dim]`.
+    /// Weight of the queries' norm, bf16 `[head_dim + rope_dim]`.
     pub q_weight: &'a CudaTensor,
-    /// bf16 `[head_dim + rope_dim]`.
+    /// Weight of the keys' norm, bf16 `[head_dim + rope_dim]`.
     pub k_weight: &'a CudaTensor,
-    /// Added to the mean square.
+    /// Epsilon that the norms add to the mean square.
     pub epsilon: f32,
 }
 

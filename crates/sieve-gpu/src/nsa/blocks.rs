@@ -11,7 +11,7 @@ const NAME: &str = "nsa_blocks";
 
 /// Columns of a thread block of nsa_positions_backward.
 const POSITION_COLUMNS: usize = 1024;
-/// Number of partial sums of nsa_positions_backward.
+/// Partial sums that nsa_positions_backward writes for each element.
 const POSITION_PARTS: usize = 128;
 
 impl Qkv {

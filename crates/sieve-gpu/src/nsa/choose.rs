@@ -137,7 +137,7 @@ pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> Source
         .shared_bytes(3 * TILE_ROWS * head_dim * 2 + TILE_ROWS * TILE_PITCH * 4)
 }
 
-/// The value of the define RULE.
+/// Value of the kernel's `#define RULE`.
 pub(super) fn rule_number(rule: ChoiceRule) -> u8 {
     match rule {
         ChoiceRule::WeightedProbability => 0,

@@ -19,7 +19,7 @@ struct Placed {
 }
 
 impl Placed {
-    /// `sums` are the f32 sums of dk and dv of a backward pass; the rows that the lists name are cleared.
+    /// Places keys and makes their lists. `sums`: f32 sums of dk and dv in a backward pass; listed rows are cleared.
     fn new(
         qkv: &Qkv,
         shape: &AttentionShape,

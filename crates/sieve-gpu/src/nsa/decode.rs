@@ -43,9 +43,9 @@ pub struct NsaToken<'a> {
     /// The compression MLPs of keys and of values: position embeddings bf16 `[size, head_dim]`, first weight bf16
     /// `[hidden, size * head_dim]`, second weight bf16 `[head_dim, hidden]`. `None` compresses by the mean.
     pub mlp: Option<[[&'a CudaTensor; 3]; 2]>,
-    /// See [`PooledStep::start`].
+    /// Position of the sequence's first token relative to the new token, i32 `[batch, 1]`: never positive.
     pub start: &'a CudaTensor,
-    /// Sizes of compressed and selected blocks.
+    /// Block sizes of the compressed and the selected branch.
     pub blocks: NsaBlocks,
 }
 
@@ -74,6 +74,7 @@ impl NsaToken<'_> {
             ..step
         };
         let by_blocks = compressed.attention_decode_cached(coarse, &count, in_compressed, scratch[0])?;
+        // One launch appends the selected branch's key and value, and scores compressed keys by the compressed queries.
         let joined = Qkv {
             q: coarse.q.clone(),
             k: fine.k.clone(),
@@ -154,7 +155,7 @@ impl NsaToken<'_> {
 /// The pooled keys by which blocks are scored.
 #[derive(Clone, Copy)]
 struct Pooled<'a> {
-    /// `[batch, num_kv_heads, room, head_dim]`.
+    /// Pooled keys, `[batch, num_kv_heads, room, head_dim]`.
     keys: &'a CudaTensor,
     size: usize,
     stride: usize,

@@ -13,23 +13,23 @@ const MOST_SHARERS: usize = 256;
 /// The widest heads: a warp sums a row.
 const MAX_WIDTH: usize = 256;
 
-/// Gradients of [`nsa_gates`].
+/// Gradients that the backward pass of [`nsa_gates`] returns.
 #[derive(Debug, Clone)]
 pub struct GateGradients {
-    /// Gradients of the branches, bf16.
+    /// Gradients of the three branches' outputs, bf16.
     pub branches: [CudaTensor; BRANCHES],
-    /// Gradient of the logits, bf16.
+    /// Gradient of the gate logits, bf16.
     pub logits: CudaTensor,
-    /// Gradient of the bias, f32.
+    /// Gradient of the gate bias, f32.
     pub bias: CudaTensor,
 }
 
-/// Contiguous inputs of both passes.
+/// Inputs of the forward and the backward kernel, made contiguous.
 struct Inputs {
     branches: [CudaTensor; BRANCHES],
     logits: CudaTensor,
     bias: CudaTensor,
-    /// `[batch, seq_len, num_heads, head_dim]`.
+    /// Sizes of a branch's output, `[batch, seq_len, num_heads, head_dim]`.
     dims: [usize; 4],
 }
 
@@ -151,8 +151,8 @@ fn sum_rows(values: &CudaTensor, width: usize) -> Result<CudaTensor, KernelError
     Ok(sums)
 }
 
-/// The forward kernel.
+/// The entry kernel of the forward pass.
 pub(super) const NSA_GATES: SourceKernel = SourceKernel::new(NAME).threads(256);
 
-/// The gradient kernel.
+/// The entry kernel of the backward pass.
 pub(super) const NSA_GATES_BACKWARD: SourceKernel = SourceKernel::new("nsa_gates_backward").threads(256);

@@ -19,7 +19,7 @@ use sieve_core::{BlockChoice, ChoiceRule};
 
 /// Rows (queries x heads) of a tile, over all warpgroups.
 const TILE_ROWS: usize = 128;
-/// Keys of a block.
+/// Keys of a block that queries choose.
 const BLOCK_KEYS: usize = 64;
 /// Blocks of keys and values in shared memory at a time: the current one and the next.
 const KEY_SLOTS: usize = 2;

@@ -22,7 +22,7 @@ pub struct IndexGradient<'a> {
     pub lse: &'a CudaTensor,
     /// Log-sum-exp of the indexer's logits over the chosen tokens, f32 `[batch, num_kv_heads, seq_len]`.
     pub index_lse: &'a CudaTensor,
-    /// The chosen blocks, as in [`Qkv::nsa_selected_attention_forward`].
+    /// The blocks each query chose, i32 `[batch, seq_len, num_kv_heads, num_selected_blocks]`, ascending, then -1.
     pub block_indices: &'a CudaTensor,
     /// The lists of the chosen blocks from the forward pass of the attention.
     pub lists: &'a [ChoiceLists],

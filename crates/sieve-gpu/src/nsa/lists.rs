@@ -3,7 +3,7 @@ use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, params, require};
 use sieve_core::NsaBlocks;
 
-/// Queries of a thread block.
+/// Queries that one thread block reads.
 const PART_QUERIES: usize = 256;
 
 /// For each KV head and block of keys, the list of the queries that chose the block. Long lists are divided into items,
@@ -12,7 +12,7 @@ const PART_QUERIES: usize = 256;
 pub struct ChoiceLists {
     /// `{query, choice}`, i32 `[batch, num_kv_heads, choices, 2]`.
     pub entries: CudaTensor,
-    /// Items, i32 `[batch, num_kv_heads, max_items, 4]`.
+    /// Work items, i32 `[batch, num_kv_heads, max_items, 4]`.
     pub items: CudaTensor,
     /// Number of items of each row and KV head, then a counter of the items that thread blocks have fetched, which is 0
     /// before and after a pass; i32 `[batch * num_kv_heads + 1]`.

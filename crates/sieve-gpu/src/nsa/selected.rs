@@ -24,7 +24,7 @@ impl ChoiceLists {
 /// few enough to spread the longest lists over thread blocks.
 const ITEM_ROWS: usize = 2048;
 
-/// Keys of a block.
+/// Keys of a block that queries choose.
 const BLOCK_KEYS: usize = 64;
 /// Rows of a tile of the forward pass.
 const FORWARD_ROWS: usize = 128;
@@ -281,7 +281,7 @@ impl AttentionGradients<'_> {
     }
 }
 
-/// The specialisation for a head width.
+/// The forward kernel with its `#define`s for a head width.
 pub(super) fn nsa_selected_attention_forward_kernel(head_dim: usize) -> SourceKernel {
     SourceKernel::new("nsa_selected_attention_forward")
         .define("HEAD_DIM", head_dim)

@@ -8,10 +8,10 @@ use crate::{CudaVersion, KernelError};
 use cudarc::nvrtc::{result as nvrtc, sys};
 use std::ffi::{CString, c_char};
 
-/// A compiled kernel.
+/// A kernel compiled by NVRTC, not yet loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CompiledKernel {
-    /// The machine code.
+    /// The machine code, as a cubin.
     pub cubin: Vec<u8>,
     /// Registers and memory that the kernel uses; `None` when the compiler's log does not name them.
     pub resources: Option<KernelResources>,
@@ -86,7 +86,7 @@ pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledK
     Ok(CompiledKernel { cubin, resources })
 }
 
-/// An NVRTC program, destroyed on drop.
+/// A handle of an NVRTC program, destroyed on drop.
 struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {

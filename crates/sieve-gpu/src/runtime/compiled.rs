@@ -30,38 +30,38 @@ unsafe impl Sync for LoadedKernel {}
 /// swizzle. Elements outside the tensor are read as zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MapLayout {
-    /// `[batch, rows, width]`.
+    /// Shape of the tensor, `[batch, rows, width]`.
     pub shape: [usize; 3],
     /// Strides of batch and rows in elements, multiples of 8; the stride of columns is 1.
     pub strides: [usize; 2],
-    /// Rows and columns of a tile.
+    /// Rows and columns of a tile that TMA copies.
     pub tile: [usize; 2],
 }
 
-/// One launch, with device addresses.
+/// One kernel launch, its tensors given as device addresses.
 #[derive(Debug)]
 pub struct DeviceLaunch<'a> {
-    /// Blocks along x, y and z.
+    /// Thread blocks along x, y and z.
     pub grid: [u32; 3],
-    /// Threads of a block, along x.
+    /// Threads of a thread block, along x.
     pub threads: u32,
-    /// Dynamic shared memory of a block.
+    /// Bytes of dynamic shared memory per thread block.
     pub shared_bytes: usize,
     /// Tensor maps, which kernels take by value before the pointers.
     pub maps: &'a [MapLayout],
     /// Addresses of the maps' tensors, then of the pointer arguments.
     pub pointers: &'a [u64],
-    /// The params struct.
+    /// The kernel's params struct, as 64-bit words.
     pub words: &'a [u64],
     /// Whether the kernel may start before the previous kernel has ended (programmatic dependent launch); the kernel
     /// itself waits for the previous one.
     pub starts_early: bool,
 }
 
-/// Kernels by GPU and [`SourceKernel::code_key`].
+/// Loaded kernels, by GPU number and [`SourceKernel::code_key`].
 type Loaded = HashMap<(usize, u128), Arc<LoadedKernel>>;
 
-/// The kernels of this process.
+/// The kernels that this process has loaded.
 static LOADED: LazyLock<Mutex<Loaded>> = LazyLock::new(Mutex::default);
 
 impl LoadedKernel {

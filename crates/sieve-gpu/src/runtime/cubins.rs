@@ -22,7 +22,7 @@ impl Cubins {
         Self { folder }
     }
 
-    /// The folder.
+    /// The folder of the cached cubins.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -36,7 +36,7 @@ impl Cubins {
         IN_USE.get()
     }
 
-    /// Whether a kernel is cached.
+    /// Whether the folder holds the cubin of a kernel.
     pub fn has(&self, key: u128) -> bool {
         self.path(key).is_file()
     }

@@ -10,10 +10,10 @@ use std::sync::Arc;
 /// An allocation on a GPU. Sieve's launch wrappers use a GPU through this trait alone; it is implemented for buffers of
 /// Burn's allocator and of a [`Recorder`](crate::Recorder).
 pub trait Memory: Any + Debug + Send + Sync {
-    /// Properties of the GPU.
+    /// Properties of the GPU that holds the memory.
     fn hardware(&self) -> Hardware;
 
-    /// Bytes of the allocation.
+    /// Size of the allocation in bytes.
     fn num_bytes(&self) -> usize;
 
     /// New memory on the same GPU for a contiguous tensor, contents undefined.
@@ -39,9 +39,9 @@ pub trait Memory: Any + Debug + Send + Sync {
 /// The value of all elements of new memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fill {
-    /// Zeros of the element type.
+    /// Zero of the element type.
     Zero,
-    /// NaN, of a float type.
+    /// NaN; only for float types.
     Nan,
 }
 
@@ -82,12 +82,12 @@ impl CudaTensor {
         self.policy
     }
 
-    /// The allocation, where it is of this type.
+    /// The allocation as an `M`; `None` if it has another type.
     pub fn memory<M: Memory>(&self) -> Option<&M> {
         (self.memory.as_ref() as &dyn Any).downcast_ref()
     }
 
-    /// The allocation.
+    /// The GPU memory that the tensor lies in.
     pub(crate) fn gpu(&self) -> &dyn Memory {
         self.memory.as_ref()
     }
@@ -97,7 +97,7 @@ impl CudaTensor {
         Arc::strong_count(&self.memory) == 1
     }
 
-    /// Properties of the GPU.
+    /// Properties of the GPU that holds the tensor.
     pub fn hardware(&self) -> Hardware {
         self.memory.hardware()
     }
@@ -107,7 +107,7 @@ impl CudaTensor {
         self.offset_bytes
     }
 
-    /// Sizes, outermost first.
+    /// Sizes of the dimensions, outermost first.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
@@ -117,7 +117,7 @@ impl CudaTensor {
         &self.strides
     }
 
-    /// Element type.
+    /// Type of the elements.
     pub fn dtype(&self) -> DType {
         self.dtype
     }

@@ -1,24 +1,24 @@
 //! Element types of tensors.
 
-/// The type of an element.
+/// The type of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DType {
     /// 32-bit float.
     F32,
-    /// Brain float of 16 bits.
+    /// bfloat16.
     BF16,
     /// 32-bit integer.
     I32,
     /// 64-bit integer.
     I64,
-    /// A byte.
+    /// 8-bit unsigned integer; also holds fp8.
     U8,
     /// A type that no kernel takes: its name and size in bytes.
     Other(&'static str, usize),
 }
 
 impl DType {
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     pub fn size(&self) -> usize {
         match self {
             Self::F32 | Self::I32 => 4,
@@ -29,7 +29,7 @@ impl DType {
         }
     }
 
-    /// The name in error messages.
+    /// Name of the type in error messages.
     pub fn name(&self) -> &'static str {
         match self {
             Self::F32 => "f32",

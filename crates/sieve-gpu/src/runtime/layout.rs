@@ -1,4 +1,4 @@
-//! Arithmetic on shapes and strides.
+//! Arithmetic on tensors' shapes and strides.
 
 /// Row-major strides of a shape, in elements.
 pub fn contiguous_strides(shape: &[usize]) -> Vec<usize> {

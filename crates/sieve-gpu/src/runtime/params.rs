@@ -37,9 +37,9 @@ impl From<f32> for Word {
     }
 }
 
-/// A params struct of the kernels.
+/// A params struct, which a launch passes to its kernel by value.
 pub(crate) trait Params {
-    /// Name of the struct.
+    /// Name of the struct in the `.cu` file.
     const NAME: &'static str;
 
     /// Appends the fields in the order of the struct.

@@ -8,7 +8,7 @@ use std::fmt::Write;
 struct ParamsStruct {
     /// The base struct, whose fields come first.
     base: Option<String>,
-    /// Names of its own fields, in order.
+    /// Names of the struct's own fields, in order.
     words: Vec<String>,
 }
 
@@ -39,7 +39,7 @@ pub(crate) fn rust_of(files: &[(String, String)]) -> Result<String, String> {
         };
         let fields: String = words.iter().map(|w| format!("pub(crate) {w}: Word,")).collect();
         let append_fields: String = words.iter().map(|w| format!("words.push(self.{w}.0);")).collect();
-        // Infallible for a String.
+        // Writing to a String cannot fail.
         let _ = write!(
             rust,
             "#[derive(Debug, Clone, Copy)]\npub(crate) struct {name} {{ {base_field} {fields} }}\n\

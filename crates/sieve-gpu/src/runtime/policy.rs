@@ -4,7 +4,7 @@
 /// ([`CudaTensor::under`](crate::CudaTensor::under)); attention uses the policy of the queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct KernelPolicy {
-    /// Order of the backward kernels' sums.
+    /// Whether backward kernels add their sums in a fixed order.
     pub sums: SumOrder,
     /// Families of attention kernels that a call may use.
     pub families: KernelFamilies,
@@ -39,7 +39,7 @@ pub enum SumOrder {
 /// Families of attention kernels that a call may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KernelFamilies {
-    /// The fastest family for the device.
+    /// The family that is fastest on the device.
     #[default]
     All,
     /// The portable family alone, to compare the families.
@@ -49,7 +49,7 @@ pub enum KernelFamilies {
 /// Which lanes arrive at a barrier of the Hopper backward kernels once they have stored row statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Arrivals {
-    /// One lane for its warp.
+    /// One lane arrives for its whole warp.
     #[default]
     Warp,
     /// Every lane. It is slower, but compute-sanitizer's racecheck takes an arrival as ordering its own lane alone.

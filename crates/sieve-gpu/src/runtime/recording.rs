@@ -14,13 +14,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// The properties of a GPU that launches depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hardware {
-    /// Compute capability, for example (9, 0).
+    /// CUDA compute capability, for example (9, 0).
     pub compute_capability: (u32, u32),
-    /// Number of multiprocessors.
+    /// Number of streaming multiprocessors.
     pub num_multiprocessors: usize,
     /// Most shared memory of a thread block, in bytes.
     pub max_shared_bytes: usize,
-    /// Most threads of a thread block.
+    /// Most threads that a thread block may have.
     pub max_threads: usize,
     /// Largest grid along x, y and z.
     pub max_grid: [usize; 3],
@@ -59,62 +59,62 @@ pub struct Recorder {
     recording: Arc<Mutex<Recording>>,
 }
 
-/// The launches and copies of a recorder.
+/// The launches and copies that a recorder has written down.
 #[derive(Debug, Default)]
 pub(crate) struct Recording {
-    /// Bytes of each buffer.
+    /// Size in bytes of each recorded buffer.
     pub buffers: Vec<usize>,
     /// Launches and copies in the order of the calls.
     pub steps: Vec<Step>,
 }
 
-/// One piece of work on the stream.
+/// A launch or a copy on the stream.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Step {
-    /// A kernel.
+    /// Launches a kernel.
     Launch(Launch),
     /// Fills a buffer with copies of one element.
     Fill {
-        /// Index of the buffer.
+        /// Index of the buffer that is filled.
         buffer: usize,
-        /// The bytes of an element.
+        /// The bytes of the element.
         element: Vec<u8>,
     },
     /// Copies a tensor of any strides to a contiguous one.
     Gather {
-        /// First element of the tensor.
+        /// First element of the source tensor.
         from: BufferView,
         /// Index of the buffer that is written.
         to: usize,
-        /// Sizes, outermost first.
+        /// Sizes of the source's dimensions, outermost first.
         shape: Vec<usize>,
-        /// Strides in elements.
+        /// Strides of the source, in elements.
         strides: Vec<usize>,
-        /// Bytes of an element.
+        /// Size of an element in bytes.
         element_bytes: usize,
     },
 }
 
-/// A position in a buffer.
+/// A position in a recorded buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct BufferView {
-    /// Index of the buffer.
+    /// Index of the recorded buffer.
     pub buffer: usize,
-    /// Bytes from its beginning.
+    /// Offset from the buffer's first byte.
     pub offset_bytes: usize,
 }
 
-/// One launch, as data.
+/// One recorded kernel launch.
 #[derive(Debug, Clone, Serialize)]
 pub struct Launch {
     /// File, entry point, defines, threads of a block, dynamic shared memory.
     pub kernel: SourceKernel,
-    /// Blocks along x, y and z.
+    /// Thread blocks along x, y and z.
     pub grid: [usize; 3],
     /// Tensor maps, which kernels take by value before the pointers.
     pub maps: Vec<MapData>,
-    /// The pointer arguments.
+    /// The kernel's pointer arguments, in order.
     pub tensors: Vec<BufferView>,
     /// The params struct, 64 bits for each field.
     pub words: Vec<u64>,
@@ -125,15 +125,15 @@ pub struct Launch {
 pub struct MapData {
     /// First element of the tensor.
     pub at: BufferView,
-    /// `[batch, rows, width]`.
+    /// Shape of the tensor, `[batch, rows, width]`.
     pub shape: [usize; 3],
     /// Strides of batch and rows in elements.
     pub strides: [usize; 2],
-    /// Rows and columns of a tile.
+    /// Rows and columns of a tile that TMA copies.
     pub tile: [usize; 2],
 }
 
-/// A buffer of a recorder.
+/// A buffer of a recorder: it has a size but no memory.
 #[derive(Debug)]
 struct RecordedMemory {
     recorder: Recorder,
@@ -142,7 +142,7 @@ struct RecordedMemory {
 }
 
 impl Recorder {
-    /// A recorder for a GPU with these properties.
+    /// A recorder that stands for a GPU with these properties.
     pub fn new(hardware: Hardware) -> Self {
         let recording = Arc::default();
         Self { hardware, recording }
@@ -183,7 +183,7 @@ impl Recorder {
         std::mem::take(&mut self.recording().steps)
     }
 
-    /// Bytes of every buffer so far, by its index.
+    /// Sizes in bytes of all buffers so far, by index.
     pub fn buffers(&self) -> Vec<usize> {
         self.recording().buffers.clone()
     }
@@ -243,7 +243,7 @@ impl Memory for RecordedMemory {
         copy
     }
 
-    /// Records the launch.
+    /// Records the launch; runs nothing.
     unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError> {
         let places: Option<Vec<BufferView>> = launch.tensors.iter().map(|tensor| recorded_at(tensor)).collect();
         let maps: Option<Vec<MapData>> = launch.maps.iter().map(MapData::of).collect();

@@ -15,7 +15,7 @@ include!(concat!(env!("OUT_DIR"), "/kernel_files.rs"));
 pub struct KernelText {
     /// Defines, then the file with its includes pasted in.
     pub text: String,
-    /// xxh3 of `text`.
+    /// xxh3 hash of `text`.
     pub hash: u128,
 }
 

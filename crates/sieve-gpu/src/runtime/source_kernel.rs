@@ -13,20 +13,20 @@ const MAX_PARAM_WORDS: usize = 60;
 /// outside the tensor are read as zeros.
 #[derive(Debug, Clone, Copy)]
 pub struct TileMap<'a> {
-    /// The tensor.
+    /// The bf16 tensor that TMA reads.
     pub tensor: &'a CudaTensor,
     /// Index of the map's first element in the tensor; a multiple of 8.
     pub offset: usize,
-    /// `[batch, rows, width]`.
+    /// Shape of the tensor, `[batch, rows, width]`.
     pub shape: [usize; 3],
     /// Strides of batch and rows in elements, multiples of 8; the stride of columns is 1.
     pub strides: [usize; 2],
-    /// Rows and columns of a tile.
+    /// Rows and columns of a tile that TMA copies.
     pub tile: [usize; 2],
 }
 
 impl TileMap<'_> {
-    /// The map without its address.
+    /// The map's sizes, without the tensor's address.
     pub fn layout(&self) -> MapLayout {
         let Self {
             shape, strides, tile, ..
@@ -40,14 +40,14 @@ impl TileMap<'_> {
 pub struct LaunchRequest<'a> {
     /// The kernel, with its threads and shared memory.
     pub kernel: &'a SourceKernel,
-    /// Blocks along x, y and z.
+    /// Thread blocks along x, y and z.
     pub grid: [usize; 3],
     /// Tensor maps, which kernels take by value before the pointers. Their tensors are among `tensors` too, which
     /// orders the launch after the kernels that write them.
     pub maps: &'a [TileMap<'a>],
-    /// The pointer arguments; at least one.
+    /// The kernel's pointer arguments; at least one.
     pub tensors: &'a [&'a CudaTensor],
-    /// The params struct.
+    /// The kernel's params struct, as 64-bit words.
     pub words: &'a [u64],
 }
 
@@ -62,6 +62,7 @@ pub struct SourceKernel {
     #[serde(rename = "file", serialize_with = "file_name")]
     name: &'static str,
     entry: &'static str,
+    /// CUDA C++ of [`from_text`](Self::from_text); `None` for an embedded file.
     #[serde(skip)]
     text: Option<Arc<str>>,
     defines: Vec<(&'static str, String)>,
@@ -105,7 +106,7 @@ impl SourceKernel {
         self
     }
 
-    /// Threads of a block, along x.
+    /// Sets the threads of a thread block, along x.
     pub const fn threads(mut self, threads: usize) -> Self {
         self.threads = threads as u32;
         self
@@ -125,7 +126,7 @@ impl SourceKernel {
         self
     }
 
-    /// Whether a captured step may [start it early](Self::starts_early).
+    /// Whether a captured step may start the kernel early; see [`starts_early`](Self::starts_early).
     pub fn may_start_early(&self) -> bool {
         self.starts_early
     }
@@ -135,12 +136,12 @@ impl SourceKernel {
         self.name
     }
 
-    /// Entry point of the compiled module.
+    /// Name of the `__global__` function.
     pub fn entry_point(&self) -> &'static str {
         self.entry
     }
 
-    /// The defines, in order.
+    /// The `#define`s, in order, as names and values.
     pub fn defines(&self) -> &[(&'static str, String)] {
         &self.defines
     }
@@ -150,7 +151,7 @@ impl SourceKernel {
         self.shared_bytes
     }
 
-    /// Threads of a block.
+    /// Threads of a thread block.
     pub fn block_threads(&self) -> usize {
         self.threads as usize
     }

@@ -22,9 +22,9 @@ const SLOTS_AT_ONCE: usize = 32;
 /// The kept keys of a prompt: for each KV head its own keys, by ascending position.
 #[derive(Debug, Clone)]
 pub struct KeptKeys {
-    /// bf16 `[1, num_kv_heads, kept, head_dim]`.
+    /// Kept keys, bf16 `[1, num_kv_heads, kept, head_dim]`.
     pub k: CudaTensor,
-    /// bf16 `[1, num_kv_heads, kept, head_dim]`.
+    /// Values of the kept keys, bf16 `[1, num_kv_heads, kept, head_dim]`.
     pub v: CudaTensor,
     /// The attention that each key received, f32 `[1, num_kv_heads, kept]`.
     pub received: CudaTensor,
@@ -226,7 +226,7 @@ impl DmaSlots {
 
 /// Keys of a thread block of received_attention.
 const RECEIVING_KEYS: usize = 128;
-/// Queries of a step of received_attention.
+/// Queries of one loop iteration of received_attention.
 const RECEIVING_QUERIES: usize = 64;
 /// The widest heads of received_attention, which holds its keys in registers.
 const WIDEST_RECEIVING: usize = 128;

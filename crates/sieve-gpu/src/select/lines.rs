@@ -12,15 +12,15 @@ type Lines = [CudaTensor; 2];
 
 /// The tensors that receive sums of some queries' attention probabilities.
 pub(super) struct ProbeSums<'a> {
-    /// Query heads of a sum.
+    /// Query heads whose probabilities one sum adds up.
     pub(super) group: usize,
-    /// Factor on each probability.
+    /// Factor on each probability before it is added.
     pub(super) factor: f32,
     /// Whether sums by key are added to the values of `columns`, or overwrite them.
     pub(super) adds: bool,
-    /// Sums by key, f32 `[groups, num_keys]`.
+    /// Sums of probabilities by key, f32 `[groups, num_keys]`.
     pub(super) columns: &'a CudaTensor,
-    /// Sums by distance between query and key, f32 `[groups, num_keys]`.
+    /// Sums by distance between query and key, f32 `[groups, num_keys]`; `None` if only sums by key are needed.
     pub(super) diagonals: Option<&'a CudaTensor>,
 }
 

@@ -9,22 +9,23 @@ use std::ops::Range;
 /// Most tokens of a segment: a thread block sorts a segment.
 pub(super) const MOST_IN_SEGMENT: usize = 512;
 
-/// The permutations of a selection, views of the mask's buffer: the token of each slot.
+/// The permutations of a selection, views of the mask's buffer: the token of each slot; `None` where slots hold the
+/// tokens in order.
 #[derive(Default)]
 pub(super) struct Orders {
-    /// `[num_kv_heads, num_keys]`.
+    /// Token of each key slot, `[num_kv_heads, num_keys]`.
     pub(super) keys: Option<CudaTensor>,
-    /// `[num_heads, num_queries]`.
+    /// Token of each query slot, `[num_heads, num_queries]`.
     pub(super) queries: Option<CudaTensor>,
 }
 
 /// Operands of a sort: `sets` rows (heads) of `count` tokens, which are sorted by descending score in each segment.
 struct Sorted<'a> {
-    /// f32 `[sets, count]`.
+    /// Scores to sort by, f32 `[sets, count]`.
     score: CudaTensor,
     nan_rows: &'a CudaTensor,
     sets: usize,
-    /// Position of the first token.
+    /// Position of the first sorted token.
     first: usize,
     count: usize,
     /// Whether a last segment that is not full keeps its order.

@@ -16,6 +16,7 @@ const SCORE_SIDE: usize = 64;
 /// Means, and optionally variances, of query blocks and of key blocks.
 pub(super) struct Means {
     means: [CudaTensor; 2],
+    /// `None` if the method scores means alone.
     variances: Option<[CudaTensor; 2]>,
 }
 
@@ -27,7 +28,7 @@ pub(super) struct Pooled<'a> {
     pub(super) num_heads: usize,
     pub(super) first_token: usize,
     pub(super) num_tokens: usize,
-    /// Tokens of a block.
+    /// Tokens of a pooled block.
     pub(super) block: usize,
     /// Tokens that the first block lacks at its beginning.
     pub(super) offset: usize,
@@ -39,9 +40,9 @@ pub(super) struct Pooled<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct Cut {
     pub(super) num_queries: usize,
-    /// Keys of a block.
+    /// Tokens of a key block.
     pub(super) block: usize,
-    /// Queries of a block.
+    /// Tokens of a query block.
     pub(super) query_block: usize,
     /// Queries that the first block lacks at its beginning.
     pub(super) offset: usize,
@@ -51,14 +52,14 @@ pub(super) struct Cut {
 pub(super) struct Cells {
     /// Position of the first query cell.
     pub(super) first: usize,
-    /// Distance between query cells in tokens.
+    /// Tokens between the starts of two query cells.
     pub(super) step: usize,
     pub(super) cell: usize,
-    /// Key cells of a block.
+    /// Key cells of a block of keys.
     pub(super) per_block: usize,
     /// Whether the tokens of a query cell are paired with the tokens of a key cell in reverse order.
     pub(super) reversed: bool,
-    /// Factor on the dot products.
+    /// Factor on the dot products of cells.
     pub(super) scale: f32,
     /// Whether a score is the log-sum-exp of a query cell's products with a key block; otherwise it is the largest
     /// product of a query block with a key block.
@@ -73,7 +74,7 @@ impl Call<'_> {
         matches!(self.selection.scores.by, BlockScores::Cells { .. })
     }
 
-    /// Position of the first query.
+    /// Position of the first query: number of keys before it.
     pub(super) fn context(&self) -> usize {
         self.selection.shape.num_keys - self.selection.shape.num_queries
     }
@@ -86,7 +87,7 @@ impl Call<'_> {
         }
     }
 
-    /// Rows of select_cells' scores.
+    /// Rows of the scores that select_cells writes.
     pub(super) fn score_rows(&self) -> usize {
         match self.selection.scores.by {
             BlockScores::Cells { stride, .. } => (self.selection.shape.num_keys - self.first_query()).div_ceil(stride),
@@ -122,7 +123,7 @@ impl Call<'_> {
         Ok([means, variances])
     }
 
-    /// The keys of all heads.
+    /// Mean-pooled keys of all KV heads.
     pub(super) fn pooled_keys<'a>(&'a self, order: Option<&'a CudaTensor>) -> Pooled<'a> {
         let s = self.selection;
         Pooled {
@@ -159,7 +160,8 @@ impl Call<'_> {
         })
     }
 
-    /// Scaled dot products of means, f32 `[heads, rows, columns]`; with variances also the products of these.
+    /// Scores of each query block with each key block, f32 `[heads, rows, columns]`: the scaled dot product of their
+    /// means, plus that of their variances where the method has them.
     pub(super) fn scores_by_means(&self, means: &Means, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let [rows, columns] = s.blocks();
@@ -177,7 +179,8 @@ impl Call<'_> {
         Ok(scores)
     }
 
-    /// Scaled dot products of each query block's vector with each key block's, added to `scores` or written.
+    /// Scaled dot products of each query block's vector with each key block's, written to `scores`, or added with
+    /// `adds`.
     pub(super) fn dot_products(
         &self,
         [q, k]: &[CudaTensor; 2],

@@ -4,7 +4,7 @@ use crate::KernelError;
 use crate::runtime::{CudaTensor, DType, SourceKernel, operands, params};
 use sieve_core::KeepBlocks;
 
-/// Pages of a thread block.
+/// Pages of keys that a thread block scores.
 const PAGES_AT_ONCE: usize = 8;
 
 /// Shared memory of select_choose beside its row of scores, rounded up.

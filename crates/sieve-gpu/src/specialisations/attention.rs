@@ -24,7 +24,7 @@ pub struct AttentionNeeds {
     pub shape: AttentionShape,
     /// How the model chooses its keys.
     pub keys: NeededKeys,
-    /// The order of sums in training.
+    /// Whether training sums in a fixed order.
     pub order: SumOrder,
 }
 
@@ -87,7 +87,7 @@ impl AttentionNeeds {
         list
     }
 
-    /// The specialisations of decoding alone.
+    /// The kernels that decoding alone launches.
     pub fn decoding(&self, arch: &str) -> NeededKernels {
         let mut list = NeededKernels::default();
         if let Some(shared_bytes) = NeededKernels::shared_bytes_of(arch) {
@@ -140,7 +140,7 @@ fn key_source(keys: NeededKeys) -> KeySource {
 pub(super) enum Part {
     /// The choice of keys, and the gradient of the scores by which keys are chosen.
     Choose,
-    /// Output and log-sum-exp.
+    /// The forward pass: output and log-sum-exp.
     Forward,
     /// Output and log-sum-exp under a selector's mask, and the selection.
     Masked,
@@ -156,7 +156,7 @@ pub(super) enum Part {
     Decode,
 }
 
-/// Adds a part's portable kernels.
+/// Adds the portable kernels of one part of attention.
 pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: Part, shared_bytes: usize) {
     let AttentionShape {
         head_dim,

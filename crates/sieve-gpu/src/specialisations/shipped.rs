@@ -88,7 +88,7 @@ const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
 ];
 
 impl NeededKernels {
-    /// Each shipped specialisation once, with the architectures whose tilings it has.
+    /// Each shipped specialisation once, with the architectures whose tilings need it.
     pub fn shipped() -> Vec<(SourceKernel, Vec<&'static str>)> {
         let mut all: Vec<(SourceKernel, Vec<&str>)> = Vec::new();
         for arch in ARCHITECTURES {

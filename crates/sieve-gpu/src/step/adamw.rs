@@ -6,7 +6,7 @@ use sieve_core::AdamWStep;
 
 const NAME: &str = "adamw";
 
-/// Elements of a thread block.
+/// Parameter elements of a thread block.
 const BLOCK_ELEMENTS: usize = 1024;
 
 /// One parameter's tensors in an update, all contiguous and of one size.
@@ -15,15 +15,15 @@ pub struct AdamwTensors<'a> {
     /// The f32 master weights, updated in place; or with a split master their low 16 bits as bf16 (see
     /// [`split_master`](crate::step::split_master())).
     pub param: &'a CudaTensor,
-    /// f32 first moment, updated in place.
+    /// First moment, f32, updated in place.
     pub exp_avg: &'a CudaTensor,
-    /// f32 second moment, updated in place.
+    /// Second moment, f32, updated in place.
     pub exp_avg_sq: &'a CudaTensor,
-    /// f32 gradient.
+    /// Gradient, f32.
     pub grad: &'a CudaTensor,
     /// Factor on the gradient, f32 `[1]`. If it is 0 or not finite, the update is skipped.
     pub grad_scale: &'a CudaTensor,
-    /// bf16 weights of the model, overwritten by the rounded master weights.
+    /// bf16 weights of the model, overwritten by the rounded master weights; `None` without a bf16 copy.
     pub leaf: Option<&'a CudaTensor>,
 }
 
@@ -85,15 +85,15 @@ fn params(step: &AdamWStep, size: usize) -> AdamwParams {
 /// How the master weights are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Master {
-    /// In f32, without bf16 weights.
+    /// f32 master weights, without a bf16 copy.
     Alone,
-    /// In f32, with separate bf16 weights.
+    /// f32 master weights beside separate bf16 weights.
     BesideLeaf,
     /// Split into bf16 weights and the masters' low 16 bits.
     Split,
 }
 
-/// The specialisation for a master.
+/// The AdamW kernel for a form of master weights.
 pub(crate) fn adamw_kernel(master: Master) -> SourceKernel {
     let kernel = SourceKernel::new(NAME).define("HAS_LEAF", (master != Master::Alone) as u8);
     match master {

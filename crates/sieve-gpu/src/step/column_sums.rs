@@ -8,7 +8,7 @@ const NAME: &str = "column_sums";
 /// It is a constant, as the order of the sum depends on it.
 pub(crate) const MAX_PARTIALS: usize = 264;
 
-/// Columns of a thread block.
+/// Matrix columns that a thread block sums.
 const COLUMNS: usize = 32;
 
 /// Sums the rows of `partials`, f32 `[num_partials, width]`, into one or two f32 tensors of these shapes: the first

@@ -8,13 +8,13 @@ const NAME: &str = "cross_entropy";
 /// Logits `[rows, vocab_size]`, padded so that each row begins at a multiple of 16 bytes.
 #[derive(Debug, Clone)]
 pub struct LogitRows {
-    /// `[rows, padded_width]`, contiguous.
+    /// The padded logits, `[rows, padded_width]`, contiguous.
     pub(crate) tensor: CudaTensor,
     pub(crate) vocab_size: usize,
 }
 
 impl LogitRows {
-    /// New rows, contents undefined.
+    /// Allocates logits of so many rows; contents undefined.
     pub fn new(like: &CudaTensor, rows: usize, vocab_size: usize, dtype: DType) -> Self {
         let shape = [rows, padded_width(vocab_size)];
         Self {

@@ -11,7 +11,7 @@ const CARRY: &str = "embedding_carry";
 /// Sorted tokens of a thread block, a chunk; `RUN_CHUNK` of `common/token_runs.cuh`.
 const RUN_CHUNK: usize = 32;
 
-/// Columns of a thread block.
+/// Embedding columns of a thread block.
 const RUN_COLUMNS: usize = 2048;
 
 /// Gradient of the embedding table, f32 `[vocab_size, width]`: each row of `dy`, bf16 `[batch, seq_len, width]`, is

@@ -19,7 +19,7 @@ const TILE: usize = 128;
 /// Every size of an fp8 GEMM is a multiple of this.
 const MULTIPLE: usize = 16;
 
-/// An fp8 format.
+/// An 8-bit float format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Fp8Format {
     /// Four bits of exponent, three of mantissa, up to 448: weights and activations.
@@ -35,16 +35,16 @@ pub struct Fp8Matrix {
     pub values: CudaTensor,
     /// The factor that turns fp8 numbers into values, f32 `[1]`.
     pub scale: CudaTensor,
-    /// Format of the bytes.
+    /// The fp8 format of the bytes.
     pub format: Fp8Format,
 }
 
-/// A matrix and its transpose.
+/// An fp8 matrix and its transpose.
 #[derive(Debug, Clone)]
 pub struct Fp8Pair {
     /// The matrix, `[rows, width]`.
     pub rows: Fp8Matrix,
-    /// Its transpose, `[width, rows]`.
+    /// The transpose of the matrix, `[width, rows]`.
     pub columns: Fp8Matrix,
 }
 
@@ -108,7 +108,7 @@ fn largest_magnitudes(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
 }
 
 impl Fp8Format {
-    /// The number that a byte encodes.
+    /// The number that an fp8 byte encodes.
     pub fn number_of(self, byte: u8) -> f32 {
         let byte = i32::from(byte);
         let (mantissa_bits, bias) = match self {
@@ -119,6 +119,7 @@ impl Fp8Format {
         let mantissa = byte & ((1 << mantissa_bits) - 1);
         let fraction = mantissa as f32 / (1 << mantissa_bits) as f32;
         let magnitude = match exponent {
+            // The one NaN that `cvt` writes. It saturates, so it writes no infinity.
             _ if byte & 0x7f == 0x7f => f32::NAN,
             0 => fraction * 2f32.powi(1 - bias),
             _ => (1.0 + fraction) * 2f32.powi(exponent - bias),
@@ -145,10 +146,10 @@ pub(crate) fn with_amax(kernel: SourceKernel) -> SourceKernel {
     kernel.define("AMAX_PARTIALS", AMAX_PARTIALS)
 }
 
-/// The kernel that computes partial maxima.
+/// The kernel that computes partial maxima of absolute values.
 pub(crate) const FP8_AMAX: SourceKernel = SourceKernel::new(AMAX).threads(256);
 
-/// The specialisation for a format.
+/// The kernel that quantises to an fp8 format.
 pub(crate) fn fp8_quantise_kernel(format: Fp8Format) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("E5M2", (format == Fp8Format::E5m2) as u8)

@@ -18,16 +18,16 @@ const BLOCKS: usize = 4;
 /// The rows by which a weight matrix is multiplied, up to [`MAX_VECTORS`].
 #[derive(Debug, Clone, Copy)]
 pub enum Vectors<'a> {
-    /// bf16 `[.., k]`.
+    /// bf16 rows `[.., k]`, multiplied without a norm.
     Plain(&'a CudaTensor),
     /// The RMSNorm of bf16 `[.., k]`, with its weight, bf16 `[k]`, and epsilon.
     Normed(&'a CudaTensor, &'a CudaTensor, f32),
 }
 
-/// What is done with the product before it is stored.
+/// What the kernel does with each product before it stores it.
 #[derive(Debug, Clone, Copy)]
 pub enum Epilogue<'a> {
-    /// The product is stored as it is.
+    /// The product is stored unchanged.
     Stored,
     /// A residual, bf16 `[.., n]`, is added.
     Added(&'a CudaTensor),
@@ -91,7 +91,7 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
     Ok(y)
 }
 
-/// The epilogue of a specialisation.
+/// What a specialisation does with the products: its epilogue.
 #[derive(Clone, Copy)]
 pub(crate) enum Form {
     Stored,

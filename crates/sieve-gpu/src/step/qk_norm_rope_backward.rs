@@ -7,14 +7,14 @@ use crate::step::qk_norm_rope_forward::{BLOCK_TOKENS, Checked, PackedTokens, QkN
 
 const NAME: &str = "qk_norm_rope_backward";
 
-/// Result of [`QkNormRope::qk_norm_rope_backward`].
+/// Gradients that [`QkNormRope::qk_norm_rope_backward`] returns.
 #[derive(Debug, Clone)]
 pub struct QkNormRopeGradients {
-    /// bf16, the shape of qkv.
+    /// Gradient of the packed qkv, bf16, in its shape.
     pub dqkv: CudaTensor,
-    /// f32 `[head_dim]`.
+    /// Gradient of the queries' norm weight, f32 `[head_dim]`.
     pub dq_weight: CudaTensor,
-    /// f32 `[head_dim]`.
+    /// Gradient of the keys' norm weight, f32 `[head_dim]`.
     pub dk_weight: CudaTensor,
 }
 

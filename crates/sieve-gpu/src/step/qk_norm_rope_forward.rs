@@ -18,26 +18,26 @@ const HEADS_AT_ONCE: usize = 4;
 /// Operands of the norm and rotary position embedding beside the packed tensor.
 #[derive(Debug, Clone, Copy)]
 pub struct QkNormRope<'a> {
-    /// bf16 `[head_dim]`.
+    /// Weight of the queries' norm, bf16 `[head_dim]`.
     pub q_weight: &'a CudaTensor,
-    /// bf16 `[head_dim]`.
+    /// Weight of the keys' norm, bf16 `[head_dim]`.
     pub k_weight: &'a CudaTensor,
     /// Position of each token, i32 `[batch, seq_len]`, a row of the tables; positions past their end take the last row.
     pub positions: &'a CudaTensor,
-    /// f32 `[max_positions, head_dim / 2]`.
+    /// Rotary cosines, f32 `[max_positions, head_dim / 2]`.
     pub cos: &'a CudaTensor,
-    /// f32 `[max_positions, head_dim / 2]`.
+    /// Rotary sines, f32 `[max_positions, head_dim / 2]`.
     pub sin: &'a CudaTensor,
     /// Number of key heads, and of value heads. They follow the query heads; there may be no query head.
     pub num_kv_heads: usize,
-    /// Epsilon of the norms.
+    /// Epsilon that the norms add to the mean square.
     pub epsilon: f32,
 }
 
 /// Whether a kernel writes over its input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reuse {
-    /// The output is a new tensor.
+    /// The output is a new tensor; the input stays.
     Copy,
     /// The output overwrites the input, and every clone of it shares the change.
     InPlace,
@@ -191,7 +191,7 @@ impl PackedTokens {
         })
     }
 
-    /// Elements of a token without gaps.
+    /// Elements of a packed token: q, k and v heads, without gaps.
     pub(crate) fn row_elements(&self) -> usize {
         self.heads * self.head_dim
     }
@@ -238,7 +238,7 @@ pub(crate) struct RotaryTables {
     pub(crate) cos: CudaTensor,
     pub(crate) sin: CudaTensor,
     pub(crate) max_positions: usize,
-    /// Stride of rows in elements.
+    /// Elements from one position's row to the next.
     pub(crate) stride: usize,
 }
 

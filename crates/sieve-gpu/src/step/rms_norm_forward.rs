@@ -8,7 +8,7 @@ const NAME: &str = "rms_norm_forward";
 /// Columns of a row that a warp holds in registers, see `common/norm_row.cuh`.
 const WARP_WIDTH: usize = 2048;
 
-/// The widest rows.
+/// Most columns of a row that the kernel takes.
 const MAX_WIDTH: usize = 4 * WARP_WIDTH;
 
 /// RMSNorm of each row: `x / sqrt(mean(x²) + epsilon) * weight`. `x` is bf16 `[.., width]`, `weight` bf16 `[width]`,
@@ -39,7 +39,7 @@ pub(crate) fn rms_norm_forward_kernel(warps_per_row: usize) -> SourceKernel {
         .threads(256)
 }
 
-/// Warps that share a row.
+/// Number of warps that share a row of this width.
 pub(crate) fn warps_per_row(kernel: &'static str, width: usize) -> Result<usize, KernelError> {
     if width <= WARP_WIDTH {
         return Ok(1);

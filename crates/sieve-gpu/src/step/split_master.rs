@@ -9,7 +9,7 @@ use crate::step::require_alignment;
 
 const NAME: &str = "split_master";
 
-/// Elements of a thread block.
+/// Parameter elements of a thread block.
 const BLOCK_ELEMENTS: usize = 1024;
 
 /// `(leaf, rest)` of a contiguous f32 `master`, both bf16 in its shape. The leaf is the master rounded to bf16, ties
@@ -52,7 +52,7 @@ pub fn join_master(leaf: &CudaTensor, rest: &CudaTensor) -> Result<CudaTensor, K
     Ok(master)
 }
 
-/// Direction of the conversion.
+/// Whether the master weights are split or joined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     /// f32 master to bf16 leaf and low bits.
@@ -61,7 +61,7 @@ pub(crate) enum Direction {
     Join,
 }
 
-/// The specialisation for a direction.
+/// The kernel that converts in one direction.
 pub(crate) fn split_master_kernel(direction: Direction) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("JOIN", (direction == Direction::Join) as u8)

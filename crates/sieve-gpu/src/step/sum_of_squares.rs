@@ -10,10 +10,10 @@ const FINISH: &str = "finish_sum";
 /// Elements of a thread block, which writes one partial sum.
 const BLOCK_ELEMENTS: usize = 65536;
 
-/// What is summed.
+/// The term that is summed over all elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Term {
-    /// The elements.
+    /// The elements themselves.
     Value,
     /// The squares of the elements.
     Square,

@@ -86,7 +86,7 @@ pub fn as_rows(tensor: &CudaTensor) -> (CudaTensor, usize, usize) {
     (copy, rows, width)
 }
 
-/// Elements of a 16-byte access when every size allows it, else 1.
+/// Elements of a 16-byte access if every size allows it, else 1.
 pub(crate) fn vector_width(is_bf16: bool, sizes: &[usize]) -> usize {
     let widest = if is_bf16 { 8 } else { 4 };
     if sizes.iter().all(|size| size.is_multiple_of(widest)) {

@@ -74,7 +74,7 @@ fn rope_parameters(shape: &ModelShape, scaling: Option<RopeScaling>) -> Value {
     parameters
 }
 
-/// The keys of the attention kind.
+/// The keys of `config.json` for the attention kind.
 fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Value> {
     let layer_types = |name: &str| {
         let layers = (0..shape.num_layers).map(|layer| match shape.is_dense_layer(layer) {
@@ -151,7 +151,7 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
     }
 }
 
-/// The keys that `modeling_sieve.py` reads.
+/// The keys of `config.json` that `modeling_sieve.py` reads.
 fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
     let mut keys = json!({
         "attention_kind": kind,

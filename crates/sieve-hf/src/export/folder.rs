@@ -17,7 +17,7 @@ const PARTIAL: &str = ".sieve_export.partial";
 #[derive(Debug)]
 pub(super) struct OutFolder {
     path: PathBuf,
-    /// Files of the existing export.
+    /// Names of the files of an earlier export.
     earlier: BTreeSet<String>,
 }
 

@@ -3,12 +3,12 @@ use super::tensors::ExportTensor;
 use burn::tensor::DType;
 use serde_json::{Map, Value, json};
 
-/// One file of weights.
+/// One safetensors file of the exported weights.
 #[derive(Debug)]
 pub(super) struct Shard<'a> {
-    /// File name.
+    /// Name of the file.
     pub(super) file: String,
-    /// The tensors of the file.
+    /// The tensors that the file holds.
     pub(super) tensors: &'a [ExportTensor],
 }
 

@@ -8,10 +8,10 @@ use sieve_core::{MlaShape, ModelShape, NsaShape};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// One tensor of the export.
+/// One tensor of an exported model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ExportTensor {
-    /// Name in `transformers`.
+    /// Name of the tensor in `transformers`.
     pub(crate) name: String,
     pub(crate) shape: Vec<usize>,
     pub(crate) source: Source,
@@ -248,7 +248,7 @@ fn push_latent(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, mla: MlaShap
     }
 }
 
-/// NSA's compression MLPs and gates.
+/// Adds the tensors of NSA's compression MLPs and gates.
 fn push_compression(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, nsa: NsaShape, whole: &Whole<'_>) {
     let (head_dim, block) = (shape.head_dim, nsa.compress_block_size);
     if let Some(hidden) = nsa.compress_hidden_size {

@@ -181,7 +181,7 @@ fn added_tokens(tokenizer: &Value) -> &[Value] {
     tokenizer["added_tokens"].as_array().map_or(&[], |v| v)
 }
 
-/// The text of a special token.
+/// The text of the special token with this id.
 fn content(tokenizer: &Value, id: u32, path: &Path) -> Result<Value, CheckpointError> {
     let added = added_tokens(tokenizer).iter().find(|token| token["id"] == id);
     let content = match added {

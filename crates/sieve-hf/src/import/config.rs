@@ -38,7 +38,7 @@ pub(super) struct HfConfig {
     max_positions: usize,
 }
 
-/// A configuration and its path.
+/// The parsed `config.json`, and its path for errors.
 struct Reader {
     path: PathBuf,
     value: Value,

@@ -11,12 +11,12 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
 
-/// Why a GEMM was not queued.
+/// Why cuBLASLt did not queue a GEMM.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Refusal {
     /// cuBLASLt has no algorithm for it; the caller may compute it without cuBLASLt.
     NoAlgorithm(String),
-    /// The library, the driver or the server failed.
+    /// cuBLASLt, the driver or CubeCL's server failed.
     Failed(String),
 }
 
@@ -32,7 +32,7 @@ impl fmt::Display for Refusal {
 #[derive(Clone)]
 pub(crate) struct Call {
     pub(super) problem: Problem,
-    /// [`Problem::preferred_tiles`], or none.
+    /// The tiles of [`Problem::preferred_tiles`], or none.
     pub(super) tiles: &'static [Tile],
     /// x, w, C and D; then, where x and w are fp8, their scales.
     pub(crate) bindings: Vec<Binding>,

@@ -28,14 +28,14 @@ pub(super) struct Plan {
     operands: OperandTypes,
 }
 
-/// What a launch needs besides its plan.
+/// The operands of a launch, which differ between calls with one plan.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Operands {
     /// Addresses of x, w, C and D.
     pub(super) pointers: [u64; 4],
     /// Addresses of the scales of x and w; 0 for bf16.
     pub(super) scales: [u64; 2],
-    /// `[alpha, beta]`.
+    /// The factors `[alpha, beta]`.
     pub(super) factors: [f32; 2],
     pub(super) workspace: u64,
     pub(super) stream: CUstream,

@@ -15,7 +15,7 @@ pub enum Product {
     Tn,
 }
 
-/// Element types of x and w.
+/// Element types of the GEMM's operands x and w.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Operands {
     Bf16,
@@ -40,14 +40,14 @@ impl Operands {
 pub(super) struct Problem {
     pub(super) product: Product,
     pub(super) operands: Operands,
-    /// `[m, n, k]`.
+    /// Sizes of the GEMM, `[m, n, k]`.
     pub(super) sizes: [usize; 3],
     /// Elements from one row of x to the next; the strides of w, C and D follow.
     pub(super) x_stride: usize,
     pub(super) w_stride: usize,
     pub(super) c_stride: usize,
     pub(super) d_stride: usize,
-    /// The output's type: f32, else bf16.
+    /// Whether the output is f32; otherwise it is bf16.
     pub(super) is_f32: bool,
 }
 

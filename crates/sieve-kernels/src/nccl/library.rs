@@ -33,7 +33,7 @@ pub(super) struct Nccl {
     pub(super) send: unsafe extern "C" fn(From, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
     pub(super) receive: unsafe extern "C" fn(To, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
     pub(super) comm_abort: unsafe extern "C" fn(ncclComm_t) -> c_int,
-    /// Writes an `ncclResult_t`.
+    /// Writes the communicator's state as an `ncclResult_t`.
     pub(super) get_async_error: unsafe extern "C" fn(ncclComm_t, *mut c_int) -> c_int,
     get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
@@ -41,7 +41,7 @@ pub(super) struct Nccl {
 }
 
 impl Nccl {
-    /// The library, opened once.
+    /// The NCCL library, opened once.
     pub(super) fn get() -> Result<&'static Self, KernelError> {
         static FOUND: OnceLock<Result<Nccl, String>> = OnceLock::new();
         let found = FOUND.get_or_init(|| Self::open(&NAMES));
@@ -104,7 +104,7 @@ impl Nccl {
         Err(format!("{call}: {}", text.to_string_lossy()))
     }
 
-    /// As [`check`](Self::check), as a [`KernelError`] with a hint.
+    /// Like [`check`](Self::check), but returns a [`KernelError`] with a hint.
     pub(super) fn require(&self, call: &str, result: c_int) -> Result<(), KernelError> {
         self.check(call, result).map_err(|reason| {
             failed(format!(

@@ -6,7 +6,7 @@ use sieve_gpu::KernelError;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
-/// `ncclInProgress`, which is not an error.
+/// NCCL's result code `ncclInProgress`, which is not an error.
 const IN_PROGRESS: i32 = 7;
 
 /// State of a group that the device thread and the group's watch share.

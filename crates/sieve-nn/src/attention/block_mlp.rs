@@ -11,14 +11,14 @@ use sieve_ops::SieveBackend;
 pub struct BlockMlp<B: Backend> {
     /// Learned vector per position inside a block, `[compress_block_size, head_dim]`.
     pub positions: Param<Tensor<B, 2>>,
-    /// `[hidden, compress_block_size * head_dim]`.
+    /// First matrix W_1, `[hidden, compress_block_size * head_dim]`.
     pub up_proj: Linear<B>,
-    /// `[head_dim, hidden]`.
+    /// Second matrix W_2, `[head_dim, hidden]`.
     pub down_proj: Linear<B>,
 }
 
 impl<B: Backend> BlockMlp<B> {
-    /// Normal weights from `init`.
+    /// An MLP with normal random weights from `init`.
     pub fn new(block_size: usize, head_dim: usize, hidden: usize, init: &mut WeightInit, device: &B::Device) -> Self {
         Self {
             positions: init.normal([block_size, head_dim], device),

@@ -22,7 +22,7 @@ use std::rc::Rc;
 /// The blocks that the queries of a layer chose.
 #[derive(Clone, Debug)]
 pub(crate) enum LayerChoice<B: Backend> {
-    /// For all tokens of the rows, `[batch, seq_len, choosers, attended blocks]`.
+    /// Block indices for all tokens of the rows, `[batch, seq_len, choosers, attended blocks]`.
     Rows(Tensor<B, 4, Int>),
     /// For one new token per row: one list per row and chooser, ascending, then -1.
     Token(Vec<Vec<i32>>),
@@ -78,18 +78,18 @@ impl<B: Backend> LastChoice<B> {
 /// as in dense attention, plus an indexer's, so that dense and sparse models can exchange weights.
 #[derive(Module, Debug)]
 pub struct ChosenBlocksAttention<B: Backend> {
-    /// Packed projection with q/k-norm and RoPE.
+    /// Packed projection to q, k and v, with q/k-norm and RoPE.
     pub qkv: QkvProjection<B>,
-    /// `[d_model, num_heads * head_dim]`.
+    /// Output projection, `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
-    /// Chooses blocks in place of the queries and pooled keys.
+    /// Chooses the blocks; `None`: the queries choose by pooled keys.
     pub indexer: Option<Indexer<B>>,
     #[module(skip)]
     choice: BlockChoice,
     /// Whether queries read the blocks that the last choosing layer before this one chose.
     #[module(skip)]
     shares: bool,
-    /// Weight of the indexer's loss.
+    /// Factor on the indexer's loss.
     #[module(skip)]
     loss_weight: f64,
     /// Whether queries read all earlier keys while the indexer learns.
@@ -114,7 +114,7 @@ impl<B: Backend> Packed<B> {
 }
 
 impl<B: Backend> ChosenBlocksAttention<B> {
-    /// Normal weights from `init`.
+    /// A layer with normal random weights from `init`.
     pub fn new(shape: &ModelShape, choice: BlockChoice, init: &mut WeightInit, device: &B::Device) -> Self {
         let (loss_weight, is_warmup) = match shape.attention {
             Attention::Msa(msa) => (msa.index_loss_weight, msa.index_warmup),
@@ -209,7 +209,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         })
     }
 
-    /// See [`Attention::weights`](super::Attention::weights).
+    /// Implements [`Attention::weights`](super::Attention::weights).
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let chosen = self.block_indices(x.clone(), context);
         let (qkv, spec, documents) = (self.qkv.forward(x, context), self.spec(), context.documents);
@@ -320,7 +320,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         (sieve_ops::indexed_attention(qkv, index, &call), statistics)
     }
 
-    /// See [`Attention::forward_cached`](crate::Attention::forward_cached).
+    /// Implements [`Attention::forward_cached`](crate::Attention::forward_cached).
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

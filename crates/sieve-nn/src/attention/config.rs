@@ -30,7 +30,7 @@ pub struct AttentionConfig {
     pub seed: u64,
 }
 
-/// Invalid sizes, and how to fix them.
+/// The sizes of an attention layer are invalid; its text says how to fix them.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("attention: {0}")]
 pub struct AttentionConfigError(String);
@@ -79,7 +79,7 @@ impl AttentionConfig {
         Err(AttentionConfigError(problem))
     }
 
-    /// Rotary tables for positions `0..max_positions`.
+    /// RoPE tables for positions `0..max_positions`.
     pub fn rope<B: Backend>(&self, max_positions: usize, device: &B::Device) -> RotaryEmbedding<B> {
         RotaryEmbedding::new(self.head_dim, max_positions, self.rope_theta, device)
     }

@@ -12,9 +12,9 @@ use sieve_ops::{AttentionSpec, DeviceBackend, DmaLayer, Documents, SieveBackend,
 /// the highest scores.
 #[derive(Module, Debug)]
 pub struct DynamicMaskAttention<B: Backend> {
-    /// Packed projection with q/k-norm and RoPE.
+    /// Packed projection to q, k and v, with q/k-norm and RoPE.
     pub qkv: QkvProjection<B>,
-    /// `[d_model, num_heads * head_dim]`.
+    /// Output projection, `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
     /// Scores from the values of all KV heads (eq. 3's Δ), `[num_kv_heads, num_kv_heads * head_dim]`.
     pub dt_proj: Linear<B>,
@@ -70,8 +70,10 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         let (mut expire, mut scores) = (None, None);
         let o = context.attend(qkv, |qkv, documents| {
             let result = self.attend(qkv, documents, context.under_policy(self.spec()));
+            // With shared prompts the mask is of rows with repeated prompts, not of the batch's tokens: not reported.
             if context.shared.is_none() {
                 expire = Some(result.expire);
+                // `exp(min(z, 60))` alone clamps scores; the linear bias is z itself.
                 scores = Some(result.rank).filter(|_| self.dma.bias == DmaBias::Exp);
             }
             result.o
@@ -83,7 +85,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         }
     }
 
-    /// The layer's operands for [`sieve_ops::token_step`].
+    /// The layer's weights and sizes for [`sieve_ops::token_step`].
     pub(super) fn for_token_step(&self) -> TokenAttention<B> {
         TokenAttention {
             dma: Some(self.dma_layer()),
@@ -91,7 +93,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         }
     }
 
-    /// The parameters that rank keys.
+    /// The parameters w_dt and a, which rank keys.
     pub fn dma_layer(&self) -> DmaLayer<B> {
         DmaLayer {
             w_dt: self.dt_proj.weight.val().transpose(),
@@ -109,7 +111,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         sieve_ops::dynamic_mask_attention(qkv, self.dma_layer(), documents, spec)
     }
 
-    /// See [`Attention::weights`](super::Attention::weights).
+    /// Implements [`Attention::weights`](super::Attention::weights).
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let (qkv, spec, documents) = (self.qkv.forward(x, context), self.spec(), context.documents);
         // DMA's scores depend on the values, so the mask is computed before one-hot values replace them.
@@ -121,8 +123,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         })
     }
 
-    /// See [`Attention::forward_cached`](crate::Attention::forward_cached); the cache has `keep_window_size` slots per
-    /// head.
+    /// Implements [`Attention::forward_cached`](crate::Attention::forward_cached) with a fixed-size cache.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

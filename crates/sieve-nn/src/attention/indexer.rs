@@ -13,9 +13,9 @@ use sieve_ops::{AttentionSpec, Documents, NsaCall, QkNorm, RotaryEmbedding, Siev
 pub struct Indexer<B: Backend> {
     /// `[(num_kv_heads + 1) * head_dim, d_model]`: rows of the query heads, then of the key head.
     pub proj: Linear<B>,
-    /// Norm of each query head, `[head_dim]`.
+    /// RMSNorm of each query head, weight `[head_dim]`.
     pub q_norm: RmsNorm<B>,
-    /// Norm of the key head, `[head_dim]`.
+    /// RMSNorm of the key head, weight `[head_dim]`.
     pub k_norm: RmsNorm<B>,
     num_heads: usize,
 }

@@ -20,16 +20,16 @@ pub struct LatentAttention<B: Backend> {
     pub q_proj: Linear<B>,
     /// Projection to the latent and the shared rotated key, `[kv_lora_rank + qk_rope_head_dim, d_model]`.
     pub kv_a_proj: Linear<B>,
-    /// Norm of the latent, `[kv_lora_rank]`.
+    /// RMSNorm of the latent, weight `[kv_lora_rank]`.
     pub kv_a_norm: RmsNorm<B>,
     /// Projection from the latent to keys and values, `[num_heads * 2 * head_dim, kv_lora_rank]`: each head's key, then
     /// its value.
     pub kv_b_proj: Linear<B>,
-    /// `[d_model, num_heads * head_dim]`.
+    /// Output projection, `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
-    /// Norm of each head's query before rotation, `[head_dim + qk_rope_head_dim]`; not in the paper.
+    /// Norm of each head's query before rotation, `[head_dim + qk_rope_head_dim]`; `None` as in the paper.
     pub q_norm: Option<RmsNorm<B>>,
-    /// Norm of each head's key before rotation, `[head_dim + qk_rope_head_dim]`; not in the paper.
+    /// Norm of each head's key before rotation, `[head_dim + qk_rope_head_dim]`; `None` as in the paper.
     pub k_norm: Option<RmsNorm<B>>,
     num_heads: usize,
     head_dim: usize,
@@ -213,7 +213,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         (self.kv_a_norm.forward(latent), k_rope)
     }
 
-    /// The layer's operands for [`sieve_ops::token_step`].
+    /// The layer's weights and sizes for [`sieve_ops::token_step`].
     pub(super) fn for_token_step(&self) -> TokenAttention<B> {
         TokenAttention {
             qkv: self.q_proj.weight.val(),
@@ -231,7 +231,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         }
     }
 
-    /// See [`Attention::weights`](super::Attention::weights).
+    /// Implements [`Attention::weights`](super::Attention::weights).
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let (packed, spec) = (self.packed_of(x, context), self.spec());
         let [_, seq_len, width] = packed.dims();
@@ -245,7 +245,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         })
     }
 
-    /// Norms of queries and keys, if the layer has them.
+    /// The norms of queries and keys; `None` if the layer has none.
     fn qk_norm(&self) -> Option<QkNorm<B>> {
         let norms = self.q_norm.as_ref().zip(self.k_norm.as_ref());
         norms.map(|(q_norm, k_norm)| QkNorm {
@@ -255,7 +255,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         })
     }
 
-    /// As [`rotated`](Self::rotated), with all heads at the context's positions.
+    /// Like [`rotated`](Self::rotated), with all heads at the context's positions.
     fn packed(
         &self,
         x: Tensor<B, 3>,

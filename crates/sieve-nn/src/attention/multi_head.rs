@@ -11,10 +11,11 @@ use sieve_ops::{AttentionSpec, DeviceBackend, SieveBackend};
 /// `window_size`.
 #[derive(Module, Debug)]
 pub struct MultiHeadAttention<B: Backend> {
-    /// Packed projection with q/k-norm and RoPE.
+    /// Packed projection to q, k and v, with q/k-norm and RoPE.
     pub qkv: QkvProjection<B>,
-    /// `[d_model, num_heads * head_dim]`.
+    /// Output projection, `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
+    /// Number of last tokens that a query sees; `None`: all.
     window_size: Option<usize>,
 }
 
@@ -48,7 +49,7 @@ impl<B: Backend> MultiHeadAttention<B> {
         self.qkv.spec(self.window_size)
     }
 
-    /// Whether queries see all earlier keys.
+    /// Whether queries see all earlier keys: no window.
     pub(crate) fn is_dense(&self) -> bool {
         self.window_size.is_none()
     }
@@ -64,7 +65,7 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
         self.o_proj.forward_add(o.flatten(2, 3), residual)
     }
 
-    /// See [`Attention::forward_cached`](crate::Attention::forward_cached).
+    /// Implements [`Attention::forward_cached`](crate::Attention::forward_cached).
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

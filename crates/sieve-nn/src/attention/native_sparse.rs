@@ -31,15 +31,15 @@ pub struct NativeSparseAttention<B: Backend> {
     pub compress_kv_proj: Option<Linear<B>>,
     /// Keys and values of the selected branch, `[2 * num_kv_heads * head_dim, d_model]`; `None` with `shared_kv`.
     pub select_kv_proj: Option<Linear<B>>,
-    /// Compression of keys; `None` for means.
+    /// MLP that compresses blocks of keys; `None` takes their mean.
     pub k_compress: Option<BlockMlp<B>>,
-    /// Compression of values; `None` for means.
+    /// MLP that compresses blocks of values; `None` takes their mean.
     pub v_compress: Option<BlockMlp<B>>,
     /// `[num_heads * 3, d_model]`: for each head the compressed, selected and window branch.
     pub gate_proj: Linear<B>,
-    /// `[num_heads * 3]`.
+    /// Bias of the gates' logits, `[num_heads * 3]`.
     pub gate_bias: Param<Tensor<B, 1>>,
-    /// `[d_model, num_heads * head_dim]`.
+    /// Output projection, `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
     #[module(skip)]
     nsa: NsaShape,
@@ -201,7 +201,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices
     }
 
-    /// See [`Attention::forward_cached`](crate::Attention::forward_cached).
+    /// Implements [`Attention::forward_cached`](crate::Attention::forward_cached).
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
@@ -239,7 +239,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.gate(x, parts.map(|parts| Tensor::cat(parts, 0)))
     }
 
-    /// The layer's operands for [`sieve_ops::token_step`].
+    /// The layer's weights and sizes for [`sieve_ops::token_step`].
     pub(super) fn for_token_step(&self) -> TokenAttention<B> {
         let weights = |mlp: &BlockMlp<B>| {
             let (up, down) = (mlp.up_proj.weight.val(), mlp.down_proj.weight.val());
@@ -260,7 +260,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         }
     }
 
-    /// See [`Attention::weights`](super::Attention::weights).
+    /// Implements [`Attention::weights`](super::Attention::weights).
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
         let compressed = self.compress(branches.compressed.clone(), context.documents);
@@ -292,7 +292,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         })
     }
 
-    /// The outputs of the three branches.
+    /// The outputs of the compressed, selected and window branch.
     fn attend_compressing(
         &self,
         branches: Branches<B>,

@@ -14,7 +14,7 @@ use sieve_ops::{
 /// Computes compressed keys and values, `[2, rows, head_dim]`, from packed tokens.
 type Compress<'a, B> = dyn Fn(Tensor<B, 4>, &Documents<B>) -> Tensor<B, 3> + 'a;
 
-/// Keys and values of NSA's branches.
+/// Keys and values of NSA's three branches.
 #[derive(Clone, Debug)]
 pub struct BlockCache<B: Backend> {
     /// The selected branch's keys and values of all tokens.
@@ -29,17 +29,17 @@ pub struct BlockCache<B: Backend> {
 }
 
 impl<B: Backend> BlockCache<B> {
-    /// Tokens processed so far.
+    /// Number of tokens processed so far.
     pub fn num_tokens(&self) -> usize {
         self.selected.len()
     }
 
-    /// Compressed keys per head.
+    /// Number of compressed keys of each head.
     pub fn num_compressed(&self) -> usize {
         self.compressed.len()
     }
 
-    /// As [`TokenBuffer::rows`](sieve_ops::TokenBuffer::rows).
+    /// Copies rows of the batch, as [`TokenBuffer::rows`](sieve_ops::TokenBuffer::rows).
     pub(super) fn rows(&self, rows: RowsOf) -> Self {
         let of_tokens = |cache: &KeyCache<B>| cache.rows(rows, |tokens| [tokens; 2]);
         let num_compressed = |tokens| [self.blocks.num_compressed_blocks(tokens); 2];
@@ -152,6 +152,7 @@ impl<B: DeviceBackend> BlockCache<B> {
         self.selected.append(k, v);
         let window = cached_attention(&mut self.window, new.window.clone(), spec, scratch);
         let size = blocks.compress_block_size;
+        // This token completes a compressed block, whose other size - 1 tokens are the last ones of `tail`.
         if blocks.num_compressed_blocks(self.num_tokens()) > self.num_compressed() {
             let documents = Documents::whole_rows([batch, size], &q.device());
             let pair = compress(self.tail.before(&new.compressed, size - 1), &documents);
@@ -163,6 +164,7 @@ impl<B: DeviceBackend> BlockCache<B> {
         self.tail.append(k, v);
         let one = |x: Tensor<B, 4>| x.reshape([batch, spec.num_heads, d]);
         let coarse_q = one(coarse_q);
+        // Before the first complete block the compressed branch adds nothing.
         let coarse = match self.compressed.is_empty() {
             true => coarse_q.zeros_like(),
             false => attention_decode(coarse_q.clone(), &self.compressed, None, spec.softmax_scale, scratch),

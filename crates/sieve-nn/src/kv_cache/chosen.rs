@@ -35,12 +35,12 @@ fn at_least_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
 }
 
 impl<B: Backend> ChosenCache<B> {
-    /// Tokens processed so far.
+    /// Number of tokens processed so far.
     pub fn num_tokens(&self) -> usize {
         self.keys.len()
     }
 
-    /// As [`TokenBuffer::rows`].
+    /// Copies rows of the batch, as [`TokenBuffer::rows`].
     pub(super) fn rows(&self, rows: RowsOf) -> Self {
         let num_pooled = |tokens| match self.choice.has_indexer() {
             _ if !self.pools => 0,
@@ -113,7 +113,7 @@ impl<B: Backend> ChosenCache<B> {
         }
     }
 
-    /// Appends new tokens.
+    /// Appends keys and values of new tokens.
     pub(crate) fn append(&mut self, packed: &Packed<B>, spec: AttentionSpec) {
         let [_, k, v] = split_heads(packed.qkv.clone(), spec.num_kv_heads);
         self.keys.append(k, v);
@@ -305,8 +305,8 @@ pub(super) fn keys_of_blocks<B: Backend>(
     KeyCache::with_capacity(k, v, Some(count))
 }
 
-/// Scores of the first `num_blocks` blocks from `row`, the scores of the pooled keys or their probabilities summed over
-/// a group of heads, as the rule of `choice` has it.
+/// Scores of the first `num_blocks` blocks by the rule of `choice`. `row` has a number for each pooled key: its score,
+/// or under the rules with probabilities its probability summed over a group of heads.
 fn block_scores(row: &[f32], choice: BlockChoice, num_blocks: usize) -> Vec<f32> {
     let blocks = choice.blocks;
     let (size, stride) = (blocks.select_block_size, blocks.compress_stride);

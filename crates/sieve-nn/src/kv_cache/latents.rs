@@ -36,7 +36,7 @@ pub struct LatentCache<B: Backend> {
 }
 
 impl<B: Backend> LatentCache<B> {
-    /// The cache after a prompt.
+    /// A cache of the prompt's tokens.
     pub(super) fn new(new: NewLatents<B>) -> Self {
         let buffer = |x| TokenBuffer::new(x, 1, None);
         Self {
@@ -45,12 +45,12 @@ impl<B: Backend> LatentCache<B> {
         }
     }
 
-    /// Tokens processed so far.
+    /// Number of tokens processed so far.
     pub(super) fn len(&self) -> usize {
         self.latents.len()
     }
 
-    /// As [`TokenBuffer::rows`].
+    /// Copies rows of the batch, as [`TokenBuffer::rows`].
     pub(super) fn rows(&self, rows: RowsOf) -> Self {
         let of = |buffer: &TokenBuffer<B, 3>| buffer.rows(rows, |tokens| [tokens; 2]);
         Self {
@@ -78,7 +78,7 @@ impl<B: Backend> LatentCache<B> {
         buffers.for_each(|buffer| buffer.count(1));
     }
 
-    /// Adds new tokens.
+    /// Appends the entries of new tokens.
     pub(super) fn append(&mut self, new: NewLatents<B>) {
         self.latents.append(Tensor::cat(vec![new.latent, new.k_rope], 2));
         if let (Some(old), Some(new)) = (&mut self.key_scale, new.key_scale) {

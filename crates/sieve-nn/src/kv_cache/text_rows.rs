@@ -23,7 +23,7 @@ impl<B: DeviceBackend> TextRows<B> {
         }
     }
 
-    /// Number of rows.
+    /// Number of rows, one for each text.
     pub fn num_rows(&self) -> usize {
         self.lengths.len()
     }

@@ -31,12 +31,12 @@ pub(crate) fn attention_backward(
     backward(&qkv, shape, window(call.spec), &call.documents, operands, None)
 }
 
-/// Sizes of a packed tensor.
+/// Sizes of an attention call, from a packed tensor of q, k and v heads.
 pub(crate) fn attention_shape(qkv: &FlexTensor, spec: AttentionSpec) -> AttentionShape {
     shape_of(qkv.shape().dims(), spec)
 }
 
-/// As [`attention_shape`] from the tensor's dimensions.
+/// Like [`attention_shape`], from the packed tensor's dimensions.
 pub(crate) fn shape_of([batch, seq_len, _, head_dim]: [usize; 4], spec: AttentionSpec) -> AttentionShape {
     AttentionShape {
         softmax_scale: spec.softmax_scale as f32,
@@ -56,7 +56,7 @@ pub(crate) fn documents([start, end]: &[FlexTensor; 2]) -> sieve_cpu::Documents<
     sieve_cpu::Documents::new(ints(start), ints(end))
 }
 
-/// Attention of a contiguous tensor.
+/// Forward attention of a contiguous packed tensor.
 pub(crate) fn forward(
     qkv: &FlexTensor,
     shape: impl Into<PackedShape>,

@@ -43,7 +43,7 @@ pub(crate) fn bounds(documents: &DocumentBounds<Cuda>) -> [CudaTensor; 2] {
     documents.clone().map(kernel_tensor)
 }
 
-/// A kernel's result as Burn tensors.
+/// The result of a kernel launch as Burn tensors.
 pub(crate) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
     AttentionOutput {
         o: result.o.burn(),
@@ -53,7 +53,7 @@ pub(crate) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
     }
 }
 
-/// The inverse of [`output`], contiguous.
+/// The inverse of [`output`]; the tensors are made contiguous.
 pub(crate) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
     AttentionResult {
         o: kernel_tensor(output.o.clone()).contiguous(),
@@ -96,7 +96,7 @@ pub(crate) fn forward(
         .map(output)
 }
 
-/// The gradients `(dqkv, dbias)`.
+/// Gradients `(dqkv, dbias)` of an attention call.
 pub(crate) fn backward(
     qkv: &Float,
     call: &AttentionCall<Cuda>,

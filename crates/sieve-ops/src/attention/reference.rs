@@ -11,7 +11,7 @@ pub fn attention<B: Backend>(qkv: Float<B>, call: &AttentionCall<B>) -> Attentio
     masked_attention::<B>(qkv, None, hidden_by_documents(call), call.spec)
 }
 
-/// `dqkv` of [`attention`].
+/// Gradient `dqkv` of [`attention`].
 pub fn attention_backward<B: Backend>(
     qkv: Float<B>,
     call: &AttentionCall<B>,
@@ -34,7 +34,7 @@ pub(crate) fn masked_attention<B: Backend>(
     forward(Grouped::new(qkv, spec), delta, hidden, spec, dtype)
 }
 
-/// `[dqkv, ddelta]` of [`masked_attention`].
+/// Gradients `[dqkv, ddelta]` of [`masked_attention`].
 pub(crate) fn masked_attention_backward<B: Backend>(
     qkv: Float<B>,
     delta: Option<Float<B>>,
@@ -59,7 +59,7 @@ pub(crate) fn separate_attention<B: Backend>(
     forward(Grouped::of(qkv, call.spec), None, hidden, call.spec, dtype)
 }
 
-/// `[dq, dk, dv]` of [`separate_attention`].
+/// Gradients `[dq, dk, dv]` of [`separate_attention`].
 pub(crate) fn separate_attention_backward<B: Backend>(
     qkv: [Tensor<B, 4>; 3],
     call: &AttentionCall<B>,

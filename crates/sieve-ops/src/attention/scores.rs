@@ -19,7 +19,7 @@ impl<B: Backend> Grouped<B> {
         Self::of(split_heads(qkv, spec.num_kv_heads), spec)
     }
 
-    /// From q, k and v `[batch, seq_len, heads, width]`.
+    /// Groups q, k and v `[batch, seq_len, heads, width]` by KV head.
     pub(crate) fn of([q, k, v]: [Tensor<B, 4>; 3], spec: AttentionSpec) -> Self {
         Self {
             q: group(q, spec),
@@ -36,7 +36,7 @@ fn group<B: Backend>(x: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 5> {
         .permute([0, 2, 3, 1, 4])
 }
 
-/// The inverse of [`group`].
+/// The inverse of [`group`]: joins group and KV head to query heads.
 fn ungroup<B: Backend>(x: Tensor<B, 5>) -> Tensor<B, 4> {
     let [batch, kv_heads, group_size, seq_len, head_dim] = x.dims();
     x.permute([0, 3, 1, 2, 4])
@@ -98,7 +98,7 @@ pub(crate) struct Gradients<B: Backend> {
     pub(crate) dq: Tensor<B, 4>,
     pub(crate) dk: Tensor<B, 4>,
     pub(crate) dv: Tensor<B, 4>,
-    /// `[batch, num_kv_heads, seq_len]`.
+    /// Gradient of the bias, `[batch, num_kv_heads, seq_len]`.
     pub(crate) d_delta: Tensor<B, 3>,
 }
 

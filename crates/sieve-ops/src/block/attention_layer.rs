@@ -26,11 +26,11 @@ pub type MaskAndRanks<B> = (Tensor<B, 3, Int>, Tensor<B, 3>);
 /// Positions and documents of a layer's tokens.
 #[derive(Clone, Debug)]
 pub struct LayerTokens<'a, B: Backend> {
-    /// Positions to rotate by, `[batch, seq_len]`.
+    /// Position of each token, for RoPE, `[batch, seq_len]`.
     pub positions: Tensor<B, 2, Int>,
-    /// Rotary tables.
+    /// Cosine and sine tables of RoPE.
     pub rope: &'a RotaryEmbedding<B>,
-    /// Documents of the tokens.
+    /// Document bounds and positions of the tokens.
     pub documents: &'a Documents<B>,
     /// With context parallelism: the whole rows that these tokens are one rank's part of.
     pub parts: Option<&'a ContextParallel>,

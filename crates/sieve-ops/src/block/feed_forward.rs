@@ -16,19 +16,19 @@ use sieve_core::Keeping;
 /// Weights and settings of [`feed_forward`].
 #[derive(Clone, Debug)]
 pub struct FeedForward<B: Backend> {
-    /// Weight of the norm, `[d_model]`.
+    /// Weight of the RMSNorm before the GEMMs, `[d_model]`.
     pub norm: Tensor<B, 1>,
-    /// `[2 * d_ff, d_model]`, gate first.
+    /// Packed gate and up weights, `[2 * d_ff, d_model]`, gate first.
     pub gate_up: Tensor<B, 2>,
-    /// `[d_model, d_ff]`.
+    /// Weight of the down projection, `[d_model, d_ff]`.
     pub down: Tensor<B, 2>,
     /// Added to the mean square of the norm.
     pub epsilon: f64,
-    /// Data type of both GEMMs.
+    /// Data type in which both GEMMs multiply: bf16 or fp8.
     pub precision: GemmPrecision,
-    /// What the backward pass gets beyond the minimum.
+    /// What is kept for the backward pass beyond the minimum: `o_low`, and activations that it could recompute.
     pub keeping: Keeping,
-    /// Earlier gradients of `gate_up` and `down`.
+    /// Sums of earlier micro-batches' gradients of `gate_up` and `down`.
     pub sums: WeightSums<B>,
 }
 
@@ -67,12 +67,12 @@ impl<B: SieveBackend> FeedForward<B> {
     }
 }
 
-/// What the backward pass needs.
+/// What the forward pass keeps for the backward pass.
 #[derive(Clone, Debug)]
 struct Kept<B: Backend> {
     x: Float<B>,
     gate_up: Float<B>,
-    /// Of the GEMMs with `gate_up` and with `down`.
+    /// Inputs of the GEMMs with `gate_up` and with `down`.
     operands: [Operands<B>; 2],
     layer: FeedForward<B>,
     residual: Residual,

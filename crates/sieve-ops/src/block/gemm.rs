@@ -13,7 +13,7 @@ pub(super) enum Operands<B: Backend> {
     Fp8(Fp8Kept<B>),
     /// The GEMM's input x.
     X(Float<B>),
-    /// Nothing: the block recomputes x.
+    /// Nothing: the block recomputes the input x.
     None,
 }
 

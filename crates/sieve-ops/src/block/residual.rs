@@ -5,9 +5,9 @@ use crate::{DeviceBackend, RmsNormCall};
 /// Whether a layer adds its output to the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Residual {
-    /// `x + layer(x)`.
+    /// The output is `x + layer(x)`.
     Stream,
-    /// `layer(x)`.
+    /// The output is `layer(x)`, without x.
     None,
 }
 

@@ -20,18 +20,18 @@ use sieve_core::BlockChoice;
 /// Operands of [`indexed_attention`] other than the packed tensors.
 #[derive(Clone, Debug)]
 pub struct IndexedCall<'a, B: SieveBackend> {
-    /// Bounds of the documents.
+    /// Document bounds and positions of the tokens.
     pub documents: &'a Documents<B>,
     /// Heads and scale of the attention; the indexer has a query head for each KV head, one key head and the same
     /// scale.
     pub spec: AttentionSpec,
-    /// How the indexer chooses.
+    /// How the indexer chooses blocks of keys.
     pub choice: BlockChoice,
-    /// The blocks whose tokens are read, as [`choose_key_blocks`](crate::choose_key_blocks) gives them from the
-    /// indexer's tensor; `None`: all tokens up to the query.
+    /// The blocks whose tokens are read, `[batch, seq_len, num_kv_heads, count]`, ascending, then -1, chosen by
+    /// [`choose_key_blocks`](crate::choose_key_blocks) on the indexer's tensor; `None`: all tokens up to the query.
     pub chosen: Option<Tensor<B, 4, Int>>,
     /// One key per block, `[batch, num_slots, head_dim]`, for an indexer that scores blocks by them
-    /// ([`ChoiceRule::SumOfHeads`](sieve_core::ChoiceRule::SumOfHeads)).
+    /// ([`ChoiceRule::SumOfHeads`](sieve_core::ChoiceRule::SumOfHeads)); `None` for one with a key per token.
     pub block_keys: Option<Tensor<B, 3>>,
     /// Weight in the loss of the divergence of one query and KV head; with `block_keys`, of one query.
     pub loss_weight: f64,
@@ -103,7 +103,7 @@ fn index_gradient<D: DeviceBackend>(
     let [q, k, _] = split_heads(tensor::<D, 4>(qkv.clone()), groups);
     let [batch, seq_len, _, d] = q.dims();
     let student = primitive(Tensor::cat(vec![q_index.clone(), k_index.clone(), k_index.clone()], 2));
-    // dq: sums over keys.
+    // The gradient of q sums over keys.
     let of_student = reads.forward(student.clone(), own);
     if let (Read::Chosen(attention), Read::Chosen(indexer), Some((chosen, _, call))) =
         (read, &of_student, reads.call(spec))
@@ -125,7 +125,7 @@ fn index_gradient<D: DeviceBackend>(
     let factor = weight * spec.softmax_scale;
     let dq = (wide(of_student.output().o.clone()) - mean) * factor;
 
-    // dk: sums over queries.
+    // The gradient of k sums over queries.
     let by_head = q_index.clone().unsqueeze_dim::<5>(3).repeat_dim(3, group);
     let by_head = by_head.reshape([batch, seq_len, groups * group, d]);
     let of_student = reads.backward(student, own, of_student, primitive(q_index));
@@ -148,7 +148,8 @@ const MEASURED_QUERIES: usize = 16;
 ///   many blocks, which includes the query's own;
 /// - the entropy of I, in nats.
 ///
-/// With `block_keys`, divergence and entropy are over blocks, as `pooled.rs` defines them.
+/// With `block_keys`, divergence and entropy are over complete blocks. A block's share of the attention is its largest
+/// token probability, normalised over these blocks.
 ///
 /// Shapes as in [`indexed_attention`].
 pub fn index_statistics<B: SieveBackend>(
@@ -198,7 +199,7 @@ pub fn index_statistics<B: SieveBackend>(
     };
     let dense = mean_over(&hidden);
 
-    // Keys outside the chosen blocks.
+    // Masks the keys outside the chosen blocks.
     let not_chosen = {
         let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.into_primitive());
         let chosen = chosen
@@ -248,7 +249,7 @@ pub fn index_statistics<B: SieveBackend>(
         let shifted = scores - largest;
         shifted.clone() - shifted.exp().sum_dim(2).log()
     };
-    // `0 log 0` counts as 0.
+    // `0 log 0` counts as 0 in the KL divergence.
     let log_index = log_index.mask_fill(unread.clone(), 0.0);
     let p_index = log_index.clone().exp().mask_fill(unread, 0.0);
     let log_p = p.clone().clamp_min(f32::MIN_POSITIVE).log();

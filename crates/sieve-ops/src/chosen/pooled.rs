@@ -21,7 +21,7 @@ pub(super) struct Slots<B: Backend> {
     start: Tensor<B, 2, Int>,
     /// First token of each slot's block, `[batch, num_slots]`; -1 in empty slots.
     first: Tensor<B, 2, Int>,
-    /// Tokens of a block.
+    /// Block size in tokens.
     size: usize,
 }
 
@@ -51,7 +51,7 @@ impl<B: Backend> Slots<B> {
         starts.select(0, queries.clone()).unsqueeze_dim(1)
     }
 
-    /// First slots of the documents of some queries of a row, `[queries, 1]`.
+    /// For some queries of a row, the first slot of each query's document, `[queries, 1]`.
     fn first_slots(&self, row: usize, queries: &Tensor<B, 1, Int>) -> Tensor<B, 2, Int> {
         let up = self.size as i64 - 1;
         (self.starts(row, queries) + up).div_scalar(self.size as i64)

@@ -18,7 +18,7 @@ pub(crate) type PartPlace<'a, B> = (&'a ContextParallel, &'a AttentionCall<B>);
 /// What attention of a part keeps for its backward pass.
 #[derive(Clone, Debug)]
 pub(crate) struct Parted<B: Backend> {
-    /// `[batch, len, num_heads, head_dim]`.
+    /// Attention output, `[batch, len, num_heads, head_dim]`.
     pub(crate) o: Float<B>,
     way: Way<B>,
 }
@@ -36,7 +36,7 @@ enum Way<B: Backend> {
 struct WithHalo<B: Backend> {
     halo: Halo<B>,
     output: AttentionOutput<B>,
-    /// DMA's selection, and the ranks that it was made from.
+    /// DMA's selection, and the ranks of keys that it was made from; `None` for other kinds.
     selection: Option<(DmaSelection<B>, Float<B>)>,
 }
 

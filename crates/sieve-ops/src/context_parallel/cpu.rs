@@ -40,7 +40,7 @@ pub(crate) fn all_to_all(links: &dyn RankGroup, x: FlexTensor) -> FlexTensor {
     slices_over_hosts::<Flex>(links, x)
 }
 
-/// [`DeviceBackend::all_to_all`] through host memory.
+/// Does [`DeviceBackend::all_to_all`] through host memory.
 pub(super) fn slices_over_hosts<B: Backend>(links: &dyn RankGroup, x: Float<B>) -> Float<B> {
     let slices = tensor::<B, 5>(x.clone());
     let [parts, batch, len, heads, width] = slices.dims();

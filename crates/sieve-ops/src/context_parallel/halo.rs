@@ -40,26 +40,27 @@ impl Reach {
 #[derive(Clone, Debug)]
 pub(super) struct Halo<B: Backend> {
     spec: AttentionSpec,
-    /// Tokens of the part.
+    /// Tokens of this rank's part of a sequence.
     len: usize,
-    /// Slots of a row.
+    /// Slots of the halo in each row, one key each.
     pub(super) slots: usize,
     /// K, then V, `[batch, slots, 2 * num_kv_heads, head_dim]`; `None` without slots.
     pub(super) keys: Option<Float<B>>,
-    /// DMA's ranks of the keys, `[batch, num_kv_heads, slots]`.
+    /// DMA's ranks of the keys, `[batch, num_kv_heads, slots]`; `None` without DMA or without slots.
     pub(super) ranks: Option<Float<B>>,
     /// Document bounds of the longer rows (halo, then part); `None` without slots.
     documents: Option<DocumentBounds<B>>,
     /// Keys per row and head that each part sends to later parts.
     share: usize,
-    /// Parts whose keys this one receives.
+    /// Parts from which this rank receives halo keys.
     from: Range<usize>,
-    /// Parts that receive this one's keys.
+    /// Parts to which this rank sends its keys.
     to: Range<usize>,
-    /// With DMA, the keys of this part that were sent, as `dma_last_kept` gives them; otherwise the last ones were
-    /// sent.
+    /// Positions in this part of the keys that were sent, `[batch, num_kv_heads, share]`, ascending; -1 in the first
+    /// places of a head that keeps fewer. `None`: the last `share` keys were sent (no DMA), or none were (last part).
     sent: Option<Ints<B>>,
-    /// With DMA, which of the received keys fill the slots, as `dma_last_kept` gives them; `None`: all, or the last.
+    /// Indices of the keys that fill the slots among the `from.len() * share` received keys, `[batch, num_kv_heads,
+    /// slots]`, ascending; -1 in empty slots. `None`: the last received keys fill them (no DMA), or all do (they fit).
     chosen: Option<Ints<B>>,
 }
 
@@ -186,7 +187,7 @@ impl<B: DeviceBackend> Halo<B> {
         primitive(Tensor::cat(vec![halo, tensor::<B, 4>(qkv)], 1))
     }
 
-    /// Ranks of the longer rows.
+    /// Ranks of the keys, with the halo's in front.
     pub(super) fn with_ranks(&self, own: Float<B>) -> Float<B> {
         let Some(ranks) = &self.ranks else {
             return own;

@@ -11,21 +11,21 @@ use std::ops::Range;
 /// Heads of one kind in a tensor that is exchanged: queries, keys, values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Heads {
-    /// Each rank gets an equal share of this many heads.
+    /// Divided: each rank gets an equal share of this many heads.
     Split(usize),
     /// Each rank gets all of this many heads, as of a latent that all heads share.
     Shared(usize),
 }
 
 impl Heads {
-    /// Heads of all ranks.
+    /// Number of heads of all ranks together.
     fn all(self) -> usize {
         match self {
             Self::Split(heads) | Self::Shared(heads) => heads,
         }
     }
 
-    /// Heads of one rank of `parts`.
+    /// Number of heads that one of `parts` ranks computes.
     fn own(self, parts: usize) -> usize {
         match self {
             Self::Split(heads) => heads / parts,
@@ -81,7 +81,7 @@ impl ContextParallel {
     }
 }
 
-/// See [`ContextParallel::to_heads`].
+/// Implements [`ContextParallel::to_heads`].
 pub(super) fn to_heads<B: DeviceBackend>(links: &dyn RankGroup, x: Tensor<B, 4>, kinds: &[Heads]) -> Tensor<B, 4> {
     let (parts, [batch, len, _, width]) = (links.num_parts(), x.dims());
     let own = kinds.iter().map(|kind| kind.own(parts)).sum();
@@ -133,9 +133,9 @@ fn sum_of_parts<B: DeviceBackend>(x: Tensor<B, 5>) -> Tensor<B, 5> {
 /// The heads of one kind that the rank of one part holds after the exchange.
 struct Share {
     part: usize,
-    /// Where they lie among the heads of all ranks.
+    /// Range of these heads among the heads of all ranks.
     among_all: Range<usize>,
-    /// Where they lie among the heads of the rank.
+    /// Range of these heads among the heads of this rank.
     among_own: Range<usize>,
     is_shared: bool,
 }

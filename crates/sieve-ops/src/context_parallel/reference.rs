@@ -15,7 +15,7 @@ pub(super) fn dma_last_kept<B: Backend>(expire: Ints<B>, slots: usize) -> Ints<B
     sorted.narrow(2, seq_len - slots, slots).into_primitive()
 }
 
-/// See [`DeviceBackend::dma_border_keys`](crate::DeviceBackend::dma_border_keys).
+/// Reference of [`DeviceBackend::dma_border_keys`](crate::DeviceBackend::dma_border_keys).
 pub(super) fn dma_border_keys<B: Backend>(
     packed: Float<B>,
     rank: Float<B>,
@@ -32,7 +32,7 @@ pub(super) fn dma_border_keys<B: Backend>(
     [keys, primitive(ranks.mask_fill(places.no_ranks, 0.0))]
 }
 
-/// See [`DeviceBackend::dma_border_keys_backward`](crate::DeviceBackend::dma_border_keys_backward).
+/// Reference of [`DeviceBackend::dma_border_keys_backward`](crate::DeviceBackend::dma_border_keys_backward).
 pub(super) fn dma_border_keys_backward<B: Backend>(
     [d_packed, d_rank]: [Float<B>; 2],
     kept: Ints<B>,

@@ -11,17 +11,17 @@ pub struct TracedPart<B: Backend> {
     /// Keys, then values, of earlier parts that the part's queries may see,
     /// `[batch, slots, 2 * num_kv_heads, head_dim]`; the first slots may be empty. `None` without a halo.
     pub halo: Option<Float<B>>,
-    /// DMA's ranks of these keys, `[batch, num_kv_heads, slots]`.
+    /// DMA's ranks of these keys, `[batch, num_kv_heads, slots]`; `None` without DMA or without a halo.
     pub halo_ranks: Option<Float<B>>,
     /// Bounds of the documents in the longer rows; empty slots are a document of their own.
     pub documents: DocumentBounds<B>,
-    /// DMA's mask over the longer rows, `[batch, num_kv_heads, slots + len]`.
+    /// DMA's mask over the longer rows, `[batch, num_kv_heads, slots + len]`; `None` without DMA.
     pub expire: Option<Ints<B>>,
-    /// `[batch, len, num_heads, head_dim]`.
+    /// Attention output, `[batch, len, num_heads, head_dim]`.
     pub o: Float<B>,
     /// Gradient of the part's packed tensor, with what later parts contribute.
     pub d_qkv: Float<B>,
-    /// Gradients of w_dt and a from this part's tokens.
+    /// Gradients of w_dt and a from this part's tokens; `None` without DMA.
     pub d_dma: Option<[Float<B>; 2]>,
 }
 

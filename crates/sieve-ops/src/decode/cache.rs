@@ -10,9 +10,9 @@ const KEY_AXIS: usize = 2;
 /// Keys and values of earlier tokens, of all or of some.
 #[derive(Clone, Debug)]
 pub struct KeyCache<B: Backend> {
-    /// `[batch, num_kv_heads, room, head_dim]`.
+    /// Keys, `[batch, num_kv_heads, room, head_dim]`.
     pub k: TokenBuffer<B, 4>,
-    /// `[batch, num_kv_heads, room, head_dim]`.
+    /// Values, `[batch, num_kv_heads, room, head_dim]`.
     pub v: TokenBuffer<B, 4>,
 }
 
@@ -36,12 +36,12 @@ impl<B: Backend> KeyCache<B> {
         Self { k, v }
     }
 
-    /// Keys in the cache.
+    /// Number of tokens in the cache.
     pub fn len(&self) -> usize {
         self.k.len()
     }
 
-    /// Whether the cache holds no key.
+    /// Whether the cache holds no token.
     pub fn is_empty(&self) -> bool {
         self.k.is_empty()
     }
@@ -72,14 +72,14 @@ impl<B: Backend> KeyCache<B> {
         self.v.reserve(new, kept);
     }
 
-    /// As [`TokenBuffer::rows`].
+    /// Copies rows of the batch, as [`TokenBuffer::rows`].
     #[must_use]
     pub fn rows(&self, rows: RowsOf, size: impl Fn(usize) -> [usize; 2]) -> Self {
         let [k, v] = [&self.k, &self.v].map(|x| x.rows(rows, &size));
         Self { k, v }
     }
 
-    /// As [`TokenBuffer::put`].
+    /// Copies `text`, a cache of one row, into row `row`, where its last token becomes token `end - 1`.
     pub fn put(&mut self, row: usize, text: &Self, end: usize) {
         self.k.put(row, &text.k, end);
         self.v.put(row, &text.v, end);
@@ -107,7 +107,7 @@ impl<B: Backend> KeyCache<B> {
 /// A key that left the mask never returns, so that the key which replaced it takes its slot.
 #[derive(Clone, Debug)]
 pub struct DmaCache<B: Backend> {
-    /// The slots.
+    /// Keys and values, one in each slot.
     pub keys: KeyCache<B>,
     /// Ranks of the keys, `[batch, num_kv_heads, keep_window_size]`; see [`crate::dma_rank`].
     pub rank: TokenBuffer<B, 3>,
@@ -133,12 +133,12 @@ impl<B: Backend> DmaCache<B> {
         }
     }
 
-    /// Keys in the slots.
+    /// Number of slots that hold a key.
     pub fn len(&self) -> usize {
         self.rank.len()
     }
 
-    /// Whether no slot is taken.
+    /// Whether no slot holds a key.
     pub fn is_empty(&self) -> bool {
         self.rank.is_empty()
     }
@@ -148,7 +148,7 @@ impl<B: Backend> DmaCache<B> {
         self.len() >= self.window.keep_window_size
     }
 
-    /// The same keys, sorted by position.
+    /// A copy with the keys sorted by position.
     pub fn in_order(&self) -> Self {
         let order = self.positions.tokens().argsort(2);
         let [batch, heads, len, width] = self.keys.k.tokens().dims();
@@ -159,7 +159,7 @@ impl<B: Backend> DmaCache<B> {
         Self::new(keys, rank, positions, self.window)
     }
 
-    /// As [`TokenBuffer::rows`].
+    /// Copies rows of the batch, as [`TokenBuffer::rows`].
     #[must_use]
     pub fn rows(&self, rows: RowsOf) -> Self {
         let slots = self.window.keep_window_size;
@@ -172,7 +172,7 @@ impl<B: Backend> DmaCache<B> {
         }
     }
 
-    /// As [`TokenBuffer::put`], from the first slot on.
+    /// Copies `text`, a cache of one row, into row `row`, from the first slot on.
     pub fn put(&mut self, row: usize, text: &Self) {
         self.keys.put(row, &text.keys, text.len());
         self.rank.put(row, &text.rank, text.len());

@@ -1,4 +1,4 @@
-//! One new token a sequence against its cache on CUDA.
+//! Decoding on CUDA: one new token of each sequence against its cache.
 use super::{DmaCache, DmaToken, KeyCache, reference};
 use crate::attention::cuda::{packed, packed_heads};
 use crate::device::{kernel_of, kernel_or, tensors};

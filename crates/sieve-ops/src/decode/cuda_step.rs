@@ -25,7 +25,7 @@ const NAME: &str = "token_step";
 #[derive(Debug, Default)]
 pub struct CudaStepGraph(Option<(StepGraph, usize)>);
 
-/// A copy has other caches.
+/// A clone starts without a captured graph, because its caches lie elsewhere.
 impl Clone for CudaStepGraph {
     fn clone(&self) -> Self {
         Self::default()
@@ -155,9 +155,10 @@ fn pooled_room(room: usize, blocks: NsaBlocks, seen: usize) -> usize {
     blocks.compress_block_size + room * blocks.compress_stride - 1 - seen
 }
 
-/// Makes room for this token in a layer's cache; how many more come before the step needs other buffers.
+/// Makes room for this token in a layer's cache. Returns how many further tokens fit before a buffer must grow.
 fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda>) -> usize {
     match cache {
+        // A new key takes the slot of an old one.
         TokenCache::Slots(_) => usize::MAX,
         TokenCache::Recent(cache) => {
             let window = layer.attention.spec.window_size;
@@ -287,7 +288,7 @@ impl Layer<'_> {
         self.tape.noted(&tensor.contiguous())
     }
 
-    /// Tokens before this one, `[batch]`.
+    /// Number of tokens before this one, for each row, `[batch]`.
     fn length(&self) -> Result<CudaTensor, KernelError> {
         self.inputs.position.reshaped(NAME, "length", &[self.batch()])
     }
@@ -572,7 +573,7 @@ impl Layer<'_> {
         KvCache { k, v }
     }
 
-    /// A cache's buffers, written in place.
+    /// The buffers of a layer's KV cache, which kernels write in place.
     fn cache(&self, keys: &mut KeyCache<Cuda>) -> KvCache {
         self.noted_cache(&writable(keys))
     }

@@ -7,7 +7,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
 use sieve_core::DmaBias;
 
-/// See [`crate::likeliest`]; ids `[rows, 1]`, -1 for none.
+/// Reference of [`crate::likeliest`]; ids `[rows, 1]`, -1 for none.
 pub(crate) fn likeliest<B: Backend>(logits: Float<B>, num_tokens: usize) -> Ints<B> {
     let logits = tensor::<B, 2>(logits).narrow(1, 0, num_tokens);
     // x - x is 0 for a finite x, else NaN.
@@ -43,7 +43,7 @@ pub fn attention_decode<B: Backend>(
     primitive(o.reshape([batch, num_heads, head_dim]).cast(dtype))
 }
 
-/// See [`crate::cached_attention`].
+/// Reference of [`crate::cached_attention`].
 pub(crate) fn cached_attention<B: Backend>(cache: &mut KeyCache<B>, qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
     append_and_attend(cache, qkv, spec, attention_decode)
 }
@@ -65,7 +65,7 @@ pub(crate) fn append_and_attend<B: Backend>(
     primitive(tensor::<B, 3>(o).reshape([batch, 1, num_heads, head_dim]))
 }
 
-/// See [`crate::mla_decode`]; computes the new tokens one by one.
+/// Reference of [`crate::mla_decode`]; computes the new tokens one by one.
 pub fn mla_decode<B: Backend>(
     q: Float<B>,
     latents: Float<B>,
@@ -93,8 +93,7 @@ pub fn mla_decode<B: Backend>(
     primitive(Tensor::cat(rows.collect(), 1).cast(dtype))
 }
 
-/// See [`crate::dma_decode`]: updates the slots by plain Burn operations, then calls
-/// [`DeviceBackend::attention_decode`].
+/// Reference of [`crate::dma_decode`]: updates the slots, then calls [`DeviceBackend::attention_decode`].
 pub(crate) fn dma_decode<B: DeviceBackend>(
     cache: &mut DmaCache<B>,
     token: DmaToken<B>,

@@ -9,23 +9,23 @@ use std::ops::Range;
 const LEAST_ROOM: usize = 256;
 const ROOM_SHARE: usize = 16;
 
-/// Which rows a new buffer has.
+/// Which rows of the batch a copied buffer has.
 #[derive(Clone, Copy, Debug)]
 pub enum RowsOf {
-    /// So many copies of each row.
+    /// This many copies of each row.
     Copies(usize),
     /// Rows for texts of at most `tokens` tokens each, contents undefined. The buffer counts all of its room as in use.
     Texts {
-        /// How many rows.
+        /// Number of rows of the new buffer.
         rows: usize,
-        /// Tokens of a text, at most.
+        /// Most tokens of a text.
         tokens: usize,
     },
     /// A copy of one row of [`Texts`](Self::Texts).
     Text {
-        /// The row.
+        /// Index of the copied row.
         row: usize,
-        /// Tokens of its text.
+        /// Number of tokens of the row's text.
         tokens: usize,
     },
 }
@@ -61,22 +61,22 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
         }
     }
 
-    /// Tokens in use, the first ones.
+    /// Tokens in use; they come first in the buffer.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether no token is in use.
+    /// Whether no token of the buffer is in use.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Tokens that fit in the buffer.
+    /// Number of tokens that the buffer can hold.
     pub fn room(&self) -> usize {
         self.buffer().dims()[self.axis]
     }
 
-    /// The whole buffer.
+    /// The whole buffer, unused tokens included.
     pub fn buffer(&self) -> &Tensor<B, D, K> {
         self.buffer.as_ref().expect("a write puts the buffer back")
     }
@@ -86,7 +86,7 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
         self.buffer().clone().narrow(self.axis, 0, self.len)
     }
 
-    /// Adds tokens after the others.
+    /// Appends tokens after those in use.
     pub fn append(&mut self, tokens: Tensor<B, D, K>) {
         let new = tokens.dims()[self.axis];
         self.reserve(new, self.len);

@@ -10,21 +10,21 @@ use sieve_core::BlockChoice;
 /// Tokens of each row before a step's.
 #[derive(Clone, Copy, Debug)]
 pub enum TokensBefore<'a> {
-    /// All rows have so many.
+    /// All rows have this many tokens.
     Same(usize),
     /// Each row's own number. The caches are [`RowsOf::Texts`](crate::RowsOf::Texts): they have room for all tokens of
     /// every row, where a token lies at its position.
     Each(&'a [usize]),
 }
 
-/// One token through a model, which has no residual scales.
+/// Operands of one decoding step of a model without residual scales.
 #[derive(Debug)]
 pub struct TokenStep<'a, B: Backend> {
-    /// `[batch, 1]`.
+    /// Token id of each row, `[batch, 1]`.
     pub ids: Tensor<B, 2, Int>,
     /// Tokens of each row before this one.
     pub before: TokensBefore<'a>,
-    /// `[vocab_size, d_model]`.
+    /// Weight of the token embedding, `[vocab_size, d_model]`.
     pub embedding: Tensor<B, 2>,
     /// The model's layers, from the first to the last.
     pub layers: Vec<TokenLayer<B>>,
@@ -32,7 +32,7 @@ pub struct TokenStep<'a, B: Backend> {
     pub caches: Vec<TokenCache<'a, B>>,
     /// Weight of the norm before the output projection, `[d_model]`.
     pub norm: Tensor<B, 1>,
-    /// `[vocab_size, d_model]`.
+    /// Weight of the output projection, `[vocab_size, d_model]`.
     pub output: Tensor<B, 2>,
     /// Epsilon of the norms of width `d_model`.
     pub epsilon: f64,
@@ -45,11 +45,11 @@ pub struct TokenStep<'a, B: Backend> {
 pub struct TokenLayer<B: Backend> {
     /// Weights of the norms before the attention and before the feed-forward layer, `[d_model]`.
     pub norms: [Tensor<B, 1>; 2],
-    /// The attention.
+    /// Weights of the attention layer.
     pub attention: TokenAttention<B>,
-    /// `[2 * d_ff, d_model]`.
+    /// Packed gate and up weights, `[2 * d_ff, d_model]`.
     pub gate_up: Tensor<B, 2>,
-    /// `[d_model, d_ff]`.
+    /// Weight of the down projection, `[d_model, d_ff]`.
     pub down: Tensor<B, 2>,
 }
 
@@ -58,35 +58,35 @@ pub struct TokenLayer<B: Backend> {
 pub struct TokenAttention<B: Backend> {
     /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`; of latent attention the queries alone.
     pub qkv: Tensor<B, 2>,
-    /// Bias of the projection, `[(num_heads + 2 * num_kv_heads) * head_dim]`, as in Qwen2.
+    /// Bias of the projection, `[(num_heads + 2 * num_kv_heads) * head_dim]`, in models like Qwen2; `None` in others.
     pub qkv_bias: Option<Tensor<B, 1>>,
-    /// Norms of queries and keys; `None` as in Llama.
+    /// Norms of queries and keys; `None` in models without them, like Llama.
     pub qk_norm: Option<QkNorm<B>>,
-    /// What DMA computes ranks from; its cache is [`TokenCache::Slots`].
+    /// What DMA computes ranks from; its cache is [`TokenCache::Slots`]. `None` for other kinds.
     pub dma: Option<DmaLayer<B>>,
     /// Further weights of other kinds of attention.
     pub extra: TokenExtra<B>,
-    /// `[d_model, num_heads * head_dim]`.
+    /// Weight of the output projection, `[d_model, num_heads * head_dim]`.
     pub o: Tensor<B, 2>,
-    /// Heads, scale and window.
+    /// Numbers of heads, softmax scale and window.
     pub spec: AttentionSpec,
 }
 
 /// Weights that only one kind of attention has.
 #[derive(Debug)]
 pub enum TokenExtra<B: Backend> {
-    /// The kind has no further weights.
+    /// The attention kind has no further weights.
     None,
-    /// MSA's indexer.
+    /// The weights of MSA's indexer.
     Indexer {
         /// `[(num_kv_heads + 1) * head_dim, d_model]`, the key's rows last.
         proj: Tensor<B, 2>,
         /// Norms of its queries and its key.
         norm: QkNorm<B>,
     },
-    /// NSA's branches.
+    /// The weights of NSA's three branches.
     Branches(TokenBranches<B>),
-    /// Latent attention.
+    /// The weights of multi-head latent attention.
     Latent {
         /// Projection to the latent and the shared rotated key, `[kv_lora_rank + rope_dim, d_model]`.
         down: Tensor<B, 2>,
@@ -95,7 +95,7 @@ pub enum TokenExtra<B: Backend> {
         /// From the latent to keys and values, `[num_heads * 2 * head_dim, kv_lora_rank]`: each head's key, then its
         /// value.
         up: Tensor<B, 2>,
-        /// Rotated columns of a key.
+        /// Columns of a key that RoPE rotates.
         rope_dim: usize,
     },
 }
@@ -118,34 +118,34 @@ pub struct TokenBranches<B: Backend> {
     pub gate_bias: Tensor<B, 1>,
 }
 
-/// A layer's cache of earlier tokens.
+/// A layer's cache of earlier tokens, by attention kind.
 #[derive(Debug)]
 pub enum TokenCache<'a, B: Backend> {
     /// All keys, or at least the window's.
     Recent(&'a mut KeyCache<B>),
-    /// DMA's slots; without DMA, those of [`heavy_decode`](crate::heavy_decode).
+    /// DMA's fixed-size cache; without DMA, the cache of [`heavy_decode`](crate::heavy_decode).
     Slots(&'a mut DmaCache<B>),
     /// All keys, in blocks from which queries choose.
     Chosen {
-        /// Keys and values.
+        /// Keys and values of all tokens.
         keys: &'a mut KeyCache<B>,
         /// Means of the blocks' keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, with one head. The
         /// step writes the mean of a block that ends, and the caller counts it.
         pooled: &'a mut TokenBuffer<B, 4>,
-        /// How blocks are pooled and chosen.
+        /// How blocks are pooled, scored and chosen.
         choice: BlockChoice,
     },
-    /// NSA's branches.
+    /// The caches of NSA's three branches.
     Branches {
         /// Compressed keys and values. The step writes the pair of a block that ends, and the caller counts the pairs.
         compressed: &'a mut KeyCache<B>,
-        /// All keys of the selected branch.
+        /// Keys and values of the selected branch, all tokens.
         selected: &'a mut KeyCache<B>,
         /// At least the last keys of the window branch that its window holds.
         window: &'a mut KeyCache<B>,
-        /// At least the last `compress_block_size` keys of the compressed branch, before compression.
+        /// At least the last `compress_block_size` uncompressed keys of the compressed branch.
         tail: &'a mut KeyCache<B>,
-        /// Sizes of compressed and selected blocks.
+        /// Block sizes of the compressed and the selected branch.
         blocks: NsaBlocks,
     },
     /// Latents with rotated keys, `[batch, room, kv_lora_rank + rope_dim]`. Where keys are normed, also the factors of

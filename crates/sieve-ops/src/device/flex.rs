@@ -24,7 +24,7 @@ pub(crate) fn plain<T>(op: &'static str, run: impl FnOnce() -> T) -> T {
     paths::reference((Place::Cpu, op), NOT_F32, Memory::Linear, run)
 }
 
-/// As [`plain`] for an op whose reference holds `scores`.
+/// Like [`plain`], for an op whose reference holds a score matrix of this size.
 pub(crate) fn plain_scores<T>(op: &'static str, scores: ScoreMatrix, run: impl FnOnce() -> T) -> T {
     paths::reference((Place::Cpu, op), NOT_F32, Memory::Quadratic(scores), run)
 }
@@ -71,7 +71,7 @@ pub(crate) fn zeros_like(x: &FlexTensor) -> Vec<f32> {
     vec![0.0; x.shape().num_elements()]
 }
 
-/// Size of the last dimension.
+/// Size of a tensor's last dimension.
 pub(crate) fn last_dim(x: &FlexTensor) -> usize {
     let shape = x.shape();
     shape[shape.num_dims() - 1]

@@ -6,12 +6,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
-/// Where an op ran.
+/// The sort of device that an op ran on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
-    /// The CPU.
+    /// A CPU.
     Cpu,
-    /// A CUDA device.
+    /// A CUDA GPU.
     Cuda,
 }
 
@@ -27,11 +27,11 @@ impl fmt::Display for Place {
 /// Number of calls of one op on one device since the process began. Calls of CPU kernels are not counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OpPath {
-    /// Calls that ran the kernel.
+    /// Calls that took the op's kernel.
     pub kernel_calls: u64,
     /// Calls that ran the plain-Burn reference, or that the kernel refused and the caller computed otherwise.
     pub reference_calls: u64,
-    /// Why the first of the `reference_calls` did not run the kernel.
+    /// Why the first of the `reference_calls` did not run the kernel; `None` without such calls.
     pub reason: Option<String>,
 }
 
@@ -80,7 +80,7 @@ pub(crate) fn kernel_or<T>(op: &'static str, attempt: Result<T, KernelError>, ru
     kernel_result(op, attempt).unwrap_or_else(|reason| reference((Place::Cuda, op), &reason, Memory::Linear, run))
 }
 
-/// As [`kernel_or`] for an op whose reference holds `scores`.
+/// Like [`kernel_or`], for an op whose reference holds a score matrix of this size.
 pub(crate) fn kernel_or_scores<T>(
     op: &'static str,
     attempt: Result<T, KernelError>,

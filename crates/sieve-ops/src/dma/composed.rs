@@ -19,12 +19,12 @@ pub struct DmaLayer<B: Backend> {
     pub spec: DmaShape,
 }
 
-/// Operands of [`forward`] and [`backward`].
+/// Operands of the composed DMA layer, [`forward`] and [`backward`].
 #[derive(Clone, Debug)]
 pub(crate) struct DmaInputs<B: Backend> {
     /// The packed tensor, and the parameters of the scores.
     pub(crate) scores: DmaScoresCall<B>,
-    /// Documents, heads and scale.
+    /// Documents, numbers of heads and softmax scale.
     pub(crate) attention: AttentionCall<B>,
     /// Number of selected keys, recency and form of the bias.
     pub(crate) dma: DmaShape,
@@ -35,7 +35,7 @@ pub(crate) struct DmaInputs<B: Backend> {
 pub(crate) struct DmaForward<B: Backend> {
     /// Attention output and log-sum-exp.
     pub(crate) output: AttentionOutput<B>,
-    /// The selected keys.
+    /// Which queries see each key.
     pub(crate) selection: DmaSelection<B>,
     /// Ranks of the keys: scores plus the recency term, f32 `[batch, num_kv_heads, seq_len]`.
     pub(crate) rank: Float<B>,
@@ -53,7 +53,7 @@ impl<B: SieveBackend> DmaLayer<B> {
 }
 
 impl<B: Backend> DmaLayer<B> {
-    /// The parameters, w_dt and a.
+    /// The parameters that score keys: w_dt and a.
     pub(crate) fn weights(&self) -> [Float<B>; 2] {
         [primitive(self.w_dt.clone()), primitive(self.a.clone())]
     }
@@ -116,7 +116,7 @@ pub(crate) fn by_rank<B: DeviceBackend>(
     }
 }
 
-/// `[dqkv, dw_dt, da]`.
+/// Gradients `[dqkv, dw_dt, da]` of the DMA layer.
 pub(crate) fn backward<B: DeviceBackend>(
     inputs: &DmaInputs<B>,
     forward: DmaForward<B>,

@@ -1,4 +1,4 @@
-//! DMA's ops on the CPU.
+//! Dynamic mask attention's ops on the CPU.
 use super::rank::{Recency, ranks};
 use super::{DmaCall, DmaScoresCall, DmaSelection, reference};
 use crate::attention::cpu::{attention_shape, backward, contiguous_bounds, documents, forward};

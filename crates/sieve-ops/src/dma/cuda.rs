@@ -1,4 +1,4 @@
-//! DMA's ops on CUDA.
+//! Dynamic mask attention's ops on CUDA.
 use super::rank::{PositionOrigin, Recency};
 use super::{DmaCall, DmaKeyLists, DmaKeys, DmaScoresCall, DmaSelection, reference};
 use crate::attention::cuda::{self as attention, bounds, output, packed, with_gradients};
@@ -129,7 +129,7 @@ fn launch(call: &DmaCall<Cuda>, o_low: KeepOLow) -> Result<AttentionOutput<Cuda>
     }
 }
 
-/// `[dqkv, ddelta]`.
+/// Gradients `[dqkv, ddelta]` of DMA's attention.
 fn launch_backward(
     call: &DmaCall<Cuda>,
     output: &AttentionOutput<Cuda>,

@@ -28,16 +28,16 @@ pub fn dma_rank<B: Backend>(
     z + positions * slopes
 }
 
-/// The recency term of DMA's ranks.
+/// The recency term of DMA's ranks: a slope times the position.
 #[derive(Debug)]
 pub struct Recency<B: Backend> {
     /// One slope per KV head, from [`sieve_core::DmaShape::slopes`].
     pub slopes: Vec<f64>,
-    /// From where positions are counted.
+    /// The token that counts as position 0.
     pub origin: PositionOrigin<B>,
 }
 
-/// From where the positions of a call's tokens are counted.
+/// From which token on the positions of a call are counted.
 #[derive(Debug)]
 pub enum PositionOrigin<B: Backend> {
     /// From the first token of each token's document, whose position in the row is here, `[batch, seq_len]`.
@@ -46,9 +46,9 @@ pub enum PositionOrigin<B: Backend> {
     At {
         /// Position of the first new token.
         position: usize,
-        /// `[batch, new tokens]`.
+        /// Shape of the positions, `[batch, new tokens]`.
         shape: [usize; 2],
-        /// Device of the positions.
+        /// Device on which the positions are made.
         device: B::Device,
     },
 }
@@ -62,7 +62,7 @@ pub(crate) fn ranks<B: Backend>(z: Float<B>, recency: Option<Recency<B>>) -> Flo
 }
 
 impl<B: Backend> PositionOrigin<B> {
-    /// The positions, `[batch, seq_len]`.
+    /// Positions of the tokens, `[batch, seq_len]`.
     fn positions(self) -> Tensor<B, 2, Int> {
         match self {
             Self::DocumentStart(start) => {

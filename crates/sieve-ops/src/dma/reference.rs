@@ -28,7 +28,7 @@ pub fn dma_scores<B: Backend>(call: &DmaScoresCall<B>) -> Float<B> {
     primitive(z.reshape([batch, seq_len, spec.num_kv_heads]).swap_dims(1, 2))
 }
 
-/// Scores plus the recency term.
+/// Ranks of keys: their scores plus the recency term.
 pub fn dma_ranks<B: Backend>(call: &DmaScoresCall<B>, recency: Option<Recency<B>>) -> Float<B> {
     ranks(dma_scores(call), recency)
 }
@@ -104,7 +104,7 @@ pub fn dma_attention<B: Backend>(call: &DmaCall<B>) -> AttentionOutput<B> {
     masked_attention::<B>(qkv, Some(delta), hidden(call), attention.spec)
 }
 
-/// `[dqkv, ddelta]` of [`dma_attention`].
+/// Gradients `[dqkv, ddelta]` of [`dma_attention`].
 pub fn dma_attention_backward<B: Backend>(
     call: &DmaCall<B>,
     output: AttentionOutput<B>,

@@ -98,7 +98,7 @@ pub fn fp8_linear<B: Backend>(x: Float<B>, weight: Float<B>, residual: Option<Fl
     (y, kept)
 }
 
-/// `[dx, dweight]` of [`fp8_linear`].
+/// Gradients `[dx, dweight]` of [`fp8_linear`].
 pub fn fp8_linear_backward<B: Backend>(kept: Fp8Kept<B>, dy: Float<B>) -> [Float<B>; 2] {
     let dy = rounded::<B>(dy, Fp8Format::E5m2);
     let dx = linear_input_gradient::<B>(kept.weight, dy.clone());

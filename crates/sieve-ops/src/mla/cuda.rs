@@ -80,7 +80,7 @@ fn attend(packed: &Float, call: &MlaCall<Cuda>) -> Result<AttentionOutput<Cuda>,
     heads.attention_forward(&start, None, scale, None).map(output)
 }
 
-/// The gradient of the packed tensor.
+/// The gradient of latent attention's packed tensor.
 fn gradient(
     packed: &Float,
     call: &MlaCall<Cuda>,

@@ -50,7 +50,7 @@ fn heads<B: Backend>([q, kv, k_rope]: [Tensor<B, 3>; 3], spec: MlaSpec) -> [Tens
     ]
 }
 
-/// See [`crate::mla_pack`].
+/// Reference of [`crate::mla_pack`].
 pub fn mla_pack<B: Backend>(inputs: [Float<B>; 3], call: MlaPackCall<B>) -> (Float<B>, Option<[Float<B>; 2]>) {
     let spec = call.spec;
     let dtype = inputs[0].dtype();
@@ -122,7 +122,7 @@ fn join<B: Backend>(qkv: [Tensor<B, 4>; 3]) -> Tensor<B, 3> {
     Tensor::cat(flat.into(), 2)
 }
 
-/// The inverse of [`join`].
+/// The inverse of [`join`]: q, k and v of the packed tensor.
 fn split<B: Backend>(packed: Tensor<B, 3>, spec: MlaSpec) -> [Tensor<B, 4>; 3] {
     let [batch, n, _] = packed.dims();
     let MlaSpec {
@@ -140,13 +140,13 @@ fn split<B: Backend>(packed: Tensor<B, 3>, spec: MlaSpec) -> [Tensor<B, 4>; 3] {
     ]
 }
 
-/// See [`crate::mla_attention`].
+/// Reference of [`crate::mla_attention`].
 pub fn mla_attention<B: Backend>(packed: Float<B>, call: &MlaCall<B>) -> AttentionOutput<B> {
     let (packed, dtype) = upcast::<B, 3>(packed);
     separate_attention(split(packed, call.spec), &call.attention(), dtype)
 }
 
-/// Gradient of [`mla_attention`].
+/// Gradient of the packed tensor of [`mla_attention`].
 pub fn mla_attention_backward<B: Backend>(
     packed: Float<B>,
     call: &MlaCall<B>,

@@ -1,4 +1,4 @@
-//! NSA on CUDA.
+//! Native sparse attention's ops on CUDA.
 use super::{NsaCall, NsaCompressed, NsaSelected, reference};
 use crate::attention::cuda::{bounds, output, packed, result, with_gradients};
 use crate::device::{cast, kernel_or, kernel_or_scores, scores, tensors};
@@ -169,7 +169,7 @@ fn compressed_forward(
     })
 }
 
-/// `[dqkv, dcompressed]`.
+/// Gradients `[dqkv, dcompressed]` of the compressed branch.
 fn compressed_backward(
     qkv: &Float,
     compressed: &Float,

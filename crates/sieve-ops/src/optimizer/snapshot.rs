@@ -40,6 +40,7 @@ impl Snapshot {
 /// Reads snapshots; must be used on the thread that created it.
 #[derive(Debug, Default)]
 pub struct SnapshotReader {
+    /// `None` before the first snapshot of a GPU.
     cuda: Option<HostReader>,
 }
 

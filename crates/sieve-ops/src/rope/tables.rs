@@ -10,9 +10,9 @@ use burn::tensor::{DType, Tensor, TensorData};
 /// unless a context extension scales it. Angles are computed in f64, the tables are f32.
 #[derive(Clone, Debug)]
 pub struct RotaryEmbedding<B: Backend> {
-    /// `[max_positions, head_dim / 2]`.
+    /// Cosines of position times frequency, `[max_positions, head_dim / 2]`.
     pub cos: Tensor<B, 2>,
-    /// `[max_positions, head_dim / 2]`.
+    /// Sines of position times frequency, `[max_positions, head_dim / 2]`.
     pub sin: Tensor<B, 2>,
 }
 
@@ -22,7 +22,7 @@ impl<B: Backend> RotaryEmbedding<B> {
         Self::with_dtype(head_dim, max_positions, theta, device, DType::F32)
     }
 
-    /// As [`new`](Self::new) in another float dtype, for references in f64.
+    /// Like [`new`](Self::new) in another float dtype, for references in f64.
     pub fn with_dtype(head_dim: usize, max_positions: usize, theta: f64, device: &B::Device, dtype: DType) -> Self {
         let frequencies = (0..head_dim / 2).map(|pair| theta.powf(-2.0 * pair as f64 / head_dim as f64));
         Self::of_frequencies((&frequencies.collect::<Vec<_>>(), 1.0), max_positions, device, dtype)
@@ -50,12 +50,12 @@ impl<B: Backend> RotaryEmbedding<B> {
         }
     }
 
-    /// Number of positions the tables hold.
+    /// Number of positions that the tables hold.
     pub fn max_positions(&self) -> usize {
         self.cos.dims()[0]
     }
 
-    /// The tables as backend primitives.
+    /// The two tables as backend primitives.
     pub fn tables(&self) -> RopeTables<B> {
         RopeTables {
             cos: primitive(self.cos.clone()),
@@ -67,9 +67,9 @@ impl<B: Backend> RotaryEmbedding<B> {
 /// Cosine and sine tables of rotary position embeddings, each `[max_positions, head_dim / 2]`.
 #[derive(Clone, Debug)]
 pub struct RopeTables<B: Backend> {
-    /// Cosine of position times frequency.
+    /// Cosines of position times frequency.
     pub cos: Float<B>,
-    /// Sine of position times frequency.
+    /// Sines of position times frequency.
     pub sin: Float<B>,
 }
 

@@ -14,7 +14,7 @@ pub(super) const F32: u64 = 4;
 /// More bytes than any machine has. Products saturate here, so that their sums fit into a u64.
 const MOST_BYTES: u64 = 1 << 58;
 
-/// `count * bytes`, at most [`MOST_BYTES`].
+/// The product `count * bytes`, at most [`MOST_BYTES`].
 pub(super) fn times(count: u64, bytes: u64) -> u64 {
     count.saturating_mul(bytes).min(MOST_BYTES)
 }

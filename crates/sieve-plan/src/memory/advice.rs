@@ -10,7 +10,7 @@ use sieve_core::recipe::{ActivationCheckpointMode, GradientDtype, Recipe};
 pub struct FittingSetting {
     /// The change in the form of `--set`. Several are separated by a space.
     pub setting: String,
-    /// Needed bytes with this setting.
+    /// Bytes that the run needs with this setting.
     pub total_bytes: u64,
 }
 

@@ -11,7 +11,7 @@ use sieve_core::model::ModelShape;
 pub struct InferenceSize {
     /// Rows of one forward pass.
     pub rows: usize,
-    /// Tokens of a row.
+    /// Tokens of each row.
     pub seq_len: usize,
     /// Tokens of the KV cache of a decoded sequence; 0 without decoding.
     pub cached_tokens: usize,
@@ -77,15 +77,18 @@ pub(super) fn forward_bytes(shape: &ModelShape, size: InferenceSize, target: &Ta
     let tokens = size.rows.saturating_mul(size.seq_len).max(1) as u64;
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let packed = (shape.q_width() + 2 * shape.kv_width()) as u64;
-    // Feed-forward: its input, the norm's output and the sum, each d_model wide; gate and up and the activation, each
-    // d_ff wide. Attention: the tensors that training would keep of it, three of d_model, and the rotated packed heads.
+    // Feed-forward: its input, the norm's output and the sum with the residual, each d_model wide; gate, up and the
+    // activation, each d_ff wide. Attention: what a block keeps in training, less the feed-forward layer's input, gate
+    // and up, plus the sum with the residual and the rotated packed heads.
     let feed_forward = (3 * d_model + 3 * d_ff) * value_bytes;
     let kinds = shape.by_kind();
     let kept = kinds
         .iter()
         .map(|part| block_kept(part, target, size.seq_len, Keeping::NOTHING));
     let kept = kept.max().unwrap_or(0);
-    let attention = kept - (d_model + 2 * d_ff) * value_bytes + (d_model + packed) * value_bytes;
+    let kept_by_feed_forward = (d_model + 2 * d_ff) * value_bytes;
+    let sum_and_rotated = (d_model + packed) * value_bytes;
+    let attention = kept - kept_by_feed_forward + sum_and_rotated;
     let scores = match target {
         Target::Gpu(_) => plain_score_bytes(shape, tokens, size.seq_len),
         Target::Cpu { .. } => 0,

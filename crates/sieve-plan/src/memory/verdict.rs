@@ -6,11 +6,11 @@ use serde::Serialize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryVerdict {
-    /// It needs less than is free.
+    /// The run needs less than the free memory.
     Fits,
     /// It needs up to a fifth more than is free, which is within the plan's error: a warning.
     MayNotFit,
-    /// It needs even more: the command is refused.
+    /// The run needs even more: the command is refused.
     DoesNotFit,
     /// The free memory is not known.
     Unknown,
@@ -30,7 +30,7 @@ impl MemoryVerdict {
         }
     }
 
-    /// The verdict in words.
+    /// The verdict as a sentence for the user.
     pub fn words(self) -> &'static str {
         match self {
             Self::Fits => "fits",

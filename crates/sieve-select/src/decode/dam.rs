@@ -15,11 +15,11 @@ use crate::pool::causal_probabilities;
 use crate::prelude::*;
 
 settings! {
-    /// Settings of `dam`.
+    /// Settings of the decode method `dam`.
     pub struct DamConfig {
         /// File with the maps of a calibration run; empty: each text calibrates itself, by the settings below.
         pub map: String = String::new(),
-        /// The content of that file.
+        /// The parsed maps of that file.
         #[serde(skip)]
         pub maps: Option<DamMaps> = None,
         /// Longest sequence of the calibration, side of the maps.
@@ -28,11 +28,11 @@ settings! {
         pub density: f64 = 0.25,
         /// Exponent of the Box-Cox transform. The transform keeps the order of scores, so it only changes ties.
         pub lambda: f64 = 0.5,
-        /// Floor of the mean probabilities.
+        /// Smallest value of a mean probability; lower means are raised to it.
         pub floor: f64 = 1e-6,
         /// A column or diagonal is extended beyond the map if it is on in at least this share of its rows.
         pub matching: f64 = 0.8,
-        /// First keys that are always on.
+        /// First keys of the text that are always attended.
         pub sink: usize = 4,
     }
 }
@@ -41,11 +41,11 @@ settings! {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DamMaps {
-    /// `[layers][query heads]`.
+    /// A map for each layer and query head, `[layers][query heads]`.
     pub layers: Vec<Vec<DamMap>>,
 }
 
-/// The map of one head.
+/// The attention map of one query head.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DamMap {
@@ -61,7 +61,7 @@ pub struct DamMap {
 #[derive(Clone, Debug)]
 pub struct DamCapture {
     calibration: DamConfig,
-    /// `[heads][capture, capture]`.
+    /// Sums of probabilities of each query head, `[heads][capture, capture]`.
     sums: Vec<Vec<f64>>,
     /// Number of sequences that have each row, `[capture]`.
     rows: Vec<usize>,
@@ -125,7 +125,7 @@ impl DamCapture {
         sums.iter_mut().zip(p).for_each(|(sum, &p)| *sum += f64::from(p));
     }
 
-    /// The maps of the layer's heads.
+    /// The calibrated maps of the layer's query heads.
     pub fn maps(&self) -> Vec<DamMap> {
         self.sums.iter().map(|sums| self.map(sums)).collect()
     }
@@ -259,7 +259,7 @@ impl DamConfig {
     }
 }
 
-/// State of `dam`.
+/// State of the decode method `dam` in one layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Dam {
     sink: usize,
@@ -269,7 +269,7 @@ pub(crate) struct Dam {
 /// Where the maps of the layer come from.
 #[derive(Clone, Debug)]
 enum Source {
-    /// Calibrated maps, one per query head.
+    /// Maps calibrated beforehand, one for each query head.
     Maps(Vec<DamMap>),
     /// The text's own first `capture` tokens, which are still being added.
     Text(DamCapture),

@@ -21,7 +21,7 @@ use super::{Cache, LayerShape, RowAttention, ascending};
 use crate::prelude::*;
 
 settings! {
-    /// Settings of `dma`.
+    /// Settings of the decode method `dma`.
     pub struct DmaConfig {
         /// Keys a query reads, per KV head.
         pub keep_window_size: usize = 2048,
@@ -30,7 +30,7 @@ settings! {
         /// A `model.safetensors` of a DMA model, for its scores z, without its recency and local window; empty: all
         /// scores are 0.
         pub scores: String = String::new(),
-        /// The content of that file.
+        /// The parsed weights of that file.
         #[serde(skip)]
         pub weights: Option<DmaWeights> = None,
     }
@@ -39,16 +39,16 @@ settings! {
 /// Weights of the scores of all layers.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DmaWeights {
-    /// One for each layer of the model.
+    /// The weights of each layer of the model.
     pub layers: Vec<DmaLayerWeights>,
 }
 
 /// Weights of the scores of one layer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DmaLayerWeights {
-    /// `A`, `[num_kv_heads]`.
+    /// Factor `A` of each KV head's scores, `[num_kv_heads]`.
     pub a: Vec<f32>,
-    /// `W_dt`, `[num_kv_heads, num_kv_heads * head_dim]`.
+    /// Projection `W_dt`, `[num_kv_heads, num_kv_heads * head_dim]`.
     pub w_dt: Vec<f32>,
 }
 
@@ -116,14 +116,14 @@ pub(crate) fn floats(tensor: &safetensors::tensor::TensorView<'_>) -> Option<Vec
 /// Larger z are cut to this, so that `exp(z)` stays finite.
 const MAX_EXPONENT: f32 = 60.0;
 
-/// State of `dma`.
+/// State of the decode method `dma` in one layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Dma {
     config: DmaConfig,
     weights: DmaLayerWeights,
     /// [`rank_key`] of the kept keys per KV head; the key to be evicted next is on top of the heap.
     slots: Vec<BinaryHeap<Reverse<u64>>>,
-    /// Scores of all keys, `[keys, num_kv_heads]`.
+    /// Scores z of all keys, `[keys, num_kv_heads]`.
     z: Vec<f32>,
 }
 

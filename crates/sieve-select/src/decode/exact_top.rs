@@ -6,7 +6,7 @@ use crate::keep::descending;
 use crate::prelude::*;
 
 settings! {
-    /// Settings of `exact_top`.
+    /// Settings of the decode method `exact_top`.
     pub struct ExactTopConfig {
         /// Keys that each query head reads, or a share of the keys so far when below 1.
         pub k: f64 = 1024.0,

@@ -10,9 +10,9 @@ use crate::prelude::*;
 settings! {
     /// Settings of `h2o`. Values below 1 are shares of the prompt (of the tokens so far in `stream` form).
     pub struct H2oConfig {
-        /// Keys kept for the attention they received.
+        /// Keys that stay because they received the most attention.
         pub heavy: f64 = 0.1,
-        /// Last keys.
+        /// Last keys that stay whatever their sum.
         pub recent: f64 = 0.1,
     }
 }

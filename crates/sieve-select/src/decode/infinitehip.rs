@@ -9,16 +9,16 @@ use crate::prefill::infinitehip::{Chunk, InfinitehipConfig};
 use crate::prelude::*;
 use crate::vector::dot;
 
-/// State of `infinitehip`.
+/// Decode state of `infinitehip` in one layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Infinitehip {
     config: InfinitehipConfig,
     /// Whether all heads of a group read the keys that any of them chose.
     union: bool,
     steps: usize,
-    /// One past the last key that the first stage has seen.
+    /// One past the last key that the first stage has ranked.
     end: usize,
-    /// Chunks that each stage kept, `[num_heads][stages]`.
+    /// Ranges of keys that each stage kept, `[num_heads][stages]`.
     chunks: Vec<[Vec<Chunk>; 3]>,
     /// Heads that read all keys until their next choice, because a score was NaN.
     dense: Vec<bool>,
@@ -37,7 +37,8 @@ impl Infinitehip {
         }
     }
 
-    /// Lists per query head, or per KV head with `gqa=union`.
+    /// The keys that the newest token reads: a list for each query head, or with `gqa=union` for each KV head. A stage
+    /// chooses anew every `refresh` tokens and keeps its chunks in between.
     pub(crate) fn choose(&mut self, cache: &Cache, q: &[f32]) -> Vec<Vec<u32>> {
         let position = cache.len - 1;
         let stages = self.config.stages();
@@ -63,6 +64,7 @@ impl Infinitehip {
             for (at, stage) in stages.into_iter().enumerate().filter(|(at, _)| due[*at]) {
                 let from = if at == 0 { &first } else { &chunks[at - 1] };
                 let kept = stage.run(from, scores_of);
+                // NaN scores choose nothing: the head reads all keys.
                 self.dense[head] |= kept.is_none();
                 chunks[at] = kept.unwrap_or_default();
             }

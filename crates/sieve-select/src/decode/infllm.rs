@@ -9,15 +9,15 @@ use crate::prelude::*;
 use crate::vector::dot;
 
 settings! {
-    /// Settings of `infllm`.
+    /// Settings of the decode method `infllm`.
     pub struct InfllmConfig {
         /// First tokens that all queries see.
         pub init: usize = 128,
         /// Last tokens a query sees at their true positions, its own included.
         pub local: usize = 4096,
-        /// Tokens of a block.
+        /// Block size in tokens.
         pub block: usize = 128,
-        /// Blocks read.
+        /// Blocks that a query attends to.
         pub topk: usize = 16,
         /// Keys of a block whose mean represents the block.
         pub repr: usize = 4,
@@ -45,7 +45,7 @@ impl InfllmConfig {
     }
 }
 
-/// State of `infllm`.
+/// State of the decode method `infllm` in one layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Infllm {
     config: InfllmConfig,
@@ -55,9 +55,9 @@ pub(crate) struct Infllm {
     unrotated: Vec<f32>,
     /// Attention that each key received while it was in the local window, `[num_kv_heads][keys]`.
     received: Vec<Vec<f32>>,
-    /// Representative per block, `[blocks, num_kv_heads, head_dim]`.
+    /// Representative key of each block, `[blocks, num_kv_heads, head_dim]`.
     representatives: Vec<f32>,
-    /// Blocks that the current chunk of queries chose together.
+    /// Blocks that the current chunk of queries chose together; `None` while decoding, where each query chooses alone.
     chosen: Option<Vec<usize>>,
 }
 

@@ -5,9 +5,9 @@ use crate::keep::top_k_forced;
 use crate::prelude::*;
 
 settings! {
-    /// Settings of `quest`.
+    /// Settings of the decode method `quest`.
     pub struct QuestConfig {
-        /// Tokens of a page.
+        /// Page size in tokens.
         pub page: usize = 16,
         /// Tokens that a query reads, or a share of the tokens so far when below 1.
         pub budget: f64 = 1024.0,
@@ -50,7 +50,7 @@ const MIN_PAGES: usize = 3;
 #[derive(Clone, Debug)]
 pub(crate) struct Quest {
     config: QuestConfig,
-    /// `[pages, num_kv_heads, head_dim]`.
+    /// Smallest key values, `[pages, num_kv_heads, head_dim]`.
     min: Vec<f32>,
     max: Vec<f32>,
     len: usize,
@@ -100,6 +100,7 @@ impl Quest {
                         let bounds = self.min[at..at + d].iter().zip(&self.max[at..at + d]);
                         q.iter()
                             .zip(bounds)
+                            // The largest product that a key between the page's minimum and maximum can have.
                             .map(|(q, (min, max))| (q * min).max(q * max))
                             .sum::<f32>()
                     })
@@ -108,6 +109,7 @@ impl Quest {
             .collect()
     }
 
+    /// The keys that the newest token reads, a list for each KV head: those of the best pages and of the last page.
     pub(crate) fn choose(&mut self, cache: &Cache, q: &[f32]) -> Vec<Vec<u32>> {
         self.extend(cache);
         let n = cache.len;

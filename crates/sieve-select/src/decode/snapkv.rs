@@ -10,23 +10,23 @@ use crate::pool::{causal_probabilities, last_rows};
 use crate::prelude::*;
 
 choices! {
-    /// Smoothing over neighbouring keys.
+    /// How the votes for neighbouring keys are smoothed.
     pub enum Pool {
         /// Mean; divides by the kernel also at the ends.
         Avg,
-        /// Largest value in the kernel.
+        /// The largest vote in the smoothing window.
         Max,
     }
 }
 
 settings! {
-    /// Settings of `snapkv`.
+    /// Settings of the decode method `snapkv`.
     pub struct SnapkvConfig {
         /// Last queries that vote, and last keys that stay.
         pub window: usize = 32,
-        /// Keys that stay, window included.
+        /// Keys that stay in the cache, window included.
         pub capacity: usize = 2048,
-        /// Width of the smoothing, odd.
+        /// Keys in a smoothing window; odd.
         pub kernel: usize = 5,
         /// How votes of neighbouring keys are smoothed.
         pub pool: Pool = Pool::Avg,
@@ -128,6 +128,7 @@ impl Snapkv {
         }
         let (d, m) = (self.shape.head_dim, self.shape.group_size());
         for kv_head in 0..self.kept.len() {
+            // The last `window` keys stay; the queries vote on the earlier ones.
             let earlier = self.kept[kv_head].len() - self.config.window;
             let mut votes = vec![0.0_f32; earlier];
             for (age, q) in self.queries.iter().enumerate() {
@@ -149,7 +150,7 @@ impl Snapkv {
         self.kept[kv_head] = ascending(best.into_iter().chain(window).map(|at| kept[at] as usize));
     }
 
-    /// Pooling of width `kernel`, stride 1.
+    /// Pools votes over `kernel` neighbouring keys, stride 1.
     pub(crate) fn smooth(&self, votes: &[f32]) -> Vec<f32> {
         let half = self.config.kernel / 2;
         (0..votes.len())

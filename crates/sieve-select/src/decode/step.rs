@@ -9,7 +9,7 @@ use crate::selector::{Method, Selector};
 /// How a device finds the keys that a decoded token reads.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
-    /// By this mask, which depends on positions only.
+    /// Keys by this mask, which depends on positions only.
     Mask(Box<KeyMask>),
     /// By this selection; the number is how many keys a query head reads.
     Blocks(Box<BlockSelection>, usize),

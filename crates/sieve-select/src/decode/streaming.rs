@@ -11,7 +11,7 @@ use crate::vector::dot;
 #[derive(Clone, Debug)]
 pub(crate) struct Streaming {
     config: StreamingConfig,
-    /// Base of the rotation, with `reindex`.
+    /// Theta of the rotary embedding, with `reindex`.
     rope_theta: Option<f64>,
 }
 

@@ -4,11 +4,11 @@ use sieve_core::{KeyMask, TokenWindow};
 
 use crate::prelude::*;
 
-/// Rows and keys of a tile.
+/// Tile size in query rows and in keys.
 const TILE: usize = 64;
 
 settings! {
-    /// Settings of `a_shape`.
+    /// Settings of the prefill method `a_shape`.
     pub struct AShapeConfig {
         /// First tokens that all queries see.
         pub n_init: usize = 128,
@@ -59,7 +59,7 @@ pub(crate) fn window(n_init: usize, n_local: usize) -> TokenWindow {
     }
 }
 
-/// Tiles that the two ranges overlap.
+/// Key tiles that the first and the last tokens overlap.
 pub(crate) fn tiles_of_ranges(tiles: Tiles, n_init: usize, n_local: usize) -> KeptRows {
     gqa::rows(tiles, |i| {
         let init = n_init.div_ceil(tiles.key_tile).min(tiles.admissible(i));

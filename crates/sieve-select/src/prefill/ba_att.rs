@@ -13,27 +13,27 @@ use crate::prelude::*;
 use crate::vector::{add, norm};
 
 choices! {
-    /// Which sequences are sorted by norm.
+    /// Whether queries, keys or both are sorted by their norm.
     pub enum NormSort {
         /// Queries, within a row of the call.
         Q,
         /// Keys, within a row of the call.
         K,
-        /// Queries and keys.
+        /// Queries and keys, both within a row of the call.
         Qk,
         /// No sequence: queries and keys keep their order.
         None,
     }
 
-    /// The term added to the products of means.
+    /// The term that is added to the product of two blocks' means.
     pub enum Compensation {
-        /// `tr(Sigma_Q Sigma_K) / d`, diagonal.
+        /// `tr(Sigma_Q Sigma_K) / d` of diagonal covariances of queries and keys.
         Covariance,
         /// Half the variance of the block's logits, diagonal: what lifts their log-mean-exp.
         Variance,
     }
 
-    /// Layers with a compensation.
+    /// Layers whose block scores get the compensation.
     pub enum CompensateLayers {
         /// The first and the last (the last only where the depth is known).
         FirstLast,
@@ -45,19 +45,19 @@ choices! {
 }
 
 settings! {
-    /// Settings of `ba_att`.
+    /// Settings of the prefill method `ba_att`.
     pub struct BaAttConfig {
-        /// Tokens of a block; divides `segment`.
+        /// Block size in tokens; divides `segment`.
         pub block: usize = 128,
         /// Share of the competing blocks that are dropped.
         pub sparsity: f64 = 0.5,
-        /// Which sequences are sorted.
+        /// Whether queries, keys or both are sorted by their norm.
         pub sort: NormSort = NormSort::Qk,
-        /// Factor on the compensation.
+        /// Factor on the compensation of the block scores.
         pub beta: f64 = 1.0,
         /// What the estimate of a block adds to the product of its means.
         pub compensation: Compensation = Compensation::Covariance,
-        /// Layers with the compensation.
+        /// Layers whose block scores get the compensation.
         pub compensate_layers: CompensateLayers = CompensateLayers::FirstLast,
         /// Tokens of a segment, inside which tokens move in the causal form.
         pub segment: usize = 512,
@@ -122,7 +122,7 @@ impl PrefillMethod for BaAttConfig {
             && call.shape.num_keys > self.segment
             && match self.sort {
                 NormSort::K => true,
-                // Queries of a group move apart.
+                // Sorting separates the queries of a group.
                 NormSort::Qk => gqa == GqaPolicy::PerQuery,
                 NormSort::Q | NormSort::None => false,
             };
@@ -156,7 +156,7 @@ impl BaAttConfig {
             .collect()
     }
 
-    /// Queries by rising norm, per query head; empty when they stay.
+    /// Queries by ascending norm, for each query head; empty if they are not sorted.
     fn query_orders(&self, call: &Call<'_>, segments: Segments) -> Vec<Vec<i32>> {
         if matches!(self.sort, NormSort::K | NormSort::None) {
             return Vec::new();
@@ -214,7 +214,7 @@ impl BaAttConfig {
         }))
     }
 
-    /// Whether a layer has a compensation.
+    /// Whether a layer's block scores get the compensation.
     fn compensates(&self, layer: usize, num_layers: usize) -> bool {
         let wanted = match self.compensate_layers {
             CompensateLayers::All => true,
@@ -224,7 +224,8 @@ impl BaAttConfig {
         wanted && self.beta != 0.0
     }
 
-    /// Products of means, with the compensation where this layer has one.
+    /// Logits of all pairs of a query block and a key block: scaled dot products of their means, plus in layers with
+    /// compensation a term from their variances.
     pub(crate) fn block_logits(&self, call: &Call<'_>, q: &Pooled, k: &Pooled) -> Vec<f32> {
         let d = call.shape.head_dim;
         let mut logits = scores(&q.mean, &k.mean, d, call.shape.softmax_scale());

@@ -13,25 +13,25 @@ choices! {
     pub enum Pooling {
         /// Groups of tokens read as one long vector each (the paper's).
         Flat,
-        /// Mean of the block.
+        /// The mean of the block's tokens.
         Mean,
-        /// The middle token of the block.
+        /// The token in the middle of the block.
         Center,
         /// Per channel the value with the largest magnitude.
         Maxabs,
     }
 
-    /// Grid of the rescue.
+    /// The unit in which dropped keys are rescued.
     pub enum RescueGrid {
-        /// Tiles of the kernel.
+        /// Tiles of the attention kernel.
         Tile,
-        /// Coarse blocks.
+        /// Coarse blocks of `block` tokens.
         Block,
     }
 
-    /// Hash of the random rescue.
+    /// Hash function that picks the randomly rescued tiles.
     pub enum RescueHash {
-        /// splitmix64 of each coordinate in turn.
+        /// splitmix64 over the coordinates, one after another.
         Mix,
         /// The published linear congruence, whose neighbours are strongly correlated.
         Linear,
@@ -39,13 +39,13 @@ choices! {
 }
 
 settings! {
-    /// Settings of `bfla`.
+    /// Settings of the prefill method `bfla`.
     pub struct BflaConfig {
-        /// Tokens of a coarse block (b).
+        /// Size of a coarse block (b), in tokens.
         pub block: usize = 256,
         /// Tokens of a flattened group (g); divides `block`.
         pub group: usize = 64,
-        /// How blocks are compared.
+        /// How a block becomes the vectors that are compared.
         pub pooling: Pooling = Pooling::Flat,
         /// Share of the estimated mass that stays (gamma).
         pub keep_mass: f64 = 0.99,
@@ -57,11 +57,11 @@ settings! {
         pub stride: u64 = 0,
         /// Share of dropped tiles rescued at random (rho).
         pub prob: f64 = 0.0,
-        /// Seed of both rescues.
+        /// Seed of the periodic and of the random rescue.
         pub seed: u64 = 1,
-        /// Grid of both rescues.
+        /// The unit in which both rescues keep dropped keys.
         pub rescue_grid: RescueGrid = RescueGrid::Tile,
-        /// Hash of the random rescue.
+        /// Hash function of the random rescue.
         pub hash: RescueHash = RescueHash::Mix,
         /// Tokens of a tile (T); divides `block`.
         pub tile: usize = 64,
@@ -237,6 +237,7 @@ impl BflaConfig {
         match self.hash {
             RescueHash::Mix => {
                 let mixed = mix(mix(mix(mix(head).wrapping_add(row)).wrapping_add(column)).wrapping_add(self.seed));
+                // The upper 24 bits of the hash, as a fraction.
                 (mixed >> 40) as f64 / f64::from(1 << 24)
             }
             RescueHash::Linear => {

@@ -5,9 +5,9 @@ use crate::prefill::meanpool::pooled_scores;
 use crate::prelude::*;
 
 settings! {
-    /// Settings of `block_sparse`.
+    /// Settings of the prefill method `block_sparse`.
     pub struct BlockSparseConfig {
-        /// Tokens of a block.
+        /// Block size in tokens.
         pub block: usize = 64,
         /// Blocks per row; the diagonal is added.
         pub topk: usize = 100,

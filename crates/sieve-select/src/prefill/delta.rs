@@ -8,9 +8,9 @@ use crate::prelude::*;
 settings! {
     /// Settings of `delta`, beside its base selector's.
     pub struct DeltaConfig {
-        /// The method it corrects; its settings are given as `base.key=value`.
+        /// The corrected method; its settings are given as `base.key=value`.
         pub base: String = "streamingllm".to_owned(),
-        /// One row in this many is a probe.
+        /// Distance between two probe rows, which are computed densely.
         pub gamma: usize = 16,
         /// Also compute the last `(N mod gamma) + max(128, gamma)` rows densely.
         pub dense_tail: bool = true,

@@ -8,7 +8,7 @@ use crate::prefill::meanpool::pooled_scores;
 use crate::prelude::*;
 
 settings! {
-    /// Settings of `flexprefill`.
+    /// Settings of the prefill method `flexprefill`.
     pub struct FlexprefillConfig {
         /// Tokens of a block, and queries of the probe.
         pub block: usize = 128,
@@ -16,9 +16,9 @@ settings! {
         pub gamma: f64 = 0.95,
         /// Distance below which the estimated block map is trusted.
         pub tau: f64 = 0.1,
-        /// Fewest tokens of columns and of diagonals.
+        /// Fewest tokens in the kept columns, and in the kept diagonals.
         pub min_budget: usize = 512,
-        /// Most tokens of columns and of diagonals.
+        /// Most tokens in the kept columns, and in the kept diagonals.
         pub max_budget: Option<usize> = None,
     }
     small
@@ -92,7 +92,7 @@ impl FlexprefillConfig {
         num_keys <= (2 * self.block).max(self.min_budget.next_multiple_of(self.block))
     }
 
-    /// Tiles of one head, and whether they are query-aware; `None` on NaN.
+    /// Kept tiles of a head, and whether its pattern is query-aware; `None` on NaN.
     fn rows(&self, call: &Call<'_>, tiles: Tiles, head: usize) -> Option<(KeptRows, bool)> {
         let probe = last_rows(call, self.block);
         let factor = 1.0 / probe.len() as f32;
@@ -197,7 +197,7 @@ fn slashes(tiles: Tiles, sums: [&[f32]; 2], numbers: [usize; 2]) -> Vec<Vec<bool
         .collect()
 }
 
-/// The list of the kept tiles.
+/// The kept tiles as a list for each row of tiles.
 fn list_of(tiles: Tiles, kept: &[Vec<bool>]) -> KeptRows {
     gqa::rows(tiles, |i| (0..kept[i].len()).filter(|&j| kept[i][j]).collect())
 }

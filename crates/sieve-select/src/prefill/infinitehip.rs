@@ -12,19 +12,19 @@ settings! {
     /// Settings of `infinitehip`. Stage `i` samples every `stride_i`-th query of a block and ranks chunks of `chunk_i`
     /// keys.
     pub struct InfinitehipConfig {
-        /// Rows of a query block.
+        /// Query rows of a block.
         pub block: usize = 64,
         /// One query in this many is sampled in stage 1, which ranks all keys but sink and window.
         pub stride_1: usize = 4,
-        /// Keys of a chunk, stage 1.
+        /// Keys of a chunk that stage 1 ranks.
         pub chunk_1: usize = 256,
-        /// Tokens that enter stage 2.
+        /// Tokens that stage 1 passes on to stage 2.
         pub budget_2: usize = 32_768,
         /// One query in this many is sampled in stage 2.
         pub stride_2: usize = 4,
-        /// Keys of a chunk, stage 2.
+        /// Keys of a chunk that stage 2 ranks.
         pub chunk_2: usize = 32,
-        /// Tokens that enter stage 3.
+        /// Tokens that stage 2 passes on to stage 3.
         pub budget_3: usize = 8192,
         /// One query in this many is sampled in stage 3.
         pub stride_3: usize = 1,
@@ -32,7 +32,7 @@ settings! {
         pub chunk_3: usize = 8,
         /// Tokens that the last stage keeps, beside sink and window.
         pub budget: usize = 2048,
-        /// First tokens that stay.
+        /// First tokens of the text that always stay.
         pub sink: usize = 256,
         /// Last tokens before each query that stay.
         pub window: usize = 1024,
@@ -54,19 +54,19 @@ settings! {
      first_dense_layers=0";
 }
 
-/// Keys `[start, end)`.
+/// A chunk: keys `[start, end)`.
 pub(crate) type Chunk = (usize, usize);
 
-/// One stage of the ranking.
+/// One of the three stages that rank chunks of keys.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Stage {
     /// One query in this many is sampled.
     pub(crate) stride: usize,
-    /// Chunks that the stage keeps.
+    /// Number of chunks that the stage keeps.
     pub(crate) num_kept: usize,
     /// Keys of the chunks that the kept ones are then cut into.
     pub(crate) next_chunk: usize,
-    /// Steps between two runs in decode.
+    /// Decoding steps between two runs of this stage.
     pub(crate) refresh: usize,
 }
 
@@ -144,7 +144,7 @@ impl InfinitehipConfig {
         (self.sink, high.max(self.sink))
     }
 
-    /// Candidates cut for the first stage.
+    /// Cuts the candidate keys into chunks for stage 1.
     pub(crate) fn first_chunks(&self, candidates: Chunk) -> Vec<Chunk> {
         cut(std::iter::once(candidates), self.chunk_1)
     }
@@ -184,7 +184,7 @@ impl Stage {
     }
 }
 
-/// Ranges cut into chunks.
+/// Cuts ranges of keys into chunks.
 fn cut(ranges: impl Iterator<Item = Chunk>, chunk: usize) -> Vec<Chunk> {
     ranges
         .flat_map(|(start, end)| (start..end).step_by(chunk).map(move |at| (at, (at + chunk).min(end))))

@@ -7,13 +7,13 @@ use crate::prelude::*;
 use crate::vector::add;
 
 settings! {
-    /// Settings of `meanpool`.
+    /// Settings of the prefill method `meanpool`.
     pub struct MeanpoolConfig {
-        /// Tokens of a block.
+        /// Block size in tokens.
         pub block: usize = 128,
-        /// Share of the estimated mass that stays.
+        /// Share of the estimated attention mass that the kept blocks hold.
         pub tau: f64 = 0.9,
-        /// Blocks per row; replaces `tau`.
+        /// Number of blocks that a row keeps; replaces `tau`.
         pub top_k: Option<usize> = None,
     }
     small "meanpool:block=16,tau=0.5", "meanpool:block=16,top_k=2,gqa=mean,last_dense_rows=20";

@@ -15,12 +15,12 @@ use crate::prefill::vertical_slash::{TILE, VerticalSlashConfig};
 use crate::prelude::*;
 
 settings! {
-    /// Settings of `minference`.
+    /// Settings of the prefill method `minference`.
     pub struct MinferenceConfig {
         /// File with a pattern per layer and head, as MInference writes it; empty: vertical-slash (1000, 6096)
         /// everywhere.
         pub pattern: String = String::new(),
-        /// The content of the file.
+        /// The parsed patterns of that file.
         #[serde(skip)]
         pub patterns: PatternFile = PatternFile::default(),
     }
@@ -28,17 +28,17 @@ settings! {
     everything "minference";
 }
 
-/// The pattern of one head.
+/// The sparsity pattern of one query head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Pattern {
     /// The first and the last tokens of the text.
     AShape {
-        /// First tokens.
+        /// First tokens of the text that stay.
         n_init: usize,
-        /// Last tokens.
+        /// Last tokens before each query that stay.
         n_local: usize,
     },
-    /// Columns and diagonals.
+    /// Key columns and diagonals of the score matrix.
     VerticalSlash {
         /// Columns kept: the keys with the most attention.
         vertical: usize,
@@ -47,17 +47,17 @@ pub enum Pattern {
     },
     /// The best blocks of 64 by their means.
     BlockSparse {
-        /// Blocks per row.
+        /// Blocks that a row of blocks keeps.
         topk: usize,
     },
-    /// The best eighth of the blocks.
+    /// The best eighth of the blocks, by their means.
     BlockSparseEighth,
 }
 
 /// Patterns per layer and head; a head without one takes vertical-slash (1000, 6096).
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PatternFile {
-    /// `[layers][heads]`.
+    /// A pattern for each layer and query head, `[layers][heads]`.
     pub layers: Vec<Vec<Option<Pattern>>>,
 }
 
@@ -67,7 +67,7 @@ const DEFAULT: Pattern = Pattern::VerticalSlash {
     slash: 6096,
 };
 
-/// Candidates of the search.
+/// Patterns that the search compares for each head.
 const CANDIDATES: [Pattern; 6] = [
     Pattern::AShape {
         n_init: 100,
@@ -214,7 +214,7 @@ impl PatternFile {
         Ok(file)
     }
 
-    /// The text of a pattern file.
+    /// The patterns as the JSON text of a pattern file.
     pub fn to_json(&self) -> String {
         let head = |(head, pattern): (usize, &Option<Pattern>)| {
             let value = match (*pattern)? {

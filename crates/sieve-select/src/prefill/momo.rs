@@ -16,7 +16,7 @@ use crate::prelude::*;
 choices! {
     /// How the best blocks of a probe are found.
     pub enum TopK {
-        /// An insertion buffer of k blocks.
+        /// A sorted buffer of the best k blocks.
         Exact,
         /// A tournament tree, which finds the same blocks.
         Tree,
@@ -30,31 +30,31 @@ choices! {
     pub enum ProbeScore {
         /// Log-sum-exp of the block's logits (the paper's).
         Raw,
-        /// The same minus the log-sum-exp of the row.
+        /// Log-sum-exp of the block's logits minus the log-sum-exp of the row.
         Normalised,
     }
 }
 
 settings! {
-    /// Settings of `momo`.
+    /// Settings of the prefill method `momo`.
     pub struct MomoConfig {
-        /// One row in this many is a probe.
+        /// Distance between two probe rows.
         pub gamma: usize = 16,
-        /// Tokens of a key block.
+        /// Size of a key block, in tokens.
         pub beta: usize = 64,
-        /// Rows of a query tile.
+        /// Query rows of a tile.
         pub chi: usize = 128,
-        /// Blocks per probe.
+        /// Blocks that each probe keeps.
         pub k: usize = 128,
         /// With `topk=hybrid`: how many of the `k` blocks are found exactly.
         pub k_exact: usize = 8,
-        /// How a probe's blocks are found.
+        /// Algorithm that finds the best blocks of a probe.
         pub topk: TopK = TopK::Hybrid,
         /// Blocks per query tile; as many as `k` when not given.
         pub k_trim: Option<usize> = None,
-        /// First blocks that always stay.
+        /// First blocks of the text that always stay.
         pub sink_blocks: usize = 1,
-        /// What is compared between probes.
+        /// The block score that is compared between probes.
         pub score: ProbeScore = ProbeScore::Raw,
         /// How the probes' dense outputs are used.
         pub mode: CorrectionMode = CorrectionMode::Correct,
@@ -245,7 +245,7 @@ impl MomoConfig {
     }
 }
 
-/// The first probe inside a tile, or the last one before it.
+/// Index of the first probe inside a tile, or of the last one before it.
 fn first_probe(tiles: Tiles, i: usize, probes: &[usize]) -> usize {
     let rows = tiles.rows(i);
     let inside = probes.partition_point(|&row| row < rows.start);

@@ -6,11 +6,11 @@ use crate::prelude::*;
 use crate::vector::add;
 
 settings! {
-    /// Settings of `oracle_topk`.
+    /// Settings of the prefill method `oracle_topk`.
     pub struct OracleTopkConfig {
-        /// Tokens of a block.
+        /// Block size in tokens.
         pub block: usize = 32,
-        /// Blocks per row.
+        /// Blocks that a row keeps.
         pub k: usize = 128,
         /// Share of the mass that is kept; replaces `k`.
         pub tau: Option<f64> = None,

@@ -13,13 +13,13 @@ use crate::vector::add;
 choices! {
     /// How blocks of permuted keys are scored.
     pub enum PbsSelect {
-        /// Products of means.
+        /// Dot products of block means.
         Meanpool,
-        /// Antidiagonal sums.
+        /// Sums over antidiagonals, as in `xattention`.
         Xattention,
     }
 
-    /// What is permuted.
+    /// Whether keys, queries or both are permuted.
     pub enum Permute {
         /// Keys alone.
         Keys,
@@ -33,35 +33,35 @@ choices! {
 
     /// Which permutation comes first with [`Permute::Both`]; the second sees its result.
     pub enum PermuteOrder {
-        /// Keys, then queries.
+        /// Keys first, then queries.
         KeysFirst,
-        /// Queries, then keys.
+        /// Queries first, then keys.
         QueriesFirst,
     }
 
     /// Which heads share a permutation of the keys.
     pub enum PermutePer {
-        /// One per KV head; importance is averaged over its query heads.
+        /// One permutation for each KV head; importance is averaged over its query heads.
         Kv,
-        /// One per query head, as the published code does.
+        /// One permutation for each query head, as in the published code.
         Query,
     }
 }
 
 settings! {
-    /// Settings of `pbs`.
+    /// Settings of the prefill method `pbs`.
     pub struct PbsConfig {
-        /// Tokens of a block; divides `segment`.
+        /// Block size in tokens; divides `segment`.
         pub block: usize = 128,
         /// Tokens of a segment, inside which keys move.
         pub segment: usize = 256,
         /// Share of the estimated mass over earlier segments that stays.
         pub tau: f64 = 0.9,
-        /// How blocks are scored.
+        /// How blocks of permuted keys are scored.
         pub select: PbsSelect = PbsSelect::Meanpool,
         /// Side of the cells of `select=xattention`; divides `block`.
         pub stride: usize = 8,
-        /// What is permuted.
+        /// Whether keys, queries or both are permuted.
         pub permute: Permute = Permute::Keys,
         /// Which permutation comes first with `permute=both`.
         pub order: PermuteOrder = PermuteOrder::KeysFirst,

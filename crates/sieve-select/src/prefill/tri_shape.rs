@@ -4,7 +4,7 @@ use crate::prefill::a_shape::ranges;
 use crate::prelude::*;
 
 settings! {
-    /// Settings of `tri_shape`.
+    /// Settings of the prefill method `tri_shape`.
     pub struct TriShapeConfig {
         /// First tokens that all queries see.
         pub n_init: usize = 128,

@@ -4,23 +4,23 @@ use crate::keep::top_k_forced;
 use crate::pool::{last_rows, probe_sums};
 use crate::prelude::*;
 
-/// Rows and keys of a tile.
+/// Tile size in query rows and in keys.
 pub(crate) const TILE: usize = 64;
-/// Queries of the probe.
+/// Last queries whose attention chooses columns and diagonals.
 const PROBE: usize = 64;
 /// The first columns, which are always kept; a smaller `vertical` is raised to their number.
 const FORCED_COLUMNS: usize = 30;
 /// The first offsets (distances), which are kept before others.
 const FORCED_OFFSETS: usize = 100;
-/// Fewest offsets that stay.
+/// Fewest diagonals (distances from query to key) that stay.
 const MIN_OFFSETS: usize = 50;
 
 settings! {
-    /// Settings of `vertical_slash`.
+    /// Settings of the prefill method `vertical_slash`.
     pub struct VerticalSlashConfig {
-        /// Columns that stay, at least 30.
+        /// Key columns that stay, at least 30.
         pub vertical: usize = 1000,
-        /// Diagonals that stay, at least 50.
+        /// Diagonals (distances from query to key) that stay, at least 50.
         pub slash: usize = 6096,
     }
     small "vertical_slash:vertical=30,slash=50", "vertical_slash:vertical=40,slash=50,gqa=union";
@@ -67,7 +67,7 @@ impl VerticalSlashConfig {
         Some((0..tiles.num_query_tiles()).map(row).collect())
     }
 
-    /// The selection as device steps.
+    /// The selection as steps that a GPU carries out.
     pub(crate) fn lines(&self, shape: CallShape) -> BlockSelection {
         let scores = BlockScores::Lines {
             rows: PROBE,

@@ -14,9 +14,9 @@ use crate::vector::{mix, sum};
 choices! {
     /// Which pairs of a stride-by-stride cell are sampled.
     pub enum SampleMode {
-        /// The antidiagonal, as in the paper.
+        /// The cell's antidiagonal, as in the paper.
         Antidiagonal,
-        /// The main diagonal.
+        /// The cell's main diagonal.
         Slash,
         /// A fixed random order of the queries.
         Random,
@@ -24,9 +24,9 @@ choices! {
 }
 
 settings! {
-    /// Settings of `xattention`.
+    /// Settings of the prefill method `xattention`.
     pub struct XattentionConfig {
-        /// Tokens of a block.
+        /// Block size in tokens.
         pub block: usize = 128,
         /// Side of the cells whose antidiagonals are summed; divides `block`.
         pub stride: usize = 8,
@@ -39,9 +39,9 @@ settings! {
         pub head_taus: Vec<Vec<f64>> = Vec::new(),
         /// The estimated logits are divided by this and by the stride.
         pub norm: f64 = 1.0,
-        /// Which pairs are sampled.
+        /// Which pairs of each stride-by-stride cell are sampled.
         pub mode: SampleMode = SampleMode::Antidiagonal,
-        /// Seed of `mode=random`.
+        /// Random seed with `mode=random`.
         pub seed: u64 = 1,
     }
     small
@@ -120,8 +120,11 @@ impl PrefillMethod for XattentionConfig {
             norm: self.norm,
         };
         let mut selection = BlockSelection::new(call.shape, self.block, cells, KeepBlocks::Mass(self.tau));
+        // As in `select`: blocks of queries end at multiples of the block, and the first block and the diagonal are
+        // kept first and count towards tau.
         selection.scores.offset = Tiles::aligned(call.shape, self.block).query_offset;
         selection.keep.counts_own = true;
+        // With a tau per head or a random order only the host can select.
         (self.head_taus.is_empty() && self.mode != SampleMode::Random).then_some(selection)
     }
 

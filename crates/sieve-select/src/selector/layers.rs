@@ -6,18 +6,18 @@ use std::str::FromStr;
 use super::{Method, Phase, Selector};
 use crate::error::SelectError;
 
-/// The selectors of a model's layers.
+/// A selector for each layer of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerSelectors {
-    /// In the order of the layers, without gaps.
+    /// The parts in the order of the layers, without gaps.
     parts: Vec<Part>,
 }
 
-/// Consecutive layers and their selector.
+/// Consecutive layers that share a selector.
 #[derive(Clone, Debug, PartialEq)]
 struct Part {
     first: usize,
-    /// `None`: up to the model's last layer.
+    /// Index of the last layer; `None`: up to the model's last layer.
     last: Option<usize>,
     selector: Selector,
 }
@@ -92,7 +92,7 @@ impl LayerSelectors {
         Ok(self)
     }
 
-    /// The selector of a layer.
+    /// The selector of one layer.
     pub fn of(&self, layer: usize) -> &Selector {
         let after = self.parts.partition_point(|part| part.first <= layer);
         &self.parts[after.max(1) - 1].selector
@@ -111,7 +111,7 @@ impl LayerSelectors {
         }
     }
 
-    /// The same with every selector changed.
+    /// A copy in which `change` has replaced every selector.
     #[must_use]
     pub fn map(self, change: impl Fn(Selector) -> Selector) -> Self {
         let parts = self.parts.into_iter().map(|part| Part {
@@ -178,14 +178,14 @@ impl FromStr for LayerSelectors {
     }
 }
 
-/// The whole setting; [`LayerSelectors::parse`] reads it back.
+/// Writes the whole setting, which [`LayerSelectors::parse`] reads back.
 impl fmt::Display for LayerSelectors {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(&self.text(ToString::to_string))
     }
 }
 
-/// Layers as a message names them.
+/// Layer numbers as error messages write them.
 fn shown(first: usize, last: usize) -> String {
     match last == first {
         true => format!("layer {first}"),
@@ -214,7 +214,7 @@ fn pieces(text: &str) -> Vec<(&str, &str)> {
     parts.filter_map(|part| part.split_once('=')).collect()
 }
 
-/// `4`, `0-3` or `4-`.
+/// Parses a range of layers: `4`, `0-3` or `4-`.
 fn range(text: &str) -> Result<(usize, Option<usize>), SelectError> {
     let text = text.trim();
     let number = |digits: &str| digits.parse::<usize>().ok();

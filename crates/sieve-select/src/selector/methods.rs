@@ -1,4 +1,4 @@
-//! The table of all methods, and what follows from it.
+//! The table of all methods and of their properties.
 
 use serde_json::Value;
 
@@ -7,14 +7,14 @@ use super::parse::{Item, delta, own};
 use crate::error::SelectError;
 use crate::prefill::PrefillMethod;
 
-/// When a method acts.
+/// Whether a method acts on prompts or on new tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// On prompts.
+    /// The method acts on whole prompts or chunks of them.
     Prefill,
-    /// Token by token.
+    /// The method acts on one new token at a time.
     Decode,
-    /// On a prompt, and on the tokens after it.
+    /// The method acts on a prompt and on the tokens after it.
     Both,
 }
 
@@ -23,11 +23,11 @@ pub enum Phase {
 pub struct Entry {
     /// The method's name in a selector's text.
     pub name: &'static str,
-    /// When the method acts.
+    /// Whether the method acts on prompts or on new tokens.
     pub phase: Phase,
-    /// What the method keeps.
+    /// Which keys the method keeps, in a few words.
     pub about: &'static str,
-    /// The paper that it comes from.
+    /// The paper that describes the method.
     pub paper: &'static str,
 }
 
@@ -96,7 +96,7 @@ macro_rules! methods {
     }};
     ($($group:ident { $($phase:ident $name:ident in $module:ident::$kind:ident(
         $settings:ident $([$base:ty; $read:ident])?, $about:literal, $paper:literal);)+ })+) => {
-        /// The methods.
+        /// All methods, each with its settings.
         #[derive(Clone, Debug, PartialEq)]
         #[allow(missing_docs, reason = "each is documented by its settings")]
         pub enum Method {
@@ -118,7 +118,7 @@ macro_rules! methods {
                 }
             }
 
-            /// When it acts.
+            /// Whether the method acts on prompts or on new tokens.
             pub(super) fn phase(&self) -> Phase {
                 match self {
                     Self::Dense => Phase::Prefill,
@@ -134,7 +134,7 @@ macro_rules! methods {
                 }
             }
 
-            /// Its settings as JSON.
+            /// The method's settings as JSON.
             pub(super) fn settings(&self) -> Value {
                 let settings = match self {
                     Self::Dense => Ok(Value::Null),

@@ -156,7 +156,7 @@ impl FromStr for Selector {
     }
 }
 
-/// The whole setting, every key with its value; [`Selector::parse`] reads it back.
+/// Writes every key with its value, which [`Selector::parse`] reads back.
 impl fmt::Display for Selector {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let items = self.all_items().into_iter().filter(|(_, value)| !value.is_empty());
@@ -298,7 +298,7 @@ fn value_of(text: &str, default: &Value) -> Result<Value, String> {
     }
 }
 
-/// `NAME:key=value,…`; without items only the name.
+/// Writes `NAME:key=value,…`, or only the name if there are no items.
 pub(super) fn text_of_items(name: &str, items: impl IntoIterator<Item = (String, String)>) -> String {
     let items: Vec<String> = items.into_iter().map(|(key, value)| format!("{key}={value}")).collect();
     match items.is_empty() {
@@ -311,7 +311,7 @@ fn text_of(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         Value::Null => "none".to_owned(),
-        // 64 tokens, not 64.0.
+        // Whole numbers without a fraction: 64, not 64.0.
         Value::Number(number) => number.to_string().trim_end_matches(".0").to_owned(),
         other => other.to_string(),
     }

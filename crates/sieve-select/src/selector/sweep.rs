@@ -43,7 +43,7 @@ impl Selector {
         self.label_without("")
     }
 
-    /// As [`label`](Self::label), without one key.
+    /// The [`label`](Self::label) without one key.
     pub fn label_without(&self, key: &str) -> String {
         let name = match &self.method {
             // The defaults of the base's settings depend on the base.

@@ -125,7 +125,7 @@ impl TrainingData {
         self.parts(self.prepared().map(tokens_of).unwrap_or_default(), tokens_of)
     }
 
-    /// `run`, then `of` the shards of each stage that has its own.
+    /// Joins the hash `run` and `of(shards)` of each stage that has text of its own.
     fn parts(&self, run: String, of: impl Fn(&Prepared) -> String) -> String {
         let stages = self.stages.iter();
         let stages = stages.map(|(index, text)| format!("{PART}{index}:{}", of(&text.prepared)));

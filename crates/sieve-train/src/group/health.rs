@@ -16,14 +16,14 @@ const TRIES: usize = 5;
 /// How often all ranks measure again if one seems slow, keeping their best rates.
 const MORE_ROUNDS: usize = 3;
 
-/// The state of a GPU as its driver reports it.
+/// The state of a GPU; `None` for a value that the driver does not report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceState {
     /// Present and highest clock of the multiprocessors, MHz.
     pub clocks_mhz: Option<[u32; 2]>,
     /// Memory errors that ECC could not correct, since the driver was loaded.
     pub uncorrected_ecc_errors: Option<u64>,
-    /// Degrees Celsius.
+    /// GPU temperature in degrees Celsius.
     pub temperature: Option<u32>,
 }
 
@@ -45,12 +45,12 @@ struct Rates {
     copy: f64,
     /// Bus bandwidth of an all-reduce in bytes per second, as nccl-tests defines it.
     sum: f64,
-    /// Host and process id.
+    /// The rank's host name and process id.
     place: String,
     state: Option<DeviceState>,
 }
 
-/// One operation whose rate is measured.
+/// An operation and the rate at which this rank runs it.
 struct Probe<'a> {
     /// FLOPs or bytes of one call of `work`.
     amount: f64,
@@ -240,6 +240,7 @@ fn words_of(state: &DeviceState) -> String {
     clocks.unwrap_or_default() + &degrees.unwrap_or_default()
 }
 
+/// One line about all ranks: the range of each rate, and the state of the first rank's GPU.
 fn line_of(all: &[Rates]) -> String {
     let range = |rate: &dyn Fn(&Rates) -> f64, digits: usize| {
         let rates = all.iter().map(rate);

@@ -8,7 +8,7 @@ const LEAST_STEPS: u32 = 5;
 /// [`LEAST_DIFFERENCE`].
 const SLOW: f64 = 1.1;
 const LEAST_DIFFERENCE: Duration = Duration::from_millis(20);
-/// The shortest time between two messages.
+/// Shortest time between two messages about a slow rank.
 const BETWEEN_LINES: Duration = Duration::from_secs(60);
 
 /// Times of steps of the kind [`Work::Step`]: steps that compile kernels or are very slow do not count.
@@ -16,7 +16,7 @@ const BETWEEN_LINES: Duration = Duration::from_secs(60);
 pub(super) struct StepTimes {
     /// When the present step began, and how long this rank had waited for others by then.
     began: Option<(Instant, Duration)>,
-    /// Time of this rank's last step.
+    /// Duration of this rank's last step.
     pub(super) own: Duration,
     /// Sum of the times of each rank since the last report.
     sums: Vec<Duration>,
@@ -42,7 +42,8 @@ impl StepTimes {
         self.num_steps += u32::from(rank == 0);
     }
 
-    /// A message about the slowest rank since the last call, if it is slow and the last message is old enough.
+    /// A message about the slowest rank since the last report. `None` after too few steps, if no rank is slow, or if
+    /// the last message is recent.
     pub(super) fn slow_rank(&mut self) -> Option<String> {
         if self.num_steps < LEAST_STEPS {
             return None;

@@ -9,8 +9,8 @@ use sieve_hf::NamedTensor;
 use sieve_ops::{DeviceBackend, Snapshot, SnapshotReader, TrainBackend};
 
 impl<B: TrainBackend> Optimizer<B> {
-    /// Weights and moments at this moment, to be read on any thread. Each rank takes its shards; rank 0 also takes the
-    /// tensors that are not sharded.
+    /// The weights and optimizer moments after the last update, to be read on any thread. Each rank takes its shards;
+    /// rank 0 also takes the tensors that are not sharded.
     ///
     /// The snapshot also holds weights for checksums, which show whether all ranks compute with the same weights: this
     /// rank's own shard, its copy of the shard of rank + `distance`, and every tensor that is not sharded.
@@ -69,17 +69,17 @@ impl<B: TrainBackend> Optimizer<B> {
     }
 }
 
-/// The weights and moments of one moment.
+/// A copy of a rank's weights and optimizer moments between two updates.
 #[derive(Debug)]
 pub struct OptimizerSnapshot {
-    /// `None` besides rank 0.
+    /// Number of updates so far; `None` on ranks other than 0.
     num_updates: Option<u64>,
     weights: Vec<Held>,
     moments: Vec<Held>,
     replica: Replica,
 }
 
-/// Weights that one of several ranks computes with, as in [`ReplicaSums`].
+/// Weights that one of several ranks computes with; [`ReplicaSums`] has a checksum of each field.
 #[derive(Debug, Default)]
 struct Replica {
     own: Vec<Snapshot>,

@@ -1,4 +1,4 @@
-//! Measures the time of steps.
+//! Measures how long training steps take.
 use std::time::{Duration, Instant};
 
 /// Wall time and tokens of steps since the last report, without validations and checkpoints. The device is synchronised
@@ -26,7 +26,7 @@ impl Clock {
         self.steps += 1;
     }
 
-    /// Runs `work` outside the measured time.
+    /// Runs `work` without counting its time.
     pub(super) fn pause<T>(&mut self, work: impl FnOnce() -> T) -> T {
         let started = Instant::now();
         let result = work();

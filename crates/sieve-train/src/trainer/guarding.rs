@@ -67,12 +67,12 @@ impl Default for FaultInjection {
 }
 
 impl FaultInjection {
-    /// Calls `disturb` at every [`Moment`].
+    /// Fault injection that calls `disturb` at every [`Moment`].
     pub fn new(disturb: impl Fn(u64, Moment<'_>) -> f64 + Send + Sync + 'static) -> Self {
         Self(Arc::new(disturb))
     }
 
-    /// The factor of a [`Moment`].
+    /// The factor by which `disturb` falsifies a number at a [`Moment`].
     pub(super) fn at(&self, number: u64, moment: Moment<'_>) -> f64 {
         (self.0)(number, moment)
     }
@@ -90,6 +90,7 @@ pub(super) enum Verdict {
 pub(super) struct GuardLog<B: TrainBackend> {
     unread: VecDeque<Unread<B>>,
     streak: Streak,
+    /// Number and results of the last step that was read; `None` if none was since the start or a return.
     last: Option<(u64, StepNumbers)>,
     /// Steps up to this one are read as soon as they are queued.
     watched_until: u64,
@@ -100,7 +101,7 @@ pub(super) struct GuardLog<B: TrainBackend> {
 
 /// How long the device takes for a step.
 struct DevicePace {
-    /// When the device had last done all queued steps.
+    /// Time at which the device had last done all queued steps.
     caught_up: Instant,
     step_time: Duration,
 }
@@ -130,7 +131,7 @@ impl DevicePace {
 #[derive(Default)]
 struct Streak {
     num_steps: usize,
-    /// The skipped steps among them.
+    /// The steps of the streak that were skipped.
     skipped: Vec<SkippedStep>,
 }
 
@@ -149,7 +150,7 @@ struct Unread<B: TrainBackend> {
     num_rows: u64,
     /// Documents of this rank's rows, in their order, without repeated neighbours.
     documents: Vec<u32>,
-    /// As [`GatedStep::row`].
+    /// On the device, `[3]`: loss, gradient norm, and 1 if the step is taken, else 0.
     row: Tensor<B::InnerBackend, 1>,
     /// Gradient norms by part of the model; empty unless the step was read at once and was skipped.
     norms: Vec<(String, f64)>,
@@ -428,7 +429,7 @@ impl<B: TrainBackend> Trainer<B> {
     }
 }
 
-/// Multiplies all parameters, for [`FaultInjection`].
+/// A factor on all parameters, for [`FaultInjection`].
 pub(super) struct Scaled(pub(super) f64);
 
 impl<B: TrainBackend> ModuleMapper<B> for Scaled {

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct WriteLimits {
-    /// Pause before the second try; it doubles with every try.
+    /// Pause before the second attempt to write; it doubles with every further one.
     pub first_pause: Duration,
-    /// The longest pause between two tries.
+    /// Longest pause between two attempts to write.
     pub longest_pause: Duration,
     /// A run ends after this many failed checkpoints in a row.
     pub max_failures: u32,
@@ -28,23 +28,23 @@ impl Default for WriteLimits {
     }
 }
 
-/// The failures of a write, and when it is due again.
+/// The failed attempts of a write, and the time of the next one.
 #[derive(Debug, Default)]
 pub(crate) struct Tries {
     pub(crate) limits: WriteLimits,
     /// Number of failures since the last success.
     pub(crate) num_failed: u32,
-    /// When the next try is due; `None` where the last write succeeded.
+    /// Time of the next attempt; `None` if the last write succeeded.
     next: Option<Instant>,
 }
 
 impl Tries {
-    /// Whether the last write failed and the pause after it is over.
+    /// Whether the last write failed and the pause after it has passed.
     pub(crate) fn is_due(&self) -> bool {
         self.next.is_some_and(|next| Instant::now() >= next)
     }
 
-    /// Whether the last write failed.
+    /// Whether the last attempt to write failed.
     pub(crate) fn has_failed(&self) -> bool {
         self.next.is_some()
     }
@@ -77,9 +77,9 @@ pub(super) struct Saving {
     pub(super) tries: Tries,
     /// The folder for the last checkpoint of a process when the run's own folder cannot be written to.
     pub(super) fallback: Option<PathBuf>,
-    /// Whether checkpoints are written into `fallback`.
+    /// Whether checkpoints go to the fallback folder.
     pub(super) uses_fallback: bool,
-    /// Step and error of a failed checkpoint, until they are reported.
+    /// Step and error of a failed checkpoint; `None` once the user was told, and without a failure.
     pub(super) problem: Option<(u64, String)>,
 }
 

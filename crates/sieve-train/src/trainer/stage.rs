@@ -20,10 +20,10 @@ const PREFETCH_DEPTH: usize = 4;
 /// Times the index of a stage, this changes the seed of its row order: the golden ratio in 64 bits.
 const STAGE_SALT: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// Sizes and batches of one stage.
+/// Recipe, sizes and batches of one stage of the run.
 pub(super) struct StageState {
     pub(super) stage: Stage,
-    /// The recipe of this stage alone.
+    /// The recipe with this stage's settings applied.
     pub(super) recipe: Recipe,
     pub(super) shape: ModelShape,
     pub(super) loader: Arc<Loader>,

@@ -25,7 +25,7 @@ struct Job {
 /// The part of a checkpoint that this process has written.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Shard {
-    /// Checksums of the files, by name.
+    /// Checksum of each written file, by file name.
     pub(super) files: BTreeMap<String, String>,
     pub(super) replica: ReplicaSums,
 }
@@ -72,7 +72,7 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Step of the checkpoint being written.
+    /// Step of the checkpoint that is being written.
     pub(super) fn step(&self) -> Option<u64> {
         self.job.as_ref().map(|job| job.state.step)
     }

@@ -81,7 +81,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     Ok(())
 }
 
-/// Writes all samples to `path`.
+/// Writes all generated samples to the file `path`.
 fn write(
     args: &GenerateArgs,
     path: &Path,

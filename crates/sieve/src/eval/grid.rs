@@ -3,13 +3,13 @@
 use crate::eval::svg::Svg;
 use sieve_eval::NUM_DISTRACTORS;
 
-/// The SVG's content.
+/// Contents of an SVG of heat maps.
 pub(super) struct Picture {
-    /// Heading of the whole picture.
+    /// Heading above all maps.
     pub(super) title: String,
     /// Tokens of a training row. A dashed line marks it between the lengths.
     pub(super) trained_len: usize,
-    /// One for each method or task.
+    /// A heat map for each method or task.
     pub(super) maps: Vec<Map>,
 }
 
@@ -17,7 +17,7 @@ pub(super) struct Picture {
 pub(super) struct Map {
     /// Name of the method or task, left above the panels.
     pub(super) name: String,
-    /// Its overall numbers, right above the panels.
+    /// Overall numbers of the method or task, right above the panels.
     pub(super) summary: String,
     /// Columns from left to right, in tokens.
     pub(super) lengths: Vec<usize>,
@@ -29,21 +29,21 @@ pub(super) struct Map {
     pub(super) cells: Vec<MapCell>,
 }
 
-/// One cell: a length and a row.
+/// A measured length and depth, or length and task.
 pub(super) struct MapCell {
-    /// Index into [`Map::lengths`].
+    /// Column of the cell, an index into [`Map::lengths`].
     pub(super) column: usize,
-    /// Index into [`Map::rows`].
+    /// Row of the cell, an index into [`Map::rows`].
     pub(super) row: usize,
     /// Share of the answer found, from 0 to 1.
     pub(super) score: f64,
     /// Rank of the answer's likelihood, from 1 to `NUM_DISTRACTORS + 1`.
     pub(super) mean_rank: f64,
-    /// Tooltip with the numbers in words.
+    /// Tooltip: the cell's numbers in words.
     pub(super) title: String,
 }
 
-// Sizes are in pixels.
+// Left margin; all sizes are in pixels.
 const LEFT: f64 = 130.0;
 const TOP: f64 = 34.0;
 const PANEL_WIDTH: f64 = 350.0;
@@ -59,7 +59,7 @@ const LEGEND_HEIGHT: f64 = 58.0;
 /// A cell shows its number only if it is at least this wide and this high.
 const MIN_TEXT_WIDTH: f64 = 26.0;
 const MIN_TEXT_HEIGHT: f64 = 14.0;
-/// Labels on an axis, at most.
+/// Most labels on an axis.
 const MAX_LABELS: usize = 11;
 
 /// RGB: blue is good, grey is the score of a guess, orange is worse. The three differ in most kinds of colour
@@ -68,7 +68,7 @@ const GOOD: [f64; 3] = [8.0, 81.0, 156.0];
 const NEUTRAL: [f64; 3] = [238.0, 238.0, 238.0];
 const BAD: [f64; 3] = [179.0, 88.0, 6.0];
 
-/// What a panel shows.
+/// The number that colours a panel's cells.
 #[derive(Clone, Copy)]
 enum Score {
     Found,
@@ -114,14 +114,14 @@ impl Score {
     }
 }
 
-// SVG attributes of texts.
+// SVG attributes of grey text.
 const GREY: &str = "fill=\"#444\"";
 const MIDDLE: &str = "text-anchor=\"middle\"";
 const MIDDLE_GREY: &str = "text-anchor=\"middle\" fill=\"#444\"";
 const END_GREY: &str = "text-anchor=\"end\" fill=\"#444\"";
 
 impl Picture {
-    /// The SVG's text.
+    /// The picture as SVG text.
     pub(super) fn svg(&self) -> String {
         let row_height = HEAD + PANEL_HEIGHT + FOOT;
         let width = LEFT + 2.0 * (PANEL_WIDTH + GAP);

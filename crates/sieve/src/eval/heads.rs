@@ -3,12 +3,12 @@ use crate::eval::svg::Svg;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 
-/// The SVG's content.
+/// Contents of an SVG of attention heads.
 pub(super) struct Heads<'a> {
     pub(super) title: String,
     /// A line in smaller letters below the title.
     pub(super) about: String,
-    /// Length of both axes in tokens.
+    /// Tokens along both axes.
     pub(super) num_tokens: usize,
     /// Each layer's number with its heads. Layers go from top to bottom, heads from left to right.
     pub(super) layers: Vec<(usize, Vec<Square>)>,
@@ -17,13 +17,13 @@ pub(super) struct Heads<'a> {
 
 /// A head as an 8-bit grey picture.
 pub(super) struct Square {
-    /// Pixels of a side.
+    /// Width and height in pixels.
     pub(super) side: usize,
     /// Grey values, `[side, side]`, one row per query.
     pub(super) pixels: Vec<u8>,
 }
 
-/// Legend of the greys.
+/// What the grey levels mean.
 pub(super) enum Legend<'a> {
     /// A gradient from black to white, with (position from 0 at black to 1 at white, label).
     Scale(&'a [(f64, &'a str)]),
@@ -46,7 +46,7 @@ const LEGEND_WIDTH: f64 = 150.0;
 const CENTRED: &str = "text-anchor=\"middle\"";
 
 impl Heads<'_> {
-    /// The SVG's text.
+    /// The picture as SVG text.
     pub(super) fn svg(&self) -> String {
         let heads = self.layers.iter().map(|(_, heads)| heads.len()).max().unwrap_or(0);
         let side = (WIDTH / heads.max(1) as f64).floor().clamp(SIDES[0], SIDES[1]);
@@ -136,7 +136,7 @@ fn draw(svg: &mut Svg, square: &Square, [x, y]: [f64; 2], side: f64) {
     svg.rect([x, y], [side, side], "fill=\"none\" stroke=\"#999\"", "");
 }
 
-/// An 8-bit grey PNG.
+/// A head's picture as a PNG file in 8-bit grey.
 fn png(square: &Square) -> Vec<u8> {
     let mut png = Vec::new();
     let mut encoder = png::Encoder::new(&mut png, square.side as u32, square.side as u32);

@@ -4,21 +4,21 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::ops::Range;
 
-/// One line.
+/// One line of a chart.
 pub(super) struct Curve {
-    /// Name in the legend.
+    /// Name of the line in the legend.
     pub(super) name: String,
-    /// Points from left to right.
+    /// Points (x, y) from left to right.
     pub(super) points: Vec<(f64, f64)>,
 }
 
-/// One axis.
+/// Range and labels of a chart's axis.
 pub(super) struct Axis<'a> {
     pub(super) label: &'a str,
     pub(super) range: Range<f64>,
     /// Numbers written along the axis, at most.
     pub(super) most_numbers: usize,
-    /// Formats such a number.
+    /// Formats a number of this axis.
     pub(super) text: &'a dyn Fn(f64) -> String,
 }
 
@@ -39,7 +39,7 @@ impl<'a> Axis<'a> {
         }
     }
 
-    /// `value`, limited to the axis's range.
+    /// `value`, clamped to the axis's range.
     pub(super) fn inside(&self, value: f64) -> f64 {
         value.clamp(self.range.start, self.range.end)
     }
@@ -72,7 +72,7 @@ const MARKS: [&[(i32, i32)]; 5] = [
     &[(-4, -3), (0, 4), (4, -3)],
 ];
 
-/// The chart's content.
+/// Lines, axes and titles of a chart.
 pub(super) struct Plot<'a> {
     pub(super) title: &'a str,
     pub(super) x: Axis<'a>,
@@ -113,7 +113,7 @@ fn draw(root: Area<'_>, plot: &Plot<'_>) -> Drawn {
     Ok(())
 }
 
-/// How one curve is drawn.
+/// Colours, width and mark of a line.
 struct Look {
     colour: RGBColor,
     width: u32,
@@ -126,7 +126,7 @@ impl Look {
         self.colour.stroke_width(self.width)
     }
 
-    /// The mark without its edge.
+    /// The mark's shape without its edge.
     fn inner(&self) -> Polygon<(i32, i32)> {
         Polygon::new(self.mark, self.inner.filled())
     }

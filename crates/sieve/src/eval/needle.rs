@@ -261,7 +261,7 @@ fn count(needles: usize) -> String {
     }
 }
 
-/// Whether the ranks differ from guessing.
+/// A sentence: whether the mean rank differs from guessing.
 fn verdict(report: &NeedleReport) -> String {
     let what = match report.sigmas {
         x if x > 3.0 => "better than chance",

@@ -51,7 +51,7 @@ pub(crate) struct PatternsArgs {
     place: PlaceArgs,
 }
 
-/// What is searched for.
+/// The pattern that the command searches for.
 #[derive(Clone, Debug)]
 enum Search {
     Minference,
@@ -67,7 +67,7 @@ impl Search {
     }
 }
 
-/// Parses `--method`.
+/// Parses the value of `--method`.
 fn search(text: &str) -> std::result::Result<Search, String> {
     let name = text.split(':').next().unwrap_or_default();
     if !["minference", "dam"].contains(&name) {

@@ -201,7 +201,7 @@ fn with_progress<B: DeviceBackend>(
     Ok(report)
 }
 
-/// The shards of this checkpoint's run.
+/// The prepared data of the run that wrote the checkpoint.
 fn prepared_data<B: DeviceBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
     let (dir, hint) = match &loaded.recipe.data.cache_dir {
         Some(dir) => (

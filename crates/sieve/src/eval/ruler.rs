@@ -83,7 +83,7 @@ pub(crate) struct SourceArgs {
 }
 
 impl SourceArgs {
-    /// Reads the files.
+    /// Reads the files that the flags name.
     pub(crate) fn source(&self, split: Split) -> Result<LongSource> {
         let name = self.data.join(" ");
         let own = || {
@@ -185,10 +185,10 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     on_device!(place, run_on(&args, &checkpoint, &asked))
 }
 
-/// The samples to ask the model.
+/// Samples and settings of the tasks to ask.
 struct Asked {
     source: LongSource,
-    /// `[task][length]`.
+    /// Samples of each task and length, `[task][length]`.
     texts: Vec<Vec<LongTexts>>,
 }
 

@@ -249,7 +249,7 @@ fn all_prefill(chunk: Option<usize>) -> Result<Vec<LayerSelectors>> {
         .collect()
 }
 
-/// One run of the command.
+/// Model, prompts and flags of one run of the command.
 struct Run<'a, B: DeviceBackend> {
     args: &'a SelectorsArgs,
     loaded: &'a LoadedModel<B>,
@@ -358,7 +358,7 @@ impl<B: DeviceBackend> Run<'_, B> {
     }
 }
 
-/// The settings of one curve.
+/// The selectors of one curve, which differ in one key.
 struct Sweep {
     label: String,
     selectors: Vec<Selector>,

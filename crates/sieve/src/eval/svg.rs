@@ -5,7 +5,7 @@ use std::fmt::{Display, Write};
 pub(super) struct Svg(String);
 
 impl Svg {
-    /// An empty picture.
+    /// A picture without elements, of this size.
     pub(super) fn new(width: impl Display, height: impl Display) -> Self {
         Self(format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
@@ -37,12 +37,12 @@ impl Svg {
         ));
     }
 
-    /// Adds any element.
+    /// Adds an SVG element.
     pub(super) fn put(&mut self, element: &str) {
         let _ = writeln!(self.0, "{element}");
     }
 
-    /// The SVG's text.
+    /// Ends the picture and returns its SVG text.
     pub(super) fn end(self) -> String {
         self.0 + "</svg>\n"
     }

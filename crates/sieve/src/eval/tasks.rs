@@ -85,11 +85,11 @@ impl TasksArgs {
     }
 }
 
-/// A task with its rows.
+/// A task and the rows that are asked.
 struct Asked {
     task: Task,
     rows: TaskRows,
-    /// The file of the rows.
+    /// Name of the file that holds the rows.
     file: String,
 }
 
@@ -172,7 +172,7 @@ fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
     Ok(asked)
 }
 
-/// Splits each `TASK=FILE`.
+/// Splits each argument `TASK=FILE` at its first `=`.
 fn pairs(arguments: &[String]) -> Result<Vec<(&str, &str)>> {
     let pairs = arguments.iter().map(|argument| {
         let pair = argument

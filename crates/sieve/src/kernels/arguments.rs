@@ -180,7 +180,7 @@ struct BenchRowsArgs {
 }
 
 impl BenchArgs {
-    /// The benchmark that the flags choose.
+    /// Which kernels the flags say to time.
     pub(super) fn rows(&self) -> BenchRows {
         let of = &self.rows;
         let rows = [
@@ -288,7 +288,7 @@ impl RunArgs {
     }
 }
 
-/// Parses a whole number above 0.
+/// Parses an integer above 0.
 fn positive(text: &str) -> Result<usize, String> {
     let number = text.trim().parse().ok().filter(|&number| number > 0);
     number.ok_or_else(|| "a whole number above 0 is needed".to_owned())

@@ -7,14 +7,15 @@ use sieve_data::{Corpus, Prepared};
 use sieve_train::corpus_configs;
 use std::path::Path;
 
-/// A text that the loader shuffles on its own.
+/// A text and how often the run reads it. The loader shuffles each text separately, so each has its own number of
+/// epochs.
 #[derive(Debug, serde::Serialize)]
 pub(super) struct TextEpochs {
-    /// Its folder of shards, or its path in a recipe with `data.weights`.
+    /// Folder of the text's shards, or its path in a recipe with `data.weights`.
     text: String,
-    /// Tokens to train on.
+    /// Number of training tokens of the text.
     num_tokens: u64,
-    /// How many times the run reads all of them.
+    /// How many times the run reads the text.
     epochs: f64,
 }
 
@@ -23,7 +24,7 @@ pub(super) struct TextEpochs {
 pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     let mut all = unread(recipe, dir)?;
     let num_own = all.len();
-    // `epochs` counts tokens first.
+    // First counts tokens; the loop below turns them into epochs.
     for stage in recipe.stages() {
         let alone = recipe.at_stage(&stage);
         let num_tokens = stage.section.steps as f64 * alone.training.tokens_per_step() as f64;

@@ -73,7 +73,7 @@ pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
     }
 }
 
-/// Prints the samples of `generation.prompts`.
+/// Prints a continuation of each of the recipe's `generation.prompts`.
 pub(super) fn samples<B: TrainBackend>(
     log: &Log,
     recipe: &Recipe,
@@ -104,7 +104,7 @@ pub(super) fn samples<B: TrainBackend>(
     Ok(())
 }
 
-/// Prints the commands to run next.
+/// Prints the commands that a user may run next.
 pub(super) fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, data: &TrainingData) {
     let Some(checkpoint) = &summary.checkpoint else {
         return;

@@ -11,10 +11,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// Time limit for receiving a request, and again for sending its answer. One request is served at a time, so a slow
 /// client must not block the others.
 const LIMIT: Duration = Duration::from_secs(2);
-/// Bytes of a request, at most.
+/// Most bytes of an HTTP request.
 const MAX_REQUEST: usize = 8 << 10;
 
-/// A parsed `--metrics-port`.
+/// The addresses of a parsed `--metrics-port`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct MetricsPort(Vec<SocketAddr>);
 
@@ -53,7 +53,7 @@ impl Numbers {
         self.put(name, help, before + 1.0);
     }
 
-    /// Prometheus' text format, version 0.0.4.
+    /// The numbers in Prometheus' text format, version 0.0.4.
     fn text(&self) -> String {
         let mut text = String::new();
         for (name, help, only_grows, value) in &self.all {

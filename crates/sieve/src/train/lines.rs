@@ -53,7 +53,7 @@ fn four_digits(number: f64) -> String {
     }
 }
 
-/// `65s`, `42m`, `31h`.
+/// Formats seconds in one unit: `65s`, `42m`, `31h`.
 fn short_duration(seconds: f64) -> String {
     let seconds = seconds.max(0.0).round() as u64;
     match seconds {
@@ -95,7 +95,7 @@ pub(super) fn whole_step_line(report: &StepReport) -> String {
     )
 }
 
-/// The line about the startup time.
+/// The line that says how long the start took.
 pub(super) fn startup_line(elapsed: Duration) -> String {
     format!(
         "started: {:.1} s from the start of the program to the end of the first step",
@@ -161,7 +161,7 @@ pub(super) fn skipped_line(report: &SkippedStep) -> String {
     )
 }
 
-/// The line of a validation.
+/// The line that reports a validation.
 pub(super) fn validation_line(report: &ValidationReport) -> String {
     format!(
         "validate step: {:>5}  loss: {:>8.5}  perplexity: {:.2}  bits per byte: {:.4}  (unigram: {:.4}; {} tokens)",

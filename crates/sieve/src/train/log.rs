@@ -23,7 +23,7 @@ impl Log {
         }
     }
 
-    /// Whether this process prints.
+    /// Whether this process prints and logs.
     pub(super) fn tells(&self) -> bool {
         self.tells
     }
@@ -43,7 +43,7 @@ impl Log {
         Ok(())
     }
 
-    /// Prints a line and logs it.
+    /// Prints a line and writes it to the log.
     pub(super) fn line(&self, text: &str) {
         self.short(text, text);
     }
@@ -64,7 +64,7 @@ impl Log {
         self.keep(whole);
     }
 
-    /// Logs a line without printing it.
+    /// Writes a line to the log without printing it.
     pub(super) fn keep(&self, text: &str) {
         if !self.tells {
             return;

@@ -15,13 +15,13 @@ const LONGEST_PAUSES: u32 = 20;
 /// Values of `SIEVE_EVENT` in the command's environment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
-    /// Exit code 0.
+    /// The run ended with exit code 0.
     Finished,
-    /// Exit code 75: `--resume=auto` continues.
+    /// The run stopped with exit code 75; `--resume=auto` continues it.
     Stopped,
     /// Exit code 75, because another process of the run is lost.
     Lost,
-    /// Any other exit code.
+    /// The run ended with any other exit code.
     Failed,
     /// No event for long; the run still exists.
     Stalled,
@@ -39,7 +39,7 @@ impl Event {
     }
 }
 
-/// The command, and the output folder of the run it reports.
+/// The command of `--on-event`, and the output folder of its run.
 #[derive(Clone, Debug)]
 pub(super) struct OnEvent {
     command: Option<String>,
@@ -138,7 +138,7 @@ impl OnEvent {
 pub(super) struct StallWatch(Sender<()>);
 
 impl StallWatch {
-    /// Restarts the time without an event.
+    /// Notes an event: the limit counts from now.
     pub(super) fn restart(&self) {
         // Without a command there is no watching thread, and sending fails.
         let _ = self.0.send(());

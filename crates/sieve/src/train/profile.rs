@@ -8,9 +8,9 @@ use std::fmt::Write;
 
 /// Steps before the trace. In the first steps kernels are compiled and memory is allocated.
 const WARM_UP_STEPS: u64 = 4;
-/// Kernels listed one by one.
+/// Number of kernels that get a line of their own.
 const LISTED: usize = 24;
-/// Kernels listed by the idle time before them.
+/// Number of kernels that are listed by the idle time before them.
 const LISTED_GAPS: usize = 6;
 
 /// The steps of a run: those done before it (`first`), and its last.
@@ -25,6 +25,7 @@ pub(super) struct StepProfile {
     first_traced: u64,
     shape: ModelShape,
     tokens_per_step: f64,
+    /// The GPU's peak bf16 FLOP/s; `None` for an unknown GPU.
     peak_flops: Option<f64>,
     state: State,
 }
@@ -170,14 +171,14 @@ impl StepProfile {
     }
 }
 
-/// The work of the traced steps.
+/// FLOPs and tokens of the traced steps.
 struct Work {
     tokens: f64,
     /// FLOPs per token of GEMMs with weights.
     linear: f64,
-    /// FLOPs per token of attention.
+    /// Attention's FLOPs per token.
     attention: f64,
-    /// Parameters times steps.
+    /// Number of parameters times number of traced steps.
     parameters: f64,
 }
 

@@ -91,7 +91,7 @@ pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Ex
             mesh.fail(text.trim_start_matches("error: "));
             match rank {
                 0 => events.ended(Err(error)),
-                // Rank 0 reports this rank's error.
+                // Rank 0 prints this rank's error.
                 _ => Ok(Exit::Failed),
             }
         }
@@ -232,6 +232,7 @@ pub(super) fn open(mesh: Option<&Mesh>, out: &Path, start: &Start, recipe: &Reci
         let path = origin.checkpoint.as_ref().map(|found| &found.path);
         let path = path.map(|path| path.canonicalize()).transpose()?;
         let path = path.unwrap_or_default();
+        // "1" for a branch, else "0", then the checkpoint's path; no path: the run starts from its seed.
         mesh.broadcast(format!("{}{}", u8::from(origin.is_branch), path.display()).as_bytes())?;
         return Ok((folder, origin));
     }
@@ -245,7 +246,7 @@ pub(super) fn open(mesh: Option<&Mesh>, out: &Path, start: &Start, recipe: &Reci
     Ok((folder, origin))
 }
 
-/// As [`open`], in rank 0 or the only process.
+/// Like [`open`], in rank 0 or the only process.
 fn open_first(out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
     let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
     // Looking for the latest checkpoint may rename damaged ones, so it locks the folder first.
@@ -487,7 +488,7 @@ impl RankGroup for RowOfGpus {
     }
 }
 
-/// The group of all ranks' GPUs.
+/// The NCCL group of all ranks' GPUs.
 struct Nccl {
     group: NcclGroup,
     size: usize,

@@ -15,9 +15,9 @@ const MAX_RUNS: usize = 1000;
 /// Beginning of an override of the seed. Seeds are averaged over: no seed is called best.
 const SEED: &str = "training.seed=";
 
-/// One run of the sweep.
+/// One training run of the sweep.
 struct Run {
-    /// `section.key=value` of every swept key.
+    /// `section.key=value` for every key that the sweep varies.
     overrides: Vec<String>,
     recipe: Recipe,
     /// The line about the text that `data.fallback` chose, if any.
@@ -25,7 +25,7 @@ struct Run {
     out: PathBuf,
 }
 
-/// Result of one run.
+/// Result of one run of the sweep.
 #[derive(Serialize)]
 struct Row {
     overrides: Vec<String>,
@@ -33,7 +33,7 @@ struct Row {
     /// Validation loss in nats; absent where the run diverged.
     loss: Option<f64>,
     perplexity: Option<f64>,
-    /// Why there is no loss.
+    /// Why the run has no loss; `None` if it has one.
     error: Option<String>,
 }
 
@@ -111,7 +111,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     Ok(Ending::Finished)
 }
 
-/// One run for each combination of the swept values.
+/// The runs of a sweep, one for each combination of values.
 fn runs(args: &TrainArgs, base: &Path) -> Result<Vec<Run>> {
     let mut combinations: Vec<Vec<String>> = vec![Vec::new()];
     let mut shares_data = true;
@@ -211,7 +211,7 @@ fn folder_name(overrides: &[String]) -> String {
 
 /// Runs that differ only in their seed.
 struct Seeds<'a> {
-    /// Their overrides without the seed; empty if only the seed is swept.
+    /// The runs' overrides without the seed; empty if only the seed is swept.
     name: String,
     rows: Vec<&'a Row>,
 }

@@ -19,7 +19,7 @@ use crate::error::DataError;
 
 /// A download fails if its mean rate is below this, in bytes per second.
 const LEAST_RATE: u64 = 16 << 10;
-/// The first pause between two tries; it doubles with every try.
+/// Pause before the second attempt; it doubles with every further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// A download fails when the file has arrived this many times with a wrong checksum.
@@ -88,25 +88,26 @@ pub(super) fn is_hex(text: &str, lengths: &[usize]) -> bool {
     lengths.contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// A file to fetch.
+/// A file to download.
 pub(super) struct Download<'a> {
     /// Path of the URL, after the endpoint.
     pub(super) url_path: String,
-    /// Name for messages.
+    /// Name of the file in messages.
     pub(super) name: &'a str,
-    /// Path on this disk.
+    /// Where the file is stored on the local disk.
     pub(super) path: PathBuf,
+    /// Expected size and checksum; `None` where the hub does not list them.
     pub(super) num_bytes: Option<u64>,
     pub(super) checksum: Option<&'a Checksum>,
 }
 
-/// Why a try failed.
+/// Why an attempt to download failed.
 enum Failure {
     /// A temporary problem of server or network: its reason, and the pause that the server asks for, if any.
     Passing(String, Option<Duration>),
     /// A permanent problem of the server: its reason.
     Lasting(String),
-    /// A problem of this disk.
+    /// An error of the local disk, which a repetition does not fix.
     Here(DataError),
 }
 
@@ -127,7 +128,7 @@ impl From<sieve_files::FileError> for Failure {
     }
 }
 
-/// Sends requests to one endpoint.
+/// HTTP client of one endpoint.
 pub(super) struct Client {
     agent: Agent,
     endpoint: String,
@@ -159,7 +160,7 @@ impl Client {
         }
         Ok(Self {
             agent: settings.build().into(),
-            // Plain http would expose the token.
+            // Over plain http the token could be read.
             token: config.token.clone().filter(|_| is_https),
             endpoint,
             limits: config.limits,

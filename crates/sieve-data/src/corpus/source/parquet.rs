@@ -22,6 +22,7 @@ pub(super) struct ParquetSource {
     max_level: i16,
     max_bytes: u64,
     next_row_group: usize,
+    /// The reader of the current row group; `None` between row groups.
     current: Option<ColumnReaderImpl<ByteArrayType>>,
     /// Rows of the current group that were not read yet.
     rows_left: i64,
@@ -76,7 +77,7 @@ impl ParquetSource {
         })
     }
 
-    /// Fills `rows`; leaves it empty at the end of the file.
+    /// Reads the next rows into `rows`; at the end of the file none.
     fn read_rows(&mut self) -> Result<(), DataError> {
         while self.rows.is_empty() {
             let Some(column) = &mut self.current else {

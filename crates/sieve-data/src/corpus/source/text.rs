@@ -13,19 +13,20 @@ pub(super) struct TextSource {
     pub(super) done: bool,
 }
 
-/// How much of a file is searched for JSON.
+/// Number of bytes at the beginning of a file, unpacked, that are searched for JSON.
 const LOOKED_AT_BYTES: u64 = 1 << 20;
 
 /// How the text of a file holds JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum JsonText {
-    /// Each line is an object, judged by the first two.
+    /// Each line is a JSON object, judged by the first two lines.
     Lines,
     /// The whole file is a list of objects.
     List,
 }
 
-/// How a file holds JSON, judged by its beginning; `None` if it holds none or cannot be read.
+/// How a text file holds JSON, judged by its first two lines that are not blank; `None` if it holds none or cannot be
+/// read.
 pub(in crate::corpus) fn json_of(path: &Path) -> Option<JsonText> {
     let reader = BufReader::new(Unpacked::open(path).ok()?.take(LOOKED_AT_BYTES));
     let lines = reader.lines().map_while(Result::ok);

@@ -9,7 +9,7 @@ use flate2::bufread::MultiGzDecoder;
 
 use crate::error::DataError;
 
-/// How a file is compressed.
+/// The compression of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::corpus) enum Packed {
     Gzip,
@@ -44,7 +44,7 @@ const BUFFER_BYTES: usize = 1 << 18;
 pub(in crate::corpus) struct Unpacked {
     reader: Box<dyn BufRead + Send>,
     packed: Option<Packed>,
-    /// Decompressed bytes read so far.
+    /// Number of decompressed bytes read so far.
     offset: u64,
     file_bytes: u64,
 }
@@ -84,7 +84,7 @@ impl Unpacked {
         self.packed.is_none().then_some(self.file_bytes)
     }
 
-    /// The error of a failed read.
+    /// The error to return when reading the file fails.
     pub(in crate::corpus) fn error(&self, path: &Path, error: io::Error) -> DataError {
         match self.packed {
             None => DataError::io("read", path)(error),

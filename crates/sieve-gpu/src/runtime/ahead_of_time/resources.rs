@@ -3,13 +3,13 @@
 /// Registers, local memory and static shared memory of one entry point.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct KernelResources {
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: usize,
-    /// Bytes of a thread's spill stores.
+    /// Bytes that a thread spills to local memory.
     pub spill_store_bytes: usize,
-    /// Bytes of a thread's spill loads.
+    /// Spilled bytes that a thread loads again.
     pub spill_load_bytes: usize,
-    /// Bytes of a thread's stack frame.
+    /// Bytes of stack frame per thread.
     pub stack_bytes: usize,
     /// Bytes of a block's static shared memory; dynamic shared memory comes on top.
     pub static_shared_bytes: usize,

@@ -14,30 +14,30 @@ use sieve_core::Keeping;
 /// Weights and settings of [`attention_layer`](super::attention_layer).
 #[derive(Clone, Debug)]
 pub struct AttentionLayer<B: Backend> {
-    /// Weight of the norm, `[d_model]`.
+    /// Weight of the RMSNorm before attention, `[d_model]`.
     pub norm: Tensor<B, 1>,
-    /// Added to the norm's mean square.
+    /// Epsilon that the norm adds to the mean square.
     pub epsilon: f64,
     /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`, rows in the order q, k, v.
     pub qkv: Tensor<B, 2>,
-    /// Per-head norms.
+    /// RMSNorms of each query head and key head.
     pub qk_norm: QkNorm<B>,
-    /// `[d_model, num_heads * head_dim]`.
+    /// Weight of the output projection, `[d_model, num_heads * head_dim]`.
     pub o: Tensor<B, 2>,
-    /// `None`: dense or windowed attention, as the call's spec says.
+    /// DMA's parameters; `None` for dense or windowed attention, as the call's spec says.
     pub dma: Option<DmaLayer<B>>,
     /// Data type of the GEMMs with `qkv` and `o`.
     pub precision: GemmPrecision,
-    /// What the backward pass gets beyond the minimum.
+    /// What is kept for the backward pass beyond the minimum: `o_low`, and activations that it could recompute.
     pub keeping: Keeping,
-    /// Earlier gradients of `qkv` and `o`.
+    /// Sums of earlier micro-batches' gradients of `qkv` and `o`.
     pub sums: WeightSums<B>,
 }
 
 /// Operands of a layer other than x and the weights.
 #[derive(Clone, Debug)]
 pub(super) struct AttentionLayerCall<B: Backend> {
-    /// Positions to rotate by, `[batch, seq_len]`.
+    /// Position of each token, for RoPE, `[batch, seq_len]`.
     pub(super) positions: Ints<B>,
     pub(super) rope: RopeTables<B>,
     pub(super) attention: AttentionCall<B>,
@@ -49,9 +49,9 @@ pub(super) struct AttentionLayerCall<B: Backend> {
 /// What an attention call keeps for its backward pass.
 #[derive(Clone, Debug)]
 pub(super) enum Attended<B: Backend> {
-    /// Dense or sliding-window attention.
+    /// Output of dense or sliding-window attention.
     Recent(AttentionOutput<B>),
-    /// Dynamic mask attention, with its selection.
+    /// Output of dynamic mask attention, with the selected keys.
     Selected(DmaForward<B>),
     /// Attention of a part of each row (context parallelism).
     Parted(Parted<B>),
@@ -66,7 +66,7 @@ impl<B: Backend> Attended<B> {
         }
     }
 
-    /// DMA's mask and ranks.
+    /// DMA's mask (`expire`) and ranks; `None` for other kinds.
     pub(super) fn chosen(&self) -> Option<(Ints<B>, Float<B>)> {
         match self {
             Self::Recent(_) | Self::Parted(_) => None,
@@ -75,7 +75,7 @@ impl<B: Backend> Attended<B> {
     }
 }
 
-/// What the backward pass needs.
+/// What the forward pass keeps for the backward pass.
 #[derive(Clone, Debug)]
 pub(super) struct Kept<B: Backend> {
     pub(super) x: Float<B>,
@@ -84,7 +84,7 @@ pub(super) struct Kept<B: Backend> {
     /// `qkv` after norms and rotation; `None` where the backward pass recomputes it.
     pub(super) rotated: Option<Float<B>>,
     pub(super) attended: Attended<B>,
-    /// Of the GEMMs with the weights `qkv` and `o`.
+    /// Inputs of the GEMMs with the weights `qkv` and `o`.
     pub(super) operands: [Operands<B>; 2],
     pub(super) layer: AttentionLayer<B>,
     pub(super) call: AttentionLayerCall<B>,

@@ -76,7 +76,7 @@ fn placed_call<B: Backend>(placed: &Placed<B>, call: &NsaCall<B>) -> DmaCall<B> 
     }
 }
 
-/// See [`crate::nsa_compressed_attention`].
+/// Reference of [`crate::nsa_compressed_attention`].
 pub fn nsa_compressed_attention<B: Backend>(
     qkv: Float<B>,
     compressed: Float<B>,
@@ -85,7 +85,7 @@ pub fn nsa_compressed_attention<B: Backend>(
     compressed_attention(qkv, compressed, call, dma_attention)
 }
 
-/// As [`nsa_compressed_attention`]; `attend` computes the attention over the placed keys.
+/// Like [`nsa_compressed_attention`], with `attend` for the attention over the placed keys.
 pub(crate) fn compressed_attention<B: Backend>(
     qkv: Float<B>,
     compressed: Float<B>,
@@ -109,7 +109,7 @@ pub(crate) fn compressed_attention<B: Backend>(
     }
 }
 
-/// `[dqkv, dcompressed]` of [`nsa_compressed_attention`].
+/// Gradients `[dqkv, dcompressed]` of [`nsa_compressed_attention`].
 pub fn nsa_compressed_attention_backward<B: Backend>(
     qkv: Float<B>,
     compressed: Float<B>,
@@ -177,13 +177,13 @@ fn hidden_by_blocks<B: Backend>(
     Tensor::from_data(TensorData::new(hidden, [batch, kv_heads, 1, n, n]), &device)
 }
 
-/// See [`crate::nsa_selected_attention`].
+/// Reference of [`crate::nsa_selected_attention`].
 pub fn nsa_selected_attention<B: Backend>(qkv: Float<B>, block_indices: Ints<B>, call: &NsaCall<B>) -> NsaSelected<B> {
     let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
     NsaSelected::without_lists(masked_attention::<B>(qkv, None, hidden, call.spec))
 }
 
-/// `dqkv` of [`nsa_selected_attention`].
+/// Gradient `dqkv` of [`nsa_selected_attention`].
 pub fn nsa_selected_attention_backward<B: Backend>(
     qkv: Float<B>,
     block_indices: Ints<B>,

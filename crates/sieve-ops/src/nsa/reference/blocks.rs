@@ -27,7 +27,7 @@ fn gather_plan<B: Backend>(call: &NsaCall<B>, dtype: DType, device: &B::Device) 
     (ints(keys, [len], device), Tensor::from_data(used, (device, dtype)))
 }
 
-/// See [`crate::nsa_blocks`].
+/// Reference of [`crate::nsa_blocks`].
 pub fn nsa_blocks<B: Backend>(qkv: Float<B>, positions: [Float<B>; 2], call: &NsaCall<B>) -> Float<B> {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let [batch, seq_len, _, d] = qkv.dims();
@@ -44,7 +44,7 @@ pub fn nsa_blocks<B: Backend>(qkv: Float<B>, positions: [Float<B>; 2], call: &Ns
     primitive(Tensor::cat(parts.collect(), 0).cast(dtype))
 }
 
-/// `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`].
+/// Gradients `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`].
 pub fn nsa_blocks_backward<B: Backend>(
     [batch, seq_len, heads, d]: [usize; 4],
     call: &NsaCall<B>,
@@ -72,7 +72,7 @@ pub fn nsa_blocks_backward<B: Backend>(
     ]
 }
 
-/// See [`crate::nsa_mean_pool`].
+/// Reference of [`crate::nsa_mean_pool`].
 pub fn nsa_mean_pool<B: Backend>(qkv: Float<B>, call: &NsaCall<B>) -> Float<B> {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let (size, d) = (call.blocks.compress_block_size, qkv.dims()[3]);
@@ -85,7 +85,7 @@ pub fn nsa_mean_pool<B: Backend>(qkv: Float<B>, call: &NsaCall<B>) -> Float<B> {
     primitive(mean.reshape([2, rows, d]).cast(dtype))
 }
 
-/// `dqkv` of [`nsa_mean_pool`].
+/// Gradient `dqkv` of [`nsa_mean_pool`].
 pub fn nsa_mean_pool_backward<B: Backend>(dims: [usize; 4], call: &NsaCall<B>, dy: Float<B>) -> Float<B> {
     let (dy, dtype) = upcast::<B, 3>(dy);
     let (size, [_, rows, d]) = (call.blocks.compress_block_size, dy.dims());

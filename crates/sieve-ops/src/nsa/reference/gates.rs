@@ -1,4 +1,4 @@
-//! The gated sum of the branches.
+//! The gated sum of NSA's three branches.
 use crate::tensors::{Float, primitive, rows, tensor, unrows, upcast};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::Backend;
@@ -14,7 +14,7 @@ fn gates<B: Backend>(logits: Float<B>, bias: Float<B>) -> [Tensor<B, 2>; 3] {
     [0, 1, 2].map(|branch| gates.clone().narrow(1, branch, 1).reshape([rows]).reshape([rows, 1]))
 }
 
-/// See [`crate::nsa_gates`].
+/// Reference of [`crate::nsa_gates`].
 pub fn nsa_gates<B: Backend>(branches: [Float<B>; 3], logits: Float<B>, bias: Float<B>) -> Float<B> {
     let [(compressed, dtype, shape), (selected, ..), (window, ..)] = branches.map(rows::<B>);
     let [gate_compressed, gate_selected, gate_window] = gates::<B>(logits, bias);

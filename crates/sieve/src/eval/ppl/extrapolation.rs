@@ -53,7 +53,7 @@ pub(super) fn measure<B: DeviceBackend>(
     })
 }
 
-/// A line for each context.
+/// Prints a line for each context length.
 pub(super) fn print(measured: &[Extrapolation]) {
     let Some(first) = measured.first() else {
         return;

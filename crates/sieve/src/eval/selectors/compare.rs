@@ -11,9 +11,9 @@ use std::path::PathBuf;
 /// A compared model's row of the table.
 #[derive(Debug, Serialize)]
 pub(super) struct Trained {
-    /// The checkpoint's folder.
+    /// Folder of the model's checkpoint.
     pub(super) checkpoint: String,
-    /// The checkpoint's step.
+    /// Optimizer step of the checkpoint.
     pub(super) step: u64,
     #[serde(flatten)]
     pub(super) measure: TrainedMeasure,

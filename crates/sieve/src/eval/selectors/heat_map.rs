@@ -4,7 +4,7 @@ use sieve_select::{KeyMask, Selected};
 
 /// Pixels of one head's side, at most.
 const SIDE: usize = 1024;
-/// Grey of keys after the query.
+/// Grey level of keys after the query.
 const LATER: u8 = 200;
 
 /// The SVG's text: a row of heads for each layer. Black tiles are kept, white ones dropped. A method that permutes

@@ -12,7 +12,7 @@ pub(super) struct Section<'a> {
     pub(super) panels: Vec<Panel>,
 }
 
-/// One panel.
+/// One chart of a picture with several.
 pub(super) struct Panel {
     pub(super) name: String,
     /// The key that differs among its points and the key's values, from left to right.

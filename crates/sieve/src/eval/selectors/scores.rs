@@ -8,10 +8,10 @@ use crate::eval::output;
 use sieve_ops::DeviceBackend;
 use sieve_select::LayerSelectors;
 
-/// One measured selector.
+/// The measures of one selector on a curve.
 #[derive(Clone, Debug, PartialEq)]
 struct Point {
-    /// The value of the curve's key.
+    /// The varied key's value.
     value: String,
     density: f64,
     prefill_ms: f64,

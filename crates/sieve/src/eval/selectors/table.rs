@@ -7,7 +7,7 @@ use serde::Serialize;
 use sieve_eval::SelectorMeasure;
 use sieve_ops::DeviceBackend;
 
-/// One line of the table.
+/// One row of the printed table.
 #[derive(Debug, Serialize)]
 pub(super) struct Row {
     /// The selector in the form that `--selector` reads.
