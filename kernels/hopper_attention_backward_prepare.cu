@@ -1,8 +1,8 @@
 // hopper_attention_backward_prepare: attention_backward_prepare from o in f32, in place of it and of the row sums that
 // a bias needs.
-// Math       row_stats_i = {lse_i * log2(e), sum_c o32_ic do_ic}, o32 the f32 whose upper bits are o and whose lower
-//            bits are o_low the lower (bf16_rest); a row that sees nothing (lse -inf) and the padding get {+inf, 0}, so
-//            that 2^(S - lse) is 0
+// Math       row_stats_i = {lse_i * log2(e), sum_c o32_ic do_ic}, o32 the f32 of the bits (o << 16) + o_low, o_low
+//            signed (bf16_rest); a row that sees nothing (lse -inf) and the padding get {+inf, 0}, so that 2^(S - lse)
+//            is 0
 // Layout     o, do bf16, o_low i16 (of hopper_attention_forward with RESIDUAL) [batch, seq_len, num_heads, HEAD_DIM_V];
 //            lse f32 [batch, num_heads, seq_len];
 //            row_stats f32 pairs [batch, num_heads, padded_len, 2]; all contiguous

@@ -36,7 +36,7 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
         }
     });
     let rest = [
-        "matrix products",
+        "GEMMs",
         "norms, rotation, embedding",
         "swiglu",
         "loss",
@@ -189,7 +189,7 @@ fn cuda_attention(op: &str, shape: &ModelShape, arch: &str) -> (&'static str, St
 fn cuda_rest(op: &str) -> (&'static str, String) {
     let kernel = |reason: &str| ("cuda kernel", reason.to_owned());
     match op {
-        "matrix products" => (
+        "GEMMs" => (
             "cuda library",
             "cuBLASLt, in the order of the other launches".to_owned(),
         ),

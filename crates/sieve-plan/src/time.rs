@@ -11,7 +11,7 @@ use sieve_core::model::{Attention, AttentionForm, FlopsPerToken, ModelShape};
 use std::ops::Range;
 
 /// Share of the peak that GEMMs with weights reach.
-const PRODUCTS: f64 = 0.71;
+const GEMMS: f64 = 0.71;
 // Shares of the peak FLOP/s that attention's kernels reach, over the pairs that they compute. Memory traffic around
 // attention is counted separately, in `block_bytes_per_token`.
 /// Dense attention over all causal pairs: 8192, 16,384 and 32,768 keys on an H200 (docs/benchmarks.md).
@@ -96,7 +96,7 @@ pub(super) fn tokens_per_second(
     let bandwidth = MEMORY * gpu.memory_bytes_per_second;
     let (mut pairs, mut bytes) = (0.0, 0.0);
     for part in shape.by_kind() {
-        let (rate, is_dma) = pairs_rate(&part, size.seq_len)?;
+        let (rate, is_dma) = pairs_rate(&part, size.seq_len);
         let flops = part.executed_flops_per_token(size.seq_len);
         pairs += passes * flops.attention / (rate * gpu.bf16_flops);
         if part.has_indexer() {
@@ -116,11 +116,11 @@ pub(super) fn tokens_per_second(
     }
     // bf16 logits and their gradients, each written and read once.
     bytes += 2.0 * 4.0 * shape.vocab_size as f64;
-    let mut products = (passes * executed.linear - spared_flops) / (PRODUCTS * gpu.bf16_flops);
+    let mut gemms = (passes * executed.linear - spared_flops) / (GEMMS * gpu.bf16_flops);
     for layer_idx in size.fp8.clone() {
         let (weights, [inner, outer]) = fp8_gemms(&shape.of_layer(layer_idx));
-        let seconds = passes * 2.0 * weights as f64 / (PRODUCTS * gpu.bf16_flops);
-        products -= seconds * (1.0 - 1.0 / FP8_SPEED);
+        let seconds = passes * 2.0 * weights as f64 / (GEMMS * gpu.bf16_flops);
+        gemms -= seconds * (1.0 - 1.0 / FP8_SPEED);
         bytes += FP8_BYTES * (inner + outer) as f64;
     }
     let memory = passes / 3.0 * bytes / bandwidth;
@@ -129,7 +129,7 @@ pub(super) fn tokens_per_second(
     let update = update_seconds(shape.parameters().total(), gpu) / step_tokens;
     let kernels = KERNELS_OF_A_BLOCK * shape.num_layers as f64 + KERNELS_BESIDE;
     let ends = kernels * KERNEL_ENDS / micro_batch_tokens;
-    Some(1.0 / (products + pairs + memory + update + ends))
+    Some(1.0 / (gemms + pairs + memory + update + ends))
 }
 
 /// For NSA: the shortest rows, among powers of two, for which training is estimated to be faster than with dense
@@ -159,23 +159,20 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
     })
 }
 
-/// Share of the peak FLOP/s that a kind's attention reaches, and whether the kind is DMA; `None` if it was not
-/// measured.
-fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
+/// Share of the peak FLOP/s that a kind's attention reaches, and whether the kind is DMA.
+fn pairs_rate(shape: &ModelShape, seq_len: usize) -> (f64, bool) {
     let leaves_out = shape.attention.form().num_kept().is_some_and(|kept| kept < seq_len);
     match shape.attention.form() {
-        AttentionForm::Grouped { .. } if leaves_out => Some((WINDOW_PAIRS, false)),
-        AttentionForm::Grouped { .. } => Some((dense_pairs_rate(seq_len), false)),
-        AttentionForm::Ranked(_) if leaves_out => Some((GATHERED_PAIRS, true)),
-        AttentionForm::Ranked(_) => Some((dense_pairs_rate(seq_len), true)),
-        AttentionForm::Latent(_) => Some((LATENT_PAIRS, false)),
-        AttentionForm::Branches(_) => Some((BLOCK_PAIRS, false)),
-        AttentionForm::Blocks(_) if shape.attention.index_warmup() == Some(true) => {
-            Some((dense_pairs_rate(seq_len), false))
-        }
+        AttentionForm::Grouped { .. } if leaves_out => (WINDOW_PAIRS, false),
+        AttentionForm::Grouped { .. } => (dense_pairs_rate(seq_len), false),
+        AttentionForm::Ranked(_) if leaves_out => (GATHERED_PAIRS, true),
+        AttentionForm::Ranked(_) => (dense_pairs_rate(seq_len), true),
+        AttentionForm::Latent(_) => (LATENT_PAIRS, false),
+        AttentionForm::Branches(_) => (BLOCK_PAIRS, false),
+        AttentionForm::Blocks(_) if shape.attention.index_warmup() == Some(true) => (dense_pairs_rate(seq_len), false),
         AttentionForm::Blocks(choice) => {
             let by_head = choice.rule == sieve_core::ChoiceRule::MeanKey;
-            Some((CHOSEN_PAIRS[usize::from(by_head)], false))
+            (CHOSEN_PAIRS[usize::from(by_head)], false)
         }
     }
 }

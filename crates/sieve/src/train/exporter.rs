@@ -175,11 +175,7 @@ impl Exporter {
                 );
                 put("seconds_left", "Seconds left at the present speed", report.eta_seconds);
                 if let Some(mfu) = report.mfu_percent {
-                    put(
-                        "mfu_ratio",
-                        "Executed FLOPs as a share of the device's peak",
-                        mfu / 100.0,
-                    );
+                    put("mfu_ratio", "Model FLOPs as a share of the device's peak", mfu / 100.0);
                 }
             }
             TrainEvent::Validation(report) => {
