@@ -35,13 +35,7 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
             AttentionForm::Blocks(_) => &["choice of blocks", "attention over chosen blocks"],
         }
     });
-    let rest = [
-        "GEMMs",
-        "norms, rotation, embedding",
-        "swiglu",
-        "loss",
-        "adamw",
-    ];
+    let rest = ["GEMMs", "norms, rotation, embedding", "swiglu", "loss", "adamw"];
     let all = names.map(|name| (*name, true));
     let all = all.chain(rest.into_iter().map(|name| (name, false)));
     all.map(|(op, is_attention)| {

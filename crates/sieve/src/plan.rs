@@ -134,8 +134,7 @@ fn target(gpu: Option<&str>) -> Result<(Target, String)> {
             }
             _ => String::new(),
         };
-        let name =
-            format!("this CPU, {threads} threads, f32: {speed:.0} GFLOP/s in GEMMs, measured just now{busy}");
+        let name = format!("this CPU, {threads} threads, f32: {speed:.0} GFLOP/s in GEMMs, measured just now{busy}");
         return Ok((target, name));
     };
     match gpu::find(name) {
