@@ -17,7 +17,8 @@ fn main() {
     let mut files = Vec::new();
     collect(&kernels, &kernels, &mut files);
     files.sort();
-    // The table holds the texts, not `include_str!`: cargo would compile later edits of single files into it.
+    // The table holds the texts themselves: `include_str!` would read the files again when the crate is compiled, and
+    // a file edited in between would no longer fit the params structs below.
     let mut table = String::from("static KERNEL_FILES: &[(&str, &str)] = &[\n");
     for (name, text) in &files {
         table.push_str(&format!("    ({name:?}, {text:?}),\n"));

@@ -41,7 +41,7 @@ pub static UNARY: &[fn(Primitive) -> Primitive] = &[
     Cuda::float_sum,
 ];
 
-/// Burn's float ops of two tensors.
+/// Burn's bool, float and int ops of two tensors.
 pub static BINARY: &[fn(Primitive, Primitive) -> Primitive] = &[
     Cuda::bool_and,
     Cuda::bool_or,
@@ -55,7 +55,7 @@ pub static BINARY: &[fn(Primitive, Primitive) -> Primitive] = &[
     Cuda::int_sub,
 ];
 
-/// Burn's float ops of a tensor and a number.
+/// Burn's float and int ops of a tensor and a number.
 pub static SCALAR: &[fn(Primitive, Scalar) -> Primitive] = &[
     Cuda::float_add_scalar,
     Cuda::float_div_scalar,
@@ -104,7 +104,7 @@ pub static ARG: &[fn(Primitive, usize, IntDType) -> Primitive] = &[Cuda::float_a
 /// Ops that take a tensor, a mask and values.
 pub static MASK: &[fn(Primitive, Primitive, Primitive) -> Primitive] = &[Cuda::float_mask_where, Cuda::int_mask_where];
 
-/// A tensor, a mask and a number.
+/// Ops that take a tensor, a mask and a number.
 pub static MASK_FILL: &[fn(Primitive, Primitive, Scalar) -> Primitive] = &[Cuda::float_mask_fill, Cuda::int_mask_fill];
 
 /// Ops that take a dimension, a tensor and indices.
@@ -113,7 +113,7 @@ pub static GATHER: &[fn(usize, Primitive, Primitive) -> Primitive] = &[Cuda::flo
 /// Ops that take a tensor, a dimension and indices.
 pub static SELECT: &[fn(Primitive, usize, Primitive) -> Primitive] = &[Cuda::float_select, Cuda::int_select];
 
-/// A tensor, a dimension, indices and values.
+/// The op that takes a tensor, a dimension, indices and values, and adds the values.
 pub static SELECT_ADD: SelectAdd = Cuda::float_select_add;
 
 /// Ops that take a tensor and ranges.
@@ -122,14 +122,14 @@ pub static SLICE: &[fn(Primitive, &[Slice]) -> Primitive] = &[Cuda::float_slice,
 /// Ops that take a tensor, ranges and values.
 pub static SLICE_ASSIGN: &[SliceAssign] = &[Cuda::float_slice_assign, Cuda::int_slice_assign];
 
-/// A dimension, a tensor, indices and values.
+/// The op that takes a dimension, a tensor, indices and values, and adds the values.
 pub static SCATTER_ADD: fn(usize, Primitive, Primitive, Primitive) -> Primitive = Cuda::float_scatter_add;
 
-/// Tests of each element.
+/// Ops that test each element for infinity or NaN.
 pub static TEST: &[fn(Primitive, BoolDType) -> Primitive] = &[Cuda::float_is_inf, Cuda::float_is_nan];
 
-/// Casts of a tensor to another float type.
+/// Casts of a bool or float tensor to a float type.
 pub static CAST: &[fn(Primitive, FloatDType) -> Primitive] = &[Cuda::bool_into_float, Cuda::float_cast];
 
-/// Eight-bit integers, which Sieve does not use and every product of Burn can take.
+/// Quantisation to eight-bit integers. Sieve does not use it, but Burn's matmuls take such tensors too.
 pub static QUANTIZE: Quantize = Cuda::quantize;

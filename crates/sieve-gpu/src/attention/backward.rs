@@ -139,6 +139,7 @@ impl AttentionGradients<'_> {
             tensors.extend(set.dv.then_some(dv_to));
             tensors.extend(dbias.as_ref().filter(|_| set.dk));
             let (mut kernel, maps) = pass.by_key(set, shares)?;
+            // Semaphores exist for the Hopper kernels in a fixed order alone.
             if dq_semaphores.is_some() && source == KeySource::Dense && window < shape.seq_len {
                 kernel = head_by_head(kernel);
             }
@@ -151,7 +152,9 @@ impl AttentionGradients<'_> {
         let dbias = match (&parts, dbias) {
             (None, dbias) => dbias,
             (Some([dk_parts, dv_parts]), dbias_parts) => {
-                let rows = [padded_len, 0];
+                let first_row = 0;
+                let rows = [padded_len, first_row];
+                // The softmax scale is a factor of dk, not of dv.
                 convert_sums(dk_parts, shares.count(), rows, (&self.grads.k, dk), softmax_scale)?;
                 convert_sums(dv_parts, shares.count(), rows, (&self.grads.v, dv), 1.0)?;
                 let sums = dbias_parts.map(|parts| column_sums(&parts, [&shape.per_key()]));
@@ -159,7 +162,8 @@ impl AttentionGradients<'_> {
             }
         };
         if let Some(dq_sum) = &dq_sum {
-            convert_dq(dq_sum, &self, padded_len, 0)?;
+            let first_query = 0;
+            convert_dq(dq_sum, &self, padded_len, first_query)?;
             return Ok(dbias);
         }
         let params = params!(AttentionBackwardQueryParams {
@@ -209,7 +213,8 @@ pub(crate) fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel
         .threads(256)
 }
 
-/// The form of a fixed-order Hopper kernel for sliding windows: it finishes one query head before the next.
+/// The form of a fixed-order Hopper kernel for sliding windows: it finishes one query head before the next, so that the
+/// L2 cache holds the head's queries.
 pub(crate) fn head_by_head(kernel: SourceKernel) -> SourceKernel {
     kernel.define("HEAD_BY_HEAD", 1)
 }
@@ -287,11 +292,13 @@ pub(crate) fn convert_dq(
 ) -> Result<(), KernelError> {
     let [dq, _, _] = call.grads.head_words(NAME)?;
     let grad = (&call.grads.q, dq);
-    convert_sums(dq_sum, 1, [rows, first_query], grad, call.softmax_scale)
+    let num_parts = 1;
+    convert_sums(dq_sum, num_parts, [rows, first_query], grad, call.softmax_scale)
 }
 
-/// Converts `rows` rows of a gradient, from `first_row` on, to bf16; the f32 sums are in the column order of tensor
-/// core accumulators, `num_parts` partial sums for each head.
+/// Converts `rows` rows of a gradient, from `first_row` on, times `scale` to bf16. Each head has `num_parts` partial
+/// f32 sums in the order of tensor core accumulators, which are added first. `layout` is `{offset, token stride, batch
+/// stride}` of the gradient.
 fn convert_sums(
     sums: &CudaTensor,
     num_parts: usize,

@@ -3,6 +3,7 @@ use crate::KernelError;
 use crate::attention::{AttentionShape, KeySource, define_bias, define_head_dims};
 use crate::runtime::{SourceKernel, SumOrder};
 
+/// Bytes of a bf16.
 const BF16: usize = 2;
 
 /// The gradients that one launch of a key-stationary kernel computes.
@@ -54,8 +55,8 @@ impl BackwardTiling {
             dk: true,
             dv: true,
         };
-        // Steps of 32 queries fit the shared memory of an A100 (163 KiB), steps of 64 keys also fit the shared memory
-        // of consumer GPUs (99 KiB).
+        // Steps of 32 queries fit the shared memory of an A100 (163 KiB); with tiles of 64 keys they also fit the shared
+        // memory of consumer GPUs (99 KiB).
         for candidate in [tiling, of(8, 32, 1), small] {
             if candidate.shared_bytes(shape, source, all) <= max_shared_bytes {
                 return Ok(candidate);
@@ -89,7 +90,7 @@ impl BackwardTiling {
         let ds_buffers = if set.dq { 2 } else { usize::from(set.dk) };
         let exchanged = keys * queries * BF16 * (usize::from(set.dv) + ds_buffers);
         // Bytes per query: log-sum-exp and row sum of two steps, with a bias also its base. Bytes per key: its list
-        // entry, with a bias also the bias.
+        // entry, with a bias also the bias. The last 128 bytes describe the block's work.
         let (query_bytes, key_bytes) = if source == KeySource::Dense { (16, 8) } else { (24, 12) };
         tiles + exchanged + query_bytes * queries + key_bytes * keys + 128
     }

@@ -39,6 +39,7 @@ impl Bias {
             return Ok(Self { delta, base });
         }
         let base = delta.empty_contiguous(&[batch, heads, padded], DType::F32);
+        // `reach` is the number of keys that a query looks back, or of entries in a list.
         let (kernel, mut tensors, reach) = match keys {
             SeenKeys::Neighbours(doc_start, window) => {
                 (bias_base_kernel(KeySource::Biased), vec![&delta, doc_start], window)

@@ -111,6 +111,7 @@ enum Seen<'a> {
     Chosen { chosen: &'a CudaTensor, block_size: usize },
 }
 
+/// Checks a decoding call and launches the kernel for the keys that its queries see.
 fn launch(
     token: &Qkv,
     cache: &KvCache,
@@ -127,10 +128,12 @@ fn launch(
         "below the cache's capacity of {capacity}");
     require_scale(NAME, step.softmax_scale)?;
     operands!(only NAME, length: I32[shape.batch] strided);
+    // Without a window a query sees every cached key and the new one.
     let window = step.window.unwrap_or(capacity + 1);
     require_non_empty(NAME, "window", window)?;
     let o = cache.k.empty_contiguous(&shape.output(), DType::BF16);
     let mut tensors = vec![token.q.tensor()];
+    // For chosen blocks `heads` has a KV head for each chooser.
     let (mut heads, mut num_chosen, mut select_size) = (*shape, 0, 0);
     match seen {
         Seen::Appended => tensors.extend([token.k.tensor(), token.v.tensor(), &cache.k, &cache.v]),

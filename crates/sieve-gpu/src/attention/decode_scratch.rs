@@ -23,7 +23,8 @@ pub(crate) struct DecodeTiling {
 
 impl DecodeTiling {
     /// The tiling for head widths of keys and values, on a device with `max_shared_bytes` of shared memory a block. A
-    /// block has eight warps where they fit: two blocks of four would have more partial results to join.
+    /// block has eight warps where they fit: two blocks of four would have more partial results to join. For heads wider
+    /// than 128 it has two.
     pub(crate) fn new(head_dims: [usize; 2], max_shared_bytes: usize) -> Self {
         let mut tiling = Self {
             head_dims,
@@ -37,6 +38,7 @@ impl DecodeTiling {
         tiling
     }
 
+    /// Tiles of keys and values in a warp's shared memory at a time.
     fn num_stages(&self) -> usize {
         if self.head_dims.iter().all(|dim| *dim <= 64) {
             4
@@ -45,6 +47,8 @@ impl DecodeTiling {
         }
     }
 
+    /// Dynamic shared memory of a block, in bytes: bf16 rows of queries, and for each warp and stage 16 rows of keys and
+    /// values with 16 bytes of padding a row, and one f32 for each key.
     fn shared_bytes(&self) -> usize {
         let [k, v] = self.head_dims;
         let queries = DECODE_ROWS * (2 * k + 16);
@@ -92,6 +96,7 @@ impl DecodeScratch {
         let hardware = like.hardware();
         let tiling = DecodeTiling::new([shape.head_dim, shape.head_dim_v], hardware.max_shared_bytes);
         let num_splits = tiling.num_splits(&shape, max_keys, hardware.num_multiprocessors);
+        // A partial result is an output with its largest logit and its sum of exponentials.
         let partials = [shape.batch, shape.num_heads, num_splits, shape.head_dim_v + 2];
         let partials = like.empty_contiguous(&partials, DType::F32);
         // The counters are 32-bit integers; zero has the same bits as an f32.
@@ -105,7 +110,7 @@ impl DecodeScratch {
         })
     }
 
-    /// Refuses buffers that were made for another batch or other heads.
+    /// Refuses buffers that were made for another batch or other heads; `seq_len` is ignored.
     pub(crate) fn require(&self, kernel: &'static str, shape: &AttentionShape) -> Result<(), KernelError> {
         let (made_for, seq_len) = (self.shape, self.shape.seq_len);
         let fits = AttentionShape { seq_len, ..*shape } == made_for;

@@ -47,7 +47,8 @@ impl Qkv {
         let bias = bias
             .map(|(bias, _)| {
                 let bias = require_per_key(NAME, "bias", bias, &shape)?;
-                Bias::new(bias, None, SeenKeys::Neighbours(&doc_start, window), &shape)
+                let kept_base = None;
+                Bias::new(bias, kept_base, SeenKeys::Neighbours(&doc_start, window), &shape)
             })
             .transpose()?;
         let q = qkv.q.tensor();

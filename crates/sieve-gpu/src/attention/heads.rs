@@ -95,7 +95,7 @@ impl AttentionShape {
 }
 
 impl Heads {
-    /// All heads of a tensor `[batch, seq_len, heads, head_dim]`.
+    /// All heads of a tensor `[batch, seq_len, heads, head_dim]`; no heads, which calls refuse, of any other tensor.
     pub fn all(tensor: &CudaTensor) -> Self {
         let num_heads = tensor.shape().get(2).copied().unwrap_or(0);
         Self::some(tensor, 0, num_heads)
@@ -174,6 +174,7 @@ impl Qkv {
         let [batch, seq_len, q_total, head_dim] = self.q.tensor.dims(kernel, "q")?;
         let [_, _, _, head_dim_v] = self.v.tensor.dims::<4>(kernel, "v")?;
         let (num_heads, num_kv_heads) = (self.q.num_heads, self.k.num_heads);
+        // Heads that reach past the end of their tensor give a larger total, which the check below refuses.
         let total = |heads: &Heads| {
             let total = heads.tensor.shape().get(2).copied().unwrap_or(0);
             total.max(heads.first_head + heads.num_heads)

@@ -138,12 +138,13 @@ impl HopperTiling {
         } else {
             0
         };
-        // List entries of gathered keys; or the document start of each query.
+        // Bytes of the list entries of gathered keys, or of the queries' document starts.
         let (entries, starts) = match self.source.is_gathered() {
             true => (4096, 0),
             false => (0, self.tile_queries() * 4),
         };
-        // The last terms are the work items of two tiles, the barriers, and the alignment of the buffers.
+        // In this order: q and d_o; stages of 128 keys or values, 256 bytes a column in bf16; bias; entries; the work
+        // items of two tiles with their document starts; barriers; the alignment of the buffers.
         rows * self.head_dim * row_bytes
             + 256 * (self.k_stages * self.head_dim + self.v_stages * self.head_dim_v)
             + bias
@@ -192,10 +193,10 @@ impl HopperTiling {
     ) -> Result<Vec<TileMap<'a>>, KernelError> {
         let [q, k, v] = qkv.head_words(kernel)?;
         let rows = self.tile_queries();
-        let (keys, heads) = (shape.num_heads * shape.head_dim, shape.num_kv_heads);
-        let mut maps = vec![head_map(&qkv.q, q, keys, shape, rows)];
+        let q_width = shape.num_heads * shape.head_dim;
+        let mut maps = vec![head_map(&qkv.q, q, q_width, shape, rows)];
         if !self.source.is_gathered() {
-            let widths = [shape.head_dim, shape.head_dim_v].map(|width| heads * width);
+            let widths = [shape.head_dim, shape.head_dim_v].map(|width| shape.num_kv_heads * width);
             maps.push(head_map(&qkv.k, k, widths[0], shape, BLOCK_KV));
             maps.push(head_map(&qkv.v, v, widths[1], shape, BLOCK_KV));
         }
@@ -204,7 +205,7 @@ impl HopperTiling {
     }
 }
 
-/// The define HAS_BIAS. The kernels over key lists have a bias without it.
+/// Adds the `#define` HAS_BIAS, except for key lists with a bias: their kernels have a bias unless it is 0.
 fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKernel {
     match source {
         KeySource::Gathered => kernel,
@@ -221,7 +222,8 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
         128 => (3, 2, 1),
         _ => (2, 2, 1),
     };
-    // In a fixed order a thread's adds, fence and signal of a tile of dq take longer than a step of 64 columns.
+    // In a fixed order the thread that sends a tile of dq (adds, fence, signal) takes longer than a step of 64 columns,
+    // so two threads send tiles from two buffers.
     let (dq_stages, senders) = match (d, order) {
         (64, SumOrder::Fixed) => (2, 2),
         _ => (1, 1),
@@ -239,6 +241,8 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
         KeySource::Dense if d == 64 => stages * 1024,
         KeySource::Dense => do_stages * 512,
     };
+    // K and V of 128 keys take 256 bytes a column in bf16, a stage of 64 rows of q or d_o 128. Then dS in both
+    // orientations (32768 bytes), the staged dq, statistics, barriers, and the alignment of the buffers.
     let tiles = (256 + 128 * q_stages) * d + (256 + 128 * do_stages) * d_v;
     let shared = tiles + 32768 + dq_bytes + stats_bytes + (2 * (stages + dq_barriers) + 1) * 8 + 1024;
     let [consumer, producer] = if d == 192 { [240, 24] } else { [232, 40] };

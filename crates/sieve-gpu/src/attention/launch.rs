@@ -33,6 +33,7 @@ impl<'a> PassInputs<'a> {
     ) -> Result<(SourceKernel, [usize; 3], Vec<TileMap<'a>>), KernelError> {
         let (shape, source) = (self.shape, self.source);
         let like = self.qkv.q.tensor();
+        // Hopper kernels compute dq in the key-stationary pass, so `Gradient` is always portable.
         if self.family() == KernelFamily::Hopper && pass != QueryPass::Gradient {
             let tiling = HopperTiling::new(pass, shape, source);
             let d_o = self.d_o.filter(|_| pass.reads_gradient());

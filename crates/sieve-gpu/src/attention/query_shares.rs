@@ -47,7 +47,7 @@ const JOIN_COST: usize = 4096;
 const SECTION_BYTES: usize = 32 << 20;
 
 /// With more waves of thread blocks than this, all multiprocessors end at about the same time, and shares gain nothing.
-const MOST_BLOCKS: usize = 8;
+const MOST_WAVES: usize = 8;
 
 impl QueryShares {
     /// One thread block for each key tile.
@@ -79,7 +79,8 @@ impl QueryShares {
     /// keys.
     pub(crate) fn of_neighbours(shape: &AttentionShape, window: usize, tiles: KeyTiles) -> Self {
         let num_tiles = shape.seq_len.div_ceil(tiles.block_kv) * shape.num_kv_heads * shape.batch;
-        first_to_end(shape.group_size(), usize::MAX, num_tiles, tiles, |shares| {
+        let most_shares = usize::MAX;
+        first_to_end(shape.group_size(), most_shares, num_tiles, tiles, |shares| {
             let end = makespan(tiles.at_once, neighbour_blocks(shape, window, tiles.block_kv, shares));
             let join = if shares == Self::ONE {
                 0
@@ -91,11 +92,13 @@ impl QueryShares {
     }
 
     /// The shares with which a pass over key lists takes the least time. Lists have at most `capacity` keys; there is
-    /// one for each KV head and each of the launch's `super_blocks`. Only query heads are divided.
+    /// one for each row of the batch, KV head and super-block (1024 queries that share a list) of the launch, which has
+    /// `super_blocks` of them in a row. Only query heads are divided.
     pub(crate) fn of_lists(shape: &AttentionShape, super_blocks: usize, capacity: usize, tiles: KeyTiles) -> Self {
         let (group, chunks) = (shape.group_size(), capacity.div_ceil(tiles.block_kv));
         let lists = super_blocks * shape.num_kv_heads * shape.batch;
-        first_to_end(group, group, lists * chunks, tiles, |shares| {
+        let most_shares = group;
+        first_to_end(group, most_shares, lists * chunks, tiles, |shares| {
             // Steps of a chunk of keys. Keys enter and leave the list one by one, so most queries of the super-block
             // see the middle of the list, and few see its ends.
             let steps_of = |chunk: usize| {
@@ -103,9 +106,10 @@ impl QueryShares {
                     .min(tiles.block_kv * (chunk + 1).min(chunks - chunk))
                     .div_ceil(STEP)
             };
-            let blocks = (0..lists * shares.heads).flat_map(|at| (0..chunks).map(move |chunk| (at, chunk)));
-            let times = blocks.map(|(at, chunk)| {
-                let heads = shares.heads_of_share(at % shares.heads, group);
+            let blocks =
+                (0..lists * shares.heads).flat_map(|list_share| (0..chunks).map(move |chunk| (list_share, chunk)));
+            let times = blocks.map(|(list_share, chunk)| {
+                let heads = shares.heads_of_share(list_share % shares.heads, group);
                 LISTED_BLOCK_STEPS + heads * steps_of(chunk)
             });
             makespan(tiles.at_once, times)
@@ -141,7 +145,8 @@ pub(crate) fn sharing(kernel: SourceKernel) -> SourceKernel {
     kernel.define("SHARES", 1)
 }
 
-/// The shares with the smallest cost, at most `most` of them; of equal costs the fewest shares.
+/// The shares of each of `num_tiles` key tiles with the smallest cost, at most `most` of them; of equal costs the
+/// fewest shares.
 fn first_to_end(
     group_size: usize,
     most: usize,
@@ -154,9 +159,9 @@ fn first_to_end(
     let mut counts: Vec<usize> = halves.take_while(|&count| count < group_size).collect();
     counts.extend([1, 2, 4, 8].map(|parts| group_size * parts));
     let ways = counts.into_iter().filter(|&count| count <= most);
-    let ways = ways.take_while(|count| count * num_tiles <= MOST_BLOCKS * tiles.at_once);
+    let ways = ways.take_while(|count| count * num_tiles <= MOST_WAVES * tiles.at_once);
     let ways: Vec<QueryShares> = ways.map(|count| QueryShares::of_count(count, group_size)).collect();
-    // The first way is one share; the simulation of a cost is slow.
+    // A single way is one share for each tile, which needs no slow simulation.
     match ways[..] {
         [] | [_] => QueryShares::ONE,
         _ => ways
@@ -176,12 +181,14 @@ fn neighbour_blocks(
 ) -> impl Iterator<Item = usize> {
     let (seq_len, group_size) = (shape.seq_len, shape.group_size());
     let num_head_shares = shape.batch * shape.num_kv_heads * shares.heads;
+    // Queries and output gradients in bf16, 2 bytes an element.
     let share_bytes = seq_len * group_size.div_ceil(shares.heads) * (shape.head_dim + shape.head_dim_v) * 2;
     let num_sections = num_head_shares.div_ceil((SECTION_BYTES / share_bytes).max(1));
     let section_len = num_head_shares.div_ceil(num_sections);
     let tiles = seq_len.div_ceil(block_kv);
     (0..num_head_shares).step_by(section_len).flat_map(move |first| {
         (0..tiles).flat_map(move |tile| {
+            // Steps from the tile's first key to the last query that sees its last key.
             let end = seq_len.min((tile + 1) * block_kv - 1 + window).div_ceil(STEP);
             let steps = end - tile * block_kv / STEP;
             (first..num_head_shares.min(first + section_len)).flat_map(move |head_share| {

@@ -144,6 +144,7 @@ impl Qkv {
             heads_per_list: mask.heads_per_list,
             places: &mask.places,
         })?;
+        // Without lists (default places) the kernel takes all keys up to each query's own.
         for rows in &mask.dense_rows {
             launch(&Rows {
                 first: rows.start,
@@ -173,7 +174,7 @@ struct Rows<'a> {
     places: &'a MaskPlaces,
 }
 
-/// The tiling of the portable kernel: the tiling of dense attention, with less shared memory by the list entries.
+/// The tiling of the portable kernel: dense attention's, in the shared memory that the list entries leave.
 ///
 /// # Errors
 /// [`KernelError::Refused`] when no tiling fits the device.
@@ -181,6 +182,7 @@ pub(crate) fn sparse_attention_tiling(
     shape: &AttentionShape,
     max_shared_bytes: usize,
 ) -> Result<QueryTiling, KernelError> {
+    /// Most bytes of list entries: four tiles of 64 keys, 8 bytes a key.
     const MOST_ENTRIES: usize = 64 * 8 * 4;
     let limit = max_shared_bytes.saturating_sub(MOST_ENTRIES);
     QueryTiling::choose(NAME, QueryPass::Output, shape, KeySource::Dense, limit)
@@ -208,6 +210,8 @@ pub(crate) fn hopper_sparse_attention_forward_kernel(
         SparseKeyReads::Keys => 4096,
         SparseKeyReads::Tiles => 128,
     };
+    // q of 128 rows, stages of 128 keys or values, list entries, the work items of two tiles with 512 bytes for their
+    // rows, barriers, and the alignment of the buffers.
     let shared = 256 * d + stages * 256 * d + entries + 2 * (32 + 512) + (2 * stages + 2) * 8 + 1024;
     let kernel = SourceKernel::new("hopper_sparse_attention_forward")
         .define("HEAD_DIM", d)

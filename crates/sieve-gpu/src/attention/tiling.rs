@@ -142,6 +142,7 @@ impl QueryTiling {
     /// Dynamic shared memory of a thread block, in bytes.
     pub(crate) fn shared_bytes(&self, shape: &AttentionShape, source: KeySource) -> usize {
         let widths = shape.head_dim + shape.head_dim_v;
+        // A row is q, or q and the gradient of the output.
         let row_width = match self.pass.reads_gradient() {
             true => widths,
             false => shape.head_dim,
@@ -152,6 +153,7 @@ impl QueryTiling {
             KeySource::Dense => 0,
             _ => keys * F32,
         };
+        // A list entry has 8 bytes: position and `expire` of a key.
         let entries = match source.is_gathered() {
             true => self.block_kv * 8 * list_entries_in_flight(self.num_stages),
             false => 0,
@@ -224,7 +226,7 @@ pub(crate) fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKern
 }
 
 /// How many query heads of a group share a gathered tile of `block_rows` rows: up to 8 for the common widths 64 and
-/// 128, up to 2 for others, so that fewer specialisations ship.
+/// 128, up to 2 for others, so that fewer specialisations ship. A tile has at least 16 queries.
 pub(crate) fn heads_sharing_a_tile(shape: &AttentionShape, block_rows: usize) -> usize {
     let most = if matches!(shape.head_dim, 64 | 128) { 8 } else { 2 };
     let fits = |heads: &usize| *heads <= most && shape.group_size().is_multiple_of(*heads) && block_rows / heads >= 16;

@@ -11,7 +11,7 @@ use crate::step::{empty_zero, fill_zero};
 
 const NAME: &str = "dma_attention_backward";
 
-/// Super-blocks of one launch, which share a buffer of dq sums: enough thread blocks to fill a large GPU, while the
+/// Super-blocks (1024 queries with one key list) of a launch, which share a buffer of dq sums: enough thread blocks to fill a large GPU, while the
 /// buffer stays small beside the sums of dk and dv.
 const SUPER_BLOCKS_PER_LAUNCH: usize = 16;
 
@@ -50,6 +50,7 @@ pub(crate) fn listed_attention_backward(
     let (dk_sum, dv_sum) = (sums(shape.head_dim)?, sums(shape.head_dim_v)?);
     let ddelta = listed_key_sums(&call, delta, lists, [&dk_sum, &dv_sum])?;
     let [_, dk, dv] = call.grads.head_words(NAME)?;
+    // The softmax scale is a factor of dk, not of dv.
     convert_rows(&dk_sum, &call.grads.k, dk, call.softmax_scale)?;
     convert_rows(&dv_sum, &call.grads.v, dv, 1.0)?;
     Ok(ddelta)
@@ -198,10 +199,12 @@ pub(crate) fn dma_attention_backward_convert_kernel(row_dim: usize, joined: bool
 }
 
 /// Converts a gradient's f32 sums to bf16 rows. The sums have as many heads as the gradient; or the gradient has one
-/// head and is the sum over the heads of `sums`, added in their order.
+/// head and is the sum over the heads of `sums`, added in their order. `layout` is the gradient's `{offset, token stride,
+/// batch stride}`; `scale` is a factor on every sum.
 pub(crate) fn convert_rows(sums: &CudaTensor, grad: &Heads, layout: [u64; 3], scale: f32) -> Result<(), KernelError> {
     let [batch, num_sums, seq_len, row_dim] = sums.dims(NAME, "sums")?;
     let kv_heads = grad.num_heads();
+    // A thread converts 16 columns.
     let threads = batch * kv_heads * seq_len * (row_dim / 16);
     let params = params!(DmaAttentionBackwardConvertParams {
         batch,

@@ -78,7 +78,8 @@ pub(crate) fn listed_attention_forward(
         shape: &shape,
         source: listed_source(delta.is_some(), &shape, q),
     };
-    let bias = listed_bias(&pass, delta, None, lists)?;
+    let kept_base = None;
+    let bias = listed_bias(&pass, delta, kept_base, lists)?;
     let params = params!(DmaAttentionForwardParams {
         base: qkv.params(NAME, &shape)?,
         softmax_scale,

@@ -11,7 +11,8 @@ const BACKWARD: &str = "dma_border_keys_backward";
 const VECTOR: usize = 8;
 
 /// Positions of the keys that the last query of a row still sees, ascending: i32 `[batch, num_kv_heads, slots]`. With
-/// fewer such keys than slots the first slots are -1. `expire` is [`Selection::expire`](crate::Selection::expire).
+/// fewer such keys than slots the first slots are -1. `expire`, [`Selection::expire`](crate::Selection::expire), holds
+/// for each key the first query that no longer sees it.
 ///
 /// # Errors
 /// Another type or rank, no tokens, no slots.
@@ -83,6 +84,7 @@ pub fn dma_border_keys_backward(
     unsafe { kernel.launch([sizes.slots, sizes.batch, 1], &tensors, &params) }
 }
 
+/// Sizes of the packed tensor, and the number of halo keys (slots) of each KV head.
 struct Sizes {
     batch: usize,
     seq_len: usize,

@@ -20,7 +20,7 @@ pub struct DmaSlots {
 }
 
 impl DmaSlots {
-    /// Empty slots; `like` is any tensor on the device.
+    /// Empty slots without a local window; `like` is any tensor on the device.
     pub fn new(like: &CudaTensor, shape: &AttentionShape, keep_window_size: usize) -> Self {
         let per_slot = [shape.batch, shape.num_kv_heads, keep_window_size];
         Self {

@@ -18,7 +18,7 @@ pub(crate) const LIST_ALIGNMENT: usize = 128;
 /// The ordered key lists of a selection, which DMA's forward and backward passes read.
 #[derive(Debug, Clone)]
 pub struct KeyLists {
-    /// `{j, expire[j]}`, i32 `[batch, num_kv_heads, num_super_blocks, capacity, 2]`.
+    /// `{j, expire[j]}` of each listed key: its position, and the first query that no longer sees it; i32 `[batch, num_kv_heads, num_super_blocks, capacity, 2]`.
     pub list: CudaTensor,
     /// Entries in use, i32 `[batch, num_kv_heads, num_super_blocks]`.
     pub list_len: CudaTensor,
@@ -140,7 +140,8 @@ impl Selection {
             num_kv_heads,
             keep_window_size: window,
         });
-        let grid = [shape[2], num_kv_heads, batch];
+        let [_, _, boundaries, _] = shape;
+        let grid = [boundaries, num_kv_heads, batch];
         // SAFETY: reads expire and the bounds, writes within survivors.
         unsafe { dma_lists_prefix_kernel().launch(grid, &[&expire, &doc_start, &survivors], &params) }?;
         Ok(Selection {
@@ -158,7 +159,7 @@ pub(crate) fn dma_lists_kernel() -> SourceKernel {
         .threads(SUPER_BLOCK)
 }
 
-/// The kernel that finds the survivors in a given `expire`.
+/// The kernel that finds the survivors, the keys that are kept at each multiple of 8192 tokens, in a given `expire`.
 pub(crate) fn dma_lists_prefix_kernel() -> SourceKernel {
     SourceKernel::new("dma_lists_prefix")
         .define("PREFIX_BLOCK", PREFIX_BLOCK)

@@ -15,7 +15,7 @@ pub struct KeyList {
     pub num_entering: usize,
 }
 
-/// The list of super-block `block` for one row and KV head.
+/// The list of super-block `block` for one row and KV head; `expire[j]` is the first query that no longer sees key j.
 pub fn key_list(expire: &[i32], block: usize) -> KeyList {
     let first = block * SUPER_BLOCK;
     let end = (first + SUPER_BLOCK).min(expire.len());

@@ -56,7 +56,8 @@ impl Qkv {
     /// # Errors
     /// Other types or shapes, more than 32 KV heads, a W_dt that does not fit the device's shared memory.
     pub fn dma_scores(&self, w_dt: &CudaTensor, a: &CudaTensor) -> Result<Scores, KernelError> {
-        self.dma_ranks(w_dt, a, None)
+        let recency = None;
+        self.dma_ranks(w_dt, a, recency)
     }
 
     /// [`dma_scores`](Self::dma_scores) with the recency term, if any, added to z.
@@ -74,7 +75,8 @@ impl Qkv {
         require_kv_heads(NAME, kv_heads)?;
         operands!(NAME, w_dt: F32[kv_heads * head_dim, kv_heads]);
         let kernel = |slopes: &[f32]| dma_scores_kernel(kv_heads, head_dim, slopes);
-        self.ranked_by(kernel, &w_dt, a, recency, None)
+        let bias = None;
+        self.ranked_by(kernel, &w_dt, a, recency, bias)
     }
 
     /// [`dma_ranks`](Self::dma_ranks) by a linear layer's weight, `w_dt` f32 `[num_kv_heads, num_kv_heads * head_dim]`,
@@ -106,7 +108,7 @@ impl Qkv {
         Ok((scores, bias))
     }
 
-    /// Launches `kernel`, which gets the slopes, on a checked weight.
+    /// Launches `kernel`, which gets the slopes, on a checked weight. It also writes the biases into `bias`, if given.
     fn ranked_by(
         &self,
         kernel: impl FnOnce(&[f32]) -> SourceKernel,
@@ -141,6 +143,7 @@ impl Qkv {
             has_start: start.is_some(),
         });
         let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
+        // Without document starts the kernel does not read the tensor that stands in for them.
         let start = start.as_ref().unwrap_or(&a);
         let tensors = [qkv.v.tensor(), w_dt, &a, start, &x, &z].into_iter().chain(bias);
         // SAFETY: sizes, strides and types checked above and by the callers; writes every element of x, z and bias.
@@ -172,7 +175,7 @@ pub(crate) fn require_kv_heads(kernel: &'static str, kv_heads: usize) -> Result<
     Ok(())
 }
 
-/// Shared memory for a tile of W_dt, in bytes: chunks of 8 channels, as many as fit 48 KiB.
+/// Shared memory for a tile of W_dt, in bytes: chunks of 8 f32 channels for each KV head, as many as fit 48 KiB.
 fn shared_bytes(num_kv_heads: usize, head_dim: usize) -> usize {
     let chunks = num_kv_heads * head_dim / 8;
     32 * num_kv_heads * chunks.min(1536 / num_kv_heads)

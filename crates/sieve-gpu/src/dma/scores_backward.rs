@@ -33,7 +33,7 @@ impl ScoresBackward<'_> {
     /// `dqkv` in place, and returns the f32 gradients of W_dt and A. Every clone of `dqkv` shares the change.
     ///
     /// # Errors
-    /// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes or without room for 16-byte accesses.
+    /// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes, or with rows that are not 16-byte aligned.
     pub fn dma_scores_backward(self, dqkv: &Qkv) -> Result<(CudaTensor, CudaTensor), KernelError> {
         let shape = self.qkv.shape(NAME)?;
         let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
@@ -56,6 +56,7 @@ impl ScoresBackward<'_> {
         let blocks = tiles.min(MAX_PARTIALS);
         let width = (channels + 1) * kv_heads;
         let partials = w_dt.empty_contiguous(&[blocks, width], DType::F32);
+        // Each block sums the tokens for one slab of channels.
         let slabs = channels.div_ceil(THREADS * channels_per_thread(kv_heads));
         let params = params!(DmaScoresBackwardParams {
             { batch, seq_len }: shape,

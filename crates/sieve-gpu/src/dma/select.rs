@@ -58,6 +58,7 @@ pub fn dma_select(
     let expire = z.empty_contiguous(&[batch, num_kv_heads, seq_len], DType::I32);
     // No query sees more than seq_len keys; a larger window would only take more memory.
     let kept = keep_window_size.min(seq_len);
+    // Keys that are kept for their rank; the kernel adds the local window.
     let num_ranked = window.num_ranked().min(seq_len);
     let survivors_of = |window: usize| {
         let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
@@ -90,6 +91,7 @@ pub fn dma_select(
         // `survivors` holds the best-ranked keys alone, but `dma_lists` also needs the keys of the local window, so all
         // survivors are found again from `expire`.
         _ if seq_len > SHORT_SEQUENCE => return Selection::of_expire(&expire, &doc_start, kept),
+        // Nothing reads the survivors of a short sequence; only their shape must fit.
         _ => survivors_of(kept),
     };
     Ok(Selection {
