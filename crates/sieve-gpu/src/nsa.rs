@@ -104,12 +104,13 @@ const RULES: [ChoiceRule; 4] = [
 /// The decoding kernels that choose blocks for a new token by pooled keys, compressed keys or an indexer's keys,
 /// without the attention kernels.
 pub(crate) fn chosen_decode_kernels(head_dim: usize) -> Vec<SourceKernel> {
+    let (group_size, has_mlp) = (1, true);
     let mut kernels = vec![
         NSA_CHOOSE,
-        pooled_scores_kernel(head_dim, 1),
-        pooled_scores_kernel(head_dim, 1).define("POOLS", 0),
-        nsa_compress_token_kernel(false),
-        nsa_compress_token_kernel(true),
+        pooled_scores_kernel(head_dim, group_size),
+        pooled_scores_kernel(head_dim, group_size).define("POOLS", 0),
+        nsa_compress_token_kernel(!has_mlp),
+        nsa_compress_token_kernel(has_mlp),
     ];
     kernels.extend(RULES.map(block_scores_kernel));
     kernels
@@ -117,25 +118,29 @@ pub(crate) fn chosen_decode_kernels(head_dim: usize) -> Vec<SourceKernel> {
 
 /// Every portable kernel that the compressed and the selected branch launch for a head width, without DMA's kernels.
 pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
+    // Cells and shared memory differ between launches, but not the code.
+    let (num_cells, shared_bytes) = (0, usize::MAX);
+    let (takes, clears_sums) = (true, true);
     let mut kernels = vec![
         NSA_POSITIONS_BACKWARD,
         NSA_COMPRESSED_LISTS,
-        nsa_list_counts_kernel(0, usize::MAX),
-        nsa_lists_kernel(0, usize::MAX),
+        nsa_list_counts_kernel(num_cells, shared_bytes),
+        nsa_lists_kernel(num_cells, shared_bytes),
         NSA_GATES,
         NSA_GATES_BACKWARD,
-        nsa_place_kernel(false, false),
-        nsa_place_kernel(false, true),
-        nsa_place_kernel(true, false),
+        nsa_place_kernel(!takes, !clears_sums),
+        nsa_place_kernel(!takes, clears_sums),
+        nsa_place_kernel(takes, !clears_sums),
         nsa_selected_attention_forward_kernel(head_dim),
         nsa_selected_attention_backward_kernel(head_dim),
     ];
     kernels.extend(chosen_decode_kernels(head_dim));
     kernels.extend(RULES.map(|rule| nsa_importance_kernel(head_dim, rule)));
     for flag in [false, true] {
-        kernels.push(nsa_blocks_kernel(flag));
-        kernels.push(nsa_blocks_backward_kernel(flag));
-        kernels.push(nsa_selected_combine_kernel(head_dim, flag));
+        let [is_mean, is_gradient] = [flag; 2];
+        kernels.push(nsa_blocks_kernel(is_mean));
+        kernels.push(nsa_blocks_backward_kernel(is_mean));
+        kernels.push(nsa_selected_combine_kernel(head_dim, is_gradient));
     }
     kernels
 }

@@ -77,6 +77,7 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
         }
     };
     require_alignment(NAME, "latents", &latents)?;
+    // Without factors the kernel does not read the tensor that stands in for them.
     let (key_scale, scale_strides) = match key_scale {
         None => (q.clone(), [0; 3]),
         Some(scale) => {
@@ -95,6 +96,7 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
     let hardware = q.hardware();
     let num_splits = num_splits(rows * row_blocks, len, hardware.num_multiprocessors);
     let o = q.empty_contiguous(&[batch, new, num_heads, rank], DType::BF16);
+    // A partial result is an output with its largest logit and its sum of exponentials; a single split writes o itself.
     let partials = match num_splits {
         1 => [1, 1, 1],
         _ => [rows * num_heads, num_splits, rank + 2],
@@ -151,9 +153,9 @@ pub struct LatentToken<'a> {
 }
 
 impl LatentToken<'_> {
-    /// Appends the token to the cache and attends over all cached tokens. The cache is `latents`, bf16 `[batch, room,
-    /// rank + rope_dim]`, and where keys are normed `scales`, f32 `[batch, room, num_heads]`. Returns the output after
-    /// `W_UV`, bf16 `[batch, 1, num_heads * head_dim]`.
+    /// Appends the token to the cache and attends over all cached tokens. The cache has room for `room` tokens:
+    /// `latents`, bf16 `[batch, room, rank + rope_dim]`, and where keys are normed `scales`, f32 `[batch, room,
+    /// num_heads]`. Returns the output after `W_UV`, bf16 `[batch, 1, num_heads * head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel.
@@ -196,6 +198,7 @@ impl LatentToken<'_> {
         if let Some(scales) = scales {
             operands!(only JOIN, scales: F32[batch, room, num_heads] contiguous);
         }
+        // The token's queries times `W_UK`, which attend to latents.
         let folded = latents.empty_contiguous(&[batch, 1, num_heads, width], DType::BF16);
         let params = params!(MlaJoinTokenParams {
             num_heads,
@@ -206,6 +209,7 @@ impl LatentToken<'_> {
             rotated_stride,
         });
         let kernel = mla_join_token_kernel(head_dim, rope_dim, self.norm.is_some());
+        // Without norms the kernel writes no factors: `latents` stands in for their cache.
         let of_scales = scales.unwrap_or(latents);
         let tensors = [self.packed, norm, self.up, self.latent, rotated, key_scale];
         let tensors = [&tensors[..], &[self.length, latents, of_scales, &folded]].concat();
@@ -292,6 +296,7 @@ fn shared_bytes(width: usize, num_warps: usize) -> usize {
     (16 + 2 * tile) * pitch + 16 * (2 * tile + 16) + num_warps * 128
 }
 
+/// Refuses more new tokens than latents, and widths that the kernel does not take.
 fn require_sizes([new, len]: [usize; 2], [width, rank]: [usize; 2]) -> Result<(), KernelError> {
     let fits = |size: usize, most| size.is_multiple_of(16) && (16..=most).contains(&size);
     require!(new <= len, NAME, "new tokens": new, "as many as the {len} latents at most");

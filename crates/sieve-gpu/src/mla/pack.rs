@@ -127,6 +127,7 @@ impl MlaPack<'_> {
         let new = |width, dtype| q.tensor.empty_contiguous(&[batch, seq_len, width], dtype);
         let packed = new(self.token_len(), DType::BF16);
         let keys = (norm_dim > 0).then(|| [new(self.rope_dim, DType::BF16), new(self.num_heads, DType::F32)]);
+        // Without norms the kernel writes no keys: `packed` stands in for them.
         let [rotated_keys, key_scale] = keys.clone().unwrap_or_else(|| [packed.clone(), packed.clone()]);
         let params = params!(MlaPackForwardParams {
             tokens: q.rows,
@@ -159,7 +160,8 @@ impl MlaPack<'_> {
     }
 
     /// Gradients of q, kv, `k_rope` (summed over the heads) and the norms' weights, from the gradient `dy` of the
-    /// packed tensor of [`MlaPack::mla_pack_forward`]. `inputs` are the inputs of the forward pass, which norms need.
+    /// packed tensor of [`MlaPack::mla_pack_forward`]. `inputs` are the inputs of the forward pass; without norms they
+    /// may be `None`, and other tensors stand in for them and for the weights' partial sums.
     ///
     /// # Errors
     /// As [`MlaPack::mla_pack_forward`].

@@ -40,6 +40,8 @@ impl Qkv {
     }
 }
 
+/// Gathers blocks and adds `positions`; without `positions` takes the mean of each block. A row of the batch has
+/// `num_slots` slots, one for each block that may be complete.
 fn forward(
     qkv: &Qkv,
     positions: Option<[&CudaTensor; 2]>,
@@ -51,10 +53,10 @@ fn forward(
     let qkv = qkv.with_kernel_strides();
     let (size, d) = (blocks.compress_block_size, shape.head_dim);
     let [start, end] = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
-    let mut places = Vec::new();
+    let mut embeddings = Vec::new();
     for positions in positions.into_iter().flatten() {
         operands!(NAME, positions: BF16[size, d]);
-        places.push(positions);
+        embeddings.push(positions);
     }
     let num_slots = blocks.num_slots(shape.seq_len);
     let rows = shape.batch * num_slots * shape.num_kv_heads;
@@ -71,7 +73,7 @@ fn forward(
         [v_offset, v_token_stride, v_batch_stride]: v_words,
     });
     let mut tensors = vec![k, qkv.v.tensor(), &start, &end];
-    tensors.extend(&places);
+    tensors.extend(&embeddings);
     tensors.push(&y);
     let kernel = nsa_blocks_kernel(positions.is_none());
     // SAFETY: sizes, strides and types checked above; reads keys and values inside documents, writes every element of
@@ -91,7 +93,8 @@ pub fn nsa_blocks_backward(
     blocks: NsaBlocks,
     dy: &CudaTensor,
 ) -> Result<[CudaTensor; 3], KernelError> {
-    let dqkv = backward(shape, documents, blocks, dy, false)?;
+    let is_mean = false;
+    let dqkv = backward(shape, documents, blocks, dy, is_mean)?;
     let (size, d) = (blocks.compress_block_size, shape.head_dim);
     let columns = size * d;
     let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
@@ -123,9 +126,11 @@ pub fn nsa_mean_pool_backward(
     blocks: NsaBlocks,
     dy: &CudaTensor,
 ) -> Result<CudaTensor, KernelError> {
-    backward(shape, documents, blocks, dy, true)
+    let is_mean = true;
+    backward(shape, documents, blocks, dy, is_mean)
 }
 
+/// The gradient of packed q, k and v, from the gradient `dy` of gathered blocks or of their means.
 fn backward(
     shape: &AttentionShape,
     documents: Bounds,

@@ -20,8 +20,8 @@ const TILE_PITCH: usize = 64 + 32 + 1;
 const CHOOSE_QUERIES: usize = 8;
 
 /// The blocks that each query chooses, i32 `[batch, seq_len, choosers, num_selected_blocks]`, by its logits with pooled
-/// keys, the first half of `compressed`. `lse` is the log-sum-exp of these logits; rules that compare scores instead of
-/// probabilities do not read it.
+/// keys, the first half of `compressed`. A chooser is a group of query heads with a choice of its own. `lse` is
+/// the log-sum-exp of these logits; rules that compare scores instead of probabilities do not read it.
 pub(super) fn nsa_choose(
     qkv: &Qkv,
     compressed: &CudaTensor,
@@ -34,23 +34,23 @@ pub(super) fn nsa_choose(
     let qkv = qkv.with_kernel_strides();
     let BlockChoice { blocks, rule, .. } = choice;
     let (batch, seq_len) = (shape.batch, shape.seq_len);
-    let heads = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
+    let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
     let num_blocks = seq_len.div_ceil(blocks.select_block_size);
-    let (group, k) = (shape.num_heads / heads, blocks.num_selected_blocks);
-    let indices = lse.empty_contiguous(&[batch, seq_len, heads, k], DType::I32);
-    let most = IMPORTANCE_BYTES / (batch * heads * num_blocks * DType::F32.size());
+    let (group, k) = (shape.num_heads / choosers, blocks.num_selected_blocks);
+    let indices = lse.empty_contiguous(&[batch, seq_len, choosers, k], DType::I32);
+    let most = IMPORTANCE_BYTES / (batch * choosers * num_blocks * DType::F32.size());
     let [q, _, _] = qkv.head_words(NAME)?;
     let queries_per_launch = most.clamp(1, seq_len);
     let hopper_tile = match hopper::is_hopper(&shape, qkv.q.tensor()) {
         true => hopper::importance_tile(choice, group),
         false => None,
     };
-    let importance = lse.empty_contiguous(&[batch, heads, queries_per_launch, num_blocks], DType::F32);
+    let importance = lse.empty_contiguous(&[batch, choosers, queries_per_launch, num_blocks], DType::F32);
     for (first, count) in query_ranges(seq_len, queries_per_launch) {
         let params = params!(NsaImportanceParams {
             seq_len,
             num_heads: shape.num_heads,
-            num_kv_heads: heads,
+            num_kv_heads: choosers,
             [q_offset, q_token_stride, q_batch_stride]: q,
             softmax_scale,
             compress_size: blocks.compress_block_size,
@@ -60,14 +60,14 @@ pub(super) fn nsa_choose(
             first_query: first,
             num_queries: count,
             num_blocks,
-            key_group: heads / shape.num_kv_heads,
+            key_group: choosers / shape.num_kv_heads,
         });
         let tensors = [qkv.q.tensor(), compressed, lse, start, end, &importance];
         let (kernel, tile) = match hopper_tile {
             Some(tile) => (hopper::nsa_importance_kernel(shape.head_dim, rule), tile),
             None => (nsa_importance_kernel(shape.head_dim, rule), TILE_ROWS / group),
         };
-        let grid = [count.div_ceil(tile), heads, batch];
+        let grid = [count.div_ceil(tile), choosers, batch];
         // SAFETY: the caller checked sizes and types; writes within `importance`, which has room for `count` queries.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
         take_important(&importance, start, &indices, choice, first, count)?;
@@ -128,7 +128,8 @@ pub(super) fn take_important(
     unsafe { NSA_CHOOSE.launch(grid, &[importance, start, indices], &params) }
 }
 
-/// The kernel that computes the importance of each block.
+/// The kernel that computes the importance of each block. Its shared memory holds a tile of queries and two of keys in
+/// bf16, and the f32 probabilities.
 pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> SourceKernel {
     SourceKernel::new("nsa_importance")
         .define("HEAD_DIM", head_dim)

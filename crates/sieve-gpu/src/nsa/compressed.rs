@@ -36,8 +36,9 @@ impl Placed {
         tensors.extend(sums.iter().flatten());
         let thread_blocks = blocks.num_slots(shape.seq_len) + shape.seq_len.div_ceil(SUPER_BLOCK);
         let grid = [thread_blocks, shape.batch, 1];
-        let kernel = nsa_place_kernel(false, sums.is_some());
-        let params = place_params(shape, blocks, 1.0);
+        let (take, scale) = (false, 1.0);
+        let kernel = nsa_place_kernel(take, sums.is_some());
+        let params = place_params(shape, blocks, scale);
         // SAFETY: `require` checked the sizes; writes the rows of k, v and the sums that the lists name. No other rows
         // are read later.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
@@ -63,6 +64,7 @@ fn place_params(shape: &AttentionShape, blocks: NsaBlocks, scale: f32) -> NsaPla
     })
 }
 
+/// The key lists of the compressed branch: of each super-block of 1024 queries, the blocks that they may see.
 fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBlocks) -> Result<KeyLists, KernelError> {
     let (batch, heads, seq_len) = (shape.batch, shape.num_kv_heads, shape.seq_len);
     let num_slots = blocks.num_slots(seq_len);
@@ -92,6 +94,7 @@ fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBloc
     })
 }
 
+/// Checks the operands of the compressed branch; returns their sizes, and the documents' bounds made contiguous.
 fn require(
     qkv: &Qkv,
     documents: Bounds,
@@ -163,6 +166,7 @@ impl Qkv {
         operands!(NAME, pooled: BF16[2, rows, shape.head_dim]);
         let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
         let lse = match choice.rule.takes_scores() {
+            // Nothing reads this tensor.
             true => pooled.empty_contiguous(&[1], DType::F32),
             false => {
                 let placed = Placed::new(self, &shape, &documents, &pooled, blocks, None)?;
@@ -204,11 +208,13 @@ impl Qkv {
             grads: &grads,
             softmax_scale,
         };
-        listed_key_sums(&call, None, &placed.lists, sums)?;
+        let delta = None;
+        listed_key_sums(&call, delta, &placed.lists, sums)?;
         let d_compressed = new(compressed.shape());
         let [start, end] = &documents;
         let tensors = [sums[0], sums[1], start, end, &d_compressed, &dqkv];
-        let kernel = nsa_place_kernel(true, false);
+        let (take, clears_sums) = (true, false);
+        let kernel = nsa_place_kernel(take, clears_sums);
         let params = place_params(&shape, blocks, softmax_scale);
         // SAFETY: reads sums that were cleared, writes every element of d_compressed and the keys and values of dqkv.
         unsafe { kernel.launch([seq_len, batch, 1], &tensors, &params) }?;

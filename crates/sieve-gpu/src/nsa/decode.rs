@@ -164,8 +164,8 @@ struct Pooled<'a> {
 }
 
 impl Pooled<'_> {
-    /// Appends the key and value of `token` to a cache. Returns the logits of its queries with all pooled keys, f32
-    /// `[batch, num_heads, room]`.
+    /// Appends the key and value of `token` to a cache, and with `is_written` the mean of a block that ends there to
+    /// the pooled keys. Returns the logits of its queries with all pooled keys, f32 `[batch, num_heads, room]`.
     fn scores(
         &self,
         token: &Qkv,
@@ -190,6 +190,7 @@ impl Pooled<'_> {
         let fits = step.max_length < capacity && ended <= room;
         require!(fits, NAME, "length": format!("{} with {ended} pooled keys", step.max_length),
             "below the cache's capacity of {capacity}, {room} pooled keys");
+        // Blocks larger than the cache are never complete, and nothing reads their scores.
         let scored = if self.size > capacity { 1 } else { room };
         let scores = self.keys.empty_contiguous(&[batch, num_heads, scored], DType::F32);
         let params = params!(PooledScoresParams {
@@ -215,7 +216,7 @@ impl Pooled<'_> {
 }
 
 /// The blocks that each of `choosers` groups of heads chooses by its scores in a cache of `capacity` keys, i32
-/// `[batch, choosers, num_selected_blocks]`.
+/// `[batch, choosers, num_selected_blocks]`. `length` counts the tokens before the new one, `start` is minus that.
 fn choose(
     scores: &CudaTensor,
     choosers: usize,
@@ -241,7 +242,8 @@ fn choose(
     // SAFETY: reads the scores that were written, writes the importance of the blocks up to each token's own.
     unsafe { block_scores_kernel(choice.rule).launch([choosers, batch, 1], &tensors, &params) }?;
     let chosen = scores.empty_contiguous(&[batch, 1, choosers, blocks.num_selected_blocks], DType::I32);
-    take_important(&importance, start, &chosen, choice, 0, 1)?;
+    let (first_query, num_queries) = (0, 1);
+    take_important(&importance, start, &chosen, choice, first_query, num_queries)?;
     chosen.reshaped(NAME, "chosen", &[batch, choosers, blocks.num_selected_blocks])
 }
 
@@ -277,6 +279,7 @@ impl KvCache {
             stride: blocks.compress_stride,
             is_written: true,
         };
+        // Rules that compare scores instead of probabilities compare unscaled dot products.
         let scored = match choice.rule.takes_scores() {
             true => DecodeStep {
                 softmax_scale: 1.0,

@@ -45,7 +45,8 @@ pub(super) fn importance_tile(choice: BlockChoice, group: usize) -> Option<usize
     fits.then(|| TILE_ROWS / group)
 }
 
-/// The kernel that computes the importance of each block.
+/// The kernel that computes the importance of each block. Its shared memory holds a tile of queries and two of keys in
+/// bf16.
 pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> SourceKernel {
     SourceKernel::new("hopper_nsa_importance")
         .define("HEAD_DIM", head_dim)
@@ -54,7 +55,8 @@ pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> Source
         .shared_bytes(3 * TILE_ROWS * head_dim * 2 + 1024)
 }
 
-/// The forward kernel of the selected branch.
+/// The forward kernel of the selected branch. A stage of its shared memory holds a tile of queries in bf16, 8 bytes of
+/// places for each row, and two barriers.
 pub(super) fn selected_forward_kernel(head_dim: usize) -> SourceKernel {
     let (stages, tile_bytes) = (4, TILE_ROWS * head_dim * 2);
     selected("hopper_nsa_selected_attention_forward", head_dim, stages, [216, 72])
@@ -86,10 +88,12 @@ pub(super) fn index_gradient_kernel(head_dim: usize, order: SumOrder) -> SourceK
     in_order(kernel, order)
 }
 
+/// Bytes of shared memory for the keys and values of [`KEY_SLOTS`] blocks in bf16.
 fn keys_bytes(head_dim: usize) -> usize {
     KEY_SLOTS * 2 * BLOCK_KEYS * head_dim * 2
 }
 
+/// What the three kernels of chosen blocks share. `consumer` and `producer` are registers a thread of their warpgroups.
 fn selected(name: &'static str, head_dim: usize, stages: usize, [consumer, producer]: [usize; 2]) -> SourceKernel {
     SourceKernel::new(name)
         .define("HEAD_DIM", head_dim)
@@ -101,6 +105,7 @@ fn selected(name: &'static str, head_dim: usize, stages: usize, [consumer, produ
 
 /// Every kernel of this family for a head width.
 pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 9] {
+    let joined = true;
     [
         nsa_importance_kernel(head_dim, ChoiceRule::WeightedProbability),
         nsa_importance_kernel(head_dim, ChoiceRule::LargestProbability),
@@ -108,7 +113,7 @@ pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 9] {
         index_gradient_kernel(head_dim, SumOrder::Any),
         index_gradient_kernel(head_dim, SumOrder::Fixed),
         // In a fixed order each KV head has its own sums of the indexer's key, which this kernel adds up.
-        dma_attention_backward_convert_kernel(head_dim, true),
+        dma_attention_backward_convert_kernel(head_dim, joined),
         selected_forward_kernel(head_dim),
         selected_backward_kernel(head_dim, SumOrder::Any),
         selected_backward_kernel(head_dim, SumOrder::Fixed),

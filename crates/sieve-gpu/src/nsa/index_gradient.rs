@@ -47,7 +47,8 @@ impl Qkv {
     ) -> Result<Option<CudaTensor>, KernelError> {
         let work = Work::new(self, documents, call.block_indices, blocks, softmax_scale)?;
         let shape = work.shape;
-        if !hopper::is_hopper(&shape, self.q.tensor()) {
+        let is_hopper = hopper::is_hopper(&shape, self.q.tensor());
+        if !is_hopper {
             return Ok(None);
         }
         let AttentionShape {
@@ -65,7 +66,8 @@ impl Qkv {
         let got = || format!("{} of a row's ranges of queries", call.lists.len());
         require!(work.ranges().count() == call.lists.len(), NAME, "lists:": got(), "the lists of all ranges");
         let gradient = index.empty_contiguous(index.shape(), DType::BF16);
-        let out = Qkv::packed(&gradient, groups, 1);
+        let num_index_keys = 1;
+        let out = Qkv::packed(&gradient, groups, num_index_keys);
         let [d_query, d_key, d_value] = out.head_words(NAME)?;
         // The same work with the indexer's heads: one query head for each KV head, so one partial dq for each choice.
         let index_work = Work {
@@ -92,6 +94,7 @@ impl Qkv {
             };
             let (operands, mut results) = ([q, k, &index, &lse, &index_lse], vec![&parts, &key_sum]);
             results.extend(&semaphores);
+            // The kernel reads the indexer's key where the fields of v point, and no values.
             let params = params!(IndexGradientParams {
                 base: NsaSelectedAttentionForwardParams {
                     v_offset: (groups * head_dim).into(),
@@ -102,8 +105,9 @@ impl Qkv {
                 index_q_offset: 0usize,
             });
             // SAFETY: sizes, strides and types checked above; the sums were cleared.
-            unsafe { work.launch((&kernel, true), lists, &operands, &results, &params) }?;
-            index_work.combine(lists, [&parts, &gradient], None, d_query, range)?;
+            unsafe { work.launch((&kernel, is_hopper), lists, &operands, &results, &params) }?;
+            let no_lse = None;
+            index_work.combine(lists, [&parts, &gradient], no_lse, d_query, range)?;
         }
         convert_rows(&key_sum, &out.k, d_key, index_work.softmax_scale)?;
         // A scale of 0 writes the zero gradient of the value.

@@ -10,9 +10,9 @@ const PART_QUERIES: usize = 256;
 /// the work of one thread block.
 #[derive(Debug, Clone)]
 pub struct ChoiceLists {
-    /// `{query, choice}`, i32 `[batch, num_kv_heads, choices, 2]`.
+    /// `{query, number of its choice}`, i32 `[batch, num_kv_heads, choices, 2]`.
     pub entries: CudaTensor,
-    /// Work items, i32 `[batch, num_kv_heads, max_items, 4]`.
+    /// `{first entry, entries, block, number among the block's items}`, i32 `[batch, num_kv_heads, max_items, 4]`.
     pub items: CudaTensor,
     /// Number of items of each row and KV head, then a counter of the items that thread blocks have fetched, which is 0
     /// before and after a pass; i32 `[batch * num_kv_heads + 1]`.
@@ -37,6 +37,7 @@ impl ChoiceLists {
         let cells = seq_len.div_ceil(blocks.select_block_size);
         let parts = count.div_ceil(PART_QUERIES);
         let choices = count * k;
+        // Full items, and for each block's list a last one that is not full.
         let max_items = choices.div_ceil(item_queries) + cells;
         let new = |sizes: &[usize]| indices.empty_contiguous(sizes, DType::I32);
         let counts = new(&[batch, heads, parts, cells]);

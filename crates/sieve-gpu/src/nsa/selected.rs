@@ -41,6 +41,7 @@ pub(super) struct Work {
 }
 
 impl Work {
+    /// Checks the operands, and copies tensors whose layout the kernels do not take.
     pub(super) fn new(
         qkv: &Qkv,
         documents: Bounds,
@@ -73,6 +74,7 @@ impl Work {
             head_dim,
             ..
         } = self.shape;
+        // A query has a bf16 partial result for each head and choice.
         let query_bytes = batch * num_heads * self.blocks.num_selected_blocks * head_dim * 2;
         query_ranges(seq_len, ChoiceLists::PART_BYTES / query_bytes)
     }
@@ -165,6 +167,7 @@ impl Work {
             Some([part_lse, lse]) => &[indices, taken, parts, part_lse, output, lse],
         };
         let rows = count * shape.num_heads;
+        // A thread block of 256 threads joins 2048 columns, 8 a thread.
         let grid = [rows.div_ceil(2048 / shape.head_dim), shape.batch, 1];
         let kernel = nsa_selected_combine_kernel(shape.head_dim, lse.is_none());
         // SAFETY: every choice of these queries has a partial result; writes the range's rows of the outputs.
@@ -193,6 +196,7 @@ impl Qkv {
         let o = q.empty_contiguous(&shape.output(), DType::BF16);
         let lse = q.empty_contiguous(&shape.lse(), DType::F32);
         let token = (shape.num_heads * shape.head_dim) as u64;
+        // Offset, token stride and batch stride of o.
         let layout = [0, token, token * shape.seq_len as u64];
         let is_hopper = hopper::is_hopper(shape, q);
         let kernel = match is_hopper {
@@ -274,14 +278,16 @@ impl AttentionGradients<'_> {
             // SAFETY: as in the forward pass; the sums were cleared.
             unsafe { work.launch((&kernel, is_hopper), &lists, &operands, &results, &params) }?;
             let grad = self.grads.q.tensor();
-            work.combine(&lists, [&parts, grad], None, dq, range)?;
+            let no_lse = None;
+            work.combine(&lists, [&parts, grad], no_lse, dq, range)?;
         }
+        // The softmax scale is a factor of dk, not of dv.
         convert_rows(&dk_sum, &self.grads.k, dk, self.softmax_scale)?;
         convert_rows(&dv_sum, &self.grads.v, dv, 1.0)
     }
 }
 
-/// The forward kernel with its `#define`s for a head width.
+/// The forward kernel for a head width. Its shared memory holds a block's keys and values and two tiles of rows.
 pub(super) fn nsa_selected_attention_forward_kernel(head_dim: usize) -> SourceKernel {
     SourceKernel::new("nsa_selected_attention_forward")
         .define("HEAD_DIM", head_dim)

@@ -210,19 +210,21 @@ impl MapLayout {
         })
     }
 
+    /// Has the driver encode the map, which takes sizes from the innermost dimension out, and strides in bytes.
     fn encode(&self, address: u64) -> Result<CUtensorMap, String> {
         let [batch, rows, width] = self.shape.map(|size| size as u64);
         let [batch_stride, row_stride] = self.strides.map(|elements| 2 * elements as u64);
         let [tile_rows, tile_columns] = self.tile.map(|size| size as u32);
         let (shape, strides) = ([width, rows, batch], [row_stride, batch_stride]);
         let (tile, steps) = ([tile_columns, tile_rows, 1], [1u32; 3]);
+        let rank = 3;
         let mut map = std::mem::MaybeUninit::<CUtensorMap>::zeroed();
         // SAFETY: arrays of the rank given; the map is written where the call succeeds.
         let encoded = unsafe {
             cuda::cuTensorMapEncodeTiled(
                 map.as_mut_ptr(),
                 cuda::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                3,
+                rank,
                 address as *mut c_void,
                 shape.as_ptr(),
                 strides.as_ptr(),
@@ -272,7 +274,7 @@ fn make_current(device: usize) -> Result<(), CUresult> {
     unsafe { driver::ctx::set_current(context_of(device)?) }.map_err(|e| e.0)
 }
 
-/// The primary context of a GPU, which each thread retains once and never releases.
+/// The primary context of a GPU, which is retained and never released. Each thread caches its last one.
 fn context_of(device: usize) -> Result<cuda::CUcontext, CUresult> {
     thread_local! {
         static CURRENT: Cell<Option<(usize, cuda::CUcontext)>> = const { Cell::new(None) };

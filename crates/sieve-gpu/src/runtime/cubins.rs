@@ -41,6 +41,7 @@ impl Cubins {
         self.path(key).is_file()
     }
 
+    /// A cached cubin; `None` if there is no file, or an empty one.
     pub(crate) fn read(&self, key: u128) -> Option<Vec<u8>> {
         fs::read(self.path(key)).ok().filter(|cubin| !cubin.is_empty())
     }

@@ -67,7 +67,7 @@ fn without_comments(text: &str) -> String {
 fn structs_in(code: &str) -> Result<Vec<(String, ParamsStruct)>, String> {
     let mut found = Vec::new();
     for (at, _) in code.match_indices("struct ") {
-        let Some((head, rest)) = code[at + 7..].split_once('{') else {
+        let Some((head, rest)) = code[at + "struct ".len()..].split_once('{') else {
             continue;
         };
         let (name, base) = match head.split_once(':') {
@@ -90,7 +90,7 @@ fn structs_in(code: &str) -> Result<Vec<(String, ParamsStruct)>, String> {
     Ok(found)
 }
 
-/// The entry point of a kernel's file, and the name of its params struct.
+/// The entry point of a kernel's file, and the name of its params struct; `None` for a header.
 fn entry_in(code: &str) -> Result<Option<(String, String)>, String> {
     let Some((_, entry)) = code.split_once("extern \"C\" __global__") else {
         return Ok(None);

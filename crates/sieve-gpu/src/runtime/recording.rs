@@ -44,7 +44,7 @@ impl Hardware {
         ..Self::AMPERE
     };
 
-    /// The architecture's name for compilers: `sm_80`, `sm_90a`.
+    /// The architecture's name for compilers: `sm_80`, `sm_90a`. The `a` permits instructions of that one alone.
     pub fn arch(&self) -> String {
         let (major, minor) = self.compute_capability;
         let suffix = if major >= 9 { "a" } else { "" };

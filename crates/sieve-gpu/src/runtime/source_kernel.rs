@@ -94,7 +94,7 @@ impl SourceKernel {
         }
     }
 
-    /// Another entry point of the same file.
+    /// Selects another entry point of the same file.
     pub fn entry(mut self, entry: &'static str) -> Self {
         self.entry = entry;
         self
@@ -112,7 +112,7 @@ impl SourceKernel {
         self
     }
 
-    /// Dynamic shared memory of a block, in bytes.
+    /// Sets the dynamic shared memory of a block, in bytes.
     pub fn shared_bytes(mut self, bytes: usize) -> Self {
         self.shared_bytes = bytes;
         self
@@ -266,6 +266,7 @@ impl SourceKernel {
         unsafe { first.gpu().launch(&request) }
     }
 
+    /// Refuses an empty grid, and sizes above the device's limits; `words` is the number of the params' words.
     fn check_limits(&self, grid: [usize; 3], words: usize, device: &Hardware) -> Result<(), KernelError> {
         let threads = self.threads as usize;
         let checks = [
