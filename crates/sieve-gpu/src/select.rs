@@ -38,8 +38,8 @@ impl Qkv {
     ///   [`BlockScores::Bounds`] reads and updates them; the caller keeps them from call to call
     ///
     /// # Errors
-    /// Sizes that do not fit the selection; blocks that are not 1, 2, 4, .. cells; cells with a head width that is not
-    /// a multiple of 64; bounds that are missing or too few.
+    /// Sizes that do not fit the selection; blocks that are not 1, 2, 4, .. cells (runs of tokens scored as one); cells
+    /// with a head width that is not a multiple of 64; bounds that are missing or too few.
     pub fn select_blocks(
         &self,
         selection: &BlockSelection,
@@ -59,16 +59,16 @@ impl Qkv {
         let mask = layout.map(|()| words.clone());
         let orders = call.orders(&mask, &nan_rows)?;
         let bits = [&kept, &nan_rows];
-        let mut columns = None;
+        let mut single_columns = None;
         match selection.scores.by {
-            BlockScores::Lines { .. } => columns = Some(call.lines(bits)?),
+            BlockScores::Lines { .. } => single_columns = Some(call.lines(bits)?),
             BlockScores::Patterns { .. } => call.patterns(bits)?,
             BlockScores::Probes { .. } => call.probes(bits)?,
             BlockScores::Logits => call.largest_logits(bits)?,
             BlockScores::Bounds(known) => call.pages(bits, known, bounds)?,
             _ => call.compare(bits, &orders)?,
         }
-        call.lists(bits, mask, &orders, columns.as_ref())
+        call.lists(bits, mask, &orders, single_columns.as_ref())
     }
 }
 
@@ -153,6 +153,7 @@ impl<'a> LongChoice<'a> {
             "{NAME}: the first entries stay in choices by number alone"
         );
         let [first_head, num_heads] = self.heads;
+        // To the kernel the row is one query's scores of blocks of one key.
         let params = params!(SelectChooseParams {
             num_queries: 1usize,
             num_keys: self.length,
@@ -166,10 +167,12 @@ impl<'a> LongChoice<'a> {
             share: 0u64,
             absolute: true,
         });
+        // Without `tops` the kernel does not read the tensor that stands in for them.
         let tops = self.tops.unwrap_or(self.nan_rows);
+        let [is_mass, is_forced, is_long] = [true, false, true];
         let tensors = [self.scores, self.kept, self.nan_rows, tops];
         // SAFETY: reads `length` scores a head, writes every word of these heads' rows.
-        unsafe { select_choose_kernel(true, false, true).launch([1, num_heads, 1], &tensors, &params) }
+        unsafe { select_choose_kernel(is_mass, is_forced, is_long).launch([1, num_heads, 1], &tensors, &params) }
     }
 }
 
@@ -236,14 +239,16 @@ impl<'a> Call<'a> {
             absolute: false,
             strict: false,
         });
-        let kernel =
-            select_choose_kernel(choice.is_mass, choice.forced, false).shared_bytes(columns * DType::F32.size());
+        let is_long = false;
+        let kernel = select_choose_kernel(choice.is_mass, choice.forced, is_long);
+        let kernel = kernel.shared_bytes(columns * DType::F32.size());
         let [kept, nan_rows] = choice.bits;
         let tensors = [choice.scores, kept, nan_rows, nan_rows];
         // SAFETY: reads scores of competing blocks, writes every word of these heads' rows.
         unsafe { kernel.launch([rows, choice.num_heads, 1], &tensors, &params) }
     }
 
+    /// Tokens of a segment, inside which tokens are reordered; 0 if tokens keep their order.
     fn segment(&self) -> usize {
         self.selection.order.map_or(0, |order| order.segment)
     }
@@ -306,6 +311,7 @@ impl<'a> Call<'a> {
             moves_queries: s.order.is_some_and(|order| order.moves_queries),
             drops_own: !s.keep.keeps_own,
         });
+        // The kernel does not read the order of tokens that keep their order.
         let [keys, queries] = [&orders.keys, &orders.queries].map(|x| x.as_ref().unwrap_or(data));
         let tensors = [kept, nan_rows, keys, queries, &bits, &counts, &pairs];
         // SAFETY: reads what select_choose wrote, writes every element of bits, counts and pairs.
@@ -348,6 +354,7 @@ impl<'a> Call<'a> {
                 // SAFETY: col_idx has room for every column that rows may keep.
                 unsafe { SELECT_COLUMNS.launch([rows.div_ceil(4), lists, 1], &tensors, &params) }
             };
+            // The first launch counts the columns of each row, the second writes them.
             launch(false)?;
             offsets(&singles, col_ptr_at)?;
             launch(true)?;
@@ -394,7 +401,8 @@ fn require_probes(s: &BlockSelection) -> Result<(), KernelError> {
         return Ok(());
     };
     let context = s.shape.num_keys - s.shape.num_queries;
-    let fits = chosen[1] <= MOST_EXACT
+    let [_, num_exact] = chosen;
+    let fits = num_exact <= MOST_EXACT
         && s.scores.query_block.is_multiple_of(gamma)
         && context.is_multiple_of(gamma)
         && s.scores.offset == 0;
@@ -422,7 +430,7 @@ fn require_cells(s: &BlockSelection, head_dim: usize) -> Result<(), KernelError>
     Ok(())
 }
 
-/// Tokens of a cell, where blocks are scored by cells.
+/// Tokens of a cell; `None` where blocks are not scored by cells.
 fn cell_of(scores: BlockScores) -> Option<usize> {
     match scores {
         BlockScores::Means { .. } | BlockScores::Bounds(_) => None,

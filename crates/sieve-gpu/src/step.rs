@@ -54,27 +54,30 @@ impl NeededKernels {
     /// The kernels of a training step except attention that an architecture can run, for heads of 64 and 128 columns.
     /// Most do not depend on a model's sizes.
     pub fn step(arch: &str) -> Vec<SourceKernel> {
+        let (has_gradient, is_bf16, root) = (true, true, true);
+        // Elements of a 16-byte access.
+        let (bf16_vector, f32_vector) = (8, 4);
         let mut kernels = vec![
             column_sums::COLUMN_SUMS,
-            cross_entropy::cross_entropy_kernel(true),
-            cross_entropy::cross_entropy_kernel(false),
+            cross_entropy::cross_entropy_kernel(has_gradient),
+            cross_entropy::cross_entropy_kernel(!has_gradient),
             embedding_forward::EMBEDDING_FORWARD,
             likeliest::LIKELIEST,
             embedding_backward::EMBEDDING_ORDER,
             embedding_backward::EMBEDDING_BACKWARD,
             embedding_backward::EMBEDDING_CARRY,
-            sum_of_squares::sum_partials_kernel(Term::Square, false),
-            sum_of_squares::sum_partials_kernel(Term::Value, false),
-            sum_of_squares::finish_sum_kernel(false),
-            sum_of_squares::finish_sum_kernel(true),
+            sum_of_squares::sum_partials_kernel(Term::Square, !is_bf16),
+            sum_of_squares::sum_partials_kernel(Term::Value, !is_bf16),
+            sum_of_squares::finish_sum_kernel(!root),
+            sum_of_squares::finish_sum_kernel(root),
             adamw::adamw_kernel(adamw::Master::Alone),
             adamw::adamw_kernel(adamw::Master::BesideLeaf),
             adamw::adamw_kernel(adamw::Master::Split),
             split_master::split_master_kernel(split_master::Direction::Split),
             split_master::split_master_kernel(split_master::Direction::Join),
-            residual_add::residual_add_kernel(8),
-            scale::scale_kernel(true, 8),
-            scale::scale_kernel(false, 4),
+            residual_add::residual_add_kernel(bf16_vector),
+            scale::scale_kernel(is_bf16, bf16_vector),
+            scale::scale_kernel(!is_bf16, f32_vector),
             fill_zero::FILL_ZERO,
         ];
         // fp8 needs compute capability 8.9; 8.0 and 8.6 lack it.
@@ -83,26 +86,28 @@ impl NeededKernels {
                 fp8_quantise::FP8_AMAX,
                 fp8_quantise::fp8_quantise_kernel(Fp8Format::E4m3),
                 fp8_quantise::fp8_quantise_kernel(Fp8Format::E5m2),
-                fp8_quantise::with_amax(swiglu_forward::swiglu_forward_kernel(8)),
-                fp8_quantise::with_amax(swiglu_backward::swiglu_backward_kernel(8)),
+                fp8_quantise::with_amax(swiglu_forward::swiglu_forward_kernel(bf16_vector)),
+                fp8_quantise::with_amax(swiglu_backward::swiglu_backward_kernel(bf16_vector)),
             ]);
         }
-        kernels.extend(swiglu_kernels(8));
-        kernels.extend([1, 4].map(rms_norm_forward::rms_norm_forward_kernel));
+        kernels.extend(swiglu_kernels(bf16_vector));
+        let warps_per_row = [1, 4];
+        kernels.extend(warps_per_row.map(rms_norm_forward::rms_norm_forward_kernel));
         for warps_per_row in [2, 4, 8] {
             for residual in [NormResidual::None, NormResidual::Added, NormResidual::AddedWithOutput] {
                 kernels.push(rms_norm_backward::rms_norm_backward_kernel(residual, warps_per_row));
             }
         }
         kernels.extend([64, 128].into_iter().flat_map(qk_norm_rope_kernels));
+        let (plain, normed, rows) = (0, 1, 1);
         for warps_per_row in [1, 2, 4, 8] {
             for (input, output) in [
-                (0, Form::Stored),
-                (0, Form::Added),
-                (1, Form::Stored),
-                (1, Form::SwiGlu),
+                (plain, Form::Stored),
+                (plain, Form::Added),
+                (normed, Form::Stored),
+                (normed, Form::SwiGlu),
             ] {
-                kernels.push(matrix_vector::matrix_vector_kernel(input, output, 1, warps_per_row));
+                kernels.push(matrix_vector::matrix_vector_kernel(input, output, rows, warps_per_row));
             }
         }
         kernels
@@ -111,7 +116,8 @@ impl NeededKernels {
     /// Specialisations that no model of usual widths launches: for rows that are not whole 16-byte words, for heads of
     /// these widths, and for DMA's scores with these numbers of KV heads.
     pub fn step_rarely(head_dims: &[usize], kv_heads: &[usize]) -> Vec<SourceKernel> {
-        let mut kernels = swiglu_kernels(1).to_vec();
+        let vector = 1;
+        let mut kernels = swiglu_kernels(vector).to_vec();
         kernels.extend(head_dims.iter().copied().flat_map(qk_norm_rope_kernels));
         for &kv_heads in kv_heads {
             kernels.extend([

@@ -106,7 +106,7 @@ pub fn client_of(tensor: &CudaTensor) -> &ComputeClient<CudaRuntime> {
     &burn_memory(tensor).client
 }
 
-/// The buffer of a tensor on a GPU.
+/// The buffer of a tensor on a GPU, also of one whose launches a step's tape records.
 ///
 /// # Panics
 /// For a tensor of a [`Recorder`](crate::Recorder), which must not reach Burn.
@@ -182,7 +182,7 @@ impl Memory for BurnMemory {
     }
 
     fn filled(&self, shape: &[usize], dtype: DType, fill: Fill) -> Arc<dyn Memory> {
-        // One dimension: Burn pads the rows of a tensor with two or more.
+        // The shape is flat, because Burn pads the rows of a tensor of two or more dimensions.
         let flat = Shape::from(vec![shape.iter().product::<usize>()]);
         let (client, device, dtype) = (self.client.clone(), self.device.clone(), burn_dtype(dtype));
         let value = match fill {

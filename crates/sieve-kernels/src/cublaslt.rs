@@ -32,7 +32,7 @@ pub enum MatmulOutput<'a> {
     /// A new contiguous tensor of this tensor's type: the GEMM's result plus this tensor. It adds to the residual
     /// stream without another launch.
     PlusC(&'a CudaTensor),
-    /// As [`PlusC`](Self::PlusC) with the factors `[alpha, beta]`: `alpha * result + beta * this`.
+    /// A new contiguous tensor of this tensor's type, with the factors `[alpha, beta]`: `alpha * result + beta * this`.
     AlphaBeta([f32; 2], &'a CudaTensor),
     /// Overwrites this tensor in place; all its clones see the result, also one in a [`HostCopy`](crate::HostCopy).
     /// bf16 or f32, with the same stride between all rows.
@@ -156,6 +156,7 @@ struct Target {
 }
 
 impl Target {
+    /// C and D for a GEMM's result of shape `shape`, `[m, n]` as a matrix. Without an addend D is C, too.
     fn of(
         output: MatmulOutput<'_>,
         x: &CudaTensor,
@@ -176,6 +177,7 @@ impl Target {
                 factors: [1.0, beta],
             })
         };
+        // With a beta of 0 the result overwrites D, with 1 it is added to D.
         let (factors, addend) = match output {
             MatmulOutput::New(dtype) => {
                 require_output_type(dtype)?;
@@ -207,6 +209,7 @@ fn require_output_type(dtype: DType) -> Result<(), KernelError> {
     Err(KernelError::unsupported(NAME, "output type", dtype.name(), "bf16, f32"))
 }
 
+/// Refuses a tensor that as `rows` rows is not a matrix of the shape `expected`.
 fn require_matrix(
     name: &'static str,
     tensor: &CudaTensor,

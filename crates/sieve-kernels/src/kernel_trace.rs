@@ -17,6 +17,7 @@ use std::sync::Mutex;
 /// Bytes of one buffer that CUPTI fills: some 30,000 records.
 const BUFFER_BYTES: usize = 8 << 20;
 const BUFFER_ALIGN: usize = 8;
+/// CUPTI's flag to hand out buffers that are not full, too.
 const FLUSH_FORCED: u32 = 1;
 /// What CUPTI traces: kernels, and the copies and fills that go through the driver.
 const KINDS: [CUpti_ActivityKind; 3] = [
@@ -172,6 +173,7 @@ fn buffer_layout() -> Layout {
     Layout::from_size_align(BUFFER_BYTES, BUFFER_ALIGN).expect("a power of two")
 }
 
+/// CUPTI's callback for a new buffer. A `max_records` of 0 means as many as fit.
 extern "C" fn buffer_requested(buffer: *mut *mut u8, size: *mut usize, max_records: *mut usize) {
     // SAFETY: CUPTI passes three valid pointers; the memory is freed in buffer_completed.
     unsafe {
@@ -181,6 +183,7 @@ extern "C" fn buffer_requested(buffer: *mut *mut u8, size: *mut usize, max_recor
     }
 }
 
+/// CUPTI's callback for a buffer with records: keeps them and frees the buffer.
 extern "C" fn buffer_completed(
     _context: cudarc::driver::sys::CUcontext,
     _stream: u32,

@@ -172,6 +172,7 @@ pub(crate) fn address_of(server: &mut Server, stream: StreamId, binding: Binding
     })
 }
 
+/// Runs `action` on the open lane of a stream. Runs on the device thread.
 fn with_lane<T>(stream: StreamId, action: impl FnOnce(&mut Lane) -> Result<T, String>) -> Result<T, String> {
     LANES.with_borrow_mut(|lanes| {
         let lane = lanes.get_mut(&stream.value);

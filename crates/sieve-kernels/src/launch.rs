@@ -81,7 +81,7 @@ pub(crate) fn count(launches: usize) {
 /// The errors of loading the kernel; [`KernelError::Launch`] of an earlier launch, or of the first of this kernel.
 ///
 /// # Safety
-/// As [`Memory::launch`](sieve_gpu::Memory::launch).
+/// With these params, grid and block the kernel must access only the request's tensors, and must terminate.
 pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<QueuedLaunch, KernelError> {
     late_error()?;
     let &LaunchRequest {

@@ -31,7 +31,7 @@ pub struct LinearCrossEntropyGradients {
 /// Other types or shapes, no tokens, no cuBLASLt.
 pub fn token_losses(h: &CudaTensor, weight: &CudaTensor, labels: &CudaTensor) -> Result<CudaTensor, KernelError> {
     let input = Input::of(h, weight, labels)?;
-    let block = block_tokens(input.tokens, input.vocab_size, 4);
+    let block = block_tokens(input.tokens, input.vocab_size, DType::F32.size());
     let logits = LogitRows::new(h, block, input.vocab_size, DType::F32);
     let losses = h.empty_contiguous(&[input.tokens], DType::F32);
     for first in (0..input.tokens).step_by(block) {
@@ -122,7 +122,7 @@ impl Input {
 
 /// Tokens of a block in [`linear_cross_entropy_with_gradients`], whose logits are bf16; `tokens` is at least one.
 pub fn loss_block_tokens(tokens: usize, vocab_size: usize) -> usize {
-    block_tokens(tokens, vocab_size, 2)
+    block_tokens(tokens, vocab_size, DType::BF16.size())
 }
 
 /// Tokens of a block, whose logits of `logit_bytes` bytes each take at most [`BLOCK_BYTES`].

@@ -274,6 +274,7 @@ impl NcclGroup {
         if jobs.is_empty() {
             return Ok(received);
         }
+        // `like` is kept as a result to name the GPU.
         self.begin(jobs, vec![like.clone()], Vec::new())?.finish();
         Ok(received)
     }
@@ -300,7 +301,8 @@ impl NcclGroup {
         Ok(to)
     }
 
-    /// Queues the jobs on the device thread as one NCCL group.
+    /// Queues the jobs on the device thread as one NCCL group, on the GPU of the first result or input. Without either
+    /// there are no jobs.
     fn begin(
         &self,
         jobs: Vec<Job<Binding>>,
@@ -383,7 +385,7 @@ struct Job<Buffer> {
     from: Buffer,
     /// The buffer that the collective writes; it may be `from` itself.
     to: Buffer,
-    /// Elements of the whole tensor; bytes where the work is to send or receive.
+    /// Elements of the whole tensor; bytes where slices or whole tensors are sent and received.
     count: usize,
     work: Work,
     /// The elements of each rank in a reduce-scatter or an all-gather; `None` for other work.
@@ -404,6 +406,7 @@ enum Work {
 }
 
 impl Job<Binding> {
+    /// The same job with its buffers' addresses. Runs on the device thread.
     fn resolve(self, server: &mut Server, stream: StreamId) -> Result<Job<u64>, String> {
         let mut address = |binding| Ok::<_, String>(address_of(server, stream, binding)?.pointer);
         Ok(Job {
@@ -418,7 +421,7 @@ impl Job<Binding> {
 
 impl Link {
     /// Queues all jobs as one group, after what `lane` has queued. Returns the event recorded after the group on NCCL's
-    /// stream; `None` if the group was queued on `lane` itself.
+    /// stream; `None` if the group was queued on `lane` itself. On NCCL's stream the group also gets a mark in `marks`.
     ///
     /// # Safety
     /// Until the work is waited for, the addresses hold as many values as the ranges and counts say.
@@ -502,7 +505,8 @@ impl Link {
             return nccl.check("ncclReduceScatter", result);
         }
         ranges.iter().zip(0..).try_for_each(|(range, root)| {
-            let from = from + 4 * range.start as u64;
+            let f32_bytes = 4;
+            let from = from + f32_bytes * range.start as u64;
             // SAFETY: the range lies inside the tensor that is read; rank `root` has room for its sums at `to`.
             let result = unsafe { (nccl.reduce)(from as _, to as _, range.len(), f32s, sum, root, comm, stream) };
             nccl.check("ncclReduce", result)

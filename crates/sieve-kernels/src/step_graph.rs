@@ -156,7 +156,7 @@ impl StepTape {
         late_error()?;
         let Notes { work, refused } = std::mem::take(&mut *lock(&self.notes));
         let stream = StreamId::current();
-        // The lane keeps such buffers behind an event, which cannot be asked once it was captured.
+        // The lane keeps buffers of other streams until an event has passed, but a captured event cannot be queried.
         let is_foreign = |work: &Work| work.bindings().iter().any(|binding| binding.stream != stream);
         let refused = match lane::is_inline() {
             Some(true) => refused.or_else(|| work.iter().any(is_foreign).then_some("buffers of another thread")),
@@ -285,6 +285,7 @@ impl StepGraph {
         bindings.extend([&self.output, &copy].map(binding_of));
         let exec = self.exec.clone();
         submit(ids, self.stream, bindings, move |lane, pointers| {
+            // The five buffers of the inputs come first, then the output and its copy.
             set_inputs(lane, &pointers[..5], rows, same)?;
             // SAFETY: the graph is of this context and its buffers are kept; output and copy have `bytes` bytes.
             unsafe {

@@ -137,7 +137,8 @@ impl Call<'_> {
         }
         for start in (first..s.shape.num_keys).step_by(ROWS_AT_ONCE) {
             let positions = start..(start + ROWS_AT_ONCE).min(s.shape.num_keys);
-            self.add_attention(positions, start > first, &all, nan_rows)?;
+            let adds = start > first;
+            self.add_attention(positions, adds, &all, nan_rows)?;
         }
         Ok(all)
     }
@@ -192,7 +193,8 @@ impl DmaSlots {
         let token = token.with_kernel_strides();
         // The new key has accumulated no attention yet.
         let z = empty_zero(&self.z, &[1, num_kv_heads])?;
-        let o = slots_decode(&token, &z, self, length, softmax_scale, None, scratch)?;
+        let bias = None;
+        let o = slots_decode(&token, &z, self, length, softmax_scale, bias, scratch)?;
         // The softmax of the token's logits with all slots is added to z.
         let used = (tokens + 1).min(room);
         let logits = z.empty_contiguous(&[shape.num_heads, 1, room], DType::F32);
@@ -219,7 +221,9 @@ impl DmaSlots {
             columns: &columns,
             diagonals: None,
         };
-        sums.add(&logits, used - 1, 0, &nan_rows)?;
+        // As the last of `used` positions, the query sees all slots in use.
+        let (position, first_head) = (used - 1, 0);
+        sums.add(&logits, position, first_head, &nan_rows)?;
         Ok(o)
     }
 }
@@ -231,6 +235,8 @@ const RECEIVING_QUERIES: usize = 64;
 /// The widest heads of received_attention, which holds its keys in registers.
 const WIDEST_RECEIVING: usize = 128;
 
+/// The kernel for heads of one width. Its shared memory holds two tiles of bf16 queries with their f32 log-sum-exps,
+/// and room to align them.
 fn received_attention_kernel(head_dim: usize) -> SourceKernel {
     SourceKernel::new("received_attention")
         .define("HEAD_DIM", head_dim)

@@ -182,13 +182,15 @@ impl Call<'_> {
             unreachable!("the caller matched this variant")
         };
         let rows = rows.min(s.shape.num_queries);
-        let sums = self.all_probe_sums(rows, nan_rows, 1.0)?;
+        let factor = 1.0;
+        let sums = self.all_probe_sums(rows, nan_rows, factor)?;
         let best = |sums: &CudaTensor, [top, num_first]: [usize; 2]| {
             let all = self.of_all_heads(sums, nan_rows, s.shape.num_keys);
             self.best_of(LongChoice { top, num_first, ..all })
         };
         let lines = [best(&sums[0], columns)?, best(&sums[1], diagonals)?];
-        self.slashes(&lines, None, true, kept)?;
+        let (map, by_token) = (None, true);
+        self.slashes(&lines, map, by_token, kept)?;
         let [columns, _] = lines;
         Ok(columns)
     }
@@ -219,8 +221,9 @@ impl Call<'_> {
             offset: 0,
             order: None,
         };
-        let [probe, _] = self.pool(&probe, false)?;
-        let [k, _] = self.pool(&self.pooled_keys(None), false)?;
+        let has_variance = false;
+        let [probe, _] = self.pool(&probe, has_variance)?;
+        let [k, _] = self.pool(&self.pooled_keys(None), has_variance)?;
         let estimate = self.new_f32(&[s.shape.num_heads, 1, columns]);
         let last = Cut {
             num_queries: rows,
@@ -230,7 +233,9 @@ impl Call<'_> {
         };
         let means = [probe, k];
         let scale = s.scores.softmax_scale;
-        self.dot_products(&means, &estimate, last, 0..s.shape.num_heads, scale, false)?;
+        let adds = false;
+        self.dot_products(&means, &estimate, last, 0..s.shape.num_heads, scale, adds)?;
+        // Chooses the tokens whose columns or diagonals hold a share of `gamma` of the attention.
         let passes = |sums: &CudaTensor| {
             let all = self.of_all_heads(sums, nan_rows, s.shape.num_keys);
             // A gamma of 1 keeps all: a rounded sum may exceed 1 before the last entry.
@@ -244,6 +249,7 @@ impl Call<'_> {
         let tokens = [passes(&sums[0])?, passes(&sums[1])?];
         let new = || self.new_f32(&[s.shape.num_heads, columns]);
         let by_block = [new(), new()];
+        // For each head the numbers of columns and of diagonals to keep, then 0 if it keeps the block map, else -1.
         let tops = nan_rows.empty_contiguous(&[3, s.shape.num_heads], DType::I32);
         let params = params!(SelectPatternsParams {
             { num_heads, num_keys }: s.shape,
@@ -277,7 +283,8 @@ impl Call<'_> {
         let lines = [best(0)?, best(1)?];
         let wanted = tops.row_range(NAME, "tops", 2, 1)?;
         let map = self.map(&wanted, nan_rows, gamma)?;
-        self.slashes(&lines, Some(&map), false, kept)
+        let by_token = false;
+        self.slashes(&lines, Some(&map), by_token, kept)
     }
 
     /// Bits of the largest entries of the block map, for the heads in `wanted` whose pattern is the block map.

@@ -1,4 +1,5 @@
-//! Permutations of tokens inside segments, which PBS computes before it chooses blocks.
+//! Permutations of tokens inside segments, which permuted block-sparse attention (PBS) computes before it
+//! chooses blocks.
 use super::{Call, NAME};
 use crate::KernelError;
 use crate::attention::Heads;
@@ -94,11 +95,12 @@ impl Call<'_> {
     fn attention_of_last(&self, rows: usize, nan_rows: &CudaTensor) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let all = self.new_f32(&[s.shape.num_kv_heads, s.shape.num_keys]);
-        self.add_attention(s.shape.num_keys - rows..s.shape.num_keys, false, &all, nan_rows)?;
+        let adds = false;
+        self.add_attention(s.shape.num_keys - rows..s.shape.num_keys, adds, &all, nan_rows)?;
         Ok(all)
     }
 
-    /// Negated vector norms of some tokens, f32 `[heads, tokens]`.
+    /// Negated vector norms of some tokens, so that the sort puts the shortest first, f32 `[heads, tokens]`.
     fn lengths(
         &self,
         x: &Heads,
@@ -119,6 +121,7 @@ impl Call<'_> {
         Ok(score)
     }
 
+    /// Writes the sorted tokens of each segment into `order`.
     fn sort(&self, sorted: &Sorted<'_>, segment: usize, order: &CudaTensor) -> Result<(), KernelError> {
         let params = params!(SelectOrderParams {
             num_tokens: sorted.count,

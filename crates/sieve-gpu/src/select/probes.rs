@@ -115,9 +115,11 @@ impl Qkv {
         let offset = context % gamma;
         let num_probes = (num_queries + offset).div_ceil(gamma);
         let tiles = num_probes.div_ceil(SIDE);
+        // A tile of probes sees the keys up to its last probe, whose position in the call is `last * gamma - offset`.
         let last = |tile: usize| ((tile + 1) * SIDE).min(num_probes) - 1;
         let keys_of = |tile: usize| context + (last(tile) * gamma).saturating_sub(offset) + 1;
         let entries: usize = (0..tiles).map(|tile| keys_of(tile).div_ceil(SIDE)).sum();
+        // The mask's first word stays unused, since a place of 0 marks an absent array; `row_ptr` has tiles + 1 words.
         let [row_ptr_at, tile_idx_at, query_order_at] = [1, tiles + 2, tiles + 2 + entries];
         let num_words = query_order_at + num_probes;
         let words = o.empty_contiguous(&[num_words], DType::I32);

@@ -172,9 +172,10 @@ impl Call<'_> {
             query_block: s.scores.query_block,
             offset: s.scores.offset,
         };
-        self.dot_products(&means.means, &scores, cut, heads.clone(), s.scores.softmax_scale, false)?;
+        let adds = false;
+        self.dot_products(&means.means, &scores, cut, heads.clone(), s.scores.softmax_scale, adds)?;
         if let (Some(block_variances), BlockScores::Means { variances: scale }) = (&means.variances, s.scores.by) {
-            self.dot_products(block_variances, &scores, cut, heads, scale, true)?;
+            self.dot_products(block_variances, &scores, cut, heads, scale, !adds)?;
         }
         Ok(scores)
     }
@@ -225,6 +226,7 @@ impl Call<'_> {
             out_rows: cells.rows,
             out_columns: columns,
         });
+        // Query cells that the rows of scores need; a row is a query cell, or a block of `per_block` of them.
         let most = cells.rows * if cells.is_lse { 1 } else { cells.per_block };
         let query_cells = (s.shape.num_keys - cells.first).div_ceil(cells.step).min(most);
         let grid = [

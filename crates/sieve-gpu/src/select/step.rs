@@ -87,6 +87,7 @@ impl Call<'_> {
         })
     }
 
+    /// The error for a selection other than a decoding step's.
     fn not_one_query(&self) -> KernelError {
         KernelError::unsupported(
             NAME,

@@ -202,15 +202,17 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
         Part::Around => {
             list.extend_kernels([FILL_ZERO, attention_backward_prepare_kernel(head_dim_v)]);
             if source == KeySource::Gathered {
-                list.extend_kernels(
-                    [head_dim, head_dim_v].map(|dim| dma_attention_backward_convert_kernel(dim, false)),
-                );
+                let joined = false;
+                let convert = |dim| dma_attention_backward_convert_kernel(dim, joined);
+                list.extend_kernels([head_dim, head_dim_v].map(convert));
             }
         }
         Part::RowSums => list.add(query("attention_backward", QueryPass::RowSums)),
         Part::Gradients(order) => {
             let tiling = BackwardTiling::choose("attention_backward", shape, source, shared_bytes);
-            for set in BackwardTiling::launches(shape, order == SumOrder::Any) {
+            // In a fixed order a pass by query computes dq.
+            let with_dq = order == SumOrder::Any;
+            for set in BackwardTiling::launches(shape, with_dq) {
                 match tiling.clone().map(|tiling| tiling.kernel(shape, source, set, order)) {
                     // Over key lists in a fixed order thread blocks never share a key tile.
                     Ok(kernel) if source.is_gathered() && order == SumOrder::Fixed => list.extend_kernels([kernel]),
@@ -257,6 +259,7 @@ impl NeededKernels {
     pub fn sparse(head_dims: &[usize], shared_bytes: usize, is_hopper: bool) -> NeededKernels {
         let mut list = NeededKernels::default();
         for &head_dim in head_dims {
+            // Only the widths decide which kernels these are.
             let shape = AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim]);
             let needs = AttentionNeeds {
                 shape,
@@ -282,17 +285,18 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
         NeededKeys::Blocks => KeySource::GatheredUnbiased,
         keys => key_source(keys),
     };
-    let mut pass = |pass| list.extend_kernels([HopperTiling::new(pass, shape, source).kernel()]);
+    let mut add_pass = |pass| list.extend_kernels([HopperTiling::new(pass, shape, source).kernel()]);
     match part {
         Part::Forward => {
-            pass(QueryPass::Output);
+            add_pass(QueryPass::Output);
             // With a bias, short rows store `o_low`; long rows recompute row sums instead.
             if source.has_bias() {
-                pass(QueryPass::OutputAndOLow);
+                add_pass(QueryPass::OutputAndOLow);
             }
         }
         Part::Masked => {
             use SparseKeyReads::{Keys, Tiles};
+            // How keys are read, and the sizes of query and key tiles.
             let forms = [
                 (Keys, [128, 128]),
                 (Tiles, [128, 128]),
@@ -306,7 +310,7 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
         Part::Around if source.has_bias() => {
             list.extend_kernels([hopper_attention_backward_prepare_kernel(shape.head_dim_v)]);
         }
-        Part::RowSums if source.has_bias() => pass(QueryPass::RowSums),
+        Part::RowSums if source.has_bias() => add_pass(QueryPass::RowSums),
         Part::Choose if needs.keys == NeededKeys::Blocks => list.extend_kernels(nsa_hopper_kernels(shape.head_dim)),
         Part::Gradients(order) => {
             list.extend_kernels([attention_backward_convert_kernel(shape.head_dim)]);

@@ -108,17 +108,18 @@ impl NeededKernels {
         let mut list = NeededKernels::default();
         list.extend_kernels(NeededKernels::step(arch));
         // Latent attention with norms of queries and keys, as in the recipes, and without.
-        let norm_dim = 128 + 64;
+        let (head_dim, rope_dim) = (128, 64);
+        let norm_dim = head_dim + rope_dim;
         for norm_dim in [norm_dim, 0] {
-            list.extend_kernels(NeededKernels::mla_pack(128, 64, norm_dim));
-            list.extend_kernels(NeededKernels::mla_token(128, 64, norm_dim));
+            list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim, norm_dim));
+            list.extend_kernels(NeededKernels::mla_token(head_dim, rope_dim, norm_dim));
         }
         // Slopes depend on the recipe; the slopes of eight KV heads are compiled as an example.
         let slopes: [f32; 8] = std::array::from_fn(|head| 1.0 / (64 << head) as f32);
-        list.extend_kernels([NeededKernels::dma_ranks(128, &slopes)]);
+        list.extend_kernels([NeededKernels::dma_ranks(head_dim, &slopes)]);
         // Latents of DeepSeek-V2 and of the 80M and 200M recipes.
         for rank in [192, 256, 512] {
-            list.extend_kernels(NeededKernels::mla_decode(rank, 64, norm_dim, shared_bytes));
+            list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, norm_dim, shared_bytes));
         }
         for &(family, keys, widths, heads, parts) in SHIPPED {
             if family == Hopper && arch != "sm_90a" {

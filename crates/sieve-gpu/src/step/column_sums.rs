@@ -27,6 +27,7 @@ pub(crate) fn column_sums<const N: usize>(
         width,
         split
     });
+    // A single output is passed twice; all its columns come before `split`.
     let tensors = [partials, &outputs[0], &outputs[N - 1]];
     let grid = [width.div_ceil(COLUMNS), 1, 1];
     // SAFETY: reads every partial, writes the elements of the outputs, which have `width` together.

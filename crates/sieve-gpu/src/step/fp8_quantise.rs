@@ -119,7 +119,7 @@ impl Fp8Format {
         let mantissa = byte & ((1 << mantissa_bits) - 1);
         let fraction = mantissa as f32 / (1 << mantissa_bits) as f32;
         let magnitude = match exponent {
-            // The one NaN that `cvt` writes. It saturates, so it writes no infinity.
+            // The GPU's conversion to fp8 writes only this NaN. It saturates, so it writes no infinity.
             _ if byte & 0x7f == 0x7f => f32::NAN,
             0 => fraction * 2f32.powi(1 - bias),
             _ => (1.0 + fraction) * 2f32.powi(exponent - bias),

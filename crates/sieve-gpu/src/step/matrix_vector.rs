@@ -44,7 +44,7 @@ pub enum Epilogue<'a> {
 /// fit the shared memory of a thread block.
 pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -> Result<CudaTensor, KernelError> {
     let [n, k] = w.dims(NAME, "w")?;
-    let (form, x, epsilon) = match input {
+    let (is_normed, x, epsilon) = match input {
         Vectors::Plain(x) => (0, x, 0.0),
         Vectors::Normed(x, _, epsilon) => (1, x, epsilon),
     };
@@ -80,7 +80,7 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Epilogue<'_>) -
     });
     let multiprocessors = x.tensor.hardware().num_multiprocessors;
     let warps_per_row = warps_per_row(w.rows, multiprocessors);
-    let kernel = matrix_vector_kernel(form, Form::of(finish), x.rows, warps_per_row);
+    let kernel = matrix_vector_kernel(is_normed, Form::of(finish), x.rows, warps_per_row);
     let kernel = kernel.shared_bytes(held_rows(x.rows) * k * DType::BF16.size());
     let blocks = n.div_ceil(NUM_WARPS / warps_per_row).min(BLOCKS * multiprocessors);
     let added = residual.as_ref().map_or(&x.tensor, |(residual, ..)| residual);

@@ -16,7 +16,8 @@ pub fn residual_add(a: &CudaTensor, b: &CudaTensor) -> Result<CudaTensor, Kernel
     let ((a, rows, a_stride), (b, _rows, b_stride)) = (as_rows(a), as_rows(b));
     let width = a.shape().last().copied().unwrap_or(0);
     require_non_empty(NAME, "the number of elements", rows * width)?;
-    let vector = vector_width(true, &[width, a_stride, b_stride]);
+    let is_bf16 = true;
+    let vector = vector_width(is_bf16, &[width, a_stride, b_stride]);
     let grid = [rows, width.div_ceil(THREADS * vector), 1];
     let params = params!(ResidualAddParams {
         width,

@@ -26,7 +26,8 @@ pub fn rms_norm_backward(
     dy: &CudaTensor,
     d_residual: Option<&CudaTensor>,
 ) -> Result<(CudaTensor, CudaTensor), KernelError> {
-    launch([x, weight, dy], epsilon, d_residual, None)
+    let y = None;
+    launch([x, weight, dy], epsilon, d_residual, y)
 }
 
 /// [`rms_norm_backward`] with a residual gradient that also recomputes y, the output of
@@ -46,6 +47,7 @@ pub fn rms_norm_backward_with_output(
     Ok((dx, dweight, y))
 }
 
+/// Checks the operands and launches the kernel, which also writes the norm's output into `y`, if given.
 fn launch(
     [x, weight, dy]: [&CudaTensor; 3],
     epsilon: f32,

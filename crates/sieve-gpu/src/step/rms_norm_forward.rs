@@ -48,6 +48,7 @@ pub(crate) fn warps_per_row(kernel: &'static str, width: usize) -> Result<usize,
     Ok(4)
 }
 
+/// A thread block has eight warps.
 fn grid(rows: usize, warps_per_row: usize) -> [usize; 3] {
     [rows.div_ceil(8 / warps_per_row), 1, 1]
 }

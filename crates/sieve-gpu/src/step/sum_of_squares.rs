@@ -24,6 +24,7 @@ pub enum Term {
 pub struct FixedSum {
     term: Term,
     partials: CudaTensor,
+    /// Partial sums written so far.
     used: usize,
 }
 
@@ -72,7 +73,8 @@ impl FixedSum {
     /// # Errors
     /// [`KernelError::Refused`] when nothing was added.
     pub fn total(self) -> Result<CudaTensor, KernelError> {
-        self.finish(false)
+        let root = false;
+        self.finish(root)
     }
 
     /// The root of the sum, f32 `[1]`; of a sum of squares this is the norm.
@@ -80,7 +82,8 @@ impl FixedSum {
     /// # Errors
     /// The errors of [`total`](Self::total).
     pub fn root(self) -> Result<CudaTensor, KernelError> {
-        self.finish(true)
+        let root = true;
+        self.finish(root)
     }
 
     fn finish(self, root: bool) -> Result<CudaTensor, KernelError> {

@@ -13,7 +13,8 @@ const NAME: &str = "swiglu_backward";
 /// # Errors
 /// Another type, shapes that do not fit each other, no rows; with [`Reuse::InPlace`] a tensor that is not contiguous.
 pub fn swiglu_backward(gate_up: &CudaTensor, dy: &CudaTensor, reuse: Reuse) -> Result<CudaTensor, KernelError> {
-    launch([gate_up, dy], reuse, [None; 2])
+    let [amax, y] = [None; 2];
+    launch([gate_up, dy], reuse, [amax, y])
 }
 
 /// [`swiglu_backward`] that also computes partial maxima of the gradient's magnitude for
@@ -57,7 +58,8 @@ fn launch(
     let dgate_up = output_at(gate_up, "gate_up", reuse)?;
     let ((gate_up, rows, row_stride), (dy, _rows, dy_stride)) = (as_rows(gate_up), as_rows(dy));
     require_non_empty(NAME, "the number of rows", rows)?;
-    let vector = vector_width(true, &[d_ff, row_stride, dy_stride]);
+    let is_bf16 = true;
+    let vector = vector_width(is_bf16, &[d_ff, row_stride, dy_stride]);
     let kernel = match (amax, y) {
         (_, Some(_)) => swiglu_backward_with_output_kernel(vector),
         (Some(_), None) => with_amax(swiglu_backward_kernel(vector)),

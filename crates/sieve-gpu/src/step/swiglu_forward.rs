@@ -14,7 +14,8 @@ pub(crate) const THREADS: usize = 256;
 /// # Errors
 /// Another type, an odd or zero width, no rows.
 pub fn swiglu_forward(gate_up: &CudaTensor) -> Result<CudaTensor, KernelError> {
-    launch(gate_up, None)
+    let amax = None;
+    launch(gate_up, amax)
 }
 
 /// [`swiglu_forward`] that also computes partial maxima of y's magnitude for
@@ -34,7 +35,8 @@ fn launch(gate_up: &CudaTensor, amax: Option<&CudaTensor>) -> Result<CudaTensor,
     let (gate_up, rows, row_stride) = as_rows(gate_up);
     require_non_empty(NAME, "the number of rows", rows)?;
     let y = gate_up.empty_contiguous(&with_width(&gate_up, d_ff), DType::BF16);
-    let vector = vector_width(true, &[d_ff, row_stride]);
+    let is_bf16 = true;
+    let vector = vector_width(is_bf16, &[d_ff, row_stride]);
     let grid = [rows, d_ff.div_ceil(THREADS * vector), 1];
     let kernel = swiglu_forward_kernel(vector);
     let kernel = match amax {

@@ -60,6 +60,7 @@ impl Call {
     /// Queues the GEMM on its stream. Runs on the device thread, after [`lane::open`](crate::lane::open) of the stream.
     pub(crate) fn run(mut self, server: &mut Server) -> Result<(), Refusal> {
         let (bindings, stream) = (std::mem::take(&mut self.bindings), self.stream);
+        // An error of the closure is a text, so the refusal itself is kept here.
         let mut no_algorithm = None;
         let queued = on_lane_with(server, stream, bindings, |lane, pointers| {
             let queued = Library::with(|library| library.queue(&self, lane, pointers));
@@ -74,6 +75,7 @@ impl Call {
 }
 
 impl Library {
+    /// Runs `action` with this thread's library, which the first call opens.
     fn with<T>(action: impl FnOnce(&mut Library) -> Result<T, Refusal>) -> Result<T, Refusal> {
         LIBRARY.with_borrow_mut(|slot| {
             let library = match slot {
@@ -88,6 +90,7 @@ impl Library {
         })
     }
 
+    /// Queues a GEMM on `stream`; the first on a stream allocates its workspace, the first of a problem finds its plan.
     fn queue(&mut self, call: &Call, stream: CUstream, pointers: &[u64]) -> Result<(), Refusal> {
         let workspace = match self.workspaces.get(&stream) {
             Some(workspace) => *workspace,
@@ -99,6 +102,7 @@ impl Library {
                 workspace
             }
         };
+        // The first four pointers are x, w, C and D; fp8 operands have their two scales behind them.
         let operands = Operands {
             pointers: std::array::from_fn(|i| pointers[i]),
             scales: [4, 5].map(|i| pointers.get(i).copied().unwrap_or(0)),

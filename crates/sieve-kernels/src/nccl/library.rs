@@ -94,7 +94,7 @@ impl Nccl {
         (result == 0).then_some(version)
     }
 
-    /// NCCL's own text for a result of `call` that is not success.
+    /// Fails with NCCL's own text if the `result` of its function `call` is not success.
     pub(super) fn check(&self, call: &str, result: c_int) -> Result<(), String> {
         if result == 0 {
             return Ok(());

@@ -83,6 +83,7 @@ impl NcclWatch {
         if async_error != IN_PROGRESS {
             nccl.require("NCCL has met an error", async_error)?;
         }
+        // Without the context no event can be queried, so nothing counts as started or ended.
         // SAFETY: the primary context, which is retained until the process ends.
         if unsafe { driver::ctx::set_current(context) }.is_err() {
             return Ok([0; 2]);
