@@ -49,7 +49,7 @@ pub enum KernelError {
     #[error("CUDA: there is no device {wanted}; this machine has {count}, numbered from 0\n  \
         hint: use --device cuda:{} at most", count.saturating_sub(1))]
     WrongDevice {
-        /// Number of the device that was asked for.
+        /// Number of the requested device.
         wanted: usize,
         /// Number of CUDA devices of this machine.
         count: usize,

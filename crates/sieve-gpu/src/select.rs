@@ -444,6 +444,7 @@ fn cell_of(scores: BlockScores) -> Option<usize> {
 const SELECT_POOL: SourceKernel = SourceKernel::new("select_pool").threads(128);
 const SELECT_SCORES: SourceKernel = SourceKernel::new("select_scores").threads(256);
 
+/// The kernel that multiplies cells of queries and keys. `is_lse`: scores are log-sum-exps; otherwise largest products.
 fn select_cells_kernel(head_dim: usize, is_lse: bool, family: KernelFamily) -> SourceKernel {
     let (name, room_to_align) = match family {
         KernelFamily::Portable => ("select_cells", 0),

@@ -93,7 +93,7 @@ pub fn kernel_dtype(dtype: burn::tensor::DType) -> DType {
 /// The GPU of a tensor.
 ///
 /// # Panics
-/// As [`ToBurn::burn`].
+/// For a tensor of a [`Recorder`](crate::Recorder), which has no memory.
 pub fn device_of(tensor: &CudaTensor) -> &CudaDevice {
     &burn_memory(tensor).device
 }
@@ -101,7 +101,7 @@ pub fn device_of(tensor: &CudaTensor) -> &CudaDevice {
 /// The client whose stream a tensor lives on.
 ///
 /// # Panics
-/// As [`ToBurn::burn`].
+/// For a tensor of a [`Recorder`](crate::Recorder), which has no memory.
 pub fn client_of(tensor: &CudaTensor) -> &ComputeClient<CudaRuntime> {
     &burn_memory(tensor).client
 }

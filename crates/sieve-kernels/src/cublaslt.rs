@@ -67,7 +67,7 @@ pub fn matmul(
 /// holds gradients. Sizes are multiples of 16.
 ///
 /// # Errors
-/// As [`matmul`].
+/// The errors of [`matmul`].
 pub fn fp8_matmul(x: &Fp8Matrix, w: &Fp8Matrix, output: MatmulOutput<'_>) -> Result<CudaTensor, KernelError> {
     let operands = Operands::Fp8 {
         x: x.format,

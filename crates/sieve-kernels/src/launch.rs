@@ -150,7 +150,7 @@ impl QueuedLaunch {
     /// Resolves the buffers' addresses and passes the launch to the driver. Runs on the device thread.
     ///
     /// # Safety
-    /// As [`queue`].
+    /// The conditions of [`queue`].
     pub(crate) unsafe fn run(self, server: &mut Server, stream: StreamId) -> Result<(), KernelError> {
         let queued = on_lane_with(server, stream, self.bindings, |lane, pointers| {
             let launch = DeviceLaunch {

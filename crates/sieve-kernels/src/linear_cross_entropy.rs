@@ -43,7 +43,7 @@ pub fn token_losses(h: &CudaTensor, weight: &CudaTensor, labels: &CudaTensor) ->
 /// Summed cross-entropy with its gradients. The logits are bf16, like the GEMMs' other operands; sums are f32.
 ///
 /// # Errors
-/// As [`token_losses`].
+/// The errors of [`token_losses`].
 pub fn linear_cross_entropy_with_gradients(
     h: &CudaTensor,
     weight: &CudaTensor,

@@ -453,7 +453,7 @@ impl Link {
     /// Queues one job of the open group.
     ///
     /// # Safety
-    /// As [`queue`](Self::queue).
+    /// The conditions of [`queue`](Self::queue).
     unsafe fn queue_one(&self, stream: CUstream, job: &Job<u64>) -> Result<(), String> {
         let (nccl, comm, stream) = (self.nccl, self.communicator, stream as sys::cudaStream_t);
         let bytes = sys::ncclDataType_t::ncclUint8;
@@ -489,7 +489,7 @@ impl Link {
     /// All-reduces a tensor, or reduce-scatters it by the job's ranges.
     ///
     /// # Safety
-    /// As [`queue`](Self::queue).
+    /// The conditions of [`queue`](Self::queue).
     unsafe fn sum(&self, stream: sys::cudaStream_t, job: &Job<u64>) -> Result<(), String> {
         let (nccl, comm) = (self.nccl, self.communicator);
         let (f32s, sum) = (sys::ncclDataType_t::ncclFloat32, sys::ncclRedOp_t::ncclSum);
@@ -505,8 +505,7 @@ impl Link {
             return nccl.check("ncclReduceScatter", result);
         }
         ranges.iter().zip(0..).try_for_each(|(range, root)| {
-            let f32_bytes = 4;
-            let from = from + f32_bytes * range.start as u64;
+            let from = from + (size_of::<f32>() * range.start) as u64;
             // SAFETY: the range lies inside the tensor that is read; rank `root` has room for its sums at `to`.
             let result = unsafe { (nccl.reduce)(from as _, to as _, range.len(), f32s, sum, root, comm, stream) };
             nccl.check("ncclReduce", result)
@@ -516,7 +515,7 @@ impl Link {
     /// All-gathers a tensor by the job's ranges; its elements are given with their size in bytes.
     ///
     /// # Safety
-    /// As [`queue`](Self::queue).
+    /// The conditions of [`queue`](Self::queue).
     unsafe fn gather(
         &self,
         stream: sys::cudaStream_t,

@@ -138,6 +138,7 @@ pub(crate) fn compute_capability(device: usize) -> Option<(u32, u32)> {
     Some((report.major, report.minor))
 }
 
+/// The driver's CUDA version, which the driver returns as one number: 13020 for 13.2.
 fn driver_version() -> Result<CudaVersion, KernelError> {
     let mut version = 0;
     // SAFETY: a valid pointer to an integer.

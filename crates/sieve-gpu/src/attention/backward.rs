@@ -152,8 +152,8 @@ impl AttentionGradients<'_> {
         let dbias = match (&parts, dbias) {
             (None, dbias) => dbias,
             (Some([dk_parts, dv_parts]), dbias_parts) => {
-                let first_row = 0;
-                let rows = [padded_len, first_row];
+                let (num_rows, first_row) = (padded_len, 0);
+                let rows = [num_rows, first_row];
                 // The softmax scale is a factor of dk, not of dv.
                 convert_sums(dk_parts, shares.count(), rows, (&self.grads.k, dk), softmax_scale)?;
                 convert_sums(dv_parts, shares.count(), rows, (&self.grads.v, dv), 1.0)?;

@@ -55,8 +55,8 @@ impl BackwardTiling {
             dk: true,
             dv: true,
         };
-        // Steps of 32 queries fit the shared memory of an A100 (163 KiB); with tiles of 64 keys they also fit the shared
-        // memory of consumer GPUs (99 KiB).
+        // Steps of 32 queries fit the shared memory of an A100 (163 KiB); with tiles of 64 keys they also fit the
+        // shared memory of consumer GPUs (99 KiB).
         for candidate in [tiling, of(8, 32, 1), small] {
             if candidate.shared_bytes(shape, source, all) <= max_shared_bytes {
                 return Ok(candidate);

@@ -23,8 +23,8 @@ pub(crate) struct DecodeTiling {
 
 impl DecodeTiling {
     /// The tiling for head widths of keys and values, on a device with `max_shared_bytes` of shared memory a block. A
-    /// block has eight warps where they fit: two blocks of four would have more partial results to join. For heads wider
-    /// than 128 it has two.
+    /// block has eight warps where they fit: two blocks of four would have more partial results to join. For heads
+    /// wider than 128 it has two.
     pub(crate) fn new(head_dims: [usize; 2], max_shared_bytes: usize) -> Self {
         let mut tiling = Self {
             head_dims,
@@ -47,8 +47,8 @@ impl DecodeTiling {
         }
     }
 
-    /// Dynamic shared memory of a block, in bytes: bf16 rows of queries, and for each warp and stage 16 rows of keys and
-    /// values with 16 bytes of padding a row, and one f32 for each key.
+    /// Dynamic shared memory of a block, in bytes: bf16 rows of queries, and for each warp and stage 16 rows of keys
+    /// and values with 16 bytes of padding a row, and one f32 for each key.
     fn shared_bytes(&self) -> usize {
         let [k, v] = self.head_dims;
         let queries = DECODE_ROWS * (2 * k + 16);

@@ -95,7 +95,7 @@ impl AttentionShape {
 }
 
 impl Heads {
-    /// All heads of a tensor `[batch, seq_len, heads, head_dim]`; no heads, which calls refuse, of any other tensor.
+    /// All heads of a tensor `[batch, seq_len, heads, head_dim]`; none of a tensor of fewer dimensions.
     pub fn all(tensor: &CudaTensor) -> Self {
         let num_heads = tensor.shape().get(2).copied().unwrap_or(0);
         Self::some(tensor, 0, num_heads)
@@ -234,7 +234,7 @@ impl Qkv {
     /// The first fields of every decoding kernel's params struct; `shape` is the shape of these heads, one token a row.
     ///
     /// # Errors
-    /// As [`params`](Self::params).
+    /// The errors of [`params`](Self::params).
     pub(crate) fn token_params(
         &self,
         kernel: &'static str,
@@ -257,7 +257,7 @@ impl Qkv {
     /// `{offset, token stride, batch stride}` of q, k and v.
     ///
     /// # Errors
-    /// As [`params`](Self::params).
+    /// The errors of [`params`](Self::params).
     pub(crate) fn head_words(&self, kernel: &'static str) -> Result<[[u64; 3]; 3], KernelError> {
         let words = |name, heads: &Heads| {
             let expected = "heads must lie side by side, rows 16-byte aligned";

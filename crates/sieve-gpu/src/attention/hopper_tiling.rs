@@ -241,8 +241,8 @@ pub(crate) fn hopper_backward_kernel(shape: &AttentionShape, source: KeySource, 
         KeySource::Dense if d == 64 => stages * 1024,
         KeySource::Dense => do_stages * 512,
     };
-    // K and V of 128 keys take 256 bytes a column in bf16, a stage of 64 rows of q or d_o 128. Then two
-    // buffers of dS (32768 bytes), the staged dq, statistics, barriers, and the alignment of the buffers.
+    // K and V of 128 keys take 256 bytes a column in bf16, a stage of 64 rows of q or d_o 128. Then two buffers
+    // of dS (32768 bytes), the staged dq, statistics, barriers, and the alignment of the buffers.
     let tiles = (256 + 128 * q_stages) * d + (256 + 128 * do_stages) * d_v;
     let shared = tiles + 32768 + dq_bytes + stats_bytes + (2 * (stages + dq_barriers) + 1) * 8 + 1024;
     let [consumer, producer] = if d == 192 { [240, 24] } else { [232, 40] };

@@ -210,8 +210,7 @@ pub(crate) fn hopper_sparse_attention_forward_kernel(
         SparseKeyReads::Keys => 4096,
         SparseKeyReads::Tiles => 128,
     };
-    // q of 128 rows, stages of 128 keys or values, list entries, the work items of two tiles with 512 bytes for their
-    // rows, barriers, and the alignment of the buffers.
+    // q of 128 rows; stages of 128 keys or values; list entries; two work items and their rows; barriers; alignment.
     let shared = 256 * d + stages * 256 * d + entries + 2 * (32 + 512) + (2 * stages + 2) * 8 + 1024;
     let kernel = SourceKernel::new("hopper_sparse_attention_forward")
         .define("HEAD_DIM", d)

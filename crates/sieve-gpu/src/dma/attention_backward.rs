@@ -11,8 +11,8 @@ use crate::step::{empty_zero, fill_zero};
 
 const NAME: &str = "dma_attention_backward";
 
-/// Super-blocks (1024 queries with one key list) of a launch, which share a buffer of dq sums: enough thread blocks to fill a large GPU, while the
-/// buffer stays small beside the sums of dk and dv.
+/// Super-blocks (1024 queries with one key list) of a launch, which share a buffer of dq sums: enough thread blocks to
+/// fill a large GPU, while the buffer stays small beside the sums of dk and dv.
 const SUPER_BLOCKS_PER_LAUNCH: usize = 16;
 
 /// Key lists of a super-block, times shares of query heads, that keep the GPU busy in a fixed order. With fewer, thread
@@ -199,8 +199,8 @@ pub(crate) fn dma_attention_backward_convert_kernel(row_dim: usize, joined: bool
 }
 
 /// Converts a gradient's f32 sums to bf16 rows. The sums have as many heads as the gradient; or the gradient has one
-/// head and is the sum over the heads of `sums`, added in their order. `layout` is the gradient's `{offset, token stride,
-/// batch stride}`; `scale` is a factor on every sum.
+/// head and is the sum over the heads of `sums`, added in their order. `layout` is the gradient's `{offset, token
+/// stride, batch stride}`; `scale` is a factor on every sum.
 pub(crate) fn convert_rows(sums: &CudaTensor, grad: &Heads, layout: [u64; 3], scale: f32) -> Result<(), KernelError> {
     let [batch, num_sums, seq_len, row_dim] = sums.dims(NAME, "sums")?;
     let kv_heads = grad.num_heads();

@@ -18,7 +18,8 @@ pub(crate) const LIST_ALIGNMENT: usize = 128;
 /// The ordered key lists of a selection, which DMA's forward and backward passes read.
 #[derive(Debug, Clone)]
 pub struct KeyLists {
-    /// `{j, expire[j]}` of each listed key: its position, and the first query that no longer sees it; i32 `[batch, num_kv_heads, num_super_blocks, capacity, 2]`.
+    /// `{j, expire[j]}` of each listed key: its position, and the first query that no longer sees it; i32
+    /// `[batch, num_kv_heads, num_super_blocks, capacity, 2]`.
     pub list: CudaTensor,
     /// Entries in use, i32 `[batch, num_kv_heads, num_super_blocks]`.
     pub list_len: CudaTensor,

@@ -33,7 +33,7 @@ impl ScoresBackward<'_> {
     /// `dqkv` in place, and returns the f32 gradients of W_dt and A. Every clone of `dqkv` shares the change.
     ///
     /// # Errors
-    /// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes, or with rows that are not 16-byte aligned.
+    /// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes or with rows off 16-byte boundaries.
     pub fn dma_scores_backward(self, dqkv: &Qkv) -> Result<(CudaTensor, CudaTensor), KernelError> {
         let shape = self.qkv.shape(NAME)?;
         let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);

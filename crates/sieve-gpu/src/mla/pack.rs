@@ -164,7 +164,7 @@ impl MlaPack<'_> {
     /// may be `None`, and other tensors stand in for them and for the weights' partial sums.
     ///
     /// # Errors
-    /// As [`MlaPack::mla_pack_forward`].
+    /// The errors of [`MlaPack::mla_pack_forward`].
     pub fn mla_pack_backward(
         &self,
         inputs: Option<[&CudaTensor; 3]>,

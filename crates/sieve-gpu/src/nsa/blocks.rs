@@ -36,7 +36,8 @@ impl Qkv {
     /// # Errors
     /// The errors of [`Self::nsa_blocks`].
     pub fn nsa_mean_pool(&self, documents: Bounds, blocks: NsaBlocks) -> Result<CudaTensor, KernelError> {
-        forward(self, None, documents, blocks)
+        let positions = None;
+        forward(self, positions, documents, blocks)
     }
 }
 

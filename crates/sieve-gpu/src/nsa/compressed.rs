@@ -129,8 +129,9 @@ impl Qkv {
     ) -> Result<(AttentionResult, CudaTensor), KernelError> {
         let (shape, documents) = require(self, documents, compressed, blocks)?;
         let compressed = compressed.contiguous();
-        let placed = Placed::new(self, &shape, &documents, &compressed, blocks, None)?;
-        let result = listed_attention_forward(&placed.qkv, None, &placed.lists, softmax_scale)?;
+        let (sums, delta) = (None, None);
+        let placed = Placed::new(self, &shape, &documents, &compressed, blocks, sums)?;
+        let result = listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?;
         let [start, end] = &documents;
         let indices = nsa_choose(
             self,
@@ -169,8 +170,9 @@ impl Qkv {
             // Nothing reads this tensor.
             true => pooled.empty_contiguous(&[1], DType::F32),
             false => {
-                let placed = Placed::new(self, &shape, &documents, &pooled, blocks, None)?;
-                listed_attention_forward(&placed.qkv, None, &placed.lists, softmax_scale)?.lse
+                let (sums, delta) = (None, None);
+                let placed = Placed::new(self, &shape, &documents, &pooled, blocks, sums)?;
+                listed_attention_forward(&placed.qkv, delta, &placed.lists, softmax_scale)?.lse
             }
         };
         let [start, end] = &documents;

@@ -90,7 +90,7 @@ pub fn nsa_gates(
 /// Gradients of [`nsa_gates`].
 ///
 /// # Errors
-/// As [`nsa_gates`].
+/// The errors of [`nsa_gates`].
 pub fn nsa_gates_backward(
     branches: [&CudaTensor; BRANCHES],
     logits: &CudaTensor,

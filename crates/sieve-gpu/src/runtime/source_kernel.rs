@@ -244,6 +244,7 @@ impl SourceKernel {
         unsafe { self.launch_words(grid, &[], tensors, words) }
     }
 
+    /// Checks the launch against the device's limits and queues it; `words` are the params struct.
     unsafe fn launch_words(
         &self,
         grid: [usize; 3],

@@ -253,7 +253,8 @@ pub(super) fn heavy_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec
     let tilings = head_dims
         .iter()
         .map(|&dim| DecodeTiling::new([dim, dim], max_shared_bytes));
-    kernels.extend(tilings.map(|tiling| dma_decode_kernel(tiling, None)));
+    let bias = None;
+    kernels.extend(tilings.map(|tiling| dma_decode_kernel(tiling, bias)));
     let receiving = head_dims.iter().filter(|&&dim| dim <= WIDEST_RECEIVING);
     kernels.extend(receiving.map(|&dim| received_attention_kernel(dim)));
     kernels

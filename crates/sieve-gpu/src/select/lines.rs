@@ -221,9 +221,9 @@ impl Call<'_> {
             offset: 0,
             order: None,
         };
-        let has_variance = false;
+        let (has_variance, order) = (false, None);
         let [probe, _] = self.pool(&probe, has_variance)?;
-        let [k, _] = self.pool(&self.pooled_keys(None), has_variance)?;
+        let [k, _] = self.pool(&self.pooled_keys(order), has_variance)?;
         let estimate = self.new_f32(&[s.shape.num_heads, 1, columns]);
         let last = Cut {
             num_queries: rows,

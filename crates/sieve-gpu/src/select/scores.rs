@@ -161,7 +161,7 @@ impl Call<'_> {
     }
 
     /// Scores of each query block with each key block, f32 `[heads, rows, columns]`: the scaled dot product of their
-    /// means, plus that of their variances where the method has them.
+    /// means, plus the dot product of their variances where the method has them.
     pub(super) fn scores_by_means(&self, means: &Means, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let [rows, columns] = s.blocks();

@@ -13,7 +13,7 @@ const NAME: &str = "swiglu_backward";
 /// # Errors
 /// Another type, shapes that do not fit each other, no rows; with [`Reuse::InPlace`] a tensor that is not contiguous.
 pub fn swiglu_backward(gate_up: &CudaTensor, dy: &CudaTensor, reuse: Reuse) -> Result<CudaTensor, KernelError> {
-    let [amax, y] = [None; 2];
+    let (amax, y) = (None, None);
     launch([gate_up, dy], reuse, [amax, y])
 }
 
@@ -47,6 +47,7 @@ pub fn swiglu_backward_with_output(
     Ok((dgate_up, y))
 }
 
+/// Launches the kernel, which also writes partial maxima into `amax` or the recomputed output into `y`, if given.
 fn launch(
     [gate_up, dy]: [&CudaTensor; 2],
     reuse: Reuse,

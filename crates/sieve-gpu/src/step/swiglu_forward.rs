@@ -29,6 +29,7 @@ pub fn swiglu_forward_with_amax(gate_up: &CudaTensor) -> Result<(CudaTensor, Cud
     Ok((y, amax))
 }
 
+/// Launches the kernel; with `amax` it also writes partial maxima of y's magnitude there.
 fn launch(gate_up: &CudaTensor, amax: Option<&CudaTensor>) -> Result<CudaTensor, KernelError> {
     gate_up.require_dtype(NAME, "gate_up", DType::BF16)?;
     let d_ff = packed_width(NAME, gate_up)?;

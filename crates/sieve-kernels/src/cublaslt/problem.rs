@@ -138,7 +138,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// `[m, n, k]` of operands given as `[rows, columns]`.
+/// The sizes `[m, n, k]` of a GEMM with operands given as `[rows, columns]`.
 ///
 /// # Errors
 /// Inner sizes that differ, or a size of zero.
