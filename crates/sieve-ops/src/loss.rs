@@ -62,6 +62,7 @@ pub(crate) mod reference {
         target: Tensor<B, 2, Int>,
     }
 
+    /// The logits, and what the loss and its gradients need besides.
     fn logits<B: Backend>(h: Float<B>, weight: Float<B>, labels: Ints<B>) -> Logits<B> {
         let (h, _) = upcast::<B, 2>(h);
         let (weight, _) = upcast::<B, 2>(weight);

@@ -25,7 +25,8 @@ pub fn rms_norm<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor
     };
     let y = B::Inner::rms_norm(call.clone());
     tensor(B::node([&x, &weight], y, |dy| {
-        B::Inner::rms_norm_backward(call, dy, None)
+        let d_residual = None;
+        B::Inner::rms_norm_backward(call, dy, d_residual)
     }))
 }
 

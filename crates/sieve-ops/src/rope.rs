@@ -221,7 +221,8 @@ pub(crate) mod cpu {
         unless_f32!(&qkv, "rope": reference::rope(qkv, call));
         let qkv = contiguous(qkv);
         let mut y = zeros_like(&qkv);
-        with_op(&qkv, call, None, |op, documents| {
+        let norm = None;
+        with_op(&qkv, call, norm, |op, documents| {
             sieve_cpu::rope(op, floats(&qkv), documents, &mut y);
         });
         from_vec(y, qkv.shape())

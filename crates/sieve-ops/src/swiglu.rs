@@ -48,6 +48,7 @@ pub(crate) mod reference {
         unrows(Tensor::cat(vec![d_gate, d_up], 1), dtype, shape)
     }
 
+    /// The columns of gate and of up.
     fn halves<B: Backend>(gate_up: Tensor<B, 2>) -> [Tensor<B, 2>; 2] {
         let [rows, width] = gate_up.dims();
         let d_ff = width / 2;

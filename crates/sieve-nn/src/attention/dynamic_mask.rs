@@ -73,7 +73,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
             // With shared prompts the mask is of rows with repeated prompts, not of the batch's tokens: not reported.
             if context.shared.is_none() {
                 expire = Some(result.expire);
-                // `exp(min(z, 60))` alone clamps scores; the linear bias is z itself.
+                // Only the bias `exp(min(z, 60))` clamps scores; the linear bias is z itself.
                 scores = Some(result.rank).filter(|_| self.dma.bias == DmaBias::Exp);
             }
             result.o

@@ -22,8 +22,8 @@ pub struct MultiHeadAttention<B: Backend> {
 impl AttentionConfig {
     /// Dense causal attention. Panics when [`validate`](Self::validate) fails.
     pub fn multi_head<B: Backend>(&self, device: &B::Device) -> MultiHeadAttention<B> {
-        let shape = self.shape(Attention::Mha);
-        MultiHeadAttention::new(&shape, None, &mut self.weights(), device)
+        let (shape, window_size) = (self.shape(Attention::Mha), None);
+        MultiHeadAttention::new(&shape, window_size, &mut self.weights(), device)
     }
 
     /// Attention over the last `window_size` tokens. Panics when [`validate`](Self::validate) fails or the window is 0.

@@ -220,7 +220,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let o = self.attend(branches, compressed, context.documents, context.policy);
             return self.gate(x, o);
         }
-        let block = |tail, documents: &Documents<B>| self.compress(tail, documents);
+        let compress = |tail, documents: &Documents<B>| self.compress(tail, documents);
         let mut parts = [const { Vec::new() }; NUM_NSA_BRANCHES];
         caches.each(x.dims()[0], |cached| {
             let LayerCache::Blocks(cache) = cached.cache else {
@@ -230,7 +230,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let mut tokens = [const { Vec::new() }; NUM_NSA_BRANCHES];
             // One token at a time: a token may complete a block, which later tokens attend to.
             for token in 0..x.dims()[1] {
-                let o = cache.attend(&of_rows.part(1, [token, 1]), spec, blocks, &block, cached.scratch);
+                let o = cache.attend(&of_rows.part(1, [token, 1]), spec, blocks, &compress, cached.scratch);
                 tokens.iter_mut().zip(o).for_each(|(tokens, o)| tokens.push(o));
             }
             let o = tokens.map(|o| Tensor::cat(o, 1));

@@ -66,6 +66,7 @@ pub(crate) fn all_to_all(links: &dyn RankGroup, x: Float) -> Float {
     }
 }
 
+/// The launches of [`dma_last_kept`].
 fn last_kept(
     rank: &Float,
     documents: &DocumentBounds<Cuda>,

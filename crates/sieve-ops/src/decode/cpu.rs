@@ -82,6 +82,7 @@ pub(crate) fn dma_decode(
     scratch: &mut (),
 ) -> FlexTensor {
     let is_i32 = cache.positions.buffer().dtype() == DType::I32;
+    // `replace_lightest` takes full slots of f32 with i32 positions.
     if !(cache.is_full() && is_i32 && is_f32(&token.k) && is_f32(&token.rank)) {
         return reference::dma_decode(cache, token, softmax_scale, bias, scratch);
     }
@@ -159,8 +160,9 @@ fn attend(
         softmax_scale: softmax_scale as f32,
     };
     let delta = delta.map(contiguous);
-    let first = (keys.len() - seen) * head_dim;
-    let [k, v] = [&k, &v].map(|x| &floats(x)[first..]);
+    // Each head's keys before the last `seen` are skipped; heads remain `capacity` keys apart.
+    let skipped = (keys.len() - seen) * head_dim;
+    let [k, v] = [&k, &v].map(|x| &floats(x)[skipped..]);
     let mut o = zeros_like(&q);
     sieve_cpu::attention_decode(shape, floats(&q), k, v, delta.as_ref().map(floats), &mut o);
     from_vec(o, q_shape)
