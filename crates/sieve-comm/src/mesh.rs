@@ -216,7 +216,7 @@ impl Mesh {
         for peer in self.peers.iter() {
             all.push(self.expect(peer, GATHER)?);
         }
-        // One message to each rank, since a thousand ranks may do this in every step.
+        // Each rank gets all values in one message, since a thousand ranks may do this in every step.
         let joined = joined(&all);
         for peer in self.peers.iter() {
             self.send(peer, GATHER, &joined)?;
@@ -250,7 +250,7 @@ impl Mesh {
             self.send(first, EXCHANGE, &joined(&bytes))?;
             return self.expect_parts(first, EXCHANGE);
         }
-        // `all[sender][receiver]`.
+        // `all[sender][receiver]` is what one rank sends to another.
         let mut all = vec![bytes];
         for peer in self.peers.iter() {
             all.push(self.expect_parts(peer, EXCHANGE)?);

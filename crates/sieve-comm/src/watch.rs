@@ -107,7 +107,7 @@ impl LastBeat {
     fn update(&mut self, beat: &[u8]) -> Option<(Duration, Instant)> {
         let (words, _) = beat.as_chunks();
         let words = words.iter().copied().map(u64::from_le_bytes).collect::<Vec<_>>();
-        // Two words alone: the rank waits or has no timeout, and lack of change is no lack of progress.
+        // With two words alone, the rank waits or has no timeout: lack of change is then no lack of progress.
         if words != self.words || words.len() < 4 {
             (self.words, self.since) = (words, Instant::now());
         }
@@ -115,6 +115,7 @@ impl LastBeat {
         Some((limit, self.since))
     }
 
+    /// The counts in the last heartbeat; 0 before the first.
     fn collectives(&self) -> CollectiveCounts {
         let word = |index: usize| self.words.get(index).copied().unwrap_or(0);
         CollectiveCounts {
@@ -243,7 +244,7 @@ impl Watch {
                 };
                 if since.elapsed() > all_still + head_start {
                     return self.lose(Failure {
-                        // Not the rank at fault: all ranks that notice this must report the same failure.
+                        // Rank 0 need not be at fault: all ranks that notice this must report the same failure.
                         rank: 0,
                         place: String::new(),
                         loss: Loss::AllStill {
@@ -254,7 +255,7 @@ impl Watch {
                 }
             }
             for peer in self.peers.iter() {
-                // The thread that listens to the connection notices if it is broken.
+                // If the connection is broken, the thread that listens to it notices.
                 let _ = send(&peer.control, BEAT, &beat);
             }
             let waited = self.changed.wait_timeout(self.lock(), every);

@@ -1,4 +1,4 @@
-//! Token embedding and its gradient on every device.
+//! Token embedding and its gradient on every device. Calls that the kernels refuse run `reference`.
 use crate::device::{
     CudaPrimitive, contiguous, floats, from_vec, ints, kernel_or, last_dim, plain, tensors, unless_f32,
 };

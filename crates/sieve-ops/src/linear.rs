@@ -1,5 +1,5 @@
 //! GEMM with a weight stored as `[out, in]`, the layout of PyTorch and of safetensors checkpoints: the op and its
-//! gradients on every device.
+//! gradients on every device. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
 use crate::SieveBackend;
 use crate::backend::DeviceBackend;
 use crate::device::cuda::{Cuda, CudaPrimitive, tensors};

@@ -1,5 +1,5 @@
 //! Output projection and cross-entropy in one op, which never holds the logits of all tokens at once, and its
-//! gradients, on every device.
+//! gradients, on every device. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
 use crate::device::{
     CudaPrimitive, contiguous, flex, floats, from_vec, ints, is_f32, kernel_on, kernel_or, last_dim, plain, tensors,
     unless_f32, zeros_like,
@@ -186,6 +186,7 @@ pub(crate) mod cpu {
         }
         let factor = floats(&contiguous(factor))[0];
         let mut x = contiguous(x);
+        // Most often the loss's gradient is 1.
         if factor != 1.0 {
             x.storage_mut::<f32>().iter_mut().for_each(|x| *x *= factor);
         }

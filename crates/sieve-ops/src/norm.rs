@@ -1,4 +1,4 @@
-//! Root-mean-square normalisation (arXiv:1910.07467, eq. 4) and its gradient on every device.
+//! RMSNorm (arXiv:1910.07467, eq. 4) and its gradient on every device. Calls that the kernels refuse run `reference`.
 use crate::device::{
     CudaPrimitive, contiguous, floats, from_vec, is_f32, kernel_or, plain, tensors, unless_f32, zeros_like,
 };

@@ -1,5 +1,5 @@
 //! AdamW (arXiv:1711.05101) with f32 master weights, Muon's orthogonalisation, norms of gradients, and snapshots, on
-//! every device. None of these ops has a gradient.
+//! every device. None of these ops has a gradient. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
 mod snapshot;
 #[cfg(test)]
 mod tests;
@@ -165,7 +165,7 @@ pub(crate) mod cpu {
         grad_scale: FlexTensor,
         step: AdamWStep,
     ) -> AdamWTensors<Flex> {
-        // The kernel updates f32 weights alone.
+        // The kernel updates f32 weights without a leaf.
         if !is_f32(&tensors.param) || tensors.leaf.is_some() {
             return plain("adamw", || reference::adamw::<Flex>(tensors, grad, grad_scale, step));
         }
@@ -181,7 +181,7 @@ pub(crate) mod cpu {
             ..
         } = tensors;
         let [mut param, mut exp_avg, mut exp_avg_sq] = [param, exp_avg, exp_avg_sq].map(contiguous);
-        // In place if the tensor has no other owner; otherwise `storage_mut` copies.
+        // The update is in place if the tensor has no other owner; otherwise `storage_mut` copies.
         sieve_cpu::adamw(
             param.storage_mut::<f32>(),
             floats(&grad),
@@ -298,7 +298,7 @@ pub(crate) mod cuda {
     pub(crate) fn snapshot(tensor: CudaPrimitive) -> Snapshot {
         match HostCopy::new(&kernel_tensor(tensor.clone())) {
             Ok(copy) => Snapshot::of_cuda(copy),
-            // The asynchronous copy is not possible: copy now, on this thread.
+            // Where no asynchronous copy is possible, this thread copies now.
             Err(_) => Snapshot::read_now::<Cuda>(tensor),
         }
     }

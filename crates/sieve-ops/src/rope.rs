@@ -1,5 +1,5 @@
 //! Rotary position embedding on the packed tensor, after per-head RMSNorm of queries and keys or without it: the ops,
-//! their gradients, and all on every device.
+//! their gradients, and all on every device. Calls that the kernels of `cpu` or `cuda` refuse run `reference`.
 mod tables;
 #[cfg(test)]
 mod tests;

@@ -1,4 +1,4 @@
-//! Gated linear unit with SiLU (arXiv:2002.05202) and its gradient on every device.
+//! SwiGLU (arXiv:2002.05202) and its gradient on every device. Calls that the kernels refuse run `reference`.
 use crate::device::{
     CudaPrimitive, contiguous, floats, from_vec, kernel_or, last_dim, tensors, unless_f32, zeros_like,
 };

@@ -70,7 +70,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         let (mut expire, mut scores) = (None, None);
         let o = context.attend(qkv, |qkv, documents| {
             let result = self.attend(qkv, documents, context.under_policy(self.spec()));
-            // With shared prompts the mask is of rows with repeated prompts, not of the batch's tokens: not reported.
+            // With shared prompts the mask is of rows with repeated prompts, so it is not reported.
             if context.shared.is_none() {
                 expire = Some(result.expire);
                 // Only the bias `exp(min(z, 60))` clamps scores; the linear bias is z itself.

@@ -228,7 +228,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             };
             let of_rows = branches.part(0, cached.rows);
             let mut tokens = [const { Vec::new() }; NUM_NSA_BRANCHES];
-            // One token at a time: a token may complete a block, which later tokens attend to.
+            // Attends one token at a time: a token may complete a block, which later tokens attend to.
             for token in 0..x.dims()[1] {
                 let o = cache.attend(&of_rows.part(1, [token, 1]), spec, blocks, &compress, cached.scratch);
                 tokens.iter_mut().zip(o).for_each(|(tokens, o)| tokens.push(o));

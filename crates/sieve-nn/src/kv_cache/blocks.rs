@@ -165,7 +165,7 @@ impl<B: DeviceBackend> BlockCache<B> {
         self.tail.append(k, v);
         let one = |x: Tensor<B, 4>| x.reshape([batch, spec.num_heads, d]);
         let coarse_q = one(coarse_q);
-        // Before the first complete block the compressed branch adds nothing. `None`: logits without a bias per key.
+        // Before the first complete block the compressed branch adds nothing. `None`: no bias per key.
         let coarse = match self.compressed.is_empty() {
             true => coarse_q.zeros_like(),
             false => attention_decode(coarse_q.clone(), &self.compressed, None, spec.softmax_scale, scratch),

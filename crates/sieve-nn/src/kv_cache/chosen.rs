@@ -83,7 +83,7 @@ impl<B: Backend> ChosenCache<B> {
         let room = match packed.index {
             _ if !pools => [batch, 1, 1, d],
             Some(_) => [batch, 1, seq_len, d],
-            // One more than the prompt has.
+            // The buffer has room for one mean more than the prompt has.
             None => {
                 let means = choice.blocks.num_compressed_blocks(seq_len) + 1;
                 [batch, spec.num_kv_heads, means, d]
@@ -264,7 +264,7 @@ pub(super) fn chosen_blocks<B: Backend>(
         return vec![choose(vec![0.0; own_block + 1]); batch * choice.num_choosers(num_heads, kv_heads) * copies];
     };
     let num_pooled = pooled.dims()[TOKENS];
-    // In f32, because bf16 scores of nearly equal blocks would give other choices than a pass over all tokens.
+    // Scores are f32: bf16 scores of nearly equal blocks would give other choices than a pass over all tokens.
     let (q, k) = (at_least_f32(q), at_least_f32(pooled));
     let scores = q
         .reshape([batch, kv_heads, num_heads / kv_heads, d])
@@ -317,7 +317,7 @@ pub(super) fn keys_of_blocks<B: Backend>(
 fn block_scores(row: &[f32], choice: BlockChoice, num_blocks: usize) -> Vec<f32> {
     let blocks = choice.blocks;
     let (size, stride) = (blocks.select_block_size, blocks.compress_stride);
-    // The pooled keys that overlap a block, with the weight of the overlap. Pooled key p begins at token p * stride.
+    // Returns the pooled keys that overlap a block, with weights. Pooled key p begins at token p * stride.
     let overlapping = |block: usize| {
         let first = (block * size + stride).saturating_sub(blocks.compress_block_size) / stride;
         let end = ((block + 1) * size / stride).min(row.len());

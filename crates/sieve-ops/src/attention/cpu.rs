@@ -1,4 +1,4 @@
-//! Dense and sliding-window attention on the CPU, and what every attention there shares.
+//! Dense and sliding-window attention on the CPU, and code for all attention there. Dtypes but f32 run the reference.
 use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
 use crate::DocumentBounds;
 use crate::device::{contiguous, floats, from_vec, ints, unless_f32, zeros_like};

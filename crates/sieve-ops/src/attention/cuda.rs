@@ -1,4 +1,5 @@
-//! Dense and sliding-window attention on CUDA, and the operands that all attention kernels take.
+//! Dense and sliding-window attention on CUDA, and the operands that all attention kernels take. Calls that a kernel
+//! refuses run the reference, which holds a score matrix.
 use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
 use crate::device::{kernel_or_scores, scores};
 use crate::{Cuda, DocumentBounds};

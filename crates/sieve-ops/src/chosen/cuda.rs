@@ -1,4 +1,4 @@
-//! The choice of blocks and the gradient of an indexer's loss on CUDA.
+//! The choice of blocks and the gradient of an indexer's loss on CUDA. Calls that a kernel refuses run the reference.
 use super::pooled::{Slots, block_scores};
 use super::{ChoiceCall, IndexGradientCall, reference};
 use crate::Cuda;

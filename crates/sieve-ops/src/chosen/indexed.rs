@@ -104,7 +104,7 @@ fn index_gradient<D: DeviceBackend>(
     let [batch, seq_len, _, d] = q.dims();
     // The student is the indexer, the teacher is the attention; both take the indexer's keys as values.
     let student = primitive(Tensor::cat(vec![q_index.clone(), k_index.clone(), k_index.clone()], 2));
-    // The gradient of q sums over keys.
+    // For the gradient of q, the attention sums over keys.
     let of_student = reads.forward(student.clone(), index_spec);
     if let (Read::Chosen(attention), Read::Chosen(indexer), Some((chosen, _, call))) =
         (read, &of_student, reads.call(spec))
@@ -126,7 +126,7 @@ fn index_gradient<D: DeviceBackend>(
     let factor = weight * spec.softmax_scale;
     let dq = (wide(of_student.output().o.clone()) - mean) * factor;
 
-    // The gradient of k sums over queries.
+    // For the gradient of k, the attention's backward pass sums over queries.
     let by_head = q_index.clone().unsqueeze_dim::<5>(3).repeat_dim(3, group);
     let by_head = by_head.reshape([batch, seq_len, groups * group, d]);
     let of_student = reads.backward(student, index_spec, of_student, primitive(q_index));
@@ -209,7 +209,7 @@ pub fn index_statistics<B: SieveBackend>(
             .select(0, queries.clone())
             .swap_dims(0, 1);
         let size = call.choice.attended().select_block_size;
-        // Index 0 stands for no block (-1).
+        // Block b is marked at index b + 1; index 0 stands for no block (-1).
         let read = Tensor::<B::Inner, 3>::zeros([groups, count, n.div_ceil(size) + 1], &device);
         let ones = Tensor::ones(chosen.dims(), &device);
         let read = read.scatter(2, chosen + 1, ones, IndexingUpdateOp::Add);

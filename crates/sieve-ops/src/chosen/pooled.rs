@@ -26,6 +26,7 @@ pub(super) struct Slots<B: Backend> {
 }
 
 impl<B: Backend> Slots<B> {
+    /// Finds the complete blocks of these documents.
     pub(super) fn new(documents: &DocumentBounds<B>, blocks: NsaBlocks) -> Self {
         let [start, end] = documents.clone().map(Tensor::<B, 2, Int>::from_primitive);
         let ([batch, n], size) = (start.dims(), blocks.select_block_size);
@@ -132,7 +133,7 @@ fn scores_of<D: DeviceBackend>(q: Tensor<D, 3>, k: Tensor<D, 2>) -> Tensor<D, 3>
     let earlier_sum = None;
     let scores = D::linear_weight_gradient(primitive(k.transpose()), primitive(q.transpose()), earlier_sum);
     let scores = tensor::<D, 2>(scores).reshape([queries, heads, keys]);
-    // Its reference returns the operands' dtype.
+    // The op's reference returns the operands' dtype.
     scores.cast(dtype)
 }
 
@@ -198,7 +199,7 @@ pub(super) fn distributions<B: Backend>(
     let largest = summed.reshape([count, num_slots, tokens / num_slots]).max_dim(2);
     let largest = largest.reshape([count, num_slots]).mask_fill(unread.clone(), 0.0);
     let teacher = largest.clone() / largest.sum_dim(1).clamp_min(f32::MIN_POSITIVE);
-    // Finite, because a query may read no complete block.
+    // The mask's value is finite, because a query may read no complete block.
     let student = log_softmax(scores.mask_fill(unread.clone(), -1e30), 1);
     [teacher, student.mask_fill(unread, 0.0)]
 }

@@ -1,4 +1,4 @@
-//! Attention of one new query on the CPU.
+//! Attention of one new query on the CPU. The functions implement methods of `DeviceBackend`.
 use super::{DmaCache, DmaToken, KeyCache, TokenStep, TokensBefore, reference};
 use crate::AttentionSpec;
 use crate::device::{contiguous, floats, from_vec, ints, is_f32, last_dim, unless_f32, zeros_like};
@@ -112,7 +112,7 @@ fn replace_lightest(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
         smallest.filter(|&slot| local > 0 || *rank >= ranks[slot])
     };
     let slot_of_head: Vec<Option<usize>> = heads.zip(floats(&rank)).map(evicted).collect();
-    // Dropped, so that the buffers have one owner and are written in place.
+    // These handles are dropped, so that the buffers have one owner and are written in place.
     drop((held, positions));
     let put = |x: FlexTensor, new: &FlexTensor| {
         let (mut x, width) = (contiguous(x), new.shape().num_elements() / slot_of_head.len());

@@ -63,7 +63,7 @@ pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGrap
     };
     let left = left.unwrap_or(0);
     let tape = StepTape::default();
-    // Caches have changed where it fails, so that no other path could take over.
+    // A step that fails may have changed the caches, so no other path could take over.
     let (inputs, logits) = run(&mut step, &tape).unwrap_or_else(|error| panic!("a decoding step: {error}"));
     let mut result = logits.clone().burn();
     let captured = kernel_or_refusal(NAME, tape.graph(inputs, logits));
@@ -308,7 +308,7 @@ impl Layer<'_> {
         positions: &CudaTensor,
         num_kv_heads: usize,
     ) -> Result<CudaTensor, KernelError> {
-        // Half a head's columns have a cosine each.
+        // The tables have one cosine for each pair of a head's columns.
         let head_dim = 2 * self.tables[0].shape()[1];
         let heads = packed.num_elements() / (self.batch() * head_dim);
         let packed = packed.reshaped(NAME, "packed", &[self.batch(), 1, heads, head_dim])?;

@@ -1,4 +1,4 @@
-//! Dynamic mask attention's ops on the CPU.
+//! Dynamic mask attention's ops on the CPU. They implement the methods of `DeviceBackend` with the same names.
 use super::rank::{Recency, ranks};
 use super::{DmaCall, DmaScoresCall, DmaSelection, reference};
 use crate::attention::cpu::{attention_shape, backward, contiguous_bounds, documents, forward};

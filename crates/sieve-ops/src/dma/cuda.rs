@@ -1,4 +1,4 @@
-//! Dynamic mask attention's ops on CUDA.
+//! Dynamic mask attention's ops on CUDA: methods of `DeviceBackend`. Calls that a kernel refuses run the reference.
 use super::rank::{PositionOrigin, Recency};
 use super::{DmaCall, DmaKeyLists, DmaKeys, DmaScoresCall, DmaSelection, reference};
 use crate::attention::cuda::{self as attention, bounds, output, packed, with_gradients};
@@ -170,6 +170,7 @@ fn without_window(call: &AttentionCall<Cuda>) -> AttentionCall<Cuda> {
     AttentionCall::new(call.documents.clone(), spec)
 }
 
+/// The lists as the kernels take them.
 fn kernel_lists(lists: &DmaKeyLists<Cuda>) -> KeyLists {
     let of = |tensor: &Float| kernel_tensor(tensor.clone());
     KeyLists {

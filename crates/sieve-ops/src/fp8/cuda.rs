@@ -1,4 +1,4 @@
-//! fp8 GEMMs on CUDA: Sieve's kernels round the operands, cuBLASLt multiplies them.
+//! fp8 GEMMs on CUDA: Sieve's kernels round the operands, cuBLASLt multiplies them. Refused calls run the reference.
 use super::{Fp8Kept, ToQuantise, reference};
 use crate::Cuda;
 use crate::device::{kernel_or, tensors};

@@ -1,5 +1,5 @@
 //! MLA on the CPU: attention in f32 takes the kernels of `sieve-cpu`, any other dtype the reference; packing is plain
-//! Burn operations.
+//! Burn operations. The functions implement methods of `DeviceBackend`.
 use super::{MlaCall, MlaSpec, reference};
 use crate::AttentionOutput;
 use crate::attention::cpu::{backward, forward, shape_of};

@@ -1,4 +1,5 @@
-//! MLA on CUDA: a kernel packs and rotates, and the attention kernels read the packed tensor.
+//! MLA on CUDA: a kernel packs and rotates, and the attention kernels read the packed tensor. The ops implement methods
+//! of `DeviceBackend`; calls that a kernel refuses run the reference.
 use super::{MlaCall, MlaPackCall, reference};
 use crate::attention::cuda::{bounds, output, result};
 use crate::device::{cast, kernel_or, kernel_or_scores, scores, tensors};

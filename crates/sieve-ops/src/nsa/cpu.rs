@@ -1,5 +1,5 @@
 //! NSA on the CPU: the softmax branches run on the attention of `sieve-cpu`, which never holds an n x n tensor;
-//! pooling, placing and gates are plain Burn operations.
+//! pooling, placing and gates are plain Burn operations. The functions implement methods of `DeviceBackend`.
 use super::{NsaCall, NsaCompressed, NsaSelected, reference};
 use crate::AttentionOutput;
 use crate::attention::cpu::{attention_shape, backward, forward};

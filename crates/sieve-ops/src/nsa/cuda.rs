@@ -1,4 +1,4 @@
-//! Native sparse attention's ops on CUDA.
+//! Native sparse attention's ops on CUDA: methods of `DeviceBackend`. Calls that a kernel refuses run the reference.
 use super::{NsaCall, NsaCompressed, NsaSelected, reference};
 use crate::attention::cuda::{bounds, output, packed, result, with_gradients};
 use crate::device::{cast, kernel_or, kernel_or_scores, scores, tensors};
