@@ -215,7 +215,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         })
     }
 
-    /// Implements [`Attention::weights`](super::Attention::weights).
+    /// The weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`.
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let chosen = self.block_indices(x.clone(), context);
         let (qkv, spec, documents) = (self.qkv.forward(x, context), self.spec(), context.documents);
@@ -329,7 +329,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         (sieve_ops::indexed_attention(qkv, index, &call), statistics)
     }
 
-    /// Implements [`Attention::forward_cached`](crate::Attention::forward_cached).
+    /// The output of new tokens without the residual; reads and extends the caches.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

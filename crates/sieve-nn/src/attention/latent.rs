@@ -160,7 +160,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         self.packed(x, self.kv_b_proj.forward(latent), k_rope, context).0
     }
 
-    /// See [`Attention::forward_cached`](crate::Attention::forward_cached). The cache holds `kv_lora_rank +
+    /// The output of new tokens without the residual; reads and extends the caches. They hold `kv_lora_rank +
     /// qk_rope_head_dim` values per token, and where keys are normed one more per head.
     ///
     /// Tokens after the prompt attend to the latents instead of keys and values: queries are multiplied by the weight
@@ -231,7 +231,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         }
     }
 
-    /// Implements [`Attention::weights`](super::Attention::weights).
+    /// The weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`.
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let (packed, spec) = (self.packed_of(x, context), self.spec());
         let [_, seq_len, width] = packed.dims();

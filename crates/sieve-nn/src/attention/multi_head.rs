@@ -65,7 +65,7 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
         self.o_proj.forward_add(o.flatten(2, 3), residual)
     }
 
-    /// Implements [`Attention::forward_cached`](crate::Attention::forward_cached).
+    /// The output of new tokens without the residual; reads and extends the caches.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

@@ -201,7 +201,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices
     }
 
-    /// Implements [`Attention::forward_cached`](crate::Attention::forward_cached).
+    /// The output of new tokens without the residual; reads and extends the caches.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
@@ -260,7 +260,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         }
     }
 
-    /// Implements [`Attention::weights`](super::Attention::weights).
+    /// The weight of each key for each query of one document, `[num_heads, seq_len, seq_len]`.
     pub(super) fn weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
         let compressed = self.compress(branches.compressed.clone(), context.documents);

@@ -8,7 +8,8 @@ use burn::tensor::{Bool, DType, Tensor};
 
 /// Dense causal or sliding-window attention; see [`crate::attention`].
 pub fn attention<B: Backend>(qkv: Float<B>, call: &AttentionCall<B>) -> AttentionOutput<B> {
-    masked_attention::<B>(qkv, None, hidden_by_documents(call), call.spec)
+    let delta = None;
+    masked_attention::<B>(qkv, delta, hidden_by_documents(call), call.spec)
 }
 
 /// Gradient `dqkv` of [`attention`].

@@ -589,7 +589,7 @@ impl Layer<'_> {
         self.noted_cache(&writable(keys))
     }
 
-    /// A buffer, written in place; see [`writable`].
+    /// A buffer that kernels write in place; if it is not contiguous, it is replaced by a contiguous copy.
     fn buffer<const D: usize>(&self, tokens: &mut TokenBuffer<Cuda, D>) -> CudaTensor {
         if !of(tokens.buffer()).is_contiguous() {
             *tokens = tokens.clone();
